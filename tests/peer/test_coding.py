@@ -79,7 +79,7 @@ def test_a_raw_model_comes_back_to_the_bit():
 @pytest.mark.parametrize("coding", [RawCodec(DIM), Int8Codec(drawn(0))], ids=["raw", "int8"])
 def test_a_packed_model_is_a_copy(coding):
     theta = drawn(1)
-    content = coding.pack(theta)
+    content = coding.encode(theta)
     before, there = received(coding, content), bytes(content)
     theta.zero_()
     assert bytes(content) == there
@@ -88,11 +88,11 @@ def test_a_packed_model_is_a_copy(coding):
 
 @pytest.mark.parametrize("coding", [RawCodec(DIM), Int8Codec(drawn(0))], ids=["raw", "int8"])
 def test_a_model_is_put_together_in_its_room_chunk_by_chunk(coding):
-    content, into = coding.pack(drawn(1)), torch.zeros(2, DIM)[1]
-    room = coding.room(len(content), into)
+    content, into = coding.encode(drawn(1)), torch.zeros(2, DIM)[1]
+    room = coding.buffer(len(content), into)
     for k in range(0, len(content), 1000):
         room[k : k + 1000] = content[k : k + 1000]
-    assert coding.unpack_(room, into) == ""
+    assert coding.decode_(room, into) == ""
     assert torch.equal(into, received(coding, content))
 
 
@@ -259,10 +259,10 @@ def test_a_good_frame_made_by_another_is_taken():
         (frame(GOOD)[:-1], "decompressed"),
         (frame(GOOD) + b"x", "decompressed"),
         (frame(GOOD) + frame(GOOD), "decompressed"),
-        (frame(GOOD, write_content_size=False), "its frame is of"),
-        (frame(GOOD[:-1]), f"its frame is of {len(GOOD) - 1} bytes"),
-        (frame(GOOD + b"x"), f"its frame is of {len(GOOD) + 1} bytes"),
-        (frame(b""), "its frame is of 0 bytes"),
+        (frame(GOOD, write_content_size=False), "its frame has"),
+        (frame(GOOD[:-1]), f"its frame has {len(GOOD) - 1} bytes"),
+        (frame(GOOD + b"x"), f"its frame has {len(GOOD) + 1} bytes"),
+        (frame(b""), "its frame has 0 bytes"),
         (bytes(2 * len(GOOD)), f"it has {2 * len(GOOD)} bytes"),
         (frame(plain_of([1.0, torch.nan, 1.0, 1.0], bytes(DIM))), "scales"),
         (frame(plain_of([1.0, 1.0, 1.0, torch.inf], bytes(DIM))), "scales"),

@@ -75,11 +75,11 @@ def refused(liar, n):
     coding = RawCodec(DIM)
     told = {
         "federation": liar.federation,
-        "asked": LIAR,
+        "peer": LIAR,
         "n": n,
-        "least": 0,
+        "min_round": 0,
         "dim": DIM,
-        "most": coding.max_bytes,
+        "max_bytes": coding.max_bytes,
     }
     reason, manifest = protocol.validate_manifest(signed, **told)
     if manifest is None:
@@ -140,7 +140,7 @@ def test_the_tables_say_what_the_folders_hold(tmp_path):
     results, refused = demo.result_tables(agents).values()
     assert results["proofs"].tolist() == ["0", "0", "0", "1"]
     assert results.loc["a"].tolist() == [demo.BENIGN, "5", "90.0%", "90.0%", "5.0%", "25.0%", "0"]
-    assert results["weight it got"].tolist() == ["25.0%", "40.0%", "5.0%", "0.0%"]
+    assert results["weight"].tolist() == ["25.0%", "40.0%", "5.0%", "0.0%"]
     assert results.loc["d", ["rounds", "accuracy"]].tolist() == ["–", "–"]
     assert refused.to_dict("index") == {"d": {"size": "5"}}  # what an attacker refuses is not told
 
@@ -190,13 +190,13 @@ def test_a_folder_that_holds_anything_is_left_alone(tmp_path):
 def test_a_signal_leaves_no_process(tmp_path):
     script = f"""
         import sys
-        from fedcb2o.cli.signals import Stops
+        from fedcb2o.cli.signals import SignalGuard
         from pathlib import Path
         from fedcb2o.peer.node import demo
 
-        stops = Stops()
-        demo.RUN = (sys.executable, "-c", "import time; time.sleep(100)")
-        demo.demo(Path({str(tmp_path / "demo")!r}), rounds=2)
+        guard = SignalGuard()
+        demo.RUN_COMMAND = (sys.executable, "-c", "import time; time.sleep(100)")
+        demo.run_demo(Path({str(tmp_path / "demo")!r}), rounds=2)
     """
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE
@@ -243,7 +243,7 @@ def test_the_whole_demo(tmp_path):
     assert (benign.rounds == "30").all()
     assert benign.accuracy.mean() > 85
     assert benign["attack success"].mean() < 25
-    assert percent[percent.kind != demo.BENIGN]["weight it got"].max() < 5
+    assert percent[percent.kind != demo.BENIGN]["weight"].max() < 5
     garbage = refused.loc[percent.index[percent.kind == demo.GARBAGE][0]].astype(int)
     assert {"signature", "size", "not finite", "bound", "hash", "run", "equivocation"} <= set(
         garbage[garbage > 0].index

@@ -315,9 +315,9 @@ def test_who_was_removed_is_gone_with_its_id_and_name(path, eight, tmp_path):
         4,
     )  # the others' draws stay as they were
     write_federation(amend_federation(second, add=[eight[4].member]), three)
-    with pytest.raises(ConfigError, match="that of no member of the version before"):
+    with pytest.raises(ConfigError, match="belongs to no member of the version before"):
         sign_federation(three, eight[3])
-    with pytest.raises(ConfigError, match="that of no member of the version before"):
+    with pytest.raises(ConfigError, match="belongs to no member of the version before"):
         sign_federation(three, eight[4])  # who is added has no say
     third = signed_by(three, eight[:2])
     assert list(third.members) == [0, 1, 2, 4]
@@ -329,7 +329,7 @@ def test_who_was_removed_is_gone_with_its_id_and_name(path, eight, tmp_path):
     back = copy.deepcopy(third.to_table())
     back["members"][3]["id"] = 3
     three.write_text(tomli_w.dumps(back))
-    refused(three, "ids out of order: those of new members follow all that there were, from 4")
+    refused(three, "ids out of order: those of new members follow all earlier ids, from 4")
 
 
 def test_a_graph_that_cannot_be_made_is_told_before_anybody_signs(eight):
@@ -349,7 +349,7 @@ def test_a_graph_that_cannot_be_made_is_told_before_anybody_signs(eight):
 
 def test_a_certificate_or_a_key_is_replaced_under_the_same_id(path, eight, tmp_path):
     first, two = read_federation(path), tmp_path / "2.toml"
-    moved = eight[1].moved(tmp_path / "moved", endpoint="127.0.0.2:7447")
+    moved = eight[1].with_endpoint(tmp_path / "moved", endpoint="127.0.0.2:7447")
     stolen = Identity.make(tmp_path / "new", name="org-2", endpoint=eight[2].member.endpoint)
     write_federation(amend_federation(first, replace=[moved.member, stolen.member]), two)
     second = signed_by(two, [eight[0], moved, eight[2]])  # the old key signs for a new one
@@ -359,7 +359,7 @@ def test_a_certificate_or_a_key_is_replaced_under_the_same_id(path, eight, tmp_p
     ]
     assert [second.id_of(each.member) for each in (eight[0], moved, stolen)] == [0, 1, 2]
     with pytest.raises(
-        ConfigError, match="org-1 stands in tiny, version 2, with another `endpoint`"
+        ConfigError, match="org-1 is in tiny, version 2 with another `endpoint`"
     ):
         second.id_of(eight[1].member)
     with pytest.raises(ConfigError, match=f"with another key .{stolen.member.fingerprint}, not "):
@@ -423,7 +423,7 @@ def test_what_was_signed_cannot_be_changed(path, eight, tmp_path):
 
     def another_first(table):
         table["history"][0]["members"][0].update(
-            {key: eight[5].member.table()[key] for key in ("key", "root", "name")}
+            {key: eight[5].member.to_table()[key] for key in ("key", "root", "name")}
         )
 
     def swapped(table):
@@ -471,8 +471,8 @@ def test_nobody_has_two_votes(path, eight, tmp_path):
     for other in (once, again):
         votes = [{"name": name, "signature": signature} for signature in (once, other, once)]
         edited(two, at("signatures", value=votes))
-        refused(two, "version 2 has two signatures of 'org-1', who has one vote")
-        refused(two, "version 2 has two signatures of 'org-1', who has one vote", unsigned=True)
+        refused(two, "version 2 has two signatures of 'org-1', but a member has one vote")
+        refused(two, "version 2 has two signatures of 'org-1', but a member has one vote", allow_unsigned=True)
 
 
 def test_an_amendment_must_change_something_once(path, eight):

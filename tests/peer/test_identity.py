@@ -187,12 +187,12 @@ def test_a_root_that_has_ended_is_replaced(tmp_path):
 
 
 def test_a_new_endpoint_keeps_the_signing_key(made, tmp_path):
-    moved = made.moved(tmp_path / "moved", endpoint="192.0.2.7:7447")
-    moved.check()
+    moved = made.with_endpoint(tmp_path / "moved", endpoint="192.0.2.7:7447")
+    moved.check_certificate()
     assert moved.member.key == made.member.key
     assert moved.member.root != made.member.root
     assert moved.member.verify(b"x", made.sign(b"x"))
-    made.check()  # the old one goes on to work
+    made.check_certificate()  # the old one goes on to work
 
 
 def opened(files, roots, *, listen=(), connect=(), patience=5.0):
@@ -292,7 +292,7 @@ def test_no_members_root_speaks_for_anothers_name_or_host(three, tmp_path):
 def member_table(identity, **changes):
     return {
         key: value
-        for key, value in {**identity.member.table(), **changes}.items()
+        for key, value in {**identity.member.to_table(), **changes}.items()
         if value is not None
     }
 
@@ -427,7 +427,7 @@ def test_a_name_that_no_certificate_can_hold_is_told_before_one_is_made(tmp_path
         done = here(
             "peer", "identity", "--name", name, "--endpoint", ENDPOINT, "--out", tmp_path / "a"
         )
-        assert "a member's name has up to 63 small letters from a to z" in done.one_line()
+        assert "a member's name has up to 63 letters from a to z" in done.one_line()
         assert not list(tmp_path.iterdir())
 
 

@@ -221,7 +221,7 @@ def test_who_got_another_key_is_not_guilty_of_what_was_signed_by_the_old_one(
     new = Identity.make(tmp_path / "org-1", name="org-1", endpoint=other.member.endpoint)
     later = amend_federation(federation, replace=[new.member])
     assert later.members[1].key != federation.members[1].key
-    assert verify_proof(path, later).endswith("agent 1 of tiny, whose key this is no more")
+    assert verify_proof(path, later).endswith("agent 1 of tiny, whose key was replaced since")
     assert Ledger(tmp_path, later).equivocators == frozenset()
     assert Ledger(tmp_path, federation).equivocators == {1}
 

@@ -377,13 +377,13 @@ class Notes:
     def __init__(self):
         self.notes = []
 
-    def phase(self, n, name):
+    def on_phase(self, n, name):
         pass
 
-    def round(self, line):
+    def on_round(self, line):
         pass
 
-    def note(self, text):
+    def on_note(self, text):
         self.notes.append(text)
 
 
@@ -428,7 +428,7 @@ def test_peers_that_answer_nothing_hold_no_wait_beyond_its_time(quick):
 
     class Silent(PeerClient):
         def __init__(self):
-            self.federation, self.me = made, 0
+            self.federation, self.agent_id = made, 0
 
         def hello(self, peer, seconds):
             time.sleep(seconds)
@@ -450,7 +450,7 @@ def test_other_data_and_a_damaged_checkpoint_never_lead_to_a_second_signature(qu
     assert [next(first)["round"], next(first)["round"]] == [1, 2]
     first.close()
     before = (out / "signed.jsonl").read_text()
-    with pytest.raises(RunError, match=r"the data are others than when .* never another --out"):
+    with pytest.raises(RunError, match=r"the data differ from those when .* never choose another --out"):
         by_itself(made, who[0], share(1), out, resume=True).run()
     path = out / "checkpoint.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -460,7 +460,7 @@ def test_other_data_and_a_damaged_checkpoint_never_lead_to_a_second_signature(qu
         by_itself(made, who[0], share(0), out, resume=True).run()
     path.unlink()
     notes = Notes()
-    by_itself(made, who[0], share(1), out, resume=True, watch=notes).run()
+    by_itself(made, who[0], share(1), out, resume=True, observer=notes).run()
     assert [line["round"] for line in lines_of(out)] == [1, 2, 3, 4]
     signed = (out / "signed.jsonl").read_text()
     assert signed.startswith(before)
@@ -473,7 +473,7 @@ def test_other_data_and_a_damaged_checkpoint_never_lead_to_a_second_signature(qu
 def test_the_operator_is_told_once_who_equivocated(quick, tmp_path):
     who, made = quick
     notes = Notes()
-    node = by_itself(made, who[0], share(0), tmp_path / "out", watch=notes)
+    node = by_itself(made, who[0], share(0), tmp_path / "out", observer=notes)
     for guilty in ({1}, {1}, {0, 1}, {0, 1}):
         node._report_equivocation(frozenset(guilty))
     other, mine = notes.notes

@@ -81,7 +81,7 @@ def test_with_nothing_held_out_an_organisation_trains_on_all_and_judges_by_all(t
     )
 
 
-def test_a_peer_without_bfloat16_trains_in_float32_and_says_so(tmp_path, monkeypatch, capsys):
+def test_a_peer_without_bfloat16_trains_in_float32_and_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(autotune, "_bfloat16_speedup", lambda _: 0.02)
     settings = load({**EXPERIMENT, "training": {**EXPERIMENT["training"], "precision": "bfloat16"}})
     who = members.identities(tmp_path, 4)
@@ -94,7 +94,7 @@ def test_a_peer_without_bfloat16_trains_in_float32_and_says_so(tmp_path, monkeyp
     assert node.agent.spec.training.precision == "float32"
     (tmp_path / "out").mkdir()
     open_run(tmp_path / "out", made, who[0], node.agent, resume=False)
-    assert "trains in float32: bfloat16 is far slower here" in capsys.readouterr().err
+    assert "trains in float32: bfloat16 is far slower here" in caplog.text
     assert json.loads((tmp_path / "out" / "agent.json").read_text())["precision"] == "float32"
 
 
@@ -171,11 +171,11 @@ def test_data_that_do_not_fit(tmp_path):
     for data, told in (
         (
             fedcb2o.datasets([(x, y[:, :1])] * 2, numbers=True),
-            "the data have 2 owners, 0, 1: an organisation brings its",
+            "the data have 2 owners, 0, 1: an organisation brings only",
         ),
         (
             fedcb2o.dataset(x, y, numbers=True),
-            r"numbers of shape \(2,\) to be told in their pool, and the .* \(1,\)",
+            r"numbers of shape \(2,\) to predict in their pool, and the .* \(1,\)",
         ),
         (
             fedcb2o.dataset(x, np.arange(20) % 2),
@@ -196,6 +196,6 @@ def test_classes_or_numbers(tmp_path):
     both = (tmp_path / "f.toml").read_text().replace("class_names = []", 'class_names = ["a", "b"]')
     (tmp_path / "both.toml").write_text(both)
     with pytest.raises(
-        ConfigError, match="`data` has two or more `class_names`, or none and the shape"
+        ConfigError, match="`data` has two or more `class_names`, or none and `target`"
     ):
         federation.read_federation(tmp_path / "both.toml")

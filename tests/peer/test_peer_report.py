@@ -110,7 +110,7 @@ def test_the_page_says_what_happened_and_needs_no_other_file(node):
     assert peers["university-d"] == ["2", "0", "2", "0", "0", "–", "–", "0 B", "0.00%", "2"]
     assert ["university-d", "1", "1"] in page.rows
     assert ["another run", "2"] in page.rows
-    assert "In all 5.0 kB came in, and 3.0 kB went out in answer to 9 requests." in page.text
+    assert "In total 5.0 kB were received, and 3.0 kB were sent in 9 answers." in page.text
 
 
 def test_the_page_goes_where_it_is_asked_to(node, tmp_path):

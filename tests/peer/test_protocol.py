@@ -76,11 +76,11 @@ def manifest(federation, content) -> Manifest:
 def judged(data, federation, **changes) -> str:
     settings = {
         "federation": federation,
-        "asked": 1,
+        "peer": 1,
         "n": N,
-        "least": 0,
+        "min_round": 0,
         "dim": DIM,
-        "most": 4 * DIM,
+        "max_bytes": 4 * DIM,
     }
     reason, manifest = validate_manifest(data, **{**settings, **changes})
     assert (manifest is None) == bool(reason)
@@ -88,7 +88,7 @@ def judged(data, federation, **changes) -> str:
 
 
 def test_a_manifest_says_what_was_sent(who, federation, manifest, content):
-    signed = manifest.signed(who[1].sign)
+    signed = manifest.to_signed_bytes(who[1].sign)
     assert len(signed) == manifest_bytes(len(content)) == 142 + 2 * 32 + 64
     read, body, signature = decode_manifest(signed)
     assert read == manifest
@@ -135,7 +135,7 @@ def test_a_manifest_says_what_was_sent(who, federation, manifest, content):
 )
 def test_what_a_member_signs_is_refused_for_its_reason(who, federation, manifest, changed, reason):
     assert (
-        judged(dataclasses.replace(manifest, **changed).signed(who[1].sign), federation) == reason
+        judged(dataclasses.replace(manifest, **changed).to_signed_bytes(who[1].sign), federation) == reason
     )
 
 
@@ -144,7 +144,7 @@ def test_the_first_reason_is_told_in_the_order_of_the_page(who, federation, mani
         manifest, agent=9, run=ZERO_DIGEST, round=0, dim=1, size=2**63, encoding=1, base=b"1" * 32
     )
     other = federated(who, rounds=20, lag=2, synchronous=True)
-    signed = stranger.signed(who[1].sign)
+    signed = stranger.to_signed_bytes(who[1].sign)
     changes = [
         ("malformed", lambda data: data[:6] + b"0" + bytes(10**6)),
         ("version", lambda data: data[:7] + b"\2" + bytes(10**6)),
@@ -172,21 +172,21 @@ def test_the_first_reason_is_told_in_the_order_of_the_page(who, federation, mani
     ]
     for reason, change, sign, agreed in mended:
         stranger = dataclasses.replace(stranger, **change)
-        assert judged(stranger.signed(sign), agreed) == reason
+        assert judged(stranger.to_signed_bytes(sign), agreed) == reason
 
 
 def test_nothing_older_than_before_is_taken(who, federation, manifest):
-    signed = manifest.signed(who[1].sign)
-    assert judged(signed, federation, least=N) == ""
-    assert judged(signed, federation, least=N + 1) == "round"
+    signed = manifest.to_signed_bytes(who[1].sign)
+    assert judged(signed, federation, min_round=N) == ""
+    assert judged(signed, federation, min_round=N + 1) == "round"
     assert judged(signed, federation, n=N + 2) == ""
     assert judged(signed, federation, n=N + 3) == "round"
 
 
 def test_another_agents_manifest_is_not_taken_for_the_one_asked(who, federation, manifest):
-    others = dataclasses.replace(manifest, agent=2).signed(who[2].sign)
+    others = dataclasses.replace(manifest, agent=2).to_signed_bytes(who[2].sign)
     assert judged(others, federation) == "agent"
-    assert judged(others, federation, asked=2) == ""
+    assert judged(others, federation, peer=2) == ""
 
 
 def test_a_signature_is_valid_for_one_context_alone(who, federation, manifest):
@@ -198,7 +198,7 @@ def test_a_signature_is_valid_for_one_context_alone(who, federation, manifest):
 
 
 def test_a_gigabyte_is_refused_before_anything_is_made_of_it(who, federation, manifest):
-    signed = manifest.signed(who[1].sign)
+    signed = manifest.to_signed_bytes(who[1].sign)
     with mmap.mmap(-1, 2**30) as memory, memoryview(memory) as huge:
         huge[: len(signed)] = signed
         struct.pack_into("<I", huge, 138, (2**30 - 142 - 64) // 32)
@@ -307,7 +307,7 @@ def test_what_a_member_says_of_itself_is_for_who_asked_alone(who):
 
 
 def test_no_bytes_raise_anything_else(who, federation, manifest):
-    signed = manifest.signed(who[1].sign)
+    signed = manifest.to_signed_bytes(who[1].sign)
     request = Request(
         kind=RequestKind.HELLO, run=federation.run, sender=0, receiver=1, nonce=NONCE
     ).encode(who[0].sign)
@@ -489,7 +489,7 @@ def test_the_pages_requests_and_answers_are_what_the_code_makes(keys, described)
 
 
 def test_the_pages_refusals_are_the_codes(keys, described):
-    settings = {"federation": described, "asked": 1, "n": ROUND, "least": 0, "dim": 5, "most": 20}
+    settings = {"federation": described, "peer": 1, "n": ROUND, "min_round": 0, "dim": 5, "max_bytes": 20}
     assert judged(VECTORS["manifest"], **settings) == ""
     rows = table("`manifest` passes", "reason")
     for reason, offset, change, by in rows:
@@ -500,7 +500,7 @@ def test_the_pages_refusals_are_the_codes(keys, described):
         if by != "–":
             changed[-64:] = keys[int(by)].sign(protocol.MANIFEST_CONTEXT + bytes(changed[:-64]))
         assert judged(bytes(changed), **settings) == reason, (reason, offset, change)
-    told = [row[0] for row in table("## How a manifest is judged", "reason")]
+    told = [row[0] for row in table("## How a manifest is checked", "reason")]
     assert list(dict.fromkeys(row[0] for row in rows)) == [
         reason for reason in told if reason != "length"
     ]

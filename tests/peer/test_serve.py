@@ -52,8 +52,8 @@ class Scene:
     def server(self, agreed=None, **options) -> Server:
         agreed = agreed or self.federation
         self.ledger = Ledger(self.folder, agreed)
-        about = {"about": lambda: {"round": 7, "keys": agreed.keys()}, **options}
-        self.servers.append(Server(agreed, ME, self.who[ME], self.ledger, **about))
+        settings = {"hello_content": lambda: {"round": 7, "keys": agreed.value_hashes()}, **options}
+        self.servers.append(Server(agreed, ME, self.who[ME], self.ledger, **settings))
         return self.servers[-1]
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ def test_a_model_is_downloaded_by_its_manifest_and_chunks(scene, federation):
     server.publish(scene.snapshot(6, b"old"))
     server.publish(scene.snapshot(7, content))
     other = scene.snapshot(7, agent=3).manifest
-    scene.ledger.seen(other)
+    scene.ledger.record(other)
     nonce = b"n" * 16
     answer = scene.ask(server, scene.request(RequestKind.MANIFEST, round=7, nonce=nonce))
     assert (answer.status, answer.nonce) == (AnswerStatus.OK, nonce)
@@ -217,7 +217,7 @@ def test_a_synchronous_round_gets_its_own_model(scene, who, federation):
 
 def test_some_members_are_shown_another_model(scene):
     server = scene.server()
-    server.publish(scene.snapshot(5, b"to all"), to={2: scene.snapshot(5, b"to 2")})
+    server.publish(scene.snapshot(5, b"to all"), overrides={2: scene.snapshot(5, b"to 2")})
     for sender, text in ((1, b"to all"), (2, b"to 2"), (3, b"to all")):
         answer = scene.ask(server, scene.request(RequestKind.MANIFEST, sender, round=5))
         digest = decode_manifest(decode_offer(answer.body)[0])[0].digest
@@ -238,7 +238,7 @@ def test_a_simulated_attacker_publishes_twice_in_a_round(scene):
         scene.snapshot(n, text) for n, text in ((4, b"4"), (5, b"5"), (5, b"again"))
     )
     server.publish(before)
-    server.publish(first, to={1: None})
+    server.publish(first, overrides={1: None})
     assert (
         decode_offer(scene.ask(server, scene.request(RequestKind.MANIFEST, 1, round=5)).body)[0]
         == before.manifest
@@ -247,7 +247,7 @@ def test_a_simulated_attacker_publishes_twice_in_a_round(scene):
         decode_offer(scene.ask(server, scene.request(RequestKind.MANIFEST, 2, round=5)).body)[0]
         == first.manifest
     )
-    server.publish(second, to={1: scene.snapshot(5, b"crafted")})
+    server.publish(second, overrides={1: scene.snapshot(5, b"crafted")})
     crafted = decode_manifest(
         decode_offer(scene.ask(server, scene.request(RequestKind.MANIFEST, 1, round=5)).body)[0]
     )[0].digest
@@ -264,7 +264,7 @@ def test_a_simulated_attacker_publishes_twice_in_a_round(scene):
         bytes(scene.ask(server, scene.request(RequestKind.CHUNK, 1, digest=before.digest)).body)
         == b"4"
     )
-    assert scene.ledger.guilty == frozenset()
+    assert scene.ledger.equivocators == frozenset()
 
 
 def test_a_member_with_another_file_is_greeted_and_gets_nothing_else(scene, who, federation):
@@ -287,7 +287,7 @@ def test_a_member_with_another_file_is_greeted_and_gets_nothing_else(scene, who,
         answer = scene.ask(server, data)
         assert decode_hello(answer.body, nonce, who[ME].member) == {
             "round": 7,
-            "keys": federation.keys(),
+            "keys": federation.value_hashes(),
         }
         nonce = b"m" * 16
     for kind in (RequestKind.MANIFEST, RequestKind.CHUNK, RequestKind.WITNESS):
@@ -333,13 +333,13 @@ def test_what_is_not_in_order_gets_no_answer(scene, who, federation):
 def test_nonces_are_remembered_and_bounded(scene):
     server = scene.server(clock=lambda: 0.0)
     first = scene.request(RequestKind.CHUNK)
-    server.hear(first, lambda answer: None)
+    server.on_request(first, lambda answer: None)
     for _ in range(10):
-        server.hear(scene.request(RequestKind.CHUNK), lambda answer: None)
-    server.hear(first, lambda answer: None)
+        server.on_request(scene.request(RequestKind.CHUNK), lambda answer: None)
+    server.on_request(first, lambda answer: None)
     assert server.counts.refused["replay"] == 1
-    peer = server._peers[1]
-    assert all(peer.new(os.urandom(16)) for _ in range(2 * MAX_NONCES))
+    peer = server._quotas[1]
+    assert all(peer.accept_nonce(os.urandom(16)) for _ in range(2 * MAX_NONCES))
     assert len(peer.nonces) == MAX_NONCES
 
 
@@ -372,8 +372,8 @@ def test_who_goes_on_asking_too_often_is_not_even_told(scene, federation):
     for _ in range(MAX_BUSY_ANSWERS):
         assert scene.ask(server, scene.request(RequestKind.CHUNK)).status is AnswerStatus.BUSY
     for _ in range(50):
-        server.hear(scene.request(RequestKind.CHUNK, by=2), answers.append)
-        server.hear(scene.request(RequestKind.CHUNK), answers.append)
+        server.on_request(scene.request(RequestKind.CHUNK, by=2), answers.append)
+        server.on_request(scene.request(RequestKind.CHUNK), answers.append)
     assert server.counts.refused == {"rate": MAX_BUSY_ANSWERS + 100}  # without a look at who signed
     assert scene.ask(server, scene.request(RequestKind.CHUNK, 2)).status is AnswerStatus.NOT_HERE
     assert answers == []
@@ -386,13 +386,13 @@ def test_ten_thousand_requests_are_turned_away_in_bounded_memory(scene, federati
     reply, inside = scene.stuck()
     forged = scene.request(RequestKind.CHUNK, by=2)
     for _ in range(100):
-        server.hear(forged, reply)
+        server.on_request(forged, reply)
     for _ in range(100):
-        server.hear(scene.request(RequestKind.CHUNK), reply)
+        server.on_request(scene.request(RequestKind.CHUNK), reply)
     for _ in range(9800):
-        server.hear(forged, reply)
-    assert len(server._peers[1].queue) <= 2 * MAX_PENDING
-    assert len(server._peers[1].nonces) <= 2 * MAX_PENDING + federation.limits.per_peer
+        server.on_request(forged, reply)
+    assert len(server._quotas[1].queue) <= 2 * MAX_PENDING
+    assert len(server._quotas[1].nonces) <= 2 * MAX_PENDING + federation.limits.per_peer
     assert len(inside) <= federation.limits.per_peer
     assert server.counts.refused["signature"] == 100
     assert server.counts.refused["pending"] >= 9900 - MAX_PENDING - federation.limits.per_peer
@@ -403,12 +403,12 @@ def test_ten_thousand_requests_are_turned_away_in_bounded_memory(scene, federati
 
 def test_slow_readers_delay_nobody_else(scene, federation):
     """Three of four members read nothing: 2 of their answers each are under way, and the fourth gets its own."""
-    server = scene.server(patience=0.05)
+    server = scene.server(slow_after_seconds=0.05)
     server.publish(scene.snapshot(5))
     reply, inside = scene.stuck()
     for sender in (1, 2, 3):
         for _ in range(MAX_PENDING):
-            server.hear(scene.request(RequestKind.MANIFEST, sender, round=5), reply)
+            server.on_request(scene.request(RequestKind.MANIFEST, sender, round=5), reply)
     started = time.monotonic()
     assert [
         scene.ask(server, scene.request(RequestKind.MANIFEST, 4, round=5)).status for _ in range(20)
@@ -421,10 +421,10 @@ def test_slow_readers_delay_nobody_else(scene, federation):
 
 
 def test_uploads_at_once_are_limited_and_taken_in_turn(scene):
-    server = scene.server(patience=60.0)
+    server = scene.server(slow_after_seconds=60.0)
     reply, inside = scene.stuck()
-    server.hear(scene.request(RequestKind.CHUNK, 1), reply)
-    server.hear(scene.request(RequestKind.CHUNK, 1), reply)
+    server.on_request(scene.request(RequestKind.CHUNK, 1), reply)
+    server.on_request(scene.request(RequestKind.CHUNK, 1), reply)
     assert until(lambda: len(inside) == 2)
     order, threads = [], []
 
@@ -436,7 +436,7 @@ def test_uploads_at_once_are_limited_and_taken_in_turn(scene):
         return reply
 
     for sender in (2, 2, 2, 3, 3, 3, 4, 4, 4):
-        server.hear(scene.request(RequestKind.CHUNK, sender), noted(sender))
+        server.on_request(scene.request(RequestKind.CHUNK, sender), noted(sender))
     time.sleep(0.1)
     assert order == []
     server._federation = server._federation.model_copy(
@@ -455,10 +455,10 @@ def test_what_fails_ends_one_answer_and_nothing_else(scene, who):
     def lost(answer: bytes) -> None:
         raise OSError("the link is lost")
 
-    server = scene.server(about=broken)
+    server = scene.server(hello_content=broken)
     for _ in range(3):
-        server.hear(scene.request(RequestKind.HELLO, digest=who[1].member.key), lost)
-        server.hear(scene.request(RequestKind.CHUNK), lost)
+        server.on_request(scene.request(RequestKind.HELLO, digest=who[1].member.key), lost)
+        server.on_request(scene.request(RequestKind.CHUNK), lost)
     assert until(lambda: server.counts.refused.get("failed") == 6)
     assert scene.ask(server, scene.request(RequestKind.CHUNK)).status is AnswerStatus.NOT_HERE
 
@@ -470,7 +470,7 @@ def test_a_request_is_heard_at_once(scene):
     seconds = []
     for data in requests:
         started = time.perf_counter()
-        server.hear(data, reply)
+        server.on_request(data, reply)
         seconds.append(time.perf_counter() - started)
     assert sorted(seconds)[len(seconds) // 2] < 0.005
 
@@ -479,7 +479,7 @@ def test_it_closes_with_answers_under_way(scene):
     server = scene.server()
     reply, inside = scene.stuck()
     for _ in range(5):
-        server.hear(scene.request(RequestKind.CHUNK), reply)
+        server.on_request(scene.request(RequestKind.CHUNK), reply)
     assert until(lambda: inside)
     started = time.monotonic()
     server.close()

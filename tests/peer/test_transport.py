@@ -322,7 +322,7 @@ def test_what_cannot_be_heard_is_not_the_end(
     assert until(lambda: list(one.ask(1, b"1", 5.0))) == [b"1"]
     assert list(one.ask(1, b"", 5.0)) == []
     assert list(one.ask(1, b"22", 5.0)) == [b"0"]
-    assert "a request could not be heard" in caplog.text
+    assert "a request could not be handled" in caplog.text
 
 
 def through(
@@ -460,7 +460,7 @@ def test_closing_waits_for_all_that_would_come_back_into_python(
     waiting = [one.ask(1, b"?", 60.0) for _ in range(20)]
     one.close()
     other.close()
-    assert not one._open
+    assert not one._open_requests
     assert "fedcb2o-hear" not in [thread.name for thread in threading.enumerate()]
     assert [list(answers) for answers in waiting] == [[]] * 20
 
@@ -474,7 +474,7 @@ def test_a_program_that_forgets_to_close_ends_in_silence(
     program = (
         "import sys, time; from fedcb2o.peer.membership import federation; from fedcb2o.peer.membership.identity import Identity;"
         "from fedcb2o.peer.wire.transport import Zenoh;"
-        "one = Zenoh(federation.read(sys.argv[1]), Identity.read(sys.argv[2])); one.serve(lambda request, reply: None);"
+        "one = Zenoh(federation.read_federation(sys.argv[1]), Identity.read(sys.argv[2])); one.serve(lambda request, reply: None);"
         "two = one.ask(1, b'?', 60.0); time.sleep(0.3); raise KeyboardInterrupt"
     )
     host, _, port = who[1].member.endpoint.partition(":")

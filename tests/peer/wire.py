@@ -34,13 +34,13 @@ class Wired:
     """One agent on a wire."""
 
     def __init__(self, wire: Wire, id: int) -> None:
-        self.wire, self.id, self.hear, self.closed = wire, id, None, False
-        self.hear: RequestHandler | None
+        self.wire, self.id, self.handler, self.closed = wire, id, None, False
+        self.handler: RequestHandler | None
 
     def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:
         answers: Queue[bytes | None] = Queue()
         end = time.monotonic() + timeout
-        if self.closed or peer == self.id or peer not in self.alive():
+        if self.closed or peer == self.id or peer not in self.connected_peers():
             answers.put(None)
         else:
             threading.Thread(
@@ -48,10 +48,10 @@ class Wired:
             ).start()
         return self._answers(answers, end)
 
-    def serve(self, hear: RequestHandler) -> None:
-        self.hear = hear
+    def serve(self, handler: RequestHandler) -> None:
+        self.handler = handler
 
-    def alive(self) -> frozenset[int]:
+    def connected_peers(self) -> frozenset[int]:
         there = {id for id, agent in self.wire.agents.items() if id != self.id and not agent.closed}
         return frozenset() if self.closed else frozenset(there)
 
@@ -59,10 +59,10 @@ class Wired:
         self.closed = True
 
     def _send(self, peer: "Wired", request: bytes, answers: "Queue[bytes | None]") -> None:
-        if peer.hear is None:
+        if peer.handler is None:
             answers.put(None)
         elif self.wire.passes():
-            peer.hear(bytes(request), lambda answer: self._reply(peer, bytes(answer), answers))
+            peer.handler(bytes(request), lambda answer: self._reply(peer, bytes(answer), answers))
 
     def _reply(self, peer: "Wired", answer: bytes, answers: "Queue[bytes | None]") -> None:
         if self.wire.passes() and not peer.closed:

@@ -1,4 +1,4 @@
-"""Membership of a federation: identities, certificates, and the file that all members agree on."""
+"""Membership of a federation: identities, certificates, and the federation file."""
 
 from fedcb2o.peer.membership.federation import (
     Federation,

@@ -1,4 +1,4 @@
-"""Certificates of one organisation: its own certificate authority and the TLS certificate it signs.
+"""Certificates of one organisation: its own authority and its TLS certificate.
 
 A bundle with the roots of several members would let each of them sign for any name. Name
 constraints therefore bind a root to its member: it may sign only for the member's name and host. A
@@ -113,7 +113,7 @@ def new_leaf(
     now: datetime,
     until: datetime,
 ) -> x509.Certificate:
-    """Create the TLS certificate of a member, for both ends of a link.
+    """Create a member's TLS certificate, for both ends of a link.
 
     Args:
         name: The member's name.
@@ -226,7 +226,7 @@ def _subject(name: str) -> x509.Name:
 
 
 def _key_usage(*, sign: bool) -> x509.KeyUsage:
-    """Return the usage of a TLS certificate (`sign`: handshakes) or of a root (certificates)."""
+    """Return the usage of a TLS certificate (`sign`) or of a root."""
     return x509.KeyUsage(
         digital_signature=sign,
         key_cert_sign=not sign,

@@ -1,4 +1,4 @@
-"""Federation: the settings and members that all agree on, in the readable file federation.toml.
+"""Federation: the agreed settings and members, in the readable file federation.toml.
 
 The hash of the first version is the run's id. Later versions change members only, see `versions`.
 
@@ -108,7 +108,7 @@ class Federation(Section):
 
     @property
     def verification_phrase(self) -> str:
-        """Text that members read to each other: it covers all settings, endpoints and keys."""
+        """Text that members compare; it covers all settings, endpoints and keys."""
         if self.version == 1:
             run, version = spelled_hex(self.run), "version 1"
         else:
@@ -128,7 +128,7 @@ class Federation(Section):
 
     @functools.cached_property
     def num_agents(self) -> int:
-        """N: one more than the highest id of all versions, so that it never shrinks."""
+        """N: one more than the highest id of all versions."""
         return 1 + max(id for members in self._members for id in members)
 
     @functools.cached_property
@@ -213,7 +213,7 @@ class Federation(Section):
         return ids[0]
 
     def value_hashes(self) -> dict[str, str]:
-        """Return a short hash of each value, by which two files are compared.
+        """Return a short hash of each value, to compare two files.
 
         Returns:
             Hashes by dotted key.
@@ -247,7 +247,7 @@ class Federation(Section):
         return sorted(key for key in {*own, *other} if own.get(key) != other.get(key))
 
     def unsigned_members(self) -> list[str]:
-        """Return the members of the previous version that did not sign this one.
+        """Return the members that did not sign this version but may.
 
         Returns:
             Their names.
@@ -414,14 +414,14 @@ def _agreed_settings(experiment: Experiment) -> dict[str, Any]:
 
 
 def _target_schema(dataset: Dataset) -> dict[str, Any]:
-    """Return the keys of [data] that describe what is predicted: classes or numbers."""
+    """Return the keys of [data] that describe the predicted classes or numbers."""
     if dataset.class_names:
         return {"class_names": list(dataset.class_names)}
     return {"target": list(dataset.pool.y.shape[1:])}
 
 
 def missing_dataset() -> Dataset:
-    """Stand for the data set of a federation's experiment, which each member provides.
+    """Stand for the data set, which each member provides.
 
     Raises:
         ConfigError: Always.
@@ -478,7 +478,7 @@ def read_federation(
 
 
 def _describe_other_file(table: Mapping[str, Any]) -> str:
-    """Describe a file that is no federation's, and the remedy; empty if it is unknown."""
+    """Describe a file of another kind and the remedy, if known."""
     if {"endpoint", "key", "root"} <= table.keys():
         return (
             "a member's file, and no federation's: `fedcb2o peer federation EXPERIMENT --member "
@@ -596,7 +596,7 @@ def sign_federation(
 
 
 def _check_topology(federation: Federation) -> Federation:
-    """Return the same federation; raise ConfigError if its graph does not allow this size."""
+    """Raise ConfigError if the graph does not allow this federation's size."""
     if not set(federation.user_functions) - federation.allowed_functions:
         clusters = torch.zeros(federation.num_agents, dtype=torch.int64)
         build_neighbours(federation.experiment, federation.seed, clusters)
@@ -604,7 +604,7 @@ def _check_topology(federation: Federation) -> Federation:
 
 
 def _with_versions(federation: Federation, *versions: Any) -> Federation:
-    """Return the federation with other versions, of which the last may lack signatures."""
+    """Return the federation with other versions; the last may lack signatures."""
     table = {
         **federation.fixed_content(),
         "allowed_functions": federation.allowed_functions,

@@ -30,7 +30,7 @@ _Shape = Annotated[tuple[_PositiveInt32, ...], Field(strict=False, max_length=8)
 
 
 class Limits(Section):
-    """Limits of a node's answers: per minute, simultaneous uploads, and uploads per peer."""
+    """Limits of a node's answers per minute and simultaneous uploads."""
 
     answers_per_minute: Annotated[int, Field(ge=1, le=10**9)] = 6000
     uploads: Annotated[int, Field(ge=1, le=1000)] = 8
@@ -58,7 +58,7 @@ class Limits(Section):
 
 
 class SampleSchema(Section):
-    """Format of every member's samples: classes, or the shape of the numbers to predict."""
+    """Format of all samples: classes, or the shape of predicted numbers."""
 
     shape: _Shape
     class_names: Annotated[tuple[str, ...], Field(strict=False, max_length=100_000)] = ()
@@ -97,7 +97,7 @@ class AgreedSettings(Section):
 
 
 def validate_plain(value: Any, key: str = "", depth: int = 0) -> None:
-    """Check that a value is plain data that can be hashed and shown safely.
+    """Check that a value can be hashed and shown safely.
 
     Args:
         value: A parsed TOML value.
@@ -135,7 +135,7 @@ def _validate_scalar(value: Any, key: str) -> None:
 
 
 def user_functions_in(value: Any) -> Iterator[str]:
-    """Yield every text in an experiment's tables that may be an import path.
+    """Yield every text in tables that may be an import path.
 
     Args:
         value: Tables, lists and plain values.

@@ -1,4 +1,4 @@
-"""Identity of an organisation: signing key, certificates, and the public half for other members.
+"""Identity of an organisation: signing key, certificates, and their public half.
 
 The signing key is the identity: it signs every manifest and every new version of a federation.
 Certificates only allow a link. The federation contains the root of each member's own authority, so
@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedcb2o import records
+from fedcb2o._deprecation import former_fields
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import certificates
 
@@ -128,7 +129,7 @@ class Member:
 
     @property
     def expires(self) -> datetime:
-        """Expiry of the root, which a new version of the federation must replace before."""
+        """Expiry of the root; a new version must replace it before."""
         return x509.load_pem_x509_certificate(self.root.encode()).not_valid_after_utc
 
     def check_not_expired(self, now: datetime | None = None) -> None:
@@ -239,9 +240,10 @@ class Member:
         records.atomic_write(path, content.encode())
 
 
+@former_fields(moved="with_endpoint", check="check_certificate")
 @dataclass(frozen=True)
 class Identity:
-    """Keys and certificates of one organisation, in a folder that only its owner may read.
+    """Keys and certificates of one organisation, in a private folder.
 
     Attributes:
         folder: The folder.
@@ -263,7 +265,7 @@ class Identity:
         now: datetime | None = None,
         until: datetime | None = None,
     ) -> "Identity":
-        """Create new keys, a root and a TLS certificate; write all files or none.
+        """Create keys, a root and a TLS certificate, all or none.
 
         Args:
             folder: An empty or missing folder.
@@ -384,7 +386,7 @@ class Identity:
         return identity
 
     def check_certificate(self) -> None:
-        """Check that the TLS key and certificate match each other, the root and the clock.
+        """Check the TLS key and certificate against root and clock.
 
         Raises:
             ConfigError: They do not, or the certificate has expired.

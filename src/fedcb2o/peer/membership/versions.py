@@ -1,4 +1,4 @@
-"""Versions of a federation's membership, each signed by a majority of the previous version.
+"""Versions of a federation's membership, signed by majorities.
 
 Version 1 is an agreement by itself: a member that runs with it accepts it. Version k + 1 is valid
 if more than half of the members of version k signed its hash, which includes the hash of version k.
@@ -48,7 +48,7 @@ class Signature(Section):
 
 
 class Version(Section):
-    """Members of one version, and its signatures by members of the previous version."""
+    """Members of one version, and signatures of previous members."""
 
     members: Annotated[tuple[MemberEntry, ...], Field(strict=False, min_length=2, max_length=2**12)]
     signatures: Annotated[tuple[Signature, ...], Field(strict=False, max_length=2**12)] = ()
@@ -150,7 +150,7 @@ def _check_unique_entries(number: int, version: Version) -> None:
 def _check_ids_and_names(
     number: int, members: MembersById, previous: MembersById, names: dict[int, str]
 ) -> None:
-    """Check one version, and add its new members to `names`, the names of all ids so far."""
+    """Check one version; add its members to `names`, all names by id."""
     new_ids = [id for id in members if id not in previous]
     if new_ids != list(range(len(names), len(names) + len(new_ids))):
         raise ConfigError(
@@ -253,7 +253,7 @@ def validate_signatures(versions: Sequence[Version], members: Sequence[MembersBy
 
 
 def unsigned_members(version: Version, previous: MembersById) -> list[str]:
-    """Return the members of the previous version that did not sign this one.
+    """Return the members that did not sign this version but may.
 
     Args:
         version: The version.

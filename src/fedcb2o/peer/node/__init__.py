@@ -1,4 +1,4 @@
-"""Node of a federation: one agent, its data, its rounds, and checks before a run."""
+"""Node of a federation: one agent, its data, rounds and checks."""
 
 from fedcb2o.peer.node.agent import build_network, load_member_dataset, load_model
 from fedcb2o.peer.node.engine import PeerEngine

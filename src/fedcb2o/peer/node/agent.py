@@ -66,7 +66,7 @@ class AgentSetup:
     data_digest: str
 
     def build_group(self) -> AgentGroup:
-        """Build a group of this agent, with memory for the models of one round.
+        """Build a group of one, with memory for a round's models.
 
         Returns:
             The group.
@@ -156,7 +156,7 @@ def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) 
 def _validation_samples(
     experiment: Experiment, dataset: Dataset, agent_id: int, seed: int
 ) -> np.ndarray:
-    """Return a mask over the pool: samples provided for validation, else a random part."""
+    """Return a mask of the validation samples over the pool."""
     if dataset.owners is not None and dataset.owners.validates.any():
         return np.asarray(dataset.owners.validates.numpy())
     agents = experiment.agents
@@ -262,7 +262,7 @@ def differing_keys(federation: Federation, experiment: Experiment, dataset: Data
 
 
 def _placeholder_dataset(federation: Federation) -> Dataset:
-    """Return two empty samples of the federation's shape, from which a network gets its shape."""
+    """Return two empty samples of the federation's shape."""
     target = federation.data.target
     y = torch.zeros(2, dtype=torch.int64)
     if target is not None:
@@ -311,12 +311,12 @@ def load_model(folder: Path | str, *, allowed_functions: Collection[str] = ()) -
 
 
 def _with_single_process(experiment: Experiment) -> Experiment:
-    """Return the experiment with one model per batch, because each peer trains one agent."""
+    """Return the experiment with one model per training batch."""
     return experiment.model_copy(update={"together": 1})
 
 
 def _check_dataset(federation: Federation, dataset: Dataset) -> Dataset:
-    """Return the data set; raise DataError if it does not fit the federation."""
+    """Return the data set, or raise DataError if it does not fit."""
     if not isinstance(dataset, Dataset):
         raise DataError(
             f"the data are a {type(dataset).__name__}, expected a fedcb2o.Dataset (see "

@@ -100,7 +100,7 @@ class ByzantinePeer:
         return Answer(request.nonce, AnswerStatus.OK, body).encode()
 
     def _craft_manifest(self, fault: str, n: int, receiver: int) -> bytes:
-        """Return a manifest for round `n` with one fault, or of a model with one."""
+        """Return a manifest for round `n`, or of a model, with one fault."""
         theta = {
             "NaN": np.full(self.dim, np.nan),
             "another size": np.zeros(self.dim - 1),

@@ -162,7 +162,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _start_agent(agent: DemoAgent, federation: Path, out: Path) -> "subprocess.Popen[bytes]":
-    """Start an agent in its own process group, so that it does not get the terminal's signals."""
+    """Start an agent in a process group without the terminal's signals."""
     command: Sequence[object] = (
         *RUN_COMMAND,
         federation,
@@ -190,7 +190,7 @@ def _start_agent(agent: DemoAgent, federation: Path, out: Path) -> "subprocess.P
 
 
 def _terminate(processes: "Iterable[subprocess.Popen[bytes]]") -> None:
-    """End processes and their children; kill those that do not end in time."""
+    """End processes and their children, by force after a while."""
     running = [*processes]
     end = time.monotonic() + STOP_SECONDS
     try:
@@ -219,7 +219,7 @@ def _show_progress(
     rounds: int,
     console: Console,
 ) -> None:
-    """Show the progress until all nodes have ended; raise RunError if a process fails."""
+    """Show the progress to the end; raise RunError if a process fails."""
     bars = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -309,7 +309,7 @@ def result_tables(agents: Sequence[DemoAgent]) -> dict[str, pd.DataFrame]:
 def _agent_result(
     i: int, agent: DemoAgent, records: PeerRecords | None, receivers: Sequence[PeerRecords]
 ) -> dict[str, str]:
-    """Return the row of one agent: its last metrics, its weight at benign agents, and proofs."""
+    """Return one agent's last metrics, weight at benign agents, and proofs."""
     weights = [
         sum(model.weight or 0.0 for model in record.received if model.id == i)
         for peer in receivers

@@ -1,4 +1,4 @@
-"""Engine of one agent among real peers: a group of one, whose `exchange` is the network.
+"""Engine of one agent among real peers, whose `exchange` is the network.
 
 The rounds are those of every engine (alg:localAggregation). The model buffer is [own | crafted |
 previous | received]. A received model stays in its row until the round has mixed.
@@ -106,7 +106,7 @@ class PeerEngine:
     def _has_diverged(
         self, n: int, losses: Float[np.ndarray, " 1"], sizes: Float[np.ndarray, " 1"]
     ) -> bool:
-        """Check the results of training; a simulated attack that crafts models may diverge."""
+        """Check the training results, unless a simulated attack crafts models."""
         is_finite = (np.isfinite(losses) & np.isfinite(sizes)).all()
         if is_finite or self.adversary.attack.is_crafting(n):
             return False
@@ -117,7 +117,7 @@ class PeerEngine:
         return True
 
     def _with_candidates(self, n: int) -> AgentGroup:
-        """Return the group with the peers that may be asked in round `n` as its neighbours."""
+        """Return the group with the candidates of round `n` as neighbours."""
         candidates = set(self.candidates(n))
         if self.spec.neighbours is not None:
             candidates &= set(self.spec.neighbours[self.agent_id].tolist())
@@ -196,7 +196,7 @@ class PeerEngine:
         self.publisher.publish_attack(n, theta, num_samples, crafted, claimed_samples)
 
     def _peek(self, n: int) -> Callable[[list[int]], Float[Tensor, "m d"]]:
-        """Return an attacker's view of models; its own model replaces those that do not arrive."""
+        """Return an attacker's view, with its own model for missing ones."""
 
         def peek(ids: list[int]) -> Float[Tensor, "m d"]:
             models = self.client.peek(n, [i for i in ids if i != self.agent_id])

@@ -1,4 +1,4 @@
-"""Node of one agent among real peers: Algorithm 1 (alg:FedCB2O) for one agent.
+"""Node of one agent among real peers: Algorithm 1 (alg:FedCB2O).
 
 Rounds have no barrier. An agent downloads the newest models within the lag, keeps its model if no
 peer answers, and never waits beyond the deadline. Its own clock sets the pace; an agent that is
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedcb2o import records
+from fedcb2o._deprecation import former_fields
 from fedcb2o.data._dataset import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config.settings import Experiment
@@ -61,6 +62,7 @@ _MODEL_FILE = "model.safetensors"
 _ALREADY_RUNNING = "this identity is running already (never run it twice): stop that one first"
 
 
+@former_fields(watch="observer", me="agent_id", done="rounds_done")
 class Node:
     """One agent of a federation, with the data of its organisation.
 
@@ -127,7 +129,7 @@ class Node:
         self._reported_equivocators = frozenset[int]()
 
     def stop(self) -> None:
-        """End the node after its current phase, or before the first one; its checkpoint stays."""
+        """End the node after its current phase; its checkpoint stays."""
         self._stop.set()
 
     def run(self) -> Path:
@@ -144,7 +146,7 @@ class Node:
         return self.out
 
     async def train(self) -> Path:
-        """Run all rounds in a separate thread; a cancelled task stops the node soon.
+        """Run all rounds in a thread; a cancelled task stops it.
 
         Returns:
             The run directory with the final model.
@@ -251,7 +253,7 @@ class Node:
         monitor: PeerMonitor,
         traffic: "TrafficCounter",
     ) -> Iterator[dict[str, Any]]:
-        """Run the remaining rounds; after each, write its record and checkpoint, then throttle."""
+        """Run the remaining rounds; write record and checkpoint of each, then throttle."""
         federation = self.federation
         model = engine.group.models[:1]
         rounds = run_rounds(
@@ -292,7 +294,7 @@ class Node:
         return Int8Codec(self.agent.shared_initial_model)
 
     def _fingerprint(self) -> str:
-        """Return the identity of a checkpoint; versions of a federation differ in members only."""
+        """Return the identity of a checkpoint, the same for all versions."""
         run = json.dumps({"run": self.federation.run.hex(), "agent": self.agent_id})
         return f"{run} data {self.agent.data_digest}"
 
@@ -352,7 +354,7 @@ class Node:
         return hello_content(self.federation, self.identity, round=self.rounds_done, rounds=rounds)
 
     def _guard_signed_rounds(self, journal: SigningJournal, newest: Manifest | None) -> None:
-        """Never sign a round again that was signed in a lost directory or after an old copy of it.
+        """Never sign a round again that a lost or newer directory signed.
 
         `newest` is the newest manifest of this agent that other peers hold. Without `resume` it is
         an error.
@@ -372,7 +374,7 @@ class Node:
         )
 
     def _report_equivocation(self, equivocators: frozenset[int]) -> None:
-        """Tell the operator once of each member that signed two models for one round."""
+        """Report each member that signed two models for one round, once."""
         proof = f"proof is in {self.out / 'proofs'}"
         for i in sorted(equivocators - self._reported_equivocators):
             name = self.federation.members[i].name
@@ -448,7 +450,7 @@ class Node:
         }
 
     def _metrics(self, result: Round) -> dict[str, float]:
-        """Return the metrics of a round; those of an attack only in a simulation of one."""
+        """Return the metrics of a round, with an attack's only under attack."""
         test_result = (result.test_results or {}).get(self.agent_id)
         if test_result is None:
             return {}

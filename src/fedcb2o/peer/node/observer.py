@@ -37,11 +37,8 @@ class NodeObserver(Protocol):
 class NullObserver:
     """Observer that ignores everything."""
 
-    def on_phase(self, n: int, name: str) -> None:
-        """Ignore the start of a phase."""
+    def on_phase(self, n: int, name: str) -> None: ...  # noqa: D102
 
-    def on_round(self, line: Mapping[str, Any]) -> None:
-        """Ignore the end of a round."""
+    def on_round(self, line: Mapping[str, Any]) -> None: ...  # noqa: D102
 
-    def on_note(self, text: str) -> None:
-        """Ignore a message."""
+    def on_note(self, text: str) -> None: ...  # noqa: D102

@@ -42,7 +42,7 @@ class PeerMonitor:
 
     @property
     def other_members(self) -> frozenset[int]:
-        """All members except this agent and those that equivocated."""
+        """Members except this agent and those that equivocated."""
         members = frozenset(self.federation.members)
         return members - self.client.ledger.equivocators - {self.agent_id}
 
@@ -106,7 +106,7 @@ class PeerMonitor:
         return ", ".join(self.federation.members[i].name for i in sorted(ids))
 
     def report_disagreements(self) -> None:
-        """Tell the operator which reachable members hold another file, and how to repair it."""
+        """Tell the operator which reachable members hold another file."""
         members = self.federation.members
         ids = sorted(self.transport.connected_peers() & members.keys())
         with ThreadPoolExecutor(len(ids) or 1) as pool:
@@ -118,7 +118,7 @@ class PeerMonitor:
                     self.observer.on_note(f"{members[i].name}: {error}")
 
     def throttle(self, rounds_done: int, end: float, is_ahead: bool) -> None:
-        """Wait until the last round has had its minimum duration, unless this agent is behind.
+        """Wait for the round's minimum duration, unless this agent is behind.
 
         The minimum holds for each round by itself, so that an agent that was suspended and finds no
         other member does not race to the end. An agent that is ahead of all peers that it asked
@@ -149,7 +149,7 @@ class PeerMonitor:
                 return
 
     def linger(self, rounds_done: int, seconds: float) -> None:
-        """Wait until all reachable members have finished; they may need the last model.
+        """Wait until all reachable members have finished, as they may need models.
 
         Args:
             rounds_done: Rounds that they should have finished.

@@ -1,4 +1,4 @@
-"""Check of a federation before a run: every member is asked for its HELLO, and answered in return.
+"""Check of a federation before a run: all members exchange a HELLO.
 
 Descriptions of other members are untrusted text: they are cut short, and only their printable ASCII
 characters reach a terminal.
@@ -57,7 +57,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class _HelloReply:
-    """A member's description of itself, or why it cannot be read; and its clock minus ours."""
+    """A member's description of itself, and its clock minus ours."""
 
     content: Mapping[str, Any] | None
     reason: str = ""
@@ -197,7 +197,7 @@ def _serve_hello(
 def _ask_all(
     federation: Federation, identity: Identity, agent_id: int, transport: Transport, end: float
 ) -> dict[int, _HelloReply]:
-    """Ask all members for their HELLO, until each answered or the time is over."""
+    """Ask all members for their HELLO, repeatedly until the end."""
     replies: dict[int, _HelloReply] = {}
     missing = set(federation.members) - {agent_id}
     while missing and time.monotonic() < end:
@@ -231,7 +231,7 @@ def _read_reply(
     sent: float,
     answers: Iterable[bytes],
 ) -> bool:
-    """Store the last reply of a member, up to the first valid one; return True if it is valid."""
+    """Store a member's first valid or last reply; return its validity."""
     for answer in answers:
         replies[id] = _decode_reply(answer, nonce, member, sent)
         if replies[id].content is not None:
@@ -242,7 +242,7 @@ def _read_reply(
 def _wait_for_checkers(
     replies: Mapping[int, _HelloReply], server: Server | None, end: float
 ) -> None:
-    """Wait until every member that checks at the same time got an answer."""
+    """Wait until every member that checks too got an answer."""
     checking = {
         id
         for id, reply in replies.items()

@@ -47,7 +47,7 @@ class ModelPublisher:
         self.agent_id = federation.id_of(identity.member)
 
     def publish(self, n: int, theta: Float[Tensor, " d"], num_samples: int) -> None:
-        """Offer a model to all peers, unless another model of this round was signed.
+        """Offer a model to all peers, unless another one was signed.
 
         Args:
             n: The round, from 0.

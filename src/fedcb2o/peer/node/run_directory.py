@@ -1,4 +1,4 @@
-"""Run directory of a node: one agent of one federation writes to it, and signs nowhere else."""
+"""Run directory of a node, the only signer for its run."""
 
 import contextlib
 import logging
@@ -102,7 +102,7 @@ def _check_same_run(
 
 
 def _claim_run(out: Path, federation: Federation, identity: Identity) -> None:
-    """Note next to the keys which directory signs for this run; raise RunError if another does."""
+    """Note next to the keys which directory signs for this run."""
     path = identity.folder / _RUNS_FILE
     run = federation.run.hex()
     directory = str(out.resolve())

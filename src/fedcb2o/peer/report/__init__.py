@@ -1,1 +1,1 @@
-"""Reports on a node's rounds: page, figures, live table, and the records behind them."""
+"""Reports on a node's rounds: page, figures, live table and records."""

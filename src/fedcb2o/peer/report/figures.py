@@ -55,7 +55,7 @@ def outcomes(record: RoundRecord) -> dict[int, str]:
 
 
 def _busiest_peers(records: PeerRecords) -> list[int]:
-    """Return the peers of a figure, by id: all, or those that were asked most."""
+    """Return the peers of a figure, at most those asked most."""
     asked = Counter(peer for record in records.rounds for peer in record.asked)
     by_requests = sorted(records.peers, key=lambda peer: (-asked[peer], peer))
     return sorted(by_requests[:_MAX_ROWS])
@@ -63,7 +63,7 @@ def _busiest_peers(records: PeerRecords) -> list[int]:
 
 @mpl.rc_context(STYLE)
 def draw_scores(rounds: Sequence[RoundRecord]) -> Figure | None:
-    """Draw the accuracy on the agent's test samples, and the metrics of a simulated attack.
+    """Draw the accuracy and the metrics of a simulated attack.
 
     Args:
         rounds: The rounds.
@@ -80,7 +80,7 @@ def draw_scores(rounds: Sequence[RoundRecord]) -> Figure | None:
 
 @mpl.rc_context(STYLE)
 def draw_losses(rounds: Sequence[RoundRecord]) -> Figure | None:
-    """Draw the training loss, and the trained model's loss on the validation samples.
+    """Draw the training loss and the validation loss.
 
     Args:
         rounds: The rounds.
@@ -192,7 +192,7 @@ def draw_outcomes(records: PeerRecords) -> Figure | None:
 def draw_response_times(
     records: PeerRecords, seconds: Mapping[int, Sequence[float]]
 ) -> Figure | None:
-    """Draw the median response time of each peer, and its 10% to 90% range.
+    """Draw each peer's median response time with its 10% to 90% range.
 
     Args:
         records: The node's records.
@@ -227,7 +227,7 @@ def draw_response_times(
 
 @mpl.rc_context(STYLE)
 def draw_weights(records: PeerRecords) -> Figure | None:
-    """Draw the weight of each model in each round, the agent's own model first.
+    """Draw the weight of each model in each round, its own first.
 
     Neighbouring rounds are averaged if there are too many for a page.
 
@@ -376,7 +376,7 @@ def _new_peer_panel(records: PeerRecords, peers: Sequence[int]) -> tuple[Figure,
 
 
 def _round_edges(rounds: Sequence[RoundRecord]) -> Float[np.ndarray, " n1"]:
-    """Return the edges of each round's column; a gap widens the column before it."""
+    """Return the edges of each round's column; gaps widen columns."""
     numbers = np.array([record.round for record in rounds], dtype=float)
     return np.append(numbers - 0.5, numbers[-1] + 0.5)
 

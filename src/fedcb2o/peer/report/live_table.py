@@ -1,4 +1,4 @@
-"""Progress of a node: a live table on a terminal, otherwise one line per round."""
+"""Progress of a node: a live table, or one line per round."""
 
 import sys
 import threading
@@ -123,7 +123,7 @@ class LiveTable:
         print(_printable(line), file=file, flush=True)
 
     def _describe_answers(self, line: Mapping[str, Any]) -> str:
-        """Return the number of accepted models, the missing peers and the refused models."""
+        """Describe the accepted models, the missing peers and the refused models."""
         asked = [
             peer for peer in line["asked"] if peer != self.agent_id
         ]  # attackers ask themselves

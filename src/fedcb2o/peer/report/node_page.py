@@ -1,4 +1,4 @@
-"""Page of one node: its accuracy, its peers, their weights, and the refused models."""
+"""Page of one node: accuracy, peers, weights and refused models."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable

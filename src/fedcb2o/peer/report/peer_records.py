@@ -1,4 +1,4 @@
-"""Records of a node's run, read back and checked: a folder may be partial, damaged or forged."""
+"""Records of a node's run, checked: they may be damaged or forged."""
 
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -95,7 +95,7 @@ class RoundRecord(_Record):
 
     @property
     def duration_seconds(self) -> float:
-        """Duration of the round; the sum of its phases if it was not recorded."""
+        """Duration of the round, at least the sum of its phases."""
         # the exchange is part of another phase
         phases = (seconds for name, seconds in self.seconds.items() if name != "exchange")
         return self.seconds.get("round", sum(phases))
@@ -110,7 +110,7 @@ class RoundRecord(_Record):
 
 @dataclass(frozen=True)
 class ProofSummary:
-    """Unverified content of a proof of equivocation; `fedcb2o peer proof FILE` verifies it.
+    """Unverified content of a proof; `fedcb2o peer proof FILE` verifies it.
 
     Attributes:
         file: Name of its file.
@@ -217,7 +217,7 @@ def _validated(
 
 
 def _read_rounds(path: Path) -> Iterator[RoundRecord]:
-    """Yield the rounds in order; a last line without its end is ignored."""
+    """Yield the rounds in order, without a partial last line."""
     last_round = 0
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Download of peers' models: line 2 of Algorithm 2 (alg:localAggregation) among real peers.
+"""Download of peers' models: line 2 of Algorithm 2 (alg:localAggregation).
 
 No peer is trusted. Before other code sees a model, it passes these checks in this order: the form
 of the answer, `protocol.validate_manifest` (member, signature, run, version, agent, round, size),
@@ -210,7 +210,7 @@ class PeerClient:
         return dict(sorted(arrivals.items())), dict(sorted(failures.items()))
 
     def _wait(self, futures: Collection["Future[Arrival | str]"], end: float) -> None:
-        """Wait until all futures are done or a time has come; raise if the agent stops."""
+        """Wait for all futures until a time; raise if the agent stops."""
         while (left := end - time.monotonic()) > 0:
             if not wait(futures, min(left, _RETRY_SECONDS[1])).not_done:
                 return
@@ -326,7 +326,7 @@ class _PeerSession:
 
 
 class _ModelDownload:
-    """Download of one peer's model into a row: its manifest, then its chunks."""
+    """Download of one peer's model into a row: manifest, then chunks."""
 
     def __init__(
         self, client: PeerClient, n: int, peer: int, row: Float[Tensor, " d"], deadline: float
@@ -341,7 +341,7 @@ class _ModelDownload:
         self.lock = threading.Lock()
 
     def result(self, future: "Future[Arrival | str]") -> "Arrival | str":
-        """End the download, and return the arrival or the reason why there is none."""
+        """End the download, and return the arrival or a reason."""
         self.cancel()
         if not future.done():
             return _LATE
@@ -414,7 +414,7 @@ class _ModelDownload:
         return reason
 
     def _validate_offer(self, body: protocol.BytesLike) -> "Manifest | str":
-        """Return the manifest in an offer if it is valid; fetch conflicting manifests of others."""
+        """Return an offer's valid manifest or a reason; fetch conflicting manifests."""
         client = self.client
         codec = client.codec
         try:
@@ -448,7 +448,7 @@ class _ModelDownload:
         return manifest
 
     def _fetch_chunks(self, manifest: Manifest, buffer: memoryview) -> str:
-        """Fill the buffer, with several chunks in flight; return an empty text or the reason."""
+        """Fill the buffer by chunks; return an empty text or a reason."""
         count = len(manifest.chunks)
         whole = hashlib.sha256()
         pending = deque(
@@ -477,7 +477,7 @@ class _ModelDownload:
     def _first_valid_chunk(
         self, answers: "Iterator[Answer]", size: int, expected: bytes
     ) -> "tuple[protocol.BytesLike | None, str]":
-        """Return the first chunk with the expected hash, or None and the reason."""
+        """Return the first chunk with the expected hash, or a reason."""
         reason = _NO_ANSWER
         for answer in answers:
             if answer.status is not AnswerStatus.OK:  # the peer may have replaced the snapshot

@@ -19,7 +19,7 @@ Example:
 import hashlib
 import sys
 from collections.abc import Mapping
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ from torch.nn import functional as F
 
 from fedcb2o.errors import RunError
 from fedcb2o.federated.admission import MAX_VALUE
-
-_BytesLike: TypeAlias = bytes | bytearray | memoryview
+from fedcb2o.peer.wire.protocol import BytesLike
 
 BLOCK_SIZE = 2048  # numbers that share a scale
 _MAX_LEVEL = 127  # largest magnitude of an 8-bit number that is sent
@@ -84,7 +83,7 @@ class Codec(Protocol):
         """
         ...
 
-    def decode_(self, content: _BytesLike, into: Float[Tensor, " d"]) -> str:
+    def decode_(self, content: BytesLike, into: Float[Tensor, " d"]) -> str:
         """Decode a received model in place; its bytes may be hostile.
 
         Args:
@@ -129,18 +128,23 @@ class RawCodec:
     def __init__(self, dim: int) -> None:
         self.min_bytes = self.max_bytes = 4 * dim
 
-    def encode(self, theta: Float[Tensor, " d"]) -> bytes:
-        """Encode a model; see `Codec.encode`."""
+    def encode(self, theta: Float[Tensor, " d"]) -> bytes:  # noqa: D102
         return _little_endian(theta).tobytes()
 
     def buffer(self, size: int, into: Float[Tensor, " d"]) -> memoryview:
-        """Return the memory of `into` itself if its numbers have the encoding's format."""
+        """Return the memory of `into` itself if its format is right.
+
+        Args:
+            size: Number of encoded bytes.
+            into: The tensor that `decode_` will fill.
+
+        Returns:
+            Writable memory of `size` bytes."""
         if size == self.max_bytes and sys.byteorder == "little" and into.device.type == "cpu":
             return into.numpy().data.cast("B")
         return memoryview(bytearray(size))
 
-    def decode_(self, content: _BytesLike, into: Float[Tensor, " d"]) -> str:
-        """Decode a received model in place; see `Codec.decode_`."""
+    def decode_(self, content: BytesLike, into: Float[Tensor, " d"]) -> str:  # noqa: D102
         if len(content) != self.max_bytes:
             return f"it has {len(content)} bytes, expected {self.max_bytes}"
         numbers = np.frombuffer(content, "<f4")
@@ -150,12 +154,10 @@ class RawCodec:
             into[k : k + _SLICE_SIZE] = _to_tensor(numbers[k : k + _SLICE_SIZE])
         return ""
 
-    def state(self) -> dict[str, Tensor]:
-        """Return no state."""
+    def state(self) -> dict[str, Tensor]:  # noqa: D102
         return {}
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a state; see `Codec.load_state`."""
+    def load_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: D102
         _check_state(state, self.state())
 
 
@@ -186,7 +188,13 @@ class Int8Codec:
         self.max_bytes = self._size + self._size // 256 + 1024
 
     def encode(self, theta: Float[Tensor, " d"]) -> bytes:
-        """Encode a model and keep its rounding error for the next one; see `Codec.encode`."""
+        """Encode a model and keep its rounding error for the next one.
+
+        Args:
+            theta: The model, shape [d].
+
+        Returns:
+            One zstandard frame."""
         theta = theta.detach().cpu()
         content = np.empty(self._size, np.uint8)
         scales = content[: 4 * self._num_blocks].view("<f4")
@@ -214,13 +222,26 @@ class Int8Codec:
         return zstandard.ZstdCompressor(compression_params=parameters).compress(content.data)
 
     def buffer(self, size: int, into: Float[Tensor, " d"]) -> memoryview:
-        """Return new memory; it takes about a quarter of the model's."""
+        """Return new memory, about a quarter of the model's.
+
+        Args:
+            size: Number of encoded bytes.
+            into: The tensor that `decode_` will fill.
+
+        Returns:
+            Writable memory of `size` bytes.
+        """
         return memoryview(bytearray(size))
 
-    def decode_(self, content: _BytesLike, into: Float[Tensor, " d"]) -> str:
-        """Decode a received model in place; see `Codec.decode_`.
+    def decode_(self, content: BytesLike, into: Float[Tensor, " d"]) -> str:
+        """Decode a received model in place, with one byte per number.
 
-        The memory needed is one byte per number, whatever the content claims.
+        Args:
+            content: The received bytes, whatever they claim.
+            into: The tensor to fill, shape [d].
+
+        Returns:
+            An empty text, or the reason why the bytes are no model.
         """
         if len(content) > self.max_bytes:
             return f"it has {len(content)} bytes, expected at most {self.max_bytes}"
@@ -254,17 +275,20 @@ class Int8Codec:
         return ""
 
     def state(self) -> dict[str, Tensor]:
-        """Return the accumulated rounding error, by its name in checkpoints."""
+        """Return the accumulated rounding error.
+
+        Returns:
+            The tensor by its name in checkpoints.
+        """
         return {"owed": self._residual}
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a state; see `Codec.load_state`."""
+    def load_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: D102
         _check_state(state, self.state())
         self._residual.copy_(state["owed"])
 
 
 def _quantize(x: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " b"]]:
-    """Return integers from -127 to 127 and the scale of each block, 0 for a block of zeros."""
+    """Return integers from -127 to 127 and the scale of each block."""
     blocks = _blocks(x)
     scale = blocks.abs().amax(1) / _MAX_LEVEL
     steps = scale.where(scale > 0, 1)
@@ -283,7 +307,7 @@ def _blocks(x: Float[Tensor, " n"]) -> Float[Tensor, "b size"]:
 
 
 def _little_endian(theta: Float[Tensor, " d"]) -> Float[np.ndarray, " d"]:
-    """Return the numbers in the encoding's byte order, without a copy where possible."""
+    """Return little-endian numbers, without a copy where possible."""
     numbers: np.ndarray = theta.detach().cpu().contiguous().numpy().astype("<f4", copy=False)
     return numbers
 

@@ -1,4 +1,4 @@
-"""Equivocation: proofs of two signed models for one round, and the journal that prevents it here.
+"""Equivocation: proofs of two models for one round, and its prevention.
 
 Manifests are signed. Two different ones of one agent, run and round prove to anybody, offline, that
 the agent sent different models to its peers. Peers exchange digests of the manifests that they
@@ -47,7 +47,7 @@ JOURNAL_FILE = "signed.jsonl"
 
 @dataclass(frozen=True)
 class Proof:
-    """Two different manifests signed with one key for one agent, run and round.
+    """Two different manifests of one agent, run and round, signed alike.
 
     Attributes:
         name: The agent's name in the federation.
@@ -185,7 +185,7 @@ def verify_proof(path: Path, federation: Federation | None = None) -> str:
 
 
 class Ledger:
-    """Recent manifests of all agents, and the agents that equivocated; safe in any thread.
+    """Recent manifests of all agents, and proofs; safe in any thread.
 
     Proofs are stored in `folder`/proofs, one per agent. A proof that cannot be written is valid
     until the process ends, and writing is tried again.

@@ -96,7 +96,7 @@ class MalformedError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Signed description of a published model; sizes and hashes are those of the encoded bytes.
+    """Signed description of a published model, by its encoded bytes.
 
     Attributes:
         run: The run's id.
@@ -274,7 +274,7 @@ def decode_manifest(
 def verify_member_manifest(
     data: BytesLike, federation: Federation, *, max_bytes: int = MAX_MANIFEST_BYTES
 ) -> tuple[str, Manifest | None]:
-    """Decode a manifest and check that a member signed it for this run.
+    """Decode a manifest and verify its signature for this run.
 
     Args:
         data: The received bytes, from any sender.
@@ -446,7 +446,7 @@ def decode_request(data: BytesLike) -> tuple[Request, bytes, bytes]:
 
 @dataclass(frozen=True)
 class Answer:
-    """Unsigned answer to the request with the same nonce; its content is checked by the asker.
+    """Unsigned answer to the request with the same nonce.
 
     Attributes:
         nonce: The request's nonce.
@@ -539,7 +539,7 @@ def encode_hello(content: Mapping[str, Any], nonce: bytes, sign: Signer) -> byte
 
 
 def decode_hello(body: BytesLike, nonce: bytes, member: Member) -> dict[str, Any]:
-    """Decode the content of an answer to HELLO, after its signature is verified.
+    """Verify and decode the content of an answer to HELLO.
 
     Args:
         body: The received bytes.
@@ -568,7 +568,7 @@ def decode_hello(body: BytesLike, nonce: bytes, member: Member) -> dict[str, Any
 
 
 def _decode_header(data: BytesLike, message: _MessageType) -> int:
-    """Return the byte after the common header; the version is checked before other fields."""
+    """Check the common header, the version first; return the next byte."""
     if len(data) <= len(_MAGIC) or data[: len(_MAGIC)] != _MAGIC:
         raise MalformedError("malformed")
     if data[len(_MAGIC)] != _VERSION:

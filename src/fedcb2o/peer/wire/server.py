@@ -1,4 +1,4 @@
-"""Server that answers members' requests within limits, so that no member delays another.
+"""Server that answers members' requests within limits.
 
 A request is checked on the transport's thread and put into its sender's own short queue. Threads
 serve the queues in turn. A slow reader occupies at most as many threads as one member may. A thread
@@ -94,7 +94,7 @@ class ServerCounts:
 
 @dataclass
 class _ClientQuota:
-    """Queue of one member, or of all senders with another version, and its use of the limits."""
+    """Queue of one member and its use of the limits."""
 
     limits: Limits
     id: int | None  # None for senders with another version
@@ -105,7 +105,13 @@ class _ClientQuota:
     nonces: dict[bytes, None] = field(default_factory=dict)  # the oldest first
 
     def accept_nonce(self, nonce: bytes) -> bool:
-        """Remember a nonce; return False if it was used before."""
+        """Remember a nonce.
+
+        Args:
+            nonce: The nonce.
+
+        Returns:
+            False if it was used before."""
         if nonce in self.nonces:
             return False
         self.nonces[nonce] = None
@@ -114,7 +120,13 @@ class _ClientQuota:
         return True
 
     def remaining(self, now: float) -> float:
-        """Return the answers left of the limit per minute; BUSY answers make it negative."""
+        """Return the remaining answers; BUSY answers make it negative.
+
+        Args:
+            now: Time of the clock.
+
+        Returns:
+            Answers left of the limit per minute."""
         maximum = float(self.limits.answers_per_minute)
         self.tokens = min(maximum, self.tokens + (now - self.updated) * maximum / 60)
         self.updated = now
@@ -122,7 +134,7 @@ class _ClientQuota:
 
 
 class Server:
-    """Server of one agent: its description, its last two snapshots, and manifests it received.
+    """Server of one agent's description, last two snapshots and received manifests.
 
     Args:
         federation: The federation.
@@ -208,7 +220,7 @@ class Server:
         )[:4]
 
     def on_request(self, request: bytes, reply: Reply) -> None:
-        """Check a request and queue its answer; return at once and raise nothing.
+        """Check a request and queue its answer, without waiting or raising.
 
         Args:
             request: The received bytes; unsigned ones get no answer.
@@ -224,7 +236,7 @@ class Server:
                 self._refused[reason] += 1
 
     def close(self) -> None:
-        """Stop answering; wait at most a second for answers that are being sent."""
+        """Stop answering; wait at most a second for running answers."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -351,7 +363,7 @@ class Server:
             self._changed.notify()
 
     def _dequeue(self, thread_id: int) -> tuple[_ClientQuota, bytes, Reply, _AnswerContent] | None:
-        """Wait for the next answer of a thread; None after the server was closed."""
+        """Wait for a thread's next answer; None after the server was closed."""
         with self._changed:
             while not self._closed:
                 quota = self._next_client()
@@ -400,7 +412,7 @@ class Server:
         return AnswerStatus.NOT_HERE, b""
 
     def _newest_offer(self, snapshots: list[Snapshot], n: int) -> tuple[AnswerStatus, BytesLike]:
-        """Return the newest manifest that an agent in round `n` accepts, and digests of others."""
+        """Return the newest manifest for an agent in round `n`, with digests."""
         rounds = [snapshot.decoded_manifest.round for snapshot in snapshots]
         if self._federation.synchronous:
             if n not in rounds:

@@ -1,4 +1,4 @@
-"""Diagnosis of an unreachable member by one plain TLS connection to its endpoint."""
+"""Diagnosis of an unreachable member by one plain TLS connection."""
 
 import socket
 import ssl
@@ -28,7 +28,7 @@ class ProbeResult:
 
 
 def probe_member(member: Member, identity: Identity, *, is_linked: bool = False) -> ProbeResult:
-    """Connect to a member as a link does, with only its root trusted.
+    """Connect to a member as a link does, trusting only its root.
 
     Args:
         member: The member.
@@ -82,7 +82,7 @@ def _timeout_error(member: Member) -> str:
 
 
 def _certificate_error(member: Member, error: ssl.SSLCertVerificationError) -> str:
-    """Describe a certificate that the member's root in our federation does not verify."""
+    """Describe a certificate that the member's root does not verify."""
     if "expired" in error.verify_message:
         return (
             f"its certificate has expired: `fedcb2o peer renew` on {member.name}'s machine, and "

@@ -1,12 +1,12 @@
-"""Transport of requests and answers between agents: the interface and `Zenoh`, over TLS.
+"""Transport of requests and answers: the interface and `Zenoh`, over TLS.
 
 Requests and answers are bytes; only the signature in them identifies their author. A transport may
 lose them and gives up after a while. It never raises because of a peer's fault.
 
 An agent listens on one session and opens a separate session to each other agent, which trusts only
-that member's root. Answers on such a link therefore come from the asked member, or from somebody to
-whom it gave its key, and no member can suppress the answers or links of another. The listening
-session accepts every certificate of a member, lets in requests only, and forwards nothing.
+that member's root. Answers on such a link therefore come from the asked member, or from a holder of
+its key, and no member can suppress the answers or links of another. The listening session accepts
+every certificate of a member, lets in requests only, and forwards nothing.
 """
 
 import base64
@@ -57,7 +57,7 @@ CLOSE_SECONDS = _DIAL_SECONDS + 1
 
 @runtime_checkable
 class Transport(Protocol):
-    """Interface to send requests to other agents and receive theirs; safe in any thread."""
+    """Interface to exchange requests and answers; safe in any thread."""
 
     def ask(self, peer: int, request: bytes, timeout: float) -> Iterable[bytes]:
         """Send a request now.
@@ -97,7 +97,7 @@ class Transport(Protocol):
 
 
 class Zenoh:
-    """Transport over zenoh with TLS; links to all other members are kept in the background.
+    """Transport over zenoh with TLS, with links kept in the background.
 
     Args:
         federation: The federation.
@@ -152,8 +152,9 @@ class Zenoh:
         """True if other members can ask this agent."""
         return self._incoming is not None
 
-    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:
-        """Send a request now; see `Transport.ask`."""
+    def ask(  # noqa: D102
+        self, peer: int, request: bytes, timeout: float
+    ) -> Iterator[bytes]:
         session = self._links.get(peer)
         end = time.monotonic() + timeout
         if session is None or timeout <= 0:
@@ -188,8 +189,7 @@ class Zenoh:
             return iter(())
         return _iterate_answers(replies, end, cancellation)
 
-    def serve(self, handler: RequestHandler) -> None:
-        """Handle incoming requests from now on; see `Transport.serve`."""
+    def serve(self, handler: RequestHandler) -> None:  # noqa: D102
         if self._incoming is None:
             raise RunError(
                 "a transport that does not listen cannot serve: open it with listen=True"
@@ -206,8 +206,7 @@ class Zenoh:
         self._handler_threads.append(thread)
         thread.start()
 
-    def connected_peers(self) -> frozenset[int]:
-        """Return the agents with a working link; see `Transport.connected_peers`."""
+    def connected_peers(self) -> frozenset[int]:  # noqa: D102
         connected = set()
         for id, session in self._links.items():
             with suppress(zenoh.ZError):  # closed
@@ -215,8 +214,7 @@ class Zenoh:
                     connected.add(id)
         return frozenset(connected)
 
-    def close(self) -> None:
-        """Close all links within a few seconds; a second call does nothing."""
+    def close(self) -> None:  # noqa: D102
         self._close()
 
     def __enter__(self) -> "Zenoh":
@@ -233,7 +231,7 @@ def _key_expression(agent: int) -> str:
 def _iterate_answers(
     replies: "Queue[Any]", end: float, cancellation: zenoh.CancellationToken
 ) -> Iterator[bytes]:
-    """Yield the replies to one request, up to the first None; cancel the rest when stopped."""
+    """Yield the replies to one request, up to the first None."""
     try:
         for _ in range(MAX_ANSWERS):
             reply = replies.get(timeout=max(0.0, end - time.monotonic()))
@@ -276,7 +274,7 @@ def _close_sessions(
     handler_threads: Iterable[threading.Thread],
     open_requests: Collection[object],
 ) -> None:
-    """Close all sessions at once; a slow one is left behind, and the program ends after it.
+    """Close all sessions at once, and leave a slow one behind.
 
     Closing waits for a link that is being opened, at most `_DIAL_SECONDS`. The threads are no
     daemon threads: one that returns into Python during its shutdown ends the process, so that
@@ -375,7 +373,7 @@ def _open_session(
 
 
 def _access_rules(key: str, *, incoming: list[str], outgoing: list[str]) -> dict[str, Any]:
-    """Return rules that allow these messages on one key and deny everything else."""
+    """Return rules that allow only these messages on one key."""
     flows = (("ingress", incoming), ("egress", outgoing))
     rules = [
         {
