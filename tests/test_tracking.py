@@ -179,8 +179,8 @@ def test_a_grid_has_each_cell_and_floor(tmp_path):
 @pytest.mark.parametrize(
     ("target", "line"),
     [
-        ("tensorbord", "there is no tracker 'tensorbord'. Did you mean `tensorboard`? These are"),
-        ("mlflow=", "'mlflow=' needs a place after the sign =, or neither"),
+        ("tensorbord", "there is no tracker 'tensorbord'. Did you mean `tensorboard`? The trackers are"),
+        ("mlflow=", "'mlflow=' needs a location after the sign =, or neither"),
     ],
 )
 def test_a_wrong_tracker_is_one_line_before_anything_runs(tmp_path, target, line):
@@ -205,12 +205,12 @@ def test_a_missing_extra_is_named(monkeypatch):
         == trackers.validate_targets(["tensorboard"] * 2)
         == ("tensorboard",)
     )
-    told = "mlflow needs the extra, of which alembic is missing: pip install 'fedcb2o[mlflow]'"
+    told = "mlflow needs an extra, and its module alembic is missing: pip install 'fedcb2o[mlflow]'"
     with pytest.raises(ConfigError, match=re.escape(told)):
         trackers.validate_targets("mlflow")
 
 
-def test_a_tracker_that_fails_meanwhile_costs_no_run(tmp_path, monkeypatch, capsys):
+def test_a_tracker_that_fails_meanwhile_costs_no_run(tmp_path, monkeypatch, caplog):
     class Broken:
         def begin(self, place):
             raise OSError("the server has gone")
@@ -218,8 +218,8 @@ def test_a_tracker_that_fails_meanwhile_costs_no_run(tmp_path, monkeypatch, caps
     monkeypatch.setattr(sync, "open_writer", lambda target, root: Broken())
     run = fedcb2o.run(tiny(rounds=1), out=tmp_path / "run", workers=1, track="tensorboard")
     assert run.complete
-    told = capsys.readouterr().err
-    assert "by tensorboard (OSError: the server has gone): see that" in told
+    told = caplog.text
+    assert "by tensorboard (OSError: the server has gone): make it reachable" in told
     assert (
         f"The run goes on; `fedcb2o track {run.folder} --to tensorboard` copies the rest." in told
     )

@@ -1,6 +1,6 @@
 """The command line: run, bench, compare, report, track, presets, schema, minimize, data, peer.
 
-What a command needs is imported when it runs: help and mistakes answer before PyTorch would be there.
+The modules of a command are imported when it runs, so that help and errors do not wait for PyTorch.
 """
 
 import sys
@@ -11,20 +11,22 @@ from typing import Annotated, Any
 import typer
 
 from fedcb2o.cli import configurations, data, peers, runs
+from fedcb2o.cli.log_output import set_verbosity, stderr_logging
 from fedcb2o.cli.minimize import command
 from fedcb2o.cli.signals import SignalGuard
 from fedcb2o.errors import FedCB2OError
 from fedcb2o.parallel import resources
 from fedcb2o.safe_stdio import safe_streams, write_error
 
+_INTERRUPT_STATUS = 130  # typer's result of Ctrl-C
+
 app = typer.Typer(
     name="fedcb2o",
-    help="Federated learning without a server that stays right when some participants attack it.",
+    help="Federated learning without a server, robust against participants that attack it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
 for _function in (
     runs.run,
     runs.bench,
@@ -36,11 +38,14 @@ for _function in (
     command.minimize,
 ):
     app.command()(_function)
-for _get in (data.emnist, data.mnist, data.fashion_mnist, data.cifar10):
-    _data_app.command(_get.__name__)(_get)  # as in a configuration: with an underscore
+
+_data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
+for _download in (data.emnist, data.mnist, data.fashion_mnist, data.cifar10):
+    _data_app.command(_download.__name__)(_download)  # with underscores, as in a configuration
 app.add_typer(_data_app, name="data")
+
 _peer_app = typer.Typer(
-    help="Train with other organisations, a process each.",
+    help="Train with other organisations, one process each.",
     no_args_is_help=True,
     callback=peers.require_extra,
 )
@@ -59,9 +64,8 @@ for _step in (
     _peer_app.command()(_step)
 app.add_typer(_peer_app, name="peer")
 
-_UsageError: Any = (
-    typer.BadParameter.__base__
-)  # click's, or that of the click inside typer, which does not name it
+# The class of click, or of the copy of click in typer, which does not export it.
+_UsageError: Any = typer.BadParameter.__base__
 
 
 def _version(wanted: bool) -> bool:
@@ -76,59 +80,77 @@ def _root(
     _: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print more: the choices for this machine.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")] = False,
 ) -> None:
+    set_verbosity(verbose=verbose, quiet=quiet)
     resources.check_address_space()
 
 
 @safe_streams()
+@stderr_logging()
 def main() -> None:
-    """The entry point: a mistake that the user can mend is one line and exit status 2, never a traceback.
+    """Run the command line.
 
-    A command that makes files returns their paths, and has done its work even if it could not say so. One whose output
-    is all that it makes fails where that is lost.
+    An error that the user can correct is one line and exit status 2, without a traceback. A command
+    that makes files returns their paths, and succeeds even if its output is lost. A command that
+    only prints fails if its output is lost.
     """
-    stops = SignalGuard()
+    signals = SignalGuard()
     try:
-        made = app(_with_cluster_address(sys.argv[1:]), prog_name="fedcb2o", standalone_mode=False)
-        if made == 130:  # what typer makes of Ctrl-C
+        result = app(
+            _with_cluster_address(sys.argv[1:]), prog_name="fedcb2o", standalone_mode=False
+        )
+        if result == _INTERRUPT_STATUS:
             raise KeyboardInterrupt
-        if isinstance(made, int) and made:
-            sys.exit(made)
-        if not made and (error := write_error()):
+        if isinstance(result, int) and result:
+            sys.exit(result)
+        error = write_error()
+        if error and not result:
             raise error
     except FedCB2OError as error:
         _exit(f"Error: {_one_line(error)}", 2)
     except _UsageError as error:
-        told = _one_line(error.format_message()).replace(
-            ": Value error, ", ": "
-        )  # nothing where no command was given: then its help was shown
-        end = "" if told.endswith((".", "?")) else "."
-        command = error.ctx.command_path if error.ctx else "fedcb2o"
-        _exit(told and f"Error: {told}{end} See `{command} --help`.", 2)
+        _exit(_usage_message(error), 2)
     except KeyboardInterrupt:
-        told = f"{stops.outcome}. What is written stays; a run goes on from its last checkpoint with --resume."
-        _exit(told, stops.exit_status)
+        _exit(
+            f"{signals.outcome}. What is written stays; a run goes on from its last checkpoint "
+            "with --resume.",
+            signals.exit_status,
+        )
     except BrokenPipeError:
         _exit("", 1)
     except OSError as error:
-        what = error.filename or "cannot write the output"
-        _exit(f"Error: {what}: {error.strerror or error}", 2)
+        subject = error.filename or "cannot write the output"
+        _exit(f"Error: {subject}: {error.strerror or error}", 2)
     except Exception as error:
         if not resources.is_out_of_memory(error):
             raise
         _exit(f"Error: memory is full ({_one_line(error)}): {resources.MEMORY_CURES}", 2)
     finally:
-        stops.restore()
+        signals.restore()
+
+
+def _usage_message(error: Any) -> str:
+    """Return the message of a usage error; empty if the help was printed instead."""
+    text = _one_line(error.format_message()).replace(": Value error, ", ": ")
+    if not text:
+        return ""
+    end = "" if text.endswith((".", "?")) else "."
+    command_path = error.ctx.command_path if error.ctx else "fedcb2o"
+    return f"Error: {text}{end} See `{command_path} --help`."
 
 
 def _with_cluster_address(words: Sequence[str]) -> list[str]:
-    """The words of a command, in which --cluster alone, at the end or before another option, is --cluster local."""
-    following = [*words[1:], "--"]
-    return [
-        each
-        for word, after in zip(words, following, strict=False)
-        for each in ([word, "local"] if word == "--cluster" and after.startswith("-") else [word])
-    ]
+    """Insert the address `local` after a `--cluster` without one."""
+    completed = []
+    for word, following in zip(words, [*words[1:], "--"], strict=False):
+        completed.append(word)
+        if word == "--cluster" and following.startswith("-"):
+            completed.append("local")
+    return completed
 
 
 def _one_line(message: object) -> str:

@@ -1,4 +1,8 @@
-"""What a shell offers where the Tab key is pressed: names that are built in, and files, without PyTorch."""
+"""Shell completion of built-in names and files, without PyTorch.
+
+>>> trackers("t")
+['tensorboard']
+"""
 
 from importlib import resources
 from pathlib import Path
@@ -7,32 +11,54 @@ _TRACKERS = ("tensorboard", "mlflow")
 
 
 def presets(incomplete: str) -> list[str]:
-    """The presets and TOML files that a word may become."""
+    """Complete the name of a preset or a TOML file.
+
+    Args:
+        incomplete: Beginning of the word.
+
+    Returns:
+        Possible words.
+    """
     return _builtin_names("presets", incomplete) + _toml_files(incomplete)
 
 
 def grids(incomplete: str) -> list[str]:
-    """The built-in grids and TOML files that a word may become."""
+    """Complete the name of a built-in grid or a TOML file.
+
+    Args:
+        incomplete: Beginning of the word.
+
+    Returns:
+        Possible words.
+    """
     return _builtin_names("grids", incomplete) + _toml_files(incomplete)
 
 
 def trackers(incomplete: str) -> list[str]:
-    """The trackers that a word may become."""
+    """Complete the name of a tracker.
+
+    Args:
+        incomplete: Beginning of the word.
+
+    Returns:
+        Possible words.
+    """
     return [name for name in _TRACKERS if name.startswith(incomplete)]
 
 
 def _builtin_names(folder: str, incomplete: str) -> list[str]:
-    found = (
-        resources.files("fedcb2o") / "experiments" / folder
-    )  # `fedcb2o.experiments` would import PyTorch
-    names = sorted(
-        path.name.removesuffix(".toml") for path in found.iterdir() if path.name.endswith(".toml")
-    )
+    # A path, because an import of `fedcb2o.experiments` would import PyTorch.
+    files = (resources.files("fedcb2o") / "experiments" / folder).iterdir()
+    names = sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
     return [name for name in names if name.startswith(incomplete)]
 
 
 def _toml_files(incomplete: str) -> list[str]:
     folder, _, start = incomplete.rpartition("/")
-    where = Path(f"{folder}/" if folder or incomplete.startswith("/") else ".")
-    names = sorted(path.name for path in where.glob("*.toml")) if where.is_dir() else []
-    return [f"{incomplete.removesuffix(start)}{name}" for name in names if name.startswith(start)]
+    root = "/" if incomplete.startswith("/") else ""
+    path = Path(f"{folder}/" if folder else root or ".")
+    if not path.is_dir():
+        return []
+    names = sorted(file.name for file in path.glob("*.toml"))
+    prefix = incomplete.removesuffix(start)
+    return [f"{prefix}{name}" for name in names if name.startswith(start)]

@@ -1,4 +1,4 @@
-"""The commands about configurations: presets, schema."""
+"""The commands for configurations: presets, schema."""
 
 import json
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ def presets(
         str | None,
         typer.Argument(
             metavar="[PRESET]",
-            help="Print this one.",
+            help="Preset to print.",
             show_default=False,
             autocompletion=completion.presets,
         ),
     ] = None,
 ) -> None:
-    """List the presets, a line each, or print one as it resolves: a file that `fedcb2o run` takes.
+    """List the presets, one per line, or print one as a file for `fedcb2o run`.
 
     Example: fedcb2o presets digits-fedcb2o > mine.toml
     """
@@ -36,11 +36,14 @@ def presets(
 
 
 def schema(
-    grid: Annotated[bool, typer.Option("--grid", help="That of a grid's file.")] = False,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Print the schema of a grid file instead.")
+    ] = False,
 ) -> None:
-    """Print the JSON Schema of a configuration, by which editors complete, explain and check it.
+    """Print the JSON Schema of a configuration, with which editors complete, explain and check it.
 
-    Example: fedcb2o schema > fedcb2o.schema.json, and in the first line of mine.toml: #:schema fedcb2o.schema.json
+    Example: fedcb2o schema > fedcb2o.schema.json, and in the first line of mine.toml:
+    #:schema fedcb2o.schema.json
     """
     from fedcb2o.experiments.schema import grid_schema
     from fedcb2o.experiments.schema import schema as experiment_schema
@@ -48,8 +51,12 @@ def schema(
     print(json.dumps(grid_schema() if grid else experiment_schema(), indent=1, ensure_ascii=False))
 
 
-def print_descriptions(listed: Mapping[str, str]) -> None:
-    """Print names and what each is, a line each."""
-    width = max(map(len, listed))
-    for name, description in listed.items():
+def print_descriptions(descriptions: Mapping[str, str]) -> None:
+    """Print names and descriptions, one per line.
+
+    Args:
+        descriptions: Description by name.
+    """
+    width = max(map(len, descriptions))
+    for name, description in descriptions.items():
         print(f"{name:{width}}  {description}")

@@ -1,5 +1,6 @@
-"""The commands for real peers: identity, renew, federation, amend, sign, check, run, report, proof, demo."""
+"""The commands for peers, from identity and federation to run and report."""
 
+import logging
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -13,9 +14,12 @@ from fedcb2o.errors import ConfigError
 if TYPE_CHECKING:
     from fedcb2o.peer.membership.federation import Federation
 
+_LOGGER = logging.getLogger(__name__)
+_MAX_LISTED_NAMES = 5
+
 
 class _Encoding(StrEnum):
-    """How models are sent."""
+    """Encoding of models on the wire."""
 
     float32 = "float32"
     int8 = "int8"
@@ -23,9 +27,7 @@ class _Encoding(StrEnum):
 
 _FederationArgument = Annotated[
     Path,
-    typer.Argument(
-        metavar="FEDERATION.toml", help="What all members agreed on.", show_default=False
-    ),
+    typer.Argument(metavar="FEDERATION.toml", help="Agreement of all members.", show_default=False),
 ]
 _IdentityOption = Annotated[
     Path,
@@ -35,7 +37,7 @@ _UserFunctionsOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="MODULE:FUNCTION",
-        help="Let this function run, which the federation names. Repeatable.",
+        help="Allow a function that the federation names. Repeatable.",
     ),
 ]
 _DataOption = Annotated[
@@ -44,41 +46,53 @@ _DataOption = Annotated[
         metavar="MODULE:FUNCTION|FILE.npz", help="This organisation's data.", show_default=False
     ),
 ]
+_DataDirOption = Annotated[Path | None, typer.Option(help="Folder with the files of the data set.")]
 _DaysOption = Annotated[
     int,
     typer.Option(
-        min=1, help="How long the TLS certificate is valid; `peer renew` makes a new one."
+        min=1, help="Days of validity of the TLS certificate; `peer renew` makes a new one."
+    ),
+]
+_ListenOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT", help="Address to bind instead of the endpoint, such as 0.0.0.0:7447."
     ),
 ]
 
 
 def require_extra() -> None:
-    """Agents of different organisations, one process each."""
-    if not {"-h", "--help"} & set(sys.argv):  # help is given without the extra too
+    """Import the extra `peer`, except for help.
+
+    Raises:
+        ConfigError: The extra is missing.
+    """
+    if not {"-h", "--help"} & set(sys.argv):
         import fedcb2o.peer  # noqa: F401
 
 
 def identity(
     name: Annotated[
-        str, typer.Option(help="The organisation's name, such as hospital-a.", show_default=False)
+        str, typer.Option(help="Name of the organisation, such as hospital-a.", show_default=False)
     ],
     endpoint: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where others reach it.", show_default=False)
+        str,
+        typer.Option(metavar="HOST:PORT", help="Address for other members.", show_default=False),
     ],
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where the keys go.", show_default=False)
+        Path, typer.Option(metavar="DIR", help="Folder for the keys.", show_default=False)
     ],
     days: _DaysOption = 397,
 ) -> Path:
-    """Make an organisation's keys and certificates, and NAME.member.toml, the public half to send to the others."""
+    """Make an organisation's keys, certificates and their public half, NAME.member.toml."""
     from fedcb2o.peer.membership.identity import Identity
 
     made = Identity.make(out, name=name, endpoint=endpoint, days=days)
     print(
-        f"{made.folder} holds the keys of {name}: keep it to yourself. Its fingerprint, to be read to the others:"
+        f"{made.folder} has the keys of {name}: keep it secret. Read the fingerprint to the others:"
     )
     print(made.member.fingerprint)
-    print("Send them this file of it:")
+    print("Send them its public half:")
     print(made.folder / f"{name}.member.toml")
     return made.folder
 
@@ -90,31 +104,34 @@ def renew(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Make a new root too, in an identity here with the same signing key: for `peer amend`.",
+            help="Also make a new root, in a new identity with the same signing key, for "
+            "`peer amend`.",
         ),
     ] = None,
     endpoint: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="With --out: where others reach it from now on."),
+        typer.Option(metavar="HOST:PORT", help="With --out: new address for other members."),
     ] = None,
 ) -> Path:
-    """Make a new TLS certificate, which the others need not be told of; it counts when `peer run` starts again."""
+    """Make a new TLS certificate, without notice to other members; the next `peer run` uses it."""
     from fedcb2o.peer.membership.identity import Identity
 
-    mine = Identity.read(identity)
+    own_identity = Identity.read(identity)
     if out is None:
         if endpoint is not None:
             raise ConfigError(
-                "another endpoint needs a new root, which the others have to agree to: give --out DIR"
+                "another endpoint needs a new root, and the others have to agree to it: "
+                "give --out DIR"
             )
-        mine.renew(days=days)
+        own_identity.renew(days=days)
     else:
-        mine = mine.with_endpoint(out, endpoint=endpoint or mine.member.endpoint, days=days)
-        print(
-            f"The others take {mine.folder / mine.member.name}.member.toml by `fedcb2o peer amend --replace`."
-        )
-    print(f"{mine.tls_certificate} is valid until {mine.expires:%Y-%m-%d %H:%M} UTC.")
-    return mine.folder
+        new_endpoint = endpoint or own_identity.member.endpoint
+        own_identity = own_identity.with_endpoint(out, endpoint=new_endpoint, days=days)
+        path = own_identity.folder / own_identity.member.name
+        print(f"The others take {path}.member.toml by `fedcb2o peer amend --replace`.")
+    expiry = f"{own_identity.expires:%Y-%m-%d %H:%M} UTC"
+    print(f"{own_identity.tls_certificate} is valid until {expiry}.")
+    return own_identity.folder
 
 
 def federation(
@@ -122,7 +139,7 @@ def federation(
         str,
         typer.Argument(
             metavar="PRESET_OR_FILE.toml",
-            help="What the members train.",
+            help="Experiment of the federation.",
             show_default=False,
             autocompletion=completion.presets,
         ),
@@ -136,7 +153,7 @@ def federation(
         ),
     ],
     out: Annotated[
-        Path, typer.Option(metavar="FEDERATION.toml", help="The file to write.", show_default=False)
+        Path, typer.Option(metavar="FEDERATION.toml", help="File to write.", show_default=False)
     ],
     changes: Annotated[
         list[str] | None,
@@ -148,22 +165,27 @@ def federation(
         bool, typer.Option("--synchronous", help="Wait for models of the same round.")
     ] = False,
     round_seconds: Annotated[
-        float, typer.Option(min=0, help="How long a round takes at least.")
+        float, typer.Option(min=0, help="Shortest duration of a round in seconds.")
     ] = 0.0,
     deadline_seconds: Annotated[
-        float, typer.Option(min=0, help="How long a round waits for answers.")
+        float, typer.Option(min=0, help="Seconds that a round waits for answers.")
     ] = 60.0,
-    lag: Annotated[int, typer.Option(min=0, help="How many rounds a model may be behind.")] = 5,
-    encoding: Annotated[_Encoding, typer.Option(help="How models are sent.")] = _Encoding.float32,
+    lag: Annotated[
+        int, typer.Option(min=0, help="Number of rounds that a model may be behind.")
+    ] = 5,
+    encoding: Annotated[
+        _Encoding, typer.Option(help="Encoding of models on the wire.")
+    ] = _Encoding.float32,
     share: Annotated[
         float | None,
-        typer.Option(help="The attackers' share that rules assume. Default: the experiment's."),
+        typer.Option(help="Share of attackers that rules assume. Default: that of the experiment."),
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
+    data_dir: _DataDirOption = None,
 ) -> Path:
-    """Write what all members agree on: the experiment whose agents they are, and the members.
+    """Write the agreement of all members: the experiment, and the members as its agents.
 
-    Who runs with the file agrees to it. It may be edited until then, and is the same file for all.
+    A member that runs with the file agrees to it. Until then it may be edited; all members need
+    the same file.
     """
     from fedcb2o.cli.runs import parse_settings
     from fedcb2o.experiments.config.datasets import load_dataset
@@ -172,7 +194,7 @@ def federation(
     from fedcb2o.peer.membership.identity import Member
 
     if out.exists():
-        raise ConfigError(f"{out} is there: choose another --out, or `fedcb2o peer amend` it")
+        raise ConfigError(f"{out} exists: choose another --out, or `fedcb2o peer amend` it")
     chosen = load(experiment, parse_settings(changes))
     made = make_federation(
         chosen,
@@ -188,7 +210,8 @@ def federation(
     write_federation(made, out)
     _print_federation(made, out)
     print(
-        "Send the file to each of them; `fedcb2o peer check` shows them the run's id, to be compared by telephone."
+        "Send the file to each member; `fedcb2o peer check` shows them the run's id, to compare by "
+        "telephone."
     )
     return out
 
@@ -196,7 +219,7 @@ def federation(
 def amend(
     file: _FederationArgument,
     out: Annotated[
-        Path, typer.Option(metavar="FEDERATION.toml", help="The new file.", show_default=False)
+        Path, typer.Option(metavar="FEDERATION.toml", help="New file.", show_default=False)
     ],
     remove: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A member to remove. Repeatable.")
@@ -213,7 +236,7 @@ def amend(
         typer.Option(metavar="NAME.member.toml", help="A new member. Repeatable."),
     ] = None,
 ) -> Path:
-    """Write the next version, with other members; it counts when more than half of those so far signed it."""
+    """Write the next version of a federation; most of the present members must sign it."""
     from fedcb2o.peer.membership.federation import (
         amend_federation,
         read_federation,
@@ -222,10 +245,12 @@ def amend(
     from fedcb2o.peer.membership.identity import Member
 
     if out.exists():
-        raise ConfigError(f"{out} is there: choose another --out")
-    replaced, added = ([Member.read(path) for path in paths or []] for paths in (replace, add))
+        raise ConfigError(f"{out} exists: choose another --out")
     made = amend_federation(
-        read_federation(file, allow_unsigned=True), remove=remove or [], replace=replaced, add=added
+        read_federation(file, allow_unsigned=True),
+        remove=remove or [],
+        replace=[Member.read(path) for path in replace or []],
+        add=[Member.read(path) for path in add or []],
     )
     write_federation(made, out)
     _print_federation(made, out)
@@ -238,40 +263,40 @@ def sign(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="This organisation's keys. Without: tell what it changes, and sign nothing.",
+            help="This organisation's keys. Without it: print the changes and sign nothing.",
         ),
     ] = None,
     merge: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FEDERATION.toml",
-            help="A copy that others signed: take its signatures. Repeatable.",
+            help="A copy signed by other members, whose signatures are added. Repeatable.",
         ),
     ] = None,
 ) -> Path:
-    """Agree to a new version of a federation: add this member's signature to the file, or look at it before."""
-    from fedcb2o.peer.membership import federation
+    """Sign a new version of a federation, or print its changes before that."""
+    from fedcb2o.peer.membership.federation import read_federation, sign_federation
     from fedcb2o.peer.membership.identity import Identity
 
-    if identity is None and merge:
-        raise ConfigError("--merge changes the file: give --identity too")
     if identity is None:
-        _print_federation(federation.read_federation(file, allow_unsigned=True), file)
+        if merge:
+            raise ConfigError("--merge changes the file: give --identity too")
+        _print_federation(read_federation(file, allow_unsigned=True), file)
     else:
-        _print_federation(
-            federation.sign_federation(file, Identity.read(identity), merge=merge or []), file
-        )
+        signed = sign_federation(file, Identity.read(identity), merge=merge or [])
+        _print_federation(signed, file)
     return file
 
 
 def _print_federation(federation: "Federation", path: Path) -> None:
-    """What a version changes, and who may still sign it."""
+    """Print the changes of a version, and the members who may still sign it."""
     print(f"{path}: {federation.verification_phrase}")
     for change in federation.describe_changes():
         print(f"- {change}")
     if federation.version == 1:
         return
-    if names := [each.name for each in federation.versions[-1].signatures]:
+    names = [signature.name for signature in federation.versions[-1].signatures]
+    if names:
         print(f"Signed by: {', '.join(names)}.")
     if federation.missing_signatures:
         others = ", ".join(federation.unsigned_members())
@@ -281,7 +306,8 @@ def _print_federation(federation: "Federation", path: Path) -> None:
         )
     else:
         print(
-            "It counts. Send it to all; each stops its node, and starts it again with this file and --resume."
+            "It counts. Send it to all; each stops its node, and starts it again with this file "
+            "and --resume."
         )
 
 
@@ -295,11 +321,12 @@ def proof(
     federation: Annotated[
         Path | None,
         typer.Option(
-            metavar="FEDERATION.toml", help="Says whose the key is, and whether it is of this run."
+            metavar="FEDERATION.toml",
+            help="Federation with the owner of the key; its run must be that of the proof.",
         ),
     ] = None,
 ) -> None:
-    """Check, offline, a file that shows that a member signed two different models for one round."""
+    """Verify, offline, a proof that a member signed two different models for one round."""
     from fedcb2o.peer.membership.federation import read_federation
     from fedcb2o.peer.wire.equivocation import verify_proof
 
@@ -308,123 +335,123 @@ def proof(
 
 def report(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The folder of a `peer run`.", show_default=False)
+        Path, typer.Argument(metavar="DIR", help="Folder of a `peer run`.", show_default=False)
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Where report.html goes. Default: into that folder.")
+        Path | None, typer.Option(help="Folder for report.html. Default: the folder of the run.")
     ] = None,
 ) -> Path:
-    """Write one agent's page: accuracy, whom it asked, who answered how fast, weights, what was refused, bytes."""
-    from fedcb2o.peer.report.node_page import write_node_report as write_report
+    """Write one agent's page: accuracy, peers, answers, weights, refused models, bytes."""
+    from fedcb2o.peer.report.node_page import write_node_report
 
-    path = write_report(folder, out)
+    path = write_node_report(folder, out)
     print(path)
     return path
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where all eight write to.")] = Path("runs/peers-demo"),
-    rounds: Annotated[int, typer.Option(min=1, help="How many rounds.")] = 30,
+    out: Annotated[Path, typer.Option(help="Folder for the eight organisations.")] = Path(
+        "runs/peers-demo"
+    ),
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds.")] = 30,
 ) -> Path:
-    """Run eight organisations on this machine, a process each: two flip labels, one sends garbage."""
+    """Run eight organisations on this machine: two flip labels, one sends garbage."""
     from rich.console import Console
 
-    from fedcb2o.peer.node.demo import TABLE_NOTE
-    from fedcb2o.peer.node.demo import run_demo as run_demo
-    from fedcb2o.report.table_formats import to_rich
+    from fedcb2o.peer.node.demo import TABLE_NOTE, run_demo
+    from fedcb2o.report import to_rich
 
     console = Console()
     for title, table in run_demo(out, rounds=rounds).items():
         console.print(to_rich(table, title=title, width=console.width))
-    print(
-        f"{TABLE_NOTE}\n\nA page of each: fedcb2o peer report {out / 'hospital-a'}; their logs are in {out / 'logs'}."
-    )
+    page = f"fedcb2o peer report {out / 'hospital-a'}"
+    print(f"{TABLE_NOTE}\n\nA page of each: {page}; their logs are in {out / 'logs'}.")
     return out
 
 
 def check(
     file: _FederationArgument,
     identity: _IdentityOption,
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="What to bind, where it is not the endpoint: 0.0.0.0:7447."
-        ),
-    ] = None,
+    listen: _ListenOption = None,
     seconds: Annotated[
-        float, typer.Option(min=0, help="How long to wait for those who do not answer.")
+        float, typer.Option(min=0, help="Seconds to wait for members that do not answer.")
     ] = 20.0,
     data: _DataOption = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
+    data_dir: _DataDirOption = None,
     own: _UserFunctionsOption = None,
 ) -> None:
-    """Can I reach everybody, and do we agree? A line a member with the cure; all may check at the same time.
+    """Check that all members are reachable and agree, one line per member with the remedy.
 
-    Before it, the run's id to be compared with the others, and with --data whether these data fit. Ends with exit
-    status 1 where something is wrong.
+    All members may check at the same time. The first line has the run's id, to compare with the
+    others. With --data, the data are checked too. The exit status is 1 if a check fails.
     """
     from fedcb2o.peer.membership.federation import read_federation
     from fedcb2o.peer.membership.identity import Identity
-    from fedcb2o.peer.node import agent
-    from fedcb2o.peer.node import preflight as checking
+    from fedcb2o.peer.node import preflight
 
-    agreed = read_federation(file, allowed_functions=own or [])
-    mine = Identity.read(identity)
-    me = agreed.id_of(mine.member)
-    print(f"{agreed.verification_phrase}: compare this by telephone")
-    for part in agreed.user_functions:
-        if part not in agreed.allowed_functions:
-            print(f"names {part}, code that would run here: read it, then --own {part}")
+    federation = read_federation(file, allowed_functions=own or [])
+    own_identity = Identity.read(identity)
+    agent_id = federation.id_of(own_identity.member)
+    print(f"{federation.verification_phrase}: compare this by telephone")
+    for name in federation.user_functions:
+        if name not in federation.allowed_functions:
+            print(f"names {name}, code that would run here: read it, then --own {name}")
     if data is not None:
-        held = agent.agent_from_dataset(
-            agreed, me, agent.load_member_dataset(data, agreed, data_dir)
-        ).data
-        which = "more" if agreed.experiment.agents.hold_out else "of them"
-        judging = f"{held.validation.sizes[0]} {which} judge others' models"
-        print(
-            f"the data fit: {held.train.sizes[0]} samples train, {judging}, {len(held.test)} test"
-        )
-    found = checking.check_members(
-        agreed, mine, seconds=seconds, listen=True if listen is None else listen
+        _print_data_sizes(federation, agent_id, data, data_dir)
+    results = preflight.check_members(
+        federation, own_identity, seconds=seconds, listen=True if listen is None else listen
     )
-    print("\n".join(checking.format_results(found)))
-    if any(each.error for each in found):
+    print("\n".join(preflight.format_results(results)))
+    if any(result.error for result in results):
         raise typer.Exit(1)
+
+
+def _print_data_sizes(
+    federation: "Federation", agent_id: int, data: str, data_dir: Path | None
+) -> None:
+    """Print the numbers of samples of a member's data, or raise an error if they do not fit."""
+    from fedcb2o.peer.node.agent import agent_from_dataset, load_member_dataset
+
+    dataset = load_member_dataset(data, federation, data_dir)
+    samples = agent_from_dataset(federation, agent_id, dataset).data
+    relation = "more" if federation.experiment.agents.hold_out else "of them"
+    print(
+        f"the data fit: {samples.train.sizes[0]} samples train, {samples.validation.sizes[0]} "
+        f"{relation} judge others' models, {len(samples.test)} test"
+    )
 
 
 def run(
     file: _FederationArgument,
     identity: _IdentityOption,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder of the run.", show_default=False)
+    ],
     data: _DataOption = None,
     simulate: Annotated[
         str | None,
         typer.Option(
             metavar="PRESET_OR_FILE.toml",
-            help="Be an agent of a simulation instead: its data, and its attack.",
+            help="Take the data and the attack of an agent of a simulation instead.",
         ),
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
+    data_dir: _DataDirOption = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint.")
+        bool, typer.Option("--resume", help="Continue from the last checkpoint.")
     ] = False,
     own: _UserFunctionsOption = None,
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="What to bind, where it is not the endpoint: 0.0.0.0:7447."
-        ),
-    ] = None,
+    listen: _ListenOption = None,
     gather: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for the others at the start.")
     ] = 60.0,
     linger: Annotated[
-        float, typer.Option(min=0, help="Seconds to serve others that are not done, at the end.")
+        float, typer.Option(min=0, help="Seconds to serve unfinished peers at the end.")
     ] = 300.0,
 ) -> Path:
-    """Train as one agent of a federation: serve one's model, ask, judge and mix, and write the final model.
+    """Train as one agent of a federation and write its final model.
 
-    Example: fedcb2o peer run federation.toml --identity keys --data my_hospital:dataset --out runs/hospital-a
+    Example: fedcb2o peer run federation.toml --identity keys --data my_hospital:dataset
+    --out runs/hospital-a
     """
     from fedcb2o.experiments.config.settings import load
     from fedcb2o.peer.membership.federation import read_federation
@@ -435,7 +462,8 @@ def run(
 
     if (data is None) == (simulate is None):
         raise ConfigError(
-            "give this organisation's data by --data MODULE:FUNCTION or FILE.npz (or --simulate a preset)"
+            "give this organisation's data by --data MODULE:FUNCTION or FILE.npz (or --simulate a "
+            "preset)"
         )
     federation = read_federation(file, allowed_functions=own or [])
     names = {id: member.name for id, member in federation.members.items()}
@@ -453,12 +481,18 @@ def run(
     )
     with LiveTable(names, agent_id=node.agent_id, rounds=federation.rounds) as node.observer:
         node.run()
-    untaken = PeerRecords.read(out).missing_models(federation.members.keys() - {node.agent_id})
-    if untaken:
-        told = ", ".join(f"{name} ({why})" for name, why in list(untaken.items())[:5])
-        more = f" and {len(untaken) - 5} more" if len(untaken) > 5 else ""
-        cure = f"fedcb2o peer check {file} --identity {identity}"
-        print(f"Done, but no model was ever taken of {told}{more}: {cure}", file=sys.stderr)
-    page = f"For a page: fedcb2o peer report {out}"
-    print(f"{'Done: ' if not untaken else ''}{out / 'model.safetensors'}. {page}", file=sys.stderr)
+
+    peers = federation.members.keys() - {node.agent_id}
+    missing = PeerRecords.read(out).missing_models(peers)
+    files = f"{out / 'model.safetensors'}. For a page: fedcb2o peer report {out}"
+    if not missing:
+        _LOGGER.info("Done: %s", files)
+        return out
+    reasons = [f"{name} ({reason})" for name, reason in missing.items()]
+    listed = ", ".join(reasons[:_MAX_LISTED_NAMES])
+    if len(reasons) > _MAX_LISTED_NAMES:
+        listed += f" and {len(reasons) - _MAX_LISTED_NAMES} more"
+    remedy = f"fedcb2o peer check {file} --identity {identity}"
+    _LOGGER.warning("Done, but no model was ever taken of %s: %s", listed, remedy)
+    _LOGGER.info("%s", files)
     return out

@@ -1,5 +1,6 @@
-"""The commands for runs and grids of them: run, bench, compare, report, track."""
+"""The commands for runs and grids: run, bench, compare, report, track."""
 
+import logging
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -11,14 +12,18 @@ from rich.console import Console
 
 from fedcb2o.cli import completion
 from fedcb2o.cli.configurations import print_descriptions
+from fedcb2o.cli.log_output import is_quiet, is_verbose, set_verbosity
 from fedcb2o.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fedcb2o.experiments import Experiment
     from fedcb2o.records import Run
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class _AgentSummary(StrEnum):
-    """What a table shows of the benign agents."""
+    """Summary over benign agents in a table."""
 
     mean = "mean"
     worst = "worst"
@@ -26,7 +31,7 @@ class _AgentSummary(StrEnum):
 
 
 def _validate_cluster_address(value: str | None) -> str | None:
-    """The address of a cluster, which is looked at before all else: what follows may have been meant."""
+    """Validate the address before other arguments, which may have been taken for it."""
     if value is not None:
         from fedcb2o.experiments.config.arguments import check_address
 
@@ -43,12 +48,14 @@ _ChangesOption = Annotated[
     ),
 ]
 _SeedsOption = Annotated[
-    str | None, typer.Option(help="Seeds, such as 0,1,2 or 0-19. Default: the file's own.")
+    str | None, typer.Option(help="Seeds, such as 0,1,2 or 0-19. Default: those of the file.")
 ]
+_DataDirOption = Annotated[Path | None, typer.Option(help="Folder with the files of the data set.")]
 _DeviceOption = Annotated[
     str | None,
     typer.Option(
-        help="Where models and data lie: cpu, cuda, cuda:1, mps, ... Default: the file's, or cpu."
+        help="Device of models and data: cpu, cuda, cuda:1, mps, ... Default: that of the file, or "
+        "cpu."
     ),
 ]
 _ClusterOption = Annotated[
@@ -57,8 +64,8 @@ _ClusterOption = Annotated[
         metavar="[ADDRESS]",
         callback=_validate_cluster_address,
         is_eager=True,
-        help="Run seeds, or cells, by Ray: on this machine, or on the cluster that it is in (auto) or that has its head"
-        " at HOST:PORT.",
+        help="Run seeds, or cells, by Ray: on this machine, on its cluster (auto), or on the "
+        "cluster with its head at HOST:PORT.",
     ),
 ]
 _TrackOption = Annotated[
@@ -66,9 +73,12 @@ _TrackOption = Annotated[
     typer.Option(
         metavar="TRACKER",
         autocompletion=completion.trackers,
-        help="Copy the records as they are written to tensorboard or mlflow, in the folder of the run, or to"
-        " tensorboard=DIR or mlflow=URI. Repeatable.",
+        help="Copy the records, as they are written, to tensorboard or mlflow in the folder of the "
+        "run, or to tensorboard=DIR or mlflow=URI. Repeatable.",
     ),
+]
+_QuietOption = Annotated[
+    bool, typer.Option("--quiet", help="Print results and errors only, without progress.")
 ]
 _RunsArgument = Annotated[
     list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)
@@ -90,45 +100,42 @@ def run(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The run's folder (with several experiments: of their folders). Default: runs/NAME."
+            help="Folder of the run, or of the folders of several runs. Default: runs/NAME."
         ),
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
+    data_dir: _DataDirOption = None,
     workers: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Processes. Default: from the work, the processors and the memory."
-        ),
+        typer.Option(min=1, help="Number of processes. Default: by work, processors and memory."),
     ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory, such as 24GiB or 24G (1024^3 bytes each), or 24GB (1000^3); models beyond it go to disk."
-            " Default: what is free.",
+            help="Memory, such as 24GiB or 24G (1024^3 bytes each), or 24GB (1000^3); models "
+            "beyond it go to disk. Default: the free memory.",
         ),
     ] = None,
     device: _DeviceOption = None,
     cluster: _ClusterOption = None,
     blocks: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Spread the agents of each seed over a cluster, in so many blocks."
-        ),
+        typer.Option(min=1, help="Number of groups in which the agents of a seed go to a cluster."),
     ] = None,
     track: _TrackOption = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint.")
+        bool, typer.Option("--resume", help="Continue from the last checkpoint.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Say what was chosen for this machine.")
+        bool, typer.Option("--verbose", help="Print the choices for this machine.")
     ] = False,
+    quiet: _QuietOption = False,
     clean_twin: Annotated[
         bool,
         typer.Option(
             "--clean-twin",
-            help="Also run each attacked experiment with malicious agents that train on true labels, in NAME-clean:"
-            " the net attack success is the difference.",
+            help="Also run each attacked experiment with malicious agents that train on true "
+            "labels, in NAME-clean: the net attack success is the difference.",
         ),
     ] = False,
 ) -> list[Path]:
@@ -140,42 +147,54 @@ def run(
     from fedcb2o.experiments.runs.progress import Progress
     from fedcb2o.experiments.runs.runner import run as run_experiment
 
-    settings = _settings(changes, seeds, device)
-    chosen = []
-    for name in experiments:
-        one = load(name, settings)
-        folder = (
-            Path("runs") / one.name
-            if out is None
-            else out
-            if len(experiments) == 1
-            else out / one.name
-        )
-        chosen.append((one, folder))
-        if clean_twin and one.attacked:
-            chosen.append((one.clean_counterpart(), folder.with_name(f"{folder.name}-clean")))
-        elif clean_twin:
-            print(f"Note: no clean twin of {one.name}: nobody attacks in it.", file=sys.stderr)
-    with Progress(verbose=verbose) as progress:
-        for one, folder in chosen:
+    set_verbosity(verbose=verbose, quiet=quiet)
+    settings = _command_settings(changes, seeds, device)
+    loaded = [load(name, settings) for name in experiments]
+    jobs = _plan_runs(loaded, out, with_counterparts=clean_twin)
+    progress = Progress(Console(stderr=True, quiet=is_quiet()), verbose=is_verbose())
+    with progress:
+        for experiment, folder in jobs:
             run_experiment(
-                one,
+                experiment,
                 out=folder,
                 data_dir=data_dir,
                 workers=workers,
                 memory=memory,
                 resume=resume,
-                watch=progress,
+                watch=_ignore_progress if is_quiet() else progress,
                 cluster=cluster,
                 blocks=blocks,
                 track=track,
             )
-    folders = [folder for _, folder in chosen]
-    print("Done. For a table: fedcb2o compare", *folders, file=sys.stderr)
+    folders = [folder for _, folder in jobs]
+    _LOGGER.info("Done. For a table: fedcb2o compare %s", " ".join(map(str, folders)))
     return folders
 
 
-def _settings(
+def _ignore_progress(*arguments: object) -> None:
+    """Show nothing."""
+
+
+def _plan_runs(
+    experiments: "Sequence[Experiment]", out: Path | None, *, with_counterparts: bool
+) -> "list[tuple[Experiment, Path]]":
+    """Return the experiments to run and their folders, clean counterparts included."""
+    jobs = []
+    for experiment in experiments:
+        if out is None:
+            folder = Path("runs") / experiment.name
+        else:
+            folder = out if len(experiments) == 1 else out / experiment.name
+        jobs.append((experiment, folder))
+        if with_counterparts and experiment.attacked:
+            clean_folder = folder.with_name(f"{folder.name}-clean")
+            jobs.append((experiment.clean_counterpart(), clean_folder))
+        elif with_counterparts:
+            _LOGGER.warning("%s has no clean counterpart: it has no attack.", experiment.name)
+    return jobs
+
+
+def _command_settings(
     changes: Sequence[str] | None, seeds: str | None, device: str | None
 ) -> dict[str, Any]:
     settings = parse_settings(changes)
@@ -187,7 +206,17 @@ def _settings(
 
 
 def parse_settings(changes: Sequence[str] | None) -> dict[str, Any]:
-    """The settings in texts KEY=VALUE."""
+    """Parse texts of the form KEY=VALUE.
+
+    Args:
+        changes: Texts, or None.
+
+    Returns:
+        Value by key.
+
+    Raises:
+        ConfigError: A text has another form.
+    """
     from fedcb2o.experiments.config.tables import parse_value
 
     settings = {}
@@ -200,15 +229,19 @@ def parse_settings(changes: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _parse_seeds(text: str) -> list[int]:
+    """Parse seeds and ranges with commas between them."""
+    seeds: list[int] = []
     try:
-        ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
-        if all(len(each) <= 2 and each == sorted(each) for each in ends):
-            return [seed for each in ends for seed in range(each[0], each[-1] + 1)]
-        raise ValueError
+        for part in text.split(","):
+            ends = [int(end) for end in part.split("-")]
+            if len(ends) > 2 or ends != sorted(ends):
+                raise ValueError
+            seeds += range(ends[0], ends[-1] + 1)
     except ValueError as error:
         raise ConfigError(
             f"--seeds needs whole numbers with commas, such as 0,1,2 or 0-19, got {text!r}"
         ) from error
+    return seeds
 
 
 def bench(
@@ -216,35 +249,40 @@ def bench(
         str | None,
         typer.Argument(
             metavar="GRID",
-            help="A grid's file, GRID.toml, or a built-in one (--list).",
+            help="A grid file, GRID.toml, or a built-in grid (--list).",
             show_default=False,
             autocompletion=completion.grids,
         ),
     ] = None,
     list_: Annotated[
-        bool, typer.Option("--list", help="List the built-in grids, a line each.")
+        bool, typer.Option("--list", help="List the built-in grids, one per line.")
     ] = False,
     changes: _ChangesOption = None,
     seeds: _SeedsOption = None,
-    out: Annotated[Path | None, typer.Option(help="The grid's folder. Default: runs/NAME.")] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes. Default: one for each processor.")
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the grid. Default: runs/NAME.")
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes. Default: one per processor.")
+    ] = None,
+    data_dir: _DataDirOption = None,
     device: _DeviceOption = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on; what failed is tried again.")
+        bool, typer.Option("--resume", help="Continue; failed cells run again.")
     ] = False,
     cluster: _ClusterOption = None,
     track: _TrackOption = None,
+    quiet: _QuietOption = False,
 ) -> Path | None:
     """Run a grid: every defence against every attack, each for all of its seeds.
 
     Example: fedcb2o bench quick --out runs/quick, then: fedcb2o report runs/quick
     """
+    from fedcb2o.experiments.grid.eta import GridProgress
     from fedcb2o.experiments.grid.grid_runner import bench as run_grid
     from fedcb2o.experiments.grid.loading import grids
 
+    set_verbosity(quiet=quiet)
     if list_:
         print_descriptions(grids())
         return None
@@ -252,10 +290,10 @@ def bench(
         raise ConfigError(
             "which grid? Name its file, GRID.toml, or a built-in one (fedcb2o bench --list)"
         )
-    settings = _settings(changes, seeds, device)
-    done = run_grid(
+    result = run_grid(
         grid,
-        changes=settings,
+        watch=GridProgress(Console(stderr=True, quiet=is_quiet())),
+        changes=_command_settings(changes, seeds, device),
         out=out,
         jobs=jobs,
         data_dir=data_dir,
@@ -263,17 +301,19 @@ def bench(
         cluster=cluster,
         track=track,
     )
-    told = f"For the matrices: fedcb2o report {done.folder}"
-    if done.failed:
-        for title, error in done.failed.items():
-            print(f"Failed: {title}: {error}", file=sys.stderr)
-        print(
-            f"{len(done.failed)} of {done.cells} cells failed; --resume tries them again. {told}",
-            file=sys.stderr,
-        )
+    advice = f"For the matrices: fedcb2o report {result.folder}"
+    if result.failed:
+        for title, error in result.failed.items():
+            _print_error(f"Failed: {title}: {error}")
+        count = f"{len(result.failed)} of {result.cells} cells failed"
+        _print_error(f"{count}; --resume tries them again. {advice}")
         raise typer.Exit(1)
-    print(f"Done. {told}", file=sys.stderr)
-    return done.folder
+    _LOGGER.info("Done. %s", advice)
+    return result.folder
+
+
+def _print_error(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def compare(
@@ -281,11 +321,11 @@ def compare(
     over: Annotated[
         _AgentSummary,
         typer.Option(
-            help="What to show of the benign agents: their mean, the worst one, the mean of the worst tenth."
+            help="Summary over benign agents: mean, worst agent, or mean of the worst tenth."
         ),
     ] = _AgentSummary.mean,
 ) -> None:
-    """Print one table over runs: the paper's Table 1, at the last round, mean and 95% interval over seeds."""
+    """Print the paper's Table 1 of runs: mean and 95% interval over seeds at the last round."""
     from fedcb2o.records import Run
 
     _print_table([Run(folder) for folder in runs], over)
@@ -293,18 +333,18 @@ def compare(
 
 def report(
     runs: _RunsArgument,
-    out: Annotated[Path, typer.Option(help="Where tables, figures and report.html go.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for tables, figures and report.html.")] = Path(
         "report"
     ),
     reference: Annotated[
         str | None,
         typer.Option(
             metavar="DEFENCE",
-            help="Of a grid: whom the others are compared with. Default: the grid's.",
+            help="Defence of a grid that the others are compared with. Default: that of the grid.",
         ),
     ] = None,
 ) -> Path:
-    """Write tables, figures and one page over runs or, of a grid's folder, its matrices; and print the table."""
+    """Write tables, figures and a page of runs or of a grid; print the main table."""
     from fedcb2o.records import Run
     from fedcb2o.report import is_grid
     from fedcb2o.report import report as write_report
@@ -314,13 +354,14 @@ def report(
         return out
     if reference is not None:
         raise ConfigError(
-            "`--reference` is for the folder of a grid, whose differences are to one of its defences"
+            "`--reference` is for the folder of a grid, which compares defences with one of them"
         )
     opened = [Run(folder) for folder in runs]
     write_report(opened, out)
     _print_table(opened, _AgentSummary.mean)
     print(
-        f"\nThe page is {out / 'report.html'}; tables (CSV, Markdown, LaTeX) and figures (PNG) lie beside it."
+        f"\nThe page is {out / 'report.html'}; tables (CSV, Markdown, LaTeX) and figures (PNG) are "
+        "in the same folder."
     )
     return out
 
@@ -331,16 +372,16 @@ def _report_grid(folders: list[Path], out: Path, reference: str | None) -> None:
     if len(folders) > 1:
         raise ConfigError("the folder of a grid is reported by itself: give it alone")
     results = read_grid(folders[0], reference)
-    console = Console()
     report_grid(results, out)
     for sentence in grid_notes(results):
-        print(f"Note: {sentence}.", file=sys.stderr)
+        _LOGGER.warning("%s.", sentence)
+    console = Console()
     for setting, table in terminal_tables(results).items():
-        console.print(
-            to_rich(table, title=setting or None, caption="Percent.", width=console.width)
-        )
+        title = setting or None
+        console.print(to_rich(table, title=title, caption="Percent.", width=console.width))
     print(
-        f"\nThe page is {out / 'report.html'}; the matrices (CSV, Markdown, LaTeX, PNG) are in {out / 'matrices'}."
+        f"\nThe page is {out / 'report.html'}; the matrices (CSV, Markdown, LaTeX, PNG) are in "
+        f"{out / 'matrices'}."
     )
 
 
@@ -348,38 +389,36 @@ def _print_table(runs: list["Run"], over: _AgentSummary) -> None:
     from fedcb2o.report import compare as compare_runs
     from fedcb2o.report import incomplete_note, seed_caption, to_rich, unverified_note
 
-    console = Console()
     for run in runs:
         for sentence in filter(None, (incomplete_note(run), unverified_note(run))):
-            print(f"Note: {sentence}.", file=sys.stderr)
-    console.print(
-        to_rich(
-            compare_runs(runs, over=over.value), caption=seed_caption(runs), width=console.width
-        )
-    )
+            _LOGGER.warning("%s.", sentence)
+    console = Console()
+    table = compare_runs(runs, over=over.value)
+    console.print(to_rich(table, caption=seed_caption(runs), width=console.width))
 
 
 def track(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of runs or of grids.", show_default=False),
+        typer.Argument(metavar="RUN...", help="Folders of runs or grids.", show_default=False),
     ],
     to: Annotated[
         list[str],
         typer.Option(
             metavar="TRACKER",
             autocompletion=completion.trackers,
-            help="tensorboard or mlflow, in the folder of the run; tensorboard=DIR or mlflow=URI. Repeatable.",
+            help="tensorboard or mlflow, in the folder of the run; tensorboard=DIR or mlflow=URI. "
+            "Repeatable.",
             show_default=False,
         ),
     ],
 ) -> list[Path]:
-    """Copy the records of runs and grids to TensorBoard or MLflow: what `--track` does while they are written.
+    """Copy the records of finished or running runs and grids to TensorBoard or MLflow.
 
     Example: fedcb2o track runs/mine --to tensorboard, then: tensorboard --logdir runs/mine
     """
-    from fedcb2o.tracking import track as copy
+    from fedcb2o.tracking import track as copy_records
 
     for folder in runs:
-        copy(folder, to)
+        copy_records(folder, to)
     return runs

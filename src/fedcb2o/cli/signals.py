@@ -7,45 +7,49 @@ import time
 from types import FrameType
 from typing import Any
 
-IGNORE_SECONDS = (
-    5.0  # seconds after one that others are not heard: whoever stops a command may send several
-)
+IGNORE_SECONDS = 5.0  # time after a signal in which others are ignored: several may be sent
 
 
 class SignalGuard:
-    """From now on, and until `forget`, SIGTERM and SIGHUP end a command as Ctrl-C does, where nothing else is made of
-    them: what is at hand is left in order. A command that has begun to end does not hear them for a few seconds; later
-    it does, for an own part may have swallowed the first (`except:`)."""
+    """Handlers that end a command on SIGTERM and SIGHUP as on Ctrl-C, so that it cleans up.
+
+    A signal with another handler keeps it. A command that has begun to end ignores signals for a
+    few seconds. Later it obeys again, because a user's function may have swallowed the first one
+    (`except:`).
+
+    Attributes:
+        received: Last signal.
+        received_at: Time of the last signal, in seconds of the monotonic clock.
+        previous_handlers: Replaced handlers by signal.
+    """
 
     def __init__(self) -> None:
-        self.received, self.received_at, self.previous_handlers = (
-            signal.SIGINT,
-            -math.inf,
-            dict[int, Any](),
-        )
-        if threading.current_thread() is threading.main_thread():
-            for each in (signal.SIGTERM, signal.SIGHUP):
-                if (
-                    signal.getsignal(each) is signal.SIG_DFL
-                ):  # a command under nohup is deaf to SIGHUP
-                    self.previous_handlers[each] = signal.signal(each, self._handle)
+        self.received = signal.SIGINT
+        self.received_at = -math.inf
+        self.previous_handlers: dict[int, Any] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+                self.previous_handlers[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if time.monotonic() - self.received_at > IGNORE_SECONDS:
-            self.received, self.received_at = signal.Signals(number), time.monotonic()
+            self.received = signal.Signals(number)
+            self.received_at = time.monotonic()
             raise KeyboardInterrupt
 
     @property
     def outcome(self) -> str:
-        """What became of the command."""
+        """The end of the command in one word."""
         return "Interrupted" if self.received is signal.SIGINT else "Terminated"
 
     @property
     def exit_status(self) -> int:
-        """The exit status that tells the signal."""
+        """The exit status for the signal."""
         return 128 + self.received
 
     def restore(self) -> None:
-        """Put back what was there."""
-        for each, handler in self.previous_handlers.items():
-            signal.signal(each, handler)
+        """Restore the previous handlers."""
+        for number, handler in self.previous_handlers.items():
+            signal.signal(number, handler)

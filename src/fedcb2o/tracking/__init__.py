@@ -1,7 +1,7 @@
-"""Trackers: what TensorBoard or MLflow shows of a run or a grid, copied from its records.
+"""Trackers: TensorBoard and MLflow copies of the records of a run or a grid.
 
-Records are what counts; a tracker has a copy of what `points` makes of them, by a writer of its own, while rounds are
-written (`following`) or afterwards (`track`). By default the copy lies in the folder of the run.
+Records are the source. A tracker has a copy of the scalars of `round_scalars`, written while rounds
+are written (`follow`) or afterwards (`track`). By default the copy is in the folder of the run.
 """
 
 from fedcb2o.tracking.scalars import Scalar, SeedRun, round_scalars

@@ -1,4 +1,4 @@
-"""MLflow, a run of it for each seed, in a database in its folder or where a URI says; the extra `mlflow`."""
+"""MLflow writer: one MLflow run per seed, in a database or on a server; the extra `mlflow`."""
 
 import os
 import time
@@ -8,8 +8,8 @@ from pathlib import Path
 from fedcb2o import records
 from fedcb2o.tracking.scalars import Scalar, SeedRun
 
-# Nothing is sent but to whom the user named, and a server that is away does not hold up a run for minutes. Whoever
-# wants it otherwise sets these.
+# Data go only to the named location, and an unreachable server does not delay a run for minutes.
+# Users may set other values.
 for _key, _value in (
     ("MLFLOW_DISABLE_TELEMETRY", "true"),
     ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2"),
@@ -21,68 +21,92 @@ from mlflow import MlflowClient  # noqa: E402
 from mlflow.entities import Metric, Param, RunTag  # noqa: E402
 
 _DATABASE = "mlflow.db"
-_IDENTITY_TAG, _ROUND_TAG = (
-    "fedcb2o.of",
-    "fedcb2o.round",
-)  # tags: which seed of which settings, and up to which round it is there
-_MAX_METRICS, _MAX_PARAMS = 1000, 100  # that MLflow takes at once
+_IDENTITY_TAG = "fedcb2o.of"  # settings and seed
+_ROUND_TAG = "fedcb2o.round"  # last copied round
+_MAX_METRICS = 1000  # of one request to MLflow
+_MAX_PARAMS = 100  # of one request to MLflow
 
 
 class MlflowWriter:
-    """Writes to the experiment of MLflow that is named as a run or a grid is, in the one of its runs that has the
-    settings and the seed, which is made where there is none yet. Rounds that are there are not sent again."""
+    """A writer to the MLflow experiment with the name of the run or the grid.
+
+    Each seed is the MLflow run with its settings and seed, which is made if it does not exist.
+    Copied rounds are not sent again.
+
+    Args:
+        root: Folder of the run or the grid.
+        uri: Tracking URI; by default a database in `root`.
+    """
 
     def __init__(self, root: Path, uri: str | None) -> None:
-        self.root, self.ids = root.resolve(), dict[SeedRun, str]()
+        self.root = root.resolve()
+        self.ids: dict[SeedRun, str] = {}
         self.client = MlflowClient(uri or f"sqlite:///{self.root / _DATABASE}")
-        name = _name(self.root)
-        found = self.client.get_experiment_by_name(name)
-        artifacts = None if uri else (self.root / "mlartifacts").as_uri()
-        self.experiment = (
-            found.experiment_id if found else self.client.create_experiment(name, artifacts)
-        )
+        name = _experiment_name(self.root)
+        experiment = self.client.get_experiment_by_name(name)
+        if experiment:
+            self.experiment = experiment.experiment_id
+        else:
+            artifacts = None if uri else (self.root / "mlartifacts").as_uri()
+            self.experiment = self.client.create_experiment(name, artifacts)
 
-    def begin(self, place: SeedRun) -> int:
-        """Find the run of MLflow that is this seed's, or make it; up to which round it is there."""
-        settings = records.result_settings(place.settings())
-        of = f"{records.settings_digest(settings)} seed {place.seed}"
-        found = self.client.search_runs(
-            [self.experiment], f"tags.`{_IDENTITY_TAG}` = '{of}'", max_results=1
-        )
-        if found:
-            self.ids[place] = found[0].info.run_id
-            self.client.update_run(self.ids[place], status="RUNNING")
-            return int(found[0].data.tags.get(_ROUND_TAG, 0))
-        title = f"{place.name or self.root.name} seed {place.seed}"
-        run_id = self.client.create_run(
-            self.experiment, run_name=title, tags={_IDENTITY_TAG: of}
-        ).info.run_id
-        params = [
-            Param(key, str(value))
-            for key, value in records.flatten({**settings, "seed": place.seed}).items()
-        ]
-        for some in range(0, len(params), _MAX_PARAMS):
-            self.client.log_batch(run_id, params=params[some : some + _MAX_PARAMS])
-        self.ids[place] = run_id
+    def begin(self, seed_run: SeedRun) -> int:
+        """Find or make the MLflow run of a seed.
+
+        Args:
+            seed_run: Seed to copy.
+
+        Returns:
+            Last round that MLflow already has.
+        """
+        settings = records.result_settings(seed_run.settings())
+        identity = f"{records.settings_digest(settings)} seed {seed_run.seed}"
+        query = f"tags.`{_IDENTITY_TAG}` = '{identity}'"
+        matches = self.client.search_runs([self.experiment], query, max_results=1)
+        if matches:
+            self.ids[seed_run] = matches[0].info.run_id
+            self.client.update_run(self.ids[seed_run], status="RUNNING")
+            return int(matches[0].data.tags.get(_ROUND_TAG, 0))
+
+        title = f"{seed_run.name or self.root.name} seed {seed_run.seed}"
+        tags = {_IDENTITY_TAG: identity}
+        run = self.client.create_run(self.experiment, run_name=title, tags=tags)
+        flat = records.flatten({**settings, "seed": seed_run.seed})
+        params = [Param(key, str(value)) for key, value in flat.items()]
+        for start in range(0, len(params), _MAX_PARAMS):
+            batch = params[start : start + _MAX_PARAMS]
+            self.client.log_batch(run.info.run_id, params=batch)
+        self.ids[seed_run] = run.info.run_id
         return 0
 
-    def write(self, place: SeedRun, points: Sequence[Scalar]) -> None:
-        """Add metrics, and then that they are there."""
+    def write(self, seed_run: SeedRun, scalars: Sequence[Scalar]) -> None:
+        """Add metrics, then the last round.
+
+        Args:
+            seed_run: Seed of the scalars.
+            scalars: Scalars of whole rounds.
+        """
+        run_id = self.ids[seed_run]
         now = int(1000 * time.time())
-        metrics = [Metric(name, value, now, n) for n, name, value in points]
-        for some in range(0, len(metrics), _MAX_METRICS):
-            self.client.log_batch(self.ids[place], metrics=metrics[some : some + _MAX_METRICS])
-        self.client.log_batch(
-            self.ids[place], tags=[RunTag(_ROUND_TAG, str(max(n for n, _, _ in points)))]
-        )
+        metrics = [Metric(name, value, now, n) for n, name, value in scalars]
+        for start in range(0, len(metrics), _MAX_METRICS):
+            self.client.log_batch(run_id, metrics=metrics[start : start + _MAX_METRICS])
+        last = max(n for n, _, _ in scalars)
+        self.client.log_batch(run_id, tags=[RunTag(_ROUND_TAG, str(last))])
 
-    def end(self, place: SeedRun, complete: bool) -> None:
-        """Say how the run of MLflow ended."""
-        self.client.set_terminated(self.ids[place], status="FINISHED" if complete else "KILLED")
+    def end(self, seed_run: SeedRun, complete: bool) -> None:
+        """Set the status of the MLflow run.
+
+        Args:
+            seed_run: Seed that has no more scalars.
+            complete: True if the seed has finished all its rounds.
+        """
+        status = "FINISHED" if complete else "KILLED"
+        self.client.set_terminated(self.ids[seed_run], status=status)
 
 
-def _name(root: Path) -> str:
-    """What the run or the grid in a folder is called."""
-    grid = root / "grid.toml"
-    table = records.read_toml(grid) if grid.exists() else records.read_config(root / "config.toml")
+def _experiment_name(root: Path) -> str:
+    """Return the name of the run or the grid in a folder."""
+    path = root / "grid.toml"
+    table = records.read_toml(path) if path.exists() else records.read_config(root / "config.toml")
     return str(table.get("name") or root.name)

@@ -1,4 +1,4 @@
-"""What is tracked: numbers by name and round, over the benign agents of one seed."""
+"""Scalars for trackers: numbers by name and round, over the benign agents of one seed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,18 @@ from fedcb2o import records
 from fedcb2o.records import EVALUATED_METRICS, OPTIONAL_METRICS, agent_statistics
 
 Scalar = tuple[int, str, float]
-"""A round, counted from 1, the name of a number, and the number."""
+"""Round from 1, name, and value."""
 
 
 @dataclass(frozen=True)
 class SeedRun:
-    """Whose points: one seed of a run, which has a `name` where it is one of a grid's."""
+    """One seed of a run.
+
+    Attributes:
+        run: Folder of the run.
+        seed: Seed.
+        name: Path of the run in its grid; empty for a run outside a grid.
+    """
 
     run: Path
     seed: int
@@ -24,30 +30,51 @@ class SeedRun:
 
     @property
     def folder(self) -> Path:
-        """Where the seed's records lie."""
+        """The folder with the records of the seed."""
         return self.run / f"seed-{self.seed}"
 
     def settings(self) -> dict[str, Any]:
-        """The run's config.toml, as it is now."""
+        """Read the current config.toml of the run.
+
+        Returns:
+            The settings.
+
+        Raises:
+            RunError: The file is damaged or cannot be read.
+        """
         return records.read_config(self.run / "config.toml")
 
 
 def round_scalars(line: Mapping[str, Any], malicious: Sequence[bool]) -> Iterator[Scalar]:
-    """What is tracked of a line of metrics.jsonl: the mean of each metric over the benign agents that have one.
+    """Compute the scalars of one line of metrics.jsonl.
 
-    Of what was evaluated also the worst agent and the mean of the worst tenth, as in summary.json. A name is that of
-    the metric and which of these it is: "accuracy/mean", "accuracy/worst", "accuracy/worst_tenth".
+    Each metric has its mean over the benign agents with a value. Evaluated metrics also have the
+    worst agent and the mean of the worst tenth, as in summary.json.
+
+    Args:
+        line: One line of metrics.jsonl.
+        malicious: True for each malicious agent.
+
+    Yields:
+        Scalars with names such as "accuracy/mean", "accuracy/worst" and "accuracy/worst_tenth".
+
+    Example:
+        >>> list(round_scalars({"round": 3, "train_loss": [1.0, 2.0, 9.0]}, [False, False, True]))
+        [(3, 'train_loss/mean', 1.5)]
     """
     for metric, values in line.items():
         if not isinstance(values, list) or len(values) != len(malicious):
             continue
-        known = [
-            v
-            for v, bad in zip(values, malicious, strict=True)
-            if not bad and isinstance(v, int | float)
+        benign = [
+            value
+            for value, is_malicious in zip(values, malicious, strict=True)
+            if not is_malicious and isinstance(value, int | float)
         ]
-        if known and metric in (*EVALUATED_METRICS, *OPTIONAL_METRICS):
-            for over, value in agent_statistics(metric, np.array(known, dtype=float)).items():
-                yield line["round"], f"{metric}/{over}", value
-        elif known:
-            yield line["round"], f"{metric}/mean", float(np.mean(known))
+        if not benign:
+            continue
+        if metric in (*EVALUATED_METRICS, *OPTIONAL_METRICS):
+            statistics = agent_statistics(metric, np.array(benign, dtype=float))
+            for statistic, value in statistics.items():
+                yield line["round"], f"{metric}/{statistic}", value
+        else:
+            yield line["round"], f"{metric}/mean", float(np.mean(benign))

@@ -1,7 +1,7 @@
-"""Copies records to trackers: what is there, and meanwhile or afterwards what comes."""
+"""Copies of records in trackers, made while a run writes them or afterwards."""
 
 import contextlib
-import sys
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,69 +13,99 @@ from fedcb2o.records import Manifest, Run
 from fedcb2o.tracking.scalars import SeedRun, round_scalars
 from fedcb2o.tracking.trackers import TrackerWriter, open_writer, validate_targets
 
+_LOGGER = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-SYNC_INTERVAL_SECONDS = 2.0  # seconds between two looks at the records of a run under way
+SYNC_INTERVAL_SECONDS = 2.0  # time between two reads of the records of a run in progress
 _GRID_FILE = "grid.toml"
+_MAX_REASON_LENGTH = 300  # characters
 
 
 class TrackerSync:
-    """One tracker's copy of the records of a run or a grid; raises RunError where the tracker fails."""
+    """The copy of a run or a grid in one tracker.
+
+    Attributes:
+        root: Folder of the run or the grid.
+        target: Validated target.
+        copied_rounds: Last copied round of each seed.
+        finished: Seeds that have nothing more to copy.
+
+    Raises:
+        RunError: The tracker cannot be opened.
+    """
 
     def __init__(self, root: Path, target: str) -> None:
         self.root = root
         self.target = target
         self.writer: TrackerWriter = self._guard(lambda: open_writer(target, root))
-        self.copied_rounds: dict[SeedRun, int] = {}  # up to which round it is there
+        self.copied_rounds: dict[SeedRun, int] = {}
         self.finished: set[SeedRun] = set()
 
     def sync(self) -> None:
-        """Copy what has been written since it was last looked at."""
-        for place in find_seed_runs(self.root):
-            if place not in self.finished:
-                self._sync_seed(place)
+        """Copy the rounds since the last call.
+
+        Raises:
+            RunError: The tracker fails, or a record is damaged.
+        """
+        for seed_run in find_seed_runs(self.root):
+            if seed_run not in self.finished:
+                self._sync_seed(seed_run)
 
     def close(self) -> None:
-        """Say of the seeds that have not ended that nothing more comes."""
-        for place in self.copied_rounds.keys() - self.finished:
-            self._end(place, complete=False)
+        """End the copies of the seeds that have not finished.
 
-    def _sync_seed(self, place: SeedRun) -> None:
-        sums = Manifest.read(place.folder)  # first: what is complete by it has all lines
-        malicious = records.read_json(place.folder / "agents.json")["malicious"]
-        if place not in self.copied_rounds:
-            self.copied_rounds[place] = self._guard(lambda: self.writer.begin(place))
-        found = []
-        for _, line in records.read_lines(
-            place.folder / "metrics.jsonl", skip=self.copied_rounds[place]
-        ):
-            found += list(round_scalars(line, malicious))
-        if found:
-            self._guard(lambda: self.writer.write(place, found))
-            self.copied_rounds[place] = found[-1][0]
-        if sums is not None and sums.has_finished(place.settings().get("rounds", 0)):
-            self._end(place, complete=True)
+        Raises:
+            RunError: The tracker fails.
+        """
+        for seed_run in self.copied_rounds.keys() - self.finished:
+            self._end(seed_run, complete=False)
 
-    def _end(self, place: SeedRun, *, complete: bool) -> None:
-        self._guard(lambda: self.writer.end(place, complete))
-        self.finished.add(place)
+    def _sync_seed(self, seed_run: SeedRun) -> None:
+        # The manifest comes first: a seed that is complete by it has all its lines.
+        manifest = Manifest.read(seed_run.folder)
+        malicious = records.read_json(seed_run.folder / "agents.json")["malicious"]
+        if seed_run not in self.copied_rounds:
+            self.copied_rounds[seed_run] = self._guard(lambda: self.writer.begin(seed_run))
+
+        scalars = []
+        path = seed_run.folder / "metrics.jsonl"
+        for _, line in records.read_lines(path, skip=self.copied_rounds[seed_run]):
+            scalars += list(round_scalars(line, malicious))
+        if scalars:
+            self._guard(lambda: self.writer.write(seed_run, scalars))
+            self.copied_rounds[seed_run] = scalars[-1][0]
+
+        rounds = seed_run.settings().get("rounds", 0)
+        if manifest is not None and manifest.has_finished(rounds):
+            self._end(seed_run, complete=True)
+
+    def _end(self, seed_run: SeedRun, *, complete: bool) -> None:
+        self._guard(lambda: self.writer.end(seed_run, complete))
+        self.finished.add(seed_run)
 
     def _guard(self, step: Callable[[], _T]) -> _T:
-        """What a step of the tracker's returns; whatever fails in it is a RunError of one line."""
+        """Return the result of a step of the tracker; every failure becomes a RunError."""
         try:
             return step()
         except FedCB2OError:
             raise
         except Exception as error:  # of a library, a disk or a server
-            told = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:_MAX_REASON_LENGTH]
             raise RunError(
-                f"cannot track {self.root} by {self.target} ({type(error).__name__}: {told}): see that it can be "
-                "reached, or run without it, and `fedcb2o track` when it can"
+                f"cannot track {self.root} by {self.target} ({type(error).__name__}: {reason}): "
+                "make it reachable, or run without it and call `fedcb2o track` later"
             ) from error
 
 
 def find_seed_runs(root: Path) -> Iterator[SeedRun]:
-    """The seeds that have begun, of a run or of the cells and floors of a grid."""
+    """Find the seeds that have begun, of a run or of the cells and baselines of a grid.
+
+    Args:
+        root: Folder of the run or the grid.
+
+    Yields:
+        Seeds with an agents.json.
+    """
     names = [""]
     if (root / _GRID_FILE).exists():
         path = root / "cells.json"
@@ -89,10 +119,18 @@ def find_seed_runs(root: Path) -> Iterator[SeedRun]:
 
 
 def track(folder: str | Path, to: str | Sequence[str]) -> None:
-    """Copy the records of a run or a grid to trackers: "tensorboard", "tensorboard=DIR", "mlflow" or "mlflow=URI".
+    """Copy the records of a run or a grid to trackers.
 
-    Without a place of its own the copy lies in the folder itself. What is there already is not there twice. Raises
-    ConfigError where an extra is missing, RunError where the folder is no run's, or the tracker fails.
+    Rounds that a tracker already has are not copied again.
+
+    Args:
+        folder: Folder of the run or the grid.
+        to: Targets: "tensorboard", "tensorboard=DIR", "mlflow" or "mlflow=URI". Without a location
+            the copy is in `folder`.
+
+    Raises:
+        ConfigError: There is no target, or its extra is missing.
+        RunError: The folder has no run, or a tracker fails.
     """
     targets = validate_targets(to)
     root = Path(folder)
@@ -101,7 +139,7 @@ def track(folder: str | Path, to: str | Sequence[str]) -> None:
             "there is no tracker to copy to: name one, such as 'tensorboard' or 'mlflow'"
         )
     if not (root / _GRID_FILE).exists():
-        Run(root)  # raises where it is none
+        Run(root)  # raises RunError for another folder
     for target in targets:
         copy = TrackerSync(root, target)
         copy.sync()
@@ -110,36 +148,52 @@ def track(folder: str | Path, to: str | Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def follow(root: Path, targets: Sequence[str]) -> Iterator[None]:
-    """While in this block a run or a grid is written, copy it: by a thread, so that no tracker holds up a round.
+    """Copy a run or a grid while this context writes it.
 
-    Raises RunError where a tracker cannot be opened. One that fails later is told of, and the run goes on without it.
+    A thread copies, so that no tracker delays a round. A tracker that fails later is logged, and
+    the run continues without it.
+
+    Args:
+        root: Folder of the run or the grid.
+        targets: Validated targets.
+
+    Yields:
+        Nothing; the copies end with the context.
+
+    Raises:
+        RunError: A tracker cannot be opened.
     """
     copies = [TrackerSync(root, target) for target in targets]
     if not copies:
         yield
         return
-    over = threading.Event()
-
-    def copy() -> None:
-        last = False
-        while copies and not last:
-            last = over.wait(SYNC_INTERVAL_SECONDS)
-            for each in list(copies):
-                try:
-                    each.sync()
-                    if last:
-                        each.close()
-                except Exception as error:
-                    copies.remove(each)
-                    print(
-                        f"Note: {error}. The run goes on; `fedcb2o track {root} --to {each.target}` copies the rest.",
-                        file=sys.stderr,
-                    )
-
-    thread = threading.Thread(target=copy, name="tracking", daemon=True)
+    is_over = threading.Event()
+    thread = threading.Thread(
+        target=_sync_until, args=(is_over, copies), name="tracking", daemon=True
+    )
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        is_over.set()
         thread.join()
+
+
+def _sync_until(is_over: threading.Event, copies: list[TrackerSync]) -> None:
+    """Copy at intervals until the event, and once after it; drop trackers that fail."""
+    is_last = False
+    while copies and not is_last:
+        is_last = is_over.wait(SYNC_INTERVAL_SECONDS)
+        for copy in list(copies):
+            try:
+                copy.sync()
+                if is_last:
+                    copy.close()
+            except Exception as error:
+                copies.remove(copy)
+                _LOGGER.warning(
+                    "%s. The run goes on; `fedcb2o track %s --to %s` copies the rest.",
+                    error,
+                    copy.root,
+                    copy.target,
+                )

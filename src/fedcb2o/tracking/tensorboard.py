@@ -1,6 +1,7 @@
-"""TensorBoard's event files, a folder for each seed; the extra `tensorboard`.
+"""TensorBoard writer: event files in one folder per seed; the extra `tensorboard`.
 
-They are written by TensorBoard's own record format, without its writer, which has a thread and looks for TensorFlow.
+The files are written in TensorBoard's record format, without its own writer, which starts a thread
+and looks for TensorFlow.
 """
 
 import time
@@ -16,57 +17,77 @@ from fedcb2o.errors import RunError
 from fedcb2o.tracking.scalars import Scalar, SeedRun
 
 _EVENT_PATTERN = "*tfevents*"
-_IDENTITY_FILE = "of.json"  # whose events a folder holds: of a run with which settings
+_IDENTITY_FILE = "of.json"  # digest of the settings of the run
 
 
 class TensorBoardWriter:
-    """Writes `folder`/[name of the run in its grid]/seed-S/events.out.tfevents.*, anew whenever it begins."""
+    """A writer of `folder`/NAME/seed-S/events.out.tfevents.*, which begins a new file each time.
+
+    Args:
+        folder: Folder of the event files; NAME is the name of a run in its grid.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.files = folder, dict[SeedRun, Path]()
+        self.folder = folder
+        self.files: dict[SeedRun, Path] = {}
 
-    def begin(self, place: SeedRun) -> int:
-        """Make a new file, and remove that of an earlier time; raises RunError where there is that of another run."""
-        folder = self.folder / place.name / place.folder.name
+    def begin(self, seed_run: SeedRun) -> int:
+        """Begin a new file and remove those of earlier copies.
+
+        Args:
+            seed_run: Seed to copy.
+
+        Returns:
+            0: all rounds are written again.
+
+        Raises:
+            RunError: The folder has the events of another run.
+        """
+        folder = self.folder / seed_run.name / seed_run.folder.name
         folder.mkdir(parents=True, exist_ok=True)
-        before = list(folder.glob(_EVENT_PATTERN))
-        mine = {"settings": records.settings_digest(place.settings())}
-        if before and not (
-            (folder / _IDENTITY_FILE).exists()
-            and records.read_json(folder / _IDENTITY_FILE) == mine
-        ):
-            raise RunError(
-                f"{folder} holds the events of another run: name another folder, tensorboard=DIR"
-            )
-        records.write_json(folder / _IDENTITY_FILE, mine)
-        self.files[place] = folder / f"events.out.tfevents.{time.time_ns()}.fedcb2o"
-        # A TensorBoard that looks on forgets by the second one what it has read of the earlier file.
-        self._add(
-            place,
-            [
-                Event(file_version="brain.Event:2"),
-                Event(session_log=SessionLog(status=SessionLog.START)),
-            ],
-        )
-        for path in before:
+        identity_path = folder / _IDENTITY_FILE
+        identity = {"settings": records.settings_digest(seed_run.settings())}
+        old_files = list(folder.glob(_EVENT_PATTERN))
+        if old_files:
+            is_same = identity_path.exists() and records.read_json(identity_path) == identity
+            if not is_same:
+                raise RunError(
+                    f"{folder} holds the events of another run: name another folder, "
+                    "tensorboard=DIR"
+                )
+        records.write_json(identity_path, identity)
+
+        self.files[seed_run] = folder / f"events.out.tfevents.{time.time_ns()}.fedcb2o"
+        # The session log makes an open TensorBoard drop the events of the old files.
+        start = SessionLog(status=SessionLog.START)
+        self._add(seed_run, [Event(file_version="brain.Event:2"), Event(session_log=start)])
+        for path in old_files:
             path.unlink()
         return 0
 
-    def write(self, place: SeedRun, points: Sequence[Scalar]) -> None:
-        """Add scalars."""
-        self._add(
-            place,
-            [
-                Event(step=n, summary=Summary(value=[Summary.Value(tag=tag, simple_value=v)]))
-                for n, tag, v in points
-            ],
-        )
+    def write(self, seed_run: SeedRun, scalars: Sequence[Scalar]) -> None:
+        """Add scalars of one seed.
 
-    def end(self, place: SeedRun, complete: bool) -> None:
-        """There is nothing to do."""
+        Args:
+            seed_run: Seed of the scalars.
+            scalars: Scalars to add.
+        """
+        events = []
+        for n, name, value in scalars:
+            summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
+            events.append(Event(step=n, summary=summary))
+        self._add(seed_run, events)
 
-    def _add(self, place: SeedRun, events: Sequence[Event]) -> None:
-        with self.files[place].open("ab") as file:
+    def end(self, seed_run: SeedRun, complete: bool) -> None:
+        """Do nothing: event files have no end.
+
+        Args:
+            seed_run: Seed that has no more scalars.
+            complete: True if the seed has finished all its rounds.
+        """
+
+    def _add(self, seed_run: SeedRun, events: Sequence[Event]) -> None:
+        with self.files[seed_run].open("ab") as file:
             for event in events:
                 event.wall_time = time.time()
                 RecordWriter(file).write(event.SerializeToString())

@@ -1,4 +1,8 @@
-"""Where points go: "tensorboard", "tensorboard=DIR", "mlflow" or "mlflow=URI"."""
+"""Targets of tracking: "tensorboard", "tensorboard=DIR", "mlflow" or "mlflow=URI".
+
+>>> validate_targets(None)
+()
+"""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -10,58 +14,93 @@ from fedcb2o.plugins import did_you_mean
 from fedcb2o.tracking.scalars import Scalar, SeedRun
 
 REQUIRED_MODULES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
-"""The extras, and the modules that they bring."""
+"""Modules of each extra."""
 
 
 @runtime_checkable
 class TrackerWriter(Protocol):
-    """What brings points to a tracker."""
+    """A writer of scalars to one tracker."""
 
-    def begin(self, place: SeedRun) -> int:
-        """Make room for a seed; up to which round its points are there already."""
+    def begin(self, seed_run: SeedRun) -> int:
+        """Prepare the tracker for a seed.
 
-    def write(self, place: SeedRun, points: Sequence[Scalar]) -> None:
-        """Add some points of one seed."""
+        Args:
+            seed_run: Seed to copy.
 
-    def end(self, place: SeedRun, complete: bool) -> None:
-        """There is no more to add now; `complete` where the seed ran to its end."""
+        Returns:
+            Last round that the tracker already has.
+        """
+
+    def write(self, seed_run: SeedRun, scalars: Sequence[Scalar]) -> None:
+        """Add scalars of one seed.
+
+        Args:
+            seed_run: Seed of the scalars.
+            scalars: Scalars of whole rounds, in order.
+        """
+
+    def end(self, seed_run: SeedRun, complete: bool) -> None:
+        """End the copy of a seed for now.
+
+        Args:
+            seed_run: Seed that has no more scalars.
+            complete: True if the seed has finished all its rounds.
+        """
 
 
 def validate_targets(targets: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The targets, each once; raises ConfigError for one that there is not, or whose extra is missing."""
-    listed = (
-        ()
-        if targets is None
-        else (targets,)
-        if isinstance(targets, str)
-        else tuple(dict.fromkeys(targets))
-    )
-    for target in listed:
-        kind, equals, where = target.partition("=") if isinstance(target, str) else (target, "", "")
-        if kind not in REQUIRED_MODULES:
+    """Validate the targets of tracking.
+
+    Args:
+        targets: One target, several, or None.
+
+    Returns:
+        The targets without repetition.
+
+    Raises:
+        ConfigError: A target is unknown, or its extra is missing.
+    """
+    if targets is None:
+        return ()
+    names = (targets,) if isinstance(targets, str) else tuple(dict.fromkeys(targets))
+    for name in names:
+        _validate_target(name)
+    return names
+
+
+def _validate_target(name: str) -> None:
+    kind, equals, location = name.partition("=") if isinstance(name, str) else (name, "", "")
+    if kind not in REQUIRED_MODULES:
+        raise ConfigError(
+            f"there is no tracker {kind!r}.{did_you_mean(str(kind), REQUIRED_MODULES)} "
+            "The trackers are tensorboard[=DIR] and mlflow[=URI]"
+        )
+    if equals and not location:
+        raise ConfigError(f"{name!r} needs a location after the sign =, or neither")
+    for module in REQUIRED_MODULES[kind]:
+        if find_spec(module) is None:
             raise ConfigError(
-                f"there is no tracker {kind!r}.{did_you_mean(str(kind), REQUIRED_MODULES)} "
-                "These are tensorboard[=DIR] and mlflow[=URI]"
+                f"{kind} needs an extra, and its module {module} is missing: "
+                f"pip install 'fedcb2o[{kind}]'"
             )
-        if equals and not where:
-            raise ConfigError(f"{target!r} needs a place after the sign =, or neither")
-        for module in REQUIRED_MODULES[kind]:
-            if find_spec(module) is None:
-                raise ConfigError(
-                    f"{kind} needs the extra, of which {module} is missing: pip install 'fedcb2o[{kind}]'"
-                )
-    return listed
 
 
 def open_writer(target: str, root: Path) -> TrackerWriter:
-    """The writer of a target for the run or the grid in a folder."""
-    kind, _, where = target.partition("=")
+    """Open the writer of a target.
+
+    Args:
+        target: Validated target.
+        root: Folder of the run or the grid.
+
+    Returns:
+        The writer.
+    """
+    kind, _, location = target.partition("=")
     if kind == "tensorboard":
         from fedcb2o.tracking.tensorboard import TensorBoardWriter
 
-        return TensorBoardWriter(
-            Path(where) / root.resolve().name if where else root / "tensorboard"
-        )
+        folder = Path(location) / root.resolve().name if location else root / "tensorboard"
+        return TensorBoardWriter(folder)
     from fedcb2o.tracking.mlflow import MlflowWriter
 
-    return MlflowWriter(root, where or None)
+    return MlflowWriter(root, location or None)

@@ -213,7 +213,7 @@ class GridProgress:
     def _print(self, line: str) -> None:
         if self.console.is_terminal:
             self._bar.console.print(line, markup=False, highlight=False)
-        else:
+        elif not self.console.quiet:
             print(line, file=sys.stderr, flush=True)
 
 
