@@ -1,8 +1,9 @@
-"""The plain loop that the library is compared with: one round of FedCB2O as a good PyTorch user would write it.
+"""Plain PyTorch loop for comparison: a round of FedCB2O as a good PyTorch user would write it.
 
-A module and an optimiser per agent, `DataLoader`s, validation of one downloaded model after the other, state dicts
-averaged key by key; PyTorch's own defaults everywhere. It imports nothing of the library. With several processes,
-the agents are shared out among them, one thread each, and their modules lie in shared memory.
+Each agent has a module and an optimiser, `DataLoader`s, validation of one downloaded model after
+the other, and an average of state dicts key by key, with PyTorch's own defaults. The loop does not
+import the library. With several processes, the agents are divided among them, one thread each, and
+their modules are in shared memory.
 """
 
 import time
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Net(nn.Module):
-    """The paper's network, its layers in the order in which everybody writes them."""
+    """The paper's network, its layers in the usual order."""
 
     def __init__(self, num_classes: int, hidden: int) -> None:
         super().__init__()
@@ -27,7 +28,7 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(hidden, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [n, num_classes] of images [n, 1, 28, 28]."""
+        """Return the logits [n, num_classes] of images [n, 1, 28, 28]."""
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         return self.fc2(F.relu(self.fc1(x.flatten(1))))
@@ -35,9 +36,11 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the agents do: the same as the library's agents in the same run.
+    """Work of all agents, the same as in the library.
 
-    `train` and `validation` are images in [0, 1] and labels per agent, `validation` None for malicious ones.
+    Attributes:
+        train: Images from 0 to 1 and labels of each agent.
+        validation: The same for validation; None for malicious agents.
     """
 
     train: list[tuple[Tensor, Tensor]]
@@ -53,14 +56,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Agents:
-    """All agents' models before and after a round's averaging; a round reads one list and writes the other."""
+    """All models before and after averaging; a round reads one list and writes the other."""
 
     work: Work
     models: tuple[list[Net], list[Net]]
 
 
 def make(work: Work) -> Agents:
-    """The agents, all with the same initial model."""
+    """Return the agents, all with the same initial model."""
     lists = tuple([Net(work.num_classes, work.hidden) for _ in work.train] for _ in range(2))
     for net in (net for nets in lists for net in nets):
         net.load_state_dict(lists[0][0].state_dict())
@@ -68,7 +71,7 @@ def make(work: Work) -> Agents:
 
 
 def train(agents: Agents, j: int, side: int, epochs: int) -> float:
-    """LocalUpdate of agent j; the mean of its mini-batch losses."""
+    """Train agent j (LocalUpdate) and return its mean mini-batch loss."""
     work = agents.work
     net = agents.models[side][j]
     optimiser = optim.SGD(net.parameters(), lr=work.lr, momentum=work.momentum)
@@ -88,7 +91,7 @@ def train(agents: Agents, j: int, side: int, epochs: int) -> float:
 def validate(
     net: Net, loader: DataLoader[tuple[Tensor, ...]], num_classes: int
 ) -> tuple[float, Tensor, Tensor]:
-    """The mean loss, the loss of each class, and how many samples of each class there are."""
+    """Return the mean loss, the loss of each class, and the samples per class."""
     total = 0.0
     by_class = torch.zeros(num_classes)
     counts = torch.zeros(num_classes)
@@ -103,18 +106,15 @@ def validate(
 
 
 def aggregate(agents: Agents, j: int, side: int, peers: Sequence[int]) -> None:
-    """Agent j judges the models of its peers by the class-loss gap and averages them and its own, key by key.
-
-    A malicious agent averages by the numbers of samples instead.
-    """
+    """Average models by the class-loss gap; for malicious agents by numbers of samples."""
     work = agents.work
     nets = agents.models[side]
     states = [nets[i].state_dict() for i in peers]
-    held = work.validation[j]
-    if held is None:
+    held_out = work.validation[j]
+    if held_out is None:
         weights = torch.tensor([len(work.train[i][1]) for i in (*peers, j)]).float()
     else:
-        loader = DataLoader(TensorDataset(*held), batch_size=work.batch_size)
+        loader = DataLoader(TensorDataset(*held_out), batch_size=work.batch_size)
         own = validate(nets[j], loader, work.num_classes)
         downloaded = Net(work.num_classes, work.hidden)
         gaps = []
@@ -134,16 +134,15 @@ def aggregate(agents: Agents, j: int, side: int, peers: Sequence[int]) -> None:
 
 
 class Loop:
-    """The loop in one process with `threads` threads, or in several processes of one thread each."""
+    """The loop in one process with `threads` threads, or in several processes of one thread."""
 
     def __init__(self, agents: Agents, *, processes: int, threads: int) -> None:
         self.agents = agents
         self.threads = threads
         self.side = 0
         self.pool = None
-        many = f"{processes} processes"
-        few = "1 process"
-        self.name = f"{many if processes > 1 else few}, {threads} thread{'s' * (threads > 1)} each"
+        self.name = f"{processes} process{'es' * (processes > 1)}"
+        self.name += f", {threads} thread{'s' * (threads > 1)} each"
         if processes > 1:
             for net in (net for nets in agents.models for net in nets):
                 net.share_memory()
@@ -153,23 +152,22 @@ class Loop:
     def round(
         self, chosen: Sequence[int], peers: Sequence[Sequence[int]], epochs: int | None = None
     ) -> dict[str, float]:
-        """A round of the `chosen` agents, each with its peers; the seconds of its parts."""
-        epochs = self.agents.work.epochs if epochs is None else epochs
-        order = sorted(
-            chosen, key=lambda j: -len(self.agents.work.train[j][1])
-        )  # the dearest first
+        """Run a round of the chosen agents and return the seconds of its phases."""
+        work = self.agents.work
+        if epochs is None:
+            epochs = work.epochs
+        order = sorted(chosen, key=lambda j: -len(work.train[j][1]))  # longest task first
         seconds = {}
-        before = torch.get_num_threads()
+        num_threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         start = time.perf_counter()
         self._map(train, [(j, self.side, epochs) for j in order])
         seconds["train"] = time.perf_counter() - start
         self._map(aggregate, [(j, self.side, peers[j]) for j in order])
         seconds["aggregate"] = time.perf_counter() - start - seconds["train"]
-        torch.set_num_threads(before)
-        self.side = (
-            1 - self.side if len(chosen) == len(peers) else self.side
-        )  # a part of the agents only tries
+        torch.set_num_threads(num_threads)
+        if len(chosen) == len(peers):  # otherwise a try on a part of the agents
+            self.side = 1 - self.side
         return seconds
 
     def _map(self, function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> None:
@@ -186,18 +184,18 @@ class Loop:
             self.pool.join()
 
 
-_here: list[Agents] = []
+_worker_agents: list[Agents] = []
 
 
 def _start(agents: Agents) -> None:
     torch.set_num_threads(1)
-    _here.append(agents)
+    _worker_agents.append(agents)
 
 
 def _ready(number: int) -> int:
-    time.sleep(0.05)  # so that no process takes all of them
+    time.sleep(0.05)  # so that every process gets tasks
     return number
 
 
 def _work(function: Callable[..., Any], *task: Any) -> None:
-    function(_here[0], *task)
+    function(_worker_agents[0], *task)

@@ -1,10 +1,11 @@
-"""Seconds per round of the library, of a plain PyTorch loop on the same work, and of the machine's own limit.
+"""Seconds per round of the library, of a plain PyTorch loop, and of the machine's limit.
 
     python benchmarks/round.py [--rounds n] [--small] [--evaluate] [--data-dir DIR]
 
-The speed setting: N = 20 (7 benign and 3 malicious agents in each of 2 clusters), M = 4, the paper's network, 500 and
-1,200 samples, batches of 64, tau = 5, no test evaluation. The library in float32 and in bfloat16 and the loop in
-float32 take turns within one run. Without --data-dir the images are random, of EMNIST's shapes.
+The speed setting: N = 20 (7 benign and 3 malicious agents in each of 2 clusters), M = 4, the
+paper's network, 500 and 1,200 samples, batches of 64, tau = 5, no test evaluation. The library in
+float32 and in bfloat16 and the loop in float32 take turns within one run. Without --data-dir the
+images are random, with EMNIST's shapes.
 """
 
 import argparse
@@ -15,14 +16,14 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import plain
 import torch
-from limits import NUM_CLASSES, family, multiplications, rate
+from limits import NUM_CLASSES, best_rates, multiplications, process_tree, processor_seconds
 
 from fedcb2o.data._dataset import Dataset, Shard, features
 from fedcb2o.experiments.config import build
@@ -49,53 +50,53 @@ SMALL = {
     "agents.benign_samples": 100,
     "agents.malicious_samples": 160,
 }
+Seconds = Mapping[str, float]
 
 
 def random_images(*, per_class: int = 250, test_per_class: int = 296) -> Dataset:
-    """Random images and labels of EMNIST's shapes, balanced; by default as many to test on as the presets have."""
+    """Return random images and balanced labels with EMNIST's shapes."""
     draw = np.random.default_rng(0)
     y = torch.arange(NUM_CLASSES).repeat(per_class)
     x = torch.from_numpy(draw.integers(0, 256, (len(y), 1, 28, 28), dtype=np.uint8))
-    again = torch.arange(test_per_class * NUM_CLASSES) % len(y)
-    return Dataset(
-        pool=Shard(x, y),
-        test=Shard(x[again], y[again]),
-        class_names=tuple(map(str, range(NUM_CLASSES))),
-    )
+    test = torch.arange(test_per_class * NUM_CLASSES) % len(y)
+    names = tuple(map(str, range(NUM_CLASSES)))
+    return Dataset(pool=Shard(x, y), test=Shard(x[test], y[test]), class_names=names)
 
 
-def experiment_of(small: bool, real: bool) -> Experiment:
-    """The speed setting, made from the preset of the paper's full size."""
-    hidden = {"hidden": SMALL["model.hidden"]} if small else {}
-    probed = architectures.cnn((1, 28, 28), NUM_CLASSES, **hidden)
+def speed_experiment(is_small: bool, is_real: bool) -> Experiment:
+    """Return the speed setting, derived from the preset of the paper's full size."""
+    hidden = {"hidden": SMALL["model.hidden"]} if is_small else {}
+    network = architectures.cnn((1, 28, 28), NUM_CLASSES, **hidden)
     images = torch.zeros(64, 1, 28, 28)
-    by = {
+    changes = {
+        **{"agents.benign": 7, "agents.malicious": 3, "agents.budget": 4},
         "linear": autotune.fastest_linear(),
-        "convolution": autotune.fastest_single_convolution(probed, images, "float32"),
+        "convolution": autotune.fastest_single_convolution(network, images, "float32"),
     }
-    changes = {"agents.benign": 7, "agents.malicious": 3, "agents.budget": 4, **by}
-    if not real:
-        changes["data"] = {"name": random_images, **({"test_per_class": 4} if small else {})}
-    return load("emnist-fedcb2o-trusted", changes | (SMALL if small else {}))
+    if not is_real:
+        changes["data"] = {"name": random_images, **({"test_per_class": 4} if is_small else {})}
+    if is_small:
+        changes |= SMALL
+    return load("emnist-fedcb2o-trusted", changes)
 
 
 @dataclass(frozen=True)
 class Library:
-    """The library's side in one precision, ready for its first round."""
+    """The library in one precision, ready for its first round."""
 
-    block: AgentGroup
-    workers: PoolExecutor[AgentGroup]
+    group: AgentGroup
+    executor: PoolExecutor[AgentGroup]
     rounds: Iterator[Round]
-    found: list[dict[str, float]]
+    seconds: list[Seconds]
     evaluations: list[float]
 
-    def round(self) -> dict[str, float]:
-        """The seconds of the next round by its parts, without those of a test evaluation."""
-        self.workers.map(ready, [()] * (4 * self.workers.count))
+    def round(self) -> Seconds:
+        """Return the seconds of the next round by phase, without a test evaluation."""
+        self.executor.map(warm_up, [()] * (4 * self.executor.count))
         seconds = dict(next(self.rounds).seconds)
         if "evaluate" in seconds:
             self.evaluations.append(seconds.pop("evaluate"))
-        self.found.append(seconds)
+        self.seconds.append(seconds)
         return seconds
 
 
@@ -103,49 +104,42 @@ class Library:
 def library(
     experiment: Experiment, dataset: Dataset, cores: int, options: argparse.Namespace
 ) -> Iterator[Library]:
-    """A side of the library: `cores` processes that share its models."""
+    """Start the library with one process per core and models in shared memory."""
     prepared = build.prepare_seed(experiment, 0, dataset)
     dim = prepared.spec.dim
     make = functools.partial(build.build_full_group, experiment, 0, dataset.names, dim)
-    with shared_memory.allocate_shared(
-        build.tensor_specs(dataset, experiment.num_models, dim)
-    ) as shared:
+    specs = build.tensor_specs(dataset, experiment.num_models, dim)
+    with shared_memory.allocate_shared(specs) as shared:
         tensors = shared.tensors()
         for name, tensor in dataset_tensors(dataset).items():
             tensors[name].copy_(tensor)
-        block = prepared.build_agent_group(tensors["models"][:, :dim])
+        group = prepared.build_agent_group(tensors["models"][:, :dim])
         agents = range(prepared.spec.num_agents)
-        build.init_models_(
-            block.models[: len(agents)],
-            prepared.experiment,
-            prepared.seed,
-            prepared.dataset,
-            agents,
-        )
-        workers: PoolExecutor[AgentGroup] = PoolExecutor(cores, shared, make)
-        engine = LocalEngine(block, workers)
-        memory = AgentState.initial(len(agents))
-        made = run_rounds(engine, memory, 0, options.rounds, lambda n: options.evaluate)
-        yield Library(block, workers, made, [], [])
+        models = group.models[: len(agents)]
+        build.init_models_(models, experiment, prepared.seed, prepared.dataset, agents)
+        executor: PoolExecutor[AgentGroup] = PoolExecutor(cores, shared, make)
+        engine = LocalEngine(group, executor)
+        state = AgentState.initial(len(agents))
+        rounds = run_rounds(engine, state, 0, options.rounds, lambda n: options.evaluate)
+        yield Library(group, executor, rounds, [], [])
 
 
-def shard_of(holdings: AgentData, j: int) -> Shard:
-    """What agent j trains on in the first round."""
-    x, y = holdings.training_data(np.array([j]), 0)
+def training_shard(data: AgentData, j: int) -> Shard:
+    """Return the training data of agent j in the first round."""
+    x, y = data.training_data(np.array([j]), 0)
     return Shard(x[0], y[0])
 
 
-def work_of(block: AgentGroup, experiment: Experiment) -> plain.Work:
-    """What the library's agents hold and do, for the loop: float images, as a loop would keep them."""
-    holdings = block.data
-    training = block.spec.training
-    everyone = range(block.spec.num_agents)
-    shards = [shard_of(holdings, j) for j in everyone]
-    held = [Shard(*(each[0] for each in holdings.validation_data(np.array([j])))) for j in everyone]
+def plain_work(group: AgentGroup, experiment: Experiment) -> plain.Work:
+    """Return the work of the library's agents for the loop, with float images."""
+    training = group.spec.training
+    agents = range(group.spec.num_agents)
+    shards = [training_shard(group.data, j) for j in agents]
+    held_out = [Shard(*(t[0] for t in group.data.validation_data(np.array([j])))) for j in agents]
     return plain.Work(
-        train=[(features(s.x), s.y) for s in shards],
-        validation=[(features(s.x), s.y) if len(s) else None for s in held],
-        num_classes=block.spec.num_classes,
+        train=[(features(shard.x), shard.y) for shard in shards],
+        validation=[(features(s.x), s.y) if len(s) else None for s in held_out],
+        num_classes=group.spec.num_classes,
         hidden=experiment.model.parameters["hidden"],
         epochs=training.local_epochs,
         batch_size=training.batch_size,
@@ -155,63 +149,63 @@ def work_of(block: AgentGroup, experiment: Experiment) -> plain.Work:
     )
 
 
-def peers_of(terms: RunSpec, n: int) -> list[list[int]]:
-    """Whom each agent of the loop downloads from: `budget` others at random."""
+def draw_peers(spec: RunSpec, n: int) -> list[list[int]]:
+    """Draw `budget` peers at random for each agent of the loop."""
     draw = np.random.default_rng(n)
-    everyone = range(terms.num_agents)
-    return [
-        draw.choice([i for i in everyone if i != j], terms.budget, replace=False).tolist()
-        for j in everyone
-    ]
+    agents = range(spec.num_agents)
+    peers = []
+    for j in agents:
+        others = [i for i in agents if i != j]
+        peers.append(draw.choice(others, spec.budget, replace=False).tolist())
+    return peers
 
 
-def operations(terms: RunSpec, trained: int, validated: int, hidden: int) -> dict[str, float]:
-    """Floating-point operations of a round, by its parts, of agents that hold so many samples to train and to judge
-    on; a multiplication and an addition are two."""
+def operations(spec: RunSpec, trained: int, validated: int, hidden: int) -> dict[str, float]:
+    """Return the floating-point operations of a round by phase, two per multiply-add pair."""
     forward, backward = multiplications(hidden)
-    images = terms.training.local_epochs * trained
-    judged = (terms.budget + 1) * validated
-    mixed = terms.num_agents * (terms.budget + 1) * terms.dim
+    images = spec.training.local_epochs * trained
+    models = spec.budget + 1
     return {
         "train": 2.0 * images * (forward + backward),
-        "aggregate": 2.0 * judged * forward,
-        "mix": 2.0 * mixed,
+        "aggregate": 2.0 * models * validated * forward,
+        "mix": 2.0 * spec.num_agents * models * spec.dim,
     }
 
 
-def ready(block: AgentGroup) -> None:
-    """Have a worker make its block and take a step on a copy of a model, before a round is timed."""
-    terms = block.spec
-    theta = block.models[:1].clone()
-    shard = shard_of(block.data, 0)
-    training = dataclasses.replace(terms.training, local_steps=1)
-    with dispatch.use_kernels(terms.kernels.linear, terms.kernels.convolution):
-        local_update_(theta[0], terms.module, shard, training, stream(terms.seed, "ready"))
-        logits(terms.module, theta, torch.tensor([0]), shard.x[:100])
+def warm_up(group: AgentGroup) -> None:
+    """Build a worker's group and train a copy of a model for one step."""
+    spec = group.spec
+    theta = group.models[:1].clone()
+    shard = training_shard(group.data, 0)
+    training = dataclasses.replace(spec.training, local_steps=1)
+    with dispatch.use_kernels(spec.kernels.linear, spec.kernels.convolution):
+        local_update_(theta[0], spec.module, shard, training, stream(spec.seed, "ready"))
+        logits(spec.module, theta, torch.tensor([0]), shard.x[:100])
 
 
-def fastest(agents: plain.Agents, terms: RunSpec, cores: int) -> tuple[plain.Loop, str]:
-    """The loop with the best number of processes and threads, by a try on less work, and what the tries took."""
-    n = terms.num_agents
-    some = range(0, n, max(1, n // max(n // 4, min(cores, n))))
-    tried = []
-    # several processes come last: they move the models into shared memory, which the others do not need
-    choices = [(1, 1), (1, cores), (cores, 1)] if cores > 1 else [(1, 1)]
-    for processes, threads in choices:
+def fastest_loop(agents: plain.Agents, spec: RunSpec, cores: int) -> tuple[plain.Loop, str]:
+    """Return the loop with the fastest division into processes, and the seconds of all tries."""
+    n = spec.num_agents
+    part = range(0, n, max(1, n // max(n // 4, min(cores, n))))
+    # Several processes come last: they move the models into shared memory.
+    divisions = [(1, 1), (1, cores), (cores, 1)] if cores > 1 else [(1, 1)]
+    tries = []
+    for processes, threads in divisions:
         loop = plain.Loop(agents, processes=processes, threads=threads)
-        found = [sum(loop.round(some, peers_of(terms, 0), epochs=1).values()) for _ in range(2)]
-        tried.append((min(found), processes, threads))
+        peers = draw_peers(spec, 0)
+        seconds = [sum(loop.round(part, peers, epochs=1).values()) for _ in range(2)]
+        tries.append((min(seconds), processes, threads))
         loop.close()
-    told = "; ".join(
+    text = "; ".join(
         f"{p} process{'es' * (p > 1)} of {t} thread{'s' * (t > 1)}: {seconds:.2f} s"
-        for seconds, p, t in tried
+        for seconds, p, t in tries
     )
-    _, processes, threads = min(tried)
-    return plain.Loop(agents, processes=processes, threads=threads), told
+    _, processes, threads = min(tries)
+    return plain.Loop(agents, processes=processes, threads=threads), text
 
 
-def processor() -> str:
-    """The processor's name."""
+def processor_name() -> str:
+    """Return the name of the processor."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -219,154 +213,141 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-class Others:
-    """How many processors other programs keep busy meanwhile: a measurement beside them is worth little (Linux)."""
+class OtherLoad:
+    """Processors that other programs keep busy during a measurement (Linux)."""
 
     def __init__(self) -> None:
-        self.start = self._now()
+        self.start = self._times()
 
-    def told(self) -> str:
-        """In words, since this was made."""
-        (clock, machine, ours), (clock_before, machine_before, ours_before) = (
-            self._now(),
-            self.start,
-        )
-        busy = (machine - machine_before - ours + ours_before) / (clock - clock_before)
+    def describe(self) -> str:
+        """Return the number of busy processors since the start, as text."""
+        clock, machine, ours = (a - b for a, b in zip(self._times(), self.start, strict=True))
+        busy = (machine - ours) / clock
         return f"; others kept {max(0.0, busy):.1f} cores busy" if machine else ""
 
-    def _now(self) -> tuple[float, float, float]:
-        """Seconds of the clock, of all processors' work, and of the work of this process and its descendants."""
-        ours = 0
+    def _times(self) -> tuple[float, float, float]:
+        """Return seconds of the clock, of all processors, and of this process tree."""
         stat = Path("/proc/stat")
         if not stat.exists():
             return time.perf_counter(), 0.0, 0.0
-        user, nice, system, _, _, *interrupts = map(
-            int, stat.read_text().splitlines()[0].split()[1:8]
-        )
-        for pid in family(os.getpid()):
-            with contextlib.suppress(OSError):  # it has ended
-                ours += sum(
-                    map(
-                        int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
-                    )
-                )
-        tick = os.sysconf("SC_CLK_TCK")
-        return time.perf_counter(), (user + nice + system + sum(interrupts)) / tick, ours / tick
+        fields = stat.read_text().splitlines()[0].split()[1:8]
+        user, nice, system, _, _, *interrupts = map(int, fields)
+        ours = sum(processor_seconds(pid, with_children=True) for pid in process_tree(os.getpid()))
+        machine = (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter(), machine, ours
 
 
-def line(name: str, seconds: dict[str, float], remark: str = "") -> None:
-    """Print the seconds of a round and of its parts."""
-    parts = ", ".join(f"{part} {value:.2f}" for part, value in seconds.items())
-    print(f"  {name:<8} {sum(seconds.values()):8.2f} s   ({parts}{remark})", flush=True)
+def print_line(name: str, seconds: Seconds, remark: str = "") -> None:
+    """Print the seconds of a round and of its phases."""
+    phases = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items())
+    print(f"  {name:<8} {sum(seconds.values()):8.2f} s   ({phases}{remark})", flush=True)
 
 
-def middle(found: list[dict[str, float]]) -> dict[str, float]:
-    """The median of each part."""
-    return {part: statistics.median(seconds[part] for seconds in found) for part in found[0]}
+def median_phases(rounds: Sequence[Seconds]) -> dict[str, float]:
+    """Return the median of each phase."""
+    return {phase: statistics.median(seconds[phase] for seconds in rounds) for phase in rounds[0]}
+
+
+def median_round(rounds: Sequence[Seconds]) -> float:
+    """Return the median seconds of a round."""
+    return statistics.median(sum(seconds.values()) for seconds in rounds)
+
+
+def parse_options() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each side (default 3)")
+    parser.add_argument("--small", action="store_true", help="a quick check with a small network")
+    parser.add_argument("--evaluate", action="store_true", help="time a test evaluation per round")
+    parser.add_argument("--data-dir", type=Path, help="folder of the EMNIST files")
+    options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    return options
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of each side (default 3)")
-    parser.add_argument(
-        "--small", action="store_true", help="a quick check with a small network and few samples"
-    )
-    parser.add_argument(
-        "--evaluate", action="store_true", help="also time a test evaluation after each round"
-    )
-    parser.add_argument(
-        "--data-dir", type=Path, help="the folder of the EMNIST files, instead of random images"
-    )
-    options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {options.rounds}")
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    print(
-        f"{processor()}, {cores} cores; Python {platform.python_version()}, torch {torch.__version__}",
-        flush=True,
-    )
-    experiment = experiment_of(options.small, options.data_dir is not None)
+    options = parse_options()
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    print(f"{processor_name()}, {cores} cores; {versions}", flush=True)
+    experiment = speed_experiment(options.small, options.data_dir is not None)
     dataset = load_dataset(experiment, options.data_dir)
-    rates = {precision: [rate(dtype=dtype)] for precision, dtype in PRECISIONS.items()}
+    rates = {precision: [best_rates(dtype=dtype)] for precision, dtype in PRECISIONS.items()}
     with contextlib.ExitStack() as stack:
-        sides = {
-            precision: stack.enter_context(
-                library(
-                    load(experiment, {"training.precision": precision}), dataset, cores, options
-                )
-            )
-            for precision in PRECISIONS
-        }
-        block = sides["float32"].block
-        workers = sides["float32"].workers
-        terms = block.spec
-        holdings = block.data
-        trained = len(holdings.train.values)
-        validated = len(holdings.validation.values)
+        sides = {}
+        for precision in PRECISIONS:
+            side = load(experiment, {"training.precision": precision})
+            sides[precision] = stack.enter_context(library(side, dataset, cores, options))
+        group = sides["float32"].group
+        spec = group.spec
+        trained = len(group.data.train.values)
+        validated = len(group.data.validation.values)
         print(
-            f"N = {terms.num_agents}, M = {terms.budget}, d = {terms.dim:,}, {trained:,} training samples,"
-            f" tau = {terms.training.local_epochs}, batches of {terms.training.batch_size},"
+            f"N = {spec.num_agents}, M = {spec.budget}, d = {spec.dim:,},"
+            f" {trained:,} training samples, tau = {spec.training.local_epochs},"
+            f" batches of {spec.training.batch_size},"
             f" {'EMNIST' if options.data_dir else 'random images'}"
         )
-        by = f"dense layers by {terms.kernels.linear}, convolutions {terms.kernels.convolution}"
-        print(f"library: {cores} process{'es' * (cores > 1)} of 1 thread, {by}")
-        loop, told = fastest(plain.make(work_of(block, experiment)), terms, cores)
-        print(f"plain loop: {loop.name}, the fastest of these on less work ({told})", flush=True)
-        theirs = []
-        for n in range(options.rounds):
-            for precision, side in sides.items():
-                others = Others()
-                line(precision, side.round(), others.told())
-            others = Others()
-            theirs.append(loop.round(range(terms.num_agents), peers_of(terms, n)))
-            line("plain", theirs[-1], others.told())
-        loop.close()
-        together = {
-            precision: workers.map(rate, [(dtype,)] * cores)
-            for precision, dtype in PRECISIONS.items()
-        }
-    for precision, dtype in PRECISIONS.items():
-        rates[precision].append(rate(dtype=dtype))
+        kernels = f"dense layers by {spec.kernels.linear}, convolutions {spec.kernels.convolution}"
+        print(f"library: {cores} process{'es' * (cores > 1)} of 1 thread, {kernels}")
+        loop, tries = fastest_loop(plain.make(plain_work(group, experiment)), spec, cores)
+        print(f"plain loop: {loop.name}, the fastest of these on less work ({tries})", flush=True)
 
-    plain_loop = middle(theirs)
-    plain_seconds = statistics.median(sum(s.values()) for s in theirs)
-    counts = operations(terms, trained, validated, experiment.model.parameters["hidden"])
-    total = sum(counts.values())
+        loop_seconds = []
+        for n in range(options.rounds):
+            for precision, library_side in sides.items():
+                load_before = OtherLoad()
+                print_line(precision, library_side.round(), load_before.describe())
+            load_before = OtherLoad()
+            loop_seconds.append(loop.round(range(spec.num_agents), draw_peers(spec, n)))
+            print_line("plain", loop_seconds[-1], load_before.describe())
+        loop.close()
+        executor = sides["float32"].executor
+        together = {p: executor.map(best_rates, [(t,)] * cores) for p, t in PRECISIONS.items()}
+    for precision, dtype in PRECISIONS.items():
+        rates[precision].append(best_rates(dtype=dtype))
+
+    counts = operations(spec, trained, validated, experiment.model.parameters["hidden"])
     print(f"median of {options.rounds}:")
-    for precision, side in sides.items():
-        line(precision, middle(side.found))
-    line("plain", plain_loop)
-    for precision, side in sides.items():
-        seconds = statistics.median(sum(s.values()) for s in side.found)
-        best, product = max(
-            (value, name) for found in rates[precision] for name, value in found.items()
-        )
-        at_once = sum(max(found.values()) for found in together[precision])
-        limit = total / (best * cores)
+    for precision, library_side in sides.items():
+        print_line(precision, median_phases(library_side.seconds))
+    print_line("plain", median_phases(loop_seconds))
+    every = experiment.evaluate_every
+    for precision, library_side in sides.items():
+        best, product = max((rate, name) for r in rates[precision] for name, rate in r.items())
+        at_once = sum(max(r.values()) for r in together[precision])
+        total = sum(counts.values())
         print(
-            f"{precision}: limit {limit:.2f} s, {total / 1e12:.2f} TFLOP a round at {best / 1e9:.0f} GFLOP/s a core"
-            f" ({product}) on {cores} cores; all cores at once reach {at_once / 1e9:.0f} GFLOP/s"
+            f"{precision}: limit {total / (best * cores):.2f} s, {total / 1e12:.2f} TFLOP a round"
+            f" at {best / 1e9:.0f} GFLOP/s a core ({product}) on {cores} cores;"
+            f" all cores at once reach {at_once / 1e9:.0f} GFLOP/s"
         )
-        for part, count in counts.items():
-            at_best = count / (best * cores)
-            took = middle(side.found)[part]
-            print(
-                f"  {part:<10} {count / 1e12:8.3f} TFLOP, {at_best:8.2f} s, the library takes {took:8.2f} s"
-            )
+        report(library_side, counts, best * cores, median_round(loop_seconds), every)
+
+
+def report(side: Library, counts: Seconds, rate: float, loop_seconds: float, every: int) -> None:
+    """Print the library's times next to the limit and the loop."""
+    seconds = median_round(side.seconds)
+    phases = median_phases(side.seconds)
+    for phase, count in counts.items():
         print(
-            f"  the library takes {seconds / limit:.2f} times the limit; the plain loop in float32 takes"
-            f" {plain_seconds / seconds:.2f} times as long as the library"
+            f"  {phase:<10} {count / 1e12:8.3f} TFLOP, {count / rate:8.2f} s,"
+            f" the library takes {phases[phase]:8.2f} s"
         )
-        if side.evaluations:
-            evaluation = statistics.median(side.evaluations)
-            every = experiment.evaluate_every
-            share = evaluation / (every * seconds + evaluation)
-            print(
-                f"  a test evaluation takes {evaluation:.2f} s: {share:.1%} of a run with one in {every} rounds"
-            )
+    print(
+        f"  the library takes {seconds * rate / sum(counts.values()):.2f} times the limit;"
+        f" the plain loop in float32 takes {loop_seconds / seconds:.2f} times as long"
+    )
+    if side.evaluations:
+        evaluation = statistics.median(side.evaluations)
+        share = evaluation / (every * seconds + evaluation)
+        print(
+            f"  a test evaluation takes {evaluation:.2f} s:"
+            f" {share:.1%} of a run with one in {every} rounds"
+        )
 
 
 if __name__ == "__main__":

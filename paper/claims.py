@@ -1,25 +1,28 @@
-"""The paper's empirical claims, each with its statistic, an interval over seeds and a verdict.
+"""The paper's empirical claims: statistics, intervals over seeds and verdicts.
 
-    .venv/bin/python paper/claims.py runs/claims --out docs/reproduction/digits    # the values, and figures
-    .venv/bin/python paper/claims.py --page docs/claims.md    # the page's tables, from the values beside it
+    .venv/bin/python -m paper.claims runs/claims --out docs/reproduction/digits  # values, figures
+    .venv/bin/python -m paper.claims --page docs/claims.md  # tables, from the values next to it
 
-A folder holds runs named PREFIX-fedcbo, PREFIX-fedcb2o and so on, as presets are; where several are given, runs of one
-name are one with all of their seeds, and seeds that have not run to their end are left out. Of runs of one name that
-were computed on different devices Figure 6 shows the one with the most seeds. A claim is that a statistic lies in a
-range: a difference is positive, or within what the paper calls alike. The statistic is the mean over seeds of what is
-computed from the runs of one seed, with Student's interval at 95%. The claim *held* where the whole interval lies in
-the range, it is the *opposite* where none of it does, and else *undecided*.
+A folder of runs has the runs PREFIX-fedcbo, PREFIX-fedcb2o and so on, named like presets. Runs with
+the same name in several folders are merged into one run with all of their finished seeds. Figure 6
+uses the run with the most seeds if devices differ.
 
-`--out` gets values.csv, which holds what each run reached with each seed, curves.csv, what it had reached in each round
-with an evaluation, a picture of these, and Figure 6. With `--keep` what the two files have of other seeds stays, so
-that seeds can be added where the runs of the others are gone; Figure 6, which needs runs, stays as it is then. Where
-`--out` has no curves.csv, `--keep` makes none, and no picture of it. Without runs `--out` draws that picture anew.
+A claim says that a statistic is in a range: a difference is positive, or within what the paper
+calls similar. The statistic is a mean over seeds with Student's 95% interval. The claim is *held*
+if the whole interval is in the range, *opposite* if the interval is outside, and otherwise
+*undecided*.
 
-Tables are made of these files alone; on a page they stand below a comment, `<!-- claims: FOLDER metrics -->` or `<!--
-claims: FOLDER claims -->`, the folder seen from the page. A test holds pages to this. `later_metrics` and
-`later_claims` are the same of the mean over all evaluations in the second half of the rounds, which moves less than the
-last one; `rounds` has what curves.csv has, beside the paper; `glance` has the main claims in several folders, written
-`A,B`, beside each other.
+`--out` receives values.csv (results of each run and seed), curves.csv (results of each evaluated
+round), a figure of the curves, and Figure 6. Without runs `--out` draws the figure of the curves
+again.
+
+Tables are made from these files. On a page a table follows the comment `<!-- claims: FOLDER NAME
+-->` with the folder relative to the page. NAME is one of:
+
+- metrics, claims: values of the last round;
+- later_metrics, later_claims: means over all evaluations in the second half of the rounds;
+- rounds: the contents of curves.csv, next to the paper's values;
+- glance: the main claims in several folders A,B side by side.
 """
 
 import argparse
@@ -40,8 +43,8 @@ from fedcb2o.report import figures, statistics
 from fedcb2o.report.tables import is_attacked, pair_statistics
 
 ACCURACY, SOURCE, SUCCESS = METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
-NAMED = {ACCURACY: "overall accuracy", SOURCE: "source class accuracy", SUCCESS: "ASR"}
-COLUMNS = {
+METRIC_NAMES = {ACCURACY: "overall accuracy", SOURCE: "source class accuracy", SUCCESS: "ASR"}
+COLUMN_TITLES = {
     ACCURACY: "Overall accuracy",
     SOURCE: "Source class accuracy",
     SUCCESS: "Attack success rate",
@@ -60,301 +63,272 @@ PAPER = pd.DataFrame(  # tab:baselines, and tab:FedCB2O_T_G with T_G = 30, 20 an
     index=METRICS,
 )
 
-# The largest difference that the paper calls similar, comparable or very close, rounded up to half a point: 0.17, 8.07
-# and 7.65. The smallest that it calls a difference are 0.85, 15.50 and 16.50.
+# The largest difference that the paper calls similar, comparable or very close, rounded up to half
+# a point: 0.17, 8.07 and 7.65. The smallest that it calls a difference are 0.85, 15.50 and 16.50.
 MARGIN = {ACCURACY: 0.5, SOURCE: 8.5, SUCCESS: 8.0}
-EQUAL = (
-    2 / 3,
-    3 / 2,
-)  # "comparable", "nearly equal", of a ratio that the paper shows in a figure alone
-MINIMAL = (-math.inf, 0.1)  # "minimal", of such a ratio
-VARIANTS = (
-    "-trusted",
-    "-released",
-    "-paper",
-    "-held-out",
-    "",
-)  # the last two are not the paper's Algorithm 2
-CURVES = (
-    "fedcbo",
-    "fedcbo-alpha10",
-    "oracle-min",
-    "oracle-max",
+EQUAL_RATIO = (2 / 3, 3 / 2)  # "comparable", "nearly equal": ratios that only a figure shows
+MINIMAL_RATIO = (-math.inf, 0.1)  # "minimal"
+VARIANTS = ("-trusted", "-released", "-paper", "-held-out", "")  # the last two extend Algorithm 2
+MAIN_METHODS = (
+    *("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max"),
     *(f"fedcb2o{variant}" for variant in VARIANTS),
 )
-MOST = len(figures.PALETTE)  # methods in one picture; of more, those of CURVES
-JUDGED_ALIKE = "FedCBO, judging by samples of the same kind"
-"""What stands for FedCBO where it holds validation data out as FedCB2O does, or neither does: only then are losses of
-one kind."""
-CLUSTERS = {" (cluster 1)": "_1", " (cluster 2)": "_2", " (both clusters)": ""}
+MAX_CURVES = len(figures.PALETTE)  # of more methods, the figure shows MAIN_METHODS
+SAME_LOSS_FEDCBO = "FedCBO, judging by samples of the same kind"
+"""Role of FedCBO if it holds out validation data exactly if FedCB2O does: losses are comparable."""
+CLUSTER_SUFFIXES = {" (cluster 1)": "_1", " (cluster 2)": "_2", " (both clusters)": ""}
 
+Series = pd.Series  # of floats; pandas has no type for it at run time
 Values = Mapping[str, pd.DataFrame]
-"""For each run, or for what stands in the paper for it, a row a seed: what `values` computes."""
+"""A table with one row per seed for each run, or for each role in the paper: see `seed_values`."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """That a statistic of `needs`, a value for each seed, lies between `low` and `high`."""
+    """A range for a statistic, which has one value per seed and requires the runs `needs`."""
 
-    where: str
-    says: str
+    section: str
+    text: str
     statistic: str
     needs: tuple[str, ...]
-    of: Callable[[Values], "pd.Series[float]"]
+    compute: Callable[[Values], "Series[float]"]
     low: float
     high: float
     paper: float = math.nan
 
 
-def values(run: Run) -> pd.DataFrame:
-    """A row for each seed of a run: its metrics in percent, and the numbers of its pairs, those of Figure 6 by cluster.
+# Values of runs
 
-    `malicious_weight`, in percent, is what benign agents give to malicious peers, and `elsewhere` the share of the
-    weight given to peers that went to the other cluster, both over the last fifth of the rounds; `loss` is the mean
-    validation loss of benign agents over all rounds. Of Figure 6, for benign agents of cluster c: `benign_picked_c` is
-    how often they receive a benign peer of their cluster, `malicious_picked_c` and `malicious_share_c` the bars of
-    malicious peers of their cluster over those of benign ones, of the frequency and of the weight given. Of FedCBO
-    `malicious_loss` is by how much more loss malicious peers have than benign ones of the same cluster that the same
-    benign agent judged in the same round, mean over agents and rounds.
+
+def seed_values(run: Run) -> pd.DataFrame:
+    """Compute the statistics of each seed of a run: metrics in percent, and numbers of pairs.
+
+    Args:
+        run: A run with all of its seeds.
+
+    Returns:
+        One row per seed with the metrics and, for attacked runs:
+
+        - malicious_weight: weight that benign agents give to malicious peers, in percent;
+        - elsewhere: share of their weight for peers of the other cluster; both over the last fifth
+          of the rounds;
+        - loss: mean validation loss of benign agents over all rounds;
+        - benign_picked_c, malicious_picked_c, malicious_share_c: bars of Figure 6 for benign agents
+          of cluster c: how often they receive benign peers of their cluster, and ratios of
+          malicious to benign peers;
+        - malicious_loss (FedCBO only): mean excess loss of malicious peers over benign peers of the
+          same cluster that the same benign agent evaluated in the same round.
     """
     table = 100 * summary(run.records).set_index("seed")[[*METRICS, "malicious_weight"]]
     if not is_attacked(run):
         return table[[*METRICS]]
+
     columns = {"loss": run.records[~run.records.malicious].groupby("seed").validation_loss.mean()}
-    columns["elsewhere"] = _elsewhere(run)
+    columns["elsewhere"] = _other_cluster_share(run)
     if run.config["algorithm"]["name"] == "fedcbo":
         columns["malicious_loss"] = _malicious_loss(run)
-    same = (
-        pair_statistics(run)
-        .query("relation == 'same'")
-        .set_index(["peer", "cluster", "seed"])
-        .sort_index()
-    )
+
+    same = pair_statistics(run).query("relation == 'same'")
+    same = same.set_index(["peer", "cluster", "seed"]).sort_index()
     for cluster in sorted(same.index.unique("cluster")):
-        benign, malicious = (same.loc[(peer, cluster)] for peer in ("benign", "malicious"))
+        benign = same.loc[("benign", cluster)]
+        malicious = same.loc[("malicious", cluster)]
         columns[f"benign_picked_{cluster + 1}"] = benign.frequency
         columns[f"malicious_picked_{cluster + 1}"] = malicious.frequency / benign.frequency
         columns[f"malicious_share_{cluster + 1}"] = malicious.share / benign.share
     return table.assign(**columns)
 
 
-def curve(run: Run) -> pd.DataFrame:
-    """What benign agents of a run reached in each round with an evaluation, in percent, a row for each seed."""
-    found = run.records[~run.records.malicious].groupby(["seed", "round"])[list(METRICS)].mean()
-    return (100 * found.dropna()).round(2)
+def seed_curves(run: Run) -> pd.DataFrame:
+    """Return the metrics of benign agents in each evaluated round, in percent, by seed and
+    round."""
+    benign = run.records[~run.records.malicious]
+    means = benign.groupby(["seed", "round"])[list(METRICS)].mean()
+    return (100 * means.dropna()).round(2)
 
 
-def pictured(found: Values) -> list[figures.Curve]:
-    """The lines of a picture of `curve`s, a method each, with T_G where its name tells it."""
-    names = [name for name in found if name in CURVES or len(found) <= MOST]
-    switches = {name: re.search(r"-tg(\d+)$", name) for name in names}
-    return [
-        figures.Curve(
-            name,
-            (found[name] / 100).reset_index(),
-            int(match[1]) if (match := switches[name]) else 0,
-        )
-        for name in names
-    ]
+def select_curves(curves: Values) -> list[figures.Curve]:
+    """Return the curves of a figure, with T_G where the method's name contains it."""
+    selected = []
+    for name, table in curves.items():
+        if name in MAIN_METHODS or len(curves) <= MAX_CURVES:
+            match = re.search(r"-tg(\d+)$", name)
+            switch = int(match[1]) if match else 0
+            selected.append(figures.Curve(name, (table / 100).reset_index(), switch))
+    return selected
 
 
-def _given(run: Run) -> pd.DataFrame:
-    """The pairs of benign agents and others, with the cluster of each (`cluster`, `there`) and the peer's role."""
+def _benign_pairs(run: Run) -> pd.DataFrame:
+    """Return pairs of benign agents and peers with both clusters and the peer's role."""
     pairs = run.pairs[run.pairs.agent != run.pairs.peer]
-    who = run.agents.set_index(["seed", "agent"])[["cluster", "malicious"]]
-    peers = who.rename(columns={"cluster": "there", "malicious": "hostile"})
-    pairs = pairs.join(who, on=["seed", "agent"]).join(peers, on=["seed", "peer"])
+    agents = run.agents.set_index(["seed", "agent"])[["cluster", "malicious"]]
+    peers = agents.rename(columns={"cluster": "peer_cluster", "malicious": "hostile"})
+    pairs = pairs.join(agents, on=["seed", "agent"]).join(peers, on=["seed", "peer"])
     return pairs[~pairs.malicious.astype(bool)]
 
 
-def _elsewhere(run: Run) -> "pd.Series[float]":
-    """For each seed, the share of the weight that benign agents late in the run gave to peers of the other cluster."""
-    pairs = last_fifth(_given(run))
-    given = pairs.groupby("seed").weight.sum()
-    return (
-        pairs[pairs.cluster != pairs.there]
-        .groupby("seed")
-        .weight.sum()
-        .reindex(given.index, fill_value=0.0)
-        / given
-    )
+def _other_cluster_share(run: Run) -> "Series[float]":
+    """Return the share of benign agents' late weight for peers of the other cluster, by seed."""
+    pairs = last_fifth(_benign_pairs(run))
+    total = pairs.groupby("seed").weight.sum()
+    other = pairs[pairs.cluster != pairs.peer_cluster].groupby("seed").weight.sum()
+    return other.reindex(total.index, fill_value=0.0) / total
 
 
-def _malicious_loss(run: Run) -> "pd.Series[float]":
-    """`malicious_loss` for each seed. FedCBO weighs the models that an agent received by exp(-alpha L), up to a factor,
-    so the losses in its judgement are -log(weight) / alpha, up to a term that falls out of their differences."""
-    pairs = _given(run).query("cluster == there and weight > 0")
+def _malicious_loss(run: Run) -> "Series[float]":
+    """Return the excess loss of malicious peers by seed.
+
+    FedCBO's weights are exp(-alpha L) up to a factor. Losses are therefore -log(weight) / alpha up
+    to a term that cancels in their differences.
+    """
+    pairs = _benign_pairs(run).query("cluster == peer_cluster and weight > 0")
     pairs = pairs.assign(loss=-np.log(pairs.weight) / run.config["algorithm"]["alpha"])
-    loss = (
-        pairs.groupby(["seed", "round", "agent", "hostile"])
-        .loss.mean()
-        .unstack("hostile")
-        .reindex(columns=[False, True])
-    )
+    loss = pairs.groupby(["seed", "round", "agent", "hostile"]).loss.mean()
+    loss = loss.unstack("hostile").reindex(columns=[False, True])
     return (loss[True] - loss[False]).groupby("seed").mean()
 
 
-def columns(known: Values) -> dict[str, dict[str, str]]:
-    """Under a heading each, which runs stand for those of the paper: each variant of FedCB2O beside its FedCBO if it
-    has one, and the others, and those whose FedCBO has fewer seeds than they, beside the FedCBO of each alpha.
+# Roles of runs
 
-    The default holds nothing out, so first it stands beside a FedCBO and oracles that do not either, if there are any:
-    their names end in how many samples an agent has. Beside others its validation loss is of samples that it trains on,
-    theirs is not, so these are not compared. Of the runs with T_G > 0 the middle one is for T_G = 30, and in Figure 6,
-    which is without where there is none.
+
+def run_columns(values: Values) -> dict[str, dict[str, str]]:
+    """Choose the runs for the paper's roles, by the heading of each comparison.
+
+    Each variant of FedCB2O is compared with its own FedCBO if that has as many seeds, otherwise
+    with the FedCBO of each alpha. The default, which holds nothing out, is first compared with a
+    FedCBO and oracles that do not either (their names end in the samples per agent). Of several
+    runs with T_G > 0 the middle one has the role of T_G = 30.
+
+    Args:
+        values: Tables by the names of the runs.
+
+    Returns:
+        For each heading, the name of the run for each role.
     """
-    found = {}
+    columns = {}
     for variant in VARIANTS:
         fedcb2o = f"fedcb2o{variant}"
-        whole = {
-            match[0]: match[1]
-            for name in known
-            if not variant and (match := re.fullmatch(r"fedcbo(-\d+)", name))
-        }
-        own = [f"fedcbo{variant}"] if variant and f"fedcbo{variant}" in known else []
-        if not own or len(known[own[0]]) < len(known.get(fedcb2o, ())):
-            own += ["fedcbo-alpha10", "fedcbo"]
-        later = {
-            int(match[1]): name
-            for name in known
-            if (match := re.fullmatch(rf"{fedcb2o}-tg(\d+)", name))
-        }
-        switched = [later[start] for start in sorted(later)]
-        for fedcbo in [*whole, *own] if fedcb2o in known else []:
-            end = whole.get(fedcbo, "")
-            stands = {
-                "FedCBO": fedcbo,
-                "FedCB2O": fedcb2o,
-                "FedCBO without attack": f"{fedcbo}-clean",
-            }
-            stands |= {"Oracle Min": f"oracle-min{end}", "Oracle Max": f"oracle-max{end}"}
-            if variant or fedcbo in whole:
-                stands[JUDGED_ALIKE] = fedcbo
-            if fedcbo == "fedcbo-alpha10":
-                stands["FedCBO with alpha = 2"] = "fedcbo"
-            if switched:
-                stands["FedCB2O with T_G"] = switched[len(switched) // 2]
-            if len(switched) > 2:
-                stands |= {"with an earlier T_G": switched[0], "with a later T_G": switched[-1]}
-            stands["FedCB2O of Fig. 6"] = stands.get("FedCB2O with T_G", fedcb2o)
-            if fedcbo in known:
-                found[f"`{fedcbo}`, `{fedcb2o}`"] = {
-                    role: name for role, name in stands.items() if name in known
-                }
-    return found
+        if fedcb2o not in values:
+            continue
+
+        whole = {}
+        if not variant:
+            matches = (re.fullmatch(r"fedcbo(-\d+)", name) for name in values)
+            whole = {match[0]: match[1] for match in matches if match}
+        partners = [*whole]
+        own = f"fedcbo{variant}"
+        has_own = bool(variant) and own in values
+        if has_own:
+            partners.append(own)
+        if not has_own or len(values[own]) < len(values[fedcb2o]):
+            partners += ["fedcbo-alpha10", "fedcbo"]
+
+        for fedcbo in partners:
+            if fedcbo in values:
+                roles = _roles(values, fedcb2o, fedcbo, suffix=whole.get(fedcbo, ""))
+                if variant or fedcbo in whole:
+                    roles[SAME_LOSS_FEDCBO] = fedcbo
+                columns[f"`{fedcbo}`, `{fedcb2o}`"] = roles
+    return columns
 
 
-def claims() -> Iterator[Claim]:
-    """All claims of sec:experiments, in its order."""
-    flat = "FedCBO with alpha = 2"
-    yield _more(
-        "Settings",
-        "alpha = 10 yields better performance of FedCBO, overall",
-        ACCURACY,
-        "FedCBO",
-        flat,
-    )
-    yield _more("Settings", "and on the source class", SOURCE, "FedCBO", flat)
-    yield _less("Settings", "and in ASR", SUCCESS, "FedCBO", flat)
-    yield _second("Oracle Max is the best or second-best overall", ACCURACY)
-    yield _second("and on the source class", SOURCE)
-    yield _second("and in ASR", SUCCESS)
-    yield _alike(
-        "(i)",
-        "Oracle Min is similar to Oracle Max on the source class",
-        SOURCE,
-        "Oracle Min",
-        "Oracle Max",
-    )
-    yield _alike("(i)", "and in ASR", SUCCESS, "Oracle Min", "Oracle Max")
-    yield _less("(i)", "but lower overall", ACCURACY, "Oracle Min", "Oracle Max")
-    yield _alike(
-        "(ii)", "FedCBO is comparable to Oracle Max overall", ACCURACY, "FedCBO", "Oracle Max"
-    )
-    attack = "since the attack has minimal impact on overall accuracy"
-    yield _no_worse("(ii)", attack, ACCURACY, "FedCBO", "FedCBO without attack")
-    yield _of(
-        "(ii)",
-        "FedCBO finds the clusters",
-        "weight on the other cluster",
-        "elsewhere",
-        "FedCBO",
-        MINIMAL,
-    )
-    yield _less(
-        "(ii)", "but degrades significantly on the source class", SOURCE, "FedCBO", "Oracle Max"
-    )
-    yield _more("(ii)", "with a notably high ASR", SUCCESS, "FedCBO", "Oracle Max")
-    yield from _bars(
-        "Fig. 6 (a)",
-        "It selects malicious peers at a comparable frequency",
-        "picked",
-        "FedCBO",
-        EQUAL,
-    )
-    yield from _bars("Fig. 6 (b)", "and gives them nearly equal weight", "share", "FedCBO", EQUAL)
-    yield _more(
-        "(iii)", "FedCB2O is significantly higher on the source class", SOURCE, "FedCB2O", "FedCBO"
-    )
-    yield _less("(iii)", "and much lower in ASR", SUCCESS, "FedCB2O", "FedCBO")
-    for oracle in ("Oracle Min", "Oracle Max"):
-        yield _alike(
-            "(iii)", f"comparable to {oracle} on the source class", SOURCE, "FedCB2O", oracle
-        )
-        yield _alike("(iii)", "and in ASR", SUCCESS, "FedCB2O", oracle)
-    yield _alike("(iii)", "and very close to Oracle Min overall", ACCURACY, "FedCB2O", "Oracle Min")
-    yield _of(
-        "(iii)",
-        "FedCB2O finds the clusters",
-        "weight on the other cluster",
-        "elsewhere",
-        "FedCB2O",
-        MINIMAL,
-    )
-    yield _more(
-        "Table 2", "T_G > 0 improves overall accuracy", ACCURACY, "FedCB2O with T_G", "FedCB2O"
-    )
-    yield _no_worse(
-        "Table 2", "the source class does not degrade", SOURCE, "FedCB2O with T_G", "FedCB2O"
-    )
-    yield _no_worse("Table 2", "nor does ASR", SUCCESS, "FedCB2O with T_G", "FedCB2O")
-    for other in ("with an earlier T_G", "with a later T_G"):
-        says = f"T_G = 30 strikes the best balance: better than {other.removeprefix('with ')} on the source class"
-        yield _more("Table 2", says, SOURCE, "FedCB2O with T_G", other)
-        yield _less("Table 2", "and in ASR", SUCCESS, "FedCB2O with T_G", other)
-    pictured = "FedCB2O of Fig. 6"
-    says = "FedCB2O does not exclude malicious peers"
-    yield from _bars("Fig. 6 (c)", says, "picked", pictured, (EQUAL[0], math.inf))
-    says = "since malicious agents train models with smaller average losses than benign ones"
-    what = "average loss, malicious less benign peers of the cluster"
-    yield _of("Fig. 6 (c)", says, what, "malicious_loss", "FedCBO", (-math.inf, 0.0))
-    yield from _bars(
-        "Fig. 6 (c)",
-        "it selects benign peers less than malicious ones",
-        "picked",
-        pictured,
-        (1, math.inf),
-    )
-    yield from _bars(
-        "Fig. 6 (d)", "but gives malicious ones minimal weight", "share", pictured, MINIMAL
-    )
-    what = "frequency, benign peers of the cluster"
-    for cluster, end in CLUSTERS.items():
-        says = f"Benign peers are selected less than in FedCBO{cluster}"
-        yield _grown(says, what, f"benign_picked{end}", -math.inf, 0.0)
-    says = "since their own average loss is larger"
-    what = "validation loss of benign agents, all rounds"
-    yield _grown(says, what, "loss", 0.0, math.inf, JUDGED_ALIKE)
+def _roles(values: Values, fedcb2o: str, fedcbo: str, suffix: str) -> dict[str, str]:
+    """Return the available runs of one comparison by role."""
+    roles = {
+        "FedCBO": fedcbo,
+        "FedCB2O": fedcb2o,
+        "FedCBO without attack": f"{fedcbo}-clean",
+        "Oracle Min": f"oracle-min{suffix}",
+        "Oracle Max": f"oracle-max{suffix}",
+    }
+    if fedcbo == "fedcbo-alpha10":
+        roles["FedCBO with alpha = 2"] = "fedcbo"
+
+    matches = (re.fullmatch(rf"{fedcb2o}-tg(\d+)", name) for name in values)
+    by_start = {int(match[1]): match[0] for match in matches if match}
+    switched = [by_start[start] for start in sorted(by_start)]
+    if switched:
+        roles["FedCB2O with T_G"] = switched[len(switched) // 2]
+    if len(switched) > 2:
+        roles["with an earlier T_G"] = switched[0]
+        roles["with a later T_G"] = switched[-1]
+    roles["FedCB2O of Fig. 6"] = roles.get("FedCB2O with T_G", fedcb2o)
+    return {role: name for role, name in roles.items() if name in values}
+
+
+# Claims
+
+
+def all_claims() -> Iterator[Claim]:
+    """Yield all claims of sec:experiments, in its order."""
+    cbo, b2o, tg = ("FedCBO", "FedCB2O", "FedCB2O with T_G")
+    low, high = ("Oracle Min", "Oracle Max")
+    settings = functools.partial(_more, "Settings", a=cbo, b="FedCBO with alpha = 2")
+    yield settings("alpha = 10 yields better performance of FedCBO, overall", ACCURACY)
+    yield settings("and on the source class", SOURCE)
+    yield _less("Settings", "and in ASR", SUCCESS, cbo, "FedCBO with alpha = 2")
+    yield _second_best("Oracle Max is the best or second-best overall", ACCURACY)
+    yield _second_best("and on the source class", SOURCE)
+    yield _second_best("and in ASR", SUCCESS)
+    text = "Oracle Min is similar to Oracle Max on the source class"
+    yield _alike("(i)", text, SOURCE, low, high)
+    yield _alike("(i)", "and in ASR", SUCCESS, low, high)
+    yield _less("(i)", "but lower overall", ACCURACY, low, high)
+    yield _alike("(ii)", "FedCBO is comparable to Oracle Max overall", ACCURACY, cbo, high)
+    text = "since the attack has minimal impact on overall accuracy"
+    yield _no_worse("(ii)", text, ACCURACY, cbo, "FedCBO without attack")
+    other = ("weight on the other cluster", "elsewhere")
+    yield _in_range("(ii)", "FedCBO finds the clusters", *other, cbo, MINIMAL_RATIO)
+    yield _less("(ii)", "but degrades significantly on the source class", SOURCE, cbo, high)
+    yield _more("(ii)", "with a notably high ASR", SUCCESS, cbo, high)
+    text = "It selects malicious peers at a comparable frequency"
+    yield from _bar_ratios("Fig. 6 (a)", text, "picked", cbo, EQUAL_RATIO)
+    text = "and gives them nearly equal weight"
+    yield from _bar_ratios("Fig. 6 (b)", text, "share", cbo, EQUAL_RATIO)
+    yield _more("(iii)", "FedCB2O is significantly higher on the source class", SOURCE, b2o, cbo)
+    yield _less("(iii)", "and much lower in ASR", SUCCESS, b2o, cbo)
+    for oracle in (low, high):
+        yield _alike("(iii)", f"comparable to {oracle} on the source class", SOURCE, b2o, oracle)
+        yield _alike("(iii)", "and in ASR", SUCCESS, b2o, oracle)
+    yield _alike("(iii)", "and very close to Oracle Min overall", ACCURACY, b2o, low)
+    yield _in_range("(iii)", "FedCB2O finds the clusters", *other, b2o, MINIMAL_RATIO)
+    yield _more("Table 2", "T_G > 0 improves overall accuracy", ACCURACY, tg, b2o)
+    yield _no_worse("Table 2", "the source class does not degrade", SOURCE, tg, b2o)
+    yield _no_worse("Table 2", "nor does ASR", SUCCESS, tg, b2o)
+    for start in ("an earlier T_G", "a later T_G"):
+        text = f"T_G = 30 strikes the best balance: better than {start} on the source class"
+        yield _more("Table 2", text, SOURCE, tg, f"with {start}")
+        yield _less("Table 2", "and in ASR", SUCCESS, tg, f"with {start}")
+
+    drawn = "FedCB2O of Fig. 6"
+    text = "FedCB2O does not exclude malicious peers"
+    yield from _bar_ratios("Fig. 6 (c)", text, "picked", drawn, (EQUAL_RATIO[0], math.inf))
+    text = "since malicious agents train models with smaller average losses than benign ones"
+    quantity = "average loss, malicious less benign peers of the cluster"
+    yield _in_range("Fig. 6 (c)", text, quantity, "malicious_loss", cbo, (-math.inf, 0.0))
+    text = "it selects benign peers less than malicious ones"
+    yield from _bar_ratios("Fig. 6 (c)", text, "picked", drawn, (1, math.inf))
+    text = "but gives malicious ones minimal weight"
+    yield from _bar_ratios("Fig. 6 (d)", text, "share", drawn, MINIMAL_RATIO)
+    quantity = "frequency, benign peers of the cluster"
+    for cluster, suffix in CLUSTER_SUFFIXES.items():
+        text = f"Benign peers are selected less than in FedCBO{cluster}"
+        yield _change(text, quantity, f"benign_picked{suffix}", -math.inf, 0.0)
+    text = "since their own average loss is larger"
+    quantity = "validation loss of benign agents, all rounds"
+    yield _change(text, quantity, "loss", 0.0, math.inf, SAME_LOSS_FEDCBO)
 
 
 def _difference(
-    where: str, says: str, metric: str, a: str, b: str, *, low: float, high: float
+    section: str, text: str, metric: str, a: str, b: str, *, low: float, high: float
 ) -> Claim:
-    """That the difference of two methods lies in a range."""
-    paper = float(PAPER[a][metric] - PAPER[b][metric]) if {a, b} <= {*PAPER} else math.nan
-    statistic = f"{NAMED[metric]}, {a} less {b}"
+    """Claim that the difference of two methods is in a range."""
+    paper = math.nan
+    if {a, b} <= {*PAPER}:
+        paper = float(PAPER[a][metric] - PAPER[b][metric])
+    statistic = f"{METRIC_NAMES[metric]}, {a} less {b}"
     return Claim(
-        where, says, statistic, (a, b), lambda v: v[a][metric] - v[b][metric], low, high, paper
+        section, text, statistic, (a, b), lambda v: v[a][metric] - v[b][metric], low, high, paper
     )
 
 
@@ -362,290 +336,281 @@ _more = functools.partial(_difference, low=0.0, high=math.inf)
 _less = functools.partial(_difference, low=-math.inf, high=0.0)
 
 
-def _alike(where: str, says: str, metric: str, a: str, b: str) -> Claim:
-    """That two methods differ by no more than what the paper calls alike."""
-    return _difference(where, says, metric, a, b, low=-MARGIN[metric], high=MARGIN[metric])
+def _alike(section: str, text: str, metric: str, a: str, b: str) -> Claim:
+    """Claim that two methods differ by at most the paper's margin."""
+    return _difference(section, text, metric, a, b, low=-MARGIN[metric], high=MARGIN[metric])
 
 
-def _no_worse(where: str, says: str, metric: str, a: str, b: str) -> Claim:
-    """That a method is not worse than another by more than what the paper calls alike; better it may be."""
-    worse, better = ("high", "low") if metric == SUCCESS else ("low", "high")
-    sign = 1 if metric == SUCCESS else -1
-    return _difference(
-        where, says, metric, a, b, **{worse: sign * MARGIN[metric], better: -sign * math.inf}
-    )
+def _no_worse(section: str, text: str, metric: str, a: str, b: str) -> Claim:
+    """Claim that a method is at most the margin worse than another."""
+    if metric == SUCCESS:
+        return _difference(section, text, metric, a, b, low=-math.inf, high=MARGIN[metric])
+    return _difference(section, text, metric, a, b, low=-MARGIN[metric], high=math.inf)
 
 
-def _second(says: str, metric: str) -> Claim:
-    """That at most one of the others is better than Oracle Max."""
+def _second_best(text: str, metric: str) -> Claim:
+    """Claim that at most one other method is better than Oracle Max."""
     others = ["FedCBO", "Oracle Min", "FedCB2O"]
     sign = -1 if metric == SUCCESS else 1
 
-    def ahead(v: pd.DataFrame) -> "pd.Series[float]":
-        v = sign * v.dropna()
-        best: pd.Series[float] = v["Oracle Max"] - v[others].apply(
-            lambda row: row.nlargest(2).iloc[-1], axis="columns"
-        )
-        return best
+    def advantage(values: pd.DataFrame) -> "Series[float]":
+        values = sign * values.dropna()
+        second = values[others].apply(lambda row: row.nlargest(2).iloc[-1], axis="columns")
+        difference: Series[float] = values["Oracle Max"] - second
+        return difference
 
-    return Claim(
-        "(i)",
-        says,
-        f"{NAMED[metric]}, Oracle Max better than the second best of the others by",
-        ("Oracle Max", *others),
-        lambda v: ahead(pd.DataFrame({name: v[name][metric] for name in ("Oracle Max", *others)})),
-        0.0,
-        math.inf,
-        float(ahead(PAPER.loc[[metric]]).iloc[0]),
-    )
+    def compute(v: Values) -> "Series[float]":
+        return advantage(pd.DataFrame({name: v[name][metric] for name in ("Oracle Max", *others)}))
+
+    statistic = f"{METRIC_NAMES[metric]}, Oracle Max better than the second best of the others by"
+    paper = float(advantage(PAPER.loc[[metric]]).iloc[0])
+    return Claim("(i)", text, statistic, ("Oracle Max", *others), compute, 0.0, math.inf, paper)
 
 
-def _of(
-    where: str, says: str, what: str, column: str, role: str, limits: tuple[float, float]
+def _in_range(
+    section: str, text: str, quantity: str, column: str, role: str, limits: tuple[float, float]
 ) -> Claim:
-    """That what stands in a column lies in a range."""
+    """Claim that a column of a run is in a range."""
     return Claim(
-        where, says, f"{what}, {role}", (role,), lambda v: _column(v[role], column), *limits
+        section, text, f"{quantity}, {role}", (role,), lambda v: _column(v[role], column), *limits
     )
 
 
-def _bars(
-    where: str, says: str, bar: str, role: str, limits: tuple[float, float]
+def _bar_ratios(
+    section: str, text: str, bar: str, role: str, limits: tuple[float, float]
 ) -> Iterator[Claim]:
-    """The same of two bars of Figure 6 for each cluster: that of malicious over that of benign peers."""
-    what = f"{'frequency' if bar == 'picked' else 'weight given'}, malicious over benign peers of the cluster"
-    for cluster, end in CLUSTERS.items():
-        yield _of(where, says + cluster, what, f"malicious_{bar}{end}", role, limits)
+    """Yield claims on ratios of bars of Figure 6, malicious over benign peers, per cluster."""
+    name = "frequency" if bar == "picked" else "weight given"
+    quantity = f"{name}, malicious over benign peers of the cluster"
+    for cluster, suffix in CLUSTER_SUFFIXES.items():
+        yield _in_range(section, text + cluster, quantity, f"malicious_{bar}{suffix}", role, limits)
 
 
-def _grown(says: str, what: str, column: str, low: float, high: float, *also: str) -> Claim:
-    """That a column of FedCB2O less that of FedCBO lies in a range, where runs stand for `also`, too."""
+def _change(text: str, quantity: str, column: str, low: float, high: float, *needs: str) -> Claim:
+    """Claim that FedCB2O's column minus FedCBO's is in a range."""
     a = "FedCB2O of Fig. 6"
     b = "FedCBO"
+
+    def compute(v: Values) -> "Series[float]":
+        return _column(v[a], column) - _column(v[b], column)
+
     return Claim(
-        "Fig. 6 (a, c)",
-        says,
-        f"{what}, {a} less {b}",
-        (a, b, *also),
-        lambda v: _column(v[a], column) - _column(v[b], column),
-        low,
-        high,
+        "Fig. 6 (a, c)", text, f"{quantity}, {a} less {b}", (a, b, *needs), compute, low, high
     )
 
 
-def _column(table: pd.DataFrame, name: str) -> "pd.Series[float]":
-    """A column, of NaN where the table has none."""
+def _column(table: pd.DataFrame, name: str) -> "Series[float]":
+    """Return a column, or NaN if the table does not have it."""
     return table[name] if name in table else pd.Series(math.nan, table.index)
 
 
-def interval(each: "pd.Series[float]") -> tuple[float, float, float]:
-    """The mean of a statistic over seeds, and the ends of Student's interval for it at 95%."""
-    known = each.dropna()
-    mean = float(known.mean())
-    if len(known) < 2:
+def mean_interval(values: "Series[float]") -> tuple[float, float, float]:
+    """Return the mean over seeds and the ends of Student's 95% interval.
+
+    Args:
+        values: One value per seed; NaN is ignored.
+
+    Returns:
+        Mean, lower and upper end; infinite ends for fewer than two seeds.
+    """
+    values = values.dropna()
+    mean = float(values.mean())
+    if len(values) < 2:
         return mean, -math.inf, math.inf
-    half = float(statistics.interval_half_width(len(known), known.std(ddof=1)))
+    half = float(statistics.interval_half_width(len(values), values.std(ddof=1)))
     return mean, mean - half, mean + half
 
 
 def verdict(claim: Claim, low: float, high: float) -> str:
-    """What an interval for the statistic says about the claim."""
+    """Return the verdict on a claim from an interval of its statistic."""
     if claim.low <= low and high <= claim.high:
         return "held"
-    return "opposite" if high < claim.low or low > claim.high else "undecided"
+    if high < claim.low or low > claim.high:
+        return "opposite"
+    return "undecided"
 
 
-def claims_table(known: Values) -> str:
-    """The claims in Markdown, a column for each choice of runs; what only repeats the cell before it is ″."""
-    seeds = max(map(len, known.values()))
-    shown = columns(known)
+# Tables in Markdown
+
+
+def claims_table(values: Values) -> str:
+    """Format all claims, with one column per comparison; ″ repeats the cell to the left."""
+    seeds = max(map(len, values.values()))
+    comparisons = run_columns(values)
 
     def cells(claim: Claim) -> Iterator[str]:
-        before: tuple[str, ...] = ()
-        for stands in shown.values():
-            names = tuple(stands.get(role, "") for role in claim.needs)
-            cell = _cell(claim, {role: known[name] for role, name in stands.items()}, seeds)
-            yield "″" if cell and names == before else cell
-            before = names
+        previous: tuple[str, ...] = ()
+        for roles in comparisons.values():
+            names = tuple(roles.get(role, "") for role in claim.needs)
+            cell = _cell(claim, {role: values[name] for role, name in roles.items()}, seeds)
+            yield "″" if cell and names == previous else cell
+            previous = names
 
-    return _rows(claims(), shown, cells)
+    return _claim_rows(all_claims(), comparisons, cells)
 
 
 def glance_table(*folders: Path) -> str:
-    """The claims of the text and of Table 2 in Markdown, in several folders beside each other: for FedCB2O as the
-    authors released it and as it is by default, each beside the first FedCBO that `columns` has for it."""
-    known = {folder.name: read_values(folder) for folder in folders}
-    shown: dict[str, tuple[Values, int]] = {}
-    for fedcb2o, (size, here) in itertools.product(("fedcb2o-released", "fedcb2o"), known.items()):
-        stands = next(each for each in columns(here).values() if each["FedCB2O"] == fedcb2o)
-        by_role = {role: here[name] for role, name in stands.items()}
-        shown[f"`{size}`: `{stands['FedCBO']}`, `{fedcb2o}`"] = (
+    """Format the claims of the text and of Table 2 for several folders side by side.
+
+    FedCB2O is shown as released and as it is by default, each with the first FedCBO of
+    `run_columns`.
+    """
+    values = {folder.name: read_values(folder) for folder in folders}
+    columns: dict[str, tuple[Values, int]] = {}
+    for fedcb2o, (size, tables) in itertools.product(
+        ("fedcb2o-released", "fedcb2o"), values.items()
+    ):
+        roles = next(roles for roles in run_columns(tables).values() if roles["FedCB2O"] == fedcb2o)
+        by_role = {role: tables[name] for role, name in roles.items()}
+        columns[f"`{size}`: `{roles['FedCBO']}`, `{fedcb2o}`"] = (
             by_role,
-            max(map(len, here.values())),
+            max(map(len, tables.values())),
         )
-    main = (claim for claim in claims() if not claim.where.startswith(("Settings", "Fig.")))
-    return _rows(
-        main, shown, lambda claim: (_cell(claim, here, seeds) for here, seeds in shown.values())
+
+    main = (claim for claim in all_claims() if not claim.section.startswith(("Settings", "Fig.")))
+    return _claim_rows(
+        main, columns, lambda claim: [_cell(claim, *column) for column in columns.values()]
     )
 
 
-def _rows(
-    told: Iterable[Claim], shown: Iterable[str], cells: Callable[[Claim], Iterable[str]]
+def _claim_rows(
+    claims: Iterable[Claim], headings: Iterable[str], cells: Callable[[Claim], Iterable[str]]
 ) -> str:
-    """Claims in Markdown, with a column for each heading of `shown`; of those that have anything in a cell."""
-    headings = [*shown]
-    lines = [" | ".join(["| | The paper says | Statistic | In the paper", *headings]) + " |"]
-    lines.append("| --- | --- | --- | ---: |" + " ---: |" * len(headings))
-    for claim in told:
-        found = [*cells(claim)]
-        if any(found):
+    """Format the claims with a cell in at least one column."""
+    titles = ["| | The paper says | Statistic | In the paper", *headings]
+    lines = [" | ".join(titles) + " |"]
+    lines.append("| --- | --- | --- | ---: |" + " ---: |" * (len(titles) - 1))
+    for claim in claims:
+        row = [*cells(claim)]
+        if any(row):
             paper = "" if math.isnan(claim.paper) else f"{claim.paper:+.2f}"
             lines.append(
-                "| " + " | ".join([claim.where, claim.says, claim.statistic, paper, *found]) + " |"
+                "| " + " | ".join([claim.section, claim.text, claim.statistic, paper, *row]) + " |"
             )
     return "\n".join(lines) + "\n"
 
 
 def _cell(claim: Claim, runs: Values, seeds: int) -> str:
-    """The mean of a statistic, its interval and the verdict, and how many seeds it is of where others have more;
-    nothing where the runs do not tell."""
-    if not runs.keys() >= {*claim.needs} or (each := claim.of(runs).dropna()).empty:
+    """Format mean, interval and verdict, and the number of seeds if others have more."""
+    if not runs.keys() >= {*claim.needs}:
         return ""
-    mean, low, high = interval(each)
-    sign = "+" if " less " in claim.statistic or " by" in claim.statistic else ""
-    places = 2 if claim.statistic.startswith(tuple(NAMED.values())) else 3
-    count = (
-        "" if len(each) == seeds and seeds > 1 else f" ({len(each)} seed{'s' * (len(each) > 1)})"
-    )
-    return (
-        statistics.format_interval(mean, low, high, places, sign)
-        + count
-        + f" **{verdict(claim, low, high)}**"
-    )
+    values = claim.compute(runs).dropna()
+    if values.empty:
+        return ""
+
+    mean, low, high = mean_interval(values)
+    is_signed = " less " in claim.statistic or " by" in claim.statistic
+    decimals = 2 if claim.statistic.startswith(tuple(METRIC_NAMES.values())) else 3
+    text = statistics.format_interval(mean, low, high, decimals, "+" if is_signed else "")
+    if len(values) != seeds or seeds == 1:
+        text += f" ({len(values)} seed{'s' * (len(values) > 1)})"
+    return f"{text} **{verdict(claim, low, high)}**"
 
 
-def metrics_table(known: Values) -> str:
-    """What each run reached, in percent: mean and interval over its seeds."""
-    shown = [column for column in COLUMNS if any(column in table for table in known.values())]
-    lines = [" | ".join(["| ", *(COLUMNS[column] for column in shown), "Seeds |"])]
-    lines.append("| --- |" + " ---: |" * (len(shown) + 1))
-    for name, table in known.items():
-        cells = []
-        for column in shown if not name.endswith("-clean") else ():
-            mean, low, high = interval(_column(table, column))
-            cells.append(
-                "–" if math.isnan(mean) else statistics.format_interval(mean, low, high, digits=2)
-            )
-        if cells:
-            lines.append("| " + " | ".join([f"`{name}`", *cells, str(len(table))]) + " |")
+def metrics_table(values: Values) -> str:
+    """Format mean and interval of each run's metrics, in percent."""
+    columns = [name for name in COLUMN_TITLES if any(name in table for table in values.values())]
+    lines = [" | ".join(["| ", *(COLUMN_TITLES[name] for name in columns), "Seeds |"])]
+    lines.append("| --- |" + " ---: |" * (len(columns) + 1))
+    for name, table in values.items():
+        if name.endswith("-clean") or not columns:
+            continue
+        intervals = [mean_interval(_column(table, column)) for column in columns]
+        cells = [
+            "–" if math.isnan(ends[0]) else statistics.format_interval(*ends, digits=2)
+            for ends in intervals
+        ]
+        lines.append("| " + " | ".join([f"`{name}`", *cells, str(len(table))]) + " |")
     return "\n".join(lines) + "\n"
 
 
 def rounds_table(folder: Path) -> str:
-    """What FedCBO and FedCB2O had reached in each round with an evaluation, in percent, the mean over seeds; and last
-    the paper's."""
-    found = {
-        name: table.groupby("round").mean()
-        for name, table in _by_round(folder).items()
-        if name.startswith(("fedcbo", "fedcb2o"))
-    }
-    heads = [f"`{name}`, {NAMED[metric]}" for name in found for metric in METRICS]
+    """Format mean metrics of FedCBO and FedCB2O in each evaluated round, and the paper's."""
+    means = {}
+    for name, table in _read_curves(folder).items():
+        if name.startswith(("fedcbo", "fedcb2o")):
+            means[name] = table.groupby("round").mean()
+
+    heads = [f"`{name}`, {METRIC_NAMES[metric]}" for name in means for metric in METRICS]
     lines = [" | ".join(["| Round", *heads]) + " |", "| ---: |" + " ---: |" * len(heads)]
-    for each in sorted(set().union(*(table.index for table in found.values()))):
-        cells = [
-            float(table[metric].get(each, math.nan))
-            for table in found.values()
-            for metric in METRICS
+    for n in sorted(set().union(*(table.index for table in means.values()))):
+        numbers = [
+            float(table[metric].get(n, math.nan)) for table in means.values() for metric in METRICS
         ]
-        lines.append(
-            " | ".join(
-                [f"| {each}", *("" if math.isnan(cell) else f"{cell:.2f}" for cell in cells)]
-            )
-            + " |"
-        )
-    paper = [
-        PAPER["FedCBO" if name.startswith("fedcbo") else "FedCB2O"][metric]
-        for name in found
-        for metric in METRICS
-    ]
-    lines.append(" | ".join(["| 150, the paper", *(f"{cell:.2f}" for cell in paper)]) + " |")
+        cells = ["" if math.isnan(number) else f"{number:.2f}" for number in numbers]
+        lines.append(" | ".join([f"| {n}", *cells]) + " |")
+
+    methods = ["FedCBO" if name.startswith("fedcbo") else "FedCB2O" for name in means]
+    paper = [f"{PAPER[method][metric]:.2f}" for method in methods for metric in METRICS]
+    lines.append(" | ".join(["| 150, the paper", *paper]) + " |")
     return "\n".join(lines) + "\n"
 
 
-TABLE = re.compile(
-    r"(?P<mark>^<!-- claims: (?P<folder>\S+) (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE
-)
+# Files
 
 
-def gathered(folders: Sequence[Path], into: Path) -> dict[str, list[Run]]:
-    """The runs in some folders by what follows the prefix of their names, those of one name and of the same settings as
-    one run, by links, the one with the most seeds first."""
+def gather_runs(folders: Sequence[Path], target: Path) -> dict[str, list[Run]]:
+    """Merge runs with the same name and settings, by symbolic links to their finished seeds.
+
+    Args:
+        folders: Folders of runs.
+        target: Empty folder for the links.
+
+    Returns:
+        Runs by the part of their names after the prefix, those with the most seeds first.
+    """
     for config in (path for folder in folders for path in sorted(folder.glob("*/config.toml"))):
         run = Run(config.parent)
-        there = into / settings_digest(run.config) / config.parent.name
-        done = [
+        seeds = [
             s
             for s in run.seeds
             if (run.summary_of(s) or {"rounds": -1})["rounds"] >= run.config["rounds"]
         ]
-        if not done:
+        if not seeds:
             continue
-        there.mkdir(parents=True, exist_ok=True)
-        if not (there / "config.toml").exists():
-            (there / "config.toml").symlink_to(config.resolve())
-        for seed in done:
-            (there / f"seed-{seed}").symlink_to(config.parent.resolve() / f"seed-{seed}")
+
+        merged = target / settings_digest(run.config) / config.parent.name
+        merged.mkdir(parents=True, exist_ok=True)
+        if not (merged / "config.toml").exists():
+            (merged / "config.toml").symlink_to(config.resolve())
+        for seed in seeds:
+            (merged / f"seed-{seed}").symlink_to(config.parent.resolve() / f"seed-{seed}")
+
     runs: dict[str, list[Run]] = {}
-    for path in sorted(into.glob("*/*")):
+    for path in sorted(target.glob("*/*")):
         if match := re.search("fedcbo|fedcb2o|oracle", path.name):
             runs.setdefault(path.name[match.start() :], []).append(Run(path))
-    ordered = {name: sorted(each, key=lambda run: -len(run.seeds)) for name, each in runs.items()}
-    return {name: ordered[name] for name in sorted(ordered, key=_place)}
+    names = sorted(runs, key=lambda name: (name.startswith("fedcb2o"), name))
+    return {name: sorted(runs[name], key=lambda run: -len(run.seeds)) for name in names}
 
 
 def read_values(folder: Path) -> dict[str, pd.DataFrame]:
-    """What values.csv of a folder holds, by method."""
-    return _by_method(folder / "values.csv", ["seed"])
+    """Read values.csv of a folder: by method, one row per seed."""
+    return _read_by_method(folder / "values.csv", ["seed"])
 
 
 def read_mean(folder: Path, after: float = 0.5) -> dict[str, pd.DataFrame]:
-    """The mean, for each seed, of what curves.csv of a folder holds beyond a share of the rounds, by method."""
-    found = _by_round(folder)
+    """Read the means over the evaluations after a share of the rounds: by method, one row per
+    seed."""
+    curves = _read_curves(folder)
     start = after * max(
-        int(table.index.get_level_values("round").max()) for table in found.values()
+        int(table.index.get_level_values("round").max()) for table in curves.values()
     )
     return {
         name: table.query(f"round > {start}").groupby("seed").mean()
-        for name, table in found.items()
+        for name, table in curves.items()
     }
 
 
-def _by_round(folder: Path) -> dict[str, pd.DataFrame]:
-    return _by_method(folder / "curves.csv", ["seed", "round"])
+def _read_curves(folder: Path) -> dict[str, pd.DataFrame]:
+    return _read_by_method(folder / "curves.csv", ["seed", "round"])
 
 
-def _by_method(path: Path, keys: list[str]) -> dict[str, pd.DataFrame]:
+def _read_by_method(path: Path, keys: list[str]) -> dict[str, pd.DataFrame]:
     table = pd.read_csv(path).set_index(keys)
     return {
-        str(name): mine.drop(columns="method") for name, mine in table.groupby("method", sort=False)
+        str(name): rows.drop(columns="method") for name, rows in table.groupby("method", sort=False)
     }
-
-
-def added(path: Path, new: Values) -> dict[str, pd.DataFrame]:
-    """The values of a file, and new ones, which replace those of the same method and seed; in the order of methods."""
-    keys = [str(key) for key in next(iter(new.values())).index.names]
-    found = (
-        _by_method(path, keys) if path.exists() else {}
-    )  # curves.csv may not be there, and is not made then
-    for name, mine in new.items():
-        old = found.get(name, mine.iloc[:0])
-        old = old[~old.index.get_level_values("seed").isin(mine.index.get_level_values("seed"))]
-        found[name] = pd.concat([old, mine]).sort_index()
-    return dict(sorted(found.items(), key=lambda each: _place(each[0])))
-
-
-def _place(name: str) -> tuple[bool, str]:
-    return name.startswith("fedcb2o"), name
 
 
 TABLES: dict[str, Callable[..., str]] = {
@@ -656,76 +621,68 @@ TABLES: dict[str, Callable[..., str]] = {
     "rounds": rounds_table,
     "glance": glance_table,
 }
+TABLE = re.compile(
+    r"(?P<mark>^<!-- claims: (?P<folder>\S+) (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE
+)
 
 
-def rewritten(page: Path) -> str:
-    """The page with its tables as the values have them."""
+def rewrite_page(page: Path) -> str:
+    """Return the text of a page with tables made from the current values."""
 
-    def table(found: re.Match[str]) -> str:
-        folders = (page.parent / folder for folder in found["folder"].split(","))
-        return found["mark"] + TABLES[found["name"]](*folders) + "\n"
+    def table(match: re.Match[str]) -> str:
+        folders = (page.parent / folder for folder in match["folder"].split(","))
+        return match["mark"] + TABLES[match["name"]](*folders) + "\n"
 
     return TABLE.sub(table, page.read_text(encoding="utf-8"))
 
 
-def draw(folder: Path) -> None:
-    """The picture of a folder's curves.csv, beside it."""
-    figures.draw_panels(figures.curve_panels(pictured(_by_round(folder)))).savefig(
-        folder / "curves.png", dpi=130
-    )
+def draw_curves(folder: Path) -> None:
+    """Draw the figure of a folder's curves.csv."""
+    panels = figures.curve_panels(select_curves(_read_curves(folder)))
+    figures.draw_panels(panels).savefig(folder / "curves.png", dpi=130)
 
 
 def main() -> None:
-    """Read the runs, print the tables, and write what there is to keep; or write the tables of pages anew."""
+    """Read runs, print tables and write values and figures; or rewrite pages."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folders", type=Path, nargs="*", help="folders that hold runs")
-    parser.add_argument("--out", type=Path, help="where values and figures go")
-    parser.add_argument(
-        "--keep", action="store_true", help="with --out: keep what it has of other seeds"
-    )
-    parser.add_argument(
-        "--page", type=Path, action="append", default=[], help="a page whose tables to write anew"
-    )
+    parser.add_argument("folders", type=Path, nargs="*", help="folders of runs")
+    parser.add_argument("--out", type=Path, help="folder for values and figures")
+    parser.add_argument("--page", type=Path, action="append", default=[], help="page to rewrite")
     arguments = parser.parse_args()
-    if arguments.keep and (arguments.out is None or not (arguments.out / "values.csv").exists()):
-        parser.error("--keep adds to the values.csv of --out, and there is none")
-    if arguments.keep and not arguments.folders:
-        parser.error("--keep adds runs, and no folder of any is given")
-    with tempfile.TemporaryDirectory() as into:
-        runs = gathered(arguments.folders, Path(into))
-        known = {
-            name: pd.concat(map(values, each)).sort_index().round(4) for name, each in runs.items()
+    out: Path | None = arguments.out
+    with tempfile.TemporaryDirectory() as target:
+        runs = gather_runs(arguments.folders, Path(target))
+        values = {
+            name: pd.concat(map(seed_values, same)).sort_index().round(4)
+            for name, same in runs.items()
         }
-        curves = {name: pd.concat(map(curve, each)).sort_index() for name, each in runs.items()}
-        if runs and arguments.keep:
-            known = added(arguments.out / "values.csv", known)
-            curves = added(arguments.out / "curves.csv", curves)
-        if arguments.folders and not columns(known):
-            parser.error(
-                f"no finished runs PREFIX-fedcbo and PREFIX-fedcb2o, only {', '.join(runs) or 'none'}"
-            )
-        if known:
-            print(metrics_table(known), claims_table(known), sep="\n")
-        if known and arguments.out is not None:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            pd.concat(known, names=["method"]).to_csv(arguments.out / "values.csv")
-            if (arguments.out / "curves.csv").exists() or not arguments.keep:
-                pd.concat(curves, names=["method"]).to_csv(arguments.out / "curves.csv")
-                draw(arguments.out)
-        if known and arguments.out is not None and not arguments.keep:
-            stands = next(iter(columns(known).values()))
+        if arguments.folders and not run_columns(values):
+            names = ", ".join(runs) or "none"
+            parser.error(f"no finished runs PREFIX-fedcbo and PREFIX-fedcb2o, only {names}")
+        if values:
+            print(metrics_table(values), claims_table(values), sep="\n")
+        if values and out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            pd.concat(values, names=["method"]).to_csv(out / "values.csv")
+            curves = {
+                name: pd.concat(map(seed_curves, same)).sort_index() for name, same in runs.items()
+            }
+            pd.concat(curves, names=["method"]).to_csv(out / "curves.csv")
+            draw_curves(out)
+            roles = next(iter(run_columns(values).values()))
             bars = figures.figure6(
-                *(runs[stands[role]][0] for role in ("FedCBO", "FedCB2O of Fig. 6"))
+                *(runs[roles[role]][0] for role in ("FedCBO", "FedCB2O of Fig. 6"))
             )
-            bars.savefig(arguments.out / "figure6.png", dpi=130)
-    if arguments.out is not None and not arguments.folders:
-        if not (arguments.out / "curves.csv").exists():
-            parser.error("--out without runs draws what is in its curves.csv, and there is none")
-        draw(arguments.out)
+            bars.savefig(out / "figure6.png", dpi=130)
+
+    if out is not None and not arguments.folders:
+        if not (out / "curves.csv").exists():
+            parser.error("--out without runs draws its curves.csv, and the folder has none")
+        draw_curves(out)
     for page in arguments.page:
-        page.write_text(rewritten(page), encoding="utf-8")
+        page.write_text(rewrite_page(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

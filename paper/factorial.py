@@ -1,15 +1,17 @@
-"""What each choice that FedCB2O leaves open does, and which of them act together: a factorial on tuning images.
+"""Effects and interactions of FedCB2O's open choices: a factorial on tuning images.
 
-    .venv/bin/python paper/factorial.py digits      # measure what is missing, about an hour on two quiet cores
+    .venv/bin/python paper/factorial.py digits  # measure missing runs; an hour on two idle cores
     .venv/bin/python paper/factorial.py digits --tables
 
-Every seed runs a fractional factorial of resolution IV: a Hadamard matrix of order 16 folded over, that is with its
-negative, 32 runs, whose columns are given to factors, and turned, by the seed. So within each seed a main effect is
-orthogonal to the others and to interactions of two, and is the mean over seeds of what they found, with Student's
-interval. Interactions of two factors, which a seed alone confounds, are fitted over all seeds by least squares. All
-settings share the seeds. On Fashion-MNIST a seed runs four of the 32, and main effects are fitted too.
-Effects are those of the second level against the first, in percent of benign agents' accuracy or attack success after
-the last round.
+Every seed runs a fractional factorial of resolution IV with 32 runs: a Hadamard matrix of order 16
+and its negative. The seed assigns columns to factors and draws their signs. Within a seed a main
+effect is therefore orthogonal to the other main effects and to interactions of two factors. It is
+estimated as the mean over seeds, with Student's interval. Interactions of two factors, which are
+confounded within a seed, are fitted over all seeds by least squares. All settings share the seeds.
+On Fashion-MNIST a seed runs four of the 32, and main effects are fitted too.
+
+Effects are those of the second level against the first, in percent of benign agents' accuracy or
+attack success after the last round.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a run a core
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one run per core
 
 import numpy as np
 import pandas as pd
@@ -32,12 +34,13 @@ import fedcb2o
 from fedcb2o.experiments.config.tables import merge
 from fedcb2o.report.statistics import format_interval, holm_correction, interval_half_width
 
-RAW = Path(__file__).parents[1] / "docs" / "benchmark" / "factorial"
+DATA = Path(__file__).parents[1] / "docs" / "benchmark" / "factorial"
 FLIP = {"name": "label_flip", "source": 3, "target": 8}
+NUM_ROWS = 32
 Tables = dict[str, Any]
 
 SEEDS = range(1000, 1020)
-"""The seeds on which FedCB2O is tuned; no reported number is of these."""
+"""The tuning seeds of FedCB2O; no reported number is of these."""
 
 FACTORS: dict[str, tuple[Tables, Tables]] = {
     "split = released": ({}, {"agents": {"split": "released"}}),
@@ -53,24 +56,23 @@ FACTORS: dict[str, tuple[Tables, Tables]] = {
     ),
     "T_G = 5": ({}, {"algorithm": {"criterion_from_round": 5}}),
     "alpha 5": ({"algorithm": {"alpha": 2.0}}, {"algorithm": {"alpha": 5.0}}),
-    "tested 2": ({}, {"algorithm": {"tested": 2.0}}),
-    "judged half-way": ({}, {"algorithm": {"judged_at": 0.5}}),
+    "tested 2": ({}, {"algorithm": {"loss_tolerance": 2.0}}),
+    "judged half-way": ({}, {"algorithm": {"interpolation": 0.5}}),
     "gap tested, to the majority": (
         {},
         {"algorithm": {"criterion": {"z": 2.0, "against": "majority"}}},
     ),
     "record of L and G": ({}, {"algorithm": {"likelihood": "loss+criterion"}}),
-    "ball 1.3": ({}, {"algorithm": {"ball": 1.3}}),
+    "ball 1.3": ({}, {"algorithm": {"max_distance": 1.3}}),
 }
 
 
 class Study(NamedTuple):
-    """What is measured: the tables that all runs share, those of each setting, and how many rows of its
-    design a seed runs."""
+    """Common tables of all runs, tables of each setting, and design rows per seed."""
 
     shared: Tables
     settings: dict[str, Tables]
-    rows: int = 32
+    rows: int = NUM_ROWS
 
 
 CLEAN = {"malicious_role": "clean"}
@@ -79,7 +81,7 @@ ATTACKS: dict[str, Tables] = {
     "none": {"agents": CLEAN},
     "flip": {"attack": FLIP},
     "sybils": {"attack": {**FLIP, "from_round": 12, "sybils": True}},
-    "trash": {"attack": {"name": "trash"}},
+    "trash": {"attack": {"name": "random_model"}},
 }
 STUDIES = {
     "digits": Study(
@@ -96,19 +98,16 @@ STUDIES = {
             "rounds": 20,
             "data": {"name": "fashion_mnist", "train_per_class": 600, "test_per_class": 200},
             "agents": {
-                "benign": 5,
-                "malicious": 2,
-                "benign_samples": 120,
-                "malicious_samples": 300,
-                "validation": 0.3,
-                "budget": 5,
+                **{"benign": 5, "malicious": 2, "benign_samples": 120, "malicious_samples": 300},
+                **{"validation": 0.3, "budget": 5},
             },
             "model": {"name": "cnn", "channels": [8, 16], "hidden": 60, "down": "stride"},
             "training": {"gamma": 0.1, "batch_size": 32, "local_epochs": 1, "precision": "float32"},
         },
         {
             "none": {**ATTACKS["none"], "attack": FLIP},
-            **{name: ATTACKS[name] for name in ("flip", "trash")},
+            "flip": ATTACKS["flip"],
+            "trash": ATTACKS["trash"],
         },
         rows=4,
     ),
@@ -116,16 +115,16 @@ STUDIES = {
 
 
 def design(seed: int) -> np.ndarray:
-    """The levels, -1 and 1, of the factors [32, factors] that a seed runs."""
+    """Return the factor levels of a seed's runs, -1 or 1, shape [32, factors]."""
     draw = np.random.default_rng(seed)
     half = linalg.hadamard(16)
     columns = draw.permutation(16)[: len(FACTORS)]
-    turned = np.vstack([half, -half])[:, columns] * draw.choice([-1, 1], len(FACTORS))
-    return draw.permutation(turned)
+    levels = np.vstack([half, -half])[:, columns] * draw.choice([-1, 1], len(FACTORS))
+    return draw.permutation(levels)
 
 
 class Job(NamedTuple):
-    """A run: `levels` is a sign for each factor."""
+    """A run; `levels` has one sign per factor."""
 
     study: str
     setting: str
@@ -134,98 +133,106 @@ class Job(NamedTuple):
 
 
 def jobs(study: str) -> Iterator[Job]:
-    """All runs of a study."""
+    """Yield all runs of a study."""
     for seed, setting in itertools.product(SEEDS, STUDIES[study].settings):
         for row in design(seed)[: STUDIES[study].rows]:
             yield Job(study, setting, seed, "".join("+" if level > 0 else "-" for level in row))
 
 
 def experiment(job: Job) -> Tables:
-    """The configuration of a run."""
+    """Return the configuration of a run."""
     study = STUDIES[job.study]
     tables: Tables = {
         "name": "run",
         "evaluate_on": "tuning",
         "algorithm": {"criterion": {"name": "class_loss_gap"}},
     }
-    chosen = [
-        levels[sign == "+"] for levels, sign in zip(FACTORS.values(), job.levels, strict=True)
-    ]
-    for more in (study.shared, *chosen, study.settings[job.setting]):
-        tables = merge(tables, more)
+    levels = [pair[sign == "+"] for pair, sign in zip(FACTORS.values(), job.levels, strict=True)]
+    for changes in (study.shared, *levels, study.settings[job.setting]):
+        tables = merge(tables, changes)
     rounds = tables.get("rounds", 25)
     return {**tables, "evaluate_every": rounds, "checkpoint_every": rounds}
 
 
 def measure(job: Job) -> tuple[float, float]:
-    """Accuracy and attack success, if any, of a run."""
+    """Return accuracy and attack success of a run, in percent; NaN without attack."""
     with tempfile.TemporaryDirectory() as folder:
         run = fedcb2o.run(
             experiment(job), out=f"{folder}/run", seeds=[job.seed], workers=1, watch=lambda *_: None
         )
         last = run.records[~run.records.malicious & (run.records["round"] == run.config["rounds"])]
-        success = last.attack_success_rate.mean() if "attack_success_rate" in last else float("nan")
+        success = float("nan")
+        if "attack_success_rate" in last:
+            success = last.attack_success_rate.mean()
     return 100 * float(last.accuracy.mean()), 100 * float(success)
 
 
 def measured(study: str) -> pd.DataFrame:
-    """All runs that there are."""
-    return pd.read_csv(RAW / f"{study}.csv", dtype={"levels": str})
+    """Read all measured runs."""
+    return pd.read_csv(DATA / f"{study}.csv", dtype={"levels": str})
 
 
 def run_missing(study: str) -> None:
-    """Measure what is missing, and write it down run by run."""
-    path = RAW / f"{study}.csv"
+    """Measure missing runs and append each to the file."""
+    path = DATA / f"{study}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         path.write_text("setting,seed,levels,accuracy,success\n")
     done = set(measured(study)[["setting", "seed", "levels"]].itertuples(index=False, name=None))
     missing = [job for job in jobs(study) if job[1:] not in done]
     with ProcessPoolExecutor(os.cpu_count()) as pool, path.open("a", newline="") as file:
-        for k, (job, found) in enumerate(zip(missing, pool.map(measure, missing), strict=True)):
-            csv.writer(file).writerow([*job[1:], *(f"{value:.4f}" for value in found)])
+        for k, (job, values) in enumerate(zip(missing, pool.map(measure, missing), strict=True)):
+            csv.writer(file).writerow([*job[1:], *(f"{value:.4f}" for value in values)])
             file.flush()
             print(f"{k + 1} of {len(missing)}: {job.setting}, seed {job.seed}", flush=True)
 
 
 def main_effects(rows: pd.DataFrame, value: str) -> pd.DataFrame:
-    """The effect of each factor in a setting, with Student's 95% interval over seeds [factors x mean, low, high]; where
-    a seed does a part of its rows, by least squares beside seeds."""
+    """Estimate the effect of each factor in a setting, with Student's 95% interval over seeds.
+
+    Seeds with incomplete designs are fitted by least squares with one intercept per seed.
+    """
     levels = _levels(rows)
     names = list(FACTORS)
-    if rows.groupby("seed").size().min() < 32:
-        return _fitted(levels, rows, value, names).drop(columns="p")
-    each = []
+    if rows.groupby("seed").size().min() < NUM_ROWS:
+        return _least_squares(levels, rows, value, names).drop(columns="p")
+
+    effects = []
     for seed in sorted(set(rows.seed)):
-        here = (rows.seed == seed).to_numpy()
-        x = levels[here]
-        y = rows[value].to_numpy()[here]
-        each.append([y[column > 0].mean() - y[column < 0].mean() for column in x.T])
-    mean = np.mean(each, 0)
-    half = interval_half_width(len(each), np.std(each, 0, ddof=1))
+        in_seed = (rows.seed == seed).to_numpy()
+        y = rows[value].to_numpy()[in_seed]
+        effects.append(
+            [y[column > 0].mean() - y[column < 0].mean() for column in levels[in_seed].T]
+        )
+    mean = np.mean(effects, 0)
+    half = interval_half_width(len(effects), np.std(effects, 0, ddof=1))
     return pd.DataFrame({"mean": mean, "low": mean - half, "high": mean + half}, index=names)
 
 
 def interactions(rows: pd.DataFrame, value: str) -> pd.DataFrame:
-    """By how much a factor's effect is larger at another's second level than at its first, halved; by least squares
-    beside main effects and seeds, with Student's 95% interval [pairs x mean, low, high, p]."""
+    """Estimate all interactions of two factors, with Student's 95% interval and p-value.
+
+    An interaction is half the difference of a factor's effects at both levels of the other. The
+    least-squares fit includes main effects and one intercept per seed.
+    """
     levels = _levels(rows)
-    pairs = list(itertools.combinations(FACTORS, 2))
-    places = {name: i for i, name in enumerate(FACTORS)}
-    both = np.stack([levels[:, places[a]] * levels[:, places[b]] for a, b in pairs], 1)
-    names = [f"{a} x {b}" for a, b in pairs]
-    return _fitted(np.hstack([both, levels]), rows, value, [*names, *FACTORS]).loc[names]
+    pairs = list(itertools.combinations(range(len(FACTORS)), 2))
+    products = np.stack([levels[:, a] * levels[:, b] for a, b in pairs], 1)
+    factors = list(FACTORS)
+    names = [f"{factors[a]} x {factors[b]}" for a, b in pairs]
+    return _least_squares(np.hstack([products, levels]), rows, value, [*names, *factors]).loc[names]
 
 
-def _fitted(x: np.ndarray, rows: pd.DataFrame, value: str, names: list[str]) -> pd.DataFrame:
-    """Twice the coefficients of some columns of -1 and 1, beside one for each seed."""
-    all_columns = np.hstack([x, pd.get_dummies(rows.seed).to_numpy(float)])
+def _least_squares(x: np.ndarray, rows: pd.DataFrame, value: str, names: list[str]) -> pd.DataFrame:
+    """Return twice the coefficients of columns of -1 and 1, with one intercept per seed."""
+    columns = np.hstack([x, pd.get_dummies(rows.seed).to_numpy(float)])
     y = rows[value].to_numpy()
-    inverse = np.linalg.pinv(all_columns.T @ all_columns)
-    found = inverse @ all_columns.T @ y
-    freedom = len(y) - np.linalg.matrix_rank(all_columns)
-    error = (np.square(y - all_columns @ found).sum() / freedom * np.diag(inverse)) ** 0.5
-    mean, error = (2 * each[: x.shape[1]] for each in (found, error))
+    inverse = np.linalg.pinv(columns.T @ columns)
+    coefficients = inverse @ columns.T @ y
+    freedom = len(y) - np.linalg.matrix_rank(columns)
+    error = (np.square(y - columns @ coefficients).sum() / freedom * np.diag(inverse)) ** 0.5
+    mean = 2 * coefficients[: x.shape[1]]
+    error = 2 * error[: x.shape[1]]
     half = stats.t.ppf(0.975, freedom) * error
     p = 2 * stats.t.sf(abs(mean / error), freedom)
     return pd.DataFrame(
@@ -238,28 +245,31 @@ def _levels(rows: pd.DataFrame) -> np.ndarray:
 
 
 def tables(study: str) -> list[str]:
-    """As lines of Markdown, main effects, a column a setting and value, and where there are enough rows to tell them
-    apart the interactions that hold after Holm's correction over those of a column."""
+    """Format main effects and significant interactions as lines of Markdown.
+
+    Interactions are shown for complete designs, if they are significant after Holm's correction
+    within a column.
+    """
     rows = measured(study)
     columns: dict[str, tuple[pd.DataFrame, str]] = {}
     for setting, value in itertools.product(STUDIES[study].settings, ("accuracy", "success")):
-        here = rows[rows.setting == setting].reset_index(drop=True)
-        attacked = not setting.endswith("none") and here.success.notna().all()
-        if value == "accuracy" or attacked:
-            columns[f"{setting}: {value}"] = here, value
+        in_setting = rows[rows.setting == setting].reset_index(drop=True)
+        is_attacked = not setting.endswith("none") and in_setting.success.notna().all()
+        if value == "accuracy" or is_attacked:
+            columns[f"{setting}: {value}"] = (in_setting, value)
+
     effects = [main_effects(*column) for column in columns.values()]
     lines = [f"| | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
-    lines += [
-        f"| {factor} | {' | '.join(_cell(each.loc[factor]) for each in effects)} |"
-        for factor in FACTORS
-    ]
-    if STUDIES[study].rows < 32:
+    for factor in FACTORS:
+        lines.append(f"| {factor} | {' | '.join(_cell(table.loc[factor]) for table in effects)} |")
+    if STUDIES[study].rows < NUM_ROWS:
         return lines
+
     lines += ["", "| | both | effect |", "|---|---|---:|"]
     for name, column in columns.items():
-        found = interactions(*column)
-        found = found[holm_correction(found.p) < 0.05].sort_values("mean", key=abs, ascending=False)
-        lines += [f"| {name} | {pair} | {_cell(each)} |" for pair, each in found.iterrows()]
+        table = interactions(*column)
+        table = table[holm_correction(table.p) < 0.05].sort_values("mean", key=abs, ascending=False)
+        lines += [f"| {name} | {pair} | {_cell(effect)} |" for pair, effect in table.iterrows()]
     return lines
 
 
@@ -268,18 +278,18 @@ def _cell(effect: "pd.Series[float]") -> str:
 
 
 def main() -> None:
-    """Measure, or print the tables of what was measured."""
+    """Measure missing runs and print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("study", choices=list(STUDIES))
     parser.add_argument(
-        "--tables", action="store_true", help="only print the tables of what there is"
+        "--tables", action="store_true", help="only print the tables of measured runs"
     )
-    asked = parser.parse_args()
-    if not asked.tables:
-        run_missing(asked.study)
-    print("\n".join(tables(asked.study)))
+    arguments = parser.parse_args()
+    if not arguments.tables:
+        run_missing(arguments.study)
+    print("\n".join(tables(arguments.study)))
 
 
 if __name__ == "__main__":

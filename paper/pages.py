@@ -1,11 +1,12 @@
-"""The tables and pictures of a page that are a grid's: made again from the results that are kept beside it.
+"""Tables and figures of grids on a page, made from the results next to the page.
 
-    .venv/bin/python -m paper.pages docs/benchmark.md README.md    # writes anew what results have changed
+    .venv/bin/python -m paper.pages docs/benchmark.md README.md  # rewrite tables and figures
 
-A table stands below a comment that says which it is, by the folder of the grid's `summary.csv` beside the page and the
-table's name in the report: `<!-- table: benchmark/rules 3-of-10/regret -->`. So do those of `paper/parts.py`,
-which no report has. A picture of a matrix of regrets stands below such a comment, too, `<!-- picture: benchmark/attacks
-accuracy-regret -->`; its file says what table it was drawn of. A test holds pages to this.
+A table follows a comment with the folder of the grid's `summary.csv` and the table's name in the
+report: `<!-- table: benchmark/rules 3-of-10/regret -->`. Tables of `paper/parts.py`, which no
+report has, work in the same way. A figure of a matrix of regrets follows `<!-- picture:
+benchmark/attacks accuracy-regret -->`; its file contains a checksum of its table. A test compares
+pages with the results.
 """
 
 import argparse
@@ -44,12 +45,13 @@ from fedcb2o.report.page import slug
 TABLE = re.compile(
     r"(?P<mark>^<!-- table: (?P<folder>\S+) (?P<name>\S+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE
 )
-PICTURE = re.compile(
+FIGURE = re.compile(
     r"^<!-- picture: (?P<folder>\S+) (?P<name>\S+)-regret -->\n\n!\[[^]]*\]\((?P<file>\S+)\)",
     re.MULTILINE,
 )
-DOTS, DRAWN_OF = 120, "Drawn of"  # of a picture, an inch; where its file says of which table
-WHOLE = {
+DOTS_PER_INCH = 120
+CHECKSUM_KEY = "Drawn of"  # in the metadata of a figure's file
+SETTING_TABLES = {
     "regret": worst_regrets,
     "floors": losses_against_baselines,
     "regret-difference": worst_regret_differences,
@@ -63,31 +65,42 @@ WHOLE = {
 }
 
 
-def rewritten(page: Path) -> str:
-    """The page with its tables as the results have them."""
-    results = _beside(page)
+def rewrite_page(page: Path) -> str:
+    """Return the text of a page with tables made from the current results."""
+    results = _grid_reader(page)
 
-    def table(found: re.Match[str]) -> str:
-        return found["mark"] + to_markdown(named(results(found["folder"]), found["name"])) + "\n"
+    def table(match: re.Match[str]) -> str:
+        return (
+            match["mark"] + to_markdown(named_table(results(match["folder"]), match["name"])) + "\n"
+        )
 
     return TABLE.sub(table, page.read_text(encoding="utf-8"))
 
 
-def named(results: GridResults, name: str) -> pd.DataFrame:
-    """A table of a grid's report by its name there, or one of its parts; raises ConfigError where there is none."""
-    *where, last = name.split("/")
-    if where[:1] == ["across"]:
-        value = where[1].replace("-", "_")
-        attack = next(
-            each
-            for each in SettingResults(results, results.settings[0]).columns(value)
-            if slug(each) == last
-        )
+def named_table(results: GridResults, name: str) -> pd.DataFrame:
+    """Return a table of a grid by its name in the report.
+
+    Args:
+        results: The results of the grid.
+        name: SETTING/TABLE, TABLE or across/VALUE/ATTACK.
+
+    Returns:
+        The table.
+
+    Raises:
+        ConfigError: If the grid has no such setting.
+    """
+    *path, last = name.split("/")
+    if path[:1] == ["across"]:
+        value = path[1].replace("-", "_")
+        columns = SettingResults(results, results.settings[0]).columns(value)
+        attack = next(column for column in columns if slug(column) == last)
         return compare_settings(results, value, attack)
-    view = _view(results, name)
+
+    view = _setting_results(results, name)
     value = last.replace("-", "_")
-    if last in WHOLE:
-        return WHOLE[last](view)
+    if last in SETTING_TABLES:
+        return SETTING_TABLES[last](view)
     if value.endswith("_regret"):
         return regret_matrix(view, value.removesuffix("_regret"))
     if value.endswith("_difference"):
@@ -95,75 +108,77 @@ def named(results: GridResults, name: str) -> pd.DataFrame:
     return metric_matrix(view, value)
 
 
-def _beside(page: Path) -> Callable[[str], GridResults]:
-    """What reads the grids of a page by their folders, each once."""
+def _grid_reader(page: Path) -> Callable[[str], GridResults]:
+    """Return a cached reader of the grids next to a page."""
     return functools.cache(lambda folder: read_grid(page.parent / folder))
 
 
-def _view(results: GridResults, name: str) -> SettingResults:
-    where = name.rpartition("/")[0]
-    setting = next((each for each in results.settings if slug(each) == where), None)
-    if setting is None:
-        raise ConfigError(f"{results.folder} has no table {name}")
-    return SettingResults(results, setting)
+def _setting_results(results: GridResults, name: str) -> SettingResults:
+    """Return the results of the setting in a table's name."""
+    path = name.rpartition("/")[0]
+    for setting in results.settings:
+        if slug(setting) == path:
+            return SettingResults(results, setting)
+    raise ConfigError(f"{results.folder} has no table {name}")
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture on a page: its file, and the regrets in `value` that it shows."""
+class RegretFigure:
+    """A figure of the regrets in `value` on a page."""
 
     file: Path
     view: SettingResults
     value: str
 
     def digest(self) -> str:
-        """Of the table that it shows: what its file says it was drawn of."""
+        """Return the checksum of the figure's table."""
         return hashlib.sha256(
             to_markdown(regret_matrix(self.view, self.value)).encode()
         ).hexdigest()
 
     def draw(self) -> None:
-        """Write the file, in 256 colours, unless it was drawn of the same table."""
-        if drawn_of(self.file) == self.digest():
+        """Write the file, in 256 colours, unless it has the checksum of the table."""
+        if table_digest(self.file) == self.digest():
             return
         buffer = io.BytesIO()
-        told = PngInfo()
-        regret_figure(self.view, self.value).savefig(buffer, format="png", dpi=DOTS)
-        told.add_text(DRAWN_OF, self.digest())
-        Image.open(buffer).convert("RGB").quantize(256).save(self.file, optimize=True, pnginfo=told)
-
-
-def pictures(page: Path) -> Iterator[Picture]:
-    """The pictures of a page that are a grid's."""
-    results = _beside(page)
-    for found in PICTURE.finditer(page.read_text(encoding="utf-8")):
-        view = _view(results(found["folder"]), found["name"])
-        yield Picture(
-            page.parent / found["file"], view, found["name"].rpartition("/")[2].replace("-", "_")
+        regret_figure(self.view, self.value).savefig(buffer, format="png", dpi=DOTS_PER_INCH)
+        metadata = PngInfo()
+        metadata.add_text(CHECKSUM_KEY, self.digest())
+        Image.open(buffer).convert("RGB").quantize(256).save(
+            self.file, optimize=True, pnginfo=metadata
         )
 
 
-def drawn_of(file: Path) -> str:
-    """The digest of the table that a picture was drawn of; nothing where there is none."""
+def page_figures(page: Path) -> Iterator[RegretFigure]:
+    """Yield the figures of regrets on a page."""
+    results = _grid_reader(page)
+    for match in FIGURE.finditer(page.read_text(encoding="utf-8")):
+        view = _setting_results(results(match["folder"]), match["name"])
+        value = match["name"].rpartition("/")[2].replace("-", "_")
+        yield RegretFigure(page.parent / match["file"], view, value)
+
+
+def table_digest(file: Path) -> str:
+    """Return the table's checksum in a figure's file, or "" without one."""
     if not file.exists():
         return ""
     with Image.open(file) as image:
-        return str(image.info.get(DRAWN_OF, ""))
+        return str(image.info.get(CHECKSUM_KEY, ""))
 
 
 def main() -> None:
-    """Write the tables and pictures of the pages that are named anew."""
+    """Rewrite the tables and figures of pages."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("pages", type=Path, nargs="+")
-    given: list[Path] = parser.parse_args().pages
-    if missing := [str(page) for page in given if not page.is_file()]:
-        parser.error(f"there is no page {', '.join(missing)}")
-    for page in given:
-        page.write_text(rewritten(page), encoding="utf-8")
-        for picture in pictures(page):
-            picture.draw()
+    pages: list[Path] = parser.parse_args().pages
+    if missing := [str(page) for page in pages if not page.is_file()]:
+        parser.error(f"page not found: {', '.join(missing)}")
+    for page in pages:
+        page.write_text(rewrite_page(page), encoding="utf-8")
+        for figure in page_figures(page):
+            figure.draw()
 
 
 if __name__ == "__main__":

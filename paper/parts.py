@@ -1,12 +1,13 @@
-"""What each part of FedCB2O is worth in the grid `ablation`: the differences with it and without it.
+"""Effects of FedCB2O's parts in the grid `ablation`: differences with and without each part.
 
-    .venv/bin/python -m paper.parts docs/benchmark/ablation    # how many stay after correction, and which
+    .venv/bin/python -m paper.parts docs/benchmark/ablation    # significant differences
 
-There are three families of differences: of the whole, with half of the samples held out and with all data, with a part
-left out; and of Algorithm 2 with a part added. A difference is what the part gains, paired by seeds: in accuracy, or by
-how much fewer of an attack's tries succeed. It stays where its p-value is below 5% after Holm's correction over all of
-its family, both settings and both measures together, and Bonferroni's for the times that the seeds were looked at.
-`paper/pages.py` puts the tables on a page, by the names `SETTING/parts-FAMILY`.
+There are three families of differences: the default without one part, with half of the samples held
+out and with all data; and Algorithm 2 with one part added. A difference is the gain from a part,
+paired by seeds: in accuracy, or in the reduction of attack success. It is significant if its
+p-value is below 5% after two corrections: Holm's over its whole family (both settings and both
+metrics), and Bonferroni's for the number of looks at the results. `paper/pages.py` writes the
+tables to pages under the names `SETTING/parts-FAMILY`.
 """
 
 import argparse
@@ -34,12 +35,20 @@ from fedcb2o.report.statistics import (
 )
 
 LOOKS = 4
-"""How often the results were looked at while seeds were added: with five, eight, ten and twenty."""
+"""Number of looks at the results while seeds were added: with five, eight, ten and twenty."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Differences to one defence: what the names of those with a part more or less begin with, and which it is."""
+    """Differences to one base defence.
+
+    Attributes:
+        base: Name of the base defence.
+        prefix: Start of the names of the defences with one part more or less.
+        added: Whether these defences have one part more.
+        also: Further defences, each with its part.
+        looks: Number of looks at the results.
+    """
 
     base: str
     prefix: str
@@ -48,13 +57,9 @@ class Family:
     looks: int = LOOKS
 
     def parts(self, results: GridResults) -> dict[str, str]:
-        """The part that each of the other defences has more or less."""
-        named = {
-            name: name.removeprefix(self.prefix)
-            for name in results.defences
-            if name.startswith(self.prefix)
-        }
-        return {**dict(self.also), **named}
+        """Return the part that distinguishes each defence from the base."""
+        prefixed = [name for name in results.defences if name.startswith(self.prefix)]
+        return {**dict(self.also), **{name: name.removeprefix(self.prefix) for name in prefixed}}
 
 
 FAMILIES = {
@@ -75,66 +80,80 @@ FAMILIES = {
 
 
 def gains(results: GridResults, family: Family) -> pd.DataFrame:
-    """By (setting, part, value, attack) the statistics over seeds of what a part gains, and whether it `stays`.
+    """Compute the statistics over seeds of the gain from each part.
 
-    Raises ConfigError where the grid has not the defences of the family.
+    Args:
+        results: The results of the grid.
+        family: The family of differences.
+
+    Returns:
+        One row per (setting, part, value, attack), with the column `stays` for significant gains.
+
+    Raises:
+        ConfigError: If the grid lacks a defence of the family.
     """
     parts = family.parts(results)
-    found = {}
-    if not {family.base, *parts} <= {*results.defences}:
-        raise ConfigError(f"{results.folder} has no {family.base!r} with a part more or less")
+    names = [family.base, *parts]
+    if not {*names} <= {*results.defences}:
+        raise ConfigError(f"{results.folder} has no {family.base!r} with one part more or less")
+
+    tables = {}
     for setting in results.settings:
         rows = add_attack_effects(results, setting)
-        rows = rows[rows.defence.isin([family.base, *parts])]
+        rows = rows[rows.defence.isin(names)]
         for value in COMPARED_METRICS:
             table = paired_differences(rows, value, family.base)
-            if family.added == (metric_info(value).worse_direction == "high"):
+            higher_is_worse = metric_info(value).worse_direction == "high"
+            if family.added == higher_is_worse:
                 table = table.assign(mean=-table["mean"], low=-table.high, high=-table.low)
-            found[setting, value] = table
-    table = pd.concat(found, names=["setting", "value"]).rename(index=parts, level="defence")
+            tables[setting, value] = table
+
+    table = pd.concat(tables, names=["setting", "value"]).rename(index=parts, level="defence")
     table = table.rename_axis(["setting", "value", "part", "attack"])
     return table.assign(stays=holm_correction(table.p) * family.looks < 1 - CONFIDENCE)
 
 
 def parts_table(view: SettingResults, family: Family) -> pd.DataFrame:
-    """First what the family's own defence reaches, then for each part what it gains, in points of percent."""
-    found = gains(view.results, family).loc[view.setting]
+    """Return the base defence's results and the gain from each part, in percent."""
+    setting_gains = gains(view.results, family).loc[view.setting]
     columns = [(value, attack) for value in COMPARED_METRICS for attack in view.columns(value)]
-    base = {
-        value: seed_statistics(view.rows[view.rows.defence == family.base], value).loc[family.base]
-        for value in COMPARED_METRICS
-    }
-    rows = {family.base: [_told(base[value].loc[attack]) for value, attack in columns]}
+    base_rows = view.rows[view.rows.defence == family.base]
+    base = {value: seed_statistics(base_rows, value).loc[family.base] for value in COMPARED_METRICS}
+    rows = {family.base: [_interval(base[value].loc[attack]) for value, attack in columns]}
     for part in family.parts(view.results).values():
-        each = [found.loc[(value, part, attack)] for value, attack in columns]
-        rows[part[0].upper() + part[1:]] = [
-            _told(one, "+") + SIGNIFICANT_MARK * int(one.stays) for one in each
-        ]
-    heads = [attack + ", success" * (value != "accuracy") for value, attack in columns]
+        cells = []
+        for value, attack in columns:
+            gain = setting_gains.loc[(value, part, attack)]
+            cells.append(_interval(gain, "+") + SIGNIFICANT_MARK * int(gain.stays))
+        rows[part[0].upper() + part[1:]] = cells
+
+    heads = [attack if value == "accuracy" else f"{attack}, success" for value, attack in columns]
     return pd.DataFrame.from_dict(rows, orient="index", columns=heads).rename_axis("Part")
 
 
-def _told(found: "pd.Series[float]", sign: str = "") -> str:
-    return format_interval(*(100 * found[name] for name in ("mean", "low", "high")), sign=sign)
+def _interval(values: "pd.Series[float]", sign: str = "") -> str:
+    return format_interval(*(100 * values[name] for name in ("mean", "low", "high")), sign=sign)
 
 
 def main() -> None:
-    """Tell how many differences of each family stay, and which, the clearest first."""
+    """Print the significant differences of each family, sorted by p-value."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("grid", type=Path)
     try:
         results = read_grid(parser.parse_args().grid)
-        all_gains = {name: gains(results, family) for name, family in FAMILIES.items()}
+        tables = {name: gains(results, family) for name, family in FAMILIES.items()}
     except (ConfigError, RunError) as error:
         parser.error(str(error))
-    for name, found in all_gains.items():
-        stay = found[found.stays].sort_values("p")
-        print(f"{name}: {len(stay)} of {len(found)} stay")
-        for (setting, value, part, attack), one in stay.iterrows():
+    for name, table in tables.items():
+        significant = table[table.stays].sort_values("p")
+        print(f"{name}: {len(significant)} of {len(table)} are significant")
+        for (setting, value, part, attack), gain in significant.iterrows():
+            metric = COMPARED_METRICS[value].lower()
             print(
-                f"  {setting} | {part} | {COMPARED_METRICS[value].lower()} | {attack}: {_told(one, '+')}, p = {one.p:.1g}"
+                f"  {setting} | {part} | {metric} | {attack}: {_interval(gain, '+')},"
+                f" p = {gain.p:.1g}"
             )
 
 

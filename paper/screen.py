@@ -1,11 +1,12 @@
-"""Which defences of a grid need all of its seeds, and for which the few that were run say enough.
+"""Defences of a grid that need all seeds, and those with enough evidence from few.
 
-    .venv/bin/python paper/screen.py runs/digits
+    .venv/bin/python -m paper.screen runs/digits
 
-Enough is known of a defence whose worst regret is above the lowest one's by a paired interval that excludes 0 in every
-contest of the headline (accuracy, attack success, either; with and without what the grid sets aside), and that is the
-best in no column and not the reference. Such a defence may have the `seeds` of this run in the grid's file. Where some
-have more seeds than others, all are judged by those that all have.
+A defence has enough evidence if its worst regret is significantly above the lowest worst regret
+(paired 95% interval without 0) in every contest of the headline table, it is best in no column, and
+it is not the reference. The contests are accuracy, attack success and either, with and without the
+attacks that the grid sets aside. The grid's file may limit such a defence to the `seeds` of this
+run. Defences with more seeds are compared on the common seeds.
 """
 
 import argparse
@@ -19,38 +20,37 @@ from fedcb2o.report.regret import worst_regret, worst_regret_differences
 
 
 def contenders(results: GridResults) -> set[str]:
-    """The defences that need all seeds, by those that all have."""
-    found = {results.reference}
-    seeds = common(results)
-    results = replace(results, rows=results.rows[results.rows.seed.isin(seeds)])
-    for view in (SettingResults(results, setting) for setting in results.settings):
+    """Return the defences that need all seeds, the reference included."""
+    names = {results.reference}
+    results = replace(results, rows=results.rows[results.rows.seed.isin(common_seeds(results))])
+    for setting in results.settings:
+        view = SettingResults(results, setting)
         for value in COMPARED_METRICS:
-            found |= set(view.shortfalls(value).best)
-        for short, among in regret_contests(view).values():
-            worst = worst_regret(short, among)["mean"]
-            behind = worst_regret_differences(short, among, str(worst.idxmin()))
-            found |= {str(worst.idxmin()), *behind.index[~(behind.low > 0)]}
-    return found
+            names |= set(view.shortfalls(value).best)
+        for shortfalls, attacks in regret_contests(view).values():
+            worst = worst_regret(shortfalls, attacks)["mean"]
+            lowest = str(worst.idxmin())
+            differences = worst_regret_differences(shortfalls, attacks, lowest)
+            names |= {lowest, *differences.index[~(differences.low > 0)]}
+    return names
 
 
-def common(results: GridResults) -> list[int]:
-    """The seeds that were run with every defence."""
+def common_seeds(results: GridResults) -> list[int]:
+    """Return the seeds that every defence has, ascending."""
     return sorted(set.intersection(*results.rows.groupby("defence").seed.agg(set)))
 
 
 def main() -> None:
-    """Print who needs all seeds, and the line for each of the others."""
+    """Print the defences that need all seeds, and the others with their seeds."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
     results = read_grid(parser.parse_args().folder)
-    found = contenders(results)
-    seeds = common(results)
-    print("All seeds:", *(name for name in results.defences if name in found), sep="\n  ")
-    print(
-        f"seeds = {seeds}:", *(name for name in results.defences if name not in found), sep="\n  "
-    )
+    needed = contenders(results)
+    print("All seeds:", *(name for name in results.defences if name in needed), sep="\n  ")
+    others = [name for name in results.defences if name not in needed]
+    print(f"seeds = {common_seeds(results)}:", *others, sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from paper.kappa import admits, exact, least, rules, shown, upper
+from paper.kappa import allows, exact_kappa, format_kappa, minimal_kappa, rules, upper_bound
 
 PAGE = Path(__file__).parents[1] / "docs" / "robustness.md"
 ROWS = [
@@ -15,7 +15,7 @@ ROWS = [
 
 def test_every_rule_that_admits_so_many_attackers_has_a_row():
     expected = [
-        (11, f, name) for f in (2, 4) for name, rule in rules(f).items() if admits(rule, 11, f)
+        (11, f, name) for f in (2, 4) for name, rule in rules(f).items() if allows(rule, 11, f)
     ]
     assert [(int(n), int(f), name) for n, f, name, *_ in ROWS] == expected
 
@@ -24,8 +24,13 @@ def test_every_rule_that_admits_so_many_attackers_has_a_row():
 def test_bounds_are_computed_and_what_was_found_lies_between_them(row):
     n, f, name = int(row[0]), int(row[1]), row[2]
     found, own, most, mixed, most_mixed, fewest = row[3:]
-    bounds = [exact(name, n, f), upper(name, n, f), upper(name, n, f, mixed=True), least(n, f)]
-    assert [own, most, most_mixed, fewest] == [shown(value) for value in bounds]
+    bounds = [
+        exact_kappa(name, n, f),
+        upper_bound(name, n, f),
+        upper_bound(name, n, f, mixed=True),
+        minimal_kappa(n, f),
+    ]
+    assert [own, most, most_mixed, fewest] == [format_kappa(value) for value in bounds]
     for value, bound in ((found, bounds[1]), (mixed, bounds[2])):
         if value != "unbounded":
             assert bounds[3] - 1e-3 <= float(value) <= (bound or float("inf")) + 1e-3

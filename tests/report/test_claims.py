@@ -24,7 +24,7 @@ def claim(low, high):
 def that(says, *, statistic=""):
     """The claim of these words."""
     (found,) = (
-        each for each in claims.claims() if each.says == says and statistic in each.statistic
+        each for each in claims.all_claims() if each.text == says and statistic in each.statistic
     )
     return found
 
@@ -34,7 +34,7 @@ def table(**columns):
 
 
 def test_the_interval_is_students():
-    mean, low, high = claims.interval(pd.Series([1.0, 2.0, 3.0, math.nan]))
+    mean, low, high = claims.mean_interval(pd.Series([1.0, 2.0, 3.0, math.nan]))
     assert mean == pytest.approx(2.0)
     assert high - 2.0 == pytest.approx(
         4.302653 / math.sqrt(3), rel=1e-6
@@ -43,7 +43,7 @@ def test_the_interval_is_students():
 
 
 def test_one_seed_says_nothing():
-    mean, low, high = claims.interval(pd.Series([5.0]))
+    mean, low, high = claims.mean_interval(pd.Series([5.0]))
     assert (mean, low, high) == (5.0, -math.inf, math.inf)
     assert claims.verdict(claim(0.0, math.inf), low, high) == "undecided"
 
@@ -69,18 +69,18 @@ def test_margins_are_the_papers_words():
     for metric, margin in claims.MARGIN.items():
         named = [
             c
-            for c in claims.claims()
-            if c.statistic.startswith(claims.NAMED[metric]) and not math.isnan(c.paper)
+            for c in claims.all_claims()
+            if c.statistic.startswith(claims.METRIC_NAMES[metric]) and not math.isnan(c.paper)
         ]
         alike = [abs(c.paper) for c in named if (c.low, c.high) == (-margin, margin)]
         apart = [
-            abs(c.paper) for c in named if 0.0 in (c.low, c.high) and c.where in ("(ii)", "(iii)")
+            abs(c.paper) for c in named if 0.0 in (c.low, c.high) and c.section in ("(ii)", "(iii)")
         ]
         assert margin - 0.5 < max(alike) <= margin < min(apart, default=math.inf)
 
 
 def test_the_paper_meets_its_own_claims():
-    for each in claims.claims():
+    for each in claims.all_claims():
         assert math.isnan(each.paper) or claims.verdict(each, each.paper, each.paper) == "held", (
             each.says
         )
@@ -92,7 +92,7 @@ def test_differences_are_between_runs_of_one_seed():
         "FedCB2O": pd.DataFrame({"source_accuracy": [30.0, 50.0]}, index=[1, 0]),
     }
     better = that("FedCB2O is significantly higher on the source class")
-    assert better.of(known).dropna().to_dict() == {0: 10.0, 1: 10.0}
+    assert better.compute(known).dropna().to_dict() == {0: 10.0, 1: 10.0}
     assert better.paper == pytest.approx(55.73 - 40.23)
 
 
@@ -104,7 +104,7 @@ def test_second_best_lets_one_be_better():
         "FedCBO": table(attack_success_rate=[30.0, 40.0]),
     }
     success = that("and in ASR", statistic="second best")
-    assert success.of(known).tolist() == [
+    assert success.compute(known).tolist() == [
         5.0,
         -1.0,
     ]  # behind one, ahead of 9; behind two, by 1 of the second
@@ -120,7 +120,7 @@ def test_columns_are_of_the_runs_that_there_are():
         *(f"fedcb2o{each}" for each in claims.VARIANTS),
     ]
     switched = [f"fedcb2o-trusted-tg{start}" for start in (3, 5, 10)]
-    found = claims.columns(dict.fromkeys([*names, *switched], pd.DataFrame()))
+    found = claims.run_columns(dict.fromkeys([*names, *switched], pd.DataFrame()))
     pairs = [(stands["FedCBO"], stands["FedCB2O"]) for stands in found.values()]
     assert len(pairs) == 2 * len(claims.VARIANTS) - 1  # the text has a FedCBO of its own
     assert pairs[:2] == [("fedcbo-alpha10", "fedcb2o-trusted"), ("fedcbo", "fedcb2o-trusted")]
@@ -143,7 +143,7 @@ def test_columns_are_of_the_runs_that_there_are():
 def test_a_fedcbo_with_fewer_seeds_does_not_hide_the_other(seeds, beside):
     known = {name: table(loss=[0.0] * 3) for name in ("fedcbo", "fedcb2o-released")}
     known["fedcbo-released"] = table(loss=[0.0] * seeds)
-    assert [stands["FedCBO"] for stands in claims.columns(known).values()] == beside
+    assert [stands["FedCBO"] for stands in claims.run_columns(known).values()] == beside
 
 
 def test_what_holds_nothing_out_stands_beside_its_like_first():
@@ -156,7 +156,7 @@ def test_what_holds_nothing_out_stands_beside_its_like_first():
         "oracle-max",
         "oracle-max-70",
     ]
-    found = claims.columns(dict.fromkeys(names, pd.DataFrame()))
+    found = claims.run_columns(dict.fromkeys(names, pd.DataFrame()))
     default = [stands for stands in found.values() if stands["FedCB2O"] == "fedcb2o"]
     oracles = [(stands["FedCBO"], stands["Oracle Max"]) for stands in default]
     assert oracles == [
@@ -202,7 +202,7 @@ def test_weight_that_went_elsewhere_is_of_the_last_fifth():
             {"seed": 0, "agent": [0, 1, 2], "cluster": [0, 0, 1], "malicious": [False, True, False]}
         ),
     )
-    assert claims._elsewhere(run).to_dict() == pytest.approx({0: 0.3 / 1.5})
+    assert claims._other_cluster_share(run).to_dict() == pytest.approx({0: 0.3 / 1.5})
 
 
 def test_weights_of_fedcbo_tell_how_losses_differ():
@@ -225,13 +225,13 @@ def test_weights_of_fedcbo_tell_how_losses_differ():
 
 def test_published_tables_are_recomputed_from_the_values_that_are_kept():
     assert {found["folder"] for found in claims.TABLE.finditer(PAGE.read_text(encoding="utf-8"))}
-    assert claims.rewritten(PAGE) == PAGE.read_text(encoding="utf-8")
+    assert claims.rewrite_page(PAGE) == PAGE.read_text(encoding="utf-8")
 
 
 def test_bars_are_by_cluster_and_seed(tmp_path):
     run = draw_run(tmp_path / "fedcbo", benign=3, malicious=1, rounds=10)
     found, bars = (
-        claims.values(run),
+        claims.seed_values(run),
         pair_statistics(run).set_index(["seed", "cluster", "relation", "peer"]),
     )
     for seed in run.seeds:
@@ -262,56 +262,29 @@ def test_seeds_of_one_run_may_lie_in_several_folders(tmp_path):
         )
     into = tmp_path / "into"
     into.mkdir()
-    runs = claims.gathered(sorted(tmp_path.glob("by-*")), into)
+    runs = claims.gather_runs(sorted(tmp_path.glob("by-*")), into)
     assert {name: [run.seeds for run in each] for name, each in runs.items()} == {
         "fedcbo": [(0, 3), (5,)]
     }
     whole = Run(tmp_path / "by-3" / "x-fedcbo")
-    pd.testing.assert_frame_equal(claims.values(runs["fedcbo"][0]).loc[[3]], claims.values(whole))
-
-
-def test_seeds_are_added_to_values_whose_runs_are_gone(tmp_path, monkeypatch):
-    for by, seed in (("a", 0), ("b", 1), ("c", 2), ("again", 1)):
-        for name in ("x-fedcbo", "x-fedcb2o"):
-            draw_run(
-                tmp_path / by / name,
-                {"rounds": 10},
-                rounds=10,
-                seeds=[seed],
-                hit=len(by) / 10 + seed / 20,
-            )
-
-    def kept(out, *words):
-        monkeypatch.setattr(
-            "sys.argv", ["claims.py", "--out", str(tmp_path / out), *map(str, words)]
-        )
-        claims.main()
-        return {path.name: path.read_bytes() for path in (tmp_path / out).iterdir()}
-
-    a, b, c, again = (tmp_path / by for by in ("a", "b", "c", "again"))
-    whole, part = kept("whole", a, b, c), kept("part", a, b)
-    bars = {"figure6.png": part["figure6.png"]}  # which needs runs
-    assert kept("part", c, "--keep") == {**whole, **bars}
-    replaced = kept("part", again, "--keep")
-    assert replaced == {**kept("other", a, again, c), **bars}
-    assert all(replaced[name] != whole[name] for name in ("values.csv", "curves.csv", "curves.png"))
-    with pytest.raises(SystemExit):
-        kept("none", a, "--keep")
+    pd.testing.assert_frame_equal(
+        claims.seed_values(runs["fedcbo"][0]).loc[[3]], claims.seed_values(whole)
+    )
 
 
 def test_the_picture_has_all_methods_or_the_main_ones_and_marks_the_switch():
     index = pd.MultiIndex.from_product([(0, 1), (5, 10)], names=["seed", "round"])
     one = pd.DataFrame({"accuracy": [50.0, 60.0, 70.0, 80.0]}, index=index)
-    eight = [*claims.CURVES[:6], "fedcb2o-released-tg10", "fedcbo-clean"]
-    drawn = claims.pictured(dict.fromkeys(eight, one))
+    eight = [*claims.MAIN_METHODS[:6], "fedcb2o-released-tg10", "fedcbo-clean"]
+    drawn = claims.select_curves(dict.fromkeys(eight, one))
     assert [curve.name for curve in drawn] == eight
     assert {
         curve.name: curve.criterion_from_round for curve in drawn if curve.criterion_from_round
     } == {"fedcb2o-released-tg10": 10}
     ax = figures.draw_panels(figures.curve_panels(drawn)).axes[0]
     assert ax.lines[0].get_ydata() == pytest.approx([0.6, 0.7])
-    nine = claims.pictured(dict.fromkeys([*eight, "fedcb2o"], one))
-    assert [curve.name for curve in nine] == [*claims.CURVES[:6], "fedcb2o"]
+    nine = claims.select_curves(dict.fromkeys([*eight, "fedcb2o"], one))
+    assert [curve.name for curve in nine] == [*claims.MAIN_METHODS[:6], "fedcb2o"]
 
 
 def test_the_picture_is_drawn_anew_without_runs(tmp_path, monkeypatch):
@@ -351,7 +324,7 @@ def test_the_second_half_is_the_mean_of_its_evaluations(tmp_path):
         "| `fedcbo` | 13.00 [13.00, 13.00] | 0.50 [-5.85, 6.85] | 9.00 [9.00, 9.00] | 2 |\n"
         in metrics
     )
-    assert claims.rewritten(page) == f"{marks['metrics']}{metrics}\n{marks['claims']}{table}\n"
+    assert claims.rewrite_page(page) == f"{marks['metrics']}{metrics}\n{marks['claims']}{table}\n"
 
 
 def test_the_readmes_table_is_that_of_its_seeds():
@@ -380,7 +353,7 @@ def test_sizes_stand_beside_each_other_at_a_glance(tmp_path):
         (tmp_path / size / "values.csv").write_text("\n".join(rows) + "\n")
     page = tmp_path / "page.md"
     page.write_text("<!-- claims: small,large glance -->\n\n")
-    heading, _, *rows = claims.rewritten(page).splitlines()[2:]
+    heading, _, *rows = claims.rewrite_page(page).splitlines()[2:]
     pairs = [
         f"`{size}`: `fedcbo`, `{name}`"
         for name in ("fedcb2o-released", "fedcb2o")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from paper.pages import PICTURE, TABLE, drawn_of, named, pictures, rewritten
+from paper.pages import FIGURE, TABLE, table_digest, named_table, page_figures, rewrite_page
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, make_grid
 
 from fedcb2o.errors import ConfigError
@@ -14,20 +14,20 @@ from fedcb2o.report import read_grid, report_grid
 DOCS = Path(__file__).parents[2] / "docs"
 ALL = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
 PAGES = [page for page in ALL if TABLE.search(page.read_text())]
-DRAWN = [page for page in ALL if PICTURE.search(page.read_text())]
+DRAWN = [page for page in ALL if FIGURE.search(page.read_text())]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_published_tables_are_recomputed_from_the_values_that_are_kept(page):
-    assert rewritten(page) == page.read_text()
+    assert rewrite_page(page) == page.read_text()
 
 
 @pytest.mark.parametrize("page", DRAWN, ids=lambda page: page.name)
 def test_published_pictures_are_drawn_of_the_values_that_are_kept(page):
-    found = list(pictures(page))
+    found = list(page_figures(page))
     assert len(found) == page.read_text().count("figures/benchmark-")
     for picture in found:
-        assert drawn_of(picture.file) == picture.digest(), picture.file
+        assert table_digest(picture.file) == picture.digest(), picture.file
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_a_table_is_written_below_its_comment_once(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("Before\n\n<!-- table: report accuracy -->\n\nAfter\n")
     for _ in range(2):
-        page.write_text(rewritten(page))
+        page.write_text(rewrite_page(page))
     lines = page.read_text().splitlines()
     assert lines[4].startswith("| Defence | Attackers clean |")
     assert lines[6].startswith(f"| {MEDIAN} | 87.5 [55.7, 119.3] |")
@@ -59,7 +59,7 @@ def test_every_table_of_a_report_has_its_name(tmp_path):
     results = read_grid(make_grid(tmp_path / "grid"))
     report_grid(results, tmp_path / "report")
     for path in (tmp_path / "report" / "matrices").rglob("*.csv"):
-        found = named(
+        found = named_table(
             results, str(path.relative_to(tmp_path / "report" / "matrices").with_suffix(""))
         )
         assert found.to_csv() == path.read_text(), path
@@ -71,19 +71,19 @@ def test_a_picture_is_drawn_anew_when_its_values_have_changed(tmp_path):
     page.write_text(
         "Before\n\n<!-- picture: report accuracy-regret -->\n\n![Accuracy,\nbehind](picture.png)\n"
     )
-    found = next(pictures(page))
-    assert drawn_of(picture) == ""
+    found = next(page_figures(page))
+    assert table_digest(picture) == ""
     found.draw()
     first = picture.read_bytes()
-    assert drawn_of(picture) == found.digest()
+    assert table_digest(picture) == found.digest()
     found.draw()
     assert picture.read_bytes() == first
     rows = (tmp_path / "report" / "summary.csv").read_text()
     (tmp_path / "report" / "summary.csv").write_text(rows.replace(",0.7,", ",0.3,"))
-    changed = next(pictures(page))
-    assert drawn_of(picture) != changed.digest()
+    changed = next(page_figures(page))
+    assert table_digest(picture) != changed.digest()
     changed.draw()
-    assert drawn_of(picture) == changed.digest()
+    assert table_digest(picture) == changed.digest()
     assert picture.read_bytes() != first
 
 
@@ -93,8 +93,8 @@ def test_settings_stand_side_by_side_and_what_there_is_not_is_told(tmp_path):
     results.rows["setting"] = "Few"
     many = results.rows.assign(setting="Many", accuracy=results.rows.accuracy / 2)
     both = type(results)(results.folder, results.table, {}, pd.concat([results.rows, many]))
-    table = named(both, "across/accuracy/label-flip")
+    table = named_table(both, "across/accuracy/label-flip")
     assert table.loc[MEDIAN].tolist() == ["75.0 [11.5, 138.5]", "37.5 [5.7, 69.3]"]
-    assert named(both, "many/accuracy").loc[MEAN, FLIP] == "37.5 [-57.8, 132.8]"
+    assert named_table(both, "many/accuracy").loc[MEAN, FLIP] == "37.5 [-57.8, 132.8]"
     with pytest.raises(ConfigError, match="has no table none/accuracy"):
-        named(both, "none/accuracy")
+        named_table(both, "none/accuracy")

@@ -66,7 +66,7 @@ def test_a_table_has_what_the_whole_reaches_and_then_what_parts_gain(results):
 
 def test_a_grid_without_the_parts_is_an_error(results):
     with pytest.raises(
-        ConfigError, match="has no 'FedCB2O, sub-level set' with a part more or less"
+        ConfigError, match="has no 'FedCB2O, sub-level set' with one part more or less"
     ):
         gains(results, FAMILIES["half"])
 

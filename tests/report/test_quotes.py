@@ -54,18 +54,18 @@ def test_a_value_is_of_its_cell_and_a_difference_is_paired_by_seed(docs):
         who: rows[(rows.defence == who) & (rows.attack == FLIP)].set_index("seed")
         for who in (MEDIAN, MEAN)
     }
-    assert quotes.recomputed(docs, CELL) == told(of[MEDIAN].accuracy)
+    assert quotes.recompute(docs, CELL) == told(of[MEDIAN].accuracy)
     less = of[MEDIAN].accuracy - of[MEAN].accuracy
-    assert quotes.recomputed(docs, CELL, CELL.replace(MEDIAN, MEAN), decimals=2) == told(
+    assert quotes.recompute(docs, CELL, CELL.replace(MEDIAN, MEAN), decimals=2) == told(
         less, decimals=2
     )
-    megabytes = quotes.recomputed(docs, CELL.replace("accuracy", "megabytes"), decimals=4)
+    megabytes = quotes.recompute(docs, CELL.replace("accuracy", "megabytes"), decimals=4)
     assert megabytes == told(of[MEDIAN].megabytes, scale=1, decimals=4)
 
 
 def test_the_mean_over_attacks_is_of_seeds_that_have_them_all(docs, tmp_path):
     both, *each = (
-        quotes.term(docs, f"grid | {MEDIAN} | accuracy | {column}")[0]
+        quotes.read_term(docs, f"grid | {MEDIAN} | accuracy | {column}")[0]
         for column in ("mean", FLIP, NOISE)
     )
     pd.testing.assert_series_equal(both, sum(each) / 2, check_names=False)
@@ -74,7 +74,7 @@ def test_the_mean_over_attacks_is_of_seeds_that_have_them_all(docs, tmp_path):
     rows = pd.read_csv(docs / "grid" / "summary.csv", dtype=str, keep_default_na=False)
     lost = (rows.defence == MEDIAN) & (rows.attack == NOISE) & (rows.seed == "1")
     rows[~lost].to_csv(tmp_path / "grid" / "summary.csv", index=False)
-    assert list(quotes.term(tmp_path, f"grid | {MEDIAN} | accuracy | mean")[0].index) == [0]
+    assert list(quotes.read_term(tmp_path, f"grid | {MEDIAN} | accuracy | mean")[0].index) == [0]
 
 
 def test_regret_is_that_of_the_report(docs):
@@ -83,18 +83,18 @@ def test_regret_is_that_of_the_report(docs):
     for who in (MEDIAN, MEAN):
         for attack in (FLIP, NOISE):
             if (cell := report.loc[who, attack]) != "best":
-                assert quotes.recomputed(docs, f"grid | {who} | accuracy regret | {attack}") == cell
-        contest = quotes.recomputed(docs, f"grid | {who} | regret | Accuracy, worst")
+                assert quotes.recompute(docs, f"grid | {who} | accuracy regret | {attack}") == cell
+        contest = quotes.recompute(docs, f"grid | {who} | regret | Accuracy, worst")
         assert worst.loc[who, "Accuracy, worst"].startswith(f"{contest} (")
 
 
 def test_methods_of_claims_are_paired_over_the_seeds_that_both_have(docs):
     of, less = (f"claims | {method} | accuracy | last" for method in ("fedcb2o", "fedcbo"))
     assert (
-        quotes.recomputed(docs, of, less) == "20.0 [-107.1, 147.1]"
+        quotes.recompute(docs, of, less) == "20.0 [-107.1, 147.1]"
     )  # 30 and 10; t is 12.7 with one degree
     assert [
-        quotes.term(docs, less.replace("last", when))[0].tolist() for when in ("later", "all")
+        quotes.read_term(docs, less.replace("last", when))[0].tolist() for when in ("later", "all")
     ] == [
         [17.5, 18.5],
         [12.5, 13.5],
@@ -108,7 +108,7 @@ def test_that_0_lies_in_an_interval_is_seen(docs):
     ]
     (docs / "near").mkdir()
     (docs / "near" / "values.csv").write_text("\n".join(lines) + "\n")
-    assert quotes.recomputed(docs, "near | fedcbo | accuracy | last") == "0.01 [-0.01, 0.03]"
+    assert quotes.recompute(docs, "near | fedcbo | accuracy | last") == "0.01 [-0.01, 0.03]"
 
 
 def test_what_is_not_kept_is_an_error_that_names_it(docs):
@@ -123,10 +123,10 @@ def test_what_is_not_kept_is_an_error_that_names_it(docs):
         "claims | Few | fedcbo | accuracy | last",
     ]
     for of in (*wrong, "claims | fedcbo | accuracy | first"):
-        with pytest.raises(ConfigError, match=r"is nothing that is kept|has no value"):
-            quotes.recomputed(docs, of)
-    with pytest.raises(ConfigError, match="in other units"):
-        quotes.recomputed(docs, CELL, CELL.replace("accuracy", "megabytes"))
+        with pytest.raises(ConfigError, match=r"has no value"):
+            quotes.recompute(docs, of)
+    with pytest.raises(ConfigError, match="have different units"):
+        quotes.recompute(docs, CELL, CELL.replace("accuracy", "megabytes"))
 
 
 def listed_faults(docs, monkeypatch, page, *lines):
@@ -140,7 +140,7 @@ def listed_faults(docs, monkeypatch, page, *lines):
 
 
 def test_faults_are_what_is_not_listed_or_not_quoted_or_differs(docs, monkeypatch):
-    right = quotes.recomputed(docs, CELL)
+    right = quotes.recompute(docs, CELL)
     page = (
         f"It has {right.replace(' [', '% [')}, the other\n-3.0 [-4.0,\n-2.0], and 7.0 [6.0, 8.0].\n"
     )
@@ -153,7 +153,7 @@ def test_faults_are_what_is_not_listed_or_not_quoted_or_differs(docs, monkeypatc
         docs, monkeypatch, page, *lines, ("5.0 [4.0, 6.0]", "", "", "not kept")
     ) == [
         f"-3.0 [-4.0, -2.0] is {right}: {CELL}",
-        "7.0 [6.0, 8.0] has nothing to compute it of, and no note why",
+        "7.0 [6.0, 8.0] has no term, and no note with the reason",
         "5.0 [4.0, 6.0] is listed, and not quoted, or not so often",
     ]
     lines = [(right, CELL, "", ""), ("7.0 [6.0, 8.0]", "", "", "not kept")]
@@ -162,12 +162,12 @@ def test_faults_are_what_is_not_listed_or_not_quoted_or_differs(docs, monkeypatc
     ]
     elsewhere = ("other.md", right, CELL, "", "")
     assert listed_faults(docs, monkeypatch, "", elsewhere) == [
-        "other.md: none of its quotes are looked at"
+        "other.md: none of its quotes are checked"
     ]
 
 
 def test_of_equal_quotes_each_has_its_line(docs, monkeypatch):
-    right = quotes.recomputed(docs, CELL)
+    right = quotes.recompute(docs, CELL)
     line, other = (right, CELL, "", ""), (right, CELL.replace(MEDIAN, MEAN), "", "")
     assert listed_faults(docs, monkeypatch, f"{right} and {right}", line) == [
         f"{right} is not listed, or not so often"
@@ -184,7 +184,7 @@ def test_code_and_tables_that_are_held_are_left_out_and_what_may_be_an_interval_
     table = "| 1.0 [0.0, 2.0] |\n| --- |\n"
     page = f"`values = [0.0, 1.0]`, version 1.2.3 [0.0, 1.0]\n\n```\n4.0 [3.0, 5.0]\n```\n\n<!-- held -->\n\n{table}"
     assert listed_faults(docs, monkeypatch, page) == [
-        "[0.0, 1.0] may be an interval, and is not written as one: 1.0 [0.0, 2.0]"
+        "[0.0, 1.0] may be an interval; write it as 1.0 [0.0, 2.0]"
     ]
     assert listed_faults(docs, monkeypatch, table) == [
         "1.0 [0.0, 2.0] is not listed, or not so often"
@@ -217,7 +217,7 @@ def test_what_is_told_alone_and_not_among_all_that_are_quoted_has_a_degree_sign(
     terms = (CELL.replace(FLIP, NOISE), CELL, CELL.replace("accuracy", "attack_success_rate"))
     lines = [
         (
-            quotes.recomputed(tmp_path, of, of.replace(MEDIAN, MEAN)),
+            quotes.recompute(tmp_path, of, of.replace(MEDIAN, MEAN)),
             of,
             of.replace(MEDIAN, MEAN),
             "",
@@ -230,7 +230,7 @@ def test_what_is_told_alone_and_not_among_all_that_are_quoted_has_a_degree_sign(
     )  # Holm: 0.016 and 0.036
     _, less, of, _ = lines[1]
     twice = (
-        quotes.recomputed(tmp_path, of, less),
+        quotes.recompute(tmp_path, of, less),
         of,
         less,
         "",
@@ -240,12 +240,12 @@ def test_what_is_told_alone_and_not_among_all_that_are_quoted_has_a_degree_sign(
         == []
     )
     assert listed_faults(tmp_path, monkeypatch, f"{clear}, {open_}, {untold}\n", *lines) == [
-        f"{open_} lacks °: it is told by itself alone"  # 0.024 and 0.072 of three
+        f"{open_} lacks °: it is significant without correction only"  # 0.024 and 0.072 of three
     ]
     assert listed_faults(tmp_path, monkeypatch, f"{clear}°, {open_}°, {untold}", *lines) == [
-        f"{clear} has °, and is told"
+        f"{clear} has °, and is significant after correction or not at all"
     ]
-    alone = quotes.told_alone(tmp_path)
-    assert quotes.remarked(tmp_path, page, alone) == f"{clear}, {open_}°, {untold}"
+    alone = quotes.uncorrected_only(tmp_path)
+    assert quotes.rewrite_marks(tmp_path, page, alone) == f"{clear}, {open_}°, {untold}"
     page.write_text(f"`{open_}` {clear}, {untold}\n\n```\n{open_}\n```\n\n- {open_}")
-    assert quotes.remarked(tmp_path, page, alone) == page.read_text() + "°"
+    assert quotes.rewrite_marks(tmp_path, page, alone) == page.read_text() + "°"

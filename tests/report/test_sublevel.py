@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from paper import sublevel
-from paper import sublevel_page as shown
+from paper import sublevel, sublevel_page
 
 import fedcb2o
 
 DOCS = Path(__file__).parents[2] / "docs"
-KNOWN = pd.read_csv(DOCS / "benchmark" / "sublevel" / "runs.csv")
+RUNS = pd.read_csv(DOCS / "benchmark" / "sublevel" / "runs.csv")
 
 
 @pytest.mark.parametrize(
@@ -20,20 +19,20 @@ KNOWN = pd.read_csv(DOCS / "benchmark" / "sublevel" / "runs.csv")
 def test_capture_by_chance_is_the_share_of_orders_in_which_attackers_come_first(f, near, k):
     orders = list(itertools.permutations(["attacker"] * f + ["benign"] * (near - f)))
     first = sum(set(order[:k]) == {"attacker"} for order in orders)
-    assert sublevel.captured(f, near, k) == pytest.approx(first / len(orders))
+    assert sublevel.capture_probability(f, near, k) == pytest.approx(first / len(orders))
 
 
 def test_a_line_counts_what_the_run_recorded(tmp_path):
     setting = sublevel.border("flip", 4, "excluded", 0.5)
-    short = fedcb2o.load(setting.experiment([3000]), {"rounds": sublevel.MET + 1})
+    short = fedcb2o.load(setting.experiment([3000]), {"rounds": sublevel.FIRST_ROUND + 1})
     run = fedcb2o.run(short, out=tmp_path / "run", workers=1)
-    line = sublevel.lines(setting, run).iloc[0]
+    line = sublevel.run_lines(setting, run).iloc[0]
     malicious, cluster = run.agents.malicious, run.agents.cluster
-    cases = {f: [] for f in range(shown.BUDGET + 1)}
+    cases = {f: [] for f in range(sublevel_page.BUDGET + 1)}
     received = []
-    pairs = run.pairs[run.pairs["round"] >= sublevel.MET]
+    pairs = run.pairs[run.pairs["round"] >= sublevel.FIRST_ROUND]
     for (_, agent), mine in pairs[pairs.agent != pairs.peer].groupby(["round", "agent"]):
-        if malicious[agent] or len(mine) != shown.BUDGET:
+        if malicious[agent] or len(mine) != sublevel_page.BUDGET:
             continue
         received.append(sum(malicious[peer] for peer in mine.peer))
         near = sum(malicious[peer] and cluster[peer] == cluster[agent] for peer in mine.peer)
@@ -45,7 +44,7 @@ def test_a_line_counts_what_the_run_recorded(tmp_path):
             )
         )
     assert sum(map(len, cases.values())) > 0
-    assert line.share == pytest.approx(sum(received) / len(received) / shown.BUDGET)
+    assert line.share == pytest.approx(sum(received) / len(received) / sublevel_page.BUDGET)
     for f, weights in cases.items():
         if weights:
             assert line[f"n{f}"] == len(weights)
@@ -62,47 +61,53 @@ def test_the_mean_weight_is_that_of_all_cases():
     )
     rows["n1"], rows["weight1"] = [30.0, 10.0], [0.1, 0.5]
     rows["n4"], rows["weight4"] = [10.0, 0.0], [0.9, float("nan")]
-    assert shown.weight(rows).tolist() == pytest.approx([30.0, 50.0])
-    assert set(shown.by_count(rows, "weight")) == {1}  # ten cases are too few
-    assert shown.by_count(rows, "weight")[1].tolist() == pytest.approx([10.0, 50.0])
+    assert sublevel_page.mean_weight(rows).tolist() == pytest.approx([30.0, 50.0])
+    assert set(sublevel_page.mean_by_count(rows, "weight")) == {1}  # ten cases are too few
+    assert sublevel_page.mean_by_count(rows, "weight")[1].tolist() == pytest.approx([10.0, 50.0])
 
 
 def test_all_settings_were_run_with_all_seeds():
     runs = {(each.defence, each.attack, each.malicious) for each in sublevel.settings()}
-    assert set(KNOWN.groupby(["defence", "attack", "malicious"]).groups) == runs
+    assert set(RUNS.groupby(["defence", "attack", "malicious"]).groups) == runs
     assert all(
         sorted(seeds) == list(sublevel.SEEDS)
-        for _, seeds in KNOWN.groupby(["defence", "attack", "malicious"]).seed
+        for _, seeds in RUNS.groupby(["defence", "attack", "malicious"]).seed
     )
 
 
 def test_the_pages_tables_are_those_of_the_runs():
     page = DOCS / "sublevel.md"
-    assert shown.rewritten(page, KNOWN) == page.read_text()
-    assert {found["name"] for found in shown.TABLE.finditer(page.read_text())} == set(shown.TABLES)
-    assert f"from {len(KNOWN)} runs" in page.read_text()
+    assert sublevel_page.rewrite_page(page, RUNS) == page.read_text()
+    assert {found["name"] for found in sublevel_page.TABLE.finditer(page.read_text())} == set(
+        sublevel_page.TABLES
+    )
+    assert f"from {len(RUNS)} runs" in page.read_text()
 
 
 def less(defence, other, attack, value, malicious=3):
-    """What one line says of a value less what another does, paired by seed; a defence may stand with its own attack."""
+    """Return the interval of the difference of two defences, paired by seed."""
 
     def of(name, attack):
-        mine = (KNOWN.defence == name) & (KNOWN.attack == attack) & (KNOWN.malicious == malicious)
-        return KNOWN[mine].set_index("seed")[value]
+        mine = (RUNS.defence == name) & (RUNS.attack == attack) & (RUNS.malicious == malicious)
+        return RUNS[mine].set_index("seed")[value]
 
-    return shown.told(of(defence, attack) - of(other, attack))
+    return sublevel_page.format_percent(of(defence, attack) - of(other, attack))
 
 
 def test_the_pages_sentences_quote_the_runs():
     page = " ".join((DOCS / "sublevel.md").read_text().split())
     own = less("with the own model", "Algorithm 2", "flip", "attack_success_rate")
     assert f"is told from Algorithm 2 in success, by {own}" in page
-    assert (
-        f"{less('without the own model', 'with all four', 'flip', 'accuracy')} of what the other three have"
-        in page
+    cost = less("without the own model", "with all four", "flip", "accuracy")
+    assert f"{cost} of what the other three have" in page
+    plain = sublevel_page.border_name("excluded", 0.25)
+    cost = less(
+        plain,
+        sublevel_page.border_name("excluded", 0.25, delta_q=0.1),
+        "trash",
+        "accuracy",
+        malicious=2,
     )
-    plain = shown.named("excluded", 0.25)
-    cost = less(plain, shown.named("excluded", 0.25, delta_q=0.1), "trash", "accuracy", malicious=2)
     assert f"costs here: {cost} points with two attackers" in page
     assert (
         f"all four together cost {less('Algorithm 2', 'with all four', 'none', 'accuracy')} points"
@@ -119,7 +124,11 @@ def test_no_beta_is_told_from_1_by_the_success_of_flips():
         ("excluded", "judged"), (0.25, 0.5, 0.75), (2, 4, 6)
     ):
         told = less(
-            shown.named(own, beta), shown.named(own, 1.0), "flip", "attack_success_rate", malicious
+            sublevel_page.border_name(own, beta),
+            sublevel_page.border_name(own, 1.0),
+            "flip",
+            "attack_success_rate",
+            malicious,
         )
         low, high = told.partition("[")[2].strip("]").split(", ")
         assert float(low) <= 0 <= float(high)
