@@ -117,7 +117,7 @@ def test_delta_q_is_what_l_may_rise_by():
         ({"initial": [[0.5, 0.5]]}, "one particle is its own consensus point"),
         (
             {"initial": np.ones((5, 2))},
-            "all particles start at one point, and agree before they have looked",
+            "all particles start at one point, and agree before the first step",
         ),
         (
             {"initial": lambda draw, n, d: np.full((n, d), 3.0), "dim": 2},

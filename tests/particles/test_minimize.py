@@ -670,7 +670,7 @@ def test_maxfev(settings):
         result = fedcb2o.minimize(circle, G, 2, maxfev=maxfev, **common)
         assert max(result.nfev) <= maxfev
         assert (
-            result.message[0] == f"another step would judge more than maxfev = {maxfev} particles"
+            result.message[0] == f"another step would evaluate more than maxfev = {maxfev} particles"
         )
         further = fedcb2o.minimize(circle, G, 2, maxiter=int(result.nit[0]) + 1, **common)
         assert max(further.nfev) > maxfev
@@ -1305,5 +1305,5 @@ def test_a_function_of_numpy_that_fails_on_tensors_is_told_its_cure():
     with pytest.raises(TypeError) as caught:
         fedcb2o.minimize(lambda x: np.sum(x**2), dim=2)
     assert caught.value.__notes__ == [
-        "`lower` gets a tensor of points; a function of NumPy's goes through fedcb2o.from_numpy"
+        "`lower` receives a tensor of points; a NumPy function goes through fedcb2o.from_numpy"
     ]

@@ -45,7 +45,7 @@ WRITERS = [by_torch, by_view, by_numpy, by_sorting]
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
 @pytest.mark.parametrize("runs", [None, 2])
 def test_an_objective_that_writes_into_the_particles_is_named(writer, runs):
-    told = rf"`lower`, .*{writer.__name__}, writes into the particles that it is shown: let it work on a copy, such as"
+    told = rf"`lower`, .*{writer.__name__}, writes into the particles that it receives: let it work on a copy, such as"
     with pytest.raises(ConfigError, match=told):
         fedcb2o.minimize(writer, circle, dim=2, runs=runs)
     if writer in (by_torch, by_view):  # what autograd follows has no NumPy array
@@ -138,4 +138,4 @@ def test_the_command_names_the_objective(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "writes_mine.py").write_text("def lower(x):\n    x += 1\n    return x.sum(-1)\n")
     line = here("minimize", "--lower", "writes_mine:lower", "--dim", 2).one_line()
-    assert line.startswith("`lower`, writes_mine:lower, writes into the particles that it is shown")
+    assert line.startswith("`lower`, writes_mine:lower, writes into the particles that it receives")

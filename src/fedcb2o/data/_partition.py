@@ -185,6 +185,36 @@ def partition(
     )
 
 
+def cluster_samples(
+    x: Shaped[Tensor, "n *features"],
+    index: Int[Tensor, "a k"],
+    cluster: Int[np.ndarray, " a"],
+    num_clusters: int,
+) -> Shaped[Tensor, "a k *features"]:
+    """Return samples of several agents, each rotated by the angle of the agent's cluster.
+
+    Rotated copies of all samples would take `num_clusters` times the memory, so that samples are
+    rotated when they are read.
+
+    Args:
+        x: All samples.
+        index: Indices of k samples of each agent.
+        cluster: Cluster of each agent.
+        num_clusters: Number of clusters, 1, 2 or 4.
+
+    Returns:
+        A copy of the samples, with an axis over the agents.
+    """
+    samples = x[index]
+    for k in np.unique(cluster).tolist():
+        rows = torch.from_numpy(np.flatnonzero(cluster == k))
+        if len(rows) == len(cluster):
+            samples = rotate(samples, k, num_clusters)
+        else:
+            samples[rows] = rotate(samples[rows], k, num_clusters)
+    return samples
+
+
 def rotate(
     x: Shaped[Tensor, "n *features"], cluster: int, num_clusters: int
 ) -> Shaped[Tensor, "n *features"]:

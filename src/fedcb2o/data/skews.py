@@ -7,7 +7,7 @@ order; agent i gets `sizes[i]` samples.
 Example:
     >>> labels = np.array([0, 1, 0, 1])
     >>> shards(labels, np.array([2, 2]), np.random.default_rng(0), classes=1).tolist()
-    [1, 0, 1, 0]
+    [0, 1, 0, 1]
 """
 
 import numpy as np

@@ -1,4 +1,7 @@
-"""CB2O on R^d: the optimiser, its adversaries, its theory (García Trillos et al., arXiv 2412.02535, Sections 1, 2)."""
+"""CB2O on R^d: the optimiser, its adversaries and its theory.
+
+García Trillos et al., arXiv 2412.02535, Sections 1 and 2.
+"""
 
 from fedcb2o.particles._minimize import CaptureWarning, minimize
 from fedcb2o.particles.adversaries import Adversary

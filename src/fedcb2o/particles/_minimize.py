@@ -1,15 +1,22 @@
-"""Minimise G over the minimisers of L (eq:bilevel_opt) by particles: CB2O, CBO, FedCBO and FedCB2O, attacked or not.
+"""Particle methods for bi-level optimisation (eq:bilevel_opt): CB2O, CBO, FedCBO and FedCB2O.
 
     theta^i ~ initial                                               for every particle i
     for n = 0, 1, ..., maxiter - 1:
-        m       <- average of Q_beta under the weights exp(-alpha G)      eq:consensus_point, consensus.py
-        theta^i <- theta^i - lambda1 (theta^i - m) dt + sigma1 sqrt(dt) D(theta^i - m) B^i      eq:dyn_micro2
-    the answer is m of the last ensemble
+        m       <- average of Q_beta under the weights exp(-alpha G)      eq:consensus_point
+        theta^i <- theta^i - lambda1 (theta^i - m) dt                     eq:dyn_micro2
+                   + sigma1 sqrt(dt) D(theta^i - m) B^i
+    the result is m of the last ensemble
 
-García Trillos et al., "Defending Against Diverse Attacks in Federated Learning Through Consensus-Based Bi-Level
-Optimization" (arXiv 2412.02535).
+García Trillos et al., "Defending Against Diverse Attacks in Federated Learning Through
+Consensus-Based Bi-Level Optimization" (arXiv 2412.02535).
+
+Example:
+    >>> result = minimize(lambda x: x.square().sum(-1), dim=2, num_particles=50, seed=1)
+    >>> bool(result.success), bool((result.x.abs() < 0.01).all())
+    (True, True)
 """
 
+import functools
 import itertools
 import math
 import time
@@ -18,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import capture_risk, settings
@@ -42,7 +50,7 @@ from fedcb2o.particles.system import System
 
 
 class CaptureWarning(UserWarning):
-    """Malicious particles may capture the consensus point under these settings."""
+    """A warning that malicious particles may capture the consensus point."""
 
 
 @run_with_objectives
@@ -83,76 +91,97 @@ def minimize(
     dtype: torch.dtype = torch.float64,
     device: str | torch.device = "cpu",
 ) -> EvaluationSteps[Result]:
-    """Minimise G (`upper`) among the minimisers of L (`lower`), eq:bilevel_opt, by consensus-based optimisation.
+    """Minimise G (`upper`) among the minimisers of L (`lower`), eq:bilevel_opt, by particles.
 
-    Both are functions of a whole ensemble, [..., d] -> [...], called once a step. Without G it is consensus-based
-    optimisation (CBO) of L. With K objectives in `lower` it is the clustered system: FedCB2O (eq:fedcb2o_dynamics) with
-    G, FedCBO (eq:fedcbo_dynamic) without, every cluster with its own L, its own particles and its own answer.
+    Both are functions of an ensemble, [..., d] -> [...], called once per step. Without G the method
+    is consensus-based optimisation (CBO) of L. With K objectives in `lower` it is the clustered
+    system: FedCB2O (eq:fedcb2o_dynamics) with G, FedCBO (eq:fedcbo_dynamic) without. Every cluster
+    has its own L, its own particles and its own result.
 
     Args:
         lower: L, or a sequence of K.
         upper: G, or a sequence of K, or None.
-        dim: d; read from `x0`, `bounds` or `initial` where it is not given.
-        args: what `lower`, `upper` and `gradient` get after the ensemble, a tuple or one value.
-        bounds: (low, high) for all coordinates, a pair for each, or a scipy.optimize.Bounds; None or infinity is no
-            bound. Particles stay inside.
-        x0: the point about which particles start; by default the middle of the bounds, else 0 or as near as they allow.
-        spread: they start uniformly in x0 +- spread, one number or one for each coordinate, within the bounds; by
-            default half of the way from bound to bound, else 3.
-        initial: in place of both, an ensemble [n, d] or [runs, n, d], or a sampler (NumPy generator, n, d) -> [n, d].
-        num_particles: N, of each cluster; or one number a cluster. By default 200.
-        runs: how many independent runs to take in one batch; each equals the run of its seed alone, bit by bit.
-        seed: of the first run (the next has seed + 1), or one for each; a generator of NumPy or PyTorch that draws it,
-            or None for another one each time. The result has it.
-        alpha: weight parameter of exp(-alpha G), a number or a function of the step n; `beta` and `sigma1` likewise.
-        beta: share of the ensemble in the sub-level set Q_beta, in (0, 1].
-        lambda1: drift to the consensus point.
-        sigma1: noise about the consensus point.
-        lambda2: drift down the gradient of the particle's own L.
-        sigma2: noise of the size of that gradient.
-        gradient: the gradient of L, [..., d] -> [..., d], or a sequence of K; by default autograd's.
-        dt: step of time.
-        noise: "isotropic", as in the paper, or "anisotropic", whose convergence does not slow down with d.
-        delta_q: what eq:Q_beta adds to the quantile.
-        radius: R of eq:Q_beta; particles outside the ball B_R(0) have no part in the consensus point.
-        quantile: "plain", q_beta, or "averaged", 2/beta times the integral of q_a over [beta/2, beta] as in eq:Q_beta.
-        batch: M; each step takes its consensus point from M random particles, each particle once before any is again.
-        update: with `batch`, whether those of the "batch" move alone or "all" particles do.
-        adversaries: malicious particles, one `Adversary` or several.
-        maxiter: steps at most.
-        maxfev: particles judged at most in each run, as `nfev` counts; the first ensemble is judged in any case.
-        xtol: stop where the root mean squared distance of the benign particles from the consensus point is no more.
-        time_limit: stop after so many seconds.
-        callback: called with the `State` before every step and at the end; True or StopIteration stops all runs.
-        record_every: how many steps lie between two records of the history, and two looks at `xtol`.
+        dim: d; by default that of `x0`, `bounds` or `initial`.
+        args: Further arguments of `lower`, `upper` and `gradient`, a tuple or one value.
+        bounds: (low, high) for all coordinates, a pair for each, or a scipy.optimize.Bounds; None
+            or infinity for no bound. Particles stay inside.
+        x0: Point around which the particles start; by default the middle of the bounds, otherwise
+            0 or as near to 0 as the bounds allow.
+        spread: Particles start uniformly in x0 +- spread within the bounds, one number or one per
+            coordinate; by default half of the distance between the bounds, otherwise 3.
+        initial: In place of both, an ensemble [n, d] or [runs, n, d], or a sampler
+            (NumPy generator, n, d) -> [n, d].
+        num_particles: N, particles of each cluster, or one number per cluster; by default 200.
+        runs: Number of independent runs in one batch; each equals the run of its seed alone, bit
+            by bit.
+        seed: Seed of the first run (the next run has seed + 1), or one per run; a generator of
+            NumPy or PyTorch that draws it, or None for a new one. The result has the seed.
+        alpha: Weight parameter of exp(-alpha G), a number or a function of the step n; `beta` and
+            `sigma1` likewise.
+        beta: Share of the ensemble in the sub-level set Q_beta, in (0, 1].
+        lambda1: Drift to the consensus point.
+        sigma1: Noise of that drift.
+        lambda2: Drift down the gradient of each particle's own L.
+        sigma2: Noise in proportion to that gradient.
+        gradient: Gradient of L, [..., d] -> [..., d], or a sequence of K; by default autograd's.
+        dt: Step of time.
+        noise: "isotropic", as in the paper, or "anisotropic", whose convergence does not slow down
+            with d.
+        delta_q: Addition to the quantile in eq:Q_beta.
+        radius: R of eq:Q_beta; particles outside of the ball B_R(0) do not count for the consensus
+            point.
+        quantile: "plain", q_beta, or "averaged", 2/beta times the integral of q_a over
+            [beta/2, beta] as in eq:Q_beta.
+        batch: M; each step computes its consensus point from M random particles. No particle comes
+            twice before all have come once.
+        update: With `batch`, whether the particles of the "batch" move, or "all".
+        adversaries: Malicious particles, one `Adversary` or several.
+        maxiter: Largest number of steps.
+        maxfev: Largest number of evaluated particles in each run, as `nfev` counts. The first
+            ensemble is always evaluated.
+        xtol: Stop where the root mean squared distance of the benign particles from the consensus
+            point is at most this.
+        time_limit: Stop after these seconds.
+        callback: Called with the `State` before every step and at the end; True or StopIteration
+            stops all runs.
+        record_every: Steps between two records of the history and between two tests of `xtol`.
         dtype: torch.float64 or torch.float32.
-        device: where it runs, as "cpu" or "cuda".
+        device: Device of the particles, such as "cpu" or "cuda".
 
-    Raises ConfigError for settings, objectives or ensembles that cannot be, RunError where a run has no particle left
-    to agree on. Warns with CaptureWarning where adversaries may capture the consensus point: with delta_q = 0 if they
-    leave fewer than two benign particles in Q_beta (`capture.benign_left`), and if beta is not below w_b / 2.
+    Returns:
+        The result.
+
+    Raises:
+        ConfigError: A setting, an objective or an ensemble is invalid.
+        RunError: A run has no particle left.
+
+    Warns:
+        CaptureWarning: Adversaries may capture the consensus point: with delta_q = 0 if they leave
+            fewer than two benign particles in Q_beta (`capture_risk.benign_left`), and if beta is
+            not below w_b / 2.
     """
+    # 1. Check the settings.
     for name, value in {"lambda1": lambda1, "dt": dt}.items():
         settings.check_positive(f"`{name}`", value)
     for name, value in {"radius": radius, "time_limit": time_limit}.items():
         settings.check_positive(f"`{name}`", value, finite=False)
-    for name, value in {
-        "lambda2": lambda2,
-        "sigma2": sigma2,
-        "delta_q": delta_q,
-        "xtol": xtol,
-    }.items():
+    not_negative = {"lambda2": lambda2, "sigma2": sigma2, "delta_q": delta_q, "xtol": xtol}
+    for name, value in not_negative.items():
         settings.check_not_negative(f"`{name}`", value)
-    dim, runs, batch, maxfev = (
-        None if value is None else settings.check_count(f"`{name}`", value)
-        for name, value in (("dim", dim), ("runs", runs), ("batch", batch), ("maxfev", maxfev))
-    )
+    dim = _optional_count("`dim`", dim)
+    runs = _optional_count("`runs`", runs)
+    batch = _optional_count("`batch`", batch)
+    maxfev = _optional_count("`maxfev`", maxfev)
     record_every = settings.check_count("`record_every`", record_every)
     maxiter = settings.check_count("`maxiter`", maxiter, 0)
-    settings.check_choices({
-        "`noise`": (noise, ("anisotropic", "isotropic")), "`quantile`": (quantile, ("plain", "averaged")),
-        "`update`": (update, ("batch", "all")), "`dtype`": (dtype, (torch.float64, torch.float32)),
-    })  # fmt: skip
+    settings.check_choices(
+        {
+            "`noise`": (noise, ("anisotropic", "isotropic")),
+            "`quantile`": (quantile, ("plain", "averaged")),
+            "`update`": (update, ("batch", "all")),
+            "`dtype`": (dtype, (torch.float64, torch.float32)),
+        }
+    )
     settings.check_functions("`lower`", lower)
     settings.reject_point("`upper`", upper)
     settings.check_functions("`upper`", upper, or_none=True)
@@ -161,7 +190,11 @@ def minimize(
         settings.check_function("`callback`", callback)
     settings.check_memory(runs or 1, 1, dim or 1)
     device = settings.check_device(device)
-    lower, upper, gradient = (with_args(each, args) for each in (lower, upper, gradient))
+
+    # 2. Start the runs.
+    lower = with_args(lower, args)
+    upper = with_args(upper, args)
+    gradient = with_args(gradient, args)
     groups = check_adversaries(adversaries)
     shape = OutputShape(
         single_run=runs is None and not has_many_seeds(seed), single_cluster=callable(lower)
@@ -169,126 +202,174 @@ def minimize(
     seeds = resolve_seeds(seed, runs)
     if initial is not None and not callable(initial):
         initial = check_ensemble(initial, len(seeds))
+    needs_gradient = lambda2 or sigma2
     clusters = build_clusters(
-        lower, upper, gradient if lambda2 or sigma2 else False, num_particles, initial
+        lower, upper, gradient if needs_gradient else False, num_particles, initial
     )
-    settings.check_memory(
-        len(seeds), clusters[-1].rows.stop, dim or 1
-    )  # before there is a box of that many coordinates
+    num_benign = clusters[-1].rows.stop
+    # Before the box, which may have a great many coordinates.
+    settings.check_memory(len(seeds), num_benign, dim or 1)
     walls, box = build_box(bounds, initial, x0, spread, dim)
-    theta = draw_ensembles(initial, box, clusters[-1].rows.stop, groups, seeds).to(device, dtype)
+    theta = draw_ensembles(initial, box, num_benign, groups, seeds).to(device, dtype)
     if batch is not None and batch > theta.shape[1]:
         raise ConfigError(
             f"`batch` must be at most the number of particles, {theta.shape[1]}, got {batch}"
         )
     if walls is not None:
-        walls = walls[0].to(theta), walls[1].to(theta)
-        theta[:, : clusters[-1].rows.stop].clamp_(*walls)
+        walls = (walls[0].to(theta), walls[1].to(theta))
+        theta[:, :num_benign].clamp_(*walls)
     if not sigma2 and theta.eq(theta[:, :1]).all(2).all(1).any():
         raise ConfigError(
-            "all particles start at one point, and agree before they have looked: spread `initial`"
+            "all particles start at one point, and agree before the first step: spread `initial`"
         )
-    start = theta[:, : clusters[-1].rows.stop].aminmax(dim=1)
+    start = theta[:, :num_benign].aminmax(dim=1)
     system = System(theta, clusters, groups, seeds, flat=shape.single_run, bounds=walls)
 
-    def filter_at(n: int) -> ConsensusParams:
-        levels = (
-            settings.schedule_value("alpha", alpha, n),
-            settings.schedule_value("beta", beta, n),
-        )
-        return ConsensusParams(*levels, delta_q, radius, averaged=quantile == "averaged")
-
-    by = filter_at(0)
-    notes = _theory_notes(
-        system, by, settings.schedule_value("sigma1", sigma1, 0), lambda1, noise, batch
+    params_at = functools.partial(
+        _consensus_params, alpha, beta, delta_q, radius, quantile == "averaged"
     )
+    params = params_at(0)
+    sigma1_at_start = settings.schedule_value("sigma1", sigma1, 0)
+    notes = _theory_notes(system, params, sigma1_at_start, lambda1, noise, batch)
     _keep_freed_memory()
+
+    # 3. Take steps until all runs have ended.
     started = time.monotonic()
-    records = []
+    records: list[tuple[int, Tensor, Tensor, Tensor]] = []
     ends = []
     for n in itertools.count():
         if n > 0 and (callable(alpha) or callable(beta)):
-            by = filter_at(n)
-        late = time.monotonic() - started > time_limit
-        looking = late or n == maxiter or n % record_every == 0
-        look = yield from system.evaluate(by, batch, check_writes=looking)
-        reason = f"the time limit of {time_limit:g} s passed" if late else ""
-        reason = f"maxiter = {maxiter} steps were taken" if n == maxiter else reason
+            params = params_at(n)
+        is_late = time.monotonic() - started > time_limit
+        is_recorded = is_late or n == maxiter or n % record_every == 0
+        evaluation = yield from system.evaluate(params, batch, check_writes=is_recorded)
+
+        # 3a. Look for a reason to stop all runs.
+        reason = ""
+        if n == maxiter:
+            reason = f"maxiter = {maxiter} steps were taken"
+        elif is_late:
+            reason = f"the time limit of {time_limit:g} s passed"
         if callback is not None and callback_requests_stop(
-            callback, shape, system, look, n, dt, looking
+            callback, shape, system, evaluation, n, dt, is_recorded
         ):
-            looking = True
+            is_recorded = True
             reason = "the callback stopped the run"
         if maxfev is not None and not reason:
-            further = system.evaluation_cost(batch) + (
-                0 if batch is None else (1 + looking) * system.evaluation_cost()
-            )
-            if system.num_evaluated + further > maxfev:
-                looking = True
-                reason = f"another step would judge more than maxfev = {maxfev} particles"
-        if looking:
-            whole = look if batch is None else (yield from system.evaluate(by))
-            spread = system.spread(whole.m)
-            records.append((n, system.runs, whole.m, spread))
-            agreed = (spread <= xtol).all(1).cpu()
+            cost = system.evaluation_cost(batch)
+            if batch is not None:  # whole ensembles at a record and at the end
+                cost += (1 + is_recorded) * system.evaluation_cost()
+            if system.num_evaluated + cost > maxfev:
+                is_recorded = True
+                reason = f"another step would evaluate more than maxfev = {maxfev} particles"
+
+        # 3b. Record the spread, and end the runs that agree.
+        if is_recorded:
+            whole = evaluation
+            if batch is not None:
+                whole = yield from system.evaluate(params)
+            distance = system.spread(whole.m)
+            records.append((n, system.runs, whole.m, distance))
+            agreed = (distance <= xtol).all(1).cpu()
             ending = torch.ones_like(agreed) if reason else agreed
             if ending.any():
-                ends.append(finish_runs(system, whole.m, spread, n, agreed, ending, reason))
+                ends.append(finish_runs(system, whole.m, distance, n, agreed, ending, reason))
                 if ending.all():
                     break
                 kept = (~ending).nonzero().squeeze(1)
                 system.keep_runs(kept)
-                look = look.for_runs(kept)
+                evaluation = evaluation.for_runs(kept)
+
+        # 3c. Take the step.
         system.step_(
-            n, look, by, lambda1=lambda1, sigma1=settings.schedule_value("sigma1", sigma1, n), lambda2=lambda2, sigma2=sigma2,
-            dt=dt, noise=noise, batch_only=update == "batch", check_writes=looking,
-        )  # fmt: skip
+            n,
+            evaluation,
+            params,
+            lambda1=lambda1,
+            sigma1=settings.schedule_value("sigma1", sigma1, n),
+            lambda2=lambda2,
+            sigma2=sigma2,
+            dt=dt,
+            noise=noise,
+            batch_only=update == "batch",
+            check_writes=is_recorded,
+        )
+
     seconds = time.monotonic() - started
     result = yield from build_result(
-        ends, records, shape, clusters, seeds, start=(start.min, start.max), walls=walls, delta_q=delta_q, dt=dt,
-        xtol=xtol, notes=notes, seconds=seconds,
-    )  # fmt: skip
+        ends,
+        records,
+        shape,
+        clusters,
+        seeds,
+        start=(start.min, start.max),
+        walls=walls,
+        delta_q=delta_q,
+        dt=dt,
+        xtol=xtol,
+        notes=notes,
+        seconds=seconds,
+    )
     return result
 
 
-def _keep_freed_memory() -> None:
-    """Have glibc keep what an objective frees in one step for the next one, in place of returning it to the system.
+def _optional_count(name: str, value: Any) -> int | None:
+    return None if value is None else settings.check_count(name, value)
 
-    It keeps up to twice the largest block that was ever freed below 32 MiB (mallopt(3), M_MMAP_THRESHOLD).
+
+def _consensus_params(
+    alpha: Schedule, beta: Schedule, delta_q: float, radius: float, averaged: bool, n: int
+) -> ConsensusParams:
+    """Return the parameters of the consensus point at step n."""
+    return ConsensusParams(
+        settings.schedule_value("alpha", alpha, n),
+        settings.schedule_value("beta", beta, n),
+        delta_q,
+        radius,
+        averaged=averaged,
+    )
+
+
+def _keep_freed_memory() -> None:
+    """Make glibc keep memory that an objective frees in one step for the next step.
+
+    glibc keeps up to twice the largest block below 32 MiB that was ever freed (mallopt(3),
+    M_MMAP_THRESHOLD).
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
 def _theory_notes(
     system: System,
-    by: ConsensusParams,
+    params: ConsensusParams,
     sigma1: float,
     lambda1: float,
     noise: str,
     batch: int | None,
 ) -> tuple[str, ...]:
-    """What the theory says on the settings at the start; warns where they are open to capture."""
+    """Return the remarks of the theory on the settings; warns of a risk of capture."""
     notes = []
-    open_to = []
+    risks = []
     dim = system.theta.shape[-1]
     w_m = system.malicious_mass
-    two_levels = system.clusters[0].upper is not None
     if noise == "isotropic" and 2 * lambda1 <= dim * sigma1**2:
         notes.append(
-            f"2 lambda1 = {2 * lambda1:g} <= d sigma1^2 = {dim * sigma1**2:g}: outside the convergence theorem"
-            " (thm:main), as many useful settings are"
+            f"2 lambda1 = {2 * lambda1:g} <= d sigma1^2 = {dim * sigma1**2:g}: outside the"
+            " convergence theorem (thm:main), as many useful settings are"
         )
-    if w_m > 0 and two_levels:
-        seen = 1.0 if batch is None else batch / system.theta.shape[1]
-        if by.delta_q == 0 and (
-            told := capture_risk.explain(by, w_m, max(1, round(seen * system.num_benign)), dim)
-        ):
-            open_to.append(told)
-        if by.beta >= (1 - w_m) / 2 - 1e-12:
-            open_to.append(
-                f"beta = {by.beta:g} is not below w_b / 2 = {(1 - w_m) / 2:.3g}, which bounds beta_0 (eq:beta): the"
-                " sub-level set may have to hold malicious particles that are bad for L"
+    if w_m > 0 and system.clusters[0].upper is not None:
+        share = 1.0 if batch is None else batch / system.theta.shape[1]
+        if params.delta_q == 0:
+            num_benign = max(1, round(share * system.num_benign))
+            risk = capture_risk.explain(params, w_m, num_benign, dim)
+            if risk:
+                risks.append(risk)
+        if params.beta >= (1 - w_m) / 2 - 1e-12:
+            risks.append(
+                f"beta = {params.beta:g} is not below w_b / 2 = {(1 - w_m) / 2:.3g}, which bounds"
+                " beta_0 (eq:beta): the sub-level set may have to hold malicious particles that"
+                " are bad for L"
             )
-    for note in open_to:
-        warnings.warn(note, CaptureWarning, stacklevel=4)
-    return (*notes, *open_to)
+    for risk in risks:
+        warnings.warn(risk, CaptureWarning, stacklevel=4)
+    return (*notes, *risks)

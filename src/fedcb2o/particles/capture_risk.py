@@ -68,8 +68,8 @@ def explain(params: ConsensusParams, w_m: float, num_benign: int, dim: int) -> s
     room = f"{'about ' if params.averaged and left else ''}{left or 'no'} benign particle"
     return (
         f"delta_q = 0 and malicious particles have the share w_m = {w_m:.3g}: on a minimiser of L"
-        f" they leave room for {room} in the sub-level set of beta = {params.beta:g}, and G needs at"
-        f" least {_MIN_BENIGN} to choose among; they can capture the consensus point, however bad"
-        " their G is: take delta_q > 0 (eq:Q_beta), which costs accuracy, or a larger beta, or more"
-        " particles"
+        f" they leave room for {room} in the sub-level set of beta = {params.beta:g}, and G needs"
+        f" at least {_MIN_BENIGN} to choose among; they can capture the consensus point, however"
+        " bad their G is: take delta_q > 0 (eq:Q_beta), which costs accuracy, or a larger beta, or"
+        " more particles"
     )

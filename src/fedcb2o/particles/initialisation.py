@@ -1,8 +1,8 @@
-"""Where runs of `minimize` start: seeds, clusters, the box, and the first ensembles, checked."""
+"""Start of the runs of `minimize`: seeds, clusters, the start box and the first ensembles."""
 
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,34 +18,52 @@ from fedcb2o.rng import stream
 
 Seed = int | np.random.Generator | np.random.RandomState | torch.Generator | None
 _Box = tuple[Tensor, Tensor]
-"""The low and the high ends, [d] each."""
-_DEFAULT_SPREAD = 3.0  # how far from their middle particles start where nothing is said
+"""Low and high ends, [d] each."""
+_DEFAULT_SPREAD = 3.0  # distance of the particles from their middle without bounds
 
 
 def has_many_seeds(seed: Any) -> bool:
-    """Whether these are seeds, one for each run."""
-    return (
-        isinstance(seed, Sequence | np.ndarray)
-        and not isinstance(seed, str | bytes)
-        and np.ndim(seed) > 0
-    )
+    """Return whether `seed` is a sequence of seeds, one per run.
+
+    Args:
+        seed: The argument `seed` of `minimize`.
+
+    Returns:
+        True for a sequence or an array.
+    """
+    is_sequence = isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes)
+    return is_sequence and np.ndim(seed) > 0
 
 
 def resolve_seeds(seed: Seed | Sequence[int], runs: int | None) -> list[int]:
-    """The seed of every run."""
+    """Return the seed of every run.
+
+    Args:
+        seed: Seed of the first run, seeds of all runs, a generator, or None.
+        runs: Number of runs; None for a single run.
+
+    Returns:
+        Seeds; without a sequence they are consecutive numbers.
+
+    Raises:
+        ConfigError: A seed is not a whole number, or their number differs from `runs`.
+    """
     if not has_many_seeds(seed):
         first = _draw_seed(seed)
         return [first + run for run in range(runs or 1)]
-    seeds = [settings.check_count("`seed`", each, least=None) for each in seed]  # type: ignore[union-attr]
+
+    items: Any = seed
+    seeds = [settings.check_count("`seed`", item, least=None) for item in items]
     if (runs is not None and len(seeds) != runs) or not seeds:
         raise ConfigError(
-            f"`seed` names {len(seeds)} seeds for {runs} runs: give one for each, or the first alone"
+            f"`seed` names {len(seeds)} seeds for {runs} runs: give one for each, or the first"
+            " alone"
         )
     return seeds
 
 
 def _draw_seed(seed: Any) -> int:
-    """A seed as it is given, or drawn: from a generator, or anew."""
+    """Return a seed, or draw one from a generator or the system."""
     if seed is None:
         return secrets.randbits(63)
     if isinstance(seed, np.random.Generator):
@@ -58,23 +76,46 @@ def _draw_seed(seed: Any) -> int:
 
 
 def check_adversaries(adversaries: Adversary | Sequence[Adversary]) -> list[Adversary]:
-    """The malicious particles; raises ConfigError for what are none."""
+    """Return the adversaries as a list.
+
+    Args:
+        adversaries: One adversary or several.
+
+    Returns:
+        The adversaries.
+
+    Raises:
+        ConfigError: An item is not an `Adversary`.
+    """
     groups = list(adversaries) if isinstance(adversaries, Sequence) else [adversaries]
-    for each in groups:
-        if not isinstance(each, Adversary):
+    for group in groups:
+        if not isinstance(group, Adversary):
             raise ConfigError(
-                f"`adversaries` must be an Adversary or a list of them, got a {type(each).__name__}: a function that "
-                "moves particles goes into fedcb2o.Adversary(function, num_particles)"
+                "`adversaries` must be an Adversary or a list of them, got a"
+                f" {type(group).__name__}: a function that moves particles goes into"
+                " fedcb2o.Adversary(function, num_particles)"
             )
     return groups
 
 
 def check_ensemble(initial: Any, runs: int) -> Tensor:
-    """The ensemble [n, d], or one for each run, [runs, n, d], that particles are to start as."""
+    """Return a first ensemble as a tensor.
+
+    Args:
+        initial: An ensemble [n, d], or one per run [runs, n, d].
+        runs: Number of runs.
+
+    Returns:
+        The ensemble in float64.
+
+    Raises:
+        ConfigError: The shape is wrong.
+    """
     ensemble = _array("`initial`", initial)
     if ensemble.ndim not in (2, 3) or not ensemble.shape[-1]:
         raise ConfigError(
-            f"`initial` must be [n, d] or [runs, n, d] or a sampler, got the shape {[*ensemble.shape]}"
+            "`initial` must be [n, d] or [runs, n, d] or a sampler, got the shape"
+            f" {[*ensemble.shape]}"
         )
     if ensemble.ndim == 3 and len(ensemble) != runs:
         raise ConfigError(f"`initial` has ensembles for {len(ensemble)} runs, there are {runs}")
@@ -88,108 +129,147 @@ def build_clusters(
     num_particles: int | Sequence[int] | None,
     initial: Any,
 ) -> list[Cluster]:
-    """Every cluster with its objectives and its rows."""
+    """Assign objectives and rows to the clusters.
+
+    Args:
+        lower: L, or one per cluster.
+        upper: G, one per cluster, or None.
+        gradient: Gradient of L, one per cluster, None for autograd, or False for none.
+        num_particles: Number of particles of each cluster; None for 200, or a share of `initial`.
+        initial: A first ensemble, a sampler or None.
+
+    Returns:
+        The clusters.
+
+    Raises:
+        ConfigError: The numbers of objectives or particles do not fit together.
+    """
     lowers = [lower] if callable(lower) else list(lower)
     k = len(lowers)
     if not k:
         raise ConfigError("`lower` must be an objective, or one for each cluster, got none")
 
-    def each(name: str, value: Any) -> list[Any]:
+    def per_cluster(name: str, value: Any) -> list[Any]:
         values = list(value) if isinstance(value, Sequence) else [value] * k
         if len(values) != k:
             raise ConfigError(
-                f"`{name}` must be one for all or one for each of the {k} objectives in `lower`, got {len(values)}"
+                f"`{name}` must be one for all or one for each of the {k} objectives in `lower`,"
+                f" got {len(values)}"
             )
         return values
 
-    uppers = each("upper", upper)
-    if any((one is None) != (uppers[0] is None) for one in uppers):
+    uppers = per_cluster("upper", upper)
+    if any((item is None) != (uppers[0] is None) for item in uppers):
         raise ConfigError("`upper` must be there for all clusters or for none")
-    sizes = each("num_particles", 200 if num_particles is None else num_particles)
+
+    sizes = per_cluster("num_particles", 200 if num_particles is None else num_particles)
     if isinstance(initial, Tensor) and num_particles is None and initial.shape[-2] % k == 0:
         sizes = [initial.shape[-2] // k] * k
     sizes = [settings.check_count("`num_particles`", size) for size in sizes]
     if sum(sizes) < 2:
         raise ConfigError(
-            "one particle is its own consensus point, wherever it is: `num_particles` must be at least 2"
+            "one particle is its own consensus point, wherever it is: `num_particles` must be at"
+            " least 2"
         )
-    if isinstance(initial, Tensor):
-        n = initial.shape[-2]
-        if sum(sizes) != n:
-            raise ConfigError(
-                f"`initial` has {n} particles, `num_particles` asks for {sizes if k > 1 else sizes[0]}"
-            )
-    ends = list(itertools.accumulate(sizes, initial=0))
-    slopes = [True if one is None else one for one in each("gradient", gradient)]
+    if isinstance(initial, Tensor) and sum(sizes) != initial.shape[-2]:
+        requested = sizes if k > 1 else sizes[0]
+        raise ConfigError(
+            f"`initial` has {initial.shape[-2]} particles, `num_particles` asks for {requested}"
+        )
+
+    ends = itertools.accumulate(sizes, initial=0)
     rows = itertools.starmap(slice, itertools.pairwise(ends))
-    return [Cluster(*parts) for parts in zip(lowers, uppers, slopes, rows, strict=True)]
+    gradients = [True if item is None else item for item in per_cluster("gradient", gradient)]
+    return [Cluster(*parts) for parts in zip(lowers, uppers, gradients, rows, strict=True)]
 
 
 def build_box(
     bounds: Any, initial: Any, x0: Any, spread: Any, dim: int | None
 ) -> tuple[_Box | None, _Box]:
-    """The bounds, if there are any, infinite where a side is open, and the box where particles start.
+    """Return the bounds and the box in which the particles start.
 
-    That is x0 +- spread, as far as the bounds allow. Where both bounds of a coordinate are finite, it is by default
-    all of what is between them, else as near to [-3, 3] as it can be.
+    The box is x0 +- spread within the bounds. Where both bounds of a coordinate are finite, it is
+    by default the interval between them, and otherwise as near to [-3, 3] as the bounds allow.
+
+    Args:
+        bounds: Bounds as in `minimize`.
+        initial: A first ensemble, a sampler or None.
+        x0: Middle of the box, or None.
+        spread: Half width of the box, or None.
+        dim: d, or None.
+
+    Returns:
+        The bounds, infinite at open sides, or None; the box.
+
+    Raises:
+        ConfigError: The arguments do not fit together, or d is unknown.
     """
     if initial is not None and not (x0 is None and spread is None):
         raise ConfigError(
-            "`initial` says where particles start, and so do `x0` and `spread`: give the one or the other"
+            "`initial` says where particles start, and so do `x0` and `spread`: give the one or"
+            " the other"
         )
     middle = None if x0 is None else _point("`x0`", x0, dim)
-    given = initial if middle is None else middle
-    if isinstance(given, Tensor):
-        if dim not in (None, given.shape[-1]):
-            has = (
-                f"`x0` has {len(given)}"
-                if given is middle
-                else f"`initial` has points of {given.shape[-1]}"
-            )
-            raise ConfigError(f"{has} coordinates, `dim` is {dim}")
-        dim = given.shape[-1]
+
+    # 1. Read d from `x0` or `initial`.
+    source = initial if middle is None else middle
+    if isinstance(source, Tensor):
+        source_dim = source.shape[-1]
+        if dim not in (None, source_dim):
+            text = f"`initial` has points of {source_dim}"
+            if source is middle:
+                text = f"`x0` has {source_dim}"
+            raise ConfigError(f"{text} coordinates, `dim` is {dim}")
+        dim = source_dim
+
+    # 2. Find the half width of the box.
     low, high = _bounds_of_coordinates(bounds, dim)
     closed = (high - low).isfinite()
     half = (high - low) / 2
-    far = (
-        torch.where(closed, half, _DEFAULT_SPREAD)
-        if spread is None
-        else _point("`spread`", spread, len(low))
-    )
+    if spread is None:
+        far = torch.where(closed, half, _DEFAULT_SPREAD)
+    else:
+        far = _point("`spread`", spread, len(low))
     if len(far) != len(low) or not ((far > 0) & far.isfinite()).all():
         raise ConfigError(
-            f"`spread` must be above 0 and finite, one for all or one for each coordinate, got {spread}"
+            "`spread` must be above 0 and finite, one for all or one for each coordinate,"
+            f" got {spread}"
         )
+
+    # 3. Find its middle.
     if middle is None:
-        middle = torch.where(closed, low + half, torch.zeros_like(low).clamp(low + far, high - far))
-        if spread is None:  # to the bit
+        open_middle = torch.zeros_like(low).clamp(low + far, high - far)
+        middle = torch.where(closed, low + half, open_middle)
+        if spread is None:  # the sides are then the bounds to the bit
             far = far.masked_fill(closed, torch.inf)
     if not ((low <= middle) & (middle <= high)).all():
         raise ConfigError(f"`x0` = {middle.tolist()} is not within the `bounds`")
-    start = torch.maximum(low, middle - far), torch.minimum(high, middle + far)
-    return None if bounds is None else (low, high), start
+
+    box = (torch.maximum(low, middle - far), torch.minimum(high, middle + far))
+    return (None if bounds is None else (low, high)), box
 
 
 def _bounds_of_coordinates(bounds: Any, dim: int | None) -> _Box:
-    """The low and high ends [d] of the bounds, infinite where there is none."""
+    """Return the low and high ends [d] of the bounds, infinite where there is none."""
     if bounds is None:
         if dim is None:
             raise ConfigError(
-                "`dim` is not known: give it, or `x0`, or `bounds` for each coordinate, or an `initial` ensemble"
+                "`dim` is not known: give it, or `x0`, or `bounds` for each coordinate, or an"
+                " `initial` ensemble"
             )
         bounds = (None, None)
     if hasattr(bounds, "lb"):  # scipy.optimize.Bounds
-        bounds = np.stack(
-            np.broadcast_arrays(np.atleast_1d(bounds.lb), np.atleast_1d(bounds.ub)), -1
-        )
+        ends = np.broadcast_arrays(np.atleast_1d(bounds.lb), np.atleast_1d(bounds.ub))
+        bounds = np.stack(ends, -1)
         bounds = bounds[0] if len(bounds) == 1 else bounds
+
     pairs = _array("`bounds`", _replace_none(bounds))
     if pairs.shape == (2,) and dim is not None:
         pairs = pairs.expand(dim, 2)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or dim not in (None, len(pairs)):
         raise ConfigError(
-            f"`bounds` must be one (low, high) and `dim`, or a pair for each of the {dim or 'd'} coordinates, got the"
-            f" shape {[*pairs.shape]}"
+            "`bounds` must be one (low, high) and `dim`, or a pair for each of the"
+            f" {dim or 'd'} coordinates, got the shape {[*pairs.shape]}"
         )
     low, high = pairs.unbind(-1)
     if not (low < high).all():
@@ -198,65 +278,85 @@ def _bounds_of_coordinates(bounds: Any, dim: int | None) -> _Box:
 
 
 def _replace_none(bounds: Any) -> Any:
-    """Bounds with infinity in place of None, which SciPy takes for none."""
+    """Return bounds with infinity in place of None."""
     if not isinstance(bounds, Sequence) or isinstance(bounds, str | bytes):
         return bounds
-    if len(bounds) == 2 and any(each is None for each in bounds):
-        return [
-            end if each is None else each
-            for each, end in zip(bounds, (-np.inf, np.inf), strict=True)
-        ]
-    return [_replace_none(each) for each in bounds]
+    if len(bounds) == 2 and (bounds[0] is None or bounds[1] is None):
+        low = -np.inf if bounds[0] is None else bounds[0]
+        high = np.inf if bounds[1] is None else bounds[1]
+        return [low, high]
+    return [_replace_none(item) for item in bounds]
 
 
 def _point(name: str, value: Any, dim: int | None) -> Tensor:
-    """One number for each coordinate [d], or the same for all."""
+    """Return one number per coordinate [d]; a single number counts for all."""
     point = _array(name, value)
-    if point.ndim > 1 or not point.isfinite().all():
-        got = (
-            f"the shape {[*point.shape]}, and an ensemble is `initial`"
-            if point.ndim > 1
-            else f"{point.tolist()}"
+    if point.ndim > 1:
+        raise ConfigError(
+            f"{name} must be a point [d] of finite numbers, got the shape {[*point.shape]}, and an"
+            " ensemble is `initial`"
         )
-        raise ConfigError(f"{name} must be a point [d] of finite numbers, got {got}")
+    if not point.isfinite().all():
+        raise ConfigError(f"{name} must be a point [d] of finite numbers, got {point.tolist()}")
     return point if point.ndim else point.expand(dim or 1)
 
 
 def draw_ensembles(
-    initial: Any, box: _Box, num_benign: int, adversaries: Sequence[Adversary], seeds: Sequence[int]
+    initial: Any,
+    box: _Box,
+    num_benign: int,
+    adversaries: Sequence[Adversary],
+    seeds: Sequence[int],
 ) -> Tensor:
-    """The first ensemble of every run, [runs, n, d] in float64: the benign particles, then each adversary's.
+    """Return the first ensemble of every run: benign particles, then those of each adversary.
 
-    Without `initial` they start uniformly in the `box`.
+    Args:
+        initial: An ensemble, a sampler, or None for the uniform distribution in the box.
+        box: Low and high ends of the box.
+        num_benign: Number of benign particles.
+        adversaries: The adversaries.
+        seeds: Seed of each run.
+
+    Returns:
+        Ensembles [runs, n, d] in float64.
+
+    Raises:
+        ConfigError: A shape is wrong, a coordinate is not finite, or the memory is too small.
     """
     low, high = box
     dim = len(low)
-    settings.check_memory(
-        len(seeds), num_benign + sum(each.num_particles for each in adversaries), dim
-    )
+    num_malicious = sum(adversary.num_particles for adversary in adversaries)
+    settings.check_memory(len(seeds), num_benign + num_malicious, dim)
 
     def uniform(generator: np.random.Generator, n: int, d: int) -> Any:
         return generator.uniform(low.numpy(), high.numpy(), (n, d))
 
-    sampler = initial if callable(initial) else uniform
+    sampler: Callable[..., Any] = initial if callable(initial) else uniform
 
-    def drawn(purpose: str, n: int) -> Tensor:
-        name = "what the sampler `initial` returns"
+    def draw(purpose: str, n: int) -> Tensor:
         points = [
-            _array(name, sampler(stream(seed, "particles", purpose), n, dim)) for seed in seeds
+            _array(
+                "the result of the sampler `initial`",
+                sampler(stream(seed, "particles", purpose), n, dim),
+            )
+            for seed in seeds
         ]
-        for one in points:
-            if one.shape != (n, dim):
+        for ensemble in points:
+            if ensemble.shape != (n, dim):
                 raise ConfigError(
-                    f"the sampler `initial` must return the shape {[n, dim]}, got {[*one.shape]}"
+                    f"the sampler `initial` must return the shape {[n, dim]},"
+                    f" got {[*ensemble.shape]}"
                 )
         return torch.stack(points)
 
-    given = isinstance(initial, Tensor)
-    parts = [initial.expand(len(seeds), -1, -1) if given else drawn("initial", num_benign)]
+    if isinstance(initial, Tensor):
+        parts = [initial.expand(len(seeds), -1, -1)]
+    else:
+        parts = [draw("initial", num_benign)]
+
     for k, adversary in enumerate(adversaries):
         if adversary.initial is None:
-            parts.append(drawn(f"initial adversary {k}", adversary.num_particles))
+            parts.append(draw(f"initial adversary {k}", adversary.num_particles))
             continue
         points = _array("an adversary's `initial`", adversary.initial)
         if points.shape not in ((dim,), (adversary.num_particles, dim)):
@@ -265,14 +365,15 @@ def draw_ensembles(
                 f" [{adversary.num_particles}, {dim}], got the shape {[*points.shape]}"
             )
         parts.append(points.expand(len(seeds), adversary.num_particles, dim))
-    start = torch.cat(parts, 1)
-    if not start.isfinite().all():
+
+    ensembles = torch.cat(parts, 1)
+    if not ensembles.isfinite().all():
         raise ConfigError("the `initial` ensemble has NaN or infinite coordinates")
-    return start
+    return ensembles
 
 
 def _array(name: str, value: Any) -> Tensor:
-    """Numbers as a tensor in float64 on the CPU."""
+    """Convert numbers to a float64 tensor on the CPU."""
     try:
         return torch.as_tensor(value, dtype=torch.float64).cpu()
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,8 +1,12 @@
-"""Pairs (L, G) with a known answer, and how a NumPy or a one-point function becomes an objective [..., d] -> [...].
+"""Pairs (L, G) with a known solution, and conversion of NumPy or one-point functions to objectives.
 
-The bi-level problems are those of the CB2O literature: García Trillos, Kumar Akash, Li, Riedl and Zhu, "CB2O:
-Consensus-based bi-level optimization" (arXiv 2411.13394). An objective in a problem's `lower` may be one of several
-clusters.
+An objective maps an ensemble [..., d] to values [...]. The bi-level problems are those of the CB2O
+literature: García Trillos, Kumar Akash, Li, Riedl and Zhu, "CB2O: Consensus-based bi-level
+optimization" (arXiv 2411.13394). The `lower` of a problem may be one objective per cluster.
+
+Example:
+    >>> from_point(lambda point: point[0] ** 2)(torch.tensor([[2.0], [3.0]])).tolist()
+    [4.0, 9.0]
 """
 
 import dataclasses
@@ -25,9 +29,16 @@ __all__ = ["Problem", "from_numpy", "from_point", "problem", "problems"]
 
 
 def from_numpy(function: Callable[..., Any]) -> Callable[..., Tensor]:
-    """An objective from a NumPy function of a whole ensemble, [..., d] -> [...]. Without gradient; on the CPU.
+    """Make an objective from a NumPy function of an ensemble, without gradient, on the CPU.
 
-    The array is the function's own: it may write into it.
+    Args:
+        function: Function [..., d] -> [...]. It owns its array and may write into it.
+
+    Returns:
+        The objective.
+
+    Raises:
+        ConfigError: In a call, where the function does not return numbers.
     """
 
     @functools.wraps(function)
@@ -46,9 +57,18 @@ def from_numpy(function: Callable[..., Any]) -> Callable[..., Tensor]:
 def from_point(
     function: Callable[..., Any], *, workers: Callable[..., Any] = map
 ) -> Callable[..., Tensor]:
-    """An objective from a function of one point, as SciPy's are: a NumPy array [d] of its own -> a number.
+    """Make an objective from a function of one point, as SciPy's functions are.
 
-    It is called for each particle, by `workers`: the built-in `map`, or that of a pool of threads or processes.
+    Args:
+        function: Function of a NumPy array [d] that returns a number.
+        workers: Function that calls it for each particle: the built-in `map`, or that of a pool
+            of threads or processes.
+
+    Returns:
+        The objective.
+
+    Raises:
+        ConfigError: `workers` is not a function; in a call, where `function` returns no number.
     """
     settings.check_function("`workers`", workers)
 
@@ -72,26 +92,45 @@ def _evaluate_point(function: Callable[..., Any], args: tuple[Any, ...], point: 
 
 
 def with_args(objective: Any, args: Any) -> Any:
-    """The same objective, or each of several, that gets further arguments: objective(x, *args)."""
+    """Bind further arguments to an objective: objective(x, *args).
+
+    Args:
+        objective: An objective, several, or None.
+        args: A tuple, or a single argument.
+
+    Returns:
+        The objective or objectives of the ensemble alone.
+    """
     args = args if isinstance(args, tuple) else (args,)
     if not args or objective is None:
         return objective
     if not callable(objective):
-        return [with_args(each, args) for each in objective]
+        return [with_args(item, args) for item in objective]
 
     @functools.wraps(objective)
-    def whole(x: Tensor) -> Any:
+    def bound(x: Tensor) -> Any:
         return objective(x, *args)
 
-    return whole
+    return bound
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A problem with its answer: `fedcb2o.minimize(problem.lower, problem.upper, problem.dim, **problem.settings)`.
+    """A problem with its solution.
 
-    `target` is the minimiser of G among the minimisers of L, [d] or [clusters, d]. `bad` is a minimiser of L that is
-    bad for G, `lure` the minimiser of G: where attackers stand. `box` is a square to look at.
+    `fedcb2o.minimize(problem.lower, problem.upper, problem.dim, **problem.settings)` solves it.
+
+    Attributes:
+        name: Name on the command line.
+        title: Title of figures.
+        lower: L, or one objective per cluster.
+        upper: G, or None.
+        dim: d.
+        target: Minimiser of G among the minimisers of L, [d] or [clusters, d].
+        box: Sides of the square in figures.
+        bad: Minimiser of L that is bad for G, for attackers.
+        lure: Minimiser of G, for attackers.
+        settings: Settings of `minimize`.
     """
 
     name: str
@@ -107,64 +146,130 @@ class Problem:
 
 
 def problem(name: str) -> Problem:
-    """The built-in problem of that name. Raises ConfigError if there is none."""
-    known = problems()
-    if name not in known:
+    """Return a built-in problem.
+
+    Args:
+        name: Name of the problem.
+
+    Returns:
+        The problem.
+
+    Raises:
+        ConfigError: There is no such problem.
+    """
+    built_in = problems()
+    if name not in built_in:
         raise ConfigError(
-            f"there is no problem `{name}`.{did_you_mean(name, known)} Built in: {', '.join(known)}"
+            f"there is no problem `{name}`.{did_you_mean(name, built_in)}"
+            f" Built in: {', '.join(built_in)}"
         )
-    return known[name]
+    return built_in[name]
 
 
 def problems() -> dict[str, Problem]:
-    """All built-in problems, by name."""
+    """Return all built-in problems.
+
+    Returns:
+        Problems by name.
+    """
     root = math.sqrt(0.5)
-    every = (
+    all_problems = (
         Problem(
-            "circle", "G a paraboloid about (2, 0), L the unit circle", circle, paraboloid(2.0, 0.0), 2, (1.0, 0.0),
-            lure=(2.0, 0.0), bad=(-1.0, 0.0),
+            "circle",
+            "G a paraboloid about (2, 0), L the unit circle",
+            circle,
+            paraboloid(2.0, 0.0),
+            2,
+            (1.0, 0.0),
+            lure=(2.0, 0.0),
+            bad=(-1.0, 0.0),
         ),
         Problem(
-            "circle-ackley", "G Ackley's function about a point of the circle, L the unit circle", circle,
-            ackley(root, -root), 2, (root, -root), lure=(root, -root), settings=_CB2O, bad=(-1.0, 0.0),
+            "circle-ackley",
+            "G Ackley's function about a point of the circle, L the unit circle",
+            circle,
+            ackley(root, -root),
+            2,
+            (root, -root),
+            lure=(root, -root),
+            bad=(-1.0, 0.0),
+            settings=_PUBLISHED,
         ),
         Problem(
-            "circle-ackley-inside", "G Ackley's function about (1/2, 1/3), L the unit circle", circle,
-            ackley(1 / 2, 1 / 3), 2, (0.7817183879, 0.6236315916), lure=(1 / 2, 1 / 3), settings=_CB2O, bad=(-1.0, 0.0),
+            "circle-ackley-inside",
+            "G Ackley's function about (1/2, 1/3), L the unit circle",
+            circle,
+            ackley(1 / 2, 1 / 3),
+            2,
+            (0.7817183879, 0.6236315916),
+            lure=(1 / 2, 1 / 3),
+            bad=(-1.0, 0.0),
+            settings=_PUBLISHED,
         ),
         Problem(
-            "parabola-ackley", "G Ackley's function about (1/2, 1/3), L the parabola x2 = x1^2", parabola,
-            ackley(1 / 2, 1 / 3), 2, (0.5427013393, 0.2945247437), lure=(1 / 2, 1 / 3), bad=(-1.5, 2.25),
-            settings=_CB2O,
+            "parabola-ackley",
+            "G Ackley's function about (1/2, 1/3), L the parabola x2 = x1^2",
+            parabola,
+            ackley(1 / 2, 1 / 3),
+            2,
+            (0.5427013393, 0.2945247437),
+            lure=(1 / 2, 1 / 3),
+            bad=(-1.5, 2.25),
+            settings=_PUBLISHED,
         ),
         Problem(
-            "waves-1d", "G = |x|, L a sum of waves with many local minima", waves_1d, norm, 1, (-2.57,),
-            (-10.0, 10.0), bad=(3.71,), lure=(0.0,), settings={**_FAR, "beta": 0.15, "maxiter": 201},
+            "waves-1d",
+            "G = |x|, L a sum of waves with many local minima",
+            waves_1d,
+            norm,
+            1,
+            (-2.57,),
+            (-10.0, 10.0),
+            bad=(3.71,),
+            lure=(0.0,),
+            settings={**_PUBLISHED_WAVES, "beta": 0.15, "maxiter": 201},
         ),
         Problem(
-            "waves-2d", "G = |x|, L waves in both coordinates", waves_2d, norm, 2, (-2.97, 0.0), (-10.0, 10.0),
-            lure=(0.0, 0.0), settings={**_FAR, "beta": 0.10, "maxiter": 1001},
+            "waves-2d",
+            "G = |x|, L waves in both coordinates",
+            waves_2d,
+            norm,
+            2,
+            (-2.97, 0.0),
+            (-10.0, 10.0),
+            lure=(0.0, 0.0),
+            settings={**_PUBLISHED_WAVES, "beta": 0.10, "maxiter": 1001},
         ),
         Problem(
-            "rastrigin", "no G: Rastrigin's function in 10 dimensions, by CBO", rastrigin, None, 10, (0.0,) * 10,
+            "rastrigin",
+            "no G: Rastrigin's function in 10 dimensions, by CBO",
+            rastrigin,
+            None,
+            10,
+            (0.0,) * 10,
             settings={"sigma1": 4.0, "dt": 0.05, "maxiter": 1000},
         ),
         Problem(
-            "two-circles", "two clusters: L_k the unit circles about (-1.5, 0) and (1.5, 0), G the height x2",
-            (circle_about(-1.5, 0.0), circle_about(1.5, 0.0)), last_coordinate, 2, ((-1.5, -1.0), (1.5, -1.0)),
-            bad=(-1.5, 1.0), settings={"lambda2": 0.1, "sigma2": 0.01},
+            "two-circles",
+            "two clusters: L_k the unit circles about (-1.5, 0) and (1.5, 0), G the height x2",
+            (circle_about(-1.5, 0.0), circle_about(1.5, 0.0)),
+            last_coordinate,
+            2,
+            ((-1.5, -1.0), (1.5, -1.0)),
+            bad=(-1.5, 1.0),
+            settings={"lambda2": 0.1, "sigma2": 0.01},
         ),
-    )  # fmt: skip
-    return {each.name: each for each in every}
+    )
+    return {item.name: item for item in all_problems}
 
 
 def circle(x: Tensor) -> Tensor:
-    """(|x|^2 - 1)^2, whose minimisers are the unit circle."""
+    """Compute (|x|^2 - 1)^2, whose minimisers are the unit circle."""
     return (x.square().sum(-1) - 1).square()
 
 
 def circle_about(*centre: float) -> Objective:
-    """The same about another centre."""
+    """Return `circle` about another centre."""
 
     def objective(x: Tensor) -> Tensor:
         return circle(x - x.new_tensor(centre))
@@ -173,12 +278,12 @@ def circle_about(*centre: float) -> Objective:
 
 
 def parabola(x: Tensor) -> Tensor:
-    """(x1^2 - x2)^2, whose minimisers are a parabola."""
+    """Compute (x1^2 - x2)^2, whose minimisers are a parabola."""
     return (x[..., 0].square() - x[..., 1]).square()
 
 
 def paraboloid(*centre: float) -> Objective:
-    """|x - centre|^2."""
+    """Return the function |x - centre|^2."""
 
     def objective(x: Tensor) -> Tensor:
         return (x - x.new_tensor(centre)).square().sum(-1)
@@ -187,50 +292,55 @@ def paraboloid(*centre: float) -> Objective:
 
 
 def norm(x: Tensor) -> Tensor:
-    """|x|."""
-    far: Tensor = torch.linalg.vector_norm(x, dim=-1)
-    return far
+    """Compute |x|."""
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return length
 
 
 def last_coordinate(x: Tensor) -> Tensor:
-    """The last coordinate."""
+    """Return the last coordinate."""
     return x[..., -1]
 
 
 def ackley(*centre: float, A: float = 20.0, a: float = 0.2, b: float = 3.0) -> Objective:
-    """-A exp(-a sqrt(b^2/d |x - v|^2)) - exp(sum cos(2 pi b (x - v)) / d) + e + A about the centre v, where it is 0."""
+    """Return Ackley's function about a centre v, where it is 0.
+
+    It is -A exp(-a sqrt(b^2/d |x - v|^2)) - exp(sum cos(2 pi b (x - v)) / d) + e + A.
+    """
 
     def objective(x: Tensor) -> Tensor:
-        apart = x - x.new_tensor(centre)
-        far = torch.exp(-a * b / math.sqrt(x.shape[-1]) * torch.linalg.vector_norm(apart, dim=-1))
-        return -A * far - torch.exp(torch.cos(2 * math.pi * b * apart).mean(-1)) + math.e + A
+        offset = x - x.new_tensor(centre)
+        scale = -a * b / math.sqrt(x.shape[-1])
+        bowl = torch.exp(scale * torch.linalg.vector_norm(offset, dim=-1))
+        waves = torch.exp(torch.cos(2 * math.pi * b * offset).mean(-1))
+        return -A * bowl - waves + math.e + A
 
     return objective
 
 
 def rastrigin(x: Tensor) -> Tensor:
-    """The sum of x_k^2 + 10 - 10 cos(2 pi x_k), with the minimiser 0."""
+    """Compute the sum of x_k^2 + 10 - 10 cos(2 pi x_k), with the minimiser 0."""
     return norm(x).square() - 10 * torch.cos(2 * math.pi * x).sum(-1) + 10 * x.shape[-1]
 
 
 def waves_1d(x: Tensor) -> Tensor:
-    """(sin 3x + cos(x - 1)) / 2."""
+    """Compute (sin 3x + cos(x - 1)) / 2."""
     return (torch.sin(3 * x[..., 0]) + torch.cos(x[..., 0] - 1)) / 2
 
 
 def waves_2d(x: Tensor) -> Tensor:
-    """sin((x1 - 0.1)^2 / 2) + cos(x2 - pi)."""
+    """Compute sin((x1 - 0.1)^2 / 2) + cos(x2 - pi)."""
     return torch.sin((x[..., 0] - 0.1).square() / 2) + torch.cos(x[..., 1] - math.pi)
 
 
 def far_box(generator: np.random.Generator, n: int, dim: int) -> Any:
-    """A sampler: uniform in [-10, 10]^d."""
+    """Sample points uniformly in [-10, 10]^d."""
     return generator.uniform(-10, 10, (n, dim))
 
 
-# The settings of the published CB2O experiments.
-_CB2O = {"num_particles": 50, "alpha": 30.0, "beta": 1 / 20, "maxiter": 300, "xtol": 0.0}
-_FAR = {
+# Settings of the published CB2O experiments.
+_PUBLISHED = {"num_particles": 50, "alpha": 30.0, "beta": 1 / 20, "maxiter": 300, "xtol": 0.0}
+_PUBLISHED_WAVES = {
     "initial": far_box,
     "num_particles": 200,
     "batch": 100,

@@ -1,4 +1,4 @@
-"""What `minimize` hands out: the result and the way there, in the user's shapes."""
+"""The result of `minimize` and its history, in the shapes that the user requested."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -14,16 +14,20 @@ from fedcb2o.particles.system import Cluster, System
 
 _CONSENSUS_MESSAGE = "consensus: spread at most xtol = {:g}"
 _BOUNDARY_MESSAGE = (
-    "the particles agreed at the edge of where they started, and L or G is less further out: let them start in a larger"
-    " box, by `spread`, `bounds` or `initial`"
+    "the particles agreed at the edge of where they started, and L or G is less further out:"
+    " let them start in a larger box, by `spread`, `bounds` or `initial`"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The consensus point `x` [records, ...] and the ensemble's spread about it, at the times `t` of the steps `n`.
+    """The consensus point and the spread at recorded steps; NaN after a run has stopped.
 
-    The spread is the root of the mean squared distance. Where a run had stopped, both are NaN.
+    Attributes:
+        n: Steps [records].
+        t: Times n dt.
+        x: Consensus points [records, ...].
+        spread: Root mean squared distance of the ensemble from them.
     """
 
     n: Tensor
@@ -34,29 +38,29 @@ class History:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Result(Mapping[str, Any]):
-    """The answer of `minimize`, in the manner of SciPy's OptimizeResult: `result.x`, or `result["x"]`.
+    """The result of `minimize`, like SciPy's OptimizeResult: `result.x`, or `result["x"]`.
 
-    With `runs`, every field of a run has that leading axis. With several clusters, `x` is [clusters, d] and `lower` and
-    `upper` are [clusters].
+    With `runs`, every field of a run has that leading axis. With several clusters, `x` is
+    [clusters, d] and `lower` and `upper` are [clusters].
 
     Attributes:
-        x: the consensus point of the last ensemble, [d].
-        lower: L there; also `fun`.
-        upper: G there, or None where there is no G.
-        success: whether the ensemble came to a consensus, its spread about x being at most `xtol`, and not at the edge
-            of where it started while L, or G, is less further out.
-        message: why it stopped.
-        nit: steps taken.
-        nfev: particles judged, each once by L and once by G of every cluster; what x is worth and what adversaries ask
-            are not counted.
-        excluded: how many of those had a NaN or infinite objective, and had no part in the consensus.
-        spread: root mean squared distance of the benign particles from x.
-        theta: the last benign ensemble, [n, d]; those of all clusters, one after the other.
-        theta_m: the last malicious particles, [n_m, d].
-        history: the way there.
-        notes: what the theory has to say on the settings.
-        seed: the seed of the run; `minimize(..., seed=result.seed[3])` repeats the fourth run alone.
-        seconds: wall time of all runs.
+        x: Consensus point of the last ensemble, [d].
+        lower: L at x; also `fun`.
+        upper: G at x, or None without G.
+        success: Whether the ensemble reached a consensus: its spread about x is at most `xtol`,
+            and x is not at the edge of the start region with smaller L or G further out.
+        message: Reason of the stop.
+        nit: Number of steps.
+        nfev: Number of evaluated particles, each counted once with L and once with G of every
+            cluster; evaluations at x and by adversaries do not count.
+        excluded: Number of those with a NaN or infinite objective.
+        spread: Root mean squared distance of the benign particles from x.
+        theta: Last benign ensemble, [n, d], cluster by cluster.
+        theta_m: Last malicious particles, [n_m, d].
+        history: Consensus points and spreads of earlier steps.
+        notes: Remarks of the theory on the settings.
+        seed: Seed of the run; `minimize(..., seed=result.seed[3])` repeats the fourth run alone.
+        seconds: Wall time of all runs.
     """
 
     x: Tensor
@@ -77,7 +81,7 @@ class Result(Mapping[str, Any]):
 
     @property
     def fun(self) -> Tensor:
-        """L at x, the first function's value, by SciPy's name."""
+        """L at x, the value of the first function, by SciPy's name."""
         return self.lower
 
     def __getitem__(self, name: str) -> Any:
@@ -96,90 +100,152 @@ class Result(Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def __repr__(self) -> str:
-        """The answer first; of many runs, how many succeeded."""
-        lines = []
-        if isinstance(self.message, list):
-            count = len(self.message)
-            lines.append(
-                ("runs", f"{count}, of which {int(self.success.sum())} reached a consensus")
-            )
-            common = max(set(self.message), key=self.message.count)
-            lines.append(("message", f"{common} ({self.message.count(common)} of {count} runs)"))
-            for name in ("x", "lower", "upper", "nit"):
-                if (value := getattr(self, name)) is not None:
-                    lines.append((name, f"tensor of shape {[*value.shape]}"))
-        else:
-            lines += [("message", self.message), ("success", self.success)]
-            for name in ("x", "lower", "upper"):
-                if (value := getattr(self, name)) is not None:
-                    lines.append(
-                        (
-                            name,
-                            np.array2string(
-                                value.cpu().numpy(), precision=6, threshold=12, suppress_small=True
-                            ),
-                        )
-                    )
-            lines += [
-                ("spread", f"{float(self.spread.max()):.3g}"),
-                ("nit", self.nit),
-                ("nfev", self.nfev),
-            ]
-            lines += [("excluded", self.excluded)] if self.excluded else []
+        """Return the solution; of many runs, the number of successes."""
+        lines = self._summary_of_runs() if isinstance(self.message, list) else self._summary()
         lines.append(("seconds", f"{self.seconds:.2f}"))
         lines += [("note", note) for note in self.notes]
-        wide = max(len(name) for name, _ in lines)
+
+        width = max(len(name) for name, _ in lines)
+        indent = "\n" + " " * (width + 2)
         return "\n".join(
-            f"{name:>{wide}}: {str(value).replace(chr(10), chr(10) + ' ' * (wide + 2))}"
-            for name, value in lines
+            f"{name:>{width}}: {str(value).replace(chr(10), indent)}" for name, value in lines
         )
+
+    def _summary(self) -> list[tuple[str, Any]]:
+        lines: list[tuple[str, Any]] = [("message", self.message), ("success", self.success)]
+        for name in ("x", "lower", "upper"):
+            value = getattr(self, name)
+            if value is not None:
+                text = np.array2string(
+                    value.cpu().numpy(), precision=6, threshold=12, suppress_small=True
+                )
+                lines.append((name, text))
+        lines.append(("spread", f"{float(self.spread.max()):.3g}"))
+        lines += [("nit", self.nit), ("nfev", self.nfev)]
+        if self.excluded:
+            lines.append(("excluded", self.excluded))
+        return lines
+
+    def _summary_of_runs(self) -> list[tuple[str, Any]]:
+        count = len(self.message)
+        successes = int(self.success.sum())
+        most_common = max(set(self.message), key=self.message.count)
+        frequency = self.message.count(most_common)
+        lines = [
+            ("runs", f"{count}, of which {successes} reached a consensus"),
+            ("message", f"{most_common} ({frequency} of {count} runs)"),
+        ]
+        for name in ("x", "lower", "upper", "nit"):
+            value = getattr(self, name)
+            if value is not None:
+                lines.append((name, f"tensor of shape {[*value.shape]}"))
+        return lines
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputShape:
-    """Which leading axes the user sees: that of runs, unless `flat`, and that of clusters, unless `single`."""
+    """Leading axes of the result.
+
+    Attributes:
+        single_run: Whether the axis of runs is dropped.
+        single_cluster: Whether the axis of clusters is dropped.
+    """
 
     single_run: bool
     single_cluster: bool
 
     def squeeze_runs(self, values: Tensor) -> Any:
-        """Without the axis of runs, and a plain number where nothing else is left, if there is one run."""
+        """Drop the axis of a single run.
+
+        Args:
+            values: A tensor [runs, ...].
+
+        Returns:
+            The values; a plain number where no other axis is left.
+        """
         if not self.single_run:
             return values
         return values[0] if values.ndim > 1 else values[0].item()
 
     def squeeze(self, values: Tensor, runs: int = 0, clusters: int = 1) -> Tensor:
-        """Without the axes that the user does not see."""
-        values = values.squeeze(clusters) if self.single_cluster else values
-        return values.squeeze(runs) if self.single_run else values
+        """Drop the axes of a single run and of a single cluster.
+
+        Args:
+            values: A tensor.
+            runs: Axis of runs.
+            clusters: Axis of clusters.
+
+        Returns:
+            The values.
+        """
+        if self.single_cluster:
+            values = values.squeeze(clusters)
+        if self.single_run:
+            values = values.squeeze(runs)
+        return values
 
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRuns:
-    """The runs that ended at a step, as they were then."""
+    """The runs that ended at step `n`, as they were then.
+
+    Attributes:
+        runs: Indices of the runs.
+        m: Consensus points.
+        spread: Distances of the particles from them.
+        theta: Benign particles.
+        theta_m: Malicious particles.
+        num_evaluated: Evaluated particles.
+        excluded: Excluded particles.
+        converged: Whether a run reached a consensus.
+        n: Step.
+        reason: Reason of the stop for runs without a consensus.
+    """
 
     runs: Tensor
     m: Tensor
     spread: Tensor
     theta: Tensor
     theta_m: Tensor
-    judged: Tensor
+    num_evaluated: Tensor
     excluded: Tensor
-    agreed: Tensor
+    converged: Tensor
     n: int
     reason: str
 
 
 def finish_runs(
-    system: System, m: Tensor, spread: Tensor, n: int, agreed: Tensor, ending: Tensor, reason: str
+    system: System,
+    m: Tensor,
+    spread: Tensor,
+    n: int,
+    agreed: Tensor,
+    ending: Tensor,
+    reason: str,
 ) -> FinishedRuns:
-    """The runs that are `ending` at step n, for that reason or because they `agreed`."""
+    """Record the runs that end at a step.
+
+    Args:
+        system: All active runs.
+        m: Consensus points.
+        spread: Distances of the particles from them.
+        n: Step.
+        agreed: Whether a run reached a consensus.
+        ending: Whether a run ends.
+        reason: Reason of the stop for the others.
+
+    Returns:
+        The ending runs.
+    """
     tensors = (m, spread, system.benign, system.malicious)
     if not ending.all():
-        tensors = tuple(each[ending.to(each.device)] for each in tensors)  # type: ignore[assignment]
+        tensors = tuple(  # type: ignore[assignment]
+            tensor[ending.to(tensor.device)] for tensor in tensors
+        )
     excluded = system.excluded[ending]
-    counts = (torch.full_like(excluded, system.num_evaluated), excluded, agreed[ending])
-    return FinishedRuns(system.runs[ending], *tensors, *counts, n=n, reason=reason)
+    num_evaluated = torch.full_like(excluded, system.num_evaluated)
+    runs = system.runs[ending]
+    return FinishedRuns(runs, *tensors, num_evaluated, excluded, agreed[ending], n=n, reason=reason)
 
 
 def build_result(
@@ -197,45 +263,73 @@ def build_result(
     notes: tuple[str, ...],
     seconds: float,
 ) -> EvaluationSteps[Result]:
-    """What came of the runs, in their order, and in the shapes that the user asked for."""
+    """Combine the ended runs in their original order.
+
+    Args:
+        ends: Ended runs.
+        records: Step, runs, consensus points and spreads of each record.
+        shape: Shape for the user.
+        clusters: The clusters.
+        seeds: Seed of each run.
+        start: Smallest and largest coordinates of the first ensemble.
+        walls: Bounds of the particles, if there are any.
+        delta_q: Tolerance for L (eq:Q_beta).
+        dt: Step of time.
+        xtol: Largest spread of a consensus.
+        notes: Remarks of the theory.
+        seconds: Wall time.
+
+    Returns:
+        A generator of requests whose result is that of `minimize`.
+    """
     order = torch.cat([end.runs for end in ends]).argsort()
 
-    def gather(name: str) -> Tensor:
-        parts = [getattr(end, name) for end in ends]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)[order.to(parts[0].device)]
+    def gather(parts: list[Tensor]) -> Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts)[order.to(parts[0].device)]
 
-    x = gather("m")
+    # 1. Evaluate the objectives at x.
+    x = gather([end.m for end in ends])
     at_x = []
-    for k, each in enumerate(clusters):
+    for k, cluster in enumerate(clusters):
+        points = x[:, k : k + 1]
         at_x.append(
-            (yield EvaluationRequest(x[:, k : k + 1], each.lower, each.upper, shape.single_run))
+            (yield EvaluationRequest(points, cluster.lower, cluster.upper, shape.single_run))
         )
     lower = torch.cat([values.lower for values in at_x], 1)
-    upper = torch.cat([values.upper for values in at_x], 1) if at_x[0].upper is not None else None  # type: ignore[misc]
-    success = gather("agreed")
-    messages = [
-        (_CONSENSUS_MESSAGE.format(xtol) if agreed else end.reason)
-        for end in ends
-        for agreed in end.agreed.tolist()
-    ]
+    uppers = [values.upper for values in at_x if values.upper is not None]
+    upper = torch.cat(uppers, 1) if uppers else None
+
+    # 2. Decide which runs succeeded.
+    success = gather([end.converged for end in ends])
+    messages = []
+    for end in ends:
+        for converged in end.converged.tolist():
+            messages.append(_CONSENSUS_MESSAGE.format(xtol) if converged else end.reason)
     messages = [messages[k] for k in order.tolist()]
     if success.any():
-        further = yield from is_boundary_consensus(
+        at_boundary = yield from is_boundary_consensus(
             x, at_x, start, clusters, walls=walls, delta_q=delta_q, flat=shape.single_run
         )
-        stuck = success & further.any(1).cpu()
+        stuck = success & at_boundary.any(1).cpu()
         messages = [
-            _BOUNDARY_MESSAGE if at_edge else told
-            for told, at_edge in zip(messages, stuck.tolist(), strict=True)
+            _BOUNDARY_MESSAGE if is_stuck else message
+            for message, is_stuck in zip(messages, stuck.tolist(), strict=True)
         ]
         success = success & ~stuck
+
+    # 3. Assemble the history.
     nit = torch.cat([torch.full_like(end.runs, end.n) for end in ends])[order]
     steps = torch.tensor([n for n, *_ in records])
     path = x.new_full((len(records), *x.shape), torch.nan)
     spreads = path[..., 0].clone()
     for row, (_, runs, m, spread) in enumerate(records):
-        there = runs.to(x.device) if len(runs) < len(seeds) else slice(None)
-        path[row, there], spreads[row, there] = m, spread
+        recorded = runs.to(x.device) if len(runs) < len(seeds) else slice(None)
+        path[row, recorded] = m
+        spreads[row, recorded] = spread
+    history = History(steps, steps * dt, shape.squeeze(path, 1, 2), shape.squeeze(spreads, 1, 2))
+
     return Result(
         x=shape.squeeze(x),
         lower=shape.squeeze(lower),
@@ -243,12 +337,12 @@ def build_result(
         success=shape.squeeze_runs(success),
         message=messages[0] if shape.single_run else messages,
         nit=shape.squeeze_runs(nit),
-        nfev=shape.squeeze_runs(gather("judged")),
-        excluded=shape.squeeze_runs(gather("excluded")),
-        spread=shape.squeeze(gather("spread")),
-        theta=shape.squeeze_runs(gather("theta")),
-        theta_m=shape.squeeze_runs(gather("theta_m")),
-        history=History(steps, steps * dt, shape.squeeze(path, 1, 2), shape.squeeze(spreads, 1, 2)),
+        nfev=shape.squeeze_runs(gather([end.num_evaluated for end in ends])),
+        excluded=shape.squeeze_runs(gather([end.excluded for end in ends])),
+        spread=shape.squeeze(gather([end.spread for end in ends])),
+        theta=shape.squeeze_runs(gather([end.theta for end in ends])),
+        theta_m=shape.squeeze_runs(gather([end.theta_m for end in ends])),
+        history=history,
         notes=notes,
         seed=seeds[0] if shape.single_run else seeds,
         seconds=seconds,

@@ -1,4 +1,12 @@
-"""Ask and tell: the steps of `minimize` for objectives that run elsewhere, in a simulator, on a cluster, by hand."""
+"""Ask and tell: the steps of `minimize` for objectives that run elsewhere.
+
+Example:
+    >>> search = Search(dim=1, seed=1, num_particles=20, maxiter=30)
+    >>> while not search.done:
+    ...     search.tell([float(point @ point) for point in search.ask()])
+    >>> abs(search.result.x.item()) < 0.1
+    True
+"""
 
 import inspect
 from typing import Any
@@ -15,7 +23,7 @@ from fedcb2o.particles.result import Result
 
 
 class Search:
-    """What `minimize` does, for who judges the particles by other means than functions.
+    """`minimize` for users who evaluate points themselves: a simulator, a cluster, by hand.
 
         search = Search(dim=2)
         while not search.done:
@@ -23,21 +31,24 @@ class Search:
             search.tell([measure(point) for point in points.numpy()])
         print(search.result)
 
-    Told the same, it comes to the same as `minimize`, bit for bit: a search that was cut off goes on when one of the
-    same settings and seed is told again what was told before.
+    With the same values it has the same result as `minimize`, bit for bit. To resume an interrupted
+    search, start one with the same settings and seed and tell it the earlier values again.
 
     Attributes:
-        result: the answer, or None before it is `done`.
-        done: whether it has ended.
+        result: The result, or None before the end.
+        done: Whether the search has ended.
     """
 
     def __init__(self, dim: int | None = None, *, upper: bool = False, **settings: Any) -> None:
-        """Begin.
+        """Start a search.
 
         Args:
-            dim: d; read from `x0`, `bounds` or `initial` where it is not given.
-            upper: whether there is a G, so that `tell` takes its values too.
-            settings: any of `minimize`, but `lower`, `args` and `gradient`.
+            dim: d; by default that of `x0`, `bounds` or `initial`.
+            upper: Whether there is a G, so that `tell` receives its values too.
+            settings: Settings of `minimize`, except `lower`, `args` and `gradient`.
+
+        Raises:
+            ConfigError: A setting is invalid.
         """
         for name in ("lower", "args", "gradient"):
             if name in settings:
@@ -45,7 +56,7 @@ class Search:
                     f"`{name}` is for functions, which Search has none of: leave it out"
                 )
         self.result: Result | None = None
-        self._question: EvaluationRequest | None = None
+        self._request: EvaluationRequest | None = None
         steps = inspect.unwrap(minimize)
         self._steps: EvaluationSteps[Result] = steps(
             _unavailable_objective,
@@ -55,88 +66,103 @@ class Search:
             **settings,
         )
         with torch.no_grad():
-            self._question = next(self._steps)
+            self._request = next(self._steps)
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, and `result` is there."""
+        """Whether the search has ended, so that `result` is available."""
         return self.result is not None
 
     def ask(self) -> Tensor:
-        """The points to be judged now, [n, d], or [runs, n, d] of several runs: a copy, the same until they are told.
+        """Return the points to evaluate: the ensemble or a batch of it.
 
-        These are the ensemble, or a batch of it; in the end the answer and, if it lies at the edge of where particles
-        started, points further out.
+        At the end they are the solution and, if it is at the edge of the start region, points
+        further out.
+
+        Returns:
+            A copy of the points, [n, d], or [runs, n, d] of several runs. The points stay the same
+            until `tell`.
+
+        Raises:
+            RunError: The search has ended or failed.
         """
         return self._pending_request().user_points.clone()
 
     def tell(self, lower: Any, upper: Any = None, gradient: Any = None) -> None:
-        """What was asked for, and on to the next step.
+        """Receive the values of the points, and take a step.
 
         Args:
-            lower: L of each point, [n] or [runs, n]: a tensor, an array or a list. NaN where there is none.
+            lower: L of each point, [n] or [runs, n]: a tensor, an array or a list; NaN for failed
+                evaluations.
             upper: G of each point, if there is a G.
-            gradient: that of L at each point, [n, d], if `lambda2` or `sigma2` is above 0.
+            gradient: Gradient of L at each point, [n, d], if `lambda2` or `sigma2` is above 0.
 
-        Raises ConfigError for what does not fit, after which the points can be told again, and RunError where no
-        particle is left to agree on.
+        Raises:
+            ConfigError: A value has a wrong shape or type; the points can then be told again.
+            RunError: No particle is left, or the search has ended.
         """
-        question = self._pending_request()
-        points = question.user_points
-        low = _check_values("lower", lower, points, points.shape[:-1])
-        up = _check_values(
-            "upper", upper, points, None if question.upper is None else points.shape[:-1]
-        )
-        slope = _check_values(
-            "gradient", gradient, points, points.shape if question.gradient else None
-        )
-        if question.flat:
+        request = self._pending_request()
+        points = request.user_points
+        shape = points.shape[:-1]
+        low = _check_values("lower", lower, points, shape)
+        up = _check_values("upper", upper, points, None if request.upper is None else shape)
+        gradient_shape = points.shape if request.gradient else None
+        slope = _check_values("gradient", gradient, points, gradient_shape)
+        if request.flat:
             low, up, slope = (
-                None if each is None else each.unsqueeze(0) for each in (low, up, slope)
+                None if values is None else values.unsqueeze(0) for values in (low, up, slope)
             )
-        values = to_values(question.theta, low, up, slope, radius=question.radius)  # type: ignore[arg-type]
-        self._question = None
+        values = to_values(
+            request.theta,
+            low,  # type: ignore[arg-type]
+            up,
+            slope,
+            radius=request.radius,
+        )
+
+        self._request = None
         try:
             with torch.no_grad():
-                self._question = self._steps.send(values)
+                self._request = self._steps.send(values)
         except StopIteration as end:
             self.result = end.value
 
     def _pending_request(self) -> EvaluationRequest:
-        if self._question is None:
-            raise RunError(
-                "this search has ended: its answer is `result`"
-                if self.done
-                else "this search has failed"
-            )
-        return self._question
+        if self._request is not None:
+            return self._request
+        if self.done:
+            raise RunError("this search has ended: its answer is `result`")
+        raise RunError("this search has failed")
 
 
 def _check_values(
     name: str, values: Any, points: Tensor, shape: torch.Size | None
 ) -> Tensor | None:
-    """Values as a tensor of that shape, beside the points; None where they are not asked for."""
+    """Convert values to a tensor of a shape; None where they were not requested."""
     if shape is None:
         if values is not None:
             raise ConfigError(
-                f"`{name}` is told and not asked for: a search with G is Search(..., upper=True)"
+                f"`{name}` was not requested: a search with G is Search(..., upper=True)"
             )
         return None
     if values is None:
-        raise ConfigError(f"`{name}` must be told, of the shape {[*shape]}")
+        raise ConfigError(f"`{name}` must be given, in the shape {[*shape]}")
+
+    dtype = None if isinstance(values, Tensor | np.ndarray) else points.dtype
     try:
-        known = isinstance(values, Tensor | np.ndarray)
-        told = torch.as_tensor(values, dtype=None if known else points.dtype, device=points.device)
+        tensor = torch.as_tensor(values, dtype=dtype, device=points.device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"`{name}` must be numbers, of the shape {[*shape]}: {error}") from error
-    if told.shape != shape:
+    if tensor.shape != shape:
         raise ConfigError(
-            f"`{name}` must have the shape {[*shape]}, as the points that were asked, got {[*told.shape]}"
+            f"`{name}` must have the shape {[*shape]} of the requested points,"
+            f" got {[*tensor.shape]}"
         )
-    return told if told.is_floating_point() else told.to(points.dtype)
+    return tensor if tensor.is_floating_point() else tensor.to(points.dtype)
 
 
 def _unavailable_objective(x: Tensor) -> Tensor:
     raise ConfigError(
-        "an adversary asks what L and G are where no particle is, which a search is not told: give them to minimize"
+        "an adversary requests L and G at further points, which a search cannot evaluate: use"
+        " minimize"
     )

@@ -133,7 +133,7 @@ def schedule_value(name: str, value: Schedule, n: int) -> float:
     if type(value) is not float:
         value = check_number(f"`{name}`", value, f" at step {n}")
     if name == "beta":
-        consensus.check_beta(value)
+        consensus.validate_beta(value)
     elif not 0 <= value < torch.inf:
         raise ConfigError(f"`{name}` must be at least 0 and finite, got {value} at step {n}")
     return value

@@ -1,10 +1,14 @@
-"""The particles of all runs under way: benign ones of every cluster, then malicious ones, in one [runs, n, d] tensor.
+"""The particles of all active runs in one [runs, n, d] tensor.
 
-It knows the mathematics of `dynamics` and nothing of stopping, recording or checking, which is `minimize`'s.
+Benign particles come first, cluster by cluster, then the malicious ones.
+
+The system applies the mathematics of `dynamics`. Stopping, recording and validation of settings
+belong to `minimize`.
 """
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +38,14 @@ from fedcb2o.rng import stream
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The benign particles of one cluster: their objectives, and which rows they are."""
+    """The benign particles of one cluster: their objectives and their rows.
+
+    Attributes:
+        lower: L.
+        upper: G, or None.
+        gradient: Gradient of L: a function, True for autograd, False for none.
+        rows: Rows of the particles.
+    """
 
     lower: Objective
     upper: Objective | None
@@ -44,10 +55,13 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What the benign particles find before a step: the values for every cluster and its consensus point.
+    """Values and consensus points before a step.
 
-    `batch` are the rows that the consensus points are of, [runs, M], or None: all. The values are those of all
-    particles where they are `whole`, else of the batch.
+    Attributes:
+        values: Values for each cluster.
+        m: Consensus points [runs, clusters, d].
+        batch: Rows of the random batch behind the consensus points [runs, M]; None for all.
+        covers_all: Whether the values are those of all particles, not only of the batch.
     """
 
     values: list[Values]
@@ -56,18 +70,33 @@ class Evaluation:
     covers_all: bool
 
     def for_runs(self, kept: Tensor) -> "Evaluation":
-        """The same for some of the runs."""
+        """Return the evaluation of a part of the runs.
+
+        Args:
+            kept: Indices of runs.
+
+        Returns:
+            Their evaluation.
+        """
         batch = None if self.batch is None else self.batch[kept]
-        return Evaluation(
-            [values.map(lambda part: part[kept]) for values in self.values],
-            self.m[kept],
-            batch,
-            self.covers_all,
-        )
+        values = [item.map(lambda tensor: tensor[kept]) for item in self.values]
+        return Evaluation(values, self.m[kept], batch, self.covers_all)
 
 
 class System:
-    """The ensembles of the runs under way, and the streams that move them; steps are taken in place."""
+    """The ensembles of the active runs and their random streams; steps change them in place.
+
+    Attributes:
+        theta: All particles [runs, n, d].
+        clusters: The clusters.
+        seeds: Seed of each active run.
+        runs: Index of each active run.
+        num_benign: Number of benign particles.
+        adversaries: Adversaries with the rows of their particles.
+        mass: Share of each particle in the measure; None for equal shares.
+        num_evaluated: Evaluated particles of each run, counted once per cluster.
+        excluded: Number of excluded particles of each run.
+    """
 
     def __init__(
         self,
@@ -79,20 +108,29 @@ class System:
         flat: bool,
         bounds: tuple[Tensor, Tensor] | None,
     ) -> None:
+        """Start the runs.
+
+        Args:
+            theta: First ensembles [runs, n, d].
+            clusters: The clusters.
+            adversaries: The adversaries.
+            seeds: Seed of each run.
+            flat: Whether user functions receive [n, d].
+            bounds: Low and high ends for the benign particles, or None.
+        """
         self.theta = theta
         self.clusters = clusters
         self.seeds = list(seeds)
         self.runs = torch.arange(len(seeds))
         self.num_benign: int = clusters[-1].rows.stop
-        ends = itertools.accumulate(
-            (each.num_particles for each in adversaries), initial=self.num_benign
-        )
+        sizes = (adversary.num_particles for adversary in adversaries)
+        ends = itertools.accumulate(sizes, initial=self.num_benign)
         self.adversaries = [
-            (each, slice(*rows))
-            for each, rows in zip(adversaries, itertools.pairwise(ends), strict=True)
+            (adversary, slice(*rows))
+            for adversary, rows in zip(adversaries, itertools.pairwise(ends), strict=True)
         ]
         self.mass = _mass(theta, self.num_benign, adversaries)
-        self.num_evaluated = 0  # particles of each run, once for every cluster
+        self.num_evaluated = 0
         self.excluded = torch.zeros(len(seeds), dtype=torch.long)
         self._flat = flat
         self._bounds = bounds
@@ -113,7 +151,7 @@ class System:
 
     @property
     def malicious_mass(self) -> float:
-        """w_m, the share of the malicious particles in the measure."""
+        """Share w_m of the malicious particles in the measure."""
         if self.mass is None:
             n: int = self.theta.shape[1]
             return (n - self.num_benign) / n
@@ -122,51 +160,71 @@ class System:
     def evaluate(
         self, params: ConsensusParams, batch: int | None = None, check_writes: bool = False
     ) -> EvaluationSteps[Evaluation]:
-        """Have all particles judged, or each run's next random batch, and find the consensus points.
+        """Evaluate all particles, or each run's next random batch, and find the consensus points.
 
-        Looked at `closely`, functions that write into the particles by way of NumPy are noticed too.
+        Batches are parts of a random order of the particles. The order is drawn anew when fewer
+        particles than a batch are left (Carrillo, Jin, Li and Zhu, "A consensus-based global
+        optimization method for high dimensional machine learning problems", 2021, Algorithm 2.1).
 
-        The batches are parts of a random order of the particles, which is drawn anew when fewer than a batch are left
-        (Carrillo, Jin, Li and Zhu, "A consensus-based global optimization method for high dimensional machine learning
-        problems", 2021, Algorithm 2.1).
+        Args:
+            params: Parameters of the consensus points.
+            batch: Size M of a batch; None for all particles.
+            check_writes: Whether to notice writes by way of NumPy.
+
+        Returns:
+            A generator of requests whose result is the evaluation.
         """
-        theta = self.theta
-        mass = self.mass
         rows = None if batch is None else self._next_batch(batch)
-        mass = mass if mass is None or rows is None else mass[rows]
-        whole = self._evaluates_all(batch)
-        seen = theta if rows is None else _gather_rows(theta, rows)
-        judged = theta if whole else seen
-        values = []
+        counted = self.theta if rows is None else _gather_rows(self.theta, rows)
+        mass = self.mass
+        if mass is not None and rows is not None:
+            mass = mass[rows]
+
+        # 1. Request the values.
+        covers_all = self._evaluates_all(batch)
+        evaluated = self.theta if covers_all else counted
+        all_values = []
         for cluster in self.clusters:
-            values.append(
-                (yield self._request(judged, cluster, params, cluster.gradient, check_writes))
-            )
+            request = self._request(evaluated, cluster, params, cluster.gradient, check_writes)
+            all_values.append((yield request))
         self.num_evaluated += self.evaluation_cost(batch)
-        m = []
-        for each in values:
-            if each.excluded is not None:
-                self.excluded += each.excluded.sum(-1).cpu()
-            counted = (
-                each
-                if rows is None or not whole
-                else each.map(lambda part: _gather_rows(part, rows))
-            )
-            m.append(consensus_point(seen, counted, params, mass))
-        return Evaluation(
-            values, torch.stack(m, 1) if len(m) > 1 else m[0].unsqueeze(1), rows, whole
-        )
+
+        # 2. Compute the consensus points.
+        points = []
+        for values in all_values:
+            if values.excluded is not None:
+                self.excluded += values.excluded.sum(-1).cpu()
+            if rows is not None and covers_all:
+                values = values.map(functools.partial(_gather_rows, rows=rows))
+            points.append(consensus_point(counted, values, params, mass))
+        m = torch.stack(points, 1) if len(points) > 1 else points[0].unsqueeze(1)
+        return Evaluation(all_values, m, rows, covers_all)
 
     def evaluation_cost(self, batch: int | None = None) -> int:
-        """How many particles of each run the next look judges, each once for every cluster."""
-        return len(self.clusters) * (self.theta.shape[1] if self._evaluates_all(batch) else batch)  # type: ignore[operator]
+        """Return the number of particles of each run in the next evaluation.
+
+        Args:
+            batch: Size M of a batch; None for all particles.
+
+        Returns:
+            The number, counted once per cluster.
+        """
+        size = self.theta.shape[1] if self._evaluates_all(batch) else batch
+        return len(self.clusters) * size  # type: ignore[operator]
 
     def _evaluates_all(self, batch: int | None) -> bool:
-        # The gradient is every particle's own affair; without it, those outside the batch need not be judged.
-        return batch is None or any(each.gradient for each in self.clusters)
+        # Every particle needs its gradient. Without gradients, only the batch is evaluated.
+        return batch is None or any(cluster.gradient for cluster in self.clusters)
 
     def spread(self, m: Tensor) -> Tensor:
-        """The root mean squared distance of each cluster's particles from its consensus point, [runs, clusters]."""
+        """Return the root mean squared distance of each cluster from its consensus point.
+
+        Args:
+            m: Consensus points [runs, clusters, d].
+
+        Returns:
+            Distances [runs, clusters].
+        """
         squares = [
             (theta - m[:, k : k + 1]).square_().sum(-1).mean(-1)
             for k, (theta, _) in enumerate(self._parts)
@@ -188,35 +246,63 @@ class System:
         batch_only: bool = False,
         check_writes: bool = False,
     ) -> None:
-        """One Euler-Maruyama step of all particles (eq:fedcb2o_dynamics, eq:dyn_macro), all from the same theta_t."""
+        """Take an Euler-Maruyama step of all particles (eq:fedcb2o_dynamics, eq:dyn_macro).
+
+        All particles, benign and malicious, move from the same theta_t.
+
+        Args:
+            n: Step.
+            evaluation: Values and consensus points before the step.
+            params: Parameters of the consensus points.
+            lambda1: Drift to the consensus point.
+            sigma1: Its noise.
+            lambda2: Drift down the gradient of L.
+            sigma2: Its noise.
+            dt: Step of time.
+            noise: "isotropic" or "anisotropic".
+            batch_only: Whether only the particles of the batch move.
+            check_writes: Whether to notice writes by way of NumPy.
+        """
         moves = [
-            self._move(n, evaluation, params, group, rows, dt, check_writes)
-            for group, rows in self.adversaries
+            self._move(n, evaluation, params, adversary, rows, dt, check_writes)
+            for adversary, rows in self.adversaries
         ]
         before = self.benign.clone() if batch_only and evaluation.batch is not None else None
         normals = self._draw("noise", self.num_benign) if sigma1 else None
-        shaking = self._draw("gradient noise", self.num_benign) if sigma2 else None
+        gradient_normals = self._draw("gradient noise", self.num_benign) if sigma2 else None
+
+        # 1. Move the benign particles of each cluster.
         for k, (theta, rows) in enumerate(self._parts):
             consensus_step_(
                 theta,
                 evaluation.m.select(1, k),
-                normals if normals is None or rows is None else normals[:, rows],
+                _rows_or_all(normals, rows),
                 lambda1=lambda1,
                 sigma1=sigma1,
                 dt=dt,
                 noise=noise,
             )
-            slope = evaluation.values[k].gradient
-            if slope is not None:
-                shake = shaking if shaking is None or rows is None else shaking[:, rows]
-                slope = slope[:, self.clusters[k].rows]
-                gradient_step_(theta, slope, shake, lambda2=lambda2, sigma2=sigma2, dt=dt)
+            gradient = evaluation.values[k].gradient
+            if gradient is not None:
+                gradient_step_(
+                    theta,
+                    gradient[:, self.clusters[k].rows],
+                    _rows_or_all(gradient_normals, rows),
+                    lambda2=lambda2,
+                    sigma2=sigma2,
+                    dt=dt,
+                )
+
+        # 2. Restore those outside the batch, and apply the bounds.
         if before is not None and evaluation.batch is not None:
             still = torch.ones(self.theta.shape[:2], dtype=torch.bool, device=self.theta.device)
-            still = still.scatter(1, evaluation.batch, False)[:, : self.num_benign].unsqueeze(-1)
+            still = still.scatter(1, evaluation.batch, False)
+            still = still[:, : self.num_benign].unsqueeze(-1)
             self.benign.copy_(torch.where(still, before, self.benign))
         if self._bounds is not None:
             self.benign.clamp_(*self._bounds)
+
+        # 3. Move the malicious particles.
         for (_, rows), moved in zip(self.adversaries, moves, strict=True):
             self.theta[:, rows] = moved
 
@@ -224,23 +310,37 @@ class System:
     def forbid_writes(
         self, name: str, function: Callable[..., Any], m: Tensor, check_writes: bool
     ) -> Iterator[None]:
-        """Raises ConfigError if a function that is called inside writes into particles or consensus points."""
-        shown = (self.theta, "particles"), (m, "consensus points")
-        before = [(write_count(x), x.clone() if check_writes else None) for x, _ in shown]
+        """Refuse writes into particles or consensus points inside a `with` block.
+
+        Args:
+            name: Role of the function in messages.
+            function: The user's function that the block calls.
+            m: Consensus points.
+            check_writes: Whether to notice writes by way of NumPy.
+
+        Raises:
+            ConfigError: The function wrote into a tensor.
+        """
+        guarded = ((self.theta, "particles"), (m, "consensus points"))
+        before = [(write_count(x), x.clone() if check_writes else None) for x, _ in guarded]
         yield
-        for (x, what), (count, copy) in zip(shown, before, strict=True):
-            require_unwritten(name, function, x, count, copy, what)
+        for (x, kind), (count, copy) in zip(guarded, before, strict=True):
+            require_unwritten(name, function, x, count, copy, kind)
 
     def keep_runs(self, kept: Tensor) -> None:
-        """Go on with these of the runs under way alone."""
+        """Continue with a part of the active runs.
+
+        Args:
+            kept: Positions of the remaining runs.
+        """
         chosen = kept.tolist()
-        self.theta, self.runs = self.theta[kept.to(self.theta.device)], self.runs[kept]
+        self.theta = self.theta[kept.to(self.theta.device)]
+        self.runs = self.runs[kept]
         self.excluded = self.excluded[kept]
         self.seeds = [self.seeds[run] for run in chosen]
         self._order = self._order[kept.to(self._order.device)]
-        self._streams = {
-            name: [each[run] for run in chosen] for name, each in self._streams.items()
-        }
+        for name, generators in self._streams.items():
+            self._streams[name] = [generators[run] for run in chosen]
         self._split_clusters()
         for normals in self._normals.values():
             normals.keep_runs(chosen)
@@ -248,10 +348,11 @@ class System:
     def _next_batch(self, size: int) -> Tensor:
         if self._order.shape[1] < size:
             n = self.theta.shape[1]
-            drawn = [each.permutation(n) for each in self._generators("batches")]
-            self._order = torch.stack([torch.from_numpy(each) for each in drawn]).to(
-                self.theta.device
-            )
+            orders = [
+                torch.from_numpy(generator.permutation(n))
+                for generator in self._generators("batches")
+            ]
+            self._order = torch.stack(orders).to(self.theta.device)
         rows = self._order[:, :size]
         self._order = self._order[:, size:]
         return rows
@@ -260,164 +361,198 @@ class System:
         self,
         theta: Tensor,
         cluster: Cluster,
-        by: ConsensusParams,
+        params: ConsensusParams,
         gradient: Objective | bool = False,
-        closely: bool = False,
+        check_writes: bool = False,
     ) -> EvaluationRequest:
         return EvaluationRequest(
-            theta, cluster.lower, cluster.upper, self._flat, gradient, by.radius, closely
+            theta,
+            cluster.lower,
+            cluster.upper,
+            self._flat,
+            gradient,
+            params.radius,
+            check_writes,
         )
 
     def _split_clusters(self) -> None:
-        """Each cluster's particles, and their rows (None: all)."""
-        alone = len(self.clusters) == 1
+        """Set each cluster's particles and their rows (None for all)."""
+        is_single = len(self.clusters) == 1
         self._parts = [
-            (self.theta[:, each.rows], None if alone else each.rows) for each in self.clusters
+            (self.theta[:, cluster.rows], None if is_single else cluster.rows)
+            for cluster in self.clusters
         ]
 
     def _generators(self, name: str) -> list[np.random.Generator]:
-        """Those of a purpose, one a run."""
+        """Return the generators of a purpose, one per run."""
         if name not in self._streams:
             self._streams[name] = [stream(seed, "particles", name) for seed in self.seeds]
         return self._streams[name]
 
     def _draw(self, purpose: str, n: int) -> Tensor:
         if purpose not in self._normals:
-            dim = self.theta.shape[-1]
-            dtype = self.theta.dtype
-            device = self.theta.device
             self._normals[purpose] = Normals(
-                self.seeds, f"particles {purpose}", n, dim, dtype=dtype, device=device
+                self.seeds,
+                f"particles {purpose}",
+                n,
+                self.theta.shape[-1],
+                dtype=self.theta.dtype,
+                device=self.theta.device,
             )
         return self._normals[purpose].next()
 
     def _move(
         self,
         n: int,
-        look: Evaluation,
-        by: ConsensusParams,
+        evaluation: Evaluation,
+        params: ConsensusParams,
         adversary: Adversary,
         rows: slice,
         dt: float,
-        closely: bool,
+        check_writes: bool,
     ) -> Tensor:
-        """Where an adversary's particles are after the step (eq:dyn_macro_m)."""
-        own = self.theta[:, rows]
+        """Return an adversary's particles after the step (eq:dyn_macro_m)."""
+        theta_m = self.theta[:, rows]
         view = View(
             n=n,
             t=n * dt,
             dt=dt,
             theta=self.benign,
-            theta_m=own,
-            m=look.m,
-            m_if=lambda points: self._consensus_if(points, look, by, rows),
-            m_without=lambda: self._consensus_if(None, look, by, rows)[:, 0],
+            theta_m=theta_m,
+            m=evaluation.m,
+            m_if=lambda points: self._consensus_if(points, evaluation, params, rows),
+            m_without=lambda: self._consensus_if(None, evaluation, params, rows)[:, 0],
             generators=self._generators("adversaries"),
         )
-        with self.forbid_writes("an adversary's `move`", adversary.move, look.m, closely):
-            moving = adversary.move(view)
-        if not isinstance(moving, tuple) or len(moving) != 2:
+
+        # 1. Call the user's function and check its result.
+        name = "an adversary's `move`"
+        with self.forbid_writes(name, adversary.move, evaluation.m, check_writes):
+            pair = adversary.move(view)
+        if not isinstance(pair, tuple) or len(pair) != 2:
             raise ConfigError(
-                f"an adversary's `move` must return the pair (a_t, A_t), got a {type(moving).__name__}"
+                "an adversary's `move` must return the pair (a_t, A_t),"
+                f" got a {type(pair).__name__}"
             )
-        drift, diffusion = moving
-        for name, value in (("drift a_t", drift), ("diffusion A_t", diffusion)):
+        drift, diffusion = pair
+        for term, value in (("drift a_t", drift), ("diffusion A_t", diffusion)):
             if not isinstance(value, Tensor | float | int):
                 raise ConfigError(
-                    f"an adversary's {name} must be a tensor or a number, got a {type(value).__name__}"
+                    f"an adversary's {term} must be a tensor or a number,"
+                    f" got a {type(value).__name__}"
                 )
+
+        # 2. Take the step.
         try:
-            moved = own + torch.as_tensor(drift).to(own) * dt
+            moved = theta_m + torch.as_tensor(drift).to(theta_m) * dt
             if isinstance(diffusion, Tensor) or diffusion:
-                spread = torch.as_tensor(diffusion).to(own)
-                normals = self._draw(f"adversary {rows.start}", own.shape[1]) * math.sqrt(dt)
-                matrix = spread.ndim == own.ndim + 1
-                moved = moved + (
-                    (spread @ normals.unsqueeze(-1)).squeeze(-1) if matrix else spread * normals
-                )
+                matrix = torch.as_tensor(diffusion).to(theta_m)
+                normals = self._draw(f"adversary {rows.start}", theta_m.shape[1]) * math.sqrt(dt)
+                if matrix.ndim == theta_m.ndim + 1:
+                    increment = (matrix @ normals.unsqueeze(-1)).squeeze(-1)
+                else:
+                    increment = matrix * normals
+                moved = moved + increment
         except RuntimeError as error:
             raise ConfigError(
-                f"an adversary's drift or diffusion does not fit {[*own.shape]}: {error}"
+                f"an adversary's drift or diffusion does not fit {[*theta_m.shape]}: {error}"
             ) from error
-        if moved.shape != own.shape:
+        if moved.shape != theta_m.shape:
             raise ConfigError(
-                f"an adversary's drift and diffusion must broadcast to {[*own.shape]}, they gave {[*moved.shape]}"
+                f"an adversary's drift and diffusion must broadcast to {[*theta_m.shape]},"
+                f" they gave {[*moved.shape]}"
             )
         return moved
 
     def _consensus_if(
-        self, points: Tensor | None, look: Evaluation, by: ConsensusParams, rows: slice
+        self,
+        points: Tensor | None,
+        evaluation: Evaluation,
+        params: ConsensusParams,
+        rows: slice,
     ) -> Tensor:
-        """The consensus points [runs, c, clusters, d] if all particles of these rows stood at each of c points.
+        """Return the consensus points if all particles of `rows` were at each of c points.
 
-        Without points, those that there would be if they were not there, [runs, 1, clusters, d].
+        Shape [runs, c, clusters, d]. Without points, those without these particles,
+        [runs, 1, clusters, d].
         """
         size = rows.stop - rows.start
-        rest = [row for row in range(self.theta.shape[1]) if not rows.start <= row < rows.stop]
-        mass = None if self.mass is None else self.mass[rest]
+        n = self.theta.shape[1]
+        remaining = [row for row in range(n) if not rows.start <= row < rows.stop]
+        mass = None if self.mass is None else self.mass[remaining]
         if mass is not None and points is not None:
             mass = torch.cat([mass, self.mass[rows]])  # type: ignore[index]
-        found = []
-        for cluster, known in zip(self.clusters, look.values, strict=True):
-            values = known if look.covers_all else self._request(self.theta, cluster, by).evaluate()
-            values = values.map(lambda part: part[:, rest].unsqueeze(1))
-            others = self.theta[:, rest].unsqueeze(1)
+
+        results = []
+        for cluster, values in zip(self.clusters, evaluation.values, strict=True):
+            if not evaluation.covers_all:
+                values = self._request(self.theta, cluster, params).evaluate()
+            values = values.map(lambda tensor: tensor[:, remaining].unsqueeze(1))
+            others = self.theta[:, remaining].unsqueeze(1)
             if values.excluded is not None:
                 others = others.masked_fill(values.excluded.unsqueeze(-1), 0.0)
             if points is None:
-                found.append(consensus.point(consensus_weights(values, by, mass), others))
+                mu = consensus_weights(values, params, mass)
+                results.append(consensus.point(mu, others))
                 continue
-            there = (
-                self._request(points, cluster, by)
-                .evaluate()
-                .map(lambda part: part.unsqueeze(2).expand(-1, -1, size))
-            )
-            mu = consensus_weights(_concatenate(values, there), by, mass)
-            found.append(
-                consensus.point(mu[..., :-size], others)
-                + mu[..., -size:].sum(-1, keepdim=True) * points
-            )
-        return torch.stack(found, 2)
+
+            at_points = self._request(points, cluster, params).evaluate()
+            at_points = at_points.map(lambda tensor: tensor.unsqueeze(2).expand(-1, -1, size))
+            mu = consensus_weights(_concatenate(values, at_points), params, mass)
+            moved_mass = mu[..., -size:].sum(-1, keepdim=True)
+            results.append(consensus.point(mu[..., :-size], others) + moved_mass * points)
+        return torch.stack(results, 2)
 
 
-def _concatenate(these: Values, those: Values) -> Values:
-    """The values of two ensembles as one, [runs, c, n]; these are the same for all c."""
+def _rows_or_all(normals: Tensor | None, rows: slice | None) -> Tensor | None:
+    if normals is None or rows is None:
+        return normals
+    return normals[:, rows]
 
-    def join(left: Tensor | None, right: Tensor | None, absent: bool) -> Tensor | None:
+
+def _concatenate(first: Values, second: Values) -> Values:
+    """Return the values of two ensembles as one, [runs, c, n]; the first is the same for all c."""
+
+    def join(left: Tensor | None, right: Tensor | None, default: bool) -> Tensor | None:
         if left is None and right is None:
             return None
-        left = torch.full_like(these.lower, absent, dtype=torch.bool) if left is None else left
-        right = torch.full_like(those.lower, absent, dtype=torch.bool) if right is None else right
+        if left is None:
+            left = torch.full_like(first.lower, default, dtype=torch.bool)
+        if right is None:
+            right = torch.full_like(second.lower, default, dtype=torch.bool)
         return torch.cat([left.expand(-1, right.shape[1], -1), right], -1)
 
-    lower = torch.cat([these.lower.expand(-1, those.lower.shape[1], -1), those.lower], -1)
-    upper = join(these.upper, those.upper, False)
-    return Values(
-        lower,
-        upper,
-        None,
-        join(these.in_ball, those.in_ball, True),
-        join(these.excluded, those.excluded, False),
-    )
+    lower = torch.cat([first.lower.expand(-1, second.lower.shape[1], -1), second.lower], -1)
+    upper = join(first.upper, second.upper, False)
+    in_ball = join(first.in_ball, second.in_ball, True)
+    excluded = join(first.excluded, second.excluded, False)
+    return Values(lower, upper, None, in_ball, excluded)
 
 
 def _gather_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """These rows of [runs, n] or [runs, n, d], others for each run."""
-    return values.gather(
-        1, rows if values.ndim == 2 else rows.unsqueeze(-1).expand(-1, -1, values.shape[-1])
-    )
+    """Return rows of [runs, n] or [runs, n, d], different ones for each run."""
+    if values.ndim == 2:
+        return values.gather(1, rows)
+    return values.gather(1, rows.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
 
 
 def _mass(theta: Tensor, num_benign: int, adversaries: Sequence[Adversary]) -> Tensor | None:
-    """The share of every particle in the measure rho = w_b rho^b + w_m rho^m (eq:dyn_macro); None: all alike."""
-    given = sum(each.mass for each in adversaries if each.mass is not None)
-    if all(each.mass is None for each in adversaries):
+    """Return each particle's share in rho = w_b rho^b + w_m rho^m (eq:dyn_macro).
+
+    None stands for equal shares.
+    """
+    if all(adversary.mass is None for adversary in adversaries):
         return None
-    if given >= 1:
-        raise ConfigError(f"the adversaries' `mass` must add up to less than 1, got {given:g}")
-    alike = num_benign + sum(each.num_particles for each in adversaries if each.mass is None)
-    shares = [torch.full((num_benign,), (1 - given) / alike, dtype=torch.float64)]
-    for each in adversaries:
-        one = (1 - given) / alike if each.mass is None else each.mass / each.num_particles
-        shares.append(torch.full((each.num_particles,), one, dtype=torch.float64))
+
+    fixed = sum(adversary.mass for adversary in adversaries if adversary.mass is not None)
+    if fixed >= 1:
+        raise ConfigError(f"the adversaries' `mass` must add up to less than 1, got {fixed:g}")
+    counts = (adversary.num_particles for adversary in adversaries if adversary.mass is None)
+    num_equal = num_benign + sum(counts)
+    shares = [torch.full((num_benign,), (1 - fixed) / num_equal, dtype=torch.float64)]
+    for adversary in adversaries:
+        share = (1 - fixed) / num_equal
+        if adversary.mass is not None:
+            share = adversary.mass / adversary.num_particles
+        shares.append(torch.full((adversary.num_particles,), share, dtype=torch.float64))
     return torch.cat(shares).to(theta.device)

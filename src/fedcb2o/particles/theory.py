@@ -1,13 +1,17 @@
-"""The theory of CB2O under attack: the decay of V and its end (thm:main), beta_0, alpha_0 and what follows from them.
+"""Theory of CB2O under attack: the decay of V and its end (thm:main), and beta_0 and alpha_0.
 
-García Trillos et al., "Defending Against Diverse Attacks in Federated Learning Through Consensus-Based Bi-Level
-Optimization" (arXiv 2412.02535), Section 2: thm:main and the choices in its proof. The bounds on the
-consensus point that they stand on are in `bounds`.
+García Trillos et al., "Defending Against Diverse Attacks in Federated Learning Through
+Consensus-Based Bi-Level Optimization" (arXiv 2412.02535), Section 2: thm:main and the choices in
+its proof. Its bounds on the consensus point are in `bounds`.
 
-Nothing is made up here. The constants of Assumptions A1 to A6 belong to the user's L and G (`Constants`). What the
-paper takes from its companion (arXiv 2411.13394) is an argument: the exponents p_eps and p_{H,eps} as `p` and `p_H`,
-the radii r_R and r_eps. So is c(vartheta, lambda, sigma) as `c`; `closeness` computes it, as the proof of thm:main
-needs it. Balls are closed, and `target` is theta_good.
+The constants of Assumptions A1 to A6 belong to the user's L and G (`Constants`). Quantities from
+the paper's companion (arXiv 2411.13394) are arguments: the exponents p_eps and p_{H,eps} as `p` and
+`p_H`, the radii r_R and r_eps. So is c(vartheta, lambda, sigma) as `c`; `closeness` computes it as
+the proof of thm:main needs it. Balls are closed, and `target` is theta_good.
+
+Example:
+    >>> contraction_rate(lambda1=1.0, sigma1=0.5, dim=2)
+    1.5
 """
 # ruff: noqa: N802, N815 (the paper's names)
 
@@ -23,45 +27,90 @@ from fedcb2o.particles.bounds import Constants, Number, check_positive, check_sh
 
 
 def V(theta: Float[Tensor, "*a n d"], target: Float[Tensor, " d"]) -> Float[Tensor, "*a"]:
-    """The functional V = W_2^2(rho^b, delta_target) / 2 of an ensemble (eq:V): half the mean squared distance."""
+    """Compute the functional V = W_2^2(rho^b, delta_target) / 2 of an ensemble (eq:V).
+
+    Args:
+        theta: Particles [..., n, d].
+        target: theta_good [d].
+
+    Returns:
+        Half the mean squared distance from the target, [...].
+    """
     return (theta - target).square().sum(-1).mean(-1) / 2
 
 
 def contraction_rate(
     *, lambda1: Number, sigma1: Number, dim: int, noise: str = "isotropic"
 ) -> float:
-    """The rate of V's decay with the consensus at the target: 2 lambda - d sigma^2 for isotropic noise (thm:main).
+    """Compute the rate of V's decay with the consensus at the target (thm:main).
 
-    For anisotropic noise it is 2 lambda - sigma^2, whatever the dimension: Carrillo, Jin, Li, Zhu, "A consensus-based
-    global optimization method for high dimensional machine learning problems" (2021), and Fornasier, Klock, Riedl,
-    "Convergence of anisotropic consensus-based optimization in mean-field law" (2022). thm:main itself is on isotropic
-    noise only. A rate of 0 or below means no decay in mean square.
+    It is 2 lambda - d sigma^2 for isotropic noise. For anisotropic noise it is 2 lambda - sigma^2
+    in every dimension: Carrillo, Jin, Li, Zhu, "A consensus-based global optimization method for
+    high dimensional machine learning problems" (2021), and Fornasier, Klock, Riedl, "Convergence of
+    anisotropic consensus-based optimization in mean-field law" (2022). thm:main covers isotropic
+    noise only.
+
+    Args:
+        lambda1: Drift.
+        sigma1: Noise.
+        dim: d.
+        noise: "isotropic" or "anisotropic".
+
+    Returns:
+        The rate; at most 0 for no decay in mean square.
+
+    Raises:
+        ConfigError: `noise` is unknown.
     """
     if noise not in ("isotropic", "anisotropic"):
         raise ConfigError(f"`noise` must be isotropic or anisotropic, got {noise}")
-    return float(2 * lambda1 - (dim if noise == "isotropic" else 1) * sigma1 * sigma1)
+    factor = dim if noise == "isotropic" else 1
+    return float(2 * lambda1 - factor * sigma1 * sigma1)
 
 
 def closeness(*, vartheta: Number, lambda1: Number, sigma1: Number, dim: int) -> float:
-    """c(vartheta, lambda, sigma): while m is within c sqrt(V) of the target (eq:endtime_T), V decays as in thm:main.
+    """Compute c(vartheta, lambda, sigma) for isotropic noise.
 
-    The bounds on dV/dt in the proof of thm:main, before eq:evolution_J, have a term in |m - target| sqrt(V) and one in
-    |m - target|^2. With c = min{vartheta (2 lambda - d sigma^2) / (2 sqrt(2) (lambda + d sigma^2)), sqrt(vartheta
-    (2 lambda - d sigma^2) / (d sigma^2))} each is at most vartheta/2 times (2 lambda - d sigma^2) V; the first is the
-    smaller one for all lambda and sigma. For isotropic noise. Raises ConfigError unless 0 < vartheta < 1 and
-    2 lambda > d sigma^2.
+    While m is within c sqrt(V) of the target (eq:endtime_T), V decays as in thm:main. The bounds on
+    dV/dt in the proof of thm:main, before eq:evolution_J, have a term in |m - target| sqrt(V) and
+    one in |m - target|^2. With c = min{vartheta (2 lambda - d sigma^2) / (2 sqrt(2) (lambda + d
+    sigma^2)), sqrt(vartheta (2 lambda - d sigma^2) / (d sigma^2))} each term is at most vartheta/2
+    times (2 lambda - d sigma^2) V. The first value is the smaller one for all lambda and sigma.
+
+    Args:
+        vartheta: In (0, 1).
+        lambda1: Drift.
+        sigma1: Noise.
+        dim: d.
+
+    Returns:
+        c.
+
+    Raises:
+        ConfigError: vartheta is not in (0, 1), or 2 lambda <= d sigma^2.
     """
     rate = contraction_rate(lambda1=lambda1, sigma1=sigma1, dim=dim)
     diffusion = dim * sigma1**2
     _check_theorem(vartheta, rate)
     linear = vartheta * rate / (2 * math.sqrt(2) * (lambda1 + diffusion))
-    return float(min(linear, math.sqrt(vartheta * rate / diffusion) if diffusion else math.inf))
+    quadratic = math.sqrt(vartheta * rate / diffusion) if diffusion else math.inf
+    return float(min(linear, quadratic))
 
 
 def end_time(V0: Number, eps: Number, *, vartheta: Number, rate: Number) -> float:
-    """T* (eq:end_time_star_statement), by which V has come down from V0 to eps; `rate` is `contraction_rate`'s.
+    """Compute T* (eq:end_time_star_statement), by which V has decayed from V0 to eps.
 
-    Raises ConfigError unless 0 < eps < V0, 0 < vartheta < 1 and rate > 0, as thm:main supposes.
+    Args:
+        V0: V at the start.
+        eps: Accuracy, in (0, V0).
+        vartheta: In (0, 1).
+        rate: `contraction_rate`, above 0.
+
+    Returns:
+        T*.
+
+    Raises:
+        ConfigError: An argument is outside the hypotheses of thm:main.
     """
     _check_theorem(vartheta, rate, V0, eps)
     return math.log(V0 / eps) / ((1 - vartheta) * rate)
@@ -70,7 +119,20 @@ def end_time(V0: Number, eps: Number, *, vartheta: Number, rate: Number) -> floa
 def end_time_window(
     V0: Number, eps: Number, *, vartheta: Number, rate: Number
 ) -> tuple[float, float]:
-    """The window [(1 - vartheta) / (1 + vartheta/2) T*, T*] for the time T at which V = eps (eq:end_time_statement)."""
+    """Compute the window for the time T at which V = eps (eq:end_time_statement).
+
+    Args:
+        V0: V at the start.
+        eps: Accuracy, in (0, V0).
+        vartheta: In (0, 1).
+        rate: `contraction_rate`, above 0.
+
+    Returns:
+        The ends of [(1 - vartheta) / (1 + vartheta/2) T*, T*].
+
+    Raises:
+        ConfigError: An argument is outside the hypotheses of thm:main.
+    """
     latest = end_time(V0, eps, vartheta=vartheta, rate=rate)
     return (1 - vartheta) / (1 + vartheta / 2) * latest, latest
 
@@ -78,21 +140,38 @@ def end_time_window(
 def decay_bounds(
     t: Float[Tensor, "*t"], V0: Number, *, vartheta: Number, rate: Number
 ) -> tuple[Float[Tensor, "*t"], Float[Tensor, "*t"]]:
-    """The two exponentials between which V stays until it has reached eps (eq:evolution_J).
+    """Compute the two exponentials between which V stays until it is eps (eq:evolution_J).
 
-    They are V0 exp(-(1 + vartheta/2) rate t) and V0 exp(-(1 - vartheta) rate t). Raises ConfigError as `end_time` does.
+    Args:
+        t: Times.
+        V0: V at the start.
+        vartheta: In (0, 1).
+        rate: `contraction_rate`, above 0.
+
+    Returns:
+        V0 exp(-(1 + vartheta/2) rate t) and V0 exp(-(1 - vartheta) rate t).
+
+    Raises:
+        ConfigError: An argument is outside the hypotheses of thm:main.
     """
     _check_theorem(vartheta, rate)
-    return V0 * torch.exp(-(1 + vartheta / 2) * rate * t), V0 * torch.exp(
-        -(1 - vartheta) * rate * t
-    )
+    lower = V0 * torch.exp(-(1 + vartheta / 2) * rate * t)
+    upper = V0 * torch.exp(-(1 - vartheta) * rate * t)
+    return lower, upper
 
 
 def fit_decay_rate(t: Float[Tensor, " s"], values: Float[Tensor, "*a s"]) -> Float[Tensor, "*a"]:
-    """The rate at which V was seen to decay, to be held against `contraction_rate` (eq:evolution_J).
+    """Fit the rate of V's decay, for comparison with `contraction_rate` (eq:evolution_J).
 
-    The least squares line through log V at the times t, with its sign turned. Values that are zero, negative, infinite
-    or NaN are left out; where fewer than two times remain, the rate is NaN.
+    The rate is minus the slope of the least squares line through log V at the times t. Values that
+    are zero, negative, infinite or NaN do not count.
+
+    Args:
+        t: Times [s].
+        values: V at these times [..., s].
+
+    Returns:
+        Rates [...]; NaN with fewer than two times.
     """
     values = values.double()
     t = t.double()
@@ -110,9 +189,15 @@ def fit_decay_rate(t: Float[Tensor, " s"], values: Float[Tensor, "*a s"]) -> Flo
 
 @dataclasses.dataclass(frozen=True)
 class Scales:
-    """The lengths and levels on which the choices of beta and alpha rest, at an accuracy eps (eq:beta, eq:alpha).
+    """Lengths and levels behind beta and alpha at an accuracy eps (eq:beta, eq:alpha).
 
-    `G_inf` is G_inf with a tilde, r_G is r_{G,eps}, xi_L is xi_{L,eps}, r_H is r_{H,eps}, u is u_eps.
+    Attributes:
+        G_inf: G_inf with a tilde.
+        r_G: r_{G,eps}.
+        delta_q: Addition to the quantile.
+        xi_L: xi_{L,eps}.
+        r_H: r_{H,eps}.
+        u: u_eps.
     """
 
     G_inf: float
@@ -126,9 +211,19 @@ class Scales:
 def scales(
     constants: Constants, *, c: Number, eps: Number, delta_q: Number | None = None
 ) -> Scales:
-    """The scales of eq:beta and eq:alpha; without `delta_q`, for the largest one that the proof of thm:main admits.
+    """Compute the scales of eq:beta and eq:alpha.
 
-    `c` is `closeness`'s. Raises ConfigError for a larger delta_q, and unless c and eps are above 0.
+    Args:
+        constants: The constants of the assumptions.
+        c: `closeness`, above 0.
+        eps: Accuracy, above 0.
+        delta_q: Addition to the quantile; None for the largest one in the proof of thm:main.
+
+    Returns:
+        The scales.
+
+    Raises:
+        ConfigError: delta_q is too large, or c or eps is not above 0.
     """
     check_positive({"c": c, "eps": eps})
     G_inf = constants.upper_cap(attack=True)
@@ -143,17 +238,29 @@ def scales(
     delta_q = cap / 2 if delta_q is None else delta_q
     if not 0 < delta_q <= cap / 2:
         raise ConfigError(
-            f"`delta_q` must be above 0 and, with these constants, c and eps, at most {cap / 2:.6g}, got {delta_q}"
+            "`delta_q` must be above 0 and, with these constants, c and eps, at most"
+            f" {cap / 2:.6g}, got {delta_q}"
         )
     xi_L = cap - delta_q
     r_H = min(constants.R_H_L, (xi_L / constants.H_L) ** (1 / constants.h_L))
-    return Scales(G_inf, float(r_G), float(delta_q), float(xi_L), float(r_H), min(level, G_inf) / 4)
+    u = min(level, G_inf) / 4
+    return Scales(G_inf, float(r_G), float(delta_q), float(xi_L), float(r_H), u)
 
 
 def beta_0(*, w_m: Number, ball_mass: Number, p_H: Number, end_time: Number) -> float:
-    """The bound below which beta is to be chosen (eq:beta), proportional to w_b = 1 - w_m.
+    """Compute the upper bound on beta (eq:beta), which is proportional to w_b = 1 - w_m.
 
-    `ball_mass` is rho_0^b(B_{r_H/2}(target)), `p_H` is p_{H,eps}, `end_time` is T*.
+    Args:
+        w_m: Share of attackers, in [0, 1).
+        ball_mass: rho_0^b(B_{r_H/2}(target)), in (0, 1].
+        p_H: p_{H,eps}, at least 0.
+        end_time: T*, at least 0.
+
+    Returns:
+        beta_0.
+
+    Raises:
+        ConfigError: An argument is out of range.
     """
     check_share(w_m)
     _check_mass(ball_mass)
@@ -174,36 +281,51 @@ def alpha_0(
     u: Number,
     p: Number,
 ) -> float:
-    """The bound above which alpha is to be chosen (eq:alpha), growing with w_m; its attack part has the factor 1/u.
+    """Compute the lower bound on alpha (eq:alpha), which grows with w_m.
 
-    `ball_mass` is rho_0^b(B_{r/2}(target)) for r = r_eps, u is u_eps (`scales`), p is p_eps, `rate` is
-    `contraction_rate`'s and c is `closeness`'s. Raises ConfigError as `end_time` does.
+    Its part for the attack has the factor 1/u.
+
+    Args:
+        constants: The constants of the assumptions.
+        w_m: Share of attackers, in [0, 1).
+        ball_mass: rho_0^b(B_{r/2}(target)) for r = r_eps, in (0, 1].
+        V0: V at the start.
+        eps: Accuracy, in (0, V0).
+        vartheta: In (0, 1).
+        rate: `contraction_rate`, above 0.
+        c: `closeness`, above 0.
+        u: u_eps (`scales`), above 0.
+        p: p_eps, at least 0.
+
+    Returns:
+        alpha_0.
+
+    Raises:
+        ConfigError: An argument is out of range.
     """
     _check_theorem(vartheta, rate, V0, eps)
     check_share(w_m)
     _check_mass(ball_mass)
     check_positive({"c": c, "u": u})
     check_positive({"p": p}, or_zero=True)
-    logs = (
-        math.log(12 / c)
-        - math.log(ball_mass)
-        + max(0.5, p / ((1 - vartheta) * rate)) * math.log(V0 / eps)
-    )
+    exponent = max(0.5, p / ((1 - vartheta) * rate))
+    logs = math.log(12 / c) - math.log(ball_mass) + exponent * math.log(V0 / eps)
     return max(constants.min_alpha(), (logs + _attack_part(w_m, constants.R_K_G, eps)) / u)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Suggestion:
-    """How beta and alpha are to change from their attack-free values, for a share of attackers (eq:beta, eq:alpha).
+    """Changes of beta and alpha for a share of attackers (eq:beta, eq:alpha).
 
     Attributes:
-        share: the share w_m of attackers.
-        beta_factor: what beta is multiplied by.
-        alpha_increase_in_1_over_u: what alpha is increased by, in units of 1/u_eps; None without `R_K_G` and `eps`.
-        alpha_increase: the same as a number; None without `u` as well.
-        beta: the attack-free beta given, scaled; None without.
-        alpha: the attack-free alpha given, increased; None without, or where the increase is not known.
-        notes: what the theory does not cover.
+        share: Share w_m of attackers.
+        beta_factor: Factor of beta.
+        alpha_increase_in_1_over_u: Increase of alpha in units of 1/u_eps; None without `R_K_G`
+            and `eps`.
+        alpha_increase: Increase of alpha as a number; None without `u` as well.
+        beta: The attack-free beta, scaled; None without it.
+        alpha: The attack-free alpha, increased; None without it, or with an unknown increase.
+        notes: Limits of the theory.
     """
 
     share: float
@@ -215,18 +337,20 @@ class Suggestion:
     notes: tuple[str, ...]
 
     def __repr__(self) -> str:
-        """The scalings first, then what they do not cover."""
+        """Return the scalings, then their limits."""
         odds = self.share / (1 - self.share)
         increase = f"max(0, log({odds:.4g} R_K_G / sqrt(eps))) / u_eps"
         if self.alpha_increase is not None:
             increase += f" = {self.alpha_increase:.4g}"
         elif self.alpha_increase_in_1_over_u is not None:
             increase = f"{self.alpha_increase_in_1_over_u:.4g} / u_eps"
+        beta = "" if self.beta is None else f", so {self.beta:.4g}"
+        alpha = "" if self.alpha is None else f", so {self.alpha:.4g}"
         lines = [
-            f"for a share w_m = {self.share:.4g} of attackers, relative to the values without attack:",
-            f"  beta  x {self.beta_factor:.4g}"
-            + ("" if self.beta is None else f", so {self.beta:.4g}"),
-            f"  alpha + {increase}" + ("" if self.alpha is None else f", so {self.alpha:.4g}"),
+            f"for a share w_m = {self.share:.4g} of attackers, relative to the values without"
+            " attack:",
+            f"  beta  x {self.beta_factor:.4g}{beta}",
+            f"  alpha + {increase}{alpha}",
         ]
         return "\n".join([*lines, *(f"  - {note}" for note in self.notes)])
 
@@ -240,54 +364,86 @@ def suggest_parameters(
     eps: Number | None = None,
     u: Number | None = None,
 ) -> Suggestion:
-    """How to change beta and alpha for an expected share w_m of attackers: scalings (eq:beta, eq:alpha), no constants.
+    """Scale beta and alpha for an expected share w_m of attackers (eq:beta, eq:alpha).
 
-    beta is multiplied by w_b = 1 - w_m; alpha grows by max{0, log(w_m/w_b R_K_G / sqrt(eps))} / u_eps, as eq:alpha has
-    it (the text after thm:main drops 1/u_eps). Given attack-free `beta` and `alpha`, they are applied to these.
-    Without R_K_G, eps and u = u_eps the increase stays a formula. Raises ConfigError unless 0 <= share < 1.
+    beta is multiplied by w_b = 1 - w_m. alpha grows by
+    max{0, log(w_m/w_b R_K_G / sqrt(eps))} / u_eps, as in eq:alpha (the text after thm:main drops
+    1/u_eps). Without R_K_G, eps and u = u_eps the increase stays a formula.
+
+    Args:
+        share: w_m, in [0, 1).
+        beta: Attack-free beta.
+        alpha: Attack-free alpha.
+        R_K_G: Constant of A6.
+        eps: Accuracy.
+        u: u_eps.
+
+    Returns:
+        The changes, applied to the attack-free values where these are given.
+
+    Raises:
+        ConfigError: An argument is out of range.
     """
     check_share(share, "share")
-    given = {"alpha": alpha, "R_K_G": R_K_G, "eps": eps, "u": u}
-    check_positive({name: value for name, value in given.items() if value is not None})
+    numbers = {"alpha": alpha, "R_K_G": R_K_G, "eps": eps, "u": u}
+    check_positive({name: value for name, value in numbers.items() if value is not None})
     if beta is not None and not 0 < beta <= 1:
         raise ConfigError(f"`beta` must be above 0 and at most 1, got {beta}")
-    part = None if R_K_G is None or eps is None else _attack_part(share, R_K_G, eps)
+
+    # 1. The increase of alpha, in units of 1/u and as a number.
+    part = None
     if share == 0:
         part = 0.0
-    increase = 0.0 if part == 0 else None if part is None or u is None else part / u
+    elif R_K_G is not None and eps is not None:
+        part = _attack_part(share, R_K_G, eps)
+    increase = None
+    if part == 0:
+        increase = 0.0
+    elif part is not None and u is not None:
+        increase = part / u
+
+    # 2. The scaled values.
     scaled = None if beta is None else float(beta * (1 - share))
-    raised = None if alpha is None or increase is None else float(alpha + increase)
+    raised = None
+    if alpha is not None and increase is not None:
+        raised = float(alpha + increase)
+
     notes: tuple[str, ...] = _NOT_COVERED
     if scaled is not None and 0 < scaled <= share:
-        capture = f"beta = {scaled:.4g} is not above w_m = {share:.4g}: with delta_q = 0 the capture below is possible"
-        notes = (capture, *notes)
+        risk = (
+            f"beta = {scaled:.4g} is not above w_m = {share:.4g}: with delta_q = 0 the capture"
+            " below is possible"
+        )
+        notes = (risk, *notes)
     return Suggestion(float(share), float(1 - share), part, increase, scaled, raised, notes)
 
 
 _NOT_COVERED = (
-    "delta_q > 0 is supposed: with delta_q = 0, attackers that sit on a minimiser of L that is bad for G capture the"
-    " consensus point as soon as w_m leaves room for fewer than two benign particles below beta",
-    "what scales are the sufficient bounds beta_0 and alpha_0, for attack-free values that meet theirs; they are not"
-    " sharp, and a smaller beta needs more particles",
-    "the theorem is on the mean-field limit in continuous time with isotropic noise, 2 lambda > d sigma^2, the averaged"
-    " quantile and a ball B_R(0)",
-    "L and G are one for all particles: the theorem covers neither several clusters nor alg:localAggregation, which"
-    " judges by a moving, personal G, samples its peers and does not read beta",
+    "delta_q > 0 is supposed: with delta_q = 0, attackers at a minimiser of L that is bad for G"
+    " capture the consensus point as soon as w_m leaves room for fewer than two benign particles"
+    " below beta",
+    "the scaled quantities are the sufficient bounds beta_0 and alpha_0, for attack-free values"
+    " that meet theirs; they are not sharp, and a smaller beta needs more particles",
+    "the theorem is on the mean-field limit in continuous time with isotropic noise,"
+    " 2 lambda > d sigma^2, the averaged quantile and a ball B_R(0)",
+    "L and G are the same for all particles: the theorem covers neither several clusters nor"
+    " alg:localAggregation, which judges by a moving, personal G, samples its peers and does not"
+    " read beta",
 )
 
 
-# ---- what the above share ----
-
-
 def _attack_part(w_m: Number, R_K_G: Number, eps: Number) -> float:
-    """max{0, log(w_m/w_b R_K_G / sqrt(eps))}, the last term of eq:alpha."""
-    return 0.0 if w_m == 0 else max(0.0, math.log(w_m / (1 - w_m) * R_K_G / math.sqrt(eps)))
+    """Compute max{0, log(w_m/w_b R_K_G / sqrt(eps))}, the last term of eq:alpha."""
+    if w_m == 0:
+        return 0.0
+    return max(0.0, math.log(w_m / (1 - w_m) * R_K_G / math.sqrt(eps)))
 
 
 def _check_mass(mass: Number) -> None:
     if not 0 < mass <= 1:
         raise ConfigError(
-            f"`ball_mass` must be above 0 and at most 1, got {mass}: start with particles near the target"
+            f"`ball_mass` must be above 0 and at most 1, got {mass}: start with particles near the"
+            " target"
         )
 
 
@@ -298,7 +454,8 @@ def _check_theorem(
         raise ConfigError(f"`vartheta` must be above 0 and below 1, got {vartheta}")
     if not rate > 0:
         raise ConfigError(
-            f"thm:main requires `rate` = 2 lambda - d sigma^2 > 0, got {rate:g}: take a smaller sigma1"
+            f"thm:main requires `rate` = 2 lambda - d sigma^2 > 0, got {rate:g}: take a smaller"
+            " sigma1"
         )
     if not 0 < eps < V0:
         raise ConfigError(f"`eps` must be above 0 and below V0 = {V0:g}, got {eps:g}")
