@@ -1,10 +1,13 @@
-"""What is received is hostile: only what passes here is seen by anything else.
+"""Checks of received models: a received model is hostile until it has passed here.
 
-An engine to which messages come from outside asks `refusal` of each. On one machine shape, type and round are what they
-are, so that there each published row is looked at once by its `extents`.
+An engine that receives messages from outside asks for the `rejection_reason` of each. On one
+machine, shape, type and round are known: each published row is checked once, by `max_abs`.
 
-A model that is not of the right length and type, not finite, larger than `BOUND` or of another round is refused; a
-claimed number of samples is refused where it is none, and believed up to what the terms allow.
+>>> import torch
+>>> rejection_reason(Message(torch.zeros(3), 10, 4), dim=3, n=4)
+''
+>>> rejection_reason(Message(torch.zeros(3), 10, 3), dim=3, n=4)
+'its model is of round 3, expected 4'
 """
 
 from collections.abc import Sequence
@@ -18,13 +21,21 @@ from torch import Tensor
 
 from fedcb2o.nn.parameters import gather_rows
 
-MAX_VALUE = 1e6  # models with larger numbers are not received
-_NUMBERS_PER_CALL = 2**19  # numbers of small models that are looked at in one call
+MAX_VALUE = 1e6
+"""Largest absolute value in an admissible model."""
+
+_NUMBERS_PER_CALL = 2**19  # numbers of small models that are checked in one call
 
 
 @dataclass(frozen=True)
 class Message:
-    """What an agent downloads: a model, and what its sender says of it; nothing is known of their types yet."""
+    """Downloaded message of one peer; its types are not known yet.
+
+    Attributes:
+        theta: The model.
+        num_samples: Number of training samples that the sender claims.
+        round: Round of the model.
+    """
 
     theta: Any
     num_samples: Any
@@ -32,13 +43,24 @@ class Message:
 
 
 def rejection_reason(message: Message, *, dim: int, n: int) -> str:
-    """Why a message is not received in round `n` (alg:localAggregation, line 2); nothing where it is."""
-    theta = message.theta
-    claim = message.num_samples
+    """Check a message (alg:localAggregation, line 2).
+
+    Args:
+        message: The message.
+        dim: Length d of a model.
+        n: Round that the model must be of.
+
+    Returns:
+        The reason to reject the message, or an empty string.
+    """
+    theta, claim = message.theta, message.num_samples
     if not isinstance(theta, Tensor) or theta.layout is not torch.strided:
         return "it holds no dense tensor"
     if theta.dtype != torch.float32 or theta.shape != (dim,):
-        return f"its model has type {theta.dtype} and shape {tuple(theta.shape)}, expected float32 and ({dim},)"
+        return (
+            f"its model has type {theta.dtype} and shape {tuple(theta.shape)}, "
+            f"expected float32 and ({dim},)"
+        )
     if message.round != n:
         return f"its model is of round {message.round}, expected {n}"
     if not is_admissible(max_abs(theta.unsqueeze(0), [0])).all():
@@ -51,28 +73,51 @@ def rejection_reason(message: Message, *, dim: int, n: int) -> str:
 def clip_claimed_samples(
     claims: Float[np.ndarray, " m"], max_samples: int
 ) -> Float[np.ndarray, " m"]:
-    """How many samples peers that claim so many are believed to have trained on."""
-    found: np.ndarray = np.minimum(claims, max_samples)
-    return found
+    """Clip claimed numbers of training samples at the largest admissible one.
+
+    Args:
+        claims: Claim of each sender.
+        max_samples: Largest number that is believed.
+
+    Returns:
+        The clipped claims, shape [m].
+    """
+    clipped: np.ndarray = np.minimum(claims, max_samples)
+    return clipped
 
 
 def max_abs(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[np.ndarray, " m"]:
-    """The largest size of a number in each of some models; not finite where one is not.
+    """Compute the largest absolute value of each model.
 
-    One pass over large models, and from another device one transfer.
+    Large models are read once; from another device there is one transfer.
+
+    Args:
+        models: Model buffer.
+        rows: Rows of m models.
+
+    Returns:
+        Largest absolute values, shape [m]; not finite for a model that is not finite.
     """
+    if not len(rows):
+        return np.zeros(0)
     size = max(1, _NUMBERS_PER_CALL // models.shape[1])
-    some = [gather_rows(models, rows[k : k + size]) for k in range(0, len(rows), size)]
-    ends = [
-        torch.stack((each.amin(1), each.amax(1)), -1) for each in some
-    ]  # a quarter of the time of aminmax
-    sizes: np.ndarray = (
-        torch.cat(ends).cpu().abs().amax(1).double().numpy() if ends else np.zeros(0)
-    )
-    return sizes
+    extremes = []
+    for k in range(0, len(rows), size):
+        chunk = gather_rows(models, rows[k : k + size])
+        # Two passes take a quarter of the time of `aminmax`.
+        extremes.append(torch.stack((chunk.amin(1), chunk.amax(1)), -1))
+    largest: np.ndarray = torch.cat(extremes).cpu().abs().amax(1).double().numpy()
+    return largest
 
 
 def is_admissible(largest: Float[np.ndarray, " m"]) -> Bool[np.ndarray, " m"]:
-    """Which models of such extents are received."""
-    good: np.ndarray = largest <= MAX_VALUE
-    return good
+    """Return whether models with these largest absolute values are received.
+
+    Args:
+        largest: Largest absolute value of each model, from `max_abs`.
+
+    Returns:
+        One truth value per model, shape [m].
+    """
+    admissible: np.ndarray = largest <= MAX_VALUE
+    return admissible

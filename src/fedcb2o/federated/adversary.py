@@ -1,4 +1,18 @@
-"""The malicious agents of a run: what they do, and whom they know (sec:experiments)."""
+"""Malicious agents of a run: their attack and their knowledge (sec:experiments).
+
+>>> import numpy as np
+>>> from fedcb2o.federated.types import Attack
+>>> adversary = Adversary(
+...     attack=Attack(),
+...     malicious=np.array([False, True, False]),
+...     cluster=np.zeros(3, int),
+...     num_clusters=1,
+...     colludes=True,
+...     averages_own_model=False,
+... )
+>>> adversary.benign_ids.tolist()
+[0, 2]
+"""
 
 import functools
 from collections.abc import Callable
@@ -14,10 +28,16 @@ from fedcb2o.federated.types import Attack, Knowledge
 
 @dataclass(frozen=True, kw_only=True)
 class Adversary:
-    """Who of all agents is malicious, in which cluster each is, and what the malicious ones do.
+    """Malicious agents with full knowledge of the clusters, which benign agents do not have.
 
-    Attackers know all of this, and benign agents nothing. They `collude`, unless they act as benign agents do, and
-    average their `own_model` too. `trigger` marks samples where their attack is a backdoor.
+    Attributes:
+        attack: Their behaviour.
+        malicious: Whether each of the N agents is malicious.
+        cluster: Cluster of each agent.
+        num_clusters: Number of clusters.
+        colludes: Whether they collude in LocalAggregation, or behave like benign agents there.
+        averages_own_model: Whether colluders average their own model, too.
+        trigger: Marks samples, for a backdoor.
     """
 
     attack: Attack
@@ -30,59 +50,74 @@ class Adversary:
 
     @functools.cached_property
     def malicious_ids(self) -> Int[np.ndarray, " m"]:
-        """The malicious agents."""
+        """Ids of the malicious agents."""
         return np.flatnonzero(self.malicious)
 
     @functools.cached_property
     def benign_ids(self) -> Int[np.ndarray, " b"]:
-        """All others: whom an attack on models deceives."""
+        """Ids of the benign agents, the receivers of crafted models."""
         return np.flatnonzero(~self.malicious)
 
     @functools.cached_property
     def members_by_role(self) -> dict[tuple[Knowledge, int], Int[np.ndarray, " n"]]:
-        """The malicious agents of each cluster, "fellows", and its "benign" ones."""
-        return {
-            (whose, k): np.flatnonzero(
-                (self.cluster == k) & (self.malicious == (whose == "fellows"))
-            )
-            for k in range(self.num_clusters)
-            for whose in ("fellows", "benign")
-        }
+        """Ids of the "fellows" (attackers) and of the "benign" agents of each cluster."""
+        members: dict[tuple[Knowledge, int], Int[np.ndarray, " n"]] = {}
+        for k in range(self.num_clusters):
+            members["fellows", k] = np.flatnonzero((self.cluster == k) & self.malicious)
+            members["benign", k] = np.flatnonzero((self.cluster == k) & ~self.malicious)
+        return members
 
     def benign_adjacency(
         self, neighbours: tuple[Int[Tensor, " _k"], ...] | None
     ) -> Bool[np.ndarray, "b b"]:
-        """Which benign agents may ask which others of their own cluster."""
+        """Return which benign agents may ask which others of their own cluster.
+
+        Args:
+            neighbours: Ids that each agent may ask; None for all.
+
+        Returns:
+            A truth value per pair of benign agents, shape [b, b].
+        """
         ids = self.benign_ids
-        cluster = self.cluster[self.benign_ids]
+        cluster = self.cluster[ids]
         links: np.ndarray = (cluster[:, None] == cluster) & ~np.eye(len(ids), dtype=bool)
         if neighbours is not None:
             links &= np.stack([np.isin(ids, neighbours[j].numpy()) for j in ids.tolist()])
         return links
 
     def new_identities(self, n: int) -> Int[np.ndarray, " g"]:
-        """Who comes under a new name in round `n`: nobody has met these."""
+        """Return the ids of agents that have a new identity in round n."""
         return self.malicious_ids if self.attack.uses_sybils(n) else self.malicious_ids[:0]
 
     def colluding_peers(
         self, agents: Int[np.ndarray, " a"], neighbours: tuple[Int[Tensor, " _k"], ...] | None
     ) -> tuple[CandidatePeers, CandidatePeers]:
-        """The fellow attackers that some of them may ask, and the benign agents of their clusters."""
-        clusters, which = np.unique(self.cluster[agents], return_inverse=True)
-        fellows, benign = (
-            [self.members_by_role[whose, k] for k in clusters.tolist()]
-            for whose in ("fellows", "benign")
-        )
+        """Return the peers that colluders may ask, all of their own clusters.
+
+        Args:
+            agents: Ids of colluders.
+            neighbours: Ids that each agent may ask; None for all.
+
+        Returns:
+            Their fellow attackers, and the benign agents.
+        """
+        clusters, list_index = np.unique(self.cluster[agents], return_inverse=True)
+        fellows = [self.members_by_role["fellows", k] for k in clusters.tolist()]
+        benign = [self.members_by_role["benign", k] for k in clusters.tolist()]
+
         if neighbours is not None:
-            near = [neighbours[j].numpy() for j in agents.tolist()]
-            fellows, benign = (
-                [
-                    ids[np.isin(ids, mine)]
-                    for ids, mine in zip((side[k] for k in which), near, strict=True)
-                ]
-                for side in (fellows, benign)
-            )
-            which = np.arange(len(agents))
-        return CandidatePeers.from_lists(
-            fellows, which, excluded=agents
-        ), CandidatePeers.from_lists(benign, which)
+            reachable = [neighbours[j].numpy() for j in agents.tolist()]
+            fellows = _intersect(fellows, list_index, reachable)
+            benign = _intersect(benign, list_index, reachable)
+            list_index = np.arange(len(agents))
+
+        colluders = CandidatePeers.from_lists(fellows, list_index, excluded=agents)
+        return colluders, CandidatePeers.from_lists(benign, list_index)
+
+
+def _intersect(
+    lists: list[np.ndarray], list_index: np.ndarray, reachable: list[np.ndarray]
+) -> list[np.ndarray]:
+    """Return one list per agent: the ids of its list that it can reach."""
+    chosen = [lists[k] for k in list_index.tolist()]
+    return [ids[np.isin(ids, own)] for ids, own in zip(chosen, reachable, strict=True)]

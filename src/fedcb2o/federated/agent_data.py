@@ -1,7 +1,6 @@
-"""The samples of the agents at hand, each as its cluster sees them, poisoned where it attacks.
+"""Samples of several agents, as their clusters see them, poisoned where an agent attacks.
 
-Samples lie on the run's device. Users' functions of samples (attacks, triggers, what a criterion tries) get them on
-the CPU.
+Samples are on the run's device. Plug-ins (attacks, triggers, criteria) get samples on the CPU.
 """
 
 from collections.abc import Iterator
@@ -14,23 +13,34 @@ from torch import Tensor
 
 from fedcb2o import plugins
 from fedcb2o.data._dataset import Shard
-from fedcb2o.data._partition import rotate
+from fedcb2o.data._partition import cluster_samples, rotate
 from fedcb2o.federated.plugin_outputs import require_known_labels, validated_poison
 from fedcb2o.federated.ragged import Indices, Ragged
-from fedcb2o.federated.types import Attack
+from fedcb2o.federated.types import Attack, Poison
 from fedcb2o.rng import agent_streams
 
 SampleBatch = tuple[Shaped[Tensor, "a n *features"], Shaped[Tensor, "a n *target"]]
-"""Equally many samples of each of some agents, and their labels, or what else is to be told of them."""
+"""Equally many samples of each of some agents, and their labels or targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentData:
-    """What the `agents` at hand hold of some `samples`: what each trains on and what it judges on.
+    """Training, validation and test samples of several agents.
 
-    `cluster` says how each of them sees samples, and the `test` set. The `malicious` among them poison what they train
-    on, as their `attack` says. Where agents bring their own, `tests` are each one's own of the `test` set, and `common`
-    those that test everybody.
+    Attributes:
+        agents: Ids of the agents.
+        samples: Samples that the agents' indices point into.
+        test: Test samples.
+        train: Training samples of each agent, indices into `samples`.
+        validation: Validation samples of each agent.
+        cluster: Cluster of each agent; it sees the samples rotated by the cluster's angle.
+        num_clusters: Number of clusters.
+        num_classes: Number of classes; 1 for data without classes.
+        malicious: Whether each agent poisons its training data.
+        attack: The attack of malicious agents.
+        seed: Seed of the poison's random streams.
+        own_tests: Test samples of each agent, where agents bring their own.
+        common_test: Test samples for all agents, where agents bring their own.
     """
 
     agents: Int[np.ndarray, " a"]
@@ -48,78 +58,93 @@ class AgentData:
     common_test: Int[np.ndarray, " c"] | None = None
 
     def training_data(self, members: Indices, n: int) -> SampleBatch:
-        """The training data in round `n` of agents in some places, which hold equally many, poisoned where they
-        attack."""
+        """Return the training data of members in round n, poisoned where they attack.
+
+        Args:
+            members: Indices of agents with equally many training samples.
+            n: Round.
+
+        Returns:
+            Samples and labels, with an axis over the members.
+
+        Raises:
+            ConfigError: The poison returned other shapes, types or labels.
+        """
         x, y = self._gather(members, self.train)
-        attack = self.attack
-        if (
-            attack.poison is None
-            or not attack.is_poisoning(n)
-            or not (bad := np.flatnonzero(self.malicious[members])).size
-        ):
+        poison = self.attack.poison
+        if poison is None or not self.attack.is_poisoning(n):
             return x, y
-        ids = self.agents[members[bad]].tolist()
-        draws = agent_streams(self.seed, "attack", agents=ids)
-        poison = attack.poison
-        told = "me" in plugins.positional_inputs(getattr(attack.poison, "func", attack.poison))
-        places = torch.from_numpy(bad)
-        shards = map(Shard, x[places].cpu().unbind(), y[places].cpu().unbind())
-        made = [
-            validated_poison(
-                poison, poison(shard, draw, me) if told else poison(shard, draw), shard
-            )
-            for shard, draw, me in zip(shards, draws, ids, strict=True)
-        ]
-        labels = torch.stack([each.y for each in made])
+        attackers = np.flatnonzero(self.malicious[members])
+        if not attackers.size:
+            return x, y
+
+        rows = torch.from_numpy(attackers)
+        ids = self.agents[members[attackers]].tolist()
+        shards = list(map(Shard, x[rows].cpu().unbind(), y[rows].cpu().unbind()))
+        poisoned = self._poison(poison, shards, ids)
+        labels = torch.stack([shard.y for shard in poisoned])
         if self.num_classes > 1:
             require_known_labels(poison, labels, self.num_classes)
-        x[places], y[places] = torch.stack([each.x for each in made]).to(x), labels.to(y)
+        x[rows] = torch.stack([shard.x for shard in poisoned]).to(x)
+        y[rows] = labels.to(y)
         return x, y
 
+    def _poison(self, poison: Poison, shards: list[Shard], ids: list[int]) -> list[Shard]:
+        """Poison the data of some attackers."""
+        takes_id = "me" in plugins.positional_inputs(getattr(poison, "func", poison))
+        poisoned = []
+        for shard, generator, j in zip(
+            shards, agent_streams(self.seed, "attack", agents=ids), ids, strict=True
+        ):
+            output = poison(shard, generator, *[j] * takes_id)
+            poisoned.append(validated_poison(poison, output, shard))
+        return poisoned
+
     def validation_data(self, members: Indices) -> SampleBatch:
-        """The validation data of agents in some places, which hold equally many."""
+        """Return the validation data of members with equally many samples."""
         return self._gather(members, self.validation)
 
     def clean_training_data(self, k: int) -> Shard:
-        """The training data of the agent in place k, without poison."""
+        """Return the training data of the agent at index k, without poison."""
         x, y = self._gather(np.array([k]), self.train)
         return Shard(x[0], y[0])
 
     def test_sets(self, members: Indices) -> Iterator[tuple[Indices, Shard]]:
-        """The test samples of agents in some places, with those of them that have the same: all as a cluster sees
-        them, or each agent's own. Who has none of its own has those that test everybody."""
+        """Group members by their test set.
+
+        Members of a cluster share a test set, unless agents bring their own. An agent without test
+        samples of its own has the common ones.
+
+        Args:
+            members: Indices of agents.
+
+        Yields:
+            Indices of members, and their test set.
+        """
         if self.own_tests is None:
             cluster = self.cluster[members]
             for k in np.unique(cluster).tolist():
-                yield (
-                    members[cluster == k],
-                    Shard(rotate(self.test.x, k, self.num_clusters), self.test.y),
-                )
+                x = rotate(self.test.x, k, self.num_clusters)
+                yield members[cluster == k], Shard(x, self.test.y)
             return
-        alone = self.own_tests.sizes[members] > 0
-        for k in members[alone].tolist():
+
+        has_own = self.own_tests.sizes[members] > 0
+        for k in members[has_own].tolist():
             yield np.array([k]), self.test.part(self.own_tests[k])
-        if not alone.all() and (common := self.common_test_set()) is not None:
-            yield members[~alone], common
+        common = self.common_test_set()
+        if not has_own.all() and common is not None:
+            yield members[~has_own], common
 
     def common_test_set(self) -> Shard | None:
-        """The samples that test everybody, where agents have others of their own too."""
-        return (
-            self.test.part(self.common_test)
-            if self.common_test is not None and len(self.common_test)
-            else None
-        )
+        """Return the test samples for all agents, where agents bring their own; else None."""
+        if self.common_test is None or not len(self.common_test):
+            return None
+        return self.test.part(self.common_test)
 
     def _gather(self, members: Indices, sample_ids: Ragged) -> SampleBatch:
-        chosen = torch.from_numpy(
-            sample_ids.values[sample_ids.flat_index(members)].reshape(len(members), -1)
-        )
-        x = self.samples.x[chosen]
+        """Return equally many samples of each member, as its cluster sees them."""
+        flat = sample_ids.values[sample_ids.flat_index(members)]
+        index = torch.from_numpy(flat.reshape(len(members), -1))
         cluster = self.cluster[members]
-        for k in np.unique(cluster).tolist():
-            theirs = torch.from_numpy(np.flatnonzero(cluster == k))
-            if len(theirs) == len(cluster):
-                x = rotate(x, k, self.num_clusters)
-            else:
-                x[theirs] = rotate(x[theirs], k, self.num_clusters)
-        return x, self.samples.y[chosen]
+        x = cluster_samples(self.samples.x, index, cluster, self.num_clusters)
+        return x, self.samples.y[index]

@@ -1,7 +1,13 @@
-"""A block: the agents at hand, with a pool of models of their own.
+"""A group of agents with a model buffer of its own.
 
-All agents of a simulation are one block, as are those of a machine in a cluster, or the single agent of a peer. What
-`federated` computes is a function of a block and of places in it, and knows no other pool.
+All agents of a simulation are one group, as are those of one worker of a cluster, or the single
+agent of a peer. The functions of `federated` take a group and the indices of members, and see no
+other buffer.
+
+>>> import numpy as np
+>>> layout = BufferLayout.create(np.array([0, 1]), 2, np.array([False, True]), 3, False)
+>>> layout.crafted_rows(1)
+slice(2, 5, None)
 """
 
 from dataclasses import dataclass
@@ -20,9 +26,16 @@ from fedcb2o.nn import batch_norm
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Which rows of a pool hold what, for the agents of a block: the `own` models; what each `crafts`, from that row on
-    `each` models, where it is malicious; and what each had `before` the round, where a rule looks at that. `rows` is
-    how many there are; those from `inbox` on are for what arrives, where it does not lie in the pool already."""
+    """Assignment of the rows of a model buffer.
+
+    Attributes:
+        own: Row of each agent's own model.
+        first_crafted: First row of the models that each malicious agent crafts.
+        crafted_per_attacker: Number of these models.
+        previous: Row of each agent's model before the round; None where it is not kept.
+        first_received: First row for models that arrive from outside the buffer, and the number of
+            rows before them.
+    """
 
     own: Int[np.ndarray, " a"]
     first_crafted: Int[np.ndarray, " a"]
@@ -39,30 +52,43 @@ class BufferLayout:
         crafted_per_attacker: int,
         keep_previous: bool,
     ) -> "BufferLayout":
-        """`own` rows among so many that are `kept` from round to round, then `each` ones for every malicious agent,
-        then those `before` the round."""
-        ahead = malicious.cumsum() - malicious
+        """Lay out a buffer: kept models, crafted models, models before the round.
+
+        Args:
+            own: Row of each agent's own model, below `num_kept`.
+            num_kept: Number of rows that are kept from round to round.
+            malicious: Whether each agent is malicious.
+            crafted_per_attacker: Number of models that an attacker crafts.
+            keep_previous: Whether the models before the round are kept.
+
+        Returns:
+            The layout.
+        """
+        attackers_before = malicious.cumsum() - malicious
+        first_crafted = num_kept + crafted_per_attacker * attackers_before
         end = num_kept + crafted_per_attacker * int(malicious.sum())
-        then = np.arange(end, end + len(own)) if keep_previous else None
-        return cls(
-            own,
-            num_kept + crafted_per_attacker * ahead,
-            crafted_per_attacker,
-            then,
-            end + len(own) * keep_previous,
-        )
+        if not keep_previous:
+            return cls(own, first_crafted, crafted_per_attacker, None, end)
+        previous = np.arange(end, end + len(own))
+        return cls(own, first_crafted, crafted_per_attacker, previous, end + len(own))
 
     def crafted_rows(self, k: int) -> slice:
-        """The rows that the malicious agent in place k publishes."""
-        return slice(
-            int(self.first_crafted[k]), int(self.first_crafted[k]) + self.crafted_per_attacker
-        )
+        """Return the rows that the malicious agent at index k publishes."""
+        first = int(self.first_crafted[k])
+        return slice(first, first + self.crafted_per_attacker)
 
 
 @dataclass(frozen=True)
 class AgentGroup:
-    """The agents at hand: the `terms` that they share with all others, what they hold, and the pool of models that they
-    look at, whose rows `layout` tells."""
+    """Agents that one process computes.
+
+    Attributes:
+        spec: Specification of the run, which all agents share.
+        data: Samples of the agents.
+        adversary: Malicious agents of the run.
+        layout: Assignment of the buffer's rows.
+        models: The model buffer.
+    """
 
     spec: RunSpec
     data: AgentData
@@ -72,27 +98,33 @@ class AgentGroup:
 
     @property
     def agents(self) -> Int[np.ndarray, " a"]:
-        """Their ids, ascending."""
+        """Ids of the agents, ascending."""
         return self.data.agents
 
     def previous_rows(self, members: Shaped[np.ndarray, "*a"]) -> Int[Tensor, "*a"] | None:
-        """Return the rows of the models before the round; None where they are not kept."""
+        """Return the rows of the members' models before the round; None where they are not kept."""
         if self.layout.previous is None:
             return None
         return torch.from_numpy(np.asarray(self.layout.previous[members]))
 
     def reference(self, k: int) -> Shaped[Tensor, "_k *features"] | None:
-        """The samples on which the agent in place k estimates the statistics of norms, where these are local: up to so
-        many of its training data, evenly spaced, without poison."""
+        """Return the samples on which an agent estimates its batch-norm statistics.
+
+        Args:
+            k: Index of the agent.
+
+        Returns:
+            At most `MAX_REFERENCE_SAMPLES` evenly spaced training samples, without poison; None for
+            a network without local statistics.
+        """
         if not self.spec.has_local_statistics:
             return None
         x = self.data.clean_training_data(k).x
         return x[:: -(-len(x) // batch_norm.MAX_REFERENCE_SAMPLES)]
 
     def references(self, members: Indices) -> list[Shaped[Tensor, "_k *features"]] | None:
-        """Those of agents in some places."""
-        return (
-            [x for k in members.tolist() if (x := self.reference(k)) is not None]
-            if self.spec.has_local_statistics
-            else None
-        )
+        """Return the `reference` of each member; None for a network without local statistics."""
+        if not self.spec.has_local_statistics:
+            return None
+        references = [self.reference(k) for k in members.tolist()]
+        return [x for x in references if x is not None]

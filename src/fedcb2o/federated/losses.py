@@ -1,7 +1,10 @@
-"""Losses: what an agent minimises, and by what it judges models.
+"""Losses that agents minimise, and by which they evaluate models.
 
-A configuration names a loss by a function in `__all__`: (outputs [n, ...], targets [n, ...], *, ...) -> losses [n], one
-for each sample, low is good. Without one it is cross-entropy, computed at once.
+A configuration names a loss by a function in `__all__`: (outputs [n, ...], targets [n, ...], *,
+...) -> losses [n], one for each sample, low is good. The default is the cross-entropy.
+
+>>> squared_error(torch.tensor([[1.0], [3.0]]), torch.tensor([0.0, 1.0])).tolist()
+[1.0, 4.0]
 """
 
 from collections.abc import Callable
@@ -17,37 +20,78 @@ from fedcb2o.plugins import display_name
 __all__ = ["absolute_error", "cross_entropy", "huber", "squared_error"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+"""(outputs, targets) -> one loss per sample."""
 
 
 def cross_entropy(
     outputs: Float[Tensor, "n C"], targets: Shaped[Tensor, " n"], *, label_smoothing: float = 0.0
 ) -> Float[Tensor, " n"]:
-    """That of classes, with labels that are smoothed if you like."""
+    """Compute the cross-entropy of class probabilities.
+
+    Args:
+        outputs: Outputs before the softmax.
+        targets: Classes.
+        label_smoothing: Share of the label that is spread over all classes, in [0, 1].
+
+    Returns:
+        One loss per sample, in nats.
+    """
     return F.cross_entropy(outputs, targets, reduction="none", label_smoothing=label_smoothing)
 
 
 def squared_error(
     outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *target"]
 ) -> Float[Tensor, " n"]:
-    """The squared difference, the mean over the numbers of a sample."""
+    """Compute the squared difference, averaged over the numbers of a sample.
+
+    Args:
+        outputs: Predictions.
+        targets: Targets, of as many numbers.
+
+    Returns:
+        One loss per sample.
+    """
     return _mean_per_sample(_difference(outputs, targets).square())
 
 
 def absolute_error(
     outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *target"]
 ) -> Float[Tensor, " n"]:
-    """The absolute difference, the mean over the numbers of a sample."""
+    """Compute the absolute difference, averaged over the numbers of a sample.
+
+    Args:
+        outputs: Predictions.
+        targets: Targets, of as many numbers.
+
+    Returns:
+        One loss per sample.
+    """
     return _mean_per_sample(_difference(outputs, targets).abs())
 
 
 def huber(
     outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *target"], *, delta: float = 1.0
 ) -> Float[Tensor, " n"]:
-    """Half the squared difference up to `delta`, and linear beyond (Huber 1964): outliers count for less."""
+    """Compute the Huber loss: half the squared difference up to `delta`, linear beyond.
+
+    Huber, "Robust Estimation of a Location Parameter" (1964).
+
+    Args:
+        outputs: Predictions.
+        targets: Targets, of as many numbers.
+        delta: Difference at which the loss becomes linear, above 0.
+
+    Returns:
+        One loss per sample.
+
+    Raises:
+        ConfigError: `delta` is not above 0.
+    """
     if not delta > 0:
         raise ConfigError(f"`delta` of the loss huber must be above 0, got {delta}")
-    far = _difference(outputs, targets).abs()
-    return _mean_per_sample(torch.where(far <= delta, far.square() / 2, delta * (far - delta / 2)))
+    error = _difference(outputs, targets).abs()
+    linear = delta * (error - delta / 2)
+    return _mean_per_sample(torch.where(error <= delta, error.square() / 2, linear))
 
 
 def _difference(outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *target"]) -> Tensor:
@@ -61,21 +105,27 @@ def _mean_per_sample(differences: Float[Tensor, "n *target"]) -> Float[Tensor, "
 def per_sample_losses(
     loss: Loss, outputs: Float[Tensor, "..."], targets: Shaped[Tensor, "..."], num_axes: int
 ) -> Float[Tensor, "..."]:
-    """The loss of each sample, whose first `several` axes are those of samples; raises ConfigError unless the function
-    returns one number for each."""
+    """Compute and validate the loss of each sample.
+
+    Args:
+        loss: The loss.
+        outputs: Outputs of models.
+        targets: Labels or targets.
+        num_axes: Number of leading axes that index samples.
+
+    Returns:
+        Losses with the leading axes.
+
+    Raises:
+        ConfigError: The loss returned something else than one number per sample.
+    """
     shape = targets.shape[:num_axes]
-    found = loss(outputs.flatten(0, num_axes - 1), targets.flatten(0, num_axes - 1))
-    if (
-        not isinstance(found, Tensor)
-        or found.shape != (shape.numel(),)
-        or not found.is_floating_point()
-    ):
-        got = (
-            f"shape {tuple(found.shape)}"
-            if isinstance(found, Tensor)
-            else f"a {type(found).__name__}"
-        )
-        raise ConfigError(
-            f"the {display_name('loss', loss)} returned {got} for {shape.numel()} samples, expected a number for each"
-        )
-    return found.view(shape)
+    losses = loss(outputs.flatten(0, num_axes - 1), targets.flatten(0, num_axes - 1))
+    is_tensor = isinstance(losses, Tensor)
+    if is_tensor and losses.shape == (shape.numel(),) and losses.is_floating_point():
+        return losses.view(shape)
+    got = f"shape {tuple(losses.shape)}" if is_tensor else f"a {type(losses).__name__}"
+    raise ConfigError(
+        f"the {display_name('loss', loss)} returned {got} for {shape.numel()} samples, expected a "
+        "number for each"
+    )

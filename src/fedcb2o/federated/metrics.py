@@ -1,5 +1,12 @@
-"""The paper's metrics (sec:experiments, Performance Metrics) from what one agent's model did on test samples; and, in
-`__all__`, those that a configuration may add: functions of a confusion matrix, whose further arguments are keywords."""
+"""The paper's metrics (sec:experiments, Performance Metrics) of one agent's model on test samples.
+
+`__all__` holds metrics that a configuration may add: functions of a confusion matrix, whose keyword
+arguments are parameters. `fedcb2o.records.METRICS` has labels and directions.
+
+>>> import torch
+>>> accuracy(torch.tensor([[3, 1], [0, 4]]))
+0.875
+"""
 
 from dataclasses import dataclass
 
@@ -9,25 +16,43 @@ from torch import Tensor
 __all__ = ["balanced_accuracy", "worst_class_accuracy"]
 
 Confusion = Int[Tensor, "C C"]
-"""How often a model took samples of class c (row) for class c' (column)."""
+"""Confusion matrix: number of samples of class c (row) predicted as class c' (column)."""
 
 
 def balanced_accuracy(confusion: Int[Tensor, "C C"]) -> float:
-    """The mean over the classes that the test set holds of the share predicted as what they are."""
+    """Compute the mean of the class accuracies over the classes of the test set.
+
+    Args:
+        confusion: Confusion matrix.
+
+    Returns:
+        A share in [0, 1].
+    """
     counts = confusion.sum(1)
     return float((confusion.diagonal()[counts > 0] / counts[counts > 0]).mean())
 
 
 def worst_class_accuracy(confusion: Int[Tensor, "C C"]) -> float:
-    """The least of these shares."""
+    """Compute the lowest class accuracy over the classes of the test set.
+
+    Args:
+        confusion: Confusion matrix.
+
+    Returns:
+        A share in [0, 1].
+    """
     counts = confusion.sum(1)
     return float((confusion.diagonal()[counts > 0] / counts[counts > 0]).min())
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one model did on test samples: for what classes it took them, None where there are no classes, and its mean
-    `loss`, None where that is the cross-entropy."""
+    """Result of one model on one test set.
+
+    Attributes:
+        confusion: Confusion matrix; None for data without classes.
+        loss: Mean loss; None for the cross-entropy.
+    """
 
     confusion: Confusion | None
     loss: float | None
@@ -35,8 +60,13 @@ class Score:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an agent's model did in its test; for what classes it took the same samples with the trigger of a backdoor;
-    and what it did on those that test everybody, where agents have their own."""
+    """Results of one agent's model.
+
+    Attributes:
+        own: Result on the agent's test set.
+        triggered: Confusion matrix on that set with the trigger of a backdoor.
+        common: Result on the common test set, where agents have test sets of their own.
+    """
 
     own: Score
     triggered: Confusion | None = None
@@ -44,79 +74,140 @@ class EvaluationResult:
 
 
 def accuracy(confusion: Int[Tensor, "C C"]) -> float:
-    """Overall accuracy (sec:experiments): the share of test samples predicted as what they are, in [0, 1]."""
+    """Compute the overall accuracy (sec:experiments).
+
+    Args:
+        confusion: Confusion matrix.
+
+    Returns:
+        The share of correct predictions, in [0, 1].
+    """
     return int(confusion.diagonal().sum()) / int(confusion.sum())
 
 
 def source_accuracy(confusion: Int[Tensor, "C C"], source: int) -> float:
-    """Source-class accuracy (sec:experiments): the share of source-class test samples predicted as that class, c_S."""
+    """Compute the source-class accuracy (sec:experiments).
+
+    Args:
+        confusion: Confusion matrix.
+        source: c_S, the source class.
+
+    Returns:
+        The share of source-class samples that are predicted as c_S.
+    """
     return int(confusion[source, source]) / int(confusion[source].sum())
 
 
 def attack_success_rate(confusion: Int[Tensor, "C C"], source: int, target: int) -> float:
-    """Attack success rate (sec:experiments): the share of source-class test samples predicted as the target, c_T."""
+    """Compute the attack success rate (sec:experiments).
+
+    Args:
+        confusion: Confusion matrix.
+        source: c_S, the source class.
+        target: c_T, the target class.
+
+    Returns:
+        The share of source-class samples that are predicted as c_T.
+    """
     return int(confusion[source, target]) / int(confusion[source].sum())
 
 
 def false_positive_share(confusion: Int[Tensor, "C C"], target: int) -> float:
-    """The share of test samples of other classes that are predicted as c_T: with its trigger, a backdoor's success."""
+    """Compute the share of other classes' samples that are predicted as the target.
+
+    On samples with its trigger it is the success rate of a backdoor.
+
+    Args:
+        confusion: Confusion matrix.
+        target: c_T, the target class.
+
+    Returns:
+        A share in [0, 1].
+    """
     others = int(confusion.sum()) - int(confusion[target].sum())
     return (int(confusion[:, target].sum()) - int(confusion[target, target])) / others
 
 
 @dataclass(frozen=True)
 class AttackGoal:
-    """What an attack is after: source classes taken for the targets beside them, or all other classes for one target,
-    triggered where it is a backdoor.
+    """Goal of an attack: misclassification of source classes, or a backdoor.
 
-    An attack without sources and targets is after the overall accuracy alone.
+    An attack without sources and targets lowers the overall accuracy.
+
+    Attributes:
+        sources: Source classes.
+        targets: Target class of each source; one for all other classes without sources.
     """
 
     sources: tuple[int, ...] = ()
     targets: tuple[int, ...] = ()
 
     def source_accuracy(self, confusion: Int[Tensor, "C C"]) -> float | None:
-        """Source-class accuracy, the mean over the sources that were tested; None where there is none."""
-        found = [
-            source_accuracy(confusion, source) for source in self.sources if confusion[source].any()
-        ]
-        return sum(found) / len(found) if found else None
+        """Compute the mean source-class accuracy over the sources in the test set.
+
+        Args:
+            confusion: Confusion matrix.
+
+        Returns:
+            The mean; None without a source in the test set.
+        """
+        present = [source for source in self.sources if confusion[source].any()]
+        if not present:
+            return None
+        return sum(source_accuracy(confusion, source) for source in present) / len(present)
 
     def success_rate(
         self, confusion: Int[Tensor, "C C"], triggered: Int[Tensor, "C C"] | None = None
     ) -> float | None:
-        """Attack success rate: the mean over the pairs, or of all classes but the target, `triggered` for a backdoor.
+        """Compute the attack success rate, the mean over pairs of source and target.
 
-        None where there is no target, or none of the classes that are to be taken for it was tested.
+        Args:
+            confusion: Confusion matrix.
+            triggered: Confusion matrix of samples with a backdoor's trigger.
+
+        Returns:
+            The rate; None without a target, or without a source in the test set.
         """
         if self.targets and (triggered is not None or not self.sources):
             seen = confusion if triggered is None else triggered
             others = seen.sum() - seen[self.targets[0]].sum()
             return false_positive_share(seen, self.targets[0]) if others else None
-        pairs = [
-            pair
-            for pair in zip(self.sources, self.targets, strict=False)
-            if confusion[pair[0]].any()
-        ]
-        found = [attack_success_rate(confusion, source, target) for source, target in pairs]
-        return sum(found) / len(found) if found else None
+
+        pairs = zip(self.sources, self.targets, strict=False)
+        present = [pair for pair in pairs if confusion[pair[0]].any()]
+        if not present:
+            return None
+        rates = [attack_success_rate(confusion, source, target) for source, target in present]
+        return sum(rates) / len(rates)
 
 
 def compute_metrics(result: EvaluationResult, goal: AttackGoal) -> dict[str, float | None]:
-    """All metrics of one agent's model by their names, None where one does not apply; those that are not there for
-    every kind of data only where they are."""
+    """Compute all metrics of one agent's model.
+
+    Args:
+        result: Results of the model.
+        goal: Goal of the attack.
+
+    Returns:
+        Metrics by name; None for one that does not apply. The optional metrics of a loss and of the
+        common test set are present only where they apply.
+    """
     own = result.own.confusion
-    common = result.common
-    found = {
-        "accuracy": None if own is None else accuracy(own),
-        "source_accuracy": None if own is None else goal.source_accuracy(own),
-        "attack_success_rate": None if own is None else goal.success_rate(own, result.triggered),
+    metrics: dict[str, float | None] = {
+        "accuracy": None,
+        "source_accuracy": None,
+        "attack_success_rate": None,
     }
-    others: dict[str, float | None] = {"test_loss": result.own.loss}
-    if common is not None:
-        confused = common.confusion
-        others |= {
-            "global_accuracy": None if confused is None else accuracy(confused),
-            "global_loss": common.loss,
-        }
-    return found | {name: value for name, value in others.items() if value is not None}
+    if own is not None:
+        metrics["accuracy"] = accuracy(own)
+        metrics["source_accuracy"] = goal.source_accuracy(own)
+        metrics["attack_success_rate"] = goal.success_rate(own, result.triggered)
+
+    if result.own.loss is not None:
+        metrics["test_loss"] = result.own.loss
+    if result.common is not None:
+        if result.common.confusion is not None:
+            metrics["global_accuracy"] = accuracy(result.common.confusion)
+        if result.common.loss is not None:
+            metrics["global_loss"] = result.common.loss
+    return metrics

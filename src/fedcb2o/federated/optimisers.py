@@ -1,7 +1,12 @@
-"""What takes the steps of LocalUpdate in place of the paper's SGD with momentum (alg:FedCB2O).
+"""Optimisers of LocalUpdate in place of the paper's SGD with momentum (alg:FedCB2O).
 
-An optimiser is a function (parameters, lr) -> a `torch.optim.Optimizer`; its further arguments are keywords. `lr` is
-lambda2 * gamma. It is made anew in every round for each agent, so that nothing of it is carried over or exchanged.
+An optimiser is a function (parameters, lr, *, ...) -> a `torch.optim.Optimizer`; its keyword
+arguments are parameters of a configuration. `lr` is lambda2 * gamma. Every agent makes a new one in
+every round, so that none of its state is carried over or exchanged.
+
+>>> import torch
+>>> adamw([torch.zeros(2, requires_grad=True)], 0.1).defaults["lr"]
+0.1
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +20,7 @@ from fedcb2o.plugins import USER_FUNCTION, attribute_errors
 __all__ = ["adamw"]
 
 Optimiser = Callable[[Sequence[Tensor], float], Any]
+"""(parameters, lr) -> a `torch.optim.Optimizer`."""
 
 
 def adamw(
@@ -26,34 +32,55 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
 ) -> Any:
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as `torch.optim.AdamW` has it."""
-    import torch.optim  # its compiler takes a second to import, which nobody else waits for
+    """Return Adam with decoupled weight decay (Loshchilov and Hutter, 2019).
 
-    return torch.optim.AdamW(
-        parameters, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay
-    )
+    Args:
+        parameters: Parameters to train.
+        lr: Learning rate.
+        beta1: Decay of the mean of the gradients, in [0, 1).
+        beta2: Decay of the mean of their squares, in [0, 1).
+        eps: Added to the denominator.
+        weight_decay: Rate of the decay.
+
+    Returns:
+        A `torch.optim.AdamW`.
+    """
+    import torch.optim  # its compiler takes a second to import
+
+    betas = (beta1, beta2)
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def make_step(
     optimiser: Optimiser, parameters: Sequence[Tensor], lr: float
 ) -> Callable[[Sequence[Tensor]], None]:
-    """What takes a step of an optimiser, new for these parameters, by their gradients.
+    """Make a new optimiser and return its step.
 
-    Raises ConfigError where the function fails, or returned something else.
+    Args:
+        optimiser: The optimiser.
+        parameters: Parameters to train.
+        lr: Learning rate.
+
+    Returns:
+        A function of the gradients that changes the parameters in place.
+
+    Raises:
+        ConfigError: The optimiser fails, or returns something else than an optimiser.
     """
     name = optimiser_name(optimiser)
     with attribute_errors("optimiser", name):
-        made = optimiser(parameters, lr)
-    if not callable(getattr(made, "step", None)):
+        instance = optimiser(parameters, lr)
+    if not callable(getattr(instance, "step", None)):
         raise ConfigError(
-            f"the optimiser `{name}` returned a {type(made).__name__}, expected a torch.optim.Optimizer"
+            f"the optimiser `{name}` returned a {type(instance).__name__}, "
+            "expected a torch.optim.Optimizer"
         )
 
     def step(gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         with attribute_errors("optimiser", name):
-            made.step()
+            instance.step()
         for parameter in parameters:
             parameter.grad = None
 
@@ -61,8 +88,7 @@ def make_step(
 
 
 def optimiser_name(optimiser: Optimiser) -> str:
-    """What messages call an optimiser, its keywords bound or not."""
+    """Return the name of an optimiser for messages."""
     function = getattr(optimiser, "func", optimiser)
-    return USER_FUNCTION.get(optimiser) or str(
-        getattr(function, "__name__", type(function).__name__)
-    )
+    name = getattr(function, "__name__", type(function).__name__)
+    return USER_FUNCTION.get(optimiser) or str(name)

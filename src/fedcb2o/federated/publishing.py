@@ -1,4 +1,18 @@
-"""What agents publish after LocalUpdate: the model that each trained or, from an attacker, what it crafts."""
+"""Published models of a round: what agents trained or, from an attacker, what it crafted.
+
+>>> import numpy as np
+>>> outbox = Outbox(
+...     own=np.array([0, 1]),
+...     first_crafted=np.array([2, 2]),
+...     is_attacking=np.array([False, True]),
+...     per_receiver=False,
+...     receivers=np.array([0]),
+...     num_samples=np.array([50.0, 50.0]),
+...     claimed_samples=np.array([50.0, 90.0]),
+... )
+>>> outbox.rows(np.array([1, 1]), np.array([0, 1])).tolist()
+[2, 1]
+"""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +27,6 @@ from fedcb2o.data._dataset import Shard
 from fedcb2o.federated.admission import clip_claimed_samples, max_abs
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.decisions import Inbox
-from fedcb2o.federated.inference import Reference
 from fedcb2o.federated.plugin_outputs import validated_crafted_models, validated_queries
 from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.types import AttackView, Knowledge, Losses
@@ -21,14 +34,22 @@ from fedcb2o.federated.validation import training_losses
 from fedcb2o.rng import stream
 
 Peek = Callable[[list[int]], Float[Tensor, "m d"]]
-"""The ids of some agents -> the models that they trained in this round: what an attacker may see, as it declared."""
+"""Ids of agents -> the models that they trained in this round."""
 
 
 @dataclass(frozen=True)
 class Outbox:
-    """What the agents of a block publish in a round, and what they say of it: `rows` of the pool with the `own` models,
-    or from `crafts` on with those that an attacker makes, where it `deceives`, for everybody or for `each` of the
-    `receivers`; and how many samples each says that it trained on, and to `receivers` who are lied to."""
+    """Models that the agents of a group publish, and the numbers of samples that they claim.
+
+    Attributes:
+        own: Row of each agent's own model.
+        first_crafted: First row of the models that an attacker crafted.
+        is_attacking: Whether an agent publishes crafted models.
+        per_receiver: Whether an attacker crafts one model per receiver.
+        receivers: Ids of the agents that receive crafted models and false claims, ascending.
+        num_samples: True number of training samples of each agent.
+        claimed_samples: Number that each agent claims to the receivers.
+    """
 
     own: Int[np.ndarray, " a"]
     first_crafted: Int[np.ndarray, " a"]
@@ -39,23 +60,38 @@ class Outbox:
     claimed_samples: Float[np.ndarray, " a"]
 
     def rows(self, senders: Indices, receivers: Int[np.ndarray, " m"]) -> Int[np.ndarray, " m"]:
-        """The rows of what agents in some places publish, one for each of the receivers."""
-        place, deceived = self._locate_receivers(receivers)
-        crafted = self.first_crafted[senders] + (place if self.per_receiver else 0)
-        found: np.ndarray = np.where(
-            self.is_attacking[senders] & deceived, crafted, self.own[senders]
-        )
-        return found
+        """Return the rows of published models, one per pair of sender and receiver.
+
+        Args:
+            senders: Indices of agents in the group.
+            receivers: Id of a receiver for each sender.
+
+        Returns:
+            Rows of the model buffer.
+        """
+        position, is_deceived = self._locate_receivers(receivers)
+        crafted = self.first_crafted[senders] + (position if self.per_receiver else 0)
+        gets_crafted = self.is_attacking[senders] & is_deceived
+        rows: np.ndarray = np.where(gets_crafted, crafted, self.own[senders])
+        return rows
 
     def samples_claimed_to(
         self, senders: Indices, receivers: Int[np.ndarray, " m"]
     ) -> Float[np.ndarray, " m"]:
-        """How many samples agents in some places say that they trained on, to each of the receivers."""
-        _, deceived = self._locate_receivers(receivers)
-        found: np.ndarray = np.where(
-            deceived, self.claimed_samples[senders], self.num_samples[senders]
+        """Return the claimed numbers of samples, one per pair of sender and receiver.
+
+        Args:
+            senders: Indices of agents in the group.
+            receivers: Id of a receiver for each sender.
+
+        Returns:
+            The claims.
+        """
+        _, is_deceived = self._locate_receivers(receivers)
+        claims: np.ndarray = np.where(
+            is_deceived, self.claimed_samples[senders], self.num_samples[senders]
         )
-        return found
+        return claims
 
     def deliver(
         self,
@@ -65,106 +101,143 @@ class Outbox:
         admissible: Bool[np.ndarray, " rows"],
         max_samples: int,
     ) -> Inbox:
-        """What some agents receive in round n of those whom they asked, all of whom are in this block: where the rows
-        of its pool are `good`."""
+        """Deliver models within the group.
+
+        Args:
+            n: Round.
+            asked: Peers that each receiver asked; their ids are indices in the group.
+            receivers: Ids of the receivers.
+            admissible: Whether each row of the buffer is received.
+            max_samples: Largest number of samples that is believed.
+
+        Returns:
+            The models that arrive.
+        """
         senders = asked.values
         to = receivers[asked.row_ids]
         rows = self.rows(senders, to)
-        there = admissible[rows]
+        arrives = admissible[rows]
         claims = clip_claimed_samples(self.samples_claimed_to(senders, to), max_samples)
-        return Inbox(asked.filter(there), rows[there], claims[there], np.full(there.sum(), n))
+        rounds = np.full(arrives.sum(), n)
+        return Inbox(asked.filter(arrives), rows[arrives], claims[arrives], rounds)
 
     def _locate_receivers(
         self, receivers: Int[np.ndarray, " m"]
     ) -> tuple[Indices, Bool[np.ndarray, " m"]]:
-        """Where some agents stand among the receivers, and whether they are there."""
-        place = self.receivers.searchsorted(receivers)
-        return place, self.receivers.take(place, mode="clip") == receivers
+        """Return the position of agents among the deceived receivers, and whether they are there."""
+        position = self.receivers.searchsorted(receivers)
+        return position, self.receivers.take(position, mode="clip") == receivers
 
 
 def make_outbox(group: AgentGroup, n: int) -> Outbox:
-    """What the agents of a block publish in round `n`.
+    """Return what the agents of a group publish in round n.
 
     Only benign agents are deceived: fellow attackers receive the models that each trained.
+
+    Args:
+        group: Group of the agents.
+        n: Round.
+
+    Returns:
+        The outbox.
     """
-    attack = group.adversary.attack
-    layout = group.layout
-    holdings = group.data
-    samples = holdings.train.sizes.astype(float)
-    claims = np.where(
-        holdings.malicious & attack.misreports_samples(n),
-        float(attack.claimed_samples or 0),
-        samples,
-    )
+    attack, layout = group.adversary.attack, group.layout
+    malicious = group.data.malicious
+    num_samples = group.data.train.sizes.astype(float)
+    is_lying = malicious & attack.misreports_samples(n)
     return Outbox(
         own=layout.own,
         first_crafted=layout.first_crafted,
-        is_attacking=holdings.malicious & attack.is_crafting(n),
+        is_attacking=malicious & attack.is_crafting(n),
         per_receiver=attack.threat.each_receiver,
         receivers=group.adversary.benign_ids,
-        num_samples=samples,
-        claimed_samples=claims,
+        num_samples=num_samples,
+        claimed_samples=np.where(is_lying, float(attack.claimed_samples or 0), num_samples),
     )
 
 
 def craft_models_(
-    group: AgentGroup, some: Indices, n: int, finite: Bool[np.ndarray, " N"], peek: Peek
+    group: AgentGroup, members: Indices, n: int, finite: Bool[np.ndarray, " N"], peek: Peek
 ) -> list[Float[np.ndarray, " r"]]:
-    """What malicious agents in some places craft, into their rows of the pool; the extents of these models.
+    """Have attackers craft models, into their rows of the buffer.
 
-    `finite` says whose models of all agents are: the others are not seen, and craft nothing.
+    Args:
+        group: Group of the attackers.
+        members: Indices of attackers.
+        n: Round.
+        finite: Whether each agent's model is finite; other models are not seen.
+        peek: Gives an attacker the models that it declared to know.
+
+    Returns:
+        Largest absolute values of each attacker's models; NaN for an attacker that crafts none.
     """
-    terms = group.spec
-    attackers = group.adversary
-    attack = group.adversary.attack
-    assert attack.craft is not None
-    craft = attack.craft
+    largest = []
+    for k in members.tolist():
+        fellows = _members(group, "fellows", k)
+        benign = _members(group, "benign", k)
+        if finite[group.agents[k]] and finite[benign].any():
+            view = _attack_view(group, k, n, finite, peek, len(fellows), len(benign))
+            largest.append(_craft_(group, k, view))
+        else:
+            largest.append(np.full(group.layout.crafted_per_attacker, np.nan))
+    return largest
 
-    def ids_of(whose: Knowledge, cluster: int) -> list[int]:
-        members = attackers.members_by_role.get((whose, cluster), np.zeros(0, np.int64))
-        return members[finite[members]].tolist()  # type: ignore[no-any-return]
 
-    done = []
-    for k in some.tolist():
-        j = int(group.agents[k])
-        cluster = int(group.data.cluster[k])
-        rows = group.layout.crafted_rows(k)
-        fellows, benign = (
-            attackers.members_by_role[whose, cluster] for whose in ("fellows", "benign")
-        )
-        if not (finite[j] and finite[benign].any()):
-            done.append(np.full(group.layout.crafted_per_attacker, np.nan))
-            continue
-        data = group.data.clean_training_data(k)
-        reference = group.reference(k)
+def _members(group: AgentGroup, role: Knowledge, k: int) -> Int[np.ndarray, " n"]:
+    """Return the agents of one role in an attacker's cluster."""
+    return group.adversary.members_by_role[role, int(group.data.cluster[k])]
 
-        def losses(
-            models: Float[Tensor, "m d"],
-            data: Shard = data,
-            reference: Reference | None = reference,
-        ) -> Losses:
-            models = validated_queries(craft, models, terms.dim).to(group.models)
-            return training_losses(terms, models, torch.arange(len(models)), data, reference)
 
-        view = AttackView(
-            n=n,
-            agent=j,
-            cluster=cluster,
-            num_clusters=attackers.num_clusters,
-            num_colluders=len(fellows),
-            num_benign=len(benign),
-            receivers=torch.from_numpy(attackers.benign_ids.copy()),
-            own=group.models[int(group.layout.own[k])].clone(),
-            previous=group.models[rows.start].clone(),  # where LocalUpdate left it
-            data=Shard(data.x.cpu().clone(), data.y.cpu().clone()),
-            losses=losses,
-            threat=attack.threat,
-            _ids_of=ids_of,
-            _peek=peek,
-            _links=functools.partial(attackers.benign_adjacency, terms.neighbours),
-        )
-        published = group.models[rows]
-        crafted = craft(view, stream(terms.seed, "craft", n, j))
-        published.copy_(validated_crafted_models(craft, crafted, (len(published), terms.dim)))
-        done.append(max_abs(published, range(len(published))))
-    return done
+def _craft_(group: AgentGroup, k: int, view: AttackView) -> Float[np.ndarray, " r"]:
+    """Have one attacker craft its models; return their largest absolute values."""
+    craft = group.adversary.attack.craft
+    assert craft is not None
+    published = group.models[group.layout.crafted_rows(k)]
+    output = craft(view, stream(group.spec.seed, "craft", view.n, view.agent))
+    shape = (len(published), group.spec.dim)
+    published.copy_(validated_crafted_models(craft, output, shape))
+    return max_abs(published, range(len(published)))
+
+
+def _attack_view(
+    group: AgentGroup,
+    k: int,
+    n: int,
+    finite: Bool[np.ndarray, " N"],
+    peek: Peek,
+    num_colluders: int,
+    num_benign: int,
+) -> AttackView:
+    """Return the view of the attacker at index k."""
+    adversary, attack = group.adversary, group.adversary.attack
+    data, reference = group.data.clean_training_data(k), group.reference(k)
+    rows = group.layout.crafted_rows(k)
+
+    def ids_of(role: Knowledge, cluster: int) -> list[int]:
+        members = adversary.members_by_role.get((role, cluster), np.zeros(0, np.int64))
+        ids: list[int] = members[finite[members]].tolist()
+        return ids
+
+    def losses(models: Float[Tensor, "m d"]) -> Losses:
+        assert attack.craft is not None
+        models = validated_queries(attack.craft, models, group.spec.dim).to(group.models)
+        indices = torch.arange(len(models))
+        return training_losses(group.spec, models, indices, data, reference)
+
+    return AttackView(
+        n=n,
+        agent=int(group.agents[k]),
+        cluster=int(group.data.cluster[k]),
+        num_clusters=adversary.num_clusters,
+        num_colluders=num_colluders,
+        num_benign=num_benign,
+        receivers=torch.from_numpy(adversary.benign_ids.copy()),
+        own=group.models[int(group.layout.own[k])].clone(),
+        previous=group.models[rows.start].clone(),  # where LocalUpdate left it
+        data=Shard(data.x.cpu().clone(), data.y.cpu().clone()),
+        losses=losses,
+        threat=attack.threat,
+        _ids_of=ids_of,
+        _peek=peek,
+        _links=functools.partial(adversary.benign_adjacency, group.spec.neighbours),
+    )

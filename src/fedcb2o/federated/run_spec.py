@@ -1,4 +1,8 @@
-"""What every agent of a run knows, whoever it is and wherever it works."""
+"""Specification of a run, which all agents share.
+
+>>> KernelConfig(linear="onednn").convolution
+'grouped'
+"""
 
 import functools
 from dataclasses import dataclass
@@ -21,8 +25,13 @@ ConvolutionKernel = Literal["grouped", "unfolded", "mixed", "fourier"]
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """How products are computed, which changes bits alone: dense layers, convolutions (of one network, or of several at
-    once), and how many agents train or models are evaluated `together`, in one program."""
+    """Numerical kernels; they change the rounding of results and nothing else.
+
+    Attributes:
+        linear: Kernel of dense layers.
+        convolution: Kernel of convolutions.
+        models_per_batch: Models that are trained or evaluated in one program; None for the default.
+    """
 
     linear: LinearKernel = "torch"
     convolution: ConvolutionKernel = "grouped"
@@ -31,10 +40,24 @@ class KernelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """The terms on which the agents of a run work together.
+    """Specification of a run: what every agent knows.
 
-    `share` is the attackers' share that rules are told to assume, `most_samples` the largest number of samples that
-    an agent is believed to have trained on. `neighbours` says whom each agent may ask, where that is not everybody.
+    Attributes:
+        seed: Seed of all random streams.
+        num_agents: N, the number of agents.
+        num_classes: C, the number of classes; 1 for data without classes.
+        rounds: T, the number of rounds.
+        budget: M, the largest number of peers to ask in a round.
+        model: Name of the model, for messages.
+        module: The network.
+        training: Settings of LocalUpdate.
+        algorithm: Settings of LocalAggregation.
+        loss_average: Average of the validation losses.
+        malicious_share: Share of attackers that rules assume, in [0, 1].
+        max_samples: Largest number of training samples that an agent may claim.
+        neighbours: Ids that each agent may ask; None for all.
+        participation: Probability that an agent takes part in a round, in (0, 1].
+        kernels: Numerical kernels.
     """
 
     seed: int
@@ -60,22 +83,23 @@ class RunSpec:
 
     @functools.cached_property
     def has_local_statistics(self) -> bool:
-        """Whether each agent estimates statistics of its own for a model before it reads it."""
+        """Whether each agent estimates its own batch-norm statistics for every model."""
         return has_local_statistics(self.module)
 
     @property
     def max_asked(self) -> int:
-        """How many others an agent asks in a round at most."""
+        """Largest number of peers that an agent asks in a round."""
         select = self.algorithm.select
-        everybody = getattr(select, "func", select) is selection.everyone  # whatever the budget
-        return self.num_agents if everybody else min(self.budget, self.num_agents)
+        if getattr(select, "func", select) is selection.everyone:  # whatever the budget
+            return self.num_agents
+        return min(self.budget, self.num_agents)
 
     @functools.cached_property
     def last_layer(self) -> tuple[int, int] | None:
-        """The shape of the network's last dense layer, where it ends in one."""
+        """Shape of the network's last dense layer; None for another last layer."""
         return last_layer_shape(self.module)
 
     @functools.cached_property
     def layer_shapes(self) -> tuple[torch.Size, ...]:
-        """The shapes of the tensors that a model is made of, in their order."""
+        """Shapes of a model's tensors, in order."""
         return tuple(tensor.shape for tensor in shared_tensors(self.module).values())

@@ -1,7 +1,12 @@
-"""Who may ask whom: sparse peer graphs, in which an agent asks its neighbours only.
+"""Sparse peer graphs, in which an agent asks its neighbours only.
 
-A graph is a function (cluster, draw) -> an undirected networkx graph on the agents 0 to N - 1; its further arguments
-are keywords. `cluster` [N] are the agents' clusters, which only `same_cluster` uses.
+A graph is a function (cluster, generator, *, ...) -> an undirected networkx graph on the agents 0
+to N - 1; its keyword arguments are parameters of a configuration. `cluster` [N] holds the agents'
+clusters, which only `same_cluster` uses.
+
+>>> graph = ring(torch.zeros(5), np.random.default_rng(0))
+>>> sorted(degree for _, degree in graph.degree)
+[2, 2, 2, 2, 2]
 """
 
 import math
@@ -25,25 +30,62 @@ _Graph = Callable[[Int[Tensor, " N"], np.random.Generator], Any]
 def neighbours(
     graph: _Graph, cluster: Int[Tensor, " N"], draw: np.random.Generator
 ) -> tuple[Int[Tensor, " _k"], ...]:
-    """The agents that each agent may ask, ascending; raises ConfigError where a graph is not one on these agents."""
+    """Make a graph and return the agents that each agent may ask.
+
+    Args:
+        graph: The graph's function.
+        cluster: Cluster of each agent.
+        draw: Source of randomness.
+
+    Returns:
+        Neighbours of each agent, ascending.
+
+    Raises:
+        ConfigError: The function returned something else than a graph on all agents.
+    """
     n = len(cluster)
-    made = graph(cluster.clone(), draw)
-    if not isinstance(made, nx.Graph) or set(made.nodes) != set(range(n)):
+    result = graph(cluster.clone(), draw)
+    if not isinstance(result, nx.Graph) or set(result.nodes) != set(range(n)):
         raise ConfigError(
-            f"the {display_name('graph', graph)} must be a networkx graph whose nodes are the agents 0 to {n - 1}, got {made}"
+            f"the {display_name('graph', graph)} must be a networkx graph whose nodes are the "
+            f"agents 0 to {n - 1}, got {result}"
         )
-    return tuple(torch.tensor(sorted(set(made[j]) - {j}), dtype=torch.int64) for j in range(n))
+    ids = [sorted(set(result[j]) - {j}) for j in range(n)]
+    return tuple(torch.tensor(peers, dtype=torch.int64) for peers in ids)
 
 
 def ring(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, near: int = 1) -> nx.Graph:
-    """A ring in random order, each agent linked to the `near` next on either side."""
+    """Make a ring in random order.
+
+    Args:
+        cluster: Cluster of each agent.
+        draw: Source of randomness.
+        near: Neighbours on either side, from 1 to (N - 1) / 2.
+
+    Returns:
+        The graph.
+
+    Raises:
+        ConfigError: `near` is out of range.
+    """
     n = len(cluster)
     _require_between("near", near, 1, (n - 1) // 2, n)
     return _shuffled(nx.circulant_graph(n, range(1, near + 1)), draw)
 
 
 def torus(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> nx.Graph:
-    """A two-dimensional grid without borders, as square as the number of agents admits, in random order."""
+    """Make a two-dimensional periodic grid in random order, as square as N allows.
+
+    Args:
+        cluster: Cluster of each agent.
+        draw: Source of randomness.
+
+    Returns:
+        The graph.
+
+    Raises:
+        ConfigError: N is a prime number.
+    """
     n = len(cluster)
     rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
     if rows < 2:
@@ -57,12 +99,25 @@ def torus(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> nx.Graph:
 def random_regular(
     cluster: Int[Tensor, " N"], draw: np.random.Generator, *, degree: int = 4
 ) -> nx.Graph:
-    """A random graph in which each agent has `degree` neighbours."""
+    """Make a random graph in which each agent has `degree` neighbours.
+
+    Args:
+        cluster: Cluster of each agent.
+        draw: Source of randomness.
+        degree: Number of neighbours, from 1 to N - 1; even where N is odd.
+
+    Returns:
+        The graph.
+
+    Raises:
+        ConfigError: `degree` is out of range, or N and `degree` are odd.
+    """
     n = len(cluster)
     _require_between("degree", degree, 1, n - 1, n)
     if n * degree % 2:
         raise ConfigError(
-            f"no graph on {n} agents gives each `degree` = {degree} neighbours: one of them must be even"
+            f"no graph on {n} agents gives each `degree` = {degree} neighbours: one of them must "
+            "be even"
         )
     return nx.random_regular_graph(degree, n, seed=_seed(draw))
 
@@ -70,7 +125,19 @@ def random_regular(
 def erdos_renyi(
     cluster: Int[Tensor, " N"], draw: np.random.Generator, *, p: float = 0.3
 ) -> nx.Graph:
-    """Each pair of agents is linked with probability `p` (Erdős and Rényi 1959)."""
+    """Make a random graph with independent links (Erdős and Rényi 1959).
+
+    Args:
+        cluster: Cluster of each agent.
+        draw: Source of randomness.
+        p: Probability of each link, in [0, 1].
+
+    Returns:
+        The graph.
+
+    Raises:
+        ConfigError: `p` is out of range.
+    """
     if not 0 <= p <= 1:
         raise ConfigError(f"`p` must be between 0 and 1, got {p}")
     return nx.fast_gnp_random_graph(len(cluster), p, seed=_seed(draw))
@@ -79,8 +146,22 @@ def erdos_renyi(
 def small_world(
     cluster: Int[Tensor, " N"], draw: np.random.Generator, *, near: int = 2, p: float = 0.1
 ) -> nx.Graph:
-    """A ring with the `near` next on either side, each link moved elsewhere with probability `p` (Watts and Strogatz,
-    "Collective dynamics of small-world networks", 1998)."""
+    """Make a ring whose links are rewired at random.
+
+    Watts and Strogatz, "Collective dynamics of small-world networks" (1998).
+
+    Args:
+        cluster: Cluster of each agent.
+        draw: Source of randomness.
+        near: Neighbours on either side, from 1 to (N - 1) / 2.
+        p: Probability to rewire a link, in [0, 1].
+
+    Returns:
+        The graph.
+
+    Raises:
+        ConfigError: `near` or `p` is out of range.
+    """
     n = len(cluster)
     _require_between("near", near, 1, (n - 1) // 2, n)
     if not 0 <= p <= 1:
@@ -89,7 +170,15 @@ def small_world(
 
 
 def same_cluster(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> nx.Graph:
-    """All agents of the same cluster, as if clusters were known: an oracle for the peers."""
+    """Link all agents of a cluster: an oracle that knows the clusters.
+
+    Args:
+        cluster: Cluster of each agent.
+        draw: Not used.
+
+    Returns:
+        The graph.
+    """
     graph = nx.Graph()
     graph.add_nodes_from(range(len(cluster)))
     for k in sorted(set(cluster.tolist())):
@@ -99,7 +188,7 @@ def same_cluster(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> nx.Gr
 
 
 def _shuffled(graph: nx.Graph, draw: np.random.Generator) -> nx.Graph:
-    """The same graph on the agents in random order: its neighbours know nothing of clusters."""
+    """Permute the agents at random, so that neighbours are independent of clusters."""
     return nx.relabel_nodes(graph, dict(enumerate(draw.permutation(len(graph)).tolist())))
 
 
