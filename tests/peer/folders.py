@@ -1,4 +1,4 @@
-"""Folders of nodes with numbers at will: by hand for exact tests, or drawn to look like a real run."""
+"""Run directories of nodes with chosen or random numbers."""
 
 import json
 
@@ -8,12 +8,19 @@ NAMES = {0: "hospital-a", 1: "hospital-b", 2: "clinic-c", 3: "university-d"}
 
 
 def write_node(folder, lines, **about):
-    """A node's folder with these lines of rounds.jsonl; keywords go over what agent.json says by default."""
+    """Write a run directory with these rounds; keywords change agent.json."""
     folder.mkdir(parents=True, exist_ok=True)
     told = {
-        "name": "hospital-a", "id": 0, "names": NAMES, "run": "9f" * 32, "version": 1, "dim": 4810,
-        "class_names": ["benign", "malignant"], "num_samples": 400, "validation_samples": 80,
-    }  # fmt: skip
+        "name": "hospital-a",
+        "id": 0,
+        "names": NAMES,
+        "run": "9f" * 32,
+        "version": 1,
+        "dim": 4810,
+        "class_names": ["benign", "malignant"],
+        "num_samples": 400,
+        "validation_samples": 80,
+    }
     (folder / "agent.json").write_text(json.dumps(told | about), encoding="utf-8")
     (folder / "rounds.jsonl").write_text(
         "".join(json.dumps(each) + "\n" for each in lines), encoding="utf-8"
@@ -25,16 +32,33 @@ def line(n, *received, **changes):
     """A line of rounds.jsonl; `received` are (id, seconds, bytes, weight)."""
     keys = ("id", "seconds", "bytes", "weight")
     told = {
-        "round": n, "train_loss": 1 / n, "own_loss": 1.1 / n, "accuracy": 1 - 0.5 / n, "asked": [1, 2, 3],
-        "received": [dict(zip(keys, each, strict=True)) for each in received], "own_weight": 0.4, "refused": {},
-        "late": [], "alive": [1, 2, 3], "sent": 1000, "served": 3, "turned_away": {},
-        "seconds": {"train": 0.5, "publish": 0.01, "exchange": 0.2, "aggregate": 0.1, "mix": 0.05, "round": 1.0},
-    }  # fmt: skip
+        "round": n,
+        "train_loss": 1 / n,
+        "own_loss": 1.1 / n,
+        "accuracy": 1 - 0.5 / n,
+        "asked": [1, 2, 3],
+        "received": [dict(zip(keys, each, strict=True)) for each in received],
+        "own_weight": 0.4,
+        "refused": {},
+        "late": [],
+        "alive": [1, 2, 3],
+        "sent": 1000,
+        "served": 3,
+        "turned_away": {},
+        "seconds": {
+            "train": 0.5,
+            "publish": 0.01,
+            "exchange": 0.2,
+            "aggregate": 0.1,
+            "mix": 0.05,
+            "round": 1.0,
+        },
+    }
     return told | changes
 
 
 def draw_node(folder, *, agents=8, rounds=50, budget=4, seed=0):
-    """Like a run: the last agent sends garbage, the two before it are hardly believed, one is slow, one leaves."""
+    """Draw a run: the last agent sends garbage, two get small weights, one is slow, one leaves."""
     rng = np.random.default_rng(seed)
     names = {i: f"organisation-{chr(97 + i % 26)}{'' if i < 26 else i}" for i in range(agents)}
     reasons = ["signature", "size", "not finite", "hash of a chunk", "round"]
@@ -60,15 +84,30 @@ def draw_node(folder, *, agents=8, rounds=50, budget=4, seed=0):
         grown = 1 - np.exp(-n / 8)
         lines.append(
             line(
-                n, *[[*each[:3], each[3] / total] for each in received], asked=asked, refused=refused, late=late,
-                own_weight=own / total, train_loss=2.3 * (1 - 0.9 * grown), own_loss=2.3 * (1 - 0.86 * grown),
-                accuracy=0.93 * grown + 0.01 * float(rng.random()), source_accuracy=0.8 * grown,
+                n,
+                *[[*each[:3], each[3] / total] for each in received],
+                asked=asked,
+                refused=refused,
+                late=late,
+                own_weight=own / total,
+                train_loss=2.3 * (1 - 0.9 * grown),
+                own_loss=2.3 * (1 - 0.86 * grown),
+                accuracy=0.93 * grown + 0.01 * float(rng.random()),
+                source_accuracy=0.8 * grown,
                 attack_success_rate=0.03 + 0.02 * float(rng.random()),
                 alive=[i for i in range(1, agents) if not (i == 1 and n > 0.7 * rounds)],
-                sent=int(26_400_000 * rng.integers(2, 6)), served=int(rng.integers(60, 160)),
+                sent=int(26_400_000 * rng.integers(2, 6)),
+                served=int(rng.integers(60, 160)),
                 turned_away={"too many requests": 3} if n % 7 == 0 else {},
-                seconds={"train": train, "publish": 0.03, "exchange": wait, "aggregate": 0.08, "mix": 0.02,
-                         "evaluate": 0.04, "round": train + wait + 0.25},
+                seconds={
+                    "train": train,
+                    "publish": 0.03,
+                    "exchange": wait,
+                    "aggregate": 0.08,
+                    "mix": 0.02,
+                    "evaluate": 0.04,
+                    "round": train + wait + 0.25,
+                },
             )
-        )  # fmt: skip
+        )
     return write_node(folder, lines, names=names, name=names[0], rounds=rounds)

@@ -1,6 +1,7 @@
-"""A hostile member as a real process: its keys are valid, and what it answers is wrong, in another way in each round.
+"""Hostile member as a real process: valid keys, and another invalid answer in each round.
 
-`LIES` names each way, with the reasons for which a peer may refuse it. No model that it offers may be received.
+`LIES` names each fault with the reasons for which a peer may refuse it. No model that it offers may
+be received.
 """
 
 import contextlib
@@ -22,10 +23,9 @@ import numpy as np
 import zenoh
 
 from fedcb2o.nn import parameters
-from fedcb2o.peer.membership.federation import Federation, read_federation
-from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.node.agent import build_network
-from fedcb2o.peer.wire.protocol import (
+from fedcb2o.peer.membership import Federation, Identity, read_federation
+from fedcb2o.peer.node import build_network
+from fedcb2o.peer.wire import (
     CHUNK_BYTES,
     REQUEST_BYTES,
     SIGNATURE_BYTES,
@@ -36,6 +36,7 @@ from fedcb2o.peer.wire.protocol import (
     Manifest,
     Request,
     RequestKind,
+    Zenoh,
     decode_answer,
     decode_manifest,
     decode_offer,
@@ -43,7 +44,7 @@ from fedcb2o.peer.wire.protocol import (
     encode_offer,
     num_chunks,
 )
-from fedcb2o.peer.wire.transport import Zenoh, _key_expression, _open_peer_session
+from fedcb2o.peer.wire.transport import _key_expression, _open_peer_session
 
 HEAD = 26  # bytes of an answer in which there is nothing
 LATE = "late"  # a peer that gives nothing in time counts as late, and nothing more is said
@@ -75,7 +76,7 @@ class Liar:
         self.log = log.open("a", buffering=1)
 
     def serve(self) -> None:
-        """Answer until the process ends: each request on a thread of its own, as often as it likes."""
+        """Answer each request in its own thread until the process ends."""
         asked = self.transport._incoming.declare_queryable(
             self.key, zenoh.handlers.FifoChannel(1024), complete=True
         )
@@ -162,7 +163,7 @@ class Liar:
         return replace(right, **changes)
 
     def pester(self, count: int) -> None:
-        """Ask everybody in every wrong way, `count` times each; notes how many got an answer with something in it."""
+        """Send every invalid request `count` times to all others; note the answers with content."""
         others = range(len(self.lies[0]) - 1)
         while not (self.asked.wait() and {*others} <= self.transport.connected_peers()):
             time.sleep(0.1)
@@ -453,9 +454,11 @@ REQUESTS: "dict[str, Callable[[Liar, int, int], Iterable[bytes]]]" = {
 def run(
     federation: Path, identity: Path, log: Path, lies: Sequence[Sequence[str]], pesters: int = 0
 ) -> None:
-    """A hostile member, in its process, until it is killed. In the n-th round agent j hears the j-th of the n-th lies,
-    and after the last round of these the same again. With `pesters` all agents but the last of these are asked for what
-    this one should not get, so often in each way."""
+    """Run a hostile member until its process is killed.
+
+    In round n agent j gets the j-th of the n-th lies, and after the last lies the same again. With
+    `pesters` all agents but the last one get invalid requests, `pesters` times each.
+    """
     liar = Liar(read_federation(federation), Identity.read(identity), log, lies)
     if pesters:
         threading.Thread(target=liar.pester, args=(pesters,), daemon=True).start()
@@ -466,8 +469,10 @@ def run(
 
 
 def strangers(federation: Path, folder: Path, member: Path, target: int, stop: Any) -> None:
-    """In a process: everything against one node's port that needs no membership, until it is told to stop; and requests
-    over a link that a member lent, signed by a key of its own."""
+    """Attack one node's port in every way that needs no membership, until `stop` is set.
+
+    Also send requests over a link that a member lent, signed by another key.
+    """
     agreed, rng = read_federation(federation), np.random.default_rng(0)
     victim = agreed.members[target]
     host, port = victim.endpoint.rsplit(":", 1)

@@ -9,9 +9,7 @@ from typing import Any
 from tests.tiny import tiny
 
 from fedcb2o.data.sets._digits import digits
-from fedcb2o.peer.membership import federation
-from fedcb2o.peer.membership.federation import Federation
-from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.membership import Federation, Identity, federation
 
 
 def free_ports(n: int) -> list[int]:
@@ -53,7 +51,7 @@ def federated(
     path: Path | None = None,
     **options: Any,
 ) -> Federation:
-    """A federation of these, of the tiny experiment on digits with `changes`, written to `path` where one is given."""
+    """Return a federation of the tiny digits experiment, with `changes`, written to `path`."""
     members = [identity.member for identity in who]
     made = federation.make_federation(
         experiment(len(who), **(changes or {})), members, dataset=digits(), **options

@@ -35,7 +35,7 @@ def _run(
     """One node, in its process; what it says goes to node.log, in a line each."""
     from fedcb2o.errors import FedCB2OError
     from fedcb2o.experiments.config.settings import load
-    from fedcb2o.peer.node.node import Node
+    from fedcb2o.peer.node import Node
 
     log = out.with_suffix(".log").open("a", buffering=1)
     os.dup2(log.fileno(), 1)
@@ -75,7 +75,7 @@ class Nodes:
         return self.folder / f"out-{j}"
 
     def start(self, *ids: int, **options: Any) -> None:
-        """Start some nodes, by default all, with options of `Node` (and `prepare`, a function of a module)."""
+        """Start nodes, by default all, with options of `Node` and a function `prepare`."""
         for j in ids or range(len(self.identities)):
             work = (
                 self.federation,
@@ -141,7 +141,7 @@ def wait_for(true: Callable[[], bool], seconds: float, told: Callable[[], str] =
 def nodes(
     folder: Path, count: int, *, changes: Mapping[str, Any] | None = None, **options: Any
 ) -> Iterator[Nodes]:
-    """A federation of the tiny experiment among so many nodes, none of them started; all end with the test."""
+    """Yield `count` nodes of the tiny experiment, not started; all end with the test."""
     from tests.peer import members
 
     who = members.identities(folder, count)

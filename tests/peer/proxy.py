@@ -1,4 +1,4 @@
-"""A bad network: a TCP proxy on loopback, in a thread, between those who dial it and one port behind it."""
+"""Bad network: a TCP proxy on loopback between clients and one port."""
 
 import asyncio
 import random
@@ -8,11 +8,11 @@ from typing import Self
 
 
 class Proxy:
-    """`with Proxy(port) as proxy:` passes what comes to `proxy.port` on to 127.0.0.1:`port`, and back.
+    """Proxy of 127.0.0.1:`port` at the port `proxy.port`; all attributes may change at any time.
 
-    `rate`: bytes a second of each direction of each connection. `delay`: seconds that each piece travels (in each
-    direction). `drop`: how often a second a connection is cut, at random by `seed`. `pause()`: nothing passes and new
-    connections hang until `resume()`. `cut()`: end all connections now. All may be changed at any time.
+    `rate` is the bytes per second of each direction of a connection, `delay` the seconds that each
+    piece travels, and `drop` the rate per second of random cuts. `pause` stops everything until
+    `resume`, and `cut` ends all connections.
     """
 
     def __init__(

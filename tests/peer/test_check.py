@@ -1,4 +1,4 @@
-"""`peer check`: who can be reached, who agrees, and what to do where not; real links on loopback."""
+"""`peer check` over real links on loopback."""
 
 import socket
 import threading
@@ -18,12 +18,10 @@ from tests.tiny import here
 from typer.testing import CliRunner
 
 from fedcb2o.cli import app
-from fedcb2o.peer.membership.federation import Federation
-from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.membership import Federation, Identity
+from fedcb2o.peer.node import CheckResult, check_members, format_results, hello_content
 from fedcb2o.peer.node import preflight as checking
-from fedcb2o.peer.node.preflight import CheckResult, check_members, format_results, hello_content
-from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, decode_request, encode_hello
-from fedcb2o.peer.wire.transport import Reply, Zenoh
+from fedcb2o.peer.wire import Answer, AnswerStatus, Reply, Zenoh, decode_request, encode_hello
 
 
 @pytest.fixture(scope="module")
@@ -220,10 +218,8 @@ def test_the_command(organisations: Any, opened: ExitStack) -> None:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0
     head, *each = done.stdout.splitlines()
-    assert (
-        head
-        == f"tiny, run {federation.run.hex(' ', 2)}, version 1, 3 members: compare this by telephone"
-    )
+    run = federation.run.hex(" ", 2)
+    assert head == f"tiny, run {run}, version 1, 3 members: compare this by telephone"
     assert len(each) == 3
     opened.close()
     command[-1] = "0.3"

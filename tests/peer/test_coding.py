@@ -1,4 +1,4 @@
-"""Models as bytes: exact where they are raw, within a step and made good where they are rounded, and hostile bytes."""
+"""Codecs: raw models are exact, int8 models within a step, hostile bytes are refused."""
 
 import hashlib
 import struct
@@ -14,14 +14,8 @@ from torch import Tensor
 
 from fedcb2o.errors import RunError
 from fedcb2o.federated.admission import MAX_VALUE
-from fedcb2o.peer.wire.compression import (
-    BLOCK_SIZE,
-    MAX_SCALE,
-    MAX_WINDOW_BYTES,
-    Codec,
-    Int8Codec,
-    RawCodec,
-)
+from fedcb2o.peer.wire import Codec, Int8Codec, RawCodec
+from fedcb2o.peer.wire.compression import BLOCK_SIZE, MAX_SCALE, MAX_WINDOW_BYTES
 
 DIM = 3 * BLOCK_SIZE + 5  # the last block is not full
 

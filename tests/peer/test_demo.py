@@ -1,4 +1,4 @@
-"""The demo: what it says of the agents, what its garbage sender sends, and that no process is left, however it ends."""
+"""Demo: its tables, its Byzantine peer, and no process left at the end."""
 
 import hashlib
 import os
@@ -17,14 +17,17 @@ from tests.processes import living, needs_proc
 from fedcb2o.data import breast_cancer
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.settings import load
-from fedcb2o.peer.membership import federation
-from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.membership import Identity, federation
 from fedcb2o.peer.node import demo
 from fedcb2o.peer.node.byzantine_peer import EQUIVOCATION_START, FAULTS, ByzantinePeer
-from fedcb2o.peer.wire import protocol
-from fedcb2o.peer.wire.client import rejection_reason
-from fedcb2o.peer.wire.compression import RawCodec
-from fedcb2o.peer.wire.protocol import AnswerStatus, Request, RequestKind
+from fedcb2o.peer.wire import (
+    AnswerStatus,
+    RawCodec,
+    Request,
+    RequestKind,
+    protocol,
+    rejection_reason,
+)
 
 DIM = 300_000  # two chunks
 ME, LIAR = 0, 1
@@ -52,7 +55,7 @@ def parties(tmp_path_factory):
 
 
 def asked(liar, kind, **keys):
-    """What the liar answers to a request: its status and body, or None where that is no answer at all."""
+    """Return the status and body of an answer, or None for an invalid one."""
     nonce = secrets.token_bytes(16)
     request = Request(
         kind=kind, run=liar.federation.run, sender=ME, receiver=LIAR, nonce=nonce, **keys
@@ -99,9 +102,15 @@ def test_each_kind_of_garbage_is_refused_for_its_own_reason(parties):
     liar = ByzantinePeer(agreed, lies, DIM)
     found = {kind: refused(liar, n) for n, kind in enumerate(FAULTS)}
     assert found == {
-        "random bytes": "no answer", "NaN": "not finite", "unsigned": "signature", "another size": "size",
-        "1e38": "bound", "other chunks": "hash", "another run": "run", "another agent's": "signature",
-    }  # fmt: skip
+        "random bytes": "no answer",
+        "NaN": "not finite",
+        "unsigned": "signature",
+        "another size": "size",
+        "1e38": "bound",
+        "other chunks": "hash",
+        "another run": "run",
+        "another agent's": "signature",
+    }
 
 
 def test_the_garbage_sender_equivocates_in_the_end(parties):
@@ -110,10 +119,17 @@ def test_the_garbage_sender_equivocates_in_the_end(parties):
     nonce = bytes(16)
     offers = [
         liar.answer(
-            Request(kind=RequestKind.MANIFEST, run=agreed.run, sender=who, receiver=LIAR, nonce=nonce, round=n)
+            Request(
+                kind=RequestKind.MANIFEST,
+                run=agreed.run,
+                sender=who,
+                receiver=LIAR,
+                nonce=nonce,
+                round=n,
+            )
         )
         for who in (0, 5)
-    ]  # fmt: skip
+    ]
     signed = [protocol.decode_offer(protocol.decode_answer(each).body)[0] for each in offers]
     found = [protocol.verify_member_manifest(each, agreed)[1] for each in signed]
     assert found[0].round == found[1].round == n

@@ -1,6 +1,6 @@
 """What an agent does with peers that keep it waiting."""
 
-from fedcb2o.peer.wire.client import Backoff
+from fedcb2o.peer.wire import Backoff
 
 
 def test_who_stalls_again_and_again_costs_a_few_deadlines():

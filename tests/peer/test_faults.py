@@ -1,4 +1,4 @@
-"""Real processes that are killed, stopped, cut off or short of disk: nobody loses a round, or waits for long."""
+"""Real processes that are killed, stopped, cut off or short of disk."""
 
 import json
 import random
@@ -23,7 +23,7 @@ from tests.peer.nodes import FORKED, Nodes, nodes, wait_for
 from tests.peer.proxy import Proxy
 from tests.tiny import ENVIRONMENT, FEDCB2O
 
-from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.membership import Identity
 
 CHANGES = {
     "rounds": 20,
@@ -37,9 +37,10 @@ PACE = {"round_seconds": 0.15, "deadline_seconds": 3.0, "lag": 5}
 def whole(
     peers: Nodes, *ids: int, rounds: int = CHANGES["rounds"], stopped: Collection[int] = ()
 ) -> float:
-    """Each of some nodes, by default all, has every round once, nobody has accused anybody, no model was refused, and
-    no exchange lasted beyond its deadline but of those who were `stopped` themselves; the mean accuracy at the end of
-    those that are benign."""
+    """Check complete rounds, no accusation, no refused model, no long exchange, and accuracy.
+
+    `stopped` nodes may have an exchange beyond its deadline.
+    """
     ids = ids or tuple(range(len(peers.identities)))
     for j in ids:
         lines = peers.lines(j)
@@ -59,7 +60,7 @@ def whole(
 
 
 def test_members_that_are_killed_stopped_short_of_disk_and_wrong_about_the_time(tmp_path):
-    """One fault each of four in five: all go on from where they were, and end with a model as good as any."""
+    """Four of five nodes have a fault each; all resume and end with a good model."""
     with nodes(tmp_path, 5, changes=CHANGES, **PACE) as peers:
         peers.start(0, 1, prepare=partial(faults.lease, 1.0))
         peers.start(2, prepare=partial(faults.full, 9000))
@@ -337,7 +338,7 @@ def test_two_of_eight_are_stopped_for_longer_than_a_lease(seed, tmp_path):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_link_of_1_mb_a_second_and_one_that_is_cut(seed, tmp_path):
-    """Models of 150 kB; whoever asks the first agent gets 1 MB a second, and links to the second are cut every 3 s."""
+    """Models have 150 kB; one link is slow, and links to another node are cut every 3 s."""
     with ExitStack() as stack:
         peers = stack.enter_context(
             nodes(tmp_path, 8, changes={**LONG, "model": {"hidden": [512]}}, **PACE)
@@ -383,7 +384,8 @@ SHIM = """
 #include <time.h>
 static long off(void) { const char *text = getenv("CLOCK_OFF"); return text ? atol(text) : 0; }
 int clock_gettime(clockid_t id, struct timespec *now) {
-    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime"), done = real(id, now);
+    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+    int done = real(id, now);
     if (!done && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) now->tv_sec += off();
     return done;
 }

@@ -23,15 +23,17 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.build import build_algorithm
 from fedcb2o.experiments.config.settings import load
 from fedcb2o.experiments.config.tables import presets
-from fedcb2o.peer.membership import certificates, federation
-from fedcb2o.peer.membership.federation import (
+from fedcb2o.peer.membership import (
+    Identity,
+    Member,
     amend_federation,
+    certificates,
+    federation,
     make_federation,
     read_federation,
     sign_federation,
     write_federation,
 )
-from fedcb2o.peer.membership.identity import Identity, Member
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +157,7 @@ def test_the_hash_is_of_the_content_and_not_of_how_it_is_written(path):
     path.write_text("# otherwise\n" + tomli_w.dumps(backwards))
     assert read_federation(path).digest == made.digest
     assert read_federation(path).differing_keys(made.value_hashes()) == []
-    # by hand: the terms, the version and the members as JSON with sorted keys, whole numbers without a point
+    # by hand: settings, version and members as JSON with sorted keys, integers without a point
     content = {**table, "round_seconds": 0, "deadline_seconds": 60}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     assert made.digest == hashlib.sha256(text.encode()).digest()
@@ -270,7 +272,7 @@ def test_members_must_differ(eight, tmp_path):
         )
 
 
-# ------------------------------------------------------------------------------------------------ versions
+# --- versions
 
 
 def signed_by(path, who):
@@ -355,12 +357,11 @@ def test_a_certificate_or_a_key_is_replaced_under_the_same_id(path, eight, tmp_p
     second = signed_by(two, [eight[0], moved, eight[2]])  # the old key signs for a new one
     assert second.describe_changes() == [
         f"gives org-1 another endpoint (127.0.0.2:7447, not {eight[1].member.endpoint}) and root",
-        f"gives org-2 another key ({stolen.member.fingerprint}, not {eight[2].member.fingerprint}) and root",
+        f"gives org-2 another key ({stolen.member.fingerprint}, not "
+        f"{eight[2].member.fingerprint}) and root",
     ]
     assert [second.id_of(each.member) for each in (eight[0], moved, stolen)] == [0, 1, 2]
-    with pytest.raises(
-        ConfigError, match="org-1 is in tiny, version 2 with another `endpoint`"
-    ):
+    with pytest.raises(ConfigError, match="org-1 is in tiny, version 2 with another `endpoint`"):
         second.id_of(eight[1].member)
     with pytest.raises(ConfigError, match=f"with another key .{stolen.member.fingerprint}, not "):
         second.id_of(eight[2].member)
@@ -455,7 +456,8 @@ def test_what_was_signed_cannot_be_changed(path, eight, tmp_path):
         three.write_bytes(good)
         refused(
             edited(three, change),
-            "signature|lacks|`version`|ids out of order|no certificate|is that of another|names stay",
+            "signature|lacks|`version`|ids out of order|no certificate|is that of another|"
+            "names stay",
         )
     three.write_bytes(good)
     assert read_federation(three).version == 3
@@ -472,7 +474,11 @@ def test_nobody_has_two_votes(path, eight, tmp_path):
         votes = [{"name": name, "signature": signature} for signature in (once, other, once)]
         edited(two, at("signatures", value=votes))
         refused(two, "version 2 has two signatures of 'org-1', but a member has one vote")
-        refused(two, "version 2 has two signatures of 'org-1', but a member has one vote", allow_unsigned=True)
+        refused(
+            two,
+            "version 2 has two signatures of 'org-1', but a member has one vote",
+            allow_unsigned=True,
+        )
 
 
 def test_an_amendment_must_change_something_once(path, eight):
@@ -495,7 +501,7 @@ def test_an_amendment_must_change_something_once(path, eight):
         assert "\n" not in str(raised.value)
 
 
-# ------------------------------------------------------------------------------------------------ hostile files
+# --- hostile files
 
 
 def test_a_file_cannot_run_code_that_this_organisation_has_not_allowed(path, eight, tmp_path):
@@ -693,7 +699,7 @@ def test_any_change_gives_a_federation_or_one_line(path, data):
         path.write_bytes(before)
 
 
-# ------------------------------------------------------------------------------------------------ the commands
+# --- commands
 
 
 def test_from_keys_to_a_signed_version_by_commands(tmp_path):

@@ -1,4 +1,4 @@
-"""Hostile members and strangers, as real processes, among real nodes: nothing of theirs is received, nothing dies."""
+"""Hostile members and strangers, as real processes, among real nodes."""
 
 import json
 import signal
@@ -14,8 +14,8 @@ from tests.peer import hostile
 from tests.peer.nodes import FORKED, Nodes, nodes
 from tests.tiny import here
 
-from fedcb2o.peer.membership.federation import read_federation
-from fedcb2o.peer.wire.equivocation import Ledger, verify_proof
+from fedcb2o.peer.membership import read_federation
+from fedcb2o.peer.wire import Ledger, verify_proof
 
 STALLS = [["never", "chunks never"], ["busy"] * 2, ["after the deadline", "busy"]]
 """Last, and with a pause, since who keeps a node waiting is not asked for a while."""
@@ -28,7 +28,7 @@ QUIET, LIAR = 2, 3  # the node that is told no lies, and the member that tells t
 
 
 def turns() -> list[list[str]]:
-    """What is told to nodes 0, 1 and 2 in each round: never two contents in one, which would be found out."""
+    """Lies to nodes 0, 1 and 2 in each round, without equivocation."""
     pairs = [*zip(CONTENTS, OTHERS, strict=False)]
     left = OTHERS[len(CONTENTS) :]
     pairs += zip(left[::2], left[1::2], strict=True)
@@ -62,8 +62,7 @@ def heard(line: dict[str, Any]) -> str:
 
 
 def test_no_lie_of_a_member_is_received(tmp_path):
-    """Two nodes that a member tells another lie each time, while it asks for what it should not get; and a third that
-    it leaves alone."""
+    """A member lies to two nodes and sends invalid requests; a third node stays honest."""
     limits = {"answers_per_minute": 600, "uploads": 8, "per_peer": 4}
     with nodes(tmp_path, 4, changes=CHANGES, **TIMES, limits=limits) as peers:
         log = tmp_path / "lies.jsonl"
@@ -115,8 +114,7 @@ def test_no_lie_of_a_member_is_received(tmp_path):
 
 
 def test_strangers_are_nothing_to_a_node(tmp_path):
-    """Another root, no certificate, no TLS, a member's certificate without its key, and 100 connections that say
-    nothing: all from before the second node is there until both have ended."""
+    """Wrong root, no certificate, no TLS, no key, and 100 silent connections."""
     changes = {"rounds": 12, "agents": {"benign": 3, "malicious": 0, "budget": 2}}
     with nodes(
         tmp_path, 3, changes=changes, lag=5, deadline_seconds=3.0, round_seconds=0.3
@@ -147,7 +145,7 @@ def test_strangers_are_nothing_to_a_node(tmp_path):
 
 @pytest.mark.slow
 def test_ten_thousand_requests_and_a_gigabyte(tmp_path):
-    """Two nodes get 11,000 requests each from a member as fast as they go, and answers of 1 GiB; a third has peace."""
+    """Two nodes get 11,000 requests and 1 GiB answers from a member; a third gets none."""
     rounds = 40
     limits = {"answers_per_minute": 600, "uploads": 8, "per_peer": 4}
     times = {**TIMES, "round_seconds": 0.5, "deadline_seconds": 5.0}
@@ -176,12 +174,10 @@ def test_ten_thousand_requests_and_a_gigabyte(tmp_path):
             )
         counted = sum(note["asked"] for note in asked)
         huge = [note["lie"] for note in notes if "lie" in note].count("1 GiB")
-        print(
-            f"\n{counted} requests, given {sum(note['given'] for note in asked)}; {huge} times 1 GiB"
-        )
-        print(
-            f"honest models missed {missed}, median seconds {seconds}, peaks {[peers.peak(j) >> 20 for j in range(3)]}"
-        )
+        given = sum(note["given"] for note in asked)
+        peaks = [peers.peak(j) >> 20 for j in range(3)]
+        print(f"\n{counted} requests, given {given}; {huge} times 1 GiB")
+        print(f"honest models missed {missed}, median seconds {seconds}, peaks {peaks}")
         print(
             "the longest exchanges",
             [max(line["seconds"]["exchange"] for line in peers.lines(j)) for j in range(3)],
@@ -210,7 +206,7 @@ def blind() -> None:
 
 
 def caught(peers: Nodes, guilty: int) -> list[int | None]:
-    """The first round, from 1, in which each node asks the guilty one no more or refuses it for what it did."""
+    """Return the first round in which each node stops asking the guilty one."""
     found = []
     for j in range(guilty):
         rounds = (
@@ -228,7 +224,7 @@ def caught(peers: Nodes, guilty: int) -> list[int | None]:
 
 
 def test_who_tells_everybody_something_else_is_found_out(tmp_path):
-    """The simulation's attack, by a real node; an agent that is killed and starts again is accused by nobody."""
+    """A real node runs the simulated attack; a restarted node is not accused."""
     changes = {**EQUIVOCATOR, "attack": {"name": "equivocation", "z": 1.5}}
     with nodes(tmp_path, 5, changes=changes, **PACE) as peers:
         peers.start()
@@ -254,7 +250,7 @@ def test_who_tells_everybody_something_else_is_found_out(tmp_path):
     "attack", [{"name": "equivocation", "z": 4.0}, {"name": "dissensus", "eps": 2.0}]
 )
 def test_what_finding_out_is_worth(attack, tmp_path):
-    """Plain averages under an attack that only who compares manifests can see, with that and without; `-s` prints."""
+    """Compare averages under an equivocation attack with and without detection; `-s` prints."""
     accuracy, rounds = defaultdict(list), []
     for seed in range(3):
         for check in (True, False):
@@ -280,7 +276,8 @@ def test_what_finding_out_is_worth(attack, tmp_path):
         sum(each) / len(each) for each in (rounds, accuracy[True], accuracy[False])
     )
     print(
-        f"\n{attack['name']}: found out in round {found:.1f}; accuracy {with_it:.1%}, unchecked {without:.1%}"
+        f"\n{attack['name']}: found out in round {found:.1f}; accuracy {with_it:.1%}, "
+        f"unchecked {without:.1%}"
     )
     assert found <= 5
     assert with_it > without

@@ -25,8 +25,7 @@ from tests.peer.members import free_ports, identities
 from tests.tiny import ENVIRONMENT, here
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.membership import certificates
-from fedcb2o.peer.membership.identity import Identity, Member
+from fedcb2o.peer.membership import Identity, Member, certificates
 
 ENDPOINT = "127.0.0.1:7447"
 
@@ -196,7 +195,7 @@ def test_a_new_endpoint_keeps_the_signing_key(made, tmp_path):
 
 
 def opened(files, roots, *, listen=(), connect=(), patience=5.0):
-    """A session of the transport with a (certificate, key); raises where it cannot connect so long."""
+    """Open a session with a (certificate, key); fail if it cannot connect."""
     config = zenoh.Config()
     certificate, key = map(str, files)
     for name, value in {
@@ -220,7 +219,7 @@ def opened(files, roots, *, listen=(), connect=(), patience=5.0):
 
 
 def linked(client, server, roots, host="127.0.0.1", patience=5.0):
-    """Whether one side reaches the other, at a host of this machine, over TLS with certificates of both."""
+    """Check that one side reaches the other over TLS on this machine."""
     endpoint = f"{host}:{free_ports(1)[0]}"
     with opened(server, roots, listen=[endpoint]):
         try:
@@ -483,8 +482,9 @@ def test_without_the_extra_a_command_names_it_and_help_is_given(tmp_path):
 
 def test_help_answers_before_anything_large_is_imported():
     program = (
-        "import sys\nfrom fedcb2o.cli import main\ntry: main()\nfinally: "
-        "print('LOADED', *sorted({'torch', 'cryptography', 'zenoh', 'pydantic'} & set(sys.modules)))"
+        "import sys\nfrom fedcb2o.cli import main\ntry: main()\nfinally:\n    "
+        "large = {'torch', 'cryptography', 'zenoh', 'pydantic'} & set(sys.modules)\n"
+        "    print('LOADED', *sorted(large))"
     )
     command = [sys.executable, "-c", program, "--help"]
     done = subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True, timeout=60)

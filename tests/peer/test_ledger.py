@@ -1,4 +1,4 @@
-"""Two signed manifests prove equivocation, offline; nothing else proves anybody guilty; and we never sign twice."""
+"""Proofs of equivocation, and the journal that prevents a second signature."""
 
 import base64
 import dataclasses
@@ -14,11 +14,17 @@ from tests.peer.members import federated, identities
 
 from fedcb2o import cli
 from fedcb2o.errors import DataError, RunError
-from fedcb2o.peer.membership.federation import Federation, amend_federation, write_federation
-from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.membership import Federation, Identity, amend_federation, write_federation
+from fedcb2o.peer.wire import (
+    ZERO_DIGEST,
+    Ledger,
+    Manifest,
+    Proof,
+    SigningJournal,
+    decode_manifest,
+    verify_proof,
+)
 from fedcb2o.peer.wire import equivocation as room
-from fedcb2o.peer.wire.equivocation import Ledger, Proof, SigningJournal, verify_proof
-from fedcb2o.peer.wire.protocol import ZERO_DIGEST, Manifest, decode_manifest
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +89,7 @@ def test_two_models_for_one_round_are_a_proof_that_anybody_can_check(tmp_path, f
 
 
 def test_peers_find_it_by_comparing_digests(tmp_path, federation, sign):
-    """Agent 3 tells 0 and 1 different things; either finds out by the other's digests, then even 2, who has none."""
+    """Agent 3 sends 0 and 1 different models; 0, 1 and 2 find it by digests."""
     at = [Ledger(tmp_path / str(j), federation) for j in range(3)]
     first, second = sign(3, 8, b"to 0"), sign(3, 8, b"to 1")
     at[0].record(first)
@@ -155,7 +161,7 @@ def test_at_most_64_digests_are_told_and_proofs_among_them(tmp_path, federation,
 
 
 def test_who_claims_to_be_far_ahead_leaves_room_for_others(tmp_path, federation, sign):
-    """Two agents fill all that is held of them with the highest rounds; what comes later is told first."""
+    """Two agents fill the ledger with the highest rounds; newer manifests come first."""
     agreed = federation.model_copy(update={"lag": 100})
     ledger = Ledger(tmp_path, agreed)
     for n in range(40, 90):

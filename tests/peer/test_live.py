@@ -1,4 +1,4 @@
-"""The live view: a table on a terminal, a line a round elsewhere, and nothing that a peer chose moves the cursor."""
+"""Live table on a terminal, lines elsewhere, and harmless text of peers."""
 
 import io
 
@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from tests.peer.folders import NAMES, line
 
-from fedcb2o.peer.report.live_table import LiveTable
+from fedcb2o.peer.report import LiveTable
 
 ROUNDS = [
     line(1, (1, 0.25, 1000, 0.5), (2, 1.0, 2000, 0.1), refused={"3": "signature"}),
@@ -35,8 +35,10 @@ def shown(*, height=30, names=NAMES, lines=ROUNDS, **console):
 def test_a_line_a_round_where_there_is_no_terminal():
     for text in (shown(), shown(force_terminal=True, _environ={"TERM": "dumb"})):
         assert text.splitlines() == [
-            "hospital-a: round 1/5: accuracy 50.0%, 2 of 3 taken, refused university-d (signature), 1.0 s",
-            "hospital-a: round 2/5: 1 of 3 taken, nothing yet from: clinic-c, refused university-d (size), 1.0 s",
+            "hospital-a: round 1/5: accuracy 50.0%, 2 of 3 taken, "
+            "refused university-d (signature), 1.0 s",
+            "hospital-a: round 2/5: 1 of 3 taken, nothing yet from: clinic-c, "
+            "refused university-d (size), 1.0 s",
             "hospital-a: stopping [bold]after[/bold] this round?[2J",
         ]
 

@@ -1,4 +1,4 @@
-"""Agents of a federation do what a simulation of it does, bit for bit: as processes over TLS, and in one process."""
+"""Nodes compute the same as a simulation, bit for bit, as processes and in one process."""
 
 import asyncio
 import dataclasses
@@ -20,14 +20,9 @@ from fedcb2o.data.sets._digits import digits
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config.settings import load
 from fedcb2o.peer.membership import federation
-from fedcb2o.peer.node import agent
-from fedcb2o.peer.node.node import Node
-from fedcb2o.peer.node.peer_monitor import PeerMonitor
-from fedcb2o.peer.node.publisher import ModelPublisher
-from fedcb2o.peer.wire.client import FAILED, PeerClient, _ModelDownload
-from fedcb2o.peer.wire.compression import RawCodec
-from fedcb2o.peer.wire.equivocation import Ledger, SigningJournal
-from fedcb2o.peer.wire.server import Server
+from fedcb2o.peer.node import ModelPublisher, Node, PeerMonitor, agent
+from fedcb2o.peer.wire import FAILED, Ledger, PeerClient, RawCodec, Server, SigningJournal
+from fedcb2o.peer.wire.client import _ModelDownload
 
 CHANGES = {"rounds": 5, "agents": {"num_clusters": 2, "benign": 2, "malicious": 1, "budget": 3}}
 QUIET = {"gather": 10.0, "linger": 5.0}
@@ -238,7 +233,7 @@ def share(j):
 
 
 def test_organisations_with_their_own_data_learn_from_each_other(three, tmp_path):
-    """By asyncio, with differences in 8 bits, in one process; each ends with a network that it can load."""
+    """Run three nodes with asyncio and int8 models; each final model can be loaded."""
     who, made = three
     wire = Wire()
 
@@ -450,7 +445,9 @@ def test_other_data_and_a_damaged_checkpoint_never_lead_to_a_second_signature(qu
     assert [next(first)["round"], next(first)["round"]] == [1, 2]
     first.close()
     before = (out / "signed.jsonl").read_text()
-    with pytest.raises(RunError, match=r"the data differ from those when .* never choose another --out"):
+    with pytest.raises(
+        RunError, match=r"the data differ from those when .* never choose another --out"
+    ):
         by_itself(made, who[0], share(1), out, resume=True).run()
     path = out / "checkpoint.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -497,8 +494,7 @@ def test_a_fault_of_ours_is_logged_once_and_ends_no_round(quick, tmp_path, caplo
 
 
 def test_no_model_within_the_bound_ends_a_node(tmp_path):
-    """One whose outputs are all zero has no gap between its losses, and so much weight; what it is mixed into cannot be
-    trained."""
+    """A model with outputs of zero has no loss gap and a large weight; its average cannot train."""
     who = members.identities(tmp_path, 3)
     changes = {**FOUR, "model": {"name": "mlp", "hidden": [32] * 4}}
     made = members.federated(who, changes=changes, most_samples=500, deadline_seconds=5.0)
@@ -557,10 +553,8 @@ def test_who_holds_another_file_is_told_what_differs_and_refused(tmp_path):
     run_all(made)
     for j in range(2):
         (note,) = [note for note in told[j].notes if "differing" in note]
-        assert (
-            note
-            == f"org-{1 - j}: it holds another federation, differing in rounds: send one file to all"
-        )
+        text = "it holds another federation, differing in rounds: send one file to all"
+        assert note == f"org-{1 - j}: {text}"
         assert not any(line["received"] for line in lines_of(tmp_path / f"out-{j}"))
 
 

@@ -1,4 +1,4 @@
-"""Peers with data of their own kinds: owners of a simulation, samples brought for validation, numbers for classes."""
+"""Peers with owner data sets, provided validation samples, and regression."""
 
 import asyncio
 import json
@@ -24,9 +24,7 @@ from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.experiments.config.settings import load
 from fedcb2o.kernels import autotune
 from fedcb2o.peer.membership import federation
-from fedcb2o.peer.node import agent
-from fedcb2o.peer.node.node import Node
-from fedcb2o.peer.node.run_directory import open_run
+from fedcb2o.peer.node import Node, agent, open_run
 
 SLOPES = torch.tensor([[1.0], [-2.0], [0.5]])
 LINES = natural(
@@ -43,7 +41,7 @@ LINES = natural(
 
 
 def line(j: int, **more: object) -> fedcb2o.Dataset:
-    """What organisation j brings: three features, each in a range of its own, and the same slopes."""
+    """Return the data of organisation j: three features and common slopes."""
     draw = np.random.default_rng(j)
 
     def some(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -99,7 +97,7 @@ def test_a_peer_without_bfloat16_trains_in_float32_and_says_so(tmp_path, monkeyp
 
 
 def test_peers_do_what_a_simulation_of_owners_does(tmp_path):
-    """Sizes differ for everybody, and one flips labels; each is scored on its own test samples and on everybody's."""
+    """Sizes differ, one flips labels; each is evaluated on its own and common samples."""
     who, settings, wire = (
         members.identities(tmp_path, 4),
         load({**EXPERIMENT, "together": 1}),
@@ -137,7 +135,7 @@ def test_peers_do_what_a_simulation_of_owners_does(tmp_path):
 
 
 def test_organisations_tell_numbers(tmp_path):
-    """Together they find the slopes that all have; each judges by the samples that it brought for that."""
+    """Three organisations find the common slopes with their own validation samples."""
     who, wire = members.identities(tmp_path, 3), Wire()
     made = agreed(who)
     federation.write_federation(made, tmp_path / "f.toml")

@@ -1,4 +1,4 @@
-"""A node's page: right numbers, all of it escaped, and one clear error for folders that are damaged or hostile."""
+"""Page of a node: exact numbers, escaped text, and one error for damaged folders."""
 
 import json
 import re
@@ -8,14 +8,9 @@ import pytest
 from tests.peer.folders import draw_node, line, write_node
 
 from fedcb2o.errors import RunError
-from fedcb2o.peer.report import figures
-from fedcb2o.peer.report.node_page import (
-    format_bytes,
-    peers_table,
-    refused_table,
-    write_node_report,
-)
-from fedcb2o.peer.report.peer_records import MAX_LINE_BYTES, PeerRecords
+from fedcb2o.peer.report import PeerRecords, figures, write_node_report
+from fedcb2o.peer.report.node_page import format_bytes, peers_table, refused_table
+from fedcb2o.peer.report.peer_records import MAX_LINE_BYTES
 from fedcb2o.report.html import SORT_SCRIPT
 
 OWN = ("#", "data:image/png;base64,")  # what a page may link to

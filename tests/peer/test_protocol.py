@@ -1,4 +1,4 @@
-"""Bytes on the wire: what passes, what is refused for which reason, and the page that describes them."""
+"""Messages: accepted, refused with a reason, and as docs/protocol.md specifies."""
 
 import dataclasses
 import hashlib
@@ -16,10 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.peer.members import federated, identities
 
-from fedcb2o.peer.membership.federation import Federation
-from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.wire import protocol, server, transport
-from fedcb2o.peer.wire.protocol import (
+from fedcb2o.peer.membership import Federation, Identity
+from fedcb2o.peer.wire import (
     CHUNK_BYTES,
     ZERO_DIGEST,
     Answer,
@@ -36,6 +34,9 @@ from fedcb2o.peer.wire.protocol import (
     encode_hello,
     encode_offer,
     manifest_bytes,
+    protocol,
+    server,
+    transport,
     validate_manifest,
 )
 
@@ -135,7 +136,8 @@ def test_a_manifest_says_what_was_sent(who, federation, manifest, content):
 )
 def test_what_a_member_signs_is_refused_for_its_reason(who, federation, manifest, changed, reason):
     assert (
-        judged(dataclasses.replace(manifest, **changed).to_signed_bytes(who[1].sign), federation) == reason
+        judged(dataclasses.replace(manifest, **changed).to_signed_bytes(who[1].sign), federation)
+        == reason
     )
 
 
@@ -489,7 +491,14 @@ def test_the_pages_requests_and_answers_are_what_the_code_makes(keys, described)
 
 
 def test_the_pages_refusals_are_the_codes(keys, described):
-    settings = {"federation": described, "peer": 1, "n": ROUND, "min_round": 0, "dim": 5, "max_bytes": 20}
+    settings = {
+        "federation": described,
+        "peer": 1,
+        "n": ROUND,
+        "min_round": 0,
+        "dim": 5,
+        "max_bytes": 20,
+    }
     assert judged(VECTORS["manifest"], **settings) == ""
     rows = table("`manifest` passes", "reason")
     for reason, offset, change, by in rows:

@@ -1,4 +1,4 @@
-"""A server answers members within limits, and one who asks too much or reads slowly delays nobody else."""
+"""Server: answers within limits, and no member delays another."""
 
 import hashlib
 import os
@@ -9,22 +9,23 @@ from collections.abc import Iterator
 import pytest
 from tests.peer.members import federated, identities
 
-from fedcb2o.peer.membership.federation import Federation
-from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.wire.equivocation import Ledger
-from fedcb2o.peer.wire.protocol import (
+from fedcb2o.peer.membership import Federation, Identity
+from fedcb2o.peer.wire import (
     ZERO_DIGEST,
     Answer,
     AnswerStatus,
+    Ledger,
     Manifest,
     Request,
     RequestKind,
+    Server,
+    Snapshot,
     decode_answer,
     decode_hello,
     decode_manifest,
     decode_offer,
 )
-from fedcb2o.peer.wire.server import MAX_BUSY_ANSWERS, MAX_NONCES, MAX_PENDING, Server, Snapshot
+from fedcb2o.peer.wire.server import MAX_BUSY_ANSWERS, MAX_NONCES, MAX_PENDING
 
 ME = 0
 
@@ -232,7 +233,7 @@ def test_some_members_are_shown_another_model(scene):
 
 
 def test_a_simulated_attacker_publishes_twice_in_a_round(scene):
-    """At first nothing for those whom it deceives, then what it crafted; the round before stays for who is behind."""
+    """An attacker publishes nothing for its victims first, then crafted models."""
     server = scene.server()
     before, first, second = (
         scene.snapshot(n, text) for n, text in ((4, b"4"), (5, b"5"), (5, b"again"))
@@ -402,7 +403,7 @@ def test_ten_thousand_requests_are_turned_away_in_bounded_memory(scene, federati
 
 
 def test_slow_readers_delay_nobody_else(scene, federation):
-    """Three of four members read nothing: 2 of their answers each are under way, and the fourth gets its own."""
+    """Three of four members read nothing; the fourth gets its answers."""
     server = scene.server(slow_after_seconds=0.05)
     server.publish(scene.snapshot(5))
     reply, inside = scene.stuck()

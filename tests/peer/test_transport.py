@@ -1,4 +1,4 @@
-"""Bytes between agents: what two transports share, and what TLS keeps out, with real links on loopback."""
+"""Transports: common behaviour, and TLS over real links on loopback."""
 
 import contextlib
 import os
@@ -21,19 +21,10 @@ from tests.peer.wire import Wire
 from tests.tiny import ENVIRONMENT
 
 from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.peer.membership import Federation, Identity
 from fedcb2o.peer.membership import federation as federations
-from fedcb2o.peer.membership.federation import Federation
-from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.wire import transport
-from fedcb2o.peer.wire.transport import (
-    MAX_ANSWER_BYTES,
-    MAX_ANSWERS,
-    MAX_REQUEST_BYTES,
-    Reply,
-    RequestHandler,
-    Transport,
-    Zenoh,
-)
+from fedcb2o.peer.wire import Reply, RequestHandler, Transport, Zenoh, transport
+from fedcb2o.peer.wire.transport import MAX_ANSWER_BYTES, MAX_ANSWERS, MAX_REQUEST_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -370,7 +361,7 @@ def test_a_bad_line(tmp_path: Path, opened: contextlib.ExitStack, pool: ThreadPo
 
 
 def test_a_slow_reader_delays_nobody_else(organisations: Any, opened: contextlib.ExitStack) -> None:
-    """One asks for 32 MiB and reads nothing: each answer that waits for it holds a thread, and no more than that."""
+    """One agent asks for 32 MiB and reads nothing; each waiting answer holds one thread."""
     who, federation = organisations
     one, other = (opened.enter_context(Zenoh(federation, identity)) for identity in who[:2])
     left = []
@@ -472,9 +463,10 @@ def test_a_program_that_forgets_to_close_ends_in_silence(
     who, federation = organisations
     federations.write_federation(federation, tmp_path / "federation.toml")
     program = (
-        "import sys, time; from fedcb2o.peer.membership import federation; from fedcb2o.peer.membership.identity import Identity;"
-        "from fedcb2o.peer.wire.transport import Zenoh;"
-        "one = Zenoh(federation.read_federation(sys.argv[1]), Identity.read(sys.argv[2])); one.serve(lambda request, reply: None);"
+        "import sys, time; from fedcb2o.peer import Identity, read_federation;"
+        "from fedcb2o.peer.wire import Zenoh;"
+        "one = Zenoh(read_federation(sys.argv[1]), Identity.read(sys.argv[2]));"
+        "one.serve(lambda request, reply: None);"
         "two = one.ask(1, b'?', 60.0); time.sleep(0.3); raise KeyboardInterrupt"
     )
     host, _, port = who[1].member.endpoint.partition(":")

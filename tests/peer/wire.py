@@ -1,4 +1,4 @@
-"""A transport without a network: agents in one process, whose requests and answers are passed on by threads."""
+"""Transport in one process, without a network."""
 
 import random
 import threading
@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator
 from queue import Empty, Queue
 
-from fedcb2o.peer.wire.transport import MAX_ANSWERS, RequestHandler
+from fedcb2o.peer.wire import RequestHandler
+from fedcb2o.peer.wire.transport import MAX_ANSWERS
 
 
 class Wire:
-    """What connects agents in one process; with faults, by a seed: a share of messages is lost, others are late."""
+    """Wire between agents in one process, which loses or delays a share of messages."""
 
     def __init__(self, *, lost: float = 0.0, late: float = 0.0, seed: int = 0) -> None:
         self.lost, self.late = lost, late

@@ -15,7 +15,7 @@ from tests.peer.folders import draw_node
 from tests.report.synthetic import draw_run
 from tests.report.test_matrix import make_grid
 
-from fedcb2o.peer.report.node_page import write_node_report as report_node
+from fedcb2o.peer.report import write_node_report as report_node
 from fedcb2o.report import grid_page, page, read_grid, report, report_grid
 
 BROWSER = next(

@@ -55,7 +55,7 @@ ROUND_SECONDS = 0.8  # about the pace of all agents on any machine
 DEADLINE_SECONDS = 5.0
 LINGER_SECONDS = 10  # after the last round: the Byzantine peer never reports that it is done
 STOP_SECONDS = 5.0  # time for a process to end by itself
-RUN_COMMAND = (sys.executable, "-c", "from fedcb2o.cli import main; main()", "peer", "run")
+RUN_COMMAND = (sys.executable, "-m", "fedcb2o", "peer", "run")
 _REPORT_INTERVAL_SECONDS = 10  # between two progress lines without a terminal
 
 

@@ -1,1 +1,23 @@
 """Reports on a node's rounds: page, figures, live table and records."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedcb2o.peer.report.live_table import LiveTable
+    from fedcb2o.peer.report.node_page import write_node_report
+    from fedcb2o.peer.report.peer_records import PeerRecords
+
+__all__ = ["LiveTable", "PeerRecords", "write_node_report"]
+
+_MODULES = {
+    "LiveTable": "live_table",
+    "PeerRecords": "peer_records",
+    "write_node_report": "node_page",
+}
+
+
+def __getattr__(name: str) -> object:  # lazy: matplotlib takes time, which a node does not need
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,22 +1,44 @@
 """Messages between peers: their bytes, links, server, client, and checks."""
 
-from fedcb2o.peer.wire.client import PeerClient
+from fedcb2o.peer.wire.client import FAILED, Backoff, PeerClient, rejection_reason
 from fedcb2o.peer.wire.compression import Codec, Int8Codec, RawCodec
 from fedcb2o.peer.wire.equivocation import Ledger, Proof, SigningJournal, verify_proof
 from fedcb2o.peer.wire.protocol import (
+    CHUNK_BYTES,
+    REQUEST_BYTES,
+    SIGNATURE_BYTES,
+    ZERO_DIGEST,
     Answer,
     AnswerStatus,
+    BytesLike,
     MalformedError,
     Manifest,
     Request,
     RequestKind,
+    decode_answer,
+    decode_hello,
+    decode_manifest,
+    decode_offer,
+    decode_request,
+    encode_hello,
+    encode_offer,
+    manifest_bytes,
+    num_chunks,
+    validate_manifest,
 )
 from fedcb2o.peer.wire.server import Server, Snapshot
-from fedcb2o.peer.wire.transport import Transport, Zenoh
+from fedcb2o.peer.wire.transport import Reply, RequestHandler, Transport, Zenoh
 
 __all__ = [
+    "CHUNK_BYTES",
+    "FAILED",
+    "REQUEST_BYTES",
+    "SIGNATURE_BYTES",
+    "ZERO_DIGEST",
     "Answer",
     "AnswerStatus",
+    "Backoff",
+    "BytesLike",
     "Codec",
     "Int8Codec",
     "Ledger",
@@ -25,12 +47,25 @@ __all__ = [
     "PeerClient",
     "Proof",
     "RawCodec",
+    "Reply",
     "Request",
+    "RequestHandler",
     "RequestKind",
     "Server",
     "SigningJournal",
     "Snapshot",
     "Transport",
     "Zenoh",
+    "decode_answer",
+    "decode_hello",
+    "decode_manifest",
+    "decode_offer",
+    "decode_request",
+    "encode_hello",
+    "encode_offer",
+    "manifest_bytes",
+    "num_chunks",
+    "rejection_reason",
+    "validate_manifest",
     "verify_proof",
 ]
