@@ -208,7 +208,7 @@ class Run:
         if not (manifest.can_resume(self.config) or manifest.can_resume(read_config(path))):
             raise RunError(
                 f"{folder} was run with other settings than those in {path}: one of them was "
-                f"changed or comes from another run; put it back, or {_REWRITE_ADVICE}"
+                "changed or comes from another run; put it back"
             )
         return manifest
 

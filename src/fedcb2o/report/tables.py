@@ -340,7 +340,7 @@ def unverified_note(run: Run) -> str | None:
     seeds = ", ".join(map(str, run.unchecked))
     return (
         f"{run.title} ({run.folder.name}): the files of seed {seeds} are not verified, because "
-        "there is no sums.json; `fedcb2o run` with --resume writes it"
+        "there is no sums.json, which older versions did not write"
     )
 
 
