@@ -94,7 +94,7 @@ def test_local_statistics_are_what_a_file_need_not_say():
 
 
 def test_state_that_agents_could_not_exchange_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="counting` changes its buffer `calls` while it trains"):
+    with pytest.raises(ConfigError, match="counting` changes its buffer `calls` in training"):
         run(experiment(counting), out=tmp_path)
 
 
@@ -125,6 +125,7 @@ def test_a_batch_norm_is_never_given_a_sample_by_itself(tmp_path):
 
 def test_a_network_in_place_of_a_function_is_told(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"`model\.name` must be a function .input_shape, num_classes. that makes"
+        ConfigError,
+        match=r"`model\.name` must be a function .input_shape, num_classes. that builds",
     ):
         run(tiny(model={"name": with_norms((1, 8, 8), 10)}), out=tmp_path / "run")

@@ -88,11 +88,11 @@ WRONG = {
     ),
     "aim": (
         {"attacks": {"Label flip": {**FLIP, "strengths": [{}, {"attack": {"target": 5}}]}, "ALIE": ALIE}},
-        "strength 2 of `Label flip` changes what its floor is, so that strengths cannot be compared",
+        "strength 2 of `Label flip` changes its baseline, so that strengths cannot be compared",
     ),
     "population": (
         {"attacks": {"ALIE": {**ALIE, "strengths": [{"agents": {"malicious": 2}}]}}},
-        "strength 1 of `ALIE` changes what its floor is",
+        "strength 1 of `ALIE` changes its baseline",
     ),
 }  # fmt: skip
 
@@ -146,7 +146,7 @@ def test_what_harms_most_is_taken_and_everything_kept(tmp_path):
     ]
     other = strong(attacks={"Label flip": LATE, "ALIE": {**ALIE, "strengths": Z[:1]}})
     with pytest.raises(
-        RunError, match="what was chosen for `ALIE` against `FedCB2O` over other strengths or seeds"
+        RunError, match="the choice for `ALIE` against `FedCB2O` over other strengths or seeds"
     ):
         attack_strength.read_choices(tmp_path, load_grid(other))
 

@@ -170,7 +170,8 @@ def test_a_folder_that_is_not_this_runs_is_left_alone(tmp_path, path):
     )
     assert [entry.name for entry in out.iterdir()] == ["thesis.txt"]
     assert (
-        "cannot create the folder" in here("run", path, "--out", tmp_path / "file" / "run").one_line()
+        "cannot create the folder"
+        in here("run", path, "--out", tmp_path / "file" / "run").one_line()
     )
     assert (tmp_path / "file").read_text() == "mine"
 

@@ -91,7 +91,7 @@ def test_the_presets_against_backdoors_are_the_default_with_one_more_criterion(d
 @pytest.mark.parametrize("data", ["digits", "emnist-small", "emnist"])
 def test_the_presets_that_hold_out_are_the_default_but_for_that_and_what_it_takes(data):
     held, default = (load(f"{data}-fedcb2o{ending}").settings() for ending in ("-held-out", ""))
-    assert default["algorithm"] == {**held["algorithm"], "alpha": 1.0, "apart": 0.75}
+    assert default["algorithm"] == {**held["algorithm"], "alpha": 1.0, "min_distance": 0.75}
     assert held["agents"] == {
         **load(f"{data}-fedcb2o-released").settings()["agents"],
         "validation_loss": "samples",
@@ -216,7 +216,7 @@ def test_the_clean_twin_differs_in_the_role_alone():
     twin = experiment.clean_counterpart()
     assert (experiment.attacked, twin.attacked) == (True, False)
     assert (twin.name, twin.agents.malicious_role) == ("tiny-clean", "clean")
-    assert "twin" in twin.title
+    assert "counterpart" in twin.title
     back = twin.model_copy(update={"agents": experiment.agents})
     assert back.fingerprint(0) == experiment.fingerprint(0)
 

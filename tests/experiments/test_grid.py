@@ -257,7 +257,7 @@ ODD = {
 WRONG = {
     "shared": ({"roundz": 3}, "the grid: there is no key `roundz` here. Did you mean `rounds`?"),
     "axis": ({"atacks": {}}, "the grid: there is no key `atacks` here. Did you mean `attacks`?"),
-    "deep": ({"agents": {**tiny()["agents"], "buget": 3}}, "what all cells share: there is no key `agents.buget`. Did"),
+    "deep": ({"agents": {**tiny()["agents"], "buget": 3}}, "the keys that all cells share: there is no key `agents.buget`. Did"),
     "attack": ({"attacks": {"A": {"atack": {}}}}, "attack `A`: there is no key `atack` here. Did you mean `attack`?"),
     "parameter": (
         {"attacks": {"Label flip": FLIP, "A": {"attack": {"name": "alie", "zz": 1}}}},
@@ -285,10 +285,10 @@ WRONG = {
         "defences `Multi Krum` and `multi-krum` would share the folder multi-krum: rename one",
     ),
     "signs": ({"defences": {"***": {}}}, "defence `***` needs a letter or a digit in its name"),
-    "tune": ({"defences": {"A": {"tune": []}}}, "defence `A`: `tune` must be a list of tables, each of changes, got"),
+    "tune": ({"defences": {"A": {"tune": []}}}, "defence `A`: `tune` must be a list of tables of changes, got"),
     "few": ({"defences": {"A": {"seeds": [9]}}}, "defence `A`: `seeds` must be a list of some of the grid's, got [9]"),
     "untuned": ({"defences": {"A": {"tune": [{}]}}}, "`tune` of defence `A` needs a section [tuning]"),
-    "unequal": (ODD, "must have as many candidates in `tune` as the others, got `FedCB2O` 1, `B` 2"),
+    "unequal": (ODD, "must have the same number of candidates in `tune`, got `FedCB2O` 1, `B` 2"),
     "nothing to tune": ({"tuning": {"seeds": [1], "attacks": ["ALIE"]}}, "[tuning] is for defences with candidates"),
 }  # fmt: skip
 WRONG_TUNING = {
@@ -296,7 +296,7 @@ WRONG_TUNING = {
     "missing": ({"tuning": {"seeds": [1]}}, "the grid: the key `tuning.attacks` is missing"),
     "same seeds": (
         {"tuning": {"seeds": [1000], "attacks": ["ALIE"]}},
-        "`tuning.seeds` must differ from `seeds`, and both hold 1000: choose others",
+        "`tuning.seeds` must differ from `seeds`, and both hold 1000",
     ),
     "attack": (
         {"tuning": {"seeds": [1], "attacks": ["ALIEN"]}},
@@ -304,7 +304,7 @@ WRONG_TUNING = {
     ),
     "names": (
         {"tuning": {"seeds": [1], "attacks": [{"name": "ALIE"}, "ALIE"]}},
-        "two of `tuning.attacks` have one name: give each its own",
+        "two of `tuning.attacks` have one name: rename one",
     ),
     "own attack": (
         {"tuning": {"seeds": [1], "attacks": [{"attack": {"name": "ipm", "epz": 1}}]}},
@@ -349,7 +349,7 @@ def test_a_name_that_is_none_is_one_line(tmp_path, monkeypatch):
     Path("mine").mkdir()
     Path("mine/grid.toml").write_text("")
     assert (
-        "mine is a grid's folder: `fedcb2o bench mine/grid.toml --out mine --resume` goes on with it"
+        "mine is a grid's folder: `fedcb2o bench mine/grid.toml --out mine --resume` continues the grid"
         in here("bench", "mine").one_line()
     )
 
@@ -403,7 +403,7 @@ def test_the_best_mean_of_accuracy_less_success_is_chosen_and_kept(tmp_path):
     )
     with pytest.raises(
         RunError,
-        match="holds what was chosen for `FedCB2O` over other candidates, attacks or seeds",
+        match="holds the choice for `FedCB2O` over other candidates, attacks or seeds",
     ):
         tuning.read_choices(tmp_path, load_grid(other))
 
@@ -613,14 +613,14 @@ def test_what_cells_share_is_changed_from_the_command_line(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
 def test_a_device_that_is_not_there_is_one_line_before_anything_begins(tmp_path):
     told = here("bench", "quick", "--device", "cuda", "--out", tmp_path / "grid").one_line()
-    assert told.startswith("`device` = 'cuda' is none that PyTorch")
+    assert told.startswith("`device` = 'cuda' is not a device that PyTorch")
     assert not list(tmp_path.glob("grid/*"))
 
 
 def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp_path):
     path, folder = undisturbed
     assert (
-        "already holds runs of this grid: --resume goes on with it"
+        "already holds runs of this grid: --resume continues it"
         in here("bench", path, "--out", folder).one_line()
     )
     other = tmp_path / "other.toml"
@@ -633,7 +633,7 @@ def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp
             "attacks": {"IPM": {"attack": {"name": "ipm"}}}, "tuning": {"seeds": [1001], "attacks": ["IPM"]},
             "defences": {"FedCBO": {"tune": [{}]}},
         },
-        "holds what was chosen for `FedCB2O` over other candidates": {"tuning": {"seeds": [1002], "attacks": ["ALIE"]}},
+        "holds the choice for `FedCB2O` over other candidates": {"tuning": {"seeds": [1002], "attacks": ["ALIE"]}},
     }  # fmt: skip
     for told, change in changes.items():
         other.write_text(tomli_w.dumps(tuned(**{"name": "mine", "rounds": 8, **change})))
@@ -654,7 +654,7 @@ def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp
     (folder / "grid.toml").write_bytes(before)
 
 
-def test_what_is_damaged_in_a_grid_is_made_again_or_fails_its_cell_alone(undisturbed, tmp_path):
+def test_what_is_damaged_in_a_grid_fails_its_cell_alone(undisturbed, tmp_path):
     path, folder = undisturbed
     shutil.copytree(folder, tmp_path / "grid")
     out, before = tmp_path / "grid", everything(folder)
@@ -667,10 +667,12 @@ def test_what_is_damaged_in_a_grid_is_made_again_or_fails_its_cell_alone(undistu
     assert "cells.json is damaged" in here("report", out, "--out", tmp_path / "page").one_line()
     done = command("bench", path, "--out", out, "--jobs", 1, "--resume")
     assert done.status == 1
-    assert "1 of 15 cells failed" in done.err
+    assert "2 of 15 cells failed" in done.err
+    assert f"{empty / 'seed-1000' / 'summary.json'} is damaged" in done.err
     assert f"{metrics} is damaged: it does not hold what was written" in done.err
-    assert f"Note: {out / 'cells.json'} was damaged or lost" in done.err
-    shutil.rmtree(hurt / "seed-1000")
+    assert f"{out / 'cells.json'} was damaged or lost" in done.err
+    for cell in (hurt, empty):
+        shutil.rmtree(cell / "seed-1000")
     assert command("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
     assert everything(out) == before
     chosen = out / "tuning.json"

@@ -72,7 +72,7 @@ def eight(monkeypatch):
     """A machine of eight processors, and work for all of them; processes take nothing but their training."""
     monkeypatch.setattr(memory_plan, "MIN_PARALLEL_FLOPS", 0.0)
     monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
-    monkeypatch.setattr(memory_plan.machine, "processors", lambda: 8)
+    monkeypatch.setattr(memory_plan.resources, "available_processors", lambda: 8)
 
 
 def test_as_many_processes_work_as_there_is_work_and_room_for(tmp_path, eight, monkeypatch):
@@ -124,7 +124,7 @@ def test_small_models_lie_in_memory_with_no_more_processes_than_it_has_room_for(
 ):
     one = planned(tmp_path, 10**9, 1)
     assert one.model_bytes < one.other_bytes
-    monkeypatch.setattr(memory_plan.machine, "free_memory", lambda: one.model_bytes)
+    monkeypatch.setattr(memory_plan.resources, "free_memory", lambda: one.model_bytes)
     assert planned(tmp_path, None, None) == one
     assert planned(tmp_path, None, 4) == planned(tmp_path, 10**9, 4)
 
@@ -162,7 +162,7 @@ def test_the_memory_of_a_killed_run_counts_as_free(tmp_path, monkeypatch):
     left.touch()
     monkeypatch.setattr(shared_memory, "_candidate_folders", lambda: [shared])
     monkeypatch.setattr(
-        memory_plan.machine, "free_memory", lambda: 1000 if left.exists() else 10**10
+        memory_plan.resources, "free_memory", lambda: 1000 if left.exists() else 10**10
     )
     assert planned(tmp_path, None).folder is None
     assert not left.exists()
@@ -173,12 +173,14 @@ def test_the_memory_of_a_killed_run_counts_as_free(tmp_path, monkeypatch):
     [(40, 2, 2), (2, 2, 2), (40, 8, 6), (6, 8, 6), (1, 8, 1), (2, 1, 1)],
 )
 def test_no_more_processes_work_than_there_are_processors_and_agents(
-    monkeypatch, capsys, asked, processors, expected
+    monkeypatch, caplog, asked, processors, expected
 ):
     monkeypatch.setattr(resources, "available_processors", lambda: processors)
     assert memory_plan.clip_workers(asked, 6, "agents") == expected
-    note = f"Note: {expected} processes work, not {asked}: there are {processors} processors and 6 agents.\n"
-    assert capsys.readouterr().err == ("" if asked == expected else note)
+    note = (
+        f"{expected} processes work, not {asked}: there are {processors} processors and 6 agents."
+    )
+    assert caplog.messages == ([] if asked == expected else [note])
 
 
 def test_forty_processes_are_asked_for_and_one_works(tmp_path, monkeypatch):
@@ -232,7 +234,7 @@ def test_full_memory_is_one_line(tmp_path, monkeypatch):
             raise error from cause
 
         monkeypatch.setattr(
-            sys.modules["fedcb2o.experiments.runs.local_backend"], "first_models_", fail
+            sys.modules["fedcb2o.experiments.runs.local_backend"], "init_models_", fail
         )
         assert (
             "memory is full"
@@ -319,10 +321,10 @@ def test_models_on_disk_have_the_same_bits(tmp_path, monkeypatch, workers, algor
         **({"algorithm": algorithm} if algorithm else {}),
     }
     fedcb2o.run(tiny(**changes), out=tmp_path / "memory", workers=workers)
-    chosen = functools.partial(memory_plan.MemoryPlan, workers, 0, 0, columns=4100)
+    chosen = functools.partial(memory_plan.MemoryPlan, workers, 0, 0, columns_per_mix=4100)
     monkeypatch.setattr(
         sys.modules["fedcb2o.experiments.runs.local_backend"],
-        "plan",
+        "plan_memory",
         lambda *given: chosen(folder=given[-1]),
     )
     made, shared = [], shared_memory.allocate_shared
@@ -333,5 +335,5 @@ def test_models_on_disk_have_the_same_bits(tmp_path, monkeypatch, workers, algor
     )
     fedcb2o.run(tiny(**changes), out=tmp_path / "disk", workers=workers)
     assert made == [tmp_path / "disk/seed-1000"]
-    assert not list(tmp_path.rglob("*.arena"))
+    assert not list(tmp_path.rglob("*.tensors"))
     assert bits(tmp_path / "disk") == bits(tmp_path / "memory")

@@ -163,9 +163,7 @@ def test_with_statistics_of_norms_and_another_optimiser(tmp_path):
         with torch.no_grad():
             loss = (done.model(j)(data.test.x[own]) - data.test.y[own]).abs().mean()
         assert last.set_index("agent").test_loss[j] == pytest.approx(loss.item(), rel=1e-4)
-    with pytest.raises(
-        RunError, match="has data without classes, so that there is nothing to confuse"
-    ):
+    with pytest.raises(RunError, match="has data without classes: there is no confusion matrix"):
         done.confusion(0)
 
 
@@ -210,12 +208,12 @@ def test_a_report_of_numbers(tmp_path):
         ({"evaluate_on": "redrawn"}, "`evaluate_on` is for agents that share out a pool, .* set it to 'test'"),
         ({"agents": {**EXPERIMENT["agents"], "skew": "dirichlet"}}, "`agents.skew` is for agents .* leave it out"),
         ({"agents": {**EXPERIMENT["agents"], "benign": 9}}, "= 10, and the data have 4 owners"),
-        ({"data": {"name": "digits"}}, "the key `agents.benign_samples` is missing: how many samples"),
-        ({"data": {"name": f"{ME}:numbers"}}, "say by which loss, such as `training.loss` = \"squared_error\""),
+        ({"data": {"name": "digits"}}, "the key `agents.benign_samples` is missing: the number of samples"),
+        ({"data": {"name": f"{ME}:numbers"}}, "set a loss, such as `training.loss` = \"squared_error\""),
         ({**NUMBERS, "attack": EXPERIMENT["attack"]}, "`attack.source` = 1 is a class, and the data have none"),
         ({"training": {"loss": "squared_error"}}, r"the loss `squared_error` cannot compare outputs of shape \(2, 2\)"),
         ({"training": {"loss": "squared"}}, "there is no loss `squared`. Did you mean `squared_error`?"),
-        ({**NUMBERS, "agents": {**EXPERIMENT["agents"], "split": "stratified"}}, "`agents.split` goes by classes"),
+        ({**NUMBERS, "agents": {**EXPERIMENT["agents"], "split": "stratified"}}, "`agents.split` depends on classes"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(tmp_path, changes, message):

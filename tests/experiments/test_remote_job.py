@@ -11,6 +11,7 @@ from tests.tiny import tiny
 from fedcb2o.experiments import run
 from fedcb2o.experiments.config.datasets import load_dataset
 from fedcb2o.experiments.config.settings import load
+from fedcb2o.experiments.runs import provenance
 from fedcb2o.experiments.runs.remote_job import (
     FOLDER_PREFIX,
     JobUpdate,
@@ -84,14 +85,21 @@ def test_only_the_files_of_a_run_go_there(tmp_path):
     assert there > {"config.toml", "checkpoint.safetensors", "metrics.jsonl", "sums.json"}
 
 
-def test_errors_and_notes_name_the_folder_at_home(tmp_path):
+@pytest.mark.parametrize("name", ["agents.json", "metrics.jsonl"])
+def test_errors_name_the_folder_at_home(tmp_path, name):
     run(tiny(rounds=1), out=tmp_path / "one", seeds=[1000], workers=1)
-    seed = tmp_path / "one" / "seed-1000"
-    (seed / "agents.json").write_text("nothing")
-    (seed / "metrics.jsonl").write_text("nothing")
+    path = tmp_path / "one" / "seed-1000" / name
+    path.write_text("nothing")
     (last,) = done(tmp_path / "one", rounds=2)
-    assert last.stderr == f"Note: {seed / 'agents.json'} was damaged or lost; it is made again.\n"
-    assert last.result[1].startswith(f"{seed / 'metrics.jsonl'} is damaged")
+    assert last.result[1].startswith(f"{path} is damaged")
+
+
+def test_log_messages_come_with_the_updates(tmp_path, monkeypatch):
+    run(tiny(rounds=1), out=tmp_path / "one", seeds=[1000], workers=1)
+    monkeypatch.setattr(provenance, "_versions", lambda device: {"python": "4.0"})
+    updates = done(tmp_path / "one", rounds=2)
+    text = "".join(update.stderr for update in updates)
+    assert text.startswith(f"{tmp_path / 'one' / 'seed-1000'} began with python ")
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path, temporary):

@@ -48,7 +48,9 @@ def test_flips_harm_the_mean_and_not_fedcb2o(tmp_path, source, target):
 
 
 @pytest.mark.parametrize(
-    "attack", [{"name": "sign_flip", "scale": 5.0}, {"name": "trash"}, {"name": "min_max"}], ids=str
+    "attack",
+    [{"name": "sign_flip", "scale": 5.0}, {"name": "random_model"}, {"name": "min_max"}],
+    ids=str,
 )
 def test_attacks_on_models(tmp_path, attack):
     scores = benign(tmp_path / "run", rounds=3, attack=attack)

@@ -28,9 +28,9 @@ from torch import nn
 import fedcb2o
 from fedcb2o import Dataset, Shard
 from fedcb2o.federated import algorithms
-from fedcb2o.federated.aggregation.base import form
+from fedcb2o.federated.aggregation.base import rule_signature
 from fedcb2o.federated.attacks.data_poisoning import triggered_by
-from fedcb2o.federated.types import Reduction, Weighed, remembers, together
+from fedcb2o.federated.types import Reduction, RuleOutput, batched, stateful
 
 nan = float("nan")
 
@@ -82,7 +82,7 @@ def criterion_losses_numpy(judged):
     by_class = judged.losses.by_class.numpy()
     by_class -= judged.own_losses.by_class.numpy()
     return by_class.max(-1)
-@together
+@batched
 def criterion_losses_together(judged):
     judged.losses.by_class.sub_(judged.own_losses.by_class)
     found = judged.losses.by_class.amax(-1)
@@ -123,52 +123,52 @@ def rule_pool(judged):
     return equal(judged)
 def rule_sparse(judged): return equal(judged).to_sparse()
 def rule_exits(judged): raise SystemExit("so long")
-def rule_before(judged): return Weighed(equal(judged) * 1.5, before=-0.5)
-def rule_reduction_wide(judged): return Weighed(Reduction(judged.received.rows, lambda x: x[:2]))
-@form("gram")
+def rule_before(judged): return RuleOutput(equal(judged) * 1.5, previous_weight=-0.5)
+def rule_reduction_wide(judged): return RuleOutput(Reduction(judged.received.rows, lambda x: x[:2]))
+@rule_signature("gram")
 def rule_gram_none(gram): return None
-@form("gram")
+@rule_signature("gram")
 def rule_gram_short(gram): return torch.ones(1)
-@form("gram")
+@rule_signature("gram")
 def rule_gram_negative(gram): return torch.tensor([2.0, -1.0] + [0.0] * (len(gram) - 2))
-@form("gram")
+@rule_signature("gram")
 def rule_gram_list(gram): return [1 / len(gram)] * len(gram)
-@form("gram")
+@rule_signature("gram")
 def rule_gram_writes(gram): return gram.fill_(1 / len(gram))[0]
-@form("columns")
+@rule_signature("columns")
 def rule_columns_plain(block): return block.mean(0)
-@form("columns")
+@rule_signature("columns")
 def rule_columns_grad(block): return block.requires_grad_().mean(0)
-@form("columns")
+@rule_signature("columns")
 def rule_columns_writes(block):
     found = block.mean(0)
     block.fill_(nan)
     return found
-@form("columns")
+@rule_signature("columns")
 def rule_columns_two(block): return block[:2]
-@form("columns")
+@rule_signature("columns")
 def rule_columns_keepdim(block): return block.mean(0, keepdim=True)
-@form("columns")
+@rule_signature("columns")
 def rule_columns_same(block): return block
-@form("columns")
+@rule_signature("columns")
 def rule_columns_one(block): return block.mean()
-@form("columns")
+@rule_signature("columns")
 def rule_columns_nan(block): return block.mean(0) / 0.0
-@form("columns")
+@rule_signature("columns")
 def rule_columns_none(block): return None
-@form("columns")
+@rule_signature("columns")
 def rule_columns_sparse(block): return block.mean(0).to_sparse()
-@form("columns")
+@rule_signature("columns")
 def rule_columns_complex(block): return block.mean(0) + 0j
-@form("columns")
+@rule_signature("columns")
 def rule_columns_exits(block): sys.exit()
-@remembers()
+@stateful()
 def rule_state_grad(state, judged): return {"a": torch.ones(2).requires_grad_() * 2.0}, equal(judged)
-@remembers()
+@stateful()
 def rule_state_meta(state, judged): return {"a": torch.ones(2, device="meta")}, equal(judged)
-@remembers()
+@stateful()
 def rule_state_pool(state, judged): return {"a": judged.theta[:3]}, equal(judged)
-@remembers()
+@stateful()
 def rule_state_none(state, judged): return None, equal(judged)
 
 
@@ -335,7 +335,7 @@ def algorithm_exits():
     return algorithms.Algorithm(select=select, rule=equal, needs_losses=True, lambda1=1.0, mixing_factor=1.0)
 """
 
-WROTE = "{part} wrote into models that it was shown, which all agents share: let it "
+WROTE = "{part} wrote into models that all agents share: let it "
 EXITS = "{part} failed at line {line} of {folder}/own.py: SystemExit:"
 NOT_SUM = "{part} returned weights that are not positive with sum 1"
 
@@ -379,7 +379,7 @@ CASES = {
     "rule_pool": WROTE,
     "rule_sparse": "{part} returned a sparse tensor",
     "rule_exits": EXITS + " so long",
-    "rule_before": "gave weight to the model before the round, and did not declare to look at it",
+    "rule_before": "gave weight to the model before the round, and did not declare to use it",
     "rule_reduction_wide": "{part} returned shape (2, ",
     "rule_gram_none": "{part} returned a NoneType, expected a tensor",
     "rule_gram_short": "{part} returned weights of shape (1,), expected (4,)",
@@ -451,8 +451,8 @@ CASES = {
     "selection_exits": EXITS,
     "graph_writes": ("graph_plain",),
     "graph_exits": EXITS,
-    "model_shifts": "{part} writes into the samples that it reads, or into its parameters, when it is evaluated",
-    "model_clamps": "{part} writes into the samples that it reads, or into its parameters, when it is evaluated",
+    "model_shifts": "{part} writes into the samples that it reads, or into its parameters, in evaluation",
+    "model_clamps": "{part} writes into the samples that it reads, or into its parameters, in evaluation",
     "model_late": WROTE,
     "model_leaves": "{part} failed: SystemExit: 0",
     "model_exits": EXITS,
@@ -598,7 +598,7 @@ def test_the_models_of_the_round_before_stay(tmp_path):
     late[0] = True
     with pytest.raises(
         ConfigError,
-        match=r"the criterion `.*:gap_that_may_write` wrote into models that it was shown",
+        match=r"the criterion `.*:gap_that_may_write` wrote into models that all agents share",
     ):
         run(experiment, out=tmp_path / "mended", workers=1)
     late[0] = False

@@ -158,7 +158,7 @@ def write_table(path: Path) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{path} lacks the markers of the table")
-    path.write_text(f"{before}{begin}\n{key_table()}\n\n{end}{after}", encoding="utf-8")
+    path.write_text(f"{before}{begin}\n\n{key_table()}\n\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
