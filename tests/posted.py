@@ -1,6 +1,6 @@
-"""A plain engine: agents in blocks with pools of their own, who send each other bytes through a dictionary."""
+"""A plain engine: groups of agents with buffers of their own, which exchange bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,10 @@ from torch import Tensor
 from fedcb2o.federated.admission import Message, clip_claimed_samples, max_abs, rejection_reason
 from fedcb2o.federated.adversary import Adversary
 from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.batched_aggregation import local_aggregation_
 from fedcb2o.federated.batched_training import plan_training_batches
+from fedcb2o.federated.collusion import AdversarialEngine
+from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.metrics import EvaluationResult
 from fedcb2o.federated.mixing import mix_, mixing_matrix
@@ -24,137 +27,140 @@ from tests.agents import Held, block_of, first_models
 
 
 class Posted:
-    """Blocks of the agents named, each in a pool whose rows are in random order."""
+    """Agents in groups, each with a buffer whose rows are in random order."""
 
     def __init__(
-        self, terms: RunSpec, attackers: Adversary, holds: Held, blocks: Sequence[Sequence[int]]
+        self, spec: RunSpec, adversary: Adversary, data: Held, shares: Sequence[Sequence[int]]
     ) -> None:
-        self.terms, self.attackers, theta = terms, attackers, first_models(terms)
-        self.blocks: list[AgentGroup] = []
-        self.parts: list[np.ndarray] = []
-        self.where: list[
-            tuple[int, np.ndarray]
-        ] = []  # the block of each part, and the places in it
-        for b, agents in enumerate(blocks):
-            rows = stream(b, "rows").permutation(2 * len(agents) + 1)[: len(agents)]
-            block = block_of(
-                terms,
-                attackers,
-                holds,
-                agents,
-                rows.tolist(),
-                inbox=3 * terms.num_agents * len(agents),
-            )
-            block.models[torch.from_numpy(block.layout.own)] = theta[list(agents)]
-            self.blocks.append(block)
-            costs = block.data.train.sizes.tolist()
-            for team in plan_training_batches(terms, costs):
-                self.where.append((b, np.array(team)))
-                self.parts.append(block.agents[team])
+        self.spec = spec
+        self.adversary = adversary
+        self.agent_groups: list[AgentGroup] = []
+        self.groups: list[np.ndarray] = []
+        self.members: list[tuple[int, np.ndarray]] = []  # agent group and members of each group
+        theta = first_models(spec)
+        for b, agents in enumerate(shares):
+            own = stream(b, "rows").permutation(2 * len(agents) + 1)[: len(agents)]
+            inbox = 3 * spec.num_agents * len(agents)
+            group = block_of(spec, adversary, data, agents, own.tolist(), inbox=inbox)
+            group.models[torch.from_numpy(group.layout.own)] = theta[list(agents)]
+            self.agent_groups.append(group)
+            for batch in plan_training_batches(spec, group.data.train.sizes.tolist()):
+                self.members.append((b, np.array(batch)))
+                self.groups.append(group.agents[batch])
 
-    def each(self, function: Any, *common: Any, own: Sequence[Sequence[Any]] = ()) -> list[Any]:
+    def map_groups(
+        self, function: Any, *shared: Any, arguments: Sequence[Sequence[Any]] = ()
+    ) -> list[Any]:
         return [
-            function(self.blocks[b], places, *(each[g] for each in own), *common)
-            for g, (b, places) in enumerate(self.where)
+            function(self.agent_groups[b], members, *(values[g] for values in arguments), *shared)
+            for g, (b, members) in enumerate(self.members)
         ]
+
+    def local_aggregation_(
+        self,
+        n: int,
+        states: Sequence[AgentState],
+        active: np.ndarray,
+        deadline: float | None,
+        on_step: Callable[[str], None],
+    ) -> Any:
+        engine = AdversarialEngine(self)
+        return local_aggregation_(engine, n, states, active, deadline, on_step)
 
     def publish_(self, n: int, online: np.ndarray, sizes: np.ndarray) -> None:
-        self.post: dict[tuple[int, ...], bytes] = {}
+        self.messages: dict[tuple[int, int], bytes] = {}
         trained = {}
-        for block in self.blocks:
-            for j, row in zip(block.agents.tolist(), block.layout.own.tolist(), strict=True):
-                trained[j] = save({"theta": block.models[row].contiguous()})
+        for group in self.agent_groups:
+            for j, row in zip(group.agents.tolist(), group.layout.own.tolist(), strict=True):
+                trained[j] = save({"theta": group.models[row].contiguous()})
 
-        def look(ids: list[int]) -> Tensor:
-            found = [load(trained[j])["theta"] for j in ids]
-            return torch.stack(found) if found else torch.zeros(0, self.terms.dim)
+        def peek(ids: list[int]) -> Tensor:
+            models = [load(trained[j])["theta"] for j in ids]
+            return torch.stack(models) if models else torch.zeros(0, self.spec.dim)
 
-        for block in self.blocks:
-            bad = np.flatnonzero(block.data.malicious)
-            if self.attackers.attack.is_crafting(n):
-                craft_models_(block, bad, n, np.isfinite(sizes), look)
-            box = make_outbox(block, n)
-            for k, j in enumerate(block.agents.tolist()):
-                for receiver in range(self.terms.num_agents) if online[j] else []:
-                    place, to = np.array([k]), np.array([receiver])
-                    row, claim = (
-                        int(box.rows(place, to)[0]),
-                        float(box.samples_claimed_to(place, to)[0]),
-                    )
-                    self.post[j, receiver] = save(
-                        {
-                            "theta": block.models[row].contiguous(),
-                            "num_samples": torch.tensor(claim, dtype=torch.float64),
-                            "round": torch.tensor(n),
-                        }
-                    )
+        for group in self.agent_groups:
+            if self.adversary.attack.is_crafting(n):
+                attackers = np.flatnonzero(group.data.malicious)
+                craft_models_(group, attackers, n, np.isfinite(sizes), peek)
+            for k, j in enumerate(group.agents.tolist()):
+                if online[j]:
+                    self._send(group, k, n)
 
-    def exchange(self, n: int, asked: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
-        free = [
-            list(
-                stream(n, "slots", b).permutation(np.arange(x.layout.first_received, len(x.models)))
-            )
-            for b, x in enumerate(self.blocks)
-        ]
+    def _send(self, group: AgentGroup, k: int, n: int) -> None:
+        outbox = make_outbox(group, n)
+        for receiver in range(self.spec.num_agents):
+            pair = np.array([k]), np.array([receiver])
+            row = int(outbox.rows(*pair)[0])
+            claim = float(outbox.samples_claimed_to(*pair)[0])
+            content = {
+                "theta": group.models[row].contiguous(),
+                "num_samples": torch.tensor(claim, dtype=torch.float64),
+                "round": torch.tensor(n),
+            }
+            self.messages[int(group.agents[k]), receiver] = save(content)
+
+    def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
+        slots = []
+        for b, group in enumerate(self.agent_groups):
+            rows = np.arange(group.layout.first_received, len(group.models))
+            slots.append(list(stream(n, "slots", b).permutation(rows)))
         return [
-            self._arrived(n, self.blocks[b], part, free[b], ids)
-            for (b, _), part, ids in zip(self.where, self.parts, asked, strict=True)
+            self._receive(n, self.agent_groups[b], agents, slots[b], peers)
+            for (b, _), agents, peers in zip(self.members, self.groups, sampled, strict=True)
         ]
 
-    def _arrived(
-        self, n: int, block: AgentGroup, part: np.ndarray, free: list[int], asked: Ragged
+    def _receive(
+        self, n: int, group: AgentGroup, agents: np.ndarray, slots: list[int], peers: Ragged
     ) -> Inbox:
-        there, rows, claims = [], [], []
-        for i, j in zip(asked.values.tolist(), part[asked.row_ids].tolist(), strict=True):
+        is_received, rows, claims = [], [], []
+        for i, j in zip(peers.values.tolist(), agents[peers.row_ids].tolist(), strict=True):
             message = self._message(i, j)
-            good = message is not None and not rejection_reason(message, dim=self.terms.dim, n=n)
-            there.append(good)
-            if not good:
+            if message is None or rejection_reason(message, dim=self.spec.dim, n=n):
+                is_received.append(False)
                 continue
-            row = (
-                int(block.layout.own[block.agents.tolist().index(j)]) if i == j else int(free.pop())
-            )
-            block.models[row] = message.theta
+            row = int(slots.pop()) if i != j else -1
+            if i == j:
+                row = int(group.layout.own[group.agents.tolist().index(j)])
+            group.models[row] = message.theta
+            is_received.append(True)
             rows.append(row)
             claims.append(message.num_samples)
-        received = asked.filter(np.array(there, dtype=bool))
-        counts = clip_claimed_samples(np.array(claims, dtype=float), self.terms.max_samples)
+        received = peers.filter(np.array(is_received, dtype=bool))
+        counts = clip_claimed_samples(np.array(claims, dtype=float), self.spec.max_samples)
         return Inbox(received, np.array(rows, np.int64), counts, np.full(len(rows), n))
 
     def _message(self, sender: int, receiver: int) -> Message | None:
-        if (sender, receiver) not in self.post:
+        if (sender, receiver) not in self.messages:
             return None
-        content = load(self.post[sender, receiver])
+        content = load(self.messages[sender, receiver])
         return Message(content["theta"], float(content["num_samples"]), int(content["round"]))
 
-    def mix_(self, choices: Sequence[Decisions]) -> np.ndarray:
-        finite = np.ones(self.terms.num_agents, dtype=bool)
-        for b, block in enumerate(self.blocks):
-            whole = Decisions.concatenate(
-                [one for one, (owner, _) in zip(choices, self.where, strict=True) if owner == b]
-            )
-            mix_(
-                block.models,
-                mixing_matrix(whole, block.layout.own, block.layout.previous),
-                0,
-                self.terms.dim,
-            )
-            finite[block.agents] = np.isfinite(max_abs(block.models, block.layout.own.tolist()))
-        return finite
+    def mix_(self, decisions: Sequence[Decisions]) -> np.ndarray:
+        is_finite = np.ones(self.spec.num_agents, dtype=bool)
+        for b, group in enumerate(self.agent_groups):
+            own = [
+                decision
+                for decision, (owner, _) in zip(decisions, self.members, strict=True)
+                if owner == b
+            ]
+            layout = group.layout
+            matrix = mixing_matrix(Decisions.concatenate(own), layout.own, layout.previous)
+            mix_(group.models, matrix, 0, self.spec.dim)
+            is_finite[group.agents] = np.isfinite(max_abs(group.models, layout.own.tolist()))
+        return is_finite
 
     def evaluate(self) -> dict[int, EvaluationResult]:
-        found = {}
-        for block in self.blocks:
-            benign = np.flatnonzero(~block.data.malicious)
-            found |= dict(
-                zip(block.agents[benign].tolist(), evaluate_models(block, benign), strict=True)
-            )
-        return found
+        results = {}
+        for group in self.agent_groups:
+            benign = np.flatnonzero(~group.data.malicious)
+            ids = group.agents[benign].tolist()
+            results |= dict(zip(ids, evaluate_models(group, benign), strict=True))
+        return results
 
     @property
     def models(self) -> Tensor:
-        """Those of all agents, in their order."""
-        found = torch.zeros(self.terms.num_agents, self.terms.dim)
-        for block in self.blocks:
-            found[block.agents.tolist()] = block.models[torch.from_numpy(block.layout.own)]
-        return found
+        """The models of all agents, in the order of their ids."""
+        models = torch.zeros(self.spec.num_agents, self.spec.dim)
+        for group in self.agent_groups:
+            models[group.agents.tolist()] = group.models[torch.from_numpy(group.layout.own)]
+        return models

@@ -127,7 +127,7 @@ def hold_equal(
     **changes,
 ):
     """Run on one machine and on clusters, and hold all that they find equal."""
-    known = {"primitives": KernelConfig(models_per_batch=2), "most_samples": 17, **changes}
+    known = {"kernels": KernelConfig(models_per_batch=2), "max_samples": 17, **changes}
     scene = Scene(algorithm, attack, make, own_model, skewed, known)
     here = scene.block()
     here.models[: len(CLUSTER)] = first_models(here.spec)
@@ -155,8 +155,8 @@ ALGORITHMS = {
         criterion={"name": "class_loss_gap", "z": 1.0, "against": "majority"},
         **{
             "beta": 0.5,
-            "tested": 1.0,
-            "judged_at": 0.5,
+            "loss_tolerance": 1.0,
+            "interpolation": 0.5,
             "own_model": "judged",
             "likelihood": "loss+criterion",
         },
@@ -233,20 +233,20 @@ def test_rules_under_an_attack_that_looks_at_others(cluster, rule):
         cluster,
         partial(algorithms.by_rule, rule=rule, needs_losses=True),
         partial(crafting, "alie"),
-        share=0.4,
+        malicious_share=0.4,
     )
 
 
 @pytest.mark.parametrize(("rule", "pre_step"), [("trimmed_mean", "nnm"), ("monna", "bucketing")])
 def test_pre_steps(cluster, rule, pre_step):
     algorithm = partial(algorithms.by_rule, rule=rule, pre_step=pre_step, selection="everyone")
-    hold_equal(cluster, algorithm, share=0.4, counts=[3])
+    hold_equal(cluster, algorithm, malicious_share=0.4, counts=[3])
 
 
 @stateful(uses_previous=True)
 def steady(state, judged):
     """Whoever was here before counts as often as it was; it also keeps its model, and looks at the one before."""
-    assert not judged.pool[judged.before].equal(judged.theta)
+    assert not judged.models[judged.previous].equal(judged.theta)
     assert not state or not state["theta"].equal(judged.theta)
     seen = state.get("seen", torch.zeros(len(CLUSTER))).clone()
     seen[judged.received.ids] += 1
@@ -265,7 +265,7 @@ def test_a_rule_with_memory(cluster):
 def test_what_rules_keep_stays_with_the_agents(cluster):
     """It comes when it is looked at, as it is after the last round, and another cluster goes on from it."""
     scene = Scene(
-        by_steady, flipped, network, True, False, {"primitives": KernelConfig(models_per_batch=2)}
+        by_steady, flipped, network, True, False, {"kernels": KernelConfig(models_per_batch=2)}
     )
     engine, again = clustered(cluster[:3], scene, 3), clustered(cluster[3:5], scene, 2)
     first, _, third = run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 3, lambda n: False)
@@ -296,7 +296,7 @@ def test_what_rules_keep_stays_with_the_agents(cluster):
 @pytest.mark.parametrize("nodes", [1, 2, 7])
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_no_byte_goes_that_was_not_asked_for(cluster, count, nodes):
-    known = {"primitives": KernelConfig(models_per_batch=1)}
+    known = {"kernels": KernelConfig(models_per_batch=1)}
     engine = clustered(
         cluster, Scene(algorithms.dfedavgm, flipped, wide, True, False, known), count, nodes
     )

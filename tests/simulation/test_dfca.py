@@ -47,7 +47,7 @@ def oracle_round(engine, agents, held, n, asked, published):
     for agent, own, k in zip(agents, held, best, strict=True):
         agent.module = copy.deepcopy(own[k])
     reference.local_updates(agents, n, seed=SEED, training=PLAIN)
-    online = stream(SEED, "online", n).random(len(agents)) < engine.terms.participation
+    online = stream(SEED, "online", n).random(len(agents)) < engine.spec.participation
     trained = [parameters.flatten(agent.module).double() for agent in agents]
     for j, own in enumerate(held):
         for k, module in enumerate(own):
@@ -71,7 +71,7 @@ def engine_of(attack=ours.FLIP, **changes):
 def held_of(engine):
     """The models that agents hold, K each."""
     count = len(CLUSTER)
-    return engine.block.pool[count : count * (1 + K)].view(count, K, -1)
+    return engine.group.models[count : count * (1 + K)].view(count, K, -1)
 
 
 def compare(engine, published=lambda i, j, theta: theta, num_rounds=4):

@@ -65,7 +65,7 @@ def found_by(engine: Engine, count: int) -> list[tuple[str, dict, dict]]:
             "received": choices.received.values,
             **{
                 name: getattr(choices, name)
-                for name in ("weights", "own_weight", "factor", "own_loss", "before", "f")
+                for name in ("weights", "own_weight", "factor", "own_loss", "previous_weight", "f")
             },
             "met": memory.contacts.ids.values,
             "sizes": memory.contacts.ids.sizes,
@@ -103,7 +103,7 @@ def hold_equal(algorithm, attack=FLIP, make=network, count=2, own_model=True, **
     for name, blocks in BLOCKS.items():
         together = None if name == "all" else 1  # who trains in one program may change bits
         terms = functools.partial(
-            terms_of, algorithm, primitives=KernelConfig(models_per_batch=together), most_samples=17
+            terms_of, algorithm, kernels=KernelConfig(models_per_batch=together), max_samples=17
         )
         if together not in ours:
             of_shared = terms(make(), **changes)
@@ -146,8 +146,8 @@ ALGORITHMS = {
         criterion={"name": "class_loss_gap", "z": 1.0, "against": "majority"},
         **{
             "beta": 0.5,
-            "tested": 1.0,
-            "judged_at": 0.5,
+            "loss_tolerance": 1.0,
+            "interpolation": 0.5,
             "own_model": "judged",
             "likelihood": "loss+criterion",
         },
@@ -205,13 +205,13 @@ def test_statistics_and_what_is_frozen(make):
 @pytest.mark.parametrize("name", [name for name in aggregation.__all__ if name != "by_num_samples"])
 def test_every_rule_under_an_attack_that_looks_at_others(name):
     attack = Attack(craft=functools.partial(attacks.alie, z=0.5), threat=attacks.alie.threat)
-    hold_equal(algorithms.by_rule(rule=name, needs_losses=True), attack, share=0.4)
+    hold_equal(algorithms.by_rule(rule=name, needs_losses=True), attack, malicious_share=0.4)
 
 
 @pytest.mark.parametrize("pre_step", ["nnm", "bucketing"])
 @pytest.mark.parametrize("name", ["mean", "trimmed_mean", "monna"])
 def test_pre_steps(name, pre_step):
-    hold_equal(algorithms.by_rule(rule=name, pre_step=pre_step, selection="everyone"), share=0.4)
+    hold_equal(algorithms.by_rule(rule=name, pre_step=pre_step, selection="everyone"), malicious_share=0.4)
 
 
 POISONED = {"boosting", "echo", "gap_aware", "slow_drift"}
@@ -271,7 +271,7 @@ def test_a_rule_with_memory_keeps_it_from_round_to_round():
     @stateful(uses_previous=True)
     def steady(state, judged):
         """Whoever was here before counts as often as it was; `before` is a row of the pool."""
-        assert not judged.pool[judged.before].equal(judged.theta)
+        assert not judged.models[judged.previous].equal(judged.theta)
         seen = state.get("seen", torch.zeros(len(CLUSTER))).clone()
         seen[judged.received.ids] += 1
         weights = seen[judged.received.ids].double()

@@ -61,7 +61,7 @@ def test_each_attack_runs(tmp_path, name):
 
 VARIANTS = {
     "alie": with_attack("alie", agents={"participation": 0.7}),
-    "trash with the average": with_attack("trash", algorithm={"name": "dfedavgm"}),
+    "trash with the average": with_attack("random_model", algorithm={"name": "dfedavgm"}),
     "dissensus": with_attack("dissensus"),
     "a boosted backdoor, from round 2 on": with_attack(
         "boosting", section={"from_round": 1, "data": {"name": "backdoor", "target": 3}}
@@ -189,7 +189,7 @@ def test_who_sends_a_receivers_own_model_back_gets_little_weight_for_it(tmp_path
             {
                 **changes,
                 "attack": {"name": "dissensus", "eps": 0.1},
-                "algorithm.apart": apart,
+                "algorithm.min_distance": apart,
                 "name": f"near-{apart}",
             },
         )

@@ -1,4 +1,4 @@
-"""Simulation of all agents: the loop over rounds (Algorithm 1), the engine of one machine, and checkpoints."""
+"""Simulation of all agents: the rounds of Algorithm 1, the engine of one machine, checkpoints."""
 
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import (

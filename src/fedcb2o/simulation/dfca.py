@@ -1,5 +1,8 @@
-"""Rounds in which every agent holds a model for each cluster, as DFCA has them (`federated.dfca`): a loop of its own,
-on one machine."""
+"""Rounds of DFCA, in which every agent holds K models, on one machine.
+
+The algorithm is in `federated.algorithms._dfca`. The rows of the agents' cluster models follow the
+agents' rows in the model buffer, K for each agent.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -10,7 +13,7 @@ from fedcb2o.federated.algorithms._dfca import as_decisions, running_averages
 from fedcb2o.federated.collusion import sample_peers
 from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.ragged import Ragged
-from fedcb2o.simulation.ifca import assign_clusters
+from fedcb2o.simulation.ifca import assign_clusters, cluster_models
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import (
     OnPhase,
@@ -29,30 +32,46 @@ def run_rounds(
     is_evaluated: Callable[[int], bool],
     on_phase: OnPhase,
 ) -> Iterator[Round]:
-    """As `engine.rounds`: each agent trains the one of its models that fits it best, and averages each with what those
-    whom it asks made of theirs. The models follow those of the agents, K for each; malicious agents hold and average
-    like all others, and say truly which cluster they chose."""
-    clusters = engine.spec.algorithm.clusters
-    everybody = np.arange(engine.spec.num_agents)
-    assert clusters is not None
-    held = len(everybody) + np.arange(clusters.num_rows(len(everybody))).reshape(len(everybody), -1)
-    chosen, _ = assign_clusters(engine, held)
+    """Run rounds of DFCA, as `simulation.run_rounds` does for Algorithm 1.
+
+    Each agent trains the one of its models that fits it best, and averages each model with those of
+    its sampled peers. Malicious agents hold and average models like benign ones, and report their
+    cluster truthfully.
+
+    Args:
+        engine: The engine; its models change in place.
+        memory: State of all agents, which DFCA does not change.
+        start: First round.
+        stop: Round after the last one.
+        is_evaluated: Returns True for rounds whose models are evaluated.
+        on_phase: Receives the round and its phase.
+
+    Yields:
+        Each round.
+    """
+    agents = np.arange(engine.spec.num_agents)
+    num_rows = cluster_models(engine).num_rows(len(agents))
+    rows = len(agents) + np.arange(num_rows).reshape(len(agents), -1)
+    cluster_ids, _ = assign_clusters(engine, rows)
     for n in range(start, stop):
-        clock = PhaseTimer()
-        losses, active = train_and_publish_(engine, n, on_phase, clock)
+        timer = PhaseTimer()
+        losses, is_active = train_and_publish_(engine, n, on_phase, timer)
         on_phase(n, "mixing")
-        met = [ContactTable.empty(len(part)) for part in engine.groups]  # nobody is remembered
-        parts = Ragged.concatenate(engine.map_groups(sample_peers, n, active, arguments=[met]))
-        asked = parts.take(np.concatenate(engine.groups).argsort())
-        inbox = engine.receive(n, asked, everybody)
-        clock.stop("aggregate")
+        contacts = [ContactTable.empty(len(group)) for group in engine.groups]
+        sampled = engine.map_groups(sample_peers, n, is_active, arguments=[contacts])
+        order = np.concatenate(engine.groups).argsort()
+        peers = Ragged.concatenate(sampled).take(order)
+        inbox = engine.receive(n, peers, agents)
+        timer.stop("aggregate")
+
         own = engine.group.layout.own
-        whole = np.isfinite(max_abs(engine.group.models, own.tolist()))
-        engine.mix_rows_(running_averages(held, own, whole, chosen, inbox))
-        clock.stop("mix")
-        before = chosen
-        chosen, _ = assign_clusters(engine, held)
-        clock.stop("choose")
-        tested = evaluate_if_due(engine, n, is_evaluated, on_phase, clock)
-        seen = as_decisions(asked, inbox, before, chosen)
-        yield Round(n, losses, [seen], [memory], [everybody], tested, clock.seconds)
+        is_finite = np.isfinite(max_abs(engine.group.models, own.tolist()))
+        engine.mix_rows_(running_averages(rows, own, is_finite, cluster_ids, inbox))
+        timer.stop("mix")
+
+        previous = cluster_ids
+        cluster_ids, _ = assign_clusters(engine, rows)
+        timer.stop("choose")
+        results = evaluate_if_due(engine, n, is_evaluated, on_phase, timer)
+        decisions = as_decisions(peers, inbox, previous, cluster_ids)
+        yield Round(n, losses, [decisions], [memory], [agents], results, timer.seconds)

@@ -1,10 +1,15 @@
-"""All agents on one machine: one block, whose pool the workers share.
+"""The engine of one process or of several processes that share a model buffer.
 
-The models are rows of one tensor: those of the N agents, those of the clusters of IFCA and DFCA, the P that
-attackers craft and publish in the agents' stead, where they do, and what the agents began the round with, where a rule
-looks at that. Agents of a phase are independent of each other, so that workers share them out; the phases are
-synchronous: what peers download is the model after this round's LocalUpdate. Nothing is copied: a received model is a
-row of the pool.
+The model buffer is one tensor with a row for each model:
+
+- the agents' models;
+- the cluster models of IFCA and DFCA;
+- the models that attackers craft;
+- the models before the round, if a rule uses them.
+
+The agents of a phase are independent of each other, so that workers share them out. Phases are
+synchronous: peers download the models of this round's LocalUpdate. A received model is a row of the
+buffer, without a copy. A worker of a cluster has such an engine for its share of the agents.
 """
 
 import contextlib
@@ -25,22 +30,34 @@ from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.metrics import EvaluationResult
 from fedcb2o.federated.mixing import MixingMatrix, mix_, mixing_matrix
-from fedcb2o.federated.publishing import craft_models_, make_outbox
+from fedcb2o.federated.publishing import Outbox, Peek, craft_models_, make_outbox
 from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.validation import evaluate_models
-from fedcb2o.kernels import dispatch
+from fedcb2o.kernels.dispatch import use_kernels
 from fedcb2o.nn.parameters import gather_rows, row_stride
 from fedcb2o.parallel.executors import Executor, balance_load
 from fedcb2o.simulation.write_guard import AGGREGATION_KINDS, forbid_writes
 
 T = TypeVar("T")
 
-LARGE_DIM = 2**17  # from this many parameters on, each agent is a task of its own on the CPU
+LARGE_DIM = 2**17  # parameters from which on each agent is a task of its own on the CPU
+
+_TILES_PER_WORKER = 8  # tasks of a mixing step, so that fast workers can take more of them
 
 
 class LocalEngine:
-    """The engine of one machine. Models on a disk are mixed so many `columns` at a time, in memory. `own` names the
-    users' functions that are shown models, by kind."""
+    """The engine of a group of agents on one machine.
+
+    Attributes:
+        group: The agents, with their model buffer.
+        executor: The workers.
+        max_columns: Columns that are mixed at once in memory, for a buffer on disk.
+        user_functions: Names of user functions that receive models, by kind.
+        spec: The run.
+        adversary: The attackers.
+        groups: Agents that one function call computes together, as indices into `group`; in a group
+            of all agents these are ids.
+    """
 
     def __init__(
         self,
@@ -48,6 +65,7 @@ class LocalEngine:
         executor: Executor,
         max_columns: int | None = None,
         user_functions: Mapping[str, Sequence[str]] | None = None,
+        groups: Sequence[Indices] | None = None,
     ) -> None:
         self.group = group
         self.executor = executor
@@ -55,36 +73,98 @@ class LocalEngine:
         self.user_functions = user_functions or {}
         self.spec = group.spec
         self.adversary = group.adversary
-        self.costs = group.data.train.sizes.tolist()
-        alone = self.spec.dim >= LARGE_DIM and group.models.device.type == "cpu"
-        self.max_tasks = len(self.costs) if alone else executor.count  # no more of them at once
-        self.groups = [np.array(team) for team in plan_training_batches(self.spec, self.costs)]
-        costs = [sum(self.costs[j] for j in part.tolist()) for part in self.groups]
-        self.fine_tasks = balance_load(range(len(self.groups)), costs, self.max_tasks)
-        self.coarse_tasks = balance_load(
-            range(len(self.groups)), costs, executor.count
-        )  # for what takes less than a task's way
-        self.is_received, self.outbox = (
-            np.zeros(len(group.models), dtype=bool),
-            make_outbox(group, 0),
-        )  # until all publish
+        self.costs: list[int] = group.data.train.sizes.tolist()
+        self.groups = list(groups or map(np.array, plan_training_batches(self.spec, self.costs)))
+        self._benign = np.flatnonzero(~group.data.malicious).tolist()
+
+        is_large = self.spec.dim >= LARGE_DIM and group.models.device.type == "cpu"
+        self.max_tasks = len(self.costs) if is_large else executor.count
+        costs = [sum(self.costs[k] for k in members.tolist()) for members in self.groups]
+        numbers = range(len(self.groups))
+        self.fine_tasks = balance_load(numbers, costs, self.max_tasks)
+        self.coarse_tasks = balance_load(numbers, costs, executor.count)  # for cheap functions
+
+        self.outbox: Outbox | None = None  # until the agents publish
+        self.is_received = np.zeros(len(group.models), dtype=bool)
 
     def map_groups(
         self, function: Callable[..., T], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
     ) -> list[T]:
-        """What a function finds for each part, the parts shared out among the workers."""
-        shares = self.coarse_tasks if function is sample_peers else self.fine_tasks
-        tasks = [
-            (function, [(self.groups[g], *(each[g] for each in arguments)) for g in share], shared)
-            for share in shares
-        ]
-        with (
-            forbid_writes(self.group, self.user_functions, *AGGREGATION_KINDS)
-            if function is decide
-            else contextlib.nullcontext()
-        ):
-            parts = dict(_pair_results(shares, self.executor.map(run_on_groups, tasks)))
-        return [parts[g] for g in range(len(self.groups))]
+        """Call `function(group, members, *own, *shared)` for each group.
+
+        Args:
+            function: The function.
+            shared: Arguments for all groups.
+            arguments: Further arguments, each with one value per group.
+
+        Returns:
+            The result of each group.
+        """
+        tasks = self.coarse_tasks if function is sample_peers else self.fine_tasks
+        calls = []
+        for numbers in tasks:
+            own = [(self.groups[g], *(values[g] for values in arguments)) for g in numbers]
+            calls.append((function, own, shared))
+        guard: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if function is decide:
+            guard = forbid_writes(self.group, self.user_functions, *AGGREGATION_KINDS)
+        with guard:
+            results = dict(_pair_results(tasks, self.executor.map(run_on_groups, calls)))
+        return [results[g] for g in range(len(self.groups))]
+
+    def map_agents(
+        self, function: Callable[..., Sequence[T]], members: Sequence[int], *shared: Any
+    ) -> dict[int, T]:
+        """Call `function(group, members, *shared)` for parts of some agents.
+
+        Args:
+            function: A function that returns one result per member.
+            members: Indices of the agents.
+            shared: Further arguments.
+
+        Returns:
+            The result of each member.
+        """
+        parts = balance_load(members, self.costs, self.max_tasks)
+        calls = [(function, [(np.array(part),)], shared) for part in parts]
+        results = [result for (result,) in self.executor.map(run_on_groups, calls)]
+        return dict(_pair_results(parts, results))
+
+    def publish_(
+        self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]
+    ) -> None:
+        """Craft the attackers' models; mark the rows of the buffer that can be received.
+
+        Args:
+            n: The round.
+            online: True for agents that take part in the round.
+            sizes: Largest absolute value of each trained model; not finite for a broken one.
+        """
+        layout = self.group.layout
+        self.is_received = np.zeros(len(self.group.models), dtype=bool)
+        self.is_received[layout.own] = is_admissible(sizes) & online
+        if self.adversary.attack.is_crafting(n):
+            for j, crafted_sizes in self.craft_models_(n, np.isfinite(sizes)).items():
+                is_sent = is_admissible(crafted_sizes) & online[j]
+                self.is_received[layout.crafted_rows(j)] = is_sent
+        self.outbox = make_outbox(self.group, n)
+
+    def craft_models_(
+        self, n: int, is_finite: Bool[np.ndarray, " N"], peek: Peek | None = None
+    ) -> dict[int, Float[np.ndarray, " r"]]:
+        """Craft the models of the group's attackers, in place.
+
+        Args:
+            n: The round.
+            is_finite: True for agents with a finite model.
+            peek: Returns the models of agents by their ids; by default, rows of the buffer.
+
+        Returns:
+            The largest absolute values of each attacker's models, by its index in the group.
+        """
+        attackers = np.flatnonzero(self.group.data.malicious)
+        with self._forbid_writes("attack", "model", crafted=attackers):
+            return self.map_agents(_craft_models_, attackers.tolist(), n, is_finite, peek)
 
     def local_aggregation_(
         self,
@@ -94,126 +174,167 @@ class LocalEngine:
         deadline: float | None,
         on_step: Callable[[str], None],
     ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
-        """Run LocalAggregation (Algorithm 2) for the active agents of round n."""
+        """Run LocalAggregation (Algorithm 2) for the active agents of round n.
+
+        Args:
+            n: The round.
+            states: State of each group.
+            active: True for agents that aggregate.
+            deadline: Not used, because no model is late.
+            on_step: Receives "aggregate" after lines 1 to 6, and "mix" after line 7.
+
+        Returns:
+            The new state and the decisions of each group; True for agents with a finite model.
+        """
         engine = AdversarialEngine(self)
         return local_aggregation_(engine, n, states, active, deadline, on_step)
 
-    def map_agents(
-        self, function: Callable[..., Sequence[T]], agents: Sequence[int], *common: Any
-    ) -> dict[int, T]:
-        """What a function finds for each of some agents, these shared out among the workers."""
-        parts = balance_load(agents, self.costs, self.max_tasks)
-        found = self.executor.map(
-            run_on_groups, [(function, [(np.array(some),)], common) for some in parts]
-        )
-        return dict(_pair_results(parts, [each for (each,) in found]))
+    def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
+        """Return the received models of each group, which are in the buffer already.
 
-    def publish_(
-        self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]
-    ) -> None:
-        """Have the attackers craft; of each row of the pool, whether it is received, which is the same for all."""
+        Args:
+            n: The round.
+            sampled: Sampled peers of each group's agents.
+            deadline: Not used, because no model is late.
+
+        Returns:
+            The inbox of each group.
+        """
+        pairs = zip(self.groups, sampled, strict=True)
+        return [self.receive(n, peers, members) for members, peers in pairs]
+
+    def receive(self, n: int, sampled: Ragged, receivers: Int[np.ndarray, " a"]) -> Inbox:
+        """Return the models that receivers get from their sampled peers.
+
+        Args:
+            n: The round.
+            sampled: Sampled peers of each receiver.
+            receivers: Ids of the receivers.
+
+        Returns:
+            The inbox of the receivers.
+        """
+        assert self.outbox is not None, "nothing is published yet"
+        return self.outbox.deliver(n, sampled, receivers, self.is_received, self.spec.max_samples)
+
+    def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " a"]:
+        """Compute theta <- W theta for the group (Algorithm 2, line 7).
+
+        Args:
+            decisions: Decisions of each group.
+
+        Returns:
+            False for benign agents whose model is not finite.
+        """
         layout = self.group.layout
-        attackers = self.adversary
-        good = np.zeros(len(self.group.models), dtype=bool)
-        good[layout.own] = is_admissible(sizes) & online
-        if attackers.attack.is_crafting(n):
-            with forbid_writes(
-                self.group, self.user_functions, "attack", "model", crafted=attackers.malicious_ids
-            ):
-                crafted = self.map_agents(
-                    _craft_models_, attackers.malicious_ids.tolist(), n, np.isfinite(sizes)
-                )
-            for j, theirs in crafted.items():
-                good[layout.crafted_rows(j)] = is_admissible(theirs) & online[j]
-        self.is_received, self.outbox = good, make_outbox(self.group, n)
+        self.mix_rows_(mixing_matrix(Decisions.concatenate(decisions), layout.own, layout.previous))
+        is_finite = np.ones(len(self.costs), dtype=bool)
+        for k, size in self.map_agents(_max_abs, self._benign).items():
+            is_finite[k] = np.isfinite(size)
+        return is_finite
+
+    def mix_rows_(self, matrix: MixingMatrix) -> None:
+        """Mix rows of the buffer, with the columns shared out among the workers.
+
+        Args:
+            matrix: The mixing matrix W.
+        """
+        dim = self.spec.dim
+        tile = matrix.tile_columns
+        if self.max_columns is None:
+            step = -(-dim // (_TILES_PER_WORKER * self.executor.count))
+        else:
+            step = self.max_columns // tile * tile
+        step = tile * max(1, -(-step // tile))
+        mix = functools.partial(_mix_columns_, through_copy=self.max_columns is not None)
+        tasks = [(matrix, start, min(start + step, dim)) for start in range(0, dim, step)]
+        self.executor.map(mix, tasks)
+
+    def evaluate(self) -> dict[int, EvaluationResult]:
+        """Return the test result of each benign agent, by its id."""
+        with self._forbid_writes("model"):
+            results = self.map_agents(evaluate_models, self._benign)
+        return {int(self.group.agents[k]): result for k, result in results.items()}
 
     def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
-        """The models that outlive a round, in whole cache lines: the agents', in their order, then clusters'."""
-        clusters = self.spec.algorithm.clusters
+        """Return the models that outlive a round, in whole cache lines.
+
+        Yields:
+            The agents' models in the order of their ids, then the cluster models.
+        """
         stride = row_stride(self.spec.dim)
         count = self.spec.num_agents
-        count += 0 if clusters is None else clusters.num_rows(count)
+        clusters = self.spec.algorithm.clusters
+        if clusters is not None:
+            count += clusters.num_rows(count)
         yield self.group.models[:count].as_strided((count, stride), (stride, 1))
 
     def load_models_(self, models: Float[Tensor, "k stride"]) -> None:
-        """Have the models that outlive a round be these."""
-        for kept in self.persistent_models():
-            kept.copy_(models)
+        """Replace the models that outlive a round.
 
-    def exchange(self, n: int, asked: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
-        """What agents receive lies in the pool already: nobody is late."""
-        return [self.receive(n, ids, part) for part, ids in zip(self.groups, asked, strict=True)]
+        Args:
+            models: The models, in the order of `persistent_models`.
+        """
+        for rows in self.persistent_models():
+            rows.copy_(models)
 
-    def receive(self, n: int, asked: Ragged, receivers: Int[np.ndarray, " a"]) -> Inbox:
-        """What some agents receive of those whom they asked."""
-        return self.outbox.deliver(n, asked, receivers, self.is_received, self.spec.max_samples)
-
-    def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
-        """theta <- W theta for all agents, by columns of all rows."""
-        layout = self.group.layout
-        benign = self.adversary.benign_ids.tolist()
-        self.mix_rows_(mixing_matrix(Decisions.concatenate(decisions), layout.own, layout.previous))
-        finite = np.ones(len(self.costs), dtype=bool)
-        finite[benign] = [
-            np.isfinite(size) for _, size in sorted(self.map_agents(_max_abs, benign).items())
-        ]
-        return finite
-
-    def mix_rows_(self, mixture: MixingMatrix) -> None:
-        """Mix rows of the pool, the columns shared out among the workers."""
-        dim = self.spec.dim
-        tile = mixture.tile_columns
-        step = (
-            -(-dim // (8 * self.executor.count))
-            if self.max_columns is None
-            else self.max_columns // tile * tile
-        )
-        step = tile * max(1, -(-step // tile))
-        mix = functools.partial(_mix_columns_, copied=self.max_columns is not None)
-        self.executor.map(mix, [(mixture, a, min(a + step, dim)) for a in range(0, dim, step)])
-
-    def evaluate(self) -> dict[int, EvaluationResult]:
-        """What each benign agent's model does in its test."""
-        with forbid_writes(self.group, self.user_functions, "model"):
-            return self.map_agents(evaluate_models, self.adversary.benign_ids.tolist())
+    def _forbid_writes(
+        self, *kinds: str, crafted: Indices | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        return forbid_writes(self.group, self.user_functions, *kinds, crafted=crafted)
 
 
 def run_on_groups(
-    block: AgentGroup,
+    group: AgentGroup,
     function: Callable[..., T],
-    parts: Sequence[tuple[Any, ...]],
-    common: tuple[Any, ...],
+    arguments: Sequence[tuple[Any, ...]],
+    shared: tuple[Any, ...],
 ) -> list[T]:
-    """What a function of the block finds for each part, its products by the run's choice."""
-    with dispatch.use_kernels(block.spec.kernels.linear, block.spec.kernels.convolution):
-        return [function(block, *part, *common) for part in parts]
+    """Call a function several times with the kernels of the run.
+
+    Args:
+        group: The agents.
+        function: The function.
+        arguments: Arguments of each call: members, and more.
+        shared: Further arguments of all calls.
+
+    Returns:
+        The result of each call.
+    """
+    kernels = group.spec.kernels
+    with use_kernels(kernels.linear, kernels.convolution):
+        return [function(group, *own, *shared) for own in arguments]
 
 
 def _craft_models_(
-    block: AgentGroup, some: Indices, n: int, finite: Bool[np.ndarray, " N"]
+    group: AgentGroup,
+    members: Indices,
+    n: int,
+    is_finite: Bool[np.ndarray, " N"],
+    peek: Peek | None,
 ) -> list[Float[np.ndarray, " r"]]:
-    """What attackers craft, to whom all models are at hand."""
+    """Craft models of attackers; by default they see the rows of the buffer."""
 
-    def look(ids: list[int]) -> Float[Tensor, "m d"]:
-        return gather_rows(block.models, block.layout.own[ids].tolist())
+    def peek_buffer(ids: list[int]) -> Float[Tensor, "m d"]:
+        return gather_rows(group.models, group.layout.own[ids].tolist())
 
-    return craft_models_(block, some, n, finite, look)
+    return craft_models_(group, members, n, is_finite, peek or peek_buffer)
 
 
-def _max_abs(block: AgentGroup, some: Indices) -> list[float]:
-    found: list[float] = max_abs(block.models, block.layout.own[some].tolist()).tolist()
-    return found
+def _max_abs(group: AgentGroup, members: Indices) -> list[float]:
+    sizes: list[float] = max_abs(group.models, group.layout.own[members].tolist()).tolist()
+    return sizes
 
 
 def _mix_columns_(
-    block: AgentGroup, mixture: MixingMatrix, start: int, stop: int, *, copied: bool
+    group: AgentGroup, matrix: MixingMatrix, start: int, stop: int, *, through_copy: bool
 ) -> None:
-    mix_(block.models, mixture, start, stop, through_copy=copied)
+    mix_(group.models, matrix, start, stop, through_copy=through_copy)
 
 
 def _pair_results(
     parts: Sequence[Sequence[int]], results: Sequence[Sequence[T]]
 ) -> Iterator[tuple[int, T]]:
-    """Each number in the parts, and its result."""
-    for some, found in zip(parts, results, strict=True):
-        yield from zip(some, found, strict=True)
+    """Yield each number of the parts with its result."""
+    for numbers, part_results in zip(parts, results, strict=True):
+        yield from zip(numbers, part_results, strict=True)

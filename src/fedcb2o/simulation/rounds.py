@@ -1,8 +1,12 @@
-"""Algorithm 1 (alg:FedCB2O), lines 2 to 5: the loop over rounds that all engines share, and what an engine is.
+"""Algorithm 1 (alg:FedCB2O), lines 2 to 5: the loop over rounds, and the interface of engines.
 
-An engine holds the agents in blocks and answers what crosses from one to another: `exchange`, and `look` for attackers.
-It takes no peer's word for anything (`federated.admit`), decides nothing on a receiver's side that the receiver does
-not know, raises for no peer's fault, and lets no order of arrival change a bit.
+An engine holds the agents in groups and transports their models: `exchange` for all agents, `peek`
+for attackers. An engine
+
+- checks all received models (`federated.admission`);
+- uses no knowledge that a receiver does not have;
+- raises no error because of a peer's fault;
+- gives the same bits for every order of arrival.
 """
 
 import functools
@@ -16,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 
 from fedcb2o.errors import RunError
 from fedcb2o.federated.adversary import Adversary
-from fedcb2o.federated.batched_aggregation import Engine as Aggregating
+from fedcb2o.federated.batched_aggregation import Engine as AggregationEngine
 from fedcb2o.federated.batched_training import train_
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.decisions import Decisions
@@ -26,16 +30,22 @@ from fedcb2o.rng import stream
 
 
 class WorkerLostError(RunError):
-    """A part of an engine is gone, and with it models of this round: a run can go on from its last checkpoint."""
+    """A lost part of an engine; the run can continue from its last checkpoint."""
 
 
 OnPhase = Callable[[int, str], None]
-"""(round, what it is at): "training", "crafting", "mixing" or "evaluating"."""
+"""Callback (round, phase): "training", "crafting", "mixing" or "evaluating"."""
 
 
 @runtime_checkable
-class Engine(Aggregating, Protocol):
-    """The agents of a run, or those of them that are here, in `parts`: the ids of those that one call is for."""
+class Engine(AggregationEngine, Protocol):
+    """Interface of the agents of a run, or of the agents of this process.
+
+    Attributes:
+        spec: The run.
+        adversary: The attackers.
+        groups: Ids of the agents that one function call computes together.
+    """
 
     spec: RunSpec
     adversary: Adversary
@@ -44,7 +54,13 @@ class Engine(Aggregating, Protocol):
     def publish_(
         self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]
     ) -> None:
-        """Have the attackers craft, and offer what all publish in round n; `sizes` are the trained models' extents."""
+        """Craft the attackers' models, and publish the models of all agents.
+
+        Args:
+            n: The round.
+            online: True for agents that take part in the round.
+            sizes: Largest absolute value of each trained model; not finite for a broken one.
+        """
         ...
 
     def local_aggregation_(
@@ -55,19 +71,37 @@ class Engine(Aggregating, Protocol):
         deadline: float | None,
         on_step: Callable[[str], None],
     ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
-        """Run LocalAggregation (Algorithm 2) for the active agents of round n."""
+        """Run LocalAggregation (Algorithm 2) for the active agents of round n.
+
+        Args:
+            n: The round.
+            states: State of each group.
+            active: True for agents that aggregate.
+            deadline: Seconds for downloads, or None.
+            on_step: Receives "aggregate" after lines 1 to 6, and "mix" after line 7.
+
+        Returns:
+            The new state and the decisions of each group; True for agents with a finite model.
+        """
         ...
 
     def evaluate(self) -> dict[int, EvaluationResult]:
-        """What each benign agent's model does in its test."""
+        """Return the test result of each benign agent, by its id."""
         ...
 
 
 @dataclass(frozen=True)
 class Round:
-    """What happened in round `n`, by parts of the agents: what each `chose`, and what it remembers after it.
+    """The outcome of one round.
 
-    `tested` is what each benign agent's model did in its test, where it was evaluated.
+    Attributes:
+        n: The round, from 0.
+        train_loss: Training loss of each agent.
+        group_decisions: Decisions of each group.
+        group_memories: State of each group after the round.
+        groups: Ids of the agents of each group.
+        test_results: Test result of each benign agent, or None without an evaluation.
+        seconds: Duration of each phase.
     """
 
     n: int
@@ -80,15 +114,14 @@ class Round:
 
     @functools.cached_property
     def decisions(self) -> Decisions:
-        """What all agents decided, in their order."""
+        """The decisions of all agents, in the order of their ids."""
         return Decisions.concatenate(self.group_decisions)
 
     @property
     def memory(self) -> AgentState:
-        """What all agents remember, in their order."""
-        return AgentState.concatenate(self.group_memories).take(
-            np.concatenate(self.groups).argsort()
-        )
+        """The state of all agents, in the order of their ids."""
+        order = np.concatenate(self.groups).argsort()
+        return AgentState.concatenate(self.group_memories).take(order)
 
 
 def run_rounds(
@@ -100,66 +133,89 @@ def run_rounds(
     on_phase: OnPhase = lambda n, phase: None,
     deadline: float | None = None,
 ) -> Iterator[Round]:
-    """Rounds `start` to `stop` - 1 (alg:FedCB2O, lines 2-5), from what the agents here remember, in the order of
-    their ids; the models change in place.
+    """Run the rounds of Algorithm 1 (alg:FedCB2O, lines 2 to 5).
 
-    `tell` hears what a round is at, since a round may be long. Raises RunError where a benign agent's training
-    diverges, or its model overflows where it mixes. Under crafted models that is the attackers' success and no error:
-    such an agent is broken from then on, and nobody receives its model.
+    Crafted models may break a benign agent's model. That is a success of the attackers and not an
+    error: nobody receives the broken model in later rounds.
+
+    Args:
+        engine: The engine; its models change in place.
+        memory: State of the engine's agents, in the order of their ids.
+        start: First round.
+        stop: Round after the last one.
+        is_evaluated: Returns True for rounds whose models are evaluated.
+        on_phase: Receives the round and its phase.
+        deadline: Seconds for the downloads of a round, or None.
+
+    Yields:
+        Each round.
+
+    Raises:
+        RunError: Without crafted models, a benign agent's training diverges, or its model is not
+            finite after mixing.
     """
-    parts = engine.groups
-    here = np.sort(np.concatenate(parts))
-    remembered = [memory.take(here.searchsorted(part)) for part in parts]
-    del memory  # where nobody else holds it
+    groups = engine.groups
+    agents = np.sort(np.concatenate(groups))
+    states = [memory.take(agents.searchsorted(group)) for group in groups]
+    del memory  # frees the tensors that no caller holds
     for n in range(start, stop):
-        clock = PhaseTimer()
-        losses, active = train_and_publish_(engine, n, on_phase, clock)  # line 3: LocalUpdate
+        timer = PhaseTimer()
+        losses, is_active = train_and_publish_(engine, n, on_phase, timer)  # line 3: LocalUpdate
         on_phase(n, "mixing")
-        remembered, chose, finite = engine.local_aggregation_(
-            n, remembered, active, deadline, clock.stop
-        )  # line 4
-        broken = engine.adversary.benign_ids[~finite[engine.adversary.benign_ids]]
-        if len(broken) and not engine.adversary.attack.is_crafting(n):
-            raise RunError(
-                f"the model of benign agent {broken[0]} is not finite after mixing in round {n + 1}: its rule "
-                "made that of finite models; a built-in one needs a smaller `training.gamma`, an own one a look"
-            )
-        tested = evaluate_if_due(engine, n, is_evaluated, on_phase, clock)
-        yield Round(n, losses, chose, remembered, parts, tested, clock.seconds)
+        states, decisions, is_finite = engine.local_aggregation_(  # line 4: LocalAggregation
+            n, states, is_active, deadline, timer.stop
+        )
+        _check_mixed_models(engine.adversary, n, is_finite)
+        results = evaluate_if_due(engine, n, is_evaluated, on_phase, timer)
+        yield Round(n, losses, decisions, states, groups, results, timer.seconds)
 
 
 def train_and_publish_(
     engine: Engine, n: int, on_phase: OnPhase, timer: "PhaseTimer"
 ) -> tuple[Float[np.ndarray, " N"], Bool[np.ndarray, " N"]]:
-    """LocalUpdate of all agents, and what they publish: their training losses, and who is there to aggregate, which
-    benign agents whose models are broken are not.
+    """Train all agents (LocalUpdate), and publish their models.
 
-    Raises RunError where a benign agent's training diverges without an attack on models.
+    Args:
+        engine: The engine; its models change in place.
+        n: The round.
+        on_phase: Receives the round and its phase.
+        timer: Receives the durations.
+
+    Returns:
+        The training loss of each agent, NaN for agents of other processes; and True for agents that
+        aggregate: those online, except benign agents with a broken model.
+
+    Raises:
+        RunError: A benign agent's training diverges without crafted models.
     """
-    attackers = engine.adversary
-    here = np.concatenate(engine.groups)
-    size = engine.spec.num_agents
+    adversary = engine.adversary
+    num_agents = engine.spec.num_agents
     on_phase(n, "training")
-    losses, extents = np.full(size, np.nan), np.zeros(size)  # of agents elsewhere nothing is known
-    losses[here], extents[here] = map(
-        np.concatenate, zip(*engine.map_groups(train_, n), strict=True)
-    )
-    finite = np.isfinite(extents)
-    crafts = attackers.attack.is_crafting(n)
-    diverged = here[~(attackers.malicious | (finite & np.isfinite(losses)))[here]]
-    if len(diverged) and not crafts:
+    losses = np.full(num_agents, np.nan)
+    sizes = np.zeros(num_agents)
+    agents = np.concatenate(engine.groups)
+    group_losses, group_sizes = zip(*engine.map_groups(train_, n), strict=True)
+    losses[agents] = np.concatenate(group_losses)
+    sizes[agents] = np.concatenate(group_sizes)
+
+    is_finite = np.isfinite(sizes)
+    is_crafting = adversary.attack.is_crafting(n)
+    is_sound = adversary.malicious | (is_finite & np.isfinite(losses))
+    diverged = agents[~is_sound[agents]]
+    if len(diverged) and not is_crafting:
         raise RunError(
-            f"training diverged: the model or the loss of benign agent {diverged.min()} is not finite in round "
-            f"{n + 1}; a smaller `training.gamma` usually helps"
+            f"training diverged: the model or the loss of benign agent {diverged.min()} is not "
+            f"finite in round {n + 1}; a smaller `training.gamma` usually helps"
         )
     timer.stop("train")
-    online = stream(engine.spec.seed, "online", n).random(size) < engine.spec.participation
-    if crafts:
+
+    online = stream(engine.spec.seed, "online", n).random(num_agents) < engine.spec.participation
+    if is_crafting:
         on_phase(n, "crafting")
-    engine.publish_(n, online, extents)
-    if crafts:
+    engine.publish_(n, online, sizes)
+    if is_crafting:
         timer.stop("craft")
-    return losses, online & (finite | attackers.malicious)
+    return losses, online & (is_finite | adversary.malicious)
 
 
 def evaluate_if_due(
@@ -169,23 +225,59 @@ def evaluate_if_due(
     on_phase: OnPhase,
     timer: "PhaseTimer",
 ) -> dict[int, EvaluationResult] | None:
-    """What benign agents' models do in their tests after a round, where it is evaluated."""
+    """Evaluate the benign agents' models, if the round is evaluated.
+
+    Args:
+        engine: The engine.
+        n: The round.
+        is_evaluated: Returns True for rounds whose models are evaluated.
+        on_phase: Receives the round and its phase.
+        timer: Receives the duration.
+
+    Returns:
+        The test result of each benign agent, or None.
+    """
     if not is_evaluated(n):
         return None
     on_phase(n, "evaluating")
-    found = engine.evaluate()
+    results = engine.evaluate()
     timer.stop("evaluate")
-    return found
+    return results
 
 
 class PhaseTimer:
-    """Seconds since the lap before, by name."""
+    """Durations of consecutive phases.
+
+    >>> timer = PhaseTimer()
+    >>> timer.stop("train")
+    >>> list(timer.seconds)
+    ['train']
+
+    Attributes:
+        seconds: Duration of each phase, by name.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last_stop = time.perf_counter()
 
     def stop(self, name: str) -> None:
-        """The seconds since the last lap are those of `name`."""
+        """Record the time since the last stop.
+
+        Args:
+            name: Name of the phase that ends now.
+        """
         now = time.perf_counter()
-        self.seconds[name], self._last_stop = now - self._last_stop, now
+        self.seconds[name] = now - self._last_stop
+        self._last_stop = now
+
+
+def _check_mixed_models(adversary: Adversary, n: int, is_finite: Bool[np.ndarray, " N"]) -> None:
+    """Raise RunError if a benign model is not finite without crafted models."""
+    broken = adversary.benign_ids[~is_finite[adversary.benign_ids]]
+    if len(broken) and not adversary.attack.is_crafting(n):
+        raise RunError(
+            f"the model of benign agent {broken[0]} is not finite after mixing finite models in "
+            f"round {n + 1}: with a built-in rule take a smaller `training.gamma`; otherwise check "
+            "your rule"
+        )
