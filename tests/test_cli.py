@@ -220,6 +220,20 @@ def test_a_run_its_table_and_its_twin(tmp_path):
     assert "Attack success rate" in table.out
 
 
+def test_quiet_prints_results_and_errors_only(tmp_path):
+    path = write(tmp_path / "tiny.toml", rounds=1, agents={"malicious_role": "clean"})
+    out = tmp_path / "run"
+    done = here("run", path, "--clean-twin", "--out", out, "--workers", 1)
+    assert "Note: tiny has no clean counterpart" in done.err
+    assert "Done. For a table: fedcb2o compare" in done.err
+    for words in (("--quiet", "run", path), ("run", path, "--quiet", "--clean-twin")):
+        quiet = here(*words, "--out", out, "--workers", 1, "--resume")
+        assert (quiet.status, quiet.out, quiet.err) == (0, "", "")
+    assert here("--quiet", "compare", out).out == here("compare", out).out != ""
+    assert here("--quiet", "run", path, "--out", out).one_line().startswith(str(out))
+    assert "processes" in here("--verbose", "run", path, "--out", out, "--seeds", "3").err
+
+
 def test_several_experiments_each_have_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = [write(tmp_path / f"{name}.toml", name=name, rounds=1) for name in ("one", "two")]
