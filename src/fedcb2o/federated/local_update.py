@@ -1,7 +1,11 @@
-"""Algorithm 1, LocalUpdate: tau epochs (or steps) of mini-batch SGD with momentum on one agent's own data.
+"""Algorithm 1, LocalUpdate: tau epochs or steps of mini-batch SGD with momentum on an agent's data.
 
-theta <- theta - lambda2 * gamma * grad L_j(theta) (alg:FedCB2O), with the momentum of the paper's experiments. The
-optimiser is fresh in every round: no momentum is carried over.
+theta <- theta - lambda2 * gamma * grad L_j(theta) (alg:FedCB2O), with the momentum of the paper's
+experiments. The optimiser is new in every round: no momentum is carried over.
+
+>>> training = Training(gamma=0.1, lambda2=1.0, momentum=0.9, batch_size=4, local_epochs=2)
+>>> [len(batch) for batch in mini_batches(10, training, np.random.default_rng(0))]
+[4, 4, 2, 4, 4, 2]
 """
 
 import contextlib
@@ -28,14 +32,24 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How an agent trains: `local_epochs` passes over its data, or `local_steps` mini-batches where that is given.
+    """Settings of LocalUpdate.
 
-    `precision="bfloat16"` computes products in that type, on float32 parameters: about twice as fast on processors
-    that have it, tens of times as slow on others, for which runs take float32. "tf32" lets CUDA devices round the
-    factors of float32 products to 10 bits of mantissa. An `optimiser` takes the steps in place of SGD with momentum.
-    `loss` is what they minimise, by default the cross-entropy. Where `singles` are refused, as by batch norms, a last
-    batch of one sample joins the one before.
-    Where samples are `apart`, what the network makes of one in training does not depend on those beside it.
+    Attributes:
+        gamma: gamma, the step size.
+        lambda2: lambda2, the drift along the gradient.
+        momentum: Momentum of SGD, in [0, 1).
+        batch_size: Samples in a mini-batch.
+        local_epochs: tau, the number of passes over the data.
+        local_steps: Number of mini-batches in place of epochs.
+        precision: Type of the products. "bfloat16" is about twice as fast on processors that have
+            it and much slower on others. "tf32" rounds the factors of float32 products on CUDA
+            devices to 10 bits of mantissa.
+        optimiser: Replaces SGD with momentum.
+        loss: Loss to minimise; None for the cross-entropy.
+        accepts_single_sample: Whether a mini-batch may have one sample, which batch norms reject; a
+            last sample otherwise joins the batch before.
+        is_sample_independent: Whether the network's output for a sample does not depend on the
+            other samples of a training batch.
     """
 
     gamma: float
@@ -54,11 +68,18 @@ class Training:
 def mini_batches(
     n: int, training: Training, draw: np.random.Generator
 ) -> list[Int[np.ndarray, " b"]]:
-    """The sample numbers of each mini-batch of one LocalUpdate (alg:FedCB2O): every epoch anew, the last short."""
-    return [
-        chosen[0].numpy()
-        for chosen in batched_mini_batches([n], training, [draw], torch.device("cpu"))
-    ]
+    """Draw the mini-batches of one LocalUpdate (alg:FedCB2O), shuffled anew in every epoch.
+
+    Args:
+        n: Number of samples.
+        training: Settings.
+        draw: Source of randomness.
+
+    Returns:
+        Indices of each mini-batch; the last of an epoch may be smaller.
+    """
+    batches = batched_mini_batches([n], training, [draw], torch.device("cpu"))
+    return [batch[0].numpy() for batch in batches]
 
 
 def batched_mini_batches(
@@ -67,43 +88,62 @@ def batched_mini_batches(
     draws: Sequence[np.random.Generator],
     device: torch.device,
 ) -> tuple[Int[Tensor, "a b"], ...]:
-    """The same of some agents with so many samples each, of which each makes equally many batches; they move to the
-    device at once.
+    """Draw the mini-batches of several agents with equally many batches.
 
-    The last batch of an epoch is as wide as the widest of theirs: who has fewer samples repeats its last one.
+    The last batch of an epoch is as wide as the widest among the agents. An agent with fewer
+    samples repeats its last one.
+
+    Args:
+        counts: Number of samples of each agent.
+        training: Settings.
+        draws: Source of randomness of each agent.
+        device: Device of the indices.
+
+    Returns:
+        Indices of each mini-batch, with an axis over the agents.
     """
     n = max(counts)
-    full, rest = divmod(n, training.batch_size)
-    epoch = [training.batch_size] * full + [rest] * (rest > 0)
-    if full and rest == 1 and not training.accepts_single_sample:
+    num_full, rest = divmod(n, training.batch_size)
+    epoch = [training.batch_size] * num_full + [rest] * (rest > 0)
+    if num_full and rest == 1 and not training.accepts_single_sample:
         epoch[-2:] = [training.batch_size + 1]
-    steps = (
-        training.local_epochs * len(epoch) if training.local_steps is None else training.local_steps
-    )
+
+    steps = training.local_steps
+    if steps is None:
+        steps = training.local_epochs * len(epoch)
     epochs = -(-steps // max(1, len(epoch)))
-    drawn = [
-        np.pad(draw.permutation(count), (0, n - count), "edge")
-        if count < n
-        else draw.permutation(n)
-        for count, draw in zip(counts, draws, strict=True)
-        for _ in range(epochs)
-    ]
+    orders = []
+    for count, draw in zip(counts, draws, strict=True):
+        for _ in range(epochs):
+            order = draw.permutation(count)
+            orders.append(np.pad(order, (0, n - count), "edge") if count < n else order)
+
     widths = (epoch * epochs)[:steps]
     if not widths:
         return ()
-    orders = torch.from_numpy(np.concatenate(drawn).reshape(len(draws), epochs * n)).to(device)
-    return torch.split(orders[:, : sum(widths)], widths, dim=1)
+    stacked = np.concatenate(orders).reshape(len(draws), epochs * n)
+    return torch.split(torch.from_numpy(stacked).to(device)[:, : sum(widths)], widths, dim=1)
 
 
 @contextlib.contextmanager
 def training_mode(
     module: nn.Module, training: Training, draw: np.random.Generator, device: str
 ) -> Iterator[None]:
-    """Within it a module trains: it draws what it draws (dropout) from a generator of its own, and products on a CUDA
-    device are rounded as `training.precision` says."""
+    """Put a module in training mode, with its own seed (for dropout) and precision.
+
+    Args:
+        module: The network.
+        training: Settings.
+        draw: Source of the seed.
+        device: Type of the device.
+
+    Yields:
+        Nothing; afterwards PyTorch's generator and its precision are as before.
+    """
     batch_norm.train_(module)
     with torch.random.fork_rng(devices=[]), allow_tf32(training.precision == "tf32", device):
-        # The second of these tells every kind of device there could be, which takes longer than a small network's step.
+        # `torch.random.manual_seed` seeds every kind of device, which takes longer than a small
+        # network's step.
         seed = torch.default_generator.manual_seed if device == "cpu" else torch.random.manual_seed
         seed(int(draw.integers(2**63)))
         yield
@@ -111,49 +151,70 @@ def training_mode(
 
 @contextlib.contextmanager
 def allow_tf32(tf32: bool, device: str) -> Iterator[None]:
-    """Within it, CUDA devices may round the factors of float32 products, or may not: by PyTorch's defaults they do so
-    in convolutions. Other devices never do."""
+    """Set whether CUDA devices may round the factors of float32 products.
+
+    By PyTorch's defaults they round them in convolutions. Other devices never do.
+
+    Args:
+        tf32: Whether they may.
+        device: Type of the device.
+
+    Yields:
+        Nothing; afterwards the setting is as before.
+    """
     if device != "cuda":
         yield
         return
+
     backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
     key: str = "allow_tf32"
     value: bool | str = tf32
     if hasattr(torch.backends.cudnn, "conv"):  # PyTorch 2.9 and later
-        backends[1], key, value = (
-            torch.backends.cudnn.conv,
-            "fp32_precision",
-            ("ieee", "tf32")[tf32],
-        )
-    before = [getattr(backend, key) for backend in backends]
+        backends[1] = torch.backends.cudnn.conv
+        key = "fp32_precision"
+        value = ("ieee", "tf32")[tf32]
+
+    original = [getattr(backend, key) for backend in backends]
     try:
         for backend in backends:
             setattr(backend, key, value)
         yield
     finally:
-        for backend, was in zip(backends, before, strict=True):
-            setattr(backend, key, was)
+        for backend, setting in zip(backends, original, strict=True):
+            setattr(backend, key, setting)
 
 
 def autocast(precision: Precision, device: str) -> contextlib.AbstractContextManager[Any]:
-    """Within it the products of a network are in bfloat16, where the precision says so."""
-    return (
-        torch.autocast(device, torch.bfloat16)
-        if precision == "bfloat16"
-        else contextlib.nullcontext()
-    )
+    """Return a context in which a network's products have the precision.
+
+    Args:
+        precision: Type of the products.
+        device: Type of the device.
+
+    Returns:
+        Autocast to bfloat16, or a context that does nothing.
+    """
+    if precision == "bfloat16":
+        return torch.autocast(device, torch.bfloat16)
+    return contextlib.nullcontext()
 
 
 def mean_loss(
     losses: Sequence[Float[Tensor, "*k"]], shape: tuple[int, ...] = ()
 ) -> Float[Tensor, "*k"]:
-    """The mean over steps, in float64 on the CPU: losses that lie on a device move here once."""
-    found = (
-        torch.stack(list(losses)).cpu().double()
-        if losses
-        else torch.zeros(1, *shape, dtype=torch.float64)
-    )
-    return found.cumsum(0)[-1] / max(1, len(losses))
+    """Compute the mean of the losses of all steps, in float64 on the CPU.
+
+    Args:
+        losses: Loss of each step.
+        shape: Shape of a loss, for an update without steps.
+
+    Returns:
+        The mean; 0 without steps.
+    """
+    if not losses:
+        return torch.zeros(*shape, dtype=torch.float64)
+    stacked = torch.stack(list(losses)).cpu().double()
+    return stacked.cumsum(0)[-1] / len(losses)
 
 
 def local_update_(
@@ -163,45 +224,63 @@ def local_update_(
     training: Training,
     draw: np.random.Generator,
 ) -> float:
-    """Train `theta` in place on `shard` (alg:FedCB2O, LocalUpdate); the mean of the mini-batch losses.
+    """Train a model in place (alg:FedCB2O, LocalUpdate).
 
-    `module` gives the network; its parameters are bound to `theta`. Not finite where training diverged.
+    Args:
+        theta: The model, to which the parameters of `module` are bound.
+        module: The network.
+        shard: Training samples.
+        training: Settings.
+        draw: Source of randomness.
+
+    Returns:
+        Mean of the mini-batch losses; not finite if training diverged.
+
+    Raises:
+        ConfigError: An optimiser replaced parameters in place of changing them.
     """
     bind_(module, theta)
     parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
-    x = features(shard.x)
-    steps = batched_mini_batches([len(shard)], training, [draw], theta.device)
-    losses = []
-    own = training.optimiser
     lr = training.lambda2 * training.gamma
-    step = (
-        _sgd(parameters, lr, training.momentum) if own is None else make_step(own, parameters, lr)
-    )
-    with training_mode(module, training, draw, theta.device.type):
-        for (chosen,) in steps:
-            with autocast(training.precision, theta.device.type):
-                found = module(x[chosen])
-                labels = shard.y[chosen]
-                if training.loss is None:
-                    loss = F.cross_entropy(found, labels)
-                else:
-                    loss = per_sample_losses(training.loss, found, labels, 1).mean()
-            grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-            # Fused SGD reads memory as it lies, and a convolution in channels-last has gradients that lie otherwise.
-            gradients = [gradient.contiguous() for gradient in grads]
-            step(gradients)
+    step = _make_step(training, parameters, lr)
+    x, device = features(shard.x), theta.device
+    batches = batched_mini_batches([len(shard)], training, [draw], device)  # before the seed
+    losses = []
+
+    with training_mode(module, training, draw, device.type):
+        for (batch,) in batches:
+            with autocast(training.precision, device.type):
+                outputs = module(x[batch])
+                loss = _batch_loss(training.loss, outputs, shard.y[batch])
+            gradients = torch.autograd.grad(
+                loss, parameters, allow_unused=True, materialize_grads=True
+            )
+            # Fused SGD reads memory in order, and the gradients of a channels-last convolution are
+            # in another order.
+            step([gradient.contiguous() for gradient in gradients])
             losses.append(loss.detach())
-    if own is not None and not is_bound(module, theta):
+
+    if training.optimiser is not None and not is_bound(module, theta):
         raise ConfigError(
-            f"the optimiser `{optimiser_name(own)}` puts new tensors in the place of parameters: let it write into those that "
-            "it is given, by `p.add_()` or `p.copy_()`"
+            f"the optimiser `{optimiser_name(training.optimiser)}` puts new tensors in the place "
+            "of parameters: let it write into those that it is given, by `p.add_()` or `p.copy_()`"
         )
     assert is_bound(module, theta), "training moved a parameter out of its row"
     return float(mean_loss(losses))
 
 
-def _sgd(parameters: list[Tensor], lr: float, factor: float) -> Callable[[list[Tensor]], None]:
-    """What takes a step of SGD with momentum by gradients."""
+def _batch_loss(loss: Loss | None, outputs: Tensor, targets: Tensor) -> Tensor:
+    if loss is None:
+        return F.cross_entropy(outputs, targets)
+    return per_sample_losses(loss, outputs, targets, 1).mean()
+
+
+def _make_step(
+    training: Training, parameters: list[Tensor], lr: float
+) -> Callable[[list[Tensor]], None]:
+    """Return the step of the optimiser, a function of the gradients."""
+    if training.optimiser is not None:
+        return make_step(training.optimiser, parameters, lr)
     momentum: list[Tensor | None] = [None] * len(parameters)
 
     def step(gradients: list[Tensor]) -> None:
@@ -213,7 +292,7 @@ def _sgd(parameters: list[Tensor], lr: float, factor: float) -> Callable[[list[T
                 momentum,
                 fused=True,
                 weight_decay=0.0,
-                momentum=factor,
+                momentum=training.momentum,
                 lr=lr,
                 dampening=0.0,
                 nesterov=False,

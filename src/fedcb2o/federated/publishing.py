@@ -124,7 +124,7 @@ class Outbox:
     def _locate_receivers(
         self, receivers: Int[np.ndarray, " m"]
     ) -> tuple[Indices, Bool[np.ndarray, " m"]]:
-        """Return the position of agents among the deceived receivers, and whether they are there."""
+        """Find agents among the receivers; return positions and whether they are there."""
         position = self.receivers.searchsorted(receivers)
         return position, self.receivers.take(position, mode="clip") == receivers
 
