@@ -12,7 +12,7 @@ grid = {
     "rounds": 8,
     "attacks": {
         "Label flip": {"attack": {"name": "label_flip", "source": 9, "target": 4}},
-        "Trash": {"attack": {"name": "trash"}},
+        "Trash": {"attack": {"name": "random_model"}},
     },
     "defences": {
         "FedCB2O": {},

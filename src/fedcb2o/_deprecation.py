@@ -1,7 +1,7 @@
 """Former names of modules, functions and fields, kept for one minor version.
 
-Every use of a former name gives a DeprecationWarning that names the new one. Renamed parameters of
-plug-ins are declared where the plug-in is defined (see `fedcb2o.plugins`).
+Every use of a former name gives a DeprecationWarning that names the new one. Renamed plug-ins
+and parameters are in `fedcb2o.renamed`.
 """
 
 import functools
@@ -25,7 +25,7 @@ FORMER_MODULES: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "fedcb2o.federated.aggregate": (
         "fedcb2o.federated.aggregation.base",
-        {"Form": "RuleSignature", "form": "rule_signature"},
+        {"Form": "RuleSignature", "form": "fedcb2o.federated.aggregation.base._form"},
     ),
     "fedcb2o.federated.data_poisoning": ("fedcb2o.federated.attacks.data_poisoning", {}),
     "fedcb2o.federated.model_poisoning": (

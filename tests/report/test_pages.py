@@ -31,6 +31,7 @@ def test_published_pictures_are_drawn_of_the_values_that_are_kept(page):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* is now called:DeprecationWarning")
 @pytest.mark.parametrize(
     "file", sorted(DOCS.glob("benchmark/*/grid.toml")), ids=lambda file: file.parent.name
 )
