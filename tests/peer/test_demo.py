@@ -202,6 +202,7 @@ def test_a_folder_that_holds_anything_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_signal_leaves_no_process(tmp_path):
     script = f"""

@@ -59,6 +59,7 @@ def whole(
     )
 
 
+@pytest.mark.slow
 def test_members_that_are_killed_stopped_short_of_disk_and_wrong_about_the_time(tmp_path):
     """Four of five nodes have a fault each; all resume and end with a good model."""
     with nodes(tmp_path, 5, changes=CHANGES, **PACE) as peers:
@@ -225,9 +226,8 @@ def refused(peers: Nodes, j: int, *, out: Path | None = None, **options: Any) ->
     return line
 
 
-@pytest.mark.parametrize(
-    ("count", "rounds"), [(4, 20), pytest.param(8, 50, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "rounds"), [(4, 20), (8, 50)])
 @pytest.mark.timeout(120)
 def test_a_certificate_that_ends_cuts_its_member_off_until_it_is_renewed(count, rounds, tmp_path):
     changes = {**CHANGES, "rounds": rounds}

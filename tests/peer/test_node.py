@@ -127,7 +127,13 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("released", "everyone")))
+        for name in ALGORITHMS
+    ],
+)
 def test_every_kind_of_algorithm_reproduces_the_simulation(name, tmp_path):
     changes = {**CHANGES, "rounds": 3, "algorithm": ALGORITHMS[name]}
     settings, made = in_memory(tmp_path, 6, changes)
@@ -137,7 +143,7 @@ def test_every_kind_of_algorithm_reproduces_the_simulation(name, tmp_path):
         assert_same(model_of(tmp_path / f"out-{j}"), models[j])
 
 
-@pytest.mark.parametrize("buffers", ["shared", "local"])
+@pytest.mark.parametrize("buffers", [pytest.param("shared", marks=pytest.mark.slow), "local"])
 def test_statistics_of_norms_reproduce_the_simulation_and_are_written(buffers, tmp_path):
     path = "tests.networks:with_norms"
     changes = {

@@ -456,6 +456,7 @@ def test_closing_waits_for_all_that_would_come_back_into_python(
     assert [list(answers) for answers in waiting] == [[]] * 20
 
 
+@pytest.mark.slow
 def test_a_program_that_forgets_to_close_ends_in_silence(
     organisations: Any, tmp_path: Path
 ) -> None:
