@@ -1,4 +1,4 @@
-"""The command line: run, bench, compare, report, track, presets, schema, minimize, data, peer.
+"""The command line `fedcb2o`.
 
 The modules of a command are imported when it runs, so that help and errors do not wait for PyTorch.
 """
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def _usage_message(error: Any) -> str:
-    """Return the message of a usage error; empty if the help was printed instead."""
+    """Return the message of a usage error; empty after help."""
     text = _one_line(error.format_message()).replace(": Value error, ", ": ")
     if not text:
         return ""

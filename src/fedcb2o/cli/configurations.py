@@ -20,7 +20,7 @@ def presets(
         ),
     ] = None,
 ) -> None:
-    """List the presets, one per line, or print one as a file for `fedcb2o run`.
+    """List the presets, or print one as a configuration file.
 
     Example: fedcb2o presets digits-fedcb2o > mine.toml
     """
@@ -40,7 +40,7 @@ def schema(
         bool, typer.Option("--grid", help="Print the schema of a grid file instead.")
     ] = False,
 ) -> None:
-    """Print the JSON Schema of a configuration, with which editors complete, explain and check it.
+    """Print the JSON Schema of a configuration, for editors.
 
     Example: fedcb2o schema > fedcb2o.schema.json, and in the first line of mine.toml:
     #:schema fedcb2o.schema.json

@@ -23,28 +23,28 @@ _DataDirOption = Annotated[
 
 
 def emnist(source: _SourceOption = None, data_dir: _DataDirOption = None) -> Path:
-    """Get EMNIST (Cohen et al. 2017): download and verify it, or take IDX files or gzip.zip."""
+    """Get EMNIST (Cohen et al. 2017): a download, IDX files or gzip.zip."""
     from fedcb2o.data.sets._emnist import RELEASE
 
     return _get(RELEASE, source, data_dir, "emnist-small-fedcb2o")
 
 
 def mnist(source: _SourceOption = None, data_dir: _DataDirOption = None) -> Path:
-    """Get MNIST (LeCun et al. 1998): download and verify it, or take IDX files."""
+    """Get MNIST (LeCun et al. 1998): a download or IDX files."""
     from fedcb2o.data.sets._mnist import RELEASE
 
     return _get(RELEASE, source, data_dir, "digits-fedcb2o --set data.name=mnist")
 
 
 def fashion_mnist(source: _SourceOption = None, data_dir: _DataDirOption = None) -> Path:
-    """Get Fashion-MNIST (Xiao et al. 2017): download and verify it, or take IDX files."""
+    """Get Fashion-MNIST (Xiao et al. 2017): a download or IDX files."""
     from fedcb2o.data.sets._fashion_mnist import RELEASE
 
     return _get(RELEASE, source, data_dir, "digits-fedcb2o --set data.name=fashion_mnist")
 
 
 def cifar10(source: _SourceOption = None, data_dir: _DataDirOption = None) -> Path:
-    """Get CIFAR-10 (Krizhevsky 2009): download and verify its binary version, or take its files."""
+    """Get CIFAR-10 (Krizhevsky 2009): a download of its binary version or files."""
     from fedcb2o.data.sets._cifar10 import RELEASE
 
     example = "digits-fedcb2o --set data.name=cifar10 --set model.name=resnet"

@@ -19,7 +19,7 @@ class _StderrHandler(logging.Handler):
 
 @contextlib.contextmanager
 def stderr_logging() -> Iterator[None]:
-    """Print log lines to standard error within this context, warnings with the prefix "Note: ".
+    """Print log lines to standard error within this context.
 
     Yields:
         Nothing.

@@ -113,7 +113,7 @@ def renew(
         typer.Option(metavar="HOST:PORT", help="With --out: new address for other members."),
     ] = None,
 ) -> Path:
-    """Make a new TLS certificate, without notice to other members; the next `peer run` uses it."""
+    """Make a new TLS certificate, which the next `peer run` uses."""
     from fedcb2o.peer.membership.identity import Identity
 
     own_identity = Identity.read(identity)
@@ -182,7 +182,7 @@ def federation(
     ] = None,
     data_dir: _DataDirOption = None,
 ) -> Path:
-    """Write the agreement of all members: the experiment, and the members as its agents.
+    """Write the agreement of all members on one experiment.
 
     A member that runs with the file agrees to it. Until then it may be edited; all members need
     the same file.
@@ -236,7 +236,7 @@ def amend(
         typer.Option(metavar="NAME.member.toml", help="A new member. Repeatable."),
     ] = None,
 ) -> Path:
-    """Write the next version of a federation; most of the present members must sign it."""
+    """Write the next version, which most present members must sign."""
     from fedcb2o.peer.membership.federation import (
         amend_federation,
         read_federation,
@@ -274,7 +274,7 @@ def sign(
         ),
     ] = None,
 ) -> Path:
-    """Sign a new version of a federation, or print its changes before that."""
+    """Sign a new version of a federation, or print its changes."""
     from fedcb2o.peer.membership.federation import read_federation, sign_federation
     from fedcb2o.peer.membership.identity import Identity
 
@@ -289,7 +289,7 @@ def sign(
 
 
 def _print_federation(federation: "Federation", path: Path) -> None:
-    """Print the changes of a version, and the members who may still sign it."""
+    """Print the changes of a version and its missing signatures."""
     print(f"{path}: {federation.verification_phrase}")
     for change in federation.describe_changes():
         print(f"- {change}")
@@ -326,7 +326,7 @@ def proof(
         ),
     ] = None,
 ) -> None:
-    """Verify, offline, a proof that a member signed two different models for one round."""
+    """Verify a proof that a member signed two models for one round."""
     from fedcb2o.peer.membership.federation import read_federation
     from fedcb2o.peer.wire.equivocation import verify_proof
 
@@ -380,7 +380,7 @@ def check(
     data_dir: _DataDirOption = None,
     own: _UserFunctionsOption = None,
 ) -> None:
-    """Check that all members are reachable and agree, one line per member with the remedy.
+    """Check that all members are reachable and agree.
 
     All members may check at the same time. The first line has the run's id, to compare with the
     others. With --data, the data are checked too. The exit status is 1 if a check fails.
@@ -409,7 +409,7 @@ def check(
 def _print_data_sizes(
     federation: "Federation", agent_id: int, data: str, data_dir: Path | None
 ) -> None:
-    """Print the numbers of samples of a member's data, or raise an error if they do not fit."""
+    """Print the numbers of samples of a member's data."""
     from fedcb2o.peer.node.agent import agent_from_dataset, load_member_dataset
 
     dataset = load_member_dataset(data, federation, data_dir)

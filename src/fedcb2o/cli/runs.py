@@ -31,7 +31,7 @@ class _AgentSummary(StrEnum):
 
 
 def _validate_cluster_address(value: str | None) -> str | None:
-    """Validate the address before other arguments, which may have been taken for it."""
+    """Validate the address of a cluster, before other arguments."""
     if value is not None:
         from fedcb2o.experiments.config.arguments import check_address
 
@@ -274,7 +274,7 @@ def bench(
     track: _TrackOption = None,
     quiet: _QuietOption = False,
 ) -> Path | None:
-    """Run a grid: every defence against every attack, each for all of its seeds.
+    """Run a grid: every defence against every attack, for all seeds.
 
     Example: fedcb2o bench quick --out runs/quick, then: fedcb2o report runs/quick
     """
@@ -325,7 +325,7 @@ def compare(
         ),
     ] = _AgentSummary.mean,
 ) -> None:
-    """Print the paper's Table 1 of runs: mean and 95% interval over seeds at the last round."""
+    """Print the paper's Table 1 of runs, at the last round."""
     from fedcb2o.records import Run
 
     _print_table([Run(folder) for folder in runs], over)
@@ -344,7 +344,7 @@ def report(
         ),
     ] = None,
 ) -> Path:
-    """Write tables, figures and a page of runs or of a grid; print the main table."""
+    """Write the report of runs or of a grid; print its table."""
     from fedcb2o.records import Run
     from fedcb2o.report import is_grid
     from fedcb2o.report import report as write_report
@@ -413,7 +413,7 @@ def track(
         ),
     ],
 ) -> list[Path]:
-    """Copy the records of finished or running runs and grids to TensorBoard or MLflow.
+    """Copy the records of runs and grids to TensorBoard or MLflow.
 
     Example: fedcb2o track runs/mine --to tensorboard, then: tensorboard --logdir runs/mine
     """

@@ -11,7 +11,7 @@ IGNORE_SECONDS = 5.0  # time after a signal in which others are ignored: several
 
 
 class SignalGuard:
-    """Handlers that end a command on SIGTERM and SIGHUP as on Ctrl-C, so that it cleans up.
+    """Handlers that end a command on SIGTERM and SIGHUP like Ctrl-C.
 
     A signal with another handler keeps it. A command that has begun to end ignores signals for a
     few seconds. Later it obeys again, because a user's function may have swallowed the first one

@@ -1,4 +1,4 @@
-"""The files of a run and their readers: one folder per run, with one folder per seed.
+"""Files of a run and their readers.
 
 Records do not depend on how a round is computed. A record is lost only with its round: lines of
 logs are appended as a whole, other files are replaced as a whole, and a failed write keeps the old

@@ -1,4 +1,4 @@
-"""Summaries of a table of records: final scores per seed, and selections of rounds."""
+"""Summaries of records: final scores per seed, and selected rounds."""
 
 import math
 from typing import Any
@@ -46,7 +46,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def agent_statistics(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, float]:
-    """Compute the mean, the worst and the mean of the worst tenth over benign agents.
+    """Compute the mean, the worst and the worst tenth over agents.
 
     Args:
         metric: Name of a metric in `METRICS`, which has the direction of worse values.
@@ -72,7 +72,7 @@ def agent_statistics(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, 
 
 
 def last_round(table: pd.DataFrame) -> pd.DataFrame:
-    """Select the records of benign agents at the last evaluated round of each seed.
+    """Select benign agents at the last evaluated round of each seed.
 
     Args:
         table: `Run.records`.
@@ -87,7 +87,7 @@ def last_round(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def last_fifth(table: pd.DataFrame) -> pd.DataFrame:
-    """Select the rows of the last fifth of the rounds of each seed, at least one round.
+    """Select the last fifth of the rounds of each seed.
 
     Args:
         table: Records with the columns `seed` and `round`.

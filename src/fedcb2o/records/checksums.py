@@ -1,4 +1,4 @@
-"""Checksums of the files of a seed: sums.json, written when the seed begins and when it ends.
+"""Checksums of the files of a seed, in its sums.json.
 
 A reader verifies a file before it uses it, so that a truncated, changed or exchanged file is
 refused by name. A growing log has its checksum in the header of each checkpoint, which is the
@@ -84,7 +84,7 @@ class Manifest:
         return cls(seed, settings_digest(settings), rounds, False, files)._write(folder)
 
     def record_checkpoint(self, folder: Path, rounds: int) -> "Manifest":
-        """Record that the seed has a checkpoint; only the first one is written.
+        """Record the first checkpoint of the seed.
 
         Args:
             folder: Folder of the seed.
@@ -169,7 +169,7 @@ class Manifest:
         return self.settings == settings_digest(settings)
 
     def can_resume(self, settings: Mapping[str, Any]) -> bool:
-        """Return True if a run with these settings may have reached this state.
+        """Return True if a run with these settings may continue.
 
         Args:
             settings: Settings of the run.

@@ -1,4 +1,4 @@
-r"""Files that are replaced as a whole, and the errors of damaged ones.
+r"""Files that are replaced as a whole, and their errors.
 
 >>> to_json({"accuracy": float("nan"), "rounds": 2})
 b'{\n "accuracy": null,\n "rounds": 2\n}\n'
@@ -168,7 +168,7 @@ def to_plain(value: object) -> Any:
 
 
 def drop_none(value: Any) -> Any:
-    """Return a table without the keys whose value is None, at any depth.
+    """Return a table without keys of the value None.
 
     Args:
         value: Table, list or scalar.
@@ -184,7 +184,7 @@ def drop_none(value: Any) -> Any:
 
 
 def fsync(path: Path) -> None:
-    """Force a file, or the list of files of a folder, to the disk.
+    """Force a file or a folder's list of files to disk.
 
     Args:
         path: File or folder.

@@ -1,4 +1,4 @@
-"""Logs of a seed with one JSON line per round: appended whole, truncated for a resume, and read."""
+"""Logs of a seed with one JSON line per round."""
 
 import hashlib
 import json
@@ -111,7 +111,7 @@ class RoundLog:
                 raise write_error(path, error) from error
 
     def truncate(self, rounds: int) -> None:
-        """Truncate every log to the lines up to a round, as a resume from its checkpoint needs.
+        """Truncate every log after a round, for a resume from its checkpoint.
 
         Args:
             rounds: Last round to keep.

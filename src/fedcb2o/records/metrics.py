@@ -1,4 +1,4 @@
-"""The metrics of a run: name, label, direction and format of each, in one place.
+"""Metrics of a run: name, label, direction and format of each.
 
 Records, progress, trackers and reports read this table.
 

@@ -193,7 +193,7 @@ class Run:
                 manifest.verify_all(self._seed_directory(seed))
 
     def _manifest(self, seed: int) -> Manifest | None:
-        """Read the checksums of one seed and require that seed and settings match."""
+        """Read the checksums of one seed, and verify seed and settings."""
         folder = self._seed_directory(seed)
         manifest = Manifest.read(folder)
         if manifest is None:
@@ -227,7 +227,7 @@ class Run:
 
     @cached_property
     def records(self) -> pd.DataFrame:
-        """One row per seed, round and agent: its description and metrics, NaN for a missing value.
+        """One row per seed, round and agent: description and metrics.
 
         Accuracies and rates are fractions of 1. They exist in evaluated rounds and for benign
         agents. `test_loss`, `global_accuracy` and `global_loss` are columns of runs that measure
@@ -286,7 +286,7 @@ class Run:
 
     @cached_property
     def pairs(self) -> pd.DataFrame:
-        """One row per seed, round, agent and peer with a received model: its weight in m_j.
+        """One row per received model: its weight in m_j.
 
         The agent's weight of its own model is in the row where `peer` equals `agent`, so that the
         rows of an agent and round sum to 1. `f` is the number of attackers that the rule assumes,
@@ -371,7 +371,7 @@ class Run:
         seed: int | None = None,
         data_dir: str | PathLike[str] | None = None,
     ) -> pd.DataFrame:
-        """Compute the confusion matrix of the model of an agent on its test samples.
+        """Compute the confusion matrix of an agent on its test samples.
 
         Args:
             agent: Id of the agent, from 0.

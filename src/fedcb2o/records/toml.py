@@ -1,4 +1,4 @@
-"""TOML written by hand, read in one place: every fault is a ValueError of one line.
+"""Reader of TOML files, with ValueErrors of one line.
 
 >>> parse_toml(b"rounds = 3")
 {'rounds': 3}

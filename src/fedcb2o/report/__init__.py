@@ -1,4 +1,4 @@
-"""Reports: tables, figures and pages from the records of runs and grids, without training."""
+"""Reports: tables, figures and pages from records, without training."""
 
 from fedcb2o.records import summary
 from fedcb2o.report.agent_figures import (

@@ -1,4 +1,4 @@
-"""Figures of agents: sample images of each cluster, and the weights between agents."""
+"""Figures of sample images and of weights between agents."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def add_weight_colorbar(figure: Figure, ax: Axes, drawn: Any, **options: Any) ->
 
 @mpl.rc_context(STYLE)
 def sample_images(run: Run) -> Figure | None:
-    """Draw the same images in the form that each cluster sees, one row per cluster.
+    """Draw the same images as each cluster sees them.
 
     Args:
         run: Run to draw.
@@ -87,7 +87,7 @@ def sample_images(run: Run) -> Figure | None:
 
 @mpl.rc_context(STYLE)
 def weight_matrix(run: Run) -> Figure | None:
-    """Draw the weight of each peer's model (column) in the average of each agent (row).
+    """Draw the weights of received models, agents by peers.
 
     Weights are means over the last fifth of the rounds and over seeds with the same malicious
     agents. Agents are ordered by cluster, benign ones first. The diagonal is the weight of the
@@ -128,7 +128,7 @@ def weight_matrix(run: Run) -> Figure | None:
 
 
 def _mean_weights(run: Run, pairs: pd.DataFrame, seed: int, count: int) -> np.ndarray:
-    """Average the weights over rounds and over the seeds with the same malicious agents."""
+    """Average the weights over rounds and seeds with equal roles."""
     roles = run.agents.groupby("seed")[["cluster", "malicious"]].apply(
         lambda table: table.to_numpy().tolist()
     )
@@ -141,7 +141,7 @@ def _mean_weights(run: Run, pairs: pd.DataFrame, seed: int, count: int) -> np.nd
 
 
 def _label_groups(ax: Axes, groups: "pd.Series[int]") -> None:
-    """Draw lines between clusters and roles, and label them; `groups` has their sizes."""
+    """Separate and label clusters and roles; `groups` has their sizes."""
     sizes = groups.to_numpy()
     ends = np.cumsum(sizes)
     for end, (cluster, _), (next_cluster, _) in zip(
@@ -160,7 +160,7 @@ def _label_groups(ax: Axes, groups: "pd.Series[int]") -> None:
 
 
 def _describe_matrix(title: str, matrix: np.ndarray, agents: pd.DataFrame) -> str:
-    """Describe the weights that the benign agents of each cluster give to kinds of peers."""
+    """Describe the weights from benign agents to kinds of peers."""
     rows = agents.sort_values("agent")
     clusters = rows.cluster.to_numpy()
     malicious = rows.malicious.to_numpy(bool)

@@ -21,7 +21,7 @@ _MIN_CURVE_POINTS = 3  # a line with fewer points is described by its first valu
 
 
 def describe_figure(figure: Figure) -> str:
-    """Describe each panel of a figure in one sentence: ends of lines and heights of bars.
+    """Describe each panel of a figure in one sentence.
 
     Args:
         figure: Figure to describe; its label replaces the description.
@@ -78,7 +78,7 @@ def _describe_step_areas(ax: Axes) -> Iterator[str]:
 
 
 def _describe_bars(ax: Axes, value_axis: Axis, group_axis: Axis) -> list[str]:
-    """Describe the bars group by group, or by their ranges if there are too many."""
+    """Describe the bars by group, or many bars by their ranges."""
     ticks = [text.get_text().replace("\n", " ") for text in group_axis.get_ticklabels()]
     groups: dict[str, list[str]] = {tick: [] for tick in ticks}
     ranges = []

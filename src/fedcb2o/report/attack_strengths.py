@@ -1,4 +1,4 @@
-"""Strengths of attacks: the tested and the chosen ones of each defence, from strengths.json."""
+"""Tested and chosen strengths of attacks, from strengths.json."""
 
 import json
 from typing import Any

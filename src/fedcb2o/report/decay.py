@@ -1,4 +1,4 @@
-"""Figure of the decay of V (eq:V) over time, with the rate of thm:main.
+"""Figure of the decay of V (eq:V), with thm:main's rate.
 
 V is half the mean squared distance of the particles to the target (García Trillos et al., arXiv
 2412.02535). The figure draws plain arrays, a `Decay`, in the colours of `figures`.
@@ -48,7 +48,7 @@ class Decay:
 
 
 def draw_decay(ax: Axes, decay: Decay) -> None:
-    """Draw V over time on a log scale, with the theory and the fit.
+    """Draw V over time, with the theory and the fit.
 
     Args:
         ax: Axes to draw on.

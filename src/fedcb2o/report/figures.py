@@ -1,4 +1,4 @@
-"""Figures of runs: learning curves, received peers (the paper's Figure 6), source-class samples.
+"""Figures of runs: learning curves, received peers, source-class samples.
 
 A panel draws on given axes, so that several panels are one figure in a file and separate figures,
 which wrap, on a page. No global state of matplotlib changes. The colours are those of Okabe and Ito
@@ -299,7 +299,7 @@ def _draw_curves(lines: Sequence[Curve], metric: str, ax: Axes) -> None:
 
 
 def _draw_curve(ax: Axes, means: pd.DataFrame, name: str, i: int) -> None:
-    """Draw the mean over seeds (columns) by round (index), with its band, in the i-th style."""
+    """Draw the mean of columns with its band, in style i."""
     middle = means.mean(axis="columns")
     deviation = means.std(axis="columns", ddof=1).fillna(0.0)
     x = means.index.to_numpy()
@@ -347,7 +347,7 @@ def _draw_peer_kinds(
     top: float,
     ax: Axes,
 ) -> None:
-    """Draw grouped bars of one run: one group per cluster, one bar per kind of peer."""
+    """Draw bars of one run by cluster and kind of peer."""
     clusters = sorted(statistics.cluster.unique())
     selections = {
         kind: statistics[(statistics.peer == kind[0]) & (statistics.relation == kind[1])]
@@ -384,7 +384,7 @@ def _draw_peer_kinds(
 
 
 def _axis_maximum(tables: Sequence[pd.DataFrame], value: str) -> float:
-    """Compute the end of the axis of a value in all runs, above every bar and deviation."""
+    """Compute an axis limit above the bars of all runs."""
     ends = [0.05]
     for statistics in tables:
         groups = statistics.groupby(["cluster", "peer", "relation"])[value]
@@ -434,7 +434,7 @@ def _criterion_round(run: Run) -> int:
 
 
 def figure_title(run: Run, label: str) -> str:
-    """Return the title of a run in a figure, with T_G set as in the paper.
+    """Return the title of a run in a figure, with T_G typeset.
 
     Args:
         run: Run with the value of T_G.

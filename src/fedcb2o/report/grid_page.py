@@ -1,4 +1,4 @@
-"""The report of a grid: its matrices as files, and one HTML page with all of them."""
+"""Report of a grid: its matrices as files and one page."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,7 +93,7 @@ _REGRET_CAPTION = (
 
 
 def report_grid(results: GridResults, out: Path) -> list[Path]:
-    """Write the matrices, the data behind them and the page of a grid.
+    """Write the matrices, the data and the page of a grid.
 
     `grid.toml` and `summary.csv` are among the files; from them the report can be made again.
 
@@ -148,7 +148,7 @@ def _write_data(page: Page, results: GridResults, views: Sequence[SettingResults
 
 
 def grid_notes(results: GridResults) -> Iterator[str]:
-    """Describe missing and failed runs, and measurements on other data than the test set.
+    """Describe missing runs, failed runs, and measurements on tuning data.
 
     Args:
         results: Results of the grid.
@@ -250,7 +250,7 @@ def _write_headline(page: Page, view: SettingResults, start: str) -> None:
 
 
 def _write_across(page: Page, results: GridResults, views: Sequence[SettingResults]) -> None:
-    """Write each column of the compared metrics with all settings side by side."""
+    """Write the columns of the compared metrics in all settings."""
     page.add_heading("Across settings", is_section=True)
     for value in COMPARED_METRICS:
         columns: dict[str, None] = {}
@@ -269,7 +269,7 @@ def _write_across(page: Page, results: GridResults, views: Sequence[SettingResul
 
 
 def _remaining_metrics(view: SettingResults) -> list[str]:
-    """Return the metrics without a heat map, with those of single clusters if there are several."""
+    """Return the metrics without a heat map."""
     cluster_metrics = [
         name for name in metric_names(view.rows) if "_cluster_" in name and name not in GRID_METRICS
     ]
@@ -298,7 +298,7 @@ class _MatrixData:
 
 
 def _metric_data(view: SettingResults, value: str) -> _MatrixData:
-    """Collect the numbers of a metric; shades are distances to the best value of all."""
+    """Collect the numbers of a metric, shaded by distance to the best."""
     statistics = seed_statistics(view.rows, value)
     worst_columns = {}
     direction = metric_info(value).worse_direction
@@ -328,7 +328,7 @@ def _means_and_half_widths(
     columns: Sequence[str],
     worst_columns: Mapping[str, Mapping[str, str]],
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Arrange means and half widths, defences by columns, and append the worst columns."""
+    """Arrange means and half widths, and append the worst columns."""
     tables = []
     for values in (statistics["mean"], statistics.high - statistics["mean"]):
         table = view.pivot(values, columns)
@@ -350,7 +350,7 @@ def _write_matrix(
     data: _MatrixData,
     caption: str,
 ) -> None:
-    """Write a matrix as a table in the colours of its heat map, and the heat map as a file."""
+    """Write a matrix as a coloured table and as a heat map."""
     page.add_table(title, name, table, caption, shades=shade_intensity(data.shades))
     page.write_file(f"{name}.png", to_png(_draw_matrix(view, data)))
 
@@ -388,7 +388,7 @@ def _draw_matrix(view: SettingResults, data: _MatrixData) -> Figure:
 
 
 def _write_difference(page: Page, name: str, view: SettingResults, value: str) -> None:
-    """Write the differences to the reference as a table and a heat map, if there are any."""
+    """Write the differences to the reference as table and heat map."""
     reference = view.results.reference
     statistics = paired_differences(view.rows, value, reference)
     if not len(statistics):
@@ -456,7 +456,7 @@ def _tuning_caption(results: GridResults) -> str:
 
 
 def _write_definitions(page: Page, results: GridResults) -> None:
-    """Add the meaning of each name, and the settings that all cells share."""
+    """Add the meaning of each name, and the shared settings."""
     for axis in ("settings", "defences", "attacks"):
         entries = results.table.get(axis)
         if not entries:
@@ -484,7 +484,7 @@ def _long_table(view: SettingResults) -> pd.DataFrame:
 
 
 def _statistics_table(view: SettingResults) -> pd.DataFrame:
-    """Build one row for each cell and metric: statistics, and the difference to the reference."""
+    """Build statistics and differences to the reference, by cell and metric."""
     rows = _long_table(view)
     reference = view.results.reference
     differences = paired_differences(rows, "value", reference, "metric").add_prefix("difference_")

@@ -1,4 +1,4 @@
-"""Results of a grid: one row per run, read from its runs or from the `summary.csv` of a report.
+"""Results of a grid, one row per run.
 
 A baseline is a run without attack. Its malicious agents train on true labels ("clean"), or do not
 exist ("removed"). The row of a baseline has no attack; the row of an attacked cell names its
@@ -77,7 +77,7 @@ class GridResults:
 
     @property
     def settings(self) -> list[str]:
-        """The settings in the order of the grid; one with an empty name for a grid without any."""
+        """The settings in the order of the grid; [""] without any."""
         return [*self.table.get("settings", {})] or [""]
 
     @property
@@ -96,7 +96,7 @@ class GridResults:
         return [*self.table["seeds"]]
 
     def defence_seeds(self, defence: str) -> list[int]:
-        """Return the seeds of one defence, possibly fewer than those of the grid.
+        """Return the seeds of one defence, which may be fewer.
 
         Args:
             defence: Name of the defence.
@@ -110,7 +110,7 @@ class GridResults:
 
     @property
     def reference(self) -> str:
-        """The defence that the others are compared with: that of the grid, or the first."""
+        """The defence that the others are compared with."""
         return str(self.table.get("reference") or self.defences[0])
 
     def algorithm_name(self, defence: str) -> str:
@@ -124,12 +124,12 @@ class GridResults:
         return str(algorithm.get("name"))
 
     def summary_csv(self) -> str:
-        """Return the rows as CSV, which is, with grid.toml, all the input of a report."""
+        """Return the rows as CSV, the input of a report."""
         return self.rows.to_csv(index=False, float_format=f"%.{_SIGNIFICANT_DIGITS}g")
 
 
 def is_grid(folder: Path) -> bool:
-    """Return True if a folder is that of a grid, or has the summary of one.
+    """Return True if a folder has a grid or its summary.
 
     Args:
         folder: Folder to inspect.
@@ -138,7 +138,7 @@ def is_grid(folder: Path) -> bool:
 
 
 def read_grid(folder: Path, reference: str | None = None) -> GridResults:
-    """Read the results of a grid from its runs, or from its summary.csv without runs.
+    """Read the results of a grid from its runs or summary.csv.
 
     Args:
         folder: Folder of the grid.
@@ -214,7 +214,7 @@ def _rows_from_runs(folder: Path, cells: list[dict[str, Any]], seeds: list[int])
 
 
 def metric_names(rows: pd.DataFrame) -> list[str]:
-    """Return the names of the metrics of rows, those of single clusters included.
+    """Return the names of metrics, single clusters included.
 
     Args:
         rows: Rows of `GridResults`.
@@ -239,7 +239,7 @@ def _rows_from_csv(path: Path) -> pd.DataFrame:
 
 
 def _metrics_by_seed(folder: Path, rounds: int) -> dict[int, dict[str, float]]:
-    """Compute the metrics of each seed of a run that has finished all its rounds."""
+    """Compute the metrics of each finished seed of a run."""
     if not (folder / "config.toml").is_file():
         return {}
     run = Run(folder)

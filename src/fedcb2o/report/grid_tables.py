@@ -1,4 +1,4 @@
-"""Tables of a grid's report: one matrix per metric, and summaries of each defence."""
+"""Tables of a grid: one matrix per metric, and summaries."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -185,7 +185,7 @@ class SettingResults:
         return [*baselines, *self.attacks_with(value)]
 
     def pivot(self, values: "pd.Series[Any]", columns: Sequence[str]) -> pd.DataFrame:
-        """Arrange values by (defence, attack) as a table in the order of the grid.
+        """Arrange values by defence and attack, in the grid's order.
 
         Args:
             values: Values with the index levels `defence` and `attack`.
@@ -199,7 +199,7 @@ class SettingResults:
         return table.rename_axis("Defence")
 
     def worst_attacks(self, statistics: pd.DataFrame, value: str) -> dict[str, str]:
-        """Find the attack with the worst mean of a metric for each defence.
+        """Find the worst attack on each defence by a metric.
 
         Args:
             statistics: Result of `seed_statistics` for the metric.
@@ -240,7 +240,7 @@ class SettingResults:
         return self.pivot(rows.groupby(["defence", "attack"]).size(), columns).notna()
 
     def exceeded_cells(self, columns: Sequence[str]) -> pd.DataFrame:
-        """Find cells in which a benign agent received more malicious models than assumed.
+        """Find cells with more malicious models than a rule assumes.
 
         Args:
             columns: Columns of the table.
@@ -287,7 +287,7 @@ def metric_info(value: str) -> GridMetric:
 
 
 def metric_matrix(view: SettingResults, value: str) -> pd.DataFrame:
-    """Build the matrix of one metric, with a last column for the worst attack.
+    """Build the matrix of one metric, with the worst attack last.
 
     Args:
         view: Results in one setting.
@@ -331,7 +331,7 @@ def regret_matrix(view: SettingResults, value: str) -> pd.DataFrame:
 
 
 def worst_regrets(view: SettingResults) -> pd.DataFrame:
-    """Build the table of worst regrets in accuracy, in attack success, and in either.
+    """Build the table of worst regrets in accuracy and attack success.
 
     A dagger marks a rule that received more malicious models than it assumes in that column.
 
@@ -349,7 +349,7 @@ def worst_regrets(view: SettingResults) -> pd.DataFrame:
 
 
 def losses_against_baselines(view: SettingResults) -> pd.DataFrame:
-    """Build the table of the worst effects of attacks against the better baseline.
+    """Build the table of the worst effects of attacks.
 
     Args:
         view: Results in one setting.
@@ -369,7 +369,7 @@ def losses_against_baselines(view: SettingResults) -> pd.DataFrame:
 
 
 def worst_regret_differences(view: SettingResults) -> pd.DataFrame:
-    """Build the table of worst regrets minus those of the reference, paired by seeds.
+    """Build the table of worst regrets minus those of the reference.
 
     An asterisk marks significant differences after Holm's correction over a column.
 
@@ -563,7 +563,7 @@ def describe_changes(changes: object) -> str:
 def _text_table(
     view: SettingResults, texts: "pd.Series[Any]", columns: Sequence[str]
 ) -> pd.DataFrame:
-    """Arrange texts by (defence, attack) as a table, with "failed" in failed cells."""
+    """Arrange texts as a table, with "failed" in failed cells."""
     table = view.pivot(texts, columns).astype(object)
     return table.where(table.notna() | ~view.failed_cells(columns), "failed").fillna("–")
 
@@ -571,7 +571,7 @@ def _text_table(
 def _mark_exceeded(
     view: SettingResults, table: pd.DataFrame, columns: Sequence[str]
 ) -> pd.DataFrame:
-    """Mark cells in which a rule received more malicious models than it assumes."""
+    """Mark cells with more malicious models than a rule assumes."""
     return table.where(~view.exceeded_cells(columns), table + _EXCEEDED_MARK)
 
 
@@ -591,7 +591,7 @@ def _format_differences(statistics: pd.DataFrame, value: str) -> "pd.Series[Any]
 
 
 def _format_with_column(view: SettingResults, statistics: pd.DataFrame) -> "pd.Series[Any]":
-    """Format statistics of defences with the name of their column, and mark exceeded cells."""
+    """Format statistics with the name of their column, and mark them."""
     exceeded = view.exceeded_cells([*view.baselines, *view.attacks])
     texts: pd.Series[Any] = _format_rows(statistics, "accuracy") + " (" + statistics.attack + ")"
     marks = []
@@ -603,7 +603,7 @@ def _format_with_column(view: SettingResults, statistics: pd.DataFrame) -> "pd.S
 
 
 def _worst_case(view: SettingResults, value: str, attacks: Sequence[str]) -> "pd.Series[Any]":
-    """Format a metric under its worst attack for each defence, with the name of the attack."""
+    """Format a metric under its worst attack for each defence."""
     statistics = seed_statistics(view.rows, value)
     worst = worst_attack(statistics, attacks, highest=_is_high_worse(value))
     rows = statistics.loc[list(worst.items())].reset_index("attack")

@@ -1,4 +1,4 @@
-"""Heat maps of matrices: a number in every cell, darker for worse, readable with 20 by 20 cells.
+"""Heat maps of matrices with a number in every cell.
 
 Colours run from light to dark in one hue, or from one hue through white to another for values with
 signs, so that colour-blind readers see the same order. All maps have the same scale. Most of it is
@@ -43,7 +43,7 @@ def draw_heat_map(
     marked: pd.DataFrame | None = None,
     separated: Collection[str] = (),
 ) -> Figure:
-    """Draw a matrix of fractions in percent: the mean, and half its interval below it.
+    """Draw a matrix in percent, with half the interval below means.
 
     Args:
         means: Means, rows by columns; cells with NaN are blank.
@@ -126,7 +126,7 @@ def _percent(value: float, signed: bool) -> str:
 def _draw_number(
     ax: Axes, top: tuple[float, float], text: str, half: float, *, color: str, weight: str
 ) -> None:
-    """Draw a mean, and half its interval in percent below it if there is one."""
+    """Draw a mean, and half its interval below it."""
     x, y = top
     look: dict[str, Any] = {"ha": "center", "va": "center", "color": color}
     has_interval = np.isfinite(half)

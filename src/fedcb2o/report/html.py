@@ -1,4 +1,4 @@
-"""HTML pages that need no other file: templates, style and script, and figures as SVG.
+"""HTML pages that need no other file.
 
 A page inlines the style and the script of `report/static`. Figures are inlined as SVG. Every grey
 is a mix of the colours of text and background, so that figures follow the light or dark mode of the
@@ -156,7 +156,7 @@ def to_png(figure: Figure) -> bytes:
 
 
 def figure_row(figures: Sequence[Figure], name: str) -> Markup:
-    """Render figures side by side, or one below the other on a narrow page.
+    """Render figures in a row that wraps on narrow pages.
 
     Args:
         figures: Figures to draw.
@@ -179,7 +179,7 @@ def figure_row(figures: Sequence[Figure], name: str) -> Markup:
 
 
 def _to_svg(figure: Figure, name: str) -> Markup:
-    """Draw a figure as SVG in the colours of the page, with `name` as the prefix of its ids."""
+    """Draw a figure as SVG; `name` is the prefix of its ids."""
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", dpi=2 * _PIXELS_PER_INCH, metadata=_EMPTY_METADATA)

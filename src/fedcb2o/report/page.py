@@ -1,4 +1,4 @@
-"""The builder of report pages: blocks of one HTML page, and the files next to it.
+"""Builder of report pages and of the files next to them.
 
 >>> from tempfile import TemporaryDirectory
 >>> with TemporaryDirectory() as folder:
@@ -155,7 +155,7 @@ class Page:
         transposed: bool = False,
         shades: pd.DataFrame | None = None,
     ) -> None:
-        """Add a table under a heading and write it as CSV, Markdown and LaTeX.
+        """Add a table under a heading and write its files.
 
         Args:
             title: Heading.
@@ -196,7 +196,7 @@ class Page:
             self.show_figures(list(drawn.values()), slug(title), caption=caption)
 
     def add_panels(self, title: str, name: str, panels: Panels, caption: str) -> None:
-        """Add panels under a heading, one figure each, and write them as one PNG.
+        """Add panels under a heading and write them as one PNG.
 
         Args:
             title: Heading.

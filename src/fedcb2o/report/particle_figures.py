@@ -1,4 +1,4 @@
-"""Figures of particles: their way on the landscape of L and G, and the decay of their distance.
+"""Figures of particles: the landscape of L and G, and decay.
 
 The figures draw plain arrays, a `Scene`, in two panels. The first is the landscape of the first two
 coordinates (for d = 1 the graphs of L and G). The second is V over time (eq:V) with the rate of
@@ -63,7 +63,7 @@ _ICONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """Particles in d dimensions and K clusters, of the first run if there are several.
+    """Particles in d dimensions and K clusters, of one run.
 
     Attributes:
         title: Title of the figure.
@@ -101,7 +101,7 @@ class Scene:
 
 @mpl.rc_context(STYLE)
 def draw_landscape(scene: Scene) -> Figure:
-    """Draw the particles on the landscape at several times, and the decay of V.
+    """Draw the particles at several times, and the decay of V.
 
     Args:
         scene: Data to draw.
@@ -218,7 +218,7 @@ def _format_point(point: np.ndarray) -> str:
 
 
 def _draw_background(ax: Axes, scene: Scene) -> None:
-    """Draw L in grey, its minimisers in black, and G as lines; for d = 1 both as graphs."""
+    """Draw L in grey and G as lines; for d = 1 graphs."""
     if scene.grid is None or scene.lower_values is None:
         return
     if scene.dim == 1:
@@ -261,7 +261,7 @@ def _draw_upper_contours(ax: Axes, grid: np.ndarray, upper: Any) -> None:
 
 
 def _upper_minimiser(scene: Scene) -> tuple[float, float] | None:
-    """Find the minimiser of G on the grid; None if it is at the edge."""
+    """Find the minimiser of G on the grid, unless at its edge."""
     if scene.dim != 2 or scene.upper_values is None or scene.grid is None:
         return None
     row, column = np.unravel_index(np.nanargmin(scene.upper_values), scene.upper_values.shape)
@@ -293,7 +293,7 @@ def _draw_graphs(ax: Axes, scene: Scene) -> None:
 def _drawn_coordinates(
     scene: Scene, points: np.ndarray, k: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the drawn coordinates of points [n, .]; for d = 1 on the graph of L of cluster k."""
+    """Compute drawn coordinates of points; for d = 1 on L's graph."""
     x = points[:, 0]
     if scene.dim == 1 and scene.grid is not None and scene.lower_values is not None:
         y: np.ndarray = np.interp(x, scene.grid, scene.lower_values[k], left=np.nan, right=np.nan)
@@ -452,7 +452,7 @@ def _legend_entries(scene: Scene) -> list[tuple[Any, str]]:
 
 
 def _selected_frames(scene: Scene) -> list[int]:
-    """Select the start, the end, and frames where the distance to the consensus is 1/2 and 1/5.
+    """Select the first, the last and two middle frames.
 
     Frames at equal times replace the middle ones if the distance never falls so far.
     """

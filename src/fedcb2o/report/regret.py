@@ -1,4 +1,4 @@
-"""Regret: distance of a defence to the best one in each column, and in its worst column.
+"""Regret of defences: distance to the best one in each column.
 
 In accuracy a column is an attack or a baseline without attack; in attack success rate it is an
 attack with a target. A defence with a small worst regret suits every column: minimax regret
@@ -13,7 +13,7 @@ from fedcb2o.report.statistics import group_statistics, worst_attack
 
 
 def shortfalls(rows: pd.DataFrame, value: str, *, highest: bool) -> pd.DataFrame:
-    """Compute the regret of each run: its distance to the best defence with the same seed.
+    """Compute the regret of each run against the best defence.
 
     The best defence of a column has the best mean over seeds among the defences with the most
     seeds.
@@ -40,7 +40,7 @@ def shortfalls(rows: pd.DataFrame, value: str, *, highest: bool) -> pd.DataFrame
 
 
 def regrets(short: pd.DataFrame) -> pd.DataFrame:
-    """Compute statistics over seeds of the regret of each defence in each column.
+    """Compute statistics over seeds of the regrets in each column.
 
     Args:
         short: Result of `shortfalls`.
@@ -72,7 +72,7 @@ def worst_regret(short: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
 def worst_regret_differences(
     short: pd.DataFrame, columns: Sequence[str], reference: str
 ) -> pd.DataFrame:
-    """Compare the worst regret of each defence with that of a reference, paired by seeds.
+    """Compare the worst regret of each defence with a reference's.
 
     Args:
         short: Result of `shortfalls`.
@@ -90,6 +90,6 @@ def worst_regret_differences(
 
 
 def _rows_at_worst(short: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Select the rows of each defence in the column with its worst mean regret."""
+    """Select the rows of each defence in its worst column."""
     worst = worst_attack(regrets(short), columns, highest=True)
     return short[short.attack == short.defence.map(worst)]

@@ -1,4 +1,4 @@
-"""The report of runs: tables and figures as files, and one HTML page with all of them."""
+"""Report of runs: tables and figures as files and one page."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -145,7 +145,7 @@ def _add_results(page: Page, evaluated: Sequence[Run], shown: Sequence[Run]) -> 
 
 
 def _add_source_counts(page: Page, names: Sequence[str], shown: Sequence[Run]) -> None:
-    """Add the results by source-class samples, as a figure and as a table."""
+    """Add the results by source-class samples, as figure and table."""
     title = "By source-class samples in the validation data"
     page.add_panels(title, "source-count", source_count_panels(shown), _SOURCE_COUNT_CAPTION)
     counts = _stack_runs(names, map(by_source_count, shown))
@@ -155,7 +155,7 @@ def _add_source_counts(page: Page, names: Sequence[str], shown: Sequence[Run]) -
 
 
 def _add_settings(page: Page, names: Sequence[str], runs: Sequence[Run]) -> None:
-    """Add the settings of the runs, first those that differ, and a table of the runs."""
+    """Add the settings of the runs, and a table of the runs."""
     columns = {name: flatten_to_text(run.config) for name, run in zip(names, runs, strict=True)}
     table = pd.DataFrame(columns).fillna("–")
     table = table.drop(index=["name", "title", "description"], errors="ignore")
@@ -175,7 +175,7 @@ def _add_settings(page: Page, names: Sequence[str], runs: Sequence[Run]) -> None
 
 
 def _draw_samples(page: Page, run: Run) -> Figure | None:
-    """Draw samples of a run, or add a warning about a damaged file."""
+    """Draw samples of a run, or warn of a damaged file."""
     try:
         return sample_images(run)
     except RunError as error:

@@ -64,7 +64,7 @@ def add_attack_effects(results: GridResults, setting: str) -> pd.DataFrame:
 
 
 def _better_baseline(baselines: pd.DataFrame, value: str, *, highest: bool) -> "pd.Series[Any]":
-    """Select a metric of the baseline with the better mean, by defence, baseline key and seed."""
+    """Select a metric of the baseline with the better mean."""
     keys = _BASELINE_KEYS[:2]
     means = baselines.groupby([*keys, "role"])[value].mean().dropna().reset_index()
     means = means.sort_values(value, ascending=not highest, kind="stable").drop_duplicates(keys)

@@ -169,7 +169,7 @@ def _is_prose(text: str) -> bool:
 
 
 def _cell(text: str, shade: float, is_prose: bool) -> dict[str, Any]:
-    """Split a cell into its value and lines below it, for its interval and its case."""
+    """Split a cell into its value and the lines below it."""
     cell: dict[str, Any] = {"text": text, "lines": [], "css_class": "", "shade": ""}
     if abs(shade) > _MIN_SHADE:
         cell["css_class"] = "worse" if shade > 0 else "better"

@@ -1,4 +1,4 @@
-"""Tables of runs: the paper's Tables 1 and 2 (tab:baselines, tab:FedCB2O_T_G), and Figure 6 data.
+"""Tables of runs: the paper's Tables 1 and 2, and Figure 6 data.
 
 Results are over benign agents and at the last evaluated round, never the best one. Values are
 fractions of 1; only `compare` returns text, in percent.
@@ -39,7 +39,7 @@ AgentSummary = Literal["mean", "worst", "worst_tenth"]
 def compare(
     runs: Sequence[Run], *, over: AgentSummary = "mean", with_counterparts: bool = False
 ) -> pd.DataFrame:
-    """Build the paper's Tables 1 and 2: one row per metric, one column per run.
+    """Build the paper's Tables 1 and 2, metrics by runs.
 
     Net attack success is the attack success rate minus that of the clean counterpart with the same
     seed at the same round. The counterpart is searched among `runs`, then in the folder with the
@@ -212,7 +212,7 @@ def is_attacked(run: Run) -> bool:
 
 
 def find_clean_counterpart(run: Run, among: Sequence[Run] = ()) -> Run | None:
-    """Find the run with the same settings in which malicious agents train on true labels.
+    """Find the same run with malicious agents that train cleanly.
 
     Args:
         run: Run under attack.
@@ -241,7 +241,7 @@ def without_counterparts(runs: Sequence[Run]) -> list[Run]:
 
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
-    """Return a unique title for each run: equal titles get the name of the folder.
+    """Return a unique title for each run.
 
     Args:
         runs: Runs to label.

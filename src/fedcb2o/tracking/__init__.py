@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard and MLflow copies of the records of a run or a grid.
+"""Copies of records in TensorBoard and MLflow.
 
 Records are the source. A tracker has a copy of the scalars of `round_scalars`, written while rounds
 are written (`follow`) or afterwards (`track`). By default the copy is in the folder of the run.

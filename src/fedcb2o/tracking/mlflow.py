@@ -1,4 +1,4 @@
-"""MLflow writer: one MLflow run per seed, in a database or on a server; the extra `mlflow`."""
+"""MLflow writer, one MLflow run per seed; the extra `mlflow`."""
 
 import os
 import time
@@ -28,7 +28,7 @@ _MAX_PARAMS = 100  # of one request to MLflow
 
 
 class MlflowWriter:
-    """A writer to the MLflow experiment with the name of the run or the grid.
+    """A writer to the MLflow experiment of a run or grid.
 
     Each seed is the MLflow run with its settings and seed, which is made if it does not exist.
     Copied rounds are not sent again.

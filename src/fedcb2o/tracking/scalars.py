@@ -1,4 +1,4 @@
-"""Scalars for trackers: numbers by name and round, over the benign agents of one seed."""
+"""Scalars for trackers: numbers of one seed by name and round."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Copies of records in trackers, made while a run writes them or afterwards."""
+"""Copies of records in trackers, during a run or afterwards."""
 
 import contextlib
 import logging
@@ -84,7 +84,7 @@ class TrackerSync:
         self.finished.add(seed_run)
 
     def _guard(self, step: Callable[[], _T]) -> _T:
-        """Return the result of a step of the tracker; every failure becomes a RunError."""
+        """Return the result of a tracker's step, or raise a RunError."""
         try:
             return step()
         except FedCB2OError:
@@ -98,7 +98,7 @@ class TrackerSync:
 
 
 def find_seed_runs(root: Path) -> Iterator[SeedRun]:
-    """Find the seeds that have begun, of a run or of the cells and baselines of a grid.
+    """Find the begun seeds of a run or a grid.
 
     Args:
         root: Folder of the run or the grid.
@@ -180,7 +180,7 @@ def follow(root: Path, targets: Sequence[str]) -> Iterator[None]:
 
 
 def _sync_until(is_over: threading.Event, copies: list[TrackerSync]) -> None:
-    """Copy at intervals until the event, and once after it; drop trackers that fail."""
+    """Copy at intervals until the event, and once after it."""
     is_last = False
     while copies and not is_last:
         is_last = is_over.wait(SYNC_INTERVAL_SECONDS)
