@@ -109,8 +109,7 @@ def with_dropout(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 def changed(**changes: Any) -> Table:
-    """Return the base with changed keys, merged within a section unless it names another
-    function."""
+    """Return the base with changes, merged by section unless it names another function."""
     table = {
         key: dict(value) if isinstance(value, Mapping) else value for key, value in BASE.items()
     }
@@ -267,8 +266,7 @@ RULE_VARIANTS: dict[str, Table] = {
 
 
 def rules() -> Changes:
-    """Yield all robust rules: with and without the agent's model, after pre-steps, with
-    parameters."""
+    """Yield all robust rules, after pre-steps, and with parameters."""
     for name, rule in {**{name: name for name in RULES_ON_MODELS}, **RULES_ON_VALUES}.items():
         for own in ("judged", "excluded"):
             yield f"rule: {name}, own model {own}", {"algorithm": by_rule(rule, own_model=own)}

@@ -56,7 +56,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Agents:
-    """All models before and after averaging; a round reads one list and writes the other."""
+    """Models before and after averaging; a round reads one list and writes the other."""
 
     work: Work
     models: tuple[list[Net], list[Net]]

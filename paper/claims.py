@@ -140,8 +140,7 @@ def seed_values(run: Run) -> pd.DataFrame:
 
 
 def seed_curves(run: Run) -> pd.DataFrame:
-    """Return the metrics of benign agents in each evaluated round, in percent, by seed and
-    round."""
+    """Return the mean metrics of benign agents in percent, by seed and evaluated round."""
     benign = run.records[~run.records.malicious]
     means = benign.groupby(["seed", "round"])[list(METRICS)].mean()
     return (100 * means.dropna()).round(2)
@@ -590,8 +589,7 @@ def read_values(folder: Path) -> dict[str, pd.DataFrame]:
 
 
 def read_mean(folder: Path, after: float = 0.5) -> dict[str, pd.DataFrame]:
-    """Read the means over the evaluations after a share of the rounds: by method, one row per
-    seed."""
+    """Read means over the evaluations after a share of the rounds: by method and seed."""
     curves = _read_curves(folder)
     start = after * max(
         int(table.index.get_level_values("round").max()) for table in curves.values()

@@ -1,9 +1,7 @@
-"""The documentation tells the truth: its Python runs, its TOML is valid, its links lead somewhere, its table of
-equations finds its functions.
+"""Tests of the documentation: Python code, TOML, links and the table of equations.
 
-A function has its labels in its own docstring; the module's counts where the table names a module.
-
-A block right after a comment `<!-- no test: reason -->` is left out.
+A function has its labels in its own docstring. If the table names a module, its docstring counts.
+A block after the comment `<!-- no test: reason -->` is not tested.
 """
 
 import functools
@@ -23,13 +21,14 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EQUATIONS = ROOT / "docs" / "equations.md"
 BLOCK = re.compile(
-    r"(?P<skip><!-- no test: [^>]+ -->\s*\n)?^(?P<indent> *)```(?P<language>\w+)\n(?P<text>.*?)^(?P=indent)```$",
+    r"(?P<skip><!-- no test: [^>]+ -->\s*\n)?"
+    r"^(?P<indent> *)```(?P<language>\w+)\n(?P<text>.*?)^(?P=indent)```$",
     re.DOTALL | re.MULTILINE,
 )
 
 
 def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
-    """The blocks of a page that are to be tested, each with the line of the page that it begins on, from 0."""
+    """Yield the tested blocks of a page with their first line, counted from 0."""
     text = page.read_text(encoding="utf-8") if page.exists() else ""
     for match in BLOCK.finditer(text):
         if match["language"] == language and not match["skip"]:
@@ -37,7 +36,7 @@ def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
 
 
 def rows() -> list[tuple[str, str]]:
-    """(equation, function) of each row of the table `| equation | what | function |`."""
+    """Return (equation, function) of each row of the table of equations."""
     text = EQUATIONS.read_text(encoding="utf-8") if EQUATIONS.exists() else ""
     cells = [
         [cell.strip() for cell in line.strip("| ").split("|")]
@@ -111,7 +110,7 @@ def test_the_default_is_what_the_page_says():
     tables = [
         tomllib.loads(block) for _, block in blocks(ROOT / "docs" / "configuration.md", "toml")
     ]
-    (shown,) = (table for table in tables if "judged_at" in table.get("algorithm", {}))
+    (shown,) = (table for table in tables if "interpolation" in table.get("algorithm", {}))
     config = importlib.import_module("fedcb2o.experiments.config.settings")
     assert config.load({"name": "shown", **shown}).fingerprint(0) == config.load(
         "digits-fedcb2o"
@@ -119,15 +118,16 @@ def test_the_default_is_what_the_page_says():
 
 
 def labels(text: str | None) -> list[str]:
-    """The paper's labels in a text, whole ones: eq:lem:laplace_LG is one, and eq:beta is not in eq:beta_QQLP."""
+    """Return the paper's labels in a text; eq:beta is not in eq:beta_QQLP."""
     return re.findall(r"\b(?:alg|eq|fig|lem|prop|rem|sec|tab|thm)(?::\w+)+", text or "")
 
 
 def missing(equation: str, module: str, name: str) -> list[str]:
-    """The labels of a table's row that the docstring of `module:name`, or of `module`, does not have."""
-    found: object = importlib.import_module(module)
-    found = functools.reduce(getattr, name.split("."), found) if name else found
-    return [label for label in labels(equation) if label not in labels(found.__doc__)]
+    """Return the labels that the docstring of `module:name`, or of `module`, lacks."""
+    target: object = importlib.import_module(module)
+    if name:
+        target = functools.reduce(getattr, name.split("."), target)
+    return [label for label in labels(equation) if label not in labels(target.__doc__)]
 
 
 def test_labels_are_whole_and_in_the_functions_own_docstring():
@@ -139,7 +139,7 @@ def test_labels_are_whole_and_in_the_functions_own_docstring():
     # The module's docstring has thm:main, the function's has not.
     assert missing("thm:main", "fedcb2o.particles.theory", "") == []
     assert missing("thm:main", "fedcb2o.particles.theory", "fit_decay_rate") == ["thm:main"]
-    assert missing("eq:dyn_macro", "fedcb2o.particles.system", "System.advance_") == []
+    assert missing("eq:dyn_macro", "fedcb2o.particles.system", "System.step_") == []
 
 
 @pytest.mark.parametrize(("equation", "function"), rows())
@@ -155,14 +155,14 @@ def test_equation_has_its_function(equation, function):
 
 
 def anchors(text: str) -> set[str]:
-    """What a forge and the site call a page's headings."""
+    """Return the anchors of a page's headings."""
     headings = re.findall(
         r"^#{1,6} (.+)$",
         re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE),
         re.MULTILINE,
     )
-    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each) for each in headings]
-    return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in plain}
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in plain}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -170,7 +170,7 @@ def test_links_to_files_and_headings_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
-        there = page.parent / path if path else page
+        linked = page.parent / path if path else page
         if "://" not in target:
-            assert there.exists(), target
-            assert not anchor or anchor in anchors(there.read_text(encoding="utf-8")), target
+            assert linked.exists(), target
+            assert not anchor or anchor in anchors(linked.read_text(encoding="utf-8")), target

@@ -1,4 +1,4 @@
-"""Which defences need all seeds of a grid (paper/screen.py)."""
+"""Tests of paper/screen.py: defences of a grid that need all seeds."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from fedcb2o.report.grid_results import KEY_COLUMNS, RUN_METRICS, GridResults
 
 
 def results(lost):
-    """A grid of two attacks without floors: accuracies 0.9 less what each defence loses under each, by seed."""
+    """Return a grid of two attacks with accuracy 0.9 minus each defence's loss."""
     noise = np.array([-0.002, 0.0, 0.002])
     rows = [
         {

@@ -1,4 +1,4 @@
-"""The documentation site has a place for everything; `make docs` builds it, and says what is broken in it."""
+"""Tests of the documentation site's pages; `make docs` builds the site."""
 
 import inspect
 import re
