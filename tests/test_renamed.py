@@ -3,12 +3,12 @@
 import re
 
 import pytest
-from tests.tiny import tiny
 
 from fedcb2o import load, renamed
 from fedcb2o.federated import algorithms, attacks, criteria
 from fedcb2o.plugins import bind, parameters, resolve
 from fedcb2o.records.checksums import settings_digest
+from tests.tiny import tiny
 
 
 def test_every_new_name_exists_and_no_old_one_does():
@@ -38,7 +38,7 @@ NEW = {
 
 
 def test_old_keys_warn_and_give_the_same_run():
-    with pytest.warns(DeprecationWarning) as caught:
+    with pytest.warns(DeprecationWarning, match="is now called") as caught:
         old = load(tiny(algorithm={"name": "fedcb2o", **OLD}, attack={"name": "trash"}))
     texts = [str(warning.message) for warning in caught]
     for key in OLD:
@@ -51,7 +51,7 @@ def test_old_keys_warn_and_give_the_same_run():
 
 
 def test_settings_recorded_under_old_names_have_the_same_digest():
-    settings = load(tiny(algorithm={"name": "fedcb2o", **NEW}).settings())
+    settings = load(tiny(algorithm={"name": "fedcb2o", **NEW})).settings()
     recorded = {**settings, "algorithm": {**settings["algorithm"], **OLD}}
     for key in NEW:
         del recorded["algorithm"][key]
@@ -66,7 +66,7 @@ def test_a_users_function_keeps_its_own_keys():
 
 
 def test_of_both_names_the_later_one_counts():
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="is now called"):
         found = renamed.current_parameters("fedcb2o", {"interpolation": 1.0, "judged_at": 0.5})
     assert found == {"interpolation": 0.5}
 

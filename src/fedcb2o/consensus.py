@@ -200,7 +200,7 @@ def validate_beta(beta: float) -> None:
 def _weights_with_infinities(
     upper: Tensor, alpha: float, mask: Tensor | None, mass: Tensor | None
 ) -> Tensor:
-    """Compute the weights if a value is not finite, alpha G overflows, or no model is left."""
+    """Compute the weights if a value is not finite, or alpha G overflows."""
     usable = upper.isfinite() if mask is None else upper.isfinite() & mask
     least = upper.masked_fill(~usable, torch.inf).amin(-1, keepdim=True)
     excess = (upper - least).nan_to_num()  # finite numbers may differ by infinity, and alpha be 0

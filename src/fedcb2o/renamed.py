@@ -54,7 +54,7 @@ def current_name(name: Any) -> Any:
 def current_parameters(
     name: Any, values: Mapping[str, Any], known: Container[str] = ()
 ) -> dict[str, Any]:
-    """Return the parameters of a plug-in under their current names, and warn about old ones.
+    """Return a plug-in's parameters under their current names; warn about old ones.
 
     Args:
         name: Current name of the plug-in.
@@ -77,7 +77,7 @@ def current_parameters(
 
 
 def original_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings under the names that digests and fingerprints of runs are made of.
+    """Return settings under the old names, for digests and fingerprints of runs.
 
     Args:
         settings: Settings of an experiment, under old or current names.

@@ -383,7 +383,7 @@ def test_huge_models_stay_finite(name):
         (lambda g: gram_rules.balance(g, 0.0, gamma=0.0), "`gamma` must be above 0"),
         (
             lambda g: gram_rules.balance(g, 0.0, alpha=1.5),
-            "`alpha`, the share of the own model, must be from 0 to 1, got 1.5",
+            "`alpha`, the share of the agent's own model, must be from 0 to 1, got 1.5",
         ),
         (
             lambda g: preaggregation.bucketing(3, np.random.default_rng(0), size=0),

@@ -14,9 +14,10 @@ Likelihood = Literal["loss", "loss+criterion"]
 
 @dataclass(frozen=True)
 class ClusterModels:
-    """The models of the clusters, held by a coordinator (IFCA) or by each agent (DFCA).
+    """Models of the clusters in IFCA and DFCA.
 
-    Each agent trains the model that fits it best.
+    A coordinator holds them (IFCA), or each agent (DFCA). An agent trains the model that fits it
+    best.
 
     Attributes:
         num_models: Number K of models per holder.

@@ -1,4 +1,4 @@
-"""Aggregation rules: weights of the received models in the average m_j (Algorithm 2, line 6).
+"""Aggregation rules: weights of the received models (Algorithm 2, line 6).
 
 A rule is a function `(inputs) -> weights` of the received models [m], or of those and, last, the
 agent's own model [m + 1]; the weights sum to 1. Its further arguments are keywords. A robust rule

@@ -65,10 +65,10 @@ def flame(
 
 
 def majority_cluster(distances: Float[Tensor, "m m"]) -> Bool[Tensor, " m"]:
-    """Find the cluster of HDBSCAN if clusters need more than m / 2 members.
+    """Find the cluster of HDBSCAN that has most of the points.
 
-    At most one such cluster exists: the first of that size under single linkage, with all points
-    that are as near as its last one.
+    A cluster needs more than m / 2 members, so at most one exists. It is the first of that size
+    under single linkage, with all points that are as near as its last one.
 
     Args:
         distances: Distances between m points, shape [m, m].

@@ -1,4 +1,4 @@
-"""FoolsGold: sybils with one goal send updates that are more alike than those of other agents.
+"""FoolsGold: updates of sybils are more alike than those of others.
 
 Fung, Yoon and Beschastnikh, "The Limitations of Federated Learning in Sybil Settings" (RAID 2020),
 Algorithm 1.

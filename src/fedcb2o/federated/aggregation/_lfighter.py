@@ -1,4 +1,4 @@
-"""LFighter: two clusters of the last layers, of which the larger and less similar one counts."""
+"""LFighter: clusters of the last layers, of which one counts."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -72,7 +72,7 @@ def _two_means(points: Float[Tensor, "m e"]) -> Bool[Tensor, " m"]:
 
 
 def _dissimilarity(points: Float[Tensor, "n e"], m: int) -> float:
-    """Return the cluster's share of m models times 1 - its mean least cosine similarity."""
+    """Return a cluster's share of the models times 1 - its similarity."""
     if len(points) == 0:
         return -1.0
     unit = F.normalize(points, dim=-1)

@@ -1,4 +1,4 @@
-"""LIGHTYEAR: trust in peers whose models agree with the agent's own on its validation data.
+"""LIGHTYEAR: trust in models that agree with the agent's own.
 
 Konstantin and Mukhopadhyay, "Don't reach for the stars: rethinking topology for resilient federated
 learning" (arXiv 2508.05224, 2025), after the authors' released code. Of the text, only the abstract
@@ -25,7 +25,7 @@ def lightyear(
     bins: int = 15,
     confidence: Literal["probability", "output"] = "probability",
 ) -> Float[Tensor, " k"]:
-    """Average the agent's own model and the models that agree with it, with decaying weight.
+    """Average the agent's own model and those that agree with it (LIGHTYEAR).
 
     The agreement is the mean of 1 - |a - a_own|, at least 0, over three scores on the agent's
     validation data: accuracy, expected calibration error, and sharpness (mean confidence). The

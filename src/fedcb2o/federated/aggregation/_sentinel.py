@@ -1,4 +1,4 @@
-"""Sentinel: similarity filter, weights by validation losses, and layers clipped to the own norm.
+"""Sentinel: similarity filter, weights by losses, and clipped layers.
 
 Feng, Huertas Celdrán, Baltensperger, Martínez Beltrán, Sánchez Sánchez, Bovet and Stiller,
 "Sentinel: an aggregation function to secure decentralized federated learning" (arXiv 2310.08097,
@@ -25,11 +25,11 @@ _MIN_LOSS = 0.001  # the agent's own loss counts as at least this
 def sentinel(
     state: RuleState, inputs: CriterionInput, *, similarity: float = 0.5, trust: float = 0.1
 ) -> tuple[RuleState, RuleOutput | Float[Tensor, " k"]]:
-    """Average similar models with weights exp(-(L_i - L) / L) and clip their layers (Sentinel).
+    """Average similar models by their losses, and clip their layers (Sentinel).
 
-    L_i is the average validation loss of all models from peer i that passed the similarity filter,
-    and L that of the agent's own model. A layer of larger norm than the agent's own is scaled down
-    to that norm. A peer under a new name has no history.
+    The weights are exp(-(L_i - L) / L). L_i is the average validation loss of all models from peer
+    i that passed the similarity filter, and L that of the agent's own model. A layer of larger norm
+    than the agent's own is scaled down to that norm. A peer under a new name has no history.
 
     The authors' code differs in two points, for reasons of its platform. It scales by the inverse
     ratio, which keeps larger layers and shrinks smaller ones. It ignores all peers in the first
@@ -88,7 +88,7 @@ def sentinel(
 def layer_statistics(
     inputs: CriterionInput, rows: Int[Tensor, " k"]
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "k l"]]:
-    """Compute the similarity of models to the last one, and the norm of each layer.
+    """Compute similarities to the last model, and norms of layers.
 
     Args:
         inputs: View of one agent.
@@ -118,7 +118,7 @@ def _average_losses(
     ids: Int[Tensor, " k"],
     losses: Float[Tensor, " k"],
 ) -> tuple[RuleState, Float[Tensor, " k"]]:
-    """Add the losses of this round to the state, and return the average loss of each peer."""
+    """Add this round's losses to the state; return each peer's average."""
     kept_ids, is_kept, position = match_history(state, inputs, ids)
     sums = torch.zeros(2, len(kept_ids), dtype=torch.float64)
     if is_kept.any():
@@ -135,7 +135,7 @@ def _layerwise_average(
     weights: Float[Tensor, "k l"],
     sizes: tuple[int, ...],
 ) -> Float[Tensor, " b"]:
-    """Average a block of columns that starts at column `first`, with weights that vary by layer."""
+    """Average a block of columns with weights that vary by layer."""
     average = x.new_empty(x.shape[1])
     start = 0
     for weight, size in zip(weights.T.to(x.device, x.dtype), sizes, strict=True):

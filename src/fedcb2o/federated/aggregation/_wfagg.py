@@ -1,4 +1,4 @@
-"""WFAgg: three filters vote on each model: distance to the median, similarity, steady movement.
+"""WFAgg: three filters vote on each model.
 
 Cajaraville-Aboy, Fernández-Vilas, Díaz-Redondo and Fernández-Veiga, "Byzantine-robust aggregation
 for securing decentralized federated learning" (arXiv 2409.17754, 2024), after public code of an
@@ -29,7 +29,7 @@ def wfagg(
     smoothing: float = 0.8,
     transient: int = 3,
 ) -> tuple[RuleState, Float[Tensor, " k"]]:
-    """Mix the agent's own model with the models that pass most of three filters (WFAgg).
+    """Mix the agent's own model with models that pass filters (WFAgg).
 
     Of k received models, the first filter passes the k - f - 1 nearest to their coordinate-wise
     median, and the second as many of the largest cosine similarity to it. The third passes models
@@ -161,7 +161,7 @@ def _smallest(values: Float[Tensor, " m"], count: int) -> Bool[Tensor, " m"]:
 def _recall_history(
     state: RuleState, inputs: CriterionInput, ids: Int[Tensor, " m"]
 ) -> tuple[Int[Tensor, " k"], Float[Tensor, "k d"], Float[Tensor, "k 2 3"]]:
-    """Return ids, last models and last three moves of known and new peers; NaN if missing."""
+    """Return ids, last models and moves of all peers; NaN if missing."""
     kept_ids, is_kept, position = match_history(state, inputs, ids)
     models = torch.full((len(kept_ids), inputs.models.shape[1]), torch.nan)
     moves = torch.full((len(kept_ids), 2, 3), torch.nan, dtype=torch.float64)

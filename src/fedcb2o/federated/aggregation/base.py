@@ -1,4 +1,4 @@
-"""Signature of a robust aggregation rule, and its evaluation a block of columns at a time.
+"""Signature and evaluation of robust aggregation rules.
 
 A robust rule has one of two forms:
 
@@ -161,7 +161,7 @@ def gram_and_mixing(
     rows: Int[Tensor, " m"],
     mixing: PreAggregation | None,
 ) -> tuple[Float[Tensor, "m m"], Float[Tensor, "r m"] | None]:
-    """Compute the entries of the Gram matrix that a rule reads, and its pre-aggregation matrix.
+    """Compute a rule's Gram matrix and pre-aggregation matrix.
 
     Args:
         rule: A robust rule, its keywords bound or not.
@@ -212,7 +212,7 @@ def evaluate_rule(
     *extra: Any,
     p: Float[Tensor, "j k"] | None = None,
 ) -> Float[Tensor, " k"] | Reduction:
-    """Evaluate a robust rule on k models, or on the rows of P X.
+    """Evaluate a robust rule on models X, or on P X.
 
     Args:
         rule: A robust rule, its keywords bound by `functools.partial`.

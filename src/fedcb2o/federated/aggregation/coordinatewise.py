@@ -61,7 +61,7 @@ def sort_columns(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
 
 
 def _sort_by_network(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
-    """Sort by comparisons that put the lesser values of two rows first and the greater second."""
+    """Sort by comparisons of two rows, the lesser values first."""
     m = len(block)
     values = block.new_empty(m + 1, block.shape[1])
     values[:m] = block
@@ -104,10 +104,10 @@ def sorting_network(m: int) -> tuple[tuple[int, int], ...]:
 
 @rule_signature("columns", gram_entries="none")
 def coordinate_median(block: Float[Tensor, "m b"]) -> Float[Tensor, " b"]:
-    """Compute the median of each coordinate; for even m, the mean of the middle two values.
+    """Compute the median of each coordinate.
 
-    Yin et al., "Byzantine-robust distributed learning: towards optimal statistical rates" (ICML
-    2018).
+    For even m, it is the mean of the middle two values. Yin et al., "Byzantine-robust distributed
+    learning: towards optimal statistical rates" (ICML 2018).
 
     Args:
         block: Columns of m models, shape [m, b].
@@ -138,9 +138,10 @@ def trimmed_mean(block: Float[Tensor, "m b"], *, f: int) -> Float[Tensor, " b"]:
 
 @rule_signature("columns", gram_entries="none", max_byzantine=half_minus_one)
 def meamed(block: Float[Tensor, "m b"], *, f: int) -> Float[Tensor, " b"]:
-    """Average the m - f values of each coordinate that are nearest to its median (MeaMed).
+    """Average the values of each coordinate nearest to its median (MeaMed).
 
-    Xie, Koyejo and Gupta, "Generalized Byzantine-tolerant SGD" (2018). Needs m >= 2 f + 1.
+    The m - f nearest values count. Xie, Koyejo and Gupta, "Generalized Byzantine-tolerant SGD"
+    (2018). Needs m >= 2 f + 1.
 
     Args:
         block: Columns of m models, shape [m, b].

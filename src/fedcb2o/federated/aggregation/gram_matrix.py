@@ -147,7 +147,7 @@ def gram(
 def relative_distances(
     models: Float[Tensor, "p d"], rows: Int[Tensor, " k"]
 ) -> Float[Tensor, " m"]:
-    """Compute the distances of models to the last one, in units of its norm.
+    """Compute distances to the last model, in units of its norm.
 
     Args:
         models: Buffer with one model per row, shape [p, d].

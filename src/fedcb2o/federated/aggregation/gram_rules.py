@@ -67,7 +67,7 @@ def squared_distances(gram: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:
 
 
 def _recentre(gram: Float[Tensor, "m m"], origin: int) -> Float[Tensor, "m m"]:
-    """Return the Gram matrix with model c = `origin` as the origin: <x_i - c, x_j - c>."""
+    """Return the Gram matrix about the model c = `origin`."""
     column = gram[:, origin]
     return gram - column.unsqueeze(0) - column.unsqueeze(1) + gram[origin, origin]
 
@@ -75,7 +75,7 @@ def _recentre(gram: Float[Tensor, "m m"], origin: int) -> Float[Tensor, "m m"]:
 def _squared_distances_to(
     centred: Float[Tensor, "m m"], point: Float[Tensor, " m"]
 ) -> Float[Tensor, " m"]:
-    """Return the squared distance of each model to their average under the weights `point`."""
+    """Return squared distances to the average under the weights `point`."""
     along = centred @ point
     return (centred.diagonal() - 2 * along + point @ along).clamp(min=0.0)
 
@@ -136,10 +136,11 @@ def _krum_limit(m: int) -> int:
 def krum(
     gram: Float[Tensor, "m m"], *, f: int, neighbours: int | None = None
 ) -> Float[Tensor, " m"]:
-    """Select the model with the least sum of squared distances to its nearest models (Krum).
+    """Select the model nearest to its nearest models (Krum).
 
-    Blanchard et al., "Machine learning with adversaries" (NeurIPS 2017). Needs m >= 2 f + 3. Among
-    models of equal score, the one nearest to all models wins.
+    The score is the sum of squared distances. Blanchard et al., "Machine learning with adversaries"
+    (NeurIPS 2017). Needs m >= 2 f + 3. Among models of equal score, the one nearest to all models
+    wins.
 
     Args:
         gram: Gram matrix, shape [m, m].
@@ -190,7 +191,7 @@ def multi_krum(
 def _krum_order(
     squared: Float[Tensor, "m m"], f: int, neighbours: int | None = None
 ) -> Int[Tensor, " m"]:
-    """Sort the models by their Krum score; ties by the sum of the distances to all models."""
+    """Sort by the Krum score; ties by the distances to all models."""
     m = len(squared)
     if neighbours is not None and neighbours < 1:
         raise ConfigError(f"`neighbours` must be 1 or more, got {neighbours}")
@@ -259,7 +260,7 @@ def _clipping_entries(parameters: dict[str, Any]) -> GramEntries:
 def centred_clipping(
     gram: Float[Tensor, "m m"], *, radius: float = 10.0, iterations: int = 1
 ) -> Float[Tensor, " m"]:
-    """Clip the differences to the agent's own model, average them and add them to it.
+    """Add the mean of clipped differences to the agent's own model.
 
     One iteration computes v + mean_j min(1, radius / ||x_j - v||) (x_j - v) over the other models,
     where v is the agent's own model. Each further iteration starts at the last result. Karimireddy,
@@ -299,7 +300,7 @@ def centred_clipping(
 def norm_clipping(
     gram: Float[Tensor, "m m"], *, radius: float | None = None
 ) -> Float[Tensor, " m"]:
-    """Average the updates since the agent's model before the round, each clipped to a norm.
+    """Average clipped updates since the agent's model before the round.
 
     Sun et al., "Can you really backdoor federated learning?" (2019); the median norm as radius is
     from Nguyen et al., "FLAME" (USENIX Security 2022). In both, all clients start the round at the
@@ -329,7 +330,7 @@ def norm_clipping(
 
 
 def _max_byzantine(m: int) -> int:
-    """Return the limit for m models of which one is the agent's own: one other is not malicious."""
+    """Return the limit if the agent's own model is among m models."""
     return m - 2
 
 
@@ -373,7 +374,7 @@ def clipped_gossip(
 
 @rule_signature("gram", gram_entries="last", own_rows=("own",), max_byzantine=_max_byzantine)
 def cs_plus(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
-    """Add the differences to the agent's own model, clipped at the 2 f + 1 farthest (CS+-RG).
+    """Add differences clipped at the 2 f + 1 farthest model (CS+-RG).
 
     Computes x + sum_j W_j clip(x_j - x, radius), where x is the agent's own model and all W_j =
     1/m. The radius is the distance of the farthest model after the 2 f farthest; it is 0 if there
@@ -409,7 +410,7 @@ def balance(
     kappa: float = 1.0,
     alpha: float = 0.5,
 ) -> Float[Tensor, " m"]:
-    """Mix the agent's own model with the mean of the models near to it (BALANCE).
+    """Mix the agent's own model with the mean of near models (BALANCE).
 
     A model x_j is near if ||x_j - x|| <= gamma exp(-kappa t/T) ||x||, where x is the agent's own
     model. Fang et al., "Byzantine-robust decentralized federated learning" (CCS 2024); the defaults
@@ -437,10 +438,10 @@ def balance(
 
 @rule_signature("gram", gram_entries="last", own_rows=("own",), max_byzantine=half_minus_one)
 def monna(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
-    """Average the m - f models nearest to the agent's own, with its own among them (MoNNA).
+    """Average the m - f models nearest to the agent's own (MoNNA).
 
-    Farhadkhani et al., "Robust collaborative learning with linear gradient overhead" (ICML 2023).
-    Needs m >= 2 f + 1.
+    The agent's own model is among them. Farhadkhani et al., "Robust collaborative learning with
+    linear gradient overhead" (ICML 2023). Needs m >= 2 f + 1.
 
     Args:
         gram: Gram matrix, shape [m, m]; the agent's own model is last.
@@ -451,7 +452,7 @@ def monna(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     """
     m = len(gram)
     squared = squared_distances(gram)[m - 1].clone()
-    squared[-1] = -1.0  # even a copy of the own model is not nearer
+    squared[-1] = -1.0  # even a copy of the agent's own model is not nearer
     count = m - clip_byzantine_count(monna, f, m)
     return uniform_weights(_row_mask(squared.sort(stable=True).indices[:count], m))
 
@@ -460,7 +461,7 @@ def monna(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
 def ubar(
     gram: Float[Tensor, "m m"], losses: Float[Tensor, " m"], *, f: int, alpha: float = 0.5
 ) -> Float[Tensor, " m"]:
-    """Mix the agent's own model with the mean of near models of no larger loss (UBAR).
+    """Mix the agent's own model with near models of low loss (UBAR).
 
     Candidates are all models except the f farthest from the agent's own. Those whose loss is at
     most the agent's own loss are averaged; without any, the candidate of least loss is taken. Guo
@@ -491,14 +492,14 @@ def ubar(
 
 @rule_signature("gram", gram_entries="last", own_rows=("own", "before"))
 def fltrust(gram: Float[Tensor, "m m"]) -> Float[Tensor, " m"]:
-    """Average the updates with trust max(0, cos(g_j, g_0)), scaled to the own update (FLTrust).
+    """Average scaled updates by their cosine to the agent's own (FLTrust).
 
     Cao et al., "FLTrust" (NDSS 2021), with the agent's own data instead of the server's. The
-    updates are g_j = x_j - b since the agent's model b before the round, scaled to the norm of the
-    agent's own update g_0. In the paper all clients start the round at b. Here other agents started
-    elsewhere, and that distance counts as update: cosines are smaller, and the scaled sum moves
-    towards the other models as well as down their losses. If no model is trusted, the own model has
-    all the weight.
+    trust, and the weight, is max(0, cos(g_j, g_0)). The updates are g_j = x_j - b since the agent's
+    model b before the round, scaled to the norm of the agent's own update g_0. In the paper all
+    clients start the round at b. Here other agents started elsewhere, and that distance counts as
+    update: cosines are smaller, and the scaled sum moves towards the other models as well as down
+    their losses. If no model is trusted, the agent's own model has all the weight.
 
     Args:
         gram: Gram matrix, shape [m, m]; the last two rows are the agent's own model after
@@ -533,12 +534,15 @@ def clip_factors(squared: Float[Tensor, " m"], radius: float) -> Float[Tensor, "
 
 
 def _mix_with_own(selected: Bool[Tensor, " m"], alpha: float) -> Float[Tensor, " k"]:
-    """Weigh the own model by alpha and the mean of the selected models by 1 - alpha.
+    """Mix the agent's own model with the mean of the selected models.
 
-    Without a selected model, the own model has all the weight.
+    The weights are alpha and 1 - alpha. Without a selected model, the agent's own model has all the
+    weight.
     """
     if not 0 <= alpha <= 1:
-        raise ConfigError(f"`alpha`, the share of the own model, must be from 0 to 1, got {alpha}")
+        raise ConfigError(
+            f"`alpha`, the share of the agent's own model, must be from 0 to 1, got {alpha}"
+        )
     weights = (1 - alpha) * uniform_weights(selected)
     return torch.cat([weights, 1 - weights.sum().unsqueeze(0)])
 
@@ -592,10 +596,10 @@ def _bulyan_limit(m: int) -> int:
 
 @rule_signature("gram", max_byzantine=_bulyan_limit)
 def bulyan(gram: Float[Tensor, "m m"], *, f: int) -> Reduction:
-    """Select m - 2 f models by Krum, then average around the median of each coordinate (Bulyan).
+    """Select by Krum, then average around each coordinate's median (Bulyan).
 
-    Krum selects one model after the other. Of the selected models, each coordinate is the mean of
-    the m - 4 f values nearest to the median. El Mhamdi, Guerraoui and Rouault, "The hidden
+    Krum selects m - 2 f models, one after the other. Of the selected models, each coordinate is the
+    mean of the m - 4 f values nearest to the median. El Mhamdi, Guerraoui and Rouault, "The hidden
     vulnerability of distributed learning in Byzantium" (ICML 2018). Needs m >= 4 f + 3.
 
     Args:

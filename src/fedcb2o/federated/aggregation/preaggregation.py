@@ -1,7 +1,7 @@
-"""Pre-aggregation steps: matrices P [j, m] that mix the models X before a robust rule.
+"""Pre-aggregation steps: matrices P that mix models before a robust rule.
 
-The rule then works on the rows of P X. A step is a function of the Gram matrix, or of the number m
-of models and a generator.
+The rule works on the rows of P X, where P is [j, m]. A step is a function of the Gram matrix, or of
+the number m of models and a generator.
 
 Example:
     >>> import torch
@@ -25,10 +25,10 @@ __all__ = ["bucketing", "nnm"]
 
 @rule_signature("gram", max_byzantine=half_minus_one)
 def nnm(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, "m m"]:
-    """Replace each model by the mean of its m - f nearest models (nearest-neighbour mixing).
+    """Replace each model by the mean of its nearest models.
 
-    A model is among its own nearest models. Allouah et al., "Fixing by mixing" (AISTATS 2023).
-    Needs m >= 2 f + 1.
+    Nearest-neighbour mixing: each model has m - f nearest models, and is among them. Allouah et
+    al., "Fixing by mixing" (AISTATS 2023). Needs m >= 2 f + 1.
 
     Args:
         gram: Gram matrix, shape [m, m].

@@ -80,7 +80,7 @@ def apply_robust_rule(
 
 
 def extra_inputs(rule: functools.partial[Any]) -> tuple[str, ...]:
-    """Return the inputs that a robust rule names next to the Gram matrix or the columns.
+    """Return the inputs that a robust rule names as arguments.
 
     Args:
         rule: A robust rule with its parameters bound.
@@ -106,7 +106,7 @@ def extra_inputs(rule: functools.partial[Any]) -> tuple[str, ...]:
 def _rule_inputs(
     rule: functools.partial[Any], inputs: CriterionInput, received: Received, rows: Tensor
 ) -> list[Any]:
-    """Return the extra inputs of a rule: one value per received model; NaN for the last row."""
+    """Return a rule's extra inputs; NaN for the model before the round."""
 
     def from_losses(name: str) -> Float[Tensor, " k"]:
         assert inputs.losses is not None
@@ -145,7 +145,7 @@ def _preaggregation(
 def with_byzantine_count(
     function: functools.partial[Any], f: int, m: int
 ) -> functools.partial[Any]:
-    """Bind the number of attackers that a rule or pre-aggregation step assumes among m models.
+    """Bind the number of attackers that a rule or step assumes.
 
     Args:
         function: A rule or step with its parameters bound.

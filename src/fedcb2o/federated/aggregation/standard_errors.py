@@ -16,7 +16,7 @@ from fedcb2o.federated.types import Losses
 
 
 def standard_error(losses: Losses, own: Losses) -> Float[Tensor, "*a m"]:
-    """Compute the standard error of L_i - L_j, with which a sub-level set can be tested.
+    """Compute the standard error of L_i - L_j.
 
     Args:
         losses: Losses of the received models i.
@@ -44,7 +44,7 @@ def standard_error_of_mean(differences: Float[Tensor, "*a n"]) -> Float[Tensor, 
 
 
 def class_standard_error(losses: Losses, own: Losses) -> Float[Tensor, "*a m C"]:
-    """Compute the standard error of each class-loss gap, with which a gap can be tested.
+    """Compute the standard error of each class-loss gap.
 
     The gaps are L_{j,c}(theta_i) - L_{j,c}(theta_j) (eq:robust_criterion_G_LF). The variance within
     classes is assumed to be the same in all classes, because an agent has few samples of each.

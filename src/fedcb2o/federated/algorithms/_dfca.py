@@ -25,9 +25,9 @@ from fedcb2o.plugins import PluginChoice
 
 
 def dfca(*, models: int, selection: PluginChoice = "uniform") -> Algorithm:
-    """Hold one model per cluster in each agent, and average it with the peers' (DFCA).
+    """Average one model per cluster with the peers' models (DFCA).
 
-    Kirch et al. (2025). An agent trains the model that fits it best.
+    Kirch et al. (2025). Each agent holds all models. It trains the model that fits it best.
 
     Args:
         models: Number K of models per agent, 1 or more.
@@ -54,7 +54,7 @@ def running_averages(
     chosen: Int[np.ndarray, " N"],
     inbox: Inbox,
 ) -> MixingMatrix:
-    """Average each held model with itself and the received models of its cluster (eq. 7).
+    """Average each held model with received models of its cluster (eq. 7).
 
     Args:
         held_rows: Rows of each agent's K models in the model buffer, shape [N, K].

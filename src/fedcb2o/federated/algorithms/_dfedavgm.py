@@ -12,7 +12,7 @@ from fedcb2o.plugins import PluginChoice
 def dfedavgm(
     *, selection: PluginChoice = "uniform", own_model: Literal["excluded", "judged"] = "judged"
 ) -> Algorithm:
-    """Average the models of random peers and the agent's own, weighted by numbers of samples.
+    """Average the models of random peers, weighted by numbers of samples.
 
     Sun et al. (2022).
 

@@ -141,7 +141,9 @@ def fedcb2o(
         current = robust if inputs.n >= criterion_from_round else average
         is_average = current.func is criteria.average_loss
         own = own_model
-        if own == "trusted" and is_average:  # a loss can evaluate the own model, unlike a gap
+        if (
+            own == "trusted" and is_average
+        ):  # a loss can evaluate the agent's own model, unlike a gap
             own = "judged"
         return evaluate_criterion(inputs, current, sublevel, own, is_average_loss=is_average)
 
@@ -168,7 +170,7 @@ def fedcb2o(
 
 
 def _require_optional(name: str, value: float | None, minimum: float | None = None) -> None:
-    """Check that an optional value is above 0, or finite and at least `minimum`."""
+    """Check an optional value: above 0, or finite and at least `minimum`."""
     if value is None:
         return
     if minimum is None:
@@ -180,7 +182,7 @@ def _require_optional(name: str, value: float | None, minimum: float | None = No
 def _level(
     beta: float | None, delta_q: float | None, quantile: Literal["plain", "averaged"] | None
 ) -> LevelTest | None:
-    """Return the test of losses against the level of Q_beta (eq:Q_beta); None without `beta`."""
+    """Return the level test of Q_beta (eq:Q_beta); None without `beta`."""
     if beta is None:
         if delta_q is not None or quantile is not None:
             raise ConfigError(
@@ -206,7 +208,7 @@ def evaluate_criterion(
     *,
     is_average_loss: bool = False,
 ) -> CriterionValues:
-    """Compute the values of the criterion on the sub-level set (Algorithm 2, line 5).
+    """Compute the criterion on the sub-level set (Algorithm 2, line 5).
 
     Args:
         inputs: Models and losses of one agent, or of several.
@@ -240,7 +242,7 @@ def evaluate_criterion(
 
 
 def _median_point(inputs: CriterionInput, mu: Float[Tensor, " k"]) -> RuleOutput:
-    """Compute the weighted median of each coordinate instead of the mean (beyond the paper)."""
+    """Compute the weighted median instead of the mean (beyond the paper)."""
     if not mu.any():
         return RuleOutput(mu)
     rows = inputs.received.with_own(inputs.own_entry).rows

@@ -89,9 +89,10 @@ def ifca(
 def assign_clusters_(
     group: AgentGroup, members: Indices, held_rows: Int[np.ndarray, "N K"]
 ) -> list[tuple[int, float]]:
-    """Choose the model of least loss for each agent, and copy it to the agent's own row.
+    """Assign each agent the model of least loss, in place.
 
-    The loss is that on the agent's clean training data; the first of equals wins.
+    The model is copied to the agent's own row. The loss is that on the agent's clean training data;
+    the first of equals wins.
 
     Args:
         group: Agent group.

@@ -1,6 +1,6 @@
-"""Sub-level set of an agent's average loss: the models that count in its consensus point.
+"""Sub-level set of an agent's average loss (eq:clustered_csp).
 
-eq:clustered_csp, with the variants that go beyond the paper.
+Only its members count in the consensus point. Some variants go beyond the paper.
 """
 
 from collections.abc import Callable
@@ -30,20 +30,20 @@ but it decays, because benign peers may be near after a round or two.
 
 @dataclass(frozen=True)
 class SublevelSet:
-    """The sub-level set, by a level of the losses as in the paper, or all models.
+    """Sub-level set by a level of the losses, or all models.
 
     All other attributes go beyond the paper.
 
     Attributes:
         level: Test of the losses against the level (eq:Q_beta); None for no level.
-        loss_tolerance: Also accept models whose loss exceeds the own loss by at most this number of
-            standard errors, on the same samples. Without a level, accept only these.
-        max_distance: Reject models farther from the own model than this multiple of its norm. This
-            is the ball B_R of eq:Q_beta, about the own model, for agents whose losses are not yet
-            informative.
-        min_distance: Reject models nearer to the own model than this multiple of its movement in
-            LocalUpdate. On the samples that it was trained on, the own model is better than all
-            others, and so is an almost identical model.
+        loss_tolerance: Also accept models whose loss exceeds the agent's own loss by at most this
+            number of standard errors, on the same samples. Without a level, accept only these.
+        max_distance: Reject models farther from the agent's own model than this multiple of its
+            norm. This is the ball B_R of eq:Q_beta, about the agent's own model, for agents whose
+            losses are not yet informative.
+        min_distance: Reject models nearer to the agent's own model than this multiple of its
+            movement in LocalUpdate. On the samples that it was trained on, the agent's own model is
+            better than all others, and so is an almost identical model.
         min_contacts: 2 accepts a peer's model only from the second time on that it was sampled.
     """
 
@@ -56,14 +56,14 @@ class SublevelSet:
     def distance_masks(
         self, inputs: CriterionInput
     ) -> tuple[Bool[Tensor, "*a m"], Bool[Tensor, "*a m"]]:
-        """Find the received models that are too far from the own model, or almost identical to it.
+        """Find received models that are too far or almost identical.
 
         Args:
             inputs: View of one or several agents.
 
         Returns:
             Models outside of the ball, shape [*a, m], and peers' models that are almost identical
-            to the own model, shape [*a, m].
+            to the agent's own model, shape [*a, m].
         """
         ids = inputs.received.ids
         is_far = torch.zeros_like(ids, dtype=torch.bool)
@@ -122,7 +122,7 @@ class SublevelSet:
                     below = self.level(losses[candidates_of_agent])
                     members_of_agent[candidates_of_agent] = below
 
-        # 3. The tolerance of the own loss.
+        # 3. The tolerance of the agent's own loss.
         if self.loss_tolerance is None:
             return members
         errors = standard_error(inputs.losses, inputs.own_losses).nan_to_num(nan=0.0)

@@ -136,11 +136,11 @@ def spread_flip(
 
 
 def rarest_flip(shard: Shard, draw: np.random.Generator, *, target: int) -> Shard:
-    """Label the class with the fewest samples as class `target`; ties are broken at random.
+    """Label the class with the fewest samples as class `target`.
 
-    The attack is directed at FedCB2O, whose G ignores a class that is absent from an agent's
-    validation data. The attacker knows its own data only, so it assumes that the same class is rare
-    elsewhere.
+    Ties are broken at random. The attack is directed at FedCB2O, whose G ignores a class that is
+    absent from an agent's validation data. The attacker knows its own data only, so it assumes that
+    the same class is rare elsewhere.
 
     Args:
         shard: The agent's samples.
@@ -259,7 +259,7 @@ def clean_label(
     pattern: Pattern = "square",
     value: float = 1.0,
 ) -> Shard:
-    """Mark random samples of class `target` with a trigger patch; all labels stay true.
+    """Mark random samples of class `target`; all labels stay true.
 
     Like `signal`, with a patch instead of waves.
 
@@ -355,7 +355,7 @@ def blended(
 
 
 def _poison(shard: Shard, selected: Bool[Tensor, " n"], marked: Tensor, target: int) -> Shard:
-    """Replace the selected samples by the marked ones and label them as class `target`."""
+    """Replace selected samples by marked ones of class `target`."""
     per_feature = selected.view(-1, *[1] * (shard.x.ndim - 1))
     x = torch.where(per_feature, marked, shard.x)
     return Shard(x, torch.where(selected, target, shard.y))

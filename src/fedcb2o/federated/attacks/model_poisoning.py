@@ -179,7 +179,7 @@ def alie(
     z: float | None = None,
     estimated_from: Literal["fellows", "benign"] = "fellows",
 ) -> Float[Tensor, " d"]:
-    """Publish the mean plus `z` standard deviations of each parameter (A little is enough).
+    """Publish the mean plus `z` standard deviations (A little is enough).
 
     The model is within the spread of the benign models. Baruch, Baruch and Goldberg, "A Little Is
     Enough" (NeurIPS 2019).
@@ -262,7 +262,7 @@ def min_max(
 def min_sum(
     view: AttackView, draw: np.random.Generator, *, direction: Direction = "std"
 ) -> Float[Tensor, " d"]:
-    """Move away from the benign mean, with a bounded sum of squared distances (min-sum).
+    """Move away from the benign mean, with bounded summed distances (min-sum).
 
     The sum of squared distances to the benign models is at most that of the benign model farthest
     from the others. Shejwalkar and Houmansadr (NDSS 2021).
@@ -417,10 +417,10 @@ def gap_aware(
 def slow_drift(
     view: AttackView, draw: np.random.Generator, *, step: float = 1.0
 ) -> Float[Tensor, " d"]:
-    """Move a small step per round from the benign mean towards the poisoned model.
+    """Move a small step per round towards the poisoned model.
 
-    G is relative to the receivers' own models, and the steps move these. The projection is that of
-    Wang et al., "Attack of the Tails" (NeurIPS 2020).
+    The steps start at the benign mean. G is relative to the receivers' own models, and the steps
+    move these. The projection is that of Wang et al., "Attack of the Tails" (NeurIPS 2020).
 
     Args:
         view: The attacker's view.

@@ -20,7 +20,7 @@ __all__ = ["dissensus", "echo", "equivocation", "spectral"]
 def dissensus(
     view: AttackView, draw: np.random.Generator, *, eps: float = 1.0
 ) -> Float[Tensor, "r d"]:
-    """Send each receiver its own model, pushed away from the mean of the benign agents.
+    """Push each receiver's model away from the benign mean.
 
     With `eps` = 1, plain averaging brings the agents no nearer to each other. He, Karimireddy and
     Jaggi, "Byzantine-Robust Decentralized Learning via ClippedGossip" (2022), with equal weights.
@@ -43,7 +43,7 @@ def dissensus(
 def echo(
     view: AttackView, draw: np.random.Generator, *, scale: float = 1.0
 ) -> Float[Tensor, "r d"]:
-    """Send each receiver its own model plus the poisoned part of the attacker's model.
+    """Add the poisoned part of the attacker's model to each receiver's.
 
     The poisoned part is the difference of the attacker's model to the mean of the benign models of
     its cluster. The attack is not from a paper. It is directed at receivers that validate on
@@ -65,10 +65,10 @@ def echo(
 def equivocation(
     view: AttackView, draw: np.random.Generator, *, z: float = 1.5
 ) -> Float[Tensor, "r d"]:
-    """Send the benign mean plus `z` standard deviations to every second receiver, minus to others.
+    """Send the benign mean plus or minus `z` standard deviations.
 
-    Each model is plausible, and together they drive the receivers apart. The attack is not from a
-    paper; it is ALIE in two directions.
+    Every second receiver gets plus, and the others minus. Each model is plausible, and together
+    they drive the receivers apart. The attack is not from a paper; it is ALIE in two directions.
 
     Args:
         view: The attacker's view.

@@ -1,4 +1,4 @@
-"""Triggers of backdoors: marks on samples, the same in training and in the test.
+"""Triggers of backdoors: marks on training and test samples.
 
 A trigger is a function of samples [n, ..., height, width] with pixels from 0 to 1 (or bytes). Its
 parameters are keywords, and its attack has parameters of the same names.
@@ -55,9 +55,9 @@ def patch(
 def waves(
     x: Shaped[Tensor, "n *features"], *, delta: float = 0.2, frequency: float = 6.0
 ) -> Shaped[Tensor, "n *features"]:
-    """Add a sinusoid to each image: `delta` sin(2 pi j f / m) in column j of m.
+    """Add a sinusoid to each image.
 
-    Barni, Kallas and Tondi (ICIP 2019).
+    Column j of m gets `delta` sin(2 pi j f / m). Barni, Kallas and Tondi (ICIP 2019).
 
     Args:
         x: Images, shape [n, ..., height, width].
@@ -173,7 +173,7 @@ def set_pixels(
 def _transform_pixels(
     x: Shaped[Tensor, "n *features"], transform: Callable[[Tensor], Tensor]
 ) -> Shaped[Tensor, "n *features"]:
-    """Apply a function of pixels in float64 from 0 to 1, and clip the result to that range."""
+    """Apply a function of pixels from 0 to 1 in float64, and clip."""
     scale = 255 if x.dtype == torch.uint8 else 1
     pixels = transform(x.double() / scale).clamp(0, 1) * scale
     return (pixels.round() if scale > 1 else pixels).to(x.dtype)

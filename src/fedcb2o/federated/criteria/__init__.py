@@ -1,4 +1,4 @@
-"""Robustness criteria G: one value for each received model; models of low value are trusted.
+"""Robustness criteria G: one value per model; low is trusted.
 
 A criterion is a function `(inputs) -> values [m]`; its further arguments are keywords. A model
 whose value is not finite is not trusted. Losses and values derived from them are in nats and do not

@@ -37,7 +37,7 @@ def class_loss_gap(
             0 ("zero", as in the authors' released code).
         z: Number of standard errors that are subtracted from each gap, down to 0.
         against: Reference of the gap: the agent's own class loss, or the median over the sub-level
-            set and the own model where that median is larger.
+            set and the agent's own model where that median is larger.
 
     Returns:
         Values G_j, shape [*a, m].
@@ -61,7 +61,7 @@ def class_loss_gap(
 def _median_class_losses(
     losses: Losses, own: Losses, in_sublevel_set: Bool[Tensor, "*a m"] | None
 ) -> Float[Tensor, "*a 1 C"]:
-    """Return the lower median of each class loss over the sub-level set and the own model."""
+    """Return median class losses over the set and the agent's model."""
     by_class = losses.by_class
     if in_sublevel_set is not None:
         by_class = by_class.masked_fill(~in_sublevel_set.unsqueeze(-1), torch.nan)

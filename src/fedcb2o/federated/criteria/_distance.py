@@ -9,13 +9,13 @@ from fedcb2o.federated.types import CriterionInput
 
 
 def distance(inputs: CriterionInput) -> Float[Tensor, " m"]:
-    """Measure the distance of each model to the agent's own, in units of its norm.
+    """Measure relative distances to the agent's own model.
 
     Args:
         inputs: View of one agent.
 
     Returns:
-        Relative distances, shape [m].
+        Distances in units of the norm of the agent's own model, shape [m].
     """
     rows = inputs.received.with_own(inputs.own_entry).rows
     return nan_to_infinity(relative_distances(inputs.models, rows))

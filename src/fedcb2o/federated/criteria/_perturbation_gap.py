@@ -48,8 +48,8 @@ def perturbation_gap(
         z: Number of standard errors that are subtracted from the mean difference, down to 0. At
             most `universal_perturbation.MAX_SAMPLES` validation samples are used.
         against: Reference: the agent's own model, or the model of median increase in the sub-level
-            set and the own model where that is larger. An increase that most models share is not
-            held against any of them.
+            set and the agent's own model where that is larger. An increase that most models share
+            is not held against any of them.
 
     Returns:
         Values, shape [m].

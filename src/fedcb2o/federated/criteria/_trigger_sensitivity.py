@@ -21,11 +21,11 @@ def trigger_sensitivity(
     overlap: bool = False,
     values: Sequence[float] = (1.0,),
 ) -> Float[Tensor, "*a m"]:
-    """Measure the largest loss increase under a painted tile, relative to the agent's own model.
+    """Compare the largest loss increase under a painted tile.
 
-    A backdoor's trigger is in some tile of the image. The images are cut into `tiles` x `tiles`,
-    and one tile at a time is painted in each brightness. All models are evaluated that many times
-    more.
+    The value is relative to the increase of the agent's own model. A backdoor's trigger is in some
+    tile of the image. The images are cut into `tiles` x `tiles`, and one tile at a time is painted
+    in each brightness. All models are evaluated that many times more.
 
     The criterion needs own_model = "judged": in a round in which all received models have the
     backdoor, the agent's own model must count more than the best of them.
@@ -65,7 +65,7 @@ def trigger_sensitivity(
 def _paint_tile(
     x: Shaped[Tensor, "n *features"], *, tiles: int, i: float, j: float, value: float
 ) -> Tensor:
-    """Paint the tile that starts i tiles from the top and j from the left in one brightness."""
+    """Paint the tile i tiles from the top and j from the left."""
     if x.ndim < 3 or tiles > min(x.shape[-2:]):
         raise ConfigError(
             f"`tiles` = {tiles} a side do not fit samples of shape {tuple(x.shape[1:])}: "

@@ -12,9 +12,9 @@ _MIN_CLASS_LOSS = 1e-300  # makes all shares equal if all losses are 0
 
 @batched
 def average_loss(inputs: CriterionInput) -> Float[Tensor, "*a m"]:
-    """Return the average validation loss L_j, the criterion of FedCBO and of FedCB2O before T_G.
+    """Return the average validation loss L_j, the criterion of FedCBO.
 
-    eq:fedcbo_ConsensusPoint.
+    eq:fedcbo_ConsensusPoint. FedCB2O uses it before round T_G.
 
     Args:
         inputs: View of one or several agents.

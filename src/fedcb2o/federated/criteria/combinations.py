@@ -26,7 +26,7 @@ class ScaledCriterion:
 
 
 def _parse_criterion(choice: Any) -> ScaledCriterion:
-    """Resolve a name, a function or a table {name = ..., scale = ..., parameter = ...}."""
+    """Resolve a name, a function or a table with `name` and `scale`."""
     if isinstance(choice, ScaledCriterion):
         return choice
     table = dict(choice) if isinstance(choice, Mapping) else {"name": choice}
@@ -66,10 +66,10 @@ def is_batched(criterion: Criterion) -> bool:
 
 
 def largest(inputs: CriterionInput, *, of: Criteria) -> Float[Tensor, "*a m"]:
-    """Return the largest value of several criteria, so that each of them can reject a model.
+    """Return the largest value of several criteria.
 
-    The agent's own model should have the same value in all criteria. It is 0 in those that are
-    relative to the own model.
+    Each criterion can reject a model. The agent's own model should have the same value in all
+    criteria. It is 0 in those that are relative to the agent's own model.
 
     Args:
         inputs: View of one or several agents.

@@ -1,9 +1,10 @@
-"""Universal perturbations: few pixels, the same in all images, that change a model's prediction.
+"""Universal perturbations: few pixels that change a model's predictions.
 
-Moosavi-Dezfooli, Fawzi, Fawzi and Frossard, "Universal adversarial perturbations" (CVPR 2017). A
-backdoor is a short way from all classes to one. So a perturbation is computed for every class, as
-in Wang, Yao, Shan, Li, Viswanath, Zheng and Zhao, "Neural Cleanse" (IEEE S&P 2019), but in one or a
-few first-order steps, because a round has little time.
+The pixels are the same in all images. Moosavi-Dezfooli, Fawzi, Fawzi and Frossard, "Universal
+adversarial perturbations" (CVPR 2017). A backdoor is a short way from all classes to one. So a
+perturbation is computed for every class, as in Wang, Yao, Shan, Li, Viswanath, Zheng and Zhao,
+"Neural Cleanse" (IEEE S&P 2019), but in one or a few first-order steps, because a round has little
+time.
 
 A perturbation is an array of `signs`: 1 for a white pixel, -1 for a black one, and 0 elsewhere.
 
@@ -198,7 +199,7 @@ def _mean_losses(
     y: Int[Tensor, " n"],
     signs: Float[Tensor, "m c *features"],
 ) -> Float[Tensor, "m c"]:
-    """Return the mean loss of each model under each perturbation; infinite for one that is NaN."""
+    """Return mean losses under each perturbation; infinite if it is NaN."""
     means = []
     for part in torch.split(signs, _classes_per_pass(y), 1):
         images = paint(x, signs=part.unsqueeze(2)).flatten(1, 2)
@@ -230,7 +231,7 @@ def paint(x: Shaped[Tensor, "..."], *, signs: Float[Tensor, "..."]) -> Shaped[Te
 def _margins(
     outputs: Float[Tensor, "k n C"], *, labels: Int[Tensor, " n"], classes: Int[Tensor, " n"]
 ) -> Float[Tensor, "k n"]:
-    """Return the output of a class minus that of the label, for each sample."""
+    """Return each sample's output of a class minus that of its label."""
     index = torch.arange(len(labels))
     return outputs[:, index, classes] - outputs[:, index, labels]
 
