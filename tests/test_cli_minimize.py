@@ -271,7 +271,7 @@ def test_attackers_are_those_of_python(folder, kind):
     )
     assert table["x"] == expected.x.tolist()
     assert table["adversary"]["kind"] == kind
-    warned = [line for line in done.err.splitlines() if line.startswith("Warning: ")]
+    warned = [line for line in done.err.splitlines() if line.startswith("Note: ")]
     assert len(warned) == len(expected.notes) > 0
     assert "capture" in warned[0]
 

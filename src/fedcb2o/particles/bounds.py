@@ -30,7 +30,8 @@ class Constants:
 
     - A1: L_low is the minimum of L.
     - A2: L - L_low <= H_L |theta - target|^h_L within R_H_L of the target.
-    - A3: dist(theta, Theta) <= (L - L_low)^nu_L / eta_L near Theta, and L - L_low > L_inf elsewhere.
+    - A3: dist(theta, Theta) <= (L - L_low)^nu_L / eta_L near Theta, and L - L_low > L_inf
+      elsewhere.
     - A4: |G - G(target)| <= H_G |theta - target|^h_G within R_H_G.
     - A5: for r_G <= R_G there is a point p within r_G of the target such that
       |theta - p| <= (G - G(p))^nu_G / eta_G within r_G of the target, and G - G(p) > G_inf
@@ -40,8 +41,9 @@ class Constants:
     R_H_L, L_inf, R_H_G, R_G and G_inf may be infinite for properties that hold everywhere.
 
     Two remarks on the paper's text. It prints A4 without the absolute value, but prop:QQLP fails
-    without it. A target near other minimisers of L does not meet A5 to the letter. If, for the r_G in use, the first part holds wherever the second does not, the bound of
-    prop:QQLP may lack |p - target|, which is at most r_G.
+    without it. A target near other minimisers of L does not meet A5 to the letter. If, for the r_G
+    in use, the first part holds wherever the second does not, the bound of prop:QQLP may lack
+    |p - target|, which is at most r_G.
     """
 
     L_low: Number

@@ -1,7 +1,7 @@
 """Ask and tell: the steps of `minimize` for objectives that run elsewhere.
 
 Example:
-    >>> search = Search(dim=1, seed=1, num_particles=20, maxiter=30)
+    >>> search = Search(dim=1, seed=1, num_particles=20, maxiter=300)
     >>> while not search.done:
     ...     search.tell([float(point @ point) for point in search.ask()])
     >>> abs(search.result.x.item()) < 0.1

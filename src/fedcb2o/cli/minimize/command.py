@@ -1,8 +1,8 @@
-"""The command for particles on R^d: minimize."""
+"""The command `fedcb2o minimize`: particles on R^d."""
 
+import logging
 import math
 import os
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,23 +11,25 @@ import typer
 
 from fedcb2o.errors import ConfigError
 
+_LOGGER = logging.getLogger(__name__)
+
 
 class _Noise(StrEnum):
-    """D(theta - m) of the particles' noise."""
+    """Kind of noise D(theta - m)."""
 
     isotropic = "isotropic"
     anisotropic = "anisotropic"
 
 
 class _Quantile(StrEnum):
-    """The level of Q_beta."""
+    """Level of Q_beta."""
 
     plain = "plain"
     averaged = "averaged"
 
 
 class _AdversaryKind(StrEnum):
-    """Malicious particles that have a name."""
+    """Built-in malicious particles."""
 
     static = "static"
     lure = "lure"
@@ -38,7 +40,7 @@ class _AdversaryKind(StrEnum):
 
 
 class _Animation(StrEnum):
-    """The format of an animation."""
+    """Format of an animation."""
 
     gif = "gif"
     html = "html"
@@ -49,9 +51,7 @@ def minimize(
         str | None,
         typer.Argument(metavar="PROBLEM", help="A built-in problem (--list).", show_default=False),
     ] = None,
-    list_: Annotated[
-        bool, typer.Option("--list", help="List the built-in problems, a line each.")
-    ] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the built-in problems.")] = False,
     lower: Annotated[
         str | None,
         typer.Option(
@@ -66,48 +66,48 @@ def minimize(
         str | None, typer.Option(metavar="LOW,HIGH", help="Particles stay inside.")
     ] = None,
     x0: Annotated[
-        str | None, typer.Option(metavar="X,Y,...", help="The point about which particles start.")
+        str | None, typer.Option(metavar="X,Y,...", help="Point around which the particles start.")
     ] = None,
     spread: Annotated[
-        float | None, typer.Option(help="How far from it they start, in each coordinate.")
+        float | None, typer.Option(help="Largest distance from it in each coordinate.")
     ] = None,
     target: Annotated[
-        str | None, typer.Option(metavar="X,Y,...", help="The answer to your own problem.")
+        str | None, typer.Option(metavar="X,Y,...", help="Solution of your own problem.")
     ] = None,
-    num_particles: Annotated[int | None, typer.Option(help="N, of each cluster.")] = None,
+    num_particles: Annotated[int | None, typer.Option(help="N, particles of each cluster.")] = None,
     alpha: Annotated[float | None, typer.Option(help="Weight parameter of exp(-alpha G).")] = None,
     beta: Annotated[
         float | None, typer.Option(help="Share of the ensemble in the sub-level set Q_beta.")
     ] = None,
     lambda1: Annotated[float | None, typer.Option(help="Drift to the consensus point.")] = None,
-    sigma1: Annotated[float | None, typer.Option(help="Noise about the consensus point.")] = None,
+    sigma1: Annotated[float | None, typer.Option(help="Noise of that drift.")] = None,
     lambda2: Annotated[float | None, typer.Option(help="Drift down the gradient of L.")] = None,
     sigma2: Annotated[
-        float | None, typer.Option(help="Noise of the size of that gradient.")
+        float | None, typer.Option(help="Noise in proportion to that gradient.")
     ] = None,
     dt: Annotated[float | None, typer.Option(help="Step of time.")] = None,
     delta_q: Annotated[
-        float | None, typer.Option(help="What Q_beta's level adds to the quantile of L.")
+        float | None, typer.Option(help="Addition to the quantile of L in Q_beta.")
     ] = None,
     radius: Annotated[
-        float | None, typer.Option(help="R: the ball whose particles make the consensus.")
+        float | None, typer.Option(help="R: only particles in this ball count for the consensus.")
     ] = None,
-    noise: Annotated[_Noise | None, typer.Option(help="The kind of noise.")] = None,
+    noise: Annotated[_Noise | None, typer.Option(help="Kind of noise.")] = None,
     quantile: Annotated[
         _Quantile | None, typer.Option(help="q_beta, or averaged as in the paper.")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Particles judged in a step, at random. Default: all.")
+        int | None, typer.Option(help="Random particles of a step's consensus. Default: all.")
     ] = None,
-    maxiter: Annotated[int | None, typer.Option(help="Steps at most.")] = None,
+    maxiter: Annotated[int | None, typer.Option(help="Largest number of steps.")] = None,
     maxfev: Annotated[
-        int | None, typer.Option(help="Judged particles at most, in each run.")
+        int | None, typer.Option(help="Largest number of evaluated particles in each run.")
     ] = None,
     xtol: Annotated[
         float | None, typer.Option(help="Stop at this spread about the consensus point.")
     ] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Stop after so many seconds.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The seed; of several runs, the first.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Stop after these seconds.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the (first) run.")] = None,
     runs: Annotated[int | None, typer.Option(help="Independent runs, in one batch.")] = None,
     tol: Annotated[
         float, typer.Option(help="A run succeeds within this of the target in every coordinate.")
@@ -115,28 +115,30 @@ def minimize(
     adversary: Annotated[
         _AdversaryKind | None,
         typer.Option(
-            help="Malicious particles: static at a bad minimiser of L, a lure at the minimiser of G, ..."
+            help="Malicious particles: static at a bad minimiser of L, lure at that of G, ..."
         ),
     ] = None,
-    num_malicious: Annotated[int | None, typer.Option(help="How many. Default: 10.")] = None,
+    num_malicious: Annotated[
+        int | None, typer.Option(help="Number of malicious particles. Default: 10.")
+    ] = None,
     mass: Annotated[
-        float | None, typer.Option(help="Their share w_m. Default: all particles count alike.")
+        float | None, typer.Option(help="Their share w_m. Default: equal shares for all particles.")
     ] = None,
     at: Annotated[
         str | None,
-        typer.Option(metavar="X,Y,...", help="Where they stand or start; tracking: their offset."),
+        typer.Option(metavar="X,Y,...", help="Their (initial) position; tracking: their offset."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where the files go. Default: runs/minimize-PROBLEM.")
+        Path | None, typer.Option(help="Folder of the files. Default: runs/minimize-PROBLEM.")
     ] = None,
     animate: Annotated[_Animation | None, typer.Option(help="Also draw an animation.")] = None,
     no_figure: Annotated[
-        bool, typer.Option("--no-figure", help="Write the result alone, as JSON.")
+        bool, typer.Option("--no-figure", help="Write only the result, as JSON.")
     ] = False,
 ) -> list[Path] | None:
-    """Minimise G over the minimisers of L by particles (CB2O), under attack if you like; print and draw what comes.
+    """Minimise G over the minimisers of L by particles (CB2O), attacked or not, and draw the run.
 
-    Settings that are not given are the problem's own, else those of fedcb2o.minimize in Python.
+    Settings that you do not give are those of the problem, or of fedcb2o.minimize in Python.
 
     Example: fedcb2o minimize circle --adversary static --num-malicious 10 --delta-q 0.01 --runs 20
     """
@@ -147,58 +149,81 @@ def minimize(
     from fedcb2o.cli.minimize.recorder import run_recorded
     from fedcb2o.particles.objectives import problems
 
-    if (
-        "OMP_NUM_THREADS" not in os.environ
-    ):  # steps are small: threads cost more than they bring, much on a busy machine
+    # Steps are small: threads cost more than they save, and much on a busy machine.
+    if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
     if list_:
-        listed = problems()
-        for name, one in listed.items():
-            print(f"{name:{max(map(len, listed))}}  {one.title}")
+        built_in = problems()
+        width = max(map(len, built_in))
+        for name, item in built_in.items():
+            print(f"{name:{width}}  {item.title}")
         return None
-    points = (("--bounds", bounds), ("--at", at), ("--target", target), ("--x0", x0))
-    box, place, answer, about = (_parse_numbers(name, text) for name, text in points)
+
+    # 1. The problem, the attack and the settings.
+    box = _parse_numbers("--bounds", bounds)
+    position = _parse_numbers("--at", at)
+    solution = _parse_numbers("--target", target)
+    centre = _parse_numbers("--x0", x0)
     if box is not None and len(box) != 2:
         raise ConfigError(f"--bounds needs LOW,HIGH, such as -3,3, got {bounds!r}")
-    chosen = resolve_problem(problem, lower, upper, dim, target=answer, box=box)
-    groups = build_adversaries(adversary, num_malicious, mass, place, chosen)
-    asked: dict[str, Any] = {
-        "num_particles": num_particles, "alpha": alpha, "beta": beta, "lambda1": lambda1, "sigma1": sigma1,
-        "lambda2": lambda2, "sigma2": sigma2, "dt": dt, "delta_q": delta_q, "radius": radius, "batch": batch,
-        "maxiter": maxiter, "xtol": xtol, "time_limit": time_limit, "seed": seed, "runs": runs, "bounds": box,
-        "x0": about, "spread": spread, "maxfev": maxfev,
-    }  # fmt: skip
-    asked |= {
+    chosen = resolve_problem(problem, lower, upper, dim, target=solution, box=box)
+    groups = build_adversaries(adversary, num_malicious, mass, position, chosen)
+    options: dict[str, Any] = {
+        "num_particles": num_particles,
+        "alpha": alpha,
+        "beta": beta,
+        "lambda1": lambda1,
+        "sigma1": sigma1,
+        "lambda2": lambda2,
+        "sigma2": sigma2,
+        "dt": dt,
+        "delta_q": delta_q,
+        "radius": radius,
         "noise": None if noise is None else noise.value,
         "quantile": None if quantile is None else quantile.value,
+        "batch": batch,
+        "maxiter": maxiter,
+        "maxfev": maxfev,
+        "xtol": xtol,
+        "time_limit": time_limit,
+        "seed": seed,
+        "runs": runs,
+        "bounds": box,
+        "x0": centre,
+        "spread": spread,
     }
-    given = {name: value for name, value in asked.items() if value is not None}
+    overrides = {name: value for name, value in options.items() if value is not None}
     if not 0 <= tol < math.inf:
         raise ConfigError(f"--tol must be at least 0 and finite, got {tol}")
+
+    # 2. The run.
     folder = Path("runs") / f"minimize-{chosen.name}" if out is None else out
     summary.make_folder(folder)
-    result, watch, settings, warned = run_recorded(chosen, groups, given)
-    for line in warned:
-        print(line, file=sys.stderr)
-    decay = watch.decay(chosen, result, settings)
+    result, recorder, settings, notes = run_recorded(chosen, groups, overrides)
+    for note in notes:
+        _LOGGER.warning("%s", note)
+
+    # 3. Its summary.
+    decay = recorder.decay(chosen, result, settings)
     print(summary.describe(chosen, result, decay, tol))
-    attack = None if adversary is None else {
-        "kind": str(adversary), "num_particles": groups[0].num_particles, "mass": mass, "at": place,
-    }  # fmt: skip
+    attack = None
+    if adversary is not None:
+        attack = {
+            "kind": str(adversary),
+            "num_particles": groups[0].num_particles,
+            "mass": mass,
+            "at": position,
+        }
+    title = summary.figure_title(chosen, result, settings, groups, adversary)
     paths = summary.write_files(
         folder,
         summary.to_json_table(chosen, result, settings, decay, tol, attack),
-        lambda: watch.scene(
-            chosen,
-            result,
-            settings,
-            summary.figure_title(chosen, result, settings, groups, adversary),
-        ),
+        lambda: recorder.scene(chosen, result, settings, title),
         figure=not no_figure,
         animation=None if animate is None else str(animate),
     )
-    print("Wrote", *paths, file=sys.stderr)
+    _LOGGER.info("Wrote %s", " ".join(map(str, paths)))
     return paths
 
 

@@ -1,12 +1,11 @@
-"""What to minimise and who attacks, from names, import paths and points."""
+"""Problem and adversaries of `fedcb2o minimize`, from names, import paths and points."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import fedcb2o.particles.objectives as room
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles import adversaries as kinds
+from fedcb2o.particles import adversaries, objectives
 from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.particles.objectives import Problem
 
@@ -20,49 +19,60 @@ def resolve_problem(
     target: Sequence[float] | None = None,
     box: Sequence[float] | None = None,
 ) -> Problem:
-    """A built-in problem, or the user's own by the import paths of L and G. Raises ConfigError for what cannot be."""
+    """Return a built-in problem, or the user's own.
+
+    Args:
+        name: Name of a built-in problem.
+        lower: Import path of the user's L.
+        upper: Import path of the user's G.
+        dim: d of the user's problem.
+        target: Solution of the user's problem.
+        box: Sides of the square in figures.
+
+    Returns:
+        The problem.
+
+    Raises:
+        ConfigError: An argument is missing, superfluous or invalid.
+    """
     if (name is None) == (lower is None):
-        both = (
-            "name a problem or give --lower, not both"
-            if name
-            else "name a problem, or give --lower for your own"
-        )
-        raise ConfigError(f"{both}; `fedcb2o minimize --list` shows what is built in")
+        hint = "name a problem, or give --lower for your own"
+        if name:
+            hint = "name a problem or give --lower, not both"
+        raise ConfigError(f"{hint}; `fedcb2o minimize --list` shows the built-in problems")
     if name is not None:
         for option, value in (("--upper", upper), ("--dim", dim), ("--target", target)):
             if value is not None:
                 raise ConfigError(
                     f"{option} is for a --lower of your own; the problem `{name}` has its own"
                 )
-        return room.problem(name)
+        return objectives.problem(name)
+
     if dim is None:
         raise ConfigError("--lower needs --dim, the number of coordinates")
     if dim < 1:
         raise ConfigError(f"--dim must be at least 1, got {dim}")
     if target is not None and len(target) != dim:
         raise ConfigError(f"--target must have --dim = {dim} coordinates, got {len(target)}")
-    objectives = [
-        None if path is None else _user_objective(option, path)
-        for option, path in (("L", lower), ("G", upper))
-    ]
-    title = f"L = {lower}" + (f", G = {upper}" if upper else ", no G")
     return Problem(
-        "own",
-        title,
-        objectives[0],
-        objectives[1],
-        dim,
-        tuple(target or ()),
-        (box[0], box[1]) if box else (-3.0, 3.0),
+        name="own",
+        title=f"L = {lower}" + (f", G = {upper}" if upper else ", no G"),
+        lower=_user_objective("L", lower),
+        upper=_user_objective("G", upper),
+        dim=dim,
+        target=tuple(target or ()),
+        box=(box[0], box[1]) if box else (-3.0, 3.0),
     )
 
 
-def _user_objective(kind: str, path: str) -> Callable[..., Any]:
+def _user_objective(kind: str, path: str | None) -> Callable[..., Any] | None:
+    if path is None:
+        return None
     if ":" not in path:
         raise ConfigError(
             f'the objective {kind} must be an import path "package.module:function", got {path!r}'
         )
-    return plugins.resolve(f"objective {kind}", path, room)
+    return plugins.resolve(f"objective {kind}", path, objectives)
 
 
 def build_adversaries(
@@ -72,33 +82,53 @@ def build_adversaries(
     at: Sequence[float] | None,
     problem: Problem,
 ) -> list[Adversary]:
-    """The attackers of a problem. Raises ConfigError for an attack that the problem has no place for."""
+    """Return the adversaries of a problem.
+
+    Args:
+        kind: Name of an adversary; None for no attack.
+        num_malicious: Number of malicious particles; None for 10.
+        mass: Share of the malicious particles.
+        at: Position or offset of the particles; None for the problem's own.
+        problem: The problem.
+
+    Returns:
+        At most one adversary.
+
+    Raises:
+        ConfigError: An option is superfluous, or the position is unknown or of a wrong length.
+    """
     if kind is None:
         for option, value in (("--num-malicious", num_malicious), ("--mass", mass), ("--at", at)):
             if value is not None:
                 raise ConfigError(f"{option} needs --adversary")
         return []
-    n = 10 if num_malicious is None else num_malicious
+
     if at is not None and len(at) != problem.dim:
         raise ConfigError(f"--at must have {problem.dim} coordinates, got {len(at)}")
+    n = 10 if num_malicious is None else num_malicious
     point = None if at is None else tuple(at)
-    if kind in ("static", "lure"):
-        where, what = (problem.bad, "minimiser of L that is bad for G") if kind == "static" else (
-            problem.lure, "minimiser of G")  # fmt: skip
-        if point is None and where is None:
-            raise ConfigError(
-                f"--adversary {kind} needs --at X,Y,...: no {what} is known for {problem.name}"
-            )
-        return [kinds.static(n, point or where or (), mass=mass)]
+    if kind == "static":
+        place = _place(kind, point or problem.bad, "minimiser of L that is bad for G", problem)
+        return [adversaries.static(n, place, mass=mass)]
+    if kind == "lure":
+        place = _place(kind, point or problem.lure, "minimiser of G", problem)
+        return [adversaries.static(n, place, mass=mass)]
     if kind == "tracking":
-        return [kinds.tracking(n, point or (0.5,) * problem.dim, mass=mass)]
+        return [adversaries.tracking(n, point or (0.5,) * problem.dim, mass=mass)]
     if kind == "random":
-        return [kinds.random(n, initial=point, mass=mass)]
+        return [adversaries.random(n, initial=point, mass=mass)]
     if kind == "oscillating":
         low, high = ((end,) * problem.dim for end in problem.box)
-        return [
-            kinds.oscillating(
-                n, (point or problem.bad or low, problem.lure or high), period=2.0, mass=mass
-            )
-        ]
-    return [kinds.greedy(n, initial=point, mass=mass)]
+        between = (point or problem.bad or low, problem.lure or high)
+        return [adversaries.oscillating(n, between, period=2.0, mass=mass)]
+    return [adversaries.greedy(n, initial=point, mass=mass)]
+
+
+def _place(
+    kind: str, point: tuple[float, ...] | None, description: str, problem: Problem
+) -> tuple[float, ...]:
+    if point is None:
+        raise ConfigError(
+            f"--adversary {kind} needs --at X,Y,...: no {description} is known for {problem.name}"
+        )
+    return point

@@ -1,11 +1,11 @@
-"""A run of `minimize` that is watched: what there is to draw of it, in bounded memory, and how far it is."""
+"""A recorded run of `minimize`: data for figures in bounded memory, and progress."""
 
 import inspect
-import sys
+import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from fedcb2o.particles import theory
-from fedcb2o.particles._minimize import CaptureWarning, minimize
+from fedcb2o.particles._minimize import minimize
 from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.particles.objectives import Problem
 from fedcb2o.particles.result import Result
@@ -22,10 +22,25 @@ from fedcb2o.particles.state import State
 from fedcb2o.report.decay import Decay
 from fedcb2o.report.particle_figures import Scene
 
+_LOGGER = logging.getLogger(__name__)
+
 _GRID_POINTS = 181  # points of the landscape along an axis
 _MAX_DRAWN_PARTICLES = 300  # particles in a figure
 _VARTHETA = 0.25  # of thm:main, for the band of the figure
-_FIT_UNTIL_SHARE = 0.05  # the rate is fitted until V has come down to this share of its start
+_FIT_UNTIL_SHARE = 0.05  # the rate is fitted until V has decayed to this share of its start
+_REFRESH_SECONDS = 0.1  # of a progress bar
+_LOG_SECONDS = 15.0  # between progress lines without a terminal
+
+_Frame = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class RecordedRun(NamedTuple):
+    """A run of `minimize` with its recorder, all its settings and the notes for the user."""
+
+    result: Result
+    recorder: "Recorder"
+    settings: dict[str, Any]
+    notes: list[str]
 
 
 def run_recorded(
@@ -34,8 +49,18 @@ def run_recorded(
     overrides: Mapping[str, Any],
     *,
     progress: bool = True,
-) -> tuple[Result, "Recorder", dict[str, Any], list[str]]:
-    """Minimise; returns the result, what was watched, all settings, and the warnings, each a line."""
+) -> RecordedRun:
+    """Run `minimize` and record it.
+
+    Args:
+        problem: The problem.
+        groups: The adversaries.
+        overrides: Settings in place of the problem's own.
+        progress: Whether to show progress on standard error.
+
+    Returns:
+        The run.
+    """
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(minimize).parameters.items()
@@ -43,64 +68,73 @@ def run_recorded(
     }
     chosen = {**problem.settings, **overrides}
     settings = {**defaults, **chosen}
-    columns = (
+
+    console = Console(stderr=True)
+    bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    bar = Progress(
-        *columns, console=console, transient=True, disable=not (progress and console.is_terminal)
+        console=console,
+        transient=True,
+        disable=not (progress and console.is_terminal),
     )
     task = bar.add_task(problem.name, total=settings["maxiter"])
+    interval = _REFRESH_SECONDS if console.is_terminal else _LOG_SECONDS
     last = time.monotonic()
 
-    def show(n: int) -> None:
+    def show_progress(n: int) -> None:
         nonlocal last
-        if progress and time.monotonic() - last > (0.1 if console.is_terminal else 15):
-            last = time.monotonic()
-            bar.update(task, completed=n)
-            if not console.is_terminal:
-                print(
-                    f"{problem.name}: step {n}/{settings['maxiter']}", file=sys.stderr, flush=True
-                )
+        if not progress or time.monotonic() - last <= interval:
+            return
+        last = time.monotonic()
+        bar.update(task, completed=n)
+        if not console.is_terminal:
+            _LOGGER.info("%s: step %d/%d", problem.name, n, settings["maxiter"])
 
-    watch = Recorder(problem, runs=settings["runs"], maxiter=settings["maxiter"], show=show)
+    recorder = Recorder(
+        problem, runs=settings["runs"], maxiter=settings["maxiter"], on_step=show_progress
+    )
     with warnings.catch_warnings(record=True) as caught, bar:
         warnings.simplefilter("always")
         result = minimize(
-            problem.lower, problem.upper, problem.dim, adversaries=groups, callback=watch, **chosen
+            problem.lower,
+            problem.upper,
+            problem.dim,
+            adversaries=groups,
+            callback=recorder,
+            **chosen,
         )
-    told = dict.fromkeys(" ".join(str(each.message).split()) for each in caught)
-    capture = {
-        " ".join(str(each.message).split())
-        for each in caught
-        if issubclass(each.category, CaptureWarning)
-    }
-    lines = [f"Warning: {line}" for line in told]
-    lines += [f"Note: {note}" for note in result.notes if note not in capture]
-    return result, watch, settings, lines
+    messages = [" ".join(str(warning.message).split()) for warning in caught]
+    notes = list(dict.fromkeys([*messages, *result.notes]))
+    return RecordedRun(result, recorder, settings, notes)
 
 
 class Recorder:
-    """A callback of `minimize` that keeps what figures need, in bounded memory, and shows how far the run is."""
+    """A callback of `minimize` that records the data of figures in bounded memory."""
 
     def __init__(
-        self, problem: Problem, *, runs: int | None, maxiter: int, show: Callable[[int], None]
+        self, problem: Problem, *, runs: int | None, maxiter: int, on_step: Callable[[int], None]
     ) -> None:
+        """Start a recording.
+
+        Args:
+            problem: The problem.
+            runs: Number of runs; None for a single run.
+            maxiter: Largest number of steps.
+            on_step: Called with the step n before each step.
+        """
         self.clusters = 1 if callable(problem.lower) else len(problem.lower)
         self.runs = runs or 1
-        self.show = show
+        self.on_step = on_step
         self.frames = _DownsampledSeries(128)
-        # Of every ensemble its mean and variance: V to any point follows from them.
-        self.moments = _DownsampledSeries(
-            min(600, max(60, 4_000_000 // (self.runs * self.clusters * problem.dim)))
-        )
+        # The mean and variance of every ensemble: V to any point follows from them.
+        numbers = self.runs * self.clusters * problem.dim
+        self.moments = _DownsampledSeries(min(600, max(60, 4_000_000 // numbers)))
 
     def __call__(self, state: State) -> None:
-        """Look at the particles before step n."""
-        self.show(state.n)
+        """Record the state before step n."""
+        self.on_step(state.n)
         theta = _with_runs(state.theta, 3)
         runs = state.runs
         if self.moments.is_due(state.n):
@@ -109,103 +143,150 @@ class Recorder:
             x = state.x if state.theta.ndim == 2 else state.x[0]
             self.frames.add(state.n, self._frame(theta[0], _with_runs(state.theta_m, 3)[0], x))
 
-    def _frame(
-        self, theta: Tensor, theta_m: Tensor, x: Tensor
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _frame(self, theta: Tensor, theta_m: Tensor, x: Tensor) -> _Frame:
+        """Return two coordinates of benign and malicious particles and consensus points."""
         size = len(theta) // self.clusters
-        some = theta.reshape(self.clusters, size, -1)[
-            :, : _MAX_DRAWN_PARTICLES // self.clusters
-        ].flatten(0, 1)
-        parts = (some, theta_m[:_MAX_DRAWN_PARTICLES], x.reshape(self.clusters, -1))
-        return tuple(part[:, :2].cpu().numpy().astype(float) for part in parts)  # type: ignore[return-value]
+        drawn = _MAX_DRAWN_PARTICLES // self.clusters
+        benign = theta.reshape(self.clusters, size, -1)[:, :drawn].flatten(0, 1)
+        malicious = theta_m[:_MAX_DRAWN_PARTICLES]
+        return (
+            _two_coordinates(benign),
+            _two_coordinates(malicious),
+            _two_coordinates(x.reshape(self.clusters, -1)),
+        )
 
     def scene(
         self, problem: Problem, result: Result, settings: Mapping[str, Any], title: str
     ) -> Scene:
-        """All that there is to draw."""
+        """Return the content of the figures.
+
+        Args:
+            problem: The problem.
+            result: The result.
+            settings: All settings of the run.
+            title: Title of the figures.
+
+        Returns:
+            The scene.
+        """
+        # 1. The recorded frames, and the last ensemble of the first run.
         flat = result.theta.ndim == 2
-        dt = settings["dt"]
-        nit = torch.as_tensor(result.nit).reshape(-1).tolist()
+        last_step = torch.as_tensor(result.nit).reshape(-1).tolist()[0]
         frames = self.frames.items
-        if frames[-1][0] < nit[0]:
-            first = (result.theta, result.theta_m, result.x) if flat else (
-                result.theta[0], result.theta_m[0], result.x[0])  # fmt: skip
-            frames = [*frames, (nit[0], self._frame(*first))]
+        if frames[-1][0] < last_step:
+            final = (result.theta, result.theta_m, result.x)
+            if not flat:
+                final = (result.theta[0], result.theta_m[0], result.x[0])
+            frames = [*frames, (last_step, self._frame(*final))]
         theta, theta_m, m = (np.stack([frame[part] for _, frame in frames]) for part in range(3))
-        target = (
-            np.array(problem.target, dtype=float).reshape(-1, problem.dim)
-            if problem.target
-            else None
-        )
-        answers = result.x.cpu().numpy().reshape(self.runs, self.clusters, problem.dim)[..., :2]
-        at_rest = [] if target is None else [target[:, :2]]
-        box = _box(problem.box, np.concatenate([answers[0], *at_rest, theta_m[0]]))
-        grid, lower, upper = _grid(problem, box, flat=flat)
+
+        # 2. The square and the landscape.
+        points = result.x.cpu().numpy().reshape(self.runs, self.clusters, problem.dim)[..., :2]
+        visible = [points[0], theta_m[0]]
+        target = None
+        if problem.target:
+            target = np.array(problem.target, dtype=float).reshape(-1, problem.dim)[:, :2]
+            visible.append(target)
+        box = _visible_box(problem.box, np.concatenate(visible))
+        grid, lower, upper = _evaluate_on_grid(problem, box, flat=flat)
+
         return Scene(
-            title=title, dim=problem.dim, box=box, grid=grid, lower_values=lower, upper_values=upper,
-            times=np.array([n * dt for n, _ in frames]), theta=theta,
+            title=title,
+            dim=problem.dim,
+            box=box,
+            grid=grid,
+            lower_values=lower,
+            upper_values=upper,
+            times=np.array([n * settings["dt"] for n, _ in frames]),
+            theta=theta,
             cluster=np.repeat(np.arange(self.clusters), theta.shape[1] // self.clusters),
-            theta_m=theta_m, m=m, final_points=answers, target=None if target is None else target[:, :2],
+            theta_m=theta_m,
+            m=m,
+            final_points=points,
+            target=target,
             decay=self.decay(problem, result, settings),
-        )  # fmt: skip
+        )
 
     def decay(self, problem: Problem, result: Result, settings: Mapping[str, Any]) -> Decay:
-        """V towards the target, or without one towards the last consensus point, and what the theory says of it."""
+        """Compute V over time, its fitted rates and the theory.
+
+        V is the distance from the target, or without one from the last consensus point.
+
+        Args:
+            problem: The problem.
+            result: The result.
+            settings: All settings of the run.
+
+        Returns:
+            The decay.
+        """
+        # 1. The recorded moments, and those of the last ensembles.
         K = self.clusters
-        d = problem.dim
         nit = torch.as_tensor(result.nit).reshape(-1)
-        x = result.x.reshape(self.runs, K, d)
-        to = torch.tensor(problem.target).to(x).reshape(1, K, d) if problem.target else x
-        end = (int(nit.max()), (torch.arange(self.runs), *_moments(_with_runs(result.theta, 3), K)))
-        items = [*(item for item in self.moments.items if item[0] < end[0]), end]
+        last = (torch.arange(self.runs), *_moments(_with_runs(result.theta, 3), K))
+        last_step = int(nit.max())
+        items = [item for item in self.moments.items if item[0] < last_step]
+        items.append((last_step, last))
+
+        # 2. V from the moments; it stays after a run has stopped.
+        reference = result.x.reshape(self.runs, K, problem.dim)
+        if problem.target:
+            reference = torch.tensor(problem.target).to(reference).reshape(1, K, problem.dim)
         V = torch.full((len(items), self.runs, K), torch.nan, dtype=torch.float64)
         for row, (_, (runs, mean, variance)) in enumerate(items):
-            V[row, runs] = (
-                (variance + (mean - to[runs if len(to) > 1 else slice(None)]).square().sum(-1)) / 2
-            ).cpu()
+            centre = reference[runs] if len(reference) > 1 else reference
+            V[row, runs] = ((variance + (mean - centre).square().sum(-1)) / 2).cpu()
         for row, (n, _) in enumerate(items[:-1]):
             V[row] = torch.where((n >= nit).unsqueeze(-1), V[-1], V[row])
+
+        # 3. The rates of the median over the runs.
         t = torch.tensor([n * settings["dt"] for n, _ in items], dtype=torch.float64)
-        middle = V.nanmedian(1).values.T
-        windows = [_fit_window(own) for own in middle]
-        fitted = [
-            float(theory.fit_decay_rate(t[rows], own[rows]))
-            for rows, own in zip(windows, middle, strict=True)
+        medians = V.nanmedian(1).values.T
+        windows = [_fit_window(median) for median in medians]
+        rates = [
+            float(theory.fit_decay_rate(t[window], median[window]))
+            for window, median in zip(windows, medians, strict=True)
         ]
-        told, line, band = _theory(problem, settings, t, middle)
-        seen = [(float(t[rows][0]), float(t[rows][-1])) for rows in windows]
-        towards = "the target" if problem.target else "the last consensus point"
-        return Decay(t.numpy(), V.numpy(), fitted, seen, told, line, band, towards)
+        label, line, band = _theory(problem, settings, t, medians)
+        return Decay(
+            t=t.numpy(),
+            V=V.numpy(),
+            fitted_rates=rates,
+            fit_windows=[(float(t[window][0]), float(t[window][-1])) for window in windows],
+            legend_label=label,
+            theory=line,
+            theory_bounds=band,
+            reference_name="the target" if problem.target else "the last consensus point",
+        )
 
 
 def _theory(
     problem: Problem, settings: Mapping[str, Any], t: Tensor, V: Tensor
 ) -> tuple[str, Any, Any]:
-    """What thm:main says of V, [clusters, s], in words, as a line and as a band; nothing where it does not apply."""
-    outside = _outside_the_theorem(problem, settings)
-    if outside:
-        return f"theory: no rate is stated ({', '.join(outside)})", None, None
+    """Return a label, a line and a band for V [clusters, s] by thm:main; None without a rate."""
+    differences = _differences_from_theorem(problem, settings)
+    if differences:
+        return f"theory: no rate is stated ({', '.join(differences)})", None, None
+
     noise = settings["noise"]
-    lambda1 = settings["lambda1"]
-    sigma1 = settings["sigma1"]
-    rate = theory.contraction_rate(lambda1=lambda1, sigma1=sigma1, dim=problem.dim, noise=noise)
-    told = f"theory: {'2λ₁ − dσ₁²' if noise == 'isotropic' else '2λ₁ − σ₁²'} = {rate:.3g}"
+    rate = theory.contraction_rate(
+        lambda1=settings["lambda1"], sigma1=settings["sigma1"], dim=problem.dim, noise=noise
+    )
+    formula = "2λ₁ − dσ₁²" if noise == "isotropic" else "2λ₁ − σ₁²"
+    label = f"theory: {formula} = {rate:.3g}"
     if rate <= 0:
-        return f"{told}, no decay promised", None, None
+        return f"{label}, no decay promised", None, None
     line = (V[:, :1] * torch.exp(-rate * t)).T.numpy()
     if noise == "anisotropic":
-        return told, line, None
-    sides = theory.decay_bounds(t, float(V[0, 0]), vartheta=_VARTHETA, rate=rate)
-    return (
-        f"{told} (band: ϑ = {_VARTHETA:g})",
-        line,
-        tuple(side.unsqueeze(1).numpy() for side in sides),
-    )
+        return label, line, None
+    bounds = theory.decay_bounds(t, float(V[0, 0]), vartheta=_VARTHETA, rate=rate)
+    band = tuple(bound.unsqueeze(1).numpy() for bound in bounds)
+    return f"{label} (band: ϑ = {_VARTHETA:g})", line, band
 
 
-def _outside_the_theorem(problem: Problem, settings: Mapping[str, Any]) -> list[str]:
-    """What a run has that the system of thm:main (eq:dyn_macro) has not, and so takes it out of the theorem."""
-    reasons = {
+def _differences_from_theorem(problem: Problem, settings: Mapping[str, Any]) -> list[str]:
+    """List the features of a run that the system of thm:main (eq:dyn_macro) does not have."""
+    features = {
         "several clusters": not callable(problem.lower),
         "no G": problem.upper is None,
         "λ₂ > 0": settings["lambda2"] > 0,
@@ -213,11 +294,11 @@ def _outside_the_theorem(problem: Problem, settings: Mapping[str, Any]) -> list[
         "bounds": settings["bounds"] is not None,
         "random batches": settings["batch"] is not None,
     }
-    return [reason for reason, holds in reasons.items() if holds]
+    return [name for name, is_present in features.items() if is_present]
 
 
 class _DownsampledSeries:
-    """Items at equal steps, at most `limit`: when there are more, every second goes and the steps double."""
+    """At most `limit` items at equal steps; a full series drops every second item."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -235,26 +316,33 @@ class _DownsampledSeries:
 
 
 def _fit_window(V: Tensor) -> slice:
-    """The records to fit a rate to: until V has come down to a share of its start, or near to the least it comes to.
+    """Return the records for the fit of a rate.
 
-    Where strong noise first spreads the particles far, from the largest V to near the least after it.
+    They end where V has decayed to a share of its start, or is near its minimum. Where strong
+    noise first spreads the particles, they are from the largest V to near the following minimum.
     """
     V = V.nan_to_num(nan=torch.inf)
-    spreads = bool(V.max() > 10 * V[0])
-    start = int(V.argmax()) if spreads else 0
-    rest = V[start:]
-    least = 1.2 * float(rest.min())
-    low = rest <= (least if spreads else max(_FIT_UNTIL_SHARE * float(rest[0]), least))
-    return slice(start, start + max(3, int(low.double().argmax()) + 1))
+    is_spreading = bool(V.max() > 10 * V[0])
+    start = int(V.argmax()) if is_spreading else 0
+    remaining = V[start:]
+    threshold = 1.2 * float(remaining.min())
+    if not is_spreading:
+        threshold = max(_FIT_UNTIL_SHARE * float(remaining[0]), threshold)
+    is_low = remaining <= threshold
+    return slice(start, start + max(3, int(is_low.double().argmax()) + 1))
 
 
 def _moments(theta: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """Each cluster's mean [r, K, d] and mean squared distance from it [r, K], over its finite particles."""
+    """Return each cluster's mean [r, K, d] and mean squared distance from it [r, K].
+
+    Only finite particles count.
+    """
     parts = theta.double().reshape(len(theta), clusters, -1, theta.shape[-1])
     finite = parts.isfinite().all(-1, keepdim=True)
     if finite.all():
         mean = parts.mean(2)
         return mean, (parts - mean.unsqueeze(2)).square().sum(-1).mean(-1)
+
     parts = parts.where(finite, 0.0)
     count = finite.sum(2)
     mean = parts.sum(2) / count
@@ -266,8 +354,12 @@ def _with_runs(values: Tensor, ndim: int) -> Tensor:
     return values if values.ndim == ndim else values.unsqueeze(0)
 
 
-def _box(box: tuple[float, float], points: np.ndarray) -> tuple[float, float]:
-    """The square to show: the problem's, enlarged for what matters, but not without limit."""
+def _two_coordinates(points: Tensor) -> np.ndarray:
+    return points[:, :2].cpu().numpy().astype(float)
+
+
+def _visible_box(box: tuple[float, float], points: np.ndarray) -> tuple[float, float]:
+    """Return the problem's square, enlarged for the points, at most by its side at each end."""
     low, high = box
     side = high - low
     finite = points[np.isfinite(points)]
@@ -278,22 +370,24 @@ def _box(box: tuple[float, float], points: np.ndarray) -> tuple[float, float]:
     return float(max(low, box[0] - side)), float(min(high, box[1] + side))
 
 
-def _grid(problem: Problem, box: tuple[float, float], *, flat: bool) -> tuple[Any, Any, Any]:
-    """L and G on a grid of the square; nothing where d is above 2."""
+def _evaluate_on_grid(
+    problem: Problem, box: tuple[float, float], *, flat: bool
+) -> tuple[Any, Any, Any]:
+    """Return the coordinates of a grid of the square with L and G there; None for d > 2."""
     if problem.dim > 2:
         return None, None, None
-    line = torch.linspace(
-        *box, _GRID_POINTS if problem.dim == 2 else 4 * _GRID_POINTS, dtype=torch.float64
-    )
+
+    num_points = _GRID_POINTS if problem.dim == 2 else 4 * _GRID_POINTS
+    line = torch.linspace(*box, num_points, dtype=torch.float64)
     axes = torch.meshgrid(*[line] * problem.dim, indexing="xy")
     points = torch.stack(axes, -1).reshape(-1, problem.dim)
     points = points if flat else points.unsqueeze(0)
 
-    def seen(objective: Callable[[Tensor], Tensor]) -> np.ndarray:
+    def evaluate(objective: Callable[[Tensor], Tensor]) -> np.ndarray:
         with torch.no_grad():
             values = objective(points).double().reshape(axes[0].shape).cpu().numpy()
         return np.where(np.isfinite(values), values, np.nan)
 
     lowers = [problem.lower] if callable(problem.lower) else list(problem.lower)
-    upper = None if problem.upper is None else seen(problem.upper)
-    return line.numpy(), np.stack([seen(each) for each in lowers]), upper
+    upper = None if problem.upper is None else evaluate(problem.upper)
+    return line.numpy(), np.stack([evaluate(lower) for lower in lowers]), upper

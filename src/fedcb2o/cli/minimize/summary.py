@@ -1,4 +1,4 @@
-"""What is said of a run of `minimize`: in words, in a JSON file and in figures."""
+"""Summary of a run of `minimize`: text, a JSON file and figures."""
 
 import dataclasses
 import json
@@ -23,12 +23,20 @@ from fedcb2o.report.particle_figures import Scene, draw_landscape, write_animati
 
 
 def target_errors(problem: Problem, result: Result) -> np.ndarray | None:
-    """The largest error of a coordinate in each run, over all clusters, [runs]; None where no target is known."""
+    """Return each run's largest error of a coordinate, over all clusters.
+
+    Args:
+        problem: The problem.
+        result: The result.
+
+    Returns:
+        Errors [runs]; None without a target.
+    """
     if not problem.target:
         return None
     runs = len(result.message) if isinstance(result.message, list) else 1
-    apart = np.abs(result.x.cpu().numpy() - np.array(problem.target, dtype=float))
-    largest: np.ndarray = np.nan_to_num(apart, nan=np.inf).reshape(runs, -1).max(1)
+    distances = np.abs(result.x.cpu().numpy() - np.array(problem.target, dtype=float))
+    largest: np.ndarray = np.nan_to_num(distances, nan=np.inf).reshape(runs, -1).max(1)
     return largest
 
 
@@ -39,13 +47,22 @@ def figure_title(
     groups: Sequence[Adversary],
     kind: str | None,
 ) -> str:
-    """A figure's title: the problem, and the settings that matter most."""
-    clusters = 1 if callable(problem.lower) else len(problem.lower)
+    """Return a figure's title: the problem and its most important settings.
+
+    Args:
+        problem: The problem.
+        result: The result.
+        settings: All settings of the run.
+        groups: The adversaries.
+        kind: Name of the adversary.
+
+    Returns:
+        Two lines.
+    """
+    clusters = _num_clusters(problem)
     N = result.theta.shape[-2]
-    parts = [
-        f"N = {N}" if clusters == 1 else f"N = {clusters} × {N // clusters}",
-        f"α = {settings['alpha']:g}",
-    ]
+    size = f"N = {N}" if clusters == 1 else f"N = {clusters} × {N // clusters}"
+    parts = [size, f"α = {settings['alpha']:g}"]
     if problem.upper is not None:
         parts += [f"β = {settings['beta']:g}", f"δq = {settings['delta_q']:g}"]
     parts.append(f"{settings['noise']} noise σ₁ = {settings['sigma1']:g}")
@@ -57,24 +74,33 @@ def figure_title(
 
 
 def describe(problem: Problem, result: Result, decay: Decay, tol: float) -> str:
-    """The result in words: its own first, then the error to the target, or how many runs came near it, and the rate."""
+    """Describe the result: its fields, the error to the target, and the fitted rate.
+
+    Args:
+        problem: The problem.
+        result: The result.
+        decay: V over time.
+        tol: Largest error of a successful run.
+
+    Returns:
+        Lines of text.
+    """
     lines = [repr(dataclasses.replace(result, notes=()))]
-    error = target_errors(problem, result)
-    if error is not None:
-        where = ", ".join(
-            map(
-                _format_point,
-                problem.target if isinstance(problem.target[0], Sequence) else [problem.target],
-            )
-        )
+    errors = target_errors(problem, result)
+    if errors is not None:
+        is_clustered = isinstance(problem.target[0], Sequence)
+        points = problem.target if is_clustered else [problem.target]
+        target = ", ".join(map(_format_point, points))
         if isinstance(result.message, list):
-            near = int((error <= tol).sum())
+            successes = int((errors <= tol).sum())
             lines.append(
-                f"{near} of {len(error)} runs ({near / len(error):.0%}) came within {tol:g} of the target {where};"
-                f" median error {np.median(error):.3g} (largest coordinate)"
+                f"{successes} of {len(errors)} runs ({successes / len(errors):.0%}) came within"
+                f" {tol:g} of the target {target}; median error {np.median(errors):.3g}"
+                " (largest coordinate)"
             )
         else:
-            lines.append(f"error {error[0]:.3g} (largest coordinate) from the target {where}")
+            lines.append(f"error {errors[0]:.3g} (largest coordinate) from the target {target}")
+
     if all(map(math.isfinite, decay.fitted_rates)):
         rates = ", ".join(f"{rate:.3g}" for rate in decay.fitted_rates)
         lines.append(
@@ -91,59 +117,75 @@ def to_json_table(
     tol: float,
     attack: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The result for a JSON file: settings, answers, V; the way there only of a single run. No ensembles."""
-    error = target_errors(problem, result)
-    many = isinstance(result.message, list)
+    """Return the result for a JSON file, without ensembles.
+
+    Args:
+        problem: The problem.
+        result: The result.
+        settings: All settings of the run.
+        decay: V over time.
+        tol: Largest error of a successful run.
+        attack: Description of the adversary.
+
+    Returns:
+        A table of plain values: settings, solutions, V, and the history of a single run.
+    """
+    errors = target_errors(problem, result)
+    has_runs = isinstance(result.message, list)
     hidden = ("callback", "adversaries", "args")
+    plain_settings = {
+        name: _to_json(value) for name, value in settings.items() if name not in hidden
+    }
+    plain_settings["num_particles"] = result.theta.shape[-2] // _num_clusters(problem)
     table: dict[str, Any] = {
         "problem": problem.name,
         "title": problem.title,
         "dim": problem.dim,
-        "settings": {
-            name: _to_json(value) for name, value in settings.items() if name not in hidden
-        }
-        | {
-            "num_particles": result.theta.shape[-2]
-            // (1 if callable(problem.lower) else len(problem.lower))
-        },
+        "settings": plain_settings,
         "adversary": attack,
     }
-    for name in (
-        "x",
-        "lower",
-        "upper",
-        "success",
-        "message",
-        "nit",
-        "nfev",
-        "excluded",
-        "spread",
-        "seed",
-    ):
+
+    names = ("x", "lower", "upper", "success", "message", "nit", "nfev", "excluded", "spread")
+    for name in (*names, "seed"):
         table[name] = _to_json(getattr(result, name))
-    table |= {
-        "notes": list(result.notes),
-        "seconds": result.seconds,
-        "target": _to_json(problem.target) or None,
-    }
-    table["error"] = None if error is None else _to_json(error if many else error[0])
+    table["notes"] = list(result.notes)
+    table["seconds"] = result.seconds
+    table["target"] = _to_json(problem.target) or None
+    table["error"] = None
     table["tol"] = tol
-    table["success_rate"] = None if error is None else float((error <= tol).mean())
+    table["success_rate"] = None
+    if errors is not None:
+        table["error"] = _to_json(errors if has_runs else errors[0])
+        table["success_rate"] = float((errors <= tol).mean())
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the median of runs that all diverged
-        middle = np.nanmedian(decay.V, 1)
+        median = np.nanmedian(decay.V, 1)
     table["decay"] = {
-        "towards": decay.reference_name, "t": _to_json(decay.t), "V": _to_json(middle if decay.V.shape[2] > 1 else middle[:, 0]),
-        "fitted_rate": _to_json(list(decay.fitted_rates)), "fitted_in": _to_json(list(decay.fit_windows)), "theory": decay.legend_label,
-    }  # fmt: skip
-    history = dataclasses.asdict(result.history)
-    table["history"] = None if many else {name: _to_json(value) for name, value in history.items()}
+        "towards": decay.reference_name,
+        "t": _to_json(decay.t),
+        "V": _to_json(median if decay.V.shape[2] > 1 else median[:, 0]),
+        "fitted_rate": _to_json(list(decay.fitted_rates)),
+        "fitted_in": _to_json(list(decay.fit_windows)),
+        "theory": decay.legend_label,
+    }
+    table["history"] = None
+    if not has_runs:
+        history = dataclasses.asdict(result.history)
+        table["history"] = {name: _to_json(value) for name, value in history.items()}
     table["fedcb2o"] = version("fedcb2o")
     return table
 
 
 def make_folder(out: Path) -> None:
-    """Make the folder that files go to. Raises RunError if it cannot be."""
+    """Make the folder of the output files.
+
+    Args:
+        out: The folder.
+
+    Raises:
+        RunError: The folder cannot be made.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -155,40 +197,58 @@ def make_folder(out: Path) -> None:
 def write_files(
     out: Path,
     table: Mapping[str, Any],
-    scene: Callable[[], Scene],
+    make_scene: Callable[[], Scene],
     *,
     figure: bool,
     animation: str | None,
 ) -> list[Path]:
-    """Write the JSON, the figure and the animation into a folder that is there, and return their paths."""
+    """Write the JSON file, the figure and the animation.
+
+    Args:
+        out: An existing folder.
+        table: Content of the JSON file.
+        make_scene: Function that returns the content of the figures.
+        figure: Whether to draw a figure.
+        animation: Format of an animation, or None.
+
+    Returns:
+        Paths of the files.
+    """
     paths = [out / "result.json"]
-    atomic_write(
-        paths[0], (json.dumps(table, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
-    )
-    if figure or animation:
-        drawn = scene()
-        if figure:
-            paths.append(out / "landscape.png")
-            atomic_write(
-                paths[-1], lambda path: draw_landscape(drawn).savefig(path, format="png", dpi=100)
-            )
-        if animation:
-            paths.append(out / f"landscape.{animation}")
-            write_animation(drawn, paths[-1])
+    text = json.dumps(table, indent=1, allow_nan=False, ensure_ascii=False)
+    atomic_write(paths[0], (text + "\n").encode())
+    if not (figure or animation):
+        return paths
+
+    scene = make_scene()
+    if figure:
+        paths.append(out / "landscape.png")
+        atomic_write(
+            paths[-1], lambda path: draw_landscape(scene).savefig(path, format="png", dpi=100)
+        )
+    if animation:
+        paths.append(out / f"landscape.{animation}")
+        write_animation(scene, paths[-1])
     return paths
 
 
+def _num_clusters(problem: Problem) -> int:
+    return 1 if callable(problem.lower) else len(problem.lower)
+
+
 def _format_point(point: Sequence[float]) -> str:
-    shown = [f"{value:.6g}" for value in point]
-    return f"({', '.join(shown if len(shown) < 6 else [*shown[:3], '...', shown[-1]])})"
+    numbers = [f"{value:.6g}" for value in point]
+    if len(numbers) >= 6:
+        numbers = [*numbers[:3], "...", numbers[-1]]
+    return f"({', '.join(numbers)})"
 
 
 def _to_json(value: Any) -> Any:
-    """As JSON has it: lists and numbers, null for what is not finite; a function by its name."""
+    """Convert a value to lists and numbers, null for non-finite numbers, names of functions."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_to_json(each) for each in value]
+        return [_to_json(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, str | int | bool):
