@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -56,13 +55,11 @@ COUNTS = [1, 2, 3, 7]
 @pytest.fixture(scope="module")
 def cluster():
     """Ray on this machine, and seven actors, of which a run takes some."""
-    jaxtyping.config.update("jaxtyping_disable", True)  # as in the test of two engines
     with (
         connect.connected(connect.LOCAL, 200 * 2**20, 8),
         placement.start_workers(placement.list_nodes() * 7) as actors,
     ):
         yield actors
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @dataclass(frozen=True)
@@ -313,7 +310,7 @@ def test_no_byte_goes_that_was_not_asked_for(cluster, count, nodes):
 def test_an_error_of_an_actor_is_no_loss(cluster):
     """It would come again. An actor that is asked for a row which it has not says so to whoever takes it."""
     engine = clustered(cluster, Scene(algorithms.dfedavgm, flipped, network, True, False, {}), 2)
-    refs = [engine.actors.actors[0].lend.remote(np.array([10**6, 10**6 + 1]))]
+    refs = [engine.actors.handles[0].export_rows.remote(np.array([10**6, 10**6 + 1]))]
     told = r"^work on the cluster failed \(.*Error: .*\)$"
     with pytest.raises(RunError, match=told) as raised:
         engine.actors.get(refs)

@@ -96,7 +96,9 @@ def engine_of(num_models, weights="equal", attack=ours.FLIP, settings=None, **ch
 
 def kept_of(engine):
     """The models of the agents and then the coordinator's, in the engine's pool."""
-    return engine.group.models[: len(CLUSTER) + engine.spec.algorithm.clusters.num_rows(len(CLUSTER))]
+    return engine.group.models[
+        : len(CLUSTER) + engine.spec.algorithm.clusters.num_rows(len(CLUSTER))
+    ]
 
 
 def centres_of(engine):

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 
-import jaxtyping
 import pytest
 import torch
 from tests.agents import (
@@ -87,14 +86,6 @@ def found_by(engine: Engine, count: int) -> list[tuple[str, dict, dict]]:
 
 
 FLIP = Attack(poison=flip)
-
-
-@pytest.fixture(autouse=True)
-def unchecked():
-    """Shapes are checked by all other tests; here that would take two thirds of the time."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def hold_equal(algorithm, attack=FLIP, make=network, count=2, own_model=True, **changes):
@@ -211,7 +202,9 @@ def test_every_rule_under_an_attack_that_looks_at_others(name):
 @pytest.mark.parametrize("pre_step", ["nnm", "bucketing"])
 @pytest.mark.parametrize("name", ["mean", "trimmed_mean", "monna"])
 def test_pre_steps(name, pre_step):
-    hold_equal(algorithms.by_rule(rule=name, pre_step=pre_step, selection="everyone"), malicious_share=0.4)
+    hold_equal(
+        algorithms.by_rule(rule=name, pre_step=pre_step, selection="everyone"), malicious_share=0.4
+    )
 
 
 POISONED = {"boosting", "echo", "gap_aware", "slow_drift"}

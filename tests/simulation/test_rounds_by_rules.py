@@ -264,7 +264,9 @@ def both(state, judged):
 
 
 def test_what_a_rule_keeps_is_a_copy_whatever_the_workers_and_stops(tmp_path):
-    experiment = tiny(agents=TEAM, algorithm={"name": "by_rule", "rule": momentum, "needs_losses": False})
+    experiment = tiny(
+        agents=TEAM, algorithm={"name": "by_rule", "rule": momentum, "needs_losses": False}
+    )
     run(experiment, out=tmp_path / "one", workers=1)
     run(experiment, out=tmp_path / "two", workers=2)
     with pytest.raises(StopError):

@@ -1,8 +1,8 @@
-"""Ray actors, a block of agents each: calls to them, and the models that they lend each other."""
+"""Ray actors, each with a group of agents: calls to them, and transfers of rows between them."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,72 +17,83 @@ from fedcb2o.ray_backend.sharding import Sharding
 from fedcb2o.ray_backend.transfers import plan_transfers
 from fedcb2o.simulation.rounds import WorkerLostError
 
+POLL_SECONDS = 1.0  # of a wait in Ray's C++, after which Python handles signals
+
 _FULL_ERRORS = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
-POLL_SECONDS = 1.0  # seconds after which a wait is heard of by Python, so that a signal is
 
 
 @dataclass(frozen=True)
 class LoanedRows:
-    """Models that an actor is lent: references to parcels of them, the places in each of those that it takes, and which
-    `rows` of all agents' these are."""
+    """Rows of other workers that a worker may read.
 
-    refs: list[Any]
-    places: list[Indices]
-    rows: list[Int[np.ndarray, " _k"]]
+    Attributes:
+        refs: References to transfers.
+        positions: For each transfer, the positions of the worker's rows in it.
+        rows: For each transfer, these rows' numbers in the buffer of all agents.
+    """
+
+    refs: list[Any] = field(default_factory=list)
+    positions: list[Indices] = field(default_factory=list)
+    rows: list[Int[np.ndarray, " _k"]] = field(default_factory=list)
 
 
 @contextlib.contextmanager
 def translate_ray_errors() -> Iterator[None]:
-    """Raises LostError where Ray cannot give what was asked for, but RunError where that would fail again: a store that
-    is full, or an error in what was done there."""
+    """Raise Ray's errors as errors of this package.
+
+    Yields:
+        None.
+
+    Raises:
+        RunError: An error that a second attempt would repeat: a full store, or an error of the
+            work itself.
+        WorkerLostError: Ray lost a process or node that the work needs.
+    """
     try:
         yield
     except ray.exceptions.RayError as error:
         cause: BaseException = error
         while isinstance(cause, ray.exceptions.RayTaskError):
             cause = cause.cause
-        told = (str(cause).strip().splitlines() or [""])[0].strip(" .")
-        why = f"{type(cause).__name__}: {told}"
+        lines = str(cause).strip().splitlines() or [""]
+        text = f"{type(cause).__name__}: {lines[0].strip(' .')}"
         if isinstance(cause, _FULL_ERRORS):
             raise RunError(
-                f"Ray's store or disk is full on a node ({why}): take more nodes, fewer agents or a smaller model, or "
-                "start nodes by `ray start --object-store-memory BYTES ...`"
+                f"Ray's store or disk is full on a node ({text}): take more nodes, fewer agents or "
+                "a smaller model, or start nodes by `ray start --object-store-memory BYTES ...`"
             ) from error
         if cause is not error and not _is_ray_error(cause):
-            raise RunError(f"work on the cluster failed ({why})") from error
-        raise WorkerLostError(f"a part of the cluster is lost ({why})") from error
-
-
-def _is_ray_error(error: BaseException) -> bool:
-    """Whether Ray raised an error of its own there, such as that it lost what was needed; that which it raises for one
-    that cannot be sent is of no kind."""
-    return isinstance(error, ray.exceptions.RayError) and type(error) is not ray.exceptions.RayError
-
-
-def _unwrap(answer: bytes) -> Any:
-    """What is in an answer, or raises it: of own functions, where they lie here."""
-    try:
-        return unwrap_result(answer)
-    except FedCB2OError as error:
-        error.args = (localize_paths(str(error)),)
-        raise
+            raise RunError(f"work on the cluster failed ({text})") from error
+        raise WorkerLostError(f"a part of the cluster is lost ({text})") from error
 
 
 class WorkerActors:
-    """Some actors, which of some `nodes` each is on, and where the rows of models lie among them.
+    """The actors of all workers.
 
-    Since it was last asked, `lent` is how many bytes of models actors took of each other, `moved` how many of these
-    went from one node to another, and `took` how many seconds each actor worked.
+    Attributes:
+        handles: Ray's handle of each actor.
+        sharding: The place of each row among the workers.
+        nodes: The node of each worker.
+        row_bytes: Size of a model.
+        loaned_bytes: Bytes of models that workers took of each other since the last reset.
+        moved_bytes: Bytes of these that went from one node to another.
+        seconds: Working time of each worker.
     """
 
     def __init__(
-        self, actors: Sequence[Any], shares: Sharding, nodes: Int[np.ndarray, " actors"], size: int
+        self,
+        handles: Sequence[Any],
+        sharding: Sharding,
+        nodes: Int[np.ndarray, " workers"],
+        row_bytes: int,
     ) -> None:
-        self.actors = list(actors)
-        self.sharding = shares
+        self.handles = list(handles)
+        self.sharding = sharding
         self.nodes = nodes
-        self.size = size
-        self.loaned_bytes, self.moved_bytes, self.seconds = 0, 0, np.zeros(len(self.actors))
+        self.row_bytes = row_bytes
+        self.loaned_bytes = 0
+        self.moved_bytes = 0
+        self.seconds = np.zeros(len(self.handles))
 
     def call(
         self,
@@ -90,67 +101,129 @@ class WorkerActors:
         tasks: Sequence[tuple[Any, ...] | None],
         loans: Sequence[Sequence[Any]] = (),
     ) -> list[Any]:
-        """What a method of `Holder` finds for the task of each actor, of which some have none.
+        """Call a method of `AgentWorker` on every worker that has a task.
 
-        Raises what is raised there, and LostError where an actor is gone.
+        Args:
+            method: The method.
+            tasks: Arguments for each worker, or None for a worker without a task.
+            loans: References to transfers, for each worker.
+
+        Returns:
+            The result of each worker, None without a task.
+
+        Raises:
+            WorkerLostError: A worker is gone.
+            Exception: The error of a worker, as it was raised.
         """
-        found = list[Any]([None] * len(self.actors))
+        results: list[Any] = [None] * len(self.handles)
         with translate_ray_errors():
-            waiting = {
-                self.actors[b].do.remote(
-                    serialize((method, task)), *([list(loans[b])] if loans else [])
-                ): b
-                for b, task in enumerate(tasks)
-                if task is not None
-            }
+            waiting = {}
+            for index, task in enumerate(tasks):
+                if task is not None:
+                    extra = [list(loans[index])] if loans else []
+                    ref = self.handles[index].execute.remote(serialize((method, task)), *extra)
+                    waiting[ref] = index
             while waiting:
-                there, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_SECONDS)
-                for ref, (answer, seconds) in zip(there, ray.get(there), strict=True):
-                    b = waiting.pop(ref)
-                    found[b] = _unwrap(answer)
-                    self.seconds[b] += seconds
-        return found
+                ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_SECONDS)
+                for ref, (answer, seconds) in zip(ready, ray.get(ready), strict=True):
+                    index = waiting.pop(ref)
+                    results[index] = _unwrap(answer)
+                    self.seconds[index] += seconds
+        return results
 
     def broadcast(self, method: Callable[..., Any], *task: Any) -> list[Any]:
-        """The same for all actors."""
-        return self.call(method, [task] * len(self.actors))
+        """Call a method of `AgentWorker` on all workers with the same arguments.
+
+        Args:
+            method: The method.
+            task: Its arguments.
+
+        Returns:
+            The result of each worker.
+        """
+        return self.call(method, [task] * len(self.handles))
 
     def loan_rows(self, wanted: Sequence[Int[np.ndarray, " _r"]]) -> list[LoanedRows]:
-        """Have the actors lend each other rows: those `wanted` by each of them, none of which is its own."""
-        made = plan_transfers(self.sharding.owner, wanted, self.nodes, self.size)
-        refs = self.row_refs([(parcel.owner, parcel.rows) for parcel in made])
-        lent = [LoanedRows([], [], []) for _ in self.actors]
-        for ref, parcel in zip(refs, made, strict=True):
-            for b, places in parcel.receivers.items():
-                lent[b].refs.append(ref)
-                lent[b].places.append(places)
-                lent[b].rows.append(parcel.rows[places])
-                self.loaned_bytes += self.size * len(places)
-            nodes = {int(self.nodes[b]) for b in parcel.receivers} - {int(self.nodes[parcel.owner])}
-            self.moved_bytes += self.size * len(parcel.rows) * len(nodes)
-        return lent
+        """Put rows into the store for other workers.
 
-    def row_refs(self, parcels: Sequence[tuple[int, Int[np.ndarray, " _k"]]]) -> list[Any]:
-        """References to parcels of rows, each of one owner."""
-        found = list[Any]([None] * len(parcels))
-        by_owner = dict[int, list[int]]()
-        for p, (owner, _) in enumerate(parcels):
-            by_owner.setdefault(owner, []).append(p)
+        Args:
+            wanted: The rows that each worker wants, none of which is its own.
+
+        Returns:
+            The loans of each worker.
+        """
+        transfers = plan_transfers(self.sharding.owner, wanted, self.nodes, self.row_bytes)
+        refs = self.row_refs([(transfer.owner, transfer.rows) for transfer in transfers])
+        loans = [LoanedRows() for _ in self.handles]
+        for ref, transfer in zip(refs, transfers, strict=True):
+            for worker, positions in transfer.receivers.items():
+                loan = loans[worker]
+                loan.refs.append(ref)
+                loan.positions.append(positions)
+                loan.rows.append(transfer.rows[positions])
+                self.loaned_bytes += self.row_bytes * len(positions)
+            destinations = {int(self.nodes[worker]) for worker in transfer.receivers}
+            destinations -= {int(self.nodes[transfer.owner])}
+            self.moved_bytes += self.row_bytes * len(transfer.rows) * len(destinations)
+        return loans
+
+    def row_refs(self, transfers: Sequence[tuple[int, Int[np.ndarray, " _k"]]]) -> list[Any]:
+        """Put rows into the store.
+
+        Args:
+            transfers: Pairs (owner, rows of that owner).
+
+        Returns:
+            A reference for each transfer.
+        """
+        refs: list[Any] = [None] * len(transfers)
+        by_owner: dict[int, list[int]] = {}
+        for index, (owner, _) in enumerate(transfers):
+            by_owner.setdefault(owner, []).append(index)
         with translate_ray_errors():
-            for owner, mine in by_owner.items():
-                lend = self.actors[owner].lend.options(num_returns=len(mine))
-                given = lend.remote(*(self.sharding.row[parcels[p][1]] for p in mine))
-                for p, ref in zip(mine, [given] if len(mine) == 1 else given, strict=True):
-                    found[p] = ref
-        return found
+            for owner, indices in by_owner.items():
+                export = self.handles[owner].export_rows.options(num_returns=len(indices))
+                result = export.remote(*(self.sharding.row[transfers[k][1]] for k in indices))
+                exported = [result] if len(indices) == 1 else result
+                for index, ref in zip(indices, exported, strict=True):
+                    refs[index] = ref
+        return refs
 
     def get(self, refs: Sequence[Any]) -> list[Any]:
-        """What some references mean."""
+        """Return the content of references.
+
+        Args:
+            refs: References.
+
+        Returns:
+            The content of each.
+        """
         with translate_ray_errors():
-            found: list[Any] = ray.get(list(refs))
-        return found
+            content: list[Any] = ray.get(list(refs))
+        return content
 
     def put(self, content: Any) -> Any:
-        """A reference to some content, which is in the store then."""
+        """Put content into the store.
+
+        Args:
+            content: The content.
+
+        Returns:
+            A reference to it.
+        """
         with translate_ray_errors():
             return ray.put(content)
+
+
+def _is_ray_error(error: BaseException) -> bool:
+    """Return True for Ray's own errors; its base class wraps errors that cannot be sent."""
+    return isinstance(error, ray.exceptions.RayError) and type(error) is not ray.exceptions.RayError
+
+
+def _unwrap(answer: bytes) -> Any:
+    """Return the result in an answer; name files of user functions by their local paths."""
+    try:
+        return unwrap_result(answer)
+    except FedCB2OError as error:
+        error.args = (localize_paths(str(error)),)
+        raise

@@ -1,86 +1,174 @@
-"""Users' own functions on other machines: the files of their modules travel with the work."""
+"""User functions on other machines: the files of their modules travel with the work.
 
-import logging
+A process of the cluster unpacks them into a folder named by their checksum, and finds them first on
+`sys.path`.
+
+>>> pack_modules([])
+b''
+"""
+
+import hashlib
+import io
+import os
 import re
+import shutil
 import sys
 import sysconfig
 import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
-
 from fedcb2o.errors import RunError
+
+MAX_ARCHIVE_BYTES = 2**28
 
 _INSTALLED_FOLDERS = [
     Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")
 ]
-"""Where modules lie that nodes have of their own, or are told to install."""
-_SHIPPED_PATH = re.compile(
-    r"[^\s'\"(]*/py_modules_files/_ray_pkg_\w+/([^\s'\":,)]+)"
-)  # a file there that came with the work
+_FOLDER_PREFIX = "fedcb2o-code-"
+_SHIPPED_PATH = re.compile(rf"[^\s'\"(]*/{_FOLDER_PREFIX}\w+/([^\s'\":,)]+)")
+_SKIPPED_FOLDERS = {"__pycache__", ".git", ".venv"}
 
 
-def runtime_environment(names: Iterable[str]) -> dict[str, Any]:
-    """The options by which Ray's tasks and actors find own functions, named "module:function": with them go the modules
-    loaded here that lie beside theirs and are not installed. Without such there is nothing to say.
+def pack_modules(names: Iterable[str]) -> bytes:
+    """Pack the modules that user functions need into a ZIP archive.
 
-    It is asked for whenever work is given out: Ray keeps what it got once, but forgets what nothing needed for a while.
-    Raises RunError where it is too much to be sent.
+    These are the loaded modules next to those of the functions, unless they are installed.
+
+    Args:
+        names: User functions, as "module:function".
+
+    Returns:
+        The archive; empty bytes if there is nothing to send.
+
+    Raises:
+        RunError: The modules cannot be read, or are too large.
     """
-    folders = {
-        place.parent
-        for module in _loaded_modules(names)
-        for place in _module_paths(module.partition(".")[0])
-    }
-    main = sys.modules[
-        "__main__"
-    ]  # which multiprocessing gives another name too, and whose file may be "<stdin>"
+    folders = set()
+    for module in _loaded_modules(names):
+        folders |= {path.parent for path in _module_paths(module.partition(".")[0])}
+    # multiprocessing gives the main module a second name, and its file may be "<stdin>".
+    main = sys.modules["__main__"]
     tops = [
         name
         for name, module in list(sys.modules.items())
         if name.isidentifier() and module is not main
     ]
-    beside = sorted(
-        {str(place) for name in tops for place in _module_paths(name) if place.parent in folders}
-    )
-    if not beside:
-        return {}
+    paths = {path for name in tops for path in _module_paths(name) if path.parent in folders}
+    if not paths:
+        return b""
+
     try:
-        with tempfile.TemporaryDirectory(prefix="fedcb2o-parts-") as scratch:
-            sent = upload_py_modules_if_needed(
-                {"py_modules": beside},
-                include_gitignore=True,
-                scratch_dir=scratch,
-                logger=logging.getLogger("ray"),
-            )
-    except Exception as error:
-        told = " ".join(str(error).split())
+        archive = _zip(sorted(paths))
+        if len(archive) > MAX_ARCHIVE_BYTES:
+            raise ValueError(f"{len(archive)} bytes are more than {MAX_ARCHIVE_BYTES}")
+    except (OSError, ValueError) as error:
         raise RunError(
-            f"the modules of own parts cannot be sent to the cluster ({told}): {', '.join(beside)}"
+            f"the modules of user functions cannot be sent to the cluster ({error}): "
+            f"{', '.join(map(str, sorted(paths)))}"
         ) from error
-    return {"runtime_env": sent}
+    return archive
+
+
+def runtime_environment(archive: bytes) -> dict[str, Any]:
+    """Return the options that give an archive's code processes of its own.
+
+    Args:
+        archive: Archive of `pack_modules`.
+
+    Returns:
+        Options of Ray's tasks and actors; none for an empty archive.
+    """
+    if not archive:
+        return {}
+    return {"runtime_env": {"env_vars": {"FEDCB2O_CODE": _digest(archive)}}}
 
 
 def user_modules(names: Iterable[str]) -> list[str]:
-    """The modules of own functions that nodes must be able to import: what `__main__` defines goes by value."""
+    """Return the modules of user functions that nodes must be able to import.
+
+    Args:
+        names: User functions, as "module:function".
+
+    Returns:
+        Names of modules. Functions that `__main__` defines travel by value.
+    """
     return sorted(_loaded_modules(names) - {"__main__"})
 
 
-def extend_sys_path(path: Sequence[str]) -> None:
-    """In a process of the cluster: modules are looked for in what came with the work, then as where that was begun."""
-    sys.path[:] = [*(each for each in sys.path if each not in path), *path]
+def extend_sys_path(path: Sequence[str], archive: bytes) -> None:
+    """Import modules from an archive, then as the process that sent the work does.
+
+    Args:
+        path: `sys.path` of the process that sent the work.
+        archive: Archive of `pack_modules`.
+    """
+    unpacked = [str(_unpack(archive))] if archive else []
+    own = [entry for entry in sys.path if entry not in (*path, *unpacked)]
+    sys.path[:] = [*unpacked, *own, *path]
 
 
 def localize_paths(text: str) -> str:
-    """What was told in a process of the cluster, with those files that came with the work called as they are here."""
+    """Replace paths of unpacked files in an error by the paths of their originals.
 
-    def here(found: re.Match[str]) -> str:
-        places = (Path(folder, found[1]).absolute() for folder in sys.path)
-        return str(next(filter(Path.is_file, places), found[1]))
+    Args:
+        text: Text from a process of the cluster.
 
-    return _SHIPPED_PATH.sub(here, text)
+    Returns:
+        The text with paths of this machine.
+    """
+
+    def localize(match: re.Match[str]) -> str:
+        for folder in sys.path:
+            path = Path(folder, match[1]).absolute()
+            if path.is_file():
+                return str(path)
+        return match[1]
+
+    return _SHIPPED_PATH.sub(localize, text)
+
+
+def _digest(archive: bytes) -> str:
+    return hashlib.sha256(archive).hexdigest()[:16]
+
+
+def _zip(paths: Iterable[Path]) -> bytes:
+    """Pack files and folders; equal content gives equal bytes."""
+    with io.BytesIO() as file:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in paths:
+                for member in _files(path):
+                    name = member.relative_to(path.parent).as_posix()
+                    info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+                    archive.writestr(info, member.read_bytes())
+        return file.getvalue()
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    for member in sorted(path.rglob("*")):
+        if member.is_file() and not _SKIPPED_FOLDERS & set(member.relative_to(path).parts):
+            yield member
+
+
+def _unpack(archive: bytes) -> Path:
+    """Unpack an archive once for each node and user; return its folder."""
+    folder = Path(tempfile.gettempdir(), f"{_FOLDER_PREFIX}{os.getuid()}_{_digest(archive)}")
+    if not folder.exists():
+        partial = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+        with zipfile.ZipFile(io.BytesIO(archive)) as file:
+            file.extractall(partial)
+        try:
+            partial.rename(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(partial)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    return folder
 
 
 def _loaded_modules(names: Iterable[str]) -> set[str]:
@@ -88,21 +176,20 @@ def _loaded_modules(names: Iterable[str]) -> set[str]:
 
 
 def _module_paths(name: str) -> Iterator[Path]:
-    """The file of a module at the top, or the folders of a package; none of what is installed, or of this package."""
+    """Yield the file of a top-level module, or the folders of a package, unless installed."""
     module = sys.modules.get(name)
     if module is None or name == "fedcb2o":
         return
-    file = getattr(module, "__file__", None) or (
-        "-" if name == "__main__" else ""
-    )  # a notebook lies where it runs
-    for place in map(
-        Path.absolute, map(Path, getattr(module, "__path__", None) or [file] * bool(file))
-    ):
-        if place.suffix in ("", ".py") and not _is_installed(place):
-            yield place
+    file = getattr(module, "__file__", None)
+    if not file and name == "__main__":
+        file = "-"  # a notebook's code is in its working directory
+    files = getattr(module, "__path__", None) or ([file] if file else [])
+    for path in map(Path.absolute, map(Path, files)):
+        if path.suffix in ("", ".py") and not _is_installed(path):
+            yield path
 
 
-def _is_installed(place: Path) -> bool:
-    return bool({"site-packages", "dist-packages"} & set(place.parts)) or any(
-        map(place.is_relative_to, _INSTALLED_FOLDERS)
-    )
+def _is_installed(path: Path) -> bool:
+    if {"site-packages", "dist-packages"} & set(path.parts):
+        return True
+    return any(path.is_relative_to(folder) for folder in _INSTALLED_FOLDERS)

@@ -1,4 +1,4 @@
-"""Join a cluster, or start Ray on this machine."""
+"""Connection to a cluster, and the start of Ray on this machine."""
 
 import contextlib
 import logging
@@ -13,165 +13,192 @@ from types import FrameType
 from typing import Any
 
 import ray
-from ray._private import services
-from ray._private.authentication.authentication_token_setup import (
-    maybe_enable_token_auth_if_token_available,
-)
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
 from fedcb2o.errors import RunError
 from fedcb2o.ray_backend.liveness import watch_cluster
 
-LOCAL = "local"  # the address of a cluster that is this machine alone
-AUTO = "auto"  # that of the cluster which this machine is in
-_HTTP2_SETTINGS = (
-    b"\0\0\0\4"  # how a frame begins with which both sides of HTTP/2, as gRPC speaks it, begin
-)
-_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _HTTP2_SETTINGS + bytes(5)
-_PROBE_SECONDS = 5.0  # seconds that a cluster may take for answering at all
+LOCAL = "local"  # the address of a cluster on this machine alone
+AUTO = "auto"  # the address of the cluster that this machine is in
 QUIET_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_BACKEND_LOG_LEVEL": "fatal",  # its C++ writes errors to the terminal, of which those that matter are raised
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else it warns of what a later version will do
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # Ray's C++ prints errors that it also raises
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about a later version
 }
+
+_HTTP2_SETTINGS = (
+    b"\0\0\0\4"  # start of the first frame of HTTP/2, which gRPC uses, after its length
+)
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _HTTP2_SETTINGS + bytes(5)
+_PROBE_SECONDS = 5.0  # granted to a cluster for an answer
+_ERROR_LISTENER = "ray_listen_error_messages"  # the thread in which Ray prints errors of its nodes
+_MAX_ERROR_CHARACTERS = 300
+
+_log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def connected(
     address: str, store: int | None = None, processors: int | None = None
 ) -> Iterator[None]:
-    """Within it, this process is in the cluster at an address, "auto" for the one that runs here; "local" starts Ray on
-    this machine, with a `store` of so many bytes for objects. What another has joined already is used, and stays.
+    """Connect this process to a cluster; an existing connection is used and kept.
 
-    Raises RunError where there is no cluster to be reached, or one of other versions.
+    Args:
+        address: "host:port" of the head, "auto" for the cluster of this machine, or "local" to
+            start Ray on this machine.
+        store: Size in bytes of the object store that "local" starts.
+        processors: Number of processors that "local" may use.
+
+    Yields:
+        None.
+
+    Raises:
+        RunError: No cluster can be reached, or it has other versions.
     """
     if ray.is_initialized():
         yield
         return
     os.environ.update(QUIET_ENVIRONMENT)
-    print(
-        f"{_describe(address)} ...", file=sys.stderr, flush=True
-    )  # which takes some seconds, or many
-    with _suppress_stderr():
-        _probe(address)
-    known: dict[str, Any] = {"address": address}
+    _log.info("%s ...", _describe(address))  # takes some seconds, or many
+    _probe(address)
+    options: dict[str, Any] = {"address": address}
     if address == LOCAL:
-        known |= {"include_dashboard": False, "object_store_memory": store, "num_cpus": processors}
+        options |= {
+            "include_dashboard": False,
+            "object_store_memory": store,
+            "num_cpus": processors,
+        }
     try:
-        try:
-            with _defer_signals(), _suppress_stderr():
-                ray.init(
-                    **known,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    configure_logging=True,
-                )
-        except (ray.exceptions.RayError, TimeoutError, RuntimeError, ValueError, OSError) as error:
-            told = " ".join(str(error).split())[:300]
-            raise RunError(
-                f"cannot join the cluster at {address!r} ({told}): see `ray status` there"
-            ) from error
+        _start(options)
         with _suppress_stdout(), watch_cluster():
             yield
     finally:
         ray.shutdown()
 
 
+def _start(options: dict[str, Any]) -> None:
+    """Call `ray.init`; raise its errors as RunError."""
+    address = options["address"]
+    try:
+        with _defer_signals(), _suppress_stderr():
+            ray.init(
+                **options,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=True,
+            )
+    except ray.exceptions.AuthenticationError as error:
+        raise RunError(
+            f"the cluster at {address!r} requires its owner's token: copy ~/.ray/auth_token from "
+            "its head to this machine, or set RAY_AUTH_MODE=token if it is already here"
+        ) from error
+    except (ray.exceptions.RayError, TimeoutError, RuntimeError, ValueError, OSError) as error:
+        if address == AUTO and isinstance(error, ConnectionError):
+            raise RunError(
+                "this machine is in no cluster: `ray start` starts or joins one, and --cluster "
+                "without an address needs none"
+            ) from error
+        text = " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
+        raise RunError(
+            f"cannot join the cluster at {address!r} ({text}): see `ray status` there"
+        ) from error
+
+
 def _describe(address: str) -> str:
     if address == LOCAL:
         return "Starting Ray on this machine"
-    return (
-        f"Joining the cluster {'that this machine is in' if address == AUTO else f'at {address}'}"
-    )
+    if address == AUTO:
+        return "Joining the cluster that this machine is in"
+    return f"Joining the cluster at {address}"
 
 
 def _probe(address: str) -> None:
-    """Raises RunError where no cluster is at an address: Ray itself would take minutes to say so."""
-    if address == LOCAL:
+    """Raise RunError if no cluster answers at an address; Ray would take minutes to say so."""
+    if address == AUTO:
+        address = os.environ.get("RAY_ADDRESS") or AUTO
+    if address in (LOCAL, AUTO):
         return
+    host, _, port = address.rpartition(":")
     try:
-        found = address if address != AUTO else str(services.canonicalize_bootstrap_address(AUTO))
-    except ConnectionError as error:
-        told = "this machine is in no cluster: `ray start` has it begin one or join one, and --cluster alone needs none"
-        raise RunError(told) from error
-    host, _, port = found.rpartition(":")
-    other = f"what listens at {found!r} is no cluster of Ray's: give its head's port, 6379 unless `ray start` had another"
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as line:
-            if not os.environ.get("RAY_USE_TLS"):
-                line.sendall(_HTTP2_PREFACE)
-                if line.recv(4)[3:] != _HTTP2_SETTINGS[3:]:  # the other bytes are its length
-                    raise RunError(other)
-        try:
-            GcsClient(address=found)
-        except (
-            ray.exceptions.AuthenticationError
-        ):  # `ray start` uses this user's token where there is one, ray.init not
-            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-            GcsClient(address=found)
-    except ray.exceptions.AuthenticationError as error:
-        raise RunError(
-            f"the cluster at {found!r} wants its owner's token: copy ~/.ray/auth_token from its head to this machine"
-        ) from error
-    except ray.exceptions.RpcError as error:
-        raise RunError(other) from error
+        with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as connection:
+            if os.environ.get("RAY_USE_TLS"):
+                return
+            connection.sendall(_HTTP2_PREFACE)
+            # The first three bytes are the length of the frame.
+            is_http2 = connection.recv(4)[3:] == _HTTP2_SETTINGS[3:]
     except (socket.gaierror, UnicodeError) as error:
         raise RunError(
-            f"no cluster can be reached at {found!r} ({error}): check the name {host!r}"
+            f"no cluster can be reached at {address!r} ({error}): check the name {host!r}"
         ) from error
     except OSError as error:
         raise RunError(
-            f"no cluster can be reached at {found!r} ({error}): see `ray status` there"
+            f"no cluster can be reached at {address!r} ({error}): see `ray status` there"
         ) from error
+    if not is_http2:
+        raise RunError(
+            f"the program that listens at {address!r} is not a Ray cluster: give the port of its "
+            "head, 6379 unless `ray start` had another"
+        )
 
 
 @contextlib.contextmanager
 def _defer_signals() -> Iterator[None]:
-    """Within it, a first SIGINT or SIGTERM waits: Ray forgets what it has started where it is stopped while it starts.
-    It also puts handlers of its own in the place of those that are here."""
+    """Defer a first SIGINT or SIGTERM, and restore the handlers that Ray replaces.
+
+    Ray loses track of the processes that it started if its start is interrupted.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    got = list[int]()
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    received: list[int] = []
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        got.append(number)
-        if len(got) > 1:
+    def defer(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
             raise KeyboardInterrupt
 
-    for number in before:
-        signal.signal(number, stop)
+    for number, handler in previous.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, defer)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
-        for first in got[:1]:
-            signal.raise_signal(first)
+        if received:
+            signal.raise_signal(received[0])
 
 
 @contextlib.contextmanager
 def _suppress_stderr() -> Iterator[None]:
-    """Within it, nothing is written to standard error: Ray's C++ logs what it then raises."""
-    kept = os.dup(2)
+    """Discard standard error, on which Ray's C++ prints the errors that it then raises."""
+    saved = os.dup(2)
     try:
-        with Path(os.devnull).open("wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
+        with Path(os.devnull).open("wb") as devnull:
+            os.dup2(devnull.fileno(), 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 @contextlib.contextmanager
 def _suppress_stdout() -> Iterator[None]:
-    """Within it, Ray does not print to standard output what its processes report: what matters comes as an error."""
-    printing = sys.modules["ray._private.worker"]
-    name = "print_to_stdstream"
-    before = getattr(printing, name, None)
-    setattr(printing, name, lambda *_, **__: None)
-    try:
+    """Discard the errors of nodes that Ray prints; those that matter are raised as well."""
+    with contextlib.redirect_stdout(_WithoutListener(sys.stdout)):
         yield
-    finally:
-        setattr(printing, name, before)
+
+
+class _WithoutListener:
+    """A text stream that discards what Ray's error listener writes."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        if threading.current_thread().name == _ERROR_LISTENER:
+            return len(text)
+        return int(self._stream.write(text))

@@ -1,4 +1,4 @@
-"""Which actor holds which agents, and which row of its pool each row of all agents' is."""
+"""Distribution of agents over workers, and the place of each model row among them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,27 +13,56 @@ from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.parallel.executors import balance_load
 
 
-def shard_agents(terms: RunSpec, costs: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
-    """The agents in at most a block for each of these speeds, so that all take about as long. Who trains together stays
-    together, and who would be last with anybody has nobody."""
-    groups = plan_training_batches(terms, costs)
-    work = [sum(costs[j] for j in group) for group in groups]
-    shares = balance_load(range(len(groups)), work, len(speeds), speeds)
-    return [sorted(j for g in share for j in groups[g]) for share in shares]
+def shard_agents(spec: RunSpec, costs: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
+    """Distribute agents over workers so that all workers take about as long.
+
+    Agents that train together stay together.
+
+    Args:
+        spec: The run.
+        costs: Cost of each agent.
+        speeds: Relative speed of each worker.
+
+    Returns:
+        The ids of each worker's agents, ascending. A worker that would always be last has none.
+    """
+    batches = plan_training_batches(spec, costs)
+    batch_costs = [sum(costs[agent] for agent in batch) for batch in batches]
+    shares = balance_load(range(len(batches)), batch_costs, len(speeds), speeds)
+    return [sorted(agent for batch in share for agent in batches[batch]) for share in shares]
 
 
-def max_received(terms: RunSpec, attackers: Adversary, agents: Sequence[int], each: int) -> int:
-    """How many models some agents receive of others in a round at most, each counted once, where every attacker crafts
-    `each` so many."""
-    others = terms.num_agents - len(agents)
-    crafted = each * int(attackers.malicious.sum() - attackers.malicious[list(agents)].sum())
-    return min(len(agents) * terms.max_asked, others + crafted)
+def max_received(
+    spec: RunSpec, adversary: Adversary, agents: Sequence[int], crafted_per_attacker: int
+) -> int:
+    """Return the largest number of models that agents receive from other workers in a round.
+
+    Args:
+        spec: The run.
+        adversary: The attackers.
+        agents: Ids of a worker's agents.
+        crafted_per_attacker: Number of models that every attacker crafts.
+
+    Returns:
+        A number of models, each of which is counted once.
+    """
+    others = spec.num_agents - len(agents)
+    is_malicious = adversary.malicious
+    attackers_elsewhere = int(is_malicious.sum() - is_malicious[list(agents)].sum())
+    crafted = crafted_per_attacker * attackers_elsewhere
+    return min(len(agents) * spec.max_asked, others + crafted)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Of each of several actors the ids of its `agents`, ascending, and the layout of its pool (`layouts`); of each row
-    of a pool of all agents, who is its `owner`, and its `row` there."""
+    """The workers of all agents and of all rows of the buffer of all agents.
+
+    Attributes:
+        agents: Ids of each worker's agents, ascending.
+        layouts: Layout of each worker's buffer.
+        owner: Worker of each row.
+        row: Row number in that worker's buffer.
+    """
 
     agents: list[Int[np.ndarray, " _a"]]
     layouts: list[BufferLayout]
@@ -41,37 +70,58 @@ class Sharding:
     row: Int[np.ndarray, " rows"]
 
     @classmethod
-    def from_group(cls, block: AgentGroup, shares: Sequence[Sequence[int]]) -> "Sharding":
-        """Where the rows of a block of all agents lie, when these are shared out so."""
-        whole = block.layout
+    def from_group(cls, group: AgentGroup, shares: Sequence[Sequence[int]]) -> "Sharding":
+        """Create the sharding of a group of all agents.
+
+        Args:
+            group: The group of all agents.
+            shares: Ids of each worker's agents, ascending.
+
+        Returns:
+            The sharding.
+        """
+        whole = group.layout
         agents = [np.array(share) for share in shares]
         owner = np.zeros(whole.first_received, np.int64)
         row = np.zeros(whole.first_received, np.int64)
         layouts = []
-        for b, ids in enumerate(agents):
-            bad = block.adversary.malicious[ids]
-            mine = BufferLayout.create(
+        for worker, ids in enumerate(agents):
+            is_malicious = group.adversary.malicious[ids]
+            layout = BufferLayout.create(
                 np.arange(len(ids)),
                 len(ids),
-                bad,
+                is_malicious,
                 whole.crafted_per_attacker,
                 whole.previous is not None,
             )
-            owner[whole.own[ids]], row[whole.own[ids]] = b, mine.own
-            for k in np.flatnonzero(bad).tolist():
-                there = whole.crafted_rows(int(ids[k]))
-                here = mine.crafted_rows(k)
-                owner[there], row[there] = b, np.arange(here.start, here.stop)
-            layouts.append(mine)
+            owner[whole.own[ids]] = worker
+            row[whole.own[ids]] = layout.own
+            for k in np.flatnonzero(is_malicious).tolist():
+                rows = whole.crafted_rows(int(ids[k]))
+                local = layout.crafted_rows(k)
+                owner[rows] = worker
+                row[rows] = np.arange(local.start, local.stop)
+            layouts.append(layout)
         return cls(agents, layouts, owner, row)
 
     def local_rows(
-        self, b: int, rows: Int[np.ndarray, " m"], arrived: Int[np.ndarray, " r"]
+        self, worker: int, rows: Int[np.ndarray, " m"], received: Int[np.ndarray, " r"]
     ) -> Int[np.ndarray, " m"]:
-        """The rows in an actor's pool of some rows, where those of others have `arrived` in its inbox."""
-        order = arrived.argsort()
-        place = order.take(arrived[order].searchsorted(rows), mode="clip") if len(order) else 0
-        found: np.ndarray = np.where(
-            self.owner[rows] == b, self.row[rows], self.layouts[b].first_received + place
-        )
-        return found
+        """Return the row numbers in a worker's buffer.
+
+        Args:
+            worker: The worker.
+            rows: Row numbers in the buffer of all agents: its own rows, and received ones.
+            received: The rows that the worker has received, in the order of its inbox.
+
+        Returns:
+            The row numbers in the worker's buffer.
+        """
+        order = received.argsort()
+        position = np.zeros(len(rows), np.int64)
+        if len(order):
+            position = order.take(received[order].searchsorted(rows), mode="clip")
+        is_own = self.owner[rows] == worker
+        inbox = self.layouts[worker].first_received + position
+        local: np.ndarray = np.where(is_own, self.row[rows], inbox)
+        return local

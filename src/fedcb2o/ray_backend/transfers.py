@@ -1,22 +1,31 @@
-"""In which parcels rows go from actor to actor: each node gets those that its actors want, once, and no other."""
+"""Plan of the transfers of model rows between workers: each node receives each row at most once.
+
+>>> plan = plan_transfers(np.array([0, 0, 1]), [np.array([2]), np.array([0])], np.array([0, 1]), 4)
+>>> [(transfer.owner, transfer.rows.tolist(), list(transfer.receivers)) for transfer in plan]
+[(1, [2], [0]), (0, [0], [1])]
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Bool, Int, Shaped
 
 from fedcb2o.federated.ragged import Indices
 
-MAX_TRANSFER_BYTES = 2**24  # bytes of an object in the store: one large model, or many small ones
-OBJECT_OVERHEAD_BYTES = (
-    2**22
-)  # bytes whose copying takes as long as making an object and finding it, measured
+MAX_TRANSFER_BYTES = 2**24  # of an object in the store: one large model, or many small ones
+OBJECT_OVERHEAD_BYTES = 2**22  # whose copying takes as long as creating and finding an object
 
 
 @dataclass(frozen=True)
 class RowTransfer:
-    """Some rows of one actor, its `owner`, and the places among these of those that each of the `takers` takes."""
+    """Rows of one worker that are put into the store as one object.
+
+    Attributes:
+        owner: The worker that has the rows.
+        rows: Row numbers in the buffer of all agents, shape [k].
+        receivers: For each receiving worker, the positions in `rows` that it takes.
+    """
 
     owner: int
     rows: Int[np.ndarray, " _k"]
@@ -26,46 +35,66 @@ class RowTransfer:
 def plan_transfers(
     owner: Int[np.ndarray, " rows"],
     wanted: Sequence[Int[np.ndarray, " _r"]],
-    nodes: Int[np.ndarray, " actors"],
-    size: int,
+    nodes: Int[np.ndarray, " workers"],
+    row_bytes: int,
 ) -> list[RowTransfer]:
-    """The rows of others that each actor wants, in parcels. The actors on one of the `nodes` share a store; a row has
-    so many bytes.
+    """Plan the transfers of all rows that workers want of each other.
 
-    Rows that the same nodes want are put into the store once where they are worth an object, as a large model is; the
-    others once for each node, so that an owner has few parcels however many nodes there are.
+    Rows that several nodes want are put into the store once if they are worth an object, as a large
+    model is. Other rows are put into the store once for each node, so that an owner has few
+    transfers however many nodes there are.
+
+    Args:
+        owner: The worker that has each row.
+        wanted: The rows that each worker wants, none of which is its own.
+        nodes: The node of each worker. The workers on one node share a store.
+        row_bytes: Size of a row.
+
+    Returns:
+        The transfers.
     """
-    asked = np.unique(np.concatenate(wanted))
-    wants = np.stack([np.isin(asked, rows) for rows in wanted])
+    requested = np.unique(np.concatenate(wanted))
+    wants = np.stack([np.isin(requested, rows) for rows in wanted])
+    max_rows = max(1, MAX_TRANSFER_BYTES // row_bytes)
+    transfers = []
+    for group, destinations in _destinations(owner[requested], wants, nodes, row_bytes):
+        on_nodes = np.flatnonzero(np.isin(nodes, destinations))
+        for start in range(0, len(group), max_rows):
+            part = group[start : start + max_rows]
+            indices, positions = wants[np.ix_(on_nodes, part)].nonzero()
+            by_worker = np.split(positions, np.flatnonzero(np.diff(indices)) + 1)
+            workers = on_nodes[np.unique(indices)].tolist()
+            receivers = dict(zip(workers, by_worker, strict=True))
+            sender = int(owner[requested[part[0]]])
+            transfers.append(RowTransfer(sender, requested[part], receivers))
+    return transfers
+
+
+def _destinations(
+    owner: Int[np.ndarray, " r"],
+    wants: Bool[np.ndarray, "workers r"],
+    nodes: Int[np.ndarray, " workers"],
+    row_bytes: int,
+) -> list[tuple[Indices, list[int]]]:
+    """Return groups of positions of one owner, each with the nodes that it goes to."""
     goes = np.stack([wants[nodes == node].any(0) for node in range(nodes.max() + 1)])
-    of = owner[asked]
-    todo = list[tuple[Indices, list[int]]]()
-    for some in _group_by_keys(np.arange(len(asked)), of, *np.packbits(goes, axis=0)):
-        if len(some) * size >= OBJECT_OVERHEAD_BYTES:
-            todo.append((some, np.flatnonzero(goes[:, some[0]]).tolist()))
-            goes[:, some] = False
+    groups: list[tuple[Indices, list[int]]] = []
+    for positions in _group_by_keys(np.arange(len(owner)), owner, *np.packbits(goes, axis=0)):
+        if len(positions) * row_bytes >= OBJECT_OVERHEAD_BYTES:
+            groups.append((positions, np.flatnonzero(goes[:, positions[0]]).tolist()))
+            goes[:, positions] = False
+
     for node, rows in enumerate(goes):
-        todo += [(some, [node]) for some in _group_by_keys(np.flatnonzero(rows), of)]
-    most = max(1, MAX_TRANSFER_BYTES // size)
-    found = []
-    for group, to in todo:
-        there = np.flatnonzero(np.isin(nodes, to))
-        for some in (group[k : k + most] for k in range(0, len(group), most)):
-            takers, places = wants[np.ix_(there, some)].nonzero()
-            each = np.split(places, np.flatnonzero(np.diff(takers)) + 1)
-            found.append(
-                RowTransfer(
-                    int(of[some[0]]),
-                    asked[some],
-                    dict(zip(there[np.unique(takers)].tolist(), each, strict=True)),
-                )
-            )
-    return found
+        for positions in _group_by_keys(np.flatnonzero(rows), owner):
+            groups.append((positions, [node]))
+    return groups
 
 
 def _group_by_keys(places: Indices, *keys: Shaped[np.ndarray, " _r"]) -> list[Indices]:
-    """Some places in groups of those whose keys are the same."""
+    """Return the places in groups of equal keys."""
+    if not len(places):
+        return []
     keys = tuple(key[places] for key in keys)
     order = np.lexsort(keys)
-    last = np.any([np.diff(key[order]) != 0 for key in keys], axis=0)
-    return np.split(places[order], np.flatnonzero(last) + 1) if len(places) else []
+    is_last = np.any([np.diff(key[order]) != 0 for key in keys], axis=0)
+    return np.split(places[order], np.flatnonzero(is_last) + 1)

@@ -1,7 +1,8 @@
-"""What an actor does: it holds a block of agents, with a pool of its own [own models | crafted | before | inbox].
+"""The worker of a cluster: a local engine of its group of agents, with rows received from others.
 
-It is told everything by the engine. Models go from one actor to another through Ray's store; all else goes by pipe, as
-between the processes of one machine, so that errors come back as they were raised.
+The layout of its model buffer is [own models | crafted | previous | received]. `RayEngine` sends it
+calls as serialized tasks, so that errors arrive as they were raised. Models travel between workers
+through Ray's store.
 """
 
 import contextlib
@@ -17,47 +18,44 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.federated.admission import max_abs
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.collusion import decide
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.metrics import EvaluationResult
-from fedcb2o.federated.mixing import mix_, mixing_matrix
-from fedcb2o.federated.publishing import craft_models_
 from fedcb2o.federated.ragged import Indices
 from fedcb2o.federated.types import RuleState
-from fedcb2o.federated.validation import evaluate_models
 from fedcb2o.kernels import devices, onednn
 from fedcb2o.nn.parameters import MIN_FOREACH_SIZE, row_stride
 from fedcb2o.parallel import resources
+from fedcb2o.parallel.executors import SerialExecutor
 from fedcb2o.parallel.serialization import execute
 from fedcb2o.ray_backend.code_shipping import extend_sys_path
 from fedcb2o.ray_backend.sharding import max_received
 from fedcb2o.ray_backend.transfers import MAX_TRANSFER_BYTES
-from fedcb2o.simulation.local_engine import run_on_groups
-from fedcb2o.simulation.write_guard import AGGREGATION_KINDS, forbid_writes
+from fedcb2o.simulation.local_engine import LocalEngine
 
 MakeGroup = Callable[[Mapping[str, Tensor], Sequence[int]], AgentGroup]
-"""The data, and the ids of some agents, ascending -> these as a block, with a pool without rows. The models of these
-agents are the first rows of the pool that it is to have."""
+"""Builds the group of some agents, with an empty model buffer, from the data and their ids."""
 InitModels = Callable[[Mapping[str, Tensor], Float[Tensor, "a d"], Sequence[int]], None]
-"""The data, rows and ids -> the rows filled with the first models of these agents."""
+"""Fills rows with the initial models of agents, from the data, the rows and the ids."""
 
-MAX_PINNED_BYTES = (
-    2**28
-)  # bytes of others' models that are held in the store at once for being copied from there
+MAX_PINNED_BYTES = 2**28  # of rows that a worker reads from the store at once
 
 
 class RemoteState(Mapping[str, Tensor]):
-    """What the rule of an agent keeps, in the place of that: it can be as large as models, and stays where the agent
-    is. `recall` gets the states of all agents by their ids; what is sent to another process has none."""
+    """The state of an agent's rule, which stays with its worker because it can be large.
+
+    Attributes:
+        agent: Id of the agent.
+        fetch: Returns the states of all agents by their ids; None in another process.
+    """
 
     def __init__(
-        self, agent: int, recall: Callable[[], Mapping[int, RuleState]] | None = None
+        self, agent: int, fetch: Callable[[], Mapping[int, RuleState]] | None = None
     ) -> None:
         self.agent = agent
-        self.fetch = recall
+        self.fetch = fetch
 
     def __reduce__(self) -> Any:
         return RemoteState, (self.agent,)
@@ -78,199 +76,251 @@ class RemoteState(Mapping[str, Tensor]):
 
 
 class AgentWorker:
-    """The agents of one actor."""
+    """The actor of a group of agents.
 
-    group: AgentGroup
-    rows: Float[Tensor, "rows stride"]  # the pool, in whole cache lines
-    states: dict[int, RuleState]  # what the agents' rules keep, by their ids
+    Attributes:
+        engine: The engine of the group.
+        rows: The model buffer, in whole cache lines.
+        states: State of each agent's rule, by its id.
+        loans: References to transfers of other workers' rows, during a call.
+    """
 
-    def __init__(self, path: Sequence[str]) -> None:
-        extend_sys_path(path)  # where users' functions lie
+    engine: LocalEngine
+    rows: Float[Tensor, "rows stride"]
+    states: dict[int, RuleState]
+    loans: Sequence[Any] = ()
+
+    def __init__(self, path: Sequence[str], archive: bytes) -> None:
+        extend_sys_path(path, archive)
         torch.set_num_threads(1)
-        self.loans: Sequence[Any] = ()
 
     def execute(self, content: bytes, loans: Sequence[Any] = ()) -> tuple[bytes, float]:
-        """What a packed (method, arguments) comes to, and the seconds that it took; `lent` are references to parcels of
-        models of others."""
-        began = time.perf_counter()
+        """Call a method of this worker.
+
+        Args:
+            content: The serialized method and its arguments.
+            loans: References to transfers of other workers' rows.
+
+        Returns:
+            The serialized outcome, and the seconds of the call.
+        """
+        start = time.perf_counter()
         self.loans = loans
         try:
-            return execute(content, self), time.perf_counter() - began
+            return execute(content, self), time.perf_counter() - start
         finally:
             self.loans = ()
 
     def build_group(
-        self, make: MakeGroup, agents: Sequence[int], own: Mapping[str, Sequence[str]]
+        self,
+        make: MakeGroup,
+        agents: Sequence[int],
+        batches: Sequence[Indices],
+        user_functions: Mapping[str, Sequence[str]],
     ) -> None:
-        """Make the block, from the data that are lent."""
-        self.tensors = {name: as_tensor(array) for name, array in ray.get(self.loans[0]).items()}
-        self.user_functions, self.group, self.states = own, make(self.tensors, agents), {}
-        dim = self.group.spec.dim
-        device = self.group.models.device
-        self.open = contextlib.ExitStack()
-        self.open.enter_context(devices.deterministic(device))
-        if dim >= onednn.MIN_WEIGHTS:
-            resources.retain_freed_memory()
-        # As for a real peer, memory is taken for those rows of the inbox alone that are written to.
-        inbox = max_received(
-            self.group.spec, self.group.adversary, agents, self.group.layout.crafted_per_attacker
-        )
-        self.rows = torch.empty(
-            self.group.layout.first_received + inbox, row_stride(dim), device=device
-        )
-        self.rows[: self.group.layout.first_received] = 0
-        self.group = dataclasses.replace(self.group, models=self.rows[:, :dim])
+        """Build the engine of the agents from the loaned data.
 
-    def init_models(self, first: InitModels) -> None:
-        """Fill the rows of the agents with their first models."""
-        agents = self.group.agents.tolist()
-        first(self.tensors, self.group.models[: len(agents)], agents)
+        Args:
+            make: Builds the group.
+            agents: Ids of the agents, ascending.
+            batches: Indices of the agents that one function call computes together.
+            user_functions: Names of user functions that receive models, by kind.
+        """
+        self.tensors = {name: as_tensor(array) for name, array in ray.get(self.loans[0]).items()}
+        self.states = {}
+        group = make(self.tensors, agents)
+        spec = group.spec
+        device = group.models.device
+        self._context = contextlib.ExitStack()
+        self._context.enter_context(devices.deterministic(device))
+        if spec.dim >= onednn.MIN_WEIGHTS:
+            resources.retain_freed_memory()
+
+        # The system gives memory only to those rows of the inbox that are written to.
+        first_received = group.layout.first_received
+        crafted = group.layout.crafted_per_attacker
+        received = max_received(spec, group.adversary, agents, crafted)
+        shape = first_received + received, row_stride(spec.dim)
+        self.rows = torch.empty(shape, device=device)
+        self.rows[:first_received] = 0
+        group = dataclasses.replace(group, models=self.rows[:, : spec.dim])
+        executor = SerialExecutor(group)
+        self.engine = LocalEngine(group, executor, user_functions=user_functions, groups=batches)
+
+    def init_models(self, init: InitModels) -> None:
+        """Fill the rows of the agents with their initial models.
+
+        Args:
+            init: Fills the rows.
+        """
+        agents = self.engine.group.agents.tolist()
+        init(self.tensors, self.engine.group.models[: len(agents)], agents)
 
     def map_groups(
         self,
         function: Callable[..., Any],
-        parts: Sequence[tuple[Any, ...]],
-        common: tuple[Any, ...],
+        shared: tuple[Any, ...],
+        arguments: Sequence[Sequence[Any]],
     ) -> list[Any]:
-        """What a function finds for each of some parts of the agents."""
-        return run_on_groups(self.group, function, parts, common)
+        """Call `LocalEngine.map_groups`; the states of rules stay in this worker.
 
-    def decide(
-        self, parts: Sequence[tuple[Any, ...]], common: tuple[Any, ...]
-    ) -> list[tuple[AgentState, Decisions]]:
-        """Lines 3 to 6 for each of some parts of the agents; what their rules keep stays here."""
-        remembers = self.group.spec.algorithm.is_stateful
-        if remembers:
-            parts = [(some, self._with_states(memory), *more) for some, memory, *more in parts]
-        with self._guard(*AGGREGATION_KINDS):
-            found = run_on_groups(self.group, decide, parts, common)
-        if remembers:
-            found = [
-                (self._without_states(some, memory), choices)
-                for (some, *_), (memory, choices) in zip(parts, found, strict=True)
-            ]
-        return found
+        Args:
+            function: The function.
+            shared: Arguments for all groups.
+            arguments: Further arguments, each with one value per group.
 
-    def _with_states(self, memory: AgentState) -> AgentState:
-        """The same with what is kept here."""
-        states = (
-            self.states[state.agent] if isinstance(state, RemoteState) else state
-            for state in memory.rule_states
-        )
-        return dataclasses.replace(memory, rule_states=tuple(states))
-
-    def _without_states(self, some: Indices, memory: AgentState) -> AgentState:
-        """The same without what is kept from now on."""
-        states = dict(zip(self.group.agents[some].tolist(), memory.rule_states, strict=True))
-        self.states |= states
-        return dataclasses.replace(
-            memory,
-            rule_states=tuple(RemoteState(j) if state else state for j, state in states.items()),
-        )
+        Returns:
+            The result of each group.
+        """
+        if function is not decide or not self.engine.spec.algorithm.is_stateful:
+            return self.engine.map_groups(function, *shared, arguments=arguments)
+        states, *others = arguments
+        local = [self._with_states(state) for state in states]
+        results = self.engine.map_groups(function, *shared, arguments=[local, *others])
+        return [
+            (self._without_states(members, state), decisions)
+            for members, (state, decisions) in zip(self.engine.groups, results, strict=True)
+        ]
 
     def rule_states(self) -> dict[int, RuleState]:
-        """What the rules of the agents keep, by their ids."""
+        """Return the state of each agent's rule, by its id."""
         return self.states
 
     def craft_models(
         self,
         n: int,
-        finite: Bool[np.ndarray, " N"],
+        is_finite: Bool[np.ndarray, " N"],
         ids: Sequence[Int[np.ndarray, " _k"]],
-        places: Sequence[Indices],
+        positions: Sequence[Indices],
     ) -> list[Float[np.ndarray, " r"]]:
-        """What the attackers here craft, who may look at what is lent: of agents elsewhere the models with these `ids`,
-        in these `places` of each parcel."""
-        block = self.group
-        attackers = np.flatnonzero(self.group.data.malicious)
-        parcel, row = np.full(
-            (2, block.spec.num_agents), -1
-        )  # where the model of each agent lies, -1: in the pool
-        row[block.agents] = block.layout.own
-        for p, (some, there) in enumerate(zip(ids, places, strict=True)):
-            parcel[some], row[some] = p, there
+        """Craft the models of this worker's attackers, who see loaned rows.
 
-        def look(ids: list[int]) -> Float[Tensor, "m d"]:
-            found = block.models.new_zeros(len(ids), self.rows.shape[1])[:, : block.spec.dim]
-            needed = np.unique(parcel[ids]).tolist()
-            lent = ray.get([self.loans[p] for p in needed if p >= 0])
-            sources = [block.models] * (-1 in needed) + [as_tensor(array) for array in lent]
-            for p, source in zip(needed, sources, strict=True):
-                to = np.flatnonzero(parcel[ids] == p)
-                _copy_rows_(found, to, source, row[ids][to])
-            return found
+        Args:
+            n: The round.
+            is_finite: True for agents with a finite model.
+            ids: Agents of other workers whose models each transfer contains.
+            positions: Positions of these models in each transfer.
 
-        with self._guard("attack", "model", crafted=attackers):
-            return run_on_groups(block, craft_models_, [(attackers, n, finite, look)], ())[0]
+        Returns:
+            The largest absolute values of each attacker's models, in the order of their ids.
+        """
+        group = self.engine.group
+        source = np.full(group.spec.num_agents, -1)  # the transfer of each model; -1: the buffer
+        row = np.full(group.spec.num_agents, -1)
+        row[group.agents] = group.layout.own
+        for index, (agents, places) in enumerate(zip(ids, positions, strict=True)):
+            source[agents] = index
+            row[agents] = places
 
-    def export_rows(self, *parcels: Int[np.ndarray, " _k"]) -> Any:
-        """Some rows of the pool, in parcels: one, or as many results as there are."""
-        pool = self.group.models
-        found = [
-            (pool[rows[0] : rows[0] + 1] if len(rows) == 1 else pool[torch.from_numpy(rows)])
-            .cpu()
-            .numpy()
-            for rows in parcels
-        ]
-        return found if len(found) > 1 else found[0]
+        def peek(ids: list[int]) -> Float[Tensor, "m d"]:
+            models = group.models.new_zeros(len(ids), self.rows.shape[1])[:, : group.spec.dim]
+            for index in np.unique(source[ids]).tolist():
+                origin = group.models if index < 0 else as_tensor(ray.get(self.loans[index]))
+                targets = np.flatnonzero(source[ids] == index)
+                _copy_rows_(models, targets, origin, row[ids][targets])
+            return models
 
-    def import_rows(self, places: Sequence[Indices]) -> None:
-        """Copy what was lent, in these places of each parcel, into the inbox."""
-        self._copy_loans(self.group.layout.first_received, places)
+        sizes = self.engine.craft_models_(n, is_finite, peek)
+        return [sizes[k] for k in sorted(sizes)]
+
+    def export_rows(self, *transfers: Int[np.ndarray, " _k"]) -> Any:
+        """Return rows of the buffer for the store.
+
+        Args:
+            transfers: Row numbers of each transfer.
+
+        Returns:
+            The array of a single transfer, or a list of arrays.
+        """
+        models = self.engine.group.models
+        arrays = []
+        for rows in transfers:
+            is_single = len(rows) == 1  # a view instead of a copy
+            part = models[rows[0] : rows[0] + 1] if is_single else models[torch.from_numpy(rows)]
+            arrays.append(part.cpu().numpy())
+        return arrays if len(arrays) > 1 else arrays[0]
+
+    def import_rows(self, positions: Sequence[Indices]) -> None:
+        """Copy loaned rows into the inbox.
+
+        Args:
+            positions: Positions of the rows in each transfer.
+        """
+        self._copy_loans(self.engine.group.layout.first_received, positions)
 
     def load_rows(self, first: int) -> None:
-        """Copy what was lent, whole, into the rows of the agents from a first one on."""
+        """Copy whole transfers into the rows of the agents.
+
+        Args:
+            first: The first row.
+        """
         self._copy_loans(first, [None] * len(self.loans))
 
-    def _copy_loans(self, first: int, places: Sequence[Indices | None]) -> None:
-        pool = self.group.models
-        most = max(1, MAX_PINNED_BYTES // max(MAX_TRANSFER_BYTES, 4 * pool.shape[1]))
-        for k in range(0, len(places), most):
-            for array, some in zip(
-                ray.get(list(self.loans[k : k + most])), places[k : k + most], strict=True
-            ):
-                models = as_tensor(array)
-                models = (
-                    models
-                    if some is None or len(some) == len(models)
-                    else models[torch.from_numpy(some)]
-                )
-                pool[first : first + len(models)] = models
-                first += len(models)
+    def mix(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " a"]:
+        """Call `LocalEngine.mix_`.
 
-    def mix(self, choices: Decisions) -> Bool[np.ndarray, " a"]:
-        """theta <- W theta for the agents here; whose models are finite then."""
-        pool = self.group.models
-        layout = self.group.layout
-        mix_(pool, mixing_matrix(choices, layout.own, layout.previous), 0, pool.shape[1])
-        found: np.ndarray = np.isfinite(max_abs(pool, layout.own.tolist()))
-        return found
+        Args:
+            decisions: Decisions of each group.
+
+        Returns:
+            False for benign agents whose model is not finite.
+        """
+        return self.engine.mix_(decisions)
 
     def evaluate(self) -> dict[int, EvaluationResult]:
-        """What the models of the benign agents here do in their tests, by their ids."""
-        benign = np.flatnonzero(~self.group.data.malicious)
-        with self._guard("model"):
-            (found,) = run_on_groups(self.group, evaluate_models, [(benign,)], ())
-        return dict(zip(self.group.agents[benign].tolist(), found, strict=True))
+        """Return the test result of each benign agent, by its id."""
+        return self.engine.evaluate()
 
-    def _guard(
-        self, *kinds: str, crafted: Indices | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        return forbid_writes(self.group, self.user_functions, *kinds, crafted=crafted)
+    def _with_states(self, state: AgentState) -> AgentState:
+        """Replace remote states by this worker's."""
+        rule_states = [
+            self.states[rule_state.agent] if isinstance(rule_state, RemoteState) else rule_state
+            for rule_state in state.rule_states
+        ]
+        return dataclasses.replace(state, rule_states=tuple(rule_states))
 
+    def _without_states(self, members: Indices, state: AgentState) -> AgentState:
+        """Store the states of rules, and replace them by remote ones."""
+        agents = self.engine.group.agents[members].tolist()
+        states = dict(zip(agents, state.rule_states, strict=True))
+        self.states |= states
+        rule_states = [RemoteState(j) if kept else kept for j, kept in states.items()]
+        return dataclasses.replace(state, rule_states=tuple(rule_states))
 
-def _copy_rows_(
-    found: Float[Tensor, "q d"], to: Indices, models: Float[Tensor, "p d"], rows: Indices
-) -> None:
-    """Copy some rows of models to some rows of others."""
-    if models.shape[1] < MIN_FOREACH_SIZE:
-        found[torch.from_numpy(to)] = models[torch.from_numpy(rows)].to(found)
-    else:  # without another copy of all
-        torch._foreach_copy_([found[k] for k in to.tolist()], [models[k] for k in rows.tolist()])
+    def _copy_loans(self, first: int, positions: Sequence[Indices | None]) -> None:
+        """Copy rows of the loaned transfers, or all of them, to consecutive rows of the buffer."""
+        models = self.engine.group.models
+        step = max(1, MAX_PINNED_BYTES // max(MAX_TRANSFER_BYTES, 4 * models.shape[1]))
+        for start in range(0, len(positions), step):
+            arrays = ray.get(list(self.loans[start : start + step]))
+            for array, rows in zip(arrays, positions[start : start + step], strict=True):
+                received = as_tensor(array)
+                if rows is not None and len(rows) != len(received):
+                    received = received[torch.from_numpy(rows)]
+                models[first : first + len(received)] = received
+                first += len(received)
 
 
 def as_tensor(array: Any) -> Tensor:
-    """An array of Ray's store as a tensor, which is not to be written to."""
+    """Return a read-only array of Ray's store as a tensor.
+
+    Args:
+        array: The array.
+
+    Returns:
+        The tensor, which must not be written to.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
+
+
+def _copy_rows_(
+    target: Float[Tensor, "q d"], to: Indices, source: Float[Tensor, "p d"], rows: Indices
+) -> None:
+    if source.shape[1] < MIN_FOREACH_SIZE:
+        target[torch.from_numpy(to)] = source[torch.from_numpy(rows)].to(target)
+        return
+    torch._foreach_copy_(  # without a temporary copy of all rows
+        [target[k] for k in to.tolist()], [source[k] for k in rows.tolist()]
+    )
