@@ -2,7 +2,7 @@
 
 >>> from fedcb2o.experiments import load
 >>> load("digits-fedcb2o").rounds
-30
+25
 """
 
 from fedcb2o.experiments.config.settings import Experiment, load

@@ -5,7 +5,7 @@
 >>> from fedcb2o.experiments.config.settings import load
 >>> experiment = load("digits-fedcb2o")
 >>> prepare_seed(experiment, 0, load_dataset(experiment, None)).spec.num_agents
-30
+20
 """
 
 import dataclasses

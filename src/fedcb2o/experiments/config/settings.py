@@ -9,7 +9,7 @@ fedcb2o.experiments.key_table`).
 >>> from fedcb2o.experiments.config.settings import load
 >>> experiment = load("digits-fedcb2o", {"algorithm.alpha": 5.0})
 >>> experiment.agents.num_agents
-30
+20
 """
 
 import contextlib

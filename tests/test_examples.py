@@ -1,0 +1,20 @@
+"""Tests of the examples in docstrings."""
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+PATHS = sorted(path for path in SOURCE.rglob("*.py") if ">>> " in path.read_text(encoding="utf-8"))
+MODULES = [".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in PATHS]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_give_what_they_show(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module(name.removesuffix(".__init__"))
+    results = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    assert results.attempted
+    assert not results.failed
