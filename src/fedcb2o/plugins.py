@@ -140,10 +140,11 @@ def resolve(kind: str, name: str | PluginFunction, namespace: types.ModuleType) 
     Raises:
         ConfigError: There is no such function, or its import fails.
     """
-    if callable(name):
-        return wrap_user_function(kind, label(name), name)
     if not isinstance(name, str):
-        raise ConfigError(f"the {kind} must be a name or a function, got a {type(name).__name__}")
+        if not callable(name):
+            got = type(name).__name__
+            raise ConfigError(f"the {kind} must be a name or a function, got a {got}")
+        return wrap_user_function(kind, label(name), name)
     if ":" in name:
         return wrap_user_function(kind, name, _import_function(kind, name))
     if name not in namespace.__all__:
@@ -180,26 +181,7 @@ def _import_function(kind: str, name: str) -> PluginFunction:
         raise ConfigError(
             f"the {kind} `{name}` is of type {type(function).__name__}, not a function"
         )
-    return function  # type: ignore[no-any-return]
-
-
-def reexport(*namespaces: types.ModuleType) -> PluginFunction:
-    """Return a module `__getattr__` that finds the public names of other modules.
-
-    Args:
-        namespaces: Modules whose `__all__` is searched, in this order.
-
-    Returns:
-        A function for a module's `__getattr__`.
-    """
-
-    def find(name: str) -> Any:
-        for namespace in namespaces:
-            if name in namespace.__all__:
-                return getattr(namespace, name)
-        raise AttributeError(f"there is no {name!r} here")
-
-    return find
+    return function
 
 
 def wrap_user_function(kind: str, name: str, function: PluginFunction) -> PluginFunction:
