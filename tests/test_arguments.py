@@ -1,6 +1,7 @@
 """What cannot be an argument, in Python, is told by its name, in one line, whatever its kind.
 
-The cases run in one process of their own, as a user's: without the run-time checks of types of the tests.
+The cases run in one process of their own, as a user's: without the run-time checks of types of the
+tests.
 """
 
 import json

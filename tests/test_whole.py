@@ -1,9 +1,11 @@
-"""Whole runs, from the file to the records, held equal to plain loops that share no wiring with the library.
+"""Whole runs, from the file to the records, held equal to plain loops that share no wiring with
+the library.
 
-Models are never set to each other's numbers between rounds, so that what is wired wrongly anywhere shows in all that
-follows. Both do the same sums, in another order. A smooth network keeps that to rounding; a ReLU whose input is zero
-but for rounding makes a step of it (plain loops that begin 1e-7 apart may differ by 1e-3 after four rounds), so that
-what is close enough depends on the network.
+Models are never set to each other's numbers between rounds, so that what is wired wrongly anywhere
+shows in all that follows. Both do the same sums, in another order. A smooth network keeps that to
+rounding; a ReLU whose input is zero but for rounding makes a step of it (plain loops that begin
+1e-7 apart may differ by 1e-3 after four rounds), so that what is close enough depends on the
+network.
 """
 
 import json
@@ -27,7 +29,8 @@ SEED = 1000
 
 @dataclass(frozen=True)
 class Near:
-    """How far apart the two may be. Weights are on record with 6 digits, and come from losses times alpha."""
+    """How far apart the two may be. Weights are on record with 6 digits, and come from losses
+    times alpha."""
 
     relative: float  # losses and likelihoods; models, absolute too
     weight: float  # absolute
@@ -134,8 +137,8 @@ CASES: dict[str, dict[str, Any]] = {
             **{
                 "name": "fedcb2o",
                 "beta": 0.5,
-                "tested": 1.0,
-                "judged_at": 0.5,
+                "loss_tolerance": 1.0,
+                "interpolation": 0.5,
                 "alpha": 2.0,
                 "own_model": "judged",
             },
@@ -153,10 +156,10 @@ CASES: dict[str, dict[str, Any]] = {
             **{
                 "name": "fedcb2o",
                 "beta": 0.5,
-                "tested": 1.0,
-                "judged_at": 0.5,
+                "loss_tolerance": 1.0,
+                "interpolation": 0.5,
                 "own_model": "judged",
-                "apart": 1.2,
+                "min_distance": 1.2,
             },
             **{
                 "criterion": {"name": "class_loss_gap", "z": 1.0, "against": "majority"},
@@ -176,10 +179,10 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": {
             **{
                 "name": "fedcb2o",
-                "tested": 2.0,
-                "judged_at": 0.4,
+                "loss_tolerance": 2.0,
+                "interpolation": 0.4,
                 "criterion_from_round": 2,
-                "ball": 0.4,
+                "max_distance": 0.4,
                 **MIXED,
             },
             **{"criterion": {"name": "class_loss_gap", "z": 0.5}, "likelihood": "loss+criterion"},
@@ -190,7 +193,7 @@ CASES: dict[str, dict[str, Any]] = {
             **{
                 "name": "fedcb2o",
                 "beta": 0.75,
-                "counts_from": "second",
+                "min_contacts": 2,
                 "point": "median",
                 **MIXED,
                 "alpha": 2.0,
@@ -203,8 +206,8 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": {
             **{
                 "name": "fedcb2o",
-                "tested": 2.0,
-                "judged_at": 0.5,
+                "loss_tolerance": 2.0,
+                "interpolation": 0.5,
                 "own_model": "judged",
                 "alpha": 1.0,
             },
@@ -221,7 +224,7 @@ CASES: dict[str, dict[str, Any]] = {
             **{
                 "name": "fedcb2o",
                 "beta": 0.75,
-                "judged_at": 0.5,
+                "interpolation": 0.5,
                 "own_model": "judged",
                 "alpha": 1.0,
             },

@@ -1,13 +1,16 @@
-"""A whole run as plain, slow loops: from a TOML file to accuracy, source accuracy and attack success rate.
+"""A whole run as plain, slow loops: from a TOML file to accuracy, source accuracy and attack
+success rate.
 
-García Trillos, Akash, Li, Riedl, Zhu, "Defending Against Diverse Attacks in Federated Learning Through
-Consensus-Based Bi-Level Optimization" (arXiv 2412.02535), Section sec:experiments: clusters deal out the same images
-and turn them by their own angle ("Dataset & Attack Setup"), benign agents hold out validation data ("Baselines &
-Implementations"), malicious agents flip labels (eq:MaliAgentObj), and benign agents' models are scored on test images
-turned as their own ("Performance Metrics"). The rounds between are Algorithms 1 and 2 as in `tests/reference.py`.
+García Trillos, Akash, Li, Riedl, Zhu, "Defending Against Diverse Attacks in Federated Learning
+Through Consensus-Based Bi-Level Optimization" (arXiv 2412.02535), Section sec:experiments:
+clusters deal out the same images and turn them by their own angle ("Dataset & Attack Setup"),
+benign agents hold out validation data ("Baselines & Implementations"), malicious agents flip
+labels (eq:MaliAgentObj), and benign agents' models are scored on test images turned as their own
+("Performance Metrics"). The rounds between are Algorithms 1 and 2 as in `tests/reference.py`.
 
-Nothing is taken from the library but what is no mathematics of the paper: the random streams by their names, the digits
-as they are loaded, and the networks with their first numbers. No model is ever set to what the library has for it.
+Nothing is taken from the library but what is no mathematics of the paper: the random streams by
+their names, the digits as they are loaded, and the networks with their first numbers. No model is
+ever set to what the library has for it.
 """
 
 import math
@@ -77,8 +80,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Scores:
-    """The paper's three metrics of one model, and the shares of samples on which rounding may decide, of all and of
-    the source class."""
+    """The paper's three metrics of one model, and the shares of samples on which rounding may
+    decide, of all and of the source class."""
 
     accuracy: float
     source_accuracy: float
@@ -89,7 +92,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class Done:
-    """One round: the mean loss of each agent's mini-batches, what each did, and benign agents' scores by their id."""
+    """One round: the mean loss of each agent's mini-batches, what each did, and benign agents'
+    scores by their id."""
 
     n: int
     train_loss: list[float]
@@ -162,7 +166,8 @@ class Whole:
         return turned(x, quarters=cluster * 4 // self.settings["agents"]["num_clusters"])
 
     def _poison(self, n: int) -> None:
-        """Attackers train on flipped labels from the attack's first round on, and nobody else ever does."""
+        """Attackers train on flipped labels from the attack's first round on, and nobody else ever
+        does."""
         attack, role = self.settings["attack"], self.settings["agents"]["malicious_role"]
         for agent, true in zip(self.agents, self.true_labels, strict=True):
             attacks = agent.malicious and role == "attack" and n >= attack.get("from_round", 0)
@@ -184,7 +189,8 @@ class Whole:
         }
 
     def _scored_on(self, cluster: int) -> tuple[Tensor, Tensor]:
-        """The test images as a cluster sees them, or tuning images: those of the pool that nobody holds."""
+        """The test images as a cluster sees them, or tuning images: those of the pool that nobody
+        holds."""
         test, pool = self.dataset.test, self.dataset.pool
         if self.settings["evaluate_on"] != "tuning":
             return self._gather(test.x, cluster), test.y
@@ -228,7 +234,8 @@ def options_of(settings: dict[str, Any]) -> reference.Options:
 
 
 def colluder_of(settings: dict[str, Any]) -> reference.Options:
-    """What a malicious agent does: fellows first, then benign agents of its cluster, by numbers of samples."""
+    """What a malicious agent does: fellows first, then benign agents of its cluster, by numbers of
+    samples."""
     agents = settings["agents"]
     return reference.Options(
         selection="colluding",
@@ -298,7 +305,8 @@ def redrawn(dataset: Dataset, seed: int) -> Dataset:
 
 
 def deal(labels: list[int], agents: dict[str, Any], seed: int) -> tuple[list[Share], list[int]]:
-    """Every cluster deals the same samples out anew: benign agents first, then malicious ones; and who got none."""
+    """Every cluster deals the same samples out anew: benign agents first, then malicious ones; and
+    who got none."""
     roles = [False] * agents["benign"] + [True] * agents["malicious"]
     sizes = [agents["malicious_samples" if malicious else "benign_samples"] for malicious in roles]
     drawn = [int(i) for i in stream(seed, "partition", "pool").permutation(len(labels))]
@@ -324,7 +332,8 @@ def deal(labels: list[int], agents: dict[str, Any], seed: int) -> tuple[list[Sha
 def split(
     labels: list[int], draw: list[int], held: list[int], agents: dict[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """Training and validation samples of a benign agent; `draw` are its places 0 to n - 1 in random order."""
+    """Training and validation samples of a benign agent; `draw` are its places 0 to n - 1 in
+    random order."""
     fraction, chosen = agents["validation"], set()
     if agents["split"] == "random":
         chosen = set(draw[: round(fraction * len(held))])
@@ -347,13 +356,14 @@ def split(
 
 
 def turned(x: Tensor, quarters: int) -> Tensor:
-    """Square images [n, channels, s, s] turned counter-clockwise by so many times 90 degrees, pixel by pixel."""
+    """Square images [n, channels, s, s] turned counter-clockwise by so many times 90 degrees,
+    pixel by pixel."""
     size = x.shape[-1]
     for _ in range(quarters):
         before, x = x, torch.empty_like(x)
         for row in range(size):
             for column in range(size):
-                # What was in the last column, from top to bottom, is the first row from left to right.
+                # The last column, from top to bottom, becomes the first row.
                 x[:, :, row, column] = before[:, :, column, size - 1 - row]
     return x
 
@@ -371,7 +381,8 @@ def scores(
 ) -> Scores:
     """Overall accuracy, accuracy on the source class and attack success rate (sec:experiments).
 
-    Of two classes whose logits are less than `margin` apart, rounding may decide which one is predicted.
+    Of two classes whose logits are less than `margin` apart, rounding may decide which one is
+    predicted.
     """
     module.eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Strengths of attacks: what runs they need, which is taken against whom, and a grid of them run for real."""
+"""Strengths of attacks: their runs, the choice of the worst one, and a grid with several."""
 
 import json
 
@@ -72,12 +72,27 @@ def test_each_setting_has_an_adversary_of_its_own_unless_one_is_named():
 
 
 WRONG = {
-    "no section": ({"adversary": None}, "`strengths` of attack `ALIE` need a section [adversary] with `seeds`"),
-    "nothing": ({"attacks": {"ALIE": ALIE}}, "[adversary] is for attacks with several strengths, and none has"),
-    "seeds": ({"adversary": {"seeds": [1000]}}, "`adversary.seeds` must differ from `seeds`, and both hold 1000"),
-    "key": ({"adversary": {"sedes": [1]}}, "adversary: there is no key `sedes` here. Did you mean `seeds`?"),
+    "no section": (
+        {"adversary": None},
+        ("`strengths` of attack `ALIE` need a section [adversary] with `seeds`"),
+    ),
+    "nothing": (
+        {"attacks": {"ALIE": ALIE}},
+        ("[adversary] is for attacks with several strengths, and none has"),
+    ),
+    "seeds": (
+        {"adversary": {"seeds": [1000]}},
+        ("`adversary.seeds` must differ from `seeds`, and both hold 1000"),
+    ),
+    "key": (
+        {"adversary": {"sedes": [1]}},
+        ("adversary: there is no key `sedes` here. Did you mean `seeds`?"),
+    ),
     "setting": ({"adversary": {"seeds": [1], "setting": "S"}}, "`adversary.setting` names `S`."),
-    "list": ({"attacks": {"ALIE": {**ALIE, "strengths": []}}}, "attack `ALIE`: `strengths` must be a list of tables"),
+    "list": (
+        {"attacks": {"ALIE": {**ALIE, "strengths": []}}},
+        ("attack `ALIE`: `strengths` must be a list of tables"),
+    ),
     "entry": (
         {"attacks": {"ALIE": {**ALIE, "strengths": [{"atack": {}}]}}},
         "strength 1 of `ALIE`: there is no key `atack` here. Did you mean `attack`?",
@@ -87,14 +102,19 @@ WRONG = {
         "strength 2 of `ALIE`: attack `alie` has no parameter `zz`. Did you mean `z`?",
     ),
     "aim": (
-        {"attacks": {"Label flip": {**FLIP, "strengths": [{}, {"attack": {"target": 5}}]}, "ALIE": ALIE}},
+        {
+            "attacks": {
+                "Label flip": {**FLIP, "strengths": [{}, {"attack": {"target": 5}}]},
+                "ALIE": ALIE,
+            }
+        },
         "strength 2 of `Label flip` changes its baseline, so that strengths cannot be compared",
     ),
     "population": (
         {"attacks": {"ALIE": {**ALIE, "strengths": [{"agents": {"malicious": 2}}]}}},
         "strength 1 of `ALIE` changes its baseline",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG.values(), ids=WRONG)
@@ -135,8 +155,10 @@ def test_what_harms_most_is_taken_and_everything_kept(tmp_path):
         ): "it could be run at no strength; DFedAvgM, ALIE, strength 2: too much"
     }
     assert attack_strength.worst_strengths(chosen) == {
-        ("", "FedCB2O", "Label flip"): 1, ("", "FedCB2O", "ALIE"): 1, ("", "DFedAvgM", "Label flip"): 1,
-    }  # fmt: skip
+        ("", "FedCB2O", "Label flip"): 1,
+        ("", "FedCB2O", "ALIE"): 1,
+        ("", "DFedAvgM", "Label flip"): 1,
+    }
     assert attack_strength.read_choices(tmp_path, plan) == chosen
     flip, alie = (chosen["", "FedCB2O", attack]["tried"] for attack in ("Label flip", "ALIE"))
     assert flip[1] == {"harm": 0.3125, "accuracy": [0.9, 0.9], "attack_success_rate": [0.5, 0.125]}

@@ -1,4 +1,4 @@
-"""Bad input on the command line: one line that names the fault, status 2, no traceback, nothing half begun."""
+"""Bad input on the command line: one line, status 2, no traceback, nothing half begun."""
 
 import fcntl
 import json
@@ -39,18 +39,29 @@ def test_a_wrong_setting_is_one_line(tmp_path, path, change):
 
 NAMES = {
     "digit-fedcb2o": "there is no preset `digit-fedcb2o`. Did you mean `digits-fedcb2o`?",
-    "nothing-like-it-at-all": "there is no preset `nothing-like-it-at-all`. `fedcb2o presets` lists them",
+    "nothing-like-it-at-all": (
+        "there is no preset `nothing-like-it-at-all`. `fedcb2o presets` lists them"
+    ),
     "missing.toml": "cannot read missing.toml: No such file or directory",
     "folder.toml": "cannot read folder.toml: Is a directory",
-    "binary.toml": "cannot read binary.toml: it is not text in UTF-8 (byte 0xff at position 0): save it in this",
+    "binary.toml": (
+        "cannot read binary.toml: it is not text in UTF-8 (byte 0xff at position 0): "
+        "save it in this"
+    ),
     "wrong.toml": "cannot read wrong.toml: it is not TOML: ",
     "deep.toml": "cannot read deep.toml: its lists or tables are nested too deeply",
     "tables.toml": "cannot read tables.toml: its lists or tables are nested too deeply",
-    "grid": "grid is a grid's folder: `fedcb2o bench grid/grid.toml --out grid --resume` continues the grid",
+    "grid": (
+        "grid is a grid's folder: `fedcb2o bench grid/grid.toml --out grid --resume` "
+        "continues the grid"
+    ),
     "empty.toml": "empty.toml: the key `rounds` is missing",
     "extends.toml": "there is no preset `digits-fedcb2`. Did you mean `digits-fedcb2o`?",
     "number.toml": "there is no preset `3`",
-    "old": "old is a run's folder: `fedcb2o run old/config.toml --out old --resume` continues the run; without",
+    "old": (
+        "old is a run's folder: `fedcb2o run old/config.toml --out old --resume` continues "
+        "the run; without"
+    ),
 }
 
 
@@ -74,10 +85,14 @@ def test_an_experiment_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, na
 
 
 DATA = {
-    "agents.benign_samples=2000": "clusters cannot be filled: `benign` * `benign_samples` + `malicious` * ",
+    "agents.benign_samples=2000": (
+        "clusters cannot be filled: `benign` * `benign_samples` + `malicious` * "
+    ),
     "agents.benign=100000000000000000000": "clusters cannot be filled: ",
     "agents.benign_samples=1": "`benign_samples` must be at least 2, got 1",
-    "agents.validation=0.01": "leaves agent 0 no validation data among its 20 samples; set another fraction",
+    "agents.validation=0.01": (
+        "leaves agent 0 no validation data among its 20 samples; set another fraction"
+    ),
     "attack.source=99": "`attack.source` must be between 0 and 9, got 99",
     "attack.target=-1": "`attack.target` must be between 0 and 9, got -1",
     "data.test_per_class=500": "`test_per_class` of digits must be between 1 and 173, got 500",
@@ -110,9 +125,13 @@ def test_divergence_later_names_agent_and_round_and_loses_nothing(tmp_path):
             forwards += self.training
             return super().forward(x.flatten(1)) * (1.0 if forwards <= 42 else math.nan)
 
-    # A round is 16 batches of 8: 4 for each attacker, who come first, 2 for each benign agent. The 43rd is agent 1's.
+    # A round is 16 batches of 8: 4 per attacker, who come first, 2 per benign agent.
+    # The 43rd is agent 1's.
     experiment = tiny(rounds=5, model={"name": lambda shape, classes: Explodes(64, classes)})
-    message = "training diverged: the model or the loss of benign agent 1 is not finite in round 3; a smaller"
+    message = (
+        "training diverged: the model or the loss of benign agent 1 is not finite in "
+        "round 3; a smaller"
+    )
     with pytest.raises(RunError, match=message):
         run(experiment, out=tmp_path, workers=1)
     lines = (tmp_path / "seed-1000/metrics.jsonl").read_text().splitlines()
@@ -138,8 +157,10 @@ def test_missing_and_wrong_data_files_are_one_line(tmp_path):
             "EMNIST: no file emnist-balanced-train-images-idx3-ubyte or emnist47-train-images-idx3"
         )
         assert line.endswith(
-            f"in {tmp_path / source}{told}; DIR in `fedcb2o data emnist --from DIR` must hold gzip.zip, or these "
-            "files, plain or .gz: emnist-balanced-train-images-idx3-ubyte, emnist-balanced-train-labels-idx1-ubyte, "
+            f"in {tmp_path / source}{told}; DIR in `fedcb2o data emnist --from DIR` must hold "
+            f"gzip.zip, or these "
+            "files, plain or .gz: emnist-balanced-train-images-idx3-ubyte, "
+            "emnist-balanced-train-labels-idx1-ubyte, "
             "emnist-balanced-test-images-idx3-ubyte, emnist-balanced-test-labels-idx1-ubyte"
         )
 
@@ -189,9 +210,17 @@ VALUES = {
     "rounds=1\nseeds=[5]": "`rounds`: input should be a valid integer",
     "seeds=3": "`seeds`: input should be a valid list, got 3",
     "seeds=[]": "`seeds`: list should have at least 1 item",
-    "data.name=3": '`data.name` must be the name of a function, "package.module:function", or in Python a function',
-    "data=3": '`data` must be a section, with keys of its own (a function of your own: {"name": function}), got 3',
-    "together=100000000000000000000": "`together`: input should be less than or equal to 2147483648",
+    "data.name=3": (
+        '`data.name` must be the name of a function, "package.module:function", or '
+        "in Python a function"
+    ),
+    "data=3": (
+        "`data` must be a section, with keys of its own (a function of your own: "
+        '{"name": function}), got 3'
+    ),
+    "together=100000000000000000000": (
+        "`together`: input should be less than or equal to 2147483648"
+    ),
     "attack.claims=true": "`attack.claims`: input should be a valid integer, got True",
 }
 
@@ -230,7 +259,10 @@ def test_the_folder_of_a_grid_is_not_compared_as_a_run(tmp_path):
     (tmp_path / "grid.toml").write_text("rounds = 3")
     line = here("compare", tmp_path).one_line()
     assert line.endswith(
-        f"it is that of a grid: `fedcb2o report {tmp_path}` shows it, and its runs are in its cells/"
+        
+            f"it is that of a grid: `fedcb2o report {tmp_path}` shows it, and its runs are in "
+            f"its cells/"
+        
     )
 
 
@@ -259,9 +291,8 @@ def test_what_was_run_is_not_run_over(tmp_path, path):
     assert here("run", path, "--out", out, "--workers", 1).status == 0
     before = bits(out)
     again = here("run", path, "--out", out, "--workers", 1).one_line()
-    assert (
-        again
-        == f"{out} already holds seed 1000 of this run: --resume continues it, or choose another --out"
+    assert again == (
+        f"{out} already holds seed 1000 of this run: --resume continues it, or choose another --out"
     )
     other = here("run", path, "--out", out, "--set", "agents.budget=2").one_line()
     assert (
@@ -295,7 +326,7 @@ def test_runs_that_cannot_be_read_are_one_line(tmp_path, path):
     assert not (tmp_path / "report").exists()
 
 
-# Users' functions. The cases run in one process of their own, as a user's: without the run-time checks of the tests.
+# Users' functions. The cases run in a process without the run-time checks of the tests.
 
 PARTS = """
 import torch
@@ -324,7 +355,8 @@ def data_numpy(): return made(lambda x: x.numpy(), lambda y: y.numpy())
 def data_nan(): return made(lambda x: x * float("nan"))
 def data_empty(): return made(lambda x: x[:0], lambda y: y[:0])
 def data_other(): return made(lambda x: x[..., :4])
-def data_flat(): return Dataset(*[Shard(s.x.flatten(1), s.y) for s in (made().pool, made().test)], tuple("0123456789"))
+def flat(s): return Shard(s.x.flatten(1), s.y)
+def data_flat(): return Dataset(flat(made().pool), flat(made().test), tuple("0123456789"))
 def data_names(): return made(names=10)
 def data_one_class():
     d = made()
@@ -337,7 +369,8 @@ def model_no_arguments(): return dense(10)
 def model_outputs(shape, classes): return dense(classes - 1)
 def model_inputs(shape, classes): return dense(classes, 63)
 def model_batch_norm(shape, classes):
-    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, track_running_stats=False), nn.Linear(64, classes))
+    norm = nn.BatchNorm1d(64, track_running_stats=False)
+    return nn.Sequential(nn.Flatten(), norm, nn.Linear(64, classes))
 def model_lazy(shape, classes): return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
 class Masked(nn.Sequential):
     def __init__(self, *parts):
@@ -398,11 +431,16 @@ def rule_local(judged): return torch.full(judged.received.ids.shape, judged.cont
 def algorithm_none(): return None
 """
 
-SEVERAL = "TypeError: `inputs.context` is one agent's, and a function declared `batched` gets several agents: "
+SEVERAL = (
+    "TypeError: `inputs.context` is one agent's, and a function declared `batched` gets "
+    "several agents: "
+)
 
 WRONG_PARTS = {
     "data_none": "the data set `parts:data_none` returned a NoneType, expected a fedcb2o.Dataset",
-    "data_raises": "the data set `parts:data_raises` failed at line {line} of {folder}/parts.py: KeyError",
+    "data_raises": (
+        "the data set `parts:data_raises` failed at line {line} of {folder}/parts.py: KeyError"
+    ),
     "data_high": "has labels outside 0 to 9: 1 to 10",
     "data_negative": "has labels outside 0 to 9: -1 to 8",
     "data_short": "holds 1557 samples and 1556 labels",
@@ -411,52 +449,103 @@ WRONG_PARTS = {
     "data_nan": "must hold samples of pixels (uint8) or finite floating-point features",
     "data_empty": "in its pool, holds 0 samples and 0 labels",
     "data_other": "has samples of shape (1, 8, 4) in its pool and (1, 8, 8) in its test",
-    "data_flat": "`num_clusters` = 2 turns square images, and the samples have shape (64,); set `num_clusters` = 1",
+    "data_flat": (
+        "`num_clusters` = 2 turns square images, and the samples have shape (64,); set "
+        "`num_clusters` = 1"
+    ),
     "data_one_class": "the data set `parts:data_one_class` has 1 class name: it needs two or more",
     "data_names": "has class names that are not a tuple of strings: 10",
     "model_none": "the model `parts:model_none` returned a NoneType, expected a torch.nn.Module",
-    "model_raises": "the model `parts:model_raises` failed at line {line} of {folder}/parts.py: KeyError: 'boom'",
+    "model_raises": (
+        "the model `parts:model_raises` failed at line {line} of {folder}/parts.py: "
+        "KeyError: 'boom'"
+    ),
     "model_no_arguments": "takes 0 positional arguments but 2 were given",
     "model_outputs": "returned (2, 9) for 2 samples, expected shape (2, 10)",
     "model_inputs": "the model `parts:model_inputs` cannot read samples of shape (1, 8, 8): ",
-    "model_batch_norm": "the model's norm `1` keeps no statistics (track_running_stats=False), so its output for a sample ",
+    "model_batch_norm": (
+        "the model's norm `1` keeps no statistics (track_running_stats=False), "
+        "so its output for a sample "
+    ),
     "model_lazy": "the model has a lazy layer, which has no parameters yet: give its size",
-    "model_buffer": "the model `parts:model_buffer` changes its buffer `mask` in training, which is neither a ",
+    "model_buffer": (
+        "the model `parts:model_buffer` changes its buffer `mask` in training, which is neither a "
+    ),
     "model_double": "the model needs parameters to train (requires_grad), all of type float32",
     "model_nothing": "the model needs parameters to train (requires_grad), all of type float32",
     "model_train_raises": "the model `parts:model_train_raises` failed: KeyError: 'boom'",
-    "model_train_detached": "the model `parts:model_train_detached` failed: RuntimeError: element 0 of tensors ",
-    "model_train_one": "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a single ",
+    "model_train_detached": (
+        "the model `parts:model_train_detached` failed: RuntimeError: element 0 of tensors "
+    ),
+    "model_train_one": (
+        "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a single "
+    ),
     "attack_none": "the attack {part} returned a NoneType, expected a fedcb2o.Shard",
     "attack_tuple": "the attack {part} returned a tuple, expected a fedcb2o.Shard",
-    "attack_fewer": "the attack {part} returned samples of shape (5, 1, 8, 8) and type torch.float32, expected (30, ",
+    "attack_fewer": (
+        "the attack {part} returned samples of shape (5, 1, 8, 8) and type "
+        "torch.float32, expected (30, "
+    ),
     "attack_shape": "the attack {part} returned samples of shape (30, 1, 8, 4)",
     "attack_labels": "the attack {part} returned labels outside 0 to 9",
-    "attack_raises": "the attack `parts:attack_raises` failed at line {line} of {folder}/parts.py: IndexError: ",
-    "criterion_scalar": "the criterion {part} returned shape (), expected (3,): a value for each received model",
-    "criterion_wide": "the criterion {part} returned shape (3, 10), expected (3,): a value for each received model",
+    "attack_raises": (
+        "the attack `parts:attack_raises` failed at line {line} of {folder}/parts.py: IndexError: "
+    ),
+    "criterion_scalar": (
+        "the criterion {part} returned shape (), expected (3,): a value for each received model"
+    ),
+    "criterion_wide": (
+        "the criterion {part} returned shape (3, 10), expected (3,): a value for "
+        "each received model"
+    ),
     "criterion_none": "the criterion {part} returned a NoneType, expected a tensor",
-    "criterion_raises": "the criterion `parts:criterion_raises` failed at line {line} of {folder}/parts.py: Attribut",
-    "criterion_local": "the criterion `parts:criterion_local` failed at line {line} of {folder}/parts.py: "
+    "criterion_raises": (
+        "the criterion `parts:criterion_raises` failed at line {line} of "
+        "{folder}/parts.py: Attribut"
+    ),
+    "criterion_local": (
+        "the criterion `parts:criterion_local` failed at line {line} of {folder}/parts.py: "
+    )
     + SEVERAL,
-    "selection_strangers": "the selection {part} chose [101, 102, 103, 104, 105], expected different ones of [1, ",
-    "selection_twice": "the selection {part} chose [1, 1], expected different ones of [1, 2, 3, 4, 5]",
+    "selection_strangers": (
+        "the selection {part} chose [101, 102, 103, 104, 105], expected different ones of [1, "
+    ),
+    "selection_twice": (
+        "the selection {part} chose [1, 1], expected different ones of [1, 2, 3, 4, 5]"
+    ),
     "selection_many": "the selection {part} chose 4 peers, more than `budget` = 3: [1, 2, 3, 4]",
     "selection_none": "the selection {part} returned a NoneType, expected a tensor",
-    "selection_floats": "the selection {part} chose [1.5, 2.5], expected different ones of [1, 2, 3, 4, 5]",
-    "selection_raises": "the selection `parts:selection_raises` failed at line {line} of {folder}/parts.py: IndexError",
+    "selection_floats": (
+        "the selection {part} chose [1.5, 2.5], expected different ones of [1, 2, 3, 4, 5]"
+    ),
+    "selection_raises": (
+        "the selection `parts:selection_raises` failed at line {line} of "
+        "{folder}/parts.py: IndexError"
+    ),
     "rule_short": "the rule {part} returned weights of shape (1,), expected (3,) or (4,)",
-    "rule_sum": "the rule {part} returned weights that are not positive with sum 1: [1.0, 1.0, 1.0]",
-    "rule_negative": "the rule {part} returned weights that are not positive with sum 1: [2.0, -1.0, 0.0]",
-    "rule_nan": "the rule {part} returned weights that are not positive with sum 1: [nan, nan, nan]",
+    "rule_sum": (
+        "the rule {part} returned weights that are not positive with sum 1: [1.0, 1.0, 1.0]"
+    ),
+    "rule_negative": (
+        "the rule {part} returned weights that are not positive with sum 1: [2.0, -1.0, 0.0]"
+    ),
+    "rule_nan": (
+        "the rule {part} returned weights that are not positive with sum 1: [nan, nan, nan]"
+    ),
     "rule_none": "the rule {part} returned a NoneType, expected a tensor",
-    "rule_raises": "the rule `parts:rule_raises` failed at line {line} of {folder}/parts.py: ZeroDivisionError: ",
+    "rule_raises": (
+        "the rule `parts:rule_raises` failed at line {line} of {folder}/parts.py: "
+        "ZeroDivisionError: "
+    ),
     "rule_local": "the rule `parts:rule_local` failed at line {line} of {folder}/parts.py: "
     + SEVERAL,
     "algorithm_none": "the algorithm returned a NoneType, expected an Algorithm",
     "notes": "the model `parts:notes` is of type int, not a function",
     "nothing": "the model `parts:nothing` cannot be imported: AttributeError: ",
-    "no_module:f": "the model `no_module:f` cannot be imported: ModuleNotFoundError: No module named 'no_module'",
+    "no_module:f": (
+        "the model `no_module:f` cannot be imported: ModuleNotFoundError: No module "
+        "named 'no_module'"
+    ),
     "raises:f": "the model `raises:f` cannot be imported: RuntimeError: at import",
     "leaves:f": "the model `leaves:f` cannot be imported: SystemExit: 3",
     "syntax:f": "the model `syntax:f` cannot be imported: SyntaxError: ",

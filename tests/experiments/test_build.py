@@ -93,7 +93,7 @@ def test_redrawn_test_samples_are_each_seeds_own_balanced_and_held_by_nobody():
 
 
 def test_redrawn_test_images_are_held_by_nobody_turned_or_not(tmp_path):
-    """By bytes of a pool and a test set of other sizes: 8 and 2 images of each class, every one another image."""
+    """A pool and a test set of different sizes: 8 and 2 different images per class."""
     experiment = load(
         tiny(
             evaluate_on="redrawn",

@@ -1,4 +1,4 @@
-"""Runs on a cluster: the files of one machine, checkpoints that move, losses that are made good, and bad input."""
+"""Runs on a cluster: the files of one machine, resumption, losses and bad input."""
 
 import dataclasses
 import os
@@ -59,7 +59,7 @@ def test_a_run_moves_between_one_machine_and_a_cluster(cluster, undisturbed, tmp
 
 
 def actors_now() -> list[int]:
-    """The actors among the processes that this one or its children started: others may use Ray here too."""
+    """The actors among the processes that this one or its children started."""
     parents, found = dict[int, int](), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -112,9 +112,12 @@ def test_it_gives_up_after_some_losses(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.seed_run"], "PAUSE", 0.0)
     with pytest.raises(RunError, match="has gone on 1 times, and gives up: --resume goes on"):
         run(
-            spread() | {"checkpoint_every": 4}, out=tmp_path / "run", cluster=cluster, blocks=2,
+            spread() | {"checkpoint_every": 4},
+            out=tmp_path / "run",
+            cluster=cluster,
+            blocks=2,
             watch=lambda *_: os.kill(actors_now()[0], signal.SIGKILL),
-        )  # fmt: skip
+        )
     assert gone()
 
 
@@ -343,10 +346,10 @@ def nobody(monkeypatch):
 
 
 def test_no_cluster_to_be_joined(nobody, monkeypatch):
-    def found(address: str) -> str:
+    def init(**_: object) -> None:
         raise ConnectionError("Could not find any running Ray instance.")
 
-    monkeypatch.setattr(connect.services, "canonicalize_bootstrap_address", found)
+    monkeypatch.setattr(ray, "init", init)
     with (
         pytest.raises(RunError, match="this machine is in no cluster: `ray start`"),
         connect.connected("auto"),
@@ -393,7 +396,7 @@ def test_what_listens_is_no_cluster(nobody):
         server, address = threading.Thread(target=answer), f"127.0.0.1:{door.getsockname()[1]}"
         server.start()
         with (
-            pytest.raises(RunError, match=rf"what listens at '{address}' is no cluster of Ray's"),
+            pytest.raises(RunError, match=rf"the program that listens at '{address}' is not a Ray cluster"),
             connect.connected(address),
         ):
             pass
@@ -421,16 +424,6 @@ def test_nothing_is_left_to_do(cluster, tmp_path, monkeypatch):
         connect, "connected", lambda *_: pytest.fail("there is nothing to do there")
     )
     run(spread(1), out=tmp_path / "run", cluster=cluster, blocks=2, resume=True)
-
-
-def test_another_ray(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, connect.__name__)
-    monkeypatch.delattr(connect.__name__)
-    monkeypatch.setitem(sys.modules, "ray._raylet", None)
-    with pytest.raises(
-        ConfigError, match=rf"Ray {ray.__version__} lacks what a cluster needs of it \(.*_raylet"
-    ):
-        run(spread(), out=tmp_path / "run", cluster="local", blocks=2)
 
 
 def test_no_ray(tmp_path, monkeypatch):
@@ -473,8 +466,8 @@ def gap(judged):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Modules of own parts, which tell in a folder where they were found, and which fail on a cluster if they `lack`
-    something there."""
+    """Modules of own parts, which tell in a folder where they were found, and which fail on a
+    cluster if they `lack` something there."""
     (tmp_path / "told").mkdir()
 
     def write(lack: str = "") -> dict[str, object]:
@@ -501,7 +494,7 @@ def test_own_parts_travel_with_what_lies_beside_them(cluster, tmp_path, own):
     assert len(told) == 2
     for files in told.values():
         assert all(
-            "py_modules_files" in file and not file.startswith(str(tmp_path)) for file in files
+            "fedcb2o-code-" in file and not file.startswith(str(tmp_path)) for file in files
         )
     run(experiment, out=tmp_path / "one", workers=1)
     assert whole(tmp_path / "run") == whole(tmp_path / "one")
@@ -557,8 +550,10 @@ def test_own_parts_that_a_node_cannot_import(cluster, tmp_path, own):
     with pytest.raises(RunError) as error:
         run(experiment, out=tmp_path / "run", cluster=cluster, blocks=2)
     assert re.fullmatch(
-        r"node \S+ of the cluster cannot import your `own_parts` \(ModuleNotFoundError: No module named "
-        r"'surely_not_there'\): install what it needs on each node, or let it lie beside that module",
+        r"node \S+ of the cluster cannot import your `own_parts` \(ModuleNotFoundError: No "
+        r"module named "
+        r"'surely_not_there'\): install what it needs on each node, or put it next to "
+        r"that module",
         str(error.value),
     )
     assert not (tmp_path / "run").exists()
@@ -568,7 +563,10 @@ def test_other_versions_on_a_node(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(placement, "version", lambda name: "0.0")
     with pytest.raises(
         RunError,
-        match=r"node \S+ of the cluster has fedcb2o \S+ \(\w+\), here 0.0 \(\w+\), torch .* must be the same",
+        match=(
+            r"node \S+ of the cluster has fedcb2o \S+ \(\w+\), here 0.0 \(\w+\), torch .* "
+            r"must be the same"
+        ),
     ):
         run(spread(), out=tmp_path / "run", cluster=cluster, blocks=2)
     assert not (tmp_path / "run").exists()
@@ -583,7 +581,10 @@ def test_processors_of_another_kind_are_told_once(cluster, tmp_path, monkeypatch
     assert (
         len(
             re.findall(
-                r"Note: 1 node of the cluster with other processors .*here Abacus\): bits may differ",
+                (
+                    r"Note: 1 node of the cluster with other processors .*here Abacus\): bits "
+                    r"may differ"
+                ),
                 told,
             )
         )

@@ -1,4 +1,4 @@
-"""A cluster of three nodes, and Ray of a run's own, whose processes are killed at some moment: never a wrong bit, no
+"""A cluster of three nodes whose processes are killed: never a wrong bit, no
 orphan, and it goes on."""
 
 import contextlib
@@ -55,7 +55,7 @@ def three() -> Iterator[Cluster]:
 
 
 def of_ray(pid: int) -> list[str]:
-    """The processes that live of the Ray that a command with this number began: they have files of its session open."""
+    """The living processes of the Ray that a command began: they have its session's files open."""
     found, session = [], re.compile(rf"/session_[\d_-]+_{pid}/")
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -104,19 +104,20 @@ def alone(tmp_path_factory):
 
 
 def begun(folder: Path, address: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """A command that is within a round, and has a checkpoint; `before` it there may be what runs it."""
+    """A command within a round, with a checkpoint; `before` is the program that runs it."""
     path = folder.with_suffix(".toml")
     path.write_text(tomli_w.dumps(spread(ROUNDS)))
     process = subprocess.Popen(
         [*before, *COMMAND, str(path), "--out", str(folder), "--cluster", address, "--blocks", "3"],
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert until(lambda: (folder / "seed-1000" / "checkpoint.safetensors").exists(), 120)
     return process
 
 
 def last_words(process: subprocess.Popen[str]) -> str:
-    """The last line that a command said, beside which there is no more than its progress and what it went on after."""
+    """The last line of a command, which printed only its progress and its retries."""
     *lines, last = process.communicate(timeout=200)[1].splitlines()
     known = (
         "Joining the cluster ",

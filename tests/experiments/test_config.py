@@ -1,4 +1,4 @@
-"""Configurations: what is right is read as it was meant, what is wrong is one line with the cure."""
+"""Configurations: valid ones are read as meant, others are one line with the cure."""
 
 import re
 import tomllib
@@ -43,10 +43,12 @@ METHODS = {
     ("-trusted", "fedcb2o"): {"criterion": "class_loss_gap"},
     ("-paper", "fedcb2o"): {"criterion": "class_loss_gap"},
     ("-released", "fedcb2o"): {
-        "own_model": "trusted", "alpha": 2.0, "criterion": {"name": "class_loss_gap", "absent": "zero"},
+        "own_model": "trusted",
+        "alpha": 2.0,
+        "criterion": {"name": "class_loss_gap", "absent": "zero"},
     },
     ("-released", "fedcbo"): {"own_model": "judged", "alpha": 10.0},
-}  # fmt: skip
+}
 FACTORS = {"": 1.0, "-trusted": 1.0, "-paper": 0.04, "-held-out": 1.0, "-released": 1.0}
 AGENTS = {  # split, validation loss, whether colluders count their own model
     "": ("random", "samples", True),
@@ -200,11 +202,25 @@ def test_changes_reach_every_depth():
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("3", 3), ("0.5", 0.5), ("1e-3", 0.001), ("true", True), ("false", False), ("[1, 2]", [1, 2]), ("'3'", "3"),
-        ('"a b"', "a b"), ("prob_sampling", "prob_sampling"), ("my_module:f", "my_module:f"), ("", ""), ("1e", "1e"),
-        ('{name = "class_loss_gap", absent = "zero"}', {"name": "class_loss_gap", "absent": "zero"}), ("a=b", "a=b"),
+        ("3", 3),
+        ("0.5", 0.5),
+        ("1e-3", 0.001),
+        ("true", True),
+        ("false", False),
+        ("[1, 2]", [1, 2]),
+        ("'3'", "3"),
+        ('"a b"', "a b"),
+        ("prob_sampling", "prob_sampling"),
+        ("my_module:f", "my_module:f"),
+        ("", ""),
+        ("1e", "1e"),
+        (
+            '{name = "class_loss_gap", absent = "zero"}',
+            {"name": "class_loss_gap", "absent": "zero"},
+        ),
+        ("a=b", "a=b"),
     ],
-)  # fmt: skip
+)
 def test_values_of_set_are_toml_or_words(text, value):
     parsed = parse_value(text)
     assert parsed == value
@@ -261,11 +277,17 @@ WRONG = {
     "agents.hiden=5": "there is no key `agents.hiden`. Did you mean `model.hidden`?",
     "agents.seed=5": "there is no key `agents.seed`. Did you mean `seeds`?",
     "algorithm.alfa=1": "algorithm `fedcb2o` has no parameter `alfa`. Did you mean `alpha`?",
-    "algorithm={name='fedcbo',alfa=1}": "algorithm `fedcbo` has no parameter `alfa`. Did you mean `alpha`?",
-    "algorithm.criterion={name='class_loss_gap',absnt='zero'}": "has no parameter `absnt`. Did you mean `absent`?",
+    "algorithm={name='fedcbo',alfa=1}": (
+        "algorithm `fedcbo` has no parameter `alfa`. Did you mean `alpha`?"
+    ),
+    "algorithm.criterion={name='class_loss_gap',absnt='zero'}": (
+        "has no parameter `absnt`. Did you mean `absent`?"
+    ),
     "algorithm.criterion={nam='class_loss_gap'}": "the criterion has no `name`",
     "model.hiden=3": "model `mlp` has no parameter `hiden`. Did you mean `hidden`?",
-    "data.test_per_clas=3": "data set `digits` has no parameter `test_per_clas`. Did you mean `test_per_class`?",
+    "data.test_per_clas=3": (
+        "data set `digits` has no parameter `test_per_clas`. Did you mean `test_per_class`?"
+    ),
     "attack.sorce=1": "attack `label_flip` has no parameter `sorce`. Did you mean `source`?",
     "agents.benign.x=3": "`agents.benign`",
     "no.such.key=3": "there is no key `no`",
@@ -273,12 +295,22 @@ WRONG = {
     "data.name=digit": "there is no data set `digit`. Did you mean `digits`?",
     "model.name=cn": "there is no model `cn`. Did you mean `cnn`?",
     "algorithm.name=fedcb2": "there is no algorithm `fedcb2`. Did you mean `fedcb2o`?",
-    "algorithm.criterion=class_los_gap": "there is no criterion `class_los_gap`. Did you mean `class_loss_gap`?",
-    "algorithm.selection=prob_samplin": "there is no selection `prob_samplin`. Did you mean `prob_sampling`?",
+    "algorithm.criterion=class_los_gap": (
+        "there is no criterion `class_los_gap`. Did you mean `class_loss_gap`?"
+    ),
+    "algorithm.selection=prob_samplin": (
+        "there is no selection `prob_samplin`. Did you mean `prob_sampling`?"
+    ),
     "attack.name=label_flop": "there is no attack `label_flop`. Did you mean `label_flip`?",
-    "agents.split=randm": "`agents.split`: input should be 'random', 'stratified' or 'released', got 'randm'",
-    "agents.malicious_role=bad": "`agents.malicious_role`: input should be 'attack', 'clean', 'benign' or 'removed'",
-    "evaluate_on=train": "`evaluate_on`: input should be 'test', 'tuning' or 'redrawn', got 'train'",
+    "agents.split=randm": (
+        "`agents.split`: input should be 'random', 'stratified' or 'released', got 'randm'"
+    ),
+    "agents.malicious_role=bad": (
+        "`agents.malicious_role`: input should be 'attack', 'clean', 'benign' or 'removed'"
+    ),
+    "evaluate_on=train": (
+        "`evaluate_on`: input should be 'test', 'tuning' or 'redrawn', got 'train'"
+    ),
     # Wrong types.
     "rounds=3.5": "`rounds`: input should be a valid integer, got 3.5",
     "rounds=many": "`rounds`: input should be a valid integer, got 'many'",
@@ -293,7 +325,9 @@ WRONG = {
     "agents.hold_out='yes'": "`agents.hold_out`: input should be a valid boolean, got 'yes'",
     "training.gamma='small'": "`training.gamma`: input should be a valid number, got 'small'",
     "training.gamma=true": "`training.gamma`: input should be a valid number, got True",
-    "algorithm.alpha='large'": "algorithm `fedcb2o`: `alpha` = 'large': Input should be a valid number",
+    "algorithm.alpha='large'": (
+        "algorithm `fedcb2o`: `alpha` = 'large': Input should be a valid number"
+    ),
     "algorithm.alpha=true": "algorithm `fedcb2o`: `alpha` = True: Input should be a valid number",
     "algorithm.name=3": "`algorithm.name` must be the name of a function, ",
     "model.hidden=8": "model `mlp`: `hidden` = 8",
@@ -307,9 +341,15 @@ WRONG = {
     "agents.budget=0": "`agents.budget`: input should be greater than or equal to 1, got 0",
     "agents.budget=6": "`agents.budget` must be between 1 and num_agents - 1 = 5, got 6",
     "agents.participation=0": "`agents.participation`: input should be greater than 0, got 0",
-    "agents.participation=1.5": "`agents.participation`: input should be less than or equal to 1, got 1.5",
-    "agents.validation=1": "`agents.validation` = 1 leaves nothing to train on: take less, or set `agents.hold_out`",
-    "agents.validation=1.5": "`agents.validation`: input should be less than or equal to 1, got 1.5",
+    "agents.participation=1.5": (
+        "`agents.participation`: input should be less than or equal to 1, got 1.5"
+    ),
+    "agents.validation=1": (
+        "`agents.validation` = 1 leaves nothing to train on: take less, or set `agents.hold_out`"
+    ),
+    "agents.validation=1.5": (
+        "`agents.validation`: input should be less than or equal to 1, got 1.5"
+    ),
     "agents.malicious=-1": "`agents.malicious`: input should be greater than or equal to 0, got -1",
     "training.gamma=-0.1": "`training.gamma`: input should be greater than 0, got -0.1",
     "training.gamma=nan": "`training.gamma`: input should be a finite number, got nan",

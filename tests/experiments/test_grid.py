@@ -1,4 +1,4 @@
-"""A grid: what its cells and floors are, what is wrong with it and where, and that no stop changes a bit of it."""
+"""A grid: its cells and baselines, its errors, and the same bits after any stop."""
 
 import json
 import os
@@ -235,7 +235,7 @@ def test_quick_has_six_defences_six_attacks_and_three_seeds():
     assert (len(plan.defences), len(plan.attacks), len(plan.seeds)) == (6, 6, 3)
 
 
-def test_the_chosen_candidate_is_in_every_cell_of_its_defence_and_in_its_floors_folder_by_no_means():
+def test_the_chosen_candidate_is_in_every_cell_of_its_defence_and_in_no_baselines_folder():
     plan = load_grid(tuned())
     first, second = plan.cells({"FedCB2O": 0}), plan.cells({"FedCB2O": 1})
     assert [cell.folder for cell in first] == [cell.folder for cell in second]
@@ -257,13 +257,22 @@ ODD = {
 WRONG = {
     "shared": ({"roundz": 3}, "the grid: there is no key `roundz` here. Did you mean `rounds`?"),
     "axis": ({"atacks": {}}, "the grid: there is no key `atacks` here. Did you mean `attacks`?"),
-    "deep": ({"agents": {**tiny()["agents"], "buget": 3}}, "the keys that all cells share: there is no key `agents.buget`. Did"),
-    "attack": ({"attacks": {"A": {"atack": {}}}}, "attack `A`: there is no key `atack` here. Did you mean `attack`?"),
+    "deep": (
+        {"agents": {**tiny()["agents"], "buget": 3}},
+        ("the keys that all cells share: there is no key `agents.buget`. Did"),
+    ),
+    "attack": (
+        {"attacks": {"A": {"atack": {}}}},
+        ("attack `A`: there is no key `atack` here. Did you mean `attack`?"),
+    ),
     "parameter": (
         {"attacks": {"Label flip": FLIP, "A": {"attack": {"name": "alie", "zz": 1}}}},
         "the grid: attack `A`: attack `alie` has no parameter `zz`. Did you mean `z`?",
     ),
-    "function": ({"attacks": {"A": {"attack": {"name": "ali"}}}}, "attack `A`: there is no attack `ali`. Did you mean"),
+    "function": (
+        {"attacks": {"A": {"attack": {"name": "ali"}}}},
+        ("attack `A`: there is no attack `ali`. Did you mean"),
+    ),
     "defence": (
         {"defences": {"A": {}, "B": {"algorithm": {"alfa": 1}}}},
         "the grid: defence `B`: algorithm `fedcb2o` has no parameter `alfa`. Did you mean `alpha`?",
@@ -276,8 +285,14 @@ WRONG = {
         {"settings": {"S": {"agents": {"budget": 99}}}},
         "the grid: setting `S`: `agents.budget` must be between 1 and num_agents - 1 = 5, got 99",
     ),
-    "aside": ({"set_aside": ["ALIEN"]}, "`set_aside` names `ALIEN`. Did you mean `ALIE`? The grid has: "),
-    "reference": ({"reference": "FedCBO"}, "`reference` names `FedCBO`. Did you mean `FedCB2O`? The grid has: "),
+    "aside": (
+        {"set_aside": ["ALIEN"]},
+        ("`set_aside` names `ALIEN`. Did you mean `ALIE`? The grid has: "),
+    ),
+    "reference": (
+        {"reference": "FedCBO"},
+        ("`reference` names `FedCBO`. Did you mean `FedCB2O`? The grid has: "),
+    ),
     "none": ({"attacks": {}}, "the grid: `attacks`: table should have at least 1 item"),
     "kind": ({"attacks": {"A": 3}}, "the grid: `attacks.A`: input should be a valid table, got 3"),
     "names": (
@@ -285,14 +300,29 @@ WRONG = {
         "defences `Multi Krum` and `multi-krum` would share the folder multi-krum: rename one",
     ),
     "signs": ({"defences": {"***": {}}}, "defence `***` needs a letter or a digit in its name"),
-    "tune": ({"defences": {"A": {"tune": []}}}, "defence `A`: `tune` must be a list of tables of changes, got"),
-    "few": ({"defences": {"A": {"seeds": [9]}}}, "defence `A`: `seeds` must be a list of some of the grid's, got [9]"),
-    "untuned": ({"defences": {"A": {"tune": [{}]}}}, "`tune` of defence `A` needs a section [tuning]"),
+    "tune": (
+        {"defences": {"A": {"tune": []}}},
+        ("defence `A`: `tune` must be a list of tables of changes, got"),
+    ),
+    "few": (
+        {"defences": {"A": {"seeds": [9]}}},
+        ("defence `A`: `seeds` must be a list of some of the grid's, got [9]"),
+    ),
+    "untuned": (
+        {"defences": {"A": {"tune": [{}]}}},
+        ("`tune` of defence `A` needs a section [tuning]"),
+    ),
     "unequal": (ODD, "must have the same number of candidates in `tune`, got `FedCB2O` 1, `B` 2"),
-    "nothing to tune": ({"tuning": {"seeds": [1], "attacks": ["ALIE"]}}, "[tuning] is for defences with candidates"),
-}  # fmt: skip
+    "nothing to tune": (
+        {"tuning": {"seeds": [1], "attacks": ["ALIE"]}},
+        ("[tuning] is for defences with candidates"),
+    ),
+}
 WRONG_TUNING = {
-    "key": ({"tuning": {"sedes": [1]}}, "the grid: tuning: there is no key `sedes` here. Did you mean `seeds`?"),
+    "key": (
+        {"tuning": {"sedes": [1]}},
+        ("the grid: tuning: there is no key `sedes` here. Did you mean `seeds`?"),
+    ),
     "missing": ({"tuning": {"seeds": [1]}}, "the grid: the key `tuning.attacks` is missing"),
     "same seeds": (
         {"tuning": {"seeds": [1000], "attacks": ["ALIE"]}},
@@ -308,9 +338,15 @@ WRONG_TUNING = {
     ),
     "own attack": (
         {"tuning": {"seeds": [1], "attacks": [{"attack": {"name": "ipm", "epz": 1}}]}},
-        "the grid: attack `tuning attack 1`: attack `ipm` has no parameter `epz`. Did you mean `eps`?",
+        (
+            "the grid: attack `tuning attack 1`: attack `ipm` has no parameter `epz`. Did you "
+            "mean `eps`?"
+        ),
     ),
-    "setting": ({"tuning": {"seeds": [1], "attacks": ["ALIE"], "setting": "S"}}, "`tuning.setting` names `S`."),
+    "setting": (
+        {"tuning": {"seeds": [1], "attacks": ["ALIE"], "setting": "S"}},
+        "`tuning.setting` names `S`.",
+    ),
     "candidate": (
         {"defences": {"A": {"tune": [{}, {"algorithm": {"alpha": -1}}]}}},
         "the grid: candidate 2 of `A`: `alpha` must be 0 or more, got -1",
@@ -319,7 +355,7 @@ WRONG_TUNING = {
         {"defences": {"A": {"tune": [{"algorthm": {}}]}}},
         "candidate 1 of `A`: there is no key `algorthm` here. Did you mean `algorithm`?",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG.values(), ids=WRONG)
@@ -349,9 +385,9 @@ def test_a_name_that_is_none_is_one_line(tmp_path, monkeypatch):
     Path("mine").mkdir()
     Path("mine/grid.toml").write_text("")
     assert (
-        "mine is a grid's folder: `fedcb2o bench mine/grid.toml --out mine --resume` continues the grid"
-        in here("bench", "mine").one_line()
-    )
+        "mine is a grid's folder: `fedcb2o bench mine/grid.toml --out mine --resume` continues "
+        "the grid"
+    ) in here("bench", "mine").one_line()
 
 
 def test_a_folder_of_something_else_is_one_line(tmp_path):
@@ -626,15 +662,21 @@ def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp
     other = tmp_path / "other.toml"
     changes = {
         "FedCB2O, Label flip: `attack.source` is 9 there and 8 here": {
-            "attacks": {"Label flip": {"attack": {"name": "label_flip", "source": 8, "target": 4}}, "ALIE": ALIE}
+            "attacks": {
+                "Label flip": {"attack": {"name": "label_flip", "source": 8, "target": 4}},
+                "ALIE": ALIE,
+            }
         },
         "with `rounds` = 8 and the grid says 2": {"rounds": 2},
         "holds another grid, which has no cell of this one": {
-            "attacks": {"IPM": {"attack": {"name": "ipm"}}}, "tuning": {"seeds": [1001], "attacks": ["IPM"]},
+            "attacks": {"IPM": {"attack": {"name": "ipm"}}},
+            "tuning": {"seeds": [1001], "attacks": ["IPM"]},
             "defences": {"FedCBO": {"tune": [{}]}},
         },
-        "holds the choice for `FedCB2O` over other candidates": {"tuning": {"seeds": [1002], "attacks": ["ALIE"]}},
-    }  # fmt: skip
+        "holds the choice for `FedCB2O` over other candidates": {
+            "tuning": {"seeds": [1002], "attacks": ["ALIE"]}
+        },
+    }
     for told, change in changes.items():
         other.write_text(tomli_w.dumps(tuned(**{"name": "mine", "rounds": 8, **change})))
         assert told in here("bench", other, "--out", folder, "--resume").one_line()

@@ -36,7 +36,10 @@ def test_a_choice_that_this_pytorch_lacks_is_an_error(tmp_path, monkeypatch):
 def test_another_way_is_an_error():
     with pytest.raises(
         ConfigError,
-        match="`convolution`: input should be 'grouped', 'unfolded', 'mixed' or 'fourier', got 'winograd'",
+        match=(
+            "`convolution`: input should be 'grouped', 'unfolded', 'mixed' or 'fourier', got "
+            "'winograd'"
+        ),
     ):
         run(tiny(convolution="winograd"))
 
@@ -48,9 +51,9 @@ def test_verbose_says_what_was_chosen(tmp_path):
     path = write(path, rounds=1, model=IMAGES, together=3, convolution="unfolded")
     done = here("run", path, "--out", tmp_path / "more", "--workers", 1, "--verbose")
     assert (
-        "tiny seed 1000: processes 1, 3 agents at once, convolutions unfolded, large dense layers by torch"
-        in done.err
-    )
+        "tiny seed 1000: processes 1, 3 agents at once, convolutions unfolded, large dense "
+        "layers by torch"
+    ) in done.err
     path = write(path, rounds=1, model=IMAGES, convolution="fourier")
     done = here("run", path, "--out", tmp_path / "spectra", "--workers", 1, "--verbose")
     assert (

@@ -1,4 +1,4 @@
-"""What a run needs of memory: how many processes work and where the models lie, said before anything is written."""
+"""The memory of a run: its processes and the place of its models, before it begins."""
 
 import functools
 import json
@@ -53,7 +53,7 @@ def test_what_fits_is_said(tmp_path, monkeypatch):
 
 
 def test_what_is_too_small_to_mix_in_is_said(tmp_path, monkeypatch):
-    """Neither a disk without end nor models that would fit are a promise where mixing has no room."""
+    """Without memory to mix in, neither disk nor models that fit help."""
     monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
     monkeypatch.setattr(
         memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18)
@@ -69,7 +69,7 @@ def test_what_is_too_small_to_mix_in_is_said(tmp_path, monkeypatch):
 
 @pytest.fixture
 def eight(monkeypatch):
-    """A machine of eight processors, and work for all of them; processes take nothing but their training."""
+    """A machine of eight processors, with work for all; processes need memory for training only."""
     monkeypatch.setattr(memory_plan, "MIN_PARALLEL_FLOPS", 0.0)
     monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
     monkeypatch.setattr(memory_plan.resources, "available_processors", lambda: 8)
@@ -205,7 +205,10 @@ def test_fewer_than_one_process_is_refused(tmp_path, asked):
         (
             "-n 8",
             (),
-            "cannot start a worker process (Too many open files): raise `ulimit -n`, or try with fewer",
+            (
+                "cannot start a worker process (Too many open files): raise `ulimit -n`, or try "
+                "with fewer"
+            ),
         ),
     ],
 )

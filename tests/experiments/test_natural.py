@@ -1,5 +1,6 @@
-"""Runs on data that agents bring, and with losses other than the cross-entropy: from Python, from the command line, by
-several processes; what is measured, by hand from the models of the checkpoint."""
+"""Runs on data that agents bring, and with losses other than the cross-entropy: from Python, from
+the command line, by several processes; what is measured, by hand from the models of the
+checkpoint."""
 
 import filecmp
 from typing import Any
@@ -40,7 +41,7 @@ NUMBERS = {
 
 
 def owned(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Two features, and which of them is larger; owners of different sizes, each about a place of its own."""
+    """Two features and the larger one; owners of different sizes and means."""
     draw, owner = np.random.default_rng(seed), np.repeat(list(SIZES), list(SIZES.values()))
     place = {name: draw.normal(size=2) for name in SIZES}
     x = np.stack([place[name] + draw.normal(size=2) for name in owner]).astype(np.float32)
@@ -153,7 +154,7 @@ def test_a_loss_of_ones_own(tmp_path):
 
 
 def test_with_statistics_of_norms_and_another_optimiser(tmp_path):
-    """An agent's statistics are those of its own samples, in its own test and on what tests everybody."""
+    """An agent's statistics are those of its own samples, on its own and the common test set."""
     network = {"name": normed, "buffers": "local"}
     training = {"gamma": 0.05, "loss": "absolute_error", "optimiser": "adamw", "batch_size": 10}
     done = run(tmp_path / "run", **{**NUMBERS, "model": network, "training": training}, rounds=3)
@@ -204,18 +205,45 @@ def test_a_report_of_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"agents": {**EXPERIMENT["agents"], "num_clusters": 2}, "seeds": [1]}, "`agents.num_clusters` is for agents"),
-        ({"evaluate_on": "redrawn"}, "`evaluate_on` is for agents that share out a pool, .* set it to 'test'"),
-        ({"agents": {**EXPERIMENT["agents"], "skew": "dirichlet"}}, "`agents.skew` is for agents .* leave it out"),
+        (
+            {"agents": {**EXPERIMENT["agents"], "num_clusters": 2}, "seeds": [1]},
+            "`agents.num_clusters` is for agents",
+        ),
+        (
+            {"evaluate_on": "redrawn"},
+            ("`evaluate_on` is for agents that share out a pool, .* set it to 'test'"),
+        ),
+        (
+            {"agents": {**EXPERIMENT["agents"], "skew": "dirichlet"}},
+            ("`agents.skew` is for agents .* leave it out"),
+        ),
         ({"agents": {**EXPERIMENT["agents"], "benign": 9}}, "= 10, and the data have 4 owners"),
-        ({"data": {"name": "digits"}}, "the key `agents.benign_samples` is missing: the number of samples"),
-        ({"data": {"name": f"{ME}:numbers"}}, "set a loss, such as `training.loss` = \"squared_error\""),
-        ({**NUMBERS, "attack": EXPERIMENT["attack"]}, "`attack.source` = 1 is a class, and the data have none"),
-        ({"training": {"loss": "squared_error"}}, r"the loss `squared_error` cannot compare outputs of shape \(2, 2\)"),
-        ({"training": {"loss": "squared"}}, "there is no loss `squared`. Did you mean `squared_error`?"),
-        ({**NUMBERS, "agents": {**EXPERIMENT["agents"], "split": "stratified"}}, "`agents.split` depends on classes"),
+        (
+            {"data": {"name": "digits"}},
+            ("the key `agents.benign_samples` is missing: the number of samples"),
+        ),
+        (
+            {"data": {"name": f"{ME}:numbers"}},
+            ('set a loss, such as `training.loss` = "squared_error"'),
+        ),
+        (
+            {**NUMBERS, "attack": EXPERIMENT["attack"]},
+            ("`attack.source` = 1 is a class, and the data have none"),
+        ),
+        (
+            {"training": {"loss": "squared_error"}},
+            (r"the loss `squared_error` cannot compare " r"outputs of shape \(2, 2\)"),
+        ),
+        (
+            {"training": {"loss": "squared"}},
+            ("there is no loss `squared`. Did you mean `squared_error`?"),
+        ),
+        (
+            {**NUMBERS, "agents": {**EXPERIMENT["agents"], "split": "stratified"}},
+            ("`agents.split` depends on classes"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message) as caught:
         run(tmp_path / "run", **changes)

@@ -1,4 +1,4 @@
-"""What a node does for a run, without a cluster: what it tells, what it sends, and what it leaves."""
+"""A remote job without a cluster: its updates, its files, and what it leaves."""
 
 import os
 import tempfile

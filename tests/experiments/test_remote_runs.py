@@ -1,4 +1,4 @@
-"""Grids and seeds as independent work on a cluster: the files of one machine, heard of meanwhile, and hardly lost."""
+"""Grids and seeds on a cluster: the files of one machine, updates, and losses."""
 
 import contextlib
 import os
@@ -45,7 +45,7 @@ def bits(folder: Path) -> dict[str, bytes]:
 
 
 def slow_loss(told: Path) -> dict[str, object]:
-    """An algorithm whose criterion tells in a folder which process came to which round, and takes some time."""
+    """An algorithm whose slow criterion records process and round in a folder."""
     return {
         "criterion": {
             "name": "tests.experiments.user_functions:slow_loss",

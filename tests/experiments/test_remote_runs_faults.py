@@ -1,4 +1,4 @@
-"""Grids and seeds on a cluster of three nodes, of which one is killed, and so is the command itself."""
+"""Grids and seeds on a cluster of three nodes; a node and the command are killed."""
 
 import signal
 import subprocess
@@ -22,7 +22,10 @@ pytest.importorskip("ray")
 
 pytestmark = [needs_proc, pytest.mark.slow]
 
-COMMAND = "from fedcb2o.experiments.runs import remote_runs; remote_runs.EVERY = 0.0; from fedcb2o.cli import main; main()"
+COMMAND = (
+    "from fedcb2o.experiments.runs import remote_runs; remote_runs.EVERY = 0.0; from "
+    "fedcb2o.cli import main; main()"
+)
 
 
 def test_a_node_is_killed_during_a_grid(three, tmp_path, told, monkeypatch, capfd):  # noqa: F811

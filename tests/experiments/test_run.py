@@ -1,4 +1,4 @@
-"""What a run leaves and says: its summary, whom agents asked, what it is at, and what it began with."""
+"""The records and the output of a run: summary, asked peers, progress and versions."""
 
 import io
 import json
@@ -16,9 +16,16 @@ from fedcb2o.experiments.runs.progress import Progress
 from fedcb2o.report import compare, report, summary
 
 FILES = (
-    "agents.json", "checkpoint.safetensors", "environment.json", "metrics.jsonl", "pairs.jsonl", "samples.safetensors",
-    "summary.json", "sums.json", "timing.jsonl",
-)  # fmt: skip
+    "agents.json",
+    "checkpoint.safetensors",
+    "environment.json",
+    "metrics.jsonl",
+    "pairs.jsonl",
+    "samples.safetensors",
+    "summary.json",
+    "sums.json",
+    "timing.jsonl",
+)
 
 
 def lines(folder, name):
@@ -107,7 +114,10 @@ def test_other_versions_on_resume_are_a_note(tmp_path, monkeypatch):
     assert other.status == 0
     notes = [line for line in other.err.splitlines() if line.startswith("Note: ")]
     assert notes == [
-        f"Note: {out / 'seed-1000'} began with torch {version('torch')}, now 99.0: its next rounds may differ in bits."
+        (
+            f"Note: {out / 'seed-1000'} began with torch {version('torch')}, now 99.0: its next "
+            f"rounds may differ in bits."
+        )
     ]
     finished = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=4")
     assert "Note: " not in finished.err  # nothing is left to run

@@ -1,4 +1,4 @@
-"""The JSON Schema of configurations: what runs is valid, a slip is not, and an editor has something to show."""
+"""The JSON Schema of configurations: what runs is valid, a slip is not."""
 
 import json
 import tomllib

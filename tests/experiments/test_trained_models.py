@@ -1,4 +1,4 @@
-"""From a run back to networks and what they take samples for; and an optimiser and metrics of one's own."""
+"""From a run back to networks and confusion matrices; a user's optimiser and metrics."""
 
 import pytest
 import torch

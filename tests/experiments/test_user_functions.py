@@ -1,4 +1,4 @@
-"""Users' functions that do wrong without raising anything: each is one line that names it, or harms nobody.
+"""Users' functions that misbehave silently: an error names each, or it has no effect.
 
 The cases run in one process of their own, as a user's: without the run-time checks of the tests.
 """
@@ -109,7 +109,9 @@ def criterion_change_sparse(judged): return judged.losses_under(lambda x: x.to_s
 
 # Rules
 
-def equal(judged): return torch.full((len(judged.received.ids),), 1 / len(judged.received.ids), dtype=torch.float64)
+def equal(judged):
+    m = len(judged.received.ids)
+    return torch.full((m,), 1 / m, dtype=torch.float64)
 def rule_plain(judged): return equal(judged)
 def rule_grad(judged): return equal(judged).requires_grad_() * 1.0
 def rule_list(judged): return equal(judged).tolist()
@@ -163,7 +165,8 @@ def rule_columns_complex(block): return block.mean(0) + 0j
 @rule_signature("columns")
 def rule_columns_exits(block): sys.exit()
 @stateful()
-def rule_state_grad(state, judged): return {"a": torch.ones(2).requires_grad_() * 2.0}, equal(judged)
+def rule_state_grad(state, judged):
+    return {"a": torch.ones(2).requires_grad_() * 2.0}, equal(judged)
 @stateful()
 def rule_state_meta(state, judged): return {"a": torch.ones(2, device="meta")}, equal(judged)
 @stateful()
@@ -199,7 +202,8 @@ def attack_double(view, draw): return (2 * view.previous - view.own).double()
 @fedcb2o.knows()
 def attack_private(view, draw):
     found = 2 * view.previous - view.own
-    view.own.zero_(), view.previous.zero_(), view.data.x.zero_(), view.data.y.zero_(), view.receivers.zero_()
+    view.own.zero_(), view.previous.zero_()
+    view.data.x.zero_(), view.data.y.zero_(), view.receivers.zero_()
     return found
 @fedcb2o.knows("benign")
 def attack_view(view, draw): return view.model_of(int(view.receivers[0]))
@@ -327,12 +331,13 @@ def data_meta(): return digits(lambda x: x.to("meta"))
 def data_exits(): sys.exit(0)
 
 uniform = algorithms.dfedavgm().select
+COMMON = {"needs_losses": True, "lambda1": 1.0, "mixing_factor": 1.0}
 def algorithm_fails():
     def weigh(judged): return judged.no_such_thing
-    return algorithms.Algorithm(select=uniform, rule=weigh, needs_losses=True, lambda1=1.0, mixing_factor=1.0)
+    return algorithms.Algorithm(select=uniform, rule=weigh, **COMMON)
 def algorithm_exits():
     def select(contacts, candidates, budget, draw): sys.exit(0)
-    return algorithms.Algorithm(select=select, rule=equal, needs_losses=True, lambda1=1.0, mixing_factor=1.0)
+    return algorithms.Algorithm(select=select, rule=equal, **COMMON)
 """
 
 WROTE = "{part} wrote into models that all agents share: let it "
@@ -398,7 +403,9 @@ CASES = {
     "rule_state_grad": None,
     "rule_state_meta": "{part} keeps `a`, a Tensor, in its state: expected dense tensors",
     "rule_state_pool": None,
-    "rule_state_none": "{part}, which declares a memory, returned a tuple, expected (state, weights)",
+    "rule_state_none": (
+        "{part}, which declares a memory, returned a tuple, expected (state, weights)"
+    ),
     "pre_step_none": "{part} returned a NoneType, expected a tensor",
     "pre_step_square": "{part} returned shape (3,), expected a matrix of 4 columns",
     "pre_step_nan": "{part} returned a matrix whose rows do not each sum to 1: [nan, ",
@@ -451,8 +458,12 @@ CASES = {
     "selection_exits": EXITS,
     "graph_writes": ("graph_plain",),
     "graph_exits": EXITS,
-    "model_shifts": "{part} writes into the samples that it reads, or into its parameters, in evaluation",
-    "model_clamps": "{part} writes into the samples that it reads, or into its parameters, in evaluation",
+    "model_shifts": (
+        "{part} writes into the samples that it reads, or into its parameters, in evaluation"
+    ),
+    "model_clamps": (
+        "{part} writes into the samples that it reads, or into its parameters, in evaluation"
+    ),
     "model_late": WROTE,
     "model_leaves": "{part} failed: SystemExit: 0",
     "model_exits": EXITS,
@@ -593,7 +604,7 @@ def gap_that_may_write(judged):
 
 
 def test_the_models_of_the_round_before_stay(tmp_path):
-    """What was written into is not kept: the run goes on from the checkpoint once the part is mended."""
+    """Overwritten models are not kept: the run continues from its checkpoint."""
     experiment = tiny(algorithm={"criterion": gap_that_may_write})
     late[0] = True
     with pytest.raises(

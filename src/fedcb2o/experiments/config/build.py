@@ -1,11 +1,9 @@
 """The agent group of an experiment, built from its configuration and its data set.
 
->>> from fedcb2o.experiments.config.build import prepare_seed
->>> from fedcb2o.experiments.config.datasets import load_dataset
+>>> from fedcb2o.experiments.config.build import imported_names
 >>> from fedcb2o.experiments.config.settings import load
->>> experiment = load("digits-fedcb2o")
->>> prepare_seed(experiment, 0, load_dataset(experiment, None)).spec.num_agents
-20
+>>> imported_names(load("digits-fedcb2o", {"device": "cuda:1"}))
+['cuda:1']
 """
 
 import dataclasses

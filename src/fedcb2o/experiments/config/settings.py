@@ -306,8 +306,7 @@ _OPTIONAL_COMPONENTS = (
 
 
 class AgentsSection(Section):
-    """The agents, their data, and their contacts (Section "Experiments", Dataset & Attack "
-    "Setup)."""
+    """The agents, their data, and their contacts (sec:experiments, Dataset & Attack Setup)."""
 
     num_clusters: Annotated[
         Literal[1, 2, 4],

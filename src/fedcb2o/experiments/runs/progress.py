@@ -16,19 +16,20 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 
 from fedcb2o.experiments.config.settings import Experiment
+from fedcb2o.records import METRICS
 
 RoundCallback = Callable[[Experiment, int, Mapping[str, Any]], None]
 """A function called after every round with the experiment, the seed, and the metrics record."""
 
-_SHOWN_METRICS = (
-    ("accuracy", "accuracy"),
-    ("source_accuracy", "source"),
-    ("attack_success_rate", "attack"),
-    ("test_loss", "loss"),
-    ("global_accuracy", "on the global test set"),
-    ("global_loss", "loss on the global test set"),
-)
-"""The columns of the records that are shown, and their words."""
+_WORDS = {
+    "accuracy": "accuracy",
+    "source_accuracy": "source",
+    "attack_success_rate": "attack",
+    "test_loss": "loss",
+    "global_accuracy": "on the global test set",
+    "global_loss": "loss on the global test set",
+}
+"""The metrics that are shown, with short words for them."""
 
 
 class Progress:
@@ -131,11 +132,12 @@ def _format_status(rounds: int, n: int, scores: str, current: int, phase: str) -
 def _format_scores(line: Mapping[str, Any]) -> str:
     """Return the means over agents as text."""
     scores = []
-    for name, word in _SHOWN_METRICS:
+    for name, word in _WORDS.items():
         mean = _mean_of_known(line.get(name, ()))
         if mean is None:
             continue
-        scores.append(f"{word} {mean:.4g}" if "loss" in name else f"{word} {100 * mean:.1f}%")
+        is_percent = METRICS[name].is_percent
+        scores.append(f"{word} {100 * mean:.1f}%" if is_percent else f"{word} {mean:.4g}")
     return ", ".join(scores)
 
 
