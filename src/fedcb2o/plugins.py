@@ -147,10 +147,9 @@ def resolve(kind: str, name: str | PluginFunction, namespace: types.ModuleType) 
         return wrap_user_function(kind, label(name), name)
     if ":" in name:
         return wrap_user_function(kind, name, _import_function(kind, name))
-    if name not in namespace.__all__:
-        name = renamed.current_name(name)
-    if name in namespace.__all__ and callable(getattr(namespace, name)):
-        return getattr(namespace, name)  # type: ignore[no-any-return]
+    current = name if name in namespace.__all__ else renamed.current_name(name)
+    if current in namespace.__all__ and callable(getattr(namespace, current)):
+        return getattr(namespace, current)  # type: ignore[no-any-return]
 
     names = sorted(key for key in namespace.__all__ if callable(getattr(namespace, key)))
     hint = did_you_mean(name, names)

@@ -219,7 +219,7 @@ class LaplaceBound:
 
     @property
     def applies(self) -> bool:
-        """Whether all hypotheses hold."""
+        """True if all hypotheses hold."""
         return all(self.hypotheses.values())
 
 
@@ -246,7 +246,7 @@ class AttackBounds:
 
     @property
     def applies(self) -> bool:
-        """Whether all hypotheses hold."""
+        """True if all hypotheses hold."""
         return all(self.hypotheses.values())
 
 

@@ -70,7 +70,7 @@ class Search:
 
     @property
     def done(self) -> bool:
-        """Whether the search has ended, so that `result` is available."""
+        """True after the end of the search, when `result` is available."""
         return self.result is not None
 
     def ask(self) -> Tensor:
@@ -98,7 +98,7 @@ class Search:
             gradient: Gradient of L at each point, [n, d], if `lambda2` or `sigma2` is above 0.
 
         Raises:
-            ConfigError: A value has a wrong shape or type; the points can then be told again.
+            ConfigError: A value has a wrong shape or type; `tell` may then be called again.
             RunError: No particle is left, or the search has ended.
         """
         request = self._pending_request()
