@@ -38,7 +38,7 @@ from fedcb2o.federated.types import OffsetColumnReduction, Reduction
 from fedcb2o.plugins import Declaration, F
 
 GramEntries = Literal["none", "last", "all"]
-OwnRow = Literal["own", "before"]
+_OwnRow = Literal["own", "before"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RuleSignature:
 
     reads: Literal["gram", "columns", "values"]
     gram_entries: GramEntries | Callable[[dict[str, Any]], GramEntries] = "all"
-    own_rows: tuple[OwnRow, ...] = ()
+    own_rows: tuple[_OwnRow, ...] = ()
     max_byzantine: Callable[[int], int] | None = None
 
 
@@ -68,7 +68,7 @@ def rule_signature(
     reads: Literal["gram", "columns", "values"],
     *,
     gram_entries: GramEntries | Callable[[dict[str, Any]], GramEntries] = "all",
-    own_rows: tuple[OwnRow, ...] = (),
+    own_rows: tuple[_OwnRow, ...] = (),
     max_byzantine: Callable[[int], int] | None = None,
 ) -> Callable[[F], F]:
     """Declare a function as a robust rule with this `RuleSignature`.
@@ -89,7 +89,7 @@ def _form(
     of: Literal["gram", "columns", "values"],
     *,
     pairs: GramEntries | Callable[[dict[str, Any]], GramEntries] = "all",
-    last: tuple[OwnRow, ...] = (),
+    last: tuple[_OwnRow, ...] = (),
     largest: Callable[[int], int] | None = None,
 ) -> Callable[[F], F]:
     """Declare a robust rule by the former keywords of `rule_signature`."""

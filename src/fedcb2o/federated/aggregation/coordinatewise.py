@@ -23,7 +23,7 @@ from fedcb2o.federated.aggregation.base import clip_byzantine_count, rule_signat
 
 __all__ = ["coordinate_median", "meamed", "trimmed_mean"]
 
-MAX_NETWORK_ROWS = 32  # number of models up to which a sorting network is faster
+_MAX_NETWORK_ROWS = 32  # number of models up to which a sorting network is faster
 
 
 def half_minus_one(m: int) -> int:
@@ -53,7 +53,7 @@ def sort_columns(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
     """
     if block.device.type != "cpu" or block.dtype not in (torch.float32, torch.float64):
         return block.sort(dim=0).values
-    if len(block) <= MAX_NETWORK_ROWS:
+    if len(block) <= _MAX_NETWORK_ROWS:
         return _sort_by_network(block)
     values = torch.empty(block.T.shape, dtype=block.dtype).copy_(block.T)
     values.numpy().sort(axis=1)
@@ -70,7 +70,7 @@ def _sort_by_network(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
     spare = values[m].numpy()
     positions = list(range(m))
     spare_position = m
-    for i, j in sorting_network(m):
+    for i, j in _sorting_network(m):
         np.minimum(rows[i], rows[j], out=spare)
         np.maximum(rows[i], rows[j], out=rows[j])
         rows[i], spare = spare, rows[i]
@@ -79,7 +79,7 @@ def _sort_by_network(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
 
 
 @functools.cache
-def sorting_network(m: int) -> tuple[tuple[int, int], ...]:
+def _sorting_network(m: int) -> tuple[tuple[int, int], ...]:
     """Return the comparisons of Batcher's merge exchange, which sort m values.
 
     Knuth, "The Art of Computer Programming", vol. 3, 5.2.2, Algorithm M.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedcb2o.nn import parameters
 
-BLOCK_ELEMENTS = 400_000  # 1.6 MB of float32, which stay in the cache of a core
+_BLOCK_ELEMENTS = 400_000  # 1.6 MB of float32, which stay in the cache of a core
 _GRAM_COLUMNS = 4096  # the rounding of a sum grows with its length
 
 
@@ -77,7 +77,7 @@ def column_blocks(
 
 
 def _block_width(m: int, device: torch.device) -> int:
-    elements = BLOCK_ELEMENTS if device.type == "cpu" else 64 * BLOCK_ELEMENTS
+    elements = _BLOCK_ELEMENTS if device.type == "cpu" else 64 * _BLOCK_ELEMENTS
     return max(1024, elements // max(1, m) // 1024 * 1024)
 
 

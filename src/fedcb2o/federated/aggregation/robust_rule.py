@@ -1,7 +1,7 @@
 """Application of a robust rule to the models that one agent received.
 
 A robust rule declares a `RuleSignature`. Next to the Gram matrix or the columns, the rule may name
-further inputs as arguments: those of `EXTRA_INPUTS`.
+further inputs as arguments: those of `_EXTRA_INPUTS`.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from fedcb2o.federated.aggregation.last_layer import last_layers
 from fedcb2o.federated.plugin_outputs import validated_mixing
 from fedcb2o.federated.types import CriterionInput, Received, Reduction, RuleOutput
 
-EXTRA_INPUTS = ("losses", "entropies", "num_samples", "progress", "n", "draw", "heads")
+_EXTRA_INPUTS = ("losses", "entropies", "num_samples", "progress", "n", "draw", "heads")
 """Inputs that a robust rule may name next to the Gram matrix or the columns."""
 
 
@@ -86,19 +86,19 @@ def extra_inputs(rule: functools.partial[Any]) -> tuple[str, ...]:
         rule: A robust rule with its parameters bound.
 
     Returns:
-        Names from `EXTRA_INPUTS`, in the order of the rule's arguments.
+        Names from `_EXTRA_INPUTS`, in the order of the rule's arguments.
 
     Raises:
         ConfigError: The rule names another input.
     """
     first = int(base.signature_of(rule).reads != "values")
     names = plugins.positional_inputs(rule.func)[first:]
-    unknown = [name for name in names if name not in EXTRA_INPUTS]
+    unknown = [name for name in names if name not in _EXTRA_INPUTS]
     if unknown:
-        hint = plugins.did_you_mean(unknown[0], EXTRA_INPUTS)
+        hint = plugins.did_you_mean(unknown[0], _EXTRA_INPUTS)
         raise ConfigError(
             f"the rule reads `{unknown[0]}`, which is not an input.{hint} "
-            f"The inputs are: {', '.join(EXTRA_INPUTS)}"
+            f"The inputs are: {', '.join(_EXTRA_INPUTS)}"
         )
     return names
 

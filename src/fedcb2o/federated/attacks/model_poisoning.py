@@ -305,7 +305,7 @@ def mimic(
     models = view.benign((view.cluster + cluster_offset) % view.num_clusters)
     if agent == "outermost":
         mean = models.mean(0)
-        centred, _, _ = inner_products(models, mean, mean)
+        centred, _, _ = _inner_products(models, mean, mean)
         agent = int(torch.linalg.eigh(centred).eigenvectors[:, -1].abs().argmax())
     return models[agent % len(models)]
 
@@ -359,7 +359,7 @@ def hybrid_sparse(
     drift = std.index_fill(0, sensitive, 0.0)
 
     if z is None:
-        centred, _, square = inner_products(models, mean, strong)
+        centred, _, square = _inner_products(models, mean, strong)
         margin = float(centred.diagonal().min()) - square
         drift_square = float(drift.double().square().sum())
         z = math.sqrt(margin / drift_square) if margin > 0 and drift_square > 0 else 0.0
@@ -433,7 +433,7 @@ def slow_drift(
     """
     models = view.benign()
     mean = models.mean(0)
-    centred, _, square = inner_products(models, mean, view.own - mean)
+    centred, _, square = _inner_products(models, mean, view.own - mean)
     spread = math.sqrt(float(centred.diagonal().mean()))
     distance = math.sqrt(square)
     t = min(1.0, step * spread / distance) if distance else 1.0
@@ -459,7 +459,7 @@ def _max_perturbation(
     models = view.benign()
     mean = models.mean(0)
     p = _perturbation_direction(view, models, mean, direction)
-    centred, along, square = inner_products(models, mean, p)
+    centred, along, square = _inner_products(models, mean, p)
     if not square > 0:
         return mean
 
@@ -493,7 +493,7 @@ def _perturbation_direction(
     return unit
 
 
-def inner_products(
+def _inner_products(
     models: Float[Tensor, "m d"], mean: Float[Tensor, " d"], p: Float[Tensor, " d"]
 ) -> tuple[Float[Tensor, "m m"], Float[Tensor, " m"], float]:
     """Compute inner products of centred models x_i and a direction p in float64.

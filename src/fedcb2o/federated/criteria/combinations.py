@@ -18,16 +18,16 @@ from fedcb2o.federated.types import BATCHED, Criterion, CriterionInput
 
 
 @dataclass(frozen=True)
-class ScaledCriterion:
+class _ScaledCriterion:
     """A criterion in a combination, and the factor of its values."""
 
     criterion: Criterion
     scale: float = 1.0
 
 
-def _parse_criterion(choice: Any) -> ScaledCriterion:
+def _parse_criterion(choice: Any) -> _ScaledCriterion:
     """Resolve a name, a function or a table with `name` and `scale`."""
-    if isinstance(choice, ScaledCriterion):
+    if isinstance(choice, _ScaledCriterion):
         return choice
     table = dict(choice) if isinstance(choice, Mapping) else {"name": choice}
     scale = table.pop("scale", 1.0)
@@ -35,10 +35,10 @@ def _parse_criterion(choice: Any) -> ScaledCriterion:
         raise ConfigError(f"the `scale` of a criterion must be a number above 0, got {scale!r}")
     namespace = sys.modules["fedcb2o.federated.criteria"]
     criterion = plugins.resolve_and_bind("criterion", table, namespace)
-    return ScaledCriterion(criterion, float(scale))
+    return _ScaledCriterion(criterion, float(scale))
 
 
-def _parse_criteria(of: Sequence[Any]) -> tuple[ScaledCriterion, ...]:
+def _parse_criteria(of: Sequence[Any]) -> tuple[_ScaledCriterion, ...]:
     if not of:
         raise ConfigError(
             'a combination needs criteria: of = ["class_loss_gap", "trigger_sensitivity"]'
