@@ -1,1 +1,4 @@
-"""One round of decentralised clustered federated learning (paper, Section 3); knows no files, sockets or processes."""
+"""One round of decentralised clustered federated learning (paper, Section 3).
+
+Nothing in this package knows files, sockets or processes.
+"""

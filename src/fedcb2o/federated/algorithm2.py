@@ -10,8 +10,8 @@ In round n, agent j asks at most M peers for their models and moves towards thei
     6  mu^i    <- exp(-alpha G^i) / sum_k exp(-alpha G^k)   weights of m = sum_i mu^i theta^i
     7  theta   <- theta - lambda1 gamma (theta - m)
 
-A real peer runs `local_aggregation_`. `batched_aggregation` has the same functions with an axis over
-agents, which a simulation runs; a test holds the two equal to the bit.
+A real peer runs `local_aggregation_`. `batched_aggregation` has the same functions with an axis
+over agents, which a simulation runs; a test holds the two equal to the bit.
 """
 
 from collections.abc import Callable
@@ -117,7 +117,7 @@ def select_peers(
 
 
 def validate(agent: AgentGroup, P: Contacts, inbox: Inbox, n: int) -> CriterionInput:
-    """Compute the validation losses L^i of the received models and of the agent's own (line 3)."""
+    """Compute the validation losses L^i of all models (alg:localAggregation, line 3)."""
     received = inbox.received()
     own = own_models(agent, _ONE, n)[0]
     oracle = ValidationOracle(agent, 0)
@@ -162,7 +162,7 @@ def update_likelihoods(
 def recorded_losses(
     algorithm: Algorithm, L: Float[Tensor, "*a m"], G: CriterionValues | None
 ) -> Float[Tensor, "*a m"]:
-    """Return the losses that likelihoods count: L^i, or L^i + max(G^i, 0) beyond the paper."""
+    """Return L^i of eq:update_sampling_likelihood; beyond the paper L^i + max(G^i, 0)."""
     if algorithm.likelihood == "loss" or G is None or G.is_average_loss:
         return L
     return L + G.values.clamp(min=0)

@@ -1,6 +1,6 @@
-"""Algorithm 2, LocalAggregation, with an axis over agents: the lines of `algorithm2` for a simulation.
+"""Algorithm 2, LocalAggregation, with an axis over agents, for a simulation.
 
-Every function takes an agent group and the indices of some members. What one agent decides does not
+The lines are those of `algorithm2`. Every function takes an agent group and the indices of some members. What one agent decides does not
 depend on the others of its group. No function knows which agents are malicious: `collusion` wraps
 the engine.
 """
@@ -35,7 +35,7 @@ class Engine(Protocol):
     def map_groups(
         self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
     ) -> list[Any]:
-        """Call `function(group, members, *own, *shared)` for each part; `arguments` hold each part's own."""
+        """Call `function(group, members, *arguments, *shared)` for each part of the agents."""
         ...
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:

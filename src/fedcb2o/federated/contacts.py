@@ -43,7 +43,7 @@ class ContactTable:
 
     @classmethod
     def empty(cls, count: int) -> "ContactTable":
-        """Return the table of `count` agents before the first round (rem:sampling_likelihood_init)."""
+        """Return the contacts of `count` agents before the first round: none."""
         return cls(Ragged.empty(count), np.zeros(0))
 
     @classmethod

@@ -73,8 +73,8 @@ class Inbox:
 class Decisions:
     """Decisions of several agents in a round.
 
-    The weights of an agent sum to 1, or to 0 where it received or trusts no model: it then keeps its
-    own.
+    The weights of an agent sum to 1, or to 0 where it received or trusts no model: it then keeps
+    its own.
 
     Attributes:
         agents: Ids of the agents.

@@ -1,6 +1,11 @@
-"""Losses of m models on an agent's validation data (alg:localAggregation, line 3; eq:benignAgentObj), and tests.
+"""Outputs and losses of models on samples (alg:localAggregation, line 3; eq:benignAgentObj).
 
-Models and samples lie on one device, and what is found on the CPU: it moves there once for all m models.
+Models and samples are on one device, and results on the CPU: one transfer for all models.
+
+>>> network = nn.Sequential(nn.Flatten(), nn.Linear(2, 1, bias=True))
+>>> models = torch.tensor([[1.0, 2.0, 0.5]])
+>>> logits(network, models, torch.tensor([0]), torch.ones(1, 2)).tolist()
+[[[3.5]]]
 """
 
 import functools
@@ -28,33 +33,32 @@ from fedcb2o.nn.parameters import (
     unstack_views,
 )
 
-_MAX_BATCH_PARAMETERS = (
-    2**21
-)  # parameters of the models that are evaluated in one product: 8 MiB, small beside any copy of a pool
-MAX_BATCH_INPUTS = (
-    2**20
-)  # numbers in the samples of several agents, once for each of their models, in one product: 4 MiB
-SAMPLES_PER_PASS = (
-    128  # samples that go through a network at once: their activations stay near a core's cache
-)
+_MAX_BATCH_PARAMETERS = 2**21  # of the models in one product: 8 MiB
+MAX_BATCH_INPUTS = 2**20
+"""Numbers in the samples of several agents, once per model, in one product: 4 MiB."""
+SAMPLES_PER_PASS = 128
+"""Samples in one forward pass, whose activations fit a core's cache."""
 
 LossAverage = Literal["samples", "batches"]
 Reference = Shaped[Tensor, "k *features"]
-"""Samples of an agent's training data, on which it estimates the statistics of norms that are local."""
+"""Training samples on which an agent estimates its local batch-norm statistics."""
 
 
 @dataclass(frozen=True)
 class Interpolation:
-    """Where models are looked at: after `share` of the way to them from an agent's `own`, a row of the pool (or one
-    for each of several agents)."""
+    """Points between an agent's own model and received models.
+
+    Attributes:
+        own: Row of the agent's own model, or one row for each of several agents.
+        share: Share of the way to the received model, in (0, 1].
+    """
 
     own: Int[Tensor, "*a"]
     share: float
 
 
 _BatchedForward = Callable[[Sequence[Tensor], Tensor], Tensor]
-"""The tensors of m networks [m, ...], as `state` has them, and the samples of each [m, n, ...], or the same for all
-[1, n, ...] -> their outputs [m, n, C], or of another shape from the third axis on."""
+"""(tensors of m networks [m, ...], samples [m, n, ...] or [1, n, ...]) -> outputs [m, n, ...]."""
 
 
 def logits(
@@ -66,20 +70,30 @@ def logits(
     reference: Reference | None = None,
     interpolation: Interpolation | None = None,
 ) -> Float[Tensor, "m n *C"]:
-    """The outputs of m models, rows of `pool`, or of the models on the way `towards` them, on the same n samples.
+    """Compute the outputs of m models on the same n samples.
 
-    So many of them are evaluated `together`, in one program; by default small dense networks, as many as 8 MiB hold.
-    Others are evaluated one by one, on views of their rows. Local statistics are first estimated on a `reference`.
+    Args:
+        module: The network.
+        models: Model buffer.
+        rows: Rows of the models.
+        x: The samples.
+        models_per_batch: Models in one program. By default small dense networks fill 8 MiB; other
+            models are evaluated one by one, on views of their rows.
+        reference: Samples for local batch-norm statistics.
+        interpolation: Points to evaluate in place of the models.
+
+    Returns:
+        Outputs before the softmax.
     """
     parts = (x,) if dense_layers(module, models.shape[1]) else torch.split(x, SAMPLES_PER_PASS)
+    outputs = []
     with torch.no_grad():
-        found = [
-            torch.cat([network(features(part).unsqueeze(0)) for part in parts], 1)
-            for _, network in _networks(
-                module, models, rows, models_per_batch, reference, interpolation
-            )
-        ]
-    return torch.cat(found)
+        for _, network in _networks(
+            module, models, rows, models_per_batch, reference, interpolation
+        ):
+            passes = [network(features(part).unsqueeze(0)) for part in parts]
+            outputs.append(torch.cat(passes, 1))
+    return torch.cat(outputs)
 
 
 def logits_per_model(
@@ -90,14 +104,26 @@ def logits_per_model(
     models_per_batch: int | None = None,
     reference: Reference | None = None,
 ) -> Float[Tensor, "m n *C"]:
-    """The outputs of m models on n samples each, otherwise as `logits`."""
-    found = []
-    rest = x
+    """Compute the outputs of m models, each on its own n samples.
+
+    Args:
+        module: The network.
+        models: Model buffer.
+        rows: Rows of the models.
+        x: Samples of each model.
+        models_per_batch: Models in one program; see `logits`.
+        reference: Samples for local batch-norm statistics.
+
+    Returns:
+        Outputs before the softmax.
+    """
+    outputs = []
+    start = 0
     with torch.no_grad():
         for k, network in _networks(module, models, rows, models_per_batch, reference):
-            found.append(network(rest[:k]))
-            rest = rest[k:]
-    return torch.cat(found)
+            outputs.append(network(x[start : start + k]))
+            start += k
+    return torch.cat(outputs)
 
 
 def input_gradients(
@@ -109,109 +135,150 @@ def input_gradients(
     models_per_batch: int | None = None,
     reference: Reference | None = None,
 ) -> Float[Tensor, "m n *features"]:
-    """The gradients, with respect to each of n samples of each of m models, of what `of` makes of its outputs, which
-    are those of `logits_of_own`."""
-    found = []
-    rest = x
+    """Compute the gradients of an objective with respect to the samples.
+
+    Args:
+        module: The network.
+        models: Model buffer.
+        rows: Rows of m models.
+        x: Samples of each model.
+        objective: Function of the outputs.
+        models_per_batch: Models in one program; see `logits`.
+        reference: Samples for local batch-norm statistics.
+
+    Returns:
+        The gradients.
+
+    Raises:
+        ConfigError: The objective, a user's function, fails.
+    """
+    gradients = []
+    start = 0
     with torch.enable_grad():
         for k, network in _networks(module, models, rows, models_per_batch, reference):
-            seen = rest[:k].detach().clone().requires_grad_()
-            rest = rest[k:]
-            outputs = network(seen)
-            with plugins.attribute_errors("function of", "gradients_of"):
+            samples = x[start : start + k].detach().clone().requires_grad_()
+            start += k
+            outputs = network(samples)
+            with plugins.attribute_errors("objective of", "input_gradients"):
                 total = objective(outputs).sum()
-            found.append(torch.autograd.grad(total, seen)[0])
-    return torch.cat(found)
+            gradients.append(torch.autograd.grad(total, samples)[0])
+    return torch.cat(gradients)
 
 
 def _networks(
     module: nn.Module,
-    pool: Float[Tensor, "p d"],
+    models: Float[Tensor, "p d"],
     rows: Int[Tensor, " m"],
     models_per_batch: int | None,
     reference: Reference | None,
     interpolation: Interpolation | None = None,
 ) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
-    """The models of `logits`, k at a time: k, and how they are computed on samples, the same for all [1, n, ...] or of
-    each [k, n, ...]. The next are bound where these were."""
-    dim = pool.shape[1]
+    """Yield k models at a time, as a function of samples [1, n, ...] or [k, n, ...].
+
+    A function is valid until the next one.
+    """
+    dim = models.shape[1]
     if models_per_batch is None:
         models_per_batch = _MAX_BATCH_PARAMETERS // dim if dense_layers(module, dim) else 1
     module.eval()
+
     if models_per_batch < 2:
         for row in rows.tolist():
-            bind_(module, _interpolate(pool, pool[row], interpolation))
+            bind_(module, _interpolate(models, models[row], interpolation))
             if reference is not None:
                 batch_norm.estimate_statistics_(module, features(reference))
             yield 1, lambda x: module(x[0]).unsqueeze(0)
         return
-    at_once = batched_forward(module, dim)
-    for some in torch.split(rows, models_per_batch):
-        models = _interpolate(pool, gather_rows(pool, some.tolist()), interpolation)
-        tensors = [*unstack_views(module, models), *empty_local_statistics(module, len(some))]
+
+    forward = batched_forward(module, dim)
+    for chunk in torch.split(rows, models_per_batch):
+        thetas = _interpolate(models, gather_rows(models, chunk.tolist()), interpolation)
+        tensors = [*unstack_views(module, thetas), *empty_local_statistics(module, len(chunk))]
         if reference is not None:
             with batch_norm.estimate_statistics_mode(module):
-                at_once(tensors, features(reference).unsqueeze(0))
-        yield len(some), functools.partial(at_once, tensors)
+                forward(tensors, features(reference).unsqueeze(0))
+        yield len(chunk), functools.partial(forward, tensors)
 
 
 def _interpolate(
-    pool: Float[Tensor, "p d"], models: Float[Tensor, "*m d"], interpolation: Interpolation | None
+    models: Float[Tensor, "p d"],
+    thetas: Float[Tensor, "*m d"],
+    interpolation: Interpolation | None,
 ) -> Float[Tensor, "*m d"]:
-    """The models themselves, or where the way `towards` them leads from one model."""
-    return (
-        models
-        if interpolation is None
-        else torch.lerp(pool[interpolation.own], models, interpolation.share)
-    )
+    """Return the points to evaluate in place of the models `thetas`."""
+    if interpolation is None:
+        return thetas
+    return torch.lerp(models[interpolation.own], thetas, interpolation.share)
 
 
 def batched_forward(module: nn.Module, dim: int) -> _BatchedForward:
-    """How m networks are computed at once: dense ones by a batched product a layer, any other by `torch.func.vmap`,
-    under which convolutions have m groups, or on the same samples m times the channels."""
+    """Return the forward pass of m networks at once.
+
+    Dense networks take one batched product per layer, other networks `torch.func.vmap`, under which
+    a convolution has m groups.
+
+    Args:
+        module: The network.
+        dim: Length d of a model.
+
+    Returns:
+        A function of the tensors of m networks and of samples.
+    """
     layers = dense_layers(module, dim)
     return functools.partial(_dense_logits, layers) if layers else _vmapped(module)
 
 
 def _vmapped(module: nn.Module) -> _BatchedForward:
-    place = {id(tensor): i for i, tensor in enumerate(agent_state(module).values())}
-    # Every place where one of these tensors stands, once: layers and parameters may be used several times.
-    slots = {
-        f"{prefix}.{name}".lstrip("."): place[id(tensor)]
-        for prefix, part in module.named_modules()
+    """Return the forward pass by `torch.func.vmap`."""
+    index = {id(tensor): i for i, tensor in enumerate(agent_state(module).values())}
+    # Layers and parameters may be used several times: name every place of a tensor.
+    places = {}
+    for prefix, part in module.named_modules():
         for name, tensor in itertools.chain(
             part.named_parameters(recurse=False, remove_duplicate=False),
             part.named_buffers(recurse=False, remove_duplicate=False),
-        )
-        if id(tensor) in place
-    }
+        ):
+            if id(tensor) in index:
+                places[f"{prefix}.{name}".lstrip(".")] = index[id(tensor)]
 
-    def one(values: Sequence[Tensor], x: Tensor) -> Tensor:
-        given = {name: values[i] for name, i in slots.items()}
-        outputs: Tensor = functional_call(module, given, (x,), tie_weights=False)
+    def forward_one(values: Sequence[Tensor], x: Tensor) -> Tensor:
+        tensors = {name: values[i] for name, i in places.items()}
+        outputs: Tensor = functional_call(module, tensors, (x,), tie_weights=False)
         return outputs
 
-    def outputs(
+    def forward(
         parameters: Sequence[Float[Tensor, "m ..."]], x: Float[Tensor, "k n *features"]
     ) -> Tensor:
-        shared = len(x) < len(parameters[0])
-        of_each = vmap(one, in_dims=(0, None if shared else 0), randomness="different")
-        found: Float[Tensor, "m n *C"] = of_each(list(parameters), x[0] if shared else x)
-        return found
+        is_shared = len(x) < len(parameters[0])
+        in_dims = (0, None if is_shared else 0)
+        forward_all = vmap(forward_one, in_dims=in_dims, randomness="different")
+        outputs: Float[Tensor, "m n *C"] = forward_all(list(parameters), x[0] if is_shared else x)
+        return outputs
 
-    return outputs
+    return forward
 
 
 def dense_layers(module: nn.Module, dim: int) -> list[nn.Module]:
-    """The layers of a network that `dense_logits` can read: flattened samples, dense layers with a bias, none of
-    them twice, and ReLU; of any other network none."""
+    """Return the layers of a plain dense network.
+
+    Args:
+        module: The network.
+        dim: Length d of a model.
+
+    Returns:
+        Layers of a network that flattens its samples and has dense layers with a bias, each used
+        once, and ReLU; an empty list for any other network.
+    """
     layers = list(module) if type(module) is nn.Sequential else []
-    plain = all(
-        type(p) in (nn.Flatten, nn.ReLU) or (type(p) is nn.Linear and p.bias is not None)
-        for p in layers
+    is_plain = all(
+        type(layer) in (nn.Flatten, nn.ReLU)
+        or (type(layer) is nn.Linear and layer.bias is not None)
+        for layer in layers
     )
-    once = sum(p.numel() for layer in layers for p in layer.parameters()) == dim
-    return layers if plain and once and type(layers[0]) is nn.Flatten else []
+    is_used_once = sum(p.numel() for layer in layers for p in layer.parameters()) == dim
+    if is_plain and is_used_once and type(layers[0]) is nn.Flatten:
+        return layers
+    return []
 
 
 def _dense_logits(
@@ -219,16 +286,15 @@ def _dense_logits(
     parameters: Sequence[Float[Tensor, "m ..."]],
     x: Float[Tensor, "k n *features"],
 ) -> Float[Tensor, "m n C"]:
-    """The outputs of m networks, each on its own n samples or all on the same (k = 1), from their weights [m, out, in]
-    and biases [m, out]."""
+    """Compute the outputs of m dense networks from weights [m, out, in] and biases [m, out]."""
     h = x.expand(len(parameters[0]), *x.shape[1:]).flatten(2)
-    given = iter(parameters)
+    remaining = iter(parameters)
     for layer in layers:
         if isinstance(layer, nn.ReLU):
             h = h.relu()
         elif isinstance(layer, nn.Linear):
-            weight = next(given)
-            bias = next(given)
+            weight = next(remaining)
+            bias = next(remaining)
             h = torch.baddbmm(bias.unsqueeze(1), h, weight.mT)
     return h
 
@@ -246,18 +312,30 @@ def model_losses(
     reference: Reference | None = None,
     loss: Loss | None = None,
 ) -> Losses:
-    """The losses L_j and L_{j,c} of m models on one agent's data (eq:benignAgentObj); what is not a number counts as
-    infinite.
+    """Compute the losses L_j and L_{j,c} of m models on one agent's data (eq:benignAgentObj).
 
-    `average="batches"` takes the unweighted mean of the means of mini-batches, as the authors' released code does.
-    `together` and `reference` are those of `logits`, `loss` that of each sample, by default the cross-entropy.
+    Args:
+        module: The network.
+        models: Model buffer.
+        rows: Rows of the models.
+        validation: The samples.
+        num_classes: Number of classes; 1 for data without classes.
+        average: "batches" takes the unweighted mean of the means of mini-batches, as the authors'
+            released code does.
+        batch_size: Samples in a mini-batch.
+        models_per_batch: Models in one program; see `logits`.
+        reference: Samples for local batch-norm statistics.
+        loss: Loss of a sample; None for the cross-entropy.
+
+    Returns:
+        Losses of shape [m]; infinite where they are not a number.
     """
-    one = validation.x.unsqueeze(0), validation.y.unsqueeze(0)
-    each = per_agent_losses(
+    losses = per_agent_losses(
         module,
         models,
         rows.unsqueeze(0),
-        *one,
+        validation.x.unsqueeze(0),
+        validation.y.unsqueeze(0),
         num_classes,
         average=average,
         batch_size=batch_size,
@@ -265,7 +343,7 @@ def model_losses(
         references=None if reference is None else [reference],
         loss=loss,
     )
-    return each[0]
+    return losses[0]
 
 
 def per_agent_losses(
@@ -283,88 +361,130 @@ def per_agent_losses(
     loss: Loss | None = None,
     interpolation: Interpolation | None = None,
 ) -> Losses:
-    """`losses_of` for several agents: of m models for each, or on the way `towards` them, on its own n samples. Without
-    classes (`num_classes` 1) all samples count as one, and there is no entropy of predictions: NaN."""
+    """Compute the losses of m models of each of several agents, on the agents' own samples.
+
+    Data without classes (`num_classes` 1) count as one class, and their entropy is NaN.
+
+    Args:
+        module: The network.
+        models: Model buffer.
+        rows: Rows of the models of each agent.
+        x: Samples of each agent.
+        y: Their labels or targets.
+        num_classes: Number of classes.
+        average: See `model_losses`.
+        batch_size: Samples in a mini-batch.
+        models_per_batch: Models in one program; see `logits`.
+        references: Samples for local batch-norm statistics, of each agent.
+        loss: Loss of a sample; None for the cross-entropy.
+        interpolation: Points to evaluate in place of the models.
+
+    Returns:
+        Losses of shape [a, m]; infinite where they are not a number.
+    """
     (a, m), n = rows.shape, y.shape[1]
     outputs = models.new_zeros(a, 0, n, num_classes)
     if m:
         outputs = _per_agent_logits(
             module, models, rows, x, models_per_batch, references, interpolation
         )
-    certain = lost = outputs.new_full((a, m, n), torch.nan)
+
+    per_sample = negative_entropy = outputs.new_full((a, m, n), torch.nan)
     if num_classes > 1:
         log_p = F.log_softmax(outputs, dim=-1)
-        lost = -log_p.gather(-1, y.view(a, 1, n, 1).expand(a, m, n, 1)).squeeze(-1)
-        certain = (log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)  # 0 * log 0 is 0
+        per_sample = -log_p.gather(-1, y.view(a, 1, n, 1).expand(a, m, n, 1)).squeeze(-1)
+        negative_entropy = (log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)  # 0 * log 0 is 0
     if loss is not None and m:
         with torch.no_grad():
             targets = y.unsqueeze(1).expand(a, m, *y.shape[1:])
-            lost = per_sample_losses(loss, outputs, targets, 3).to(outputs.dtype)
-    losses, certain = torch.stack([lost, certain]).cpu().double()
-    losses = losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
-    entropy = -certain.mean(-1)
-    y = y.cpu() if num_classes > 1 else torch.zeros(a, n, dtype=torch.int64)
-    parts = torch.split(losses, batch_size, dim=-1) if average == "batches" else (losses,)
-    mean = torch.stack([part.mean(-1) for part in parts]).mean(0)
-    counts = F.one_hot(y, num_classes).sum(1)
-    by_class = losses.new_zeros(a, m, num_classes).scatter_add_(
-        -1, y.unsqueeze(1).expand(a, m, n), losses
-    )
-    by_class /= counts.clamp(min=1).unsqueeze(1)
-    return Losses(mean, by_class, counts > 0, entropy, losses, y)
+            per_sample = per_sample_losses(loss, outputs, targets, 3).to(outputs.dtype)
+
+    per_sample, negative_entropy = torch.stack([per_sample, negative_entropy]).cpu().double()
+    per_sample = per_sample.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    entropy = -negative_entropy.mean(-1)
+
+    batches = (per_sample,)
+    if average == "batches":
+        batches = torch.split(per_sample, batch_size, dim=-1)
+    mean = torch.stack([batch.mean(-1) for batch in batches]).mean(0)
+
+    labels = y.cpu() if num_classes > 1 else torch.zeros(a, n, dtype=torch.int64)
+    counts = F.one_hot(labels, num_classes).sum(1)
+    sums = per_sample.new_zeros(a, m, num_classes)
+    sums.scatter_add_(-1, labels.unsqueeze(1).expand(a, m, n), per_sample)
+    by_class = sums.div_(counts.clamp(min=1).unsqueeze(1))
+    return Losses(mean, by_class, counts > 0, entropy, per_sample, labels)
 
 
 def _per_agent_logits(
     module: nn.Module,
-    pool: Float[Tensor, "p d"],
+    models: Float[Tensor, "p d"],
     rows: Int[Tensor, "a m"],
     x: Shaped[Tensor, "a n *features"],
     models_per_batch: int | None,
     references: Sequence[Reference] | None,
     interpolation: Interpolation | None,
 ) -> Float[Tensor, "a m n *C"]:
-    """The outputs of m models for each agent on its own samples: those of several agents in one program too."""
-    (a, m), dim = rows.shape, pool.shape[1]
-    dense = bool(dense_layers(module, dim))
-    size = (
-        (_MAX_BATCH_PARAMETERS // dim if dense else 1)
-        if models_per_batch is None
-        else models_per_batch
-    ) // m
-    size = min(size, MAX_BATCH_INPUTS // max(1, m * x[0].numel())) if dense else size
-    if a == 1 or size < 2 or references is not None:
-        froms = (
-            [None] * a
-            if interpolation is None
-            else [Interpolation(own, interpolation.share) for own in interpolation.own]
-        )
-        each = zip(rows, x, [None] * a if references is None else references, froms, strict=True)
-        return torch.stack(
-            [
-                logits(module, pool, row, one, models_per_batch, reference, way)
-                for row, one, reference, way in each
-            ]
-        )
+    """Compute the outputs of m models of each agent on its own samples."""
+    a, m = rows.shape
+    agents_per_batch = _agents_per_batch(module, models.shape[1], m, x, models_per_batch)
+    if a > 1 and agents_per_batch > 1 and references is None:
+        return _batched_agent_logits(module, models, rows, x, agents_per_batch, interpolation)
+
+    outputs = []
+    for k in range(a):
+        reference = None if references is None else references[k]
+        points = None
+        if interpolation is not None:
+            points = Interpolation(interpolation.own[k], interpolation.share)
+        outputs.append(logits(module, models, rows[k], x[k], models_per_batch, reference, points))
+    return torch.stack(outputs)
+
+
+def _agents_per_batch(
+    module: nn.Module,
+    dim: int,
+    m: int,
+    x: Shaped[Tensor, "a n *features"],
+    models_per_batch: int | None,
+) -> int:
+    """Return how many agents share a program."""
+    is_dense = bool(dense_layers(module, dim))
+    if models_per_batch is None:
+        models_per_batch = _MAX_BATCH_PARAMETERS // dim if is_dense else 1
+    if not is_dense:
+        return models_per_batch // m
+    return min(models_per_batch // m, MAX_BATCH_INPUTS // max(1, m * x[0].numel()))
+
+
+def _batched_agent_logits(
+    module: nn.Module,
+    models: Float[Tensor, "p d"],
+    rows: Int[Tensor, "a m"],
+    x: Shaped[Tensor, "a n *features"],
+    agents_per_batch: int,
+    interpolation: Interpolation | None,
+) -> Float[Tensor, "a m n *C"]:
+    """Compute the outputs of m models of each agent, several agents in one program."""
+    m, dim = rows.shape[1], models.shape[1]
+    is_dense = bool(dense_layers(module, dim))
     module.eval()
+    outputs = []
     with torch.no_grad():
-        at_once = batched_forward(module, dim)
-        found = []
-        starts = rows[:, 0] if interpolation is None else interpolation.own
-        for some, own, seen in zip(
-            *(torch.split(each, size) for each in (rows, starts, x)), strict=True
-        ):
-            way = (
-                None
-                if interpolation is None
-                else Interpolation(own.repeat_interleave(m), interpolation.share)
-            )
-            models = pool.index_select(0, some.flatten().to(pool.device))
-            parameters = unstack_views(module, _interpolate(pool, models, way))
-            seen = features(seen).repeat_interleave(m, 0)
-            parts = (seen,) if dense else torch.split(seen, SAMPLES_PER_PASS, 1)
-            outputs = torch.cat([at_once(parameters, part) for part in parts], 1)
-            found.append(outputs.view(-1, m, *outputs.shape[1:]))
-        return torch.cat(found)
+        forward = batched_forward(module, dim)
+        for start in range(0, len(rows), agents_per_batch):
+            chunk = slice(start, start + agents_per_batch)
+            points = None
+            if interpolation is not None:
+                own = interpolation.own[chunk].repeat_interleave(m)
+                points = Interpolation(own, interpolation.share)
+            thetas = models.index_select(0, rows[chunk].flatten().to(models.device))
+            parameters = unstack_views(module, _interpolate(models, thetas, points))
+            samples = features(x[chunk]).repeat_interleave(m, 0)
+            parts = (samples,) if is_dense else torch.split(samples, SAMPLES_PER_PASS, 1)
+            joined = torch.cat([forward(parameters, part) for part in parts], 1)
+            outputs.append(joined.view(-1, m, *joined.shape[1:]))
+        return torch.cat(outputs)
 
 
 def confusion_matrices(
@@ -376,13 +496,23 @@ def confusion_matrices(
     models_per_batch: int | None = None,
     references: Sequence[Reference] | None = None,
 ) -> Int[Tensor, "m C C"]:
-    """How often each of m models takes a sample of class c (row) for class c' (column); `together` is that of `logits`,
-    and each model has its own of `references`, where they are needed.
+    """Count how often each of m models predicts class c' (column) for class c (row).
 
-    A model that is not finite takes everything for class 0, as argmax does.
+    A model that is not finite predicts class 0, as argmax does.
+
+    Args:
+        module: The network.
+        models: Model buffer.
+        rows: Rows of the models.
+        test: Test samples.
+        num_classes: Number of classes.
+        models_per_batch: Models in one program; see `logits`.
+        references: Samples for local batch-norm statistics, of each model.
+
+    Returns:
+        One confusion matrix per model.
     """
     m = len(rows)
-    counts = torch.zeros(m, num_classes * num_classes, dtype=torch.int64)
     predicted = _measure_on_test_set(
         module,
         models,
@@ -393,7 +523,9 @@ def confusion_matrices(
         references,
     )
     pairs = test.y.cpu() * num_classes + predicted
-    return counts.scatter_add_(1, pairs, torch.ones_like(pairs)).view(m, num_classes, num_classes)
+    counts = torch.zeros(m, num_classes * num_classes, dtype=torch.int64)
+    counts.scatter_add_(1, pairs, torch.ones_like(pairs))
+    return counts.view(m, num_classes, num_classes)
 
 
 def mean_test_losses(
@@ -405,15 +537,26 @@ def mean_test_losses(
     models_per_batch: int | None = None,
     references: Sequence[Reference] | None = None,
 ) -> Float[Tensor, " m"]:
-    """The mean loss of each of m models on test samples; what is not a number counts as infinite. `together` and
-    `references` are those of `confusion`."""
+    """Compute the mean loss of each of m models on test samples.
 
-    def lost(outputs: Tensor, y: Tensor) -> Tensor:
-        return per_sample_losses(
-            loss, outputs, y.unsqueeze(0).expand(len(outputs), *y.shape), 2
-        ).double()
+    Args:
+        module: The network.
+        models: Model buffer.
+        rows: Rows of the models.
+        test: Test samples.
+        loss: Loss of a sample.
+        models_per_batch: Models in one program; see `logits`.
+        references: Samples for local batch-norm statistics, of each model.
 
-    losses = _measure_on_test_set(module, models, rows, test, lost, models_per_batch, references)
+    Returns:
+        Mean losses; infinite where they are not a number.
+    """
+
+    def measure(outputs: Tensor, y: Tensor) -> Tensor:
+        targets = y.unsqueeze(0).expand(len(outputs), *y.shape)
+        return per_sample_losses(loss, outputs, targets, 2).double()
+
+    losses = _measure_on_test_set(module, models, rows, test, measure, models_per_batch, references)
     return losses.mean(1).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
@@ -426,20 +569,20 @@ def _measure_on_test_set(
     models_per_batch: int | None,
     references: Sequence[Reference] | None,
 ) -> Shaped[Tensor, "m n"]:
-    """What `measure` makes of the outputs [k, n, C] of models and of the targets [n], some test samples at a time."""
-    alone = (
-        [(rows, None)] if references is None else zip(torch.split(rows, 1), references, strict=True)
-    )
-    found = []
-    for some, reference in alone:
-        size = (
-            SAMPLES_PER_PASS if reference is None else len(test)
-        )  # what is estimated on a reference is, once
+    """Apply `measure` to outputs [k, n, C] and targets [n], some test samples at a time."""
+    size = SAMPLES_PER_PASS
+    batches: list[tuple[Tensor, Reference | None]] = [(rows, None)]
+    if references is not None:
+        size = len(test)  # so that statistics are estimated once
+        batches = list(zip(torch.split(rows, 1), references, strict=True))
+
+    measured = []
+    for chunk, reference in batches:
         parts = zip(torch.split(test.x, size), torch.split(test.y, size), strict=True)
         with torch.no_grad():
-            each = [
-                measure(logits(module, models, some, x, models_per_batch, reference), y).cpu()
-                for x, y in parts
-            ]
-        found.append(torch.cat(each, 1))
-    return torch.cat(found)
+            columns = []
+            for x, y in parts:
+                outputs = logits(module, models, chunk, x, models_per_batch, reference)
+                columns.append(measure(outputs, y).cpu())
+        measured.append(torch.cat(columns, 1))
+    return torch.cat(measured)

@@ -1,5 +1,18 @@
-"""Line 7 of Algorithm 2 for a whole block: theta <- theta - lambda1 gamma (theta - m_j), as W theta
-(eq:local_agg_update)."""
+"""Line 7 of Algorithm 2 for several agents, theta <- theta - lambda1 gamma (theta - m_j).
+
+The models of all agents are one matrix, which is multiplied by a sparse matrix W.
+
+>>> matrix = MixingMatrix(
+...     own=np.array([0, 1]),
+...     row_offsets=np.array([0, 2, 3]),
+...     columns=np.array([0, 1, 1]),
+...     values=np.array([0.5, 0.5, 1.0], np.float32),
+... )
+>>> models = torch.tensor([[1.0], [3.0]])
+>>> mix_(models, matrix, 0, 1)
+>>> models.tolist()
+[[2.0], [3.0]]
+"""
 
 import functools
 import warnings
@@ -15,24 +28,23 @@ from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.types import Reduction
 from fedcb2o.nn.parameters import is_contiguous_range, row_stride
 
-_TILE_COLUMNS = (
-    2048  # columns of the models that are mixed at once: N of them stay in a core's cache
-)
-REDUCTION_TILE_COLUMNS = (
-    8192  # the same where rules work on columns, which costs some calls for each block
-)
-_AFTER_EVERY_ID = 2**62  # after every id
-_DEVICE_TILE_COLUMNS = (
-    2**16
-)  # the same on another device than the CPU, where calls cost more and caches less
+_TILE_COLUMNS = 2048  # of N models stay in a core's cache
+REDUCTION_TILE_COLUMNS = 8192
+"""Columns that are mixed at once where an agent has a reduction, which costs calls per tile."""
+_DEVICE_TILE_COLUMNS = 2**16  # off the CPU, where calls cost more and caches less
+_AFTER_EVERY_ID = 2**62
 
 
 @dataclass(frozen=True)
 class MixingMatrix:
-    """How the models in the rows `own` of a pool change: those `starts`, `columns` and `values` of a sparse matrix W
-    say of which rows each becomes which sum; where a rule works on columns it moves by a share to a reduction.
+    """Sparse matrix W with theta_{n+1} = W theta_n, and reductions; small to send to a worker.
 
-    Small to send to a worker.
+    Attributes:
+        own: Row of the model buffer that each row of W replaces.
+        row_offsets: Index of the first entry of each row of W, and the number of entries.
+        columns: Column of each entry, a row of the model buffer.
+        values: Value of each entry.
+        reductions: By index of an agent, its reduction and its mixing factor.
     """
 
     own: Int[np.ndarray, " a"]
@@ -43,60 +55,75 @@ class MixingMatrix:
 
     @property
     def tile_columns(self) -> int:
-        """How many columns of the models are mixed at once."""
+        """Number of columns of the models that are mixed at once on a CPU."""
         return REDUCTION_TILE_COLUMNS if self.reductions else _TILE_COLUMNS
 
 
 def mixing_matrix(
     decisions: Decisions, own: Int[np.ndarray, " a"], previous: Int[np.ndarray, " a"] | None = None
 ) -> MixingMatrix:
-    """W with theta_{n+1} = W theta_n for agents whose models lie in the rows `own`, and what they had before the round
-    in the rows `before`: row j is (1 - f) e_j + f mu_j (eq:local_agg_update), f their factor.
+    """Return W of agents: row j is (1 - f) e_j + f mu_j (eq:local_agg_update), f the mixing factor.
 
-    An agent whose rule works on columns has the row e_j. The models in a sum stand in the order of their ids, wherever
-    they lie, so that it has the same bits in every pool. Weights of zero are not stored, so that what is not trusted
-    cannot even be not a number.
+    An agent with a reduction has the row e_j. The terms of a sum are in the order of ids, so that
+    it has the same bits in every buffer. Weights of zero are not stored, so that an infinite model
+    without weight changes nothing.
+
+    Args:
+        decisions: Decisions of the agents.
+        own: Row of each agent's own model.
+        previous: Row of each agent's model before the round.
+
+    Returns:
+        The matrix.
     """
     ids = decisions.agents
-    owner = decisions.received.row_ids
     factor = decisions.factor
-    rest = np.nan_to_num(decisions.previous_weight)
-    total = np.bincount(owner, decisions.weights, len(ids)) + decisions.own_weight + rest
-    moves = (total > 0) & ~np.isin(
-        ids, list(decisions.reductions)
-    )  # a rule on columns has no weights, or shows some
-    share = np.where(moves, 1 - factor + factor * decisions.own_weight, 1.0)
-    of = moves[owner]
+    previous_weight = np.nan_to_num(decisions.previous_weight)
+    agent = decisions.received.row_ids
+    total = np.bincount(agent, decisions.weights, len(ids))
+    total = total + decisions.own_weight + previous_weight
+    # A reduction has no weights, or weights for the record alone.
+    moves = (total > 0) & ~np.isin(ids, list(decisions.reductions))
+
+    # Entries of W as (agent, sort key, row of the buffer, value).
     agents = np.arange(len(ids))
-    sender = decisions.received.values[of]
-    row = decisions.rows[of]
-    weight = (factor[owner] * decisions.weights)[of]
-    parts = [(agents, ids, own, share), (owner[of], sender, row, weight)]
+    own_value = np.where(moves, 1 - factor + factor * decisions.own_weight, 1.0)
+    entries = [(agents, ids, own, own_value)]
+    counts = moves[agent]
+    received_value = (factor[agent] * decisions.weights)[counts]
+    senders = decisions.received.values[counts]
+    entries.append((agent[counts], senders, decisions.rows[counts], received_value))
     if previous is not None:
-        parts.append(
-            (
-                agents[moves],
-                np.full(moves.sum(), _AFTER_EVERY_ID),
-                previous[moves],
-                (factor * rest)[moves],
-            )
-        )
-    owner, key, columns, values = (np.concatenate(each) for each in zip(*parts, strict=True))
-    order = np.lexsort((key, owner))
-    owner = owner[order]
-    key = key[order]
-    columns = columns[order]
-    values = values[order]
-    first = np.flatnonzero(np.diff(owner, prepend=-1) | np.diff(key, prepend=-1))
-    values = np.add.reduceat(values, first).astype(
-        np.float32
-    )  # an agent that drew itself has two parts
-    kept = values != 0
-    starts = np.searchsorted(owner[first][kept], np.arange(len(ids) + 1))
-    places = ids.searchsorted(np.array(list(decisions.reductions), np.int64)).tolist()
-    reductions = zip(places, decisions.reductions.values(), strict=True)
-    found = {k: (reduction, float(factor[k])) for k, reduction in reductions}
-    return MixingMatrix(own, starts, columns[first][kept], values[kept], found)
+        last = np.full(moves.sum(), _AFTER_EVERY_ID)
+        entries.append((agents[moves], last, previous[moves], (factor * previous_weight)[moves]))
+
+    agent, key, columns, values = (np.concatenate(each) for each in zip(*entries, strict=True))
+    order = np.lexsort((key, agent))
+    agent, key = agent[order], key[order]
+    columns, values = columns[order], values[order]
+
+    # An agent that received its own model has two entries in one place.
+    first = np.flatnonzero(np.diff(agent, prepend=-1) | np.diff(key, prepend=-1))
+    values = np.add.reduceat(values, first).astype(np.float32)
+    stored = values != 0
+    offsets = np.searchsorted(agent[first][stored], np.arange(len(ids) + 1))
+    return MixingMatrix(
+        own,
+        offsets,
+        columns[first][stored],
+        values[stored],
+        _indexed_reductions(decisions),
+    )
+
+
+def _indexed_reductions(decisions: Decisions) -> dict[int, tuple[Reduction, float]]:
+    """Return reductions and mixing factors by index of the agent."""
+    ids = np.array(list(decisions.reductions), np.int64)
+    indices = decisions.agents.searchsorted(ids).tolist()
+    return {
+        k: (reduction, float(decisions.factor[k]))
+        for k, reduction in zip(indices, decisions.reductions.values(), strict=True)
+    }
 
 
 def mix_(
@@ -107,28 +134,33 @@ def mix_(
     *,
     through_copy: bool = False,
 ) -> None:
-    """theta <- W theta in place for the columns from `start` to `stop`, a tile at a time (eq:local_agg_update); for the
-    agents whose rules work on columns, theta <- (1 - f) theta + f times the reductions.
+    """Compute theta <- W theta in place for some columns, a tile at a time (eq:local_agg_update).
 
-    With `copied` it works on a copy in memory, so that of models on a disk each page is read and written once.
+    An agent with a reduction moves to (1 - f) theta + f times the reduction.
+
+    Args:
+        models: Model buffer.
+        matrix: W.
+        start: First column.
+        stop: Column after the last one.
+        through_copy: Whether to work on a copy in memory, so that of models on a disk each page is
+            read and written once.
     """
     device = models.device
     columns = models[:, start:stop]
-    w = product_with(sparse_matrix(matrix, len(models)), device)
+    multiply = product_with(sparse_matrix(matrix, len(models)), device)
     tile = matrix.tile_columns if device.type == "cpu" else _DEVICE_TILE_COLUMNS
     if through_copy:
-        columns = columns.new_empty(len(columns), row_stride(stop - start))[
-            :, : stop - start
-        ].copy_(columns)
+        copy = columns.new_empty(len(columns), row_stride(stop - start))[:, : stop - start]
+        columns = copy.copy_(columns)
+
     rows = matrix.own.tolist()
-    own = (
-        slice(rows[0], rows[0] + len(rows))
-        if is_contiguous_range(rows)
-        else torch.from_numpy(matrix.own).to(device)
-    )
+    own: slice | Tensor = torch.from_numpy(matrix.own).to(device)
+    if is_contiguous_range(rows):
+        own = slice(rows[0], rows[0] + len(rows))
     for a in range(0, stop - start, tile):
         block = columns[:, a : a + tile]
-        mixed = w(block)
+        mixed = multiply(block)
         for k, (reduction, factor) in matrix.reductions.items():
             mixed[k].lerp_(reduction.apply_to_buffer(block, start + a), factor)
         block[own] = mixed
@@ -136,34 +168,62 @@ def mix_(
         models[:, start:stop][own] = columns[own]
 
 
-def sparse_matrix(w: MixingMatrix, num_rows: int) -> Tensor:
-    """W for a pool of so many rows."""
+def sparse_matrix(matrix: MixingMatrix, num_rows: int) -> Tensor:
+    """Return W as a sparse tensor.
+
+    Args:
+        matrix: W.
+        num_rows: Rows of the model buffer.
+
+    Returns:
+        A CSR tensor of shape [a, num_rows].
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="Sparse (CSR tensor support is in beta state|invariant checks are)"
         )
-        starts, columns, values = map(torch.from_numpy, (w.row_offsets, w.columns, w.values))
-        size = (len(w.own), num_rows)
         return torch.sparse_csr_tensor(
-            starts, columns, values, size, dtype=torch.float32, check_invariants=False
+            torch.from_numpy(matrix.row_offsets),
+            torch.from_numpy(matrix.columns),
+            torch.from_numpy(matrix.values),
+            (len(matrix.own), num_rows),
+            dtype=torch.float32,
+            check_invariants=False,
         )
 
 
 def product_with(
     w: Tensor, device: torch.device
 ) -> Callable[[Float[Tensor, "rows b"]], Float[Tensor, "N b"]]:
-    """The product of a sparse matrix with what lies on a device. Off the CPU the matrix is dense: not every other
-    device has sparse products, nor do they always repeat their bits."""
-    return (
-        w.matmul
-        if device.type == "cpu"
-        else functools.partial(dense_product, w.to_dense().to(device))
-    )
+    """Return the product of a sparse matrix with models on a device.
+
+    Off the CPU the matrix is dense: not every device has sparse products, and they do not always
+    repeat their bits.
+
+    Args:
+        w: The matrix.
+        device: Device of the models.
+
+    Returns:
+        A function of some columns of the models.
+    """
+    if device.type == "cpu":
+        return w.matmul
+    return functools.partial(dense_product, w.to_dense().to(device))
 
 
 def dense_product(
-    w: Float[Tensor, "N rows"], group: Float[Tensor, "rows b"]
+    w: Float[Tensor, "N rows"], columns: Float[Tensor, "rows b"]
 ) -> Float[Tensor, "N b"]:
-    """W times a block, in which numbers that are not finite spoil what has a weight on them, and nothing else."""
-    broken = (w != 0).to(w.dtype) @ group.isfinite().logical_not_().to(w.dtype) > 0
-    return (w @ group.nan_to_num(0.0, 0.0, 0.0)).masked_fill_(broken, torch.nan)
+    """Multiply W with columns, where a number that is not finite spoils only sums that weigh it.
+
+    Args:
+        w: W.
+        columns: Columns of the models.
+
+    Returns:
+        W times the columns.
+    """
+    is_infinite = columns.isfinite().logical_not_().to(w.dtype)
+    is_spoilt = (w != 0).to(w.dtype) @ is_infinite > 0
+    return (w @ columns.nan_to_num(0.0, 0.0, 0.0)).masked_fill_(is_spoilt, torch.nan)

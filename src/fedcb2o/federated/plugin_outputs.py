@@ -1,4 +1,7 @@
-"""What users' functions returned, checked: whatever it is, who wrote it is told in one line."""
+"""Validation of the values that plug-ins return. Errors name the plug-in.
+
+>>> require_known_labels(lambda shard, generator: shard, torch.tensor([[0, 3]]), 4)
+"""
 
 import functools
 import math
@@ -25,39 +28,44 @@ from fedcb2o.federated.types import (
 )
 from fedcb2o.plugins import USER_FUNCTION, display_name
 
-# The types of what a rule may keep, by their names in a checkpoint.
 STATE_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
-STATE_DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
-STATE_DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
+"""Types of tensors in a rule's state, with their names in a checkpoint."""
 
 
 def _dense_tensor(name: str, values: Any) -> Tensor:
-    """What a user's function returned as a dense tensor of real numbers, without a gradient's history; raises
-    ConfigError where it is none."""
+    """Convert a return value to a dense real tensor without gradient history."""
     try:
-        found = torch.as_tensor(values.copy() if isinstance(values, np.ndarray) else values)
-    except Exception as error:  # what a user returns may be anything
+        tensor = torch.as_tensor(values.copy() if isinstance(values, np.ndarray) else values)
+    except Exception as error:  # a plug-in may return anything
         raise ConfigError(
             f"the {name} returned a {type(values).__name__}, expected a tensor"
         ) from error
-    kinds = {
-        "nested": found.is_nested,
-        "quantised": found.is_quantized,
-        "sparse": found.layout is not torch.strided,
-        "meta": found.is_meta
-        and type(found) is Tensor,  # a wrapper of another type may have its numbers elsewhere
-        "complex": found.is_complex(),
+
+    unusable = {
+        "nested": tensor.is_nested,
+        "quantised": tensor.is_quantized,
+        "sparse": tensor.layout is not torch.strided,
+        # A wrapper of another type may have its numbers elsewhere.
+        "meta": tensor.is_meta and type(tensor) is Tensor,
+        "complex": tensor.is_complex(),
     }
-    if wrong := [kind for kind, is_one in kinds.items() if is_one]:
-        raise ConfigError(
-            f"the {name} returned a {wrong[0]} tensor, expected a dense one of real numbers"
-        )
-    return found.detach()
+    for kind, applies in unusable.items():
+        if applies:
+            raise ConfigError(
+                f"the {name} returned a {kind} tensor, expected a dense one of real numbers"
+            )
+    return tensor.detach()
 
 
 def validated_selection(
@@ -99,20 +107,28 @@ def validated_selection(
 
 
 def validated_criterion(criterion: Criterion, inputs: CriterionInput) -> Float[Tensor, "*a m"]:
-    """The criterion's value for each received model, in float64; raises ConfigError where it has another shape.
+    """Call a criterion and validate its values.
 
-    A user's gets what is judged by as copies, since others look at that after it: another criterion, the sub-level set.
+    A user's criterion gets a copy of its input, which others use after it. A value that is not
+    finite, of either sign, becomes infinite: the model has no weight.
 
-    Where that is no finite number, be it NaN or an infinity of either sign, nothing is known that speaks for the model:
-    it counts as plus infinity, which has no weight.
+    Args:
+        criterion: The criterion.
+        inputs: Its input.
+
+    Returns:
+        A value for each received model, in float64.
+
+    Raises:
+        ConfigError: The values have another shape.
     """
-    who = display_name("criterion", criterion)
-    values = _dense_tensor(
-        who, criterion(inputs if USER_FUNCTION.get(criterion) is None else inputs.copy())
-    )
-    if values.shape != inputs.received.ids.shape:
+    name = display_name("criterion", criterion)
+    is_user_function = USER_FUNCTION.get(criterion) is not None
+    values = _dense_tensor(name, criterion(inputs.copy() if is_user_function else inputs))
+    expected = inputs.received.ids.shape
+    if values.shape != expected:
         raise ConfigError(
-            f"the {who} returned shape {tuple(values.shape)}, expected {tuple(inputs.received.ids.shape)}: "
+            f"the {name} returned shape {tuple(values.shape)}, expected {tuple(expected)}: "
             "a value for each received model"
         )
     values = values.cpu().double()
@@ -120,63 +136,82 @@ def validated_criterion(criterion: Criterion, inputs: CriterionInput) -> Float[T
 
 
 def validated_weights(
-    rule: Callable[..., Any], weights: Any, shape: tuple[int, ...], *, rest: float = 0.0
+    rule: Callable[..., Any] | None, weights: Any, shape: tuple[int, ...], *, rest: float = 0.0
 ) -> tuple[Float[Tensor, "*a m"], Float[Tensor, "*a"]]:
-    """The weights of received models, of that `shape` [*a, m], and that of the own one, which may follow them; with the
-    `rest` they sum to 1.
+    """Validate the weights of a rule.
 
-    Raises ConfigError for weights of another shape, or that are not a convex combination (or all zero).
+    Args:
+        rule: The rule; None for a criterion.
+        weights: Weights of the received models and, optionally, last, of the agent's own.
+        shape: Shape [*a, m] of the received models.
+        rest: Weight of the model before the round.
+
+    Returns:
+        Weights of the received models, and of the agent's own; with the rest they sum to 1 or 0.
+
+    Raises:
+        ConfigError: The weights have another shape, or are no convex combination.
     """
-    who, (*several, m) = display_name("rule", rule), shape
-    weights = _dense_tensor(who, weights)
-    if weights.shape not in (shape, (*several, m + 1)):
-        which = ", which is declared `together`," if several else ""
+    name = display_name("rule", rule)
+    *agents, m = shape
+    weights = _dense_tensor(name, weights)
+    with_own = (*agents, m + 1)
+    if weights.shape not in (shape, with_own):
+        declared = ", which is declared `batched`," if agents else ""
         raise ConfigError(
-            f"the {who}{which} returned weights of shape {tuple(weights.shape)}, "
-            f"expected {shape} or {(*several, m + 1)}"
+            f"the {name}{declared} returned weights of shape {tuple(weights.shape)}, "
+            f"expected {shape} or {with_own}"
         )
-    weights = _convex_weights(who, weights.cpu().double(), rest)
+    weights = _convex_weights(name, weights.cpu().double(), rest)
     return weights[..., :m], weights[..., m:].sum(-1)
 
 
 def validated_row_weights(
     rule: Callable[..., Any], weights: Any, num_rows: int, has_previous: bool
 ) -> Float[Tensor, " k"]:
-    """The weights of so many models as a robust rule returned them; raises ConfigError where a user's are no such.
+    """Validate the weights of a robust rule; a built-in one's are trusted.
 
-    The last may be that of the model `before` the round, which may be negative.
+    Args:
+        rule: The rule.
+        weights: One weight per model.
+        num_rows: Number of models.
+        has_previous: Whether the last one is the model before the round, whose weight may be
+            negative.
+
+    Returns:
+        The weights.
+
+    Raises:
+        ConfigError: The weights have another shape, or are no convex combination.
     """
     if USER_FUNCTION.get(rule) is None:
         built_in: Tensor = weights
         return built_in
-    who = display_name("rule", rule)
-    found = _dense_tensor(who, weights).cpu().double()
-    if found.shape != (num_rows,):
+    name = display_name("rule", rule)
+    values = _dense_tensor(name, weights).cpu().double()
+    if values.shape != (num_rows,):
         raise ConfigError(
-            f"the {who} returned weights of shape {tuple(found.shape)}, expected ({num_rows},)"
+            f"the {name} returned weights of shape {tuple(values.shape)}, expected ({num_rows},)"
         )
-    received = found[: num_rows - has_previous]
-    rest = found[num_rows - has_previous :]
-    return torch.cat([_convex_weights(who, received, float(rest.sum())), rest])
+    num_received = num_rows - has_previous
+    rest = values[num_received:]
+    received = _convex_weights(name, values[:num_received], float(rest.sum()))
+    return torch.cat([received, rest])
 
 
 def _convex_weights(
     name: str, weights: Float[Tensor, "*a k"], rest: float = 0.0
 ) -> Float[Tensor, "*a k"]:
-    """Weights of a convex combination, or all zero, of which those that are negative by rounding are zero; raises
-    ConfigError where they are not."""
+    """Validate that weights and the rest sum to 1 or 0; set negative rounding errors to 0."""
     positive = weights.clamp(min=0.0)
     total = positive.sum(-1) + rest
-    good = (
-        positive.isfinite().all(-1)
-        & (weights > -1e-6).all(-1)
-        & (((total - 1).abs() < 1e-6) | (total == 0))
-    )
-    if not good.all():
-        wrong = weights[~good].tolist() if weights.ndim > 1 else weights.tolist()
-        before = f" with {rest} for the model before the round" if rest else ""
+    is_normalised = ((total - 1).abs() < 1e-6) | (total == 0)
+    is_valid = positive.isfinite().all(-1) & (weights > -1e-6).all(-1) & is_normalised
+    if not is_valid.all():
+        wrong = weights[~is_valid].tolist() if weights.ndim > 1 else weights.tolist()
+        previous = f" with {rest} for the model before the round" if rest else ""
         raise ConfigError(
-            f"the {name} returned weights that are not positive with sum 1{before}: {wrong}"
+            f"the {name} returned weights that are not positive with sum 1{previous}: {wrong}"
         )
     return positive
 
@@ -184,104 +219,163 @@ def _convex_weights(
 def validated_mixing(
     pre_step: Callable[..., Any], matrix: Any, num_rows: int
 ) -> Float[Tensor, "j k"]:
-    """The matrix by which a pre-step mixes so many models; raises ConfigError where not each row of a user's is an
-    average."""
+    """Validate the matrix by which a pre-step mixes models.
+
+    Args:
+        pre_step: The pre-step.
+        matrix: One row per mixed model.
+        num_rows: Number of models that it mixes.
+
+    Returns:
+        The matrix, in float64.
+
+    Raises:
+        ConfigError: A row does not sum to 1, or the shape is another.
+    """
     if USER_FUNCTION.get(pre_step) is None:
         built_in: Tensor = matrix.double()
         return built_in
-    who = display_name("pre-step", pre_step)
-    p = _dense_tensor(who, matrix).cpu().double()
+    name = display_name("pre-step", pre_step)
+    p = _dense_tensor(name, matrix).cpu().double()
     if p.ndim != 2 or p.shape[1] != num_rows or (num_rows and not len(p)):
         raise ConfigError(
-            f"the {who} returned shape {tuple(p.shape)}, expected a matrix of {num_rows} columns"
+            f"the {name} returned shape {tuple(p.shape)}, expected a matrix of {num_rows} columns"
         )
-    if num_rows and not ((p.sum(1) - 1).abs() < 1e-6).all():  # NaN is no sum either
+    if num_rows and not ((p.sum(1) - 1).abs() < 1e-6).all():  # False for NaN
         raise ConfigError(
-            f"the {who} returned a matrix whose rows do not each sum to 1: {p.sum(1).tolist()}"
+            f"the {name} returned a matrix whose rows do not each sum to 1: {p.sum(1).tolist()}"
         )
     return p
 
 
 def validated_reduction(
-    rule: Callable[..., Any], reduce: ColumnReduction | OffsetColumnReduction
+    rule: Callable[..., Any] | None, reduce: ColumnReduction | OffsetColumnReduction
 ) -> ColumnReduction | OffsetColumnReduction:
-    """How a rule reduces a block of columns of models, which is checked where it is computed if it is a user's."""
-    return (
-        reduce
-        if USER_FUNCTION.get(rule) is None
-        else functools.partial(_checked_columns, display_name("rule", rule), reduce)
-    )
+    """Wrap a user's reduction so that its output is validated.
+
+    Args:
+        rule: The rule that returned it; None for a criterion.
+        reduce: The reduction.
+
+    Returns:
+        The reduction, or its wrapper. The wrapper raises ConfigError for another shape, and for
+        values that are not finite where the models are.
+    """
+    if USER_FUNCTION.get(rule) is None:
+        return reduce
+    return functools.partial(_checked_columns, display_name("rule", rule), reduce)
 
 
 def _checked_columns(
     name: str, reduce: Callable[..., Any], x: Float[Tensor, "k b"], *first: int
 ) -> Float[Tensor, " b"]:
-    """What a rule makes of a block of columns of models; raises ConfigError where that has another shape, or is not
-    finite though the models are."""
-    finite = x.isfinite().all()  # before: it may write into its block
-    made = _dense_tensor(name, reduce(x, *first))
-    if made.shape != x.shape[1:]:
+    """Reduce some columns of models and validate the output."""
+    is_finite = x.isfinite().all()  # before the reduction, which may write into x
+    reduced = _dense_tensor(name, reduce(x, *first))
+    if reduced.shape != x.shape[1:]:
         raise ConfigError(
-            f"the {name} returned shape {tuple(made.shape)} for columns of shape {tuple(x.shape)}, expected "
-            f"{tuple(x.shape[1:])}: the same columns of one model"
+            f"the {name} returned shape {tuple(reduced.shape)} for columns of shape "
+            f"{tuple(x.shape)}, expected {tuple(x.shape[1:])}: the same columns of one model"
         )
-    if finite and not made.isfinite().all():
+    if is_finite and not reduced.isfinite().all():
         raise ConfigError(f"the {name} returned numbers that are not finite, of models that are")
-    return made
+    return reduced
 
 
 def validated_state(rule: Callable[..., Any], output: Any) -> tuple[RuleState, Any]:
-    """What a rule with memory keeps, and what it decided; raises ConfigError where it returned something else."""
-    who = display_name("rule", rule)
+    """Validate the output of a stateful rule.
+
+    Args:
+        rule: The rule.
+        output: Its return value.
+
+    Returns:
+        A copy of the state, because its tensors may be rows of the model buffer; and the weights.
+
+    Raises:
+        ConfigError: The output is not a state and weights, or the state holds anything else than
+            dense tensors.
+    """
+    name = display_name("rule", rule)
     if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], dict)):
         raise ConfigError(
-            f"the {who}, which declares a memory, returned a {type(output).__name__}, expected (state, weights) with a "
-            "dictionary of tensors for the state"
+            f"the {name}, which declares a memory, returned a {type(output).__name__}, expected "
+            "(state, weights) with a dictionary of tensors for the state"
         )
-    kept, decided = output
-    for name, value in kept.items():
-        dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
-        if not (isinstance(name, str) and dense):
+    state, weights = output
+    for key, value in state.items():
+        is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+        if not (isinstance(key, str) and is_dense and not value.is_meta):
             raise ConfigError(
-                f"the {who} keeps `{name}`, a {type(value).__name__}, in its state: expected dense tensors by name"
+                f"the {name} keeps `{key}`, a {type(value).__name__}, in its state: "
+                "expected dense tensors by name"
             )
         if value.dtype not in STATE_DTYPES:
             raise ConfigError(
-                f"the {who} keeps `{name}` of type {value.dtype}: expected one of {', '.join(map(str, STATE_DTYPES))}"
+                f"the {name} keeps `{key}` of type {value.dtype}: "
+                f"expected one of {', '.join(map(str, STATE_DTYPES))}"
             )
-    own = {
-        name: kept[name].detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name in sorted(kept)
+    copies = {
+        key: state[key].detach().cpu().clone(memory_format=torch.contiguous_format)
+        for key in sorted(state)
     }
-    return own, decided  # copies: what a rule keeps may be a row of the pool
+    return copies, weights
 
 
 def validated_poison(poison: Poison, output: Any, shard: Shard) -> Shard:
-    """What an attack made of a shard, of the same types; raises ConfigError where a user's made something else, of
-    another shape, or of numbers that no data set may hold."""
+    """Validate poisoned data; a built-in attack's are trusted.
+
+    Args:
+        poison: The attack.
+        output: Its return value.
+        shard: The data before.
+
+    Returns:
+        Data of the same shapes and types.
+
+    Raises:
+        ConfigError: The shapes or types are others, or values are not finite.
+    """
     if USER_FUNCTION.get(poison) is None:
         return output  # type: ignore[no-any-return]
-    who = display_name("attack", poison)
+    name = display_name("attack", poison)
     if not isinstance(output, Shard):
-        raise ConfigError(f"the {who} returned a {type(output).__name__}, expected a fedcb2o.Shard")
-    found = []
-    for name, made, old in (("samples", output.x, shard.x), ("labels", output.y, shard.y)):
-        new = _dense_tensor(who, made)
-        if new.shape != old.shape or new.dtype.is_floating_point != old.dtype.is_floating_point:
-            raise ConfigError(
-                f"the {who} returned {name} of shape {tuple(new.shape)} and type {new.dtype}, "
-                f"expected {tuple(old.shape)} and {old.dtype}: it may change values only"
-            )
-        if not old.dtype.is_floating_point and not new.to(old).eq(new).all():
-            raise ConfigError(f"the {who} returned {name} that are no numbers of type {old.dtype}")
-        if not new.isfinite().all():
-            raise ConfigError(f"the {who} returned {name} that are not finite")
-        found.append(new.to(old))
-    return Shard(*found)
+        raise ConfigError(
+            f"the {name} returned a {type(output).__name__}, expected a fedcb2o.Shard"
+        )
+    x = _poisoned_tensor(name, "samples", output.x, shard.x)
+    return Shard(x, _poisoned_tensor(name, "labels", output.y, shard.y))
+
+
+def _poisoned_tensor(name: str, part: str, values: Any, original: Tensor) -> Tensor:
+    """Validate poisoned samples or labels."""
+    tensor = _dense_tensor(name, values)
+    is_float = original.dtype.is_floating_point
+    if tensor.shape != original.shape or tensor.dtype.is_floating_point != is_float:
+        raise ConfigError(
+            f"the {name} returned {part} of shape {tuple(tensor.shape)} and type {tensor.dtype}, "
+            f"expected {tuple(original.shape)} and {original.dtype}: it may change values only"
+        )
+    if not is_float and not tensor.to(original).eq(tensor).all():
+        raise ConfigError(
+            f"the {name} returned {part} that are no numbers of type {original.dtype}"
+        )
+    if not tensor.isfinite().all():
+        raise ConfigError(f"the {name} returned {part} that are not finite")
+    return tensor.to(original)
 
 
 def require_known_labels(poison: Poison, labels: Int[Tensor, "a n"], num_classes: int) -> None:
-    """Raises ConfigError where an attack gave samples other labels than there are."""
+    """Validate poisoned labels.
+
+    Args:
+        poison: The attack.
+        labels: The labels.
+        num_classes: Number of classes.
+
+    Raises:
+        ConfigError: A label is not among the classes.
+    """
     if labels.numel() and not (labels.min() >= 0 and labels.max() < num_classes):
         raise ConfigError(
             f"the {display_name('attack', poison)} returned labels outside 0 to {num_classes - 1}"
@@ -291,35 +385,74 @@ def require_known_labels(poison: Poison, labels: Int[Tensor, "a n"], num_classes
 def validated_crafted_models(
     craft: Craft, output: Any, shape: tuple[int, int]
 ) -> Shaped[Tensor, "..."]:
-    """The models [r, d] that an attack crafted, or the one [d] for everybody; raises ConfigError for other shapes."""
-    who, (receivers, dim) = display_name("attack", craft), shape
-    models = _dense_tensor(who, output)
+    """Validate crafted models.
+
+    Args:
+        craft: The attack.
+        output: Its return value.
+        shape: Number of receivers and length d of a model.
+
+    Returns:
+        One model [d] for all receivers, or one per receiver [r, d].
+
+    Raises:
+        ConfigError: The models have another shape.
+    """
+    name = display_name("attack", craft)
+    receivers, dim = shape
+    models = _dense_tensor(name, output)
     if models.shape not in ((dim,), shape):
-        wanted = f"({dim},)" + (f" or {shape}" if receivers > 1 else "")
+        per_receiver = f" or {shape}" if receivers > 1 else ""
         raise ConfigError(
-            f"the {who} returned models of shape {tuple(models.shape)}, expected {wanted}"
+            f"the {name} returned models of shape {tuple(models.shape)}, "
+            f"expected ({dim},){per_receiver}"
         )
     return models
 
 
 def validated_queries(craft: Craft, output: Any, dim: int) -> Float[Tensor, "m d"]:
-    """The models that an attack asks the losses of; raises ConfigError for other shapes."""
-    who = display_name("attack", craft)
-    thetas = _dense_tensor(f"{who}, which asks the losses of models,", output)
+    """Validate the models whose losses an attack asks for.
+
+    Args:
+        craft: The attack.
+        output: The models.
+        dim: Length d of a model.
+
+    Returns:
+        The models.
+
+    Raises:
+        ConfigError: The models have another shape.
+    """
+    name = display_name("attack", craft)
+    thetas = _dense_tensor(f"{name}, which asks the losses of models,", output)
     if thetas.ndim != 2 or thetas.shape[1] != dim:
         raise ConfigError(
-            f"the {who} asks the losses of models of shape {tuple(thetas.shape)}, expected (m, {dim})"
+            f"the {name} asks the losses of models of shape {tuple(thetas.shape)}, "
+            f"expected (m, {dim})"
         )
     return thetas
 
 
 def apply_sample_transform(name: str, transform: SampleTransform, data: Shard) -> Shard:
-    """Samples as a criterion changes them, or an attack's trigger; raises ConfigError where the shape is another, or
-    what they hold is not finite. The function gets a copy."""
+    """Change samples by a criterion's transform or an attack's trigger.
+
+    Args:
+        name: Kind and name of the plug-in, for messages.
+        transform: The function, which gets a copy on the CPU.
+        data: The samples.
+
+    Returns:
+        The changed samples with the same labels.
+
+    Raises:
+        ConfigError: The shape is another, or a value is not finite.
+    """
     x = _dense_tensor(name, transform(data.x.cpu().clone()))
     if x.shape != data.x.shape:
         raise ConfigError(
-            f"the {name} changed samples of shape {tuple(data.x.shape)} into {tuple(x.shape)}: it may change values"
+            f"the {name} changed samples of shape {tuple(data.x.shape)} into {tuple(x.shape)}: "
+            "it may change values"
         )
     if not math.isfinite(float(x.sum())) and not x.isfinite().all():
         raise ConfigError(f"the {name} changed samples into numbers that are not finite")

@@ -1,7 +1,11 @@
-"""Whom an agent asks for models: A_n (Algorithm 2, line 1).
+"""Peer selections: the peers A_n that an agent asks (Algorithm 2, line 1).
 
-A selection is a function (contacts, candidates, budget, draw) -> ids; a graph or a network narrows the candidates.
-Those here are made for several agents at once.
+A selection is a function (contacts, candidates, budget, generator, *, ...) -> ids. A graph or a
+network narrows the candidates. The built-in selections take several agents at once.
+
+>>> nobody = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
+>>> prob_sampling(nobody, torch.tensor([1, 2, 3]), 5, np.random.default_rng(0)).tolist()
+[1, 2, 3]
 """
 
 import functools
@@ -28,16 +32,21 @@ __all__ = ["everyone", "prob_sampling", "uniform"]
 _NO_INDICES = np.zeros(0, np.int64)
 
 _BatchedSelect = Callable[..., Ragged]
-"""A selection for several agents: (whom they met, whom they may ask, budget, a draw for each) -> whom they ask; its
-further arguments are keywords."""
-
+"""(contacts, candidates, budget, generators, *, ...) -> peers to ask, with one list per agent."""
 
 BATCHED_SELECTION = Declaration[_BatchedSelect]("at_once")
 
 
 def batched_selection(batched: _BatchedSelect) -> Select:
-    """A selection for one agent, made from one for several, which it declares: who has several asks that, and trusts
-    what it says."""
+    """Turn a selection for several agents into one for one agent.
+
+    Args:
+        batched: Selection for several agents. An engine with several agents calls it and trusts its
+            output.
+
+    Returns:
+        The selection for one agent, which declares the other.
+    """
 
     @functools.wraps(batched)
     def select(
@@ -45,17 +54,11 @@ def batched_selection(batched: _BatchedSelect) -> Select:
         candidates: Int[Tensor, " c"],
         budget: int,
         draw: np.random.Generator,
-        **more: Any,
+        **parameters: Any,
     ) -> Int[Tensor, " s"]:
-        return torch.from_numpy(
-            batched(
-                ContactTable.from_contacts([contacts]),
-                CandidatePeers.from_lists([candidates.numpy()]),
-                budget,
-                [draw],
-                **more,
-            )[0]
-        )
+        table = ContactTable.from_contacts([contacts])
+        peers = CandidatePeers.from_lists([candidates.numpy()])
+        return torch.from_numpy(batched(table, peers, budget, [draw], **parameters)[0])
 
     return BATCHED_SELECTION(batched)(select)
 
@@ -69,69 +72,76 @@ def prob_sampling(
     *,
     newcomers: Annotated[float, Field(gt=0, le=1)] | None = None,
 ) -> Ragged:
-    """ProbSampling (alg:localAggregation): peers never asked come first, then draws by the likelihood P_n^j.
+    """Sample peers with probability proportional to their likelihood (ProbSampling).
 
-    There is no top-up: while somebody has not been met, A_n is `budget` of those, or all of them if they are fewer.
-    A peer whose likelihood underflowed to 0 is never drawn, so A_n may be smaller than the budget; one that was
-    asked and never answered counts as an average one.
+    Peers that were never asked come first (alg:localAggregation). There is no top-up: while an
+    agent has unknown peers, it asks `budget` of them, or all if there are fewer. A peer whose
+    likelihood underflowed to 0 is never drawn, so that fewer than `budget` peers may be drawn. A
+    peer that was asked and never answered counts as an average one.
 
-    With `newcomers`, beyond the paper, at most that share of the budget, rounded up, goes to peers never asked, and the
-    rest to others by their likelihood; where these are too few, newcomers fill it up. So who takes a new identity in
-    every round does not fill A_n.
+    `newcomers`, beyond the paper, limits unknown peers to a share of the budget, so that an
+    attacker with a new identity in every round does not fill it. Unknown peers fill up the budget
+    where too few are known.
+
+    Args:
+        contacts: Contacts of each agent, with the likelihoods P_n^j.
+        candidates: Peers that each agent may ask.
+        budget: M, the largest number of peers to ask.
+        draws: Source of randomness of each agent.
+        newcomers: Largest share of unknown peers, in (0, 1], rounded up; None for all.
+
+    Returns:
+        Ids to ask, ascending.
     """
-    owner = contacts.ids.row_ids
-    among, places = candidates.find(owner, contacts.ids.values)
-    owner = owner[among]
-    likelihood = contacts.likelihood[among]
-    sizes = np.bincount(owner, minlength=len(contacts))
-    counts = candidates.counts
-    starts = sizes.cumsum() - sizes
-    unmet = counts - sizes
-    fresh = []
-    known = []
-    for a, size, left, draw in zip(
-        starts.tolist(), sizes.tolist(), unmet.tolist(), draws, strict=True
-    ):
-        P = likelihood[a : a + size]
-        most, rest = (
-            (budget, 0 if left else budget)
-            if newcomers is None
-            else (_max_newcomers(P, newcomers, budget), budget)
-        )
-        fresh.append(_draw_indices(left, most, draw))
-        known.append(_draw_by_likelihood(P, rest - len(fresh[-1]), draw) if rest else _NO_INDICES)
-    new = Ragged.from_arrays(fresh)
-    old = Ragged.from_arrays(known)
-    new_ids = candidates.ids_at(new.row_ids, new.values + _known_before(new, Ragged(places, sizes)))
+    agent = contacts.ids.row_ids
+    is_candidate, positions = candidates.find(agent, contacts.ids.values)
+    likelihood = contacts.likelihood[is_candidate]
+    sizes = np.bincount(agent[is_candidate], minlength=len(contacts))
+    known = Ragged(positions, sizes)
+    num_unknown = (candidates.counts - sizes).tolist()
+
+    new_ranks, old_indices = [], []
+    for P, unknown, draw in zip(known.with_values(likelihood), num_unknown, draws, strict=True):
+        if newcomers is None:
+            max_new = budget
+            total = 0 if unknown else budget
+        else:
+            max_new = _max_newcomers(P, newcomers, budget)
+            total = budget
+        new_ranks.append(_draw_indices(unknown, max_new, draw))
+        num_old = total - len(new_ranks[-1])
+        old_indices.append(_draw_by_likelihood(P, num_old, draw) if total else _NO_INDICES)
+
+    new = Ragged.from_arrays(new_ranks)
+    new_positions = new.values + _known_before(new, known)
+    old = Ragged.from_arrays(old_indices)
+    old_positions = positions[known.offsets[old.row_ids] + old.values]
     return _merge(
-        new.with_values(new_ids),
-        old.with_values(candidates.ids_at(old.row_ids, places[starts[old.row_ids] + old.values])),
+        new.with_values(candidates.ids_at(new.row_ids, new_positions)),
+        old.with_values(candidates.ids_at(old.row_ids, old_positions)),
     )
 
 
 def _max_newcomers(P: Float[np.ndarray, " k"], newcomers: float, budget: int) -> int:
-    """How many may be newcomers: a share of the budget, or what those who were met leave free of it."""
-    return max(math.ceil(newcomers * budget - 1e-9), budget - int((_fill_unknown(P) > 0).sum()))
+    """Return the share of the budget, or what the known peers leave of it."""
+    num_drawable = int((_fill_unknown(P) > 0).sum())
+    return max(math.ceil(newcomers * budget - 1e-9), budget - num_drawable)
 
 
-def _known_before(ranks: Ragged, places: Ragged) -> Int[np.ndarray, " s"]:
-    """How many peers that an agent has met come before each of those whom it has not: `ranks` number the latter alone,
-    from 0, and `places` are where the former are among all.
+def _known_before(ranks: Ragged, known: Ragged) -> Int[np.ndarray, " s"]:
+    """Count the known candidates before each unknown one.
 
-    As many as have at most `rank` others before them: the i-th that was met has places[i] - i of these.
+    `ranks` number the unknown candidates alone, and `known` are positions among all. The i-th known
+    candidate has known[i] - i unknown ones before it; it comes before rank r if they are at most r.
     """
-    others = places.values - (
-        np.arange(len(places.values)) - np.repeat(places.offsets, places.sizes)
-    )
-    span = 1 + max(
-        (int(values.max()) for values in (others, ranks.values) if len(values)), default=0
-    )
-    asker = ranks.row_ids
-    passed = (places.row_ids * span + others).searchsorted(
-        asker * span + ranks.values, side="right"
-    )
-    found: np.ndarray = passed - places.offsets[asker]
-    return found
+    indices = np.arange(len(known.values)) - np.repeat(known.offsets, known.sizes)
+    unknown_before = known.values - indices
+    numbers = [values for values in (unknown_before, ranks.values) if len(values)]
+    span = 1 + max((int(values.max()) for values in numbers), default=0)
+    keys = known.row_ids * span + unknown_before
+    passed = keys.searchsorted(ranks.row_ids * span + ranks.values, side="right")
+    counts: np.ndarray = passed - known.offsets[ranks.row_ids]
+    return counts
 
 
 @batched_selection
@@ -141,14 +151,22 @@ def uniform(
     budget: int,
     draws: Sequence[np.random.Generator],
 ) -> Ragged:
-    """`budget` peers uniformly at random without replacement: the random batch of DFedAvgM."""
-    counts = candidates.counts.tolist()
-    chosen = [
-        np.sort(draw.choice(n, min(budget, n), replace=False))
-        for n, draw in zip(counts, draws, strict=True)
-    ]
-    places = Ragged.from_arrays(chosen)
-    return places.with_values(candidates.ids_at(places.row_ids, places.values))
+    """Sample peers uniformly without replacement: the random batch of DFedAvgM.
+
+    Args:
+        contacts: Not used.
+        candidates: Peers that each agent may ask.
+        budget: M, the number of peers to ask.
+        draws: Source of randomness of each agent.
+
+    Returns:
+        Ids to ask, ascending.
+    """
+    positions = []
+    for count, draw in zip(candidates.counts.tolist(), draws, strict=True):
+        positions.append(np.sort(draw.choice(count, min(budget, count), replace=False)))
+    sampled = Ragged.from_arrays(positions)
+    return sampled.with_values(candidates.ids_at(sampled.row_ids, sampled.values))
 
 
 @batched_selection
@@ -158,7 +176,17 @@ def everyone(
     budget: int,
     draws: Sequence[np.random.Generator],
 ) -> Ragged:
-    """All peers, whatever the budget: the particles of eq:clustered_csp."""
+    """Return all peers, whatever the budget: the particles of eq:clustered_csp.
+
+    Args:
+        contacts: Contacts of each agent.
+        candidates: Peers that each agent may ask.
+        budget: Not used.
+        draws: Not used.
+
+    Returns:
+        Ids to ask, ascending.
+    """
     return Ragged.from_arrays([candidates.ids(k) for k in range(len(contacts))])
 
 
@@ -169,7 +197,17 @@ def no_peers(
     budget: int,
     draws: Sequence[np.random.Generator],
 ) -> Ragged:
-    """No peers: every agent for itself."""
+    """Return no peers, for agents that train alone.
+
+    Args:
+        contacts: Contacts of each agent.
+        candidates: Not used.
+        budget: Not used.
+        draws: Not used.
+
+    Returns:
+        An empty list per agent.
+    """
     return Ragged.empty(len(contacts))
 
 
@@ -179,50 +217,84 @@ def select_colluding_peers(
     budget: int,
     draws: Sequence[np.random.Generator],
 ) -> Ragged:
-    """The choices of malicious agents (sec:experiments): fellow attackers of its cluster first, then benign agents of
-    its cluster at random."""
-    near = colluders.counts.tolist()
-    far = benign.counts.tolist()
-    none = np.zeros(0, np.int64)
-    first = Ragged.from_arrays(
-        [_draw_indices(n, budget, draw) for n, draw in zip(near, draws, strict=True)]
+    """Select the peers of malicious agents, all of their own clusters (sec:experiments).
+
+    Args:
+        colluders: Fellow attackers, which come first.
+        benign: Benign agents, which fill up the budget at random.
+        budget: M, the largest number of peers to ask.
+        draws: Source of randomness of each agent.
+
+    Returns:
+        Ids to ask, ascending.
+    """
+    fellow_positions = []
+    benign_positions = []
+    for num_fellows, num_benign, draw in zip(
+        colluders.counts.tolist(), benign.counts.tolist(), draws, strict=True
+    ):
+        fellow_positions.append(_draw_indices(num_fellows, budget, draw))
+        if num_fellows <= budget:
+            size = min(budget - num_fellows, num_benign)
+            benign_positions.append(draw.choice(num_benign, size, replace=False))
+        else:
+            benign_positions.append(_NO_INDICES)
+
+    fellows = Ragged.from_arrays(fellow_positions)
+    others = Ragged.from_arrays(benign_positions)
+    return _merge(
+        fellows.with_values(colluders.ids_at(fellows.row_ids, fellows.values)),
+        others.with_values(benign.ids_at(others.row_ids, others.values)),
     )
-    then = Ragged.from_arrays(
-        [
-            draw.choice(others, min(budget - n, others), replace=False) if n <= budget else none
-            for n, others, draw in zip(near, far, draws, strict=True)
-        ]
-    )
-    near_ids = colluders.ids_at(first.row_ids, first.values)
-    far_ids = benign.ids_at(then.row_ids, then.values)
-    return _merge(first.with_values(near_ids), then.with_values(far_ids))
 
 
-def _merge(members: Ragged, others: Ragged) -> Ragged:
-    """The numbers of both, ascending, of each."""
-    values = np.concatenate([members.values, others.values])
-    owners = np.concatenate([members.row_ids, others.row_ids])
-    return Ragged(values[np.lexsort((values, owners))], members.sizes + others.sizes)
+def _merge(first: Ragged, second: Ragged) -> Ragged:
+    """Return the numbers of both lists of each agent, ascending."""
+    values = np.concatenate([first.values, second.values])
+    agents = np.concatenate([first.row_ids, second.row_ids])
+    return Ragged(values[np.lexsort((values, agents))], first.sizes + second.sizes)
 
 
 _EXTRA_INPUTS = ("n", "me")
-"""What a user's selection may look at beside: the round, and its agent's own id."""
+"""Further inputs of a user's selection: the round, and the agent's id."""
 
 
 def resolve_selection(choice: PluginChoice) -> functools.partial[Any]:
-    """The selection that a configuration means; raises ConfigError, also where it looks at what there is not."""
+    """Return the selection that a configuration names.
+
+    Args:
+        choice: Name, function or table.
+
+    Returns:
+        The selection with its parameters.
+
+    Raises:
+        ConfigError: There is no such selection, or it has an unknown input.
+    """
     select = plugins.resolve_and_bind("selection", choice, sys.modules[__name__])
     extra_inputs(select)
     return select
 
 
 def extra_inputs(select: Select) -> tuple[str, ...]:
-    """Which of `EXTRA` a selection looks at; raises ConfigError where it needs anything else."""
+    """Return the further inputs that a selection takes: "n" and "me".
+
+    Args:
+        select: The selection.
+
+    Returns:
+        Names of the inputs after the first four.
+
+    Raises:
+        ConfigError: It takes any other input.
+    """
     names = plugins.positional_inputs(getattr(select, "func", select))[4:]
-    if unknown := [name for name in names if name not in _EXTRA_INPUTS]:
-        near = plugins.did_you_mean(unknown[0], _EXTRA_INPUTS)
+    unknown = [name for name in names if name not in _EXTRA_INPUTS]
+    if unknown:
+        suggestion = plugins.did_you_mean(unknown[0], _EXTRA_INPUTS)
         raise ConfigError(
-            f"the selection looks at `{unknown[0]}`.{near} There is: {', '.join(_EXTRA_INPUTS)}"
+            f"the selection looks at `{unknown[0]}`.{suggestion} There is: "
+            f"{', '.join(_EXTRA_INPUTS)}"
         )
     return names
 
@@ -230,30 +302,30 @@ def extra_inputs(select: Select) -> tuple[str, ...]:
 def _draw_indices(
     n: int, size: int, draw: np.random.Generator, p: Float[np.ndarray, " n"] | None = None
 ) -> Int[np.ndarray, " s"]:
-    """`size` of the numbers below n without replacement, uniformly or by `p`; all of them where they are fewer."""
+    """Draw `size` of the numbers below n without replacement, ascending; all if n <= size."""
     if n <= size and p is None:
         return np.arange(n)
-    chosen = draw.choice(n, size, replace=False, p=p)
-    chosen.sort()
-    return chosen
+    indices = draw.choice(n, size, replace=False, p=p)
+    indices.sort()
+    return indices
 
 
 def _draw_by_likelihood(
-    likelihood: Float[np.ndarray, " k"], budget: int, draw: np.random.Generator
+    likelihood: Float[np.ndarray, " k"], size: int, draw: np.random.Generator
 ) -> Int[np.ndarray, " s"]:
-    """The places of `budget` peers, drawn by their likelihood."""
+    """Draw indices with probability proportional to the likelihood; fewer where it is 0."""
     likelihood = _fill_unknown(likelihood)
     total = float(torch.from_numpy(likelihood).sum())
     if not total > 0:
         return np.zeros(0, np.int64)
     p = likelihood / total
-    return _draw_indices(len(p), min(budget, int((p > 0).sum())), draw, p)
+    return _draw_indices(len(p), min(size, int((p > 0).sum())), draw, p)
 
 
 def _fill_unknown(likelihood: Float[np.ndarray, " k"]) -> Float[np.ndarray, " k"]:
-    """The likelihood, of those who never answered that of an average one."""
-    unknown = np.isnan(likelihood)
-    if not unknown.any():
+    """Replace NaN, of a peer that never answered, by the mean likelihood."""
+    is_unknown = np.isnan(likelihood)
+    if not is_unknown.any():
         return likelihood
-    mean = 1.0 if unknown.all() else float(torch.from_numpy(likelihood).nanmean())
-    return np.where(unknown, mean, likelihood)
+    mean = 1.0 if is_unknown.all() else float(torch.from_numpy(likelihood).nanmean())
+    return np.where(is_unknown, mean, likelihood)

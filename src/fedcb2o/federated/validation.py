@@ -258,8 +258,8 @@ def validation_losses(
 ) -> Losses:
     """Compute the losses of models on their agents' validation data (line 3, eq:benignAgentObj).
 
-    Where the algorithm's `interpolation` is below 1, the loss is that of a point on the way from the
-    agent's own model to the received one.
+    Where the algorithm's `interpolation` is below 1, the loss is that of a point between the
+    agent's own model and the received one.
 
     Args:
         group: Group of the agents.
