@@ -163,7 +163,7 @@ def test_where_gradients_overrun_their_memory_the_other_way_is_not_tried(monkeyp
 
 @pytest.mark.parametrize("size", [8, 28])
 def test_the_networks_that_are_built_in_are_far_from_the_margin(size):
-    """So that two runs of one experiment have one set of bits: `layout` falls alike in each of some trials."""
+    """Trials agree, so that two runs of one experiment have the same bits."""
     module, x = architectures.resnet((1, size, size), 10), torch.rand(8, 1, size, size)
     assert {autotune.fastest_layout(module, x, "float32") for _ in range(4)} == {"contiguous"}
 
@@ -177,7 +177,9 @@ def test_a_start_that_is_killed_before_the_first_round_keeps_what_was_chosen(tmp
 
     with monkeypatch.context() as patched:
         patched.setattr(autotune, "fastest_layout", lambda *_: "channels_last")
-        patched.setattr(sys.modules["fedcb2o.experiments.runs.local_backend"], "open_local_engine", stopped)
+        patched.setattr(
+            sys.modules["fedcb2o.experiments.runs.local_backend"], "open_local_engine", stopped
+        )
         with pytest.raises(StopError):
             run(experiment, out=tmp_path / "killed", workers=1)
     monkeypatch.setattr(autotune, "fastest_layout", lambda *_: pytest.fail("timed"))

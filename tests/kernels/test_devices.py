@@ -1,5 +1,4 @@
-"""Models and data on another device: a GPU where there is one, the same code computed on the CPU under a pretended
-device, which refuses what mixes devices, and several agents in one program on the CPU itself."""
+"""Models and data on another device: a GPU, or a pretended device that computes on the CPU."""
 
 import contextlib
 import json
@@ -56,7 +55,12 @@ RUNS = {
     "distance": tiny(rounds=2, algorithm={"criterion": "distance", "own_model": "judged"}),
     "half-way": tiny(
         rounds=2,
-        algorithm={"loss_tolerance": 1.0, "interpolation": 0.5, "own_model": "judged", "criterion": TESTED_GAP},
+        algorithm={
+            "loss_tolerance": 1.0,
+            "interpolation": 0.5,
+            "own_model": "judged",
+            "criterion": TESTED_GAP,
+        },
     ),
     "weighted median": tiny(
         rounds=2, algorithm={"loss_tolerance": 1.0, "own_model": "judged", "point": "median"}

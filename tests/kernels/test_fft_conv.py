@@ -93,9 +93,13 @@ def test_by_hand(always):
 
 
 def test_the_papers_second_convolution_takes_a_quarter_of_the_multiplications():
-    """64 images of 32 channels to 64: 25 * 14^2 * 64 * 32 * 64 = 642,252,800; on 16 x 9 frequencies 4 * 144 * 64 * 32 *
-    64 = 75,497,472 in products, and 18 * h * w + 9 * 32 * 2 * w for each of 2,048 images, 2,048 kernels and 4,096
-    results: 11,592 * 6,144 + 3,330 * 2,048 = 78,041,088. Together 153,538,560, 4.18 times fewer."""
+    """Count the multiplications of 64 images of 32 channels to 64.
+
+    direct            25 * 14^2 * 64 * 32 * 64                 = 642,252,800
+    products          4 * 144 * 64 * 32 * 64 (16 x 9)          =  75,497,472
+    transforms        11,592 * 6,144 + 3,330 * 2,048           =  78,041,088
+    by spectra        153,538,560, 4.18 times fewer
+    """
     for fewer, expected in ((4.18, True), (4.19, False)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fft_conv, "MIN_SAVING", fewer)
@@ -228,7 +232,7 @@ def test_training_after_inference():
 def test_a_network_repeats_its_bits_and_finds_what_pytorch_finds():
     module, x = architectures.cnn((1, 28, 28), 10, hidden=8), drawn(16, 1, 28, 28)
     parameters = list(module.parameters())
-    # Always the same: rounding makes a pooling of three in 120 random networks take the other of two near values.
+    # Fixed: in three of 120 random networks rounding makes a pooling choose another value.
     nn.utils.vector_to_parameters(
         drawn(sum(p.numel() for p in parameters), seed=1) / 20, parameters
     )

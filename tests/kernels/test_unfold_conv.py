@@ -1,5 +1,4 @@
-"""Convolutions of several networks as batched products: the same numbers to rounding as each network's own, for any
-network."""
+"""Convolutions of several networks as batched products, equal to rounding."""
 
 import math
 
@@ -32,7 +31,7 @@ def of_each(convolve, x, parameters):
 
 
 def agree(convolve, x, parameters):
-    """Several networks at once find what each finds by itself, and its gradients, without a convolution."""
+    """Several networks at once have each network's outputs and gradients."""
     y, found, convolutions = of_each(convolve, x, parameters)
     assert convolutions == 0
     assert y.is_contiguous()

@@ -1,4 +1,4 @@
-"""Workers and the memory they share: results in order, errors whole, nobody and nothing left behind."""
+"""Executors and shared memory: order of results, errors, and no process or file left."""
 
 import contextlib
 import fcntl
@@ -341,7 +341,7 @@ def test_workers_let_go_of_an_arena_that_is_gone():
 
 
 class Slow:
-    """A world that takes its time to go, as mapped memory does, and writes down when it began and when it had gone."""
+    """A context that is slow to delete, like mapped memory, and records start and end."""
 
     def __init__(self, folder):
         self.folder = folder

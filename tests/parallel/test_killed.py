@@ -1,4 +1,4 @@
-"""Processes that are killed in the middle of things: nobody lives on, and a resume ends in the undisturbed bits."""
+"""Killed processes: no process survives, and a resumed run has the undisturbed bits."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from tests.tiny import bits, here, write
 from fedcb2o.parallel import shared_memory
 from fedcb2o.rng import stream
 
-# A user's module that kills its own process, or the other one, at a moment that the environment names.
+# A user's module that kills its own or the other process at a moment in the environment.
 SABOTEUR = '''
 import atexit
 import os
@@ -76,7 +76,7 @@ if PLACE == "leaving" and "--workers" not in Path("/proc/self/cmdline").read_tex
 if PLACE == "mixing":
     whole = local_engine.mix_
 
-    def mix_(pool, mixture, start, stop, *, copied=False):
+    def mix_(pool, mixture, start, stop, *, through_copy=False):
         middle = (start + stop) // 2
         whole(pool, mixture, start, middle)
         strike()
@@ -138,7 +138,7 @@ def start_run(path, out, sabotage="nowhere parent 0"):
 
 
 def left_by(pid: int) -> set[Path]:
-    """What a process shared with others and is still there: arenas, semaphores and what else bears its number."""
+    """Return the shared files of a process that still exist."""
     return {
         path
         for folder in shared_memory._candidate_folders()
@@ -148,7 +148,7 @@ def left_by(pid: int) -> set[Path]:
 
 
 PLACES = {"training": 40, "judging": 8, "mixing": 3, "writing": 2, "renaming": 2}
-"""A moment inside which to kill, and how often one process passes it at least, before the last round ends."""
+"""A moment to kill in, and how often a process passes it at least before the last round."""
 
 QUICK = {("training", "parent"), ("mixing", "worker"), ("writing", "parent")}
 
@@ -191,7 +191,7 @@ def test_a_kill_in_the_middle_changes_no_bit(undisturbed, tmp_path, place, victi
 
 
 def goes_on_to(expected: dict[str, bytes], path: Path, out: Path) -> None:
-    """The run that was stopped in `out` has the expected bits when it is resumed, here with one worker."""
+    """Resume the run in `out` with one worker, and compare its bits."""
     done = here("run", path, "--out", out, "--workers", 1, "--resume")
     assert (done.status, "Error" in done.err) == (0, False), done.err
     assert bits(out) == expected
@@ -218,7 +218,34 @@ WAYS = {
     "group-SIGTERM": (143, "Terminated"),
     "parent-SIGTERM": (143, "Terminated"),
 }
-"""Ctrl-C on a terminal goes to a whole group, a signal by `kill` to one process: status, and the word that says it."""
+"""Status and message. Ctrl-C goes to a process group, `kill` to one process."""
+
+
+def wait_for_rounds(out: Path) -> None:
+    """Wait until a run has recorded some rounds."""
+    pairs = out / "seed-1000" / "pairs.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if pairs.exists() and pairs.read_bytes().count(b"\n") >= 3:
+            return
+        time.sleep(0.01)
+
+
+@needs_proc
+@pytest.mark.slow
+def test_a_run_that_starts_with_sigint_ignored_ignores_it(undisturbed, tmp_path):
+    path, expected = undisturbed
+    out = tmp_path / "run"
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a background job of a script
+    try:
+        process = start_run(path, out, "slowly nobody 0")
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    wait_for_rounds(out)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert bits(out) == expected
 
 
 @needs_proc
@@ -229,12 +256,7 @@ def test_what_stops_a_run_is_one_line_and_leaves_nothing(undisturbed, tmp_path, 
     path, expected = undisturbed
     out = tmp_path / "run"
     process = start_run(path, out, "slowly nobody 0")
-    pairs, deadline = out / "seed-1000" / "pairs.jsonl", time.monotonic() + 60
-    while (
-        not (pairs.exists() and pairs.read_bytes().count(b"\n") >= 3)
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.01)
+    wait_for_rounds(out)
     victim, name = way.split("-")
     (os.killpg if victim == "group" else os.kill)(process.pid, signal.Signals[name])
     output, errors = process.communicate(timeout=60)

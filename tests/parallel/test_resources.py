@@ -22,7 +22,7 @@ from fedcb2o.parallel import resources, shared_memory
 )
 @pytest.mark.parametrize("where", [".", "pod", "pod/box"])
 def test_control_groups_limit_what_is_free(tmp_path, line, limit, used, where):
-    """Those around a process's own too; pages of files do not count, as the system takes them back."""
+    """Parent groups limit too. Pages of files do not count, because the system can drop them."""
     group = tmp_path / "sys/fs/cgroup" / line.split(":")[1] / where
     group.mkdir(parents=True)
     (tmp_path / "proc/self").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A cluster finds the same as one machine, bit for bit: agents in blocks, each in an actor with a pool of its own."""
+"""A cluster computes the same bits as one machine."""
 
 import dataclasses
 from collections.abc import Callable
@@ -102,7 +102,7 @@ def crafting(name: str) -> Attack:
 
 
 def clustered(actors, scene: Scene, count: int, nodes: int = 2) -> RayEngine:
-    """The engine of at most so many blocks, on so many nodes by what it is told, before its first round."""
+    """Create an engine of at most `count` workers on pretended nodes."""
     block = scene.block()
     shares = shard_agents(block.spec, block.data.train.sizes.tolist(), [1.0] * count)
     on = [f"node {b % nodes}" for b in range(len(shares))]
@@ -242,7 +242,7 @@ def test_pre_steps(cluster, rule, pre_step):
 
 @stateful(uses_previous=True)
 def steady(state, judged):
-    """Whoever was here before counts as often as it was; it also keeps its model, and looks at the one before."""
+    """Weigh peers by their number of messages; keep the model, and read the previous one."""
     assert not judged.models[judged.previous].equal(judged.theta)
     assert not state or not state["theta"].equal(judged.theta)
     seen = state.get("seen", torch.zeros(len(CLUSTER))).clone()
@@ -260,7 +260,7 @@ def test_a_rule_with_memory(cluster):
 
 
 def test_what_rules_keep_stays_with_the_agents(cluster):
-    """It comes when it is looked at, as it is after the last round, and another cluster goes on from it."""
+    """States are fetched on demand, and another cluster continues from them."""
     scene = Scene(
         by_steady, flipped, network, True, False, {"kernels": KernelConfig(models_per_batch=2)}
     )
@@ -308,7 +308,7 @@ def test_no_byte_goes_that_was_not_asked_for(cluster, count, nodes):
 
 
 def test_an_error_of_an_actor_is_no_loss(cluster):
-    """It would come again. An actor that is asked for a row which it has not says so to whoever takes it."""
+    """A repeated attempt would fail too: the row does not exist."""
     engine = clustered(cluster, Scene(algorithms.dfedavgm, flipped, network, True, False, {}), 2)
     refs = [engine.actors.handles[0].export_rows.remote(np.array([10**6, 10**6 + 1]))]
     told = r"^work on the cluster failed \(.*Error: .*\)$"
@@ -334,7 +334,7 @@ GONE = ray.exceptions.WorkerCrashedError()
         (
             FULL,
             RunError,
-            r"^Ray's store or disk is full on a node \(ObjectStoreFullError: no room\): take more nodes",
+            r"^Ray's store or disk is full on a node \(ObjectStoreFullError: no room\): take more",
         ),
         (GONE, WorkerLostError, r"^a part of the cluster is lost \(WorkerCrashedError: .*\)$"),
     ],

@@ -290,7 +290,10 @@ def test_lost_metrics_are_told_and_not_made_up(stopped):
     path, short, out, _ = stopped
     stop(short, out)
     (out / "seed-1000/metrics.jsonl").write_text("garbage\n")
-    lacks = "metrics.jsonl is damaged: it lacks rounds before the checkpoint's round 2, or has some twice"
+    lacks = (
+        "metrics.jsonl is damaged: it lacks rounds before the checkpoint's round 2, "
+        "or has some twice"
+    )
     assert lacks in resume(path, out).one_line()
 
 
@@ -358,12 +361,13 @@ main()
     ("limit", "file"), [(6_000, "metrics.jsonl"), (100_000, "checkpoint.safetensors")]
 )
 def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, limit, file):
-    # A checkpoint of 6 agents has 4 kB with 1 hidden unit, 150 kB with 80; a line of metrics half a kB.
+    # A checkpoint of 6 agents has 4 kB with 1 hidden unit, 150 kB with 80; a metrics line 0.5 kB.
     hidden, rounds = (80, 2) if file == "checkpoint.safetensors" else (1, 16)
     path = write(tmp_path / "tiny.toml", rounds=rounds, model={"hidden": [hidden]})
     out = tmp_path / "run"
+    words = ["run", path, "--out", out, "--workers", "1"]
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(limit), "fedcb2o", "run", path, "--out", out, "--workers", "1"],
+        [sys.executable, "-c", LIMITED, str(limit), "fedcb2o", *words],
         env=ENVIRONMENT, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     said = [line for line in done.stderr.splitlines() if not line.startswith("tiny seed")]

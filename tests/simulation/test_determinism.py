@@ -1,4 +1,4 @@
-"""The same seed and settings give the same bits: whatever the workers, interrupted or not, alone or among others."""
+"""Equal seed and settings give equal bits, for any workers, after an interruption or not."""
 
 import json
 
@@ -31,7 +31,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """Every variant with 1, 2 and 3 workers; all with as many after each other, since the same workers then go on."""
+    """Run every variant with 1, 2 and 3 workers, in this order, so that workers are reused."""
     folder = tmp_path_factory.mktemp("workers")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(

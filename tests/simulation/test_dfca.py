@@ -42,7 +42,7 @@ def best_of(engine, held):
 
 
 def oracle_round(engine, agents, held, n, asked, published):
-    """Eq. (7): each agent averages each of its K networks with what came for it, its own one trained where it did."""
+    """Average each of the agents' K networks with the received ones (Eq. 7)."""
     best = best_of(engine, held)
     for agent, own, k in zip(agents, held, best, strict=True):
         agent.module = copy.deepcopy(own[k])
@@ -168,7 +168,7 @@ def test_what_is_kept_and_on_record(tmp_path, initialisation):
         any(theta.equal(each) for each in own) for theta, own in zip(saved[:8], held, strict=True)
     )
     assert all(not own[0].equal(own[1]) for own in held)
-    # In one round with one peer, most agents have a model that nobody trained: the first one, which all have or not.
+    # In one round with one peer, most agents have a model that nobody trained: the initial one.
     rows = {tuple(theta[:8].tolist()) for theta in held.flatten(0, 1)}
     assert (len(rows) == 16) == (initialisation == "independent")
     (line,) = [

@@ -1,4 +1,4 @@
-"""IFCA in whole rounds against plain loops; what is on record; a model that nobody chooses; the same bits always."""
+"""IFCA in whole rounds against plain loops: models, records, and equal bits."""
 
 import copy
 import functools
@@ -43,7 +43,7 @@ def true_data(engine, j):
 
 
 def best_of(engine, centres):
-    """For each agent, the model with the least loss on its own training data, before anybody poisons them."""
+    """Return each agent's model of least loss on its training data without poison."""
     best = []
     for j in range(len(CLUSTER)):
         x, y = true_data(engine, j)
@@ -54,7 +54,7 @@ def best_of(engine, centres):
 
 
 def oracle_round(engine, agents, centres, n, published=lambda j, theta: theta):
-    """A round of IFCA: each agent trains the model that it chooses; model k becomes the average of those that chose it.
+    """Run a round of IFCA: train the chosen models, then average those of each cluster.
 
     Gives whose models make up each of the K, with their weights.
     """
@@ -82,7 +82,7 @@ def oracle_round(engine, agents, centres, n, published=lambda j, theta: theta):
 
 
 def engine_of(num_models, weights="equal", attack=ours.FLIP, settings=None, **changes):
-    """All agents and a coordinator, which holds models so alike that not everybody chooses the same."""
+    """Return an engine whose K models are similar, so that agents choose differently."""
     algorithm = algorithms.ifca(models=num_models, weights=weights, **(settings or {}))
     engine = ours.together(algorithm, attack=attack, collude=False, **changes)
     kept = len(kept_of(engine))
@@ -121,7 +121,7 @@ def one_by_one(engine, count):
 
 
 def compare(engine, published=lambda j, theta: theta, num_rounds=5):
-    """Run both, and hold the K models, each agent's model and every weight equal after every round."""
+    """Run both; compare the K models, the agents' models and the weights of every round."""
     centres = modules_of(engine)
     agents = oracle_agents(engine, network, reference.FEDCB2O)
     seen = [best_of(engine, centres)]

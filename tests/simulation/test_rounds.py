@@ -1,5 +1,4 @@
-"""Two engines find the same: agents who share a pool on one machine, and agents in blocks with pools of their own who
-send each other bytes. The same choices, records and models, bit for bit, whatever the blocks and the order of rows."""
+"""Two engines compute the same decisions, records and models, bit for bit."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Whole rounds by robust rules: what comes out is the rule of what was received; the same bits always."""
+"""Whole rounds by robust rules: outputs equal the rule of the inputs; equal bits."""
 
 import functools
 import json
@@ -38,7 +38,7 @@ def by_rule(name, **more):
 
 
 def one_round(algorithm, attack=None, **changes):
-    """The models before the round and after LocalUpdate, the engine after the whole round, and what each chose."""
+    """Return the models before the round and after LocalUpdate, the engine and the choices."""
     engines = [
         ours.together(algorithm, attack=attack or Attack(), malicious_share=SHARE, **changes)
         for _ in range(2)

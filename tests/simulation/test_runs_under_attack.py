@@ -1,4 +1,4 @@
-"""Whole runs under attack: each attack runs, from its round on; configurations; the same bits always."""
+"""Whole runs under attack: attacks start in their round; configurations; equal bits."""
 
 import json
 
@@ -205,7 +205,7 @@ def test_who_sends_a_receivers_own_model_back_gets_little_weight_for_it(tmp_path
 
 
 def test_benign_peers_that_begin_alike_go_on_exchanging(tmp_path):
-    """With many samples alike all move alike in the first round, and are near each other; later they are not."""
+    """Equal samples give similar first steps; later steps differ."""
     team = {"agents.num_clusters": 1, "agents.benign": 4, "agents.malicious": 0, "agents.budget": 3}
     experiment = load(
         "digits-fedcb2o", {**team, "agents.benign_samples": 200, "rounds": 3, "seeds": [0]}
