@@ -1,4 +1,8 @@
-"""Modules of the optional extra `peer`, which may not be installed."""
+"""Modules of the optional extra `peer`, which may not be installed.
+
+Example:
+    >>> require_peer_extra()
+"""
 
 from importlib.util import find_spec
 

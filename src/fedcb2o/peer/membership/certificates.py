@@ -25,7 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedcb2o.errors import ConfigError
 
 ROOT_DAYS = 20 * 365
-CLOCK_TOLERANCE = timedelta(days=1)
+_CLOCK_TOLERANCE = timedelta(days=1)
 """Time before its creation from which a certificate is valid, because clocks differ."""
 DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -253,7 +253,7 @@ def _certificate_builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now.astimezone(UTC) - CLOCK_TOLERANCE)
+        .not_valid_before(now.astimezone(UTC) - _CLOCK_TOLERANCE)
         .not_valid_after(until.astimezone(UTC))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )

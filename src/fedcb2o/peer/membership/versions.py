@@ -30,7 +30,7 @@ _SIGNATURE_CONTEXT = b"fedcb2o federation 1\n"
 MembersById = Mapping[int, Member]
 
 
-class MemberEntry(Section):
+class _MemberEntry(Section):
     """A member with its id, as in the file."""
 
     id: Annotated[int, Field(ge=0, lt=2**16)]
@@ -50,7 +50,9 @@ class Signature(Section):
 class Version(Section):
     """Members of one version, and signatures of previous members."""
 
-    members: Annotated[tuple[MemberEntry, ...], Field(strict=False, min_length=2, max_length=2**12)]
+    members: Annotated[
+        tuple[_MemberEntry, ...], Field(strict=False, min_length=2, max_length=2**12)
+    ]
     signatures: Annotated[tuple[Signature, ...], Field(strict=False, max_length=2**12)] = ()
 
 
@@ -66,7 +68,7 @@ def parse_members(versions: Sequence[Version]) -> tuple[MembersById, ...]:
     Raises:
         ConfigError: An entry is not that of a member.
     """
-    cache: dict[MemberEntry, Member] = {}  # most members stay from version to version
+    cache: dict[_MemberEntry, Member] = {}  # most members stay from version to version
     parsed = []
     for number, version in enumerate(versions, start=1):
         members = {}

@@ -2,6 +2,10 @@
 
 It runs everything that real organisations would: keys, a federation, eight processes without a
 server, and a summary of the attacks.
+
+Example:
+    >>> len(set(free_ports(3)))
+    3
 """
 
 import contextlib
@@ -32,7 +36,7 @@ from fedcb2o.records import write_toml
 
 _LOGGER = logging.getLogger(__name__)
 
-ORGANISATIONS = tuple(f"hospital-{letter}" for letter in "abcdefgh")
+_ORGANISATIONS = tuple(f"hospital-{letter}" for letter in "abcdefgh")
 BENIGN, FLIPPER, GARBAGE = "benign", "flips 9 to 4", "sends garbage"
 EXPERIMENT = {
     "name": "peers-demo",
@@ -51,9 +55,9 @@ TABLE_NOTE = (
     "rounds. Proofs: number of benign agents with a proof that the agent signed two models for one "
     "round."
 )
-ROUND_SECONDS = 0.8  # about the pace of all agents on any machine
-DEADLINE_SECONDS = 5.0
-LINGER_SECONDS = 10  # after the last round: the Byzantine peer never reports that it is done
+_ROUND_SECONDS = 0.8  # about the pace of all agents on any machine
+_DEADLINE_SECONDS = 5.0
+_LINGER_SECONDS = 10  # after the last round: the Byzantine peer never reports that it is done
 STOP_SECONDS = 5.0  # time for a process to end by itself
 RUN_COMMAND = (sys.executable, "-m", "fedcb2o", "peer", "run")
 _REPORT_INTERVAL_SECONDS = 10  # between two progress lines without a terminal
@@ -97,7 +101,7 @@ def run_demo(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} is not empty: remove it, or choose another --out")
     experiment = load("digits-fedcb2o", {**EXPERIMENT, "rounds": rounds})
-    agents, federation = prepare_demo(out, experiment)
+    agents, federation = _prepare_demo(out, experiment)
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for agent in agents:
@@ -108,7 +112,7 @@ def run_demo(
     return result_tables(agents)
 
 
-def prepare_demo(out: Path, experiment: Experiment) -> tuple[list[DemoAgent], Path]:
+def _prepare_demo(out: Path, experiment: Experiment) -> tuple[list[DemoAgent], Path]:
     """Create the keys and the federation of all organisations.
 
     Args:
@@ -126,7 +130,7 @@ def prepare_demo(out: Path, experiment: Experiment) -> tuple[list[DemoAgent], Pa
 
     agents, members = [], []
     (out / "logs").mkdir(parents=True)
-    for name, kind, port in zip(ORGANISATIONS, kinds, free_ports(len(kinds)), strict=True):
+    for name, kind, port in zip(_ORGANISATIONS, kinds, free_ports(len(kinds)), strict=True):
         log = out / "logs" / f"{name}.log"
         agent = DemoAgent(name, kind, keys=out / "keys" / name, out=out / name, log=log)
         endpoint = f"127.0.0.1:{port}"
@@ -137,8 +141,8 @@ def prepare_demo(out: Path, experiment: Experiment) -> tuple[list[DemoAgent], Pa
         experiment,
         members,
         dataset=dataset,
-        round_seconds=ROUND_SECONDS,
-        deadline_seconds=DEADLINE_SECONDS,
+        round_seconds=_ROUND_SECONDS,
+        deadline_seconds=_DEADLINE_SECONDS,
     )
     write_federation(federation, out / "federation.toml")
     write_toml(out / "experiment.toml", experiment.settings())
@@ -173,7 +177,7 @@ def _start_agent(agent: DemoAgent, federation: Path, out: Path) -> "subprocess.P
         "--out",
         agent.out,
         "--linger",
-        LINGER_SECONDS,
+        _LINGER_SECONDS,
     )
     if agent.kind == GARBAGE:
         module = "fedcb2o.peer.node.byzantine_peer"

@@ -226,7 +226,7 @@ class Node:
                     peers = transport.connected_peers()
                     newest = client.newest_own_manifest(peers, HELLO_SECONDS)
                     self._guard_signed_rounds(journal, newest)
-                    traffic = TrafficCounter(server, client)
+                    traffic = _TrafficCounter(server, client)
                     yield from self._run_rounds(engine, state, log, codec, monitor, traffic)
                 self._save_model(group)
                 if has_rounds_left:  # otherwise it has no model of a round to offer
@@ -251,7 +251,7 @@ class Node:
         log: records.RoundLog,
         codec: Codec,
         monitor: PeerMonitor,
-        traffic: "TrafficCounter",
+        traffic: "_TrafficCounter",
     ) -> Iterator[dict[str, Any]]:
         """Run the remaining rounds; write record and checkpoint of each, then throttle."""
         federation = self.federation
@@ -410,7 +410,7 @@ class Node:
         records.atomic_write(self.out / _MODEL_FILE, lambda path: save_file(tensors, path))
 
     def _round_record(
-        self, result: Round, engine: PeerEngine, traffic: "TrafficCounter", monitor: PeerMonitor
+        self, result: Round, engine: PeerEngine, traffic: "_TrafficCounter", monitor: PeerMonitor
     ) -> dict[str, Any]:
         """Return the record of a round in rounds.jsonl."""
         decisions = result.decisions
@@ -468,7 +468,7 @@ class Node:
         }
 
 
-class TrafficCounter:
+class _TrafficCounter:
     """Counter of a node's traffic since the last call.
 
     Args:

@@ -1,4 +1,9 @@
-"""Interface of an observer of a node's progress."""
+"""Interface of an observer of a node's progress.
+
+Example:
+    >>> isinstance(NullObserver(), NodeObserver)
+    True
+"""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable

@@ -1,4 +1,10 @@
-"""Figures of one node's rounds, in the style of the other reports."""
+"""Figures of one node's rounds, in the style of the other reports.
+
+Example:
+    >>> record = RoundRecord(round=1, asked=[1, 2], received=[], refused={2: "hash"})
+    >>> outcomes(record)
+    {1: 'no answer', 2: 'refused'}
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,10 @@
-"""Records of a node's run, checked: they may be damaged or forged."""
+"""Records of a node's run, checked: they may be damaged or forged.
+
+Example:
+    >>> record = RoundRecord(round=1, asked=[], received=[], seconds={"train": 1.5, "mix": 0.5})
+    >>> record.duration_seconds
+    2.0
+"""
 
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -29,7 +35,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, strict=True)
 
 
-class NodeInfo(_Record):
+class _NodeInfo(_Record):
     """Node that wrote a folder, from agent.json."""
 
     name: _Name
@@ -109,7 +115,7 @@ class RoundRecord(_Record):
 
 
 @dataclass(frozen=True)
-class ProofSummary:
+class _ProofSummary:
     """Unverified content of a proof; `fedcb2o peer proof FILE` verifies it.
 
     Attributes:
@@ -134,7 +140,7 @@ class PeerRecords:
     """
 
     folder: Path
-    info: NodeInfo
+    info: _NodeInfo
     rounds: tuple[RoundRecord, ...]
 
     @classmethod
@@ -155,7 +161,7 @@ class PeerRecords:
             raise RunError(
                 f"{folder} holds no agent.json: name the folder of a `fedcb2o peer run`, its --out"
             )
-        info = _validated(NodeInfo, path, _read_bounded(path), "")
+        info = _validated(_NodeInfo, path, _read_bounded(path), "")
         return cls(folder, info, tuple(_read_rounds(folder / "rounds.jsonl")))
 
     @cached_property
@@ -190,7 +196,7 @@ class PeerRecords:
         }
 
     @cached_property
-    def proofs(self) -> list[ProofSummary]:
+    def proofs(self) -> list[_ProofSummary]:
         """Proofs of equivocation, sorted by file name."""
         paths = (self.folder / "proofs").glob("*.proof.toml")
         return [_read_proof(path) for path in sorted(paths)]
@@ -251,11 +257,11 @@ def _read_bounded(path: Path) -> bytes:
     return content
 
 
-def _read_proof(path: Path) -> ProofSummary:
+def _read_proof(path: Path) -> _ProofSummary:
     try:
         table = tomllib.loads(_read_bounded(path).decode())
     except (RunError, ValueError, RecursionError):  # a page lists every file
-        return ProofSummary(path.name, "cannot be read", "")
+        return _ProofSummary(path.name, "cannot be read", "")
     agent = str(table.get("name", ""))[:200]
     round = str(table.get("round", ""))[:20]
-    return ProofSummary(path.name, agent, round)
+    return _ProofSummary(path.name, agent, round)

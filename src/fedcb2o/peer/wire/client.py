@@ -38,7 +38,7 @@ from fedcb2o.peer.wire.equivocation import Ledger
 from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, Manifest, Request, RequestKind
 from fedcb2o.peer.wire.transport import Transport
 
-CHUNKS_IN_FLIGHT = 4  # of one model
+_CHUNKS_IN_FLIGHT = 4  # of one model
 _MAX_TRIES = 3  # at a peer that does not answer
 _MAX_WITNESSES = 4  # manifests that one answer may make us ask for
 _RETRY_SECONDS = 0.01, 0.25  # first and longest pause before a peer without a model is asked again
@@ -452,7 +452,7 @@ class _ModelDownload:
         count = len(manifest.chunks)
         whole = hashlib.sha256()
         pending = deque(
-            self._request_chunk(manifest, k) for k in range(min(count, CHUNKS_IN_FLIGHT))
+            self._request_chunk(manifest, k) for k in range(min(count, _CHUNKS_IN_FLIGHT))
         )
         for k, expected in enumerate(manifest.chunks):
             start = k * protocol.CHUNK_BYTES
@@ -465,8 +465,8 @@ class _ModelDownload:
             if chunk is None:
                 return _LATE if time.monotonic() > self.deadline else reason
 
-            if k + CHUNKS_IN_FLIGHT < count:
-                pending.append(self._request_chunk(manifest, k + CHUNKS_IN_FLIGHT))
+            if k + _CHUNKS_IN_FLIGHT < count:
+                pending.append(self._request_chunk(manifest, k + _CHUNKS_IN_FLIGHT))
             whole.update(chunk)
             with self.lock:
                 if not self.is_open:

@@ -139,7 +139,8 @@ class RawCodec:
             into: The tensor that `decode_` will fill.
 
         Returns:
-            Writable memory of `size` bytes."""
+            Writable memory of `size` bytes.
+        """
         if size == self.max_bytes and sys.byteorder == "little" and into.device.type == "cpu":
             return into.numpy().data.cast("B")
         return memoryview(bytearray(size))
@@ -194,7 +195,8 @@ class Int8Codec:
             theta: The model, shape [d].
 
         Returns:
-            One zstandard frame."""
+            One zstandard frame.
+        """
         theta = theta.detach().cpu()
         content = np.empty(self._size, np.uint8)
         scales = content[: 4 * self._num_blocks].view("<f4")

@@ -3,6 +3,11 @@
 Manifests are signed. Two different ones of one agent, run and round prove to anybody, offline, that
 the agent sent different models to its peers. Peers exchange digests of the manifests that they
 received, the newest first, and ask for those that differ from their own.
+
+Example:
+    >>> proof = Proof("clinic-c", 2, 17, bytes(32), bytes(32), (b"", b""))
+    >>> proof.file
+    'clinic-c-17.proof.toml'
 """
 
 import base64
@@ -41,7 +46,7 @@ from fedcb2o.records.files import fsync, write_error
 
 _EXTRA_ROUNDS = 8  # manifests of each agent that are kept beyond the lag
 _MAX_PROOF_BYTES = 2**21  # two of the longest manifests, as text
-PROOF_SUFFIX = ".proof.toml"
+_PROOF_SUFFIX = ".proof.toml"
 JOURNAL_FILE = "signed.jsonl"
 
 
@@ -68,7 +73,7 @@ class Proof:
     @property
     def file(self) -> str:
         """Name of its file."""
-        return f"{self.name}-{self.round}{PROOF_SUFFIX}"
+        return f"{self.name}-{self.round}{_PROOF_SUFFIX}"
 
     def write(self, folder: Path) -> None:
         """Write the proof, unless a file of its name exists.
@@ -204,7 +209,7 @@ class Ledger:
         self._kept = 0
         self._proofs: dict[int, Proof] = {}
         self._unwritten: list[Proof] = []
-        for path in sorted(self._folder.glob(f"*{PROOF_SUFFIX}")):
+        for path in sorted(self._folder.glob(f"*{_PROOF_SUFFIX}")):
             with suppress(DataError):  # of another run, or no proof
                 verify_proof(path, federation)
                 proof = Proof.read(path)

@@ -22,7 +22,7 @@ from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Member
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
-Signer: TypeAlias = Callable[[bytes], bytes]
+_Signer: TypeAlias = Callable[[bytes], bytes]
 ManifestDigest: TypeAlias = tuple[int, int, bytes]  # agent, round, digest of its manifest
 
 _EnumType = TypeVar("_EnumType", bound=IntEnum)
@@ -190,7 +190,7 @@ class Manifest:
         """SHA-256 of the body, which identifies the manifest."""
         return hashlib.sha256(self.body).digest()
 
-    def to_signed_bytes(self, sign: Signer) -> bytes:
+    def to_signed_bytes(self, sign: _Signer) -> bytes:
         """Encode and sign.
 
         Args:
@@ -402,7 +402,7 @@ class Request:
             self.nonce,
         )
 
-    def encode(self, sign: Signer) -> bytes:
+    def encode(self, sign: _Signer) -> bytes:
         """Encode and sign.
 
         Args:
@@ -523,7 +523,7 @@ def decode_offer(body: BytesLike) -> tuple[bytes, list[ManifestDigest]]:
     return bytes(body[_LENGTH.size : end]), list(_DIGEST.iter_unpack(body[end:]))
 
 
-def encode_hello(content: Mapping[str, Any], nonce: bytes, sign: Signer) -> bytes:
+def encode_hello(content: Mapping[str, Any], nonce: bytes, sign: _Signer) -> bytes:
     """Encode and sign the content of an answer to HELLO.
 
     Args:

@@ -4,6 +4,10 @@ A request is checked on the transport's thread and put into its sender's own sho
 serve the queues in turn. A slow reader occupies at most as many threads as one member may. A thread
 that needs longer than `slow_after_seconds` no longer counts among the simultaneous uploads, and
 another thread takes its place.
+
+Example:
+    >>> Snapshot(b"manifest", bytes(2**20 + 3)).chunk(1).nbytes
+    3
 """
 
 import logging
@@ -76,7 +80,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class ServerCounts:
+class _ServerCounts:
     """Totals of a server.
 
     Attributes:
@@ -111,7 +115,8 @@ class _ClientQuota:
             nonce: The nonce.
 
         Returns:
-            False if it was used before."""
+            False if it was used before.
+        """
         if nonce in self.nonces:
             return False
         self.nonces[nonce] = None
@@ -126,7 +131,8 @@ class _ClientQuota:
             now: Time of the clock.
 
         Returns:
-            Answers left of the limit per minute."""
+            Answers left of the limit per minute.
+        """
         maximum = float(self.limits.answers_per_minute)
         self.tokens = min(maximum, self.tokens + (now - self.updated) * maximum / 60)
         self.updated = now
@@ -191,12 +197,12 @@ class Server:
         self._refused: Counter[str] = Counter()
 
     @property
-    def counts(self) -> ServerCounts:
+    def counts(self) -> _ServerCounts:
         """Totals so far."""
         with self._changed:
             sent = dict(+self._sent)
             refused = dict(+self._refused)
-            return ServerCounts(self._requests, self._answered, sent, refused)
+            return _ServerCounts(self._requests, self._answered, sent, refused)
 
     def publish(
         self, snapshot: Snapshot, overrides: Mapping[int, Snapshot | None] | None = None
