@@ -82,7 +82,7 @@ def pages(tmp_path_factory):
     ]
     with pytest.MonkeyPatch.context() as patch:
         for module in (page, grid_page):
-            patch.setattr(module, "png", lambda _: b"")  # the files beside the page
+            patch.setattr(module, "to_png", lambda _: b"")  # the files beside the page
         report(runs, folder / "runs")
         patch.setattr(grid_page, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
         report_grid(read_grid(make_grid(folder / "grid")), folder / "matrices")

@@ -93,11 +93,13 @@ def test_what_has_diverged_or_vanished_is_left_out(tmp_path):
     drawn = dataclasses.replace(
         drawn,
         theta=theta,
-        lower=lower,
+        lower_values=lower,
         decay=dataclasses.replace(drawn.decay, V=values, fitted_rates=[np.nan]),
     )
     draw_landscape(drawn).savefig(tmp_path / "figure.png", dpi=30)
-    nothing = dataclasses.replace(drawn.decay, V=np.full_like(values, np.nan), line=None, band=None)
+    nothing = dataclasses.replace(
+        drawn.decay, V=np.full_like(values, np.nan), theory=None, theory_bounds=None
+    )
     figure = draw_landscape(dataclasses.replace(drawn, decay=nothing))
     figure.savefig(tmp_path / "figure.png", dpi=30)
     assert "theory: 1" in [text.get_text() for text in figure.axes[1].get_legend().get_texts()]
