@@ -1,4 +1,6 @@
-"""Exceptions with a cure: the command line prints their text in one line and exits with status 2.
+"""Exceptions that the user can correct, each with a cure.
+
+The command line prints their text in one line and exits with status 2.
 
     FedCB2OError
     ├── ConfigError (ValueError)      settings
@@ -18,15 +20,18 @@ Example:
 
 
 class FedCB2OError(Exception):
-    """An error that the user can correct; its text names the fault, the place and the cure."""
+    """An error that the user can correct.
+
+    Its text names the fault, the place and the cure.
+    """
 
 
 class ConfigError(FedCB2OError, ValueError):
-    """An invalid setting: an unknown key, a value out of range, an unsuitable plug-in."""
+    """An invalid setting, such as an unknown key or an unsuitable plug-in."""
 
 
 class DataError(FedCB2OError, ValueError):
-    """A data set that is missing, truncated, too small or of an unknown format."""
+    """A missing, truncated, too small or unreadable data set."""
 
 
 class RunError(FedCB2OError, RuntimeError):

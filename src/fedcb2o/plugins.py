@@ -113,7 +113,7 @@ def _abbreviates(word: str, parts: Sequence[str]) -> bool:
 
 
 def label(function: str | PluginFunction) -> str:
-    """Return the name of a function in a configuration: built-in name or import path.
+    """Return a function's name in a configuration: built-in name or import path.
 
     Args:
         function: A name or a function.
@@ -256,7 +256,7 @@ def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[
 
 @dataclass(frozen=True)
 class Declaration(Generic[T]):
-    """A named property of functions, set by a decorator, such as an attack's knowledge.
+    """A named property of functions, set by a decorator.
 
     Example:
         >>> PURPOSE = Declaration[str]("purpose")
@@ -376,18 +376,18 @@ def bind(
     if not function_name:
         function_name = getattr(getattr(function, "func", None), "__name__", kind)
 
-    known = parameters(function)
-    values = renamed.current_parameters(function_name, values, known)
+    valid = parameters(function)
+    values = renamed.current_parameters(function_name, values, valid)
     for name in values:
-        if name not in known:
+        if name not in valid:
             has = " It has none (parameters are keyword-only arguments)"
-            if known:
-                has = f" It has: {', '.join(known)}"
-            hint = did_you_mean(name, known) or has
+            if valid:
+                has = f" It has: {', '.join(valid)}"
+            hint = did_you_mean(name, valid) or has
             raise ConfigError(f"{kind} `{function_name}` has no parameter `{name}`.{hint}")
 
     checked = {}
-    for name, parameter in known.items():
+    for name, parameter in valid.items():
         if name not in values:
             if parameter.default is inspect.Parameter.empty and name not in deferred:
                 raise ConfigError(f"{kind} `{function_name}` needs the parameter `{name}`")

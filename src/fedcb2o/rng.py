@@ -1,4 +1,4 @@
-"""Named random streams: every random draw of a run has its own counter-based generator.
+"""Named random streams: a counter-based generator for every draw.
 
 A stream depends only on the seed and on its name. Neither the order of execution nor the number of
 workers can change a result. Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"

@@ -60,7 +60,7 @@ class SafeStream:
                 self._discard_buffer()
 
     def _discard_buffer(self) -> None:
-        """Empty the stream's buffer, with which every later flush would fail, also at exit."""
+        """Empty the stream's buffer, with which every later flush would fail."""
         descriptor = self.stream.fileno()
         original = os.dup(descriptor)
         null = os.open(os.devnull, os.O_WRONLY)

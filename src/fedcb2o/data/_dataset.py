@@ -92,7 +92,7 @@ class DatasetNames(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """A pool of samples for the agents, and a test set that is only reported.
+    """A pool of samples for the agents, and a test set.
 
     Attributes:
         pool: Samples that are distributed among the agents; with `owners`, each agent holds its
@@ -119,7 +119,7 @@ class Dataset:
 
     @property
     def names(self) -> DatasetNames:
-        """All content of a data set that is not a tensor."""
+        """Names of the classes and of the owners."""
         owner_names = () if self.owners is None else self.owners.names
         return DatasetNames(self.class_names, owner_names)
 
@@ -140,7 +140,7 @@ class Dataset:
 def hold_out(
     samples: Shard, per_class: Sequence[int], draw: np.random.Generator
 ) -> tuple[Shard, Shard]:
-    """Split samples into a pool and a test set with a given number of samples per class.
+    """Split samples into a pool and a class-balanced test set.
 
     Args:
         samples: Samples with classes.

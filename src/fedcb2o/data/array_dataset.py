@@ -175,7 +175,7 @@ def _hold_out_by_owner(
 def _hold_out_mask(
     groups: NDArray[np.int64], names: Mapping[int, str], share: float, cure: str
 ) -> NDArray[np.bool_]:
-    """Select a share of each named group, at least one sample and not all of them."""
+    """Select a share of each named group, at least one and not all."""
     counts = np.bincount(groups[groups >= 0], minlength=1 + max(names)).tolist()
     for group, name in names.items():
         if counts[group] < 2:
@@ -190,7 +190,10 @@ def _hold_out_mask(
 
 
 def _standardise(pool: Shard, test: Shard) -> tuple[Shard, Shard]:
-    """Scale features to mean 0 and standard deviation 1 over the pool; constant ones to 0."""
+    """Scale features to mean 0 and standard deviation 1 over the pool.
+
+    Constant features become 0.
+    """
     x = features(pool.x).double()
     mean = x.mean(0)
     std = x.std(0, correction=0)

@@ -142,7 +142,7 @@ def _required_files(release: Release) -> str:
 
 
 def _verify_files(release: Release, folder: Path) -> list[Path]:
-    """Read every file of the set in a folder to its end; refuses missing or damaged files."""
+    """Read every file of a set to its end; refuses missing or damaged ones."""
     _READERS[release.name](data_dir=folder, train_per_class=1, test_per_class=1)
     return list(find_files(release, folder))
 
@@ -153,7 +153,7 @@ def _optional_files(release: Release, folder: Path) -> list[Path]:
 
 @contextmanager
 def _staging(release: Release, target: Path) -> Iterator[Path]:
-    """Create a temporary folder inside `target`, so that a rename moves files out of it.
+    """Create a temporary folder inside `target`, for renames out of it.
 
     After a kill, the next call removes it.
     """
@@ -190,7 +190,7 @@ def _folder_lock(folder: Path, flags: int = 0) -> Iterator[None]:
 
 
 def _require_single_set(release: Release, target: Path, prefix: str) -> None:
-    """Refuse a folder with files of another set, or of another data set with the same names."""
+    """Refuse a folder with files of another set or data set."""
     others = [other for other in release.prefixes if other != prefix]
     for other in others:
         for name in release.file_names:
@@ -250,7 +250,7 @@ class _ProgressBar:
 
 
 def _unpack(release: Release, archive: Path, folder: Path, name: str, advice: str) -> list[Path]:
-    """Unpack the files of a data set from an archive, whose name for the user is `name`.
+    """Unpack the files of a data set from an archive, called `name` in messages.
 
     Only regular files with expected names are unpacked, never to a path from the archive. (On
     Python 3.11 pooch's `Untar` follows the paths and links of an archive.)

@@ -1,4 +1,4 @@
-"""IDX files, the format of MNIST: an array of images and one of labels, for training and testing.
+"""IDX files, the format of MNIST: arrays of images and of labels.
 
 An IDX file holds two zero bytes, the type (8: unsigned byte), the number of dimensions, their sizes
 as big-endian 32-bit integers, and the values.
@@ -31,7 +31,7 @@ def read_dataset(
     test_per_class: int | None,
     transposed: bool = False,
 ) -> Dataset:
-    """Read the first images of each class from the four files of a release.
+    """Read the first images of each class from a release's four files.
 
     Args:
         release: A data set.
@@ -73,7 +73,7 @@ def read_dataset(
 
 
 def identify_lookalike(release: Release, test_labels: Path) -> str | None:
-    """Return the title of another data set with the same file names, if the labels are its own.
+    """Identify labels of another data set with the same file names.
 
     Args:
         release: A data set.
@@ -91,7 +91,7 @@ def identify_lookalike(release: Release, test_labels: Path) -> str | None:
 
 
 def _read_blocks(path: Path, row: tuple[int, ...], advice: str) -> Iterator[NDArray[np.uint8]]:
-    """Yield the unsigned bytes of an IDX file in blocks of rows, each of shape `row`.
+    """Yield the unsigned bytes of an IDX file in blocks of rows.
 
     Refuses a file with further bytes.
     """

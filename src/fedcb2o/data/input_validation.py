@@ -165,7 +165,7 @@ def _check_labels(
 
 
 def _describe_invalid(labels: NDArray[Any], is_whole: NDArray[np.bool_], plural: str) -> str:
-    """Describe the first label that is not a whole number, or the type of all labels."""
+    """Describe the first invalid label, or the type of all labels."""
     if labels.dtype.kind not in "fu":
         return f"values of type {labels.dtype}"
 
@@ -190,7 +190,7 @@ def _to_array(name: str, values: Any) -> NDArray[Any]:
 def _resolve_classes(
     labels: Sequence[NDArray[Any]], class_names: Sequence[str] | None
 ) -> tuple[NDArray[Any], tuple[str, ...]]:
-    """Return the label values of the classes 0 to C - 1, ascending, and their names."""
+    """Return the ascending label values of the classes, and their names."""
     if len({part.dtype.kind == "U" for part in labels}) > 1:
         raise DataError("`y` and `y_test` must hold labels of one kind, got words and numbers")
     if isinstance(class_names, str) or not isinstance(class_names, Iterable | None):

@@ -1,4 +1,4 @@
-"""Partition of data with natural owners: each owner is an agent with its own samples.
+"""Partition of data with natural owners, each an agent with its samples.
 
 There are no clusters and no rotation. The malicious agents are drawn among the owners.
 """

@@ -25,7 +25,7 @@ def datasets(
     standardise: bool = False,
     numbers: bool = False,
 ) -> Dataset:
-    """Make a data set of several owners, each of which is an agent with its own samples.
+    """Make a data set of several owners, each an agent with its samples.
 
     Each owner gives samples and labels (x, y), or a map-style PyTorch data set of such pairs, or a
     mapping from "train" and, optionally, "validation" and "test" to one of these. Agents hold out
@@ -124,7 +124,7 @@ def _pieces_by_purpose(name: str, part: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _samples_and_labels(label: str, piece: Any) -> tuple[Any, Any]:
-    """Return samples and labels of a pair, or of the items of a PyTorch data set."""
+    """Return samples and labels of a pair or of a PyTorch data set."""
     if isinstance(piece, Shard):
         return piece.x, piece.y
     if isinstance(piece, tuple | list):

@@ -1,4 +1,4 @@
-"""Data sets in files: their names, their folder, their official release, and reading of images.
+"""Data sets in files: their official release, their folder, and selection of images.
 
 Readers keep the first images of each class, in the order of the files. Only these images and one
 block of a file are in memory.
@@ -70,7 +70,7 @@ class Release:
 
 
 def user_folder(release: Release) -> Path:
-    """Return the folder for downloaded files: $FEDCB2O_DATA, or a folder in the user's cache.
+    """Return the folder for downloaded files: $FEDCB2O_DATA, or the user's cache.
 
     Args:
         release: A data set.

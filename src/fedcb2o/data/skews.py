@@ -76,7 +76,7 @@ def shards(
     *,
     classes: int = 2,
 ) -> Int[np.ndarray, " n"]:
-    """Cut the samples, sorted by label, into shards; every agent gets `classes` random shards.
+    """Cut the samples, sorted by label, into `classes` random shards per agent.
 
     McMahan, Moore, Ramage, Hampson and Agüera y Arcas, "Communication-Efficient Learning of Deep
     Networks from Decentralized Data" (2017), for agents of different sizes: each agent cuts its own

@@ -51,7 +51,7 @@ def set_statistics_mode(module: nn.Module, statistics: StatisticsMode) -> None:
 
 
 def require_tracked_statistics(module: nn.Module) -> None:
-    """Refuse a batch norm that divides by the statistics of a batch in evaluation.
+    """Refuse a batch norm that uses batch statistics in evaluation.
 
     Args:
         module: A network.
@@ -98,7 +98,9 @@ def has_local_statistics(module: nn.Module) -> bool:
 
 
 def train_(module: nn.Module) -> None:
-    """Switch a network to training, with dropped statistics fixed and batch counts at 0.
+    """Switch a network to training, with dropped statistics fixed.
+
+    Batch counts start at 0.
 
     Args:
         module: A network.
@@ -147,7 +149,7 @@ def estimate_statistics_(module: nn.Module, x: Float[Tensor, "n *features"]) -> 
 
 
 def find_changed_buffer(module: nn.Module, x: Float[Tensor, "n *features"]) -> str:
-    """Return the name of a buffer that training changes, other than statistics of norms.
+    """Return the name of another buffer than statistics that training changes.
 
     The network is left as it was, in evaluation mode.
 
@@ -174,7 +176,7 @@ def find_changed_buffer(module: nn.Module, x: Float[Tensor, "n *features"]) -> s
 
 
 def rejects_single_sample(module: nn.Module, x: Float[Tensor, "1 *features"]) -> bool:
-    """Return whether a network's norms cannot train on one sample, which has no variance.
+    """Return whether a network's norms cannot train on one sample.
 
     The network is left as it was, in evaluation mode.
 
@@ -199,7 +201,7 @@ def rejects_single_sample(module: nn.Module, x: Float[Tensor, "1 *features"]) ->
 
 
 def is_sample_independent(module: nn.Module, x: Float[Tensor, "2 *features"]) -> bool:
-    """Return whether the training output for a sample is independent of the other sample.
+    """Return whether a sample's training output is independent of other samples.
 
     It is not where the network draws random numbers or its norms keep statistics. The network is
     left as it was, in evaluation mode.

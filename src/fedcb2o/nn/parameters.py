@@ -1,4 +1,4 @@
-"""Models as rows of one [N, d] tensor, and networks whose parameters are views of a row.
+"""Models as rows of one [N, d] tensor, and networks that are views of a row.
 
 Training changes a row in place, and no model is copied.
 
@@ -100,7 +100,7 @@ def dimension(module: nn.Module) -> int:
 
 
 def last_layer_shape(module: nn.Module) -> tuple[int, int] | None:
-    """Return the shape [C, h] of the last layer's weight, if it is dense and has a bias.
+    """Return the shape [C, h] of a dense last layer with a bias.
 
     Args:
         module: A network.
@@ -119,7 +119,7 @@ def last_layer_shape(module: nn.Module) -> tuple[int, int] | None:
 
 
 def flatten(module: nn.Module) -> Float[Tensor, " d"]:
-    """Return theta: a copy of a network's tensors, concatenated in the order of `shared_tensors`.
+    """Return theta: a copy of a network's tensors, in the order of `shared_tensors`.
 
     Args:
         module: A network.
@@ -131,7 +131,7 @@ def flatten(module: nn.Module) -> Float[Tensor, " d"]:
 
 
 def bind_(module: nn.Module, theta: Float[Tensor, " d"]) -> None:
-    """Make the tensors of a network views of theta, so that training changes theta.
+    """Make a network's tensors views of theta, so that training changes theta.
 
     Args:
         module: A network.
@@ -210,7 +210,7 @@ def empty_local_statistics(module: nn.Module, m: int) -> list[Float[Tensor, "m .
 
 
 def is_bound(module: nn.Module, theta: Float[Tensor, " d"]) -> bool:
-    """Return whether every tensor of theta in a network is still a view of its part of theta.
+    """Return whether a network's tensors are still views of theta.
 
     Args:
         module: A network.
@@ -245,10 +245,11 @@ def initialise(make: Callable[[], nn.Module], draw: np.random.Generator) -> nn.M
 
 
 def row_checksums(models: Float[Tensor, "p d"]) -> Int[Tensor, "p 9"]:
-    """Return the sums of each model's bits in eight parts, and its last number.
+    """Return the sums of each model's bits in eight parts.
 
-    Different sums mean different models. The sums are of 64-bit words, which are read at the speed
-    of memory; sums of 32-bit words take ten times as long.
+    The last number of an odd dimension is the ninth sum. Different sums mean different models. The
+    sums are of 64-bit words, which are read at the speed of memory; sums of 32-bit words take ten
+    times as long.
 
     Args:
         models: Models, shape [p, d].
@@ -295,7 +296,7 @@ def is_contiguous_range(rows: Sequence[int]) -> bool:
 
 
 def gather_rows(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[Tensor, "m d"]:
-    """Return rows of models: a view where they are consecutive, otherwise an aligned copy.
+    """Return rows of models: a view of consecutive rows, otherwise an aligned copy.
 
     Args:
         models: Models, shape [p, d].

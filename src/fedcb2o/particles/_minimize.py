@@ -331,7 +331,7 @@ def _consensus_params(
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc keep memory that an objective frees in one step for the next step.
+    """Make glibc keep freed memory for the next step.
 
     glibc keeps up to twice the largest block below 32 MiB that was ever freed (mallopt(3),
     M_MMAP_THRESHOLD).
@@ -347,7 +347,7 @@ def _theory_notes(
     noise: str,
     batch: int | None,
 ) -> tuple[str, ...]:
-    """Return the remarks of the theory on the settings; warns of a risk of capture."""
+    """Return remarks of the theory on the settings, and warn of capture."""
     notes = []
     risks = []
     dim = system.theta.shape[-1]

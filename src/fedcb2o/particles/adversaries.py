@@ -1,4 +1,6 @@
-"""Malicious particles with any drift a_t and diffusion A_t that see the ensemble (eq:dyn_macro_m).
+"""Malicious particles with any drift a_t and diffusion A_t (eq:dyn_macro_m).
+
+They see the whole ensemble.
 
 A user's adversary is a function of a `View` that returns the pair (a_t, A_t), in an `Adversary`
 with a number of particles and their initial positions:
@@ -71,7 +73,7 @@ class View:
     generators: Sequence[np.random.Generator]
 
     def to(self, where: Tensor) -> Tensor:
-        """Return the drift that moves the adversary's particles to a place in this step.
+        """Return the drift to a position in this step.
 
         Args:
             where: Positions, broadcast to [runs, n_m, d].
@@ -99,7 +101,7 @@ _Move = Callable[[View], tuple[Tensor | float, Tensor | float]]
 
 @dataclasses.dataclass(frozen=True)
 class Adversary:
-    """Malicious particles that move together by d theta = a_t dt + A_t dB (eq:dyn_macro_m).
+    """Malicious particles with d theta = a_t dt + A_t dB (eq:dyn_macro_m).
 
     Attributes:
         move: Function of a `View` that returns the pair (a_t, A_t). a_t broadcasts to
@@ -226,7 +228,7 @@ def gradient_flow(
     initial: Point | None = None,
     mass: float | None = None,
 ) -> Adversary:
-    """Make particles that descend an objective: L, G, minus G, or their own goal.
+    """Make particles that descend L, G, minus G or another objective.
 
     Args:
         num_particles: Number of particles.
@@ -256,7 +258,7 @@ def greedy(
     initial: Point | None = None,
     mass: float | None = None,
 ) -> Adversary:
-    """Make particles that move the consensus point in each step as far as they can.
+    """Make particles that move the consensus point as far as possible.
 
     All particles are at one point: the best candidate by the distance to the consensus point
     without them (root of the sum of squares over all clusters). Candidates are the previous point,

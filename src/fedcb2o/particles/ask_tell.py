@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationRequest:
-    """A request for L, G and, optionally, the gradient of L at points `theta` [runs, n, d].
+    """A request for L, G and the gradient of L at points [runs, n, d].
 
     The fields are the arguments of `evaluate_objectives`.
     """
@@ -62,7 +62,7 @@ EvaluationSteps = Generator[EvaluationRequest, Values, _T]
 
 
 def run_with_objectives(steps: Callable[_P, EvaluationSteps[_T]]) -> Callable[_P, _T]:
-    """Turn a generator of requests into a function that answers them by their objectives.
+    """Turn a generator of requests into a function that answers them.
 
     Args:
         steps: Generator function of requests.

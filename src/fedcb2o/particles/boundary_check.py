@@ -1,4 +1,4 @@
-"""Check of a consensus at the edge of the region where the particles started.
+"""Check of a consensus at the edge of the start region.
 
 Without bounds, particles may leave the region where they start, but not far: their noise shrinks
 with their distance from the consensus point. A consensus point at the edge of the region is
@@ -31,7 +31,7 @@ def is_boundary_consensus(
     delta_q: float,
     flat: bool,
 ) -> EvaluationSteps[Bool[Tensor, "r K"]]:
-    """Return whether a consensus point is at the edge of the start region and improves outside.
+    """Find consensus points at the edge of the start region that improve outside.
 
     L improves where it falls. G improves where it falls and L rises by at most delta_q. A side
     with a bound is not an edge. Points where L or G fails count as no improvement.

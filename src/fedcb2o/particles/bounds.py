@@ -102,7 +102,7 @@ class Constants:
         return float(cap)
 
     def max_rise(self, r: Number) -> float:
-        """Return H_G r^h_G, the largest change of G within r of the target (A4).
+        """Return H_G r^h_G, the largest change of G near the target (A4).
 
         Args:
             r: Radius about the target.
@@ -286,7 +286,7 @@ def laplace_bound(mixture: Mixture, setting: Setting, constants: Constants) -> L
 
 
 def attack_bounds(mixture: Mixture, setting: Setting, constants: Constants) -> AttackBounds:
-    """Bound the additions of any attack to the Laplace bound, and compute them (prop:attack).
+    """Compute an attack's additions to the Laplace bound, and their bounds (prop:attack).
 
     The bounds are R_K_G (eq:mali_bound_inside_ball) and R_K_G exp(-alpha u)
     (eq:mali_bound_outside_ball).
@@ -373,7 +373,10 @@ def _mean(values: Tensor) -> float:
 
 
 def _hypotheses(q: float, setting: Setting, constants: Constants, cap: float) -> dict[str, bool]:
-    """Check the common hypotheses of prop:QQLP and prop:attack, which differ in the cap on G."""
+    """Check the common hypotheses of prop:QQLP and prop:attack.
+
+    The cap on G differs.
+    """
     s = setting
     k = constants
     lower_cap = k.lower_cap(s.r_G)

@@ -17,7 +17,9 @@ _MIN_BENIGN = 2  # benign particles that G needs in Q_beta to choose among
 def benign_left(
     *, beta: float, w_m: float, num_benign: int, dim: int, averaged: bool = False
 ) -> int:
-    """Count benign particles in Q_beta if attackers are at a minimiser of L and delta_q = 0.
+    """Count the benign particles in Q_beta with attackers at a minimiser of L.
+
+    The count is for delta_q = 0.
 
     With the plain quantile (eq:q_beta) the count is a rank, about (beta - w_m) N, for every L. In
     the averaged one (eq:Q_beta) the attackers' q_a = min L fills the integral up to a = w_m, so the

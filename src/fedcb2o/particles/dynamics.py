@@ -253,7 +253,7 @@ def consensus_step_(
     dt: float,
     noise: str,
 ) -> None:
-    """Take an Euler-Maruyama step of eq:dyn_micro2: drift to the consensus point and its noise.
+    """Take an Euler-Maruyama step of eq:dyn_micro2, drift and noise.
 
     D(theta - m) is |theta - m| Id for "isotropic" noise, as in the paper, and diag(theta - m) for
     "anisotropic" noise.
@@ -289,7 +289,9 @@ def gradient_step_(
     sigma2: float,
     dt: float,
 ) -> None:
-    """Add -lambda2 grad L dt and sigma2 |grad L| dB, the other terms of eq:fedcb2o_dynamics.
+    """Add the gradient terms of eq:fedcb2o_dynamics.
+
+    They are -lambda2 grad L dt and sigma2 |grad L| dB.
 
     Args:
         theta: Particles, changed in place.
@@ -307,7 +309,10 @@ def gradient_step_(
 
 @functools.lru_cache(maxsize=16)
 def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a cached scalar tensor; creating it takes a hundredth of a small ensemble's step."""
+    """Return a cached scalar tensor.
+
+    Creating it takes a hundredth of a small ensemble's step.
+    """
     return torch.tensor(value, dtype=dtype, device=device)
 
 
@@ -327,7 +332,7 @@ def _evaluate_gradient(gradient: Objective, points: Tensor, copy: Tensor | None)
 def _evaluate_objective(
     name: str, objective: Objective, theta: Tensor, copy: Tensor | None
 ) -> Tensor:
-    """Call a user's objective and check its result: one number per particle, no writes."""
+    """Call a user's objective and check its result and its writes."""
     before = write_count(theta)
     try:
         values: object = objective(theta)

@@ -1,4 +1,4 @@
-"""Start of the runs of `minimize`: seeds, clusters, the start box and the first ensembles."""
+"""Start of `minimize`: seeds, clusters, start box and first ensembles."""
 
 import itertools
 import secrets
@@ -250,7 +250,7 @@ def build_box(
 
 
 def _bounds_of_coordinates(bounds: Any, dim: int | None) -> _Box:
-    """Return the low and high ends [d] of the bounds, infinite where there is none."""
+    """Return the ends [d] of the bounds, infinite at open sides."""
     if bounds is None:
         if dim is None:
             raise ConfigError(
@@ -308,7 +308,9 @@ def draw_ensembles(
     adversaries: Sequence[Adversary],
     seeds: Sequence[int],
 ) -> Tensor:
-    """Return the first ensemble of every run: benign particles, then those of each adversary.
+    """Return the first ensemble of every run, benign particles first.
+
+    The particles of each adversary follow.
 
     Args:
         initial: An ensemble, a sampler, or None for the uniform distribution in the box.

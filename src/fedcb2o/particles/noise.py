@@ -1,4 +1,4 @@
-"""Brownian increments of many runs: standard normals, each run with its own named streams.
+"""Brownian increments: standard normals from each run's own streams.
 
 A third or more of a step's time is spent here. On the CPU the normals come from NumPy's SFC64, in
 pieces that stay in the cache, in float32 by Box and Muller's formula and in float64 by the
@@ -152,7 +152,9 @@ def _fill(work: Sequence[tuple[Sequence[_Source], Tensor]]) -> None:
 
 
 def _box_muller(sources: Sequence[np.random.Generator], out: NDArray[np.float32]) -> None:
-    """Fill each step with sqrt(-2 log u) cos v and sqrt(-2 log u) sin v (Box and Muller, 1958).
+    """Fill each step with normals (Box and Muller, 1958).
+
+    They are sqrt(-2 log u) cos v and sqrt(-2 log u) sin v.
 
     u has 32 random bits, the last of them set, so that the tails reach 6.6; v has 32.
     """

@@ -1,4 +1,4 @@
-"""Pairs (L, G) with a known solution, and conversion of NumPy or one-point functions to objectives.
+"""Problems (L, G) with a known solution, and conversion of functions to objectives.
 
 An objective maps an ensemble [..., d] to values [...]. The bi-level problems are those of the CB2O
 literature: García Trillos, Kumar Akash, Li, Riedl and Zhu, "CB2O: Consensus-based bi-level
@@ -29,7 +29,9 @@ __all__ = ["Problem", "from_numpy", "from_point", "problem", "problems"]
 
 
 def from_numpy(function: Callable[..., Any]) -> Callable[..., Tensor]:
-    """Make an objective from a NumPy function of an ensemble, without gradient, on the CPU.
+    """Make an objective without gradient from a NumPy function of an ensemble.
+
+    The function runs on the CPU.
 
     Args:
         function: Function [..., d] -> [...]. It owns its array and may write into it.
@@ -319,7 +321,7 @@ def ackley(*centre: float, A: float = 20.0, a: float = 0.2, b: float = 3.0) -> O
 
 
 def rastrigin(x: Tensor) -> Tensor:
-    """Compute the sum of x_k^2 + 10 - 10 cos(2 pi x_k), with the minimiser 0."""
+    """Compute sum (x_k^2 + 10 - 10 cos(2 pi x_k)), with the minimiser 0."""
     return norm(x).square() - 10 * torch.cos(2 * math.pi * x).sum(-1) + 10 * x.shape[-1]
 
 

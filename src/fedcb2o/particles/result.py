@@ -1,4 +1,4 @@
-"""The result of `minimize` and its history, in the shapes that the user requested."""
+"""The result of `minimize` and its history, in the user's shapes."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,9 @@ _BOUNDARY_MESSAGE = (
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The consensus point and the spread at recorded steps; NaN after a run has stopped.
+    """Consensus points and spreads at recorded steps.
+
+    They are NaN after a run has stopped.
 
     Attributes:
         n: Steps [records].

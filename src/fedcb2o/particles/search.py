@@ -138,7 +138,7 @@ class Search:
 def _check_values(
     name: str, values: Any, points: Tensor, shape: torch.Size | None
 ) -> Tensor | None:
-    """Convert values to a tensor of a shape; None where they were not requested."""
+    """Convert values to a tensor; None where they were not requested."""
     if shape is None:
         if values is not None:
             raise ConfigError(

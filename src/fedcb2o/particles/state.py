@@ -14,7 +14,9 @@ from fedcb2o.particles.system import Evaluation, System
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The state of all active runs before step n. Copy what you keep: `theta` changes in place.
+    """The state of all active runs before step n.
+
+    Copy what you keep: `theta` changes in place.
 
     Attributes:
         n: Step.

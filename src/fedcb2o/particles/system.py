@@ -84,7 +84,9 @@ class Evaluation:
 
 
 class System:
-    """The ensembles of the active runs and their random streams; steps change them in place.
+    """The ensembles and random streams of the active runs.
+
+    Steps change the ensembles in place.
 
     Attributes:
         theta: All particles [runs, n, d].
@@ -160,7 +162,7 @@ class System:
     def evaluate(
         self, params: ConsensusParams, batch: int | None = None, check_writes: bool = False
     ) -> EvaluationSteps[Evaluation]:
-        """Evaluate all particles, or each run's next random batch, and find the consensus points.
+        """Evaluate all particles or the next batch, and find the consensus points.
 
         Batches are parts of a random order of the particles. The order is drawn anew when fewer
         particles than a batch are left (Carrillo, Jin, Li and Zhu, "A consensus-based global
@@ -471,7 +473,7 @@ class System:
         params: ConsensusParams,
         rows: slice,
     ) -> Tensor:
-        """Return the consensus points if all particles of `rows` were at each of c points.
+        """Return the consensus points with all particles of `rows` at each point.
 
         Shape [runs, c, clusters, d]. Without points, those without these particles,
         [runs, 1, clusters, d].
@@ -511,7 +513,10 @@ def _rows_or_all(normals: Tensor | None, rows: slice | None) -> Tensor | None:
 
 
 def _concatenate(first: Values, second: Values) -> Values:
-    """Return the values of two ensembles as one, [runs, c, n]; the first is the same for all c."""
+    """Concatenate the values of two ensembles, [runs, c, n].
+
+    The first ensemble is the same for all c.
+    """
 
     def join(left: Tensor | None, right: Tensor | None, default: bool) -> Tensor | None:
         if left is None and right is None:
@@ -530,7 +535,7 @@ def _concatenate(first: Values, second: Values) -> Values:
 
 
 def _gather_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of [runs, n] or [runs, n, d], different ones for each run."""
+    """Gather each run's rows of [runs, n] or [runs, n, d]."""
     if values.ndim == 2:
         return values.gather(1, rows)
     return values.gather(1, rows.unsqueeze(-1).expand(-1, -1, values.shape[-1]))

@@ -1,4 +1,4 @@
-"""Theory of CB2O under attack: the decay of V and its end (thm:main), and beta_0 and alpha_0.
+"""Theory of CB2O under attack: decay of V (thm:main), beta_0 and alpha_0.
 
 García Trillos et al., "Defending Against Diverse Attacks in Federated Learning Through
 Consensus-Based Bi-Level Optimization" (arXiv 2412.02535), Section 2: thm:main and the choices in
@@ -248,7 +248,9 @@ def scales(
 
 
 def beta_0(*, w_m: Number, ball_mass: Number, p_H: Number, end_time: Number) -> float:
-    """Compute the upper bound on beta (eq:beta), which is proportional to w_b = 1 - w_m.
+    """Compute the upper bound on beta (eq:beta).
+
+    It is proportional to w_b = 1 - w_m.
 
     Args:
         w_m: Share of attackers, in [0, 1).

@@ -35,7 +35,7 @@ _Frame = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class RecordedRun(NamedTuple):
-    """A run of `minimize` with its recorder, all its settings and the notes for the user."""
+    """A run of `minimize` with its recorder, settings and notes."""
 
     result: Result
     recorder: "Recorder"
@@ -263,7 +263,7 @@ class Recorder:
 def _theory(
     problem: Problem, settings: Mapping[str, Any], t: Tensor, V: Tensor
 ) -> tuple[str, Any, Any]:
-    """Return a label, a line and a band for V [clusters, s] by thm:main; None without a rate."""
+    """Return a label, a line and a band for V by thm:main."""
     differences = _differences_from_theorem(problem, settings)
     if differences:
         return f"theory: no rate is stated ({', '.join(differences)})", None, None
@@ -285,7 +285,7 @@ def _theory(
 
 
 def _differences_from_theorem(problem: Problem, settings: Mapping[str, Any]) -> list[str]:
-    """List the features of a run that the system of thm:main (eq:dyn_macro) does not have."""
+    """List the features of a run that thm:main (eq:dyn_macro) does not cover."""
     features = {
         "several clusters": not callable(problem.lower),
         "no G": problem.upper is None,
@@ -298,7 +298,10 @@ def _differences_from_theorem(problem: Problem, settings: Mapping[str, Any]) -> 
 
 
 class _DownsampledSeries:
-    """At most `limit` items at equal steps; a full series drops every second item."""
+    """At most `limit` items at equal steps.
+
+    A full series drops every second item.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -333,7 +336,7 @@ def _fit_window(V: Tensor) -> slice:
 
 
 def _moments(theta: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """Return each cluster's mean [r, K, d] and mean squared distance from it [r, K].
+    """Return each cluster's mean [r, K, d] and variance [r, K].
 
     Only finite particles count.
     """
@@ -359,7 +362,7 @@ def _two_coordinates(points: Tensor) -> np.ndarray:
 
 
 def _visible_box(box: tuple[float, float], points: np.ndarray) -> tuple[float, float]:
-    """Return the problem's square, enlarged for the points, at most by its side at each end."""
+    """Return the problem's square, enlarged for points by at most its side."""
     low, high = box
     side = high - low
     finite = points[np.isfinite(points)]
@@ -373,7 +376,7 @@ def _visible_box(box: tuple[float, float], points: np.ndarray) -> tuple[float, f
 def _evaluate_on_grid(
     problem: Problem, box: tuple[float, float], *, flat: bool
 ) -> tuple[Any, Any, Any]:
-    """Return the coordinates of a grid of the square with L and G there; None for d > 2."""
+    """Return grid coordinates with L and G there; None for d > 2."""
     if problem.dim > 2:
         return None, None, None
 

@@ -74,7 +74,7 @@ def figure_title(
 
 
 def describe(problem: Problem, result: Result, decay: Decay, tol: float) -> str:
-    """Describe the result: its fields, the error to the target, and the fitted rate.
+    """Describe the result, its error and the fitted rate.
 
     Args:
         problem: The problem.
@@ -244,7 +244,7 @@ def _format_point(point: Sequence[float]) -> str:
 
 
 def _to_json(value: Any) -> Any:
-    """Convert a value to lists and numbers, null for non-finite numbers, names of functions."""
+    """Convert a value to JSON: null for non-finite numbers, names for functions."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):

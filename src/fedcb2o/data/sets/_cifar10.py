@@ -85,7 +85,7 @@ def _read(paths: list[Path], name: Path, parameter: str, per_class: int | None) 
 
 
 def _read_blocks(path: Path) -> Iterator[NDArray[np.uint8]]:
-    """Yield blocks of a file's records: the label, then the image, one byte per value."""
+    """Yield blocks of a file's records, bytes of the label and the image."""
     with open_plain_or_gzip(path, RELEASE.advice) as file:
         while values := file.read(IMAGES_PER_BLOCK * RECORD_BYTES):
             if len(values) % RECORD_BYTES:
