@@ -141,9 +141,8 @@ def fedcb2o(
         current = robust if inputs.n >= criterion_from_round else average
         is_average = current.func is criteria.average_loss
         own = own_model
-        if (
-            own == "trusted" and is_average
-        ):  # a loss can evaluate the agent's own model, unlike a gap
+        # A loss can evaluate the agent's own model, unlike a gap to it.
+        if own == "trusted" and is_average:
             own = "judged"
         return evaluate_criterion(inputs, current, sublevel, own, is_average_loss=is_average)
 
@@ -222,14 +221,17 @@ def evaluate_criterion(
     Returns:
         Values of the received models and of the agent's own, and the members of the set.
     """
+    # 1. The sub-level set.
     is_far, is_near = sublevel.distance_masks(inputs)
     counted = sublevel.membership(inputs, own_model, is_far | is_near)
 
-    seen = dataclasses.replace(inputs, in_sublevel_set=counted[..., :-1])
-    values = validated_criterion(criterion, seen)
+    # 2. G of the received models.
+    restricted = dataclasses.replace(inputs, in_sublevel_set=counted[..., :-1])
+    values = validated_criterion(criterion, restricted)
     values = torch.where(is_near, values.clamp(min=NEAR_COPY_VALUE), values)
     values = values.masked_fill(is_far, torch.inf)
 
+    # 3. G of the agent's own model.
     own = values.new_zeros(*values.shape[:-1], 1)
     if own_model == "judged":
         own = validated_criterion(criterion, inputs.with_own_only())
