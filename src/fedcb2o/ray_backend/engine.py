@@ -115,7 +115,7 @@ class RayEngine:
         """
         tasks = []
         for numbers in self.groups_by_worker:
-            own = [[values[g] for g in numbers] for values in arguments]
+            own = [_select(values, numbers) for values in arguments]
             tasks.append((function, shared, own))
         by_worker = self.actors.call(AgentWorker.map_groups, tasks)
 
@@ -211,7 +211,7 @@ class RayEngine:
         Returns:
             False for benign agents whose model is not finite.
         """
-        tasks = [([decisions[g] for g in numbers],) for numbers in self.groups_by_worker]
+        tasks = [(_select(decisions, numbers),) for numbers in self.groups_by_worker]
         by_worker = self.actors.call(AgentWorker.mix, tasks)
         is_finite = np.ones(self.spec.num_agents, dtype=bool)
         for agents, own in zip(self.sharding.agents, by_worker, strict=True):
@@ -324,3 +324,8 @@ class RayEngine:
         step = max(1, STREAM_BYTES // self.actors.row_bytes)
         for start in range(0, len(agents), step):
             yield agents[start : start + step]
+
+
+def _select(values: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
+    """Return the values of some groups."""
+    return [values[g] for g in numbers]

@@ -1,5 +1,6 @@
 """Distribution of agents over workers, and the place of each model row among them."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,9 +28,14 @@ def shard_agents(spec: RunSpec, costs: Sequence[int], speeds: Sequence[float]) -
         The ids of each worker's agents, ascending. A worker that would always be last has none.
     """
     batches = plan_training_batches(spec, costs)
-    batch_costs = [sum(costs[agent] for agent in batch) for batch in batches]
+    batch_costs = []
+    for batch in batches:
+        batch_costs.append(sum(costs[agent] for agent in batch))
     shares = balance_load(range(len(batches)), batch_costs, len(speeds), speeds)
-    return [sorted(agent for batch in share for agent in batches[batch]) for share in shares]
+    agents = []
+    for share in shares:
+        agents.append(sorted(itertools.chain(*(batches[k] for k in share))))
+    return agents
 
 
 def max_received(

@@ -79,7 +79,7 @@ class LocalEngine:
 
         is_large = self.spec.dim >= LARGE_DIM and group.models.device.type == "cpu"
         self.max_tasks = len(self.costs) if is_large else executor.count
-        costs = [sum(self.costs[k] for k in members.tolist()) for members in self.groups]
+        costs = [self._cost_of(members) for members in self.groups]
         numbers = range(len(self.groups))
         self.fine_tasks = balance_load(numbers, costs, self.max_tasks)
         self.coarse_tasks = balance_load(numbers, costs, executor.count)  # for cheap functions
@@ -103,7 +103,7 @@ class LocalEngine:
         tasks = self.coarse_tasks if function is sample_peers else self.fine_tasks
         calls = []
         for numbers in tasks:
-            own = [(self.groups[g], *(values[g] for values in arguments)) for g in numbers]
+            own = [(self.groups[g], *_select(arguments, g)) for g in numbers]
             calls.append((function, own, shared))
         guard: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if function is decide:
@@ -278,6 +278,9 @@ class LocalEngine:
         for rows in self.persistent_models():
             rows.copy_(models)
 
+    def _cost_of(self, members: Indices) -> int:
+        return sum(self.costs[k] for k in members.tolist())
+
     def _forbid_writes(
         self, *kinds: str, crafted: Indices | None = None
     ) -> contextlib.AbstractContextManager[None]:
@@ -304,6 +307,11 @@ def run_on_groups(
     kernels = group.spec.kernels
     with use_kernels(kernels.linear, kernels.convolution):
         return [function(group, *own, *shared) for own in arguments]
+
+
+def _select(arguments: Sequence[Sequence[Any]], g: int) -> list[Any]:
+    """Return the arguments of group g."""
+    return [values[g] for values in arguments]
 
 
 def _craft_models_(

@@ -136,7 +136,7 @@ def run_rounds(
     """Run the rounds of Algorithm 1 (alg:FedCB2O, lines 2 to 5).
 
     Crafted models may break a benign agent's model. That is a success of the attackers and not an
-    error: nobody receives the broken model in later rounds.
+    error: no agent receives the broken model in later rounds.
 
     Args:
         engine: The engine; its models change in place.
