@@ -95,6 +95,29 @@ def former_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     return find
 
 
+def former_attributes(**names: str) -> Callable[[C], C]:
+    """Return a class decorator that keeps former names of attributes and methods.
+
+    Args:
+        **names: Former name = new name.
+
+    Returns:
+        The decorator; it changes the class in place.
+    """
+
+    def find(self: Any, name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        warn_renamed(f"{type(self).__name__}.{name}", names[name])
+        return getattr(self, names[name])
+
+    def decorate(cls: C) -> C:
+        cls.__getattr__ = find  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
 def former_fields(**names: str) -> Callable[[C], C]:
     """Return a class decorator that keeps former field names.
 
@@ -117,15 +140,8 @@ def former_fields(**names: str) -> Callable[[C], C]:
                 keywords[names[name]] = keywords.pop(name)
             construct(self, *arguments, **keywords)
 
-        def find(self: Any, name: str) -> Any:
-            if name not in names:
-                raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
-            warn_renamed(f"{cls.__name__}.{name}", names[name])
-            return getattr(self, names[name])
-
         cls.__init__ = init  # type: ignore[misc]
-        cls.__getattr__ = find  # type: ignore[attr-defined]
-        return cls
+        return former_attributes(**names)(cls)
 
     return decorate
 

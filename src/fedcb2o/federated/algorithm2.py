@@ -177,9 +177,10 @@ def next_likelihood(
     the released code, has the likelihood exp(-kappa L).
     """
     finite = np.isfinite(L)  # 0 * inf is not a number
-    gain = torch.exp(-algorithm.kappa * torch.from_numpy(np.where(finite, L, 0.0))).numpy() * finite
+    decay = torch.exp(-algorithm.kappa * torch.from_numpy(np.where(finite, L, 0.0)))
+    gain: np.ndarray = decay.numpy() * finite
     is_first = np.isnan(P)
-    average = (1 - algorithm.zeta) * np.where(is_first, 0.0, P) + algorithm.zeta * gain
+    average: np.ndarray = (1 - algorithm.zeta) * np.where(is_first, 0.0, P) + algorithm.zeta * gain
     if algorithm.first_contact == "whole":
         return np.where(is_first, gain, average)
     return average
@@ -207,10 +208,13 @@ def consensus_weights(
         mu = consensus.weights(torch.cat([G.values, G.own], -1), algorithm.alpha, G.counted)
         output = RuleOutput(mu) if algorithm.point is None else algorithm.point(inputs, mu)
         return output, state
+
+    rule = algorithm.rule
+    assert rule is not None
     if algorithm.is_stateful:
-        state, output = validated_state(algorithm.rule, algorithm.rule(state, inputs))
+        state, output = validated_state(rule, rule(state, inputs))
     else:
-        output = algorithm.rule(inputs)
+        output = rule(inputs)
     return output if isinstance(output, RuleOutput) else RuleOutput(output), state
 
 

@@ -166,6 +166,8 @@ class Decisions:
                 not declare to use.
         """
         algorithm = spec.algorithm
+        rule = algorithm.rule or algorithm.criterion
+        assert rule is not None
         self.factor[rows] = algorithm.factor(spec.training.gamma)
         if inputs.own_losses is not None:
             self.own_loss[rows] = inputs.own_losses.mean.flatten().numpy()
@@ -173,7 +175,7 @@ class Decisions:
             self.f[rows] = output.f
 
         if isinstance(output.outcome, Reduction):
-            self._store_reduction_(int(rows[0]), index, output.outcome, inputs, algorithm.rule)
+            self._store_reduction_(int(rows[0]), index, output.outcome, inputs, rule)
             return
 
         if output.previous_weight is not None:
@@ -185,7 +187,7 @@ class Decisions:
             self.previous_weight[rows] = output.previous_weight
         shape = tuple(inputs.received.ids.shape)
         rest = output.previous_weight or 0.0
-        mu, own = validated_weights(algorithm.rule, output.outcome, shape, rest=rest)
+        mu, own = validated_weights(rule, output.outcome, shape, rest=rest)
         self.weights[index] = mu.flatten().numpy()
         self.own_weight[rows] = own.numpy()
 

@@ -403,7 +403,7 @@ def per_agent_losses(
     per_sample = per_sample.nan_to_num(nan=torch.inf, posinf=torch.inf)
     entropy = -negative_entropy.mean(-1)
 
-    batches = (per_sample,)
+    batches: tuple[Tensor, ...] = (per_sample,)
     if average == "batches":
         batches = torch.split(per_sample, batch_size, dim=-1)
     mean = torch.stack([batch.mean(-1) for batch in batches]).mean(0)

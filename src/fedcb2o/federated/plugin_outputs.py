@@ -136,12 +136,12 @@ def validated_criterion(criterion: Criterion, inputs: CriterionInput) -> Float[T
 
 
 def validated_weights(
-    rule: Callable[..., Any] | None, weights: Any, shape: tuple[int, ...], *, rest: float = 0.0
+    rule: Callable[..., Any], weights: Any, shape: tuple[int, ...], *, rest: float = 0.0
 ) -> tuple[Float[Tensor, "*a m"], Float[Tensor, "*a"]]:
     """Validate the weights of a rule.
 
     Args:
-        rule: The rule; None for a criterion.
+        rule: The rule, or the criterion.
         weights: Weights of the received models and, optionally, last, of the agent's own.
         shape: Shape [*a, m] of the received models.
         rest: Weight of the model before the round.
@@ -249,12 +249,12 @@ def validated_mixing(
 
 
 def validated_reduction(
-    rule: Callable[..., Any] | None, reduce: ColumnReduction | OffsetColumnReduction
+    rule: Callable[..., Any], reduce: ColumnReduction | OffsetColumnReduction
 ) -> ColumnReduction | OffsetColumnReduction:
     """Wrap a user's reduction so that its output is validated.
 
     Args:
-        rule: The rule that returned it; None for a criterion.
+        rule: The rule that returned it, or the criterion.
         reduce: The reduction.
 
     Returns:

@@ -22,13 +22,13 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from fedcb2o._deprecation import former_fields, former_names
+from fedcb2o._deprecation import former_attributes, former_fields, former_names
 from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.plugins import Declaration, F
 
 
-@former_fields(each="per_sample", copied="copy", part="select")
+@former_attributes(each="per_sample", copied="copy", part="select")
 @dataclass(frozen=True)
 class Losses:
     """Losses of m models on one agent's data (eq:benignAgentObj), or on those of several agents.
@@ -86,7 +86,7 @@ class Contacts:
     likelihood: Float[Tensor, " k"]
 
 
-@former_fields(copied="copy")
+@former_attributes(copied="copy")
 @dataclass(frozen=True)
 class Received:
     """Models that one agent received (alg:localAggregation, line 2), or several agents.
@@ -134,7 +134,7 @@ ScalarObjective = Callable[[Float[Tensor, "k n *C"]], Float[Tensor, "k n"]]
 """Outputs of models on samples -> one number per sample, independent of the other samples."""
 
 
-@former_fields(
+@former_attributes(
     outputs_of="outputs",
     some_samples="samples",
     outputs_at="outputs_per_model",
@@ -184,7 +184,7 @@ class AgentContext:
         return self.draw_of()
 
 
-@former_fields(
+@former_attributes(
     pool="models",
     own="own_losses",
     me="own_entry",
@@ -375,7 +375,7 @@ class Reduction:
         return self.reduce(x, *[first] * self.takes_offset)
 
 
-@former_fields(before="previous_weight")
+@former_attributes(before="previous_weight")
 @dataclass(frozen=True)
 class RuleOutput:
     """Output of a rule with more than weights.
@@ -404,7 +404,7 @@ StatefulRule = Callable[
 """(state, view) -> (new state, weights)."""
 
 
-@former_fields(before="uses_previous")
+@former_attributes(before="uses_previous")
 @dataclass(frozen=True)
 class Stateful:
     """Declaration of a rule with a state.
@@ -429,6 +429,15 @@ def stateful(*, uses_previous: bool = False) -> Callable[[F], F]:
         A decorator of the rule.
     """
     return STATEFUL(Stateful(uses_previous))
+
+
+def _weighed(
+    outcome: Float[Tensor, "*a k"] | Reduction,
+    before: float | None = None,
+    f: int | None = None,
+    values: Float[Tensor, "*a m"] | None = None,
+) -> RuleOutput:
+    return RuleOutput(outcome, before, f)
 
 
 def _remembers(*, before: bool = False) -> Callable[[F], F]:
@@ -485,7 +494,7 @@ def knows(
     return THREAT(Threat(frozenset(models), each_receiver, on_poisoned_data))
 
 
-@former_fields(fellows="colluders", num_fellows="num_colluders", before="previous")
+@former_attributes(fellows="colluders", num_fellows="num_colluders", before="previous")
 @dataclass(frozen=True, kw_only=True)
 class AttackView:
     """Input of an attack on models: the view of one attacker in round n, after LocalUpdate.
@@ -646,7 +655,7 @@ __getattr__ = former_names(
     {
         "Judged": "CriterionInput",
         "Local": "AgentContext",
-        "Weighed": "RuleOutput",
+        "Weighed": "_weighed",
         "View": "AttackView",
         "Change": "SampleTransform",
         "Slope": "ScalarObjective",
