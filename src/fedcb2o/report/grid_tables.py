@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from fedcb2o._deprecation import former_names
 from fedcb2o.records import METRICS
 from fedcb2o.report import regret
 from fedcb2o.report.grid_results import BASELINES, GridResults
@@ -619,3 +620,6 @@ def _defence_table(view: SettingResults, columns: dict[str, "pd.Series[Any]"]) -
     defences = view.results.defences
     table = pd.DataFrame({name: texts.reindex(defences) for name, texts in columns.items()})
     return table.fillna("–").rename_axis("Defence")
+
+
+__getattr__ = former_names(__name__, {"View": "SettingResults", "matrix": "metric_matrix"})
