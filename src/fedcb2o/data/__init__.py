@@ -19,7 +19,13 @@ from fedcb2o.data._dataset import (
     hold_out,
     stratified_mask,
 )
-from fedcb2o.data._partition import Population, partition, rotate, validation_mask
+from fedcb2o.data._partition import (
+    Population,
+    cluster_samples,
+    partition,
+    rotate,
+    validation_mask,
+)
 from fedcb2o.data.array_dataset import dataset
 from fedcb2o.data.natural_partition import partition_by_owner
 from fedcb2o.data.owner_datasets import datasets
@@ -47,6 +53,7 @@ __all__ = [
     "arrays",
     "breast_cancer",
     "cifar10",
+    "cluster_samples",
     "dataset",
     "datasets",
     "default_folder",

@@ -12,8 +12,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from fedcb2o import plugins
-from fedcb2o.data._dataset import Shard
-from fedcb2o.data._partition import cluster_samples, rotate
+from fedcb2o.data import Shard, cluster_samples, rotate
 from fedcb2o.federated.plugin_outputs import require_known_labels, validated_poison
 from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.types import Attack, Poison

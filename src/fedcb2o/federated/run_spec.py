@@ -83,7 +83,7 @@ class RunSpec:
 
     @functools.cached_property
     def has_local_statistics(self) -> bool:
-        """Whether each agent estimates its own batch-norm statistics for every model."""
+        """True where each agent estimates its own batch-norm statistics for every model."""
         return has_local_statistics(self.module)
 
     @property

@@ -3,8 +3,8 @@
 A selection is a function (contacts, candidates, budget, generator, *, ...) -> ids. A graph or a
 network narrows the candidates. The built-in selections take several agents at once.
 
->>> nobody = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
->>> prob_sampling(nobody, torch.tensor([1, 2, 3]), 5, np.random.default_rng(0)).tolist()
+>>> contacts = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
+>>> prob_sampling(contacts, torch.tensor([1, 2, 3]), 5, np.random.default_rng(0)).tolist()
 [1, 2, 3]
 """
 
