@@ -13,8 +13,7 @@ import fedcb2o
 from fedcb2o.cli.minimize import summary
 from fedcb2o.cli.minimize.problem import resolve_problem
 from fedcb2o.cli.minimize.recorder import run_recorded
-from fedcb2o.particles import adversaries, theory
-from fedcb2o.particles.objectives import problem, problems
+from fedcb2o.particles import adversaries, problem, problems, theory
 from tests.tiny import command, here
 
 CIRCLE = problem("circle")

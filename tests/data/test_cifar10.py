@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.data.made import at, names, served
+from tests.data.image_files import at, names, served
 
 from fedcb2o.data import cifar10
 from fedcb2o.data.downloads import download, import_files

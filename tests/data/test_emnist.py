@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.data.made import at, idx, md5, names, served
+from tests.data.image_files import at, idx, md5, names, served
 
-from fedcb2o.data import emnist
-from fedcb2o.data._partition import rotate
+from fedcb2o.data import emnist, rotate
 from fedcb2o.data.downloads import download, import_files
 from fedcb2o.data.release import default_folder
 from fedcb2o.data.sets._emnist import RELEASE

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.data.made import contents, write
+from tests.data.image_files import contents, write
 
 from fedcb2o.data import diabetes, fashion_shops, typefaces
 from fedcb2o.errors import ConfigError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.data.made import at, contents, md5, names, served, write
+from tests.data.image_files import at, contents, md5, names, served, write
 from tests.tiny import here
 
 from fedcb2o.data import fashion_mnist, mnist

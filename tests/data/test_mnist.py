@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.data.made import at, contents, names, served, write
+from tests.data.image_files import at, contents, names, served, write
 
 from fedcb2o.data import mnist
 from fedcb2o.data.downloads import download, import_files

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.data._partition import Population, partition, rotate
+from fedcb2o.data import Population, partition, rotate
 from fedcb2o.data.skews import dirichlet, shards
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.rng import stream

@@ -1,4 +1,5 @@
-"""Skews: every sample has one owner, every agent its number, and labels are as uneven as was promised."""
+"""Skews: every sample has one owner, every agent its number, and labels are as uneven as was
+promised."""
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ SIZES = np.array([30] * 60 + [90] * 20)
 
 
 def counts(skew, *, num_classes=10, sizes=SIZES, seed=0, **parameters):
-    """How many samples of each class every agent has [N, C], where the classes are of equal size."""
+    """How many samples of each class every agent has [N, C], where the classes are of equal
+    size."""
     draw = stream(seed, "test")
     labels = draw.permutation(np.arange(sizes.sum()) % num_classes)
     owners = skew(labels, sizes, draw, **parameters)
@@ -47,7 +49,8 @@ def test_every_agent_gets_its_number_of_samples(labels, cuts, skew, seed):
 
 @pytest.mark.parametrize("concentration", [2.0, 10.0, 100.0, 1e9])
 def test_dirichlet_is_as_uneven_as_its_concentration_says(concentration):
-    """Counts of an agent with m samples are Dirichlet-multinomial: variance m p (1 - p) (m + a) / (1 + a)."""
+    """Counts of an agent with m samples are Dirichlet-multinomial: variance m p (1 - p) (m + a) /
+    (1 + a)."""
     found = np.mean(
         [counts(dirichlet, concentration=concentration, seed=seed)[:60].var() for seed in range(10)]
     )
@@ -66,7 +69,8 @@ def test_dirichlet_keeps_to_the_proportions_of_the_whole():
 
 
 def test_dirichlet_by_hand():
-    """With a concentration near 0 each of two agents wants one class: its own whole, or half of what both want."""
+    """With a concentration near 0 each of two agents wants one class: its own whole, or half of
+    what both want."""
     seen = set()
     for seed in range(40):
         first, second = counts(
@@ -79,14 +83,16 @@ def test_dirichlet_by_hand():
 
 @pytest.mark.parametrize(("classes", "most"), [(1, 2), (2, 4), (5, 10)])
 def test_shards_hold_about_so_many_classes(classes, most):
-    """400 samples of each of 10 classes, shards of at most 90: each lies in one class, or across one border."""
+    """400 samples of each of 10 classes, shards of at most 90: each lies in one class, or across
+    one border."""
     held = (counts(shards, classes=classes) > 0).sum(1)
     assert held.max() <= most
     assert 0.75 * classes <= held.mean() <= 1.3 * classes
 
 
 def test_shards_by_hand():
-    """Two agents with two shards each, of 3 and 2 samples: along the sorted labels, every order may come."""
+    """Two agents with two shards each, of 3 and 2 samples: along the sorted labels, every order may
+    come."""
     labels = np.array([2, 0, 1, 0, 1, 2, 0, 1, 2, 3])
     seen = set()
     for seed in range(40):

@@ -1,4 +1,5 @@
-"""Every adversary does what its docstring says, and the facts on capture and cure (eq:dyn_macro, prop:attack)."""
+"""Every adversary does what its docstring says, and the facts on capture and cure (eq:dyn_macro,
+prop:attack)."""
 
 import math
 import warnings
@@ -95,7 +96,8 @@ def test_gradient_flow_is_the_flow():
 
 
 def test_random_diffuses():
-    """After a time t the variance is sigma^2 t in each coordinate: of 8,000 known to 5 standard errors of 1.6%."""
+    """After a time t the variance is sigma^2 t in each coordinate: of 8,000 known to 5 standard
+    errors of 1.6%."""
     start = [3.0, -1.0]
     theta_m, _, _ = watched(
         adversaries.random(4000, sigma=1.5, initial=start, mass=0.1), maxiter=40
@@ -132,13 +134,15 @@ def test_matrix_diffusion():
 
 
 def moved_by(view, points):
-    """How far all the adversary's particles at one of these points [r, c, d] move the consensus points."""
+    """How far all the adversary's particles at one of these points [r, c, d] move the consensus
+    points."""
     return (view.m_if(points) - view.m_without().unsqueeze(1)).square().sum((-2, -1))
 
 
 @pytest.mark.parametrize("clusters", [1, 2])
 def test_greedy_is_better_than_chance(clusters):
-    """It moves the consensus point at least as far as where it stood, and nearly always farther than random places."""
+    """It moves the consensus point at least as far as where it stood, and nearly always farther
+    than random places."""
     wins = []
     attack = adversaries.greedy(15, candidates=48)
     rng = np.random.default_rng(0)
@@ -343,7 +347,8 @@ FACTS = {
 
 
 def attacked(at, w_m, **settings):
-    """The distance of the answer to the target (1, 0), w_m of N = 2,000 particles standing at a point."""
+    """The distance of the answer to the target (1, 0), w_m of N = 2,000 particles standing at a
+    point."""
     n_m = round(2000 * w_m)
 
     def normal(generator, n, d):
@@ -371,13 +376,15 @@ def test_capture_at_delta_q_0():
 
 
 def test_the_cure_and_its_price():
-    """delta_q = 0.01 lets benign particles into the set again; the price is about sqrt(delta_q) / 2."""
+    """delta_q = 0.01 lets benign particles into the set again; the price is about sqrt(delta_q) /
+    2."""
     assert attacked((-1.0, 0.0), 0.5, delta_q=0.01) == pytest.approx(0.048, abs=0.015)
     assert attacked((-1.0, 0.0), 0.0, delta_q=0.01) == pytest.approx(0.06, abs=0.02)
 
 
 def test_beta_against_attackers_at_the_minimiser_of_g():
-    """They are bad for L: filtered for small beta; at large beta the sub-level set has to hold them."""
+    """They are bad for L: filtered for small beta; at large beta the sub-level set has to hold
+    them."""
     errors = [attacked((2.0, 0.0), 0.3, beta=beta, maxiter=500) for beta in (0.05, 0.3, 0.6)]
     assert errors[0] < 5e-3
     assert errors[1] == pytest.approx(0.058, abs=0.03)

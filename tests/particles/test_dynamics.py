@@ -1,4 +1,5 @@
-"""The steps and the consensus point of an ensemble: against known solutions, by hand, and by their invariances."""
+"""The steps and the consensus point of an ensemble: against known solutions, by hand, and by their
+invariances."""
 
 import math
 
@@ -41,7 +42,8 @@ def ensemble(*points):
 
 
 def final_error(normals, dt, *, lambda1=1.0, sigma1=1.0):
-    """The mean distance |X_1 - exact| of geometric Brownian motions about m that see these finest increments."""
+    """The mean distance |X_1 - exact| of geometric Brownian motions about m that see these finest
+    increments."""
     steps, paths, dim = normals.shape
     merged = round(dt * steps)
     m = torch.tensor([[3.0, -5.0]], dtype=torch.float64)
@@ -59,8 +61,9 @@ def final_error(normals, dt, *, lambda1=1.0, sigma1=1.0):
 def test_the_step_has_strong_order_one_half():
     """dX = -lambda X dt + sigma X dB has X = X_0 exp(-(lambda + sigma^2/2) t + sigma B_t).
 
-    With 4,000 paths of 2 coordinates the slope is 0.533 with a deviation of 0.007 over seeds: the term of order dt in
-    the error lifts it above 1/2 at these dt. 0.45 to 0.58 is far from 0 (a wrong limit) and 1 (additive noise).
+    With 4,000 paths of 2 coordinates the slope is 0.533 with a deviation of 0.007 over seeds: the
+    term of order dt in the error lifts it above 1/2 at these dt. 0.45 to 0.58 is far from 0 (a
+    wrong limit) and 1 (additive noise).
     """
     normals = torch.from_numpy(np.random.default_rng(0).standard_normal((512, 4000, 2)))
     dts = [2.0**-k for k in range(5, 10)]
@@ -72,7 +75,8 @@ def test_the_step_has_strong_order_one_half():
 
 @pytest.mark.parametrize(("noise", "share"), [("isotropic", 3), ("anisotropic", 1)])
 def test_moments_of_a_step(noise, share):
-    """One step has mean X - lambda X dt, and in a coordinate the variance sigma^2 dt |X|^2 or sigma^2 dt X_k^2.
+    """One step has mean X - lambda X dt, and in a coordinate the variance sigma^2 dt |X|^2 or
+    sigma^2 dt X_k^2.
 
     Over 400,000 draws the mean square of a step is known to 0.4%.
     """
@@ -127,7 +131,8 @@ def test_consensus_point_by_hand():
     assert consensus_point(theta, v, ConsensusParams(1.0, 0.5, 1.0))[0].tolist() == pytest.approx(
         [4 / 5, 8 / 5]
     )
-    # q_{3/4} = 2; the averaged level is (1 * (1/2 - 3/8) + 2 * (3/4 - 1/2)) / (3/8) = 5/3 and keeps two.
+    # q_{3/4} = 2; the averaged level is (1 * (1/2 - 3/8) + 2 * (3/4 - 1/2)) / (3/8) = 5/3 and keeps
+    # two.
     assert consensus_point(theta, v, ConsensusParams(1.0, 0.75))[0].tolist() == pytest.approx(
         [4 / 5, 8 / 5]
     )
@@ -235,7 +240,8 @@ filters = st.builds(
 
 
 def drawn(rng, *, exact=False):
-    """An ensemble with its L, G and masses; L has ties and no other coincidences, or is `exact` under shifts."""
+    """An ensemble with its L, G and masses; L has ties and no other coincidences, or is `exact`
+    under shifts."""
     n, d = int(rng.integers(1, 13)), int(rng.integers(1, 4))
     theta = torch.from_numpy(rng.standard_normal((1, n, d)))
     lower = (

@@ -1,4 +1,5 @@
-"""`minimize` against the plain loops, batches against single runs, the result's conventions, and bad input."""
+"""`minimize` against the plain loops, batches against single runs, the result's conventions, and
+bad input."""
 
 import dataclasses
 import itertools
@@ -77,7 +78,8 @@ CENTRES = ((0.0, 0.0), (1.5, 0.5), (-1.0, 1.0))
 
 
 def by_loops(settings, sizes, groups, steps, with_g, seed):
-    """The same run by the oracle: all particles, and the consensus points before each step and at the end."""
+    """The same run by the oracle: all particles, and the consensus points before each step and at
+    the end."""
     at = {
         name: settings.get(name, default)
         for name, default in (("alpha", 30.0), ("beta", 0.3), ("sigma1", 1.0))
@@ -365,8 +367,8 @@ def test_a_batch_equals_its_runs(case, dtype):
         same(together, alone, run, bit_by_bit if dtype == torch.float64 or WIDE else nearly)
 
 
-# With AVX2 alone PyTorch computes the last numbers of a tensor by other functions than the rest, and in float32 these
-# round differently: which numbers are last depends on the number of runs.
+# With AVX2 alone PyTorch computes the last numbers of a tensor by other functions than the rest,
+# and in float32 these round differently: which numbers are last depends on the number of runs.
 WIDE = torch.backends.cpu.get_cpu_capability() != "AVX2"
 
 
@@ -398,7 +400,8 @@ def same(together, alone, run, alike=bit_by_bit):
 @pytest.mark.parametrize("n", [3, 50, 1000])
 @pytest.mark.parametrize("dim", [1, 7, 100])
 def test_a_batch_equals_its_runs_at_any_size(n, dim):
-    """The library chooses its ways of summing by the size: they must not depend on the number of runs."""
+    """The library chooses its ways of summing by the size: they must not depend on the number of
+    runs."""
     settings = {**COMMON, "num_particles": n, "maxiter": 3}
     together = fedcb2o.minimize(
         rastrigin, G if dim == 2 else last_coordinate, dim, runs=5, seed=10, **settings
@@ -534,7 +537,8 @@ def test_shapes_of_runs_and_clusters():
     assert one.lower.shape == one.spread.shape == (3,)
     assert one.history.x.shape == (3, 3, 2)
     assert one.history.spread.shape == (3, 3)
-    # A list of one keeps the axis of clusters, runs = 1 that of runs, also in one dimension and with two particles.
+    # A list of one keeps the axis of clusters, runs = 1 that of runs, also in one dimension and
+    # with two particles.
     single = fedcb2o.minimize([lambda x: x[..., 0]], None, 1, runs=1, num_particles=2, maxiter=2)
     assert single.x.shape == (1, 1, 1)
     assert single.theta.shape == (1, 2, 1)
@@ -670,7 +674,8 @@ def test_maxfev(settings):
         result = fedcb2o.minimize(circle, G, 2, maxfev=maxfev, **common)
         assert max(result.nfev) <= maxfev
         assert (
-            result.message[0] == f"another step would evaluate more than maxfev = {maxfev} particles"
+            result.message[0]
+            == f"another step would evaluate more than maxfev = {maxfev} particles"
         )
         further = fedcb2o.minimize(circle, G, 2, maxiter=int(result.nit[0]) + 1, **common)
         assert max(further.nfev) > maxfev
@@ -1111,7 +1116,8 @@ def test_all_bad_is_a_run_error(runs):
 
 
 def test_a_run_that_overflows():
-    """Far too long a step: what is left is the particle at the consensus point, and all others count as excluded."""
+    """Far too long a step: what is left is the particle at the consensus point, and all others
+    count as excluded."""
     result = fedcb2o.minimize(circle, G, 2, dt=1e6, sigma1=10.0, maxiter=300)
     assert result.x.isfinite().all()
     assert not result.success

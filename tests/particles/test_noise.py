@@ -66,7 +66,8 @@ def test_no_word_is_too_small_or_too_large(word, share):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "dim"), [(1, 1), (5, 3), (16, 1), (50, 2), (33, 31), (700, 300)])
 def test_a_run_sees_the_same_alone_and_in_a_batch(dtype, n, dim):
-    """Small ones are drawn for many steps at once, how many depends on the batch; (700, 300) is more than a block."""
+    """Small ones are drawn for many steps at once, how many depends on the batch; (700, 300) is
+    more than a block."""
     steps = 140 if n * dim < 5000 else 3
     together = draws([7, 3, 11], n, dim, steps, dtype)
     for run, seed in enumerate([7, 3, 11]):
@@ -99,7 +100,8 @@ def test_no_number_of_threads_changes_them(dtype, threads):
         found.append(draws([0, 1], 30_000, 10, 3, dtype))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
-    # None is left out or drawn twice. Float32 has few enough numbers that 1.2% of independent normals coincide.
+    # None is left out or drawn twice. Float32 has few enough numbers that 1.2% of independent
+    # normals coincide.
     assert len(found[0].unique()) > 0.98 * found[0].numel()
 
 

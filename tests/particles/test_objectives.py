@@ -11,8 +11,7 @@ from scipy import optimize
 
 import fedcb2o
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles import objectives
-from fedcb2o.particles.objectives import problem, problems
+from fedcb2o.particles import objectives, problem, problems
 
 NAMES = list(problems())
 

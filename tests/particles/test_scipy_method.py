@@ -1,4 +1,5 @@
-"""`scipy.optimize.minimize(f, x0, method=fedcb2o.cb2o)`: what SciPy gives a method, and what it expects of one."""
+"""`scipy.optimize.minimize(f, x0, method=fedcb2o.cb2o)`: what SciPy gives a method, and what it
+expects of one."""
 
 import numpy as np
 import pytest

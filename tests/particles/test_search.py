@@ -155,7 +155,5 @@ def test_nothing_but_nan_is_a_run_error():
 
 def test_an_adversary_that_asks_needs_functions():
     search = fedcb2o.Search(2, num_particles=20, adversaries=adversaries.greedy(3))
-    with pytest.raises(
-        ConfigError, match="an adversary requests L and G at further points"
-    ):
+    with pytest.raises(ConfigError, match="an adversary requests L and G at further points"):
         search.tell(circle(search.ask()))

@@ -1,4 +1,5 @@
-"""Every inequality of the theory, both its sides, on ensembles of problems whose constants are known by hand."""
+"""Every inequality of the theory, both its sides, on ensembles of problems whose constants are
+known by hand."""
 
 import dataclasses
 import math
@@ -21,15 +22,17 @@ def normal(seed, *shape):
 
 # ---- problems ----
 
-# L = (|x|^2 - 1)^2, G = |x - (2,0)|^2: Theta is the unit circle, the target (1,0). With rho = |x|, v = x - target:
-# A2: |rho - 1| <= |v| and rho + 1 <= 2 + |v|, so L <= 2.5^2 |v|^2 for |v| <= 0.5.
-# A3: L >= (rho - 1)^2 = dist^2, everywhere.
-# A4: G - 1 = |v|^2 - 2 v_1, so |G - 1| <= 2.5 |v| for |v| <= 0.5.
-# A5: p = (1 + r_G, 0). On the whole ring |rho - 1| <= r_G, G - G(p) >= 2 / (1 + r_G) |x - p|^2 (in polar coordinates),
-#     so nu = 1/2, eta = sqrt(2/1.5) for r_G <= 0.5. The circle goes on at the target, so A5 to the letter is out of
-#     reach. Nothing lacks in the bound for all that: G - 1 >= 2 |v|^2 - 2 r_G - r_G^2 on the ring, so that |v| > `near`
-#     gives G - 1 > 1.5 (u + G_r) + 3.75 r_G - 2 r_G - r_G^2 >= u + G_r, which is what the proof needs.
-# A6: the same with R_G = 0.5: G - 1 >= 2 |v|^2 - 1.25 >= |v|^2 where |v|^2 >= 1.25.
+# L = (|x|^2 - 1)^2, G = |x - (2,0)|^2: Theta is the unit circle, the target (1,0). With rho = |x|,
+# v = x - target: A2: |rho - 1| <= |v| and rho + 1 <= 2 + |v|, so L <= 2.5^2 |v|^2 for |v| <= 0.5.
+# A3: L >= (rho - 1)^2 = dist^2, everywhere. A4: G - 1 = |v|^2 - 2 v_1, so |G - 1| <= 2.5 |v| for
+# |v| <= 0.5. A5: p = (1 + r_G, 0). On the whole ring |rho - 1| <= r_G, G - G(p) >= 2 / (1 + r_G) |x
+# - p|^2 (in polar coordinates),
+#     so nu = 1/2, eta = sqrt(2/1.5) for r_G <= 0.5. The circle goes on at the target, so A5 to the
+# letter is out of
+#     reach. Nothing lacks in the bound for all that: G - 1 >= 2 |v|^2 - 2 r_G - r_G^2 on the ring,
+# so that |v| > `near`
+#     gives G - 1 > 1.5 (u + G_r) + 3.75 r_G - 2 r_G - r_G^2 >= u + G_r, which is what the proof
+# needs. A6: the same with R_G = 0.5: G - 1 >= 2 |v|^2 - 1.25 >= |v|^2 where |v|^2 >= 1.25.
 CIRCLE = Constants(
     L_low=0, H_L=6.25, h_L=2, R_H_L=0.5, L_inf=INF, eta_L=1, nu_L=0.5,
     H_G=2.5, h_G=1, R_H_G=0.5, G_inf=INF, R_G=0.5, eta_G=math.sqrt(2 / 1.5), nu_G=0.5,
@@ -50,11 +53,12 @@ def circle(theta, theta_m=None, w_m=0.0):
     )
 
 
-# L = ||x| - 1|, G = (x - 2)^2 on R: Theta = {-1, 1}, the target 1, and all of A1 to A6 hold to the letter. v = x - 1.
-# A2, A3: L = dist <= |v|. A4: |v^2 - 2v| <= 2.5 |v| for |v| <= 0.5.
-# A5: p = 1 + r_G; e = p - x in [0, 2 r_G] gives G - G(p) = e (2 (1 - r_G) + e) >= e for r_G <= 0.5; near -1,
+# L = ||x| - 1|, G = (x - 2)^2 on R: Theta = {-1, 1}, the target 1, and all of A1 to A6 hold to the
+# letter. v = x - 1. A2, A3: L = dist <= |v|. A4: |v^2 - 2v| <= 2.5 |v| for |v| <= 0.5. A5: p = 1 +
+# r_G; e = p - x in [0, 2 r_G] gives G - G(p) = e (2 (1 - r_G) + e) >= e for r_G <= 0.5; near -1,
 #     G - G(p) >= (3 - r_G)^2 - (1 - r_G)^2 = 8 - 4 r_G >= 6 > 5.9.
-# A6: near -1, |v| >= 1.5 and G - 1 = |v|^2 + 2|v| >= |v|^2. With R_K_G = 2.5 there is nothing beyond.
+# A6: near -1, |v| >= 1.5 and G - 1 = |v|^2 + 2|v| >= |v|^2. With R_K_G = 2.5 there is nothing
+# beyond.
 POINTS = Constants(
     L_low=0, H_L=1, h_L=1, R_H_L=INF, L_inf=INF, eta_L=1, nu_L=1,
     H_G=2.5, h_G=1, R_H_G=0.5, G_inf=5.9, R_G=0.5, eta_G=1, nu_G=1,
@@ -86,7 +90,8 @@ def benign(problem, how, seed):
 
 
 def malicious(problem, how, seed):
-    """Attackers at a minimiser of L far from the target or near it, off them all, or anywhere about them."""
+    """Attackers at a minimiser of L far from the target or near it, off them all, or anywhere about
+    them."""
     if problem is points:
         at = {"behind": -1.0, "beside": 0.95, "nowhere": 9.0}
         return (
@@ -155,7 +160,8 @@ def test_laplace_bound_without_attack(problem, setting, constants, how, seed):
 @pytest.mark.parametrize("attack", ["behind", "beside", "nowhere", "anywhere"])
 @pytest.mark.parametrize(("problem", "setting", "constants"), CASES)
 def test_bounds_under_attack(problem, setting, constants, attack, w_m):
-    # A smaller beta, so that benign particles alone can hold the quantile down: beta is proportional to w_b.
+    # A smaller beta, so that benign particles alone can hold the quantile down: beta is
+    # proportional to w_b.
     setting = dataclasses.replace(setting, beta=setting.beta * (1 - w_m))
     for seed, how in enumerate(["near", "at large", "some near"]):
         mixture = problem(benign(problem, how, seed), malicious(problem, attack, seed), w_m)
@@ -207,8 +213,8 @@ def test_terms_by_hand():
     theta = torch.tensor([[1.0], [1 + 1 / 32], [-1.0], [3.0]], dtype=torch.float64)
     attackers = torch.tensor([[-1.0]], dtype=torch.float64)
     setting = dataclasses.replace(ON_A_LINE, alpha=2, beta=0.5)
-    # L = 0, 1/32, 0, 2 and 0: both halves of the quantile are 0, the level is delta_q = 0.1, and 3 is out. Two of four
-    # benign particles are within r = 1/16; G_r = 2.5/16.
+    # L = 0, 1/32, 0, 2 and 0: both halves of the quantile are 0, the level is delta_q = 0.1, and 3
+    # is out. Two of four benign particles are within r = 1/16; G_r = 2.5/16.
     weight = {
         x: mass * math.exp(-2 * (x - 2) ** 2)
         for x, mass in ((1, 0.1875), (1 + 1 / 32, 0.1875), (-1, 0.4375))
@@ -283,8 +289,10 @@ def test_a_large_beta_breaks_a_hypothesis_and_the_bound():
 
 
 def test_holder_continuity_must_be_two_sided():
-    """A4 as printed, G - G(target) <= H_G |v|^h_G, is met with H_G = 1 here, and prop:QQLP is false."""
-    # L = |x| on R, G = 2 - 5x right of the target 0 and 2 - x left of it; p = r_G, and G - G(p) >= 3 |x - p|.
+    """A4 as printed, G - G(target) <= H_G |v|^h_G, is met with H_G = 1 here, and prop:QQLP is
+    false."""
+    # L = |x| on R, G = 2 - 5x right of the target 0 and 2 - x left of it; p = r_G, and G - G(p) >=
+    # 3 |x - p|.
     theta = torch.tensor([0.0] * 2 + [0.25] * 100 + [0.5] * 98, dtype=torch.float64)[:, None]
     lower = lambda x: x[:, 0].abs()  # noqa: E731
     upper = lambda x: 2 - torch.where(x[:, 0] > 0, 5.0, 1.0) * x[:, 0]  # noqa: E731
@@ -304,8 +312,10 @@ def test_holder_continuity_must_be_two_sided():
 
 
 def test_what_the_bound_may_lack_beyond_the_ball():
-    """`near` is a distance from p, not from the target: with A5's first part beyond r_G, it may lack |p - target|."""
-    # L = |x_2| on R^2, G = |x - p| with p = (0, 0.5), the target 0, r_G = 0.5: H_G = eta_G = nu_G = 1.
+    """`near` is a distance from p, not from the target: with A5's first part beyond r_G, it may
+    lack |p - target|."""
+    # L = |x_2| on R^2, G = |x - p| with p = (0, 0.5), the target 0, r_G = 0.5: H_G = eta_G = nu_G =
+    # 1.
     theta = torch.tensor(
         [[0.0, 0.0]] * 2 + [[-3.0, 0.25]] * 120 + [[0.495, 0.5]] * 78, dtype=torch.float64
     )
@@ -361,7 +371,8 @@ def test_rates_and_times_by_hand():
 
 
 def test_closeness_by_hand():
-    # 2 lambda - d sigma^2 = 1.5 and lambda + d sigma^2 = 1.5; the other side is sqrt(0.5 * 1.5 / 0.5) = 1.22.
+    # 2 lambda - d sigma^2 = 1.5 and lambda + d sigma^2 = 1.5; the other side is sqrt(0.5 * 1.5 /
+    # 0.5) = 1.22.
     assert theory.closeness(vartheta=0.5, lambda1=1, sigma1=0.5, dim=2) == pytest.approx(
         0.25 / math.sqrt(2)
     )
@@ -379,7 +390,8 @@ def test_closeness_by_hand():
 
 
 def slope(v, w, lambda1, sigma1):
-    """dV/dt of benign particles (eq:dyn_macro) for v = theta - target and w = m - target, in units of V."""
+    """dV/dt of benign particles (eq:dyn_macro) for v = theta - target and w = m - target, in units
+    of V."""
     drift = -lambda1 * (v * (v - w)).sum(-1).mean()
     diffusion = v.shape[-1] * sigma1**2 / 2 * (v - w).square().sum(-1).mean()
     return (drift + diffusion) / theory.V(v, torch.zeros_like(w))
@@ -520,7 +532,8 @@ def test_below_beta_0_the_quantile_is_low(w_m):
     values = torch.cat([L, torch.full((1,), 1e9)])  # the worst of attacks on the quantile
     shares = torch.cat([torch.full((20_000,), (1 - w_m) / 20_000), torch.tensor([w_m])]).double()
     assert consensus.quantile(values, beta, mass=shares) <= s.xi_L
-    # Without the factor w_b there would be no such promise: all the benign mass that is low enough, times 1 / w_b.
+    # Without the factor w_b there would be no such promise: all the benign mass that is low enough,
+    # times 1 / w_b.
     too_much = float((s.xi_L >= L).double().mean()) * (1 - w_m) + 1e-6
     assert consensus.quantile(values, too_much, mass=shares) > s.xi_L
 
@@ -528,7 +541,8 @@ def test_below_beta_0_the_quantile_is_low(w_m):
 @pytest.mark.parametrize("w_m", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("constants", [POINTS, WIDE], ids=["attackers outside", "attackers inside"])
 def test_above_alpha_0_the_consensus_is_near(constants, w_m):
-    """The chain eq:proof:lapl1: with alpha > alpha_0 and beta < beta_0, |m - target| <= total <= c sqrt(eps)."""
+    """The chain eq:proof:lapl1: with alpha > alpha_0 and beta < beta_0, |m - target| <= total <= c
+    sqrt(eps)."""
     s = theory.scales(constants, c=C, eps=EPS)
     r = 0.99 * min(s.r_G, s.delta_q / constants.H_L, s.u / constants.H_G)  # so that G_r <= u
     attackers = torch.full((1, 1), -1.0, dtype=torch.float64) if w_m else None

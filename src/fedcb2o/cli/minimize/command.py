@@ -147,7 +147,7 @@ def minimize(
     from fedcb2o.cli.minimize import summary
     from fedcb2o.cli.minimize.problem import build_adversaries, resolve_problem
     from fedcb2o.cli.minimize.recorder import run_recorded
-    from fedcb2o.particles.objectives import problems
+    from fedcb2o.particles import problems
 
     # Steps are small: threads cost more than they save, and much on a busy machine.
     if "OMP_NUM_THREADS" not in os.environ:

@@ -5,9 +5,8 @@ from typing import Any
 
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles import adversaries, objectives
+from fedcb2o.particles import Problem, adversaries, objectives
 from fedcb2o.particles.adversaries import Adversary
-from fedcb2o.particles.objectives import Problem
 
 
 def resolve_problem(

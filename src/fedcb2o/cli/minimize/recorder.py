@@ -13,12 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from fedcb2o.particles import theory
-from fedcb2o.particles._minimize import minimize
+from fedcb2o.particles import Problem, Result, State, minimize, theory
 from fedcb2o.particles.adversaries import Adversary
-from fedcb2o.particles.objectives import Problem
-from fedcb2o.particles.result import Result
-from fedcb2o.particles.state import State
 from fedcb2o.report.decay import Decay
 from fedcb2o.report.particle_figures import Scene
 

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from fedcb2o import plugins
 from fedcb2o.errors import RunError
+from fedcb2o.particles import Problem, Result
 from fedcb2o.particles.adversaries import Adversary
-from fedcb2o.particles.objectives import Problem
-from fedcb2o.particles.result import Result
 from fedcb2o.records import atomic_write
 from fedcb2o.report.decay import Decay
 from fedcb2o.report.particle_figures import Scene, draw_landscape, write_animation

@@ -1,4 +1,5 @@
-"""Small files in the formats of the data sets, and a server in a thread that they are downloaded from."""
+"""Small files in the formats of the data sets, and a server in a thread that they are downloaded
+from."""
 
 import functools
 import gzip
@@ -24,7 +25,8 @@ def idx(values: np.ndarray) -> bytes:
 
 
 def contents(train: int = 3, test: int = 2) -> dict[str, bytes]:
-    """gzip files by MNIST's names, `train` and `test` images a class, shuffled; pixel (1, 2) is the label."""
+    """gzip files by MNIST's names, `train` and `test` images a class, shuffled; pixel (1, 2) is the
+    label."""
     draw, files = np.random.default_rng(0), {}
     for part, per_class in (("train", train), ("t10k", test)):
         labels = draw.permutation(np.repeat(np.arange(10), per_class))

@@ -1,4 +1,5 @@
-"""A consensus at the edge of where the particles started is no success while L, or G, is less further out."""
+"""A consensus at the edge of where the particles started is no success while L, or G, is less
+further out."""
 
 import math
 

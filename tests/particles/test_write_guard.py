@@ -1,4 +1,5 @@
-"""A function that writes into the particles is told so by name; NumPy functions get arrays of their own."""
+"""A function that writes into the particles is told so by name; NumPy functions get arrays of their
+own."""
 
 import numpy as np
 import pytest

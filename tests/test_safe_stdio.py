@@ -1,4 +1,5 @@
-"""Standard streams that are closed, broken or full: a run goes on, and what is only said must be said."""
+"""Standard streams that are closed, broken or full: a run goes on, and what is only said must be
+said."""
 
 import contextlib
 import io
@@ -44,7 +45,8 @@ def unwritable(how):
 
 
 def ended(words, how, folder, streams=("stdout", "stderr")):
-    """The exit status of a process that cannot write to some of its streams, and what it said on the others."""
+    """The exit status of a process that cannot write to some of its streams, and what it said on
+    the others."""
     if how == "closed":
         closing = " ".join({"stdout": ">&-", "stderr": "2>&-"}[name] for name in streams)
         words, how = ["sh", "-c", f'exec "$@" {closing}', "sh", *words], None

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import fedcb2o
-from fedcb2o.data.natural_partition import partition_by_owner
+from fedcb2o.data import partition_by_owner
 from fedcb2o.errors import ConfigError, DataError
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
@@ -53,7 +53,8 @@ def test_test_samples_are_somebodys_or_everybodys():
 
 
 def test_owners_bring_data_sets():
-    """Arrays, a data set of PyTorch, and one with parts of its own; whoever lacks a part has a share held out."""
+    """Arrays, a data set of PyTorch, and one with parts of its own; whoever lacks a part has a
+    share held out."""
     torch_like = TensorDataset(torch.from_numpy(X[8:12]), torch.from_numpy(Y[8:12]))
     parts = {
         "north": (X[:8], Y[:8]),

@@ -1,4 +1,5 @@
-"""How many benign particles attackers leave in Q_beta (eq:Q_beta), by hand and on ensembles, and what comes of it."""
+"""How many benign particles attackers leave in Q_beta (eq:Q_beta), by hand and on ensembles, and
+what comes of it."""
 
 import warnings
 
@@ -7,8 +8,7 @@ import torch
 
 import fedcb2o
 from fedcb2o import CaptureWarning, consensus
-from fedcb2o.particles import adversaries, capture_risk
-from fedcb2o.particles.objectives import problem
+from fedcb2o.particles import adversaries, capture_risk, problem
 from fedcb2o.rng import stream
 
 CIRCLE = problem("circle")
@@ -45,13 +45,15 @@ def border(quantile, num_malicious, runs=5):
     ],
 )
 def test_the_border_of_capture(quantile, num_malicious, error):
-    """Of N = 200 with beta = 0.05, 10 particles are in Q_beta: what attackers leave of them decides."""
+    """Of N = 200 with beta = 0.05, 10 particles are in Q_beta: what attackers leave of them
+    decides."""
     many = border(quantile, num_malicious)
     assert (many - error).abs().max() < 0.06
 
 
 def test_one_benign_particle_left_is_chosen_by_l_alone():
-    """Then the answer is anywhere on the circle, whatever G wants: its median distance is sqrt(2), not 0."""
+    """Then the answer is anywhere on the circle, whatever G wants: its median distance is sqrt(2),
+    not 0."""
     many = border("plain", 9, runs=40)
     assert 1 < many.median() < 1.8
     assert many.min() < 0.7
@@ -72,7 +74,8 @@ def test_benign_left_by_hand():
             beta=0.1, w_m=num_malicious / num_particles, num_benign=n, dim=dim, averaged=True
         )
 
-    # In two dimensions the i-th least L is i. Of the ranks 11 to 20 that are averaged, 16 are attackers': (1+2+3+4)/10.
+    # In two dimensions the i-th least L is i. Of the ranks 11 to 20 that are averaged, 16 are
+    # attackers': (1+2+3+4)/10.
     assert averaged(16, 2) == 1
     assert averaged(14, 2) == 2  # (1+...+6)/10 = 2.1
     assert averaged(10, 2) == 5  # (1+...+10)/10 = 5.5
@@ -85,7 +88,8 @@ def test_benign_left_by_hand():
 
 
 def test_as_many_stay_or_more_where_the_minimisers_are_a_surface():
-    """Counted on ensembles uniform about the origin of R^6, with L the squared distance from a subspace."""
+    """Counted on ensembles uniform about the origin of R^6, with L the squared distance from a
+    subspace."""
     found = []
     for codimension in (1, 2, 4, 6):
         generator, counts = stream(0, "surface", codimension), []

@@ -219,7 +219,8 @@ def test_files_that_hold_no_data_set_get_one_clear_line(tmp_path, case):
 
 
 def test_a_run_from_arrays(tmp_path):
-    """A table from a file and the same from Python are one data set; their runs have the same bits."""
+    """A table from a file and the same from Python are one data set; their runs have the same
+    bits."""
     from sklearn.datasets import load_wine
 
     x, y = load_wine(return_X_y=True)

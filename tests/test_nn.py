@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedcb2o.data._dataset import Shard, features
+from fedcb2o.data import Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.local_update import Training, local_update_
 from fedcb2o.nn import architectures, parameters
@@ -19,7 +19,8 @@ def test_the_papers_network_has_the_papers_dimension():
 
 
 def test_the_papers_network_layer_by_layer():
-    # 5x5 convolution to 32 channels (same padding), ReLU, pooling, 64 channels, ReLU, pooling, dense, ReLU, dense.
+    # 5x5 convolution to 32 channels (same padding), ReLU, pooling, 64 channels, ReLU, pooling,
+    # dense, ReLU, dense.
     torch.manual_seed(0)
     network, x = architectures.cnn([3, 8, 12], 5, hidden=7), torch.randn(4, 3, 8, 12)
     first, second, third, last = (p for p in network if isinstance(p, nn.Conv2d | nn.Linear))
@@ -48,7 +49,8 @@ def test_dense_networks():
 
 
 def test_the_residual_network_layer_by_layer():
-    # Three stages of one block, with 8, 16 and 32 channels; a block that doubles them also halves the resolution.
+    # Three stages of one block, with 8, 16 and 32 channels; a block that doubles them also halves
+    # the resolution.
     torch.manual_seed(0)
     network, x = architectures.resnet([3, 9, 12], 5, width=8), torch.randn(4, 3, 9, 12)
     parameters = iter(network.parameters())
@@ -144,7 +146,8 @@ def test_theta_and_the_network_are_one(make):
     "make", [architectures.cnn, architectures.resnet, architectures.mlp, architectures.logistic]
 )
 def test_training_in_a_row_is_pytorchs_training(make):
-    """LocalUpdate on a row, against torch.optim.SGD on a network of its own: whatever the layout of the gradients."""
+    """LocalUpdate on a row, against torch.optim.SGD on a network of its own: whatever the layout of
+    the gradients."""
     draw, images = stream(0, "data"), stream(1, "data").random((40, 3, 8, 8), dtype="float32")
     shard = Shard(torch.from_numpy(images), torch.from_numpy(draw.integers(4, size=40)))
     network, alone = (
