@@ -34,7 +34,7 @@ slow: $(STAMP) ## Run the slow tests alone
 
 typecheck-runtime: $(STAMP) ## Run the tests of the core packages with run-time checks of types and shapes
 	FEDCB2O_TYPECHECK=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile \
-		tests/federated tests/particles tests/test_consensus.py tests/test_models.py
+		tests/federated tests/particles tests/test_consensus.py tests/test_nn.py
 
 lint: $(STAMP) ## Check format, style, types and the direction of imports
 	$(BIN)/ruff format --check .

@@ -25,7 +25,7 @@ import plain
 import torch
 from limits import NUM_CLASSES, best_rates, multiplications, process_tree, processor_seconds
 
-from fedcb2o.data._dataset import Dataset, Shard, features
+from fedcb2o.data import Dataset, Shard, features
 from fedcb2o.experiments.config import build
 from fedcb2o.experiments.config.datasets import dataset_tensors, load_dataset
 from fedcb2o.experiments.config.settings import Experiment, load

@@ -26,9 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import fedcb2o
-from fedcb2o.particles import adversaries
-from fedcb2o.particles.objectives import problem
-from fedcb2o.particles.result import Result
+from fedcb2o.particles import Result, adversaries, problem
 from fedcb2o.report.figures import LINE_STYLES, PALETTE, STYLE
 
 CIRCLE = problem("circle")

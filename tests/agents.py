@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedcb2o.data._dataset import Shard
+from fedcb2o.data import Shard
 from fedcb2o.experiments.runs.seed_run import round_loop
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.adversary import Adversary

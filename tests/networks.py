@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedcb2o.data._dataset import Shard
+from fedcb2o.data import Shard
 from fedcb2o.nn import architectures, batch_norm, parameters
 from fedcb2o.rng import stream
 from tests.tiny import empty_models

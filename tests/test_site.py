@@ -8,7 +8,7 @@ from typing import get_type_hints
 import pytest
 
 import fedcb2o
-from fedcb2o.particles.result import Result
+from fedcb2o.particles import Result
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPTS = sorted((DOCS / "gallery").glob("*.py"))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedcb2o.data._dataset import Shard
+from fedcb2o.data import Shard
 from fedcb2o.federated.algorithm2 import consensus_weights
 from fedcb2o.federated.algorithm_spec import Algorithm
 from fedcb2o.federated.types import (

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedcb2o.data._dataset import Dataset, Shard
-from fedcb2o.data.sets._digits import digits
+from fedcb2o.data import Dataset, Shard, digits
 from fedcb2o.nn import architectures, parameters
 from fedcb2o.rng import stream
 from tests import reference

@@ -7,9 +7,7 @@ from tests.tiny import empty_models, tiny
 from torch import nn
 
 import fedcb2o
-from fedcb2o.data._dataset import Shard, features
-from fedcb2o.data._partition import rotate
-from fedcb2o.data.sets._digits import digits
+from fedcb2o.data import Shard, digits, features, rotate
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated.local_update import Training, local_update_

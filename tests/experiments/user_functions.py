@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from fedcb2o.data import digits
-from fedcb2o.data._dataset import Dataset, Shard
+from fedcb2o.data import Dataset, Shard, digits
 from fedcb2o.federated.criteria import average_loss
 
 

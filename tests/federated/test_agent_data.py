@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedcb2o.data._dataset import Shard
+from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.agent_data import AgentData
 from fedcb2o.federated.ragged import Ragged

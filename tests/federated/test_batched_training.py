@@ -6,7 +6,7 @@ from tests.networks import NETWORKS, different, fresh, shards
 from tests.tiny import empty_models
 from torch import nn
 
-from fedcb2o.data._dataset import Shard
+from fedcb2o.data import Shard
 from fedcb2o.federated import losses
 from fedcb2o.federated.batched_training import batched_local_update_, training_batches
 from fedcb2o.federated.local_update import Training, local_update_

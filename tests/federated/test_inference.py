@@ -8,7 +8,7 @@ from tests.agents import held, network
 from tests.networks import NETWORKS, different, fresh, shards
 from torch import nn
 
-from fedcb2o.data._dataset import Shard
+from fedcb2o.data import Shard
 from fedcb2o.federated import inference
 from fedcb2o.federated.inference import confusion_matrices, model_losses
 from fedcb2o.nn import parameters

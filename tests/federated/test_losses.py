@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedcb2o.data._dataset import Shard
+from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import losses
 from fedcb2o.federated.batched_training import batched_local_update_

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.tiny import tiny
 
-from fedcb2o.data.sets._digits import digits
+from fedcb2o.data import digits
 from fedcb2o.peer.membership import Federation, Identity, federation
 
 

@@ -18,7 +18,7 @@ from tests.peer.members import experiment, federated, identities
 from tests.tiny import here
 from torch import nn
 
-from fedcb2o.data.sets._digits import digits
+from fedcb2o.data import digits
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.build import build_algorithm
 from fedcb2o.experiments.config.settings import load

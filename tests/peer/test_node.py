@@ -16,7 +16,7 @@ from tests.peer.nodes import nodes
 from tests.peer.wire import Wire
 
 import fedcb2o
-from fedcb2o.data.sets._digits import digits
+from fedcb2o.data import digits
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config.settings import load
 from fedcb2o.peer.membership import federation

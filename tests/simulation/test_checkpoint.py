@@ -13,8 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.tiny import ENVIRONMENT, FEDCB2O, bits, command, here, write
 
-from fedcb2o.data import sets
-from fedcb2o.data._dataset import Dataset
+from fedcb2o.data import Dataset, sets
 from fedcb2o.errors import RunError
 from fedcb2o.experiments import load
 from fedcb2o.federated.contacts import AgentState, ContactTable

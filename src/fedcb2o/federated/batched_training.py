@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from fedcb2o import plugins
-from fedcb2o.data._dataset import Shard, features
+from fedcb2o.data import Shard, features
 from fedcb2o.federated.admission import max_abs
 from fedcb2o.federated.agent_data import SampleBatch
 from fedcb2o.federated.agent_group import AgentGroup

@@ -21,7 +21,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from fedcb2o import plugins
-from fedcb2o.data._dataset import Shard, features
+from fedcb2o.data import Shard, features
 from fedcb2o.federated.losses import Loss, per_sample_losses
 from fedcb2o.federated.types import Losses, ScalarObjective
 from fedcb2o.nn import batch_norm

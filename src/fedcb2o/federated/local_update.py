@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.sgd import sgd
 
-from fedcb2o.data._dataset import Shard, features
+from fedcb2o.data import Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.losses import Loss, per_sample_losses
 from fedcb2o.federated.optimisers import Optimiser, make_step, optimiser_name

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from fedcb2o._deprecation import former_attributes, former_fields, former_names
-from fedcb2o.data._dataset import Shard
+from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.plugins import Declaration, F
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fedcb2o import plugins
-from fedcb2o.data._dataset import Shard, features
+from fedcb2o.data import Shard, features
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.contacts import ContactTable
 from fedcb2o.federated.decisions import Inbox

@@ -24,7 +24,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedcb2o.data._dataset import features
+from fedcb2o.data import features
 from fedcb2o.federated.inference import batched_forward
 from fedcb2o.federated.local_update import Precision, allow_tf32, autocast
 from fedcb2o.federated.run_spec import ConvolutionKernel, LinearKernel

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from fedcb2o.data._dataset import features
+from fedcb2o.data import features
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.inference import SAMPLES_PER_PASS, batched_forward
 from fedcb2o.federated.local_update import allow_tf32

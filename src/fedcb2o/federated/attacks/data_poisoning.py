@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from fedcb2o.data._dataset import Shard
+from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.attacks.triggers import (
     Corner,

@@ -20,7 +20,7 @@ import torch
 from pydantic import Field, ValidationError
 
 from fedcb2o import plugins, records
-from fedcb2o.data._dataset import Dataset
+from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import settings as config
 from fedcb2o.experiments.config.build import build_module, build_neighbours

@@ -19,9 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedcb2o import records
-from fedcb2o.data import sets
-from fedcb2o.data._dataset import Dataset, Shard
-from fedcb2o.data._partition import validation_mask
+from fedcb2o.data import Dataset, Shard, sets, validation_mask
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config import datasets
 from fedcb2o.experiments.config.build import (

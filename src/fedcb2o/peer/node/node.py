@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedcb2o import records
 from fedcb2o._deprecation import former_fields
-from fedcb2o.data._dataset import Dataset
+from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs.run_directory import exclusive_lock
