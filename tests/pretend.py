@@ -1,5 +1,6 @@
-"""A device that there is not: tensors that say they lie on "meta" and are computed on the CPU, so that a whole run can
-show where tensors of two devices meet, and how often something waits for the device."""
+"""A device that there is not: tensors that say they lie on "meta" and are computed on the CPU, so
+that a whole run can show where tensors of two devices meet, and how often something waits for the
+device."""
 
 import contextlib
 from collections import Counter
@@ -51,7 +52,8 @@ class Elsewhere(Tensor):
 
 
 class Pretend(TorchDispatchMode):
-    """Within it "meta" is there. `waits` counts what a device's queue would have to be emptied for."""
+    """Within it "meta" is there. `waits` counts what a device's queue would have to be emptied
+    for."""
 
     def __init__(self) -> None:
         super().__init__()

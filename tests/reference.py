@@ -1,13 +1,14 @@
-"""The oracle: the paper's algorithms and particle systems as plain, slow loops, to be read line by line beside it.
+"""The oracle: the paper's algorithms and particle systems as plain, slow loops, to be read line by
+line beside it.
 
-García Trillos, Akash, Li, Riedl, Zhu, "Defending Against Diverse Attacks in Federated Learning Through
-Consensus-Based Bi-Level Optimization" (arXiv 2412.02535): Algorithm 1 (alg:FedCB2O), Algorithm 2
-(alg:localAggregation) with ProbSampling, the exact consensus point (eq:clustered_csp), and the attackers' and
-DFedAvgM's mixing (Section sec:experiments). Of the project it imports nothing but the named random streams, so
-that the fast code can be held equal to it. Every agent has an `nn.Module` and is known by its place in the list.
-Below them, particles on R^d: CB2O (eq:dyn_micro2) with malicious particles (eq:dyn_macro), FedCBO (eq:fedcbo_dynamic)
-and FedCB2O (eq:fedcb2o_dynamics).
-"""
+García Trillos, Akash, Li, Riedl, Zhu, "Defending Against Diverse Attacks in Federated Learning
+Through Consensus-Based Bi-Level Optimization" (arXiv 2412.02535): Algorithm 1 (alg:FedCB2O),
+Algorithm 2 (alg:localAggregation) with ProbSampling, the exact consensus point (eq:clustered_csp),
+and the attackers' and DFedAvgM's mixing (Section sec:experiments). Of the project it imports
+nothing but the named random streams, so that the fast code can be held equal to it. Every agent has
+an `nn.Module` and is known by its place in the list. Below them, particles on R^d: CB2O
+(eq:dyn_micro2) with malicious particles (eq:dyn_macro), FedCBO (eq:fedcbo_dynamic) and FedCB2O
+(eq:fedcb2o_dynamics)."""
 
 import copy
 import itertools
@@ -120,7 +121,8 @@ class Agent:
 
 @dataclass(frozen=True)
 class Loss:
-    """L_j(theta) and, for each class c that agent j holds, L_{j,c}(theta), and the loss of each sample by itself."""
+    """L_j(theta) and, for each class c that agent j holds, L_{j,c}(theta), and the loss of each
+    sample by itself."""
 
     mean: float
     by_class: dict[int, float]
@@ -130,7 +132,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class Info:
-    """What agent j did in a round. `weights` are those of m_j, by id, its own under j; they sum to 1."""
+    """What agent j did in a round. `weights` are those of m_j, by id, its own under j; they sum to
+    1."""
 
     asked: list[int]
     received: list[int]
@@ -166,7 +169,8 @@ def run_round(
 def local_updates(
     agents: Sequence[Agent], n: int, *, seed: int, training: Training
 ) -> list[list[float]]:
-    """Algorithm 1, line 3, for j in [N]; malicious agents do the same on their poisoned data (eq:MaliAgentObj)."""
+    """Algorithm 1, line 3, for j in [N]; malicious agents do the same on their poisoned data
+    (eq:MaliAgentObj)."""
     return [
         local_update(agent, stream(seed, "batches", n, j), training)
         for j, agent in enumerate(agents)
@@ -224,7 +228,8 @@ def local_aggregations(
     num_classes: int,
     participation: float = 1.0,
 ) -> list[Info]:
-    """Algorithm 1, line 4, for j in [N]: synchronous, on the models as they are after everybody's LocalUpdate."""
+    """Algorithm 1, line 4, for j in [N]: synchronous, on the models as they are after everybody's
+    LocalUpdate."""
     published = [copy.deepcopy(agent.module) for agent in agents]
     online = [True] * len(agents)
     if participation < 1:
@@ -241,7 +246,8 @@ def local_aggregations(
         met_before = set(agent.met)
         agent.met |= set(asked)
         received = [i for i in asked if answers[i]]  # line 2
-        # The models that m_j may hold; j is among them once, whether it sampled itself or is always counted.
+        # The models that m_j may hold; j is among them once, whether it sampled itself or is always
+        # counted.
         at_hand = sorted({*received, j}) if options.own_model != "excluded" else received
 
         losses: dict[int, Loss] = {}
@@ -304,7 +310,8 @@ def local_aggregations(
 
 
 def is_finite(module: nn.Module) -> bool:
-    """Whether all parameters are numbers: 0 * NaN = NaN, so others are dropped where they are received."""
+    """Whether all parameters are numbers: 0 * NaN = NaN, so others are dropped where they are
+    received."""
     return all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters())
 
 
@@ -335,8 +342,9 @@ def prob_sampling(
     agent: Agent, candidates: list[int], M: int, draw: np.random.Generator
 ) -> list[int]:
     """ProbSampling(P_n^j, M)."""
-    # Line 1: P = 0 means "never selected" (rem:sampling_likelihood_init). The record is kept apart from P, which
-    # underflows to 0 for a garbage model and stays unknown for a peer that never answers.
+    # Line 1: P = 0 means "never selected" (rem:sampling_likelihood_init). The record is kept apart
+    # from P, which underflows to 0 for a garbage model and stays unknown for a peer that never
+    # answers.
     S = [i for i in candidates if i not in agent.met]
     if agent.algorithm.newcomers is not None:
         return with_newcomers(agent, S, [i for i in candidates if i in agent.met], M, draw)
@@ -357,7 +365,8 @@ def likely(agent: Agent, candidates: list[int], M: int, draw: np.random.Generato
 
 
 def likelihoods(agent: Agent, candidates: list[int]) -> list[float]:
-    """P^{j,i}; peers that were asked and never answered are as good as the mean of those who did."""
+    """P^{j,i}; peers that were asked and never answered are as good as the mean of those who
+    did."""
     known = [agent.P[i] for i in candidates if i in agent.P]
     unknown = sum(known) / len(known) if known else 1.0
     return [agent.P.get(i, unknown) for i in candidates]
@@ -366,7 +375,8 @@ def likelihoods(agent: Agent, candidates: list[int]) -> list[float]:
 def with_newcomers(
     agent: Agent, S: list[int], met: list[int], M: int, draw: np.random.Generator
 ) -> list[int]:
-    """At most the share `newcomers` of M for S, who were never asked, and more where those who were met leave room."""
+    """At most the share `newcomers` of M for S, who were never asked, and more where those who were
+    met leave room."""
     assert agent.algorithm.newcomers is not None
     share = math.ceil(agent.algorithm.newcomers * M - 1e-9)
     can_be_drawn = sum(P > 0 for P in likelihoods(agent, met))
@@ -376,7 +386,8 @@ def with_newcomers(
 
 
 def colluding(agents: Sequence[Agent], j: int, M: int, draw: np.random.Generator) -> list[int]:
-    """An attacker's choice: attackers of its cluster first, then benign agents of it (sec:experiments)."""
+    """An attacker's choice: attackers of its cluster first, then benign agents of it
+    (sec:experiments)."""
     neighbours = [
         i for i in range(len(agents)) if i != j and agents[i].cluster == agents[j].cluster
     ]
@@ -391,7 +402,8 @@ def colluding(agents: Sequence[Agent], j: int, M: int, draw: np.random.Generator
 
 
 def evaluate(model: nn.Module, agent: Agent, training: Training) -> Loss:
-    """L_j and L_{j,c} of a model on agent j's validation data; what is no number counts as infinite."""
+    """L_j and L_{j,c} of a model on agent j's validation data; what is no number counts as
+    infinite."""
     model.eval()
     if agent.statistics == "local":
         for norm in [norm for norm in batch_norms(model) if not is_frozen(norm)]:
@@ -430,7 +442,8 @@ def on_the_way(own: nn.Module, peer: nn.Module, agent: Agent, share: float) -> n
 
 
 def is_within(peer: nn.Module, own: nn.Module, agent: Agent, radius: float | None) -> bool:
-    """Whether a peer's model lies in the ball about the own one, whose radius is in units of its norm."""
+    """Whether a peer's model lies in the ball about the own one, whose radius is in units of its
+    norm."""
     if radius is None:
         return True
     with torch.no_grad():
@@ -439,7 +452,8 @@ def is_within(peer: nn.Module, own: nn.Module, agent: Agent, radius: float | Non
 
 
 def is_apart(peer: nn.Module, own: nn.Module, agent: Agent, share: float | None) -> bool:
-    """Whether a peer's model is as far from the own one as that share of what this moved in its LocalUpdate."""
+    """Whether a peer's model is as far from the own one as that share of what this moved in its
+    LocalUpdate."""
     if share is None:
         return True
     assert agent.before is not None
@@ -466,7 +480,8 @@ def standard_error(losses: dict[int, Loss], i: int, j: int) -> float:
 def standard_error_of_class(
     losses: dict[int, Loss], i: int, j: int, c: int, labels: list[int]
 ) -> float:
-    """Of L_{j,c}(theta^i) - L_{j,c}(theta^j), by the variance of the differences within classes, pooled."""
+    """Of L_{j,c}(theta^i) - L_{j,c}(theta^j), by the variance of the differences within classes,
+    pooled."""
     total, degrees = 0.0, 0
     for each in set(labels):
         of_class = [k for k, y in enumerate(labels) if y == each]
@@ -506,7 +521,8 @@ def class_loss_gap(
     options: Options,
     Q: Sequence[int] = (),
 ) -> float:
-    """G_j(theta^i; theta^j) = max_c (L_{j,c}(theta^i) - L_{j,c}(theta^j)) (eq:robust_criterion_G_LF)."""
+    """G_j(theta^i; theta^j) = max_c (L_{j,c}(theta^i) - L_{j,c}(theta^j))
+    (eq:robust_criterion_G_LF)."""
     if i == j:
         return 0.0 if all(math.isfinite(loss) for loss in losses[j].by_class.values()) else math.inf
     theirs, own = losses[i].by_class, losses[j].by_class
@@ -540,8 +556,9 @@ def perturbation_gap(
     agent: Agent,
     draw: np.random.Generator,
 ) -> float:
-    """How much more the loss rises under the perturbation worst for a peer's model than the own one's under its own, or
-    against the majority than the median model's of those in Q, where that rises more."""
+    """How much more the loss rises under the perturbation worst for a peer's model than the own
+    one's under its own, or against the majority than the median model's of those in Q, where
+    that rises more."""
     x, y, options = agent.validation_x, agent.validation_y, agent.algorithm
     places = spread(options.samples, len(y))
     some = x[places]
@@ -560,8 +577,8 @@ def perturbation_gap(
 
 
 def worst_rises(model: nn.Module, agent: Agent, some: Tensor, labels: Tensor) -> list[float]:
-    """How much the loss of each validation sample, or of `MEASURED` of them, rises where the worst pixels are painted,
-    sought on some samples."""
+    """How much the loss of each validation sample, or of `MEASURED` of them, rises where the worst
+    pixels are painted, sought on some samples."""
     measured = spread(MEASURED, len(agent.validation_y))
     x, y = agent.validation_x[measured], agent.validation_y[measured]
     there = x.clone()
@@ -585,10 +602,11 @@ def spread(count: int, n: int) -> list[int]:
 def worst_pixels(
     model: nn.Module, options: Options, x: Tensor, y: Tensor
 ) -> list[tuple[int, int, int, float]]:
-    """The pixels (with their channels) that, painted black (0) or white (1), to first order raise the output of one
-    class most above that of the label: a part of them in each step, with those before painted, and after the first step
-    for the `CANDIDATES` classes only for which that was most. Of the classes the one for which that is most, or with
-    several steps the one whose pixels raise the loss most of these samples."""
+    """The pixels (with their channels) that, painted black (0) or white (1), to first order raise
+    the output of one class most above that of the label: a part of them in each step, with those
+    before painted, and after the first step for the `CANDIDATES` classes only for which that was
+    most. Of the classes the one for which that is most, or with several steps the one whose
+    pixels raise the loss most of these samples."""
     model.eval()
     classes = list(range(model(x[:1]).shape[1]))
     seen, worth = {c: x.clone() for c in classes}, dict[int, float]()
@@ -618,8 +636,8 @@ def worst_pixels(
 def gains_of_pixels(
     model: nn.Module, x: Tensor, y: Tensor, c: int
 ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], list[tuple[int, int, int, float]]]]:
-    """By how much to first order each pixel, painted in all these images, raises the output of class c above that of
-    the label, and what colours its channels get for that."""
+    """By how much to first order each pixel, painted in all these images, raises the output of
+    class c above that of the label, and what colours its channels get for that."""
     gain: dict[tuple[int, int], float] = {}
     colours: dict[tuple[int, int], list[tuple[int, int, int, float]]] = {}
     slope = []
@@ -677,7 +695,8 @@ def sublevel_set(
 def consensus_weights(
     G: dict[int, float], counted: list[int], j: int, options: Options, *, trusted: bool
 ) -> dict[int, float]:
-    """mu_j^i / sum_i mu_j^i of eq:comp_csp or, of those in Q_beta, of eq:clustered_csp; empty where there are none."""
+    """mu_j^i / sum_i mu_j^i of eq:comp_csp or, of those in Q_beta, of eq:clustered_csp; empty where
+    there are none."""
     # exp(-alpha G) underflows for all at once when all are bad; a common factor cancels.
     judged = [i for i in counted if i != j] if trusted else counted
     lowest = min((G[i] for i in judged if math.isfinite(G[i])), default=math.inf)
@@ -695,7 +714,8 @@ def consensus_weights(
 
 
 def quantile(losses: list[float], beta: float) -> float:
-    """q_beta, the least q that at least beta of the m losses do not exceed (eq:q_beta): the ceil(beta m)-th."""
+    """q_beta, the least q that at least beta of the m losses do not exceed (eq:q_beta): the
+    ceil(beta m)-th."""
     rank = max(1, math.ceil(beta * len(losses) - 1e-9))  # 0.07 * 100 is 7.000000000000001
     return sorted(losses)[rank - 1]
 
@@ -709,7 +729,8 @@ def normalised(mu: dict[int, float]) -> dict[int, float]:
 def mix(
     agent: Agent, j: int, published: Sequence[nn.Module], weights: dict[int, float], factor: float
 ) -> None:
-    """theta^j <- theta^j - factor (theta^j - m_j), m_j = sum_i w_i theta^i (eq:comp_csp, eq:local_agg_update)."""
+    """theta^j <- theta^j - factor (theta^j - m_j), m_j = sum_i w_i theta^i (eq:comp_csp,
+    eq:local_agg_update)."""
     if agent.algorithm.point == "median" and agent.algorithm.criterion != "num_samples":
         mix_by_median(agent, j, published, weights, factor)
         return
@@ -748,7 +769,8 @@ BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d
 
 
 def exchanged(module: nn.Module, agent: Agent) -> list[Tensor]:
-    """What of a network is its theta: all parameters that are trained and, where agents share them, statistics."""
+    """What of a network is its theta: all parameters that are trained and, where agents share them,
+    statistics."""
     found: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
     for norm in batch_norms(module):
         if agent.statistics == "shared" and not is_frozen(norm):
@@ -784,7 +806,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class SDE:
-    """The parameters of the system; `averaged` is the level of eq:Q_beta, without it the practical q_beta."""
+    """The parameters of the system; `averaged` is the level of eq:Q_beta, without it the practical
+    q_beta."""
 
     lambda1: float = 1.0
     sigma1: float = 1.0
@@ -802,7 +825,8 @@ class SDE:
 
 @dataclass
 class Particle:
-    """A benign particle of a cluster, or a malicious one that moves by its own (a_t, A_t) of (theta, all m)."""
+    """A benign particle of a cluster, or a malicious one that moves by its own (a_t, A_t) of
+    (theta, all m)."""
 
     theta: Point
     mass: float  # its share in rho = w_b rho^b + w_m rho^m
@@ -819,10 +843,11 @@ def particle_step(
     batch: Sequence[int] | None = None,
     moving: Sequence[int] | None = None,
 ) -> list[Point]:
-    """One Euler-Maruyama step, B and B_tilde standard normals for each particle; the consensus points it moved to.
+    """One Euler-Maruyama step, B and B_tilde standard normals for each particle; the consensus
+    points it moved to.
 
-    They are those of the particles in `batch` (None: all), and of the benign particles those in `moving` move.
-    """
+    They are those of the particles in `batch` (None: all), and of the benign particles those in
+    `moving` move."""
     m = [consensus_point(particles, cluster, sde, batch) for cluster in clusters]
     moved = []
     for i, particle in enumerate(particles):
@@ -860,10 +885,10 @@ def particle_step(
 def consensus_point(
     particles: Sequence[Particle], cluster: Cluster, sde: SDE, batch: Sequence[int] | None = None
 ) -> Point:
-    """m_{alpha,beta} of eq:consensus_point and eq:clustered_csp, or m_alpha^L of eq:fedcbo_ConsensusPoint.
+    """m_{alpha,beta} of eq:consensus_point and eq:clustered_csp, or m_alpha^L of
+    eq:fedcbo_ConsensusPoint.
 
-    A particle where L or G is no finite number has an infinite L and no weight.
-    """
+    A particle where L or G is no finite number has an infinite L and no weight."""
     counted = [particles[i] for i in (range(len(particles)) if batch is None else batch)]
     L = [cluster.L(p.theta) for p in counted]
     G = list(L) if cluster.G is None else [cluster.G(p.theta) for p in counted]
@@ -894,7 +919,8 @@ def level_at(a: float, L: Sequence[float], mass: Sequence[float]) -> float:
 
 
 def averaged_level(beta: float, L: Sequence[float], mass: Sequence[float]) -> float:
-    """2/beta times the integral of q_a over [beta/2, beta] (eq:Q_beta): between its jumps, q_a is constant."""
+    """2/beta times the integral of q_a over [beta/2, beta] (eq:Q_beta): between its jumps, q_a is
+    constant."""
     jumps = [a for a in (below(q, L, mass) for q in L) if beta / 2 + 1e-9 < a < beta - 1e-9]
     ends = [beta / 2, *sorted(set(jumps)), beta]
     average = (

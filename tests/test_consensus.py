@@ -164,7 +164,8 @@ def test_averaged_quantile_by_hand():
 
 
 def test_averaged_quantile_is_the_integral_of_the_quantile():
-    """The midpoint rule with 500 points misses a jump by half a point at most, and all jumps add up to 1 at most."""
+    """The midpoint rule with 500 points misses a jump by half a point at most, and all jumps add up
+    to 1 at most."""
     generator = torch.Generator().manual_seed(0)
     lower = torch.rand(30, generator=generator, dtype=torch.float64)
     for mass in (None, torch.rand(30, generator=generator, dtype=torch.float64)):

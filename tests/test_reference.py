@@ -1,8 +1,8 @@
 """The oracle against numbers found by pencil.
 
-A model with odds k has two logits (0, log k) for the one sample x = 1: it gives class 1 the probability k / (1 + k),
-so its loss is log(1 + k) for class 0 and log((1 + k) / k) for class 1, and exp(-loss) is a fraction.
-"""
+A model with odds k has two logits (0, log k) for the one sample x = 1: it gives class 1 the
+probability k / (1 + k), so its loss is log(1 + k) for class 0 and log((1 + k) / k) for class 1, and
+exp(-loss) is a fraction."""
 
 import math
 from dataclasses import replace
@@ -110,14 +110,16 @@ def is_near(weights: dict[int, float], *fractions: float) -> bool:
 
 
 def test_two_steps_of_sgd_by_hand():
-    # Label 0, odds 1: the gradient is p - (1, 0) = (-1/2, 1/2). With the step log 3, theta = log 3 (1/2, -1/2):
-    # the odds are 1/3, p = (3/4, 1/4), the gradient (-1/4, 1/4), the momentum's velocity -(0.9/2 + 1/4) = -0.7.
+    # Label 0, odds 1: the gradient is p - (1, 0) = (-1/2, 1/2). With the step log 3, theta = log 3
+    # (1/2, -1/2): the odds are 1/3, p = (3/4, 1/4), the gradient (-1/4, 1/4), the momentum's
+    # velocity -(0.9/2 + 1/4) = -0.7.
     agent = an_agent(1.0)
     training = Training(gamma=math.log(3) / 4, lambda2=4.0, local_epochs=2)
     losses = local_update(agent, stream(0, "batches", 0, 0), training)
     assert losses == pytest.approx([math.log(2), math.log(4 / 3)], rel=1e-14)
     assert log_odds(agent) == pytest.approx(-2 * 1.2 * math.log(3), rel=1e-14)
-    # In the next round the velocity starts at 0 again: odds 9^-1.2, gradient -1 / (1 + 9^1.2), one step.
+    # In the next round the velocity starts at 0 again: odds 9^-1.2, gradient -1 / (1 + 9^1.2), one
+    # step.
     local_update(agent, stream(0, "batches", 1, 0), replace(training, local_epochs=1))
     assert log_odds(agent) == pytest.approx(-2 * math.log(3) * (1.2 + 1 / (1 + 9**1.2)), rel=1e-14)
 
@@ -238,7 +240,8 @@ def test_what_is_no_number_counts_as_infinite():
 
 
 def test_likelihood_by_hand():
-    # kappa = 1: exp(-L) = 1/4 for L = log 4; then (1 - zeta) P + zeta / 2 for L = log 2; zeta = 1/5.
+    # kappa = 1: exp(-L) = 1/4 for L = log 4; then (1 - zeta) P + zeta / 2 for L = log 2; zeta =
+    # 1/5.
     agent = an_agent(1.0, replace(SIMPLE, zeta=0.2))
     update_likelihood(agent, 3, math.log(4))
     assert is_close(agent.P, {3: 0.05})
@@ -370,13 +373,15 @@ def test_average_loss_until_the_switch_by_hand():
 
 
 def test_an_absent_class_by_hand():
-    # Class 1 alone: G = log((1 + k) / 2k) = log 2/3 and log 4/7, or 0 with the released code's 0 - 0 for class 0.
+    # Class 1 alone: G = log((1 + k) / 2k) = log 2/3 and log 4/7, or 0 with the released code's 0 -
+    # 0 for class 0.
     assert is_near(weights_of_first(SIMPLE, labels=(1,)), 0, 6 / 13, 7 / 13)
     assert is_near(weights_of_first(replace(SIMPLE, absent="zero"), labels=(1,)), 0, 1 / 2, 1 / 2)
 
 
 def test_the_exact_consensus_point_by_hand():
-    # Validation labels 0, 0, 0, 1: L rises with k over 1, 3, 7, so beta = 2/3 counts odds 1 and 3: mu = 1, 1/2.
+    # Validation labels 0, 0, 0, 1: L rises with k over 1, 3, 7, so beta = 2/3 counts odds 1 and 3:
+    # mu = 1, 1/2.
     exact = replace(EXACT, alpha=1.0, beta=2 / 3, mixing_factor=1.0)
     agents = [an_agent(1.0, exact, labels=(0, 0, 0, 1)), an_agent(3.0, exact), an_agent(7.0, exact)]
     assert is_near(aggregate(agents)[0].weights, 2 / 3, 1 / 3, 0)
@@ -448,7 +453,8 @@ def test_a_garbage_model_alone_leaves_the_model_as_it_is():
 
 
 def test_huge_gaps_still_share_the_weight():
-    # Odds e^800 and 3 e^800: G = log(1 + k) - log 2, so mu is 1 to 1/3, where each alone is below 1e-347.
+    # Odds e^800 and 3 e^800: G = log(1 + k) - log 2, so mu is 1 to 1/3, where each alone is below
+    # 1e-347.
     agents = [an_agent(1.0), an_agent(1.0), an_agent(1.0)]
     agents[1].module, agents[2].module = (
         with_logits(0.0, 800.0),

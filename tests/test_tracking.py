@@ -51,7 +51,8 @@ def scalars(folder):
 
 
 def metrics(uri):
-    """{name of MLflow's run: ({(name, round): number}, params, status)} of all experiments of a database."""
+    """{name of MLflow's run: ({(name, round): number}, params, status)} of all experiments of a
+    database."""
     from mlflow import MlflowClient
 
     client, found = MlflowClient(uri), {}
@@ -179,7 +180,10 @@ def test_a_grid_has_each_cell_and_floor(tmp_path):
 @pytest.mark.parametrize(
     ("target", "line"),
     [
-        ("tensorbord", "there is no tracker 'tensorbord'. Did you mean `tensorboard`? The trackers are"),
+        (
+            "tensorbord",
+            "there is no tracker 'tensorbord'. Did you mean `tensorboard`? The trackers are",
+        ),
         ("mlflow=", "'mlflow=' needs a location after the sign =, or neither"),
     ],
 )

@@ -50,7 +50,8 @@ TINY: dict[str, Any] = {
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
-    """The tiny experiment with some keys changed; `agents={"benign": 3}` changes within a section."""
+    """The tiny experiment with some keys changed; `agents={"benign": 3}` changes within a
+    section."""
     table = {
         key: dict(value) if isinstance(value, Mapping) else value for key, value in TINY.items()
     }
@@ -77,7 +78,8 @@ class Done:
     err: str
 
     def one_line(self) -> str:
-        """The one line of the error; fails unless that is all there is to see, beside progress, and the status is 2."""
+        """The one line of the error; fails unless that is all there is to see, beside progress, and
+        the status is 2."""
         assert self.status == 2, (self.status, self.out, self.err)
         lines = [
             line for line in self.err.splitlines() if not line.startswith(("tiny seed", "tiny: "))
@@ -146,8 +148,8 @@ def bits(folder: Path, seed: int = 1000) -> dict[str, bytes]:
 
 
 def bits_however(folder: Path, experiment: Mapping[str, Any]) -> dict[str, bytes]:
-    """The bits of a run, which are the same for one process, and for three that go on after a round, be it theirs or
-    one process's. These three stay for the next such run."""
+    """The bits of a run, which are the same for one process, and for three that go on after a
+    round, be it theirs or one process's. These three stay for the next such run."""
     run(experiment, out=folder / "one", workers=1)
     found = bits(folder / "one")
     with pytest.MonkeyPatch.context() as patch:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.federated.agent_group import BufferLayout
+from fedcb2o.federated import BufferLayout
 
 
 @given(
@@ -15,8 +15,8 @@ from fedcb2o.federated.agent_group import BufferLayout
     st.randoms(use_true_random=False),
 )
 def test_no_row_is_used_twice(malicious, more, each, before, draw):
-    """The own models anywhere among those that are kept; then what each malicious agent crafts, then what was before,
-    then what arrives, and no row between is left out."""
+    """The own models anywhere among those that are kept; then what each malicious agent crafts,
+    then what was before, then what arrives, and no row between is left out."""
     count, kept = len(malicious), len(malicious) + more
     own = draw.sample(range(kept), count)
     layout = BufferLayout.create(np.array(own), kept, np.array(malicious), each, before)

@@ -1,4 +1,5 @@
-"""How robust rules are applied: how many attackers they assume, what of the Gram matrix they read, what is copied."""
+"""How robust rules are applied: how many attackers they assume, what of the Gram matrix they read,
+what is copied."""
 
 import functools
 import math
@@ -192,7 +193,8 @@ FRUGAL = {
 
 @pytest.mark.parametrize("name", FRUGAL)
 def test_no_copy_of_the_models_is_made(name):
-    """Beside 64 MB of models, in rows apart from each other, less than a tenth of that is ever taken."""
+    """Beside 64 MB of models, in rows apart from each other, less than a tenth of that is ever
+    taken."""
     from torch.profiler import ProfilerActivity, profile
 
     pool, rows = torch.rand(80, 200_000), torch.arange(0, 80, 2)

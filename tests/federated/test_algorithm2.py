@@ -1,5 +1,5 @@
-"""The library's rounds against the oracle, for every option: same streams, equal to float rounding; and what becomes of
-models that break."""
+"""The library's rounds against the oracle, for every option: same streams, equal to float rounding;
+and what becomes of models that break."""
 
 import dataclasses
 import functools
@@ -30,11 +30,18 @@ from tests.agents import (
 
 from fedcb2o import knows
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.federated import algorithm2, algorithms, attacks, validation
+from fedcb2o.federated import (
+    AgentState,
+    Attack,
+    Decisions,
+    Reduction,
+    RuleOutput,
+    algorithm2,
+    algorithms,
+    attacks,
+    validation,
+)
 from fedcb2o.federated.aggregation.base import rule_signature
-from fedcb2o.federated.contacts import AgentState
-from fedcb2o.federated.decisions import Decisions
-from fedcb2o.federated.types import Attack, Reduction, RuleOutput
 from fedcb2o.nn import parameters
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import run_rounds as simulate
@@ -56,9 +63,7 @@ def compare(algorithm, options, *, num_rounds=6, make=network, statistics="share
             for field in dataclasses.fields(reference.Training)
         }
     )
-    for done in simulate(
-        engine, AgentState.initial(len(CLUSTER)), 0, num_rounds, lambda n: False
-    ):
+    for done in simulate(engine, AgentState.initial(len(CLUSTER)), 0, num_rounds, lambda n: False):
         infos = reference.run_round(
             agents,
             done.n,
@@ -217,7 +222,8 @@ def engine_of(attack, algorithm=None):
 
 
 def test_broken_models_are_dropped_and_the_rest_carry_on():
-    """Attackers whose models are NaN, infinite or garbage: no benign model becomes one, and all of them move."""
+    """Attackers whose models are NaN, infinite or garbage: no benign model becomes one, and all of
+    them move."""
     engine = ours.together(algorithms.fedcb2o(own_model="trusted", mixing_factor=1.0))
     theta = ours.models_of(engine)
     start = theta.clone()
@@ -232,7 +238,8 @@ def test_broken_models_are_dropped_and_the_rest_carry_on():
 @pytest.mark.parametrize("value", ["nan", "inf", "huge"])
 @pytest.mark.parametrize("judges", [True, False])
 def test_broken_models_never_arrive(value, judges):
-    """Benign models are those of a world in which the attackers' models never arrive: they are NaN from the start."""
+    """Benign models are those of a world in which the attackers' models never arrive: they are NaN
+    from the start."""
     algorithm = algorithms.fedcb2o(mixing_factor=1.0) if judges else None
     models = {}
     for kind in ("crafted", "silent"):
@@ -280,7 +287,8 @@ def test_a_benign_agent_that_an_attack_broke_is_no_error_and_spreads_nothing():
 
 
 def test_a_benign_model_that_overflows_where_it_mixes_is_told():
-    """What arrives is bounded, and so is what weights make of it: a rule on columns can still make anything."""
+    """What arrives is bounded, and so is what weights make of it: a rule on columns can still make
+    anything."""
 
     def rule(block):
         return torch.full_like(block[0], torch.inf)

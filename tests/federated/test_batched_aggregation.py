@@ -14,10 +14,8 @@ import fedcb2o
 from fedcb2o import records
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
-from fedcb2o.federated import algorithms, collusion
-from fedcb2o.federated.contacts import ContactTable
+from fedcb2o.federated import ContactTable, Ragged, algorithms, collusion
 from fedcb2o.federated.batched_aggregation import sample_peers
-from fedcb2o.federated.ragged import Ragged
 
 TEAM = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
 
@@ -60,7 +58,8 @@ def test_an_own_selection_may_change_its_candidates(tmp_path):
 
 
 def test_nobody_has_met_a_sybil(tmp_path):
-    """Twelve rounds on, all have been met; who has a new name in every round is asked first by everybody."""
+    """Twelve rounds on, all have been met; who has a new name in every round is asked first by
+    everybody."""
     flip = {"name": "label_flip", "source": 9, "target": 4}
     asked = {}
     for sybils in (False, True):

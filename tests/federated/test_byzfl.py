@@ -1,8 +1,8 @@
 """The robust rules against an independent library, byzfl 0.0.11: equal to float rounding.
 
-It is not among the test requirements, since it asks for torchvision, of which the registry has no build for a CPU-only
-torch: `.venv/bin/python -m pip install --no-deps byzfl==0.0.11`. What it imports and no rule needs is a stub here.
-"""
+It is not among the test requirements, since it asks for torchvision, of which the registry has no
+build for a CPU-only torch: `.venv/bin/python -m pip install --no-deps byzfl==0.0.11`. What it
+imports and no rule needs is a stub here."""
 
 import functools
 import importlib.util
@@ -49,7 +49,8 @@ def from_the_origin(rule: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 def weiszfeld(x: Tensor, f: int) -> Tensor:
-    """byzfl's iterations begin at the origin, ours at an average of models: so the first of three is made here."""
+    """byzfl's iterations begin at the origin, ours at an average of models: so the first of three
+    is made here."""
     whole = torch.cat([x, origin(x)])
     first = gram_rules._squared_distances_to(
         gram(whole), torch.eye(len(whole), dtype=torch.float64)[-1]

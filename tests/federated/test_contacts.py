@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.federated.contacts import AgentState, CandidatePeers, ContactTable
-from fedcb2o.federated.types import Contacts
+from fedcb2o.federated import AgentState, CandidatePeers, Contacts, ContactTable
 
 ascending = st.lists(st.integers(0, 12), max_size=6, unique=True).map(sorted)
 several = st.lists(ascending, min_size=1, max_size=5)
@@ -66,7 +65,8 @@ def test_what_some_remember_afterwards_stands_in_their_places(each, data):
 
 @given(several, st.booleans(), st.data())
 def test_peers_are_those_of_plain_lists(lists, shared, data):
-    """Own or shared lists of ids, each agent left out of its own: how many they are, who is among them, and where."""
+    """Own or shared lists of ids, each agent left out of its own: how many they are, who is among
+    them, and where."""
     count = data.draw(st.integers(1, 5)) if shared else len(lists)
     which = [data.draw(st.integers(0, len(lists) - 1)) if shared else k for k in range(count)]
     own = [data.draw(st.integers(0, 12)) for _ in range(count)]

@@ -12,7 +12,8 @@ def test_columns_by_hand():
     assert coordinatewise.coordinate_median(block).tolist() == [3, 1]
     assert coordinatewise.coordinate_median(block[:4]).tolist() == [3.5, 1]
     assert coordinatewise.trimmed_mean(block, f=1).tolist() == pytest.approx([10 / 3, 1])
-    # About the median 3: 1, 2, 3, 5 and then 2, 3, 1 or 5 (a tie goes to the lower); about 1: 1, 1, 1, and -5 or 7.
+    # About the median 3: 1, 2, 3, 5 and then 2, 3, 1 or 5 (a tie goes to the lower); about 1: 1, 1,
+    # 1, and -5 or 7.
     assert coordinatewise.meamed(block, f=1).tolist() == pytest.approx([11 / 4, -2 / 4])
     assert coordinatewise.meamed(block, f=2).tolist() == pytest.approx([2, 1])
 

@@ -51,7 +51,8 @@ def test_the_majority_by_hand():
 
 
 def test_outliers_go_and_updates_are_clipped_to_the_median():
-    # Updates since (10, 0) of norms 1, 2 and 3 to the right, and one to where the models point elsewhere.
+    # Updates since (10, 0) of norms 1, 2 and 3 to the right, and one to where the models point
+    # elsewhere.
     x = torch.tensor([[11.0, 0.0], [12.0, 0.0], [13.0, 0.0], [10.0, 8.0], [10.0, 0.0]])
     made = flame(gram(x), stream(0, "noise"), noise=0.0)
     assert made.rows.tolist() == [0, 1, 2, 4]

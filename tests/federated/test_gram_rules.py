@@ -43,7 +43,8 @@ def test_geometric_median_by_hand():
     # Of three corners of a triangle with an angle of 120 degrees or more, it is that corner.
     corner = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-1.0, 0.1]])
     assert weights(gram_rules.geometric_median, corner) == pytest.approx([1, 0, 0], abs=1e-3)
-    # The centre of a square, its fifth point, stays; one iteration from the first corner weighs 1 / distance.
+    # The centre of a square, its fifth point, stays; one iteration from the first corner weighs 1 /
+    # distance.
     square = torch.tensor([[1.0, 1.0], [-1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]])
     assert weights(gram_rules.geometric_median, square) == pytest.approx([0.25] * 4)
     start = torch.tensor([1.0, 0.0, 0.0, 0.0])
@@ -66,7 +67,8 @@ def test_clipping_by_hand():
     assert weights(gram_rules.clipped_gossip, x, f=1) == pytest.approx(
         [0.1 / 3, 1 / 3, 2 / 3 - 0.1 / 3]
     )
-    # CS+ clips 2 f = 2 of three to the nearest one's distance, and where there are but two to nothing.
+    # CS+ clips 2 f = 2 of three to the nearest one's distance, and where there are but two to
+    # nothing.
     more = torch.cat([torch.tensor([[0.0, 1.0]]), x])
     assert weights(gram_rules.cs_plus, more, f=1) == pytest.approx(
         [0.5 / 4, 0.1 / 4, 1 / 4, 1 - 1.6 / 4]
@@ -100,7 +102,8 @@ def test_rules_about_the_own_model_by_hand():
 
 
 def test_fltrust_by_hand():
-    # Updates about b = (1, 1): (2, 0) of cosine 1, (3, 3) of cosine 1 / sqrt 2, (-1, 0); the own one is (1, 0).
+    # Updates about b = (1, 1): (2, 0) of cosine 1, (3, 3) of cosine 1 / sqrt 2, (-1, 0); the own
+    # one is (1, 0).
     x = torch.tensor([[3.0, 1.0], [4.0, 4.0], [0.0, 1.0], [2.0, 1.0], [1.0, 1.0]])
     trust = torch.tensor([1.0, 1 / math.sqrt(2)])
     expected = (
@@ -129,10 +132,12 @@ def test_sageflow_by_hand():
 
 
 def test_bulyan_by_hand():
-    # f = 1, m = 7: Krum takes five, then of each coordinate the three nearest to the median of the five.
+    # f = 1, m = 7: Krum takes five, then of each coordinate the three nearest to the median of the
+    # five.
     x = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [50.0], [1000.0]])
     selected = gram_rules.bulyan(gram(x), f=1)
-    # By the scores of 4, 3, 2, 1 and 1 nearest others: 2, then of equals the ones nearer to all, 3, 1, 4 and 50.
+    # By the scores of 4, 3, 2, 1 and 1 nearest others: 2, then of equals the ones nearer to all, 3,
+    # 1, 4 and 50.
     assert selected.rows.tolist() == [1, 2, 3, 4, 5]
     assert apply(functools.partial(gram_rules.bulyan, f=1), x).tolist() == pytest.approx([3.0])
 
@@ -202,7 +207,8 @@ def test_more_limits():
         rtol=0,
         atol=1e-5,
     )
-    # Krum with f = 0 is the medoid but for the farthest one of each; of all distances it is the medoid of squares.
+    # Krum with f = 0 is the medoid but for the farthest one of each; of all distances it is the
+    # medoid of squares.
     krum = functools.partial(gram_rules.krum, f=0, neighbours=8)
     assert apply(krum, x).equal(x[torch.cdist(x, x).square().sum(1).argmin()])
     one = functools.partial(gram_rules.multi_krum, f=2, selected=1)
@@ -312,7 +318,8 @@ def test_what_moves_and_scales_with_the_models(name, m, f, seed):
 @settings(max_examples=10)
 @given(**sizes, size=st.sampled_from([1.0, 30.0, 1e4, 1e9]), together=st.booleans())
 def test_outliers_do_not_drag_it_away(name, m, f, seed, size, together):
-    """The attackers anywhere, f of them at most: the outcome is within a few diameters of the benign models."""
+    """The attackers anywhere, f of them at most: the outcome is within a few diameters of the
+    benign models."""
     case, x = CASES[name], models(m, 6, seed)
     f = min(f, case.admits(m))
     directions = models(1 if together else max(1, f), 6, seed + 2)
@@ -397,7 +404,8 @@ def test_impossible_parameters(call, message):
 
 
 def test_distances_of_nearly_equal_models_and_beside_huge_ones():
-    """Relative to exact differences: models that differ by 1e-4 of their size, in float32, beside one of size 1e30."""
+    """Relative to exact differences: models that differ by 1e-4 of their size, in float32, beside
+    one of size 1e30."""
     base = models(1, 20_000, dtype=torch.float32)
     pool = base + 1e-4 * models(6, 20_000, 1, torch.float32)
     pool[5] = 1e30

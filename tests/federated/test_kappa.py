@@ -1,4 +1,5 @@
-"""The search for the robustness coefficient of rules, `paper/kappa.py`: it finds what is known, and no more."""
+"""The search for the robustness coefficient of rules, `paper/kappa.py`: it finds what is known, and
+no more."""
 
 import functools
 

@@ -10,7 +10,8 @@ from fedcb2o.rng import stream
 
 
 def heads_of(*updates):
-    """The last layers of models with these updates of [C, h], before the row of the model before the round."""
+    """The last layers of models with these updates of [C, h], before the row of the model before
+    the round."""
     before = torch.ones(3, 3, dtype=torch.float64)
     return torch.stack(
         [before + torch.tensor(update, dtype=torch.float64) for update in updates] + [before]
@@ -18,7 +19,8 @@ def heads_of(*updates):
 
 
 def test_lfighter_keeps_the_large_cluster_that_is_less_alike():
-    """Three benign models that differ, two flippers that are alike: these go; class 2 moves least and is not read."""
+    """Three benign models that differ, two flippers that are alike: these go; class 2 moves least
+    and is not read."""
     benign = [[[1, a, 0], [-1, 0, 0], [0, 0, 9e-3]] for a in (0.5, 0.0, -0.5)]
     flipped = [[[-1, 0, 0], [1, 0, 0], [0, 0, -9e-3]]] * 2
     third = 1 / 3

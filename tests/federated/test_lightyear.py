@@ -7,8 +7,8 @@ import torch
 from tests.views import local, no_losses, received
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated import CriterionInput
 from fedcb2o.federated.aggregation._lightyear import lightyear, prediction_scores
-from fedcb2o.federated.types import CriterionInput
 from fedcb2o.rng import stream
 
 
@@ -33,7 +33,8 @@ def logits_for(*rows):
 
 
 def test_scores_by_hand():
-    # Sure of 0.75, right and wrong: of one bin of half, an accuracy of 0.5; sure of 0.5 and right, the other bin.
+    # Sure of 0.75, right and wrong: of one bin of half, an accuracy of 0.5; sure of 0.5 and right,
+    # the other bin.
     outputs = logits_for([0.75, 0.25], [0.25, 0.75], [0.5, 0.5])
     labels = torch.tensor([0, 0, 0])
     accuracy, error, sharpness = prediction_scores(outputs.unsqueeze(0), labels, bins=2)[
@@ -86,8 +87,8 @@ def sure(*guesses, of=0.75):
 
 
 def test_who_agrees_is_averaged_and_trust_decays():
-    # The own model is right in three of four; another errs elsewhere, and agrees wholly; one errs always, another is
-    # less sure.
+    # The own model is right in three of four; another errs elsewhere, and agrees wholly; one errs
+    # always, another is less sure.
     own, other, wrong, vague = (
         sure(0, 0, 1, 0),
         sure(1, 0, 1, 1),
@@ -95,8 +96,9 @@ def test_who_agrees_is_averaged_and_trust_decays():
         sure(0, 0, 1, 0, of=0.55),
     )
     outputs = torch.stack([other, wrong, vague, own])
-    # Of wrong: accuracy 0 against 3/4, calibration 0.75 against 0, sharpness the same: (1/4 + 1/4 + 1) / 3 = 1/2.
-    # Of vague: accuracy the same, calibration 0.2, sharpness 0.2 less: (1 + 0.8 + 0.8) / 3.
+    # Of wrong: accuracy 0 against 3/4, calibration 0.75 against 0, sharpness the same: (1/4 + 1/4 +
+    # 1) / 3 = 1/2. Of vague: accuracy the same, calibration 0.2, sharpness 0.2 less: (1 + 0.8 +
+    # 0.8) / 3.
     assert lightyear(view(outputs, LABELS)).tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
     assert lightyear(view(outputs, LABELS), threshold=0.49).tolist() == pytest.approx([0.25] * 4)
     assert lightyear(view(outputs, LABELS), threshold=0.9).tolist() == pytest.approx(

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from fedcb2o.federated import metrics
-from fedcb2o.federated.metrics import AttackGoal, false_positive_share
+from fedcb2o.federated import AttackGoal, false_positive_share, metrics
 
 
 def test_metrics_by_hand():
-    # Rows are true classes: class 0 is right 8 of 10 times, class 1 6 of 10, and taken for class 2 3 times.
+    # Rows are true classes: class 0 is right 8 of 10 times, class 1 6 of 10, and taken for class 2
+    # 3 times.
     table = torch.tensor([[8, 1, 1], [1, 6, 3], [0, 0, 10]])
     assert metrics.accuracy(table) == pytest.approx(24 / 30)
     assert metrics.source_accuracy(table, 1) == pytest.approx(0.6)
@@ -23,7 +23,8 @@ def test_success_by_hand():
     assert two.success_rate(table) == pytest.approx((0.1 + 0.3) / 2)
     assert AttackGoal((1,)).source_accuracy(table) == pytest.approx(0.6)
     assert AttackGoal((1,)).success_rate(table) is None
-    # Of the 20 samples of classes 0 and 1, 1 + 3 are taken for class 2; those of class 2 itself do not count.
+    # Of the 20 samples of classes 0 and 1, 1 + 3 are taken for class 2; those of class 2 itself do
+    # not count.
     assert false_positive_share(table, 2) == pytest.approx(4 / 20)
     assert AttackGoal((), (2,)).success_rate(
         torch.eye(3, dtype=torch.int64), table

@@ -59,7 +59,8 @@ def test_ipm_is_minus_eps_times_the_mean_update():
     ("n", "f", "share"), [(10, 2, 4 / 8), (50, 24, 24 / 26), (7, 3, 3 / 4), (10, 5, 4 / 5)]
 )
 def test_alie_z_by_hand(n, f, share):
-    """n = 50, f = 24: s = 26 - 24 = 2, so (50 - 24 - 2) / (50 - 24); with half attackers or more s is 1."""
+    """n = 50, f = 24: s = 26 - 24 = 2, so (50 - 24 - 2) / (50 - 24); with half attackers or more s
+    is 1."""
     assert alie_z(n, f) == pytest.approx(NormalDist().inv_cdf(share))
 
 
@@ -99,7 +100,8 @@ def test_min_max_of_equal_models_is_that_model():
 
 
 def test_mimic_of_the_outermost():
-    """On a line through other numbers: 0, 1, 2 and 10 along one direction, hardly anything along another."""
+    """On a line through other numbers: 0, 1, 2 and 10 along one direction, hardly anything along
+    another."""
     models = torch.zeros(10, 5)
     models[BENIGN, 1] = torch.tensor([0.0, 10.0, 2.0, 1.0])
     models[BENIGN, 3] = torch.tensor([0.1, 0.0, 0.2, -0.2])
@@ -107,8 +109,8 @@ def test_mimic_of_the_outermost():
 
 
 def test_hybrid_sparse_by_hand():
-    """Two benign models at -1 and 1 of each coordinate's deviation: 1, 2, 3, 4; the parameter that is felt most is that
-    with the largest |before * (mean - before)|."""
+    """Two benign models at -1 and 1 of each coordinate's deviation: 1, 2, 3, 4; the parameter that
+    is felt most is that with the largest |before * (mean - before)|."""
     deviation = torch.tensor([1.0, 2.0, 3.0, 4.0])
     models = torch.zeros(10, 4)
     models[[0, 2]], models[[1, 3]] = 5 + deviation, 5 - deviation
@@ -119,7 +121,8 @@ def test_hybrid_sparse_by_hand():
         crafted("hybrid_sparse", kept_share=0.25, scale=1.5, z=0.2, view=view),
         5 - torch.tensor([0.2, 0.4, 0.6, 6.0]),
     )
-    # The nearest to the others is any of them, at |deviation|^2 = 30 from the mean: 0.5^2 * 16 is spent on the blow.
+    # The nearest to the others is any of them, at |deviation|^2 = 30 from the mean: 0.5^2 * 16 is
+    # spent on the blow.
     z = math.sqrt((30 - 4) / (1 + 4 + 9))
     close(
         crafted("hybrid_sparse", kept_share=0.25, scale=0.5, view=view),
@@ -151,7 +154,8 @@ def test_mimic_copies():
 
 
 def test_gap_aware_goes_to_the_bound_and_no_farther():
-    """Losses that are the squared distance to the mean of the benign models, times 1 and 2 for two classes."""
+    """Losses that are the squared distance to the mean of the benign models, times 1 and 2 for two
+    classes."""
     models = ten_models()
     mean = models[BENIGN].mean(0)
 

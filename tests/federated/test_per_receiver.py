@@ -20,7 +20,8 @@ def close(found, expected):
 
 
 def test_dissensus_undoes_what_averaging_brings():
-    """Four benign agents of one cluster and three attackers, equal weights: the mean of all is the receiver's own."""
+    """Four benign agents of one cluster and three attackers, equal weights: the mean of all is the
+    receiver's own."""
     models = ten_models()
     found = crafted("dissensus")
     assert found.shape == (6, 5)
@@ -45,8 +46,9 @@ def test_equivocation_tells_two_stories():
 
 
 def test_spectral_on_a_path():
-    """0 - 1 - 2 - 3: the Fiedler vector of a path of four is (a, b, -b, -a), a = cos(pi / 8) / sqrt(2) and b =
-    cos(3 pi / 8) / sqrt(2). The two of the other cluster are linked, theirs is (1, -1) / sqrt(2)."""
+    """0 - 1 - 2 - 3: the Fiedler vector of a path of four is (a, b, -b, -a), a = cos(pi / 8) /
+    sqrt(2) and b = cos(3 pi / 8) / sqrt(2). The two of the other cluster are linked, theirs is
+    (1, -1) / sqrt(2)."""
     links = np.zeros((6, 6), dtype=bool)
     for i, j in ((0, 1), (1, 2), (2, 3), (4, 5)):
         links[i, j] = links[j, i] = True
@@ -64,8 +66,8 @@ def test_spectral_on_a_path():
 
 
 def test_spectral_on_a_complete_graph_undoes_averaging_where_models_differ_most():
-    """In the direction of the largest variance, and nowhere else, the average of four benign agents and three attackers
-    is what the receiver had."""
+    """In the direction of the largest variance, and nowhere else, the average of four benign agents
+    and three attackers is what the receiver had."""
     models = ten_models()
     found = crafted("spectral")
     mean = models[BENIGN].mean(0)

@@ -1,4 +1,5 @@
-"""What is published, by whom and to whom: rows of the pool, claims, and what an attacker sees as it crafts."""
+"""What is published, by whom and to whom: rows of the pool, claims, and what an attacker sees as it
+crafts."""
 
 import dataclasses
 
@@ -20,10 +21,15 @@ from tests.agents import (
 )
 
 from fedcb2o import knows
-from fedcb2o.federated import aggregation, algorithms
-from fedcb2o.federated.contacts import AgentState
-from fedcb2o.federated.publishing import Outbox, craft_models_, make_outbox
-from fedcb2o.federated.types import Attack
+from fedcb2o.federated import (
+    AgentState,
+    Attack,
+    Outbox,
+    aggregation,
+    algorithms,
+    craft_models_,
+    make_outbox,
+)
 from fedcb2o.parallel.executors import SerialExecutor
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import run_rounds as simulate
@@ -106,7 +112,8 @@ def test_the_view_of_a_round():
 
 
 def test_lies_about_samples_are_believed_up_to_what_the_terms_allow():
-    """13 samples are the truth of a benign agent, 17 the most that is believed, 20 the truth of an attacker."""
+    """13 samples are the truth of a benign agent, 17 the most that is believed, 20 the truth of an
+    attacker."""
     weights = {}
     for name, claims in (("truth", None), ("lie", 10**9), ("understatement", 1)):
         terms = terms_of(algorithms.dfedavgm(selection="everyone"), network(), max_samples=17)
@@ -161,7 +168,8 @@ SENDERS, RECEIVERS = np.array([0, 1, 1, 1, 2, 2, 2]), np.array([4, 4, 7, 5, 4, 7
     [(True, [3, 3, 5], [2, 3, 4, 0, 5, 6, 1]), (False, [3, 3, 4], [2, 3, 3, 0, 4, 4, 1])],
 )
 def test_rows_by_hand(each, crafts, rows):
-    """Each receiver has a row of its own, or all have the same; who is not deceived has the model that was trained."""
+    """Each receiver has a row of its own, or all have the same; who is not deceived has the model
+    that was trained."""
     assert by_hand(each, crafts).rows(SENDERS, RECEIVERS).tolist() == rows
 
 

@@ -1,4 +1,5 @@
-"""Whom agents ask and what they remember: by hand, in the first passes, and many agents at once as each alone."""
+"""Whom agents ask and what they remember: by hand, in the first passes, and many agents at once as
+each alone."""
 
 import numpy as np
 import pytest
@@ -7,16 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import algorithms, selection
+from fedcb2o.federated import CandidatePeers, Contacts, ContactTable, Ragged, algorithms, selection
 from fedcb2o.federated.batched_aggregation import update_likelihoods
-from fedcb2o.federated.contacts import CandidatePeers, ContactTable
-from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.selection import (
     prob_sampling,
     select_colluding_peers,
     uniform,
 )
-from fedcb2o.federated.types import Contacts
 from fedcb2o.rng import agent_streams, stream
 
 INF = float("inf")
@@ -182,7 +180,8 @@ SELECTIONS["newcomers"] = (selection.prob_sampling, {"newcomers": 0.4})
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_many_ask_whom_each_asks_alone(name, shared):
-    """Agents that met differently many, until each met all: the draws, and the contacts, of one agent alone."""
+    """Agents that met differently many, until each met all: the draws, and the contacts, of one
+    agent alone."""
     (select, more), everybody, count = SELECTIONS[name], np.arange(12), 5
     some = [everybody] if shared else [everybody[everybody % 4 != j % 4] for j in range(count)]
     own = np.arange(count)

@@ -1,4 +1,5 @@
-"""Sentinel: similarities and norms layer by layer, weights by hand, histories, and the scaled average."""
+"""Sentinel: similarities and norms layer by layer, weights by hand, histories, and the scaled
+average."""
 
 import math
 
@@ -8,8 +9,8 @@ from tests import views
 from tests.views import local, models, no_losses, received
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated import Contacts, CriterionInput
 from fedcb2o.federated.aggregation._sentinel import layer_statistics, sentinel
-from fedcb2o.federated.types import Contacts, CriterionInput
 
 LAYERS = (torch.Size([2, 2]), torch.Size([2]))
 OWN = torch.tensor([1.0, 0.0, 0.0, 2.0, 0.0, 3.0])
@@ -42,7 +43,8 @@ def seen_by(pool, ids, losses, own_loss, met=(), layers=LAYERS):
 
 
 def test_layers_by_hand():
-    # Rows of the first layer: cosines 1 and 0, then of the second 0.8; the other way round below 0, which is 0.
+    # Rows of the first layer: cosines 1 and 0, then of the second 0.8; the other way round below 0,
+    # which is 0.
     pool = torch.stack([torch.tensor([2.0, 0.0, 5.0, 0.0, 3.0, 4.0]), -OWN, OWN])
     alike, norms = layer_statistics(seen_by(pool, [0, 1], [0.0, 0.0], 0.0), torch.tensor([0, 1, 2]))
     assert alike.tolist() == pytest.approx([(0.5 + 0.8) / 2, 0, 1])
@@ -51,7 +53,8 @@ def test_layers_by_hand():
 
 
 def test_weights_and_scaled_layers_by_hand():
-    # Alike all but the second; of the others one twice as lossy, one as good, one so bad that it is not trusted.
+    # Alike all but the second; of the others one twice as lossy, one as good, one so bad that it is
+    # not trusted.
     pool = torch.stack([2 * OWN, -OWN, 0.5 * OWN, OWN, OWN])
     ids, losses = [0, 1, 2, 3], [1.0, 0.1, 0.3, 2.0]
     state, decided = sentinel({}, seen_by(pool, ids, losses, 0.5))
@@ -61,7 +64,8 @@ def test_weights_and_scaled_layers_by_hand():
     expected = raw / raw.sum()
     assert decided.outcome.rows.tolist() == [0, 2, 3, 4]
     assert decided.outcome.weights.tolist() == pytest.approx(expected.tolist())
-    # The first, twice as large, is scaled down to the own one, and the smaller one is left as it is.
+    # The first, twice as large, is scaled down to the own one, and the smaller one is left as it
+    # is.
     average = float(expected[0] + 0.5 * expected[1] + expected[3]) * OWN
     torch.testing.assert_close(decided.outcome.apply_to_buffer(pool, 0), average)
     for a, b in ((0, 3), (3, 5), (5, 6), (2, 6)):

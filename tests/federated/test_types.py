@@ -1,4 +1,5 @@
-"""The contracts by hand: what an attack may see, from which round on, and what a reduction makes of a block."""
+"""The contracts by hand: what an attack may see, from which round on, and what a reduction makes of
+a block."""
 
 import dataclasses
 
@@ -8,9 +9,8 @@ from tests.views import models, ten_models, view_of
 
 from fedcb2o import knows
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import attacks
+from fedcb2o.federated import Attack, Reduction, attacks
 from fedcb2o.federated.aggregation import coordinatewise
-from fedcb2o.federated.types import Attack, Reduction
 
 
 def test_an_attack_sees_what_it_declares_and_no_more():

@@ -8,9 +8,9 @@ from tests.views import models
 from torch import nn
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated import input_gradients, logits, logits_per_model
 from fedcb2o.federated.criteria import universal_perturbation
 from fedcb2o.federated.criteria.universal_perturbation import paint, worst_perturbation
-from fedcb2o.federated.inference import input_gradients, logits, logits_per_model
 from fedcb2o.nn.architectures import logistic, mlp
 
 LABELS = torch.tensor([0, 1])
@@ -38,7 +38,8 @@ ONE = views.received(torch.tensor([0]))
 
 
 def linear(weights, x, pixels, labels=LABELS, steps=1):
-    """The worst ways of one model, whose outputs are products of an image with the weights of each class."""
+    """The worst ways of one model, whose outputs are products of an image with the weights of each
+    class."""
     weights = torch.tensor(weights)
     return worst_perturbation(
         seeing(lambda x: x @ weights.T, x, labels), ONE, len(weights), pixels, len(x), steps
@@ -46,7 +47,8 @@ def linear(weights, x, pixels, labels=LABELS, steps=1):
 
 
 def test_the_pixels_that_raise_one_class_above_the_label_most():
-    """Above class 0 and 1 in turn: class 2 by a white third pixel and a black first, (1 + 1) / 2 and (2 + 2) / 2."""
+    """Above class 0 and 1 in turn: class 2 by a white third pixel and a black first, (1 + 1) / 2
+    and (2 + 2) / 2."""
     x = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 1, 2, 2).repeat(2, 1, 1, 1)
     weights = [[0.0, 0.0, 0.0, 0.5], [0.0, 0.0, 0.0, -0.5], [-2.0, 0.25, 1.0, 0.0]]
     assert linear(weights, x, 1).tolist() == [[[[-1.0, 0.0], [0.0, 0.0]]]]
@@ -89,15 +91,14 @@ def test_painted_pixels_are_black_and_white_and_others_as_they_were(dtype):
     ids=["table", "numbers"],
 )
 def test_samples_without_pixels_or_classes_are_told(x, y):
-    with pytest.raises(
-        ConfigError, match=r"changes the class of images, .*: take another"
-    ):
+    with pytest.raises(ConfigError, match=r"changes the class of images, .*: take another"):
         linear([[0.0], [0.0]], x, 1, y)
 
 
 def test_steps_find_pixels_that_count_only_together():
-    """Class 1 is raised where its first pixel is white, by 1.2, and 2 where both of its are, by 9; to first order 1 by
-    1.2 and 2 by 1. After the first step the second pixel of class 2 is worth 8."""
+    """Class 1 is raised where its first pixel is white, by 1.2, and 2 where both of its are, by 9;
+    to first order 1 by 1.2 and 2 by 1. After the first step the second pixel of class 2 is worth
+    8."""
 
     def outputs_of(x):
         a, b, c = x.unbind(-1)
@@ -110,8 +111,8 @@ def test_steps_find_pixels_that_count_only_together():
 
 
 def test_with_steps_the_class_is_chosen_by_the_loss_and_no_pixel_twice():
-    """To first order class 1 gains 3 by the first pixel and 2 gains 1 by the second; painted they gain 0.5 and 1. Where
-    the first is white, black would gain class 1 as much again as it cost."""
+    """To first order class 1 gains 3 by the first pixel and 2 gains 1 by the second; painted they
+    gain 0.5 and 1. Where the first is white, black would gain class 1 as much again as it cost."""
 
     def outputs_of(x):
         a, b = x.unbind(-1)
@@ -126,7 +127,8 @@ def test_with_steps_the_class_is_chosen_by_the_loss_and_no_pixel_twice():
 
 @pytest.mark.parametrize("candidates", [2, 3])
 def test_only_the_classes_best_in_the_first_step_are_looked_into_further(monkeypatch, candidates):
-    """To first order classes 1, 2 and 3 gain 3, 2 and 1 by the first pixel, which in fact gain nothing, 1 and 5."""
+    """To first order classes 1, 2 and 3 gain 3, 2 and 1 by the first pixel, which in fact gain
+    nothing, 1 and 5."""
 
     def outputs_of(x):
         a = x[..., 0]
@@ -142,7 +144,8 @@ def test_only_the_classes_best_in_the_first_step_are_looked_into_further(monkeyp
 
 
 def test_a_pixel_is_taken_whichever_of_its_channels_is_painted():
-    """In the second channel white gains class 1 half, and black would gain it as much again as it cost."""
+    """In the second channel white gains class 1 half, and black would gain it as much again as it
+    cost."""
 
     def outputs_of(x):
         a = x[..., 2]
@@ -165,7 +168,8 @@ def test_of_classes_whose_pixels_do_the_same_the_first_counts():
 
 
 def test_noise_finds_what_units_that_are_off_hide():
-    """Class 1 is raised by two white pixels together, through a unit that is off where both are black: no gradient."""
+    """Class 1 is raised by two white pixels together, through a unit that is off where both are
+    black: no gradient."""
 
     def outputs_of(x):
         a, b, _ = x.unbind(-1)

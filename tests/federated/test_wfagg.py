@@ -1,4 +1,5 @@
-"""WFAgg: each filter by hand and against plain statistics, its weights, and what it keeps over rounds."""
+"""WFAgg: each filter by hand and against plain statistics, its weights, and what it keeps over
+rounds."""
 
 import pandas as pd
 import pytest
@@ -8,8 +9,8 @@ from hypothesis import strategies as st
 from tests.views import local, models, no_losses, received
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated import Contacts, CriterionInput
 from fedcb2o.federated.aggregation._wfagg import distances_from_median, is_steady, movement, wfagg
-from fedcb2o.federated.types import Contacts, CriterionInput
 from fedcb2o.rng import stream
 
 
@@ -56,7 +57,8 @@ def test_moves_by_hand():
 @settings(max_examples=50)
 @given(seed=st.integers(0, 10**6))
 def test_steady_is_the_authors_band(seed):
-    """Means and deviations of the two values before, the later first, by exponential weights: as pandas has them."""
+    """Means and deviations of the two values before, the later first, by exponential weights: as
+    pandas has them."""
     moves = torch.from_numpy(stream(seed, "moves").random((20, 2, 3)))
 
     def within(three):
@@ -70,7 +72,8 @@ def test_steady_is_the_authors_band(seed):
 
 
 def test_weights_by_hand():
-    # Of five and f = 1, three are near (2, 2) and three alike: 0 and 3 both, 1 near alone, 2 alike alone, 4 neither.
+    # Of five and f = 1, three are near (2, 2) and three alike: 0 and 3 both, 1 near alone, 2 alike
+    # alone, 4 neither.
     pool = torch.tensor([[2.0, 2.0], [3.5, 1.0], [9.0, 9.0], [1.5, 1.5], [-9.0, 9.0], [5.0, 5.0]])
     view = seen_by(pool, [0, 1, 2, 3, 4], 5)
     _, weights = wfagg({}, view, f=1, smoothing=0.6)
@@ -85,7 +88,8 @@ def test_weights_by_hand():
 
 
 def test_who_moves_as_before_needs_one_filter_more_alone():
-    """1 is near alone, which is 0.4; that it is steady too makes 0.6, beside 1.0 for 0 and 3; 2 is no longer alike."""
+    """1 is near alone, which is 0.4; that it is steady too makes 0.6, beside 1.0 for 0 and 3; 2 is
+    no longer alike."""
     pool = torch.tensor([[2.0, 2.0], [3.5, 1.0], [9.0, 9.0], [1.5, 1.5], [-9.0, 9.0], [5.0, 5.0]])
     before = pool[:5] + torch.tensor([0.1, 0.2])
     now = movement(before, pool[:5]).unsqueeze(-1)

@@ -1,4 +1,5 @@
-"""Run folders with numbers at will: by hand for exact tests, or drawn to look like a real experiment."""
+"""Run folders with numbers at will: by hand for exact tests, or drawn to look like a real
+experiment."""
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -20,7 +21,8 @@ CONFIG = {
 def write_run(
     folder, config, *, agents, metrics, pairs=None, complete=True, samples=None, angles=(0,)
 ):
-    """A run whose `metrics` and `pairs` are lists of lines by seed; `config` is laid over a small default."""
+    """A run whose `metrics` and `pairs` are lists of lines by seed; `config` is laid over a small
+    default."""
     config = {"name": folder.name, **CONFIG, "seeds": list(metrics), **config}
     folder.mkdir(parents=True)
     write_toml(folder / "config.toml", config)
@@ -60,7 +62,8 @@ def draw_run(
     pull=0.5,
     hit=0.4,
 ):
-    """Like an experiment: malicious peers get `pull` of the weight of benign ones, and the attack costs `hit`."""
+    """Like an experiment: malicious peers get `pull` of the weight of benign ones, and the attack
+    costs `hit`."""
     rng = np.random.default_rng(len(folder.name))
     size = benign + malicious
     N = clusters * size

@@ -1,4 +1,5 @@
-"""Pages in a browser, narrow and wide, by day and by night: nothing is cut off, all can be read, tables sort by keys.
+"""Pages in a browser, narrow and wide, by day and by night: nothing is cut off, all can be read,
+tables sort by keys.
 
 It takes Chromium (Debian: apt-get install chromium), and is skipped where that is not installed.
 """
@@ -24,7 +25,8 @@ BROWSER = next(
 WIDTHS = (420, 1400)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
 
-# Each page in a frame of its own for each width, looked at from outside: its policy lets no other script into it.
+# Each page in a frame of its own for each width, looked at from outside: its policy lets no other
+# script into it.
 PROBE = """
 <!doctype html><pre id="seen"></pre><script>
 const frames = %s, seen = {};

@@ -1,4 +1,5 @@
-"""The verdicts of `paper/claims.py`, by hand, and the published tables from the values that they were made of."""
+"""The verdicts of `paper/claims.py`, by hand, and the published tables from the values that they
+were made of."""
 
 import math
 from pathlib import Path
@@ -65,7 +66,8 @@ def test_what_does_not_degrade_may_improve():
 
 
 def test_margins_are_the_papers_words():
-    """Wide enough for every difference that the paper calls alike, by less than half a point, and for no other one."""
+    """Wide enough for every difference that the paper calls alike, by less than half a point, and
+    for no other one."""
     for metric, margin in claims.MARGIN.items():
         named = [
             c
@@ -193,7 +195,8 @@ def test_only_the_cell_before_is_repeated():
 
 
 def test_weight_that_went_elsewhere_is_of_the_last_fifth():
-    # Agents 0 and 1 of cluster 0, agent 2 of cluster 1; all benign but 1. Ten rounds: the last two count.
+    # Agents 0 and 1 of cluster 0, agent 2 of cluster 1; all benign but 1. Ten rounds: the last two
+    # count.
     rows = [(0, n, 0, 2, 1.0) for n in range(1, 9)] + [(0, n, 0, 1, 0.6) for n in (9, 10)]
     rows += [(0, 10, 0, 2, 0.3), (0, 10, 0, 0, 5.0), (0, 10, 1, 2, 9.0)]
     run = SimpleNamespace(
@@ -206,7 +209,8 @@ def test_weight_that_went_elsewhere_is_of_the_last_fifth():
 
 
 def test_weights_of_fedcbo_tell_how_losses_differ():
-    # Agents 0 and 1 benign and 2 malicious in cluster 0, agent 3 in cluster 1; each agent's weights have a factor.
+    # Agents 0 and 1 benign and 2 malicious in cluster 0, agent 3 in cluster 1; each agent's weights
+    # have a factor.
     losses = [(1, 0, 1, 0.5, 3.0), (1, 0, 2, 0.7, 3.0), (1, 0, 3, 0.1, 3.0), (2, 0, 2, 9.0, 1.0)]
     losses += [(2, 1, 0, 0.4, 0.2), (2, 1, 2, 0.3, 0.2), (2, 2, 0, 0.1, 1.0), (2, 2, 1, 0.2, 1.0)]
     pairs = pd.DataFrame(losses, columns=["round", "agent", "peer", "loss", "factor"]).assign(

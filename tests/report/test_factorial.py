@@ -1,4 +1,5 @@
-"""The factorial of what FedCB2O leaves open: its design, its statistics, and the tables of it in the log."""
+"""The factorial of what FedCB2O leaves open: its design, its statistics, and the tables of it in
+the log."""
 
 import itertools
 from pathlib import Path
@@ -24,8 +25,8 @@ def test_within_a_seed_main_effects_are_clear_of_each_other_and_of_pairs() -> No
 
 
 def made(*, rows: int) -> pd.DataFrame:
-    """Runs whose accuracy is 49, 3 more with the second factor, 2 with the first and third or with neither, and what
-    the seed adds."""
+    """Runs whose accuracy is 49, 3 more with the second factor, 2 with the first and third or with
+    neither, and what the seed adds."""
     found = []
     for seed in range(20):
         for x in factorial.design(seed)[:rows]:

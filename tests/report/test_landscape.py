@@ -1,4 +1,5 @@
-"""The figure and animation of particles: whatever a scene holds is drawn, and panel (b) shows its numbers."""
+"""The figure and animation of particles: whatever a scene holds is drawn, and panel (b) shows its
+numbers."""
 
 import dataclasses
 

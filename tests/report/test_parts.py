@@ -1,4 +1,5 @@
-"""What a part of FedCB2O gains, and which of many gains stay, against numbers that were worked out by hand."""
+"""What a part of FedCB2O gains, and which of many gains stay, against numbers that were worked out
+by hand."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -25,8 +25,8 @@ def rows(**harm):
     return pd.DataFrame(found)
 
 
-# Three seeds with deviation 0.01: two intervals at once take Student's quantile of 1 - 0.05 / 4 with 2 degrees of
-# freedom, sqrt(2 q^2 / (4 p (1 - p))) with q = 2 p - 1 and p = 0.9875: 6.2053.
+# Three seeds with deviation 0.01: two intervals at once take Student's quantile of 1 - 0.05 / 4
+# with 2 degrees of freedom, sqrt(2 q^2 / (4 p (1 - p))) with q = 2 p - 1 and p = 0.9875: 6.2053.
 HALF = 6.2053 * 0.01 / np.sqrt(3)
 
 

@@ -182,7 +182,8 @@ def test_pair_statistics_by_hand(tmp_path):
     pairs[1]["own"] = [0.25, 0.45, 0.0, 1.0, 1.0]
     run = run_of(tmp_path / "run", {0: [scores([1] * 3, None, None)]}, pairs={0: pairs})
     table = pair_statistics(run).set_index(["cluster", "relation", "peer"])
-    # Cluster 1 (here 0) has two benign agents, over two rounds: four chances for each available peer.
+    # Cluster 1 (here 0) has two benign agents, over two rounds: four chances for each available
+    # peer.
     first = table.loc[0]
     order = [("same", "benign"), ("same", "malicious"), ("other", "benign"), ("other", "malicious")]
     assert first.loc[order].available.tolist() == [1, 1, 1, 1]
@@ -192,7 +193,8 @@ def test_pair_statistics_by_hand(tmp_path):
     assert first.loc[order].share.tolist() == pytest.approx(
         [0.75 / total, 1.5 / total, 0.1 / total, 0.3 / total]
     )
-    # Cluster 2 has one benign agent, so no benign peer in its own cluster; it met one, whom it gave nothing.
+    # Cluster 2 has one benign agent, so no benign peer in its own cluster; it met one, whom it gave
+    # nothing.
     second = table.loc[1]
     assert second.index.tolist() == [
         ("same", "malicious"),
