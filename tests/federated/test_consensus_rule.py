@@ -1,4 +1,5 @@
-"""The weights that a criterion gives: where everybody is bad, nobody is to be trusted, or nobody answered."""
+"""The weights that a criterion gives: where everybody is bad, nobody is to be trusted, or nobody
+answered."""
 
 import dataclasses
 import math
@@ -10,11 +11,9 @@ from tests import reference
 from tests.views import judged, received, weigh
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import algorithms
+from fedcb2o.federated import ContactTable, Ragged, algorithms
 from fedcb2o.federated.aggregation import by_num_samples
 from fedcb2o.federated.aggregation.coordinatewise import weighted_median
-from fedcb2o.federated.contacts import ContactTable
-from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.batched_aggregation import update_likelihoods
 
 INF, NAN = float("inf"), float("nan")
@@ -108,7 +107,8 @@ def test_the_weighted_median_by_hand():
 
 
 def test_a_test_widens_the_sub_level_set():
-    """One sample of each of four classes: differences 1, 1, 1, 1 have no error, and 0, 0, 0, 2 one of 0.5."""
+    """One sample of each of four classes: differences 1, 1, 1, 1 have no error, and 0, 0, 0, 2 one
+    of 0.5."""
     view = judged([[2.0] * 4, [1.0, 1.0, 1.0, 3.0], [0.5] * 4], [1.0] * 4)
     for tested, members in ((0.0, [2, 3]), (0.5, [2, 3]), (1.5, [1, 2, 3]), (99.0, [1, 2, 3])):
         mu = weigh(
@@ -130,7 +130,8 @@ def test_a_test_widens_the_sub_level_set():
 
 
 def test_who_is_hardly_apart_from_the_own_model_does_not_count():
-    """The own model moved by 5, from (3, 0) to (3, 5): half of that is 2.5. Its own sample cannot tell the others."""
+    """The own model moved by 5, from (3, 0) to (3, 5): half of that is 2.5. Its own sample cannot
+    tell the others."""
     view = judged([[1.0]] * 4, [1.0])
     pool = torch.tensor([[3.0, 5.1], [3.0, 7.6], [0.6, 5.0], [30.0, 5.0], [3.0, 5.0], [3.0, 0.0]])
     view = dataclasses.replace(view, models=pool, previous=torch.tensor(5))

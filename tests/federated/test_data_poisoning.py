@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedcb2o import plugins
-from fedcb2o.data._dataset import Shard
+from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import attacks
 from fedcb2o.federated.attacks.triggers import blend, patch, waves
@@ -147,9 +147,8 @@ def test_feature_noise(dtype):
 def test_a_patch_is_where_it_should_be():
     x = torch.zeros(1, 1, 4, 4)
     assert patch(x, size=2)[0, 0].tolist() == [[0] * 4, [0] * 4, [0, 0, 1, 1], [0, 0, 1, 1]]
-    assert patch(x, size=2, corner="top left", margin=1, pattern="checkerboard", value=0.5)[0, 0].tolist() == [
-        [0] * 4, [0, 0.5, 0, 0], [0, 0, 0.5, 0], [0] * 4
-    ]  # fmt: skip
+    board = patch(x, size=2, corner="top left", margin=1, pattern="checkerboard", value=0.5)
+    assert board[0, 0].tolist() == [[0] * 4, [0, 0.5, 0, 0], [0, 0, 0.5, 0], [0] * 4]
     assert patch(x, size=3, corner="bottom left", pattern="cross")[0, 0].tolist() == [
         [0] * 4, [1, 0, 1, 0], [0, 1, 0, 0], [1, 0, 1, 0]
     ]  # fmt: skip
@@ -191,7 +190,8 @@ def test_any_attackers_that_follow_each_other_have_the_parts_of_a_distributed_ba
 
 
 def test_waves_by_hand():
-    """A period of four columns: 0, 1, 0, -1 times delta, cut off where a pixel would be below 0 or above 1."""
+    """A period of four columns: 0, 1, 0, -1 times delta, cut off where a pixel would be below 0 or
+    above 1."""
     x = torch.tensor([0.5, 0.95, 0.5, 0.05]).view(1, 1, 1, 4).repeat(1, 1, 2, 1)
     torch.testing.assert_close(
         waves(x, delta=0.2, frequency=1.0)[0, 0, 1], torch.tensor([0.5, 1.0, 0.5, 0.0])
