@@ -12,17 +12,21 @@ from torch import Tensor, nn
 
 from fedcb2o.data import Shard
 from fedcb2o.experiments.runs.seed_run import round_loop
-from fedcb2o.federated import algorithms
-from fedcb2o.federated.adversary import Adversary
-from fedcb2o.federated.agent_data import AgentData
-from fedcb2o.federated.agent_group import AgentGroup, BufferLayout
+from fedcb2o.federated import (
+    Adversary,
+    AgentData,
+    AgentGroup,
+    AgentState,
+    Attack,
+    BufferLayout,
+    Decisions,
+    Ragged,
+    Reduction,
+    RunSpec,
+    Training,
+    algorithms,
+)
 from fedcb2o.federated.attacks import label_flip
-from fedcb2o.federated.contacts import AgentState
-from fedcb2o.federated.decisions import Decisions
-from fedcb2o.federated.local_update import Training
-from fedcb2o.federated.ragged import Ragged
-from fedcb2o.federated.run_spec import RunSpec
-from fedcb2o.federated.types import Attack, Reduction
 from fedcb2o.nn import batch_norm, parameters
 from fedcb2o.parallel.executors import SerialExecutor
 from fedcb2o.rng import stream

@@ -8,20 +8,28 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fedcb2o.federated.admission import Message, clip_claimed_samples, max_abs, rejection_reason
-from fedcb2o.federated.adversary import Adversary
-from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated import (
+    Adversary,
+    AgentGroup,
+    AgentState,
+    Decisions,
+    EvaluationResult,
+    Inbox,
+    Message,
+    Ragged,
+    RunSpec,
+    clip_claimed_samples,
+    craft_models_,
+    evaluate_models,
+    make_outbox,
+    max_abs,
+    mix_,
+    mixing_matrix,
+    plan_training_batches,
+    rejection_reason,
+)
 from fedcb2o.federated.batched_aggregation import local_aggregation_
-from fedcb2o.federated.batched_training import plan_training_batches
 from fedcb2o.federated.collusion import AdversarialEngine
-from fedcb2o.federated.contacts import AgentState
-from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.metrics import EvaluationResult
-from fedcb2o.federated.mixing import mix_, mixing_matrix
-from fedcb2o.federated.publishing import craft_models_, make_outbox
-from fedcb2o.federated.ragged import Ragged
-from fedcb2o.federated.run_spec import RunSpec
-from fedcb2o.federated.validation import evaluate_models
 from fedcb2o.rng import stream
 from tests.agents import Held, block_of, first_models
 

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from fedcb2o.data import Shard
-from fedcb2o.federated.algorithm2 import consensus_weights
-from fedcb2o.federated.algorithm_spec import Algorithm
-from fedcb2o.federated.types import (
+from fedcb2o.federated import (
     AgentContext,
+    Algorithm,
     AttackView,
     Contacts,
     CriterionInput,
@@ -18,6 +17,7 @@ from fedcb2o.federated.types import (
     RuleOutput,
     Threat,
 )
+from fedcb2o.federated.algorithm2 import consensus_weights
 from fedcb2o.nn.parameters import gather_rows
 from fedcb2o.rng import stream
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from tests.tiny import empty_models
 
-from fedcb2o.federated import admission
-from fedcb2o.federated.admission import (
+from fedcb2o.federated import (
     MAX_VALUE,
     Message,
+    admission,
     clip_claimed_samples,
     is_admissible,
     max_abs,

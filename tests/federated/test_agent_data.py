@@ -9,9 +9,7 @@ import torch
 
 from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.agent_data import AgentData
-from fedcb2o.federated.ragged import Ragged
-from fedcb2o.federated.types import Attack
+from fedcb2o.federated import AgentData, Attack, Ragged
 from fedcb2o.rng import stream
 
 CLASSES, SEED, FROM = 5, 11, 3

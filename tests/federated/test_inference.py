@@ -9,8 +9,7 @@ from tests.networks import NETWORKS, different, fresh, shards
 from torch import nn
 
 from fedcb2o.data import Shard
-from fedcb2o.federated import inference
-from fedcb2o.federated.inference import confusion_matrices, model_losses
+from fedcb2o.federated import confusion_matrices, inference, model_losses
 from fedcb2o.nn import parameters
 
 

@@ -9,7 +9,7 @@ from tests.tiny import empty_models
 from torch import nn
 
 from fedcb2o.data import Shard
-from fedcb2o.federated.local_update import Training, local_update_, mini_batches
+from fedcb2o.federated import Training, local_update_, mini_batches
 from fedcb2o.nn import architectures, parameters
 from fedcb2o.rng import stream
 

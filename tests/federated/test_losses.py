@@ -8,10 +8,14 @@ from torch import nn
 
 from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import losses
-from fedcb2o.federated.batched_training import batched_local_update_
-from fedcb2o.federated.inference import mean_test_losses, model_losses
-from fedcb2o.federated.local_update import Training, local_update_
+from fedcb2o.federated import (
+    Training,
+    batched_local_update_,
+    local_update_,
+    losses,
+    mean_test_losses,
+    model_losses,
+)
 from fedcb2o.nn import parameters
 from fedcb2o.rng import agent_streams, stream
 

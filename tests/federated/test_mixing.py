@@ -5,12 +5,18 @@ import torch
 from tests import agents as ours
 from tests.agents import BAD, CLUSTER, GOOD
 
-from fedcb2o.federated import algorithms, attacks
-from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.mixing import dense_product, mix_, mixing_matrix
-from fedcb2o.federated.publishing import make_outbox
-from fedcb2o.federated.ragged import Ragged
-from fedcb2o.federated.types import Attack
+from fedcb2o.federated import (
+    Attack,
+    Decisions,
+    Inbox,
+    Ragged,
+    algorithms,
+    attacks,
+    dense_product,
+    make_outbox,
+    mix_,
+    mixing_matrix,
+)
 from fedcb2o.rng import stream
 
 

@@ -7,13 +7,15 @@ from tests import views
 from tests.agents import run_rounds
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import algorithms
-from fedcb2o.federated.plugin_outputs import (
+from fedcb2o.federated import (
+    Attack,
+    CriterionInput,
+    algorithms,
+    batched,
     validated_row_weights,
     validated_state,
     validated_weights,
 )
-from fedcb2o.federated.types import Attack, CriterionInput, batched
 from fedcb2o.plugins import USER_FUNCTION
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.federated.ragged import Ragged, complement
+from fedcb2o.federated import Ragged, complement
 
 nested = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6)
 some_of_them = nested.flatmap(

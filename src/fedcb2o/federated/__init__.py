@@ -1,4 +1,207 @@
 """One round of decentralised clustered federated learning (paper, Section 3).
 
-Nothing in this package knows files, sockets or processes.
+Nothing in this package knows files, sockets or processes. `algorithm2` is Algorithm 2 for one
+agent; `batched_aggregation` has the same lines for many. The catalogues are `algorithms`,
+`criteria`, `aggregation` and `attacks`; `selection`, `losses`, `optimisers`, `metrics` and
+`topology` are small ones.
 """
+
+from fedcb2o.federated.admission import (
+    MAX_VALUE,
+    Message,
+    clip_claimed_samples,
+    is_admissible,
+    max_abs,
+    rejection_reason,
+)
+from fedcb2o.federated.adversary import (
+    Adversary,
+)
+from fedcb2o.federated.agent_data import (
+    AgentData,
+)
+from fedcb2o.federated.agent_group import (
+    AgentGroup,
+    BufferLayout,
+)
+from fedcb2o.federated.algorithm_spec import (
+    Algorithm,
+    ClusterModels,
+)
+from fedcb2o.federated.batched_training import (
+    MAX_BATCH_PARAMETERS,
+    batched_local_update_,
+    plan_training_batches,
+    train_,
+    training_batches,
+)
+from fedcb2o.federated.contacts import (
+    AgentState,
+    CandidatePeers,
+    ContactTable,
+)
+from fedcb2o.federated.decisions import (
+    Decisions,
+    Inbox,
+)
+from fedcb2o.federated.inference import (
+    SAMPLES_PER_PASS,
+    batched_forward,
+    confusion_matrices,
+    input_gradients,
+    logits,
+    logits_per_model,
+    mean_test_losses,
+    model_losses,
+)
+from fedcb2o.federated.local_update import (
+    Precision,
+    Training,
+    allow_tf32,
+    autocast,
+    local_update_,
+    mini_batches,
+)
+from fedcb2o.federated.metrics import (
+    AttackGoal,
+    EvaluationResult,
+    false_positive_share,
+)
+from fedcb2o.federated.mixing import (
+    REDUCTION_TILE_COLUMNS,
+    MixingMatrix,
+    dense_product,
+    mix_,
+    mixing_matrix,
+)
+from fedcb2o.federated.plugin_outputs import (
+    STATE_DTYPES,
+    apply_sample_transform,
+    validated_row_weights,
+    validated_state,
+    validated_weights,
+)
+from fedcb2o.federated.publishing import (
+    Outbox,
+    Peek,
+    craft_models_,
+    make_outbox,
+)
+from fedcb2o.federated.ragged import (
+    Indices,
+    Ragged,
+    complement,
+)
+from fedcb2o.federated.run_spec import (
+    ConvolutionKernel,
+    KernelConfig,
+    LinearKernel,
+    RunSpec,
+)
+from fedcb2o.federated.selection import (
+    select_colluding_peers,
+)
+from fedcb2o.federated.types import (
+    THREAT,
+    AgentContext,
+    Attack,
+    AttackView,
+    Contacts,
+    CriterionInput,
+    Losses,
+    Received,
+    Reduction,
+    RuleOutput,
+    RuleState,
+    Threat,
+    batched,
+    knows,
+    stateful,
+)
+from fedcb2o.federated.validation import (
+    ValidationOracle,
+    agent_network,
+    evaluate_models,
+)
+
+__all__ = [
+    "MAX_BATCH_PARAMETERS",
+    "MAX_VALUE",
+    "REDUCTION_TILE_COLUMNS",
+    "SAMPLES_PER_PASS",
+    "STATE_DTYPES",
+    "THREAT",
+    "Adversary",
+    "AgentContext",
+    "AgentData",
+    "AgentGroup",
+    "AgentState",
+    "Algorithm",
+    "Attack",
+    "AttackGoal",
+    "AttackView",
+    "BufferLayout",
+    "CandidatePeers",
+    "ClusterModels",
+    "ContactTable",
+    "Contacts",
+    "ConvolutionKernel",
+    "CriterionInput",
+    "Decisions",
+    "EvaluationResult",
+    "Inbox",
+    "Indices",
+    "KernelConfig",
+    "LinearKernel",
+    "Losses",
+    "Message",
+    "MixingMatrix",
+    "Outbox",
+    "Peek",
+    "Precision",
+    "Ragged",
+    "Received",
+    "Reduction",
+    "RuleOutput",
+    "RuleState",
+    "RunSpec",
+    "Threat",
+    "Training",
+    "ValidationOracle",
+    "agent_network",
+    "allow_tf32",
+    "apply_sample_transform",
+    "autocast",
+    "batched",
+    "batched_forward",
+    "batched_local_update_",
+    "clip_claimed_samples",
+    "complement",
+    "confusion_matrices",
+    "craft_models_",
+    "dense_product",
+    "evaluate_models",
+    "false_positive_share",
+    "input_gradients",
+    "is_admissible",
+    "knows",
+    "local_update_",
+    "logits",
+    "logits_per_model",
+    "make_outbox",
+    "max_abs",
+    "mean_test_losses",
+    "mini_batches",
+    "mix_",
+    "mixing_matrix",
+    "model_losses",
+    "plan_training_batches",
+    "rejection_reason",
+    "select_colluding_peers",
+    "stateful",
+    "train_",
+    "training_batches",
+    "validated_row_weights",
+    "validated_state",
+    "validated_weights",
+]
