@@ -464,6 +464,7 @@ def test_the_page_and_its_files(view, tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("no_figures")
 def test_a_report_is_made_again_from_its_summary_alone(view, tmp_path):
     report_grid(view.results, tmp_path / "first")
     (tmp_path / "kept").mkdir()
@@ -548,6 +549,7 @@ def test_an_entry_that_attacks_nobody_has_accuracy_and_no_success(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("no_figures")
 def test_a_setting_without_results_is_left_out(tmp_path):
     results = read_grid(make_grid(tmp_path / "grid"))
     results.rows["setting"] = "Few"
@@ -574,6 +576,7 @@ def test_seeds_that_left_the_grid_do_not_count(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("no_figures")
 def test_settings_have_matrices_of_their_own(view, tmp_path):
     results = view.results
     results.rows.loc[results.rows.defence != "", "setting"] = "Few"
@@ -596,6 +599,7 @@ def test_settings_have_matrices_of_their_own(view, tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("no_figures")
 def test_the_candidates_and_the_choice_are_on_the_page(tmp_path):
     asked = {
         "seeds": [9],
@@ -669,6 +673,7 @@ def test_a_heat_map_of_twenty_by_twenty_has_a_number_in_every_cell():
 
 
 @pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("no_figures")
 def test_the_command_reports_a_grid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_grid(tmp_path / "grid")
@@ -680,6 +685,7 @@ def test_the_command_reports_a_grid(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("no_figures")
 def test_the_command_compares_with_whom_it_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     results = read_grid(make_grid(tmp_path / "grid"))
