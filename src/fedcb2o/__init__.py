@@ -1,7 +1,13 @@
-"""Robust federated learning without a server: consensus-based bi-level optimisation (CB2O, FedCB2O).
+"""Robust federated learning without a server, by consensus-based bi-level optimisation.
 
-García Trillos et al., "Defending Against Diverse Attacks in Federated Learning Through Consensus-Based Bi-Level
-Optimization" (arXiv 2412.02535).
+García Trillos et al., "Defending Against Diverse Attacks in Federated Learning Through
+Consensus-Based Bi-Level Optimization" (arXiv 2412.02535): CB2O and FedCB2O.
+
+Example:
+    >>> import fedcb2o
+    >>> result = fedcb2o.minimize(lambda x: (x - 1).square().sum(-1), dim=2, seed=1)
+    >>> bool(result.success)
+    True
 """
 
 import importlib
@@ -16,7 +22,7 @@ if TYPE_CHECKING:
     from fedcb2o.experiments.config.tables import presets
     from fedcb2o.experiments.grid.grid_runner import bench
     from fedcb2o.experiments.runs.runner import run
-    from fedcb2o.federated.types import knows
+    from fedcb2o.federated import knows
     from fedcb2o.particles import (
         Adversary,
         CaptureWarning,
@@ -60,7 +66,8 @@ __all__ = [
     "track",
 ]
 
-# Imported when first asked for: PyTorch takes a second, and the command line answers before and catches Ctrl-C.
+# Imported at their first use: PyTorch takes a second to import, and the command line must answer
+# and catch Ctrl-C before that.
 _HOMES = {
     "data": ("Dataset", "Owners", "Shard", "dataset", "datasets"),
     "errors": ("ConfigError", "DataError", "FedCB2OError", "RunError"),
@@ -90,13 +97,13 @@ _deprecation.install()
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        from importlib.metadata import version  # which takes as long as all else here
+        from importlib.metadata import version  # slow to import
 
         return version("fedcb2o")
     for home, names in _HOMES.items():
         if name in names:
             module = importlib.import_module(f"fedcb2o.{home}")
-            if name == "Run":  # reads models too, which records leave to experiments
+            if name == "Run":  # its models are read by `experiments`, which `records` cannot import
                 module.set_model_reader(lambda: importlib.import_module(_MODEL_READER))
             return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
