@@ -16,9 +16,22 @@ from tests.type_checks import CHECKED_PACKAGES, VARIABLE, install
 if os.environ.get(VARIABLE):  # `make typecheck-runtime`
     install(CHECKED_PACKAGES)
 
+import pytest
 from hypothesis import settings
 
 # The machine may be busy: pytest-timeout is the only clock. The same examples in every run, and no
 # folder of examples.
 settings.register_profile("steady", deadline=None, derandomize=True, database=None)
 settings.load_profile("steady")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "quick: needs a Ray cluster, but runs in `make test`")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark tests that need a Ray cluster as slow: its processes take half a minute to start."""
+    for item in items:
+        if "cluster" in item.fixturenames and not item.get_closest_marker("quick"):
+            item.add_marker(pytest.mark.slow)

@@ -300,6 +300,7 @@ def test_what_cannot_be_tried_is_grouped(monkeypatch):
         assert autotune.fastest_batched_convolution(other, x, "float32", device, 4) == "grouped"
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_convolutions_when_it_is_resumed(tmp_path, monkeypatch):
     experiment = tiny(model=IMAGES, device="meta")
     with pretended(monkeypatch):

@@ -12,7 +12,7 @@ from torch import nn
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import run
-from fedcb2o.federated.local_update import allow_tf32
+from fedcb2o.federated import allow_tf32
 from fedcb2o.kernels import autotune, devices
 
 IMAGES = {"name": "cnn", "hidden": 4}
@@ -126,6 +126,7 @@ def test_a_run_on_a_device_agrees_with_the_cpu_to_rounding(tmp_path, monkeypatch
     torch.testing.assert_close(*models, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_a_round_waits_for_the_device_a_few_times_only(tmp_path, monkeypatch):
     def waits(**changes):
         with pretended(monkeypatch) as mode:

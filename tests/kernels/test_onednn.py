@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedcb2o.federated.inference import batched_forward
+from fedcb2o.federated import batched_forward
 from fedcb2o.kernels import dispatch, onednn
 from fedcb2o.nn import parameters
 

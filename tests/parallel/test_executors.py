@@ -175,7 +175,7 @@ def test_a_worker_with_a_child_of_its_own_that_dies_is_missed_and_its_child_goes
     assert gone(child)
 
 
-@pytest.mark.parametrize("kind", ["error", "result"])
+@pytest.mark.parametrize("kind", ["error", pytest.param("result", marks=pytest.mark.slow)])
 def test_what_cannot_come_back_is_told(pool, kind):
     expected = {
         "error": (RuntimeError, "^TwoWordsError: 1$"),
@@ -195,6 +195,7 @@ def test_what_cannot_be_sent_is_told(pool):
             pool.map(slowly, [(0, what)])
 
 
+@pytest.mark.slow
 def test_after_a_second_ctrl_c_that_stops_the_end_of_workers_others_come(pool, monkeypatch):
     before = pids(pool)
 
@@ -231,6 +232,7 @@ with shared_memory.allocate_shared({"models": (torch.uint8, (9,))}) as shared:
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_prints_is_not_stopped_by_a_terminal_that_stops_the_background():
     ours, theirs = os.openpty()
     try:
@@ -251,6 +253,7 @@ def test_a_worker_that_prints_is_not_stopped_by_a_terminal_that_stops_the_backgr
         os.close(theirs)
 
 
+@pytest.mark.slow
 def test_workers_stay_for_the_next_run_and_with_another_path_others_come(
     pool, monkeypatch, tmp_path
 ):
@@ -261,6 +264,7 @@ def test_workers_stay_for_the_next_run_and_with_another_path_others_come(
     assert not pids(pool) & before
 
 
+@pytest.mark.slow
 def test_a_module_that_is_loaded_again_is_the_new_one_in_workers_too(tmp_path, monkeypatch):
     file = tmp_path / "own_part_loaded_again.py"
     file.write_text("def value(world):\n    return 'old'\n")
@@ -435,7 +439,7 @@ import torch
 
 from fedcb2o.parallel import shared_memory
 
-for _ in range(500):
+for _ in range(100):
     with shared_memory.allocate_shared({"models": (torch.uint8, (9,))}, Path(sys.argv[1])):
         pass
 """

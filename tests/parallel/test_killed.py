@@ -150,7 +150,7 @@ def left_by(pid: int) -> set[Path]:
 PLACES = {"training": 40, "judging": 8, "mixing": 3, "writing": 2, "renaming": 2}
 """A moment to kill in, and how often a process passes it at least before the last round."""
 
-QUICK = {("training", "parent"), ("mixing", "worker"), ("writing", "parent")}
+QUICK = {("mixing", "worker")}
 
 MOMENTS = [
     pytest.param(
@@ -277,7 +277,9 @@ def test_what_stops_a_run_is_one_line_and_leaves_nothing(undisturbed, tmp_path, 
     "after",
     [0.0, pytest.param(2.0, marks=pytest.mark.slow), pytest.param(4.0, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_a_group_that_ends_while_workers_start_leaves_nothing(undisturbed, tmp_path, number, after):
     path, _ = undisturbed
     out = tmp_path / "run"
@@ -298,6 +300,7 @@ def test_a_group_that_ends_while_workers_start_leaves_nothing(undisturbed, tmp_p
 
 
 @needs_proc
+@pytest.mark.slow
 def test_a_worker_that_does_not_leave_holds_up_nobody(undisturbed, tmp_path):
     path, expected = undisturbed
     process = start_run(path, tmp_path / "run", "leaving nobody 0")

@@ -16,8 +16,7 @@ from tests.tiny import ENVIRONMENT, FEDCB2O, bits, command, here, write
 from fedcb2o.data import Dataset, sets
 from fedcb2o.errors import RunError
 from fedcb2o.experiments import load
-from fedcb2o.federated.contacts import AgentState, ContactTable
-from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated import AgentState, ContactTable, Ragged
 from fedcb2o.records import Manifest
 from fedcb2o.simulation import checkpoint
 
@@ -357,7 +356,11 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("limit", "file"), [(6_000, "metrics.jsonl"), (100_000, "checkpoint.safetensors")]
+    ("limit", "file"),
+    [
+        pytest.param(6_000, "metrics.jsonl", marks=pytest.mark.slow),
+        (100_000, "checkpoint.safetensors"),
+    ],
 )
 def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, limit, file):
     # A checkpoint of 6 agents has 4 kB with 1 hidden unit, 150 kB with 80; a metrics line 0.5 kB.
@@ -384,6 +387,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, limit, file):
     assert bits(out) == bits(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_full_standard_output_is_one_line(tmp_path):
     with open("/dev/full", "w") as full:  # noqa: PTH123 (a device)
         done = command("presets", stdout=full)
@@ -395,6 +399,7 @@ def test_a_full_standard_output_is_one_line(tmp_path):
     assert done.one_line() == "cannot write the output: No space left on device"
 
 
+@pytest.mark.slow
 def test_a_reader_that_left_is_no_error():
     reader = subprocess.Popen(
         [FEDCB2O, "presets"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE

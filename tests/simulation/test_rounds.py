@@ -23,11 +23,17 @@ from tests.agents import (
 from tests.posted import Posted
 
 from fedcb2o.experiments.runs.round_records import metrics_record, pairs_record
-from fedcb2o.federated import aggregation, algorithms, attacks, topology
-from fedcb2o.federated.contacts import AgentState
-from fedcb2o.federated.metrics import AttackGoal
-from fedcb2o.federated.run_spec import KernelConfig
-from fedcb2o.federated.types import Attack, stateful
+from fedcb2o.federated import (
+    AgentState,
+    Attack,
+    AttackGoal,
+    KernelConfig,
+    aggregation,
+    algorithms,
+    attacks,
+    stateful,
+    topology,
+)
 from fedcb2o.parallel.executors import SerialExecutor
 from fedcb2o.rng import stream
 from fedcb2o.simulation.local_engine import LocalEngine

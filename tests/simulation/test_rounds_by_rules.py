@@ -12,12 +12,19 @@ from tests.tiny import StopError, bits, bits_however, stop_after, tiny
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
-from fedcb2o.federated import aggregation, algorithms
+from fedcb2o.federated import (
+    Attack,
+    Received,
+    RuleOutput,
+    ValidationOracle,
+    aggregation,
+    algorithms,
+    batched,
+    stateful,
+    train_,
+)
 from fedcb2o.federated.aggregation import preaggregation, robust_rule
 from fedcb2o.federated.aggregation.base import RULE_SIGNATURE, apply, signature_of
-from fedcb2o.federated.batched_training import train_
-from fedcb2o.federated.types import Attack, Received, RuleOutput, batched, stateful
-from fedcb2o.federated.validation import ValidationOracle
 from fedcb2o.rng import stream
 
 ROBUST = [
@@ -280,9 +287,9 @@ def test_what_a_rule_keeps_is_a_copy_whatever_the_workers_and_stops(tmp_path):
     [
         (
             shrinking,
-            "the rule gave weight to the model before the round, and did not declare to look at it",
+            "the rule gave weight to the model before the round, and did not declare to use it",
         ),
-        (both, "a rule with a memory is asked for one agent at a time"),
+        (both, "a rule with memory is evaluated for one agent at a time"),
     ],
 )
 def test_a_memory_that_does_not_fit_is_told(tmp_path, rule, message):
