@@ -259,10 +259,8 @@ def test_the_folder_of_a_grid_is_not_compared_as_a_run(tmp_path):
     (tmp_path / "grid.toml").write_text("rounds = 3")
     line = here("compare", tmp_path).one_line()
     assert line.endswith(
-        
-            f"it is that of a grid: `fedcb2o report {tmp_path}` shows it, and its runs are in "
-            f"its cells/"
-        
+        f"it is that of a grid: `fedcb2o report {tmp_path}` shows it, and its runs are in "
+        f"its cells/"
     )
 
 

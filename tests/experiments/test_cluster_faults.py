@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import jaxtyping
 import pytest
 import tomli_w
 from tests.experiments.test_cluster import actors_now, spread, undisturbed, whole  # noqa: F401 (a fixture)
@@ -41,7 +40,6 @@ ROUNDS = 200
 def three() -> Iterator[Cluster]:
     """Three nodes with two processors each."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    jaxtyping.config.update("jaxtyping_disable", True)
     made = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False},
@@ -51,7 +49,6 @@ def three() -> Iterator[Cluster]:
     ray.shutdown()
     for node in (*made.others, made.head_node):  # the cluster's own way needs its head
         node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def of_ray(pid: int) -> list[str]:
@@ -78,7 +75,7 @@ def until(there, seconds: float = 60.0) -> bool:
     return False
 
 
-def test_a_node_is_killed_and_another_joins(three, undisturbed, tmp_path, capfd):  # noqa: F811
+def test_a_node_is_killed_and_another_joins(three, undisturbed, tmp_path, capfd, caplog):  # noqa: F811
     def kill(experiment, seed, line):
         if line["round"] == 2 and three.others:
             before = actors_now()
@@ -87,7 +84,7 @@ def test_a_node_is_killed_and_another_joins(three, undisturbed, tmp_path, capfd)
 
     run(spread(3), out=tmp_path / "run", cluster=three.address, blocks=5, watch=kill)
     told = capfd.readouterr().err
-    assert "goes on from the last checkpoint" in told
+    assert "continues from the last checkpoint" in caplog.text
     assert "3 blocks on 2 nodes, not 5: there are 3 processors\n" in told
     three.add_node(num_cpus=2, object_store_memory=STORE)
     run(spread(4), out=tmp_path / "run", cluster=three.address, blocks=5, resume=True)
@@ -168,7 +165,7 @@ def test_the_head_is_killed(three, alone, tmp_path, kind, told):
     three.head_node.all_processes[kind][0].process.kill()
     last = last_words(process)
     assert last.startswith(f"Error: {told}")
-    assert last.endswith(" is gone: start the cluster again, and go on with --resume")
+    assert last.endswith(" is gone: start the cluster again, and continue with --resume")
     assert process.returncode == 2
     assert gone_on(tmp_path / "run") == alone
 

@@ -668,7 +668,7 @@ def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp
             }
         },
         "with `rounds` = 8 and the grid says 2": {"rounds": 2},
-        "holds another grid, which has no cell of this one": {
+        "holds another grid, without a cell of this one": {
             "attacks": {"IPM": {"attack": {"name": "ipm"}}},
             "tuning": {"seeds": [1001], "attacks": ["IPM"]},
             "defences": {"FedCBO": {"tune": [{}]}},

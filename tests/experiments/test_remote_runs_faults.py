@@ -23,14 +23,14 @@ pytest.importorskip("ray")
 pytestmark = [needs_proc, pytest.mark.slow]
 
 COMMAND = (
-    "from fedcb2o.experiments.runs import remote_runs; remote_runs.EVERY = 0.0; from "
+    "from fedcb2o.experiments.runs import remote_runs; remote_runs.CHECKPOINT_INTERVAL = 0.0; from "
     "fedcb2o.cli import main; main()"
 )
 
 
-def test_a_node_is_killed_during_a_grid(three, tmp_path, told, monkeypatch, capfd):  # noqa: F811
+def test_a_node_is_killed_during_a_grid(three, tmp_path, told, monkeypatch, caplog):  # noqa: F811
     class Kill(GridProgress):
-        def end(self, *given: object) -> None:
+        def finish(self, *given: object) -> None:
             super().finish(*given)
             if len(three.others) == 2:
                 three.remove_node(three.others.pop(), allow_graceful=False)
@@ -41,7 +41,7 @@ def test_a_node_is_killed_during_a_grid(three, tmp_path, told, monkeypatch, capf
     plan = grid(rounds=8, algorithm=settings["algorithm"], defences=defences)
     done = fedcb2o.bench(plan, out=tmp_path / "many", cluster=three.address, watch=Kill())
     assert not done.failed
-    assert "goes on from what had come back" in capfd.readouterr().err
+    assert "continues from the files that came back" in caplog.text
     fedcb2o.bench(plan, out=tmp_path / "one", jobs=2)
     assert bits(tmp_path / "many") == bits(tmp_path / "one")
 
