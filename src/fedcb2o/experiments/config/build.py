@@ -29,14 +29,24 @@ from fedcb2o.experiments.config.datasets import (
     shared_pool,
 )
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.federated import algorithms, losses, optimisers, topology
-from fedcb2o.federated.adversary import Adversary
-from fedcb2o.federated.agent_data import AgentData
-from fedcb2o.federated.agent_group import AgentGroup, BufferLayout
-from fedcb2o.federated.local_update import Precision, Training
-from fedcb2o.federated.plugin_outputs import apply_sample_transform
-from fedcb2o.federated.ragged import Ragged
-from fedcb2o.federated.run_spec import ConvolutionKernel, KernelConfig, LinearKernel, RunSpec
+from fedcb2o.federated import (
+    Adversary,
+    AgentData,
+    AgentGroup,
+    BufferLayout,
+    ConvolutionKernel,
+    KernelConfig,
+    LinearKernel,
+    Precision,
+    Ragged,
+    RunSpec,
+    Training,
+    algorithms,
+    apply_sample_transform,
+    losses,
+    optimisers,
+    topology,
+)
 from fedcb2o.kernels import devices
 from fedcb2o.nn import architectures, batch_norm, memory_layout, parameters
 from fedcb2o.rng import stream

@@ -30,9 +30,8 @@ from fedcb2o.data import (
 )
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.federated import attacks
+from fedcb2o.federated import AttackGoal, attacks
 from fedcb2o.federated.attacks import data_poisoning
-from fedcb2o.federated.metrics import AttackGoal
 from fedcb2o.rng import stream
 from fedcb2o.simulation.checkpoint import tensor_crc32
 

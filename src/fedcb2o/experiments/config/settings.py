@@ -35,10 +35,20 @@ from fedcb2o.experiments.config.tables import (
     resolve_extends,
     to_plain,
 )
-from fedcb2o.federated import algorithms, attacks, losses, metrics, optimisers, topology
-from fedcb2o.federated.local_update import Precision
-from fedcb2o.federated.run_spec import ConvolutionKernel, LinearKernel
-from fedcb2o.federated.types import THREAT, Attack, Threat
+from fedcb2o.federated import (
+    THREAT,
+    Attack,
+    ConvolutionKernel,
+    LinearKernel,
+    Precision,
+    Threat,
+    algorithms,
+    attacks,
+    losses,
+    metrics,
+    optimisers,
+    topology,
+)
 from fedcb2o.nn import architectures
 from fedcb2o.nn.batch_norm import StatisticsMode
 from fedcb2o.nn.memory_layout import MemoryLayout
@@ -733,7 +743,7 @@ class Experiment(Section):
 
     @property
     def attacked(self) -> bool:
-        """Whether malicious agents attack."""
+        """True if malicious agents attack."""
         return self.agents.malicious > 0 and self.agents.malicious_role == "attack"
 
     @property

@@ -30,7 +30,7 @@ from fedcb2o.experiments.config.build import (
 )
 from fedcb2o.experiments.config.datasets import dataset_tensors
 from fedcb2o.experiments.runs.memory_plan import PROCESS_BYTES
-from fedcb2o.federated.batched_training import plan_training_batches
+from fedcb2o.federated import plan_training_batches
 from fedcb2o.kernels.devices import is_cpu
 from fedcb2o.nn import parameters
 from fedcb2o.parallel import resources

@@ -15,8 +15,7 @@ from jaxtyping import Bool
 
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import metrics
-from fedcb2o.federated.decisions import Decisions
+from fedcb2o.federated import Decisions, metrics
 from fedcb2o.simulation.rounds import Round
 
 Metric = Callable[[torch.Tensor], Any]

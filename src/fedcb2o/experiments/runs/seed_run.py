@@ -36,7 +36,7 @@ from fedcb2o.experiments.runs.round_records import (
     pairs_record,
 )
 from fedcb2o.experiments.runs.run_directory import make_folder
-from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated import AgentState
 from fedcb2o.federated.optimisers import make_step
 from fedcb2o.kernels import autotune, devices
 from fedcb2o.nn import parameters

@@ -17,8 +17,7 @@ from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.build import PreparedSeed, prepare_seed
 from fedcb2o.experiments.config.datasets import dataset_digest, load_dataset
 from fedcb2o.experiments.config.settings import load
-from fedcb2o.federated.agent_group import AgentGroup
-from fedcb2o.federated.validation import agent_network, evaluate_models
+from fedcb2o.federated import AgentGroup, agent_network, evaluate_models
 from fedcb2o.nn import parameters
 from fedcb2o.records import Run
 from fedcb2o.simulation import checkpoint
