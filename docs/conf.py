@@ -1,4 +1,4 @@
-"""The documentation site: `make docs` builds it into build/docs/html, and a warning is an error."""
+"""Settings of the documentation site; `make docs` builds it, and a warning is an error."""
 
 import hashlib
 import importlib.metadata
@@ -18,17 +18,17 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ex
 extensions += ["commands", "docstrings", "folders", "mathml", "wide"]  # in _site
 exclude_patterns = ["_site", "gallery", "benchmark", "reproduction", "figures"]
 nitpicky = True
-# Only names of this project must be found: other projects' pages are not looked at, so that a build needs no network.
+# Only names of this project must exist; a build needs no pages of other projects, and no network.
 nitpick_ignore_regex = [("py:.*", r"(?!fedcb2o\.).*")]
-# ... and of these not the types of arguments that few ever give.
-rarely = (r"plugins\.F", r"data\.shard\.Names", r"(experiments|peer)\..*", r".*\._\w+")
+# Rare types of arguments have no entry in the reference.
+rarely = (r"plugins\.F", r".*\.DatasetNames", r"(experiments|peer)\..*", r".*\._\w+")
 nitpick_ignore_regex += [("py:class", rf"fedcb2o\.{name}") for name in rarely]
 
-# Pages: the same files that a forge shows, with its anchors, and notebooks beside them.
+# Pages: the files that a forge shows, with its anchors, and notebooks.
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 
-# Notebooks run as the site is built, in a folder of their own, and again where they or the package have changed.
+# Notebooks run during the build, in a folder of their own, if they or the package changed.
 source = hashlib.sha256()
 for path in sorted((HERE.parent / "src").rglob("*.*")):
     if path.suffix in {".py", ".toml"}:
@@ -40,11 +40,11 @@ nb_execution_cache_path = str(
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # small runs are quickest so
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # fastest for small runs
 nb_merge_streams = True
-nb_output_stderr = "remove"  # how far a run is
+nb_output_stderr = "remove"  # progress of runs
 
-# The reference: docstrings in Google's style, in which `name` is code.
+# The reference: docstrings in Google style with `name` as code.
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -61,7 +61,7 @@ html_title = "fedcb2o"
 html_static_path = ["_site/static"]
 html_css_files = ["site.css"]
 html_math_renderer = "mathml"
-smartquotes = False  # --list is an option, and no dash
+smartquotes = False  # --list is an option, not a dash
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {

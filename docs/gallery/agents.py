@@ -1,4 +1,4 @@
-"""Every benign agent by itself: how many nines it takes for nines, over the rounds."""
+"""Share of nines that each benign agent classifies as nines, over the rounds."""
 
 from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The paper's Figure 6: how often each kind of peer is received, and with what weight."""
+"""The paper's Figure 6: frequency and weight of each kind of received peer."""
 
 import fedcb2o
 from fedcb2o.report import figure6

@@ -1,4 +1,4 @@
-"""The landscape of L and G, particles under attack, and the decay of V: what `fedcb2o minimize` draws."""
+"""Landscape of L and G, particles under attack, and decay of V, as `fedcb2o minimize` draws."""
 
 import subprocess
 import sys

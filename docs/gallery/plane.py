@@ -1,4 +1,4 @@
-"""Particles in the plane: they agree on the point of the unit circle that is nearest to (2, 0)."""
+"""Particles in the plane agree on the point of the unit circle nearest to (2, 0)."""
 
 from matplotlib.figure import Figure
 

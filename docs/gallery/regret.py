@@ -1,4 +1,4 @@
-"""A grid's regret: by how many points each defence falls short of the best one against each attack."""
+"""Regret of a grid: shortfall of each defence from the best one under each attack, in points."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The same images as the agents of each cluster see them."""
+"""Images as the agents of each cluster see them."""
 
 import fedcb2o
 from fedcb2o.report import sample_images

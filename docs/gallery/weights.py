@@ -1,4 +1,4 @@
-"""Who weighs whom: a row an agent, a column a peer, sorted by cluster, benign before malicious."""
+"""Weights by agent (row) and peer (column), sorted by cluster, benign agents first."""
 
 import fedcb2o
 from fedcb2o.report import weight_matrix
