@@ -310,7 +310,7 @@ def test_a_benign_model_that_overflows_where_it_mixes_is_told():
     algorithm = dataclasses.replace(algorithm, rule=weigh)
     with pytest.raises(
         RunError,
-        match="the model of benign agent 0 is not finite after mixing in round 1: its rule",
+        match="the model of benign agent 0 is not finite after mixing finite models in round 1",
     ):
         ours.run_rounds(ours.together(algorithm, attack=Attack()))
 

@@ -86,7 +86,14 @@ class Adversary:
         return links
 
     def new_identities(self, n: int) -> Int[np.ndarray, " g"]:
-        """Return the ids of agents that have a new identity in round n."""
+        """Return the ids of agents that have a new identity in round n.
+
+        Args:
+            n: Round.
+
+        Returns:
+            Ids, ascending.
+        """
         return self.malicious_ids if self.attack.uses_sybils(n) else self.malicious_ids[:0]
 
     def colluding_peers(

@@ -100,11 +100,25 @@ class AgentData:
         return poisoned
 
     def validation_data(self, members: Indices) -> SampleBatch:
-        """Return the validation data of members with equally many samples."""
+        """Return the validation data of members with equally many samples.
+
+        Args:
+            members: Indices of agents.
+
+        Returns:
+            Samples and labels, with an axis over the members.
+        """
         return self._gather(members, self.validation)
 
     def clean_training_data(self, k: int) -> Shard:
-        """Return the training data of the agent at index k, without poison."""
+        """Return the training data of the agent at index k, without poison.
+
+        Args:
+            k: Index of the agent.
+
+        Returns:
+            Its samples.
+        """
         x, y = self._gather(np.array([k]), self.train)
         return Shard(x[0], y[0])
 

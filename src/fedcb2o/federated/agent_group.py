@@ -73,7 +73,14 @@ class BufferLayout:
         return cls(own, first_crafted, crafted_per_attacker, previous, end + len(own))
 
     def crafted_rows(self, k: int) -> slice:
-        """Return the rows that the malicious agent at index k publishes."""
+        """Return the rows that the malicious agent at index k publishes.
+
+        Args:
+            k: Index of the agent.
+
+        Returns:
+            A slice of the model buffer.
+        """
         first = int(self.first_crafted[k])
         return slice(first, first + self.crafted_per_attacker)
 
@@ -102,7 +109,14 @@ class AgentGroup:
         return self.data.agents
 
     def previous_rows(self, members: Shaped[np.ndarray, "*a"]) -> Int[Tensor, "*a"] | None:
-        """Return the rows of the members' models before the round; None where they are not kept."""
+        """Return the rows of the members' models before the round; None where they are not kept.
+
+        Args:
+            members: Indices of agents, or one index.
+
+        Returns:
+            Rows of the model buffer, in the shape of `members`.
+        """
         if self.layout.previous is None:
             return None
         return torch.from_numpy(np.asarray(self.layout.previous[members]))
@@ -123,7 +137,14 @@ class AgentGroup:
         return x[:: -(-len(x) // batch_norm.MAX_REFERENCE_SAMPLES)]
 
     def references(self, members: Indices) -> list[Shaped[Tensor, "_k *features"]] | None:
-        """Return the `reference` of each member; None for a network without local statistics."""
+        """Return the `reference` of each member; None for a network without local statistics.
+
+        Args:
+            members: Indices of agents.
+
+        Returns:
+            Samples of each member.
+        """
         if not self.spec.has_local_statistics:
             return None
         references = [self.reference(k) for k in members.tolist()]

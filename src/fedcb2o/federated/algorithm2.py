@@ -12,6 +12,11 @@ In round n, agent j asks at most M peers for their models and moves towards thei
 
 A real peer runs `local_aggregation_`. `batched_aggregation` has the same functions with an axis
 over agents, which a simulation runs; a test holds the two equal to the bit.
+
+>>> from fedcb2o.federated import algorithms
+>>> algorithm = algorithms.fedcb2o(kappa=1.0, zeta=0.5)
+>>> next_likelihood(algorithm, np.array([1.0]), np.array([0.0])).tolist()
+[1.0]
 """
 
 from collections.abc import Callable
@@ -67,23 +72,41 @@ def local_aggregation_(
     Returns:
         The agent's state after the round, and its decisions for the record.
     """
-    algorithm, P = agent.spec.algorithm, state.contacts[0]
+    algorithm = agent.spec.algorithm
+    P = state.contacts[0]
+    rule_state = state.rule_states[0]
 
-    A = sample_peers(agent, P, n)  # line 1: A <- ProbSampling(P, M)
-    inbox = download(A)  # line 2: theta^i, i in A
-    inputs = validate(agent, P, inbox, n)  # line 3: L^i <- L_j(theta^i)
-    G = algorithm.criterion_values(inputs)  # line 5: G^i <- G_j(theta^i)
-    P = update_likelihoods(algorithm, P, A, inputs, G)  # line 4, after line 5: G may count too
-    mu, rule_state = consensus_weights(algorithm, inputs, G, state.rule_states[0])  # line 6
+    # Line 1: A <- ProbSampling(P, M)
+    A = sample_peers(agent, P, n)
+    # Line 2: download theta^i, i in A
+    inbox = download(A)
+    # Line 3: L^i <- L_j(theta^i)
+    inputs = validate(agent, P, inbox, n)
+    # Line 5, before line 4, because G may count in P, too: G^i <- G_j(theta^i)
+    G = algorithm.criterion_values(inputs)
+    # Line 4: P^i <- (1 - zeta) P^i + zeta exp(-kappa L^i)
+    P = update_likelihoods(algorithm, P, A, inputs, G)
+    # Line 6: mu^i <- exp(-alpha G^i) / sum_k exp(-alpha G^k)
+    mu, rule_state = consensus_weights(algorithm, inputs, G, rule_state)
     on_step("aggregate")
-    decisions = mix_towards_consensus_(agent, A, inbox, inputs, mu)  # line 7
+    # Line 7: theta <- theta - lambda1 gamma (theta - sum_i mu^i theta^i)
+    decisions = mix_towards_consensus_(agent, A, inbox, inputs, mu)
     on_step("mix")
 
     return AgentState(ContactTable.from_contacts([P]), (rule_state,)), decisions
 
 
 def sample_peers(agent: AgentGroup, P: Contacts, n: int) -> Ragged:
-    """Sample the peers A that the agent asks (line 1, ProbSampling)."""
+    """Sample the peers A that the agent asks (line 1, ProbSampling).
+
+    Args:
+        agent: Group of one agent.
+        P: Its contacts with their likelihoods.
+        n: Round.
+
+    Returns:
+        Ids A, at most the budget M; see `selection.prob_sampling`.
+    """
     spec, j = agent.spec, int(agent.agents[0])
 
     candidates = np.arange(spec.num_agents)
@@ -105,7 +128,19 @@ def select_peers(
     n: int,
     generator: np.random.Generator,
 ) -> Int[np.ndarray, " s"]:
-    """Call the algorithm's selection for agent j; validate a user's."""
+    """Call the algorithm's selection for agent j; validate a user's.
+
+    Args:
+        spec: Run specification.
+        j: Id of the agent.
+        P: Its contacts with their likelihoods.
+        candidates: Ids that it may ask.
+        n: Round.
+        generator: Source of randomness.
+
+    Returns:
+        Ids A.
+    """
     select = spec.algorithm.select
     values = {"n": n, "me": j}
     extra = [values[name] for name in extra_inputs(select)]
@@ -117,7 +152,17 @@ def select_peers(
 
 
 def validate(agent: AgentGroup, P: Contacts, inbox: Inbox, n: int) -> CriterionInput:
-    """Compute the validation losses L^i of all models (alg:localAggregation, line 3)."""
+    """Compute the validation losses L^i of all models (alg:localAggregation, line 3).
+
+    Args:
+        agent: Group of one agent.
+        P: Its contacts.
+        inbox: The models received.
+        n: Round.
+
+    Returns:
+        The agent's view of the models, with their losses.
+    """
     received = inbox.received()
     own = own_models(agent, _ONE, n)[0]
     oracle = ValidationOracle(agent, 0)
@@ -146,6 +191,16 @@ def update_likelihoods(
     """Average the likelihoods of the peers whose models were received (line 4).
 
     A peer that was asked becomes a contact. Its likelihood is NaN until its first answer.
+
+    Args:
+        algorithm: Settings, with kappa and zeta.
+        P: Contacts before the round.
+        A: The peers that were asked.
+        inputs: Losses of the received models.
+        G: Values of the criterion, if any.
+
+    Returns:
+        Contacts after the round.
     """
     known = P.ids.numpy()
     ids = np.union1d(known, A.values)
@@ -162,7 +217,16 @@ def update_likelihoods(
 def recorded_losses(
     algorithm: Algorithm, L: Float[Tensor, "*a m"], G: CriterionValues | None
 ) -> Float[Tensor, "*a m"]:
-    """Return L^i of eq:update_sampling_likelihood; beyond the paper L^i + max(G^i, 0)."""
+    """Return L^i of eq:update_sampling_likelihood; beyond the paper L^i + max(G^i, 0).
+
+    Args:
+        algorithm: Settings.
+        L: Losses of the received models.
+        G: Values of the criterion, if any.
+
+    Returns:
+        The losses that likelihoods count.
+    """
     if algorithm.likelihood == "loss" or G is None or G.is_average_loss:
         return L
     return L + G.values.clamp(min=0)
@@ -175,6 +239,14 @@ def next_likelihood(
 
     An infinite loss adds 0, whatever kappa is. A peer without a likelihood starts from 0, or, in
     the released code, has the likelihood exp(-kappa L).
+
+    Args:
+        algorithm: Settings, with kappa and zeta.
+        P: Likelihoods before the round; NaN before the first answer.
+        L: Losses.
+
+    Returns:
+        The likelihoods after the round.
     """
     finite = np.isfinite(L)  # 0 * inf is not a number
     decay = torch.exp(-algorithm.kappa * torch.from_numpy(np.where(finite, L, 0.0)))
@@ -221,7 +293,18 @@ def consensus_weights(
 def mix_towards_consensus_(
     agent: AgentGroup, A: Ragged, inbox: Inbox, inputs: CriterionInput, mu: RuleOutput
 ) -> Decisions:
-    """Move the agent's model, theta <- theta - lambda1 gamma (theta - m) (line 7)."""
+    """Move the agent's model, theta <- theta - lambda1 gamma (theta - m) (line 7).
+
+    Args:
+        agent: Group of one agent.
+        A: The peers that were asked.
+        inbox: The models received.
+        inputs: The agent's view of them.
+        mu: Weights, or a reduction.
+
+    Returns:
+        The decisions, for the record.
+    """
     spec, layout = agent.spec, agent.layout
 
     decisions = Decisions.empty(agent.agents, A, inbox)

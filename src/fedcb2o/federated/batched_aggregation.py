@@ -1,8 +1,17 @@
 """Algorithm 2, LocalAggregation, with an axis over agents, for a simulation.
 
-The lines are those of `algorithm2`. Every function takes an agent group and the indices of some members. What one agent decides does not
-depend on the others of its group. No function knows which agents are malicious: `collusion` wraps
-the engine.
+The lines are those of `algorithm2`. Every function takes an agent group and the indices of some
+members. What one agent decides does not depend on the others of its group. No function knows which
+agents are malicious: `collusion` wraps the engine.
+
+>>> from fedcb2o.federated import algorithms
+>>> asked = Ragged.from_arrays([np.array([3, 7])])
+>>> losses = np.array([0.0, np.inf])
+>>> table = update_likelihoods(
+...     algorithms.fedcb2o(zeta=0.5), ContactTable.empty(1), asked, asked, losses
+... )
+>>> table.likelihood.tolist()
+[0.5, 0.0]
 """
 
 from collections.abc import Callable, Sequence
@@ -35,15 +44,40 @@ class Engine(Protocol):
     def map_groups(
         self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
     ) -> list[Any]:
-        """Call `function(group, members, *arguments, *shared)` for each part of the agents."""
+        """Call `function(group, members, *arguments, *shared)` for each part of the agents.
+
+        Args:
+            function: Function of a group, members, arguments and shared values.
+            shared: Values for all parts.
+            arguments: Lists of values, one value per part.
+
+        Returns:
+            One result per part.
+        """
         ...
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
-        """Return the models that the agents of each part receive from the sampled peers."""
+        """Return the models that the agents of each part receive from the sampled peers.
+
+        Args:
+            n: Round.
+            sampled: Peers that the agents of each part ask.
+            deadline: Seconds to wait; None without a limit.
+
+        Returns:
+            The models that arrive at each part.
+        """
         ...
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
-        """Compute theta <- W theta; return for each agent whether its model is finite."""
+        """Compute theta <- W theta; return for each agent whether its model is finite.
+
+        Args:
+            decisions: Decisions of each part.
+
+        Returns:
+            A truth value per agent.
+        """
         ...
 
 
@@ -90,7 +124,20 @@ def decide(
     n: int,
     active: Bool[np.ndarray, " N"],
 ) -> tuple[AgentState, Decisions]:
-    """Compute what active members make of the received models (lines 3 to 6)."""
+    """Compute what active members make of the received models (lines 3 to 6).
+
+    Args:
+        group: Group of the agents.
+        members: Indices of a part's agents in the group.
+        state: Their state.
+        sampled: Peers that they asked.
+        inbox: Models that they received.
+        n: Round.
+        active: For each of the N agents, whether it takes part.
+
+    Returns:
+        New state and decisions of the members.
+    """
     spec, algorithm = group.spec, group.spec.algorithm
     rows = np.flatnonzero(active[group.agents[members]])
     decisions = Decisions.empty(group.agents[members], sampled, inbox)
@@ -127,6 +174,16 @@ def sample_peers(
 ) -> Ragged:
     """Sample the peers that active members ask (line 1, ProbSampling).
 
+    Args:
+        group: Group of the agents.
+        members: Indices of a part's agents in the group.
+        contacts: Their contacts.
+        n: Round.
+        active: For each of the N agents, whether it takes part.
+
+    Returns:
+        Ids that each member asks; none for one that does not take part.
+
     Raises:
         ConfigError: A user's selection returned ids that are not among its candidates.
     """
@@ -156,7 +213,15 @@ def sample_peers(
 
 
 def candidate_peers(spec: RunSpec, agents: Int[np.ndarray, " a"]) -> CandidatePeers:
-    """Return the peers that each of some agents may ask, itself only where it is a candidate."""
+    """Return the peers that each of some agents may ask, itself only where it is a candidate.
+
+    Args:
+        spec: Run specification.
+        agents: Ids of agents.
+
+    Returns:
+        The candidates of each agent.
+    """
     if spec.neighbours is None:
         everybody = np.arange(spec.num_agents)
         candidates = CandidatePeers.from_lists([everybody], np.zeros_like(agents), excluded=agents)

@@ -2,6 +2,9 @@
 
 Colluders ask each other first and average what they receive by numbers of samples. An agent under a
 new identity (a sybil) is unknown to everybody.
+
+>>> WITH_COLLUDERS[batched_aggregation.decide] is decide
+True
 """
 
 import dataclasses
@@ -34,7 +37,16 @@ class AdversarialEngine:
     def map_groups(
         self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
     ) -> list[Any]:
-        """Call `function` for each part, or what colluders add to it."""
+        """Call `function` for each part, or what colluders add to it.
+
+        Args:
+            function: Function of a group and members.
+            shared: Values for all parts.
+            arguments: Lists of values, one value per part.
+
+        Returns:
+            One result per part.
+        """
         function = WITH_COLLUDERS.get(function, function)
         return self.engine.map_groups(function, *shared, arguments=arguments)
 
@@ -46,7 +58,18 @@ def sample_peers(
     n: int,
     active: Bool[np.ndarray, " N"],
 ) -> Ragged:
-    """Sample the peers that benign and colluding members ask (line 1)."""
+    """Sample the peers that benign and colluding members ask (line 1).
+
+    Args:
+        group: Group of the agents.
+        members: Indices of a part's agents in the group.
+        contacts: Their contacts.
+        n: Round.
+        active: For each of the N agents, whether it takes part.
+
+    Returns:
+        Ids that each member asks.
+    """
     colludes = _is_colluding(group)
     known = _forget_new_identities(group, contacts, n)
     sampled = batched_aggregation.sample_peers(group, members, known, n, active & ~colludes)
@@ -68,7 +91,20 @@ def decide(
     n: int,
     active: Bool[np.ndarray, " N"],
 ) -> tuple[AgentState, Decisions]:
-    """Compute what benign and colluding members make of the received models (lines 3 to 6)."""
+    """Compute what benign and colluding members make of the received models (lines 3 to 6).
+
+    Args:
+        group: Group of the agents.
+        members: Indices of a part's agents in the group.
+        state: Their state.
+        sampled: Peers that they asked.
+        inbox: Models that they received.
+        n: Round.
+        active: For each of the N agents, whether it takes part.
+
+    Returns:
+        New state and decisions of the members.
+    """
     colludes = _is_colluding(group)
     known = _forget_new_identities(group, state.contacts, n)
     is_benign = active & ~colludes

@@ -36,31 +36,66 @@ class ContactTable:
 
     @classmethod
     def from_contacts(cls, contacts: Sequence[Contacts]) -> "ContactTable":
-        """Store the contacts of each agent in one table."""
+        """Store the contacts of each agent in one table.
+
+        Args:
+            contacts: Contacts of each agent.
+
+        Returns:
+            The table.
+        """
         ids = Ragged.from_arrays([agent.ids.numpy() for agent in contacts])
         likelihood = [agent.likelihood.numpy() for agent in contacts]
         return cls(ids, np.concatenate([np.zeros(0), *likelihood]))
 
     @classmethod
     def empty(cls, count: int) -> "ContactTable":
-        """Return the contacts of `count` agents before the first round: none."""
+        """Return the contacts of `count` agents before the first round: none.
+
+        Args:
+            count: Number of agents.
+
+        Returns:
+            A table without contacts (rem:sampling_likelihood_init).
+        """
         return cls(Ragged.empty(count), np.zeros(0))
 
     @classmethod
     def concatenate(cls, parts: "Sequence[ContactTable]") -> "ContactTable":
-        """Return the contacts of all parts, one part after the other."""
+        """Return the contacts of all parts, one part after the other.
+
+        Args:
+            parts: Tables.
+
+        Returns:
+            One table.
+        """
         ids = Ragged.concatenate([part.ids for part in parts])
         likelihood = [part.likelihood for part in parts]
         return cls(ids, likelihood[0] if len(parts) == 1 else np.concatenate(likelihood))
 
     def take(self, rows: Indices) -> "ContactTable":
-        """Return the contacts of some agents, in the order of `rows`."""
+        """Return the contacts of some agents, in the order of `rows`.
+
+        Args:
+            rows: Indices of agents.
+
+        Returns:
+            Their contacts.
+        """
         if len(rows) == len(self) and (rows == np.arange(len(self))).all():
             return self
         return ContactTable(self.ids.take(rows), self.likelihood[self.ids.flat_index(rows)])
 
     def forget(self, ids: Int[np.ndarray, " g"]) -> "ContactTable":
-        """Return the contacts without the peers `ids`."""
+        """Return the contacts without the peers `ids`.
+
+        Args:
+            ids: Peers to remove.
+
+        Returns:
+            The other contacts.
+        """
         keep = ~np.isin(self.ids.values, ids)
         return ContactTable(self.ids.filter(keep), self.likelihood[keep])
 
@@ -93,12 +128,26 @@ class AgentState:
 
     @classmethod
     def initial(cls, count: int) -> "AgentState":
-        """Return the state of `count` agents before the first round."""
+        """Return the state of `count` agents before the first round.
+
+        Args:
+            count: Number of agents.
+
+        Returns:
+            A state without contacts.
+        """
         return cls(ContactTable.empty(count), ({},) * count)
 
     @classmethod
     def concatenate(cls, parts: "Sequence[AgentState]") -> "AgentState":
-        """Return the state of all parts, one part after the other."""
+        """Return the state of all parts, one part after the other.
+
+        Args:
+            parts: States.
+
+        Returns:
+            One state.
+        """
         contacts = ContactTable.concatenate([part.contacts for part in parts])
         return cls(contacts, tuple(itertools.chain(*(part.rule_states for part in parts))))
 
@@ -123,7 +172,14 @@ class AgentState:
         return AgentState(contacts, tuple(rule_states))
 
     def take(self, rows: Indices) -> "AgentState":
-        """Return the state of some agents, in the order of `rows`."""
+        """Return the state of some agents, in the order of `rows`.
+
+        Args:
+            rows: Indices of agents.
+
+        Returns:
+            Their state.
+        """
         rule_states = tuple(self.rule_states[k] for k in rows.tolist())
         return AgentState(self.contacts.take(rows), rule_states)
 
@@ -174,7 +230,14 @@ class CandidatePeers:
         return candidates
 
     def including_self(self, agents: Int[np.ndarray, " a"]) -> "CandidatePeers":
-        """Return the candidates with each agent itself among its own."""
+        """Return the candidates with each agent itself among its own.
+
+        Args:
+            agents: Id of each agent.
+
+        Returns:
+            The candidates.
+        """
         if (self.excluded < self.lists.sizes[self.list_index]).all():
             past_end = np.full_like(self.excluded, len(self.lists.values))
             return dataclasses.replace(self, excluded=past_end)
@@ -188,7 +251,14 @@ class CandidatePeers:
         return lengths - (self.excluded < lengths)
 
     def ids(self, k: int) -> Int[np.ndarray, " c"]:
-        """Return a copy of the candidates of the agent at index k, ascending."""
+        """Return a copy of the candidates of the agent at index k, ascending.
+
+        Args:
+            k: Index of an agent.
+
+        Returns:
+            Its candidates.
+        """
         ids = self.lists[int(self.list_index[k])]
         if self.excluded[k] < len(ids):
             return np.delete(ids, self.excluded[k])
@@ -227,7 +297,15 @@ class CandidatePeers:
         return is_found, positions - (positions > excluded[is_found])
 
     def ids_at(self, agents: Indices, positions: Int[np.ndarray, " k"]) -> Int[np.ndarray, " k"]:
-        """Return the ids at positions among the candidates of agents, one agent per position."""
+        """Return the ids at positions among the candidates of agents, one agent per position.
+
+        Args:
+            agents: Index of an agent for each position.
+            positions: Positions, counted from 0.
+
+        Returns:
+            The ids.
+        """
         offsets = self.lists.offsets[self.list_index[agents]]
         shift = positions >= self.excluded[agents]
         ids: np.ndarray = self.lists.values[offsets + positions + shift]

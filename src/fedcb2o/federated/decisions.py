@@ -1,4 +1,10 @@
-"""Models that agents received in a round, and what they decided, in arrays over the agents."""
+"""Models that agents received in a round, and what they decided, in arrays over the agents.
+
+>>> ids = Ragged.from_arrays([np.array([4, 6]), np.array([], int)])
+>>> inbox = Inbox(ids, np.array([0, 1]), np.array([50.0, 50.0]), np.array([0, 0]))
+>>> [rows.tolist() for rows, _, _ in inbox.group_by_size(np.arange(2))]
+[[1], [0]]
+"""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -105,7 +111,16 @@ class Decisions:
 
     @classmethod
     def empty(cls, agents: Int[np.ndarray, " a"], asked: Ragged, inbox: Inbox) -> "Decisions":
-        """Return decisions of agents that keep their models, to be filled in."""
+        """Return decisions of agents that keep their models, to be filled in.
+
+        Args:
+            agents: Ids of the agents.
+            asked: Peers that each agent asked.
+            inbox: Models that they received.
+
+        Returns:
+            Decisions with weights of 0.
+        """
         return cls(
             agents=agents,
             asked=asked,
@@ -121,7 +136,14 @@ class Decisions:
 
     @classmethod
     def concatenate(cls, parts: "Sequence[Decisions]") -> "Decisions":
-        """Return the decisions of all parts, by ascending agent id."""
+        """Return the decisions of all parts, by ascending agent id.
+
+        Args:
+            parts: Decisions of disjoint sets of agents.
+
+        Returns:
+            Decisions of all agents.
+        """
 
         def join(name: str) -> Any:
             return np.concatenate([getattr(part, name) for part in parts])

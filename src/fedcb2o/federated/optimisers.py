@@ -88,7 +88,14 @@ def make_step(
 
 
 def optimiser_name(optimiser: Optimiser) -> str:
-    """Return the name of an optimiser for messages."""
+    """Return the name of an optimiser for messages.
+
+    Args:
+        optimiser: The optimiser, its parameters bound or not.
+
+    Returns:
+        Its name.
+    """
     function = getattr(optimiser, "func", optimiser)
     name = getattr(function, "__name__", type(function).__name__)
     return USER_FUNCTION.get(optimiser) or str(name)

@@ -31,18 +31,39 @@ class Ragged:
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[Shaped[np.ndarray, " _k"]]) -> "Ragged":
-        """Store one array per agent."""
+        """Store one array per agent.
+
+        Args:
+            arrays: One array per list.
+
+        Returns:
+            The lists.
+        """
         values = np.concatenate(arrays) if len(arrays) else np.zeros(0, np.int64)
         return cls(values, np.array([len(array) for array in arrays], np.int64))
 
     @classmethod
     def empty(cls, count: int) -> "Ragged":
-        """Return `count` empty lists."""
+        """Return `count` empty lists.
+
+        Args:
+            count: Number of lists.
+
+        Returns:
+            The lists.
+        """
         return cls(np.zeros(0, np.int64), np.zeros(count, np.int64))
 
     @classmethod
     def concatenate(cls, parts: "Sequence[Ragged]") -> "Ragged":
-        """Return the lists of all parts, one part after the other."""
+        """Return the lists of all parts, one part after the other.
+
+        Args:
+            parts: Lists.
+
+        Returns:
+            All lists.
+        """
         if len(parts) == 1:
             return parts[0]
         values = np.concatenate([part.values for part in parts])
@@ -88,24 +109,52 @@ class Ragged:
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
     def flat_index(self, rows: Indices) -> Int[np.ndarray, " c"]:
-        """Return the indices in `values` of some lists, in the order of `rows`."""
+        """Return the indices in `values` of some lists, in the order of `rows`.
+
+        Args:
+            rows: Indices of lists.
+
+        Returns:
+            Indices in `values`.
+        """
         sizes = self.sizes[rows]
         shifts = self.offsets[rows] - (sizes.cumsum() - sizes)
         return np.repeat(shifts, sizes) + np.arange(sizes.sum())
 
     def take(self, rows: Indices) -> "Ragged":
-        """Return some lists, in the order of `rows`."""
+        """Return some lists, in the order of `rows`.
+
+        Args:
+            rows: Indices of lists.
+
+        Returns:
+            The lists.
+        """
         return Ragged(self.values[self.flat_index(rows)], self.sizes[rows])
 
     def filter(self, keep: Bool[np.ndarray, " k"]) -> "Ragged":
-        """Return the lists without the numbers whose `keep` is False."""
+        """Return the lists without the numbers whose `keep` is False.
+
+        Args:
+            keep: One truth value per number.
+
+        Returns:
+            The shorter lists.
+        """
         if keep.all():
             return self
         sizes = np.bincount(self.row_ids[keep], minlength=len(self))
         return Ragged(self.values[keep], sizes)
 
     def with_values(self, values: Shaped[np.ndarray, " k"]) -> "Ragged":
-        """Return lists of the same lengths with other numbers."""
+        """Return lists of the same lengths with other numbers.
+
+        Args:
+            values: As many numbers as in these lists.
+
+        Returns:
+            The lists.
+        """
         return Ragged(values, self.sizes)
 
     def tolist(self) -> list[list[Any]]:
@@ -117,7 +166,15 @@ class Ragged:
 
 
 def complement(indices: Indices, count: int) -> Indices:
-    """Return all indices below `count` that are not among `indices`, ascending."""
+    """Return all indices below `count` that are not among `indices`, ascending.
+
+    Args:
+        indices: Indices below `count`.
+        count: Number of indices in all.
+
+    Returns:
+        The other indices.
+    """
     is_other = np.ones(count, dtype=bool)
     is_other[indices] = False
     return np.flatnonzero(is_other)

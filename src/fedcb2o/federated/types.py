@@ -58,7 +58,14 @@ class Losses:
         return Losses(*(values.clone() for values in self._tensors))
 
     def select(self, models: slice) -> "Losses":
-        """Return the losses of a slice of the models."""
+        """Return the losses of a slice of the models.
+
+        Args:
+            models: A slice.
+
+        Returns:
+            The losses of these models.
+        """
         return Losses(
             self.mean[..., models],
             self.by_class[..., models, :],
@@ -115,7 +122,14 @@ class Received:
         return Received(*(values.clone() for values in self._tensors))
 
     def with_own(self, own: "Received") -> "Received":
-        """Return these models and, last, the agent's own."""
+        """Return these models and, last, the agent's own.
+
+        Args:
+            own: The agent's own model, one per agent.
+
+        Returns:
+            One model more per agent.
+        """
         pairs = zip(self._tensors, own._tensors, strict=True)
         return Received(*(torch.cat(pair, -1) for pair in pairs))
 
@@ -291,7 +305,14 @@ class CriterionInput:
         return self.models[int(self.own_entry.rows)]
 
     def losses_under(self, transform: SampleTransform) -> Losses:
-        """Compute the losses of the received models on changed validation samples."""
+        """Compute the losses of the received models on changed validation samples.
+
+        Args:
+            transform: Change of the samples.
+
+        Returns:
+            Losses of the received models.
+        """
         return self.losses_of(self.received, transform)
 
 
@@ -620,19 +641,47 @@ class Attack:
     claimed_samples: int | None = None
 
     def is_poisoning(self, n: int) -> bool:
-        """Return whether data are poisoned in round n."""
+        """Return whether data are poisoned in round n.
+
+        Args:
+            n: Round.
+
+        Returns:
+            True from `from_round` on, for an attack with poison.
+        """
         return self.poison is not None and n >= self.from_round
 
     def is_crafting(self, n: int) -> bool:
-        """Return whether models are crafted in round n."""
+        """Return whether models are crafted in round n.
+
+        Args:
+            n: Round.
+
+        Returns:
+            True from `from_round` on, for an attack that crafts models.
+        """
         return self.craft is not None and n >= self.from_round
 
     def uses_sybils(self, n: int) -> bool:
-        """Return whether attackers have new identities in round n."""
+        """Return whether attackers have new identities in round n.
+
+        Args:
+            n: Round.
+
+        Returns:
+            True from `from_round` on, for an attack with sybils.
+        """
         return self.sybils and n >= self.from_round
 
     def misreports_samples(self, n: int) -> bool:
-        """Return whether attackers claim a false number of samples in round n."""
+        """Return whether attackers claim a false number of samples in round n.
+
+        Args:
+            n: Round.
+
+        Returns:
+            True from `from_round` on, for an attack with a false claim.
+        """
         return self.claimed_samples is not None and n >= self.from_round
 
     def num_published(self, malicious: int, benign: int) -> int:

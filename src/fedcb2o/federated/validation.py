@@ -105,14 +105,29 @@ class ValidationOracle:
         return outputs.cpu(), data.y.cpu()
 
     def samples(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return `count` evenly spaced validation samples, or all, and their labels."""
+        """Return `count` evenly spaced validation samples, or all, and their labels.
+
+        Args:
+            count: Number of samples.
+
+        Returns:
+            Samples as a network reads them, and their labels.
+        """
         data = self._data(count)
         return features(data.x).cpu(), data.y.cpu()
 
     def outputs_per_model(
         self, models: Received, x: Float[Tensor, "m k *features"]
     ) -> Float[Tensor, "m k *C"]:
-        """Compute the outputs of m models, each on its own samples."""
+        """Compute the outputs of m models, each on its own samples.
+
+        Args:
+            models: The models.
+            x: Samples of each model.
+
+        Returns:
+            Outputs before the softmax.
+        """
         spec, group = self.group.spec, self.group
         with plugins.attribute_errors("model", spec.model):
             outputs = logits_per_model(
@@ -128,7 +143,16 @@ class ValidationOracle:
     def input_gradients(
         self, models: Received, x: Float[Tensor, "m k *features"], objective: ScalarObjective
     ) -> Float[Tensor, "m k *features"]:
-        """Compute the gradients of an objective at each model's own samples."""
+        """Compute the gradients of an objective at each model's own samples.
+
+        Args:
+            models: The models.
+            x: Samples of each model.
+            objective: Function of the outputs.
+
+        Returns:
+            Gradients with respect to the samples.
+        """
         spec, group = self.group.spec, self.group
         with plugins.attribute_errors("model", spec.model):
             gradients = input_gradients(
@@ -153,7 +177,16 @@ class ValidationOracle:
 def agent_context(
     oracle: ValidationOracle, n: int, contacts: Callable[[], Contacts]
 ) -> AgentContext:
-    """Return what an agent knows in round n besides the models that it received."""
+    """Return what an agent knows in round n besides the models that it received.
+
+    Args:
+        oracle: Answers from the agent's validation data.
+        n: Round.
+        contacts: Makes the agent's contacts.
+
+    Returns:
+        The knowledge of the agent.
+    """
     group, spec = oracle.group, oracle.group.spec
     return AgentContext(
         outputs=oracle.outputs,
@@ -243,7 +276,16 @@ def validate(
 
 
 def own_models(group: AgentGroup, members: Indices, n: int) -> Received:
-    """Return the members' own models as if they were received, shape [a, 1]."""
+    """Return the members' own models as if they were received, shape [a, 1].
+
+    Args:
+        group: Group of the agents.
+        members: Indices of agents.
+        n: Round.
+
+    Returns:
+        One model per member.
+    """
     columns = (
         group.agents[members],
         group.layout.own[members],
@@ -333,7 +375,15 @@ def training_losses(
 
 
 def agent_network(group: AgentGroup, k: int) -> nn.Module:
-    """Return the group's network with a copy of one agent's model, in evaluation mode."""
+    """Return the group's network with a copy of one agent's model, in evaluation mode.
+
+    Args:
+        group: Group of the agent.
+        k: Index of the agent.
+
+    Returns:
+        The network.
+    """
     module = group.spec.module.eval()
     reference = group.reference(k)
     bind_(module, group.models[int(group.layout.own[k])].clone())
