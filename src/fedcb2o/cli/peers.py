@@ -467,11 +467,13 @@ def run(
         )
     federation = read_federation(file, allowed_functions=own or [])
     names = {id: member.name for id, member in federation.members.items()}
+    dataset = None if data is None else load_member_dataset(data, federation, data_dir)
+    simulation = None if simulate is None else load(simulate)
     node = Node(
         federation,
         identity,
-        None if data is None else load_member_dataset(data, federation, data_dir),
-        simulate=None if simulate is None else load(simulate),
+        dataset,
+        simulate=simulation,
         data_dir=data_dir,
         out=out,
         resume=resume,

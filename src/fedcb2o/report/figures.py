@@ -232,11 +232,8 @@ def curve_panels(lines: Sequence[Curve]) -> Panels:
         RunError: No round was evaluated.
     """
     tables = [line.table for line in lines]
-    metrics = [
-        metric
-        for metric in (*EVALUATED_METRICS, *OPTIONAL_METRICS)
-        if any(metric in table and table[metric].notna().any() for table in tables)
-    ]
+    names = (*EVALUATED_METRICS, *OPTIONAL_METRICS)
+    metrics = [metric for metric in names if _is_measured(metric, tables)]
     if not metrics:
         raise RunError(
             "no round was evaluated yet: wait for the first `evaluate_every` rounds of the run"
@@ -255,16 +252,16 @@ def source_count_panels(runs: Sequence[Run]) -> Panels:
     """
     tables = [by_source_count(run) for run in runs]
     groups = sorted({str(name) for table in tables for name in table["samples"]})
-    metrics = [
-        metric
-        for metric in EVALUATED_METRICS[1:]
-        if any(table[metric].notna().any() for table in tables)
-    ]
+    metrics = [metric for metric in EVALUATED_METRICS[1:] if _is_measured(metric, tables)]
     width = max(4.6, 0.2 * len(runs) * len(groups))  # inches, for the numbers on the bars
     panels = [
         partial(_draw_source_counts, runs, tables, groups, metric) for metric in metrics if groups
     ]
     return Panels(panels, (width, 3.5), 2)
+
+
+def _is_measured(metric: str, tables: Sequence[pd.DataFrame]) -> bool:
+    return any(metric in table and table[metric].notna().any() for table in tables)
 
 
 def _draw_curves(lines: Sequence[Curve], metric: str, ax: Axes) -> None:

@@ -194,14 +194,11 @@ def _rows_from_runs(folder: Path, cells: list[dict[str, Any]], seeds: list[int])
     for cell in cells:
         if cell["kind"] == "tuning":
             continue
-        is_baseline = cell["kind"] in BASELINES
-        keys = {
-            "setting": cell["setting"],
-            "defence": cell["defence"],
-            "attack": cell["attack"] or "",
-            "role": cell["kind"] if is_baseline else "attack",
-            "floor": cell["folder"].rpartition("/")[2] if is_baseline else cell["floor"] or "",
-        }
+        keys = {name: cell[name] or "" for name in ("setting", "defence", "attack")}
+        if cell["kind"] in BASELINES:
+            keys |= {"role": cell["kind"], "floor": cell["folder"].rpartition("/")[2]}
+        else:
+            keys |= {"role": "attack", "floor": cell["floor"] or ""}
         metrics = _metrics_by_seed(folder / cell["folder"], cell["rounds"])
         for seed in seeds:
             if seed in metrics:
@@ -306,15 +303,15 @@ def _received_statistics(run: Run, seed: int) -> dict[str, float]:
     agent_rounds = max(int((~malicious).sum()) * late["round"].nunique(), 1)
     is_other_cluster = cluster[agent] != cluster[peer]
     is_received = agent != peer
-
-    def received_share(chosen: np.ndarray) -> float:
-        return float(chosen[is_received].mean()) if is_received.any() else np.nan
-
     return {
-        "malicious_received": received_share(malicious[peer]),
+        "malicious_received": _mean(malicious[peer][is_received]),
         "malicious_most": float(counts.malicious.max()) if len(counts) else np.nan,
-        "f_exceeded": float((assumed.malicious > assumed.f).mean()) if len(assumed) else np.nan,
+        "f_exceeded": _mean((assumed.malicious > assumed.f).to_numpy()),
         "other_cluster_weight": float(weights[is_other_cluster].sum() / agent_rounds),
-        "other_cluster_received": received_share(is_other_cluster),
+        "other_cluster_received": _mean(is_other_cluster[is_received]),
         "own_weight": float(weights[~is_received].sum() / agent_rounds),
     }
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else np.nan

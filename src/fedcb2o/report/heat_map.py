@@ -78,15 +78,14 @@ def draw_heat_map(
             colour = tuple(palette((1 + intensities[i, j]) / 2 if signed else intensities[i, j]))
         ax.add_patch(Rectangle((x[j], i), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
         if has_value:
+            text = _percent(value, signed)
+            if _is_set(marked, i, j):
+                text += "†"
             is_dark = _luminance(colour) < _MIN_BRIGHTNESS_FOR_BLACK
-            _draw_number(
-                ax,
-                (x[j] + 0.5, float(i)),
-                _percent(value, signed) + ("†" if _is_set(marked, i, j) else ""),
-                float(spreads[i, j]),
-                color="white" if is_dark else "0.1",
-                weight="bold" if _is_set(bold, i, j) else "normal",
-            )
+            color = "white" if is_dark else "0.1"
+            weight = "bold" if _is_set(bold, i, j) else "normal"
+            top = (x[j] + 0.5, float(i))
+            _draw_number(ax, top, text, float(spreads[i, j]), color=color, weight=weight)
         elif _is_set(failed, i, j):
             _draw_failed(ax, (x[j] + 0.5, i + 0.5))
 

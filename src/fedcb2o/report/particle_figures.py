@@ -305,12 +305,14 @@ def _draw_particles(
     ax: Axes, scene: Scene, frame: int, opacity: float, label: str, size: float
 ) -> list[Any]:
     artists: list[Any] = []
+    if scene.dim == 1:
+        size *= 2
     for k in range(scene.m.shape[1]):
         x, y = _drawn_coordinates(scene, scene.theta[frame, scene.cluster == k], k)
         dots = ax.scatter(
             x,
             y,
-            s=size * (2 if scene.dim == 1 else 1),
+            s=size,
             label=label if k == 0 and label else None,
             color=BENIGN_COLOURS[k % len(BENIGN_COLOURS)],
             alpha=opacity,

@@ -157,7 +157,8 @@ def to_html(table: pd.DataFrame, shades: pd.DataFrame | None = None) -> Markup:
     """
     rows = _body_rows(table)
     shade_rows = np.zeros(table.shape) if shades is None else shades.to_numpy(float)
-    is_prose = [any(_is_prose(row[i]) for row in rows) for i in range(table.shape[1] + 1)]
+    columns = list(zip(*rows, strict=True)) or [()] * (table.shape[1] + 1)
+    is_prose = [any(map(_is_prose, column)) for column in columns]
     body = []
     for (label, *texts), row_shades in zip(rows, shade_rows, strict=True):
         body.append((label, list(map(_cell, texts, row_shades, is_prose[1:]))))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
+from fedcb2o._deprecation import warn_renamed
 from fedcb2o.errors import RunError
 from fedcb2o.records import (
     EVALUATED_METRICS,
@@ -37,7 +38,11 @@ AgentSummary = Literal["mean", "worst", "worst_tenth"]
 
 
 def compare(
-    runs: Sequence[Run], *, over: AgentSummary = "mean", with_counterparts: bool = False
+    runs: Sequence[Run],
+    *,
+    over: AgentSummary = "mean",
+    with_counterparts: bool = False,
+    twins: bool | None = None,
 ) -> pd.DataFrame:
     """Build the paper's Tables 1 and 2, metrics by runs.
 
@@ -49,10 +54,14 @@ def compare(
         runs: Runs to compare.
         over: Summary over benign agents: mean, worst agent, or mean of the worst tenth.
         with_counterparts: Include a column for each clean counterpart.
+        twins: Former name of `with_counterparts`.
 
     Returns:
         Text: mean over seeds with Student's 95% interval, in percent except for losses.
     """
+    if twins is not None:
+        warn_renamed("compare(twins=...)", "with_counterparts=...")
+        with_counterparts = twins
     shown = [*runs] if with_counterparts else without_counterparts(runs)
     columns = {}
     for run, label in zip(shown, run_labels(shown), strict=True):
@@ -237,7 +246,11 @@ def without_counterparts(runs: Sequence[Run]) -> list[Run]:
     Args:
         runs: Runs to filter.
     """
-    return [run for run in runs if not any(_is_counterpart(other, run) for other in runs)]
+    kept = []
+    for run in runs:
+        if not any(_is_counterpart(other, run) for other in runs):
+            kept.append(run)
+    return kept
 
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
