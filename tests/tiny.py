@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,3 +163,9 @@ def bits_however(folder: Path, experiment: Mapping[str, Any]) -> dict[str, bytes
             run(experiment, out=out, workers=3, resume=True)
             assert bits(out) == found
     return found
+
+
+def first_quick(names: Iterable[str]) -> list[Any]:
+    """Return parameters of a test, all but the first one marked as slow."""
+    first, *others = names
+    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]

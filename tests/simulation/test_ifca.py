@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests import agents as ours
 from tests import reference
 from tests.agents import BAD, CLUSTER, GOOD, SEED, chosen, network, oracle_agents, run_rounds
-from tests.tiny import bits_however, tiny
+from tests.tiny import bits_however, first_quick, tiny
 from torch.nn import functional as F
 
 from fedcb2o import knows
@@ -267,7 +267,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", first_quick(VARIANTS))
 def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
     bits_however(tmp_path, VARIANTS[variant])
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.tiny import bits_however, tiny
+from tests.tiny import bits_however, first_quick, tiny
 
 from fedcb2o import knows
 from fedcb2o.errors import ConfigError
@@ -70,7 +70,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", first_quick(VARIANTS))
 def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
     bits_however(tmp_path, VARIANTS[variant])
 
@@ -128,11 +128,11 @@ def undeclared(view, draw):
         ({"name": "alie", "zz": 1}, "attack `alie` has no parameter `zz`. Did you mean `z`?"),
         (
             {"name": "gap_aware"},
-            "the attack `gap_aware` publishes what was learnt from poisoned data: name an attack",
+            "the attack `gap_aware` publishes a model trained on poisoned data: name an attack",
         ),
         (
             {"name": "alie", "data": "ipm"},
-            "`attack.data` takes an attack on data, and `ipm` is one on models",
+            "`attack.data` needs an attack on data, and `ipm` is",
         ),
         (
             {"name": "alie", "data": {"name": "label_flip", "source": 1}},
@@ -140,7 +140,7 @@ def undeclared(view, draw):
         ),
         (
             {**FLIP, "data": FLIP},
-            "`attack.data` goes with an attack on models, and `label_flip` is one on data",
+            "`attack.data` needs an attack on models, and `label_flip` is",
         ),
         (
             {**FLIP, "from_round": -1},
