@@ -78,7 +78,7 @@ def test_help_reads_well(words):
     assert here(*words, "-h").out == done.out
 
 
-def test_a_signal_that_was_swallowed_is_heard_again_a_few_seconds_later(monkeypatch):
+def test_a_signal_is_obeyed_again_a_few_seconds_after_a_swallowed_one(monkeypatch):
     monkeypatch.setattr(signals, "IGNORE_SECONDS", 0.3)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     stop = signals.SignalGuard()
@@ -353,7 +353,7 @@ def test_own_parts_in_a_script_are_the_same_as_from_a_configuration(tmp_path, mo
     )
 
 
-def test_python_says_what_the_command_line_says(tmp_path):
+def test_python_and_the_command_line_have_the_same_errors(tmp_path):
     with pytest.raises(
         ConfigError, match=r"there is no preset `digit-fedcb2o`\. Did you mean `digits-fedcb2o`\?"
     ):

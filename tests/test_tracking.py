@@ -197,7 +197,7 @@ def test_a_shell_offers_every_tracker():
     assert completion.trackers("") == [*trackers.REQUIRED_MODULES]
 
 
-def test_nowhere_to_copy_to_is_told(tmp_path):
+def test_a_missing_target_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="there is no tracker to copy to"):
         fedcb2o.track(fedcb2o.run(tiny(rounds=1), out=tmp_path).folder, [])
 
@@ -214,7 +214,7 @@ def test_a_missing_extra_is_named(monkeypatch):
         trackers.validate_targets("mlflow")
 
 
-def test_a_tracker_that_fails_meanwhile_costs_no_run(tmp_path, monkeypatch, caplog):
+def test_a_run_goes_on_without_a_tracker_that_fails(tmp_path, monkeypatch, caplog):
     class Broken:
         def begin(self, place):
             raise OSError("the server has gone")

@@ -83,7 +83,7 @@ def test_panel_b_shows_the_median_the_fit_and_the_theory():
     assert "theory: 1" in [each.get_label() for each in line.lines]
 
 
-def test_what_has_diverged_or_vanished_is_left_out(tmp_path):
+def test_diverged_and_vanished_particles_are_left_out(tmp_path):
     drawn = scene()
     values = drawn.decay.V.copy()
     values[3], values[5], values[7] = np.nan, np.inf, 0.0

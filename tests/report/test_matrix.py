@@ -205,7 +205,7 @@ def test_accuracy_is_the_mean_over_agents_and_then_over_seeds(view):
     ]
 
 
-def test_what_an_attack_did_is_net_of_the_better_floor(view):
+def test_effects_of_attacks_are_net_of_the_better_baseline(view):
     lost, success = metric_matrix(view, "lost"), metric_matrix(view, "success")
     assert list(lost.columns) == [FLIP, NOISE, "Worst"]
     assert list(success.columns) == [FLIP, "Worst"]  # the other has no target
@@ -241,7 +241,7 @@ def test_regret_is_behind_the_best_of_each_column(view):
     ]
 
 
-def test_the_headline_is_the_worst_regret_with_and_without_what_is_set_aside(tmp_path):
+def test_worst_regrets_with_and_without_attacks_set_aside(tmp_path):
     view = SettingResults(read_grid(make_grid(tmp_path / "grid", set_aside=[NOISE])), "")
     table = worst_regrets(view)
     assert table.loc[MEAN, "Accuracy, worst"] == "45.0 [-18.5, 108.5] (Noise)"
@@ -255,7 +255,7 @@ def test_the_headline_is_the_worst_regret_with_and_without_what_is_set_aside(tmp
     assert worst_regret_differences(view).loc[MEAN, "Accuracy, worst"] == "+27.0 [-23.8, +77.8]"
 
 
-def test_the_most_that_an_attack_does_is_told_against_the_better_floor_too(tmp_path):
+def test_the_worst_effects_of_attacks_are_against_the_better_baseline(tmp_path):
     view = SettingResults(read_grid(make_grid(tmp_path / "grid", set_aside=[NOISE])), "")
     assert (
         losses_against_baselines(view).loc[MEDIAN].to_dict()
@@ -354,7 +354,7 @@ def test_worst_agent_worst_tenth_and_clusters(view):
     )  # 0.8 and 0.9
 
 
-def test_what_is_received_weighed_waited_for_and_downloaded(view):
+def test_received_models_weights_seconds_and_megabytes(view):
     row = (
         add_attack_effects(view.results, "")
         .set_index(["defence", "attack", "seed"])
@@ -495,7 +495,7 @@ def test_names_that_pandas_takes_for_missing_survive_the_summary(tmp_path):
     )
 
 
-def test_a_partial_grid_says_what_is_missing(tmp_path):
+def test_a_partial_grid_names_missing_runs(tmp_path):
     cells = {
         key: scores
         for key, scores in CELLS.items()
@@ -537,7 +537,7 @@ def test_a_seed_that_has_not_done_all_rounds_does_not_count(tmp_path):
     )
 
 
-def test_an_entry_that_attacks_nobody_has_accuracy_and_no_success(tmp_path):
+def test_an_entry_without_attack_has_accuracy_and_no_success(tmp_path):
     folder = make_grid(tmp_path / "grid")
     cells = json.loads((folder / "cells.json").read_text())["cells"]
     calm = [{**cell, "floor": None} if cell["attack"] == NOISE else cell for cell in cells]
@@ -686,7 +686,7 @@ def test_the_command_reports_a_grid(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.usefixtures("no_figures")
-def test_the_command_compares_with_whom_it_is_told(tmp_path, monkeypatch):
+def test_the_command_compares_with_a_reference(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     results = read_grid(make_grid(tmp_path / "grid"))
     ours, theirs = (

@@ -38,7 +38,7 @@ def test_bounds_hold_for_all_defences_at_once():
     assert found.loc["Quiet", "intervals"] == 2
 
 
-def test_an_attack_that_harms_one_defence_is_not_quiet_and_one_that_harms_none_says_how_much_it_might():
+def test_only_an_attack_that_harms_no_defence_is_ineffective():
     table = rows(
         Quiet=([0.01, 0.02, 0.03], [0.0, 0.0, 0.0]),
         Loud=([0.01, 0.02, 0.03], [0.31, 0.32, 0.33]),

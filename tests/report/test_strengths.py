@@ -70,7 +70,7 @@ def folder(tmp_path):
     return made
 
 
-def test_the_page_says_how_many_choices_lie_at_an_end(folder, tmp_path):
+def test_the_page_counts_choices_at_an_end(folder, tmp_path):
     write_strengths(page := create_page(tmp_path / "out"), read_grid(folder))
     assert "with seeds 7, 8" in page.blocks[0]
     assert "2 of 3 choices are at an end of their list" in page.blocks[0]

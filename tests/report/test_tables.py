@@ -90,7 +90,7 @@ def test_spread():
     assert format_mean_interval(pd.Series([math.nan])) == "–"
 
 
-def test_the_caption_tells_the_seeds_or_how_many_where_they_differ(attacked, tmp_path):
+def test_the_caption_has_the_seeds_or_their_numbers(attacked, tmp_path):
     assert seed_caption([attacked]).endswith("mean and 95% interval over seeds (0, 1).")
     other = run_of(tmp_path / "other", {7: [scores([0.5] * 3, None, None)]}, title="Oracle")
     assert seed_caption([other]) == "Percent, at the last round of seed 7."
