@@ -51,6 +51,7 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_attr_annotations = False  # shapes such as "*a m" are not markup
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 add_module_names = False
