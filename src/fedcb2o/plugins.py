@@ -429,7 +429,9 @@ def resolve_and_bind(
     Raises:
         ConfigError: The choice has no name, or the name or a parameter is invalid.
     """
-    table = dict(choice) if isinstance(choice, Mapping) else {"name": choice}
+    table: dict[str, Any] = {"name": choice}
+    if isinstance(choice, Mapping):
+        table = dict(choice)
     if "name" not in table:
         raise ConfigError(f"the {kind} has no `name`: {table}")
 

@@ -70,11 +70,14 @@ def dataset(
         parts.append(check("x_test", x_test, "y_test", y_test, numbers=numbers))
     shards, names = input_validation.to_shards(parts, class_names, numbers=numbers)
     pool = shards[0]
-    test = None if x_test is None else shards[1]
+    test = None
+    num_tests = 0
+    if x_test is not None:
+        test = shards[1]
+        num_tests = len(test)
 
     owners = None
     if owner is not None:
-        num_tests = 0 if test is None else len(test)
         owner_names, pool_owners, test_owners = input_validation.check_owners(
             owner, owner_test, len(pool), num_tests
         )

@@ -202,7 +202,9 @@ def _require_single_set(release: Release, target: Path, prefix: str) -> None:
                 )
 
     labels = find_plain_or_gzip(target, prefix + release.file_names[-1])
-    lookalike = None if labels is None else identify_lookalike(release, labels)
+    if labels is None:
+        return
+    lookalike = identify_lookalike(release, labels)
     if lookalike is not None:
         raise DataError(
             f"{target} holds {lookalike}'s files, which have the same names; name another folder"
@@ -284,8 +286,10 @@ def _tar_members(archive: Path, wanted: Collection[str]) -> Iterator[tuple[str, 
     with tarfile.open(archive) as opened:
         for member in opened:
             base = PurePosixPath(member.name).name
-            packed = opened.extractfile(member) if member.isfile() else None
-            if base in wanted and packed is not None:
+            if base not in wanted or not member.isfile():
+                continue
+            packed = opened.extractfile(member)
+            if packed is not None:
                 yield base, packed
 
 

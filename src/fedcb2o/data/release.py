@@ -116,7 +116,9 @@ def find_files(release: Release, folder: Path | None) -> tuple[Path, ...]:
     Raises:
         DataError: A file is missing, or the folder holds two complete sets.
     """
-    folder = default_folder(release) if folder is None else folder.expanduser()
+    if folder is None:
+        folder = default_folder(release)
+    folder = folder.expanduser()
     files = _files_by_prefix(release, folder)
     complete = [prefix for prefix in release.prefixes if None not in files[prefix]]
     if len(complete) > 1:

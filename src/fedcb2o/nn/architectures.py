@@ -72,16 +72,17 @@ def cnn(
         height = height // 4
         width = width // 4
 
-    activation = [nn.ReLU()] if dense_activation == "relu" else []
-    return nn.Sequential(
+    layers = [
         ChannelsLast(),
         *stage(input_channels, first),
         *stage(first, second),
         nn.Flatten(),
         nn.Linear(second * height * width, hidden),
-        *activation,
-        nn.Linear(hidden, num_classes),
-    )
+    ]
+    if dense_activation == "relu":
+        layers.append(nn.ReLU())
+    layers.append(nn.Linear(hidden, num_classes))
+    return nn.Sequential(*layers)
 
 
 def mlp(

@@ -9,8 +9,8 @@ have a mode:
   AdaBN: Li et al., "Revisiting batch normalization for practical domain adaptation", 2016);
 - "dropped": their initial values for ever.
 
-A norm whose own parameters are frozen is frozen as a whole, with its statistics. Counts of batches
-are never part of a model: they start at 0 in each LocalUpdate.
+A norm with frozen parameters is frozen as a whole, with its statistics. Counts of batches are never
+part of a model: they start at 0 in each LocalUpdate.
 
 Example:
     >>> network = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))

@@ -129,12 +129,16 @@ def evaluate_objectives(
         low = _evaluate_objective("lower", lower, points, copy)
         if gradient:
             slope = _evaluate_gradient(gradient, points, copy)
-    up = None if upper is None else _evaluate_objective("upper", upper, points, copy)
+    up = None
+    if upper is not None:
+        up = _evaluate_objective("upper", upper, points, copy)
 
     if flat:
         low = low.unsqueeze(0)
-        up = None if up is None else up.unsqueeze(0)
-        slope = None if slope is None else slope.unsqueeze(0)
+        if up is not None:
+            up = up.unsqueeze(0)
+        if slope is not None:
+            slope = slope.unsqueeze(0)
     return to_values(theta, low, up, slope, radius=radius)
 
 
@@ -163,7 +167,9 @@ def to_values(
         in_ball = theta.square().sum(-1) <= radius * radius
 
     # One finite sum is the fast test that all values are finite.
-    total = theta.sum().item() + low.sum().item() + (0.0 if up is None else up.sum().item())
+    total = theta.sum().item() + low.sum().item()
+    if up is not None:
+        total += up.sum().item()
     if math.isfinite(total):
         return Values(low, up, slope, in_ball)
 

@@ -162,9 +162,11 @@ def build_clusters(
     if any((item is None) != (uppers[0] is None) for item in uppers):
         raise ConfigError("`upper` must be there for all clusters or for none")
 
-    sizes = per_cluster("num_particles", 200 if num_particles is None else num_particles)
-    if isinstance(initial, Tensor) and num_particles is None and initial.shape[-2] % k == 0:
-        sizes = [initial.shape[-2] // k] * k
+    if num_particles is None:
+        num_particles = 200
+        if isinstance(initial, Tensor) and initial.shape[-2] % k == 0:
+            num_particles = initial.shape[-2] // k
+    sizes = per_cluster("num_particles", num_particles)
     sizes = [settings.check_count("`num_particles`", size) for size in sizes]
     if sum(sizes) < 2:
         raise ConfigError(
@@ -261,7 +263,8 @@ def _bounds_of_coordinates(bounds: Any, dim: int | None) -> _Box:
     if hasattr(bounds, "lb"):  # scipy.optimize.Bounds
         ends = np.broadcast_arrays(np.atleast_1d(bounds.lb), np.atleast_1d(bounds.ub))
         bounds = np.stack(ends, -1)
-        bounds = bounds[0] if len(bounds) == 1 else bounds
+        if len(bounds) == 1:
+            bounds = bounds[0]
 
     pairs = _array("`bounds`", _replace_none(bounds))
     if pairs.shape == (2,) and dim is not None:
@@ -282,8 +285,11 @@ def _replace_none(bounds: Any) -> Any:
     if not isinstance(bounds, Sequence) or isinstance(bounds, str | bytes):
         return bounds
     if len(bounds) == 2 and (bounds[0] is None or bounds[1] is None):
-        low = -np.inf if bounds[0] is None else bounds[0]
-        high = np.inf if bounds[1] is None else bounds[1]
+        low, high = bounds
+        if low is None:
+            low = -np.inf
+        if high is None:
+            high = np.inf
         return [low, high]
     return [_replace_none(item) for item in bounds]
 

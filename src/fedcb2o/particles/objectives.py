@@ -103,7 +103,8 @@ def with_args(objective: Any, args: Any) -> Any:
     Returns:
         The objective or objectives of the ensemble alone.
     """
-    args = args if isinstance(args, tuple) else (args,)
+    if not isinstance(args, tuple):
+        args = (args,)
     if not args or objective is None:
         return objective
     if not callable(objective):

@@ -88,7 +88,8 @@ def cb2o(
     if tol is not None:
         options.setdefault("xtol", tol)
 
-    args = args if isinstance(args, tuple) else (args,)
+    if not isinstance(args, tuple):
+        args = (args,)
 
     def on_step(state: State) -> Any:
         x = state.x.numpy().copy()

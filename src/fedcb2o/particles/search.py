@@ -105,7 +105,8 @@ class Search:
         points = request.user_points
         shape = points.shape[:-1]
         low = _check_values("lower", lower, points, shape)
-        up = _check_values("upper", upper, points, None if request.upper is None else shape)
+        upper_shape = shape if request.upper is not None else None
+        up = _check_values("upper", upper, points, upper_shape)
         gradient_shape = points.shape if request.gradient else None
         slope = _check_values("gradient", gradient, points, gradient_shape)
         if request.flat:

@@ -246,4 +246,6 @@ def check_memory(runs: int, num_particles: int, dim: int) -> None:
 def _short_repr(value: Any) -> str:
     """Return the repr of a value, or its type where that is long."""
     text = repr(value)
-    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
+    if len(text) > 60 or "\n" in text:
+        return f"a {type(value).__name__}"
+    return text

@@ -176,11 +176,13 @@ class System:
         Returns:
             A generator of requests whose result is the evaluation.
         """
-        rows = None if batch is None else self._next_batch(batch)
-        counted = self.theta if rows is None else _gather_rows(self.theta, rows)
+        rows = None
+        counted = self.theta
         mass = self.mass
-        if mass is not None and rows is not None:
-            mass = mass[rows]
+        if batch is not None:
+            rows = self._next_batch(batch)
+            counted = _gather_rows(self.theta, rows)
+            mass = None if mass is None else mass[rows]
 
         # 1. Request the values.
         covers_all = self._evaluates_all(batch)

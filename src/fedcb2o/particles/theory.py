@@ -235,7 +235,8 @@ def scales(
         constants.R_K_G,
     )
     cap = constants.lower_cap(r_G)
-    delta_q = cap / 2 if delta_q is None else delta_q
+    if delta_q is None:
+        delta_q = cap / 2
     if not 0 < delta_q <= cap / 2:
         raise ConfigError(
             "`delta_q` must be above 0 and, with these constants, c and eps, at most"

@@ -180,8 +180,8 @@ def minimize(
         "dt": dt,
         "delta_q": delta_q,
         "radius": radius,
-        "noise": None if noise is None else noise.value,
-        "quantile": None if quantile is None else quantile.value,
+        "noise": noise and noise.value,
+        "quantile": quantile and quantile.value,
         "batch": batch,
         "maxiter": maxiter,
         "maxfev": maxfev,
@@ -198,7 +198,7 @@ def minimize(
         raise ConfigError(f"--tol must be at least 0 and finite, got {tol}")
 
     # 2. The run.
-    folder = Path("runs") / f"minimize-{chosen.name}" if out is None else out
+    folder = out or Path("runs") / f"minimize-{chosen.name}"
     summary.make_folder(folder)
     result, recorder, settings, notes = run_recorded(chosen, groups, overrides)
     for note in notes:
@@ -221,7 +221,7 @@ def minimize(
         summary.to_json_table(chosen, result, settings, decay, tol, attack),
         lambda: recorder.scene(chosen, result, settings, title),
         figure=not no_figure,
-        animation=None if animate is None else str(animate),
+        animation=animate and animate.value,
     )
     _LOGGER.info("Wrote %s", " ".join(map(str, paths)))
     return paths

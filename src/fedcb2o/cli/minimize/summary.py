@@ -248,8 +248,10 @@ def _to_json(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_to_json(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int | bool):
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | float | int | bool):
         return value
-    return plugins.label(value) if callable(value) else str(value)
+    if callable(value):
+        return plugins.label(value)
+    return str(value)
