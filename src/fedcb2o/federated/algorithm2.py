@@ -44,6 +44,7 @@ from fedcb2o.federated.types import (
     RuleState,
 )
 from fedcb2o.federated.validation import ValidationOracle, agent_context, own_models
+from fedcb2o.plugins import USER_FUNCTION
 from fedcb2o.rng import stream
 
 _ONE = np.zeros(1, np.int64)  # the index of the only agent
@@ -283,6 +284,8 @@ def consensus_weights(
 
     rule = algorithm.rule
     assert rule is not None
+    if USER_FUNCTION.get(rule) is not None:
+        inputs = inputs.copy()  # a user's rule may write into its input
     if algorithm.is_stateful:
         state, output = validated_state(rule, rule(state, inputs))
     else:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fedcb2o.federated.types import BATCHED, CriterionInput, CriterionValues, RuleOutput, Select
+from fedcb2o.plugins import USER_FUNCTION
 
 Likelihood = Literal["loss", "loss+criterion"]
 
@@ -106,7 +107,11 @@ class Algorithm:
         Returns:
             The values; None for an algorithm with a rule.
         """
-        return None if self.criterion is None else self.criterion(inputs)
+        if self.criterion is None:
+            return None
+        if USER_FUNCTION.get(self.criterion) is not None:
+            inputs = inputs.copy()  # a user's algorithm may write into its input
+        return self.criterion(inputs)
 
     def factor(self, gamma: float) -> float:
         """Return the share of the consensus point in the new model (eq:local_agg_update).

@@ -44,7 +44,7 @@ class Inbox:
     def received(self) -> Received:
         """Return all models, in the order of the inbox; of one agent, what it received."""
         columns = (self.ids.values, self.rows, self.num_samples, self.round)
-        return Received(*(torch.from_numpy(column) for column in columns))
+        return Received(*(torch.from_numpy(column.copy()) for column in columns))
 
     def group_by_size(
         self, members: Indices, *keys: Int[np.ndarray, " a"]

@@ -159,7 +159,7 @@ ScalarObjective = Callable[[Float[Tensor, "k n *C"]], Float[Tensor, "k n"]]
 )
 @dataclass(frozen=True, kw_only=True)
 class AgentContext:
-    """Knowledge of an agent besides the models that it received.
+    """Knowledge of an agent other than the models that it received.
 
     Attributes:
         outputs: (models, transform, count) -> outputs of models on validation samples.

@@ -177,7 +177,7 @@ class ValidationOracle:
 def agent_context(
     oracle: ValidationOracle, n: int, contacts: Callable[[], Contacts]
 ) -> AgentContext:
-    """Return what an agent knows in round n besides the models that it received.
+    """Return what an agent knows in round n, except the models that it received.
 
     Args:
         oracle: Answers from the agent's validation data.
