@@ -404,3 +404,18 @@ def test_the_step_of_the_paper_may_not_overshoot():
         match=r"lambda1 \* gamma must be above 0 and at most 1, got 2: choose a smaller",
     ):
         load({**table, "algorithm": {"name": "fedcbo"}})
+
+
+def test_former_keys_keep_working_and_change_no_fingerprint():
+    former = tiny(algorithm={"tested": 2.0}, attack={"name": "trash"})
+    current = tiny(algorithm={"loss_tolerance": 2.0}, attack={"name": "random_model"})
+    with pytest.warns(DeprecationWarning, match="is now called `(loss_tolerance|random_model)`"):
+        experiment = load(former)
+    assert experiment.settings() == load(current).settings()
+    assert '"tested": 2.0' in experiment.fingerprint(0)
+    assert '"trash"' in experiment.fingerprint(0)
+
+
+def test_the_clean_counterpart_has_a_former_name():
+    with pytest.warns(DeprecationWarning, match="clean_counterpart"):
+        assert load(tiny()).clean_twin().name == "tiny-clean"
