@@ -8,9 +8,9 @@ import time
 
 def lease(seconds: float) -> None:
     """A link is down after fewer seconds without a sign of life."""
-    from fedcb2o.peer.wire import transport
+    from fedcb2o.peer.wire import _transport
 
-    transport.LEASE_SECONDS = seconds
+    _transport.LEASE_SECONDS = seconds
 
 
 def full(size: int) -> None:

@@ -44,7 +44,7 @@ from fedcb2o.peer.wire import (
     encode_offer,
     num_chunks,
 )
-from fedcb2o.peer.wire.transport import _key_expression, _open_peer_session
+from fedcb2o.peer.wire._transport import _key_expression, _open_peer_session
 
 HEAD = 26  # bytes of an answer in which there is nothing
 LATE = "late"  # a peer that gives nothing in time counts as late, and nothing more is said

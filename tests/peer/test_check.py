@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from fedcb2o.cli import app
 from fedcb2o.peer.membership import Federation, Identity
 from fedcb2o.peer.node import CheckResult, check_members, format_results, hello_content
-from fedcb2o.peer.node import preflight as checking
+from fedcb2o.peer.node import _preflight as checking
 from fedcb2o.peer.wire import Answer, AnswerStatus, Reply, Zenoh, decode_request, encode_hello
 
 

@@ -18,14 +18,14 @@ from fedcb2o.data import breast_cancer
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.settings import load
 from fedcb2o.peer.membership import Identity, federation
-from fedcb2o.peer.node import demo
-from fedcb2o.peer.node.byzantine_peer import EQUIVOCATION_START, FAULTS, ByzantinePeer
+from fedcb2o.peer.node import _demo
+from fedcb2o.peer.node._byzantine_peer import EQUIVOCATION_START, FAULTS, ByzantinePeer
 from fedcb2o.peer.wire import (
     AnswerStatus,
     RawCodec,
     Request,
     RequestKind,
-    protocol,
+    _protocol,
     rejection_reason,
 )
 
@@ -61,8 +61,8 @@ def asked(liar, kind, **keys):
         kind=kind, run=liar.federation.run, sender=ME, receiver=LIAR, nonce=nonce, **keys
     )
     try:
-        answer = protocol.decode_answer(liar.answer(request))
-    except protocol.MalformedError:
+        answer = _protocol.decode_answer(liar.answer(request))
+    except _protocol.MalformedError:
         return None
     assert answer.nonce == nonce
     assert answer.status is AnswerStatus.OK
@@ -74,7 +74,7 @@ def refused(liar, n):
     body = asked(liar, RequestKind.MANIFEST, round=n)
     if body is None:
         return "no answer"
-    signed, _ = protocol.decode_offer(body)
+    signed, _ = _protocol.decode_offer(body)
     coding = RawCodec(DIM)
     told = {
         "federation": liar.federation,
@@ -84,7 +84,7 @@ def refused(liar, n):
         "dim": DIM,
         "max_bytes": coding.max_bytes,
     }
-    reason, manifest = protocol.validate_manifest(signed, **told)
+    reason, manifest = _protocol.validate_manifest(signed, **told)
     if manifest is None:
         return reason
     chunks = [
@@ -130,16 +130,16 @@ def test_the_garbage_sender_equivocates_in_the_end(parties):
         )
         for who in (0, 5)
     ]
-    signed = [protocol.decode_offer(protocol.decode_answer(each).body)[0] for each in offers]
-    found = [protocol.verify_member_manifest(each, agreed)[1] for each in signed]
+    signed = [_protocol.decode_offer(_protocol.decode_answer(each).body)[0] for each in offers]
+    found = [_protocol.verify_member_manifest(each, agreed)[1] for each in signed]
     assert found[0].round == found[1].round == n
     assert found[0].digest != found[1].digest
 
 
 def test_the_tables_say_what_the_folders_hold(tmp_path):
-    kinds = [demo.BENIGN, demo.BENIGN, demo.FLIPPER, demo.GARBAGE]
+    kinds = [_demo.BENIGN, _demo.BENIGN, _demo.FLIPPER, _demo.GARBAGE]
     agents = [
-        demo.DemoAgent(name, kind, tmp_path / "keys", tmp_path / name, tmp_path / "log")
+        _demo.DemoAgent(name, kind, tmp_path / "keys", tmp_path / name, tmp_path / "log")
         for name, kind in zip("abcd", kinds, strict=True)
     ]
     scores = {"source_accuracy": 0.9, "attack_success_rate": 0.05}
@@ -153,9 +153,9 @@ def test_the_tables_say_what_the_folders_hold(tmp_path):
     write_node(tmp_path / "c", [line(1, (0, 0.1, 9, 1.0), refused={"0": "hash"})], id=2)
     (tmp_path / "b" / "proofs").mkdir()
     (tmp_path / "b" / "proofs" / "d-3.proof.toml").write_text('name = "d"')
-    results, refused = demo.result_tables(agents).values()
+    results, refused = _demo.result_tables(agents).values()
     assert results["proofs"].tolist() == ["0", "0", "0", "1"]
-    assert results.loc["a"].tolist() == [demo.BENIGN, "5", "90.0%", "90.0%", "5.0%", "25.0%", "0"]
+    assert results.loc["a"].tolist() == [_demo.BENIGN, "5", "90.0%", "90.0%", "5.0%", "25.0%", "0"]
     assert results["weight"].tolist() == ["25.0%", "40.0%", "5.0%", "0.0%"]
     assert results.loc["d", ["rounds", "accuracy"]].tolist() == ["–", "–"]
     assert refused.to_dict("index") == {"d": {"size": "5"}}  # what an attacker refuses is not told
@@ -163,13 +163,13 @@ def test_the_tables_say_what_the_folders_hold(tmp_path):
 
 def pretend(monkeypatch, text):
     """Let every node be a script instead."""
-    monkeypatch.setattr(demo, "RUN_COMMAND", (sys.executable, "-c", textwrap.dedent(text)))
+    monkeypatch.setattr(_demo, "RUN_COMMAND", (sys.executable, "-c", textwrap.dedent(text)))
 
 
 def started(monkeypatch):
     """The processes that a demo starts, as they are."""
-    found, start = [], demo._start_agent
-    monkeypatch.setattr(demo, "_start_agent", lambda *a: found.append(start(*a)) or found[-1])
+    found, start = [], _demo._start_agent
+    monkeypatch.setattr(_demo, "_start_agent", lambda *a: found.append(start(*a)) or found[-1])
     return found
 
 
@@ -186,11 +186,11 @@ def test_where_one_fails_all_are_ended(tmp_path, monkeypatch):
         time.sleep(100)
         """,
     )
-    monkeypatch.setattr(demo, "STOP_SECONDS", 1.0)
+    monkeypatch.setattr(_demo, "STOP_SECONDS", 1.0)
     with pytest.raises(
         RunError, match="hospital-c failed with status 1: Error: no such thing: do another"
     ):
-        demo.run_demo(tmp_path / "demo", rounds=2)
+        _demo.run_demo(tmp_path / "demo", rounds=2)
     assert len(found) == 8
     assert all(process.returncode is not None for process in found)
 
@@ -198,7 +198,7 @@ def test_where_one_fails_all_are_ended(tmp_path, monkeypatch):
 def test_a_folder_that_holds_anything_is_left_alone(tmp_path):
     (tmp_path / "mine").touch()
     with pytest.raises(RunError, match="is not empty"):
-        demo.run_demo(tmp_path)
+        _demo.run_demo(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -250,18 +250,18 @@ def _there(process):
 
 @pytest.mark.slow
 def test_the_whole_demo(tmp_path):
-    results, refused = demo.run_demo(tmp_path / "demo", rounds=30).values()
+    results, refused = _demo.run_demo(tmp_path / "demo", rounds=30).values()
     kinds = results.groupby("kind").size().to_dict()
-    assert kinds == {demo.BENIGN: 5, demo.FLIPPER: 2, demo.GARBAGE: 1}
+    assert kinds == {_demo.BENIGN: 5, _demo.FLIPPER: 2, _demo.GARBAGE: 1}
     percent = results.replace("–", "nan%").map(
         lambda cell: float(cell.removesuffix("%")) if "%" in cell else cell
     )
-    benign = percent[percent.kind == demo.BENIGN]
+    benign = percent[percent.kind == _demo.BENIGN]
     assert (benign.rounds == "30").all()
     assert benign.accuracy.mean() > 85
     assert benign["attack success"].mean() < 25
-    assert percent[percent.kind != demo.BENIGN]["weight"].max() < 5
-    garbage = refused.loc[percent.index[percent.kind == demo.GARBAGE][0]].astype(int)
+    assert percent[percent.kind != _demo.BENIGN]["weight"].max() < 5
+    garbage = refused.loc[percent.index[percent.kind == _demo.GARBAGE][0]].astype(int)
     assert {"signature", "size", "not finite", "bound", "hash", "run", "equivocation"} <= set(
         garbage[garbage > 0].index
     )

@@ -24,7 +24,7 @@ from fedcb2o.peer.wire import (
     decode_manifest,
     verify_proof,
 )
-from fedcb2o.peer.wire import equivocation as room
+from fedcb2o.peer.wire import _equivocation as room
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from fedcb2o.data import digits
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config.settings import load
 from fedcb2o.peer.membership import federation
-from fedcb2o.peer.node import ModelPublisher, Node, PeerMonitor, agent
+from fedcb2o.peer.node import ModelPublisher, Node, PeerMonitor, _agent
 from fedcb2o.peer.wire import FAILED, Ledger, PeerClient, RawCodec, Server, SigningJournal
-from fedcb2o.peer.wire.client import _ModelDownload
+from fedcb2o.peer.wire._client import _ModelDownload
 
 CHANGES = {"rounds": 5, "agents": {"num_clusters": 2, "benign": 2, "malicious": 1, "budget": 3}}
 QUIET = {"gather": 10.0, "linger": 5.0}
@@ -160,7 +160,7 @@ def test_statistics_of_norms_reproduce_the_simulation_and_are_written(buffers, t
     for j in range(6):
         assert_same(model_of(tmp_path / f"out-{j}"), models[j])
         mine, theirs = (
-            agent.load_model(tmp_path / f"out-{j}", allowed_functions=[path]),
+            _agent.load_model(tmp_path / f"out-{j}", allowed_functions=[path]),
             simulated.model(j),
         )
         assert mine.state_dict().keys() == theirs.state_dict().keys()
@@ -257,7 +257,7 @@ def test_organisations_with_their_own_data_learn_from_each_other(three, tmp_path
     test = digits().test
     for j, folder in enumerate(folders):
         lines = lines_of(folder)
-        network = agent.load_model(folder)
+        network = _agent.load_model(folder)
         with torch.no_grad():
             predicted = network(
                 test.x.float() / 255 if test.x.dtype == torch.uint8 else test.x.float()
@@ -307,7 +307,7 @@ def test_data_that_do_not_fit(three, tmp_path):
         ),
     ):
         with pytest.raises(DataError, match=told):
-            agent.agent_from_dataset(made, 0, data)
+            _agent.agent_from_dataset(made, 0, data)
     with pytest.raises(ConfigError, match="not both"):
         Node(made, who[0], out=tmp_path / "out")
 
@@ -320,9 +320,9 @@ def test_a_simulation_must_be_what_was_agreed_on(three):
     with pytest.raises(
         ConfigError, match=r"differs from the federation in .*experiment\.algorithm\.name"
     ):
-        agent.simulated_agent(made, 0, other)
+        _agent.simulated_agent(made, 0, other)
     with pytest.raises(ConfigError, match="has 4 agents, and the federation 3 members"):
-        agent.simulated_agent(made, 0, load(members.experiment(4)))
+        _agent.simulated_agent(made, 0, load(members.experiment(4)))
 
 
 def test_a_folder_is_of_one_agent_and_federation(three, tmp_path):
@@ -504,7 +504,7 @@ def test_no_model_within_the_bound_ends_a_node(tmp_path):
     who = members.identities(tmp_path, 3)
     changes = {**FOUR, "model": {"name": "mlp", "hidden": [32] * 4}}
     made = members.federated(who, changes=changes, most_samples=500, deadline_seconds=5.0)
-    *hidden, weight, bias = agent.build_network(made).parameters()
+    *hidden, weight, bias = _agent.build_network(made).parameters()
     evil = torch.cat(
         [torch.full((each.numel(),), 1e6) for each in hidden]
         + [torch.zeros(len(weight) * 32 + len(bias))]

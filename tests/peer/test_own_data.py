@@ -24,7 +24,7 @@ from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.experiments.config.settings import load
 from fedcb2o.kernels import autotune
 from fedcb2o.peer.membership import federation
-from fedcb2o.peer.node import Node, agent, open_run
+from fedcb2o.peer.node import Node, _agent, open_run
 
 SLOPES = torch.tensor([[1.0], [-2.0], [0.5]])
 LINES = natural(
@@ -71,7 +71,7 @@ def test_with_nothing_held_out_an_organisation_trains_on_all_and_judges_by_all(t
     made = federation.make_federation(
         settings, [each.member for each in who], dataset=plain, most_samples=100
     )
-    holdings = agent.agent_from_dataset(made, 1, plain).data
+    holdings = _agent.agent_from_dataset(made, 1, plain).data
     assert (
         sorted(holdings.train[0].tolist())
         == sorted(holdings.validation[0].tolist())
@@ -156,10 +156,10 @@ def test_organisations_tell_numbers(tmp_path):
         assert "accuracy" not in lines[-1]
         assert lines[-1]["test_loss"] < lines[0]["test_loss"]
         with torch.no_grad():
-            loss = (agent.load_model(folder)(test.x) - test.y).square().mean()
+            loss = (_agent.load_model(folder)(test.x) - test.y).square().mean()
         assert loss.item() == pytest.approx(lines[-1]["test_loss"], rel=1e-4)
-        assert agent.agent_from_dataset(again, j, line(j)).data.validation.sizes.tolist() == [9]
-        assert agent.agent_from_dataset(again, j, line(j)).data.train.sizes.tolist() == [30 + 5 * j]
+        assert _agent.agent_from_dataset(again, j, line(j)).data.validation.sizes.tolist() == [9]
+        assert _agent.agent_from_dataset(again, j, line(j)).data.train.sizes.tolist() == [30 + 5 * j]
 
 
 def test_data_that_do_not_fit(tmp_path):
@@ -181,7 +181,7 @@ def test_data_that_do_not_fit(tmp_path):
         ),
     ):
         with pytest.raises(DataError, match=told):
-            agent.agent_from_dataset(made, 0, data)
+            _agent.agent_from_dataset(made, 0, data)
 
 
 def test_classes_or_numbers(tmp_path):

@@ -8,9 +8,9 @@ import pytest
 from tests.peer.folders import draw_node, line, write_node
 
 from fedcb2o.errors import RunError
-from fedcb2o.peer.report import PeerRecords, figures, write_node_report
-from fedcb2o.peer.report.node_page import format_bytes, peers_table, refused_table
-from fedcb2o.peer.report.peer_records import MAX_LINE_BYTES
+from fedcb2o.peer.report import PeerRecords, _figures, write_node_report
+from fedcb2o.peer.report._node_page import format_bytes, peers_table, refused_table
+from fedcb2o.peer.report._peer_records import MAX_LINE_BYTES
 from fedcb2o.report.html import SORT_SCRIPT
 
 OWN = ("#", "data:image/png;base64,")  # what a page may link to
@@ -118,7 +118,7 @@ def test_the_page_goes_where_it_is_asked_to(node, tmp_path):
 
 def test_weights_and_what_stands_in_their_place(node):
     recorded = PeerRecords.read(node)
-    given, marks = figures.weights_by_round(recorded.rounds, 0, recorded.peers)
+    given, marks = _figures.weights_by_round(recorded.rounds, 0, recorded.peers)
     assert given[0].tolist() == [0.4, 0.4, 0.4]
     assert given[1].tolist() == [0.5, 0.2, 0.3]
     assert given[2, 0] == 0.1

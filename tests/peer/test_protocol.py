@@ -26,6 +26,9 @@ from fedcb2o.peer.wire import (
     Manifest,
     Request,
     RequestKind,
+    _protocol,
+    _server,
+    _transport,
     decode_answer,
     decode_hello,
     decode_manifest,
@@ -34,9 +37,6 @@ from fedcb2o.peer.wire import (
     encode_hello,
     encode_offer,
     manifest_bytes,
-    protocol,
-    server,
-    transport,
     validate_manifest,
 )
 
@@ -193,9 +193,9 @@ def test_another_agents_manifest_is_not_taken_for_the_one_asked(who, federation,
 
 def test_a_signature_is_valid_for_one_context_alone(who, federation, manifest):
     body = manifest.body
-    for prefix in (protocol.REQUEST_CONTEXT, protocol.HELLO_CONTEXT, b""):
+    for prefix in (_protocol.REQUEST_CONTEXT, _protocol.HELLO_CONTEXT, b""):
         assert judged(body + who[1].sign(prefix + body), federation) == "signature"
-    contexts = [protocol.MANIFEST_CONTEXT, protocol.REQUEST_CONTEXT, protocol.HELLO_CONTEXT]
+    contexts = [_protocol.MANIFEST_CONTEXT, _protocol.REQUEST_CONTEXT, _protocol.HELLO_CONTEXT]
     assert not any(one != other and one.startswith(other) for one in contexts for other in contexts)
 
 
@@ -245,10 +245,10 @@ def test_a_request_comes_back_and_every_change_breaks_its_signature(who, federat
         digest=b"d" * 32,
     )
     data = request.encode(who[0].sign)
-    assert len(data) == protocol.REQUEST_BYTES == 170
+    assert len(data) == _protocol.REQUEST_BYTES == 170
     read, body, signature = decode_request(data)
     assert read == request
-    assert who[0].member.verify(protocol.REQUEST_CONTEXT + body, signature)
+    assert who[0].member.verify(_protocol.REQUEST_CONTEXT + body, signature)
     for place in range(0, 170, 7):
         changed = bytearray(data)
         changed[place] ^= 1
@@ -256,7 +256,7 @@ def test_a_request_comes_back_and_every_change_breaks_its_signature(who, federat
             _, body, signature = decode_request(changed)
         except MalformedError:
             continue
-        assert not who[0].member.verify(protocol.REQUEST_CONTEXT + body, signature)
+        assert not who[0].member.verify(_protocol.REQUEST_CONTEXT + body, signature)
 
 
 def test_an_answer_comes_back_without_a_copy():
@@ -304,7 +304,7 @@ def test_what_a_member_says_of_itself_is_for_who_asked_alone(who):
     for text in (b"[" * 10**5, b"7", b"\xff", b"{", b"1" * 10**4):
         with pytest.raises(MalformedError, match="malformed"):
             decode_hello(
-                text + who[1].sign(protocol.HELLO_CONTEXT + NONCE + text), NONCE, who[1].member
+                text + who[1].sign(_protocol.HELLO_CONTEXT + NONCE + text), NONCE, who[1].member
             )
 
 
@@ -507,7 +507,7 @@ def test_the_pages_refusals_are_the_codes(keys, described):
         assert changed[start : start + len(piece)] != piece
         changed[start : start + len(piece)] = piece
         if by != "–":
-            changed[-64:] = keys[int(by)].sign(protocol.MANIFEST_CONTEXT + bytes(changed[:-64]))
+            changed[-64:] = keys[int(by)].sign(_protocol.MANIFEST_CONTEXT + bytes(changed[:-64]))
         assert judged(bytes(changed), **settings) == reason, (reason, offset, change)
     told = [row[0] for row in table("## How a manifest is checked", "reason")]
     assert list(dict.fromkeys(row[0] for row in rows)) == [
@@ -526,19 +526,19 @@ def test_the_pages_numbers_are_the_codes():
         assert [row[0] for row in rows] == [f"{each.value} {each.name}" for each in kinds]
     limits = {row[0]: power(row[1].split()[0]) for row in table("## Limits", "what")[:7]}
     assert limits == {
-        "a request": protocol.REQUEST_BYTES,
-        "an answer": transport.MAX_ANSWER_BYTES,
-        "a chunk": protocol.CHUNK_BYTES,
-        "chunks of a model": protocol.MAX_CHUNKS,
-        "digests beside a manifest": protocol.MAX_DIGESTS,
-        "a hello": protocol.MAX_HELLO_BYTES,
-        "nonces remembered": server.MAX_NONCES,
+        "a request": _protocol.REQUEST_BYTES,
+        "an answer": _transport.MAX_ANSWER_BYTES,
+        "a chunk": _protocol.CHUNK_BYTES,
+        "chunks of a model": _protocol.MAX_CHUNKS,
+        "digests beside a manifest": _protocol.MAX_DIGESTS,
+        "a hello": _protocol.MAX_HELLO_BYTES,
+        "nonces remembered": _server.MAX_NONCES,
     }
-    assert f"{protocol.MAX_MANIFEST_BYTES:,}" in PAGE
+    assert f"{_protocol.MAX_MANIFEST_BYTES:,}" in PAGE
     for most in (
-        protocol.MAX_MANIFEST_BYTES,
-        protocol.MAX_OFFER_BYTES,
-        protocol.MAX_HELLO_BYTES,
+        _protocol.MAX_MANIFEST_BYTES,
+        _protocol.MAX_OFFER_BYTES,
+        _protocol.MAX_HELLO_BYTES,
         CHUNK_BYTES,
     ):
-        assert 26 + most <= transport.MAX_ANSWER_BYTES
+        assert 26 + most <= _transport.MAX_ANSWER_BYTES

@@ -25,7 +25,7 @@ from fedcb2o.peer.wire import (
     decode_manifest,
     decode_offer,
 )
-from fedcb2o.peer.wire.server import MAX_BUSY_ANSWERS, MAX_NONCES, MAX_PENDING
+from fedcb2o.peer.wire._server import MAX_BUSY_ANSWERS, MAX_NONCES, MAX_PENDING
 
 ME = 0
 

@@ -23,8 +23,8 @@ from tests.tiny import ENVIRONMENT
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.peer.membership import Federation, Identity
 from fedcb2o.peer.membership import federation as federations
-from fedcb2o.peer.wire import Reply, RequestHandler, Transport, Zenoh, transport
-from fedcb2o.peer.wire.transport import MAX_ANSWER_BYTES, MAX_ANSWERS, MAX_REQUEST_BYTES
+from fedcb2o.peer.wire import Reply, RequestHandler, Transport, Zenoh, _transport
+from fedcb2o.peer.wire._transport import MAX_ANSWER_BYTES, MAX_ANSWERS, MAX_REQUEST_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def raw(identity: Identity, federation: Federation, **settings: Any) -> zenoh.Se
     """A session of a member that keeps none of our rules."""
     roots = [member.root for member in federation.members.values()]
     wild = {"transport/link/rx/max_message_size": 2**30, "transport/unicast/open_timeout": 2000}
-    return transport._open_session(
+    return _transport._open_session(
         identity, roots, wild | {key.replace("__", "/"): value for key, value in settings.items()}
     )
 
@@ -399,7 +399,7 @@ def test_a_slow_reader_delays_nobody_else(organisations: Any, opened: contextlib
     assert left.count(b"slow") < 32
     start = time.monotonic()
     one.close()
-    assert time.monotonic() - start < transport.CLOSE_SECONDS + 2
+    assert time.monotonic() - start < _transport.CLOSE_SECONDS + 2
 
 
 def test_where_it_cannot_listen(organisations: Any, opened: contextlib.ExitStack) -> None:

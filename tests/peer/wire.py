@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from queue import Empty, Queue
 
 from fedcb2o.peer.wire import RequestHandler
-from fedcb2o.peer.wire.transport import MAX_ANSWERS
+from fedcb2o.peer.wire._transport import MAX_ANSWERS
 
 
 class Wire:

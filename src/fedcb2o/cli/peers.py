@@ -328,7 +328,7 @@ def proof(
 ) -> None:
     """Verify a proof that a member signed two models for one round."""
     from fedcb2o.peer.membership.federation import read_federation
-    from fedcb2o.peer.wire.equivocation import verify_proof
+    from fedcb2o.peer.wire._equivocation import verify_proof
 
     print(verify_proof(file, None if federation is None else read_federation(federation)))
 
@@ -342,7 +342,7 @@ def report(
     ] = None,
 ) -> Path:
     """Write one agent's page: accuracy, peers, answers, weights, refused models, bytes."""
-    from fedcb2o.peer.report.node_page import write_node_report
+    from fedcb2o.peer.report._node_page import write_node_report
 
     path = write_node_report(folder, out)
     print(path)
@@ -358,7 +358,7 @@ def demo(
     """Run eight organisations on this machine: two flip labels, one sends garbage."""
     from rich.console import Console
 
-    from fedcb2o.peer.node.demo import TABLE_NOTE, run_demo
+    from fedcb2o.peer.node._demo import TABLE_NOTE, run_demo
     from fedcb2o.report import to_rich
 
     console = Console()
@@ -387,7 +387,7 @@ def check(
     """
     from fedcb2o.peer.membership.federation import read_federation
     from fedcb2o.peer.membership.identity import Identity
-    from fedcb2o.peer.node import preflight
+    from fedcb2o.peer.node import _preflight
 
     federation = read_federation(file, allowed_functions=own or [])
     own_identity = Identity.read(identity)
@@ -398,10 +398,10 @@ def check(
             print(f"names {name}, code that would run here: read it, then --own {name}")
     if data is not None:
         _print_data_sizes(federation, agent_id, data, data_dir)
-    results = preflight.check_members(
+    results = _preflight.check_members(
         federation, own_identity, seconds=seconds, listen=True if listen is None else listen
     )
-    print("\n".join(preflight.format_results(results)))
+    print("\n".join(_preflight.format_results(results)))
     if any(result.error for result in results):
         raise typer.Exit(1)
 
@@ -410,7 +410,7 @@ def _print_data_sizes(
     federation: "Federation", agent_id: int, data: str, data_dir: Path | None
 ) -> None:
     """Print the numbers of samples of a member's data."""
-    from fedcb2o.peer.node.agent import agent_from_dataset, load_member_dataset
+    from fedcb2o.peer.node._agent import agent_from_dataset, load_member_dataset
 
     dataset = load_member_dataset(data, federation, data_dir)
     samples = agent_from_dataset(federation, agent_id, dataset).data
@@ -455,10 +455,10 @@ def run(
     """
     from fedcb2o.experiments.config.settings import load
     from fedcb2o.peer.membership.federation import read_federation
-    from fedcb2o.peer.node.agent import load_member_dataset
-    from fedcb2o.peer.node.node import Node
-    from fedcb2o.peer.report.live_table import LiveTable
-    from fedcb2o.peer.report.peer_records import PeerRecords
+    from fedcb2o.peer.node._agent import load_member_dataset
+    from fedcb2o.peer.node._node import Node
+    from fedcb2o.peer.report._live_table import LiveTable
+    from fedcb2o.peer.report._peer_records import PeerRecords
 
     if (data is None) == (simulate is None):
         raise ConfigError(

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
         write_federation,
     )
     from fedcb2o.peer.membership.identity import Identity, Member
-    from fedcb2o.peer.node.agent import load_model
-    from fedcb2o.peer.node.node import Node
+    from fedcb2o.peer.node._agent import load_model
+    from fedcb2o.peer.node._node import Node
 
 __all__ = [
     "Federation",

@@ -4,9 +4,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fedcb2o.peer.report.live_table import LiveTable
-    from fedcb2o.peer.report.node_page import write_node_report
-    from fedcb2o.peer.report.peer_records import PeerRecords
+    from fedcb2o.peer.report._live_table import LiveTable
+    from fedcb2o.peer.report._node_page import write_node_report
+    from fedcb2o.peer.report._peer_records import PeerRecords
 
 __all__ = ["LiveTable", "PeerRecords", "write_node_report"]
 

@@ -1,9 +1,9 @@
 """Messages between peers: their bytes, links, server, client, and checks."""
 
-from fedcb2o.peer.wire.client import FAILED, Backoff, PeerClient, rejection_reason
-from fedcb2o.peer.wire.compression import Codec, Int8Codec, RawCodec
-from fedcb2o.peer.wire.equivocation import Ledger, Proof, SigningJournal, verify_proof
-from fedcb2o.peer.wire.protocol import (
+from fedcb2o.peer.wire._client import FAILED, Backoff, PeerClient, rejection_reason
+from fedcb2o.peer.wire._compression import Codec, Int8Codec, RawCodec
+from fedcb2o.peer.wire._equivocation import Ledger, Proof, SigningJournal, verify_proof
+from fedcb2o.peer.wire._protocol import (
     CHUNK_BYTES,
     REQUEST_BYTES,
     SIGNATURE_BYTES,
@@ -26,8 +26,8 @@ from fedcb2o.peer.wire.protocol import (
     num_chunks,
     validate_manifest,
 )
-from fedcb2o.peer.wire.server import Server, Snapshot
-from fedcb2o.peer.wire.transport import Reply, RequestHandler, Transport, Zenoh
+from fedcb2o.peer.wire._server import Server, Snapshot
+from fedcb2o.peer.wire._transport import Reply, RequestHandler, Transport, Zenoh
 
 __all__ = [
     "CHUNK_BYTES",

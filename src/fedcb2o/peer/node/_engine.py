@@ -15,21 +15,28 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedcb2o.federated import algorithm2, batched_aggregation
-from fedcb2o.federated.admission import clip_claimed_samples, max_abs
-from fedcb2o.federated.agent_group import AgentGroup
-from fedcb2o.federated.batched_training import train_
+from fedcb2o.federated import (
+    AgentGroup,
+    AgentState,
+    Decisions,
+    EvaluationResult,
+    Inbox,
+    Ragged,
+    algorithm2,
+    batched_aggregation,
+    clip_claimed_samples,
+    craft_models_,
+    evaluate_models,
+    make_outbox,
+    max_abs,
+    mix_,
+    mixing_matrix,
+    train_,
+)
 from fedcb2o.federated.collusion import AdversarialEngine, sample_peers
-from fedcb2o.federated.contacts import AgentState
-from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.metrics import EvaluationResult
-from fedcb2o.federated.mixing import mix_, mixing_matrix
-from fedcb2o.federated.publishing import craft_models_, make_outbox
-from fedcb2o.federated.ragged import Ragged
-from fedcb2o.federated.validation import evaluate_models
 from fedcb2o.kernels import dispatch
-from fedcb2o.peer.node.publisher import ModelPublisher
-from fedcb2o.peer.wire.client import Arrival, PeerClient
+from fedcb2o.peer.node._publisher import ModelPublisher
+from fedcb2o.peer.wire._client import Arrival, PeerClient
 
 _T = TypeVar("_T")
 

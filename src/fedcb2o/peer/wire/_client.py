@@ -29,14 +29,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o.federated.admission import is_admissible, max_abs
+from fedcb2o.federated import is_admissible, max_abs
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.wire import protocol
-from fedcb2o.peer.wire.compression import Codec
-from fedcb2o.peer.wire.equivocation import Ledger
-from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, Manifest, Request, RequestKind
-from fedcb2o.peer.wire.transport import Transport
+from fedcb2o.peer.wire import _protocol
+from fedcb2o.peer.wire._compression import Codec
+from fedcb2o.peer.wire._equivocation import Ledger
+from fedcb2o.peer.wire._protocol import Answer, AnswerStatus, Manifest, Request, RequestKind
+from fedcb2o.peer.wire._transport import Transport
 
 _CHUNKS_IN_FLIGHT = 4  # of one model
 _MAX_TRIES = 3  # at a peer that does not answer
@@ -230,8 +230,8 @@ class PeerClient:
         member = self.federation.members[peer]
         session = _PeerSession(self, peer, time.monotonic() + seconds)
         for answer in session.ask(RequestKind.HELLO, digest=self.identity.member.key):
-            with contextlib.suppress(protocol.MalformedError):
-                return protocol.decode_hello(answer.body, answer.nonce, member)
+            with contextlib.suppress(_protocol.MalformedError):
+                return _protocol.decode_hello(answer.body, answer.nonce, member)
         return None
 
     def newest_own_manifest(self, peers: Iterable[int], seconds: float) -> Manifest | None:
@@ -255,7 +255,7 @@ class PeerClient:
             for peer, answers in answers_by_peer.items():
                 for answer in answers:
                     silent.discard(peer)
-                    _, manifest = protocol.verify_member_manifest(answer.body, self.federation)
+                    _, manifest = _protocol.verify_member_manifest(answer.body, self.federation)
                     if manifest is not None and self._is_own(manifest):
                         manifests.append(manifest)
             if silent:  # a new link may not lead to the other agent yet
@@ -295,7 +295,7 @@ class _PeerSession:
         *,
         round: int = 0,
         index: int = 0,
-        digest: bytes = protocol.ZERO_DIGEST,
+        digest: bytes = _protocol.ZERO_DIGEST,
     ) -> "Iterator[Answer]":
         """Send a request now, and return its answers as they arrive."""
         client = self.client
@@ -319,8 +319,8 @@ class _PeerSession:
             self.received_bytes += len(data)
             with self.client.lock:
                 self.client.received_bytes += len(data)
-            with contextlib.suppress(protocol.MalformedError):
-                answer = protocol.decode_answer(data)
+            with contextlib.suppress(_protocol.MalformedError):
+                answer = _protocol.decode_answer(data)
                 if answer.nonce == nonce:
                     yield answer
 
@@ -413,15 +413,15 @@ class _ModelDownload:
             reason = result
         return reason
 
-    def _validate_offer(self, body: protocol.BytesLike) -> "Manifest | str":
+    def _validate_offer(self, body: _protocol.BytesLike) -> "Manifest | str":
         """Return an offer's valid manifest or a reason; fetch conflicting manifests."""
         client = self.client
         codec = client.codec
         try:
-            signed, digests = protocol.decode_offer(body)
-        except protocol.MalformedError as error:
+            signed, digests = _protocol.decode_offer(body)
+        except _protocol.MalformedError as error:
             return error.reason
-        reason, manifest = protocol.validate_manifest(
+        reason, manifest = _protocol.validate_manifest(
             signed,
             federation=client.federation,
             peer=self.peer,
@@ -437,7 +437,7 @@ class _ModelDownload:
             return reason
 
         client.ledger.record(signed)
-        longest = protocol.manifest_bytes(codec.max_bytes)  # nobody accepts a longer one
+        longest = _protocol.manifest_bytes(codec.max_bytes)  # nobody accepts a longer one
         for agent, n, digest in client.ledger.find_conflicts(digests)[:_MAX_WITNESSES]:
             answers = self.session.ask(RequestKind.WITNESS, round=n, index=agent, digest=digest)
             for answer in answers:
@@ -455,8 +455,8 @@ class _ModelDownload:
             self._request_chunk(manifest, k) for k in range(min(count, _CHUNKS_IN_FLIGHT))
         )
         for k, expected in enumerate(manifest.chunks):
-            start = k * protocol.CHUNK_BYTES
-            size = min(protocol.CHUNK_BYTES, manifest.size - start)
+            start = k * _protocol.CHUNK_BYTES
+            size = min(_protocol.CHUNK_BYTES, manifest.size - start)
 
             chunk, reason = self._first_valid_chunk(pending.popleft(), size, expected)
             if chunk is None and time.monotonic() < self.deadline:
@@ -476,7 +476,7 @@ class _ModelDownload:
 
     def _first_valid_chunk(
         self, answers: "Iterator[Answer]", size: int, expected: bytes
-    ) -> "tuple[protocol.BytesLike | None, str]":
+    ) -> "tuple[_protocol.BytesLike | None, str]":
         """Return the first chunk with the expected hash, or a reason."""
         reason = _NO_ANSWER
         for answer in answers:
@@ -507,5 +507,5 @@ def rejection_reason(theta: Float[Tensor, " d"]) -> str:
     return "bound" if math.isfinite(largest) else "not finite"
 
 
-def _sha256(content: protocol.BytesLike) -> bytes:
+def _sha256(content: _protocol.BytesLike) -> bytes:
     return hashlib.sha256(content).digest()

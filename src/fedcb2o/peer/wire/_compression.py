@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated.admission import MAX_VALUE
-from fedcb2o.peer.wire.protocol import BytesLike
+from fedcb2o.federated import MAX_VALUE
+from fedcb2o.peer.wire._protocol import BytesLike
 
 BLOCK_SIZE = 2048  # numbers that share a scale
 _MAX_LEVEL = 127  # largest magnitude of an 8-bit number that is sent

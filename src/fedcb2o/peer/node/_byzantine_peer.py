@@ -2,7 +2,7 @@
 
 It has a valid identity, so that its answers arrive. The fault of its answers depends on the round.
 Towards the end it sends each peer a different model. The process `python -m
-fedcb2o.peer.node.byzantine_peer FEDERATION.toml IDENTITY` runs until its standard input ends.
+fedcb2o.peer.node._byzantine_peer FEDERATION.toml IDENTITY` runs until its standard input ends.
 """
 
 import secrets
@@ -16,8 +16,8 @@ import numpy as np
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership.federation import Federation, read_federation
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.node.agent import build_network
-from fedcb2o.peer.wire.protocol import (
+from fedcb2o.peer.node._agent import build_network
+from fedcb2o.peer.wire._protocol import (
     CHUNK_BYTES,
     ZERO_DIGEST,
     Answer,
@@ -29,7 +29,7 @@ from fedcb2o.peer.wire.protocol import (
     decode_request,
     encode_offer,
 )
-from fedcb2o.peer.wire.transport import Zenoh
+from fedcb2o.peer.wire._transport import Zenoh
 
 FAULTS = (
     "random bytes",

@@ -31,7 +31,7 @@ from fedcb2o.experiments.config.datasets import build_population, load_dataset
 from fedcb2o.experiments.config.settings import Experiment, load
 from fedcb2o.peer.membership.federation import make_federation, write_federation
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.report.peer_records import PeerRecords, RoundRecord
+from fedcb2o.peer.report._peer_records import PeerRecords, RoundRecord
 from fedcb2o.records import write_toml
 
 _LOGGER = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ def _start_agent(agent: DemoAgent, federation: Path, out: Path) -> "subprocess.P
         _LINGER_SECONDS,
     )
     if agent.kind == GARBAGE:
-        module = "fedcb2o.peer.node.byzantine_peer"
+        module = "fedcb2o.peer.node._byzantine_peer"
         command = (sys.executable, "-m", module, federation, agent.keys)
     with agent.log.open("wb") as log:
         return subprocess.Popen(

@@ -19,8 +19,8 @@ from typing import Any
 from fedcb2o.errors import RunError
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire.equivocation import Ledger
-from fedcb2o.peer.wire.protocol import (
+from fedcb2o.peer.wire._equivocation import Ledger
+from fedcb2o.peer.wire._protocol import (
     AnswerStatus,
     MalformedError,
     Request,
@@ -28,9 +28,9 @@ from fedcb2o.peer.wire.protocol import (
     decode_answer,
     decode_hello,
 )
-from fedcb2o.peer.wire.server import Server
-from fedcb2o.peer.wire.tls_probe import ProbeResult, probe_member
-from fedcb2o.peer.wire.transport import Transport, Zenoh
+from fedcb2o.peer.wire._server import Server
+from fedcb2o.peer.wire._tls_probe import ProbeResult, probe_member
+from fedcb2o.peer.wire._transport import Transport, Zenoh
 
 _MAX_CLOCK_OFFSET_SECONDS = 60.0
 """Difference of two clocks from which it is reported."""

@@ -11,8 +11,8 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
-from fedcb2o.peer.report import figures
-from fedcb2o.peer.report.peer_records import PeerRecords, RoundRecord
+from fedcb2o.peer.report import _figures
+from fedcb2o.peer.report._peer_records import PeerRecords, RoundRecord
 from fedcb2o.report import Page, create_page
 
 _MAX_REASON_COLUMNS = 8  # of a table; rarer reasons share one more column
@@ -74,7 +74,7 @@ def _add_summary(page: Page, records: PeerRecords) -> None:
         page.add_warning(f"There is proof of equivocation: {names}. The files are named below.")
     page.add_heading("Quality of the model")
     rounds = records.rounds
-    drawn = [figures.draw_scores(rounds), figures.draw_losses(rounds)]
+    drawn = [_figures.draw_scores(rounds), _figures.draw_losses(rounds)]
     page.show_figures(_existing(drawn), "model", caption=_SCORES_NOTE)
 
 
@@ -94,7 +94,7 @@ def _summary(records: PeerRecords) -> Markup:
         total,
     )
     scores = []
-    for key, name in figures.SCORES.items():
+    for key, name in _figures.SCORES.items():
         values = [getattr(record, key) for record in records.rounds]
         values = [value for value in values if value is not None]
         if values:
@@ -106,12 +106,12 @@ def _summary(records: PeerRecords) -> Markup:
 
 def _add_peers(page: Page, records: PeerRecords) -> None:
     page.add_heading("Requests and answers")
-    outcomes = figures.draw_outcomes(records)
-    response_times = figures.draw_response_times(records, _response_times(records.rounds))
+    outcomes = _figures.draw_outcomes(records)
+    response_times = _figures.draw_response_times(records, _response_times(records.rounds))
     page.show_figures(_existing([outcomes, response_times]), "asked")
     page.show_table(peers_table(records), "Peers", caption=_PEERS_NOTE)
 
-    weights = figures.draw_weights(records)
+    weights = _figures.draw_weights(records)
     if weights is not None:
         page.add_heading("Weights")
         page.show_figures([weights], "weights", caption=_WEIGHTS_NOTE)
@@ -147,7 +147,7 @@ def _add_refusals(page: Page, records: PeerRecords) -> None:
 def _add_traffic(page: Page, records: PeerRecords) -> None:
     page.add_heading("Bytes and seconds")
     rounds = records.rounds
-    drawn = [figures.draw_traffic(rounds), figures.draw_phases(rounds)]
+    drawn = [_figures.draw_traffic(rounds), _figures.draw_phases(rounds)]
     page.show_figures(_existing(drawn), "traffic")
     page.add_note(_describe_totals(rounds))
     info = records.info
@@ -175,7 +175,7 @@ def peers_table(records: PeerRecords) -> pd.DataFrame:
         One row per peer: requests, outcomes, response times, bytes, weight and last link.
     """
     seconds = _response_times(records.rounds)
-    counts = Counter(item for record in records.rounds for item in figures.outcomes(record).items())
+    counts = Counter(item for record in records.rounds for item in _figures.outcomes(record).items())
     last_alive = {peer: record.round for record in records.rounds for peer in record.alive}
     received_bytes: Counter[int] = Counter()
     for record in records.rounds:
@@ -186,7 +186,7 @@ def peers_table(records: PeerRecords) -> pd.DataFrame:
         for model in record.received:
             weights[model.id] += (model.weight or 0.0) / len(last_rounds)
 
-    outcomes = list(figures.OUTCOME_COLOURS)
+    outcomes = list(_figures.OUTCOME_COLOURS)
     if not any(outcome == "no answer" for _, outcome in counts):
         outcomes.remove("no answer")
     rows = {}

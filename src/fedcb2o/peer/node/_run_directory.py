@@ -10,8 +10,8 @@ from fedcb2o.errors import RunError
 from fedcb2o.peer.membership.federation import Federation, read_federation, write_federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.membership.versions import parse_members
-from fedcb2o.peer.node.agent import AgentSetup
-from fedcb2o.peer.wire.equivocation import JOURNAL_FILE
+from fedcb2o.peer.node._agent import AgentSetup
+from fedcb2o.peer.wire._equivocation import JOURNAL_FILE
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -29,13 +29,16 @@ from fedcb2o.experiments.config.build import (
     prepare_seed,
 )
 from fedcb2o.experiments.config.settings import Component, Experiment
-from fedcb2o.federated.adversary import Adversary
-from fedcb2o.federated.agent_data import AgentData
-from fedcb2o.federated.agent_group import AgentGroup, BufferLayout
-from fedcb2o.federated.metrics import AttackGoal
-from fedcb2o.federated.ragged import Ragged
-from fedcb2o.federated.run_spec import RunSpec
-from fedcb2o.federated.types import Attack
+from fedcb2o.federated import (
+    Adversary,
+    AgentData,
+    AgentGroup,
+    Attack,
+    AttackGoal,
+    BufferLayout,
+    Ragged,
+    RunSpec,
+)
 from fedcb2o.kernels import autotune
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership.federation import Federation, make_federation, read_federation

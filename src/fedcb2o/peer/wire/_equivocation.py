@@ -32,7 +32,7 @@ from fedcb2o.errors import DataError, RunError
 from fedcb2o.peer.membership.certificates import DNS_LABEL
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.versions import parse_members
-from fedcb2o.peer.wire.protocol import (
+from fedcb2o.peer.wire._protocol import (
     MANIFEST_CONTEXT,
     MAX_DIGESTS,
     ZERO_DIGEST,

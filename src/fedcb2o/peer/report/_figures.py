@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from fedcb2o.peer.report.peer_records import PeerRecords, RoundRecord
+from fedcb2o.peer.report._peer_records import PeerRecords, RoundRecord
 from fedcb2o.report.agent_figures import WEIGHT_COLOURMAP, add_weight_colorbar, weight_norm
 from fedcb2o.report.figures import LINE_STYLES, MARKERS, PALETTE, STYLE
 

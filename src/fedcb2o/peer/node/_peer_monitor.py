@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
-from fedcb2o.peer.node.observer import NodeObserver
-from fedcb2o.peer.node.preflight import describe_disagreement
-from fedcb2o.peer.wire.client import HELLO_SECONDS, PeerClient, StoppedError
-from fedcb2o.peer.wire.transport import Transport
+from fedcb2o.peer.node._observer import NodeObserver
+from fedcb2o.peer.node._preflight import describe_disagreement
+from fedcb2o.peer.wire._client import HELLO_SECONDS, PeerClient, StoppedError
+from fedcb2o.peer.wire._transport import Transport
 
 _POLL_SECONDS = 0.2  # between two looks at the links
 _REJOIN_SECONDS = 3.0  # in which a running member is reached

@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.federation_schema import Limits
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.wire.equivocation import Ledger
-from fedcb2o.peer.wire.protocol import (
+from fedcb2o.peer.wire._equivocation import Ledger
+from fedcb2o.peer.wire._protocol import (
     CHUNK_BYTES,
     REQUEST_BYTES,
     REQUEST_CONTEXT,
@@ -39,7 +39,7 @@ from fedcb2o.peer.wire.protocol import (
     encode_hello,
     encode_offer,
 )
-from fedcb2o.peer.wire.transport import Reply
+from fedcb2o.peer.wire._transport import Reply
 
 _AnswerContent: TypeAlias = Callable[[], tuple[AnswerStatus, BytesLike]]
 

@@ -27,33 +27,30 @@ from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs.run_directory import exclusive_lock
-from fedcb2o.federated import metrics
-from fedcb2o.federated.agent_group import AgentGroup
-from fedcb2o.federated.contacts import AgentState
-from fedcb2o.federated.validation import agent_network
+from fedcb2o.federated import AgentGroup, AgentState, agent_network, metrics
 from fedcb2o.nn import parameters
 from fedcb2o.parallel.executors import one_thread
 from fedcb2o.peer.membership.federation import Federation, read_federation
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.node import agent as agents
-from fedcb2o.peer.node.engine import PeerEngine
-from fedcb2o.peer.node.observer import NodeObserver, NullObserver
-from fedcb2o.peer.node.peer_monitor import PeerMonitor
-from fedcb2o.peer.node.preflight import hello_content
-from fedcb2o.peer.node.publisher import ModelPublisher
-from fedcb2o.peer.node.run_directory import open_run
-from fedcb2o.peer.wire.client import (
+from fedcb2o.peer.node import _agent as agents
+from fedcb2o.peer.node._engine import PeerEngine
+from fedcb2o.peer.node._observer import NodeObserver, NullObserver
+from fedcb2o.peer.node._peer_monitor import PeerMonitor
+from fedcb2o.peer.node._preflight import hello_content
+from fedcb2o.peer.node._publisher import ModelPublisher
+from fedcb2o.peer.node._run_directory import open_run
+from fedcb2o.peer.wire._client import (
     BLAMELESS_REASONS,
     HELLO_SECONDS,
     NOT_YET,
     PeerClient,
     StoppedError,
 )
-from fedcb2o.peer.wire.compression import Codec, Int8Codec, RawCodec
-from fedcb2o.peer.wire.equivocation import JOURNAL_FILE, Ledger, SigningJournal
-from fedcb2o.peer.wire.protocol import Manifest
-from fedcb2o.peer.wire.server import Server
-from fedcb2o.peer.wire.transport import Transport, Zenoh
+from fedcb2o.peer.wire._compression import Codec, Int8Codec, RawCodec
+from fedcb2o.peer.wire._equivocation import JOURNAL_FILE, Ledger, SigningJournal
+from fedcb2o.peer.wire._protocol import Manifest
+from fedcb2o.peer.wire._server import Server
+from fedcb2o.peer.wire._transport import Transport, Zenoh
 from fedcb2o.records.checksums import read_checkpoint_header
 from fedcb2o.simulation import checkpoint
 from fedcb2o.simulation.rounds import Round, run_rounds
