@@ -193,7 +193,7 @@ def sample_peers(
         return Ragged.empty(len(members))
     agents = group.agents[members[rows]]
     contacts = contacts.take(rows)
-    candidates = candidate_peers(spec, agents)
+    candidates = _candidate_peers(spec, agents)
     generators = agent_streams(spec.seed, "select", n, agents=agents.tolist())
 
     batched = BATCHED_SELECTION.get(algorithm.select)
@@ -212,7 +212,7 @@ def sample_peers(
     return Ragged.scatter(len(members), (rows, sampled))
 
 
-def candidate_peers(spec: RunSpec, agents: Int[np.ndarray, " a"]) -> CandidatePeers:
+def _candidate_peers(spec: RunSpec, agents: Int[np.ndarray, " a"]) -> CandidatePeers:
     """Return the peers that each of some agents may ask, itself only where it is a candidate.
 
     Args:

@@ -148,7 +148,7 @@ def mix_(
     """
     device = models.device
     columns = models[:, start:stop]
-    multiply = product_with(sparse_matrix(matrix, len(models)), device)
+    multiply = _product_with(_sparse_matrix(matrix, len(models)), device)
     tile = matrix.tile_columns if device.type == "cpu" else _DEVICE_TILE_COLUMNS
     if through_copy:
         copy = columns.new_empty(len(columns), row_stride(stop - start))[:, : stop - start]
@@ -168,7 +168,7 @@ def mix_(
         models[:, start:stop][own] = columns[own]
 
 
-def sparse_matrix(matrix: MixingMatrix, num_rows: int) -> Tensor:
+def _sparse_matrix(matrix: MixingMatrix, num_rows: int) -> Tensor:
     """Return W as a sparse tensor.
 
     Args:
@@ -192,7 +192,7 @@ def sparse_matrix(matrix: MixingMatrix, num_rows: int) -> Tensor:
         )
 
 
-def product_with(
+def _product_with(
     w: Tensor, device: torch.device
 ) -> Callable[[Float[Tensor, "rows b"]], Float[Tensor, "N b"]]:
     """Return the product of a sparse matrix with models on a device.
