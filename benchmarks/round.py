@@ -29,12 +29,7 @@ from fedcb2o.data import Dataset, Shard, features
 from fedcb2o.experiments.config import build
 from fedcb2o.experiments.config.datasets import dataset_tensors, load_dataset
 from fedcb2o.experiments.config.settings import Experiment, load
-from fedcb2o.federated.agent_data import AgentData
-from fedcb2o.federated.agent_group import AgentGroup
-from fedcb2o.federated.contacts import AgentState
-from fedcb2o.federated.inference import logits
-from fedcb2o.federated.local_update import local_update_
-from fedcb2o.federated.run_spec import RunSpec
+from fedcb2o.federated import AgentData, AgentGroup, AgentState, RunSpec, local_update_, logits
 from fedcb2o.kernels import autotune, dispatch
 from fedcb2o.nn import architectures
 from fedcb2o.parallel import shared_memory

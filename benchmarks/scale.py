@@ -32,7 +32,7 @@ from fedcb2o.experiments.config.settings import Experiment, load
 from fedcb2o.experiments.runs.local_backend import open_local_engine
 from fedcb2o.experiments.runs.memory_plan import MemoryPlan
 from fedcb2o.experiments.runs.round_records import metrics_record, pairs_record
-from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated import AgentState
 from fedcb2o.parallel.executors import one_thread
 from fedcb2o.records import RoundLog
 from fedcb2o.simulation.rounds import run_rounds
