@@ -53,16 +53,6 @@ def test_it_is_minimize_with_names_of_scipy():
     assert "upper" not in found
 
 
-def test_it_finds_the_minimum():
-    found = optimize.minimize(
-        optimize.rosen,
-        [0.0, 0.0],
-        method=fedcb2o.cb2o,
-        options={"spread": 2.0, "alpha": 1e5, "seed": 1},
-    )
-    assert found.x == pytest.approx([1, 1], abs=0.1)
-
-
 def test_two_levels():
     """What is allowed as the minimisers of `fun`."""
     options = {"upper": lambda x: float(x[0]), "num_particles": 100, "dt": 0.03}
