@@ -2,6 +2,11 @@
 
 Readers keep the first images of each class, in the order of the files. Only these images and one
 block of a file are in memory.
+
+Example:
+    >>> from fedcb2o.data.sets._mnist import RELEASE
+    >>> RELEASE.file_names[1]
+    'train-labels-idx1-ubyte'
 """
 
 import gzip

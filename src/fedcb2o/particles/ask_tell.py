@@ -2,6 +2,11 @@
 
 The steps of `minimize` are one generator of `EvaluationRequest`s. Functions answer them
 (`run_with_objectives`), or a user who knows the values (`search.py`).
+
+Example:
+    >>> request = EvaluationRequest(torch.ones(1, 3, 2), lambda x: x.sum(-1), None)
+    >>> request.evaluate().lower.tolist()
+    [[2.0, 2.0, 2.0]]
 """
 
 import dataclasses

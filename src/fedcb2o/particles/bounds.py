@@ -4,6 +4,10 @@ The bounds are those of prop:QQLP and prop:attack on ensembles: García Trillos 
 Against Diverse Attacks in Federated Learning Through Consensus-Based Bi-Level Optimization"
 (arXiv 2412.02535), Section 2. Both sides of every inequality are computed; the constants of
 Assumptions A1 to A6 belong to the user's L and G. Balls are closed, and `target` is theta_good.
+
+Example:
+    >>> ball_mass(torch.tensor([[0.0], [0.5], [2.0], [3.0]]), torch.tensor([0.0]), 1.0)
+    0.5
 """
 # ruff: noqa: N802, N815 (the paper's names)
 

@@ -1,4 +1,9 @@
-"""Start of `minimize`: seeds, clusters, start box and first ensembles."""
+"""Start of `minimize`: seeds, clusters, start box and first ensembles.
+
+Example:
+    >>> resolve_seeds(3, runs=2)
+    [3, 4]
+"""
 
 import itertools
 import secrets

@@ -1,4 +1,9 @@
-"""The result of `minimize` and its history, in the user's shapes."""
+"""The result of `minimize` and its history, in the user's shapes.
+
+Example:
+    >>> OutputShape(single_run=True, single_cluster=True).squeeze(torch.zeros(1, 1, 3)).shape
+    torch.Size([3])
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

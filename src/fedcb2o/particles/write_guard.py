@@ -2,6 +2,13 @@
 
 PyTorch counts writes into a tensor, so these are noticed at once. Writes into a NumPy array that
 shares the memory are not counted; a copy of the tensor reveals them.
+
+Example:
+    >>> x = torch.zeros(2)
+    >>> before = write_count(x)
+    >>> _ = x.add_(1)
+    >>> write_count(x) - before
+    1
 """
 
 from collections.abc import Callable

@@ -1,6 +1,10 @@
 """Breast cancer in Wisconsin: 569 tumours with 30 features, from scikit-learn, no download.
 
 Street, Wolberg and Mangasarian, "Nuclear feature extraction for breast tumor diagnosis" (1993).
+
+Example:
+    >>> breast_cancer().class_names
+    ('malignant', 'benign')
 """
 
 from fedcb2o.data._dataset import Dataset

@@ -1,6 +1,10 @@
 """Progression of diabetes: a regression on 442 patients, from scikit-learn, no download.
 
 Efron, Hastie, Johnstone and Tibshirani, "Least Angle Regression" (2004).
+
+Example:
+    >>> diabetes().num_outputs
+    1
 """
 
 from fedcb2o.data._dataset import Dataset

@@ -2,6 +2,10 @@
 
 Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits" (UCI Machine Learning Repository,
 1998), its test set.
+
+Example:
+    >>> digits(test_per_class=10).test
+    Shard(100 samples of shape (1, 8, 8))
 """
 
 from pathlib import Path
