@@ -270,9 +270,10 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
 def test_a_run_equals_plain_loops_from_the_file_to_its_scores(changes, tmp_path, monkeypatch):
-    for module in (universal_perturbation, reference):
-        monkeypatch.setattr(module, "CANDIDATES", 4)  # of 10 classes
-        monkeypatch.setattr(module, "MEASURED", 7)  # of more samples
+    monkeypatch.setattr(universal_perturbation, "MAX_CANDIDATES", 4)  # of 10 classes
+    monkeypatch.setattr(universal_perturbation, "MAX_SAMPLES", 7)  # of more samples
+    monkeypatch.setattr(reference, "CANDIDATES", 4)
+    monkeypatch.setattr(reference, "MEASURED", 7)
     hold(changes, tmp_path, SMOOTH)
 
 

@@ -151,9 +151,9 @@ class Whole:
             module=first_model(
                 self.settings, self.seed, j, list(pool.x.shape[1:]), len(self.dataset.class_names)
             ),
-            train_x=self._gather(pool.x[share.train], share.cluster),
+            train_x=self._seen(pool.x[share.train], share.cluster),
             train_y=pool.y[share.train],
-            validation_x=self._gather(pool.x[share.validation], share.cluster),
+            validation_x=self._seen(pool.x[share.validation], share.cluster),
             validation_y=pool.y[share.validation],
             malicious=share.malicious,
             cluster=share.cluster,
@@ -192,9 +192,9 @@ class Whole:
         holds."""
         test, pool = self.dataset.test, self.dataset.pool
         if self.settings["evaluate_on"] != "tuning":
-            return self._gather(test.x, cluster), test.y
+            return self._seen(test.x, cluster), test.y
         held = self.tuning[: len(test.y)]
-        return self._gather(pool.x[held], cluster), pool.y[held]
+        return self._seen(pool.x[held], cluster), pool.y[held]
 
 
 # ---- the file ----
@@ -214,6 +214,16 @@ def read(path: Path) -> dict[str, Any]:
     }
 
 
+OPTIONS = {
+    "tested": "loss_tolerance",
+    "ball": "max_distance",
+    "apart": "min_distance",
+    "judged_at": "interpolation",
+    "counts_from": "min_contacts",
+}
+"""Names of the plain loops' options, and the keys of a configuration."""
+
+
 def options_of(settings: dict[str, Any]) -> reference.Options:
     """What an agent of the configured algorithm does."""
     chosen = {key: value for key, value in settings["algorithm"].items() if key != "name"}
@@ -226,6 +236,11 @@ def options_of(settings: dict[str, Any]) -> reference.Options:
         chosen["selection"], chosen["newcomers"] = table["name"], table["newcomers"]
     if chosen["mixing_factor"] == "lambda1*gamma":
         chosen["mixing_factor"] = None
+    for name, key in OPTIONS.items():
+        if key in chosen:
+            chosen[name] = chosen.pop(key)
+    if "counts_from" in chosen:
+        chosen["counts_from"] = {1: "first", 2: "second"}[chosen["counts_from"]]
     agents = settings["agents"]
     return reference.Options(
         **chosen, budget=agents["budget"], validation_loss=agents["validation_loss"]
