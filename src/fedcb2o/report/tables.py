@@ -44,7 +44,7 @@ def compare(
     with_counterparts: bool = False,
     twins: bool | None = None,
 ) -> pd.DataFrame:
-    """Build the paper's Tables 1 and 2, metrics by runs.
+    """Build Tables 1 and 2 (tab:baselines, tab:FedCB2O_T_G), metrics by runs.
 
     Net attack success is the attack success rate minus that of the clean counterpart with the same
     seed at the same round. The counterpart is searched among `runs`, then in the folder with the

@@ -42,8 +42,8 @@ class NodeObserver(Protocol):
 class NullObserver:
     """Observer that ignores everything."""
 
-    def on_phase(self, n: int, name: str) -> None: ...  # noqa: D102
+    def on_phase(self, n: int, name: str) -> None: ...
 
-    def on_round(self, line: Mapping[str, Any]) -> None: ...  # noqa: D102
+    def on_round(self, line: Mapping[str, Any]) -> None: ...
 
-    def on_note(self, text: str) -> None: ...  # noqa: D102
+    def on_note(self, text: str) -> None: ...

@@ -73,13 +73,13 @@ def check_members(
 ) -> list[CheckResult]:
     """Check that every member can be reached and holds the same federation.
 
-    If the own port is in use, as while the own node runs, this program asks but is not asked.
+    If the port is in use, for example by the running node, this program asks but is not asked.
 
     Args:
         federation: The federation.
         identity: This organisation.
         seconds: Time after which missing answers are given up.
-        listen: Listen at the own endpoint, or at this "HOST:PORT".
+        listen: Listen at this node's endpoint, or at this "HOST:PORT".
 
     Returns:
         One result per member, this organisation first.

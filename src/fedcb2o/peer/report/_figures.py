@@ -296,7 +296,7 @@ def weights_by_round(
 
     Args:
         rounds: The rounds.
-        agent_id: The agent, whose own model is the first row.
+        agent_id: The agent; its own model is the first row.
         peers: The peers of the other rows.
 
     Returns:

@@ -175,7 +175,8 @@ def peers_table(records: PeerRecords) -> pd.DataFrame:
         One row per peer: requests, outcomes, response times, bytes, weight and last link.
     """
     seconds = _response_times(records.rounds)
-    counts = Counter(item for record in records.rounds for item in _figures.outcomes(record).items())
+    outcomes = [_figures.outcomes(record) for record in records.rounds]
+    counts = Counter(item for round_outcomes in outcomes for item in round_outcomes.items())
     last_alive = {peer: record.round for record in records.rounds for peer in record.alive}
     received_bytes: Counter[int] = Counter()
     for record in records.rounds:

@@ -437,7 +437,7 @@ class _ModelDownload:
             return reason
 
         client.ledger.record(signed)
-        longest = _protocol.manifest_bytes(codec.max_bytes)  # nobody accepts a longer one
+        longest = _protocol.manifest_bytes(codec.max_bytes)  # no peer accepts a longer one
         for agent, n, digest in client.ledger.find_conflicts(digests)[:_MAX_WITNESSES]:
             answers = self.session.ask(RequestKind.WITNESS, round=n, index=agent, digest=digest)
             for answer in answers:

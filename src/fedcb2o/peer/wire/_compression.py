@@ -52,13 +52,13 @@ class Codec(Protocol):
     """
 
     @property
-    def encoding(self) -> int: ...  # noqa: D102
+    def encoding(self) -> int: ...
     @property
-    def base(self) -> bytes: ...  # noqa: D102
+    def base(self) -> bytes: ...
     @property
-    def min_bytes(self) -> int: ...  # noqa: D102
+    def min_bytes(self) -> int: ...
     @property
-    def max_bytes(self) -> int: ...  # noqa: D102
+    def max_bytes(self) -> int: ...
 
     def encode(self, theta: Float[Tensor, " d"]) -> bytes:
         """Encode a model.
@@ -128,7 +128,7 @@ class RawCodec:
     def __init__(self, dim: int) -> None:
         self.min_bytes = self.max_bytes = 4 * dim
 
-    def encode(self, theta: Float[Tensor, " d"]) -> bytes:  # noqa: D102
+    def encode(self, theta: Float[Tensor, " d"]) -> bytes:
         return _little_endian(theta).tobytes()
 
     def buffer(self, size: int, into: Float[Tensor, " d"]) -> memoryview:
@@ -145,7 +145,7 @@ class RawCodec:
             return into.numpy().data.cast("B")
         return memoryview(bytearray(size))
 
-    def decode_(self, content: BytesLike, into: Float[Tensor, " d"]) -> str:  # noqa: D102
+    def decode_(self, content: BytesLike, into: Float[Tensor, " d"]) -> str:
         if len(content) != self.max_bytes:
             return f"it has {len(content)} bytes, expected {self.max_bytes}"
         numbers = np.frombuffer(content, "<f4")
@@ -155,10 +155,10 @@ class RawCodec:
             into[k : k + _SLICE_SIZE] = _to_tensor(numbers[k : k + _SLICE_SIZE])
         return ""
 
-    def state(self) -> dict[str, Tensor]:  # noqa: D102
+    def state(self) -> dict[str, Tensor]:
         return {}
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         _check_state(state, self.state())
 
 
@@ -284,7 +284,7 @@ class Int8Codec:
         """
         return {"owed": self._residual}
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         _check_state(state, self.state())
         self._residual.copy_(state["owed"])
 

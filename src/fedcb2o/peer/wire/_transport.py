@@ -152,7 +152,7 @@ class Zenoh:
         """True if other members can ask this agent."""
         return self._incoming is not None
 
-    def ask(  # noqa: D102
+    def ask(
         self, peer: int, request: bytes, timeout: float
     ) -> Iterator[bytes]:
         session = self._links.get(peer)
@@ -189,7 +189,7 @@ class Zenoh:
             return iter(())
         return _iterate_answers(replies, end, cancellation)
 
-    def serve(self, handler: RequestHandler) -> None:  # noqa: D102
+    def serve(self, handler: RequestHandler) -> None:
         if self._incoming is None:
             raise RunError(
                 "a transport that does not listen cannot serve: open it with listen=True"
@@ -206,7 +206,7 @@ class Zenoh:
         self._handler_threads.append(thread)
         thread.start()
 
-    def connected_peers(self) -> frozenset[int]:  # noqa: D102
+    def connected_peers(self) -> frozenset[int]:
         connected = set()
         for id, session in self._links.items():
             with suppress(zenoh.ZError):  # closed
@@ -214,7 +214,7 @@ class Zenoh:
                     connected.add(id)
         return frozenset(connected)
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         self._close()
 
     def __enter__(self) -> "Zenoh":
