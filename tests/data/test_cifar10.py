@@ -86,7 +86,9 @@ def test_keeps_the_first_of_each_class_over_the_files(tmp_path):
 
 def test_gzip_and_files_longer_than_a_block(tmp_path, monkeypatch):
     whole = cifar10(data_dir=write(tmp_path / "plain", contents())).pool
-    monkeypatch.setattr(importlib.import_module("fedcb2o.data.sets._cifar10"), "IMAGES_PER_BLOCK", 7)
+    monkeypatch.setattr(
+        importlib.import_module("fedcb2o.data.sets._cifar10"), "IMAGES_PER_BLOCK", 7
+    )
     zipped = {f"{name}.gz": gzip.compress(body, 1) for name, body in contents().items()}
     assert torch.equal(cifar10(data_dir=write(tmp_path / "gzip", zipped)).pool.x, whole.x)
 

@@ -159,7 +159,9 @@ def test_organisations_tell_numbers(tmp_path):
             loss = (_agent.load_model(folder)(test.x) - test.y).square().mean()
         assert loss.item() == pytest.approx(lines[-1]["test_loss"], rel=1e-4)
         assert _agent.agent_from_dataset(again, j, line(j)).data.validation.sizes.tolist() == [9]
-        assert _agent.agent_from_dataset(again, j, line(j)).data.train.sizes.tolist() == [30 + 5 * j]
+        assert _agent.agent_from_dataset(again, j, line(j)).data.train.sizes.tolist() == [
+            30 + 5 * j
+        ]
 
 
 def test_data_that_do_not_fit(tmp_path):

@@ -152,9 +152,7 @@ class Zenoh:
         """True if other members can ask this agent."""
         return self._incoming is not None
 
-    def ask(
-        self, peer: int, request: bytes, timeout: float
-    ) -> Iterator[bytes]:
+    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:
         session = self._links.get(peer)
         end = time.monotonic() + timeout
         if session is None or timeout <= 0:
