@@ -355,6 +355,7 @@ class Compared(LocalEngine):
             layout=dataclasses.replace(
                 layout,
                 own=layout.own[me],
+                first_crafted=layout.first_crafted[me],
                 previous=None if layout.previous is None else layout.previous[me],
             ),
             models=models,

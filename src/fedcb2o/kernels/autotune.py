@@ -25,9 +25,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedcb2o.data import features
-from fedcb2o.federated.inference import batched_forward
-from fedcb2o.federated.local_update import Precision, allow_tf32, autocast
-from fedcb2o.federated.run_spec import ConvolutionKernel, LinearKernel
+from fedcb2o.federated import (
+    ConvolutionKernel,
+    LinearKernel,
+    Precision,
+    allow_tf32,
+    autocast,
+    batched_forward,
+)
 from fedcb2o.kernels import onednn
 from fedcb2o.kernels.devices import deterministic
 from fedcb2o.kernels.dispatch import use_kernels

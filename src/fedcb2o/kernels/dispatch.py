@@ -26,7 +26,7 @@ from typing import Any
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fedcb2o.federated.run_spec import ConvolutionKernel, LinearKernel
+from fedcb2o.federated import ConvolutionKernel, LinearKernel
 from fedcb2o.kernels import fft_conv, onednn, unfold_conv
 
 _CONVOLUTIONS: dict[ConvolutionKernel, Callable[..., Any]] = {

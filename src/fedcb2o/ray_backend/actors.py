@@ -10,7 +10,7 @@ import ray
 from jaxtyping import Int
 
 from fedcb2o.errors import FedCB2OError, RunError
-from fedcb2o.federated.ragged import Indices
+from fedcb2o.federated import Indices
 from fedcb2o.parallel.serialization import serialize, unwrap_result
 from fedcb2o.ray_backend.code_shipping import localize_paths
 from fedcb2o.ray_backend.sharding import Sharding

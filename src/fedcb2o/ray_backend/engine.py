@@ -14,17 +14,21 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.federated.admission import is_admissible
-from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated import (
+    AgentGroup,
+    AgentState,
+    Decisions,
+    EvaluationResult,
+    Inbox,
+    Outbox,
+    Ragged,
+    RuleState,
+    is_admissible,
+    make_outbox,
+    plan_training_batches,
+)
 from fedcb2o.federated.batched_aggregation import local_aggregation_
-from fedcb2o.federated.batched_training import plan_training_batches
 from fedcb2o.federated.collusion import AdversarialEngine, decide
-from fedcb2o.federated.contacts import AgentState
-from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.metrics import EvaluationResult
-from fedcb2o.federated.publishing import Outbox, make_outbox
-from fedcb2o.federated.ragged import Ragged
-from fedcb2o.federated.types import RuleState
 from fedcb2o.nn.parameters import row_stride
 from fedcb2o.ray_backend.actors import WorkerActors
 from fedcb2o.ray_backend.sharding import Sharding

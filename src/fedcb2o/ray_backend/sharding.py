@@ -7,10 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from fedcb2o.federated.adversary import Adversary
-from fedcb2o.federated.agent_group import AgentGroup, BufferLayout
-from fedcb2o.federated.batched_training import plan_training_batches
-from fedcb2o.federated.run_spec import RunSpec
+from fedcb2o.federated import Adversary, AgentGroup, BufferLayout, RunSpec, plan_training_batches
 from fedcb2o.parallel.executors import balance_load
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
-from fedcb2o.federated.ragged import Indices
+from fedcb2o.federated import Indices
 
 MAX_TRANSFER_BYTES = 2**24  # of an object in the store: one large model, or many small ones
 OBJECT_OVERHEAD_BYTES = 2**22  # whose copying takes as long as creating and finding an object

@@ -18,13 +18,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated import (
+    AgentGroup,
+    AgentState,
+    Decisions,
+    EvaluationResult,
+    Indices,
+    RuleState,
+)
 from fedcb2o.federated.collusion import decide
-from fedcb2o.federated.contacts import AgentState
-from fedcb2o.federated.decisions import Decisions
-from fedcb2o.federated.metrics import EvaluationResult
-from fedcb2o.federated.ragged import Indices
-from fedcb2o.federated.types import RuleState
 from fedcb2o.kernels import devices, onednn
 from fedcb2o.nn.parameters import MIN_FOREACH_SIZE, row_stride
 from fedcb2o.parallel import resources

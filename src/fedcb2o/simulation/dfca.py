@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from fedcb2o.federated.admission import max_abs
+from fedcb2o.federated import AgentState, ContactTable, Ragged, max_abs
 from fedcb2o.federated.algorithms._dfca import as_decisions, running_averages
 from fedcb2o.federated.collusion import sample_peers
-from fedcb2o.federated.contacts import AgentState, ContactTable
-from fedcb2o.federated.ragged import Ragged
 from fedcb2o.simulation.ifca import assign_clusters, cluster_models
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import (

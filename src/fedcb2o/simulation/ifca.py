@@ -8,12 +8,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from jaxtyping import Float, Int
 
-from fedcb2o.federated.algorithm_spec import ClusterModels
+from fedcb2o.federated import AgentState, ClusterModels, Decisions, Ragged, mixing_matrix
 from fedcb2o.federated.algorithms._ifca import as_decisions, assign_clusters_, cluster_means
-from fedcb2o.federated.contacts import AgentState
-from fedcb2o.federated.decisions import Decisions
-from fedcb2o.federated.mixing import mixing_matrix
-from fedcb2o.federated.ragged import Ragged
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import (
     OnPhase,

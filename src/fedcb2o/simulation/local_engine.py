@@ -21,18 +21,28 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.federated.admission import is_admissible, max_abs
-from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated import (
+    AgentGroup,
+    AgentState,
+    Decisions,
+    EvaluationResult,
+    Inbox,
+    Indices,
+    MixingMatrix,
+    Outbox,
+    Peek,
+    Ragged,
+    craft_models_,
+    evaluate_models,
+    is_admissible,
+    make_outbox,
+    max_abs,
+    mix_,
+    mixing_matrix,
+    plan_training_batches,
+)
 from fedcb2o.federated.batched_aggregation import local_aggregation_
-from fedcb2o.federated.batched_training import plan_training_batches
 from fedcb2o.federated.collusion import AdversarialEngine, decide, sample_peers
-from fedcb2o.federated.contacts import AgentState
-from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.metrics import EvaluationResult
-from fedcb2o.federated.mixing import MixingMatrix, mix_, mixing_matrix
-from fedcb2o.federated.publishing import Outbox, Peek, craft_models_, make_outbox
-from fedcb2o.federated.ragged import Indices, Ragged
-from fedcb2o.federated.validation import evaluate_models
 from fedcb2o.kernels.dispatch import use_kernels
 from fedcb2o.nn.parameters import gather_rows, row_stride
 from fedcb2o.parallel.executors import Executor, balance_load

@@ -19,13 +19,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated.adversary import Adversary
+from fedcb2o.federated import Adversary, AgentState, Decisions, EvaluationResult, RunSpec, train_
 from fedcb2o.federated.batched_aggregation import Engine as AggregationEngine
-from fedcb2o.federated.batched_training import train_
-from fedcb2o.federated.contacts import AgentState
-from fedcb2o.federated.decisions import Decisions
-from fedcb2o.federated.metrics import EvaluationResult
-from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.rng import stream
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.agent_group import AgentGroup
-from fedcb2o.federated.ragged import Indices
+from fedcb2o.federated import AgentGroup, Indices
 from fedcb2o.nn.parameters import row_checksums
 
 AGGREGATION_KINDS = ("criterion", "rule", "pre-step", "algorithm", "model")
