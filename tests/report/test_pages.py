@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from paper.pages import FIGURE, TABLE, table_digest, named_table, page_figures, rewrite_page
+from paper.pages import FIGURE, TABLE, named_table, page_figures, rewrite_page, table_digest
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, make_grid
 
 from fedcb2o.errors import ConfigError

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 __all__ = ["LiveTable", "PeerRecords", "write_node_report"]
 
 _MODULES = {
-    "LiveTable": "live_table",
-    "PeerRecords": "peer_records",
-    "write_node_report": "node_page",
+    "LiveTable": "_live_table",
+    "PeerRecords": "_peer_records",
+    "write_node_report": "_node_page",
 }
 
 
