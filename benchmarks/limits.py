@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from fedcb2o.kernels import dispatch, onednn
+from fedcb2o.kernels import _onednn, dispatch
 
 NUM_CLASSES = 47
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -40,7 +40,7 @@ def products(dtype: torch.dtype = torch.float32) -> dict[str, Product]:
         "the same, channels last": (convolution, lambda: F.conv2d(x_last, w_last, padding=2)),
         "product of 2048x2048 matrices": (square, lambda: a @ b),
     }
-    if dtype == torch.float32 and onednn.is_available():
+    if dtype == torch.float32 and _onednn.is_available():
         result["the same, oneDNN"] = (square, by_onednn)
     return result
 

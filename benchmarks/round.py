@@ -30,10 +30,10 @@ from fedcb2o.experiments.config import build
 from fedcb2o.experiments.config.datasets import dataset_tensors, load_dataset
 from fedcb2o.experiments.config.settings import Experiment, load
 from fedcb2o.federated import AgentData, AgentGroup, AgentState, RunSpec, local_update_, logits
-from fedcb2o.kernels import autotune, dispatch
+from fedcb2o.kernels import _autotune, dispatch
 from fedcb2o.nn import architectures
-from fedcb2o.parallel import shared_memory
-from fedcb2o.parallel.executors import PoolExecutor
+from fedcb2o.parallel import _shared_memory
+from fedcb2o.parallel._executors import PoolExecutor
 from fedcb2o.rng import stream
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import Round, run_rounds
@@ -65,8 +65,8 @@ def speed_experiment(is_small: bool, is_real: bool) -> Experiment:
     images = torch.zeros(64, 1, 28, 28)
     changes = {
         **{"agents.benign": 7, "agents.malicious": 3, "agents.budget": 4},
-        "linear": autotune.fastest_linear(),
-        "convolution": autotune.fastest_single_convolution(network, images, "float32"),
+        "linear": _autotune.fastest_linear(),
+        "convolution": _autotune.fastest_single_convolution(network, images, "float32"),
     }
     if not is_real:
         changes["data"] = {"name": random_images, **({"test_per_class": 4} if is_small else {})}
@@ -104,7 +104,7 @@ def library(
     dim = prepared.spec.dim
     make = functools.partial(build.build_full_group, experiment, 0, dataset.names, dim)
     specs = build.tensor_specs(dataset, experiment.num_models, dim)
-    with shared_memory.allocate_shared(specs) as shared:
+    with _shared_memory.allocate_shared(specs) as shared:
         tensors = shared.tensors()
         for name, tensor in dataset_tensors(dataset).items():
             tensors[name].copy_(tensor)

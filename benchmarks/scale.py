@@ -29,11 +29,11 @@ import fedcb2o
 from fedcb2o.experiments.config import build
 from fedcb2o.experiments.config.datasets import attack_goal, load_dataset
 from fedcb2o.experiments.config.settings import Experiment, load
-from fedcb2o.experiments.runs.local_backend import open_local_engine
-from fedcb2o.experiments.runs.memory_plan import MemoryPlan
-from fedcb2o.experiments.runs.round_records import metrics_record, pairs_record
+from fedcb2o.experiments.runs._local_backend import open_local_engine
+from fedcb2o.experiments.runs._memory_plan import MemoryPlan
+from fedcb2o.experiments.runs._round_records import metrics_record, pairs_record
 from fedcb2o.federated import AgentState
-from fedcb2o.parallel.executors import one_thread
+from fedcb2o.parallel._executors import one_thread
 from fedcb2o.records import RoundLog
 from fedcb2o.simulation.rounds import run_rounds
 

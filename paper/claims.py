@@ -39,7 +39,7 @@ import numpy as np
 import pandas as pd
 
 from fedcb2o.records import Run, last_fifth, settings_digest, summary
-from fedcb2o.report import figures, statistics
+from fedcb2o.report import _figures, _statistics
 from fedcb2o.report.tables import is_attacked, pair_statistics
 
 ACCURACY, SOURCE, SUCCESS = METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
@@ -73,7 +73,7 @@ MAIN_METHODS = (
     *("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max"),
     *(f"fedcb2o{variant}" for variant in VARIANTS),
 )
-MAX_CURVES = len(figures.PALETTE)  # of more methods, the figure shows MAIN_METHODS
+MAX_CURVES = len(_figures.PALETTE)  # of more methods, the figure shows MAIN_METHODS
 SAME_LOSS_FEDCBO = "FedCBO, judging by samples of the same kind"
 """Role of FedCBO if it holds out validation data exactly if FedCB2O does: losses are comparable."""
 CLUSTER_SUFFIXES = {" (cluster 1)": "_1", " (cluster 2)": "_2", " (both clusters)": ""}
@@ -146,14 +146,14 @@ def seed_curves(run: Run) -> pd.DataFrame:
     return (100 * means.dropna()).round(2)
 
 
-def select_curves(curves: Values) -> list[figures.Curve]:
+def select_curves(curves: Values) -> list[_figures.Curve]:
     """Return the curves of a figure, with T_G where the method's name contains it."""
     selected = []
     for name, table in curves.items():
         if name in MAIN_METHODS or len(curves) <= MAX_CURVES:
             match = re.search(r"-tg(\d+)$", name)
             switch = int(match[1]) if match else 0
-            selected.append(figures.Curve(name, (table / 100).reset_index(), switch))
+            selected.append(_figures.Curve(name, (table / 100).reset_index(), switch))
     return selected
 
 
@@ -416,7 +416,7 @@ def mean_interval(values: "Series[float]") -> tuple[float, float, float]:
     mean = float(values.mean())
     if len(values) < 2:
         return mean, -math.inf, math.inf
-    half = float(statistics.interval_half_width(len(values), values.std(ddof=1)))
+    half = float(_statistics.interval_half_width(len(values), values.std(ddof=1)))
     return mean, mean - half, mean + half
 
 
@@ -500,7 +500,7 @@ def _cell(claim: Claim, runs: Values, seeds: int) -> str:
     mean, low, high = mean_interval(values)
     is_signed = " less " in claim.statistic or " by" in claim.statistic
     decimals = 2 if claim.statistic.startswith(tuple(METRIC_NAMES.values())) else 3
-    text = statistics.format_interval(mean, low, high, decimals, "+" if is_signed else "")
+    text = _statistics.format_interval(mean, low, high, decimals, "+" if is_signed else "")
     if len(values) != seeds or seeds == 1:
         text += f" ({len(values)} seed{'s' * (len(values) > 1)})"
     return f"{text} **{verdict(claim, low, high)}**"
@@ -516,7 +516,7 @@ def metrics_table(values: Values) -> str:
             continue
         intervals = [mean_interval(_column(table, column)) for column in columns]
         cells = [
-            "–" if math.isnan(ends[0]) else statistics.format_interval(*ends, digits=2)
+            "–" if math.isnan(ends[0]) else _statistics.format_interval(*ends, digits=2)
             for ends in intervals
         ]
         lines.append("| " + " | ".join([f"`{name}`", *cells, str(len(table))]) + " |")
@@ -636,8 +636,8 @@ def rewrite_page(page: Path) -> str:
 
 def draw_curves(folder: Path) -> None:
     """Draw the figure of a folder's curves.csv."""
-    panels = figures.curve_panels(select_curves(_read_curves(folder)))
-    figures.draw_panels(panels).savefig(folder / "curves.png", dpi=130)
+    panels = _figures.curve_panels(select_curves(_read_curves(folder)))
+    _figures.draw_panels(panels).savefig(folder / "curves.png", dpi=130)
 
 
 def main() -> None:
@@ -670,7 +670,7 @@ def main() -> None:
             pd.concat(curves, names=["method"]).to_csv(out / "curves.csv")
             draw_curves(out)
             roles = next(iter(run_columns(values).values()))
-            bars = figures.figure6(
+            bars = _figures.figure6(
                 *(runs[roles[role]][0] for role in ("FedCBO", "FedCB2O of Fig. 6"))
             )
             bars.savefig(out / "figure6.png", dpi=130)

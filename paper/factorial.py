@@ -32,7 +32,7 @@ from scipy import linalg, stats
 
 import fedcb2o
 from fedcb2o.experiments.config.tables import merge
-from fedcb2o.report.statistics import format_interval, holm_correction, interval_half_width
+from fedcb2o.report._statistics import format_interval, holm_correction, interval_half_width
 
 DATA = Path(__file__).parents[1] / "docs" / "benchmark" / "factorial"
 FLIP = {"name": "label_flip", "source": 3, "target": 8}

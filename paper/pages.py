@@ -25,8 +25,9 @@ from PIL.PngImagePlugin import PngInfo
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.report import read_grid, to_markdown
-from fedcb2o.report.attack_strengths import chosen_strengths_table, read_choices
-from fedcb2o.report.grid_page import regret_figure
+from fedcb2o.report._attack_strengths import chosen_strengths_table, read_choices
+from fedcb2o.report._grid_page import regret_figure
+from fedcb2o.report._page import slug
 from fedcb2o.report.grid_results import GridResults
 from fedcb2o.report.grid_tables import (
     SettingResults,
@@ -40,7 +41,6 @@ from fedcb2o.report.grid_tables import (
     worst_regret_differences,
     worst_regrets,
 )
-from fedcb2o.report.page import slug
 
 TABLE = re.compile(
     r"(?P<mark>^<!-- table: (?P<folder>\S+) (?P<name>\S+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE

@@ -18,20 +18,20 @@ import pandas as pd
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.report import read_grid
-from fedcb2o.report.grid_results import GridResults
-from fedcb2o.report.grid_tables import (
-    COMPARED_METRICS,
-    SIGNIFICANT_MARK,
-    SettingResults,
-    metric_info,
-)
-from fedcb2o.report.statistics import (
+from fedcb2o.report._statistics import (
     CONFIDENCE,
     add_attack_effects,
     format_interval,
     holm_correction,
     paired_differences,
     seed_statistics,
+)
+from fedcb2o.report.grid_results import GridResults
+from fedcb2o.report.grid_tables import (
+    COMPARED_METRICS,
+    SIGNIFICANT_MARK,
+    SettingResults,
+    metric_info,
 )
 
 LOOKS = 4

@@ -37,10 +37,10 @@ import pandas as pd
 from paper.claims import mean_interval, read_mean, read_values
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.report import read_grid, statistics
+from fedcb2o.report import _statistics, read_grid
+from fedcb2o.report._regret import worst_regret
+from fedcb2o.report._statistics import CONFIDENCE, group_statistics, holm_correction
 from fedcb2o.report.grid_tables import SettingResults, metric_info, regret_contests
-from fedcb2o.report.regret import worst_regret
-from fedcb2o.report.statistics import CONFIDENCE, group_statistics, holm_correction
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ("../README.md", "benchmark.md", "claims.md", "configuration.md", "criteria.md")
@@ -136,7 +136,7 @@ def recompute(docs: Path, of: str, less: str = "", decimals: int = 1) -> str:
             raise ConfigError(f"{of!r} and {less!r} have different units")
         values = values - subtracted
     mean, low, high = (scale * value for value in mean_interval(values))
-    return statistics.format_interval(mean, low, high, decimals)
+    return _statistics.format_interval(mean, low, high, decimals)
 
 
 @functools.cache

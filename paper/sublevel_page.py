@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fedcb2o.report import to_markdown
-from fedcb2o.report.figures import MARKERS, PALETTE, STYLE
-from fedcb2o.report.statistics import interval_half_width
+from fedcb2o.report._figures import MARKERS, PALETTE, STYLE
+from fedcb2o.report._statistics import interval_half_width
 from fedcb2o.report.tables import format_mean_interval
 
 BETAS = (0.25, 0.5, 0.75, 1.0)

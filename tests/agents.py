@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedcb2o.data import Shard
-from fedcb2o.experiments.runs.seed_run import round_loop
+from fedcb2o.experiments.runs._seed_run import round_loop
 from fedcb2o.federated import (
     Adversary,
     AgentData,
@@ -28,7 +28,7 @@ from fedcb2o.federated import (
 )
 from fedcb2o.federated.attacks import label_flip
 from fedcb2o.nn import batch_norm, parameters
-from fedcb2o.parallel.executors import SerialExecutor
+from fedcb2o.parallel._executors import SerialExecutor
 from fedcb2o.rng import stream
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import Engine, Round

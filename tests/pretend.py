@@ -127,10 +127,10 @@ class Pretend(TorchDispatchMode):
 @contextlib.contextmanager
 def pretended(monkeypatch) -> Iterator[Pretend]:
     """A device "meta" of 1 GiB, on which nothing is timed."""
-    from fedcb2o.kernels import autotune, devices
+    from fedcb2o.kernels import _autotune, devices
 
     monkeypatch.setattr(devices, "device_memory", lambda device: 2**30)
     monkeypatch.setattr(devices, "device_name", lambda device: "a pretended device")
-    monkeypatch.setattr(autotune, "fastest_batched_convolution", lambda *_: "grouped")
+    monkeypatch.setattr(_autotune, "fastest_batched_convolution", lambda *_: "grouped")
     with Pretend() as mode:
         yield mode

@@ -88,7 +88,7 @@ def test_the_first_result_of_the_tutorial_is_what_is_shown(capsys):
 def test_toml_is_valid(page, block):
     table = tomllib.loads(block)
     if {"attacks", "defences"} <= table.keys():
-        importlib.import_module("fedcb2o.experiments.grid.loading").load_grid(
+        importlib.import_module("fedcb2o.experiments.grid._loading").load_grid(
             {"name": "documented", **table}
         )
     elif (

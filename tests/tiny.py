@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from fedcb2o import cli
 from fedcb2o.experiments import run
 from fedcb2o.nn import parameters
-from fedcb2o.parallel import resources
+from fedcb2o.parallel import _resources
 
 FEDCB2O = Path(sys.executable).with_name("fedcb2o")
 ENVIRONMENT = {
@@ -154,7 +154,7 @@ def bits_however(folder: Path, experiment: Mapping[str, Any]) -> dict[str, bytes
     found = bits(folder / "one")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            resources, "available_processors", lambda: 3
+            _resources, "available_processors", lambda: 3
         )  # on fewer, fewer of them would work
         for first in (3, 1):
             out = folder / f"after {first}"

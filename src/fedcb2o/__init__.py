@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fedcb2o.errors import ConfigError, DataError, FedCB2OError, RunError
     from fedcb2o.experiments.config.settings import Experiment, load
     from fedcb2o.experiments.config.tables import presets
-    from fedcb2o.experiments.grid.grid_runner import bench
-    from fedcb2o.experiments.runs.runner import run
+    from fedcb2o.experiments.grid._grid_runner import bench
+    from fedcb2o.experiments.runs._runner import run
     from fedcb2o.federated import knows
     from fedcb2o.particles import (
         Adversary,
@@ -71,10 +71,10 @@ __all__ = [
 _HOMES = {
     "data": ("Dataset", "Owners", "Shard", "dataset", "datasets"),
     "errors": ("ConfigError", "DataError", "FedCB2OError", "RunError"),
-    "experiments.grid.grid_runner": ("bench",),
+    "experiments.grid._grid_runner": ("bench",),
     "experiments.config.settings": ("Experiment", "load"),
     "experiments.config.tables": ("presets",),
-    "experiments.runs.runner": ("run",),
+    "experiments.runs._runner": ("run",),
     "federated.types": ("knows",),
     "particles": (
         "Adversary",
@@ -90,7 +90,7 @@ _HOMES = {
     "tracking": ("track",),
 }
 
-_MODEL_READER = "fedcb2o.experiments.runs.trained_models"
+_MODEL_READER = "fedcb2o.experiments.runs._trained_models"
 
 _deprecation.install()
 

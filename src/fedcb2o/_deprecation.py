@@ -20,7 +20,7 @@ FORMER_MODULES: dict[str, tuple[str, dict[str, str]]] = {
     "fedcb2o.streams": ("fedcb2o.rng", {"streams": "agent_streams"}),
     "fedcb2o.models": ("fedcb2o.nn.architectures", {}),
     "fedcb2o.experiments.bench": (
-        "fedcb2o.experiments.grid.grid_runner",
+        "fedcb2o.experiments.grid._grid_runner",
         {"Bench": "GridResult"},
     ),
     "fedcb2o.federated.aggregate": (

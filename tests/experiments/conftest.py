@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(scope="module")
 def cluster():
     """Ray on this machine with four processors, which the runs of a module use."""
-    from fedcb2o.ray_backend import connect
+    from fedcb2o.ray_backend import _connect
 
-    with connect.connected(connect.LOCAL, 200 * 2**20, 4):
-        yield connect.LOCAL
+    with _connect.connected(_connect.LOCAL, 200 * 2**20, 4):
+        yield _connect.LOCAL

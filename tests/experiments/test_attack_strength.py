@@ -8,8 +8,8 @@ from tests.experiments.test_grid import ALIE, FLIP, MEAN, grid
 from tests.tiny import here
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.grid import attack_strength
-from fedcb2o.experiments.grid.loading import load_grid
+from fedcb2o.experiments.grid import _attack_strength
+from fedcb2o.experiments.grid._loading import load_grid
 from fedcb2o.records import Run
 
 Z = [{"attack": {"z": z}} for z in (0.5, 2.0)]
@@ -146,20 +146,20 @@ def test_what_harms_most_is_taken_and_everything_kept(tmp_path):
     errors = {f"strengths/dfedavgm/alie/{k}": "too much" for k in (1, 2)} | {
         "strengths/fedcb2o/alie/1": "too much"
     }
-    chosen = attack_strength.read_choices(tmp_path, plan)
-    assert attack_strength.choose(tmp_path, plan, chosen, errors) == {
+    chosen = _attack_strength.read_choices(tmp_path, plan)
+    assert _attack_strength.choose(tmp_path, plan, chosen, errors) == {
         (
             "",
             "DFedAvgM",
             "ALIE",
         ): "it could be run at no strength; DFedAvgM, ALIE, strength 2: too much"
     }
-    assert attack_strength.worst_strengths(chosen) == {
+    assert _attack_strength.worst_strengths(chosen) == {
         ("", "FedCB2O", "Label flip"): 1,
         ("", "FedCB2O", "ALIE"): 1,
         ("", "DFedAvgM", "Label flip"): 1,
     }
-    assert attack_strength.read_choices(tmp_path, plan) == chosen
+    assert _attack_strength.read_choices(tmp_path, plan) == chosen
     flip, alie = (chosen["", "FedCB2O", attack]["tried"] for attack in ("Label flip", "ALIE"))
     assert flip[1] == {"harm": 0.3125, "accuracy": [0.9, 0.9], "attack_success_rate": [0.5, 0.125]}
     assert alie == [
@@ -170,7 +170,7 @@ def test_what_harms_most_is_taken_and_everything_kept(tmp_path):
     with pytest.raises(
         RunError, match="the choice for `ALIE` against `FedCB2O` over other strengths or seeds"
     ):
-        attack_strength.read_choices(tmp_path, load_grid(other))
+        _attack_strength.read_choices(tmp_path, load_grid(other))
 
 
 def test_a_grid_runs_each_defence_under_what_was_worst_for_it(tmp_path):

@@ -19,15 +19,15 @@ from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
 from fedcb2o.experiments.config.build import prepare_seed
 from fedcb2o.experiments.config.datasets import load_dataset
-from fedcb2o.experiments.runs.cluster_backend import ClusterBackend
+from fedcb2o.experiments.runs._cluster_backend import ClusterBackend
 from fedcb2o.nn.parameters import row_stride
-from fedcb2o.parallel import resources
+from fedcb2o.parallel import _resources
 
 pytest.importorskip("ray")
 
 import ray
 
-from fedcb2o.ray_backend import connect, placement
+from fedcb2o.ray_backend import _connect, _placement
 
 FILES = ("metrics.jsonl", "pairs.jsonl", "summary.json", "checkpoint.safetensors", "agents.json")
 
@@ -90,9 +90,9 @@ def gone() -> bool:
 def test_a_run_goes_on_after_an_actor_is_killed(
     cluster, undisturbed, tmp_path, capfd, caplog, monkeypatch
 ):
-    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.seed_run"], "RETRY_PAUSE", 0.5)
+    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs._seed_run"], "RETRY_PAUSE", 0.5)
     monkeypatch.setattr(
-        sys.modules["fedcb2o.experiments.runs.seed_run"], "MAX_RETRIES", 1
+        sys.modules["fedcb2o.experiments.runs._seed_run"], "MAX_RETRIES", 1
     )  # from one checkpoint
     killed = []
 
@@ -110,8 +110,8 @@ def test_a_run_goes_on_after_an_actor_is_killed(
 
 
 def test_it_gives_up_after_some_losses(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.seed_run"], "MAX_RETRIES", 1)
-    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.seed_run"], "RETRY_PAUSE", 0.0)
+    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs._seed_run"], "MAX_RETRIES", 1)
+    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs._seed_run"], "RETRY_PAUSE", 0.0)
     with pytest.raises(RunError, match="was retried 1 times, and stops: --resume continues it"):
         run(
             spread() | {"checkpoint_every": 4},
@@ -146,7 +146,7 @@ def test_what_cannot_be(cluster, tmp_path, given, told):
 
 @pytest.mark.parametrize("blocks", [None, 3])
 def test_too_little_memory_is_told_before_a_cluster_is_joined(tmp_path, monkeypatch, blocks):
-    monkeypatch.setattr(connect, "connected", lambda *_: pytest.fail("it could be told at once"))
+    monkeypatch.setattr(_connect, "connected", lambda *_: pytest.fail("it could be told at once"))
     with pytest.raises(
         RunError, match=r"each process needs 0.25 GiB or more, and `memory` is 1.0 MiB"
     ):
@@ -155,29 +155,29 @@ def test_too_little_memory_is_told_before_a_cluster_is_joined(tmp_path, monkeypa
 
 def node(
     name: str, processors: int, speed: float = 1.0, *, memory: int = 2**34, store: int = 2**33
-) -> placement.Node:
-    return placement.Node(name, name, processors, memory, store, speed=speed)
+) -> _placement.Node:
+    return _placement.Node(name, name, processors, memory, store, speed=speed)
 
 
-def names(nodes: list[placement.Node]) -> str:
+def names(nodes: list[_placement.Node]) -> str:
     return "".join(each.name for each in nodes)
 
 
 def test_nodes_take_blocks_by_what_they_do_in_the_same_time():
-    assert placement.relative_speeds([2.0, 2.2, 3.0, 4.0]) == [1.0, 1.0, 2 / 3, 0.5]
-    assert names(placement.place_groups(6, [node("a", 4), node("b", 2)])) == "aabaab"
-    assert names(placement.place_groups(6, [node("a", 4), node("b", 4, 0.5)])) == "aabaab"
-    assert names(placement.place_groups(5, [node("a", 2), node("b", 4, 0.1)])) == "aabbb"
-    many = placement.place_groups(20, [node("a", 9), node("b", 7, 0.6), node("c", 8, 0.3)])
+    assert _placement.relative_speeds([2.0, 2.2, 3.0, 4.0]) == [1.0, 1.0, 2 / 3, 0.5]
+    assert names(_placement.place_groups(6, [node("a", 4), node("b", 2)])) == "aabaab"
+    assert names(_placement.place_groups(6, [node("a", 4), node("b", 4, 0.5)])) == "aabaab"
+    assert names(_placement.place_groups(5, [node("a", 2), node("b", 4, 0.1)])) == "aabbb"
+    many = _placement.place_groups(20, [node("a", 9), node("b", 7, 0.6), node("c", 8, 0.3)])
     assert all(
-        names(many).startswith(names(placement.place_groups(k, [*dict.fromkeys(many)])))
+        names(many).startswith(names(_placement.place_groups(k, [*dict.fromkeys(many)])))
         for k in range(20)
     )
 
 
 def placed(
     monkeypatch,
-    nodes: list[placement.Node],
+    nodes: list[_placement.Node],
     blocks: int | None = None,
     memory: int | None = None,
     **changes: object,
@@ -193,7 +193,7 @@ def placed(
     }
     experiment = load({**tiny(agents=agents), "together": 1, **changes})
     prepared = prepare_seed(experiment, 1000, load_dataset(experiment, None))
-    monkeypatch.setattr(placement, "list_nodes", lambda own, device: nodes)
+    monkeypatch.setattr(_placement, "list_nodes", lambda own, device: nodes)
     return ClusterBackend("auto", blocks, memory).place(prepared, Path()), prepared
 
 
@@ -278,12 +278,12 @@ def test_a_node_that_cannot_hold_what_is_its_own(monkeypatch, nodes, memory, tol
 
 
 def test_a_block_on_a_gpu_is_where_one_is(cluster, monkeypatch):
-    assert placement.list_nodes(device="cuda") == []
+    assert _placement.list_nodes(device="cuda") == []
     (known,) = ray.nodes()
     monkeypatch.setattr(
         ray, "nodes", lambda: [known, {**known, "Resources": {**known["Resources"], "GPU": 3.0}}]
     )
-    (found,) = placement.list_nodes(device="cuda")
+    (found,) = _placement.list_nodes(device="cuda")
     assert (found.processors, found.speed) == (3, 1.0)
     with pytest.raises(
         RunError, match="no node of the cluster has GPUs, which `device` = 'cuda' needs"
@@ -293,12 +293,12 @@ def test_a_block_on_a_gpu_is_where_one_is(cluster, monkeypatch):
 
 @pytest.mark.slow
 def test_unequal_speeds_change_no_bit(cluster, undisturbed, tmp_path, monkeypatch):
-    (here,) = placement.list_nodes()
+    (here,) = _placement.list_nodes()
     two = [
         dataclasses.replace(here, name=name, processors=2, speed=s)
         for name, s in (("fast", 1.0), ("slow", 0.3))
     ]
-    monkeypatch.setattr(placement, "list_nodes", lambda own, device: two)
+    monkeypatch.setattr(_placement, "list_nodes", lambda own, device: two)
     run(spread(), out=tmp_path / "run", cluster=cluster, blocks=4)
     assert whole(tmp_path / "run") == undisturbed
 
@@ -357,7 +357,7 @@ def test_no_cluster_to_be_joined(nobody, monkeypatch):
     monkeypatch.setattr(ray, "init", init)
     with (
         pytest.raises(RunError, match="this machine is in no cluster: `ray start`"),
-        connect.connected("auto"),
+        _connect.connected("auto"),
     ):
         pass
 
@@ -375,7 +375,7 @@ def test_a_stop_while_ray_starts_waits_until_it_can_be_ended(nobody, monkeypatch
     monkeypatch.setattr(ray, "shutdown", lambda: done.append("ended"))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), connect.connected("local"):
+        with pytest.raises(KeyboardInterrupt), _connect.connected("local"):
             done.append("entered")
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:
@@ -386,7 +386,7 @@ def test_a_stop_while_ray_starts_waits_until_it_can_be_ended(nobody, monkeypatch
 @pytest.mark.parametrize("name", ["none.invalid", "first..example"])
 def test_a_name_that_is_not_known(nobody, name):
     told = rf"no cluster can be reached at '{name}:6379' \(.*\): check the name '{name}'"
-    with pytest.raises(RunError, match=told), connect.connected(f"{name}:6379"):
+    with pytest.raises(RunError, match=told), _connect.connected(f"{name}:6379"):
         pass
 
 
@@ -404,13 +404,13 @@ def test_what_listens_is_no_cluster(nobody):
             pytest.raises(
                 RunError, match=rf"the program that listens at '{address}' is not a Ray cluster"
             ),
-            connect.connected(address),
+            _connect.connected(address),
         ):
             pass
         server.join()
     with (
         pytest.raises(RunError, match=rf"no cluster can be reached at '{address}' \(.*refused"),
-        connect.connected(address),
+        _connect.connected(address),
     ):
         pass
 
@@ -419,7 +419,7 @@ def test_what_listens_is_no_cluster(nobody):
     "words", [("--cluster",), ("--cluster", "--blocks", "2"), ("--cluster", "local")]
 )
 def test_an_address_left_out_is_this_machine(tmp_path, monkeypatch, words):
-    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.runner"], "run", given := Mock())
+    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs._runner"], "run", given := Mock())
     assert here("run", "digits-fedcb2o", *words).status == 0
     assert given.call_args.kwargs["cluster"] == "local"
     assert given.call_args.kwargs["blocks"] == (2 if "--blocks" in words else None)
@@ -428,13 +428,13 @@ def test_an_address_left_out_is_this_machine(tmp_path, monkeypatch, words):
 def test_nothing_is_left_to_do(cluster, tmp_path, monkeypatch):
     run(spread(1), out=tmp_path / "run", workers=1)
     monkeypatch.setattr(
-        connect, "connected", lambda *_: pytest.fail("there is nothing to do there")
+        _connect, "connected", lambda *_: pytest.fail("there is nothing to do there")
     )
     run(spread(1), out=tmp_path / "run", cluster=cluster, blocks=2, resume=True)
 
 
 def test_no_ray(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedcb2o.experiments.runs.cluster_backend.find_spec", lambda name: None)
+    monkeypatch.setattr("fedcb2o.experiments.runs._cluster_backend.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'fedcb2o\[cluster\]'"):
         run(spread(), out=tmp_path / "run", cluster="local")
 
@@ -565,7 +565,7 @@ def test_own_parts_that_a_node_cannot_import(cluster, tmp_path, own):
 
 
 def test_other_versions_on_a_node(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(placement, "version", lambda name: "0.0")
+    monkeypatch.setattr(_placement, "version", lambda name: "0.0")
     with pytest.raises(
         RunError,
         match=(
@@ -580,14 +580,14 @@ def test_other_versions_on_a_node(cluster, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [{"blocks": 2}, {}])
 def test_processors_of_another_kind_are_told_once(cluster, tmp_path, monkeypatch, caplog, given):
-    monkeypatch.setattr(resources, "processor_model", lambda: "Abacus")
+    monkeypatch.setattr(_resources, "processor_model", lambda: "Abacus")
     run(spread(1), out=tmp_path / "run", cluster=cluster, **given)
     note = r"1 node of the cluster with other processors .*here Abacus\): bits may differ"
     assert len(re.findall(note, caplog.text)) == 1
 
 
 def test_nodes_that_do_not_answer_are_named(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(placement, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(_placement, "ANSWER_SECONDS", 0.0)
     with pytest.raises(
         RunError,
         match=rf"did not answer within 0 seconds: {socket.gethostname()}; see `ray status`",
@@ -597,8 +597,8 @@ def test_nodes_that_do_not_answer_are_named(cluster, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_processors_that_others_have(cluster, tmp_path, monkeypatch):
-    with placement.start_workers(placement.list_nodes() * 4):
-        monkeypatch.setattr(placement, "PLACEMENT_SECONDS", 1.0)
+    with _placement.start_workers(_placement.list_nodes() * 4):
+        monkeypatch.setattr(_placement, "PLACEMENT_SECONDS", 1.0)
         with pytest.raises(
             RunError, match="2 of 2 blocks found no free processor on the cluster in 1 seconds"
         ):

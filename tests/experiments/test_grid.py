@@ -17,11 +17,11 @@ from tests.tiny import bits, command, here, tiny
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.grid import tuning
-from fedcb2o.experiments.grid.baseline import baseline_table
-from fedcb2o.experiments.grid.eta import TimeEstimate, format_duration
-from fedcb2o.experiments.grid.grid_runner import _open_grid
-from fedcb2o.experiments.grid.loading import _parse_grid, _read_built_in, grids, load_grid
+from fedcb2o.experiments.grid import _tuning
+from fedcb2o.experiments.grid._baseline import baseline_table
+from fedcb2o.experiments.grid._eta import TimeEstimate, format_duration
+from fedcb2o.experiments.grid._grid_runner import _open_grid
+from fedcb2o.experiments.grid._loading import _parse_grid, _read_built_in, grids, load_grid
 
 FLIP = {"attack": {"name": "label_flip", "source": 9, "target": 4}}
 ALIE = {"attack": {"name": "alie"}}
@@ -421,16 +421,16 @@ def test_the_best_mean_of_accuracy_less_success_is_chosen_and_kept(tmp_path):
     trial(tmp_path, 1, "alie", {7: (0.8, None), 8: (0.6, None)})  # the mean of the four is 0.6
     trial(tmp_path, 2, "label-flip", {7: (0.8, 0.0), 8: (0.8, 0.1)})  # 0.8, 0.7
     trial(tmp_path, 2, "alie", {7: (0.5, None), 8: (0.6, None)})  # 0.65, with less accuracy
-    frozen = tuning.read_choices(tmp_path, plan)
-    assert tuning.choose(tmp_path, plan, frozen, {}) == {}
-    assert tuning.best_candidates(frozen) == {"FedCB2O": 1}
+    frozen = _tuning.read_choices(tmp_path, plan)
+    assert _tuning.choose(tmp_path, plan, frozen, {}) == {}
+    assert _tuning.best_candidates(frozen) == {"FedCB2O": 1}
     written = json.loads((tmp_path / "tuning.json").read_text())["FedCB2O"]
     assert written["scores"] == pytest.approx([0.6, 0.65])
     assert written["by_attack"][0] == {
         "Label flip": pytest.approx([0.4, 0.6]),
         "ALIE": pytest.approx([0.8, 0.6]),
     }
-    assert tuning.read_choices(tmp_path, plan) == frozen
+    assert _tuning.read_choices(tmp_path, plan) == frozen
     other = tuned(
         **attacks,
         defences={
@@ -441,16 +441,16 @@ def test_the_best_mean_of_accuracy_less_success_is_chosen_and_kept(tmp_path):
         RunError,
         match="holds the choice for `FedCB2O` over other candidates, attacks or seeds",
     ):
-        tuning.read_choices(tmp_path, load_grid(other))
+        _tuning.read_choices(tmp_path, load_grid(other))
 
 
 def test_a_candidate_that_cannot_run_is_not_chosen_and_without_any_the_defence_is_unfit(tmp_path):
     plan = load_grid(tuned())
     trial(tmp_path, 1, "alie", {1001: (0.2, None)})
     frozen = {}
-    assert tuning.choose(tmp_path, plan, frozen, {"tuning/fedcb2o/2/alie": "too much"}) == {}
+    assert _tuning.choose(tmp_path, plan, frozen, {"tuning/fedcb2o/2/alie": "too much"}) == {}
     assert frozen["FedCB2O"]["scores"] == [0.2, None]
-    none = tuning.choose(
+    none = _tuning.choose(
         tmp_path, plan, nothing := {}, {f"tuning/fedcb2o/{k}/alie": "too much" for k in (1, 2)}
     )
     assert none["FedCB2O"].startswith("none of its candidates could run; FedCB2O, candidate")
@@ -485,22 +485,22 @@ def alphas(*values):
     ],
 )
 def test_what_lies_beyond_the_best_candidate(candidates, scores, following):
-    assert tuning.extrapolate(candidates, scores) == following
+    assert _tuning.extrapolate(candidates, scores) == following
 
 
 def test_candidates_are_added_until_the_best_lies_inside_or_nothing_lies_beyond(tmp_path):
     plan = load_grid(tuned(tuning={"seeds": [7], "attacks": ["ALIE"], "widen": 3}))
     for number, accuracy in ((1, 0.2), (2, 0.3)):
         trial(tmp_path, number, "alie", {7: (accuracy, None)})
-    once = tuning.extend(tmp_path, plan, {}, {})
+    once = _tuning.extend(tmp_path, plan, {}, {})
     assert once.candidates["FedCB2O"] == alphas(1.0, 5.0, 25.0)
     assert once.to_table() == plan.to_table()  # the file stays what it is
     trial(tmp_path, 3, "alie", {7: (0.25, None)})
-    assert tuning.extend(tmp_path, once, {}, {}) is once
-    assert tuning.choose(tmp_path, once, frozen := {}, {}) == {}
-    assert tuning.best_candidates(frozen) == {"FedCB2O": 1}
-    again = tuning.read_choices(tmp_path, plan)
-    assert tuning.with_added_candidates(plan, again).candidates == once.candidates
+    assert _tuning.extend(tmp_path, once, {}, {}) is once
+    assert _tuning.choose(tmp_path, once, frozen := {}, {}) == {}
+    assert _tuning.best_candidates(frozen) == {"FedCB2O": 1}
+    again = _tuning.read_choices(tmp_path, plan)
+    assert _tuning.with_added_candidates(plan, again).candidates == once.candidates
     down = load_grid(
         tuned(
             defences={"A": {"tune": alphas(0.0, 5.0)}},
@@ -509,7 +509,7 @@ def test_candidates_are_added_until_the_best_lies_inside_or_nothing_lies_beyond(
     )
     for number, accuracy in ((1, 0.3), (2, 0.2)):
         trial(tmp_path, number, "alie", {7: (accuracy, None)}, defence="a")
-    assert tuning.extend(tmp_path, down, {}, {}) is down  # alpha cannot be below 0
+    assert _tuning.extend(tmp_path, down, {}, {}) is down  # alpha cannot be below 0
 
 
 # How long it will take
@@ -590,9 +590,9 @@ def everything(folder):
 
 def test_a_grid_is_the_runs_that_its_cells_are(undisturbed, tmp_path):
     path, folder = undisturbed
-    chosen = tuning.best_candidates(tuning.read_choices(folder, load_grid(path)))
-    plan = tuning.with_added_candidates(
-        load_grid(path), tuning.read_choices(folder, load_grid(path))
+    chosen = _tuning.best_candidates(_tuning.read_choices(folder, load_grid(path)))
+    plan = _tuning.with_added_candidates(
+        load_grid(path), _tuning.read_choices(folder, load_grid(path))
     )
     assert len(plan.candidates["FedCB2O"]) == 3
     cells = plan.cells(chosen)
@@ -683,14 +683,14 @@ def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp
     plan = load_grid(
         tuned(name="mine", rounds=8, attacks={"Label flip": FLIP, "ALIE": ALIE, "Gap": GAP})
     )
-    frozen = tuning.read_choices(folder, plan)
+    frozen = _tuning.read_choices(folder, plan)
     before = (folder / "grid.toml").read_bytes()
     _open_grid(
         folder,
         plan,
         frozen,
         {},
-        [*plan.trials(), *plan.cells(tuning.best_candidates(frozen))],
+        [*plan.trials(), *plan.cells(_tuning.best_candidates(frozen))],
         True,
     )  # cells may be added
     (folder / "grid.toml").write_bytes(before)

@@ -7,15 +7,15 @@ from tests.tiny import here, tiny, write
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import run
 from fedcb2o.experiments.config import build, datasets, settings
-from fedcb2o.experiments.runs.kernel_config import choose_kernels
-from fedcb2o.kernels import autotune, devices, onednn
+from fedcb2o.experiments.runs._kernel_config import choose_kernels
+from fedcb2o.kernels import _autotune, _onednn, devices
 
 IMAGES = {"name": "cnn", "hidden": 4}
 
 
 def test_patches_that_memory_has_no_room_for_are_not_made(tmp_path, monkeypatch):
     monkeypatch.setattr(devices, "resolve_device", lambda _: torch.device("meta"))
-    monkeypatch.setattr(autotune, "fastest_batched_convolution", lambda *_: "unfolded")
+    monkeypatch.setattr(_autotune, "fastest_batched_convolution", lambda *_: "unfolded")
     monkeypatch.setattr(
         devices, "max_batched_agents", lambda *given: 2 if given[-1] == "unfolded" else 5
     )
@@ -28,7 +28,7 @@ def test_patches_that_memory_has_no_room_for_are_not_made(tmp_path, monkeypatch)
 
 
 def test_a_choice_that_this_pytorch_lacks_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(onednn, "is_available", lambda: False)
+    monkeypatch.setattr(_onednn, "is_available", lambda: False)
     with pytest.raises(RunError, match="needs oneDNN, which this PyTorch lacks"):
         run(tiny(linear="onednn"), out=tmp_path / "run", workers=1)
 

@@ -13,21 +13,21 @@ import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config.datasets import load_dataset
 from fedcb2o.experiments.config.settings import load
-from fedcb2o.experiments.runs import memory_plan
-from fedcb2o.parallel import resources, shared_memory
+from fedcb2o.experiments.runs import _memory_plan
+from fedcb2o.parallel import _resources, _shared_memory
 from fedcb2o.simulation import checkpoint
 
 
 def planned(tmp_path, given, count=1, **changes):
     """The plan of 6 agents with 100,000 parameters each."""
     experiment = load(tiny(**changes))
-    return memory_plan.plan_memory(
+    return _memory_plan.plan_memory(
         experiment, load_dataset(experiment, None), 100_000, count, given, tmp_path
     )
 
 
 def test_models_go_to_memory_or_to_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
+    monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
     whole = planned(tmp_path, 10**9)
     assert whole.model_bytes == 6 * 4 * 100_000
     assert (whole.folder, whole.columns_per_mix) == (None, None)
@@ -40,8 +40,8 @@ def test_models_go_to_memory_or_to_disk(tmp_path, monkeypatch):
 
 
 def test_what_fits_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
-    monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
+    monkeypatch.setattr(_memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     whole = planned(tmp_path, 10**9)
     with pytest.raises(
         RunError,
@@ -54,25 +54,25 @@ def test_what_fits_is_said(tmp_path, monkeypatch):
 
 def test_what_is_too_small_to_mix_in_is_said(tmp_path, monkeypatch):
     """Without memory to mix in, neither disk nor models that fit help."""
-    monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
+    monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
     monkeypatch.setattr(
-        memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18)
+        _memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18)
     )
     rest = planned(tmp_path, 10**9).other_bytes
     assert (
-        planned(tmp_path, rest + 8 * 6 * memory_plan.REDUCTION_TILE_COLUMNS).columns_per_mix
-        == memory_plan.REDUCTION_TILE_COLUMNS
+        planned(tmp_path, rest + 8 * 6 * _memory_plan.REDUCTION_TILE_COLUMNS).columns_per_mix
+        == _memory_plan.REDUCTION_TILE_COLUMNS
     )
     with pytest.raises(RunError, match=r": 5 agents would fit$"):
-        planned(tmp_path, rest + 8 * 6 * memory_plan.REDUCTION_TILE_COLUMNS - 1)
+        planned(tmp_path, rest + 8 * 6 * _memory_plan.REDUCTION_TILE_COLUMNS - 1)
 
 
 @pytest.fixture
 def eight(monkeypatch):
     """A machine of eight processors, with work for all; processes need memory for training only."""
-    monkeypatch.setattr(memory_plan, "MIN_PARALLEL_FLOPS", 0.0)
-    monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
-    monkeypatch.setattr(memory_plan.resources, "available_processors", lambda: 8)
+    monkeypatch.setattr(_memory_plan, "MIN_PARALLEL_FLOPS", 0.0)
+    monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
+    monkeypatch.setattr(_memory_plan.resources, "available_processors", lambda: 8)
 
 
 def test_as_many_processes_work_as_there_is_work_and_room_for(tmp_path, eight, monkeypatch):
@@ -80,19 +80,19 @@ def test_as_many_processes_work_as_there_is_work_and_room_for(tmp_path, eight, m
     assert planned(tmp_path, 10**9, None).processes == 6
     assert planned(tmp_path, 10**9, None, **many).processes == 8
     assert planned(tmp_path, 10**9, 3, **many).processes == 3
-    monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    monkeypatch.setattr(_memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     three = planned(tmp_path, 10**9, 3, **many)
     enough = three.model_bytes + three.other_bytes
     assert planned(tmp_path, enough, None, **many) == three
     assert planned(tmp_path, enough - 1, None, **many).processes == 2
-    monkeypatch.setattr(memory_plan, "MIN_PARALLEL_FLOPS", 1e99)
+    monkeypatch.setattr(_memory_plan, "MIN_PARALLEL_FLOPS", 1e99)
     assert planned(tmp_path, 10**9, None, **many).processes == 1
 
 
 def test_up_to_half_of_the_processes_are_given_for_memory(tmp_path, eight, monkeypatch):
     many = {"agents": {"benign": 60}}
     monkeypatch.setattr(
-        memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18)
+        _memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18)
     )
     eight_of_them, five, four = (planned(tmp_path, 10**10, count, **many) for count in (8, 5, 4))
     assert (
@@ -109,7 +109,7 @@ def test_up_to_half_of_the_processes_are_given_for_memory(tmp_path, eight, monke
 
 
 def test_processes_that_would_fit_are_named(tmp_path, eight, monkeypatch):
-    monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    monkeypatch.setattr(_memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     two = planned(tmp_path, 10**9, 2)
     with pytest.raises(RunError, match=r": --workers 2 would fit$"):
         planned(tmp_path, two.model_bytes + two.other_bytes, 5)
@@ -124,15 +124,15 @@ def test_small_models_lie_in_memory_with_no_more_processes_than_it_has_room_for(
 ):
     one = planned(tmp_path, 10**9, 1)
     assert one.model_bytes < one.other_bytes
-    monkeypatch.setattr(memory_plan.resources, "free_memory", lambda: one.model_bytes)
+    monkeypatch.setattr(_memory_plan.resources, "free_memory", lambda: one.model_bytes)
     assert planned(tmp_path, None, None) == one
     assert planned(tmp_path, None, 4) == planned(tmp_path, 10**9, 4)
 
 
 def test_all_that_takes_memory_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
+    monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
     training = (
-        12 * memory_plan.MAX_BATCH_PARAMETERS
+        12 * _memory_plan.MAX_BATCH_PARAMETERS
     )  # of small dense networks so many numbers at once
     data = planned(tmp_path, 10**9).other_bytes - training
     assert planned(tmp_path, 10**9, together=50).other_bytes == data + 12 * 6 * 100_000
@@ -142,10 +142,12 @@ def test_all_that_takes_memory_counts(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_is_there_needs_no_more_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
+    monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
     whole = planned(tmp_path, 10**9)
     monkeypatch.setattr(
-        memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * whole.model_bytes)
+        _memory_plan.shutil,
+        "disk_usage",
+        lambda folder: SimpleNamespace(free=2 * whole.model_bytes),
     )
     given = whole.other_bytes + whole.model_bytes - 1
     with pytest.raises(RunError, match="would fit"):
@@ -158,11 +160,11 @@ def test_the_memory_of_a_killed_run_counts_as_free(tmp_path, monkeypatch):
     """It is given back before it is looked how much there is."""
     shared = tmp_path / "shm"
     shared.mkdir()
-    left = shared / f"{shared_memory.PREFIX}1-0{shared_memory.SUFFIX}"
+    left = shared / f"{_shared_memory.PREFIX}1-0{_shared_memory.SUFFIX}"
     left.touch()
-    monkeypatch.setattr(shared_memory, "_candidate_folders", lambda: [shared])
+    monkeypatch.setattr(_shared_memory, "_candidate_folders", lambda: [shared])
     monkeypatch.setattr(
-        memory_plan.resources, "free_memory", lambda: 1000 if left.exists() else 10**10
+        _memory_plan.resources, "free_memory", lambda: 1000 if left.exists() else 10**10
     )
     assert planned(tmp_path, None).folder is None
     assert not left.exists()
@@ -175,8 +177,8 @@ def test_the_memory_of_a_killed_run_counts_as_free(tmp_path, monkeypatch):
 def test_no_more_processes_work_than_there_are_processors_and_agents(
     monkeypatch, caplog, asked, processors, expected
 ):
-    monkeypatch.setattr(resources, "available_processors", lambda: processors)
-    assert memory_plan.clip_workers(asked, 6, "agents") == expected
+    monkeypatch.setattr(_resources, "available_processors", lambda: processors)
+    assert _memory_plan.clip_workers(asked, 6, "agents") == expected
     note = (
         f"{expected} processes work, not {asked}: there are {processors} processors and 6 agents."
     )
@@ -184,7 +186,7 @@ def test_no_more_processes_work_than_there_are_processors_and_agents(
 
 
 def test_forty_processes_are_asked_for_and_one_works(tmp_path, monkeypatch):
-    monkeypatch.setattr(resources, "available_processors", lambda: 1)
+    monkeypatch.setattr(_resources, "available_processors", lambda: 1)
     fedcb2o.run(tiny(rounds=1), out=tmp_path / "run", workers=40)
     assert json.loads((tmp_path / "run/seed-1000/environment.json").read_text())["workers"] == 1
 
@@ -237,7 +239,7 @@ def test_full_memory_is_one_line(tmp_path, monkeypatch):
             raise error from cause
 
         monkeypatch.setattr(
-            sys.modules["fedcb2o.experiments.runs.local_backend"], "init_models_", fail
+            sys.modules["fedcb2o.experiments.runs._local_backend"], "init_models_", fail
         )
         assert (
             "memory is full"
@@ -247,7 +249,7 @@ def test_full_memory_is_one_line(tmp_path, monkeypatch):
 
 def test_models_that_a_killed_run_left_on_disk_go_before_the_next(tmp_path):
     fedcb2o.run(tiny(rounds=1), out=tmp_path, workers=1)
-    left = tmp_path / "seed-1000" / f"{shared_memory.PREFIX}1-0{shared_memory.SUFFIX}"
+    left = tmp_path / "seed-1000" / f"{_shared_memory.PREFIX}1-0{_shared_memory.SUFFIX}"
     left.write_bytes(b"models")
     fedcb2o.run(tiny(rounds=2), out=tmp_path, workers=1, resume=True)
     assert not left.exists()
@@ -277,13 +279,13 @@ def test_models_that_a_killed_run_left_on_disk_go_before_the_next(tmp_path):
     ],
 )
 def test_sizes(text, expected):
-    assert memory_plan.parse_size(text) == expected
+    assert _memory_plan.parse_size(text) == expected
 
 
 @pytest.mark.parametrize("text", ["24 gigs", "-1GiB", "GiB", "", "24iB", "1e9", "1,5GB", "24 G B"])
 def test_what_is_no_size_is_one_line(tmp_path, text):
     with pytest.raises(ConfigError, match="needs a size such as 24GiB"):
-        memory_plan.parse_size(text)
+        _memory_plan.parse_size(text)
     said = here(
         "run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run", f"--memory={text}"
     ).one_line()
@@ -324,15 +326,15 @@ def test_models_on_disk_have_the_same_bits(tmp_path, monkeypatch, workers, algor
         **({"algorithm": algorithm} if algorithm else {}),
     }
     fedcb2o.run(tiny(**changes), out=tmp_path / "memory", workers=workers)
-    chosen = functools.partial(memory_plan.MemoryPlan, workers, 0, 0, columns_per_mix=4100)
+    chosen = functools.partial(_memory_plan.MemoryPlan, workers, 0, 0, columns_per_mix=4100)
     monkeypatch.setattr(
-        sys.modules["fedcb2o.experiments.runs.local_backend"],
+        sys.modules["fedcb2o.experiments.runs._local_backend"],
         "plan_memory",
         lambda *given: chosen(folder=given[-1]),
     )
-    made, shared = [], shared_memory.allocate_shared
+    made, shared = [], _shared_memory.allocate_shared
     monkeypatch.setattr(
-        shared_memory,
+        _shared_memory,
         "allocate_shared",
         lambda specs, folder: made.append(folder) or shared(specs, folder),
     )

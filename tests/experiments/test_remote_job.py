@@ -11,8 +11,8 @@ from tests.tiny import tiny
 from fedcb2o.experiments import run
 from fedcb2o.experiments.config.datasets import load_dataset
 from fedcb2o.experiments.config.settings import load
-from fedcb2o.experiments.runs import provenance
-from fedcb2o.experiments.runs.remote_job import (
+from fedcb2o.experiments.runs import _provenance
+from fedcb2o.experiments.runs._remote_job import (
     FOLDER_PREFIX,
     JobUpdate,
     RemoteJob,
@@ -23,7 +23,7 @@ from fedcb2o.experiments.runs.remote_job import (
     read_bytes,
     write_files,
 )
-from fedcb2o.experiments.runs.run_directory import exclusive_lock, open_run
+from fedcb2o.experiments.runs._run_directory import exclusive_lock, open_run
 
 pytest.importorskip("ray")
 
@@ -32,7 +32,7 @@ pytest.importorskip("ray")
 def temporary(tmp_path, monkeypatch) -> Path:
     """The folder for temporary ones."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr("fedcb2o.experiments.runs.remote_job.REPORT_INTERVAL", 0.0)
+    monkeypatch.setattr("fedcb2o.experiments.runs._remote_job.REPORT_INTERVAL", 0.0)
     (tmp_path / "temporary").mkdir()
     return tmp_path / "temporary"
 
@@ -96,7 +96,7 @@ def test_errors_name_the_folder_at_home(tmp_path, name):
 
 def test_log_messages_come_with_the_updates(tmp_path, monkeypatch):
     run(tiny(rounds=1), out=tmp_path / "one", seeds=[1000], workers=1)
-    monkeypatch.setattr(provenance, "_versions", lambda device: {"python": "4.0"})
+    monkeypatch.setattr(_provenance, "_versions", lambda device: {"python": "4.0"})
     updates = done(tmp_path / "one", rounds=2)
     text = "".join(update.stderr for update in updates)
     assert text.startswith(f"{tmp_path / 'one' / 'seed-1000'} began with python ")

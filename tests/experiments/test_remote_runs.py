@@ -17,15 +17,15 @@ from fedcb2o import records
 from fedcb2o.errors import RunError
 from fedcb2o.experiments import load, run
 from fedcb2o.experiments.config.datasets import load_dataset
-from fedcb2o.experiments.runs import remote_runs
-from fedcb2o.experiments.runs.recovery import has_ended
-from fedcb2o.experiments.runs.remote_job import file_stamps
-from fedcb2o.experiments.runs.run_directory import exclusive_lock
+from fedcb2o.experiments.runs import _remote_runs
+from fedcb2o.experiments.runs._recovery import has_ended
+from fedcb2o.experiments.runs._remote_job import file_stamps
+from fedcb2o.experiments.runs._run_directory import exclusive_lock
 
 pytest.importorskip("ray")
 
-from fedcb2o.ray_backend import connect, tasks
-from fedcb2o.ray_backend.tasks import Task, TaskPool
+from fedcb2o.ray_backend import _connect, _tasks
+from fedcb2o.ray_backend._tasks import Task, TaskPool
 
 SAID = (
     "environment.json",
@@ -92,7 +92,9 @@ def test_a_grid_is_that_of_one_machine_and_its_data_are_loaded_once(
     done = fedcb2o.bench(plan, out=tmp_path / "many", cluster=cluster)
     assert bits(tmp_path / "one") == bits(tmp_path / "many")
     assert [path.name.rpartition("-")[2] for path in told.iterdir()] == [str(os.getpid())]
-    monkeypatch.setattr(connect, "connected", lambda *_: pytest.fail("nothing is left to do there"))
+    monkeypatch.setattr(
+        _connect, "connected", lambda *_: pytest.fail("nothing is left to do there")
+    )
     assert not done.failed
     assert not fedcb2o.bench(plan, out=tmp_path / "many", cluster=cluster, resume=True).failed
 
@@ -123,7 +125,9 @@ def test_seeds_go_on_from_those_of_one_machine_and_their_rounds_are_told(
     )
     assert one == many
     assert {seeds for _, seeds, _ in heard["many"]} == {tuple(SEEDS[:2]), tuple(SEEDS)}
-    monkeypatch.setattr(connect, "connected", lambda *_: pytest.fail("nothing is left to do there"))
+    monkeypatch.setattr(
+        _connect, "connected", lambda *_: pytest.fail("nothing is left to do there")
+    )
     run(plan, out=tmp_path / "many", seeds=SEEDS, cluster=cluster, resume=True)
 
 
@@ -145,7 +149,7 @@ def test_no_other_process_writes_to_a_folder_while_its_run_is_away(cluster, tmp_
     sets = [(experiment.data, load_dataset(experiment, None))]
     with (
         exclusive_lock(folders[1]),
-        remote_runs.connect_executor(cluster, "one run", [experiment], sets) as there,
+        _remote_runs.connect_executor(cluster, "one run", [experiment], sets) as there,
     ):
         runs = [(k, (experiment, folder)) for k, folder in enumerate(folders)]
         there.map(2, runs, heard, lambda: during.append(busy(folders[0])))
@@ -183,7 +187,7 @@ def test_seeds_that_fail_are_told_in_the_end(cluster, tmp_path):
 
 
 def test_what_work_raises_is_told_after_what_it_yields(cluster, monkeypatch):
-    monkeypatch.setattr(tasks, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(_tasks, "RETRY_SECONDS", 0.0)
     heard: list[object] = []
 
     def failed(ticket: str, error: RunError) -> bool:
@@ -199,7 +203,7 @@ def test_what_work_raises_is_told_after_what_it_yields(cluster, monkeypatch):
 
 
 def test_what_failed_begins_anew_after_a_pause_in_which_the_others_go_on(cluster, monkeypatch):
-    monkeypatch.setattr(tasks, "RETRY_SECONDS", 4.0)
+    monkeypatch.setattr(_tasks, "RETRY_SECONDS", 4.0)
     times: dict[str, float] = {}
 
     def begun(ticket: str, number: int) -> None:
@@ -225,8 +229,8 @@ def test_what_failed_begins_anew_after_a_pause_in_which_the_others_go_on(cluster
 def test_a_run_whose_process_is_killed_goes_on_from_what_came_back(
     cluster, tmp_path, told, monkeypatch, caplog
 ):
-    monkeypatch.setattr(remote_runs, "CHECKPOINT_INTERVAL", 0.0)
-    monkeypatch.setattr(tasks, "RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(_remote_runs, "CHECKPOINT_INTERVAL", 0.0)
+    monkeypatch.setattr(_tasks, "RETRY_SECONDS", 0.5)
     kept = []
 
     def kill(experiment, seed, line):
@@ -252,8 +256,8 @@ def test_a_run_whose_process_is_killed_goes_on_from_what_came_back(
 
 @needs_proc
 def test_it_gives_up_after_some_losses(cluster, tmp_path, told, monkeypatch):
-    monkeypatch.setattr(remote_runs, "MAX_RETRIES", 1)
-    monkeypatch.setattr(tasks, "RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(_remote_runs, "MAX_RETRIES", 1)
+    monkeypatch.setattr(_tasks, "RETRY_SECONDS", 0.5)
 
     def kill(experiment, seed, line):
         for process in rounds_by(told):
@@ -276,7 +280,7 @@ def test_it_gives_up_after_some_losses(cluster, tmp_path, told, monkeypatch):
 def test_what_is_interrupted_keeps_what_came_back_and_leaves_no_task(
     cluster, tmp_path, told, monkeypatch
 ):
-    monkeypatch.setattr(remote_runs, "CHECKPOINT_INTERVAL", 0.0)
+    monkeypatch.setattr(_remote_runs, "CHECKPOINT_INTERVAL", 0.0)
 
     def stop(experiment, seed, line):
         if line["round"] >= 3:

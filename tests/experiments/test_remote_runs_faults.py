@@ -15,8 +15,8 @@ from tests.tiny import tiny
 
 import fedcb2o
 from fedcb2o.experiments import run
-from fedcb2o.experiments.grid.eta import GridProgress
-from fedcb2o.experiments.runs import remote_runs
+from fedcb2o.experiments.grid._eta import GridProgress
+from fedcb2o.experiments.runs import _remote_runs
 
 pytest.importorskip("ray")
 
@@ -35,7 +35,7 @@ def test_a_node_is_killed_during_a_grid(three, tmp_path, told, monkeypatch, capl
             if len(three.others) == 2:
                 three.remove_node(three.others.pop(), allow_graceful=False)
 
-    monkeypatch.setattr(remote_runs, "CHECKPOINT_INTERVAL", 0.0)
+    monkeypatch.setattr(_remote_runs, "CHECKPOINT_INTERVAL", 0.0)
     settings = tiny(rounds=8, algorithm=slow_loss(told))
     defences = {"One": {}, "Two": {"algorithm": {"alpha": 1.0}}}
     plan = grid(rounds=8, algorithm=settings["algorithm"], defences=defences)

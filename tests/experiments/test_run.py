@@ -11,8 +11,8 @@ from rich.text import Text
 from tests.tiny import bits, here, tiny, write
 
 from fedcb2o.experiments import load, run
-from fedcb2o.experiments.runs import provenance
-from fedcb2o.experiments.runs.progress import Progress
+from fedcb2o.experiments.runs import _provenance
+from fedcb2o.experiments.runs._progress import Progress
 from fedcb2o.report import compare, report, summary
 
 FILES = (
@@ -109,7 +109,7 @@ def test_other_versions_on_resume_are_a_note(tmp_path, monkeypatch):
     same = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=3")
     assert (same.status, "Note: " in same.err) == (0, False)
     versions = {"fedcb2o": version("fedcb2o"), "numpy": version("numpy"), "torch": "99.0"}
-    monkeypatch.setattr(provenance, "version", versions.get)
+    monkeypatch.setattr(_provenance, "version", versions.get)
     other = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=4")
     assert other.status == 0
     notes = [line for line in other.err.splitlines() if line.startswith("Note: ")]

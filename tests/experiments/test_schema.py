@@ -11,7 +11,7 @@ from tests.tiny import here, tiny
 import fedcb2o
 from fedcb2o.experiments import schema
 from fedcb2o.experiments.config import tables
-from fedcb2o.experiments.grid import loading
+from fedcb2o.experiments.grid import _loading
 from fedcb2o.experiments.key_table import BEGIN, END, key_table
 
 PACKAGE = ROOT / "src" / "fedcb2o" / "experiments"
@@ -51,7 +51,7 @@ def test_every_preset_is_valid_as_it_is_written_and_as_it_resolves(experiments):
 
 
 def test_every_grid_is_valid_and_a_slip_in_an_entry_is_not(grids):
-    for name in loading.grids():
+    for name in _loading.grids():
         assert (
             wrong(grids, tomllib.loads((PACKAGE / "grids" / f"{name}.toml").read_text())) == []
         ), name

@@ -17,12 +17,12 @@ from torch import nn
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
-from fedcb2o.kernels import autotune, fft_conv, onednn
+from fedcb2o.kernels import _autotune, _fft_conv, _onednn
 from fedcb2o.nn import architectures, memory_layout, parameters
 
 IMAGES = {"name": "cnn", "hidden": 4}
 META = torch.device("meta")
-needs_onednn = pytest.mark.skipif(not onednn.is_available(), reason="this PyTorch has no oneDNN")
+needs_onednn = pytest.mark.skipif(not _onednn.is_available(), reason="this PyTorch has no oneDNN")
 
 
 def told_of(folder):
@@ -31,11 +31,11 @@ def told_of(folder):
 
 @needs_onednn
 def test_dense_layers_go_the_faster_way_by_a_margin(monkeypatch):
-    chosen = autotune.fastest_linear.__wrapped__
+    chosen = _autotune.fastest_linear.__wrapped__
     for gain, expected in ((2.0, "onednn"), (1.02, "torch"), (0.5, "torch")):
-        monkeypatch.setattr(autotune, "onednn_speedup", lambda gain=gain: gain)
+        monkeypatch.setattr(_autotune, "onednn_speedup", lambda gain=gain: gain)
         assert chosen() == expected
-    monkeypatch.setattr(onednn, "is_available", lambda: False)
+    monkeypatch.setattr(_onednn, "is_available", lambda: False)
     assert chosen() == "torch"
 
 
@@ -44,12 +44,12 @@ def test_a_timing_that_fails_puts_the_threads_back(monkeypatch):
     def stop(*_):
         raise StopError
 
-    monkeypatch.setattr(autotune, "_speedup", stop)
+    monkeypatch.setattr(_autotune, "_speedup", stop)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         with pytest.raises(StopError):
-            autotune.onednn_speedup()
+            _autotune.onednn_speedup()
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -59,10 +59,10 @@ def test_a_timing_that_fails_puts_the_threads_back(monkeypatch):
 def test_a_run_keeps_its_dense_layers_when_it_is_resumed(tmp_path, monkeypatch):
     experiment = tiny(rounds=2, model={"hidden": [1100, 1000]})
     run({**experiment, "linear": "onednn"}, out=tmp_path / "given", workers=1)
-    monkeypatch.setattr(autotune, "fastest_linear", lambda: "onednn")
+    monkeypatch.setattr(_autotune, "fastest_linear", lambda: "onednn")
     with pytest.raises(StopError):
         run(experiment, out=tmp_path / "probed", workers=1, watch=stop_after(1))
-    monkeypatch.setattr(autotune, "fastest_linear", lambda: "torch")
+    monkeypatch.setattr(_autotune, "fastest_linear", lambda: "torch")
     run(experiment, out=tmp_path / "probed", workers=2, resume=True)
     probed, given = bits(tmp_path / "probed"), bits(tmp_path / "given")
     assert {name for name in probed if probed[name] != given[name]} == {"config.toml"}
@@ -71,7 +71,7 @@ def test_a_run_keeps_its_dense_layers_when_it_is_resumed(tmp_path, monkeypatch):
 
 def test_bfloat16_is_for_devices_that_have_it(monkeypatch):
     cpu = torch.device("cpu")
-    assert 0 < autotune._bfloat16_speedup(cpu) < math.inf
+    assert 0 < _autotune._bfloat16_speedup(cpu) < math.inf
     seen = []
 
     def gain(default, other, _):
@@ -80,23 +80,23 @@ def test_bfloat16_is_for_devices_that_have_it(monkeypatch):
         return 7.0
 
     with monkeypatch.context() as patched:
-        patched.setattr(autotune, "_speedup", gain)
+        patched.setattr(_autotune, "_speedup", gain)
         patched.setattr(torch, "matmul", lambda x, _: seen.append(x.dtype) or x)
-        assert autotune._bfloat16_speedup.__wrapped__(cpu) == 7.0
+        assert _autotune._bfloat16_speedup.__wrapped__(cpu) == 7.0
     assert seen == [torch.float32, torch.bfloat16]
-    assert autotune._bfloat16_speedup(META) == 0.0  # no number comes from there
+    assert _autotune._bfloat16_speedup(META) == 0.0  # no number comes from there
     for gain, expected in ((2.0, "bfloat16"), (0.5, "bfloat16"), (0.01, "float32")):
-        monkeypatch.setattr(autotune, "_bfloat16_speedup", lambda _, gain=gain: gain)
-        assert autotune.supported_precision("bfloat16", cpu) == expected
-    monkeypatch.setattr(autotune, "_bfloat16_speedup", lambda _: pytest.fail("timed"))
-    assert autotune.supported_precision("float32", cpu) == "float32"
+        monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _, gain=gain: gain)
+        assert _autotune.supported_precision("bfloat16", cpu) == expected
+    monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: pytest.fail("timed"))
+    assert _autotune.supported_precision("float32", cpu) == "float32"
 
 
 @pytest.mark.parametrize(("began", "later"), [(0.01, 2.0), (2.0, 0.01)], ids=["without", "with"])
 def test_a_run_keeps_its_precision_when_it_is_resumed(tmp_path, monkeypatch, capsys, began, later):
     experiment = tiny(rounds=2, training={"precision": "bfloat16"})
     takes = "float32" if began < 1 else "bfloat16"
-    monkeypatch.setattr(autotune, "_bfloat16_speedup", lambda _: began)
+    monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: began)
     run(tiny(rounds=2, training={"precision": takes}), out=tmp_path / "given", workers=1)
     with pytest.raises(StopError):
         run(experiment, out=tmp_path / "probed", workers=1, watch=stop_after(1))
@@ -104,7 +104,7 @@ def test_a_run_keeps_its_precision_when_it_is_resumed(tmp_path, monkeypatch, cap
     assert ("tiny seed 1000 trains in float32: bfloat16 is far slower here" in told) == (
         takes == "float32"
     )
-    monkeypatch.setattr(autotune, "_bfloat16_speedup", lambda _: later)
+    monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: later)
     run(experiment, out=tmp_path / "probed", workers=2, resume=True)
     told = capsys.readouterr().err
     slower = "" if takes == "float32" else ", though bfloat16 is far slower here"
@@ -116,7 +116,7 @@ def test_a_run_keeps_its_precision_when_it_is_resumed(tmp_path, monkeypatch, cap
 
 
 def test_small_models_are_not_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(autotune, "fastest_linear", lambda: pytest.fail("timed"))
+    monkeypatch.setattr(_autotune, "fastest_linear", lambda: pytest.fail("timed"))
     run(tiny(rounds=1), out=tmp_path / "run", workers=1)
     assert told_of(tmp_path / "run")["linear"] == "torch"
 
@@ -143,20 +143,20 @@ def views(input_shape, num_classes):
 
 def test_images_lie_the_faster_way_by_a_margin(monkeypatch):
     x = torch.zeros(2, 1, 8, 8)
-    monkeypatch.setattr(autotune, "_has_channels_last_overrun", lambda: False)
+    monkeypatch.setattr(_autotune, "_has_channels_last_overrun", lambda: False)
     for last, expected in ((0.5, "channels_last"), (0.8, "contiguous"), (2.0, "contiguous")):
         now = itertools.accumulate(
             itertools.cycle([0.0, 1.0, 0.0, last])
         )  # before and after, one way and the other
-        monkeypatch.setattr(autotune.time, "thread_time", lambda now=now: next(now))
-        assert autotune.fastest_layout(convolutions((1, 8, 8), 10), x, "float32") == expected
+        monkeypatch.setattr(_autotune.time, "thread_time", lambda now=now: next(now))
+        assert _autotune.fastest_layout(convolutions((1, 8, 8), 10), x, "float32") == expected
 
 
 def test_where_gradients_overrun_their_memory_the_other_way_is_not_tried(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(autotune, "_speedup", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(_autotune, "_speedup", lambda *_: pytest.fail("timed"))
     assert (
-        autotune.fastest_layout(convolutions((1, 8, 8), 10), torch.zeros(2, 1, 8, 8), "float32")
+        _autotune.fastest_layout(convolutions((1, 8, 8), 10), torch.zeros(2, 1, 8, 8), "float32")
         == "contiguous"
     )
 
@@ -165,7 +165,7 @@ def test_where_gradients_overrun_their_memory_the_other_way_is_not_tried(monkeyp
 def test_the_networks_that_are_built_in_are_far_from_the_margin(size):
     """Trials agree, so that two runs of one experiment have the same bits."""
     module, x = architectures.resnet((1, size, size), 10), torch.rand(8, 1, size, size)
-    assert {autotune.fastest_layout(module, x, "float32") for _ in range(4)} == {"contiguous"}
+    assert {_autotune.fastest_layout(module, x, "float32") for _ in range(4)} == {"contiguous"}
 
 
 def test_a_start_that_is_killed_before_the_first_round_keeps_what_was_chosen(tmp_path, monkeypatch):
@@ -176,13 +176,13 @@ def test_a_start_that_is_killed_before_the_first_round_keeps_what_was_chosen(tmp
         raise StopError
 
     with monkeypatch.context() as patched:
-        patched.setattr(autotune, "fastest_layout", lambda *_: "channels_last")
+        patched.setattr(_autotune, "fastest_layout", lambda *_: "channels_last")
         patched.setattr(
-            sys.modules["fedcb2o.experiments.runs.local_backend"], "open_local_engine", stopped
+            sys.modules["fedcb2o.experiments.runs._local_backend"], "open_local_engine", stopped
         )
         with pytest.raises(StopError):
             run(experiment, out=tmp_path / "killed", workers=1)
-    monkeypatch.setattr(autotune, "fastest_layout", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(_autotune, "fastest_layout", lambda *_: pytest.fail("timed"))
     run(experiment, out=tmp_path / "killed", workers=1)
     killed, given = bits(tmp_path / "killed"), bits(tmp_path / "given")
     assert {name for name in killed if killed[name] != given[name]} == {"config.toml"}
@@ -190,21 +190,21 @@ def test_a_start_that_is_killed_before_the_first_round_keeps_what_was_chosen(tmp
 
 def test_some_networks_read_images_as_they_come(monkeypatch):
     x = torch.zeros(2, 1, 8, 8)
-    assert autotune.fastest_layout(views((1, 8, 8), 10), x, "float32") == "contiguous"
-    monkeypatch.setattr(autotune.time, "thread_time", lambda: pytest.fail("timed"))
+    assert _autotune.fastest_layout(views((1, 8, 8), 10), x, "float32") == "contiguous"
+    monkeypatch.setattr(_autotune.time, "thread_time", lambda: pytest.fail("timed"))
     for module in (architectures.mlp((1, 8, 8), 10), architectures.cnn((1, 8, 8), 10, hidden=8)):
-        assert autotune.fastest_layout(module, x, "float32") == "contiguous"
-    assert autotune.fastest_layout(nn.Linear(30, 2), torch.zeros(2, 30), "float32") == "contiguous"
+        assert _autotune.fastest_layout(module, x, "float32") == "contiguous"
+    assert _autotune.fastest_layout(nn.Linear(30, 2), torch.zeros(2, 30), "float32") == "contiguous"
 
 
 def test_a_layout_is_kept_and_agrees_to_rounding(tmp_path, monkeypatch):
     experiment = tiny(model={"name": convolutions}, evaluate_every=3)
     run({**experiment, "layout": "channels_last"}, out=tmp_path / "given", workers=1)
     run({**experiment, "layout": "contiguous"}, out=tmp_path / "plain", workers=1)
-    monkeypatch.setattr(autotune, "fastest_layout", lambda *_: "channels_last")
+    monkeypatch.setattr(_autotune, "fastest_layout", lambda *_: "channels_last")
     with pytest.raises(StopError):
         run(experiment, out=tmp_path / "probed", workers=1, watch=stop_after(1))
-    monkeypatch.setattr(autotune, "fastest_layout", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(_autotune, "fastest_layout", lambda *_: pytest.fail("timed"))
     run(experiment, out=tmp_path / "probed", workers=2, resume=True)
     probed, given = bits(tmp_path / "probed"), bits(tmp_path / "given")
     assert {name for name in probed if probed[name] != given[name]} == {"config.toml"}
@@ -230,10 +230,10 @@ def test_convolutions_go_the_faster_way_by_a_margin(monkeypatch):
     for unfolded, expected in ((0.5, "unfolded"), (0.95, "grouped"), (2.0, "grouped")):
         now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, unfolded]))
         monkeypatch.setattr(
-            autotune, "time", SimpleNamespace(perf_counter=lambda now=now: next(now))
+            _autotune, "time", SimpleNamespace(perf_counter=lambda now=now: next(now))
         )
         assert (
-            autotune.fastest_batched_convolution(module, x, "float32", torch.device("cpu"), 3)
+            _autotune.fastest_batched_convolution(module, x, "float32", torch.device("cpu"), 3)
             == expected
         )
 
@@ -248,9 +248,9 @@ def test_the_fastest_of_the_others_is_taken(monkeypatch):
         ((1.5, 1.2), "unfolded"),
         ((0.5, 1.05), "grouped"),
     ):
-        monkeypatch.setattr(autotune, "_speedup", Mock(side_effect=gains))
+        monkeypatch.setattr(_autotune, "_speedup", Mock(side_effect=gains))
         assert (
-            autotune.fastest_batched_convolution(module, x, "float32", torch.device("cpu"), 3)
+            _autotune.fastest_batched_convolution(module, x, "float32", torch.device("cpu"), 3)
             == expected
         )
 
@@ -261,7 +261,7 @@ def test_what_is_timed_is_a_training_step_of_a_team(monkeypatch):
         torch.zeros(5, 1, 8, 8),
         [],
     )
-    made = autotune.batched_forward
+    made = _autotune.batched_forward
 
     def seen(module, dim):
         at_once = made(module, dim)
@@ -270,16 +270,16 @@ def test_what_is_timed_is_a_training_step_of_a_team(monkeypatch):
             at_once(parameters, x),
         )[1]
 
-    monkeypatch.setattr(autotune, "batched_forward", seen)
-    fastest_convolution = autotune.fastest_batched_convolution
+    monkeypatch.setattr(_autotune, "batched_forward", seen)
+    fastest_convolution = _autotune.fastest_batched_convolution
     with pretended(monkeypatch) as mode:
         assert fastest_convolution(module, x, "float32", META, 40) in (
             "grouped",
             "unfolded",
             "mixed",
         )
-    assert set(teams) == {((autotune._TIMED_AGENTS, 5, 1, 8, 8), autotune._TIMED_AGENTS)}
-    assert len(teams) == 4 * (autotune._REPEATS + 1) == mode.waits.total()
+    assert set(teams) == {((_autotune._TIMED_AGENTS, 5, 1, 8, 8), _autotune._TIMED_AGENTS)}
+    assert len(teams) == 4 * (_autotune._REPEATS + 1) == mode.waits.total()
 
 
 def test_what_cannot_be_tried_is_grouped(monkeypatch):
@@ -288,16 +288,16 @@ def test_what_cannot_be_tried_is_grouped(monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(autotune, "_speedup", full)
+    monkeypatch.setattr(_autotune, "_speedup", full)
     module = architectures.cnn((1, 8, 8), 10, hidden=4)
-    assert autotune.fastest_batched_convolution(module, x, "float32", device, 4) == "grouped"
-    monkeypatch.setattr(autotune, "_speedup", lambda *_: pytest.fail("timed"))
-    assert autotune.fastest_batched_convolution(module, x, "float32", device, 1) == "grouped"
+    assert _autotune.fastest_batched_convolution(module, x, "float32", device, 4) == "grouped"
+    monkeypatch.setattr(_autotune, "_speedup", lambda *_: pytest.fail("timed"))
+    assert _autotune.fastest_batched_convolution(module, x, "float32", device, 1) == "grouped"
     for other in (
         architectures.mlp((1, 8, 8), 10),
         nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten()),
     ):
-        assert autotune.fastest_batched_convolution(other, x, "float32", device, 4) == "grouped"
+        assert _autotune.fastest_batched_convolution(other, x, "float32", device, 4) == "grouped"
 
 
 @pytest.mark.slow
@@ -308,14 +308,14 @@ def test_a_run_keeps_its_convolutions_when_it_is_resumed(tmp_path, monkeypatch):
         run({**experiment, "convolution": "grouped"}, out=tmp_path / "other")
         asked = []
         monkeypatch.setattr(
-            autotune,
+            _autotune,
             "fastest_batched_convolution",
             lambda *given: asked.append(given[2:]) or "unfolded",
         )
         with pytest.raises(StopError):
             run(experiment, out=tmp_path / "probed", watch=stop_after(1))
         monkeypatch.setattr(
-            autotune, "fastest_batched_convolution", lambda *_: pytest.fail("timed")
+            _autotune, "fastest_batched_convolution", lambda *_: pytest.fail("timed")
         )
         run(experiment, out=tmp_path / "probed", resume=True)
     assert asked == [("float32", META, 6)]
@@ -326,10 +326,10 @@ def test_a_run_keeps_its_convolutions_when_it_is_resumed(tmp_path, monkeypatch):
 
 
 def test_on_the_cpu_only_agents_one_by_one_may_go_another_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(autotune, "fastest_batched_convolution", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(_autotune, "fastest_batched_convolution", lambda *_: pytest.fail("timed"))
     asked = []
     monkeypatch.setattr(
-        autotune, "fastest_single_convolution", lambda *given: asked.append(given) or "fourier"
+        _autotune, "fastest_single_convolution", lambda *given: asked.append(given) or "fourier"
     )
     for changes, expected in (
         ({}, "fourier"),
@@ -341,7 +341,7 @@ def test_on_the_cpu_only_agents_one_by_one_may_go_another_way(tmp_path, monkeypa
         assert told_of(folder)["convolution"] == expected
     ((_, x, precision),) = asked
     assert (x.shape[1:], precision) == ((1, 8, 8), "float32")
-    monkeypatch.setattr(autotune, "fastest_layout", lambda *_: "channels_last")
+    monkeypatch.setattr(_autotune, "fastest_layout", lambda *_: "channels_last")
     run(tiny(model={"name": convolutions}, rounds=1), out=tmp_path / "last", workers=1)
     assert isinstance(asked[-1][0][0], memory_layout.ChannelsLast)  # timed as it is computed
 
@@ -356,11 +356,11 @@ def test_convolutions_of_one_network_go_by_spectra_by_a_margin(monkeypatch):
     for spectra, expected in ((0.7, "fourier"), (0.8, "grouped"), (2.0, "grouped")):
         now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, spectra]))
         monkeypatch.setattr(
-            autotune, "time", SimpleNamespace(thread_time=lambda now=now: next(now))
+            _autotune, "time", SimpleNamespace(thread_time=lambda now=now: next(now))
         )
-        assert autotune.fastest_single_convolution(module, x, "float32") == expected
+        assert _autotune.fastest_single_convolution(module, x, "float32") == expected
     assert torch.equal(parameters.flatten(module), before)
-    monkeypatch.setattr(autotune, "_speedup", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(_autotune, "_speedup", lambda *_: pytest.fail("timed"))
     strided = architectures.cnn((1, 28, 28), 10, hidden=4, down="stride")
     for other, seen, precision in (
         (architectures.mlp((1, 8, 8), 10), x, "float32"),
@@ -368,7 +368,7 @@ def test_convolutions_of_one_network_go_by_spectra_by_a_margin(monkeypatch):
         (module, x, "bfloat16"),
         (module, x[:, :, :8, :8], "float32"),  # which it cannot read
     ):
-        assert autotune.fastest_single_convolution(other, seen, precision) == "grouped"
+        assert _autotune.fastest_single_convolution(other, seen, precision) == "grouped"
 
 
 def test_what_is_timed_by_spectra_leaves_no_trace():
@@ -381,16 +381,16 @@ def test_what_is_timed_by_spectra_leaves_no_trace():
         torch.get_num_threads(),
     )
     drawn = torch.get_rng_state()
-    autotune.fastest_single_convolution(module, x, "float32")
+    _autotune.fastest_single_convolution(module, x, "float32")
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), drawn)
     assert torch.get_num_threads() == threads
     module.held = module(x)  # of which there is no copy
-    assert autotune.fastest_single_convolution(module, x, "float32") == "grouped"
+    assert _autotune.fastest_single_convolution(module, x, "float32") == "grouped"
 
 
 def test_a_run_by_spectra_finds_what_it_finds_by_pytorch(tmp_path, monkeypatch):
-    monkeypatch.setattr(fft_conv, "MIN_SAVING", 0)
+    monkeypatch.setattr(_fft_conv, "MIN_SAVING", 0)
     experiment = tiny(model={"name": "cnn", "hidden": 8}, evaluate_every=3)
     for convolution in ("grouped", "fourier"):
         run({**experiment, "convolution": convolution}, out=tmp_path / convolution, workers=1)

@@ -13,7 +13,7 @@ import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import run
 from fedcb2o.federated import allow_tf32
-from fedcb2o.kernels import autotune, devices
+from fedcb2o.kernels import _autotune, devices
 
 IMAGES = {"name": "cnn", "hidden": 4}
 
@@ -181,7 +181,7 @@ TOGETHER = {
 @pytest.mark.parametrize("name", TOGETHER)
 def test_several_in_one_program_repeat_their_bits(tmp_path, monkeypatch, name):
     monkeypatch.setattr(
-        autotune, "_bfloat16_speedup", lambda _: 1.0
+        _autotune, "_bfloat16_speedup", lambda _: 1.0
     )  # in bfloat16 on any processor
     experiment = TOGETHER[name]
     run(experiment, out=tmp_path / "whole", workers=1)

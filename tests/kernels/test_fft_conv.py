@@ -9,7 +9,7 @@ from tests.networks import Seen
 from torch import nn
 from torch.nn import functional as F
 
-from fedcb2o.kernels import dispatch, fft_conv
+from fedcb2o.kernels import _fft_conv, dispatch
 from fedcb2o.nn import architectures
 
 
@@ -37,9 +37,9 @@ def always(monkeypatch):
     """By spectra whatever they take, where there is a result."""
 
     def some(images, weight, margins):
-        return min(fft_conv._output_shape(images[2:], weight[2:], margins)) > 0
+        return min(_fft_conv._output_shape(images[2:], weight[2:], margins)) > 0
 
-    monkeypatch.setattr(fft_conv, "_is_faster", some)
+    monkeypatch.setattr(_fft_conv, "_is_faster", some)
 
 
 @pytest.mark.parametrize(("shape", "kernel"), SIZES)
@@ -102,9 +102,9 @@ def test_the_papers_second_convolution_takes_a_quarter_of_the_multiplications():
     """
     for fewer, expected in ((4.18, True), (4.19, False)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fft_conv, "MIN_SAVING", fewer)
+            patch.setattr(_fft_conv, "MIN_SAVING", fewer)
             assert (
-                fft_conv._is_faster((64, 32, 14, 14), (64, 32, 5, 5), [(2, 2), (2, 2)]) == expected
+                _fft_conv._is_faster((64, 32, 14, 14), (64, 32, 5, 5), [(2, 2), (2, 2)]) == expected
             )
 
 
@@ -219,7 +219,7 @@ def test_other_ways_to_differentiate():
 
 def test_training_after_inference():
     x, weight = drawn(16, 32, 13, 13), drawn(64, 32, 5, 5, seed=1).requires_grad_()
-    fft_conv._dft_tables.cache_clear()
+    _fft_conv._dft_tables.cache_clear()
     with torch.inference_mode():
         first, _ = counted(lambda: F.conv2d(x, weight))
     y, convolutions = counted(lambda: F.conv2d(x, weight))

@@ -6,10 +6,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedcb2o.federated import batched_forward
-from fedcb2o.kernels import dispatch, onednn
+from fedcb2o.kernels import _onednn, dispatch
 from fedcb2o.nn import parameters
 
-pytestmark = pytest.mark.skipif(not onednn.is_available(), reason="this PyTorch has no oneDNN")
+pytestmark = pytest.mark.skipif(not _onednn.is_available(), reason="this PyTorch has no oneDNN")
 WIDE = (1100, 1000)
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedcb2o.federated import batched_forward
 from fedcb2o.kernels import dispatch
-from fedcb2o.kernels.unfold_conv import FEW_CHANNELS
+from fedcb2o.kernels._unfold_conv import FEW_CHANNELS
 from fedcb2o.nn import architectures, parameters
 from fedcb2o.rng import stream
 

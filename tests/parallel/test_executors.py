@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from tests.processes import needs_proc
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.parallel import shared_memory
-from fedcb2o.parallel.executors import (
+from fedcb2o.parallel import _shared_memory
+from fedcb2o.parallel._executors import (
     Executor,
     PoolExecutor,
     SerialExecutor,
     balance_load,
     one_thread,
 )
-from fedcb2o.parallel.process_pool import current_pool
+from fedcb2o.parallel._process_pool import current_pool
 
 SPECS = {
     "models": (torch.float32, (3, 5)),
@@ -84,7 +84,7 @@ def stuck(world, path):
 
 @pytest.fixture(scope="module")
 def pool():
-    with shared_memory.allocate_shared(SPECS) as shared:
+    with _shared_memory.allocate_shared(SPECS) as shared:
         yield PoolExecutor(2, shared, same)
 
 
@@ -215,7 +215,7 @@ import fcntl, sys, termios
 import torch
 
 from fedcb2o.parallel import shared_memory
-from fedcb2o.parallel.executors import PoolExecutor
+from fedcb2o.parallel._executors import PoolExecutor
 
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 modes = termios.tcgetattr(0)
@@ -270,7 +270,7 @@ def test_a_module_that_is_loaded_again_is_the_new_one_in_workers_too(tmp_path, m
     file.write_text("def value(world):\n    return 'old'\n")
     monkeypatch.syspath_prepend(tmp_path)
     own = importlib.import_module(file.stem)
-    with shared_memory.allocate_shared(SPECS) as shared:
+    with _shared_memory.allocate_shared(SPECS) as shared:
         assert PoolExecutor(1, shared, same).map(own.value, [()]) == ["old"]
         before = pids(PoolExecutor(1, shared, same))
         assert PoolExecutor(1, shared, same).map(own.value, [()]) == ["old"]
@@ -334,7 +334,7 @@ def mapped_by(path):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells what is mapped")
 def test_workers_let_go_of_an_arena_that_is_gone():
-    with shared_memory.allocate_shared(SPECS) as shared:
+    with _shared_memory.allocate_shared(SPECS) as shared:
         found = PoolExecutor(2, shared, same).map(slowly, [(0.1, 0)] * 4)
         assert found == [0] * 4
         assert mapped_by(shared.path) - {os.getpid()}
@@ -362,7 +362,7 @@ def slow(tensors, folder):
 
 def test_a_worker_that_ends_first_gives_back_what_it_is_giving_back(tmp_path):
     """A thread that is cut short within PyTorch takes its process down: "terminate called"."""
-    with shared_memory.allocate_shared(SPECS) as shared:
+    with _shared_memory.allocate_shared(SPECS) as shared:
         pids = set(
             PoolExecutor(2, shared, functools.partial(slow, folder=tmp_path)).map(who, [()] * 4)
         )
@@ -383,7 +383,7 @@ def test_blocks_hold_every_agent_once_in_fair_shares(costs, count):
 
 
 def test_an_arena_holds_zeros_shared_and_aligned_and_is_removed():
-    with shared_memory.allocate_shared(SPECS) as shared:
+    with _shared_memory.allocate_shared(SPECS) as shared:
         first, second = shared.tensors(), shared.tensors()
         assert {name: (t.dtype, tuple(t.shape)) for name, t in first.items()} == SPECS
         assert all(not t.any() for t in first.values())
@@ -399,7 +399,7 @@ def test_an_arena_holds_zeros_shared_and_aligned_and_is_removed():
 
 
 def test_an_arena_that_is_gone_is_not_made_again(tmp_path):
-    with shared_memory.allocate_shared(SPECS, tmp_path) as shared:
+    with _shared_memory.allocate_shared(SPECS, tmp_path) as shared:
         pass
     with pytest.raises(
         FileNotFoundError
@@ -409,13 +409,13 @@ def test_an_arena_that_is_gone_is_not_made_again(tmp_path):
 
 
 def test_an_arena_is_removed_after_an_error():
-    with pytest.raises(KeyError), shared_memory.allocate_shared(SPECS) as shared:
+    with pytest.raises(KeyError), _shared_memory.allocate_shared(SPECS) as shared:
         raise KeyError
     assert not shared.path.exists()
 
 
 def test_sweeping_takes_what_was_left_and_nothing_that_is_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_memory, "_candidate_folders", lambda: [tmp_path])
+    monkeypatch.setattr(_shared_memory, "_candidate_folders", lambda: [tmp_path])
     left, used, other = (
         tmp_path / f"fedcb2o-{name}" for name in ("1-a.tensors", "2-b.tensors", "notes.txt")
     )
@@ -423,11 +423,11 @@ def test_sweeping_takes_what_was_left_and_nothing_that_is_used(tmp_path, monkeyp
         path.write_bytes(b"x")
     with used.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with shared_memory.allocate_shared(SPECS) as shared:
+        with _shared_memory.allocate_shared(SPECS) as shared:
             assert not left.exists()
             assert used.exists()
             assert other.exists()
-            shared_memory.remove_stale()  # as another run does
+            _shared_memory.remove_stale()  # as another run does
             assert shared.path.exists()
 
 
@@ -462,13 +462,13 @@ def test_where_whatever_is_made_goes_again_that_is_an_error_in_the_end(tmp_path,
 
     monkeypatch.setattr(fcntl, "flock", swept)
     with pytest.raises(RunError, match="no room to share"):
-        shared_memory.allocate_shared(SPECS, tmp_path).__enter__()
+        _shared_memory.allocate_shared(SPECS, tmp_path).__enter__()
 
 
 def test_no_room_is_one_clear_error_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_memory, "_candidate_folders", lambda: [tmp_path])
+    monkeypatch.setattr(_shared_memory, "_candidate_folders", lambda: [tmp_path])
     with pytest.raises(
         RunError, match=r"no room to share 4194304\.00 GiB of models and data between processes: "
     ):
-        shared_memory.allocate_shared({"models": (torch.float32, (2**20, 2**30))}).__enter__()
+        _shared_memory.allocate_shared({"models": (torch.float32, (2**20, 2**30))}).__enter__()
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ import pytest
 from tests.processes import assert_gone, needs_proc, start
 from tests.tiny import bits, here, write
 
-from fedcb2o.parallel import shared_memory
+from fedcb2o.parallel import _shared_memory
 from fedcb2o.rng import stream
 
 # A user's module that kills its own or the other process at a moment in the environment.
@@ -141,7 +141,7 @@ def left_by(pid: int) -> set[Path]:
     """Return the shared files of a process that still exist."""
     return {
         path
-        for folder in shared_memory._candidate_folders()
+        for folder in _shared_memory._candidate_folders()
         for path in folder.iterdir()
         if f"-{pid}-" in path.name
     }
@@ -295,7 +295,7 @@ def test_a_group_that_ends_while_workers_start_leaves_nothing(undisturbed, tmp_p
     assert_gone(process.pid)
     if number is not signal.SIGKILL:
         assert left_by(process.pid) == set()
-    shared_memory.remove_stale()  # as the next start does
+    _shared_memory.remove_stale()  # as the next start does
     assert left_by(process.pid) == set()
 
 
@@ -339,8 +339,8 @@ def test_a_worker_killed_after_the_end_holds_up_nobody(undisturbed, tmp_path, af
 def test_the_next_start_sweeps_what_a_killed_one_left(undisturbed, tmp_path):
     path, expected = undisturbed
     left = (
-        shared_memory._candidate_folders()[0]
-        / f"{shared_memory.PREFIX}0-left{shared_memory.SUFFIX}"
+        _shared_memory._candidate_folders()[0]
+        / f"{_shared_memory.PREFIX}0-left{_shared_memory.SUFFIX}"
     )
     left.write_bytes(bytes(64))
     process = start_run(path, tmp_path / "run")

@@ -10,7 +10,7 @@ import pytest
 from tests.tiny import bits, tiny
 
 import fedcb2o
-from fedcb2o.parallel import resources, shared_memory
+from fedcb2o.parallel import _resources, _shared_memory
 
 
 @pytest.mark.parametrize(
@@ -28,27 +28,27 @@ def test_control_groups_limit_what_is_free(tmp_path, line, limit, used, where):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable: 800 kB\n")
     (tmp_path / "proc/self/cgroup").write_text(f"3:cpu:/other\n{line}\n")
-    assert resources.free_memory(tmp_path) == 800 * 1024
+    assert _resources.free_memory(tmp_path) == 800 * 1024
     (group / "memory.stat").write_text("anon 1\ninactive_file 40\nactive_file 2\n")
     (group / used).write_text("500\n")
     (group / limit).write_text("max\n")
-    assert resources.free_memory(tmp_path) == 800 * 1024
+    assert _resources.free_memory(tmp_path) == 800 * 1024
     (group / limit).write_text("1000\n")
-    assert resources.free_memory(tmp_path) == 542
+    assert _resources.free_memory(tmp_path) == 542
 
 
 def test_without_a_word_of_the_system_half_of_the_machine_is_free(tmp_path):
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert resources.free_memory(tmp_path) == whole // 2
+    assert _resources.free_memory(tmp_path) == whole // 2
 
 
 def test_the_model_of_the_processors(tmp_path):
-    assert resources.processor_model(tmp_path) == resources.processor_model(tmp_path / "none")
+    assert _resources.processor_model(tmp_path) == _resources.processor_model(tmp_path / "none")
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(
         "processor\t: 0\nmodel\t\t: 85\nmodel name\t: Abacus 9: B\n\nprocessor\t: 1\n"
     )
-    assert resources.processor_model(tmp_path) == "Abacus 9: B"
+    assert _resources.processor_model(tmp_path) == "Abacus 9: B"
 
 
 def test_odd_lines_hide_no_limit(tmp_path, sixty_four):
@@ -56,11 +56,11 @@ def test_odd_lines_hide_no_limit(tmp_path, sixty_four):
     (tmp_path / "proc/meminfo").write_text("MemAvailable: 800 kB\n\na:b:c\n")
     (group / "memory.max").write_text("1000")
     (group / "memory.current").write_text("10")
-    assert resources.free_memory(tmp_path) == 990  # there is no memory.stat
+    assert _resources.free_memory(tmp_path) == 990  # there is no memory.stat
     (group / "memory.stat").write_text("odd\nactive_file 5\n\n")
-    assert resources.free_memory(tmp_path) == 995
+    assert _resources.free_memory(tmp_path) == 995
     (group / "cpu.max").write_text("100000 100000")
-    assert resources.available_processors(tmp_path) == 1
+    assert _resources.available_processors(tmp_path) == 1
 
 
 def group_of(root, line, where, kinds=None):
@@ -84,9 +84,9 @@ def sixty_four(monkeypatch):
 )
 def test_control_groups_limit_the_processors(tmp_path, sixty_four, where, quota, expected):
     group = group_of(tmp_path, "0::/pod/box", where)
-    assert resources.available_processors(tmp_path) == 64
+    assert _resources.available_processors(tmp_path) == 64
     (group / "cpu.max").write_text(f"{quota} 100000\n")
-    assert resources.available_processors(tmp_path) == expected
+    assert _resources.available_processors(tmp_path) == expected
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_control_groups_of_version_1_limit_the_processors(
 ):
     group = group_of(tmp_path, line, where)
     (group / "cpu.cfs_period_us").write_text("50000\n")
-    assert resources.available_processors(tmp_path) == 64
+    assert _resources.available_processors(tmp_path) == 64
     (group / "cpu.cfs_quota_us").write_text(f"{quota}\n")
-    assert resources.available_processors(tmp_path) == expected
+    assert _resources.available_processors(tmp_path) == expected
 
 
 def test_the_tightest_of_several_groups_counts(tmp_path, sixty_four):
@@ -109,13 +109,13 @@ def test_the_tightest_of_several_groups_counts(tmp_path, sixty_four):
     (group / "cpu.max").write_text("300000 100000\n")
     (group.parent / "cpu.max").write_text("200000 100000\n")
     (group.parent.parent / "cpu.max").write_text("max 100000\n")
-    assert resources.available_processors(tmp_path) == 2
+    assert _resources.available_processors(tmp_path) == 2
 
 
 def test_processors_are_those_that_the_process_may_run_on(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "process_cpu_count", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 6}, raising=False)
-    assert resources.available_processors(tmp_path) == 3
+    assert _resources.available_processors(tmp_path) == 3
 
 
 @pytest.mark.parametrize(("count", "expected"), [(8, 8), (None, 1)])
@@ -124,7 +124,7 @@ def test_without_affinity_all_processors_count(tmp_path, monkeypatch, count, exp
     for name in ("process_cpu_count", "sched_getaffinity"):
         monkeypatch.delattr(os, name, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: count)
-    assert resources.available_processors(tmp_path) == expected
+    assert _resources.available_processors(tmp_path) == expected
 
 
 def test_a_run_needs_nothing_that_only_linux_has(tmp_path, monkeypatch):
@@ -145,10 +145,10 @@ def test_a_run_needs_nothing_that_only_linux_has(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "is_dir", there)
     monkeypatch.setattr(Path, "read_text", read)
-    resources.retain_freed_memory()
-    assert shared_memory._candidate_folders() == [Path(tempfile.gettempdir())]
-    assert resources.available_processors() == os.cpu_count()
-    assert resources.free_memory() > 2**29
+    _resources.retain_freed_memory()
+    assert _shared_memory._candidate_folders() == [Path(tempfile.gettempdir())]
+    assert _resources.available_processors() == os.cpu_count()
+    assert _resources.free_memory() > 2**29
     fedcb2o.run(tiny(), out=tmp_path / "elsewhere", workers=2)
     assert bits(tmp_path / "elsewhere") == bits(tmp_path / "linux")
 
@@ -158,5 +158,5 @@ def test_room_is_taken_where_the_system_has_no_call_for_it(tmp_path, monkeypatch
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
     path = tmp_path / "room"
     with path.open("xb") as file:
-        shared_memory._reserve(file.fileno(), 2**21 + 5)
+        _shared_memory._reserve(file.fileno(), 2**21 + 5)
     assert path.read_bytes() == bytes(2**21 + 5)

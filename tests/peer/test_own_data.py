@@ -22,7 +22,7 @@ from tests.peer.wire import Wire
 import fedcb2o
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.experiments.config.settings import load
-from fedcb2o.kernels import autotune
+from fedcb2o.kernels import _autotune
 from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import Node, _agent, open_run
 
@@ -80,7 +80,7 @@ def test_with_nothing_held_out_an_organisation_trains_on_all_and_judges_by_all(t
 
 
 def test_a_peer_without_bfloat16_trains_in_float32_and_says_so(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(autotune, "_bfloat16_speedup", lambda _: 0.02)
+    monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: 0.02)
     settings = load({**EXPERIMENT, "training": {**EXPERIMENT["training"], "precision": "bfloat16"}})
     who = members.identities(tmp_path, 4)
     made = federation.make_federation(

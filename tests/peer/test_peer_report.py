@@ -11,7 +11,7 @@ from fedcb2o.errors import RunError
 from fedcb2o.peer.report import PeerRecords, _figures, write_node_report
 from fedcb2o.peer.report._node_page import format_bytes, peers_table, refused_table
 from fedcb2o.peer.report._peer_records import MAX_LINE_BYTES
-from fedcb2o.report.html import SORT_SCRIPT
+from fedcb2o.report._html import SORT_SCRIPT
 
 OWN = ("#", "data:image/png;base64,")  # what a page may link to
 

@@ -38,7 +38,7 @@ from fedcb2o.federated import (
     topology,
 )
 from fedcb2o.nn.memory_layout import ChannelsLast
-from fedcb2o.parallel.executors import SerialExecutor
+from fedcb2o.parallel._executors import SerialExecutor
 from fedcb2o.rng import stream
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import WorkerLostError, run_rounds
@@ -47,11 +47,11 @@ pytest.importorskip("ray")
 
 import ray
 
-from fedcb2o.ray_backend import connect, placement
-from fedcb2o.ray_backend.actors import translate_ray_errors
-from fedcb2o.ray_backend.engine import RayEngine
-from fedcb2o.ray_backend.sharding import shard_agents
-from fedcb2o.ray_backend.worker import AgentWorker
+from fedcb2o.ray_backend import _connect, _placement
+from fedcb2o.ray_backend._actors import translate_ray_errors
+from fedcb2o.ray_backend._engine import RayEngine
+from fedcb2o.ray_backend._sharding import shard_agents
+from fedcb2o.ray_backend._worker import AgentWorker
 
 EVERYBODY = range(len(CLUSTER))
 COUNTS = [1, 2, 3]
@@ -61,8 +61,8 @@ COUNTS = [1, 2, 3]
 def cluster():
     """Ray on this machine with four actors, of which a run takes some."""
     with (
-        connect.connected(connect.LOCAL, 200 * 2**20, 5),
-        placement.start_workers(placement.list_nodes() * 4) as actors,
+        _connect.connected(_connect.LOCAL, 200 * 2**20, 5),
+        _placement.start_workers(_placement.list_nodes() * 4) as actors,
     ):
         yield actors
 

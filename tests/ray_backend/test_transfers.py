@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedcb2o.ray_backend.transfers import MAX_TRANSFER_BYTES, OBJECT_OVERHEAD_BYTES, plan_transfers
+from fedcb2o.ray_backend._transfers import MAX_TRANSFER_BYTES, OBJECT_OVERHEAD_BYTES, plan_transfers
 
 LARGE, SMALL = 4 * 6_572_975, 4 * 210
 OWNER = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2])  # three actors with three rows each

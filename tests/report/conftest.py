@@ -4,7 +4,7 @@ import pytest
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from fedcb2o.report import grid_page, page
+from fedcb2o.report import _grid_page, _page
 
 
 @pytest.fixture
@@ -14,8 +14,8 @@ def no_figures(monkeypatch):
     def draw_nothing(*arguments, **options):
         return Figure(figsize=(1, 1))
 
-    for module in (page, grid_page):
+    for module in (_page, _grid_page):
         monkeypatch.setattr(module, "to_png", lambda figure: b"")
-    monkeypatch.setattr(page, "draw_panels", draw_nothing)
-    monkeypatch.setattr(page, "figure_row", lambda figures, name: Markup())
-    monkeypatch.setattr(grid_page, "draw_heat_map", draw_nothing)
+    monkeypatch.setattr(_page, "draw_panels", draw_nothing)
+    monkeypatch.setattr(_page, "figure_row", lambda figures, name: Markup())
+    monkeypatch.setattr(_grid_page, "draw_heat_map", draw_nothing)

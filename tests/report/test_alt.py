@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 from tests.report.synthetic import draw_run
 
 from fedcb2o.report import sample_images, source_counts, weight_matrix
-from fedcb2o.report.alt_text import describe_figure
-from fedcb2o.report.figures import percent_formatter
+from fedcb2o.report._alt_text import describe_figure
+from fedcb2o.report._figures import percent_formatter
 
 
 def test_lines_begin_and_end():

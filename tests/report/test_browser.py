@@ -17,7 +17,7 @@ from tests.report.synthetic import draw_run
 from tests.report.test_matrix import make_grid
 
 from fedcb2o.peer.report import write_node_report as report_node
-from fedcb2o.report import grid_page, page, read_grid, report, report_grid
+from fedcb2o.report import _grid_page, _page, read_grid, report, report_grid
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -83,10 +83,10 @@ def pages(tmp_path_factory):
         for i in range(2)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (page, grid_page):
+        for module in (_page, _grid_page):
             patch.setattr(module, "to_png", lambda _: b"")  # the files beside the page
         report(runs, folder / "runs")
-        patch.setattr(grid_page, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
+        patch.setattr(_grid_page, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
         report_grid(read_grid(make_grid(folder / "grid")), folder / "matrices")
     node = draw_node(folder / "node", agents=5, rounds=8, budget=3)
     report_node(node)

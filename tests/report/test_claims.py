@@ -12,7 +12,7 @@ from paper import claims
 from tests.report.synthetic import draw_run
 
 from fedcb2o.records import Run
-from fedcb2o.report import figures
+from fedcb2o.report import _figures
 from fedcb2o.report.tables import LABELS, format_mean_interval, pair_statistics
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
@@ -285,7 +285,7 @@ def test_the_picture_has_all_methods_or_the_main_ones_and_marks_the_switch():
     assert {
         curve.name: curve.criterion_from_round for curve in drawn if curve.criterion_from_round
     } == {"fedcb2o-released-tg10": 10}
-    ax = figures.draw_panels(figures.curve_panels(drawn)).axes[0]
+    ax = _figures.draw_panels(_figures.curve_panels(drawn)).axes[0]
     assert ax.lines[0].get_ydata() == pytest.approx([0.6, 0.7])
     nine = claims.select_curves(dict.fromkeys([*eight, "fedcb2o"], one))
     assert [curve.name for curve in nine] == [*claims.MAIN_METHODS[:6], "fedcb2o"]

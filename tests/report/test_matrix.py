@@ -15,8 +15,17 @@ from tests.tiny import here
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import summary, write_json, write_toml
-from fedcb2o.report import grid_notes, grid_page, read_grid, report_grid
-from fedcb2o.report.grid_page import regret_figure
+from fedcb2o.report import _grid_page, grid_notes, read_grid, report_grid
+from fedcb2o.report._grid_page import regret_figure
+from fedcb2o.report._heat_map import draw_heat_map
+from fedcb2o.report._statistics import (
+    add_attack_effects,
+    attack_mean_statistics,
+    format_interval,
+    holm_correction,
+    paired_differences,
+    seed_statistics,
+)
 from fedcb2o.report.grid_tables import (
     SettingResults,
     defence_overview,
@@ -27,15 +36,6 @@ from fedcb2o.report.grid_tables import (
     tuning_table,
     worst_regret_differences,
     worst_regrets,
-)
-from fedcb2o.report.heat_map import draw_heat_map
-from fedcb2o.report.statistics import (
-    add_attack_effects,
-    attack_mean_statistics,
-    format_interval,
-    holm_correction,
-    paired_differences,
-    seed_statistics,
 )
 
 # Two clusters of two benign agents and a malicious one; the benign are 0, 1, 3 and 4.
@@ -184,7 +184,7 @@ def make_grid(
 @pytest.fixture
 def undrawn(monkeypatch):
     """Figures take most of the time of a report."""
-    monkeypatch.setattr(grid_page, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
+    monkeypatch.setattr(_grid_page, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from paper.pages import FIGURE, TABLE, named_table, page_figures, rewrite_page, 
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, make_grid
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.grid.loading import load_grid
+from fedcb2o.experiments.grid._loading import load_grid
 from fedcb2o.report import read_grid, report_grid
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedcb2o.report.ineffective_attacks import harm_bounds, ineffective_attack_notes
+from fedcb2o.report._ineffective_attacks import harm_bounds, ineffective_attack_notes
 
 
 def rows(**harm):

@@ -18,7 +18,7 @@ from fedcb2o.report import (
     source_counts,
     weight_matrix,
 )
-from fedcb2o.report.figures import learning_curves
+from fedcb2o.report._figures import learning_curves
 
 SMALL = {"rounds": 10, "seeds": (0, 1), "benign": 3, "malicious": 1}
 

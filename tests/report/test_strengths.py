@@ -11,15 +11,15 @@ from paper.pages import named_table
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
 
 from fedcb2o.records import read_json_with_checksum, write_json_with_checksum
-from fedcb2o.report import grid_page
-from fedcb2o.report.attack_strengths import (
+from fedcb2o.report import _grid_page
+from fedcb2o.report._attack_strengths import (
     chosen_strengths_table,
     strength_trials_table,
     write_strengths,
 )
-from fedcb2o.report.grid_page import report_grid
+from fedcb2o.report._grid_page import report_grid
+from fedcb2o.report._page import create_page
 from fedcb2o.report.grid_results import read_grid
-from fedcb2o.report.page import create_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 STRENGTHS = [{}, {"attack": {"z": 2.0}}, {"attack": {"z": 8.0}}]
@@ -78,7 +78,7 @@ def test_the_page_counts_choices_at_an_end(folder, tmp_path):
 
 
 def test_a_report_can_be_made_again_with_its_strengths(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(grid_page, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
+    monkeypatch.setattr(_grid_page, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
     report_grid(read_grid(folder), tmp_path / "once")
     again = read_grid(tmp_path / "once")
     report_grid(again, tmp_path / "twice")

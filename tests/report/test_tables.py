@@ -10,6 +10,7 @@ from tests.report.synthetic import draw_run, write_run
 
 from fedcb2o.records import last_fifth, write_toml
 from fedcb2o.report import (
+    _table_formats,
     by_source_count,
     compare,
     incomplete_note,
@@ -17,7 +18,6 @@ from fedcb2o.report import (
     pair_statistics,
     seed_caption,
     summary,
-    table_formats,
 )
 from fedcb2o.report.tables import find_clean_counterpart, format_mean_interval
 
@@ -241,16 +241,16 @@ TABLE = pd.DataFrame(
 
 
 def test_markdown_latex_and_html():
-    assert table_formats.to_markdown(TABLE).splitlines() == [
+    assert _table_formats.to_markdown(TABLE).splitlines() == [
         "|  | A & B | FedCB2O (T_G = 30) |",
         "| --- | ---: | ---: |",
         "| 50% | 1.0 [0.9, 1.1] | 2.00 |",
         "| b | – | x\\|y |",
     ]
-    latex = table_formats.to_latex(TABLE)
+    latex = _table_formats.to_latex(TABLE)
     assert r"& A \& B & FedCB2O ($T_G$ = 30) \\" in latex
     assert r"50\% & 1.0 [0.9, 1.1] & 2.00 \\" in latex
-    page = table_formats.to_html(TABLE)
+    page = _table_formats.to_html(TABLE)
     assert (
         '<th scope="col">A &amp; B</th><th scope="col">FedCB2O (<i>T</i><sub>G</sub> = 30)</th>'
         in page
@@ -260,7 +260,7 @@ def test_markdown_latex_and_html():
 
 def test_a_cell_of_html_has_its_colour_and_a_line_for_each_part():
     table = pd.DataFrame({"A": ["17.5 [-7.8, 11.8] (Trash) †", "best"]}, index=["a", "b"])
-    page = table_formats.to_html(table, pd.DataFrame({"A": [0.5, -1.0]}))
+    page = _table_formats.to_html(table, pd.DataFrame({"A": [0.5, -1.0]}))
     parts = "17.5 † <small>[-7.8, 11.8]</small> <small>(Trash)</small>"
     assert f'<td class="worse" style="--shade:0.50">{parts}</td>' in page
     assert '<td class="better" style="--shade:1.00">best</td>' in page
@@ -279,7 +279,7 @@ def test_no_number_is_cut_off_on_a_narrow_terminal(runs):
         {f"FedCB2O (T_G = {i})": ["84.3 [74.1, 94.4]"] * 5 for i in range(runs)}, index=rows
     )
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(table_formats.to_rich(table))
+    console.print(_table_formats.to_rich(table))
     text = console.export_text()
     assert text.count("84.3") == text.count("[74.1, 94.4]") == 5 * runs
 
@@ -288,6 +288,6 @@ def test_readable_is_in_percent_and_counts_clusters_from_one():
     table = pd.DataFrame(
         {"cluster": [0], "frequency": [0.125], "share": [math.nan], "accuracy": [math.nan]}
     )
-    shown = table_formats.to_readable(table, empty=["accuracy"])
+    shown = _table_formats.to_readable(table, empty=["accuracy"])
     assert shown.index.name == "Selecting cluster"
     assert shown.reset_index().to_numpy().tolist() == [["1", "12.50", "–"]]

@@ -10,7 +10,7 @@ from torch import nn
 
 import fedcb2o
 from fedcb2o.experiments import run
-from fedcb2o.kernels import autotune
+from fedcb2o.kernels import _autotune
 
 
 def with_dropout(shape, classes):
@@ -35,7 +35,7 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("workers")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            autotune, "_bfloat16_speedup", lambda _: 1.0
+            _autotune, "_bfloat16_speedup", lambda _: 1.0
         )  # in bfloat16 on any processor
         for workers in (1, 2, 3):
             for variant, experiment in VARIANTS.items():

@@ -22,7 +22,7 @@ from tests.agents import (
 )
 from tests.posted import Posted
 
-from fedcb2o.experiments.runs.round_records import metrics_record, pairs_record
+from fedcb2o.experiments.runs._round_records import metrics_record, pairs_record
 from fedcb2o.federated import (
     AgentState,
     Attack,
@@ -34,7 +34,7 @@ from fedcb2o.federated import (
     stateful,
     topology,
 )
-from fedcb2o.parallel.executors import SerialExecutor
+from fedcb2o.parallel._executors import SerialExecutor
 from fedcb2o.rng import stream
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import Engine, run_rounds

@@ -15,7 +15,7 @@ from fedcb2o.cli.log_output import set_verbosity, stderr_logging
 from fedcb2o.cli.minimize import command
 from fedcb2o.cli.signals import SignalGuard
 from fedcb2o.errors import FedCB2OError
-from fedcb2o.parallel import resources
+from fedcb2o.parallel import _resources
 from fedcb2o.safe_stdio import safe_streams, write_error
 
 _INTERRUPT_STATUS = 130  # typer's result of Ctrl-C
@@ -86,7 +86,7 @@ def _root(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")] = False,
 ) -> None:
     set_verbosity(verbose=verbose, quiet=quiet)
-    resources.check_address_space()
+    _resources.check_address_space()
 
 
 @safe_streams()
@@ -126,9 +126,9 @@ def main() -> None:
         subject = error.filename or "cannot write the output"
         _exit(f"Error: {subject}: {error.strerror or error}", 2)
     except Exception as error:
-        if not resources.is_out_of_memory(error):
+        if not _resources.is_out_of_memory(error):
             raise
-        _exit(f"Error: memory is full ({_one_line(error)}): {resources.MEMORY_CURES}", 2)
+        _exit(f"Error: memory is full ({_one_line(error)}): {_resources.MEMORY_CURES}", 2)
     finally:
         signals.restore()
 

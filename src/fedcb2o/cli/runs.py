@@ -144,8 +144,8 @@ def run(
     Example: fedcb2o run digits-fedcb2o --set algorithm.alpha=10 --seeds 0,1,2 --out runs/mine
     """
     from fedcb2o.experiments.config.settings import load
-    from fedcb2o.experiments.runs.progress import Progress
-    from fedcb2o.experiments.runs.runner import run as run_experiment
+    from fedcb2o.experiments.runs._progress import Progress
+    from fedcb2o.experiments.runs._runner import run as run_experiment
 
     set_verbosity(verbose=verbose, quiet=quiet)
     settings = _command_settings(changes, seeds, device)
@@ -278,9 +278,9 @@ def bench(
 
     Example: fedcb2o bench quick --out runs/quick, then: fedcb2o report runs/quick
     """
-    from fedcb2o.experiments.grid.eta import GridProgress
-    from fedcb2o.experiments.grid.grid_runner import bench as run_grid
-    from fedcb2o.experiments.grid.loading import grids
+    from fedcb2o.experiments.grid._eta import GridProgress
+    from fedcb2o.experiments.grid._grid_runner import bench as run_grid
+    from fedcb2o.experiments.grid._loading import grids
 
     set_verbosity(quiet=quiet)
     if list_:

@@ -7,11 +7,11 @@
 
 from fedcb2o.experiments.config.settings import Experiment, load
 from fedcb2o.experiments.config.tables import presets
-from fedcb2o.experiments.runs import trained_models
-from fedcb2o.experiments.runs.runner import run
+from fedcb2o.experiments.runs import _trained_models
+from fedcb2o.experiments.runs._runner import run
 from fedcb2o.records import set_model_reader
 
 __all__ = ["Experiment", "load", "presets", "run"]
 
 # Records read models without an import of this package.
-set_model_reader(lambda: trained_models)
+set_model_reader(lambda: _trained_models)

@@ -29,7 +29,7 @@ from fedcb2o.experiments.config.settings import (
     TrainingSection,
 )
 from fedcb2o.experiments.config.tables import presets
-from fedcb2o.experiments.grid.definition import (
+from fedcb2o.experiments.grid._definition import (
     AXIS_KEYS,
     CELL_KEYS,
     AdversarySection,

@@ -27,13 +27,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fedcb2o.federated import ConvolutionKernel, LinearKernel
-from fedcb2o.kernels import fft_conv, onednn, unfold_conv
+from fedcb2o.kernels import _fft_conv, _onednn, _unfold_conv
 
 _CONVOLUTIONS: dict[ConvolutionKernel, Callable[..., Any]] = {
     "grouped": F.conv2d,
-    "unfolded": unfold_conv.conv2d,
-    "mixed": functools.partial(unfold_conv.conv2d, max_channels=unfold_conv.FEW_CHANNELS),
-    "fourier": fft_conv.conv2d,
+    "unfolded": _unfold_conv.conv2d,
+    "mixed": functools.partial(_unfold_conv.conv2d, max_channels=_unfold_conv.FEW_CHANNELS),
+    "fourier": _fft_conv.conv2d,
 }
 
 
@@ -51,7 +51,7 @@ def use_kernels(
     """
     replacements: dict[Any, Callable[..., Any]] = {}
     if linear == "onednn":
-        replacements[F.linear] = onednn.linear
+        replacements[F.linear] = _onednn.linear
     if convolution != "grouped":
         replacements[F.conv2d] = _CONVOLUTIONS[convolution]
     return _ReplacedFunctions(replacements) if replacements else contextlib.nullcontext()

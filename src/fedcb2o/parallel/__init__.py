@@ -7,16 +7,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fedcb2o.parallel.executors import (
+    from fedcb2o.parallel._executors import (
         Executor,
         PoolExecutor,
         SerialExecutor,
         balance_load,
         one_thread,
     )
-    from fedcb2o.parallel.process_pool import ProcessPool, current_pool
-    from fedcb2o.parallel.serialization import execute, serialize, unwrap_result
-    from fedcb2o.parallel.shared_memory import SharedTensors, allocate_shared
+    from fedcb2o.parallel._process_pool import ProcessPool, current_pool
+    from fedcb2o.parallel._serialization import execute, serialize, unwrap_result
+    from fedcb2o.parallel._shared_memory import SharedTensors, allocate_shared
 
 __all__ = [
     "Executor",
@@ -34,10 +34,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "executors": ("Executor", "PoolExecutor", "SerialExecutor", "balance_load", "one_thread"),
-    "process_pool": ("ProcessPool", "current_pool"),
-    "serialization": ("execute", "serialize", "unwrap_result"),
-    "shared_memory": ("SharedTensors", "allocate_shared"),
+    "_executors": ("Executor", "PoolExecutor", "SerialExecutor", "balance_load", "one_thread"),
+    "_process_pool": ("ProcessPool", "current_pool"),
+    "_serialization": ("execute", "serialize", "unwrap_result"),
+    "_shared_memory": ("SharedTensors", "allocate_shared"),
 }
 
 

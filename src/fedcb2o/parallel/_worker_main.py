@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 
 from fedcb2o import safe_stdio
-from fedcb2o.parallel.resources import retain_freed_memory
-from fedcb2o.parallel.serialization import execute
-from fedcb2o.parallel.shared_memory import SharedTensors
+from fedcb2o.parallel._resources import retain_freed_memory
+from fedcb2o.parallel._serialization import execute
+from fedcb2o.parallel._shared_memory import SharedTensors
 
 Result = TypeVar("Result")
 

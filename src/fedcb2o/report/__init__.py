@@ -2,17 +2,17 @@
 
 from fedcb2o._deprecation import former_names
 from fedcb2o.records import summary
-from fedcb2o.report.agent_figures import (
+from fedcb2o.report._agent_figures import (
     WEIGHT_COLOURMAP,
     add_weight_colorbar,
     sample_images,
     weight_matrix,
     weight_norm,
 )
-from fedcb2o.report.alt_text import describe_figure
-from fedcb2o.report.attack_strengths import chosen_strengths_table, read_choices
-from fedcb2o.report.decay import Decay
-from fedcb2o.report.figures import (
+from fedcb2o.report._alt_text import describe_figure
+from fedcb2o.report._attack_strengths import chosen_strengths_table, read_choices
+from fedcb2o.report._decay import Decay
+from fedcb2o.report._figures import (
     LINE_STYLES,
     MARKERS,
     PALETTE,
@@ -24,13 +24,13 @@ from fedcb2o.report.figures import (
     figure6,
     source_counts,
 )
-from fedcb2o.report.grid_page import grid_notes, regret_figure, report_grid
+from fedcb2o.report._grid_page import grid_notes, regret_figure, report_grid
+from fedcb2o.report._page import Page, create_page
+from fedcb2o.report._particle_figures import Scene, draw_landscape, write_animation
+from fedcb2o.report._table_formats import to_html, to_latex, to_markdown, to_readable, to_rich
 from fedcb2o.report.grid_results import GridResults, is_grid, read_grid
 from fedcb2o.report.grid_tables import SettingResults, terminal_tables
-from fedcb2o.report.page import Page, create_page
-from fedcb2o.report.particle_figures import Scene, draw_landscape, write_animation
 from fedcb2o.report.run_page import report
-from fedcb2o.report.table_formats import to_html, to_latex, to_markdown, to_readable, to_rich
 from fedcb2o.report.tables import (
     by_source_count,
     compare,

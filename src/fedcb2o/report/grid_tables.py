@@ -9,10 +9,9 @@ import pandas as pd
 
 from fedcb2o._deprecation import former_names
 from fedcb2o.records import METRICS
-from fedcb2o.report import regret
-from fedcb2o.report.grid_results import BASELINES, GridResults
-from fedcb2o.report.page import flatten_to_text
-from fedcb2o.report.statistics import (
+from fedcb2o.report import _regret
+from fedcb2o.report._page import flatten_to_text
+from fedcb2o.report._statistics import (
     CONFIDENCE,
     add_attack_effects,
     attack_mean_statistics,
@@ -22,6 +21,7 @@ from fedcb2o.report.statistics import (
     seed_statistics,
     worst_attack,
 )
+from fedcb2o.report.grid_results import BASELINES, GridResults
 
 WORST_COLUMN = "Worst"
 SIGNIFICANT_MARK = " *"
@@ -220,7 +220,7 @@ class SettingResults:
         Returns:
             One row per run.
         """
-        return regret.shortfalls(self.rows, value, highest=_is_high_worse(value))
+        return _regret.shortfalls(self.rows, value, highest=_is_high_worse(value))
 
     @cached_property
     def has_worst_tenth(self) -> bool:
@@ -321,12 +321,12 @@ def regret_matrix(view: SettingResults, value: str) -> pd.DataFrame:
     """
     short = view.shortfalls(value)
     columns = view.columns(value)
-    texts = _format_rows(regret.regrets(short), value)
+    texts = _format_rows(_regret.regrets(short), value)
     best = pd.MultiIndex.from_frame(short[["best", "attack"]].drop_duplicates())
     texts.update(pd.Series("best", index=best))
     table = _mark_exceeded(view, _text_table(view, texts, columns), columns)
     for title, excluded in view.worst_column_exclusions.items():
-        worst = regret.worst_regret(short, [name for name in columns if name not in excluded])
+        worst = _regret.worst_regret(short, [name for name in columns if name not in excluded])
         table[title] = _format_with_column(view, worst).reindex(table.index).fillna("–")
     return table.rename_axis(columns=None)
 
@@ -345,7 +345,7 @@ def worst_regrets(view: SettingResults) -> pd.DataFrame:
     """
     columns = {}
     for title, (short, names) in regret_contests(view).items():
-        columns[title] = _format_with_column(view, regret.worst_regret(short, names))
+        columns[title] = _format_with_column(view, _regret.worst_regret(short, names))
     return _defence_table(view, columns)
 
 
@@ -383,7 +383,7 @@ def worst_regret_differences(view: SettingResults) -> pd.DataFrame:
     reference = view.results.reference
     columns: dict[str, pd.Series[Any]] = {}
     for title, (short, names) in regret_contests(view).items():
-        differences = regret.worst_regret_differences(short, names, reference)
+        differences = _regret.worst_regret_differences(short, names, reference)
         columns[title] = _format_differences(differences, "accuracy")
     return _defence_table(view, columns).drop(index=reference, errors="ignore")
 

@@ -9,15 +9,15 @@ from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import EVALUATED_METRICS, Run, last_round, summary
-from fedcb2o.report.agent_figures import sample_images, weight_matrix
-from fedcb2o.report.figures import (
+from fedcb2o.report._agent_figures import sample_images, weight_matrix
+from fedcb2o.report._figures import (
     curve_panels,
     learning_curves,
     peer_panels,
     source_count_panels,
 )
-from fedcb2o.report.page import Page, create_page, flatten_to_text, slug
-from fedcb2o.report.table_formats import to_readable
+from fedcb2o.report._page import Page, create_page, flatten_to_text, slug
+from fedcb2o.report._table_formats import to_readable
 from fedcb2o.report.tables import (
     by_source_count,
     compare,

@@ -24,7 +24,7 @@ from fedcb2o.records import (
     last_round,
     summary,
 )
-from fedcb2o.report.statistics import format_interval, interval_half_width
+from fedcb2o.report._statistics import format_interval, interval_half_width
 
 _ATTACK_METRIC = "attack_success_rate"
 _MAX_SOURCE_SAMPLES = 3  # agents with more are in one group

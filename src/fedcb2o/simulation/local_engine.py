@@ -45,7 +45,7 @@ from fedcb2o.federated.batched_aggregation import local_aggregation_
 from fedcb2o.federated.collusion import AdversarialEngine, decide, sample_peers
 from fedcb2o.kernels.dispatch import use_kernels
 from fedcb2o.nn.parameters import gather_rows, row_stride
-from fedcb2o.parallel.executors import Executor, balance_load
+from fedcb2o.parallel._executors import Executor, balance_load
 from fedcb2o.simulation.write_guard import AGGREGATION_KINDS, forbid_writes
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fedcb2o.particles import Problem, Result, State, minimize, theory
 from fedcb2o.particles.adversaries import Adversary
-from fedcb2o.report.decay import Decay
-from fedcb2o.report.particle_figures import Scene
+from fedcb2o.report._decay import Decay
+from fedcb2o.report._particle_figures import Scene
 
 _LOGGER = logging.getLogger(__name__)
 

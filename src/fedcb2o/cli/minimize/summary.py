@@ -17,8 +17,8 @@ from fedcb2o.errors import RunError
 from fedcb2o.particles import Problem, Result
 from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.records import atomic_write
-from fedcb2o.report.decay import Decay
-from fedcb2o.report.particle_figures import Scene, draw_landscape, write_animation
+from fedcb2o.report._decay import Decay
+from fedcb2o.report._particle_figures import Scene, draw_landscape, write_animation
 
 
 def target_errors(problem: Problem, result: Result) -> np.ndarray | None:

@@ -39,7 +39,7 @@ from fedcb2o.federated import (
     Ragged,
     RunSpec,
 )
-from fedcb2o.kernels import autotune
+from fedcb2o.kernels import _autotune
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership.federation import Federation, make_federation, read_federation
 
@@ -374,7 +374,7 @@ def _build_setup(
     data: AgentData,
     goal: AttackGoal,
 ) -> AgentSetup:
-    precision = autotune.supported_precision(spec.training.precision, torch.device("cpu"))
+    precision = _autotune.supported_precision(spec.training.precision, torch.device("cpu"))
     training = dataclasses.replace(spec.training, precision=precision)
     spec = dataclasses.replace(spec, training=training)
 

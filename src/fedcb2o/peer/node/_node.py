@@ -26,10 +26,10 @@ from fedcb2o._deprecation import former_fields
 from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.experiments.runs.run_directory import exclusive_lock
+from fedcb2o.experiments.runs._run_directory import exclusive_lock
 from fedcb2o.federated import AgentGroup, AgentState, agent_network, metrics
 from fedcb2o.nn import parameters
-from fedcb2o.parallel.executors import one_thread
+from fedcb2o.parallel._executors import one_thread
 from fedcb2o.peer.membership.federation import Federation, read_federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.node import _agent as agents

@@ -187,16 +187,16 @@ def peers_table(records: PeerRecords) -> pd.DataFrame:
         for model in record.received:
             weights[model.id] += (model.weight or 0.0) / len(last_rounds)
 
-    outcomes = list(_figures.OUTCOME_COLOURS)
+    columns = list(_figures.OUTCOME_COLOURS)
     if not any(outcome == "no answer" for _, outcome in counts):
-        outcomes.remove("no answer")
+        columns.remove("no answer")
     rows = {}
     for peer in records.peers:
         times = seconds.get(peer)
         weight = weights[peer]
         rows[records.info.name_of(peer)] = {
-            "asked": str(sum(counts[peer, outcome] for outcome in outcomes)),
-            **{outcome: str(counts[peer, outcome]) for outcome in outcomes},
+            "asked": str(sum(counts[peer, outcome] for outcome in columns)),
+            **{outcome: str(counts[peer, outcome]) for outcome in columns},
             "median s": f"{median(times):.3f}" if times else "–",
             "slowest s": f"{max(times):.3f}" if times else "–",
             "bytes in": format_bytes(received_bytes[peer]),

@@ -1,0 +1,137 @@
+"""The strength of an attack against a defence: the one that harms it most.
+
+It is chosen on tuning images and seeds of its own, and then frozen in strengths.json. The adversary
+knows the defence with its hyperparameters, and may try the same strengths against all defences.
+
+>>> from fedcb2o.experiments.grid._attack_strength import worst_strengths
+>>> worst_strengths({("", "mean", "alie"): {"worst": 2}})
+{('', 'mean', 'alie'): 2}
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fedcb2o import records, renamed
+from fedcb2o.errors import RunError
+from fedcb2o.experiments.config import tables
+from fedcb2o.experiments.grid._definition import Grid, StrengthKey
+from fedcb2o.experiments.grid._tuning import seed_summaries
+
+_FILE = "strengths.json"
+_Choices = dict[StrengthKey, dict[str, Any]]
+
+
+def read_choices(folder: Path, plan: Grid) -> _Choices:
+    """Read the choices in strengths.json.
+
+    Args:
+        folder: Folder of the grid.
+        plan: The grid.
+
+    Returns:
+        The choices by setting, defence and attack.
+
+    Raises:
+        RunError: If a choice was made over other strengths or seeds.
+        DamagedError: If the file is damaged.
+    """
+    path = folder / _FILE
+    lines = records.read_json_with_checksum(path)["choices"] if path.exists() else []
+    recorded = {(line["setting"], line["defence"], line["attack"]): line for line in lines}
+    found: _Choices = {}
+    for probe in plan.probes():
+        key = plan.strength_key(probe.key)
+        if key not in recorded or key in found:
+            continue
+        asked = renamed.original_settings(recorded[key]["asked"])
+        if asked != renamed.original_settings(_question(plan, key)):
+            raise RunError(
+                f"{path} holds the choice for `{key[2]}` against `{key[1]}` over other strengths "
+                "or seeds: choose another --out"
+            )
+        found[key] = recorded[key]
+    return found
+
+
+def worst_strengths(choices: Mapping[StrengthKey, Mapping[str, Any]]) -> dict[StrengthKey, int]:
+    """Return the chosen strengths.
+
+    Args:
+        choices: The choices in strengths.json.
+
+    Returns:
+        The number of the strength for each setting, defence and attack, from 0.
+    """
+    return {key: choice["worst"] for key, choice in choices.items()}
+
+
+def choose(
+    folder: Path, plan: Grid, choices: _Choices, errors: Mapping[str, str]
+) -> dict[StrengthKey, str]:
+    """Choose a strength for each attack without a choice, and write strengths.json.
+
+    The harm is the attack success rate where an attack has a target, else one minus the accuracy,
+    as a mean over seeds. Of equal strengths the first is chosen.
+
+    Args:
+        folder: Folder of the grid, with the runs of all strengths.
+        plan: The grid.
+        choices: The choices that were made; new ones are added.
+        errors: The messages of runs that failed, by folder.
+
+    Returns:
+        The reason for each attack without a choice, which failed at all strengths.
+    """
+    tried: dict[StrengthKey, list[dict[str, Any]]] = {}
+    failed: dict[StrengthKey, str] = {}
+    for probe in plan.probes():
+        key = plan.strength_key(probe.key)
+        if key in choices:
+            continue
+        outcomes = tried.setdefault(key, [])
+        if probe.folder in errors:
+            error = errors[probe.folder]
+            failed[key] = f"it could be run at no strength; {probe.key.title}: {error}"
+            outcomes.append({"harm": None})
+        else:
+            outcomes.append(_measure_harm(folder / probe.folder, probe.experiment.seeds))
+
+    for key, outcomes in tried.items():
+        harms = [outcome["harm"] for outcome in outcomes]
+        known = [harm for harm in harms if harm is not None]
+        if not known:
+            continue
+        failed.pop(key, None)
+        setting, defence, attack = key
+        choices[key] = {
+            "setting": setting,
+            "defence": defence,
+            "attack": attack,
+            "worst": harms.index(max(known)),
+            "tried": outcomes,
+            "asked": _question(plan, key),
+        }
+    if tried:
+        lines = [choices[key] for key in sorted(choices)]
+        records.write_json_with_checksum(folder / _FILE, {"choices": lines})
+    return failed
+
+
+def _question(plan: Grid, key: StrengthKey) -> dict[str, Any]:
+    """Return the strengths and seeds of a choice, as JSON has them."""
+    assert plan.adversary is not None
+    question = {"seeds": plan.adversary.seeds, "strengths": plan.strengths[key[2]]}
+    return tables.to_plain(question)  # type: ignore[no-any-return]
+
+
+def _measure_harm(folder: Path, seeds: Sequence[int]) -> dict[str, Any]:
+    """Return the harm of a strength, with accuracy and attack success rate of each seed."""
+    summaries = seed_summaries(folder, seeds)
+    accuracy = [summary["accuracy"] for summary in summaries]
+    rate = [summary["attack_success_rate"] for summary in summaries]
+    if None in rate:
+        harm = 1 - fmean(accuracy)
+        return {"harm": harm, "accuracy": accuracy, "attack_success_rate": None}
+    return {"harm": fmean(rate), "accuracy": accuracy, "attack_success_rate": rate}

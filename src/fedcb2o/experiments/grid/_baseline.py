@@ -1,0 +1,81 @@
+"""The baselines of an attacked experiment: the same run without the attack.
+
+In one, "clean", the malicious agents train on true labels and share their models. In the other,
+"removed", they and their knowledge are absent.
+
+>>> import fedcb2o
+>>> from fedcb2o.experiments.grid._baseline import goal_of_attack
+>>> attack = {"name": "label_flip", "source": 9, "target": 4}
+>>> goal_of_attack(fedcb2o.load("digits-fedcb2o", {"attack": attack}))
+{'name': 'label_flip', 'source': 9, 'target': 4}
+"""
+
+from typing import Any, Literal, get_args
+
+from fedcb2o import plugins
+from fedcb2o.experiments.config.datasets import attack_goal, backdoor_trigger
+from fedcb2o.experiments.config.settings import Experiment
+from fedcb2o.federated import attacks
+
+Changes = dict[str, Any]
+"""Keys of an experiment and their values, as in its file."""
+
+BaselineRole = Literal["clean", "removed"]
+BASELINE_ROLES: tuple[BaselineRole, ...] = get_args(BaselineRole)
+"""The roles of malicious agents in the baselines of a cell."""
+
+
+def baseline_table(experiment: Experiment, role: BaselineRole) -> Changes:
+    """Return the baseline of an attacked experiment.
+
+    The effect of the attack is measured as in the experiment. An agent whose budget exceeds the
+    number of remaining peers asks all of them.
+
+    Args:
+        experiment: The attacked experiment.
+        role: The role of the malicious agents.
+
+    Returns:
+        The baseline as a table.
+    """
+    table = experiment.model_dump(exclude_unset=True, exclude={"title", "description", "attack"})
+    agents = experiment.agents.model_copy(update={"malicious_role": role})
+    budget = min(agents.budget, max(1, agents.num_agents - 1))
+    table["agents"] = {**table["agents"], "malicious_role": role, "budget": budget}
+    table["name"] = "floor"
+    attack = goal_of_attack(experiment)
+    if attack:
+        table["attack"] = attack
+    return table
+
+
+def goal_of_attack(experiment: Experiment) -> Changes | None:
+    """Return the attack on data with the goal of an experiment's attack, and nothing else.
+
+    Args:
+        experiment: The experiment.
+
+    Returns:
+        An attack with the sources, targets and trigger; equal for equal goals. None where the
+        attack reduces the accuracy alone.
+    """
+    poison = None if experiment.attack is None else experiment.attack.data_attack
+    if poison is None:
+        return None
+    goal = attack_goal(experiment)
+    trigger = backdoor_trigger(experiment)
+    pairs = [list(pair) for pair in zip(goal.sources, goal.targets, strict=False)]
+    if trigger is None and len(pairs) == 1:
+        return {"name": "label_flip", "source": pairs[0][0], "target": pairs[0][1]}
+    if trigger is None and pairs:
+        return {"name": "label_flips", "pairs": pairs}
+    if trigger is None and not goal.sources:
+        return {"name": "spread_flip", "target": goal.targets[0]} if goal.targets else None
+
+    parameters = plugins.parameters(plugins.resolve("attack", poison.name, attacks))
+    kept = {"name", "source", "target"}
+    kept |= {name for name, p in parameters.items() if p.default is p.empty}
+    if trigger is not None:
+        kept |= set(plugins.parameters(trigger))
+    settings = poison.with_defaults("attack", attacks)
+    return {key: value for key, value in settings.items() if key in kept}

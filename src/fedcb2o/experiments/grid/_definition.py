@@ -1,0 +1,437 @@
+"""A grid: every defence against every attack in every setting, over one experiment.
+
+A grid file holds the keys that all cells share, as an experiment does, and axes, whose entries are
+changes: `[attacks.NAME]`, `[defences.NAME]` and, if there are several, `[settings.NAME]`. Each
+attacked cell has two baselines, the same run without the attack.
+
+>>> from fedcb2o.experiments.grid._definition import slugify
+>>> slugify("FedCB2O (held out)")
+'fedcb2o-held-out'
+"""
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PrivateAttr
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.config import tables
+from fedcb2o.experiments.config.settings import Experiment, NonNegativeInt, Section, load
+from fedcb2o.experiments.grid._baseline import (
+    BASELINE_ROLES,
+    Changes,
+    baseline_table,
+)
+from fedcb2o.records import result_settings
+
+_NO_CHANGES = ("name", "title", "description", "seeds")
+CELL_KEYS = [key for key in Experiment.model_fields if key not in _NO_CHANGES]
+"""The keys that an entry of an axis may change. Seeds are shared, so that cells are paired."""
+
+StrengthKey = tuple[str, str, str]
+"""The setting, the defence and the attack that a strength is chosen for."""
+
+AXIS_KEYS = {"defences": ("tune", "seeds"), "attacks": ("strengths",)}
+"""Further keys of an axis: lists of changes of which one is chosen, and the only seeds to run."""
+
+
+class TuningSection(Section):
+    """The comparison of the candidates of `tune`, on tuning images and seeds of its own."""
+
+    seeds: Annotated[
+        tuple[NonNegativeInt, ...],
+        Field(min_length=1, strict=False, description="Seeds, none of them the grid's."),
+    ]
+    attacks: Annotated[
+        tuple[str | Changes, ...],
+        Field(
+            min_length=1,
+            strict=False,
+            description="Attacks of the grid by name, or tables of changes.",
+        ),
+    ]
+    setting: Annotated[
+        str | None, Field(description="The grid's setting of the comparison; the first by default.")
+    ] = None
+    widen: Annotated[
+        NonNegativeInt,
+        Field(
+            description="Number of candidates that may be added where the best one is at an end."
+        ),
+    ] = 0
+
+
+class AdversarySection(Section):
+    """The comparison of the `strengths` of attacks, on tuning images and seeds of its own."""
+
+    seeds: Annotated[
+        tuple[NonNegativeInt, ...],
+        Field(min_length=1, strict=False, description="Seeds, none of them the grid's."),
+    ]
+    setting: Annotated[
+        str | None, Field(description="The grid's setting of the comparison; each by default.")
+    ] = None
+
+
+class Grid(Section):
+    """A grid, with the keys of its experiment in `shared`.
+
+    Attributes:
+        shared: The keys that all cells share.
+        added_candidates: Candidates by defence, added to those of the file.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    title: str = ""
+    description: str = ""
+    reference: str | None = None
+    set_aside: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    settings: dict[str, Changes] = Field(default_factory=dict)
+    defences: Annotated[dict[str, Changes], Field(min_length=1)]
+    attacks: Annotated[dict[str, Changes], Field(min_length=1)]
+    tuning: TuningSection | None = None
+    adversary: AdversarySection | None = None
+    shared: Changes
+    added_candidates: dict[str, list[Changes]] = Field(default_factory=dict)
+    _cache: dict[str, Experiment] = PrivateAttr(default_factory=dict)
+
+    def to_table(self) -> dict[str, Any]:
+        """Return the grid as plain values, its preset worked in.
+
+        Returns:
+            The content of `grid.toml`.
+        """
+        table = self.model_dump(
+            exclude={"shared", "added_candidates"}, exclude_none=True, exclude_defaults=True
+        )
+        merged = {**table, **self.shared, "seeds": self.seeds}
+        return tables.to_plain(merged)  # type: ignore[no-any-return]
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of every cell."""
+        return list(self.shared.get("seeds", Experiment.model_fields["seeds"].default))
+
+    def seeds_of(self, defence: str) -> list[int]:
+        """Return the seeds of a defence.
+
+        Args:
+            defence: Its name.
+
+        Returns:
+            Its own `seeds`, where a few are enough, else those of the grid.
+        """
+        return list(self.defences[defence].get("seeds", self.seeds))
+
+    @property
+    def candidates(self) -> dict[str, list[Changes]]:
+        """The candidates of each tuned defence: those of the file, then the added ones."""
+        found = {}
+        for name, entry in self.defences.items():
+            if "tune" in entry:
+                found[name] = [*entry["tune"], *self.added_candidates.get(name, [])]
+        return found
+
+    @property
+    def strengths(self) -> dict[str, list[Changes]]:
+        """The strengths of each attack that has several."""
+        attacks = self.attacks.items()
+        return {name: entry["strengths"] for name, entry in attacks if "strengths" in entry}
+
+    def cells(
+        self,
+        candidates: Mapping[str, int] | None = None,
+        strengths: Mapping[StrengthKey, int] | None = None,
+    ) -> list["Cell"]:
+        """Return every cell and, before the first that needs them, its baselines.
+
+        Cells share baselines where they differ only in the attack, and the attacks have equal
+        goals. The folder of a baseline does not depend on the candidate, nor any folder on the
+        strength.
+
+        Args:
+            candidates: The chosen candidate of each tuned defence, from 0.
+            strengths: The chosen strength of each attack, from 0.
+
+        Returns:
+            The cells.
+        """
+        found: dict[str, Cell] = {}
+        for setting, defence, attack in product(self.settings or [""], self.defences, self.attacks):
+            key = CellKey(setting, defence, attack)
+            candidate = (candidates or {}).get(defence)
+            strength = (strengths or {}).get(self.strength_key(key))
+            experiment = self.experiment(setting, defence, attack, candidate, strength)
+            baseline = None
+            if experiment.attacked:
+                baseline = self._baseline_name(setting, defence, attack)
+                for cell in self._baselines(key, experiment, baseline):
+                    found.setdefault(cell.folder, cell)
+            folder = "/".join(["cells", *key.slugs])
+            found[folder] = Cell("cell", key, folder, experiment, baseline)
+        return list(found.values())
+
+    def _baseline_name(self, setting: str, defence: str, attack: str) -> str:
+        """Return the name of the baselines' folders, which no candidate or strength changes."""
+        experiment = self.experiment(setting, defence, attack)
+        return _digest(self._load(baseline_table(experiment, "clean")))
+
+    def _baselines(self, key: "CellKey", experiment: Experiment, name: str) -> list["Cell"]:
+        """Return the baselines of a cell."""
+        cells = []
+        for role in BASELINE_ROLES:
+            below = CellKey(key.setting, key.defence, None, baseline_of=f"{key.attack}, {role}")
+            folder = "/".join([role, *below.slugs[:-1], name])
+            baseline = _with_name(self._load(baseline_table(experiment, role)), below)
+            cells.append(Cell(role, below, folder, baseline))
+        return cells
+
+    def trials(self) -> list["Cell"]:
+        """Return every run that the choice among candidates needs.
+
+        Returns:
+            A run per defence, candidate and attack of the tuning.
+        """
+        cells = []
+        for defence, candidates in self.candidates.items():
+            for number in range(len(candidates)):
+                for attack in self.tuning_attacks:
+                    key = CellKey(self.tuning_setting, defence, attack, number)
+                    folder = "/".join(["tuning", *key.slugs])
+                    cells.append(Cell("tuning", key, folder, self._tuning_experiment(key)))
+        return cells
+
+    def probes(self, candidates: Mapping[str, int] | None = None) -> list["Cell"]:
+        """Return every run that the choice among strengths needs.
+
+        Args:
+            candidates: The chosen candidate of each tuned defence, from 0.
+
+        Returns:
+            A run per setting, defence, attack and strength.
+        """
+        if self.adversary is None:
+            return []
+        final: Changes = {"seeds": self.adversary.seeds, "evaluate_on": "tuning"}
+        own_setting = self.adversary.setting
+        settings = [own_setting] if own_setting else self.settings or [""]
+        cells = []
+        for setting, defence, attack in product(settings, self.defences, self.strengths):
+            for number in range(len(self.strengths[attack])):
+                key = CellKey(setting, defence, attack, strength=number)
+                candidate = (candidates or {}).get(defence)
+                layers = self._layers(replace(key, candidate=candidate), self.attacks)
+                experiment = _with_name(self._merge_layers(layers, final), key)
+                folder = "/".join(["strengths", *key.slugs])
+                cells.append(Cell("tuning", key, folder, experiment))
+        return cells
+
+    def strength_key(self, key: "CellKey") -> StrengthKey:
+        """Return the key under which the strength of a cell's attack is chosen.
+
+        Args:
+            key: The key of the cell.
+
+        Returns:
+            Setting, defence and attack.
+        """
+        setting = None if self.adversary is None else self.adversary.setting
+        return setting or key.setting, key.defence, str(key.attack)
+
+    @property
+    def tuning_setting(self) -> str:
+        """The setting in which candidates are compared."""
+        setting = None if self.tuning is None else self.tuning.setting
+        return setting or next(iter(self.settings), "")
+
+    @property
+    def tuning_attacks(self) -> dict[str, Changes]:
+        """The attacks that candidates are compared against. A table without a name is numbered."""
+        attacks = () if self.tuning is None else self.tuning.attacks
+        found: dict[str, Changes] = {}
+        for number, attack in enumerate(attacks, start=1):
+            if isinstance(attack, str):
+                found[attack] = self.attacks[attack]
+            else:
+                name = str(attack.get("name", f"tuning attack {number}"))
+                found[name] = {key: value for key, value in attack.items() if key != "name"}
+        return found
+
+    def _tuning_experiment(self, key: "CellKey") -> Experiment:
+        assert self.tuning is not None
+        final = {"seeds": self.tuning.seeds, "evaluate_on": "tuning"}
+        layers = self._layers(key, self.tuning_attacks)
+        return _with_name(self._merge_layers(layers, final), key)
+
+    def experiment(
+        self,
+        setting: str,
+        defence: str,
+        attack: str,
+        candidate: int | None = None,
+        strength: int | None = None,
+    ) -> Experiment:
+        """Return the experiment of one cell.
+
+        Args:
+            setting: Name of the setting, or "".
+            defence: Name of the defence.
+            attack: Name of the attack.
+            candidate: Number of the defence's candidate, from 0.
+            strength: Number of the attack's strength, from 0.
+
+        Returns:
+            The experiment.
+
+        Raises:
+            ConfigError: If it is not valid. The message names the entries of the grid.
+        """
+        key = CellKey(setting, defence, attack, candidate, strength)
+        final = {"seeds": self.seeds_of(defence)}
+        experiment = self._merge_layers(self._layers(key, self.attacks), final)
+        return _with_name(experiment, CellKey(setting, defence, attack))
+
+    def _layers(self, key: "CellKey", attacks: Mapping[str, Changes]) -> dict[str, Changes]:
+        """Return the changes of a run in their order, by the names that messages use."""
+        defence = key.defence
+        attack = str(key.attack)
+        layers = {}
+        if key.setting:
+            layers[f"setting `{key.setting}`"] = self.settings[key.setting]
+        layers[f"defence `{defence}`"] = _changes_of_entry("defences", self.defences[defence])
+        if key.candidate is not None:
+            name = f"candidate {key.candidate + 1} of `{defence}`"
+            layers[name] = self.candidates[defence][key.candidate]
+        layers[f"attack `{attack}`"] = _changes_of_entry("attacks", attacks[attack])
+        if key.strength is not None:
+            name = f"strength {key.strength + 1} of `{attack}`"
+            layers[name] = self.strengths[attack][key.strength]
+        return layers
+
+    def _merge_layers(self, layers: Mapping[str, Changes], final: Changes) -> Experiment:
+        """Return the experiment of layers. Name those that are to blame for an error."""
+        base = {"name": "cell", **self.shared}
+
+        def merged(without: str | None = None) -> Changes:
+            changes = [layer for name, layer in layers.items() if name != without]
+            return functools.reduce(_merge_changes, [*changes, final], base)
+
+        def problem(without: str | None = None) -> str:
+            try:
+                self._load(merged(without))
+            except ConfigError as error:
+                return str(error).removeprefix("the experiment: ")
+            return ""
+
+        message = problem()
+        if not message:
+            return self._load(merged())
+        # A layer is to blame if there is no error without it, or else another one.
+        rest = {name: problem(name) for name in layers}
+        blamed = [name for name in layers if not rest[name]]
+        blamed = blamed or [name for name in layers if rest[name] != message]
+        raise ConfigError(f"{' and '.join(blamed) or 'the keys that all cells share'}: {message}")
+
+    def _load(self, table: Changes) -> Experiment:
+        key = repr(table)
+        if key not in self._cache:
+            self._cache[key] = load(table)
+        return self._cache[key]
+
+
+def _changes_of_entry(axis: str, entry: Changes) -> Changes:
+    return {key: value for key, value in entry.items() if key not in AXIS_KEYS[axis]}
+
+
+@dataclass(frozen=True)
+class CellKey:
+    """The position of a run in a grid.
+
+    Attributes:
+        setting: Name of the setting, or "".
+        defence: Name of the defence.
+        attack: Name of the attack; None for a baseline.
+        candidate: Number of the defence's candidate, from 0.
+        strength: Number of the attack's strength, from 0.
+        baseline_of: For a baseline, the attack and the role of the malicious agents.
+    """
+
+    setting: str
+    defence: str
+    attack: str | None
+    candidate: int | None = None
+    strength: int | None = None
+    baseline_of: str = ""
+
+    @property
+    def slugs(self) -> list[str]:
+        """The parts of its folder and of its experiment's name."""
+        parts = [slugify(name) for name in (self.setting, self.defence) if name]
+        if self.candidate is not None:
+            parts.append(str(self.candidate + 1))
+        parts.append(slugify(self.attack or "no attack"))
+        if self.strength is not None:
+            parts.append(str(self.strength + 1))
+        return parts
+
+    @property
+    def title(self) -> str:
+        """The name in messages."""
+        candidate = "" if self.candidate is None else f"candidate {self.candidate + 1}"
+        strength = "" if self.strength is None else f"strength {self.strength + 1}"
+        attack = self.attack or f"baseline of {self.baseline_of}"
+        parts = [self.setting, self.defence, candidate, attack, strength]
+        return ", ".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid.
+
+    Attributes:
+        kind: The kind of the run; "tuning" for a choice of a candidate or a strength.
+        key: The position in the grid.
+        folder: The folder in that of the grid.
+        experiment: The experiment.
+        baseline: Name of the folders of its baselines.
+    """
+
+    kind: Literal["cell", "clean", "removed", "tuning"]
+    key: CellKey
+    folder: str
+    experiment: Experiment
+    baseline: str | None = None
+
+
+def slugify(text: str) -> str:
+    """Convert a name to a part of a folder's name.
+
+    Args:
+        text: The name.
+
+    Returns:
+        Small letters, digits and hyphens.
+    """
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _merge_changes(base: Changes, changes: Changes) -> Changes:
+    """Merge changes over a table, section by section."""
+    merged = {key: tables.merge(base.get(key), value) for key, value in changes.items()}
+    return {**base, **merged}
+
+
+def _with_name(experiment: Experiment, key: CellKey) -> Experiment:
+    return experiment.model_copy(update={"name": "--".join(key.slugs), "title": key.title})
+
+
+def _digest(experiment: Experiment) -> str:
+    settings = result_settings(experiment.settings())
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,0 +1,237 @@
+"""The progress of a grid and its remaining time: a bar on a terminal, lines elsewhere.
+
+>>> from fedcb2o.experiments.grid._eta import format_duration
+>>> format_duration(720.0)
+'12 min'
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from math import inf
+from statistics import fmean
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+from fedcb2o.experiments.grid._definition import Cell
+
+
+class TimeEstimate:
+    """An estimate of the remaining time of a grid, from the cells that have ended.
+
+    A cell is expected to cost as much as others of its defence in its setting, else as much as all
+    others. Before the first cell has ended, nothing is known.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        """Create an estimate.
+
+        Args:
+            jobs: Number of processes.
+        """
+        self.jobs = jobs
+        self.seconds: dict[tuple[str, str], list[float]] = {}
+        self.pending: dict[str, tuple[Cell, int]] = {}
+        self.started: dict[str, float] = {}
+
+    def add(self, cell: Cell, seeds: int) -> None:
+        """Add a cell that will be run.
+
+        Args:
+            cell: The cell.
+            seeds: Number of its seeds.
+        """
+        self.pending[cell.folder] = cell, seeds
+
+    def start(self, cell: Cell) -> None:
+        """Record that a cell starts now.
+
+        Args:
+            cell: The cell.
+        """
+        self.started[cell.folder] = time.monotonic()
+
+    def finish(self, cell: Cell, seconds: float | None) -> float | None:
+        """Record that a cell has ended.
+
+        Args:
+            cell: The cell.
+            seconds: Its time; None if it failed.
+
+        Returns:
+            The seconds of one of its seeds.
+        """
+        _, seeds = self.pending.pop(cell.folder)
+        self.started.pop(cell.folder, None)
+        if seconds is None:
+            return None
+        self.record(cell, seconds / seeds)
+        return seconds / seeds
+
+    def record(self, cell: Cell, seconds: float) -> None:
+        """Record the time of a seed.
+
+        Args:
+            cell: The cell.
+            seconds: The seconds of one of its seeds.
+        """
+        self.seconds.setdefault((cell.key.setting, cell.key.defence), []).append(seconds)
+
+    def weight(self, cell: Cell) -> float:
+        """Return the priority of a cell.
+
+        Args:
+            cell: The cell.
+
+        Returns:
+            Its expected seconds; infinity where nothing is known of its defence.
+        """
+        seconds = self.seed_seconds(cell)
+        return inf if seconds is None else seconds * self.pending[cell.folder][1]
+
+    def seed_seconds(self, cell: Cell) -> float | None:
+        """Return the expected time of a seed, from others of its defence.
+
+        Args:
+            cell: The cell.
+
+        Returns:
+            The seconds, or None where there are no others.
+        """
+        seconds = self.seconds.get((cell.key.setting, cell.key.defence))
+        return fmean(seconds) if seconds else None
+
+    def remaining(self) -> float | None:
+        """Return the expected time until the last cell has ended.
+
+        Returns:
+            The seconds, or None where nothing is known.
+        """
+        if not self.seconds:
+            return None
+        mean = fmean(value for values in self.seconds.values() for value in values)
+        now = time.monotonic()
+        costs = []
+        for folder, (cell, seeds) in self.pending.items():
+            cost = seeds * (self.seed_seconds(cell) or mean)
+            if folder in self.started:
+                cost = max(cost - (now - self.started[folder]), 0.0)
+            costs.append(cost)
+        return max([sum(costs) / self.jobs, *costs])
+
+
+class GridProgress:
+    """A display of the finished cells, the running cells and the remaining time."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        """Create the display.
+
+        Args:
+            console: The terminal, by default standard error.
+        """
+        self.console = console or Console(stderr=True)
+        self.total = 0
+        self.done = 0
+        self._started = time.monotonic()
+        fixed = Column(min_width=9, no_wrap=True)
+        ellipsis = Column(no_wrap=True, overflow="ellipsis")
+        self._bar = Progress(
+            BarColumn(bar_width=12, table_column=Column(min_width=12)),
+            TextColumn("{task.completed}/{task.total} cells", table_column=fixed),
+            TimeElapsedColumn(table_column=fixed),
+            TextColumn("{task.fields[status]}", markup=False, table_column=ellipsis),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=0, status="")
+
+    def __enter__(self) -> "GridProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def start(self, total: int, done: int) -> None:
+        """Show the size of the grid.
+
+        Args:
+            total: Number of cells.
+            done: Number of cells that were done before.
+        """
+        self.total = total
+        self.done = done
+        self._bar.update(self._task, total=total, completed=done)
+        if done and not self.console.is_terminal:
+            self._print(f"{done} of {total} cells were done before")
+
+    def add(self, total: int, done: int) -> None:
+        """Add cells.
+
+        Args:
+            total: Number of new cells.
+            done: Number of these that were done before.
+        """
+        self.total += total
+        self.done += done
+        self._bar.update(self._task, total=self.total, completed=self.done)
+
+    def refresh(self, remaining: float | None, running: Sequence[Cell]) -> None:
+        """Show the running cells, on a terminal.
+
+        Args:
+            remaining: Expected seconds, if known.
+            running: The running cells.
+        """
+        names = "; ".join(cell.key.title for cell in running)
+        status = ": ".join(filter(None, [_format_remaining(remaining), names]))
+        self._bar.update(self._task, status=status)
+
+    def finish(
+        self, cell: Cell, seconds: float, error: str | None, remaining: float | None
+    ) -> None:
+        """Show that a cell has ended.
+
+        Args:
+            cell: The cell.
+            seconds: Its time.
+            error: Why it failed, if it did.
+            remaining: Expected seconds for the others, if known.
+        """
+        self.done += error is None
+        self._bar.update(self._task, completed=self.done)
+        if error is not None:
+            self._print(f"{cell.key.title} failed: {error}")
+        elif not self.console.is_terminal:
+            elapsed = format_duration(time.monotonic() - self._started)
+            status = f"{self.done} of {self.total} cells in {elapsed}"
+            status = ", ".join(filter(None, [status, _format_remaining(remaining)]))
+            self._print(f"{status}: {cell.key.title} took {format_duration(seconds)}")
+
+    def _print(self, line: str) -> None:
+        if self.console.is_terminal:
+            self._bar.console.print(line, markup=False, highlight=False)
+        elif not self.console.quiet:
+            print(line, file=sys.stderr, flush=True)
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration for a reader.
+
+    Args:
+        seconds: The duration.
+
+    Returns:
+        A text such as "8 s", "12 min" or "3.5 h".
+    """
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _format_remaining(seconds: float | None) -> str:
+    return "" if seconds is None else f"about {format_duration(seconds)} left"

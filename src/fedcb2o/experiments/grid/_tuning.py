@@ -1,0 +1,282 @@
+"""The choice among the candidates of a defence, on tuning images and seeds of its own.
+
+Every tuned defence has the same number of candidates, over the same attacks and seeds; none is
+tuned to one attack. Where the best candidate is at an end of its range, candidates are added until
+it is inside. The choice is then frozen in tuning.json.
+
+>>> from fedcb2o.experiments.grid._tuning import extrapolate
+>>> candidates = [{"algorithm": {"alpha": 1.0}}, {"algorithm": {"alpha": 2.0}}]
+>>> extrapolate(candidates, [0.5, 0.6])
+{'algorithm': {'alpha': 4.0}}
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fedcb2o import records, renamed
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.experiments.config import tables
+from fedcb2o.experiments.grid._baseline import Changes
+from fedcb2o.experiments.grid._definition import Grid
+
+_Scores = list[dict[str, list[float]] | None]
+"""Per candidate the scores of the seeds by attack; None for one that could not run."""
+
+
+def read_choices(folder: Path, plan: Grid) -> dict[str, Any]:
+    """Read the choices in tuning.json.
+
+    Args:
+        folder: Folder of the grid.
+        plan: The grid.
+
+    Returns:
+        The choice of each of the grid's defences that has one.
+
+    Raises:
+        RunError: If a choice was made over other candidates, attacks or seeds.
+        DamagedError: If the file is damaged.
+    """
+    path = folder / "tuning.json"
+    recorded = records.read_json_with_checksum(path) if path.exists() else {}
+    found = {}
+    for defence, given in plan.candidates.items():
+        if defence not in recorded:
+            continue
+        asked = recorded[defence]["asked"]
+        first = {**asked, "candidates": asked["candidates"][: len(given)]}
+        question = _question(plan, defence)
+        if renamed.original_settings(first) != renamed.original_settings(question):
+            raise RunError(
+                f"{path} holds the choice for `{defence}` over other candidates, attacks or seeds: "
+                "choose another --out"
+            )
+        found[defence] = recorded[defence]
+    return found
+
+
+def best_candidates(choices: Mapping[str, Any]) -> dict[str, int]:
+    """Return the chosen candidates.
+
+    Args:
+        choices: The choices in tuning.json.
+
+    Returns:
+        The number of the candidate of each defence, from 0.
+    """
+    return {defence: choice["best"] for defence, choice in choices.items()}
+
+
+def with_added_candidates(plan: Grid, choices: Mapping[str, Any]) -> Grid:
+    """Return the grid with the candidates that were added for the choices.
+
+    Args:
+        plan: The grid as its file has it.
+        choices: The choices in tuning.json.
+
+    Returns:
+        The extended grid.
+    """
+    added = {}
+    for defence, choice in choices.items():
+        given = len(plan.candidates[defence])
+        added[defence] = choice["asked"]["candidates"][given:]
+    return plan.model_copy(update={"added_candidates": added})
+
+
+def extend(folder: Path, plan: Grid, choices: Mapping[str, Any], errors: Mapping[str, str]) -> Grid:
+    """Add a candidate for each defence whose best one so far is at an end.
+
+    Args:
+        folder: Folder of the grid, with the runs of all candidates.
+        plan: The grid.
+        choices: The choices that were made.
+        errors: The messages of runs that failed, by folder.
+
+    Returns:
+        The extended grid; the same object where no candidate is added.
+    """
+    limit = 0 if plan.tuning is None else plan.tuning.widen
+    extended = plan
+    for defence in plan.candidates.keys() - choices.keys():
+        if len(plan.added_candidates.get(defence, [])) < limit:
+            scores, _ = _trial_scores(folder, plan, defence, errors)
+            extended = _extended_grid(extended, defence, _mean_scores(scores)) or extended
+    return extended
+
+
+def extrapolate(candidates: Sequence[Changes], scores: Sequence[float | None]) -> Changes | None:
+    """Return the candidate beyond the best one.
+
+    Args:
+        candidates: The candidates, which differ in one number.
+        scores: The score of each; None for one that could not run.
+
+    Returns:
+        A candidate as far from the best as that is from its neighbour, as a ratio where both
+        numbers are above 0. None where the best has two neighbours, or candidates differ in more
+        than one number.
+    """
+    known = [score for score in scores if score is not None]
+    if not known:
+        return None
+    best = scores.index(max(known))
+    flat = [records.flatten(candidate) for candidate in candidates]
+    similar = [keys for keys in flat if keys.keys() == flat[best].keys()]
+    varied = [
+        key for key, value in flat[best].items() if any(keys[key] != value for keys in similar)
+    ]
+    if len(varied) != 1:
+        return None
+    key = varied[0]
+    values = [keys[key] for keys in similar]
+    if not all(type(value) in (int, float) for value in values):
+        return None
+
+    value = flat[best][key]
+    ordered = sorted(set(values))
+    if value not in (ordered[0], ordered[-1]):
+        return None
+    neighbour = ordered[1] if value == ordered[0] else ordered[-2]
+    is_ratio = value > 0 and neighbour > 0
+    following = value * value / neighbour if is_ratio else 2 * value - neighbour
+    following = float(f"{following:.4g}")
+    if all(isinstance(number, int) for number in values):
+        following = max(round(following), 1) if is_ratio else round(following)
+    if following in values:
+        return None
+    return tables.with_value(candidates[best], key.split("."), following)
+
+
+def choose(
+    folder: Path, plan: Grid, choices: dict[str, Any], errors: Mapping[str, str]
+) -> dict[str, str]:
+    """Choose a candidate for each defence without a choice, and write tuning.json.
+
+    The score of a candidate is the mean over attacks and seeds of accuracy minus attack success
+    rate; the latter is 0 where an attack has no target. Of equal candidates the first is chosen.
+
+    Args:
+        folder: Folder of the grid, with the runs of all candidates.
+        plan: The grid.
+        choices: The choices that were made; new ones are added.
+        errors: The messages of runs that failed, by folder.
+
+    Returns:
+        The reason for each defence without a choice, all of whose candidates failed.
+    """
+    unfit: dict[str, str] = {}
+    pending = [defence for defence in plan.candidates if defence not in choices]
+    for defence in pending:
+        scores, error = _trial_scores(folder, plan, defence, errors)
+        means = _mean_scores(scores)
+        known = [mean for mean in means if mean is not None]
+        if not known:
+            unfit[defence] = error
+            continue
+        choices[defence] = {
+            "best": means.index(max(known)),
+            "at_end": _extended_grid(plan, defence, means) is not None,
+            "scores": means,
+            "by_attack": scores,
+            "asked": _question(plan, defence),
+        }
+    if pending:
+        records.write_json_with_checksum(folder / "tuning.json", choices)
+    return unfit
+
+
+def _mean_scores(scores: _Scores) -> list[float | None]:
+    """Return the mean score of each candidate over its attacks and seeds."""
+    means: list[float | None] = []
+    for by_attack in scores:
+        if by_attack is None:
+            means.append(None)
+        else:
+            means.append(fmean(score for seeds in by_attack.values() for score in seeds))
+    return means
+
+
+def _trial_scores(
+    folder: Path, plan: Grid, defence: str, errors: Mapping[str, str]
+) -> tuple[_Scores, str]:
+    """Return the scores of a defence's candidates, and the last error of those that failed."""
+    scores: _Scores = [{} for _ in plan.candidates[defence]]
+    message = ""
+    for cell in plan.trials():
+        if cell.key.defence != defence:
+            continue
+        number = cell.key.candidate or 0
+        by_attack = scores[number]
+        if cell.folder in errors:
+            scores[number] = None
+            error = errors[cell.folder]
+            message = f"none of its candidates could run; {cell.key.title}: {error}"
+        elif by_attack is not None:
+            seeds = cell.experiment.seeds
+            by_attack[cell.key.attack or ""] = _seed_scores(folder / cell.folder, seeds)
+    return scores, message
+
+
+def _extended_grid(plan: Grid, defence: str, scores: Sequence[float | None]) -> Grid | None:
+    """Return the grid with one more candidate; None without one, or if it is not valid."""
+    candidates = plan.candidates[defence]
+    following = extrapolate(candidates, scores)
+    if following is None:
+        return None
+    added = [*plan.added_candidates.get(defence, []), following]
+    extended = plan.model_copy(
+        update={"added_candidates": {**plan.added_candidates, defence: added}}
+    )
+    try:  # a number may have reached the end of its range
+        for setting in plan.settings or [""]:
+            for attack in plan.attacks:
+                extended.experiment(setting, defence, attack, len(candidates))
+    except ConfigError:
+        return None
+    return extended
+
+
+def _question(plan: Grid, defence: str) -> dict[str, Any]:
+    """Return the candidates, attacks and seeds of a choice, as JSON has them."""
+    assert plan.tuning is not None
+    question = {
+        "seeds": plan.tuning.seeds,
+        "setting": plan.tuning_setting,
+        "attacks": plan.tuning_attacks,
+        "candidates": plan.candidates[defence],
+    }
+    return tables.to_plain(question)  # type: ignore[no-any-return]
+
+
+def _seed_scores(folder: Path, seeds: Sequence[int]) -> list[float]:
+    """Return accuracy minus attack success rate of each seed."""
+    scores = []
+    for summary in seed_summaries(folder, seeds):
+        scores.append(summary["accuracy"] - (summary["attack_success_rate"] or 0.0))
+    return scores
+
+
+def seed_summaries(folder: Path, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Read the summaries of a run that has ended.
+
+    Args:
+        folder: Folder of the run.
+        seeds: Its seeds.
+
+    Returns:
+        The summary of each seed.
+
+    Raises:
+        DamagedError: If one is missing or damaged.
+    """
+    run = records.Run(folder)
+    summaries = []
+    for seed in seeds:
+        summary = run.summary_of(seed)
+        if summary is None:
+            raise records.damaged_error(folder / f"seed-{seed}" / "summary.json", "it is gone")
+        summaries.append(summary)
+    return summaries

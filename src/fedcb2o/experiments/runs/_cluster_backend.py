@@ -1,0 +1,434 @@
+"""The backend of a run whose agents are spread over a cluster: placement, needs and engine.
+
+>>> from fedcb2o.experiments.runs._cluster_backend import pluralize
+>>> pluralize(2, "node")
+'2 nodes'
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.experiments.config.build import (
+    PreparedSeed,
+    build_group,
+    imported_names,
+    init_models_from_tensors_,
+    user_functions,
+)
+from fedcb2o.experiments.config.datasets import dataset_tensors
+from fedcb2o.experiments.runs._memory_plan import PROCESS_BYTES
+from fedcb2o.federated import plan_training_batches
+from fedcb2o.kernels.devices import is_cpu
+from fedcb2o.nn import parameters
+from fedcb2o.parallel import _resources
+from fedcb2o.parallel._resources import format_bytes
+
+if TYPE_CHECKING:
+    from fedcb2o.ray_backend._engine import RayEngine
+    from fedcb2o.ray_backend._placement import Node
+
+_LOG = logging.getLogger(__name__)
+
+LOCAL = "local"  # the address of a cluster on this machine alone
+MIN_STORE_BYTES = 2**28  # of Ray's object store
+
+
+@dataclass(frozen=True)
+class ClusterBackend:
+    """A Ray cluster as the place of a run.
+
+    Attributes:
+        address: Address of the cluster.
+        blocks: Number of groups of agents; None for one per processor.
+        memory: Bytes that each node gives; None for its free memory.
+    """
+
+    address: str
+    blocks: int | None = None
+    memory: int | None = None
+
+    @contextlib.contextmanager
+    def connect(self, prepared: Sequence[PreparedSeed]) -> Iterator[None]:
+        """Connect to the cluster, if there are seeds to run.
+
+        Args:
+            prepared: The seeds to run.
+
+        Yields:
+            None, while this process is connected.
+
+        Raises:
+            ConfigError: If Ray is missing, or a setting is not for clusters.
+            RunError: If the cluster cannot be reached, or a node lacks memory.
+        """
+        if not prepared:
+            yield
+            return
+        require_ray()
+        from fedcb2o.ray_backend import _connect
+
+        for seed in prepared:
+            if seed.spec.algorithm.clusters is not None:
+                raise ConfigError(
+                    "ifca and dfca, which have models of clusters, run on one machine: no --cluster"
+                )
+            check_device(seed.experiment.device)
+        needed = max(2 * _model_bytes(seed) + _data_bytes(seed) for seed in prepared)
+        store = min(MIN_STORE_BYTES + needed, _resources.free_memory() // 2)
+        processors = max(_resources.available_processors(), self.blocks or 1)
+        with _connect.connected(self.address, store, processors):
+            # Raises before anything is written. The other seeds need the same.
+            log_other_processors(self.place(prepared[0], Path()).nodes)
+            yield
+
+    def place(self, prepared: PreparedSeed, folder: Path) -> "Placement":
+        """Distribute the agents over the nodes of the cluster.
+
+        Args:
+            prepared: The seed.
+            folder: Folder of the seed.
+
+        Returns:
+            The node of each group of agents.
+
+        Raises:
+            RunError: If a node lacks memory, or no node has the device.
+        """
+        from fedcb2o.ray_backend._placement import list_nodes, place_groups
+        from fedcb2o.ray_backend._sharding import shard_agents
+
+        device = prepared.experiment.device
+        nodes = list_nodes(imported_names(prepared.experiment), device)
+        processors = sum(node.processors for node in nodes)
+        if not processors:
+            raise RunError(
+                f"no node of the cluster has {processor_unit(device)}s, which `device` = "
+                f"{device!r} needs: see `ray status` there"
+            )
+        targets = place_groups(min(self.blocks or processors, processors), nodes)
+        costs = [len(samples) for samples in prepared.population.train]
+        shares = shard_agents(prepared.spec, costs, [node.speed for node in targets])
+        placement = Placement.from_shares(shares, targets)
+        if placement.processes < (self.blocks or 0):
+            reason = _explain_fewer(placement.processes, processors, prepared, costs)
+            placement = dataclasses.replace(placement, fewer_note=f", not {self.blocks}: {reason}")
+        for node in dict.fromkeys(placement.nodes):
+            memory = self.memory or node.memory
+            placement.check(prepared, node, memory, local=self.address == LOCAL)
+        return placement
+
+    @contextlib.contextmanager
+    def open_engine(self, prepared: PreparedSeed, placement: "Placement") -> Iterator["RayEngine"]:
+        """Open the engine of a seed.
+
+        Args:
+            prepared: The seed.
+            placement: The node of each group of agents.
+
+        Yields:
+            The engine.
+        """
+        from fedcb2o.ray_backend._engine import RayEngine
+        from fedcb2o.ray_backend._placement import start_workers
+
+        experiment = prepared.experiment
+        dataset = prepared.dataset
+        group = prepared.build_agent_group(torch.zeros(0, prepared.spec.dim))
+        node_ids = [node.id for node in placement.nodes]
+        print(f"{experiment.name} seed {prepared.seed}: {placement}", file=sys.stderr)
+        names = imported_names(experiment)
+        with start_workers(placement.nodes, experiment.device, names) as workers:
+            engine = RayEngine(group, placement.shares, workers, node_ids)
+            make = functools.partial(build_group, experiment, prepared.seed, dataset.names)
+            engine.build_groups(make, dataset_tensors(dataset), user_functions(experiment))
+            yield engine
+
+    def init_models(self, engine: "RayEngine", prepared: PreparedSeed) -> None:
+        """Set the initial models of all agents.
+
+        Args:
+            engine: The engine of the seed.
+            prepared: The seed.
+        """
+        names = prepared.dataset.names
+        fill = functools.partial(
+            init_models_from_tensors_, prepared.experiment, prepared.seed, names
+        )
+        engine.init_models(fill)
+
+    def status(self, placement: "Placement", measured: Mapping[str, Any]) -> str:
+        """Describe the traffic and the slowest group of the last round.
+
+        Args:
+            placement: The node of each group of agents.
+            measured: The traffic of the last round; empty before the first.
+
+        Returns:
+            The text, to follow the phase of a round.
+        """
+        if not measured:
+            return ""
+        slowest = int(np.argmax(measured["blocks"]))
+        moved = measured["moved"] or measured["lent"]
+        traffic = f", {format_bytes(moved)} a round" if moved else ""
+        return f"{traffic}, slowest {slowest} on {placement.nodes[slowest].name}"
+
+    def traffic(self, engine: "RayEngine") -> dict[str, Any]:
+        """Return the traffic of the last round, and reset its counters.
+
+        Args:
+            engine: The engine of the seed.
+
+        Returns:
+            Bytes between groups and nodes, and the seconds of each group.
+        """
+        actors = engine.actors
+        measured = {
+            "lent": actors.loaned_bytes,
+            "moved": actors.moved_bytes,
+            "blocks": actors.seconds.tolist(),
+        }
+        actors.loaned_bytes = 0
+        actors.moved_bytes = 0
+        actors.seconds = np.zeros_like(actors.seconds)
+        return measured
+
+
+def log_other_processors(nodes: "Iterable[Node]") -> None:
+    """Log the nodes with other processors than this machine, which may round differently.
+
+    Args:
+        nodes: The nodes.
+    """
+    here = _resources.processor_model()
+    others = {node.id: node.model for node in nodes if node.model != here}
+    if others:
+        models = ", ".join(sorted(set(others.values())))
+        _LOG.warning(
+            "%s of the cluster with other processors than this machine's (%s; here %s): bits may "
+            "differ from those of one machine.",
+            pluralize(len(others), "node"),
+            models,
+            here,
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The agents of each group, and its node.
+
+    Attributes:
+        shares: Ids of the agents of each group.
+        nodes: The node of each group.
+        fewer_note: Why there are fewer groups than requested, or "".
+        folder: None, since the models are in memory.
+    """
+
+    shares: list[list[int]]
+    nodes: "list[Node]"
+    fewer_note: str = ""
+    folder: None = None
+
+    @classmethod
+    def from_shares(cls, shares: "Sequence[list[int]]", nodes: "Sequence[Node]") -> "Placement":
+        """Return the placement of the groups that have agents.
+
+        Args:
+            shares: Ids of the agents of each group.
+            nodes: The node of each group.
+
+        Returns:
+            The placement.
+        """
+        placed = [(share, node) for share, node in zip(shares, nodes, strict=False) if share]
+        return cls([share for share, _ in placed], [node for _, node in placed])
+
+    @property
+    def processes(self) -> int:
+        """The number of processes."""
+        return len(self.shares)
+
+    def check(self, prepared: PreparedSeed, node: "Node", memory: int, *, local: bool) -> None:
+        """Check that a node has the memory for its groups.
+
+        Args:
+            prepared: The seed.
+            node: The node.
+            memory: Bytes that it gives.
+            local: Whether the object store is part of that memory.
+
+        Raises:
+            RunError: If memory or object store are too small.
+        """
+        rows, stored = self.required_bytes(prepared, node)
+        groups = pluralize(self.nodes.count(node), "block")
+        if rows + stored > memory:
+            raise RunError(
+                f"node {node.name} needs {format_bytes(rows + stored)} for {groups}, and has "
+                f"{format_bytes(memory)}: take more nodes, fewer agents or a smaller model"
+            )
+        if stored > node.store and not local:
+            raise RunError(
+                f"node {node.name} needs {format_bytes(stored)} of Ray's store for {groups}, and "
+                f"has {format_bytes(node.store)}: start it by `ray start --object-store-memory "
+                f"{stored} "
+                "...`"
+            )
+
+    def required_bytes(self, prepared: PreparedSeed, node: "Node") -> tuple[int, int]:
+        """Return the memory that a node needs.
+
+        Args:
+            prepared: The seed.
+            node: The node.
+
+        Returns:
+            Bytes of processes and models; bytes of the object store for the data, for loaned rows
+            and for copies of rows of other nodes.
+        """
+        from fedcb2o.ray_backend._sharding import max_received
+        from fedcb2o.ray_backend._transfers import OBJECT_OVERHEAD_BYTES
+        from fedcb2o.ray_backend._worker import MAX_PINNED_BYTES
+
+        spec = prepared.spec
+        adversary = prepared.adversary
+        layout = prepared.build_layout([0], np.zeros(1, np.int64), 1)
+        crafted_per_attacker = layout.crafted_per_attacker
+        row = 4 * parameters.row_stride(spec.dim)
+        num_nodes = len(set(self.nodes))
+        copies_per_loan = 1 if row >= OBJECT_OVERHEAD_BYTES else num_nodes
+        rows = 0
+        stored = _data_bytes(prepared)
+        for share, target in zip(self.shares, self.nodes, strict=True):
+            if target != node:
+                continue
+            own = len(share)
+            crafted = crafted_per_attacker * int(adversary.malicious[share].sum())
+            received = max_received(spec, adversary, share, crafted_per_attacker)
+            loaned = min(own + crafted, (spec.num_agents - own) * spec.max_asked)
+            buffer = own * (2 if layout.previous is not None else 1) + crafted + received
+            on_cpu = is_cpu(prepared.experiment.device)
+            rows += PROCESS_BYTES + 12 * spec.dim + row * buffer * on_cpu
+            pinned = min(MAX_PINNED_BYTES, row * received) * (num_nodes > 1)
+            stored += row * loaned * copies_per_loan + pinned
+        return rows, stored
+
+    def __str__(self) -> str:
+        groups = pluralize(self.processes, "block")
+        nodes = pluralize(len(set(self.nodes)), "node")
+        return f"{groups} on {nodes}{self.fewer_note}"
+
+
+def _explain_fewer(
+    groups: int, processors: int, prepared: PreparedSeed, costs: Sequence[int]
+) -> str:
+    """Return the reason why there are not more groups."""
+    spec = prepared.spec
+    if groups == processors:
+        verb = "is" if processors == 1 else "are"
+        return f"there {verb} {pluralize(processors, processor_unit(prepared.experiment.device))}"
+    if groups == spec.num_agents:
+        return f"there are {pluralize(groups, 'agent')}"
+    if groups == len(plan_training_batches(spec, costs)):
+        return (
+            "agents who train in one program stay together (--set together=1 has each train alone)"
+        )
+    return "more would not end sooner"
+
+
+def check_device(device: str | None) -> None:
+    """Check that a device may be used on a cluster.
+
+    Args:
+        device: The device of an experiment.
+
+    Raises:
+        ConfigError: If it is one of several of a machine, such as "cuda:1".
+    """
+    if device is not None and ":" in device:
+        kind = device.split(":")[0]
+        raise ConfigError(f"on a cluster each process has a GPU of its own: `device` is {kind!r}")
+
+
+def check_process_memory(memory: int | None, prepared: PreparedSeed) -> None:
+    """Check that a limit of memory is large enough for one process.
+
+    Args:
+        memory: The limit in bytes, or None.
+        prepared: A seed of the run.
+
+    Raises:
+        RunError: If it is too small.
+    """
+    least = PROCESS_BYTES + 12 * prepared.spec.dim
+    if memory is not None and memory < least:
+        raise RunError(
+            f"each process needs {format_bytes(least)} or more, and `memory` is "
+            f"{format_bytes(memory)}: give more"
+        )
+
+
+def require_ray() -> None:
+    """Check that Ray is installed, in a version that works.
+
+    Raises:
+        ConfigError: If it is not. The message names the extra.
+    """
+    if find_spec("ray") is None:
+        raise ConfigError(
+            "a cluster needs the extra, of which ray is missing: pip install 'fedcb2o[cluster]'"
+        )
+    try:
+        from fedcb2o.ray_backend import _connect, _engine, _tasks  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"Ray {version('ray')} lacks what a cluster needs of it ({error}): pip install "
+            "'fedcb2o[cluster]', or another version"
+        ) from error
+
+
+def pluralize(count: int, word: str) -> str:
+    """Return a count with its noun, such as "1 node" or "2 nodes".
+
+    Args:
+        count: The number.
+        word: The noun in the singular.
+
+    Returns:
+        The text.
+    """
+    return f"{count} {word}{'s' * (count != 1)}"
+
+
+def processor_unit(device: str | None) -> str:
+    """Return the word for the processors that a run occupies.
+
+    Args:
+        device: The device of an experiment.
+
+    Returns:
+        "processor" for the CPU, else "GPU".
+    """
+    return "processor" if is_cpu(device) else "GPU"
+
+
+def _data_bytes(prepared: PreparedSeed) -> int:
+    return sum(tensor.nbytes for tensor in dataset_tensors(prepared.dataset).values())
+
+
+def _model_bytes(prepared: PreparedSeed) -> int:
+    row = 4 * parameters.row_stride(prepared.spec.dim)
+    return row * prepared.experiment.num_models

@@ -1,0 +1,129 @@
+"""The choice of kernels for a seed: set by the experiment, recorded, or the fastest here.
+
+A choice may depend on a timing or on a device's memory. It is recorded when a seed begins, and
+kept.
+
+>>> from fedcb2o.experiments.runs._kernel_config import ENVIRONMENT
+>>> ENVIRONMENT
+'environment.json'
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedcb2o import records
+from fedcb2o.errors import RunError
+from fedcb2o.experiments.config.build import PreparedSeed
+from fedcb2o.federated import ConvolutionKernel, LinearKernel
+from fedcb2o.kernels import _autotune, _onednn, devices
+from fedcb2o.nn import memory_layout, parameters
+
+ENVIRONMENT = "environment.json"
+
+_DEFAULTS = {"linear": "torch", "layout": "contiguous", "convolution": "grouped", "together": None}
+"""The kernels of records from before a key existed."""
+
+
+def choose_kernels(folder: Path, prepared: PreparedSeed) -> dict[str, Any]:
+    """Choose the kernels of a seed.
+
+    Args:
+        folder: Folder of the seed, with the kernels that it began with, if it has begun.
+        prepared: The seed.
+
+    Returns:
+        The values of `precision`, `linear`, `layout`, `convolution` and `together`.
+
+    Raises:
+        RunError: If this PyTorch lacks a kernel.
+    """
+    choice = _KernelChoice(folder, prepared)
+    precision = choice.precision()
+    linear = choice.resolve("linear", choice.fastest_linear)
+    layout = choice.resolve("layout", lambda: choice.fastest_layout(precision))
+    convolution = choice.resolve(
+        "convolution", lambda: choice.fastest_convolution(precision, layout)
+    )
+    together = choice.resolve("together", lambda: choice.largest_batch(convolution))
+    if linear == "onednn" and not _onednn.is_available():
+        raise RunError(
+            f"{folder} needs oneDNN, which this PyTorch lacks: choose another --out and "
+            "--set linear=torch"
+        )
+    return {
+        "precision": precision,
+        "linear": linear,
+        "layout": layout,
+        "convolution": convolution,
+        "together": together,
+    }
+
+
+class _KernelChoice:
+    """The candidates and timings for one seed."""
+
+    def __init__(self, folder: Path, prepared: PreparedSeed) -> None:
+        self.experiment = prepared.experiment
+        self.module = prepared.spec.module
+        self.dim = prepared.spec.dim
+        self.x = prepared.dataset.pool.x[: self.experiment.training.batch_size]
+        self.device = devices.resolve_device(self.experiment.device)
+        path = folder / ENVIRONMENT
+        self.recorded = records.read_json(path) if path.exists() else None
+
+    def resolve(self, name: str, fastest: Callable[[], Any]) -> Any:
+        """Return the experiment's value, else the recorded one, else the fastest."""
+        requested = getattr(self.experiment, name)
+        if requested is not None:
+            return requested
+        if self.recorded is None:
+            return fastest()
+        return self.recorded.get(name, _DEFAULTS[name])
+
+    def precision(self) -> Any:
+        """Return the recorded precision, else the one that this machine supports."""
+        requested = self.experiment.training.precision
+        if self.recorded is None:
+            return _autotune.supported_precision(requested, self.device)
+        return self.recorded.get("precision", requested)
+
+    def fastest_linear(self) -> LinearKernel:
+        """Return the faster kernel of large dense layers on the CPU."""
+        if self.dim >= _onednn.MIN_WEIGHTS and self.device.type == "cpu":
+            return _autotune.fastest_linear()
+        return "torch"
+
+    def fastest_layout(self, precision: Any) -> memory_layout.MemoryLayout:
+        """Return the faster layout on the CPU. vmap supports only one for some layers."""
+        if self.device.type != "cpu" or self.experiment.together is not None:
+            return "contiguous"
+        return _autotune.fastest_layout(self.module, self.x, precision)
+
+    def fastest_convolution(self, precision: Any, layout: Any) -> ConvolutionKernel:
+        """Return the fastest kernel of convolutions."""
+        together = self.experiment.together
+        if self.device.type == "cpu":
+            # Batched models are about twice as fast with groups.
+            module = memory_layout.with_memory_format(self.module, layout)
+            if together:
+                return "grouped"
+            return _autotune.fastest_single_convolution(module, self.x, precision)
+        largest = self._max_agents("unfolded")
+        if (together or 1) > largest:
+            return "grouped"
+        return _autotune.fastest_batched_convolution(
+            self.module, self.x, precision, self.device, together or largest
+        )
+
+    def largest_batch(self, convolution: ConvolutionKernel) -> int | None:
+        """Return the number of agents in one program; None for small dense networks on the CPU."""
+        return None if self.device.type == "cpu" else self._max_agents(convolution)
+
+    def _max_agents(self, convolution: ConvolutionKernel) -> int:
+        """Return the number of agents that the device's memory allows in one program."""
+        model_bytes = 4 * self.experiment.num_models * parameters.row_stride(self.dim)
+        largest = devices.max_batched_agents(
+            self.device, model_bytes, self.module, self.x, convolution
+        )
+        return min(self.experiment.agents.num_agents, largest)

@@ -1,0 +1,153 @@
+"""The files that are written once when a seed begins: participants, environment and samples.
+
+>>> from fedcb2o.experiments.runs._provenance import describe_changed_versions
+>>> import torch
+>>> describe_changed_versions(Path("no-such-run"), torch.device("cpu"))
+''
+"""
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from fedcb2o import records
+from fedcb2o.data import features, rotate
+from fedcb2o.experiments.config.build import PreparedSeed
+from fedcb2o.experiments.config.datasets import attack_goal, shared_pool
+from fedcb2o.experiments.runs._kernel_config import ENVIRONMENT
+from fedcb2o.kernels import devices
+
+
+def write_provenance(
+    folder: Path,
+    prepared: PreparedSeed,
+    workers: int,
+    kernels: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    """Write environment.json, agents.json and, for images, samples.safetensors.
+
+    Args:
+        folder: Folder of the seed.
+        prepared: The seed.
+        workers: Number of processes.
+        kernels: The chosen kernels.
+        device: The device of the models.
+    """
+    write_environment(folder, prepared.seed, workers, kernels, device)
+    records.atomic_write(folder / "agents.json", records.to_json(_participants(prepared)))
+    if prepared.dataset.pool.x.ndim == 4:
+        content = save({"images": _sample_images(prepared)})
+        records.atomic_write(folder / "samples.safetensors", content)
+
+
+def _participants(prepared: PreparedSeed) -> dict[str, Any]:
+    """Return classes, clusters, and the facts of each agent."""
+    dataset = prepared.dataset
+    population = prepared.population
+    num_clusters = population.num_clusters
+    participants = {
+        "class_names": list(dataset.class_names),
+        "num_classes": len(dataset.class_names),
+        "clusters": num_clusters,
+        "angles": [k * 360 // num_clusters for k in range(num_clusters)],
+        "dim": prepared.spec.dim,
+        "cluster": population.cluster.tolist(),
+        "malicious": population.malicious.tolist(),
+        "num_samples": [len(samples) for samples in population.train],
+        "source_in_validation": _source_counts(prepared),
+    }
+    if population.tests is not None:
+        participants["names"] = list(population.names)
+        participants["num_tested"] = [len(samples) for samples in population.tests]
+    return participants
+
+
+def _source_counts(prepared: PreparedSeed) -> list[int | None]:
+    """Return the number of source-class samples that each agent validates on."""
+    experiment = prepared.experiment
+    sources = torch.tensor(attack_goal(experiment).sources, dtype=torch.int64)
+    labels = prepared.dataset.labels(shared_pool(experiment, prepared.dataset))
+    counts: list[int | None] = []
+    for samples in prepared.population.validation:
+        is_known = len(samples) and len(sources)
+        counts.append(int(torch.isin(labels[samples], sources).sum()) if is_known else None)
+    return counts
+
+
+def _sample_images(prepared: PreparedSeed) -> torch.Tensor:
+    """Return images of up to ten classes as each cluster sees them, uint8 [K, 10, H, W]."""
+    dataset = prepared.dataset
+    num_clusters = prepared.population.num_clusters
+    y = dataset.labels(dataset.pool)
+    classes = torch.linspace(0, dataset.num_classes - 1, min(10, dataset.num_classes)).long()
+    first = torch.stack([_first_of_class(y, label) for label in classes])
+    images = (features(dataset.pool.x[first]).mean(1) * 255).clamp(0, 255).to(torch.uint8)
+    turned = [rotate(images, k, num_clusters) for k in range(num_clusters)]
+    return torch.stack(turned).contiguous()
+
+
+def _first_of_class(y: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    matches = (y == label).nonzero()
+    return matches[0, 0] if len(matches) else torch.tensor(0)
+
+
+def write_environment(
+    folder: Path,
+    seed: int,
+    workers: int,
+    kernels: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    """Write environment.json: versions, machine and kernels.
+
+    Args:
+        folder: Folder of the seed.
+        seed: The seed.
+        workers: Number of processes.
+        kernels: The chosen kernels.
+        device: The device of the models.
+    """
+    environment = {
+        "seed": seed,
+        **_versions(device),
+        "platform": platform.platform(),
+        "workers": workers,
+    }
+    records.write_json(folder / ENVIRONMENT, {**environment, **kernels})
+
+
+def _versions(device: torch.device) -> dict[str, Any]:
+    """Return the versions that a run's bits depend on, and the name of the device."""
+    versions = {name: version(name) for name in ("fedcb2o", "torch", "numpy")}
+    found: dict[str, Any] = {"versions": versions, "python": platform.python_version()}
+    if device.type != "cpu":
+        found["device"] = devices.device_name(device)
+    return found
+
+
+def describe_changed_versions(folder: Path, device: torch.device) -> str:
+    """Describe the versions that changed since a seed began.
+
+    Args:
+        folder: Folder of the seed.
+        device: The device of the models.
+
+    Returns:
+        A text such as "torch 2.5.0, now 2.6.0"; empty where nothing changed.
+    """
+    path = folder / ENVIRONMENT
+    if not path.exists():
+        return ""
+    current = records.flatten(_versions(device))
+    recorded = records.flatten(records.read_json(path))
+    changes = []
+    for key, now in current.items():
+        if recorded.get(key) != now:
+            changes.append(f"{key.removeprefix('versions.')} {recorded.get(key)}, now {now}")
+    return ", ".join(changes)

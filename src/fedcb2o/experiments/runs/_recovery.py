@@ -1,0 +1,86 @@
+"""The verification of a seed's files before the seed is resumed or skipped.
+
+Each file has a checksum in the manifest of the seed. A damaged file is refused by its name, and
+nothing is overwritten.
+
+>>> from fedcb2o.experiments.runs._recovery import has_ended
+>>> has_ended(Path("no-such-run/seed-0"), rounds=10)
+False
+"""
+
+from pathlib import Path
+
+from fedcb2o import records
+from fedcb2o.records import (
+    CHECKPOINT_FILE,
+    INITIAL_FILES,
+    DamagedError,
+    Manifest,
+    Run,
+    damaged_error,
+)
+
+_SUMMARY = "summary.json"
+
+
+def has_ended(folder: Path, rounds: int, *, whole: bool = False) -> bool:
+    """Return whether a seed has run all rounds.
+
+    Args:
+        folder: Folder of the seed.
+        rounds: Number of rounds.
+        whole: Whether to verify each file too. Of the checkpoint, which may be large, only the size
+            is compared.
+
+    Returns:
+        True if the manifest says so, and the files are whole.
+    """
+    try:
+        manifest = Manifest.read(folder)
+        if manifest is None or not manifest.has_finished(rounds):
+            return False
+        if not whole:
+            return True
+        manifest.verify_all(folder, exclude=[CHECKPOINT_FILE])
+    except DamagedError:
+        return False
+    checkpoint = folder / CHECKPOINT_FILE
+    return checkpoint.exists() and checkpoint.stat().st_size == manifest.files[CHECKPOINT_FILE][0]
+
+
+def verify_seed(folder: Path, rounds: int) -> Manifest | None:
+    """Verify the files of a seed.
+
+    Logs that still grow are verified where the seed is resumed.
+
+    Args:
+        folder: Folder of the seed.
+        rounds: Number of rounds of the run.
+
+    Returns:
+        The manifest, or None if the seed has not begun.
+
+    Raises:
+        DamagedError: If a file is damaged or missing.
+    """
+    manifest = Manifest.read(folder)
+    if manifest is None:
+        if (folder / CHECKPOINT_FILE).exists() or (folder / _SUMMARY).exists():
+            raise damaged_error(folder / "sums.json", "it is gone")
+        return None
+    names = manifest.files if manifest.has_finished(rounds) else INITIAL_FILES
+    for name in names:
+        manifest.verify(folder, name)
+    return manifest
+
+
+def write_summary(folder: Path) -> None:
+    """Write a seed's summary.json from its records.
+
+    Args:
+        folder: Folder of the seed.
+    """
+    seed = int(folder.name.removeprefix("seed-"))
+    scores = records.summary(Run(folder.parent).records_of(seed))
+    content = records.to_json({str(name): scores[name].iloc[0] for name in scores})
+    records.atomic_write(folder / _SUMMARY, content)

@@ -1,0 +1,140 @@
+"""The records of a round: metrics.jsonl and pairs.jsonl.
+
+>>> import torch
+>>> from fedcb2o.experiments.runs._round_records import check_user_metrics
+>>> check_user_metrics({"trace": torch.trace}, num_classes=3)
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+
+from fedcb2o import plugins
+from fedcb2o.errors import ConfigError
+from fedcb2o.federated import Decisions, metrics
+from fedcb2o.simulation.rounds import Round
+
+Metric = Callable[[torch.Tensor], Any]
+"""A function of a confusion matrix."""
+
+
+def metrics_record(
+    goal: metrics.AttackGoal,
+    malicious: Bool[np.ndarray, " N"],
+    result: Round,
+    user_metrics: Mapping[str, Metric] | None = None,
+) -> dict[str, Any]:
+    """Return the record of a round in metrics.jsonl.
+
+    `malicious_weight` is the weight in m_j, before the mixing factor. The share in the new model is
+    that weight times the factor.
+
+    Args:
+        goal: Source and target classes of the attack.
+        malicious: Whether each agent is malicious, shape [N].
+        result: The round.
+        user_metrics: Further metrics, by the names of their columns.
+
+    Returns:
+        Lists over agents by name: losses, weights, numbers of answers, and scores if evaluated.
+    """
+    decisions = result.decisions
+    own_loss = decisions.own_loss.tolist()
+    record: dict[str, Any] = {
+        "round": result.n + 1,
+        "train_loss": result.train_loss.tolist(),
+        "validation_loss": [loss if math.isfinite(loss) else None for loss in own_loss],
+        "malicious_weight": _malicious_weights(decisions, malicious),
+        "answered": decisions.received.sizes.tolist(),
+    }
+    if result.test_results is None:
+        return record
+
+    scores: dict[int, dict[str, Any]] = {}
+    for j, tested in result.test_results.items():
+        scores[j] = metrics.compute_metrics(tested, goal)
+    for j, tested in result.test_results.items():
+        for name, metric in (user_metrics or {}).items():
+            confusion = tested.own.confusion
+            scores[j][name] = None if confusion is None else _evaluate_metric(metric, confusion)
+    names = dict.fromkeys(name for score in scores.values() for name in score)
+    for name in names:
+        record[name] = [scores.get(j, {}).get(name) for j in range(len(malicious))]
+    return record
+
+
+def check_user_metrics(user_metrics: Mapping[str, Metric], num_classes: int) -> None:
+    """Check the metrics of an experiment on a confusion matrix of ones, before a run begins.
+
+    Args:
+        user_metrics: Metrics by the names of their columns.
+        num_classes: Number of classes; 0 where targets are numbers.
+
+    Raises:
+        ConfigError: If a metric returns no number, or there are no classes.
+    """
+    if user_metrics and num_classes < 2:
+        raise ConfigError("`metrics` need classes, and the data have none: leave them out")
+    for metric in user_metrics.values():
+        _evaluate_metric(metric, torch.ones(num_classes, num_classes, dtype=torch.int64))
+
+
+def _evaluate_metric(metric: Metric, confusion: torch.Tensor) -> float | None:
+    """Return a metric of a confusion matrix, or None where it is not finite."""
+    value = metric(confusion.clone())
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        name = plugins.display_name("metric", metric)
+        raise ConfigError(f"the {name} returned no number: {value!r:.60}") from error
+    return number if math.isfinite(number) else None
+
+
+def _malicious_weights(
+    decisions: Decisions, malicious: Bool[np.ndarray, " N"]
+) -> list[float | None]:
+    """Return the weight of malicious peers for each benign agent, where weights are known."""
+    received = decisions.received
+    weights = decisions.weights * malicious[received.values]
+    sums = np.bincount(received.row_ids, weights, len(decisions))
+    is_unknown = malicious | np.isnan(sums)
+    return [
+        None if unknown else weight
+        for weight, unknown in zip(sums.tolist(), is_unknown.tolist(), strict=True)
+    ]
+
+
+def pairs_record(result: Round) -> dict[str, Any]:
+    """Return the record of a round in pairs.jsonl.
+
+    Args:
+        result: The round.
+
+    Returns:
+        Per agent the peers that it asked, the models that it received and their weights. `before`
+        is the weight of the agent's model before the round, and `f` the number of attackers that
+        its rule assumed; both are left out where no agent has one.
+    """
+    decisions = result.decisions
+    weights = np.array(_rounded(decisions.weights))
+    record: dict[str, Any] = {
+        "round": result.n + 1,
+        "asked": decisions.asked.tolist(),
+        "ids": decisions.received.tolist(),
+        "weights": decisions.received.with_values(weights).tolist(),
+        "own": _rounded(decisions.own_weight),
+    }
+    if not np.isnan(decisions.previous_weight).all():
+        record["before"] = np.nan_to_num(decisions.previous_weight).tolist()
+    if not np.isnan(decisions.f).all():
+        record["f"] = [None if math.isnan(f) else int(f) for f in decisions.f.tolist()]
+    return record
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    """Round to six significant digits."""
+    return [float(f"{value:.6g}") for value in values.tolist()]

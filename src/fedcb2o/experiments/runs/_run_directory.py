@@ -1,0 +1,208 @@
+"""The folder of a run: one process writes to it, and only to continue the run that it holds.
+
+>>> from fedcb2o.experiments.runs._run_directory import describe_difference
+>>> describe_difference({"device": "cpu"}, {"device": "cuda"})
+"`device` is 'cpu' there and 'cuda' here"
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedcb2o import records
+from fedcb2o.errors import RunError
+from fedcb2o.experiments.config.settings import Experiment
+from fedcb2o.records import DamagedError, Manifest
+
+_LOG = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def exclusive_lock(
+    folder: Path, cure: str = "wait for it, or choose another --out"
+) -> Iterator[None]:
+    """Create a folder and lock it against other processes.
+
+    Args:
+        folder: The folder.
+        cure: The advice in the message where another process holds the lock.
+
+    Yields:
+        None, while the lock is held.
+
+    Raises:
+        RunError: If another process writes to the folder, or it is not a folder.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder} is not a folder: choose another --out")
+    make_folder(folder)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunError(f"another process is writing to {folder}: {cure}") from error
+        yield
+    finally:
+        os.close(descriptor)  # releases the lock
+
+
+def open_run(folder: Path, experiment: Experiment, resume: bool) -> None:
+    """Write the run's config.toml, or check that the folder holds this run.
+
+    Temporary files of a killed process are removed.
+
+    Args:
+        folder: The folder of the run, locked.
+        experiment: The experiment.
+        resume: Whether seeds that have begun may be continued.
+
+    Raises:
+        RunError: If the folder holds something else, or seeds have begun and `resume` is false.
+        DamagedError: If config.toml is damaged.
+    """
+    path = folder / "config.toml"
+    settings = experiment.settings()
+    seeds = list(experiment.seeds)
+    existing = _existing_settings(path, settings, resume)
+    if existing is not None:
+        _check_existing(folder, existing, experiment, resume)
+        seeds = sorted({*seeds, *existing.get("seeds", ())})
+    elif records.find_seeds(folder):
+        raise RunError(
+            f"{path} is gone: restore it, or give the same experiment with --resume, which writes "
+            "it anew; or choose another --out"
+        )
+    elif any(file.name != f"{path.name}.tmp" for file in folder.iterdir()):
+        raise RunError(f"{folder} is not empty and holds no run: choose another --out")
+    records.write_toml(path, {**settings, "seeds": seeds})
+    for directory in (folder, *folder.glob("seed-*")):
+        records.remove_temporaries(directory)
+
+
+def _existing_settings(
+    path: Path, settings: Mapping[str, Any], resume: bool
+) -> Mapping[str, Any] | None:
+    """Return the settings of the run in a folder, or None.
+
+    With `resume` a damaged or missing config.toml is replaced, if the manifests of all seeds match
+    the given settings.
+    """
+    damage = None
+    if path.exists():
+        try:
+            return records.read_config(path)
+        except DamagedError as error:
+            damage = error
+    seeds = records.find_seeds(path.parent)
+    manifests = [_read_manifest(folder) for folder in seeds.values()]
+    matching = [m for m in manifests if m is not None and m.matches(settings)]
+    if resume and matching and len(matching) == len(seeds):
+        log_rewrite(path)
+        rounds = max(manifest.rounds for manifest in matching)
+        return {**settings, "seeds": list(seeds), "rounds": rounds}
+    if damage is not None:
+        raise damage
+    return None
+
+
+def _read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a seed, or None. A seed's own verification reports damage."""
+    with contextlib.suppress(DamagedError):
+        return Manifest.read(folder)
+    return None
+
+
+def _check_existing(
+    folder: Path, existing: Mapping[str, Any], experiment: Experiment, resume: bool
+) -> None:
+    """Raise RunError unless the run in the folder can be continued by the experiment."""
+    settings = experiment.settings()
+    difference = describe_difference(existing, settings)
+    if difference is not None:
+        raise RunError(f"{folder} holds another run ({difference}): choose another --out")
+    begun = records.find_seeds(folder)
+    common = [seed for seed in experiment.seeds if seed in begun]
+    if common and not resume:
+        raise RunError(
+            f"{folder} already holds seed {common[0]} of this run: --resume continues it, or "
+            "choose another --out"
+        )
+    rounds = existing.get("rounds", 0)
+    if rounds > experiment.rounds:
+        raise RunError(
+            f"{folder} holds this run with `rounds` = {rounds}: it can only be made longer; "
+            f"continue with --set rounds={rounds}"
+        )
+    for seed in common:
+        _check_seed_folder(begun[seed], settings)
+
+
+def _check_seed_folder(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raise RunError where the manifest of a seed belongs to other settings."""
+    manifest = _read_manifest(folder)
+    if manifest is None:
+        return
+    seed = int(folder.name.removeprefix("seed-"))
+    if manifest.seed != seed or not manifest.matches(settings):
+        raise RunError(
+            f"{folder} holds another seed or another run, by its sums.json: "
+            f"{records.rerun_advice(folder)}; or choose another --out"
+        )
+
+
+def log_rewrite(path: Path) -> None:
+    """Log that a damaged or lost file is written again.
+
+    Args:
+        path: The file.
+    """
+    _LOG.warning("%s was damaged or lost; it is written again.", path)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        RunError: If that fails.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"cannot create the folder {folder}: {error.strerror}; choose another --out"
+        ) from error
+
+
+def describe_difference(existing: Mapping[str, Any], requested: Mapping[str, Any]) -> str | None:
+    """Describe the first difference between the settings of two runs.
+
+    Args:
+        existing: Settings of the run in the folder.
+        requested: Settings of the experiment.
+
+    Returns:
+        The key and both values, or None where no result depends on a difference.
+    """
+    was = records.result_settings(existing)
+    now = records.result_settings(requested)
+    old = records.flatten(records.canonical_settings(was))
+    new = records.flatten(records.canonical_settings(now))
+    # By repr, since True equals 1.
+    changed = [key for key in {**old, **new} if repr(old.get(key)) != repr(new.get(key))]
+    if not changed:
+        return None
+    key = changed[0]
+    return f"`{key}` is {_value_text(was, key)} there and {_value_text(now, key)} here"
+
+
+def _value_text(settings: Mapping[str, Any], key: str) -> str:
+    value = records.flatten(settings).get(key)
+    return "not set" if value is None else repr(value)

@@ -1,0 +1,209 @@
+"""The run of an experiment: one folder per run, one subfolder per seed.
+
+>>> import fedcb2o
+>>> fedcb2o.run("digits-fedcb2o", workers=0)
+Traceback (most recent call last):
+fedcb2o.errors.ConfigError: `workers` must be a whole number, at least 1, got 0
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedcb2o import tracking
+from fedcb2o.data import Dataset
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.experiments.config import arguments
+from fedcb2o.experiments.config.build import PreparedSeed
+from fedcb2o.experiments.config.datasets import load_dataset
+from fedcb2o.experiments.config.settings import Experiment, load
+from fedcb2o.experiments.runs import _remote_runs
+from fedcb2o.experiments.runs._cluster_backend import (
+    ClusterBackend,
+    check_process_memory,
+    pluralize,
+)
+from fedcb2o.experiments.runs._local_backend import LocalBackend
+from fedcb2o.experiments.runs._memory_plan import clip_workers, parse_size
+from fedcb2o.experiments.runs._progress import Progress, RoundCallback
+from fedcb2o.experiments.runs._recovery import has_ended
+from fedcb2o.experiments.runs._run_directory import exclusive_lock, open_run
+from fedcb2o.experiments.runs._seed_run import Backend, run_seed_with_retries, validate_seed
+from fedcb2o.kernels import devices
+from fedcb2o.records import Run
+from fedcb2o.safe_stdio import safe_streams
+
+
+@safe_streams()
+def run(
+    experiment: str | Path | Mapping[str, Any] | Experiment,
+    *,
+    out: str | Path | None = None,
+    seeds: Sequence[int] | None = None,
+    data_dir: str | Path | None = None,
+    workers: int | None = None,
+    memory: str | int | None = None,
+    resume: bool = False,
+    watch: RoundCallback | None = None,
+    cluster: str | None = None,
+    blocks: int | None = None,
+    track: str | Sequence[str] | None = None,
+) -> Run:
+    """Run an experiment for each of its seeds and return its records.
+
+    Neither `workers` nor `cluster` nor `blocks` changes a bit of the results.
+
+    Args:
+        experiment: A preset's name, a TOML file, a mapping or an `Experiment`.
+        out: The run's folder, by default runs/NAME.
+        seeds: Seeds in place of the experiment's.
+        data_dir: Folder of downloaded data sets.
+        workers: Number of processes, at most the numbers of processors and of agents. The default
+            depends on the work, the processors and the memory. On another device than the CPU one
+            process works.
+        memory: Memory that the run may take, such as "24GiB" or "24GB"; by default the free memory.
+            Models that need more are in a file in the run's folder. On a cluster it is the memory
+            of each seed or, with `blocks`, of each node.
+        resume: Whether a stopped run continues from its last checkpoint. A finished one is read.
+        watch: Called after every round with the experiment, the seed and the metrics record, in
+            place of a progress display.
+        cluster: Address of a Ray cluster: "HOST:PORT", "auto" for the one of this machine, or
+            "local" for one on this machine alone. Each seed runs on a node, and its files come back
+            about once a minute. A seed that fails does not stop the others.
+        blocks: Number of groups of agents, which are spread over the nodes of the cluster. Work
+            that is lost with a part of the cluster is done again.
+        track: Trackers that receive the records: "tensorboard", "tensorboard=DIR", "mlflow" or
+            "mlflow=URI", one or several.
+
+    Returns:
+        The records of the run.
+
+    Raises:
+        ConfigError: If an argument or a setting is not valid.
+        DataError: If the data set is missing or damaged.
+        RunError: If the run cannot be started, continued or finished.
+    """
+    _check_arguments(out, data_dir, workers, watch, cluster, blocks)
+    targets = tracking.validate_targets(track)
+    experiment = load(experiment)
+    if seeds is not None:
+        table = experiment.model_dump(exclude_unset=True)
+        experiment = load({**table, "seeds": arguments.parse_seeds(seeds)})
+    folder = Path("runs") / experiment.name if out is None else Path(out)
+    limit = None if memory is None else parse_size(memory)
+    dataset = load_dataset(experiment, None if data_dir is None else Path(data_dir))
+    workers = _check_workers(experiment, workers)
+
+    # All seeds are validated before anything is written.
+    prepared = {seed: validate_seed(experiment, seed, dataset) for seed in experiment.seeds}
+    unfinished = [
+        seed
+        for seed in experiment.seeds
+        if not has_ended(folder / f"seed-{seed}", experiment.rounds)
+    ]
+    backend: Backend = LocalBackend(workers, limit)
+    if blocks is not None:
+        backend = ClusterBackend(str(cluster), blocks, limit)
+    if cluster is None:
+        for seed in unfinished:  # raises where the models do not fit
+            backend.place(prepared[seed], folder / f"seed-{seed}")
+    elif unfinished:
+        check_process_memory(limit, prepared[unfinished[0]])
+
+    address = cluster if blocks is None and unfinished else None
+    with (
+        backend.connect([prepared[seed] for seed in unfinished]),
+        _connect_remote(address, experiment, dataset, len(unfinished), limit) as remote,
+        exclusive_lock(folder),
+        Progress() if watch is None else contextlib.nullcontext(watch) as callback,
+    ):
+        open_run(folder, experiment, resume)
+        with tracking.follow(folder, targets):
+            _run_locally(prepared, folder, backend, callback, [] if remote is None else unfinished)
+            if remote is not None:
+                _run_remotely(remote, experiment, folder, unfinished, callback)
+    return Run(folder)
+
+
+def _check_arguments(
+    out: Any, data_dir: Any, workers: Any, watch: Any, cluster: Any, blocks: Any
+) -> None:
+    """Raise ConfigError for an argument that is not valid."""
+    arguments.check_count("workers", workers)
+    arguments.check_count("blocks", blocks)
+    arguments.check_address(cluster)
+    if workers is not None and cluster is not None:
+        raise ConfigError(
+            "`workers` are processes of one machine: on a cluster give `blocks`, or nothing"
+        )
+    if blocks is not None and cluster is None:
+        raise ConfigError("`blocks` need a cluster: add --cluster, or leave `blocks` out")
+    arguments.check_callback(watch)
+    arguments.check_path("out", out)
+    arguments.check_path("data_dir", data_dir)
+
+
+def _check_workers(experiment: Experiment, workers: int | None) -> int | None:
+    """Return the number of processes, limited to the processors and the agents."""
+    if workers is None:
+        return None
+    if devices.resolve_device(experiment.device).type != "cpu" and workers > 1:
+        raise ConfigError(
+            f"one process works on `device` = {experiment.device!r}, and `workers` is {workers}: "
+            "leave it out"
+        )
+    return clip_workers(workers, experiment.agents.num_agents, "agents")
+
+
+def _connect_remote(
+    address: str | None, experiment: Experiment, dataset: Dataset, count: int, memory: int | None
+) -> contextlib.AbstractContextManager[_remote_runs.RemoteExecutor | None]:
+    """Return the context of a cluster that runs seeds; None without an address."""
+    description = f"{experiment.name}: {pluralize(count, 'seed')}"
+    datasets = [(experiment.data, dataset)]
+    return _remote_runs.connect_executor(address, description, [experiment], datasets, memory)
+
+
+def _run_locally(
+    prepared: dict[int, PreparedSeed],
+    folder: Path,
+    backend: Backend,
+    watch: RoundCallback,
+    remote_seeds: Sequence[int],
+) -> None:
+    """Run or verify the seeds that no node runs, and release each one."""
+    for seed in list(prepared):
+        if seed not in remote_seeds:
+            run_seed_with_retries(prepared.pop(seed), folder / f"seed-{seed}", backend, watch)
+
+
+def _run_remotely(
+    remote: _remote_runs.RemoteExecutor,
+    experiment: Experiment,
+    folder: Path,
+    seeds: Sequence[int],
+    watch: RoundCallback,
+) -> None:
+    """Run seeds on a cluster, each by itself. Raise RunError at the end where some failed."""
+    errors: dict[int, str] = {}
+
+    def on_result(seed: int, result: tuple[float, str | None]) -> None:
+        _, error = result
+        if error is not None:
+            errors[seed] = error
+
+    jobs = [(seed, (experiment.model_copy(update={"seeds": (seed,)}), folder)) for seed in seeds]
+    remote.map(
+        min(remote.processors, len(jobs)),
+        jobs,
+        on_result,
+        on_round=lambda _, seed, line: watch(experiment, seed, line),
+        is_locked=True,
+    )
+    if errors:
+        reasons = "; ".join(f"seed {seed}: {error}" for seed, error in sorted(errors.items()))
+        raise RunError(
+            f"{len(errors)} of {len(experiment.seeds)} seeds failed, which --resume tries again: "
+            f"{reasons}"
+        )

@@ -1,0 +1,312 @@
+"""The run of one seed, from its last checkpoint or from the start (alg:FedCB2O, whole).
+
+>>> from fedcb2o.experiments.runs._seed_run import MAX_RETRIES
+>>> MAX_RETRIES
+5
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedcb2o import plugins, records
+from fedcb2o.data import Dataset, features
+from fedcb2o.errors import ConfigError, FedCB2OError, RunError
+from fedcb2o.experiments.config.build import PreparedSeed, prepare_seed
+from fedcb2o.experiments.config.datasets import attack_goal, dataset_digest
+from fedcb2o.experiments.config.settings import Experiment
+from fedcb2o.experiments.runs._cluster_backend import ClusterBackend
+from fedcb2o.experiments.runs._kernel_config import ENVIRONMENT, choose_kernels
+from fedcb2o.experiments.runs._local_backend import LocalBackend
+from fedcb2o.experiments.runs._progress import Progress, RoundCallback
+from fedcb2o.experiments.runs._provenance import (
+    describe_changed_versions,
+    write_environment,
+    write_provenance,
+)
+from fedcb2o.experiments.runs._recovery import verify_seed, write_summary
+from fedcb2o.experiments.runs._round_records import (
+    check_user_metrics,
+    metrics_record,
+    pairs_record,
+)
+from fedcb2o.experiments.runs._run_directory import make_folder
+from fedcb2o.federated import AgentState
+from fedcb2o.federated.optimisers import make_step
+from fedcb2o.kernels import _autotune, devices
+from fedcb2o.nn import parameters
+from fedcb2o.parallel import _resources
+from fedcb2o.records import REPRODUCIBLE_LOGS, Manifest, RoundLog, damaged_error
+from fedcb2o.simulation import checkpoint, dfca, ifca
+from fedcb2o.simulation.rounds import Round, WorkerLostError, run_rounds
+
+_LOG = logging.getLogger(__name__)
+
+MAX_RETRIES = 5  # from one checkpoint, after a part of a cluster was lost
+RETRY_PAUSE = 5.0  # seconds before a retry, in which the cluster notices the loss
+
+Backend = LocalBackend | ClusterBackend
+
+
+def run_seeds_locally(
+    experiment: Experiment,
+    dataset: Dataset,
+    folder: Path,
+    memory: int | None,
+    watch: RoundCallback,
+) -> None:
+    """Run the seeds of an experiment in this process alone.
+
+    Args:
+        experiment: The experiment.
+        dataset: Its data set.
+        folder: Folder of the run, locked.
+        memory: Bytes that the run may take; None for the free memory.
+        watch: Called after every round.
+
+    Raises:
+        FedCB2OError: If a seed cannot be run.
+    """
+    seeds = [validate_seed(experiment, seed, dataset) for seed in experiment.seeds]
+    backend = LocalBackend(1, memory)
+    for prepared in seeds:
+        _run_seed(prepared, folder / f"seed-{prepared.seed}", backend, watch)
+
+
+def validate_seed(experiment: Experiment, seed: int, dataset: Dataset) -> PreparedSeed:
+    """Prepare a seed and check the functions of users that its rounds call.
+
+    Args:
+        experiment: The experiment.
+        seed: The seed.
+        dataset: The data set of the experiment.
+
+    Returns:
+        The prepared seed.
+
+    Raises:
+        ConfigError: If the settings do not fit each other or the data.
+    """
+    prepared = prepare_seed(experiment, seed, dataset)
+    module = prepared.spec.module
+    if (experiment.together or 1) > 1:
+        obstacle = devices.batching_obstacle(module, features(dataset.pool.x[:2]))
+        if obstacle:
+            raise ConfigError(
+                f"the model `{plugins.label(experiment.model.name)}` cannot be computed for "
+                f"several agents at once: leave out `together` ({obstacle})"
+            )
+    training = prepared.spec.training
+    if training.optimiser is not None:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        make_step(training.optimiser, trained, training.lambda2 * training.gamma)
+    check_user_metrics(experiment.user_metrics(), len(dataset.class_names))
+    return prepared
+
+
+def run_seed_with_retries(
+    prepared: PreparedSeed, folder: Path, backend: Backend, watch: RoundCallback
+) -> None:
+    """Run a seed to its end, and retry where a part of a cluster is lost.
+
+    Args:
+        prepared: The seed.
+        folder: Folder of the seed.
+        backend: The place of the run.
+        watch: Called after every round.
+
+    Raises:
+        WorkerLostError: If a part is lost `MAX_RETRIES` times from one checkpoint.
+    """
+    losses = 0
+    known = -1
+    while True:
+        try:
+            return _run_seed(prepared, folder, backend, watch)
+        except WorkerLostError as error:
+            done = checkpoint.rounds_done(folder)
+            losses = losses + 1 if done == known else 1
+            known = done
+            if losses > MAX_RETRIES:
+                raise WorkerLostError(
+                    f"{error}. It was retried {MAX_RETRIES} times, and stops: --resume continues it"
+                ) from error
+            _LOG.warning("%s. It continues from the last checkpoint.", error)
+            time.sleep(RETRY_PAUSE)
+
+
+def _run_seed(prepared: PreparedSeed, folder: Path, backend: Backend, watch: RoundCallback) -> None:
+    """Run a seed from its last checkpoint, or from the start, to the last round."""
+    experiment = prepared.experiment
+    manifest = verify_seed(folder, experiment.rounds)
+    if manifest is not None and manifest.has_finished(experiment.rounds):
+        return
+    fingerprint = f"{experiment.fingerprint(prepared.seed)} data {dataset_digest(prepared.dataset)}"
+    place: Any = backend.place(prepared, folder)
+    make_folder(folder)
+    log = RoundLog(folder)
+    device = devices.resolve_device(experiment.device)
+    kernels = choose_kernels(folder, prepared)
+    if not (folder / ENVIRONMENT).exists():  # kept for the next start, if this one is killed
+        write_environment(folder, prepared.seed, place.processes, kernels, device)
+    _log_choices(watch, prepared, place, kernels, device)
+    prepared = prepared.with_kernels(**kernels)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(devices.deterministic(device))
+        stack.enter_context(_translate_memory_errors(device))
+        engine: Any = stack.enter_context(backend.open_engine(prepared, place))
+
+        # Start, or load the last checkpoint.
+        shape = (prepared.num_persistent_rows, parameters.row_stride(prepared.spec.dim))
+        saved = checkpoint.read_checkpoint(folder, fingerprint, shape)
+        if saved is None:
+            if manifest is not None and manifest.rounds:
+                raise damaged_error(folder / checkpoint.FILE, "it is gone")
+            backend.init_models(engine, prepared)
+            Manifest.remove(folder)
+            write_provenance(folder, prepared, place.processes, kernels, device)
+            start = 0
+            state = AgentState.initial(prepared.spec.num_agents)
+        else:
+            changed = describe_changed_versions(folder, device)
+            if changed:
+                _LOG.warning(
+                    "%s began with %s: its next rounds may differ in bits.", folder, changed
+                )
+            start, state, models = saved
+            engine.load_models_(models)
+            del models
+        del saved
+        _resume_logs(folder, log, start, manifest)
+        manifest = Manifest.create(folder, prepared.seed, experiment.settings(), start)
+
+        # Run the rounds.
+        measured: Mapping[str, Any] = {}
+        goal = attack_goal(experiment)
+        user_metrics = experiment.user_metrics()
+
+        def is_evaluated(n: int) -> bool:
+            return (n + 1) % experiment.evaluate_every == 0 or n + 1 == experiment.rounds
+
+        def on_phase(n: int, phase: str) -> None:
+            if isinstance(watch, Progress):
+                status = f"{phase}{backend.status(place, measured)}"
+                watch.phase(experiment, prepared.seed, n + 1, status)
+
+        loop = round_loop(engine)
+        results = loop(engine, state, start, experiment.rounds, is_evaluated, on_phase)
+        del state  # the loop replaces it
+        for result in results:
+            done = result.n + 1
+            record = metrics_record(goal, engine.adversary.malicious, result, user_metrics)
+            log.append("metrics", record)
+            log.append("pairs", pairs_record(result))
+            seconds = dict(result.seconds)
+            if done % experiment.checkpoint_every == 0 or done == experiment.rounds:
+                began = time.perf_counter()
+                log.sync()
+                checkpoint.save(
+                    folder,
+                    done,
+                    engine.persistent_models(),
+                    result.memory,
+                    fingerprint,
+                    log.checksums(REPRODUCIBLE_LOGS),
+                )
+                manifest = manifest.record_checkpoint(folder, done)
+                seconds["checkpoint"] = time.perf_counter() - began
+            measured = backend.traffic(engine)
+            log.append("timing", {"round": done, **seconds, **measured})
+            watch(experiment, prepared.seed, record)
+    write_summary(folder)
+    manifest.finish(folder, experiment.rounds, log.checksums())
+
+
+def _resume_logs(folder: Path, log: RoundLog, start: int, manifest: Manifest | None) -> None:
+    """Cut the logs to the checkpoint. Raise DamagedError where they do not fit it."""
+    path = folder / checkpoint.FILE
+    if manifest is not None and start < manifest.rounds:
+        raise damaged_error(
+            path, f"it is of round {start}, and there was one of round {manifest.rounds}"
+        )
+    log.truncate(start)
+    for name, expected in records.log_checksums(folder).items():
+        if log.checksums()[name] != expected:
+            raise damaged_error(
+                folder / name, f"it differs from what it held when {path.name} was written"
+            )
+
+
+def round_loop(engine: Any) -> Callable[..., Iterator[Round]]:
+    """Return the loop over rounds that the algorithm needs.
+
+    Args:
+        engine: The engine of the seed.
+
+    Returns:
+        The loop of Algorithm 1, or that of an algorithm with models of clusters.
+    """
+    clusters = engine.spec.algorithm.clusters
+    if clusters is None:
+        return run_rounds
+    return dfca.run_rounds if clusters.per_agent else ifca.run_rounds
+
+
+def _log_choices(
+    watch: RoundCallback,
+    prepared: PreparedSeed,
+    plan: Any,
+    kernels: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    """Log the place of the models and the kernels of a seed."""
+    start = f"{prepared.experiment.name} seed {prepared.seed}"
+    if isinstance(watch, Progress):
+        if plan.folder is None:  # else a warning says it
+            watch.log(f"{start}: {plan}")
+        watch.log(f"{start}: processes {plan.processes}{_describe_kernels(kernels, device)}")
+    requested = prepared.experiment.training.precision
+    used = kernels["precision"]
+    supported = _autotune.supported_precision(requested, device)
+    if used != supported:
+        slower = f", though {used} is far slower here" if used == requested else ""
+        _LOG.warning("%s began in %s, and keeps it%s.", start, used, slower)
+    elif supported != requested:
+        _LOG.warning("%s trains in %s: %s is far slower here.", start, supported, requested)
+    if plan.folder is not None:
+        _LOG.warning("%s: %s.", start, plan)
+
+
+def _describe_kernels(kernels: Mapping[str, Any], device: torch.device) -> str:
+    """Describe the device and the kernels of a seed."""
+    text = "" if device.type == "cpu" else f" on {device}"
+    if kernels["together"] is not None:
+        text += f", {kernels['together']} agents at once"
+    if kernels["together"] is not None or kernels["convolution"] != "grouped":
+        text += f", convolutions {kernels['convolution']}"
+    return f"{text}, large dense layers by {kernels['linear']}, images {kernels['layout']}"
+
+
+@contextlib.contextmanager
+def _translate_memory_errors(device: torch.device) -> Iterator[None]:
+    """Raise RunError where the memory of the machine or of a device is full."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, FedCB2OError) as error:
+        cause = error.__cause__ if isinstance(error, FedCB2OError) else error
+        if isinstance(cause, torch.OutOfMemoryError):
+            raise RunError(
+                f"{device} is out of memory: let fewer agents train at once, by `together`"
+            ) from error
+        # A RunError names its own cure.
+        if _resources.is_out_of_memory(cause) and not isinstance(error, RunError):
+            raise RunError(
+                f"memory is full ({error}): {_resources.MEMORY_CURES}; then continue with --resume"
+            ) from error
+        raise

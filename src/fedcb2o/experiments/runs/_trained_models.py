@@ -1,0 +1,104 @@
+"""Trained models, read back from a run's last checkpoint.
+
+>>> from fedcb2o.experiments.runs._trained_models import load_model
+>>> load_model.__name__
+'load_model'
+"""
+
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+from fedcb2o.errors import RunError
+from fedcb2o.experiments.config.build import PreparedSeed, prepare_seed
+from fedcb2o.experiments.config.datasets import dataset_digest, load_dataset
+from fedcb2o.experiments.config.settings import load
+from fedcb2o.federated import AgentGroup, agent_network, evaluate_models
+from fedcb2o.nn import parameters
+from fedcb2o.records import Run
+from fedcb2o.simulation import checkpoint
+
+_OptionalPath = str | PathLike[str] | None
+
+
+def load_model(
+    run: Run, agent: int, seed: int | None = None, data_dir: _OptionalPath = None
+) -> nn.Module:
+    """Load the model of an agent from the last checkpoint of a seed.
+
+    Args:
+        run: The run.
+        agent: The agent's id.
+        seed: The seed, by default the first.
+        data_dir: Folder of downloaded data sets.
+
+    Returns:
+        The network that the configuration names, in evaluation mode.
+
+    Raises:
+        RunError: If there is no checkpoint, seed or agent.
+    """
+    group, _ = _restore_agent(run, agent, seed, data_dir)
+    return agent_network(group, 0)
+
+
+def confusion_matrix(
+    run: Run, agent: int, seed: int | None = None, data_dir: _OptionalPath = None
+) -> pd.DataFrame:
+    """Compute the confusion matrix of an agent's model on its test samples.
+
+    Args:
+        run: The run.
+        agent: The agent's id.
+        seed: The seed, by default the first.
+        data_dir: Folder of downloaded data sets.
+
+    Returns:
+        Numbers of samples by true class (rows) and predicted class (columns).
+
+    Raises:
+        RunError: If there is no checkpoint, seed or agent, or the data have no classes.
+    """
+    group, prepared = _restore_agent(run, agent, seed, data_dir)
+    (result,) = evaluate_models(group, np.zeros(1, np.int64))
+    counts = result.own.confusion
+    if counts is None:
+        raise RunError(f"{run.folder} has data without classes: there is no confusion matrix")
+    names = prepared.dataset.class_names
+    true = pd.Index(names, name="true")
+    predicted = pd.Index(names, name="predicted")
+    return pd.DataFrame(counts.numpy(), true, predicted)
+
+
+def _restore_agent(
+    run: Run, agent: int, seed: int | None, data_dir: _OptionalPath
+) -> tuple[AgentGroup, PreparedSeed]:
+    """Return the group of one agent, with its model of the last checkpoint."""
+    if not run.seeds or seed not in (None, *run.seeds):
+        raise RunError(f"{run.folder} holds the seeds {list(run.seeds)}, and not {seed}")
+    seed = run.seeds[0] if seed is None else seed
+    experiment = load(run.config)
+    dataset = load_dataset(experiment, None if data_dir is None else Path(data_dir))
+    # The network in its own layout, in whichever one the run computed.
+    plain = experiment.model_copy(update={"layout": None})
+    prepared = prepare_seed(plain, seed, dataset)
+    spec = prepared.spec
+    if not 0 <= agent < spec.num_agents:
+        last = spec.num_agents - 1
+        raise RunError(f"{run.folder} has the agents 0 to {last}, and not {agent}")
+
+    folder = run.folder / f"seed-{seed}"
+    fingerprint = f"{experiment.fingerprint(seed)} data {dataset_digest(dataset)}"
+    shape = (1, parameters.row_stride(spec.dim))
+    saved = checkpoint.read_checkpoint(folder, fingerprint, shape, slice(agent, agent + 1))
+    if saved is None:
+        path = folder / checkpoint.FILE
+        raise RunError(f"there is no {path} yet: it is written after the first rounds")
+    agent_data = prepared.build_agent_data([agent], torch.device("cpu"))
+    layout = prepared.build_layout([agent], np.zeros(1, np.int64), 1)
+    models = saved[2][:, : spec.dim]
+    return AgentGroup(spec, agent_data, prepared.adversary, layout, models), prepared

@@ -1,0 +1,154 @@
+"""Executors, which run functions of a context in this process or in several that share tensors.
+
+Every computation has one intra-op thread in each process, so that the number of workers changes no
+bit of a result.
+
+>>> SerialExecutor(context=10).map(pow, [(2,), (3,)])
+[100, 1000]
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from fedcb2o.parallel._process_pool import current_pool
+from fedcb2o.parallel._shared_memory import SharedTensors
+from fedcb2o.parallel._worker_main import run_task
+
+Context = TypeVar("Context")
+Result = TypeVar("Result")
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Interface of executors: results are in the order of the tasks."""
+
+    @property
+    def count(self) -> int:
+        """Number of tasks that run at once."""
+        ...
+
+    def map(
+        self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]
+    ) -> list[Result]:
+        """Return `function(context, *task)` for every task.
+
+        Args:
+            function: Function of the context and a task's arguments.
+            tasks: The arguments of each task.
+
+        Returns:
+            The results, in the order of the tasks.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SerialExecutor(Generic[Context]):
+    """An executor in this process.
+
+    Attributes:
+        context: First argument of every function.
+        count: Number of tasks that run at once, 1.
+    """
+
+    context: Context
+    count: int = 1
+
+    def map(
+        self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]
+    ) -> list[Result]:
+        """Return `function(context, *task)` for every task, one after the other.
+
+        Args:
+            function: Function of the context and a task's arguments.
+            tasks: The arguments of each task.
+
+        Returns:
+            The results, in the order of the tasks.
+        """
+        with one_thread():
+            return [function(self.context, *task) for task in tasks]
+
+
+@dataclass(frozen=True)
+class PoolExecutor(Generic[Context]):
+    """An executor in `count` worker processes.
+
+    Attributes:
+        count: Number of worker processes.
+        shared_tensors: The tensors that all workers map.
+        make_context: Builds each worker's context from these tensors, once.
+    """
+
+    count: int
+    shared_tensors: SharedTensors
+    make_context: Callable[[dict[str, torch.Tensor]], Context]
+
+    def __post_init__(self) -> None:
+        """Make the workers use the code that this process has now."""
+        current_pool().reload_if_stale()
+
+    def map(
+        self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]
+    ) -> list[Result]:
+        """Return `function(context, *task)` for every task, as workers come free.
+
+        Args:
+            function: Function of the context and a task's arguments.
+            tasks: The arguments of each task.
+
+        Returns:
+            The results, in the order of the tasks.
+
+        Raises:
+            RunError: A worker cannot start or was killed, often because memory is short.
+        """
+        jobs = [(self.shared_tensors, self.make_context, function, task) for task in tasks]
+        results: dict[int, Result] = {}
+        current_pool().map_unordered(self.count, run_task, enumerate(jobs), results.__setitem__)
+        return [results[index] for index in range(len(jobs))]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Use one intra-op thread inside, and the previous number of threads afterwards."""
+    previous = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous)
+
+
+def balance_load(
+    items: Sequence[int],
+    costs: Sequence[int],
+    count: int,
+    speeds: Sequence[float] | None = None,
+) -> list[list[int]]:
+    """Partition items into parts of similar duration (longest processing time first).
+
+    Args:
+        items: Indices into `costs`.
+        costs: Cost of each item.
+        count: Largest number of parts.
+        speeds: Relative speed of each part's processor; all equal by default.
+
+    Returns:
+        The items of each part. A part is empty only where its processor is too slow.
+
+    >>> balance_load([0, 1, 2], [5, 3, 2], count=2)
+    [[0], [1, 2]]
+    """
+    parts: list[list[int]] = [[] for _ in range(min(count, len(items)))]
+    loads = [0] * len(parts)
+    speeds = speeds or [1.0] * len(parts)
+    for item in sorted(items, key=lambda item: -costs[item]):
+        index = min(range(len(parts)), key=lambda k: (loads[k] + costs[item]) / speeds[k])
+        parts[index].append(item)
+        loads[index] += costs[item]
+    return parts

@@ -1,0 +1,335 @@
+"""The engine of a run whose agents are spread over the workers of a cluster.
+
+It has the group of all agents with an empty model buffer: a row of that buffer stands for a row of
+some worker's buffer. Losses and decisions are all that the workers send to it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fedcb2o.federated import (
+    AgentGroup,
+    AgentState,
+    Decisions,
+    EvaluationResult,
+    Inbox,
+    Outbox,
+    Ragged,
+    RuleState,
+    is_admissible,
+    make_outbox,
+    plan_training_batches,
+)
+from fedcb2o.federated.batched_aggregation import local_aggregation_
+from fedcb2o.federated.collusion import AdversarialEngine, decide
+from fedcb2o.nn.parameters import row_stride
+from fedcb2o.ray_backend._actors import WorkerActors
+from fedcb2o.ray_backend._sharding import Sharding
+from fedcb2o.ray_backend._transfers import MAX_TRANSFER_BYTES
+from fedcb2o.ray_backend._worker import AgentWorker, InitModels, MakeGroup, RemoteState, as_tensor
+
+STREAM_BYTES = 2**26  # of models that are on their way from or to a checkpoint at once
+
+
+class RayEngine:
+    """The engine of all agents of a run, on the workers of a cluster.
+
+    Attributes:
+        group: The group of all agents, with an empty model buffer.
+        spec: The run.
+        adversary: The attackers.
+        sharding: The place of each agent and row among the workers.
+        actors: The actors of the workers.
+        groups: Ids of the agents that one function call computes together.
+        groups_by_worker: Numbers of the groups of each worker.
+    """
+
+    def __init__(
+        self,
+        group: AgentGroup,
+        shares: Sequence[Sequence[int]],
+        handles: Sequence[Any],
+        node_ids: Sequence[str],
+    ) -> None:
+        self.group = group
+        self.spec = group.spec
+        self.adversary = group.adversary
+        self.sharding = Sharding.from_group(group, shares)
+        names = sorted(set(node_ids))
+        nodes = np.array([names.index(node) for node in node_ids])
+        self.actors = WorkerActors(handles, self.sharding, nodes, 4 * self.spec.dim)
+
+        costs = group.data.train.sizes.tolist()
+        self.groups = [np.array(batch) for batch in plan_training_batches(self.spec, costs)]
+        owners = self.sharding.owner[[group.layout.own[agents[0]] for agents in self.groups]]
+        self.groups_by_worker: list[list[int]] = [
+            np.flatnonzero(owners == worker).tolist() for worker in range(len(handles))
+        ]
+        self.outbox: Outbox | None = None  # until the agents publish
+        self.is_received = np.zeros(group.layout.first_received, dtype=bool)
+        self.decided_rounds = 0
+
+    def build_groups(
+        self,
+        make: MakeGroup,
+        data: Mapping[str, Tensor],
+        user_functions: Mapping[str, Sequence[str]],
+    ) -> None:
+        """Build the groups of the workers, from data that each node gets once.
+
+        Args:
+            make: Builds a worker's group.
+            data: The data set.
+            user_functions: Names of user functions that receive models, by kind.
+        """
+        loans = [self.actors.put({name: tensor.numpy() for name, tensor in data.items()})]
+        tasks = []
+        for numbers, agents in zip(self.groups_by_worker, self.sharding.agents, strict=True):
+            batches = [agents.searchsorted(self.groups[g]) for g in numbers]
+            tasks.append((make, agents.tolist(), batches, user_functions))
+        self.actors.call(AgentWorker.build_group, tasks, [loans] * len(tasks))
+
+    def init_models(self, init: InitModels) -> None:
+        """Fill the rows of all agents with their initial models.
+
+        Args:
+            init: Fills rows of a worker's buffer.
+        """
+        self.actors.broadcast(AgentWorker.init_models, init)
+
+    def map_groups(
+        self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
+    ) -> list[Any]:
+        """Call a function for each group, in its worker.
+
+        Args:
+            function: The function.
+            shared: Arguments for all groups.
+            arguments: Further arguments, each with one value per group.
+
+        Returns:
+            The result of each group.
+        """
+        tasks = []
+        for numbers in self.groups_by_worker:
+            own = [_select(values, numbers) for values in arguments]
+            tasks.append((function, shared, own))
+        by_worker = self.actors.call(AgentWorker.map_groups, tasks)
+
+        results: list[Any] = [None] * len(self.groups)
+        for numbers, own_results in zip(self.groups_by_worker, by_worker, strict=True):
+            for g, result in zip(numbers, own_results, strict=True):
+                results[g] = result
+        if function is decide and self.spec.algorithm.is_stateful:
+            return self._with_remote_states(results)
+        return results
+
+    def local_aggregation_(
+        self,
+        n: int,
+        states: Sequence[AgentState],
+        active: Bool[np.ndarray, " N"],
+        deadline: float | None,
+        on_step: Callable[[str], None],
+    ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
+        """Run LocalAggregation (Algorithm 2) for the active agents of round n.
+
+        Args:
+            n: The round.
+            states: State of each group.
+            active: True for agents that aggregate.
+            deadline: Not used, because the engine waits for every worker.
+            on_step: Receives "aggregate" after lines 1 to 6, and "mix" after line 7.
+
+        Returns:
+            The new state and the decisions of each group; True for agents with a finite model.
+        """
+        engine = AdversarialEngine(self)
+        return local_aggregation_(engine, n, states, active, deadline, on_step)
+
+    def publish_(
+        self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]
+    ) -> None:
+        """Craft the attackers' models; mark the rows that can be received.
+
+        Args:
+            n: The round.
+            online: True for agents that take part in the round.
+            sizes: Largest absolute value of each trained model; not finite for a broken one.
+        """
+        layout = self.group.layout
+        self.is_received = np.zeros(layout.first_received, dtype=bool)
+        self.is_received[layout.own] = is_admissible(sizes) & online
+        if self.adversary.attack.is_crafting(n):
+            for j, crafted_sizes in self._craft_models(n, np.isfinite(sizes)):
+                is_sent = is_admissible(crafted_sizes) & online[j]
+                self.is_received[layout.crafted_rows(j)] = is_sent
+        self.outbox = make_outbox(self.group, n)
+
+    def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
+        """Transfer the received models to the workers that need them.
+
+        Args:
+            n: The round.
+            sampled: Sampled peers of each group's agents.
+            deadline: Not used, because the engine waits for every worker.
+
+        Returns:
+            The inbox of each group, with rows of its worker's buffer.
+        """
+        assert self.outbox is not None, "nothing is published yet"
+        max_samples = self.spec.max_samples
+        inboxes = [
+            self.outbox.deliver(n, peers, agents, self.is_received, max_samples)
+            for agents, peers in zip(self.groups, sampled, strict=True)
+        ]
+        wanted = []
+        for worker, numbers in enumerate(self.groups_by_worker):
+            rows = np.unique(np.concatenate([inboxes[g].rows for g in numbers]))
+            wanted.append(rows[self.sharding.owner[rows] != worker])
+        loans = self.actors.loan_rows(wanted)
+        tasks = [(loan.positions,) for loan in loans]
+        self.actors.call(AgentWorker.import_rows, tasks, [loan.refs for loan in loans])
+
+        for worker, numbers in enumerate(self.groups_by_worker):
+            by_group = Ragged.from_arrays([inboxes[g].rows for g in numbers])
+            received = np.concatenate([wanted[worker][:0], *loans[worker].rows])
+            local = self.sharding.local_rows(worker, by_group.values, received)
+            for g, rows in zip(numbers, by_group.with_values(local), strict=True):
+                inboxes[g] = dataclasses.replace(inboxes[g], rows=rows)
+        return inboxes
+
+    def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
+        """Compute theta <- W theta (Algorithm 2, line 7), in each worker for its agents.
+
+        Args:
+            decisions: Decisions of each group.
+
+        Returns:
+            False for benign agents whose model is not finite.
+        """
+        tasks = [(_select(decisions, numbers),) for numbers in self.groups_by_worker]
+        by_worker = self.actors.call(AgentWorker.mix, tasks)
+        is_finite = np.ones(self.spec.num_agents, dtype=bool)
+        for agents, own in zip(self.sharding.agents, by_worker, strict=True):
+            is_finite[agents] = own
+        return is_finite
+
+    def evaluate(self) -> dict[int, EvaluationResult]:
+        """Return the test result of each benign agent, by its id."""
+        results: dict[int, EvaluationResult] = {}
+        for own in self.actors.broadcast(AgentWorker.evaluate):
+            results |= own
+        return results
+
+    def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
+        """Return the models of all agents, in whole cache lines.
+
+        Yields:
+            Parts of the models, in the order of the agents' ids.
+        """
+        max_rows = max(1, MAX_TRANSFER_BYTES // self.actors.row_bytes)
+        for ids in self._chunks():
+            owners = self.sharding.owner[ids]
+            transfers = []
+            for worker in np.unique(owners).tolist():
+                own = ids[owners == worker]
+                for start in range(0, len(own), max_rows):
+                    transfers.append((worker, own[start : start + max_rows]))
+            arrays = self.actors.get(self.actors.row_refs(transfers))
+            models = torch.zeros(len(ids), row_stride(self.spec.dim))
+            for (_, own), array in zip(transfers, arrays, strict=True):
+                models[torch.from_numpy(own - ids[0]), : self.spec.dim] = as_tensor(array)
+            yield models
+
+    def load_models_(self, models: Float[Tensor, "N stride"]) -> None:
+        """Replace the models of all agents.
+
+        Args:
+            models: The models, in the order of the agents' ids.
+        """
+        for ids in self._chunks():
+            owners = self.sharding.owner[ids]
+            tasks: list[tuple[int] | None] = []
+            loans: list[list[Any]] = []
+            for worker, agents in enumerate(self.sharding.agents):
+                own = ids[owners == worker]  # consecutive in the worker's buffer
+                if not len(own):
+                    tasks.append(None)
+                    loans.append([])
+                    continue
+                tasks.append((int(agents.searchsorted(own[0])),))
+                content = models[torch.from_numpy(own), : self.spec.dim]
+                loans.append([self.actors.put(content.numpy())])
+            self.actors.call(AgentWorker.load_rows, tasks, loans)
+
+    def _with_remote_states(
+        self, decided: Sequence[tuple[AgentState, Decisions]]
+    ) -> list[tuple[AgentState, Decisions]]:
+        """Let remote states fetch their content on demand, until the next round."""
+        self.decided_rounds += 1
+        fetch = functools.cache(functools.partial(self._fetch_states, self.decided_rounds))
+
+        def with_fetch(state: AgentState) -> AgentState:
+            rule_states = [
+                RemoteState(kept.agent, fetch) if isinstance(kept, RemoteState) else kept
+                for kept in state.rule_states
+            ]
+            return dataclasses.replace(state, rule_states=tuple(rule_states))
+
+        return [(with_fetch(state), decisions) for state, decisions in decided]
+
+    def _fetch_states(self, decided_rounds: int) -> dict[int, RuleState]:
+        """Return the rule states of all agents after a round."""
+        assert decided_rounds == self.decided_rounds, "the states are those of another round"
+        states: dict[int, RuleState] = {}
+        for own in self.actors.broadcast(AgentWorker.rule_states):
+            states |= own
+        return states
+
+    def _craft_models(
+        self, n: int, is_finite: Bool[np.ndarray, " N"]
+    ) -> Iterator[tuple[int, Float[np.ndarray, " r"]]]:
+        """Yield each attacker with the largest absolute values of its crafted models."""
+        adversary = self.adversary
+        knowledge = adversary.attack.threat.knows
+        visible = [np.zeros(0, np.int64)]
+        if "benign" in knowledge:
+            visible.append(adversary.benign_ids)
+        if "fellows" in knowledge:
+            visible.append(adversary.malicious_ids)
+        seen = np.sort(np.concatenate(visible))
+        seen = seen[is_finite[seen]]
+
+        attackers = [agents[adversary.malicious[agents]] for agents in self.sharding.agents]
+        wanted = [
+            np.setdiff1d(seen, agents) if len(own) else seen[:0]
+            for agents, own in zip(self.sharding.agents, attackers, strict=True)
+        ]
+        loans = self.actors.loan_rows(wanted)
+        tasks = [
+            (n, is_finite, loan.rows, loan.positions) if len(own) else None
+            for own, loan in zip(attackers, loans, strict=True)
+        ]
+        by_worker = self.actors.call(AgentWorker.craft_models, tasks, [loan.refs for loan in loans])
+        for own, sizes in zip(attackers, by_worker, strict=True):
+            yield from zip(own.tolist(), sizes or (), strict=True)
+
+    def _chunks(self) -> Iterator[Int[np.ndarray, " k"]]:
+        """Yield the ids of all agents, as many at once as `STREAM_BYTES` allows."""
+        agents = np.arange(self.spec.num_agents)
+        step = max(1, STREAM_BYTES // self.actors.row_bytes)
+        for start in range(0, len(agents), step):
+            yield agents[start : start + step]
+
+
+def _select(values: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
+    """Return the values of some groups."""
+    return [values[g] for g in numbers]

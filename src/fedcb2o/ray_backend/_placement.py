@@ -1,0 +1,324 @@
+"""Nodes of a cluster, and the placement of agent groups on them.
+
+>>> nodes = [Node("a", "fast", 2, 0, 0), Node("b", "slow", 2, 0, 0, speed=0.4)]
+>>> [node.name for node in place_groups(3, nodes)]
+['fast', 'fast', 'slow']
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import logging
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from fedcb2o.errors import RunError
+from fedcb2o.kernels.devices import is_cpu
+from fedcb2o.parallel import _resources
+from fedcb2o.parallel._executors import one_thread
+from fedcb2o.ray_backend._actors import POLL_SECONDS, translate_ray_errors
+from fedcb2o.ray_backend._code_shipping import (
+    extend_sys_path,
+    pack_modules,
+    runtime_environment,
+    user_modules,
+)
+from fedcb2o.ray_backend._worker import AgentWorker
+from fedcb2o.simulation.rounds import WorkerLostError
+
+ANSWER_SECONDS = 60.0  # granted to nodes for reporting what they have
+PLACEMENT_SECONDS = 60.0  # without a new placed worker, after which placement has failed
+
+_EQUAL_SPEED = 0.85  # of the fastest node's speed, from which on speeds count as equal
+_TRIALS = 6  # of the benchmark of a node
+_STEPS = 5  # of a trial; all trials take about 250 ms
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster.
+
+    Attributes:
+        id: Ray's id of the node.
+        name: Its host name.
+        processors: Number of agent groups at once, one for each processor or GPU.
+        memory: Free memory in bytes.
+        store: Size of Ray's store in bytes.
+        model: Model of its processors.
+        speed: Speed relative to the fastest node.
+    """
+
+    id: str
+    name: str
+    processors: int
+    memory: int
+    store: int
+    model: str = ""
+    speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class _NodeReport:
+    """The answer of a node; `import_errors` by module, `seconds` of the benchmark."""
+
+    versions: dict[str, str]
+    memory: int
+    model: str
+    seconds: float
+    import_errors: dict[str, str]
+
+
+def list_nodes(user_functions: Sequence[str] = (), device: str | None = None) -> list[Node]:
+    """Return the nodes that answer and have what a device needs.
+
+    Args:
+        user_functions: Names of user functions, as "module:function".
+        device: PyTorch's name of the device; the CPU by default.
+
+    Returns:
+        The nodes.
+
+    Raises:
+        RunError: A node has other versions, or cannot import the modules of user functions; or no
+            node answers that has what is needed.
+    """
+    pending = _ask_nodes(user_functions, device)
+    nodes: list[Node] = []
+    seconds: list[float] = []
+    silent: list[str] = []
+    deadline = time.monotonic() + ANSWER_SECONDS
+    for known, processors, ref in pending:
+        name = known["NodeManagerHostname"]
+        try:
+            report = _receive_report(name, ref, deadline)
+        except ray.exceptions.GetTimeoutError:
+            silent.append(name)
+            continue
+        if report is None:
+            continue
+        _check_report(name, report)
+        store = int(known["Resources"].get("object_store_memory", 0))
+        nodes.append(Node(known["NodeID"], name, processors, report.memory, store, report.model))
+        seconds.append(report.seconds)
+
+    if silent:
+        text = f"did not answer within {ANSWER_SECONDS:.0f} seconds: {', '.join(silent)}"
+        if not nodes:
+            raise RunError(
+                f"the nodes of the cluster that have what is needed {text}; see `ray status` there"
+            )
+        _log.warning("Nodes of the cluster are left out that %s.", text)
+    if not is_cpu(device):  # the speed of GPUs is not measured
+        return nodes
+    speeds = relative_speeds(seconds)
+    return [dataclasses.replace(node, speed=v) for node, v in zip(nodes, speeds, strict=True)]
+
+
+def relative_speeds(seconds: Sequence[float]) -> list[float]:
+    """Return the speeds of nodes relative to the fastest; small differences are noise.
+
+    Args:
+        seconds: Time of each node for the same work.
+
+    Returns:
+        One speed per node, in (0, 1].
+
+    >>> relative_speeds([1.0, 1.1, 2.0])
+    [1.0, 1.0, 0.5]
+    """
+    return [1.0 if min(seconds) > _EQUAL_SPEED * s else min(seconds) / s for s in seconds]
+
+
+def place_groups(count: int, nodes: Sequence[Node]) -> list[Node]:
+    """Place agent groups in proportion to the speed of nodes.
+
+    Args:
+        count: Number of groups, at most the processors of all nodes.
+        nodes: The nodes.
+
+    Returns:
+        One node per group. The first entries are the placement of fewer groups.
+    """
+    used = dict.fromkeys(nodes, 0)
+    placement: list[Node] = []
+    for _ in range(count):
+        free = [node for node in nodes if used[node] < node.processors]
+        node = min(free, key=lambda n: (used[n] + 1) / (n.processors * n.speed))
+        placement.append(node)
+        used[node] += 1
+    return placement
+
+
+@contextlib.contextmanager
+def start_workers(
+    nodes: Sequence[Node], device: str | None = None, user_functions: Sequence[str] = ()
+) -> Iterator[list[Any]]:
+    """Start one worker actor per entry of `nodes`; kill the actors at the end.
+
+    Args:
+        nodes: The node of each worker.
+        device: PyTorch's name of the device; the CPU by default.
+        user_functions: Names of user functions, as "module:function".
+
+    Yields:
+        The handles of the actors.
+
+    Raises:
+        RunError: The nodes have no free processor for the actors.
+        WorkerLostError: Actors cannot start, or are gone.
+    """
+    handles: list[Any] = []
+    actor = ray.remote(AgentWorker)
+    gpus = 0 if is_cpu(device) else 1
+    try:
+        with translate_ray_errors():
+            archive = pack_modules(user_functions)
+            options = {
+                "num_cpus": 1,
+                "num_gpus": gpus,
+                "max_restarts": 0,
+                **runtime_environment(archive),
+            }
+            for node in nodes:
+                pinned = actor.options(scheduling_strategy=_pin_to(node.id), **options)
+                handles.append(pinned.remote(sys.path, archive))
+            waiting = _wait_until_ready(handles)
+        if waiting:
+            alive = {known["NodeID"] for known in ray.nodes() if known["Alive"]}
+            if lost := {node.id for node in nodes} - alive:
+                raise WorkerLostError(
+                    f"{len(lost)} nodes of the cluster are lost before they began"
+                )
+            kind = "processor or GPU" if gpus else "processor"
+            raise RunError(
+                f"{waiting} of {len(handles)} blocks found no free {kind} on the cluster in "
+                f"{PLACEMENT_SECONDS:.0f} seconds: let fewer work (--blocks), or wait until other "
+                "programs have ended"
+            )
+        yield handles
+    finally:
+        for handle in handles:
+            with contextlib.suppress(Exception):
+                ray.kill(handle)
+
+
+def _wait_until_ready(handles: Sequence[Any]) -> int:
+    """Wait for actors to start, one after the other; return the number of those that did not."""
+    waiting = [handle.__ray_ready__.remote() for handle in handles]
+    last = time.monotonic()
+    while waiting and time.monotonic() < last + PLACEMENT_SECONDS:
+        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_SECONDS)
+        if ready:
+            ray.get(ready)
+            last = time.monotonic()
+    return len(waiting)
+
+
+def _ask_nodes(
+    user_functions: Sequence[str], device: str | None
+) -> list[tuple[dict[str, Any], int, Any]]:
+    """Ask every suitable node for a report; return (Ray's record, processors, reference)."""
+    archive = pack_modules(user_functions)
+    describe = ray.remote(_describe_node)
+    options = {"num_cpus": 0, **runtime_environment(archive)}
+    kinds = ("CPU",) if is_cpu(device) else ("CPU", "GPU")
+    pending = []
+    for known in ray.nodes():
+        if not known["Alive"]:
+            continue
+        processors = int(min(known["Resources"].get(kind, 0) for kind in kinds))
+        if processors:
+            remote = describe.options(scheduling_strategy=_pin_to(known["NodeID"]), **options)
+            ref = remote.remote(sys.path, archive, user_modules(user_functions))
+            pending.append((known, processors, ref))
+    return pending
+
+
+def _receive_report(name: str, ref: Any, deadline: float) -> _NodeReport | None:
+    """Return a node's report, or None if it left and the cluster has not noticed yet."""
+    try:
+        report: _NodeReport = ray.get(ref, timeout=max(0, deadline - time.monotonic()))
+    except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
+        last_line = str(error).strip().splitlines()[-1]
+        raise RunError(
+            f"node {name} of the cluster cannot run this fedcb2o ({last_line}): it must be the same"
+        ) from error
+    except ray.exceptions.GetTimeoutError:
+        raise
+    except ray.exceptions.RayError:
+        return None
+    return report
+
+
+def _check_report(name: str, report: _NodeReport) -> None:
+    """Raise RunError if a node has other versions or cannot import a module."""
+    own = _versions()
+    pairs = [
+        f"{package} {report.versions[package]}, here {own[package]}"
+        for package in own
+        if report.versions[package] != own[package]
+    ]
+    if pairs:
+        raise RunError(f"node {name} of the cluster has {', '.join(pairs)}: they must be the same")
+    for module, error in report.import_errors.items():
+        raise RunError(
+            f"node {name} of the cluster cannot import your `{module}` ({error}): install what it "
+            "needs on each node, or put it next to that module"
+        )
+
+
+def _describe_node(path: Sequence[str], archive: bytes, modules: Sequence[str]) -> _NodeReport:
+    """Report a node's versions, memory and speed, and the modules that it cannot import."""
+    extend_sys_path(path, archive)
+    import_errors = {}
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except (Exception, SystemExit) as error:  # a user's module may fail in any way
+            import_errors[module] = f"{type(error).__name__}: {error}"
+    return _NodeReport(
+        _versions(),
+        _resources.free_memory(),
+        _resources.processor_model(),
+        min(_benchmark_seconds() for _ in range(_TRIALS)),
+        import_errors,
+    )
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions on which bits depend; of fedcb2o, a checksum of its files too."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    versions = {"python": platform.python_version()}
+    versions |= {name: version(name) for name in ("fedcb2o", "torch", "numpy")}
+    versions["fedcb2o"] += f" ({digest.hexdigest()[:8]})"
+    return versions
+
+
+def _benchmark_seconds() -> float:
+    """Return the time of one thread for fixed steps of a network."""
+    weights = torch.full((512, 512), 1e-3, requires_grad=True)
+    x = torch.ones(64, 512)
+    with one_thread():
+        start = time.perf_counter()
+        for _ in range(_STEPS):
+            torch.autograd.grad(((x @ weights).relu() @ weights).sum(), weights)
+        return time.perf_counter() - start
+
+
+def _pin_to(node_id: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)

@@ -1,0 +1,130 @@
+"""Distribution of agents over workers, and the place of each model row among them."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int
+
+from fedcb2o.federated import Adversary, AgentGroup, BufferLayout, RunSpec, plan_training_batches
+from fedcb2o.parallel._executors import balance_load
+
+
+def shard_agents(spec: RunSpec, costs: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
+    """Distribute agents over workers so that all workers take about as long.
+
+    Agents that train together stay together.
+
+    Args:
+        spec: The run.
+        costs: Cost of each agent.
+        speeds: Relative speed of each worker.
+
+    Returns:
+        The ids of each worker's agents, ascending. A worker that would always be last has none.
+    """
+    batches = plan_training_batches(spec, costs)
+    batch_costs = []
+    for batch in batches:
+        batch_costs.append(sum(costs[agent] for agent in batch))
+    shares = balance_load(range(len(batches)), batch_costs, len(speeds), speeds)
+    agents = []
+    for share in shares:
+        agents.append(sorted(itertools.chain(*(batches[k] for k in share))))
+    return agents
+
+
+def max_received(
+    spec: RunSpec, adversary: Adversary, agents: Sequence[int], crafted_per_attacker: int
+) -> int:
+    """Return the largest number of models that agents receive from other workers in a round.
+
+    Args:
+        spec: The run.
+        adversary: The attackers.
+        agents: Ids of a worker's agents.
+        crafted_per_attacker: Number of models that every attacker crafts.
+
+    Returns:
+        A number of models, each of which is counted once.
+    """
+    others = spec.num_agents - len(agents)
+    is_malicious = adversary.malicious
+    attackers_elsewhere = int(is_malicious.sum() - is_malicious[list(agents)].sum())
+    crafted = crafted_per_attacker * attackers_elsewhere
+    return min(len(agents) * spec.max_asked, others + crafted)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The workers of all agents and of all rows of the buffer of all agents.
+
+    Attributes:
+        agents: Ids of each worker's agents, ascending.
+        layouts: Layout of each worker's buffer.
+        owner: Worker of each row.
+        row: Row number in that worker's buffer.
+    """
+
+    agents: list[Int[np.ndarray, " _a"]]
+    layouts: list[BufferLayout]
+    owner: Int[np.ndarray, " rows"]
+    row: Int[np.ndarray, " rows"]
+
+    @classmethod
+    def from_group(cls, group: AgentGroup, shares: Sequence[Sequence[int]]) -> "Sharding":
+        """Create the sharding of a group of all agents.
+
+        Args:
+            group: The group of all agents.
+            shares: Ids of each worker's agents, ascending.
+
+        Returns:
+            The sharding.
+        """
+        whole = group.layout
+        agents = [np.array(share) for share in shares]
+        owner = np.zeros(whole.first_received, np.int64)
+        row = np.zeros(whole.first_received, np.int64)
+        layouts = []
+        for worker, ids in enumerate(agents):
+            is_malicious = group.adversary.malicious[ids]
+            layout = BufferLayout.create(
+                np.arange(len(ids)),
+                len(ids),
+                is_malicious,
+                whole.crafted_per_attacker,
+                whole.previous is not None,
+            )
+            owner[whole.own[ids]] = worker
+            row[whole.own[ids]] = layout.own
+            for k in np.flatnonzero(is_malicious).tolist():
+                rows = whole.crafted_rows(int(ids[k]))
+                local = layout.crafted_rows(k)
+                owner[rows] = worker
+                row[rows] = np.arange(local.start, local.stop)
+            layouts.append(layout)
+        return cls(agents, layouts, owner, row)
+
+    def local_rows(
+        self, worker: int, rows: Int[np.ndarray, " m"], received: Int[np.ndarray, " r"]
+    ) -> Int[np.ndarray, " m"]:
+        """Return the row numbers in a worker's buffer.
+
+        Args:
+            worker: The worker.
+            rows: Row numbers in the buffer of all agents: its own rows, and received ones.
+            received: The rows that the worker has received, in the order of its inbox.
+
+        Returns:
+            The row numbers in the worker's buffer.
+        """
+        order = received.argsort()
+        position = np.zeros(len(rows), np.int64)
+        if len(order):
+            position = order.take(received[order].searchsorted(rows), mode="clip")
+        is_own = self.owner[rows] == worker
+        inbox = self.layouts[worker].first_received + position
+        local: np.ndarray = np.where(is_own, self.row[rows], inbox)
+        return local

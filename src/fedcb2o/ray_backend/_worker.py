@@ -1,0 +1,328 @@
+"""The worker of a cluster: a local engine of its group of agents, with rows received from others.
+
+The layout of its model buffer is [own models | crafted | previous | received]. `RayEngine` sends it
+calls as serialized tasks, so that errors arrive as they were raised. Models travel between workers
+through Ray's store.
+"""
+
+import contextlib
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fedcb2o.federated import (
+    AgentGroup,
+    AgentState,
+    Decisions,
+    EvaluationResult,
+    Indices,
+    RuleState,
+)
+from fedcb2o.federated.collusion import decide
+from fedcb2o.kernels import _onednn, devices
+from fedcb2o.nn.parameters import MIN_FOREACH_SIZE, row_stride
+from fedcb2o.parallel import _resources
+from fedcb2o.parallel._executors import SerialExecutor
+from fedcb2o.parallel._serialization import execute
+from fedcb2o.ray_backend._code_shipping import extend_sys_path
+from fedcb2o.ray_backend._sharding import max_received
+from fedcb2o.ray_backend._transfers import MAX_TRANSFER_BYTES
+from fedcb2o.simulation.local_engine import LocalEngine
+
+MakeGroup = Callable[[Mapping[str, Tensor], Sequence[int]], AgentGroup]
+"""Builds the group of some agents, with an empty model buffer, from the data and their ids."""
+InitModels = Callable[[Mapping[str, Tensor], Float[Tensor, "a d"], Sequence[int]], None]
+"""Fills rows with the initial models of agents, from the data, the rows and the ids."""
+
+MAX_PINNED_BYTES = 2**28  # of rows that a worker reads from the store at once
+
+
+class RemoteState(Mapping[str, Tensor]):
+    """The state of an agent's rule, which stays with its worker because it can be large.
+
+    Attributes:
+        agent: Id of the agent.
+        fetch: Returns the states of all agents by their ids; None in another process.
+    """
+
+    def __init__(
+        self, agent: int, fetch: Callable[[], Mapping[int, RuleState]] | None = None
+    ) -> None:
+        self.agent = agent
+        self.fetch = fetch
+
+    def __reduce__(self) -> Any:
+        return RemoteState, (self.agent,)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    @property
+    def _state(self) -> RuleState:
+        assert self.fetch is not None
+        return self.fetch()[self.agent]
+
+
+class AgentWorker:
+    """The actor of a group of agents.
+
+    Attributes:
+        engine: The engine of the group.
+        rows: The model buffer, in whole cache lines.
+        states: State of each agent's rule, by its id.
+        loans: References to transfers of other workers' rows, during a call.
+    """
+
+    engine: LocalEngine
+    rows: Float[Tensor, "rows stride"]
+    states: dict[int, RuleState]
+    loans: Sequence[Any] = ()
+
+    def __init__(self, path: Sequence[str], archive: bytes) -> None:
+        extend_sys_path(path, archive)
+        torch.set_num_threads(1)
+
+    def execute(self, content: bytes, loans: Sequence[Any] = ()) -> tuple[bytes, float]:
+        """Call a method of this worker.
+
+        Args:
+            content: The serialized method and its arguments.
+            loans: References to transfers of other workers' rows.
+
+        Returns:
+            The serialized outcome, and the seconds of the call.
+        """
+        start = time.perf_counter()
+        self.loans = loans
+        try:
+            return execute(content, self), time.perf_counter() - start
+        finally:
+            self.loans = ()
+
+    def build_group(
+        self,
+        make: MakeGroup,
+        agents: Sequence[int],
+        batches: Sequence[Indices],
+        user_functions: Mapping[str, Sequence[str]],
+    ) -> None:
+        """Build the engine of the agents from the loaned data.
+
+        Args:
+            make: Builds the group.
+            agents: Ids of the agents, ascending.
+            batches: Indices of the agents that one function call computes together.
+            user_functions: Names of user functions that receive models, by kind.
+        """
+        self.tensors = {name: as_tensor(array) for name, array in ray.get(self.loans[0]).items()}
+        self.states = {}
+        group = make(self.tensors, agents)
+        spec = group.spec
+        device = group.models.device
+        self._context = contextlib.ExitStack()
+        self._context.enter_context(devices.deterministic(device))
+        if spec.dim >= _onednn.MIN_WEIGHTS:
+            _resources.retain_freed_memory()
+
+        # The system gives memory only to those rows of the inbox that are written to.
+        first_received = group.layout.first_received
+        crafted = group.layout.crafted_per_attacker
+        received = max_received(spec, group.adversary, agents, crafted)
+        shape = first_received + received, row_stride(spec.dim)
+        self.rows = torch.empty(shape, device=device)
+        self.rows[:first_received] = 0
+        group = dataclasses.replace(group, models=self.rows[:, : spec.dim])
+        executor = SerialExecutor(group)
+        self.engine = LocalEngine(group, executor, user_functions=user_functions, groups=batches)
+
+    def init_models(self, init: InitModels) -> None:
+        """Fill the rows of the agents with their initial models.
+
+        Args:
+            init: Fills the rows.
+        """
+        agents = self.engine.group.agents.tolist()
+        init(self.tensors, self.engine.group.models[: len(agents)], agents)
+
+    def map_groups(
+        self,
+        function: Callable[..., Any],
+        shared: tuple[Any, ...],
+        arguments: Sequence[Sequence[Any]],
+    ) -> list[Any]:
+        """Call `LocalEngine.map_groups`; the states of rules stay in this worker.
+
+        Args:
+            function: The function.
+            shared: Arguments for all groups.
+            arguments: Further arguments, each with one value per group.
+
+        Returns:
+            The result of each group.
+        """
+        if function is not decide or not self.engine.spec.algorithm.is_stateful:
+            return self.engine.map_groups(function, *shared, arguments=arguments)
+        states, *others = arguments
+        local = [self._with_states(state) for state in states]
+        results = self.engine.map_groups(function, *shared, arguments=[local, *others])
+        return [
+            (self._without_states(members, state), decisions)
+            for members, (state, decisions) in zip(self.engine.groups, results, strict=True)
+        ]
+
+    def rule_states(self) -> dict[int, RuleState]:
+        """Return the state of each agent's rule, by its id."""
+        return self.states
+
+    def craft_models(
+        self,
+        n: int,
+        is_finite: Bool[np.ndarray, " N"],
+        ids: Sequence[Int[np.ndarray, " _k"]],
+        positions: Sequence[Indices],
+    ) -> list[Float[np.ndarray, " r"]]:
+        """Craft the models of this worker's attackers, who see loaned rows.
+
+        Args:
+            n: The round.
+            is_finite: True for agents with a finite model.
+            ids: Agents of other workers whose models each transfer contains.
+            positions: Positions of these models in each transfer.
+
+        Returns:
+            The largest absolute values of each attacker's models, in the order of their ids.
+        """
+        group = self.engine.group
+        source = np.full(group.spec.num_agents, -1)  # the transfer of each model; -1: the buffer
+        row = np.full(group.spec.num_agents, -1)
+        row[group.agents] = group.layout.own
+        for index, (agents, places) in enumerate(zip(ids, positions, strict=True)):
+            source[agents] = index
+            row[agents] = places
+
+        def peek(ids: list[int]) -> Float[Tensor, "m d"]:
+            models = group.models.new_zeros(len(ids), self.rows.shape[1])[:, : group.spec.dim]
+            for index in np.unique(source[ids]).tolist():
+                origin = group.models if index < 0 else as_tensor(ray.get(self.loans[index]))
+                targets = np.flatnonzero(source[ids] == index)
+                _copy_rows_(models, targets, origin, row[ids][targets])
+            return models
+
+        sizes = self.engine.craft_models_(n, is_finite, peek)
+        return [sizes[k] for k in sorted(sizes)]
+
+    def export_rows(self, *transfers: Int[np.ndarray, " _k"]) -> Any:
+        """Return rows of the buffer for the store.
+
+        Args:
+            transfers: Row numbers of each transfer.
+
+        Returns:
+            The array of a single transfer, or a list of arrays.
+        """
+        models = self.engine.group.models
+        arrays = []
+        for rows in transfers:
+            is_single = len(rows) == 1  # a view instead of a copy
+            part = models[rows[0] : rows[0] + 1] if is_single else models[torch.from_numpy(rows)]
+            arrays.append(part.cpu().numpy())
+        return arrays if len(arrays) > 1 else arrays[0]
+
+    def import_rows(self, positions: Sequence[Indices]) -> None:
+        """Copy loaned rows into the inbox.
+
+        Args:
+            positions: Positions of the rows in each transfer.
+        """
+        self._copy_loans(self.engine.group.layout.first_received, positions)
+
+    def load_rows(self, first: int) -> None:
+        """Copy whole transfers into the rows of the agents.
+
+        Args:
+            first: The first row.
+        """
+        self._copy_loans(first, [None] * len(self.loans))
+
+    def mix(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " a"]:
+        """Call `LocalEngine.mix_`.
+
+        Args:
+            decisions: Decisions of each group.
+
+        Returns:
+            False for benign agents whose model is not finite.
+        """
+        return self.engine.mix_(decisions)
+
+    def evaluate(self) -> dict[int, EvaluationResult]:
+        """Return the test result of each benign agent, by its id."""
+        return self.engine.evaluate()
+
+    def _with_states(self, state: AgentState) -> AgentState:
+        """Replace remote states by this worker's."""
+        rule_states = [
+            self.states[rule_state.agent] if isinstance(rule_state, RemoteState) else rule_state
+            for rule_state in state.rule_states
+        ]
+        return dataclasses.replace(state, rule_states=tuple(rule_states))
+
+    def _without_states(self, members: Indices, state: AgentState) -> AgentState:
+        """Store the states of rules, and replace them by remote ones."""
+        agents = self.engine.group.agents[members].tolist()
+        states = dict(zip(agents, state.rule_states, strict=True))
+        self.states |= states
+        rule_states = [RemoteState(j) if kept else kept for j, kept in states.items()]
+        return dataclasses.replace(state, rule_states=tuple(rule_states))
+
+    def _copy_loans(self, first: int, positions: Sequence[Indices | None]) -> None:
+        """Copy rows of the loaned transfers, or all of them, to consecutive rows of the buffer."""
+        models = self.engine.group.models
+        step = max(1, MAX_PINNED_BYTES // max(MAX_TRANSFER_BYTES, 4 * models.shape[1]))
+        for start in range(0, len(positions), step):
+            arrays = ray.get(list(self.loans[start : start + step]))
+            for array, rows in zip(arrays, positions[start : start + step], strict=True):
+                received = as_tensor(array)
+                if rows is not None and len(rows) != len(received):
+                    received = received[torch.from_numpy(rows)]
+                models[first : first + len(received)] = received
+                first += len(received)
+
+
+def as_tensor(array: Any) -> Tensor:
+    """Return a read-only array of Ray's store as a tensor.
+
+    Args:
+        array: The array.
+
+    Returns:
+        The tensor, which must not be written to.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+def _copy_rows_(
+    target: Float[Tensor, "q d"], to: Indices, source: Float[Tensor, "p d"], rows: Indices
+) -> None:
+    if source.shape[1] < MIN_FOREACH_SIZE:
+        target[torch.from_numpy(to)] = source[torch.from_numpy(rows)].to(target)
+        return
+    torch._foreach_copy_(  # without a temporary copy of all rows
+        [target[k] for k in to.tolist()], [source[k] for k in rows.tolist()]
+    )

@@ -1,0 +1,115 @@
+"""Tested and chosen strengths of attacks, from strengths.json."""
+
+import json
+from typing import Any
+
+import pandas as pd
+
+from fedcb2o.records import read_json_with_checksum
+from fedcb2o.report._page import Page, slug
+from fedcb2o.report.grid_results import GridResults
+from fedcb2o.report.grid_tables import describe_changes
+
+_CAPTION = (
+    "Each attack was run against each defence with the strength that harmed it most on tuning "
+    "images, with seeds {seeds}: by its success rate if it has one, otherwise by the accuracy. "
+    "Every defence faced the same strengths, with the hyperparameters that it has here. {ends} of "
+    "{choices} choices are at an end of their list: a larger strength might do more harm."
+)
+
+
+def read_choices(results: GridResults) -> list[dict[str, Any]]:
+    """Read the tested and chosen strengths of a grid.
+
+    Args:
+        results: Results of the grid.
+
+    Returns:
+        One dict for each setting, defence and attack of the grid in strengths.json.
+    """
+    path = results.folder / "strengths.json"
+    if not path.is_file():
+        return []
+    choices: list[dict[str, Any]] = read_json_with_checksum(path)["choices"]
+    return [
+        choice
+        for choice in choices
+        if choice["defence"] in results.defences and choice["attack"] in results.attacks
+    ]
+
+
+def chosen_strengths_table(choices: list[dict[str, Any]], setting: str) -> pd.DataFrame:
+    """Build the table of chosen strengths in one setting.
+
+    Args:
+        choices: Result of `read_choices`.
+        setting: Name of the setting.
+
+    Returns:
+        Text, defences by attacks: changes of the chosen strength.
+    """
+    selected = [choice for choice in choices if choice["setting"] == setting]
+    texts = {}
+    for choice in selected:
+        key = (choice["defence"], choice["attack"])
+        texts[key] = _describe_strength(choice, choice["worst"])
+    table = pd.Series(texts, dtype=object).unstack()
+    defences = list(dict.fromkeys(choice["defence"] for choice in selected))
+    attacks = list(dict.fromkeys(choice["attack"] for choice in selected))
+    table = table.reindex(index=pd.Index(defences, name="Defence"), columns=attacks)
+    return table.rename_axis(columns=None).fillna("–")
+
+
+def strength_trials_table(choices: list[dict[str, Any]]) -> pd.DataFrame:
+    """Build the table of tested strengths.
+
+    Args:
+        choices: Result of `read_choices`.
+
+    Returns:
+        One row per strength: values of each seed, the choice, and the harm.
+    """
+    rows = []
+    for choice in choices:
+        seeds = choice["asked"]["seeds"]
+        for number, result in enumerate(choice["tried"]):
+            row = {key: choice[key] for key in ("setting", "defence", "attack")}
+            row["strength"] = _describe_strength(choice, number)
+            row["chosen"] = "yes" if number == choice["worst"] else ""
+            for name in ("accuracy", "attack_success_rate"):
+                values = result.get(name) or [None] * len(seeds)
+                for seed, value in zip(seeds, values, strict=True):
+                    row[f"{name}_seed_{seed}"] = value
+            rows.append({**row, "harm": result["harm"]})
+    return pd.DataFrame(rows)
+
+
+def write_strengths(page: Page, results: GridResults) -> None:
+    """Add the strengths to a page, and write strengths.csv and strengths.json.
+
+    Args:
+        page: Page of the grid; unchanged for a grid without strengths.
+        results: Results of the grid.
+
+    Raises:
+        RunError: A file cannot be written.
+    """
+    choices = read_choices(results)
+    if not choices:
+        return
+    caption = _CAPTION.format(
+        seeds=", ".join(map(str, choices[0]["asked"]["seeds"])),
+        ends=sum(choice["worst"] in (0, len(choice["tried"]) - 1) for choice in choices),
+        choices=len(choices),
+    )
+    for setting in dict.fromkeys(choice["setting"] for choice in choices):
+        title = ": ".join(filter(None, ["Strengths", setting]))
+        name = "/".join(filter(None, ["matrices", setting and slug(setting), "strengths"]))
+        table = chosen_strengths_table(choices, setting)
+        page.add_table(title, name, table, caption, collapsed=True)
+    page.write_file("strengths.csv", strength_trials_table(choices).to_csv(index=False))
+    page.write_file("strengths.json", json.dumps({"choices": choices}, indent=1) + "\n")
+
+
+def _describe_strength(choice: dict[str, Any], number: int) -> str:
+    return describe_changes(choice["asked"]["strengths"][number]).replace("attack.", "")

@@ -1,0 +1,215 @@
+"""HTML pages that need no other file.
+
+A page inlines the style and the script of `report/static`. Figures are inlined as SVG. Every grey
+is a mix of the colours of text and background, so that figures follow the light or dark mode of the
+reader. The only script sorts tables. The content policy of the page lets a browser run no other.
+
+    >>> typeset("T_G < 5")
+    Markup('<i>T</i><sub>G</sub> &lt; 5')
+"""
+
+import base64
+import hashlib
+import html
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import matplotlib as mpl
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+from matplotlib.figure import Figure
+
+from fedcb2o.report._alt_text import describe_figure
+
+_STATIC = resources.files("fedcb2o.report") / "static"
+STYLESHEET = Markup(_STATIC.joinpath("page.css").read_text(encoding="utf-8"))
+SORT_SCRIPT = Markup(_STATIC.joinpath("sort_tables.js").read_text(encoding="utf-8"))
+_SCRIPT_DIGEST = base64.b64encode(hashlib.sha256(SORT_SCRIPT.encode()).digest()).decode()
+_CONTENT_POLICY = Markup(
+    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+    f"script-src 'sha256-{_SCRIPT_DIGEST}'"
+)
+_PIXELS_PER_INCH = 100
+_MIN_FIGURE_SCALE = 0.6  # a narrower column makes the figure scroll
+_NARROW_PIXELS = 360  # width of a narrow page
+_EMPTY_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+
+
+@dataclass
+class Section:
+    """A heading in the contents of a page.
+
+    Attributes:
+        text: Text of the heading.
+        id: Anchor of the heading.
+        children: Headings one level below.
+    """
+
+    text: str
+    id: str
+    children: list["Section"] = field(default_factory=list)
+
+
+def typeset(text: str | Markup) -> Markup:
+    """Escape text for HTML and set T_G as the paper does.
+
+    Args:
+        text: Text, or markup that needs no escape.
+
+    Returns:
+        Markup.
+    """
+    return Markup(escape(text).replace("T_G", Markup("<i>T</i><sub>G</sub>")))
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("fedcb2o.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["typeset"] = typeset
+    return environment
+
+
+@cache
+def _blocks() -> Any:
+    return _environment().get_template("blocks.html.jinja").module
+
+
+def render_block(name: str, *arguments: object) -> Markup:
+    """Render one macro of `templates/blocks.html.jinja`.
+
+    Args:
+        name: Name of the macro.
+        arguments: Its arguments; text is escaped, markup is not.
+
+    Returns:
+        Markup of the block.
+
+    Example:
+        >>> render_block("paragraph", "2 < 3", "note")
+        Markup('<p class="note">2 &lt; 3</p>')
+    """
+    return Markup(str(getattr(_blocks(), name)(*arguments)).strip("\n"))
+
+
+def render_page(title: str, blocks: Sequence[Markup], sections: Sequence[Section] = ()) -> str:
+    """Render a whole page.
+
+    Args:
+        title: Title and first heading.
+        blocks: Blocks of the page, in order.
+        sections: Headings for the contents; none for a page without contents.
+
+    Returns:
+        The HTML document.
+    """
+    return (
+        _environment()
+        .get_template("page.html.jinja")
+        .render(
+            title=title,
+            blocks=blocks,
+            sections=sections,
+            policy=_CONTENT_POLICY,
+            stylesheet=STYLESHEET,
+            script=SORT_SCRIPT,
+        )
+    )
+
+
+def render_animation(title: str, player: str) -> str:
+    """Render the page of an animation.
+
+    Args:
+        title: Title and first heading.
+        player: HTML of matplotlib's player.
+
+    Returns:
+        The HTML document.
+    """
+    template = _environment().get_template("animation.html.jinja")
+    return template.render(title=title, player=Markup(player), stylesheet=STYLESHEET)
+
+
+def to_png(figure: Figure) -> bytes:
+    """Draw a figure as a PNG file.
+
+    Args:
+        figure: Figure to draw.
+
+    Returns:
+        Content of the file.
+    """
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=200)
+    return buffer.getvalue()
+
+
+def figure_row(figures: Sequence[Figure], name: str) -> Markup:
+    """Render figures in a row that wraps on narrow pages.
+
+    Args:
+        figures: Figures to draw.
+        name: Prefix of the ids in the SVG; unique on the page.
+
+    Returns:
+        Markup of the row.
+    """
+    items = []
+    for number, figure in enumerate(figures, start=1):
+        width = _PIXELS_PER_INCH * figure.get_figwidth()
+        items.append(
+            {
+                "svg": _to_svg(figure, f"{name}-{number}"),
+                "width": f"{width:.0f}",
+                "scrolls": _MIN_FIGURE_SCALE * width > _NARROW_PIXELS,
+            }
+        )
+    return render_block("figure_row", items)
+
+
+def _to_svg(figure: Figure, name: str) -> Markup:
+    """Draw a figure as SVG; `name` is the prefix of its ids."""
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", dpi=2 * _PIXELS_PER_INCH, metadata=_EMPTY_METADATA)
+
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(
+        r"<!--.*?-->|\n\s*",
+        lambda match: " " if match[0].isspace() else "",
+        text,
+        flags=re.DOTALL,
+    )
+    text = re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"{name}-", text)
+    text = re.sub(r"#([0-9a-f]{2})\1\1\b", lambda match: _css_grey(int(match[1], 16) / 255), text)
+
+    width, height = figure.get_size_inches()
+    pixels = _PIXELS_PER_INCH * width
+    sizes = f"max-width: {pixels:.0f}px; min-width: {_MIN_FIGURE_SCALE * pixels:.0f}px"
+    start = (
+        f'<svg role="img" aria-label="{html.escape(describe_figure(figure), quote=True)}" '
+        f'viewBox="0 0 {72 * width:g} {72 * height:g}" style="{sizes}">'
+    )
+    return Markup(start + text[text.index(">") + 1 :].strip())
+
+
+def _css_grey(brightness: float) -> str:
+    """Return a grey as a mix of text and background colour."""
+    share = round(100 * (1 - brightness))
+    if share == 0:
+        return "var(--paper)"
+    if share == 100:
+        return "var(--ink)"
+    return f"color-mix(in srgb, var(--ink) {share}%, var(--paper))"

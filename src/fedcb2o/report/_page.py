@@ -1,0 +1,280 @@
+"""Builder of report pages and of the files next to them.
+
+>>> from tempfile import TemporaryDirectory
+>>> with TemporaryDirectory() as folder:
+...     page = create_page(Path(folder))
+...     page.add_heading("Results")
+...     page.add_text("2 < 3")
+...     page.write_page("report.html", "Example")
+...     [path.name for path in page.paths]
+['report.html']
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from fedcb2o.errors import RunError
+from fedcb2o.records import atomic_write, flatten
+from fedcb2o.report._figures import Panels, draw_panels
+from fedcb2o.report._html import Section, figure_row, render_block, render_page, to_png
+from fedcb2o.report._table_formats import to_html, to_latex, to_markdown
+
+_TOP_LEVEL = 2  # level of the headings below the title
+_MANY_COLUMNS = 6  # a table with more columns has smaller letters
+
+
+@dataclass
+class Page:
+    """An HTML page under construction, and the files written so far.
+
+    Attributes:
+        out: Folder of the page and its files.
+        blocks: Blocks of the page, in order.
+        sections: Headings, for the contents.
+        paths: Files written so far.
+    """
+
+    out: Path
+    blocks: list[Markup] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
+    paths: list[Path] = field(default_factory=list)
+    _level: int = _TOP_LEVEL
+    _headings: int = 0
+
+    def write_file(self, name: str, content: str | bytes) -> None:
+        """Write a file into the folder of the page.
+
+        Args:
+            name: Path in the folder; missing folders are made.
+            content: Text in UTF-8, or bytes.
+
+        Raises:
+            RunError: The file cannot be written.
+        """
+        path = self.out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, content.encode() if isinstance(content, str) else content)
+        self.paths.append(path)
+
+    def add_heading(self, title: str, *, is_section: bool = False) -> None:
+        """Add a heading to the page and to its contents.
+
+        Args:
+            title: Text of the heading.
+            is_section: Start a section; the following headings are one level below it.
+        """
+        if is_section:
+            self._level = _TOP_LEVEL
+        self._headings += 1
+        section = Section(title, f"{slug(title)}-{self._headings}")
+        if self._level == _TOP_LEVEL:
+            self.sections.append(section)
+        else:
+            self.sections[-1].children.append(section)
+        self.blocks.append(render_block("heading", self._level, title, section.id))
+        if is_section:
+            self._level += 1
+
+    def add_text(self, text: str | Markup) -> None:
+        """Add a paragraph.
+
+        Args:
+            text: Text, or markup that needs no escape.
+        """
+        self.blocks.append(render_block("paragraph", text))
+
+    def add_warning(self, text: str) -> None:
+        """Add a highlighted paragraph.
+
+        Args:
+            text: Text of the warning.
+        """
+        self.blocks.append(render_block("paragraph", text, "warning"))
+
+    def add_note(self, text: str) -> None:
+        """Add a small paragraph below a table or a figure.
+
+        Args:
+            text: Text of the note.
+        """
+        self.blocks.append(render_block("paragraph", text, "note"))
+
+    def show_table(
+        self,
+        table: pd.DataFrame,
+        name: str,
+        *,
+        caption: str = "",
+        collapsed: bool = False,
+        shades: pd.DataFrame | None = None,
+    ) -> None:
+        """Add a table to the page, without files and without a heading.
+
+        Args:
+            table: Table of text; the index is its first column.
+            name: Name of the table for screen readers; also the title of a collapsed one.
+            caption: Note below the table.
+            collapsed: Hide the table until a click on its title.
+            shades: Colour of each cell, from 1 (worst) to -1 (best).
+        """
+        has_many_columns = table.shape[1] > _MANY_COLUMNS
+        content = render_block("frame", to_html(table, shades), name, has_many_columns)
+        if caption:
+            content += render_block("paragraph", caption, "note")
+        if collapsed:
+            content = render_block("details", name, content)
+        self.blocks.append(content)
+
+    def show_figures(self, figures: Sequence[Figure], name: str, *, caption: str = "") -> None:
+        """Add figures to the page, without files and without a heading.
+
+        Args:
+            figures: Figures to draw side by side.
+            name: Prefix of the ids in the SVG; unique on the page.
+            caption: Note below the figures.
+        """
+        self.blocks.append(figure_row(figures, name))
+        if caption:
+            self.add_note(caption)
+
+    def add_table(
+        self,
+        title: str,
+        name: str,
+        table: pd.DataFrame,
+        caption: str,
+        *,
+        collapsed: bool = False,
+        transposed: bool = False,
+        shades: pd.DataFrame | None = None,
+    ) -> None:
+        """Add a table under a heading and write its files.
+
+        Args:
+            title: Heading.
+            name: Path of the files in the folder, without suffix.
+            table: Table of text; the index is its first column.
+            caption: Note below the table.
+            collapsed: Hide the table on the page until a click on its title.
+            transposed: Transpose the table on the page.
+            shades: Colour of each cell on the page, from 1 (worst) to -1 (best).
+
+        Raises:
+            RunError: A file cannot be written.
+        """
+        self.write_file(f"{name}.csv", table.to_csv())
+        self.write_file(f"{name}.md", to_markdown(table))
+        self.write_file(f"{name}.tex", to_latex(table))
+        if not collapsed:
+            self.add_heading(title)
+        shown = table.T if transposed else table
+        self.show_table(shown, title, caption=caption, collapsed=collapsed, shades=shades)
+
+    def add_figures(self, title: str, figures: Mapping[str, Figure | None], caption: str) -> None:
+        """Add figures under a heading and write them as PNG.
+
+        Args:
+            title: Heading.
+            figures: Figure for each file name without suffix; None is skipped.
+            caption: Note below the figures.
+
+        Raises:
+            RunError: A file cannot be written.
+        """
+        drawn = {name: figure for name, figure in figures.items() if figure is not None}
+        for name, figure in drawn.items():
+            self.write_file(f"{name}.png", to_png(figure))
+        if drawn:
+            self.add_heading(title)
+            self.show_figures(list(drawn.values()), slug(title), caption=caption)
+
+    def add_panels(self, title: str, name: str, panels: Panels, caption: str) -> None:
+        """Add panels under a heading and write them as one PNG.
+
+        Args:
+            title: Heading.
+            name: File name without suffix.
+            panels: Panels to draw; nothing is added without any.
+            caption: Note below the panels.
+
+        Raises:
+            RunError: The file cannot be written.
+        """
+        if not panels.draw_functions:
+            return
+        self.write_file(f"{name}.png", to_png(draw_panels(panels)))
+        self.add_heading(title)
+        figures = [draw_panels(panels, function) for function in panels.draw_functions]
+        self.show_figures(figures, slug(title), caption=caption)
+
+    def write_page(self, name: str, title: str) -> None:
+        """Write the page itself.
+
+        Args:
+            name: File name of the page.
+            title: Title of the page.
+
+        Raises:
+            RunError: The file cannot be written.
+        """
+        self.write_file(name, render_page(title, self.blocks, self.sections))
+
+
+def create_page(out: Path) -> Page:
+    """Create an empty page and its folder.
+
+    Args:
+        out: Folder of the page.
+
+    Returns:
+        The page.
+
+    Raises:
+        RunError: The folder cannot be made.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"cannot make the folder {out} ({error.strerror}): name another with --out"
+        ) from error
+    return Page(out)
+
+
+def flatten_to_text(config: Mapping[str, Any]) -> dict[str, str]:
+    """Convert nested settings to text with dotted keys.
+
+    Args:
+        config: Nested settings.
+
+    Returns:
+        Text of each value.
+
+    Example:
+        >>> flatten_to_text({"agents": {"budget": 6}})
+        {'agents.budget': '6'}
+    """
+    return {key: str(value) for key, value in flatten(config).items()}
+
+
+def slug(text: str) -> str:
+    """Convert a title to a part of a file name.
+
+    Args:
+        text: Title.
+
+    Returns:
+        Lower-case letters, digits and hyphens.
+
+    Example:
+        >>> slug("Label flip, T_G = 5")
+        'label-flip-t-g-5'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

@@ -1,0 +1,95 @@
+"""Regret of defences: distance to the best one in each column.
+
+In accuracy a column is an attack or a baseline without attack; in attack success rate it is an
+attack with a target. A defence with a small worst regret suits every column: minimax regret
+(Savage, "The theory of statistical decision", 1951).
+"""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from fedcb2o.report._statistics import group_statistics, worst_attack
+
+
+def shortfalls(rows: pd.DataFrame, value: str, *, highest: bool) -> pd.DataFrame:
+    """Compute the regret of each run against the best defence.
+
+    The best defence of a column has the best mean over seeds among the defences with the most
+    seeds.
+
+    Args:
+        rows: One row per run.
+        value: Metric to compare.
+        highest: True if a high value is the worse one.
+
+    Returns:
+        The columns defence, attack, seed, best (name of the best defence) and regret.
+    """
+    known = rows.dropna(subset=value)
+    means = known.groupby(["attack", "defence"])[value].agg(["count", "mean"]).reset_index()
+    means = means[means["count"] == means.groupby("attack")["count"].transform("max")]
+    means = means.sort_values("mean", ascending=highest, kind="stable").drop_duplicates("attack")
+    best = means.set_index("attack").defence.rename("best")
+
+    base = known.set_index(["attack", "defence", "seed"])[value].rename("base")
+    both = known.join(best, on="attack").join(base, on=["attack", "best", "seed"])
+    regret = both[value] - both.base if highest else both.base - both[value]
+    columns = ["defence", "attack", "seed", "best", "regret"]
+    return both.assign(regret=regret).dropna(subset="regret")[columns]
+
+
+def regrets(short: pd.DataFrame) -> pd.DataFrame:
+    """Compute statistics over seeds of the regrets in each column.
+
+    Args:
+        short: Result of `shortfalls`.
+
+    Returns:
+        One row per defence and attack (the index), in the columns of `group_statistics`.
+    """
+    return group_statistics(short.groupby(["defence", "attack"]).regret)
+
+
+def worst_regret(short: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """Find the worst column of each defence and the regret in it.
+
+    The interval is that of the paired differences in this column. It takes the column, and the best
+    defence in it, as given.
+
+    Args:
+        short: Result of `shortfalls`.
+        columns: Columns to choose from.
+
+    Returns:
+        One row for each defence (the index) with a value in all columns: statistics of the regret,
+        and `attack`, the name of the column.
+    """
+    groups = _rows_at_worst(short, columns).groupby("defence")
+    return group_statistics(groups.regret).join(groups.attack.first())
+
+
+def worst_regret_differences(
+    short: pd.DataFrame, columns: Sequence[str], reference: str
+) -> pd.DataFrame:
+    """Compare the worst regret of each defence with a reference's.
+
+    Args:
+        short: Result of `shortfalls`.
+        columns: Columns to choose from; each defence has its own worst one.
+        reference: Name of the reference defence.
+
+    Returns:
+        One row per other defence (the index): statistics of the difference.
+    """
+    rows = _rows_at_worst(short, columns)
+    base = rows[rows.defence == reference].set_index("seed").regret
+    others = rows[rows.defence != reference]
+    others = others.assign(difference=others.regret - others.seed.map(base))
+    return group_statistics(others.dropna(subset="difference").groupby("defence").difference)
+
+
+def _rows_at_worst(short: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """Select the rows of each defence in its worst column."""
+    worst = worst_attack(regrets(short), columns, highest=True)
+    return short[short.attack == short.defence.map(worst)]
