@@ -148,8 +148,12 @@ def mix_(
     """
     device = models.device
     columns = models[:, start:stop]
-    multiply = _product_with(_sparse_matrix(matrix, len(models)), device)
-    tile = matrix.tile_columns if device.type == "cpu" else _DEVICE_TILE_COLUMNS
+    w = _sparse_matrix(matrix, len(models))
+    tile = matrix.tile_columns
+    multiply: Callable[[Tensor], Tensor] = w.matmul
+    if device.type != "cpu":  # not every device has sparse products that repeat their bits
+        tile = _DEVICE_TILE_COLUMNS
+        multiply = functools.partial(dense_product, w.to_dense().to(device))
     if through_copy:
         copy = columns.new_empty(len(columns), row_stride(stop - start))[:, : stop - start]
         columns = copy.copy_(columns)
@@ -190,26 +194,6 @@ def _sparse_matrix(matrix: MixingMatrix, num_rows: int) -> Tensor:
             dtype=torch.float32,
             check_invariants=False,
         )
-
-
-def _product_with(
-    w: Tensor, device: torch.device
-) -> Callable[[Float[Tensor, "rows b"]], Float[Tensor, "N b"]]:
-    """Return the product of a sparse matrix with models on a device.
-
-    Off the CPU the matrix is dense: not every device has sparse products, and they do not always
-    repeat their bits.
-
-    Args:
-        w: The matrix.
-        device: Device of the models.
-
-    Returns:
-        A function of some columns of the models.
-    """
-    if device.type == "cpu":
-        return w.matmul
-    return functools.partial(dense_product, w.to_dense().to(device))
 
 
 def dense_product(

@@ -106,7 +106,8 @@ def prob_sampling(
             max_new = budget
             total = 0 if unknown else budget
         else:
-            max_new = _max_newcomers(P, newcomers, budget)
+            num_drawable = int((_fill_unknown(P) > 0).sum())
+            max_new = max(math.ceil(newcomers * budget - 1e-9), budget - num_drawable)
             total = budget
         new_ranks.append(_draw_indices(unknown, max_new, draw))
         num_old = total - len(new_ranks[-1])
@@ -120,12 +121,6 @@ def prob_sampling(
         new.with_values(candidates.ids_at(new.row_ids, new_positions)),
         old.with_values(candidates.ids_at(old.row_ids, old_positions)),
     )
-
-
-def _max_newcomers(P: Float[np.ndarray, " k"], newcomers: float, budget: int) -> int:
-    """Return the share of the budget, or what the known peers leave of it."""
-    num_drawable = int((_fill_unknown(P) > 0).sum())
-    return max(math.ceil(newcomers * budget - 1e-9), budget - num_drawable)
 
 
 def _known_before(ranks: Ragged, known: Ragged) -> Int[np.ndarray, " s"]:

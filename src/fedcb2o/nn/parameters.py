@@ -10,6 +10,7 @@ Example:
     True
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -23,6 +24,9 @@ from fedcb2o.nn import batch_norm
 
 MIN_FOREACH_SIZE = 2**13
 """Size d of a model below which one indexed copy is faster than a copy per row."""
+
+_SHAPES: weakref.WeakKeyDictionary[nn.Module, list[torch.Size]] = weakref.WeakKeyDictionary()
+"""Shapes of each network's `shared_tensors`, which do not change once it is in use."""
 
 
 def shared_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -153,7 +157,10 @@ def unstack_views(module: nn.Module, thetas: Float[Tensor, "m d"]) -> list[Float
     Returns:
         One tensor [m, ...] for each tensor of the network.
     """
-    shapes = [tensor.shape for tensor in shared_tensors(module).values()]
+    shapes = _SHAPES.get(module)
+    if shapes is None:
+        shapes = [tensor.shape for tensor in shared_tensors(module).values()]
+        _SHAPES[module] = shapes
     columns = torch.split(thetas, [shape.numel() for shape in shapes], dim=1)
     return [part.view(len(part), *shape) for part, shape in zip(columns, shapes, strict=True)]
 
