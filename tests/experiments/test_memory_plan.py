@@ -72,7 +72,7 @@ def eight(monkeypatch):
     """A machine of eight processors, with work for all; processes need memory for training only."""
     monkeypatch.setattr(_memory_plan, "MIN_PARALLEL_FLOPS", 0.0)
     monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
-    monkeypatch.setattr(_memory_plan.resources, "available_processors", lambda: 8)
+    monkeypatch.setattr(_memory_plan._resources, "available_processors", lambda: 8)
 
 
 def test_as_many_processes_work_as_there_is_work_and_room_for(tmp_path, eight, monkeypatch):
@@ -124,7 +124,7 @@ def test_small_models_lie_in_memory_with_no_more_processes_than_it_has_room_for(
 ):
     one = planned(tmp_path, 10**9, 1)
     assert one.model_bytes < one.other_bytes
-    monkeypatch.setattr(_memory_plan.resources, "free_memory", lambda: one.model_bytes)
+    monkeypatch.setattr(_memory_plan._resources, "free_memory", lambda: one.model_bytes)
     assert planned(tmp_path, None, None) == one
     assert planned(tmp_path, None, 4) == planned(tmp_path, 10**9, 4)
 
@@ -164,7 +164,7 @@ def test_the_memory_of_a_killed_run_counts_as_free(tmp_path, monkeypatch):
     left.touch()
     monkeypatch.setattr(_shared_memory, "_candidate_folders", lambda: [shared])
     monkeypatch.setattr(
-        _memory_plan.resources, "free_memory", lambda: 1000 if left.exists() else 10**10
+        _memory_plan._resources, "free_memory", lambda: 1000 if left.exists() else 10**10
     )
     assert planned(tmp_path, None).folder is None
     assert not left.exists()

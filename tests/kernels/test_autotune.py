@@ -93,22 +93,24 @@ def test_bfloat16_is_for_devices_that_have_it(monkeypatch):
 
 
 @pytest.mark.parametrize(("began", "later"), [(0.01, 2.0), (2.0, 0.01)], ids=["without", "with"])
-def test_a_run_keeps_its_precision_when_it_is_resumed(tmp_path, monkeypatch, capsys, began, later):
+def test_a_run_keeps_its_precision_when_it_is_resumed(tmp_path, monkeypatch, caplog, began, later):
     experiment = tiny(rounds=2, training={"precision": "bfloat16"})
     takes = "float32" if began < 1 else "bfloat16"
     monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: began)
     run(tiny(rounds=2, training={"precision": takes}), out=tmp_path / "given", workers=1)
     with pytest.raises(StopError):
         run(experiment, out=tmp_path / "probed", workers=1, watch=stop_after(1))
-    told = capsys.readouterr().err
+    told = caplog.text
+    caplog.clear()
     assert ("tiny seed 1000 trains in float32: bfloat16 is far slower here" in told) == (
         takes == "float32"
     )
     monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: later)
     run(experiment, out=tmp_path / "probed", workers=2, resume=True)
-    told = capsys.readouterr().err
+    told = caplog.text
+    caplog.clear()
     slower = "" if takes == "float32" else ", though bfloat16 is far slower here"
-    assert f"tiny seed 1000 began in {takes}, and keeps to it{slower}.\n" in told
+    assert f"tiny seed 1000 began in {takes}, and keeps it{slower}.\n" in told
     assert "trains in" not in told
     probed, given = bits(tmp_path / "probed"), bits(tmp_path / "given")
     assert {name for name in probed if probed[name] != given[name]} <= {"config.toml"}

@@ -203,7 +203,7 @@ def stubborn(shape, classes):
 def test_a_network_that_cannot_be_several_trains_one_by_one(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError,
-        match=r"`.*stubborn` cannot be computed several times at once: leave out `together`",
+        match=r"`.*stubborn` cannot be computed for several agents at once: leave out `together`",
     ):
         run(tiny(model={"name": stubborn}, together=4), out=tmp_path / "run")
     module, x = stubborn((1, 8, 8), 10), torch.zeros(4, 1, 8, 8)

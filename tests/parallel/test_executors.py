@@ -214,7 +214,7 @@ import fcntl, sys, termios
 
 import torch
 
-from fedcb2o.parallel import shared_memory
+from fedcb2o.parallel import _shared_memory as shared_memory
 from fedcb2o.parallel._executors import PoolExecutor
 
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -437,7 +437,7 @@ from pathlib import Path
 
 import torch
 
-from fedcb2o.parallel import shared_memory
+from fedcb2o.parallel import _shared_memory as shared_memory
 
 for _ in range(100):
     with shared_memory.allocate_shared({"models": (torch.uint8, (9,))}, Path(sys.argv[1])):

@@ -530,7 +530,7 @@ def test_the_pages_numbers_are_the_codes():
         "an answer": _transport.MAX_ANSWER_BYTES,
         "a chunk": _protocol.CHUNK_BYTES,
         "chunks of a model": _protocol.MAX_CHUNKS,
-        "digests beside a manifest": _protocol.MAX_DIGESTS,
+        "digests next to a manifest": _protocol.MAX_DIGESTS,
         "a hello": _protocol.MAX_HELLO_BYTES,
         "nonces remembered": _server.MAX_NONCES,
     }

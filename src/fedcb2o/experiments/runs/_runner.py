@@ -145,10 +145,11 @@ def _check_arguments(
 
 
 def _check_workers(experiment: Experiment, workers: int | None) -> int | None:
-    """Return the number of processes, limited to the processors and the agents."""
+    """Check the device; return the number of processes, limited to processors and agents."""
+    device = devices.resolve_device(experiment.device)
     if workers is None:
         return None
-    if devices.resolve_device(experiment.device).type != "cpu" and workers > 1:
+    if device.type != "cpu" and workers > 1:
         raise ConfigError(
             f"one process works on `device` = {experiment.device!r}, and `workers` is {workers}: "
             "leave it out"
