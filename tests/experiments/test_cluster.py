@@ -348,6 +348,7 @@ def test_what_is_no_address(words, told):
 def nobody(monkeypatch):
     """A process that is in no cluster yet."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)  # the other tests' cluster stays
 
 
 def test_no_cluster_to_be_joined(nobody, monkeypatch):
