@@ -174,3 +174,11 @@ def test_links_to_files_and_headings_lead_somewhere(page):
         if "://" not in target:
             assert linked.exists(), target
             assert not anchor or anchor in anchors(linked.read_text(encoding="utf-8")), target
+
+
+def test_every_criterion_is_in_the_table_of_the_configuration():
+    criteria = importlib.import_module("fedcb2o.federated.criteria")
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    section = text.split("\n### Criteria\n")[1].split("\n## ")[0]
+    names = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert sorted(names) == sorted(criteria.__all__)

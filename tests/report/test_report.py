@@ -18,7 +18,7 @@ from fedcb2o.report import (
     source_counts,
     weight_matrix,
 )
-from fedcb2o.report._figures import learning_curves
+from fedcb2o.report._figures import Panels, draw_panels, learning_curves
 
 SMALL = {"rounds": 10, "seeds": (0, 1), "benign": 3, "malicious": 1}
 
@@ -240,3 +240,11 @@ def test_a_folder_that_cannot_be_made(runs, tmp_path):
         RunError, match=r"cannot make the folder .*file: |cannot make the folder .*File exists"
     ):
         report(runs, tmp_path / "file")
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_panels_fill_rows_and_leave_no_empty_axes(count):
+    drawn = []
+    panels = Panels([lambda ax: drawn.append(ax)] * count, (2.0, 2.0), 3)
+    assert draw_panels(panels).axes == drawn
+    assert len(drawn) == count

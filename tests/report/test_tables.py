@@ -13,9 +13,11 @@ from fedcb2o.report import (
     _table_formats,
     by_source_count,
     compare,
+    curves,
     incomplete_note,
     net_attack_success,
     pair_statistics,
+    report,
     seed_caption,
     summary,
 )
@@ -291,3 +293,19 @@ def test_readable_is_in_percent_and_counts_clusters_from_one():
     shown = _table_formats.to_readable(table, empty=["accuracy"])
     assert shown.index.name == "Selecting cluster"
     assert shown.reset_index().to_numpy().tolist() == [["1", "12.50", "–"]]
+
+
+def test_metrics_of_the_configuration_are_in_compare_and_report(tmp_path):
+    line = scores([0.5, 0.75, 0.25], None, None)
+    line["worst_class_accuracy"] = [0.25, 0.75, None, 0.5, None]
+    config = {"metrics": [{"name": "worst_class_accuracy"}]}
+    run = write_run(tmp_path / "run", config, agents=AGENTS, metrics={3: [line]})
+    other = run_of(tmp_path / "other", {3: [scores([0.5, 0.75, 0.25], None, None)]})
+
+    assert compare([run, other]).loc["worst_class_accuracy"].tolist() == ["0.500", "–"]
+    assert "worst_class_accuracy" not in compare([run], over="worst").index
+    assert "worst_class_accuracy" not in summary(run.records)
+    assert len(curves([run, other]).axes) == 2
+    report([run, other], str(tmp_path / "report"))
+    seeds = pd.read_csv(tmp_path / "report" / "seeds.csv")
+    assert seeds.worst_class_accuracy[0] == 0.5

@@ -1,7 +1,8 @@
 """The paper's metrics (sec:experiments, Performance Metrics) of one agent's model on test samples.
 
-`__all__` holds metrics that a configuration may add: functions of a confusion matrix, whose keyword
-arguments are parameters. `fedcb2o.records.METRICS` has labels and directions.
+`compute_metrics` returns the metrics of every run, `fedcb2o.records.METRICS` has their labels and
+directions. `__all__` holds metrics that a configuration may add by its key `metrics`: functions of
+a confusion matrix, whose keyword arguments are parameters. `METRICS` lacks these.
 
 >>> import torch
 >>> accuracy(torch.tensor([[3, 1], [0, 4]]))

@@ -44,7 +44,7 @@ from fedcb2o.records.files import (
     write_toml,
 )
 from fedcb2o.records.jsonl import REPRODUCIBLE_LOGS, RoundLog, read_lines
-from fedcb2o.records.metrics import EVALUATED_METRICS, METRICS, OPTIONAL_METRICS, Metric
+from fedcb2o.records.metrics import CONDITIONAL_METRICS, METRICS, STANDARD_METRICS, Metric
 from fedcb2o.records.run import (
     AGENT_COLUMNS,
     RESERVED_COLUMNS,
@@ -59,15 +59,15 @@ from fedcb2o.records.toml import parse_toml, read_toml
 __all__ = [
     "AGENT_COLUMNS",
     "CHECKPOINT_FILE",
-    "EVALUATED_METRICS",
+    "CONDITIONAL_METRICS",
     "FILE_SUFFIXES",
     "INITIAL_FILES",
     "LOG_FILES",
     "METRICS",
     "NON_RESULT_SETTINGS",
-    "OPTIONAL_METRICS",
     "REPRODUCIBLE_LOGS",
     "RESERVED_COLUMNS",
+    "STANDARD_METRICS",
     "Checksum",
     "DamagedError",
     "Manifest",

@@ -1,6 +1,7 @@
 """Metrics of a run: name, label, direction and format of each.
 
-Records, progress, trackers and reports read this table.
+Records, progress, trackers and reports read this table. It lacks the metrics that a configuration
+chooses by its key `metrics`, built-in ones included: their columns and labels are their names.
 
     >>> METRICS["attack_success_rate"].label
     'Attack success rate'
@@ -27,10 +28,10 @@ class Metric:
     is_percent: bool = True
 
 
-EVALUATED_METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
-"""Metrics that every evaluation measures."""
+STANDARD_METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
+"""Metrics that every evaluation records."""
 
-OPTIONAL_METRICS = ("test_loss", "global_accuracy", "global_loss")
+CONDITIONAL_METRICS = ("test_loss", "global_accuracy", "global_loss")
 """Metrics of experiments with a loss, or with a test set per agent and a global one."""
 
 METRICS = {
@@ -45,4 +46,4 @@ METRICS = {
         Metric("malicious_weight", "Malicious weight", "high"),
     )
 }
-"""Every built-in metric of an agent, by name."""
+"""The standard and conditional metrics, and the weight of malicious peers, by name."""

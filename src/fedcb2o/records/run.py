@@ -24,7 +24,7 @@ from fedcb2o.records.files import (
     rerun_advice,
 )
 from fedcb2o.records.jsonl import read_lines
-from fedcb2o.records.metrics import EVALUATED_METRICS, OPTIONAL_METRICS
+from fedcb2o.records.metrics import CONDITIONAL_METRICS, STANDARD_METRICS
 from fedcb2o.records.toml import read_toml
 
 AGENT_COLUMNS = ("cluster", "malicious", "num_samples", "source_in_validation")
@@ -35,8 +35,8 @@ RESERVED_COLUMNS = (
     "agent",
     *AGENT_COLUMNS,
     *_ROUND_METRICS,
-    *EVALUATED_METRICS,
-    *OPTIONAL_METRICS,
+    *STANDARD_METRICS,
+    *CONDITIONAL_METRICS,
 )
 """Columns of the records, which are no names for the metrics of an experiment."""
 _CONFIG_TYPES = {
@@ -236,11 +236,12 @@ class Run:
         tables = [self.records_of(seed) for seed in self.seeds]
         if tables:
             return pd.concat(tables, ignore_index=True)
-        names = [name for name in RESERVED_COLUMNS if name not in OPTIONAL_METRICS]
-        return pd.DataFrame(columns=[*names, *self._custom_metrics])
+        names = [name for name in RESERVED_COLUMNS if name not in CONDITIONAL_METRICS]
+        return pd.DataFrame(columns=[*names, *self.custom_metrics])
 
     @property
-    def _custom_metrics(self) -> list[str]:
+    def custom_metrics(self) -> list[str]:
+        """Names of the metrics that the configuration chose by its key `metrics`."""
         metrics = self.config.get("metrics", [])
         return [metric_name(str(metric.get("name"))) for metric in metrics]
 
@@ -259,12 +260,12 @@ class Run:
         agents = self._agent_table(seed)
         count = len(agents)
         rounds: list[int] = []
-        names = (*_ROUND_METRICS, *EVALUATED_METRICS, *self._custom_metrics)
+        names = (*_ROUND_METRICS, *STANDARD_METRICS, *self.custom_metrics)
         columns: dict[str, list[float | None]] = {name: [] for name in names}
 
         path = self._verified_path(seed, "metrics.jsonl")
         for _, line in read_lines(path):
-            for name in OPTIONAL_METRICS:
+            for name in CONDITIONAL_METRICS:
                 if name in line and name not in columns:
                     columns[name] = [None] * (len(rounds) * count)
             rounds.append(line["round"])

@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import EVALUATED_METRICS, METRICS, OPTIONAL_METRICS, Run
+from fedcb2o.records import CONDITIONAL_METRICS, METRICS, STANDARD_METRICS, Run
 from fedcb2o.report.tables import LABELS, by_source_count, pair_statistics, run_labels
 
 STYLE: dict[Any, Any] = {
@@ -67,11 +67,13 @@ class Curve:
         table: Rows with a `round`, a `seed` and metrics as fractions of 1; the mean over rows is
             drawn for each round and seed.
         criterion_from_round: T_G; 0 for none.
+        custom_metrics: Names of the metrics that the run's configuration chose.
     """
 
     name: str
     table: pd.DataFrame
     criterion_from_round: int = 0
+    custom_metrics: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -151,9 +153,11 @@ def draw_panels(panels: Panels, single: Callable[[Axes], None] | None = None) ->
     width, height = panels.size
     total_height = height * rows + 0.1 + 0.2 * (len(functions) == 1)
     figure = Figure(figsize=(width * columns, total_height), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flat
-    for draw, ax in zip(functions, axes, strict=True):
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for draw, ax in zip(functions, axes[: len(functions)], strict=True):
         draw(ax)
+    for ax in axes[len(functions) :]:
+        figure.delaxes(ax)
     _add_legend(figure, width * columns)
     return figure
 
@@ -215,7 +219,8 @@ def learning_curves(runs: Sequence[Run]) -> list[Curve]:
     selected = []
     for run, label in zip(runs, run_labels(runs), strict=True):
         benign = run.records[~run.records.malicious.astype(bool)]
-        selected.append(Curve(figure_title(run, label), benign, _criterion_round(run)))
+        title = figure_title(run, label)
+        selected.append(Curve(title, benign, _criterion_round(run), run.custom_metrics))
     return selected
 
 
@@ -232,7 +237,8 @@ def curve_panels(lines: Sequence[Curve]) -> Panels:
         RunError: No round was evaluated.
     """
     tables = [line.table for line in lines]
-    names = (*EVALUATED_METRICS, *OPTIONAL_METRICS)
+    custom = [metric for line in lines for metric in line.custom_metrics]
+    names = dict.fromkeys((*STANDARD_METRICS, *CONDITIONAL_METRICS, *custom))
     metrics = [metric for metric in names if _is_measured(metric, tables)]
     if not metrics:
         raise RunError(
@@ -252,7 +258,7 @@ def source_count_panels(runs: Sequence[Run]) -> Panels:
     """
     tables = [by_source_count(run) for run in runs]
     groups = sorted({str(name) for table in tables for name in table["samples"]})
-    metrics = [metric for metric in EVALUATED_METRICS[1:] if _is_measured(metric, tables)]
+    metrics = [metric for metric in STANDARD_METRICS[1:] if _is_measured(metric, tables)]
     width = max(4.6, 0.2 * len(runs) * len(groups))  # inches, for the numbers on the bars
     panels = [
         partial(_draw_source_counts, runs, tables, groups, metric) for metric in metrics if groups
@@ -270,12 +276,12 @@ def _draw_curves(lines: Sequence[Curve], metric: str, ax: Axes) -> None:
         means = measured.groupby(["round", "seed"])[metric].mean().unstack("seed")
         if not means.empty:
             _draw_curve(ax, means, line.name, i)
-    ax.set_title(LABELS[metric])
+    ax.set_title(LABELS.get(metric, metric))
     ax.set_xlabel("round")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
     low, high = bottom, top = ax.get_ylim()
-    if METRICS[metric].is_percent:
+    if metric in METRICS and METRICS[metric].is_percent:
         ax.yaxis.set_major_formatter(percent_formatter())
         bottom = max(low, 0)
         top = min(high, 1.005)

@@ -10,7 +10,7 @@ import tomli_w
 from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import EVALUATED_METRICS
+from fedcb2o.records import STANDARD_METRICS
 from fedcb2o.report._attack_strengths import write_strengths
 from fedcb2o.report._heat_map import draw_heat_map, shade_intensity
 from fedcb2o.report._html import to_png
@@ -92,7 +92,7 @@ _REGRET_CAPTION = (
 )
 
 
-def report_grid(results: GridResults, out: Path) -> list[Path]:
+def report_grid(results: GridResults, out: Path | str) -> list[Path]:
     """Write the matrices, the data and the page of a grid.
 
     `grid.toml` and `summary.csv` are among the files; from them the report can be made again.
@@ -112,7 +112,7 @@ def report_grid(results: GridResults, out: Path) -> list[Path]:
             f"no run in {results.folder} is done yet, so there is nothing to report: let it go on "
             "first"
         )
-    page = create_page(out)
+    page = create_page(Path(out))
     views = [SettingResults(results, setting) for setting in results.settings]
     for sentence in grid_notes(results):
         page.add_warning(f"{sentence}.")
@@ -273,7 +273,7 @@ def _remaining_metrics(view: SettingResults) -> list[str]:
     cluster_metrics = [
         name for name in metric_names(view.rows) if "_cluster_" in name and name not in GRID_METRICS
     ]
-    if len(cluster_metrics) <= len(EVALUATED_METRICS):
+    if len(cluster_metrics) <= len(STANDARD_METRICS):
         cluster_metrics = []
     names = [*GRID_METRICS, *cluster_metrics]
     names = [name for name in names if name not in _DRAWN_METRICS and _has_values(view, name)]

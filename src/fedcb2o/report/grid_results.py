@@ -16,7 +16,7 @@ import pandas as pd
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.plugins import did_you_mean
 from fedcb2o.records import (
-    EVALUATED_METRICS,
+    STANDARD_METRICS,
     Run,
     last_fifth,
     read_cells,
@@ -27,7 +27,7 @@ from fedcb2o.records import (
 KEY_COLUMNS = ["setting", "defence", "attack", "role", "floor", "seed"]
 _SUMMARY_SUFFIXES = ("", "_worst", "_worst_tenth")
 RUN_METRICS = [
-    *(metric + suffix for metric in EVALUATED_METRICS for suffix in _SUMMARY_SUFFIXES),
+    *(metric + suffix for metric in STANDARD_METRICS for suffix in _SUMMARY_SUFFIXES),
     "malicious_weight",
     "malicious_received",
     "malicious_most",
@@ -267,7 +267,7 @@ def _seed_metrics(run: Run, seed: int, summary: Mapping[str, Any]) -> dict[str, 
     metrics["megabytes"] = float(benign.answered.mean() * size / 1e6)
 
     clusters = last.cluster.to_numpy()
-    for metric in EVALUATED_METRICS:
+    for metric in STANDARD_METRICS:
         for cluster in sorted(set(clusters)):
             values = last[metric].to_numpy()[clusters == cluster]
             metrics[f"{metric}_cluster_{cluster + 1}"] = float(values.mean())

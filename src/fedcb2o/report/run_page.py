@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import EVALUATED_METRICS, Run, last_round, summary
+from fedcb2o.records import STANDARD_METRICS, Run, last_round, summary
 from fedcb2o.report._agent_figures import sample_images, weight_matrix
 from fedcb2o.report._figures import (
     curve_panels,
@@ -21,6 +21,7 @@ from fedcb2o.report._table_formats import to_readable
 from fedcb2o.report.tables import (
     by_source_count,
     compare,
+    custom_metric_means,
     incomplete_note,
     is_attacked,
     pair_statistics,
@@ -66,7 +67,7 @@ _WEIGHT_MATRIX_CAPTION = (
 )
 
 
-def report(runs: Sequence[Run], out: Path) -> list[Path]:
+def report(runs: Sequence[Run], out: Path | str) -> list[Path]:
     """Write the tables, the figures and the page of runs.
 
     Runs without an evaluated round are left out and named on the page.
@@ -88,7 +89,7 @@ def report(runs: Sequence[Run], out: Path) -> list[Path]:
             "no run here has an evaluated round yet, so there is nothing to report: let one go on "
             "first"
         )
-    page = create_page(out)
+    page = create_page(Path(out))
     names = run_labels(shown)
     notes = [
         *map(incomplete_note, runs),
@@ -108,7 +109,7 @@ def report(runs: Sequence[Run], out: Path) -> list[Path]:
     samples = _draw_samples(page, max(shown, key=_count_clusters))
     page.add_figures("Samples", {"samples": samples}, _SAMPLES_CAPTION)
 
-    summaries = [summary(run.records) for run in shown]
+    summaries = [summary(run.records).join(custom_metric_means(run), on="seed") for run in shown]
     page.write_file("seeds.csv", _stack_runs(names, summaries).to_csv(index=False))
     page.write_file(
         "pairs.csv", _stack_runs(names, map(pair_statistics, shown)).to_csv(index=False)
@@ -150,7 +151,7 @@ def _add_source_counts(page: Page, names: Sequence[str], shown: Sequence[Run]) -
     page.add_panels(title, "source-count", source_count_panels(shown), _SOURCE_COUNT_CAPTION)
     counts = _stack_runs(names, map(by_source_count, shown))
     if len(counts):
-        table = to_readable(counts, empty=EVALUATED_METRICS)
+        table = to_readable(counts, empty=STANDARD_METRICS)
         page.add_table("The same as a table", "source-count", table, "In percent.", collapsed=True)
 
 

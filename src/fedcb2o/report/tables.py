@@ -15,10 +15,10 @@ import pandas as pd
 from fedcb2o._deprecation import warn_renamed
 from fedcb2o.errors import RunError
 from fedcb2o.records import (
-    EVALUATED_METRICS,
+    CONDITIONAL_METRICS,
     METRICS,
     NON_RESULT_SETTINGS,
-    OPTIONAL_METRICS,
+    STANDARD_METRICS,
     Run,
     last_fifth,
     last_round,
@@ -29,7 +29,7 @@ from fedcb2o.report._statistics import format_interval, interval_half_width
 _ATTACK_METRIC = "attack_success_rate"
 _MAX_SOURCE_SAMPLES = 3  # agents with more are in one group
 LABELS = {
-    **{name: METRICS[name].label for name in (*EVALUATED_METRICS, *OPTIONAL_METRICS)},
+    **{name: METRICS[name].label for name in (*STANDARD_METRICS, *CONDITIONAL_METRICS)},
     "net": "Net attack success",
     "malicious_weight": METRICS["malicious_weight"].label,
 }
@@ -50,6 +50,9 @@ def compare(
     seed at the same round. The counterpart is searched among `runs`, then in the folder with the
     name of the run plus "-clean".
 
+    Metrics that a configuration chose by its key `metrics` are rows of the mean over agents. Their
+    scale and direction are unknown, so they are plain numbers without a worst agent.
+
     Args:
         runs: Runs to compare.
         over: Summary over benign agents: mean, worst agent, or mean of the worst tenth.
@@ -57,7 +60,8 @@ def compare(
         twins: Former name of `with_counterparts`.
 
     Returns:
-        Text: mean over seeds with Student's 95% interval, in percent except for losses.
+        Text: mean over seeds with Student's 95% interval, in percent except for losses and for
+        metrics of the key `metrics`.
     """
     if twins is not None:
         warn_renamed("compare(twins=...)", "with_counterparts=...")
@@ -67,7 +71,8 @@ def compare(
     for run, label in zip(shown, run_labels(shown), strict=True):
         columns[label] = _compare_column(run, runs, over)
     labels = {label for cells in columns.values() for label in cells}
-    index = [label for label in LABELS.values() if label in labels]
+    custom = dict.fromkeys(name for run in shown for name in run.custom_metrics)
+    index = [label for label in (*LABELS.values(), *custom) if label in labels]
     table = pd.DataFrame(columns, index=index).fillna("–")
     return table[(table != "–").any(axis="columns")]
 
@@ -77,15 +82,30 @@ def _compare_column(run: Run, runs: Sequence[Run], over: AgentSummary) -> dict[s
     table = summary(run.records)
     suffix = "" if over == "mean" else f"_{over}"
     cells = {}
-    for name in (*EVALUATED_METRICS, *OPTIONAL_METRICS):
-        if name in EVALUATED_METRICS or name in table:
+    for name in (*STANDARD_METRICS, *CONDITIONAL_METRICS):
+        if name in STANDARD_METRICS or name in table:
             values = table[name + suffix]
             cells[LABELS[name]] = format_mean_interval(values, percent=METRICS[name].is_percent)
     if over == "mean":
         cells[LABELS["net"]] = format_mean_interval(net_attack_success(run, runs))
         weight = table["malicious_weight"] if is_attacked(run) else pd.Series(dtype=float)
         cells[LABELS["malicious_weight"]] = format_mean_interval(weight)
+        for metric, means in custom_metric_means(run).items():
+            cells[str(metric)] = format_mean_interval(means, percent=False)
     return cells
+
+
+def custom_metric_means(run: Run) -> pd.DataFrame:
+    """Compute the means of the metrics that the configuration chose by its key `metrics`.
+
+    Args:
+        run: Run to summarise.
+
+    Returns:
+        One row per seed (the index) and one column per metric: the mean over benign agents at the
+        last evaluated round.
+    """
+    return last_round(run.records).groupby("seed")[run.custom_metrics].mean()
 
 
 def net_attack_success(run: Run, among: Sequence[Run] = ()) -> "pd.Series[float]":
@@ -130,7 +150,7 @@ def by_source_count(run: Run) -> pd.DataFrame:
         lambda count: "3 or more" if count == _MAX_SOURCE_SAMPLES else f"{count:.0f}"
     )
 
-    columns = [*EVALUATED_METRICS, "malicious_weight"]
+    columns = [*STANDARD_METRICS, "malicious_weight"]
     means = last.assign(malicious_weight=last.late).groupby(samples)[columns].mean()
     if not is_attacked(run):
         means["malicious_weight"] = math.nan
