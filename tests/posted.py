@@ -29,7 +29,7 @@ from fedcb2o.federated import (
     rejection_reason,
 )
 from fedcb2o.federated.batched_aggregation import local_aggregation_
-from fedcb2o.federated.collusion import AdversarialEngine
+from fedcb2o.federated.collusion import decide, sample_peers
 from fedcb2o.rng import stream
 from tests.agents import Held, block_of, first_models
 
@@ -43,7 +43,7 @@ class Posted:
         self.spec = spec
         self.adversary = adversary
         self.agent_groups: list[AgentGroup] = []
-        self.groups: list[np.ndarray] = []
+        self.batches: list[np.ndarray] = []
         self.members: list[tuple[int, np.ndarray]] = []  # agent group and members of each group
         theta = first_models(spec)
         for b, agents in enumerate(shares):
@@ -54,9 +54,9 @@ class Posted:
             self.agent_groups.append(group)
             for batch in plan_training_batches(spec, group.data.train.sizes.tolist()):
                 self.members.append((b, np.array(batch)))
-                self.groups.append(group.agents[batch])
+                self.batches.append(group.agents[batch])
 
-    def map_groups(
+    def map_batches(
         self, function: Any, *shared: Any, arguments: Sequence[Sequence[Any]] = ()
     ) -> list[Any]:
         return [
@@ -72,8 +72,16 @@ class Posted:
         deadline: float | None,
         on_step: Callable[[str], None],
     ) -> Any:
-        engine = AdversarialEngine(self)
-        return local_aggregation_(engine, n, states, active, deadline, on_step)
+        return local_aggregation_(
+            self,
+            n,
+            states,
+            active,
+            deadline,
+            on_step,
+            sample_step=sample_peers,
+            decide_step=decide,
+        )
 
     def publish_(self, n: int, online: np.ndarray, sizes: np.ndarray) -> None:
         self.messages: dict[tuple[int, int], bytes] = {}
@@ -114,7 +122,7 @@ class Posted:
             slots.append(list(stream(n, "slots", b).permutation(rows)))
         return [
             self._receive(n, self.agent_groups[b], agents, slots[b], peers)
-            for (b, _), agents, peers in zip(self.members, self.groups, sampled, strict=True)
+            for (b, _), agents, peers in zip(self.members, self.batches, sampled, strict=True)
         ]
 
     def _receive(

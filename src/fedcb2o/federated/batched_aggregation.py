@@ -2,7 +2,7 @@
 
 The lines are those of `algorithm2`. Every function takes an agent group and the indices of some
 members. What one agent decides does not depend on the others of its group. No function knows which
-agents are malicious: `collusion` wraps the engine.
+agents are malicious: `collusion` extends the steps.
 
 >>> from fedcb2o.federated import algorithms
 >>> asked = Ragged.from_arrays([np.array([3, 7])])
@@ -41,7 +41,7 @@ from fedcb2o.rng import agent_streams
 class Engine(Protocol):
     """Holder of the agents, in groups and parts of groups; transport of their models."""
 
-    def map_groups(
+    def map_batches(
         self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
     ) -> list[Any]:
         """Call `function(group, members, *arguments, *shared)` for each part of the agents.
@@ -88,6 +88,9 @@ def local_aggregation_(
     active: Bool[np.ndarray, " N"],
     deadline: float | None = None,
     on_step: Callable[[str], None] = lambda name: None,
+    *,
+    sample_step: Callable[..., Ragged],
+    decide_step: Callable[..., tuple[AgentState, Decisions]],
 ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
     """Run LocalAggregation (alg:FedCB2O, line 4) for all active agents of an engine.
 
@@ -98,14 +101,18 @@ def local_aggregation_(
         active: For each of the N agents, whether it takes part in this round.
         deadline: Seconds to wait for models; None without a limit.
         on_step: Called with "aggregate" after line 6 and with "mix" after line 7.
+        sample_step: `sample_peers`, or its extension by colluding attackers.
+        decide_step: `decide`, or its extension by colluding attackers.
 
     Returns:
         New states and decisions of each part; for each agent, whether its model is finite.
     """
     contacts = [state.contacts for state in states]
-    sampled = engine.map_groups(sample_peers, n, active, arguments=[contacts])  # line 1
+    sampled = engine.map_batches(sample_step, n, active, arguments=[contacts])  # line 1
     received = engine.exchange(n, sampled, deadline)  # line 2
-    decided = engine.map_groups(decide, n, active, arguments=[states, sampled, received])  # 3 to 6
+    decided = engine.map_batches(  # lines 3 to 6
+        decide_step, n, active, arguments=[states, sampled, received]
+    )
     on_step("aggregate")
 
     states = [state for state, _ in decided]

@@ -1,15 +1,10 @@
-"""Colluding attackers in LocalAggregation, wrapped around what benign agents do (sec:experiments).
+"""Colluding attackers in LocalAggregation, added to the steps of benign agents (sec:experiments).
 
 Colluders ask each other first and average what they receive by numbers of samples. An agent under a
 new identity (a sybil) is unknown to everybody.
-
->>> WITH_COLLUDERS[batched_aggregation.decide] is decide
-True
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
@@ -19,36 +14,10 @@ from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.aggregation.sample_average import sample_weights
 from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.plugin_outputs import validated_weights
 from fedcb2o.federated.ragged import Indices, Ragged, complement
 from fedcb2o.federated.selection import select_colluding_peers
 from fedcb2o.federated.validation import own_models
 from fedcb2o.rng import agent_streams
-
-
-class AdversarialEngine:
-    """An engine whose colluding agents replace lines 1 and 3 to 6 of Algorithm 2 by their own."""
-
-    def __init__(self, engine: batched_aggregation.Engine) -> None:
-        self.engine = engine
-        self.exchange = engine.exchange
-        self.mix_ = engine.mix_
-
-    def map_groups(
-        self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
-    ) -> list[Any]:
-        """Call `function` for each part, or what colluders add to it.
-
-        Args:
-            function: Function of a group and members.
-            shared: Values for all parts.
-            arguments: Lists of values, one value per part.
-
-        Returns:
-            One result per part.
-        """
-        function = WITH_COLLUDERS.get(function, function)
-        return self.engine.map_groups(function, *shared, arguments=arguments)
 
 
 def sample_peers(
@@ -70,7 +39,7 @@ def sample_peers(
     Returns:
         Ids that each member asks.
     """
-    colludes = _is_colluding(group)
+    colludes = group.adversary.malicious & group.adversary.colludes
     known = _forget_new_identities(group, contacts, n)
     sampled = batched_aggregation.sample_peers(group, members, known, n, active & ~colludes)
 
@@ -78,7 +47,10 @@ def sample_peers(
     if not len(rows):
         return sampled
     others = complement(rows, len(members))
-    colluding = _sample_colluding_peers(group, members[rows], n)
+    agents = group.agents[members[rows]]
+    generators = agent_streams(group.spec.seed, "select", n, agents=agents.tolist())
+    colluders, benign = group.adversary.colluding_peers(agents, group.spec.neighbours)
+    colluding = select_colluding_peers(colluders, benign, group.spec.budget, generators)
     return Ragged.scatter(len(members), (others, sampled.take(others)), (rows, colluding))
 
 
@@ -105,7 +77,7 @@ def decide(
     Returns:
         New state and decisions of the members.
     """
-    colludes = _is_colluding(group)
+    colludes = group.adversary.malicious & group.adversary.colludes
     known = _forget_new_identities(group, state.contacts, n)
     is_benign = active & ~colludes
     decided, decisions = batched_aggregation.decide(
@@ -120,28 +92,10 @@ def decide(
     return decided, decisions
 
 
-WITH_COLLUDERS: dict[Callable[..., Any], Callable[..., Any]] = {
-    batched_aggregation.sample_peers: sample_peers,
-    batched_aggregation.decide: decide,
-}
-
-
-def _is_colluding(group: AgentGroup) -> Bool[np.ndarray, " N"]:
-    return group.adversary.malicious & group.adversary.colludes
-
-
 def _forget_new_identities(group: AgentGroup, contacts: ContactTable, n: int) -> ContactTable:
     """Remove the agents that come under a new identity in round n."""
     renamed = group.adversary.new_identities(n)
     return contacts.forget(renamed) if len(renamed) else contacts
-
-
-def _sample_colluding_peers(group: AgentGroup, members: Indices, n: int) -> Ragged:
-    """Sample the peers of colluders, fellow attackers first."""
-    spec, agents = group.spec, group.agents[members]
-    generators = agent_streams(spec.seed, "select", n, agents=agents.tolist())
-    colluders, benign = group.adversary.colluding_peers(agents, spec.neighbours)
-    return select_colluding_peers(colluders, benign, spec.budget, generators)
 
 
 def _assign_sample_weights_(
@@ -153,6 +107,6 @@ def _assign_sample_weights_(
         if group.adversary.averages_own_model:
             own = own_models(group, members[batch_rows], n)
         mu = sample_weights(received, own)
-        weights, own_weight = validated_weights(sample_weights, mu, tuple(received.ids.shape))
-        decisions.weights[index] = weights.flatten().numpy()
-        decisions.own_weight[batch_rows] = own_weight.numpy()
+        num_received = received.ids.shape[-1]
+        decisions.weights[index] = mu[..., :num_received].flatten().numpy()
+        decisions.own_weight[batch_rows] = mu[..., num_received:].sum(-1).numpy()

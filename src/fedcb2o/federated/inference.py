@@ -426,8 +426,14 @@ def _per_agent_logits(
     interpolation: Interpolation | None,
 ) -> Float[Tensor, "a m n *C"]:
     """Compute the outputs of m models of each agent on its own samples."""
-    a, m = rows.shape
-    agents_per_batch = _agents_per_batch(module, models.shape[1], m, x, models_per_batch)
+    (a, m), dim = rows.shape, models.shape[1]
+    is_dense = bool(dense_layers(module, dim))
+    agents_per_batch = (models_per_batch or 1) // m
+    if is_dense:
+        num_models = models_per_batch
+        if num_models is None:
+            num_models = _MAX_BATCH_PARAMETERS // dim
+        agents_per_batch = min(num_models // m, MAX_BATCH_INPUTS // max(1, m * x[0].numel()))
     if a > 1 and agents_per_batch > 1 and references is None:
         return _batched_agent_logits(module, models, rows, x, agents_per_batch, interpolation)
 
@@ -439,22 +445,6 @@ def _per_agent_logits(
             points = Interpolation(interpolation.own[k], interpolation.share)
         outputs.append(logits(module, models, rows[k], x[k], models_per_batch, reference, points))
     return torch.stack(outputs)
-
-
-def _agents_per_batch(
-    module: nn.Module,
-    dim: int,
-    m: int,
-    x: Shaped[Tensor, "a n *features"],
-    models_per_batch: int | None,
-) -> int:
-    """Return how many agents share a program."""
-    is_dense = bool(dense_layers(module, dim))
-    if models_per_batch is None:
-        models_per_batch = _MAX_BATCH_PARAMETERS // dim if is_dense else 1
-    if not is_dense:
-        return models_per_batch // m
-    return min(models_per_batch // m, MAX_BATCH_INPUTS // max(1, m * x[0].numel()))
 
 
 def _batched_agent_logits(

@@ -28,7 +28,7 @@ from fedcb2o.federated import (
     plan_training_batches,
 )
 from fedcb2o.federated.batched_aggregation import local_aggregation_
-from fedcb2o.federated.collusion import AdversarialEngine, decide
+from fedcb2o.federated.collusion import decide, sample_peers
 from fedcb2o.nn.parameters import row_stride
 from fedcb2o.ray_backend._actors import WorkerActors
 from fedcb2o.ray_backend._sharding import Sharding
@@ -47,8 +47,8 @@ class RayEngine:
         adversary: The attackers.
         sharding: The place of each agent and row among the workers.
         actors: The actors of the workers.
-        groups: Ids of the agents that one function call computes together.
-        groups_by_worker: Numbers of the groups of each worker.
+        batches: Ids of the agents that one function call computes together.
+        batches_by_worker: Numbers of the groups of each worker.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class RayEngine:
         self.actors = WorkerActors(handles, self.sharding, nodes, 4 * self.spec.dim)
 
         costs = group.data.train.sizes.tolist()
-        self.groups = [np.array(batch) for batch in plan_training_batches(self.spec, costs)]
-        owners = self.sharding.owner[[group.layout.own[agents[0]] for agents in self.groups]]
-        self.groups_by_worker: list[list[int]] = [
+        self.batches = [np.array(batch) for batch in plan_training_batches(self.spec, costs)]
+        owners = self.sharding.owner[[group.layout.own[agents[0]] for agents in self.batches]]
+        self.batches_by_worker: list[list[int]] = [
             np.flatnonzero(owners == worker).tolist() for worker in range(len(handles))
         ]
         self.outbox: Outbox | None = None  # until the agents publish
-        self.is_received = np.zeros(group.layout.first_received, dtype=bool)
+        self.is_receivable = np.zeros(group.layout.first_received, dtype=bool)
         self.decided_rounds = 0
 
     def build_groups(
@@ -91,8 +91,8 @@ class RayEngine:
         """
         loans = [self.actors.put({name: tensor.numpy() for name, tensor in data.items()})]
         tasks = []
-        for numbers, agents in zip(self.groups_by_worker, self.sharding.agents, strict=True):
-            batches = [agents.searchsorted(self.groups[g]) for g in numbers]
+        for numbers, agents in zip(self.batches_by_worker, self.sharding.agents, strict=True):
+            batches = [agents.searchsorted(self.batches[g]) for g in numbers]
             tasks.append((make, agents.tolist(), batches, user_functions))
         self.actors.call(AgentWorker.build_group, tasks, [loans] * len(tasks))
 
@@ -104,7 +104,7 @@ class RayEngine:
         """
         self.actors.broadcast(AgentWorker.init_models, init)
 
-    def map_groups(
+    def map_batches(
         self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
     ) -> list[Any]:
         """Call a function for each group, in its worker.
@@ -118,13 +118,13 @@ class RayEngine:
             The result of each group.
         """
         tasks = []
-        for numbers in self.groups_by_worker:
+        for numbers in self.batches_by_worker:
             own = [_select(values, numbers) for values in arguments]
             tasks.append((function, shared, own))
-        by_worker = self.actors.call(AgentWorker.map_groups, tasks)
+        by_worker = self.actors.call(AgentWorker.map_batches, tasks)
 
-        results: list[Any] = [None] * len(self.groups)
-        for numbers, own_results in zip(self.groups_by_worker, by_worker, strict=True):
+        results: list[Any] = [None] * len(self.batches)
+        for numbers, own_results in zip(self.batches_by_worker, by_worker, strict=True):
             for g, result in zip(numbers, own_results, strict=True):
                 results[g] = result
         if function is decide and self.spec.algorithm.is_stateful:
@@ -151,26 +151,34 @@ class RayEngine:
         Returns:
             The new state and the decisions of each group; True for agents with a finite model.
         """
-        engine = AdversarialEngine(self)
-        return local_aggregation_(engine, n, states, active, deadline, on_step)
+        return local_aggregation_(
+            self,
+            n,
+            states,
+            active,
+            deadline,
+            on_step,
+            sample_step=sample_peers,
+            decide_step=decide,
+        )
 
     def publish_(
-        self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]
+        self, n: int, online: Bool[np.ndarray, " N"], max_abs: Float[np.ndarray, " N"]
     ) -> None:
         """Craft the attackers' models; mark the rows that can be received.
 
         Args:
             n: The round.
             online: True for agents that take part in the round.
-            sizes: Largest absolute value of each trained model; not finite for a broken one.
+            max_abs: Largest absolute value of each trained model; not finite for a broken one.
         """
         layout = self.group.layout
-        self.is_received = np.zeros(layout.first_received, dtype=bool)
-        self.is_received[layout.own] = is_admissible(sizes) & online
+        self.is_receivable = np.zeros(layout.first_received, dtype=bool)
+        self.is_receivable[layout.own] = is_admissible(max_abs) & online
         if self.adversary.attack.is_crafting(n):
-            for j, crafted_sizes in self._craft_models(n, np.isfinite(sizes)):
-                is_sent = is_admissible(crafted_sizes) & online[j]
-                self.is_received[layout.crafted_rows(j)] = is_sent
+            for j, crafted_max_abs in self._craft_models(n, np.isfinite(max_abs)):
+                is_sent = is_admissible(crafted_max_abs) & online[j]
+                self.is_receivable[layout.crafted_rows(j)] = is_sent
         self.outbox = make_outbox(self.group, n)
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
@@ -187,18 +195,18 @@ class RayEngine:
         assert self.outbox is not None, "nothing is published yet"
         max_samples = self.spec.max_samples
         inboxes = [
-            self.outbox.deliver(n, peers, agents, self.is_received, max_samples)
-            for agents, peers in zip(self.groups, sampled, strict=True)
+            self.outbox.deliver(n, peers, agents, self.is_receivable, max_samples)
+            for agents, peers in zip(self.batches, sampled, strict=True)
         ]
         wanted = []
-        for worker, numbers in enumerate(self.groups_by_worker):
+        for worker, numbers in enumerate(self.batches_by_worker):
             rows = np.unique(np.concatenate([inboxes[g].rows for g in numbers]))
             wanted.append(rows[self.sharding.owner[rows] != worker])
         loans = self.actors.loan_rows(wanted)
         tasks = [(loan.positions,) for loan in loans]
         self.actors.call(AgentWorker.import_rows, tasks, [loan.refs for loan in loans])
 
-        for worker, numbers in enumerate(self.groups_by_worker):
+        for worker, numbers in enumerate(self.batches_by_worker):
             by_group = Ragged.from_arrays([inboxes[g].rows for g in numbers])
             received = np.concatenate([wanted[worker][:0], *loans[worker].rows])
             local = self.sharding.local_rows(worker, by_group.values, received)
@@ -215,7 +223,7 @@ class RayEngine:
         Returns:
             False for benign agents whose model is not finite.
         """
-        tasks = [(_select(decisions, numbers),) for numbers in self.groups_by_worker]
+        tasks = [(_select(decisions, numbers),) for numbers in self.batches_by_worker]
         by_worker = self.actors.call(AgentWorker.mix, tasks)
         is_finite = np.ones(self.spec.num_agents, dtype=bool)
         for agents, own in zip(self.sharding.agents, by_worker, strict=True):

@@ -42,7 +42,7 @@ from fedcb2o.federated import (
     plan_training_batches,
 )
 from fedcb2o.federated.batched_aggregation import local_aggregation_
-from fedcb2o.federated.collusion import AdversarialEngine, decide, sample_peers
+from fedcb2o.federated.collusion import decide, sample_peers
 from fedcb2o.kernels.dispatch import use_kernels
 from fedcb2o.nn.parameters import gather_rows, row_stride
 from fedcb2o.parallel._executors import Executor, balance_load
@@ -65,8 +65,8 @@ class LocalEngine:
         user_functions: Names of user functions that receive models, by kind.
         spec: The run.
         adversary: The attackers.
-        groups: Agents that one function call computes together, as indices into `group`; in a group
-            of all agents these are ids.
+        batches: Agents that one function call computes together, as indices into `group`; in a
+            group of all agents these are ids.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LocalEngine:
         executor: Executor,
         max_columns: int | None = None,
         user_functions: Mapping[str, Sequence[str]] | None = None,
-        groups: Sequence[Indices] | None = None,
+        batches: Sequence[Indices] | None = None,
     ) -> None:
         self.group = group
         self.executor = executor
@@ -84,20 +84,20 @@ class LocalEngine:
         self.spec = group.spec
         self.adversary = group.adversary
         self.costs: list[int] = group.data.train.sizes.tolist()
-        self.groups = list(groups or map(np.array, plan_training_batches(self.spec, self.costs)))
+        self.batches = list(batches or map(np.array, plan_training_batches(self.spec, self.costs)))
         self._benign = np.flatnonzero(~group.data.malicious).tolist()
 
         is_large = self.spec.dim >= LARGE_DIM and group.models.device.type == "cpu"
         self.max_tasks = len(self.costs) if is_large else executor.count
-        costs = [self._cost_of(members) for members in self.groups]
-        numbers = range(len(self.groups))
+        costs = [self._cost_of(members) for members in self.batches]
+        numbers = range(len(self.batches))
         self.fine_tasks = balance_load(numbers, costs, self.max_tasks)
         self.coarse_tasks = balance_load(numbers, costs, executor.count)  # for cheap functions
 
         self.outbox: Outbox | None = None  # until the agents publish
-        self.is_received = np.zeros(len(group.models), dtype=bool)
+        self.is_receivable = np.zeros(len(group.models), dtype=bool)
 
-    def map_groups(
+    def map_batches(
         self, function: Callable[..., T], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
     ) -> list[T]:
         """Call `function(group, members, *own, *shared)` for each group.
@@ -113,14 +113,14 @@ class LocalEngine:
         tasks = self.coarse_tasks if function is sample_peers else self.fine_tasks
         calls = []
         for numbers in tasks:
-            own = [(self.groups[g], *_select(arguments, g)) for g in numbers]
+            own = [(self.batches[g], *(values[g] for values in arguments)) for g in numbers]
             calls.append((function, own, shared))
         guard: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if function is decide:
             guard = forbid_writes(self.group, self.user_functions, *AGGREGATION_KINDS)
         with guard:
-            results = dict(_pair_results(tasks, self.executor.map(run_on_groups, calls)))
-        return [results[g] for g in range(len(self.groups))]
+            results = dict(_pair_results(tasks, self.executor.map(run_on_batches, calls)))
+        return [results[g] for g in range(len(self.batches))]
 
     def map_agents(
         self, function: Callable[..., Sequence[T]], members: Sequence[int], *shared: Any
@@ -137,26 +137,26 @@ class LocalEngine:
         """
         parts = balance_load(members, self.costs, self.max_tasks)
         calls = [(function, [(np.array(part),)], shared) for part in parts]
-        results = [result for (result,) in self.executor.map(run_on_groups, calls)]
+        results = [result for (result,) in self.executor.map(run_on_batches, calls)]
         return dict(_pair_results(parts, results))
 
     def publish_(
-        self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]
+        self, n: int, online: Bool[np.ndarray, " N"], max_abs: Float[np.ndarray, " N"]
     ) -> None:
         """Craft the attackers' models; mark the rows of the buffer that can be received.
 
         Args:
             n: The round.
             online: True for agents that take part in the round.
-            sizes: Largest absolute value of each trained model; not finite for a broken one.
+            max_abs: Largest absolute value of each trained model; not finite for a broken one.
         """
         layout = self.group.layout
-        self.is_received = np.zeros(len(self.group.models), dtype=bool)
-        self.is_received[layout.own] = is_admissible(sizes) & online
+        self.is_receivable = np.zeros(len(self.group.models), dtype=bool)
+        self.is_receivable[layout.own] = is_admissible(max_abs) & online
         if self.adversary.attack.is_crafting(n):
-            for j, crafted_sizes in self.craft_models_(n, np.isfinite(sizes)).items():
-                is_sent = is_admissible(crafted_sizes) & online[j]
-                self.is_received[layout.crafted_rows(j)] = is_sent
+            for j, crafted_max_abs in self.craft_models_(n, np.isfinite(max_abs)).items():
+                is_sent = is_admissible(crafted_max_abs) & online[j]
+                self.is_receivable[layout.crafted_rows(j)] = is_sent
         self.outbox = make_outbox(self.group, n)
 
     def craft_models_(
@@ -173,7 +173,7 @@ class LocalEngine:
             The largest absolute values of each attacker's models, by its index in the group.
         """
         attackers = np.flatnonzero(self.group.data.malicious)
-        with self._forbid_writes("attack", "model", crafted=attackers):
+        with forbid_writes(self.group, self.user_functions, "attack", "model", crafted=attackers):
             return self.map_agents(_craft_models_, attackers.tolist(), n, is_finite, peek)
 
     def local_aggregation_(
@@ -196,8 +196,16 @@ class LocalEngine:
         Returns:
             The new state and the decisions of each group; True for agents with a finite model.
         """
-        engine = AdversarialEngine(self)
-        return local_aggregation_(engine, n, states, active, deadline, on_step)
+        return local_aggregation_(
+            self,
+            n,
+            states,
+            active,
+            deadline,
+            on_step,
+            sample_step=sample_peers,
+            decide_step=decide,
+        )
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
         """Return the received models of each group, which are in the buffer already.
@@ -210,7 +218,7 @@ class LocalEngine:
         Returns:
             The inbox of each group.
         """
-        pairs = zip(self.groups, sampled, strict=True)
+        pairs = zip(self.batches, sampled, strict=True)
         return [self.receive(n, peers, members) for members, peers in pairs]
 
     def receive(self, n: int, sampled: Ragged, receivers: Int[np.ndarray, " a"]) -> Inbox:
@@ -225,7 +233,7 @@ class LocalEngine:
             The inbox of the receivers.
         """
         assert self.outbox is not None, "nothing is published yet"
-        return self.outbox.deliver(n, sampled, receivers, self.is_received, self.spec.max_samples)
+        return self.outbox.deliver(n, sampled, receivers, self.is_receivable, self.spec.max_samples)
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " a"]:
         """Compute theta <- W theta for the group (Algorithm 2, line 7).
@@ -262,7 +270,7 @@ class LocalEngine:
 
     def evaluate(self) -> dict[int, EvaluationResult]:
         """Return the test result of each benign agent, by its id."""
-        with self._forbid_writes("model"):
+        with forbid_writes(self.group, self.user_functions, "model"):
             results = self.map_agents(evaluate_models, self._benign)
         return {int(self.group.agents[k]): result for k, result in results.items()}
 
@@ -291,13 +299,8 @@ class LocalEngine:
     def _cost_of(self, members: Indices) -> int:
         return sum(self.costs[k] for k in members.tolist())
 
-    def _forbid_writes(
-        self, *kinds: str, crafted: Indices | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        return forbid_writes(self.group, self.user_functions, *kinds, crafted=crafted)
 
-
-def run_on_groups(
+def run_on_batches(
     group: AgentGroup,
     function: Callable[..., T],
     arguments: Sequence[tuple[Any, ...]],
@@ -317,11 +320,6 @@ def run_on_groups(
     kernels = group.spec.kernels
     with use_kernels(kernels.linear, kernels.convolution):
         return [function(group, *own, *shared) for own in arguments]
-
-
-def _select(arguments: Sequence[Sequence[Any]], g: int) -> list[Any]:
-    """Return the arguments of group g."""
-    return [values[g] for values in arguments]
 
 
 def _craft_models_(

@@ -33,7 +33,7 @@ from fedcb2o.federated import (
     mixing_matrix,
     train_,
 )
-from fedcb2o.federated.collusion import AdversarialEngine, sample_peers
+from fedcb2o.federated.collusion import decide, sample_peers
 from fedcb2o.kernels import dispatch
 from fedcb2o.peer.node._publisher import ModelPublisher
 from fedcb2o.peer.wire._client import Arrival, PeerClient
@@ -75,12 +75,12 @@ class PeerEngine:
         self.spec = group.spec
         self.adversary = group.adversary
         self.agent_id = int(group.agents[0])
-        self.groups = [group.agents]
+        self.batches = [group.agents]
         self.arrivals: Mapping[int, Arrival] = {}
         self.failures: Mapping[int, str] = {}
         self.exchange_seconds = 0.0
 
-    def map_groups(
+    def map_batches(
         self,
         function: Callable[..., _T],
         *shared: Any,
@@ -111,10 +111,10 @@ class PeerEngine:
         return [result]
 
     def _has_diverged(
-        self, n: int, losses: Float[np.ndarray, " 1"], sizes: Float[np.ndarray, " 1"]
+        self, n: int, losses: Float[np.ndarray, " 1"], max_abs: Float[np.ndarray, " 1"]
     ) -> bool:
         """Check the training results, unless a simulated attack crafts models."""
-        is_finite = (np.isfinite(losses) & np.isfinite(sizes)).all()
+        is_finite = (np.isfinite(losses) & np.isfinite(max_abs)).all()
         if is_finite or self.adversary.attack.is_crafting(n):
             return False
         self.publisher.notify(
@@ -156,9 +156,15 @@ class PeerEngine:
         """
         colludes = self.adversary.colludes and self.adversary.malicious[self.agent_id]
         if colludes or not active[self.agent_id]:
-            engine = AdversarialEngine(self)
             return batched_aggregation.local_aggregation_(
-                engine, n, states, active, deadline, on_step
+                self,
+                n,
+                states,
+                active,
+                deadline,
+                on_step,
+                sample_step=sample_peers,
+                decide_step=decide,
             )
 
         agent = self._with_candidates(n)
@@ -171,14 +177,14 @@ class PeerEngine:
         return [state], [decisions], self._is_finite()
 
     def publish_(
-        self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]
+        self, n: int, online: Bool[np.ndarray, " N"], max_abs: Float[np.ndarray, " N"]
     ) -> None:
         """Offer the trained model; an attacker of a simulation crafts models first.
 
         Args:
             n: The round.
             online: Agents that are online; all real peers are.
-            sizes: Largest absolute parameters of the trained models.
+            max_abs: Largest absolute parameters of the trained models.
         """
         outbox = make_outbox(self.group, n)
         num_samples = int(outbox.num_samples[0])
