@@ -7,7 +7,7 @@ import pytest
 from fedcb2o import load, renamed
 from fedcb2o.federated import algorithms, attacks, criteria
 from fedcb2o.plugins import bind, parameters, resolve
-from fedcb2o.records.checksums import settings_digest
+from fedcb2o.records._checksums import settings_digest
 from tests.tiny import tiny
 
 

@@ -72,7 +72,7 @@ def compare(algorithm, options, *, num_rounds=6, make=network, statistics="share
             num_classes=CLASSES,
             participation=terms.participation,
         )
-        for j, (met, info) in enumerate(zip(done.memory.contacts, infos, strict=True)):
+        for j, (met, info) in enumerate(zip(done.state.contacts, infos, strict=True)):
             mixed = chosen(done.decisions, j)
             assert mixed.ids == info.received, (done.n, j)
             weights = dict.fromkeys(info.weights, 0.0)
@@ -323,10 +323,10 @@ class Compared(LocalEngine):
 
     def local_aggregation_(self, n, states, active, deadline, on_step):
         before = self.group.models.clone()
-        state = AgentState.concatenate(states).take(np.concatenate(self.groups).argsort())
+        state = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
         alone = {j: self.alone(j, n, state, before.clone()) for j in GOOD}
         states, decisions, finite = super().local_aggregation_(n, states, active, deadline, on_step)
-        after = AgentState.concatenate(states).take(np.concatenate(self.groups).argsort())
+        after = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
         for j, (theta, own, decided) in alone.items():
             assert theta.equal(ours.models_of(self)[j])
             assert own.contacts[0].ids.equal(after.contacts[j].ids)

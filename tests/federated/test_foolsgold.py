@@ -233,10 +233,10 @@ def test_whole_rounds_equal_the_plain_loop():
     for n in range(4):
         before = ours.models_of(engine).clone()
         ours.models_of(shadow).copy_(before)
-        shadow.map_groups(train_, n)
+        shadow.map_batches(train_, n)
         trained = ours.models_of(shadow)
         (done,) = run_rounds(engine, 1, memory, n)
-        memory = done.memory
+        memory = done.state
         for j in GOOD:
             mine = chosen(done.decisions, j)
             assert set(memory.rule_states[j]) == (

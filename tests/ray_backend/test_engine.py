@@ -278,8 +278,8 @@ def test_what_rules_keep_stays_with_the_agents(cluster):
     engine, again = clustered(cluster[:2], scene, 2), clustered(cluster[2:4], scene, 2)
     first, _, third = run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 3, lambda n: False)
     with pytest.raises(AssertionError, match="another round"):
-        dict(first.memory.rule_states[0])
-    states = [dict(state) for state in third.memory.rule_states]
+        dict(first.state.rule_states[0])
+    states = [dict(state) for state in third.state.rule_states]
     assert [int(state["seen"].sum()) if state else 0 for state in states] == [
         9,
         9,
@@ -293,10 +293,10 @@ def test_what_rules_keep_stays_with_the_agents(cluster):
     ]
     again.load_models_(torch.cat(list(engine.persistent_models())))
     (there,) = run_rounds(
-        again, AgentState(third.memory.contacts, tuple(states)), 3, 4, lambda n: False
+        again, AgentState(third.state.contacts, tuple(states)), 3, 4, lambda n: False
     )
-    (here,) = run_rounds(engine, third.memory, 3, 4, lambda n: False)
-    for mine, theirs in zip(here.memory.rule_states, there.memory.rule_states, strict=True):
+    (here,) = run_rounds(engine, third.state, 3, 4, lambda n: False)
+    for mine, theirs in zip(here.state.rule_states, there.state.rule_states, strict=True):
         assert mine.keys() == theirs.keys()
         assert all(mine[name].equal(theirs[name]) for name in mine)
 

@@ -59,7 +59,7 @@ def found_by(engine: Engine, count: int) -> list[tuple[str, dict, dict]]:
     for done in run_rounds(
         engine, AgentState.initial(len(CLUSTER)), 0, count, lambda n: n == count - 1
     ):
-        choices, memory = done.decisions, done.memory
+        choices, memory = done.decisions, done.state
         lines = (
             metrics_record(AttackGoal((1,), (2,)), engine.adversary.malicious, done),
             pairs_record(done),
@@ -287,7 +287,7 @@ def test_a_rule_with_memory_keeps_it_from_round_to_round():
         4,
         lambda n: False,
     )
-    assert [int(state["seen"].sum()) if state else 0 for state in done.memory.rule_states] == [
+    assert [int(state["seen"].sum()) if state else 0 for state in done.state.rule_states] == [
         12,
         12,
         12,

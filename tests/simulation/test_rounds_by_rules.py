@@ -51,7 +51,7 @@ def one_round(algorithm, attack=None, **changes):
         for _ in range(2)
     ]
     before = ours.models_of(engines[0]).clone()
-    engines[0].map_groups(train_, 0)
+    engines[0].map_batches(train_, 0)
     (done,) = run_rounds(engines[1])
     mixed = [chosen(done.decisions, j) for j in range(len(before))]
     return before, ours.models_of(engines[0]).clone(), engines[1], mixed

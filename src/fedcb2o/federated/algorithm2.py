@@ -278,7 +278,7 @@ def consensus_weights(
         reduction over coordinates; and the rule's new state.
     """
     if G is not None:
-        mu = consensus.weights(torch.cat([G.values, G.own], -1), algorithm.alpha, G.counted)
+        mu = consensus.weights(torch.cat([G.values, G.own], -1), algorithm.alpha, G.in_sublevel_set)
         output = RuleOutput(mu) if algorithm.point is None else algorithm.point(inputs, mu)
         return output, state
 

@@ -1,7 +1,7 @@
 """Algorithm 2, LocalAggregation, with an axis over agents, for a simulation.
 
-The lines are those of `algorithm2`. Every function takes an agent group and the indices of some
-members. What one agent decides does not depend on the others of its group. No function knows which
+The lines are those of `algorithm2`. Every function takes an agent group and the members of a batch.
+What one agent decides does not depend on the others of its batch. No function knows which
 agents are malicious: `collusion` extends the steps.
 
 >>> from fedcb2o.federated import algorithms
@@ -39,33 +39,33 @@ from fedcb2o.rng import agent_streams
 
 @runtime_checkable
 class Engine(Protocol):
-    """Holder of the agents, in groups and parts of groups; transport of their models."""
+    """Computation of the agents in batches; transport of their models."""
 
     def map_batches(
         self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
     ) -> list[Any]:
-        """Call `function(group, members, *arguments, *shared)` for each part of the agents.
+        """Call `function(group, members, *arguments, *shared)` for each batch of agents.
 
         Args:
             function: Function of a group, members, arguments and shared values.
-            shared: Values for all parts.
-            arguments: Lists of values, one value per part.
+            shared: Values for all batches.
+            arguments: Lists of values, one value per batch.
 
         Returns:
-            One result per part.
+            One result per batch.
         """
         ...
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
-        """Return the models that the agents of each part receive from the sampled peers.
+        """Return the models that the agents of each batch receive from the sampled peers.
 
         Args:
             n: Round.
-            sampled: Peers that the agents of each part ask.
+            sampled: Peers that the agents of each batch ask.
             deadline: Seconds to wait; None without a limit.
 
         Returns:
-            The models that arrive at each part.
+            The models that arrive at each batch.
         """
         ...
 
@@ -73,7 +73,7 @@ class Engine(Protocol):
         """Compute theta <- W theta; return for each agent whether its model is finite.
 
         Args:
-            decisions: Decisions of each part.
+            decisions: Decisions of each batch.
 
         Returns:
             A truth value per agent.
@@ -97,15 +97,15 @@ def local_aggregation_(
     Args:
         engine: Engine that holds the agents.
         n: Round, counted from 0.
-        states: State of the agents of each part.
-        active: For each of the N agents, whether it takes part in this round.
+        states: State of the agents of each batch.
+        active: For each of the N agents, whether it is active in this round.
         deadline: Seconds to wait for models; None without a limit.
         on_step: Called with "aggregate" after line 6 and with "mix" after line 7.
         sample_step: `sample_peers`, or its extension by colluding attackers.
         decide_step: `decide`, or its extension by colluding attackers.
 
     Returns:
-        New states and decisions of each part; for each agent, whether its model is finite.
+        New states and decisions of each batch; for each agent, whether its model is finite.
     """
     contacts = [state.contacts for state in states]
     sampled = engine.map_batches(sample_step, n, active, arguments=[contacts])  # line 1
@@ -131,45 +131,47 @@ def decide(
     n: int,
     active: Bool[np.ndarray, " N"],
 ) -> tuple[AgentState, Decisions]:
-    """Compute what active members make of the received models (lines 3 to 6).
+    """Compute losses, G, weights and likelihoods of active members (lines 3, 5, 6, 4).
+
+    Line 4 is last, because the loss that it counts may include G (`recorded_losses`).
 
     Args:
         group: Group of the agents.
-        members: Indices of a part's agents in the group.
+        members: The batch, as positions in the group.
         state: Their state.
         sampled: Peers that they asked.
         inbox: Models that they received.
         n: Round.
-        active: For each of the N agents, whether it takes part.
+        active: For each of the N agents, whether it is active.
 
     Returns:
         New state and decisions of the members.
     """
     spec, algorithm = group.spec, group.spec.algorithm
-    rows = np.flatnonzero(active[group.agents[members]])
+    positions = np.flatnonzero(active[group.agents[members]])  # in `members`
     decisions = Decisions.empty(group.agents[members], sampled, inbox)
     rule_states = list(state.rule_states)
     L = np.full(len(inbox.rows), np.nan)
 
-    for batch in validate(group, members, rows, state.contacts, inbox, n):  # line 3: L^i
-        G = algorithm.criterion_values(batch.inputs)  # line 5: G^i
-        first = batch.rows[0]
+    for call in validate(group, members, positions, state.contacts, inbox, n):  # line 3: L^i
+        G = algorithm.criterion_values(call.inputs)  # line 5: Q, G^i
+        first = call.positions[0]
         mu, rule_states[first] = consensus_weights(  # line 6: mu^i
-            algorithm, batch.inputs, G, rule_states[first]
+            algorithm, call.inputs, G, rule_states[first]
         )
-        decisions.store_(batch.rows, batch.index, batch.inputs, mu, spec)
-        if batch.inputs.losses is not None:
-            recorded = recorded_losses(algorithm, batch.inputs.losses.mean, G)
-            L[batch.index] = recorded.flatten().numpy()
+        decisions.store_(call.positions, call.index, call.inputs, mu, spec)
+        if call.inputs.losses is not None:
+            recorded = recorded_losses(algorithm, call.inputs.losses.mean, G)
+            L[call.index] = recorded.flatten().numpy()
 
     contacts = update_likelihoods(  # line 4: P^i
         algorithm,
-        state.contacts.take(rows),
-        sampled.take(rows),
-        inbox.ids.take(rows),
-        L[inbox.ids.flat_index(rows)],
+        state.contacts.take(positions),
+        sampled.take(positions),
+        inbox.ids.take(positions),
+        L[inbox.ids.flat_index(positions)],
     )
-    return state.updated(rows, contacts, rule_states), decisions
+    return state.updated(positions, contacts, rule_states), decisions
 
 
 def sample_peers(
@@ -183,23 +185,23 @@ def sample_peers(
 
     Args:
         group: Group of the agents.
-        members: Indices of a part's agents in the group.
+        members: The batch, as positions in the group.
         contacts: Their contacts.
         n: Round.
-        active: For each of the N agents, whether it takes part.
+        active: For each of the N agents, whether it is active.
 
     Returns:
-        Ids that each member asks; none for one that does not take part.
+        Ids that each member asks; none for one that is not active.
 
     Raises:
         ConfigError: A user's selection returned ids that are not among its candidates.
     """
     spec, algorithm = group.spec, group.spec.algorithm
-    rows = np.flatnonzero(active[group.agents[members]])
-    if not len(rows):
+    positions = np.flatnonzero(active[group.agents[members]])  # in `members`
+    if not len(positions):
         return Ragged.empty(len(members))
-    agents = group.agents[members[rows]]
-    contacts = contacts.take(rows)
+    agents = group.agents[members[positions]]
+    contacts = contacts.take(positions)
     candidates = _candidate_peers(spec, agents)
     generators = agent_streams(spec.seed, "select", n, agents=agents.tolist())
 
@@ -216,7 +218,7 @@ def sample_peers(
                 )
             ]
         )
-    return Ragged.scatter(len(members), (rows, sampled))
+    return Ragged.scatter(len(members), (positions, sampled))
 
 
 def _candidate_peers(spec: RunSpec, agents: Int[np.ndarray, " a"]) -> CandidatePeers:

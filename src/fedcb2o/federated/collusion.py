@@ -31,10 +31,10 @@ def sample_peers(
 
     Args:
         group: Group of the agents.
-        members: Indices of a part's agents in the group.
+        members: The batch, as positions in the group.
         contacts: Their contacts.
         n: Round.
-        active: For each of the N agents, whether it takes part.
+        active: For each of the N agents, whether it is active.
 
     Returns:
         Ids that each member asks.
@@ -43,15 +43,15 @@ def sample_peers(
     known = _forget_new_identities(group, contacts, n)
     sampled = batched_aggregation.sample_peers(group, members, known, n, active & ~colludes)
 
-    rows = np.flatnonzero((active & colludes)[group.agents[members]])
-    if not len(rows):
+    positions = np.flatnonzero((active & colludes)[group.agents[members]])
+    if not len(positions):
         return sampled
-    others = complement(rows, len(members))
-    agents = group.agents[members[rows]]
+    others = complement(positions, len(members))
+    agents = group.agents[members[positions]]
     generators = agent_streams(group.spec.seed, "select", n, agents=agents.tolist())
     colluders, benign = group.adversary.colluding_peers(agents, group.spec.neighbours)
     colluding = select_colluding_peers(colluders, benign, group.spec.budget, generators)
-    return Ragged.scatter(len(members), (others, sampled.take(others)), (rows, colluding))
+    return Ragged.scatter(len(members), (others, sampled.take(others)), (positions, colluding))
 
 
 def decide(
@@ -63,16 +63,16 @@ def decide(
     n: int,
     active: Bool[np.ndarray, " N"],
 ) -> tuple[AgentState, Decisions]:
-    """Compute what benign and colluding members make of the received models (lines 3 to 6).
+    """Compute weights and likelihoods of benign and colluding members (lines 3 to 6).
 
     Args:
         group: Group of the agents.
-        members: Indices of a part's agents in the group.
+        members: The batch, as positions in the group.
         state: Their state.
         sampled: Peers that they asked.
         inbox: Models that they received.
         n: Round.
-        active: For each of the N agents, whether it takes part.
+        active: For each of the N agents, whether it is active.
 
     Returns:
         New state and decisions of the members.
@@ -84,11 +84,11 @@ def decide(
         group, members, dataclasses.replace(state, contacts=known), sampled, inbox, n, is_benign
     )
     if known is not state.contacts:
-        rows = np.flatnonzero(is_benign[group.agents[members]])
-        decided = state.updated(rows, decided.contacts.take(rows), decided.rule_states)
+        benign = np.flatnonzero(is_benign[group.agents[members]])
+        decided = state.updated(benign, decided.contacts.take(benign), decided.rule_states)
 
-    rows = np.flatnonzero((active & colludes)[group.agents[members]])
-    _assign_sample_weights_(decisions, group, members, rows, inbox, n)
+    positions = np.flatnonzero((active & colludes)[group.agents[members]])
+    _assign_sample_weights_(decisions, group, members, positions, inbox, n)
     return decided, decisions
 
 
@@ -99,14 +99,19 @@ def _forget_new_identities(group: AgentGroup, contacts: ContactTable, n: int) ->
 
 
 def _assign_sample_weights_(
-    decisions: Decisions, group: AgentGroup, members: Indices, rows: Indices, inbox: Inbox, n: int
+    decisions: Decisions,
+    group: AgentGroup,
+    members: Indices,
+    positions: Indices,
+    inbox: Inbox,
+    n: int,
 ) -> None:
     """Weigh what colluders received by numbers of samples, in place."""
-    for batch_rows, index, received in inbox.group_by_size(rows):
+    for equal, index, received in inbox.group_by_size(positions):
         own = None
         if group.adversary.averages_own_model:
-            own = own_models(group, members[batch_rows], n)
+            own = own_models(group, members[equal], n)
         mu = sample_weights(received, own)
         num_received = received.ids.shape[-1]
         decisions.weights[index] = mu[..., :num_received].flatten().numpy()
-        decisions.own_weight[batch_rows] = mu[..., num_received:].sum(-1).numpy()
+        decisions.own_weight[equal] = mu[..., num_received:].sum(-1).numpy()

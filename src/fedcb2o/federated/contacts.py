@@ -61,18 +61,18 @@ class ContactTable:
         return cls(Ragged.empty(count), np.zeros(0))
 
     @classmethod
-    def concatenate(cls, parts: "Sequence[ContactTable]") -> "ContactTable":
-        """Return the contacts of all parts, one part after the other.
+    def concatenate(cls, batches: "Sequence[ContactTable]") -> "ContactTable":
+        """Return the contacts of all batches, one batch after the other.
 
         Args:
-            parts: Tables.
+            batches: Tables.
 
         Returns:
             One table.
         """
-        ids = Ragged.concatenate([part.ids for part in parts])
-        likelihood = [part.likelihood for part in parts]
-        return cls(ids, likelihood[0] if len(parts) == 1 else np.concatenate(likelihood))
+        ids = Ragged.concatenate([batch.ids for batch in batches])
+        likelihood = [batch.likelihood for batch in batches]
+        return cls(ids, likelihood[0] if len(batches) == 1 else np.concatenate(likelihood))
 
     def take(self, rows: Indices) -> "ContactTable":
         """Return the contacts of some agents, in the order of `rows`.
@@ -139,17 +139,17 @@ class AgentState:
         return cls(ContactTable.empty(count), ({},) * count)
 
     @classmethod
-    def concatenate(cls, parts: "Sequence[AgentState]") -> "AgentState":
-        """Return the state of all parts, one part after the other.
+    def concatenate(cls, batches: "Sequence[AgentState]") -> "AgentState":
+        """Return the state of all batches, one batch after the other.
 
         Args:
-            parts: States.
+            batches: States.
 
         Returns:
             One state.
         """
-        contacts = ContactTable.concatenate([part.contacts for part in parts])
-        return cls(contacts, tuple(itertools.chain(*(part.rule_states for part in parts))))
+        contacts = ContactTable.concatenate([batch.contacts for batch in batches])
+        return cls(contacts, tuple(itertools.chain(*(batch.rule_states for batch in batches))))
 
     def updated(
         self, rows: Indices, contacts: ContactTable, rule_states: Sequence[RuleState]

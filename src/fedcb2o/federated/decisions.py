@@ -2,7 +2,7 @@
 
 >>> ids = Ragged.from_arrays([np.array([4, 6]), np.array([], int)])
 >>> inbox = Inbox(ids, np.array([0, 1]), np.array([50.0, 50.0]), np.array([0, 0]))
->>> [rows.tolist() for rows, _, _ in inbox.group_by_size(np.arange(2))]
+>>> [positions.tolist() for positions, _, _ in inbox.group_by_size(np.arange(2))]
 [[1], [0]]
 """
 
@@ -47,29 +47,29 @@ class Inbox:
         return Received(*(torch.from_numpy(column.copy()) for column in columns))
 
     def group_by_size(
-        self, members: Indices, *keys: Int[np.ndarray, " a"]
+        self, positions: Indices, *keys: Int[np.ndarray, " a"]
     ) -> Iterator[tuple[Indices, Indices, Received]]:
         """Group agents that received equally many models.
 
         Args:
-            members: Indices of agents.
-            keys: Further numbers, one per agent of the inbox, equal within a group.
+            positions: Positions of agents in the inbox.
+            keys: Further numbers, one per agent of the inbox, equal within a set.
 
         Yields:
-            Indices of the agents of a group, index of their models in the inbox, and the models,
-            shape [a, m].
+            Positions of equal agents, index of their models in the inbox, and the models, shape
+            [a, m].
         """
-        group_keys = np.zeros(len(members), np.int64)
+        set_keys = np.zeros(len(positions), np.int64)
         for numbers in (self.ids.sizes, *keys):
-            group_keys = group_keys * (1 + int(numbers.max(initial=0))) + numbers[members]
+            set_keys = set_keys * (1 + int(numbers.max(initial=0))) + numbers[positions]
 
         columns = (self.ids.values, self.rows, self.num_samples, self.round)
-        for key in np.unique(group_keys).tolist():
-            rows = members[group_keys == key]
-            index = self.ids.flat_index(rows)
-            shape = (len(rows), -1)
+        for key in np.unique(set_keys).tolist():
+            equal = positions[set_keys == key]
+            index = self.ids.flat_index(equal)
+            shape = (len(equal), -1)
             yield (
-                rows,
+                equal,
                 index,
                 Received(*(torch.from_numpy(column[index].reshape(shape)) for column in columns)),
             )
@@ -135,32 +135,32 @@ class Decisions:
         )
 
     @classmethod
-    def concatenate(cls, parts: "Sequence[Decisions]") -> "Decisions":
-        """Return the decisions of all parts, by ascending agent id.
+    def concatenate(cls, batches: "Sequence[Decisions]") -> "Decisions":
+        """Return the decisions of all batches, by ascending agent id.
 
         Args:
-            parts: Decisions of disjoint sets of agents.
+            batches: Decisions of disjoint sets of agents.
 
         Returns:
             Decisions of all agents.
         """
 
         def join(name: str) -> Any:
-            return np.concatenate([getattr(part, name) for part in parts])
+            return np.concatenate([getattr(batch, name) for batch in batches])
 
         order = join("agents").argsort()
-        received = Ragged.concatenate([part.received for part in parts])
+        received = Ragged.concatenate([batch.received for batch in batches])
         index = received.flat_index(order)
         per_model = {name: join(name)[index] for name in ("rows", "weights")}
         names = ("own_weight", "factor", "own_loss", "previous_weight", "f")
         per_agent = {name: join(name)[order] for name in names}
         return cls(
             agents=join("agents")[order],
-            asked=Ragged.concatenate([part.asked for part in parts]).take(order),
+            asked=Ragged.concatenate([batch.asked for batch in batches]).take(order),
             received=received.take(order),
             **per_model,
             **per_agent,
-            reductions={j: value for part in parts for j, value in part.reductions.items()},
+            reductions={j: value for batch in batches for j, value in batch.reductions.items()},
         )
 
     def __len__(self) -> int:
@@ -168,18 +168,18 @@ class Decisions:
 
     def store_(
         self,
-        rows: Indices,
+        positions: Indices,
         index: Indices,
         inputs: CriterionInput,
         output: RuleOutput,
         spec: RunSpec,
     ) -> None:
-        """Validate the output of a rule and store it for the agents in `rows`.
+        """Validate the output of a rule and store it for the agents at `positions`.
 
         Args:
-            rows: Agents that the output is of; one, unless the rule is batched.
+            positions: Agents of the output; one, unless the rule is batched.
             index: Index of their models in the inbox.
-            inputs: What the rule saw.
+            inputs: Input of the rule.
             output: Weights or a reduction.
             spec: Run specification, with the algorithm.
 
@@ -190,14 +190,14 @@ class Decisions:
         algorithm = spec.algorithm
         rule = algorithm.rule or algorithm.criterion
         assert rule is not None
-        self.factor[rows] = algorithm.factor(spec.training.gamma)
+        self.factor[positions] = algorithm.factor(spec.training.gamma)
         if inputs.own_losses is not None:
-            self.own_loss[rows] = inputs.own_losses.mean.flatten().numpy()
+            self.own_loss[positions] = inputs.own_losses.mean.flatten().numpy()
         if output.f is not None:
-            self.f[rows] = output.f
+            self.f[positions] = output.f
 
         if isinstance(output.outcome, Reduction):
-            self._store_reduction_(int(rows[0]), index, output.outcome, inputs, rule)
+            self._store_reduction_(int(positions[0]), index, output.outcome, inputs, rule)
             return
 
         if output.previous_weight is not None:
@@ -206,12 +206,12 @@ class Decisions:
                     "the rule gave weight to the model before the round, and did not declare to "
                     "use it: add @stateful(uses_previous=True)"
                 )
-            self.previous_weight[rows] = output.previous_weight
+            self.previous_weight[positions] = output.previous_weight
         shape = tuple(inputs.received.ids.shape)
         rest = output.previous_weight or 0.0
         mu, own = validated_weights(rule, output.outcome, shape, rest=rest)
         self.weights[index] = mu.flatten().numpy()
-        self.own_weight[rows] = own.numpy()
+        self.own_weight[positions] = own.numpy()
 
     def _store_reduction_(
         self, k: int, index: Indices, reduction: Reduction, inputs: CriterionInput, rule: Any

@@ -55,30 +55,30 @@ class Ragged:
         return cls(np.zeros(0, np.int64), np.zeros(count, np.int64))
 
     @classmethod
-    def concatenate(cls, parts: "Sequence[Ragged]") -> "Ragged":
-        """Return the lists of all parts, one part after the other.
+    def concatenate(cls, batches: "Sequence[Ragged]") -> "Ragged":
+        """Return all lists, those of one argument after the other.
 
         Args:
-            parts: Lists.
+            batches: Lists.
 
         Returns:
             All lists.
         """
-        if len(parts) == 1:
-            return parts[0]
-        values = np.concatenate([part.values for part in parts])
-        return cls(values, np.concatenate([part.sizes for part in parts]))
+        if len(batches) == 1:
+            return batches[0]
+        values = np.concatenate([batch.values for batch in batches])
+        return cls(values, np.concatenate([batch.sizes for batch in batches]))
 
     @classmethod
     def scatter(cls, count: int, *parts: "tuple[Indices, Ragged]") -> "Ragged":
-        """Put the lists of each part at its indices.
+        """Put each argument's lists at its indices.
 
         Args:
             count: Number of lists in the result.
             parts: Ascending indices, and one list for each of them.
 
         Returns:
-            `count` lists; a list that is in no part is empty.
+            `count` lists; a list at no index is empty.
         """
         if len(parts) == 1 and len(parts[0][0]) == count:
             return parts[0][1]

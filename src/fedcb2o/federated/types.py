@@ -327,13 +327,13 @@ class CriterionValues:
     Attributes:
         values: G^i of each received model, in float64; low is trusted.
         own: G of the agent's own model.
-        counted: Members of the sub-level set, the received models and, last, the agent's own.
+        in_sublevel_set: Whether each received model and, last, the agent's own is in Q_beta.
         is_average_loss: Whether G is the average loss itself, as before round T_G.
     """
 
     values: Float[Tensor, "*a m"]
     own: Float[Tensor, "*a 1"]
-    counted: Bool[Tensor, "*a k"]
+    in_sublevel_set: Bool[Tensor, "*a k"]
     is_average_loss: bool = False
 
 

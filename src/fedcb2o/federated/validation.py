@@ -203,16 +203,16 @@ def agent_context(
 
 
 @dataclass(frozen=True)
-class AgentBatch:
-    """Input of one call of a criterion or a rule.
+class RuleCall:
+    """One call of a criterion or a rule: its agents and its input.
 
     Attributes:
-        rows: Indices, among the members of a part, of the agents that the call is for.
+        positions: The agents of the call, as positions in the batch.
         index: Index of their models in the inbox.
         inputs: Losses and models, with an axis over agents where the call is for several.
     """
 
-    rows: Indices
+    positions: Indices
     index: Int[np.ndarray, " k"]
     inputs: CriterionInput
 
@@ -220,30 +220,30 @@ class AgentBatch:
 def validate(
     group: AgentGroup,
     members: Indices,
-    rows: Indices,
+    positions: Indices,
     contacts: ContactTable,
     inbox: Inbox,
     n: int,
-) -> Iterator[AgentBatch]:
+) -> Iterator[RuleCall]:
     """Compute the validation losses of the models that agents received (line 3).
 
     Agents with equally many models and validation samples are evaluated together.
 
     Args:
         group: Group of the agents.
-        members: Indices of a part's agents in the group.
-        rows: Indices among the members of the agents that take part.
+        members: The batch, as positions in the group.
+        positions: The active agents, as positions in `members`.
         contacts: Contacts of the members.
         inbox: Models that the members received.
         n: Round.
 
     Yields:
-        One batch per group of equal agents, or one per agent where the algorithm is not batched.
+        One call per set of equal agents, or one per agent where the algorithm is not batched.
     """
     algorithm = group.spec.algorithm
     sizes = group.data.validation.sizes[members]
-    for batch_rows, index, received in inbox.group_by_size(rows, sizes):
-        agents = members[batch_rows]
+    for equal, index, received in inbox.group_by_size(positions, sizes):
+        agents = members[equal]
         own = own_models(group, agents, n)
 
         losses = own_losses = None
@@ -263,16 +263,16 @@ def validate(
             previous=group.previous_rows(agents),
         )
         if algorithm.is_batched:
-            yield AgentBatch(batch_rows, index, inputs)
+            yield RuleCall(equal, index, inputs)
             continue
 
-        for row, (k, own_index) in enumerate(
-            zip(batch_rows, index.reshape(len(agents), -1), strict=True)
-        ):
-            oracle = ValidationOracle(group, int(members[k]))
-            context = agent_context(oracle, n, functools.partial(contacts.__getitem__, int(k)))
-            one = inputs.for_agent(row, oracle.losses, context)
-            yield AgentBatch(batch_rows[row : row + 1], own_index, one)
+        indices = index.reshape(len(agents), -1)  # of each agent's models
+        for a, k in enumerate(agents.tolist()):
+            oracle = ValidationOracle(group, k)
+            position = int(equal[a])
+            context = agent_context(oracle, n, functools.partial(contacts.__getitem__, position))
+            one = inputs.for_agent(a, oracle.losses, context)
+            yield RuleCall(equal[a : a + 1], indices[a], one)
 
 
 def own_models(group: AgentGroup, members: Indices, n: int) -> Received:

@@ -48,7 +48,7 @@ class RayEngine:
         sharding: The place of each agent and row among the workers.
         actors: The actors of the workers.
         batches: Ids of the agents that one function call computes together.
-        batches_by_worker: Numbers of the groups of each worker.
+        batches_by_worker: Numbers of the batches of each worker.
     """
 
     def __init__(

@@ -147,7 +147,7 @@ class AgentWorker:
         self.rows[:first_received] = 0
         group = dataclasses.replace(group, models=self.rows[:, : spec.dim])
         executor = SerialExecutor(group)
-        self.engine = LocalEngine(group, executor, user_functions=user_functions, groups=batches)
+        self.engine = LocalEngine(group, executor, user_functions=user_functions, batches=batches)
 
     def init_models(self, init: InitModels) -> None:
         """Fill the rows of the agents with their initial models.
@@ -158,13 +158,13 @@ class AgentWorker:
         agents = self.engine.group.agents.tolist()
         init(self.tensors, self.engine.group.models[: len(agents)], agents)
 
-    def map_groups(
+    def map_batches(
         self,
         function: Callable[..., Any],
         shared: tuple[Any, ...],
         arguments: Sequence[Sequence[Any]],
     ) -> list[Any]:
-        """Call `LocalEngine.map_groups`; the states of rules stay in this worker.
+        """Call `LocalEngine.map_batches`; the states of rules stay in this worker.
 
         Args:
             function: The function.
@@ -172,16 +172,16 @@ class AgentWorker:
             arguments: Further arguments, each with one value per group.
 
         Returns:
-            The result of each group.
+            The result of each batch.
         """
         if function is not decide or not self.engine.spec.algorithm.is_stateful:
-            return self.engine.map_groups(function, *shared, arguments=arguments)
+            return self.engine.map_batches(function, *shared, arguments=arguments)
         states, *others = arguments
         local = [self._with_states(state) for state in states]
-        results = self.engine.map_groups(function, *shared, arguments=[local, *others])
+        results = self.engine.map_batches(function, *shared, arguments=[local, *others])
         return [
             (self._without_states(members, state), decisions)
-            for members, (state, decisions) in zip(self.engine.groups, results, strict=True)
+            for members, (state, decisions) in zip(self.engine.batches, results, strict=True)
         ]
 
     def rule_states(self) -> dict[int, RuleState]:
@@ -222,8 +222,8 @@ class AgentWorker:
                 _copy_rows_(models, targets, origin, row[ids][targets])
             return models
 
-        sizes = self.engine.craft_models_(n, is_finite, peek)
-        return [sizes[k] for k in sorted(sizes)]
+        max_abs = self.engine.craft_models_(n, is_finite, peek)
+        return [max_abs[k] for k in sorted(max_abs)]
 
     def export_rows(self, *transfers: Int[np.ndarray, " _k"]) -> Any:
         """Return rows of the buffer for the store.

@@ -5,8 +5,7 @@ logs are appended as a whole, other files are replaced as a whole, and a failed 
 content. `docs/runs.md` describes every file and every name in it.
 """
 
-from fedcb2o.records._summary import agent_statistics, last_fifth, last_round, summary
-from fedcb2o.records.checksums import (
+from fedcb2o.records._checksums import (
     CHECKPOINT_FILE,
     INITIAL_FILES,
     LOG_FILES,
@@ -26,7 +25,7 @@ from fedcb2o.records.checksums import (
     settings_digest,
     write_json_with_checksum,
 )
-from fedcb2o.records.files import (
+from fedcb2o.records._files import (
     FILE_SUFFIXES,
     DamagedError,
     atomic_write,
@@ -43,7 +42,8 @@ from fedcb2o.records.files import (
     write_json,
     write_toml,
 )
-from fedcb2o.records.jsonl import REPRODUCIBLE_LOGS, RoundLog, read_lines
+from fedcb2o.records._jsonl import REPRODUCIBLE_LOGS, RoundLog, read_lines
+from fedcb2o.records._summary import agent_statistics, last_fifth, last_round, summary
 from fedcb2o.records.metrics import CONDITIONAL_METRICS, METRICS, STANDARD_METRICS, Metric
 from fedcb2o.records.run import (
     AGENT_COLUMNS,

@@ -15,15 +15,15 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from fedcb2o.errors import RunError
-from fedcb2o.records.checksums import MANIFEST_FILE, Manifest
-from fedcb2o.records.files import (
+from fedcb2o.records._checksums import MANIFEST_FILE, Manifest
+from fedcb2o.records._files import (
     DamagedError,
     damaged_error,
     read_error,
     read_json,
     rerun_advice,
 )
-from fedcb2o.records.jsonl import read_lines
+from fedcb2o.records._jsonl import read_lines
 from fedcb2o.records.metrics import CONDITIONAL_METRICS, STANDARD_METRICS
 from fedcb2o.records.toml import read_toml
 

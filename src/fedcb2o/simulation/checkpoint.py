@@ -23,8 +23,8 @@ from torch import Tensor
 from fedcb2o.errors import RunError
 from fedcb2o.federated import STATE_DTYPES, AgentState, ContactTable, Ragged
 from fedcb2o.records import CHECKPOINT_FILE, atomic_write, canonical_settings, damaged_error
-from fedcb2o.records.checksums import Checksum, header_crc, read_checkpoint_header
-from fedcb2o.records.files import read_error
+from fedcb2o.records._checksums import Checksum, header_crc, read_checkpoint_header
+from fedcb2o.records._files import read_error
 
 FILE = CHECKPOINT_FILE
 

@@ -24,7 +24,7 @@ from fedcb2o.simulation.rounds import (
 
 def run_rounds(
     engine: LocalEngine,
-    memory: AgentState,
+    state: AgentState,
     start: int,
     stop: int,
     is_evaluated: Callable[[int], bool],
@@ -38,7 +38,7 @@ def run_rounds(
 
     Args:
         engine: The engine; its models change in place.
-        memory: State of all agents, which DFCA does not change.
+        state: State of all agents, which DFCA does not change.
         start: First round.
         stop: Round after the last one.
         is_evaluated: Returns True for rounds whose models are evaluated.
@@ -55,9 +55,9 @@ def run_rounds(
         timer = PhaseTimer()
         losses, is_active = train_and_publish_(engine, n, on_phase, timer)
         on_phase(n, "mixing")
-        contacts = [ContactTable.empty(len(group)) for group in engine.groups]
-        sampled = engine.map_groups(sample_peers, n, is_active, arguments=[contacts])
-        order = np.concatenate(engine.groups).argsort()
+        contacts = [ContactTable.empty(len(batch)) for batch in engine.batches]
+        sampled = engine.map_batches(sample_peers, n, is_active, arguments=[contacts])
+        order = np.concatenate(engine.batches).argsort()
         peers = Ragged.concatenate(sampled).take(order)
         inbox = engine.receive(n, peers, agents)
         timer.stop("aggregate")
@@ -72,4 +72,4 @@ def run_rounds(
         timer.stop("choose")
         results = evaluate_if_due(engine, n, is_evaluated, on_phase, timer)
         decisions = as_decisions(peers, inbox, previous, cluster_ids)
-        yield Round(n, losses, [decisions], [memory], [agents], results, timer.seconds)
+        yield Round(n, losses, [decisions], [state], [agents], results, timer.seconds)

@@ -25,7 +25,7 @@ _ClusterIds = Int[np.ndarray, " N"]
 
 def run_rounds(
     engine: LocalEngine,
-    memory: AgentState,
+    state: AgentState,
     start: int,
     stop: int,
     is_evaluated: Callable[[int], bool],
@@ -38,7 +38,7 @@ def run_rounds(
 
     Args:
         engine: The engine; its models change in place.
-        memory: State of all agents, which IFCA does not change.
+        state: State of all agents, which IFCA does not change.
         start: First round.
         stop: Round after the last one.
         is_evaluated: Returns True for rounds whose models are evaluated.
@@ -62,7 +62,7 @@ def run_rounds(
         timer.stop("choose")
         results = evaluate_if_due(engine, n, is_evaluated, on_phase, timer)
         decisions = as_decisions(means, cluster_ids)
-        yield Round(n, losses, [decisions], [memory], [agents], results, timer.seconds)
+        yield Round(n, losses, [decisions], [state], [agents], results, timer.seconds)
 
 
 def cluster_models(engine: LocalEngine) -> ClusterModels:

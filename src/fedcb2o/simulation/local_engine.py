@@ -100,45 +100,45 @@ class LocalEngine:
     def map_batches(
         self, function: Callable[..., T], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
     ) -> list[T]:
-        """Call `function(group, members, *own, *shared)` for each group.
+        """Call `function(group, members, *own, *shared)` for each batch of the group.
 
         Args:
             function: The function.
-            shared: Arguments for all groups.
-            arguments: Further arguments, each with one value per group.
+            shared: Arguments for all batches.
+            arguments: Further arguments, each with one value per batch.
 
         Returns:
-            The result of each group.
+            The result of each batch.
         """
         tasks = self.coarse_tasks if function is sample_peers else self.fine_tasks
         calls = []
         for numbers in tasks:
-            own = [(self.batches[g], *(values[g] for values in arguments)) for g in numbers]
+            own = [(self.batches[b], *(values[b] for values in arguments)) for b in numbers]
             calls.append((function, own, shared))
         guard: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if function is decide:
             guard = forbid_writes(self.group, self.user_functions, *AGGREGATION_KINDS)
         with guard:
             results = dict(_pair_results(tasks, self.executor.map(run_on_batches, calls)))
-        return [results[g] for g in range(len(self.batches))]
+        return [results[b] for b in range(len(self.batches))]
 
     def map_agents(
         self, function: Callable[..., Sequence[T]], members: Sequence[int], *shared: Any
     ) -> dict[int, T]:
-        """Call `function(group, members, *shared)` for parts of some agents.
+        """Call `function(group, members, *shared)` for some agents, divided among the workers.
 
         Args:
             function: A function that returns one result per member.
-            members: Indices of the agents.
+            members: Positions of the agents in the group.
             shared: Further arguments.
 
         Returns:
             The result of each member.
         """
-        parts = balance_load(members, self.costs, self.max_tasks)
-        calls = [(function, [(np.array(part),)], shared) for part in parts]
+        tasks = balance_load(members, self.costs, self.max_tasks)
+        calls = [(function, [(np.array(task),)], shared) for task in tasks]
         results = [result for (result,) in self.executor.map(run_on_batches, calls)]
-        return dict(_pair_results(parts, results))
+        return dict(_pair_results(tasks, results))
 
     def publish_(
         self, n: int, online: Bool[np.ndarray, " N"], max_abs: Float[np.ndarray, " N"]
@@ -170,7 +170,7 @@ class LocalEngine:
             peek: Returns the models of agents by their ids; by default, rows of the buffer.
 
         Returns:
-            The largest absolute values of each attacker's models, by its index in the group.
+            The largest absolute values of each attacker's models, by its position in the group.
         """
         attackers = np.flatnonzero(self.group.data.malicious)
         with forbid_writes(self.group, self.user_functions, "attack", "model", crafted=attackers):
@@ -188,13 +188,13 @@ class LocalEngine:
 
         Args:
             n: The round.
-            states: State of each group.
+            states: State of the agents of each batch.
             active: True for agents that aggregate.
             deadline: Not used, because no model is late.
             on_step: Receives "aggregate" after lines 1 to 6, and "mix" after line 7.
 
         Returns:
-            The new state and the decisions of each group; True for agents with a finite model.
+            The new state and the decisions of each batch; True for agents with a finite model.
         """
         return local_aggregation_(
             self,
@@ -208,15 +208,15 @@ class LocalEngine:
         )
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
-        """Return the received models of each group, which are in the buffer already.
+        """Return the received models of each batch, which are in the buffer already.
 
         Args:
             n: The round.
-            sampled: Sampled peers of each group's agents.
+            sampled: Sampled peers of each batch's agents.
             deadline: Not used, because no model is late.
 
         Returns:
-            The inbox of each group.
+            The inbox of each batch.
         """
         pairs = zip(self.batches, sampled, strict=True)
         return [self.receive(n, peers, members) for members, peers in pairs]
@@ -239,7 +239,7 @@ class LocalEngine:
         """Compute theta <- W theta for the group (Algorithm 2, line 7).
 
         Args:
-            decisions: Decisions of each group.
+            decisions: Decisions of each batch.
 
         Returns:
             False for benign agents whose model is not finite.
@@ -247,8 +247,8 @@ class LocalEngine:
         layout = self.group.layout
         self.mix_rows_(mixing_matrix(Decisions.concatenate(decisions), layout.own, layout.previous))
         is_finite = np.ones(len(self.costs), dtype=bool)
-        for k, size in self.map_agents(_max_abs, self._benign).items():
-            is_finite[k] = np.isfinite(size)
+        for k, largest in self.map_agents(_max_abs, self._benign).items():
+            is_finite[k] = np.isfinite(largest)
         return is_finite
 
     def mix_rows_(self, matrix: MixingMatrix) -> None:
@@ -338,8 +338,8 @@ def _craft_models_(
 
 
 def _max_abs(group: AgentGroup, members: Indices) -> list[float]:
-    sizes: list[float] = max_abs(group.models, group.layout.own[members].tolist()).tolist()
-    return sizes
+    values: list[float] = max_abs(group.models, group.layout.own[members].tolist()).tolist()
+    return values
 
 
 def _mix_columns_(
@@ -349,8 +349,8 @@ def _mix_columns_(
 
 
 def _pair_results(
-    parts: Sequence[Sequence[int]], results: Sequence[Sequence[T]]
+    tasks: Sequence[Sequence[int]], results: Sequence[Sequence[T]]
 ) -> Iterator[tuple[int, T]]:
-    """Yield each number of the parts with its result."""
-    for numbers, part_results in zip(parts, results, strict=True):
-        yield from zip(numbers, part_results, strict=True)
+    """Yield each number of the tasks with its result."""
+    for numbers, task_results in zip(tasks, results, strict=True):
+        yield from zip(numbers, task_results, strict=True)

@@ -1,7 +1,7 @@
 """Algorithm 1 (alg:FedCB2O), lines 2 to 5: the loop over rounds, and the interface of engines.
 
-An engine holds the agents in groups and transports their models: `exchange` for all agents, `peek`
-for attackers. An engine
+An engine computes the agents in batches and transports their models: `exchange` for all agents,
+`peek` for attackers. `federated` explains *group*, *batch* and *members*. An engine
 
 - checks all received models (`federated.admission`);
 - uses no knowledge that a receiver does not have;
@@ -25,11 +25,14 @@ from fedcb2o.rng import stream
 
 
 class WorkerLostError(RunError):
-    """A lost part of an engine; the run can continue from its last checkpoint."""
+    """A worker of an engine is lost; the run can continue from its last checkpoint."""
 
 
 OnPhase = Callable[[int, str], None]
-"""Callback (round, phase): "training", "crafting", "mixing" or "evaluating"."""
+"""Callback (round, phase): "training", "crafting", "mixing" or "evaluating".
+
+The phase "mixing" is the whole LocalAggregation: it begins before peers are sampled.
+"""
 
 
 @runtime_checkable
@@ -39,22 +42,22 @@ class Engine(AggregationEngine, Protocol):
     Attributes:
         spec: The run.
         adversary: The attackers.
-        groups: Ids of the agents that one function call computes together.
+        batches: Agents that one function call computes, as ids.
     """
 
     spec: RunSpec
     adversary: Adversary
-    groups: list[Int[np.ndarray, " _a"]]
+    batches: list[Int[np.ndarray, " _a"]]
 
     def publish_(
-        self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]
+        self, n: int, online: Bool[np.ndarray, " N"], max_abs: Float[np.ndarray, " N"]
     ) -> None:
         """Craft the attackers' models, and publish the models of all agents.
 
         Args:
             n: The round.
             online: True for agents that take part in the round.
-            sizes: Largest absolute value of each trained model; not finite for a broken one.
+            max_abs: Largest absolute value of each trained model; not finite for a broken one.
         """
         ...
 
@@ -70,13 +73,13 @@ class Engine(AggregationEngine, Protocol):
 
         Args:
             n: The round.
-            states: State of each group.
+            states: State of the agents of each batch.
             active: True for agents that aggregate.
             deadline: Seconds for downloads, or None.
             on_step: Receives "aggregate" after lines 1 to 6, and "mix" after line 7.
 
         Returns:
-            The new state and the decisions of each group; True for agents with a finite model.
+            The new state and the decisions of each batch; True for agents with a finite model.
         """
         ...
 
@@ -92,36 +95,36 @@ class Round:
     Attributes:
         n: The round, from 0.
         train_loss: Training loss of each agent.
-        group_decisions: Decisions of each group.
-        group_memories: State of each group after the round.
-        groups: Ids of the agents of each group.
+        batch_decisions: Decisions of each batch.
+        batch_states: State of each batch after the round.
+        batches: Agents of each batch, as ids.
         test_results: Test result of each benign agent, or None without an evaluation.
         seconds: Duration of each phase.
     """
 
     n: int
     train_loss: Float[np.ndarray, " N"]
-    group_decisions: Sequence[Decisions]
-    group_memories: Sequence[AgentState]
-    groups: Sequence[Int[np.ndarray, " _a"]]
+    batch_decisions: Sequence[Decisions]
+    batch_states: Sequence[AgentState]
+    batches: Sequence[Int[np.ndarray, " _a"]]
     test_results: dict[int, EvaluationResult] | None
     seconds: dict[str, float]
 
     @functools.cached_property
     def decisions(self) -> Decisions:
         """The decisions of all agents, in the order of their ids."""
-        return Decisions.concatenate(self.group_decisions)
+        return Decisions.concatenate(self.batch_decisions)
 
     @property
-    def memory(self) -> AgentState:
+    def state(self) -> AgentState:
         """The state of all agents, in the order of their ids."""
-        order = np.concatenate(self.groups).argsort()
-        return AgentState.concatenate(self.group_memories).take(order)
+        order = np.concatenate(self.batches).argsort()
+        return AgentState.concatenate(self.batch_states).take(order)
 
 
 def run_rounds(
     engine: Engine,
-    memory: AgentState,
+    state: AgentState,
     start: int,
     stop: int,
     is_evaluated: Callable[[int], bool],
@@ -135,7 +138,7 @@ def run_rounds(
 
     Args:
         engine: The engine; its models change in place.
-        memory: State of the engine's agents, in the order of their ids.
+        state: State of the engine's agents, in the order of their ids.
         start: First round.
         stop: Round after the last one.
         is_evaluated: Returns True for rounds whose models are evaluated.
@@ -149,10 +152,10 @@ def run_rounds(
         RunError: Without crafted models, a benign agent's training diverges, or its model is not
             finite after mixing.
     """
-    groups = engine.groups
-    agents = np.sort(np.concatenate(groups))
-    states = [memory.take(agents.searchsorted(group)) for group in groups]
-    del memory  # frees the tensors that no caller holds
+    batches = engine.batches
+    agents = np.sort(np.concatenate(batches))
+    states = [state.take(agents.searchsorted(batch)) for batch in batches]
+    del state  # frees the tensors that no caller holds
     for n in range(start, stop):
         timer = PhaseTimer()
         losses, is_active = train_and_publish_(engine, n, on_phase, timer)  # line 3: LocalUpdate
@@ -162,7 +165,7 @@ def run_rounds(
         )
         _check_mixed_models(engine.adversary, n, is_finite)
         results = evaluate_if_due(engine, n, is_evaluated, on_phase, timer)
-        yield Round(n, losses, decisions, states, groups, results, timer.seconds)
+        yield Round(n, losses, decisions, states, batches, results, timer.seconds)
 
 
 def train_and_publish_(
@@ -187,13 +190,13 @@ def train_and_publish_(
     num_agents = engine.spec.num_agents
     on_phase(n, "training")
     losses = np.full(num_agents, np.nan)
-    sizes = np.zeros(num_agents)
-    agents = np.concatenate(engine.groups)
-    group_losses, group_sizes = zip(*engine.map_groups(train_, n), strict=True)
-    losses[agents] = np.concatenate(group_losses)
-    sizes[agents] = np.concatenate(group_sizes)
+    max_abs = np.zeros(num_agents)
+    agents = np.concatenate(engine.batches)
+    batch_losses, batch_max_abs = zip(*engine.map_batches(train_, n), strict=True)
+    losses[agents] = np.concatenate(batch_losses)
+    max_abs[agents] = np.concatenate(batch_max_abs)
 
-    is_finite = np.isfinite(sizes)
+    is_finite = np.isfinite(max_abs)
     is_crafting = adversary.attack.is_crafting(n)
     is_sound = adversary.malicious | (is_finite & np.isfinite(losses))
     diverged = agents[~is_sound[agents]]
@@ -207,7 +210,7 @@ def train_and_publish_(
     online = stream(engine.spec.seed, "online", n).random(num_agents) < engine.spec.participation
     if is_crafting:
         on_phase(n, "crafting")
-    engine.publish_(n, online, sizes)
+    engine.publish_(n, online, max_abs)
     if is_crafting:
         timer.stop("craft")
     return losses, online & (is_finite | adversary.malicious)

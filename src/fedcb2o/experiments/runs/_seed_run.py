@@ -215,7 +215,7 @@ def _run_seed(prepared: PreparedSeed, folder: Path, backend: Backend, watch: Rou
                     folder,
                     done,
                     engine.persistent_models(),
-                    result.memory,
+                    result.state,
                     fingerprint,
                     log.checksums(REPRODUCIBLE_LOGS),
                 )

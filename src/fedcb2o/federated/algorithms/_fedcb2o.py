@@ -223,10 +223,10 @@ def evaluate_criterion(
     """
     # 1. The sub-level set.
     is_far, is_near = sublevel.distance_masks(inputs)
-    counted = sublevel.membership(inputs, own_model, is_far | is_near)
+    in_sublevel_set = sublevel.membership(inputs, own_model, is_far | is_near)
 
     # 2. G of the received models.
-    restricted = dataclasses.replace(inputs, in_sublevel_set=counted[..., :-1])
+    restricted = dataclasses.replace(inputs, in_sublevel_set=in_sublevel_set[..., :-1])
     values = validated_criterion(criterion, restricted)
     values = torch.where(is_near, values.clamp(min=NEAR_COPY_VALUE), values)
     values = values.masked_fill(is_far, torch.inf)
@@ -236,11 +236,11 @@ def evaluate_criterion(
     if own_model == "judged":
         own = validated_criterion(criterion, inputs.with_own_only())
     elif own_model == "trusted":
-        peers = counted[..., :-1]
+        peers = in_sublevel_set[..., :-1]
         trusted = values.masked_fill(~peers, torch.inf)
         best = torch.cat([trusted, torch.full_like(own, torch.inf)], -1).amin(-1, keepdim=True)
         own = torch.where(peers.any(-1, keepdim=True), best, own)
-    return CriterionValues(values, own, counted, is_average_loss)
+    return CriterionValues(values, own, in_sublevel_set, is_average_loss)
 
 
 def _median_point(inputs: CriterionInput, mu: Float[Tensor, " k"]) -> RuleOutput:

@@ -51,7 +51,7 @@ from fedcb2o.peer.wire._equivocation import JOURNAL_FILE, Ledger, SigningJournal
 from fedcb2o.peer.wire._protocol import Manifest
 from fedcb2o.peer.wire._server import Server
 from fedcb2o.peer.wire._transport import Transport, Zenoh
-from fedcb2o.records.checksums import read_checkpoint_header
+from fedcb2o.records._checksums import read_checkpoint_header
 from fedcb2o.simulation import checkpoint
 from fedcb2o.simulation.rounds import Round, run_rounds
 
@@ -270,9 +270,7 @@ class Node:
             rows = [model, *(tensor.unsqueeze(0) for tensor in codec.state().values())]
             rounds_done = result.n + 1
             fingerprint = self._fingerprint()
-            checkpoint.save(
-                self.out, rounds_done, rows, result.memory, fingerprint, log.checksums()
-            )
+            checkpoint.save(self.out, rounds_done, rows, result.state, fingerprint, log.checksums())
             self.rounds_done = rounds_done
             self.observer.on_round(record)
             self._report_equivocation(engine.client.ledger.equivocators)

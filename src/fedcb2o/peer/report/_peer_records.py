@@ -16,7 +16,7 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedcb2o.errors import RunError
-from fedcb2o.records.files import damaged_error, read_error
+from fedcb2o.records._files import damaged_error, read_error
 
 MAX_LINE_BYTES = 2**24  # of a line, a proof or agent.json; a node writes far less
 _MAX_INT = 2**63

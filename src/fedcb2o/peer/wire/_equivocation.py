@@ -42,7 +42,7 @@ from fedcb2o.peer.wire._protocol import (
     decode_manifest,
     verify_member_manifest,
 )
-from fedcb2o.records.files import fsync, write_error
+from fedcb2o.records._files import fsync, write_error
 
 _EXTRA_ROUNDS = 8  # manifests of each agent that are kept beyond the lag
 _MAX_PROOF_BYTES = 2**21  # two of the longest manifests, as text

@@ -20,7 +20,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from fedcb2o import renamed
-from fedcb2o.records.files import (
+from fedcb2o.records._files import (
     atomic_write,
     damaged_error,
     drop_none,

@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedcb2o.records.checksums import Checksum
-from fedcb2o.records.files import atomic_write, damaged_error, fsync, to_plain, write_error
+from fedcb2o.records._checksums import Checksum
+from fedcb2o.records._files import atomic_write, damaged_error, fsync, to_plain, write_error
 
 LOG_NAMES = ("metrics", "pairs", "timing")
 REPRODUCIBLE_LOGS = ("metrics", "pairs")
