@@ -17,7 +17,9 @@ def test_a_former_module_is_the_new_one(former):
         module = importlib.import_module(former)
     replacement = importlib.import_module(new)
     for name, new_name in names.items():
-        assert getattr(module, name) is getattr(replacement, new_name)
+        home, _, last = new_name.rpartition(".")
+        home_module = importlib.import_module(home) if home else replacement
+        assert getattr(module, name) is getattr(home_module, last)
     for name in getattr(replacement, "__all__", ()):
         assert getattr(module, name) is getattr(replacement, name)
 

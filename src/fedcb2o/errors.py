@@ -6,7 +6,7 @@ The command line prints their text in one line and exits with status 2.
     ├── ConfigError (ValueError)      settings
     ├── DataError (ValueError)        data sets
     └── RunError (RuntimeError)       runs
-        ├── records.files.DamagedError                  a file that fails its checksum
+        ├── records.DamagedError                        a file that fails its checksum
         ├── simulation.rounds.WorkerLostError           a lost part of an engine
         └── parallel.process_pool.WorkerProcessError    a worker process that died
 

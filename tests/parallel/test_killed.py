@@ -24,7 +24,7 @@ from pathlib import Path
 from torch import nn
 
 from fedcb2o.federated.criteria import average_loss
-from fedcb2o.records import files
+from fedcb2o.records import _files as files
 from fedcb2o.simulation import checkpoint, local_engine
 
 PLACE, VICTIM, NUMBER = os.environ.get("SABOTAGE", "nowhere parent 0").split()
