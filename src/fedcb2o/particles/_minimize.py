@@ -16,7 +16,6 @@ Example:
     (True, True)
 """
 
-import functools
 import itertools
 import math
 import time
@@ -161,13 +160,10 @@ def minimize(
             not below w_b / 2.
     """
     # 1. Check the settings.
-    for name, value in {"lambda1": lambda1, "dt": dt}.items():
-        settings.check_positive(f"`{name}`", value)
-    for name, value in {"radius": radius, "time_limit": time_limit}.items():
-        settings.check_positive(f"`{name}`", value, finite=False)
+    settings.check_positive({"lambda1": lambda1, "dt": dt})
+    settings.check_positive({"radius": radius, "time_limit": time_limit}, finite=False)
     not_negative = {"lambda2": lambda2, "sigma2": sigma2, "delta_q": delta_q, "xtol": xtol}
-    for name, value in not_negative.items():
-        settings.check_not_negative(f"`{name}`", value)
+    settings.check_positive(not_negative, or_zero=True)
     dim = _optional_count("`dim`", dim)
     runs = _optional_count("`runs`", runs)
     batch = _optional_count("`batch`", batch)
@@ -183,8 +179,9 @@ def minimize(
         }
     )
     settings.check_functions("`lower`", lower)
-    settings.reject_point("`upper`", upper)
-    settings.check_functions("`upper`", upper, or_none=True)
+    settings.check_functions(
+        "`upper`", upper, or_none=True, hint="; a point to start about is `x0`, by name"
+    )
     settings.check_functions("`gradient`", gradient, or_none=True)
     if callback is not None:
         settings.check_function("`callback`", callback)
@@ -225,9 +222,15 @@ def minimize(
     start = theta[:, :num_benign].aminmax(dim=1)
     system = System(theta, clusters, groups, seeds, flat=shape.single_run, bounds=walls)
 
-    params_at = functools.partial(
-        _consensus_params, alpha, beta, delta_q, radius, quantile == "averaged"
-    )
+    def params_at(n: int) -> ConsensusParams:
+        return ConsensusParams(
+            settings.schedule_value("alpha", alpha, n),
+            settings.schedule_value("beta", beta, n),
+            delta_q,
+            radius,
+            averaged=quantile == "averaged",
+        )
+
     params = params_at(0)
     sigma1_at_start = settings.schedule_value("sigma1", sigma1, 0)
     notes = _theory_notes(system, params, sigma1_at_start, lambda1, noise, batch)
@@ -242,7 +245,8 @@ def minimize(
             params = params_at(n)
         is_late = time.monotonic() - started > time_limit
         is_recorded = is_late or n == maxiter or n % record_every == 0
-        evaluation = yield from system.evaluate(params, batch, check_writes=is_recorded)
+        system.check_writes = is_recorded
+        evaluation = yield from system.evaluate(params, batch)
 
         # 3a. Look for a reason to stop all runs.
         reason = ""
@@ -251,7 +255,7 @@ def minimize(
         elif is_late:
             reason = f"the time limit of {time_limit:g} s passed"
         if callback is not None and callback_requests_stop(
-            callback, shape, system, evaluation, n, dt, is_recorded
+            callback, shape, system, evaluation, n, dt
         ):
             is_recorded = True
             reason = "the callback stopped the run"
@@ -273,7 +277,7 @@ def minimize(
             agreed = (distance <= xtol).all(1).cpu()
             ending = torch.ones_like(agreed) if reason else agreed
             if ending.any():
-                ends.append(finish_runs(system, whole.m, distance, n, agreed, ending, reason))
+                ends.append(finish_runs(system, whole.m, distance, n, agreed, ending))
                 if ending.all():
                     break
                 kept = (~ending).nonzero().squeeze(1)
@@ -292,7 +296,6 @@ def minimize(
             dt=dt,
             noise=noise,
             batch_only=update == "batch",
-            check_writes=is_recorded,
         )
 
     seconds = time.monotonic() - started
@@ -307,6 +310,7 @@ def minimize(
         delta_q=delta_q,
         dt=dt,
         xtol=xtol,
+        reason=reason,
         notes=notes,
         seconds=seconds,
     )
@@ -314,20 +318,9 @@ def minimize(
 
 
 def _optional_count(name: str, value: Any) -> int | None:
-    return None if value is None else settings.check_count(name, value)
-
-
-def _consensus_params(
-    alpha: Schedule, beta: Schedule, delta_q: float, radius: float, averaged: bool, n: int
-) -> ConsensusParams:
-    """Return the parameters of the consensus point at step n."""
-    return ConsensusParams(
-        settings.schedule_value("alpha", alpha, n),
-        settings.schedule_value("beta", beta, n),
-        delta_q,
-        radius,
-        averaged=averaged,
-    )
+    if value is None:
+        return None
+    return settings.check_count(name, value)
 
 
 def _keep_freed_memory() -> None:

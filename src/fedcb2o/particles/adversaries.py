@@ -208,7 +208,7 @@ def oscillating(
     Raises:
         ConfigError: `between` does not hold two points, or `period` is not above 0.
     """
-    settings.check_positive("`period`", period)
+    settings.check_positive({"period": period})
     if not isinstance(between, Sequence | np.ndarray | Tensor) or len(between) != 2:
         raise ConfigError("an adversary's `between` must be two points")
 

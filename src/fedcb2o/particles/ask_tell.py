@@ -52,15 +52,7 @@ class EvaluationRequest:
         Returns:
             The values of the objectives.
         """
-        return evaluate_objectives(
-            self.theta,
-            self.lower,
-            self.upper,
-            flat=self.flat,
-            gradient=self.gradient,
-            radius=self.radius,
-            check_writes=self.check_writes,
-        )
+        return evaluate_objectives(**vars(self))
 
 
 EvaluationSteps = Generator[EvaluationRequest, Values, _T]

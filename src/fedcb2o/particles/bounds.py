@@ -22,6 +22,7 @@ from torch import Tensor
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles.objectives import Objective
+from fedcb2o.particles.settings import check_positive
 
 Number = float | int
 
@@ -424,27 +425,6 @@ def distance(theta: Tensor, target: Tensor) -> Tensor:
         Distances [...].
     """
     return (theta.double() - target.double()).square().sum(-1).sqrt()
-
-
-def check_positive(
-    values: Mapping[str, Number], *, finite: bool = True, or_zero: bool = False
-) -> None:
-    """Refuse numbers that are not above 0.
-
-    Args:
-        values: Numbers by name.
-        finite: Whether to refuse infinity.
-        or_zero: Whether to accept 0.
-
-    Raises:
-        ConfigError: A number is out of range.
-    """
-    for name, value in values.items():
-        is_in_range = value > 0 or (or_zero and value == 0)
-        if not is_in_range or (finite and value == math.inf):
-            bound = "at least 0" if or_zero else "above 0"
-            suffix = " and finite" if finite else ""
-            raise ConfigError(f"`{name}` must be {bound}{suffix}, got {value}")
 
 
 def check_share(w_m: Number, name: str = "w_m") -> None:

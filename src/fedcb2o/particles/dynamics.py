@@ -132,21 +132,14 @@ def evaluate_objectives(
     up = None
     if upper is not None:
         up = _evaluate_objective("upper", upper, points, copy)
-
-    if flat:
-        low = low.unsqueeze(0)
-        if up is not None:
-            up = up.unsqueeze(0)
-        if slope is not None:
-            slope = slope.unsqueeze(0)
     return to_values(theta, low, up, slope, radius=radius)
 
 
 def to_values(
     theta: Float[Tensor, "r n d"],
-    low: Float[Tensor, "r n"],
-    up: Float[Tensor, "r n"] | None,
-    slope: Float[Tensor, "r n d"] | None = None,
+    low: Float[Tensor, "..."],
+    up: Float[Tensor, "..."] | None,
+    slope: Float[Tensor, "..."] | None,
     *,
     radius: float = math.inf,
 ) -> Values:
@@ -154,14 +147,19 @@ def to_values(
 
     Args:
         theta: Particles.
-        low: L of each particle.
+        low: L of each particle, [r, n] or, with one run, [n].
         up: G of each particle, or None.
-        slope: Gradient of L, or None.
+        slope: Gradient of L, [r, n, d] or [n, d], or None.
         radius: R of the ball B_R(0).
 
     Returns:
         The values.
     """
+    low = low.reshape(theta.shape[:-1])
+    if up is not None:
+        up = up.reshape(low.shape)
+    if slope is not None:
+        slope = slope.reshape(theta.shape)
     in_ball = None
     if radius != math.inf:
         in_ball = theta.square().sum(-1) <= radius * radius

@@ -192,44 +192,9 @@ class OutputShape:
         return values
 
 
-@dataclasses.dataclass(frozen=True)
-class FinishedRuns:
-    """The runs that ended at step `n`, as they were then.
-
-    Attributes:
-        runs: Indices of the runs.
-        m: Consensus points.
-        spread: Distances of the particles from them.
-        theta: Benign particles.
-        theta_m: Malicious particles.
-        num_evaluated: Evaluated particles.
-        excluded: Excluded particles.
-        converged: Whether a run reached a consensus.
-        n: Step.
-        reason: Reason of the stop for runs without a consensus.
-    """
-
-    runs: Tensor
-    m: Tensor
-    spread: Tensor
-    theta: Tensor
-    theta_m: Tensor
-    num_evaluated: Tensor
-    excluded: Tensor
-    converged: Tensor
-    n: int
-    reason: str
-
-
 def finish_runs(
-    system: System,
-    m: Tensor,
-    spread: Tensor,
-    n: int,
-    agreed: Tensor,
-    ending: Tensor,
-    reason: str,
-) -> FinishedRuns:
+    system: System, m: Tensor, spread: Tensor, n: int, agreed: Tensor, ending: Tensor
+) -> dict[str, Tensor]:
     """Record the runs that end at a step.
 
     Args:
@@ -239,24 +204,26 @@ def finish_runs(
         n: Step.
         agreed: Whether a run reached a consensus.
         ending: Whether a run ends.
-        reason: Reason of the stop for the others.
 
     Returns:
-        The ending runs.
+        Fields of the result for the ending runs, and the indices `runs`.
     """
-    tensors = (m, spread, system.benign, system.malicious)
+    tensors = {"x": m, "spread": spread, "theta": system.benign, "theta_m": system.malicious}
     if not ending.all():
-        tensors = tuple(  # type: ignore[assignment]
-            tensor[ending.to(tensor.device)] for tensor in tensors
-        )
-    excluded = system.excluded[ending]
-    num_evaluated = torch.full_like(excluded, system.num_evaluated)
+        tensors = {name: tensor[ending.to(m.device)] for name, tensor in tensors.items()}
     runs = system.runs[ending]
-    return FinishedRuns(runs, *tensors, num_evaluated, excluded, agreed[ending], n=n, reason=reason)
+    return {
+        **tensors,
+        "runs": runs,
+        "success": agreed[ending],
+        "nit": torch.full_like(runs, n),
+        "nfev": torch.full_like(runs, system.num_evaluated),
+        "excluded": system.excluded[ending],
+    }
 
 
 def build_result(
-    ends: list[FinishedRuns],
+    ends: list[dict[str, Tensor]],
     records: list[tuple[int, Tensor, Tensor, Tensor]],
     shape: OutputShape,
     clusters: list[Cluster],
@@ -267,13 +234,14 @@ def build_result(
     delta_q: float,
     dt: float,
     xtol: float,
+    reason: str,
     notes: tuple[str, ...],
     seconds: float,
 ) -> EvaluationSteps[Result]:
     """Combine the ended runs in their original order.
 
     Args:
-        ends: Ended runs.
+        ends: Fields of the ended runs, as `finish_runs` returns them.
         records: Step, runs, consensus points and spreads of each record.
         shape: Shape for the user.
         clusters: The clusters.
@@ -283,72 +251,70 @@ def build_result(
         delta_q: Tolerance for L (eq:Q_beta).
         dt: Step of time.
         xtol: Largest spread of a consensus.
+        reason: Reason of the stop for runs without a consensus.
         notes: Remarks of the theory.
         seconds: Wall time.
 
     Returns:
         A generator of requests whose result is that of `minimize`.
     """
-    order = torch.cat([end.runs for end in ends]).argsort()
-
-    def gather(parts: list[Tensor]) -> Tensor:
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts)[order.to(parts[0].device)]
+    final = ends[0]
+    if len(ends) > 1:
+        order = torch.cat([end["runs"] for end in ends]).argsort()
+        final = {
+            name: torch.cat([end[name] for end in ends])[order.to(tensor.device)]
+            for name, tensor in final.items()
+        }
 
     # 1. Evaluate the objectives at x.
-    x = gather([end.m for end in ends])
+    x = final["x"]
     at_x = []
     for k, cluster in enumerate(clusters):
         points = x[:, k : k + 1]
         at_x.append(
             (yield EvaluationRequest(points, cluster.lower, cluster.upper, shape.single_run))
         )
-    lower = torch.cat([values.lower for values in at_x], 1)
     uppers = [values.upper for values in at_x if values.upper is not None]
-    upper = torch.cat(uppers, 1) if uppers else None
+    upper = shape.squeeze(torch.cat(uppers, 1)) if uppers else None
 
     # 2. Decide which runs succeeded.
-    success = gather([end.converged for end in ends])
-    messages = []
-    for end in ends:
-        for converged in end.converged.tolist():
-            messages.append(_CONSENSUS_MESSAGE.format(xtol) if converged else end.reason)
-    messages = [messages[k] for k in order.tolist()]
-    if success.any():
+    agreed = final["success"]
+    success = agreed
+    if agreed.any():
         at_boundary = yield from is_boundary_consensus(
             x, at_x, start, clusters, walls=walls, delta_q=delta_q, flat=shape.single_run
         )
-        stuck = success & at_boundary.any(1).cpu()
-        messages = [
-            _BOUNDARY_MESSAGE if is_stuck else message
-            for message, is_stuck in zip(messages, stuck.tolist(), strict=True)
-        ]
-        success = success & ~stuck
+        success = agreed & ~at_boundary.any(1).cpu()
+    messages = []
+    for run, succeeded in enumerate(success.tolist()):
+        message = reason
+        if succeeded:
+            message = _CONSENSUS_MESSAGE.format(xtol)
+        elif agreed[run]:
+            message = _BOUNDARY_MESSAGE
+        messages.append(message)
 
     # 3. Assemble the history.
-    nit = torch.cat([torch.full_like(end.runs, end.n) for end in ends])[order]
     steps = torch.tensor([n for n, *_ in records])
     path = x.new_full((len(records), *x.shape), torch.nan)
     spreads = path[..., 0].clone()
     for row, (_, runs, m, spread) in enumerate(records):
-        recorded = runs.to(x.device) if len(runs) < len(seeds) else slice(None)
+        recorded: Any = slice(None)
+        if len(runs) < len(seeds):
+            recorded = runs.to(x.device)
         path[row, recorded] = m
         spreads[row, recorded] = spread
     history = History(steps, steps * dt, shape.squeeze(path, 1, 2), shape.squeeze(spreads, 1, 2))
 
+    per_run = ("nit", "nfev", "excluded", "theta", "theta_m")
     return Result(
         x=shape.squeeze(x),
-        lower=shape.squeeze(lower),
-        upper=None if upper is None else shape.squeeze(upper),
+        lower=shape.squeeze(torch.cat([values.lower for values in at_x], 1)),
+        upper=upper,
         success=shape.squeeze_runs(success),
         message=messages[0] if shape.single_run else messages,
-        nit=shape.squeeze_runs(nit),
-        nfev=shape.squeeze_runs(gather([end.num_evaluated for end in ends])),
-        excluded=shape.squeeze_runs(gather([end.excluded for end in ends])),
-        spread=shape.squeeze(gather([end.spread for end in ends])),
-        theta=shape.squeeze_runs(gather([end.theta for end in ends])),
-        theta_m=shape.squeeze_runs(gather([end.theta_m for end in ends])),
+        spread=shape.squeeze(final["spread"]),
+        **{name: shape.squeeze_runs(final[name]) for name in per_run},
         history=history,
         notes=notes,
         seed=seeds[0] if shape.single_run else seeds,

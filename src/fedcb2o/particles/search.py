@@ -103,23 +103,18 @@ class Search:
         """
         request = self._pending_request()
         points = request.user_points
-        shape = points.shape[:-1]
-        low = _check_values("lower", lower, points, shape)
-        upper_shape = shape if request.upper is not None else None
-        up = _check_values("upper", upper, points, upper_shape)
-        gradient_shape = points.shape if request.gradient else None
-        slope = _check_values("gradient", gradient, points, gradient_shape)
-        if request.flat:
-            low, up, slope = (
-                None if values is None else values.unsqueeze(0) for values in (low, up, slope)
-            )
-        values = to_values(
-            request.theta,
-            low,  # type: ignore[arg-type]
-            up,
-            slope,
-            radius=request.radius,
-        )
+        low = _check_values("lower", lower, points[..., 0])
+        up = None
+        slope = None
+        if request.upper is not None:
+            up = _check_values("upper", upper, points[..., 0])
+        elif upper is not None:
+            raise ConfigError("`upper` was not requested: a search with G is Search(upper=True)")
+        if request.gradient:
+            slope = _check_values("gradient", gradient, points)
+        elif gradient is not None:
+            raise ConfigError("`gradient` was not requested: `lambda2` and `sigma2` are 0")
+        values = to_values(request.theta, low, up, slope, radius=request.radius)
 
         self._request = None
         try:
@@ -136,30 +131,26 @@ class Search:
         raise RunError("this search has failed")
 
 
-def _check_values(
-    name: str, values: Any, points: Tensor, shape: torch.Size | None
-) -> Tensor | None:
-    """Convert values to a tensor; None where they were not requested."""
-    if shape is None:
-        if values is not None:
-            raise ConfigError(
-                f"`{name}` was not requested: a search with G is Search(..., upper=True)"
-            )
-        return None
+def _check_values(name: str, values: Any, like: Tensor) -> Tensor:
+    """Convert values to a floating-point tensor of the shape and device of `like`."""
     if values is None:
-        raise ConfigError(f"`{name}` must be given, in the shape {[*shape]}")
-
-    dtype = None if isinstance(values, Tensor | np.ndarray) else points.dtype
+        raise ConfigError(f"`{name}` must be given, in the shape {[*like.shape]}")
     try:
-        tensor = torch.as_tensor(values, dtype=dtype, device=points.device)
+        if not isinstance(values, Tensor | np.ndarray):
+            values = torch.tensor(values, dtype=like.dtype)
+        tensor = torch.as_tensor(values, device=like.device)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"`{name}` must be numbers, of the shape {[*shape]}: {error}") from error
-    if tensor.shape != shape:
         raise ConfigError(
-            f"`{name}` must have the shape {[*shape]} of the requested points,"
+            f"`{name}` must be numbers, of the shape {[*like.shape]}: {error}"
+        ) from error
+    if tensor.shape != like.shape:
+        raise ConfigError(
+            f"`{name}` must have the shape {[*like.shape]} of the requested points,"
             f" got {[*tensor.shape]}"
         )
-    return tensor if tensor.is_floating_point() else tensor.to(points.dtype)
+    if not tensor.is_floating_point():
+        return tensor.to(like.dtype)
+    return tensor
 
 
 def _unavailable_objective(x: Tensor) -> Tensor:

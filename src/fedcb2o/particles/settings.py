@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-import numpy as np
 import torch
 
 from fedcb2o import consensus
@@ -68,33 +67,25 @@ def check_count(name: str, value: Any, least: int | None = 1) -> int:
     return int(value)
 
 
-def check_positive(name: str, value: Any, *, finite: bool = True) -> None:
-    """Refuse a setting that is not a number above 0.
+def check_positive(
+    values: Mapping[str, Any], *, finite: bool = True, or_zero: bool = False
+) -> None:
+    """Refuse settings that are not numbers above 0.
 
     Args:
-        name: Name in messages.
-        value: Value of the setting.
+        values: Values by name.
         finite: Whether to refuse infinity.
+        or_zero: Whether to accept 0.
 
     Raises:
-        ConfigError: The value is not a number above 0.
+        ConfigError: A value is not a number, or out of range.
     """
-    if not (0 < check_number(name, value) < torch.inf or (value == torch.inf and not finite)):
-        raise ConfigError(f"{name} must be above 0{' and finite' * finite}, got {value}")
-
-
-def check_not_negative(name: str, value: Any) -> None:
-    """Refuse a setting that is not a finite number of at least 0.
-
-    Args:
-        name: Name in messages.
-        value: Value of the setting.
-
-    Raises:
-        ConfigError: The value is not a finite number of at least 0.
-    """
-    if not 0 <= check_number(name, value) < torch.inf:
-        raise ConfigError(f"{name} must be at least 0 and finite, got {value}")
+    for name, value in values.items():
+        number = check_number(f"`{name}`", value)
+        is_in_range = number > 0 or (or_zero and number == 0)
+        if not is_in_range or (finite and number == torch.inf):
+            bound = "at least 0" if or_zero else "above 0"
+            raise ConfigError(f"`{name}` must be {bound}{' and finite' * finite}, got {value}")
 
 
 def check_choices(choices: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
@@ -139,34 +130,14 @@ def schedule_value(name: str, value: Schedule, n: int) -> float:
     return value
 
 
-def reject_point(name: str, value: Any) -> None:
-    """Refuse a point in place of a function.
-
-    Args:
-        name: Name in messages.
-        value: Value of the setting.
-
-    Raises:
-        ConfigError: The value consists of numbers.
-    """
-    try:
-        is_numeric = np.asarray(value).dtype.kind in "iuf"
-    except (TypeError, ValueError, RuntimeError):
-        is_numeric = False
-    if is_numeric:
-        raise ConfigError(
-            f"{name} is G, a function, and got a point: a point to start about is `x0`, as in"
-            " minimize(lower, x0=[0.0, 0.0], spread=3.0)"
-        )
-
-
-def check_functions(name: str, value: Any, *, or_none: bool = False) -> None:
+def check_functions(name: str, value: Any, *, or_none: bool = False, hint: str = "") -> None:
     """Refuse a setting that is not a function or a sequence of functions.
 
     Args:
         name: Name in messages.
         value: Value of the setting.
         or_none: Whether None is valid in place of a function.
+        hint: Cure in messages.
 
     Raises:
         ConfigError: An item is not a function.
@@ -176,7 +147,7 @@ def check_functions(name: str, value: Any, *, or_none: bool = False) -> None:
         if not (callable(item) or (or_none and item is None)):
             raise ConfigError(
                 f"{name} must be a function, or a list with one for each cluster,"
-                f" got {_short_repr(item)}"
+                f" got {_short_repr(item)}{hint}"
             )
 
 

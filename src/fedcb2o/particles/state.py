@@ -46,7 +46,6 @@ def callback_requests_stop(
     evaluation: Evaluation,
     n: int,
     dt: float,
-    check_writes: bool,
 ) -> bool:
     """Call a callback with the state before step n.
 
@@ -57,7 +56,6 @@ def callback_requests_stop(
         evaluation: Their values.
         n: Step.
         dt: Step of time.
-        check_writes: Whether to notice writes by way of NumPy.
 
     Returns:
         Whether all runs shall stop.
@@ -89,7 +87,7 @@ def callback_requests_stop(
         upper=upper,
         runs=system.runs,
     )
-    with system.forbid_writes("the callback", callback, evaluation.m, check_writes):
+    with system.forbid_writes("the callback", callback, evaluation.m):
         try:
             answer = callback(state)
         except StopIteration:

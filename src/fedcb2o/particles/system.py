@@ -98,6 +98,7 @@ class System:
         mass: Share of each particle in the measure; None for equal shares.
         num_evaluated: Evaluated particles of each run, counted once per cluster.
         excluded: Number of excluded particles of each run.
+        check_writes: Whether to notice writes of user functions by way of NumPy too.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class System:
         self.mass = _mass(theta, self.num_benign, adversaries)
         self.num_evaluated = 0
         self.excluded = torch.zeros(len(seeds), dtype=torch.long)
+        self.check_writes = True
         self._flat = flat
         self._bounds = bounds
         self._normals: dict[str, Normals] = {}
@@ -160,7 +162,7 @@ class System:
         return float(self.mass[self.num_benign :].sum())
 
     def evaluate(
-        self, params: ConsensusParams, batch: int | None = None, check_writes: bool = False
+        self, params: ConsensusParams, batch: int | None = None
     ) -> EvaluationSteps[Evaluation]:
         """Evaluate all particles or the next batch, and find the consensus points.
 
@@ -171,7 +173,6 @@ class System:
         Args:
             params: Parameters of the consensus points.
             batch: Size M of a batch; None for all particles.
-            check_writes: Whether to notice writes by way of NumPy.
 
         Returns:
             A generator of requests whose result is the evaluation.
@@ -189,7 +190,7 @@ class System:
         evaluated = self.theta if covers_all else counted
         all_values = []
         for cluster in self.clusters:
-            request = self._request(evaluated, cluster, params, cluster.gradient, check_writes)
+            request = self._request(evaluated, cluster, params, cluster.gradient)
             all_values.append((yield request))
         self.num_evaluated += self.evaluation_cost(batch)
 
@@ -248,7 +249,6 @@ class System:
         dt: float,
         noise: str,
         batch_only: bool = False,
-        check_writes: bool = False,
     ) -> None:
         """Take an Euler-Maruyama step of all particles (eq:fedcb2o_dynamics, eq:dyn_macro).
 
@@ -265,10 +265,9 @@ class System:
             dt: Step of time.
             noise: "isotropic" or "anisotropic".
             batch_only: Whether only the particles of the batch move.
-            check_writes: Whether to notice writes by way of NumPy.
         """
         moves = [
-            self._move(n, evaluation, params, adversary, rows, dt, check_writes)
+            self._move(n, evaluation, params, adversary, rows, dt)
             for adversary, rows in self.adversaries
         ]
         before = self.benign.clone() if batch_only and evaluation.batch is not None else None
@@ -311,22 +310,19 @@ class System:
             self.theta[:, rows] = moved
 
     @contextlib.contextmanager
-    def forbid_writes(
-        self, name: str, function: Callable[..., Any], m: Tensor, check_writes: bool
-    ) -> Iterator[None]:
+    def forbid_writes(self, name: str, function: Callable[..., Any], m: Tensor) -> Iterator[None]:
         """Refuse writes into particles or consensus points inside a `with` block.
 
         Args:
             name: Role of the function in messages.
             function: The user's function that the block calls.
             m: Consensus points.
-            check_writes: Whether to notice writes by way of NumPy.
 
         Raises:
             ConfigError: The function wrote into a tensor.
         """
         guarded = ((self.theta, "particles"), (m, "consensus points"))
-        before = [(write_count(x), x.clone() if check_writes else None) for x, _ in guarded]
+        before = [(write_count(x), x.clone() if self.check_writes else None) for x, _ in guarded]
         yield
         for (x, kind), (count, copy) in zip(guarded, before, strict=True):
             require_unwritten(name, function, x, count, copy, kind)
@@ -367,7 +363,6 @@ class System:
         cluster: Cluster,
         params: ConsensusParams,
         gradient: Objective | bool = False,
-        check_writes: bool = False,
     ) -> EvaluationRequest:
         return EvaluationRequest(
             theta,
@@ -376,7 +371,7 @@ class System:
             self._flat,
             gradient,
             params.radius,
-            check_writes,
+            self.check_writes,
         )
 
     def _split_clusters(self) -> None:
@@ -413,7 +408,6 @@ class System:
         adversary: Adversary,
         rows: slice,
         dt: float,
-        check_writes: bool,
     ) -> Tensor:
         """Return an adversary's particles after the step (eq:dyn_macro_m)."""
         theta_m = self.theta[:, rows]
@@ -431,7 +425,7 @@ class System:
 
         # 1. Call the user's function and check its result.
         name = "an adversary's `move`"
-        with self.forbid_writes(name, adversary.move, evaluation.m, check_writes):
+        with self.forbid_writes(name, adversary.move, evaluation.m):
             pair = adversary.move(view)
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ConfigError(
@@ -515,25 +509,19 @@ def _rows_or_all(normals: Tensor | None, rows: slice | None) -> Tensor | None:
 
 
 def _concatenate(first: Values, second: Values) -> Values:
-    """Concatenate the values of two ensembles, [runs, c, n].
+    """Concatenate the values of two ensembles, [runs, 1, n] and [runs, c, n_m]."""
 
-    The first ensemble is the same for all c.
-    """
-
-    def join(left: Tensor | None, right: Tensor | None, default: bool) -> Tensor | None:
-        if left is None and right is None:
+    def join(left: Tensor | None, right: Tensor | None) -> Any:
+        if left is None or right is None:
             return None
-        if left is None:
-            left = torch.full_like(first.lower, default, dtype=torch.bool)
-        if right is None:
-            right = torch.full_like(second.lower, default, dtype=torch.bool)
         return torch.cat([left.expand(-1, right.shape[1], -1), right], -1)
 
-    lower = torch.cat([first.lower.expand(-1, second.lower.shape[1], -1), second.lower], -1)
-    upper = join(first.upper, second.upper, False)
-    in_ball = join(first.in_ball, second.in_ball, True)
-    excluded = join(first.excluded, second.excluded, False)
-    return Values(lower, upper, None, in_ball, excluded)
+    lower = join(first.lower, second.lower)
+    excluded = None
+    if first.excluded is not None or second.excluded is not None:
+        excluded = lower.isinf()
+    upper = join(first.upper, second.upper)
+    return Values(lower, upper, None, join(first.in_ball, second.in_ball), excluded)
 
 
 def _gather_rows(values: Tensor, rows: Tensor) -> Tensor:
@@ -555,11 +543,12 @@ def _mass(theta: Tensor, num_benign: int, adversaries: Sequence[Adversary]) -> T
     if fixed >= 1:
         raise ConfigError(f"the adversaries' `mass` must add up to less than 1, got {fixed:g}")
     counts = (adversary.num_particles for adversary in adversaries if adversary.mass is None)
-    num_equal = num_benign + sum(counts)
-    shares = [torch.full((num_benign,), (1 - fixed) / num_equal, dtype=torch.float64)]
+    equal_share = (1 - fixed) / (num_benign + sum(counts))
+    mass = theta.new_full(theta.shape[1:2], equal_share, dtype=torch.float64)
+    start = num_benign
     for adversary in adversaries:
-        share = (1 - fixed) / num_equal
+        stop = start + adversary.num_particles
         if adversary.mass is not None:
-            share = adversary.mass / adversary.num_particles
-        shares.append(torch.full((adversary.num_particles,), share, dtype=torch.float64))
-    return torch.cat(shares).to(theta.device)
+            mass[start:stop] = adversary.mass / adversary.num_particles
+        start = stop
+    return mass

@@ -23,7 +23,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles.bounds import Constants, Number, check_positive, check_share
+from fedcb2o.particles.bounds import Constants, Number, check_share
+from fedcb2o.particles.settings import check_positive
 
 
 def V(theta: Float[Tensor, "*a n d"], target: Float[Tensor, " d"]) -> Float[Tensor, "*a"]:
