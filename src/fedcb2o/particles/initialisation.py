@@ -7,7 +7,7 @@ Example:
 
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -149,7 +149,11 @@ def build_clusters(
     Raises:
         ConfigError: The numbers of objectives or particles do not fit together.
     """
-    lowers = [lower] if callable(lower) else list(lower)
+    lowers: list[Objective] = []
+    if callable(lower):
+        lowers.append(lower)
+    else:
+        lowers += lower
     k = len(lowers)
     if not k:
         raise ConfigError("`lower` must be an objective, or one for each cluster, got none")
@@ -216,26 +220,21 @@ def build_box(
             "`initial` says where particles start, and so do `x0` and `spread`: give the one or"
             " the other"
         )
-    middle = None if x0 is None else _point("`x0`", x0, dim)
-
     # 1. Read d from `x0` or `initial`.
-    source = initial if middle is None else middle
-    if isinstance(source, Tensor):
-        source_dim = source.shape[-1]
-        if dim not in (None, source_dim):
-            text = f"`initial` has points of {source_dim}"
-            if source is middle:
-                text = f"`x0` has {source_dim}"
-            raise ConfigError(f"{text} coordinates, `dim` is {dim}")
-        dim = source_dim
+    middle = None
+    if x0 is not None:
+        middle = _point("`x0`", x0, dim)
+    for name, source in (("`x0` has", middle), ("`initial` has points of", initial)):
+        if isinstance(source, Tensor):
+            if dim not in (None, source.shape[-1]):
+                raise ConfigError(f"{name} {source.shape[-1]} coordinates, `dim` is {dim}")
+            dim = source.shape[-1]
 
     # 2. Find the half width of the box.
     low, high = _bounds_of_coordinates(bounds, dim)
     closed = (high - low).isfinite()
-    half = (high - low) / 2
-    if spread is None:
-        far = torch.where(closed, half, _DEFAULT_SPREAD)
-    else:
+    far = torch.where(closed, (high - low) / 2, _DEFAULT_SPREAD)
+    if spread is not None:
         far = _point("`spread`", spread, len(low))
     if len(far) != len(low) or not ((far > 0) & far.isfinite()).all():
         raise ConfigError(
@@ -246,14 +245,16 @@ def build_box(
     # 3. Find its middle.
     if middle is None:
         open_middle = torch.zeros_like(low).clamp(low + far, high - far)
-        middle = torch.where(closed, low + half, open_middle)
+        middle = torch.where(closed, low + (high - low) / 2, open_middle)
         if spread is None:  # the sides are then the bounds to the bit
             far = far.masked_fill(closed, torch.inf)
     if not ((low <= middle) & (middle <= high)).all():
         raise ConfigError(f"`x0` = {middle.tolist()} is not within the `bounds`")
 
     box = (torch.maximum(low, middle - far), torch.minimum(high, middle + far))
-    return (None if bounds is None else (low, high)), box
+    if bounds is None:
+        return None, box
+    return (low, high), box
 
 
 def _bounds_of_coordinates(bounds: Any, dim: int | None) -> _Box:
@@ -287,16 +288,12 @@ def _bounds_of_coordinates(bounds: Any, dim: int | None) -> _Box:
 
 def _replace_none(bounds: Any) -> Any:
     """Return bounds with infinity in place of None."""
-    if not isinstance(bounds, Sequence) or isinstance(bounds, str | bytes):
+    if not isinstance(bounds, Sequence):
         return bounds
-    if len(bounds) == 2 and (bounds[0] is None or bounds[1] is None):
-        low, high = bounds
-        if low is None:
-            low = -np.inf
-        if high is None:
-            high = np.inf
-        return [low, high]
-    return [_replace_none(item) for item in bounds]
+    pairs: Any = np.array(bounds, dtype=object)
+    if pairs.shape[-1:] != (2,):
+        return bounds
+    return np.where(pairs == np.array(None), (-np.inf, np.inf), pairs).tolist()
 
 
 def _point(name: str, value: Any, dim: int | None) -> Tensor:
@@ -309,7 +306,9 @@ def _point(name: str, value: Any, dim: int | None) -> Tensor:
         )
     if not point.isfinite().all():
         raise ConfigError(f"{name} must be a point [d] of finite numbers, got {point.tolist()}")
-    return point if point.ndim else point.expand(dim or 1)
+    if not point.ndim:
+        return point.expand(dim or 1)
+    return point
 
 
 def draw_ensembles(
@@ -341,26 +340,21 @@ def draw_ensembles(
     num_malicious = sum(adversary.num_particles for adversary in adversaries)
     settings.check_memory(len(seeds), num_benign + num_malicious, dim)
 
-    def uniform(generator: np.random.Generator, n: int, d: int) -> Any:
-        return generator.uniform(low.numpy(), high.numpy(), (n, d))
-
-    sampler: Callable[..., Any] = initial if callable(initial) else uniform
-
     def draw(purpose: str, n: int) -> Tensor:
-        points = [
-            _array(
-                "the result of the sampler `initial`",
-                sampler(stream(seed, "particles", purpose), n, dim),
-            )
-            for seed in seeds
-        ]
-        for ensemble in points:
-            if ensemble.shape != (n, dim):
+        ensembles = []
+        for seed in seeds:
+            generator = stream(seed, "particles", purpose)
+            if callable(initial):
+                points = initial(generator, n, dim)
+            else:
+                points = generator.uniform(low.numpy(), high.numpy(), (n, dim))
+            ensembles.append(_array("the result of the sampler `initial`", points))
+            if ensembles[-1].shape != (n, dim):
                 raise ConfigError(
                     f"the sampler `initial` must return the shape {[n, dim]},"
-                    f" got {[*ensemble.shape]}"
+                    f" got {[*ensembles[-1].shape]}"
                 )
-        return torch.stack(points)
+        return torch.stack(ensembles)
 
     if isinstance(initial, Tensor):
         parts = [initial.expand(len(seeds), -1, -1)]
