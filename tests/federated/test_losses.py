@@ -11,6 +11,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated import (
     Training,
     batched_local_update_,
+    inference,
     local_update_,
     losses,
     mean_test_losses,
@@ -94,4 +95,4 @@ def test_one_number_for_each_sample():
     with pytest.raises(
         ConfigError, match=r"the loss returned shape \(\) for 2 samples, expected a number for each"
     ):
-        losses.per_sample_losses(mean, OUTPUTS, TARGETS, 1)
+        inference.per_sample_losses(mean, OUTPUTS, TARGETS, 1)

@@ -272,7 +272,7 @@ def test_a_full_device_is_one_line(tmp_path, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("fedcb2o.federated.batched_training.batched_local_update_", full)
+    monkeypatch.setattr("fedcb2o.federated.local_update.batched_local_update_", full)
     with (
         pretended(monkeypatch),
         pytest.raises(RunError, match=r"meta is out of memory: .* by `together`"),

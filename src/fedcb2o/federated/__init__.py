@@ -17,23 +17,14 @@ from fedcb2o.federated.admission import (
 from fedcb2o.federated.adversary import (
     Adversary,
 )
-from fedcb2o.federated.agent_data import (
-    AgentData,
-)
 from fedcb2o.federated.agent_group import (
+    AgentData,
     AgentGroup,
     BufferLayout,
 )
 from fedcb2o.federated.algorithm_spec import (
     Algorithm,
     ClusterModels,
-)
-from fedcb2o.federated.batched_training import (
-    MAX_BATCH_PARAMETERS,
-    batched_local_update_,
-    plan_training_batches,
-    train_,
-    training_batches,
 )
 from fedcb2o.federated.contacts import (
     AgentState,
@@ -55,12 +46,15 @@ from fedcb2o.federated.inference import (
     model_losses,
 )
 from fedcb2o.federated.local_update import (
-    Precision,
-    Training,
+    MAX_BATCH_PARAMETERS,
     allow_tf32,
     autocast,
+    batched_local_update_,
     local_update_,
     mini_batches,
+    plan_training_batches,
+    train_,
+    training_batches,
 )
 from fedcb2o.federated.metrics import (
     AttackGoal,
@@ -96,7 +90,9 @@ from fedcb2o.federated.run_spec import (
     ConvolutionKernel,
     KernelConfig,
     LinearKernel,
+    Precision,
     RunSpec,
+    Training,
 )
 from fedcb2o.federated.selection import (
     select_colluding_peers,

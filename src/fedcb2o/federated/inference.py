@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from fedcb2o import plugins
 from fedcb2o.data import Shard, features
-from fedcb2o.federated.losses import Loss, per_sample_losses
+from fedcb2o.errors import ConfigError
+from fedcb2o.federated.losses import Loss
 from fedcb2o.federated.types import Losses, ScalarObjective
 from fedcb2o.nn import batch_norm
 from fedcb2o.nn.parameters import (
@@ -297,6 +298,39 @@ def _dense_logits(
             bias = next(remaining)
             h = torch.baddbmm(bias.unsqueeze(1), h, weight.mT)
     return h
+
+
+def per_sample_losses(
+    loss: Loss | None, outputs: Float[Tensor, "..."], targets: Shaped[Tensor, "..."], num_axes: int
+) -> Float[Tensor, "..."]:
+    """Compute and validate the loss of each sample.
+
+    Args:
+        loss: The loss; None for the cross-entropy.
+        outputs: Outputs of models.
+        targets: Labels or targets.
+        num_axes: Number of leading axes that index samples.
+
+    Returns:
+        Losses with the leading axes.
+
+    Raises:
+        ConfigError: The loss returned something else than one number per sample.
+    """
+    shape = targets.shape[:num_axes]
+    outputs = outputs.flatten(0, num_axes - 1)
+    targets = targets.flatten(0, num_axes - 1)
+    if loss is None:
+        return F.cross_entropy(outputs, targets, reduction="none").view(shape)
+    losses = loss(outputs, targets)
+    is_tensor = isinstance(losses, Tensor)
+    if is_tensor and losses.shape == (shape.numel(),) and losses.is_floating_point():
+        return losses.view(shape)
+    got = f"shape {tuple(losses.shape)}" if is_tensor else f"a {type(losses).__name__}"
+    raise ConfigError(
+        f"the {plugins.display_name('loss', loss)} returned {got} for {shape.numel()} samples, "
+        "expected a number for each"
+    )
 
 
 def model_losses(

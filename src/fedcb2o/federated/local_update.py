@@ -3,66 +3,313 @@
 theta <- theta - lambda2 * gamma * grad L_j(theta) (alg:FedCB2O), with the momentum of the paper's
 experiments. The optimiser is new in every round: no momentum is carried over.
 
+`train_` updates the models of a group. `local_update_` trains one agent's model, and
+`batched_local_update_` those of several agents in one program. On a CPU the program pays for small
+dense networks, whose calls cost more than their arithmetic; on other devices for any network. The
+agents of a batch have equally many mini-batches. Bits may depend on the other agents of a batch, so
+that batches are planned once, from all agents alone.
+
 >>> training = Training(gamma=0.1, lambda2=1.0, momentum=0.9, batch_size=4, local_epochs=2)
 >>> [len(batch) for batch in mini_batches(10, training, np.random.default_rng(0))]
 [4, 4, 2, 4, 4, 2]
+>>> training_batches(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), 10, [8, 5, 8])
+[[0, 2], [1]]
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.sgd import sgd
 
+from fedcb2o import plugins
 from fedcb2o.data import Shard, features
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.losses import Loss, per_sample_losses
-from fedcb2o.federated.optimisers import Optimiser, make_step, optimiser_name
+from fedcb2o.federated.admission import max_abs
+from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.inference import batched_forward, dense_layers, per_sample_losses
+from fedcb2o.federated.optimisers import make_step, optimiser_name
+from fedcb2o.federated.ragged import Indices
+from fedcb2o.federated.run_spec import Precision, RunSpec, Training
 from fedcb2o.nn import batch_norm
-from fedcb2o.nn.parameters import bind_, is_bound
+from fedcb2o.nn.parameters import (
+    bind_,
+    contiguous_leaves,
+    gather_rows,
+    is_bound,
+    is_contiguous_range,
+    trainable_stack,
+    unstack_views,
+)
+from fedcb2o.rng import agent_streams
 
-Precision = Literal["float32", "tf32", "bfloat16"]
+MAX_BATCH_PARAMETERS = 2**19
+"""Parameters in a batch of small networks: with gradients and momentum 6 MiB."""
+
+_MAX_BATCH_AGENTS = 64  # so that every worker gets a batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """Settings of LocalUpdate.
+def train_(
+    group: AgentGroup, members: Indices, n: int
+) -> tuple[Float[np.ndarray, " a"], Float[np.ndarray, " a"]]:
+    """Train the models of a batch of agents in place (alg:FedCB2O, line 3).
 
-    Attributes:
-        gamma: gamma, the step size.
-        lambda2: lambda2, the drift along the gradient.
-        momentum: Momentum of SGD, in [0, 1).
-        batch_size: Samples in a mini-batch.
-        local_epochs: tau, the number of passes over the data.
-        local_steps: Number of mini-batches in place of epochs.
-        precision: Type of the products. "bfloat16" is about twice as fast on processors that have
-            it and much slower on others. "tf32" rounds the factors of float32 products on CUDA
-            devices to 10 bits of mantissa.
-        optimiser: Replaces SGD with momentum.
-        loss: Loss to minimise; None for the cross-entropy.
-        accepts_single_sample: Whether a mini-batch may have one sample, which batch norms reject; a
-            last sample otherwise joins the batch before.
-        is_sample_independent: Whether the network's output for a sample does not depend on the
-            other samples of a training batch.
+    Args:
+        group: Group of the agents.
+        members: Indices of the agents of a batch.
+        n: Round.
+
+    Returns:
+        Mean training loss of each agent, and the largest absolute value of its model.
     """
+    spec, models, layout = group.spec, group.models, group.layout
+    rows = layout.own[members].tolist()
 
-    gamma: float
-    lambda2: float
-    momentum: float
-    batch_size: int
-    local_epochs: int
-    local_steps: int | None = None
-    precision: Precision = "float32"
-    optimiser: Optimiser | None = None
-    loss: Loss | None = None
-    accepts_single_sample: bool = True
-    is_sample_independent: bool = False
+    # 1. Keep the models before the round where an attacker crafts or a rule reads them.
+    is_crafting = group.adversary.attack.is_crafting(n)
+    for k, row in zip(members.tolist(), rows, strict=True):
+        if is_crafting and group.data.malicious[k]:
+            models[layout.first_crafted[k]] = models[row]
+        if layout.previous is not None:
+            models[layout.previous[k]] = models[row]
+
+    # 2. Train.
+    x, y = group.data.training_data(members, n)
+    counts = group.data.train.sizes[members].tolist()
+    draws = agent_streams(spec.seed, "batches", n, agents=group.agents[members].tolist())
+    with plugins.attribute_errors("model", spec.model):
+        # An optimiser may use a model as a whole, so that it gets one model at a time.
+        if len(members) == 1 or spec.training.optimiser is not None:
+            losses = []
+            for k, (row, count, draw) in enumerate(zip(rows, counts, draws, strict=True)):
+                shard = Shard(x[k, :count], y[k, :count])
+                loss = local_update_(models[row], spec.module, shard, spec.training, draw)
+                losses.append(loss)
+        else:
+            thetas = gather_rows(models, rows)
+            losses = batched_local_update_(thetas, spec.module, x, y, spec.training, draws, counts)
+            if not is_contiguous_range(rows):
+                torch._foreach_copy_([models[row] for row in rows], thetas.unbind())
+    return np.array(losses), max_abs(models, rows)
+
+
+def local_update_(
+    theta: Float[Tensor, " d"],
+    module: nn.Module,
+    shard: Shard,
+    training: Training,
+    draw: np.random.Generator,
+) -> float:
+    """Train a model in place (alg:FedCB2O, LocalUpdate).
+
+    Args:
+        theta: The model, to which the parameters of `module` are bound.
+        module: The network.
+        shard: Training samples.
+        training: Settings.
+        draw: Source of randomness.
+
+    Returns:
+        Mean of the mini-batch losses; not finite if training diverged.
+
+    Raises:
+        ConfigError: An optimiser replaced parameters in place of changing them.
+    """
+    bind_(module, theta)
+    parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+    lr = training.lambda2 * training.gamma
+    step = _make_step(training, parameters, lr)
+    x, device = features(shard.x), theta.device
+    batches = batched_mini_batches([len(shard)], training, [draw], device)  # before the seed
+    losses = []
+
+    with training_mode(module, training, draw, device.type):
+        for (batch,) in batches:
+            with autocast(training.precision, device.type):
+                outputs = module(x[batch])
+                if training.loss is None:
+                    loss = F.cross_entropy(outputs, shard.y[batch])
+                else:
+                    loss = per_sample_losses(training.loss, outputs, shard.y[batch], 1).mean()
+            gradients = torch.autograd.grad(
+                loss, parameters, allow_unused=True, materialize_grads=True
+            )
+            # Fused SGD reads memory in order, and the gradients of a channels-last convolution are
+            # in another order.
+            step([gradient.contiguous() for gradient in gradients])
+            losses.append(loss.detach())
+
+    if training.optimiser is not None and not is_bound(module, theta):
+        raise ConfigError(
+            f"the optimiser `{optimiser_name(training.optimiser)}` puts new tensors in the place "
+            "of parameters: let it write into those that it is given, by `p.add_()` or `p.copy_()`"
+        )
+    assert is_bound(module, theta), "training moved a parameter out of its row"
+    return float(_mean_loss(losses))
+
+
+def _make_step(
+    training: Training, parameters: list[Tensor], lr: float
+) -> Callable[[list[Tensor]], None]:
+    """Return the step of the optimiser, a function of the gradients."""
+    if training.optimiser is not None:
+        return make_step(training.optimiser, parameters, lr)
+    momentum: list[Tensor | None] = [None] * len(parameters)
+
+    def step(gradients: list[Tensor]) -> None:
+        # The function behind torch.optim.SGD, whose class takes a second to import its compiler.
+        with torch.no_grad():
+            sgd(
+                parameters,
+                gradients,
+                momentum,
+                fused=True,
+                weight_decay=0.0,
+                momentum=training.momentum,
+                lr=lr,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+
+    return step
+
+
+def batched_local_update_(
+    thetas: Float[Tensor, "a d"],
+    module: nn.Module,
+    x: Shaped[Tensor, "a n *features"],
+    y: Shaped[Tensor, "a n *target"],
+    training: Training,
+    draws: Sequence[np.random.Generator],
+    counts: Sequence[int] | None = None,
+) -> list[float]:
+    """Train several models in place, each on its own samples.
+
+    A network with dropout draws other numbers than one model at a time does.
+
+    Args:
+        thetas: The models.
+        module: The network.
+        x: Samples of each agent.
+        y: Their labels or targets.
+        training: Settings of LocalUpdate.
+        draws: Source of randomness of each agent.
+        counts: Number of samples of each agent, the first ones of n; by default n.
+
+    Returns:
+        Mean of the mini-batch losses of each agent.
+    """
+    device = thetas.device
+    tensors = trainable_stack(module, thetas)
+    is_copied = device.type != "cpu"
+    if is_copied:
+        tensors = contiguous_leaves(tensors)
+    parameters = [tensor for tensor in tensors if tensor.requires_grad]
+
+    counts = counts or [x.shape[1]] * len(x)
+    x = features(x)
+    agents = torch.arange(len(x), device=device).unsqueeze(1)
+    forward = batched_forward(module, thetas.shape[1])
+    lr = training.lambda2 * training.gamma
+    batches = batched_mini_batches(counts, training, draws, device)  # before the seed is drawn
+    losses = []
+    momentum = list[Tensor]()
+
+    with training_mode(module, training, draws[0], device.type):
+        for batch in batches:
+            with autocast(training.precision, device.type):
+                outputs = forward(tensors, x[agents, batch])
+                per_sample = per_sample_losses(training.loss, outputs, y[agents, batch], 2)
+            if min(counts) == max(counts):
+                loss = per_sample.mean(1)
+            else:  # without the repeated samples that fill up a batch
+                is_repeated = batch.diff(prepend=batch.new_full((len(batch), 1), -1)) == 0
+                loss = per_sample.masked_fill(is_repeated, 0.0).sum(1) / (~is_repeated).sum(1)
+            gradients = torch.autograd.grad(
+                loss.sum(), parameters, allow_unused=True, materialize_grads=True
+            )
+            with torch.no_grad():
+                if momentum:
+                    torch._foreach_mul_(momentum, training.momentum)
+                    torch._foreach_add_(momentum, gradients)
+                else:
+                    momentum = [gradient.clone() for gradient in gradients]
+                torch._foreach_add_(parameters, momentum, alpha=-lr)
+            losses.append(loss.detach())
+
+    # `tensors` also holds local statistics, which are not kept.
+    for view, tensor in zip(unstack_views(module, thetas), tensors, strict=False):
+        if is_copied or not tensor.requires_grad:
+            view.copy_(tensor.detach())
+    return _mean_loss(losses, (len(thetas),)).tolist()
+
+
+def _mean_loss(
+    losses: Sequence[Float[Tensor, "*a"]], shape: tuple[int, ...] = ()
+) -> Float[Tensor, "*a"]:
+    """Compute the mean over all steps in float64 on the CPU; 0 without steps."""
+    if not losses:
+        return torch.zeros(*shape, dtype=torch.float64)
+    stacked = torch.stack(list(losses)).cpu().double()
+    return stacked.cumsum(0)[-1] / len(losses)
+
+
+def plan_training_batches(spec: RunSpec, num_samples: Sequence[int]) -> list[list[int]]:
+    """Plan which agents of a run train together.
+
+    Args:
+        spec: Run specification.
+        num_samples: Training samples of each agent.
+
+    Returns:
+        Indices of the agents of each batch.
+    """
+    training, models_per_batch = spec.training, spec.kernels.models_per_batch
+    may_differ = models_per_batch is not None and training.is_sample_independent
+    batch_size = training.batch_size if may_differ else 1
+    return training_batches(spec.module, spec.dim, num_samples, models_per_batch, batch_size)
+
+
+def training_batches(
+    module: nn.Module,
+    dim: int,
+    num_samples: Sequence[int],
+    models_per_batch: int | None = None,
+    batch_size: int = 1,
+) -> list[list[int]]:
+    """Group agents that have equally many mini-batches.
+
+    Args:
+        module: The network.
+        dim: Length d of a model.
+        num_samples: Training samples of each agent.
+        models_per_batch: Largest number of agents that train together. By default small dense
+            networks train together as far as a core's cache holds them, other networks alone.
+        batch_size: Samples in a mini-batch; 1 for agents with equally many samples.
+
+    Returns:
+        Ascending indices of the agents of each batch; agents with similar numbers of samples are
+        together.
+    """
+    size = models_per_batch or 1
+    if not models_per_batch and dense_layers(module, dim):
+        size = max(1, min(_MAX_BATCH_AGENTS, MAX_BATCH_PARAMETERS // dim))
+
+    equal: dict[int, list[int]] = {}
+    for j, count in enumerate(num_samples):
+        equal.setdefault(-(-count // batch_size), []).append(j)
+
+    batches = []
+    for agents in equal.values():
+        agents.sort(key=lambda j: num_samples[j])
+        batches += [sorted(agents[i : i + size]) for i in range(0, len(agents), size)]
+    return batches
 
 
 def mini_batches(
@@ -197,106 +444,3 @@ def autocast(precision: Precision, device: str) -> contextlib.AbstractContextMan
     if precision == "bfloat16":
         return torch.autocast(device, torch.bfloat16)
     return contextlib.nullcontext()
-
-
-def mean_loss(
-    losses: Sequence[Float[Tensor, "*k"]], shape: tuple[int, ...] = ()
-) -> Float[Tensor, "*k"]:
-    """Compute the mean of the losses of all steps, in float64 on the CPU.
-
-    Args:
-        losses: Loss of each step.
-        shape: Shape of a loss, for an update without steps.
-
-    Returns:
-        The mean; 0 without steps.
-    """
-    if not losses:
-        return torch.zeros(*shape, dtype=torch.float64)
-    stacked = torch.stack(list(losses)).cpu().double()
-    return stacked.cumsum(0)[-1] / len(losses)
-
-
-def local_update_(
-    theta: Float[Tensor, " d"],
-    module: nn.Module,
-    shard: Shard,
-    training: Training,
-    draw: np.random.Generator,
-) -> float:
-    """Train a model in place (alg:FedCB2O, LocalUpdate).
-
-    Args:
-        theta: The model, to which the parameters of `module` are bound.
-        module: The network.
-        shard: Training samples.
-        training: Settings.
-        draw: Source of randomness.
-
-    Returns:
-        Mean of the mini-batch losses; not finite if training diverged.
-
-    Raises:
-        ConfigError: An optimiser replaced parameters in place of changing them.
-    """
-    bind_(module, theta)
-    parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
-    lr = training.lambda2 * training.gamma
-    step = _make_step(training, parameters, lr)
-    x, device = features(shard.x), theta.device
-    batches = batched_mini_batches([len(shard)], training, [draw], device)  # before the seed
-    losses = []
-
-    with training_mode(module, training, draw, device.type):
-        for (batch,) in batches:
-            with autocast(training.precision, device.type):
-                outputs = module(x[batch])
-                loss = _batch_loss(training.loss, outputs, shard.y[batch])
-            gradients = torch.autograd.grad(
-                loss, parameters, allow_unused=True, materialize_grads=True
-            )
-            # Fused SGD reads memory in order, and the gradients of a channels-last convolution are
-            # in another order.
-            step([gradient.contiguous() for gradient in gradients])
-            losses.append(loss.detach())
-
-    if training.optimiser is not None and not is_bound(module, theta):
-        raise ConfigError(
-            f"the optimiser `{optimiser_name(training.optimiser)}` puts new tensors in the place "
-            "of parameters: let it write into those that it is given, by `p.add_()` or `p.copy_()`"
-        )
-    assert is_bound(module, theta), "training moved a parameter out of its row"
-    return float(mean_loss(losses))
-
-
-def _batch_loss(loss: Loss | None, outputs: Tensor, targets: Tensor) -> Tensor:
-    if loss is None:
-        return F.cross_entropy(outputs, targets)
-    return per_sample_losses(loss, outputs, targets, 1).mean()
-
-
-def _make_step(
-    training: Training, parameters: list[Tensor], lr: float
-) -> Callable[[list[Tensor]], None]:
-    """Return the step of the optimiser, a function of the gradients."""
-    if training.optimiser is not None:
-        return make_step(training.optimiser, parameters, lr)
-    momentum: list[Tensor | None] = [None] * len(parameters)
-
-    def step(gradients: list[Tensor]) -> None:
-        # The function behind torch.optim.SGD, whose class takes a second to import its compiler.
-        with torch.no_grad():
-            sgd(
-                parameters,
-                gradients,
-                momentum,
-                fused=True,
-                weight_decay=0.0,
-                momentum=training.momentum,
-                lr=lr,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-            )
-
-    return step

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.plugins import display_name
 
 __all__ = ["absolute_error", "cross_entropy", "huber", "squared_error"]
 
@@ -100,32 +99,3 @@ def _difference(outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *targ
 
 def _mean_per_sample(differences: Float[Tensor, "n *target"]) -> Float[Tensor, " n"]:
     return differences.reshape(len(differences), -1).mean(1)
-
-
-def per_sample_losses(
-    loss: Loss, outputs: Float[Tensor, "..."], targets: Shaped[Tensor, "..."], num_axes: int
-) -> Float[Tensor, "..."]:
-    """Compute and validate the loss of each sample.
-
-    Args:
-        loss: The loss.
-        outputs: Outputs of models.
-        targets: Labels or targets.
-        num_axes: Number of leading axes that index samples.
-
-    Returns:
-        Losses with the leading axes.
-
-    Raises:
-        ConfigError: The loss returned something else than one number per sample.
-    """
-    shape = targets.shape[:num_axes]
-    losses = loss(outputs.flatten(0, num_axes - 1), targets.flatten(0, num_axes - 1))
-    is_tensor = isinstance(losses, Tensor)
-    if is_tensor and losses.shape == (shape.numel(),) and losses.is_floating_point():
-        return losses.view(shape)
-    got = f"shape {tuple(losses.shape)}" if is_tensor else f"a {type(losses).__name__}"
-    raise ConfigError(
-        f"the {display_name('loss', loss)} returned {got} for {shape.numel()} samples, expected a "
-        "number for each"
-    )

@@ -15,12 +15,49 @@ from torch import Tensor, nn
 from fedcb2o.federated import selection
 from fedcb2o.federated.algorithm_spec import Algorithm
 from fedcb2o.federated.inference import LossAverage
-from fedcb2o.federated.local_update import Training
+from fedcb2o.federated.losses import Loss
+from fedcb2o.federated.optimisers import Optimiser
 from fedcb2o.nn.batch_norm import has_local_statistics
 from fedcb2o.nn.parameters import dimension, last_layer_shape, shared_tensors
 
+Precision = Literal["float32", "tf32", "bfloat16"]
 LinearKernel = Literal["torch", "onednn"]
 ConvolutionKernel = Literal["grouped", "unfolded", "mixed", "fourier"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Settings of LocalUpdate.
+
+    Attributes:
+        gamma: gamma, the step size.
+        lambda2: lambda2, the drift along the gradient.
+        momentum: Momentum of SGD, in [0, 1).
+        batch_size: Samples in a mini-batch.
+        local_epochs: tau, the number of passes over the data.
+        local_steps: Number of mini-batches in place of epochs.
+        precision: Type of the products. "bfloat16" is about twice as fast on processors that have
+            it and much slower on others. "tf32" rounds the factors of float32 products on CUDA
+            devices to 10 bits of mantissa.
+        optimiser: Replaces SGD with momentum.
+        loss: Loss to minimise; None for the cross-entropy.
+        accepts_single_sample: Whether a mini-batch may have one sample, which batch norms reject; a
+            last sample otherwise joins the batch before.
+        is_sample_independent: Whether the network's output for a sample does not depend on the
+            other samples of a training batch.
+    """
+
+    gamma: float
+    lambda2: float
+    momentum: float
+    batch_size: int
+    local_epochs: int
+    local_steps: int | None = None
+    precision: Precision = "float32"
+    optimiser: Optimiser | None = None
+    loss: Loss | None = None
+    accepts_single_sample: bool = True
+    is_sample_independent: bool = False
 
 
 @dataclass(frozen=True)

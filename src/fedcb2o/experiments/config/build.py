@@ -43,6 +43,7 @@ from fedcb2o.federated import (
     Training,
     algorithms,
     apply_sample_transform,
+    inference,
     losses,
     optimisers,
     topology,
@@ -283,7 +284,7 @@ def _check_loss(experiment: Experiment, outputs: Tensor, y: Tensor) -> None:
     if section is None or loss is None:
         return
     try:
-        losses.per_sample_losses(loss, outputs, y, 1)
+        inference.per_sample_losses(loss, outputs, y, 1)
     except (RuntimeError, IndexError, ValueError) as error:
         raise ConfigError(
             f"the loss `{plugins.label(section.name)}` cannot compare outputs of shape "
