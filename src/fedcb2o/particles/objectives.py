@@ -147,6 +147,13 @@ class Problem:
     lure: tuple[float, ...] | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def num_clusters(self) -> int:
+        """Number of clusters, one per objective in `lower`."""
+        if callable(self.lower):
+            return 1
+        return len(self.lower)
+
 
 def problem(name: str) -> Problem:
     """Return a built-in problem.

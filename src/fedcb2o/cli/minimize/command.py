@@ -5,7 +5,7 @@ import math
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,131 +14,129 @@ from fedcb2o.errors import ConfigError
 _LOGGER = logging.getLogger(__name__)
 
 
-class _Noise(StrEnum):
-    """Kind of noise D(theta - m)."""
-
-    isotropic = "isotropic"
-    anisotropic = "anisotropic"
-
-
-class _Quantile(StrEnum):
-    """Level of Q_beta."""
-
-    plain = "plain"
-    averaged = "averaged"
-
-
-class _AdversaryKind(StrEnum):
-    """Built-in malicious particles."""
-
-    static = "static"
-    lure = "lure"
-    tracking = "tracking"
-    random = "random"
-    oscillating = "oscillating"
-    greedy = "greedy"
-
-
-class _Animation(StrEnum):
-    """Format of an animation."""
-
-    gif = "gif"
-    html = "html"
+_Noise = StrEnum("_Noise", ["isotropic", "anisotropic"])
+_Quantile = StrEnum("_Quantile", ["plain", "averaged"])
+_AdversaryKind = StrEnum(
+    "_AdversaryKind", ["static", "lure", "tracking", "random", "oscillating", "greedy"]
+)
+_Animation = StrEnum("_Animation", ["gif", "html"])
 
 
 def minimize(
+    context: typer.Context,
     problem: Annotated[
         str | None,
-        typer.Argument(metavar="PROBLEM", help="A built-in problem (--list).", show_default=False),
+        typer.Argument(
+            metavar="PROBLEM", help="Name of a built-in problem; see --list.", show_default=False
+        ),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the built-in problems.")] = False,
     lower: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION", help="Your own L, [..., d] -> [...], by import path."
-        ),
+        typer.Option(metavar="MODULE:FUNCTION", help="Function L of your own, [..., d] -> [...]."),
     ] = None,
     upper: Annotated[
-        str | None, typer.Option(metavar="MODULE:FUNCTION", help="Your own G; without it, CBO.")
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Function G of your own. Without G, L is minimised (CBO).",
+        ),
     ] = None,
-    dim: Annotated[int | None, typer.Option(help="d, for your own L.")] = None,
+    dim: Annotated[
+        int | None, typer.Option(help="Number d of coordinates, for your own L.")
+    ] = None,
     bounds: Annotated[
-        str | None, typer.Option(metavar="LOW,HIGH", help="Particles stay inside.")
+        str | None, typer.Option(metavar="LOW,HIGH", help="Bounds of all coordinates.")
     ] = None,
     x0: Annotated[
         str | None, typer.Option(metavar="X,Y,...", help="Point around which the particles start.")
     ] = None,
     spread: Annotated[
-        float | None, typer.Option(help="Largest distance from it in each coordinate.")
+        float | None,
+        typer.Option(help="Largest distance of a start from --x0, in each coordinate."),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(metavar="X,Y,...", help="Solution of your own problem.")
+        str | None, typer.Option(metavar="X,Y,...", help="Known solution of your own problem.")
     ] = None,
-    num_particles: Annotated[int | None, typer.Option(help="N, particles of each cluster.")] = None,
+    num_particles: Annotated[
+        int | None, typer.Option(help="Number N of particles in each cluster.")
+    ] = None,
     alpha: Annotated[float | None, typer.Option(help="Weight parameter of exp(-alpha G).")] = None,
     beta: Annotated[
         float | None, typer.Option(help="Share of the ensemble in the sub-level set Q_beta.")
     ] = None,
     lambda1: Annotated[float | None, typer.Option(help="Drift to the consensus point.")] = None,
-    sigma1: Annotated[float | None, typer.Option(help="Noise of that drift.")] = None,
+    sigma1: Annotated[
+        float | None, typer.Option(help="Noise of the drift to the consensus point.")
+    ] = None,
     lambda2: Annotated[float | None, typer.Option(help="Drift down the gradient of L.")] = None,
     sigma2: Annotated[
-        float | None, typer.Option(help="Noise in proportion to that gradient.")
+        float | None, typer.Option(help="Noise in proportion to the gradient of L.")
     ] = None,
-    dt: Annotated[float | None, typer.Option(help="Step of time.")] = None,
+    dt: Annotated[float | None, typer.Option(help="Time of a step.")] = None,
     delta_q: Annotated[
         float | None, typer.Option(help="Addition to the quantile of L in Q_beta.")
     ] = None,
     radius: Annotated[
-        float | None, typer.Option(help="R: only particles in this ball count for the consensus.")
+        float | None,
+        typer.Option(help="Radius R of a ball about 0; particles outside it have no weight."),
     ] = None,
-    noise: Annotated[_Noise | None, typer.Option(help="Kind of noise.")] = None,
+    noise: Annotated[
+        _Noise | None, typer.Option(help="Noise by distance, or by each coordinate's distance.")
+    ] = None,
     quantile: Annotated[
-        _Quantile | None, typer.Option(help="q_beta, or averaged as in the paper.")
+        _Quantile | None, typer.Option(help="Level of Q_beta: q_beta, or the paper's average.")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Random particles of a step's consensus. Default: all.")
+        int | None,
+        typer.Option(help="Number of random particles in a step's consensus. Default: all."),
     ] = None,
     maxiter: Annotated[int | None, typer.Option(help="Largest number of steps.")] = None,
     maxfev: Annotated[
         int | None, typer.Option(help="Largest number of evaluated particles in each run.")
     ] = None,
     xtol: Annotated[
-        float | None, typer.Option(help="Stop at this spread about the consensus point.")
+        float | None, typer.Option(help="Stop when the particles' spread is at most this.")
     ] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Stop after these seconds.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the (first) run.")] = None,
-    runs: Annotated[int | None, typer.Option(help="Independent runs, in one batch.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Stop after this number of seconds.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the first run.")] = None,
+    runs: Annotated[int | None, typer.Option(help="Number of independent runs.")] = None,
     tol: Annotated[
-        float, typer.Option(help="A run succeeds within this of the target in every coordinate.")
+        float, typer.Option(help="Largest error of a coordinate in a run that counts as correct.")
     ] = 0.1,
     adversary: Annotated[
         _AdversaryKind | None,
         typer.Option(
-            help="Malicious particles: static at a bad minimiser of L, lure at that of G, ..."
+            help="Kind of malicious particles: static at a minimiser of L, lure at that of G, ..."
         ),
     ] = None,
     num_malicious: Annotated[
         int | None, typer.Option(help="Number of malicious particles. Default: 10.")
     ] = None,
     mass: Annotated[
-        float | None, typer.Option(help="Their share w_m. Default: equal shares for all particles.")
+        float | None,
+        typer.Option(help="Weight w_m of all malicious particles. Default: as other particles."),
     ] = None,
     at: Annotated[
         str | None,
-        typer.Option(metavar="X,Y,...", help="Their (initial) position; tracking: their offset."),
+        typer.Option(
+            metavar="X,Y,...", help="Start of the malicious particles; for tracking, their offset."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the files. Default: runs/minimize-PROBLEM.")
+        Path | None, typer.Option(help="Output folder. Default: runs/minimize-PROBLEM.")
     ] = None,
-    animate: Annotated[_Animation | None, typer.Option(help="Also draw an animation.")] = None,
+    animate: Annotated[_Animation | None, typer.Option(help="Draw an animation too.")] = None,
     no_figure: Annotated[
-        bool, typer.Option("--no-figure", help="Write only the result, as JSON.")
+        bool, typer.Option("--no-figure", help="Write result.json without a figure.")
     ] = False,
 ) -> list[Path] | None:
-    """Minimise G over the minimisers of L by particles (CB2O), attacked or not, and draw the run.
+    """Minimise a function G among the minimisers of a function L by particles (CB2O).
 
-    Settings that you do not give are those of the problem, or of fedcb2o.minimize in Python.
+    Prints the result, and writes result.json and a figure. The default of a setting is that of
+    the problem, or else that of fedcb2o.minimize in Python.
 
     Example: fedcb2o minimize circle --adversary static --num-malicious 10 --delta-q 0.01 --runs 20
     """
@@ -146,7 +144,7 @@ def minimize(
 
     from fedcb2o.cli.minimize import summary
     from fedcb2o.cli.minimize.problem import build_adversaries, resolve_problem
-    from fedcb2o.cli.minimize.recorder import run_recorded
+    from fedcb2o.cli.minimize.recorder import default_settings, run_recorded
     from fedcb2o.particles import problems
 
     # Steps are small: threads cost more than they save, and much on a busy machine.
@@ -164,36 +162,14 @@ def minimize(
     box = _parse_numbers("--bounds", bounds)
     position = _parse_numbers("--at", at)
     solution = _parse_numbers("--target", target)
-    centre = _parse_numbers("--x0", x0)
     if box is not None and len(box) != 2:
         raise ConfigError(f"--bounds needs LOW,HIGH, such as -3,3, got {bounds!r}")
     chosen = resolve_problem(problem, lower, upper, dim, target=solution, box=box)
     groups = build_adversaries(adversary, num_malicious, mass, position, chosen)
-    options: dict[str, Any] = {
-        "num_particles": num_particles,
-        "alpha": alpha,
-        "beta": beta,
-        "lambda1": lambda1,
-        "sigma1": sigma1,
-        "lambda2": lambda2,
-        "sigma2": sigma2,
-        "dt": dt,
-        "delta_q": delta_q,
-        "radius": radius,
-        "noise": noise and noise.value,
-        "quantile": quantile and quantile.value,
-        "batch": batch,
-        "maxiter": maxiter,
-        "maxfev": maxfev,
-        "xtol": xtol,
-        "time_limit": time_limit,
-        "seed": seed,
-        "runs": runs,
-        "bounds": box,
-        "x0": centre,
-        "spread": spread,
+    options = {**context.params, "bounds": box, "x0": _parse_numbers("--x0", x0)}
+    overrides = {
+        name: options[name] for name in default_settings() if options.get(name) is not None
     }
-    overrides = {name: value for name, value in options.items() if value is not None}
     if not 0 <= tol < math.inf:
         raise ConfigError(f"--tol must be at least 0 and finite, got {tol}")
 
@@ -221,7 +197,7 @@ def minimize(
         summary.to_json_table(chosen, result, settings, decay, tol, attack),
         lambda: recorder.scene(chosen, result, settings, title),
         figure=not no_figure,
-        animation=animate and animate.value,
+        animation=animate,
     )
     _LOGGER.info("Wrote %s", " ".join(map(str, paths)))
     return paths

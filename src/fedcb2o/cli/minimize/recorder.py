@@ -1,8 +1,6 @@
 """A recorded run of `minimize`: data for figures in bounded memory, and progress."""
 
 import inspect
-import logging
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,14 +16,11 @@ from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.report._decay import Decay
 from fedcb2o.report._particle_figures import Scene
 
-_LOGGER = logging.getLogger(__name__)
-
 _GRID_POINTS = 181  # points of the landscape along an axis
 _MAX_DRAWN_PARTICLES = 300  # particles in a figure
 _VARTHETA = 0.25  # of thm:main, for the band of the figure
 _FIT_UNTIL_SHARE = 0.05  # the rate is fitted until V has decayed to this share of its start
-_REFRESH_SECONDS = 0.1  # of a progress bar
-_LOG_SECONDS = 15.0  # between progress lines without a terminal
+_STEPS_PER_UPDATE = 10  # of the progress bar
 
 _Frame = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -37,6 +32,19 @@ class RecordedRun(NamedTuple):
     recorder: "Recorder"
     settings: dict[str, Any]
     notes: list[str]
+
+
+def default_settings() -> dict[str, Any]:
+    """Return the defaults of the settings of `minimize`.
+
+    Returns:
+        Defaults by name.
+    """
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(minimize).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
 
 
 def run_recorded(
@@ -52,18 +60,13 @@ def run_recorded(
         problem: The problem.
         groups: The adversaries.
         overrides: Settings in place of the problem's own.
-        progress: Whether to show progress on standard error.
+        progress: Whether to show progress on a terminal.
 
     Returns:
         The run.
     """
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(minimize).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
-    }
     chosen = {**problem.settings, **overrides}
-    settings = {**defaults, **chosen}
+    settings = {**default_settings(), **chosen}
 
     console = Console(stderr=True)
     bar = Progress(
@@ -76,21 +79,13 @@ def run_recorded(
         disable=not (progress and console.is_terminal),
     )
     task = bar.add_task(problem.name, total=settings["maxiter"])
-    interval = _REFRESH_SECONDS if console.is_terminal else _LOG_SECONDS
-    last = time.monotonic()
+    recorder = Recorder(problem, settings["runs"] or 1)
 
-    def show_progress(n: int) -> None:
-        nonlocal last
-        if not progress or time.monotonic() - last <= interval:
-            return
-        last = time.monotonic()
-        bar.update(task, completed=n)
-        if not console.is_terminal:
-            _LOGGER.info("%s: step %d/%d", problem.name, n, settings["maxiter"])
+    def on_step(state: State) -> None:
+        recorder(state)
+        if not bar.disable and state.n % _STEPS_PER_UPDATE == 0:
+            bar.update(task, completed=state.n)
 
-    recorder = Recorder(
-        problem, runs=settings["runs"], maxiter=settings["maxiter"], on_step=show_progress
-    )
     with warnings.catch_warnings(record=True) as caught, bar:
         warnings.simplefilter("always")
         result = minimize(
@@ -98,7 +93,7 @@ def run_recorded(
             problem.upper,
             problem.dim,
             adversaries=groups,
-            callback=recorder,
+            callback=on_step,
             **chosen,
         )
     messages = [" ".join(str(warning.message).split()) for warning in caught]
@@ -109,20 +104,15 @@ def run_recorded(
 class Recorder:
     """A callback of `minimize` that records the data of figures in bounded memory."""
 
-    def __init__(
-        self, problem: Problem, *, runs: int | None, maxiter: int, on_step: Callable[[int], None]
-    ) -> None:
+    def __init__(self, problem: Problem, runs: int) -> None:
         """Start a recording.
 
         Args:
             problem: The problem.
-            runs: Number of runs; None for a single run.
-            maxiter: Largest number of steps.
-            on_step: Called with the step n before each step.
+            runs: Number of runs.
         """
-        self.clusters = 1 if callable(problem.lower) else len(problem.lower)
-        self.runs = runs or 1
-        self.on_step = on_step
+        self.clusters = problem.num_clusters
+        self.runs = runs
         self.frames = _DownsampledSeries(128)
         # The mean and variance of every ensemble: V to any point follows from them.
         numbers = self.runs * self.clusters * problem.dim
@@ -130,7 +120,6 @@ class Recorder:
 
     def __call__(self, state: State) -> None:
         """Record the state before step n."""
-        self.on_step(state.n)
         theta = _with_runs(state.theta, 3)
         runs = state.runs
         if self.moments.is_due(state.n):
@@ -387,6 +376,10 @@ def _evaluate_on_grid(
             values = objective(points).double().reshape(axes[0].shape).cpu().numpy()
         return np.where(np.isfinite(values), values, np.nan)
 
-    lowers = [problem.lower] if callable(problem.lower) else list(problem.lower)
-    upper = None if problem.upper is None else evaluate(problem.upper)
+    lowers = problem.lower
+    if callable(lowers):
+        lowers = [lowers]
+    upper = None
+    if problem.upper is not None:
+        upper = evaluate(problem.upper)
     return line.numpy(), np.stack([evaluate(lower) for lower in lowers]), upper

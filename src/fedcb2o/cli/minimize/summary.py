@@ -58,7 +58,7 @@ def figure_title(
     Returns:
         Two lines.
     """
-    clusters = _num_clusters(problem)
+    clusters = problem.num_clusters
     N = result.theta.shape[-2]
     size = f"N = {N}" if clusters == 1 else f"N = {clusters} × {N // clusters}"
     parts = [size, f"α = {settings['alpha']:g}"]
@@ -135,7 +135,7 @@ def to_json_table(
     plain_settings = {
         name: _to_json(value) for name, value in settings.items() if name not in hidden
     }
-    plain_settings["num_particles"] = result.theta.shape[-2] // _num_clusters(problem)
+    plain_settings["num_particles"] = result.theta.shape[-2] // problem.num_clusters
     table: dict[str, Any] = {
         "problem": problem.name,
         "title": problem.title,
@@ -229,10 +229,6 @@ def write_files(
         paths.append(out / f"landscape.{animation}")
         write_animation(scene, paths[-1])
     return paths
-
-
-def _num_clusters(problem: Problem) -> int:
-    return 1 if callable(problem.lower) else len(problem.lower)
 
 
 def _format_point(point: Sequence[float]) -> str:
