@@ -199,7 +199,7 @@ def minimize(
     seeds = resolve_seeds(seed, runs)
     if initial is not None and not callable(initial):
         initial = check_ensemble(initial, len(seeds))
-    needs_gradient = lambda2 or sigma2
+    needs_gradient = lambda2 > 0 or sigma2 > 0
     clusters = build_clusters(
         lower, upper, gradient if needs_gradient else False, num_particles, initial
     )
@@ -275,7 +275,9 @@ def minimize(
             distance = system.spread(whole.m)
             records.append((n, system.runs, whole.m, distance))
             agreed = (distance <= xtol).all(1).cpu()
-            ending = torch.ones_like(agreed) if reason else agreed
+            ending = agreed
+            if reason:
+                ending = torch.ones_like(agreed)
             if ending.any():
                 ends.append(finish_runs(system, whole.m, distance, n, agreed, ending))
                 if ending.all():
@@ -351,9 +353,10 @@ def _theory_notes(
             " convergence theorem (thm:main), as many useful settings are"
         )
     if w_m > 0 and system.clusters[0].upper is not None:
-        share = 1.0 if batch is None else batch / system.theta.shape[1]
         if params.delta_q == 0:
-            num_benign = max(1, round(share * system.num_benign))
+            num_benign = system.num_benign
+            if batch is not None:
+                num_benign = max(1, round(batch / system.theta.shape[1] * num_benign))
             risk = capture_risk.explain(params, w_m, num_benign, dim)
             if risk:
                 risks.append(risk)

@@ -44,7 +44,9 @@ class EvaluationRequest:
     @property
     def user_points(self) -> Tensor:
         """The points as a user's function receives them: [n, d] of a single run."""
-        return self.theta[0] if self.flat else self.theta
+        if self.flat:
+            return self.theta[0]
+        return self.theta
 
     def evaluate(self) -> Values:
         """Answer the request by its functions.

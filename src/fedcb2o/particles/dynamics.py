@@ -111,7 +111,9 @@ def evaluate_objectives(
             particles.
     """
     points = theta[0] if flat else theta
-    copy = points.clone() if check_writes else None
+    copy = None
+    if check_writes:
+        copy = points.clone()
 
     slope: Tensor | None = None
     if gradient is True:
@@ -205,7 +207,9 @@ def consensus_weights(
         if values.in_ball is not None:
             mask = mask & values.in_ball
 
-    objective = values.lower if values.upper is None else values.upper
+    objective = values.upper
+    if objective is None:
+        objective = values.lower
     mu = consensus.weights(objective, params.alpha, mask, mass=mass)
     is_restricted = values.excluded is not None or values.in_ball is not None
     if is_restricted and not (mu.sum(-1) > 0).all():

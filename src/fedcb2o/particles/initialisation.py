@@ -92,7 +92,9 @@ def check_adversaries(adversaries: Adversary | Sequence[Adversary]) -> list[Adve
     Raises:
         ConfigError: An item is not an `Adversary`.
     """
-    groups = list(adversaries) if isinstance(adversaries, Sequence) else [adversaries]
+    groups: list[Any] = [adversaries]
+    if isinstance(adversaries, Sequence):
+        groups = list(adversaries)
     for group in groups:
         if not isinstance(group, Adversary):
             raise ConfigError(
@@ -159,7 +161,9 @@ def build_clusters(
         raise ConfigError("`lower` must be an objective, or one for each cluster, got none")
 
     def per_cluster(name: str, value: Any) -> list[Any]:
-        values = list(value) if isinstance(value, Sequence) else [value] * k
+        if not isinstance(value, Sequence):
+            return [value] * k
+        values = list(value)
         if len(values) != k:
             raise ConfigError(
                 f"`{name}` must be one for all or one for each of the {k} objectives in `lower`,"

@@ -172,7 +172,9 @@ class OutputShape:
         """
         if not self.single_run:
             return values
-        return values[0] if values.ndim > 1 else values[0].item()
+        if values.ndim == 1:
+            return values.item()
+        return values[0]
 
     def squeeze(self, values: Tensor, runs: int = 0, clusters: int = 1) -> Tensor:
         """Drop the axes of a single run and of a single cluster.

@@ -78,7 +78,9 @@ class Evaluation:
         Returns:
             Their evaluation.
         """
-        batch = None if self.batch is None else self.batch[kept]
+        batch = self.batch
+        if batch is not None:
+            batch = batch[kept]
         values = [item.map(lambda tensor: tensor[kept]) for item in self.values]
         return Evaluation(values, self.m[kept], batch, self.covers_all)
 
@@ -183,7 +185,8 @@ class System:
         if batch is not None:
             rows = self._next_batch(batch)
             counted = _gather_rows(self.theta, rows)
-            mass = None if mass is None else mass[rows]
+            if mass is not None:
+                mass = mass[rows]
 
         # 1. Request the values.
         covers_all = self._evaluates_all(batch)
@@ -214,8 +217,9 @@ class System:
         Returns:
             The number, counted once per cluster.
         """
-        size = self.theta.shape[1] if self._evaluates_all(batch) else batch
-        return len(self.clusters) * size  # type: ignore[operator]
+        if batch is None or self._evaluates_all(batch):
+            batch = self.theta.shape[1]
+        return len(self.clusters) * batch
 
     def _evaluates_all(self, batch: int | None) -> bool:
         # Every particle needs its gradient. Without gradients, only the batch is evaluated.
@@ -270,9 +274,15 @@ class System:
             self._move(n, evaluation, params, adversary, rows, dt)
             for adversary, rows in self.adversaries
         ]
-        before = self.benign.clone() if batch_only and evaluation.batch is not None else None
-        normals = self._draw("noise", self.num_benign) if sigma1 else None
-        gradient_normals = self._draw("gradient noise", self.num_benign) if sigma2 else None
+        before = None
+        if batch_only and evaluation.batch is not None:
+            before = self.benign.clone()
+        normals = None
+        if sigma1:
+            normals = self._draw("noise", self.num_benign)
+        gradient_normals = None
+        if sigma2:
+            gradient_normals = self._draw("gradient noise", self.num_benign)
 
         # 1. Move the benign particles of each cluster.
         for k, (theta, rows) in enumerate(self._parts):

@@ -65,8 +65,9 @@ def contraction_rate(
     """
     if noise not in ("isotropic", "anisotropic"):
         raise ConfigError(f"`noise` must be isotropic or anisotropic, got {noise}")
-    factor = dim if noise == "isotropic" else 1
-    return float(2 * lambda1 - factor * sigma1 * sigma1)
+    if noise == "anisotropic":
+        dim = 1
+    return float(2 * lambda1 - dim * sigma1 * sigma1)
 
 
 def closeness(*, vartheta: Number, lambda1: Number, sigma1: Number, dim: int) -> float:

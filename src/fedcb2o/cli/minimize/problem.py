@@ -55,7 +55,7 @@ def resolve_problem(
         raise ConfigError(f"--target must have --dim = {dim} coordinates, got {len(target)}")
     return Problem(
         name="own",
-        title=f"L = {lower}" + (f", G = {upper}" if upper else ", no G"),
+        title=f"L = {lower}, {f'G = {upper}' if upper else 'no G'}",
         lower=_user_objective("L", lower),
         upper=_user_objective("G", upper),
         dim=dim,
@@ -104,8 +104,12 @@ def build_adversaries(
 
     if at is not None and len(at) != problem.dim:
         raise ConfigError(f"--at must have {problem.dim} coordinates, got {len(at)}")
-    n = 10 if num_malicious is None else num_malicious
-    point = None if at is None else tuple(at)
+    n = num_malicious
+    if n is None:
+        n = 10
+    point = None
+    if at is not None:
+        point = tuple(at)
     if kind == "static":
         place = _place(kind, point or problem.bad, "minimiser of L that is bad for G", problem)
         return [adversaries.static(n, place, mass=mass)]

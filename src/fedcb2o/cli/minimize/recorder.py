@@ -125,7 +125,9 @@ class Recorder:
         if self.moments.is_due(state.n):
             self.moments.add(state.n, (runs, *_moments(theta, self.clusters)))
         if self.frames.is_due(state.n) and runs[0] == 0:
-            x = state.x if state.theta.ndim == 2 else state.x[0]
+            x = state.x
+            if state.theta.ndim > 2:
+                x = x[0]
             self.frames.add(state.n, self._frame(theta[0], _with_runs(state.theta_m, 3)[0], x))
 
     def _frame(self, theta: Tensor, theta_m: Tensor, x: Tensor) -> _Frame:
@@ -219,7 +221,9 @@ class Recorder:
             reference = torch.tensor(problem.target).to(reference).reshape(1, K, problem.dim)
         V = torch.full((len(items), self.runs, K), torch.nan, dtype=torch.float64)
         for row, (_, (runs, mean, variance)) in enumerate(items):
-            centre = reference[runs] if len(reference) > 1 else reference
+            centre = reference
+            if len(reference) > 1:
+                centre = reference[runs]
             V[row, runs] = ((variance + (mean - centre).square().sum(-1)) / 2).cpu()
         for row, (n, _) in enumerate(items[:-1]):
             V[row] = torch.where((n >= nit).unsqueeze(-1), V[-1], V[row])
@@ -311,7 +315,9 @@ def _fit_window(V: Tensor) -> slice:
     """
     V = V.nan_to_num(nan=torch.inf)
     is_spreading = bool(V.max() > 10 * V[0])
-    start = int(V.argmax()) if is_spreading else 0
+    start = 0
+    if is_spreading:
+        start = int(V.argmax())
     remaining = V[start:]
     threshold = 1.2 * float(remaining.min())
     if not is_spreading:
@@ -339,7 +345,9 @@ def _moments(theta: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
 
 
 def _with_runs(values: Tensor, ndim: int) -> Tensor:
-    return values if values.ndim == ndim else values.unsqueeze(0)
+    if values.ndim == ndim:
+        return values
+    return values.unsqueeze(0)
 
 
 def _two_coordinates(points: Tensor) -> np.ndarray:
@@ -369,7 +377,8 @@ def _evaluate_on_grid(
     line = torch.linspace(*box, num_points, dtype=torch.float64)
     axes = torch.meshgrid(*[line] * problem.dim, indexing="xy")
     points = torch.stack(axes, -1).reshape(-1, problem.dim)
-    points = points if flat else points.unsqueeze(0)
+    if not flat:
+        points = points.unsqueeze(0)
 
     def evaluate(objective: Callable[[Tensor], Tensor]) -> np.ndarray:
         with torch.no_grad():

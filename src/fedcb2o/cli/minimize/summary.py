@@ -60,14 +60,18 @@ def figure_title(
     """
     clusters = problem.num_clusters
     N = result.theta.shape[-2]
-    size = f"N = {N}" if clusters == 1 else f"N = {clusters} × {N // clusters}"
+    size = f"N = {N}"
+    if clusters > 1:
+        size = f"N = {clusters} × {N // clusters}"
     parts = [size, f"α = {settings['alpha']:g}"]
     if problem.upper is not None:
         parts += [f"β = {settings['beta']:g}", f"δq = {settings['delta_q']:g}"]
     parts.append(f"{settings['noise']} noise σ₁ = {settings['sigma1']:g}")
     if groups:
         n = groups[0].num_particles
-        mass = n / (n + N) if groups[0].mass is None else groups[0].mass
+        mass = groups[0].mass
+        if mass is None:
+            mass = n / (n + N)
         parts.append(f"{n} malicious ({kind}), w_m = {mass:.3g}")
     return f"{problem.title}\n{', '.join(parts)}"
 
@@ -88,7 +92,9 @@ def describe(problem: Problem, result: Result, decay: Decay, tol: float) -> str:
     errors = target_errors(problem, result)
     if errors is not None:
         is_clustered = isinstance(problem.target[0], Sequence)
-        points = problem.target if is_clustered else [problem.target]
+        points = problem.target
+        if not is_clustered:
+            points = (points,)
         target = ", ".join(map(_format_point, points))
         if isinstance(result.message, list):
             successes = int((errors <= tol).sum())
@@ -154,7 +160,10 @@ def to_json_table(
     table["tol"] = tol
     table["success_rate"] = None
     if errors is not None:
-        table["error"] = _to_json(errors if has_runs else errors[0])
+        table["error"] = errors.tolist()
+        if not has_runs:
+            table["error"] = errors[0]
+        table["error"] = _to_json(table["error"])
         table["success_rate"] = float((errors <= tol).mean())
 
     with warnings.catch_warnings():
