@@ -1,15 +1,14 @@
 """FedCB2O: consensus-based bi-level optimisation (alg:FedCB2O, alg:localAggregation).
 
-The discretisation of eq:fedcb2o_dynamics. Agent j computes from its validation losses L_j:
+The discretisation of eq:fedcb2o_dynamics. From its validation losses L_j, agent j computes
 
-1. Q_beta, the sub-level set of the average loss (eq:clustered_csp): `SublevelSet`, whose level is
-   the beta-quantile of `consensus.quantile`.
-2. G_j, the robustness criterion (eq:robust_criterion_G_LF): `evaluate_criterion`, with
-   `criteria.class_loss_gap` by default.
-3. mu^i = exp(-alpha G^i) over Q_beta, normalised (eq:comp_csp): `consensus.weights`.
-4. m_j = sum_i mu^i theta^i, the consensus point, and the step towards it (eq:local_agg_update).
+- Q_beta, the sub-level set of the average loss (eq:clustered_csp): `SublevelCriterion.members`,
+  whose level is the beta-quantile q_beta of `consensus.quantile`;
+- G_j, the robustness criterion (eq:robust_criterion_G_LF): by default `criteria.class_loss_gap`;
+- mu_j^i = exp(-alpha G_j(theta^i)) over Q_beta, normalised (eq:comp_csp): `consensus.weights`;
+- m_j = sum_i mu_j^i theta^i, the consensus point, and the step towards it (eq:local_agg_update).
 
-Steps 3 and 4 are lines 6 and 7 of `federated.algorithm2`.
+Q_beta and G_j are line 5 of `federated.algorithm2`, mu_j is line 6, and the step is line 7.
 
 Example:
     >>> algorithm = fedcb2o(criterion="class_loss_gap", alpha=10.0, beta=0.5, own_model="judged")
@@ -20,10 +19,12 @@ Example:
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fedcb2o import consensus, plugins
@@ -31,15 +32,10 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated import criteria
 from fedcb2o.federated import selection as _selections
 from fedcb2o.federated.aggregation.coordinatewise import weighted_median
+from fedcb2o.federated.aggregation.gram_matrix import relative_distances
+from fedcb2o.federated.aggregation.standard_errors import standard_error
 from fedcb2o.federated.algorithm_spec import Algorithm, Likelihood
 from fedcb2o.federated.algorithms.base import require, require_mixing_factor
-from fedcb2o.federated.algorithms.sublevel import (
-    NEAR_COPY_VALUE,
-    LevelTest,
-    MinContacts,
-    OwnModel,
-    SublevelSet,
-)
 from fedcb2o.federated.plugin_outputs import validated_criterion
 from fedcb2o.federated.types import (
     Criterion,
@@ -47,9 +43,19 @@ from fedcb2o.federated.types import (
     CriterionValues,
     Reduction,
     RuleOutput,
-    batched,
 )
 from fedcb2o.plugins import PluginChoice
+
+OwnModel = Literal["excluded", "judged", "trusted"]
+LevelTest = Callable[[Float[Tensor, " m"]], Bool[Tensor, " m"]]
+"""Function from losses to a mask of those that do not exceed the level."""
+
+NEAR_COPY_VALUE = 2.0
+"""Least value of G, in nats, for a model that is almost identical to the agent's own.
+
+A model of ten classes that knows nothing loses about as much. The value is recorded like every G,
+but it decays, because benign peers may be near after a round or two.
+"""
 
 
 def fedcb2o(
@@ -66,7 +72,7 @@ def fedcb2o(
     interpolation: float = 1.0,
     own_model: OwnModel = "excluded",
     own_candidate: bool = False,
-    min_contacts: MinContacts = 1,
+    min_contacts: Literal[1, 2] = 1,
     point: Literal["mean", "median"] = "mean",
     selection: PluginChoice = "prob_sampling",
     kappa: float = 2.0,
@@ -92,17 +98,17 @@ def fedcb2o(
         delta_q: Amount added to the level of Q_beta, 0 or more.
         quantile: Level of Q_beta: the "plain" beta-quantile of the text after eq:q_beta, or the
             "averaged" one of eq:Q_beta.
-        loss_tolerance: See `SublevelSet` (beyond the paper).
-        max_distance: See `SublevelSet` (beyond the paper).
-        min_distance: See `SublevelSet` (beyond the paper).
-        interpolation: Share of the way to a received model at which L and G are computed, above 0
-            and at most 1. Below 1, a model is evaluated by the effect of a step towards it (beyond
-            the paper).
+        loss_tolerance: See `SublevelCriterion` (beyond the paper).
+        max_distance: See `SublevelCriterion` (beyond the paper).
+        min_distance: See `SublevelCriterion` (beyond the paper).
+        interpolation: Position h between the agent's own model and a received one, above 0 and at
+            most 1: L and G are those of theta^j + h (theta^i - theta^j). At 1 they are those of
+            the received model theta^i; below 1, those of a step towards it (beyond the paper).
         own_model: "excluded" leaves the agent's own model out, as in Algorithm 2. "judged"
             evaluates it by the criterion like a peer's model. "trusted" gives it the weight of the
             most trusted peer, as in the released code.
         own_candidate: An agent may sample itself.
-        min_contacts: See `SublevelSet` (beyond the paper).
+        min_contacts: See `SublevelCriterion` (beyond the paper).
         point: Weighted "mean" of the models, or weighted "median" of each coordinate (beyond the
             paper).
         selection: Peer selection (line 1).
@@ -132,27 +138,25 @@ def fedcb2o(
     _require_optional("max_distance", max_distance)
     _require_optional("min_distance", min_distance)
 
-    level = _level(beta, delta_q, quantile)
-    sublevel = SublevelSet(level, loss_tolerance, max_distance, min_distance, min_contacts)
     robust = plugins.resolve_and_bind("criterion", criterion, criteria)
-    average = functools.partial(criteria.average_loss)
-
-    def criterion_values(inputs: CriterionInput) -> CriterionValues:
-        current = robust if inputs.n >= criterion_from_round else average
-        is_average = current.func is criteria.average_loss
-        own = own_model
-        # A loss can evaluate the agent's own model, unlike a gap to it.
-        if own == "trusted" and is_average:
-            own = "judged"
-        return evaluate_criterion(inputs, current, sublevel, own, is_average_loss=is_average)
+    evaluate = SublevelCriterion(
+        criterion=robust,
+        from_round=criterion_from_round,
+        own_model=own_model,
+        level=_level(beta, delta_q, quantile),
+        loss_tolerance=loss_tolerance,
+        max_distance=max_distance,
+        min_distance=min_distance,
+        min_contacts=min_contacts,
+        together=criteria.is_batched(robust) and min_contacts == 1 and point == "mean",
+    )
 
     factor = None
     if not isinstance(mixing_factor, str):
         factor = require_mixing_factor(mixing_factor)
-    is_batched = criteria.is_batched(robust) and min_contacts == 1 and point == "mean"
     return Algorithm(
         select=_selections.resolve_selection(selection),
-        criterion=batched(criterion_values) if is_batched else criterion_values,
+        criterion=evaluate,
         alpha=alpha,
         point=_median_point if point == "median" else None,
         needs_losses=True,
@@ -199,48 +203,150 @@ def _level(
     )
 
 
-def evaluate_criterion(
-    inputs: CriterionInput,
-    criterion: Criterion,
-    sublevel: SublevelSet,
-    own_model: OwnModel,
-    *,
-    is_average_loss: bool = False,
-) -> CriterionValues:
-    """Compute the criterion on the sub-level set (Algorithm 2, line 5).
+@dataclass(frozen=True, kw_only=True)
+class SublevelCriterion:
+    """Criterion G on the sub-level set Q_beta (Algorithm 2, line 5).
 
-    Args:
-        inputs: Models and losses of one agent, or of several.
+    The paper has `criterion`, `from_round` and `level`; all other attributes go beyond it.
+
+    Attributes:
         criterion: G.
-        sublevel: Sub-level set of the average loss (eq:clustered_csp). G is infinite outside of its
-            ball, and at least `NEAR_COPY_VALUE` for a model almost identical to the agent's own.
-        own_model: "excluded" as in Algorithm 2; "judged" by the criterion like a peer's model; or
-            "trusted", as much as the most trusted peer's, as in the authors' released code.
-        is_average_loss: The criterion is the average loss itself.
-
-    Returns:
-        Values of the received models and of the agent's own, and the members of the set.
+        from_round: First round with G; the average loss is used before.
+        own_model: Role of the agent's own model, see `fedcb2o`.
+        level: Test of the losses against the level (eq:Q_beta); None for no level.
+        loss_tolerance: Also accept models whose loss exceeds the agent's own loss by at most this
+            number of standard errors, on the same samples. Without a level, accept only these.
+        max_distance: Reject models farther from the agent's own model than this multiple of its
+            norm; their G is infinite. This is the ball B_R of eq:Q_beta, about the agent's own
+            model, for agents whose losses are not yet informative.
+        min_distance: Reject models nearer to the agent's own model than this multiple of its
+            movement in LocalUpdate; their G is at least `NEAR_COPY_VALUE`. On the samples that it
+            was trained on, the agent's own model is better than all others, and so is an almost
+            identical model.
+        min_contacts: 2 accepts a peer's model only from the second time on that it was sampled.
+        together: Whether several agents are evaluated in one call (`types.BATCHED`).
     """
-    # 1. The sub-level set.
-    is_far, is_near = sublevel.distance_masks(inputs)
-    in_sublevel_set = sublevel.membership(inputs, own_model, is_far | is_near)
 
-    # 2. G of the received models.
-    restricted = dataclasses.replace(inputs, in_sublevel_set=in_sublevel_set[..., :-1])
-    values = validated_criterion(criterion, restricted)
-    values = torch.where(is_near, values.clamp(min=NEAR_COPY_VALUE), values)
-    values = values.masked_fill(is_far, torch.inf)
+    criterion: Criterion
+    from_round: int
+    own_model: OwnModel
+    level: LevelTest | None
+    loss_tolerance: float | None
+    max_distance: float | None
+    min_distance: float | None
+    min_contacts: Literal[1, 2]
+    together: bool
 
-    # 3. G of the agent's own model.
-    own = values.new_zeros(*values.shape[:-1], 1)
-    if own_model == "judged":
-        own = validated_criterion(criterion, inputs.with_own_only())
-    elif own_model == "trusted":
-        peers = in_sublevel_set[..., :-1]
-        trusted = values.masked_fill(~peers, torch.inf)
-        best = torch.cat([trusted, torch.full_like(own, torch.inf)], -1).amin(-1, keepdim=True)
-        own = torch.where(peers.any(-1, keepdim=True), best, own)
-    return CriterionValues(values, own, in_sublevel_set, is_average_loss)
+    def __call__(self, inputs: CriterionInput) -> CriterionValues:
+        """Compute G of the received models and of the agent's own.
+
+        Args:
+            inputs: Models and losses of one agent, or of several.
+
+        Returns:
+            Values of the models, and the members of Q_beta.
+        """
+        criterion: Criterion = self.criterion
+        if inputs.n < self.from_round:
+            criterion = criteria.average_loss
+        is_average_loss = getattr(criterion, "func", criterion) is criteria.average_loss
+        own_model = self.own_model
+        # A loss can evaluate the agent's own model, unlike a gap to it.
+        if own_model == "trusted" and is_average_loss:
+            own_model = "judged"
+
+        # 1. The sub-level set.
+        is_far, is_near = self._distance_masks(inputs)
+        members = self.members(inputs, own_model, is_far | is_near)
+        is_member = members[..., :-1]
+
+        # 2. G of the received models.
+        values = validated_criterion(
+            criterion, dataclasses.replace(inputs, in_sublevel_set=is_member)
+        )
+        values = torch.where(is_near, values.clamp(min=NEAR_COPY_VALUE), values)
+        values = values.masked_fill(is_far, torch.inf)
+
+        # 3. G of the agent's own model.
+        own = values.new_zeros(*values.shape[:-1], 1)
+        if own_model == "judged":
+            own = validated_criterion(criterion, inputs.with_own_only())
+        elif own_model == "trusted":
+            trusted = values.masked_fill(~is_member, torch.inf)
+            best = torch.cat([trusted, torch.full_like(own, torch.inf)], -1).amin(-1, keepdim=True)
+            own = torch.where(is_member.any(-1, keepdim=True), best, own)
+        return CriterionValues(values, own, members, is_average_loss)
+
+    def members(
+        self, inputs: CriterionInput, own_model: OwnModel, excluded: Bool[Tensor, "*a m"]
+    ) -> Bool[Tensor, "*a k"]:
+        """Find the members of the sub-level set (eq:clustered_csp).
+
+        Args:
+            inputs: View of one or several agents.
+            own_model: "excluded" leaves the agent's own model out.
+            excluded: Received models that do not count because of their distance, shape [*a, m].
+
+        Returns:
+            Membership of the received models and, last, the agent's own model, shape [*a, m + 1].
+        """
+        assert inputs.losses is not None
+        assert inputs.own_losses is not None
+
+        # 1. The candidates.
+        received = ~excluded
+        if own_model != "excluded":  # an agent may sample itself; its model counts once
+            received &= inputs.received.ids != inputs.own_entry.ids
+        if self.min_contacts == 2:
+            received &= torch.isin(inputs.received.ids, inputs.context.contacts.ids)
+        own = torch.full((*received.shape[:-1], 1), own_model != "excluded")
+        candidates = torch.cat([received, own], -1)
+
+        # 2. The level of the candidates' losses, for one agent at a time.
+        members = candidates.clone()
+        if self.level is not None:
+            k = candidates.shape[-1]
+            lower = torch.cat([inputs.losses.mean, inputs.own_losses.mean], -1)
+            agents = zip(*(x.view(-1, k) for x in (members, candidates, lower)), strict=True)
+            for members_of_agent, candidates_of_agent, losses in agents:
+                if candidates_of_agent.any():
+                    below = self.level(losses[candidates_of_agent])
+                    members_of_agent[candidates_of_agent] = below
+
+        # 3. The tolerance of the agent's own loss.
+        if self.loss_tolerance is None:
+            return members
+        errors = standard_error(inputs.losses, inputs.own_losses).nan_to_num(nan=0.0)
+        bound = inputs.own_losses.mean + self.loss_tolerance * errors
+        tolerated = torch.cat([inputs.losses.mean <= bound, torch.ones_like(own)], -1)
+        if self.level is not None:
+            tolerated = tolerated | members
+        return candidates & tolerated
+
+    def _distance_masks(
+        self, inputs: CriterionInput
+    ) -> tuple[Bool[Tensor, "*a m"], Bool[Tensor, "*a m"]]:
+        """Find received models outside of the ball, and peers' models that are almost identical."""
+        ids = inputs.received.ids
+        is_far = torch.zeros_like(ids, dtype=torch.bool)
+        is_near = torch.zeros_like(ids, dtype=torch.bool)
+        if self.max_distance is None and self.min_distance is None:
+            return is_far, is_near
+
+        m = ids.shape[-1]
+        rows_of_agents = inputs.received.with_own(inputs.own_entry).rows.view(-1, m + 1)
+        if self.min_distance is not None:
+            assert inputs.previous is not None
+            rows_of_agents = torch.cat([inputs.previous.view(-1, 1), rows_of_agents], -1)
+        a = len(rows_of_agents)
+        agents = zip(is_far.view(a, m), is_near.view(a, m), rows_of_agents, strict=True)
+        for far, near, rows in agents:  # views of the masks, filled in place
+            distances = relative_distances(inputs.models, rows)
+            if self.max_distance is not None:
+                far[:] = ~(distances[len(distances) - m :] <= self.max_distance)
+            if self.min_distance is not None:
+                near[:] = distances[1:] < self.min_distance * distances[0]
+        return is_far, is_near & (ids != inputs.own_entry.ids)
 
 
 def _median_point(inputs: CriterionInput, mu: Float[Tensor, " k"]) -> RuleOutput:
