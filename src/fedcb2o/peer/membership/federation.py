@@ -20,6 +20,7 @@ import torch
 from pydantic import Field, ValidationError
 
 from fedcb2o import plugins, records
+from fedcb2o._deprecation import former_attributes, former_parameters
 from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import settings as config
@@ -47,6 +48,19 @@ MAX_FILE_BYTES = 2**20
 _Seconds = Annotated[float, Field(ge=0, le=1e7)]
 
 
+@former_attributes(
+    own="allowed_functions",
+    told="verification_phrase",
+    parts="user_functions",
+    keys="value_hashes",
+    differing="differing_keys",
+    unsigned="unsigned_members",
+    lacking="missing_signatures",
+    changes="describe_changes",
+    follows="is_successor_of",
+    terms="fixed_content",
+    table="to_table",
+)
 class Federation(Section):
     """Settings and members that all agree on, in one version.
 
@@ -429,6 +443,7 @@ def missing_dataset() -> Dataset:
     raise ConfigError("a federation's file holds no data: each member brings its own, with --data")
 
 
+@former_parameters(own="allowed_functions", unsigned="allow_unsigned")
 def read_federation(
     path: Path | str, *, allowed_functions: Collection[str] = (), allow_unsigned: bool = False
 ) -> Federation:
