@@ -12,9 +12,10 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
 
 FORMER_MODULES: dict[str, tuple[str, dict[str, str]]] = {
     "fedcb2o.streams": ("fedcb2o.rng", {"streams": "agent_streams"}),
@@ -131,17 +132,33 @@ def former_fields(**names: str) -> Callable[[C], C]:
     """
 
     def decorate(cls: C) -> C:
-        construct = cls.__init__  # type: ignore[misc]
-
-        @functools.wraps(construct)
-        def init(self: Any, *arguments: Any, **keywords: Any) -> None:
-            for name in names.keys() & keywords.keys():
-                warn_renamed(f"{cls.__name__}({name}=...)", f"{names[name]}=...")
-                keywords[names[name]] = keywords.pop(name)
-            construct(self, *arguments, **keywords)
-
-        cls.__init__ = init  # type: ignore[misc]
+        cls.__init__ = former_parameters(**names)(cls.__init__)  # type: ignore[misc]
         return former_attributes(**names)(cls)
+
+    return decorate
+
+
+def former_parameters(**names: str) -> Callable[[F], F]:
+    """Return a function decorator that accepts former names of keyword arguments.
+
+    Args:
+        **names: Former name = new name.
+
+    Returns:
+        The decorator.
+    """
+
+    def decorate(function: F) -> F:
+        title = function.__qualname__.removesuffix(".__init__").rpartition(".<locals>.")[2]
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            for name in names.keys() & keywords.keys():
+                warn_renamed(f"{title}({name}=...)", f"{names[name]}=...")
+                keywords[names[name]] = keywords.pop(name)
+            return function(*arguments, **keywords)
+
+        return cast(F, call)
 
     return decorate
 

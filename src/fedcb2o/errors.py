@@ -6,12 +6,12 @@ The command line prints their text in one line and exits with status 2.
     ├── ConfigError (ValueError)      settings
     ├── DataError (ValueError)        data sets
     └── RunError (RuntimeError)       runs
-        ├── records.DamagedError                        a file that fails its checksum
-        ├── simulation.rounds.WorkerLostError           a lost part of an engine
-        └── parallel.process_pool.WorkerProcessError    a worker process that died
+        ├── records._files.DamagedError                  a file that fails its checksum
+        ├── simulation.rounds.WorkerLostError            a lost part of an engine
+        └── parallel._process_pool.WorkerProcessError    a worker process that died
 
-Two exceptions do not reach the user: `peer.wire.protocol.MalformedError` (bytes that are no valid
-message) and `peer.wire.client.StoppedError` (the agent was asked to stop).
+Two exceptions do not reach the user: `peer.wire._protocol.MalformedError` (bytes that are no valid
+message) and `peer.wire._client.StoppedError` (the agent was asked to stop).
 
 Example:
     >>> try:

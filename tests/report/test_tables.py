@@ -305,7 +305,11 @@ def test_metrics_of_the_configuration_are_in_compare_and_report(tmp_path):
     assert compare([run, other]).loc["worst_class_accuracy"].tolist() == ["0.500", "–"]
     assert "worst_class_accuracy" not in compare([run], over="worst").index
     assert "worst_class_accuracy" not in summary(run.records)
+    unit = "Percent, except worst_class_accuracy, at the last round of seed 3."
+    assert seed_caption([run, other]) == unit
+    assert seed_caption([run], over="worst") == "Percent, at the last round of seed 3."
     assert len(curves([run, other]).axes) == 2
     report([run, other], str(tmp_path / "report"))
+    assert unit in (tmp_path / "report" / "report.html").read_text()
     seeds = pd.read_csv(tmp_path / "report" / "seeds.csv")
     assert seeds.worst_class_accuracy[0] == 0.5

@@ -2,10 +2,14 @@
 
 import contextlib
 import logging
+import re
 import sys
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 _LOGGER = logging.getLogger("fedcb2o")
+_RENAMED_PATTERN = ".* minor version$"  # end of every warning about a former name
 _PREFIXES = {logging.WARNING: "Note: ", logging.ERROR: "Error: ", logging.CRITICAL: "Error: "}
 
 
@@ -21,6 +25,9 @@ class _StderrHandler(logging.Handler):
 def stderr_logging() -> Iterator[None]:
     """Print log lines to standard error within this context.
 
+    A warning about a former name is a log line too, once for each name. Python itself would hide
+    it. The option `-W` of Python and PYTHONWARNINGS keep their effect.
+
     Yields:
         Nothing.
     """
@@ -29,10 +36,28 @@ def stderr_logging() -> Iterator[None]:
     _LOGGER.addHandler(handler)
     _LOGGER.setLevel(logging.INFO)
     try:
-        yield
+        with warnings.catch_warnings():
+            if not sys.warnoptions:
+                for category in (DeprecationWarning, FutureWarning):
+                    warnings.filterwarnings("once", _RENAMED_PATTERN, category)
+            warnings.showwarning = _log_deprecation(warnings.showwarning)
+            yield
     finally:
         _LOGGER.removeHandler(handler)
         _LOGGER.setLevel(level)
+
+
+def _log_deprecation(show_other: Any) -> Any:
+    """Return a function for `warnings.showwarning` that logs warnings about former names."""
+
+    def show(message: Warning | str, category: type[Warning], *arguments: Any) -> None:
+        is_deprecation = issubclass(category, DeprecationWarning | FutureWarning)
+        if is_deprecation and re.match(_RENAMED_PATTERN, str(message)):
+            _LOGGER.warning("%s.", message)
+        else:
+            show_other(message, category, *arguments)
+
+    return show
 
 
 def set_verbosity(*, verbose: bool = False, quiet: bool = False) -> None:

@@ -312,27 +312,40 @@ def format_mean_interval(values: "pd.Series[float]", *, percent: bool = True) ->
     return format_interval(mean, mean - half, mean + half, digits=1 if percent else 3)
 
 
-def seed_caption(runs: Sequence[Run]) -> str:
-    """Describe the seeds behind the numbers of `compare`.
+def seed_caption(runs: Sequence[Run], *, over: AgentSummary = "mean") -> str:
+    """Describe the unit and the seeds behind the numbers of `compare`.
 
     Args:
         runs: Runs of the table.
+        over: Summary over benign agents in the table.
 
     Returns:
         One sentence with the seeds, or with their number for each run if runs differ.
     """
     shown = without_counterparts(runs)
     seeds = [last_round(run.records).seed.unique().tolist() for run in shown]
-    start = "Percent, at the last round; mean and 95% interval over seeds"
-    if any(run_seeds != seeds[0] for run_seeds in seeds):
-        counts = [
-            f"{label} {len(run_seeds)}"
-            for label, run_seeds in zip(run_labels(shown), seeds, strict=True)
-        ]
-        return f"{start}, with a different number of seeds per run: {', '.join(counts)}."
-    if len(seeds[0]) == 1:
-        return f"Percent, at the last round of seed {seeds[0][0]}."
-    return f"{start} ({', '.join(str(seed) for seed in seeds[0])})."
+    unit = _unit_caption(shown, over)
+    if all(run_seeds == seeds[0] for run_seeds in seeds):
+        if len(seeds[0]) == 1:
+            return f"{unit}, at the last round of seed {seeds[0][0]}."
+        seeds_text = f" ({', '.join(map(str, seeds[0]))})"
+    else:
+        counts = []
+        for label, run_seeds in zip(run_labels(shown), seeds, strict=True):
+            counts.append(f"{label} {len(run_seeds)}")
+        seeds_text = f", with a different number of seeds per run: {', '.join(counts)}"
+    return f"{unit}, at the last round; mean and 95% interval over seeds{seeds_text}."
+
+
+def _unit_caption(runs: Sequence[Run], over: AgentSummary) -> str:
+    """Describe the unit of the rows of `compare`; name those that are not in percent."""
+    plain: dict[str, None] = {}
+    for run in runs:
+        losses = [name for name in CONDITIONAL_METRICS if name in run.records]
+        plain |= {LABELS[name]: None for name in losses if not METRICS[name].is_percent}
+        if over == "mean":
+            plain |= dict.fromkeys(run.custom_metrics)
+    return f"Percent, except {', '.join(plain)}" if plain else "Percent"
 
 
 def incomplete_note(run: Run) -> str | None:

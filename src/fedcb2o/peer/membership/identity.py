@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedcb2o import records
-from fedcb2o._deprecation import former_fields
+from fedcb2o._deprecation import former_attributes, former_parameters, warn_renamed
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import certificates
 
@@ -92,6 +92,7 @@ def _check_name(name: str) -> None:
         )
 
 
+@former_attributes(check_time="check_not_expired", table="to_table")
 @dataclass(frozen=True)
 class Member:
     """Public half of an organisation.
@@ -165,6 +166,7 @@ class Member:
         return True
 
     @classmethod
+    @former_parameters(expired="allow_expired")
     def read(cls, path: Path, *, allow_expired: bool = False) -> "Member":
         """Read a file NAME.member.toml.
 
@@ -221,6 +223,12 @@ class Member:
             raise ConfigError("`key` of a member must be base64 in canonical form")
         return cls(table["name"], table["endpoint"], public, table["root"])
 
+    @classmethod
+    def of_table(cls, table: Mapping[str, Any]) -> "Member":
+        """Call `from_table`, the new name of this method."""
+        warn_renamed("Member.of_table", "Member.from_table", stacklevel=3)
+        return cls.from_table(table)
+
     def to_table(self) -> dict[str, str]:
         """Return this member as a table of texts.
 
@@ -240,7 +248,7 @@ class Member:
         records.atomic_write(path, content.encode())
 
 
-@former_fields(moved="with_endpoint", check="check_certificate")
+@former_attributes(moved="with_endpoint", check="check_certificate")
 @dataclass(frozen=True)
 class Identity:
     """Keys and certificates of one organisation, in a private folder.
