@@ -394,7 +394,8 @@ def _print_table(runs: list["Run"], over: _AgentSummary) -> None:
             _LOGGER.warning("%s.", sentence)
     console = Console()
     table = compare_runs(runs, over=over.value)
-    console.print(to_rich(table, caption=seed_caption(runs), width=console.width))
+    caption = seed_caption(runs, over=over.value)
+    console.print(to_rich(table, caption=caption, width=console.width))
 
 
 def track(
