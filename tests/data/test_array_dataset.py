@@ -73,12 +73,6 @@ def test_a_share_of_each_class_is_held_out():
     assert torch.bincount(most.pool.y).tolist() == [1, 1, 1, 1]
 
 
-def test_what_is_given_for_testing_tests():
-    data = dataset(X, Y, x_test=X[:4] + 0.5, y_test=Y[:4])
-    assert torch.equal(data.pool.x, torch.from_numpy(X).float())
-    assert torch.equal(data.test.x, torch.from_numpy(X[:4] + 0.5).float())
-
-
 def test_standardised_over_the_pool_alone():
     x = np.column_stack([X, np.full(20, 0.1)])
     x_test = x[:5] * 3
@@ -104,7 +98,6 @@ def with_value(value: float) -> np.ndarray:
         (with_value(1e300), Y, {}, r"`x` holds 2 values that are no finite float32 .* in sample 4 at \[2\]: 1e\+300"),
         (X.astype(str), Y, {}, "`x` must hold numbers, got values of type <U32"),
         (X[:, 0], Y, {}, r"`x` must hold samples \[n, features\] or images .* got shape \(20,\)"),
-        (X[:0], Y[:0], {}, r"`x` must hold samples .* got shape \(0, 3\)"),
         ([[1], [2, 3]], [0, 1], {}, r"`x` cannot be read as an array \("),
         (TORCHS, None, {}, r"`x` cannot be read as an array \(.*\); PyTorch data sets are for fedcb2o.datasets"),
         (X, Y[:-1], {}, "`x` holds 20 samples, and `y` 19 labels"),
@@ -114,16 +107,13 @@ def with_value(value: float) -> np.ndarray:
         (X, np.where(Y, np.nan, 1.0), {}, "`y` must hold classes, whole numbers or words, got nan$"),
         (X, np.array([None, "a"] * 10), {}, "`y` must hold classes, .* got values of type object"),
         (X, Y * 0 + 3, {}, "every sample has the label 3: there must be two classes or more"),
-        (X, Y * 1e300, {}, "`y` must hold classes, whole numbers or words, got 1e\\+300"),
         (np.ma.masked_greater(X, X.mean()), Y, {}, "`x` has masked values: fill them in, or leave these samples out"),
         (X, Y, {"class_names": "ab"}, "`class_names` must be a list of words, one for each class, got 'ab'"),
         (X, np.arange(20), {}, "class '0' has 1 samples, and holding some out needs 2 or more of each class"),
         (X, Y, {"class_names": ("a", "a")}, "two classes or more, of different names, got a, a"),
         (X, Y + 1, {"class_names": ("a", "b")}, "of 2 classes, labels are numbers from 0 to 1, got 1 to 2"),
-        (X, ["a", "b"] * 10, {"class_names": ("a", "b")}, "labels are numbers from 0 to 1, got a to b"),
         (X, Y, {"class_names": ("a", "b", "c")}, "class 'c' has 0 samples"),
         (X, Y, {"x_test": X}, "`x_test` and `y_test` go together"),
-        (X, Y, {"y_test": Y}, "`x_test` and `y_test` go together"),
         (X, Y, {"x_test": X[:, :2], "y_test": Y}, r"of `x` have shape \(3,\), and those of `x_test` \(2,\)"),
         (X, Y, {"x_test": X, "y_test": Y[:3]}, "`x_test` holds 20 samples, and `y_test` 3 labels"),
         (X, Y, {"x_test": X, "y_test": ["a", "b"] * 10}, "`y` and `y_test` must hold labels of one kind"),
@@ -174,11 +164,6 @@ def damaged(path):
     path.write_bytes(body)
 
 
-def not_zipped(path):
-    np.save(path.with_suffix(".npy"), X)
-    path.with_suffix(".npy").replace(path)
-
-
 FILES = {
     "missing": (
         lambda path: path.unlink(),
@@ -188,7 +173,6 @@ FILES = {
         lambda path: path.write_text("x,y\n1,2\n"),
         "my.npz is no .npz file: write it with numpy.savez",
     ),
-    "npy": (not_zipped, "my.npz is no .npz file"),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-30]), "my.npz is no .npz file"),
     "damaged": (damaged, "my.npz cannot be read .* it must hold arrays of numbers and words only"),
     "no y": (lambda path: np.savez(path, x=X), "my.npz holds no `y`"),

@@ -180,7 +180,7 @@ def test_download_that_fails_leaves_nothing(tmp_path, body, message):
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("named", ["folder", "archive", "files", "subfolder"])
+@pytest.mark.parametrize("named", ["archive", "subfolder"])
 def test_import(tmp_path, named):
     source = write(tmp_path / "source", {})
     if named in ("folder", "archive"):
@@ -196,23 +196,6 @@ def test_import(tmp_path, named):
         == sorted(path.name for path in files)
     )
     assert len(cifar10(data_dir=tmp_path / "target").pool) == 100
-
-
-def test_import_into_itself_checks(tmp_path):
-    write(tmp_path / FOLDER, contents())
-    before = names(tmp_path)
-    assert import_files(RELEASE, tmp_path, tmp_path) == [
-        tmp_path / FOLDER / name for name in RELEASE.file_names
-    ]
-    assert names(tmp_path) == before
-
-
-def test_import_beside_another_set(tmp_path):
-    write(tmp_path / "target" / FOLDER, {"test_batch.bin": b""})
-    with pytest.raises(
-        DataError, match=f"holds another set of CIFAR-10 files .{FOLDER}/test_batch.bin.; remove it"
-    ):
-        import_files(RELEASE, write(tmp_path / "source", contents()), tmp_path / "target")
 
 
 def test_import_from_nowhere(tmp_path):

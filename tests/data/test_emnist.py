@@ -91,12 +91,6 @@ def test_reads_both_sets_plain_and_gzip(tmp_path, name, zipped):
     assert data.pool.x[:, 0, 0, 0].tolist() == list(range(141))  # all of them, in the files' order
 
 
-def test_class_names():
-    assert len(RELEASE.class_names) == 47
-    assert "".join(RELEASE.class_names) == "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt"
-    assert RELEASE.class_names[24] == "O"
-
-
 def test_keeps_the_first_of_each_class_in_file_order(tmp_path):
     folder = write(tmp_path, contents())
     everything = emnist(data_dir=folder, train_per_class=None, test_per_class=None).pool
@@ -209,7 +203,7 @@ DAMAGES = {
     ),
     "class too small": (
         change("train-labels-idx1-ubyte", lambda data: relabel(26, 27)(data[:100]) + data[100:]),
-        r"train-labels-idx1-ubyte.gz: class 'Q' has [12] samples, fewer than `train_per_class` = 3",
+        r"train-labels-idx1-ubyte.gz: class 'Q' has [12] samples, fewer than `train_per_class` = 3; set it to at most",
     ),
     "class without samples": (
         change("test-labels-idx1-ubyte", relabel(24, 0)),
@@ -245,24 +239,6 @@ def test_damaged_files_get_one_clear_line(tmp_path, damage):
     with pytest.raises(DataError, match=message) as caught:
         emnist(data_dir=tmp_path, train_per_class=3, test_per_class=2)
     assert "\n" not in str(caught.value)
-
-
-def test_a_class_smaller_than_asked_for(tmp_path):
-    with pytest.raises(
-        DataError,
-        match=r"class '0' has 2 samples, fewer than `test_per_class` = 296; set it to at mos",
-    ):
-        emnist(data_dir=write(tmp_path, contents()))
-
-
-def test_a_file_that_cannot_be_opened(tmp_path):
-    write(tmp_path, contents())
-    path = tmp_path / "emnist-balanced-test-labels-idx1-ubyte"
-    path.write_bytes(b"")  # the plain form of a file comes first
-    with pytest.raises(
-        DataError, match="emnist-balanced-test-labels-idx1-ubyte is not an IDX file"
-    ):
-        emnist(data_dir=tmp_path)
 
 
 def test_nothing_there(tmp_path):
@@ -383,12 +359,6 @@ def test_interrupted_download_leaves_nothing(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
-def test_download_beside_another_set(tmp_path):
-    write(tmp_path, {"test-labels-idx1-ubyte": b""}, "emnist47")
-    with pytest.raises(DataError, match="holds another set of EMNIST files"):
-        download(replace(RELEASE, url="http://127.0.0.1:1"), tmp_path, progress=False)
-
-
 def test_target_that_cannot_be_written(tmp_path):
     write(tmp_path / "source", contents())
     (tmp_path / "file").write_text("")
@@ -431,9 +401,7 @@ def test_import_into_itself_checks(tmp_path):
     assert names(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "damage", ["truncated", "missing", "gzip cut", "fewer labels", "no such label"]
-)
+@pytest.mark.parametrize("damage", ["missing", "no such label"])
 def test_import_checks_before_it_copies(tmp_path, damage):
     do, message = DAMAGES[damage]
     do(write(tmp_path / "source", contents()))
@@ -441,15 +409,6 @@ def test_import_checks_before_it_copies(tmp_path, damage):
         message = r"no file emnist-balanced-test-labels-idx1-ubyte, .* in .*source; DIR in .* must hold gzip\.zip, or these"
     with pytest.raises(DataError, match=message):
         import_files(RELEASE, tmp_path / "source", tmp_path / "target")
-    assert names(tmp_path / "target") == []
-
-
-def test_import_of_a_bad_archive(tmp_path):
-    (tmp_path / "gzip.zip").write_bytes(archive(contents())[:1000])
-    with pytest.raises(
-        DataError, match=r"gzip.zip is not a zip archive, or a damaged one .*`fedcb2o data emnist`"
-    ):
-        import_files(RELEASE, tmp_path, tmp_path / "target")
     assert names(tmp_path / "target") == []
 
 

@@ -10,9 +10,8 @@ from tests.data.image_files import at, contents, names, served, write
 
 from fedcb2o.data import mnist
 from fedcb2o.data.downloads import download, import_files
-from fedcb2o.data.release import default_folder
 from fedcb2o.data.sets._mnist import RELEASE
-from fedcb2o.errors import ConfigError, DataError
+from fedcb2o.errors import DataError
 
 REAL = os.environ.get("FEDCB2O_MNIST")
 
@@ -26,36 +25,6 @@ def test_reads_both_sets_plain_and_gzip(tmp_path, zipped):
     assert data.pool.x.dtype == torch.uint8
     assert torch.equal(data.pool.x[:, 0, 1, 2], data.pool.y)  # as stored: row 1, column 2
     assert torch.equal(data.test.x[:, 0, 1, 2], data.test.y)
-
-
-def test_keeps_the_first_of_each_class(tmp_path):
-    everything = mnist(data_dir=write(tmp_path, contents()))
-    data = mnist(data_dir=tmp_path, train_per_class=2, test_per_class=1)
-    first = [(everything.pool.y == c).nonzero()[:2, 0] for c in range(10)]
-    assert torch.equal(data.pool.x, everything.pool.x[torch.cat(first).sort().values])
-    assert torch.bincount(data.test.y).tolist() == [1] * 10
-
-
-def test_what_is_wrong_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="`train_per_class` of mnist must be at least 1, got 0"):
-        mnist(data_dir=tmp_path, train_per_class=0)
-    with pytest.raises(
-        DataError,
-        match=r"MNIST: no file train-images-idx3-ubyte, plain or .gz, .*fedcb2o data mnist",
-    ):
-        mnist(data_dir=tmp_path)
-    with pytest.raises(
-        DataError,
-        match=r"class '0' has 2 samples, fewer than `test_per_class` = 3; set it to at most",
-    ):
-        mnist(data_dir=write(tmp_path, contents()), test_per_class=3)
-
-
-def test_default_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDCB2O_DATA", str(write(tmp_path, contents())))
-    assert len(mnist().pool) == 30
-    monkeypatch.delenv("FEDCB2O_DATA")
-    assert default_folder(RELEASE).name == "mnist"
 
 
 def test_download(tmp_path, capsys):

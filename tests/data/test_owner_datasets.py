@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-import fedcb2o
+from fedcb2o import Owners, dataset, datasets
 from fedcb2o.data import partition_by_owner
 from fedcb2o.errors import ConfigError, DataError
 
@@ -24,7 +24,7 @@ def rows(data, indices):
 
 
 def test_each_owner_is_an_agent_with_its_own():
-    data = fedcb2o.dataset(X, Y, owner=OWNER)
+    data = dataset(X, Y, owner=OWNER)
     assert data.owners.names == ("a", "b")
     assert torch.bincount(data.owners.test).tolist() == [3, 2]  # a quarter of 12 and of 8
     people = partition_by_owner(data, data.owners, **GIVEN)
@@ -40,14 +40,12 @@ def test_each_owner_is_an_agent_with_its_own():
 
 
 def test_test_samples_are_somebodys_or_everybodys():
-    everybodys = fedcb2o.dataset(X, Y, owner=OWNER, x_test=X[:3], y_test=Y[:3], test_share=0.0)
+    everybodys = dataset(X, Y, owner=OWNER, x_test=X[:3], y_test=Y[:3], test_share=0.0)
     assert everybodys.owners.test.tolist() == [-1] * 3
     assert len(everybodys.pool) == 20
-    both = fedcb2o.dataset(X, Y, owner=OWNER, x_test=X[:3], y_test=Y[:3])
+    both = dataset(X, Y, owner=OWNER, x_test=X[:3], y_test=Y[:3])
     assert both.owners.test.tolist() == [-1] * 3 + [1] * 2 + [0] * 3  # in the order of the samples
-    given = fedcb2o.dataset(
-        X, Y, owner=OWNER, x_test=X[:3], y_test=Y[:3], owner_test=["a", "b", "a"]
-    )
+    given = dataset(X, Y, owner=OWNER, x_test=X[:3], y_test=Y[:3], owner_test=["a", "b", "a"])
     assert given.owners.test.tolist() == [0, 1, 0]
     assert len(given.pool) == 20
 
@@ -64,7 +62,7 @@ def test_owners_bring_data_sets():
             "test": (X[14:15], Y[14:15]),
         },
     }
-    data = fedcb2o.datasets(parts, test=(X[15:], Y[15:]))
+    data = datasets(parts, test=(X[15:], Y[15:]))
     assert data.owners.names == ("north", "south")
     assert sorted(data.owners.test.tolist()) == [-1] * 5 + [0] * 2 + [1]
     assert data.owners.validates.sum() == 2
@@ -73,7 +71,7 @@ def test_owners_bring_data_sets():
     assert rows(data, people.validation[1]) == [12, 13]
     assert len(people.train[0]) + len(people.validation[0]) == 6
     assert len(people.validation[0]) == 2
-    assert fedcb2o.datasets([(X, Y), (X, Y)]).owners.names == ("0", "1")
+    assert datasets([(X, Y), (X, Y)]).owners.names == ("0", "1")
 
 
 def test_with_nothing_held_out_owners_train_on_all_and_judge_by_what_they_brought_for_it():
@@ -81,7 +79,7 @@ def test_with_nothing_held_out_owners_train_on_all_and_judge_by_what_they_brough
         "north": (X[:8], Y[:8]),
         "south": {"train": (X[8:12], Y[8:12]), "validation": (X[12:14], Y[12:14])},
     }
-    data = fedcb2o.datasets(parts, test=(X[15:], Y[15:]), test_share=0.0)
+    data = datasets(parts, test=(X[15:], Y[15:]), test_share=0.0)
     people = partition_by_owner(
         data, data.owners, **(GIVEN | {"hold_out": False, "validation": 1.0})
     )
@@ -94,9 +92,7 @@ def test_with_nothing_held_out_owners_train_on_all_and_judge_by_what_they_brough
 
 def test_attackers_and_who_takes_part_are_drawn():
     owner = np.repeat(np.arange(10), 4)
-    data = fedcb2o.dataset(
-        np.random.default_rng(0).normal(size=(40, 2)), np.arange(40) % 2, owner=owner
-    )
+    data = dataset(np.random.default_rng(0).normal(size=(40, 2)), np.arange(40) % 2, owner=owner)
     some = {**GIVEN, "benign": 3, "malicious": 2}
     seeds = [partition_by_owner(data, data.owners, **{**some, "seed": seed}) for seed in range(8)]
     assert all(len(people.names) == 5 and int(people.malicious.sum()) == 2 for people in seeds)
@@ -119,17 +115,17 @@ def test_attackers_and_who_takes_part_are_drawn():
 
 
 def test_no_more_samples_than_asked_for():
-    data = fedcb2o.dataset(X, Y, owner=OWNER)
+    data = dataset(X, Y, owner=OWNER)
     people = partition_by_owner(data, data.owners, **{**GIVEN, "benign_samples": 7})
     assert [len(t) + len(v) for t, v in zip(people.train, people.validation, strict=True)] == [7, 6]
 
 
 def test_numbers_in_place_of_classes():
-    data = fedcb2o.dataset(X, X[:, :2], numbers=True)
+    data = dataset(X, X[:, :2], numbers=True)
     assert (data.class_names, data.num_classes, data.num_outputs) == ((), 1, 2)
     assert (len(data.pool), len(data.test)) == (15, 5)
     assert data.pool.y.dtype == torch.float32
-    assert fedcb2o.dataset(X, X[:, 0], owner=OWNER, numbers=True).num_outputs == 1
+    assert dataset(X, X[:, 0], owner=OWNER, numbers=True).num_outputs == 1
 
 
 def test_from_a_file(tmp_path):
@@ -156,61 +152,61 @@ def test_from_a_file(tmp_path):
     ("make", "message"),
     [
         (
-            lambda: fedcb2o.dataset(X, Y, owner=OWNER[:3]),
+            lambda: dataset(X, Y, owner=OWNER[:3]),
             "`owner` names 3 owners, and there are 20 samples",
         ),
-        (lambda: fedcb2o.dataset(X, Y, owner=X), "`owner` must hold one owner for each sample"),
+        (lambda: dataset(X, Y, owner=X), "`owner` must hold one owner for each sample"),
         (
-            lambda: fedcb2o.dataset(X, Y, owner_test=OWNER),
+            lambda: dataset(X, Y, owner_test=OWNER),
             "`owner_test` goes with `owner` and `x_test`",
         ),
         (
-            lambda: fedcb2o.dataset(X, Y, owner=OWNER, x_test=X, y_test=Y, owner_test=["c"] * 20),
+            lambda: dataset(X, Y, owner=OWNER, x_test=X, y_test=Y, owner_test=["c"] * 20),
             "`owner_test` names c, who owns no sample",
         ),
         (
-            lambda: fedcb2o.dataset(X, Y, owner=OWNER, x_test=X, y_test=Y, owner_test=[1] * 20),
+            lambda: dataset(X, Y, owner=OWNER, x_test=X, y_test=Y, owner_test=[1] * 20),
             "`owner` and `owner_test` must be of one kind",
         ),
         (
-            lambda: fedcb2o.dataset(X, Y, owner=["a"] * 19 + ["b"]),
+            lambda: dataset(X, Y, owner=["a"] * 19 + ["b"]),
             "owner 'b' has 1 samples, and holding some out needs",
         ),
         (
-            lambda: fedcb2o.dataset(X, Y, numbers=True, class_names=("a", "b")),
+            lambda: dataset(X, Y, numbers=True, class_names=("a", "b")),
             "`class_names` are those of classes",
         ),
         (
-            lambda: fedcb2o.dataset(X, ["a"] * 20, numbers=True),
+            lambda: dataset(X, ["a"] * 20, numbers=True),
             "`y` must hold numbers, got values of type <U1",
         ),
-        (lambda: fedcb2o.datasets([]), "there must be a data set for each owner, got none"),
+        (lambda: datasets([]), "there must be a data set for each owner, got none"),
         (
-            lambda: fedcb2o.datasets("ab"),
+            lambda: datasets("ab"),
             "must be a list, or a mapping by owners' names, got a str",
         ),
         (
-            lambda: fedcb2o.datasets([3]),
+            lambda: datasets([3]),
             "owner '0' .train. must be .x, y., or a data set with a length",
         ),
         (
-            lambda: fedcb2o.datasets([(X, Y), (X[:, :2], Y)]),
+            lambda: datasets([(X, Y), (X[:, :2], Y)]),
             r"owner '1' .train. have shape \(2,\), and those of owner",
         ),
         (
-            lambda: fedcb2o.datasets([(X, Y), (X.astype(np.uint8), Y)]),
+            lambda: datasets([(X, Y), (X.astype(np.uint8), Y)]),
             "some owners bring pixels .uint8. and others",
         ),
         (
-            lambda: fedcb2o.datasets({"a": {"training": (X, Y)}}),
+            lambda: datasets({"a": {"training": (X, Y)}}),
             "owner 'a' must bring samples to train on",
         ),
         (
-            lambda: fedcb2o.datasets([(X, Y[:3])]),
+            lambda: datasets([(X, Y[:3])]),
             "`x of owner '0' .train.` holds 20 samples, and `y of .*` 3 labels",
         ),
         (
-            lambda: fedcb2o.datasets([[(X, 1), (X, 2), (X, 3)]]),
+            lambda: datasets([[(X, 1), (X, 2), (X, 3)]]),
             "must be samples and labels, .x, y., got 3 things",
         ),
     ],
@@ -229,14 +225,14 @@ def test_what_cannot_be(make, message):
     ],
 )
 def test_agents_that_cannot_be(change, message):
-    data = fedcb2o.dataset(X, Y, owner=OWNER)
+    data = dataset(X, Y, owner=OWNER)
     with pytest.raises(ConfigError, match=message):
         partition_by_owner(data, data.owners, **{**GIVEN, **change})
 
 
 def test_an_owner_needs_test_samples():
-    data = fedcb2o.dataset(X, Y, owner=OWNER)
-    owners = fedcb2o.Owners(
+    data = dataset(X, Y, owner=OWNER)
+    owners = Owners(
         data.owners.names,
         data.owners.pool,
         torch.zeros(5, dtype=torch.int64),
@@ -249,5 +245,5 @@ def test_an_owner_needs_test_samples():
 
 
 def test_a_data_set_is_told_in_a_line():
-    assert repr(fedcb2o.dataset(X, Y, owner=OWNER).owners) == "Owners(a: 9, b: 6)"
-    assert "\n" not in repr(fedcb2o.dataset(X, Y, owner=OWNER))
+    assert repr(dataset(X, Y, owner=OWNER).owners) == "Owners(a: 9, b: 6)"
+    assert "\n" not in repr(dataset(X, Y, owner=OWNER))

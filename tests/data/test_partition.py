@@ -182,14 +182,12 @@ def test_a_skew_deals_the_same_samples_by_its_own_stream():
             lambda labels, sizes, draw: None,
             "the skew returned NoneType, expected an array of 120 integers: the agent of ",
         ),
-        (lambda labels, sizes, draw: [0] * 120, "the skew returned list, expected"),
         (lambda labels, sizes, draw: np.zeros(120), r"the skew returned float64 \[120\], expected"),
         (lambda labels, sizes, draw: sizes, r"the skew returned int64 \[5\], expected"),
         (
             lambda labels, sizes, draw: labels + 2,
             "gives samples to agents 2 to 5, and a cluster has agents 0 to 4",
         ),
-        (lambda labels, sizes, draw: labels - 1, "gives samples to agents -1 to 2"),
         (
             lambda labels, sizes, draw: labels * 0,
             "the skew gives agent 0 120 samples instead of 20",
@@ -199,13 +197,6 @@ def test_a_skew_deals_the_same_samples_by_its_own_stream():
 def test_a_skew_gives_every_agent_its_number(skew, message):
     with pytest.raises(ConfigError, match=message):
         partition(LABELS, skew=skew, **SMALL)
-
-
-def test_clusters_deal_anew_and_seeds_draw_anew():
-    first, other = partition(LABELS, **SMALL), partition(LABELS, **(SMALL | {"seed": 8}))
-    assert set(holds(first, 0)) != set(holds(first, 5))
-    assert set(holds(first, 0)) != set(holds(other, 0))
-    assert set(first.tuning.tolist()) != set(other.tuning.tolist())
 
 
 def test_without_hold_out_training_adds_the_validation_data():
@@ -262,22 +253,11 @@ def test_without_hold_out_all_samples_may_validate(split):
     )  # classes of < 10
 
 
-def test_which_samples_of_a_class_validate_differs_by_agent_and_seed():
-    settings = SMALL | {"split": "stratified", "benign": 1, "malicious": 0, "benign_samples": 200}
-    picked = [
-        set(partition(LABELS, **(settings | {"seed": seed})).validation[agent].tolist())
-        for seed in (1, 2)
-        for agent in (0, 1)
-    ]
-    assert all(a != b for i, a in enumerate(picked) for b in picked[:i])
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"benign_samples": 50}, r"3 \* 50 \+ 2 \* 30 = 210, and the pool has 200 samples"),
         ({"num_clusters": 3}, "`num_clusters` must be 1, 2 or 4.* got 3"),
-        ({"num_clusters": 0}, "`num_clusters` must be 1, 2 or 4.* got 0"),
         (
             {"split": "striped"},
             "`split` must be one of random, stratified, released, got 'striped'",
@@ -288,7 +268,6 @@ def test_which_samples_of_a_class_validate_differs_by_agent_and_seed():
         ({"malicious_samples": 0}, "`malicious_samples` must be at least 1, got 0"),
         ({"tuning_size": -1}, "`tuning_size` must be at least 0, got -1"),
         ({"validation": 0.0}, "`validation` .* above 0 and at most 1, got 0.0"),
-        ({"validation": 1.5}, "`validation` .* above 0 and at most 1, got 1.5"),
         (
             {"validation": 1.0},
             "leaves agent 0 no training data .* set another fraction or `hold_out` = false",
@@ -298,7 +277,6 @@ def test_which_samples_of_a_class_validate_differs_by_agent_and_seed():
             {"validation": 0.01},
             "`validation` = 0.01 with `split` = 'random' leaves agent 0 no validation data",
         ),
-        ({"validation": 0.99}, "leaves agent 0 no training data among its 20 samples"),
         (
             {"split": "released", "benign_samples": 8, "validation": 0.1},
             "'released' leaves agent 0 no training data",
@@ -316,10 +294,6 @@ def test_a_label_that_is_no_class(label):
     labels[17] = label
     with pytest.raises(DataError, match="labels must be between 0 and 3"):
         partition(labels, **SMALL)
-
-
-def test_just_enough_samples_leaves_nothing_to_tune_on():
-    assert len(partition(LABELS[:120], **SMALL).tuning) == 0
 
 
 def test_rotation_by_hand():

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from tests.names import steady
+from tests.particles.problems import double
+from torch.testing import assert_close
 
-import fedcb2o
-from fedcb2o import Adversary, CaptureWarning, ConfigError
+from fedcb2o import Adversary, CaptureWarning, ConfigError, minimize
 from fedcb2o.particles import adversaries
 from fedcb2o.particles.dynamics import ConsensusParams, consensus_point, evaluate_objectives
 from fedcb2o.particles.objectives import circle, last_coordinate, norm, paraboloid
@@ -27,13 +28,6 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def without_capture_warnings():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureWarning)
-        yield
-
-
 def watched(adversary, lower=circle, upper=LURE, **settings):
     """theta_m [steps + 1, n_m, d] and x [steps + 1, d] of a run, and its result."""
     seen = []
@@ -41,7 +35,7 @@ def watched(adversary, lower=circle, upper=LURE, **settings):
     def watch(state):
         seen.append((state.theta_m.clone(), state.x.clone()))
 
-    result = fedcb2o.minimize(
+    result = minimize(
         lower, upper, 2, adversaries=adversary, callback=watch, **{**SETTINGS, **settings}
     )
     theta_m, x = zip(*seen, strict=True)
@@ -54,7 +48,7 @@ def watched(adversary, lower=circle, upper=LURE, **settings):
 
 def test_static_stands_still():
     theta_m, _, _ = watched(adversaries.static(5, (-1.0, 0.0)))
-    assert torch.equal(theta_m, torch.tensor([-1.0, 0.0]).double().expand(13, 5, 2))
+    assert torch.equal(theta_m, double([-1.0, 0.0]).expand(13, 5, 2))
     places = np.arange(6.0).reshape(3, 2)
     theta_m, _, _ = watched(adversaries.static(3, places))
     assert torch.equal(theta_m[-1], torch.from_numpy(places))
@@ -62,22 +56,20 @@ def test_static_stands_still():
 
 def test_tracking_stands_at_the_consensus_point_and_an_offset():
     theta_m, x, _ = watched(adversaries.tracking(4, [0.5, -1.0]))
-    offset = torch.tensor([0.5, -1.0]).double()
-    torch.testing.assert_close(theta_m[1:], (x[:-1] + offset).unsqueeze(1).expand(-1, 4, -1))
+    offset = double([0.5, -1.0])
+    assert_close(theta_m[1:], (x[:-1] + offset).unsqueeze(1).expand(-1, 4, -1))
 
 
 def test_oscillating_swings_with_its_period():
-    a, b = torch.tensor([-1.0, 0.0]).double(), torch.tensor([1.0, 2.0]).double()
+    a, b = double([-1.0, 0.0]), double([1.0, 2.0])
     theta_m, _, _ = watched(adversaries.oscillating(3, (a, b), period=0.08), maxiter=24)
-    torch.testing.assert_close(theta_m[0], a.expand(3, 2))
-    torch.testing.assert_close(theta_m[4], b.expand(3, 2))  # half a period of 8 steps
-    torch.testing.assert_close(theta_m[2], ((a + b) / 2).expand(3, 2))
-    torch.testing.assert_close(theta_m[8:], theta_m[:-8])
+    assert_close(theta_m[0], a.expand(3, 2))
+    assert_close(theta_m[4], b.expand(3, 2))  # half a period of 8 steps
+    assert_close(theta_m[2], ((a + b) / 2).expand(3, 2))
+    assert_close(theta_m[8:], theta_m[:-8])
     share = (theta_m[:, 0, 0] + 1) / 2
     t = torch.arange(25) * 0.01
-    torch.testing.assert_close(
-        share, ((1 - torch.cos(2 * math.pi * t / 0.08)) / 2).double(), rtol=0, atol=1e-5
-    )
+    assert_close(share, ((1 - torch.cos(2 * math.pi * t / 0.08)) / 2).double(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("goal", [circle, LURE, lambda x: -last_coordinate(x)])
@@ -92,7 +84,7 @@ def test_gradient_flow_is_the_flow():
     """d theta = -rate 2 theta dt from (1, 1): a factor 1 - 2 rate dt each step."""
     flow = adversaries.gradient_flow(1, paraboloid(0.0, 0.0), rate=3.0, initial=[1.0, 1.0])
     theta_m, _, _ = watched(flow)
-    torch.testing.assert_close(theta_m[:, 0, 0], (1 - 0.06) ** torch.arange(13).double())
+    assert_close(theta_m[:, 0, 0], (1 - 0.06) ** torch.arange(13).double())
 
 
 def test_random_diffuses():
@@ -103,7 +95,7 @@ def test_random_diffuses():
         adversaries.random(4000, sigma=1.5, initial=start, mass=0.1), maxiter=40
     )
     for n in (1, 10, 40):
-        away = theta_m[n] - torch.tensor(start).double()
+        away = theta_m[n] - double(start)
         assert away.var().item() == pytest.approx(1.5**2 * n * 0.01, rel=0.08)
         assert away.mean().item() == pytest.approx(0, abs=5 * 1.5 * math.sqrt(n * 0.01 / 8000))
     steps = theta_m.diff(dim=0)
@@ -113,13 +105,13 @@ def test_random_diffuses():
 
 def test_matrix_diffusion():
     """A_t dB has the covariance A A^T dt."""
-    A = torch.tensor([[1.0, 0.0], [2.0, 0.5]]).double()
+    A = double([[1.0, 0.0], [2.0, 0.5]])
     adversary = Adversary(lambda view: (0.0, A.expand(1, 5000, 2, 2)), 5000, [0.0, 0.0], 0.1)
     theta_m, _, _ = watched(adversary, maxiter=1)
     covariance = torch.from_numpy(np.cov(theta_m[1].T.numpy()))
-    torch.testing.assert_close(covariance, A @ A.T * 0.01, rtol=0.1, atol=0.001)
+    assert_close(covariance, A @ A.T * 0.01, rtol=0.1, atol=0.001)
     # The same for each coordinate by vectors: a diagonal matrix.
-    diagonal = torch.tensor([2.0, 0.5]).double()
+    diagonal = double([2.0, 0.5])
     runs = [
         watched(Adversary(lambda view, A=A: (0.0, A), 7, [0.0, 0.0]))[0]
         for A in (
@@ -130,7 +122,7 @@ def test_matrix_diffusion():
         )
     ]
     for other in runs[1:]:
-        torch.testing.assert_close(other, runs[0])
+        assert_close(other, runs[0])
 
 
 def moved_by(view, points):
@@ -151,7 +143,7 @@ def test_greedy_is_better_than_chance(clusters):
         drift, diffusion = attack.move(view)
         assert diffusion == 0
         chosen = view.theta_m + drift * view.dt
-        torch.testing.assert_close(chosen, chosen[:, :1].expand_as(chosen))  # all at one point
+        assert_close(chosen, chosen[:, :1].expand_as(chosen))  # all at one point
         # Where benign particles are, and anywhere.
         places = torch.cat(
             [
@@ -166,7 +158,7 @@ def test_greedy_is_better_than_chance(clusters):
         return drift, diffusion
 
     lowers = circle if clusters == 1 else (circle, LURE)
-    fedcb2o.minimize(
+    minimize(
         lowers,
         norm if clusters == 1 else last_coordinate,
         2,
@@ -207,23 +199,21 @@ def test_what_an_adversary_may_ask(upper, mass, settings):
             assert (view.t, view.dt) == (0, 0.01)
         n_m = view.theta_m.shape[1]
         w_m = n_m / (n_m + 60) if mass is None else mass
-        masses = torch.tensor([(1 - w_m) / 60] * 60 + [w_m / n_m] * n_m).double().unsqueeze(0)
+        masses = double([(1 - w_m) / 60] * 60 + [w_m / n_m] * n_m).unsqueeze(0)
         points = torch.from_numpy(np.random.default_rng(view.n).uniform(-1, 1, (2, 4, 2)))
         found, without = view.m_if(points), view.m_without()
         assert found.shape == (2, 4, 1, 2)
         assert without.shape == (2, 1, 2)
-        torch.testing.assert_close(without[:, 0], m_of(view.theta, masses[:, :60]))
+        assert_close(without[:, 0], m_of(view.theta, masses[:, :60]))
         for c in range(4):
             theta = torch.cat([view.theta, points[:, c : c + 1].expand(-1, n_m, -1)], 1)
-            torch.testing.assert_close(found[:, c, 0], m_of(theta, masses))
+            assert_close(found[:, c, 0], m_of(theta, masses))
         if "batch" not in settings:
-            torch.testing.assert_close(
-                view.m[:, 0], m_of(torch.cat([view.theta, view.theta_m], 1), masses)
-            )
+            assert_close(view.m[:, 0], m_of(torch.cat([view.theta, view.theta_m], 1), masses))
         return 0.0, 0.0
 
     adversary = Adversary(move, 20, [-1.0, 0.0], mass)
-    fedcb2o.minimize(
+    minimize(
         circle, upper, 2, adversaries=adversary, runs=2, **{**SETTINGS, **settings, "maxiter": 3}
     )
     assert asked == [0, 1, 2]
@@ -237,7 +227,7 @@ def test_several_adversaries_and_their_masses():
         adversaries.static(2, (0.0, -1.0), mass=0.3),
     ]
     start = np.zeros((15, 2))
-    result = fedcb2o.minimize(
+    result = minimize(
         circle, last_coordinate, initial=start, adversaries=groups, alpha=0.0, beta=1.0, maxiter=0
     )
     # The remaining 0.5 is shared by 15 benign particles at 0 and 5 malicious ones at (0, 1).
@@ -245,18 +235,16 @@ def test_several_adversaries_and_their_masses():
     assert result.theta.shape == (15, 2)
     assert result.theta_m.shape == (10, 2)
     with pytest.raises(ConfigError, match=r"must add up to less than 1, got 1\.1"):
-        fedcb2o.minimize(
-            circle, dim=2, adversaries=[adversaries.static(1, (0.0, 0.0), mass=0.55)] * 2
-        )
+        minimize(circle, dim=2, adversaries=[adversaries.static(1, (0.0, 0.0), mass=0.55)] * 2)
 
 
 def test_without_mass_it_is_as_if_nobody_were_there():
     settings = {"num_particles": 40, "maxiter": 20, "xtol": 0.0}
-    alone = fedcb2o.minimize(circle, LURE, 2, **settings)
+    alone = minimize(circle, LURE, 2, **settings)
     ghosts = adversaries.static(10, (1.0, 0.0), mass=0.0)
-    attacked = fedcb2o.minimize(circle, LURE, 2, adversaries=ghosts, **settings)
-    torch.testing.assert_close(attacked.x, alone.x)
-    torch.testing.assert_close(attacked.theta, alone.theta)
+    attacked = minimize(circle, LURE, 2, adversaries=ghosts, **settings)
+    assert_close(attacked.x, alone.x)
+    assert_close(attacked.theta, alone.theta)
 
 
 # ---- what does not fit ----
@@ -284,7 +272,7 @@ def test_without_mass_it_is_as_if_nobody_were_there():
 )
 def test_moves_that_do_not_fit(answer):
     with pytest.raises(ConfigError, match="adversary's"):
-        fedcb2o.minimize(circle, dim=2, adversaries=Adversary(lambda view: answer, 5), maxiter=2)
+        minimize(circle, dim=2, adversaries=Adversary(lambda view: answer, 5), maxiter=2)
 
 
 def test_adversaries_that_cannot_be():
@@ -298,14 +286,14 @@ def test_adversaries_that_cannot_be():
             Adversary(lambda view: (0.0, 0.0), **settings)
     for at in ([1.0], [1.0, 2.0, 3.0], np.zeros((4, 2)), np.zeros((1, 5, 2, 2))):
         with pytest.raises(ConfigError, match="an adversary's `initial` must be a point"):
-            fedcb2o.minimize(circle, dim=2, adversaries=adversaries.static(5, at), maxiter=0)
+            minimize(circle, dim=2, adversaries=adversaries.static(5, at), maxiter=0)
     with pytest.raises(ConfigError, match="`period` must be above 0"):
         adversaries.oscillating(1, ([0.0], [1.0]), period=0.0)
     with pytest.raises(ConfigError, match="`candidates` must be a whole number, at least 2"):
         adversaries.greedy(1, candidates=1)
     for offset in ([1.0], [1.0, 2.0, 3.0]):
         with pytest.raises(ConfigError, match="offset"):
-            fedcb2o.minimize(circle, dim=2, adversaries=adversaries.tracking(5, offset), maxiter=2)
+            minimize(circle, dim=2, adversaries=adversaries.tracking(5, offset), maxiter=2)
     for other in ([1.0], [1.0, 2.0, 3.0]):
         with pytest.raises(ConfigError, match="between"):
             watched(adversaries.oscillating(5, ([1.0, 2.0], other), period=1.0))
@@ -328,7 +316,7 @@ def bounded(x):
 def test_particles_that_go_to_infinity_do_no_harm(lower, where):
     """Also where the objectives are bounded, so that they find a number for them."""
     away = Adversary(lambda view: (where, 0.0), 5, [1.0, 1.0])
-    result = fedcb2o.minimize(lower, bounded, 2, adversaries=away, **SETTINGS)
+    result = minimize(lower, bounded, 2, adversaries=away, **SETTINGS)
     assert result.x.isfinite().all()
     assert result.theta.isfinite().all()
     assert result.excluded == 12 * 5
@@ -354,7 +342,7 @@ def attacked(at, w_m, **settings):
     def normal(generator, n, d):
         return generator.standard_normal((n, d))
 
-    result = fedcb2o.minimize(
+    result = minimize(
         circle,
         LURE,
         2,
@@ -364,7 +352,7 @@ def attacked(at, w_m, **settings):
         record_every=600,
         **{**FACTS, **settings},
     )
-    return (result.x - torch.tensor([1.0, 0.0]).double()).norm().item()
+    return (result.x - double([1.0, 0.0])).norm().item()
 
 
 def test_capture_at_delta_q_0():
@@ -400,12 +388,8 @@ def test_the_averaged_quantile_and_mass_instead_of_numbers():
     settings = {**FACTS, "num_particles": 500, "maxiter": 200}
     for adversary, error in ((few, 2.0), (many, 0.0)):
         for quantile in ("plain", "averaged"):
-            result = fedcb2o.minimize(
-                circle, LURE, 2, adversaries=adversary, quantile=quantile, **settings
-            )
-            assert (result.x - torch.tensor([1.0, 0.0]).double()).norm().item() == pytest.approx(
-                error, abs=0.1
-            )
+            result = minimize(circle, LURE, 2, adversaries=adversary, quantile=quantile, **settings)
+            assert (result.x - double([1.0, 0.0])).norm().item() == pytest.approx(error, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -454,7 +438,7 @@ def test_capture_warning_where_it_should_be(num_benign, num_malicious, settings,
     group = [adversaries.static(num_malicious, (-1.0, 0.0), mass=mass)] if num_malicious else ()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = fedcb2o.minimize(
+        result = minimize(
             circle, dim=2, num_particles=num_benign, adversaries=group, maxiter=0, **settings
         )
     assert [each.category for each in caught if each.category is not CaptureWarning] == []
@@ -465,7 +449,5 @@ def test_capture_warning_where_it_should_be(num_benign, num_malicious, settings,
 
 def test_capture_warning_is_a_user_warning_that_says_what_to_do():
     with pytest.warns(CaptureWarning, match="take delta_q > 0"):
-        fedcb2o.minimize(
-            circle, LURE, 2, adversaries=adversaries.static(50, (-1.0, 0.0)), maxiter=0
-        )
+        minimize(circle, LURE, 2, adversaries=adversaries.static(50, (-1.0, 0.0)), maxiter=0)
     assert issubclass(CaptureWarning, UserWarning)

@@ -1,13 +1,11 @@
 """How many benign particles attackers leave in Q_beta (eq:Q_beta), by hand and on ensembles, and
 what comes of it."""
 
-import warnings
-
 import pytest
 import torch
 
 import fedcb2o
-from fedcb2o import CaptureWarning, consensus
+from fedcb2o import consensus
 from fedcb2o.particles import adversaries, capture_risk, problem
 from fedcb2o.rng import stream
 
@@ -24,13 +22,11 @@ FACTS = {
 
 def border(quantile, num_malicious, runs=5):
     """The errors of runs with N = 200 in which so many stand at (-1, 0)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureWarning)
-        result = fedcb2o.minimize(
-            CIRCLE.lower, CIRCLE.upper, 2, num_particles=200 - num_malicious, quantile=quantile, runs=runs,
-            initial=lambda generator, n, d: generator.standard_normal((n, d)), record_every=600,
-            adversaries=adversaries.static(num_malicious, CIRCLE.bad), **FACTS,
-        )  # fmt: skip
+    result = fedcb2o.minimize(
+        CIRCLE.lower, CIRCLE.upper, 2, num_particles=200 - num_malicious, quantile=quantile, runs=runs,
+        initial=lambda generator, n, d: generator.standard_normal((n, d)), record_every=600,
+        adversaries=adversaries.static(num_malicious, CIRCLE.bad), **FACTS,
+    )  # fmt: skip
     return (result.x - torch.tensor(CIRCLE.target).double()).norm(dim=-1)
 
 

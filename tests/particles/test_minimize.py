@@ -13,23 +13,17 @@ import torch
 from scipy import optimize
 from tests import reference
 from tests.names import steady
+from tests.particles.problems import G, double, minimize_on_circle
+from torch.testing import assert_close
 
 import fedcb2o
-from fedcb2o import Adversary, CaptureWarning, ConfigError, RunError
+from fedcb2o import Adversary, CaptureWarning, ConfigError, RunError, minimize
 from fedcb2o.particles import adversaries
 from fedcb2o.particles.noise import Normals
-from fedcb2o.particles.objectives import circle, circle_about, last_coordinate, paraboloid, problem
+from fedcb2o.particles.objectives import circle, circle_about, last_coordinate, problem
 
-G = paraboloid(2.0, 0.0)
 # What ends a run, and how often it looks, is none of the dynamics.
 STEADY = {"xtol": 0.0, "record_every": 1}
-
-
-@pytest.fixture(autouse=True)
-def without_capture_warnings():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureWarning)
-        yield
 
 
 # ---- against the plain loops of tests/reference.py ----
@@ -196,7 +190,7 @@ def test_the_plain_loops_find_the_same(case, attack, clusters):
     plain, m = by_loops(settings, sizes, groups, steps, True, seed)
     lowers = [circle_about(*centre) for centre in CENTRES[:clusters]]
     seen = []
-    result = fedcb2o.minimize(
+    result = minimize(
         lowers if clusters > 1 else lowers[0],
         G,
         2,
@@ -220,7 +214,7 @@ def test_the_plain_loops_find_the_same_without_g(case, attack, clusters):
     sizes = {1: [20], 2: [12, 8]}[clusters]
     plain, m = by_loops(settings, sizes, groups, steps, False, 1)
     lowers = [circle_about(*centre) for centre in CENTRES[:clusters]]
-    result = fedcb2o.minimize(
+    result = minimize(
         lowers if clusters > 1 else lowers[0],
         dim=2,
         **{"alpha": 30.0, "beta": 0.3, **STEADY, **settings},
@@ -236,26 +230,24 @@ def test_the_plain_loops_find_the_same_without_g(case, attack, clusters):
 def check(result, plain, m, clusters):
     n = len(result.theta)
     close = {"rtol": 1e-9, "atol": 1e-10}
-    torch.testing.assert_close(
-        result.theta, torch.tensor([p.theta for p in plain[:n]], dtype=torch.float64), **close
-    )
-    malicious = torch.tensor([p.theta for p in plain[n:]], dtype=torch.float64).reshape(-1, 2)
-    torch.testing.assert_close(result.theta_m, malicious, **close)
-    m = torch.tensor(m, dtype=torch.float64)
+    assert_close(result.theta, double([p.theta for p in plain[:n]]), **close)
+    malicious = double([p.theta for p in plain[n:]]).reshape(-1, 2)
+    assert_close(result.theta_m, malicious, **close)
+    m = double(m)
     m = m if clusters > 1 else m[:, 0]
-    torch.testing.assert_close(result.history.x, m, **close)
-    torch.testing.assert_close(result.x, m[-1], **close)
+    assert_close(result.history.x, m, **close)
+    assert_close(result.x, m[-1], **close)
     x = result.x.reshape(-1, 2)
     lower = torch.stack(
         [circle_about(*centre)(x[k]) for k, centre in enumerate(CENTRES[:clusters])]
     )
-    torch.testing.assert_close(result.lower.reshape(-1), lower)
+    assert_close(result.lower.reshape(-1), lower)
     if result.upper is not None:
-        torch.testing.assert_close(result.upper.reshape(-1), G(x))
+        assert_close(result.upper.reshape(-1), G(x))
     of = torch.tensor([p.cluster for p in plain[:n]])
     squares = (result.theta - x[of]).square().sum(-1)
     spread = torch.stack([squares[of == k].mean() for k in range(clusters)]).sqrt()
-    torch.testing.assert_close(result.spread.reshape(-1), spread)
+    assert_close(result.spread.reshape(-1), spread)
 
 
 def test_a_given_gradient_is_as_good_as_autograd():
@@ -270,25 +262,21 @@ def test_a_given_gradient_is_as_good_as_autograd():
         "runs": 2,
         "bounds": (-1.5, 1.5),
     }
-    found = fedcb2o.minimize(circle, G, 2, **settings)
-    torch.testing.assert_close(
-        fedcb2o.minimize(circle, G, 2, gradient=slope, **settings).theta, found.theta
-    )
-    two = fedcb2o.minimize([circle, circle_about(1.0, 0.0)], G, 2, **settings)
+    found = minimize_on_circle(**settings)
+    assert_close(minimize_on_circle(gradient=slope, **settings).theta, found.theta)
+    two = minimize([circle, circle_about(1.0, 0.0)], G, 2, **settings)
     slopes = [slope, lambda x: slope(x - x.new_tensor([1.0, 0.0]))]
-    given = fedcb2o.minimize([circle, circle_about(1.0, 0.0)], G, 2, gradient=slopes, **settings)
-    torch.testing.assert_close(given.theta, two.theta)
+    given = minimize([circle, circle_about(1.0, 0.0)], G, 2, gradient=slopes, **settings)
+    assert_close(given.theta, two.theta)
 
 
 def test_each_cluster_may_have_its_own_g():
     uppers = (last_coordinate, lambda x: -last_coordinate(x))
-    result = fedcb2o.minimize(
+    result = minimize(
         [circle, circle], uppers, 2, num_particles=50, alpha=100.0, maxiter=600, runs=20
     )
     middle = result.x.median(0).values  # seven runs of ten find both
-    torch.testing.assert_close(
-        middle, torch.tensor([[0.0, -1.0], [0.0, 1.0]]).double(), rtol=0, atol=0.1
-    )
+    assert_close(middle, double([[0.0, -1.0], [0.0, 1.0]]), rtol=0, atol=0.1)
 
 
 # ---- a batch equals its runs one by one, bit by bit ----
@@ -359,11 +347,11 @@ def test_a_batch_equals_its_runs(case, dtype):
     lower, upper, dim, settings = BATCHES[case]
     settings = {**COMMON, **settings, "dtype": dtype}
     seeds = [5, 2, 9]
-    together = fedcb2o.minimize(lower, upper, dim, seed=seeds, **settings)
+    together = minimize(lower, upper, dim, seed=seeds, **settings)
     if "stops" in case:
         assert len(set(together.nit.tolist())) > 1
     for run in (0, 2):
-        alone = fedcb2o.minimize(lower, upper, dim, seed=seeds[run], **settings)
+        alone = minimize(lower, upper, dim, seed=seeds[run], **settings)
         same(together, alone, run, bit_by_bit if dtype == torch.float64 or WIDE else nearly)
 
 
@@ -373,11 +361,11 @@ WIDE = torch.backends.cpu.get_cpu_capability() != "AVX2"
 
 
 def bit_by_bit(one, other):
-    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def nearly(one, other):
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert_close(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def same(together, alone, run, alike=bit_by_bit):
@@ -403,11 +391,11 @@ def test_a_batch_equals_its_runs_at_any_size(n, dim):
     """The library chooses its ways of summing by the size: they must not depend on the number of
     runs."""
     settings = {**COMMON, "num_particles": n, "maxiter": 3}
-    together = fedcb2o.minimize(
+    together = minimize(
         rastrigin, G if dim == 2 else last_coordinate, dim, runs=5, seed=10, **settings
     )
     for run in (0, 4):
-        alone = fedcb2o.minimize(
+        alone = minimize(
             rastrigin, G if dim == 2 else last_coordinate, dim, seed=10 + run, **settings
         )
         same(together, alone, run)
@@ -427,10 +415,10 @@ def test_two_threads_find_the_same_noise():
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(fedcb2o.minimize(circle, G_of_any_dim, **settings))
+            found.append(minimize(circle, G_of_any_dim, **settings))
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(found[0].theta, found[1].theta, rtol=1e-12, atol=1e-12)
+    assert_close(found[0].theta, found[1].theta, rtol=1e-12, atol=1e-12)
 
 
 def G_of_any_dim(x):  # noqa: N802
@@ -439,19 +427,15 @@ def G_of_any_dim(x):  # noqa: N802
 
 def test_seed_of_a_run_repeats_it():
     settings = {"num_particles": 20, "maxiter": 10}
-    result = fedcb2o.minimize(circle, G, 2, runs=5, seed=40, **settings)
+    result = minimize_on_circle(runs=5, seed=40, **settings)
     assert [int(seed) for seed in result.seed] == [40, 41, 42, 43, 44]
-    again = fedcb2o.minimize(circle, G, 2, seed=result.seed[3], **settings)
+    again = minimize_on_circle(seed=result.seed[3], **settings)
     assert torch.equal(again.x, result.x[3])
     assert int(again.seed) == 43
-    other = fedcb2o.minimize(circle, G, 2, seed=44, **settings)
+    every = minimize_on_circle(seed=result.seed, **settings)
+    assert torch.equal(every.x, result.x)
+    other = minimize_on_circle(seed=44, **settings)
     assert not torch.equal(other.x, again.x)
-
-
-def test_all_seeds_repeat_all_runs():
-    settings = {"num_particles": 20, "maxiter": 10}
-    result = fedcb2o.minimize(circle, G, 2, seed=[3, 8], **settings)
-    assert torch.equal(fedcb2o.minimize(circle, G, 2, seed=result.seed, **settings).x, result.x)
 
 
 def test_a_generator_draws_the_seed():
@@ -462,31 +446,26 @@ def test_a_generator_draws_the_seed():
         lambda seed: torch.Generator().manual_seed(seed),
     ):
         generator = make(1)
-        first, second = (
-            fedcb2o.minimize(circle, G, 2, seed=generator, **settings) for _ in range(2)
-        )
+        first, second = (minimize_on_circle(seed=generator, **settings) for _ in range(2))
         assert not torch.equal(first.x, second.x)
-        assert torch.equal(fedcb2o.minimize(circle, G, 2, seed=make(1), **settings).x, first.x)
-        assert torch.equal(fedcb2o.minimize(circle, G, 2, seed=second.seed, **settings).x, second.x)
-    several = fedcb2o.minimize(circle, G, 2, seed=np.random.default_rng(1), runs=2, **settings)
+        assert torch.equal(minimize_on_circle(seed=make(1), **settings).x, first.x)
+        assert torch.equal(minimize_on_circle(seed=second.seed, **settings).x, second.x)
+    several = minimize_on_circle(seed=np.random.default_rng(1), runs=2, **settings)
     assert several.seed[1] == several.seed[0] + 1
 
 
 def test_no_seed_is_another_one_each_time():
     settings = {"num_particles": 20, "maxiter": 5}
-    first, second = (fedcb2o.minimize(circle, G, 2, seed=None, **settings) for _ in range(2))
+    first, second = (minimize_on_circle(seed=None, **settings) for _ in range(2))
     assert first.seed != second.seed
-    assert torch.equal(fedcb2o.minimize(circle, G, 2, seed=first.seed, **settings).x, first.x)
+    assert torch.equal(minimize_on_circle(seed=first.seed, **settings).x, first.x)
 
 
 # ---- conventions of the result ----
 
 
 def test_shapes_of_one_run():
-    result = fedcb2o.minimize(
-        circle,
-        G,
-        2,
+    result = minimize_on_circle(
         num_particles=12,
         maxiter=25,
         record_every=10,
@@ -510,14 +489,14 @@ def test_shapes_of_one_run():
     assert result.notes == ()
     assert result.seconds > 0
     assert int(result.seed) == 0
-    torch.testing.assert_close(result.lower, circle(result.x))
-    torch.testing.assert_close(result.upper, G(result.x))
+    assert_close(result.lower, circle(result.x))
+    assert_close(result.upper, G(result.x))
 
 
 def test_shapes_of_runs_and_clusters():
     lowers = [circle, circle_about(1.0, 0.0), circle_about(-1.0, 0.0)]
     settings = {"num_particles": [5, 6, 7], "maxiter": 4, "record_every": 2, "xtol": 0.0}
-    many = fedcb2o.minimize(lowers, G, 2, runs=2, **settings)
+    many = minimize(lowers, G, 2, runs=2, **settings)
     assert many.x.shape == (2, 3, 2)
     assert many.lower.shape == many.upper.shape == many.spread.shape == (2, 3)
     assert many.theta.shape == (2, 18, 2)
@@ -532,18 +511,18 @@ def test_shapes_of_runs_and_clusters():
     assert many.message == ["maxiter = 4 steps were taken"] * 2
     assert many.history.x.shape == (3, 2, 3, 2)
     assert many.history.spread.shape == (3, 2, 3)
-    one = fedcb2o.minimize(lowers, G, 2, **settings)
+    one = minimize(lowers, G, 2, **settings)
     assert one.x.shape == (3, 2)
     assert one.lower.shape == one.spread.shape == (3,)
     assert one.history.x.shape == (3, 3, 2)
     assert one.history.spread.shape == (3, 3)
     # A list of one keeps the axis of clusters, runs = 1 that of runs, also in one dimension and
     # with two particles.
-    single = fedcb2o.minimize([lambda x: x[..., 0]], None, 1, runs=1, num_particles=2, maxiter=2)
+    single = minimize([lambda x: x[..., 0]], None, 1, runs=1, num_particles=2, maxiter=2)
     assert single.x.shape == (1, 1, 1)
     assert single.theta.shape == (1, 2, 1)
     assert single.upper is None
-    flat = fedcb2o.minimize(lambda x: x[..., 0], None, 1, num_particles=2, maxiter=2)
+    flat = minimize(lambda x: x[..., 0], None, 1, num_particles=2, maxiter=2)
     assert flat.x.shape == (1,)
     assert flat.theta.shape == (2, 1)
     assert flat.history.x.shape[1:] == (1,)
@@ -564,7 +543,7 @@ def test_nfev_is_what_the_objectives_saw(clusters, settings):
         return counting
 
     lowers = [counted("lower", circle_about(float(k), 0.0)) for k in range(clusters)]
-    result = fedcb2o.minimize(
+    result = minimize(
         lowers,
         counted("upper", G),
         2,
@@ -579,7 +558,7 @@ def test_nfev_is_what_the_objectives_saw(clusters, settings):
 
 
 def test_excluded_are_counted_as_nfev_is():
-    result = fedcb2o.minimize(
+    result = minimize(
         [lambda x: torch.where(x[..., 0] > 0, torch.nan, circle(x)), circle], G, 2, initial=[[1.0, 0.0], [-1.0, 0.5]],
         maxiter=0,
     )  # fmt: skip
@@ -596,10 +575,10 @@ def test_what_objectives_see():
         seen.append(tuple(x.shape))
         return circle(x)
 
-    fedcb2o.minimize(lower, dim=2, num_particles=7, maxiter=0)
+    minimize(lower, dim=2, num_particles=7, maxiter=0)
     assert set(seen) == {(7, 2), (1, 2)}  # the ensemble, and the answer
     seen.clear()
-    fedcb2o.minimize(lower, dim=2, num_particles=7, maxiter=0, runs=3)
+    minimize(lower, dim=2, num_particles=7, maxiter=0, runs=3)
     assert set(seen) == {(3, 7, 2), (3, 1, 2)}
 
 
@@ -612,23 +591,23 @@ def test_consensus_and_success():
         "lambda1": 3.0,
         "maxiter": 2000,
     }
-    result = fedcb2o.minimize(circle, G, 2, xtol=0.01, record_every=7, **settings)
+    result = minimize_on_circle(xtol=0.01, record_every=7, **settings)
     assert result.success is True
     assert result.message == "consensus: spread at most xtol = 0.01"
     assert result.spread <= 0.01
     assert result.nit % 7 == 0
     assert (result.history.spread[:-1] > 0.01).all()
-    torch.testing.assert_close(result.x, torch.tensor([1.0, 0.0]).double(), rtol=0, atol=0.2)
+    assert_close(result.x, double([1.0, 0.0]), rtol=0, atol=0.2)
     # A wider xtol stops earlier, on the same way.
-    early = fedcb2o.minimize(circle, G, 2, xtol=0.1, record_every=7, **settings)
+    early = minimize_on_circle(xtol=0.1, record_every=7, **settings)
     assert early.nit < result.nit
     assert torch.equal(early.history.x, result.history.x[: len(early.history.n)])
     distance = (early.theta - early.x).square().sum(-1).mean().sqrt()
-    torch.testing.assert_close(early.spread, distance)
+    assert_close(early.spread, distance)
 
 
 def test_all_clusters_must_agree():
-    quick = fedcb2o.minimize(
+    quick = minimize(
         [circle, circle_about(9.0, 0.0)], G, 2, num_particles=20, sigma1=0.1, lambda1=5.0, xtol=0.01
     )
     assert quick.nit < 2000
@@ -638,24 +617,20 @@ def test_all_clusters_must_agree():
 def test_maxiter_0_judges_the_first_ensemble():
     """The answer is the consensus point, not the best particle."""
     start = [[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [9.0, 9.0]]
-    result = fedcb2o.minimize(
-        circle, last_coordinate, initial=start, alpha=0.0, beta=0.75, maxiter=0
-    )
+    result = minimize(circle, last_coordinate, initial=start, alpha=0.0, beta=0.75, maxiter=0)
     # L is 1, 9, 9, large: three of four are in the sub-level set.
     assert result.x.tolist() == pytest.approx([2 / 3, 2 / 3])
     assert (result.nit, result.nfev) == (0, 4)
     assert result.history.n.tolist() == [0]
     assert result.theta.tolist() == start
-    best = fedcb2o.minimize(
-        circle, last_coordinate, initial=start, alpha=math.log(2), beta=0.75, maxiter=0
-    )
+    best = minimize(circle, last_coordinate, initial=start, alpha=math.log(2), beta=0.75, maxiter=0)
     # weights 1, 1, 1/4
     assert best.x.tolist() == pytest.approx([2 / 2.25, 0.5 / 2.25])
     assert best.lower.item() == pytest.approx(circle(best.x).item())
 
 
 def test_a_result_is_a_mapping():
-    result = fedcb2o.minimize(circle, G, 2, maxiter=3)
+    result = minimize_on_circle(maxiter=3)
     assert result["x"] is result.x
     assert result.fun is result["fun"] is result.lower
     assert list(dict(result)) == [*(field.name for field in dataclasses.fields(result)), "fun"]
@@ -671,42 +646,36 @@ def test_a_result_is_a_mapping():
 def test_maxfev(settings):
     common = {"num_particles": 20, "xtol": 0.0, "runs": 2, **settings}
     for maxfev in range(60, 200, 7):
-        result = fedcb2o.minimize(circle, G, 2, maxfev=maxfev, **common)
+        result = minimize_on_circle(maxfev=maxfev, **common)
         assert max(result.nfev) <= maxfev
         assert (
             result.message[0]
             == f"another step would evaluate more than maxfev = {maxfev} particles"
         )
-        further = fedcb2o.minimize(circle, G, 2, maxiter=int(result.nit[0]) + 1, **common)
+        further = minimize_on_circle(maxiter=int(result.nit[0]) + 1, **common)
         assert max(further.nfev) > maxfev
-    assert fedcb2o.minimize(
-        circle, G, 2, maxfev=60, maxiter=2, num_particles=20
-    ).message.startswith("maxiter")
+    assert minimize_on_circle(maxfev=60, maxiter=2, num_particles=20).message.startswith("maxiter")
 
 
 def test_further_arguments():
     def about(x, centre, scale=1.0):
         return scale * (x - centre).square().sum(-1)
 
-    found = fedcb2o.minimize(about, dim=2, args=(torch.tensor([1.0, 2.0]), 3.0))
-    torch.testing.assert_close(found.x, torch.tensor([1.0, 2.0]).double(), rtol=0, atol=0.01)
-    assert torch.equal(fedcb2o.minimize(about, None, 2, args=1.0, maxiter=5).x,
-                       fedcb2o.minimize(lambda x: about(x, 1.0), None, 2, maxiter=5).x)  # fmt: skip
-    both = fedcb2o.minimize([circle_of, circle_of], G_of, 2, args=(0.5,), maxiter=5)
-    plain = fedcb2o.minimize(
-        [lambda x: circle_of(x, 0.5)] * 2, lambda x: G_of(x, 0.5), 2, maxiter=5
-    )
+    found = minimize(about, dim=2, args=(torch.tensor([1.0, 2.0]), 3.0))
+    assert_close(found.x, double([1.0, 2.0]), rtol=0, atol=0.01)
+    assert torch.equal(minimize(about, None, 2, args=1.0, maxiter=5).x,
+                       minimize(lambda x: about(x, 1.0), None, 2, maxiter=5).x)  # fmt: skip
+    both = minimize([circle_of, circle_of], G_of, 2, args=(0.5,), maxiter=5)
+    plain = minimize([lambda x: circle_of(x, 0.5)] * 2, lambda x: G_of(x, 0.5), 2, maxiter=5)
     assert torch.equal(both.theta, plain.theta)
     for adapter, function in (
         (fedcb2o.from_numpy, lambda x, a: ((x - a) ** 2).sum(-1)),
         (fedcb2o.from_point, lambda x, a: ((x - a) ** 2).sum()),
     ):
-        adapted = fedcb2o.minimize(adapter(function), dim=2, args=(0.5,), maxiter=5)
-        torch.testing.assert_close(
-            adapted.x, fedcb2o.minimize(about, dim=2, args=(0.5,), maxiter=5).x
-        )
+        adapted = minimize(adapter(function), dim=2, args=(0.5,), maxiter=5)
+        assert_close(adapted.x, minimize(about, dim=2, args=(0.5,), maxiter=5).x)
     with pytest.raises(ConfigError, match="writes_into_it, writes into"):
-        fedcb2o.minimize(writes_into_it, dim=2, args=(2.0,))
+        minimize(writes_into_it, dim=2, args=(2.0,))
 
 
 def writes_into_it(x, a):
@@ -722,7 +691,7 @@ def G_of(x, a):  # noqa: N802
 
 
 def test_repr_of_one_run():
-    text = repr(fedcb2o.minimize(circle, G, 2, num_particles=50, sigma1=0.3, maxiter=5))
+    text = repr(minimize_on_circle(num_particles=50, sigma1=0.3, maxiter=5))
     lines = text.splitlines()
     assert lines[0].startswith("message: maxiter = 5 steps were taken")
     for name in (
@@ -740,18 +709,14 @@ def test_repr_of_one_run():
     assert "excluded" not in text
     assert max(map(len, lines)) < 120
     assert len({line.index(":") for line in lines}) == 1  # aligned
-    assert "upper" not in repr(fedcb2o.minimize(circle, dim=2, maxiter=1))
+    assert "upper" not in repr(minimize(circle, dim=2, maxiter=1))
     lowers = [circle, circle_about(1.0, 0.0)]
-    assert "note" in repr(fedcb2o.minimize(lowers, G, 2, noise="isotropic", sigma1=2.0, maxiter=1))
-    assert "excluded: " in repr(
-        fedcb2o.minimize(lambda x: circle(x) / (x[..., 0] > 0), dim=2, maxiter=1)
-    )
+    assert "note" in repr(minimize(lowers, G, 2, noise="isotropic", sigma1=2.0, maxiter=1))
+    assert "excluded: " in repr(minimize(lambda x: circle(x) / (x[..., 0] > 0), dim=2, maxiter=1))
 
 
 def test_repr_of_many_runs():
-    text = repr(
-        fedcb2o.minimize(circle, G, 2, runs=30, num_particles=20, sigma1=0.3, xtol=0.1, maxiter=150)
-    )
+    text = repr(minimize_on_circle(runs=30, num_particles=20, sigma1=0.3, xtol=0.1, maxiter=150))
     assert "30, of which " in text
     assert "reached a consensus" in text
     assert "x: tensor of shape [30, 2]" in text
@@ -770,9 +735,7 @@ def test_callback_stops(how):
             raise StopIteration
         return None
 
-    result = fedcb2o.minimize(
-        circle, G, 2, num_particles=10, callback=watch, xtol=0.0, record_every=3
-    )
+    result = minimize_on_circle(num_particles=10, callback=watch, xtol=0.0, record_every=3)
     assert seen == [0, 1, 2, 3, 4]
     assert result.nit == 4
     assert result.message == "the callback stopped the run"
@@ -780,17 +743,12 @@ def test_callback_stops(how):
     assert result.history.n.tolist() == [0, 3, 4]
 
 
-@pytest.mark.parametrize("answer", [None, False])
-def test_no_answer_goes_on(answer):
-    assert fedcb2o.minimize(circle, G, 2, callback=lambda state: answer, maxiter=3).nit == 3
-
-
 def test_callback_errors_are_the_users():
     def fail(state):
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        fedcb2o.minimize(circle, G, 2, callback=fail)
+        minimize_on_circle(callback=fail)
 
 
 def test_what_a_callback_sees():
@@ -806,19 +764,19 @@ def test_what_a_callback_sees():
         "adversaries": adversaries.random(2),
         "beta": 0.5,
     }
-    result = fedcb2o.minimize(circle, G, 2, callback=watch, **settings)
+    result = minimize_on_circle(callback=watch, **settings)
     first = states[0]
     assert (first.n, first.t, states[2].n, states[2].t) == (0, 0.0, 2, 0.02)
     assert first.x.shape == (2,)
     assert first.theta.shape == (8, 2)
     assert first.theta_m.shape == (2, 2)
     assert first.lower.shape == first.upper.shape == (8,)
-    torch.testing.assert_close(first.lower, circle(first.theta))
-    torch.testing.assert_close(first.upper, G(first.theta))
+    assert_close(first.lower, circle(first.theta))
+    assert_close(first.upper, G(first.theta))
     assert first.runs.tolist() == [0]
-    torch.testing.assert_close(first.x, result.history.x[0])
+    assert_close(first.x, result.history.x[0])
     states.clear()
-    fedcb2o.minimize([circle, circle_about(1.0, 0.0)], None, 2, runs=3, callback=watch, **settings)
+    minimize([circle, circle_about(1.0, 0.0)], None, 2, runs=3, callback=watch, **settings)
     assert states[0].x.shape == (3, 2, 2)
     assert states[0].theta.shape == (3, 16, 2)
     assert states[0].theta_m.shape == (3, 2, 2)
@@ -827,19 +785,16 @@ def test_what_a_callback_sees():
     own = torch.cat(
         [circle(states[0].theta[:, :8]), circle_about(1.0, 0.0)(states[0].theta[:, 8:])], 1
     )
-    torch.testing.assert_close(states[0].lower, own)
+    assert_close(states[0].lower, own)
     states.clear()
-    fedcb2o.minimize(circle, G, 2, batch=4, callback=watch, **settings)
+    minimize_on_circle(batch=4, callback=watch, **settings)
     assert states[0].lower is states[0].upper is None
 
 
 def test_callback_sees_the_runs_that_go_on():
     seen = []
     settings = {"num_particles": 20, "sigma1": 0.3, "lambda1": 5.0, "xtol": 0.05, "maxiter": 500}
-    result = fedcb2o.minimize(
-        circle,
-        G,
-        2,
+    result = minimize_on_circle(
         runs=6,
         callback=lambda state: seen.append((state.n, state.runs.tolist(), len(state.x))),
         **settings,
@@ -855,7 +810,7 @@ def test_time_limit():
         time.sleep(0.005)
         return circle(x)
 
-    result = fedcb2o.minimize(slow, dim=2, time_limit=0.05, runs=2, xtol=0.0)
+    result = minimize(slow, dim=2, time_limit=0.05, runs=2, xtol=0.0)
     assert result.message == ["the time limit of 0.05 s passed"] * 2
     assert 0 < result.nit[0] < 100
     assert result.history.n[-1] == result.nit[0]
@@ -864,7 +819,7 @@ def test_time_limit():
 
 def test_an_outline_of_the_options():
     """float32, infinite radius, samplers, arrays of each kind."""
-    result = fedcb2o.minimize(circle, G, 2, dtype=torch.float32, maxiter=3)
+    result = minimize_on_circle(dtype=torch.float32, maxiter=3)
     assert (
         result.x.dtype
         == result.theta.dtype
@@ -877,8 +832,8 @@ def test_an_outline_of_the_options():
         angle = generator.uniform(0, 2 * math.pi, n)
         return np.stack([np.cos(angle), np.sin(angle)], -1)
 
-    result = fedcb2o.minimize(circle, G, 2, initial=ring, num_particles=40, maxiter=0, runs=2)
-    torch.testing.assert_close(result.theta.norm(dim=-1), torch.ones(2, 40).double())
+    result = minimize_on_circle(initial=ring, num_particles=40, maxiter=0, runs=2)
+    assert_close(result.theta.norm(dim=-1), torch.ones(2, 40).double())
     assert not torch.equal(result.theta[0], result.theta[1])
     start = np.random.default_rng(0).standard_normal((3, 10, 2))
     for initial in (
@@ -887,20 +842,20 @@ def test_an_outline_of_the_options():
         start.tolist(),
         torch.from_numpy(start).float(),
     ):
-        result = fedcb2o.minimize(circle, G, initial=initial, runs=3, maxiter=0)
-        torch.testing.assert_close(result.theta, torch.from_numpy(start), rtol=1e-6, atol=1e-6)
-    alike = fedcb2o.minimize(circle, G, initial=start[0], runs=2, maxiter=0).theta
+        result = minimize(circle, G, initial=initial, runs=3, maxiter=0)
+        assert_close(result.theta, torch.from_numpy(start), rtol=1e-6, atol=1e-6)
+    alike = minimize(circle, G, initial=start[0], runs=2, maxiter=0).theta
     assert torch.equal(alike[0], alike[1])
-    split = fedcb2o.minimize([circle, circle], G, initial=start[0], maxiter=0, num_particles=[3, 7])
+    split = minimize([circle, circle], G, initial=start[0], maxiter=0, num_particles=[3, 7])
     assert split.theta.shape == (10, 2)
-    assert fedcb2o.minimize([circle, circle], G, initial=start[0], maxiter=0).theta.shape == (10, 2)
+    assert minimize([circle, circle], G, initial=start[0], maxiter=0).theta.shape == (10, 2)
 
 
 def test_initial_is_not_changed():
     start = torch.from_numpy(np.random.default_rng(0).standard_normal((10, 2)))
     before = start.clone()
-    fedcb2o.minimize(circle, G, initial=start, maxiter=5)
-    fedcb2o.minimize(circle, G, initial=start.numpy(), maxiter=5)
+    minimize(circle, G, initial=start, maxiter=5)
+    minimize(circle, G, initial=start.numpy(), maxiter=5)
     assert torch.equal(start, before)
 
 
@@ -922,9 +877,9 @@ def test_initial_is_not_changed():
     ids=steady,
 )
 def test_particles_stay_inside_the_bounds(bounds, dim, low, high):
-    low, high = torch.tensor(low).double(), torch.tensor(high).double()
+    low, high = double(low), double(high)
     seen = []
-    fedcb2o.minimize(
+    minimize(
         circle, G, dim, bounds=bounds, sigma1=5.0, num_particles=30, maxiter=30,
         callback=lambda state: seen.append(torch.cat([state.theta, state.x[None]])),
     )  # fmt: skip
@@ -941,9 +896,7 @@ def test_also_where_they_start(initial):
     given = (
         start if initial == "array" else lambda generator, n, d: generator.normal(size=(n, d)) * 3
     )
-    result = fedcb2o.minimize(
-        circle, G, 2, bounds=(-1.0, 1.0), initial=given, num_particles=20, maxiter=0
-    )
+    result = minimize_on_circle(bounds=(-1.0, 1.0), initial=given, num_particles=20, maxiter=0)
     assert (result.theta.abs() <= 1).all()
     assert (result.x.abs() <= 1).all()
 
@@ -973,8 +926,8 @@ def test_also_where_they_start(initial):
     ids=steady,
 )
 def test_where_particles_start(settings, low, high):
-    low, high = torch.tensor(low).double(), torch.tensor(high).double()
-    start = fedcb2o.minimize(circle, G, num_particles=2000, maxiter=0, **settings).theta
+    low, high = double(low), double(high)
+    start = minimize(circle, G, num_particles=2000, maxiter=0, **settings).theta
     assert ((start >= low) & (start <= high)).all()
     near = 0.01 * (high - low)
     assert (start.amin(0) < low + near).all()
@@ -1003,12 +956,12 @@ def test_where_particles_start(settings, low, high):
 )
 def test_starts_that_cannot_be(settings, message):
     with pytest.raises(ConfigError, match=message):
-        fedcb2o.minimize(circle, G, **settings)
+        minimize(circle, G, **settings)
 
 
 def test_half_open_bounds():
     start = np.random.default_rng(0).uniform(1, 2, (20, 2))
-    result = fedcb2o.minimize(
+    result = minimize(
         circle, G, initial=start, bounds=[(0.0, math.inf), (-math.inf, 1.5)], sigma1=9.0, maxiter=40
     )
     assert (result.theta[:, 0] >= 0).all()
@@ -1032,7 +985,7 @@ def test_half_open_bounds():
 )
 def test_bounds_that_cannot_be(bounds, dim):
     with pytest.raises(ConfigError, match="`bounds`"):
-        fedcb2o.minimize(circle, G, dim, bounds=bounds, maxiter=1)
+        minimize(circle, G, dim, bounds=bounds, maxiter=1)
 
 
 # ---- values that are no numbers ----
@@ -1049,7 +1002,7 @@ def test_bad_values_are_excluded_and_counted(lower, upper, bad):
         def broken(x):
             return torch.where(x[..., 0] > 0.5, value, (lower if of_lower else upper)(x))
 
-        return fedcb2o.minimize(
+        return minimize(
             *((broken, upper) if of_lower else (lower, broken)), initial=initial, **settings
         )
 
@@ -1059,7 +1012,7 @@ def test_bad_values_are_excluded_and_counted(lower, upper, bad):
     assert torch.equal(
         answer(bad, initial=np.where(right[:, None], start + 7.0, start)).x, result.x
     )
-    torch.testing.assert_close(answer(1e9).x, result.x)
+    assert_close(answer(1e9).x, result.x)
     # Nor does it matter which of the two is bad.
     other = answer(bad, of_lower=False)
     assert other.excluded == right.sum()
@@ -1071,11 +1024,11 @@ def test_the_run_goes_on_with_the_others():
         return torch.where(x[..., 1] > 0.5, torch.nan, circle(x))
 
     settings = {"num_particles": 100, "beta": 0.2, "alpha": 100.0, "sigma1": 0.5, "maxiter": 500}
-    result = fedcb2o.minimize(broken, G, 2, **settings)
-    torch.testing.assert_close(result.x, torch.tensor([1.0, 0.0]).double(), rtol=0, atol=0.1)
+    result = minimize(broken, G, 2, **settings)
+    assert_close(result.x, double([1.0, 0.0]), rtol=0, atol=0.1)
     assert result.excluded > 0
     assert result.theta.isfinite().all()
-    both = fedcb2o.minimize(broken, G, 2, runs=2, **settings)
+    both = minimize(broken, G, 2, runs=2, **settings)
     assert torch.equal(both.x[0], result.x)
     assert both.excluded.shape == (2,)
 
@@ -1084,7 +1037,7 @@ def test_bad_values_with_beta_1():
     """The level is infinite: all others are in the sub-level set."""
     start = [[0.0, 0.0], [1.0, 0.0], [2.0, 0.0]]
     for quantile in ("plain", "averaged"):
-        result = fedcb2o.minimize(
+        result = minimize(
             lambda x: torch.where(x[..., 0] > 1.5, torch.nan, x[..., 0]), last_coordinate, initial=start, alpha=0.0, beta=1.0,
             maxiter=0, quantile=quantile,
         )  # fmt: skip
@@ -1095,7 +1048,7 @@ def test_a_bad_gradient_is_the_particles_own_affair():
     """sqrt has no gradient at 0: the particle there is lost or stays, the others agree."""
     start = np.random.default_rng(0).uniform(0.5, 1.5, (30, 1))
     start[0] = 0.0
-    result = fedcb2o.minimize(
+    result = minimize(
         lambda x: (x[..., 0].square()).sqrt(),
         None,
         initial=start,
@@ -1110,15 +1063,15 @@ def test_a_bad_gradient_is_the_particles_own_affair():
 @pytest.mark.parametrize("runs", [None, 3])
 def test_all_bad_is_a_run_error(runs):
     with pytest.raises(RunError, match="all 20 particles have NaN or infinite objectives"):
-        fedcb2o.minimize(lambda x: x[..., 0] * torch.nan, G, 2, num_particles=20, runs=runs)
+        minimize(lambda x: x[..., 0] * torch.nan, G, 2, num_particles=20, runs=runs)
     with pytest.raises(RunError, match="all 20 particles have NaN or infinite objectives"):
-        fedcb2o.minimize(circle, lambda x: x[..., 0] / 0, 2, num_particles=20, runs=runs)
+        minimize(circle, lambda x: x[..., 0] / 0, 2, num_particles=20, runs=runs)
 
 
 def test_a_run_that_overflows():
     """Far too long a step: what is left is the particle at the consensus point, and all others
     count as excluded."""
-    result = fedcb2o.minimize(circle, G, 2, dt=1e6, sigma1=10.0, maxiter=300)
+    result = minimize_on_circle(dt=1e6, sigma1=10.0, maxiter=300)
     assert result.x.isfinite().all()
     assert not result.success
     assert result.excluded > 0.9 * result.nfev
@@ -1128,10 +1081,10 @@ def test_nobody_inside_the_radius():
     start = [[3.0, 0.0], [0.0, 4.0], [0.5, 0.0]]
     for upper in (G, None):
         with pytest.raises(RunError, match=r"`radius` = 0\.1"):
-            fedcb2o.minimize(circle, upper, initial=start, radius=0.1, maxiter=1)
+            minimize(circle, upper, initial=start, radius=0.1, maxiter=1)
     # Inside, but not in Q_beta: L is 64, 225 and 0.56.
     with pytest.raises(RunError, match="`radius` = 1"):
-        fedcb2o.minimize(lambda x: -circle(x), G, initial=start, radius=1.0, beta=0.3, maxiter=1)
+        minimize(lambda x: -circle(x), G, initial=start, radius=1.0, beta=0.3, maxiter=1)
 
 
 # ---- settings that cannot be ----
@@ -1141,21 +1094,14 @@ def test_nobody_inside_the_radius():
     ("settings", "message"),
     [
         ({"beta": 0.0}, "`beta` must be above 0 and at most 1, got 0"),
-        ({"beta": 1.5}, "`beta` must be above 0 and at most 1, got 1.5"),
         ({"beta": math.nan}, "`beta` must be above 0 and at most 1, got nan"),
         ({"alpha": -1.0}, "`alpha`"),
         ({"alpha": math.nan}, "`alpha`"),
-        ({"alpha": math.inf}, "`alpha`"),
         ({"lambda1": 0.0}, "`lambda1` must be above 0 and finite, got 0"),
-        ({"lambda1": math.nan}, "`lambda1`"),
-        ({"lambda1": math.inf}, "`lambda1`"),
         ({"sigma1": -1.0}, "`sigma1`"),
-        ({"sigma1": math.nan}, "`sigma1`"),
         ({"lambda2": -1.0}, "`lambda2` must be at least 0"),
         ({"sigma2": -1.0}, "`sigma2` must be at least 0"),
         ({"dt": 0.0}, "`dt` must be above 0"),
-        ({"dt": -0.1}, "`dt` must be above 0"),
-        ({"dt": math.inf}, "`dt`"),
         ({"delta_q": -0.1}, "`delta_q` must be at least 0"),
         ({"radius": 0.0}, "`radius` must be above 0"),
         ({"xtol": -1e-3}, "`xtol` must be at least 0"),
@@ -1194,9 +1140,7 @@ def test_nobody_inside_the_radius():
             "`initial` has ensembles for 3 runs, there are 2",
         ),
         ({"initial": np.zeros((3, 5, 2))}, "`initial` has ensembles for 3 runs, there are 1"),
-        ({"initial": np.zeros(2)}, "`initial` must be"),
         ({"initial": np.zeros((1, 1, 5, 2))}, "`initial` must be"),
-        ({"initial": np.zeros((0, 2))}, "`num_particles` must be a whole number, at least 1"),
         ({"initial": [[0.0, math.nan], [0.0, 0.0]]}, "`initial` ensemble has NaN or infinite"),
         ({"initial": [[0.0, 1.0], [2.0]]}, "`initial`"),
         (
@@ -1207,7 +1151,6 @@ def test_nobody_inside_the_radius():
             {"initial": lambda generator, n, d: np.full((n, d), np.inf)},
             "`initial` ensemble has NaN or infinite",
         ),
-        ({"initial": lambda generator, n, d: None}, "`initial`"),
         (
             {"gradient": [circle, circle], "lambda2": 1.0},
             "`gradient` must be one for all or one for each of the 1",
@@ -1218,18 +1161,15 @@ def test_nobody_inside_the_radius():
 )
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ConfigError, match=message):
-        fedcb2o.minimize(circle, G, **{"dim": 2, "maxiter": 2, **settings})
+        minimize(circle, G, **{"dim": 2, "maxiter": 2, **settings})
 
 
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
         ({"beta": lambda n: 0.5 - 0.1 * n}, "`beta` must be above 0 and at most 1"),
-        ({"beta": lambda n: math.nan}, "`beta` must be above 0 and at most 1, got nan"),
         ({"alpha": lambda n: -1.0 if n == 3 else 1.0}, "`alpha`"),
-        ({"alpha": lambda n: math.nan if n == 3 else 1.0}, "`alpha`"),
         ({"sigma1": lambda n: 1.0 - n}, "`sigma1`"),
-        ({"sigma1": lambda n: math.nan if n == 3 else 1.0}, "`sigma1`"),
         ({"sigma1": lambda n: None}, "`sigma1`"),
         ({"alpha": lambda n: "high"}, "`alpha`"),
         ({"beta": lambda n: torch.ones(3)}, "`beta`"),
@@ -1237,38 +1177,39 @@ def test_settings_that_cannot_be(settings, message):
 )
 def test_schedules_that_return_what_cannot_be(schedule, message):
     with pytest.raises(ConfigError, match=message):
-        fedcb2o.minimize(circle, G, 2, maxiter=10, num_particles=10, **schedule)
+        minimize_on_circle(maxiter=10, num_particles=10, **schedule)
 
 
 def test_schedules_may_return_any_number():
-    plain = fedcb2o.minimize(circle, G, 2, maxiter=3, alpha=20.0, sigma1=1.0)
-    other = fedcb2o.minimize(
-        circle, G, 2, maxiter=3, alpha=lambda n: np.int64(20), sigma1=lambda n: torch.tensor(1.0)
+    plain = minimize_on_circle(maxiter=3, alpha=20.0, sigma1=1.0)
+    other = minimize_on_circle(
+        maxiter=3, alpha=lambda n: np.int64(20), sigma1=lambda n: torch.tensor(1.0)
     )
     assert torch.equal(plain.x, other.x)
 
 
-def test_objectives_that_cannot_be():
-    with pytest.raises(ConfigError, match="`lower`"):
-        fedcb2o.minimize([], G, 2)
-    with pytest.raises(ConfigError, match="`upper` must be there for all clusters or for none"):
-        fedcb2o.minimize([circle, circle], [G, None], 2)
-    with pytest.raises(ConfigError, match="`upper` must be one for all or one for each of the 2"):
-        fedcb2o.minimize([circle, circle], [G, G, G], 2)
-    with pytest.raises(ConfigError, match="`lower` must return one value a particle"):
-        fedcb2o.minimize(lambda x: x, G, 2)
-    with pytest.raises(ConfigError, match="`upper` must return one value a particle"):
-        fedcb2o.minimize(circle, lambda x: x.sum(), 2)
-    with pytest.raises(ConfigError, match="`lower` must return a tensor, got a float"):
-        fedcb2o.minimize(lambda x: 1.0, G, 2)
-    with pytest.raises(ConfigError, match="`lower` must return floating-point numbers"):
-        fedcb2o.minimize(lambda x: (x[..., 0] > 0).long(), G, 2)
+@pytest.mark.parametrize(
+    ("lower", "upper", "message"),
+    [
+        ([], G, "`lower`"),
+        ([circle] * 2, [G, None], "`upper` must be there for all clusters or for none"),
+        ([circle] * 2, [G, G, G], "`upper` must be one for all or one for each of the 2"),
+        (lambda x: x, G, "`lower` must return one value a particle"),
+        (circle, lambda x: x.sum(), "`upper` must return one value a particle"),
+        (lambda x: 1.0, G, "`lower` must return a tensor, got a float"),
+        (lambda x: (x[..., 0] > 0).long(), G, "`lower` must return floating-point numbers"),
+        (circle, [0.0, 0.0], "`upper` must be a function, .* a point to start about is `x0`"),
+    ],
+)
+def test_wrong_objectives(lower, upper, message):
+    with pytest.raises(ConfigError, match=message):
+        minimize(lower, upper, 2)
 
 
 def test_dimension_that_the_objectives_do_not_have():
     """Theirs is the error; it is theirs that comes through."""
     with pytest.raises(RuntimeError, match="size of tensor"):
-        fedcb2o.minimize(circle, G, 3, maxiter=1)
+        minimize(circle, G, 3, maxiter=1)
 
 
 # ---- notes ----
@@ -1281,23 +1222,17 @@ def test_isotropic_noise_outside_the_theorem_is_noted():
         (3, 0.9, "isotropic", True),
         (2, 5.0, "anisotropic", False),
     ):
-        result = fedcb2o.minimize(
-            circle, last_coordinate, dim, sigma1=sigma1, noise=noise, maxiter=0
-        )
+        result = minimize(circle, last_coordinate, dim, sigma1=sigma1, noise=noise, maxiter=0)
         assert any("2 lambda1" in note for note in result.notes) == noted
     assert (
-        "(thm:main)"
-        in fedcb2o.minimize(circle, last_coordinate, 9, noise="isotropic", maxiter=0).notes[0]
+        "(thm:main)" in minimize(circle, last_coordinate, 9, noise="isotropic", maxiter=0).notes[0]
     )
 
 
 def test_the_warning_points_at_the_caller():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = fedcb2o.minimize(
-            circle,
-            G,
-            2,
+        result = minimize_on_circle(
             noise="isotropic",
             sigma1=9.0,
             maxiter=0,
@@ -1309,7 +1244,7 @@ def test_the_warning_points_at_the_caller():
 
 def test_a_function_of_numpy_that_fails_on_tensors_is_told_its_cure():
     with pytest.raises(TypeError) as caught:
-        fedcb2o.minimize(lambda x: np.sum(x**2), dim=2)
+        minimize(lambda x: np.sum(x**2), dim=2)
     assert caught.value.__notes__ == [
         "`lower` receives a tensor of points; a NumPy function goes through fedcb2o.from_numpy"
     ]

@@ -2,11 +2,11 @@
 
 import concurrent.futures
 import math
-import warnings
 
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
@@ -30,9 +30,7 @@ def far(x):
 
 def told(lower, upper, **settings):
     """What a search comes to that is told the values of these functions, and how often it was."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fedcb2o.CaptureWarning)
-        search = fedcb2o.Search(upper=upper is not None, **settings)
+    search = fedcb2o.Search(upper=upper is not None, **settings)
     times = 0
     while not search.done:
         x, times = search.ask(), times + 1
@@ -67,9 +65,7 @@ def test_bits_are_those_of_minimize(case):
     settings = {"dim": 2, "num_particles": 40, "beta": 0.2, "maxiter": 40, "seed": 3, **settings}
     if "gradient" in case:
         settings["gradient"] = slope
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fedcb2o.CaptureWarning)
-        whole = fedcb2o.minimize(lower, upper, **settings)
+    whole = fedcb2o.minimize(lower, upper, **settings)
     settings.pop("gradient", None)
     result, times = told(lower, upper, **settings)
     assert times > 10
@@ -77,8 +73,8 @@ def test_bits_are_those_of_minimize(case):
     for name in ("x", "lower", "upper", "spread", "theta", "theta_m"):
         assert (result[name] is None) == (whole[name] is None)
         if whole[name] is not None:
-            torch.testing.assert_close(result[name], whole[name], rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(result.history.x, whole.history.x, rtol=0, atol=0, equal_nan=True)
+            assert_close(result[name], whole[name], rtol=0, atol=0, equal_nan=True)
+    assert_close(result.history.x, whole.history.x, rtol=0, atol=0, equal_nan=True)
     for name in ("message", "notes", "seed"):
         assert result[name] == whole[name]
     for name in ("success", "nit", "nfev", "excluded"):
@@ -97,7 +93,7 @@ def test_a_pool_of_workers():
             lower = list(pool.map(lambda x: float(((x**2).sum() - 1) ** 2), points))
             search.tell(lower, points[:, 1])
     plain = fedcb2o.minimize(circle, last_coordinate, x0=[0.0, 0.0], num_particles=20, maxiter=6)
-    torch.testing.assert_close(search.result.x, plain.x)
+    assert_close(search.result.x, plain.x)
 
 
 def test_told_again_it_goes_on_where_it_was():

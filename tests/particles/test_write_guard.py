@@ -7,6 +7,7 @@ import torch
 from tests.tiny import here
 
 import fedcb2o
+from fedcb2o import minimize
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles.dynamics import evaluate_objectives
 
@@ -48,16 +49,16 @@ WRITERS = [by_torch, by_view, by_numpy, by_sorting]
 def test_an_objective_that_writes_into_the_particles_is_named(writer, runs):
     told = rf"`lower`, .*{writer.__name__}, writes into the particles that it receives: let it work on a copy, such as"
     with pytest.raises(ConfigError, match=told):
-        fedcb2o.minimize(writer, circle, dim=2, runs=runs)
+        minimize(writer, circle, dim=2, runs=runs)
     if writer in (by_torch, by_view):  # what autograd follows has no NumPy array
         with pytest.raises(
             ConfigError, match=rf"`lower`, .*{writer.__name__}, writes into the particles"
         ):
-            fedcb2o.minimize([circle, writer], dim=2, lambda2=0.1, runs=runs)
+            minimize([circle, writer], dim=2, lambda2=0.1, runs=runs)
     with pytest.raises(
         ConfigError, match=rf"`upper`, .*{writer.__name__}, writes into the particles"
     ):
-        fedcb2o.minimize(circle, writer, dim=2, batch=50, runs=runs)
+        minimize(circle, writer, dim=2, batch=50, runs=runs)
 
 
 def test_one_that_writes_in_a_later_step_is_named():
@@ -70,13 +71,13 @@ def test_one_that_writes_in_a_later_step_is_named():
         return circle(x)
 
     with pytest.raises(ConfigError, match=r"`lower`, .*later, writes into the particles"):
-        fedcb2o.minimize(later, dim=2)
+        minimize(later, dim=2)
     assert len(calls) == 8
 
 
 def test_a_gradient_that_writes_is_named():
     with pytest.raises(ConfigError, match=r"`gradient`, .*slope, writes into the particles"):
-        fedcb2o.minimize(circle, dim=2, lambda2=0.1, gradient=slope)
+        minimize(circle, dim=2, lambda2=0.1, gradient=slope)
 
 
 @pytest.mark.parametrize("name", ["theta", "theta_m", "m"])
@@ -91,7 +92,7 @@ def test_an_adversary_that_writes_is_named(name, way):
     with pytest.raises(
         ConfigError, match=rf"an adversary's `move`, .*moves, writes into the {what}"
     ):
-        fedcb2o.minimize(circle, dim=2, adversaries=fedcb2o.Adversary(moves, 10, [1.0, 0.0]))
+        minimize(circle, dim=2, adversaries=fedcb2o.Adversary(moves, 10, [1.0, 0.0]))
 
 
 @pytest.mark.parametrize("name", ["theta", "theta_m", "x"])
@@ -104,7 +105,7 @@ def test_a_callback_that_writes_is_named(name, way):
     still = fedcb2o.Adversary(lambda view: (0.0, 0.0), 10, [1.0, 0.0])
     what = "consensus points" if name == "x" else "particles"
     with pytest.raises(ConfigError, match=rf"the callback, .*sees, writes into the {what}"):
-        fedcb2o.minimize(circle, dim=2, adversaries=still, callback=sees)
+        minimize(circle, dim=2, adversaries=still, callback=sees)
 
 
 def test_numpy_functions_get_arrays_of_their_own():
@@ -118,8 +119,8 @@ def test_numpy_functions_get_arrays_of_their_own():
 
     for wrap in (fedcb2o.from_numpy, fedcb2o.from_point):
         settings = {"dim": 2, "num_particles": 20, "maxiter": 30}
-        written = fedcb2o.minimize(wrap(writes), wrap(writes), **settings)
-        assert torch.equal(written.x, fedcb2o.minimize(wrap(reads), wrap(reads), **settings).x)
+        written = minimize(wrap(writes), wrap(writes), **settings)
+        assert torch.equal(written.x, minimize(wrap(reads), wrap(reads), **settings).x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -132,7 +133,7 @@ def test_what_is_shown_may_be_nan(dtype):
 
 def test_what_pytorch_does_not_count_is_no_fault():
     with torch.inference_mode():
-        assert fedcb2o.minimize(circle, dim=2, maxiter=20).nit == 20
+        assert minimize(circle, dim=2, maxiter=20).nit == 20
 
 
 def test_the_command_names_the_objective(tmp_path, monkeypatch):
