@@ -26,9 +26,10 @@ import torch
 from limits import NUM_CLASSES, best_rates, multiplications, process_tree, processor_seconds
 
 from fedcb2o.data import Dataset, Shard, features
-from fedcb2o.experiments.config import build
+from fedcb2o.experiments.config import network, prepared_seed
 from fedcb2o.experiments.config.datasets import dataset_tensors, load_dataset
-from fedcb2o.experiments.config.settings import Experiment, load
+from fedcb2o.experiments.config.loading import load
+from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import AgentData, AgentGroup, AgentState, RunSpec, local_update_, logits
 from fedcb2o.kernels import _autotune, dispatch
 from fedcb2o.nn import architectures
@@ -100,10 +101,10 @@ def library(
     experiment: Experiment, dataset: Dataset, cores: int, options: argparse.Namespace
 ) -> Iterator[Library]:
     """Start the library with one process per core and models in shared memory."""
-    prepared = build.prepare_seed(experiment, 0, dataset)
+    prepared = prepared_seed.prepare_seed(experiment, 0, dataset)
     dim = prepared.spec.dim
-    make = functools.partial(build.build_full_group, experiment, 0, dataset.names, dim)
-    specs = build.tensor_specs(dataset, experiment.num_models, dim)
+    make = functools.partial(prepared_seed.build_full_group, experiment, 0, dataset.names, dim)
+    specs = prepared_seed.tensor_specs(dataset, experiment.num_models, dim)
     with _shared_memory.allocate_shared(specs) as shared:
         tensors = shared.tensors()
         for name, tensor in dataset_tensors(dataset).items():
@@ -111,11 +112,11 @@ def library(
         group = prepared.build_agent_group(tensors["models"][:, :dim])
         agents = range(prepared.spec.num_agents)
         models = group.models[: len(agents)]
-        build.init_models_(models, experiment, prepared.seed, prepared.dataset, agents)
+        network.init_models_(models, experiment, prepared.seed, prepared.dataset, agents)
         executor: PoolExecutor[AgentGroup] = PoolExecutor(cores, shared, make)
         engine = LocalEngine(group, executor)
         state = AgentState.initial(len(agents))
-        rounds = run_rounds(engine, state, 0, options.rounds, lambda n: options.evaluate)
+        rounds = run_rounds(engine, state, 0, options.rounds, int(options.evaluate))
         yield Library(group, executor, rounds, [], [])
 
 
@@ -151,7 +152,7 @@ def draw_peers(spec: RunSpec, n: int) -> list[list[int]]:
     peers = []
     for j in agents:
         others = [i for i in agents if i != j]
-        peers.append(draw.choice(others, spec.budget, replace=False).tolist())
+        peers.append(draw.choice(others, spec.agents.budget, replace=False).tolist())
     return peers
 
 
@@ -159,7 +160,7 @@ def operations(spec: RunSpec, trained: int, validated: int, hidden: int) -> dict
     """Return the floating-point operations of a round by phase, two per multiply-add pair."""
     forward, backward = multiplications(hidden)
     images = spec.training.local_epochs * trained
-    models = spec.budget + 1
+    models = spec.agents.budget + 1
     return {
         "train": 2.0 * images * (forward + backward),
         "aggregate": 2.0 * models * validated * forward,
@@ -281,7 +282,7 @@ def main() -> None:
         trained = len(group.data.train.values)
         validated = len(group.data.validation.values)
         print(
-            f"N = {spec.num_agents}, M = {spec.budget}, d = {spec.dim:,},"
+            f"N = {spec.num_agents}, M = {spec.agents.budget}, d = {spec.dim:,},"
             f" {trained:,} training samples, tau = {spec.training.local_epochs},"
             f" batches of {spec.training.batch_size},"
             f" {'EMNIST' if options.data_dir else 'random images'}"

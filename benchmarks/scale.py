@@ -26,9 +26,10 @@ import numpy as np
 from limits import best_rates, process_tree, processor_seconds
 
 import fedcb2o
-from fedcb2o.experiments.config import build
+from fedcb2o.experiments.config import network, prepared_seed
 from fedcb2o.experiments.config.datasets import attack_goal, load_dataset
-from fedcb2o.experiments.config.settings import Experiment, load
+from fedcb2o.experiments.config.loading import load
+from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs._local_backend import open_local_engine
 from fedcb2o.experiments.runs._memory_plan import MemoryPlan
 from fedcb2o.experiments.runs._round_records import metrics_record, pairs_record
@@ -87,13 +88,13 @@ def tree_seconds() -> float:
 def measure(experiment: Experiment, count: int, num_rounds: int) -> dict[str, float]:
     """Return the least processor seconds by phase, of an evaluation, and the dimension `dim`."""
     dataset = load_dataset(experiment, None)
-    prepared = build.prepare_seed(experiment, 0, dataset)
+    prepared = prepared_seed.prepare_seed(experiment, 0, dataset)
     rows = prepared.num_persistent_rows
     seconds: list[dict[str, float]] = []
     with ExitStack() as stack:
         engine = open_local_engine(stack, prepared, MemoryPlan(count, 0, 0))
         models = engine.group.models[:rows]
-        build.init_models_(models, experiment, 0, dataset, range(rows))
+        network.init_models_(models, experiment, 0, dataset, range(rows))
         log = RoundLog(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         state = AgentState.initial(prepared.spec.num_agents)
         goal = attack_goal(experiment)
@@ -102,7 +103,7 @@ def measure(experiment: Experiment, count: int, num_rounds: int) -> dict[str, fl
         def mark(n: int, phase: str) -> None:
             marks.append(tree_seconds())
 
-        rounds = run_rounds(engine, state, 0, num_rounds + 1, lambda n: n == num_rounds, mark)
+        rounds = run_rounds(engine, state, 0, num_rounds + 1, num_rounds + 1, mark)
         stack.enter_context(one_thread())
         for result in rounds:
             marks.append(tree_seconds())

@@ -27,6 +27,7 @@ from fedcb2o.federated import (
     algorithms,
 )
 from fedcb2o.federated.attacks import label_flip
+from fedcb2o.federated.sections import AgentsSection
 from fedcb2o.nn import batch_norm, parameters
 from fedcb2o.parallel._executors import SerialExecutor
 from fedcb2o.rng import stream
@@ -134,18 +135,21 @@ def held() -> Held:
     return Held(Shard(x, y), train, validation)
 
 
+AGENTS = AgentsSection(benign=3, malicious=2, budget=BUDGET)
+
+
 def terms_of(algorithm: algorithms.Algorithm, module: nn.Module, **changes: Any) -> RunSpec:
+    keys = {key: changes.pop(key) for key in list(changes) if key in AgentsSection.model_fields}
     known = {
         "seed": SEED,
         "num_agents": len(CLUSTER),
         "num_classes": CLASSES,
         "rounds": 10,
-        "budget": BUDGET,
+        "agents": AGENTS.model_copy(update=keys),
         "model": "network",
         "module": module,
         "training": TRAINING,
         "algorithm": algorithm,
-        "loss_average": "samples",
         "malicious_share": 0.0,
         "max_samples": 20,
     }
@@ -238,7 +242,7 @@ def run_rounds(
     made = round_loop(engine)
     blank = AgentState.initial(len(CLUSTER))
     return list(
-        made(engine, memory or blank, start, start + count, lambda n: False, lambda n, phase: None)
+        made(engine, memory or blank, start, start + count, 0, lambda n, phase: None)
     )
 
 

@@ -187,18 +187,15 @@ def test_a_config_of_wrong_types_is_one_line(copy, line):
     assert "config.toml is damaged" in here("compare", out).one_line()
 
 
-def test_a_resume_writes_a_lost_or_damaged_config_again(copy):
+@pytest.mark.parametrize("damage", [Path.unlink, null])
+def test_a_lost_or_damaged_config_is_refused_and_left_as_it_is(copy, damage):
     path, out = copy
-    before = contents(out)
-    for damage in (Path.unlink, null):
-        damage(out / "config.toml")
-        assert resume(path, out).status == 0
-        assert contents(out) == before
-    (out / "config.toml").unlink()
-    advice = "config.toml is gone; `fedcb2o run` of the experiment with this --out"
-    assert advice in here("compare", out).one_line()
-    other = resume(path, out, "--set", "algorithm.alpha=3").one_line()
-    assert "config.toml is gone: restore it, or give the same experiment with --resume" in other
+    damage(out / "config.toml")
+    damaged = contents(out)
+    for refused in (here("compare", out), resume(path, out)):
+        assert "config.toml" in refused.one_line()
+        assert "restore it" in refused.err
+    assert contents(out) == damaged
 
 
 def test_equal_settings_may_be_written_differently(copy):

@@ -94,13 +94,13 @@ def test_toml_is_valid(page, block):
     elif (
         "extends" in table or {"data", "agents", "algorithm"} <= table.keys()
     ):  # a whole experiment, not an excerpt
-        config = importlib.import_module("fedcb2o.experiments.config.settings")
+        config = importlib.import_module("fedcb2o.experiments.config")
         config.load({"name": "documented", **table})
 
 
 def test_the_configuration_in_full_is_the_preset_of_the_papers_text():
     _, block = next(blocks(ROOT / "docs" / "configuration.md", "toml"))
-    config = importlib.import_module("fedcb2o.experiments.config.settings")
+    config = importlib.import_module("fedcb2o.experiments.config")
     shown, preset = config.load(tomllib.loads(block)), config.load("emnist-fedcb2o-paper")
     assert shown.fingerprint(0) == preset.fingerprint(0)
     assert (shown.seeds, shown.rounds) == (preset.seeds, preset.rounds)
@@ -111,7 +111,7 @@ def test_the_default_is_what_the_page_says():
         tomllib.loads(block) for _, block in blocks(ROOT / "docs" / "configuration.md", "toml")
     ]
     (shown,) = (table for table in tables if "interpolation" in table.get("algorithm", {}))
-    config = importlib.import_module("fedcb2o.experiments.config.settings")
+    config = importlib.import_module("fedcb2o.experiments.config")
     assert config.load({"name": "shown", **shown}).fingerprint(0) == config.load(
         "digits-fedcb2o"
     ).fingerprint(0)

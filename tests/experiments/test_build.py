@@ -7,9 +7,10 @@ from tests.data.image_files import contents, write
 from tests.tiny import empty_models, tiny
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config.build import init_models_, prepare_seed
 from fedcb2o.experiments.config.datasets import load_dataset, shared_pool
-from fedcb2o.experiments.config.settings import load
+from fedcb2o.experiments.config.loading import load
+from fedcb2o.experiments.config.network import init_models_
+from fedcb2o.experiments.config.prepared_seed import prepare_seed
 from fedcb2o.federated import plan_training_batches
 
 SOME = [1, 3, 4]

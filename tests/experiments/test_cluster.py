@@ -17,8 +17,8 @@ from tests.tiny import ENVIRONMENT, here, tiny
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
-from fedcb2o.experiments.config.build import prepare_seed
 from fedcb2o.experiments.config.datasets import load_dataset
+from fedcb2o.experiments.config.prepared_seed import prepare_seed
 from fedcb2o.experiments.runs._cluster_backend import ClusterBackend
 from fedcb2o.nn.parameters import row_stride
 from fedcb2o.parallel import _resources

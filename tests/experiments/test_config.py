@@ -8,7 +8,8 @@ import tomli_w
 from tests.tiny import TINY, tiny, write
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config.settings import Experiment, load
+from fedcb2o.experiments.config.loading import load
+from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.config.tables import parse_value, presets
 from fedcb2o.federated import algorithms
 

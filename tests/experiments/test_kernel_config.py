@@ -6,7 +6,7 @@ from tests.tiny import here, tiny, write
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import run
-from fedcb2o.experiments.config import build, datasets, settings
+from fedcb2o.experiments.config import datasets, loading, prepared_seed
 from fedcb2o.experiments.runs._kernel_config import choose_kernels
 from fedcb2o.kernels import _autotune, _onednn, devices
 
@@ -21,8 +21,8 @@ def test_patches_that_memory_has_no_room_for_are_not_made(tmp_path, monkeypatch)
     )
     for together, expected in ((None, ("unfolded", 2)), (2, ("unfolded", 2)), (4, ("grouped", 4))):
         changes = {} if together is None else {"together": together}
-        experiment = settings.load(tiny(model=IMAGES, device="meta", **changes))
-        prepared = build.prepare_seed(experiment, 1000, datasets.load_dataset(experiment, None))
+        experiment = loading.load(tiny(model=IMAGES, device="meta", **changes))
+        prepared = prepared_seed.prepare_seed(experiment, 1000, datasets.load_dataset(experiment, None))
         chosen = choose_kernels(tmp_path, prepared)
         assert (chosen["convolution"], chosen["together"]) == expected
 

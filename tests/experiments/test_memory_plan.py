@@ -12,7 +12,7 @@ from tests.tiny import FEDCB2O, bits, command, here, tiny, write
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config.datasets import load_dataset
-from fedcb2o.experiments.config.settings import load
+from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.runs import _memory_plan
 from fedcb2o.parallel import _resources, _shared_memory
 from fedcb2o.simulation import checkpoint

@@ -16,8 +16,8 @@ from torch import nn
 import fedcb2o
 from fedcb2o import Dataset
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.config.build import prepare_seed
-from fedcb2o.experiments.config.settings import load
+from fedcb2o.experiments.config.loading import load
+from fedcb2o.experiments.config.prepared_seed import prepare_seed
 from fedcb2o.nn import architectures, parameters
 
 SIZES = {"east": 30, "north": 17, "south": 24, "west": 12}

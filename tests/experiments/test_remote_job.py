@@ -10,7 +10,7 @@ from tests.tiny import tiny
 
 from fedcb2o.experiments import run
 from fedcb2o.experiments.config.datasets import load_dataset
-from fedcb2o.experiments.config.settings import load
+from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.runs import _provenance
 from fedcb2o.experiments.runs._remote_job import (
     FOLDER_PREFIX,

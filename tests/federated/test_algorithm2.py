@@ -55,7 +55,7 @@ def compare(algorithm, options, *, num_rounds=6, make=network, statistics="share
     """Run both, and hold every model, choice, weight and likelihood equal after every round."""
     engine = ours.together(algorithm, make(), **changes)
     terms = engine.spec
-    options = dataclasses.replace(options, budget=BUDGET, validation_loss=terms.loss_average)
+    options = dataclasses.replace(options, budget=BUDGET, validation_loss=terms.agents.validation_loss)
     agents = oracle_agents(engine, make, options, statistics)
     training = reference.Training(
         **{
@@ -63,14 +63,14 @@ def compare(algorithm, options, *, num_rounds=6, make=network, statistics="share
             for field in dataclasses.fields(reference.Training)
         }
     )
-    for done in simulate(engine, AgentState.initial(len(CLUSTER)), 0, num_rounds, lambda n: False):
+    for done in simulate(engine, AgentState.initial(len(CLUSTER)), 0, num_rounds, 0):
         infos = reference.run_round(
             agents,
             done.n,
             seed=SEED,
             training=training,
             num_classes=CLASSES,
-            participation=terms.participation,
+            participation=terms.agents.participation,
         )
         for j, (met, info) in enumerate(zip(done.state.contacts, infos, strict=True)):
             mixed = chosen(done.decisions, j)
@@ -190,14 +190,14 @@ def test_a_rule_without_losses_equals_the_oracle_and_nothing_is_evaluated(monkey
 
 
 def test_batch_means_equal_the_oracle():
-    compare(algorithms.fedcb2o(), reference.FEDCB2O, loss_average="batches")
+    compare(algorithms.fedcb2o(), reference.FEDCB2O, validation_loss="batches")
 
 
 def test_steps_instead_of_epochs_equal_the_oracle():
     compare(
         algorithms.fedcb2o(),
         reference.FEDCB2O,
-        training=dataclasses.replace(TRAINING, local_steps=4),
+        training=TRAINING.model_copy(update={"local_steps": 4}),
     )
 
 

@@ -1,6 +1,5 @@
 """LocalUpdate: one step by hand, batches, and theta trained in its row."""
 
-import dataclasses
 import math
 
 import pytest
@@ -61,7 +60,7 @@ def test_batches_cover_every_epoch_and_steps_cycle():
 
 
 def test_a_last_sample_joins_the_batch_before_it_where_norms_refuse_it_by_itself():
-    together = dataclasses.replace(TRAINING, accepts_single_sample=False)
+    together = TRAINING.model_copy(update={"accepts_single_sample": False})
     assert [len(batch) for batch in mini_batches(9, TRAINING, stream(0, "x"))][:3] == [4, 4, 1]
     assert [len(batch) for batch in mini_batches(9, together, stream(0, "x"))][:3] == [4, 5, 4]
     assert [len(batch) for batch in mini_batches(10, together, stream(0, "x"))][:3] == [4, 4, 2]

@@ -205,7 +205,7 @@ def test_training(cluster, training):
     hold_equal(
         cluster,
         partial(algorithms.fedcb2o),
-        training=dataclasses.replace(TRAINING, **training),
+        training=TRAINING.model_copy(update=training),
         counts=[3],
     )
 
@@ -217,7 +217,9 @@ def test_training(cluster, training):
 )
 def test_statistics_and_what_is_frozen(cluster, make):
     """Two agents at once, so that those of several models are computed in one program."""
-    training = dataclasses.replace(TRAINING, batch_size=11)  # a batch norm refuses a single sample
+    training = TRAINING.model_copy(
+        update={"batch_size": 11}
+    )  # a batch norm refuses a single sample
     hold_equal(cluster, algorithms.fedcb2o, make=make, training=training, counts=[3])
 
 
@@ -276,7 +278,7 @@ def test_what_rules_keep_stays_with_the_agents(cluster):
         by_steady, flipped, network, True, False, {"kernels": KernelConfig(models_per_batch=2)}
     )
     engine, again = clustered(cluster[:2], scene, 2), clustered(cluster[2:4], scene, 2)
-    first, _, third = run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 3, lambda n: False)
+    first, _, third = run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 3, 0)
     with pytest.raises(AssertionError, match="another round"):
         dict(first.state.rule_states[0])
     states = [dict(state) for state in third.state.rule_states]
@@ -292,10 +294,8 @@ def test_what_rules_keep_stays_with_the_agents(cluster):
         0,
     ]
     again.load_models_(torch.cat(list(engine.persistent_models())))
-    (there,) = run_rounds(
-        again, AgentState(third.state.contacts, tuple(states)), 3, 4, lambda n: False
-    )
-    (here,) = run_rounds(engine, third.state, 3, 4, lambda n: False)
+    (there,) = run_rounds(again, AgentState(third.state.contacts, tuple(states)), 3, 4, 0)
+    (here,) = run_rounds(engine, third.state, 3, 4, 0)
     for mine, theirs in zip(here.state.rule_states, there.state.rule_states, strict=True):
         assert mine.keys() == theirs.keys()
         assert all(mine[name].equal(theirs[name]) for name in mine)
@@ -309,7 +309,7 @@ def test_no_byte_goes_that_was_not_asked_for(cluster, count, nodes):
         cluster, Scene(algorithms.dfedavgm, flipped, wide, True, False, known), count, nodes
     )
     homes = {int(j): b for b, agents in enumerate(engine.sharding.agents) for j in agents}
-    for done in run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 2, lambda n: False):
+    for done in run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 2, 0):
         received = [(homes[j], int(i)) for j in EVERYBODY for i in done.decisions.received[j]]
         between = {(b, i) for b, i in received if homes[i] != b}
         moved = {(b % nodes, i) for b, i in between if homes[i] % nodes != b % nodes}

@@ -45,7 +45,7 @@ def oracle_round(engine, agents, held, n, asked, published):
     for agent, own, k in zip(agents, held, best, strict=True):
         agent.module = copy.deepcopy(own[k])
     reference.local_updates(agents, n, seed=SEED, training=PLAIN)
-    online = stream(SEED, "online", n).random(len(agents)) < engine.spec.participation
+    online = stream(SEED, "online", n).random(len(agents)) < engine.spec.agents.participation
     trained = [parameters.flatten(agent.module).double() for agent in agents]
     for j, own in enumerate(held):
         for k, module in enumerate(own):
@@ -84,7 +84,7 @@ def compare(engine, published=lambda i, j, theta: theta, num_rounds=4):
         AgentState.initial(len(CLUSTER)),
         0,
         num_rounds,
-        lambda n: False,
+        0,
         lambda n, phase: None,
     ):
         asked = [chosen(done.decisions, j).asked for j in range(len(CLUSTER))]
@@ -131,7 +131,7 @@ def test_what_attackers_publish_is_averaged_by_whom_they_deceive():
 def test_what_is_not_finite_never_arrives():
     engine = engine_of(attack=Attack(craft=lambda view, draw: torch.full_like(view.own, torch.nan)))
     for done in dfca.run_rounds(
-        engine, AgentState.initial(len(CLUSTER)), 0, 3, lambda n: False, lambda n, phase: None
+        engine, AgentState.initial(len(CLUSTER)), 0, 3, 0, lambda n, phase: None
     ):
         received = [i for j in GOOD for i in chosen(done.decisions, j).ids]
         assert received

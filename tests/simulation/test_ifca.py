@@ -60,7 +60,7 @@ def oracle_round(engine, agents, centres, n, published=lambda j, theta: theta):
     for agent, k in zip(agents, best, strict=True):
         agent.module = copy.deepcopy(centres[k])
     reference.local_updates(agents, n, seed=SEED, training=PLAIN)
-    online = stream(SEED, "online", n).random(len(agents)) < engine.spec.participation
+    online = stream(SEED, "online", n).random(len(agents)) < engine.spec.agents.participation
     made = []
     for k, centre in enumerate(centres):
         members = [j for j in range(len(agents)) if best[j] == k and online[j]]
@@ -114,7 +114,7 @@ def modules_of(engine):
 def one_by_one(engine, count):
     """Some rounds, each when it is asked for."""
     return ifca.run_rounds(
-        engine, AgentState.initial(len(CLUSTER)), 0, count, lambda n: False, lambda n, phase: None
+        engine, AgentState.initial(len(CLUSTER)), 0, count, 0, lambda n, phase: None
     )
 
 

@@ -1,6 +1,5 @@
 """Two engines compute the same decisions, records and models, bit for bit."""
 
-import dataclasses
 import functools
 import json
 
@@ -56,9 +55,7 @@ def flip(shard, draw):
 def found_by(engine: Engine, count: int) -> list[tuple[str, dict, dict]]:
     """The records of some rounds, what agents chose and remember, to the bit."""
     found = []
-    for done in run_rounds(
-        engine, AgentState.initial(len(CLUSTER)), 0, count, lambda n: n == count - 1
-    ):
+    for done in run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, count, count):
         choices, memory = done.decisions, done.state
         lines = (
             metrics_record(AttackGoal((1,), (2,)), engine.adversary.malicious, done),
@@ -194,7 +191,7 @@ def test_every_algorithm(algorithm, participation):
     "make", [normed, functools.partial(normed, "local"), Adapted], ids=["shared", "local", "base"]
 )
 def test_statistics_and_what_is_frozen(make):
-    training = dataclasses.replace(TRAINING, batch_size=11)
+    training = TRAINING.model_copy(update={"batch_size": 11})
     hold_equal(algorithms.fedcb2o(own_model="judged"), make=make, training=training)
 
 
@@ -285,7 +282,7 @@ def test_a_rule_with_memory_keeps_it_from_round_to_round():
         AgentState.initial(len(CLUSTER)),
         0,
         4,
-        lambda n: False,
+        0,
     )
     assert [int(state["seen"].sum()) if state else 0 for state in done.state.rule_states] == [
         12,

@@ -5,7 +5,8 @@
 25
 """
 
-from fedcb2o.experiments.config.settings import Experiment, load
+from fedcb2o.experiments.config.loading import load
+from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.config.tables import presets
 from fedcb2o.experiments.runs import _trained_models
 from fedcb2o.experiments.runs._runner import run

@@ -21,13 +21,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerati
 
 from fedcb2o import plugins
 from fedcb2o.data import sets, skews
-from fedcb2o.experiments.config.settings import (
-    COMPONENT_SECTIONS,
-    AgentsSection,
-    Component,
-    Experiment,
-    TrainingSection,
-)
+from fedcb2o.experiments.config.settings import COMPONENT_SECTIONS, Experiment
 from fedcb2o.experiments.config.tables import presets
 from fedcb2o.experiments.grid._definition import (
     AXIS_KEYS,
@@ -50,6 +44,7 @@ from fedcb2o.federated import (
 )
 from fedcb2o.federated.aggregation import preaggregation
 from fedcb2o.federated.criteria import combinations
+from fedcb2o.federated.sections import AgentsSection, Component, TrainingSection
 from fedcb2o.nn import architectures
 
 _Schema = dict[str, Any]

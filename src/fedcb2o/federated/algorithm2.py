@@ -146,10 +146,10 @@ def select_peers(
     values = {"n": n, "me": j}
     extra = [values[name] for name in extra_inputs(select)]
 
-    ids = select(P, torch.from_numpy(candidates.copy()), spec.budget, generator, *extra)
+    ids = select(P, torch.from_numpy(candidates.copy()), spec.agents.budget, generator, *extra)
     if BATCHED_SELECTION.get(select) is not None:
         return ids.numpy()
-    return validated_selection(select, ids, candidates, spec.budget)
+    return validated_selection(select, ids, candidates, spec.agents.budget)
 
 
 def validate(agent: AgentGroup, P: Contacts, inbox: Inbox, n: int) -> CriterionInput:
@@ -204,12 +204,13 @@ def update_likelihoods(
         Contacts after the round.
     """
     known = P.ids.numpy()
-    ids = np.union1d(known, A.values)
+    received = inputs.received.ids.numpy()  # of real peers, others may stand in for late ones
+    ids = np.union1d(np.union1d(known, A.values), received)
     likelihood = np.full(len(ids), np.nan)
     likelihood[ids.searchsorted(known)] = P.likelihood.numpy()
 
     if inputs.losses is not None:
-        answered = ids.searchsorted(inputs.received.ids.numpy())
+        answered = ids.searchsorted(received)
         L = recorded_losses(algorithm, inputs.losses.mean, G).numpy()
         likelihood[answered] = next_likelihood(algorithm, likelihood[answered], L)
     return Contacts(torch.from_numpy(ids), torch.from_numpy(likelihood))

@@ -208,7 +208,7 @@ def sample_peers(
     batched = BATCHED_SELECTION.get(algorithm.select)
     if batched is not None:
         keywords = getattr(algorithm.select, "keywords", {})
-        sampled = batched(contacts, candidates, spec.budget, generators, **keywords)
+        sampled = batched(contacts, candidates, spec.agents.budget, generators, **keywords)
     else:
         sampled = Ragged.from_arrays(
             [

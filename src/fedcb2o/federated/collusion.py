@@ -50,7 +50,7 @@ def sample_peers(
     agents = group.agents[members[positions]]
     generators = agent_streams(group.spec.seed, "select", n, agents=agents.tolist())
     colluders, benign = group.adversary.colluding_peers(agents, group.spec.neighbours)
-    colluding = select_colluding_peers(colluders, benign, group.spec.budget, generators)
+    colluding = select_colluding_peers(colluders, benign, group.spec.agents.budget, generators)
     return Ragged.scatter(len(members), (others, sampled.take(others)), (positions, colluding))
 
 

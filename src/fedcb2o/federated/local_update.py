@@ -35,7 +35,8 @@ from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.inference import batched_forward, dense_layers, per_sample_losses
 from fedcb2o.federated.optimisers import make_step, optimiser_name
 from fedcb2o.federated.ragged import Indices
-from fedcb2o.federated.run_spec import Precision, RunSpec, Training
+from fedcb2o.federated.run_spec import RunSpec, Training
+from fedcb2o.federated.sections import Precision
 from fedcb2o.nn import batch_norm
 from fedcb2o.nn.parameters import (
     bind_,

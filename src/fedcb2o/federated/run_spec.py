@@ -14,31 +14,20 @@ from torch import Tensor, nn
 
 from fedcb2o.federated import selection
 from fedcb2o.federated.algorithm_spec import Algorithm
-from fedcb2o.federated.inference import LossAverage
 from fedcb2o.federated.losses import Loss
 from fedcb2o.federated.optimisers import Optimiser
+from fedcb2o.federated.sections import AgentsSection, LocalUpdateKeys
 from fedcb2o.nn.batch_norm import has_local_statistics
 from fedcb2o.nn.parameters import dimension, last_layer_shape, shared_tensors
 
-Precision = Literal["float32", "tf32", "bfloat16"]
 LinearKernel = Literal["torch", "onednn"]
 ConvolutionKernel = Literal["grouped", "unfolded", "mixed", "fourier"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """Settings of LocalUpdate.
+class Training(LocalUpdateKeys):
+    """Settings of LocalUpdate: the keys of a configuration, functions, and facts of the network.
 
     Attributes:
-        gamma: gamma, the step size.
-        lambda2: lambda2, the drift along the gradient.
-        momentum: Momentum of SGD, in [0, 1).
-        batch_size: Samples in a mini-batch.
-        local_epochs: tau, the number of passes over the data.
-        local_steps: Number of mini-batches in place of epochs.
-        precision: Type of the products. "bfloat16" is about twice as fast on processors that have
-            it and much slower on others. "tf32" rounds the factors of float32 products on CUDA
-            devices to 10 bits of mantissa.
         optimiser: Replaces SGD with momentum.
         loss: Loss to minimise; None for the cross-entropy.
         accepts_single_sample: Whether a mini-batch may have one sample, which batch norms reject; a
@@ -47,13 +36,6 @@ class Training:
             other samples of a training batch.
     """
 
-    gamma: float
-    lambda2: float
-    momentum: float
-    batch_size: int
-    local_epochs: int
-    local_steps: int | None = None
-    precision: Precision = "float32"
     optimiser: Optimiser | None = None
     loss: Loss | None = None
     accepts_single_sample: bool = True
@@ -84,16 +66,14 @@ class RunSpec:
         num_agents: N, the number of agents.
         num_classes: C, the number of classes; 1 for data without classes.
         rounds: T, the number of rounds.
-        budget: M, the largest number of peers to ask in a round.
+        agents: The section of the configuration: M, participation, average of validation losses.
         model: Name of the model, for messages.
         module: The network.
         training: Settings of LocalUpdate.
         algorithm: Settings of LocalAggregation.
-        loss_average: Average of the validation losses.
         malicious_share: Share of attackers that rules assume, in [0, 1].
         max_samples: Largest number of training samples that an agent may claim.
         neighbours: Ids that each agent may ask; None for all.
-        participation: Probability that an agent takes part in a round, in (0, 1].
         kernels: Numerical kernels.
     """
 
@@ -101,16 +81,14 @@ class RunSpec:
     num_agents: int
     num_classes: int
     rounds: int
-    budget: int
+    agents: AgentsSection
     model: str
     module: nn.Module
     training: Training
     algorithm: Algorithm
-    loss_average: LossAverage
     malicious_share: float
     max_samples: int
     neighbours: tuple[Int[Tensor, " _k"], ...] | None = None
-    participation: float = 1.0
     kernels: KernelConfig = KernelConfig()
 
     @functools.cached_property
@@ -129,7 +107,7 @@ class RunSpec:
         select = self.algorithm.select
         if getattr(select, "func", select) is selection.everyone:  # whatever the budget
             return self.num_agents
-        return min(self.budget, self.num_agents)
+        return min(self.agents.budget, self.num_agents)
 
     @functools.cached_property
     def last_layer(self) -> tuple[int, int] | None:

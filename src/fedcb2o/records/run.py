@@ -48,7 +48,7 @@ _CONFIG_TYPES = {
     "agents": dict,
 }
 _model_readers: list[Callable[[], Any]] = []
-_REWRITE_ADVICE = "`fedcb2o run` of the experiment with this --out and --resume writes it anew"
+_REMEDY = "restore it, or run the experiment again with another --out"
 
 
 def set_model_reader(loader: Callable[[], Any]) -> None:
@@ -489,14 +489,14 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = read_toml(path)
     except FileNotFoundError as error:
-        raise DamagedError(f"{path} is gone; {_REWRITE_ADVICE}") from error
+        raise DamagedError(f"{path} is gone; {_REMEDY}") from error
     except OSError as error:
         raise read_error(path, error) from error
     except ValueError as error:
-        raise DamagedError(f"{path} cannot be read ({error}); {_REWRITE_ADVICE}") from error
+        raise DamagedError(f"{path} cannot be read ({error}); {_REMEDY}") from error
     for key, kind in _CONFIG_TYPES.items():
         if not isinstance(config.get(key, kind()), kind):
-            raise DamagedError(f"{path} is damaged: `{key}` is {config[key]!r}; {_REWRITE_ADVICE}")
+            raise DamagedError(f"{path} is damaged: `{key}` is {config[key]!r}; {_REMEDY}")
     if not all(type(seed) is int for seed in config.get("seeds", ())):
-        raise DamagedError(f"{path} is damaged: `seeds` is {config['seeds']!r}; {_REWRITE_ADVICE}")
+        raise DamagedError(f"{path} is damaged: `seeds` is {config['seeds']!r}; {_REMEDY}")
     return config

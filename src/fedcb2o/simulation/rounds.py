@@ -42,7 +42,7 @@ class Engine(AggregationEngine, Protocol):
     Attributes:
         spec: The run.
         adversary: The attackers.
-        batches: Agents that one function call computes, as ids.
+        batches: Ids of the agents that one function call computes.
     """
 
     spec: RunSpec
@@ -97,7 +97,7 @@ class Round:
         train_loss: Training loss of each agent.
         batch_decisions: Decisions of each batch.
         batch_states: State of each batch after the round.
-        batches: Agents of each batch, as ids.
+        batches: Ids of the agents of each batch.
         test_results: Test result of each benign agent, or None without an evaluation.
         seconds: Duration of each phase.
     """
@@ -127,7 +127,7 @@ def run_rounds(
     state: AgentState,
     start: int,
     stop: int,
-    is_evaluated: Callable[[int], bool],
+    evaluate_every: int = 1,
     on_phase: OnPhase = lambda n, phase: None,
     deadline: float | None = None,
 ) -> Iterator[Round]:
@@ -141,7 +141,8 @@ def run_rounds(
         state: State of the engine's agents, in the order of their ids.
         start: First round.
         stop: Round after the last one.
-        is_evaluated: Returns True for rounds whose models are evaluated.
+        evaluate_every: Number of rounds between two evaluations, of which one is after the last
+            round; 0 for no evaluation.
         on_phase: Receives the round and its phase.
         deadline: Seconds for the downloads of a round, or None.
 
@@ -164,7 +165,7 @@ def run_rounds(
             n, states, is_active, deadline, timer.stop
         )
         _check_mixed_models(engine.adversary, n, is_finite)
-        results = evaluate_if_due(engine, n, is_evaluated, on_phase, timer)
+        results = evaluate_if_due(engine, n, stop, evaluate_every, on_phase, timer)
         yield Round(n, losses, decisions, states, batches, results, timer.seconds)
 
 
@@ -207,7 +208,9 @@ def train_and_publish_(
         )
     timer.stop("train")
 
-    online = stream(engine.spec.seed, "online", n).random(num_agents) < engine.spec.participation
+    online = (
+        stream(engine.spec.seed, "online", n).random(num_agents) < engine.spec.agents.participation
+    )
     if is_crafting:
         on_phase(n, "crafting")
     engine.publish_(n, online, max_abs)
@@ -219,7 +222,8 @@ def train_and_publish_(
 def evaluate_if_due(
     engine: Engine,
     n: int,
-    is_evaluated: Callable[[int], bool],
+    stop: int,
+    evaluate_every: int,
     on_phase: OnPhase,
     timer: "PhaseTimer",
 ) -> dict[int, EvaluationResult] | None:
@@ -228,14 +232,16 @@ def evaluate_if_due(
     Args:
         engine: The engine.
         n: The round.
-        is_evaluated: Returns True for rounds whose models are evaluated.
+        stop: Round after the last one.
+        evaluate_every: Number of rounds between two evaluations; 0 for no evaluation.
         on_phase: Receives the round and its phase.
         timer: Receives the duration.
 
     Returns:
         The test result of each benign agent, or None.
     """
-    if not is_evaluated(n):
+    done = n + 1
+    if not evaluate_every or (done % evaluate_every and done != stop):
         return None
     on_phase(n, "evaluating")
     results = engine.evaluate()

@@ -1,13 +1,6 @@
 """Configurations: sections and their keys, TOML tables, and what a seed's rounds are built from."""
 
-from fedcb2o.experiments.config.build import (
-    PreparedSeed,
-    build_module,
-    build_neighbours,
-    build_run_spec,
-    prepare_seed,
-    user_functions,
-)
+from fedcb2o.experiments.config.build import build_neighbours, user_functions
 from fedcb2o.experiments.config.datasets import (
     attack_goal,
     build_population,
@@ -17,8 +10,12 @@ from fedcb2o.experiments.config.datasets import (
     max_samples,
     validate_shard,
 )
-from fedcb2o.experiments.config.settings import Component, Experiment, Section, load
+from fedcb2o.experiments.config.loading import load
+from fedcb2o.experiments.config.network import build_module
+from fedcb2o.experiments.config.prepared_seed import PreparedSeed, build_run_spec, prepare_seed
+from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.config.tables import parse_value, presets
+from fedcb2o.federated.sections import Component, Section
 
 __all__ = [
     "Component",

@@ -4,43 +4,32 @@ A configuration is a TOML file, a preset's name, a mapping, or an `Experiment` m
 that names a function takes a built-in name, "package.module:function" or, in Python, the function
 itself. The other keys of its table are the function's keyword arguments. The descriptions of the
 keys are the source of the table in docs/configuration.md (`python -m
-fedcb2o.experiments.key_table`).
+fedcb2o.experiments.key_table`). The sections that rounds read are in `federated.sections`.
 
->>> from fedcb2o.experiments.config.settings import load
+>>> from fedcb2o.experiments import load
 >>> experiment = load("digits-fedcb2o", {"algorithm.alpha": 5.0})
 >>> experiment.agents.num_agents
 20
 """
 
-import contextlib
-import functools
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import date, time
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from fedcb2o import plugins, renamed
+from fedcb2o import plugins
 from fedcb2o.data import sets, skews
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config.tables import (
-    apply_changes,
-    preset,
-    read_table,
-    resolve_extends,
-    to_plain,
-)
+from fedcb2o.experiments.config.tables import to_plain
 from fedcb2o.federated import (
     THREAT,
     Attack,
     ConvolutionKernel,
     LinearKernel,
-    Precision,
     Threat,
     algorithms,
     attacks,
@@ -49,108 +38,25 @@ from fedcb2o.federated import (
     optimisers,
     topology,
 )
+from fedcb2o.federated.sections import (
+    COMPONENT_VALUES,
+    AgentsSection,
+    Component,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    TrainingSection,
+    as_component,
+    key_field,
+)
 from fedcb2o.nn import architectures
 from fedcb2o.nn.batch_norm import StatisticsMode
 from fedcb2o.nn.memory_layout import MemoryLayout
 from fedcb2o.records import RESERVED_COLUMNS, metric_name, result_settings
 
-_PRINTABLE_TYPES = (str, int, float, list, tuple, date, time, type(None))
-_COMPONENT_VALUES = "a name or table"
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
 _StrictPositiveInt = Annotated[int, Field(ge=1, strict=True)]
-_Share = Annotated[float, Field(ge=0, lt=1)]
 _BatchOfModels = Annotated[int, Field(ge=1, le=2**31)]
-
-
-def _key(
-    meaning: str, *, values: str | None = None, default: str | None = None, **limits: Any
-) -> Any:
-    """Describe a key: its meaning, its values and default as the documentation words them."""
-    texts: dict[str, Any] = {"values": values, "default": default}
-    return Field(description=meaning, json_schema_extra=texts, **limits)
-
-
-class Section(BaseModel):
-    """A section of an experiment. An unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
-
-
-class Component(BaseModel):
-    """A function by name, and its keyword arguments."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    name: str | Callable[..., Any]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rename(cls, table: Any) -> Any:
-        """Replace former names of the function and of its parameters."""
-        if not isinstance(table, Mapping) or "name" not in table:
-            return table
-        name = renamed.current_name(table["name"])
-        return {**renamed.current_parameters(name, table), "name": name}
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The keyword arguments that the configuration gives."""
-        return dict(self.model_extra or {})
-
-    def with_defaults(self, kind: str, room: Any) -> dict[str, Any]:
-        """Return the function's name and all of its keyword arguments, defaults included.
-
-        Args:
-            kind: Word for the function in error messages, such as "attack".
-            room: Module of the built-in functions of this kind.
-
-        Returns:
-            The component as a table; defaults of None are left out.
-
-        Raises:
-            ConfigError: If there is no such function.
-        """
-        parameters = plugins.parameters(plugins.resolve(kind, self.name, room))
-        defaults = {
-            name: parameter.default
-            for name, parameter in parameters.items()
-            if parameter.default not in (None, parameter.empty)
-        }
-        return {"name": self.name, **defaults, **self.parameters}
-
-    def bind(self, kind: str, room: Any, **fixed: Any) -> functools.partial[Any]:
-        """Return the function with its keyword arguments bound.
-
-        Args:
-            kind: Word for the function in error messages, such as "attack".
-            room: Module of the built-in functions of this kind.
-            **fixed: Further keyword arguments, bound without a check.
-
-        Returns:
-            The function, its arguments checked against its signature.
-
-        Raises:
-            ConfigError: If there is no such function, or it does not take these arguments.
-        """
-        function = plugins.resolve(kind, self.name, room)
-        arguments = plugins.bind(kind, function, self.parameters)
-        return functools.partial(function, **arguments, **fixed)
-
-
 _Metrics = Annotated[tuple[Component, ...], Field(min_length=1, strict=False)]
-
-
-def as_component(value: Any) -> Any:
-    """Return the table of a component that is given as a name or function.
-
-    Args:
-        value: A name, a function, or anything else.
-
-    Returns:
-        The table {"name": value} for a name or a function, else the value itself.
-    """
-    return {"name": value} if isinstance(value, str) or callable(value) else value
 
 
 class AttackSection(Component):
@@ -158,14 +64,14 @@ class AttackSection(Component):
 
     data: Annotated[
         Component | None,
-        _key(
+        key_field(
             "an attack on the training data, which goes with an attack on models",
-            values=_COMPONENT_VALUES,
+            values=COMPONENT_VALUES,
         ),
     ] = None
     from_round: Annotated[
         int,
-        _key(
+        key_field(
             "the first round with an attack, counted from 0. Before it attackers train and publish "
             "as benign agents do, but they collude",
             ge=0,
@@ -174,7 +80,7 @@ class AttackSection(Component):
     ] = 0
     sybils: Annotated[
         bool,
-        _key(
+        key_field(
             "from `from_round` on attackers have new identities in every round. No agent has met "
             "them, and ProbSampling asks them first (Douceur 2002)",
             strict=True,
@@ -182,7 +88,7 @@ class AttackSection(Component):
     ] = False
     claims: Annotated[
         _StrictPositiveInt | None,
-        _key(
+        key_field(
             "the number of training samples that attackers claim, from `from_round` on. Receivers "
             "believe at most the larger of `agents.benign_samples` and `agents.malicious_samples`. "
             "Where agents bring their own data, the limit is the largest number that an agent "
@@ -244,59 +150,23 @@ class AttackSection(Component):
             )
         return Attack(poison=poison, craft=function, threat=threat, **schedule)
 
-    def with_defaults(self, kind: str, room: Any) -> dict[str, Any]:
-        """Return the function's name, its arguments, and the keys that are set for any attack.
-
-        Args:
-            kind: Word for the function in error messages.
-            room: Module of the built-in attacks.
-
-        Returns:
-            The section as a table.
-        """
-        table = super().with_defaults(kind, room)
-        if self.data is not None:
-            table["data"] = self.data.with_defaults(kind, room)
-        for key in ("from_round", "sybils", "claims"):
-            if value := getattr(self, key):
-                table[key] = value
-        return table
-
 
 class ModelSection(Component):
     """The network of the agents."""
 
     buffers: Annotated[
         StatisticsMode,
-        _key(
+        key_field(
             "how agents treat [the statistics of norms](extending.md#model), where your own "
             "network has batch norms",
             default='"local"',
         ),
     ] = "local"
 
-    def with_defaults(self, kind: str, room: Any) -> dict[str, Any]:
-        """Return the function's name and arguments, and `buffers` where it is not "local".
-
-        Args:
-            kind: Word for the function in error messages.
-            room: Module of the built-in models.
-
-        Returns:
-            The section as a table.
-        """
-        table = super().with_defaults(kind, room)
-        if self.buffers != "local":
-            table["buffers"] = self.buffers
-        return table
-
 
 def _threat_of(attack: Component) -> Threat | None:
     return THREAT.get(plugins.resolve("attack", attack.name, attacks))
 
-
-_KEYS_OF_OTHER_LIBRARIES = {"lr": "training.gamma", "learning_rate": "training.gamma"}
-"""Keys of other libraries, and the keys of the same meaning in an experiment."""
 
 COMPONENT_SECTIONS = (
     ("data", "data set", sets),
@@ -315,210 +185,39 @@ _OPTIONAL_COMPONENTS = (
 """The optional keys that name a function: section, key, module of the built-in ones."""
 
 
-class AgentsSection(Section):
-    """The agents, their data, and their contacts (sec:experiments, Dataset & Attack Setup)."""
-
-    num_clusters: Annotated[
-        Literal[1, 2, 4],
-        _key("the number of clusters. Each deals out the same images, turned by its own angle"),
-    ] = 2
-    benign: Annotated[PositiveInt, _key("benign agents per cluster")]
-    malicious: Annotated[NonNegativeInt, _key("malicious agents per cluster")]
-    malicious_role: Annotated[
-        Literal["attack", "clean", "benign", "removed"],
-        _key("the behaviour of the malicious agents, see below", values="see below"),
-    ] = "attack"
-    benign_samples: Annotated[
-        PositiveInt | None,
-        _key(
-            "training and validation samples of a benign agent. Where agents "
-            "[bring their own data](#agents-that-bring-their-own-data), the largest number that "
-            "one holds, by default all",
-            values="from 2",
-            default="needed where agents share out a pool",
-        ),
-    ] = None
-    malicious_samples: Annotated[
-        PositiveInt | None,
-        _key(
-            "training samples of a malicious agent. All samples of a cluster together must not "
-            "exceed the pool",
-            default="needed where agents share out a pool",
-        ),
-    ] = None
-    skew: Annotated[
-        Component | None,
-        _key(
-            "the difference in labels between the agents of a cluster, [see below](#label-skew). "
-            "By default samples are dealt at random",
-            values=_COMPONENT_VALUES,
-        ),
-    ] = None
-    validation: Annotated[
-        float,
-        _key(
-            "the fraction of a benign agent's samples for validation. 1, all samples, needs "
-            "`hold_out` = false. Agents that bring validation samples validate on those alone",
-            gt=0,
-            le=1,
-        ),
-    ] = 0.2
-    split: Annotated[
-        Literal["random", "stratified", "released"],
-        _key("the choice of the validation samples, see below"),
-    ] = "random"
-    hold_out: Annotated[
-        bool, _key("false: benign agents train on their validation samples too")
-    ] = True
-    validation_loss: Annotated[
-        Literal["samples", "batches"],
-        _key("mean over samples, or unweighted mean of the means of mini-batches"),
-    ] = "samples"
-    budget: Annotated[
-        PositiveInt,
-        _key("M, the number of models that an agent asks for in a round", values="1 to N - 1"),
-    ]
-    participation: Annotated[
-        float,
-        _key(
-            "the probability that an agent is online in a round. An agent that is offline trains, "
-            "but neither answers nor mixes",
-            gt=0,
-            le=1,
-        ),
-    ] = 1.0
-    graph: Annotated[
-        Component | None,
-        _key("the graph of contacts, [see below](#graphs)", values=_COMPONENT_VALUES),
-    ] = None
-    initialisation: Annotated[
-        Literal["common", "independent"],
-        _key("one initial model for all agents, or one per agent"),
-    ] = "common"
-    colluders_own_model: Annotated[
-        bool,
-        _key(
-            "true: a malicious agent includes its own model in its average. The default follows "
-            "the released code, not "
-            "[the text](#where-the-papers-text-and-its-authors-released-code-differ)"
-        ),
-    ] = True
-    assumed_share: Annotated[
-        _Share | None,
-        _key(
-            "the share of attackers among the received models that rules assume, rounded up to a "
-            "number. A rule that tolerates fewer attackers assumes its largest number",
-            default="the share among all agents",
-        ),
-    ] = None
-
-    @property
-    def num_agents(self) -> int:
-        """N, the number of agents in the system."""
-        malicious = 0 if self.malicious_role == "removed" else self.malicious
-        return self.num_clusters * (self.benign + malicious)
-
-    @property
-    def malicious_share(self) -> float:
-        """The share of attackers that rules assume."""
-        if self.malicious_role == "removed":
-            return 0.0
-        if self.assumed_share is not None:
-            return self.assumed_share
-        return self.malicious / (self.benign + self.malicious)
-
-    @field_validator("graph", "skew", mode="before")
-    @classmethod
-    def _as_component(cls, component: Any) -> Any:
-        return as_component(component)
-
-
-class TrainingSection(Section):
-    """LocalUpdate: SGD, or another optimiser, with learning rate lambda2 * gamma (alg:FedCB2O)."""
-
-    gamma: Annotated[float, _key("the step size", gt=0)] = 0.004
-    lambda2: Annotated[float, _key("the factor on gamma in LocalUpdate", gt=0)] = 1.0
-    momentum: Annotated[float, _key("the momentum of SGD", ge=0, lt=1)] = 0.9
-    batch_size: Annotated[
-        PositiveInt,
-        _key(
-            "samples per mini-batch. The last batch of an epoch may be shorter. Where the norms of "
-            "a network refuse a single sample, that sample joins the batch before"
-        ),
-    ] = 64
-    local_epochs: Annotated[PositiveInt, _key("tau, passes over the agent's data")] = 5
-    local_steps: Annotated[
-        PositiveInt | None, _key("the number of mini-batches, in place of `local_epochs`")
-    ] = None
-    precision: Annotated[
-        Precision,
-        _key(
-            "the type of products in training; parameters are float32. bfloat16 is about twice as "
-            "fast on processors that have it (the presets `emnist-small-*` use it). On other "
-            "processors it is far slower: a seed that begins on one, by a short timing, trains in "
-            "float32 and logs a note. With `--blocks` the machine that starts the run is timed. "
-            '"tf32" '
-            "needs a CUDA device and rounds the factors of float32 products to 10 bits of "
-            "mantissa. CUDA devices without it (compute capability below 8.0) compute in float32"
-        ),
-    ] = "float32"
-    optimiser: Annotated[
-        Component | None,
-        _key(
-            'the optimiser in place of SGD: "adamw", or [your own](extending.md#optimiser). '
-            "`training.momentum` then has no effect",
-            values=_COMPONENT_VALUES,
-        ),
-    ] = None
-    loss: Annotated[
-        Component | None,
-        _key(
-            "the loss that agents minimise and validate with: [another one](#losses-and-numbers), "
-            "or your own",
-            values=_COMPONENT_VALUES,
-            default="the cross-entropy",
-        ),
-    ] = None
-
-    @field_validator("optimiser", "loss", mode="before")
-    @classmethod
-    def _as_component(cls, component: Any) -> Any:
-        return as_component(component)
-
-
 class Experiment(Section):
     """One experiment, run once for each of its seeds."""
 
     name: Annotated[
         str,
-        _key(
+        key_field(
             "the run's folder is `runs/NAME` without `--out`",
             values="letters, digits, `.`, `_`, `-`",
             default="the file's name",
             pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         ),
     ]
-    title: Annotated[str, _key("the name of the run in tables and legends", default="the name")] = (
-        ""
-    )
+    title: Annotated[
+        str, key_field("the name of the run in tables and legends", default="the name")
+    ] = ""
     description: Annotated[
-        str, _key("a sentence, which `fedcb2o presets` prints for a preset", default="none")
+        str, key_field("a sentence, which `fedcb2o presets` prints for a preset", default="none")
     ] = ""
     seeds: Annotated[  # a list is accepted
         tuple[NonNegativeInt, ...],
-        _key(
+        key_field(
             "each seed decides the partition, initial models, batches and choices of one run",
             values="different whole numbers from 0",
             min_length=1,
             strict=False,
         ),
     ] = (0, 1, 2)
-    rounds: Annotated[PositiveInt, _key("T, the number of rounds")]
-    evaluate_every: Annotated[PositiveInt, _key("rounds between two evaluations")] = 1
-    checkpoint_every: Annotated[PositiveInt, _key("rounds between two checkpoints")] = 1
+    rounds: Annotated[PositiveInt, key_field("T, the number of rounds")]
+    evaluate_every: Annotated[PositiveInt, key_field("rounds between two evaluations")] = 1
+    checkpoint_every: Annotated[PositiveInt, key_field("rounds between two checkpoints")] = 1
     evaluate_on: Annotated[
         Literal["test", "tuning", "redrawn"],
-        _key(
+        key_field(
             'the samples that scores are computed on. "tuning": samples that each seed draws from '
             "the part of the pool that no agent holds, at most as many as there are test samples. "
             '"redrawn": each seed draws its own test samples, per class as many, from pool and '
@@ -528,7 +227,7 @@ class Experiment(Section):
     ] = "test"
     linear: Annotated[
         LinearKernel | None,
-        _key(
+        key_field(
             "the kernel of dense layers with at least 2^20 weights in float32: PyTorch or oneDNN. "
             "The default is timed once, in less than a second, and kept in "
             "[environment.json](runs.md), which is written before the first round. Results agree "
@@ -538,7 +237,7 @@ class Experiment(Section):
     ] = None
     layout: Annotated[
         MemoryLayout | None,
-        _key(
+        key_field(
             "the memory layout of images for a network with convolutions: channel after channel, "
             "or the channels of a pixel side by side. The default is timed on a batch of the data: "
             '"channels_last" where it is 1.3 times as fast, so that chance does not decide a '
@@ -551,7 +250,7 @@ class Experiment(Section):
     ] = None
     convolution: Annotated[
         ConvolutionKernel | None,
-        _key(
+        key_field(
             "the kernel of convolutions without groups. For several agents in one program: "
             '"grouped", a group per agent; "unfolded", one batched product of unfolded images, '
             'which takes more memory; "mixed", unfolded only where a layer reads fewer than 8 '
@@ -567,7 +266,7 @@ class Experiment(Section):
     ] = None
     device: Annotated[
         str | None,
-        _key(
+        key_field(
             "the device of the models and the data, [see there](performance.md#on-another-device), "
             "as in `fedcb2o run --device cuda`. A run is resumed on the device that it names",
             values='"cpu", or a device of PyTorch: "cuda", "cuda:1", "mps", ...',
@@ -576,7 +275,7 @@ class Experiment(Section):
     ] = None
     together: Annotated[
         _BatchOfModels | None,
-        _key(
+        key_field(
             "the number of agents that train, and of models that are evaluated, in one program; 1 "
             "means one by one. The default is small dense networks on the CPU, and on another "
             "device the number that half of its memory holds, kept in [environment.json](runs.md). "
@@ -595,7 +294,7 @@ class Experiment(Section):
     attack: AttackSection | None = None
     metrics: Annotated[
         _Metrics | None,
-        _key(
+        key_field(
             'further columns of the records: "balanced_accuracy", "worst_class_accuracy", or '
             "[your own](extending.md#metric)",
             values="a list of names or tables",
@@ -620,8 +319,8 @@ class Experiment(Section):
         self._check_precision()
         self.data.bind("data set", sets)
         self.model.bind("model", architectures)
-        for _, key, room, component in self._optional_components():
-            component.bind(key, room)
+        for _, key, namespace, component in self._optional_components():
+            component.bind(key, namespace)
         self.user_metrics()
         self._check_algorithm()
         if self.attack is not None:
@@ -688,12 +387,12 @@ class Experiment(Section):
             A table of tables, defaults included, functions by their import path.
         """
         settings = self.model_dump(mode="python", exclude_none=True)
-        for key, kind, room in COMPONENT_SECTIONS:
+        for key, kind, namespace in COMPONENT_SECTIONS:
             component = getattr(self, key)
             if component is not None:
-                settings[key] = component.with_defaults(kind, room)
-        for section, key, room, component in self._optional_components():
-            settings[section][key] = component.with_defaults(key, room)
+                settings[key] = component.with_defaults(kind, namespace)
+        for section, key, namespace, component in self._optional_components():
+            settings[section][key] = component.with_defaults(key, namespace)
         if self.metrics is not None:
             settings["metrics"] = [
                 metric.with_defaults("metric", metrics) for metric in self.metrics
@@ -702,10 +401,10 @@ class Experiment(Section):
 
     def _optional_components(self) -> Iterator[tuple[str, str, ModuleType, Component]]:
         """Yield section, key, built-in module and component of the optional keys that are set."""
-        for section, key, room in _OPTIONAL_COMPONENTS:
+        for section, key, namespace in _OPTIONAL_COMPONENTS:
             component = getattr(getattr(self, section), key)
             if component is not None:
-                yield section, key, room, component
+                yield section, key, namespace, component
 
     def user_metrics(self) -> dict[str, Callable[..., Any]]:
         """Return the metrics of `metrics` by the names of their columns.
@@ -794,110 +493,3 @@ class Experiment(Section):
             stacklevel=2,
         )
         return self.clean_counterpart()
-
-
-def load(
-    source: str | Path | Mapping[str, Any] | Experiment, changes: Mapping[str, Any] | None = None
-) -> Experiment:
-    """Load and validate an experiment.
-
-    Args:
-        source: A preset's name, a TOML file, a mapping, or an `Experiment`.
-        changes: New values by dotted key, such as {"algorithm.alpha": 2}.
-
-    Returns:
-        The experiment with its changes.
-
-    Raises:
-        ConfigError: With one line that names the key, the value and the cure.
-    """
-    if not isinstance(source, str | Path | Mapping | Experiment):
-        raise ConfigError(
-            "an experiment is a preset's name, a file FILE.toml, a mapping or an Experiment, "
-            f"got {_short_repr(source)}"
-        )
-    if isinstance(source, Experiment):
-        table = source.model_dump(exclude_unset=True)
-        where = f"experiment `{source.name}`"
-    elif isinstance(source, Mapping):
-        table = resolve_extends(dict(source))
-        where = "the experiment"
-    elif str(source).endswith(".toml"):
-        table = read_table(Path(source))
-        where = str(source)
-    else:
-        table = preset(str(source))
-        where = f"preset `{source}`"
-
-    table = apply_changes(table, changes or {}, where)
-    if changes:
-        where += " with changes"
-    table.setdefault("title", table.get("name", ""))
-    try:
-        return Experiment.model_validate(table)
-    except ValidationError as error:  # pydantic's own text has many lines
-        raise ConfigError(f"{where}: {describe_error(error, table)}") from None
-
-
-def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
-    """Describe the first problem of a configuration in one line.
-
-    Args:
-        error: The error of pydantic.
-        table: The configuration.
-
-    Returns:
-        The key, the problem and the cure.
-    """
-    problem = error.errors()[0]
-    path = [str(part) for part in problem["loc"]]
-    if path[-2:-1] == ["name"]:  # pydantic adds the branch of a union
-        path.pop()
-    key = ".".join(path)
-    kind = problem["type"]
-    if kind == "extra_forbidden":
-        return f"there is no key `{key}`.{_suggest_key(path, table)}"
-    if kind == "missing":
-        return f"the key `{key}` is missing"
-    if kind == "value_error":
-        return str(problem["ctx"]["error"])
-
-    got = _short_repr(problem["input"])
-    if kind == "model_type":
-        hint = ""
-        if key in ("data", "model", "algorithm", "attack"):
-            hint = ' (a function of your own: {"name": function})'
-        return f"`{key}` must be a section, with keys of its own{hint}, got {got}"
-    if path[-1:] == ["name"] and len(path) > 1:
-        return (
-            f'`{key}` must be the name of a function, "package.module:function", or in Python a '
-            f"function, got {got}"
-        )
-    message = problem["msg"][0].lower() + problem["msg"][1:]
-    message = message.replace("tuple", "list").replace("dictionary", "table")
-    if isinstance(problem["input"], Mapping):
-        return f"`{key}`: {message}"
-    return f"`{key}`: {message}, got {got}"
-
-
-def _short_repr(value: Any) -> str:
-    """Return the value as text where that is a short line, else its type."""
-    text = repr(value) if isinstance(value, _PRINTABLE_TYPES) else ""
-    if 0 < len(text) <= 100 and "\n" not in text:
-        return text
-    return f"a {type(value).__name__}"
-
-
-def _suggest_key(path: Sequence[str], table: Mapping[str, Any]) -> str:
-    """Return ' Did you mean `algorithm.alpha`?' for an unknown key, by all sections."""
-    if path[-1] in _KEYS_OF_OTHER_LIBRARIES:
-        return f" It is `{_KEYS_OF_OTHER_LIBRARIES[path[-1]]}` here"
-    keys = list(Experiment.model_fields)
-    for section, model in (("agents", AgentsSection), ("training", TrainingSection)):
-        keys += [f"{section}.{name}" for name in model.model_fields]
-    for section, kind, room in COMPONENT_SECTIONS:
-        # Another problem of the section is reported elsewhere.
-        with contextlib.suppress(ConfigError, KeyError, TypeError):
-            function = plugins.resolve(kind, table[section]["name"], room)
-            keys += [f"{section}.{name}" for name in plugins.parameters(function)]
-    return plugins.did_you_mean(path[-1], keys)

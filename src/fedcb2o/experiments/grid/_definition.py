@@ -22,12 +22,14 @@ from pydantic import Field, PrivateAttr
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import tables
-from fedcb2o.experiments.config.settings import Experiment, NonNegativeInt, Section, load
+from fedcb2o.experiments.config.loading import load
+from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.grid._baseline import (
     BASELINE_ROLES,
     Changes,
     baseline_table,
 )
+from fedcb2o.federated.sections import NonNegativeInt, Section
 from fedcb2o.records import result_settings
 
 _NO_CHANGES = ("name", "title", "description", "seeds")

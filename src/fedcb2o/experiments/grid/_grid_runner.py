@@ -12,6 +12,7 @@ fedcb2o.errors.ConfigError: `jobs` must be a whole number, at least 1, got 0
 
 import fcntl
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,7 +39,6 @@ from fedcb2o.experiments.runs._remote_job import format_error
 from fedcb2o.experiments.runs._run_directory import (
     describe_difference,
     exclusive_lock,
-    log_rewrite,
 )
 from fedcb2o.experiments.runs._runner import run
 from fedcb2o.kernels import devices
@@ -46,6 +46,8 @@ from fedcb2o.parallel import _resources
 from fedcb2o.parallel._process_pool import current_pool
 from fedcb2o.records import DamagedError
 from fedcb2o.safe_stdio import safe_streams
+
+_LOG = logging.getLogger(__name__)
 
 _MapCells = Callable[..., None]
 """A function (count, cells, on_result, on_idle) that runs cells, `count` at once.
@@ -297,7 +299,7 @@ def _read_cells(path: Path) -> list[dict[str, Any]]:
     try:
         return records.read_cells(path) if path.exists() else []
     except DamagedError:
-        log_rewrite(path)
+        _LOG.warning("%s was damaged; it is written again.", path)
         return []
 
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from fedcb2o import plugins, records
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import tables
-from fedcb2o.experiments.config.settings import describe_error
+from fedcb2o.experiments.config.loading import describe_error
 from fedcb2o.experiments.grid._baseline import baseline_table
 from fedcb2o.experiments.grid._definition import (
     AXIS_KEYS,

@@ -21,14 +21,10 @@ import numpy as np
 import torch
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.config.build import (
-    PreparedSeed,
-    build_group,
-    imported_names,
-    init_models_from_tensors_,
-    user_functions,
-)
+from fedcb2o.experiments.config.build import imported_names, user_functions
 from fedcb2o.experiments.config.datasets import dataset_tensors
+from fedcb2o.experiments.config.network import init_models_from_tensors_
+from fedcb2o.experiments.config.prepared_seed import PreparedSeed, build_group
 from fedcb2o.experiments.runs._memory_plan import PROCESS_BYTES
 from fedcb2o.federated import plan_training_batches
 from fedcb2o.kernels.devices import is_cpu

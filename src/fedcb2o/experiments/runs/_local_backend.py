@@ -14,14 +14,10 @@ from typing import Any
 
 import torch
 
-from fedcb2o.experiments.config.build import (
-    PreparedSeed,
-    build_full_group,
-    init_models_,
-    tensor_specs,
-    user_functions,
-)
+from fedcb2o.experiments.config.build import user_functions
 from fedcb2o.experiments.config.datasets import dataset_tensors
+from fedcb2o.experiments.config.network import init_models_
+from fedcb2o.experiments.config.prepared_seed import PreparedSeed, build_full_group, tensor_specs
 from fedcb2o.experiments.runs._memory_plan import MemoryPlan, plan_memory
 from fedcb2o.kernels import _onednn, devices
 from fedcb2o.parallel import _executors, _resources, _shared_memory

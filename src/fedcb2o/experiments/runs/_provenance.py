@@ -17,8 +17,8 @@ from safetensors.torch import save
 
 from fedcb2o import records
 from fedcb2o.data import features, rotate
-from fedcb2o.experiments.config.build import PreparedSeed
 from fedcb2o.experiments.config.datasets import attack_goal, shared_pool
+from fedcb2o.experiments.config.prepared_seed import PreparedSeed
 from fedcb2o.experiments.runs._kernel_config import ENVIRONMENT
 from fedcb2o.kernels import devices
 

@@ -7,7 +7,6 @@
 
 import contextlib
 import fcntl
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,8 +16,6 @@ from fedcb2o import records
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.records import DamagedError, Manifest
-
-_LOG = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -68,53 +65,17 @@ def open_run(folder: Path, experiment: Experiment, resume: bool) -> None:
     path = folder / "config.toml"
     settings = experiment.settings()
     seeds = list(experiment.seeds)
-    existing = _existing_settings(path, settings, resume)
-    if existing is not None:
+    if path.exists():
+        existing = records.read_config(path)
         _check_existing(folder, existing, experiment, resume)
         seeds = sorted({*seeds, *existing.get("seeds", ())})
     elif records.find_seeds(folder):
-        raise RunError(
-            f"{path} is gone: restore it, or give the same experiment with --resume, which writes "
-            "it anew; or choose another --out"
-        )
+        raise RunError(f"{path} is gone: restore it, or choose another --out")
     elif any(file.name != f"{path.name}.tmp" for file in folder.iterdir()):
         raise RunError(f"{folder} is not empty and holds no run: choose another --out")
     records.write_toml(path, {**settings, "seeds": seeds})
     for directory in (folder, *folder.glob("seed-*")):
         records.remove_temporaries(directory)
-
-
-def _existing_settings(
-    path: Path, settings: Mapping[str, Any], resume: bool
-) -> Mapping[str, Any] | None:
-    """Return the settings of the run in a folder, or None.
-
-    With `resume` a damaged or missing config.toml is replaced, if the manifests of all seeds match
-    the given settings.
-    """
-    damage = None
-    if path.exists():
-        try:
-            return records.read_config(path)
-        except DamagedError as error:
-            damage = error
-    seeds = records.find_seeds(path.parent)
-    manifests = [_read_manifest(folder) for folder in seeds.values()]
-    matching = [m for m in manifests if m is not None and m.matches(settings)]
-    if resume and matching and len(matching) == len(seeds):
-        log_rewrite(path)
-        rounds = max(manifest.rounds for manifest in matching)
-        return {**settings, "seeds": list(seeds), "rounds": rounds}
-    if damage is not None:
-        raise damage
-    return None
-
-
-def _read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a seed, or None. A seed's own verification reports damage."""
-    with contextlib.suppress(DamagedError):
-        return Manifest.read(folder)
-    return None
 
 
 def _check_existing(
@@ -144,7 +105,10 @@ def _check_existing(
 
 def _check_seed_folder(folder: Path, settings: Mapping[str, Any]) -> None:
     """Raise RunError where the manifest of a seed belongs to other settings."""
-    manifest = _read_manifest(folder)
+    try:
+        manifest = Manifest.read(folder)
+    except DamagedError:  # the seed's own verification reports it
+        return
     if manifest is None:
         return
     seed = int(folder.name.removeprefix("seed-"))
@@ -153,15 +117,6 @@ def _check_seed_folder(folder: Path, settings: Mapping[str, Any]) -> None:
             f"{folder} holds another seed or another run, by its sums.json: "
             f"{records.rerun_advice(folder)}; or choose another --out"
         )
-
-
-def log_rewrite(path: Path) -> None:
-    """Log that a damaged or lost file is written again.
-
-    Args:
-        path: The file.
-    """
-    _LOG.warning("%s was damaged or lost; it is written again.", path)
 
 
 def make_folder(folder: Path) -> None:

@@ -15,9 +15,9 @@ from fedcb2o import tracking
 from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config import arguments
-from fedcb2o.experiments.config.build import PreparedSeed
 from fedcb2o.experiments.config.datasets import load_dataset
-from fedcb2o.experiments.config.settings import Experiment, load
+from fedcb2o.experiments.config.loading import load
+from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs import _remote_runs
 from fedcb2o.experiments.runs._cluster_backend import (
     ClusterBackend,
@@ -29,7 +29,12 @@ from fedcb2o.experiments.runs._memory_plan import clip_workers, parse_size
 from fedcb2o.experiments.runs._progress import Progress, RoundCallback
 from fedcb2o.experiments.runs._recovery import has_ended
 from fedcb2o.experiments.runs._run_directory import exclusive_lock, open_run
-from fedcb2o.experiments.runs._seed_run import Backend, run_seed_with_retries, validate_seed
+from fedcb2o.experiments.runs._seed_run import (
+    Backend,
+    run_seed,
+    run_seed_with_retries,
+    validate_seed,
+)
 from fedcb2o.kernels import devices
 from fedcb2o.records import Run
 from fedcb2o.safe_stdio import safe_streams
@@ -120,7 +125,11 @@ def run(
     ):
         open_run(folder, experiment, resume)
         with tracking.follow(folder, targets):
-            _run_locally(prepared, folder, backend, callback, [] if remote is None else unfinished)
+            remote_seeds = [] if remote is None else unfinished
+            run_one = run_seed if blocks is None else run_seed_with_retries
+            for seed in experiment.seeds:
+                if seed not in remote_seeds:  # a finished seed is verified
+                    run_one(prepared.pop(seed), folder / f"seed-{seed}", backend, callback)
             if remote is not None:
                 _run_remotely(remote, experiment, folder, unfinished, callback)
     return Run(folder)
@@ -164,19 +173,6 @@ def _connect_remote(
     description = f"{experiment.name}: {pluralize(count, 'seed')}"
     datasets = [(experiment.data, dataset)]
     return _remote_runs.connect_executor(address, description, [experiment], datasets, memory)
-
-
-def _run_locally(
-    prepared: dict[int, PreparedSeed],
-    folder: Path,
-    backend: Backend,
-    watch: RoundCallback,
-    remote_seeds: Sequence[int],
-) -> None:
-    """Run or verify the seeds that no node runs, and release each one."""
-    for seed in list(prepared):
-        if seed not in remote_seeds:
-            run_seed_with_retries(prepared.pop(seed), folder / f"seed-{seed}", backend, watch)
 
 
 def _run_remotely(

@@ -1,9 +1,4 @@
-"""The run of one seed, from its last checkpoint or from the start (alg:FedCB2O, whole).
-
->>> from fedcb2o.experiments.runs._seed_run import MAX_RETRIES
->>> MAX_RETRIES
-5
-"""
+"""The run of one seed, from its last checkpoint or from the start (alg:FedCB2O, whole)."""
 
 import contextlib
 import logging
@@ -17,8 +12,8 @@ import torch
 from fedcb2o import plugins, records
 from fedcb2o.data import Dataset, features
 from fedcb2o.errors import ConfigError, FedCB2OError, RunError
-from fedcb2o.experiments.config.build import PreparedSeed, prepare_seed
 from fedcb2o.experiments.config.datasets import attack_goal, dataset_digest
+from fedcb2o.experiments.config.prepared_seed import PreparedSeed, prepare_seed
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs._cluster_backend import ClusterBackend
 from fedcb2o.experiments.runs._kernel_config import ENVIRONMENT, choose_kernels
@@ -75,7 +70,7 @@ def run_seeds_locally(
     seeds = [validate_seed(experiment, seed, dataset) for seed in experiment.seeds]
     backend = LocalBackend(1, memory)
     for prepared in seeds:
-        _run_seed(prepared, folder / f"seed-{prepared.seed}", backend, watch)
+        run_seed(prepared, folder / f"seed-{prepared.seed}", backend, watch)
 
 
 def validate_seed(experiment: Experiment, seed: int, dataset: Dataset) -> PreparedSeed:
@@ -112,12 +107,12 @@ def validate_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepar
 def run_seed_with_retries(
     prepared: PreparedSeed, folder: Path, backend: Backend, watch: RoundCallback
 ) -> None:
-    """Run a seed to its end, and retry where a part of a cluster is lost.
+    """Run a seed on a cluster, and retry where a part of the cluster is lost.
 
     Args:
         prepared: The seed.
         folder: Folder of the seed.
-        backend: The place of the run.
+        backend: The cluster.
         watch: Called after every round.
 
     Raises:
@@ -127,7 +122,7 @@ def run_seed_with_retries(
     known = -1
     while True:
         try:
-            return _run_seed(prepared, folder, backend, watch)
+            return run_seed(prepared, folder, backend, watch)
         except WorkerLostError as error:
             done = checkpoint.rounds_done(folder)
             losses = losses + 1 if done == known else 1
@@ -140,8 +135,18 @@ def run_seed_with_retries(
             time.sleep(RETRY_PAUSE)
 
 
-def _run_seed(prepared: PreparedSeed, folder: Path, backend: Backend, watch: RoundCallback) -> None:
-    """Run a seed from its last checkpoint, or from the start, to the last round."""
+def run_seed(prepared: PreparedSeed, folder: Path, backend: Backend, watch: RoundCallback) -> None:
+    """Run a seed from its last checkpoint, or from the start, to the last round.
+
+    Args:
+        prepared: The seed.
+        folder: Folder of the seed.
+        backend: This machine or a cluster.
+        watch: Called after every round.
+
+    Raises:
+        RunError: If the seed cannot be started, continued or finished.
+    """
     experiment = prepared.experiment
     manifest = verify_seed(folder, experiment.rounds)
     if manifest is not None and manifest.has_finished(experiment.rounds):
@@ -191,16 +196,14 @@ def _run_seed(prepared: PreparedSeed, folder: Path, backend: Backend, watch: Rou
         goal = attack_goal(experiment)
         user_metrics = experiment.user_metrics()
 
-        def is_evaluated(n: int) -> bool:
-            return (n + 1) % experiment.evaluate_every == 0 or n + 1 == experiment.rounds
-
         def on_phase(n: int, phase: str) -> None:
             if isinstance(watch, Progress):
                 status = f"{phase}{backend.status(place, measured)}"
                 watch.phase(experiment, prepared.seed, n + 1, status)
 
         loop = round_loop(engine)
-        results = loop(engine, state, start, experiment.rounds, is_evaluated, on_phase)
+        every = experiment.evaluate_every
+        results = loop(engine, state, start, experiment.rounds, every, on_phase)
         del state  # the loop replaces it
         for result in results:
             done = result.n + 1
@@ -215,7 +218,7 @@ def _run_seed(prepared: PreparedSeed, folder: Path, backend: Backend, watch: Rou
                     folder,
                     done,
                     engine.persistent_models(),
-                    result.state,
+                    engine.persistent_state(result.state),
                     fingerprint,
                     log.checksums(REPRODUCIBLE_LOGS),
                 )

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from fedcb2o.errors import RunError
-from fedcb2o.experiments.config.build import PreparedSeed, prepare_seed
 from fedcb2o.experiments.config.datasets import dataset_digest, load_dataset
-from fedcb2o.experiments.config.settings import load
+from fedcb2o.experiments.config.loading import load
+from fedcb2o.experiments.config.prepared_seed import PreparedSeed, prepare_seed
 from fedcb2o.federated import AgentGroup, agent_network, evaluate_models
 from fedcb2o.nn import parameters
 from fedcb2o.records import Run

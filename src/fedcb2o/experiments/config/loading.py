@@ -1,0 +1,132 @@
+"""Loading of an experiment, with errors of one line.
+
+>>> from fedcb2o.experiments.config.loading import load
+>>> load("digits-fedcb2o", {"roundz": 9})
+Traceback (most recent call last):
+fedcb2o.errors.ConfigError: preset ...: there is no key `roundz`. Did you mean `rounds`?
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from datetime import date, time
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedcb2o import plugins
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.config.settings import COMPONENT_SECTIONS, Experiment
+from fedcb2o.experiments.config.tables import apply_changes, preset, read_table, resolve_extends
+from fedcb2o.federated.sections import AgentsSection, TrainingSection
+
+_PRINTABLE_TYPES = (str, int, float, list, tuple, date, time, type(None))
+_KEYS_OF_OTHER_LIBRARIES = {"lr": "training.gamma", "learning_rate": "training.gamma"}
+"""Keys of other libraries, and the keys of the same meaning in an experiment."""
+
+
+def load(
+    source: str | Path | Mapping[str, Any] | Experiment, changes: Mapping[str, Any] | None = None
+) -> Experiment:
+    """Load and validate an experiment.
+
+    Args:
+        source: A preset's name, a TOML file, a mapping, or an `Experiment`.
+        changes: New values by dotted key, such as {"algorithm.alpha": 2}.
+
+    Returns:
+        The experiment with its changes.
+
+    Raises:
+        ConfigError: With one line that names the key, the value and the cure.
+    """
+    if not isinstance(source, str | Path | Mapping | Experiment):
+        raise ConfigError(
+            "an experiment is a preset's name, a file FILE.toml, a mapping or an Experiment, "
+            f"got {_short_repr(source)}"
+        )
+    if isinstance(source, Experiment):
+        table = source.model_dump(exclude_unset=True)
+        where = f"experiment `{source.name}`"
+    elif isinstance(source, Mapping):
+        table = resolve_extends(dict(source))
+        where = "the experiment"
+    elif str(source).endswith(".toml"):
+        table = read_table(Path(source))
+        where = str(source)
+    else:
+        table = preset(str(source))
+        where = f"preset `{source}`"
+
+    table = apply_changes(table, changes or {}, where)
+    if changes:
+        where += " with changes"
+    table.setdefault("title", table.get("name", ""))
+    try:
+        return Experiment.model_validate(table)
+    except ValidationError as error:  # pydantic's own text has many lines
+        raise ConfigError(f"{where}: {describe_error(error, table)}") from None
+
+
+def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
+    """Describe the first problem of a configuration in one line.
+
+    Args:
+        error: The error of pydantic.
+        table: The configuration.
+
+    Returns:
+        The key, the problem and the cure.
+    """
+    problem = error.errors()[0]
+    path = [str(part) for part in problem["loc"]]
+    if path[-2:-1] == ["name"]:  # pydantic adds the branch of a union
+        path.pop()
+    key = ".".join(path)
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        return f"there is no key `{key}`.{_suggestkey(path, table)}"
+    if kind == "missing":
+        return f"the key `{key}` is missing"
+    if kind == "value_error":
+        return str(problem["ctx"]["error"])
+
+    got = _short_repr(problem["input"])
+    if kind == "model_type":
+        hint = ""
+        if key in ("data", "model", "algorithm", "attack"):
+            hint = ' (a function of your own: {"name": function})'
+        return f"`{key}` must be a section, with keys of its own{hint}, got {got}"
+    if path[-1:] == ["name"] and len(path) > 1:
+        return (
+            f'`{key}` must be the name of a function, "package.module:function", or in Python a '
+            f"function, got {got}"
+        )
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    message = message.replace("tuple", "list").replace("dictionary", "table")
+    if isinstance(problem["input"], Mapping):
+        return f"`{key}`: {message}"
+    return f"`{key}`: {message}, got {got}"
+
+
+def _short_repr(value: Any) -> str:
+    """Return the value as text where that is a short line, else its type."""
+    text = repr(value) if isinstance(value, _PRINTABLE_TYPES) else ""
+    if 0 < len(text) <= 100 and "\n" not in text:
+        return text
+    return f"a {type(value).__name__}"
+
+
+def _suggestkey(path: Sequence[str], table: Mapping[str, Any]) -> str:
+    """Return ' Did you mean `algorithm.alpha`?' for an unknown key, by all sections."""
+    if path[-1] in _KEYS_OF_OTHER_LIBRARIES:
+        return f" It is `{_KEYS_OF_OTHER_LIBRARIES[path[-1]]}` here"
+    keys = list(Experiment.model_fields)
+    for section, model in (("agents", AgentsSection), ("training", TrainingSection)):
+        keys += [f"{section}.{name}" for name in model.model_fields]
+    for section, kind, namespace in COMPONENT_SECTIONS:
+        # Another problem of the section is reported elsewhere.
+        with contextlib.suppress(ConfigError, KeyError, TypeError):
+            function = plugins.resolve(kind, table[section]["name"], namespace)
+            keys += [f"{section}.{name}" for name in plugins.parameters(function)]
+    return plugins.did_you_mean(path[-1], keys)

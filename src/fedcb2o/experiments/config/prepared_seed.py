@@ -1,0 +1,413 @@
+"""One seed of an experiment: its data, its adversary and the specification of its rounds.
+
+>>> from fedcb2o.experiments.config import load, load_dataset, prepare_seed
+>>> experiment = load("digits-fedcb2o")
+>>> prepare_seed(experiment, 0, load_dataset(experiment, None)).spec.num_agents
+20
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fedcb2o import plugins
+from fedcb2o.data import Dataset, DatasetNames, Population, Shard, features
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.config.build import build_algorithm, build_neighbours
+from fedcb2o.experiments.config.datasets import (
+    attack_goal,
+    backdoor_trigger,
+    build_population,
+    dataset_from_tensors,
+    dataset_tensors,
+    max_samples,
+    shared_pool,
+)
+from fedcb2o.experiments.config.network import build_loss, build_module
+from fedcb2o.experiments.config.settings import Experiment
+from fedcb2o.federated import (
+    Adversary,
+    AgentData,
+    AgentGroup,
+    BufferLayout,
+    ConvolutionKernel,
+    KernelConfig,
+    LinearKernel,
+    Precision,
+    Ragged,
+    RunSpec,
+    Training,
+    apply_sample_transform,
+    optimisers,
+)
+from fedcb2o.kernels import devices
+from fedcb2o.nn import batch_norm, memory_layout, parameters
+
+
+@dataclass(frozen=True)
+class PreparedSeed:
+    """One seed of an experiment: the specification of its rounds, its data and its adversary."""
+
+    experiment: Experiment
+    seed: int
+    dataset: Dataset
+    population: Population
+    spec: RunSpec
+    adversary: Adversary
+
+    @property
+    def num_persistent_rows(self) -> int:
+        """The rows of a model buffer that outlive a round: agents, then clusters."""
+        clusters = self.spec.algorithm.clusters
+        num_agents = self.spec.num_agents
+        return num_agents + (0 if clusters is None else clusters.num_rows(num_agents))
+
+    def scored_samples(self) -> Shard:
+        """Return the samples that agents are scored on.
+
+        Returns:
+            The test set, or samples of the pool that the seed drew.
+        """
+        if self.experiment.evaluate_on == "test":
+            return self.dataset.test
+        pool = shared_pool(self.experiment, self.dataset)
+        chosen = self.population.tuning
+        return Shard(pool.x[chosen], pool.y[chosen])
+
+    def with_kernels(
+        self,
+        precision: Precision,
+        linear: LinearKernel,
+        layout: memory_layout.MemoryLayout,
+        convolution: ConvolutionKernel,
+        together: int | None,
+    ) -> "PreparedSeed":
+        """Return the same seed, computed by other kernels.
+
+        Args:
+            precision: The type of products in training.
+            linear: The kernel of dense layers.
+            layout: The memory layout of images.
+            convolution: The kernel of convolutions.
+            together: The number of agents that train in one program, or None.
+
+        Returns:
+            The seed with these kernels.
+        """
+        kernels = {
+            "linear": linear,
+            "layout": layout,
+            "convolution": convolution,
+            "together": together,
+        }
+        training = self.experiment.training.model_copy(update={"precision": precision})
+        experiment = self.experiment.model_copy(update={**kernels, "training": training})
+        module = self.spec.module
+        if layout != self.experiment.layout:  # the layout that the module has
+            module = memory_layout.with_memory_format(module, layout)
+        spec = dataclasses.replace(
+            self.spec,
+            module=module,
+            training=self.spec.training.model_copy(update={"precision": precision}),
+            kernels=KernelConfig(linear, convolution, together),
+        )
+        return dataclasses.replace(self, experiment=experiment, spec=spec)
+
+    def build_agent_data(self, agents: Sequence[int], device: torch.device) -> AgentData:
+        """Return the data of some agents.
+
+        Args:
+            agents: Ids in ascending order.
+            device: The device of the samples.
+
+        Returns:
+            The samples of the agents.
+        """
+        population = self.population
+        adversary = self.adversary
+        ids = np.array(agents)
+        return AgentData(
+            agents=ids,
+            samples=shared_pool(self.experiment, self.dataset).to(device),
+            test=self.scored_samples().to(device),
+            train=_select(population.train, agents),
+            validation=_select(population.validation, agents),
+            cluster=adversary.cluster[ids],
+            num_clusters=adversary.num_clusters,
+            num_classes=self.dataset.num_classes,
+            malicious=adversary.malicious[ids],
+            attack=adversary.attack,
+            seed=self.seed,
+            **_owner_tests(population, self.dataset, agents),
+        )
+
+    def build_layout(
+        self, agents: Sequence[int], own_rows: Int[np.ndarray, " a"], num_persistent_rows: int
+    ) -> BufferLayout:
+        """Return the layout of a model buffer.
+
+        Args:
+            agents: Ids of the agents in the buffer.
+            own_rows: The row of each agent's model.
+            num_persistent_rows: Number of first rows that outlive a round.
+
+        Returns:
+            The layout, with rows for crafted models and for models before the round.
+        """
+        crafted = self.adversary.attack.num_published(1, len(self.adversary.benign_ids))
+        return BufferLayout.create(
+            own_rows,
+            num_persistent_rows,
+            self.adversary.malicious[np.array(agents)],
+            crafted,
+            self.spec.algorithm.keeps_previous,
+        )
+
+    def build_agent_group(self, model_buffer: Float[Tensor, "rows d"]) -> AgentGroup:
+        """Return all agents as one group.
+
+        Args:
+            model_buffer: The models, shape [rows, d].
+
+        Returns:
+            The group, on the device of the buffer.
+        """
+        agents = range(self.spec.num_agents)
+        agent_data = self.build_agent_data(agents, model_buffer.device)
+        layout = self.build_layout(agents, np.array(agents), self.num_persistent_rows)
+        self.spec.module.to(model_buffer.device)  # buffers of the module are in no row
+        return AgentGroup(self.spec, agent_data, self.adversary, layout, model_buffer)
+
+
+def _select(samples: Sequence[Int[Tensor, " _n"]], agents: Sequence[int]) -> Ragged:
+    return Ragged.from_arrays([samples[j].numpy() for j in agents])
+
+
+def _owner_tests(population: Population, dataset: Dataset, agents: Sequence[int]) -> dict[str, Any]:
+    """Return the agents' own test samples and the common ones, where agents bring their data."""
+    if population.tests is None or dataset.owners is None:
+        return {}
+    common = np.flatnonzero(dataset.owners.test.numpy() < 0)
+    return {"own_tests": _select(population.tests, agents), "common_test": common}
+
+
+def build_run_spec(
+    experiment: Experiment,
+    seed: int,
+    dataset: Dataset,
+    *,
+    num_agents: int,
+    malicious_share: float,
+    max_samples: int,
+    neighbours: tuple[Tensor, ...] | None,
+) -> RunSpec:
+    """Build the specification that all agents of a run share.
+
+    Args:
+        experiment: The experiment.
+        seed: The seed.
+        dataset: A data set with samples like those of the agents.
+        num_agents: Number of agents.
+        malicious_share: The share of attackers that rules assume.
+        max_samples: Largest number of samples that an agent may claim.
+        neighbours: The neighbours of each agent, or None for all others.
+
+    Returns:
+        The specification.
+
+    Raises:
+        ConfigError: If the network does not fit the data.
+    """
+    module = build_module(experiment, seed, dataset)
+    x = features(dataset.pool.x[:2])
+    # On a device, or with `together` set, several agents share one program.
+    is_batched = experiment.together is not None or not devices.is_cpu(experiment.device)
+    accepts_single_sample = not batch_norm.rejects_single_sample(module, x[:1])
+    is_independent = is_batched and batch_norm.is_sample_independent(module, x)
+    section = experiment.training
+    optimiser = None
+    if section.optimiser is not None:
+        optimiser = section.optimiser.bind("optimiser", optimisers)
+    training = Training(
+        **section.model_dump(exclude={"optimiser", "loss"}),
+        optimiser=optimiser,
+        loss=build_loss(experiment),
+        accepts_single_sample=accepts_single_sample,
+        is_sample_independent=is_independent,
+    )
+    kernels = KernelConfig(
+        experiment.linear or "torch",
+        experiment.convolution or "grouped",
+        experiment.together,
+    )
+    return RunSpec(
+        seed=seed,
+        num_agents=num_agents,
+        num_classes=dataset.num_classes,
+        rounds=experiment.rounds,
+        agents=experiment.agents,
+        model=plugins.label(experiment.model.name),
+        module=module,
+        training=training,
+        algorithm=build_algorithm(experiment),
+        malicious_share=malicious_share,
+        max_samples=max_samples,
+        neighbours=neighbours,
+        kernels=kernels,
+    )
+
+
+def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> PreparedSeed:
+    """Build everything that a seed's rounds need, and check it.
+
+    Args:
+        experiment: The experiment.
+        seed: The seed.
+        dataset: The data set of the experiment.
+
+    Returns:
+        The prepared seed.
+
+    Raises:
+        ConfigError: If the experiment does not fit its data.
+    """
+    agents = experiment.agents
+    population = build_population(experiment, seed, dataset)
+    has_clusters = build_algorithm(experiment).clusters is not None
+    adversary = Adversary(
+        attack=experiment.active_attack,
+        malicious=population.malicious.numpy(),
+        cluster=population.cluster.numpy(),
+        num_clusters=population.num_clusters,
+        colludes=agents.malicious_role in ("attack", "clean") and not has_clusters,
+        averages_own_model=agents.colluders_own_model,
+        trigger=backdoor_trigger(experiment),
+    )
+    spec = build_run_spec(
+        experiment,
+        seed,
+        dataset,
+        num_agents=len(population.cluster),
+        malicious_share=agents.malicious_share,
+        max_samples=max_samples(experiment, dataset),
+        neighbours=build_neighbours(experiment, seed, population.cluster),
+    )
+    prepared = PreparedSeed(experiment, seed, dataset, population, spec, adversary)
+    _check_scored_samples(experiment, prepared.scored_samples())
+    _check_batches(prepared)
+    trigger = adversary.trigger
+    if trigger is not None:  # raises here, before a run begins, where samples cannot bear it
+        sample = Shard(dataset.test.x[:1], dataset.test.y[:1])
+        apply_sample_transform(plugins.display_name("trigger", trigger), trigger, sample)
+    return prepared
+
+
+def _check_scored_samples(experiment: Experiment, test: Shard) -> None:
+    """Raise ConfigError where there are no samples to score on."""
+    if not len(test):
+        raise ConfigError(
+            '`evaluate_on` = "tuning" needs pool samples that no agent holds, and there are none'
+        )
+    for source in attack_goal(experiment).sources:
+        if not torch.eq(test.y, source).any():
+            raise ConfigError(
+                f"the {experiment.evaluate_on} samples hold none of class {source} "
+                "(`attack.source`), so that the attack cannot be measured: take another class, or "
+                "more samples"
+            )
+
+
+def _check_batches(prepared: PreparedSeed) -> None:
+    """Raise ConfigError where the norms refuse a batch of one sample that an agent has."""
+    training = prepared.spec.training
+    if training.accepts_single_sample:
+        return
+    if training.batch_size == 1:
+        raise ConfigError(
+            "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a "
+            "single sample"
+        )
+    for j, train in enumerate(prepared.population.train):
+        if len(train) == 1:
+            raise ConfigError(
+                f"agent {j} trains on a single sample, which the model's batch norms refuse: give "
+                'it more, or take `buffers` = "dropped" or a group norm'
+            )
+
+
+def tensor_specs(
+    dataset: Dataset, num_models: int, dim: int
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return types and shapes of the tensors that the processes of a run share.
+
+    Args:
+        dataset: The data set.
+        num_models: Rows of the model buffer.
+        dim: d, the length of a model.
+
+    Returns:
+        Type and shape by name: the models, in rows of whole cache lines, and the data.
+    """
+    specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "models": (torch.float32, (num_models, parameters.row_stride(dim)))
+    }
+    for name, tensor in dataset_tensors(dataset).items():
+        specs[name] = (tensor.dtype, tuple(tensor.shape))
+    return specs
+
+
+def build_full_group(
+    experiment: Experiment,
+    seed: int,
+    names: DatasetNames,
+    dim: int,
+    tensors: dict[str, Tensor],
+) -> AgentGroup:
+    """Build the group of all agents from shared tensors.
+
+    Args:
+        experiment: The experiment.
+        seed: The seed.
+        names: Names of classes and owners.
+        dim: d, the length of a model.
+        tensors: The models, under "models", and the tensors of the data set.
+
+    Returns:
+        The group. Its samples are on the device of the models.
+    """
+    prepared = prepare_seed(experiment, seed, dataset_from_tensors(names, tensors))
+    return prepared.build_agent_group(tensors["models"][:, :dim])
+
+
+def build_group(
+    experiment: Experiment,
+    seed: int,
+    names: DatasetNames,
+    tensors: Mapping[str, Tensor],
+    agents: Sequence[int],
+) -> AgentGroup:
+    """Build the group of some agents from the tensors of the data set.
+
+    Args:
+        experiment: The experiment.
+        seed: The seed.
+        names: Names of classes and owners.
+        tensors: The tensors of the data set.
+        agents: Ids in ascending order.
+
+    Returns:
+        The group, with a model buffer of no rows yet.
+    """
+    prepared = prepare_seed(experiment, seed, dataset_from_tensors(names, tensors))
+    device = devices.resolve_device(experiment.device)
+    layout = prepared.build_layout(agents, np.arange(len(agents)), len(agents))
+    model_buffer = torch.zeros(0, prepared.spec.dim, device=device)
+    prepared.spec.module.to(device)
+    agent_data = prepared.build_agent_data(agents, device)
+    return AgentGroup(prepared.spec, agent_data, prepared.adversary, layout, model_buffer)

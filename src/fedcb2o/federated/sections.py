@@ -1,0 +1,305 @@
+"""Sections of a configuration that the rounds read: agents and training.
+
+A section is defined here once, with the range, the default and the meaning of each key. The
+settings of an experiment contain it, and the specification of a run holds the same object.
+
+>>> AgentsSection(benign=7, malicious=3, budget=6).num_agents
+20
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from fedcb2o import plugins, renamed
+
+Precision = Literal["float32", "tf32", "bfloat16"]
+LossAverage = Literal["samples", "batches"]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+COMPONENT_VALUES = "a name or table"
+"""Values of a key that names a function, as the documentation words them."""
+
+
+def key_field(
+    meaning: str, *, values: str | None = None, default: str | None = None, **limits: Any
+) -> Any:
+    """Describe a key of a section.
+
+    Args:
+        meaning: Its meaning, in Markdown.
+        values: Its values, where the type does not say them.
+        default: Its default, where the value does not say it.
+        **limits: Limits of pydantic's `Field`, such as `ge`.
+
+    Returns:
+        The field of the key.
+    """
+    texts: dict[str, Any] = {"values": values, "default": default}
+    return Field(description=meaning, json_schema_extra=texts, **limits)
+
+
+class Section(BaseModel):
+    """A section of an experiment. An unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+
+class Component(BaseModel):
+    """A function by name, and its keyword arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str | Callable[..., Any]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, table: Any) -> Any:
+        """Replace former names of the function and of its parameters."""
+        if not isinstance(table, Mapping) or "name" not in table:
+            return table
+        name = renamed.current_name(table["name"])
+        return {**renamed.current_parameters(name, table), "name": name}
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The keyword arguments that the configuration gives."""
+        return dict(self.model_extra or {})
+
+    def with_defaults(self, kind: str, namespace: ModuleType) -> dict[str, Any]:
+        """Return the function's name and all of its keyword arguments, defaults included.
+
+        Args:
+            kind: Word for the function in error messages, such as "attack".
+            namespace: Module of the built-in functions of this kind.
+
+        Returns:
+            The component as a table, with the section's own keys that differ from their defaults.
+
+        Raises:
+            ConfigError: If there is no such function.
+        """
+        parameters = plugins.parameters(plugins.resolve(kind, self.name, namespace))
+        table: dict[str, Any] = {"name": self.name}
+        for name, parameter in parameters.items():
+            if parameter.default not in (None, parameter.empty):
+                table[name] = parameter.default
+        table.update(self.parameters)
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if isinstance(value, Component):
+                table[name] = value.with_defaults(kind, namespace)
+            elif not field.is_required() and value != field.default:
+                table[name] = value
+        return table
+
+    def bind(self, kind: str, namespace: ModuleType) -> functools.partial[Any]:
+        """Return the function with its keyword arguments bound.
+
+        Args:
+            kind: Word for the function in error messages, such as "attack".
+            namespace: Module of the built-in functions of this kind.
+
+        Returns:
+            The function, its arguments checked against its signature.
+
+        Raises:
+            ConfigError: If there is no such function, or it does not take these arguments.
+        """
+        function = plugins.resolve(kind, self.name, namespace)
+        return functools.partial(function, **plugins.bind(kind, function, self.parameters))
+
+
+def as_component(value: Any) -> Any:
+    """Return the table of a component that is given as a name or function.
+
+    Args:
+        value: A name, a function, or anything else.
+
+    Returns:
+        The table {"name": value} for a name or a function, else the value itself.
+    """
+    if isinstance(value, str) or callable(value):
+        return {"name": value}
+    return value
+
+
+class AgentsSection(Section):
+    """The agents, their data, and their contacts (sec:experiments, Dataset & Attack Setup)."""
+
+    num_clusters: Annotated[
+        Literal[1, 2, 4],
+        key_field(
+            "the number of clusters. Each deals out the same images, turned by its own angle"
+        ),
+    ] = 2
+    benign: Annotated[PositiveInt, key_field("benign agents per cluster")]
+    malicious: Annotated[NonNegativeInt, key_field("malicious agents per cluster")]
+    malicious_role: Annotated[
+        Literal["attack", "clean", "benign", "removed"],
+        key_field("the behaviour of the malicious agents, see below", values="see below"),
+    ] = "attack"
+    benign_samples: Annotated[
+        PositiveInt | None,
+        key_field(
+            "training and validation samples of a benign agent. Where agents "
+            "[bring their own data](#agents-that-bring-their-own-data), the largest number that "
+            "one holds, by default all",
+            values="from 2",
+            default="needed where agents share out a pool",
+        ),
+    ] = None
+    malicious_samples: Annotated[
+        PositiveInt | None,
+        key_field(
+            "training samples of a malicious agent. All samples of a cluster together must not "
+            "exceed the pool",
+            default="needed where agents share out a pool",
+        ),
+    ] = None
+    skew: Annotated[
+        Component | None,
+        key_field(
+            "the difference in labels between the agents of a cluster, [see below](#label-skew). "
+            "By default samples are dealt at random",
+            values=COMPONENT_VALUES,
+        ),
+    ] = None
+    validation: Annotated[
+        float,
+        key_field(
+            "the fraction of a benign agent's samples for validation. 1, all samples, needs "
+            "`hold_out` = false. Agents that bring validation samples validate on those alone",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.2
+    split: Annotated[
+        Literal["random", "stratified", "released"],
+        key_field("the choice of the validation samples, see below"),
+    ] = "random"
+    hold_out: Annotated[
+        bool, key_field("false: benign agents train on their validation samples too")
+    ] = True
+    validation_loss: Annotated[
+        LossAverage,
+        key_field("mean over samples, or unweighted mean of the means of mini-batches"),
+    ] = "samples"
+    budget: Annotated[
+        PositiveInt,
+        key_field("M, the number of models that an agent asks for in a round", values="1 to N - 1"),
+    ]
+    participation: Annotated[
+        float,
+        key_field(
+            "the probability that an agent is online in a round. An agent that is offline trains, "
+            "but neither answers nor mixes",
+            gt=0,
+            le=1,
+        ),
+    ] = 1.0
+    graph: Annotated[
+        Component | None,
+        key_field("the graph of contacts, [see below](#graphs)", values=COMPONENT_VALUES),
+    ] = None
+    initialisation: Annotated[
+        Literal["common", "independent"],
+        key_field("one initial model for all agents, or one per agent"),
+    ] = "common"
+    colluders_own_model: Annotated[
+        bool,
+        key_field(
+            "true: a malicious agent includes its own model in its average. The default follows "
+            "the released code, not "
+            "[the text](#where-the-papers-text-and-its-authors-released-code-differ)"
+        ),
+    ] = True
+    assumed_share: Annotated[
+        Annotated[float, Field(ge=0, lt=1)] | None,
+        key_field(
+            "the share of attackers among the received models that rules assume, rounded up to a "
+            "number. A rule that tolerates fewer attackers assumes its largest number",
+            default="the share among all agents",
+        ),
+    ] = None
+
+    @property
+    def num_agents(self) -> int:
+        """N, the number of agents in the system."""
+        malicious = 0 if self.malicious_role == "removed" else self.malicious
+        return self.num_clusters * (self.benign + malicious)
+
+    @property
+    def malicious_share(self) -> float:
+        """The share of attackers that rules assume."""
+        if self.malicious_role == "removed":
+            return 0.0
+        if self.assumed_share is not None:
+            return self.assumed_share
+        return self.malicious / (self.benign + self.malicious)
+
+    @field_validator("graph", "skew", mode="before")
+    @classmethod
+    def _as_component(cls, component: Any) -> Any:
+        return as_component(component)
+
+
+class LocalUpdateKeys(Section):
+    """The keys of LocalUpdate that name no function (alg:FedCB2O)."""
+
+    gamma: Annotated[float, key_field("the step size", gt=0)] = 0.004
+    lambda2: Annotated[float, key_field("the factor on gamma in LocalUpdate", gt=0)] = 1.0
+    momentum: Annotated[float, key_field("the momentum of SGD", ge=0, lt=1)] = 0.9
+    batch_size: Annotated[
+        PositiveInt,
+        key_field(
+            "samples per mini-batch. The last batch of an epoch may be shorter. Where the norms of "
+            "a network refuse a single sample, that sample joins the batch before"
+        ),
+    ] = 64
+    local_epochs: Annotated[PositiveInt, key_field("tau, passes over the agent's data")] = 5
+    local_steps: Annotated[
+        PositiveInt | None, key_field("the number of mini-batches, in place of `local_epochs`")
+    ] = None
+    precision: Annotated[
+        Precision,
+        key_field(
+            "the type of products in training; parameters are float32. bfloat16 is about twice as "
+            "fast on processors that have it (the presets `emnist-small-*` use it). On other "
+            "processors it is far slower: a seed that begins on one, by a short timing, trains in "
+            "float32 and logs a note. With `--blocks` the machine that starts the run is timed. "
+            '"tf32" '
+            "needs a CUDA device and rounds the factors of float32 products to 10 bits of "
+            "mantissa. CUDA devices without it (compute capability below 8.0) compute in float32"
+        ),
+    ] = "float32"
+
+
+class TrainingSection(LocalUpdateKeys):
+    """LocalUpdate: SGD, or another optimiser, with learning rate lambda2 * gamma (alg:FedCB2O)."""
+
+    optimiser: Annotated[
+        Component | None,
+        key_field(
+            'the optimiser in place of SGD: "adamw", or [your own](extending.md#optimiser). '
+            "`training.momentum` then has no effect",
+            values=COMPONENT_VALUES,
+        ),
+    ] = None
+    loss: Annotated[
+        Component | None,
+        key_field(
+            "the loss that agents minimise and validate with: [another one](#losses-and-numbers), "
+            "or your own",
+            values=COMPONENT_VALUES,
+            default="the cross-entropy",
+        ),
+    ] = None
+
+    @field_validator("optimiser", "loss", mode="before")
+    @classmethod
+    def _as_component(cls, component: Any) -> Any:
+        return as_component(component)
