@@ -18,7 +18,8 @@ from fedcb2o import _deprecation
 if TYPE_CHECKING:
     from fedcb2o.data import Dataset, Owners, Shard, dataset, datasets
     from fedcb2o.errors import ConfigError, DataError, FedCB2OError, RunError
-    from fedcb2o.experiments.config.settings import Experiment, load
+    from fedcb2o.experiments.config.loading import load
+    from fedcb2o.experiments.config.settings import Experiment
     from fedcb2o.experiments.config.tables import presets
     from fedcb2o.experiments.grid._grid_runner import bench
     from fedcb2o.experiments.runs._runner import run
@@ -72,7 +73,8 @@ _HOMES = {
     "data": ("Dataset", "Owners", "Shard", "dataset", "datasets"),
     "errors": ("ConfigError", "DataError", "FedCB2OError", "RunError"),
     "experiments.grid._grid_runner": ("bench",),
-    "experiments.config.settings": ("Experiment", "load"),
+    "experiments.config.settings": ("Experiment",),
+    "experiments.config.loading": ("load",),
     "experiments.config.tables": ("presets",),
     "experiments.runs._runner": ("run",),
     "federated.types": ("knows",),

@@ -34,7 +34,7 @@ def _run(
 ) -> None:
     """One node, in its process; what it says goes to node.log, in a line each."""
     from fedcb2o.errors import FedCB2OError
-    from fedcb2o.experiments.config.settings import load
+    from fedcb2o.experiments.config.loading import load
     from fedcb2o.peer.node import Node
 
     log = out.with_suffix(".log").open("a", buffering=1)

@@ -16,7 +16,7 @@ from tests.processes import living, needs_proc
 
 from fedcb2o.data import breast_cancer
 from fedcb2o.errors import RunError
-from fedcb2o.experiments.config.settings import load
+from fedcb2o.experiments.config.loading import load
 from fedcb2o.peer.membership import Identity, federation
 from fedcb2o.peer.node import _demo
 from fedcb2o.peer.node._byzantine_peer import EQUIVOCATION_START, FAULTS, ByzantinePeer

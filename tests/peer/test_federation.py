@@ -21,7 +21,7 @@ from torch import nn
 from fedcb2o.data import digits
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.build import build_algorithm
-from fedcb2o.experiments.config.settings import load
+from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.tables import presets
 from fedcb2o.peer.membership import (
     Identity,

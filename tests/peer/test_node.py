@@ -18,7 +18,7 @@ from tests.peer.wire import Wire
 import fedcb2o
 from fedcb2o.data import digits
 from fedcb2o.errors import ConfigError, DataError, RunError
-from fedcb2o.experiments.config.settings import load
+from fedcb2o.experiments.config.loading import load
 from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import ModelPublisher, Node, PeerMonitor, _agent
 from fedcb2o.peer.wire import FAILED, Ledger, PeerClient, RawCodec, Server, SigningJournal

@@ -21,7 +21,7 @@ from tests.peer.wire import Wire
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, DataError
-from fedcb2o.experiments.config.settings import load
+from fedcb2o.experiments.config.loading import load
 from fedcb2o.kernels import _autotune
 from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import Node, _agent, open_run

@@ -29,7 +29,7 @@ def presets(
 
         print_descriptions(all_presets())
         return
-    from fedcb2o.experiments.config.settings import load
+    from fedcb2o.experiments.config.loading import load
     from fedcb2o.records import to_toml
 
     print(to_toml(load(name).settings()), end="")

@@ -189,7 +189,7 @@ def federation(
     """
     from fedcb2o.cli.runs import parse_settings
     from fedcb2o.experiments.config.datasets import load_dataset
-    from fedcb2o.experiments.config.settings import load
+    from fedcb2o.experiments.config.loading import load
     from fedcb2o.peer.membership.federation import make_federation, write_federation
     from fedcb2o.peer.membership.identity import Member
 
@@ -453,7 +453,7 @@ def run(
     Example: fedcb2o peer run federation.toml --identity keys --data my_hospital:dataset
     --out runs/hospital-a
     """
-    from fedcb2o.experiments.config.settings import load
+    from fedcb2o.experiments.config.loading import load
     from fedcb2o.peer.membership.federation import read_federation
     from fedcb2o.peer.node._agent import load_member_dataset
     from fedcb2o.peer.node._node import Node

@@ -143,7 +143,7 @@ def run(
 
     Example: fedcb2o run digits-fedcb2o --set algorithm.alpha=10 --seeds 0,1,2 --out runs/mine
     """
-    from fedcb2o.experiments.config.settings import load
+    from fedcb2o.experiments.config.loading import load
     from fedcb2o.experiments.runs._progress import Progress
     from fedcb2o.experiments.runs._runner import run as run_experiment
 

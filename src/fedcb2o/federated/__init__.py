@@ -15,7 +15,12 @@ from fedcb2o.federated.admission import (
     rejection_reason,
 )
 from fedcb2o.federated.adversary import (
+    THREAT,
     Adversary,
+    Attack,
+    AttackView,
+    Threat,
+    knows,
 )
 from fedcb2o.federated.agent_group import (
     AgentData,
@@ -35,14 +40,18 @@ from fedcb2o.federated.decisions import (
     Decisions,
     Inbox,
 )
+from fedcb2o.federated.evaluation import (
+    agent_network,
+    confusion_matrices,
+    evaluate_models,
+    mean_test_losses,
+)
 from fedcb2o.federated.inference import (
     SAMPLES_PER_PASS,
     batched_forward,
-    confusion_matrices,
     input_gradients,
     logits,
     logits_per_model,
-    mean_test_losses,
     model_losses,
 )
 from fedcb2o.federated.local_update import (
@@ -90,18 +99,19 @@ from fedcb2o.federated.run_spec import (
     ConvolutionKernel,
     KernelConfig,
     LinearKernel,
-    Precision,
     RunSpec,
     Training,
+)
+from fedcb2o.federated.sections import (
+    AgentsSection,
+    Component,
+    Precision,
 )
 from fedcb2o.federated.selection import (
     select_colluding_peers,
 )
 from fedcb2o.federated.types import (
-    THREAT,
     AgentContext,
-    Attack,
-    AttackView,
     Contacts,
     CriterionInput,
     Losses,
@@ -109,15 +119,11 @@ from fedcb2o.federated.types import (
     Reduction,
     RuleOutput,
     RuleState,
-    Threat,
     batched,
-    knows,
     stateful,
 )
 from fedcb2o.federated.validation import (
     ValidationOracle,
-    agent_network,
-    evaluate_models,
 )
 
 __all__ = [
@@ -132,6 +138,7 @@ __all__ = [
     "AgentData",
     "AgentGroup",
     "AgentState",
+    "AgentsSection",
     "Algorithm",
     "Attack",
     "AttackGoal",
@@ -139,6 +146,7 @@ __all__ = [
     "BufferLayout",
     "CandidatePeers",
     "ClusterModels",
+    "Component",
     "ContactTable",
     "Contacts",
     "ConvolutionKernel",

@@ -12,7 +12,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -24,6 +23,7 @@ from fedcb2o import plugins
 from fedcb2o.data import Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.losses import Loss
+from fedcb2o.federated.sections import LossAverage
 from fedcb2o.federated.types import Losses, ScalarObjective
 from fedcb2o.nn import batch_norm
 from fedcb2o.nn.parameters import (
@@ -40,7 +40,6 @@ MAX_BATCH_INPUTS = 2**20
 SAMPLES_PER_PASS = 128
 """Samples in one forward pass, whose activations fit a core's cache."""
 
-LossAverage = Literal["samples", "batches"]
 Reference = Shaped[Tensor, "k *features"]
 """Training samples on which an agent estimates its local batch-norm statistics."""
 
@@ -468,35 +467,24 @@ def _per_agent_logits(
         if num_models is None:
             num_models = _MAX_BATCH_PARAMETERS // dim
         agents_per_batch = min(num_models // m, MAX_BATCH_INPUTS // max(1, m * x[0].numel()))
-    if a > 1 and agents_per_batch > 1 and references is None:
-        return _batched_agent_logits(module, models, rows, x, agents_per_batch, interpolation)
-
     outputs = []
-    for k in range(a):
-        reference = None if references is None else references[k]
-        points = None
-        if interpolation is not None:
-            points = Interpolation(interpolation.own[k], interpolation.share)
-        outputs.append(logits(module, models, rows[k], x[k], models_per_batch, reference, points))
-    return torch.stack(outputs)
 
+    # 1. One agent after the other.
+    if a == 1 or agents_per_batch < 2 or references is not None:
+        for k in range(a):
+            reference = None if references is None else references[k]
+            points = None
+            if interpolation is not None:
+                points = Interpolation(interpolation.own[k], interpolation.share)
+            found = logits(module, models, rows[k], x[k], models_per_batch, reference, points)
+            outputs.append(found)
+        return torch.stack(outputs)
 
-def _batched_agent_logits(
-    module: nn.Module,
-    models: Float[Tensor, "p d"],
-    rows: Int[Tensor, "a m"],
-    x: Shaped[Tensor, "a n *features"],
-    agents_per_batch: int,
-    interpolation: Interpolation | None,
-) -> Float[Tensor, "a m n *C"]:
-    """Compute the outputs of m models of each agent, several agents in one program."""
-    m, dim = rows.shape[1], models.shape[1]
-    is_dense = bool(dense_layers(module, dim))
+    # 2. Several agents in one program.
     module.eval()
-    outputs = []
     with torch.no_grad():
         forward = batched_forward(module, dim)
-        for start in range(0, len(rows), agents_per_batch):
+        for start in range(0, a, agents_per_batch):
             chunk = slice(start, start + agents_per_batch)
             points = None
             if interpolation is not None:
@@ -509,104 +497,3 @@ def _batched_agent_logits(
             joined = torch.cat([forward(parameters, part) for part in parts], 1)
             outputs.append(joined.view(-1, m, *joined.shape[1:]))
         return torch.cat(outputs)
-
-
-def confusion_matrices(
-    module: nn.Module,
-    models: Float[Tensor, "p d"],
-    rows: Int[Tensor, " m"],
-    test: Shard,
-    num_classes: int,
-    models_per_batch: int | None = None,
-    references: Sequence[Reference] | None = None,
-) -> Int[Tensor, "m C C"]:
-    """Count how often each of m models predicts class c' (column) for class c (row).
-
-    A model that is not finite predicts class 0, as argmax does.
-
-    Args:
-        module: The network.
-        models: Model buffer.
-        rows: Rows of the models.
-        test: Test samples.
-        num_classes: Number of classes.
-        models_per_batch: Models in one program; see `logits`.
-        references: Samples for local batch-norm statistics, of each model.
-
-    Returns:
-        One confusion matrix per model.
-    """
-    m = len(rows)
-    predicted = _measure_on_test_set(
-        module,
-        models,
-        rows,
-        test,
-        lambda outputs, _: outputs.argmax(-1),
-        models_per_batch,
-        references,
-    )
-    pairs = test.y.cpu() * num_classes + predicted
-    counts = torch.zeros(m, num_classes * num_classes, dtype=torch.int64)
-    counts.scatter_add_(1, pairs, torch.ones_like(pairs))
-    return counts.view(m, num_classes, num_classes)
-
-
-def mean_test_losses(
-    module: nn.Module,
-    models: Float[Tensor, "p d"],
-    rows: Int[Tensor, " m"],
-    test: Shard,
-    loss: Loss,
-    models_per_batch: int | None = None,
-    references: Sequence[Reference] | None = None,
-) -> Float[Tensor, " m"]:
-    """Compute the mean loss of each of m models on test samples.
-
-    Args:
-        module: The network.
-        models: Model buffer.
-        rows: Rows of the models.
-        test: Test samples.
-        loss: Loss of a sample.
-        models_per_batch: Models in one program; see `logits`.
-        references: Samples for local batch-norm statistics, of each model.
-
-    Returns:
-        Mean losses; infinite where they are not a number.
-    """
-
-    def measure(outputs: Tensor, y: Tensor) -> Tensor:
-        targets = y.unsqueeze(0).expand(len(outputs), *y.shape)
-        return per_sample_losses(loss, outputs, targets, 2).double()
-
-    losses = _measure_on_test_set(module, models, rows, test, measure, models_per_batch, references)
-    return losses.mean(1).nan_to_num(nan=torch.inf, posinf=torch.inf)
-
-
-def _measure_on_test_set(
-    module: nn.Module,
-    models: Float[Tensor, "p d"],
-    rows: Int[Tensor, " m"],
-    test: Shard,
-    measure: Callable[[Tensor, Tensor], Tensor],
-    models_per_batch: int | None,
-    references: Sequence[Reference] | None,
-) -> Shaped[Tensor, "m n"]:
-    """Apply `measure` to outputs [k, n, C] and targets [n], some test samples at a time."""
-    size = SAMPLES_PER_PASS
-    batches: list[tuple[Tensor, Reference | None]] = [(rows, None)]
-    if references is not None:
-        size = len(test)  # so that statistics are estimated once
-        batches = list(zip(torch.split(rows, 1), references, strict=True))
-
-    measured = []
-    for chunk, reference in batches:
-        parts = zip(torch.split(test.x, size), torch.split(test.y, size), strict=True)
-        with torch.no_grad():
-            columns = []
-            for x, y in parts:
-                outputs = logits(module, models, chunk, x, models_per_batch, reference)
-                columns.append(measure(outputs, y).cpu())
-        measured.append(torch.cat(columns, 1))
-    return torch.cat(measured)

@@ -1,13 +1,14 @@
-"""Validation losses of received models (Algorithm 2, line 3), and evaluation on test samples."""
+"""Validation losses of received models (Algorithm 2, line 3)."""
 
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedcb2o import plugins
 from fedcb2o.data import Shard, features
@@ -17,15 +18,12 @@ from fedcb2o.federated.decisions import Inbox
 from fedcb2o.federated.inference import (
     Interpolation,
     Reference,
-    confusion_matrices,
     input_gradients,
     logits,
     logits_per_model,
-    mean_test_losses,
     model_losses,
     per_agent_losses,
 )
-from fedcb2o.federated.metrics import Confusion, EvaluationResult, Score
 from fedcb2o.federated.plugin_outputs import apply_sample_transform
 from fedcb2o.federated.ragged import Indices
 from fedcb2o.federated.run_spec import RunSpec
@@ -39,8 +37,6 @@ from fedcb2o.federated.types import (
     SampleTransform,
     ScalarObjective,
 )
-from fedcb2o.nn.batch_norm import estimate_statistics_
-from fedcb2o.nn.parameters import bind_
 from fedcb2o.rng import stream
 
 
@@ -90,19 +86,10 @@ class ValidationOracle:
         Returns:
             Outputs before the softmax, shape [m, n, ...], and the labels of the samples.
         """
-        spec, data = self.group.spec, self._data(count)
+        data = self._data(count)
         if transform is not None:
             data = apply_sample_transform("criterion", transform, data)
-        with plugins.attribute_errors("model", spec.model):
-            outputs = logits(
-                spec.module,
-                self.group.models,
-                models.rows,
-                data.x,
-                spec.kernels.models_per_batch,
-                self.group.reference(self.k),
-            )
-        return outputs.cpu(), data.y.cpu()
+        return self._evaluate(logits, models, data.x), data.y.cpu()
 
     def samples(self, count: int) -> tuple[Tensor, Tensor]:
         """Return `count` evenly spaced validation samples, or all, and their labels.
@@ -128,17 +115,7 @@ class ValidationOracle:
         Returns:
             Outputs before the softmax.
         """
-        spec, group = self.group.spec, self.group
-        with plugins.attribute_errors("model", spec.model):
-            outputs = logits_per_model(
-                spec.module,
-                group.models,
-                models.rows,
-                x.to(group.models.device),
-                spec.kernels.models_per_batch,
-                group.reference(self.k),
-            )
-        return outputs.cpu()
+        return self._evaluate(logits_per_model, models, x)
 
     def input_gradients(
         self, models: Received, x: Float[Tensor, "m k *features"], objective: ScalarObjective
@@ -153,18 +130,24 @@ class ValidationOracle:
         Returns:
             Gradients with respect to the samples.
         """
-        spec, group = self.group.spec, self.group
+        return self._evaluate(input_gradients, models, x, objective)
+
+    def _evaluate(
+        self, compute: Callable[..., Tensor], models: Received, x: Tensor, *arguments: Any
+    ) -> Tensor:
+        """Apply a function of `inference` to models and samples; return its result on the CPU."""
+        group, spec = self.group, self.group.spec
         with plugins.attribute_errors("model", spec.model):
-            gradients = input_gradients(
+            values = compute(
                 spec.module,
                 group.models,
                 models.rows,
                 x.to(group.models.device),
-                objective,
-                spec.kernels.models_per_batch,
-                group.reference(self.k),
+                *arguments,
+                models_per_batch=spec.kernels.models_per_batch,
+                reference=group.reference(self.k),
             )
-        return gradients.cpu()
+        return values.cpu()
 
     def _data(self, count: int | None) -> Shard:
         x, y = self.group.data.validation_data(np.array([self.k]))
@@ -333,7 +316,7 @@ def validation_losses(
             x,
             y,
             spec.num_classes,
-            average=spec.loss_average,
+            average=spec.agents.validation_loss,
             batch_size=spec.training.batch_size,
             models_per_batch=spec.kernels.models_per_batch,
             references=group.references(members),
@@ -372,91 +355,3 @@ def training_losses(
             reference=reference,
             loss=spec.training.loss,
         )
-
-
-def agent_network(group: AgentGroup, k: int) -> nn.Module:
-    """Return the group's network with a copy of one agent's model, in evaluation mode.
-
-    Args:
-        group: Group of the agent.
-        k: Index of the agent.
-
-    Returns:
-        The network.
-    """
-    module = group.spec.module.eval()
-    reference = group.reference(k)
-    bind_(module, group.models[int(group.layout.own[k])].clone())
-    if reference is not None:
-        estimate_statistics_(module, features(reference))
-    return module
-
-
-def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResult]:
-    """Evaluate the members' models on their test samples.
-
-    Args:
-        group: Group of the agents.
-        members: Indices of agents in the group.
-
-    Returns:
-        For each member the results on its test set; on that set with a backdoor's trigger; and on
-        the common test set, where agents have test sets of their own.
-    """
-    trigger = group.adversary.trigger
-    own = dict[int, Score]()
-    triggered = dict[int, Confusion | None]()
-    for test_members, test in group.data.test_sets(members):
-        own |= _score(group, test_members, test)
-        if trigger is not None:
-            name = plugins.display_name("trigger", trigger)
-            marked = apply_sample_transform(name, trigger, test)
-            triggered |= _confusion_matrices(group, test_members, marked)
-
-    common = dict[int, Score]()
-    common_test = group.data.common_test_set()
-    if common_test is not None:
-        common = _score(group, members, common_test)
-    return [EvaluationResult(own[k], triggered.get(k), common.get(k)) for k in members.tolist()]
-
-
-def _score(group: AgentGroup, members: Indices, test: Shard) -> dict[int, Score]:
-    """Evaluate the members' models on one test set; return scores by index."""
-    spec = group.spec
-    rows = torch.from_numpy(group.layout.own[members])
-
-    losses = [None] * len(members)
-    if spec.training.loss is not None:
-        with plugins.attribute_errors("model", spec.model):
-            losses = mean_test_losses(
-                spec.module,
-                group.models,
-                rows,
-                test,
-                spec.training.loss,
-                spec.kernels.models_per_batch,
-                group.references(members),
-            ).tolist()
-
-    counts = _confusion_matrices(group, members, test)
-    return {k: Score(counts[k], loss) for k, loss in zip(members.tolist(), losses, strict=True)}
-
-
-def _confusion_matrices(
-    group: AgentGroup, members: Indices, test: Shard
-) -> dict[int, Confusion | None]:
-    """Count the members' predictions on one test set; None for data without classes."""
-    spec = group.spec
-    if spec.num_classes == 1:
-        return dict.fromkeys(members.tolist())
-    with plugins.attribute_errors("model", spec.model):
-        counts = confusion_matrices(
-            spec.module,
-            group.models,
-            torch.from_numpy(group.layout.own[members]),
-            test,
-            spec.num_classes,
-            spec.kernels.models_per_batch,
-            group.references(members),
-        )
-    return dict(zip(members.tolist(), counts, strict=True))

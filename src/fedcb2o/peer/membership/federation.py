@@ -23,11 +23,13 @@ from fedcb2o import plugins, records
 from fedcb2o._deprecation import former_attributes, former_parameters
 from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config import settings as config
-from fedcb2o.experiments.config.build import build_module, build_neighbours
+from fedcb2o.experiments.config import loading
+from fedcb2o.experiments.config.build import build_neighbours
 from fedcb2o.experiments.config.datasets import max_samples as experiment_max_samples
-from fedcb2o.experiments.config.settings import Experiment, Section
+from fedcb2o.experiments.config.network import build_module
+from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import algorithms
+from fedcb2o.federated.sections import Section
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership import versions as chain
 from fedcb2o.peer.membership.federation_schema import (
@@ -172,7 +174,7 @@ class Federation(Section):
             "malicious_samples": 1,
             **settings["agents"],
         }
-        experiment = config.load(
+        experiment = loading.load(
             {
                 **settings,
                 "name": self.name,
@@ -369,7 +371,7 @@ def make_federation(
     Raises:
         ConfigError: Members or options do not fit the experiment.
     """
-    experiment = config.load(experiment)
+    experiment = loading.load(experiment)
     agents = experiment.agents
     if agents.num_agents != len(members):
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from fedcb2o.experiments.config.settings import Section
+from fedcb2o.federated.sections import Section
 
 AGREED_AGENT_KEYS = (
     "budget",

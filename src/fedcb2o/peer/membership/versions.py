@@ -21,7 +21,7 @@ from pydantic import Field
 
 from fedcb2o import records
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config.settings import Section
+from fedcb2o.federated.sections import Section
 from fedcb2o.peer.membership.identity import Identity, Member
 
 _SIGNATURE_CONTEXT = b"fedcb2o federation 1\n"

@@ -22,13 +22,10 @@ from fedcb2o import records
 from fedcb2o.data import Dataset, Shard, sets, validation_mask
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config import datasets
-from fedcb2o.experiments.config.build import (
-    build_module,
-    build_neighbours,
-    build_run_spec,
-    prepare_seed,
-)
-from fedcb2o.experiments.config.settings import Component, Experiment
+from fedcb2o.experiments.config.build import build_neighbours
+from fedcb2o.experiments.config.network import build_module
+from fedcb2o.experiments.config.prepared_seed import build_run_spec, prepare_seed
+from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import (
     Adversary,
     AgentData,
@@ -39,6 +36,7 @@ from fedcb2o.federated import (
     Ragged,
     RunSpec,
 )
+from fedcb2o.federated.sections import Component
 from fedcb2o.kernels import _autotune
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership.federation import Federation, make_federation, read_federation
@@ -375,7 +373,7 @@ def _build_setup(
     goal: AttackGoal,
 ) -> AgentSetup:
     precision = _autotune.supported_precision(spec.training.precision, torch.device("cpu"))
-    training = dataclasses.replace(spec.training, precision=precision)
+    training = spec.training.model_copy(update={"precision": precision})
     spec = dataclasses.replace(spec, training=training)
 
     shared = parameters.flatten(build_module(experiment, federation.seed, dataset))

@@ -28,7 +28,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.datasets import build_population, load_dataset
-from fedcb2o.experiments.config.settings import Experiment, load
+from fedcb2o.experiments.config.loading import load
+from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.peer.membership.federation import make_federation, write_federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.report._peer_records import PeerRecords, RoundRecord
