@@ -85,24 +85,40 @@ def original_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         The settings with the old name of every renamed plug-in and parameter.
     """
-    return {key: _original(value) for key, value in settings.items()}
+    return {key: _original(value, {}) for key, value in settings.items()}
 
 
-def _original(value: Any) -> Any:
+def original_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return changes of settings under the old names, to compare them with other changes.
+
+    Args:
+        changes: Tables of an experiment. One without a name may change any plug-in.
+
+    Returns:
+        The changes with the old name of every renamed plug-in and parameter.
+    """
+    unnamed: dict[str, str] = {}
+    for table in PARAMETERS.values():
+        unnamed |= table
+    return {key: _original(value, unnamed) for key, value in changes.items()}
+
+
+def _original(value: Any, unnamed: Mapping[str, str]) -> Any:
+    """Return a value under the old names; `unnamed` is for tables without a name."""
     if isinstance(value, list | tuple):
-        return [_original(item) for item in value]
+        return [_original(item, unnamed) for item in value]
     if not isinstance(value, Mapping):
         return value
 
     name = value.get("name")
-    table: Mapping[str, str] = PARAMETERS.get(name, {}) if isinstance(name, str) else {}
+    table = PARAMETERS.get(name, {}) if isinstance(name, str) else unnamed
     old_keys: dict[str, str] = {new: old for old, new in table.items()}
     old_names = {new: old for old, new in PLUGINS.items()}
     original: dict[str, Any] = {}
     for key, item in value.items():
         old_key: Any = old_keys.get(key, key)
         old_values = {new: old for old, new in VALUES.get(old_key, {}).items()}
-        original[old_key] = _original(item)
+        original[old_key] = _original(item, unnamed)
         if old_values and not isinstance(item, Mapping | list | tuple):
             original[old_key] = old_values.get(item, item)
     if isinstance(name, str) and name in old_names:

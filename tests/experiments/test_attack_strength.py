@@ -1,12 +1,14 @@
 """Strengths of attacks: their runs, the choice of the worst one, and a grid with several."""
 
 import json
+import shutil
 
 import pytest
 import tomli_w
 from tests.experiments.test_grid import ALIE, FLIP, MEAN, grid
 from tests.tiny import here
 
+from fedcb2o import bench, records, renamed
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.grid import _attack_strength
 from fedcb2o.experiments.grid._loading import load_grid
@@ -196,3 +198,38 @@ def test_a_grid_runs_each_defence_under_what_was_worst_for_it(tmp_path):
     assert here("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
     assert json.loads((out / "strengths.json").read_text())["choices"] == chosen
     assert {p: p.read_bytes() for p in out.rglob("summary.json")} == before
+
+
+def test_a_grid_of_former_names_is_resumed_by_its_file_of_today(tmp_path):
+    attacks = {
+        "Random": {"attack": {"name": "random_model"}},
+        "Sparse": {
+            "attack": {"name": "hybrid_sparse"},
+            "strengths": [{"attack": {"kept_share": share}} for share in (0.1, 0.5)],
+        },
+    }
+    candidates = [{"algorithm": {"max_distance": distance}} for distance in (1.0, 2.0)]
+    table = grid(
+        rounds=1,
+        attacks=attacks,
+        defences={"FedCB2O": {"tune": candidates}},
+        tuning={"seeds": [1001], "attacks": ["Random"]},
+        adversary={"seeds": [1002]},
+    )
+    assert not bench(table, out=tmp_path, jobs=1).failed
+    finished = {path: path.read_bytes() for path in tmp_path.rglob("summary.json")}
+
+    # Write the files as before the renaming, without one of the cells.
+    shutil.rmtree(tmp_path / "cells/fedcb2o/sparse")
+    for name in ("tuning.json", "strengths.json"):
+        content = records.read_json_with_checksum(tmp_path / name)
+        former = renamed.original_changes(content)
+        assert former != content
+        records.write_json_with_checksum(tmp_path / name, former)
+    for path in tmp_path.rglob("config.toml"):
+        former = renamed.original_settings(records.read_config(path))
+        assert former.get("attack", {}).get("name") != "random_model"
+        records.write_toml(path, former)
+
+    assert not bench(table, out=tmp_path, jobs=1, resume=True).failed
+    assert {path: path.read_bytes() for path in tmp_path.rglob("summary.json")} == finished

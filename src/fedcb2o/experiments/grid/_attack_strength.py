@@ -45,8 +45,8 @@ def read_choices(folder: Path, plan: Grid) -> _Choices:
         key = plan.strength_key(probe.key)
         if key not in recorded or key in found:
             continue
-        asked = renamed.original_settings(recorded[key]["asked"])
-        if asked != renamed.original_settings(_question(plan, key)):
+        asked = renamed.original_changes(recorded[key]["asked"])
+        if asked != renamed.original_changes(_question(plan, key)):
             raise RunError(
                 f"{path} holds the choice for `{key[2]}` against `{key[1]}` over other strengths "
                 "or seeds: choose another --out"

@@ -48,7 +48,7 @@ def read_choices(folder: Path, plan: Grid) -> dict[str, Any]:
         asked = recorded[defence]["asked"]
         first = {**asked, "candidates": asked["candidates"][: len(given)]}
         question = _question(plan, defence)
-        if renamed.original_settings(first) != renamed.original_settings(question):
+        if renamed.original_changes(first) != renamed.original_changes(question):
             raise RunError(
                 f"{path} holds the choice for `{defence}` over other candidates, attacks or seeds: "
                 "choose another --out"
