@@ -20,7 +20,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
@@ -116,14 +115,14 @@ def draw_landscape(scene: Scene) -> Figure:
     frames = _selected_frames(scene)
     for frame, opacity in zip(frames, np.linspace(0.22, 1.0, len(frames)), strict=True):
         label = f"t = {format_time(scene.times[frame])}"
-        size = 14.0 if frame == frames[-1] else 11.0
-        _draw_particles(left, scene, frame, opacity, label, size)
+        _draw_particles(left, scene, frame, opacity, label, 12.0)
     _draw_consensus_paths(left, scene, len(scene.times))
     _draw_final_points(left, scene)
     title = "(a) Landscape"
     if scene.dim > 2:
         title = f"(a) The first two of {scene.dim} coordinates, without landscape"
     _finish_axes(left, scene, title)
+    _add_landscape_legend(left, scene)
     draw_decay(right, scene.decay)
     return figure
 
@@ -174,7 +173,7 @@ def _still_landscape(scene: Scene) -> tuple[Figure, Axes]:
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots()
     _draw_background(axes, scene)
-    _finish_axes(axes, scene, "", legend=False)
+    _finish_axes(axes, scene, "")
     lines = [textwrap.fill(line, 78) for line in scene.title.splitlines()]
     axes.set_title("\n".join(lines), fontsize=8.5)
     canvas.draw()  # type: ignore[no-untyped-call]
@@ -225,27 +224,39 @@ def _draw_background(ax: Axes, scene: Scene) -> None:
         _draw_graphs(ax, scene)
         return
     lower = np.ma.masked_invalid(scene.lower_values)
-    minimum = lower.min(0)
-    height = minimum - minimum.min()
-    low, high = np.quantile(height.compressed(), [_MINIMISER_SHARE, 1.0])
-    is_wide = high > 50 * low > 0
-    norm: Any = LogNorm(low, high) if is_wide else Normalize(0, high)
-    levels: Any = np.geomspace(low, high, 15) if is_wide else np.linspace(0, high, 15)
-    height = np.maximum(height, levels[0])
-    filled = ax.contourf(scene.grid, scene.grid, height, levels, cmap=_GREYS, norm=norm)
-    bar = ax.figure.colorbar(filled, ax=ax, shrink=0.7, pad=0.02, label="L − min L", aspect=30)
-    bar.ax.yaxis.set_major_locator(LogLocator(numticks=6) if is_wide else MaxNLocator(5))
-    bar.ax.yaxis.set_minor_formatter(NullFormatter())
+    _draw_lower_heights(ax, scene.grid, lower)
     for values in lower:
         level = np.quantile(values.compressed(), _MINIMISER_SHARE)
         if level > values.min():
             levels = [values.min() - 1, level]
             ax.contourf(scene.grid, scene.grid, values, levels, colors=[_MINIMISER_COLOUR])
+    ax.plot([], [], color=_MINIMISER_COLOUR, linewidth=4, label="lowest L")
     if scene.upper_values is not None:
         _draw_upper_contours(ax, scene.grid, np.ma.masked_invalid(scene.upper_values))
+        ax.plot([], [], color=_UPPER_COLOUR, linewidth=1, label="G")
         minimiser = _upper_minimiser(scene)
         if minimiser is not None:
-            ax.plot(*minimiser, "D", color=_UPPER_COLOUR, markeredgecolor="white", markersize=6)
+            look: dict[str, Any] = {"markeredgecolor": "white", "markersize": 6}
+            ax.plot(*minimiser, "D", color=_UPPER_COLOUR, label="lowest G", **look)
+
+
+def _draw_lower_heights(ax: Axes, grid: np.ndarray, lower: Any) -> None:
+    """Draw the height of L above its minimum in greys, on a log scale where it spans much."""
+    minimum = lower.min(0)
+    height = minimum - minimum.min()
+    low, high = np.quantile(height.compressed(), [_MINIMISER_SHARE, 1.0])
+    levels: Any = np.linspace(0, high, 15)
+    norm: Any = Normalize(0, high)
+    locator: Any = MaxNLocator(5)
+    if high > 50 * low > 0:
+        levels = np.geomspace(low, high, 15)
+        norm = LogNorm(low, high)
+        locator = LogLocator(numticks=6)
+    height = np.maximum(height, levels[0])
+    filled = ax.contourf(grid, grid, height, levels, cmap=_GREYS, norm=norm)
+    bar = ax.figure.colorbar(filled, ax=ax, shrink=0.7, pad=0.02, label="L − min L", aspect=30)
+    bar.ax.yaxis.set_major_locator(locator)
+    bar.ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _draw_upper_contours(ax: Axes, grid: np.ndarray, upper: Any) -> None:
@@ -276,13 +287,15 @@ def _draw_graphs(ax: Axes, scene: Scene) -> None:
     assert scene.lower_values is not None
     for k, values in enumerate(scene.lower_values):
         style = LINE_STYLES[k % len(LINE_STYLES)]
-        ax.plot(scene.grid, values, color="0.45", linewidth=1.2, linestyle=style, zorder=1)
+        look: dict[str, Any] = {"color": "0.45", "linewidth": 1.2, "linestyle": style}
+        ax.plot(scene.grid, values, zorder=1, label="L", **look)
     low = np.nanmin(scene.lower_values)
     high = np.nanmax(scene.lower_values)
     ax.set_ylim(low - 0.08 * (high - low), high + 0.08 * (high - low))
     if scene.upper_values is not None:
         twin = ax.twinx()
         twin.plot(scene.grid, scene.upper_values, color=_UPPER_COLOUR, linewidth=1.2)
+        ax.plot([], [], color=_UPPER_COLOUR, linewidth=1, label="G")
         twin.set_ylabel("G", color=_UPPER_COLOUR)
         twin.tick_params(axis="y", colors=_UPPER_COLOUR)
         twin.grid(visible=False)
@@ -298,7 +311,9 @@ def _drawn_coordinates(
     if scene.dim == 1 and scene.grid is not None and scene.lower_values is not None:
         y: np.ndarray = np.interp(x, scene.grid, scene.lower_values[k], left=np.nan, right=np.nan)
         return x, y
-    return x, points[:, -1] if points.shape[1] > 1 else np.zeros(len(points))
+    if points.shape[1] == 1:
+        return x, np.zeros(len(points))
+    return x, points[:, -1]
 
 
 def _draw_particles(
@@ -313,7 +328,7 @@ def _draw_particles(
             x,
             y,
             s=size,
-            label=label if k == 0 and label else None,
+            label=label * (k == 0),
             color=BENIGN_COLOURS[k % len(BENIGN_COLOURS)],
             alpha=opacity,
             linewidths=0,
@@ -327,6 +342,7 @@ def _draw_particles(
             y,
             s=70,
             marker="X",
+            label="malicious",
             color=MALICIOUS_COLOUR,
             alpha=opacity,
             edgecolors="white",
@@ -347,9 +363,8 @@ def _draw_consensus_paths(ax: Axes, scene: Scene, end: int) -> list[Any]:
         x, y = _drawn_coordinates(scene, scene.m[:end, k], k)
         outline = [withStroke(linewidth=3, foreground="white")]
         artists += ax.plot(x, y, color="black", path_effects=outline, zorder=4, **look)
-        artists += ax.plot(
-            x[-1:], y[-1:], "o", color="black", markeredgecolor="white", markersize=5.5, zorder=7
-        )
+        end_look: dict[str, Any] = {"markeredgecolor": "white", "markersize": 5.5, "zorder": 7}
+        artists += ax.plot(x[-1:], y[-1:], "o", color="black", label="consensus point", **end_look)
     return artists
 
 
@@ -365,6 +380,7 @@ def _draw_final_points(ax: Axes, scene: Scene, *, with_final_points: bool = True
                 y,
                 s=28,
                 marker="+",
+                label=f"answers of {len(scene.final_points)} runs",
                 color="black",
                 linewidths=1,
                 path_effects=outline,
@@ -374,83 +390,44 @@ def _draw_final_points(ax: Axes, scene: Scene, *, with_final_points: bool = True
     if scene.target is not None:
         for k, point in enumerate(scene.target):
             x, y = _drawn_coordinates(scene, point[None], k)
-            star = ax.scatter(
-                x, y, marker="*", s=260, color=_TARGET_COLOUR, edgecolors="black", zorder=5
-            )
+            look: dict[str, Any] = {"s": 260, "edgecolors": "black", "zorder": 5}
+            star = ax.scatter(x, y, marker="*", color=_TARGET_COLOUR, label="target", **look)
             artists.append(star)
     return artists
 
 
-def _finish_axes(ax: Axes, scene: Scene, title: str, *, legend: bool = True) -> None:
+def _finish_axes(ax: Axes, scene: Scene, title: str) -> None:
     ax.set_title(title)
     ax.grid(visible=False)
     ax.set_xlim(*scene.box)
-    ax.set_xlabel("x" if scene.dim == 1 else "$x_1$")
-    ax.set_ylabel("L" if scene.dim == 1 else "$x_2$")
-    if scene.dim > 1:
-        ax.set_ylim(*scene.box)
-        ax.set_aspect("equal")
-    if legend:
-        entries = [*_scatter_entries(ax), *_legend_entries(scene)]
-        ax.legend(
-            [handle for handle, _ in entries],
-            [name for _, name in entries],
-            loc="upper center",
-            bbox_to_anchor=(0.5, -0.13),
-            ncols=4,
-            fontsize=8.5,
-            handletextpad=0.4,
-            columnspacing=1.2,
-            handlelength=1.4,
-        )
+    if scene.dim == 1:
+        ax.set(xlabel="x", ylabel="L")
+        return
+    ax.set(xlabel="$x_1$", ylabel="$x_2$", ylim=scene.box)
+    ax.set_aspect("equal")
 
 
-def _scatter_entries(ax: Axes) -> list[tuple[Any, str]]:
-    return list(zip(*ax.get_legend_handles_labels(), strict=True))
-
-
-def _legend_entry(name: str, **look: Any) -> tuple[Any, str]:
-    return Line2D([], [], **{"linestyle": "none", **look}), name
-
-
-def _legend_entries(scene: Scene) -> list[tuple[Any, str]]:
-    """Build the legend entries after those of the particles' times."""
-    is_graph = scene.dim == 1
-    K = scene.m.shape[1]
-    entries = []
-    if K > 1:
-        for k in range(K):
+def _add_landscape_legend(ax: Axes, scene: Scene) -> None:
+    """Add a legend with one entry for each label, that of the last artist."""
+    clusters = scene.m.shape[1]
+    if clusters > 1:
+        for k in range(clusters):
             colour = BENIGN_COLOURS[k % len(BENIGN_COLOURS)]
-            entries.append(
-                _legend_entry(f"cluster {k + 1}", marker="o", color=colour, markersize=4)
-            )
-    if scene.theta_m.shape[1]:
-        entries.append(_legend_entry("malicious", marker="X", color=MALICIOUS_COLOUR, markersize=6))
-    path: dict[str, Any] = {} if is_graph else {"linestyle": "-", "linewidth": 1.3}
-    entries.append(
-        _legend_entry("consensus point", color="black", marker="o", markersize=5, **path)
+            ax.scatter([], [], s=16, color=colour, label=f"cluster {k + 1}")
+    handles, labels = ax.get_legend_handles_labels()
+    entries = dict(zip(labels, handles, strict=True))
+    ax.legend(
+        entries.values(),
+        entries.keys(),
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.13),
+        ncols=4,
+        fontsize=8.5,
+        markerscale=0.7,
+        handletextpad=0.4,
+        columnspacing=1.2,
+        handlelength=1.4,
     )
-    runs = len(scene.final_points)
-    if runs > 1:
-        entries.append(
-            _legend_entry(f"answers of {runs} runs", color="black", marker="+", markersize=5)
-        )
-    if scene.target is not None:
-        star = {"marker": "*", "markeredgecolor": "black", "markersize": 11}
-        entries.append(_legend_entry("target", color=_TARGET_COLOUR, **star))
-    if scene.lower_values is not None:
-        line: dict[str, Any] = {"color": _MINIMISER_COLOUR, "linewidth": 4}
-        if is_graph:
-            line = {"color": "0.45", "linewidth": 1.2}
-        entries.append(_legend_entry("L" if is_graph else "lowest L", linestyle="-", **line))
-    if scene.upper_values is not None:
-        upper: dict[str, Any] = {"color": _UPPER_COLOUR, "linestyle": "-", "linewidth": 1}
-        name = "G"
-        if _upper_minimiser(scene) is not None:
-            upper |= {"marker": "D", "markersize": 4}
-            name = "G and its lowest"
-        entries.append(_legend_entry(name, **upper))
-    return entries
 
 
 def _selected_frames(scene: Scene) -> list[int]:
