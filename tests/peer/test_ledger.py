@@ -99,13 +99,12 @@ def test_peers_find_it_by_comparing_digests(tmp_path, federation, sign):
     assert at[2].find_conflicts(at[1].digests()) == []
     witness = at[1].get(*told(second))
     assert witness == second
-    assert at[0].record(witness) is not None
+    assert at[0].prove(3, 8, {digest(second): witness}) is not None
     assert at[0].find_conflicts(at[1].digests()) == []
     both = at[2].find_conflicts(at[0].digests())
     assert sorted(both) == sorted([told(first), told(second)])
     assert at[0].get(*told(first)) == first
-    for one in both:
-        at[2].record(at[0].get(*one))
+    assert at[2].prove(3, 8, {one[2]: at[0].get(*one) for one in both}) is not None
     assert at[2].equivocators == {3}
     files = [(tmp_path / str(j) / "proofs" / "org-3-8.proof.toml").read_bytes() for j in (0, 2)]
     assert files[0] == files[1]
@@ -130,14 +129,19 @@ def test_nothing_but_a_members_own_signature_makes_it_guilty(tmp_path, who, fede
     assert not (tmp_path / "proofs").exists()
 
 
-def test_what_is_held_is_bounded(tmp_path, federation, sign):
+def test_what_is_held_is_bounded(tmp_path, federation, sign, monkeypatch):
+    """The highest rounds stay, whatever the order in which an agent shows its manifests."""
+    monkeypatch.setattr(room, "_HELD_BYTES", 0)
     ledger = Ledger(tmp_path, federation)
-    for n in range(60):
+    for n in [*range(30, 60), *range(30)]:
         for agent in range(4):
             ledger.record(sign(agent, n))
-    seen = ledger.digests()
-    assert len(seen) == 4 * (federation.lag + 8)
-    assert [n for _, n, _ in seen] == [n for n in range(59, 49, -1) for _ in range(4)]
+    kept = range(50, 60)
+    for n in range(60):
+        held = ledger.get(1, n, digest(sign(1, n)))
+        assert held == (sign(1, n) if n in kept else None)
+    assert ledger.get(1, 0, ZERO_DIGEST) == sign(1, 59)
+    assert ledger.digests()[0] == told(sign(3, 29))
     strangers = [(agent, n, ZERO_DIGEST) for agent in (4, 2**32 - 1) for n in (0, 59, 2**32 - 1)]
     assert (
         ledger.find_conflicts([*strangers, (0, 49, ZERO_DIGEST), (0, 2**32 - 1, ZERO_DIGEST)]) == []
@@ -147,6 +151,36 @@ def test_what_is_held_is_bounded(tmp_path, federation, sign):
         (0, 59, ZERO_DIGEST),
     ]
     assert len(ledger.find_conflicts([(0, 40, bytes([k]) * 32) for k in range(64)])) == 64
+
+
+def test_small_manifests_of_a_long_run_are_all_held(tmp_path, federation, sign):
+    ledger = Ledger(tmp_path, federation)
+    for n in range(1000):
+        ledger.record(sign(1, n))
+    assert ledger.get(1, 0, digest(sign(1, 0))) == sign(1, 0)
+    assert ledger.record(sign(1, 0, b"another")) is not None
+
+
+def test_a_witness_is_taken_for_the_manifest_that_was_asked_for(tmp_path, federation, sign):
+    """Another agent's, round's or digest's manifest enters nothing, and neither does one alone."""
+    ledger = Ledger(tmp_path, federation)
+    ledger.record(sign(1, 5))
+    first, second = sign(1, 5, b"a"), sign(1, 6, b"b")
+    for witnesses in (
+        {digest(first): second},
+        {digest(second): second},
+        {digest(second): first},
+        {digest(sign(2, 5, b"a")): sign(2, 5, b"a")},
+        {digest(first): sign(1, 5, b"a", by=2)},
+    ):
+        assert ledger.prove(1, 5, witnesses) is None
+    assert ledger.prove(2, 5, {digest(sign(2, 5)): sign(2, 5)}) is None
+    assert ledger.digests() == [told(sign(1, 5))]
+    assert ledger.get(2, 5, ZERO_DIGEST) is None
+    assert ledger.prove(1, 5, {digest(first): first}) is not None
+    pair = {digest(sign(2, 7, text)): sign(2, 7, text) for text in (b"a", b"b")}
+    assert ledger.prove(2, 7, pair) is not None
+    assert ledger.equivocators == {1, 2}
 
 
 def test_at_most_64_digests_are_told_and_proofs_among_them(tmp_path, federation, sign):

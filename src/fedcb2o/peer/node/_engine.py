@@ -33,8 +33,8 @@ from fedcb2o.federated import (
     mixing_matrix,
     train_,
 )
-from fedcb2o.federated.collusion import decide, sample_peers
 from fedcb2o.kernels import dispatch
+from fedcb2o.peer.node._peer_monitor import PeerMonitor
 from fedcb2o.peer.node._publisher import ModelPublisher
 from fedcb2o.peer.wire._client import Arrival, PeerClient
 
@@ -50,13 +50,14 @@ class PeerEngine:
         group: The group of this agent.
         publisher: Publisher of its models.
         client: Client that downloads other models.
-        candidates: Function that returns the peers that may be asked in a round.
+        monitor: Monitor of the members that may be asked.
         initial_model: The agent's model before all rounds, shape [d].
 
     Attributes:
         arrivals: Models that arrived in the last exchange, by peer.
         failures: Reasons of the missing models in the last exchange, by peer.
         exchange_seconds: Duration of the last exchange.
+        free_until: Monotonic time until which an exchange may wait without delaying the round.
     """
 
     def __init__(
@@ -64,13 +65,13 @@ class PeerEngine:
         group: AgentGroup,
         publisher: ModelPublisher,
         client: PeerClient,
-        candidates: Callable[[int], Sequence[int]],
+        monitor: PeerMonitor,
         initial_model: Float[Tensor, " d"],
     ) -> None:
         self.group = group
         self.publisher = publisher
         self.client = client
-        self.candidates = candidates
+        self.monitor = monitor
         self.initial_model = initial_model
         self.spec = group.spec
         self.adversary = group.adversary
@@ -79,6 +80,7 @@ class PeerEngine:
         self.arrivals: Mapping[int, Arrival] = {}
         self.failures: Mapping[int, str] = {}
         self.exchange_seconds = 0.0
+        self.free_until = 0.0
 
     def map_batches(
         self,
@@ -100,7 +102,9 @@ class PeerEngine:
             The result for the only group.
         """
         n = int(shared[0])
-        group = self._with_candidates(n) if function is sample_peers else self.group
+        group = (
+            self._with_candidates(n) if function is batched_aggregation.sample_peers else self.group
+        )
         own_arguments = (argument[0] for argument in arguments)
         call = functools.partial(function, group, _ONLY_AGENT, *own_arguments, *shared)
         with dispatch.use_kernels(self.spec.kernels.linear, self.spec.kernels.convolution):
@@ -125,13 +129,18 @@ class PeerEngine:
 
     def _with_candidates(self, n: int) -> AgentGroup:
         """Return the group with the candidates of round `n` as neighbours."""
-        candidates = set(self.candidates(n))
-        if self.spec.neighbours is not None:
-            candidates &= set(self.spec.neighbours[self.agent_id].tolist())
+        candidates = self._candidates(n)
         neighbours = [torch.zeros(0, dtype=torch.int64)] * self.spec.num_agents
-        neighbours[self.agent_id] = torch.tensor(sorted(candidates), dtype=torch.int64)
+        neighbours[self.agent_id] = torch.tensor(candidates, dtype=torch.int64)
         spec = dataclasses.replace(self.spec, neighbours=tuple(neighbours))
         return dataclasses.replace(self.group, spec=spec)
+
+    def _candidates(self, n: int) -> list[int]:
+        """Return the peers that may be asked in a round, by ascending id."""
+        candidates = set(self.monitor.candidates(n))
+        if self.spec.neighbours is not None:
+            candidates &= set(self.spec.neighbours[self.agent_id].tolist())
+        return sorted(candidates)
 
     def local_aggregation_(
         self,
@@ -154,17 +163,10 @@ class PeerEngine:
             The new state and the decisions of the only group; and for each agent True, except for
             this one if its model is not finite.
         """
-        colludes = self.adversary.colludes and self.adversary.malicious[self.agent_id]
+        colludes = self.adversary.colluding[self.agent_id]
         if colludes or not active[self.agent_id]:
             return batched_aggregation.local_aggregation_(
-                self,
-                n,
-                states,
-                active,
-                deadline,
-                on_step,
-                sample_step=sample_peers,
-                decide_step=decide,
+                self, n, states, active, deadline, on_step
             )
 
         agent = self._with_candidates(n)
@@ -172,7 +174,7 @@ class PeerEngine:
         state = AgentState(contacts, states[0].rule_states)
         with dispatch.use_kernels(self.spec.kernels.linear, self.spec.kernels.convolution):
             state, decisions = algorithm2.local_aggregation_(
-                agent, n, state, lambda ids: self.exchange(n, [ids], deadline)[0], on_step
+                agent, n, state, lambda ids: self._download(n, ids, deadline), on_step
             )
         return [state], [decisions], self._is_finite()
 
@@ -231,28 +233,42 @@ class PeerEngine:
         Returns:
             The received models of the only group.
         """
-        ids = asked[0].values.tolist()
+        return [self._fetch(n, asked[0].values.tolist(), [], deadline)]
+
+    def _download(self, n: int, asked: Ragged, deadline: float | None) -> Inbox:
+        """Download the models of the asked peers, or of other candidates in place of late ones."""
+        ids = asked.values.tolist()
+        spares = [peer for peer in self._candidates(n) if peer not in ids]
+        start = n % max(1, len(spares))  # not always the same ones
+        return self._fetch(n, ids, [*spares[start:], *spares[:start]], deadline)
+
+    def _fetch(
+        self, n: int, ids: list[int], spares: Sequence[int], deadline: float | None
+    ) -> Inbox:
         peers = [i for i in ids if i != self.agent_id]
         first_row = self.group.layout.first_received
         rows = {peer: first_row + k for k, peer in enumerate(peers)}
         targets = {peer: self.group.models[row] for peer, row in rows.items()}
 
         start = time.monotonic()
-        self.arrivals, self.failures = self.client.fetch(n, targets, deadline)
+        self.monitor.audit(n, peers)
+        self.arrivals, self.failures = self.client.fetch(
+            n, targets, deadline, spares=spares, free_until=self.free_until
+        )
         self.exchange_seconds = time.monotonic() - start
 
         own_samples = self.group.data.train.sizes.astype(float)[0]
         own_row = int(self.group.layout.own[0])
         received = {i: (own_samples, n, own_row) for i in ids if i == self.agent_id}
         for i, arrival in self.arrivals.items():
-            received[i] = (arrival.num_samples, arrival.round, rows[i])
-        is_received = np.array([i in received for i in ids], dtype=bool)
-        entries = [received[i] for i in ids if i in received]
+            received[i] = (arrival.num_samples, arrival.round, rows[arrival.row])
+        entries = [received[i] for i in sorted(received)]
         claims = np.array([claim for claim, _, _ in entries], dtype=float)
         rounds = np.array([round for _, round, _ in entries], np.int64)
         positions = np.array([row for _, _, row in entries], np.int64)
         num_samples = clip_claimed_samples(claims, self.spec.max_samples)
-        return [Inbox(asked[0].filter(is_received), positions, num_samples, rounds)]
+        senders = Ragged.from_arrays([np.array(sorted(received), np.int64)])
+        return Inbox(senders, positions, num_samples, rounds)
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
         """Average the models in place: theta <- W theta (alg:localAggregation, line 7).

@@ -38,17 +38,16 @@ from fedcb2o.peer.node._observer import NodeObserver, NullObserver
 from fedcb2o.peer.node._peer_monitor import PeerMonitor
 from fedcb2o.peer.node._preflight import hello_content
 from fedcb2o.peer.node._publisher import ModelPublisher
+from fedcb2o.peer.node._recovery import SigningRecovery
 from fedcb2o.peer.node._run_directory import open_run
 from fedcb2o.peer.wire._client import (
     BLAMELESS_REASONS,
-    HELLO_SECONDS,
     NOT_YET,
     PeerClient,
     StoppedError,
 )
 from fedcb2o.peer.wire._compression import Codec, Int8Codec, RawCodec
 from fedcb2o.peer.wire._equivocation import JOURNAL_FILE, Ledger, SigningJournal
-from fedcb2o.peer.wire._protocol import Manifest
 from fedcb2o.peer.wire._server import Server
 from fedcb2o.peer.wire._transport import Transport, Zenoh
 from fedcb2o.records._checksums import read_checkpoint_header
@@ -210,8 +209,13 @@ class Node:
                 federation, self.identity, codec, journal, server, self.observer.on_note
             )
             monitor = PeerMonitor(transport, client, self._stop, self.observer)
-            engine = PeerEngine(
-                group, publisher, client, monitor.candidates, self.agent.initial_model
+            engine = PeerEngine(group, publisher, client, monitor, self.agent.initial_model)
+            recovery = SigningRecovery(
+                journal,
+                monitor,
+                self.identity.member.name,
+                is_resumed=self.resume,
+                notify=self.observer.on_note,
             )
 
             # 4. Run the remaining rounds.
@@ -220,15 +224,15 @@ class Node:
                 if has_rounds_left:
                     monitor.wait_for_members(self.gather, self.rounds_done)
                     monitor.report_disagreements()
-                    peers = transport.connected_peers()
-                    newest = client.newest_own_manifest(peers, HELLO_SECONDS)
-                    self._guard_signed_rounds(journal, newest)
+                    recovery.start()
                     traffic = _TrafficCounter(server, client)
-                    yield from self._run_rounds(engine, state, log, codec, monitor, traffic)
+                    yield from self._run_rounds(engine, state, log, codec, traffic, recovery)
                 self._save_model(group)
                 if has_rounds_left:  # otherwise it has no model of a round to offer
                     self.observer.on_phase(self.rounds_done, "serving the others")
                     monitor.linger(self.rounds_done, self.linger)
+                    self._report_equivocation(ledger.equivocators)
+                    monitor.check_membership(self.identity)
 
     def _check_journal(self, journal: SigningJournal) -> None:
         """Raise RunError if the journal lacks rounds of the checkpoint."""
@@ -247,24 +251,26 @@ class Node:
         state: AgentState,
         log: records.RoundLog,
         codec: Codec,
-        monitor: PeerMonitor,
         traffic: "_TrafficCounter",
+        recovery: SigningRecovery,
     ) -> Iterator[dict[str, Any]]:
         """Run the remaining rounds; write record and checkpoint of each, then throttle."""
         federation = self.federation
+        monitor = engine.monitor
         model = engine.group.models[:1]
         rounds = run_rounds(
             engine,
             state,
             self.rounds_done,
             federation.rounds,
-            lambda n: True,
+            1,
             self._on_phase,
             federation.deadline_seconds,
         )
         start = time.monotonic()
+        engine.free_until = start + federation.round_seconds
         for result in rounds:
-            record = self._round_record(result, engine, traffic, monitor)
+            record = self._round_record(result, engine, traffic)
             log.append("rounds", record)
             log.sync()
             rows = [model, *(tensor.unsqueeze(0) for tensor in codec.state().values())]
@@ -277,11 +283,16 @@ class Node:
             yield record
 
             if self.rounds_done < federation.rounds:  # after the last one, peers may have ended
+                recovery.update()
+                monitor.probe_unreachable(self.identity)
                 is_ahead = not engine.arrivals and NOT_YET in engine.failures.values()
-                end = start + federation.round_seconds
-                monitor.throttle(self.rounds_done, end, is_ahead)
+                monitor.throttle(self.rounds_done, start, is_ahead)
             self._check_running()
             start = time.monotonic()
+            # the rest of the round, after its exchange, takes about as long as in this one
+            seconds = record["seconds"]
+            rest = seconds["round"] - seconds["train"] - seconds["exchange"]
+            engine.free_until = start + federation.round_seconds - rest
 
     def _build_codec(self) -> Codec:
         if self.federation.encoding == "float32":
@@ -348,26 +359,6 @@ class Node:
         rounds = self.federation.rounds
         return hello_content(self.federation, self.identity, round=self.rounds_done, rounds=rounds)
 
-    def _guard_signed_rounds(self, journal: SigningJournal, newest: Manifest | None) -> None:
-        """Never sign a round again that a lost or newer directory signed.
-
-        `newest` is the newest manifest of this agent that other peers hold. Without `resume` it is
-        an error.
-        """
-        if newest is None or newest.round <= journal.last_round:
-            return
-        model = f"a model that {self.identity.member.name} signed for round {newest.round + 1}"
-        if not self.resume:
-            raise RunError(
-                f"another peer holds {model}, of which {self.out} knows nothing: go on in the "
-                "folder where it was begun; if that is lost, and no other program signs with this "
-                "key, --resume goes on here"
-            )
-        journal.reserve(newest.round, newest.digest)
-        self.observer.on_note(
-            f"another peer holds {model}: no model up to that round is offered again"
-        )
-
     def _report_equivocation(self, equivocators: frozenset[int]) -> None:
         """Report each member that signed two models for one round, once."""
         proof = f"proof is in {self.out / 'proofs'}"
@@ -405,7 +396,7 @@ class Node:
         records.atomic_write(self.out / _MODEL_FILE, lambda path: save_file(tensors, path))
 
     def _round_record(
-        self, result: Round, engine: PeerEngine, traffic: "_TrafficCounter", monitor: PeerMonitor
+        self, result: Round, engine: PeerEngine, traffic: "_TrafficCounter"
     ) -> dict[str, Any]:
         """Return the record of a round in rounds.jsonl."""
         decisions = result.decisions
@@ -431,14 +422,14 @@ class Node:
             "round": result.n + 1,
             "train_loss": float(result.train_loss[self.agent_id]),
             "own_loss": float(decisions.own_loss[0]),
-            "asked": decisions.asked.values.tolist(),
+            "asked": sorted({*decisions.asked.values.tolist(), *engine.arrivals}),
             "received": received,
             "own_weight": float(decisions.own_weight[0]),
             "refused": {
                 str(i): reason for i, reason in failures if reason not in BLAMELESS_REASONS
             },
             "late": [i for i, reason in failures if reason in BLAMELESS_REASONS],
-            "alive": sorted(monitor.transport.connected_peers()),
+            "alive": sorted(engine.client.transport.connected_peers()),
             **traffic.delta(),
             "seconds": seconds,
             **self._metrics(result),

@@ -1,19 +1,26 @@
 """Monitor of the other members: candidates for requests, and waiting for members."""
 
-import statistics
 import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
+from fedcb2o.errors import RunError
+from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.node._observer import NodeObserver
 from fedcb2o.peer.node._preflight import describe_disagreement
 from fedcb2o.peer.wire._client import HELLO_SECONDS, PeerClient, StoppedError
+from fedcb2o.peer.wire._patience import Backoff
+from fedcb2o.peer.wire._tls_probe import probe_member
 from fedcb2o.peer.wire._transport import Transport
 
 _POLL_SECONDS = 0.2  # between two looks at the links
 _REJOIN_SECONDS = 3.0  # in which a running member is reached
 _SYNCHRONOUS_POLL_SECONDS = 0.02  # between two looks at rounds in a synchronous federation
+_CATCH_UP_SHARE = 0.5  # of a round's minimum duration that holds for an agent that is behind
+_FIRST_PROBE_SECONDS = 5.0  # after the start
+_PROBE_SECONDS = 60.0  # between two looks at members without a link
+_LAST_SECONDS = 1.0  # for members that compare digests with an agent that has finished
 
 
 class PeerMonitor:
@@ -39,6 +46,10 @@ class PeerMonitor:
         self.observer = observer
         self.federation = client.federation
         self.agent_id = client.agent_id
+        self.is_behind = False
+        self._ahead = Backoff()
+        self._refusing = set[int]()
+        self._next_probe = time.monotonic() + _FIRST_PROBE_SECONDS
 
     @property
     def other_members(self) -> frozenset[int]:
@@ -69,6 +80,19 @@ class PeerMonitor:
         if self.federation.synchronous:
             return sorted(self.other_members)
         return sorted(self.reachable() - self.client.backoff.suspended(n))
+
+    def audit(self, n: int, asked: Collection[int]) -> None:
+        """Ask the reachable members that are not asked for models for their manifests.
+
+        Their digests, taken together, are of all members, so that digests do not tell whose models
+        an agent downloads. A synchronous federation, which is for tests, does without.
+
+        Args:
+            n: The round.
+            asked: Members that are asked for models.
+        """
+        if not self.federation.synchronous:
+            self.client.audit(n, self.reachable() - set(asked))
 
     def wait_for_members(self, seconds: float, rounds_done: int) -> None:
         """Wait until all members are reachable.
@@ -117,17 +141,73 @@ class PeerMonitor:
                 if error := describe_disagreement(self.federation, content):
                     self.observer.on_note(f"{members[i].name}: {error}")
 
-    def throttle(self, rounds_done: int, end: float, is_ahead: bool) -> None:
-        """Wait for the round's minimum duration, unless this agent is behind.
+    def probe_unreachable(self, identity: Identity) -> None:
+        """Find out in the background, once a minute, which members refuse our certificate.
+
+        Args:
+            identity: This organisation.
+        """
+        if time.monotonic() < self._next_probe or self.other_members <= self.reachable():
+            return
+        self._next_probe = time.monotonic() + _PROBE_SECONDS
+        thread = threading.Thread(target=self._note_refusals, args=[identity], daemon=True)
+        thread.start()
+
+    def _note_refusals(self, identity: Identity) -> None:
+        new = self._refusing_members(identity) - self._refusing
+        self._refusing |= new
+        if new:
+            self.observer.on_note(
+                f"{self._names(new)} refuses the certificate of {identity.member.name}: a newer "
+                "version of the federation may have changed or removed this member (ask for its "
+                "file), or the certificate has expired"
+            )
+
+    def _refusing_members(self, identity: Identity) -> set[int]:
+        """Return the unreachable members that refuse our certificate."""
+        members = self.federation.members
+        ids = sorted(self.other_members - self.reachable())
+        with ThreadPoolExecutor(min(16, len(ids)) or 1) as pool:
+            results = pool.map(lambda i: probe_member(members[i], identity), ids)
+            return {i for i, result in zip(ids, results, strict=True) if result.is_refused}
+
+    def check_membership(self, identity: Identity) -> None:
+        """Raise an error if this member was removed.
+
+        Args:
+            identity: This organisation.
+
+        Raises:
+            RunError: More than half of the other members refuse its certificate.
+        """
+        others = self.other_members
+        unreachable = others - self.reachable()
+        if 2 * len(unreachable) <= len(others):
+            return
+        refusing = self._refusing_members(identity) | (self._refusing & unreachable)
+        if 2 * len(refusing) > len(others):
+            raise RunError(
+                f"{self._names(refusing)} refuse the certificate of {identity.member.name}: it "
+                "was removed from the federation, or changed in a newer version (ask for its "
+                "file). Its rounds are done, and its model is written, but the last rounds were "
+                "trained without these members"
+            )
+
+    def throttle(self, rounds_done: int, start: float, is_ahead: bool) -> None:
+        """Wait for the round's minimum duration; for half of it if this agent is behind.
 
         The minimum holds for each round by itself, so that an agent that was suspended and finds no
-        other member does not race to the end. An agent that is ahead of all peers that it asked
-        waits for half of the reachable members. In a synchronous federation an agent waits until
-        all others have finished the previous round, because a model is offered in two rounds only.
+        other member does not race to the end. An agent is behind if more than half of all members
+        are further. Members of which nothing is known count as being in round 0. No minority can
+        therefore change the pace, and no majority makes a round shorter than half of its minimum.
+
+        An agent that is ahead of all peers that it asked waits for half of the reachable members.
+        In a synchronous federation an agent waits until all others have finished the previous
+        round, because a model is offered in two rounds only.
 
         Args:
             rounds_done: Rounds that this agent has finished.
-            end: Time at which the last round has had its minimum duration.
+            start: Time at which the last round began.
             is_ahead: All asked peers answered that they have no model yet.
         """
         federation = self.federation
@@ -136,26 +216,62 @@ class PeerMonitor:
             self.wait_for_rounds(
                 lambda: self.other_members, rounds_done, deadline, _SYNCHRONOUS_POLL_SECONDS
             )
-        elif is_ahead:
+        elif is_ahead and 0 not in self._ahead.suspended(rounds_done):
             n = rounds_done - federation.lag
-            self.wait_for_rounds(self.reachable, n, deadline, _POLL_SECONDS, 0.5)
+            if not self.wait_for_rounds(self.reachable, n, deadline, _POLL_SECONDS, 0.5):
+                self._ahead.record_stall(0, rounds_done)
 
-        last_rounds = self.client.last_rounds
-        while (left := end - time.monotonic()) > 0:
-            rounds = [last_rounds[i] for i in self.reachable() if i in last_rounds]
-            if rounds and statistics.median_low(rounds) >= rounds_done:
+        while True:
+            end = start + federation.round_seconds
+            if self._is_majority_ahead(rounds_done):
+                end = start + _CATCH_UP_SHARE * federation.round_seconds
+            left = end - time.monotonic()
+            if left <= 0 or self.stop.wait(min(left, _POLL_SECONDS)):
                 return
-            if self.stop.wait(min(left, _POLL_SECONDS)):
-                return
+
+    def _is_majority_ahead(self, rounds_done: int) -> bool:
+        """Check claimed rounds; tell the operator when the agent falls behind."""
+        claims = dict(self.client.claimed_rounds)
+        num_ahead = sum(claims.get(i, 0) >= rounds_done > 0 for i in self.other_members)
+        is_behind = 2 * num_ahead > len(self.federation.members)
+        if is_behind and not self.is_behind and self.federation.round_seconds:
+            self.observer.on_note(
+                f"{num_ahead} of {len(self.federation.members)} members are ahead of round "
+                f"{rounds_done}: rounds take half of their minimum duration until they are not"
+            )
+        self.is_behind = is_behind
+        return is_behind
 
     def linger(self, rounds_done: int, seconds: float) -> None:
         """Wait until all reachable members have finished, as they may need models.
+
+        Digests are compared with each member as soon as it has finished, and with all at the end:
+        no later round would show two models of the last one.
 
         Args:
             rounds_done: Rounds that they should have finished.
             seconds: Longest time to wait.
         """
-        self.wait_for_rounds(self.reachable, rounds_done, seconds, _POLL_SECONDS)
+        if seconds <= 0 or not self.reachable():
+            return
+        n = rounds_done - 1
+        end = time.monotonic() + seconds
+        self.wait_for_rounds(
+            self.reachable,
+            rounds_done,
+            seconds,
+            _POLL_SECONDS,
+            on_finished=lambda i: self.client.audit(n, [i]),
+        )
+        self._compare_last_digests(n)
+        self.stop.wait(min(_LAST_SECONDS, max(0.0, end - time.monotonic())))
+
+    def _compare_last_digests(self, n: int) -> None:
+        self.client.audit(n, self.reachable())
+        end = time.monotonic() + HELLO_SECONDS
+        while self.client.is_auditing and time.monotonic() < end:
+            if self.stop.wait(_SYNCHRONOUS_POLL_SECONDS):
+                return
 
     def wait_for_rounds(
         self,
@@ -164,7 +280,8 @@ class PeerMonitor:
         seconds: float,
         pause: float,
         share: float = 1.0,
-    ) -> None:
+        on_finished: Callable[[int], None] = lambda i: None,
+    ) -> bool:
         """Wait until a share of some peers has finished `n` rounds.
 
         Args:
@@ -173,6 +290,10 @@ class PeerMonitor:
             seconds: Longest time to wait.
             pause: Time between two questions to a peer.
             share: Share of the peers to wait for.
+            on_finished: Called once with each peer that has finished them.
+
+        Returns:
+            True if the share has finished them.
         """
         end = time.monotonic() + seconds
         finished = set[int]()
@@ -180,13 +301,15 @@ class PeerMonitor:
             for i in sorted(set(peers()) - finished):
                 left = end - time.monotonic()  # each answer may take its time
                 if left <= 0 or self.stop.is_set():
-                    return
+                    return False
                 content = self.client.hello(i, min(left, HELLO_SECONDS)) or {}
                 rounds = content.get("round")
                 if isinstance(rounds, int) and rounds >= n:
                     finished.add(i)
+                    on_finished(i)
             current = set(peers())
             if len(current & finished) >= share * len(current):
-                return
+                return True
             if self.stop.wait(min(left, pause)):
-                return
+                return False
+        return False

@@ -54,6 +54,8 @@ class ModelPublisher:
             theta: The model, shape [d].
             num_samples: Claimed number of training samples.
         """
+        if self.journal.suspension:
+            return
         manifest, content = self._encode(n, theta, num_samples)
         if self.journal.reserve(n, manifest.digest):
             self.server.publish(self._sign(manifest, content))

@@ -1,8 +1,9 @@
 """Messages between peers: their bytes, links, server, client, and checks."""
 
-from fedcb2o.peer.wire._client import FAILED, Backoff, PeerClient, rejection_reason
+from fedcb2o.peer.wire._client import FAILED, PeerClient, rejection_reason
 from fedcb2o.peer.wire._compression import Codec, Int8Codec, RawCodec
 from fedcb2o.peer.wire._equivocation import Ledger, Proof, SigningJournal, verify_proof
+from fedcb2o.peer.wire._patience import Backoff, Patience, Wait
 from fedcb2o.peer.wire._protocol import (
     CHUNK_BYTES,
     REQUEST_BYTES,
@@ -44,6 +45,7 @@ __all__ = [
     "Ledger",
     "MalformedError",
     "Manifest",
+    "Patience",
     "PeerClient",
     "Proof",
     "RawCodec",
@@ -55,6 +57,7 @@ __all__ = [
     "SigningJournal",
     "Snapshot",
     "Transport",
+    "Wait",
     "Zenoh",
     "decode_answer",
     "decode_hello",

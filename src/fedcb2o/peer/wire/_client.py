@@ -4,11 +4,8 @@ No peer is trusted. Before other code sees a model, it passes these checks in th
 of the answer, `protocol.validate_manifest` (member, signature, run, version, agent, round, size),
 then hash, type, finiteness and bound. A model that fails is dropped and counted by its reason.
 
-Example:
-    >>> backoff = Backoff()
-    >>> backoff.record_stall(peer=3, n=0)
-    >>> backoff.suspended(1), backoff.suspended(2)
-    ({3}, set())
+In each round an agent also asks the members whose models it does not download for their manifests.
+It compares the digests in these answers with its own (`_equivocation`), and learns their rounds.
 """
 
 import contextlib
@@ -19,9 +16,9 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +32,7 @@ from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.wire import _protocol
 from fedcb2o.peer.wire._compression import Codec
 from fedcb2o.peer.wire._equivocation import Ledger
+from fedcb2o.peer.wire._patience import Backoff, Patience, Wait
 from fedcb2o.peer.wire._protocol import Answer, AnswerStatus, Manifest, Request, RequestKind
 from fedcb2o.peer.wire._transport import Transport
 
@@ -44,7 +42,9 @@ _MAX_WITNESSES = 4  # manifests that one answer may make us ask for
 _RETRY_SECONDS = 0.01, 0.25  # first and longest pause before a peer without a model is asked again
 HELLO_SECONDS = 2.0  # time for an answer to HELLO
 _GRACE_SECONDS = 0.5  # time after the deadline to check models that have arrived
-_MAX_STALLS = 5  # a peer with this many stalls is suspended for 31 rounds
+_WITNESS_SECONDS = 2.0  # time for an answer to WITNESS
+_AUDIT_SECONDS = 5.0  # time for an answer to MANIFEST alone
+_MAX_AUDITS = 32  # members that are asked for a manifest alone, per round
 _LATE, _NO_ANSWER, _MOVED_ON, _EQUIVOCATION = "late", "no answer", "not here", "equivocation"
 FAILED = "failed"  # an unexpected error: a peer never breaks a round
 NOT_YET = "not yet"
@@ -67,56 +67,14 @@ class Arrival:
         num_samples: Claimed number of training samples.
         size: Received bytes.
         seconds: Duration of the download and its checks.
+        row: Peer whose row holds the model: its own, or the one in whose place it was asked.
     """
 
     round: int
     num_samples: int
     size: int
     seconds: float
-
-
-class Backoff:
-    """Suspension of peers that repeatedly delay rounds.
-
-    A peer stalls if a round waits for it for more than half of the deadline and gets no model.
-    After its first stall it is not asked for one round, then 3, 7 and so on. Each model that
-    arrives removes one stall. A peer that never answers, or never ends an answer, therefore delays
-    a few rounds instead of every round.
-    """
-
-    def __init__(self) -> None:
-        self.stall_counts: dict[int, int] = {}
-        self.suspended_until: dict[int, int] = {}
-
-    def record_stall(self, peer: int, n: int) -> None:
-        """Note that round `n` waited for a peer in vain.
-
-        Args:
-            peer: The peer.
-            n: The round.
-        """
-        count = min(_MAX_STALLS, self.stall_counts.get(peer, 0) + 1)
-        self.stall_counts[peer] = count
-        self.suspended_until[peer] = n + 2**count
-
-    def record_arrival(self, peer: int) -> None:
-        """Note that a peer's model arrived.
-
-        Args:
-            peer: The peer.
-        """
-        self.stall_counts[peer] = max(0, self.stall_counts.get(peer, 0) - 1)
-
-    def suspended(self, n: int) -> set[int]:
-        """Return the peers that are not asked in a round.
-
-        Args:
-            n: The round.
-
-        Returns:
-            Their ids.
-        """
-        return {peer for peer, end in self.suspended_until.items() if n < end}
+    row: int
 
 
 class PeerClient:
@@ -132,8 +90,10 @@ class PeerClient:
         stop: Event after which a download ends with StoppedError.
 
     Attributes:
-        last_rounds: Round of the last model accepted from each peer; older ones are refused.
+        last_rounds: Round of the last manifest accepted from each peer; older ones are refused.
+        claimed_rounds: The same, at most `lag` rounds ahead of this agent at that time.
         backoff: Peers that delayed rounds.
+        patience: Usual times of downloads.
         received_bytes: Bytes received so far.
     """
 
@@ -155,23 +115,36 @@ class PeerClient:
         self.dim = dim
         self.agent_id = federation.id_of(identity.member)
         self.last_rounds: dict[int, int] = {}
+        self.claimed_rounds: dict[int, int] = {}
         self.backoff = Backoff()
+        self.patience = Patience()
         self.received_bytes = 0
         self.has_logged_error = False
         self.stop = threading.Event() if stop is None else stop
         self.lock = threading.Lock()
+        self._audited: set[int] = set()  # peers whose answer to an audit is awaited
 
     def fetch(
-        self, n: int, rows: Mapping[int, Float[Tensor, " d"]], deadline: float | None
+        self,
+        n: int,
+        rows: Mapping[int, Float[Tensor, " d"]],
+        deadline: float | None,
+        *,
+        spares: Sequence[int] = (),
+        free_until: float = 0.0,
     ) -> tuple[dict[int, Arrival], dict[int, str]]:
         """Download the models of some peers at once.
 
-        Nothing is written to the rows after the return.
+        The round goes on without models that do not arrive in the usual time if half of the models
+        arrived. Spare peers are then asked in place of the late ones. Nothing is written to the
+        rows after the return. A synchronous round waits for all models until its deadline.
 
         Args:
             n: The agent's round.
             rows: For each peer the tensor to fill, shape [d].
             deadline: Time in seconds; by default that of the federation.
+            spares: Other peers, the first ones first.
+            free_until: Monotonic time until which waiting costs nothing.
 
         Returns:
             The arrivals by peer, and for the other peers the reasons, both by ascending id.
@@ -182,40 +155,78 @@ class PeerClient:
         if not rows:
             return {}, {}
         seconds = self.federation.deadline_seconds if deadline is None else deadline
-        start = time.monotonic()
-        end = start + seconds
-        pool = ThreadPoolExecutor(len(rows), thread_name_prefix="download")
-        tasks = {peer: _ModelDownload(self, n, peer, row, end) for peer, row in rows.items()}
-        futures = {peer: pool.submit(task.run) for peer, task in tasks.items()}
-        arrivals = dict[int, Arrival]()
-        failures = dict[int, str]()
+        exchange = _Exchange(self, n, rows, seconds, spares, free_until)
         try:
-            self._wait(futures.values(), (start + end) / 2)
-            slow = {peer for peer, future in futures.items() if not future.done()}
-            self._wait(futures.values(), end + _GRACE_SECONDS)
-            for peer, task in tasks.items():
-                result = task.result(futures[peer])
-                if isinstance(result, Arrival):
-                    arrivals[peer] = result
-                    self.last_rounds[peer] = result.round
-                    self.backoff.record_arrival(peer)
-                    continue
-                failures[peer] = result
-                if peer in slow:
-                    self.backoff.record_stall(peer, n)
+            exchange.wait()
+            return exchange.results()
         finally:
-            for task in tasks.values():
-                task.cancel()
-            pool.shutdown(wait=False, cancel_futures=True)
-        return dict(sorted(arrivals.items())), dict(sorted(failures.items()))
+            exchange.close()
 
-    def _wait(self, futures: Collection["Future[Arrival | str]"], end: float) -> None:
-        """Wait for all futures until a time; raise if the agent stops."""
-        while (left := end - time.monotonic()) > 0:
-            if not wait(futures, min(left, _RETRY_SECONDS[1])).not_done:
-                return
-            if self.stop.is_set():
-                raise StoppedError
+    def audit(self, n: int, peers: Iterable[int]) -> None:
+        """Ask members for their manifests in the background.
+
+        Nothing waits for the answers. Each member has its own thread, and gets no second question
+        before the first one has ended.
+
+        Args:
+            n: The agent's round.
+            peers: The members; of more than 32 another part in each round.
+        """
+        ids = sorted(peers)
+        start = n * _MAX_AUDITS % max(1, len(ids))
+        for peer in [*ids[start:], *ids[:start]][:_MAX_AUDITS]:
+            with self.lock:
+                if peer in self._audited:
+                    continue
+                self._audited.add(peer)
+            name = "fedcb2o-audit"
+            threading.Thread(target=self._audit, args=(n, peer), name=name, daemon=True).start()
+
+    @property
+    def is_auditing(self) -> bool:
+        """True while answers to audits are awaited."""
+        return bool(self._audited)
+
+    def _audit(self, n: int, peer: int) -> None:
+        try:
+            self.compare_digests(n, peer)
+        except Exception as error:  # must not end the process with a message of Python
+            self.log_error(error)
+        finally:
+            with self.lock:
+                self._audited.discard(peer)
+
+    def compare_digests(self, n: int, peer: int, seconds: float = _AUDIT_SECONDS) -> None:
+        """Compare a member's digests of manifests with this agent's, and keep its manifest.
+
+        Args:
+            n: The agent's round.
+            peer: The member.
+            seconds: Time to wait.
+        """
+        _PeerSession(self, peer, time.monotonic() + seconds).fetch_manifest(n)
+
+    def note_round(self, peer: int, n: int, round: int) -> None:
+        """Note the round of a manifest.
+
+        Args:
+            peer: The peer that signed it.
+            n: This agent's round.
+            round: The round in the manifest.
+        """
+        with self.lock:
+            self.last_rounds[peer] = max(round, self.last_rounds.get(peer, 0))
+            self.claimed_rounds[peer] = min(round, n + self.federation.lag)
+
+    def log_error(self, error: BaseException) -> None:
+        """Log the first unexpected error only.
+
+        Args:
+            error: The error.
+        """
+        if not self.has_logged_error:
+            self.has_logged_error = True
+            logging.getLogger(__name__).error("a model could not be downloaded", exc_info=error)
 
     def hello(self, peer: int, seconds: float) -> dict[str, Any] | None:
         """Ask a peer for its description of itself.
@@ -234,7 +245,9 @@ class PeerClient:
                 return _protocol.decode_hello(answer.body, answer.nonce, member)
         return None
 
-    def newest_own_manifest(self, peers: Iterable[int], seconds: float) -> Manifest | None:
+    def newest_own_manifest(
+        self, peers: Iterable[int], seconds: float
+    ) -> tuple[set[int], Manifest | None]:
         """Ask peers for the newest manifest that this agent signed.
 
         Args:
@@ -242,10 +255,11 @@ class PeerClient:
             seconds: Time to wait.
 
         Returns:
-            The newest one, or None.
+            The peers that answered, and the newest manifest that any of them holds.
         """
         end = time.monotonic() + seconds
         silent = set(peers)
+        answered = set[int]()
         manifests = list[Manifest]()
         while silent and time.monotonic() < end and not self.stop.is_set():
             answers_by_peer = {
@@ -254,13 +268,16 @@ class PeerClient:
             }
             for peer, answers in answers_by_peer.items():
                 for answer in answers:
-                    silent.discard(peer)
+                    if answer.status is AnswerStatus.NOT_HERE:
+                        answered.add(peer)
                     _, manifest = _protocol.verify_member_manifest(answer.body, self.federation)
                     if manifest is not None and self._is_own(manifest):
+                        answered.add(peer)
                         manifests.append(manifest)
+            silent -= answered
             if silent:  # a new link may not lead to the other agent yet
                 self.stop.wait(_RETRY_SECONDS[1])
-        return max(manifests, key=lambda manifest: manifest.round, default=None)
+        return answered, max(manifests, key=lambda manifest: manifest.round, default=None)
 
     def _is_own(self, manifest: Manifest) -> bool:
         return manifest.agent == self.agent_id and manifest.round < self.federation.rounds
@@ -324,6 +341,214 @@ class _PeerSession:
                 if answer.nonce == nonce:
                     yield answer
 
+    def fetch_manifest(self, n: int) -> "Manifest | str":
+        """Return the first valid manifest, or the reason why there is none."""
+        reason = _NO_ANSWER
+        for answer in self.ask(RequestKind.MANIFEST, round=n):
+            if answer.status is not AnswerStatus.OK:
+                reason = answer.status.label
+                continue
+            result = self._validate_offer(n, answer.body)
+            if isinstance(result, Manifest):
+                return result
+            reason = result
+        return reason
+
+    def _validate_offer(self, n: int, body: _protocol.BytesLike) -> "Manifest | str":
+        """Return an offer's valid manifest or a reason; fetch conflicting manifests."""
+        client = self.client
+        codec = client.codec
+        try:
+            signed, digests = _protocol.decode_offer(body)
+        except _protocol.MalformedError as error:
+            return error.reason
+        reason, manifest = _protocol.validate_manifest(
+            signed,
+            federation=client.federation,
+            peer=self.peer,
+            n=n,
+            min_round=client.last_rounds.get(self.peer, 0),
+            dim=client.dim,
+            min_bytes=codec.min_bytes,
+            max_bytes=codec.max_bytes,
+            encoding=codec.encoding,
+            base=codec.base,
+        )
+        if manifest is None:
+            return reason
+
+        client.ledger.record(signed)
+        client.note_round(self.peer, n, manifest.round)
+        self._fetch_witnesses(client.ledger.find_conflicts(digests)[:_MAX_WITNESSES])
+        if self.peer in client.ledger.equivocators:
+            return _EQUIVOCATION
+        return manifest
+
+    def _fetch_witnesses(self, conflicts: Iterable[_protocol.ManifestDigest]) -> None:
+        """Ask for the manifests of conflicting digests; the ledger keeps proofs only."""
+        client = self.client
+        longest = _protocol.manifest_bytes(client.codec.max_bytes)  # no peer accepts a longer one
+        end = min(self.end, time.monotonic() + _WITNESS_SECONDS)
+        session = _PeerSession(client, self.peer, end)
+        pending = [
+            (digest, session.ask(RequestKind.WITNESS, round=n, index=agent, digest=digest))
+            for agent, n, digest in conflicts
+        ]
+        witnesses: dict[tuple[int, int], dict[bytes, bytes]] = {}
+        for (agent, n, digest), (_, answers) in zip(conflicts, pending, strict=True):
+            for answer in answers:
+                if answer.status is AnswerStatus.OK and len(answer.body) <= longest:
+                    witnesses.setdefault((agent, n), {})[digest] = bytes(answer.body)
+        for (agent, n), signed in witnesses.items():
+            client.ledger.prove(agent, n, signed)
+
+
+class _Exchange:
+    """Downloads of one round, and the wait for them.
+
+    Args:
+        client: The client.
+        n: The round.
+        rows: For each asked peer the tensor to fill, shape [d].
+        seconds: Time after which models are missing.
+        spares: Other peers.
+        free_until: Monotonic time until which waiting costs nothing.
+    """
+
+    def __init__(
+        self,
+        client: PeerClient,
+        n: int,
+        rows: Mapping[int, Float[Tensor, " d"]],
+        seconds: float,
+        spares: Sequence[int],
+        free_until: float,
+    ) -> None:
+        self.client = client
+        self.n = n
+        self.rows = rows
+        self.is_synchronous = client.federation.synchronous
+        self.spares = [peer for peer in spares if peer not in rows and not self.is_synchronous]
+        start = time.monotonic()
+        client.patience.earn(start, seconds)
+        self.rules = Wait(client.patience, start, start + seconds, free_until)
+        num_threads = len(rows) + min(len(rows), len(self.spares))
+        self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="download")
+        self.tasks: dict[int, _ModelDownload] = {}
+        self.futures: dict[int, Future[Arrival | str]] = {}
+        self.ended: dict[int, float] = {}  # times at which downloads ended
+        for peer, row in rows.items():
+            self._submit(peer, row)
+
+    def _submit(self, peer: int, row: Float[Tensor, " d"]) -> None:
+        task = _ModelDownload(self.client, self.n, peer, row, self.rules.deadline)
+        self.tasks[peer] = task
+        self.futures[peer] = self.pool.submit(task.run)
+
+    def wait(self) -> None:
+        """Wait until all models arrived, or the round goes on without the missing ones.
+
+        Raises:
+            StoppedError: The agent was asked to stop.
+        """
+        rules = self.rules
+        credit_start = math.inf
+        while pending := self._update():
+            now = time.monotonic()
+            end, usual_end = self._ends(pending)
+            if now >= end:
+                break
+            if now > usual_end:
+                credit_start = min(credit_start, now)
+            if now >= rules.spares_start and self.spares:
+                self._ask_spares(pending)
+                continue
+            pause = min(end - now, _RETRY_SECONDS[1])
+            if self.spares:
+                pause = min(pause, rules.spares_start - now)
+            wait(pending.values(), pause, FIRST_COMPLETED)
+            if self.client.stop.is_set():
+                raise StoppedError
+        spent = max(0.0, time.monotonic() - credit_start)
+        self.client.patience.credit = max(0.0, self.client.patience.credit - spent)
+
+    def _update(self) -> "dict[int, Future[Arrival | str]]":
+        """Note downloads that ended, and return the others."""
+        for peer, future in self.futures.items():
+            if future.done() and peer not in self.ended:
+                self.ended[peer] = time.monotonic()
+                if future.exception() is None and isinstance(future.result(), Arrival):
+                    self.rules.record_arrival(self.ended[peer])
+        return {peer: future for peer, future in self.futures.items() if peer not in self.ended}
+
+    def _ends(self, pending: Collection[int]) -> tuple[float, float]:
+        """Return the end of the wait, and the end without credit."""
+        hard_end = self.rules.deadline + _GRACE_SECONDS
+        if self.is_synchronous:
+            return hard_end, hard_end
+        num_failed = len(self.ended) - len(self.rules.arrivals)
+        asked = len(self.rows)
+        is_probation = any(self.client.backoff.stall_counts.get(peer, 0) for peer in pending)
+        end = self.rules.end(asked, num_failed, is_probation=is_probation)
+        usual_end = self.rules.end(asked, num_failed, is_probation=False)
+        if end == self.rules.deadline:
+            end = hard_end
+        return end, usual_end
+
+    def _ask_spares(self, pending: Collection[int]) -> None:
+        """Ask as many other peers as models are missing."""
+        chosen = self.spares[: len(pending)]
+        self.spares = []
+        row = next(iter(self.rows.values()))
+        for peer in chosen:
+            self._submit(peer, torch.empty_like(row))
+
+    def results(self) -> tuple[dict[int, Arrival], dict[int, str]]:
+        """End all downloads.
+
+        Returns:
+            The arrivals, and the reasons of the missing models, both by ascending id.
+        """
+        self._update()
+        client = self.client
+        late_after = self.rules.late_after()
+        arrivals = dict[int, Arrival]()
+        failures = dict[int, str]()
+        for peer, task in self.tasks.items():
+            result = task.result(self.futures[peer])
+            is_late = self.ended.get(peer, math.inf) > late_after
+            if isinstance(result, Arrival):
+                arrivals[peer] = result
+                client.patience.record_arrival(peer, result.seconds)
+            else:
+                failures[peer] = result
+            if is_late:
+                client.backoff.record_stall(peer, self.n)
+            elif isinstance(result, Arrival):
+                client.backoff.record_arrival(peer)
+        arrivals = self._place(arrivals)
+        failures = {peer: reason for peer, reason in failures.items() if peer in self.rows}
+        return dict(sorted(arrivals.items())), dict(sorted(failures.items()))
+
+    def _place(self, arrivals: Mapping[int, Arrival]) -> dict[int, Arrival]:
+        """Move models of spare peers into rows of missing models."""
+        free = [peer for peer in self.rows if peer not in arrivals]
+        placed = dict[int, Arrival]()
+        for peer, arrival in sorted(arrivals.items()):
+            if peer in self.rows:
+                placed[peer] = arrival
+            elif free:
+                slot = free.pop(0)
+                self.rows[slot].copy_(self.tasks[peer].row)
+                placed[peer] = replace(arrival, row=slot)
+        return placed
+
+    def close(self) -> None:
+        """Write nothing from now on."""
+        for task in self.tasks.values():
+            task.cancel()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
 
 class _ModelDownload:
     """Download of one peer's model into a row: manifest, then chunks."""
@@ -348,9 +573,7 @@ class _ModelDownload:
         error = future.exception()
         if error is None:
             return future.result()
-        if not self.client.has_logged_error:  # log the first error only
-            self.client.has_logged_error = True
-            logging.getLogger(__name__).error("a model could not be downloaded", exc_info=error)
+        self.client.log_error(error)
         return FAILED
 
     def cancel(self) -> None:
@@ -383,7 +606,7 @@ class _ModelDownload:
         return tries < _MAX_TRIES and reason in (_NO_ANSWER, _MOVED_ON)
 
     def _attempt(self, start: float) -> "Arrival | str":
-        manifest = self._fetch_manifest()
+        manifest = self.session.fetch_manifest(self.n)
         if isinstance(manifest, str):
             return manifest
         buffer = self.client.codec.buffer(manifest.size, self.row)
@@ -398,54 +621,7 @@ class _ModelDownload:
                 return reason
         seconds = time.monotonic() - start
         size = self.session.received_bytes
-        return Arrival(manifest.round, manifest.num_samples, size, seconds)
-
-    def _fetch_manifest(self) -> "Manifest | str":
-        """Return the first valid manifest, or the reason why there is none."""
-        reason = _NO_ANSWER
-        for answer in self.session.ask(RequestKind.MANIFEST, round=self.n):
-            if answer.status is not AnswerStatus.OK:
-                reason = answer.status.label
-                continue
-            result = self._validate_offer(answer.body)
-            if isinstance(result, Manifest):
-                return result
-            reason = result
-        return reason
-
-    def _validate_offer(self, body: _protocol.BytesLike) -> "Manifest | str":
-        """Return an offer's valid manifest or a reason; fetch conflicting manifests."""
-        client = self.client
-        codec = client.codec
-        try:
-            signed, digests = _protocol.decode_offer(body)
-        except _protocol.MalformedError as error:
-            return error.reason
-        reason, manifest = _protocol.validate_manifest(
-            signed,
-            federation=client.federation,
-            peer=self.peer,
-            n=self.n,
-            min_round=client.last_rounds.get(self.peer, 0),
-            dim=client.dim,
-            min_bytes=codec.min_bytes,
-            max_bytes=codec.max_bytes,
-            encoding=codec.encoding,
-            base=codec.base,
-        )
-        if manifest is None:
-            return reason
-
-        client.ledger.record(signed)
-        longest = _protocol.manifest_bytes(codec.max_bytes)  # no peer accepts a longer one
-        for agent, n, digest in client.ledger.find_conflicts(digests)[:_MAX_WITNESSES]:
-            answers = self.session.ask(RequestKind.WITNESS, round=n, index=agent, digest=digest)
-            for answer in answers:
-                if answer.status is AnswerStatus.OK and len(answer.body) <= longest:
-                    client.ledger.record(bytes(answer.body))
-        if self.peer in client.ledger.equivocators:
-            return _EQUIVOCATION
-        return manifest
+        return Arrival(manifest.round, manifest.num_samples, size, seconds, row=self.peer)
 
     def _fetch_chunks(self, manifest: Manifest, buffer: memoryview) -> str:
         """Fill the buffer by chunks; return an empty text or a reason."""

@@ -4,6 +4,9 @@ Manifests are signed. Two different ones of one agent, run and round prove to an
 the agent sent different models to its peers. Peers exchange digests of the manifests that they
 received, the newest first, and ask for those that differ from their own.
 
+A manifest enters the ledger in two ways only: from the agent that signed it, or as the second of
+two that prove something. No member can therefore displace manifests of another.
+
 Example:
     >>> proof = Proof("clinic-c", 2, 17, bytes(32), bytes(32), (b"", b""))
     >>> proof.file
@@ -13,11 +16,11 @@ Example:
 import base64
 import binascii
 import errno
-import heapq
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +47,8 @@ from fedcb2o.peer.wire._protocol import (
 )
 from fedcb2o.records._files import fsync, write_error
 
-_EXTRA_ROUNDS = 8  # manifests of each agent that are kept beyond the lag
+_EXTRA_ROUNDS = 8  # manifests of each agent that are kept beyond the lag, whatever their size
+_HELD_BYTES = 2**20  # further manifests of each agent
 _MAX_PROOF_BYTES = 2**21  # two of the longest manifests, as text
 _PROOF_SUFFIX = ".proof.toml"
 JOURNAL_FILE = "signed.jsonl"
@@ -204,9 +208,9 @@ class Ledger:
         self._folder = folder / "proofs"
         self._federation = federation
         self._lock = threading.Lock()
-        # agent -> round -> digest, signed manifest, and number of manifests kept before it
-        self._held: dict[int, dict[int, tuple[bytes, bytes, int]]] = {}
-        self._kept = 0
+        # agent -> round -> digest, signed manifest
+        self._held: dict[int, dict[int, tuple[bytes, bytes]]] = {}
+        self._recent: deque[ManifestDigest] = deque(maxlen=2 * MAX_DIGESTS)
         self._proofs: dict[int, Proof] = {}
         self._unwritten: list[Proof] = []
         for path in sorted(self._folder.glob(f"*{_PROOF_SUFFIX}")):
@@ -223,10 +227,13 @@ class Ledger:
             return frozenset(self._proofs)
 
     def record(self, signed: bytes) -> Proof | None:
-        """Keep a manifest that a member signed for this run.
+        """Keep a manifest that came from the agent that signed it.
+
+        The manifests of the highest rounds stay: `lag` + 8 of each agent, and as many more as have
+        1 MiB together.
 
         Args:
-            signed: The signed manifest, from any sender; an invalid one is ignored.
+            signed: The signed manifest; an invalid one is ignored.
 
         Returns:
             The proof, if the agent signed another one for this round.
@@ -239,14 +246,48 @@ class Ledger:
             if manifest.agent in self._proofs:
                 return None
             held = self._held.setdefault(manifest.agent, {})
-            entry = (manifest.digest, signed, self._kept)
-            digest, first_signed, _ = held.setdefault(manifest.round, entry)
-            self._kept += 1
+            if manifest.round not in held:
+                held[manifest.round] = (manifest.digest, signed)
+                self._recent.append((manifest.agent, manifest.round, manifest.digest))
+            digest, first_signed = held[manifest.round]
             if digest != manifest.digest:
                 return self._prove(manifest, first_signed, signed)
-            while len(held) > self._federation.lag + _EXTRA_ROUNDS:
-                del held[next(iter(held))]
+            max_count = self._federation.lag + _EXTRA_ROUNDS + _HELD_BYTES // len(signed)
+            while len(held) > max_count:
+                del held[min(held)]
         return None
+
+    def prove(self, agent: int, n: int, witnesses: Mapping[bytes, bytes]) -> Proof | None:
+        """Compare manifests from other agents with each other and with the recorded one.
+
+        They are kept only if they prove something.
+
+        Args:
+            agent: The agent that should have signed them.
+            n: Their round.
+            witnesses: Signed manifests from any sender, by the digests that were asked for; those
+                of another agent, round or digest are ignored.
+
+        Returns:
+            The proof, if the agent signed two models for this round.
+        """
+        signed_by_digest: dict[bytes, bytes] = {}
+        for digest, signed in witnesses.items():
+            _, manifest = verify_member_manifest(signed, self._federation)
+            if manifest is None or (manifest.agent, manifest.round) != (agent, n):
+                continue
+            if manifest.digest == digest:
+                signed_by_digest[digest] = signed
+        with self._lock:
+            if agent in self._proofs or n >= self._federation.rounds:
+                return None
+            if n in self._held.get(agent, {}):
+                digest, signed = self._held[agent][n]
+                signed_by_digest[digest] = signed
+            if len(signed_by_digest) < 2:
+                return None
+            first, second, *_ = signed_by_digest.values()
+            return self._prove(decode_manifest(first)[0], first, second)
 
     def digests(self) -> list[ManifestDigest]:
         """Return digests for other agents to compare.
@@ -258,15 +299,9 @@ class Ledger:
             At most 64 digests.
         """
         with self._lock:
-            proven = list(self._proven())
-            entries = (
-                (order, agent, n, digest)
-                for agent, held in self._held.items()
-                for n, (digest, _, order) in held.items()
-            )
-            newest = heapq.nlargest(MAX_DIGESTS, entries)
-        rest = [(agent, n, digest) for _, agent, n, digest in newest]
-        return [*proven[: MAX_DIGESTS // 2], *rest][:MAX_DIGESTS]
+            proven = list(self._proven())[: MAX_DIGESTS // 2]
+            newest = [one for one in reversed(self._recent) if one[0] not in self._proofs]
+        return [*proven, *newest][:MAX_DIGESTS]
 
     def find_conflicts(self, digests: Iterable[ManifestDigest]) -> list[ManifestDigest]:
         """Find digests that differ from recorded manifests, or from each other.
@@ -286,7 +321,7 @@ class Ledger:
                 if n >= self._federation.rounds:
                     continue
                 other = first_digests.setdefault((agent, n), digest)
-                own, *_ = self._held.get(agent, {}).get(n, (None, b"", 0))
+                own, _ = self._held.get(agent, {}).get(n, (None, b""))
                 if other != digest:
                     for candidate in (other, digest):
                         if candidate != own:
@@ -310,7 +345,7 @@ class Ledger:
             held = self._held.get(agent, {})
             if digest == ZERO_DIGEST:
                 n = max(held, default=n)
-            found, signed, _ = held.get(n, (None, b"", 0))
+            found, signed = held.get(n, (None, b""))
             if found is not None and digest in (found, ZERO_DIGEST):
                 return signed
             proof = self._proofs.get(agent)
@@ -331,7 +366,7 @@ class Ledger:
             manifests=(first, second),
         )
         self._proofs[manifest.agent] = proof
-        del self._held[manifest.agent]
+        self._held.pop(manifest.agent, None)
         self._unwritten.append(proof)
         self._write()
         return proof
@@ -359,12 +394,16 @@ class SigningJournal:
     Args:
         folder: The run folder.
 
+    Attributes:
+        suspension: Reason why nothing may be signed for now, or an empty text.
+
     Raises:
         RunError: The journal cannot be read, or is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / JOURNAL_FILE
+        self.suspension = ""
         self._signed: dict[int, bytes] = {}
         self._size = 0  # of the complete lines; a partial last line is overwritten
         try:

@@ -21,10 +21,12 @@ class ProbeResult:
     Attributes:
         error: Why no link can be made and how to repair it; empty if a link can be made.
         expires: Expiry of the member's certificate, if it was seen.
+        is_refused: The member refuses our certificate.
     """
 
     error: str = ""
     expires: datetime | None = None
+    is_refused: bool = False
 
 
 def probe_member(member: Member, identity: Identity, *, is_linked: bool = False) -> ProbeResult:
@@ -67,7 +69,8 @@ def probe_member(member: Member, identity: Identity, *, is_linked: bool = False)
     except ssl.SSLCertVerificationError as error:
         return ProbeResult(_certificate_error(member, error))
     except ssl.SSLError as error:
-        return ProbeResult(_tls_error(member, error), expires)
+        is_refused = "ALERT" in (error.reason or "")
+        return ProbeResult(_tls_error(member, error), expires, is_refused)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         return ProbeResult(f"{member.endpoint} cannot be reached: {reason}", expires)

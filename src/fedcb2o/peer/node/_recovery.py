@@ -1,0 +1,112 @@
+"""Recovery of the highest signed round of an agent whose run directory was lost.
+
+Two models signed for one round look like fraud, and nothing in an empty directory tells which
+rounds were signed. More than half of the other members must therefore say which model of this agent
+is the newest that they hold. The agent signs no round up to this one, nor `lag` + 1 further rounds,
+which may not have reached a majority. Without a majority it signs nothing.
+"""
+
+from collections.abc import Callable
+
+from fedcb2o.errors import RunError
+from fedcb2o.peer.node._peer_monitor import PeerMonitor
+from fedcb2o.peer.wire._client import HELLO_SECONDS
+from fedcb2o.peer.wire._equivocation import SigningJournal
+from fedcb2o.peer.wire._protocol import ZERO_DIGEST
+
+_REPEAT_SECONDS = 0.5  # time for answers in later rounds
+
+
+class SigningRecovery:
+    """Recovery of the rounds that an agent must not sign again.
+
+    Args:
+        journal: The journal of this run directory.
+        monitor: Monitor of the other members.
+        name: Name of this agent.
+        is_resumed: The operator continues a run.
+        notify: Function that shows a message to the operator.
+    """
+
+    def __init__(
+        self,
+        journal: SigningJournal,
+        monitor: PeerMonitor,
+        name: str,
+        *,
+        is_resumed: bool,
+        notify: Callable[[str], None],
+    ) -> None:
+        self.journal = journal
+        self.monitor = monitor
+        self.name = name
+        self.is_resumed = is_resumed
+        self.notify = notify
+        self.is_lost = is_resumed and journal.last_round < 0
+        self.answered: set[int] = set()
+        self.newest_round = journal.last_round
+
+    def start(self) -> None:
+        """Ask the reachable members what this agent signed.
+
+        Raises:
+            RunError: A member holds a model of which a new run directory knows nothing.
+        """
+        self._ask(HELLO_SECONDS)
+        if self.newest_round > self.journal.last_round:
+            self.is_lost = True
+            if not self.is_resumed:
+                raise RunError(
+                    f"another peer holds a model that {self.name} signed for round "
+                    f"{self.newest_round + 1}, of which this run directory knows nothing: go on in "
+                    "the directory where it was begun; if that is lost, and no other program signs "
+                    "with this key, --resume goes on here"
+                )
+        if self.is_lost:
+            self._decide()
+        if self.is_lost:
+            self.notify(self._describe_wait())
+
+    def update(self) -> None:
+        """Ask the members that have not answered yet, if more answers are needed."""
+        if self.is_lost:
+            self._ask(_REPEAT_SECONDS)
+            self._decide()
+
+    @property
+    def _needed(self) -> int:
+        """More than half of the other members."""
+        return (len(self.monitor.federation.members) - 1) // 2 + 1
+
+    def _ask(self, seconds: float) -> None:
+        peers = self.monitor.transport.connected_peers() - self.answered
+        answered, newest = self.monitor.client.newest_own_manifest(peers, seconds)
+        self.answered |= answered
+        if newest is not None:
+            self.newest_round = max(self.newest_round, newest.round)
+
+    def _decide(self) -> None:
+        """Sign again after the newest known round, if a majority has answered."""
+        if len(self.answered) < self._needed:
+            self.journal.suspension = self._describe_wait()
+            return
+        federation = self.monitor.federation
+        last = min(federation.rounds - 1, self.newest_round + federation.lag + 1)
+        self.journal.reserve(last, ZERO_DIGEST)
+        self.journal.suspension = ""
+        self.is_lost = False
+        known = "no model"
+        if self.newest_round >= 0:
+            known = f"a model for round {self.newest_round + 1}"
+        self.notify(
+            f"{len(self.answered)} members hold {known} of {self.name}, or nothing newer: with the "
+            f"same key, no model up to round {last + 1} is offered"
+        )
+
+    def _describe_wait(self) -> str:
+        return (
+            f"the record of what {self.name} signed was lost or is old: before it offers a model, "
+            f"{self._needed} other members must tell what they hold of it, and "
+            f"{len(self.answered)} did; or give it a new key (`fedcb2o peer identity` and `amend "
+            "--replace`)"
+        )
