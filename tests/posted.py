@@ -1,6 +1,6 @@
 """A plain engine: groups of agents with buffers of their own, which exchange bytes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,13 @@ from torch import Tensor
 from fedcb2o.federated import (
     Adversary,
     AgentGroup,
-    AgentState,
     Decisions,
     EvaluationResult,
     Inbox,
     Message,
     Ragged,
     RunSpec,
+    batched_aggregation,
     clip_claimed_samples,
     craft_models_,
     evaluate_models,
@@ -28,8 +28,6 @@ from fedcb2o.federated import (
     plan_training_batches,
     rejection_reason,
 )
-from fedcb2o.federated.batched_aggregation import local_aggregation_
-from fedcb2o.federated.collusion import decide, sample_peers
 from fedcb2o.rng import stream
 from tests.agents import Held, block_of, first_models
 
@@ -64,24 +62,7 @@ class Posted:
             for g, (b, members) in enumerate(self.members)
         ]
 
-    def local_aggregation_(
-        self,
-        n: int,
-        states: Sequence[AgentState],
-        active: np.ndarray,
-        deadline: float | None,
-        on_step: Callable[[str], None],
-    ) -> Any:
-        return local_aggregation_(
-            self,
-            n,
-            states,
-            active,
-            deadline,
-            on_step,
-            sample_step=sample_peers,
-            decide_step=decide,
-        )
+    local_aggregation_ = batched_aggregation.local_aggregation_
 
     def publish_(self, n: int, online: np.ndarray, sizes: np.ndarray) -> None:
         self.messages: dict[tuple[int, int], bytes] = {}
@@ -164,6 +145,9 @@ class Posted:
             mix_(group.models, matrix, 0, self.spec.dim)
             is_finite[group.agents] = np.isfinite(max_abs(group.models, layout.own.tolist()))
         return is_finite
+
+    def persistent_state(self, state):
+        return state
 
     def evaluate(self) -> dict[int, EvaluationResult]:
         results = {}

@@ -273,30 +273,20 @@ def test_a_rule_with_memory(cluster):
 
 
 def test_what_rules_keep_stays_with_the_agents(cluster):
-    """States are fetched on demand, and another cluster continues from them."""
+    """Checkpoints fetch the states, and another cluster continues from them."""
     scene = Scene(
         by_steady, flipped, network, True, False, {"kernels": KernelConfig(models_per_batch=2)}
     )
     engine, again = clustered(cluster[:2], scene, 2), clustered(cluster[2:4], scene, 2)
-    first, _, third = run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 3, 0)
-    with pytest.raises(AssertionError, match="another round"):
-        dict(first.state.rule_states[0])
-    states = [dict(state) for state in third.state.rule_states]
-    assert [int(state["seen"].sum()) if state else 0 for state in states] == [
-        9,
-        9,
-        9,
-        0,
-        0,
-        9,
-        9,
-        0,
-        0,
-    ]
+    *_, third = run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 3, 0)
+    state = engine.persistent_state(third.state)
+    seen = [int(kept["seen"].sum()) if kept else 0 for kept in state.rule_states]
+    assert seen == [9, 9, 9, 0, 0, 9, 9, 0, 0]
     again.load_models_(torch.cat(list(engine.persistent_models())))
-    (there,) = run_rounds(again, AgentState(third.state.contacts, tuple(states)), 3, 4, 0)
+    (there,) = run_rounds(again, state, 3, 4, 0)
     (here,) = run_rounds(engine, third.state, 3, 4, 0)
-    for mine, theirs in zip(here.state.rule_states, there.state.rule_states, strict=True):
+    pairs = [one.persistent_state(done.state) for one, done in ((engine, here), (again, there))]
+    for mine, theirs in zip(*(each.rule_states for each in pairs), strict=True):
         assert mine.keys() == theirs.keys()
         assert all(mine[name].equal(theirs[name]) for name in mine)
 
@@ -326,7 +316,9 @@ def test_an_error_of_an_actor_is_no_loss(cluster):
     with pytest.raises(RunError, match=told) as raised:
         engine.actors.get(refs)
     with pytest.raises(RunError, match=told) as there:
-        engine.actors.call(AgentWorker.import_rows, [None, ([np.zeros(1, np.int64)],)], [[], refs])
+        engine.actors.call(
+            AgentWorker.import_rows, [None, (0, [np.zeros(1, np.int64)])], [[], refs]
+        )
     assert raised.type is there.type is RunError
 
 

@@ -56,7 +56,7 @@ def found_by(engine: Engine, count: int) -> list[tuple[str, dict, dict]]:
     """The records of some rounds, what agents chose and remember, to the bit."""
     found = []
     for done in run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, count, count):
-        choices, memory = done.decisions, done.state
+        choices, memory = done.decisions, engine.persistent_state(done.state)
         lines = (
             metrics_record(AttackGoal((1,), (2,)), engine.adversary.malicious, done),
             pairs_record(done),

@@ -8,7 +8,7 @@ bit of a result.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -16,10 +16,12 @@ import torch
 
 from fedcb2o.parallel._process_pool import current_pool
 from fedcb2o.parallel._shared_memory import SharedTensors
-from fedcb2o.parallel._worker_main import run_task
+from fedcb2o.parallel._worker_main import run_tasks
 
 Context = TypeVar("Context")
 Result = TypeVar("Result")
+
+Settings = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @runtime_checkable
@@ -32,13 +34,20 @@ class Executor(Protocol):
         ...
 
     def map(
-        self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]
+        self,
+        function: Callable[..., Result],
+        tasks: Sequence[tuple[Any, ...]],
+        parts: Sequence[Sequence[int]] | None = None,
+        settings: Settings = contextlib.nullcontext,
     ) -> list[Result]:
         """Return `function(context, *task)` for every task.
 
         Args:
             function: Function of the context and a task's arguments.
             tasks: The arguments of each task.
+            parts: Indices of the tasks that a process computes one after the other, for each part;
+                by default each task is a part.
+            settings: Returns the context manager in which the tasks are computed.
 
         Returns:
             The results, in the order of the tasks.
@@ -59,18 +68,24 @@ class SerialExecutor(Generic[Context]):
     count: int = 1
 
     def map(
-        self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]
+        self,
+        function: Callable[..., Result],
+        tasks: Sequence[tuple[Any, ...]],
+        parts: Sequence[Sequence[int]] | None = None,
+        settings: Settings = contextlib.nullcontext,
     ) -> list[Result]:
         """Return `function(context, *task)` for every task, one after the other.
 
         Args:
             function: Function of the context and a task's arguments.
             tasks: The arguments of each task.
+            parts: Not used, as there is one process.
+            settings: Returns the context manager in which the tasks are computed.
 
         Returns:
             The results, in the order of the tasks.
         """
-        with one_thread():
+        with one_thread(), settings():
             return [function(self.context, *task) for task in tasks]
 
 
@@ -93,13 +108,20 @@ class PoolExecutor(Generic[Context]):
         current_pool().reload_if_stale()
 
     def map(
-        self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]
+        self,
+        function: Callable[..., Result],
+        tasks: Sequence[tuple[Any, ...]],
+        parts: Sequence[Sequence[int]] | None = None,
+        settings: Settings = contextlib.nullcontext,
     ) -> list[Result]:
         """Return `function(context, *task)` for every task, as workers come free.
 
         Args:
             function: Function of the context and a task's arguments.
             tasks: The arguments of each task.
+            parts: Indices of the tasks that a worker computes one after the other, for each part;
+                by default each task is a part.
+            settings: Returns the context manager in which a worker computes its tasks.
 
         Returns:
             The results, in the order of the tasks.
@@ -107,10 +129,19 @@ class PoolExecutor(Generic[Context]):
         Raises:
             RunError: A worker cannot start or was killed, often because memory is short.
         """
-        jobs = [(self.shared_tensors, self.make_context, function, task) for task in tasks]
+        if parts is None:
+            parts = [[index] for index in range(len(tasks))]
+        context = (self.shared_tensors, self.make_context, settings)
+        jobs = []
+        for number, indices in enumerate(parts):
+            jobs.append((number, (*context, function, [tasks[index] for index in indices])))
         results: dict[int, Result] = {}
-        current_pool().map_unordered(self.count, run_task, enumerate(jobs), results.__setitem__)
-        return [results[index] for index in range(len(jobs))]
+
+        def store(number: int, part_results: list[Result]) -> None:
+            results.update(zip(parts[number], part_results, strict=True))
+
+        current_pool().map_unordered(self.count, run_tasks, jobs, store)
+        return [results[index] for index in range(len(tasks))]
 
 
 @contextlib.contextmanager

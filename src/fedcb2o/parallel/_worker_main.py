@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,29 +52,32 @@ def run_worker(parent: int, pipe: Connection) -> None:
     _serve_tasks(pipe)
 
 
-def run_task(
+def run_tasks(
     shared_tensors: SharedTensors,
     make_context: Callable[..., Any],
+    settings: Callable[[], contextlib.AbstractContextManager[Any]],
     function: Callable[..., Result],
-    arguments: tuple[Any, ...],
-) -> Result:
-    """Compute `function(context, *arguments)` in a worker.
+    tasks: Sequence[tuple[Any, ...]],
+) -> list[Result]:
+    """Compute `function(context, *task)` for each task, in a worker.
 
     Args:
         shared_tensors: The tensors that all workers of the run share.
         make_context: Builds the context from these tensors, once per run.
-        function: Function of the context and the arguments.
-        arguments: The task's arguments.
+        settings: Returns the context manager in which the tasks are computed.
+        function: Function of the context and a task's arguments.
+        tasks: The arguments of each task.
 
     Returns:
-        The function's result.
+        The result of each task.
     """
     context = _contexts.get(shared_tensors.path)
     if context is None:
         _drop_stale_contexts()
         context = make_context(shared_tensors.tensors())
         _contexts[shared_tensors.path] = context
-    return function(context, *arguments)
+    with settings():
+        return [function(context, *task) for task in tasks]
 
 
 def _serve_tasks(pipe: Connection) -> None:

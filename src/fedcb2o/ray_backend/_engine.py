@@ -5,7 +5,7 @@ some worker's buffer. Losses and decisions are all that the workers send to it.
 """
 
 import dataclasses
-import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,17 +23,14 @@ from fedcb2o.federated import (
     Outbox,
     Ragged,
     RuleState,
-    is_admissible,
-    make_outbox,
     plan_training_batches,
 )
-from fedcb2o.federated.batched_aggregation import local_aggregation_
-from fedcb2o.federated.collusion import decide, sample_peers
 from fedcb2o.nn.parameters import row_stride
 from fedcb2o.ray_backend._actors import WorkerActors
 from fedcb2o.ray_backend._sharding import Sharding
 from fedcb2o.ray_backend._transfers import MAX_TRANSFER_BYTES
-from fedcb2o.ray_backend._worker import AgentWorker, InitModels, MakeGroup, RemoteState, as_tensor
+from fedcb2o.ray_backend._worker import AgentWorker, InitModels, MakeGroup, as_tensor
+from fedcb2o.simulation.local_engine import LocalEngine, publish_models_
 
 STREAM_BYTES = 2**26  # of models that are on their way from or to a checkpoint at once
 
@@ -74,7 +71,6 @@ class RayEngine:
         ]
         self.outbox: Outbox | None = None  # until the agents publish
         self.is_receivable = np.zeros(group.layout.first_received, dtype=bool)
-        self.decided_rounds = 0
 
     def build_groups(
         self,
@@ -127,59 +123,13 @@ class RayEngine:
         for numbers, own_results in zip(self.batches_by_worker, by_worker, strict=True):
             for g, result in zip(numbers, own_results, strict=True):
                 results[g] = result
-        if function is decide and self.spec.algorithm.is_stateful:
-            return self._with_remote_states(results)
         return results
 
-    def local_aggregation_(
-        self,
-        n: int,
-        states: Sequence[AgentState],
-        active: Bool[np.ndarray, " N"],
-        deadline: float | None,
-        on_step: Callable[[str], None],
-    ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
-        """Run LocalAggregation (Algorithm 2) for the active agents of round n.
+    publish_ = publish_models_
+    """Craft the attackers' models; mark the rows that can be received."""
 
-        Args:
-            n: The round.
-            states: State of each group.
-            active: True for agents that aggregate.
-            deadline: Not used, because the engine waits for every worker.
-            on_step: Receives "aggregate" after lines 1 to 6, and "mix" after line 7.
-
-        Returns:
-            The new state and the decisions of each group; True for agents with a finite model.
-        """
-        return local_aggregation_(
-            self,
-            n,
-            states,
-            active,
-            deadline,
-            on_step,
-            sample_step=sample_peers,
-            decide_step=decide,
-        )
-
-    def publish_(
-        self, n: int, online: Bool[np.ndarray, " N"], max_abs: Float[np.ndarray, " N"]
-    ) -> None:
-        """Craft the attackers' models; mark the rows that can be received.
-
-        Args:
-            n: The round.
-            online: True for agents that take part in the round.
-            max_abs: Largest absolute value of each trained model; not finite for a broken one.
-        """
-        layout = self.group.layout
-        self.is_receivable = np.zeros(layout.first_received, dtype=bool)
-        self.is_receivable[layout.own] = is_admissible(max_abs) & online
-        if self.adversary.attack.is_crafting(n):
-            for j, crafted_max_abs in self._craft_models(n, np.isfinite(max_abs)):
-                is_sent = is_admissible(crafted_max_abs) & online[j]
-                self.is_receivable[layout.crafted_rows(j)] = is_sent
-        self.outbox = make_outbox(self.group, n)
+    local_aggregation_ = LocalEngine.local_aggregation_
+    """LocalAggregation (Algorithm 2) of benign and colluding agents; all workers are waited for."""
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
         """Transfer the received models to the workers that need them.
@@ -203,7 +153,8 @@ class RayEngine:
             rows = np.unique(np.concatenate([inboxes[g].rows for g in numbers]))
             wanted.append(rows[self.sharding.owner[rows] != worker])
         loans = self.actors.loan_rows(wanted)
-        tasks = [(loan.positions,) for loan in loans]
+        inboxes_start = [layout.first_received for layout in self.sharding.layouts]
+        tasks = [(first, loan.positions) for first, loan in zip(inboxes_start, loans, strict=True)]
         self.actors.call(AgentWorker.import_rows, tasks, [loan.refs for loan in loans])
 
         for worker, numbers in enumerate(self.batches_by_worker):
@@ -223,8 +174,10 @@ class RayEngine:
         Returns:
             False for benign agents whose model is not finite.
         """
-        tasks = [(_select(decisions, numbers),) for numbers in self.batches_by_worker]
-        by_worker = self.actors.call(AgentWorker.mix, tasks)
+        tasks = []
+        for numbers in self.batches_by_worker:
+            tasks.append((LocalEngine.mix_, _select(decisions, numbers)))
+        by_worker = self.actors.call(AgentWorker.call_engine, tasks)
         is_finite = np.ones(self.spec.num_agents, dtype=bool)
         for agents, own in zip(self.sharding.agents, by_worker, strict=True):
             is_finite[agents] = own
@@ -233,9 +186,26 @@ class RayEngine:
     def evaluate(self) -> dict[int, EvaluationResult]:
         """Return the test result of each benign agent, by its id."""
         results: dict[int, EvaluationResult] = {}
-        for own in self.actors.broadcast(AgentWorker.evaluate):
+        for own in self.actors.broadcast(AgentWorker.call_engine, LocalEngine.evaluate):
             results |= own
         return results
+
+    def persistent_state(self, state: AgentState) -> AgentState:
+        """Return the state of all agents with the states of their rules, which workers keep.
+
+        Args:
+            state: The state after the last round.
+
+        Returns:
+            The state with the rules' states.
+        """
+        if not self.spec.algorithm.is_stateful:
+            return state
+        states: dict[int, RuleState] = {}
+        for own in self.actors.broadcast(operator.attrgetter("states")):
+            states |= own
+        rule_states = tuple(states[agent] for agent in range(self.spec.num_agents))
+        return dataclasses.replace(state, rule_states=rule_states)
 
     def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
         """Return the models of all agents, in whole cache lines.
@@ -265,7 +235,7 @@ class RayEngine:
         """
         for ids in self._chunks():
             owners = self.sharding.owner[ids]
-            tasks: list[tuple[int] | None] = []
+            tasks: list[tuple[int, list[None]] | None] = []
             loans: list[list[Any]] = []
             for worker, agents in enumerate(self.sharding.agents):
                 own = ids[owners == worker]  # consecutive in the worker's buffer
@@ -273,39 +243,23 @@ class RayEngine:
                     tasks.append(None)
                     loans.append([])
                     continue
-                tasks.append((int(agents.searchsorted(own[0])),))
+                tasks.append((int(agents.searchsorted(own[0])), [None]))
                 content = models[torch.from_numpy(own), : self.spec.dim]
                 loans.append([self.actors.put(content.numpy())])
-            self.actors.call(AgentWorker.load_rows, tasks, loans)
+            self.actors.call(AgentWorker.import_rows, tasks, loans)
 
-    def _with_remote_states(
-        self, decided: Sequence[tuple[AgentState, Decisions]]
-    ) -> list[tuple[AgentState, Decisions]]:
-        """Let remote states fetch their content on demand, until the next round."""
-        self.decided_rounds += 1
-        fetch = functools.cache(functools.partial(self._fetch_states, self.decided_rounds))
-
-        def with_fetch(state: AgentState) -> AgentState:
-            rule_states = [
-                RemoteState(kept.agent, fetch) if isinstance(kept, RemoteState) else kept
-                for kept in state.rule_states
-            ]
-            return dataclasses.replace(state, rule_states=tuple(rule_states))
-
-        return [(with_fetch(state), decisions) for state, decisions in decided]
-
-    def _fetch_states(self, decided_rounds: int) -> dict[int, RuleState]:
-        """Return the rule states of all agents after a round."""
-        assert decided_rounds == self.decided_rounds, "the states are those of another round"
-        states: dict[int, RuleState] = {}
-        for own in self.actors.broadcast(AgentWorker.rule_states):
-            states |= own
-        return states
-
-    def _craft_models(
+    def craft_models_(
         self, n: int, is_finite: Bool[np.ndarray, " N"]
-    ) -> Iterator[tuple[int, Float[np.ndarray, " r"]]]:
-        """Yield each attacker with the largest absolute values of its crafted models."""
+    ) -> dict[int, Float[np.ndarray, " r"]]:
+        """Craft the attackers' models, in the buffers of their workers.
+
+        Args:
+            n: The round.
+            is_finite: True for agents with a finite model.
+
+        Returns:
+            The largest absolute values of each attacker's models, by its id.
+        """
         adversary = self.adversary
         knowledge = adversary.attack.threat.knows
         visible = [np.zeros(0, np.int64)]
@@ -327,8 +281,10 @@ class RayEngine:
             for own, loan in zip(attackers, loans, strict=True)
         ]
         by_worker = self.actors.call(AgentWorker.craft_models, tasks, [loan.refs for loan in loans])
-        for own, sizes in zip(attackers, by_worker, strict=True):
-            yield from zip(own.tolist(), sizes or (), strict=True)
+        max_abs: dict[int, Float[np.ndarray, " r"]] = {}
+        for own, values in zip(attackers, by_worker, strict=True):
+            max_abs.update(zip(own.tolist(), values or (), strict=True))
+        return max_abs
 
     def _chunks(self) -> Iterator[Int[np.ndarray, " k"]]:
         """Yield the ids of all agents, as many at once as `STREAM_BYTES` allows."""

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,10 @@ from torch import Tensor
 from fedcb2o.federated import (
     AgentGroup,
     AgentState,
-    Decisions,
-    EvaluationResult,
     Indices,
     RuleState,
 )
-from fedcb2o.federated.collusion import decide
+from fedcb2o.federated.batched_aggregation import decide
 from fedcb2o.kernels import _onednn, devices
 from fedcb2o.nn.parameters import MIN_FOREACH_SIZE, row_stride
 from fedcb2o.parallel import _resources
@@ -43,38 +41,6 @@ InitModels = Callable[[Mapping[str, Tensor], Float[Tensor, "a d"], Sequence[int]
 """Fills rows with the initial models of agents, from the data, the rows and the ids."""
 
 MAX_PINNED_BYTES = 2**28  # of rows that a worker reads from the store at once
-
-
-class RemoteState(Mapping[str, Tensor]):
-    """The state of an agent's rule, which stays with its worker because it can be large.
-
-    Attributes:
-        agent: Id of the agent.
-        fetch: Returns the states of all agents by their ids; None in another process.
-    """
-
-    def __init__(
-        self, agent: int, fetch: Callable[[], Mapping[int, RuleState]] | None = None
-    ) -> None:
-        self.agent = agent
-        self.fetch = fetch
-
-    def __reduce__(self) -> Any:
-        return RemoteState, (self.agent,)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._state[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
-
-    @property
-    def _state(self) -> RuleState:
-        assert self.fetch is not None
-        return self.fetch()[self.agent]
 
 
 class AgentWorker:
@@ -177,16 +143,14 @@ class AgentWorker:
         if function is not decide or not self.engine.spec.algorithm.is_stateful:
             return self.engine.map_batches(function, *shared, arguments=arguments)
         states, *others = arguments
-        local = [self._with_states(state) for state in states]
+        local = []
+        for members, state in zip(self.engine.batches, states, strict=True):
+            local.append(self._with_states(members, state))
         results = self.engine.map_batches(function, *shared, arguments=[local, *others])
         return [
             (self._without_states(members, state), decisions)
             for members, (state, decisions) in zip(self.engine.batches, results, strict=True)
         ]
-
-    def rule_states(self) -> dict[int, RuleState]:
-        """Return the state of each agent's rule, by its id."""
-        return self.states
 
     def craft_models(
         self,
@@ -242,55 +206,13 @@ class AgentWorker:
             arrays.append(part.cpu().numpy())
         return arrays if len(arrays) > 1 else arrays[0]
 
-    def import_rows(self, positions: Sequence[Indices]) -> None:
-        """Copy loaned rows into the inbox.
+    def import_rows(self, first: int, positions: Sequence[Indices | None]) -> None:
+        """Copy loaned rows to consecutive rows of the buffer.
 
         Args:
-            positions: Positions of the rows in each transfer.
+            first: The first row of the buffer.
+            positions: Positions of the rows in each transfer; None for all its rows.
         """
-        self._copy_loans(self.engine.group.layout.first_received, positions)
-
-    def load_rows(self, first: int) -> None:
-        """Copy whole transfers into the rows of the agents.
-
-        Args:
-            first: The first row.
-        """
-        self._copy_loans(first, [None] * len(self.loans))
-
-    def mix(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " a"]:
-        """Call `LocalEngine.mix_`.
-
-        Args:
-            decisions: Decisions of each group.
-
-        Returns:
-            False for benign agents whose model is not finite.
-        """
-        return self.engine.mix_(decisions)
-
-    def evaluate(self) -> dict[int, EvaluationResult]:
-        """Return the test result of each benign agent, by its id."""
-        return self.engine.evaluate()
-
-    def _with_states(self, state: AgentState) -> AgentState:
-        """Replace remote states by this worker's."""
-        rule_states = [
-            self.states[rule_state.agent] if isinstance(rule_state, RemoteState) else rule_state
-            for rule_state in state.rule_states
-        ]
-        return dataclasses.replace(state, rule_states=tuple(rule_states))
-
-    def _without_states(self, members: Indices, state: AgentState) -> AgentState:
-        """Store the states of rules, and replace them by remote ones."""
-        agents = self.engine.group.agents[members].tolist()
-        states = dict(zip(agents, state.rule_states, strict=True))
-        self.states |= states
-        rule_states = [RemoteState(j) if kept else kept for j, kept in states.items()]
-        return dataclasses.replace(state, rule_states=tuple(rule_states))
-
-    def _copy_loans(self, first: int, positions: Sequence[Indices | None]) -> None:
-        """Copy rows of the loaned transfers, or all of them, to consecutive rows of the buffer."""
         models = self.engine.group.models
         step = max(1, MAX_PINNED_BYTES // max(MAX_TRANSFER_BYTES, 4 * models.shape[1]))
         for start in range(0, len(positions), step):
@@ -301,6 +223,31 @@ class AgentWorker:
                     received = received[torch.from_numpy(rows)]
                 models[first : first + len(received)] = received
                 first += len(received)
+
+    def call_engine(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of this worker's engine.
+
+        Args:
+            method: Method of `LocalEngine`.
+            arguments: Its arguments.
+
+        Returns:
+            Its result.
+        """
+        return method(self.engine, *arguments)
+
+    def _with_states(self, members: Indices, state: AgentState) -> AgentState:
+        """Replace the states of rules by those that this worker keeps, from the second call on."""
+        agents = self.engine.group.agents[members].tolist()
+        pairs = zip(agents, state.rule_states, strict=True)
+        rule_states = tuple(self.states.get(agent, initial) for agent, initial in pairs)
+        return dataclasses.replace(state, rule_states=rule_states)
+
+    def _without_states(self, members: Indices, state: AgentState) -> AgentState:
+        """Keep the states of rules, which can be large, and replace them by empty ones."""
+        agents = self.engine.group.agents[members].tolist()
+        self.states.update(zip(agents, state.rule_states, strict=True))
+        return dataclasses.replace(state, rule_states=({},) * len(agents))
 
 
 def as_tensor(array: Any) -> Tensor:

@@ -4,13 +4,13 @@ The algorithm is in `federated.algorithms._dfca`. The rows of the agents' cluste
 agents' rows in the model buffer, K for each agent.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from fedcb2o.federated import AgentState, ContactTable, Ragged, max_abs
 from fedcb2o.federated.algorithms._dfca import as_decisions, running_averages
-from fedcb2o.federated.collusion import sample_peers
+from fedcb2o.federated.batched_aggregation import sample_peers
 from fedcb2o.simulation.ifca import assign_clusters, cluster_models
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import (
@@ -27,7 +27,7 @@ def run_rounds(
     state: AgentState,
     start: int,
     stop: int,
-    is_evaluated: Callable[[int], bool],
+    evaluate_every: int,
     on_phase: OnPhase,
 ) -> Iterator[Round]:
     """Run rounds of DFCA, as `simulation.run_rounds` does for Algorithm 1.
@@ -41,7 +41,7 @@ def run_rounds(
         state: State of all agents, which DFCA does not change.
         start: First round.
         stop: Round after the last one.
-        is_evaluated: Returns True for rounds whose models are evaluated.
+        evaluate_every: Number of rounds between two evaluations; 0 for no evaluation.
         on_phase: Receives the round and its phase.
 
     Yields:
@@ -70,6 +70,6 @@ def run_rounds(
         previous = cluster_ids
         cluster_ids, _ = assign_clusters(engine, rows)
         timer.stop("choose")
-        results = evaluate_if_due(engine, n, is_evaluated, on_phase, timer)
+        results = evaluate_if_due(engine, n, stop, evaluate_every, on_phase, timer)
         decisions = as_decisions(peers, inbox, previous, cluster_ids)
         yield Round(n, losses, [decisions], [state], [agents], results, timer.seconds)

@@ -3,7 +3,7 @@
 The rows of the coordinator's K models follow the agents' rows in the model buffer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -28,7 +28,7 @@ def run_rounds(
     state: AgentState,
     start: int,
     stop: int,
-    is_evaluated: Callable[[int], bool],
+    evaluate_every: int,
     on_phase: OnPhase,
 ) -> Iterator[Round]:
     """Run rounds of IFCA, as `simulation.run_rounds` does for Algorithm 1.
@@ -41,7 +41,7 @@ def run_rounds(
         state: State of all agents, which IFCA does not change.
         start: First round.
         stop: Round after the last one.
-        is_evaluated: Returns True for rounds whose models are evaluated.
+        evaluate_every: Number of rounds between two evaluations; 0 for no evaluation.
         on_phase: Receives the round and its phase.
 
     Yields:
@@ -60,7 +60,7 @@ def run_rounds(
         losses, means = _run_round(engine, n, rows, cluster_ids, on_phase, timer)
         cluster_ids, _ = assign_clusters(engine, candidates)
         timer.stop("choose")
-        results = evaluate_if_due(engine, n, is_evaluated, on_phase, timer)
+        results = evaluate_if_due(engine, n, stop, evaluate_every, on_phase, timer)
         decisions = as_decisions(means, cluster_ids)
         yield Round(n, losses, [decisions], [state], [agents], results, timer.seconds)
 

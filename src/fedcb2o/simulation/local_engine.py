@@ -9,7 +9,7 @@ The model buffer is one tensor with a row for each model:
 
 The agents of a phase are independent of each other, so that workers share them out. Phases are
 synchronous: peers download the models of this round's LocalUpdate. A received model is a row of the
-buffer, without a copy. A worker of a cluster has such an engine for its share of the agents.
+buffer, without a copy. A worker of a Ray cluster has such an engine for its share of the agents.
 """
 
 import contextlib
@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated import (
     AgentGroup,
     AgentState,
@@ -32,6 +34,7 @@ from fedcb2o.federated import (
     Outbox,
     Peek,
     Ragged,
+    batched_aggregation,
     craft_models_,
     evaluate_models,
     is_admissible,
@@ -41,18 +44,42 @@ from fedcb2o.federated import (
     mixing_matrix,
     plan_training_batches,
 )
-from fedcb2o.federated.batched_aggregation import local_aggregation_
-from fedcb2o.federated.collusion import decide, sample_peers
+from fedcb2o.federated.batched_aggregation import decide, sample_peers
 from fedcb2o.kernels.dispatch import use_kernels
-from fedcb2o.nn.parameters import gather_rows, row_stride
+from fedcb2o.nn.parameters import gather_rows, row_checksums, row_stride
 from fedcb2o.parallel._executors import Executor, balance_load
-from fedcb2o.simulation.write_guard import AGGREGATION_KINDS, forbid_writes
 
 T = TypeVar("T")
 
 LARGE_DIM = 2**17  # parameters from which on each agent is a task of its own on the CPU
 
+AGGREGATION_KINDS = ("criterion", "rule", "pre-step", "algorithm", "model")
+"""Kinds of user functions that receive models in LocalAggregation."""
+
+_NO_AGENTS = np.zeros(0, np.int64)
+
 _TILES_PER_WORKER = 8  # tasks of a mixing step, so that fast workers can take more of them
+
+
+def publish_models_(
+    engine: Any, n: int, online: Bool[np.ndarray, " N"], max_abs: Float[np.ndarray, " N"]
+) -> None:
+    """Craft the attackers' models; mark the rows of the buffer that can be received.
+
+    Args:
+        engine: An engine of all agents.
+        n: The round.
+        online: True for agents that take part in the round.
+        max_abs: Largest absolute value of each trained model; not finite for a broken one.
+    """
+    layout = engine.group.layout
+    engine.is_receivable = np.zeros(layout.first_received, dtype=bool)
+    engine.is_receivable[layout.own] = is_admissible(max_abs) & online
+    if engine.adversary.attack.is_crafting(n):
+        for j, crafted_max_abs in engine.craft_models_(n, np.isfinite(max_abs)).items():
+            is_sent = is_admissible(crafted_max_abs) & online[j]
+            engine.is_receivable[layout.crafted_rows(j)] = is_sent
+    engine.outbox = make_outbox(engine.group, n)
 
 
 class LocalEngine:
@@ -65,8 +92,8 @@ class LocalEngine:
         user_functions: Names of user functions that receive models, by kind.
         spec: The run.
         adversary: The attackers.
-        batches: Agents that one function call computes together, as indices into `group`; in a
-            group of all agents these are ids.
+        batches: Agents that one function call computes together, as positions in `group`. In a
+            group of all agents, the positions are the ids.
     """
 
     def __init__(
@@ -89,13 +116,15 @@ class LocalEngine:
 
         is_large = self.spec.dim >= LARGE_DIM and group.models.device.type == "cpu"
         self.max_tasks = len(self.costs) if is_large else executor.count
-        costs = [self._cost_of(members) for members in self.batches]
+        costs = [group.data.train.sizes[members].sum() for members in self.batches]
         numbers = range(len(self.batches))
-        self.fine_tasks = balance_load(numbers, costs, self.max_tasks)
-        self.coarse_tasks = balance_load(numbers, costs, executor.count)  # for cheap functions
+        self.fine_parts = balance_load(numbers, costs, self.max_tasks)
+        self.coarse_parts = balance_load(numbers, costs, executor.count)  # for cheap functions
+        kernels = self.spec.kernels
+        self._kernels = functools.partial(use_kernels, kernels.linear, kernels.convolution)
 
         self.outbox: Outbox | None = None  # until the agents publish
-        self.is_receivable = np.zeros(len(group.models), dtype=bool)
+        self.is_receivable = np.zeros(group.layout.first_received, dtype=bool)
 
     def map_batches(
         self, function: Callable[..., T], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
@@ -110,17 +139,11 @@ class LocalEngine:
         Returns:
             The result of each batch.
         """
-        tasks = self.coarse_tasks if function is sample_peers else self.fine_tasks
-        calls = []
-        for numbers in tasks:
-            own = [(self.batches[b], *(values[b] for values in arguments)) for b in numbers]
-            calls.append((function, own, shared))
-        guard: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if function is decide:
-            guard = forbid_writes(self.group, self.user_functions, *AGGREGATION_KINDS)
-        with guard:
-            results = dict(_pair_results(tasks, self.executor.map(run_on_batches, calls)))
-        return [results[b] for b in range(len(self.batches))]
+        parts = self.coarse_parts if function is sample_peers else self.fine_parts
+        kinds = AGGREGATION_KINDS if function is decide else ()
+        tasks = [(*own, *shared) for own in zip(self.batches, *arguments, strict=True)]
+        with self._forbid_writes(*kinds):
+            return self.executor.map(function, tasks, parts, self._kernels)
 
     def map_agents(
         self, function: Callable[..., Sequence[T]], members: Sequence[int], *shared: Any
@@ -135,29 +158,13 @@ class LocalEngine:
         Returns:
             The result of each member.
         """
-        tasks = balance_load(members, self.costs, self.max_tasks)
-        calls = [(function, [(np.array(task),)], shared) for task in tasks]
-        results = [result for (result,) in self.executor.map(run_on_batches, calls)]
-        return dict(_pair_results(tasks, results))
-
-    def publish_(
-        self, n: int, online: Bool[np.ndarray, " N"], max_abs: Float[np.ndarray, " N"]
-    ) -> None:
-        """Craft the attackers' models; mark the rows of the buffer that can be received.
-
-        Args:
-            n: The round.
-            online: True for agents that take part in the round.
-            max_abs: Largest absolute value of each trained model; not finite for a broken one.
-        """
-        layout = self.group.layout
-        self.is_receivable = np.zeros(len(self.group.models), dtype=bool)
-        self.is_receivable[layout.own] = is_admissible(max_abs) & online
-        if self.adversary.attack.is_crafting(n):
-            for j, crafted_max_abs in self.craft_models_(n, np.isfinite(max_abs)).items():
-                is_sent = is_admissible(crafted_max_abs) & online[j]
-                self.is_receivable[layout.crafted_rows(j)] = is_sent
-        self.outbox = make_outbox(self.group, n)
+        parts = balance_load(members, self.costs, self.max_tasks)
+        tasks = [(np.array(part), *shared) for part in parts]
+        results: dict[int, T] = {}
+        part_results = self.executor.map(function, tasks, settings=self._kernels)
+        for part, values in zip(parts, part_results, strict=True):
+            results.update(zip(part, values, strict=True))
+        return results
 
     def craft_models_(
         self, n: int, is_finite: Bool[np.ndarray, " N"], peek: Peek | None = None
@@ -173,39 +180,14 @@ class LocalEngine:
             The largest absolute values of each attacker's models, by its position in the group.
         """
         attackers = np.flatnonzero(self.group.data.malicious)
-        with forbid_writes(self.group, self.user_functions, "attack", "model", crafted=attackers):
+        with self._forbid_writes("attack", "model", crafted=attackers):
             return self.map_agents(_craft_models_, attackers.tolist(), n, is_finite, peek)
 
-    def local_aggregation_(
-        self,
-        n: int,
-        states: Sequence[AgentState],
-        active: Bool[np.ndarray, " N"],
-        deadline: float | None,
-        on_step: Callable[[str], None],
-    ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
-        """Run LocalAggregation (Algorithm 2) for the active agents of round n.
+    publish_ = publish_models_
+    """Craft the attackers' models; mark the rows of the buffer that can be received."""
 
-        Args:
-            n: The round.
-            states: State of the agents of each batch.
-            active: True for agents that aggregate.
-            deadline: Not used, because no model is late.
-            on_step: Receives "aggregate" after lines 1 to 6, and "mix" after line 7.
-
-        Returns:
-            The new state and the decisions of each batch; True for agents with a finite model.
-        """
-        return local_aggregation_(
-            self,
-            n,
-            states,
-            active,
-            deadline,
-            on_step,
-            sample_step=sample_peers,
-            decide_step=decide,
-        )
+    local_aggregation_ = batched_aggregation.local_aggregation_
+    """LocalAggregation (Algorithm 2) of benign and colluding agents; no model is late."""
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
         """Return the received models of each batch, which are in the buffer already.
@@ -270,9 +252,20 @@ class LocalEngine:
 
     def evaluate(self) -> dict[int, EvaluationResult]:
         """Return the test result of each benign agent, by its id."""
-        with forbid_writes(self.group, self.user_functions, "model"):
+        with self._forbid_writes("model"):
             results = self.map_agents(evaluate_models, self._benign)
         return {int(self.group.agents[k]): result for k, result in results.items()}
+
+    def persistent_state(self, state: AgentState) -> AgentState:
+        """Return the state of all agents with the states of their rules.
+
+        Args:
+            state: The state after a round.
+
+        Returns:
+            The same state, as this process has all of it.
+        """
+        return state
 
     def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
         """Return the models that outlive a round, in whole cache lines.
@@ -296,30 +289,33 @@ class LocalEngine:
         for rows in self.persistent_models():
             rows.copy_(models)
 
-    def _cost_of(self, members: Indices) -> int:
-        return sum(self.costs[k] for k in members.tolist())
+    @contextlib.contextmanager
+    def _forbid_writes(self, *kinds: str, crafted: Indices = _NO_AGENTS) -> Iterator[None]:
+        """Raise ConfigError if a user function of these kinds writes into models.
 
+        Attackers may change the models that they craft. Copies would take as much memory as all
+        models. The guard compares a checksum of each row before and after, a pass at the speed of
+        memory that no way of writing escapes.
+        """
+        guarded = []
+        for kind in kinds:
+            guarded += [f"{kind} `{name}`" for name in self.user_functions.get(kind, ())]
+        if not guarded:
+            yield
+            return
 
-def run_on_batches(
-    group: AgentGroup,
-    function: Callable[..., T],
-    arguments: Sequence[tuple[Any, ...]],
-    shared: tuple[Any, ...],
-) -> list[T]:
-    """Call a function several times with the kernels of the run.
-
-    Args:
-        group: The agents.
-        function: The function.
-        arguments: Arguments of each call: members, and more.
-        shared: Further arguments of all calls.
-
-    Returns:
-        The result of each call.
-    """
-    kernels = group.spec.kernels
-    with use_kernels(kernels.linear, kernels.convolution):
-        return [function(group, *own, *shared) for own in arguments]
+        models = self.group.models
+        is_watched = np.ones(len(models), dtype=bool)
+        for k in crafted.tolist():
+            is_watched[self.group.layout.crafted_rows(k)] = False
+        before = row_checksums(models)
+        yield
+        changed = row_checksums(models) != before
+        if changed[torch.from_numpy(is_watched)].any():
+            raise ConfigError(
+                f"the {' or the '.join(guarded)} wrote into models that all agents share: "
+                "let it write into copies, made by `.clone()`"
+            )
 
 
 def _craft_models_(
@@ -346,11 +342,3 @@ def _mix_columns_(
     group: AgentGroup, matrix: MixingMatrix, start: int, stop: int, *, through_copy: bool
 ) -> None:
     mix_(group.models, matrix, start, stop, through_copy=through_copy)
-
-
-def _pair_results(
-    tasks: Sequence[Sequence[int]], results: Sequence[Sequence[T]]
-) -> Iterator[tuple[int, T]]:
-    """Yield each number of the tasks with its result."""
-    for numbers, task_results in zip(tasks, results, strict=True):
-        yield from zip(numbers, task_results, strict=True)
