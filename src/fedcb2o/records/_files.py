@@ -4,9 +4,12 @@ r"""Files that are replaced as a whole, and their errors.
 b'{\n "accuracy": null,\n "rounds": 2\n}\n'
 """
 
+import errno
 import json
 import math
 import os
+import stat
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,13 +20,17 @@ from safetensors import SafetensorError
 
 from fedcb2o.errors import RunError
 
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+"""Modes of everything that holds models, keys or records of data."""
+_DESCRIPTOR_SECONDS = 30.0
+"""Time to wait for a free descriptor."""
 _TEMPORARY_SUFFIX = ".tmp"
 FILE_SUFFIXES = (".json", ".jsonl", ".safetensors", ".toml")
 """Suffixes of the files of a run."""
 
 
 def atomic_write(path: Path, content: bytes | Callable[[Path], None]) -> None:
-    """Replace a file as a whole.
+    """Replace a file as a whole, readable for its owner only.
 
     At any time, also after a power failure, the file has either the old or the new content.
 
@@ -36,10 +43,12 @@ def atomic_write(path: Path, content: bytes | Callable[[Path], None]) -> None:
     """
     temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
     try:
+        os.close(_wait_for_descriptor(lambda: open_private(temporary, os.O_WRONLY | os.O_CREAT)))
         if isinstance(content, bytes):
             temporary.write_bytes(content)
         else:
             content(temporary)
+        temporary.chmod(PRIVATE_FILE)  # where a library made the file anew
         fsync(temporary)
         temporary.replace(path)
         fsync(path.parent)
@@ -49,6 +58,60 @@ def atomic_write(path: Path, content: bytes | Callable[[Path], None]) -> None:
         if isinstance(error, OSError | SafetensorError):
             raise write_error(path, error) from error
         raise
+
+
+def open_private(path: Path | str, flags: int) -> int:
+    """Open a file that only its owner may read, whatever mode it had.
+
+    Args:
+        path: The file.
+        flags: Flags of `os.open`.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: The file cannot be opened, or belongs to somebody else.
+    """
+    file = os.open(path, flags, PRIVATE_FILE)
+    try:
+        if stat.S_IMODE(os.fstat(file).st_mode) != PRIVATE_FILE:
+            os.fchmod(file, PRIVATE_FILE)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def make_private(folder: Path) -> None:
+    """Let only its owner look into a folder, whatever mode it had.
+
+    Args:
+        folder: Folder of models, keys or records of data.
+
+    Raises:
+        RunError: The mode cannot be changed.
+    """
+    try:
+        if stat.S_IMODE(folder.stat().st_mode) != PRIVATE_FOLDER:
+            folder.chmod(PRIVATE_FOLDER)
+    except OSError as error:
+        raise RunError(
+            f"cannot keep others out of {folder}: {error.strerror or error}; models reveal "
+            "information about the data: choose another --out, in a folder of your own"
+        ) from error
+
+
+def _wait_for_descriptor(function: Callable[[], int]) -> int:
+    """Open a file; wait a while if the process has too many open files."""
+    end = time.monotonic() + _DESCRIPTOR_SECONDS
+    while True:
+        try:
+            return function()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or time.monotonic() > end:
+                raise
+        time.sleep(_DESCRIPTOR_SECONDS / 100)
 
 
 def remove_temporaries(folder: Path) -> None:
@@ -212,9 +275,12 @@ def write_error(path: Path, error: Exception) -> RunError:
     reason = str(error)
     if isinstance(error, OSError) and error.strerror:
         reason = error.strerror
+    remedy = "make room (or repair the folder)"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "raise the limit of open files (ulimit -n)"
     return RunError(
-        f"cannot write {path}: {reason}; nothing already written is lost: make room (or repair "
-        "the folder) and give the command again, that of a run with --resume"
+        f"cannot write {path}: {reason}; nothing already written is lost: {remedy} "
+        "and give the command again, that of a run with --resume"
     )
 
 

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from fedcb2o.records._checksums import Checksum
-from fedcb2o.records._files import atomic_write, damaged_error, fsync, to_plain, write_error
+from fedcb2o.records._files import (
+    atomic_write,
+    damaged_error,
+    fsync,
+    open_private,
+    to_plain,
+    write_error,
+)
 
 LOG_NAMES = ("metrics", "pairs", "timing")
 REPRODUCIBLE_LOGS = ("metrics", "pairs")
@@ -62,7 +69,7 @@ class RoundLog:
         content = f"{text}\n".encode()
         rest = memoryview(content)
         try:
-            with path.open("ab", buffering=0) as file:
+            with open(path, "ab", buffering=0, opener=open_private) as file:
                 size = file.tell()
                 try:
                     while rest:

@@ -73,6 +73,7 @@ def open_run(folder: Path, experiment: Experiment, resume: bool) -> None:
         raise RunError(f"{path} is gone: restore it, or choose another --out")
     elif any(file.name != f"{path.name}.tmp" for file in folder.iterdir()):
         raise RunError(f"{folder} is not empty and holds no run: choose another --out")
+    records.make_private(folder)
     records.write_toml(path, {**settings, "seeds": seeds})
     for directory in (folder, *folder.glob("seed-*")):
         records.remove_temporaries(directory)
@@ -129,7 +130,7 @@ def make_folder(folder: Path) -> None:
         RunError: If that fails.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(
             f"cannot create the folder {folder}: {error.strerror}; choose another --out"
@@ -160,4 +161,6 @@ def describe_difference(existing: Mapping[str, Any], requested: Mapping[str, Any
 
 def _value_text(settings: Mapping[str, Any], key: str) -> str:
     value = records.flatten(settings).get(key)
-    return "not set" if value is None else repr(value)
+    if value is None:
+        return "not set"
+    return repr(value)

@@ -1,6 +1,5 @@
 """Run directory of a node, the only signer for its run."""
 
-import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ _LOGGER = logging.getLogger(__name__)
 
 _FEDERATION_FILE = "federation.toml"
 _RUNS_FILE = "runs.toml"  # next to the keys: the directory that signs for each run
+_GUARD = "it keeps two folders from signing two models for one round"
 
 
 def open_run(
@@ -42,6 +42,7 @@ def open_run(
         if {path.name for path in out.iterdir()} - partial:
             raise RunError(f"{out} is not empty and holds no peer's run: choose another --out")
 
+    records.make_private(out)
     requested = federation.experiment.training.precision
     if requested != info["precision"]:
         _LOGGER.warning(
@@ -107,8 +108,12 @@ def _claim_run(out: Path, federation: Federation, identity: Identity) -> None:
     run = federation.run.hex()
     directory = str(out.resolve())
     noted: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):  # missing or damaged
+    try:
         noted = records.read_toml(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read ({error}), and {_GUARD}: restore it") from error
     other = noted.get(run, directory)
     if isinstance(other, str) and other != directory and (Path(other) / JOURNAL_FILE).exists():
         raise RunError(
@@ -116,5 +121,12 @@ def _claim_run(out: Path, federation: Federation, identity: Identity) -> None:
             "--resume (or, if it is a copy of that folder, remove the other one). Two folders "
             "would sign two models for one round, which the others take for fraud"
         )
-    with contextlib.suppress(OSError, RunError):  # the keys may be read-only
+    if other == directory and run in noted:
+        return
+    try:
         records.write_toml(path, {**noted, run: directory})
+    except RunError as error:
+        raise RunError(
+            f"{path} cannot be written, and {_GUARD}: let this program write to "
+            f"{identity.folder} at the start of a run ({error})"
+        ) from error
