@@ -59,7 +59,7 @@ AGENTS = {  # split, validation loss, whether colluders count their own model
     "-released": ("released", "batches", True),
 }
 TOLD = {
-    "": "default variant",
+    "": "recommended variant",
     "-trusted": "own model trusted",
     "-paper": "the paper's text to the letter",
     "-held-out": "validation data held out",

@@ -230,11 +230,6 @@ def test_every_cell_of_the_built_in_grids_is_valid(name):
     load_grid(name)
 
 
-def test_quick_has_six_defences_six_attacks_and_three_seeds():
-    plan = load_grid("quick")
-    assert (len(plan.defences), len(plan.attacks), len(plan.seeds)) == (6, 6, 3)
-
-
 def test_the_chosen_candidate_is_in_every_cell_of_its_defence_and_in_no_baselines_folder():
     plan = load_grid(tuned())
     first, second = plan.cells({"FedCB2O": 0}), plan.cells({"FedCB2O": 1})
@@ -515,9 +510,7 @@ def test_candidates_are_added_until_the_best_lies_inside_or_nothing_lies_beyond(
 # How long it will take
 
 
-def test_the_estimate_is_by_defence_and_nothing_before_there_is_a_basis(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+def test_the_estimate_is_by_defence_and_nothing_before_there_is_a_basis():
     pace, cells = TimeEstimate(jobs=2), load_grid(grid(seeds=[0, 1])).cells()
     by = {(cell.kind, cell.key.defence, cell.key.attack): cell for cell in cells}
     fast = [by["cell", "DFedAvgM", attack] for attack in ("Label flip", "ALIE")]
@@ -526,21 +519,15 @@ def test_the_estimate_is_by_defence_and_nothing_before_there_is_a_basis(monkeypa
         pace.add(cell, seeds=2)
     assert pace.remaining() is None
     assert pace.weight(fast[0]) == float("inf")
-    pace.start(fast[0])
     assert pace.finish(fast[0], 4.0) == 2.0
     assert pace.remaining() == pytest.approx(
         3 * 4 / 2
     )  # nothing is known of the other: as much as all
-    pace.start(slow[0])
     assert pace.finish(slow[0], 20.0) == 10.0
     assert pace.weight(slow[1]) == 20.0 > pace.weight(fast[1]) == 4.0
     assert pace.remaining() == pytest.approx(20.0)  # the longest alone
-    pace.start(slow[1])
-    now = 112.0
-    assert pace.remaining() == pytest.approx(8.0)
-    pace.start(fast[1])
     assert pace.finish(fast[1], None) is None  # it failed, and teaches nothing
-    assert pace.remaining() == pytest.approx(8.0)
+    assert pace.remaining() == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize(
@@ -565,7 +552,7 @@ def undisturbed(tmp_path_factory):
     """A grid's file, and the folder of a run of it that nobody disturbed."""
     folder = tmp_path_factory.mktemp("grid")
     path = folder / "mine.toml"
-    path.write_text(tomli_w.dumps(tuned(name="mine", rounds=8, tuning=WIDENED)))
+    path.write_text(tomli_w.dumps(tuned(name="mine", rounds=6, tuning=WIDENED)))
     done = command("bench", path, "--jobs", 2, "--out", folder / "undisturbed")
     assert done.status == 0, done.err
     assert f"For the matrices: fedcb2o report {folder / 'undisturbed'}" in done.err
@@ -667,7 +654,7 @@ def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp
                 "ALIE": ALIE,
             }
         },
-        "with `rounds` = 8 and the grid says 2": {"rounds": 2},
+        "with `rounds` = 6 and the grid says 2": {"rounds": 2},
         "holds another grid, without a cell of this one": {
             "attacks": {"IPM": {"attack": {"name": "ipm"}}},
             "tuning": {"seeds": [1001], "attacks": ["IPM"]},
@@ -678,10 +665,10 @@ def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp
         },
     }
     for told, change in changes.items():
-        other.write_text(tomli_w.dumps(tuned(**{"name": "mine", "rounds": 8, **change})))
+        other.write_text(tomli_w.dumps(tuned(**{"name": "mine", "rounds": 6, **change})))
         assert told in here("bench", other, "--out", folder, "--resume").one_line()
     plan = load_grid(
-        tuned(name="mine", rounds=8, attacks={"Label flip": FLIP, "ALIE": ALIE, "Gap": GAP})
+        tuned(name="mine", rounds=6, attacks={"Label flip": FLIP, "ALIE": ALIE, "Gap": GAP})
     )
     frozen = _tuning.read_choices(folder, plan)
     before = (folder / "grid.toml").read_bytes()
@@ -709,12 +696,14 @@ def test_what_is_damaged_in_a_grid_fails_its_cell_alone(undisturbed, tmp_path):
     assert "cells.json is damaged" in here("report", out, "--out", tmp_path / "page").one_line()
     done = command("bench", path, "--out", out, "--jobs", 1, "--resume")
     assert done.status == 1
-    assert "2 of 15 cells failed" in done.err
+    assert "3 of 15 cells failed" in done.err
     assert f"{empty / 'seed-1000' / 'summary.json'} is damaged" in done.err
     assert f"{metrics} is damaged: it does not hold what was written" in done.err
-    assert f"{out / 'cells.json'} was damaged or lost" in done.err
+    assert f"{out / 'cells.json'} was damaged" in done.err
+    assert f"{lost / 'config.toml'} cannot be read" in done.err
     for cell in (hurt, empty):
         shutil.rmtree(cell / "seed-1000")
+    shutil.rmtree(lost)
     assert command("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
     assert everything(out) == before
     chosen = out / "tuning.json"
@@ -726,9 +715,6 @@ def test_what_is_damaged_in_a_grid_fails_its_cell_alone(undisturbed, tmp_path):
         ("bench", path, "--out", out, "--resume"),
     ):
         assert "tuning.json is damaged" in here(*words).one_line()
-    chosen.unlink()  # what the message says
-    assert command("bench", path, "--out", out, "--resume").status == 0
-    assert everything(out) == before
 
 
 def start_bench(path, out):

@@ -94,7 +94,9 @@ def default_text(field: FieldInfo) -> str:
         return str(text)
     if field.is_required():
         return "needed"
-    return "none" if field.default is None else _literal(field.default)
+    if field.default is None:
+        return "none"
+    return _literal(field.default)
 
 
 def _literal(value: Any) -> str:
@@ -104,7 +106,9 @@ def _literal(value: Any) -> str:
         return f'"{value}"'
     if isinstance(value, tuple):
         return str(list(value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def _choices(annotation: Any) -> Iterator[Any]:

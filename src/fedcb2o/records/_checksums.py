@@ -364,11 +364,13 @@ def _canonical_value(value: Any) -> Any:
         return {key: _canonical_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_canonical_value(item) for item in value]
-    if isinstance(value, float):
-        if value.is_integer():
-            return int(value)
-        return value if math.isfinite(value) else str(value)
-    return value if isinstance(value, str | bool | int | None) else str(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str | bool | int | None):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    return str(value)
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:

@@ -18,12 +18,14 @@ class Metric:
     Attributes:
         name: Column of the records.
         label: Heading in tables, figures and legends.
+        short_label: Word in lines of progress.
         worse_direction: Direction in which the values of a benign agent become worse.
         is_percent: True for a fraction of 1 that tables show in percent.
     """
 
     name: str
     label: str
+    short_label: str
     worse_direction: Literal["low", "high"]
     is_percent: bool = True
 
@@ -37,13 +39,19 @@ CONDITIONAL_METRICS = ("test_loss", "global_accuracy", "global_loss")
 METRICS = {
     metric.name: metric
     for metric in (
-        Metric("accuracy", "Overall accuracy", "low"),
-        Metric("source_accuracy", "Source class accuracy", "low"),
-        Metric("attack_success_rate", "Attack success rate", "high"),
-        Metric("test_loss", "Test loss", "high", is_percent=False),
-        Metric("global_accuracy", "Accuracy, global test set", "low"),
-        Metric("global_loss", "Loss, global test set", "high", is_percent=False),
-        Metric("malicious_weight", "Malicious weight", "high"),
+        Metric("accuracy", "Overall accuracy", "accuracy", "low"),
+        Metric("source_accuracy", "Source class accuracy", "source", "low"),
+        Metric("attack_success_rate", "Attack success rate", "attack", "high"),
+        Metric("test_loss", "Test loss", "loss", "high", is_percent=False),
+        Metric("global_accuracy", "Accuracy, global test set", "on the global test set", "low"),
+        Metric(
+            "global_loss",
+            "Loss, global test set",
+            "loss on the global test set",
+            "high",
+            is_percent=False,
+        ),
+        Metric("malicious_weight", "Malicious weight", "malicious weight", "high"),
     )
 }
 """The standard and conditional metrics, and the weight of malicious peers, by name."""

@@ -53,8 +53,10 @@ def load_dataset(experiment: Experiment, data_dir: Path | None) -> Dataset:
         DataError: If the files of the data set are missing or damaged.
     """
     function = experiment.data.bind("data set", sets)
-    takes_folder = "data_dir" in plugins.parameters(function)
-    dataset = function(data_dir=data_dir) if takes_folder else function()
+    options = {}
+    if "data_dir" in plugins.parameters(function):
+        options["data_dir"] = data_dir
+    dataset = function(**options)
     where = f"the data set `{plugins.label(experiment.data.name)}`"
     if not isinstance(dataset, Dataset):
         kind = type(dataset).__name__
@@ -287,6 +289,9 @@ def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Pop
     labels = dataset.labels(shared_pool(experiment, dataset))
     benign_samples, malicious_samples = samples_per_agent(experiment)
     available = torch.arange(len(labels))
+    skew = None
+    if agents.skew is not None:
+        skew = agents.skew.bind("skew", skews)
     test = None
     if experiment.evaluate_on == "redrawn":
         test = _draw_test_samples(labels, dataset, seed)
@@ -300,18 +305,20 @@ def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Pop
         malicious_samples=malicious_samples,
         validation=agents.validation,
         split=agents.split,
-        skew=None if agents.skew is None else agents.skew.bind("skew", skews),
+        skew=skew,
         hold_out=agents.hold_out,
         remove_malicious=agents.malicious_role == "removed",
         num_classes=dataset.num_classes,
         seed=seed,
         tuning_size=len(dataset.test),
     )
+    if test is None:
+        test = available[population.tuning]
     return dataclasses.replace(
         population,
         train=tuple(available[samples] for samples in population.train),
         validation=tuple(available[samples] for samples in population.validation),
-        tuning=available[population.tuning] if test is None else test,
+        tuning=test,
     )
 
 
@@ -326,7 +333,9 @@ def _population_of_owners(
         ("evaluate_on", experiment.evaluate_on, "test"),
     ):
         if value != allowed:
-            cure = "leave it out" if allowed is None else f"set it to {allowed!r}"
+            cure = "leave it out"
+            if allowed is not None:
+                cure = f"set it to {allowed!r}"
             raise ConfigError(
                 f"`{key}` is for agents that share out a pool, and these data have owners: {cure}"
             )
@@ -365,7 +374,7 @@ def samples_per_agent(experiment: Experiment) -> tuple[int, int]:
             f"the key `agents.{key}_samples` is missing: the number of samples of the data set's "
             "pool that such an agent holds (only data with owners need none)"
         )
-    return benign, 1 if malicious is None else malicious
+    return benign, malicious or 1
 
 
 def max_samples(experiment: Experiment, dataset: Dataset) -> int:

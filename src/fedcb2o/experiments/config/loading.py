@@ -85,7 +85,7 @@ def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
     key = ".".join(path)
     kind = problem["type"]
     if kind == "extra_forbidden":
-        return f"there is no key `{key}`.{_suggestkey(path, table)}"
+        return f"there is no key `{key}`.{_suggest_key(path, table)}"
     if kind == "missing":
         return f"the key `{key}` is missing"
     if kind == "value_error":
@@ -111,13 +111,14 @@ def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
 
 def _short_repr(value: Any) -> str:
     """Return the value as text where that is a short line, else its type."""
-    text = repr(value) if isinstance(value, _PRINTABLE_TYPES) else ""
-    if 0 < len(text) <= 100 and "\n" not in text:
-        return text
+    if isinstance(value, _PRINTABLE_TYPES):
+        text = repr(value)
+        if len(text) <= 100 and "\n" not in text:
+            return text
     return f"a {type(value).__name__}"
 
 
-def _suggestkey(path: Sequence[str], table: Mapping[str, Any]) -> str:
+def _suggest_key(path: Sequence[str], table: Mapping[str, Any]) -> str:
     """Return ' Did you mean `algorithm.alpha`?' for an unknown key, by all sections."""
     if path[-1] in _KEYS_OF_OTHER_LIBRARIES:
         return f" It is `{_KEYS_OF_OTHER_LIBRARIES[path[-1]]}` here"

@@ -132,7 +132,9 @@ def _check_output_shape(name: str, outputs: Any, dataset: Dataset) -> None:
 def build_loss(experiment: Experiment) -> losses.Loss | None:
     """Return the loss, or None for the cross-entropy."""
     loss = experiment.training.loss
-    return None if loss is None else loss.bind("loss", losses)
+    if loss is None:
+        return None
+    return loss.bind("loss", losses)
 
 
 def _check_loss(experiment: Experiment, outputs: Tensor, y: Tensor) -> None:

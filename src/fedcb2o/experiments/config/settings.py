@@ -105,7 +105,9 @@ class AttackSection(Component):
     @property
     def data_attack(self) -> Component | None:
         """The attack on data: this one, or the one that an attack on models adds."""
-        return self if _threat_of(self) is None else self.data
+        if _threat_of(self) is None:
+            return self
+        return self.data
 
     def build(self) -> Attack:
         """Return the attack with its parameters checked.
@@ -119,7 +121,9 @@ class AttackSection(Component):
         threat = _threat_of(self)
         name = plugins.label(self.name)
         function = self.bind("attack", attacks)
-        poison = None if self.data is None else self.data.bind("attack", attacks)
+        poison = None
+        if self.data is not None:
+            poison = self.data.bind("attack", attacks)
         schedule: dict[str, Any] = {
             "from_round": self.from_round,
             "sybils": self.sybils,
@@ -311,7 +315,9 @@ class Experiment(Section):
     @field_validator("device")
     @classmethod
     def _cpu_is_default(cls, device: str | None) -> str | None:
-        return None if device == "cpu" else device
+        if device == "cpu":
+            return None
+        return device
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "Experiment":

@@ -34,7 +34,9 @@ def to_plain(value: Any) -> Any:
         return [to_plain(item) for item in value]
     if callable(value):
         return plugins.label(value)
-    return value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value
 
 
 def presets() -> dict[str, str]:
@@ -220,4 +222,6 @@ def parse_value(text: str) -> Any:
         return text
     except (ValueError, RecursionError) as error:  # thousands of digits, or of nested lists
         raise ConfigError(f"--set cannot read the value {text[:40]} ...: {error}") from error
-    return table["value"] if len(table) == 1 else text
+    if len(table) > 1:
+        return text
+    return table["value"]

@@ -38,8 +38,10 @@ def read_choices(folder: Path, plan: Grid) -> _Choices:
         DamagedError: If the file is damaged.
     """
     path = folder / _FILE
-    lines = records.read_json_with_checksum(path)["choices"] if path.exists() else []
-    recorded = {(line["setting"], line["defence"], line["attack"]): line for line in lines}
+    recorded: _Choices = {}
+    if path.exists():
+        for line in records.read_json_with_checksum(path)["choices"]:
+            recorded[line["setting"], line["defence"], line["attack"]] = line
     found: _Choices = {}
     for probe in plan.probes():
         key = plan.strength_key(probe.key)

@@ -243,21 +243,25 @@ class Grid(Section):
         Returns:
             Setting, defence and attack.
         """
-        setting = None if self.adversary is None else self.adversary.setting
-        return setting or key.setting, key.defence, str(key.attack)
+        setting = key.setting
+        if self.adversary is not None and self.adversary.setting:
+            setting = self.adversary.setting
+        return setting, key.defence, str(key.attack)
 
     @property
     def tuning_setting(self) -> str:
         """The setting in which candidates are compared."""
-        setting = None if self.tuning is None else self.tuning.setting
-        return setting or next(iter(self.settings), "")
+        if self.tuning is not None and self.tuning.setting:
+            return self.tuning.setting
+        return next(iter(self.settings), "")
 
     @property
     def tuning_attacks(self) -> dict[str, Changes]:
         """The attacks that candidates are compared against. A table without a name is numbered."""
-        attacks = () if self.tuning is None else self.tuning.attacks
         found: dict[str, Changes] = {}
-        for number, attack in enumerate(attacks, start=1):
+        if self.tuning is None:
+            return found
+        for number, attack in enumerate(self.tuning.attacks, start=1):
             if isinstance(attack, str):
                 found[attack] = self.attacks[attack]
             else:
@@ -385,10 +389,12 @@ class CellKey:
     @property
     def title(self) -> str:
         """The name in messages."""
-        candidate = "" if self.candidate is None else f"candidate {self.candidate + 1}"
-        strength = "" if self.strength is None else f"strength {self.strength + 1}"
-        attack = self.attack or f"baseline of {self.baseline_of}"
-        parts = [self.setting, self.defence, candidate, attack, strength]
+        parts = [self.setting, self.defence]
+        if self.candidate is not None:
+            parts.append(f"candidate {self.candidate + 1}")
+        parts.append(self.attack or f"baseline of {self.baseline_of}")
+        if self.strength is not None:
+            parts.append(f"strength {self.strength + 1}")
         return ", ".join(filter(None, parts))
 
 

@@ -34,7 +34,6 @@ class TimeEstimate:
         self.jobs = jobs
         self.seconds: dict[tuple[str, str], list[float]] = {}
         self.pending: dict[str, tuple[Cell, int]] = {}
-        self.started: dict[str, float] = {}
 
     def add(self, cell: Cell, seeds: int) -> None:
         """Add a cell that will be run.
@@ -44,14 +43,6 @@ class TimeEstimate:
             seeds: Number of its seeds.
         """
         self.pending[cell.folder] = cell, seeds
-
-    def start(self, cell: Cell) -> None:
-        """Record that a cell starts now.
-
-        Args:
-            cell: The cell.
-        """
-        self.started[cell.folder] = time.monotonic()
 
     def finish(self, cell: Cell, seconds: float | None) -> float | None:
         """Record that a cell has ended.
@@ -64,7 +55,6 @@ class TimeEstimate:
             The seconds of one of its seeds.
         """
         _, seeds = self.pending.pop(cell.folder)
-        self.started.pop(cell.folder, None)
         if seconds is None:
             return None
         self.record(cell, seconds / seeds)
@@ -88,20 +78,10 @@ class TimeEstimate:
         Returns:
             Its expected seconds; infinity where nothing is known of its defence.
         """
-        seconds = self.seed_seconds(cell)
-        return inf if seconds is None else seconds * self.pending[cell.folder][1]
-
-    def seed_seconds(self, cell: Cell) -> float | None:
-        """Return the expected time of a seed, from others of its defence.
-
-        Args:
-            cell: The cell.
-
-        Returns:
-            The seconds, or None where there are no others.
-        """
         seconds = self.seconds.get((cell.key.setting, cell.key.defence))
-        return fmean(seconds) if seconds else None
+        if seconds is None:
+            return inf
+        return fmean(seconds) * self.pending[cell.folder][1]
 
     def remaining(self) -> float | None:
         """Return the expected time until the last cell has ended.
@@ -112,13 +92,10 @@ class TimeEstimate:
         if not self.seconds:
             return None
         mean = fmean(value for values in self.seconds.values() for value in values)
-        now = time.monotonic()
         costs = []
-        for folder, (cell, seeds) in self.pending.items():
-            cost = seeds * (self.seed_seconds(cell) or mean)
-            if folder in self.started:
-                cost = max(cost - (now - self.started[folder]), 0.0)
-            costs.append(cost)
+        for cell, seeds in self.pending.values():
+            weight = self.weight(cell)
+            costs.append(seeds * mean if weight == inf else weight)
         return max([sum(costs) / self.jobs, *costs])
 
 
@@ -161,9 +138,7 @@ class GridProgress:
             total: Number of cells.
             done: Number of cells that were done before.
         """
-        self.total = total
-        self.done = done
-        self._bar.update(self._task, total=total, completed=done)
+        self.add(total, done)
         if done and not self.console.is_terminal:
             self._print(f"{done} of {total} cells were done before")
 

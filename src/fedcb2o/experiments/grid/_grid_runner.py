@@ -297,10 +297,11 @@ def _check_cell(folder: Path, cell: Cell) -> None:
 def _read_cells(path: Path) -> list[dict[str, Any]]:
     """Return the lines of cells.json; none where it is damaged, as runs do not depend on it."""
     try:
-        return records.read_cells(path) if path.exists() else []
+        if path.exists():
+            return records.read_cells(path)
     except DamagedError:
         _LOG.warning("%s was damaged; it is written again.", path)
-        return []
+    return []
 
 
 class _GridState:
@@ -352,7 +353,9 @@ class _GridState:
         records.write_json_with_checksum(self.folder / "cells.json", {"cells": lines})
 
     def _order(self, folder: str) -> tuple[int, str]:
-        return (0, folder) if self.cells[folder].kind == "tuning" else (1, "")
+        if self.cells[folder].kind == "tuning":
+            return 0, folder
+        return 1, ""
 
     def missing_seeds(self, cell: Cell) -> list[int]:
         """Return the seeds of a cell that have not ended or are not whole."""
@@ -441,7 +444,6 @@ class _GridScheduler:
             while queue:
                 cell = queue.pop(max(queue.values(), key=self.estimate.weight).folder)
                 running[cell.folder] = cell
-                self.estimate.start(cell)
                 yield cell, (cell.experiment, self.state.folder / cell.folder)
 
         def on_result(cell: Cell, result: tuple[float, str | None]) -> None:

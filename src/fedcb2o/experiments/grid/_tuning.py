@@ -11,6 +11,7 @@ it is inside. The choice is then frozen in tuning.json.
 """
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -40,7 +41,9 @@ def read_choices(folder: Path, plan: Grid) -> dict[str, Any]:
         DamagedError: If the file is damaged.
     """
     path = folder / "tuning.json"
-    recorded = records.read_json_with_checksum(path) if path.exists() else {}
+    recorded = {}
+    if path.exists():
+        recorded = records.read_json_with_checksum(path)
     found = {}
     for defence, given in plan.candidates.items():
         if defence not in recorded:
@@ -98,7 +101,9 @@ def extend(folder: Path, plan: Grid, choices: Mapping[str, Any], errors: Mapping
     Returns:
         The extended grid; the same object where no candidate is added.
     """
-    limit = 0 if plan.tuning is None else plan.tuning.widen
+    if plan.tuning is None:
+        return plan
+    limit = plan.tuning.widen
     extended = plan
     for defence in plan.candidates.keys() - choices.keys():
         if len(plan.added_candidates.get(defence, [])) < limit:
@@ -139,12 +144,17 @@ def extrapolate(candidates: Sequence[Changes], scores: Sequence[float | None]) -
     ordered = sorted(set(values))
     if value not in (ordered[0], ordered[-1]):
         return None
-    neighbour = ordered[1] if value == ordered[0] else ordered[-2]
-    is_ratio = value > 0 and neighbour > 0
-    following = value * value / neighbour if is_ratio else 2 * value - neighbour
+    neighbour = ordered[-2]
+    if value == ordered[0]:
+        neighbour = ordered[1]
+    smallest = -inf
+    following = 2 * value - neighbour
+    if value > 0 and neighbour > 0:
+        smallest = 1
+        following = value * value / neighbour
     following = float(f"{following:.4g}")
     if all(isinstance(number, int) for number in values):
-        following = max(round(following), 1) if is_ratio else round(following)
+        following = max(round(following), smallest)
     if following in values:
         return None
     return tables.with_value(candidates[best], key.split("."), following)

@@ -2,10 +2,6 @@
 
 A choice may depend on a timing or on a device's memory. It is recorded when a seed begins, and
 kept.
-
->>> from fedcb2o.experiments.runs._kernel_config import ENVIRONMENT
->>> ENVIRONMENT
-'environment.json'
 """
 
 from collections.abc import Callable

@@ -1,9 +1,4 @@
-"""The backend of a run on one machine: the place of the models and the engine of a seed.
-
->>> from fedcb2o.experiments.runs._local_backend import LocalBackend
->>> LocalBackend(workers=2, memory=None).workers
-2
-"""
+"""The backend of a run on one machine: the place of the models and the engine of a seed."""
 
 import contextlib
 import functools

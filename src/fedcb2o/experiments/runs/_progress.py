@@ -7,7 +7,8 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -16,20 +17,10 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.records import METRICS
+from fedcb2o.records import CONDITIONAL_METRICS, METRICS, STANDARD_METRICS
 
 RoundCallback = Callable[[Experiment, int, Mapping[str, Any]], None]
 """A function called after every round with the experiment, the seed, and the metrics record."""
-
-_WORDS = {
-    "accuracy": "accuracy",
-    "source_accuracy": "source",
-    "attack_success_rate": "attack",
-    "test_loss": "loss",
-    "global_accuracy": "on the global test set",
-    "global_loss": "loss on the global test set",
-}
-"""The metrics that are shown, with short words for them."""
 
 
 class Progress:
@@ -132,15 +123,13 @@ def _format_status(rounds: int, n: int, scores: str, current: int, phase: str) -
 def _format_scores(line: Mapping[str, Any]) -> str:
     """Return the means over agents as text."""
     scores = []
-    for name, word in _WORDS.items():
-        mean = _mean_of_known(line.get(name, ()))
-        if mean is None:
+    for name in (*STANDARD_METRICS, *CONDITIONAL_METRICS):
+        known = [value for value in line.get(name, ()) if value is not None]
+        if not known:
             continue
-        is_percent = METRICS[name].is_percent
-        scores.append(f"{word} {100 * mean:.1f}%" if is_percent else f"{word} {mean:.4g}")
+        mean = fmean(known)
+        value = f"{100 * mean:.1f}%"
+        if not METRICS[name].is_percent:
+            value = f"{mean:.4g}"
+        scores.append(f"{METRICS[name].short_label} {value}")
     return ", ".join(scores)
-
-
-def _mean_of_known(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
