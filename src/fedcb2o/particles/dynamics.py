@@ -157,11 +157,12 @@ def to_values(
     Returns:
         The values.
     """
-    low = low.reshape(theta.shape[:-1])
-    if up is not None:
-        up = up.reshape(low.shape)
-    if slope is not None:
-        slope = slope.reshape(theta.shape)
+    if low.ndim == 1:  # a single run
+        low = low.unsqueeze(0)
+        if up is not None:
+            up = up.unsqueeze(0)
+        if slope is not None:
+            slope = slope.unsqueeze(0)
     in_ball = None
     if radius != math.inf:
         in_ball = theta.square().sum(-1) <= radius * radius
