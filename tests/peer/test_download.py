@@ -1,24 +1,111 @@
-"""What an agent does with peers that keep it waiting."""
+"""Waiting for peers' models, with times that the tests choose."""
 
-from fedcb2o.peer.wire import Backoff
+import math
+
+from fedcb2o.peer.wire import Backoff, Patience, Wait
+
+DEADLINE = 60.0
 
 
-def test_who_stalls_again_and_again_costs_a_few_deadlines():
-    patience, cost = Backoff(), 0
+def test_a_peer_that_always_stalls_costs_a_few_deadlines():
+    backoff, cost = Backoff(), 0
     for n in range(200):
-        if 1 not in patience.suspended(n):
+        if 1 not in backoff.suspended(n):
             cost += 1
-            patience.record_stall(1, n)
+            backoff.record_stall(1, n)
     assert cost == 10
-    assert patience.suspended(0) == {1}
+    assert backoff.suspended(0) == {1}
 
 
-def test_who_is_late_once_is_asked_again_soon():
-    patience = Backoff()
-    patience.record_stall(1, 10)
-    patience.record_stall(2, 10)
-    patience.record_stall(2, 12)
-    assert [patience.suspended(n) for n in (11, 12, 15, 16)] == [{1, 2}, {2}, {2}, set()]
-    patience.record_arrival(1)
-    patience.record_stall(1, 20)
-    assert [patience.suspended(n) for n in (20, 21, 22)] == [{1}, {1}, set()]
+def test_a_peer_that_is_late_once_is_asked_again_soon():
+    backoff = Backoff()
+    backoff.record_stall(1, 10)
+    backoff.record_stall(2, 10)
+    backoff.record_stall(2, 12)
+    assert [backoff.suspended(n) for n in (11, 12, 15, 16)] == [{1, 2}, {2}, {2}, set()]
+    backoff.record_arrival(1)
+    backoff.record_stall(1, 20)
+    assert [backoff.suspended(n) for n in (20, 21, 22)] == [{1}, {1}, set()]
+
+
+def simulate(seconds: dict[int, float], rounds: int, minimum: float = 1.0, own: float = 0.5):
+    """Return the duration of each round and the peers that each round received.
+
+    All peers are asked that are not suspended; each answers after its own `seconds`.
+    """
+    patience, backoff, now = Patience(), Backoff(), 0.0
+    durations, received = [], []
+    for n in range(rounds):
+        began = now
+        asked = sorted(seconds.keys() - backoff.suspended(n))
+        start = began + own
+        patience.earn(start, DEADLINE)
+        wait = Wait(patience, start, start + DEADLINE, began + minimum)
+        arrived: set[int] = set()
+        for peer in sorted(asked, key=seconds.__getitem__):
+            if start + seconds[peer] > wait.end(len(asked), set(asked) - arrived):
+                break
+            wait.record_arrival(start + seconds[peer])
+            arrived.add(peer)
+        end = start + max((seconds[peer] for peer in arrived), default=0.0)
+        if len(arrived) < len(asked):
+            end = wait.end(len(asked), set(asked) - arrived)
+        patience.spend(max(0.0, end - wait.uncharged_end(len(asked))))
+        for peer in asked:
+            if start + seconds[peer] > wait.late_after():
+                backoff.record_stall(peer, n)
+            else:
+                backoff.record_arrival(peer)
+            if peer in arrived:
+                patience.record_arrival(peer, seconds[peer])
+            else:
+                patience.record_missing(peer, end - start)
+        now = max(end, began + minimum)
+        durations.append(now - began)
+        received.append(arrived)
+    return durations, received
+
+
+def test_one_late_peer_of_five_takes_less_than_a_third_of_the_time():
+    """Whatever its delay is: just before the deadline, before it is late, or in between."""
+    undisturbed = sum(simulate({1: 0.05, 2: 0.05, 3: 0.05, 4: 0.05}, 60)[0])
+    for delay in (0.3, 0.6, 0.9, 1.5, 3.0, 10.0, 59.0, math.inf):
+        durations, received = simulate({1: 0.05, 2: 0.05, 3: 0.05, 4: delay}, 60)
+        assert sum(durations) < 1.3 * undisturbed, delay
+        assert all({1, 2, 3} <= peers for peers in received)
+
+
+def test_two_late_peers_of_five_cost_no_more():
+    undisturbed = sum(simulate({1: 0.05, 2: 0.05, 3: 0.05, 4: 0.05}, 60)[0])
+    for delay in (0.9, 10.0, 59.0):
+        durations, received = simulate({1: 0.05, 2: 0.05, 3: delay, 4: delay}, 60)
+        assert sum(durations) < 1.3 * undisturbed, delay
+        assert all({1, 2} <= peers for peers in received)
+
+
+def test_a_slow_line_is_heard_in_every_round_that_has_time_for_it():
+    """And, where rounds have no minimum duration, again and again."""
+    _, received = simulate({1: 0.05, 2: 0.05, 3: 0.05, 4: 8.0}, 40, minimum=10.0)
+    assert all(4 in peers for peers in received)
+    _, received = simulate({1: 1.0, 2: 1.0, 3: 1.0, 4: 2.5}, 100, minimum=0.0, own=2.0)
+    assert sum(4 in peers for peers in received) > 20
+    _, received = simulate({1: 1.0, 2: 1.0, 3: 1.0, 4: 5.0}, 200, minimum=0.0, own=2.0)
+    assert sum(4 in peers for peers in received[100:]) >= 3
+
+
+def test_fewer_than_half_of_the_peers_do_not_change_the_usual_time():
+    patience = Patience()
+    for peer, seconds in enumerate((2.0, 2.1, 2.2, 0.001, 59.0)):
+        patience.record_arrival(peer, seconds)
+    assert patience.median_seconds == 2.1
+
+
+def test_before_half_of_the_models_a_round_waits():
+    wait = Wait(Patience(), 0.0, DEADLINE, 0.0)
+    assert wait.end(4) == DEADLINE
+    wait.record_arrival(1.0)
+    assert wait.end(4) == DEADLINE
+    assert wait.spares_start == 6.0
+    wait.record_arrival(2.0)
+    assert wait.end(4, [7]) == 4.0  # 1.5 times the second arrival, and a second of credit
+    assert wait.end(3, [7]) == 4.0

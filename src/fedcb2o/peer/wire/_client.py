@@ -135,9 +135,9 @@ class PeerClient:
     ) -> tuple[dict[int, Arrival], dict[int, str]]:
         """Download the models of some peers at once.
 
-        The round goes on without models that do not arrive in the usual time if half of the models
-        arrived. Spare peers are then asked in place of the late ones. Nothing is written to the
-        rows after the return. A synchronous round waits for all models until its deadline.
+        `_patience` says how long the round waits. Spare peers are asked in place of late ones.
+        A synchronous round waits for all models until its deadline. Nothing is written to the rows
+        after the return.
 
         Args:
             n: The agent's round.
@@ -452,14 +452,17 @@ class _Exchange:
             StoppedError: The agent was asked to stop.
         """
         rules = self.rules
-        credit_start = math.inf
+        charged_from = math.inf
         while pending := self._update():
             now = time.monotonic()
-            end, usual_end = self._ends(pending)
+            needed = len(self.rows) - (len(self.ended) - len(rules.arrivals))
+            end = rules.end(needed, pending)
+            if self.is_synchronous or end == rules.deadline:
+                end = rules.deadline + _GRACE_SECONDS
             if now >= end:
                 break
-            if now > usual_end:
-                credit_start = min(credit_start, now)
+            if now >= rules.uncharged_end(needed):
+                charged_from = min(charged_from, now)
             if now >= rules.spares_start and self.spares:
                 self._ask_spares(pending)
                 continue
@@ -469,8 +472,7 @@ class _Exchange:
             wait(pending.values(), pause, FIRST_COMPLETED)
             if self.client.stop.is_set():
                 raise StoppedError
-        spent = max(0.0, time.monotonic() - credit_start)
-        self.client.patience.credit = max(0.0, self.client.patience.credit - spent)
+        self.client.patience.spend(max(0.0, time.monotonic() - charged_from))
 
     def _update(self) -> "dict[int, Future[Arrival | str]]":
         """Note downloads that ended, and return the others."""
@@ -480,20 +482,6 @@ class _Exchange:
                 if future.exception() is None and isinstance(future.result(), Arrival):
                     self.rules.record_arrival(self.ended[peer])
         return {peer: future for peer, future in self.futures.items() if peer not in self.ended}
-
-    def _ends(self, pending: Collection[int]) -> tuple[float, float]:
-        """Return the end of the wait, and the end without credit."""
-        hard_end = self.rules.deadline + _GRACE_SECONDS
-        if self.is_synchronous:
-            return hard_end, hard_end
-        num_failed = len(self.ended) - len(self.rules.arrivals)
-        asked = len(self.rows)
-        is_probation = any(self.client.backoff.stall_counts.get(peer, 0) for peer in pending)
-        end = self.rules.end(asked, num_failed, is_probation=is_probation)
-        usual_end = self.rules.end(asked, num_failed, is_probation=False)
-        if end == self.rules.deadline:
-            end = hard_end
-        return end, usual_end
 
     def _ask_spares(self, pending: Collection[int]) -> None:
         """Ask as many other peers as models are missing."""
@@ -512,6 +500,7 @@ class _Exchange:
         self._update()
         client = self.client
         late_after = self.rules.late_after()
+        waited = time.monotonic() - self.rules.start
         arrivals = dict[int, Arrival]()
         failures = dict[int, str]()
         for peer, task in self.tasks.items():
@@ -522,6 +511,8 @@ class _Exchange:
                 client.patience.record_arrival(peer, result.seconds)
             else:
                 failures[peer] = result
+            if peer not in self.ended:
+                client.patience.record_missing(peer, waited)
             if is_late:
                 client.backoff.record_stall(peer, self.n)
             elif isinstance(result, Arrival):

@@ -1,22 +1,27 @@
 """Waiting times of downloads, judged by the usual times of all peers.
 
-A peer answers in time if its model arrives within three times the median of all peers. Waiting
-within the round's minimum duration costs nothing, so that this is in time as well. A peer that
-answers late is not asked for some rounds.
+As soon as half of the models arrived, a round waits for the others within its minimum duration,
+which costs nothing, and up to 1.5 times the median of all peers. Beyond that, all rounds together
+wait for at most a seventh of the time. A peer whose answer takes three times the median is late,
+and is not asked for some rounds.
 
 Example:
     >>> patience = Patience()
     >>> patience.record_arrival(peer=3, seconds=2.0)
-    >>> patience.usual_seconds
-    6.0
+    >>> patience.median_seconds
+    2.0
 """
 
 import math
 import statistics
+from collections.abc import Iterable
 
-_USUAL_FACTOR = 3.0
-_MIN_SECONDS = 1.0  # an answer within this time is never late
-_CREDIT_SHARE = 0.1  # of all time may be spent on peers that were late before
+_LATE_FACTOR = 3.0  # of the median; an answer that takes longer is late
+_LATE_SECONDS = 1.0  # an answer within this time is never late
+_WAIT_FACTOR = 1.5  # of the median; in this time a round waits for all models
+_WAIT_SECONDS = 0.1
+_CREDIT_SHARE = 0.15  # of all time may be spent on further waiting
+_FIRST_CREDIT_SECONDS = 1.0
 _MAX_STALLS = 5  # a peer with this many stalls is suspended for 31 rounds
 
 
@@ -69,12 +74,18 @@ class Patience:
 
     The median counts every peer once, so that fewer than half of the peers can neither raise it
     above nor lower it below the times of the others.
+
+    Attributes:
+        seconds: Duration of the last download from each peer.
+        expected: The same, or for a peer that a round did not wait for a longer time.
+        credit: Seconds that rounds may wait for the slower half of the models.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[int, float] = {}
-        self.credit = 0.0
-        self.updated = math.inf
+        self.expected: dict[int, float] = {}
+        self.credit = _FIRST_CREDIT_SECONDS
+        self._updated = math.inf
 
     def record_arrival(self, peer: int, seconds: float) -> None:
         """Note the duration of a peer's last download.
@@ -84,35 +95,42 @@ class Patience:
             seconds: Seconds until its model had arrived.
         """
         self.seconds[peer] = seconds
+        self.expected[peer] = seconds
 
-    @property
-    def usual_seconds(self) -> float:
-        """Time in which a model usually arrives; infinite before the first one."""
-        if not self.seconds:
-            return math.inf
-        return self.limit(statistics.median_low(self.seconds.values()))
-
-    def limit(self, seconds: float) -> float:
-        """Return the time after which an answer is late.
+    def record_missing(self, peer: int, seconds: float) -> None:
+        """Note that a round went on without a peer; the next wait for it is longer, and rarer.
 
         Args:
-            seconds: Time of a usual answer.
-
-        Returns:
-            Seconds.
+            peer: The peer.
+            seconds: Seconds that the round waited.
         """
-        return max(_MIN_SECONDS, _USUAL_FACTOR * seconds)
+        self.expected[peer] = max(self.expected.get(peer, 0.0), _WAIT_FACTOR * seconds)
+
+    @property
+    def median_seconds(self) -> float:
+        """Median of all peers; infinite before the first model."""
+        if not self.seconds:
+            return math.inf
+        return statistics.median_low(self.seconds.values())
 
     def earn(self, now: float, maximum: float) -> None:
-        """Add a tenth of the passed time to the credit.
+        """Add a share of the passed time to the credit.
 
         Args:
             now: Time of a monotonic clock.
             maximum: Largest credit.
         """
-        passed = max(0.0, now - self.updated)
-        self.credit = min(maximum, self.credit + _CREDIT_SHARE * passed)
-        self.updated = now
+        passed = max(0.0, now - self._updated)
+        self.credit = min(max(maximum, self.credit), self.credit + _CREDIT_SHARE * passed)
+        self._updated = now
+
+    def spend(self, seconds: float) -> None:
+        """Subtract a wait from the credit.
+
+        Args:
+            seconds: Its duration.
+        """
+        self.credit = max(0.0, self.credit - seconds)
 
 
 class Wait:
@@ -126,11 +144,11 @@ class Wait:
 
     Example:
         >>> wait = Wait(Patience(), start=0.0, deadline=60.0, free_until=0.0)
-        >>> wait.end(asked=2, failed=0, is_probation=False)  # nothing arrived yet
+        >>> wait.end(needed=2)  # nothing arrived yet
         60.0
-        >>> wait.record_arrival(0.5)
-        >>> wait.end(asked=2, failed=0, is_probation=False)  # half of the models arrived
-        1.5
+        >>> wait.record_arrival(0.4)
+        >>> round(wait.end(needed=2, pending=[7]), 2)  # half arrived; a second of credit
+        1.6
     """
 
     def __init__(
@@ -140,7 +158,7 @@ class Wait:
         self.start = start
         self.deadline = deadline
         self.free_until = min(free_until, deadline)
-        self.usual_seconds = patience.usual_seconds
+        self.median_seconds = patience.median_seconds
         self.arrivals: list[float] = []  # seconds
 
     def record_arrival(self, now: float) -> None:
@@ -154,39 +172,65 @@ class Wait:
     @property
     def spares_start(self) -> float:
         """Time at which other peers are asked in place of those that are missing."""
-        unknown = 0.1 * (self.deadline - self.start)
-        return self.start + min(self.usual_seconds, max(self.patience.limit(0.0), unknown))
+        if math.isfinite(self.median_seconds):
+            return self.start + max(_LATE_SECONDS, _LATE_FACTOR * self.median_seconds)
+        return self.start + max(_LATE_SECONDS, 0.1 * (self.deadline - self.start))
 
     def late_after(self) -> float:
         """Return the time after which an answer is late.
 
         Returns:
-            The usual time, at most half of the deadline, and at least the free time.
+            Three times the median, at most half of the deadline, and at least the free time.
         """
-        usual = self.usual_seconds
-        if not math.isfinite(usual) and self.arrivals:
-            usual = self.patience.limit(min(self.arrivals))
-        seconds = min(usual, (self.deadline - self.start) / 2)
-        return max(self.start + seconds, self.free_until)
+        usual = min([self.median_seconds, *self.arrivals])
+        if math.isfinite(self.median_seconds):
+            usual = self.median_seconds
+        seconds = max(_LATE_SECONDS, _LATE_FACTOR * usual)
+        return max(self.start + min(seconds, (self.deadline - self.start) / 2), self.free_until)
 
-    def end(self, asked: int, failed: int, *, is_probation: bool) -> float:
-        """Return the time at which the round goes on without the missing models.
+    def has_enough(self, needed: int) -> bool:
+        """Check that half of the models arrived.
 
         Args:
-            asked: Number of peers whose models the round needs.
-            failed: Number of these that can give no model.
-            is_probation: A missing peer was late before, so that credit is spent on it.
+            needed: Number of asked peers without those that can give no model.
+
+        Returns:
+            True if the round may go on.
+        """
+        return len(self.arrivals) >= max(1, math.ceil(needed / 2))
+
+    def uncharged_end(self, needed: int) -> float:
+        """Return the time after which further waiting is charged.
+
+        Args:
+            needed: Number of asked peers without those that can give no model.
 
         Returns:
             The deadline, until half of the models arrived.
         """
-        enough = math.ceil((asked - failed) / 2)
-        if len(self.arrivals) < max(1, enough):
+        if not self.has_enough(needed):
             return self.deadline
-        usual = self.usual_seconds
+        usual = self.median_seconds
         if not math.isfinite(usual):
-            usual = self.patience.limit(sorted(self.arrivals)[enough - 1])
-        end = max(self.start + usual, self.free_until)
-        if is_probation:
-            end += self.patience.credit
-        return min(end, self.deadline)
+            usual = sorted(self.arrivals)[max(1, math.ceil(needed / 2)) - 1]
+        end = self.start + max(_WAIT_SECONDS, _WAIT_FACTOR * usual)
+        return min(max(end, self.free_until), self.deadline)
+
+    def end(self, needed: int, pending: Iterable[int] = ()) -> float:
+        """Return the time at which the round goes on without the missing models.
+
+        Credit is spent only if it is likely to suffice for one of them.
+
+        Args:
+            needed: Number of asked peers without those that can give no model.
+            pending: Peers whose models are missing.
+
+        Returns:
+            The deadline, until half of the models arrived.
+        """
+        uncharged_end = self.uncharged_end(needed)
+        end = min(uncharged_end + self.patience.credit, self.deadline)
+        expected = (self.patience.expected.get(peer, 0.0) for peer in pending)
+        if any(min(self.start + seconds, self.deadline) <= end for seconds in expected):
+            return end
+        return uncharged_end
