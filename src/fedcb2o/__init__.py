@@ -77,7 +77,7 @@ _HOMES = {
     "experiments.config.loading": ("load",),
     "experiments.config.tables": ("presets",),
     "experiments.runs._runner": ("run",),
-    "federated.types": ("knows",),
+    "federated.adversary": ("knows",),
     "particles": (
         "Adversary",
         "CaptureWarning",

@@ -61,7 +61,7 @@ def test_each_receiver_has_its_own_row_and_fellows_have_the_true_models(monkeypa
     def equal(judged):
         return by_samples(judged.received, judged.own_entry)
 
-    monkeypatch.setattr("fedcb2o.federated.collusion.sample_weights", by_samples)
+    monkeypatch.setattr("fedcb2o.federated.batched_aggregation.sample_weights", by_samples)
     algorithm = algorithms.by_rule(rule=equal, selection="everyone", needs_losses=False)
     engine = engine_of(Attack(craft=numbered, threat=numbered.threat), algorithm)
     run_rounds(engine)
@@ -127,7 +127,7 @@ def test_lies_about_samples_are_believed_up_to_what_the_terms_allow():
             AgentState.initial(len(CLUSTER)),
             0,
             1,
-            lambda n: False,
+            0,
         )
         of_first = (
             done.decisions.received[0],

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from fedcb2o import plugins
 from fedcb2o.data import Shard, cluster_samples, rotate
-from fedcb2o.federated.adversary import Adversary
+from fedcb2o.federated.adversary import Adversary, Attack
 from fedcb2o.federated.plugin_outputs import require_known_labels, validated_poison
 from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.run_spec import RunSpec
-from fedcb2o.federated.types import Attack
 from fedcb2o.nn import batch_norm
 from fedcb2o.rng import agent_streams
 

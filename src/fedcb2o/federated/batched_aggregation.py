@@ -1,8 +1,8 @@
 """Algorithm 2, LocalAggregation, with an axis over agents, for a simulation.
 
 The lines are those of `algorithm2`. Every function takes an agent group and the members of a batch.
-What one agent decides does not depend on the others of its batch. No function knows which
-agents are malicious: `collusion` extends the steps.
+The result of one agent does not depend on the others of its batch. Colluding attackers
+(sec:experiments) ask each other first and average by numbers of samples.
 
 >>> from fedcb2o.federated import algorithms
 >>> asked = Ragged.from_arrays([np.array([3, 7])])
@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.aggregation.sample_average import sample_weights
 from fedcb2o.federated.algorithm2 import (
     consensus_weights,
     next_likelihood,
@@ -32,8 +33,8 @@ from fedcb2o.federated.contacts import AgentState, CandidatePeers, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.run_spec import RunSpec
-from fedcb2o.federated.selection import BATCHED_SELECTION
-from fedcb2o.federated.validation import validate
+from fedcb2o.federated.selection import BATCHED_SELECTION, select_colluding_peers
+from fedcb2o.federated.validation import own_models, validate
 from fedcb2o.rng import agent_streams
 
 
@@ -88,9 +89,6 @@ def local_aggregation_(
     active: Bool[np.ndarray, " N"],
     deadline: float | None = None,
     on_step: Callable[[str], None] = lambda name: None,
-    *,
-    sample_step: Callable[..., Ragged],
-    decide_step: Callable[..., tuple[AgentState, Decisions]],
 ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
     """Run LocalAggregation (alg:FedCB2O, line 4) for all active agents of an engine.
 
@@ -101,17 +99,15 @@ def local_aggregation_(
         active: For each of the N agents, whether it is active in this round.
         deadline: Seconds to wait for models; None without a limit.
         on_step: Called with "aggregate" after line 6 and with "mix" after line 7.
-        sample_step: `sample_peers`, or its extension by colluding attackers.
-        decide_step: `decide`, or its extension by colluding attackers.
 
     Returns:
         New states and decisions of each batch; for each agent, whether its model is finite.
     """
     contacts = [state.contacts for state in states]
-    sampled = engine.map_batches(sample_step, n, active, arguments=[contacts])  # line 1
+    sampled = engine.map_batches(sample_peers, n, active, arguments=[contacts])  # line 1
     received = engine.exchange(n, sampled, deadline)  # line 2
     decided = engine.map_batches(  # lines 3 to 6
-        decide_step, n, active, arguments=[states, sampled, received]
+        decide, n, active, arguments=[states, sampled, received]
     )
     on_step("aggregate")
 
@@ -147,14 +143,17 @@ def decide(
     Returns:
         New state and decisions of the members.
     """
-    spec, algorithm = group.spec, group.spec.algorithm
-    positions = np.flatnonzero(active[group.agents[members]])  # in `members`
-    decisions = Decisions.empty(group.agents[members], sampled, inbox)
+    spec, algorithm, adversary = group.spec, group.spec.algorithm, group.adversary
+    agents = group.agents[members]
+    is_colluding = adversary.colluding[agents]
+    known = state.contacts.forget(adversary.new_identities(n))
+    decisions = Decisions.empty(agents, sampled, inbox)
     rule_states = list(state.rule_states)
     L = np.full(len(inbox.rows), np.nan)
 
-    for call in validate(group, members, positions, state.contacts, inbox, n):  # line 3: L^i
-        G = algorithm.criterion_values(call.inputs)  # line 5: Q, G^i
+    positions = np.flatnonzero(active[agents] & ~is_colluding)
+    for call in validate(group, members, positions, known, inbox, n):  # line 3: L^i
+        G = algorithm.criterion_values(call.inputs)  # line 5: Q_beta, G^i
         first = call.positions[0]
         mu, rule_states[first] = consensus_weights(  # line 6: mu^i
             algorithm, call.inputs, G, rule_states[first]
@@ -166,11 +165,22 @@ def decide(
 
     contacts = update_likelihoods(  # line 4: P^i
         algorithm,
-        state.contacts.take(positions),
+        known.take(positions),
         sampled.take(positions),
         inbox.ids.take(positions),
         L[inbox.ids.flat_index(positions)],
     )
+
+    # Colluders average by numbers of samples.
+    colluders = np.flatnonzero(active[agents] & is_colluding)
+    for equal, index, received in inbox.group_by_size(colluders):
+        num_received = received.ids.shape[-1]
+        own = None
+        if adversary.averages_own_model:
+            own = own_models(group, members[equal], n)
+        mu_colluders = sample_weights(received, own)
+        decisions.weights[index] = mu_colluders[..., :num_received].flatten().numpy()
+        decisions.own_weight[equal] = mu_colluders[..., num_received:].sum(-1).numpy()
     return state.updated(positions, contacts, rule_states), decisions
 
 
@@ -196,48 +206,44 @@ def sample_peers(
     Raises:
         ConfigError: A user's selection returned ids that are not among its candidates.
     """
-    spec, algorithm = group.spec, group.spec.algorithm
-    positions = np.flatnonzero(active[group.agents[members]])  # in `members`
-    if not len(positions):
-        return Ragged.empty(len(members))
-    agents = group.agents[members[positions]]
-    contacts = contacts.take(positions)
-    candidates = _candidate_peers(spec, agents)
-    generators = agent_streams(spec.seed, "select", n, agents=agents.tolist())
+    spec, adversary = group.spec, group.adversary
+    agents = group.agents[members]
+    is_colluding = adversary.colluding[agents]
 
-    batched = BATCHED_SELECTION.get(algorithm.select)
-    if batched is not None:
-        keywords = getattr(algorithm.select, "keywords", {})
-        sampled = batched(contacts, candidates, spec.agents.budget, generators, **keywords)
-    else:
-        sampled = Ragged.from_arrays(
-            [
-                select_peers(spec, int(j), P, candidates.ids(k), n, generator)
-                for k, (j, P, generator) in enumerate(
-                    zip(agents, contacts, generators, strict=True)
-                )
-            ]
-        )
-    return Ragged.scatter(len(members), (positions, sampled))
+    benign = np.flatnonzero(active[agents] & ~is_colluding)
+    known = contacts.forget(adversary.new_identities(n)).take(benign)
+    sampled = _prob_sampling(spec, agents[benign], known, n)
+
+    colluders = np.flatnonzero(active[agents] & is_colluding)
+    fellows, others = adversary.colluding_peers(agents[colluders], spec.neighbours)
+    generators = agent_streams(spec.seed, "select", n, agents=agents[colluders].tolist())
+    colluding = select_colluding_peers(fellows, others, spec.agents.budget, generators)
+    return Ragged.scatter(len(members), (benign, sampled), (colluders, colluding))
 
 
-def _candidate_peers(spec: RunSpec, agents: Int[np.ndarray, " a"]) -> CandidatePeers:
-    """Return the peers that each of some agents may ask, itself only where it is a candidate.
-
-    Args:
-        spec: Run specification.
-        agents: Ids of agents.
-
-    Returns:
-        The candidates of each agent.
-    """
-    if spec.neighbours is None:
-        everybody = np.arange(spec.num_agents)
-        candidates = CandidatePeers.from_lists([everybody], np.zeros_like(agents), excluded=agents)
-    else:
+def _prob_sampling(
+    spec: RunSpec, agents: Int[np.ndarray, " a"], contacts: ContactTable, n: int
+) -> Ragged:
+    """Call the algorithm's selection for agents that do not collude."""
+    lists, list_index = [np.arange(spec.num_agents)], np.zeros_like(agents)
+    if spec.neighbours is not None:
         lists = [spec.neighbours[j].sort().values.numpy() for j in agents.tolist()]
-        candidates = CandidatePeers.from_lists(lists, excluded=agents)
-    return candidates.including_self(agents) if spec.algorithm.own_candidate else candidates
+        list_index = np.arange(len(agents))
+    candidates = CandidatePeers.from_lists(lists, list_index, excluded=agents)
+    if spec.algorithm.own_candidate:
+        candidates = candidates.including_self(agents)
+
+    select = spec.algorithm.select
+    generators = agent_streams(spec.seed, "select", n, agents=agents.tolist())
+    batched = BATCHED_SELECTION.get(select)
+    if batched is not None:
+        keywords = getattr(select, "keywords", {})
+        return batched(contacts, candidates, spec.agents.budget, generators, **keywords)
+
+    ids = []
+    for k, (P, generator) in enumerate(zip(contacts, generators, strict=True)):
+        ids.append(select_peers(spec, int(agents[k]), P, candidates.ids(k), n, generator))
+    return Ragged.from_arrays(ids)
 
 
 def update_likelihoods(

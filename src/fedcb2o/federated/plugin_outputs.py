@@ -15,13 +15,12 @@ from torch import Tensor
 
 from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated.adversary import Craft, Poison
 from fedcb2o.federated.types import (
     ColumnReduction,
-    Craft,
     Criterion,
     CriterionInput,
     OffsetColumnReduction,
-    Poison,
     RuleState,
     SampleTransform,
     Select,

@@ -25,11 +25,12 @@ from torch import Tensor
 
 from fedcb2o.data import Shard
 from fedcb2o.federated.admission import clip_claimed_samples, max_abs
+from fedcb2o.federated.adversary import AttackView, Knowledge
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.decisions import Inbox
 from fedcb2o.federated.plugin_outputs import validated_crafted_models, validated_queries
 from fedcb2o.federated.ragged import Indices, Ragged
-from fedcb2o.federated.types import AttackView, Knowledge, Losses
+from fedcb2o.federated.types import Losses
 from fedcb2o.federated.validation import training_losses
 from fedcb2o.rng import stream
 

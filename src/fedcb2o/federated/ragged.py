@@ -80,8 +80,9 @@ class Ragged:
         Returns:
             `count` lists; a list at no index is empty.
         """
-        if len(parts) == 1 and len(parts[0][0]) == count:
-            return parts[0][1]
+        for indices, lists in parts:
+            if len(indices) == count:
+                return lists
         filled = np.concatenate([np.zeros(0, np.int64), *(indices for indices, _ in parts)])
         others = complement(filled, count)
         whole = cls.concatenate([*(lists for _, lists in parts), cls.empty(len(others))])

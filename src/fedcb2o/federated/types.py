@@ -1,4 +1,4 @@
-"""Types of one round: what a selection, a criterion, a rule and an attack receive and return.
+"""Types of one round: what a selection, a criterion and a rule receive and return.
 
 >>> import torch
 >>> received = Received(
@@ -13,9 +13,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -23,8 +22,6 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from fedcb2o._deprecation import former_attributes, former_fields, former_names
-from fedcb2o.data import Shard
-from fedcb2o.errors import ConfigError
 from fedcb2o.plugins import Declaration, F
 
 
@@ -465,247 +462,17 @@ def _remembers(*, before: bool = False) -> Callable[[F], F]:
     return stateful(uses_previous=before)
 
 
-Poison = Callable[..., Shard]
-"""(shard, generator) or (shard, generator, me) -> the data that a malicious agent trains on."""
-
-Knowledge = Literal["fellows", "benign"]
-"""Agents whose models of a round an attack may see: its fellow attackers, or benign agents."""
-
-
-@dataclass(frozen=True)
-class Threat:
-    """Threat model of an attack on models, declared by `knows`.
-
-    Attributes:
-        knows: Agents whose models the attack sees.
-        each_receiver: Whether it publishes one model per receiver.
-        on_poisoned_data: Whether it needs an agent that trains on poisoned data.
-    """
-
-    knows: frozenset[str] = frozenset()
-    each_receiver: bool = False
-    on_poisoned_data: bool = False
-
-
-THREAT = Declaration[Threat]("threat")
-
-
-def knows(
-    *models: str, each_receiver: bool = False, on_poisoned_data: bool = False
-) -> Callable[[F], F]:
-    """Declare an attack on models and its threat model.
-
-    Args:
-        models: Agents whose models it sees: "fellows" for other attackers, "benign", or neither.
-        each_receiver: Whether it may publish another model for every receiver.
-        on_poisoned_data: Whether it makes sense only for an agent that trains on poisoned data.
-
-    Returns:
-        A decorator of the attack.
-
-    Raises:
-        ConfigError: A word other than "fellows" and "benign".
-    """
-    unknown = set(models) - set(get_args(Knowledge))
-    if unknown:
-        raise ConfigError(
-            'an attack may know the models of "fellows" and of "benign" agents, '
-            f"got {sorted(unknown)}"
-        )
-    return THREAT(Threat(frozenset(models), each_receiver, on_poisoned_data))
-
-
-@former_attributes(fellows="colluders", num_fellows="num_colluders", before="previous")
-@dataclass(frozen=True, kw_only=True)
-class AttackView:
-    """Input of an attack on models: the view of one attacker in round n, after LocalUpdate.
-
-    The tensors that `colluders` and `benign` return must not be written to.
-
-    Attributes:
-        n: Round, counted from 0.
-        agent: Id of the attacker.
-        cluster: Its cluster.
-        num_clusters: Number of clusters.
-        num_colluders: Attackers in its cluster, itself included.
-        num_benign: Benign agents in its cluster.
-        receivers: Ids of all benign agents.
-        own: The model that it trained.
-        previous: The model that it began the round with.
-        data: Its samples, without poison.
-        losses: Losses of models [m, d] on its samples.
-        threat: The threat model that the attack declared.
-    """
-
-    n: int
-    agent: int
-    cluster: int
-    num_clusters: int
-    num_colluders: int
-    num_benign: int
-    receivers: Int[Tensor, " r"]
-    own: Float[Tensor, " d"]
-    previous: Float[Tensor, " d"]
-    data: Shard
-    losses: Callable[[Float[Tensor, "m d"]], Losses]
-    threat: Threat
-    _ids_of: Callable[[Knowledge, int], Iterable[int]]
-    _peek: Callable[[list[int]], Float[Tensor, "m d"]]
-    _links: Callable[[], Bool[np.ndarray, "r r"]]
-
-    def colluders(self, cluster: int | None = None) -> Float[Tensor, "f d"]:
-        """Return the models that the attackers of a cluster trained.
-
-        Args:
-            cluster: The cluster; None for the attacker's own, with its own model.
-
-        Returns:
-            One row per attacker.
-
-        Raises:
-            ConfigError: The attack did not declare `knows("fellows")`.
-        """
-        return self._models("fellows", cluster)
-
-    def benign(self, cluster: int | None = None) -> Float[Tensor, "b d"]:
-        """Return the models that the benign agents of a cluster trained.
-
-        Args:
-            cluster: The cluster; None for the attacker's own.
-
-        Returns:
-            One row per agent.
-
-        Raises:
-            ConfigError: The attack did not declare `knows("benign")`.
-        """
-        return self._models("benign", cluster)
-
-    def model_of(self, receiver: int) -> Float[Tensor, " d"]:
-        """Return the model that one benign agent trained.
-
-        Args:
-            receiver: Id of the agent.
-
-        Returns:
-            Its model.
-
-        Raises:
-            ConfigError: The attack did not declare `knows("benign")`.
-        """
-        self._require_declared("benign")
-        return self._peek([receiver])[0]
-
-    def links(self) -> Bool[Tensor, "r r"]:
-        """Return which receivers may ask which others of their cluster."""
-        return torch.from_numpy(self._links())
-
-    def _models(self, role: Knowledge, cluster: int | None) -> Float[Tensor, "m d"]:
-        self._require_declared(role)
-        return self._peek(list(self._ids_of(role, self.cluster if cluster is None else cluster)))
-
-    def _require_declared(self, role: Knowledge) -> None:
-        if role not in self.threat.knows:
-            agents = "fellows" if role == "fellows" else "benign agents"
-            raise ConfigError(
-                f"the attack looks at the models of {agents}, which it does not declare to know: "
-                f'write @fedcb2o.knows("{role}") above it'
-            )
-
-
-Craft = Callable[[AttackView, np.random.Generator], Float[Tensor, "..."]]
-"""(view, generator) -> the model [d] that an attacker publishes, or one per receiver [r, d]."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attack:
-    """Behaviour of malicious agents; before `from_round` they behave like benign agents.
-
-    Only benign agents receive crafted models and false claims. Attackers exchange the models that
-    they trained.
-
-    Attributes:
-        poison: Changes the data that they train on.
-        craft: Makes the models that they publish.
-        threat: Threat model of `craft`.
-        from_round: First round of the attack, counted from 0.
-        sybils: Whether they take a new identity in every round (Douceur, "The Sybil Attack", 2002).
-        claimed_samples: Number of training samples that they claim; None for the true one.
-    """
-
-    poison: Poison | None = None
-    craft: Craft | None = None
-    threat: Threat = Threat()
-    from_round: int = 0
-    sybils: bool = False
-    claimed_samples: int | None = None
-
-    def is_poisoning(self, n: int) -> bool:
-        """Return whether data are poisoned in round n.
-
-        Args:
-            n: Round.
-
-        Returns:
-            True from `from_round` on, for an attack with poison.
-        """
-        return self.poison is not None and n >= self.from_round
-
-    def is_crafting(self, n: int) -> bool:
-        """Return whether models are crafted in round n.
-
-        Args:
-            n: Round.
-
-        Returns:
-            True from `from_round` on, for an attack that crafts models.
-        """
-        return self.craft is not None and n >= self.from_round
-
-    def uses_sybils(self, n: int) -> bool:
-        """Return whether attackers have new identities in round n.
-
-        Args:
-            n: Round.
-
-        Returns:
-            True from `from_round` on, for an attack with sybils.
-        """
-        return self.sybils and n >= self.from_round
-
-    def misreports_samples(self, n: int) -> bool:
-        """Return whether attackers claim a false number of samples in round n.
-
-        Args:
-            n: Round.
-
-        Returns:
-            True from `from_round` on, for an attack with a false claim.
-        """
-        return self.claimed_samples is not None and n >= self.from_round
-
-    def num_published(self, malicious: int, benign: int) -> int:
-        """Return the largest number of models that attackers publish in a round.
-
-        Args:
-            malicious: Number of attackers.
-            benign: Number of benign agents.
-
-        Returns:
-            The number of crafted models.
-        """
-        if self.craft is None:
-            return 0
-        return malicious * benign if self.threat.each_receiver else malicious
-
-
 __getattr__ = former_names(
     __name__,
     {
         "Judged": "CriterionInput",
         "Local": "AgentContext",
         "Weighed": "_weighed",
-        "View": "AttackView",
+        "Attack": "fedcb2o.federated.adversary.Attack",
+        "Threat": "fedcb2o.federated.adversary.Threat",
+        "THREAT": "fedcb2o.federated.adversary.THREAT",
+        "View": "fedcb2o.federated.adversary.AttackView",
+        "knows": "fedcb2o.federated.adversary.knows",
         "Change": "SampleTransform",
         "Slope": "ScalarObjective",
         "State": "RuleState",

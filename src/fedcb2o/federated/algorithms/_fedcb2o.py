@@ -33,9 +33,9 @@ from fedcb2o.federated import criteria
 from fedcb2o.federated import selection as _selections
 from fedcb2o.federated.aggregation.coordinatewise import weighted_median
 from fedcb2o.federated.aggregation.gram_matrix import relative_distances
-from fedcb2o.federated.aggregation.standard_errors import standard_error
 from fedcb2o.federated.algorithm_spec import Algorithm, Likelihood
-from fedcb2o.federated.algorithms.base import require, require_mixing_factor
+from fedcb2o.federated.algorithms.parameter_checks import require, require_mixing_factor
+from fedcb2o.federated.criteria.standard_errors import standard_error_of_mean
 from fedcb2o.federated.plugin_outputs import validated_criterion
 from fedcb2o.federated.types import (
     Criterion,
@@ -316,7 +316,8 @@ class SublevelCriterion:
         # 3. The tolerance of the agent's own loss.
         if self.loss_tolerance is None:
             return members
-        errors = standard_error(inputs.losses, inputs.own_losses).nan_to_num(nan=0.0)
+        differences = inputs.losses.per_sample - inputs.own_losses.per_sample
+        errors = standard_error_of_mean(differences).nan_to_num(nan=0.0)
         bound = inputs.own_losses.mean + self.loss_tolerance * errors
         tolerated = torch.cat([inputs.losses.mean <= bound, torch.ones_like(own)], -1)
         if self.level is not None:

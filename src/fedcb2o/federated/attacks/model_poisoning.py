@@ -22,8 +22,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated.adversary import AttackView, knows
 from fedcb2o.federated.aggregation.gram_matrix import gram
-from fedcb2o.federated.types import AttackView, knows
 
 __all__ = [
     "alie",

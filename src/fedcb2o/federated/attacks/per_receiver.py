@@ -10,8 +10,8 @@ from jaxtyping import Float
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
+from fedcb2o.federated.adversary import AttackView, knows
 from fedcb2o.federated.aggregation.gram_matrix import gram
-from fedcb2o.federated.types import AttackView, knows
 
 __all__ = ["dissensus", "echo", "equivocation", "spectral"]
 
