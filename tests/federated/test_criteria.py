@@ -13,8 +13,8 @@ from tests.views import judged, weigh
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated import CriterionInput, Losses, algorithms, batched, criteria
-from fedcb2o.federated.aggregation.standard_errors import class_standard_error, standard_error
 from fedcb2o.federated.criteria import combinations, universal_perturbation
+from fedcb2o.federated.criteria.standard_errors import class_standard_error, standard_error_of_mean
 from fedcb2o.rng import stream
 
 INF = math.inf
@@ -138,7 +138,8 @@ def test_standard_errors_by_hand():
         pytest.approx(row) for row in expected
     ]
     over_all = math.sqrt((3.4**2 + 1.4**2 + 0.6**2 * 2 + 3.6**2) / 4 / 5)
-    assert standard_error(view.losses, view.own_losses).tolist() == pytest.approx([over_all, 0.0])
+    differences = view.losses.per_sample - view.own_losses.per_sample
+    assert standard_error_of_mean(differences).tolist() == pytest.approx([over_all, 0.0])
     gaps = [2 - 1.5 * expected[0][0], 6 - 1.5 * expected[0][1]]
     assert criteria.class_loss_gap(view, z=1.5).tolist() == pytest.approx([max(gaps), 0.0])
     assert criteria.class_loss_gap(view, z=99.0).tolist() == [0.0, 0.0]

@@ -60,10 +60,7 @@ def test_models_are_judged_together_as_one_by_one(name, rows, together, monkeypa
     for key in ("mean", "by_class", "entropy"):
         torch.testing.assert_close(getattr(found, key), getattr(alone, key), rtol=1e-5, atol=1e-6)
     each = None if reference is None else [reference] * len(rows)
-    counts = [
-        inference.confusion_matrices(module, pool, rows, data, 4, some, each)
-        for some in (1, together)
-    ]
+    counts = [confusion_matrices(module, pool, rows, data, 4, some, each) for some in (1, together)]
     assert torch.equal(*counts)
 
 

@@ -14,16 +14,16 @@ from fedcb2o.data._dataset import (
     DatasetNames,
     Owners,
     Shard,
+    cluster_samples,
     features,
     group_members,
     hold_out,
+    rotate,
     stratified_mask,
 )
 from fedcb2o.data._partition import (
     Population,
-    cluster_samples,
     partition,
-    rotate,
     validation_mask,
 )
 from fedcb2o.data.array_dataset import dataset

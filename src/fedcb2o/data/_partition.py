@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int, Shaped
+from jaxtyping import Bool, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedcb2o.data._dataset import check_clusters
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.rng import stream
 
@@ -111,7 +112,7 @@ def partition(
         >>> [len(train) for train in agents.train]
         [15, 15, 15, 10, 15, 15, 15, 10]
     """
-    _check_clusters(num_clusters)
+    check_clusters(num_clusters)
     for name, value, minimum in (
         ("benign", benign, 1),
         ("malicious", malicious, 0),
@@ -183,63 +184,6 @@ def partition(
         tuning=torch.from_numpy(drawn[needed : needed + tuning_size]),
         num_clusters=num_clusters,
     )
-
-
-def cluster_samples(
-    x: Shaped[Tensor, "n *features"],
-    index: Int[Tensor, "a k"],
-    cluster: Int[np.ndarray, " a"],
-    num_clusters: int,
-) -> Shaped[Tensor, "a k *features"]:
-    """Return samples of several agents, each rotated by the angle of the agent's cluster.
-
-    Rotated copies of all samples would take `num_clusters` times the memory, so that samples are
-    rotated when they are read.
-
-    Args:
-        x: All samples.
-        index: Indices of k samples of each agent.
-        cluster: Cluster of each agent.
-        num_clusters: Number of clusters, 1, 2 or 4.
-
-    Returns:
-        A copy of the samples, with an axis over the agents.
-    """
-    samples = x[index]
-    for k in np.unique(cluster).tolist():
-        rows = torch.from_numpy(np.flatnonzero(cluster == k))
-        if len(rows) == len(cluster):
-            samples = rotate(samples, k, num_clusters)
-        else:
-            samples[rows] = rotate(samples[rows], k, num_clusters)
-    return samples
-
-
-def rotate(
-    x: Shaped[Tensor, "n *features"], cluster: int, num_clusters: int
-) -> Shaped[Tensor, "n *features"]:
-    """Rotate images counter-clockwise by cluster * 360 / num_clusters degrees (sec:experiments).
-
-    Args:
-        x: Images [n, ..., s, s].
-        cluster: Cluster of the agent.
-        num_clusters: Number of clusters: 1, 2 or 4.
-
-    Returns:
-        The images as the cluster sees them.
-
-    Raises:
-        ConfigError: `num_clusters` is not 1, 2 or 4, or the images are not square.
-    """
-    _check_clusters(num_clusters)
-    if num_clusters > 1 and (x.ndim < 3 or x.shape[-1] != x.shape[-2]):
-        raise ConfigError(
-            f"`num_clusters` = {num_clusters} turns square images, and the samples have shape"
-            f" {tuple(x.shape[1:])}; set `num_clusters` = 1 for them"
-        )
-    if not cluster:
-        return x
-    return torch.rot90(x, cluster * 4 // num_clusters, dims=(-2, -1)).contiguous()
 
 
 def validation_mask(
@@ -322,12 +266,4 @@ def _check_skew(assignment: object, sizes: NDArray[np.int64]) -> None:
         agent = wrong[0]
         raise ConfigError(
             f"the skew gives agent {agent} {counts[agent]} samples instead of {sizes[agent]}"
-        )
-
-
-def _check_clusters(num_clusters: int) -> None:
-    if num_clusters not in (1, 2, 4):
-        raise ConfigError(
-            f"`num_clusters` must be 1, 2 or 4, as images turn by multiples of 90°,"
-            f" got {num_clusters}"
         )

@@ -1,21 +1,22 @@
-"""Robustness criteria G: one value per model; low is trusted.
+"""Robustness criteria G: one value per model. In every criterion, low is trusted.
 
 A criterion is a function `(inputs) -> values [m]`; its further arguments are keywords. A model
-whose value is not finite is not trusted. Losses and values derived from them are in nats and do not
-depend on the other received models. So the agent's own model can be evaluated alone, and criteria
-combine.
+whose value is not finite is not trusted. Losses and values derived from them are in nats.
+
+The value of a model does not depend on the other received models, except with `against` =
+"majority". So the agent's own model can be evaluated alone, and criteria combine.
 
 A configuration names a criterion by a name in `__all__`, or a user's own by
 "package.module:function".
 """
 
-from fedcb2o.federated.criteria._class_loss_gap import class_loss_gap
 from fedcb2o.federated.criteria._distance import distance
 from fedcb2o.federated.criteria._perturbation_gap import perturbation_gap
 from fedcb2o.federated.criteria._trigger_sensitivity import trigger_sensitivity
 from fedcb2o.federated.criteria.class_losses import (
     average_loss,
     class_loss_entropy,
+    class_loss_gap,
     worst_class_loss,
 )
 from fedcb2o.federated.criteria.combinations import is_batched as is_batched

@@ -1,10 +1,10 @@
 """Distance of a model to the agent's own model."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.federated.aggregation.gram_matrix import relative_distances
-from fedcb2o.federated.criteria.base import nan_to_infinity
 from fedcb2o.federated.types import CriterionInput
 
 
@@ -18,4 +18,5 @@ def distance(inputs: CriterionInput) -> Float[Tensor, " m"]:
         Distances in units of the norm of the agent's own model, shape [m].
     """
     rows = inputs.received.with_own(inputs.own_entry).rows
-    return nan_to_infinity(relative_distances(inputs.models, rows))
+    distances = relative_distances(inputs.models, rows)
+    return distances.masked_fill(distances.isnan(), torch.inf)

@@ -7,9 +7,9 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from fedcb2o.federated.aggregation.standard_errors import excess, standard_error_of_mean
 from fedcb2o.federated.criteria import universal_perturbation
-from fedcb2o.federated.criteria.base import MAX_LOSS, nan_to_infinity, required_losses
+from fedcb2o.federated.criteria.class_losses import MAX_LOSS, required_losses
+from fedcb2o.federated.criteria.standard_errors import excess, standard_error_of_mean
 from fedcb2o.federated.types import CriterionInput
 
 
@@ -78,5 +78,6 @@ def perturbation_gap(
 
     difference = means[:-1] - means[reference].nan_to_num(nan=MAX_LOSS, posinf=MAX_LOSS)
     errors = standard_error_of_mean(increases[:-1] - increases[reference])
-    gap[is_evaluated] = nan_to_infinity(excess(difference, z, errors))
+    values = excess(difference, z, errors)
+    gap[is_evaluated] = values.masked_fill(values.isnan(), torch.inf)
     return gap

@@ -9,7 +9,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.criteria.base import MAX_LOSS, nan_to_infinity, required_losses
+from fedcb2o.federated.criteria.class_losses import MAX_LOSS, required_losses
 from fedcb2o.federated.types import CriterionInput, batched
 
 
@@ -58,7 +58,7 @@ def trigger_sensitivity(
         transform = functools.partial(_paint_tile, tiles=tiles, i=i, j=j, value=value)
         increase = inputs.losses_of(everyone, transform).mean - base
         gap = increase[..., :-1] - increase[..., -1:].clamp(max=MAX_LOSS)
-        largest = torch.maximum(largest, nan_to_infinity(gap))
+        largest = torch.maximum(largest, gap.masked_fill(gap.isnan(), torch.inf))
     return largest
 
 

@@ -1,13 +1,72 @@
-"""Criteria that read the class losses of a model alone."""
+"""Criteria that read the losses L_j and L_{j,c} of a model alone.
+
+`class_loss_gap` is the paper's robustness criterion, and `average_loss` that of FedCBO.
+"""
+
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
-from fedcb2o.federated.criteria.base import nan_to_infinity, required_losses
-from fedcb2o.federated.types import CriterionInput, batched
+from fedcb2o.errors import ConfigError
+from fedcb2o.federated.criteria.standard_errors import class_standard_error, excess
+from fedcb2o.federated.types import CriterionInput, Losses, batched
+
+MAX_LOSS = torch.finfo(torch.float32).max
+"""Largest finite loss: losses are float32."""
 
 _MIN_CLASS_LOSS = 1e-300  # makes all shares equal if all losses are 0
+
+
+@batched
+def class_loss_gap(
+    inputs: CriterionInput,
+    *,
+    absent: Literal["masked", "zero"] = "masked",
+    z: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0,
+    against: Literal["own", "majority"] = "own",
+) -> Float[Tensor, "*a m"]:
+    """Compute the paper's G_j: the largest class-loss gap to the agent's own model.
+
+    G_j(theta) is the maximum over classes c of L_{j,c}(theta) - L_{j,c}(theta^j)
+    (eq:robust_criterion_G_LF). A model that is not finite on a class has an infinite value. If the
+    agent's own loss is infinite, it counts as `MAX_LOSS`: an agent whose model is broken trusts
+    others.
+
+    `z` and `against` go beyond the paper. The largest of many noisy differences is positive for
+    benign models, too; with `z` above 0 only a significant gap counts. With "majority", a loss that
+    most models share is not held against any of them.
+
+    Args:
+        inputs: View of one or several agents.
+        absent: Classes without validation samples are left out of the maximum, or count as a gap of
+            0 ("zero", as in the authors' released code).
+        z: Number of standard errors that are subtracted from each gap, down to 0.
+        against: Reference of the gap: the agent's own class loss, or the median over the sub-level
+            set and the agent's own model where that median is larger.
+
+    Returns:
+        Values G_j, shape [*a, m].
+
+    Raises:
+        ConfigError: No losses are evaluated, or an agent holds no validation data.
+    """
+    losses, own = required_losses(inputs)
+    reference = own.by_class.clamp(max=MAX_LOSS)
+    if against == "majority":
+        by_class = losses.by_class
+        if inputs.in_sublevel_set is not None:
+            by_class = by_class.masked_fill(~inputs.in_sublevel_set.unsqueeze(-1), torch.nan)
+        median = torch.cat([by_class, own.by_class], -2).nanmedian(-2, keepdim=True).values
+        reference = reference.fmax(median.clamp(max=MAX_LOSS))
+
+    gap = losses.by_class - reference
+    if z > 0:
+        gap = excess(gap, z, class_standard_error(losses, own))
+    fill = 0.0 if absent == "zero" else -torch.inf
+    return gap.masked_fill(~losses.present.unsqueeze(-2), fill).amax(-1)
 
 
 @batched
@@ -62,5 +121,32 @@ def class_loss_entropy(inputs: CriterionInput) -> Float[Tensor, "*a m"]:
     by_class = losses.by_class + _MIN_CLASS_LOSS * losses.present.unsqueeze(-2).double()
     shares = by_class / by_class.sum(-1, keepdim=True)
     max_entropy = losses.present.sum(-1, keepdim=True).double().log()
-    values = max_entropy - torch.special.entr(shares).sum(-1)
-    return nan_to_infinity(values.clamp(min=0))
+    values: Tensor = (max_entropy - torch.special.entr(shares).sum(-1)).clamp(min=0)
+    return values.masked_fill(values.isnan(), torch.inf)
+
+
+def required_losses(inputs: CriterionInput) -> tuple[Losses, Losses]:
+    """Return the losses of the received models and of the agent's own model.
+
+    Args:
+        inputs: View of one or several agents.
+
+    Returns:
+        The losses of the received models, and those of the agent's own model.
+
+    Raises:
+        ConfigError: The algorithm evaluates no losses, or an agent holds no validation data.
+    """
+    if inputs.losses is None or inputs.own_losses is None:
+        raise ConfigError(
+            "the criterion reads losses, and the algorithm evaluates none: "
+            "set `needs_losses` = true"
+        )
+    has_data = inputs.losses.present.any(-1)
+    if not has_data.all():
+        agent = int(inputs.own_entry.ids[~has_data][0])
+        raise ConfigError(
+            f"the criterion reads losses, and agent {agent} holds no validation data: "
+            "leave it some, by a larger `agents.validation` or more `agents.benign_samples`"
+        )
+    return inputs.losses, inputs.own_losses

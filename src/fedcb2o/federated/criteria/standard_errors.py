@@ -15,20 +15,6 @@ from torch import Tensor
 from fedcb2o.federated.types import Losses
 
 
-def standard_error(losses: Losses, own: Losses) -> Float[Tensor, "*a m"]:
-    """Compute the standard error of L_i - L_j.
-
-    Args:
-        losses: Losses of the received models i.
-        own: Losses of the agent's own model j.
-
-    Returns:
-        Standard errors, shape [*a, m]; 0 for a single sample, NaN for a model whose losses are not
-        finite.
-    """
-    return standard_error_of_mean(losses.per_sample - own.per_sample)
-
-
 def standard_error_of_mean(differences: Float[Tensor, "*a n"]) -> Float[Tensor, "*a"]:
     """Compute the standard error of the mean of n differences.
 
