@@ -1,7 +1,7 @@
 """Former names of modules, functions and fields, kept for one minor version.
 
 Every use of a former name gives a DeprecationWarning that names the new one. Renamed plug-ins
-and parameters are in `fedcb2o.renamed`.
+and parameters are in `fedcb2o._former_keys`.
 """
 
 import functools

@@ -29,7 +29,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from fedcb2o import renamed
+from fedcb2o import _former_keys
 from fedcb2o.errors import ConfigError, FedCB2OError
 
 PluginFunction = Callable[..., Any]
@@ -147,7 +147,7 @@ def resolve(kind: str, name: str | PluginFunction, namespace: types.ModuleType) 
         return wrap_user_function(kind, label(name), name)
     if ":" in name:
         return wrap_user_function(kind, name, _import_function(kind, name))
-    current = name if name in namespace.__all__ else renamed.current_name(name)
+    current = name if name in namespace.__all__ else _former_keys.current_name(name)
     if current in namespace.__all__ and callable(getattr(namespace, current)):
         return getattr(namespace, current)  # type: ignore[no-any-return]
 
@@ -377,7 +377,7 @@ def bind(
         function_name = getattr(getattr(function, "func", None), "__name__", kind)
 
     valid = parameters(function)
-    values = renamed.current_parameters(function_name, values, valid)
+    values = _former_keys.current_parameters(function_name, values, valid)
     for name in values:
         if name not in valid:
             has = " It has none (parameters are keyword-only arguments)"

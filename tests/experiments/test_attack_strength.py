@@ -8,7 +8,7 @@ import tomli_w
 from tests.experiments.test_grid import ALIE, FLIP, MEAN, grid
 from tests.tiny import here
 
-from fedcb2o import bench, records, renamed
+from fedcb2o import _former_keys, bench, records
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.grid import _attack_strength
 from fedcb2o.experiments.grid._loading import load_grid
@@ -223,11 +223,11 @@ def test_a_grid_of_former_names_is_resumed_by_its_file_of_today(tmp_path):
     shutil.rmtree(tmp_path / "cells/fedcb2o/sparse")
     for name in ("tuning.json", "strengths.json"):
         content = records.read_json_with_checksum(tmp_path / name)
-        former = renamed.original_changes(content)
+        former = _former_keys.original_changes(content)
         assert former != content
         records.write_json_with_checksum(tmp_path / name, former)
     for path in tmp_path.rglob("config.toml"):
-        former = renamed.original_settings(records.read_config(path))
+        former = _former_keys.original_settings(records.read_config(path))
         assert former.get("attack", {}).get("name") != "random_model"
         records.write_toml(path, former)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from fedcb2o import plugins, renamed
+from fedcb2o import _former_keys, plugins
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 LossAverage = Literal["samples", "batches"]
@@ -61,8 +61,8 @@ class Component(BaseModel):
         """Replace former names of the function and of its parameters."""
         if not isinstance(table, Mapping) or "name" not in table:
             return table
-        name = renamed.current_name(table["name"])
-        return {**renamed.current_parameters(name, table), "name": name}
+        name = _former_keys.current_name(table["name"])
+        return {**_former_keys.current_parameters(name, table), "name": name}
 
     @property
     def parameters(self) -> dict[str, Any]:

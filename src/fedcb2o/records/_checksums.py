@@ -19,7 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from fedcb2o import renamed
+from fedcb2o import _former_keys
 from fedcb2o.records._files import (
     atomic_write,
     damaged_error,
@@ -337,7 +337,7 @@ def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     excluded = (*NON_RESULT_SETTINGS, "rounds")
     selected = {key: value for key, value in settings.items() if key not in excluded}
-    return renamed.original_settings(selected)
+    return _former_keys.original_settings(selected)
 
 
 def canonical_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

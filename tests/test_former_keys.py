@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from fedcb2o import load, renamed
+from fedcb2o import _former_keys, load
 from fedcb2o.federated import algorithms, attacks, criteria
 from fedcb2o.plugins import bind, parameters, resolve
 from fedcb2o.records._checksums import settings_digest
@@ -12,10 +12,10 @@ from tests.tiny import tiny
 
 
 def test_every_new_name_exists_and_no_old_one_does():
-    for old, new in renamed.PLUGINS.items():
+    for old, new in _former_keys.PLUGINS.items():
         assert new in attacks.__all__
         assert old not in attacks.__all__
-    for name, table in renamed.PARAMETERS.items():
+    for name, table in _former_keys.PARAMETERS.items():
         room = algorithms if name in algorithms.__all__ else attacks
         known = parameters(getattr(room, name))
         assert set(table.values()) <= set(known)
@@ -67,13 +67,13 @@ def test_a_users_function_keeps_its_own_keys():
 
 def test_of_both_names_the_later_one_counts():
     with pytest.warns(DeprecationWarning, match="is now called"):
-        found = renamed.current_parameters("fedcb2o", {"interpolation": 1.0, "judged_at": 0.5})
+        found = _former_keys.current_parameters("fedcb2o", {"interpolation": 1.0, "judged_at": 0.5})
     assert found == {"interpolation": 0.5}
 
 
 def test_other_tables_stay_as_they_are():
     table = {"name": "largest", "of": [{"name": "class_loss_gap", "z": 2.0}, "distance"]}
-    assert renamed.original_settings({"name": "fedcb2o", "criterion": table}) == {
+    assert _former_keys.original_settings({"name": "fedcb2o", "criterion": table}) == {
         "name": "fedcb2o",
         "criterion": table,
     }
