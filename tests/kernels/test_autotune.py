@@ -1,4 +1,4 @@
-"""What is faster is chosen by a margin, from what a run does, and kept when it is resumed."""
+"""The fastest kernels are chosen by a margin and kept when a run is resumed."""
 
 import copy
 import itertools
@@ -18,33 +18,120 @@ from torch import nn
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
 from fedcb2o.kernels import _autotune, _fft_conv, _onednn
-from fedcb2o.nn import architectures, memory_layout, parameters
+from fedcb2o.nn import architectures, memory_layout
 
 IMAGES = {"name": "cnn", "hidden": 4}
+CPU = torch.device("cpu")
 META = torch.device("meta")
+SMALL = torch.zeros(2, 1, 8, 8)
 needs_onednn = pytest.mark.skipif(not _onednn.is_available(), reason="this PyTorch has no oneDNN")
 
 
-def told_of(folder):
+def convolutions(input_shape, num_classes):
+    first = nn.Conv2d(input_shape[0], 4, 3, padding=1)
+    last = nn.Linear(4 * math.prod(input_shape[1:]), num_classes)
+    return nn.Sequential(first, nn.ReLU(), nn.Flatten(), last)
+
+
+class Views(nn.Sequential):
+    """A network that reads its images in one order only."""
+
+    def forward(self, x):
+        x = self[0](x)
+        return self[1](x.view(len(x), -1))
+
+
+def views(input_shape, num_classes):
+    size = 4 * math.prod(n - 2 for n in input_shape[1:])
+    return Views(nn.Conv2d(input_shape[0], 4, 3), nn.Linear(size, num_classes))
+
+
+def recorded_kernels(folder):
     return json.loads((folder / "seed-1000/environment.json").read_text())
 
 
-@needs_onednn
-def test_dense_layers_go_the_faster_way_by_a_margin(monkeypatch):
-    chosen = _autotune.fastest_linear.__wrapped__
-    for gain, expected in ((2.0, "onednn"), (1.02, "torch"), (0.5, "torch")):
-        monkeypatch.setattr(_autotune, "onednn_speedup", lambda gain=gain: gain)
-        assert chosen() == expected
-    monkeypatch.setattr(_onednn, "is_available", lambda: False)
-    assert chosen() == "torch"
+def models_of(folder):
+    return load_file(folder / "seed-1000/checkpoint.safetensors")["models"]
+
+
+def assert_differ_in_settings_only(found, expected):
+    found, expected = bits(found), bits(expected)
+    assert {name for name in found if found[name] != expected[name]} <= {"config.toml"}
+
+
+def forbid_timing(monkeypatch, name="_speedup"):
+    monkeypatch.setattr(_autotune, name, lambda *_: pytest.fail("timed"))
+
+
+def set_clock(monkeypatch, seconds):
+    """Let the second of two computations take `seconds`, and the first one 1 second."""
+    now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, seconds]))
+    clock = dict.fromkeys(("thread_time", "perf_counter"), lambda: next(now))
+    monkeypatch.setattr(_autotune, "time", SimpleNamespace(**clock))
+
+
+def layout(x=SMALL, module=None):
+    return _autotune.fastest_layout(module or convolutions((1, 8, 8), 10), x, "float32")
+
+
+def batched_convolution(module=None, agents=3, device=CPU):
+    module = module or architectures.cnn((1, 8, 8), 10, hidden=4)
+    return _autotune.fastest_batched_convolution(module, SMALL, "float32", device, agents)
+
+
+def single_convolution(module=None, x=None, precision="float32"):
+    module = module or architectures.cnn((1, 28, 28), 10, hidden=4)
+    x = torch.rand(8, 1, 28, 28) if x is None else x
+    torch.manual_seed(0)
+    return _autotune.fastest_single_convolution(module, x, precision)
+
+
+# Choices
+
+
+@pytest.mark.parametrize(
+    ("choose", "choices"),
+    [
+        pytest.param(
+            _autotune.fastest_linear.__wrapped__,
+            {0.5: "onednn", 0.98: "torch", 2.0: "torch"},
+            marks=needs_onednn,
+        ),
+        (layout, {0.5: "channels_last", 0.8: "contiguous", 2.0: "contiguous"}),
+        (batched_convolution, {0.5: "unfolded", 0.95: "grouped", 2.0: "grouped"}),
+        (single_convolution, {0.7: "fourier", 0.8: "grouped", 2.0: "grouped"}),
+    ],
+)
+def test_another_kernel_is_chosen_by_a_margin(monkeypatch, choose, choices):
+    monkeypatch.setattr(_autotune, "_has_channels_last_overrun", lambda: False)
+    torch.manual_seed(0)  # some draws let nothing through so few hidden units
+    for seconds, expected in choices.items():
+        set_clock(monkeypatch, seconds)
+        assert choose() == expected
+
+
+@pytest.mark.parametrize(
+    ("speedups", "expected"),
+    [((1.2, 1.5), "mixed"), ((1.5, 1.2), "unfolded"), ((0.5, 1.05), "grouped")],
+)
+def test_the_fastest_of_several_kernels_is_chosen(monkeypatch, speedups, expected):
+    monkeypatch.setattr(_autotune, "_speedup", Mock(side_effect=speedups))
+    assert batched_convolution() == expected
+
+
+def test_bfloat16_needs_a_device_with_bfloat16(monkeypatch):
+    assert 0 < _autotune._bfloat16_speedup(CPU) < math.inf
+    assert _autotune._bfloat16_speedup(META) == 0.0  # it computes no number
+    for speedup, expected in ((2.0, "bfloat16"), (0.5, "bfloat16"), (0.01, "float32")):
+        monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _, speedup=speedup: speedup)
+        assert _autotune.supported_precision("bfloat16", CPU) == expected
+    forbid_timing(monkeypatch, "_bfloat16_speedup")
+    assert _autotune.supported_precision("float32", CPU) == "float32"
 
 
 @needs_onednn
-def test_a_timing_that_fails_puts_the_threads_back(monkeypatch):
-    def stop(*_):
-        raise StopError
-
-    monkeypatch.setattr(_autotune, "_speedup", stop)
+def test_a_failed_timing_restores_the_threads(monkeypatch):
+    monkeypatch.setattr(_autotune, "_speedup", Mock(side_effect=StopError))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -55,334 +142,44 @@ def test_a_timing_that_fails_puts_the_threads_back(monkeypatch):
         torch.set_num_threads(before)
 
 
-@needs_onednn
-def test_a_run_keeps_its_dense_layers_when_it_is_resumed(tmp_path, monkeypatch):
-    experiment = tiny(rounds=2, model={"hidden": [1100, 1000]})
-    run({**experiment, "linear": "onednn"}, out=tmp_path / "given", workers=1)
-    monkeypatch.setattr(_autotune, "fastest_linear", lambda: "onednn")
-    with pytest.raises(StopError):
-        run(experiment, out=tmp_path / "probed", workers=1, watch=stop_after(1))
-    monkeypatch.setattr(_autotune, "fastest_linear", lambda: "torch")
-    run(experiment, out=tmp_path / "probed", workers=2, resume=True)
-    probed, given = bits(tmp_path / "probed"), bits(tmp_path / "given")
-    assert {name for name in probed if probed[name] != given[name]} == {"config.toml"}
-    assert told_of(tmp_path / "probed")["linear"] == "onednn"
-
-
-def test_bfloat16_is_for_devices_that_have_it(monkeypatch):
-    cpu = torch.device("cpu")
-    assert 0 < _autotune._bfloat16_speedup(cpu) < math.inf
-    seen = []
-
-    def gain(default, other, _):
-        default()
-        other()
-        return 7.0
-
-    with monkeypatch.context() as patched:
-        patched.setattr(_autotune, "_speedup", gain)
-        patched.setattr(torch, "matmul", lambda x, _: seen.append(x.dtype) or x)
-        assert _autotune._bfloat16_speedup.__wrapped__(cpu) == 7.0
-    assert seen == [torch.float32, torch.bfloat16]
-    assert _autotune._bfloat16_speedup(META) == 0.0  # no number comes from there
-    for gain, expected in ((2.0, "bfloat16"), (0.5, "bfloat16"), (0.01, "float32")):
-        monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _, gain=gain: gain)
-        assert _autotune.supported_precision("bfloat16", cpu) == expected
-    monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: pytest.fail("timed"))
-    assert _autotune.supported_precision("float32", cpu) == "float32"
-
-
-@pytest.mark.parametrize(("began", "later"), [(0.01, 2.0), (2.0, 0.01)], ids=["without", "with"])
-def test_a_run_keeps_its_precision_when_it_is_resumed(tmp_path, monkeypatch, caplog, began, later):
-    experiment = tiny(rounds=2, training={"precision": "bfloat16"})
-    takes = "float32" if began < 1 else "bfloat16"
-    monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: began)
-    run(tiny(rounds=2, training={"precision": takes}), out=tmp_path / "given", workers=1)
-    with pytest.raises(StopError):
-        run(experiment, out=tmp_path / "probed", workers=1, watch=stop_after(1))
-    told = caplog.text
-    caplog.clear()
-    assert ("tiny seed 1000 trains in float32: bfloat16 is far slower here" in told) == (
-        takes == "float32"
-    )
-    monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: later)
-    run(experiment, out=tmp_path / "probed", workers=2, resume=True)
-    told = caplog.text
-    caplog.clear()
-    slower = "" if takes == "float32" else ", though bfloat16 is far slower here"
-    assert f"tiny seed 1000 began in {takes}, and keeps it{slower}.\n" in told
-    assert "trains in" not in told
-    probed, given = bits(tmp_path / "probed"), bits(tmp_path / "given")
-    assert {name for name in probed if probed[name] != given[name]} <= {"config.toml"}
-    assert told_of(tmp_path / "probed")["precision"] == takes
-
-
-def test_small_models_are_not_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(_autotune, "fastest_linear", lambda: pytest.fail("timed"))
-    run(tiny(rounds=1), out=tmp_path / "run", workers=1)
-    assert told_of(tmp_path / "run")["linear"] == "torch"
-
-
-def convolutions(input_shape, num_classes):
-    first = nn.Conv2d(input_shape[0], 4, 3, padding=1)
-    return nn.Sequential(
-        first, nn.ReLU(), nn.Flatten(), nn.Linear(4 * math.prod(input_shape[1:]), num_classes)
-    )
-
-
-class Views(nn.Sequential):
-    def forward(self, x):
-        x = self[0](x)
-        return self[1](x.view(len(x), -1))
-
-
-def views(input_shape, num_classes):
-    return Views(
-        nn.Conv2d(input_shape[0], 4, 3),
-        nn.Linear(4 * math.prod(n - 2 for n in input_shape[1:]), num_classes),
-    )
-
-
-def test_images_lie_the_faster_way_by_a_margin(monkeypatch):
-    x = torch.zeros(2, 1, 8, 8)
-    monkeypatch.setattr(_autotune, "_has_channels_last_overrun", lambda: False)
-    for last, expected in ((0.5, "channels_last"), (0.8, "contiguous"), (2.0, "contiguous")):
-        now = itertools.accumulate(
-            itertools.cycle([0.0, 1.0, 0.0, last])
-        )  # before and after, one way and the other
-        monkeypatch.setattr(_autotune.time, "thread_time", lambda now=now: next(now))
-        assert _autotune.fastest_layout(convolutions((1, 8, 8), 10), x, "float32") == expected
-
-
-def test_where_gradients_overrun_their_memory_the_other_way_is_not_tried(monkeypatch):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(_autotune, "_speedup", lambda *_: pytest.fail("timed"))
-    assert (
-        _autotune.fastest_layout(convolutions((1, 8, 8), 10), torch.zeros(2, 1, 8, 8), "float32")
-        == "contiguous"
-    )
-
-
 @pytest.mark.parametrize("size", [8, 28])
-def test_the_networks_that_are_built_in_are_far_from_the_margin(size):
-    """Trials agree, so that two runs of one experiment have the same bits."""
+def test_repeated_trials_of_a_built_in_network_agree(size):
+    """Two runs of one experiment then have the same bits."""
     module, x = architectures.resnet((1, size, size), 10), torch.rand(8, 1, size, size)
-    assert {_autotune.fastest_layout(module, x, "float32") for _ in range(4)} == {"contiguous"}
+    assert {layout(x, module) for _ in range(4)} == {"contiguous"}
 
 
-def test_a_start_that_is_killed_before_the_first_round_keeps_what_was_chosen(tmp_path, monkeypatch):
-    experiment = tiny(model={"name": convolutions}, rounds=1)
-    run({**experiment, "layout": "channels_last"}, out=tmp_path / "given", workers=1)
-
-    def stopped(*_):
-        raise StopError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(_autotune, "fastest_layout", lambda *_: "channels_last")
-        patched.setattr(
-            sys.modules["fedcb2o.experiments.runs._local_backend"], "open_local_engine", stopped
-        )
-        with pytest.raises(StopError):
-            run(experiment, out=tmp_path / "killed", workers=1)
-    monkeypatch.setattr(_autotune, "fastest_layout", lambda *_: pytest.fail("timed"))
-    run(experiment, out=tmp_path / "killed", workers=1)
-    killed, given = bits(tmp_path / "killed"), bits(tmp_path / "given")
-    assert {name for name in killed if killed[name] != given[name]} == {"config.toml"}
-
-
-def test_some_networks_read_images_as_they_come(monkeypatch):
-    x = torch.zeros(2, 1, 8, 8)
-    assert _autotune.fastest_layout(views((1, 8, 8), 10), x, "float32") == "contiguous"
-    monkeypatch.setattr(_autotune.time, "thread_time", lambda: pytest.fail("timed"))
-    for module in (architectures.mlp((1, 8, 8), 10), architectures.cnn((1, 8, 8), 10, hidden=8)):
-        assert _autotune.fastest_layout(module, x, "float32") == "contiguous"
-    assert _autotune.fastest_layout(nn.Linear(30, 2), torch.zeros(2, 30), "float32") == "contiguous"
-
-
-def test_a_layout_is_kept_and_agrees_to_rounding(tmp_path, monkeypatch):
-    experiment = tiny(model={"name": convolutions}, evaluate_every=3)
-    run({**experiment, "layout": "channels_last"}, out=tmp_path / "given", workers=1)
-    run({**experiment, "layout": "contiguous"}, out=tmp_path / "plain", workers=1)
-    monkeypatch.setattr(_autotune, "fastest_layout", lambda *_: "channels_last")
-    with pytest.raises(StopError):
-        run(experiment, out=tmp_path / "probed", workers=1, watch=stop_after(1))
-    monkeypatch.setattr(_autotune, "fastest_layout", lambda *_: pytest.fail("timed"))
-    run(experiment, out=tmp_path / "probed", workers=2, resume=True)
-    probed, given = bits(tmp_path / "probed"), bits(tmp_path / "given")
-    assert {name for name in probed if probed[name] != given[name]} == {"config.toml"}
-    models_of = [
-        load_file(tmp_path / name / "seed-1000/checkpoint.safetensors")
-        for name in ("given", "plain")
-    ]
-    torch.testing.assert_close(*(found["models"] for found in models_of), rtol=1e-4, atol=1e-6)
-
-
-def test_a_layout_that_a_network_cannot_read_is_an_error(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r'cannot read samples of shape .* with `layout` = "channels_last"'
-    ):
-        run(tiny(model={"name": views}, layout="channels_last"), out=tmp_path / "run", workers=1)
-
-
-def test_convolutions_go_the_faster_way_by_a_margin(monkeypatch):
-    module, x = (
-        nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)),
-        torch.zeros(2, 1, 8, 8),
-    )
-    for unfolded, expected in ((0.5, "unfolded"), (0.95, "grouped"), (2.0, "grouped")):
-        now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, unfolded]))
-        monkeypatch.setattr(
-            _autotune, "time", SimpleNamespace(perf_counter=lambda now=now: next(now))
-        )
-        assert (
-            _autotune.fastest_batched_convolution(module, x, "float32", torch.device("cpu"), 3)
-            == expected
-        )
-
-
-def test_the_fastest_of_the_others_is_taken(monkeypatch):
-    module, x = (
-        nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)),
-        torch.zeros(2, 1, 8, 8),
-    )
-    for gains, expected in (
-        ((1.2, 1.5), "mixed"),
-        ((1.5, 1.2), "unfolded"),
-        ((0.5, 1.05), "grouped"),
-    ):
-        monkeypatch.setattr(_autotune, "_speedup", Mock(side_effect=gains))
-        assert (
-            _autotune.fastest_batched_convolution(module, x, "float32", torch.device("cpu"), 3)
-            == expected
-        )
-
-
-def test_what_is_timed_is_a_training_step_of_a_team(monkeypatch):
-    module, x, teams = (
-        nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)),
-        torch.zeros(5, 1, 8, 8),
-        [],
-    )
-    made = _autotune.batched_forward
-
-    def seen(module, dim):
-        at_once = made(module, dim)
-        return lambda parameters, x: (
-            teams.append((x.shape, len(parameters[0]))),
-            at_once(parameters, x),
-        )[1]
-
-    monkeypatch.setattr(_autotune, "batched_forward", seen)
-    fastest_convolution = _autotune.fastest_batched_convolution
-    with pretended(monkeypatch) as mode:
-        assert fastest_convolution(module, x, "float32", META, 40) in (
-            "grouped",
-            "unfolded",
-            "mixed",
-        )
-    assert set(teams) == {((_autotune._TIMED_AGENTS, 5, 1, 8, 8), _autotune._TIMED_AGENTS)}
-    assert len(teams) == 4 * (_autotune._REPEATS + 1) == mode.waits.total()
-
-
-def test_what_cannot_be_tried_is_grouped(monkeypatch):
-    x, device = torch.zeros(2, 1, 8, 8), torch.device("cpu")
-
-    def full(*_, **__):
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(_autotune, "_speedup", full)
-    module = architectures.cnn((1, 8, 8), 10, hidden=4)
-    assert _autotune.fastest_batched_convolution(module, x, "float32", device, 4) == "grouped"
-    monkeypatch.setattr(_autotune, "_speedup", lambda *_: pytest.fail("timed"))
-    assert _autotune.fastest_batched_convolution(module, x, "float32", device, 1) == "grouped"
-    for other in (
-        architectures.mlp((1, 8, 8), 10),
-        nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten()),
-    ):
-        assert _autotune.fastest_batched_convolution(other, x, "float32", device, 4) == "grouped"
-
-
-@pytest.mark.slow
-def test_a_run_keeps_its_convolutions_when_it_is_resumed(tmp_path, monkeypatch):
-    experiment = tiny(model=IMAGES, device="meta")
-    with pretended(monkeypatch):
-        run({**experiment, "convolution": "unfolded"}, out=tmp_path / "given")
-        run({**experiment, "convolution": "grouped"}, out=tmp_path / "other")
-        asked = []
-        monkeypatch.setattr(
-            _autotune,
-            "fastest_batched_convolution",
-            lambda *given: asked.append(given[2:]) or "unfolded",
-        )
-        with pytest.raises(StopError):
-            run(experiment, out=tmp_path / "probed", watch=stop_after(1))
-        monkeypatch.setattr(
-            _autotune, "fastest_batched_convolution", lambda *_: pytest.fail("timed")
-        )
-        run(experiment, out=tmp_path / "probed", resume=True)
-    assert asked == [("float32", META, 6)]
-    probed, given_, other = (bits(tmp_path / name) for name in ("probed", "given", "other"))
-    assert {name for name in probed if probed[name] != given_[name]} == {"config.toml"}
-    assert probed["checkpoint models"] != other["checkpoint models"]
-    assert told_of(tmp_path / "probed")["convolution"] == "unfolded"
-
-
-def test_on_the_cpu_only_agents_one_by_one_may_go_another_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(_autotune, "fastest_batched_convolution", lambda *_: pytest.fail("timed"))
-    asked = []
-    monkeypatch.setattr(
-        _autotune, "fastest_single_convolution", lambda *given: asked.append(given) or "fourier"
-    )
-    for changes, expected in (
-        ({}, "fourier"),
-        ({"together": 3}, "grouped"),
-        ({"convolution": "grouped"}, "grouped"),
-    ):
-        folder = tmp_path / str(changes)
-        run(tiny(model=IMAGES, rounds=1, **changes), out=folder, workers=1)
-        assert told_of(folder)["convolution"] == expected
-    ((_, x, precision),) = asked
-    assert (x.shape[1:], precision) == ((1, 8, 8), "float32")
-    monkeypatch.setattr(_autotune, "fastest_layout", lambda *_: "channels_last")
-    run(tiny(model={"name": convolutions}, rounds=1), out=tmp_path / "last", workers=1)
-    assert isinstance(asked[-1][0][0], memory_layout.ChannelsLast)  # timed as it is computed
-
-
-def test_convolutions_of_one_network_go_by_spectra_by_a_margin(monkeypatch):
-    torch.manual_seed(
-        0
-    )  # with one draw of twenty nothing gets through so few hidden units, however it is computed
-    x = torch.rand(8, 1, 28, 28)
-    module = architectures.cnn((1, 28, 28), 10, hidden=4)
-    before = parameters.flatten(module)
-    for spectra, expected in ((0.7, "fourier"), (0.8, "grouped"), (2.0, "grouped")):
-        now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, spectra]))
-        monkeypatch.setattr(
-            _autotune, "time", SimpleNamespace(thread_time=lambda now=now: next(now))
-        )
-        assert _autotune.fastest_single_convolution(module, x, "float32") == expected
-    assert torch.equal(parameters.flatten(module), before)
-    monkeypatch.setattr(_autotune, "_speedup", lambda *_: pytest.fail("timed"))
+def test_kernels_that_do_not_apply_are_not_timed(monkeypatch):
+    assert layout(module=views((1, 8, 8), 10)) == "contiguous"
+    forbid_timing(monkeypatch)
+    mlp = architectures.mlp((1, 8, 8), 10)
+    cnn = architectures.cnn((1, 28, 28), 10, hidden=4)
+    images = torch.rand(8, 1, 28, 28)
+    for module in (mlp, architectures.cnn((1, 8, 8), 10, hidden=8)):
+        assert layout(module=module) == "contiguous"
+    assert layout(torch.zeros(2, 30), nn.Linear(30, 2)) == "contiguous"
+    assert batched_convolution(agents=1) == "grouped"
+    for module in (mlp, nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten())):
+        assert batched_convolution(module) == "grouped"
     strided = architectures.cnn((1, 28, 28), 10, hidden=4, down="stride")
-    for other, seen, precision in (
-        (architectures.mlp((1, 8, 8), 10), x, "float32"),
-        (strided, x, "float32"),
-        (module, x, "bfloat16"),
-        (module, x[:, :, :8, :8], "float32"),  # which it cannot read
-    ):
-        assert _autotune.fastest_single_convolution(other, seen, precision) == "grouped"
+    assert single_convolution(mlp, images) == single_convolution(strided, images) == "grouped"
+    assert single_convolution(cnn, images, "bfloat16") == "grouped"
+    assert single_convolution(cnn, images[:, :, :8, :8]) == "grouped"  # it cannot read them
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert layout() == "contiguous"  # gradients would overrun their memory
 
 
-def test_what_is_timed_by_spectra_leaves_no_trace():
+def test_a_device_without_memory_for_a_trial_takes_the_default(monkeypatch):
+    monkeypatch.setattr(_autotune, "_speedup", Mock(side_effect=torch.OutOfMemoryError("full")))
+    assert batched_convolution(agents=4) == "grouped"
+
+
+def test_a_trial_leaves_no_trace():
     module = nn.Sequential(
         architectures.cnn((1, 28, 28), 10, hidden=4), nn.BatchNorm1d(10), nn.Dropout()
     )
-    x, before, threads = (
-        torch.rand(8, 1, 28, 28),
-        copy.deepcopy(module.state_dict()),
-        torch.get_num_threads(),
-    )
-    drawn = torch.get_rng_state()
+    x, before = torch.rand(8, 1, 28, 28), copy.deepcopy(module.state_dict())
+    threads, drawn = torch.get_num_threads(), torch.get_rng_state()
     _autotune.fastest_single_convolution(module, x, "float32")
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), drawn)
@@ -391,26 +188,123 @@ def test_what_is_timed_by_spectra_leaves_no_trace():
     assert _autotune.fastest_single_convolution(module, x, "float32") == "grouped"
 
 
-def test_a_run_by_spectra_finds_what_it_finds_by_pytorch(tmp_path, monkeypatch):
+# Runs
+
+
+LAYOUT = ("layout", "channels_last", "contiguous", {"name": convolutions})
+LINEAR = ("linear", "onednn", "torch", {"hidden": [1100, 1000]})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "other", "model", "has_rounds"),
+    [
+        (*LAYOUT, True),
+        (*LAYOUT, False),
+        pytest.param(*LINEAR, True, marks=needs_onednn),
+    ],
+)
+def test_a_resumed_run_keeps_its_kernel(
+    tmp_path, monkeypatch, setting, value, other, model, has_rounds
+):
+    experiment = tiny(rounds=2, model=model)
+    run({**experiment, setting: value}, out=tmp_path / "given", workers=1)
+    run({**experiment, setting: other}, out=tmp_path / "other", workers=1)
+    watch, chosen = stop_after(1), f"fastest_{setting}"
+    with monkeypatch.context() as patched:
+        patched.setattr(_autotune, chosen, lambda *_: value)
+        if not has_rounds:
+            backend = sys.modules["fedcb2o.experiments.runs._local_backend"]
+            patched.setattr(backend, "open_local_engine", Mock(side_effect=StopError))
+        with pytest.raises(StopError):
+            run(experiment, out=tmp_path / "resumed", workers=1, watch=watch)
+    forbid_timing(monkeypatch, chosen)
+    run(experiment, out=tmp_path / "resumed", workers=2, resume=True)
+    assert_differ_in_settings_only(tmp_path / "resumed", tmp_path / "given")
+    assert recorded_kernels(tmp_path / "resumed")[setting] == value
+    torch.testing.assert_close(
+        models_of(tmp_path / "given"), models_of(tmp_path / "other"), rtol=1e-3, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(("began", "later"), [(0.01, 2.0), (2.0, 0.01)], ids=["without", "with"])
+def test_a_resumed_run_keeps_its_precision(tmp_path, monkeypatch, caplog, began, later):
+    experiment = tiny(rounds=2, training={"precision": "bfloat16"})
+    precision = "float32" if began < 1 else "bfloat16"
+    monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: began)
+    run(tiny(rounds=2, training={"precision": precision}), out=tmp_path / "given", workers=1)
+    with pytest.raises(StopError):
+        run(experiment, out=tmp_path / "resumed", workers=1, watch=stop_after(1))
+    message = "tiny seed 1000 trains in float32: bfloat16 is far slower here"
+    assert (message in caplog.text) == (precision == "float32")
+    caplog.clear()
+    monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: later)
+    run(experiment, out=tmp_path / "resumed", workers=2, resume=True)
+    slower = "" if precision == "float32" else ", though bfloat16 is far slower here"
+    assert f"tiny seed 1000 began in {precision}, and keeps it{slower}.\n" in caplog.text
+    assert "trains in" not in caplog.text
+    assert_differ_in_settings_only(tmp_path / "resumed", tmp_path / "given")
+    assert recorded_kernels(tmp_path / "resumed")["precision"] == precision
+
+
+def test_dense_layers_of_small_models_are_not_timed(tmp_path, monkeypatch):
+    forbid_timing(monkeypatch, "fastest_linear")
+    run(tiny(rounds=1), out=tmp_path / "run", workers=1)
+    assert recorded_kernels(tmp_path / "run")["linear"] == "torch"
+
+
+def test_a_layout_that_a_network_cannot_read_is_an_error(tmp_path):
+    message = r'cannot read samples of shape .* with `layout` = "channels_last"'
+    with pytest.raises(ConfigError, match=message):
+        run(tiny(model={"name": views}, layout="channels_last"), out=tmp_path / "run", workers=1)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_on_a_device_keeps_its_convolutions(tmp_path, monkeypatch):
+    experiment = tiny(model=IMAGES, device="meta")
+    chosen = Mock(return_value="unfolded")
+    with pretended(monkeypatch):
+        for convolution in ("unfolded", "grouped"):
+            run({**experiment, "convolution": convolution}, out=tmp_path / convolution)
+        monkeypatch.setattr(_autotune, "fastest_batched_convolution", chosen)
+        with pytest.raises(StopError):
+            run(experiment, out=tmp_path / "resumed", watch=stop_after(1))
+        forbid_timing(monkeypatch, "fastest_batched_convolution")
+        run(experiment, out=tmp_path / "resumed", resume=True)
+    assert chosen.call_args.args[2:] == ("float32", META, 6)
+    assert_differ_in_settings_only(tmp_path / "resumed", tmp_path / "unfolded")
+    assert not models_of(tmp_path / "resumed").equal(models_of(tmp_path / "grouped"))
+    assert recorded_kernels(tmp_path / "resumed")["convolution"] == "unfolded"
+
+
+def test_on_the_cpu_only_single_networks_are_timed(tmp_path, monkeypatch):
+    forbid_timing(monkeypatch, "fastest_batched_convolution")
+    chosen = Mock(return_value="fourier")
+    monkeypatch.setattr(_autotune, "fastest_single_convolution", chosen)
+    for changes, expected in (
+        ({}, "fourier"),
+        ({"together": 3}, "grouped"),
+        ({"convolution": "grouped"}, "grouped"),
+    ):
+        folder = tmp_path / str(changes)
+        run(tiny(model=IMAGES, rounds=1, **changes), out=folder, workers=1)
+        assert recorded_kernels(folder)["convolution"] == expected
+    ((_, x, precision), _) = chosen.call_args
+    assert (chosen.call_count, x.shape[1:], precision) == (1, (1, 8, 8), "float32")
+    monkeypatch.setattr(_autotune, "fastest_layout", lambda *_: "channels_last")
+    run(tiny(model={"name": convolutions}, rounds=1), out=tmp_path / "last", workers=1)
+    assert isinstance(chosen.call_args.args[0][0], memory_layout.ChannelsLast)
+
+
+def test_a_run_by_spectra_agrees_with_pytorch_to_rounding(tmp_path, monkeypatch):
     monkeypatch.setattr(_fft_conv, "MIN_SAVING", 0)
     experiment = tiny(model={"name": "cnn", "hidden": 8}, evaluate_every=3)
-    for convolution in ("grouped", "fourier"):
-        run({**experiment, "convolution": convolution}, out=tmp_path / convolution, workers=1)
+    spectra = {**experiment, "convolution": "fourier"}
+    run({**experiment, "convolution": "grouped"}, out=tmp_path / "grouped", workers=1)
+    run(spectra, out=tmp_path / "fourier", workers=1)
     with pytest.raises(StopError):
-        run(
-            {**experiment, "convolution": "fourier"},
-            out=tmp_path / "resumed",
-            workers=1,
-            watch=stop_after(1),
-        )
-    run({**experiment, "convolution": "fourier"}, out=tmp_path / "resumed", workers=1, resume=True)
-    grouped, spectra, resumed = (
-        bits(tmp_path / name) for name in ("grouped", "fourier", "resumed")
-    )
-    assert spectra == resumed
-    assert spectra["checkpoint models"] != grouped["checkpoint models"]
-    found = [
-        load_file(tmp_path / name / "seed-1000/checkpoint.safetensors")
-        for name in ("grouped", "fourier")
-    ]
-    torch.testing.assert_close(found[0]["models"], found[1]["models"], rtol=1e-3, atol=1e-5)
+        run(spectra, out=tmp_path / "resumed", workers=1, watch=stop_after(1))
+    run(spectra, out=tmp_path / "resumed", workers=1, resume=True)
+    assert bits(tmp_path / "fourier") == bits(tmp_path / "resumed")
+    found, expected = models_of(tmp_path / "fourier"), models_of(tmp_path / "grouped")
+    assert not found.equal(expected)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)

@@ -30,57 +30,49 @@ def by_rule(name, **more):
 
 TESTED_GAP = {"name": "class_loss_gap", "z": 1.0, "against": "majority"}
 RUNS = {
-    "dense": tiny(rounds=2, agents={"participation": 0.8}),
-    "convolutions": tiny(rounds=2, model=IMAGES, training={"momentum": 0.0}),
-    "unfolded": tiny(rounds=2, model=IMAGES, convolution="unfolded"),
-    "mixed": tiny(rounds=2, model=IMAGES, convolution="mixed"),
-    "unlike numbers": tiny(
-        rounds=2, model=IMAGES, agents={"split": "released", "benign": 4, "benign_samples": 40}
-    ),
-    "two by two": tiny(rounds=2, model=IMAGES, together=2, training={"local_steps": 2}),
-    "a backdoor, tiles": tiny(
-        rounds=2,
-        attack=BACKDOOR,
-        algorithm={"criterion": "trigger_sensitivity", "own_model": "judged"},
-    ),
-    "a backdoor, perturbations": tiny(
-        rounds=2,
-        model=IMAGES,
-        attack=BACKDOOR,
-        algorithm={
+    "dense": {"agents": {"participation": 0.8}},
+    "convolutions": {"model": IMAGES, "training": {"momentum": 0.0}},
+    "unfolded": {"model": IMAGES, "convolution": "unfolded"},
+    "mixed": {"model": IMAGES, "convolution": "mixed"},
+    "unlike numbers": {
+        "model": IMAGES,
+        "agents": {"split": "released", "benign": 4, "benign_samples": 40},
+    },
+    "two by two": {"model": IMAGES, "together": 2, "training": {"local_steps": 2}},
+    "a backdoor, tiles": {
+        "attack": BACKDOOR,
+        "algorithm": {"criterion": "trigger_sensitivity", "own_model": "judged"},
+    },
+    "a backdoor, perturbations": {
+        "model": IMAGES,
+        "attack": BACKDOOR,
+        "algorithm": {
             "criterion": {"name": "perturbation_gap", "steps": 2, "z": 0.5, "against": "majority"},
             "own_model": "judged",
         },
-    ),
-    "distance": tiny(rounds=2, algorithm={"criterion": "distance", "own_model": "judged"}),
-    "half-way": tiny(
-        rounds=2,
-        algorithm={
+    },
+    "distance": {"algorithm": {"criterion": "distance", "own_model": "judged"}},
+    "half-way": {
+        "algorithm": {
             "loss_tolerance": 1.0,
             "interpolation": 0.5,
             "own_model": "judged",
             "criterion": TESTED_GAP,
         },
-    ),
-    "weighted median": tiny(
-        rounds=2, algorithm={"loss_tolerance": 1.0, "own_model": "judged", "point": "median"}
-    ),
-    "noise": tiny(rounds=2, attack={"name": "gaussian_noise"}, algorithm=by_rule("trimmed_mean")),
-    "broken": tiny(
-        rounds=2, attack={"name": "not_finite"}, algorithm=by_rule("krum", pre_step="nnm")
-    ),
-    "farthest": tiny(rounds=2, attack={"name": "min_max"}, algorithm=by_rule("geometric_median")),
-    "for each receiver": tiny(
-        rounds=2, attack={"name": "dissensus"}, algorithm=by_rule("clipped_gossip")
-    ),
-    "aware of the gap": tiny(rounds=2, attack={"name": "gap_aware", "data": FLIP}),
-    "drift": tiny(
-        rounds=2, attack={"name": "slow_drift", "data": FLIP}, algorithm=by_rule("bulyan")
-    ),
-    "heads": tiny(rounds=2, algorithm=by_rule("lfighter")),
-    "before": tiny(rounds=2, algorithm=by_rule("norm_clipping")),
-    "a memory": tiny(rounds=2, algorithm=by_rule("foolsgold", needs_losses=False)),
-    "a coordinator": tiny(rounds=2, algorithm={"name": "ifca", "models": 2}),
+    },
+    "weighted median": {
+        "algorithm": {"loss_tolerance": 1.0, "own_model": "judged", "point": "median"}
+    },
+    "noise": {"attack": {"name": "gaussian_noise"}, "algorithm": by_rule("trimmed_mean")},
+    "broken": {"attack": {"name": "not_finite"}, "algorithm": by_rule("krum", pre_step="nnm")},
+    "farthest": {"attack": {"name": "min_max"}, "algorithm": by_rule("geometric_median")},
+    "for each receiver": {"attack": {"name": "dissensus"}, "algorithm": by_rule("clipped_gossip")},
+    "aware of the gap": {"attack": {"name": "gap_aware", "data": FLIP}},
+    "drift": {"attack": {"name": "slow_drift", "data": FLIP}, "algorithm": by_rule("bulyan")},
+    "heads": {"algorithm": by_rule("lfighter")},
+    "before": {"algorithm": by_rule("norm_clipping")},
+    "a memory": {"algorithm": by_rule("foolsgold", needs_losses=False)},
+    "a coordinator": {"algorithm": {"name": "ifca", "models": 2}},
 }
 
 
@@ -109,7 +101,7 @@ def on(device, monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_on_a_device_agrees_with_the_cpu_to_rounding(tmp_path, monkeypatch, name, device):
-    experiment = RUNS[name]
+    experiment = tiny(rounds=2, **RUNS[name])
     run({**experiment, "together": None}, out=tmp_path / "cpu", workers=1)
     with on(device, monkeypatch):
         run({**experiment, "device": device}, out=tmp_path / "device")
@@ -149,7 +141,7 @@ def test_a_round_waits_for_the_device_a_few_times_only(tmp_path, monkeypatch):
 def test_a_run_on_a_device_is_resumed_and_repeated_to_the_bit(
     tmp_path, monkeypatch, device, convolution
 ):
-    experiment = {**RUNS["convolutions"], "device": device, "rounds": 3, "convolution": convolution}
+    experiment = tiny(device=device, convolution=convolution, **RUNS["convolutions"])
     with on(device, monkeypatch):
         run(experiment, out=tmp_path / "whole")
         with pytest.raises(StopError):
@@ -169,12 +161,14 @@ def dropout(shape, classes):
 
 
 TOGETHER = {
-    "convolutions": tiny(rounds=2, model=IMAGES, together=3, training={"precision": "bfloat16"}),
-    "unfolded": tiny(rounds=2, model=IMAGES, together=3, convolution="unfolded"),
-    "residual": tiny(
-        rounds=2, model={"name": "resnet", "width": 8}, together=8, training={"batch_size": 16}
-    ),
-    "dropout": tiny(rounds=2, model={"name": dropout}, together=4),
+    "convolutions": {"model": IMAGES, "together": 3, "training": {"precision": "bfloat16"}},
+    "unfolded": {"model": IMAGES, "together": 3, "convolution": "unfolded"},
+    "residual": {
+        "model": {"name": "resnet", "width": 8},
+        "together": 8,
+        "training": {"batch_size": 16},
+    },
+    "dropout": {"model": {"name": dropout}, "together": 4},
 }
 
 
@@ -183,7 +177,7 @@ def test_several_in_one_program_repeat_their_bits(tmp_path, monkeypatch, name):
     monkeypatch.setattr(
         _autotune, "_bfloat16_speedup", lambda _: 1.0
     )  # in bfloat16 on any processor
-    experiment = TOGETHER[name]
+    experiment = tiny(rounds=2, **TOGETHER[name])
     run(experiment, out=tmp_path / "whole", workers=1)
     with pytest.raises(StopError):
         run(experiment, out=tmp_path / "parts", workers=2, watch=stop_after(1))
