@@ -254,18 +254,13 @@ def test_without_mass_it_is_as_if_nobody_were_there():
     "answer",
     [
         (torch.zeros(3), 0.0),
-        (0.0, torch.zeros(3)),
         (torch.zeros(1, 5, 3), 0.0),
-        (torch.zeros(4, 1, 5, 2), 0.0),
         (0.0, torch.zeros(1, 5, 2, 3)),
-        (0.0, torch.zeros(2, 1, 5, 2)),
         (np.zeros((5, 2)), 0.0),
         ("left", 0.0),
         (0.0, None),
         None,
         0.0,
-        torch.zeros(1, 5, 2),
-        (0.0,),
         (0.0, 0.0, 0.0),
     ],
     ids=steady,
@@ -399,29 +394,20 @@ def test_the_averaged_quantile_and_mass_instead_of_numbers():
         (90, 10, {"beta": 0.12}, False),
         (90, 10, {"beta": 0.11}, True),  # one benign particle is left
         (90, 10, {"beta": 0.1}, True),  # w_m reaches beta: 1 - 90/100 is 0.09999999999999998
-        (60, 40, {"beta": 0.25}, True),
         (60, 40, {"beta": 0.25, "delta_q": 0.01}, False),
-        (60, 40, {"beta": 0.29, "delta_q": 0.01}, False),
         (60, 40, {"beta": 0.3, "delta_q": 0.01}, True),  # w_b / 2
-        (60, 40, {"beta": 0.5, "delta_q": 0.01}, True),
         (60, 40, {"beta": 0.05, "mass": 0.03}, False),  # a benign particle has 0.97/60
         (60, 40, {"beta": 0.05, "mass": 0.04}, True),
         # Captured, or not, in every run of the border in docs/particles.md.
         (191, 9, {"beta": 0.05}, True),
         (191, 9, {"beta": 0.05, "quantile": "averaged"}, True),
-        (181, 19, {"beta": 0.1}, True),
-        (181, 19, {"beta": 0.1, "quantile": "averaged"}, True),
         (182, 18, {"beta": 0.1, "quantile": "averaged"}, True),
-        (9002, 998, {"beta": 0.1, "quantile": "averaged"}, True),
         (9002, 998, {"beta": 0.1, "quantile": "averaged", "delta_q": 0.01}, False),
         (192, 8, {"beta": 0.05}, False),
         (194, 6, {"beta": 0.05, "quantile": "averaged"}, False),
-        (182, 18, {"beta": 0.1}, False),
         (186, 14, {"beta": 0.1, "quantile": "averaged"}, False),
-        (9002, 998, {"beta": 0.1}, False),
         (9050, 950, {"beta": 0.1, "quantile": "averaged"}, False),
         # A random batch leaves as many of its own.
-        (1920, 80, {"beta": 0.05}, False),
         (1920, 80, {"beta": 0.05, "batch": 200}, False),
         (1910, 90, {"beta": 0.05, "batch": 200}, True),
         (1930, 70, {"beta": 0.05, "batch": 200, "quantile": "averaged"}, True),
