@@ -43,7 +43,11 @@ def rows() -> list[tuple[str, str]]:
         for line in text.splitlines()
         if line[:1] == "|"
     ]
-    return [(row[0], row[-1]) for row in cells if row[0] != "equation" and set(row[0]) - set("-: ")]
+    return [
+        (row[0], " ".join(row[2:]))
+        for row in cells
+        if row[0] != "equation" and set(row[0]) - set("-: ")
+    ]
 
 
 def test_there_is_documentation():
@@ -66,19 +70,13 @@ def test_python_runs(page, tmp_path):
         [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.skipif(
-    platform.machine() != "x86_64",
-    reason="elsewhere rounding, and so the way to the answer, is another",
-)
-def test_the_first_result_of_the_tutorial_is_what_is_shown(capsys):
-    page = ROOT / "docs" / "particles.md"
-    (_, code), (_, shown) = next(blocks(page, "python")), next(blocks(page, "text"))
-    exec(code, {})
-    printed = capsys.readouterr().out
-    assert printed.splitlines()[:-1] == shown.splitlines()[:-1]
-    assert printed.splitlines()[-1].startswith("seconds: ")
+    # Rounding, and so the digits of the tutorial's first result, differ elsewhere.
+    if page.name == "particles.md" and platform.machine() == "x86_64":
+        _, shown = next(blocks(page, "text"))
+        *lines, seconds = shown.splitlines()
+        printed = done.stdout.splitlines()
+        assert printed[: len(lines)] == lines
+        assert seconds.split()[0] == printed[len(lines)].split()[0] == "seconds:"
 
 
 @pytest.mark.parametrize(

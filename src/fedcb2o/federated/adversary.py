@@ -287,7 +287,7 @@ class Adversary:
 
     @functools.cached_property
     def colluding(self) -> Bool[np.ndarray, " N"]:
-        """Whether each of the N agents colludes."""
+        """True for each of the N agents that colludes."""
         return self.malicious & self.colludes
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Algorithm 2, LocalAggregation, for one agent on one screen (alg:localAggregation).
+"""Algorithm 2, LocalAggregation, for one agent (alg:localAggregation).
 
 In round n, agent j asks at most M peers for their models and moves towards their consensus point:
 
@@ -6,12 +6,13 @@ In round n, agent j asks at most M peers for their models and moves towards thei
     2  theta^i <- download, i in A                          models received
     3  L^i     <- L_j(theta^i)                              losses on the agent's validation data
     4  P^i     <- (1 - zeta) P^i + zeta exp(-kappa L^i)     likelihood of asking peer i again
-    5  G^i     <- G_j(theta^i)                              robustness criterion, low is trusted
-    6  mu^i    <- exp(-alpha G^i) / sum_k exp(-alpha G^k)   weights of m = sum_i mu^i theta^i
-    7  theta   <- theta - lambda1 gamma (theta - m)
+    5  G^i     <- G_j(theta^i), Q_beta                      criterion, low is trusted; members
+    6  mu^i    <- exp(-alpha G^i) / sum_k exp(-alpha G^k)   weights over Q_beta, by default all
+    7  theta   <- theta - lambda1 gamma (theta - m)         m = sum_i mu^i theta^i
 
-A real peer runs `local_aggregation_`. `batched_aggregation` has the same functions with an axis
-over agents, which a simulation runs; a test holds the two equal to the bit.
+`local_aggregation_` is the algorithm, which a real peer runs, with one function per line. A
+simulation runs `batched_aggregation`, the same functions with an axis over agents; a test holds the
+two equal to the bit.
 
 >>> from fedcb2o.federated import algorithms
 >>> algorithm = algorithms.fedcb2o(kappa=1.0, zeta=0.5)
@@ -63,6 +64,8 @@ def local_aggregation_(
 ) -> tuple[AgentState, Decisions]:
     """Run LocalAggregation (alg:localAggregation) for one agent; its model changes in place.
 
+    It is line 4 of alg:FedCB2O.
+
     Args:
         agent: Group of one agent, after LocalUpdate.
         n: Round, counted from 0.
@@ -83,7 +86,7 @@ def local_aggregation_(
     inbox = download(A)
     # Line 3: L^i <- L_j(theta^i)
     inputs = validate(agent, P, inbox, n)
-    # Line 5, before line 4, because G may count in P, too: G^i <- G_j(theta^i)
+    # Line 5, before line 4, because P may count G, too: G^i <- G_j(theta^i), and Q_beta
     G = algorithm.criterion_values(inputs)
     # Line 4: P^i <- (1 - zeta) P^i + zeta exp(-kappa L^i)
     P = update_likelihoods(algorithm, P, A, inputs, G)
@@ -98,7 +101,7 @@ def local_aggregation_(
 
 
 def sample_peers(agent: AgentGroup, P: Contacts, n: int) -> Ragged:
-    """Sample the peers A that the agent asks (line 1, ProbSampling).
+    """Sample the peers A that the agent asks (alg:localAggregation, line 1).
 
     Args:
         agent: Group of one agent.
@@ -265,14 +268,15 @@ def consensus_weights(
 ) -> tuple[RuleOutput, RuleState]:
     """Compute the weights of the consensus point m (line 6).
 
-    FedCB2O and FedCBO weigh by the criterion, mu^i = exp(-alpha G^i), normalised over the sub-level
-    set (eq:comp_csp). Any other algorithm has a rule of its own, which may keep a state.
+    FedCB2O and FedCBO weigh by the criterion, mu^i = exp(-alpha G^i), normalised (eq:comp_csp,
+    restricted to Q_beta as in eq:clustered_csp). Any other algorithm has a rule, which may keep a
+    state.
 
     Args:
         algorithm: The algorithm of all agents.
-        inputs: What the agent knows of the received models, or a batch of agents.
+        inputs: View of one agent, or of a batch of agents.
         G: Values of the criterion; None where the algorithm has a rule.
-        state: What the rule kept after the agent's last round.
+        state: State of the rule after the agent's last round.
 
     Returns:
         Weights of the received models and, last, of the agent's own, shape [*a, m + 1], or a
@@ -297,7 +301,7 @@ def consensus_weights(
 def mix_towards_consensus_(
     agent: AgentGroup, A: Ragged, inbox: Inbox, inputs: CriterionInput, mu: RuleOutput
 ) -> Decisions:
-    """Move the agent's model, theta <- theta - lambda1 gamma (theta - m) (line 7).
+    """Move the agent's model, theta <- theta - lambda1 gamma (theta - m) (eq:local_agg_update).
 
     Args:
         agent: Group of one agent.

@@ -90,7 +90,9 @@ def local_aggregation_(
     deadline: float | None = None,
     on_step: Callable[[str], None] = lambda name: None,
 ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
-    """Run LocalAggregation (alg:FedCB2O, line 4) for all active agents of an engine.
+    """Run LocalAggregation (alg:localAggregation) for all active agents of an engine.
+
+    It is line 4 of alg:FedCB2O.
 
     Args:
         engine: Engine that holds the agents.
@@ -129,7 +131,8 @@ def decide(
 ) -> tuple[AgentState, Decisions]:
     """Compute losses, G, weights and likelihoods of active members (lines 3, 5, 6, 4).
 
-    Line 4 is last, because the loss that it counts may include G (`recorded_losses`).
+    Line 4 is last, because the loss that it counts may include G (`recorded_losses`). Colluders
+    average by numbers of samples instead (sec:experiments).
 
     Args:
         group: Group of the agents.
@@ -191,7 +194,7 @@ def sample_peers(
     n: int,
     active: Bool[np.ndarray, " N"],
 ) -> Ragged:
-    """Sample the peers that active members ask (line 1, ProbSampling).
+    """Sample the peers that active members ask (alg:localAggregation, line 1).
 
     Args:
         group: Group of the agents.
@@ -253,7 +256,7 @@ def update_likelihoods(
     received: Ragged,
     L: Float[np.ndarray, " m"],
 ) -> ContactTable:
-    """Average the likelihoods of the peers that answered each agent (line 4).
+    """Average the likelihoods of the peers that answered (eq:update_sampling_likelihood).
 
     Args:
         algorithm: The algorithm of all agents, with kappa, zeta and the first contact.

@@ -190,7 +190,7 @@ def batched_local_update_(
     draws: Sequence[np.random.Generator],
     counts: Sequence[int] | None = None,
 ) -> list[float]:
-    """Train several models in place, each on its own samples.
+    """Train several models in place, each on its own samples (alg:FedCB2O, LocalUpdate).
 
     A network with dropout draws other numbers than one model at a time does.
 

@@ -102,7 +102,7 @@ class Outbox:
         admissible: Bool[np.ndarray, " rows"],
         max_samples: int,
     ) -> Inbox:
-        """Deliver models within the group.
+        """Deliver models within the group (alg:localAggregation, line 2).
 
         Args:
             n: Round.

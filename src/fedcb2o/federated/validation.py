@@ -208,7 +208,7 @@ def validate(
     inbox: Inbox,
     n: int,
 ) -> Iterator[RuleCall]:
-    """Compute the validation losses of the models that agents received (line 3).
+    """Compute the validation losses of received models (alg:localAggregation, line 3).
 
     Agents with equally many models and validation samples are evaluated together.
 
@@ -281,7 +281,9 @@ def own_models(group: AgentGroup, members: Indices, n: int) -> Received:
 def validation_losses(
     group: AgentGroup, members: Indices, models: Received, transform: SampleTransform | None = None
 ) -> Losses:
-    """Compute the losses of models on their agents' validation data (line 3, eq:benignAgentObj).
+    """Compute the losses of models on their agents' validation data (eq:benignAgentObj).
+
+    These are the losses of alg:localAggregation, line 3.
 
     Where the algorithm's `interpolation` is below 1, the loss is that of a point between the
     agent's own model and the received one.
