@@ -353,18 +353,16 @@ WRONG_TUNING = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_told_with_its_place(case):
-    with pytest.raises(ConfigError) as error:
-        load_grid(grid(**case[0]))
-    assert case[1] in str(error.value)
+CASES = {name: (grid(**changes), message) for name, (changes, message) in WRONG.items()}
+for name, (changes, message) in WRONG_TUNING.items():
+    CASES[f"tuning, {name}"] = (tuned(**changes), message)
 
 
-@pytest.mark.parametrize("case", WRONG_TUNING.values(), ids=WRONG_TUNING)
-def test_what_is_wrong_with_the_tuning_is_told_with_its_place(case):
+@pytest.mark.parametrize(("table", "message"), CASES.values(), ids=CASES)
+def test_what_is_wrong_is_told_with_its_place(table, message):
     with pytest.raises(ConfigError) as error:
-        load_grid(tuned(**case[0]))
-    assert case[1] in str(error.value)
+        load_grid(table)
+    assert message in str(error.value)
 
 
 def test_a_name_that_is_none_is_one_line(tmp_path, monkeypatch):

@@ -2,10 +2,6 @@
 
 It is chosen on tuning images and seeds of its own, and then frozen in strengths.json. The adversary
 knows the defence with its hyperparameters, and may try the same strengths against all defences.
-
->>> from fedcb2o.experiments.grid._attack_strength import worst_strengths
->>> worst_strengths({("", "mean", "alie"): {"worst": 2}})
-{('', 'mean', 'alie'): 2}
 """
 
 from collections.abc import Mapping, Sequence

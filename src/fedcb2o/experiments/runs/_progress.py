@@ -1,9 +1,4 @@
-"""The progress of a run: bars on a terminal, lines elsewhere.
-
->>> from fedcb2o.experiments.runs._progress import Progress
->>> Progress(every=60.0).every
-60.0
-"""
+"""The progress of a run: bars on a terminal, lines elsewhere."""
 
 import sys
 import time

@@ -1,10 +1,4 @@
-"""The files that are written once when a seed begins: participants, environment and samples.
-
->>> from fedcb2o.experiments.runs._provenance import describe_changed_versions
->>> import torch
->>> describe_changed_versions(Path("no-such-run"), torch.device("cpu"))
-''
-"""
+"""The files that are written once when a seed begins: participants, environment and samples."""
 
 import platform
 from collections.abc import Mapping

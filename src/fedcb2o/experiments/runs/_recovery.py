@@ -2,10 +2,6 @@
 
 Each file has a checksum in the manifest of the seed. A damaged file is refused by its name, and
 nothing is overwritten.
-
->>> from fedcb2o.experiments.runs._recovery import has_ended
->>> has_ended(Path("no-such-run/seed-0"), rounds=10)
-False
 """
 
 from pathlib import Path

@@ -2,11 +2,6 @@
 
 The files of a run go to a node, and come back while it continues, since nodes share no disk with
 this machine. A run that is lost with its node continues elsewhere from the files that came back.
-
->>> from fedcb2o.experiments.runs._remote_runs import connect_executor
->>> with connect_executor(None, "a run", [], []) as executor:
-...     print(executor)
-None
 """
 
 import contextlib

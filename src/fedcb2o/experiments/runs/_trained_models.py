@@ -1,9 +1,4 @@
-"""Trained models, read back from a run's last checkpoint.
-
->>> from fedcb2o.experiments.runs._trained_models import load_model
->>> load_model.__name__
-'load_model'
-"""
+"""Trained models, read back from a run's last checkpoint."""
 
 from os import PathLike
 from pathlib import Path
