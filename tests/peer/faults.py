@@ -8,9 +8,16 @@ import time
 
 def lease(seconds: float) -> None:
     """A link is down after fewer seconds without a sign of life."""
+    from fedcb2o.peer.wire import _link
+
+    _link.LEASE_SECONDS = seconds
+
+
+def forgiving() -> None:
+    """A link that was closed for what its member sent is opened again at once."""
     from fedcb2o.peer.wire import _transport
 
-    _transport.LEASE_SECONDS = seconds
+    _transport._ABUSE_PAUSE = 0.1
 
 
 def full(size: int) -> None:

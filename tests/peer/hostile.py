@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import zenoh
+from tests.peer import raw
 
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership import Federation, Identity, read_federation
@@ -44,7 +45,6 @@ from fedcb2o.peer.wire import (
     encode_offer,
     num_chunks,
 )
-from fedcb2o.peer.wire._transport import _key_expression, _open_peer_session
 
 HEAD = 26  # bytes of an answer in which there is nothing
 LATE = "late"  # a peer that gives nothing in time counts as late, and nothing more is said
@@ -67,7 +67,8 @@ class Liar:
         self.federation, self.identity, self.lies = federation, identity, lies
         self.me = federation.id_of(identity.member)
         self.dim = len(parameters.flatten(build_network(federation)))
-        self.transport = Zenoh(federation, identity)
+        self.transport = Zenoh(federation, identity, listen=False)
+        self.session = raw.listening(identity, federation)
         self.content: dict[
             bytes, tuple[str, bytes]
         ] = {}  # by the digest of a manifest: the lie, and what is sent
@@ -77,7 +78,7 @@ class Liar:
 
     def serve(self) -> None:
         """Answer each request in its own thread until the process ends."""
-        asked = self.transport._incoming.declare_queryable(
+        asked = self.session.declare_queryable(
             self.key, zenoh.handlers.FifoChannel(1024), complete=True
         )
         while True:
@@ -86,7 +87,7 @@ class Liar:
 
     @property
     def key(self) -> str:
-        return f"fedcb2o/agents/{self.me}"
+        return raw.key(self.me)
 
     def answer(self, query: Any) -> None:
         with query:
@@ -488,8 +489,8 @@ def strangers(federation: Path, folder: Path, member: Path, target: int, stop: A
     )  # its chain is valid
     lent = Identity.read(member)
     sessions = [
-        _open_peer_session(outsider, victim, _key_expression(target)),
-        _open_peer_session(replace(outsider, folder=lent.folder), victim, _key_expression(target)),
+        raw.dialling(outsider, agreed, target),
+        raw.dialling(replace(outsider, folder=lent.folder), agreed, target),
     ]
     made = agreed.id_of(lent.member)
     done = Counter[str]()
@@ -511,7 +512,7 @@ def strangers(federation: Path, folder: Path, member: Path, target: int, stop: A
         data = asked.encode(outsider.sign)
         for name, session in zip(("outsider", "lent"), sessions, strict=True):
             done[f"{name} linked"] += bool(session.info.peers_zid())
-            told = session.get(_key_expression(target), payload=data, timeout=0.3)
+            told = session.get(raw.key(target), payload=data, timeout=0.3)
             done[f"{name} told"] += sum(reply.ok is not None for reply in told)
         done["times"] += 1
     (folder / "strangers.json").write_text(json.dumps(done))

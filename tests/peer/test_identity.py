@@ -466,7 +466,7 @@ def test_the_command_tells_what_to_send_and_shows_no_secret(tmp_path):
 
 
 def test_without_the_extra_a_command_names_it_and_help_is_given(tmp_path):
-    program = "import sys; sys.modules['zenoh'] = None; from fedcb2o.cli import main; main()"
+    program = "import sys; sys.modules['zstandard'] = None; from fedcb2o.cli import main; main()"
 
     def said(*words):
         command = [sys.executable, "-c", program, *words]
@@ -475,7 +475,7 @@ def test_without_the_extra_a_command_names_it_and_help_is_given(tmp_path):
     done = said("peer", "sign", "f.toml", "--identity", str(tmp_path))
     assert done.returncode == 2
     assert done.stderr == (
-        "Error: real peers need the extra, of which zenoh is missing: pip install 'fedcb2o[peer]'\n"
+        "Error: real peers need the extra, of which zstandard is missing: pip install 'fedcb2o[peer]'\n"
     )
     assert "Usage: " in said("peer", "sign", "--help").stdout
 

@@ -173,10 +173,7 @@ class Node:
         federation = self.federation
         with contextlib.ExitStack() as stack:
             # 1. Lock and check the run directory.
-            is_new = not self.out.exists()
             stack.enter_context(exclusive_lock(self.out, _ALREADY_RUNNING))
-            if is_new:
-                self.out.chmod(0o700)  # models reveal information about the data
             stack.enter_context(one_thread())
             stack.callback(self._stop.clear)  # at the end: `stop` may come before the start
             open_run(self.out, federation, self.identity, self.agent, resume=self.resume)

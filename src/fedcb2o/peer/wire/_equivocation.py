@@ -100,7 +100,7 @@ class Proof:
             "manifests": [base64.b64encode(manifest).decode() for manifest in self.manifests],
         }
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"cannot make {folder}: {error.strerror or error}") from error
         records.atomic_write(path, tomli_w.dumps(table).encode())
@@ -456,7 +456,7 @@ class SigningJournal:
 
     def _append(self, line: bytes) -> None:
         """Write a whole line after the complete lines, or none of it."""
-        file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             is_complete = os.pwrite(file, line, self._size) == len(line)
             os.ftruncate(file, self._size + len(line) * is_complete)

@@ -3,29 +3,52 @@
 Requests and answers are bytes; only the signature in them identifies their author. A transport may
 lose them and gives up after a while. It never raises because of a peer's fault.
 
-An agent listens on one session and opens a separate session to each other agent, which trusts only
-that member's root. Answers on such a link therefore come from the asked member, or from a holder of
-its key, and no member can suppress the answers or links of another. The listening session accepts
-every certificate of a member, lets in requests only, and forwards nothing.
+An agent listens on one port and opens a separate link to each other agent, which trusts only that
+member's root. Answers on such a link therefore come from the asked member, or from a holder of its
+key, and no member can suppress the answers or links of another. The listening end accepts every
+certificate of a member, lets in requests only, and forwards nothing.
+
+The bytes are those of zenoh's wire protocol, so that programs with zenoh can take part. They are
+read here, because zenoh keeps what a remote declares and accepts links of strangers slowly.
 """
 
-import base64
-import json
 import logging
+import random
+import socket
 import threading
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from queue import Empty, Queue
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
-import zenoh
+from cryptography import x509
 
-from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.errors import FedCB2OError, RunError
+from fedcb2o.peer.membership.certificates import parse_endpoint
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity, Member
+from fedcb2o.peer.wire import _zenoh_messages as messages
+from fedcb2o.peer.wire._link import HANDSHAKE_SECONDS, LEASE_SECONDS, Link, TlsStream
+from fedcb2o.peer.wire._listener import (
+    Listener,
+    client_context,
+    open_listening_socket,
+    raise_descriptor_limit,
+    server_context,
+)
+from fedcb2o.peer.wire._zenoh_messages import (
+    Final,
+    Interest,
+    Message,
+    Query,
+    ZenohError,
+    encode_declarations,
+    encode_final,
+    encode_query,
+    encode_reply,
+)
 
 Reply: TypeAlias = Callable[[bytes], None]
 RequestHandler: TypeAlias = Callable[[bytes, Reply], None]
@@ -33,24 +56,28 @@ RequestHandler: TypeAlias = Callable[[bytes, Reply], None]
 MAX_ANSWERS = 4
 """Answers to one request that are read: an honest peer gives one."""
 MAX_REQUEST_BYTES = 2**9
-MAX_ANSWER_BYTES = 2**21
+MAX_ANSWER_BYTES = 2**21 + 2**10
 """Largest accepted message: a chunk with its header, or the longest manifest."""
-_MAX_WAITING_REQUESTS = 1024
-"""Requests that wait for the handler; beyond these the oldest are dropped."""
-_MAX_EXTRA_LINKS = 256
-"""Incoming links beyond one per member; each may hold two partial messages."""
-_MAX_PENDING_LINKS = 64
-"""Incoming links that have not shown a certificate."""
-_HANDSHAKE_SECONDS = 10.0
-"""Time after which an incoming link without a certificate is closed."""
+MAX_LINKS_PER_MEMBER = 4
+"""Incoming links of one member; the newest ones remain."""
+_REQUEST_BURST = 2048
+"""Requests of one member that are read at once."""
+_REQUESTS_PER_SECOND = 400
+"""Requests of one member that are read later."""
+_MAX_LATE_ANSWERS = 256
+"""Answers to questions that were given up, which cost a member nothing."""
 _DIAL_SECONDS = 4.0
 """Time to open a link before the next attempt."""
-LEASE_SECONDS = 10.0
-"""Time without a sign of life after which a link is down."""
-_SEND_SECONDS = 120.0
-"""Time to send an answer: 1 MiB with seven others before it, at 70 kB/s."""
-_RETRY_SECONDS = (0.25, 2.0)
-"""First and longest pause between two attempts to open a link."""
+_ASK_SECONDS = 1.0
+"""Time to send a short message."""
+_HEARTBEAT_SECONDS = 0.5
+_FIRST_PAUSE = 0.1
+_PAUSE_GROWTH = 1.6
+_LONGEST_PAUSE = 60.0
+"""Pause between two attempts to open a link to a member that never answers."""
+_MAX_FAILURES = 20
+_ABUSE_PAUSE = 10.0
+"""Pause per failure after a link that was closed for what its member sent."""
 CLOSE_SECONDS = _DIAL_SECONDS + 1
 """Time to close a transport."""
 
@@ -77,7 +104,7 @@ class Transport(Protocol):
         """Handle incoming requests from now on.
 
         Args:
-            handler: Called in one thread with each request and its `reply`; must return at once.
+            handler: Called in any thread with each request and its `reply`; must return at once.
                 `reply` may be called later, once, from any thread. An empty reply means no answer.
                 It may block on a slow reader.
         """
@@ -97,7 +124,7 @@ class Transport(Protocol):
 
 
 class Zenoh:
-    """Transport over zenoh with TLS, with links kept in the background.
+    """Transport over TLS in zenoh's wire protocol, with links kept in the background.
 
     Args:
         federation: The federation.
@@ -105,7 +132,7 @@ class Zenoh:
         listen: Accept requests, at the member's own endpoint or at this "HOST:PORT".
 
     Raises:
-        ConfigError: The identity cannot be used, or a member has an IPv6 address.
+        ConfigError: The identity cannot be used.
         RunError: The transport cannot listen.
     """
 
@@ -115,105 +142,67 @@ class Zenoh:
         identity.check_certificate()
         agent_id = federation.id_of(identity.member)
         members = federation.members
-        for member in members.values():
-            if member.endpoint.startswith("["):
-                raise ConfigError(
-                    f"{member.endpoint} of {member.name} is an IPv6 address, and links take names "
-                    "and IPv4 addresses: give that machine a name, and its member a new endpoint"
-                )
+        raise_descriptor_limit()
 
         self._own_key = _key_expression(agent_id)
-        self._incoming: zenoh.Session | None = None
-        self._links: dict[int, zenoh.Session] = {}
-        self._handler_threads: list[threading.Thread] = []
-        self._open_requests: set[object] = set()  # requests whose callbacks zenoh may still call
-        sessions: list[zenoh.Session] = []
-        # also at the end of the program, while threads still run
-        self._close = weakref.finalize(
-            self, _close_sessions, sessions, self._handler_threads, self._open_requests
+        self._handler: RequestHandler | None = None
+        self._links_in: dict[str, list[Link]] = {member.name: [] for member in members.values()}
+        self._paces = {name: _Pace() for name in self._links_in}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._listener: Listener | None = None
+        self._dialers = {
+            id: _Dialer(identity, member, _key_expression(id))
+            for id, member in members.items()
+            if id != agent_id
+        }
+        self._dialers_by_name = {members[id].name: one for id, one in self._dialers.items()}
+        if listen:
+            address = identity.member.endpoint if listen is True else listen
+            context = server_context(identity, members.values())
+            self._listener = Listener(open_listening_socket(address), context, self._on_link)
+            self._listener.start()
+        for dialer in self._dialers.values():
+            dialer.start()
+        self._heartbeat = threading.Thread(
+            target=self._keep_links_alive, name="fedcb2o-links", daemon=True
         )
-        try:
-            if listen:
-                address = identity.member.endpoint if listen is True else listen
-                self._incoming = _open_listening_session(
-                    identity, members.values(), self._own_key, address
-                )
-                sessions.append(self._incoming)
-            for id, member in members.items():
-                if id != agent_id:
-                    self._links[id] = _open_peer_session(identity, member, _key_expression(id))
-                    sessions.append(self._links[id])
-        except BaseException:
-            self.close()
-            raise
+        self._heartbeat.start()
 
     @property
     def is_listening(self) -> bool:
         """True if other members can ask this agent."""
-        return self._incoming is not None
+        return self._listener is not None
 
     def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:
-        session = self._links.get(peer)
-        end = time.monotonic() + timeout
-        if session is None or timeout <= 0:
+        dialer = self._dialers.get(peer)
+        if dialer is None or timeout <= 0:
             return iter(())
-
-        replies: Queue[Any] = Queue()
-        cancellation = zenoh.CancellationToken()
-        open_requests = self._open_requests
-
-        def on_reply(reply: Any) -> None:  # on a thread of all links: must not block
-            if replies.qsize() < MAX_ANSWERS:
-                replies.put(reply)
-
-        def on_end() -> None:
-            replies.put(None)
-            open_requests.discard(replies)
-
-        open_requests.add(replies)
-        try:
-            session.get(
-                _key_expression(peer),
-                zenoh.handlers.Callback(on_reply, on_end, indirect=False),
-                target=zenoh.QueryTarget.ALL,
-                consolidation=zenoh.ConsolidationMode.NONE,
-                congestion_control=zenoh.CongestionControl.BLOCK,  # of the answers too
-                payload=request,
-                timeout=timeout,
-                cancellation_token=cancellation,
-            )
-        except zenoh.ZError:  # closed
-            open_requests.discard(replies)
-            return iter(())
-        return _iterate_answers(replies, end, cancellation)
+        return dialer.ask(request, timeout)
 
     def serve(self, handler: RequestHandler) -> None:
-        if self._incoming is None:
+        if self._listener is None:
             raise RunError(
                 "a transport that does not listen cannot serve: open it with listen=True"
             )
-        queryable = self._incoming.declare_queryable(
-            self._own_key, zenoh.handlers.RingChannel(_MAX_WAITING_REQUESTS), complete=True
-        )
-        thread = threading.Thread(
-            target=_handle_requests,
-            args=(queryable, self._own_key, handler),
-            name="fedcb2o-hear",
-            daemon=True,
-        )
-        self._handler_threads.append(thread)
-        thread.start()
+        self._handler = handler
 
     def connected_peers(self) -> frozenset[int]:
-        connected = set()
-        for id, session in self._links.items():
-            with suppress(zenoh.ZError):  # closed
-                if session.info.peers_zid():
-                    connected.add(id)
-        return frozenset(connected)
+        return frozenset(id for id, dialer in self._dialers.items() if dialer.is_connected)
 
     def close(self) -> None:
-        self._close()
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        for dialer in self._dialers.values():
+            dialer.stop()
+        for link in self._open_links():
+            link.close()
+        if self._listener is not None:
+            self._listener.close()
+        end = time.monotonic() + CLOSE_SECONDS
+        for thread in (self._heartbeat, *(one.thread for one in self._dialers.values())):
+            thread.join(max(0.0, end - time.monotonic()))
 
     def __enter__(self) -> "Zenoh":
         return self
@@ -221,198 +210,276 @@ class Zenoh:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _open_links(self) -> list[Link]:
+        with self._lock:
+            incoming = [link for links in self._links_in.values() for link in links]
+        outgoing = [one.link for one in self._dialers.values() if one.link is not None]
+        return [*incoming, *outgoing]
 
-def _key_expression(agent: int) -> str:
-    return f"fedcb2o/agents/{agent}"
+    def _keep_links_alive(self) -> None:
+        while not self._closed.wait(_HEARTBEAT_SECONDS):
+            for link in self._open_links():
+                link.keep_alive()
 
-
-def _iterate_answers(
-    replies: "Queue[Any]", end: float, cancellation: zenoh.CancellationToken
-) -> Iterator[bytes]:
-    """Yield the replies to one request, up to the first None."""
-    try:
-        for _ in range(MAX_ANSWERS):
-            reply = replies.get(timeout=max(0.0, end - time.monotonic()))
-            if reply is None:
-                return
-            if reply.ok is not None:
-                yield reply.ok.payload.to_bytes()
-    except Empty:
-        return
-    finally:
-        cancellation.cancel()  # type: ignore[no-untyped-call]
-
-
-def _handle_requests(queryable: Any, key: str, handler: RequestHandler) -> None:
-    """Pass requests to the handler until the session is closed."""
-    while True:
-        try:
-            query = queryable.recv()
-        except zenoh.ZError:
+    def _on_link(self, stream: TlsStream, name: str, expires: float) -> None:
+        """Serve a link of a member; its newest links replace older ones."""
+        links = self._links_in.get(name)
+        if links is None or self._closed.is_set():
+            stream.release()
             return
-        reply = partial(_reply, query, key)
+        link = Link(stream, MAX_REQUEST_BYTES, self._own_key, expires)
+        with self._lock:
+            links.append(link)
+            surplus = links[:-MAX_LINKS_PER_MEMBER]
+        for old in surplus:
+            old.close()
+        threading.Thread(
+            target=self._serve_link, args=(link, name), name="fedcb2o-hear", daemon=True
+        ).start()
+        if name in self._dialers_by_name:
+            self._dialers_by_name[name].wake()
+
+    def _serve_link(self, link: Link, name: str) -> None:
+        def on_message(message: Message) -> None:
+            if isinstance(message, Query):
+                self._paces[name].wait(link.closed)
+                self._handle(link, message)
+            elif isinstance(message, Interest):
+                link.allowance.charge(0)
+                link.send(encode_declarations(self._own_key, message.id), seconds=_ASK_SECONDS)
+            else:
+                link.allowance.charge(0)
+
         try:
-            content = query.payload.to_bytes() if query.payload is not None else b""
-            handler(content, reply)
+            link.open(HANDSHAKE_SECONDS, is_listening=True)
+            link.run(on_message)
+        except (OSError, ZenohError):
+            link.close()
+            link.stream.release()
+        finally:
+            with self._lock:
+                self._links_in[name].remove(link)
+
+    def _handle(self, link: Link, query: Query) -> None:
+        reply = _Reply(link, query.id, self._own_key)
+        if not query.is_own_key or len(query.payload) > MAX_REQUEST_BYTES:
+            return
+        try:
+            if self._handler is not None:
+                self._handler(query.payload, reply)
         except Exception:
             logging.getLogger(__name__).exception("a request could not be handled")
             reply(b"")
-        del query, reply  # ends an unanswered request now, not with the next one
 
 
-def _reply(query: Any, key: str, answer: bytes) -> None:
-    # the errors: the sender is gone, or this is not the first answer
-    with suppress(zenoh.ZError, RuntimeError), query:
-        if answer:
-            query.reply(key, answer)
+class _Reply:
+    """Function that answers one request; without an answer the request ends with this object."""
+
+    def __init__(self, link: Link, id: int, key: bytes) -> None:
+        self._link = link
+        self._id = id
+        self._key = key
+        self._is_open = True
+
+    def __call__(self, answer: bytes) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        final = encode_final(self._id)
+        with suppress(OSError):  # the sender is gone
+            if answer:
+                self._link.send(encode_reply(self._id, self._key, answer), final)
+            else:
+                self._link.send(final, seconds=_ASK_SECONDS)
+
+    def __del__(self) -> None:
+        if not self._link.closed.is_set():
+            self(b"")
 
 
-def _close_sessions(
-    sessions: Iterable[zenoh.Session],
-    handler_threads: Iterable[threading.Thread],
-    open_requests: Collection[object],
-) -> None:
-    """Close all sessions at once, and leave a slow one behind.
+class _Pace:
+    """Pace of one member's requests: a member that asks faster delays itself only."""
 
-    Closing waits for a link that is being opened, at most `_DIAL_SECONDS`. The threads are no
-    daemon threads: one that returns into Python during its shutdown ends the process, so that
-    waiting callbacks of zenoh must return before.
+    def __init__(self) -> None:
+        self._left = float(_REQUEST_BURST)
+        self._updated = time.monotonic()
+        self._lock = threading.Lock()
+
+    def wait(self, closed: threading.Event) -> None:
+        """Wait until one more request may be read.
+
+        Args:
+            closed: Event that ends the waiting.
+        """
+        with self._lock:
+            now = time.monotonic()
+            grown = self._left + (now - self._updated) * _REQUESTS_PER_SECOND
+            self._left = min(float(_REQUEST_BURST), grown) - 1
+            self._updated = now
+            delay = -self._left / _REQUESTS_PER_SECOND
+        if delay > 0:
+            closed.wait(delay)
+
+
+class _Dialer:
+    """Link to one member, opened again after its end, and questions on it.
+
+    The pause between two attempts grows with every failure. A member that opens a link itself is
+    dialled at once.
     """
-    end = time.monotonic() + CLOSE_SECONDS
-    threads = [
-        threading.Thread(target=_close_session, args=(session,), name="fedcb2o-close")
-        for session in sessions
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in (*threads, *handler_threads):
-        thread.join(max(0.0, end - time.monotonic()))
-    while open_requests and time.monotonic() < end:
-        time.sleep(0.005)
+
+    def __init__(self, identity: Identity, member: Member, key: bytes) -> None:
+        self._identity = identity
+        self._member = member
+        self._key = key
+        self.link: Link | None = None
+        self.attempts = 0
+        self._stopped = threading.Event()
+        self._woken = threading.Event()
+        self._lock = threading.Lock()
+        self._next_id = 0
+        self._waiting: dict[int, Queue[bytes | None]] = {}
+        self._ended: dict[int, None] = {}  # questions whose answers nobody waits for any more
+        self.thread = threading.Thread(target=self._run, name="fedcb2o-dial", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    @property
+    def is_connected(self) -> bool:
+        return self.link is not None
+
+    def wake(self) -> None:
+        """Dial at once, because the member can be reached."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._woken.set()
+        if self.link is not None:
+            self.link.close()
+
+    def ask(self, request: bytes, timeout: float) -> Iterator[bytes]:
+        end = time.monotonic() + timeout
+        link = self.link
+        if link is None:
+            return iter(())
+        replies: Queue[bytes | None] = Queue()
+        with self._lock:
+            self._next_id = self._next_id % (2**31) + 1
+            id = self._next_id
+            self._waiting[id] = replies
+        try:
+            message = encode_query(id, self._key, request, timeout)
+            link.send(message, seconds=min(timeout, _ASK_SECONDS))
+        except OSError:
+            self._forget(id)
+            return iter(())
+        if self.link is not link:  # lost in the meantime
+            replies.put(None)
+        return self._iterate_answers(id, replies, end)
+
+    def _iterate_answers(
+        self, id: int, replies: "Queue[bytes | None]", end: float
+    ) -> Iterator[bytes]:
+        """Yield the replies to one request, up to the first None."""
+        try:
+            for _ in range(MAX_ANSWERS):
+                answer = replies.get(timeout=max(0.0, end - time.monotonic()))
+                if answer is None:
+                    return
+                yield answer
+        except Empty:
+            return
+        finally:
+            self._forget(id)
+
+    def _forget(self, id: int) -> None:
+        with self._lock:
+            if self._waiting.pop(id, None) is None:
+                return
+            self._ended[id] = None
+            if len(self._ended) > _MAX_LATE_ANSWERS:
+                del self._ended[next(iter(self._ended))]
+
+    def _on_message(self, link: Link, message: Message) -> None:
+        if isinstance(message, Final):
+            with self._lock:
+                replies = self._waiting.pop(message.id, None)
+            if replies is not None:
+                replies.put(None)
+            elif message.id not in self._ended:
+                link.allowance.charge(0)
+        elif isinstance(message, messages.Reply):
+            replies = self._waiting.get(message.id)
+            payload = message.payload or b""
+            if replies is not None and replies.qsize() < MAX_ANSWERS:
+                if payload:
+                    replies.put(payload)
+                return
+            with self._lock:
+                is_late = self._ended.pop(message.id, 0) is None
+            if not is_late:
+                link.allowance.charge(len(payload))
+        else:
+            link.allowance.charge(0)
+            if isinstance(message, Interest):
+                link.send(encode_declarations(b"", message.id), seconds=_ASK_SECONDS)
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._stopped.is_set():
+            self.attempts += 1
+            self._woken.clear()
+            started = time.monotonic()
+            is_abusive = False
+            try:
+                link = self._connect()
+            except ZenohError:
+                is_abusive = True
+            except (OSError, ValueError, FedCB2OError):
+                pass  # not there, another certificate, or our own is being renewed
+            else:
+                self.link = link
+                if not self._stopped.is_set():
+                    is_abusive = link.run(partial(self._on_message, link))
+                link.close()
+                link.stream.release()
+                self.link = None
+                self._end_requests()
+                if time.monotonic() - started > LEASE_SECONDS and not is_abusive:
+                    failures = 0
+            failures = min(_MAX_FAILURES, failures + 1)
+            pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * _PAUSE_GROWTH**failures)
+            if is_abusive:
+                self._stopped.wait(_ABUSE_PAUSE * failures)
+            else:
+                self._woken.wait(pause * random.uniform(0.8, 1.2))
+            self._stopped.wait(_FIRST_PAUSE)
+
+    def _end_requests(self) -> None:
+        with self._lock:
+            waiting = list(self._waiting.values())
+            self._waiting.clear()
+        for replies in waiting:
+            replies.put(None)
+
+    def _connect(self) -> Link:
+        """Open a link; the member's root alone is trusted."""
+        host, port = parse_endpoint(self._member.endpoint)
+        context = client_context(self._identity, self._member)
+        connection = socket.create_connection((str(host), port), timeout=_DIAL_SECONDS)
+        try:
+            stream = TlsStream(connection, context, str(host))
+            stream.handshake(time.monotonic() + _DIAL_SECONDS)
+            expires = x509.load_der_x509_certificate(stream.certificate).not_valid_after_utc
+            link = Link(stream, MAX_ANSWER_BYTES, expires=expires.timestamp())
+            link.open(_DIAL_SECONDS, is_listening=False)
+        except BaseException:
+            connection.close()
+            raise
+        return link
 
 
-def _close_session(session: zenoh.Session) -> None:
-    with suppress(zenoh.ZError):
-        session.close()  # type: ignore[no-untyped-call]
-
-
-def _open_listening_session(
-    identity: Identity, members: Iterable[Member], key: str, address: str
-) -> zenoh.Session:
-    """Open the session that accepts requests of all members, and nothing else."""
-    roots = [member.root for member in members]
-    send_limit = "transport/link/tx/queue/congestion_control/block/wait_before_close"
-    settings = {
-        "listen/endpoints": [f"tls/{address}"],
-        "access_control": _access_rules(
-            key, incoming=["query"], outgoing=["declare_queryable", "reply"]
-        ),
-        "transport/unicast/max_sessions": _MAX_EXTRA_LINKS + len(roots),
-        "transport/unicast/accept_pending": _MAX_PENDING_LINKS,
-        "transport/unicast/accept_timeout": _milliseconds(_HANDSHAKE_SECONDS),
-        "transport/link/rx/max_message_size": MAX_REQUEST_BYTES,
-        send_limit: int(_SEND_SECONDS * 1e6),
-    }
-    try:
-        return _open_session(identity, roots, settings)
-    except zenoh.ZError as error:
-        raise _listen_error(address, str(error)) from error
-
-
-def _open_peer_session(identity: Identity, member: Member, key: str) -> zenoh.Session:
-    """Open the session with one member, which trusts only that member's root."""
-    first_pause, longest_pause = _RETRY_SECONDS
-    settings = {
-        "connect/endpoints": [f"tls/{member.endpoint}"],
-        "connect/retry": {
-            "period_init_ms": _milliseconds(first_pause),
-            "period_max_ms": _milliseconds(longest_pause),
-            "period_increase_factor": 2,
-        },
-        "access_control": _access_rules(
-            key, incoming=["declare_queryable", "reply"], outgoing=["query"]
-        ),
-        "transport/unicast/max_sessions": 1,
-        "transport/unicast/open_timeout": _milliseconds(_DIAL_SECONDS),
-        "transport/link/rx/max_message_size": MAX_ANSWER_BYTES,
-    }
-    return _open_session(identity, [member.root], settings)
-
-
-def _open_session(
-    identity: Identity, roots: Iterable[str], settings: Mapping[str, Any]
-) -> zenoh.Session:
-    """Open a session without discovery, over TLS with certificates on both sides."""
-    config = zenoh.Config()
-    common = {
-        "mode": "peer",
-        "listen/endpoints": [],
-        "scouting/multicast/enabled": False,
-        "scouting/gossip/enabled": False,
-        "open/return_conditions": {"connect_scouted": False, "declares": False},
-        "transport/shared_memory/enabled": False,
-        "transport/unicast/qos/enabled": False,
-        "transport/link/protocols": ["tls"],
-        "transport/link/tx/lease": _milliseconds(LEASE_SECONDS),
-        "transport/link/tls": {
-            "root_ca_certificate_base64": base64.b64encode("".join(roots).encode()).decode(),
-            "enable_mtls": True,
-            "verify_name_on_connect": True,
-            "close_link_on_expiration": True,
-            "listen_certificate": str(identity.tls_certificate),
-            "listen_private_key": str(identity.tls_key),
-            "connect_certificate": str(identity.tls_certificate),
-            "connect_private_key": str(identity.tls_key),
-        },
-    }
-    for key, value in {**common, **settings}.items():
-        config.insert_json5(key, json.dumps(value))
-    return zenoh.open(config)
-
-
-def _access_rules(key: str, *, incoming: list[str], outgoing: list[str]) -> dict[str, Any]:
-    """Return rules that allow only these messages on one key."""
-    flows = (("ingress", incoming), ("egress", outgoing))
-    rules = [
-        {
-            "id": flow,
-            "permission": "allow",
-            "flows": [flow],
-            "messages": messages,
-            "key_exprs": [key],
-        }
-        for flow, messages in flows
-    ]
-    return {
-        "enabled": True,
-        "default_permission": "deny",
-        "rules": rules,
-        "subjects": [{"id": "anybody"}],
-        "policies": [{"rules": ["ingress", "egress"], "subjects": ["anybody"]}],
-    }
-
-
-def _milliseconds(seconds: float) -> int:
-    return round(1000 * seconds)
-
-
-def _listen_error(address: str, error: str) -> RunError | ConfigError:
-    """Translate zenoh's error at a listening address."""
-    if "in use" in error:
-        return RunError(
-            f"cannot listen on {address}: the port is in use; is another peer running? "
-            "Stop it first"
-        )
-    if "assign" in error:
-        return RunError(
-            f"cannot listen on {address}: no address of this machine; if others reach it by the "
-            "address of another machine, say what to bind here: --listen 0.0.0.0:PORT"
-        )
-    if "denied" in error:
-        return RunError(f"cannot listen on {address}: permission denied; take a port above 1023")
-    if any(word in error for word in ("invalid", "lookup")):
-        return ConfigError(
-            f"cannot listen on {address!r}: it must be HOST:PORT of this machine, such as "
-            "0.0.0.0:7447"
-        )
-    return RunError(f"cannot listen on {address}: {error.split(' at /')[0]}")
+def _key_expression(agent: int) -> bytes:
+    return b"fedcb2o/agents/%d" % agent

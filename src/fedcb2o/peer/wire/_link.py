@@ -1,0 +1,373 @@
+"""TLS links: one reader thread, writers that take turns, and bounds on what a remote sends.
+
+Strangers reach OpenSSL only. A remote with a certificate reaches `_zenoh_messages`. Everything
+that a remote sends beyond what it was asked for is charged to an allowance; a link whose allowance
+is used up is closed.
+"""
+
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from fedcb2o.peer.wire import _zenoh_messages as messages
+from fedcb2o.peer.wire._zenoh_messages import BatchDecoder, BatchEncoder, Message, ZenohError
+
+LEASE_SECONDS = 10.0
+"""Time without a sign of life after which a link is down."""
+_KEEP_ALIVE_SECONDS = 2.5
+HANDSHAKE_SECONDS = 10.0
+"""Time for TLS and the first messages of a link."""
+SEND_SECONDS = 120.0
+"""Time to send an answer: 1 MiB with seven others before it, at 70 kB/s."""
+_RECEIVE_BYTES = 2**18
+_ALLOWANCE_BYTES = 2**20
+"""Bytes that a remote may send unasked at once; each message counts as at least 1 KiB."""
+_ALLOWANCE_PER_SECOND = 2**14
+_MIN_CHARGE = 2**10
+
+
+@dataclass
+class Allowance:
+    """Allowance of unasked bytes of one remote, which grows with time."""
+
+    bytes_left: float = _ALLOWANCE_BYTES
+    updated: float = field(default_factory=time.monotonic)
+
+    def charge(self, size: int) -> None:
+        """Take bytes of a message from the allowance.
+
+        Args:
+            size: Its number of bytes.
+
+        Raises:
+            ZenohError: The allowance is used up.
+        """
+        now = time.monotonic()
+        grown = self.bytes_left + (now - self.updated) * _ALLOWANCE_PER_SECOND
+        self.bytes_left = min(_ALLOWANCE_BYTES, grown) - max(size, _MIN_CHARGE)
+        self.updated = now
+        if self.bytes_left < 0:
+            raise ZenohError("the remote sends too much that it was not asked for")
+
+
+class TlsStream:
+    """Stream of bytes over TLS, for one reader and several writers.
+
+    Args:
+        connection: A connected socket.
+        context: Certificates of both ends.
+        server_hostname: Name of the dialled host; by default this end listens.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        context: ssl.SSLContext,
+        server_hostname: str | None = None,
+    ) -> None:
+        self.socket = connection
+        connection.setblocking(False)
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._incoming,
+            self._outgoing,
+            server_side=server_hostname is None,
+            server_hostname=server_hostname,
+        )
+        self._tls_lock = threading.Lock()  # OpenSSL is not safe in two threads at once
+        self._write_lock = threading.Lock()
+        self._can_write = select.poll()
+        self._can_write.register(connection, select.POLLOUT)
+        self._can_read = select.poll()
+        self._can_read.register(connection, select.POLLIN)
+        self._plain = bytearray()
+
+    @property
+    def certificate(self) -> bytes:
+        """The remote's certificate, after the handshake."""
+        return self._tls.getpeercert(True) or b""
+
+    def advance_handshake(self) -> bool:
+        """Continue the handshake with the bytes that have arrived, without waiting.
+
+        Returns:
+            True if it is complete.
+
+        Raises:
+            OSError: It failed, or the remote ended it.
+        """
+        with suppress(BlockingIOError):
+            data = self.socket.recv(2**14)
+            if not data:
+                raise ConnectionError("the remote closed the connection")
+            self._incoming.write(data)
+        is_complete = False
+        try:
+            self._tls.do_handshake()
+            is_complete = True
+        except ssl.SSLWantReadError:
+            pass
+        finally:
+            if pending := self._outgoing.read():
+                with suppress(BlockingIOError):
+                    self.socket.send(pending)  # a handshake fits the buffer of a new socket
+        return is_complete
+
+    def handshake(self, end: float) -> None:
+        """Complete the handshake.
+
+        Args:
+            end: Time at which it is given up.
+
+        Raises:
+            OSError: It failed.
+        """
+        while not self.advance_handshake():
+            self._wait_readable(end - time.monotonic())
+
+    def read_exactly(self, count: int, end: float) -> bytes:
+        """Read bytes.
+
+        Args:
+            count: Number of bytes.
+            end: Time at which reading is given up.
+
+        Returns:
+            The bytes.
+
+        Raises:
+            OSError: The stream ended, or the time is over.
+        """
+        while len(self._plain) < count:
+            self.receive(end - time.monotonic())
+        content = bytes(self._plain[:count])
+        del self._plain[:count]
+        return content
+
+    def take_batches(self) -> list[bytes]:
+        """Return the whole batches that were received.
+
+        Returns:
+            Their contents, without the lengths.
+        """
+        batches = []
+        position = 0
+        plain = self._plain
+        while position + 2 <= len(plain):
+            end = position + 2 + int.from_bytes(plain[position : position + 2], "little")
+            if end > len(plain):
+                break
+            batches.append(bytes(plain[position + 2 : end]))
+            position = end
+        del plain[:position]
+        return batches
+
+    def receive(self, seconds: float) -> None:
+        """Wait for bytes, and decrypt all that have arrived.
+
+        Args:
+            seconds: Longest time to wait.
+
+        Raises:
+            OSError: The stream ended, or nothing arrived in time.
+        """
+        if self._decrypt():  # bytes that arrived with the end of the handshake
+            return
+        self._wait_readable(seconds)
+        try:
+            data = self.socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            raise ConnectionError("the remote closed the connection")
+        with self._tls_lock:
+            self._incoming.write(data)
+        self._decrypt()
+
+    def _decrypt(self) -> bool:
+        """Decrypt received bytes; return True if there were any."""
+        has_bytes = False
+        with self._tls_lock:
+            try:
+                while part := self._tls.read(2**14):
+                    self._plain += part
+                    has_bytes = True
+            except ssl.SSLWantReadError:
+                return has_bytes
+        raise ConnectionError("the remote closed the stream")
+
+    def write(self, data: bytes, seconds: float) -> None:
+        """Encrypt and send bytes, after those of other threads.
+
+        Args:
+            data: The bytes.
+            seconds: Longest time to send them.
+
+        Raises:
+            OSError: The stream is closed or the remote reads too slowly.
+        """
+        with self._write_lock:
+            with self._tls_lock:
+                self._tls.write(data)
+                pending = memoryview(self._outgoing.read())
+            end = time.monotonic() + seconds
+            while pending:
+                try:
+                    pending = pending[self.socket.send(pending) :]
+                except BlockingIOError:
+                    left = end - time.monotonic()
+                    if left <= 0 or not self._can_write.poll(1000 * left):
+                        raise TimeoutError("the remote does not read") from None
+
+    def is_writable(self) -> bool:
+        """Return True if nothing is being sent and the remote reads.
+
+        Returns:
+            The state now.
+        """
+        return not self._write_lock.locked() and bool(self._can_write.poll(0))
+
+    def _wait_readable(self, seconds: float) -> None:
+        if seconds <= 0 or not self._can_read.poll(1000 * seconds):
+            raise TimeoutError("the remote sends nothing")
+
+    def close(self) -> None:
+        """End the stream at once, also for threads that read or write."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Give the descriptor back, after the threads that write have ended."""
+        self.close()
+        with self._write_lock:
+            self.socket.close()
+
+
+class Link:
+    """Link to one member.
+
+    Args:
+        stream: The stream, after its TLS handshake.
+        max_bytes: Longest accepted message.
+        own_key: Key of this agent at a listening end, in ASCII.
+        expires: Time of the system clock at which the remote's certificate expires.
+    """
+
+    def __init__(
+        self, stream: TlsStream, max_bytes: int, own_key: bytes = b"", expires: float = 1e12
+    ) -> None:
+        self.stream = stream
+        self.allowance = Allowance()
+        self.expires = expires
+        self.closed = threading.Event()
+        self._own_key = own_key
+        self._decoder = BatchDecoder(max_bytes, own_key)
+        self._encoder = BatchEncoder()
+        self._order = threading.Lock()  # of sequence numbers
+        self._last_sent = 0.0
+
+    def open(self, seconds: float, *, is_listening: bool) -> None:
+        """Exchange the first messages.
+
+        Args:
+            seconds: Longest time for them.
+            is_listening: True at the listening end.
+
+        Raises:
+            OSError: The remote ended the link or is too slow.
+            ZenohError: It sent something else.
+        """
+        end = time.monotonic() + seconds
+        lease = round(LEASE_SECONDS)
+        if is_listening:
+            init = messages.decode_init(self._read_batch(end), is_answer=False)
+            cookie = messages.new_cookie()
+            self._encoder = BatchEncoder(init.batch_bytes)
+            self._write_batch(messages.encode_init(cookie))
+            messages.decode_open(self._read_batch(end), cookie)
+            self._write_batch(messages.encode_open(self._encoder.sequence, lease))
+        else:
+            self._write_batch(messages.encode_init())
+            init = messages.decode_init(self._read_batch(end), is_answer=True)
+            self._encoder = BatchEncoder(init.batch_bytes)
+            self._write_batch(messages.encode_open(self._encoder.sequence, lease, init.cookie))
+            messages.decode_open(self._read_batch(end))
+        self.send(messages.encode_declarations(self._own_key))
+
+    def _read_batch(self, end: float) -> bytes:
+        length = int.from_bytes(self.stream.read_exactly(2, end), "little")
+        return self.stream.read_exactly(length, end)
+
+    def _write_batch(self, message: bytes) -> None:
+        self.stream.write(messages.with_length(message), HANDSHAKE_SECONDS)
+
+    def send(self, *parts: bytes, seconds: float = SEND_SECONDS) -> None:
+        """Send network messages, each in batches of its own.
+
+        Args:
+            *parts: The messages.
+            seconds: Longest time to send them.
+
+        Raises:
+            OSError: The link is closed, or the remote reads too slowly; then it is closed.
+        """
+        with self._order:
+            if self.closed.is_set():
+                raise ConnectionError("the link is closed")
+            try:
+                self.stream.write(b"".join(map(self._encoder.encode, parts)), seconds)
+            except (OSError, ValueError) as error:
+                self.close()
+                raise ConnectionError("the link is closed") from error
+            self._last_sent = time.monotonic()
+
+    def keep_alive(self) -> None:
+        """Send a sign of life if nothing was sent for a while; close an expired link."""
+        if time.time() >= self.expires:
+            self.close()
+        is_due = time.monotonic() - self._last_sent >= _KEEP_ALIVE_SECONDS
+        if is_due and not self._order.locked() and self.stream.is_writable():
+            with suppress(OSError, ValueError):
+                self.stream.write(messages.with_length(messages.KEEP_ALIVE), 0.0)
+                self._last_sent = time.monotonic()
+
+    def run(self, on_message: Callable[[Message], None]) -> bool:
+        """Read until the link ends.
+
+        Args:
+            on_message: Called with every message.
+
+        Returns:
+            True if it ended because of what the remote sent.
+        """
+        is_abusive = False
+        try:
+            while not self.closed.is_set():
+                for batch in self.stream.take_batches():
+                    for message in self._decoder.decode(batch):
+                        if isinstance(message, messages.Ignored):
+                            self.allowance.charge(message.size)
+                        else:
+                            on_message(message)
+                self.stream.receive(LEASE_SECONDS)
+        except OSError:
+            pass  # lost, or closed by either end
+        except ZenohError:
+            is_abusive = True
+        finally:
+            self.close()
+            self.stream.release()
+        return is_abusive
+
+    def close(self) -> None:
+        """Close the link at once."""
+        self.closed.set()
+        self.stream.close()

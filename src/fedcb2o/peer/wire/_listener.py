@@ -1,0 +1,267 @@
+"""Listener for the links of members: TLS handshakes of strangers within bounds.
+
+One thread accepts connections and completes their handshakes. If too many are pending, the oldest
+one of the address with most of them is closed, so that silent connections displace each other and a
+member's handshake, which takes milliseconds, is completed.
+"""
+
+import errno
+import logging
+import os
+import resource
+import selectors
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from cryptography import x509
+from cryptography.x509.oid import NameOID
+
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.peer.membership.identity import Identity, Member
+from fedcb2o.peer.wire._link import HANDSHAKE_SECONDS, TlsStream
+
+_MAX_PENDING = 256
+"""Connections that have not shown a member's certificate."""
+_MIN_DESCRIPTORS = 4096
+_BACKLOG = 128
+_ACCEPTS_PER_TURN = 32
+_POLL_SECONDS = 0.25
+_DESCRIPTORS_SECONDS = 0.1
+"""Pause after a connection that finds no free descriptor."""
+_RESET = struct.pack("ii", 1, 0)
+
+OnLink = Callable[[TlsStream, str, float], None]
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of open files, as far as the machine allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MIN_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_MIN_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def server_context(identity: Identity, members: Iterable[Member]) -> ssl.SSLContext:
+    """Return the certificates of a listening end, which accepts those of members only.
+
+    Args:
+        identity: This organisation.
+        members: The members.
+
+    Returns:
+        The context.
+    """
+    context = _context(ssl.PROTOCOL_TLS_SERVER, identity, (member.root for member in members))
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.num_tickets = 0
+    return context
+
+
+def client_context(identity: Identity, member: Member) -> ssl.SSLContext:
+    """Return the certificates of a dialling end, which accepts those of one member only.
+
+    Args:
+        identity: This organisation.
+        member: The member.
+
+    Returns:
+        The context.
+    """
+    return _context(ssl.PROTOCOL_TLS_CLIENT, identity, [member.root])
+
+
+def _context(protocol: int, identity: Identity, roots: Iterable[str]) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_verify_locations(cadata="".join(roots))
+    context.load_cert_chain(identity.tls_certificate, identity.tls_key)
+    return context
+
+
+def open_listening_socket(address: str) -> socket.socket:
+    """Listen at an address.
+
+    Args:
+        address: "HOST:PORT" of this machine.
+
+    Returns:
+        The listening socket.
+
+    Raises:
+        ConfigError: The text is no address.
+        RunError: The address cannot be used.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        if not host or not 0 < int(port) < 2**16:
+            raise ValueError
+        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (ValueError, socket.gaierror) as error:
+        raise ConfigError(
+            f"cannot listen on {address!r}: it must be HOST:PORT of this machine, such as "
+            "0.0.0.0:7447"
+        ) from error
+    family, _, _, _, place = infos[0]
+    try:
+        return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise _listen_error(address, error) from error
+
+
+def _listen_error(address: str, error: OSError) -> RunError:
+    if error.errno == errno.EADDRINUSE:
+        return RunError(
+            f"cannot listen on {address}: the port is in use; is another peer running? "
+            "Stop it first"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return RunError(
+            f"cannot listen on {address}: no address of this machine; if others reach it by the "
+            "address of another machine, say what to bind here: --listen 0.0.0.0:PORT"
+        )
+    if error.errno == errno.EACCES:
+        return RunError(f"cannot listen on {address}: permission denied; take a port above 1023")
+    return RunError(f"cannot listen on {address}: {error.strerror or error}")
+
+
+class Listener:
+    """Listener of one agent.
+
+    Args:
+        listening: The listening socket.
+        context: Certificates of this end.
+        on_link: Called in the listener's thread with each stream that showed a member's
+            certificate, the name of the authority that signed it, and its expiry.
+    """
+
+    def __init__(self, listening: socket.socket, context: ssl.SSLContext, on_link: OnLink) -> None:
+        self._listening = listening
+        self._context = context
+        self._on_link = on_link
+        self._selector = selectors.DefaultSelector()
+        # the oldest first: the socket, its source address and the time after which it is closed
+        self._pending: dict[socket.socket, tuple[str, float]] = {}
+        self._streams: dict[socket.socket, TlsStream] = {}
+        self._closed = threading.Event()
+        self._has_logged = False
+        self._spare = os.open(os.devnull, os.O_RDONLY)
+        listening.setblocking(False)
+        self._selector.register(listening, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="fedcb2o-listen", daemon=True)
+
+    def start(self) -> None:
+        """Accept connections from now on."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(2)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                events = self._selector.select(_POLL_SECONDS)
+                for key, _ in events:
+                    if key.fileobj is self._listening:
+                        self._accept()
+                    elif key.fileobj in self._pending:
+                        self._advance(key.fileobj)
+                self._drop_expired()
+            except Exception:  # the listener must go on
+                if not self._has_logged:
+                    self._has_logged = True
+                    logging.getLogger(__name__).exception("a connection could not be accepted")
+                time.sleep(_DESCRIPTORS_SECONDS)
+        for connection in list(self._pending):
+            self._drop(connection)
+        self._selector.close()
+        self._listening.close()
+        os.close(self._spare)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                connection, address = self._listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._shed()
+                return  # otherwise: the connection has ended already
+            if len(self._pending) >= _MAX_PENDING:
+                self._drop(self._oldest_of_most())
+            connection.setblocking(False)
+            end = time.monotonic() + HANDSHAKE_SECONDS
+            self._pending[connection] = str(address[0]), end
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _shed(self) -> None:
+        """Refuse one connection with a descriptor that was kept for this."""
+        os.close(self._spare)
+        with suppress(OSError):
+            _reset(self._listening.accept()[0])
+        self._spare = os.open(os.devnull, os.O_RDONLY)
+        if not self._has_logged:
+            self._has_logged = True
+            logging.getLogger(__name__).warning(
+                "a connection is refused, because this process has too many open files: raise "
+                "the limit of its machine (ulimit -n)"
+            )
+        time.sleep(_DESCRIPTORS_SECONDS)
+
+    def _oldest_of_most(self) -> socket.socket:
+        """Return the oldest pending connection of the address with most of them."""
+        counts: dict[str, int] = {}
+        for address, _ in self._pending.values():
+            counts[address] = counts.get(address, 0) + 1
+        busiest = max(counts, key=lambda address: counts[address])
+        return next(one for one, (address, _) in self._pending.items() if address == busiest)
+
+    def _advance(self, connection: socket.socket) -> None:
+        """Continue a handshake; pass the stream on after its end."""
+        try:
+            if connection not in self._streams:
+                self._streams[connection] = TlsStream(connection, self._context)
+            stream = self._streams[connection]
+            if not stream.advance_handshake():
+                return
+            certificate = x509.load_der_x509_certificate(stream.certificate)
+            (issuer,) = certificate.issuer.get_attributes_for_oid(NameOID.COMMON_NAME)
+        except (OSError, ValueError):
+            self._drop(connection)
+            return
+        self._forget(connection)
+        expires = certificate.not_valid_after_utc.timestamp()
+        self._on_link(stream, str(issuer.value), expires)
+
+    def _drop_expired(self) -> None:
+        now = time.monotonic()
+        while self._pending:
+            connection, (_, end) = next(iter(self._pending.items()))
+            if now < end:
+                return
+            self._drop(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        _reset(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        del self._pending[connection]
+        self._streams.pop(connection, None)
+        self._selector.unregister(connection)
+
+
+def _reset(connection: socket.socket) -> None:
+    """Close a connection without keeping its address in use."""
+    with suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    connection.close()
