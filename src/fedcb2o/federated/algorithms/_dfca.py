@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int
 from fedcb2o.federated import selection as _selections
 from fedcb2o.federated.algorithm_spec import Algorithm, ClusterModels
 from fedcb2o.federated.algorithms._local_training import local_training
-from fedcb2o.federated.algorithms.base import require
+from fedcb2o.federated.algorithms.parameter_checks import require
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.mixing import MixingMatrix
 from fedcb2o.federated.ragged import Ragged
