@@ -138,9 +138,12 @@ def _usage_message(error: Any) -> str:
     text = _one_line(error.format_message()).replace(": Value error, ", ": ")
     if not text:
         return ""
-    end = "" if text.endswith((".", "?")) else "."
-    command_path = error.ctx.command_path if error.ctx else "fedcb2o"
-    return f"Error: {text}{end} See `{command_path} --help`."
+    if not text.endswith((".", "?")):
+        text += "."
+    command_path = "fedcb2o"
+    if error.ctx:
+        command_path = error.ctx.command_path
+    return f"Error: {text} See `{command_path} --help`."
 
 
 def _with_cluster_address(words: Sequence[str]) -> list[str]:
@@ -158,5 +161,6 @@ def _one_line(message: object) -> str:
 
 
 def _exit(message: str, status: int) -> None:
-    print(message, end="\n" if message else "", file=sys.stderr, flush=True)
+    if message:
+        print(message, file=sys.stderr, flush=True)
     sys.exit(status)

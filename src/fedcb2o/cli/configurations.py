@@ -48,7 +48,10 @@ def schema(
     from fedcb2o.experiments.schema import grid_schema
     from fedcb2o.experiments.schema import schema as experiment_schema
 
-    print(json.dumps(grid_schema() if grid else experiment_schema(), indent=1, ensure_ascii=False))
+    content = experiment_schema()
+    if grid:
+        content = grid_schema()
+    print(json.dumps(content, indent=1, ensure_ascii=False))
 
 
 def print_descriptions(descriptions: Mapping[str, str]) -> None:

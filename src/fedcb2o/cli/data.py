@@ -62,6 +62,7 @@ def _get(release: "Release", source: Path | None, data_dir: Path | None, example
         target = data_dir or user_folder(release)
         files = import_files(release, source, target)
     print(f"{len(files)} files in {target}")
-    option = "" if data_dir is None else f" --data-dir {target}"
-    print(f"Example of use: fedcb2o run {example}{option}")
+    if data_dir is not None:
+        example += f" --data-dir {target}"
+    print(f"Example of use: fedcb2o run {example}")
     return target

@@ -81,7 +81,7 @@ _QuietOption = Annotated[
     bool, typer.Option("--quiet", help="Print results and errors only, without progress.")
 ]
 _RunsArgument = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)
+    list[Path], typer.Argument(metavar="RUN", help="Folders of runs.", show_default=False)
 ]
 
 
@@ -89,7 +89,7 @@ def run(
     experiments: Annotated[
         list[str],
         typer.Argument(
-            metavar="PRESET_OR_FILE.toml...",
+            metavar="PRESET_OR_FILE.toml",
             help="Presets or configuration files.",
             show_default=False,
             autocompletion=completion.presets,
@@ -401,7 +401,7 @@ def _print_table(runs: list["Run"], over: _AgentSummary) -> None:
 def track(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of runs or grids.", show_default=False),
+        typer.Argument(metavar="RUN", help="Folders of runs or grids.", show_default=False),
     ],
     to: Annotated[
         list[str],

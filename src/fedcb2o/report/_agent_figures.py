@@ -147,15 +147,14 @@ def _label_groups(ax: Axes, groups: "pd.Series[int]") -> None:
     for end, (cluster, _), (next_cluster, _) in zip(
         ends[:-1], groups.index[:-1], groups.index[1:], strict=True
     ):
-        width = 2.2 if cluster != next_cluster else 0.9
+        width = 0.9 + 1.3 * (cluster != next_cluster)
         ax.axhline(end - 0.5, color="0", linewidth=width)
         ax.axvline(end - 0.5, color="0", linewidth=width)
 
-    names = []
-    for cluster, is_malicious in groups.index:
-        names.append(f"cluster {cluster + 1}\n{'malicious' if is_malicious else 'benign'}")
+    roles = ("benign", "malicious")
+    names = [f"cluster {cluster + 1}\n{roles[malicious]}" for cluster, malicious in groups.index]
     middles = ends - sizes / 2 - 0.5
-    ax.set_xticks(middles, names, rotation=90 if len(groups) > 2 else 0, fontsize=9)
+    ax.set_xticks(middles, names, rotation=90 * (len(groups) > 2), fontsize=9)
     ax.set_yticks(middles, names, fontsize=9)
 
 

@@ -75,7 +75,7 @@ def strength_trials_table(choices: list[dict[str, Any]]) -> pd.DataFrame:
         for number, result in enumerate(choice["tried"]):
             row = {key: choice[key] for key in ("setting", "defence", "attack")}
             row["strength"] = _describe_strength(choice, number)
-            row["chosen"] = "yes" if number == choice["worst"] else ""
+            row["chosen"] = "yes" * (number == choice["worst"])
             for name in ("accuracy", "attack_success_rate"):
                 values = result.get(name) or [None] * len(seeds)
                 for seed, value in zip(seeds, values, strict=True):

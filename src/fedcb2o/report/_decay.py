@@ -91,7 +91,7 @@ def _draw_cluster(ax: Axes, decay: Decay, values: np.ndarray, k: int) -> np.ndar
 
     name = _curve_name(decay, values.shape[1], k)
     ax.plot(t, median, color=colour, linewidth=2, label=name, zorder=3)
-    label = decay.legend_label if k == 0 else None
+    label = decay.legend_label * (k == 0)
     if decay.theory_bounds is not None:
         low, high = (bound[:, k] for bound in decay.theory_bounds)
         ax.fill_between(t, low, high, color="0.87", linewidth=0, label=label, zorder=1)

@@ -133,7 +133,9 @@ def source_counts(runs: Sequence[Run]) -> Figure | None:
         The figure, or None without such samples.
     """
     panels = source_count_panels(runs)
-    return draw_panels(panels) if panels.draw_functions else None
+    if not panels.draw_functions:
+        return None
+    return draw_panels(panels)
 
 
 @mpl.rc_context(STYLE)
@@ -147,7 +149,9 @@ def draw_panels(panels: Panels, single: Callable[[Axes], None] | None = None) ->
     Returns:
         The figure.
     """
-    functions = list(panels.draw_functions) if single is None else [single]
+    functions = list(panels.draw_functions)
+    if single is not None:
+        functions = [single]
     columns = min(panels.columns, len(functions))
     rows = -(-len(functions) // columns)
     width, height = panels.size
@@ -371,8 +375,8 @@ def _draw_peer_kinds(
         if has_numbers:
             _annotate_values(ax, x, means, means + deviations)
 
-    suffix = "benign agents" if has_numbers else "benign"
-    ax.set_xticks(range(len(clusters)), [f"cluster {c + 1}\n{suffix}" for c in clusters])
+    suffix = "\nbenign" + " agents" * has_numbers
+    ax.set_xticks(range(len(clusters)), [f"cluster {c + 1}{suffix}" for c in clusters])
     ax.set_xlim(-0.6, max(len(clusters), 1) - 0.4)
     ax.tick_params(axis="x", length=0)
     if chance is not None:
@@ -381,7 +385,10 @@ def _draw_peer_kinds(
             chance, color="0.35", linewidth=1, linestyle=style, label="at random", zorder=1.5
         )
     ax.set_title(title)
-    ax.set_ylabel(f"share of {'rounds' if value == 'frequency' else 'weight'}, per peer")
+    unit = "weight"
+    if value == "frequency":
+        unit = "rounds"
+    ax.set_ylabel(f"share of {unit}, per peer")
     ax.yaxis.set_major_formatter(percent_formatter())
     ax.set_ylim(0, top)
 
@@ -407,9 +414,12 @@ def _annotate_values(
 ) -> None:
     """Write finite values in percent above bars that end at `tops`."""
     for position, value, top in zip(x, values, tops, strict=True):
+        text = f"{100 * value:.0f}"
+        if 0 < value < 0.005:
+            text = "<1"
         if np.isfinite(value):
             ax.annotate(
-                "<1" if 0 < value < 0.005 else f"{100 * value:.0f}",
+                text,
                 (position, top),
                 xytext=(0, 2),
                 textcoords="offset points",

@@ -184,8 +184,10 @@ def _progress_notes(results: GridResults, attacked: pd.DataFrame) -> Iterator[st
     if finished < wanted:
         rows = results.rows[results.rows.role == "attack"]
         failed = int((rows.error != "").sum())
-        suffix = f", {failed} of the others failed" if failed else ""
-        yield f"This report is partial: {finished} of {wanted} runs under attack are done{suffix}"
+        note = f"This report is partial: {finished} of {wanted} runs under attack are done"
+        if failed:
+            note += f", {failed} of the others failed"
+        yield note
 
     fewer = []
     for name in results.defences:
@@ -200,7 +202,9 @@ def _progress_notes(results: GridResults, attacked: pd.DataFrame) -> Iterator[st
 
 def _write_setting(page: Page, view: SettingResults) -> None:
     """Write all tables and figures of one setting."""
-    start = f"matrices/{slug(view.setting)}/" if view.setting else "matrices/"
+    start = "matrices/"
+    if view.setting:
+        start += f"{slug(view.setting)}/"
     compared = [value for value in COMPARED_METRICS if _has_values(view, value)]
     _write_headline(page, view, start)
     for value in compared:
@@ -306,7 +310,9 @@ def _metric_data(view: SettingResults, value: str) -> _MatrixData:
         worst_columns[WORST_COLUMN] = view.worst_attacks(statistics, value)
     columns = view.columns(value)
     means, half_widths = _means_and_half_widths(view, statistics, columns, worst_columns)
-    shades = means.max().max() - means if direction == "low" else means.clip(lower=0.0)
+    shades = means.clip(lower=0.0)
+    if direction == "low":
+        shades = means.max().max() - means
     return _MatrixData(means, half_widths, shades, worst_columns)
 
 
@@ -402,19 +408,23 @@ def _write_difference(page: Page, name: str, view: SettingResults, value: str) -
     )
 
     metric = metric_info(value)
-    is_low_worse = metric.worse_direction == "low"
     title = f"{metric.title}: difference to {reference}"
     caption = (
         f"Minus that of {reference}. {_CORRECTION_CAPTION} the table. Violet is better, orange "
         "worse."
     )
-    shades = shade_intensity(-means if is_low_worse else means)
-    page.add_table(title, name, difference_matrix(view, value), caption, shades=shades)
+    colours = "PuOr_r"
+    shades = means
+    if metric.worse_direction == "low":
+        colours = "PuOr"
+        shades = -means
+    table = difference_matrix(view, value)
+    page.add_table(title, name, table, caption, shades=shade_intensity(shades))
     figure = draw_heat_map(
         means,
         half_widths,
         means,
-        colours="PuOr" if is_low_worse else "PuOr_r",
+        colours=colours,
         signed=True,
         bold=significant.eq(True),
         separated=[*BASELINES.values()],
@@ -437,8 +447,9 @@ def _tuning_caption(results: GridResults) -> str:
     plan = results.table["tuning"]
     attacks = []
     for attack in plan["attacks"]:
-        is_name = isinstance(attack, str)
-        attacks.append(attack if is_name else attack.get("name") or describe_changes(attack))
+        if not isinstance(attack, str):
+            attack = attack.get("name") or describe_changes(attack)
+        attacks.append(attack)
     seeds = ", ".join(map(str, plan["seeds"]))
     setting = ""
     if results.settings[0]:
@@ -504,4 +515,6 @@ def _file_stem(value: str) -> str:
 
 def _metric_caption(value: str) -> str:
     metric = metric_info(value)
-    return metric.caption if metric.is_percent else f"{metric.caption} Not in percent."
+    if metric.is_percent:
+        return metric.caption
+    return f"{metric.caption} Not in percent."

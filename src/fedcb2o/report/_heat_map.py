@@ -70,22 +70,25 @@ def draw_heat_map(
 
     palette = mpl.colormaps[colours]
     intensities = shade_intensity(shades).to_numpy(float)
+    if signed:
+        intensities = (1 + intensities) / 2
     spreads = half_widths.to_numpy(float)
     for (i, j), value in np.ndenumerate(means.to_numpy(float)):
         has_value = bool(np.isfinite(value))
         colour = _WHITE
         if has_value:
-            colour = tuple(palette((1 + intensities[i, j]) / 2 if signed else intensities[i, j]))
+            colour = tuple(palette(intensities[i, j]))
         ax.add_patch(Rectangle((x[j], i), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
         if has_value:
             text = _percent(value, signed)
             if _is_set(marked, i, j):
                 text += "†"
-            is_dark = _luminance(colour) < _MIN_BRIGHTNESS_FOR_BLACK
-            color = "white" if is_dark else "0.1"
-            weight = "bold" if _is_set(bold, i, j) else "normal"
-            top = (x[j] + 0.5, float(i))
-            _draw_number(ax, top, text, float(spreads[i, j]), color=color, weight=weight)
+            look = {"color": "0.1", "weight": "normal"}
+            if _luminance(colour) < _MIN_BRIGHTNESS_FOR_BLACK:
+                look["color"] = "white"
+            if _is_set(bold, i, j):
+                look["weight"] = "bold"
+            _draw_number(ax, (x[j] + 0.5, float(i)), text, float(spreads[i, j]), **look)
         elif _is_set(failed, i, j):
             _draw_failed(ax, (x[j] + 0.5, i + 0.5))
 
@@ -117,9 +120,10 @@ def _is_set(flags: pd.DataFrame | None, i: int, j: int) -> bool:
 
 def _percent(value: float, signed: bool) -> str:
     number = 100 * value
-    text = f"{number:+z.1f}" if signed else f"{number:z.1f}"
-    text = text.replace("-", "−")
-    return text.removesuffix(".0") if abs(value) > 0.9995 else text
+    text = f"{number:{'+' * signed}z.1f}".replace("-", "−")
+    if abs(value) > 0.9995:
+        return text.removesuffix(".0")
+    return text
 
 
 def _draw_number(
@@ -128,10 +132,10 @@ def _draw_number(
     """Draw a mean, and half its interval below it."""
     x, y = top
     look: dict[str, Any] = {"ha": "center", "va": "center", "color": color}
-    has_interval = np.isfinite(half)
-    ax.text(x, y + (0.4 if has_interval else 0.5), text, fontsize=9, weight=weight, **look)
-    if has_interval:
+    if np.isfinite(half):
         ax.text(x, y + 0.76, f"±{100 * half:.1f}", fontsize=6.5, **look)
+        y -= 0.1
+    ax.text(x, y + 0.5, text, fontsize=9, weight=weight, **look)
 
 
 def _draw_failed(ax: Axes, centre: tuple[float, float]) -> None:

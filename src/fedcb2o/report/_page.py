@@ -60,7 +60,9 @@ class Page:
         """
         path = self.out / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, content.encode() if isinstance(content, str) else content)
+        if isinstance(content, str):
+            content = content.encode()
+        atomic_write(path, content)
         self.paths.append(path)
 
     def add_heading(self, title: str, *, is_section: bool = False) -> None:
@@ -174,8 +176,9 @@ class Page:
         self.write_file(f"{name}.tex", to_latex(table))
         if not collapsed:
             self.add_heading(title)
-        shown = table.T if transposed else table
-        self.show_table(shown, title, caption=caption, collapsed=collapsed, shades=shades)
+        if transposed:
+            table = table.T
+        self.show_table(table, title, caption=caption, collapsed=collapsed, shades=shades)
 
     def add_figures(self, title: str, figures: Mapping[str, Figure | None], caption: str) -> None:
         """Add figures under a heading and write them as PNG.

@@ -34,7 +34,9 @@ def shortfalls(rows: pd.DataFrame, value: str, *, highest: bool) -> pd.DataFrame
 
     base = known.set_index(["attack", "defence", "seed"])[value].rename("base")
     both = known.join(best, on="attack").join(base, on=["attack", "best", "seed"])
-    regret = both[value] - both.base if highest else both.base - both[value]
+    regret = both.base - both[value]
+    if highest:
+        regret = both[value] - both.base
     columns = ["defence", "attack", "seed", "best", "regret"]
     return both.assign(regret=regret).dropna(subset="regret")[columns]
 

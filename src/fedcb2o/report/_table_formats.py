@@ -53,7 +53,9 @@ def to_readable(table: pd.DataFrame, *, empty: Sequence[str] = ()) -> pd.DataFra
     table = table.drop(columns=unused)
     columns = {}
     for name in table.columns:
-        values = table[name] + 1 if name == "cluster" else table[name]
+        values = table[name]
+        if name == "cluster":
+            values = values + 1
         if pd.api.types.is_float_dtype(values):
             texts = ["–" if pd.isna(value) else f"{100 * value:.2f}" for value in values]
         else:
@@ -156,7 +158,9 @@ def to_html(table: pd.DataFrame, shades: pd.DataFrame | None = None) -> Markup:
         Markup of the table.
     """
     rows = _body_rows(table)
-    shade_rows = np.zeros(table.shape) if shades is None else shades.to_numpy(float)
+    shade_rows = np.zeros(table.shape)
+    if shades is not None:
+        shade_rows = shades.to_numpy(float)
     columns = list(zip(*rows, strict=True)) or [()] * (table.shape[1] + 1)
     is_prose = [any(map(_is_prose, column)) for column in columns]
     body = []
@@ -173,7 +177,9 @@ def _cell(text: str, shade: float, is_prose: bool) -> dict[str, Any]:
     """Split a cell into its value and the lines below it."""
     cell: dict[str, Any] = {"text": text, "lines": [], "css_class": "", "shade": ""}
     if abs(shade) > _MIN_SHADE:
-        cell["css_class"] = "worse" if shade > 0 else "better"
+        cell["css_class"] = "better"
+        if shade > 0:
+            cell["css_class"] = "worse"
         cell["shade"] = f"{abs(shade):.2f}"
     match = _VALUE_PATTERN.fullmatch(text)
     if match:

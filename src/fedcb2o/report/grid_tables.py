@@ -195,7 +195,9 @@ class SettingResults:
         Returns:
             One row per defence.
         """
-        table = values.unstack("attack") if len(values) else pd.DataFrame()
+        table = pd.DataFrame()
+        if len(values):
+            table = values.unstack("attack")
         table = table.reindex(index=self.results.defences, columns=list(columns))
         return table.rename_axis("Defence")
 
@@ -258,7 +260,9 @@ class SettingResults:
         excluded = [name for name in self.attacks if name in self.results.set_aside]
         if not excluded:
             return {WORST_COLUMN: []}
-        name = excluded[0] if len(excluded) == 1 else f"{len(excluded)} set aside"
+        name = f"{len(excluded)} set aside"
+        if len(excluded) == 1:
+            name = excluded[0]
         return {WORST_COLUMN: [], f"{WORST_COLUMN} but {name}": excluded}
 
 
@@ -517,8 +521,10 @@ def tuning_table(results: GridResults) -> pd.DataFrame:
         for i, (changes, score) in enumerate(candidates):
             chosen = ""
             if i == choice["best"]:
-                chosen = "yes, at an end" if choice["at_end"] else "yes"
-            text = "failed" if score is None else f"{100 * score:.2f}"
+                chosen = "yes" + ", at an end" * choice["at_end"]
+            text = "failed"
+            if score is not None:
+                text = f"{100 * score:.2f}"
             rows.append((defence, describe_changes(changes), text, chosen))
     columns = ["Defence", "Candidate", "Score", "Chosen"]
     return pd.DataFrame(rows, columns=columns).set_index("Defence")
@@ -578,7 +584,11 @@ def _mark_exceeded(
 
 def _format_rows(statistics: pd.DataFrame, value: str, sign: str = "") -> "pd.Series[Any]":
     """Format the mean and interval of each row."""
-    scale, digits = (100, 1) if metric_info(value).is_percent else (1, 3)
+    scale = 1
+    digits = 3
+    if metric_info(value).is_percent:
+        scale = 100
+        digits = 1
     numbers = (scale * statistics[["mean", "low", "high"]]).to_numpy(float)
     texts = [format_interval(mean, low, high, digits, sign) for mean, low, high in numbers]
     return pd.Series(texts, index=statistics.index, dtype=object)
@@ -598,8 +608,10 @@ def _format_with_column(view: SettingResults, statistics: pd.DataFrame) -> "pd.S
     marks = []
     for defence, attack in zip(statistics.index, statistics.attack, strict=True):
         # A column of both metrics has a name such as "Label flip, accuracy".
-        column = attack if attack in exceeded else attack.rpartition(", ")[0]
-        marks.append(_EXCEEDED_MARK if exceeded.at[defence, column] else "")
+        column = attack
+        if attack not in exceeded:
+            column = attack.rpartition(", ")[0]
+        marks.append(_EXCEEDED_MARK * bool(exceeded.at[defence, column]))
     return texts + pd.Series(marks, statistics.index, dtype=object)
 
 
@@ -608,7 +620,9 @@ def _worst_case(view: SettingResults, value: str, attacks: Sequence[str]) -> "pd
     statistics = seed_statistics(view.rows, value)
     worst = worst_attack(statistics, attacks, highest=_is_high_worse(value))
     rows = statistics.loc[list(worst.items())].reset_index("attack")
-    return _format_with_column(view, rows) if len(rows) else pd.Series(dtype=object)
+    if rows.empty:
+        return pd.Series(dtype=object)
+    return _format_with_column(view, rows)
 
 
 def _mean_over_attacks(view: SettingResults, value: str) -> "pd.Series[Any]":

@@ -167,7 +167,9 @@ def _add_settings(page: Page, names: Sequence[str], runs: Sequence[Run]) -> None
         page.show_table(table[is_different].rename_axis("Key"), title)
 
     shared = table.loc[~is_different].iloc[:, :1].set_axis(["Value"], axis="columns")
-    title = "All settings" if len(runs) == 1 else "Settings that all runs share"
+    title = "Settings that all runs share"
+    if len(runs) == 1:
+        title = "All settings"
     page.show_table(shared.rename_axis("Key"), title, collapsed=True)
 
     page.add_heading("Runs")

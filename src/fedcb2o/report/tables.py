@@ -66,7 +66,9 @@ def compare(
     if twins is not None:
         warn_renamed("compare(twins=...)", "with_counterparts=...")
         with_counterparts = twins
-    shown = [*runs] if with_counterparts else without_counterparts(runs)
+    shown = [*runs]
+    if not with_counterparts:
+        shown = without_counterparts(runs)
     columns = {}
     for run, label in zip(shown, run_labels(shown), strict=True):
         columns[label] = _compare_column(run, runs, over)
@@ -80,7 +82,7 @@ def compare(
 def _compare_column(run: Run, runs: Sequence[Run], over: AgentSummary) -> dict[str, str]:
     """Format the results of one run, by label."""
     table = summary(run.records)
-    suffix = "" if over == "mean" else f"_{over}"
+    suffix = f"_{over}".removesuffix("_mean")
     cells = {}
     for name in (*STANDARD_METRICS, *CONDITIONAL_METRICS):
         if name in STANDARD_METRICS or name in table:
@@ -88,8 +90,8 @@ def _compare_column(run: Run, runs: Sequence[Run], over: AgentSummary) -> dict[s
             cells[LABELS[name]] = format_mean_interval(values, percent=METRICS[name].is_percent)
     if over == "mean":
         cells[LABELS["net"]] = format_mean_interval(net_attack_success(run, runs))
-        weight = table["malicious_weight"] if is_attacked(run) else pd.Series(dtype=float)
-        cells[LABELS["malicious_weight"]] = format_mean_interval(weight)
+        if is_attacked(run):
+            cells[LABELS["malicious_weight"]] = format_mean_interval(table["malicious_weight"])
         for metric, means in custom_metric_means(run).items():
             cells[str(metric)] = format_mean_interval(means, percent=False)
     return cells
@@ -224,9 +226,9 @@ def _cluster_pairs(
                 }
             )
 
-    total = sum(row["share"] for row in rows)
+    total = sum(row["share"] for row in rows) or math.nan
     for row in rows:
-        row["share"] = row["share"] / total if total > 0 else math.nan
+        row["share"] = row["share"] / total
     return rows
 
 
@@ -282,11 +284,14 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
     titles = [run.title for run in runs]
     labels = []
     for run, title in zip(runs, titles, strict=True):
-        labels.append(title if titles.count(title) == 1 else f"{title} ({run.folder.name})")
+        if titles.count(title) > 1:
+            title += f" ({run.folder.name})"
+        labels.append(title)
     unique = []
     for i, label in enumerate(labels):
-        is_unique = labels.count(label) == 1
-        unique.append(label if is_unique else f"{label} #{labels[: i + 1].count(label)}")
+        if labels.count(label) > 1:
+            label += f" #{labels[: i + 1].count(label)}"
+        unique.append(label)
     return unique
 
 
@@ -304,12 +309,16 @@ def format_mean_interval(values: "pd.Series[float]", *, percent: bool = True) ->
         >>> format_mean_interval(pd.Series([0.5]))
         '50.0'
     """
-    known = values.dropna() * (100 if percent else 1)
+    known = values.dropna()
     if known.empty:
         return "–"
+    digits = 3
+    if percent:
+        digits = 1
+        known = 100 * known
     mean = known.mean()
     half = interval_half_width(len(known), known.std(ddof=1))
-    return format_interval(mean, mean - half, mean + half, digits=1 if percent else 3)
+    return format_interval(mean, mean - half, mean + half, digits=digits)
 
 
 def seed_caption(runs: Sequence[Run], *, over: AgentSummary = "mean") -> str:
@@ -345,7 +354,9 @@ def _unit_caption(runs: Sequence[Run], over: AgentSummary) -> str:
         plain |= {LABELS[name]: None for name in losses if not METRICS[name].is_percent}
         if over == "mean":
             plain |= dict.fromkeys(run.custom_metrics)
-    return f"Percent, except {', '.join(plain)}" if plain else "Percent"
+    if not plain:
+        return "Percent"
+    return f"Percent, except {', '.join(plain)}"
 
 
 def incomplete_note(run: Run) -> str | None:
@@ -364,7 +375,9 @@ def incomplete_note(run: Run) -> str | None:
         f"seed {row.seed} at round {row.round} of {rounds}"
         for row in summary(run.records).itertuples()
     ]
-    state = f"read from {', '.join(states)}" if states else "no round was evaluated yet"
+    state = "no round was evaluated yet"
+    if states:
+        state = f"read from {', '.join(states)}"
     wanted = len(run.config.get("seeds", run.seeds))
     return (
         f"{run.title} ({run.folder.name}) is incomplete: {len(run.seeds)} of {wanted} seeds begun, "

@@ -46,9 +46,11 @@ class MlflowWriter:
         experiment = self.client.get_experiment_by_name(name)
         if experiment:
             self.experiment = experiment.experiment_id
-        else:
-            artifacts = None if uri else (self.root / "mlartifacts").as_uri()
-            self.experiment = self.client.create_experiment(name, artifacts)
+            return
+        artifacts = None
+        if uri is None:
+            artifacts = (self.root / "mlartifacts").as_uri()
+        self.experiment = self.client.create_experiment(name, artifacts)
 
     def begin(self, seed_run: SeedRun) -> int:
         """Find or make the MLflow run of a seed.
@@ -101,7 +103,9 @@ class MlflowWriter:
             seed_run: Seed that has no more scalars.
             complete: True if the seed has finished all its rounds.
         """
-        status = "FINISHED" if complete else "KILLED"
+        status = "KILLED"
+        if complete:
+            status = "FINISHED"
         self.client.set_terminated(self.ids[seed_run], status=status)
 
 

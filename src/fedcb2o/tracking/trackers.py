@@ -99,7 +99,9 @@ def open_writer(target: str, root: Path) -> TrackerWriter:
     if kind == "tensorboard":
         from fedcb2o.tracking.tensorboard import TensorBoardWriter
 
-        folder = Path(location) / root.resolve().name if location else root / "tensorboard"
+        folder = root / "tensorboard"
+        if location:
+            folder = Path(location) / root.resolve().name
         return TensorBoardWriter(folder)
     from fedcb2o.tracking.mlflow import MlflowWriter
 
