@@ -213,19 +213,21 @@ def answers(name: str, *reasons: str) -> Any:
 
 # Answers that are none.
 
-answers("random bytes", LATE)(lambda liar, request, good: [secrets.token_bytes(1000)])
+answers("random bytes", "malformed")(lambda liar, request, good: [secrets.token_bytes(1000)])
 answers("nothing", LATE)(lambda liar, request, good: [])
-answers("half of a head", LATE)(lambda liar, request, good: [good[:20]])
+answers("half of a head", "malformed")(lambda liar, request, good: [good[:20]])
 answers("an empty offer", "malformed")(
     lambda liar, request, good: [Answer(request.nonce, AnswerStatus.OK, b"").encode()]
 )
-answers("to another question", LATE)(
+answers("to another question", "malformed")(
     lambda liar, request, good: [
         Answer(bytes(16), AnswerStatus.OK, decode_answer(good).body).encode()
     ]
 )
-answers("another protocol", LATE)(lambda liar, request, good: [good[:7] + b"\2" + good[8:]])
-answers("an unknown status", LATE)(lambda liar, request, good: [good[:9] + b"\x63" + good[10:]])
+answers("another protocol", "version")(lambda liar, request, good: [good[:7] + b"\2" + good[8:]])
+answers("an unknown status", "malformed")(
+    lambda liar, request, good: [good[:9] + b"\x63" + good[10:]]
+)
 answers("busy", LATE)(
     lambda liar, request, good: [Answer(request.nonce, AnswerStatus.BUSY).encode()]
 )

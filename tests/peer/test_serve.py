@@ -331,6 +331,27 @@ def test_what_is_not_in_order_gets_no_answer(scene, who, federation):
     assert server.counts.requests == len(cases) + 3
 
 
+def test_requests_of_another_run_use_up_nothing(scene, who, federation):
+    """A receiver of another run replays them; members of this run are answered as before."""
+    server = scene.server(clock=lambda: 0.0)
+    server.publish(scene.snapshot(5))
+    answered = []
+    for _ in range(300):
+        foreign = scene.request(RequestKind.MANIFEST, run=b"r" * 32, receiver=3)
+        server.on_request(foreign, answered.append)
+    hello = scene.request(RequestKind.HELLO, run=b"r" * 32, receiver=3, digest=who[1].member.key)
+    assert scene.ask(server, hello) is None  # 60 a minute
+    until(lambda: len(answered) >= 16)
+    assert {decode_answer(answer).status for answer in answered} <= {
+        AnswerStatus.ANOTHER_RUN,
+        AnswerStatus.BUSY,
+    }
+    assert server.counts.refused["rate"] >= 240
+    before = server._quotas[1].tokens
+    assert before == federation.limits.answers_per_minute
+    assert scene.ask(server, scene.request(RequestKind.MANIFEST)).status is AnswerStatus.OK
+
+
 def test_nonces_are_remembered_and_bounded(scene):
     server = scene.server(clock=lambda: 0.0)
     first = scene.request(RequestKind.CHUNK)

@@ -24,7 +24,6 @@ from fedcb2o.federated import (
     Ragged,
     algorithm2,
     batched_aggregation,
-    clip_claimed_samples,
     craft_models_,
     evaluate_models,
     make_outbox,
@@ -34,6 +33,7 @@ from fedcb2o.federated import (
     train_,
 )
 from fedcb2o.kernels import dispatch
+from fedcb2o.peer._denormals import flush_denormals
 from fedcb2o.peer.node._peer_monitor import PeerMonitor
 from fedcb2o.peer.node._publisher import ModelPublisher
 from fedcb2o.peer.wire._client import Arrival, PeerClient
@@ -172,7 +172,8 @@ class PeerEngine:
         agent = self._with_candidates(n)
         contacts = states[0].contacts.forget(self.adversary.new_identities(n))
         state = AgentState(contacts, states[0].rule_states)
-        with dispatch.use_kernels(self.spec.kernels.linear, self.spec.kernels.convolution):
+        kernels = dispatch.use_kernels(self.spec.kernels.linear, self.spec.kernels.convolution)
+        with kernels, flush_denormals():  # models that were received are evaluated
             state, decisions = algorithm2.local_aggregation_(
                 agent, n, state, lambda ids: self._download(n, ids, deadline), on_step
             )
@@ -266,7 +267,7 @@ class PeerEngine:
         claims = np.array([claim for claim, _, _ in entries], dtype=float)
         rounds = np.array([round for _, round, _ in entries], np.int64)
         positions = np.array([row for _, _, row in entries], np.int64)
-        num_samples = clip_claimed_samples(claims, self.spec.max_samples)
+        num_samples = np.minimum(claims, self.spec.max_samples)
         senders = Ragged.from_arrays([np.array(sorted(received), np.int64)])
         return Inbox(senders, positions, num_samples, rounds)
 
@@ -281,7 +282,8 @@ class PeerEngine:
         """
         layout = self.group.layout
         matrix = mixing_matrix(decisions[0], layout.own, layout.previous)
-        mix_(self.group.models, matrix, 0, self.spec.dim)
+        with flush_denormals():
+            mix_(self.group.models, matrix, 0, self.spec.dim)
         return self._is_finite()
 
     def _is_finite(self) -> Bool[np.ndarray, " N"]:

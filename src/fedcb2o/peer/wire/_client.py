@@ -27,6 +27,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.federated import is_admissible, max_abs
+from fedcb2o.peer._denormals import flush_
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.wire import _protocol
@@ -305,6 +306,7 @@ class _PeerSession:
         self.peer = peer
         self.end = end
         self.received_bytes = 0
+        self.garbage = ""  # the reason why the last answer could not be read
 
     def ask(
         self,
@@ -336,10 +338,15 @@ class _PeerSession:
             self.received_bytes += len(data)
             with self.client.lock:
                 self.client.received_bytes += len(data)
-            with contextlib.suppress(_protocol.MalformedError):
+            try:
                 answer = _protocol.decode_answer(data)
-                if answer.nonce == nonce:
-                    yield answer
+            except _protocol.MalformedError as error:
+                self.garbage = error.reason
+                continue
+            if answer.nonce == nonce:
+                yield answer
+            else:
+                self.garbage = "malformed"
 
     def fetch_manifest(self, n: int) -> "Manifest | str":
         """Return the first valid manifest, or the reason why there is none."""
@@ -352,7 +359,7 @@ class _PeerSession:
             if isinstance(result, Manifest):
                 return result
             reason = result
-        return reason
+        return self.garbage if reason == _NO_ANSWER and self.garbage else reason
 
     def _validate_offer(self, n: int, body: _protocol.BytesLike) -> "Manifest | str":
         """Return an offer's valid manifest or a reason; fetch conflicting manifests."""
@@ -610,6 +617,7 @@ class _ModelDownload:
                 return "content"
             if reason := rejection_reason(self.row):
                 return reason
+            flush_(self.row)
         seconds = time.monotonic() - start
         size = self.session.received_bytes
         return Arrival(manifest.round, manifest.num_samples, size, seconds, row=self.peer)
@@ -653,6 +661,8 @@ class _ModelDownload:
                 return answer.body, ""
             else:
                 reason = "hash"
+        if reason == _NO_ANSWER and self.session.garbage:
+            reason = self.session.garbage
         return None, reason
 
     def _request_chunk(self, manifest: Manifest, k: int) -> "Iterator[Answer]":

@@ -46,8 +46,11 @@ _AnswerContent: TypeAlias = Callable[[], tuple[AnswerStatus, BytesLike]]
 MAX_PENDING = 16  # waiting requests of one member; from then on BUSY, from twice as many nothing
 MAX_BUSY_ANSWERS = 16  # answers to one member that it asks too often, until it has asked less
 MAX_NONCES = 2048  # remembered, of one member
-_UNKNOWN_VERSION_LIMITS = Limits(answers_per_minute=60, uploads=1, per_peer=1)
-"""Common limits of all senders with another protocol version, which cannot be identified."""
+_FOREIGN_LIMITS = Limits(answers_per_minute=60, uploads=1, per_peer=1)
+"""Limits of a member's requests of other runs, and of all requests with another version together.
+
+A receiver of another run could replay its requests here, so they never use up a member's own limit.
+"""
 
 
 @dataclass(frozen=True)
@@ -178,16 +181,19 @@ class Server:
         limits: dict[int | None, Limits] = {
             id: federation.limits for id in federation.members if id != agent_id
         }
-        limits[None] = _UNKNOWN_VERSION_LIMITS
+        limits[None] = _FOREIGN_LIMITS
         now = clock()
         self._quotas = {
             id: _ClientQuota(limit, id, float(limit.answers_per_minute), now)
             for id, limit in limits.items()
         }
+        self._foreign_quotas = {
+            id: _ClientQuota(_FOREIGN_LIMITS, id, float(_FOREIGN_LIMITS.answers_per_minute), now)
+            for id in limits
+        }
         self._changed = threading.Condition()  # its lock guards what follows, and the quotas
-        self._waiting: dict[
-            int | None, _ClientQuota
-        ] = {}  # with a queue that is not empty, in turn
+        # quotas with a queue that is not empty, in turn, by their identity
+        self._waiting: dict[int, _ClientQuota] = {}
         self._busy_since: dict[int, float] = {}  # start time of each busy thread
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -246,7 +252,7 @@ class Server:
         with self._changed:
             self._closed = True
             self._waiting.clear()
-            for quota in self._quotas.values():
+            for quota in (*self._quotas.values(), *self._foreign_quotas.values()):
                 quota.queue.clear()
             self._changed.notify_all()
             threads = list(self._threads)
@@ -273,9 +279,10 @@ class Server:
         if member is None or sender == self._agent_id:
             return "member"
 
-        quota = self._quotas[sender]
+        quota = self._quotas[sender] if is_same_run else self._foreign_quotas[sender]
         with self._changed:
-            if quota.remaining(self._clock()) < 1 - MAX_BUSY_ANSWERS:
+            fewest = 1 - MAX_BUSY_ANSWERS if is_same_run else 1
+            if quota.remaining(self._clock()) < fewest:
                 return "rate"  # before the signature, so that a flood is cheap
             if len(quota.queue) >= 2 * MAX_PENDING:
                 return "pending"
@@ -321,7 +328,7 @@ class Server:
         if self._closed or len(quota.queue) >= 2 * MAX_PENDING:
             return
         quota.queue.append((nonce, reply, content))
-        self._waiting.setdefault(quota.id, quota)
+        self._waiting.setdefault(id(quota), quota)
         self._ensure_idle_thread()
         self._changed.notify()
 
@@ -376,10 +383,10 @@ class Server:
                 if quota is None:
                     self._changed.wait(self._slow_after_seconds if self._waiting else None)
                     continue
-                del self._waiting[quota.id]
+                del self._waiting[id(quota)]
                 task = quota.queue.popleft()
                 if quota.queue:
-                    self._waiting[quota.id] = quota
+                    self._waiting[id(quota)] = quota
                 quota.active += 1
                 self._busy_since[thread_id] = self._clock()
                 if self._waiting:

@@ -56,8 +56,10 @@ RequestHandler: TypeAlias = Callable[[bytes, Reply], None]
 MAX_ANSWERS = 4
 """Answers to one request that are read: an honest peer gives one."""
 MAX_REQUEST_BYTES = 2**9
-MAX_ANSWER_BYTES = 2**21 + 2**10
+MAX_ANSWER_BYTES = 2**21
 """Largest accepted message: a chunk with its header, or the longest manifest."""
+_MESSAGE_HEAD_BYTES = 2**10
+"""Bytes around a request or an answer."""
 MAX_LINKS_PER_MEMBER = 4
 """Incoming links of one member; the newest ones remain."""
 _REQUEST_BURST = 2048
@@ -227,7 +229,7 @@ class Zenoh:
         if links is None or self._closed.is_set():
             stream.release()
             return
-        link = Link(stream, MAX_REQUEST_BYTES, self._own_key, expires)
+        link = Link(stream, MAX_REQUEST_BYTES + _MESSAGE_HEAD_BYTES, self._own_key, expires)
         with self._lock:
             links.append(link)
             surplus = links[:-MAX_LINKS_PER_MEMBER]
@@ -473,7 +475,7 @@ class _Dialer:
             stream = TlsStream(connection, context, str(host))
             stream.handshake(time.monotonic() + _DIAL_SECONDS)
             expires = x509.load_der_x509_certificate(stream.certificate).not_valid_after_utc
-            link = Link(stream, MAX_ANSWER_BYTES, expires=expires.timestamp())
+            link = Link(stream, MAX_ANSWER_BYTES + _MESSAGE_HEAD_BYTES, expires=expires.timestamp())
             link.open(_DIAL_SECONDS, is_listening=False)
         except BaseException:
             connection.close()

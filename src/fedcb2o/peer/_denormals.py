@@ -1,0 +1,44 @@
+"""Denormal numbers, with which a processor computes up to hundreds of times more slowly.
+
+Example:
+    >>> row = torch.tensor([1e-40, 1.0])
+    >>> flush_(row)
+    >>> row.tolist()
+    [0.0, 1.0]
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@contextmanager
+def flush_denormals() -> Iterator[None]:
+    """Compute with zeros in place of denormal numbers, in this thread.
+
+    Yields:
+        None, while this holds.
+    """
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def flush_(row: Float[Tensor, " d"]) -> None:
+    """Replace the denormal numbers of a received model by zeros; all others stay.
+
+    Args:
+        row: The model, shape [d].
+    """
+    if row.device.type != "cpu":
+        row[row.abs() < torch.finfo(row.dtype).tiny] = 0
+        return
+    numbers = row.numpy()
+    with flush_denormals():
+        np.multiply(numbers, np.float32(1), out=numbers)
