@@ -241,9 +241,7 @@ def run_rounds(
     """Some rounds."""
     made = round_loop(engine)
     blank = AgentState.initial(len(CLUSTER))
-    return list(
-        made(engine, memory or blank, start, start + count, 0, lambda n, phase: None)
-    )
+    return list(made(engine, memory or blank, start, start + count, 0, lambda n, phase: None))
 
 
 @dataclass(frozen=True)
@@ -264,7 +262,7 @@ def chosen(choices: Decisions, j: int) -> Chosen:
     """What agent j decided."""
     k = choices.agents.tolist().index(j)
     rows, weights = (
-        choices.received.with_values(each)[k].tolist() for each in (choices.rows, choices.weights)
+        Ragged(each, choices.received.sizes)[k].tolist() for each in (choices.rows, choices.weights)
     )
     own_weight, before, f = (
         float(each[k]) for each in (choices.own_weight, choices.previous_weight, choices.f)

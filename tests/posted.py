@@ -18,7 +18,6 @@ from fedcb2o.federated import (
     Ragged,
     RunSpec,
     batched_aggregation,
-    clip_claimed_samples,
     craft_models_,
     evaluate_models,
     make_outbox,
@@ -123,7 +122,7 @@ class Posted:
             rows.append(row)
             claims.append(message.num_samples)
         received = peers.filter(np.array(is_received, dtype=bool))
-        counts = clip_claimed_samples(np.array(claims, dtype=float), self.spec.max_samples)
+        counts = np.minimum(np.array(claims, dtype=float), self.spec.max_samples)
         return Inbox(received, np.array(rows, np.int64), counts, np.full(len(rows), n))
 
     def _message(self, sender: int, receiver: int) -> Message | None:

@@ -11,7 +11,6 @@ from fedcb2o.federated import (
     MAX_VALUE,
     Message,
     admission,
-    clip_claimed_samples,
     is_admissible,
     max_abs,
     rejection_reason,
@@ -83,18 +82,6 @@ def test_what_is_not_is_refused_in_words(name):
     assert "\n" not in found
     with pytest.raises(ValueError, match=why):
         raise ValueError(found)
-
-
-def test_claims_are_believed_up_to_what_an_agent_may_hold():
-    assert clip_claimed_samples(np.array([0.0, 1.0, 20.0, 30.0, 31.0, 1e300]), 30).tolist() == [
-        0,
-        1,
-        20,
-        30,
-        30,
-        30,
-    ]
-    assert clip_claimed_samples(np.zeros(0), 30).tolist() == []
 
 
 ROWS = {

@@ -48,7 +48,7 @@ def test_mixing_is_the_plain_loop():
         mix_(block.models, mixed, a, min(a + 10, block.models.shape[1]))
     for j in range(n):
         m = weights[j, 4] * before[j]
-        for row, weight in zip(ids.with_values(rows)[j], weights[j, :4], strict=True):
+        for row, weight in zip(Ragged(rows, ids.sizes)[j], weights[j, :4], strict=True):
             m = m + weight * before[row]
         torch.testing.assert_close(block.models[j], 0.3 * before[j] + 0.7 * m, rtol=1e-5, atol=1e-6)
     assert block.models[n:].equal(before[n:])

@@ -25,6 +25,7 @@ from fedcb2o.federated import (
     AgentState,
     Attack,
     Outbox,
+    Ragged,
     aggregation,
     algorithms,
     craft_models_,
@@ -131,10 +132,10 @@ def test_lies_about_samples_are_believed_up_to_what_the_terms_allow():
         )
         of_first = (
             done.decisions.received[0],
-            done.decisions.received.with_values(done.decisions.weights)[0],
+            Ragged(done.decisions.weights, done.decisions.received.sizes)[0],
         )
         weights[name] = dict(zip(*(each.tolist() for each in of_first), strict=True))
-        fellows = done.decisions.received.with_values(done.decisions.weights)[3]
+        fellows = Ragged(done.decisions.weights, done.decisions.received.sizes)[3]
         assert np.isclose(
             fellows.max() / fellows.min(), 17 / 13
         )  # among themselves they tell the truth

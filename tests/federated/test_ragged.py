@@ -1,11 +1,10 @@
 """Ragged of several agents in one array, against Python's lists of lists."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.federated import Ragged, complement
+from fedcb2o.federated import Ragged
 
 nested = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6)
 some_of_them = nested.flatmap(
@@ -37,8 +36,6 @@ def test_they_are_read_as_they_were_made(each):
     assert lists.sizes.tolist() == [len(one) for one in each]
     assert lists.row_ids.tolist() == [k for k, one in enumerate(each) for _ in one]
     assert lists.offsets.tolist() == [sum(len(one) for one in each[:k]) for k in range(len(each))]
-    doubled = lists.with_values(2 * lists.values)
-    assert doubled.tolist() == [[2 * value for value in one] for one in each]
 
 
 @given(st.integers(0, 5))
@@ -90,10 +87,3 @@ def test_placed_lists_stand_in_their_places(agents):
 
 def test_nothing_placed():
     assert Ragged.scatter(3).tolist() == [[], [], []]
-
-
-@pytest.mark.parametrize(
-    ("chosen", "others"), [([], [0, 1, 2, 3]), ([2, 0], [1, 3]), ([0, 1, 2, 3], [])]
-)
-def test_the_rest(chosen, others):
-    assert complement(places(chosen), 4).tolist() == others

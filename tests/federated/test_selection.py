@@ -192,13 +192,13 @@ def test_many_ask_whom_each_asks_alone(name, shared):
         asked = selection.BATCHED_SELECTION.get(select)(met, peers, 3, draws[0], **more)
         there = stream(n, "answers").random(len(asked.values)) < 0.7
         answered = asked.filter(there)
-        lost = answered.with_values(stream(n, "losses").random(len(answered.values)))
+        lost = Ragged(stream(n, "losses").random(len(answered.values)), answered.sizes)
         after = update_likelihoods(rule, met, asked, answered, lost.values)
         for j in own.tolist():
             ids = torch.from_numpy(some[0 if shared else j])
             alone = select(met[j], ids[ids != j], 3, draws[1][j], **more)
             assert alone.tolist() == asked[j].tolist()
-            those, one = asked.with_values(there)[j], met.take(np.array([j]))
+            those, one = Ragged(there, asked.sizes)[j], met.take(np.array([j]))
             mine = update_likelihoods(
                 rule,
                 one,

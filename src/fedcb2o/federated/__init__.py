@@ -9,7 +9,6 @@ agent; `batched_aggregation` has the same lines for many. The catalogues are `al
 from fedcb2o.federated.admission import (
     MAX_VALUE,
     Message,
-    clip_claimed_samples,
     is_admissible,
     max_abs,
     rejection_reason,
@@ -93,7 +92,6 @@ from fedcb2o.federated.publishing import (
 from fedcb2o.federated.ragged import (
     Indices,
     Ragged,
-    complement,
 )
 from fedcb2o.federated.run_spec import (
     ConvolutionKernel,
@@ -179,8 +177,6 @@ __all__ = [
     "batched",
     "batched_forward",
     "batched_local_update_",
-    "clip_claimed_samples",
-    "complement",
     "confusion_matrices",
     "craft_models_",
     "dense_product",

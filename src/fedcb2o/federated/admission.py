@@ -70,22 +70,6 @@ def rejection_reason(message: Message, *, dim: int, n: int) -> str:
     return ""
 
 
-def clip_claimed_samples(
-    claims: Float[np.ndarray, " m"], max_samples: int
-) -> Float[np.ndarray, " m"]:
-    """Clip claimed numbers of training samples at the largest admissible one.
-
-    Args:
-        claims: Claim of each sender.
-        max_samples: Largest number that is believed.
-
-    Returns:
-        The clipped claims, shape [m].
-    """
-    clipped: np.ndarray = np.minimum(claims, max_samples)
-    return clipped
-
-
 def max_abs(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[np.ndarray, " m"]:
     """Compute the largest absolute value of each model.
 

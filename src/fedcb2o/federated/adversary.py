@@ -226,28 +226,6 @@ class Attack:
         """
         return self.craft is not None and n >= self.from_round
 
-    def uses_sybils(self, n: int) -> bool:
-        """Return whether attackers have new identities in round n.
-
-        Args:
-            n: Round.
-
-        Returns:
-            True from `from_round` on, for an attack with sybils.
-        """
-        return self.sybils and n >= self.from_round
-
-    def misreports_samples(self, n: int) -> bool:
-        """Return whether attackers claim a false number of samples in round n.
-
-        Args:
-            n: Round.
-
-        Returns:
-            True from `from_round` on, for an attack with a false claim.
-        """
-        return self.claimed_samples is not None and n >= self.from_round
-
     def num_published(self, malicious: int, benign: int) -> int:
         """Return the largest number of models that attackers publish in a round.
 
@@ -336,7 +314,9 @@ class Adversary:
         Returns:
             Ids, ascending.
         """
-        return self.malicious_ids if self.attack.uses_sybils(n) else self.malicious_ids[:0]
+        if self.attack.sybils and n >= self.attack.from_round:
+            return self.malicious_ids
+        return self.malicious_ids[:0]
 
     def colluding_peers(
         self, agents: Int[np.ndarray, " a"], neighbours: tuple[Int[Tensor, " _k"], ...] | None

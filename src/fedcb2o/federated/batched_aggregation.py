@@ -272,13 +272,9 @@ def update_likelihoods(
         (int(ids.values.max()) for ids in (contacts.ids, sampled) if len(ids.values)), default=0
     )
 
-    def sort_keys(ids: Ragged) -> Int[np.ndarray, " k"]:
-        """Return one number a pair of agent and peer, ascending."""
-        keys: np.ndarray = ids.row_ids * span + ids.values
-        return keys
-
-    known = sort_keys(contacts.ids)
-    new = sort_keys(sampled)
+    # One number per pair of agent and peer, ascending.
+    known = contacts.ids.row_ids * span + contacts.ids.values
+    new = sampled.row_ids * span + sampled.values
     if len(known):
         new = new[known.take(known.searchsorted(new), mode="clip") != new]
 
@@ -292,6 +288,6 @@ def update_likelihoods(
         likelihood = np.concatenate([likelihood, np.full(len(new), np.nan)])[order]
 
     if algorithm.needs_losses:
-        answered = known.searchsorted(sort_keys(received))
+        answered = known.searchsorted(received.row_ids * span + received.values)
         likelihood[answered] = next_likelihood(algorithm, likelihood[answered], L)
     return ContactTable(ids, likelihood)

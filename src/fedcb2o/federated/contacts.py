@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.federated.ragged import Indices, Ragged, complement
+from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.types import Contacts, CriterionInput, RuleState
 
 
@@ -104,7 +104,7 @@ class ContactTable:
 
     def __getitem__(self, k: int) -> Contacts:
         ids = self.ids[k]
-        likelihood = self.ids.with_values(self.likelihood)[k]
+        likelihood = Ragged(self.likelihood, self.ids.sizes)[k]
         return Contacts(torch.from_numpy(ids.copy()), torch.from_numpy(likelihood.copy()))
 
     def __iter__(self) -> Iterator[Contacts]:
@@ -165,7 +165,7 @@ class AgentState:
             The new state of all agents.
         """
         if len(rows) < len(self):
-            others = complement(rows, len(self))
+            others = np.setdiff1d(np.arange(len(self)), rows, assume_unique=True)
             order = np.concatenate([rows, others]).argsort()
             both = ContactTable.concatenate([contacts, self.contacts.take(others)])
             contacts = both.take(order)

@@ -107,23 +107,12 @@ def mixing_matrix(
     values = np.add.reduceat(values, first).astype(np.float32)
     stored = values != 0
     offsets = np.searchsorted(agent[first][stored], np.arange(len(ids) + 1))
-    return MixingMatrix(
-        own,
-        offsets,
-        columns[first][stored],
-        values[stored],
-        _indexed_reductions(decisions),
-    )
 
-
-def _indexed_reductions(decisions: Decisions) -> dict[int, tuple[Reduction, float]]:
-    """Return reductions and mixing factors by index of the agent."""
-    ids = np.array(list(decisions.reductions), np.int64)
-    indices = decisions.agents.searchsorted(ids).tolist()
-    return {
-        k: (reduction, float(decisions.factor[k]))
-        for k, reduction in zip(indices, decisions.reductions.values(), strict=True)
-    }
+    reductions = {}
+    for j, reduction in decisions.reductions.items():
+        k = int(ids.searchsorted(j))
+        reductions[k] = (reduction, float(factor[k]))
+    return MixingMatrix(own, offsets, columns[first][stored], values[stored], reductions)
 
 
 def mix_(

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fedcb2o.data import Shard
-from fedcb2o.federated.admission import clip_claimed_samples, max_abs
+from fedcb2o.federated.admission import max_abs
 from fedcb2o.federated.adversary import AttackView, Knowledge
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.decisions import Inbox
@@ -118,7 +118,7 @@ class Outbox:
         to = receivers[asked.row_ids]
         rows = self.rows(senders, to)
         arrives = admissible[rows]
-        claims = clip_claimed_samples(self.samples_claimed_to(senders, to), max_samples)
+        claims = np.minimum(self.samples_claimed_to(senders, to), max_samples)
         rounds = np.full(arrives.sum(), n)
         return Inbox(asked.filter(arrives), rows[arrives], claims[arrives], rounds)
 
@@ -145,7 +145,7 @@ def make_outbox(group: AgentGroup, n: int) -> Outbox:
     attack, layout = group.adversary.attack, group.layout
     malicious = group.data.malicious
     num_samples = group.data.train.sizes.astype(float)
-    is_lying = malicious & attack.misreports_samples(n)
+    claims_falsely = attack.claimed_samples is not None and n >= attack.from_round
     return Outbox(
         own=layout.own,
         first_crafted=layout.first_crafted,
@@ -153,7 +153,9 @@ def make_outbox(group: AgentGroup, n: int) -> Outbox:
         per_receiver=attack.threat.each_receiver,
         receivers=group.adversary.benign_ids,
         num_samples=num_samples,
-        claimed_samples=np.where(is_lying, float(attack.claimed_samples or 0), num_samples),
+        claimed_samples=np.where(
+            malicious & claims_falsely, float(attack.claimed_samples or 0), num_samples
+        ),
     )
 
 

@@ -84,7 +84,7 @@ class Ragged:
             if len(indices) == count:
                 return lists
         filled = np.concatenate([np.zeros(0, np.int64), *(indices for indices, _ in parts)])
-        others = complement(filled, count)
+        others = np.setdiff1d(np.arange(count), filled, assume_unique=True)
         whole = cls.concatenate([*(lists for _, lists in parts), cls.empty(len(others))])
         return whole.take(np.concatenate([filled, others]).argsort())
 
@@ -147,35 +147,9 @@ class Ragged:
         sizes = np.bincount(self.row_ids[keep], minlength=len(self))
         return Ragged(self.values[keep], sizes)
 
-    def with_values(self, values: Shaped[np.ndarray, " k"]) -> "Ragged":
-        """Return lists of the same lengths with other numbers.
-
-        Args:
-            values: As many numbers as in these lists.
-
-        Returns:
-            The lists.
-        """
-        return Ragged(values, self.sizes)
-
     def tolist(self) -> list[list[Any]]:
         """Return the lists as Python numbers."""
         values = self.values.tolist()
         starts = self.offsets.tolist()
         ends = self.sizes.cumsum().tolist()
         return [values[a:b] for a, b in zip(starts, ends, strict=True)]
-
-
-def complement(indices: Indices, count: int) -> Indices:
-    """Return all indices below `count` that are not among `indices`, ascending.
-
-    Args:
-        indices: Indices below `count`.
-        count: Number of indices in all.
-
-    Returns:
-        The other indices.
-    """
-    is_other = np.ones(count, dtype=bool)
-    is_other[indices] = False
-    return np.flatnonzero(is_other)

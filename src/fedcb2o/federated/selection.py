@@ -101,7 +101,7 @@ def prob_sampling(
     num_unknown = (candidates.counts - sizes).tolist()
 
     new_ranks, old_indices = [], []
-    for P, unknown, draw in zip(known.with_values(likelihood), num_unknown, draws, strict=True):
+    for P, unknown, draw in zip(Ragged(likelihood, sizes), num_unknown, draws, strict=True):
         if newcomers is None:
             max_new = budget
             total = 0 if unknown else budget
@@ -118,8 +118,8 @@ def prob_sampling(
     old = Ragged.from_arrays(old_indices)
     old_positions = positions[known.offsets[old.row_ids] + old.values]
     return _merge(
-        new.with_values(candidates.ids_at(new.row_ids, new_positions)),
-        old.with_values(candidates.ids_at(old.row_ids, old_positions)),
+        Ragged(candidates.ids_at(new.row_ids, new_positions), new.sizes),
+        Ragged(candidates.ids_at(old.row_ids, old_positions), old.sizes),
     )
 
 
@@ -149,7 +149,7 @@ def uniform(
     """Sample peers uniformly without replacement: the random batch of DFedAvgM.
 
     Args:
-        contacts: Not used.
+        contacts: Contacts of each agent; not used.
         candidates: Peers that each agent may ask.
         budget: M, the number of peers to ask.
         draws: Source of randomness of each agent.
@@ -161,7 +161,7 @@ def uniform(
     for count, draw in zip(candidates.counts.tolist(), draws, strict=True):
         positions.append(np.sort(draw.choice(count, min(budget, count), replace=False)))
     sampled = Ragged.from_arrays(positions)
-    return sampled.with_values(candidates.ids_at(sampled.row_ids, sampled.values))
+    return Ragged(candidates.ids_at(sampled.row_ids, sampled.values), sampled.sizes)
 
 
 @batched_selection
@@ -238,8 +238,8 @@ def select_colluding_peers(
     fellows = Ragged.from_arrays(fellow_positions)
     others = Ragged.from_arrays(benign_positions)
     return _merge(
-        fellows.with_values(colluders.ids_at(fellows.row_ids, fellows.values)),
-        others.with_values(benign.ids_at(others.row_ids, others.values)),
+        Ragged(colluders.ids_at(fellows.row_ids, fellows.values), fellows.sizes),
+        Ragged(benign.ids_at(others.row_ids, others.values), others.sizes),
     )
 
 

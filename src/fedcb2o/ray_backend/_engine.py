@@ -161,7 +161,7 @@ class RayEngine:
             by_group = Ragged.from_arrays([inboxes[g].rows for g in numbers])
             received = np.concatenate([wanted[worker][:0], *loans[worker].rows])
             local = self.sharding.local_rows(worker, by_group.values, received)
-            for g, rows in zip(numbers, by_group.with_values(local), strict=True):
+            for g, rows in zip(numbers, Ragged(local, by_group.sizes), strict=True):
                 inboxes[g] = dataclasses.replace(inboxes[g], rows=rows)
         return inboxes
 

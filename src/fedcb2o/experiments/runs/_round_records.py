@@ -15,7 +15,7 @@ from jaxtyping import Bool
 
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import Decisions, metrics
+from fedcb2o.federated import Decisions, Ragged, metrics
 from fedcb2o.simulation.rounds import Round
 
 Metric = Callable[[torch.Tensor], Any]
@@ -125,7 +125,7 @@ def pairs_record(result: Round) -> dict[str, Any]:
         "round": result.n + 1,
         "asked": decisions.asked.tolist(),
         "ids": decisions.received.tolist(),
-        "weights": decisions.received.with_values(weights).tolist(),
+        "weights": Ragged(weights, decisions.received.sizes).tolist(),
         "own": _rounded(decisions.own_weight),
     }
     if not np.isnan(decisions.previous_weight).all():
