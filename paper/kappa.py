@@ -30,7 +30,12 @@ import torch
 from torch import Tensor
 
 from fedcb2o.federated import Reduction
-from fedcb2o.federated.aggregation import coordinatewise, gram_rules, preaggregation
+from fedcb2o.federated.aggregation import (
+    coordinatewise,
+    gram_rules,
+    own_model_rules,
+    preaggregation,
+)
 from fedcb2o.federated.aggregation.base import evaluate_rule, signature_of
 from fedcb2o.rng import stream
 
@@ -59,11 +64,11 @@ def rules(f: int) -> dict[str, Rule]:
     with_count: list[Callable[..., Any]] = [
         *(coordinatewise.trimmed_mean, coordinatewise.meamed),
         *(gram_rules.krum, gram_rules.multi_krum, gram_rules.bulyan),
-        *(gram_rules.monna, gram_rules.clipped_gossip),
+        *(own_model_rules.monna, own_model_rules.clipped_gossip),
     ]
     without_count: list[Callable[..., Any]] = [
         *(gram_rules.mean, coordinatewise.coordinate_median),
-        *(gram_rules.geometric_median, gram_rules.centred_clipping),
+        *(gram_rules.geometric_median, own_model_rules.centred_clipping),
     ]
     partials = [functools.partial(rule) for rule in without_count]
     partials += [functools.partial(rule, f=f) for rule in with_count]

@@ -11,7 +11,14 @@ from tests.views import LINE, models
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.aggregation import coordinatewise, gram_matrix, gram_rules, preaggregation
+from fedcb2o.federated import aggregation
+from fedcb2o.federated.aggregation import (
+    coordinatewise,
+    gram_matrix,
+    gram_rules,
+    own_model_rules,
+    preaggregation,
+)
 from fedcb2o.federated.aggregation.base import (
     apply,
     clip_byzantine_count,
@@ -29,13 +36,13 @@ def test_f_is_clipped_to_what_the_models_admit():
         gram_rules.multi_krum: 2,
         gram_rules.bulyan: 1,
         preaggregation.nnm: 3,
-        gram_rules.monna: 3,
+        own_model_rules.monna: 3,
     }
     cases |= {
         coordinatewise.trimmed_mean: 3,
         coordinatewise.meamed: 3,
-        gram_rules.ubar: 5,
-        gram_rules.clipped_gossip: 5,
+        own_model_rules.ubar: 5,
+        own_model_rules.clipped_gossip: 5,
     }
     x = models(7, 5)
     for rule, most in cases.items():
@@ -48,7 +55,7 @@ def test_f_is_clipped_to_what_the_models_admit():
             match=rf"`f` = {most + 1} attackers are more than \w+ admits among 7 models: at ",
         ):
             validate_byzantine_count(rule, most + 1, 7)
-        given = (torch.rand(7),) if rule is gram_rules.ubar else ()
+        given = (torch.rand(7),) if rule is own_model_rules.ubar else ()
         if rule is not preaggregation.nnm:
             assert apply(functools.partial(rule, f=99), x, None, *given).equal(
                 apply(functools.partial(rule, f=most), x, None, *given)
@@ -102,7 +109,9 @@ def test_rows_and_mixing_are_what_a_copy_would_be(monkeypatch):
     monkeypatch.setattr(gram_matrix, "_block_width", lambda m, device: 7)
     pool = models(9, 31)
     rows = torch.tensor([6, 1, 4, 3, 8])
-    assert apply(gram_rules.fltrust, pool, rows).equal(apply(gram_rules.fltrust, pool[rows]))
+    assert apply(own_model_rules.fltrust, pool, rows).equal(
+        apply(own_model_rules.fltrust, pool[rows])
+    )
     torch.testing.assert_close(
         apply(coordinatewise.coordinate_median, pool, rows), pool[rows].quantile(0.5, dim=0)
     )
@@ -119,7 +128,7 @@ def test_rows_and_mixing_are_what_a_copy_would_be(monkeypatch):
     own = torch.cat(
         [preaggregation.nnm(gram(pool[rows[:3]]), f=1) @ pool[rows[:3]], pool[rows[3:]]]
     )
-    rule = functools.partial(gram_rules.monna, f=1)
+    rule = functools.partial(own_model_rules.monna, f=1)
     torch.testing.assert_close(apply(rule, pool, rows, mixing=mixing), apply(rule, own))
     buckets = preaggregation.bucketing(3, stream(0, "buckets"))
     bucketed = torch.cat([buckets @ pool[rows[:3]], pool[rows[3:]]])
@@ -136,7 +145,7 @@ def test_rows_and_mixing_are_what_a_copy_would_be(monkeypatch):
 
 @pytest.mark.parametrize("name", ["mean", "trimmed_mean", "krum", "monna", "fltrust"])
 def test_as_much_of_the_gram_matrix_as_a_rule_reads(name):
-    rule = getattr(gram_rules, name, getattr(coordinatewise, name, None))
+    rule = getattr(aggregation, name)
     pool, rows = models(6, 20), torch.tensor([4, 0, 2, 5])
     whole, last = gram(pool[rows]), len(signature_of(rule).own_rows)
     g, p = gram_and_mixing(rule, pool, rows, None)
@@ -186,8 +195,8 @@ FRUGAL = {
     "coordinate_median": coordinatewise.coordinate_median,
     "bulyan": functools.partial(gram_rules.bulyan, f=2),
     "meamed": functools.partial(coordinatewise.meamed, f=5),
-    "monna": functools.partial(gram_rules.monna, f=3),
-    "fltrust": gram_rules.fltrust,
+    "monna": functools.partial(own_model_rules.monna, f=3),
+    "fltrust": own_model_rules.fltrust,
 }
 
 

@@ -16,7 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedcb2o.federated.aggregation import coordinatewise, gram_rules, preaggregation
+from fedcb2o.federated.aggregation import (
+    coordinatewise,
+    gram_rules,
+    own_model_rules,
+    preaggregation,
+)
 from fedcb2o.federated.aggregation.base import apply
 from fedcb2o.federated.aggregation.gram_matrix import gram
 from fedcb2o.rng import stream
@@ -52,7 +57,7 @@ def weiszfeld(x: Tensor, f: int) -> Tensor:
     """byzfl's iterations begin at the origin, ours at an average of models: so the first of three
     is made here."""
     whole = torch.cat([x, origin(x)])
-    first = gram_rules._squared_distances_to(
+    first = gram_rules.squared_distances_to(
         gram(whole), torch.eye(len(whole), dtype=torch.float64)[-1]
     ).sqrt()[:-1]
     start = 1 / first.clamp(min=0.1)
@@ -81,15 +86,17 @@ PAIRS: dict[str, tuple[Callable[[Any, int], Any], Callable[[Tensor, int], Tensor
     "GeometricMedian": (lambda b, f: b.GeometricMedian(), weiszfeld),
     "CenteredClipping": (
         lambda b, f: b.CenteredClipping(L=1, tau=2.0),
-        from_the_origin(functools.partial(gram_rules.centred_clipping, radius=2.0)),
+        from_the_origin(functools.partial(own_model_rules.centred_clipping, radius=2.0)),
     ),
     "CenteredClipping, 3 iterations": (
         lambda b, f: b.CenteredClipping(L=3, tau=2.0),
-        from_the_origin(functools.partial(gram_rules.centred_clipping, radius=2.0, iterations=3)),
+        from_the_origin(
+            functools.partial(own_model_rules.centred_clipping, radius=2.0, iterations=3)
+        ),
     ),
     "MoNNA": (
         lambda b, f: b.MoNNA(f, 0),
-        lambda x, f: apply(functools.partial(gram_rules.monna, f=f), x.flip(0)),
+        lambda x, f: apply(functools.partial(own_model_rules.monna, f=f), x.flip(0)),
     ),
     "NNM": (lambda b, f: b.NNM(f), lambda x, f: preaggregation.nnm(gram(x), f=f).to(x.dtype) @ x),
 }

@@ -15,7 +15,12 @@ from tests.views import LINE, models
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.aggregation import coordinatewise, gram_rules, preaggregation
+from fedcb2o.federated.aggregation import (
+    coordinatewise,
+    gram_rules,
+    own_model_rules,
+    preaggregation,
+)
 from fedcb2o.federated.aggregation.base import apply, clip_byzantine_count, signature_of
 from fedcb2o.federated.aggregation.gram_matrix import gram
 from fedcb2o.rng import stream
@@ -55,45 +60,54 @@ def test_geometric_median_by_hand():
 
 def test_clipping_by_hand():
     x = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]])  # at distances 5 and 0.5 of the last
-    assert weights(gram_rules.centred_clipping, x, radius=1.0) == pytest.approx([0.1, 0.5, 0.4])
-    assert weights(gram_rules.norm_clipping, x, radius=1.0) == pytest.approx([0.1, 0.5, 0.4])
-    assert weights(gram_rules.norm_clipping, x) == pytest.approx(
+    assert weights(own_model_rules.centred_clipping, x, radius=1.0) == pytest.approx(
+        [0.1, 0.5, 0.4]
+    )
+    assert weights(own_model_rules.norm_clipping, x, radius=1.0) == pytest.approx([0.1, 0.5, 0.4])
+    assert weights(own_model_rules.norm_clipping, x) == pytest.approx(
         [2.75 / 5 / 2, 0.5, 0.5 - 2.75 / 5 / 2]
     )
-    assert weights(gram_rules.clipped_gossip, x, f=0, radius=1.0) == pytest.approx(
+    assert weights(own_model_rules.clipped_gossip, x, f=0, radius=1.0) == pytest.approx(
         [0.2 / 3, 1 / 3, 2 / 3 - 0.2 / 3]
     )
     # radius^2 = 1/1 of 0.5^2, the nearest one.
-    assert weights(gram_rules.clipped_gossip, x, f=1) == pytest.approx(
+    assert weights(own_model_rules.clipped_gossip, x, f=1) == pytest.approx(
         [0.1 / 3, 1 / 3, 2 / 3 - 0.1 / 3]
     )
     # CS+ clips 2 f = 2 of three to the nearest one's distance, and where there are but two to
     # nothing.
     more = torch.cat([torch.tensor([[0.0, 1.0]]), x])
-    assert weights(gram_rules.cs_plus, more, f=1) == pytest.approx(
+    assert weights(own_model_rules.cs_plus, more, f=1) == pytest.approx(
         [0.5 / 4, 0.1 / 4, 1 / 4, 1 - 1.6 / 4]
     )
-    assert weights(gram_rules.cs_plus, x, f=1) == [0, 0, 1]
+    assert weights(own_model_rules.cs_plus, x, f=1) == [0, 0, 1]
     # Twice: v = (0.45, 0.6), at 4.25 of the first and 0.25 of the second model.
     v = torch.tensor([0.45, 0.6])
     expected = v + ((x[0] - v) / 4.25 + (x[1] - v)) / 2
-    centred = functools.partial(gram_rules.centred_clipping, radius=1.0, iterations=2)
+    centred = functools.partial(own_model_rules.centred_clipping, radius=1.0, iterations=2)
     assert apply(centred, x).tolist() == pytest.approx(expected.tolist())
 
 
 def test_rules_about_the_own_model_by_hand():
     x = torch.tensor([[3.0, 0.0], [2.2, 0.0], [0.0, 9.0], [2.0, 0.0]])
-    assert weights(gram_rules.monna, x, f=1) == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
-    assert weights(gram_rules.monna, x, f=0) == [0.25] * 4
+    assert weights(own_model_rules.monna, x, f=1) == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
+    assert weights(own_model_rules.monna, x, f=0) == [0.25] * 4
     # The level is 0.3 * 2 at the start, and 0.3 * 2 / e at the end.
-    assert weights(gram_rules.balance, x, 0.0) == [0, 0.5, 0, 0.5]
-    assert weights(gram_rules.balance, x, 0.0, gamma=0.6) == [0.25, 0.25, 0, 0.5]
-    assert weights(gram_rules.balance, x, 1.0, gamma=0.2, alpha=0.9) == [0, 0, 0, 1]
+    assert weights(own_model_rules.balance, x, 0.0) == [0, 0.5, 0, 0.5]
+    assert weights(own_model_rules.balance, x, 0.0, gamma=0.6) == [0.25, 0.25, 0, 0.5]
+    assert weights(own_model_rules.balance, x, 1.0, gamma=0.2, alpha=0.9) == [0, 0, 0, 1]
     losses = torch.tensor([1.0, 3.0, 0.1, 2.0])
-    assert weights(gram_rules.ubar, x, losses, f=1) == [0.5, 0, 0, 0.5]
-    assert weights(gram_rules.ubar, x, losses, f=0, alpha=0.2) == pytest.approx([0.4, 0, 0.4, 0.2])
-    assert weights(gram_rules.ubar, x, torch.tensor([5.0, 4.0, 0.1, 2.0]), f=1) == [0, 0.5, 0, 0.5]
-    assert weights(gram_rules.ubar, x, torch.tensor([math.nan, math.inf, 0.1, 2.0]), f=1) == [
+    assert weights(own_model_rules.ubar, x, losses, f=1) == [0.5, 0, 0, 0.5]
+    assert weights(own_model_rules.ubar, x, losses, f=0, alpha=0.2) == pytest.approx(
+        [0.4, 0, 0.4, 0.2]
+    )
+    assert weights(own_model_rules.ubar, x, torch.tensor([5.0, 4.0, 0.1, 2.0]), f=1) == [
+        0,
+        0.5,
+        0,
+        0.5,
+    ]
+    assert weights(own_model_rules.ubar, x, torch.tensor([math.nan, math.inf, 0.1, 2.0]), f=1) == [
         0,
         0,
         0,
@@ -109,9 +123,9 @@ def test_fltrust_by_hand():
     expected = (
         trust[0] * torch.tensor([1.0, 0]) + trust[1] * torch.tensor([1.0, 1.0]) / math.sqrt(2)
     ) / trust.sum()
-    assert apply(gram_rules.fltrust, x).tolist() == pytest.approx((expected + 1).tolist())
-    assert weights(gram_rules.fltrust, x[2:]) == [0, 1, 0]  # nobody is trusted
-    assert weights(gram_rules.fltrust, x[3:]) == [1, 0]
+    assert apply(own_model_rules.fltrust, x).tolist() == pytest.approx((expected + 1).tolist())
+    assert weights(own_model_rules.fltrust, x[2:]) == [0, 1, 0]  # nobody is trusted
+    assert weights(own_model_rules.fltrust, x[3:]) == [1, 0]
 
 
 def test_sageflow_by_hand():
@@ -156,10 +170,10 @@ def test_limits_that_are_the_mean(m):
         functools.partial(gram_rules.bulyan, f=0),
         functools.partial(gram_rules.multi_krum, f=0),
         functools.partial(gram_rules.multi_krum, f=1, selected=m),
-        functools.partial(gram_rules.monna, f=0),
-        functools.partial(gram_rules.clipped_gossip, f=0),
-        functools.partial(gram_rules.cs_plus, f=0),
-        functools.partial(gram_rules.clipped_gossip, f=0, radius=math.inf),
+        functools.partial(own_model_rules.monna, f=0),
+        functools.partial(own_model_rules.clipped_gossip, f=0),
+        functools.partial(own_model_rules.cs_plus, f=0),
+        functools.partial(own_model_rules.clipped_gossip, f=0, radius=math.inf),
         functools.partial(gram_rules.geometric_median, smoothing=1e9),
     ):
         torch.testing.assert_close(apply(rule, x), average)
@@ -182,12 +196,12 @@ def test_limits_that_are_the_mean(m):
             )
     if m > 1:
         others = x[:-1].mean(0)
-        for rule in (gram_rules.centred_clipping, gram_rules.norm_clipping):
+        for rule in (own_model_rules.centred_clipping, own_model_rules.norm_clipping):
             torch.testing.assert_close(apply(functools.partial(rule, radius=math.inf), x), others)
             torch.testing.assert_close(apply(functools.partial(rule, radius=1e-12), x), x[-1])
-        everyone = functools.partial(gram_rules.balance, gamma=1e9, alpha=0.0)
+        everyone = functools.partial(own_model_rules.balance, gamma=1e9, alpha=0.0)
         torch.testing.assert_close(apply(everyone, x, None, 0.0), others)
-        everyone = functools.partial(gram_rules.ubar, f=0, alpha=0.0)
+        everyone = functools.partial(own_model_rules.ubar, f=0, alpha=0.0)
         torch.testing.assert_close(apply(everyone, x, None, torch.ones(m)), others)
 
 
@@ -258,26 +272,26 @@ CASES = {
     "meamed": Case(coordinatewise.meamed),
     "bulyan": Case(gram_rules.bulyan),
     "centred_clipping": Case(
-        functools.partial(gram_rules.centred_clipping, radius=1.0),
+        functools.partial(own_model_rules.centred_clipping, radius=1.0),
         takes_f=False,
         last=1,
         scales=False,
     ),
     "centred_clipping twice": Case(
-        functools.partial(gram_rules.centred_clipping, radius=1.0, iterations=2),
+        functools.partial(own_model_rules.centred_clipping, radius=1.0, iterations=2),
         takes_f=False,
         last=1,
         scales=False,
     ),
-    "norm_clipping": Case(gram_rules.norm_clipping, takes_f=False, last=1),
-    "clipped_gossip": Case(gram_rules.clipped_gossip, last=1),
-    "cs_plus": Case(gram_rules.cs_plus, last=1),
+    "norm_clipping": Case(own_model_rules.norm_clipping, takes_f=False, last=1),
+    "clipped_gossip": Case(own_model_rules.clipped_gossip, last=1),
+    "cs_plus": Case(own_model_rules.cs_plus, last=1),
     "balance": Case(
-        gram_rules.balance, takes_f=False, last=1, given=lambda x: (0.5,), translates=False
+        own_model_rules.balance, takes_f=False, last=1, given=lambda x: (0.5,), translates=False
     ),
-    "monna": Case(gram_rules.monna, last=1),
-    "ubar": Case(gram_rules.ubar, last=1, given=by_distance),
-    "fltrust": Case(gram_rules.fltrust, takes_f=False, last=2),
+    "monna": Case(own_model_rules.monna, last=1),
+    "ubar": Case(own_model_rules.ubar, last=1, given=by_distance),
+    "fltrust": Case(own_model_rules.fltrust, takes_f=False, last=2),
     "nnm and mean": Case(gram_rules.mean, takes_f=False, mixing=preaggregation.nnm, promises=False),
     "nnm and trimmed_mean": Case(coordinatewise.trimmed_mean, mixing=preaggregation.nnm),
     "nnm and krum": Case(gram_rules.krum, mixing=preaggregation.nnm),
@@ -375,10 +389,13 @@ def test_huge_models_stay_finite(name):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda g: gram_rules.centred_clipping(g, radius=0.0), "`radius` must be above 0, got 0.0"),
-        (lambda g: gram_rules.norm_clipping(g, radius=-1.0), "`radius` must be above 0"),
         (
-            lambda g: gram_rules.clipped_gossip(g, f=1, radius=math.nan),
+            lambda g: own_model_rules.centred_clipping(g, radius=0.0),
+            "`radius` must be above 0, got 0.0",
+        ),
+        (lambda g: own_model_rules.norm_clipping(g, radius=-1.0), "`radius` must be above 0"),
+        (
+            lambda g: own_model_rules.clipped_gossip(g, f=1, radius=math.nan),
             "`radius` must be above 0, got nan",
         ),
         (lambda g: gram_rules.geometric_median(g, smoothing=0.0), "`smoothing` must be above 0"),
@@ -387,9 +404,9 @@ def test_huge_models_stay_finite(name):
             lambda g: gram_rules.multi_krum(g, f=1, selected=0),
             "`selected` must be 1 or more, got 0",
         ),
-        (lambda g: gram_rules.balance(g, 0.0, gamma=0.0), "`gamma` must be above 0"),
+        (lambda g: own_model_rules.balance(g, 0.0, gamma=0.0), "`gamma` must be above 0"),
         (
-            lambda g: gram_rules.balance(g, 0.0, alpha=1.5),
+            lambda g: own_model_rules.balance(g, 0.0, alpha=1.5),
             "`alpha`, the share of the agent's own model, must be from 0 to 1, got 1.5",
         ),
         (

@@ -33,19 +33,21 @@ from fedcb2o.federated.aggregation.coordinatewise import (
 )
 from fedcb2o.federated.aggregation.gram_matrix import gram as gram
 from fedcb2o.federated.aggregation.gram_rules import (
-    balance,
     bulyan,
+    geometric_median,
+    krum,
+    mean,
+    multi_krum,
+    sageflow,
+)
+from fedcb2o.federated.aggregation.own_model_rules import (
+    balance,
     centred_clipping,
     clipped_gossip,
     cs_plus,
     fltrust,
-    geometric_median,
-    krum,
-    mean,
     monna,
-    multi_krum,
     norm_clipping,
-    sageflow,
     ubar,
 )
 from fedcb2o.federated.aggregation.sample_average import by_num_samples

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregation.base import rule_signature
-from fedcb2o.federated.aggregation.gram_rules import clip_factors, squared_distances
+from fedcb2o.federated.aggregation.gram_rules import squared_distances
+from fedcb2o.federated.aggregation.own_model_rules import clip_factors
 from fedcb2o.federated.types import Reduction
 from fedcb2o.rng import stream
 

@@ -1,13 +1,12 @@
-"""Robust aggregation rules that compute weights from the Gram matrix of m models.
+"""Robust rules by the Gram matrix of m models, which treat all models alike.
 
 A rule is a function `(gram, ...) -> weights [m]` that sum to 1. `base` describes the forms and
-applies the rules; `coordinatewise` has the rules that work on columns.
+applies the rules. `own_model_rules` has the rules about the agent's own model, and `coordinatewise`
+those that work on columns.
 
 `f` is the number of attackers to assume. Each rule admits a largest f for m models, and larger
 values are clipped to it, because fewer models than requested may arrive
-(`base.clip_byzantine_count`). If a rule works about the agent's own model, this model is the last
-row. If a rule compares updates with the agent's own update, the last two rows are its own model
-after and before LocalUpdate. Ties go to the first row.
+(`base.clip_byzantine_count`). Ties go to the first row.
 
 Example:
     >>> import torch
@@ -18,37 +17,26 @@ Example:
 """
 
 import functools
-from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregation.base import (
-    GramEntries,
     clip_byzantine_count,
     rule_signature,
 )
-from fedcb2o.federated.aggregation.coordinatewise import half_minus_one, mean_around_median
+from fedcb2o.federated.aggregation.coordinatewise import mean_around_median
 from fedcb2o.federated.types import Reduction
 
 __all__ = [
-    "balance",
     "bulyan",
-    "centred_clipping",
-    "clipped_gossip",
-    "cs_plus",
-    "fltrust",
     "geometric_median",
     "krum",
     "mean",
-    "monna",
     "multi_krum",
-    "norm_clipping",
     "sageflow",
-    "ubar",
 ]
 
 
@@ -66,16 +54,32 @@ def squared_distances(gram: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:
     return squared.clamp_(min=0.0).fill_diagonal_(0.0)
 
 
-def _recentre(gram: Float[Tensor, "m m"], origin: int) -> Float[Tensor, "m m"]:
-    """Return the Gram matrix about the model c = `origin`."""
+def recentre(gram: Float[Tensor, "m m"], origin: int) -> Float[Tensor, "m m"]:
+    """Move the origin of a Gram matrix to one of the models.
+
+    Args:
+        gram: Gram matrix, shape [m, m].
+        origin: Row of the model.
+
+    Returns:
+        The Gram matrix of the differences to this model, shape [m, m].
+    """
     column = gram[:, origin]
     return gram - column.unsqueeze(0) - column.unsqueeze(1) + gram[origin, origin]
 
 
-def _squared_distances_to(
+def squared_distances_to(
     centred: Float[Tensor, "m m"], point: Float[Tensor, " m"]
 ) -> Float[Tensor, " m"]:
-    """Return squared distances to the average under the weights `point`."""
+    """Compute the squared distances to an average of the models.
+
+    Args:
+        centred: Gram matrix, shape [m, m].
+        point: Weights of the average, shape [m].
+
+    Returns:
+        Squared distances, shape [m].
+    """
     along = centred @ point
     return (centred.diagonal() - 2 * along + point @ along).clamp(min=0.0)
 
@@ -92,24 +96,48 @@ def uniform_weights(selected: Bool[Tensor, " m"]) -> Float[Tensor, " m"]:
     return selected.double() / selected.sum().clamp(min=1)
 
 
-def _row_mask(rows: Int[Tensor, " s"], m: int) -> Bool[Tensor, " m"]:
+def row_mask(rows: Int[Tensor, " s"], m: int) -> Bool[Tensor, " m"]:
+    """Return the mask of some of m rows.
+
+    Args:
+        rows: The rows.
+        m: Number of rows.
+
+    Returns:
+        True for these rows, shape [m].
+    """
     mask = torch.zeros(m, dtype=torch.bool)
     mask[rows] = True
     return mask
 
 
-def _one_hot(i: int, m: int) -> Float[Tensor, " m"]:
+def one_hot(i: int, m: int) -> Float[Tensor, " m"]:
+    """Return weights that select one of m models.
+
+    Args:
+        i: Row of the model.
+        m: Number of models.
+
+    Returns:
+        Weights, shape [m].
+    """
     weights = torch.zeros(m, dtype=torch.float64)
     weights[i] = 1.0
     return weights
 
 
-def _require_positive(name: str, value: float) -> None:
+def require_positive(name: str, value: float) -> None:
+    """Check a parameter that must be above 0.
+
+    Args:
+        name: Name of the parameter.
+        value: Its value.
+
+    Raises:
+        ConfigError: The value is not above 0.
+    """
     if not value > 0:
         raise ConfigError(f"`{name}` must be above 0, got {value}")
-
-
-# Rules that treat all models alike.
 
 
 @rule_signature("gram", gram_entries="none")
@@ -152,7 +180,7 @@ def krum(
     """
     m = len(gram)
     order = _krum_order(squared_distances(gram), clip_byzantine_count(krum, f, m), neighbours)
-    return uniform_weights(_row_mask(order[:1], m))
+    return uniform_weights(row_mask(order[:1], m))
 
 
 @rule_signature("gram", max_byzantine=_krum_limit)
@@ -185,7 +213,7 @@ def multi_krum(
         raise ConfigError(f"`selected` must be 1 or more, got {selected}")
     count = m - f if selected is None else selected
     order = _krum_order(squared_distances(gram), f, neighbours)
-    return uniform_weights(_row_mask(order[:count], m))
+    return uniform_weights(row_mask(order[:count], m))
 
 
 def _krum_order(
@@ -230,7 +258,7 @@ def geometric_median(
     Raises:
         ConfigError: `smoothing` is not above 0.
     """
-    _require_positive("smoothing", smoothing)
+    require_positive("smoothing", smoothing)
     m = len(gram)
     weights = mean(gram) if start is None else start.double()
     if m == 0:
@@ -238,313 +266,15 @@ def geometric_median(
 
     # The origin is a central model, so that far outliers do not drown the distances in rounding.
     central = int(squared_distances(gram).median(dim=1).values.argmin())
-    centred = _recentre(gram, central)
+    centred = recentre(gram, central)
     for _ in range(iterations):
         previous = weights
-        weights = 1 / _squared_distances_to(centred, weights).sqrt().clamp(min=smoothing)
+        weights = 1 / squared_distances_to(centred, weights).sqrt().clamp(min=smoothing)
         weights = weights / weights.sum()
         # The change is relative, because the weight of a huge model must vanish.
         if (weights / previous - 1).abs().max() < 1e-12:
             break
     return weights
-
-
-# Rules about the agent's own model, which is the last row.
-
-
-def _clipping_entries(parameters: dict[str, Any]) -> GramEntries:
-    return "last" if parameters.get("iterations", 1) == 1 else "all"
-
-
-@rule_signature("gram", gram_entries=_clipping_entries, own_rows=("own",))
-def centred_clipping(
-    gram: Float[Tensor, "m m"], *, radius: float = 10.0, iterations: int = 1
-) -> Float[Tensor, " m"]:
-    """Add the mean of clipped differences to the agent's own model.
-
-    One iteration computes v + mean_j min(1, radius / ||x_j - v||) (x_j - v) over the other models,
-    where v is the agent's own model. Each further iteration starts at the last result. Karimireddy,
-    He and Jaggi, "Learning from history for Byzantine robust optimization" (ICML 2021), use radius
-    10 and one iteration.
-
-    Args:
-        gram: Gram matrix, shape [m, m]; the agent's own model is last.
-        radius: Largest norm of a difference, above 0.
-        iterations: Number of iterations.
-
-    Returns:
-        Weights, shape [m].
-
-    Raises:
-        ConfigError: `radius` is not above 0.
-    """
-    _require_positive("radius", radius)
-    m = len(gram) - 1
-    weights = _one_hot(m, m + 1)
-    if m == 0:
-        return weights
-
-    centred = _recentre(gram, m) if iterations > 1 else None
-    for i in range(iterations):
-        if i == 0 or centred is None:
-            squared = squared_distances(gram)[m]
-        else:
-            squared = _squared_distances_to(centred, weights)
-        factor = clip_factors(squared[:m], radius)
-        weights = weights * (1 - factor.mean())
-        weights[:m] += factor / m
-    return weights
-
-
-@rule_signature("gram", gram_entries="last", own_rows=("before",))
-def norm_clipping(
-    gram: Float[Tensor, "m m"], *, radius: float | None = None
-) -> Float[Tensor, " m"]:
-    """Average clipped updates since the agent's model before the round.
-
-    Sun et al., "Can you really backdoor federated learning?" (2019); the median norm as radius is
-    from Nguyen et al., "FLAME" (USENIX Security 2022). In both, all clients start the round at the
-    server's model. Here other agents started at models of their own, and that distance counts as
-    update.
-
-    Args:
-        gram: Gram matrix, shape [m, m]; the model before the round is last.
-        radius: Largest norm of an update, above 0; by default the median of the norms.
-
-    Returns:
-        Weights, shape [m].
-
-    Raises:
-        ConfigError: `radius` is not above 0.
-    """
-    m = len(gram) - 1
-    if m == 0:
-        return _one_hot(0, 1)
-    squared = squared_distances(gram)[m, :m]
-    if radius is None:
-        radius = float(squared.sqrt().quantile(0.5))
-    else:
-        _require_positive("radius", radius)
-    factor = clip_factors(squared, radius) / m
-    return torch.cat([factor, 1 - factor.sum().unsqueeze(0)])
-
-
-def _max_byzantine(m: int) -> int:
-    """Return the limit if the agent's own model is among m models."""
-    return m - 2
-
-
-@rule_signature("gram", gram_entries="last", own_rows=("own",), max_byzantine=_max_byzantine)
-def clipped_gossip(
-    gram: Float[Tensor, "m m"], *, f: int, radius: float | None = None
-) -> Float[Tensor, " m"]:
-    """Add the clipped differences to the agent's own model (ClippedGossip).
-
-    Computes x + sum_j W_j clip(x_j - x, radius), where x is the agent's own model and all W_j =
-    1/m. He, Karimireddy and Jaggi, "Byzantine-robust decentralized learning via ClippedGossip"
-    (2022). The paper's radius is radius^2 = 1/delta sum_j W_j ||x_j - x||^2 over the benign j, with
-    delta = f W. The nearest m - 1 - f models stand for the benign ones. With f = 0 nothing is
-    clipped.
-
-    Args:
-        gram: Gram matrix, shape [m, m]; the agent's own model is last.
-        f: Number of attackers to assume.
-        radius: Largest norm of a difference, above 0; by default the paper's.
-
-    Returns:
-        Weights, shape [m].
-
-    Raises:
-        ConfigError: `radius` is not above 0.
-    """
-    m = len(gram) - 1
-    if m == 0:
-        return _one_hot(0, 1)
-    squared = squared_distances(gram)[m, :m]
-    f = clip_byzantine_count(clipped_gossip, f, m + 1)
-    if radius is not None:
-        _require_positive("radius", radius)
-    elif f == 0:
-        radius = torch.inf
-    else:
-        radius = float(squared.sort().values[: m - f].sum() / f) ** 0.5
-    factor = clip_factors(squared, radius) / (m + 1)
-    return torch.cat([factor, 1 - factor.sum().unsqueeze(0)])
-
-
-@rule_signature("gram", gram_entries="last", own_rows=("own",), max_byzantine=_max_byzantine)
-def cs_plus(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
-    """Add differences clipped at the 2 f + 1 farthest model (CS+-RG).
-
-    Computes x + sum_j W_j clip(x_j - x, radius), where x is the agent's own model and all W_j =
-    1/m. The radius is the distance of the farthest model after the 2 f farthest; it is 0 if there
-    are at most 2 f other models. Gaucher, Dieuleveut and Hendrikx, "Unified breakdown analysis for
-    Byzantine robust gossip" (ICML 2025), after the authors' released code. The weights, theirs
-    times their step size, are those of a complete graph of m agents.
-
-    Args:
-        gram: Gram matrix, shape [m, m]; the agent's own model is last.
-        f: Number of attackers to assume.
-
-    Returns:
-        Weights, shape [m].
-    """
-    m = len(gram) - 1
-    squared = squared_distances(gram)[m, :m]
-    f = clip_byzantine_count(cs_plus, f, m + 1)
-    radius = 0.0
-    if f == 0:
-        radius = torch.inf
-    elif m > 2 * f:
-        radius = float(squared.sort().values[m - 2 * f - 1]) ** 0.5
-    factor = clip_factors(squared, radius) / (m + 1)
-    return torch.cat([factor, 1 - factor.sum().unsqueeze(0)])
-
-
-@rule_signature("gram", gram_entries="last", own_rows=("own",))
-def balance(
-    gram: Float[Tensor, "m m"],
-    progress: float,
-    *,
-    gamma: float = 0.3,
-    kappa: float = 1.0,
-    alpha: float = 0.5,
-) -> Float[Tensor, " m"]:
-    """Mix the agent's own model with the mean of near models (BALANCE).
-
-    A model x_j is near if ||x_j - x|| <= gamma exp(-kappa t/T) ||x||, where x is the agent's own
-    model. Fang et al., "Byzantine-robust decentralized federated learning" (CCS 2024); the defaults
-    are theirs. Without a near model, the agent's own model stays. Tune gamma: a suitable value
-    depends on the distance that local training covers.
-
-    Args:
-        gram: Gram matrix, shape [m, m]; the agent's own model is last.
-        progress: Finished part t/T of the run, from 0 to 1.
-        gamma: Largest relative distance at the start, above 0.
-        kappa: Decay rate of the largest relative distance.
-        alpha: Weight of the agent's own model, from 0 to 1.
-
-    Returns:
-        Weights, shape [m].
-
-    Raises:
-        ConfigError: `gamma` or `alpha` is out of range.
-    """
-    _require_positive("gamma", gamma)
-    m = len(gram) - 1
-    max_distance = gamma * float(np.exp(-kappa * progress)) * gram[m, m].sqrt()
-    return _mix_with_own(squared_distances(gram)[m, :m].sqrt() <= max_distance, alpha)
-
-
-@rule_signature("gram", gram_entries="last", own_rows=("own",), max_byzantine=half_minus_one)
-def monna(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
-    """Average the m - f models nearest to the agent's own (MoNNA).
-
-    The agent's own model is among them. Farhadkhani et al., "Robust collaborative learning with
-    linear gradient overhead" (ICML 2023). Needs m >= 2 f + 1.
-
-    Args:
-        gram: Gram matrix, shape [m, m]; the agent's own model is last.
-        f: Number of attackers to assume.
-
-    Returns:
-        Weights, shape [m].
-    """
-    m = len(gram)
-    squared = squared_distances(gram)[m - 1].clone()
-    squared[-1] = -1.0  # even a copy of the agent's own model is not nearer
-    count = m - clip_byzantine_count(monna, f, m)
-    return uniform_weights(_row_mask(squared.sort(stable=True).indices[:count], m))
-
-
-@rule_signature("gram", gram_entries="last", own_rows=("own",), max_byzantine=_max_byzantine)
-def ubar(
-    gram: Float[Tensor, "m m"], losses: Float[Tensor, " m"], *, f: int, alpha: float = 0.5
-) -> Float[Tensor, " m"]:
-    """Mix the agent's own model with near models of low loss (UBAR).
-
-    Candidates are all models except the f farthest from the agent's own. Those whose loss is at
-    most the agent's own loss are averaged; without any, the candidate of least loss is taken. Guo
-    et al., "Byzantine-resilient decentralized stochastic gradient descent" (2021).
-
-    Args:
-        gram: Gram matrix, shape [m, m]; the agent's own model is last.
-        losses: Losses on the agent's data, shape [m]; that of its own model is last.
-        f: Number of attackers to assume.
-        alpha: Weight of the agent's own model, from 0 to 1.
-
-    Returns:
-        Weights, shape [m].
-
-    Raises:
-        ConfigError: `alpha` is out of range.
-    """
-    m = len(gram) - 1
-    count = m - clip_byzantine_count(ubar, f, m + 1)
-    nearest = squared_distances(gram)[m, :m].sort(stable=True).indices[:count]
-    candidates = _row_mask(nearest, m) & (losses[:m] < torch.inf)
-    selected = candidates & (losses[:m] <= losses[m])
-    if candidates.any() and not selected.any():
-        best = losses[:m].masked_fill(~candidates, torch.inf).argmin(keepdim=True)
-        selected = _row_mask(best, m)
-    return _mix_with_own(selected, alpha)
-
-
-@rule_signature("gram", gram_entries="last", own_rows=("own", "before"))
-def fltrust(gram: Float[Tensor, "m m"]) -> Float[Tensor, " m"]:
-    """Average scaled updates by their cosine to the agent's own (FLTrust).
-
-    Cao et al., "FLTrust" (NDSS 2021), with the agent's own data instead of the server's. The
-    trust, and the weight, is max(0, cos(g_j, g_0)). The updates are g_j = x_j - b since the agent's
-    model b before the round, scaled to the norm of the agent's own update g_0. In the paper all
-    clients start the round at b. Here other agents started elsewhere, and that distance counts as
-    update: cosines are smaller, and the scaled sum moves towards the other models as well as down
-    their losses. If no model is trusted, the agent's own model has all the weight.
-
-    Args:
-        gram: Gram matrix, shape [m, m]; the last two rows are the agent's own model after
-            LocalUpdate, which is only a reference, and b, whose weight may be below 0.
-
-    Returns:
-        Weights, shape [m].
-    """
-    m = len(gram) - 2
-    last = gram[:, m:]  # the only entries that are read, next to the diagonal
-    norms = (gram.diagonal() - 2 * last[:, 1] + gram[-1, -1]).clamp(min=0.0).sqrt()
-    along = last[:, 0] - last[:, 1] - last[-1, 0] + gram[-1, -1]
-    trust = (along / (norms * norms[m])).nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 1.0)[:m]
-    if not trust.sum() > 0:
-        return _one_hot(m, m + 2)
-    scale = (norms[m] / norms[:m]).nan_to_num(0.0, 0.0, 0.0)
-    scaled = trust / trust.sum() * scale
-    return torch.cat([scaled, scaled.new_zeros(1), 1 - scaled.sum().unsqueeze(0)])
-
-
-def clip_factors(squared: Float[Tensor, " m"], radius: float) -> Float[Tensor, " m"]:
-    """Compute the clipping factors min(1, radius / distance).
-
-    Args:
-        squared: Squared distances, shape [m].
-        radius: Largest distance.
-
-    Returns:
-        Factors from 0 to 1, shape [m].
-    """
-    return (radius / squared.sqrt()).nan_to_num(1.0, 1.0).clamp(max=1.0)
-
-
-def _mix_with_own(selected: Bool[Tensor, " m"], alpha: float) -> Float[Tensor, " k"]:
-    """Mix the agent's own model with the mean of the selected models.
-
-    The weights are alpha and 1 - alpha. Without a selected model, the agent's own model has all the
-    weight.
-    """
-    if not 0 <= alpha <= 1:
-        raise ConfigError(
-            f"`alpha`, the share of the agent's own model, must be from 0 to 1, got {alpha}"
-        )
-    weights = (1 - alpha) * uniform_weights(selected)
-    return torch.cat([weights, 1 - weights.sum().unsqueeze(0)])
 
 
 # A rule that reads values per model only.
@@ -619,5 +349,5 @@ def bulyan(gram: Float[Tensor, "m m"], *, f: int) -> Reduction:
     for _ in range(m - 2 * f):
         best = _krum_order(squared[remaining][:, remaining], f)[0]
         remaining = torch.cat([remaining[:best], remaining[best + 1 :]])
-    rows = (~_row_mask(remaining, m)).nonzero().flatten()
+    rows = (~row_mask(remaining, m)).nonzero().flatten()
     return Reduction(rows, functools.partial(mean_around_median, count=m - 4 * f))
