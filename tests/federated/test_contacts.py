@@ -89,19 +89,3 @@ def test_peers_are_those_of_plain_lists(lists, shared, data):
     assert [both.ids(k).tolist() for k in range(count)] == [
         sorted({*plain[k], own[k]}) for k in range(count)
     ]
-
-
-def test_an_agent_may_be_among_those_it_asks():
-    shared = CandidatePeers.from_lists(
-        [np.arange(4)], np.zeros(2, np.int64), excluded=np.array([0, 3])
-    )
-    assert [shared.ids(k).tolist() for k in range(2)] == [[1, 2, 3], [0, 1, 2]]
-    assert shared.counts.tolist() == [3, 3]
-    assert [shared.including_self(np.array([0, 3])).ids(k).tolist() for k in range(2)] == [
-        [0, 1, 2, 3]
-    ] * 2
-    own = CandidatePeers.from_lists(
-        [np.array([2]), np.zeros(0, np.int64)], excluded=np.array([1, 7])
-    )
-    assert own.counts.tolist() == [1, 0]
-    assert [own.including_self(np.array([1, 7])).ids(k).tolist() for k in range(2)] == [[1, 2], [7]]

@@ -4,6 +4,20 @@ Nothing in this package knows files, sockets or processes. `algorithm2` is Algor
 agent; `batched_aggregation` has the same lines for many. The catalogues are `algorithms`,
 `criteria`, `aggregation` and `attacks`; `selection`, `losses`, `optimisers`, `metrics` and
 `topology` are small ones.
+
+Words:
+
+- agent: a participant; peer: another agent, from the view of one.
+- group: the agents of one process (`AgentGroup`), with a model buffer.
+- model buffer: one tensor; a row is a model. `BufferLayout` assigns the rows.
+- members: agents as indices into a group; batch: members that one call computes.
+- positions: agents as indices into a batch.
+- n: the round, from 0.
+- contacts: peers that an agent has asked, with their likelihoods P_n^j.
+- inbox, outbox: models received and models published in a round.
+- criterion: G, one value per received model; rule: weights of models, or a reduction of their
+  coordinates.
+- decisions: weights and mixing factors of a round, before they are applied.
 """
 
 from fedcb2o.federated.admission import (
@@ -25,10 +39,6 @@ from fedcb2o.federated.agent_group import (
     AgentData,
     AgentGroup,
     BufferLayout,
-)
-from fedcb2o.federated.algorithm_spec import (
-    Algorithm,
-    ClusterModels,
 )
 from fedcb2o.federated.contacts import (
     AgentState,
@@ -94,6 +104,8 @@ from fedcb2o.federated.ragged import (
     Ragged,
 )
 from fedcb2o.federated.run_spec import (
+    Algorithm,
+    ClusterModels,
     ConvolutionKernel,
     KernelConfig,
     LinearKernel,

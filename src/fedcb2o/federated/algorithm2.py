@@ -29,13 +29,12 @@ from torch import Tensor
 
 from fedcb2o import consensus
 from fedcb2o.federated.agent_group import AgentGroup
-from fedcb2o.federated.algorithm_spec import Algorithm
 from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.mixing import mix_, mixing_matrix
 from fedcb2o.federated.plugin_outputs import validated_selection, validated_state
 from fedcb2o.federated.ragged import Ragged
-from fedcb2o.federated.run_spec import RunSpec
+from fedcb2o.federated.run_spec import Algorithm, RunSpec
 from fedcb2o.federated.selection import BATCHED_SELECTION, extra_inputs
 from fedcb2o.federated.types import (
     Contacts,

@@ -28,11 +28,10 @@ from fedcb2o.federated.algorithm2 import (
     recorded_losses,
     select_peers,
 )
-from fedcb2o.federated.algorithm_spec import Algorithm
 from fedcb2o.federated.contacts import AgentState, CandidatePeers, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.ragged import Indices, Ragged
-from fedcb2o.federated.run_spec import RunSpec
+from fedcb2o.federated.run_spec import Algorithm, RunSpec
 from fedcb2o.federated.selection import BATCHED_SELECTION, select_colluding_peers
 from fedcb2o.federated.validation import own_models, validate
 from fedcb2o.rng import agent_streams

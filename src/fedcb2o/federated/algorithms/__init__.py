@@ -9,7 +9,6 @@ Example:
     0.1
 """
 
-from fedcb2o.federated.algorithm_spec import Algorithm as Algorithm
 from fedcb2o.federated.algorithms._by_rule import by_rule
 from fedcb2o.federated.algorithms._dfca import dfca
 from fedcb2o.federated.algorithms._dfedavgm import dfedavgm
@@ -17,5 +16,6 @@ from fedcb2o.federated.algorithms._fedcb2o import fedcb2o
 from fedcb2o.federated.algorithms._fedcbo import fedcbo
 from fedcb2o.federated.algorithms._ifca import ifca
 from fedcb2o.federated.algorithms._local_training import local_training
+from fedcb2o.federated.run_spec import Algorithm as Algorithm
 
 __all__ = ["by_rule", "dfca", "dfedavgm", "fedcb2o", "fedcbo", "ifca", "local_training"]

@@ -9,8 +9,8 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregation
 from fedcb2o.federated import selection as _selections
 from fedcb2o.federated.aggregation import base, preaggregation, robust_rule
-from fedcb2o.federated.algorithm_spec import Algorithm
 from fedcb2o.federated.algorithms.parameter_checks import require_mixing_factor
+from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.federated.types import BATCHED, STATEFUL
 from fedcb2o.plugins import PluginChoice
 

@@ -15,12 +15,12 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from fedcb2o.federated import selection as _selections
-from fedcb2o.federated.algorithm_spec import Algorithm, ClusterModels
 from fedcb2o.federated.algorithms._local_training import local_training
 from fedcb2o.federated.algorithms.parameter_checks import require
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.mixing import MixingMatrix
 from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.run_spec import Algorithm, ClusterModels
 from fedcb2o.plugins import PluginChoice
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from fedcb2o.federated import selection as _selections
 from fedcb2o.federated.aggregation.sample_average import by_num_samples
-from fedcb2o.federated.algorithm_spec import Algorithm
+from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.plugins import PluginChoice
 
 

@@ -33,10 +33,10 @@ from fedcb2o.federated import criteria
 from fedcb2o.federated import selection as _selections
 from fedcb2o.federated.aggregation.coordinatewise import weighted_median
 from fedcb2o.federated.aggregation.gram_matrix import relative_distances
-from fedcb2o.federated.algorithm_spec import Algorithm, Likelihood
 from fedcb2o.federated.algorithms.parameter_checks import require, require_mixing_factor
 from fedcb2o.federated.criteria.standard_errors import standard_error_of_mean
 from fedcb2o.federated.plugin_outputs import validated_criterion
+from fedcb2o.federated.run_spec import Algorithm, Likelihood
 from fedcb2o.federated.types import (
     Criterion,
     CriterionInput,

@@ -25,11 +25,11 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregation
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.aggregation import base, robust_rule
-from fedcb2o.federated.algorithm_spec import Algorithm, ClusterModels
 from fedcb2o.federated.algorithms._local_training import local_training
 from fedcb2o.federated.algorithms.parameter_checks import require
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.ragged import Indices, Ragged
+from fedcb2o.federated.run_spec import Algorithm, ClusterModels
 from fedcb2o.federated.types import Reduction
 from fedcb2o.federated.validation import training_losses
 from fedcb2o.plugins import PluginChoice

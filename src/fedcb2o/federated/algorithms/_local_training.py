@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.federated import selection as _selections
-from fedcb2o.federated.algorithm_spec import Algorithm
+from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.federated.types import CriterionInput, batched
 
 
