@@ -9,13 +9,12 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 from tests.report.synthetic import write_run
 from tests.tiny import here
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import summary, write_json, write_toml
-from fedcb2o.report import _grid_page, grid_notes, read_grid, report_grid
+from fedcb2o.report import grid_notes, read_grid, report_grid
 from fedcb2o.report._grid_page import regret_figure
 from fedcb2o.report._heat_map import draw_heat_map
 from fedcb2o.report._statistics import (
@@ -179,12 +178,6 @@ def make_grid(
                 lines.append({**known, **of, "error": (errors or {}).get((kind, defence, attack))})
     write_json(folder / "cells.json", {"cells": lines})
     return folder
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Figures take most of the time of a report."""
-    monkeypatch.setattr(_grid_page, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
 
 
 @pytest.fixture(scope="module")
@@ -463,7 +456,6 @@ def test_the_page_and_its_files(view, tmp_path):
     )
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.usefixtures("no_figures")
 def test_a_report_is_made_again_from_its_summary_alone(view, tmp_path):
     report_grid(view.results, tmp_path / "first")
@@ -548,7 +540,6 @@ def test_an_entry_without_attack_has_accuracy_and_no_success(tmp_path):
     assert list(grid_notes(view.results)) == []
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.usefixtures("no_figures")
 def test_a_setting_without_results_is_left_out(tmp_path):
     results = read_grid(make_grid(tmp_path / "grid"))
@@ -575,7 +566,6 @@ def test_seeds_that_left_the_grid_do_not_count(tmp_path):
     ]
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.usefixtures("no_figures")
 def test_settings_have_matrices_of_their_own(view, tmp_path):
     results = view.results
@@ -598,7 +588,6 @@ def test_settings_have_matrices_of_their_own(view, tmp_path):
     assert "agents.malicious = 3" in (tmp_path / "out" / "report.html").read_text()
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.usefixtures("no_figures")
 def test_the_candidates_and_the_choice_are_on_the_page(tmp_path):
     asked = {
@@ -672,7 +661,6 @@ def test_a_heat_map_of_twenty_by_twenty_has_a_number_in_every_cell():
     assert all(text.startswith("+") for text in bold)
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.usefixtures("no_figures")
 def test_the_command_reports_a_grid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -684,7 +672,6 @@ def test_the_command_reports_a_grid(tmp_path, monkeypatch):
     assert "reported by itself" in here("report", "grid", "grid").one_line()
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.usefixtures("no_figures")
 def test_the_command_compares_with_a_reference(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

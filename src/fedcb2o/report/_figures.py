@@ -432,7 +432,10 @@ def _annotate_values(
 
 
 def percent_formatter() -> FuncFormatter:
-    """Return a formatter of ticks: fractions in percent, with the necessary decimals.
+    """Return a formatter of ticks in percent, with the necessary decimals.
+
+    Returns:
+        A formatter of fractions of 1.
 
     Example:
         >>> percent_formatter()(0.125)
