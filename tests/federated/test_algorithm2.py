@@ -46,9 +46,8 @@ from fedcb2o.nn import parameters
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import run_rounds as simulate
 
-LARGE = dataclasses.replace(
-    ours.TRAINING, batch_size=11
-)  # no batch has a single sample, which a batch norm refuses
+# No batch has a single sample, which a batch norm refuses.
+LARGE = ours.TRAINING.model_copy(update={"batch_size": 11})
 
 
 def compare(algorithm, options, *, num_rounds=6, make=network, statistics="shared", **changes):
