@@ -5,6 +5,7 @@ that a remote sends beyond what it was asked for is charged to an allowance; a l
 is used up is closed.
 """
 
+import math
 import select
 import socket
 import ssl
@@ -272,7 +273,7 @@ class Link:
         self._decoder = BatchDecoder(max_bytes, own_key)
         self._encoder = BatchEncoder()
         self._order = threading.Lock()  # of sequence numbers
-        self._last_sent = 0.0
+        self._last_sent = math.inf  # nothing is sent by itself before the link is open
 
     def open(self, seconds: float, *, is_listening: bool) -> None:
         """Exchange the first messages.
