@@ -10,7 +10,6 @@ images are random, with EMNIST's shapes.
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import os
 import platform
@@ -173,7 +172,7 @@ def warm_up(group: AgentGroup) -> None:
     spec = group.spec
     theta = group.models[:1].clone()
     shard = training_shard(group.data, 0)
-    training = dataclasses.replace(spec.training, local_steps=1)
+    training = spec.training.model_copy(update={"local_steps": 1})
     with dispatch.use_kernels(spec.kernels.linear, spec.kernels.convolution):
         local_update_(theta[0], spec.module, shard, training, stream(spec.seed, "ready"))
         logits(spec.module, theta, torch.tensor([0]), shard.x[:100])
