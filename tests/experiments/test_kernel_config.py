@@ -22,7 +22,9 @@ def test_patches_that_memory_has_no_room_for_are_not_made(tmp_path, monkeypatch)
     for together, expected in ((None, ("unfolded", 2)), (2, ("unfolded", 2)), (4, ("grouped", 4))):
         changes = {} if together is None else {"together": together}
         experiment = loading.load(tiny(model=IMAGES, device="meta", **changes))
-        prepared = prepared_seed.prepare_seed(experiment, 1000, datasets.load_dataset(experiment, None))
+        prepared = prepared_seed.prepare_seed(
+            experiment, 1000, datasets.load_dataset(experiment, None)
+        )
         chosen = choose_kernels(tmp_path, prepared)
         assert (chosen["convolution"], chosen["together"]) == expected
 

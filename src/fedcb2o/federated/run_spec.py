@@ -183,7 +183,7 @@ class RunSpec:
         num_agents: N, the number of agents.
         num_classes: C, the number of classes; 1 for data without classes.
         rounds: T, the number of rounds.
-        agents: The section of the configuration: M, participation, average of validation losses.
+        agents: The section `agents` of the configuration, as it is.
         model: Name of the model, for messages.
         module: The network.
         training: Settings of LocalUpdate.
