@@ -1,0 +1,73 @@
+"""Test vectors of docs/protocol.md that are no messages: run id, theta_0, and bytes of a link.
+
+`python -m tests.peer.vectors > tests/peer/vectors.json` writes them again.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+from fedcb2o.nn import architectures, parameters
+from fedcb2o.peer.membership import versions
+from fedcb2o.peer.wire import _zenoh_messages as messages
+from fedcb2o.rng import _stream_name, stream
+
+FIXED = {"protocol": 1, "name": "vectors", "seed": 7, "rounds": 3, "share": 0.0, "lag": 5}
+MEMBERS = [
+    {"id": 0, "name": "a", "endpoint": "192.0.2.1:7447", "key": "QQ==", "root": "root of a"},
+    {"id": 1, "name": "b", "endpoint": "[2001:db8::1]:7447", "key": "Qg==", "root": "root of b"},
+]
+
+
+def run_vector() -> dict[str, Any]:
+    """A federation without meaning, and the hash of its first version."""
+    version = versions.Version(members=MEMBERS)
+    (digest,) = versions.version_digests(FIXED, [version])
+    return {"federation": {**FIXED, "version": 1, "members": MEMBERS}, "run": digest.hex()}
+
+
+def theta_vector() -> dict[str, Any]:
+    """The initial model of a network with 2 hidden units on samples of 3 numbers."""
+    build = lambda: architectures.mlp([3], 2, hidden=[2])  # noqa: E731
+    theta = parameters.flatten(parameters.initialise(build, stream(7, "model")))
+    name = _stream_name(7, "model")
+    return {
+        "seed": 7,
+        "name": name,
+        "key": hashlib.blake2b(name.encode(), digest_size=16).hexdigest(),
+        "manual_seed": int(stream(7, "model").integers(2**63)),
+        "theta_0": theta.to(torch.float32).numpy().astype("<f4").tobytes().hex(),
+        "base": hashlib.sha256(theta.numpy().astype("<f4").tobytes()).hexdigest(),
+    }
+
+
+def link_vector() -> dict[str, str]:
+    """Batches of a link whose first sequence number is 300, in both directions."""
+    key = b"fedcb2o/agents/1"
+
+    def batches(message: bytes) -> str:
+        encoder = messages.BatchEncoder()
+        encoder.sequence = 300
+        return encoder.encode(message).hex()
+
+    return {
+        "query": batches(messages.encode_query(5, key, b"request", 2.5)),
+        "reply": batches(messages.encode_reply(5, key, b"answer")),
+        "final": batches(messages.encode_final(5)),
+        "declarations": batches(messages.encode_declarations(key)),
+        "keep-alive": messages.with_length(messages.KEEP_ALIVE).hex(),
+        "sha256-of-a-reply-of-100000-zeros": hashlib.sha256(
+            bytes.fromhex(batches(messages.encode_reply(5, key, bytes(100_000))))
+        ).hexdigest(),
+    }
+
+
+def all_vectors() -> dict[str, Any]:
+    """All vectors, by their kind."""
+    return {"run": run_vector(), "theta_0": theta_vector(), "link": link_vector()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(all_vectors(), indent=1))
