@@ -38,19 +38,20 @@ def simulate(seconds: dict[int, float], rounds: int, minimum: float = 1.0, own: 
     for n in range(rounds):
         began = now
         asked = sorted(seconds.keys() - backoff.suspended(n))
+        needed = sum(not backoff.stall_counts.get(peer) for peer in asked)
         start = began + own
         patience.earn(start, DEADLINE)
         wait = Wait(patience, start, start + DEADLINE, began + minimum)
         arrived: set[int] = set()
         for peer in sorted(asked, key=seconds.__getitem__):
-            if start + seconds[peer] > wait.end(len(asked), set(asked) - arrived):
+            if start + seconds[peer] > wait.end(needed, set(asked) - arrived):
                 break
             wait.record_arrival(start + seconds[peer])
             arrived.add(peer)
         end = start + max((seconds[peer] for peer in arrived), default=0.0)
         if len(arrived) < len(asked):
-            end = wait.end(len(asked), set(asked) - arrived)
-        patience.spend(max(0.0, end - wait.uncharged_end(len(asked))))
+            end = wait.end(needed, set(asked) - arrived)
+        patience.spend(max(0.0, end - wait.uncharged_end(needed)))
         for peer in asked:
             if start + seconds[peer] > wait.late_after():
                 backoff.record_stall(peer, n)
@@ -100,7 +101,7 @@ def test_fewer_than_half_of_the_peers_do_not_change_the_usual_time():
     assert patience.median_seconds == 2.1
 
 
-def test_before_half_of_the_models_a_round_waits():
+def test_before_half_of_the_answers_a_round_waits():
     wait = Wait(Patience(), 0.0, DEADLINE, 0.0)
     assert wait.end(4) == DEADLINE
     wait.record_arrival(1.0)
@@ -109,3 +110,6 @@ def test_before_half_of_the_models_a_round_waits():
     wait.record_arrival(2.0)
     assert wait.end(4, [7]) == 4.0  # 1.5 times the second arrival, and a second of credit
     assert wait.end(3, [7]) == 4.0
+    wait.record_failure()
+    assert wait.end(6, [7]) == 4.0
+    assert wait.end(7, [7]) == DEADLINE

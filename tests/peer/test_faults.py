@@ -23,7 +23,13 @@ from tests.peer.nodes import FORKED, Nodes, nodes, wait_for
 from tests.peer.proxy import Proxy
 from tests.tiny import ENVIRONMENT, FEDCB2O
 
-from fedcb2o.peer.membership import Identity
+from fedcb2o.peer.membership import (
+    Identity,
+    amend_federation,
+    read_federation,
+    sign_federation,
+    write_federation,
+)
 
 CHANGES = {
     "rounds": 20,
@@ -441,3 +447,23 @@ def test_clocks_that_are_an_hour_early_and_late(tmp_path):
         for j in wrong:
             assert sum(j in line["alive"] for line in peers.lines(0)) > 40
             assert any(j in [model["id"] for model in line["received"]] for line in peers.lines(0))
+
+
+def test_a_removed_member_is_told_and_does_not_end_well(tmp_path):
+    changes = {**CHANGES, "rounds": 12, "agents": {**CHANGES["agents"], "budget": 2}}
+    with nodes(tmp_path, 3, changes=changes, **{**PACE, "round_seconds": 0.5}) as peers:
+        old, new = peers.federation, tmp_path / "federation-2.toml"
+        (port,) = members.free_ports(1)  # the member that takes the place of the removed one
+        other = Identity.make(tmp_path / "other", name="org-2", endpoint=f"127.0.0.1:{port}")
+        write_federation(amend_federation(read_federation(old), replace=[other.member]), new)
+        for folder in peers.identities[:2]:
+            sign_federation(new, Identity.read(folder))
+        peers.federation = new
+        peers.start(0, 1, gather=10.0, linger=10.0)
+        peers.until(0, 1)
+        peers.federation = old
+        peers.start(2, gather=1.0, linger=1.0)
+        assert peers.wait(2, seconds=60) == [2], peers.log(2)
+        assert "Error: org-0, org-1 refuse the certificate of org-2: it was removed" in peers.log(2)
+        assert (peers.out(2) / "model.safetensors").exists()
+        assert peers.wait(0, 1) == [0, 0], peers.log(0)

@@ -460,16 +460,17 @@ class _Exchange:
         """
         rules = self.rules
         charged_from = math.inf
+        stalls = self.client.backoff.stall_counts
+        asked = sum(not stalls.get(peer) for peer in self.rows)  # none that stalled before
         while pending := self._update():
             now = time.monotonic()
-            needed = len(self.rows) - (len(self.ended) - len(rules.arrivals))
-            end = rules.end(needed, pending)
+            end = rules.end(asked, pending)
             if self.is_synchronous or end == rules.deadline:
                 end = rules.deadline + _GRACE_SECONDS
             if now >= end:
                 break
-            if now >= rules.uncharged_end(needed):
-                charged_from = min(charged_from, now)
+            if rules.has_enough(asked) and math.isinf(charged_from):
+                charged_from = max(now, rules.uncharged_end(asked))
             if now >= rules.spares_start and self.spares:
                 self._ask_spares(pending)
                 continue
@@ -488,6 +489,8 @@ class _Exchange:
                 self.ended[peer] = time.monotonic()
                 if future.exception() is None and isinstance(future.result(), Arrival):
                     self.rules.record_arrival(self.ended[peer])
+                else:
+                    self.rules.record_failure()
         return {peer: future for peer, future in self.futures.items() if peer not in self.ended}
 
     def _ask_spares(self, pending: Collection[int]) -> None:

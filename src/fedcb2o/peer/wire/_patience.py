@@ -1,6 +1,6 @@
 """Waiting times of downloads, judged by the usual times of all peers.
 
-As soon as half of the models arrived, a round waits for the others within its minimum duration,
+As soon as half of the peers answered, a round waits for the others within its minimum duration,
 which costs nothing, and up to 1.5 times the median of all peers. Beyond that, all rounds together
 wait for at most a seventh of the time. A peer whose answer takes three times the median is late,
 and is not asked for some rounds.
@@ -144,10 +144,10 @@ class Wait:
 
     Example:
         >>> wait = Wait(Patience(), start=0.0, deadline=60.0, free_until=0.0)
-        >>> wait.end(needed=2)  # nothing arrived yet
+        >>> wait.end(asked=2)  # nothing arrived yet
         60.0
         >>> wait.record_arrival(0.4)
-        >>> round(wait.end(needed=2, pending=[7]), 2)  # half arrived; a second of credit
+        >>> round(wait.end(asked=2, pending=[7]), 2)  # half arrived; a second of credit
         1.6
     """
 
@@ -160,6 +160,7 @@ class Wait:
         self.free_until = min(free_until, deadline)
         self.median_seconds = patience.median_seconds
         self.arrivals: list[float] = []  # seconds
+        self.num_answers = 0
 
     def record_arrival(self, now: float) -> None:
         """Note that a model arrived.
@@ -168,6 +169,11 @@ class Wait:
             now: Time of its arrival.
         """
         self.arrivals.append(now - self.start)
+        self.num_answers += 1
+
+    def record_failure(self) -> None:
+        """Note that a peer answered that it has no model, or answered wrongly."""
+        self.num_answers += 1
 
     @property
     def spares_start(self) -> float:
@@ -188,47 +194,47 @@ class Wait:
         seconds = max(_LATE_SECONDS, _LATE_FACTOR * usual)
         return max(self.start + min(seconds, (self.deadline - self.start) / 2), self.free_until)
 
-    def has_enough(self, needed: int) -> bool:
-        """Check that half of the models arrived.
+    def has_enough(self, asked: int) -> bool:
+        """Check that half of the asked peers answered, with or without a model.
 
         Args:
-            needed: Number of asked peers without those that can give no model.
+            asked: Number of asked peers, without those that stalled before.
 
         Returns:
             True if the round may go on.
         """
-        return len(self.arrivals) >= max(1, math.ceil(needed / 2))
+        return self.num_answers >= math.ceil(asked / 2)
 
-    def uncharged_end(self, needed: int) -> float:
+    def uncharged_end(self, asked: int) -> float:
         """Return the time after which further waiting is charged.
 
         Args:
-            needed: Number of asked peers without those that can give no model.
+            asked: Number of asked peers, without those that stalled before.
 
         Returns:
-            The deadline, until half of the models arrived.
+            The deadline, until half of the peers answered.
         """
-        if not self.has_enough(needed):
+        if not self.has_enough(asked):
             return self.deadline
         usual = self.median_seconds
         if not math.isfinite(usual):
-            usual = sorted(self.arrivals)[max(1, math.ceil(needed / 2)) - 1]
+            usual = max(self.arrivals, default=0.0)
         end = self.start + max(_WAIT_SECONDS, _WAIT_FACTOR * usual)
         return min(max(end, self.free_until), self.deadline)
 
-    def end(self, needed: int, pending: Iterable[int] = ()) -> float:
+    def end(self, asked: int, pending: Iterable[int] = ()) -> float:
         """Return the time at which the round goes on without the missing models.
 
         Credit is spent only if it is likely to suffice for one of them.
 
         Args:
-            needed: Number of asked peers without those that can give no model.
+            asked: Number of asked peers, without those that stalled before.
             pending: Peers whose models are missing.
 
         Returns:
-            The deadline, until half of the models arrived.
+            The deadline, until half of the peers answered.
         """
-        uncharged_end = self.uncharged_end(needed)
+        uncharged_end = self.uncharged_end(asked)
         end = min(uncharged_end + self.patience.credit, self.deadline)
         expected = (self.patience.expected.get(peer, 0.0) for peer in pending)
         if any(min(self.start + seconds, self.deadline) <= end for seconds in expected):
