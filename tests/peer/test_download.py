@@ -17,6 +17,18 @@ def test_a_peer_that_always_stalls_costs_a_few_deadlines():
     assert backoff.suspended(0) == {1}
 
 
+def test_a_peer_that_is_missed_three_times_in_a_row_is_not_asked():
+    backoff = Backoff()
+    for n in (0, 1):
+        backoff.record_miss(1, n)
+    backoff.record_arrival(1)
+    for n in (3, 4):
+        backoff.record_miss(1, n)
+    assert backoff.suspended(5) == set()
+    backoff.record_miss(1, 5)
+    assert [backoff.suspended(n) for n in (6, 7)] == [{1}, set()]
+
+
 def test_a_peer_that_is_late_once_is_asked_again_soon():
     backoff = Backoff()
     backoff.record_stall(1, 10)
@@ -53,8 +65,10 @@ def simulate(seconds: dict[int, float], rounds: int, minimum: float = 1.0, own: 
             end = wait.end(needed, set(asked) - arrived)
         patience.spend(max(0.0, end - wait.uncharged_end(needed)))
         for peer in asked:
-            if start + seconds[peer] > wait.late_after():
+            if min(end, start + seconds[peer]) > wait.late_after():
                 backoff.record_stall(peer, n)
+            elif peer not in arrived:
+                backoff.record_miss(peer, n)
             else:
                 backoff.record_arrival(peer)
             if peer in arrived:

@@ -510,21 +510,23 @@ class _Exchange:
         self._update()
         client = self.client
         late_after = self.rules.late_after()
-        waited = time.monotonic() - self.rules.start
+        now = time.monotonic()
         arrivals = dict[int, Arrival]()
         failures = dict[int, str]()
         for peer, task in self.tasks.items():
             result = task.result(self.futures[peer])
-            is_late = self.ended.get(peer, math.inf) > late_after
+            is_late = self.ended.get(peer, now) > late_after
             if isinstance(result, Arrival):
                 arrivals[peer] = result
                 client.patience.record_arrival(peer, result.seconds)
             else:
                 failures[peer] = result
             if peer not in self.ended:
-                client.patience.record_missing(peer, waited)
+                client.patience.record_missing(peer, now - self.rules.start)
             if is_late:
                 client.backoff.record_stall(peer, self.n)
+            elif peer not in self.ended:
+                client.backoff.record_miss(peer, self.n)
             elif isinstance(result, Arrival):
                 client.backoff.record_arrival(peer)
         arrivals = self._place(arrivals)

@@ -22,13 +22,15 @@ _WAIT_FACTOR = 1.5  # of the median; in this time a round waits for all models
 _WAIT_SECONDS = 0.1
 _CREDIT_SHARE = 0.15  # of all time may be spent on further waiting
 _FIRST_CREDIT_SECONDS = 1.0
+_MAX_MISSES = 3  # rounds in a row that went on without a peer: a stall
 _MAX_STALLS = 5  # a peer with this many stalls is suspended for 31 rounds
 
 
 class Backoff:
     """Suspension of peers that repeatedly delay rounds.
 
-    A peer stalls if it answers late, or never. After its first stall it is not asked for one
+    A peer stalls if it answers late, or never, or if three rounds in a row went on without it
+    although it was not late yet. After its first stall it is not asked for one
     round, then 3, 7 and so on. Each model that arrives in time removes one stall. A peer that
     always stalls therefore delays a few rounds instead of every round, and a peer that was slow
     for a while is asked again.
@@ -37,6 +39,18 @@ class Backoff:
     def __init__(self) -> None:
         self.stall_counts: dict[int, int] = {}
         self.suspended_until: dict[int, int] = {}
+        self._misses: dict[int, int] = {}
+
+    def record_miss(self, peer: int, n: int) -> None:
+        """Note that round `n` went on without a peer before it was late.
+
+        Args:
+            peer: The peer.
+            n: The round.
+        """
+        self._misses[peer] = self._misses.get(peer, 0) + 1
+        if self._misses[peer] >= _MAX_MISSES:
+            self.record_stall(peer, n)
 
     def record_stall(self, peer: int, n: int) -> None:
         """Note that a peer answered round `n` late or never.
@@ -45,6 +59,7 @@ class Backoff:
             peer: The peer.
             n: The round.
         """
+        self._misses.pop(peer, None)
         count = min(_MAX_STALLS, self.stall_counts.get(peer, 0) + 1)
         self.stall_counts[peer] = count
         self.suspended_until[peer] = n + 2**count
@@ -55,6 +70,7 @@ class Backoff:
         Args:
             peer: The peer.
         """
+        self._misses.pop(peer, None)
         self.stall_counts[peer] = max(0, self.stall_counts.get(peer, 0) - 1)
 
     def suspended(self, n: int) -> set[int]:
