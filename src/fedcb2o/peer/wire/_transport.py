@@ -341,7 +341,7 @@ class _Dialer:
         self._lock = threading.Lock()
         self._next_id = 0
         self._waiting: dict[int, Queue[bytes | None]] = {}
-        self._ended: dict[int, None] = {}  # questions whose answers nobody waits for any more
+        self._ended: dict[int, None] = {}  # questions that were given up
         self.thread = threading.Thread(target=self._run, name="fedcb2o-dial", daemon=True)
 
     def start(self) -> None:

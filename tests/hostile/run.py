@@ -1,0 +1,137 @@
+"""Run all attacks against four nodes, one after the other, and check what they did.
+
+`python -m tests.hostile.run SECONDS` gives each attack its seconds: 2 in the tests, 40 by `make
+hostile`. The nodes begin with undisturbed rounds, with which the rounds under attack are compared.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.hostile.attacks import ATTACKS, INVALID, STRANGER, Attacker
+from tests.peer.nodes import nodes
+
+from fedcb2o.nn import parameters
+from fedcb2o.peer.membership import read_federation
+from fedcb2o.peer.node import build_network
+
+HONEST = 4
+CHANGES = {"rounds": 10**6, "agents": {"benign": 5, "malicious": 0, "budget": 3}}
+TIMES = {"lag": 5, "deadline_seconds": 3.0, "round_seconds": 0.5}
+MAX_MEMORY = 100 * 2**20
+MAX_PACE = 1.3
+MAX_PACE_OF_STRANGERS = 2.0
+
+
+def memory(peers):
+    """Return the resident bytes of each node."""
+    sizes = []
+    for j in range(HONEST):
+        status = Path(f"/proc/{peers.processes[j].pid}/status").read_text()
+        sizes.append(1024 * int(status.split("VmRSS:")[1].split()[0]))
+    return sizes
+
+
+def progress(peers):
+    return [len(peers.lines(j)) for j in range(HONEST)]
+
+
+def observe(peers, work, seconds):
+    """Return seconds per round, ids of received models by node, and memory, of one period."""
+    before, start = progress(peers), time.monotonic()
+    work()
+    time.sleep(max(0.0, start + seconds - time.monotonic()))
+    elapsed, after = time.monotonic() - start, progress(peers)
+    rounds = [now - then for now, then in zip(after, before, strict=True)]
+    received = [
+        each["id"]
+        for j in range(HONEST)
+        for line in peers.lines(j)[before[j] + 1 : after[j]]
+        for each in line["received"]
+    ]
+    return elapsed * HONEST / max(1, sum(rounds)), min(rounds), received, memory(peers)
+
+
+def run(folder, seconds, out=sys.stdout):
+    """Return one record for each attack; the first one is undisturbed."""
+    records = []
+    with nodes(folder, HONEST + 1, changes=CHANGES, **TIMES) as peers:
+        peers.start(*range(HONEST), gather=5.0)
+        dim = len(parameters.flatten(build_network(read_federation(peers.federation))))
+        attacker = Attacker(peers.federation, peers.identities[HONEST], dim)
+        peers.until(0, 4, 60)
+        for name, (kind, function) in [("none", ("none", lambda attacker: None)), *ATTACKS.items()]:
+            length = max(seconds, 8.0) if kind == "none" else seconds
+            attacker.asked = 0
+            attacker.end = time.monotonic() + length
+            pace, fewest, received, sizes = observe(
+                peers, lambda function=function: function(attacker), length
+            )
+            mode = getattr(function, "mode", "honest")
+            records.append(
+                {
+                    "attack": name,
+                    "kind": kind,
+                    "seconds_a_round": round(pace, 3),
+                    "fewest_rounds": fewest,
+                    "asked": attacker.asked,
+                    "wrong_models": received.count(HONEST) if mode in INVALID else 0,
+                    "memory": max(sizes) >> 20,
+                    "running": sum(peers.processes[j].is_alive() for j in range(HONEST)),
+                }
+            )
+            print(json.dumps(records[-1]), file=out, flush=True)
+        attacker.close()
+        time.sleep(2.0)
+        proofs = {path.name for j in range(HONEST) for path in peers.out(j).glob("proofs/*")}
+        guilty = sorted({name.rsplit("-", 1)[0] for name in proofs})
+        final = {
+            "guilty": guilty,
+            "memory": max(memory(peers)) >> 20,
+            "running": sum(peers.processes[j].is_alive() for j in range(HONEST)),
+            "logs": [peers.log(j)[-500:] for j in range(HONEST)],
+        }
+        print(json.dumps(final), file=out, flush=True)
+    return records, final
+
+
+def mean_pace(records, kinds):
+    """Return seconds per round over the attacks of some kinds."""
+    paces = [record["seconds_a_round"] for record in records if record["kind"] in kinds]
+    return sum(paces) / len(paces)
+
+
+def failures(records, final, *, is_full):
+    """Return what went wrong."""
+    undisturbed = records[0]
+    found = []
+    for record in records[1:]:
+        limit = MAX_PACE_OF_STRANGERS if record["kind"] == STRANGER else MAX_PACE
+        if is_full and record["seconds_a_round"] > limit * undisturbed["seconds_a_round"]:
+            found.append(f"{record['attack']}: {record['seconds_a_round']} s a round")
+        if record["wrong_models"]:
+            found.append(f"{record['attack']}: a wrong model was accepted")
+        if record["running"] < HONEST:
+            found.append(f"{record['attack']}: a node ended")
+        if record["memory"] > undisturbed["memory"] + 100:
+            found.append(f"{record['attack']}: {record['memory']} MB")
+    members = {record["kind"] for record in records} - {"none", STRANGER}
+    if mean_pace(records, members) > MAX_PACE * undisturbed["seconds_a_round"]:
+        found.append("rounds under attacks of a member are too slow")
+    if mean_pace(records, {STRANGER}) > MAX_PACE_OF_STRANGERS * undisturbed["seconds_a_round"]:
+        found.append("rounds under attacks of strangers are too slow")
+    if set(final["guilty"]) - {f"org-{HONEST}"}:
+        found.append(f"{final['guilty']} were found guilty")
+    if final["running"] < HONEST:
+        found.append(f"a node ended: {final['logs']}")
+    return found
+
+
+if __name__ == "__main__":
+    length = float(sys.argv[1])
+    with tempfile.TemporaryDirectory() as name:
+        wrong = failures(*run(Path(name), length), is_full=length > 10)
+    print("\n".join(wrong) or f"{len(ATTACKS)} attacks: nothing went wrong")
+    sys.exit(bool(wrong))

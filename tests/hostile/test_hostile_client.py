@@ -1,0 +1,13 @@
+"""All attacks of the independent hostile client, in their short form."""
+
+import pytest
+from tests.hostile import run
+from tests.hostile.attacks import ATTACKS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_no_attack_ends_a_node_or_slows_the_rounds(tmp_path):
+    assert len(ATTACKS) >= 30
+    records, final = run.run(tmp_path, 2.0)
+    assert run.failures(records, final, is_full=False) == []
