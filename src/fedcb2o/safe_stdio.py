@@ -86,6 +86,9 @@ def safe_streams() -> Iterator[None]:
 
     Of blocks that overlap, nested or in several threads, the first one replaces the streams and
     the last one restores them.
+
+    Yields:
+        None, while standard output and error are safe streams.
     """
     with _blocks.lock:
         if not _blocks.depth:

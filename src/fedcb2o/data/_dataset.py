@@ -111,17 +111,29 @@ class Dataset:
 
     @property
     def num_classes(self) -> int:
-        """Number C of classes; 1 without classes, where all samples count as one class."""
+        """Number C of classes; 1 without classes, where all samples count as one class.
+
+        Returns:
+            Length of `class_names`, at least 1.
+        """
         return max(1, len(self.class_names))
 
     @property
     def num_outputs(self) -> int:
-        """Number of outputs of a network: one per class, or one per regression target."""
+        """Number of outputs of a network: one per class, or one per regression target.
+
+        Returns:
+            C for a data set with classes, else the number of values in a sample's target.
+        """
         return len(self.class_names) or max(1, self.pool.y[:1].numel())
 
     @property
     def names(self) -> DatasetNames:
-        """Names of the classes and of the owners."""
+        """Names of the classes and of the owners.
+
+        Returns:
+            Class names and owner names; each is empty if the data set has none.
+        """
         owner_names = () if self.owners is None else self.owners.names
         return DatasetNames(self.class_names, owner_names)
 

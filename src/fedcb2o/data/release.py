@@ -62,12 +62,21 @@ class Release:
 
     @property
     def archive(self) -> str | None:
-        """Name of the archive that holds the files, if there is one."""
+        """Name of the archive that holds the files, if there is one.
+
+        Returns:
+            First name in `md5` that ends with .zip or .tar.gz; None if `url` offers the files
+            themselves.
+        """
         return next((name for name in self.md5 if name.endswith((".zip", ".tar.gz"))), None)
 
     @property
     def advice(self) -> str:
-        """Cure for files that are missing or damaged."""
+        """Cure for files that are missing or damaged.
+
+        Returns:
+            Text for the end of an error message, without a period.
+        """
         return (
             f"get the files with `fedcb2o data {self.name}`, or name the folder that holds them"
             " with `--data-dir`"

@@ -43,7 +43,11 @@ class EvaluationRequest:
 
     @property
     def user_points(self) -> Tensor:
-        """The points as a user's function receives them: [n, d] of a single run."""
+        """The points as a user's function receives them: [n, d] of a single run.
+
+        Returns:
+            Points [n, d] if `flat` is set, else [runs, n, d].
+        """
         if self.flat:
             return self.theta[0]
         return self.theta

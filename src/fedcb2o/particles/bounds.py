@@ -219,12 +219,20 @@ class LaplaceBound:
 
     @property
     def total(self) -> float:
-        """The right side, the sum of the four terms."""
+        """The right side, the sum of the four terms.
+
+        Returns:
+            near + benign + inside + outside, a bound on `distance` if the hypotheses hold.
+        """
         return self.near + self.benign + self.inside + self.outside
 
     @property
     def applies(self) -> bool:
-        """True if all hypotheses hold."""
+        """True if all hypotheses hold.
+
+        Returns:
+            False if a hypothesis fails, so that the right side need not bound anything.
+        """
         return all(self.hypotheses.values())
 
 
@@ -251,7 +259,11 @@ class AttackBounds:
 
     @property
     def applies(self) -> bool:
-        """True if all hypotheses hold."""
+        """True if all hypotheses hold.
+
+        Returns:
+            False if a hypothesis fails, so that the bounds need not hold.
+        """
         return all(self.hypotheses.values())
 
 

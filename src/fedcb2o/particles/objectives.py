@@ -149,7 +149,11 @@ class Problem:
 
     @property
     def num_clusters(self) -> int:
-        """Number of clusters, one per objective in `lower`."""
+        """Number of clusters, one per objective in `lower`.
+
+        Returns:
+            1 if `lower` is a single objective, else its length.
+        """
         if callable(self.lower):
             return 1
         return len(self.lower)

@@ -88,7 +88,11 @@ class Result(Mapping[str, Any]):
 
     @property
     def fun(self) -> Tensor:
-        """L at x, the value of the first function, by SciPy's name."""
+        """L at x, the value of the first function, by SciPy's name.
+
+        Returns:
+            The field `lower`: a scalar tensor, or [clusters], with a leading axis of several runs.
+        """
         return self.lower
 
     def __getitem__(self, name: str) -> Any:

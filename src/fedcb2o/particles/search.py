@@ -70,7 +70,11 @@ class Search:
 
     @property
     def done(self) -> bool:
-        """True after the end of the search, when `result` is available."""
+        """True after the end of the search, when `result` is available.
+
+        Returns:
+            False before the end, and for a search that failed.
+        """
         return self.result is not None
 
     def ask(self) -> Tensor:

@@ -147,17 +147,29 @@ class System:
 
     @property
     def benign(self) -> Tensor:
-        """The benign particles, [runs, n, d]."""
+        """The benign particles, [runs, n, d].
+
+        Returns:
+            View of the first `num_benign` particles of `theta`.
+        """
         return self.theta[:, : self.num_benign]
 
     @property
     def malicious(self) -> Tensor:
-        """The malicious particles, [runs, n_m, d]."""
+        """The malicious particles, [runs, n_m, d].
+
+        Returns:
+            View of the last particles of `theta`, with n_m = 0 without adversaries.
+        """
         return self.theta[:, self.num_benign :]
 
     @property
     def malicious_mass(self) -> float:
-        """Share w_m of the malicious particles in the measure."""
+        """Share w_m of the malicious particles in the measure.
+
+        Returns:
+            Sum of the shares, between 0 and 1; n_m / n with equal shares.
+        """
         if self.mass is None:
             n: int = self.theta.shape[1]
             return (n - self.num_benign) / n

@@ -124,27 +124,50 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The resolved experiment, config.toml."""
+        """The resolved experiment, config.toml.
+
+        Returns:
+            Settings as nested tables, defaults included.
+        """
         return read_config(self.folder / "config.toml")
 
     @property
     def name(self) -> str:
-        """The name of the experiment, or of the folder without one."""
+        """The name of the experiment, or of the folder without one.
+
+        Returns:
+            `name` in config.toml; the last part of the folder's path if there is no name.
+        """
         return str(self.config.get("name") or self.folder.name)
 
     @property
     def title(self) -> str:
-        """The title of this run in tables and legends."""
+        """The title of this run in tables and legends.
+
+        Returns:
+            `title` in config.toml; the name of the run if there is no title.
+        """
         return str(self.config.get("title") or self.name)
 
     @cached_property
     def seeds(self) -> tuple[int, ...]:
-        """The seeds that have begun, in ascending order."""
+        """The seeds that have begun, in ascending order.
+
+        Returns:
+            Seeds, finished or not; empty before the first seed begins.
+        """
         return tuple(find_seeds(self.folder))
 
     @property
     def complete(self) -> bool:
-        """True if every seed of the configuration has finished."""
+        """True if every seed of the configuration has finished.
+
+        Returns:
+            False if a seed has fewer rounds than the configuration, or if there is no seed.
+
+        Raises:
+            RunError: A file is damaged or cannot be read.
+        """
         wanted = {*self.config.get("seeds", ()), *self.seeds}
         rounds = self.config.get("rounds", 0)
         for seed in wanted:
@@ -178,7 +201,14 @@ class Run:
 
     @property
     def unchecked(self) -> tuple[int, ...]:
-        """The seeds without sums.json, whose files are not verified."""
+        """The seeds without sums.json, whose files are not verified.
+
+        Returns:
+            Seeds in ascending order; empty if every seed has checksums.
+
+        Raises:
+            RunError: A manifest is damaged, or has another seed or other settings.
+        """
         return tuple(seed for seed in self.seeds if self._manifest(seed) is None)
 
     def check(self) -> None:
@@ -232,6 +262,13 @@ class Run:
         Accuracies and rates are fractions of 1. They exist in evaluated rounds and for benign
         agents. `test_loss`, `global_accuracy` and `global_loss` are columns of runs that measure
         them.
+
+        Returns:
+            Table with the columns seed, round, agent, `AGENT_COLUMNS` and one per metric.
+            Values that were not measured are NaN.
+
+        Raises:
+            RunError: A file is damaged or cannot be read.
         """
         tables = [self.records_of(seed) for seed in self.seeds]
         if tables:
@@ -241,7 +278,11 @@ class Run:
 
     @property
     def custom_metrics(self) -> list[str]:
-        """Names of the metrics that the configuration chose by its key `metrics`."""
+        """Names of the metrics that the configuration chose by its key `metrics`.
+
+        Returns:
+            Column names in the order of the configuration; empty without the key.
+        """
         metrics = self.config.get("metrics", [])
         return [metric_name(str(metric.get("name"))) for metric in metrics]
 
@@ -292,6 +333,12 @@ class Run:
         The agent's weight of its own model is in the row where `peer` equals `agent`, so that the
         rows of an agent and round sum to 1. `f` is the number of attackers that the rule assumes,
         NaN for a rule without an assumption.
+
+        Returns:
+            Table with the columns seed, round, agent, peer, weight and f.
+
+        Raises:
+            RunError: A file is damaged or cannot be read.
         """
         columns: dict[str, list[Any]] = {
             name: [] for name in ("seed", "round", "agent", "peer", "weight", "f")
@@ -315,7 +362,14 @@ class Run:
 
     @cached_property
     def agents(self) -> pd.DataFrame:
-        """One row per seed and agent: cluster, role, numbers of samples."""
+        """One row per seed and agent: cluster, role, numbers of samples.
+
+        Returns:
+            Table with the columns seed, agent and `AGENT_COLUMNS`.
+
+        Raises:
+            RunError: A file is damaged or cannot be read.
+        """
         tables = [self._agent_table(seed) for seed in self.seeds]
         if tables:
             return pd.concat(tables, ignore_index=True)
@@ -334,7 +388,15 @@ class Run:
 
     @cached_property
     def timing(self) -> pd.DataFrame:
-        """One row per seed and round: the seconds of each phase."""
+        """One row per seed and round: the seconds of each phase.
+
+        Returns:
+            Table with the columns seed and round, and one column per phase. A seed without
+            timing.jsonl has no rows.
+
+        Raises:
+            RunError: A file is damaged or cannot be read.
+        """
         lines = []
         for seed in self.seeds:
             path = self._verified_path(seed, "timing.jsonl")

@@ -72,27 +72,47 @@ class GridResults:
 
     @property
     def title(self) -> str:
-        """The title of the page."""
+        """The title of the page.
+
+        Returns:
+            `title` of the grid, else its name, else the name of the folder.
+        """
         return str(self.table.get("title") or self.table.get("name") or self.folder.name)
 
     @property
     def settings(self) -> list[str]:
-        """The settings in the order of the grid; [""] without any."""
+        """The settings in the order of the grid; [""] without any.
+
+        Returns:
+            Names of the settings; "" is the name of the only setting of a grid without any.
+        """
         return [*self.table.get("settings", {})] or [""]
 
     @property
     def defences(self) -> list[str]:
-        """The defences in the order of the grid."""
+        """The defences in the order of the grid.
+
+        Returns:
+            Names of the defences, also of those without a finished run.
+        """
         return [*self.table["defences"]]
 
     @property
     def attacks(self) -> list[str]:
-        """The attacks in the order of the grid."""
+        """The attacks in the order of the grid.
+
+        Returns:
+            Names of the attacks, without the baselines.
+        """
         return [*self.table["attacks"]]
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of every cell."""
+        """The seeds of every cell.
+
+        Returns:
+            Seeds in the order of the grid. A defence may have its own; see `defence_seeds`.
+        """
         return [*self.table["seeds"]]
 
     def defence_seeds(self, defence: str) -> list[int]:
@@ -105,12 +125,20 @@ class GridResults:
 
     @property
     def set_aside(self) -> list[str]:
-        """The attacks that a second worst column leaves out."""
+        """The attacks that a second worst column leaves out.
+
+        Returns:
+            Names of the attacks; empty without the key `set_aside`.
+        """
         return [*self.table.get("set_aside", [])]
 
     @property
     def reference(self) -> str:
-        """The defence that the others are compared with."""
+        """The defence that the others are compared with.
+
+        Returns:
+            Name of the defence; the first one of the grid by default.
+        """
         return str(self.table.get("reference") or self.defences[0])
 
     def algorithm_name(self, defence: str) -> str:
@@ -124,7 +152,11 @@ class GridResults:
         return str(algorithm.get("name"))
 
     def summary_csv(self) -> str:
-        """Return the rows as CSV, the input of a report."""
+        """Return the rows as CSV, the input of a report.
+
+        Returns:
+            Text with a header line and one line per run, floats with five significant digits.
+        """
         return self.rows.to_csv(index=False, float_format=f"%.{_SIGNIFICANT_DIGITS}g")
 
 

@@ -151,17 +151,29 @@ class SettingResults:
 
     @cached_property
     def rows(self) -> pd.DataFrame:
-        """The rows of the setting; see `add_attack_effects`."""
+        """The rows of the setting; see `add_attack_effects`.
+
+        Returns:
+            Rows of attacked cells, with their `lost` and `success`, and rows of the baselines.
+        """
         return add_attack_effects(self.results, self.setting)
 
     @property
     def attacks(self) -> list[str]:
-        """The attacks in the order of the grid."""
+        """The attacks in the order of the grid.
+
+        Returns:
+            Names of the attacks, without the baselines.
+        """
         return self.results.attacks
 
     @cached_property
     def baselines(self) -> list[str]:
-        """The columns without attack, which come before those of the attacks."""
+        """The columns without attack, which come before those of the attacks.
+
+        Returns:
+            Values of `BASELINES` that have rows in this setting.
+        """
         names = [name for name in BASELINES.values() if name not in self.attacks]
         return [name for name in names if (self.rows.attack == name).any()]
 
@@ -226,7 +238,11 @@ class SettingResults:
 
     @cached_property
     def has_worst_tenth(self) -> bool:
-        """True if the worst tenth has more agents than the worst one."""
+        """True if the worst tenth has more agents than the worst one.
+
+        Returns:
+            False if the accuracies of the worst tenth and the worst agent are equal in every run.
+        """
         measured = self.rows.dropna(subset="accuracy_worst_tenth")
         return not measured.accuracy_worst_tenth.equals(measured.accuracy_worst)
 
@@ -256,7 +272,12 @@ class SettingResults:
 
     @property
     def worst_column_exclusions(self) -> dict[str, list[str]]:
-        """The worst columns: titles, and the attacks that each one leaves out."""
+        """The worst columns: titles, and the attacks that each one leaves out.
+
+        Returns:
+            Names of attacks by column title. The first column leaves out no attack. A second one
+            exists if the grid sets attacks aside.
+        """
         excluded = [name for name in self.attacks if name in self.results.set_aside]
         if not excluded:
             return {WORST_COLUMN: []}

@@ -30,7 +30,11 @@ class SeedRun:
 
     @property
     def folder(self) -> Path:
-        """The folder with the records of the seed."""
+        """The folder with the records of the seed.
+
+        Returns:
+            The folder seed-SEED in the folder of the run.
+        """
         return self.run / f"seed-{self.seed}"
 
     def settings(self) -> dict[str, Any]:
