@@ -201,7 +201,11 @@ class _FormerModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return former
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Leave the module as `create_module` made it."""
+        """Leave the module as `create_module` made it.
+
+        Args:
+            module: Module that `create_module` returned.
+        """
 
 
 def install() -> None:

@@ -97,6 +97,9 @@ def main() -> None:
     An error that the user can correct is one line and exit status 2, without a traceback. A command
     that makes files returns their paths, and succeeds even if its output is lost. A command that
     only prints fails if its output is lost.
+
+    Raises:
+        SystemExit: The command failed or was interrupted, or its result is an exit status above 0.
     """
     signals = SignalGuard()
     try:

@@ -74,10 +74,18 @@ def set_verbosity(*, verbose: bool = False, quiet: bool = False) -> None:
 
 
 def is_quiet() -> bool:
-    """Return True if only errors are printed."""
+    """Return True if only errors are printed.
+
+    Returns:
+        True after `set_verbosity(quiet=True)`, when progress lines are dropped.
+    """
     return not _LOGGER.isEnabledFor(logging.INFO)
 
 
 def is_verbose() -> bool:
-    """Return True if all log lines are printed."""
+    """Return True if all log lines are printed.
+
+    Returns:
+        True after `set_verbosity(verbose=True)`, unless `quiet` was set too.
+    """
     return _LOGGER.isEnabledFor(logging.DEBUG)

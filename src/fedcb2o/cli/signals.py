@@ -41,12 +41,20 @@ class SignalGuard:
 
     @property
     def outcome(self) -> str:
-        """The end of the command in one word."""
+        """The end of the command in one word.
+
+        Returns:
+            "Interrupted" after SIGINT and before any signal; "Terminated" after another signal.
+        """
         return "Interrupted" if self.received is signal.SIGINT else "Terminated"
 
     @property
     def exit_status(self) -> int:
-        """The exit status for the signal."""
+        """The exit status for the signal.
+
+        Returns:
+            128 plus the number of the last signal, by the convention of shells.
+        """
         return 128 + self.received
 
     def restore(self) -> None:

@@ -18,7 +18,11 @@ MIN_WEIGHTS = 2**20  # of a dense layer for which the kernel matters
 
 
 def is_available() -> bool:
-    """Return True if this PyTorch has oneDNN's products."""
+    """Return True if this PyTorch has oneDNN's products.
+
+    Returns:
+        False for a PyTorch without oneDNN, or without its product operator.
+    """
     return torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -55,7 +59,17 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute y = (W x^T)^T + b."""
+        """Compute y = (W x^T)^T + b.
+
+        Args:
+            ctx: Context of the derivative, which stores x and W.
+            x: Inputs x, shape [n, k].
+            weight: Weights W, shape [m, k].
+            bias: Bias b, shape [m], or None.
+
+        Returns:
+            Outputs y, shape [n, m].
+        """
         ctx.save_for_backward(x, weight)
         y = _matmul(weight, x.contiguous()).T
         if bias is None:
@@ -64,7 +78,16 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute g W, g^T x and the sum of g, each only if it is needed."""
+        """Compute g W, g^T x and the sum of g, each only if it is needed.
+
+        Args:
+            ctx: Context with x, shape [n, k], and W, shape [m, k].
+            g: Gradient with respect to y, shape [n, m].
+
+        Returns:
+            Gradients with respect to x [n, k], W [m, k] and b [m]; None for one that
+            is not computed.
+        """
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         g = g.contiguous()

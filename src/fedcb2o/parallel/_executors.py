@@ -30,7 +30,11 @@ class Executor(Protocol):
 
     @property
     def count(self) -> int:
-        """Number of tasks that run at once."""
+        """Number of tasks that run at once.
+
+        Returns:
+            Number of tasks, at least 1.
+        """
         ...
 
     def map(
@@ -146,7 +150,11 @@ class PoolExecutor(Generic[Context]):
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one intra-op thread inside, and the previous number of threads afterwards."""
+    """Use one intra-op thread inside, and the previous number of threads afterwards.
+
+    Yields:
+        None, while PyTorch uses one intra-op thread.
+    """
     previous = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

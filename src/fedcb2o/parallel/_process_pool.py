@@ -176,13 +176,22 @@ class _WorkerProcess:
             ) from error
 
     def is_reusable(self) -> bool:
-        """Return True if the process lives and will not exit soon."""
+        """Return True if the process lives and will not exit soon.
+
+        Returns:
+            False if the pipe is closed or has data to read, or if the process was idle for 80% of
+            `IDLE_SECONDS`.
+        """
         if self.pipe.closed or time.monotonic() - self.idle_since >= 0.8 * IDLE_SECONDS:
             return False
         return not self.pipe.poll()
 
     def has_exited(self) -> bool:
-        """Return True if the process is dead; kill its children, which hold copies of its pipe."""
+        """Return True if the process is dead; kill its children, which hold copies of its pipe.
+
+        Returns:
+            False while the process runs.
+        """
         if self.process.returncode is None and self.process.poll() is not None:
             with contextlib.suppress(OSError):  # without children there is no such group
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -191,7 +200,16 @@ class _WorkerProcess:
     def submit(
         self, task_id: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
     ) -> None:
-        """Send a task; `receive` reports a worker that is already dead."""
+        """Send a task; `receive` reports a worker that is already dead.
+
+        Args:
+            task_id: Id of the task, which `receive` returns.
+            function: Function of the task.
+            arguments: Positional arguments of the function.
+
+        Raises:
+            RunError: The function or an argument cannot be pickled.
+        """
         content = serialize((function, arguments))
         self.busy = True
         self.task_id = task_id
@@ -199,7 +217,15 @@ class _WorkerProcess:
             self.pipe.send_bytes(content)
 
     def receive(self) -> tuple[Any, Any]:
-        """Return the task id and the result; raise the task's error."""
+        """Return the task id and the result; raise the task's error.
+
+        Returns:
+            Id of the current task, and the result of its function.
+
+        Raises:
+            WorkerProcessError: The worker could not start or was killed.
+            Exception: The error of the task, as it was raised.
+        """
         try:
             content = self.pipe.recv_bytes()
         except (EOFError, OSError) as error:

@@ -184,7 +184,11 @@ class RayEngine:
         return is_finite
 
     def evaluate(self) -> dict[int, EvaluationResult]:
-        """Return the test result of each benign agent, by its id."""
+        """Return the test result of each benign agent, by its id.
+
+        Returns:
+            Results of all workers' agents; each worker evaluates the agents that it holds.
+        """
         results: dict[int, EvaluationResult] = {}
         for own in self.actors.broadcast(AgentWorker.call_engine, LocalEngine.evaluate):
             results |= own

@@ -139,7 +139,11 @@ class _ActiveTasks(Generic[TaskId]):
             self.start(self.retries.popleft()[1])
 
     def ready(self) -> list[Any]:
-        """Wait up to `POLL_SECONDS`; return the streams that have a value or have ended."""
+        """Wait up to `POLL_SECONDS`; return the streams that have a value or have ended.
+
+        Returns:
+            Streams of `running` that can be read without waiting; empty if there are none.
+        """
         if not self.running:
             time.sleep(POLL_SECONDS)
             return []

@@ -130,7 +130,17 @@ def _check_output_shape(name: str, outputs: Any, dataset: Dataset) -> None:
 
 
 def build_loss(experiment: Experiment) -> losses.Loss | None:
-    """Return the loss, or None for the cross-entropy."""
+    """Return the loss, or None for the cross-entropy.
+
+    Args:
+        experiment: Experiment with the key `training.loss`, or without it.
+
+    Returns:
+        The loss function with its parameters bound.
+
+    Raises:
+        ConfigError: There is no such loss, or it does not take the parameters.
+    """
     loss = experiment.training.loss
     if loss is None:
         return None

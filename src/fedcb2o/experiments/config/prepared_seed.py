@@ -63,7 +63,11 @@ class PreparedSeed:
 
     @property
     def num_persistent_rows(self) -> int:
-        """The rows of a model buffer that outlive a round: agents, then clusters."""
+        """The rows of a model buffer that outlive a round: agents, then clusters.
+
+        Returns:
+            N, plus the number of cluster models of an algorithm with clusters.
+        """
         clusters = self.spec.algorithm.clusters
         num_agents = self.spec.num_agents
         return num_agents + (0 if clusters is None else clusters.num_rows(num_agents))

@@ -104,7 +104,14 @@ class AttackSection(Component):
 
     @property
     def data_attack(self) -> Component | None:
-        """The attack on data: this one, or the one that an attack on models adds."""
+        """The attack on data: this one, or the one that an attack on models adds.
+
+        Returns:
+            The attack on data; None for an attack on models without `data`.
+
+        Raises:
+            ConfigError: There is no attack of this name.
+        """
         if _threat_of(self) is None:
             return self
         return self.data
@@ -448,12 +455,20 @@ class Experiment(Section):
 
     @property
     def attacked(self) -> bool:
-        """True if malicious agents attack."""
+        """True if malicious agents attack.
+
+        Returns:
+            False without malicious agents, or if their role is not "attack".
+        """
         return self.agents.malicious > 0 and self.agents.malicious_role == "attack"
 
     @property
     def active_attack(self) -> Attack:
-        """The attack of the malicious agents; one without effect where they do not attack."""
+        """The attack of the malicious agents; one without effect where they do not attack.
+
+        Returns:
+            The attack as the rounds use it; `Attack()` if no agent attacks.
+        """
         if self.attacked and self.attack is not None:
             return self.attack.build()
         return Attack()
@@ -464,6 +479,9 @@ class Experiment(Section):
 
         That is N + P: a model per agent, and those that attackers craft. There are N more where the
         models before the round are kept, and those of clusters.
+
+        Returns:
+            Number of models, at least N.
         """
         agents = self.agents
         malicious = agents.num_clusters * agents.malicious
@@ -492,7 +510,11 @@ class Experiment(Section):
         return self.model_copy(update={**names, "agents": agents})
 
     def clean_twin(self) -> "Experiment":
-        """Return `clean_counterpart()`, under its former name."""
+        """Return `clean_counterpart()`, under its former name.
+
+        Returns:
+            The counterpart, named NAME-clean.
+        """
         warnings.warn(
             "Experiment.clean_twin is now called clean_counterpart",
             DeprecationWarning,

@@ -117,7 +117,11 @@ class Grid(Section):
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of every cell."""
+        """The seeds of every cell.
+
+        Returns:
+            Seeds in the order of the file; the default of an experiment if the file has no `seeds`.
+        """
         return list(self.shared.get("seeds", Experiment.model_fields["seeds"].default))
 
     def seeds_of(self, defence: str) -> list[int]:
@@ -133,7 +137,12 @@ class Grid(Section):
 
     @property
     def candidates(self) -> dict[str, list[Changes]]:
-        """The candidates of each tuned defence: those of the file, then the added ones."""
+        """The candidates of each tuned defence: those of the file, then the added ones.
+
+        Returns:
+            Changes of each candidate, in the order of their numbers, by defence. Defences without
+            `tune` are left out.
+        """
         found = {}
         for name, entry in self.defences.items():
             if "tune" in entry:
@@ -142,7 +151,11 @@ class Grid(Section):
 
     @property
     def strengths(self) -> dict[str, list[Changes]]:
-        """The strengths of each attack that has several."""
+        """The strengths of each attack that has several.
+
+        Returns:
+            Changes of each strength, in the order of their numbers, by attack.
+        """
         attacks = self.attacks.items()
         return {name: entry["strengths"] for name, entry in attacks if "strengths" in entry}
 
@@ -250,14 +263,22 @@ class Grid(Section):
 
     @property
     def tuning_setting(self) -> str:
-        """The setting in which candidates are compared."""
+        """The setting in which candidates are compared.
+
+        Returns:
+            `tuning.setting`, else the first setting of the grid, else "".
+        """
         if self.tuning is not None and self.tuning.setting:
             return self.tuning.setting
         return next(iter(self.settings), "")
 
     @property
     def tuning_attacks(self) -> dict[str, Changes]:
-        """The attacks that candidates are compared against. A table without a name is numbered."""
+        """The attacks that candidates are compared against. A table without a name is numbered.
+
+        Returns:
+            Changes by attack, in the order of the file; empty without a `tuning` section.
+        """
         found: dict[str, Changes] = {}
         if self.tuning is None:
             return found
@@ -377,7 +398,12 @@ class CellKey:
 
     @property
     def slugs(self) -> list[str]:
-        """The parts of its folder and of its experiment's name."""
+        """The parts of its folder and of its experiment's name.
+
+        Returns:
+            Slugs of setting, defence, candidate, attack and strength, as far as they exist. Numbers
+            count from 1.
+        """
         parts = [slugify(name) for name in (self.setting, self.defence) if name]
         if self.candidate is not None:
             parts.append(str(self.candidate + 1))
@@ -388,7 +414,12 @@ class CellKey:
 
     @property
     def title(self) -> str:
-        """The name in messages."""
+        """The name in messages.
+
+        Returns:
+            Setting, defence, candidate, attack and strength, as far as they exist, separated by
+            commas. Numbers count from 1.
+        """
         parts = [self.setting, self.defence]
         if self.candidate is not None:
             parts.append(f"candidate {self.candidate + 1}")

@@ -323,7 +323,16 @@ class _GridState:
         self.write()
 
     def record(self, cell: Cell, seconds: float | None, error: str | None) -> None:
-        """Record the end of a cell: the seconds of each seed, or its error."""
+        """Record the end of a cell: the seconds of each seed, or its error.
+
+        Args:
+            cell: The cell that has ended.
+            seconds: Seconds of each seed; None if they are not known.
+            error: Error message; None after success, which removes an earlier error.
+
+        Raises:
+            RunError: cells.json cannot be written.
+        """
         self.cells[cell.folder] = cell
         self.errors.pop(cell.folder, None)
         if error is not None:
@@ -333,7 +342,11 @@ class _GridState:
         self.write()
 
     def write(self) -> None:
-        """Replace cells.json. Trials come first, sorted, so that added ones have their place."""
+        """Replace cells.json. Trials come first, sorted, so that added ones have their place.
+
+        Raises:
+            RunError: The file cannot be written.
+        """
         lines = []
         for folder in sorted(self.cells, key=self._order):
             cell = self.cells[folder]
@@ -358,7 +371,17 @@ class _GridState:
         return 1, ""
 
     def missing_seeds(self, cell: Cell) -> list[int]:
-        """Return the seeds of a cell that have not ended or are not whole."""
+        """Return the seeds of a cell that have not ended or are not whole.
+
+        Args:
+            cell: A cell of the grid, which need not have begun.
+
+        Returns:
+            Seeds in the order of the experiment; every seed if config.toml is missing or damaged.
+
+        Raises:
+            RunError: config.toml cannot be read now.
+        """
         folder = self.folder / cell.folder
         seeds = cell.experiment.seeds
         rounds = cell.experiment.rounds
@@ -421,7 +444,14 @@ class _GridScheduler:
         progress.start(total, total - len(self.estimate.pending))
 
     def add(self, cells: Sequence[Cell]) -> None:
-        """Add those of some cells that are new."""
+        """Add those of some cells that are new.
+
+        Args:
+            cells: Cells. Known cells are ignored.
+
+        Raises:
+            RunError: A file of the grid cannot be read or written now.
+        """
         new = [cell for cell in cells if cell.folder not in self.state.cells]
         self.state.cells.update({cell.folder: cell for cell in new})
         self.state.write()
@@ -432,11 +462,22 @@ class _GridScheduler:
         self.progress.add(len(new), len(new) - len(self.pending(new)))
 
     def pending(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Return those of some cells that have not ended."""
+        """Return those of some cells that have not ended.
+
+        Args:
+            cells: Cells to select from.
+
+        Returns:
+            The pending cells, in the given order.
+        """
         return [cell for cell in cells if cell.folder in self.estimate.pending]
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run the pending cells: one of each defence first, then the longest."""
+        """Run the pending cells: one of each defence first, then the longest.
+
+        Args:
+            cells: Cells to run. Cells that have ended are ignored.
+        """
         queue = {cell.folder: cell for cell in self.pending(cells)}
         running: dict[str, Cell] = {}
 
@@ -456,14 +497,25 @@ class _GridScheduler:
         self._map_cells(self.count, jobs(), on_result, on_idle)
 
     def fail_pending(self, cells: Sequence[Cell], reason: Callable[[CellKey], str | None]) -> None:
-        """Record the failure of pending cells for which there is a reason."""
+        """Record the failure of pending cells for which there is a reason.
+
+        Args:
+            cells: Cells to inspect.
+            reason: Returns the error message of a cell, or None for a cell that may run.
+        """
         for cell in self.pending(cells):
             message = reason(cell.key)
             if message:
                 self.finish(cell, 0.0, message)
 
     def finish(self, cell: Cell, seconds: float, error: str | None) -> None:
-        """Record the end of a cell."""
+        """Record the end of a cell.
+
+        Args:
+            cell: A pending cell.
+            seconds: Duration of the run of the cell in seconds, over all seeds that were missing.
+            error: Error message, or None after success.
+        """
         per_seed = self.estimate.finish(cell, None if error else seconds)
         self.state.record(cell, per_seed, error)
         self.progress.finish(cell, seconds, error, self.estimate.remaining())

@@ -254,7 +254,11 @@ class Placement:
 
     @property
     def processes(self) -> int:
-        """The number of processes."""
+        """The number of processes.
+
+        Returns:
+            Number of groups, since each group has one process.
+        """
         return len(self.shares)
 
     def check(self, prepared: PreparedSeed, node: "Node", memory: int, *, local: bool) -> None:

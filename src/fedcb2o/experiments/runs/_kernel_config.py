@@ -69,7 +69,16 @@ class _KernelChoice:
         self.recorded = records.read_json(path) if path.exists() else None
 
     def resolve(self, name: str, fastest: Callable[[], Any]) -> Any:
-        """Return the experiment's value, else the recorded one, else the fastest."""
+        """Return the experiment's value, else the recorded one, else the fastest.
+
+        Args:
+            name: Key of the experiment: "linear", "layout", "convolution" or "together".
+            fastest: Returns the fastest value. It is called only if the experiment has no value and
+                there is no record.
+
+        Returns:
+            The value of the key.
+        """
         requested = getattr(self.experiment, name)
         if requested is not None:
             return requested
@@ -78,26 +87,50 @@ class _KernelChoice:
         return self.recorded.get(name, _DEFAULTS[name])
 
     def precision(self) -> Any:
-        """Return the recorded precision, else the one that this machine supports."""
+        """Return the recorded precision, else the one that this machine supports.
+
+        Returns:
+            Name of the precision, such as "float32".
+        """
         requested = self.experiment.training.precision
         if self.recorded is None:
             return _autotune.supported_precision(requested, self.device)
         return self.recorded.get("precision", requested)
 
     def fastest_linear(self) -> LinearKernel:
-        """Return the faster kernel of large dense layers on the CPU."""
+        """Return the faster kernel of large dense layers on the CPU.
+
+        Returns:
+            "torch" or "onednn"; "torch" for a small network and on another device.
+        """
         if self.dim >= _onednn.MIN_WEIGHTS and self.device.type == "cpu":
             return _autotune.fastest_linear()
         return "torch"
 
     def fastest_layout(self, precision: Any) -> memory_layout.MemoryLayout:
-        """Return the faster layout on the CPU. vmap supports only one for some layers."""
+        """Return the faster layout on the CPU. vmap supports only one for some layers.
+
+        Args:
+            precision: Precision of products in the timing.
+
+        Returns:
+            "contiguous" or "channels_last"; "contiguous" on another device, or if `together`
+            is set.
+        """
         if self.device.type != "cpu" or self.experiment.together is not None:
             return "contiguous"
         return _autotune.fastest_layout(self.module, self.x, precision)
 
     def fastest_convolution(self, precision: Any, layout: Any) -> ConvolutionKernel:
-        """Return the fastest kernel of convolutions."""
+        """Return the fastest kernel of convolutions.
+
+        Args:
+            precision: Precision of products in the timing.
+            layout: Memory layout of images in the timing, used on the CPU only.
+
+        Returns:
+            "grouped" or "fourier" on the CPU; "grouped", "unfolded" or "mixed" on another device.
+        """
         together = self.experiment.together
         if self.device.type == "cpu":
             # Batched models are about twice as fast with groups.
@@ -113,7 +146,15 @@ class _KernelChoice:
         )
 
     def largest_batch(self, convolution: ConvolutionKernel) -> int | None:
-        """Return the number of agents in one program; None for small dense networks on the CPU."""
+        """Return the number of agents in one program; None for small dense networks on the CPU.
+
+        Args:
+            convolution: Kernel of convolutions, on which the memory of an agent depends.
+
+        Returns:
+            None on the CPU; else the number that the device's memory allows, at most the number of
+            agents.
+        """
         return None if self.device.type == "cpu" else self._max_agents(convolution)
 
     def _max_agents(self, convolution: ConvolutionKernel) -> int:

@@ -160,19 +160,37 @@ class _Needs:
         self.mix_bytes = self.column_bytes * min(dim, REDUCTION_TILE_COLUMNS)
 
     def other_bytes(self, processes: int) -> int:
-        """Return the bytes of data and processes."""
+        """Return the bytes of data and processes.
+
+        Args:
+            processes: Number of processes, from 1.
+
+        Returns:
+            Bytes without the models.
+        """
         shared = PROCESS_BYTES + self.data_bytes if processes > 1 else 0
         return self.data_bytes + processes * (PROCESS_BYTES + self.training_bytes) + shared
 
     def disk_bytes(self, folder: Path) -> int:
-        """Return the bytes on disk, checkpoints included."""
+        """Return the bytes on disk, checkpoints included.
+
+        Args:
+            folder: Folder of the seed, which may hold a checkpoint.
+
+        Returns:
+            Bytes of a file of models and of one or two checkpoints.
+        """
         has_checkpoint = (folder / checkpoint.FILE).exists()
         is_saved_once = self.experiment.checkpoint_every >= self.experiment.rounds
         checkpoints = 1 if has_checkpoint or is_saved_once else 2
         return self.model_bytes + self.num_agents * self.row_bytes * checkpoints
 
     def check_address_space(self) -> None:
-        """Raise RunError where a limit of addresses is too small for the models."""
+        """Raise RunError where a limit of addresses is too small for the models.
+
+        Raises:
+            RunError: Models, data and training need more addresses than the process may map.
+        """
         available = _resources.free_address_space()
         if self.model_bytes + self.data_bytes + self.training_bytes > available:
             raise RunError(
@@ -182,7 +200,17 @@ class _Needs:
             )
 
     def largest_fit(self, left: int, processes: int, disk: int, disk_bytes: int) -> str:
-        """Return the advice of a plan that does not fit."""
+        """Return the advice of a plan that does not fit.
+
+        Args:
+            left: Bytes of memory that data and processes leave.
+            processes: Number of processes, from 1.
+            disk: Free bytes on disk.
+            disk_bytes: Bytes that the run needs on disk.
+
+        Returns:
+            Number of agents that would fit, or another advice if at most one agent would fit.
+        """
         by_mixing = left * self.num_agents // (processes * self.mix_bytes)
         by_disk = disk * self.num_agents // disk_bytes
         count = max(left * self.num_agents // self.model_bytes, min(by_mixing, by_disk))

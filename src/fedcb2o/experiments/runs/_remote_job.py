@@ -146,7 +146,13 @@ class _JobThread:
         self._report(files, (time.monotonic() - self._started, message))
 
     def on_round(self, experiment: Experiment, seed: int, line: Mapping[str, Any]) -> None:
-        """Report a round after some time, if the last update was sent."""
+        """Report a round after some time, if the last update was sent.
+
+        Args:
+            experiment: Experiment of the job.
+            seed: Seed of the round.
+            line: Metrics record of the round.
+        """
         if self.job.sends_rounds:
             self.rounds.append((seed, line))
         now = time.monotonic()

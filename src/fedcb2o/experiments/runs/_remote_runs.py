@@ -173,7 +173,15 @@ class _Batch(Generic[_JobId]):
     def started(
         self, runs: Iterable[tuple[_JobId, tuple[Experiment, Path]]]
     ) -> Iterator[_Run[_JobId]]:
-        """Yield the runs whose folders can be opened, one at a time."""
+        """Yield the runs whose folders can be opened, one at a time.
+
+        Args:
+            runs: The id, the experiment and the folder of each run.
+
+        Yields:
+            Runs with open folders, locked by this batch unless the caller holds the locks. A run
+            whose folder cannot be opened ends with its error instead.
+        """
         for job_id, (experiment, folder) in runs:
             lock = self._locks.enter_context(contextlib.ExitStack())
             run = _Run(job_id, experiment, folder, lock)
@@ -187,7 +195,12 @@ class _Batch(Generic[_JobId]):
                 yield run
 
     def receive(self, run: _Run[_JobId], update: JobUpdate) -> None:
-        """Write the files of an update, and pass its messages on."""
+        """Write the files of an update, and pass its messages on.
+
+        Args:
+            run: The run of the update.
+            update: Changed files, messages, finished rounds and, in the last update, the result.
+        """
         from fedcb2o.ray_backend._code_shipping import localize_paths
 
         write_files(run.folder, update.files)
@@ -203,7 +216,15 @@ class _Batch(Generic[_JobId]):
             self._end(run, (seconds, error and localize_paths(error)))
 
     def on_failure(self, run: _Run[_JobId], error: RunError) -> bool:
-        """Return whether a run that failed is retried."""
+        """Return whether a run that failed is retried.
+
+        Args:
+            run: The run that failed.
+            error: Error of its task; only a `WorkerLostError` is retried.
+
+        Returns:
+            True if the run continues. Otherwise it has ended.
+        """
         if run.ended:
             return False
         run.losses += 1
