@@ -1,7 +1,6 @@
 """Attacks on real nodes by strangers and by one member, without code of the package.
 
-Each attack lasts until `attacker.is_over()`. `ATTACKS` has them in order: those of strangers, then of
-links, requests and answers. Equivocation is the last one, since its author is not asked again.
+Each attack lasts until `attacker.is_over()`. `ATTACKS` has them in the order in which they run.
 """
 
 import contextlib
@@ -380,3 +379,17 @@ for _mode in ("NaN", "1e38", "denormal", "tiny", "size", "unsigned", "another's 
               "other chunks", "digests", "garbage", "many", "last round", "late", "silent",
               "equivocation"):  # fmt: skip
     answering(_mode)
+
+
+def order(name):
+    """Place of an attack: after some a member is not dialled, or not asked, for a while."""
+    kind = ATTACKS[name][0]
+    late = ("answers: late", "answers: silent", "answers: equivocation")
+    if name == "answers: many":
+        return 1
+    if name in late:
+        return 4 + late.index(name)
+    return {STRANGER: 0, REQUEST: 2, ANSWER: 3, LINK: 9}[kind]
+
+
+ATTACKS = {name: ATTACKS[name] for name in sorted(ATTACKS, key=order)}

@@ -161,14 +161,14 @@ class TlsStream:
         """
         batches = []
         position = 0
-        plain = self._plain
-        while position + 2 <= len(plain):
-            end = position + 2 + int.from_bytes(plain[position : position + 2], "little")
-            if end > len(plain):
-                break
-            batches.append(bytes(plain[position + 2 : end]))
-            position = end
-        del plain[:position]
+        with memoryview(self._plain) as plain:
+            while position + 2 <= len(plain):
+                end = position + 2 + int.from_bytes(plain[position : position + 2], "little")
+                if end > len(plain):
+                    break
+                batches.append(bytes(plain[position + 2 : end]))
+                position = end
+        del self._plain[:position]
         return batches
 
     def receive(self, seconds: float) -> None:

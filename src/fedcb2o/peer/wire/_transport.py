@@ -79,7 +79,7 @@ _LONGEST_PAUSE = 60.0
 """Pause between two attempts to open a link to a member that never answers."""
 _MAX_FAILURES = 20
 _ABUSE_PAUSE = 10.0
-"""Pause per failure after a link that was closed for what its member sent."""
+"""Pause after a link that was closed for what its member sent; it grows by this each time."""
 CLOSE_SECONDS = _DIAL_SECONDS + 1
 """Time to close a transport."""
 
@@ -430,6 +430,7 @@ class _Dialer:
 
     def _run(self) -> None:
         failures = 0
+        abuses = 0
         while not self._stopped.is_set():
             self.attempts += 1
             self._woken.clear()
@@ -454,7 +455,8 @@ class _Dialer:
             failures = min(_MAX_FAILURES, failures + 1)
             pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * _PAUSE_GROWTH**failures)
             if is_abusive:
-                self._stopped.wait(_ABUSE_PAUSE * failures)
+                abuses = min(_MAX_FAILURES, abuses + 1)
+                self._stopped.wait(_ABUSE_PAUSE * abuses)
             else:
                 self._woken.wait(pause * random.uniform(0.8, 1.2))
             self._stopped.wait(_FIRST_PAUSE)

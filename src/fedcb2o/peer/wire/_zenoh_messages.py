@@ -384,7 +384,7 @@ class BatchDecoder:
                 yield self._message(reader)
             return
 
-        part = batch[reader.position :]
+        part = memoryview(batch)[reader.position :]
         if self._is_skipping or len(self._partial) + len(part) > self._max_bytes:
             self._is_skipping = True
             self._partial.clear()
