@@ -272,13 +272,12 @@ def local_aggregations(
             ]
             Q = sublevel_set(losses, [i for i in at_hand if i not in [*outside, *near]], j, options)
             G = {}
+            rises = {}
+            if gap and options.criterion == "perturbation_gap":
+                rises = worst_rises(published, {*Q, j}, agent, stream(seed, "rule", n, j))
             for i in sorted({*received, j}):  # line 5
-                if gap and options.criterion == "perturbation_gap":
-                    G[i] = 0.0
-                    if i in Q and i != j:
-                        G[i] = perturbation_gap(
-                            published, Q, i, j, agent, stream(seed, "rule", n, j)
-                        )
+                if rises:
+                    G[i] = perturbation_gap(rises, i, j, options) if i in Q and i != j else 0.0
                 else:
                     G[i] = (
                         class_loss_gap(losses, i, j, num_classes, options, Q)
@@ -548,49 +547,45 @@ def class_loss_gap(
     return max(differences)
 
 
-def perturbation_gap(
-    published: list[nn.Module],
-    Q: list[int],
-    i: int,
-    j: int,
-    agent: Agent,
-    draw: np.random.Generator,
-) -> float:
+def perturbation_gap(rises: dict[int, list[float]], i: int, j: int, options: Options) -> float:
     """How much more the loss rises under the perturbation worst for a peer's model than the own
-    one's under its own, or against the majority than the median model's of those in Q, where
-    that rises more."""
-    x, y, options = agent.validation_x, agent.validation_y, agent.algorithm
-    places = spread(options.samples, len(y))
-    some = x[places]
-    if options.blend > 0:
-        noise = torch.from_numpy(draw.random(tuple(some.shape))).float()
-        some = (1 - options.blend) * some + options.blend * noise
-    rises = {k: worst_rises(published[k], agent, some, y[places]) for k in {*Q, j}}
+    one's under its own, or against the majority than the median model's, where that rises more."""
     expected = rises[j]
-    if agent.algorithm.against == "majority":
+    if options.against == "majority":
         middle = sorted(rises.values(), key=mean_of)[(len(rises) - 1) // 2]
         expected = max(expected, middle, key=mean_of)
     differences = [a - b for a, b in zip(rises[i], expected, strict=True)]
     n, mean = len(differences), mean_of(differences)
     error = math.sqrt(sum((each - mean) ** 2 for each in differences) / max(1, n - 1) / n)
-    return max(0.0, mean - agent.algorithm.z * error)
+    return max(0.0, mean - options.z * error)
 
 
-def worst_rises(model: nn.Module, agent: Agent, some: Tensor, labels: Tensor) -> list[float]:
-    """How much the loss of each validation sample, or of `MEASURED` of them, rises where the worst
-    pixels are painted, sought on some samples."""
+def worst_rises(
+    published: list[nn.Module], models: set[int], agent: Agent, draw: np.random.Generator
+) -> dict[int, list[float]]:
+    """Return by how much the loss of each validation sample, or of `MEASURED` of them, rises
+    where the pixels worst for a model are painted. They are sought on some samples."""
+    options = agent.algorithm
+    places = spread(options.samples, len(agent.validation_y))
+    some, labels = agent.validation_x[places], agent.validation_y[places]
+    if options.blend > 0:
+        noise = torch.from_numpy(draw.random(tuple(some.shape))).float()
+        some = (1 - options.blend) * some + options.blend * noise
     measured = spread(MEASURED, len(agent.validation_y))
     x, y = agent.validation_x[measured], agent.validation_y[measured]
-    there = x.clone()
-    for channel, row, column, colour in worst_pixels(model, agent.algorithm, some, labels):
-        there[:, channel, row, column] = colour
-    model.eval()
-    with torch.no_grad():
-        before, after = (
-            F.cross_entropy(model(each).double(), y, reduction="none").tolist()
-            for each in (x, there)
-        )
-    return [b - a for a, b in zip(before, after, strict=True)]
+    rises = {}
+    for i in models:
+        painted = x.clone()
+        for channel, row, column, colour in worst_pixels(published[i], options, some, labels):
+            painted[:, channel, row, column] = colour
+        published[i].eval()
+        with torch.no_grad():
+            before, after = (
+                F.cross_entropy(published[i](each).double(), y, reduction="none").tolist()
+                for each in (x, painted)
+            )
+        rises[i] = [b - a for a, b in zip(before, after, strict=True)]
+    return rises
 
 
 def spread(count: int, n: int) -> list[int]:

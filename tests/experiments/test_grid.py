@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import tomli_w
 import torch
 from tests.processes import assert_gone, needs_proc, start
-from tests.tiny import bits, command, here, tiny
+from tests.tiny import bits, here, tiny
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
@@ -551,7 +552,7 @@ def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("grid")
     path = folder / "mine.toml"
     path.write_text(tomli_w.dumps(tuned(name="mine", rounds=6, tuning=WIDENED)))
-    done = command("bench", path, "--jobs", 2, "--out", folder / "undisturbed")
+    done = here("bench", path, "--jobs", 1, "--out", folder / "undisturbed")
     assert done.status == 0, done.err
     assert f"For the matrices: fedcb2o report {folder / 'undisturbed'}" in done.err
     return path, folder / "undisturbed"
@@ -692,7 +693,7 @@ def test_what_is_damaged_in_a_grid_fails_its_cell_alone(undisturbed, tmp_path):
     metrics.write_text(metrics.read_text().replace("0.1", "0.2", 1))
     (out / "cells.json").write_text("[]")
     assert "cells.json is damaged" in here("report", out, "--out", tmp_path / "page").one_line()
-    done = command("bench", path, "--out", out, "--jobs", 1, "--resume")
+    done = here("bench", path, "--out", out, "--jobs", 1, "--resume")
     assert done.status == 1
     assert "3 of 15 cells failed" in done.err
     assert f"{empty / 'seed-1000' / 'summary.json'} is damaged" in done.err
@@ -702,7 +703,7 @@ def test_what_is_damaged_in_a_grid_fails_its_cell_alone(undisturbed, tmp_path):
     for cell in (hurt, empty):
         shutil.rmtree(cell / "seed-1000")
     shutil.rmtree(lost)
-    assert command("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
+    assert here("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
     assert everything(out) == before
     chosen = out / "tuning.json"
     chosen.write_text(
@@ -715,8 +716,8 @@ def test_what_is_damaged_in_a_grid_fails_its_cell_alone(undisturbed, tmp_path):
         assert "tuning.json is damaged" in here(*words).one_line()
 
 
-def start_bench(path, out):
-    return start("bench", path, "--out", out, "--jobs", 2, "--resume", cwd=path.parent)
+def start_bench(path, out, jobs=2):
+    return start("bench", path, "--out", out, "--jobs", jobs, "--resume", cwd=path.parent)
 
 
 def wait_for_runs(out, count):
@@ -731,7 +732,7 @@ def wait_for_runs(out, count):
 def test_a_kill_and_an_interrupt_lose_nothing_and_change_no_bit(undisturbed, tmp_path):
     path, folder = undisturbed
     out = tmp_path / "disturbed"
-    process = start_bench(path, out)
+    process = start_bench(path, out, jobs=1)
     wait_for_runs(out, 1)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
@@ -752,7 +753,7 @@ def goes_on_to(folder, path, out):
     done = len(list(out.rglob("summary.json")))
     assert done < 15
     (out / "tuning.json.tmp").write_text("half")  # as a kill may leave it
-    last = command("bench", path, "--out", out, "--jobs", 2, "--resume")
+    last = here("bench", path, "--out", out, "--jobs", 1, "--resume")
     assert last.status == 0, last.err
     before = re.search(r"(\d+) of 1[45] cells were done before", last.err)
     assert done <= (int(before[1]) if before else 0) < 15
@@ -789,13 +790,17 @@ def attack(shard, draw):
 """
 
 
-def test_a_cell_that_fails_is_told_and_the_others_go_on_and_it_is_tried_again(tmp_path):
+def test_a_cell_that_fails_is_told_and_the_others_go_on_and_it_is_tried_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "parts.py").write_text(PART)
     attacks = {"Mine": {"attack": {"name": "parts:attack"}}, "ALIE": ALIE}
     (tmp_path / "mine.toml").write_text(
         tomli_w.dumps(grid(attacks=attacks, defences={"DFedAvgM": MEAN}))
     )
-    done = command("bench", "mine.toml", "--out", "out", "--jobs", 1, cwd=tmp_path)
+    done = here("bench", "mine.toml", "--out", "out", "--jobs", 1)
     assert (done.status, done.out) == (1, "")
     assert "Failed: DFedAvgM, Mine: the tide is out" in done.err
     assert done.err.splitlines()[-1].startswith("1 of 4 cells failed; --resume tries them again.")
@@ -804,7 +809,7 @@ def test_a_cell_that_fails_is_told_and_the_others_go_on_and_it_is_tried_again(tm
     assert "Note: DFedAvgM, Mine failed: the tide is out." in told.err
     assert "failed" in (tmp_path / "report/matrices/accuracy.md").read_text()
     (tmp_path / "ready").write_text("")
-    again = command("bench", "mine.toml", "--out", "out", "--jobs", 1, "--resume", cwd=tmp_path)
+    again = here("bench", "mine.toml", "--out", "out", "--jobs", 1, "--resume")
     assert again.status == 0, again.err
     assert "3 of 4 cells were done before" in again.err
     assert [
