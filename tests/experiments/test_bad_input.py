@@ -123,10 +123,10 @@ def test_divergence_later_names_agent_and_round_and_loses_nothing(tmp_path):
         def forward(self, x):
             nonlocal forwards
             forwards += self.training
-            return super().forward(x.flatten(1)) * (1.0 if forwards <= 42 else math.nan)
+            return super().forward(x.flatten(1)) * (1.0 if forwards <= 34 else math.nan)
 
-    # A round is 16 batches of 8: 4 per attacker, who come first, 2 per benign agent.
-    # The 43rd is agent 1's.
+    # A round is 16 batches: 2 per benign agent, which train first, and 4 per attacker.
+    # The 35th is agent 1's.
     experiment = tiny(rounds=5, model={"name": lambda shape, classes: Explodes(64, classes)})
     message = (
         "training diverged: the model or the loss of benign agent 1 is not finite in "
@@ -246,13 +246,12 @@ def test_a_runs_configuration_that_is_nested_too_deeply_is_one_line(tmp_path, pa
     assert here("run", path, "--out", out, "--workers", 1).status == 0
     (out / "config.toml").write_text(f"a = {'[' * 100_000}{']' * 100_000}")
     for words in (
-        ("run", path, "--out", out),
+        ("run", path, "--out", out, "--resume"),
         ("compare", out),
         ("report", out, "--out", tmp_path / "page"),
     ):
         assert "config.toml" in (line := here(*words).one_line())
         assert "nested too deeply" in line
-    assert here("run", path, "--out", out, "--resume").status == 0  # which writes it anew
 
 
 def test_the_folder_of_a_grid_is_not_compared_as_a_run(tmp_path):
@@ -308,11 +307,8 @@ def test_what_was_run_is_not_run_over(tmp_path, path):
     (out / "config.toml").write_text("rounds = = 3")
     assert "config.toml cannot be read" in here("run", path, "--out", out).one_line()
     assert "config.toml cannot be read" in here("compare", out).one_line()
-    assert (
-        here("run", path, "--out", out, "--workers", 1, "--resume").status == 0
-    )  # its seeds know what they are of
-    restored = bits(out)
-    assert restored == {**before, "config.toml": restored["config.toml"]}
+    assert "config.toml cannot be read" in here("run", path, "--out", out, "--resume").one_line()
+    assert (out / "config.toml").read_text() == "rounds = = 3"
 
 
 def test_runs_that_cannot_be_read_are_one_line(tmp_path, path):
