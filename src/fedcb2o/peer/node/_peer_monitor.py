@@ -17,7 +17,7 @@ from fedcb2o.peer.wire._transport import Transport
 _POLL_SECONDS = 0.2  # between two looks at the links
 _REJOIN_SECONDS = 3.0  # in which a running member is reached
 _SYNCHRONOUS_POLL_SECONDS = 0.02  # between two looks at rounds in a synchronous federation
-_CATCH_UP_SHARE = 0.5  # of a round's minimum duration that holds for an agent that is behind
+_CATCH_UP_SHARE = 0.25  # of a round's minimum duration that holds for an agent that is behind
 _FIRST_PROBE_SECONDS = 5.0  # after the start
 _PROBE_SECONDS = 60.0  # between two looks at members without a link
 _LAST_SECONDS = 1.0  # for members that compare digests with an agent that has finished
@@ -194,12 +194,12 @@ class PeerMonitor:
             )
 
     def throttle(self, rounds_done: int, start: float, is_ahead: bool) -> None:
-        """Wait for the round's minimum duration; for half of it if this agent is behind.
+        """Wait for the round's minimum duration; for a quarter of it if this agent is behind.
 
         The minimum holds for each round by itself, so that an agent that was suspended and finds no
-        other member does not race to the end. An agent is behind if more than half of all members
-        are further. Members of which nothing is known count as being in round 0. No minority can
-        therefore change the pace, and no majority makes a round shorter than half of its minimum.
+        other member does not race to the end. An agent is behind if more than half of the other
+        members are further. Members of which nothing is known count as being in round 0. No smaller
+        group changes the pace, and no majority makes a round shorter than a quarter of its minimum.
 
         An agent that is ahead of all peers that it asked waits for half of the reachable members.
         In a synchronous federation an agent waits until all others have finished the previous
@@ -233,11 +233,12 @@ class PeerMonitor:
         """Check claimed rounds; tell the operator when the agent falls behind."""
         claims = dict(self.client.claimed_rounds)
         num_ahead = sum(claims.get(i, 0) >= rounds_done > 0 for i in self.other_members)
-        is_behind = 2 * num_ahead > len(self.federation.members)
+        num_others = len(self.federation.members) - 1
+        is_behind = 2 * num_ahead > num_others
         if is_behind and not self.is_behind and self.federation.round_seconds:
             self.observer.on_note(
-                f"{num_ahead} of {len(self.federation.members)} members are ahead of round "
-                f"{rounds_done}: rounds take half of their minimum duration until they are not"
+                f"{num_ahead} of {num_others} other members are ahead of round {rounds_done}: "
+                "rounds take a quarter of their minimum duration until they are not"
             )
         self.is_behind = is_behind
         return is_behind
