@@ -12,7 +12,7 @@ import torch
 from fedcb2o.nn import architectures, parameters
 from fedcb2o.peer.membership import versions
 from fedcb2o.peer.wire import _zenoh_messages as messages
-from fedcb2o.rng import _stream_name, stream
+from fedcb2o.rng import stream
 
 FIXED = {"protocol": 1, "name": "vectors", "seed": 7, "rounds": 3, "share": 0.0, "lag": 5}
 MEMBERS = [
@@ -32,7 +32,7 @@ def theta_vector() -> dict[str, Any]:
     """The initial model of a network with 2 hidden units on samples of 3 numbers."""
     build = lambda: architectures.mlp([3], 2, hidden=[2])  # noqa: E731
     theta = parameters.flatten(parameters.initialise(build, stream(7, "model")))
-    name = _stream_name(7, "model")
+    name = repr((7, "model"))
     return {
         "seed": 7,
         "name": name,
