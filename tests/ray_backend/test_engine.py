@@ -375,7 +375,7 @@ def sleepers() -> Attack:
 
 OTHERS = {
     "sybils": partial(flipped, sybils=True, from_round=1),
-    "lies": partial(flipped, claims=10**9),
+    "lies": partial(flipped, claimed_samples=10**9),
     "backdoor": backdoor,
     "sleepers": sleepers,
     "none": Attack,

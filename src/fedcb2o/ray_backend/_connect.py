@@ -1,6 +1,7 @@
 """Connection to a cluster, and the start of Ray on this machine."""
 
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -55,7 +56,8 @@ def connected(
         RunError: No cluster can be reached, or it has other versions.
     """
     if ray.is_initialized():
-        yield
+        with _suppress_stdout():
+            yield
         return
     os.environ.update(QUIET_ENVIRONMENT)
     _log.info("%s ...", _describe(address))  # takes some seconds, or many
@@ -72,7 +74,9 @@ def connected(
         with _suppress_stdout(), watch_cluster():
             yield
     finally:
-        ray.shutdown()
+        # Ray prints here what its error listener kept back as a repetition.
+        with contextlib.redirect_stdout(io.StringIO()):
+            ray.shutdown()
 
 
 def _start(options: dict[str, Any]) -> None:
