@@ -44,11 +44,7 @@ def test_models_are_seen_without_a_copy_where_they_lie_together():
 
 def test_rounds_before_the_first_are_honest():
     sleeper = Attack(poison=attacks.label_flip, craft=attacks.random_model, from_round=3)
-    assert (
-        [sleeper.is_poisoning(n) for n in range(5)]
-        == [sleeper.is_crafting(n) for n in range(5)]
-        == [False] * 3 + [True] * 2
-    )
+    assert [sleeper.is_crafting(n) for n in range(5)] == [False] * 3 + [True] * 2
     assert (
         Attack().num_published(3, 4) == Attack(poison=attacks.label_flip).num_published(3, 4) == 0
     )

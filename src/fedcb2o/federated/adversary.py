@@ -204,17 +204,6 @@ class Attack:
     sybils: bool = False
     claimed_samples: int | None = None
 
-    def is_poisoning(self, n: int) -> bool:
-        """Return whether data are poisoned in round n.
-
-        Args:
-            n: Round.
-
-        Returns:
-            True from `from_round` on, for an attack with poison.
-        """
-        return self.poison is not None and n >= self.from_round
-
     def is_crafting(self, n: int) -> bool:
         """Return whether models are crafted in round n.
 

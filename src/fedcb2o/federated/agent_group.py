@@ -24,7 +24,7 @@ from torch import Tensor
 from fedcb2o import plugins
 from fedcb2o.data import Shard, cluster_samples, rotate
 from fedcb2o.federated.adversary import Adversary, Attack
-from fedcb2o.federated.plugin_outputs import require_known_labels, validated_poison
+from fedcb2o.federated.plugin_outputs import validated_poison
 from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.nn import batch_norm
@@ -84,7 +84,10 @@ class AgentData:
         """
         sizes = self.train.sizes[members]
         groups = [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
-        parts = [self._poisoned_data(members[equal], n) for equal in groups]
+        parts = [self._gather(members[equal], self.train) for equal in groups]
+        if n >= self.attack.from_round:
+            for equal, (x, y) in zip(groups, parts, strict=True):
+                self._poison_(members[equal], x, y)
         if len(parts) == 1:
             return parts[0]
 
@@ -97,13 +100,12 @@ class AgentData:
 
         return pad([x for x, _ in parts]), pad([y for _, y in parts])
 
-    def _poisoned_data(self, members: Indices, n: int) -> SampleBatch:
-        """Return the training data of members with equally many samples."""
-        x, y = self._gather(members, self.train)
+    def _poison_(self, members: Indices, x: Tensor, y: Tensor) -> None:
+        """Poison the training data of attackers among members with equally many samples."""
         poison = self.attack.poison
         attackers = np.flatnonzero(self.malicious[members])
-        if poison is None or not attackers.size or not self.attack.is_poisoning(n):
-            return x, y
+        if poison is None or not attackers.size:
+            return
 
         rows = torch.from_numpy(attackers)
         ids = self.agents[members[attackers]].tolist()
@@ -112,12 +114,10 @@ class AgentData:
         clean = zip(rows.tolist(), x[rows].cpu(), y[rows].cpu(), draws, ids, strict=True)
         for row, x_clean, y_clean, draw, j in clean:
             shard = Shard(x_clean, y_clean)
-            poisoned = validated_poison(poison, poison(shard, draw, *[j] * takes_id), shard)
-            if self.num_classes > 1:
-                require_known_labels(poison, poisoned.y, self.num_classes)
+            output = poison(shard, draw, *[j] * takes_id)
+            poisoned = validated_poison(poison, output, shard, self.num_classes)
             x[row] = poisoned.x.to(x)
             y[row] = poisoned.y.to(y)
-        return x, y
 
     def validation_data(self, members: Indices) -> SampleBatch:
         """Return the validation data of members with equally many samples.

@@ -164,8 +164,9 @@ class AgentState:
         Returns:
             The new state of all agents.
         """
-        if len(rows) < len(self):
-            others = np.setdiff1d(np.arange(len(self)), rows, assume_unique=True)
+        count = len(self.rule_states)
+        if len(rows) < count:
+            others = np.setdiff1d(np.arange(count), rows, assume_unique=True)
             order = np.concatenate([rows, others]).argsort()
             both = ContactTable.concatenate([contacts, self.contacts.take(others)])
             contacts = both.take(order)
@@ -182,9 +183,6 @@ class AgentState:
         """
         rule_states = tuple(self.rule_states[k] for k in rows.tolist())
         return AgentState(self.contacts.take(rows), rule_states)
-
-    def __len__(self) -> int:
-        return len(self.contacts)
 
 
 @dataclass(frozen=True)

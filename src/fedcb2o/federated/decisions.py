@@ -144,22 +144,18 @@ class Decisions:
         Returns:
             Decisions of all agents.
         """
-
-        def join(name: str) -> Any:
-            return np.concatenate([getattr(batch, name) for batch in batches])
-
-        order = join("agents").argsort()
+        order = np.concatenate([batch.agents for batch in batches]).argsort()
         received = Ragged.concatenate([batch.received for batch in batches])
-        index = received.flat_index(order)
-        per_model = {name: join(name)[index] for name in ("rows", "weights")}
-        names = ("own_weight", "factor", "own_loss", "previous_weight", "f")
-        per_agent = {name: join(name)[order] for name in names}
+        indices = dict.fromkeys(("rows", "weights"), received.flat_index(order))
+        per_agent = ("agents", "own_weight", "factor", "own_loss", "previous_weight", "f")
+        indices |= dict.fromkeys(per_agent, order)
+        columns = {}
+        for name, index in indices.items():
+            columns[name] = np.concatenate([getattr(batch, name) for batch in batches])[index]
         return cls(
-            agents=join("agents")[order],
             asked=Ragged.concatenate([batch.asked for batch in batches]).take(order),
             received=received.take(order),
-            **per_model,
-            **per_agent,
+            **columns,
             reductions={j: value for batch in batches for j, value in batch.reductions.items()},
         )
 

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from fedcb2o import plugins
 from fedcb2o.data import Shard, features
 from fedcb2o.federated.agent_group import AgentGroup
-from fedcb2o.federated.inference import SAMPLES_PER_PASS, Reference, logits, per_sample_losses
+from fedcb2o.federated.inference import (
+    SAMPLES_PER_PASS,
+    Reference,
+    bound_networks,
+    per_sample_losses,
+)
 from fedcb2o.federated.losses import Loss
 from fedcb2o.federated.metrics import Confusion, EvaluationResult, Score
 from fedcb2o.federated.plugin_outputs import apply_sample_transform
@@ -29,63 +34,44 @@ def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResul
         For each member the results on its test set; on that set with a backdoor's trigger; and on
         the common test set, where agents have test sets of their own.
     """
-    trigger = group.adversary.trigger
+    trigger, loss = group.adversary.trigger, group.spec.training.loss
     own = dict[int, Score]()
     triggered = dict[int, Confusion | None]()
     for test_members, test in group.data.test_sets(members):
-        own |= _score(group, test_members, test)
+        own |= _score(group, test_members, test, loss)
         if trigger is not None:
             name = plugins.display_name("trigger", trigger)
             marked = apply_sample_transform(name, trigger, test)
-            triggered |= _confusion_matrices(group, test_members, marked)
+            for k, score in _score(group, test_members, marked, None).items():
+                triggered[k] = score.confusion
 
     common = dict[int, Score]()
     common_test = group.data.common_test_set()
     if common_test is not None:
-        common = _score(group, members, common_test)
+        common = _score(group, members, common_test, loss)
     return [EvaluationResult(own[k], triggered.get(k), common.get(k)) for k in members.tolist()]
 
 
-def _score(group: AgentGroup, members: Indices, test: Shard) -> dict[int, Score]:
+def _score(group: AgentGroup, members: Indices, test: Shard, loss: Loss | None) -> dict[int, Score]:
     """Evaluate the members' models on one test set; return scores by index."""
     spec = group.spec
+    models, models_per_batch = group.models, spec.kernels.models_per_batch
     rows = torch.from_numpy(group.layout.own[members])
+    references = group.references(members)
 
-    losses = [None] * len(members)
-    if spec.training.loss is not None:
-        with plugins.attribute_errors("model", spec.model):
-            losses = mean_test_losses(
-                spec.module,
-                group.models,
-                rows,
-                test,
-                spec.training.loss,
-                spec.kernels.models_per_batch,
-                group.references(members),
-            ).tolist()
-
-    counts = _confusion_matrices(group, members, test)
-    return {k: Score(counts[k], loss) for k, loss in zip(members.tolist(), losses, strict=True)}
-
-
-def _confusion_matrices(
-    group: AgentGroup, members: Indices, test: Shard
-) -> dict[int, Confusion | None]:
-    """Count the members' predictions on one test set; None for data without classes."""
-    spec = group.spec
-    if spec.num_classes == 1:
-        return dict.fromkeys(members.tolist())
+    losses: list[float | None] = [None] * len(members)
+    counts: list[Confusion | None] = [None] * len(members)
     with plugins.attribute_errors("model", spec.model):
-        counts = confusion_matrices(
-            spec.module,
-            group.models,
-            torch.from_numpy(group.layout.own[members]),
-            test,
-            spec.num_classes,
-            spec.kernels.models_per_batch,
-            group.references(members),
-        )
-    return dict(zip(members.tolist(), counts, strict=True))
+        if loss is not None:
+            losses = mean_test_losses(
+                spec.module, models, rows, test, loss, models_per_batch, references
+            ).tolist()
+        if spec.num_classes > 1:
+            matrices = confusion_matrices(
+                spec.module, models, rows, test, spec.num_classes, models_per_batch, references
+            )
+            counts = list(matrices)
+    return {k: Score(counts[i], losses[i]) for i, k in enumerate(members.tolist())}
 
 
 def agent_network(group: AgentGroup, k: int) -> nn.Module:
@@ -125,7 +111,7 @@ def confusion_matrices(
         rows: Rows of the models.
         test: Test samples.
         num_classes: Number of classes.
-        models_per_batch: Models in one program; see `logits`.
+        models_per_batch: Models in one program; see `inference.logits`.
         references: Samples for local batch-norm statistics, of each model.
 
     Returns:
@@ -164,7 +150,7 @@ def mean_test_losses(
         rows: Rows of the models.
         test: Test samples.
         loss: Loss of a sample.
-        models_per_batch: Models in one program; see `logits`.
+        models_per_batch: Models in one program; see `inference.logits`.
         references: Samples for local batch-norm statistics, of each model.
 
     Returns:
@@ -189,19 +175,18 @@ def _measure_on_test_set(
     references: Sequence[Reference] | None,
 ) -> Shaped[Tensor, "m n"]:
     """Apply `measure` to outputs [k, n, C] and targets [n], some test samples at a time."""
-    size = SAMPLES_PER_PASS
     batches: list[tuple[Tensor, Reference | None]] = [(rows, None)]
     if references is not None:
-        size = len(test)  # so that statistics are estimated once
         batches = list(zip(torch.split(rows, 1), references, strict=True))
+    xs = torch.split(test.x, SAMPLES_PER_PASS)
+    parts = list(zip(xs, torch.split(test.y, SAMPLES_PER_PASS), strict=True))
 
     measured = []
-    for chunk, reference in batches:
-        parts = zip(torch.split(test.x, size), torch.split(test.y, size), strict=True)
-        with torch.no_grad():
-            columns = []
-            for x, y in parts:
-                outputs = logits(module, models, chunk, x, models_per_batch, reference)
-                columns.append(measure(outputs, y).cpu())
-        measured.append(torch.cat(columns, 1))
-    return torch.cat(measured)
+    with torch.no_grad():
+        for chunk, reference in batches:
+            for _, network in bound_networks(module, models, chunk, models_per_batch, reference):
+                columns = []
+                for x, y in parts:
+                    columns.append(measure(network(features(x).unsqueeze(0)), y))
+                measured.append(torch.cat(columns, 1))
+    return torch.cat(measured).cpu()

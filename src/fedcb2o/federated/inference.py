@@ -29,7 +29,6 @@ from fedcb2o.nn import batch_norm
 from fedcb2o.nn.parameters import (
     agent_state,
     bind_,
-    empty_local_statistics,
     gather_rows,
     unstack_views,
 )
@@ -88,7 +87,7 @@ def logits(
     parts = (x,) if dense_layers(module, models.shape[1]) else torch.split(x, SAMPLES_PER_PASS)
     outputs = []
     with torch.no_grad():
-        for _, network in _networks(
+        for _, network in bound_networks(
             module, models, rows, models_per_batch, reference, interpolation
         ):
             passes = [network(features(part).unsqueeze(0)) for part in parts]
@@ -120,7 +119,7 @@ def logits_per_model(
     outputs = []
     start = 0
     with torch.no_grad():
-        for k, network in _networks(module, models, rows, models_per_batch, reference):
+        for k, network in bound_networks(module, models, rows, models_per_batch, reference):
             outputs.append(network(x[start : start + k]))
             start += k
     return torch.cat(outputs)
@@ -155,7 +154,7 @@ def input_gradients(
     gradients = []
     start = 0
     with torch.enable_grad():
-        for k, network in _networks(module, models, rows, models_per_batch, reference):
+        for k, network in bound_networks(module, models, rows, models_per_batch, reference):
             samples = x[start : start + k].detach().clone().requires_grad_()
             start += k
             outputs = network(samples)
@@ -165,7 +164,7 @@ def input_gradients(
     return torch.cat(gradients)
 
 
-def _networks(
+def bound_networks(
     module: nn.Module,
     models: Float[Tensor, "p d"],
     rows: Int[Tensor, " m"],
@@ -173,9 +172,18 @@ def _networks(
     reference: Reference | None,
     interpolation: Interpolation | None = None,
 ) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
-    """Yield k models at a time, as a function of samples [1, n, ...] or [k, n, ...].
+    """Iterate over the networks of models, k at a time.
 
-    A function is valid until the next one.
+    Args:
+        module: The network.
+        models: Model buffer.
+        rows: Rows of the models.
+        models_per_batch: Models in one program; see `logits`.
+        reference: Samples for local batch-norm statistics.
+        interpolation: Points to evaluate in place of the models.
+
+    Yields:
+        k, and a function of samples [1, n, ...] or [k, n, ...], valid until the next one.
     """
     dim = models.shape[1]
     if models_per_batch is None:
@@ -191,9 +199,11 @@ def _networks(
         return
 
     forward = batched_forward(module, dim)
+    local = batch_norm.statistics(module, "local").values()
     for chunk in torch.split(rows, models_per_batch):
         thetas = _interpolate(models, gather_rows(models, chunk.tolist()), interpolation)
-        tensors = [*unstack_views(module, thetas), *empty_local_statistics(module, len(chunk))]
+        tensors = unstack_views(module, thetas)
+        tensors += [statistic.expand(len(chunk), -1).contiguous() for statistic in local]
         if reference is not None:
             with batch_norm.estimate_statistics_mode(module):
                 forward(tensors, features(reference).unsqueeze(0))

@@ -137,7 +137,18 @@ def mix_(
     """
     device = models.device
     columns = models[:, start:stop]
-    w = _sparse_matrix(matrix, len(models))
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="Sparse (CSR tensor support is in beta state|invariant checks are)"
+        )
+        w = torch.sparse_csr_tensor(
+            torch.from_numpy(matrix.row_offsets),
+            torch.from_numpy(matrix.columns),
+            torch.from_numpy(matrix.values),
+            (len(matrix.own), len(models)),
+            dtype=torch.float32,
+            check_invariants=False,
+        )
     tile = matrix.tile_columns
     multiply: Callable[[Tensor], Tensor] = w.matmul
     if device.type != "cpu":  # not every device has sparse products that repeat their bits
@@ -159,30 +170,6 @@ def mix_(
         block[own] = mixed
     if through_copy:
         models[:, start:stop][own] = columns[own]
-
-
-def _sparse_matrix(matrix: MixingMatrix, num_rows: int) -> Tensor:
-    """Return W as a sparse tensor.
-
-    Args:
-        matrix: W.
-        num_rows: Rows of the model buffer.
-
-    Returns:
-        A CSR tensor of shape [a, num_rows].
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Sparse (CSR tensor support is in beta state|invariant checks are)"
-        )
-        return torch.sparse_csr_tensor(
-            torch.from_numpy(matrix.row_offsets),
-            torch.from_numpy(matrix.columns),
-            torch.from_numpy(matrix.values),
-            (len(matrix.own), num_rows),
-            dtype=torch.float32,
-            check_invariants=False,
-        )
 
 
 def dense_product(

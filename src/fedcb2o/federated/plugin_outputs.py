@@ -1,6 +1,8 @@
 """Validation of the values that plug-ins return. Errors name the plug-in.
 
->>> require_known_labels(lambda shard, generator: shard, torch.tensor([[0, 3]]), 4)
+>>> shard = Shard(torch.zeros(2, 3), torch.tensor([0, 3]))
+>>> validated_poison(lambda shard, generator: shard, shard, shard, num_classes=4).y.tolist()
+[0, 3]
 """
 
 import functools
@@ -321,29 +323,37 @@ def validated_state(rule: Callable[..., Any], output: Any) -> tuple[RuleState, A
     return copies, weights
 
 
-def validated_poison(poison: Poison, output: Any, shard: Shard) -> Shard:
-    """Validate poisoned data; a built-in attack's are trusted.
+def validated_poison(poison: Poison, output: Any, shard: Shard, num_classes: int) -> Shard:
+    """Validate poisoned data; a built-in attack's shapes and types are trusted.
 
     Args:
         poison: The attack.
         output: Its return value.
         shard: The data before.
+        num_classes: Number of classes; 1 for data without classes.
 
     Returns:
         Data of the same shapes and types.
 
     Raises:
-        ConfigError: The shapes or types are others, or values are not finite.
+        ConfigError: The shapes or types are others, values are not finite, or a label is not among
+            the classes.
     """
-    if USER_FUNCTION.get(poison) is None:
-        return output  # type: ignore[no-any-return]
     name = display_name("attack", poison)
-    if not isinstance(output, Shard):
-        raise ConfigError(
-            f"the {name} returned a {type(output).__name__}, expected a fedcb2o.Shard"
-        )
-    x = _poisoned_tensor(name, "samples", output.x, shard.x)
-    return Shard(x, _poisoned_tensor(name, "labels", output.y, shard.y))
+    if USER_FUNCTION.get(poison) is not None:
+        if not isinstance(output, Shard):
+            raise ConfigError(
+                f"the {name} returned a {type(output).__name__}, expected a fedcb2o.Shard"
+            )
+        x = _poisoned_tensor(name, "samples", output.x, shard.x)
+        output = Shard(x, _poisoned_tensor(name, "labels", output.y, shard.y))
+
+    poisoned: Shard = output
+    labels = poisoned.y
+    has_classes = num_classes > 1 and labels.numel() > 0
+    if has_classes and not (labels.min() >= 0 and labels.max() < num_classes):
+        raise ConfigError(f"the {name} returned labels outside 0 to {num_classes - 1}")
+    return poisoned
 
 
 def _poisoned_tensor(name: str, part: str, values: Any, original: Tensor) -> Tensor:
@@ -362,23 +372,6 @@ def _poisoned_tensor(name: str, part: str, values: Any, original: Tensor) -> Ten
     if not tensor.isfinite().all():
         raise ConfigError(f"the {name} returned {part} that are not finite")
     return tensor.to(original)
-
-
-def require_known_labels(poison: Poison, labels: Int[Tensor, "a n"], num_classes: int) -> None:
-    """Validate poisoned labels.
-
-    Args:
-        poison: The attack.
-        labels: The labels.
-        num_classes: Number of classes.
-
-    Raises:
-        ConfigError: A label is not among the classes.
-    """
-    if labels.numel() and not (labels.min() >= 0 and labels.max() < num_classes):
-        raise ConfigError(
-            f"the {display_name('attack', poison)} returned labels outside 0 to {num_classes - 1}"
-        )
 
 
 def validated_crafted_models(

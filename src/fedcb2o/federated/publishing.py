@@ -70,7 +70,8 @@ class Outbox:
         Returns:
             Rows of the model buffer.
         """
-        position, is_deceived = self._locate_receivers(receivers)
+        position = self.receivers.searchsorted(receivers)
+        is_deceived = self.receivers.take(position, mode="clip") == receivers
         crafted = self.first_crafted[senders] + (position if self.per_receiver else 0)
         gets_crafted = self.is_attacking[senders] & is_deceived
         rows: np.ndarray = np.where(gets_crafted, crafted, self.own[senders])
@@ -88,7 +89,7 @@ class Outbox:
         Returns:
             The claims.
         """
-        _, is_deceived = self._locate_receivers(receivers)
+        is_deceived = np.isin(receivers, self.receivers)
         claims: np.ndarray = np.where(
             is_deceived, self.claimed_samples[senders], self.num_samples[senders]
         )
@@ -121,13 +122,6 @@ class Outbox:
         claims = np.minimum(self.samples_claimed_to(senders, to), max_samples)
         rounds = np.full(arrives.sum(), n)
         return Inbox(asked.filter(arrives), rows[arrives], claims[arrives], rounds)
-
-    def _locate_receivers(
-        self, receivers: Int[np.ndarray, " m"]
-    ) -> tuple[Indices, Bool[np.ndarray, " m"]]:
-        """Find agents among the receivers; return positions and whether they are there."""
-        position = self.receivers.searchsorted(receivers)
-        return position, self.receivers.take(position, mode="clip") == receivers
 
 
 def make_outbox(group: AgentGroup, n: int) -> Outbox:

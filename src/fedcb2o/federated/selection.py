@@ -294,15 +294,11 @@ def extra_inputs(select: Select) -> tuple[str, ...]:
     return names
 
 
-def _draw_indices(
-    n: int, size: int, draw: np.random.Generator, p: Float[np.ndarray, " n"] | None = None
-) -> Int[np.ndarray, " s"]:
+def _draw_indices(n: int, size: int, draw: np.random.Generator) -> Int[np.ndarray, " s"]:
     """Draw `size` of the numbers below n without replacement, ascending; all if n <= size."""
-    if n <= size and p is None:
+    if n <= size:
         return np.arange(n)
-    indices = draw.choice(n, size, replace=False, p=p)
-    indices.sort()
-    return indices
+    return np.sort(draw.choice(n, size, replace=False))
 
 
 def _draw_by_likelihood(
@@ -312,9 +308,9 @@ def _draw_by_likelihood(
     likelihood = _fill_unknown(likelihood)
     total = float(torch.from_numpy(likelihood).sum())
     if not total > 0:
-        return np.zeros(0, np.int64)
+        return _NO_INDICES
     p = likelihood / total
-    return _draw_indices(len(p), min(size, int((p > 0).sum())), draw, p)
+    return np.sort(draw.choice(len(p), min(size, int((p > 0).sum())), replace=False, p=p))
 
 
 def _fill_unknown(likelihood: Float[np.ndarray, " k"]) -> Float[np.ndarray, " k"]:

@@ -187,7 +187,8 @@ def trainable_stack(
         else view.clone(memory_format=torch.contiguous_format)
         for view, trained in zip(unstack_views(module, thetas), needs_gradient, strict=True)
     ]
-    return [*tensors, *empty_local_statistics(module, len(thetas))]
+    local = batch_norm.statistics(module, "local").values()
+    return [*tensors, *(statistic.expand(len(thetas), -1).contiguous() for statistic in local)]
 
 
 def contiguous_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -200,20 +201,6 @@ def contiguous_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
         Leaves that take gradients where the originals do.
     """
     return [tensor.detach().contiguous().requires_grad_(tensor.requires_grad) for tensor in tensors]
-
-
-def empty_local_statistics(module: nn.Module, m: int) -> list[Float[Tensor, "m ..."]]:
-    """Return buffers for the local statistics of m networks.
-
-    Args:
-        module: A network.
-        m: Number of networks.
-
-    Returns:
-        One buffer [m, ...] for each local statistic.
-    """
-    local = batch_norm.statistics(module, "local")
-    return [statistic.expand(m, -1).contiguous() for statistic in local.values()]
 
 
 def is_bound(module: nn.Module, theta: Float[Tensor, " d"]) -> bool:
