@@ -32,6 +32,7 @@ class Attacker(external.Client):
     def __init__(self, federation, keys, dim):
         self.mode = "honest"  # but for a model of zeros
         self.asked = 0
+        self.modes = {}  # by round, so that no round has two models by chance
         self.size = dim
         self.end = 0.0
         self.keys = keys
@@ -113,16 +114,19 @@ class Attacker(external.Client):
             head = external.ANSWER.pack(b"fedcb2o", 1, 3, 0, nonce)
             return [head + text + self.key.sign(b"fedcb2o hello v1\0" + nonce + text)]
         if kind == external.MANIFEST:
-            if self.mode == "late":
+            mode = self.modes.setdefault(n, self.mode)
+            if self.mode == "equivocation":
+                mode = self.mode
+            if mode == "late":
                 time.sleep(0.9 * self.table["deadline_seconds"])
-            made = MODELS.get(self.mode, lambda dim, to: np.zeros(dim))(self.size, sender)
+            made = MODELS.get(mode, lambda dim, to: np.zeros(dim))(self.size, sender)
             round_of = {"last round": self.table["rounds"] - 1, "old round": max(0, n - 50)}
-            agent = sender if self.mode == "another's name" else None
-            answer = self.offer(nonce, made, round_of.get(self.mode, n), agent)
-            if self.mode == "digests":
+            agent = sender if mode == "another's name" else None
+            answer = self.offer(nonce, made, round_of.get(mode, n), agent)
+            if mode == "digests":
                 seen = [(i, n, secrets.token_bytes(32)) for i in range(4) for _ in range(16)]
                 answer += b"".join(struct.pack("<II32s", *each) for each in seen)
-            if self.mode == "unsigned":
+            if mode == "unsigned":
                 answer = answer[:-64] + bytes(64)
             return [answer]
         answer = self.answer(data)
