@@ -146,7 +146,7 @@ def test_a_failed_timing_restores_the_threads(monkeypatch):
 def test_repeated_trials_of_a_built_in_network_agree(size):
     """Two runs of one experiment then have the same bits."""
     module, x = architectures.resnet((1, size, size), 10), torch.rand(8, 1, size, size)
-    assert {layout(x, module) for _ in range(4)} == {"contiguous"}
+    assert {layout(x, module) for _ in range(2)} == {"contiguous"}
 
 
 def test_kernels_that_do_not_apply_are_not_timed(monkeypatch):

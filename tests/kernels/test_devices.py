@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from tests.pretend import pretended
-from tests.tiny import StopError, bits, here, stop_after, tiny, write
+from tests.tiny import StopError, bits, first_quick, here, stop_after, tiny, write
 from torch import nn
 
 import fedcb2o
@@ -75,6 +75,19 @@ RUNS = {
     "a coordinator": {"algorithm": {"name": "ifca", "models": 2}},
 }
 
+QUICK = [
+    "dense",
+    "mixed",
+    "half-way",
+    "noise",
+    "for each receiver",
+    "heads",
+    "a memory",
+    "a coordinator",
+]
+"""One run per way in which tensors reach a device; the others are slow."""
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+
 
 def close(found, expected):
     """Whether two records say the same, numbers to rounding."""
@@ -99,7 +112,7 @@ def on(device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_run_on_a_device_agrees_with_the_cpu_to_rounding(tmp_path, monkeypatch, name, device):
     experiment = tiny(rounds=2, **RUNS[name])
     run({**experiment, "together": None}, out=tmp_path / "cpu", workers=1)
@@ -137,11 +150,11 @@ def test_a_round_waits_for_the_device_a_few_times_only(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("convolution", ["grouped", "unfolded", "mixed"])
+@pytest.mark.parametrize("convolution", first_quick(["mixed", "grouped", "unfolded"]))
 def test_a_run_on_a_device_is_resumed_and_repeated_to_the_bit(
     tmp_path, monkeypatch, device, convolution
 ):
-    experiment = tiny(device=device, convolution=convolution, **RUNS["convolutions"])
+    experiment = tiny(rounds=2, device=device, convolution=convolution, **RUNS["convolutions"])
     with on(device, monkeypatch):
         run(experiment, out=tmp_path / "whole")
         with pytest.raises(StopError):
