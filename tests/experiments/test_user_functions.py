@@ -577,21 +577,8 @@ def test_in_one_process(one_process, name):
     holds(name, *one_process)
 
 
-SOME = [
-    "attack_private",
-    "criterion_pool_numpy",
-]  # an error ends the workers, and new ones take seconds
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("own")
-    return folder, outcomes(folder, 2, ["attack_plain", *SOME])
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_in_two_processes(two_processes, name):
-    holds(name, *two_processes)
+def test_in_two_processes(tmp_path):
+    holds("criterion_pool_numpy", tmp_path, outcomes(tmp_path, 2, ["criterion_pool_numpy"]))
 
 
 late = [False]
