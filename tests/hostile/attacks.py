@@ -388,12 +388,14 @@ for _mode in ("NaN", "1e38", "denormal", "tiny", "size", "unsigned", "another's 
 def order(name):
     """Place of an attack: after some a member is not dialled, or not asked, for a while."""
     kind = ATTACKS[name][0]
-    late = ("answers: late", "answers: silent", "answers: equivocation")
-    if name == "answers: many":
-        return 1
-    if name in late:
-        return 4 + late.index(name)
-    return {STRANGER: 0, REQUEST: 2, ANSWER: 3, LINK: 9}[kind]
+    apart = {
+        "answers: many": 1,
+        "answers: late": 4,
+        "answers: silent": 5,
+        "answers: equivocation": 8,
+        "declarations_on_a_link_out": 9,
+    }
+    return apart.get(name, {STRANGER: 0, REQUEST: 2, ANSWER: 3, LINK: 6}[kind])
 
 
 ATTACKS = {name: ATTACKS[name] for name in sorted(ATTACKS, key=order)}
