@@ -130,7 +130,10 @@ def plain_work(group: AgentGroup, experiment: Experiment) -> plain.Work:
     training = group.spec.training
     agents = range(group.spec.num_agents)
     shards = [training_shard(group.data, j) for j in agents]
-    held_out = [Shard(*(t[0] for t in group.data.validation_data(np.array([j])))) for j in agents]
+    held_out = []
+    for j in agents:
+        x, y = group.data.gather(np.array([j]), group.data.validation)
+        held_out.append(Shard(x[0], y[0]))
     return plain.Work(
         train=[(features(shard.x), shard.y) for shard in shards],
         validation=[(features(s.x), s.y) if len(s) else None for s in held_out],

@@ -62,8 +62,8 @@ def test_what_some_hold_is_what_they_hold_among_all():
     )
     for k, j in enumerate(SOME):
         for mine, theirs in zip(
-            some.training_data(np.array([k]), 0) + some.validation_data(np.array([k])),
-            every.training_data(np.array([j]), 0) + every.validation_data(np.array([j])),
+            some.training_data(np.array([k]), 0) + some.gather(np.array([k]), some.validation),
+            every.training_data(np.array([j]), 0) + every.gather(np.array([j]), every.validation),
             strict=True,
         ):
             assert mine.equal(theirs)
@@ -117,7 +117,8 @@ def test_redrawn_test_images_are_held_by_nobody_turned_or_not(tmp_path):
             everybody.training_data(np.array([j]), 0)[0][0] for j in range(made.spec.num_agents)
         ]
         seen += [
-            everybody.validation_data(np.array([j]))[0][0] for j in range(made.spec.num_agents)
+            everybody.gather(np.array([j]), everybody.validation)[0][0]
+            for j in range(made.spec.num_agents)
         ]
         held = set(map(bytes, torch.cat(seen).numpy()))
         assert len(held) == 4 * (2 * 25 + 30)  # all others, as each cluster sees them

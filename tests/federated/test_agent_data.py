@@ -104,7 +104,8 @@ def test_nobody_poisons_without_an_attack_on_data():
 def test_nobody_poisons_what_it_judges_on(some):
     held = holdings()
     hold_equal(
-        held.validation_data(np.array(some)), [seen(k, VALIDATION[k], held.samples) for k in some]
+        held.gather(np.array(some), held.validation),
+        [seen(k, VALIDATION[k], held.samples) for k in some],
     )
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.federated import AgentState, CandidatePeers, Contacts, ContactTable
+from fedcb2o.federated import AgentState, CandidatePeers, Contacts, ContactTable, Ragged
 
 ascending = st.lists(st.integers(0, 12), max_size=6, unique=True).map(sorted)
 several = st.lists(ascending, min_size=1, max_size=5)
@@ -81,10 +81,8 @@ def test_peers_are_those_of_plain_lists(lists, shared, data):
     among, places = peers.find(*(np.array(each) for each in zip(*asked, strict=True)))
     assert among.tolist() == [i in plain[k] for k, i in asked]
     assert places.tolist() == [plain[k].index(i) for k, i in asked if i in plain[k]]
-    there = np.array(
-        [(k, place) for k in range(count) for place in range(len(plain[k]))], np.int64
-    ).reshape(-1, 2)
-    assert peers.ids_at(there[:, 0], there[:, 1]).tolist() == [i for each in plain for i in each]
+    positions = Ragged.from_arrays([np.arange(len(each)) for each in plain])
+    assert peers.ids_at(positions).tolist() == plain
     both = peers.including_self(np.array(own))
     assert [both.ids(k).tolist() for k in range(count)] == [
         sorted({*plain[k], own[k]}) for k in range(count)

@@ -84,7 +84,7 @@ class AgentData:
         """
         sizes = self.train.sizes[members]
         groups = [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
-        parts = [self._gather(members[equal], self.train) for equal in groups]
+        parts = [self.gather(members[equal], self.train) for equal in groups]
         if n >= self.attack.from_round:
             for equal, (x, y) in zip(groups, parts, strict=True):
                 self._poison_(members[equal], x, y)
@@ -119,17 +119,6 @@ class AgentData:
             x[row] = poisoned.x.to(x)
             y[row] = poisoned.y.to(y)
 
-    def validation_data(self, members: Indices) -> SampleBatch:
-        """Return the validation data of members with equally many samples.
-
-        Args:
-            members: Indices of agents.
-
-        Returns:
-            Samples and labels, with an axis over the members.
-        """
-        return self._gather(members, self.validation)
-
     def clean_training_data(self, k: int) -> Shard:
         """Return the training data of the agent at index k, without poison.
 
@@ -139,7 +128,7 @@ class AgentData:
         Returns:
             Its samples.
         """
-        x, y = self._gather(np.array([k]), self.train)
+        x, y = self.gather(np.array([k]), self.train)
         return Shard(x[0], y[0])
 
     def test_sets(self, members: Indices) -> Iterator[tuple[Indices, Shard]]:
@@ -174,8 +163,16 @@ class AgentData:
             return None
         return self.test.part(self.common_test)
 
-    def _gather(self, members: Indices, sample_ids: Ragged) -> SampleBatch:
-        """Return equally many samples of each member, as its cluster sees them."""
+    def gather(self, members: Indices, sample_ids: Ragged) -> SampleBatch:
+        """Return equally many samples of each member, as its cluster sees them, without poison.
+
+        Args:
+            members: Indices of agents.
+            sample_ids: `train` or `validation`.
+
+        Returns:
+            Samples and labels, with an axis over the members.
+        """
         flat = sample_ids.values[sample_ids.flat_index(members)]
         index = torch.from_numpy(flat.reshape(len(members), -1))
         cluster = self.cluster[members]

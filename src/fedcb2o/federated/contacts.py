@@ -294,20 +294,19 @@ class CandidatePeers:
         positions = positions[is_found]
         return is_found, positions - (positions > excluded[is_found])
 
-    def ids_at(self, agents: Indices, positions: Int[np.ndarray, " k"]) -> Int[np.ndarray, " k"]:
-        """Return the ids at positions among the candidates of agents, one agent per position.
+    def ids_at(self, positions: Ragged) -> Ragged:
+        """Return the ids at positions among the candidates of agents.
 
         Args:
-            agents: Index of an agent for each position.
-            positions: Positions, counted from 0.
+            positions: Positions of each agent, counted from 0.
 
         Returns:
-            The ids.
+            The ids of each agent.
         """
+        agents = positions.row_ids
         offsets = self.lists.offsets[self.list_index[agents]]
-        shift = positions >= self.excluded[agents]
-        ids: np.ndarray = self.lists.values[offsets + positions + shift]
-        return ids
+        shift = positions.values >= self.excluded[agents]
+        return Ragged(self.lists.values[offsets + positions.values + shift], positions.sizes)
 
 
 def match_history(

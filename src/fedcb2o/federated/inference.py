@@ -55,6 +55,20 @@ class Interpolation:
     own: Int[Tensor, "*a"]
     share: float
 
+    def points(
+        self, models: Float[Tensor, "p d"], thetas: Float[Tensor, "*m d"]
+    ) -> Float[Tensor, "*m d"]:
+        """Return the points to evaluate in place of received models.
+
+        Args:
+            models: Model buffer.
+            thetas: The received models.
+
+        Returns:
+            One point per model.
+        """
+        return torch.lerp(models[self.own], thetas, self.share)
+
 
 _BatchedForward = Callable[[Sequence[Tensor], Tensor], Tensor]
 """(tensors of m networks [m, ...], samples [m, n, ...] or [1, n, ...]) -> outputs [m, n, ...]."""
@@ -192,7 +206,10 @@ def bound_networks(
 
     if models_per_batch < 2:
         for row in rows.tolist():
-            bind_(module, _interpolate(models, models[row], interpolation))
+            theta = models[row]
+            if interpolation is not None:
+                theta = interpolation.points(models, theta)
+            bind_(module, theta)
             if reference is not None:
                 batch_norm.estimate_statistics_(module, features(reference))
             yield 1, lambda x: module(x[0]).unsqueeze(0)
@@ -201,24 +218,15 @@ def bound_networks(
     forward = batched_forward(module, dim)
     local = batch_norm.statistics(module, "local").values()
     for chunk in torch.split(rows, models_per_batch):
-        thetas = _interpolate(models, gather_rows(models, chunk.tolist()), interpolation)
+        thetas = gather_rows(models, chunk.tolist())
+        if interpolation is not None:
+            thetas = interpolation.points(models, thetas)
         tensors = unstack_views(module, thetas)
         tensors += [statistic.expand(len(chunk), -1).contiguous() for statistic in local]
         if reference is not None:
             with batch_norm.estimate_statistics_mode(module):
                 forward(tensors, features(reference).unsqueeze(0))
         yield len(chunk), functools.partial(forward, tensors)
-
-
-def _interpolate(
-    models: Float[Tensor, "p d"],
-    thetas: Float[Tensor, "*m d"],
-    interpolation: Interpolation | None,
-) -> Float[Tensor, "*m d"]:
-    """Return the points to evaluate in place of the models `thetas`."""
-    if interpolation is None:
-        return thetas
-    return torch.lerp(models[interpolation.own], thetas, interpolation.share)
 
 
 def batched_forward(module: nn.Module, dim: int) -> _BatchedForward:
@@ -496,12 +504,11 @@ def _per_agent_logits(
         forward = batched_forward(module, dim)
         for start in range(0, a, agents_per_batch):
             chunk = slice(start, start + agents_per_batch)
-            points = None
+            thetas = models.index_select(0, rows[chunk].flatten().to(models.device))
             if interpolation is not None:
                 own = interpolation.own[chunk].repeat_interleave(m)
-                points = Interpolation(own, interpolation.share)
-            thetas = models.index_select(0, rows[chunk].flatten().to(models.device))
-            parameters = unstack_views(module, _interpolate(models, thetas, points))
+                thetas = Interpolation(own, interpolation.share).points(models, thetas)
+            parameters = unstack_views(module, thetas)
             samples = features(x[chunk]).repeat_interleave(m, 0)
             parts = (samples,) if is_dense else torch.split(samples, SAMPLES_PER_PASS, 1)
             joined = torch.cat([forward(parameters, part) for part in parts], 1)

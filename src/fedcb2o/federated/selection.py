@@ -114,13 +114,10 @@ def prob_sampling(
         old_indices.append(_draw_by_likelihood(P, num_old, draw) if total else _NO_INDICES)
 
     new = Ragged.from_arrays(new_ranks)
-    new_positions = new.values + _known_before(new, known)
+    new_positions = Ragged(new.values + _known_before(new, known), new.sizes)
     old = Ragged.from_arrays(old_indices)
-    old_positions = positions[known.offsets[old.row_ids] + old.values]
-    return _merge(
-        Ragged(candidates.ids_at(new.row_ids, new_positions), new.sizes),
-        Ragged(candidates.ids_at(old.row_ids, old_positions), old.sizes),
-    )
+    old_positions = Ragged(positions[known.offsets[old.row_ids] + old.values], old.sizes)
+    return _merge(candidates.ids_at(new_positions), candidates.ids_at(old_positions))
 
 
 def _known_before(ranks: Ragged, known: Ragged) -> Int[np.ndarray, " s"]:
@@ -160,8 +157,7 @@ def uniform(
     positions = []
     for count, draw in zip(candidates.counts.tolist(), draws, strict=True):
         positions.append(np.sort(draw.choice(count, min(budget, count), replace=False)))
-    sampled = Ragged.from_arrays(positions)
-    return Ragged(candidates.ids_at(sampled.row_ids, sampled.values), sampled.sizes)
+    return candidates.ids_at(Ragged.from_arrays(positions))
 
 
 @batched_selection
@@ -235,11 +231,9 @@ def select_colluding_peers(
         else:
             benign_positions.append(_NO_INDICES)
 
-    fellows = Ragged.from_arrays(fellow_positions)
-    others = Ragged.from_arrays(benign_positions)
     return _merge(
-        Ragged(colluders.ids_at(fellows.row_ids, fellows.values), fellows.sizes),
-        Ragged(benign.ids_at(others.row_ids, others.values), others.sizes),
+        colluders.ids_at(Ragged.from_arrays(fellow_positions)),
+        benign.ids_at(Ragged.from_arrays(benign_positions)),
     )
 
 

@@ -150,11 +150,12 @@ class ValidationOracle:
         return values.cpu()
 
     def _data(self, count: int | None) -> Shard:
-        x, y = self.group.data.validation_data(np.array([self.k]))
-        data = Shard(x[0], y[0])
-        if count is None or count >= len(data):
-            return data
-        return data.part(np.arange(count) * len(data) // max(1, count))
+        data = self.group.data
+        x, y = data.gather(np.array([self.k]), data.validation)
+        shard = Shard(x[0], y[0])
+        if count is None or count >= len(shard):
+            return shard
+        return shard.part(np.arange(count) * len(shard) // max(1, count))
 
 
 def agent_context(
@@ -297,7 +298,8 @@ def validation_losses(
     Returns:
         Losses of shape [a, m].
     """
-    spec, (x, y) = group.spec, group.data.validation_data(members)
+    spec, data = group.spec, group.data
+    x, y = data.gather(members, data.validation)
     if transform is not None:
         shards = [
             apply_sample_transform("criterion", transform, Shard(*one))
