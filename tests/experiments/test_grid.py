@@ -18,7 +18,7 @@ from tests.tiny import bits, here, tiny
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.grid import _tuning
+from fedcb2o.experiments.grid import _grid_runner, _tuning
 from fedcb2o.experiments.grid._baseline import baseline_table
 from fedcb2o.experiments.grid._eta import TimeEstimate, format_duration
 from fedcb2o.experiments.grid._grid_runner import _open_grid
@@ -546,13 +546,35 @@ WIDENED = {
 }  # of two candidates one is always an end
 
 
+class NoWorkers:
+    """A process pool that runs the cells in this process, which saves the start of a worker."""
+
+    def reload_if_stale(self):
+        pass
+
+    def terminate(self):
+        pass
+
+    def map_unordered(self, count, function, tasks, on_result, on_idle):
+        for cell, arguments in tasks:
+            on_result(cell, function(*arguments))
+            on_idle()
+
+
+def bench_here(*arguments):
+    """Run `fedcb2o bench ARGUMENTS` with all cells in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_grid_runner, "current_pool", NoWorkers)
+        return here("bench", *arguments, "--jobs", 1)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """A grid's file, and the folder of a run of it that nobody disturbed."""
     folder = tmp_path_factory.mktemp("grid")
     path = folder / "mine.toml"
     path.write_text(tomli_w.dumps(tuned(name="mine", rounds=6, tuning=WIDENED)))
-    done = here("bench", path, "--jobs", 1, "--out", folder / "undisturbed")
+    done = bench_here(path, "--out", folder / "undisturbed")
     assert done.status == 0, done.err
     assert f"For the matrices: fedcb2o report {folder / 'undisturbed'}" in done.err
     return path, folder / "undisturbed"
@@ -693,7 +715,7 @@ def test_what_is_damaged_in_a_grid_fails_its_cell_alone(undisturbed, tmp_path):
     metrics.write_text(metrics.read_text().replace("0.1", "0.2", 1))
     (out / "cells.json").write_text("[]")
     assert "cells.json is damaged" in here("report", out, "--out", tmp_path / "page").one_line()
-    done = here("bench", path, "--out", out, "--jobs", 1, "--resume")
+    done = bench_here(path, "--out", out, "--resume")
     assert done.status == 1
     assert "3 of 15 cells failed" in done.err
     assert f"{empty / 'seed-1000' / 'summary.json'} is damaged" in done.err
@@ -703,7 +725,7 @@ def test_what_is_damaged_in_a_grid_fails_its_cell_alone(undisturbed, tmp_path):
     for cell in (hurt, empty):
         shutil.rmtree(cell / "seed-1000")
     shutil.rmtree(lost)
-    assert here("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
+    assert bench_here(path, "--out", out, "--resume").status == 0
     assert everything(out) == before
     chosen = out / "tuning.json"
     chosen.write_text(
@@ -753,7 +775,7 @@ def goes_on_to(folder, path, out):
     done = len(list(out.rglob("summary.json")))
     assert done < 15
     (out / "tuning.json.tmp").write_text("half")  # as a kill may leave it
-    last = here("bench", path, "--out", out, "--jobs", 1, "--resume")
+    last = bench_here(path, "--out", out, "--resume")
     assert last.status == 0, last.err
     before = re.search(r"(\d+) of 1[45] cells were done before", last.err)
     assert done <= (int(before[1]) if before else 0) < 15
@@ -809,7 +831,7 @@ def test_a_cell_that_fails_is_told_and_the_others_go_on_and_it_is_tried_again(
     assert "Note: DFedAvgM, Mine failed: the tide is out." in told.err
     assert "failed" in (tmp_path / "report/matrices/accuracy.md").read_text()
     (tmp_path / "ready").write_text("")
-    again = here("bench", "mine.toml", "--out", "out", "--jobs", 1, "--resume")
+    again = bench_here("mine.toml", "--out", "out", "--resume")
     assert again.status == 0, again.err
     assert "3 of 4 cells were done before" in again.err
     assert [
