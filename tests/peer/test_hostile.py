@@ -89,7 +89,9 @@ def test_no_lie_of_a_member_is_received(tmp_path):
             for lie in {lie for turn in TURNS for lie in turn}
             if not found[lie] & hostile.LIES[lie][0]
         }
-        assert all(found[lie] <= {"late", "not asked"} for lie in unseen), {lie: found[lie] for lie in unseen}
+        assert all(found[lie] <= {"late", "not asked"} for lie in unseen), {
+            lie: found[lie] for lie in unseen
+        }
         assert len(unseen) < 6  # where the machine is so busy that an answer takes a second
         asked = [note for note in notes if "request" in note]
         assert {note["request"] for note in asked} == {*hostile.REQUESTS}
