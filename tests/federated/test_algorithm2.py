@@ -54,7 +54,9 @@ def compare(algorithm, options, *, num_rounds=6, make=network, statistics="share
     """Run both, and hold every model, choice, weight and likelihood equal after every round."""
     engine = ours.together(algorithm, make(), **changes)
     terms = engine.spec
-    options = dataclasses.replace(options, budget=BUDGET, validation_loss=terms.agents.validation_loss)
+    options = dataclasses.replace(
+        options, budget=BUDGET, validation_loss=terms.agents.validation_loss
+    )
     agents = oracle_agents(engine, make, options, statistics)
     training = reference.Training(
         **{
