@@ -1,7 +1,9 @@
 """Settings of all tests: one thread, no display, the default handler of Ctrl-C."""
 
+import logging
 import os
 import signal
+import sys
 
 # Before torch and numpy are first imported, here and in every process that a test starts.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -27,6 +29,20 @@ settings.load_profile("steady")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "quick: needs a Ray cluster, but runs in `make test`")
+
+
+@pytest.fixture(autouse=True)
+def process_state(tmp_path_factory):
+    """Restore what code of a user may change in the process: log level, imported modules."""
+    logger = logging.getLogger("fedcb2o")
+    level = logger.level
+    before = set(sys.modules)
+    yield
+    logger.setLevel(level)
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        if file.startswith(str(tmp_path_factory.getbasetemp())):
+            del sys.modules[name]
 
 
 @pytest.hookimpl(tryfirst=True)

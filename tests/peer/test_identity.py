@@ -42,19 +42,13 @@ def one_line(raised):
     return text
 
 
-def test_an_identity_is_files_of_which_only_the_owner_reads_the_secrets(made):
+def test_only_the_owner_reads_the_files_of_an_identity(made):
     modes = {path.name: path.stat().st_mode & 0o777 for path in made.folder.iterdir()}
     assert made.folder.stat().st_mode & 0o777 == 0o700
-    assert {name for name, mode in modes.items() if mode == 0o600} == {
-        "signing.key",
-        "root.key",
-        "tls.key",
-    }
-    assert modes.keys() - {"signing.key", "root.key", "tls.key"} == {
-        "root.pem",
-        "tls.pem",
-        "hospital-a.member.toml",
-    }
+    assert modes == dict.fromkeys(
+        ["signing.key", "root.key", "tls.key", "root.pem", "tls.pem", "hospital-a.member.toml"],
+        0o600,
+    )
     again = Identity.read(made.folder)
     again.check_certificate()
     assert again == made

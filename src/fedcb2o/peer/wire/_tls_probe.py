@@ -2,6 +2,7 @@
 
 import socket
 import ssl
+import time
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -9,9 +10,12 @@ from cryptography import x509
 
 from fedcb2o.peer.membership.certificates import parse_endpoint
 from fedcb2o.peer.membership.identity import Identity, Member
+from fedcb2o.peer.wire._link import TlsStream
+from fedcb2o.peer.wire._listener import client_context
 
 _TIMEOUT_SECONDS = 5.0
-"""Time for a connection, and for each message of a handshake."""
+"""Time for a connection, and for a handshake."""
+_REFUSAL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,16 @@ class ProbeResult:
     is_refused: bool = False
 
 
+def _await_refusal(stream: TlsStream) -> None:
+    """Wait for the alert of a member that refuses our certificate; TimeoutError without one."""
+    try:
+        stream.read_exactly(1, time.monotonic() + _REFUSAL_SECONDS)
+    except ConnectionResetError:
+        raise
+    except ConnectionError:
+        return  # the member closed the connection
+
+
 def probe_member(member: Member, identity: Identity, *, is_linked: bool = False) -> ProbeResult:
     """Connect to a member as a link does, trusting only its root.
 
@@ -41,20 +55,15 @@ def probe_member(member: Member, identity: Identity, *, is_linked: bool = False)
         The result; an unreachable member raises nothing.
     """
     address, port = parse_endpoint(member.endpoint)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_verify_locations(cadata=member.root)
-    context.load_cert_chain(identity.tls_certificate, identity.tls_key)
+    context = client_context(identity, member)
     expires = None
     try:
-        with (
-            socket.create_connection((str(address), port), timeout=_TIMEOUT_SECONDS) as plain,
-            context.wrap_socket(plain, server_hostname=str(address)) as link,
-        ):
-            certificate = x509.load_der_x509_certificate(link.getpeercert(True) or b"")
-            expires = certificate.not_valid_after_utc
+        with socket.create_connection((str(address), port), timeout=_TIMEOUT_SECONDS) as connection:
+            stream = TlsStream(connection, context, str(address))
+            stream.handshake(time.monotonic() + _TIMEOUT_SECONDS)
+            expires = x509.load_der_x509_certificate(stream.certificate).not_valid_after_utc
             if not is_linked:
-                link.settimeout(0.5)
-                link.recv(1)  # fails if our certificate is refused, otherwise times out
+                _await_refusal(stream)
     except TimeoutError:
         return ProbeResult("" if expires else _timeout_error(member), expires)
     except socket.gaierror:
