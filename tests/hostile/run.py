@@ -21,6 +21,7 @@ HONEST = 4
 CHANGES = {"rounds": 10**6, "agents": {"benign": 5, "malicious": 0, "budget": 3}}
 TIMES = {"lag": 5, "deadline_seconds": 3.0, "round_seconds": 0.5}
 MAX_MEMORY = 100 * 2**20
+EQUIVOCATION = "answers: equivocation"
 MAX_PACE = 1.3
 MAX_PACE_OF_STRANGERS = 2.0
 
@@ -54,15 +55,33 @@ def observe(peers, work, seconds):
     return elapsed * HONEST / max(1, sum(rounds)), min(rounds), received, memory(peers)
 
 
-def run(folder, seconds, out=sys.stdout):
+def run_all(folder, seconds, out=sys.stdout):
+    """Return what went wrong under all attacks.
+
+    The author of an equivocation is banned, so that this attack has a federation of its own.
+    """
+    attacks = dict(ATTACKS)
+    equivocation = {EQUIVOCATION: attacks.pop(EQUIVOCATION)}
+    is_full = seconds > 10
+    wrong = failures(*run(folder / "all", seconds, attacks, out), is_full=is_full)
+
+    records, final = run(folder / "equivocation", max(seconds, 6.0), equivocation, out)
+    wrong += failures(records, final, is_full=is_full)
+    if final["guilty"] != [f"org-{HONEST}"]:
+        wrong.append("an equivocation was not found")
+    return wrong
+
+
+def run(folder, seconds, attacks, out=sys.stdout):
     """Return one record for each attack; the first one is undisturbed."""
     records = []
+    folder.mkdir()
     with nodes(folder, HONEST + 1, changes=CHANGES, **TIMES) as peers:
         peers.start(*range(HONEST), gather=5.0)
         dim = len(parameters.flatten(build_network(read_federation(peers.federation))))
         attacker = Attacker(peers.federation, peers.identities[HONEST], dim)
         peers.until(0, 4, 60)
-        for name, (kind, function) in [("none", ("none", lambda attacker: None)), *ATTACKS.items()]:
+        for name, (kind, function) in [("none", ("none", lambda attacker: None)), *attacks.items()]:
             length = max(seconds, 8.0) if kind == "none" else seconds
             attacker.asked = 0
             attacker.end = time.monotonic() + length
@@ -98,9 +117,9 @@ def run(folder, seconds, out=sys.stdout):
 
 
 def mean_pace(records, kinds):
-    """Return seconds per round over the attacks of some kinds."""
+    """Return seconds per round over the attacks of some kinds; 0 without such attacks."""
     paces = [record["seconds_a_round"] for record in records if record["kind"] in kinds]
-    return sum(paces) / len(paces)
+    return sum(paces) / max(1, len(paces))
 
 
 def failures(records, final, *, is_full):
@@ -132,6 +151,6 @@ def failures(records, final, *, is_full):
 if __name__ == "__main__":
     length = float(sys.argv[1])
     with tempfile.TemporaryDirectory() as name:
-        wrong = failures(*run(Path(name), length), is_full=length > 10)
+        wrong = run_all(Path(name), length)
     print("\n".join(wrong) or f"{len(ATTACKS)} attacks: nothing went wrong")
     sys.exit(bool(wrong))

@@ -9,5 +9,4 @@ from tests.hostile.attacks import ATTACKS
 @pytest.mark.timeout(400)
 def test_no_attack_ends_a_node_or_slows_the_rounds(tmp_path):
     assert len(ATTACKS) >= 30
-    records, final = run.run(tmp_path, 2.0)
-    assert run.failures(records, final, is_full=False) == []
+    assert run.run_all(tmp_path, 2.0) == []
