@@ -21,7 +21,13 @@ nitpicky = True
 # Only names of this project must exist; a build needs no pages of other projects, and no network.
 nitpick_ignore_regex = [("py:.*", r"(?!fedcb2o\.).*")]
 # Rare types of arguments have no entry in the reference.
-rarely = (r"plugins\.F", r".*\.DatasetNames", r"(experiments|peer)\..*", r".*\._\w+")
+rarely = (
+    r"plugins\.F",
+    r".*\.DatasetNames",
+    r"federated\.sections\..*",
+    r"(experiments|peer)\..*",
+    r".*\._\w+",
+)
 nitpick_ignore_regex += [("py:class", rf"fedcb2o\.{name}") for name in rarely]
 
 # Pages: the files that a forge shows, with its anchors, and notebooks.
