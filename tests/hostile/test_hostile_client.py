@@ -5,6 +5,8 @@ from tests.hostile import run
 from tests.hostile.attacks import ATTACKS
 
 
+# Python leaves an SSL socket that is reset before its handshake to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_no_attack_ends_a_node_or_slows_the_rounds(tmp_path):
