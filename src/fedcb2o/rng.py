@@ -13,7 +13,6 @@ Example:
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,9 +31,7 @@ def stream(seed: int, *key: str | int) -> np.random.Generator:
         A generator at the start of its stream. Equal arguments give equal draws; different
         arguments give independent streams.
     """
-    name = repr((int(seed), *(part if isinstance(part, str) else int(part) for part in key)))
-    words: Any = _Key(hashlib.blake2b(name.encode(), digest_size=16).digest())
-    return np.random.Generator(np.random.Philox(words, _START))
+    return _generator(_stream_name(seed, *key))
 
 
 def agent_streams(seed: int, *key: str | int, agents: Iterable[int]) -> list[np.random.Generator]:
@@ -48,17 +45,29 @@ def agent_streams(seed: int, *key: str | int, agents: Iterable[int]) -> list[np.
     Returns:
         One generator per agent, in their order.
     """
-    return [stream(seed, *key, j) for j in agents]
+    prefix = _stream_name(seed, *key).removesuffix(")").removesuffix(",")
+    return [_generator(f"{prefix}, {j})") for j in agents]
 
 
-@dataclass(frozen=True)
+def _stream_name(seed: int, *key: str | int) -> str:
+    """Return the text of a stream's seed and key."""
+    return repr((int(seed), *(part if isinstance(part, str) else int(part) for part in key)))
+
+
+def _generator(name: str) -> np.random.Generator:
+    """Return the generator of a stream's name."""
+    words: Any = _Key(hashlib.blake2b(name.encode(), digest_size=16).digest())
+    return np.random.Generator(np.random.Philox(words, _START))
+
+
 class _Key(ISeedSequence):
     """Key for Philox, passed as a seed sequence.
 
     With its argument `key`, Philox first asks the system for a seed, which doubles its time.
     """
 
-    digest: bytes
+    def __init__(self, digest: bytes) -> None:
+        self.digest = digest
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
         """Return the words of the key.

@@ -111,13 +111,14 @@ class AgentData:
         ids = self.agents[members[attackers]].tolist()
         draws = agent_streams(self.seed, "attack", agents=ids)
         takes_id = "me" in plugins.positional_inputs(getattr(poison, "func", poison))
-        clean = zip(rows.tolist(), x[rows].cpu(), y[rows].cpu(), draws, ids, strict=True)
-        for row, x_clean, y_clean, draw, j in clean:
-            shard = Shard(x_clean, y_clean)
-            output = poison(shard, draw, *[j] * takes_id)
-            poisoned = validated_poison(poison, output, shard, self.num_classes)
-            x[row] = poisoned.x.to(x)
-            y[row] = poisoned.y.to(y)
+        shards = [*map(Shard, x[rows].cpu().unbind(), y[rows].cpu().unbind())]
+        outputs = [
+            poison(shard, draw, *[j] * takes_id)
+            for shard, draw, j in zip(shards, draws, ids, strict=True)
+        ]
+        poisoned = validated_poison(poison, outputs, shards, self.num_classes)
+        x[rows] = poisoned.x.to(x)
+        y[rows] = poisoned.y.to(y)
 
     def clean_training_data(self, k: int) -> Shard:
         """Return the training data of the agent at index k, without poison.

@@ -1,13 +1,13 @@
 """Validation of the values that plug-ins return. Errors name the plug-in.
 
 >>> shard = Shard(torch.zeros(2, 3), torch.tensor([0, 3]))
->>> validated_poison(lambda shard, generator: shard, shard, shard, num_classes=4).y.tolist()
+>>> validated_poison(lambda shard, generator: shard, [shard], [shard], num_classes=4).y.tolist()
 [0, 3]
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -323,17 +323,19 @@ def validated_state(rule: Callable[..., Any], output: Any) -> tuple[RuleState, A
     return copies, weights
 
 
-def validated_poison(poison: Poison, output: Any, shard: Shard, num_classes: int) -> Shard:
-    """Validate poisoned data; a built-in attack's shapes and types are trusted.
+def validated_poison(
+    poison: Poison, outputs: Sequence[Any], shards: Sequence[Shard], num_classes: int
+) -> Shard:
+    """Validate and stack poisoned data; a built-in attack's shapes and types are trusted.
 
     Args:
         poison: The attack.
-        output: Its return value.
-        shard: The data before.
+        outputs: Its return value for each attacker.
+        shards: The data of each attacker before, equally many samples.
         num_classes: Number of classes; 1 for data without classes.
 
     Returns:
-        Data of the same shapes and types.
+        Data of the same types, with an axis over the attackers.
 
     Raises:
         ConfigError: The shapes or types are others, values are not finite, or a label is not among
@@ -341,19 +343,23 @@ def validated_poison(poison: Poison, output: Any, shard: Shard, num_classes: int
     """
     name = display_name("attack", poison)
     if USER_FUNCTION.get(poison) is not None:
-        if not isinstance(output, Shard):
-            raise ConfigError(
-                f"the {name} returned a {type(output).__name__}, expected a fedcb2o.Shard"
-            )
-        x = _poisoned_tensor(name, "samples", output.x, shard.x)
-        output = Shard(x, _poisoned_tensor(name, "labels", output.y, shard.y))
-
-    poisoned: Shard = output
-    labels = poisoned.y
+        pairs = zip(outputs, shards, strict=True)
+        outputs = [_poisoned_shard(name, output, shard) for output, shard in pairs]
+    labels = torch.stack([poisoned.y for poisoned in outputs])
     has_classes = num_classes > 1 and labels.numel() > 0
     if has_classes and not (labels.min() >= 0 and labels.max() < num_classes):
         raise ConfigError(f"the {name} returned labels outside 0 to {num_classes - 1}")
-    return poisoned
+    return Shard(torch.stack([poisoned.x for poisoned in outputs]), labels)
+
+
+def _poisoned_shard(name: str, output: Any, shard: Shard) -> Shard:
+    """Validate the poisoned data of one attacker."""
+    if not isinstance(output, Shard):
+        raise ConfigError(
+            f"the {name} returned a {type(output).__name__}, expected a fedcb2o.Shard"
+        )
+    x = _poisoned_tensor(name, "samples", output.x, shard.x)
+    return Shard(x, _poisoned_tensor(name, "labels", output.y, shard.y))
 
 
 def _poisoned_tensor(name: str, part: str, values: Any, original: Tensor) -> Tensor:

@@ -96,7 +96,9 @@ class Ragged:
         return self.values[start : start + int(self.sizes[k])]
 
     def __iter__(self) -> Iterator[Shaped[np.ndarray, " m"]]:
-        return iter(np.split(self.values, self.sizes.cumsum()[:-1]) if len(self) else [])
+        ends = self.sizes.cumsum()
+        starts = (ends - self.sizes).tolist()
+        return (self.values[a:b] for a, b in zip(starts, ends.tolist(), strict=True))
 
     @property
     def offsets(self) -> Int[np.ndarray, " a"]:

@@ -292,7 +292,9 @@ def _draw_indices(n: int, size: int, draw: np.random.Generator) -> Int[np.ndarra
     """Draw `size` of the numbers below n without replacement, ascending; all if n <= size."""
     if n <= size:
         return np.arange(n)
-    return np.sort(draw.choice(n, size, replace=False))
+    indices: np.ndarray = draw.choice(n, size, replace=False)
+    indices.sort()
+    return indices
 
 
 def _draw_by_likelihood(
