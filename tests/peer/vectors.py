@@ -50,7 +50,7 @@ def link_vector() -> dict[str, str]:
     def batches(message: bytes) -> str:
         encoder = messages.BatchEncoder()
         encoder.sequence = 300
-        return encoder.encode(message).hex()
+        return b"".join(encoder.encode(message)).hex()
 
     return {
         "query": batches(messages.encode_query(5, key, b"request", 2.5)),

@@ -22,6 +22,7 @@ from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._equivocation import Ledger
 from fedcb2o.peer.wire._protocol import (
     AnswerStatus,
+    BytesLike,
     MalformedError,
     Request,
     RequestKind,
@@ -229,7 +230,7 @@ def _read_reply(
     member: Member,
     nonce: bytes,
     sent: float,
-    answers: Iterable[bytes],
+    answers: Iterable[BytesLike],
 ) -> bool:
     """Store a member's first valid or last reply; return its validity."""
     for answer in answers:
@@ -252,7 +253,7 @@ def _wait_for_checkers(
         time.sleep(0.1)
 
 
-def _decode_reply(data: bytes, nonce: bytes, member: Member, sent: float) -> _HelloReply:
+def _decode_reply(data: BytesLike, nonce: bytes, member: Member, sent: float) -> _HelloReply:
     try:
         answer = decode_answer(data)
         if answer.status is AnswerStatus.ANOTHER_VERSION:

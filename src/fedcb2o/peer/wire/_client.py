@@ -333,7 +333,7 @@ class _PeerSession:
         answers = client.transport.ask(self.peer, request.encode(client.identity.sign), left)
         return self._decode(answers, nonce)
 
-    def _decode(self, answers: Iterable[bytes], nonce: bytes) -> "Iterator[Answer]":
+    def _decode(self, answers: Iterable[_protocol.BytesLike], nonce: bytes) -> "Iterator[Answer]":
         for data in answers:
             self.received_bytes += len(data)
             with self.client.lock:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 
 from fedcb2o.peer.wire import _zenoh_messages as messages
 from fedcb2o.peer.wire._zenoh_messages import BatchDecoder, BatchEncoder, Message, ZenohError
@@ -25,7 +26,8 @@ HANDSHAKE_SECONDS = 10.0
 """Time for TLS and the first messages of a link."""
 SEND_SECONDS = 120.0
 """Time to send an answer: 1 MiB with seven others before it, at 70 kB/s."""
-_RECEIVE_BYTES = 2**18
+_RECORD_BYTES = 2**14
+_RECORDS_PER_TURN = 16
 _ALLOWANCE_BYTES = 2**20
 """Bytes that a remote may send unasked at once; each message counts as at least 1 KiB."""
 _ALLOWANCE_PER_SECOND = 2**14
@@ -60,7 +62,7 @@ class TlsStream:
     """Stream of bytes over TLS, for one reader and several writers.
 
     Args:
-        connection: A connected socket.
+        connection: A connected socket, which the stream takes over.
         context: Certificates of both ends.
         server_hostname: Name of the dialled host; by default this end listens.
     """
@@ -71,30 +73,28 @@ class TlsStream:
         context: ssl.SSLContext,
         server_hostname: str | None = None,
     ) -> None:
-        self.socket = connection
         connection.setblocking(False)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._incoming = ssl.MemoryBIO()
-        self._outgoing = ssl.MemoryBIO()
-        self._tls = context.wrap_bio(
-            self._incoming,
-            self._outgoing,
+        self.socket = context.wrap_socket(
+            connection,
             server_side=server_hostname is None,
+            do_handshake_on_connect=False,
             server_hostname=server_hostname,
         )
         self._tls_lock = threading.Lock()  # OpenSSL is not safe in two threads at once
         self._write_lock = threading.Lock()
         self._can_write = select.poll()
-        self._can_write.register(connection, select.POLLOUT)
+        self._can_write.register(self.socket, select.POLLOUT)
         self._can_read = select.poll()
-        self._can_read.register(connection, select.POLLIN)
+        self._can_read.register(self.socket, select.POLLIN)
+        self._record = bytearray(_RECORD_BYTES)
         self._plain = bytearray()
 
     @property
     def certificate(self) -> bytes:
         """The remote's certificate, after the handshake."""
-        return self._tls.getpeercert(True) or b""
+        return self.socket.getpeercert(True) or b""
 
     def advance_handshake(self) -> bool:
         """Continue the handshake with the bytes that have arrived, without waiting.
@@ -105,22 +105,11 @@ class TlsStream:
         Raises:
             OSError: It failed, or the remote ended it.
         """
-        with suppress(BlockingIOError):
-            data = self.socket.recv(2**14)
-            if not data:
-                raise ConnectionError("the remote closed the connection")
-            self._incoming.write(data)
-        is_complete = False
         try:
-            self._tls.do_handshake()
-            is_complete = True
-        except ssl.SSLWantReadError:
-            pass
-        finally:
-            if pending := self._outgoing.read():
-                with suppress(BlockingIOError):
-                    self.socket.send(pending)  # a handshake fits the buffer of a new socket
-        return is_complete
+            self.socket.do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        return True
 
     def handshake(self, end: float) -> None:
         """Complete the handshake.
@@ -153,22 +142,23 @@ class TlsStream:
         del self._plain[:count]
         return content
 
-    def take_batches(self) -> list[bytes]:
+    def take_batches(self) -> list[memoryview]:
         """Return the whole batches that were received.
 
         Returns:
-            Their contents, without the lengths.
+            Views of their contents, without the lengths. Each keeps all bytes of its call alive.
         """
         batches = []
         position = 0
-        with memoryview(self._plain) as plain:
-            while position + 2 <= len(plain):
-                end = position + 2 + int.from_bytes(plain[position : position + 2], "little")
-                if end > len(plain):
-                    break
-                batches.append(bytes(plain[position + 2 : end]))
-                position = end
-        del self._plain[:position]
+        plain = memoryview(self._plain)
+        while position + 2 <= len(plain):
+            end = position + 2 + int.from_bytes(plain[position : position + 2], "little")
+            if end > len(plain):
+                break
+            batches.append(plain[position + 2 : end])
+            position = end
+        if batches:
+            self._plain = bytearray(plain[position:])
         return batches
 
     def receive(self, seconds: float) -> None:
@@ -180,50 +170,43 @@ class TlsStream:
         Raises:
             OSError: The stream ended, or nothing arrived in time.
         """
-        if self._decrypt():  # bytes that arrived with the end of the handshake
+        if self._decrypt():
             return
         self._wait_readable(seconds)
-        try:
-            data = self.socket.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            return
-        if not data:
-            raise ConnectionError("the remote closed the connection")
-        with self._tls_lock:
-            self._incoming.write(data)
         self._decrypt()
 
     def _decrypt(self) -> bool:
-        """Decrypt received bytes; return True if there were any."""
+        """Decrypt bytes that have arrived, up to a bound; return True if there were any."""
         has_bytes = False
-        with self._tls_lock:
-            try:
-                while part := self._tls.read(2**14):
-                    self._plain += part
-                    has_bytes = True
-            except ssl.SSLWantReadError:
-                return has_bytes
-        raise ConnectionError("the remote closed the stream")
+        record = memoryview(self._record)
+        with suppress(ssl.SSLWantReadError):
+            for _ in range(_RECORDS_PER_TURN):
+                with self._tls_lock:  # for one record, because others want to write
+                    count = self.socket.recv_into(record)
+                if not count:
+                    raise ConnectionError("the remote closed the connection")
+                self._plain += record[:count]
+                has_bytes = True
+        return has_bytes
 
     def write(self, data: bytes, seconds: float) -> None:
         """Encrypt and send bytes, after those of other threads.
 
         Args:
             data: The bytes.
-            seconds: Longest time to send them.
+            seconds: Longest time to send them. The stream cannot be used after a failure.
 
         Raises:
             OSError: The stream is closed or the remote reads too slowly.
         """
         with self._write_lock:
-            with self._tls_lock:
-                self._tls.write(data)
-                pending = memoryview(self._outgoing.read())
             end = time.monotonic() + seconds
+            pending = memoryview(data)
             while pending:
                 try:
-                    pending = pending[self.socket.send(pending) :]
-                except BlockingIOError:
+                    with self._tls_lock:
+                        pending = pending[self.socket.send(pending[:_RECORD_BYTES]) :]
+                except ssl.SSLWantWriteError:  # OpenSSL wants the same record again
                     left = end - time.monotonic()
                     if left <= 0 or not self._can_write.poll(1000 * left):
                         raise TimeoutError("the remote does not read") from None
@@ -243,7 +226,8 @@ class TlsStream:
     def close(self) -> None:
         """End the stream at once, also for threads that read or write."""
         with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
+            # SSLSocket's own method lets a thread that reads go on without TLS
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def release(self) -> None:
         """Give the descriptor back, after the threads that write have ended."""
@@ -324,7 +308,8 @@ class Link:
             if self.closed.is_set():
                 raise ConnectionError("the link is closed")
             try:
-                self.stream.write(b"".join(map(self._encoder.encode, parts)), seconds)
+                pieces = chain.from_iterable(map(self._encoder.encode, parts))
+                self.stream.write(b"".join(pieces), seconds)
             except (OSError, ValueError) as error:
                 self.close()
                 raise ConnectionError("the link is closed") from error
@@ -336,9 +321,11 @@ class Link:
             self.close()
         is_due = time.monotonic() - self._last_sent >= _KEEP_ALIVE_SECONDS
         if is_due and not self._order.locked() and self.stream.is_writable():
-            with suppress(OSError, ValueError):
+            try:
                 self.stream.write(messages.with_length(messages.KEEP_ALIVE), 0.0)
                 self._last_sent = time.monotonic()
+            except (OSError, ValueError):
+                self.close()
 
     def run(self, on_message: Callable[[Message], None]) -> bool:
         """Read until the link ends.

@@ -15,8 +15,10 @@ import ssl
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from cryptography import x509
 from cryptography.x509.oid import NameOID
@@ -145,9 +147,7 @@ class Listener:
         self._context = context
         self._on_link = on_link
         self._selector = selectors.DefaultSelector()
-        # the oldest first: the socket, its source address and the time after which it is closed
-        self._pending: dict[socket.socket, tuple[str, float]] = {}
-        self._streams: dict[socket.socket, TlsStream] = {}
+        self._pending: dict[int, _Pending] = {}  # by descriptor, the oldest first
         self._closed = threading.Event()
         self._has_logged = False
         self._spare = os.open(os.devnull, os.O_RDONLY)
@@ -172,16 +172,16 @@ class Listener:
                 for key, _ in events:
                     if key.fileobj is self._listening:
                         self._accept()
-                    elif key.fileobj in self._pending:
-                        self._advance(key.fileobj)
+                    elif key.fd in self._pending:
+                        self._advance(key.fd)
                 self._drop_expired()
             except Exception:  # the listener must go on
                 if not self._has_logged:
                     self._has_logged = True
                     logging.getLogger(__name__).exception("a connection could not be accepted")
                 time.sleep(_DESCRIPTORS_SECONDS)
-        for connection in list(self._pending):
-            self._drop(connection)
+        for descriptor in list(self._pending):
+            self._drop(descriptor)
         self._selector.close()
         self._listening.close()
         os.close(self._spare)
@@ -200,8 +200,8 @@ class Listener:
                 self._drop(self._oldest_of_most())
             connection.setblocking(False)
             end = time.monotonic() + HANDSHAKE_SECONDS
-            self._pending[connection] = str(address[0]), end
-            self._selector.register(connection, selectors.EVENT_READ)
+            self._pending[connection.fileno()] = _Pending(connection, str(address[0]), end)
+            self._selector.register(connection.fileno(), selectors.EVENT_READ)
 
     def _shed(self) -> None:
         """Refuse one connection with a descriptor that was kept for this."""
@@ -217,47 +217,61 @@ class Listener:
             )
         time.sleep(_DESCRIPTORS_SECONDS)
 
-    def _oldest_of_most(self) -> socket.socket:
+    def _oldest_of_most(self) -> int:
         """Return the oldest pending connection of the address with most of them."""
-        counts: dict[str, int] = {}
-        for address, _ in self._pending.values():
-            counts[address] = counts.get(address, 0) + 1
+        counts = Counter(one.address for one in self._pending.values())
         busiest = max(counts, key=lambda address: counts[address])
-        return next(one for one, (address, _) in self._pending.items() if address == busiest)
+        return next(fd for fd, one in self._pending.items() if one.address == busiest)
 
-    def _advance(self, connection: socket.socket) -> None:
+    def _advance(self, descriptor: int) -> None:
         """Continue a handshake; pass the stream on after its end."""
+        one = self._pending[descriptor]
         try:
-            if connection not in self._streams:
-                self._streams[connection] = TlsStream(connection, self._context)
-            stream = self._streams[connection]
-            if not stream.advance_handshake():
+            if one.stream is None:
+                one.stream = TlsStream(one.connection, self._context)
+            if not one.stream.advance_handshake():
                 return
-            certificate = x509.load_der_x509_certificate(stream.certificate)
+            certificate = x509.load_der_x509_certificate(one.stream.certificate)
             (issuer,) = certificate.issuer.get_attributes_for_oid(NameOID.COMMON_NAME)
         except (OSError, ValueError):
-            self._drop(connection)
+            self._drop(descriptor)
             return
-        self._forget(connection)
+        self._forget(descriptor)
         expires = certificate.not_valid_after_utc.timestamp()
-        self._on_link(stream, str(issuer.value), expires)
+        self._on_link(one.stream, str(issuer.value), expires)
 
     def _drop_expired(self) -> None:
         now = time.monotonic()
         while self._pending:
-            connection, (_, end) = next(iter(self._pending.items()))
-            if now < end:
+            descriptor, one = next(iter(self._pending.items()))
+            if now < one.end:
                 return
-            self._drop(connection)
+            self._drop(descriptor)
 
-    def _drop(self, connection: socket.socket) -> None:
-        self._forget(connection)
-        _reset(connection)
+    def _drop(self, descriptor: int) -> None:
+        one = self._forget(descriptor)
+        _reset(one.connection if one.stream is None else one.stream.socket)
 
-    def _forget(self, connection: socket.socket) -> None:
-        del self._pending[connection]
-        self._streams.pop(connection, None)
-        self._selector.unregister(connection)
+    def _forget(self, descriptor: int) -> "_Pending":
+        self._selector.unregister(descriptor)
+        return self._pending.pop(descriptor)
+
+
+@dataclass
+class _Pending:
+    """Connection before the end of its handshake.
+
+    Attributes:
+        connection: The socket, until the stream takes it over.
+        address: Its source address.
+        end: Time after which it is closed.
+        stream: The stream, after the first bytes have arrived.
+    """
+
+    connection: socket.socket
+    address: str
+    end: float
+    stream: TlsStream | None = None
 
 
 def _reset(connection: socket.socket) -> None:

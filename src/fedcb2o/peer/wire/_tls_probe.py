@@ -58,12 +58,15 @@ def probe_member(member: Member, identity: Identity, *, is_linked: bool = False)
     context = client_context(identity, member)
     expires = None
     try:
-        with socket.create_connection((str(address), port), timeout=_TIMEOUT_SECONDS) as connection:
-            stream = TlsStream(connection, context, str(address))
+        connection = socket.create_connection((str(address), port), timeout=_TIMEOUT_SECONDS)
+        stream = TlsStream(connection, context, str(address))
+        try:
             stream.handshake(time.monotonic() + _TIMEOUT_SECONDS)
             expires = x509.load_der_x509_certificate(stream.certificate).not_valid_after_utc
             if not is_linked:
                 _await_refusal(stream)
+        finally:
+            stream.release()
     except TimeoutError:
         return ProbeResult("" if expires else _timeout_error(member), expires)
     except socket.gaierror:

@@ -38,6 +38,7 @@ from fedcb2o.peer.wire._listener import (
     raise_descriptor_limit,
     server_context,
 )
+from fedcb2o.peer.wire._protocol import BytesLike
 from fedcb2o.peer.wire._zenoh_messages import (
     Final,
     Interest,
@@ -88,7 +89,7 @@ CLOSE_SECONDS = _DIAL_SECONDS + 1
 class Transport(Protocol):
     """Interface to exchange requests and answers; safe in any thread."""
 
-    def ask(self, peer: int, request: bytes, timeout: float) -> Iterable[bytes]:
+    def ask(self, peer: int, request: bytes, timeout: float) -> Iterable[BytesLike]:
         """Send a request now.
 
         Args:
@@ -176,7 +177,7 @@ class Zenoh:
         """True if other members can ask this agent."""
         return self._listener is not None
 
-    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:
+    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[BytesLike]:
         dialer = self._dialers.get(peer)
         if dialer is None or timeout <= 0:
             return iter(())
@@ -340,7 +341,7 @@ class _Dialer:
         self._woken = threading.Event()
         self._lock = threading.Lock()
         self._next_id = 0
-        self._waiting: dict[int, Queue[bytes | None]] = {}
+        self._waiting: dict[int, Queue[BytesLike | None]] = {}
         self._ended: dict[int, None] = {}  # questions that were given up
         self.thread = threading.Thread(target=self._run, name="fedcb2o-dial", daemon=True)
 
@@ -361,12 +362,12 @@ class _Dialer:
         if self.link is not None:
             self.link.close()
 
-    def ask(self, request: bytes, timeout: float) -> Iterator[bytes]:
+    def ask(self, request: bytes, timeout: float) -> Iterator[BytesLike]:
         end = time.monotonic() + timeout
         link = self.link
         if link is None:
             return iter(())
-        replies: Queue[bytes | None] = Queue()
+        replies: Queue[BytesLike | None] = Queue()
         with self._lock:
             self._next_id = self._next_id % (2**31) + 1
             id = self._next_id
@@ -382,8 +383,8 @@ class _Dialer:
         return self._iterate_answers(id, replies, end)
 
     def _iterate_answers(
-        self, id: int, replies: "Queue[bytes | None]", end: float
-    ) -> Iterator[bytes]:
+        self, id: int, replies: "Queue[BytesLike | None]", end: float
+    ) -> Iterator[BytesLike]:
         """Yield the replies to one request, up to the first None."""
         try:
             for _ in range(MAX_ANSWERS):
@@ -473,14 +474,14 @@ class _Dialer:
         host, port = parse_endpoint(self._member.endpoint)
         context = client_context(self._identity, self._member)
         connection = socket.create_connection((str(host), port), timeout=_DIAL_SECONDS)
+        stream = TlsStream(connection, context, str(host))
         try:
-            stream = TlsStream(connection, context, str(host))
             stream.handshake(time.monotonic() + _DIAL_SECONDS)
             expires = x509.load_der_x509_certificate(stream.certificate).not_valid_after_utc
             link = Link(stream, MAX_ANSWER_BYTES + _MESSAGE_HEAD_BYTES, expires=expires.timestamp())
             link.open(_DIAL_SECONDS, is_listening=False)
         except BaseException:
-            connection.close()
+            stream.release()
             raise
         return link
 

@@ -13,6 +13,8 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fedcb2o.peer.wire._protocol import BytesLike
+
 PROTOCOL_VERSION = 9
 BATCH_BYTES = 2**16 - 1
 _PEER = 1  # the role of both ends of a link
@@ -62,7 +64,7 @@ class Reply:
     """
 
     id: int
-    payload: bytes | None
+    payload: BytesLike | None
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def with_length(message: bytes) -> bytes:
 class _Reader:
     """Cursor over received bytes that raises `ZenohError` at their end."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: BytesLike) -> None:
         self.data = data
         self.position = 0
 
@@ -151,7 +153,7 @@ class _Reader:
         self.position += 1
         return self.data[self.position - 1]
 
-    def take(self, count: int) -> bytes:
+    def take(self, count: int) -> BytesLike:
         end = self.position + count
         if end > len(self.data):
             raise ZenohError("a message ends too early")
@@ -168,10 +170,10 @@ class _Reader:
                 return value
         raise ZenohError("a number is too long")
 
-    def sized(self) -> bytes:
+    def sized(self) -> BytesLike:
         return self.take(self.number())
 
-    def extensions(self) -> dict[int, bytes]:
+    def extensions(self) -> dict[int, BytesLike]:
         """Read extensions; return the content of those with bytes by their number."""
         found = {}
         while True:
@@ -186,7 +188,7 @@ class _Reader:
             if not header & 0x80:
                 return found
 
-    def key(self, flags: int) -> tuple[int, bytes]:
+    def key(self, flags: int) -> tuple[int, BytesLike]:
         """Read a key expression: the number of its start, and the rest."""
         scope = self.number()
         return scope, self.sized() if flags & 0x20 else b""
@@ -249,7 +251,7 @@ def decode_init(message: bytes, *, is_answer: bool) -> Init:
     if resolution != _RESOLUTION or batch_bytes < 1024:
         raise ZenohError("the remote has another resolution, or batches below 1024 bytes")
     cookie = reader.sized() if is_answer else b""
-    return Init(min(batch_bytes, BATCH_BYTES), cookie)
+    return Init(min(batch_bytes, BATCH_BYTES), bytes(cookie))
 
 
 def encode_open(sequence: int, lease_seconds: int, cookie: bytes = b"") -> bytes:
@@ -308,8 +310,8 @@ class BatchEncoder:
         self.batch_bytes = batch_bytes
         self.sequence = secrets.randbelow(_SEQUENCE_MASK)
 
-    def encode(self, message: bytes) -> bytes:
-        """Return the batches of some network messages.
+    def encode(self, message: bytes) -> list[BytesLike]:
+        """Return the batches of some network messages, in pieces to be joined.
 
         Args:
             message: The messages, one after the other.
@@ -319,20 +321,21 @@ class BatchEncoder:
         """
         head = self._head(_FRAME | 0x20)
         if len(head) + len(message) <= self.batch_bytes:
-            return with_length(head + message)
+            return [with_length(head + message)]
 
         size = self.batch_bytes - 16
-        batches = []
+        content = memoryview(message)
+        pieces: list[BytesLike] = []
         for start in range(0, len(message), size):
             has_more = start + size < len(message)
             # the first fragment has the sequence number of the frame that was too long
             if start:
                 head = self._head(_FRAGMENT | 0x20)
             flags = _FRAGMENT | 0x20 | (0x40 if has_more else 0)
-            part = message[start : start + size]
+            part = content[start : start + size]
             total = len(head) + len(part)
-            batches += [total.to_bytes(2, "little"), bytes([flags]), head[1:], part]
-        return b"".join(batches)
+            pieces += [total.to_bytes(2, "little"), bytes([flags]), head[1:], part]
+        return pieces
 
     def _head(self, header: int) -> bytes:
         head = bytes([header]) + encode_number(self.sequence)
@@ -354,11 +357,11 @@ class BatchDecoder:
         self._partial = bytearray()
         self._is_skipping = False
 
-    def decode(self, batch: bytes) -> Iterator[Message]:
+    def decode(self, batch: BytesLike) -> Iterator[Message]:
         """Decode one transport message.
 
         Args:
-            batch: The message, without its length.
+            batch: The message, without its length. No result keeps a view of it.
 
         Returns:
             The network messages in it.
@@ -380,11 +383,12 @@ class BatchDecoder:
         if header & _EXTENSIONS:
             reader.extensions()
         if kind == _FRAME:
-            while not reader.is_at_end:
-                yield self._message(reader)
+            frame = _Reader(bytes(batch[reader.position :]))
+            while not frame.is_at_end:
+                yield self._message(frame)
             return
 
-        part = memoryview(batch)[reader.position :]
+        part = batch[reader.position :]
         if self._is_skipping or len(self._partial) + len(part) > self._max_bytes:
             self._is_skipping = True
             self._partial.clear()
@@ -394,9 +398,9 @@ class BatchDecoder:
         if header & 0x40:
             return
         if not self._is_skipping:
-            whole = _Reader(bytes(self._partial))
-            self._partial.clear()
-            yield self._message(whole)
+            whole = self._partial
+            self._partial = bytearray()
+            yield self._message(_Reader(memoryview(whole)))
         self._is_skipping = False
 
     def _message(self, reader: _Reader) -> Message:
@@ -446,7 +450,7 @@ class BatchDecoder:
         if 3 in extensions:
             content = _Reader(extensions[3])
             _skip_encoding(content)
-            payload = content.data[content.position :]
+            payload = bytes(content.data[content.position :])
         is_declared = scope == _OWN_KEY and not header & 0x40 and not suffix
         is_own_key = is_declared or (scope == 0 and suffix == self._own_key)
         return Query(id, is_own_key, payload)
