@@ -31,6 +31,29 @@ def test_quantile_by_hand():
     )  # 0.07 * 100 is 7.000000000000001
 
 
+@pytest.mark.parametrize("quantile", [consensus.quantile, consensus.averaged_quantile])
+@pytest.mark.parametrize("beta", [1e-7, 2e-9, 1e-9, 1e-12, 1e-300, 5e-324])
+def test_quantile_of_a_tiny_beta(quantile, beta):
+    """The level is the least value with mass: the interval [beta / 2, beta] is in its step."""
+    lower = torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64)
+    assert quantile(lower, beta).item() == 1.0
+    assert quantile(lower, beta, mass=torch.tensor([0.5, 0.0, 0.5])).item() == 2.0
+    assert quantile(torch.full((5,), torch.inf), beta).item() == torch.inf
+
+
+def test_averaged_quantile_of_tiny_masses():
+    """Steps narrower than 1e-9 count where beta is not wider: the mean of q_a over [1, 2]e-10."""
+    lower = torch.tensor([0.0, 4.0, 9.0], dtype=torch.float64)
+    mass = torch.tensor([1.5e-10, 1.5e-10, 1 - 3e-10], dtype=torch.float64)
+    assert consensus.averaged_quantile(lower, 2e-10, mass=mass).item() == pytest.approx(2.0)
+
+
+def test_quantile_of_nothing():
+    for level in (consensus.quantile, consensus.averaged_quantile):
+        with pytest.raises(ConfigError, match="the quantile of no values"):
+            level(torch.zeros(0), 0.5)
+
+
 @pytest.mark.parametrize("beta", [0.0, -0.1, 1.01, float("nan")])
 def test_beta_out_of_range(beta):
     with pytest.raises(ConfigError, match="`beta` must be above 0 and at most 1"):

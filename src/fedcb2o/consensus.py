@@ -29,7 +29,8 @@ from torch import Tensor
 from fedcb2o.errors import ConfigError
 
 _MAX_SUM_ELEMENTS = 2**12  # ensembles below this size: a sum is faster than a matrix product
-_ROUNDING = 1e-9  # tolerance of a cumulated mass
+_ROUNDING = 1e-9  # tolerance of a cumulated mass, relative to the share beta
+_MIN_BETA = 1e-300  # no mass is smaller, and 2 / beta is finite
 
 
 def quantile(
@@ -48,16 +49,19 @@ def quantile(
         One quantile per ensemble, shape [*a].
 
     Raises:
-        ConfigError: `beta` is out of range.
+        ConfigError: `beta` is out of range, or there is no value.
     """
     validate_beta(beta)
+    _require_values(lower)
     if mass is None:
         m = lower.shape[-1]
         k = max(1, math.ceil(beta * m - _ROUNDING))  # 0.1 * 30 is 3.0000000000000004 in floats
         return lower.kthvalue(k, dim=-1).values
 
     ordered, mass_up_to = _mass_steps(lower, mass)
-    first = (mass_up_to < beta - _ROUNDING).sum(-1, keepdim=True).clamp(max=lower.shape[-1] - 1)
+    first = (
+        (mass_up_to < beta * (1 - _ROUNDING)).sum(-1, keepdim=True).clamp(max=lower.shape[-1] - 1)
+    )
     return ordered.gather(-1, first).squeeze(-1)
 
 
@@ -78,18 +82,20 @@ def averaged_quantile(
         One level per ensemble, shape [*a].
 
     Raises:
-        ConfigError: `beta` is out of range.
+        ConfigError: `beta` is out of range, or there is no value.
     """
     validate_beta(beta)
+    _require_values(lower)
     m = lower.shape[-1]
     if mass is None:
         mass = lower.new_full((m,), 1 / m)
     ordered, step_ends = _mass_steps(lower, mass)
     step_ends[..., -1] = 1.0  # the cumulated sum may round to another number
 
+    beta = max(beta, _MIN_BETA)
     start = step_ends.new_full((*step_ends.shape[:-1], 1), beta / 2)
     width = step_ends.clamp(beta / 2, beta).diff(dim=-1, prepend=start)
-    empty = width <= _ROUNDING  # an infinite value of zero width must not enter the average
+    empty = width <= _ROUNDING * beta  # an infinite value of zero width must not enter the average
     level = (ordered.double() * width).masked_fill(empty, 0.0).sum(-1).mul(2 / beta)
 
     # Rounding must not move the average of equal values away from their value.
@@ -195,6 +201,11 @@ def validate_beta(beta: float) -> None:
     """
     if not 0 < beta <= 1:
         raise ConfigError(f"`beta` must be above 0 and at most 1, got {beta}")
+
+
+def _require_values(lower: Tensor) -> None:
+    if not lower.shape[-1]:
+        raise ConfigError("the quantile of no values is not defined: there is no model")
 
 
 def _weights_with_infinities(

@@ -17,6 +17,7 @@ import functools
 import importlib
 import inspect
 import json
+import os
 import re
 import sys
 import traceback
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -245,8 +247,9 @@ def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == file]
         place = f" at line {lines[-1]} of {file}" if lines else ""
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         raise ConfigError(
-            f"the {kind} `{name}` failed{place}: {type(error).__name__}: {error}"
+            f"the {kind} `{name}` failed{place}: {type(error).__name__}: {error}{notes}"
         ) from error
     finally:
         for (getter, setter), value in zip(PYTORCH_SETTINGS, original, strict=True):
@@ -402,8 +405,9 @@ def bind(
             checked[name] = _validate(annotation, values[name])
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
+            got = repr(to_python(values[name]))
             raise ConfigError(
-                f"{kind} `{function_name}`: `{name}` = {values[name]!r}: {reason}"
+                f"{kind} `{function_name}`: `{name}` = {got:.200}: {reason}"
             ) from error
     return checked
 
@@ -439,16 +443,56 @@ def resolve_and_bind(
     return functools.partial(function, **bind(kind, function, table, deferred=deferred))
 
 
+def to_python(value: Any, *, arrays: bool = True) -> Any:
+    """Return settings with Python's numbers, texts and lists in place of other types.
+
+    Args:
+        value: A value, list or table. Numbers of NumPy, arrays and tensors of one number, and paths
+            are converted.
+        arrays: Whether arrays and tensors become lists and numbers.
+
+    Returns:
+        Numbers, texts, lists and tables; values of all other types as they are.
+
+    Example:
+        >>> import numpy as np
+        >>> to_python({"seeds": np.arange(2), "gamma": np.float32(0.5)})
+        {'seeds': [0, 1], 'gamma': 0.5}
+    """
+    if isinstance(value, Mapping):
+        return {
+            to_python(key, arrays=arrays): to_python(item, arrays=arrays)
+            for key, item in value.items()
+        }
+    if type(value) in (list, tuple):
+        return type(value)(to_python(item, arrays=arrays) for item in value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    is_array = isinstance(value, np.ndarray | torch.Tensor)
+    if isinstance(value, np.longdouble):
+        return float(value)
+    if isinstance(value, np.generic) or (arrays and is_array):
+        return value.tolist()
+    return value
+
+
 def _validate(annotation: Any, value: Any) -> Any:
     """Return the value as its annotation has it, read as JSON.
 
     A list may be a tuple and 5 may be 5.0, but "5" and true are not numbers. Values that JSON
-    cannot write (a function, an array) are validated as Python objects.
+    cannot write (a function) are validated as Python objects. Arrays are lists for a function that
+    takes no arrays.
     """
     config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     adapter = TypeAdapter(annotation, config=config)
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
-        return adapter.validate_python(value)
+        with contextlib.suppress(ValidationError):
+            return adapter.validate_python(value, strict=True)
+        plain = to_python(value)
+        try:
+            text = json.dumps(plain)
+        except (TypeError, ValueError):
+            return adapter.validate_python(plain)
     return adapter.validate_json(text, strict=True)

@@ -143,3 +143,14 @@ def test_a_particle_of_each_cluster_will_do():
         minimize(about(1.0, 0.0), initial=np.zeros((5, 2)), adversaries=attacked, maxiter=5).nit
         == 5
     )
+
+
+def test_a_function_that_fails_further_out_warns(caplog):
+    def lower(x):
+        if len(x) < 200 and (x.abs() > 3.1).any():  # not the particles themselves
+            raise ValueError("outside of the table")
+        return -x[..., 0].clamp(-2.9, 2.9)
+
+    found = minimize(lower, dim=1, dt=0.1, xtol=0.01, sigma1=0.5)
+    assert found.success
+    assert caplog.text.count("further out L or G failed (ValueError('outside of the table'))") == 1

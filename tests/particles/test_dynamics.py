@@ -404,8 +404,12 @@ def test_objectives_that_do_not_fit():
         (lambda x: x.sum(), r"`lower` must return one value a particle.*got \[\]"),
         (lambda x: x.sum(-1).tolist(), "`lower` must return a tensor, got a list.*from_numpy"),
         (lambda x: x.sum(-1).numpy(), "`lower` must return a tensor, got a ndarray"),
-        (lambda x: x.sum(-1).long(), "`lower` must return floating-point numbers, got torch.int64"),
-        (lambda x: x.sum(-1) > 0, "`lower` must return floating-point numbers, got torch.bool"),
+        (lambda x: x.sum(-1) * 1j, "`lower` must return real numbers, got torch.complex64"),
+        (
+            lambda x: x.sum(-1).to_sparse(),
+            "`lower` must return a dense tensor on cpu, got a sparse",
+        ),
+        (lambda x: next(iter([])), "`lower` raised StopIteration, as an exhausted iterator does"),
         (lambda x: None, "`lower` must return a tensor, got a NoneType"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -416,3 +420,24 @@ def test_objectives_that_do_not_fit():
         evaluate_objectives(theta, circle, None, gradient=lambda x: x.sum(-1))
     with pytest.raises(ConfigError, match="`lower` has no gradient by autograd"):
         evaluate_objectives(theta, lambda x: circle(x.detach()), None, gradient=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float16])
+def test_values_of_other_types_are_numbers(dtype):
+    theta = torch.tensor([[[0.0], [1.0], [3.0]]], dtype=torch.float64)
+    values = evaluate_objectives(theta, lambda x: x[..., 0].to(dtype), None)
+    assert values.lower.dtype == torch.float64
+    assert values.lower.tolist() == [[0.0, 1.0, 1.0 if dtype == torch.bool else 3.0]]
+    slope = evaluate_objectives(theta, circle, None, gradient=lambda x: x.to(dtype)).gradient
+    assert slope.dtype == torch.float64
+
+
+def test_one_output_buffer_for_both_objectives_is_refused():
+    theta = torch.ones(1, 4, 2)
+    buffer = torch.zeros(1, 4)
+
+    def into_buffer(x):
+        return buffer.copy_(x.sum(-1))
+
+    with pytest.raises(ConfigError, match="`upper` writes into the values that `lower` returned"):
+        evaluate_objectives(theta, into_buffer, into_buffer)

@@ -745,6 +745,26 @@ def test_callback_stops(how):
     assert result.history.n.tolist() == [0, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("answer", "steps"),
+    [(None, 3), (False, 3), (np.False_, 3), (np.array(False), 3), (torch.tensor(False), 3),
+     (True, 0), (np.True_, 0), (np.array(True), 0), (torch.tensor(True), 0)],
+    ids=str,
+)  # fmt: skip
+def test_callback_answers(answer, steps):
+    assert minimize_on_circle(callback=lambda state: answer, maxiter=3).nit == steps
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [np.zeros(2), np.array([True]), torch.zeros(2), torch.tensor(0.5), "go on", [], {"x": 1}, 0.25, 1],
+    ids=str,
+)  # fmt: skip
+def test_callback_answers_that_are_not_truth_values(answer):
+    with pytest.raises(ConfigError, match="`callback` must return whether to stop, True or False"):
+        minimize_on_circle(callback=lambda state: answer)
+
+
 def test_callback_errors_are_the_users():
     def fail(state):
         raise KeyError("mine")
@@ -970,12 +990,97 @@ def test_half_open_bounds():
     assert (result.theta[:, 1] <= 1.5).all()
 
 
+@pytest.mark.parametrize("noise", ["isotropic", "anisotropic"])
+def test_equal_bounds_fix_a_coordinate(noise):
+    """The free coordinate is at the minimum along the line x1 = 0.1, as SciPy has it."""
+
+    def lower(x):
+        assert (x[..., 1] == 0.1).all()
+        return (x[..., 0] - 1 - x[..., 1]).square()
+
+    seen = []
+    result = minimize(
+        lower, bounds=[(-2, 2), (0.1, 0.1)], noise=noise, seed=1,
+        callback=lambda state: seen.append(state.x[1].item()),
+    )  # fmt: skip
+    assert result.success
+    assert result.x[1].item() == 0.1
+    assert set(seen) == {0.1}
+    assert result.x[0].item() == pytest.approx(1.1, abs=0.03)
+    with pytest.raises(ConfigError, match=r"`x0` = .* is not within the `bounds`"):
+        minimize(lower, bounds=[(-2, 2), (0.1, 0.1)], x0=[0.0, 0.2])
+    about = minimize(lower, bounds=[(-2, 2), (0.1, 0.1)], x0=[0, 0.1], spread=[1, 0], maxiter=1)
+    assert (about.theta[:, 0].abs() <= 1.5).all()
+
+
+@pytest.mark.parametrize("xtol", [0.0, 1e-4])
+def test_bounds_that_fix_all_coordinates(xtol, caplog):
+    result = minimize(circle, G, bounds=[(0.1, 0.1), (0.7, 0.7)], xtol=xtol, num_particles=7)
+    assert (result.x.tolist(), result.success, result.nit) == ([0.1, 0.7], True, 0)
+    assert "`bounds` fix all coordinates" in caplog.text
+    other = optimize.minimize(
+        lambda x: float(x.sum()), [1, 2], bounds=[(1, 1), (2, 2)], method=fedcb2o.cb2o
+    )
+    assert (other.x.tolist(), other.fun) == ([1.0, 2.0], 3.0)
+
+
+def test_bounds_and_points_of_any_type():
+    """Big-endian, strided, integer and object arrays and columns are the same box."""
+    expected = minimize(circle, G, bounds=[(0, 2), (-1, 3)], x0=[1, 0], maxiter=2)
+    forms = [
+        np.array([[0, 2], [-1, 3]], ">i4"),
+        np.array([[0, -1], [2, 3]], ">f8").T,
+        np.array([[0, 2], [-1, 3]], dtype=object),
+        [torch.tensor([0, 2]), np.array([-1, 3])],
+    ]
+    for bounds in forms:
+        found = minimize(circle, G, bounds=bounds, x0=np.array([0, 1], ">f4")[::-1], maxiter=2)
+        assert torch.equal(found.theta, expected.theta)
+    with pytest.raises(ConfigError, match=r"`spread` = 1e.308 is too large"):
+        minimize(circle, G, 2, spread=1e308)
+    with pytest.raises(ConfigError, match=r"`x0` must be a point .* finite numbers"):
+        minimize(circle, G, x0=np.ma.array([0.0, 1.0], mask=[0, 1]))
+
+
+def test_a_bound_is_kept_to_the_bit():
+    """The mean of particles at a bound may round to a number beyond it."""
+    result = minimize(lambda x: x.sum(-1), bounds=[(0.1, 1.0)] * 3, dt=0.1, sigma1=5.0, maxiter=400)
+    assert (result.x >= 0.1).all()
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "message"),
+    [
+        (lambda x: 0 * x[..., 0] + 2, None, "`lower` is 2 at every particle"),
+        (circle, lambda x: x[..., 0] > 9, "`upper` is 0 at every particle"),
+        (lambda x: x[..., 0] > 9, G, ""),
+        (circle, None, ""),
+    ],
+)
+def test_an_objective_that_is_constant_warns(lower, upper, message, caplog):
+    minimize(lower, upper, 2, maxiter=2)
+    assert message in caplog.text
+    assert bool(caplog.text) == bool(message)
+
+
+@pytest.mark.parametrize("beta", [1e-7, 1e-9, 1e-12, 1e-300])
+@pytest.mark.parametrize("quantile", ["plain", "averaged"])
+def test_a_tiny_beta_selects_the_best_particle(quantile, beta):
+    start = torch.tensor([[2.0, 0.0], [1.1, 0.0], [0.0, 0.0], [3.0, 0.0]], dtype=torch.float64)
+    result = minimize(circle, G, initial=start, quantile=quantile, beta=beta, maxiter=0)
+    assert result.x.tolist() == [1.1, 0.0]
+
+
 @pytest.mark.parametrize(
     ("bounds", "dim"),
     [
         ((0.0, 1.0), None),
         ((1.0, 0.0), 2),
-        ([(0.0, 1.0), (1.0, 1.0)], 2),
+        ([(0.0, 1.0), (1.5, 1.0)], 2),
+        ((math.inf, math.inf), 2),
+        ((None, -math.inf), 2),
+        (np.ma.array([[0, 1], [0, 1]], mask=[[0, 0], [1, 0]]), 2),
+        ([("0", "1"), ("0", "1")], 2),
         ([(0.0, 1.0)] * 3, 2),
         ([(0.0, 1.0), (0.0,)], 2),
         ([0.0, 1.0, 2.0], 2),
@@ -1199,7 +1304,6 @@ def test_schedules_may_return_any_number():
         (lambda x: x, G, "`lower` must return one value a particle"),
         (circle, lambda x: x.sum(), "`upper` must return one value a particle"),
         (lambda x: 1.0, G, "`lower` must return a tensor, got a float"),
-        (lambda x: (x[..., 0] > 0).long(), G, "`lower` must return floating-point numbers"),
         pytest.param(
             circle,
             [0.0, 0.0],

@@ -103,6 +103,25 @@ def test_a_gradient_is_for_lambda2():
     assert both.nit == 60
 
 
+def test_masked_values_of_scipy_functions_are_excluded():
+    """The function is masked left of 1; a callback sees the same values as the particles."""
+    seen = []
+
+    def masked(x):
+        return np.ma.masked if x[0] < 1 else (x[0] - 2) ** 2
+
+    def note(intermediate_result):
+        seen.append(intermediate_result.fun)
+
+    found = optimize.minimize(masked, np.ma.array([2.0]), method=fedcb2o.cb2o, callback=note,
+                              bounds=[(0, 4)], options={"maxiter": 300})  # fmt: skip
+    assert found.x == pytest.approx([2.0], abs=0.01)
+    assert all(isinstance(value, float) for value in seen)
+    replay = iter([1.0] * 200)
+    with pytest.raises(ConfigError, match="StopIteration"):
+        optimize.minimize(lambda x: next(replay), [0.0], method=fedcb2o.cb2o, callback=note)
+
+
 def test_as_the_local_method_of_basinhopping():
     kwargs = {"method": fedcb2o.cb2o, "options": {**QUICK, "maxfev": 1000}}
     found = optimize.basinhopping(quartic, [0.0, 0.0], niter=2, minimizer_kwargs=kwargs, rng=0)

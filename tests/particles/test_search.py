@@ -120,7 +120,7 @@ def test_what_is_asked_is_the_callers():
 def test_what_does_not_fit_is_told_and_can_be_told_again():
     search = fedcb2o.Search(2, num_particles=20, maxiter=0)
     for wrong in (np.zeros(19), np.zeros((1, 20)), 0.0, ["x"] * 20, None):
-        with pytest.raises(ConfigError, match="`lower` must"):
+        with pytest.raises(ConfigError, match=r"`lower` (must|holds words)"):
             search.tell(wrong)
     with pytest.raises(ConfigError, match=r"`upper` was not requested.*upper=True"):
         search.tell(np.zeros(20), np.zeros(20))
@@ -139,6 +139,39 @@ def test_what_does_not_fit_is_told_and_can_be_told_again():
         fedcb2o.Search(2, upper=True).tell(np.zeros(200))
     with pytest.raises(ConfigError, match=r"`gradient` must be given, in the shape \[20, 2\]"):
         fedcb2o.Search(2, lambda2=1.0, num_particles=20).tell(np.zeros(20))
+
+
+@pytest.mark.parametrize(
+    "missing", [np.ma.masked, None, float("nan")], ids=["masked", "None", "NaN"]
+)
+def test_values_of_any_type_exclude_what_is_missing(missing):
+    """The point without a value is excluded; the number under its mask does not count."""
+    values = [9.0, 8.0, missing, 7.0]
+    forms = [values, np.array(values, dtype=object)]
+    if missing is np.ma.masked:
+        forms = [values, np.ma.array([9.0, 8.0, -99.0, 7.0], mask=[0, 0, 1, 0])]
+        forms.append(np.ma.array([9, 8, -99, 7], mask=[0, 0, 1, 0]).astype(">i4"))
+    for form in forms:
+        search = fedcb2o.Search(2, num_particles=4, maxiter=0)
+        points = search.ask()
+        search.tell(form)
+        assert torch.equal(search.ask(), points[3:])
+        search.tell([7.0])
+        assert search.result.excluded == 1
+
+
+def test_values_are_copied():
+    search = fedcb2o.Search(2, num_particles=4, maxiter=1, dtype=torch.float32)
+    buffer = np.array([4, 3, 2, 1])
+    search.tell(buffer)
+    buffer[:] = 0
+    search.tell(buffer)
+    with pytest.raises(ConfigError, match="`lower` holds complex numbers: take the real part"):
+        search.tell(np.array([1j]))
+    with pytest.raises(ConfigError, match="`lower` holds a dict, expected an array of numbers"):
+        search.tell({"value": 1.0})
+    search.tell([True])
+    assert search.result.lower.item() == 1.0
 
 
 def test_nothing_but_nan_is_a_run_error():

@@ -17,6 +17,7 @@ Example:
 """
 
 import itertools
+import logging
 import math
 import time
 import warnings
@@ -45,7 +46,10 @@ from fedcb2o.particles.objectives import Objective, with_args
 from fedcb2o.particles.result import OutputShape, Result, build_result, finish_runs
 from fedcb2o.particles.settings import Schedule
 from fedcb2o.particles.state import State, callback_requests_stop
-from fedcb2o.particles.system import System
+from fedcb2o.particles.system import Evaluation, System
+
+_LOGGER = logging.getLogger(__name__)
+_MIN_CONSTANT = 10  # equal values of fewer particles may be chance
 
 
 class CaptureWarning(UserWarning):
@@ -103,7 +107,7 @@ def minimize(
         dim: d; by default that of `x0`, `bounds` or `initial`.
         args: Further arguments of `lower`, `upper` and `gradient`, a tuple or one value.
         bounds: (low, high) for all coordinates, a pair for each, or a scipy.optimize.Bounds; None
-            or infinity for no bound. Particles stay inside.
+            or infinity for no bound. Particles stay inside; equal bounds fix a coordinate.
         x0: Point around which the particles start; by default the middle of the bounds, otherwise
             0 or as near to 0 as the bounds allow.
         spread: Particles start uniformly in x0 +- spread within the bounds, one number or one per
@@ -215,7 +219,10 @@ def minimize(
     if walls is not None:
         walls = (walls[0].to(theta), walls[1].to(theta))
         theta[:, :num_benign].clamp_(*walls)
-    if not sigma2 and theta.eq(theta[:, :1]).all(2).all(1).any():
+    is_fixed = walls is not None and bool(walls[0].eq(walls[1]).all())
+    if is_fixed:
+        _LOGGER.warning("`bounds` fix all coordinates: the result is the only point within them.")
+    elif not sigma2 and theta.eq(theta[:, :1]).all(2).all(1).any():
         raise ConfigError(
             "all particles start at one point, and agree before the first step: spread `initial`"
         )
@@ -247,6 +254,8 @@ def minimize(
         is_recorded = is_late or n == maxiter or n % record_every == 0
         system.check_writes = is_recorded
         evaluation = yield from system.evaluate(params, batch)
+        if n == 0 and not is_fixed:
+            _warn_of_constants(evaluation)
 
         # 3a. Look for a reason to stop all runs.
         reason = ""
@@ -332,6 +341,24 @@ def _keep_freed_memory() -> None:
     M_MMAP_THRESHOLD).
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
+
+
+def _warn_of_constants(evaluation: Evaluation) -> None:
+    """Warn of an objective that does not distinguish the particles of the first ensemble."""
+    for values in evaluation.values:
+        name = "upper"
+        objective = values.upper
+        if objective is None:
+            name = "lower"
+            objective = values.lower
+        finite = objective[objective.isfinite()]
+        if len(finite) >= _MIN_CONSTANT and finite.eq(finite[0]).all():
+            _LOGGER.warning(
+                "`%s` is %g at every particle of the first ensemble: no particle is better than"
+                " another, and the consensus is their mean.",
+                name,
+                finite[0],
+            )
 
 
 def _theory_notes(

@@ -6,6 +6,7 @@ compared with points further out.
 """
 
 import itertools
+import logging
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,6 +15,8 @@ from torch import Tensor
 from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
 from fedcb2o.particles.dynamics import Values
 from fedcb2o.particles.system import Cluster
+
+_LOGGER = logging.getLogger(__name__)
 
 # Share of the way from the middle of the region to its side from which a point is at the edge.
 _EDGE_SHARE = 0.9
@@ -34,7 +37,7 @@ def is_boundary_consensus(
     """Find consensus points at the edge of the start region that improve outside.
 
     L improves where it falls. G improves where it falls and L rises by at most delta_q. A side
-    with a bound is not an edge. Points where L or G fails count as no improvement.
+    with a bound is not an edge. Points where L or G fails count as no improvement, with a warning.
 
     Args:
         x: Consensus points.
@@ -68,13 +71,21 @@ def is_boundary_consensus(
     steps = torch.cat([step, single], 2)
 
     # 2. Compare the values there with those at the consensus point.
+    is_logged = False
     for k, size in itertools.product(range(len(clusters)), _STEP_SIZES):
         cluster = clusters[k]
         points = x[:, k, None] + size * steps[:, k]
         inner = at_x[k]
         try:
             outer = yield EvaluationRequest(points, cluster.lower, cluster.upper, flat)
-        except Exception:  # a user's function may fail outside of its domain
+        except Exception as error:  # a user's function may fail outside of its domain
+            if not is_logged:
+                _LOGGER.warning(
+                    "The consensus is at the edge of where the particles started, and further out L"
+                    " or G failed (%r): these points were not compared.",
+                    error,
+                )
+            is_logged = True
             continue
         if outer.upper is None or inner.upper is None:
             better = outer.lower < inner.lower

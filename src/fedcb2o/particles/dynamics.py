@@ -27,6 +27,8 @@ from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.particles.objectives import Objective
 from fedcb2o.particles.write_guard import require_unwritten, write_count
 
+_FLOAT_TYPES = (torch.float64, torch.float32)
+
 
 @dataclasses.dataclass(frozen=True)
 class Values:
@@ -133,7 +135,13 @@ def evaluate_objectives(
             slope = _evaluate_gradient(gradient, points, copy)
     up = None
     if upper is not None:
+        before = write_count(low)
         up = _evaluate_objective("upper", upper, points, copy)
+        if write_count(low) != before:
+            raise ConfigError(
+                "`upper` writes into the values that `lower` returned: let each return a tensor of"
+                " its own"
+            )
     return to_values(theta, low, up, slope, radius=radius)
 
 
@@ -335,7 +343,7 @@ def _evaluate_gradient(gradient: Objective, points: Tensor, copy: Tensor | None)
             f"`gradient` must return a tensor of shape {[*points.shape]},"
             f" got {_describe_type(slope)}"
         )
-    return slope
+    return _as_float("gradient", slope, points)
 
 
 def _evaluate_objective(
@@ -345,6 +353,10 @@ def _evaluate_objective(
     before = write_count(theta)
     try:
         values: object = objective(theta)
+    except StopIteration as error:  # it would end the steps of `minimize`
+        raise ConfigError(
+            f"`{name}` raised StopIteration, as an exhausted iterator does"
+        ) from error
     except TypeError as error:
         error.add_note(
             f"`{name}` receives a tensor of points; a NumPy function goes through"
@@ -365,12 +377,22 @@ def _evaluate_objective(
             f" ensemble of shape {[*theta.shape]}, got {[*values.shape]}; sum over the last axis,"
             " as in x.square().sum(-1), or take a function of one point by fedcb2o.from_point"
         )
-    if not values.is_floating_point():
-        raise ConfigError(f"`{name}` must return floating-point numbers, got {values.dtype}")
+    return _as_float(name, values, theta)
+
+
+def _as_float(name: str, values: Tensor, theta: Tensor) -> Tensor:
+    """Convert a user's tensor to floating-point numbers of 32 or 64 bits."""
     if values.layout != torch.strided or values.device != theta.device:
         got = f"a {values.layout} tensor on {values.device}".replace("torch.", "")
         raise ConfigError(f"`{name}` must return a dense tensor on {theta.device}, got {got}")
-    return values
+    if values.dtype in _FLOAT_TYPES:
+        return values
+    if values.is_complex():
+        raise ConfigError(
+            f"`{name}` must return real numbers, got {values.dtype}: take the real part or the"
+            " absolute value"
+        )
+    return values.to(theta.dtype)
 
 
 def _describe_type(value: object) -> str:

@@ -20,6 +20,7 @@ from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.particles.objectives import Objective
 from fedcb2o.particles.system import Cluster
 from fedcb2o.rng import stream
+from fedcb2o.user_values import to_tensor
 
 Seed = int | np.random.Generator | np.random.RandomState | torch.Generator | None
 _Box = tuple[Tensor, Tensor]
@@ -240,7 +241,8 @@ def build_box(
     far = torch.where(closed, (high - low) / 2, _DEFAULT_SPREAD)
     if spread is not None:
         far = _point("`spread`", spread, len(low))
-    if len(far) != len(low) or not ((far > 0) & far.isfinite()).all():
+    is_fixed = low == high
+    if len(far) != len(low) or not (((far > 0) | is_fixed) & far.isfinite()).all():
         raise ConfigError(
             "`spread` must be above 0 and finite, one for all or one for each coordinate,"
             f" got {spread}"
@@ -256,6 +258,8 @@ def build_box(
         raise ConfigError(f"`x0` = {middle.tolist()} is not within the `bounds`")
 
     box = (torch.maximum(low, middle - far), torch.minimum(high, middle + far))
+    if not (box[1] - box[0]).isfinite().all():
+        raise ConfigError(f"`spread` = {spread} is too large: the box has no finite width")
     if bounds is None:
         return None, box
     return (low, high), box
@@ -285,14 +289,20 @@ def _bounds_of_coordinates(bounds: Any, dim: int | None) -> _Box:
             f" {dim or 'd'} coordinates, got the shape {[*pairs.shape]}"
         )
     low, high = pairs.unbind(-1)
-    if not (low < high).all():
-        raise ConfigError("`bounds` must have every low below its high")
+    wrong = ~((low <= high) & (low < torch.inf) & (high > -torch.inf))
+    if wrong.any():
+        k = int(wrong.nonzero()[0])
+        raise ConfigError(
+            "`bounds` must have every low at most its high, and no NaN, got"
+            f" ({low[k]:g}, {high[k]:g}) for coordinate {k}; equal ones fix a coordinate"
+        )
     return low, high
 
 
 def _replace_none(bounds: Any) -> Any:
     """Return bounds with infinity in place of None."""
-    if not isinstance(bounds, Sequence):
+    is_object_array = isinstance(bounds, np.ndarray) and bounds.dtype == object
+    if not (isinstance(bounds, Sequence) or is_object_array):
         return bounds
     pairs: Any = np.array(bounds, dtype=object)
     if pairs.shape[-1:] != (2,):
@@ -385,7 +395,4 @@ def draw_ensembles(
 
 def _array(name: str, value: Any) -> Tensor:
     """Convert numbers to a float64 tensor on the CPU."""
-    try:
-        return torch.as_tensor(value, dtype=torch.float64).cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{name} must be an array of numbers: {error}") from error
+    return to_tensor(f"{name} holds", value).to("cpu", torch.float64)

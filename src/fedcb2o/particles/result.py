@@ -214,7 +214,12 @@ def finish_runs(
     Returns:
         Fields of the result for the ending runs, and the indices `runs`.
     """
-    tensors = {"x": m, "spread": spread, "theta": system.benign, "theta_m": system.malicious}
+    tensors = {
+        "x": system.clamp(m),
+        "spread": spread,
+        "theta": system.benign,
+        "theta_m": system.malicious,
+    }
     if not ending.all():
         tensors = {name: tensor[ending.to(m.device)] for name, tensor in tensors.items()}
     runs = system.runs[ending]

@@ -7,6 +7,7 @@ Example:
     True
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +20,11 @@ from torch import Tensor
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles._minimize import minimize
 from fedcb2o.particles.initialisation import has_many_seeds
-from fedcb2o.particles.objectives import from_point
+from fedcb2o.particles.objectives import evaluate_point, from_point
 from fedcb2o.particles.result import Result
 from fedcb2o.particles.state import State
 from fedcb2o.plugins import did_you_mean
+from fedcb2o.user_values import to_array
 
 # Settings with a name of SciPy's own, and `runs`, which has more than one result.
 _NOT_OPTIONS = {"lower", "dim", "args", "x0", "bounds", "gradient", "callback", "runs"}
@@ -93,13 +95,13 @@ def cb2o(
 
     def on_step(state: State) -> Any:
         x = state.x.numpy().copy()
-        return _call_callback(callback, x, lambda x: fun(x, *args))  # type: ignore[arg-type]
+        return _call_callback(callback, x, functools.partial(evaluate_point, fun, args))  # type: ignore[arg-type]
 
     result = minimize(
         from_point(fun),
         None if upper is None else from_point(upper),
         args=args,
-        x0=np.ravel(x0),
+        x0=to_array("`x0` holds", x0).ravel(),
         bounds=bounds,
         gradient=_batch_gradient(jac) if callable(jac) else None,
         callback=None if callback is None else on_step,
@@ -125,7 +127,10 @@ def _batch_gradient(jac: Callable[..., Any]) -> Callable[..., Tensor]:
     """Return the gradient of an ensemble from that of a point."""
 
     def gradient(x: Tensor, *args: Any) -> Tensor:
-        slopes = [np.asarray(jac(point, *args), float) for point in x.numpy().copy()]
+        slopes = [
+            to_array("`jac` returned", jac(point, *args)).astype(float)
+            for point in x.numpy().copy()
+        ]
         for slope in slopes:
             if slope.shape != x.shape[1:]:
                 raise ConfigError(

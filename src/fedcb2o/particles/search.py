@@ -20,6 +20,7 @@ from fedcb2o.particles._minimize import minimize
 from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
 from fedcb2o.particles.dynamics import to_values
 from fedcb2o.particles.result import Result
+from fedcb2o.user_values import to_tensor
 
 
 class Search:
@@ -96,8 +97,8 @@ class Search:
         """Receive the values of the points, and take a step.
 
         Args:
-            lower: L of each point, [n] or [runs, n]: a tensor, an array or a list; NaN for failed
-                evaluations.
+            lower: L of each point, [n] or [runs, n]: a tensor, an array or a list; NaN, or a masked
+                or missing value, for failed evaluations.
             upper: G of each point, if there is a G.
             gradient: Gradient of L at each point, [n, d], if `lambda2` or `sigma2` is above 0.
 
@@ -139,22 +140,16 @@ def _check_values(name: str, values: Any, like: Tensor) -> Tensor:
     """Convert values to a floating-point tensor of the shape and device of `like`."""
     if values is None:
         raise ConfigError(f"`{name}` must be given, in the shape {[*like.shape]}")
-    try:
-        if not isinstance(values, Tensor | np.ndarray):
-            values = torch.tensor(values, dtype=like.dtype)
-        tensor = torch.as_tensor(values, device=like.device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"`{name}` must be numbers, of the shape {[*like.shape]}: {error}"
-        ) from error
+    tensor = to_tensor(f"`{name}` holds", values).to(like.device, copy=True)
     if tensor.shape != like.shape:
         raise ConfigError(
             f"`{name}` must have the shape {[*like.shape]} of the requested points,"
             f" got {[*tensor.shape]}"
         )
-    if not tensor.is_floating_point():
-        return tensor.to(like.dtype)
-    return tensor
+    is_array = isinstance(values, Tensor | np.ndarray)
+    if is_array and tensor.dtype in (torch.float64, torch.float32):
+        return tensor
+    return tensor.to(like.dtype)
 
 
 def _unavailable_objective(x: Tensor) -> Tensor:

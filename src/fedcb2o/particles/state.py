@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,9 +93,13 @@ def callback_requests_stop(
             answer = callback(state)
         except StopIteration:
             answer = True
-    try:
-        return answer is not None and bool(answer)
-    except RuntimeError as error:
+    if answer is None:
+        return False
+    if isinstance(answer, Tensor | np.ndarray) and answer.shape == ():
+        answer = answer.item()
+    if not isinstance(answer, bool | np.bool_):
         raise ConfigError(
-            f"`callback` must return whether to stop, True or False, or None: {error}"
-        ) from error
+            "`callback` must return whether to stop, True or False, or None, got a"
+            f" {type(answer).__name__}"
+        )
+    return bool(answer)

@@ -140,6 +140,10 @@ class System:
         self.check_writes = True
         self._flat = flat
         self._bounds = bounds
+        self._m_bounds = None if adversaries else bounds
+        self._is_fixed: Tensor | None = None
+        if self._m_bounds is not None and self._m_bounds[0].eq(self._m_bounds[1]).any():
+            self._is_fixed = self._m_bounds[0] == self._m_bounds[1]
         self._normals: dict[str, Normals] = {}
         self._streams: dict[str, list[np.random.Generator]] = {}
         self._order = torch.empty(len(seeds), 0, dtype=torch.long)
@@ -218,6 +222,8 @@ class System:
                 values = values.map(functools.partial(_gather_rows, rows=rows))
             points.append(consensus_point(counted, values, params, mass))
         m = torch.stack(points, 1) if len(points) > 1 else points[0].unsqueeze(1)
+        if self._is_fixed is not None:  # an average of equal numbers may round to another one
+            m = torch.where(self._is_fixed, self.theta[:, :1], m)
         return Evaluation(all_values, m, rows, covers_all)
 
     def evaluation_cost(self, batch: int | None = None) -> int:
@@ -330,6 +336,19 @@ class System:
         # 3. Move the malicious particles.
         for (_, rows), moved in zip(self.adversaries, moves, strict=True):
             self.theta[:, rows] = moved
+
+    def clamp(self, m: Tensor) -> Tensor:
+        """Return consensus points inside the bounds, which rounding may have left.
+
+        Those that malicious particles moved outside stay there.
+
+        Args:
+            m: Consensus points [runs, clusters, d].
+
+        Returns:
+            The points.
+        """
+        return m if self._m_bounds is None else m.clamp(*self._m_bounds)
 
     @contextlib.contextmanager
     def forbid_writes(self, name: str, function: Callable[..., Any], m: Tensor) -> Iterator[None]:
