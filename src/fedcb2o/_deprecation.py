@@ -52,6 +52,17 @@ FORMER_MODULES: dict[str, tuple[str, dict[str, str]]] = {
     "fedcb2o.federated.robust_columns": ("fedcb2o.federated.aggregation.coordinatewise", {}),
     "fedcb2o.federated.rules": ("fedcb2o.federated.aggregation", {}),
     "fedcb2o.particles.capture": ("fedcb2o.particles.capture_risk", {"told": "explain"}),
+    "fedcb2o.peer.agent": (
+        "fedcb2o.peer.node._agent",
+        {
+            "Agent": "AgentSetup",
+            "own": "agent_from_dataset",
+            "simulated": "simulated_agent",
+            "data_of": "load_member_dataset",
+            "differing": "differing_keys",
+            "network": "build_network",
+        },
+    ),
     "fedcb2o.peer.federation": (
         "fedcb2o.peer.membership.federation",
         {

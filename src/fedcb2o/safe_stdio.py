@@ -9,6 +9,7 @@ Example:
     a line
 """
 
+import codecs
 import contextlib
 import os
 import sys
@@ -16,6 +17,37 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
+
+_ERROR_HANDLER = "fedcb2o_escape"
+
+
+def encodable(text: str, encoding: str) -> str:
+    r"""Return a text in which characters that an encoding lacks are escaped.
+
+    Args:
+        text: The text.
+        encoding: Name of the encoding.
+
+    Returns:
+        The text with \uXXXX or \UXXXXXXXX for such characters, as strings of TOML and Python have
+        them.
+
+    Example:
+        >>> print(encodable("±2 %", "ascii"))
+        \u00b12 %
+    """
+    return text.encode(encoding, _ERROR_HANDLER).decode(encoding)
+
+
+def _escape_characters(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    codes = [ord(character) for character in error.object[error.start : error.end]]
+    escapes = [f"\\u{code:04x}" if code < 2**16 else f"\\U{code:08x}" for code in codes]
+    return "".join(escapes), error.end
+
+
+codecs.register_error(_ERROR_HANDLER, _escape_characters)
 
 
 class SafeStream:
@@ -34,7 +66,7 @@ class SafeStream:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Write text, or drop it.
+        """Write text, escaped where the encoding lacks a character, or drop it.
 
         Args:
             text: Text to write.
@@ -50,10 +82,14 @@ class SafeStream:
         self._try("flush")
 
     def _try(self, method: str, *arguments: str) -> None:
+        function = getattr(self.stream, method)
         try:
-            getattr(self.stream, method)(*arguments)
+            try:
+                function(*arguments)
+            except UnicodeEncodeError:
+                function(*(encodable(text, self.stream.encoding) for text in arguments))
         except (OSError, ValueError) as error:
-            # ValueError: the stream is closed, or its encoding lacks a character.
+            # ValueError: the stream is closed.
             if self.error is None:
                 self.error = error if isinstance(error, OSError) else OSError(str(error))
             with contextlib.suppress(OSError, ValueError):

@@ -1,12 +1,14 @@
 """The commands for configurations: presets, schema."""
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
 from fedcb2o.cli import completion
+from fedcb2o.safe_stdio import encodable
 
 
 def presets(
@@ -51,7 +53,10 @@ def schema(
     content = experiment_schema()
     if grid:
         content = grid_schema()
-    print(json.dumps(content, indent=1, ensure_ascii=False))
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    if text != encodable(text, sys.stdout.encoding):
+        text = json.dumps(content, indent=1)
+    print(text)
 
 
 def print_descriptions(descriptions: Mapping[str, str]) -> None:

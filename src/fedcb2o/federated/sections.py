@@ -20,6 +20,7 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 LossAverage = Literal["samples", "batches"]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 COMPONENT_VALUES = "a name or table"
 """Values of a key that names a function, as the documentation words them."""
 
@@ -47,6 +48,17 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_python(cls, table: Any) -> Any:
+        """Replace numbers and arrays of NumPy and PyTorch; parameters of functions keep arrays."""
+        if not isinstance(table, Mapping):
+            return table
+        return {
+            key: plugins.to_python(value, arrays=not isinstance(value, Mapping))
+            for key, value in table.items()
+        }
+
 
 class Component(BaseModel):
     """A function by name, and its keyword arguments."""
@@ -61,6 +73,9 @@ class Component(BaseModel):
         """Replace former names of the function and of its parameters."""
         if not isinstance(table, Mapping) or "name" not in table:
             return table
+        table = plugins.to_python(table, arrays=False)
+        for key in cls.model_fields.keys() & table.keys():
+            table[key] = plugins.to_python(table[key], arrays=not isinstance(table[key], Mapping))
         name = _former_keys.current_name(table["name"])
         return {**_former_keys.current_parameters(name, table), "name": name}
 

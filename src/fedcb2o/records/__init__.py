@@ -46,6 +46,7 @@ from fedcb2o.records._files import (
 from fedcb2o.records._jsonl import REPRODUCIBLE_LOGS, RoundLog, read_lines
 from fedcb2o.records._summary import agent_statistics, last_fifth, last_round, summary
 from fedcb2o.records.metrics import CONDITIONAL_METRICS, METRICS, STANDARD_METRICS, Metric
+from fedcb2o.records.names import one_line, slug
 from fedcb2o.records.run import (
     AGENT_COLUMNS,
     RESERVED_COLUMNS,
@@ -90,6 +91,7 @@ __all__ = [
     "log_checksums",
     "make_private",
     "metric_name",
+    "one_line",
     "parse_toml",
     "read_cells",
     "read_checkpoint_header",
@@ -104,6 +106,7 @@ __all__ = [
     "result_settings",
     "set_model_reader",
     "settings_digest",
+    "slug",
     "summary",
     "to_json",
     "to_plain",

@@ -25,6 +25,7 @@ from fedcb2o.records._files import (
 )
 from fedcb2o.records._jsonl import read_lines
 from fedcb2o.records.metrics import CONDITIONAL_METRICS, STANDARD_METRICS
+from fedcb2o.records.names import one_line
 from fedcb2o.records.toml import read_toml
 
 AGENT_COLUMNS = ("cluster", "malicious", "num_samples", "source_in_validation")
@@ -147,7 +148,7 @@ class Run:
         Returns:
             `title` in config.toml; the name of the run if there is no title.
         """
-        return str(self.config.get("title") or self.name)
+        return one_line(str(self.config.get("title", ""))) or self.name
 
     @cached_property
     def seeds(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import CONDITIONAL_METRICS, METRICS, STANDARD_METRICS, Run
+from fedcb2o.report._table_formats import shorten_label
 from fedcb2o.report.tables import LABELS, by_source_count, pair_statistics, run_labels
 
 STYLE: dict[Any, Any] = {
@@ -459,6 +460,7 @@ def figure_title(run: Run, label: str) -> str:
     Returns:
         Title with mathematics in dollar signs.
     """
+    label = shorten_label(label)
     if _criterion_round(run) and "T_G" not in label:
         label += f" (T_G = {_criterion_round(run)})"
 

@@ -15,7 +15,7 @@ from fedcb2o.report._attack_strengths import write_strengths
 from fedcb2o.report._heat_map import draw_heat_map, shade_intensity
 from fedcb2o.report._html import to_png
 from fedcb2o.report._ineffective_attacks import ineffective_attack_notes
-from fedcb2o.report._page import Page, create_page, flatten_to_text, slug
+from fedcb2o.report._page import Page, create_page, flatten_to_text
 from fedcb2o.report._regret import regrets
 from fedcb2o.report._statistics import (
     CONFIDENCE,

@@ -9,11 +9,13 @@ reader. The only script sorts tables. The content policy of the page lets a brow
 """
 
 import base64
+import contextlib
 import hashlib
 import html
 import io
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -141,6 +143,14 @@ def render_animation(title: str, player: str) -> str:
     return template.render(title=title, player=Markup(player), stylesheet=STYLESHEET)
 
 
+@contextlib.contextmanager
+def _without_glyph_warnings() -> Iterator[None]:
+    """Draw characters that the font lacks, such as emoji, as boxes and without a warning each."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        yield
+
+
 def to_png(figure: Figure) -> bytes:
     """Draw a figure as a PNG file.
 
@@ -151,7 +161,8 @@ def to_png(figure: Figure) -> bytes:
         Content of the file.
     """
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=200)
+    with _without_glyph_warnings():
+        figure.savefig(buffer, format="png", dpi=200)
     return buffer.getvalue()
 
 
@@ -181,7 +192,7 @@ def figure_row(figures: Sequence[Figure], name: str) -> Markup:
 def _to_svg(figure: Figure, name: str) -> Markup:
     """Draw a figure as SVG; `name` is the prefix of its ids."""
     buffer = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": name}):
+    with mpl.rc_context({"svg.hashsalt": name}), _without_glyph_warnings():
         figure.savefig(buffer, format="svg", dpi=2 * _PIXELS_PER_INCH, metadata=_EMPTY_METADATA)
 
     text = buffer.getvalue()

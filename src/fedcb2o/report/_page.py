@@ -10,7 +10,6 @@
 ['report.html']
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import atomic_write, flatten
+from fedcb2o.records import atomic_write, flatten, slug
 from fedcb2o.report._figures import Panels, draw_panels
 from fedcb2o.report._html import Section, figure_row, render_block, render_page, to_png
 from fedcb2o.report._table_formats import to_html, to_latex, to_markdown
@@ -265,19 +264,3 @@ def flatten_to_text(config: Mapping[str, Any]) -> dict[str, str]:
         {'agents.budget': '6'}
     """
     return {key: str(value) for key, value in flatten(config).items()}
-
-
-def slug(text: str) -> str:
-    """Convert a title to a part of a file name.
-
-    Args:
-        text: Title.
-
-    Returns:
-        Lower-case letters, digits and hyphens.
-
-    Example:
-        >>> slug("Label flip, T_G = 5")
-        'label-flip-t-g-5'
-    """
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

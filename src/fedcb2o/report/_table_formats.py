@@ -21,6 +21,8 @@ from fedcb2o.report.tables import LABELS
 _VALUE_PATTERN = re.compile(r"(\S+) (\[.*?\])( \(.*\))?( [*†])?")
 """A value with its interval, the case it belongs to, and a mark."""
 _PROSE_LENGTH = 40  # a column with a longer cell that is no value is prose
+_MAX_LABEL = 60
+"""Characters of a run's label in a figure or a table for the terminal."""
 _MIN_SHADE = 0.005  # a lighter cell has no colour
 _SUFFIX_LABELS = {"_worst_tenth": ", worst tenth", "_worst": ", worst agent", "": ""}
 _HEADINGS = {
@@ -66,6 +68,20 @@ def to_readable(table: pd.DataFrame, *, empty: Sequence[str] = ()) -> pd.DataFra
     return pd.DataFrame(columns).rename(columns=headings).set_index(first)
 
 
+def shorten_label(label: str) -> str:
+    """Leave out the middle of a long label, which figures and terminals have no room for.
+
+    Args:
+        label: Label of a run.
+
+    Returns:
+        At most 60 characters.
+    """
+    if len(label) <= _MAX_LABEL:
+        return label
+    return f"{label[: _MAX_LABEL - 20]} … {label[-17:]}"
+
+
 def to_rich(
     table: pd.DataFrame, *, title: str | None = None, caption: str | None = None, width: int = 80
 ) -> Table:
@@ -83,6 +99,7 @@ def to_rich(
     Returns:
         A rich table.
     """
+    table = table.rename(index=shorten_label, columns=shorten_label)
     if min(_min_table_width(table), _min_table_width(table.T)) > width:
         table = table.map(lambda cell: str(cell).replace(" [", "\n["))
     if _min_table_width(table) > width >= _min_table_width(table.T):
@@ -195,6 +212,7 @@ def _latex_text(text: str) -> str:
     """Escape text for LaTeX and set T_G as the paper does."""
     text = text.replace("\\", r"\textbackslash ")
     text = re.sub(r"([%&#_${}])", r"\\\1", text.replace("–", "--"))
+    text = text.replace("~", r"\textasciitilde ").replace("^", r"\textasciicircum ")
     return text.replace(r"T\_G", "$T_G$")
 
 

@@ -19,6 +19,7 @@ from fedcb2o.records import (
     STANDARD_METRICS,
     Run,
     last_fifth,
+    one_line,
     read_cells,
     read_json_with_checksum,
     read_toml,
@@ -77,7 +78,8 @@ class GridResults:
         Returns:
             `title` of the grid, else its name, else the name of the folder.
         """
-        return str(self.table.get("title") or self.table.get("name") or self.folder.name)
+        title = one_line(str(self.table.get("title", "")))
+        return title or str(self.table.get("name") or self.folder.name)
 
     @property
     def settings(self) -> list[str]:

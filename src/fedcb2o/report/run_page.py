@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import STANDARD_METRICS, Run, last_round, summary
+from fedcb2o.records import STANDARD_METRICS, Run, last_round, slug, summary
 from fedcb2o.report._agent_figures import sample_images, weight_matrix
 from fedcb2o.report._figures import (
     curve_panels,
@@ -16,8 +16,8 @@ from fedcb2o.report._figures import (
     peer_panels,
     source_count_panels,
 )
-from fedcb2o.report._page import Page, create_page, flatten_to_text, slug
-from fedcb2o.report._table_formats import to_readable
+from fedcb2o.report._page import Page, create_page, flatten_to_text
+from fedcb2o.report._table_formats import shorten_label, to_readable
 from fedcb2o.report.tables import (
     by_source_count,
     compare,
@@ -91,6 +91,9 @@ def report(runs: Sequence[Run], out: Path | str) -> list[Path]:
         )
     page = create_page(Path(out))
     names = run_labels(shown)
+    for name in names:
+        if name != shorten_label(name):
+            _LOGGER.warning("figures have no room for the whole of %s.", shorten_label(name))
     notes = [
         *map(incomplete_note, runs),
         *map(unverified_note, runs),

@@ -11,6 +11,7 @@ from numbers import Integral
 from typing import Any
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.plugins import to_python
 
 
 def check_count(name: str, value: Any) -> None:
@@ -23,6 +24,7 @@ def check_count(name: str, value: Any) -> None:
     Raises:
         ConfigError: If it is something else.
     """
+    value = to_python(value)
     if value is not None and (not _is_integer(value) or value < 1):
         raise ConfigError(f"`{name}` must be a whole number, at least 1, got {value!r}")
 
@@ -95,6 +97,7 @@ def parse_seeds(value: Any) -> tuple[int, ...]:
     Raises:
         ConfigError: If it is something else.
     """
+    value = to_python(value)
     is_listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     seeds: list[Any] = list(value) if is_listed else []
     if not is_listed or not all(_is_integer(seed) for seed in seeds):

@@ -92,6 +92,11 @@ def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
         return str(problem["ctx"]["error"])
 
     got = _short_repr(problem["input"])
+    if kind == "string_pattern_mismatch":
+        return (
+            f"`{key}` must have letters, digits, `.`, `_` and `-`, and begin with a letter or a "
+            f"digit, got {got}"
+        )
     if kind == "model_type":
         hint = ""
         if key in ("data", "model", "algorithm", "attack"):

@@ -42,9 +42,9 @@ from fedcb2o.federated.sections import (
     COMPONENT_VALUES,
     AgentsSection,
     Component,
-    NonNegativeInt,
     PositiveInt,
     Section,
+    Seed,
     TrainingSection,
     as_component,
     key_field,
@@ -173,6 +173,15 @@ class ModelSection(Component):
             default='"local"',
         ),
     ] = "local"
+    random_evaluation: Annotated[
+        bool,
+        key_field(
+            "true: your own network draws random numbers by PyTorch in evaluation too (dropout, "
+            "noise). A random stream of its own seeds each forward pass, so that runs repeat and "
+            "all models meet the same numbers",
+            strict=True,
+        ),
+    ] = False
 
 
 def _threat_of(attack: Component) -> Threat | None:
@@ -215,10 +224,10 @@ class Experiment(Section):
         str, key_field("a sentence, which `fedcb2o presets` prints for a preset", default="none")
     ] = ""
     seeds: Annotated[  # a list is accepted
-        tuple[NonNegativeInt, ...],
+        tuple[Seed, ...],
         key_field(
             "each seed decides the partition, initial models, batches and choices of one run",
-            values="different whole numbers from 0",
+            values="different whole numbers from 0 to 2^63 - 1",
             min_length=1,
             strict=False,
         ),

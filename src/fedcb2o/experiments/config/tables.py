@@ -7,6 +7,7 @@
 {'name': 'adam'}
 """
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -36,7 +37,7 @@ def to_plain(value: Any) -> Any:
         return plugins.label(value)
     if hasattr(value, "tolist"):
         return value.tolist()
-    return value
+    return plugins.to_python(value)
 
 
 def presets() -> dict[str, str]:
@@ -116,7 +117,23 @@ def read_table(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read {path}: {reason}") from error
-    return resolve_extends({"name": path.stem, **table})
+    if "name" not in table:
+        table = {**_names_of_file(path), **table}
+    return resolve_extends(table)
+
+
+def _names_of_file(path: Path) -> dict[str, str]:
+    """Return the name and the title of a file's experiment, where the file does not give them."""
+    stem = path.stem
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")
+    if name == stem:
+        return {"name": stem}
+    if not name:
+        raise ConfigError(
+            f"no name of a run can be made of the file's name, {path}: give the key `name`, with "
+            "letters, digits, `.`, `_` and `-`"
+        )
+    return {"name": name, "title": stem.encode(errors="replace").decode()}
 
 
 def resolve_extends(table: dict[str, Any]) -> dict[str, Any]:

@@ -4,15 +4,14 @@ A grid file holds the keys that all cells share, as an experiment does, and axes
 changes: `[attacks.NAME]`, `[defences.NAME]` and, if there are several, `[settings.NAME]`. Each
 attacked cell has two baselines, the same run without the attack.
 
->>> from fedcb2o.experiments.grid._definition import slugify
->>> slugify("FedCB2O (held out)")
-'fedcb2o-held-out'
+>>> from fedcb2o.experiments.grid._definition import CellKey
+>>> CellKey("", "FedCB2O (held out)", None).slugs
+['fedcb2o-held-out', 'no-attack']
 """
 
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -29,8 +28,8 @@ from fedcb2o.experiments.grid._baseline import (
     Changes,
     baseline_table,
 )
-from fedcb2o.federated.sections import NonNegativeInt, Section
-from fedcb2o.records import result_settings
+from fedcb2o.federated.sections import NonNegativeInt, Section, Seed
+from fedcb2o.records import result_settings, slug
 
 _NO_CHANGES = ("name", "title", "description", "seeds")
 CELL_KEYS = [key for key in Experiment.model_fields if key not in _NO_CHANGES]
@@ -47,7 +46,7 @@ class TuningSection(Section):
     """The comparison of the candidates of `tune`, on tuning images and seeds of its own."""
 
     seeds: Annotated[
-        tuple[NonNegativeInt, ...],
+        tuple[Seed, ...],
         Field(min_length=1, strict=False, description="Seeds, none of them the grid's."),
     ]
     attacks: Annotated[
@@ -73,7 +72,7 @@ class AdversarySection(Section):
     """The comparison of the `strengths` of attacks, on tuning images and seeds of its own."""
 
     seeds: Annotated[
-        tuple[NonNegativeInt, ...],
+        tuple[Seed, ...],
         Field(min_length=1, strict=False, description="Seeds, none of them the grid's."),
     ]
     setting: Annotated[
@@ -366,7 +365,7 @@ class Grid(Section):
         raise ConfigError(f"{' and '.join(blamed) or 'the keys that all cells share'}: {message}")
 
     def _load(self, table: Changes) -> Experiment:
-        key = repr(table)
+        key = repr(table)  # a grid's arrays are lists
         if key not in self._cache:
             self._cache[key] = load(table)
         return self._cache[key]
@@ -404,10 +403,10 @@ class CellKey:
             Slugs of setting, defence, candidate, attack and strength, as far as they exist. Numbers
             count from 1.
         """
-        parts = [slugify(name) for name in (self.setting, self.defence) if name]
+        parts = [slug(name) for name in (self.setting, self.defence) if name]
         if self.candidate is not None:
             parts.append(str(self.candidate + 1))
-        parts.append(slugify(self.attack or "no attack"))
+        parts.append(slug(self.attack or "no attack"))
         if self.strength is not None:
             parts.append(str(self.strength + 1))
         return parts
@@ -446,18 +445,6 @@ class Cell:
     folder: str
     experiment: Experiment
     baseline: str | None = None
-
-
-def slugify(text: str) -> str:
-    """Convert a name to a part of a folder's name.
-
-    Args:
-        text: The name.
-
-    Returns:
-        Small letters, digits and hyphens.
-    """
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def _merge_changes(base: Changes, changes: Changes) -> Changes:

@@ -24,7 +24,6 @@ from fedcb2o.experiments.grid._definition import (
     AdversarySection,
     Grid,
     TuningSection,
-    slugify,
 )
 
 _OWN_KEYS = [key for key in Grid.model_fields if key not in ("shared", "added_candidates")]
@@ -52,7 +51,7 @@ def load_grid(
             f"a grid is a built-in one's name, a file GRID.toml or a mapping, got a {kind}"
         )
     if isinstance(source, Mapping):
-        table = tables.resolve_extends({"name": "grid", **source})
+        table = tables.resolve_extends({"name": "grid", **plugins.to_python(source)})
         where = "the grid"
     elif str(source).endswith(".toml"):
         table = tables.read_table(Path(source))
@@ -61,6 +60,7 @@ def load_grid(
         table = _read_built_in(str(source))
         where = f"grid `{source}`"
     if changes:
+        changes = plugins.to_python(changes)
         table = tables.apply_changes(table, changes, where)
         where += " with changes"
         defences = table.get("defences")
@@ -135,7 +135,9 @@ def _check_axis(axis: str, entries: Mapping[str, Mapping[str, Any]]) -> None:
     folders: dict[str, str] = {}
     for name, changes in entries.items():
         _check_keys(changes, [*CELL_KEYS, *AXIS_KEYS.get(axis, ())], f"{kind} `{name}`: ")
-        folder = slugify(name)
+        if name != records.one_line(name):
+            raise ConfigError(f"{kind} {name!r} must have a name of one line, with single spaces")
+        folder = records.slug(name)
         if not folder:
             raise ConfigError(
                 f"{kind} `{name}` needs a letter or a digit in its name, for its folder's"

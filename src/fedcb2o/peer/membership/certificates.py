@@ -28,6 +28,8 @@ ROOT_DAYS = 20 * 365
 _CLOCK_TOLERANCE = timedelta(days=1)
 """Time before its creation from which a certificate is valid, because clocks differ."""
 DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_HOST_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
+"""Part of a host's name. Docker names the hosts of its services with underscores."""
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -39,17 +41,20 @@ def parse_endpoint(endpoint: str) -> tuple[str | _Address, int]:
         endpoint: A host name, IPv4 address or [IPv6 address], then a port from 1 to 65535.
 
     Returns:
-        The host, as a name or an address, and the port.
+        The host, as a name in small letters without a final dot or as an address, and the port.
 
     Raises:
         ConfigError: The text is no endpoint.
     """
-    host, _, port = endpoint.rpartition(":")
+    if not isinstance(endpoint, str):
+        raise ConfigError(f"an endpoint is a text HOST:PORT, got a {type(endpoint).__name__}")
+    host, _, port = endpoint.strip().rpartition(":")
     if not (re.fullmatch(r"[1-9][0-9]{0,4}", port) and int(port) < 2**16):
         raise ConfigError(
             f"an endpoint is HOST:PORT, with a port from 1 to 65535, got {endpoint[:100]!r}"
         )
 
+    host = host.lower().removesuffix(".")
     is_bracketed = host.startswith("[") and host.endswith("]")
     try:
         address = ipaddress.ip_address(host[1:-1] if is_bracketed else host)
@@ -57,20 +62,51 @@ def parse_endpoint(endpoint: str) -> tuple[str | _Address, int]:
         _check_host_name(host, endpoint)
         return host, int(port)
 
-    canonical = f"[{address}]" if address.version == 6 else str(address)
-    if host != canonical or "%" in host or address.is_unspecified or address.is_multicast:
+    is_ipv6 = address.version == 6
+    if is_bracketed != is_ipv6 or "%" in host or address.is_unspecified or address.is_multicast:
         raise ConfigError(
-            f"the host of {endpoint[:100]!r} must be the address of one machine, in canonical form"
+            f"the host of {endpoint[:100]!r} must be the address of one machine, an IPv6 address"
+            " in brackets"
         )
     return address, int(port)
 
 
+def canonical_endpoint(endpoint: str) -> str:
+    """Return the one way to write an endpoint.
+
+    Args:
+        endpoint: "HOST:PORT".
+
+    Returns:
+        The endpoint with its host in small letters, without a final dot, and an IPv6 address in
+        its shortest form.
+
+    Raises:
+        ConfigError: The text is no endpoint.
+
+    Example:
+        >>> canonical_endpoint("Hospital-A.example.:7447")
+        'hospital-a.example:7447'
+    """
+    host, port = parse_endpoint(endpoint)
+    if isinstance(host, ipaddress.IPv6Address):
+        return f"[{host}]:{port}"
+    return f"{host}:{port}"
+
+
 def _check_host_name(host: str, endpoint: str) -> None:
-    labels = host.split(".")
-    if len(host) > 253 or not all(map(DNS_LABEL.fullmatch, labels)) or labels[-1].isdigit():
+    wrong = re.sub(r"[a-z0-9._-]", "", host)
+    if wrong and not host.startswith("["):
         raise ConfigError(
-            f"the host of {endpoint[:100]!r} must be a name in lower-case letters, an IPv4 address "
-            "or an [IPv6 address]"
+            f"the host of {endpoint[:100]!r} has {wrong[0]!r}, and names of hosts have letters from"
+            " a to z, digits, dots, hyphens and underscores (international names begin with xn--)"
+        ) from None
+    labels = host.split(".")
+    if len(host) > 253 or not all(map(_HOST_LABEL.fullmatch, labels)) or labels[-1].isdigit():
+        raise ConfigError(
+            f"the host of {endpoint[:100]!r} must be a name, an IPv4 address or an [IPv6 address];"
+            " between the dots of a name are 1 to 63 letters, digits, underscores and hyphens, the"
+            " hyphens not at an end"
         ) from None
 
 

@@ -114,7 +114,8 @@ class Member:
 
     def __post_init__(self) -> None:
         _check_name(self.name)
-        certificates.parse_endpoint(self.endpoint)
+        endpoint = certificates.canonical_endpoint(self.endpoint)
+        object.__setattr__(self, "endpoint", endpoint)
         if len(self.key) != 32:
             raise ConfigError(f"`key` of {self.name} must have 32 bytes, got {len(self.key)}")
         if int.from_bytes(self.key, "little") % 2**255 in _SMALL_ORDER_Y:

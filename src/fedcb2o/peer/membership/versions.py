@@ -11,17 +11,19 @@ Example:
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fedcb2o import records
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.sections import Section
+from fedcb2o.peer.membership.certificates import canonical_endpoint
 from fedcb2o.peer.membership.identity import Identity, Member
 
 _SIGNATURE_CONTEXT = b"fedcb2o federation 1\n"
@@ -38,6 +40,14 @@ class _MemberEntry(Section):
     endpoint: str
     key: str
     root: str
+
+    @field_validator("endpoint")
+    @classmethod
+    def _write_in_one_way(cls, endpoint: str) -> str:
+        """Return the canonical endpoint; `Member` refuses a text that is none."""
+        with contextlib.suppress(ConfigError):
+            return canonical_endpoint(endpoint)
+        return endpoint
 
 
 class Signature(Section):

@@ -1,0 +1,45 @@
+r"""Titles and names of people as one line of text, and as parts of file names.
+
+>>> slug("Label flip, T_G = 5")
+'label-flip-t-g-5'
+>>> one_line("two\n lines")
+'two lines'
+"""
+
+import hashlib
+import re
+import unicodedata
+
+_MAX_SLUG = 200
+"""Characters of a part of a file name. File systems allow 255 bytes, suffixes included."""
+_NOT_SHOWN = ("Cc", "Cs")
+"""Unicode's categories of control characters and of halves of characters."""
+
+
+def slug(text: str) -> str:
+    """Convert a title or a name to a part of a file name.
+
+    Args:
+        text: The title or name.
+
+    Returns:
+        Lower-case letters, digits and hyphens. A long one is cut, and ends in a hash of the text.
+    """
+    words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    if len(words) <= _MAX_SLUG:
+        return words
+    digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
+    return f"{words[: _MAX_SLUG - 9]}-{digest}"
+
+
+def one_line(text: str) -> str:
+    """Return a text as one line, with single spaces and without control characters.
+
+    Args:
+        text: The text.
+
+    Returns:
+        The line.
+    """
+    line = " ".join(text.split())
+    return "".join(letter for letter in line if unicodedata.category(letter) not in _NOT_SHOWN)
