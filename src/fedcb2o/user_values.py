@@ -79,6 +79,8 @@ def to_array(source: str, values: Any) -> np.ndarray:
     Raises:
         ConfigError: The values are not real numbers, or a list is not rectangular.
     """
+    if values is None:
+        raise ConfigError(f"{source} None, expected numbers: is a `return` missing?")
     try:
         array = _gather(source, values)
         if array.dtype.kind == "O":

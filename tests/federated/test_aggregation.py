@@ -3,16 +3,20 @@ what is copied."""
 
 import functools
 import math
+import os
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
+from tests.type_checks import VARIABLE
 from tests.views import LINE, models
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregation
 from fedcb2o.federated.aggregation import (
+    base,
     coordinatewise,
     gram_matrix,
     gram_rules,
@@ -23,6 +27,7 @@ from fedcb2o.federated.aggregation.base import (
     apply,
     clip_byzantine_count,
     gram_and_mixing,
+    rule_signature,
     signature_of,
     validate_byzantine_count,
 )
@@ -49,7 +54,7 @@ def test_f_is_clipped_to_what_the_models_admit():
         assert clip_byzantine_count(rule, most, 7) == clip_byzantine_count(rule, 99, 7) == most
         assert clip_byzantine_count(functools.partial(rule, f=1), 1, 7) == 1
         assert clip_byzantine_count(rule, 3, 0) == 0
-        validate_byzantine_count(rule, most, 7)
+        assert validate_byzantine_count(rule, most, 7) == most
         with pytest.raises(
             ConfigError,
             match=rf"`f` = {most + 1} attackers are more than \w+ admits among 7 models: at ",
@@ -57,9 +62,82 @@ def test_f_is_clipped_to_what_the_models_admit():
             validate_byzantine_count(rule, most + 1, 7)
         given = (torch.rand(7),) if rule is own_model_rules.ubar else ()
         if rule is not preaggregation.nnm:
-            assert apply(functools.partial(rule, f=99), x, None, *given).equal(
+            assert apply(functools.partial(rule, f=99), x, None, *given, clip_f=True).equal(
                 apply(functools.partial(rule, f=most), x, None, *given)
             )
+
+
+@pytest.mark.parametrize(
+    ("name", "f", "needed"),
+    [("krum", 1, 5), ("multi_krum", 1, 5), ("multi_krum", 2, 7), ("bulyan", 1, 7),
+     ("trimmed_mean", 2, 5), ("meamed", 2, 5), ("monna", 2, 5), ("cs_plus", 3, 5),
+     ("clipped_gossip", 3, 5)],
+)  # fmt: skip
+def test_an_f_that_is_too_large_for_the_models(name, f, needed, caplog):
+    """Blanchard et al. need 2 f + 3 models, El Mhamdi et al. 4 f + 3, and means 2 f + 1."""
+    rule = functools.partial(getattr(aggregation, name), f=f)
+    x = models(needed, 3)
+    assert apply(rule, x).isfinite().all()
+    few = x[: min(4, needed - 1)]
+    message = rf"`f` = {f} attackers are more than {name} admits among 4 models.* needs {needed} m"
+    with pytest.raises(ConfigError, match=message):
+        apply(rule, few)
+    with pytest.raises(ConfigError, match=message):
+        rule(few if signature_of(rule).reads == "columns" else gram(few))
+    base._warn_of_clipping.cache_clear()
+    most = clip_byzantine_count(rule, f, 4)
+    fewer = functools.partial(rule, f=most)
+    assert apply(rule, few, clip_f=True).equal(apply(fewer, few))
+    apply(rule, few, clip_f=True)
+    assert caplog.messages == [
+        f"{name} with f = {f} needs {needed} models, and there are 4: f = {most} is assumed, and the"
+        f" guarantee for f = {f} does not hold."
+    ]
+
+
+def test_an_f_that_is_too_large_for_a_step_or_a_users_rule(caplog):
+    step = functools.partial(preaggregation.nnm, f=2)
+    with pytest.raises(ConfigError, match=r"more than nnm admits among 4 models.* needs 5 models"):
+        apply(gram_rules.mean, models(4, 3), mixing=step)
+    fewer = functools.partial(preaggregation.nnm, f=1)
+    assert apply(gram_rules.mean, models(4, 3), mixing=step, clip_f=True).equal(
+        apply(gram_rules.mean, models(4, 3), mixing=fewer)
+    )
+
+    @rule_signature("gram", max_byzantine=lambda m: m - 4)
+    def first(gram, *, f):
+        return gram_rules.one_hot(0, len(gram))
+
+    with pytest.raises(ConfigError, match=r"more than first admits among 4 models.* needs 5 models"):
+        apply(functools.partial(first, f=1), models(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("x", "rows", "message"),
+    [
+        (torch.zeros(0, 3), None, "there is no model to aggregate"),
+        (torch.zeros(2, 3), [], "there is no model to aggregate"),
+        (torch.zeros(3), None, r"`models` must be \[p, d\]"),
+        (torch.zeros(2, 3), [-1], "`rows` must be row numbers from 0 to 1"),
+        (torch.zeros(2, 3), [2], "`rows` must be row numbers from 0 to 1"),
+        (torch.tensor([[0.0], [math.nan], [1.0]]), None, r"not finite: leave out the rows \[1\]"),
+        (np.ma.array([[0.0], [1.0]], mask=[[0], [1]]), None, r"not finite: leave out the rows \[1\]"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_be_aggregated(x, rows, message):
+    if os.environ.get(VARIABLE):
+        pytest.skip("type checks refuse them first")
+    for rule in (coordinatewise.coordinate_median, gram_rules.mean):
+        with pytest.raises(ConfigError, match=message):
+            apply(rule, x, rows)
+
+
+def test_models_of_whole_numbers_are_averaged_as_numbers():
+    x = torch.tensor([[0, 1], [1, 2], [3, 9]])
+    if os.environ.get(VARIABLE):
+        pytest.skip("type checks refuse them first")
+    assert apply(gram_rules.mean, x).tolist() == pytest.approx([4 / 3, 4])
+    assert apply(gram_rules.mean, x, torch.tensor([True, True, False])).tolist() == [0.5, 1.5]
 
 
 @pytest.mark.parametrize("f", [-1, True])
@@ -155,10 +233,11 @@ def test_as_much_of_the_gram_matrix_as_a_rule_reads(name):
     pairs = signature_of(rule).gram_entries
     expected = {"mean": 0, "trimmed_mean": 0, "krum": 16, "monna": 10, "fltrust": 14}[name]
     assert int(known.sum()) == expected, pairs
-    g, p = gram_and_mixing(rule, pool, rows, functools.partial(preaggregation.nnm, f=1))
-    torch.testing.assert_close(g, whole)
     peers = 4 - last
-    assert p[:peers, :peers].equal(preaggregation.nnm(whole[:peers, :peers], f=1))
+    f = (peers - 1) // 2
+    g, p = gram_and_mixing(rule, pool, rows, functools.partial(preaggregation.nnm, f=f))
+    torch.testing.assert_close(g, whole)
+    assert p[:peers, :peers].equal(preaggregation.nnm(whole[:peers, :peers], f=f))
     assert p[peers:].equal(torch.eye(4, dtype=torch.float64)[peers:])
     assert not p[:peers, peers:].any()
 

@@ -234,7 +234,7 @@ def test_masked_and_missing_values_are_excluded(values):
         torch.tensor([7.0, torch.nan, 2.0], dtype=torch.float64),
         equal_nan=True, check_dtype=False,
     )  # fmt: skip
-    items = iter(list(values))
+    items = iter([np.nan if value is None else value for value in values])
     by_point = fedcb2o.from_point(lambda point: next(items))(x)
     assert by_point.isnan().tolist() == [False, True, False]
     assert by_point[[0, 2]].tolist() == [7.0, 2.0]
@@ -247,10 +247,11 @@ def test_masked_and_missing_values_are_excluded(values):
         ("0.5", "words"),
         (np.datetime64("2020-01-01"), "dates: take numbers"),
         ({"loss": 1.0}, "a dict, expected an array of numbers"),
+        (None, "None, expected numbers: is a `return` missing"),
         (object(), "a object, expected an array of numbers"),
         (torch.eye(2).to_sparse(), "a sparse tensor"),
     ],
-    ids=["complex", "word", "date", "dict", "object", "sparse"],
+    ids=["complex", "word", "date", "dict", "None", "object", "sparse"],
 )
 def test_values_that_are_not_numbers_are_refused(value, message):
     x = torch.zeros(1, 1)

@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ def from_point(
     function: Callable[..., Any],
     *,
     workers: Callable[..., Any] = map,
-    errors: Literal["raise", "exclude"] = "raise",
+    errors: str = "raise",
 ) -> Callable[..., Tensor]:
     """Make an objective from a function of one point, as SciPy's functions are.
 
@@ -71,7 +71,7 @@ def from_point(
         workers: Function that calls it for each particle: the built-in `map`, or that of a pool
             of threads or processes.
         errors: "exclude" takes an exception of the function as NaN at that point, and warns once;
-            "raise" stops at the exception.
+            "raise" stops at the exception, with a note that has the point.
 
     Returns:
         The objective.

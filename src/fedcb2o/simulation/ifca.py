@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 
 from fedcb2o.federated import AgentState, ClusterModels, Decisions, Ragged, mixing_matrix
 from fedcb2o.federated.algorithms._ifca import as_decisions, assign_clusters_, cluster_means
+from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import (
     OnPhase,
@@ -55,14 +56,17 @@ def run_rounds(
     rows = len(agents) + np.arange(clusters.num_models)
     candidates = np.tile(rows, (len(agents), 1))
     cluster_ids, _ = assign_clusters(engine, candidates)
+    shortfall = Shortfall(engine.spec.algorithm, engine.spec.malicious_share)
     for n in range(start, stop):
         timer = PhaseTimer()
         losses, means = _run_round(engine, n, rows, cluster_ids, on_phase, timer)
+        shortfall.add([means], np.ones(rows[-1] + 1, dtype=bool))
         cluster_ids, _ = assign_clusters(engine, candidates)
         timer.stop("choose")
         results = evaluate_if_due(engine, n, stop, evaluate_every, on_phase, timer)
         decisions = as_decisions(means, cluster_ids)
         yield Round(n, losses, [decisions], [state], [agents], results, timer.seconds)
+    shortfall.log()
 
 
 def cluster_models(engine: LocalEngine) -> ClusterModels:

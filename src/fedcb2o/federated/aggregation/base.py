@@ -19,6 +19,8 @@ Example:
 """
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,6 +38,9 @@ from fedcb2o.federated.plugin_outputs import (
 )
 from fedcb2o.federated.types import OffsetColumnReduction, Reduction
 from fedcb2o.plugins import Declaration, F
+from fedcb2o.user_values import to_tensor
+
+_LOGGER = logging.getLogger(__name__)
 
 GramEntries = Literal["none", "last", "all"]
 _OwnRow = Literal["own", "before"]
@@ -111,6 +116,8 @@ def signature_of(rule: Callable[..., Any]) -> RuleSignature:
 def clip_byzantine_count(rule: Callable[..., Any], f: int, m: int) -> int:
     """Clip the number of assumed attackers to the largest that a rule admits.
 
+    Runs call it, because the number of received models varies by round; `shortfall` reports it.
+
     Args:
         rule: A rule, its keywords bound or not.
         f: Number of attackers to assume, 0 or more.
@@ -130,25 +137,62 @@ def clip_byzantine_count(rule: Callable[..., Any], f: int, m: int) -> int:
     return f if max_byzantine is None else min(f, max(0, max_byzantine(m)))
 
 
-def validate_byzantine_count(rule: Callable[..., Any], f: int, m: int) -> None:
+def validate_byzantine_count(
+    rule: Callable[..., Any],
+    f: int,
+    m: int,
+    cure: str = "assume fewer, or ask more peers (a larger `budget`)",
+) -> int:
     """Check that a rule admits `f` attackers among m models.
 
     Args:
         rule: A rule, its keywords bound or not.
         f: Number of attackers to assume, 0 or more.
-        m: Number of models if every peer answers.
+        m: Number of models.
+        cure: End of the message.
+
+    Returns:
+        `f`.
 
     Raises:
         ConfigError: The rule admits fewer attackers.
     """
     limit = clip_byzantine_count(rule, f, m)
     if f <= limit:
-        return
-    name = getattr(getattr(rule, "func", rule), "__name__", "the rule")
+        return f
     raise ConfigError(
-        f"`f` = {f} attackers are more than {name} admits among {m} models: at most {limit}; "
-        "assume fewer, or ask more peers (a larger `budget`)"
+        f"`f` = {f} attackers are more than {rule_name(rule)} admits among {m} models: at most"
+        f" {limit}, and `f` = {f} needs {models_needed(rule, f)} models; {cure}"
     )
+
+
+def rule_name(rule: Callable[..., Any]) -> str:
+    """Return the name of a rule or a pre-aggregation step in messages.
+
+    Args:
+        rule: A rule, its keywords bound or not.
+
+    Returns:
+        The name of its function.
+    """
+    function = getattr(rule, "func", rule)
+    return getattr(function, "__name__", "the rule")
+
+
+def models_needed(rule: Callable[..., Any], f: int) -> int | str:
+    """Return the least number of models among which a rule admits `f` attackers.
+
+    Args:
+        rule: A rule with a largest number of attackers, its keywords bound or not.
+        f: Number of attackers to assume.
+
+    Returns:
+        The number; "more" where it is above 10 f + 10.
+    """
+    max_byzantine = signature_of(rule).max_byzantine
+    assert max_byzantine is not None
+    enough = (m for m in range(1, 10 * f + 11) if max_byzantine(m) >= f)
+    return next(enough, "more")
 
 
 PreAggregation = Float[Tensor, "j n"] | Callable[[Float[Tensor, "n n"]], Float[Tensor, "j n"]]
@@ -254,6 +298,7 @@ def apply(
     rows: Int[Tensor, " m"] | None = None,
     *extra: Any,
     mixing: PreAggregation | None = None,
+    clip_f: bool = False,
 ) -> Float[Tensor, " d"]:
     """Aggregate finite models by a robust rule.
 
@@ -264,16 +309,22 @@ def apply(
             rows are last. By default all rows.
         *extra: Further inputs of the rule: tensors with one value per row, or numbers.
         mixing: Pre-aggregation step; it leaves the agent's own rows as they are.
+        clip_f: Whether to assume as many attackers as the models admit where `f` is larger, with a
+            warning, as the rounds of a run do.
 
     Returns:
         The aggregate, shape [d].
 
     Raises:
-        ConfigError: The rule trusts no model.
+        ConfigError: `f` is too large for the number of models, there is no model, a model that the
+            rule uses is not finite, or the rule trusts no model.
     """
-    if rows is None:
-        rows = torch.arange(len(models))
+    models, rows = _checked_models(models, rows)
+    fit = _clip_and_warn if clip_f else _require_count
+    if callable(mixing):
+        mixing = fit(mixing, len(rows) - len(signature_of(rule).own_rows))
     g, p = gram_and_mixing(rule, models, rows, mixing)
+    rule = fit(rule, len(rows) if p is None else len(p))
     outcome = evaluate_rule(rule, g, *extra, p=p)
 
     if isinstance(outcome, Reduction):
@@ -284,10 +335,60 @@ def apply(
     return _reduce_by_blocks(models, rows[outcome != 0], lambda block, first: mu @ block)
 
 
+def _checked_models(models: Any, rows: Any) -> tuple[Tensor, Tensor]:
+    """Return models and rows as tensors. Raise ConfigError for models that cannot be aggregated."""
+    models = to_tensor("`models` holds", models)
+    if models.ndim != 2:
+        raise ConfigError(f"`models` must be [p, d], one model a row, got {[*models.shape]}")
+    if not models.is_floating_point():
+        models = models.double()
+    every_row = torch.arange(len(models))
+    rows = every_row if rows is None else to_tensor("`rows` holds", rows).cpu()
+    if rows.dtype == torch.bool and rows.shape == every_row.shape:
+        rows = rows.nonzero().flatten()
+    if len(rows) == 0:
+        raise ConfigError("there is no model to aggregate")
+    if rows.is_floating_point() or not torch.isin(rows, every_row).all():
+        raise ConfigError(f"`rows` must be row numbers from 0 to {len(models) - 1}")
+    return models, rows.long()
+
+
+def _require_count(function: F, m: int) -> F:
+    """Return a rule or step. Raise ConfigError if its `f` is too large for m models."""
+    f = getattr(function, "keywords", {}).get("f")
+    if f is not None:
+        cure = "assume fewer, or let `clip_f=True` assume as many as the models admit"
+        validate_byzantine_count(function, f, m, cure)
+    return function
+
+
+def _clip_and_warn(function: Callable[..., Any], m: int) -> Callable[..., Any]:
+    """Bind as many attackers to a rule or step as it admits among m models."""
+    f = getattr(function, "keywords", {}).get("f")
+    if f is None:
+        return function
+    count = clip_byzantine_count(function, f, m)
+    if count < f:
+        _warn_of_clipping(rule_name(function), f, models_needed(function, f), m, count)
+    return functools.partial(function, f=count)
+
+
+@functools.cache  # one warning for each case
+def _warn_of_clipping(name: str, f: int, needed: int | str, m: int, count: int) -> None:
+    _LOGGER.warning(
+        "%s with f = %d needs %s models, and there are %d: f = %d is assumed, and the guarantee for"
+        " f = %d does not hold.",
+        name, f, needed, m, count, f,
+    )  # fmt: skip
+
+
 def _reduce_by_blocks(
     models: Float[Tensor, "p d"], rows: Int[Tensor, " m"], reduce: OffsetColumnReduction
 ) -> Float[Tensor, " d"]:
     result = models.new_empty(models.shape[1])
     for a, block in column_blocks(models, rows):
+        if not block.isfinite().all():
+            wrong = rows[~block.isfinite().all(1).cpu()].tolist()
+            raise ConfigError(f"models are not finite: leave out the rows {wrong}")
         result[a : a + block.shape[1]] = reduce(block, a)
     return result

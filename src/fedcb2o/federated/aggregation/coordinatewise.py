@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o.federated.aggregation.base import clip_byzantine_count, rule_signature
+from fedcb2o.federated.aggregation.base import rule_signature, validate_byzantine_count
 
 __all__ = ["coordinate_median", "meamed", "trimmed_mean"]
 
@@ -132,7 +132,7 @@ def trimmed_mean(block: Float[Tensor, "m b"], *, f: int) -> Float[Tensor, " b"]:
         The trimmed means, shape [b].
     """
     m = len(block)
-    f = clip_byzantine_count(trimmed_mean, f, m)
+    f = validate_byzantine_count(trimmed_mean, f, m)
     return _column_means(sort_columns(block)[f : m - f])
 
 
@@ -151,7 +151,7 @@ def meamed(block: Float[Tensor, "m b"], *, f: int) -> Float[Tensor, " b"]:
         The means around the median, shape [b].
     """
     m = len(block)
-    return mean_around_median(block, m - clip_byzantine_count(meamed, f, m))
+    return mean_around_median(block, m - validate_byzantine_count(meamed, f, m))
 
 
 def mean_around_median(block: Float[Tensor, "m b"], count: int) -> Float[Tensor, " b"]:

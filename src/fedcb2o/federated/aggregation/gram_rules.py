@@ -4,8 +4,8 @@ A rule is a function `(gram, ...) -> weights [m]` that sum to 1. `base` describe
 applies the rules. `own_model_rules` has the rules about the agent's own model, and `coordinatewise`
 those that work on columns.
 
-`f` is the number of attackers to assume. Each rule admits a largest f for m models, and larger
-values are clipped to it, because fewer models than requested may arrive
+`f` is the number of attackers to assume. Each rule admits a largest f for m models; a larger one is
+an error. Runs clip it first, because fewer models than requested may arrive
 (`base.clip_byzantine_count`). Ties go to the first row.
 
 Example:
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregation.base import (
-    clip_byzantine_count,
     rule_signature,
+    validate_byzantine_count,
 )
 from fedcb2o.federated.aggregation.coordinatewise import mean_around_median
 from fedcb2o.federated.types import Reduction
@@ -179,7 +179,7 @@ def krum(
         Weights, shape [m]: 1 for one model.
     """
     m = len(gram)
-    order = _krum_order(squared_distances(gram), clip_byzantine_count(krum, f, m), neighbours)
+    order = _krum_order(squared_distances(gram), validate_byzantine_count(krum, f, m), neighbours)
     return uniform_weights(row_mask(order[:1], m))
 
 
@@ -208,7 +208,7 @@ def multi_krum(
         ConfigError: `selected` or `neighbours` is below 1.
     """
     m = len(gram)
-    f = clip_byzantine_count(multi_krum, f, m)
+    f = validate_byzantine_count(multi_krum, f, m)
     if selected is not None and selected < 1:
         raise ConfigError(f"`selected` must be 1 or more, got {selected}")
     count = m - f if selected is None else selected
@@ -340,7 +340,7 @@ def bulyan(gram: Float[Tensor, "m m"], *, f: int) -> Reduction:
         A reduction of the selected models.
     """
     m = len(gram)
-    f = clip_byzantine_count(bulyan, f, m)
+    f = validate_byzantine_count(bulyan, f, m)
     squared = squared_distances(gram)
     remaining = torch.arange(m)
     if f == 0:

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.aggregation.base import GramEntries, clip_byzantine_count, rule_signature
+from fedcb2o.federated.aggregation.base import GramEntries, rule_signature, validate_byzantine_count
 from fedcb2o.federated.aggregation.coordinatewise import half_minus_one
 from fedcb2o.federated.aggregation.gram_rules import (
     one_hot,
@@ -151,7 +151,7 @@ def clipped_gossip(
     if m == 0:
         return one_hot(0, 1)
     squared = squared_distances(gram)[m, :m]
-    f = clip_byzantine_count(clipped_gossip, f, m + 1)
+    f = validate_byzantine_count(clipped_gossip, f, m + 1)
     if radius is not None:
         require_positive("radius", radius)
     elif f == 0:
@@ -180,7 +180,7 @@ def cs_plus(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     """
     m = len(gram) - 1
     squared = squared_distances(gram)[m, :m]
-    f = clip_byzantine_count(cs_plus, f, m + 1)
+    f = validate_byzantine_count(cs_plus, f, m + 1)
     radius = 0.0
     if f == 0:
         radius = torch.inf
@@ -241,7 +241,7 @@ def monna(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     m = len(gram)
     squared = squared_distances(gram)[m - 1].clone()
     squared[-1] = -1.0  # even a copy of the agent's own model is not nearer
-    count = m - clip_byzantine_count(monna, f, m)
+    count = m - validate_byzantine_count(monna, f, m)
     return uniform_weights(row_mask(squared.sort(stable=True).indices[:count], m))
 
 
@@ -268,7 +268,7 @@ def ubar(
         ConfigError: `alpha` is out of range.
     """
     m = len(gram) - 1
-    count = m - clip_byzantine_count(ubar, f, m + 1)
+    count = m - validate_byzantine_count(ubar, f, m + 1)
     nearest = squared_distances(gram)[m, :m].sort(stable=True).indices[:count]
     candidates = row_mask(nearest, m) & (losses[:m] < torch.inf)
     selected = candidates & (losses[:m] <= losses[m])

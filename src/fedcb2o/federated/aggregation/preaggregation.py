@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.aggregation.base import clip_byzantine_count, rule_signature
+from fedcb2o.federated.aggregation.base import rule_signature, validate_byzantine_count
 from fedcb2o.federated.aggregation.coordinatewise import half_minus_one
 from fedcb2o.federated.aggregation.gram_rules import squared_distances
 
@@ -38,7 +38,7 @@ def nnm(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, "m m"]:
         The mixing matrix, shape [m, m].
     """
     m = len(gram)
-    count = m - clip_byzantine_count(nnm, f, m)
+    count = m - validate_byzantine_count(nnm, f, m)
     squared = squared_distances(gram).fill_diagonal_(-1.0)
     nearest = squared.sort(dim=1, stable=True).indices[:, :count]
     matrix = torch.zeros(m, m, dtype=torch.float64)

@@ -151,6 +151,7 @@ def cluster_means(
         rule = robust_rule.with_byzantine_count(clusters.rule, f, len(rows))
         gram, _ = base.gram_and_mixing(rule, models, rows, None)
         outcome = base.evaluate_rule(rule, gram)
+        decisions.f[k] = rule.keywords.get("f", math.nan)
         if not isinstance(outcome, Reduction):
             decisions.weights[index] = outcome.numpy()
             continue

@@ -1,0 +1,133 @@
+"""Rounds in which fewer models arrived than a robust rule needs for its number of attackers.
+
+A run clips the number f of assumed attackers to the largest that the received models admit, and
+goes on. The guarantee of the rule does not hold there, and the log says so once.
+
+Example:
+    >>> import functools
+    >>> from fedcb2o.federated import algorithms, aggregation
+    >>> by_rule = algorithms.by_rule(rule={"name": "multi_krum", "f": 1})
+    >>> Shortfall(by_rule, malicious_share=0.0).messages()
+    []
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from fedcb2o.federated.aggregation import base, robust_rule
+from fedcb2o.federated.decisions import Decisions
+from fedcb2o.federated.run_spec import Algorithm
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class _Shortage:
+    """Rounds with a shortage, the largest f, and the least number of received models."""
+
+    rounds: int = 0
+    f: int = 0
+    received: int = np.iinfo(np.int64).max
+
+
+class Shortfall:
+    """Counter of rounds in which a rule or its pre-aggregation step assumed fewer attackers."""
+
+    def __init__(self, algorithm: Algorithm, malicious_share: float) -> None:
+        """Start with no rounds.
+
+        Args:
+            algorithm: The algorithm; only one with a robust rule can fall short.
+            malicious_share: Share of attackers that rules assume without an `f`.
+        """
+        self._share = malicious_share
+        self._rounds = 0
+        self._rule: Any = None
+        self._pre_step: Any = None
+        self._num_own = 0
+        self._shortages: dict[Any, _Shortage] = {}
+        if algorithm.clusters is not None:
+            self._rule = algorithm.clusters.rule
+        elif getattr(algorithm.rule, "func", None) is robust_rule.apply_robust_rule:
+            keywords = algorithm.rule.keywords  # type: ignore[union-attr]
+            self._rule = keywords["rule"]
+            self._pre_step = keywords["pre_step"]
+            own_rows = base.signature_of(self._rule).own_rows
+            self._num_own = int(keywords["own_model"] == "judged" and "own" not in own_rows)
+
+    def add(self, batches: Sequence[Decisions], is_counted: Bool[np.ndarray, " N"]) -> None:
+        """Count one round.
+
+        Args:
+            batches: Decisions of the round.
+            is_counted: For each receiver, by its id, whether it counts: benign agents do.
+        """
+        self._rounds += 1
+        if self._rule is None:
+            return
+        received, assumed, counted = [], [], []
+        for decisions in batches:
+            received.append(decisions.received.sizes)
+            assumed.append(decisions.f)
+            counted.append(is_counted[decisions.agents])
+        sizes = np.concatenate(received)
+        is_receiver = np.concatenate(counted) & (sizes > 0)
+
+        f = self._requested(self._rule, sizes)
+        self._record(self._rule, f, sizes, is_receiver & (np.concatenate(assumed) < f))
+        if base.signature_of(self._pre_step).max_byzantine is not None:
+            f = self._requested(self._pre_step, sizes)
+            counts = (sizes + self._num_own).tolist()
+            admitted = [
+                base.clip_byzantine_count(self._pre_step, k, m)
+                for k, m in zip(f.tolist(), counts, strict=True)
+            ]
+            self._record(self._pre_step, f, sizes, is_receiver & (np.array(admitted) < f))
+
+    def messages(self) -> list[str]:
+        """Describe the shortages of all rounds so far.
+
+        Returns:
+            One sentence for the rule and one for the step; none for one that had enough models.
+        """
+        return [
+            f"{base.rule_name(function)} with f = {shortage.f} needs"
+            f" {base.models_needed(function, shortage.f)} models, and in {shortage.rounds} of"
+            f" {self._rounds} rounds too few arrived (as few as {shortage.received} at an agent): a"
+            " smaller f was assumed there, and the guarantee did not hold"
+            for function, shortage in self._shortages.items()
+        ]
+
+    def log(self) -> None:
+        """Log the messages as warnings."""
+        for message in self.messages():
+            _LOGGER.warning("%s.", message)
+
+    def _requested(
+        self, function: functools.partial[Any], sizes: Int[np.ndarray, " a"]
+    ) -> Int[np.ndarray, " a"]:
+        """Return the number of attackers that each agent should assume."""
+        f = function.keywords.get("f")
+        if f is not None:
+            return np.full(len(sizes), f)
+        return np.ceil(self._share * sizes - 1e-9).astype(np.int64)
+
+    def _record(
+        self,
+        function: functools.partial[Any],
+        f: Int[np.ndarray, " a"],
+        sizes: Int[np.ndarray, " a"],
+        is_short: Bool[np.ndarray, " a"],
+    ) -> None:
+        if not is_short.any():
+            return
+        shortage = self._shortages.setdefault(function, _Shortage())
+        shortage.rounds += 1
+        shortage.f = max(shortage.f, int(f[is_short].max()))
+        shortage.received = min(shortage.received, int(sizes[is_short].min()))

@@ -1,0 +1,73 @@
+"""A run says once in which rounds too few models arrived for a rule's guarantee."""
+
+import numpy as np
+import pytest
+
+from fedcb2o.federated import algorithms
+from fedcb2o.federated.decisions import Decisions, Inbox
+from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.shortfall import Shortfall
+
+
+def decisions(sizes, assumed):
+    """Decisions of agents that received these numbers of models."""
+    total = sum(sizes)
+    ids = Ragged(np.arange(total), np.array(sizes))
+    inbox = Inbox(ids, np.arange(total), np.ones(total), np.zeros(total, np.int64))
+    result = Decisions.empty(np.arange(len(sizes)), Ragged.empty(len(sizes)), inbox)
+    result.f[:] = assumed
+    return result
+
+
+def run(algorithm, rounds, share=0.0, malicious=(False, False, False)):
+    shortfall = Shortfall(algorithm, share)
+    for sizes, assumed in rounds:
+        shortfall.add([decisions(sizes, assumed)], ~np.array(malicious))
+    return shortfall.messages()
+
+
+MULTI_KRUM = algorithms.by_rule(rule={"name": "multi_krum", "f": 1})
+
+
+def test_rounds_with_too_few_models_are_counted():
+    """Multi-Krum with f = 1 needs 5 models: 4 received ones and the agent's own."""
+    rounds = [([4, 5, 6], [1, 1, 1]), ([4, 3, 4], [1, 0, 1]), ([2, 4, 0], [0, 1, np.nan])]
+    assert run(MULTI_KRUM, rounds) == [
+        "multi_krum with f = 1 needs 5 models, and in 2 of 3 rounds too few arrived (as few as 2 at"
+        " an agent): a smaller f was assumed there, and the guarantee did not hold"
+    ]
+    assert run(MULTI_KRUM, rounds[:1]) == []
+    assert run(MULTI_KRUM, rounds, malicious=(True, True, False)) == []
+
+
+def test_without_f_the_share_of_attackers_counts():
+    """A third of 6 models is f = 2, for which Krum needs 7 models."""
+    krum = algorithms.by_rule(rule="krum", own_model="excluded")
+    (message,) = run(krum, [([6, 3, 3], [1, 0, 0])], share=1 / 3)
+    assert message.startswith("krum with f = 2 needs 7 models, and in 1 of 1 rounds too few")
+    assert run(krum, [([6, 3, 3], [2, 1, 1])], share=1 / 3) == []
+
+
+@pytest.mark.parametrize(("own_model", "enough"), [("judged", 4), ("excluded", 5)])
+def test_a_pre_aggregation_step_falls_short_by_itself(own_model, enough):
+    """Nearest-neighbour mixing with f = 2 needs 5 models; the geometric median has no f."""
+    algorithm = algorithms.by_rule(
+        rule="geometric_median", pre_step={"name": "nnm", "f": 2}, own_model=own_model
+    )
+    assert run(algorithm, [([enough] * 3, np.nan)]) == []
+    (message,) = run(algorithm, [([enough, enough, enough - 1], np.nan)])
+    assert message.startswith("nnm with f = 2 needs 5 models, and in 1 of 1 rounds")
+
+
+def test_other_algorithms_have_nothing_to_say():
+    for algorithm in (algorithms.fedcb2o(), algorithms.by_rule(rule="mean")):
+        assert run(algorithm, [([1, 1, 1], np.nan)]) == []
+
+
+def test_the_log_has_one_line(caplog):
+    shortfall = Shortfall(MULTI_KRUM, 0.0)
+    for _ in range(3):
+        shortfall.add([decisions([1, 1], [0, 0])], np.ones(2, bool))
+    shortfall.log()
+    assert len(caplog.messages) == 1
+    assert "in 3 of 3 rounds" in caplog.text
