@@ -40,17 +40,21 @@ def progress(peers):
 
 
 def observe(peers, work, seconds):
-    """Return seconds per round, ids of received models by node, and memory, of one period."""
+    """Return seconds per round, the hostile models that nodes received, and memory, of one period.
+
+    A model is given by its round and by the round in which it was received.
+    """
     before, start = progress(peers), time.monotonic()
     work()
     time.sleep(max(0.0, start + seconds - time.monotonic()))
     elapsed, after = time.monotonic() - start, progress(peers)
     rounds = [now - then for now, then in zip(after, before, strict=True)]
     received = [
-        each["id"]
+        (each["round"] - 1, line["round"] - 1)
         for j in range(HONEST)
         for line in peers.lines(j)[before[j] + 1 : after[j]]
         for each in line["received"]
+        if each["id"] == HONEST
     ]
     return elapsed * HONEST / max(1, sum(rounds)), min(rounds), received, memory(peers)
 
@@ -88,7 +92,6 @@ def run(folder, seconds, attacks, out=sys.stdout):
             pace, fewest, received, sizes = observe(
                 peers, lambda function=function: function(attacker), length
             )
-            mode = getattr(function, "mode", "honest")
             records.append(
                 {
                     "attack": name,
@@ -96,7 +99,7 @@ def run(folder, seconds, attacks, out=sys.stdout):
                     "seconds_a_round": round(pace, 3),
                     "fewest_rounds": fewest,
                     "asked": attacker.asked,
-                    "wrong_models": received.count(HONEST) if mode in INVALID else 0,
+                    "wrong_models": sum(is_wrong(attacker, *rounds) for rounds in received),
                     "memory": max(sizes) >> 20,
                     "running": sum(peers.processes[j].is_alive() for j in range(HONEST)),
                 }
@@ -114,6 +117,15 @@ def run(folder, seconds, attacks, out=sys.stdout):
         }
         print(json.dumps(final), file=out, flush=True)
     return records, final
+
+
+def is_wrong(attacker, round, received):
+    """Return True if a model that a node received in some round was invalid, or too old.
+
+    Nodes are not in the same round, so that some still ask for a model of the last period.
+    """
+    mode = attacker.modes.get(round, "none was offered")
+    return mode in INVALID or mode == "none was offered" or received - round > TIMES["lag"]
 
 
 def mean_pace(records, kinds):
