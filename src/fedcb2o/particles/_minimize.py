@@ -164,10 +164,20 @@ def minimize(
             not below w_b / 2.
     """
     # 1. Check the settings.
-    settings.check_positive({"lambda1": lambda1, "dt": dt})
-    settings.check_positive({"radius": radius, "time_limit": time_limit}, finite=False)
     not_negative = {"lambda2": lambda2, "sigma2": sigma2, "delta_q": delta_q, "xtol": xtol}
-    settings.check_positive(not_negative, or_zero=True)
+    numbers = {
+        **settings.check_positive({"lambda1": lambda1, "dt": dt}),
+        **settings.check_positive({"radius": radius, "time_limit": time_limit}, finite=False),
+        **settings.check_positive(not_negative, or_zero=True),
+    }
+    lambda1 = numbers["lambda1"]
+    lambda2 = numbers["lambda2"]
+    sigma2 = numbers["sigma2"]
+    dt = numbers["dt"]
+    delta_q = numbers["delta_q"]
+    radius = numbers["radius"]
+    xtol = numbers["xtol"]
+    time_limit = numbers["time_limit"]
     dim = _optional_count("`dim`", dim)
     runs = _optional_count("`runs`", runs)
     batch = _optional_count("`batch`", batch)

@@ -19,6 +19,7 @@ from fedcb2o.particles import settings
 from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.particles.objectives import Objective
 from fedcb2o.particles.system import Cluster
+from fedcb2o.plugins import to_python
 from fedcb2o.rng import stream
 from fedcb2o.user_values import to_tensor
 
@@ -37,8 +38,7 @@ def has_many_seeds(seed: Any) -> bool:
     Returns:
         True for a sequence or an array.
     """
-    is_sequence = isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes)
-    return is_sequence and np.ndim(seed) > 0
+    return isinstance(to_python(seed), Sequence) and not isinstance(seed, str | bytes)
 
 
 def resolve_seeds(seed: Seed | Sequence[int], runs: int | None) -> list[int]:
@@ -58,7 +58,7 @@ def resolve_seeds(seed: Seed | Sequence[int], runs: int | None) -> list[int]:
         first = _draw_seed(seed)
         return [first + run for run in range(runs or 1)]
 
-    items: Any = seed
+    items: Any = to_python(seed)
     seeds = [settings.check_count("`seed`", item, least=None) for item in items]
     if (runs is not None and len(seeds) != runs) or not seeds:
         raise ConfigError(
@@ -180,7 +180,7 @@ def build_clusters(
         num_particles = 200
         if isinstance(initial, Tensor) and initial.shape[-2] % k == 0:
             num_particles = initial.shape[-2] // k
-    sizes = per_cluster("num_particles", num_particles)
+    sizes = per_cluster("num_particles", to_python(num_particles))
     sizes = [settings.check_count("`num_particles`", size) for size in sizes]
     if sum(sizes) < 2:
         raise ConfigError(

@@ -16,6 +16,7 @@ import torch
 
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
+from fedcb2o.plugins import to_python
 
 Schedule = float | Callable[[int], float]
 """A parameter, or a function of the step n."""
@@ -39,6 +40,7 @@ def check_number(name: str, value: Any, where: str = "") -> float:
         ConfigError: The value is not a number.
     """
     try:
+        value = to_python(value)
         if isinstance(value, str | bytes):
             raise TypeError(value)
         return float(value)
@@ -60,6 +62,7 @@ def check_count(name: str, value: Any, least: int | None = 1) -> int:
     Raises:
         ConfigError: The value is not a whole number, or below `least`.
     """
+    value = to_python(value)
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or (least is not None and value < least):
         bound = "" if least is None else f", at least {least}"
@@ -69,23 +72,29 @@ def check_count(name: str, value: Any, least: int | None = 1) -> int:
 
 def check_positive(
     values: Mapping[str, Any], *, finite: bool = True, or_zero: bool = False
-) -> None:
-    """Refuse settings that are not numbers above 0.
+) -> dict[str, float]:
+    """Return settings as numbers, and refuse those that are not above 0.
 
     Args:
         values: Values by name.
         finite: Whether to refuse infinity.
         or_zero: Whether to accept 0.
 
+    Returns:
+        Numbers by name.
+
     Raises:
         ConfigError: A value is not a number, or out of range.
     """
+    numbers = {}
     for name, value in values.items():
         number = check_number(f"`{name}`", value)
+        numbers[name] = number
         is_in_range = number > 0 or (or_zero and number == 0)
         if not is_in_range or (finite and number == torch.inf):
             bound = "at least 0" if or_zero else "above 0"
             raise ConfigError(f"`{name}` must be {bound}{' and finite' * finite}, got {value}")
+    return numbers
 
 
 def check_choices(choices: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
