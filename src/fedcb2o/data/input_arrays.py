@@ -1,0 +1,425 @@
+"""Conversion of arrays, tensors, lists and tables from users to NumPy arrays.
+
+Missing and masked values are errors wherever they are: in an array, in a row of a list, in a
+column of a table. Tables (pandas, Polars, Arrow, structured arrays) keep the names of their columns
+and the labels of their rows until those are compared.
+
+Example:
+    >>> import pandas as pd
+    >>> table = pd.DataFrame({"age": [30, 50], "smoker": [True, False]})
+    >>> to_numbers("x", table).tolist()
+    [[30.0, 1.0], [50.0, 0.0]]
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedcb2o.errors import DataError
+
+_GIVE_ARRAY = "give an array, a list, or a table (pandas.DataFrame)"
+_FILL_IN = "fill them in, or leave these samples out"
+_MAX_CHECKED_ROWS = 2**16
+_MAX_CHECKED_VALUES = 2**20
+_MAX_MERGED_SHARE = 0.01
+_MAX_LISTED_NAMES = 5
+
+
+def to_array(name: str, values: Any) -> NDArray[Any]:
+    """Convert values from a user to an array without missing values.
+
+    Args:
+        name: Name of the values in messages.
+        values: An array, a tensor, a table, or a list of these or of numbers or words.
+
+    Returns:
+        The array. It holds numbers, truth values, words or dates, never objects.
+
+    Raises:
+        DataError: The values are masked, missing, sparse, of several kinds, or no array.
+    """
+    table = as_table(values)
+    if table is not None:
+        _check_none_is_missing(name, table)
+        values = table
+
+    _check_is_array(name, values)
+    if isinstance(values, pd.Series):
+        _check_none_is_missing(name, values)
+    is_dataset = _is_dataset(values)
+    try:
+        if is_dataset:
+            values = [values[k] for k in range(len(values))]
+        array = np.asarray(_plain(name, values))
+        if array.dtype.kind == "U" and isinstance(values, Sequence):
+            # NumPy writes numbers among words as words, NaN as "nan".
+            array = np.array(values, dtype=object)
+    except DataError:
+        raise
+    except Exception as error:  # a user's object may fail in any way
+        reason = str(error).partition("\n")[0]
+        hint = "; PyTorch data sets are for fedcb2o.datasets" if is_dataset else ""
+        raise DataError(f"`{name}` cannot be read as an array ({reason}){hint}") from error
+    if array.dtype.kind in "OT":
+        return _resolve_objects(name, array.astype(object))
+    return array
+
+
+def to_numbers(name: str, values: Any) -> NDArray[Any]:
+    """Convert numbers from a user to an array of real numbers or truth values.
+
+    Columns of several types, such as numbers and truth values, become float64.
+
+    Args:
+        name: Name of the values in messages.
+        values: An array, a tensor, a table or a list.
+
+    Returns:
+        The array.
+
+    Raises:
+        DataError: The values are no real numbers, or are masked, missing or sparse.
+    """
+    table = as_table(values)
+    if table is None:
+        array = to_array(name, values)
+        _check_is_numeric(name, array)
+        return array
+
+    _check_none_is_missing(name, table)
+    if all(isinstance(dtype, np.dtype) and dtype.kind in "iuf" for dtype in table.dtypes):
+        return table.to_numpy()
+
+    columns = []
+    for position, column in enumerate(table.columns):
+        array = to_array(f"{name}[{column!r}]", table.iloc[:, position])
+        _check_is_numeric(f"{name}[{column!r}]", array)
+        if array.ndim != 1:
+            raise DataError(
+                f"`{name}[{column!r}]` must hold one number for each sample, got shape"
+                f" {array.shape}: give an array of these values (numpy.stack)"
+            )
+        columns.append(array)
+    if len({array.dtype for array in columns}) > 1:
+        columns = [array.astype(np.float64) for array in columns]
+    if not columns:
+        return np.empty((len(table), 0))
+    return np.column_stack(columns)
+
+
+def as_table(values: Any) -> pd.DataFrame | None:
+    """Return a table with named columns as a data frame of pandas.
+
+    Args:
+        values: Anything.
+
+    Returns:
+        A data frame for tables of pandas, Polars or Arrow and for structured arrays, else None.
+    """
+    if isinstance(values, pd.DataFrame):
+        return values
+    if isinstance(values, np.ndarray):
+        if values.dtype.names is None or values.ndim != 1 or _is_masked(values):
+            return None
+        array = np.asarray(values)
+        return pd.DataFrame({field: list(array[field]) for field in values.dtype.names})
+
+    kind = type(values)
+    if hasattr(kind, "column_names") and hasattr(kind, "to_pandas"):
+        return pd.DataFrame(values.to_pandas())
+    if hasattr(kind, "columns") and hasattr(kind, "to_numpy"):
+        return pd.DataFrame({column: np.asarray(values[column]) for column in values.columns})
+    return None
+
+
+def match_columns(names: Sequence[str], parts: Sequence[Any]) -> list[Any]:
+    """Order the columns of several tables as in the first table.
+
+    Args:
+        names: Name of each part in messages.
+        parts: Tables, or anything else.
+
+    Returns:
+        The parts. Tables come as data frames whose columns have one order.
+
+    Raises:
+        DataError: The tables have columns of different names.
+    """
+    tables = {k: table for k, part in enumerate(parts) if (table := as_table(part)) is not None}
+    if not tables:
+        return list(parts)
+
+    first = min(tables)
+    first_name = names[first]
+    expected = [str(column) for column in tables[first].columns]
+    matched: list[Any] = []
+    for k, (name, values) in enumerate(zip(names, parts, strict=True)):
+        table = tables.get(k)
+        columns = [] if table is None else [str(column) for column in table.columns]
+        if values is None or columns == expected:
+            matched.append(values)
+        elif table is None or _has_default_names(columns, expected):
+            _warn(
+                f"the columns of `{name}` and `{first_name}` have no names in common: they are"
+                " matched by position"
+            )
+            matched.append(values)
+        else:
+            matched.append(table.iloc[:, _column_order(name, columns, first_name, expected)])
+            _warn(
+                f"`{name}` has the columns of `{first_name}` in another order: they are matched by"
+                " their names"
+            )
+    return matched
+
+
+def _has_default_names(columns: list[str], expected: list[str]) -> bool:
+    """Return whether one of two tables without a common name has the numbers 0 to d - 1."""
+    default = [str(k) for k in range(len(columns))]
+    is_default = default in (columns, expected)
+    return is_default and len(columns) == len(expected) and set(columns).isdisjoint(expected)
+
+
+def _column_order(
+    name: str, columns: list[str], first_name: str, expected: list[str]
+) -> NDArray[np.int64]:
+    """Return the position of each expected column, or raise DataError if names differ."""
+    if sorted(columns) == sorted(expected) and len(set(columns)) == len(columns):
+        return np.array([columns.index(column) for column in expected])
+
+    differences = []
+    for owner, own, other in ((name, columns, expected), (first_name, expected, columns)):
+        only = [repr(column) for column in own if column not in other]
+        if only:
+            listed = ", ".join(only[:_MAX_LISTED_NAMES])
+            if len(only) > _MAX_LISTED_NAMES:
+                listed += f" and {len(only) - _MAX_LISTED_NAMES} more"
+            differences.append(f"only `{owner}` has {listed}")
+    if not differences:
+        differences.append("names that occur twice cannot be matched")
+    raise DataError(
+        f"`{name}` and `{first_name}` must have columns of the same names: {'; '.join(differences)}"
+    )
+
+
+def check_rows_match(name: str, x: Any, label: str, y: Any) -> None:
+    """Check that the row labels of two pandas objects do not contradict each other.
+
+    Rows are matched by position. Labels 0 to n - 1 in ascending order say nothing about rows.
+
+    Args:
+        name: Name of the samples in messages.
+        x: Samples.
+        label: Name of the other values in messages.
+        y: One value per sample.
+
+    Raises:
+        DataError: Both have row labels, and these differ.
+    """
+    is_pandas = isinstance(x, pd.DataFrame | pd.Series) and isinstance(y, pd.DataFrame | pd.Series)
+    if not is_pandas or len(x) != len(y) or x.index.equals(y.index):
+        return
+
+    default = pd.RangeIndex(len(x))
+    has_default = x.index.equals(default) or y.index.equals(default)
+    same_labels = len(x.index.symmetric_difference(y.index)) == 0
+    if has_default and not same_labels:
+        return
+
+    difference = "have different row labels (the index of pandas)"
+    cure = ""
+    if same_labels:
+        difference = "have the same row labels (the index of pandas) in different orders"
+        cure = "bring the rows into one order (`y.loc[x.index]`) or, "
+    raise DataError(
+        f"`{name}` and `{label}` {difference}: {cure}where row k of one belongs to row k of the"
+        " other, drop the labels of both (`.reset_index(drop=True)`)"
+    )
+
+
+def warn_of_merged_values(source: str, values: NDArray[Any], cure: str) -> None:
+    """Warn if different values become equal in float32.
+
+    At most 65,536 samples and a million values are looked at, so that the check is fast. Rare
+    coincidences among many random numbers are not worth a warning.
+
+    Args:
+        source: Start of the message, such as "`x` holds".
+        values: Finite numbers [n, ...].
+        cure: Advice at the end of the message.
+    """
+    if values.dtype.kind not in "iuf" or values.dtype.itemsize < 4 or values.dtype == np.float32:
+        return
+
+    columns = values[:_MAX_CHECKED_ROWS].reshape(min(len(values), _MAX_CHECKED_ROWS), -1)
+    columns = columns[: max(2, _MAX_CHECKED_VALUES // max(1, columns.shape[1]))]
+    if columns.dtype.kind in "iu" and abs(columns.astype(np.float64)).max() <= 2**24:
+        return
+
+    ordered = np.sort(columns, axis=0)
+    differs = ordered[1:] != ordered[:-1]
+    rounded = ordered.astype(np.float32)
+    is_merged = differs & (rounded[1:] == rounded[:-1])
+    num_distinct = 1 + differs.sum(0)
+    num_merged = is_merged.sum(0)
+    affected = np.flatnonzero(num_merged > _MAX_MERGED_SHARE * num_distinct)
+    if not affected.size:
+        return
+
+    column = affected[0]
+    row = np.flatnonzero(is_merged[:, column])[0]
+    where = ""
+    if values.ndim > 1:
+        position = [int(k) for k in np.unravel_index(column, values.shape[1:])]
+        where = f" at {position}"
+    if len(affected) > 1:
+        where += f" (and at {len(affected) - 1} other positions)"
+    _warn(
+        f"{source} {num_distinct[column]} different numbers{where}, and float32, in which"
+        f" networks compute, has only {num_distinct[column] - num_merged[column]} for them:"
+        f" {ordered[row, column]} and {ordered[row + 1, column]} are equal there; {cure}"
+    )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
+
+
+def _check_is_numeric(name: str, array: NDArray[Any]) -> None:
+    """Raise DataError unless an array holds real numbers or truth values."""
+    if array.dtype.kind in "biuf":
+        return
+    hint = {
+        "U": "; write words as numbers first, as pandas.get_dummies does",
+        "S": "; write words as numbers first",
+        "c": "; give real and imaginary parts as numbers of their own",
+        "M": "; write dates as numbers first, such as days since the first of them",
+        "m": "; write durations as numbers first, such as seconds",
+    }.get(array.dtype.kind, "")
+    raise DataError(f"`{name}` must hold numbers, got values of type {array.dtype}{hint}")
+
+
+def _check_none_is_missing(name: str, values: pd.DataFrame | pd.Series) -> None:
+    """Raise DataError if a table or a column has missing values."""
+    missing = np.argwhere(values.isna().to_numpy())
+    if not missing.size:
+        return
+    row, *column = missing[0].tolist()
+    where = f" in column {str(values.columns[column[0]])!r}" if column else ""
+    raise DataError(
+        f"`{name}` has {len(missing)} missing values, the first in sample {row}{where}: {_FILL_IN}"
+    )
+
+
+def _check_is_array(name: str, values: Any) -> None:
+    """Raise DataError for sparse matrices, and for objects without an order."""
+    kind = type(values).__name__
+    if isinstance(values, Tensor):
+        if values.layout is not torch.strided:
+            raise DataError(f"`{name}` is a sparse tensor: give its `.to_dense()`")
+    elif hasattr(values, "toarray") and hasattr(values, "nnz"):
+        raise DataError(f"`{name}` is a sparse matrix ({kind}): give its `.toarray()`")
+    elif isinstance(values, Mapping | Iterator | set | frozenset | str | bytes):
+        raise DataError(f"`{name}` is a {kind}: {_GIVE_ARRAY}")
+
+
+def _is_dataset(values: Any) -> bool:
+    """Return whether an object has a length and items, and is neither array nor list."""
+    if isinstance(values, Sequence) or not hasattr(values, "__getitem__"):
+        return False
+    interfaces = ("__array__", "__array_interface__", "__array_struct__")
+    is_array = any(hasattr(values, interface) for interface in interfaces)
+    return hasattr(values, "__len__") and not is_array
+
+
+def _plain(name: str, values: Any) -> Any:
+    """Replace tensors by arrays, and refuse masked values, at any depth of a list."""
+    if isinstance(values, Tensor):
+        return _tensor_to_array(name, values)
+    if hasattr(values, "__array__"):
+        values = np.asanyarray(values)  # the mask of a variable in a file, too
+    if _is_masked(values):
+        raise DataError(f"`{name}` has masked values: {_FILL_IN}")
+
+    is_object_array = isinstance(values, np.ndarray) and values.dtype == object and values.ndim > 0
+    if not is_object_array and not isinstance(values, Sequence):
+        return values
+    kinds = set(map(type, values))
+    if kinds == {pd.Series}:
+        # Rows are matched by the names of their values.
+        return to_array(name, pd.DataFrame(list(values)))
+    if kinds == {pd.DataFrame}:
+        names = [f"{name}[{k}]" for k in range(len(values))]
+        return list(map(to_numbers, names, match_columns(names, values)))
+    has_nested = any(issubclass(kind, list | tuple | np.ma.MaskedArray | Tensor) for kind in kinds)
+    if not has_nested and not (is_object_array and np.ndarray in kinds):
+        return values
+    return [_plain(name, value) for value in values]
+
+
+def _is_masked(values: Any) -> bool:
+    """Return whether an array has masked values, in any field."""
+    if not isinstance(values, np.ma.MaskedArray):
+        return False
+    return bool(np.ascontiguousarray(np.ma.getmaskarray(values)).view(bool).any())
+
+
+def _tensor_to_array(name: str, tensor: Tensor) -> NDArray[Any]:
+    _check_is_array(name, tensor)
+    if isinstance(tensor, torch.masked.MaskedTensor):
+        masked: Any = tensor  # its methods have no types
+        if not masked.get_mask().all():
+            raise DataError(f"`{name}` has masked values: {_FILL_IN}")
+        tensor = masked.get_data()
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float64):
+        tensor = tensor.float()  # NumPy has no bfloat16
+    return tensor.numpy()
+
+
+def _resolve_objects(name: str, values: NDArray[Any]) -> NDArray[Any]:
+    """Convert an array of objects to one of numbers, truth values or words."""
+    if not values.ndim:
+        kind = type(values.item()).__name__
+        raise DataError(f"`{name}` is a {kind}: {_GIVE_ARRAY}")
+    items = values.ravel().tolist()
+    missing = np.flatnonzero([item is np.ma.masked for item in items] | pd.isna(values.ravel()))
+    if missing.size:
+        row = int(np.unravel_index(missing[0], values.shape)[0])
+        raise DataError(
+            f"`{name}` has {len(missing)} missing values, the first in sample {row}: {_FILL_IN}"
+        )
+
+    kinds = set(map(type, items))
+    candidates: list[tuple[tuple[type, ...], type]] = [
+        ((str,), str),
+        ((bool, np.bool_), bool),
+        ((Integral, np.bool_), np.int64),
+        ((Real, np.bool_, Decimal), np.float64),
+    ]
+    for accepted, dtype in candidates:
+        if all(issubclass(kind, accepted) for kind in kinds):
+            try:
+                return values.astype(dtype)
+            except OverflowError:  # an integer beyond 64 bits
+                continue
+
+    names = sorted(kind.__name__ for kind in kinds)
+    hint = ""
+    if any(issubclass(kind, Mapping) for kind in kinds):
+        hint = ": make a table of them (pandas.DataFrame)"
+    elif any(hasattr(kind, "toarray") for kind in kinds):
+        hint = ": give the `.toarray()` of each"
+    elif any(hasattr(kind, "year") for kind in kinds):
+        hint = ": write dates as numbers first, such as days since the first of them"
+    raise DataError(
+        f"`{name}` must hold numbers or words, of one kind, got {' and '.join(names)}{hint}"
+    )
