@@ -377,7 +377,7 @@ CASES = {
     "criterion_pool_data": WROTE,
     "criterion_pool_sorted": WROTE,
     "criterion_pool_crafted": WROTE,
-    "criterion_change_nan": "the criterion changed samples into numbers that are not finite",
+    "criterion_change_nan": "the criterion returned samples that are not finite",
     "criterion_change_sparse": "the criterion returned a sparse tensor",
     **dict.fromkeys(["rule_grad", "rule_writes"], ("rule_plain",)),
     "rule_list": None,
@@ -447,7 +447,7 @@ CASES = {
     "poison_none": "{part} returned a NoneType, expected a tensor",
     "poison_exits": EXITS,
     "trigger_writes": ("trigger_plain",),
-    "trigger_short": "the trigger `own:mark_short` changed samples of shape (",
+    "trigger_short": "the trigger `own:mark_short` returned samples of shape (",
     "trigger_raises": "the trigger `own:mark_raises` failed at line ",
     **dict.fromkeys(
         ["selection_int32", "selection_numpy", "selection_list", "selection_writes"],

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedcb2o import plugins
-from fedcb2o.data import Shard
+from fedcb2o.data import Shard, using_range
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import attacks
 from fedcb2o.federated.attacks.triggers import blend, patch, waves
@@ -142,6 +142,37 @@ def test_feature_noise(dtype):
     assert noisy.y is s.y
     scale = 255 if dtype == torch.uint8 else 1
     assert float((noisy.x.float() - s.x.float()).std()) / scale == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["backdoor", "blended", "clean_label", "feature_noise", "signal"])
+def test_an_attack_is_the_same_on_another_scale(name):
+    """Images from 0 to 1, from -1 to 3 and from 0 to 255, and bytes."""
+    s = shard()
+    attack = getattr(attacks, name)
+    id_of = {"backdoor": [1]}.get(name, [])
+
+    def poisoned(x):
+        return attack(Shard(x, s.y), stream(0, "x"), *id_of, **NEEDED[name])
+
+    expected = poisoned(s.x)
+    for scale, black in ((4.0, -1.0), (255.0, 0.0)):
+        with using_range((black, black + scale)):
+            found = poisoned(scale * s.x + black)
+        assert found.y.equal(expected.y)
+        torch.testing.assert_close((found.x - black) / scale, expected.x, rtol=0, atol=1e-6)
+
+    pixels = (255 * s.x).round()
+    with using_range((0.0, 255.0)):
+        found = poisoned(pixels).x.clamp(0, 255)
+    as_bytes = poisoned(pixels.to(torch.uint8)).x
+    assert (as_bytes.float() - found).abs().max() <= 0.5
+
+
+def test_noise_of_a_table_is_in_the_units_of_its_features():
+    s = Shard(torch.zeros(400, 5), torch.zeros(400))
+    with using_range((-100.0, 100.0)):
+        noisy = attacks.feature_noise(s, stream(0, "x"), std=0.1)
+    assert float(noisy.x.std()) == pytest.approx(0.1, rel=0.1)
 
 
 def test_a_patch_is_where_it_should_be():

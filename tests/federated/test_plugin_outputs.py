@@ -6,11 +6,13 @@ from tests import agents as ours
 from tests import views
 from tests.agents import run_rounds
 
+from fedcb2o.data import Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import (
     Attack,
     CriterionInput,
     algorithms,
+    apply_sample_transform,
     batched,
     validated_row_weights,
     validated_state,
@@ -33,6 +35,49 @@ def test_a_rule_for_several_agents_that_returns_weights_of_one_is_an_error(m):
         ConfigError, match=rf"shape \({m},\), expected \(3, {m}\) or \(3, {m + 1}\)"
     ):
         validated_weights(rule, rule(view), (3, m))
+
+
+BYTES = Shard(torch.tensor([[0, 100, 255]], dtype=torch.uint8), torch.zeros(1))
+NUMBERS = Shard(torch.tensor([[0.0, 0.4, 1.0]]), torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("data", "transform", "read"),
+    [
+        (BYTES, lambda x: 255 - x, [1.0, 155 / 255, 0.0]),
+        (BYTES, lambda x: x.int() // 2, [0.0, 50 / 255, 127 / 255]),
+        (BYTES, lambda x: x + 0.0, [0.0, 100 / 255, 1.0]),
+        (BYTES, lambda x: x.double() + 51, [0.2, 151 / 255, 1.2]),
+        (NUMBERS, lambda x: x + 0.5, [0.5, 0.9, 1.5]),
+        (NUMBERS, lambda x: x.double() + 0.5, [0.5, 0.9, 1.5]),
+        (NUMBERS, lambda x: x > 0.5, [0.0, 0.0, 1.0]),
+        (NUMBERS, lambda x: (x > 0.3).to(torch.uint8), [0.0, 1.0, 1.0]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the mark changed bytes into numbers")
+def test_changed_samples_keep_the_scale_of_the_data(data, transform, read):
+    changed = apply_sample_transform("mark", transform, data, (0.0, 1.0))
+    torch.testing.assert_close(features(changed.x)[0], torch.tensor(read))
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (lambda x: x / 255, "the mark changed bytes from 0 to 255 into numbers up to 1: return"),
+        (lambda x: x.int() + 1, "the mark returned samples that are no numbers of type"),
+        (lambda x: x.int() - 1, "the mark returned samples that are no numbers of type"),
+        (lambda x: x * torch.nan, "the mark returned samples that are not finite"),
+        (lambda x: x[:, :1], r"the mark returned samples of shape \(1, 1\) .*, expected \(1, 3\)"),
+    ],
+)
+def test_samples_changed_to_another_scale_are_refused(transform, message):
+    with pytest.raises(ConfigError, match=message):
+        apply_sample_transform("mark", transform, BYTES, (0.0, 1.0))
+
+
+def test_bytes_changed_into_numbers_are_named():
+    with pytest.warns(UserWarning, match="the mark changed bytes into numbers .*, from 0 to 255"):
+        apply_sample_transform("mark", lambda x: x + 0.0, BYTES, (0.0, 1.0))
 
 
 @USER_FUNCTION("own:rule")
@@ -84,7 +129,7 @@ def test_what_is_no_state_is_told(returned, message):
             lambda view: view.own[:-1],
             r"the attack returned models of shape \(87,\), expected \(88,\)",
         ),
-        (lambda view: None, "the attack returned a NoneType, expected a tensor"),
+        (lambda view: None, "the attack returned None, expected numbers"),
         (lambda view: torch.stack([view.own] * 2), r"of shape \(2, 88\), expected \(88,\)"),
     ],
 )

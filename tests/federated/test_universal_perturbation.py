@@ -78,11 +78,28 @@ def test_the_channels_of_a_pixel_go_their_own_way():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_painted_pixels_are_black_and_white_and_others_as_they_were(dtype):
     white = 255 if dtype == torch.uint8 else 1
-    x = torch.tensor([[[[3, 3, 3]]]]).to(dtype)
+    x = torch.tensor([[[[1, 1, 1]]]]).to(dtype)
     found = paint(x, signs=torch.tensor([[[1.0, -1.0, 0.0]]]))
     assert found.dtype == dtype
-    assert found.tolist() == [[[[white, 0, 3]]]]
-    assert x.tolist() == [[[[3, 3, 3]]]]
+    assert found.tolist() == [[[[white, 0, 1]]]]
+    assert x.tolist() == [[[[1, 1, 1]]]]
+    found = paint(x.float(), signs=torch.tensor([[[1.0, -1.0, 0.0]]]), value_range=(-2, 9))
+    assert found.tolist() == [[[[9, -2, 1]]]]
+
+
+def test_a_perturbation_is_the_same_on_another_scale():
+    """Images from -1 to 3, and a network that undoes this scale."""
+    x = torch.rand(2, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    weights = torch.tensor([[0.0, 0.0, 0.0, 0.5], [0.0, 0.0, 0.0, -0.5], [-2.0, 0.25, 1.0, 0.0]])
+
+    def signs(x, outputs_of, **known):
+        context = seeing(outputs_of, x, LABELS, **known)
+        return worst_perturbation(context, ONE, 3, 2, 2, 2, blend=0.25)
+
+    expected = signs(x, lambda x: x @ weights.T)
+    found = signs(4 * x - 1, lambda x: (x + 1) / 4 @ weights.T, value_range=(-1.0, 3.0))
+    assert expected.any()
+    assert found.equal(expected)
 
 
 @pytest.mark.parametrize(

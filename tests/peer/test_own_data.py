@@ -40,6 +40,9 @@ LINES = natural(
 )
 
 
+PIXELS = np.arange(0, 256, 4, dtype=np.uint8).reshape(16, 4)
+
+
 def line(j: int, **more: object) -> fedcb2o.Dataset:
     """Return the data of organisation j: three features and common slopes."""
     draw = np.random.default_rng(j)
@@ -184,6 +187,49 @@ def test_data_that_do_not_fit(tmp_path):
     ):
         with pytest.raises(DataError, match=told):
             _agent.agent_from_dataset(made, 0, data)
+
+
+@pytest.mark.parametrize(
+    ("agreed_x", "x", "message"),
+    [
+        (PIXELS, PIXELS.astype(int), "float32 from 0 to 236 in their pool, .* bytes .*uint8"),
+        (PIXELS, PIXELS / 255, "float32 from 0 to 0.9.* in their pool, .* agreed on bytes"),
+        (
+            PIXELS / 255,
+            PIXELS,
+            "uint8 from 0 to 236 in their pool, .* agreed on numbers from 0 to 1",
+        ),
+        (PIXELS / 255, PIXELS * 1.0, "from 0 to 236 .* numbers from 0 to 1: divide pixels by 255"),
+        (PIXELS * 1.0, PIXELS, "uint8 from 0 to 236 .* agreed on numbers, which are not divided"),
+        (PIXELS, PIXELS, ""),
+        (PIXELS / 255, 2.0 * PIXELS / 255, ""),
+        (PIXELS * 1.0, PIXELS / 255 - 1, ""),
+    ],
+)
+def test_members_have_samples_of_one_type_and_scale(tmp_path, agreed_x, x, message):
+    y = np.arange(16) % 2
+    who = members.identities(tmp_path, 3)
+    settings = {key: value for key, value in LINES.items() if value is not None}
+    made = federation.make_federation(
+        {**settings, "training": {"gamma": 0.05}},
+        [each.member for each in who],
+        dataset=fedcb2o.dataset(agreed_x, y),
+        most_samples=100,
+    )
+    federation.write_federation(made, tmp_path / "f.toml")
+    made = federation.read_federation(tmp_path / "f.toml")
+    data = fedcb2o.dataset(x, y)
+    if not message:
+        _agent.agent_from_dataset(made, 0, data)
+        return
+    with pytest.raises(DataError, match=message):
+        _agent.agent_from_dataset(made, 0, data)
+
+    text = (tmp_path / "f.toml").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("values = "))
+    (tmp_path / "former.toml").write_text(text.replace(line + "\n", ""))
+    former = federation.read_federation(tmp_path / "former.toml")
+    _agent.agent_from_dataset(former, 0, data)  # the file of a former release says nothing
 
 
 def test_classes_or_numbers(tmp_path):

@@ -6,10 +6,12 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _LOGGER = logging.getLogger("fedcb2o")
 _RENAMED_PATTERN = ".* minor version$"  # end of every warning about a former name
+_PACKAGE_FOLDER = str(Path(__file__).parents[1])
 _PREFIXES = {logging.WARNING: "Note: ", logging.ERROR: "Error: ", logging.CRITICAL: "Error: "}
 
 
@@ -25,8 +27,9 @@ class _StderrHandler(logging.Handler):
 def stderr_logging() -> Iterator[None]:
     """Print log lines to standard error within this context.
 
-    A warning about a former name is a log line too, once for each name. Python itself would hide
-    it. The option `-W` of Python and PYTHONWARNINGS keep their effect.
+    The package's own warnings are log lines too. A warning about a former name is one, once for
+    each name. Python itself would hide it. The option `-W` of Python and PYTHONWARNINGS keep their
+    effect.
 
     Yields:
         Nothing.
@@ -48,14 +51,18 @@ def stderr_logging() -> Iterator[None]:
 
 
 def _log_deprecation(show_other: Any) -> Any:
-    """Return a function for `warnings.showwarning` that logs warnings about former names."""
+    """Return a function for `warnings.showwarning` that logs the package's own warnings."""
 
-    def show(message: Warning | str, category: type[Warning], *arguments: Any) -> None:
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, *arguments: Any
+    ) -> None:
         is_deprecation = issubclass(category, DeprecationWarning | FutureWarning)
-        if is_deprecation and re.match(_RENAMED_PATTERN, str(message)):
+        is_renamed = is_deprecation and re.match(_RENAMED_PATTERN, str(message))
+        is_own = category is UserWarning and filename.startswith(_PACKAGE_FOLDER)
+        if is_renamed or is_own:
             _LOGGER.warning("%s.", message)
         else:
-            show_other(message, category, *arguments)
+            show_other(message, category, filename, *arguments)
 
     return show
 

@@ -26,6 +26,17 @@ from fedcb2o.data._partition import (
     partition,
     validation_mask,
 )
+from fedcb2o.data._sample_format import (
+    OTHER_SCALE,
+    SampleValues,
+    ValueRange,
+    brightness,
+    channels_last_hint,
+    match_samples,
+    pixel_range,
+    sample_values,
+    using_range,
+)
 from fedcb2o.data.array_dataset import dataset
 from fedcb2o.data.natural_partition import partition_by_owner
 from fedcb2o.data.owner_datasets import datasets
@@ -44,14 +55,19 @@ from fedcb2o.data.sets import (
 )
 
 __all__ = [
+    "OTHER_SCALE",
     "Dataset",
     "DatasetNames",
     "Owners",
     "Population",
     "Release",
+    "SampleValues",
     "Shard",
+    "ValueRange",
     "arrays",
     "breast_cancer",
+    "brightness",
+    "channels_last_hint",
     "cifar10",
     "cluster_samples",
     "dataset",
@@ -65,13 +81,17 @@ __all__ = [
     "features",
     "group_members",
     "hold_out",
+    "match_samples",
     "mnist",
     "partition",
     "partition_by_owner",
+    "pixel_range",
     "rotate",
+    "sample_values",
     "skews",
     "stratified_mask",
     "typefaces",
     "user_folder",
+    "using_range",
     "validation_mask",
 ]

@@ -7,6 +7,8 @@ Example:
     (2, 2)
 """
 
+import functools
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from fedcb2o.data._sample_format import ValueRange, value_range
 from fedcb2o.errors import ConfigError
 
 
@@ -109,6 +112,13 @@ class Dataset:
     class_names: tuple[str, ...]
     owners: Owners | None = None
 
+    def __post_init__(self) -> None:
+        """Write the names of classes in one way, Unicode's composed form (NFC)."""
+        names = self.class_names
+        if isinstance(names, tuple) and all(isinstance(name, str) for name in names):
+            composed = tuple(unicodedata.normalize("NFC", name) for name in names)
+            object.__setattr__(self, "class_names", composed)
+
     @property
     def num_classes(self) -> int:
         """Number C of classes; 1 without classes, where all samples count as one class.
@@ -126,6 +136,14 @@ class Dataset:
             C for a data set with classes, else the number of values in a sample's target.
         """
         return len(self.class_names) or max(1, self.pool.y[:1].numel())
+
+    @functools.cached_property
+    def value_range(self) -> ValueRange:
+        """Black and white: the lowest and highest value of the pool, as a network reads it.
+
+        0 and 1 for bytes and for numbers from 0 to 1.
+        """
+        return value_range(self.pool.x)
 
     @property
     def names(self) -> DatasetNames:

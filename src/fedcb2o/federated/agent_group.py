@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from fedcb2o import plugins
-from fedcb2o.data import Shard, cluster_samples, rotate
+from fedcb2o.data import Shard, ValueRange, cluster_samples, rotate, using_range
 from fedcb2o.federated.adversary import Adversary, Attack
 from fedcb2o.federated.plugin_outputs import validated_poison
 from fedcb2o.federated.ragged import Indices, Ragged
@@ -67,6 +67,7 @@ class AgentData:
     seed: int
     own_tests: Ragged | None = None
     common_test: Int[np.ndarray, " c"] | None = None
+    value_range: ValueRange = (0.0, 1.0)
 
     def training_data(self, members: Indices, n: int) -> SampleBatch:
         """Return the training data of members in round n, poisoned where they attack.
@@ -112,10 +113,11 @@ class AgentData:
         draws = agent_streams(self.seed, "attack", agents=ids)
         takes_id = "me" in plugins.positional_inputs(getattr(poison, "func", poison))
         shards = [*map(Shard, x[rows].cpu().unbind(), y[rows].cpu().unbind())]
-        outputs = [
-            poison(shard, draw, *[j] * takes_id)
-            for shard, draw, j in zip(shards, draws, ids, strict=True)
-        ]
+        with using_range(self.value_range):
+            outputs = [
+                poison(shard, draw, *[j] * takes_id)
+                for shard, draw, j in zip(shards, draws, ids, strict=True)
+            ]
         poisoned = validated_poison(poison, outputs, shards, self.num_classes)
         x[rows] = poisoned.x.to(x)
         y[rows] = poisoned.y.to(y)

@@ -41,7 +41,7 @@ def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResul
         own |= _score(group, test_members, test, loss)
         if trigger is not None:
             name = plugins.display_name("trigger", trigger)
-            marked = apply_sample_transform(name, trigger, test)
+            marked = apply_sample_transform(name, trigger, test, group.data.value_range)
             for k, score in _score(group, test_members, marked, None).items():
                 triggered[k] = score.confusion
 

@@ -7,6 +7,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from fedcb2o.data import Shard
+from fedcb2o.data import Shard, ValueRange, using_range
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.adversary import Craft, Poison
 from fedcb2o.federated.types import (
@@ -28,6 +29,7 @@ from fedcb2o.federated.types import (
     Select,
 )
 from fedcb2o.plugins import USER_FUNCTION, display_name
+from fedcb2o.user_values import to_tensor
 
 STATE_DTYPES = {
     torch.float64: "F64",
@@ -45,28 +47,11 @@ STATE_DTYPES = {
 
 
 def _dense_tensor(name: str, values: Any) -> Tensor:
-    """Convert a return value to a dense real tensor without gradient history."""
-    try:
-        tensor = torch.as_tensor(values.copy() if isinstance(values, np.ndarray) else values)
-    except Exception as error:  # a plug-in may return anything
-        raise ConfigError(
-            f"the {name} returned a {type(values).__name__}, expected a tensor"
-        ) from error
-
-    unusable = {
-        "nested": tensor.is_nested,
-        "quantised": tensor.is_quantized,
-        "sparse": tensor.layout is not torch.strided,
-        # A wrapper of another type may have its numbers elsewhere.
-        "meta": tensor.is_meta and type(tensor) is Tensor,
-        "complex": tensor.is_complex(),
-    }
-    for kind, applies in unusable.items():
-        if applies:
-            raise ConfigError(
-                f"the {name} returned a {kind} tensor, expected a dense one of real numbers"
-            )
-    return tensor.detach()
+    """Convert a return value to a dense real tensor; masked and missing values are NaN."""
+    tensor = to_tensor(f"the {name} returned", values)
+    if not isinstance(values, Tensor | np.ndarray) and tensor.dtype == torch.float64:
+        return tensor.to(torch.get_default_dtype())  # as PyTorch converts a list
+    return tensor
 
 
 def validated_selection(
@@ -110,8 +95,8 @@ def validated_selection(
 def validated_criterion(criterion: Criterion, inputs: CriterionInput) -> Float[Tensor, "*a m"]:
     """Call a criterion and validate its values.
 
-    A user's criterion gets a copy of its input, which others use after it. A value that is not
-    finite, of either sign, becomes infinite: the model has no weight.
+    A user's criterion gets a copy of its input, which others use after it. A value that is masked
+    or not finite, of either sign, becomes infinite: the model has no weight.
 
     Args:
         criterion: The criterion.
@@ -358,24 +343,29 @@ def _poisoned_shard(name: str, output: Any, shard: Shard) -> Shard:
         raise ConfigError(
             f"the {name} returned a {type(output).__name__}, expected a fedcb2o.Shard"
         )
-    x = _poisoned_tensor(name, "samples", output.x, shard.x)
-    return Shard(x, _poisoned_tensor(name, "labels", output.y, shard.y))
+    x = _changed_tensor(name, "samples", output.x, shard.x)
+    return Shard(x, _changed_tensor(name, "labels", output.y, shard.y))
 
 
-def _poisoned_tensor(name: str, part: str, values: Any, original: Tensor) -> Tensor:
-    """Validate poisoned samples or labels."""
+def _changed_tensor(name: str, part: str, values: Any, original: Tensor) -> Tensor:
+    """Validate changed samples or labels; return them in the type of the original."""
     tensor = _dense_tensor(name, values)
     is_float = original.dtype.is_floating_point
     if tensor.shape != original.shape or tensor.dtype.is_floating_point != is_float:
+        cure = "it may change values only"
+        if original.dtype == torch.uint8 and tensor.shape == original.shape:
+            cure = "return pixels, x.round().clamp(0, 255).to(torch.uint8)"
         raise ConfigError(
             f"the {name} returned {part} of shape {tuple(tensor.shape)} and type {tensor.dtype}, "
-            f"expected {tuple(original.shape)} and {original.dtype}: it may change values only"
+            f"expected {tuple(original.shape)} and {original.dtype}: {cure}"
         )
+    if tensor.dtype == original.dtype and not is_float:
+        return tensor.to(original)
     if not is_float and not tensor.to(original).eq(tensor).all():
         raise ConfigError(
             f"the {name} returned {part} that are no numbers of type {original.dtype}"
         )
-    if not tensor.isfinite().all():
+    if not math.isfinite(float(tensor.sum())) and not tensor.isfinite().all():
         raise ConfigError(f"the {name} returned {part} that are not finite")
     return tensor.to(original)
 
@@ -432,26 +422,41 @@ def validated_queries(craft: Craft, output: Any, dim: int) -> Float[Tensor, "m d
     return thetas
 
 
-def apply_sample_transform(name: str, transform: SampleTransform, data: Shard) -> Shard:
+def apply_sample_transform(
+    name: str, transform: SampleTransform, data: Shard, value_range: ValueRange
+) -> Shard:
     """Change samples by a criterion's transform or an attack's trigger.
 
     Args:
         name: Kind and name of the plug-in, for messages.
         transform: The function, which gets a copy on the CPU.
         data: The samples.
+        value_range: Black and white of the data set.
 
     Returns:
-        The changed samples with the same labels.
+        The changed samples with the same labels. Numbers that a function made of bytes are divided
+        by 255, as bytes are.
 
     Raises:
-        ConfigError: The shape is another, or a value is not finite.
+        ConfigError: The shape or the scale is another, or a value is not finite.
     """
-    x = _dense_tensor(name, transform(data.x.cpu().clone()))
-    if x.shape != data.x.shape:
+    original = data.x
+    with using_range(value_range):
+        changed = _dense_tensor(name, transform(original.cpu().clone()))
+    if original.is_floating_point():
+        changed = changed.to(original.dtype)
+    if original.dtype != torch.uint8 or not changed.is_floating_point():
+        return Shard(_changed_tensor(name, "samples", changed, original), data.y)
+
+    changed = _changed_tensor(name, "samples", changed, original.float())
+    if changed.numel() and changed.max() <= 1 < original.max():
         raise ConfigError(
-            f"the {name} changed samples of shape {tuple(data.x.shape)} into {tuple(x.shape)}: "
-            "it may change values"
+            f"the {name} changed bytes from 0 to {int(original.max())} into numbers up to "
+            f"{float(changed.max()):g}: return bytes, or numbers from 0 to 255"
         )
-    if not math.isfinite(float(x.sum())) and not x.isfinite().all():
-        raise ConfigError(f"the {name} changed samples into numbers that are not finite")
-    return Shard(x.to(data.x.device), data.y)
+    warnings.warn(
+        f"the {name} changed bytes into numbers of type {changed.dtype}, which are taken on the "
+        "scale of bytes, from 0 to 255",
+        stacklevel=2,
+    )
+    return Shard(changed / 255, data.y)

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from fedcb2o._deprecation import former_attributes, former_fields, former_names
+from fedcb2o.data import ValueRange
 from fedcb2o.plugins import Declaration, F
 
 
@@ -164,6 +165,7 @@ class AgentContext:
         outputs_per_model: (models, x) -> outputs of each model on its own samples.
         input_gradients: (models, x, objective) -> gradients of an objective at each sample.
         malicious_share: Share of attackers that the agent assumes, in [0, 1].
+        value_range: Black and white in `samples`: the lowest and highest value of the data set.
         progress: Share of the run that is over, in [0, 1].
         last_layer: Shape [C, h] of the last dense layer's weight; None for another last layer.
         layer_shapes: Shapes of a model's tensors, in order.
@@ -178,6 +180,7 @@ class AgentContext:
         [Received, Float[Tensor, "m k *features"], ScalarObjective], Float[Tensor, "m k *features"]
     ]
     malicious_share: float = 0.0
+    value_range: ValueRange = (0.0, 1.0)
     progress: float = 0.0
     last_layer: tuple[int, int] | None = None
     layer_shapes: tuple[torch.Size, ...] = ()

@@ -88,7 +88,8 @@ class ValidationOracle:
         """
         data = self._data(count)
         if transform is not None:
-            data = apply_sample_transform("criterion", transform, data)
+            value_range = self.group.data.value_range
+            data = apply_sample_transform("criterion", transform, data, value_range)
         return self._evaluate(logits, models, data.x), data.y.cpu()
 
     def samples(self, count: int) -> tuple[Tensor, Tensor]:
@@ -178,6 +179,7 @@ def agent_context(
         outputs_per_model=oracle.outputs_per_model,
         input_gradients=oracle.input_gradients,
         malicious_share=spec.malicious_share,
+        value_range=group.data.value_range,
         progress=n / spec.rounds,
         last_layer=spec.last_layer,
         layer_shapes=spec.layer_shapes,
@@ -302,7 +304,7 @@ def validation_losses(
     x, y = data.gather(members, data.validation)
     if transform is not None:
         shards = [
-            apply_sample_transform("criterion", transform, Shard(*one))
+            apply_sample_transform("criterion", transform, Shard(*one), data.value_range)
             for one in zip(x, y, strict=True)
         ]
         x = torch.stack([shard.x for shard in shards])

@@ -81,7 +81,9 @@ def _sample_images(prepared: PreparedSeed) -> torch.Tensor:
     y = dataset.labels(dataset.pool)
     classes = torch.linspace(0, dataset.num_classes - 1, min(10, dataset.num_classes)).long()
     first = torch.stack([_first_of_class(y, label) for label in classes])
-    images = (features(dataset.pool.x[first]).mean(1) * 255).clamp(0, 255).to(torch.uint8)
+    low, high = dataset.value_range
+    images = (features(dataset.pool.x[first]).mean(1) - low) / (high - low)
+    images = (images * 255).clamp(0, 255).to(torch.uint8)
     turned = [rotate(images, k, num_clusters) for k in range(num_clusters)]
     return torch.stack(turned).contiguous()
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from fedcb2o.data import Shard
+from fedcb2o.data import Shard, pixel_range
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.attacks.triggers import (
     Corner,
@@ -163,7 +163,8 @@ def feature_noise(shard: Shard, draw: np.random.Generator, *, std: float = 0.5) 
     Args:
         shard: The agent's samples.
         draw: Source of randomness.
-        std: Standard deviation on the scale of a network's input (pixels from 0 to 1).
+        std: Standard deviation. For images, black is 0 and white is 1; other features are taken in
+            their own units.
 
     Returns:
         The poisoned samples; the labels stay as they are.
@@ -171,6 +172,9 @@ def feature_noise(shard: Shard, draw: np.random.Generator, *, std: float = 0.5) 
     noise = torch.from_numpy(draw.standard_normal(tuple(shard.x.shape), dtype=np.float32)) * std
     if shard.x.dtype == torch.uint8:
         return Shard((shard.x + 255 * noise).round().clamp(0, 255).to(torch.uint8), shard.y)
+    if shard.x.ndim > 2:
+        low, high = pixel_range(shard.x)
+        noise *= high - low
     return Shard((shard.x + noise).to(shard.x.dtype), shard.y)
 
 

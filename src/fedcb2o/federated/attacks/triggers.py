@@ -1,7 +1,8 @@
 """Triggers of backdoors: marks on training and test samples.
 
-A trigger is a function of samples [n, ..., height, width] with pixels from 0 to 1 (or bytes). Its
-parameters are keywords, and its attack has parameters of the same names.
+A trigger is a function of samples [n, ..., height, width]. Its parameters are keywords, and its
+attack has parameters of the same names. Black is 0 and white is 1, or 255 for bytes. Where the data
+set has other numbers, its lowest and highest value are black and white.
 
 Example:
     >>> import torch
@@ -17,6 +18,7 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
+from fedcb2o.data import brightness, pixel_range
 from fedcb2o.errors import ConfigError
 from fedcb2o.rng import stream
 
@@ -164,19 +166,23 @@ def set_pixels(
 
     Returns:
         The marked images.
+
+    Raises:
+        ConfigError: `value` is out of range.
     """
     marked = x.flatten(-2).clone()
-    marked[..., pixels] = round(255 * value) if x.dtype == torch.uint8 else value
+    marked[..., pixels] = brightness(x, value)
     return marked.view(x.shape)
 
 
 def _transform_pixels(
     x: Shaped[Tensor, "n *features"], transform: Callable[[Tensor], Tensor]
 ) -> Shaped[Tensor, "n *features"]:
-    """Apply a function of pixels from 0 to 1 in float64, and clip."""
-    scale = 255 if x.dtype == torch.uint8 else 1
-    pixels = transform(x.double() / scale).clamp(0, 1) * scale
-    return (pixels.round() if scale > 1 else pixels).to(x.dtype)
+    """Apply a function of pixels from 0 (black) to 1 (white) in float64, and clip."""
+    low, high = pixel_range(x)
+    scale = high - low
+    pixels = transform((x.double() - low) / scale).clamp(0, 1) * scale + low
+    return (pixels.round() if x.dtype == torch.uint8 else pixels).to(x.dtype)
 
 
 def _require_images(shape: Sequence[int]) -> None:

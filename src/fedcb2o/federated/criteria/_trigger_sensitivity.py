@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from fedcb2o.data import brightness
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.criteria.class_losses import MAX_LOSS, required_losses
 from fedcb2o.federated.types import CriterionInput, batched
@@ -35,7 +36,7 @@ def trigger_sensitivity(
         tiles: Number of tiles per side, 1 or more.
         overlap: Tiles also start at every half tile, so that a trigger of half the size is whole in
             one of them.
-        values: Brightness of the painted tiles, from 0 to 1.
+        values: Brightness of the painted tiles, from 0 (black) to 1 (white).
 
     Returns:
         Values, shape [*a, m].
@@ -75,5 +76,5 @@ def _paint_tile(
     rows = slice(int(i * height / tiles), int((i + 1) * height / tiles))
     columns = slice(int(j * width / tiles), int((j + 1) * width / tiles))
     x = x.clone()
-    x[..., rows, columns] = round(255 * value) if x.dtype == torch.uint8 else value
+    x[..., rows, columns] = brightness(x, value)
     return x

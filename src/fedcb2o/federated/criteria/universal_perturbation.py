@@ -23,6 +23,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedcb2o.data import ValueRange, pixel_range
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.inference import SAMPLES_PER_PASS
 from fedcb2o.federated.types import AgentContext, Received
@@ -109,7 +110,9 @@ def worst_perturbation(
             f"{tuple(x.shape[1:])}{no_classes}: take another criterion"
         )
     if blend > 0:
-        x = torch.lerp(x, torch.from_numpy(context.draw.random(tuple(x.shape))).to(x), blend)
+        low, high = context.value_range
+        noise = torch.from_numpy(context.draw.random(tuple(x.shape))).to(x)
+        x = torch.lerp(x, noise * (high - low) + low, blend)
     pixels = min(pixels, x.shape[-2:].numel())
     ends = sorted({math.ceil(pixels * step / steps) for step in range(1, steps + 1)})
 
@@ -156,6 +159,7 @@ def _add_pixels(
     image_size = x.shape[-2:]
     channels = tuple(range(2, x.ndim - 1))
     size = _classes_per_pass(y)
+    low, high = context.value_range
     extended = []
     effects = []
     parts = zip(torch.split(signs, size, 1), torch.split(classes, size), strict=True)
@@ -164,12 +168,12 @@ def _add_pixels(
         margins = functools.partial(
             _margins, labels=y.repeat(len(part)), classes=part.repeat_interleave(len(y))
         )
-        images = paint(x, signs=previous.unsqueeze(2))
+        images = paint(x, signs=previous.unsqueeze(2), value_range=context.value_range)
         gradients = context.input_gradients(models, images.flatten(1, 2), margins).view_as(images)
 
         # 2. The first-order gain of a white or a black pixel.
-        white = (gradients * (1 - images)).mean(2)
-        black = (gradients * -images).mean(2)
+        white = (gradients * (high - images)).mean(2)
+        black = (gradients * (low - images)).mean(2)
         gains = torch.maximum(white, black).clamp(min=0)
         is_painted = previous != 0
         by_pixel = gains
@@ -202,7 +206,7 @@ def _mean_losses(
     """Return mean losses under each perturbation; infinite if it is NaN."""
     means = []
     for part in torch.split(signs, _classes_per_pass(y), 1):
-        images = paint(x, signs=part.unsqueeze(2)).flatten(1, 2)
+        images = paint(x, signs=part.unsqueeze(2), value_range=context.value_range).flatten(1, 2)
         outputs = context.outputs_per_model(models, images)
         losses = _cross_entropy(outputs, y.repeat(part.shape[1]))
         means.append(losses.view(*part.shape[:2], len(y)).mean(2))
@@ -214,18 +218,24 @@ def _classes_per_pass(y: Int[Tensor, " n"]) -> int:
     return max(1, SAMPLES_PER_PASS // max(1, len(y)))
 
 
-def paint(x: Shaped[Tensor, "..."], *, signs: Float[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+def paint(
+    x: Shaped[Tensor, "..."],
+    *,
+    signs: Float[Tensor, "..."],
+    value_range: ValueRange | None = None,
+) -> Shaped[Tensor, "..."]:
     """Paint pixels of images.
 
     Args:
-        x: Images with pixels from 0 to 1, or bytes.
+        x: Images.
         signs: 1 for a white pixel, -1 for a black one, and 0 elsewhere; broadcast to the images.
+        value_range: Black and white; by default those of `pixel_range`.
 
     Returns:
         The painted images.
     """
-    white = 255 if x.dtype == torch.uint8 else 1
-    return torch.where(signs > 0, white, torch.where(signs < 0, 0, x))
+    black, white = value_range or pixel_range(x)
+    return torch.where(signs > 0, white, torch.where(signs < 0, black, x))
 
 
 def _margins(

@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError
 
 from fedcb2o import plugins, records
 from fedcb2o._deprecation import former_attributes, former_parameters
-from fedcb2o.data import Dataset
+from fedcb2o.data import Dataset, sample_values
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import loading
 from fedcb2o.experiments.config.build import build_neighbours
@@ -397,7 +397,11 @@ def make_federation(
         "seed": experiment.seeds[0] if seed is None else seed,
         "share": agents.malicious_share if share is None else share,
         "most_samples": most_samples,
-        "data": {"shape": list(dataset.pool.x.shape[1:]), **_target_schema(dataset)},
+        "data": {
+            "shape": list(dataset.pool.x.shape[1:]),
+            "values": sample_values(dataset.pool.x),
+            **_target_schema(dataset),
+        },
         "experiment": records.canonical_settings(agreed),
         "versions": [{"members": entries}],
         "allowed_functions": list(user_functions_in(agreed)),
@@ -672,6 +676,8 @@ def _format_validation_error(error: ValidationError) -> str:
             "others' release"
         )
     message = problem["msg"]
+    if problem["type"] == "string_pattern_mismatch":
+        message = "must have up to 100 letters, digits, `.`, `_` and `-`"
     if problem["type"] == "value_error":
         message = str(problem["ctx"]["error"])
     message = message.replace("tuple", "list").replace("dictionary", "table")

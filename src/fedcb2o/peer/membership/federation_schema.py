@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
+from fedcb2o.data import SampleValues
+from fedcb2o.data.names import to_nfc
 from fedcb2o.federated.sections import Section
 
 AGREED_AGENT_KEYS = (
@@ -58,9 +60,17 @@ class Limits(Section):
 
 
 class SampleSchema(Section):
-    """Format of all samples: classes, or the shape of predicted numbers."""
+    """Format of all samples: classes, or the shape of predicted numbers.
+
+    Attributes:
+        shape: Shape of a sample.
+        values: Type and scale of samples; None in the file of a former release.
+        class_names: Names of the classes.
+        target: Shape of the numbers to predict.
+    """
 
     shape: _Shape
+    values: SampleValues | None = None
     class_names: Annotated[tuple[str, ...], Field(strict=False, max_length=100_000)] = ()
     target: _Shape | None = None
 
@@ -70,6 +80,8 @@ class SampleSchema(Section):
         for name in names:
             if not (name.isprintable() and 0 < len(name) <= 100):
                 raise ValueError("class names must have 1 to 100 printable characters")
+        if len(set(map(to_nfc, names))) < len(names):
+            raise ValueError("class names must be different words")
         return names
 
     @model_validator(mode="after")

@@ -19,11 +19,20 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedcb2o import records
-from fedcb2o.data import Dataset, Shard, sets, validation_mask
+from fedcb2o.data import (
+    OTHER_SCALE,
+    Dataset,
+    SampleValues,
+    Shard,
+    sample_values,
+    sets,
+    validation_mask,
+)
+from fedcb2o.data.names import to_nfc
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config import datasets
 from fedcb2o.experiments.config.build import build_neighbours
-from fedcb2o.experiments.config.network import build_module
+from fedcb2o.experiments.config.network import build_module, initial_model
 from fedcb2o.experiments.config.prepared_seed import build_run_spec, prepare_seed
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import (
@@ -147,6 +156,7 @@ def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) 
         malicious=no_agent[:1],
         attack=Attack(),
         seed=seed,
+        value_range=dataset.value_range,
     )
     goal = AttackGoal((), ())
     return _build_setup(experiment, federation, agent_id, dataset, spec, adversary, data, goal)
@@ -257,6 +267,8 @@ def differing_keys(federation: Federation, experiment: Experiment, dataset: Data
     members = list(federation.members.values())
     simulated = make_federation(experiment, members, dataset=dataset, seed=federation.seed)
     keys = federation.differing_keys(simulated.value_hashes())
+    if federation.data.values is None:  # a former release wrote the file
+        keys = [key for key in keys if key != "data.values"]
     return [key for key in keys if key.startswith(("experiment.", "data."))]
 
 
@@ -321,7 +333,7 @@ def _check_dataset(federation: Federation, dataset: Dataset) -> Dataset:
             f"the data are a {type(dataset).__name__}, expected a fedcb2o.Dataset (see "
             "fedcb2o.dataset)"
         )
-    agreed_names = federation.class_names
+    agreed_names = tuple(map(to_nfc, federation.class_names))
     names = dataset.class_names
     if len(names) != len(agreed_names):
         raise DataError(
@@ -330,13 +342,21 @@ def _check_dataset(federation: Federation, dataset: Dataset) -> Dataset:
         )
     for part in ("pool", "test"):
         _check_shard(federation, part, getattr(dataset, part))
-    if names != agreed_names:
-        raise DataError(
-            f"the data have the classes {_format_names(names)}, and the federation agreed on "
-            f"{_format_names(agreed_names)}, in this order: order `class_names` alike, and number "
-            "`y` as they are"
-        )
-    return dataset
+    _check_class_names(names, agreed_names)
+    return datasets.match_dataset("the data", dataset)
+
+
+def _check_class_names(names: tuple[str, ...], agreed: tuple[str, ...]) -> None:
+    """Raise DataError where the classes of the data are not those of the federation, in order."""
+    if names == agreed:
+        return
+    pairs = enumerate(zip(names, agreed, strict=True))
+    number, (name, agreed_name) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+    raise DataError(
+        f"the data have the classes {_format_names(names)}, and the federation agreed on "
+        f"{_format_names(agreed)}, in this order: order `class_names` alike, and number `y` as "
+        f"they are (class {number} is {name!r}, and must be {agreed_name!r})"
+    )
 
 
 def _check_shard(federation: Federation, part: str, shard: Shard) -> None:
@@ -348,6 +368,7 @@ def _check_shard(federation: Federation, part: str, shard: Shard) -> None:
             f"the data have samples of shape {shape} in their {part}, and the federation agreed on "
             f"{federation.shape}: the same columns in the same order"
         )
+    _check_values(federation.data.values, part, shard)
     target = federation.data.target
     target_shape = tuple(shard.y.shape[1:])
     if target is not None and target_shape != target:
@@ -355,6 +376,35 @@ def _check_shard(federation: Federation, part: str, shard: Shard) -> None:
             f"the data have numbers of shape {target_shape} to predict in their {part}, and the "
             f"federation agreed on {target}"
         )
+
+
+_VALUE_NAMES = {
+    "bytes": "bytes (uint8), which are divided by 255",
+    "unit": "numbers from 0 to 1",
+    "numbers": "numbers, which are not divided by 255",
+}
+
+
+def _check_values(agreed: SampleValues | None, part: str, shard: Shard) -> None:
+    """Raise DataError where samples are of another type or scale than the federation's."""
+    if agreed is None or not len(shard):
+        return
+    values = sample_values(shard.x)
+    has_other_type = "bytes" in (values, agreed) and values != agreed
+    has_other_scale = agreed == "unit" and float(shard.x.max()) >= OTHER_SCALE
+    if not has_other_type and not has_other_scale:
+        return
+
+    cure = "bring numbers on its scale, x.astype('float32')"
+    if agreed == "unit":
+        cure = "divide pixels by 255"
+    if agreed == "bytes":
+        cure = "bring pixels from 0 to 255, x.astype('uint8')"
+    raise DataError(
+        f"the data have samples of type {shard.x.dtype} from {float(shard.x.min()):g} to "
+        f"{float(shard.x.max()):g} in their {part}, and the federation agreed on "
+        f"{_VALUE_NAMES[agreed]}: {cure}"
+    )
 
 
 def _format_names(names: tuple[str, ...]) -> str:
@@ -376,10 +426,9 @@ def _build_setup(
     training = spec.training.model_copy(update={"precision": precision})
     spec = dataclasses.replace(spec, training=training)
 
-    shared = parameters.flatten(build_module(experiment, federation.seed, dataset))
+    shared = initial_model(experiment, federation.seed, dataset)
     initial = shared
     if experiment.agents.initialisation == "independent":
-        module = build_module(experiment, federation.seed, dataset, agent_id)
-        initial = parameters.flatten(module)
+        initial = initial_model(experiment, federation.seed, dataset, agent_id)
     digest = datasets.dataset_digest(dataset)
     return AgentSetup(spec, adversary, data, goal, initial, shared, digest)

@@ -1,0 +1,271 @@
+"""Type, scale and layout of samples, and the check that the parts of a data set agree in them.
+
+A network reads bytes (uint8) divided by 255, and all other numbers as they are. The same pixels as
+bytes and as numbers are therefore two scales, which must not meet in one data set or federation.
+
+Example:
+    >>> sample_values(torch.tensor([[0, 255]], dtype=torch.uint8))
+    'bytes'
+    >>> value_range(torch.tensor([[-1.0, 2.0]]))
+    (-1.0, 2.0)
+"""
+
+import contextlib
+import contextvars
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from fedcb2o.errors import ConfigError, DataError
+
+SampleValues = Literal["bytes", "unit", "numbers"]
+"""Bytes; numbers from 0 to 1; or other numbers."""
+
+ValueRange = tuple[float, float]
+"""Black and white: the lowest and the highest value of samples as a network reads them."""
+
+OTHER_SCALE = 10.0
+"""Numbers up to this and more are on another scale than numbers from 0 to 1."""
+
+_MAX_COMPARED = 2048
+"""Samples of a part whose scale is compared with that of other parts."""
+
+_RANGE: contextvars.ContextVar[ValueRange | None] = contextvars.ContextVar(
+    "value_range", default=None
+)
+
+
+def match_samples(names: Sequence[str], samples: Sequence[Tensor]) -> list[Tensor]:
+    """Check that samples have one shape, one type and one scale.
+
+    The first part decides the type. Whole numbers from 0 to 255 are the same pixels as bytes, so
+    they are converted, with a warning.
+
+    Args:
+        names: Name of each part in messages, such as "`x_test`".
+        samples: Samples of each part, bytes or finite floating-point numbers.
+
+    Returns:
+        The samples of each part, all bytes or all numbers.
+
+    Raises:
+        DataError: The shapes, types or scales of two parts differ.
+    """
+    first = samples[0]
+    shape = tuple(first.shape[1:])
+    for name, part in zip(names, samples, strict=True):
+        if part.shape[1:] != first.shape[1:]:
+            raise DataError(
+                f"the samples of {names[0]} have shape {shape}, and those of {name}"
+                f" {tuple(part.shape[1:])}"
+            )
+
+    if len({part.dtype == torch.uint8 for part in samples if part.numel()}) > 1:
+        samples = _match_types(names, samples)
+    _check_scales(names, samples)
+    if hint := channels_last_hint(shape):
+        warnings.warn(hint, stacklevel=2)
+    if is_nearly_black(samples):
+        warnings.warn(
+            "the samples are bytes (uint8) of 0 and 1 only, and bytes are divided by 255: give"
+            " numbers (x.astype('float32')), or pixels from 0 to 255 (x * 255)",
+            stacklevel=2,
+        )
+    return list(samples)
+
+
+def _match_types(names: Sequence[str], samples: Sequence[Tensor]) -> list[Tensor]:
+    """Convert all parts to the type of the first one, or raise DataError."""
+    is_byte = [part.dtype == torch.uint8 for part in samples]
+    byte_name = names[is_byte.index(True)]
+    largest_byte = max(
+        int(part.max()) for part in samples if part.dtype == torch.uint8 and part.numel()
+    )
+    for name, part in zip(names, samples, strict=True):
+        if part.dtype == torch.uint8 or not part.numel():
+            continue
+        low, high = _extremes(part)
+        has_bytes = low >= 0 and high <= 255 and bool((part == part.round()).all())
+        if not has_bytes or (high <= 1 < largest_byte):
+            raise DataError(
+                f"the samples of {byte_name} are bytes (uint8), which are divided by 255, and those"
+                f" of {name} are numbers from {low:g} to {high:g}, which are not: give both as"
+                " uint8, or divide both by 255"
+            )
+
+    if not is_byte[0]:
+        warnings.warn(
+            f"the samples of {names[0]} are numbers from 0 to 255, so that the bytes (uint8) of"
+            f" {byte_name} are taken as such numbers, which are not divided by 255",
+            stacklevel=3,
+        )
+        return [part.to(samples[0].dtype) for part in samples]
+    warnings.warn(
+        f"the samples of {names[is_byte.index(False)]} are whole numbers from 0 to 255, and are"
+        f" taken as pixels, like the bytes (uint8) of {names[0]}",
+        stacklevel=3,
+    )
+    return [part.to(torch.uint8) for part in samples]
+
+
+def _check_scales(names: Sequence[str], samples: Sequence[Tensor]) -> None:
+    """Raise DataError for numbers from 0 to 1 in one part and far larger ones in another."""
+    if samples[0].dtype == torch.uint8:
+        return
+    small: dict[str, Tensor] = {}
+    large: dict[str, Tensor] = {}
+    for name, part in zip(names, samples, strict=True):
+        if not part.numel():
+            continue
+        part = part[:: -(-len(part) // _MAX_COMPARED)]
+        low, high = _extremes(part)
+        if low >= 0 and 0 < high <= 1:
+            small[name] = part
+        elif low >= 0 and high >= OTHER_SCALE:
+            large[name] = part
+    if not small or not large:
+        return
+
+    small_mean = max(float(part.mean()) for part in small.values())
+    large_mean = min(float(part.mean()) for part in large.values())
+    if large_mean >= OTHER_SCALE * small_mean:
+        name = next(iter(large))
+        raise DataError(
+            f"the samples of {next(iter(small))} are numbers from 0 to 1, and those of {name}"
+            f" numbers up to {_extremes(large[name])[1]:g}: bring both to one scale (divide pixels"
+            " by 255)"
+        )
+
+
+def sample_values(x: Shaped[Tensor, "n *features"]) -> SampleValues:
+    """Return the type and scale of samples.
+
+    Args:
+        x: Samples.
+
+    Returns:
+        "bytes", "unit" for numbers from 0 to 1, or "numbers".
+    """
+    if x.dtype == torch.uint8:
+        return "bytes"
+    return "unit" if value_range(x) == (0.0, 1.0) else "numbers"
+
+
+def value_range(x: Shaped[Tensor, "n *features"]) -> ValueRange:
+    """Return black and white of samples, as a network reads them.
+
+    Args:
+        x: Samples, bytes or finite numbers.
+
+    Returns:
+        0 and 1 for bytes and for numbers from 0 to 1; else the lowest and the highest number.
+    """
+    if x.dtype == torch.uint8 or not x.numel():
+        return 0.0, 1.0
+    low, high = _extremes(x)
+    if low >= 0 and high <= 1:
+        return 0.0, 1.0
+    return low, high if high > low else low + 1.0
+
+
+@contextlib.contextmanager
+def using_range(value_range: ValueRange) -> Iterator[None]:
+    """Set black and white of a data set for functions that change its samples.
+
+    Args:
+        value_range: `value_range` of the data set's pool.
+
+    Yields:
+        Nothing.
+    """
+    token = _RANGE.set(value_range)
+    try:
+        yield
+    finally:
+        _RANGE.reset(token)
+
+
+def pixel_range(x: Shaped[Tensor, "*features"]) -> ValueRange:
+    """Return black and white in the units of some samples.
+
+    Args:
+        x: Samples.
+
+    Returns:
+        0 and 255 for bytes; else the range of the data set in a run, or of these samples.
+    """
+    if x.dtype == torch.uint8:
+        return 0, 255
+    return _RANGE.get() or value_range(x)
+
+
+def brightness(x: Shaped[Tensor, "*features"], value: float) -> float:
+    """Convert a brightness to the units of some samples.
+
+    Args:
+        x: Samples.
+        value: Brightness, from 0 (black) to 1 (white).
+
+    Returns:
+        A whole number for bytes.
+
+    Raises:
+        ConfigError: `value` is out of range.
+    """
+    if not 0 <= value <= 1:
+        raise ConfigError(
+            f"a brightness is between 0 (black) and 1 (white, the largest value of the samples),"
+            f" got {value}"
+        )
+    low, high = pixel_range(x)
+    scaled = low + (high - low) * value
+    return round(scaled) if x.dtype == torch.uint8 else scaled
+
+
+def channels_last_hint(shape: Sequence[int]) -> str:
+    """Describe the cure for images that seem to have their channels last.
+
+    Args:
+        shape: Shape of a sample.
+
+    Returns:
+        A sentence, or an empty text where the last axis is not one of channels.
+    """
+    if len(shape) != 3:
+        return ""
+    height, width, channels = shape
+    is_square = height == width > max(3, channels) and channels in (1, 3, 4)
+    is_photograph = min(height, width) >= 16 and channels in (3, 4)
+    if not is_square and not is_photograph:
+        return ""
+    return (
+        f"images of shape {tuple(shape)} seem to have their {channels} channels last, and channels"
+        " come first: x.permute(0, 3, 1, 2), or numpy.moveaxis(x, -1, 1)"
+    )
+
+
+def is_nearly_black(samples: Sequence[Tensor]) -> bool:
+    """Return whether samples are bytes that are only 0 and 1.
+
+    Args:
+        samples: Samples of each part of a data set.
+
+    Returns:
+        True if the largest byte is 1.
+    """
+    if any(part.dtype != torch.uint8 for part in samples):
+        return False
+    parts = [part for part in samples if part.numel()]
+    # Most data sets have brighter pixels in their first samples.
+    if not parts or max(int(part[:16].max()) for part in parts) > 1:
+        return False
+    return max(int(part.max()) for part in parts) == 1
+
+
+def _extremes(x: Tensor) -> ValueRange:
+    low, high = torch.aminmax(x)
+    return float(low), float(high)
