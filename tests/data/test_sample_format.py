@@ -32,7 +32,9 @@ def test_whole_numbers_next_to_bytes_are_the_same_pixels(kind):
     assert data.test.x.dtype == torch.uint8
     assert data.test.x.equal(data.pool.x)
 
-    with pytest.warns(UserWarning, match="the bytes .uint8. of `x_test` are taken as such numbers"):
+    with pytest.warns(
+        UserWarning, match=r"the bytes .uint8. of `x_test` are taken as such numbers"
+    ):
         data = fedcb2o.dataset(PIXELS.astype(kind), Y, x_test=PIXELS, y_test=Y)
     assert data.test.x.dtype == torch.float32
     assert data.test.x.equal(data.pool.x)
@@ -77,7 +79,7 @@ def test_other_types_scales_and_shapes_are_refused(x, x_test, message):
     with pytest.raises(DataError, match=message):
         fedcb2o.dataset(x, Y, x_test=x_test, y_test=Y)
     if "shape" not in message:
-        with pytest.raises(DataError, match="owner 'a' .* owner 'b'|owner 'b' .* owner 'a'"):
+        with pytest.raises(DataError, match=r"owner 'a' .* owner 'b'|owner 'b' .* owner 'a'"):
             fedcb2o.datasets({"a": (x, Y), "b": (x_test, Y)})
 
 
@@ -115,7 +117,7 @@ def test_a_data_set_made_by_hand_is_checked_when_it_is_used(kind):
         warnings.simplefilter("always")
         assert loaded(same).test.x.equal(pool.x)
     assert len(caught) == (kind == torch.float32)
-    with pytest.raises(DataError, match="the pool of the data set .* are bytes .* its test set"):
+    with pytest.raises(DataError, match=r"the pool of the data set .* are bytes .* its test set"):
         loaded(other)
 
 
@@ -156,5 +158,5 @@ def test_black_and_white_are_those_of_the_data():
         assert pixel_range(images) == (-2, 2)
         assert [brightness(images, value) for value in (0, 0.5, 1)] == [-2, 0, 2]
         assert brightness(images.to(torch.uint8), 0.5) == 128
-    with pytest.raises(ConfigError, match="between 0 .black. and 1 .white.*, got 255"):
+    with pytest.raises(ConfigError, match=r"between 0 .black. and 1 .white.*, got 255"):
         brightness(images, 255)
