@@ -105,7 +105,7 @@ def with_value(value: float) -> np.ndarray:
         (X, np.eye(2)[Y % 2], {}, r"one label for each sample, \[n\], got shape \(20, 2\): take its argmax"),
         (X, Y + 0.5, {}, "hold classes, whole numbers or words, got 0.5; the targets of a regression need `numbers=True`"),
         (X, np.where(Y, np.nan, 1.0), {}, "`y` must hold classes, whole numbers or words, got nan$"),
-        (X, np.array([None, "a"] * 10), {}, "`y` must hold classes, .* got values of type object"),
+        (X, np.array([None, "a"] * 10), {}, "`y` has 10 missing values, the first in sample 0: fill them in"),
         (X, Y * 0 + 3, {}, "every sample has the label 3: there must be two classes or more"),
         (np.ma.masked_greater(X, X.mean()), Y, {}, "`x` has masked values: fill them in, or leave these samples out"),
         (X, Y, {"class_names": "ab"}, "`class_names` must be a list of words, one for each class, got 'ab'"),

@@ -1,16 +1,23 @@
 """Data sets from arrays."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from fedcb2o.data import input_validation
+from fedcb2o.data import input_arrays, input_validation, names
 from fedcb2o.data._dataset import Dataset, Owners, Shard, features, stratified_mask
+from fedcb2o.data._sample_format import match_samples
 from fedcb2o.errors import ConfigError, DataError
+from fedcb2o.plugins import to_python
 from fedcb2o.rng import stream
+
+# Rounding error of float32, relative to the distance from the mean plus the standard deviation.
+_MAX_ROUNDING_ERROR = 1e-6
 
 
 def dataset(
@@ -21,7 +28,7 @@ def dataset(
     x_test: Any = None,
     y_test: Any = None,
     owner_test: Any = None,
-    class_names: Sequence[str] | None = None,
+    class_names: Iterable[str] | Mapping[Any, str] | None = None,
     test_share: float = 0.25,
     standardise: bool = False,
     numbers: bool = False,
@@ -30,7 +37,7 @@ def dataset(
 
     Args:
         x: Samples [n, ...]. Values of type uint8 are pixels and stay uint8; all others become
-            float32.
+            float32. Columns of tables are matched by their names.
         y: Labels [n], whole numbers or words. Their different values, sorted, are the classes.
         owner: Owner of each sample [n], whole numbers or words. Each value is an agent that holds
             its own samples.
@@ -38,7 +45,8 @@ def dataset(
             test samples, is held out from `x`.
         y_test: Labels of the test samples.
         owner_test: Owner of each test sample. Without it, `x_test` tests every agent.
-        class_names: Names of the classes; labels are then the numbers 0 to C - 1.
+        class_names: Names of the classes; labels are then the numbers 0 to C - 1. Or a mapping
+            {label: name}.
         test_share: Share that is held out, in (0, 1); 0 with `owner` and `x_test` holds out none.
         standardise: Whether to scale features to mean 0 and standard deviation 1 over the pool.
         numbers: Whether `y` [n] or [n, k] holds the targets of a regression, without classes.
@@ -64,11 +72,19 @@ def dataset(
             "`owner_test` goes with `owner` and `x_test`: it names the owner of each test sample"
         )
 
-    check = input_validation.check_samples_and_labels
-    parts = [check("x", x, "y", y, numbers=numbers)]
+    x, x_test = input_arrays.match_columns(["x", "x_test"], [x, x_test])
+    y, y_test = input_arrays.match_columns(["y", "y_test"], [y, y_test])
+    check = functools.partial(
+        input_validation.check_samples_and_labels, numbers=numbers, exact=standardise
+    )
+    parts = [check("x", x, "y", y)]
     if x_test is not None:
-        parts.append(check("x_test", x_test, "y_test", y_test, numbers=numbers))
-    shards, names = input_validation.to_shards(parts, class_names, numbers=numbers)
+        parts.append(check("x_test", x_test, "y_test", y_test))
+    samples = match_samples(["`x`", "`x_test`"][: len(parts)], [x for x, _ in parts])
+    parts = list(zip(samples, [labels for _, labels in parts], strict=True))
+    shards, classes = input_validation.to_shards(
+        parts, ["y", "y_test"][: len(parts)], class_names, numbers=numbers
+    )
     pool = shards[0]
     test = None
     num_tests = 0
@@ -81,9 +97,14 @@ def dataset(
         owner_names, pool_owners, test_owners = input_validation.check_owners(
             owner, owner_test, len(pool), num_tests
         )
+        input_arrays.check_rows_match("x", x, "owner", owner)
+        input_arrays.check_rows_match("x_test", x_test, "owner_test", owner_test)
         reserved = torch.zeros(len(pool), dtype=torch.bool)
         owners = Owners(owner_names, pool_owners, test_owners, reserved)
-    return build_dataset(pool, test, names, owners, test_share, standardise)
+    built = build_dataset(pool, test, classes, owners, test_share, standardise)
+    if class_names is None and not numbers:
+        names.check_labels(built)
+    return built
 
 
 def build_dataset(
@@ -109,8 +130,9 @@ def build_dataset(
 
     Raises:
         ConfigError: `test_share` is out of range.
-        DataError: A class or an owner has too few samples, or shapes differ.
+        DataError: A class or an owner has too few samples.
     """
+    test_share = to_python(test_share)
     # With owners and common test samples, holding out is optional.
     may_be_zero = owners is not None and test is not None
     is_valid = isinstance(test_share, int | float) and 0 < test_share < 1
@@ -131,12 +153,6 @@ def build_dataset(
         test = pool.part(np.flatnonzero(is_test))
         pool = pool.part(np.flatnonzero(~is_test))
 
-    pool_shape = tuple(pool.x.shape[1:])
-    test_shape = tuple(test.x.shape[1:])
-    if pool_shape != test_shape:
-        raise DataError(
-            f"the samples of `x` have shape {pool_shape}, and those of `x_test` {test_shape}"
-        )
     if standardise:
         pool, test = _standardise(pool, test)
     return Dataset(pool, test, class_names, owners)
@@ -197,12 +213,49 @@ def _standardise(pool: Shard, test: Shard) -> tuple[Shard, Shard]:
 
     Constant features become 0.
     """
-    x = features(pool.x).double()
-    mean = x.mean(0)
-    std = x.std(0, correction=0)
-    std = torch.where(x.amax(0) > x.amin(0), std, 1.0)
+    rounded = features(pool.x).double()
+    mean = rounded.mean(0)
+    std = rounded.std(0, correction=0)
+    divisor = torch.where(rounded.amax(0) > rounded.amin(0), std, 1.0)
+    pool_x, test_x = (((features(part.x) - mean) / divisor).float() for part in (pool, test))
 
-    def scale(shard: Shard) -> Shard:
-        return Shard(((features(shard.x) - mean) / std).float(), shard.y)
+    if pool.x.dtype == torch.float64:
+        largest = torch.maximum(pool.x.amax(0), -pool.x.amin(0))
+        may_be_coarse = largest * 2**-24 + 2**-150 > _MAX_ROUNDING_ERROR * std
+        if may_be_coarse.any():
+            columns = _standardise_exactly(pool.x[:, may_be_coarse], test.x[:, may_be_coarse])
+            is_coarse, pool_columns, test_columns = columns
+            may_be_coarse[may_be_coarse.clone()] = is_coarse
+            pool_x[:, may_be_coarse] = pool_columns
+            test_x[:, may_be_coarse] = test_columns
+    return Shard(pool_x, pool.y), Shard(test_x, test.y)
 
-    return scale(pool), scale(test)
+
+def _standardise_exactly(pool: Tensor, test: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Standardise the features that float32 is too coarse for, before they are rounded.
+
+    These are features whose rounding error is above a millionth of their standard deviation. The
+    others are left out, so that results stay the same bits as in earlier versions.
+
+    Args:
+        pool: Samples [n, d] in float64.
+        test: Test samples [t, d].
+
+    Returns:
+        The features of this kind, True of d; the standardised pool and test samples.
+    """
+    # Differences from one sample are exact where values are close to each other.
+    differences = pool - pool[:1]
+    mean = differences.mean(0)
+    std = differences.std(0, correction=0)
+    std = torch.where(pool.amax(0) > pool.amin(0), std, 1.0)
+
+    # An outlier has a large error, but is far from the others, too.
+    error = (pool.float().double() - pool).abs()
+    limit = _MAX_ROUNDING_ERROR * ((differences - mean).abs() + std)
+    is_coarse = (error > limit).any(0)
+    test_differences = test - pool[:1]
+    scaled = [
+        ((part - mean) / std).float()[:, is_coarse] for part in (differences, test_differences)
+    ]
+    return is_coarse, scaled[0], scaled[1]

@@ -5,7 +5,7 @@ Example:
     torch.float32
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,13 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedcb2o.data import input_arrays, names
 from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import DataError
 
 
 def check_samples_and_labels(
-    name: str, x: Any, label: str, y: Any, *, numbers: bool = False
+    name: str, x: Any, label: str, y: Any, *, numbers: bool = False, exact: bool = False
 ) -> tuple[Tensor, NDArray[Any]]:
     """Check samples and their labels.
 
@@ -29,6 +30,7 @@ def check_samples_and_labels(
         label: Name of the labels in messages.
         y: Labels, or targets.
         numbers: Whether `y` holds the targets of a regression.
+        exact: Whether samples keep the precision of float64.
 
     Returns:
         Samples as a tensor and labels as an array of the same length.
@@ -36,19 +38,21 @@ def check_samples_and_labels(
     Raises:
         DataError: The samples or labels are invalid, or their lengths differ.
     """
-    samples = check_samples(name, x)
+    samples = check_samples(name, x, exact=exact)
     labels = _check_numbers(label, y) if numbers else _check_labels(label, y)
     if len(samples) != len(labels):
         raise DataError(
             f"`{name}` holds {len(samples)} samples, and `{label}` {len(labels)} labels:"
             " each needs one"
         )
+    input_arrays.check_rows_match(name, x, label, y)
     return samples, labels
 
 
 def to_shards(
     parts: Sequence[tuple[Tensor, NDArray[Any]]],
-    class_names: Sequence[str] | None,
+    label_names: Sequence[str],
+    class_names: Iterable[str] | Mapping[Any, str] | None,
     *,
     numbers: bool,
 ) -> tuple[list[Shard], tuple[str, ...]]:
@@ -56,6 +60,7 @@ def to_shards(
 
     Args:
         parts: Samples and labels, such as those of the pool and of the test set.
+        label_names: Names of the labels of each part in messages.
         class_names: Names of the classes, or None.
         numbers: Whether labels are the targets of a regression.
 
@@ -66,57 +71,72 @@ def to_shards(
         DataError: The labels of the parts do not fit together or do not fit `class_names`.
     """
     if not numbers:
-        values, names = _resolve_classes([labels for _, labels in parts], class_names)
+        values, classes = _resolve_classes(
+            [labels for _, labels in parts], label_names, class_names
+        )
         shards = [Shard(x, torch.from_numpy(np.searchsorted(values, y))) for x, y in parts]
-        return shards, names
+        return shards, classes
 
     if class_names is not None:
         raise DataError(
             "`class_names` are those of classes, and with `numbers` there are none: leave one of"
             " them out"
         )
-    if len({labels.shape[1:] for _, labels in parts}) > 1:
-        raise DataError("`y` and `y_test` must hold as many numbers for each sample")
+    for name, (_, targets) in zip(label_names, parts, strict=True):
+        if targets.shape[1:] != parts[0][1].shape[1:]:
+            raise DataError(
+                f"`{label_names[0]}` and `{name}` must hold as many numbers for each sample, got"
+                f" shapes {parts[0][1].shape} and {targets.shape}"
+            )
     return [Shard(x, torch.from_numpy(y)) for x, y in parts], ()
 
 
-def check_samples(name: str, x: Any) -> Tensor:
+def check_samples(name: str, x: Any, *, exact: bool = False) -> Tensor:
     """Check samples.
 
     Args:
         name: Name of the samples in messages.
         x: Samples [n, ...].
+        exact: Whether to return float64 in place of float32, for differences between samples.
 
     Returns:
-        Pixels as uint8, other values as float32.
+        Pixels as uint8, other values as float32 or float64.
 
     Raises:
         DataError: The samples have a wrong shape or type, or values that are not finite.
     """
-    samples = _to_array(name, x)
+    samples = input_arrays.to_numbers(name, x)
     if samples.ndim < 2 or not samples.size:
+        hint = ""
+        if samples.ndim == 1:
+            hint = "; one feature per sample is a column (`.to_frame()`, `.reshape(-1, 1)`)"
         raise DataError(
             f"`{name}` must hold samples [n, features] or images [n, channels, height, width],"
-            f" got shape {samples.shape}"
+            f" got shape {samples.shape}{hint}"
         )
     if samples.dtype == np.uint8:
         return torch.from_numpy(samples.copy())
-    return torch.from_numpy(_to_finite_float32(name, samples))
+
+    converted = _to_finite_float32(name, samples)
+    if exact:
+        return torch.from_numpy(samples.astype(np.float64))
+    cure = "set `standardise=True`, or shift or scale them first"
+    input_arrays.warn_of_merged_values(f"`{name}` holds", samples, cure)
+    return torch.from_numpy(converted)
 
 
 def _check_numbers(name: str, y: Any) -> NDArray[np.float32]:
     """Check the targets of a regression, one or several per sample."""
-    targets = _to_array(name, y)
+    targets = input_arrays.to_numbers(name, y)
     if not targets.ndim or not targets.size:
         raise DataError(f"`{name}` must hold numbers [n] or [n, k], got shape {targets.shape}")
-    return _to_finite_float32(name, targets)
+    converted = _to_finite_float32(name, targets)
+    cure = "shift or scale them first, such as by their mean"
+    input_arrays.warn_of_merged_values(f"`{name}` holds", targets, cure)
+    return converted
 
 
 def _to_finite_float32(name: str, values: NDArray[Any]) -> NDArray[np.float32]:
-    if values.dtype.kind not in "biuf":
-        hint = "; write words as numbers first" if values.dtype.kind in "OU" else ""
-        raise DataError(f"`{name}` must hold numbers, got values of type {values.dtype}{hint}")
-
     with np.errstate(over="ignore"):
         converted = values.astype(np.float32)
     invalid = np.argwhere(~np.isfinite(converted))
@@ -137,21 +157,16 @@ def _check_labels(
 
     `singular` and `plural` are the words for them in messages.
     """
-    labels = _to_array(name, y)
+    labels = input_arrays.to_array(name, y)
     if labels.ndim != 1:
-        hint = ""
-        if labels.ndim == 2 and labels.shape[1] > 1:
-            hint = ": take its argmax along the rows"
-        elif labels.ndim == 2:
-            hint = ": take its only column"
         raise DataError(
             f"`{name}` must hold one {singular} for each sample, [n], got shape"
-            f" {labels.shape}{hint}"
+            f" {labels.shape}{_hint_for_rows(labels)}"
         )
-    if labels.dtype.kind in "bU":
+    if labels.dtype.kind == "U":
+        return names.normalise_words(labels)
+    if labels.dtype.kind == "b":
         return labels
-    if labels.dtype == object and all(isinstance(label, str) for label in labels):
-        return labels.astype(str)
 
     is_whole = np.array([False])
     if labels.dtype.kind in "iuf":
@@ -164,8 +179,29 @@ def _check_labels(
     return labels.astype(np.int64)
 
 
+def _hint_for_rows(labels: NDArray[Any]) -> str:
+    """Describe the cure for labels with a row per sample."""
+    if labels.ndim != 2:
+        return ""
+    if labels.shape[1] == 1:
+        return ": take its only column"
+    if labels.dtype.kind not in "biuf":
+        return ""
+    is_zero_or_one = ((labels == 0) | (labels == 1)).all()
+    if is_zero_or_one and (labels.sum(1) == 1).all():
+        return ": take its argmax along the rows"
+    if is_zero_or_one:
+        return (
+            ", and rows with several labels or none: for these set `numbers=True` and a"
+            " `training.loss` for several labels"
+        )
+    return "; the targets of a regression need `numbers=True`"
+
+
 def _describe_invalid(labels: NDArray[Any], is_whole: NDArray[np.bool_], plural: str) -> str:
     """Describe the first invalid label, or the type of all labels."""
+    if labels.dtype.kind in "SM":
+        return f"values of type {labels.dtype}: `.astype(str)` makes words of them"
     if labels.dtype.kind not in "fu":
         return f"values of type {labels.dtype}"
 
@@ -176,46 +212,41 @@ def _describe_invalid(labels: NDArray[Any], is_whole: NDArray[np.bool_], plural:
     return f"{invalid}"
 
 
-def _to_array(name: str, values: Any) -> NDArray[Any]:
-    if np.ma.is_masked(values):
-        raise DataError(f"`{name}` has masked values: fill them in, or leave these samples out")
-    try:
-        return np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        is_dataset = hasattr(values, "__getitem__") and not isinstance(values, list | tuple)
-        hint = "; PyTorch data sets are for fedcb2o.datasets" if is_dataset else ""
-        raise DataError(f"`{name}` cannot be read as an array ({error}){hint}") from error
-
-
 def _resolve_classes(
-    labels: Sequence[NDArray[Any]], class_names: Sequence[str] | None
+    labels: Sequence[NDArray[Any]],
+    label_names: Sequence[str],
+    class_names: Iterable[str] | Mapping[Any, str] | None,
 ) -> tuple[NDArray[Any], tuple[str, ...]]:
     """Return the ascending label values of the classes, and their names."""
-    if len({part.dtype.kind == "U" for part in labels}) > 1:
-        raise DataError("`y` and `y_test` must hold labels of one kind, got words and numbers")
-    if isinstance(class_names, str) or not isinstance(class_names, Iterable | None):
+    is_word = [part.dtype.kind == "U" for part in labels]
+    if len(set(is_word)) > 1:
+        words = label_names[is_word.index(True)]
+        numbers = label_names[is_word.index(False)]
+        first, second = sorted((words, numbers), key=label_names.index)
         raise DataError(
-            f"`class_names` must be a list of words, one for each class, got {class_names!r}"
+            f"`{first}` and `{second}` must hold labels of one kind, got words in `{words}` and"
+            f" numbers in `{numbers}`"
         )
-
     values = np.unique(np.concatenate(labels))
-    names = tuple(map(str, values.tolist() if class_names is None else class_names))
-    if class_names is None and len(names) == 1:
-        raise DataError(f"every sample has the label {names[0]}: there must be two classes or more")
-    if len(set(names)) < max(2, len(names)):
-        raise DataError(
-            f"there must be two classes or more, of different names, got {', '.join(names)}"
-        )
+    is_words = values.dtype.kind == "U"
     if class_names is None:
-        return values, names
+        if len(values) == 1:
+            raise DataError(
+                f"every sample has the label {values[0]}: there must be two classes or more"
+            )
+        return values, tuple(map(str, values.tolist()))
 
-    if values.dtype.kind == "U" or values[0] < 0 or values[-1] >= len(names):
+    named = names.by_label(class_names, words=is_words)
+    unnamed = sorted(set(values.tolist()) - named.keys())
+    if unnamed and isinstance(class_names, Mapping):
+        raise DataError(f"`class_names` has no name for the label {unnamed[0]!r}")
+    if unnamed:
         raise DataError(
-            f"with `class_names` of {len(names)} classes, labels are numbers from 0 to"
-            f" {len(names) - 1}, got {values[0]} to {values[-1]}; without, they are any whole"
+            f"with `class_names` of {len(named)} classes, labels are numbers from 0 to"
+            f" {len(named) - 1}, got {values[0]} to {values[-1]}; without, they are any whole"
             " numbers or words"
         )
-    return np.arange(len(names)), names
+    return np.array(list(named)), tuple(named.values())
 
 
 def check_owners(
@@ -238,10 +269,10 @@ def check_owners(
     """
     labels = _check_owner_labels("owner", owner, samples)
     values = np.unique(labels)
-    names = tuple(map(str, values.tolist()))
+    owners = tuple(map(str, values.tolist()))
     pool_owners = torch.from_numpy(np.searchsorted(values, labels))
     if owner_test is None:
-        return names, pool_owners, torch.full((tests,), -1)
+        return owners, pool_owners, torch.full((tests,), -1)
 
     test_labels = _check_owner_labels("owner_test", owner_test, tests)
     if (labels.dtype.kind == "U") != (test_labels.dtype.kind == "U"):
@@ -249,7 +280,7 @@ def check_owners(
     unknown = np.setdiff1d(test_labels, values)
     if unknown.size:
         raise DataError(f"`owner_test` names {unknown[0]}, who owns no sample by `owner`")
-    return names, pool_owners, torch.from_numpy(np.searchsorted(values, test_labels))
+    return owners, pool_owners, torch.from_numpy(np.searchsorted(values, test_labels))
 
 
 def _check_owner_labels(name: str, owner: Any, samples: int) -> NDArray[Any]:

@@ -1,15 +1,15 @@
 """Data sets of several owners, from arrays or PyTorch data sets."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from fedcb2o.data import input_validation
+from fedcb2o.data import input_arrays, input_validation, names
 from fedcb2o.data._dataset import Dataset, Owners, Shard
+from fedcb2o.data._sample_format import match_samples
 from fedcb2o.data.array_dataset import build_dataset
 from fedcb2o.errors import DataError
 
@@ -20,7 +20,7 @@ def datasets(
     parts: Sequence[Any] | Mapping[str, Any],
     *,
     test: Any = None,
-    class_names: Sequence[str] | None = None,
+    class_names: Iterable[str] | Mapping[Any, str] | None = None,
     test_share: float = 0.25,
     standardise: bool = False,
     numbers: bool = False,
@@ -49,8 +49,8 @@ def datasets(
 
     Example:
         >>> ones = ([[1.0], [1.5], [3.0], [3.5]], [0, 0, 1, 1])
-        >>> datasets({"north": ones, "south": ones}, test_share=0.5).owners
-        Owners(north: 2, south: 2)
+        >>> datasets({"north": ones, "south": ones}).owners
+        Owners(north: 3, south: 3)
     """
     if not isinstance(parts, Mapping):
         if not isinstance(parts, Sequence) or isinstance(parts, str):
@@ -58,39 +58,35 @@ def datasets(
                 "the data sets must be a list, or a mapping by owners' names,"
                 f" got a {type(parts).__name__}"
             )
-        parts = {str(k): part for k, part in enumerate(parts)}
+        parts = dict(enumerate(parts))
+    parts = names.by_owner(parts)
     if not parts:
         raise DataError("there must be a data set for each owner, got none")
 
     # 1. List the pieces of all owners, then the common test samples.
     pieces: list[tuple[int, str, str, Any]] = []
     for owner, (name, part) in enumerate(parts.items()):
-        for purpose, label, piece in _pieces_by_purpose(str(name), part):
+        for purpose, label, piece in _pieces_by_purpose(name, part):
             pieces.append((owner, purpose, label, piece))
     if test is not None:
         pieces.append((-1, "test", "test", test))
 
-    # 2. Check each piece.
-    checked: list[tuple[Tensor, NDArray[Any]]] = []
-    for _, _, label, piece in pieces:
-        x, y = _samples_and_labels(label, piece)
-        checked.append(
-            input_validation.check_samples_and_labels(
-                f"x of {label}", x, f"y of {label}", y, numbers=numbers
-            )
-        )
-        shape = tuple(checked[-1][0].shape[1:])
-        first_shape = tuple(checked[0][0].shape[1:])
-        if shape != first_shape:
-            raise DataError(
-                f"the samples of {label} have shape {shape}, and those of {pieces[0][2]}"
-                f" {first_shape}"
-            )
-    if len({x.dtype for x, _ in checked}) > 1:
-        raise DataError("some owners bring pixels (uint8) and others numbers: make them one")
+    # 2. Check each piece. Tables get one order of columns.
+    labels = [label for _, _, label, _ in pieces]
+    x_names = [f"x of {label}" for label in labels]
+    y_names = [f"y of {label}" for label in labels]
+    pairs = [_samples_and_labels(label, piece) for _, _, label, piece in pieces]
+    x_parts = input_arrays.match_columns(x_names, [x for x, _ in pairs])
+    y_parts = input_arrays.match_columns(y_names, [y for _, y in pairs])
+    check = functools.partial(
+        input_validation.check_samples_and_labels, numbers=numbers, exact=standardise
+    )
+    checked = list(map(check, x_names, x_parts, y_names, y_parts))
+    matched = match_samples(labels, [x for x, _ in checked])
+    checked = list(zip(matched, [y for _, y in checked], strict=True))
 
     # 3. Concatenate the pieces.
-    shards, names = input_validation.to_shards(checked, class_names, numbers=numbers)
+    shards, classes = input_validation.to_shards(checked, y_names, class_names, numbers=numbers)
     sizes = [len(shard) for shard in shards]
     owner_of_sample = np.repeat([owner for owner, *_ in pieces], sizes)
     purpose_of_sample = np.repeat([purpose for _, purpose, *_ in pieces], sizes)
@@ -99,14 +95,17 @@ def datasets(
         torch.cat([shard.x for shard in shards]), torch.cat([shard.y for shard in shards])
     )
     owners = Owners(
-        tuple(map(str, parts)),
+        tuple(parts),
         torch.from_numpy(owner_of_sample[~is_test]),
         torch.from_numpy(owner_of_sample[is_test]),
         torch.from_numpy(purpose_of_sample[~is_test] == "validation"),
     )
     pool = samples.part(np.flatnonzero(~is_test))
     tests = samples.part(np.flatnonzero(is_test)) if is_test.any() else None
-    return build_dataset(pool, tests, names, owners, test_share, standardise)
+    built = build_dataset(pool, tests, classes, owners, test_share, standardise)
+    if class_names is None and not numbers:
+        names.check_labels(built)
+    return built
 
 
 def _pieces_by_purpose(name: str, part: Any) -> Iterator[tuple[str, str, Any]]:
@@ -138,9 +137,17 @@ def _samples_and_labels(label: str, piece: Any) -> tuple[Any, Any]:
             f" got a {type(piece).__name__}{hint}"
         )
     try:
-        pairs = [(np.asarray(x), np.asarray(y)) for x, y in (piece[k] for k in range(len(piece)))]
-        return np.stack([x for x, _ in pairs]), np.stack([y for _, y in pairs])
+        items = [piece[k] for k in range(len(piece))]
     except Exception as error:  # a user's data set may fail in any way
         raise DataError(
-            f"{label} must have items (x, y) of one shape ({type(error).__name__}: {error})"
+            f"{label} must be (x, y), or have items (x, y) ({type(error).__name__}: {error})"
         ) from error
+    for item in items:
+        if isinstance(item, Mapping):
+            raise DataError(
+                f"{label} must have items (x, y), got mappings with the keys"
+                f" {', '.join(map(repr, item))}: give (x, y), such as two of its columns"
+            )
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise DataError(f"{label} must have items (x, y), got a {type(item).__name__}")
+    return [x for x, _ in items], [y for _, y in items]

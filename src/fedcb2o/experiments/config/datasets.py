@@ -7,6 +7,7 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -21,12 +22,15 @@ from fedcb2o.data import (
     Owners,
     Population,
     Shard,
+    input_arrays,
+    match_samples,
     partition,
     partition_by_owner,
     rotate,
     sets,
     skews,
 )
+from fedcb2o.data.names import number_in
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import AttackGoal, attacks
@@ -34,6 +38,7 @@ from fedcb2o.federated.attacks import data_poisoning
 from fedcb2o.rng import stream
 from fedcb2o.simulation.checkpoint import tensor_crc32
 
+_LOGGER = logging.getLogger(__name__)
 _OWNER_TENSORS = ("pool", "test", "validates")
 
 
@@ -49,7 +54,8 @@ def load_dataset(experiment: Experiment, data_dir: Path | None) -> Dataset:
 
     Raises:
         ConfigError: If the data set's function returns something else than a valid data set.
-        DataError: If the files of the data set are missing or damaged.
+        DataError: If the files of the data set are missing or damaged, or its test samples have
+            another shape, type or scale than its pool.
     """
     function = experiment.data.bind("data set", sets)
     options = {}
@@ -65,16 +71,31 @@ def load_dataset(experiment: Experiment, data_dir: Path | None) -> Dataset:
     num_classes = len(dataset.class_names)
     pool = validate_shard(f"{where}, in its pool,", dataset.pool, num_classes)
     test = validate_shard(f"{where}, in its test,", dataset.test, num_classes)
-    dataset = Dataset(pool, test, dataset.class_names, dataset.owners)
+    dataset = match_dataset(where, Dataset(pool, test, dataset.class_names, dataset.owners))
     _check_owners(where, dataset)
-    if pool.x.shape[1:] != test.x.shape[1:]:
-        pool_shape = tuple(pool.x.shape[1:])
-        test_shape = tuple(test.x.shape[1:])
-        raise ConfigError(
-            f"{where} has samples of shape {pool_shape} in its pool and {test_shape} in its test"
-        )
     check_attack_goal(experiment, dataset)
     return dataset
+
+
+def match_dataset(where: str, dataset: Dataset) -> Dataset:
+    """Check that the pool and the test samples of a data set have one format.
+
+    Args:
+        where: Name of the data set in messages.
+        dataset: The data set.
+
+    Returns:
+        The data set, its test samples in the type of the pool.
+
+    Raises:
+        DataError: Shapes, types or scales differ.
+    """
+    pool = dataset.pool
+    names = [f"the pool of {where}", "its test set"]
+    _, test_x = match_samples(names, [pool.x, dataset.test.x])
+    if test_x is dataset.test.x:
+        return dataset
+    return Dataset(pool, Shard(test_x, dataset.test.y), dataset.class_names, dataset.owners)
 
 
 def _check_class_names(where: str, dataset: Dataset, experiment: Experiment) -> None:
@@ -84,6 +105,8 @@ def _check_class_names(where: str, dataset: Dataset, experiment: Experiment) -> 
         raise ConfigError(f"{where} has class names that are not a tuple of strings: {names!r}")
     if len(names) == 1:
         raise ConfigError(f"{where} has 1 class name: it needs two or more")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{where} has two classes of one name: {', '.join(names)}")
     if not names and experiment.training.loss is None:
         raise ConfigError(
             f"{where} has numbers as targets and no classes: set a loss, such as "
@@ -101,17 +124,31 @@ def check_attack_goal(experiment: Experiment, dataset: Dataset) -> None:
     Raises:
         ConfigError: If a source or target class does not exist.
     """
+    names = dataset.class_names
     goal = attack_goal(experiment)
+    meanings: list[str] = []
     for key, labels in (("source", goal.sources), ("target", goal.targets)):
         for label in labels:
-            if not dataset.class_names:
+            if not names:
                 raise ConfigError(
                     f"`attack.{key}` = {label} is a class, and the data have none: take another "
                     "attack"
                 )
-            if not 0 <= label < dataset.num_classes:
-                largest = dataset.num_classes - 1
-                raise ConfigError(f"`attack.{key}` must be between 0 and {largest}, got {label}")
+            if not 0 <= label < len(names):
+                hint = ""
+                if str(label) in names:
+                    hint = f": the class called {label} is {names.index(str(label))}"
+                raise ConfigError(
+                    f"`attack.{key}` must be between 0 and {len(names) - 1}, got {label}{hint}"
+                )
+            is_other_number = number_in(names[label]) not in (None, label)
+            if is_other_number or str(label) in (*names[:label], *names[label + 1 :]):
+                meanings.append(f"`attack.{key}` = {label} is the class called {names[label]!r}")
+    if meanings:
+        _LOGGER.warning(
+            "%s: an attack names classes by their places, from 0, and not by their labels.",
+            " and ".join(dict.fromkeys(meanings)),
+        )
 
 
 def shared_pool(experiment: Experiment, dataset: Dataset) -> Shard:
@@ -123,19 +160,11 @@ def shared_pool(experiment: Experiment, dataset: Dataset) -> Shard:
 
     Returns:
         The pool, with the test set where each seed draws its test samples from both.
-
-    Raises:
-        ConfigError: If pool and test set have different types.
     """
     pool = dataset.pool
     test = dataset.test
     if experiment.evaluate_on != "redrawn":
         return pool
-    if pool.x.dtype != test.x.dtype:
-        raise ConfigError(
-            '`evaluate_on` = "redrawn" mixes the data set\'s pool with its test set, and they are '
-            f'{pool.x.dtype} and {test.x.dtype}: convert one, or set `evaluate_on` to "test"'
-        )
     return Shard(torch.cat([pool.x, test.x]), torch.cat([pool.y, test.y]))
 
 
@@ -157,6 +186,10 @@ def validate_shard(where: str, shard: Shard, num_classes: int) -> Shard:
         raise ConfigError(f"{where} is a {type(shard).__name__}, expected a fedcb2o.Shard")
     x = shard.x
     y = shard.y
+    if any(isinstance(values, torch.masked.MaskedTensor) for values in (x, y)):
+        raise ConfigError(
+            f"{where} has masked tensors: fill in what is masked, and give their `.get_data()`"
+        )
     is_dense = all(_is_dense_on_cpu(values) for values in (x, y))
     if not is_dense or not x.ndim or not _has_valid_targets(y, num_classes):
         expected = "with one sample per row"
@@ -174,6 +207,13 @@ def validate_shard(where: str, shard: Shard, num_classes: int) -> Shard:
         raise ConfigError(
             f"{where} must hold samples of pixels (uint8) or finite floating-point features"
         )
+    if x.dtype == torch.float64:
+        cure = "shift or scale the samples in float64 first"
+        input_arrays.warn_of_merged_values(f"{where} holds", input_arrays.to_array("x", x), cure)
+    if not num_classes and y.dtype in (torch.float64, torch.int64):
+        cure = "shift or scale the targets in float64 first"
+        targets = input_arrays.to_array("y", y)
+        input_arrays.warn_of_merged_values(f"{where} holds as targets", targets, cure)
     return Shard(x.detach(), y.detach())
 
 
