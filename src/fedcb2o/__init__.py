@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from fedcb2o import _deprecation
 
 if TYPE_CHECKING:
+    from fedcb2o.agent import Agent, Decision
     from fedcb2o.data import Dataset, Owners, Shard, dataset, datasets
     from fedcb2o.errors import ConfigError, DataError, FedCB2OError, RunError
     from fedcb2o.experiments.config.loading import load
@@ -41,10 +42,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Adversary",
+    "Agent",
     "CaptureWarning",
     "ConfigError",
     "DataError",
     "Dataset",
+    "Decision",
     "Experiment",
     "FedCB2OError",
     "Owners",
@@ -70,6 +73,7 @@ __all__ = [
 # Imported at their first use: PyTorch takes a second to import, and the command line must answer
 # and catch Ctrl-C before that.
 _HOMES = {
+    "agent": ("Agent", "Decision"),
     "data": ("Dataset", "Owners", "Shard", "dataset", "datasets"),
     "errors": ("ConfigError", "DataError", "FedCB2OError", "RunError"),
     "experiments.grid._grid_runner": ("bench",),

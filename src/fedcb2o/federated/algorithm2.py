@@ -60,6 +60,7 @@ def local_aggregation_(
     state: AgentState,
     download: Download,
     on_step: Callable[[str], None] = lambda name: None,
+    oracle: ValidationOracle | None = None,
 ) -> tuple[AgentState, Decisions]:
     """Run LocalAggregation (alg:localAggregation) for one agent; its model changes in place.
 
@@ -71,6 +72,7 @@ def local_aggregation_(
         state: The agent's contacts with their likelihoods P, and the state of its rule.
         download: Line 2, the only communication.
         on_step: Called with "aggregate" after line 6 and with "mix" after line 7.
+        oracle: Answers about models; by default from the agent's validation data.
 
     Returns:
         The agent's state after the round, and its decisions for the record.
@@ -84,7 +86,7 @@ def local_aggregation_(
     # Line 2: download theta^i, i in A
     inbox = download(A)
     # Line 3: L^i <- L_j(theta^i)
-    inputs = validate(agent, P, inbox, n)
+    inputs = validate(agent, P, inbox, n, oracle)
     # Line 5, before line 4, because P may count G, too: G^i <- G_j(theta^i), and Q_beta
     G = algorithm.criterion_values(inputs)
     # Line 4: P^i <- (1 - zeta) P^i + zeta exp(-kappa L^i)
@@ -154,7 +156,9 @@ def select_peers(
     return validated_selection(select, ids, candidates, spec.agents.budget)
 
 
-def validate(agent: AgentGroup, P: Contacts, inbox: Inbox, n: int) -> CriterionInput:
+def validate(
+    agent: AgentGroup, P: Contacts, inbox: Inbox, n: int, oracle: ValidationOracle | None = None
+) -> CriterionInput:
     """Compute the validation losses L^i of all models (alg:localAggregation, line 3).
 
     Args:
@@ -162,13 +166,14 @@ def validate(agent: AgentGroup, P: Contacts, inbox: Inbox, n: int) -> CriterionI
         P: Its contacts.
         inbox: The models received.
         n: Round.
+        oracle: Answers about models; by default from the agent's validation data.
 
     Returns:
         The agent's view of the models, with their losses.
     """
     received = inbox.received()
     own = own_models(agent, _ONE, n)[0]
-    oracle = ValidationOracle(agent, 0)
+    oracle = oracle or ValidationOracle(agent, 0)
 
     losses = own_losses = None
     if agent.spec.algorithm.needs_losses:

@@ -12,9 +12,10 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
@@ -292,7 +293,7 @@ def dense_layers(module: nn.Module, dim: int) -> list[nn.Module]:
         type(layer) in (nn.Flatten, nn.ReLU)
         or (type(layer) is nn.Linear and layer.bias is not None)
         for layer in layers
-    )
+    ) and not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
     is_used_once = sum(p.numel() for layer in layers for p in layer.parameters()) == dim
     if is_plain and is_used_once and type(layers[0]) is nn.Flatten:
         return layers
@@ -339,14 +340,19 @@ def per_sample_losses(
     targets = targets.flatten(0, num_axes - 1)
     if loss is None:
         return F.cross_entropy(outputs, targets, reduction="none").view(shape)
-    losses = loss(outputs, targets)
+    losses: Any = loss(outputs, targets)
     is_tensor = isinstance(losses, Tensor)
     if is_tensor and losses.shape == (shape.numel(),) and losses.is_floating_point():
         return losses.view(shape)
-    got = f"shape {tuple(losses.shape)}" if is_tensor else f"a {type(losses).__name__}"
+    got = f"a {type(losses).__name__}"
+    if is_tensor and losses.is_floating_point():
+        got = f"shape {tuple(losses.shape)}"
+    elif is_tensor:
+        got = f"numbers of type {losses.dtype}"
     raise ConfigError(
         f"the {plugins.display_name('loss', loss)} returned {got} for {shape.numel()} samples, "
-        "expected a number for each"
+        f"expected a number for each, of shape ({shape.numel()},) and floating point: "
+        'take reduction="none", and the mean over the numbers of a sample where it has several'
     )
 
 
@@ -460,11 +466,36 @@ def per_agent_losses(
     mean = torch.stack([batch.mean(-1) for batch in batches]).mean(0)
 
     labels = y.cpu() if num_classes > 1 else torch.zeros(a, n, dtype=torch.int64)
+    by_class, present = _class_means(per_sample, labels, num_classes)
+    return Losses(mean, by_class, present, entropy, per_sample, labels)
+
+
+def losses_from_samples(per_sample: Float[Tensor, "m n"], labels: Int[Tensor, " n"]) -> Losses:
+    """Return the losses of m models whose loss on each of an agent's samples is known.
+
+    Args:
+        per_sample: Loss of each model on each sample; infinite where it is not a number.
+        labels: Class of each sample, from 0.
+
+    Returns:
+        Losses of shape [m]; the entropy is NaN.
+    """
+    per_sample = per_sample.double().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    num_classes = 1 + int(labels.max()) if len(labels) else 1
+    by_class, present = _class_means(per_sample.unsqueeze(0), labels.unsqueeze(0), num_classes)
+    mean = per_sample.mean(-1)
+    return Losses(mean, by_class[0], present[0], mean * torch.nan, per_sample, labels)
+
+
+def _class_means(
+    per_sample: Float[Tensor, "a m n"], labels: Int[Tensor, "a n"], num_classes: int
+) -> tuple[Float[Tensor, "a m C"], Bool[Tensor, "a C"]]:
+    """Average losses by class, 0 for a class without samples; return the classes with samples."""
+    a, m, n = per_sample.shape
     counts = F.one_hot(labels, num_classes).sum(1)
     sums = per_sample.new_zeros(a, m, num_classes)
     sums.scatter_add_(-1, labels.unsqueeze(1).expand(a, m, n), per_sample)
-    by_class = sums.div_(counts.clamp(min=1).unsqueeze(1))
-    return Losses(mean, by_class, counts > 0, entropy, per_sample, labels)
+    return sums.div_(counts.clamp(min=1).unsqueeze(1)), counts > 0
 
 
 def _per_agent_logits(

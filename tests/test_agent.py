@@ -1,0 +1,298 @@
+"""Agents as objects: by hand, equal to a simulation to the bit, and what they refuse."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedcb2o import Agent
+from fedcb2o.errors import ConfigError, DataError, RunError
+from fedcb2o.federated import AgentState, Decisions, Ragged, algorithms
+from fedcb2o.federated.sections import Component
+from fedcb2o.nn import parameters
+from fedcb2o.simulation.local_engine import LocalEngine
+from tests import agents as ours
+
+X = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+Y = torch.tensor([0, 1, 1])
+
+
+def linear(scale=0.0):
+    network = nn.Linear(2, 2, bias=False)
+    nn.init.eye_(network.weight)
+    network.weight.data *= scale
+    return network
+
+
+def model(scale):
+    return linear(scale).state_dict()
+
+
+def test_fedcbo_by_hand():
+    """Weights are exp(-alpha L), normalised; the model moves by lambda1 * gamma."""
+    network = linear(1.0)
+    method = {"name": "fedcbo", "alpha": 2.0, "lambda1": 10.0}
+    agent = Agent(network, validation=(X, Y), method=method, gamma=0.05)
+    decision = agent.aggregate({"a": model(3.0), "b": model(-1.0)})
+    losses = [float(F.cross_entropy(X @ (scale * torch.eye(2)), Y)) for scale in (3.0, -1.0)]
+    mu = np.exp(-2.0 * np.array(losses))
+    mu /= mu.sum()
+    assert [*decision.losses.values()] == pytest.approx(losses)
+    assert [*decision.weights.values()] == pytest.approx(mu)
+    assert decision.mixing_factor == pytest.approx(0.5)
+    expected = 0.5 * 1.0 + 0.5 * (3.0 * mu[0] - mu[1])
+    torch.testing.assert_close(network.weight.data, expected * torch.eye(2))
+
+
+METHODS = [
+    "fedcbo",
+    {"name": "fedcb2o", "own_model": "trusted", "own_candidate": True, "first_contact": "whole"},
+    {
+        "name": "fedcb2o",
+        "beta": 0.5,
+        "own_model": "judged",
+        "loss_tolerance": 1.0,
+        "interpolation": 0.5,
+        "max_distance": 1.3,
+        "likelihood": "loss+criterion",
+        "selection": {"name": "prob_sampling", "newcomers": 0.4},
+    },
+    {"name": "by_rule", "rule": "krum", "pre_step": "nnm"},
+    {"name": "by_rule", "rule": "centred_clipping"},
+    {"name": "by_rule", "rule": "coordinate_median", "selection": "prob_sampling"},
+]
+FIRST = 0  # the agent that is compared
+
+
+class Compared(LocalEngine):
+    """Engine that lets an `Agent` decide in place of the first agent, too."""
+
+    agent = None
+    method = None
+
+    def local_aggregation_(self, n, states, active, deadline, on_step):
+        group = self.group
+        spec, layout = group.spec, group.layout
+        before = group.models.clone()
+        if self.agent is None:
+            network = ours.network()
+            row = layout.own if layout.previous is None else layout.previous
+            parameters.load_state_(network, as_state(network, before[int(row[FIRST])]))
+            index = group.data.validation[FIRST]
+            self.agent = Agent(
+                network,
+                validation=(group.data.samples.x[index], group.data.samples.y[index]),
+                method=self.method,
+                seed=spec.seed,
+                gamma=spec.training.gamma,
+                rounds=spec.rounds,
+                num_samples=len(group.data.train[FIRST]),
+                malicious_share=spec.malicious_share,
+            )
+        agent = self.agent
+        parameters.load_state_(agent.network, as_state(agent.network, before[FIRST]))
+        asked = agent.select(range(1, spec.num_agents), ours.BUDGET)
+
+        states, decisions, finite = super().local_aggregation_(n, states, active, deadline, on_step)
+        after = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
+        theirs = ours.chosen(Decisions.concatenate(decisions), FIRST)
+        peers = [i for i in theirs.ids if i != FIRST]
+        inbox = self.receive(n, Ragged.from_arrays([np.array(peers)]), np.array([FIRST]))
+        samples = dict(zip(peers, inbox.num_samples.tolist(), strict=True))
+        models = {i: before[row] for i, row in zip(peers, inbox.rows.tolist(), strict=True)}
+        decision = agent.aggregate(models, samples)
+
+        assert asked == [i for i in theirs.asked if i != FIRST]
+        assert parameters.flatten(agent.network).equal(ours.models_of(self)[FIRST])
+        mine = agent.state_dict()
+        assert mine["contacts.ids"].equal(after.contacts[FIRST].ids)
+        likelihood = after.contacts[FIRST].likelihood.view(torch.int64)
+        assert mine["contacts.likelihood"].view(torch.int64).equal(likelihood)
+        weights = dict(zip(theirs.ids, theirs.weights, strict=True))
+        np.testing.assert_equal([decision.weights[i] for i in peers], [weights[i] for i in peers])
+        return states, decisions, finite
+
+
+def as_state(network, theta):
+    shapes = parameters.shared_tensors(network)
+    parts = theta.split([tensor.numel() for tensor in shapes.values()])
+    pairs = zip(shapes.items(), parts, strict=True)
+    return {name: part.view(tensor.shape) for (name, tensor), part in pairs}
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: "")
+def test_an_agent_decides_as_in_a_simulation_to_the_bit(method):
+    component = Component.model_validate(method if isinstance(method, dict) else {"name": method})
+    engine = ours.together(component.bind("algorithm", algorithms)())
+    compared = Compared(engine.group, engine.executor)
+    compared.method = method
+    ours.run_rounds(compared, 5)
+    assert compared.agent.round == 5
+
+
+def test_selection_is_repeated_until_the_round_ends():
+    agent = Agent(linear(), validation=(X, Y), method="fedcbo", seed=3)
+    first = agent.select("abcdefgh", 3)
+    assert agent.select("abcdefgh", 3) == first
+    assert len(first) == 3
+    agent.aggregate({name: model(1.0) for name in first})
+    assert not set(agent.select("abcdefgh", 3)) & set(first)  # others are unknown
+
+
+@pytest.mark.parametrize("how", ["pickle", "state_dict", "file"])
+def test_memory_is_restored(how, tmp_path):
+    def round_of(agent):
+        asked = agent.select("abcdef", 3)
+        return asked, agent.aggregate({name: model(ord(name) - 98.0) for name in asked})
+
+    method = {"name": "by_rule", "rule": "centred_clipping", "selection": "prob_sampling"}
+    agent = Agent(linear(), validation=(X, Y), method=method)
+    round_of(agent)
+    if how == "pickle":
+        other = pickle.loads(pickle.dumps(agent))
+    else:
+        other = Agent(copy.deepcopy(agent.network), validation=(X, Y), method=method)
+        if how == "file":
+            agent.save(tmp_path / "agent.safetensors")
+            assert (tmp_path / "agent.safetensors").stat().st_mode & 0o777 == 0o600
+            other.load(tmp_path / "agent.safetensors")
+        else:
+            other.load_state_dict(agent.state_dict())
+    for _ in range(2):
+        mine, theirs = round_of(agent), round_of(other)
+        assert mine[0] == theirs[0]
+        np.testing.assert_equal(mine[1].weights, theirs[1].weights)
+        assert agent.network.weight.equal(other.network.weight)
+
+
+@pytest.mark.parametrize(
+    ("received", "reason"),
+    [
+        ({"weight": torch.full((2, 2), torch.nan)}, "not finite, or beyond 1e"),
+        ({"weight": torch.full((2, 2), 1e30)}, "not finite, or beyond 1e"),
+        ({}, "it lacks `weight`"),
+        ({"weight": torch.zeros(3, 2)}, r"`weight` is no tensor of shape \(2, 2\)"),
+        ({"weight": [[0.0, 0.0], [0.0, 0.0]]}, r"`weight` is no tensor of shape \(2, 2\)"),
+        ({"weight": torch.zeros(2, 2, dtype=torch.int64)}, "has type torch.int64"),
+        (np.zeros(5, np.float32), r"it has shape \(5,\)"),
+        (torch.zeros(4, dtype=torch.int64), "type torch.int64"),
+    ],
+)
+def test_invalid_models_are_refused(received, reason):
+    network = linear(1.0)
+    agent = Agent(network, validation=(X, Y), method="fedcbo", gamma=0.1)
+    decision = agent.aggregate({"good": model(2.0), "bad": received})
+    assert decision.weights == {"good": 1.0}
+    assert list(decision.refused) == ["bad"]
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(decision.refused["bad"])
+    torch.testing.assert_close(network.weight.data, 2.0 * torch.eye(2))
+
+
+def test_nobody_answers():
+    network = linear(1.0)
+    decision = Agent(network, validation=(X, Y)).aggregate({})
+    assert decision.weights == {}
+    torch.testing.assert_close(network.weight.data, torch.eye(2))
+
+
+@pytest.mark.parametrize("interpolation", [1.0, 0.5])
+def test_a_judge_decides_as_validation_data_do(interpolation):
+    method = {
+        "name": "fedcb2o",
+        "loss_tolerance": 1.0,
+        "beta": 0.7,
+        "own_model": "judged",
+        "interpolation": interpolation,
+    }
+
+    def judge(states):
+        losses = [
+            F.cross_entropy(X @ state["weight"].T, Y, reduction="none") for state in states
+        ]
+        return torch.stack(losses), Y
+
+    models = {"a": model(3.0), "b": model(-1.0), "c": model(0.5)}
+    decisions = [
+        Agent(linear(1.0), method=method, **known).aggregate(models)
+        for known in ({"validation": (X, Y)}, {"judge": judge})
+    ]
+    assert [*decisions[1].weights.values()] == pytest.approx([*decisions[0].weights.values()])
+    assert [*decisions[1].criterion.values()] == pytest.approx([*decisions[0].criterion.values()])
+    assert decisions[1].outside == decisions[0].outside
+
+
+def test_frozen_parameters_stay_and_statistics_are_averaged():
+    network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    network[0].requires_grad_(False)
+    frozen = network[0].weight.clone()
+    other = copy.deepcopy(network)
+    other[1].running_mean += 4.0
+    other[0].weight += 1.0
+    network.train()
+    agent = Agent(network, validation=(X, Y), method={"name": "fedcbo", "mixing_factor": 0.5})
+    agent.aggregate({"b": other.state_dict()})
+    assert network[0].weight.equal(frozen)
+    torch.testing.assert_close(network[1].running_mean, torch.full((3,), 2.0))
+    assert network.training
+
+
+def test_numbers_to_predict():
+    network = nn.Linear(2, 1)
+    agent = Agent(network, validation=(X, [[0.5], [1.0], [1.5]]), loss="squared_error", method="fedcbo")
+    decision = agent.aggregate({"b": nn.Linear(2, 1).state_dict()})
+    assert decision.own_loss > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ConfigError, "`validation` samples or a `judge`"),
+        ({"validation": (X, Y), "judge": len}, ConfigError, "and not both"),
+        ({"validation": X}, DataError, "a pair of samples and labels"),
+        ({"validation": (X, ["a", "b", "b"])}, DataError, "whole numbers from 0"),
+        ({"validation": (X, [0, 1, 2])}, DataError, "`y` holds the classes 0 to 2"),
+        ({"validation": (X, Y[:2])}, DataError, "each needs one"),
+        ({"validation": (X, Y), "method": "fedcb2"}, ConfigError, "fedcb2o"),
+        ({"validation": (X, Y), "method": "ifca"}, ConfigError, "models"),
+        ({"validation": (X, Y), "method": {"name": "fedcbo", "alpha": -1.0}}, ConfigError, "alpha"),
+    ],
+)
+def test_what_cannot_be(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Agent(linear(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda agent: agent.select("ab", 0), "`budget`"),
+        (lambda agent: agent.select([1.5], 1), "a text or a whole number"),
+        (lambda agent: agent.select("aa", 1), "a name of its own"),
+        (lambda agent: agent.aggregate({True: model(1.0)}), "a text or a whole number"),
+    ],
+)
+def test_calls_that_cannot_be(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call(Agent(linear(), validation=(X, Y)))
+
+
+@pytest.mark.parametrize("result", [torch.zeros(2), torch.zeros(3, 4), (torch.zeros(2, 3), [0, 1])])
+def test_a_judge_returns_losses_of_every_model(result):
+    agent = Agent(linear(), judge=lambda states: result)
+    with pytest.raises(ConfigError, match="judge"):
+        agent.aggregate({"a": model(1.0)})
+
+
+def test_memory_of_another_network_is_refused(tmp_path):
+    agent = Agent(linear(), validation=(X, Y))
+    agent.save(tmp_path / "agent.safetensors")
+    with pytest.raises(RunError, match="another network"):
+        Agent(nn.Linear(2, 2), validation=(X, Y)).load(tmp_path / "agent.safetensors")
+    (tmp_path / "agent.safetensors").write_bytes(b"nothing")
+    with pytest.raises(RunError, match="cannot be read"):
+        agent.load(tmp_path / "agent.safetensors")
