@@ -123,10 +123,10 @@ def test_divergence_later_names_agent_and_round_and_loses_nothing(tmp_path):
         def forward(self, x):
             nonlocal forwards
             forwards += self.training
-            return super().forward(x.flatten(1)) * (1.0 if forwards <= 34 else math.nan)
+            return super().forward(x.flatten(1)) * (1.0 if forwards <= 36 else math.nan)
 
     # A round is 16 batches: 2 per benign agent, which train first, and 4 per attacker.
-    # The 35th is agent 1's.
+    # The 35th is agent 1's, after the two of the check of the network.
     experiment = tiny(rounds=5, model={"name": lambda shape, classes: Explodes(64, classes)})
     message = (
         "training diverged: the model or the loss of benign agent 1 is not finite in "
@@ -442,7 +442,10 @@ WRONG_PARTS = {
     "data_numpy": "must hold dense tensors on the CPU, its labels of type int64",
     "data_nan": "must hold samples of pixels (uint8) or finite floating-point features",
     "data_empty": "in its pool, holds 0 samples and 0 labels",
-    "data_other": "has samples of shape (1, 8, 4) in its pool and (1, 8, 8) in its test",
+    "data_other": (
+        "the samples of the pool of the data set `parts:data_other` have shape (1, 8, 4), and those"
+        " of its test set (1, 8, 8)"
+    ),
     "data_flat": (
         "`num_clusters` = 2 turns square images, and the samples have shape (64,); set "
         "`num_clusters` = 1"
@@ -469,7 +472,7 @@ WRONG_PARTS = {
     "model_nothing": "the model needs parameters to train (requires_grad), all of type float32",
     "model_train_raises": "the model `parts:model_train_raises` failed: KeyError: 'boom'",
     "model_train_detached": (
-        "the model `parts:model_train_detached` failed: RuntimeError: element 0 of tensors "
+        "the model `parts:model_train_detached` has outputs without a gradient in training, so "
     ),
     "model_train_one": (
         "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a single "

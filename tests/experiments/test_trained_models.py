@@ -148,7 +148,7 @@ def test_an_optimiser_of_ones_own_in_a_run(tmp_path):
             {"name": "adamw", "beta1": 2.0},
             "the optimiser `adamw` failed: ValueError: .*beta",
         ),
-        ("step", failing, "the optimiser `.*failing` failed: TypeError: .*closure"),
+        ("before", failing, "the optimiser `.*failing` returned a LBFGS, .* needs .* `closure`"),
         (
             "new",
             Replacing,

@@ -14,7 +14,7 @@ from fedcb2o.federated import (
     losses,
     training_batches,
 )
-from fedcb2o.nn import architectures, batch_norm, parameters
+from fedcb2o.nn import architectures, parameters
 from fedcb2o.rng import stream
 
 # With AVX2 alone more is rounded, and batch norms of four samples amplify it.
@@ -123,23 +123,6 @@ def test_who_trains_together():
         [1, 3],
         [0, 2],
     ]
-
-
-def test_samples_that_meet_in_training_train_with_equally_many_only():
-    x = torch.rand(2, 1, 4, 4)
-    normed = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 4))
-    drawing = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(16, 4))
-    assert [
-        batch_norm.is_sample_independent(module, x) for module in (fresh("cnn"), normed, drawing)
-    ] == [True, False, False]
-    nn.init.zeros_(normed[-1].weight)  # whatever the norm does, nothing is seen of it
-    tracking = nn.Sequential(
-        nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(16, 4)
-    )
-    centred = nn.Sequential(Centred(), nn.Flatten(), nn.Linear(16, 4))
-    assert not any(
-        batch_norm.is_sample_independent(module, x) for module in (normed, tracking, centred)
-    )
 
 
 @pytest.mark.parametrize("name", NETWORKS)

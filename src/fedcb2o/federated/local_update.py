@@ -44,6 +44,7 @@ from fedcb2o.nn.parameters import (
     gather_rows,
     is_bound,
     is_contiguous_range,
+    row_checksums,
     trainable_stack,
     unstack_views,
 )
@@ -57,7 +58,7 @@ _MAX_BATCH_AGENTS = 64  # so that every worker gets a batch
 
 def train_(
     group: AgentGroup, members: Indices, n: int
-) -> tuple[Float[np.ndarray, " a"], Float[np.ndarray, " a"]]:
+) -> tuple[Float[np.ndarray, " a"], Float[np.ndarray, " a"], bool]:
     """Train the models of a batch of agents in place (alg:FedCB2O, line 3).
 
     Args:
@@ -66,7 +67,8 @@ def train_(
         n: Round.
 
     Returns:
-        Mean training loss of each agent, and the largest absolute value of its model.
+        Mean training loss of each agent; the largest absolute value of its model; and False if the
+        first round changed no model.
     """
     spec, models, layout = group.spec, group.models, group.layout
     rows = layout.own[members].tolist()
@@ -80,6 +82,9 @@ def train_(
             models[layout.previous[k]] = models[row]
 
     # 2. Train.
+    before = None
+    if n == 0:
+        before = row_checksums(gather_rows(models, rows))
     x, y = group.data.training_data(members, n)
     counts = group.data.train.sizes[members].tolist()
     draws = agent_streams(spec.seed, "batches", n, agents=group.agents[members].tolist())
@@ -96,7 +101,9 @@ def train_(
             losses = batched_local_update_(thetas, spec.module, x, y, spec.training, draws, counts)
             if not is_contiguous_range(rows):
                 torch._foreach_copy_([models[row] for row in rows], thetas.unbind())
-    return np.array(losses), max_abs(models, rows)
+
+    has_trained = before is None or not row_checksums(gather_rows(models, rows)).equal(before)
+    return np.array(losses), max_abs(models, rows), has_trained
 
 
 def local_update_(
@@ -140,9 +147,7 @@ def local_update_(
             gradients = torch.autograd.grad(
                 loss, parameters, allow_unused=True, materialize_grads=True
             )
-            # Fused SGD reads memory in order, and the gradients of a channels-last convolution are
-            # in another order.
-            step([gradient.contiguous() for gradient in gradients])
+            step([_dense(gradient) for gradient in gradients])
             losses.append(loss.detach())
 
     if training.optimiser is not None and not is_bound(module, theta):
@@ -152,6 +157,17 @@ def local_update_(
         )
     assert is_bound(module, theta), "training moved a parameter out of its row"
     return float(_mean_loss(losses))
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """Return a dense gradient whose numbers are in order, as fused SGD reads them.
+
+    The gradient of a channels-last convolution has another order. That of an embedding may be
+    sparse.
+    """
+    if gradient.is_sparse:
+        return gradient.to_dense()
+    return gradient.contiguous()
 
 
 def _make_step(

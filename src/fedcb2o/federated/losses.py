@@ -34,7 +34,15 @@ def cross_entropy(
 
     Returns:
         One loss per sample, in nats.
+
+    Raises:
+        ConfigError: `label_smoothing` is not in [0, 1].
     """
+    if not 0 <= label_smoothing <= 1:
+        raise ConfigError(
+            "`label_smoothing` of the loss cross_entropy must be between 0 and 1, got "
+            f"{label_smoothing}"
+        )
     return F.cross_entropy(outputs, targets, reduction="none", label_smoothing=label_smoothing)
 
 

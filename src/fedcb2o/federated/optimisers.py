@@ -51,6 +51,31 @@ def adamw(
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
+def make_optimiser(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float) -> Any:
+    """Make a new optimiser.
+
+    Args:
+        optimiser: The optimiser.
+        parameters: Parameters to train.
+        lr: Learning rate.
+
+    Returns:
+        An object with a `step`.
+
+    Raises:
+        ConfigError: The optimiser fails, or returns something else than an optimiser.
+    """
+    name = optimiser_name(optimiser)
+    with attribute_errors("optimiser", name):
+        instance = optimiser(parameters, lr)
+    if not callable(getattr(instance, "step", None)):
+        raise ConfigError(
+            f"the optimiser `{name}` returned a {type(instance).__name__}, "
+            "expected a torch.optim.Optimizer"
+        )
+    return instance
+
+
 def make_step(
     optimiser: Optimiser, parameters: Sequence[Tensor], lr: float
 ) -> Callable[[Sequence[Tensor]], None]:
@@ -68,13 +93,7 @@ def make_step(
         ConfigError: The optimiser fails, or returns something else than an optimiser.
     """
     name = optimiser_name(optimiser)
-    with attribute_errors("optimiser", name):
-        instance = optimiser(parameters, lr)
-    if not callable(getattr(instance, "step", None)):
-        raise ConfigError(
-            f"the optimiser `{name}` returned a {type(instance).__name__}, "
-            "expected a torch.optim.Optimizer"
-        )
+    instance = make_optimiser(optimiser, parameters, lr)
 
     def step(gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):

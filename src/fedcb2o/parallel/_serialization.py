@@ -8,15 +8,19 @@ the result, or raises the error with the traceback of the other process.
 """
 
 import collections
+import functools
 import io
 import pickle
+import sys
 import traceback
+import types
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import cloudpickle
 import torch
 
-from fedcb2o.errors import RunError
+from fedcb2o.errors import FedCB2OError, RunError
 
 
 def serialize(content: object) -> bytes:
@@ -29,17 +33,24 @@ def serialize(content: object) -> bytes:
         Its pickle.
 
     Raises:
-        RunError: The object cannot be pickled.
+        RunError: The object cannot be pickled. The error names the last function or class that was.
     """
     with io.BytesIO() as file:
+        pickler = _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
         try:
-            _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(content)
-        except (AttributeError, TypeError, ValueError, pickle.PicklingError) as error:
-            raise RunError(
-                f"a user function cannot be sent to another process ({error}): "
-                "take --workers 1 and no --cluster"
-            ) from error
+            pickler.dump(content)
+        except Exception as error:  # a user's object may fail in any way
+            raise _sending_error(pickler.current, error) from error
         return file.getvalue()
+
+
+def _sending_error(name: str, error: Exception) -> RunError:
+    place = f" `{name}`" if name else ""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return RunError(
+        f"a user function{place} cannot be sent to another process ({lines[0]}): take --workers 1 "
+        "and no --cluster, or define it in a module that can be imported"
+    )
 
 
 def execute(content: bytes, *context: object) -> bytes:
@@ -53,7 +64,7 @@ def execute(content: bytes, *context: object) -> bytes:
         The serialized pair (True, result), or (False, (error, traceback as text)).
     """
     try:
-        function, arguments = pickle.loads(content)
+        function, arguments = _deserialize_task(content)
         return serialize((True, function(*context, *arguments)))
     except BaseException as error:
         text = traceback.format_exc()
@@ -63,6 +74,16 @@ def execute(content: bytes, *context: object) -> bytes:
         except Exception:  # an error that pickles but does not unpickle
             return serialize((False, (RuntimeError(f"{type(error).__name__}: {error}"), text)))
         return outcome
+
+
+def _deserialize_task(content: bytes) -> Any:
+    """Return a task. Raise RunError if its parts exist in the process that sent it alone."""
+    try:
+        return pickle.loads(content)
+    except FedCB2OError:
+        raise
+    except Exception as error:  # a user's object may fail in any way
+        raise _sending_error("", error) from error
 
 
 def unwrap_result(content: bytes) -> Any:
@@ -109,7 +130,35 @@ def _rebuild_tensor(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) 
     return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
 
 
+_REDUCED_TYPES = (types.FunctionType, type, functools._lru_cache_wrapper)
+
+
+def _rebuild_cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """A pickler that knows which user function it is at, for errors."""
+
     dispatch_table: ClassVar[Any] = collections.ChainMap(
         {torch.Tensor: _reduce_tensor}, cloudpickle.Pickler.dispatch_table
     )
+    current = ""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce functions with a cache by value, unless another process can import them."""
+        if isinstance(obj, _REDUCED_TYPES) and not _is_importable(obj):
+            self.current = f"{obj.__module__}:{obj.__qualname__}"
+            if isinstance(obj, functools._lru_cache_wrapper):
+                return _rebuild_cached, (obj.__wrapped__, obj.cache_parameters())
+        return super().reducer_override(obj)
+
+
+def _is_importable(function: Any) -> bool:
+    """Return whether another process finds a function or class under its name."""
+    if function.__module__ == "__main__":
+        return False
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function

@@ -10,6 +10,7 @@ An engine computes the agents in batches and transports their models: `exchange`
 """
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,10 @@ from jaxtyping import Bool, Float, Int
 from fedcb2o.errors import RunError
 from fedcb2o.federated import Adversary, AgentState, Decisions, EvaluationResult, RunSpec, train_
 from fedcb2o.federated.batched_aggregation import Engine as AggregationEngine
+from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.rng import stream
+
+_LOG = logging.getLogger(__name__)
 
 
 class WorkerLostError(RunError):
@@ -157,6 +161,7 @@ def run_rounds(
     agents = np.sort(np.concatenate(batches))
     states = [state.take(agents.searchsorted(batch)) for batch in batches]
     del state  # frees the tensors that no caller holds
+    shortfall = Shortfall(engine.spec.algorithm, engine.spec.malicious_share)
     for n in range(start, stop):
         timer = PhaseTimer()
         losses, is_active = train_and_publish_(engine, n, on_phase, timer)  # line 3: LocalUpdate
@@ -165,8 +170,10 @@ def run_rounds(
             n, states, is_active, deadline, timer.stop
         )
         _check_mixed_models(engine.adversary, n, is_finite)
+        shortfall.add(decisions, ~engine.adversary.malicious)
         results = evaluate_if_due(engine, n, stop, evaluate_every, on_phase, timer)
         yield Round(n, losses, decisions, states, batches, results, timer.seconds)
+    shortfall.log()
 
 
 def train_and_publish_(
@@ -193,9 +200,16 @@ def train_and_publish_(
     losses = np.full(num_agents, np.nan)
     max_abs = np.zeros(num_agents)
     agents = np.concatenate(engine.batches)
-    batch_losses, batch_max_abs = zip(*engine.map_batches(train_, n), strict=True)
+    batch_losses, batch_max_abs, has_trained = zip(*engine.map_batches(train_, n), strict=True)
     losses[agents] = np.concatenate(batch_losses)
     max_abs[agents] = np.concatenate(batch_max_abs)
+
+    if not any(has_trained):
+        _LOG.warning(
+            "training changed no model in round %d: the gradients are 0 (a loss or a layer without "
+            "slope), or the step size lambda2 * gamma is 0 or too small for float32.",
+            n + 1,
+        )
 
     is_finite = np.isfinite(max_abs)
     is_crafting = adversary.attack.is_crafting(n)

@@ -14,18 +14,22 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fedcb2o import plugins
-from fedcb2o.data import Dataset, DatasetNames, features
+from fedcb2o.data import Dataset, DatasetNames, Shard, channels_last_hint, features
 from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.config import loss_checks, network_checks
 from fedcb2o.experiments.config.build import build_algorithm
 from fedcb2o.experiments.config.datasets import dataset_from_tensors
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.federated import inference, losses
+from fedcb2o.federated import losses
 from fedcb2o.nn import architectures, batch_norm, memory_layout, parameters
+from fedcb2o.nn.random_evaluation import seed_evaluation_
 from fedcb2o.rng import stream
+
+_MAX_CANDIDATES = 1024  # samples among which a different one is searched
 
 
 def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int) -> nn.Module:
-    """Build a freshly initialised network and check it on two samples.
+    """Build a freshly initialised network and check it, and the loss, on two samples.
 
     Args:
         experiment: The experiment.
@@ -39,21 +43,42 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
     Raises:
         ConfigError: If the network cannot be built or does not fit the data.
     """
-    module = _initialised_module(experiment, seed, dataset, key)
-    outputs = _evaluate_on_samples(experiment, module, dataset)
-
     name = plugins.label(experiment.model.name)
-    with plugins.attribute_errors("model", name):
-        buffer = batch_norm.find_changed_buffer(module, features(dataset.pool.x[:2].clone()))
-    if buffer:
-        raise ConfigError(
-            f"the model `{name}` changes its buffer `{buffer}` in training, which is neither a "
-            "parameter nor the statistics of a norm, so that agents cannot exchange it: make it "
-            "one of these, or leave it unchanged"
-        )
-    _check_output_shape(name, outputs, dataset)
-    _check_loss(experiment, outputs, dataset.pool.y[:2])
+    module = _initialised_module(experiment, seed, dataset, key)
+    is_own = plugins.USER_FUNCTION.get(experiment.model.bind("model", architectures)) is not None
+    rows = _different_samples(dataset.pool)
+    x = features(dataset.pool.x[rows])
+
+    twin = nn.Module()
+    if is_own:
+        twin = _initialised_module(experiment, seed, dataset, key)
+        with plugins.attribute_errors("model", name):
+            network_checks.check_construction(name, module, twin)
+
+    with network_checks.perturbed_constants(module), network_checks.perturbed_constants(twin):
+        outputs = _evaluate_on_samples(experiment, module, x.clone())
+        _check_output_shape(name, outputs, dataset)
+        if is_own:
+            with plugins.attribute_errors("model", name):
+                is_random = experiment.model.random_evaluation
+                network_checks.check_network(name, module, twin, x, random_evaluation=is_random)
+
+    loss = build_loss(experiment)
+    if loss is not None and experiment.training.loss is not None:
+        loss_name = plugins.label(experiment.training.loss.name)
+        loss_checks.check_loss(loss_name, loss, outputs, dataset.pool.y[rows])
     return module
+
+
+def _different_samples(pool: Shard) -> list[int]:
+    """Return the indices of two samples, of different targets and values where there are any."""
+    is_other = pool.y.ne(pool.y[0]).flatten(1).any(1) if pool.y.ndim > 1 else pool.y.ne(pool.y[0])
+    candidates = is_other.nonzero().flatten()[:_MAX_CANDIDATES]
+    if not len(candidates):
+        candidates = torch.arange(len(pool))[:_MAX_CANDIDATES]
+    differs = pool.x[candidates].ne(pool.x[0]).flatten(1).any(1)
+    second = candidates[int(differs.int().argmax())]
+    return [0, int(second)]
 
 
 def _initialised_module(
@@ -68,6 +93,9 @@ def _initialised_module(
             "and is a network: let the function build it, since each process has its own"
         )
     make = experiment.model.bind("model", architectures)
+    hint = channels_last_hint(shape)
+    if hint and name in ("cnn", "resnet"):
+        raise ConfigError(f"the model `{name}` has convolutions: {hint}")
 
     def build() -> nn.Module:
         module = make(shape, dataset.num_outputs)
@@ -75,6 +103,8 @@ def _initialised_module(
             kind = type(module).__name__
             raise ConfigError(f"the model `{name}` returned a {kind}, expected a torch.nn.Module")
         batch_norm.set_statistics_mode(module, experiment.model.buffers)
+        if experiment.model.random_evaluation:
+            seed_evaluation_(module, stream(seed, "evaluation"))
         return memory_layout.with_memory_format(module, experiment.layout or "contiguous")
 
     try:
@@ -85,28 +115,17 @@ def _initialised_module(
     return module
 
 
-def _evaluate_on_samples(experiment: Experiment, module: nn.Module, dataset: Dataset) -> Any:
-    """Return the outputs for two samples. Raise ConfigError if the network fails or writes."""
+def _evaluate_on_samples(experiment: Experiment, module: nn.Module, x: Tensor) -> Any:
+    """Return the outputs for samples. Raise ConfigError if the network fails."""
     name = plugins.label(experiment.model.name)
-    x = dataset.pool.x[:2].clone()
-    theta = parameters.flatten(module)
-    original = x.clone()
     try:
         with torch.no_grad():
-            outputs = module.eval()(features(x))
+            return module.eval()(x)
     except (Exception, SystemExit) as error:  # a user's network may fail in any way
         layout = ' with `layout` = "channels_last"' if experiment.layout == "channels_last" else ""
-        shape = tuple(dataset.pool.x.shape[1:])
         raise ConfigError(
-            f"the model `{name}` cannot read samples of shape {shape}{layout}: {error}"
+            f"the model `{name}` cannot read samples of shape {tuple(x.shape[1:])}{layout}: {error}"
         ) from error
-    if not (torch.equal(x, original) and torch.equal(parameters.flatten(module), theta)):
-        raise ConfigError(
-            f"the model `{name}` writes into the samples that it reads, or into its parameters, in "
-            "evaluation, where other code reads them after it: let it compute new tensors (no "
-            "`inplace=True` in its first layer)"
-        )
-    return outputs
 
 
 def _check_output_shape(name: str, outputs: Any, dataset: Dataset) -> None:
@@ -115,7 +134,7 @@ def _check_output_shape(name: str, outputs: Any, dataset: Dataset) -> None:
     shape: tuple[int, ...] = ()
     if isinstance(outputs, Tensor):
         got = shape = tuple(outputs.shape)
-    num_samples = len(dataset.pool.x[:2])
+    num_samples = 2
     if dataset.class_names:
         expected = f"{(num_samples, dataset.num_classes)}"
         is_valid = shape == (num_samples, dataset.num_classes)
@@ -147,20 +166,21 @@ def build_loss(experiment: Experiment) -> losses.Loss | None:
     return loss.bind("loss", losses)
 
 
-def _check_loss(experiment: Experiment, outputs: Tensor, y: Tensor) -> None:
-    """Raise ConfigError where the loss cannot compare outputs with targets."""
-    section = experiment.training.loss
-    loss = build_loss(experiment)
-    if section is None or loss is None:
-        return
-    try:
-        inference.per_sample_losses(loss, outputs, y, 1)
-    except (RuntimeError, IndexError, ValueError) as error:
-        raise ConfigError(
-            f"the loss `{plugins.label(section.name)}` cannot compare outputs of shape "
-            f"{tuple(outputs.shape)} and type {outputs.dtype} with targets of shape "
-            f"{tuple(y.shape)} and type {y.dtype}: {error}"
-        ) from error
+def initial_model(
+    experiment: Experiment, seed: int, dataset: Dataset, *key: int
+) -> Float[Tensor, " d"]:
+    """Return the initial model of a checked network.
+
+    Args:
+        experiment: The experiment.
+        seed: The seed of the parameters.
+        dataset: The data set.
+        *key: Further key of the random stream: the id of an agent with a model of its own.
+
+    Returns:
+        The model, shape [d].
+    """
+    return parameters.flatten(_initialised_module(experiment, seed, dataset, key))
 
 
 def init_models_(
@@ -186,12 +206,12 @@ def init_models_(
     is_independent = experiment.agents.initialisation == "independent"
     num_agents = experiment.agents.num_agents
     clusters = build_algorithm(experiment).clusters
-    theta[:] = parameters.flatten(build_module(experiment, seed, dataset))
+    theta[:] = initial_model(experiment, seed, dataset)
     for row, j in enumerate(ids):
         if j >= num_agents and clusters is not None and clusters.per_agent and not is_independent:
             j = num_agents + (j - num_agents) % clusters.num_models
         if is_independent or j >= num_agents:
-            theta[row] = parameters.flatten(build_module(experiment, seed, dataset, j))
+            theta[row] = initial_model(experiment, seed, dataset, j)
 
 
 def init_models_from_tensors_(

@@ -19,6 +19,7 @@ from torch import Tensor
 from fedcb2o import plugins
 from fedcb2o.data import Dataset, DatasetNames, Population, Shard, features
 from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.config import loss_checks, network_checks
 from fedcb2o.experiments.config.build import build_algorithm, build_neighbours
 from fedcb2o.experiments.config.datasets import (
     attack_goal,
@@ -47,7 +48,7 @@ from fedcb2o.federated import (
     optimisers,
 )
 from fedcb2o.kernels import devices
-from fedcb2o.nn import batch_norm, memory_layout, parameters
+from fedcb2o.nn import memory_layout, parameters
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ class PreparedSeed:
             malicious=adversary.malicious[ids],
             attack=adversary.attack,
             seed=self.seed,
+            value_range=self.dataset.value_range,
             **_owner_tests(population, self.dataset, agents),
         )
 
@@ -232,12 +234,13 @@ def build_run_spec(
     x = features(dataset.pool.x[:2])
     # On a device, or with `together` set, several agents share one program.
     is_batched = experiment.together is not None or not devices.is_cpu(experiment.device)
-    accepts_single_sample = not batch_norm.rejects_single_sample(module, x[:1])
-    is_independent = is_batched and batch_norm.is_sample_independent(module, x)
+    accepts_single_sample = network_checks.accepts_single_sample(module, x[:1])
+    is_independent = is_batched and network_checks.is_sample_independent(module, x)
     section = experiment.training
     optimiser = None
     if section.optimiser is not None:
         optimiser = section.optimiser.bind("optimiser", optimisers)
+        loss_checks.check_optimiser(optimiser, module, section.lambda2 * section.gamma)
     training = Training(
         **section.model_dump(exclude={"optimiser", "loss"}),
         optimiser=optimiser,
@@ -308,7 +311,8 @@ def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepare
     trigger = adversary.trigger
     if trigger is not None:  # raises here, before a run begins, where samples cannot bear it
         sample = Shard(dataset.test.x[:1], dataset.test.y[:1])
-        apply_sample_transform(plugins.display_name("trigger", trigger), trigger, sample)
+        name = plugins.display_name("trigger", trigger)
+        apply_sample_transform(name, trigger, sample, dataset.value_range)
     return prepared
 
 

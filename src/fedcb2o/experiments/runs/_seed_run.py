@@ -32,7 +32,6 @@ from fedcb2o.experiments.runs._round_records import (
 )
 from fedcb2o.experiments.runs._run_directory import make_folder
 from fedcb2o.federated import AgentState
-from fedcb2o.federated.optimisers import make_step
 from fedcb2o.kernels import _autotune, devices
 from fedcb2o.nn import parameters
 from fedcb2o.parallel import _resources
@@ -96,10 +95,6 @@ def validate_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepar
                 f"the model `{plugins.label(experiment.model.name)}` cannot be computed for "
                 f"several agents at once: leave out `together` ({obstacle})"
             )
-    training = prepared.spec.training
-    if training.optimiser is not None:
-        trained = [p for p in module.parameters() if p.requires_grad]
-        make_step(training.optimiser, trained, training.lambda2 * training.gamma)
     check_user_metrics(experiment.user_metrics(), len(dataset.class_names))
     return prepared
 

@@ -109,7 +109,7 @@ class PeerEngine:
         call = functools.partial(function, group, _ONLY_AGENT, *own_arguments, *shared)
         with dispatch.use_kernels(self.spec.kernels.linear, self.spec.kernels.convolution):
             result: Any = call()
-            if function is train_ and self._has_diverged(n, *result):
+            if function is train_ and self._has_diverged(n, *result[:2]):
                 self._own_model().copy_(self.initial_model)
                 result = call()
         return [result]

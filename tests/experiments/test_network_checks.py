@@ -1,0 +1,426 @@
+"""Networks whose output is not a function of parameters and one sample are refused by name; others are not."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from tests.networks import Tied
+from tests.tiny import bits_however, tiny
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, weight_norm
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments import run
+from fedcb2o.experiments.config.network_checks import (
+    accepts_single_sample,
+    check_construction,
+    check_network,
+    is_sample_independent,
+    perturbed_constants,
+)
+from fedcb2o.nn import architectures, batch_norm, parameters
+from fedcb2o.nn.random_evaluation import seed_evaluation_
+from fedcb2o.rng import stream
+
+X = torch.from_numpy(stream(0, "x").normal(size=(2, 12))).float()
+IMAGES = torch.from_numpy(stream(1, "x").random((2, 3, 8, 8))).float()
+
+
+class Net(nn.Module):
+    """A dense layer between two functions (module, x) of one's own."""
+
+    def __init__(self, before=None, after=None, **attributes):
+        super().__init__()
+        self.layer = nn.Linear(12, 4)
+        self.before = before
+        self.after = after
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        if self.before is not None:
+            x = self.before(self, x)
+        x = self.layer(x)
+        return x if self.after is None else self.after(self, x)
+
+
+class Tokens(nn.Module):
+    """Three tokens of four numbers each, through a layer made by `make(width)`."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.embed = nn.Linear(4, 16)
+        self.layer = make(16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.embed(x.view(-1, 3, 4))
+        if isinstance(self.layer, nn.MultiheadAttention):
+            h = self.layer(h, h, h)
+        else:
+            h = self.layer(h)
+        return self.head((h[0] if isinstance(h, tuple) else h).mean(1))
+
+
+class Embedded(nn.Module):
+    def __init__(self, sparse=False):
+        super().__init__()
+        self.embed = nn.Embedding(10, 8, sparse=sparse)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.embed(x.abs().long().clamp(max=9)).mean(1))
+
+
+class Counter(nn.Module):
+    """A layer with a count of its training steps, which `use` may read."""
+
+    def __init__(self, use, steps=0):
+        super().__init__()
+        self.use = use
+        self.steps = steps
+
+    def forward(self, x):
+        if self.training:
+            self.steps = self.steps + 1
+        return self.use(x, self.steps)
+
+
+def check(make, x=X, buffers="local", random_evaluation=False):
+    """Make a network twice, as `build_module` does, and check it."""
+
+    def build():
+        module = make()
+        batch_norm.set_statistics_mode(module, buffers)
+        if random_evaluation:
+            seed_evaluation_(module, stream(0, "evaluation"))
+        return module
+
+    module, twin = (parameters.initialise(build, stream(0, "model")) for _ in range(2))
+    check_construction("own", module, twin)
+    before = parameters.flatten(module)
+    with perturbed_constants(module), perturbed_constants(twin):
+        check_network("own", module, twin, x, random_evaluation=random_evaluation)
+    assert parameters.flatten(module).equal(before)
+    assert not module.training
+
+
+def zeroed():
+    network = architectures.mlp([12], 4, hidden=[8])
+    for p in network.parameters():
+        nn.init.zeros_(p)
+    return network
+
+
+def dead():
+    network = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
+    nn.init.constant_(network[0].bias, -100.0)
+    return network
+
+
+def deep():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(60)))
+
+
+def norms(kind):
+    return nn.Sequential(nn.Conv2d(3, 4, 3), kind, nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+
+
+def keep(self, x):
+    self.seen = x
+    self.shapes = (*self.shapes[-3:], tuple(x.shape))
+    self.calls = self.calls + 1
+    return x
+
+
+def routed(self, x):
+    return x * F.one_hot(x.argmax(1), 12)
+
+
+BACKBONE = nn.Linear(12, 12).requires_grad_(False)
+
+GOOD = {
+    "zeros": zeroed,
+    "dead": dead,
+    "deep": deep,
+    "tied": lambda: nn.Sequential(nn.ZeroPad1d(2), Tied()),
+    "constant": lambda: Net(after=lambda self, x: x * 0),
+    "dropout": lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(12, 4), nn.AlphaDropout(0.2)),
+    "functional dropout": lambda: Net(lambda self, x: F.dropout(x, 0.5, self.training)),
+    "softmax": lambda: Net(after=lambda self, x: x.softmax(1)),
+    "keeps what it saw": lambda: Net(keep, seen=None, shapes=(), calls=0),
+    "routed": lambda: Net(routed),
+    "fourier": lambda: Net(lambda self, x: torch.fft.fft(x).abs()),
+    "huge": lambda: Net(lambda self, x: x * 1e9, lambda self, x: torch.sin(x)),
+    "masked": lambda: Net(after=lambda self, x: x.masked_fill(torch.eye(4).bool()[0], -torch.inf)),
+    "lstm": lambda: Tokens(lambda width: nn.LSTM(width, 16, batch_first=True)),
+    "gru": lambda: Tokens(lambda width: nn.GRU(width, 8, bidirectional=True, batch_first=True)),
+    "attention": lambda: Tokens(lambda width: nn.MultiheadAttention(width, 2, batch_first=True)),
+    "transformer": lambda: Tokens(
+        lambda width: nn.TransformerEncoderLayer(width, 2, 32, batch_first=True)
+    ),
+    "embedding": Embedded,
+    "sparse embedding": lambda: Embedded(sparse=True),
+    "weight norm": lambda: Net(layer=weight_norm(nn.Linear(12, 4))),
+    "parametrised": lambda: Net(layer=parametrizations.orthogonal(nn.Linear(12, 4))),
+    "frozen backbone of all": lambda: nn.Sequential(BACKBONE, nn.Linear(12, 4)),
+    "hidden, but frozen": lambda: Net(teachers=[BACKBONE]),
+}
+GOOD_ON_IMAGES = {
+    "cnn": lambda: architectures.cnn([3, 8, 8], 4, hidden=8),
+    "resnet": lambda: architectures.resnet([3, 8, 8], 4, width=8),
+    "batch norm": lambda: norms(nn.BatchNorm2d(4)),
+    "instance norm": lambda: norms(nn.InstanceNorm2d(4, track_running_stats=True)),
+    "group norm": lambda: norms(nn.GroupNorm(2, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("name", GOOD)
+def test_networks_of_every_kind_pass(name):
+    check(GOOD[name])
+
+
+@pytest.mark.parametrize("buffers", ["local", "shared", "dropped"])
+@pytest.mark.parametrize("name", GOOD_ON_IMAGES)
+def test_networks_on_images_pass(name, buffers):
+    check(GOOD_ON_IMAGES[name], IMAGES, buffers)
+
+
+def by_data(transpose=False):
+    first, second = nn.Linear(12, 12), nn.Linear(12, 12)
+    second.weight.data = first.weight.data.t() if transpose else first.weight.data
+    return nn.Sequential(first, second)
+
+
+def stale():
+    """A product of weights that is computed once."""
+
+    def before(self, x):
+        if self.product is None:
+            self.product = (self.scale * self.scale).detach()
+        return x * self.product
+
+    return Net(before, product=None, scale=nn.Parameter(torch.randn(12)))
+
+
+def hidden_state():
+    def before(self, x):
+        self.memory = 0.5 * self.memory + x.detach().mean()
+        return x + self.memory
+
+    return Net(before, memory=torch.zeros(()))
+
+
+def running_mean():
+    def before(self, x):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+    return Net(before, mean=torch.zeros(12))
+
+
+def initialised_by_data():
+    def before(self, x):
+        if self.training and not self.ready:
+            self.scale.data.copy_(x.std(0))
+            self.ready = True
+        return x * self.scale
+
+    return Net(before, ready=False, scale=nn.Parameter(torch.ones(12)))
+
+
+def buffered(training_only):
+    def before(self, x):
+        if self.training or not training_only:
+            self.count += 1
+        return x
+
+    network = Net(before)
+    network.register_buffer("count", torch.zeros(1))
+    return network
+
+
+def always_dropping():
+    network = nn.Sequential(nn.Linear(12, 4), nn.Dropout(0.5))
+    network[1].train = lambda mode=True: network[1]
+    return network
+
+
+def expanded():
+    return Net(scale=nn.Parameter(torch.ones(1).expand(12)))
+
+
+GENERATOR = torch.Generator()
+SHARED = nn.Linear(12, 4)
+
+BAD = {
+    # random numbers in evaluation
+    "functional dropout": (
+        lambda: Net(lambda self, x: F.dropout(x, 0.5)),
+        r"random numbers in evaluation, first in the forward pass of Net.*random_evaluation",
+    ),
+    "noise": (
+        lambda: Net(after=lambda self, x: x + 1e-2 * torch.randn_like(x)),
+        "draws random numbers in evaluation",
+    ),
+    "always dropping": (always_dropping, r"first in its layer `1` \(Dropout\)"),
+    "dropout in a list": (
+        lambda: Net(lambda self, x: self.drops[0](x), drops=[nn.Dropout(0.5)]),
+        "draws random numbers in evaluation",
+    ),
+    "numpy": (
+        lambda: Net(lambda self, x: x * np.random.rand()),  # noqa: NPY002 (of a user's network)
+        "returns other outputs for the same samples in its next evaluation",
+    ),
+    "generator": (
+        lambda: Net(lambda self, x: x + torch.randn(12, generator=GENERATOR)),
+        "next evaluation, first in the forward pass of Net",
+    ),
+    "numpy in training": (
+        lambda: Net(lambda self, x: x * random.random() if self.training else x),
+        "keeps state in something that it keeps, .* draw random numbers by PyTorch alone",
+    ),
+    # samples that meet
+    "batch statistics": (
+        lambda: Net(lambda self, x: (x - x.mean(0)) / (x.std(0) + 1e-5)),
+        "mixes samples, first in the forward pass of Net: .* batch_first=True",
+    ),
+    "softmax": (
+        lambda: nn.Sequential(nn.Linear(12, 4), nn.Softmax(dim=0)),
+        r"mixes samples, first in its layer `1` \(Softmax\)",
+    ),
+    "softmax of zeros": (
+        lambda: nn.Sequential(zeroed(), nn.Softmax(dim=0)),
+        r"mixes samples, first in its layer `1` \(Softmax\)",
+    ),
+    "positions of samples": (
+        lambda: Net(lambda self, x: x + torch.arange(len(x)).unsqueeze(1)),
+        "mixes samples",
+    ),
+    "lstm": (
+        lambda: Tokens(lambda width: nn.LSTM(width, 16)),
+        r"first in its layer `layer` \(LSTM",
+    ),
+    "transformer": (
+        lambda: Tokens(lambda width: nn.TransformerEncoderLayer(width, 2, 32)),
+        r"first in its layer `layer.self_attn` \(MultiheadAttention\)",
+    ),
+    "squeezed": (
+        lambda: Net(after=lambda self, x: x.squeeze()),
+        r"returned shape \(4,\) for one sample, expected \(1, 4\)",
+    ),
+    # state
+    "hidden state": (hidden_state, "other outputs for the same samples in its next evaluation"),
+    "running mean": (running_mean, "keeps state in its attribute `mean`"),
+    "stale product": (stale, "keeps state in something that it keeps"),
+    "annealed": (
+        lambda: nn.Sequential(nn.Linear(12, 4), Counter(lambda x, n: x * min(1.0, 0.02 * n))),
+        "keeps state in its attribute `1.steps`",
+    ),
+    "annealed late": (
+        lambda: nn.Sequential(nn.Linear(12, 4), Counter(lambda x, n: x * (0.1 if n > 500 else 1))),
+        "keeps state in its attribute `1.steps`",
+    ),
+    "annealed by a tensor": (
+        lambda: nn.Sequential(
+            nn.Linear(12, 4),
+            Counter(lambda x, n: torch.where(n > 500, 0.1, 1.0) * x, torch.tensor(0)),
+        ),
+        "keeps state in its attribute `1.steps`",
+    ),
+    "initialised by data": (initialised_by_data, "writes into its parameter `scale`"),
+    "buffer in training": (
+        lambda: buffered(True),
+        "changes its buffer `count` in training, which is neither a parameter",
+    ),
+    "buffer in evaluation": (lambda: buffered(False), "writes into the samples that it reads, or"),
+    # parameters
+    "one instance": (lambda: SHARED, "returned the same `weight` in two calls"),
+    "one layer": (
+        lambda: nn.Sequential(nn.Linear(12, 12), SHARED),
+        "returned the same `1.weight` in two calls",
+    ),
+    "tied by data": (by_data, "`0.weight` and `1.weight` in the same memory"),
+    "tied by a transpose": (lambda: by_data(True), "`0.weight` and `1.weight` in the same memory"),
+    "expanded": (expanded, "has the parameter `scale`, whose numbers share memory"),
+    "layers in a list": (
+        lambda: Net(lambda self, x: self.layers[0](x), layers=[nn.Linear(12, 12)]),
+        "has a Linear in its attribute `layers` that PyTorch does not see",
+    ),
+    "a tensor to train": (
+        lambda: Net(lambda self, x: x * self.w, w=torch.ones(12, requires_grad=True)),
+        "has a Tensor in its attribute `w` that PyTorch does not see",
+    ),
+    "drawn by numpy": (
+        lambda: Net(scale=nn.Parameter(torch.rand(12) + np.random.rand())),  # noqa: NPY002
+        "has other initial values of `scale` in a second call",
+    ),
+    # outputs
+    "detached": (
+        lambda: Net(after=lambda self, x: x.detach()),
+        r"outputs without a gradient in training, .* take out `detach\(\)`",
+    ),
+    "not a number": (lambda: Net(lambda self, x: x.log()), "returns NaN for samples"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_networks_that_depend_on_more_are_refused(name):
+    make, message = BAD[name]
+    with pytest.raises(ConfigError, match=message):
+        check(make)
+
+
+def test_random_evaluation_repeats():
+    """Outputs are those of plain dropout after one seed; PyTorch's generator is as before."""
+    check(lambda: Net(lambda self, x: F.dropout(x, 0.5)), random_evaluation=True)
+    network = Net(lambda self, x: F.dropout(x, 0.5)).eval()
+    torch.manual_seed(int(stream(3, "evaluation").integers(2**63)))
+    expected = network(X)
+    seed_evaluation_(network, stream(3, "evaluation"))
+    torch.manual_seed(5)
+    assert network(X).equal(expected)
+    assert network(X).equal(expected)
+    drawn = torch.rand(2)
+    torch.manual_seed(5)
+    assert torch.rand(2).equal(drawn)
+    assert not network.train()(X).equal(expected)
+
+
+def dropping(input_shape, num_classes):
+    return nn.Sequential(
+        nn.Flatten(), Net(lambda self, x: F.dropout(x, 0.2), layer=nn.Linear(64, 10))
+    )
+
+
+def test_random_evaluation_is_the_same_however_it_is_run(tmp_path):
+    experiment = tiny(model={"name": dropping, "random_evaluation": True}, rounds=2)
+    bits_however(tmp_path, experiment)
+    with pytest.raises(ConfigError, match=r"the model `.*dropping` draws random numbers"):
+        run(tiny(model={"name": dropping}), out=tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+
+
+def test_samples_that_meet_in_training():
+    normed, drawing = norms(nn.BatchNorm2d(4)), nn.Sequential(nn.Dropout(0.5), nn.Linear(12, 4))
+    plain = architectures.cnn([3, 8, 8], 4, hidden=8)
+    centred = Net(lambda self, x: x - x.mean(0))
+    tracking = norms(nn.InstanceNorm2d(4, track_running_stats=True))
+    nn.init.zeros_(normed[-1].weight)  # whatever the norm does, nothing is seen of it
+    assert is_sample_independent(plain, IMAGES)
+    assert not any(is_sample_independent(network, IMAGES) for network in (normed, tracking))
+    assert not any(is_sample_independent(network, X) for network in (drawing, centred))
+
+
+def test_norms_that_refuse_a_single_sample():
+    network = nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4))
+    assert not accepts_single_sample(network, X[:1])
+    assert network[1].num_batches_tracked == 0
+    assert accepts_single_sample(norms(nn.BatchNorm2d(4)), IMAGES[:1])
+    assert accepts_single_sample(nn.Linear(12, 4), X[:1])
+    batch_norm.set_statistics_mode(network, "dropped")
+    assert accepts_single_sample(network, X[:1])
