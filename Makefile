@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 DOCS := .venv/.docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo demo-peers test slow hostile typecheck-runtime lint format docs linkcheck wheel clean
+.PHONY: help install demo demo-peers test slow hostile inputs typecheck-runtime lint format docs linkcheck wheel clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -34,6 +34,9 @@ slow: $(STAMP) ## Run the slow tests alone
 
 hostile: $(STAMP) ## Attack four nodes on this machine with the independent hostile client, for half an hour
 	$(BIN)/python -m tests.hostile.run 40
+
+inputs: $(STAMP) ## Compare 1,000 random inputs with a plain PyTorch loop: equal numbers, or one line that says why not
+	$(BIN)/python -m tests.experiments.random_inputs 1000
 
 typecheck-runtime: $(STAMP) ## Run the tests of the core packages with run-time checks of types and shapes
 	FEDCB2O_TYPECHECK=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile \

@@ -1,0 +1,435 @@
+"""Random inputs against a plain PyTorch loop: equal numbers, a refusal of one line, or a warning.
+
+`python -m tests.experiments.random_inputs 1000` draws combinations of data, labels, networks,
+losses, optimisers and settings. It prints every message, and every fault with a small example.
+"""
+
+import collections
+import contextlib
+import io
+import logging
+import os
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import pandas as pd
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tests.experiments import input_choices as choices
+from tests.experiments import plain_loop
+from tests.experiments.input_choices import CHOICES, DEFAULTS, NotComparableError
+from torch.nn import functional as F
+
+import fedcb2o
+from fedcb2o.errors import FedCB2OError
+
+Combination = dict[str, str]
+NUM_TESTS = 24
+NO_BYTES = (
+    "list",
+    "object array",
+    "nullable frame",
+    "mixed frame",
+    "bfloat16 tensor",
+    "sparse columns",
+)
+NO_BYTES += ("tensor with gradient", "parameter", "inference tensor")
+SOUP = re.compile(
+    r"<class|<function| object at 0x|dtype\(|np\.\w+\(|Traceback|\bNoneType\b|pydantic|instance of"
+    r"|got an? (u?int|float|bool|Tensor|ndarray)|of type object"
+)
+NAME = re.compile(r"`[^`]+`|owner|class|label|model|sample|seed|training")
+MAX_LENGTH = 500
+
+
+# ---- A combination: how the library gets it, and the numbers that it means ----
+
+
+def is_image(c: Combination) -> bool:
+    """Return whether the samples are square images with channels first."""
+    is_flat = any(word in c["container"] for word in choices.FLAT) or "column" in c["test"]
+    return c["shape"] in ("image", "rgb") and c["channels"] == "first" and not is_flat
+
+
+def fitting(c: Combination) -> Combination:
+    """Replace valid choices that exclude each other."""
+    c = dict(c)
+    has_owners = c["owners"] not in ("none", "by hand")
+    if c["owners"] in ("by hand", "PyTorch data sets"):  # users make tensors themselves
+        if c["container"] not in ("array", "bfloat16 tensor"):
+            c["container"] = "tensor"
+        if c["labels"] not in (*choices.FROM_ZERO, "targets", "two targets"):
+            c["labels"] = "from 0"
+    if c["labels"] not in choices.FROM_ZERO or c["test"] == "a class in tests only":
+        c["names"] = "none"
+    is_regression = "target" in c["labels"]
+    if c["loss"] not in ("fitting", "own") and ("error" in c["loss"]) != is_regression:
+        c["loss"] = "own" if is_regression else "smoothed"
+    if c["model"] == "cnn" and not is_image(c):
+        c["model"] = "plain"
+    if "clusters" in c["settings"] and (has_owners or not is_image(c)):
+        c["settings"] = "plain"
+    if "samples" in c["settings"] and has_owners:
+        c["settings"] = "batch of 7"
+    if c["settings"] == "channels last" and c["model"] != "cnn":
+        c["settings"] = "steps"
+    return c
+
+
+@st.composite
+def combinations(draw: Any) -> Combination:
+    """Draw valid choices; in three of ten combinations one choice is invalid on purpose."""
+    combination = {}
+    for key, options in CHOICES.items():
+        valid = [name for name in options if not name.startswith("!")]
+        # About a third of the choices is the default, so that few things are odd at once.
+        combination[key] = draw(st.sampled_from([*valid[:1] * (len(valid) // 2), *valid]))
+    combination = fitting(combination)
+    if draw(st.integers(0, 9)) < 3:
+        key = draw(st.sampled_from(list(CHOICES)))
+        if key in ("names", "test share"):
+            combination["owners"] = "none"  # a data set by hand has none of these
+        invalid = [name for name in CHOICES[key] if name.startswith("!")]
+        combination[key] = draw(st.sampled_from(invalid or [combination[key]]))
+    return combination
+
+
+class Case:
+    """The data set, the configuration and the plain problem of a combination."""
+
+    def __init__(self, chosen: Combination) -> None:
+        self.chosen = chosen
+        n = CHOICES["size"][chosen["size"]]
+        self.k, self.j = CHOICES["spread"][chosen["spread"]](np.arange(n))
+        self.test_k = np.arange(NUM_TESTS) % choices.CLASSES
+        draw = np.random.default_rng(7)
+        shape = CHOICES["shape"][chosen["shape"]]
+        shift = self.k.reshape(n, *[1] * len(shape))
+        self.x = self.typed(np.clip(draw.integers(0, 15, (n, *shape)) + shift, 0, 16))
+        self.test_x = self.typed(draw.integers(0, 17, (NUM_TESTS, *shape)))
+        if chosen["test"] == "a class in tests only":
+            self.k = self.k % 2
+        self.is_by_hand = chosen["owners"] == "by hand"
+        self.has_owners = chosen["owners"] != "none" and not self.is_by_hand
+        self.has_test = chosen["test"] != "held out" or self.is_by_hand
+        self.is_regression = "target" in chosen["labels"]
+        self.share = CHOICES["test share"][chosen["test share"]]
+        if self.has_owners and self.has_test and not chosen["test share"].startswith("!"):
+            self.share = 0  # the test samples are for all agents
+        self.changes: dict[str, Any] = CHOICES["settings"][chosen["settings"]]
+
+    def typed(self, levels: np.ndarray) -> np.ndarray:
+        """Return levels in the scale and type of the combination."""
+        chosen = self.chosen
+        v = CHOICES["scale"][chosen["scale"]](levels.astype("f8"))
+        kind = np.dtype(CHOICES["dtype"][chosen["dtype"]])
+        if chosen["scale"].startswith("!"):
+            kind = np.dtype("f8")
+        elif kind.kind == "M":
+            v = v.astype("i8")
+        elif kind.kind in "iu":
+            limits = np.iinfo(kind)
+            v = np.clip(np.round(v), max(limits.min, -(2**53)), min(limits.max, 2**53))
+        elif kind.itemsize == 2:
+            v = np.clip(v, -6e4, 6e4)  # the range of float16
+        if any(w in chosen["container"] for w in choices.FLAT) or "columns" in chosen["test"]:
+            v = v.reshape(len(v), -1)
+        return v.astype(kind)
+
+    def given(self, v: np.ndarray) -> Any:
+        """Return samples as the user has them."""
+        chosen = self.chosen
+        given = CHOICES["container"][chosen["container"]](
+            CHOICES["channels"][chosen["channels"]](v)
+        )
+        is_tensor = chosen["owners"] in ("by hand", "PyTorch data sets")
+        return choices.as_tensor(given) if is_tensor else given
+
+    def labels(self, k: np.ndarray) -> Any:
+        """Return labels as the user has them."""
+        return CHOICES["labels"][self.chosen["labels"]](k)
+
+    def data(self) -> fedcb2o.Dataset:
+        """Make the data set with the library."""
+        chosen = self.chosen
+        test_x = test_y = None
+        if self.has_test:
+            change = CHOICES["test"][chosen["test"]] or (lambda given, values: given)
+            test_x = change(self.given(self.test_x), self.test_x)
+            test_y = None if chosen["test"] == "!no labels" else self.labels(self.test_k)
+        entry = CHOICES["owners"][chosen["owners"]]
+        if entry == "hand":
+            names = () if self.is_regression else ("c0", "c1", "c2")
+            pairs = ((self.given(self.x), self.labels(self.k)), (test_x, test_y))
+            pool, test = (fedcb2o.Shard(*map(choices.as_tensor, pair)) for pair in pairs)
+            return fedcb2o.Dataset(pool, test, names)
+        options: dict[str, Any] = {
+            "standardise": chosen["standardise"] == "yes", "numbers": self.is_regression,
+            "class_names": CHOICES["names"][chosen["names"]], "test_share": self.share,
+        }  # fmt: skip
+        if isinstance(entry, str):
+            own = [self.j == owner for owner in range(3)]
+            parts: Any = [(self.given(self.x[rows]), self.labels(self.k[rows])) for rows in own]
+            if entry == "torch":
+                tensors = [map(choices.as_tensor, part) for part in parts]
+                parts = [torch.utils.data.TensorDataset(*pair) for pair in tensors]
+            if entry == "mapping":
+                parts = dict(zip(("north", "south", "west"), parts, strict=True))
+            common = (test_x, test_y) if self.has_test else None
+            return fedcb2o.datasets(parts, test=common, **options)
+        owner = None if entry is None else entry(self.j)
+        x, y = self.given(self.x), self.labels(self.k)
+        return fedcb2o.dataset(x, y, owner=owner, x_test=test_x, y_test=test_y, **options)
+
+    def experiment(self, data: fedcb2o.Dataset) -> dict[str, Any]:
+        """Return the configuration."""
+        chosen = self.chosen
+        benign = 3 if self.has_owners else 2
+        table: dict[str, Any] = {
+            "name": "random", "seeds": [0], "rounds": 2, "data": {"name": lambda: data},
+            "agents": {"num_clusters": 1, "benign": benign, "malicious": 0, "benign_samples": 8},
+            "model": dict(CHOICES["model"][chosen["model"]][0]),
+            "training": {"gamma": 0.05, "batch_size": 8, "local_epochs": 1},
+            "algorithm": {"name": chosen["algorithm"]},
+        }  # fmt: skip
+        if self.has_owners:
+            del table["agents"]["benign_samples"]
+        for key, value in self.changes.items():
+            section, _, name = key.rpartition(".")
+            (table[section] if section else table)[name] = value
+        table["agents"]["budget"] = int(table["agents"]["num_clusters"]) * benign - 1
+        loss = CHOICES["loss"][chosen["loss"]][0]
+        if chosen["loss"] == "fitting" and self.is_regression:
+            loss = "squared_error"
+        optimiser = CHOICES["optimiser"][chosen["optimiser"]][0]
+        key = "momentum" if isinstance(optimiser, float | np.floating) else "optimiser"
+        given = {"loss": loss, key: optimiser}
+        table["training"] |= {name: value for name, value in given.items() if value is not None}
+        return table
+
+    def truth(self, data: fedcb2o.Dataset, k: np.ndarray) -> np.ndarray:
+        """Return targets, or the classes by the class names of the data set."""
+        if self.is_regression:
+            return np.asarray(self.labels(k), "f8")
+        every = np.asarray(self.labels(np.arange(choices.CLASSES))).ravel().tolist()
+        names = [str(int(v)) if isinstance(v, float) else str(v) for v in every]
+        if isinstance(every[0], bytes):
+            names = [label.decode() for label in every]
+        if self.chosen["names"] != "none" or self.is_by_hand:
+            names = ["c0", "c1", "c2"]
+        if not set(names) <= set(data.class_names):
+            raise AssertionError(f"the classes are called {data.class_names}, and not {names}")
+        return np.array([data.class_names.index(name) for name in names])[k]
+
+    def problem(self, data: fedcb2o.Dataset) -> plain_loop.Problem:
+        """Return the numbers that the combination means."""
+        chosen = self.chosen
+        model, loss, optimiser = (CHOICES[k][chosen[k]][1] for k in ("model", "loss", "optimiser"))
+        if "dropout" in chosen["model"] and "together" in self.changes:
+            raise NotComparableError("dropout of agents that train together")
+        if loss is None:
+            loss = choices.alike(F.mse_loss) if self.is_regression else F.cross_entropy
+        table = self.experiment(data)
+        s = {
+            "lambda2": 1.0, "local_steps": None, "validation": 0.2, "hold_out": True,
+            "initialisation": "common", "test_share": float(self.share), "benign_samples": None,
+            "average": CHOICES["algorithm"][chosen["algorithm"]], "rounds": table["rounds"],
+            "buffers": table["model"].get("buffers", "local"), "seed": int(table["seeds"][0]),
+            **table["agents"], **table["training"],
+        }  # fmt: skip
+        s = {key: v.item() if hasattr(v, "item") else v for key, v in s.items()}
+        x, y, owner = self.meaning(data, self.x), self.truth(data, self.k), None
+        if self.has_owners:
+            is_given = callable(CHOICES["owners"][chosen["owners"]])
+            order = np.arange(len(y)) if is_given else np.argsort(self.j, kind="stable")
+            x, y, owner = x[order], y[order], self.j[order]
+        test = (None, None)
+        if self.has_test:
+            test = (self.meaning(data, self.test_x), self.truth(data, self.test_k))
+        is_scaled = chosen["standardise"] == "yes" and not self.is_by_hand
+        return plain_loop.Problem(
+            x, y, model, loss, optimiser, data.num_outputs, self.is_regression, owner, *test, is_scaled, s
+        )  # fmt: skip
+
+    def meaning(self, data: fedcb2o.Dataset, v: np.ndarray) -> np.ndarray:
+        """Return samples as the numbers that a network reads."""
+        kind = self.chosen["container"]
+        numbers = v.astype("f8")
+        if "bfloat16" in kind:
+            numbers = torch.from_numpy(numbers).to(torch.bfloat16).double().numpy()
+        elif kind in ("tensor with gradient", "parameter", "inference tensor", "sparse columns"):
+            numbers = numbers.astype("f4").astype("f8")
+        elif kind == "mixed frame" and v.shape[1] > 1:
+            numbers[:, 1] = v[:, 1] != 0
+        if v.dtype == np.uint8 and (kind not in NO_BYTES or data.pool.x.dtype == torch.uint8):
+            numbers = numbers / 255
+        moved = CHOICES["channels"][self.chosen["channels"]](numbers)
+        return moved if moved.shape[1:] == data.pool.x.shape[1:] else numbers
+
+
+# ---- The outcome ----
+
+
+@contextlib.contextmanager
+def warnings_of_library() -> Iterator[list[str]]:
+    """Collect the warnings that the library logs or raises."""
+    texts = list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fedcb2o").addHandler(handler)
+    original = warnings.warn
+
+    def warn(message: Any, *arguments: Any, **options: Any) -> None:
+        if sys._getframe(1).f_globals["__name__"].startswith("fedcb2o."):
+            texts.append(str(message))
+        else:
+            original(message, *arguments, **options)
+
+    with mock.patch("warnings.warn", warn):
+        yield texts
+    logging.getLogger("fedcb2o").removeHandler(handler)
+
+
+def fault_of(text: str) -> str:
+    """Return the fault of a message; "" for one line that names an input."""
+    if "\n" in text.strip():
+        return "a message of several lines: "
+    if len(text) > MAX_LENGTH:
+        return f"a message of {len(text)} letters: "
+    if soup := SOUP.search(text):
+        return f"a message with {soup.group()!r}: "
+    return "" if NAME.search(text) else "a message without the name of an input: "
+
+
+def outcome_of(combination: Combination) -> tuple[str, str]:
+    """Return the outcome (equal, refused, warned, not compared or fault) and its message."""
+    bad = [f"{key}={name}" for key, name in combination.items() if name.startswith("!")]
+    with (
+        warnings.catch_warnings(record=True) as stray,
+        warnings_of_library() as said,
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("always")
+        warnings.simplefilter("ignore", PendingDeprecationWarning)  # of numpy.matrix
+        try:
+            case = Case(combination)
+            data = case.data()
+            run = fedcb2o.run(case.experiment(data), out=f"{folder}/r", workers=1)
+            models = load_file(run.folder / f"seed-{run.seeds[0]}" / "checkpoint.safetensors")
+            records = run.records
+        except FedCB2OError as error:
+            fault = fault_of(str(error))
+            return "fault" if fault else "refused", f"{fault}{error}"
+        except NotComparableError as error:
+            return "not compared", str(error)
+        except Exception as error:
+            return "fault", f"{type(error).__name__}: {error}"
+    for text in said:
+        if fault := fault_of(text):
+            return "fault", f"{fault}{text}"
+    if bad:
+        return ("warned", said[0]) if said else ("fault", f"taken without a word: {bad[0]}")
+    if stray := [w for w in stray if "fedcb2o" in w.filename]:
+        return "fault", f"a warning of another library: {stray[0].message}"
+    outcome, message = compare(case, data, records, models["models"].double())
+    if said and outcome in ("equal", "not compared"):
+        return "warned", said[0]
+    return outcome, message
+
+
+def compare(
+    case: Case, data: fedcb2o.Dataset, records: pd.DataFrame, models: torch.Tensor
+) -> tuple[str, str]:
+    """Compare a run with the plain loop, to the rounding that the loop itself shows."""
+    try:
+        problem = case.problem(data)
+        right = plain_loop.run(problem)
+        nudged = plain_loop.run(problem, 2e-7)
+    except NotComparableError as error:
+        return "not compared", str(error)
+    except Exception as error:
+        return "fault", f"taken, and plain PyTorch refuses: {type(error).__name__}: {error}"
+
+    test_x = data.test.x.double().numpy() / (255 if data.test.x.dtype == torch.uint8 else 1)
+    want = right[0].test_x.astype(np.float32)
+    if test_x.shape != want.shape or not np.allclose(test_x, want, 1e-4, 1e-6 * abs(want).max()):
+        return "fault", "the test samples differ"
+    last = records[records["round"] == records["round"].max()].set_index("agent")
+    for j, (plain, other) in enumerate(zip(right, nudged, strict=True)):
+        theta = models[j][: len(plain.theta)]
+        if not (plain.theta.isfinite().all() and other.theta.isfinite().all()):
+            is_wrong = theta.isfinite().all() and other.theta.isfinite().all()
+            return ("fault" if is_wrong else "not compared"), f"agent {j}: training diverges"
+        scale = float(plain.theta.abs().max())
+        room = 1e-5 * scale + 30 * float((plain.theta - other.theta).abs().max())
+        error = float((theta - plain.theta).abs().max())
+        if room > 0.02 * scale:
+            return "not compared", "training magnifies rounding"
+        if error > room:
+            return "fault", f"agent {j}: parameters differ by {error:.3g} of {scale:.3g}"
+        if abs(plain.loss - last["train_loss"][j]) > 1e-3 * max(1, abs(plain.loss)):
+            return "fault", f"agent {j}: training loss {last['train_loss'][j]}, right {plain.loss}"
+        accuracy = last["accuracy"][j]
+        is_near = abs(plain.accuracy - accuracy) <= plain.undecided + 1e-6
+        if not is_near and not problem.is_regression:
+            return "fault", f"agent {j}: accuracy {accuracy}, right {plain.accuracy}"
+    return "equal", ""
+
+
+# ---- All combinations ----
+
+
+def kind_of(message: str) -> str:
+    """Return a message without its numbers and names."""
+    return re.sub(r"'[^']*'|-?\d[\d.e+-]*|\([^()]*\)|\[[^\[\]]*\]", "*", message)[:110]
+
+
+def simplified(combination: Combination, message: str) -> Combination:
+    """Return the choices that a fault needs, all others being the defaults."""
+    needed = dict(combination)
+    for key, default in DEFAULTS.items():
+        outcome, text = outcome_of({**needed, key: default})
+        if outcome == "fault" and kind_of(text) == kind_of(message):
+            needed[key] = default
+    return {key: name for key, name in needed.items() if name != DEFAULTS[key]}
+
+
+def main(count: int = 1000, first: int = 0) -> int:
+    """Try combinations; print messages, faults and counts; return 1 if there is a fault."""
+    torch.set_num_threads(1)
+    counts = collections.Counter[str]()
+    messages: dict[tuple[str, str], list[Any]] = {}
+
+    @seed(first)
+    @settings(
+        max_examples=count, database=None, deadline=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck), derandomize=False,
+    )  # fmt: skip
+    @given(combinations())
+    def attempt(combination: Combination) -> None:
+        outcome, message = outcome_of(combination)
+        counts[outcome] += 1
+        messages.setdefault((outcome, kind_of(message)), [0, message, combination])[0] += 1
+
+    attempt()
+    for (outcome, _), (times, message, combination) in sorted(messages.items(), key=lambda m: m[0]):
+        print(f"{outcome} {times}x {message}")
+        if outcome == "fault":
+            print(f"    {simplified(combination, message)}", flush=True)
+    print(", ".join(f"{times} {outcome}" for outcome, times in sorted(counts.items())))
+    return int(counts["fault"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))
