@@ -81,7 +81,11 @@ def talkative(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("how", "workers"),
-    [("closed", 2), ("broken", 2), pytest.param("full", 1, marks=pytest.mark.slow)],
+    [
+        ("closed", 2),
+        pytest.param("broken", 2, marks=pytest.mark.slow),
+        pytest.param("full", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_ends_well_though_nothing_can_be_said(talkative, tmp_path, how, workers):
     folder, expected = talkative

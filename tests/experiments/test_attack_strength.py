@@ -200,6 +200,7 @@ def test_a_grid_runs_each_defence_under_what_was_worst_for_it(tmp_path):
     assert {p: p.read_bytes() for p in out.rglob("summary.json")} == before
 
 
+@pytest.mark.slow
 def test_a_grid_of_former_names_is_resumed_by_its_file_of_today(tmp_path):
     attacks = {
         "Random": {"attack": {"name": "random_model"}},

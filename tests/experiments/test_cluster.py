@@ -50,7 +50,7 @@ def undisturbed(tmp_path_factory):
     return whole(folder)
 
 
-@pytest.mark.parametrize("first", [pytest.param("cluster", marks=pytest.mark.quick), "one machine"])
+@pytest.mark.parametrize("first", ["cluster", "one machine"])
 def test_a_run_moves_between_one_machine_and_a_cluster(cluster, undisturbed, tmp_path, first):
     kinds = [{"cluster": cluster, "blocks": 3}, {"workers": 1}]
     for rounds, kind in zip((2, 4), kinds if first == "cluster" else kinds[::-1], strict=True):

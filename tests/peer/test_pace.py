@@ -51,7 +51,10 @@ def test_only_more_than_half_of_the_others_change_the_pace(n, ahead, is_behind, 
     assert not monitor._is_majority_ahead(10)
 
 
-@pytest.mark.parametrize("strategy", ["claims the last round", "just before the deadline"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["claims the last round", pytest.param("just before the deadline", marks=pytest.mark.slow)],
+)
 def test_two_hostile_members_of_five_change_nothing(strategy):
     """Rounds keep to the clock: neither the few milliseconds of their work nor the deadline."""
     seconds, heard, notes = pace.measure(5, 2, strategy, rounds=8)

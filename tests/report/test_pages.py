@@ -17,6 +17,7 @@ PAGES = [page for page in ALL if TABLE.search(page.read_text())]
 DRAWN = [page for page in ALL if FIGURE.search(page.read_text())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_published_tables_are_recomputed_from_the_values_that_are_kept(page):
     assert rewrite_page(page) == page.read_text()

@@ -9,6 +9,8 @@ from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
 from fedcb2o.errors import ConfigError
 from fedcb2o.report import read_grid, report_grid
 
+pytestmark = pytest.mark.usefixtures("intervals_of_two_seeds")
+
 CELL = f"grid | {MEDIAN} | accuracy | {FLIP}"
 
 
@@ -44,6 +46,7 @@ def told(values, scale=100, decimals=1):
     return f"{mean} [{low}, {high}]"
 
 
+@pytest.mark.slow
 def test_the_pages_quote_what_comes_out():
     assert list(quotes.faults(quotes.DOCS)) == []
 
