@@ -58,7 +58,7 @@ def datasets(
                 "the data sets must be a list, or a mapping by owners' names,"
                 f" got a {type(parts).__name__}"
             )
-        parts = dict(enumerate(parts))
+        parts = {str(k): part for k, part in enumerate(parts)}
     parts = names.by_owner(parts)
     if not parts:
         raise DataError("there must be a data set for each owner, got none")
