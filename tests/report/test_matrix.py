@@ -14,7 +14,7 @@ from tests.tiny import here
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import summary, write_json, write_toml
-from fedcb2o.report import grid_notes, read_grid, report_grid
+from fedcb2o.report import _statistics, grid_notes, read_grid, report_grid
 from fedcb2o.report._grid_page import regret_figure
 from fedcb2o.report._heat_map import draw_heat_map
 from fedcb2o.report._statistics import (
@@ -36,6 +36,8 @@ from fedcb2o.report.grid_tables import (
     worst_regret_differences,
     worst_regrets,
 )
+
+pytestmark = pytest.mark.usefixtures("intervals_of_two_seeds")
 
 # Two clusters of two benign agents and a malicious one; the benign are 0, 1, 3 and 4.
 AGENTS = {
@@ -375,6 +377,17 @@ def test_a_rule_without_weights_has_none_in_the_matrix(tmp_path):
     assert set(
         metric_matrix(SettingResults(results, ""), "malicious_weight").to_numpy().ravel()
     ) == {"–"}
+
+
+def test_two_seeds_have_no_interval_in_a_report(monkeypatch):
+    monkeypatch.setattr(_statistics, "MIN_SEEDS", 3)
+    values = pd.DataFrame(
+        {"defence": "a", "attack": ["b"] * 2 + ["c"] * 3, "value": [1.0, 2, 1, 2, 3]}
+    )
+    two, three = seed_statistics(values, "value").to_dict("records")
+    assert (two["seeds"], two["mean"]) == (2, 1.5)
+    assert np.isnan([two["low"], two["high"], two["p"]]).all()
+    assert three["low"] == pytest.approx(2 - 4.302653 / 3**0.5)
 
 
 def test_differences_are_paired_by_seed_and_intervals_are_students(view):

@@ -12,6 +12,8 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.report import read_grid
 from fedcb2o.report.grid_tables import SettingResults
 
+pytestmark = pytest.mark.usefixtures("intervals_of_two_seeds")
+
 DOCS = Path(__file__).parents[2] / "docs"
 LEFT_OUT = Family(MEDIAN, "DFed", added=False, looks=1)
 """As if DFedAvgM were the median without a part called AvgM."""

@@ -85,19 +85,29 @@ def test_the_last_fifth_of_the_rounds():
 
 
 def test_spread():
-    assert (
-        format_mean_interval(pd.Series([0.25, 0.75])) == "50.0 [-267.7, 367.7]"
-    )  # 12.706 * 35.355 / sqrt(2)
+    # 4.303 * 25 / sqrt(3); two values have no interval
+    assert format_mean_interval(pd.Series([0.25, 0.75, 0.5])) == "50.0 [-12.1, 112.1]"
+    assert format_mean_interval(pd.Series([0.25, 0.75])) == "50.0"
+    assert format_mean_interval(pd.Series([0.25, 0.75, math.nan])) == "50.0"
     assert format_mean_interval(pd.Series([0.25])) == "25.0"
     assert format_mean_interval(pd.Series([math.nan])) == "–"
 
 
 def test_the_caption_has_the_seeds_or_their_numbers(attacked, tmp_path):
-    assert seed_caption([attacked]).endswith("mean and 95% interval over seeds (0, 1).")
+    assert seed_caption([attacked]).endswith(
+        "mean over seeds (0, 1), without an interval, which needs 3 seeds."
+    )
+    lines = [scores([0.5] * 3, None, None)]
+    three = run_of(tmp_path / "three", dict.fromkeys((3, 4, 5), lines), title="Three")
+    assert seed_caption([three]).endswith("mean and 95% interval over seeds (3, 4, 5).")
+    assert seed_caption([attacked, three]).endswith(
+        "seeds per run: FedCBO 2, Three 3; an interval needs 3 seeds."
+    )
     other = run_of(tmp_path / "other", {7: [scores([0.5] * 3, None, None)]}, title="Oracle")
     assert seed_caption([other]) == "Percent, at the last round of seed 7."
     assert seed_caption([attacked, other]).endswith(
-        "with a different number of seeds per run: FedCBO 2, Oracle 1."
+        "with a different number of seeds per run: FedCBO 2, Oracle 1, without an interval, which"
+        " needs 3 seeds."
     )
 
 
@@ -105,13 +115,13 @@ def test_compare_is_the_papers_table(attacked, tmp_path):
     other = run_of(tmp_path / "other", {0: [scores([0.5] * 3, None, None)]}, title="Oracle")
     table = compare([attacked, other])
     assert table.columns.tolist() == ["FedCBO", "Oracle"]
-    assert table.loc["Overall accuracy"].tolist() == ["50.0 [50.0, 50.0]", "50.0"]
-    assert table.loc["Source class accuracy"].tolist() == ["30.0 [-97.1, 157.1]", "–"]
-    assert table.loc["Attack success rate"].tolist() == ["50.0 [-267.7, 367.7]", "–"]
+    assert table.loc["Overall accuracy"].tolist() == ["50.0", "50.0"]
+    assert table.loc["Source class accuracy"].tolist() == ["30.0", "–"]
+    assert table.loc["Attack success rate"].tolist() == ["50.0", "–"]
     assert "Net attack success" not in table.index
     worst = compare([attacked], over="worst")
-    assert worst.loc["Overall accuracy", "FedCBO"] == "37.5 [-121.3, 196.3]"
-    assert worst.loc["Attack success rate", "FedCBO"] == "62.5 [-96.3, 221.3]"
+    assert worst.loc["Overall accuracy", "FedCBO"] == "37.5"
+    assert worst.loc["Attack success rate", "FedCBO"] == "62.5"
 
 
 def test_runs_of_one_title_are_told_apart(attacked, tmp_path):

@@ -56,9 +56,9 @@ _DEFINITIONS = (
     "those with the most seeds. Its worst regret is the largest possible cost of this choice.",
     "The worst attack on a defence has the worst mean over seeds. Differences between defences are "
     "paired: with equal seeds agents hold equal samples. Intervals are Student's, of 95%, over "
-    "seeds; the rotated images of one picture in several clusters are one value of a seed. "
-    "Decimals are added if 0 is in an interval and rounding would hide that. An interval in a "
-    "worst column takes that column as given.",
+    "seeds, where there are at least 3; the rotated images of one picture in several clusters are "
+    "one value of a seed. Decimals are added if 0 is in an interval and rounding would hide that. "
+    "An interval in a worst column takes that column as given.",
     "A dagger (†) marks cells in which a benign agent received more malicious models in a round "
     "than its rule assumes.",
 )

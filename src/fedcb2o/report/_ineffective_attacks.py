@@ -14,7 +14,7 @@ def harm_bounds(rows: pd.DataFrame, attacks: Sequence[str]) -> pd.DataFrame:
     """Compute simultaneous bounds of the harm of each attack over all defences.
 
     Student's intervals hold at once with probability `CONFIDENCE` (Bonferroni), over defences and
-    measures of harm. Cells with a single seed have no interval and are left out.
+    measures of harm. Cells with fewer than 3 seeds have no interval and are left out.
 
     Args:
         rows: Result of `add_attack_effects`.
@@ -26,7 +26,7 @@ def harm_bounds(rows: pd.DataFrame, attacks: Sequence[str]) -> pd.DataFrame:
     """
     statistics = pd.concat([seed_statistics(rows, name) for name in _HARM_METRICS if name in rows])
     is_wanted = statistics.index.get_level_values("attack").isin(attacks)
-    statistics = statistics[is_wanted].dropna(subset="deviation")
+    statistics = statistics[is_wanted].dropna(subset="p")
     count = statistics.groupby("attack")["mean"].transform("size")
     confidence = 1 - (1 - CONFIDENCE) / count
     half = interval_half_width(statistics.seeds, statistics.deviation, confidence)

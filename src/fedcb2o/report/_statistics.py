@@ -20,6 +20,9 @@ from scipy.special import stdtr, stdtrit
 from fedcb2o.report.grid_results import BASELINES, GridResults, metric_names
 
 CONFIDENCE = 0.95
+MIN_SEEDS = 3
+"""Least number of seeds of an interval and of a p-value; two have one degree of freedom."""
+
 _BASELINE_KEYS = ["defence", "floor", "seed"]
 _STATISTICS_COLUMNS = ["seeds", "mean", "deviation", "low", "high", "p"]
 _ROUNDING_ERROR = 1e-9  # an end of an interval that is nearer to 0 counts as 0
@@ -185,9 +188,10 @@ def interval_half_width(count: Any, deviation: Any, confidence: Any = CONFIDENCE
         confidence: Probability that the interval contains the mean.
 
     Returns:
-        Half the width; NaN for a single value.
+        Half the width; NaN for fewer than `MIN_SEEDS` values.
     """
-    return stdtrit(count - 1, (1 + confidence) / 2) * deviation / np.sqrt(count)
+    half = stdtrit(count - 1, (1 + confidence) / 2) * deviation / np.sqrt(count)
+    return half * np.where(np.asarray(count) >= MIN_SEEDS, 1.0, np.nan)
 
 
 def group_statistics(groups: Any) -> pd.DataFrame:
@@ -198,7 +202,8 @@ def group_statistics(groups: Any) -> pd.DataFrame:
 
     Returns:
         One row per group with the columns seeds (number of values), mean, deviation, low and high
-        (95% interval), and p (two-sided, Student's, for a mean of 0).
+        (95% interval), and p (two-sided, Student's, for a mean of 0). The last three are NaN for
+        fewer than `MIN_SEEDS` values.
     """
     table = pd.DataFrame(
         {"seeds": groups.count(), "mean": groups.mean(), "deviation": groups.std(ddof=1)}
@@ -207,7 +212,7 @@ def group_statistics(groups: Any) -> pd.DataFrame:
     with np.errstate(divide="ignore", invalid="ignore"):
         t = (table["mean"] / (table.deviation / np.sqrt(table.seeds))).abs()
     t = t.where(table["mean"] != 0, 0.0)
-    p = 2 * stdtr(table.seeds - 1, -t.where(table.deviation.notna()))
+    p = 2 * stdtr(table.seeds - 1, -t.where(half.notna()))
     low = table["mean"] - half
     high = table["mean"] + half
     return table.assign(low=low, high=high, p=p)[_STATISTICS_COLUMNS]

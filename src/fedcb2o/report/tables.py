@@ -24,7 +24,7 @@ from fedcb2o.records import (
     last_round,
     summary,
 )
-from fedcb2o.report._statistics import format_interval, interval_half_width
+from fedcb2o.report._statistics import MIN_SEEDS, format_interval, interval_half_width
 
 _ATTACK_METRIC = "attack_success_rate"
 _MAX_SOURCE_SAMPLES = 3  # agents with more are in one group
@@ -60,8 +60,8 @@ def compare(
         twins: Former name of `with_counterparts`.
 
     Returns:
-        Text: mean over seeds with Student's 95% interval, in percent except for losses and for
-        metrics of the key `metrics`.
+        Text: mean over seeds with Student's 95% interval, which needs 3 seeds; in percent except
+        for losses and for metrics of the key `metrics`.
     """
     if twins is not None:
         warn_renamed("compare(twins=...)", "with_counterparts=...")
@@ -303,7 +303,7 @@ def format_mean_interval(values: "pd.Series[float]", *, percent: bool = True) ->
         percent: Format fractions of 1 in percent with one decimal; otherwise three decimals.
 
     Returns:
-        Text such as "84.3 [83.9, 84.6]"; "84.3" for one value, "–" for none.
+        Text such as "84.3 [83.9, 84.6]"; "84.3" for fewer than 3 values, "–" for none.
 
     Example:
         >>> format_mean_interval(pd.Series([0.5]))
@@ -343,7 +343,16 @@ def seed_caption(runs: Sequence[Run], *, over: AgentSummary = "mean") -> str:
         for label, run_seeds in zip(run_labels(shown), seeds, strict=True):
             counts.append(f"{label} {len(run_seeds)}")
         seeds_text = f", with a different number of seeds per run: {', '.join(counts)}"
-    return f"{unit}, at the last round; mean and 95% interval over seeds{seeds_text}."
+    numbers = [len(run_seeds) for run_seeds in seeds]
+    if max(numbers) < MIN_SEEDS:
+        return (
+            f"{unit}, at the last round; mean over seeds{seeds_text}, without an interval, which"
+            f" needs {MIN_SEEDS} seeds."
+        )
+    limit = ""
+    if min(numbers) < MIN_SEEDS:
+        limit = f"; an interval needs {MIN_SEEDS} seeds"
+    return f"{unit}, at the last round; mean and 95% interval over seeds{seeds_text}{limit}."
 
 
 def _unit_caption(runs: Sequence[Run], over: AgentSummary) -> str:
