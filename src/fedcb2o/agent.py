@@ -49,6 +49,7 @@ from fedcb2o.federated import (
     is_admissible,
     losses,
     max_abs,
+    part_checks,
 )
 from fedcb2o.federated.admission import MAX_VALUE
 from fedcb2o.federated.contacts import ContactTable
@@ -64,8 +65,9 @@ from fedcb2o.federated.types import (
     Received,
 )
 from fedcb2o.federated.validation import ValidationOracle
-from fedcb2o.nn import parameters
-from fedcb2o.plugins import PluginChoice, attribute_errors
+from fedcb2o.nn import network_checks, parameters
+from fedcb2o.nn.network_checks import perturbed_constants
+from fedcb2o.plugins import USER_FUNCTION, PluginChoice, attribute_errors
 
 Peer = Hashable
 """Name of a peer: a text or a whole number."""
@@ -180,6 +182,8 @@ class Agent:
             malicious_share=malicious_share,
             max_samples=2**53,
         )
+        if judge is None:
+            _check_parts(self._spec, self._validation)
         self._num_samples = max(1, num_samples or len(self._validation))
 
     def select(self, candidates: Iterable[Peer], budget: int) -> list[Any]:
@@ -523,6 +527,23 @@ def _evaluation_copy(network: nn.Module) -> nn.Module:
     """Copy a network for evaluation; its frozen parameters stay shared."""
     frozen = {id(p): p for p in network.parameters() if not p.requires_grad}
     return copy.deepcopy(network, dict(frozen)).eval()
+
+
+def _check_parts(spec: RunSpec, validation: Shard) -> None:
+    """Refuse a network or a loss that is not a function of one sample."""
+    module = spec.module
+    twin = _evaluation_copy(module)
+    rows = part_checks.different_samples(validation)
+    x = features(validation.x[rows])
+    with attribute_errors("model", spec.model):
+        network_checks.check_construction(spec.model, module, twin)
+        with perturbed_constants(module), perturbed_constants(twin), torch.no_grad():
+            outputs = module(x)
+            network_checks.check_network(spec.model, module, twin, x)
+    loss = spec.training.loss
+    if loss is not None:
+        name = USER_FUNCTION.get(loss) or getattr(loss, "func", loss).__name__
+        part_checks.check_loss(name, loss, outputs, validation.y[rows])
 
 
 def _validation_shard(network: nn.Module, validation: Any, has_loss: bool) -> Shard:

@@ -13,14 +13,14 @@ from torch.nn.utils import parametrizations, weight_norm
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
-from fedcb2o.experiments.config.network_checks import (
+from fedcb2o.nn import architectures, batch_norm, parameters
+from fedcb2o.nn.network_checks import (
     accepts_single_sample,
     check_construction,
     check_network,
     is_sample_independent,
     perturbed_constants,
 )
-from fedcb2o.nn import architectures, batch_norm, parameters
 from fedcb2o.nn.random_evaluation import seed_evaluation_
 from fedcb2o.rng import stream
 
@@ -57,10 +57,8 @@ class Tokens(nn.Module):
 
     def forward(self, x):
         h = self.embed(x.view(-1, 3, 4))
-        if isinstance(self.layer, nn.MultiheadAttention):
-            h = self.layer(h, h, h)
-        else:
-            h = self.layer(h)
+        inputs = (h,) * (3 if isinstance(self.layer, nn.MultiheadAttention) else 1)
+        h = self.layer(*inputs)
         return self.head((h[0] if isinstance(h, tuple) else h).mean(1))
 
 

@@ -343,7 +343,8 @@ def per_sample_losses(
     losses: Any = loss(outputs, targets)
     is_tensor = isinstance(losses, Tensor)
     if is_tensor and losses.shape == (shape.numel(),) and losses.is_floating_point():
-        return losses.view(shape)
+        per_sample: Tensor = losses.view(shape)
+        return per_sample
     got = f"a {type(losses).__name__}"
     if is_tensor and losses.is_floating_point():
         got = f"shape {tuple(losses.shape)}"

@@ -14,18 +14,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fedcb2o import plugins
-from fedcb2o.data import Dataset, DatasetNames, Shard, channels_last_hint, features
+from fedcb2o.data import Dataset, DatasetNames, channels_last_hint, features
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config import loss_checks, network_checks
 from fedcb2o.experiments.config.build import build_algorithm
 from fedcb2o.experiments.config.datasets import dataset_from_tensors
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.federated import losses
-from fedcb2o.nn import architectures, batch_norm, memory_layout, parameters
+from fedcb2o.federated import losses, part_checks
+from fedcb2o.nn import architectures, batch_norm, memory_layout, network_checks, parameters
 from fedcb2o.nn.random_evaluation import seed_evaluation_
 from fedcb2o.rng import stream
-
-_MAX_CANDIDATES = 1024  # samples among which a different one is searched
 
 
 def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int) -> nn.Module:
@@ -46,7 +43,7 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
     name = plugins.label(experiment.model.name)
     module = _initialised_module(experiment, seed, dataset, key)
     is_own = plugins.USER_FUNCTION.get(experiment.model.bind("model", architectures)) is not None
-    rows = _different_samples(dataset.pool)
+    rows = part_checks.different_samples(dataset.pool)
     x = features(dataset.pool.x[rows])
 
     twin = nn.Module()
@@ -66,19 +63,8 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
     loss = build_loss(experiment)
     if loss is not None and experiment.training.loss is not None:
         loss_name = plugins.label(experiment.training.loss.name)
-        loss_checks.check_loss(loss_name, loss, outputs, dataset.pool.y[rows])
+        part_checks.check_loss(loss_name, loss, outputs, dataset.pool.y[rows])
     return module
-
-
-def _different_samples(pool: Shard) -> list[int]:
-    """Return the indices of two samples, of different targets and values where there are any."""
-    is_other = pool.y.ne(pool.y[0]).flatten(1).any(1) if pool.y.ndim > 1 else pool.y.ne(pool.y[0])
-    candidates = is_other.nonzero().flatten()[:_MAX_CANDIDATES]
-    if not len(candidates):
-        candidates = torch.arange(len(pool))[:_MAX_CANDIDATES]
-    differs = pool.x[candidates].ne(pool.x[0]).flatten(1).any(1)
-    second = candidates[int(differs.int().argmax())]
-    return [0, int(second)]
 
 
 def _initialised_module(

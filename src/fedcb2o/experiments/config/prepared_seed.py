@@ -19,7 +19,6 @@ from torch import Tensor
 from fedcb2o import plugins
 from fedcb2o.data import Dataset, DatasetNames, Population, Shard, features
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config import loss_checks, network_checks
 from fedcb2o.experiments.config.build import build_algorithm, build_neighbours
 from fedcb2o.experiments.config.datasets import (
     attack_goal,
@@ -46,9 +45,10 @@ from fedcb2o.federated import (
     Training,
     apply_sample_transform,
     optimisers,
+    part_checks,
 )
 from fedcb2o.kernels import devices
-from fedcb2o.nn import memory_layout, parameters
+from fedcb2o.nn import memory_layout, network_checks, parameters
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def build_run_spec(
     optimiser = None
     if section.optimiser is not None:
         optimiser = section.optimiser.bind("optimiser", optimisers)
-        loss_checks.check_optimiser(optimiser, module, section.lambda2 * section.gamma)
+        part_checks.check_optimiser(optimiser, module, section.lambda2 * section.gamma)
     training = Training(
         **section.model_dump(exclude={"optimiser", "loss"}),
         optimiser=optimiser,

@@ -16,16 +16,36 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config.network_checks import agree, equal
 from fedcb2o.federated.inference import per_sample_losses
 from fedcb2o.federated.losses import Loss
 from fedcb2o.federated.optimisers import Optimiser, make_optimiser, optimiser_name
+from fedcb2o.nn.network_checks import agree, equal
 from fedcb2o.plugins import attribute_errors
 
 _LOG = logging.getLogger(__name__)
 
 _OUTPUT_SCALES = (1.0, 10.0, 100.0)  # of outputs, on all of which a loss without slope has none
+
+_MAX_CANDIDATES = 1024  # samples among which a different one is searched
+
+
+def different_samples(shard: Shard) -> list[int]:
+    """Return the indices of two samples that differ, in their targets where possible.
+
+    Args:
+        shard: At least one sample.
+
+    Returns:
+        Two indices, the first of which is 0.
+    """
+    is_other = shard.y.ne(shard.y[0]).reshape(len(shard), -1).any(1)
+    candidates = is_other.nonzero().flatten()[:_MAX_CANDIDATES]
+    if not len(candidates):
+        candidates = torch.arange(len(shard))[:_MAX_CANDIDATES]
+    differs = shard.x[candidates].ne(shard.x[0]).reshape(len(candidates), -1).any(1)
+    return [0, int(candidates[differs.int().argmax()])]
 
 
 def check_loss(

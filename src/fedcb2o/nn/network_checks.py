@@ -88,7 +88,7 @@ def perturbed_constants(module: nn.Module) -> Iterator[None]:
         low, high = p.detach().aminmax()
         if low == high:
             changed.append((p.detach(), float(low)))
-            p.detach().add_(0.1 * torch.rand(p.shape, generator=draw))
+            p.detach().add_(0.1 * torch.rand(p.shape, generator=draw).to(p.device))
     try:
         yield
     finally:
@@ -276,7 +276,7 @@ def _check_repeatable(name: str, module: nn.Module, x: Tensor, outputs: Tensor) 
 
 def _check_samples_apart(name: str, module: nn.Module, x: Tensor, outputs: Tensor) -> None:
     """Refuse a network whose output for a sample depends on the samples next to it."""
-    alone = [module(part) for part in x.split(1)]
+    alone = [module(part) for part in torch.split(x, 1)]
     expected = (1, *outputs.shape[1:])
     for output in alone:
         if output.shape != expected:
@@ -286,7 +286,7 @@ def _check_samples_apart(name: str, module: nn.Module, x: Tensor, outputs: Tenso
             )
     if agree(outputs, torch.cat(alone)) or _agree_in_float64(module, x):
         return
-    place = _first_difference(module, x, x.split(1))
+    place = _first_difference(module, x, torch.split(x, 1))
     raise ConfigError(
         f"the model `{name}` mixes samples, first in {place}: in evaluation its output for a sample"
         " depends on the other samples of the batch, in tests too. Samples are the first axis:"
@@ -462,7 +462,7 @@ def _agree_in_float64(module: nn.Module, x: Tensor) -> bool:
     try:
         exact = copy.deepcopy(module).double().eval()
         samples = x.double()
-        alone = torch.cat([exact(part) for part in samples.split(1)])
+        alone = torch.cat([exact(part) for part in torch.split(samples, 1)])
         return agree(exact(samples), alone)
     except Exception:  # a network may compute in float32 alone
         return False
