@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from fedcb2o.records import read_json_with_checksum
+from fedcb2o.records import read_json_with_checksum, slug
 from fedcb2o.report._page import Page
 from fedcb2o.report.grid_results import GridResults
 from fedcb2o.report.grid_tables import describe_changes

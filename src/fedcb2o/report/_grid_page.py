@@ -10,7 +10,7 @@ import tomli_w
 from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import STANDARD_METRICS
+from fedcb2o.records import STANDARD_METRICS, slug
 from fedcb2o.report._attack_strengths import write_strengths
 from fedcb2o.report._heat_map import draw_heat_map, shade_intensity
 from fedcb2o.report._html import to_png
