@@ -388,8 +388,9 @@ def _tensor_to_array(name: str, tensor: Tensor) -> NDArray[Any]:
 def _resolve_objects(name: str, values: NDArray[Any]) -> NDArray[Any]:
     """Convert an array of objects to one of numbers, truth values or words."""
     if not values.ndim:
-        kind = type(values.item()).__name__
-        raise DataError(f"`{name}` is a {kind}: {_GIVE_ARRAY}")
+        value = values.item()
+        kind = "missing" if value is None else f"a {type(value).__name__}"
+        raise DataError(f"`{name}` is {kind}: {_GIVE_ARRAY}")
     items = values.ravel().tolist()
     missing = np.flatnonzero([item is np.ma.masked for item in items] | pd.isna(values.ravel()))
     if missing.size:

@@ -149,5 +149,8 @@ def _samples_and_labels(label: str, piece: Any) -> tuple[Any, Any]:
                 f" {', '.join(map(repr, item))}: give (x, y), such as two of its columns"
             )
         if not isinstance(item, tuple | list) or len(item) != 2:
-            raise DataError(f"{label} must have items (x, y), got a {type(item).__name__}")
+            raise DataError(
+                f"{label} must be (x, y), or have items (x, y): its items are of type"
+                f" {type(item).__name__}"
+            )
     return [x for x, _ in items], [y for _, y in items]
