@@ -3,8 +3,11 @@
 import contextlib
 import functools
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from fedcb2o import plugins
 from fedcb2o.data import sets
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.federated import algorithms, attacks, criteria, selection
+from fedcb2o.plugins import to_python
 
 
 def plain(
@@ -205,3 +209,58 @@ RULES = [
 def test_nearest_by_parts_and_abbreviations(word, names):
     told = f" Did you mean {' or '.join(f'`{name}`' for name in names)}?" if names else ""
     assert plugins.did_you_mean(word, RULES) == told
+
+
+def test_settings_are_pythons_numbers_texts_and_lists():
+    value = {
+        "seeds": np.arange(2),
+        "gamma": np.float32(0.5),
+        np.str_("key"): (np.int64(1), torch.tensor(2), [np.bool_(True)]),
+        "path": Path("x"),
+        "long": np.longdouble(0.25),
+    }
+    expected = {
+        "seeds": [0, 1],
+        "gamma": 0.5,
+        "key": (1, 2, [True]),
+        "path": "x",
+        "long": 0.25,
+    }
+    found = to_python(value)
+    assert found == expected
+    assert [type(item) for item in found.values()] == [list, float, tuple, str, float]
+    assert to_python(value["seeds"], arrays=False) is value["seeds"]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "expected"),
+    [
+        (int, np.array(2), 2),
+        (float, torch.tensor(0.5), 0.5),
+        (float, np.float32(0.5), 0.5),
+        (Sequence[float], np.arange(2.0), [0.0, 1.0]),
+        (tuple[int, ...], torch.arange(2), (0, 1)),
+        (Path, Path("x"), Path("x")),
+        (str, Path("x"), "x"),
+    ],
+)
+def test_parameters_take_numbers_of_other_libraries(annotation, value, expected):
+    def function(*, parameter):
+        """Return nothing."""
+
+    function.__annotations__["parameter"] = annotation
+    found = plugins.bind("rule", function, {"parameter": value})["parameter"]
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value"), [(int, np.float32(2.5)), (float, np.bool_(True)), (int, [1])]
+)
+def test_parameters_of_another_type_are_refused(annotation, value):
+    def function(*, parameter):
+        """Return nothing."""
+
+    function.__annotations__["parameter"] = annotation
+    with pytest.raises(ConfigError, match="rule `function`: `parameter` = "):
+        plugins.bind("rule", function, {"parameter": value})

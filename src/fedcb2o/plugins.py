@@ -485,6 +485,7 @@ def _validate(annotation: Any, value: Any) -> Any:
     """
     config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     adapter = TypeAdapter(annotation, config=config)
+    value = to_python(value, arrays=False)
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):

@@ -2,16 +2,24 @@
 
 import re
 import tomllib
+from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pytest
 import tomli_w
+import torch
 from tests.tiny import TINY, tiny, write
 
+from fedcb2o.data import dataset
 from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.config.datasets import check_attack_goal
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.config.tables import parse_value, presets
 from fedcb2o.federated import algorithms
+from fedcb2o.federated.sections import AgentsSection
+from fedcb2o.nn import architectures
 
 
 @pytest.mark.parametrize("name", presets())
@@ -420,3 +428,110 @@ def test_former_keys_keep_working_and_change_no_fingerprint():
 def test_the_clean_counterpart_has_a_former_name():
     with pytest.warns(DeprecationWarning, match="clean_counterpart"):
         assert load(tiny()).clean_twin().name == "tiny-clean"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("rounds", np.int64(2), 2),
+        ("rounds", np.array(2), 2),
+        ("seeds", np.arange(2), (0, 1)),
+        ("seeds", list(np.arange(2)), (0, 1)),
+        ("seeds", torch.arange(2), (0, 1)),
+        ("seeds", (torch.tensor(3), np.uint8(1)), (3, 1)),
+        ("seeds", range(2), (0, 1)),
+        ("seeds", [2**63 - 1], (2**63 - 1,)),
+        ("title", np.str_("t"), "t"),
+        ("agents.benign", np.int32(4), 4),
+        ("agents.hold_out", np.bool_(False), False),
+        ("training.gamma", np.float32(0.5), 0.5),
+        ("training.batch_size", torch.tensor(16), 16),
+        ("algorithm.alpha", np.float32(2.5), 2.5),
+        ("algorithm.beta", torch.tensor(0.5), 0.5),
+        ("attack.source", np.int64(3), 3),
+        ("attack.from_round", np.array(1), 1),
+    ],
+)
+def test_numbers_of_other_libraries_are_numbers(key, value, expected):
+    settings = load("digits-fedcb2o", {key: value}).settings()
+    section, _, name = key.rpartition(".")
+    found = (settings[section] if section else settings)[name]
+    plain = list(expected) if isinstance(expected, tuple) else expected
+    assert found == plain
+    assert type(found) is type(plain)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "message"),
+    [
+        ([0, 2**63], "`seeds.1`: input should be less than 9223372036854775808"),
+        ([-1], "`seeds.0`: input should be greater than or equal to 0, got -1"),
+        ([np.int64(-1)], "`seeds.0`: input should be greater than or equal to 0, got -1"),
+        ([1.0], "`seeds.0`: input should be a valid integer, got 1.0"),
+        (np.arange(2.0), "`seeds.0`: input should be a valid integer, got 0.0"),
+        (np.array([1, 1]), r"`seeds` must differ, got \[1, 1\]"),
+        (np.int64(3), "`seeds`: input should be a valid list, got 3"),
+        ([Fraction(1)], "`seeds.0`: input should be a valid integer, got a Fraction"),
+    ],
+)
+def test_seeds_that_no_record_can_hold_are_refused(seeds, message):
+    with pytest.raises(ConfigError, match=message):
+        load("digits-fedcb2o", {"seeds": seeds})
+
+
+def test_sections_made_in_python_take_numbers_of_other_libraries():
+    agents = AgentsSection(benign=np.int64(3), malicious=np.int8(0), budget=torch.tensor(2))
+    assert (agents.benign, agents.malicious, agents.budget) == (3, 0, 2)
+    assert type(agents.benign) is int
+
+
+def test_parameters_of_a_users_function_may_be_arrays_and_paths():
+    def network(shape, classes, *, widths: np.ndarray, rates: list[float], path: Path, free):
+        """Return a network."""
+
+    rates = np.array([0.5, 1.0])
+    parameters = {"widths": np.arange(2), "rates": rates, "path": Path("x"), "free": rates}
+    experiment = load("digits-fedcb2o", {"model": {"name": network, **parameters}})
+    bound = experiment.model.bind("model", architectures).keywords
+    assert isinstance(bound["widths"], np.ndarray)
+    assert bound["rates"] == [0.5, 1.0]
+    assert bound["path"] == Path("x")
+    assert bound["free"] is rates
+    assert experiment.settings()["model"]["path"] == "x"
+
+
+def test_a_file_whose_name_is_no_runs_name_gives_one(tmp_path):
+    table = {key: value for key, value in tiny().items() if key != "name"}
+    path = tmp_path / "my experiment (2).toml"
+    path.write_text(tomli_w.dumps(table))
+    experiment = load(path)
+    assert (experiment.name, experiment.title) == ("my-experiment-2-", "my experiment (2)")
+    (tmp_path / "\u540d.toml").write_text(tomli_w.dumps(table))
+    with pytest.raises(ConfigError, match="give the key `name`"):
+        load(tmp_path / "\u540d.toml")
+    with pytest.raises(ConfigError, match=r"`name` must have letters, digits, .* got 'a b'"):
+        load(tiny(name="a b"))
+
+
+@pytest.mark.parametrize(
+    ("labels", "source", "said"),
+    [
+        (np.arange(1, 11), 9, "`attack.source` = 9 is the class called '10'"),
+        (np.array(list("abcdefghij")), 9, ""),
+        (np.arange(10), 9, ""),
+        (np.array(["4", *"abcdefghi"]), 9, "`attack.target` = 4 is the class called 'd'"),
+    ],
+)
+def test_classes_of_an_attack_are_named_where_labels_are_other_numbers(
+    caplog, labels, source, said
+):
+    data = dataset(np.eye(20), np.tile(np.sort(labels), 2))
+    check_attack_goal(load("digits-fedcb2o", {"attack.source": source}), data)
+    assert said in caplog.text
+    assert bool(caplog.text) == bool(said)
+
+
+def test_a_label_given_for_a_class_is_named_with_its_number():
+    data = dataset(np.eye(20), np.tile(np.arange(1, 11), 2))
+    with pytest.raises(ConfigError, match="got 10: the class called 10 is 9"):
+        check_attack_goal(load("digits-fedcb2o", {"attack.source": 10}), data)

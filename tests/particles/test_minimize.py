@@ -1359,3 +1359,31 @@ def test_a_function_of_numpy_that_fails_on_tensors_is_told_its_cure():
     assert caught.value.__notes__ == [
         "`lower` receives a tensor of points; a NumPy function goes through fedcb2o.from_numpy"
     ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dim": np.array(2), "num_particles": torch.tensor(40)},
+        {"seed": np.array(3), "maxiter": torch.tensor(20), "record_every": np.int64(10)},
+        {"seed": torch.tensor(3), "dt": torch.tensor(0.25), "sigma1": np.float32(0.5)},
+        {"lambda1": np.float32(1.0), "dt": np.array(0.25), "noise": np.str_("anisotropic")},
+    ],
+)
+def test_settings_may_be_numbers_of_other_libraries(settings):
+    plain = {"dim": 2, "num_particles": 40, "seed": 3, "maxiter": 20, "dt": 0.25, "sigma1": 0.5}
+    expected = minimize(square, **plain)
+    result = minimize(square, **{**plain, **settings})
+    assert torch.equal(result.x, expected.x)
+    assert result.seed == 3
+
+
+def test_a_step_in_float32_is_computed_in_float64():
+    step = np.float32(0.1)  # 0.10000000149011612
+    result = minimize(square, dim=2, maxiter=5, dt=step, lambda1=np.float32(0.7))
+    expected = minimize(square, dim=2, maxiter=5, dt=float(step), lambda1=float(np.float32(0.7)))
+    assert torch.equal(result.x, expected.x)
+
+
+def square(x):
+    return x.square().sum(-1)

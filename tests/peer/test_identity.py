@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import ssl
 import subprocess
 import sys
@@ -413,6 +414,42 @@ def test_an_endpoint_is_a_name_or_an_address(tmp_path, endpoint):
     made = Identity.make(tmp_path / "a", name="3rd-hospital", endpoint=endpoint)
     assert Identity.read(made.folder).member.endpoint == endpoint
     made.check_certificate()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "canonical"),
+    [
+        ("hospital_a:7447", "hospital_a:7447"),
+        ("Hospital-A.Example:7447", "hospital-a.example:7447"),
+        ("a.example.:7447", "a.example:7447"),
+        (" LOCALHOST:1 ", "localhost:1"),
+        ("[2001:DB8:0::1]:7447", "[2001:db8::1]:7447"),
+    ],
+)
+def test_an_endpoint_is_written_in_one_way(tmp_path, endpoint, canonical):
+    made = Identity.make(tmp_path / "a", name="a", endpoint=endpoint)
+    assert made.member.endpoint == canonical
+    assert Identity.read(made.folder).member == made.member
+    table = {**made.member.to_table(), "endpoint": endpoint}
+    assert Member.from_table(table) == made.member
+    made.check_certificate()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "message"),
+    [
+        ("b\u00fccher.example:1", "has '\u00fc', and names of hosts have letters from a to z"),
+        ("a b:1", "has ' ', and names of hosts"),
+        ("tcp/a:1", "has '/', and names of hosts"),
+        ("a..b:1", "between the dots of a name are 1 to 63 letters"),
+        ("-a:1", "the hyphens not at an end"),
+        ("[127.0.0.1]:1", "an IPv6 address in brackets"),
+        (("a", 1), "an endpoint is a text HOST:PORT, got a tuple"),
+    ],
+)
+def test_a_letter_that_no_host_has_is_named(tmp_path, endpoint, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Identity.make(tmp_path / "a", name="a", endpoint=endpoint)
 
 
 def test_a_name_that_no_certificate_can_hold_is_told_before_one_is_made(tmp_path):

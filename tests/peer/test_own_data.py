@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import unicodedata
 
 import numpy as np
 import pytest
@@ -245,3 +246,33 @@ def test_classes_or_numbers(tmp_path):
         ConfigError, match="`data` has two or more `class_names`, or none and `target`"
     ):
         federation.read_federation(tmp_path / "both.toml")
+
+
+def test_classes_of_a_member_are_compared_in_one_spelling(tmp_path):
+    composed = "b\u00f6sartig"
+    x = np.random.default_rng(0).normal(size=(40, 3))
+    experiment = load(
+        "digits-fedcb2o",
+        {
+            "name": "t",
+            "agents": {"num_clusters": 1, "benign": 2, "malicious": 0, "budget": 1},
+            "agents.benign_samples": 20,
+            "model": {"name": "logistic"},
+        },
+    )
+
+    def data(second: str) -> fedcb2o.Dataset:
+        return fedcb2o.dataset(x, np.arange(40) % 2, class_names=["gutartig", second])
+
+    agreed = federation.make_federation(
+        experiment,
+        [identity.member for identity in members.identities(tmp_path, 2)],
+        dataset=data(composed),
+        seed=np.int64(3),
+        share=np.float32(0.25),
+    )
+    assert (agreed.seed, agreed.share) == (3, 0.25)
+    decomposed = unicodedata.normalize("NFD", composed)
+    assert _agent.agent_from_dataset(agreed, 1, data(decomposed)).spec.num_classes == 2
+    with pytest.raises(DataError, match=r"class 1 is 'B.sartig', and must be 'b.sartig'"):
+        _agent.agent_from_dataset(agreed, 1, data(composed.capitalize()))

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fedcb2o.records import Run
 
 _LOGGER = logging.getLogger(__name__)
+_MAX_SEEDS = 100_000
+"""Largest number of seeds in a range."""
 
 
 class _AgentSummary(StrEnum):
@@ -234,12 +236,12 @@ def _parse_seeds(text: str) -> list[int]:
     try:
         for part in text.split(","):
             ends = [int(end) for end in part.split("-")]
-            if len(ends) > 2 or ends != sorted(ends):
+            if len(ends) > 2 or ends != sorted(ends) or ends[-1] - ends[0] > _MAX_SEEDS:
                 raise ValueError
             seeds += range(ends[0], ends[-1] + 1)
     except ValueError as error:
         raise ConfigError(
-            f"--seeds needs whole numbers with commas, such as 0,1,2 or 0-19, got {text!r}"
+            f"--seeds needs whole numbers with commas, such as 0,1,2 or 0-19, got {text[:100]!r}"
         ) from error
     return seeds
 

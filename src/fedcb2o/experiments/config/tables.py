@@ -7,6 +7,7 @@
 {'name': 'adam'}
 """
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -133,7 +134,7 @@ def _names_of_file(path: Path) -> dict[str, str]:
             f"no name of a run can be made of the file's name, {path}: give the key `name`, with "
             "letters, digits, `.`, `_` and `-`"
         )
-    return {"name": name, "title": stem.encode(errors="replace").decode()}
+    return {"name": name, "title": os.fsencode(stem).decode(errors="replace")}
 
 
 def resolve_extends(table: dict[str, Any]) -> dict[str, Any]:
