@@ -88,7 +88,7 @@ def test_other_types_scales_and_shapes_are_refused(x, x_test, message):
     [
         ([[0.0, 1.0]], [[0.5, 1.5]]),  # a test sample beyond the pool
         ([[0.0, 1.0]], [[0.0, 20.0], *[[0.1, 0.2]] * 9]),  # one that is far beyond it
-        ([[-1.0, 1.0]], [[200.0, 3.0]]),
+        ([[-1.0, 1.0]], [[7.0, 6.0]]),
         ([[0.0, 0.0]], [[200.0, 3.0]]),
         ([[0.1, 200.0]], [[0.1, 2.0]]),
     ],
@@ -97,6 +97,14 @@ def test_numbers_of_one_scale_may_differ(first, second):
     samples = [torch.tensor(first), torch.tensor(second)]
     assert match_samples(NAMES, samples) == samples
     assert match_samples(NAMES, samples[::-1]) == samples[::-1]
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_numbers_far_outside_of_the_pool_are_named(swap):
+    raw = 100 + 20 * torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+    parts = [raw, (raw - 100) / 20][:: -1 if swap else 1]
+    with pytest.warns(UserWarning, match=r"`x` are numbers from .* `x_test` from .* one scale"):
+        match_samples(NAMES, parts)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.uint8])
@@ -132,7 +140,7 @@ def test_a_data_set_made_by_hand_is_checked_when_it_is_used(kind):
 def test_channels_that_come_last_are_named(shape, is_last):
     assert bool(channels_last_hint(shape)) == is_last
     if is_last:
-        with pytest.warns(UserWarning, match=r"^images of shape .* channels last, .*permute"):
+        with pytest.warns(UserWarning, match=r"^images of shape .* channels .* last, .*permute"):
             match_samples(NAMES, [torch.rand(2, *shape)] * 2)
 
 
@@ -158,5 +166,5 @@ def test_black_and_white_are_those_of_the_data():
         assert pixel_range(images) == (-2, 2)
         assert [brightness(images, value) for value in (0, 0.5, 1)] == [-2, 0, 2]
         assert brightness(images.to(torch.uint8), 0.5) == 128
-    with pytest.raises(ConfigError, match=r"between 0 .black. and 1 .white.*, got 255"):
+    with pytest.raises(ConfigError, match=r"`value` .* from 0 .black. to 1 .white.*, got 255"):
         brightness(images, 255)

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from fedcb2o.data._sample_format import ValueRange, value_range
+from fedcb2o.data._sample_format import ValueRange, channels_last_hint, value_range
 from fedcb2o.errors import ConfigError
 
 
@@ -281,9 +281,10 @@ def rotate(
     """
     check_clusters(num_clusters)
     if num_clusters > 1 and (x.ndim < 3 or x.shape[-1] != x.shape[-2]):
+        cure = channels_last_hint(x.shape[1:]) or "set `num_clusters` = 1 for them"
         raise ConfigError(
             f"`num_clusters` = {num_clusters} turns square images, and the samples have shape"
-            f" {tuple(x.shape[1:])}; set `num_clusters` = 1 for them"
+            f" {tuple(x.shape[1:])}; {cure}"
         )
     if not cluster:
         return x

@@ -14,7 +14,7 @@ import contextlib
 import contextvars
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Shaped
@@ -33,6 +33,12 @@ OTHER_SCALE = 10.0
 
 _MAX_COMPARED = 2048
 """Samples of a part whose scale is compared with that of other parts."""
+
+_MIN_COMPARED = 20
+"""Samples of a part from which its range is compared with that of other parts."""
+
+_FAR = 3.0
+"""Ranges of a part by which the mean of another part is outside of it if their scales differ."""
 
 _RANGE: contextvars.ContextVar[ValueRange | None] = contextvars.ContextVar(
     "value_range", default=None
@@ -112,33 +118,58 @@ def _match_types(names: Sequence[str], samples: Sequence[Tensor]) -> list[Tensor
     return [part.to(torch.uint8) for part in samples]
 
 
+class _Numbers(NamedTuple):
+    """Statistics of some samples of one part."""
+
+    name: str
+    count: int
+    low: float
+    high: float
+    mean: float
+
+    def is_far_from(self, other: "_Numbers") -> bool:
+        """Return whether the mean is far outside the other part's range."""
+        if min(self.count, other.count) < _MIN_COMPARED:
+            return False
+        distance = max(other.low - self.mean, self.mean - other.high)
+        return other.low < other.high and distance > _FAR * (other.high - other.low)
+
+
 def _check_scales(names: Sequence[str], samples: Sequence[Tensor]) -> None:
-    """Raise DataError for numbers from 0 to 1 in one part and far larger ones in another."""
+    """Check that numbers have one scale.
+
+    Raise DataError for numbers from 0 to 1 in one part and far larger ones in another. Warn where
+    a part is far outside the range of the first one.
+    """
     if samples[0].dtype == torch.uint8:
         return
-    small: dict[str, Tensor] = {}
-    large: dict[str, Tensor] = {}
-    for name, part in zip(names, samples, strict=True):
-        if not part.numel():
-            continue
-        part = part[:: -(-len(part) // _MAX_COMPARED)]
-        low, high = _extremes(part)
-        if low >= 0 and 0 < high <= 1:
-            small[name] = part
-        elif low >= 0 and high >= OTHER_SCALE:
-            large[name] = part
-    if not small or not large:
-        return
+    parts = []
+    for name, x in zip(names, samples, strict=True):
+        if x.numel():
+            x = x[:: -(-len(x) // _MAX_COMPARED)]
+            parts.append(_Numbers(name, len(x), *_extremes(x), float(x.mean())))
 
-    small_mean = max(float(part.mean()) for part in small.values())
-    large_mean = min(float(part.mean()) for part in large.values())
-    if large_mean >= OTHER_SCALE * small_mean:
-        name = next(iter(large))
-        raise DataError(
-            f"the samples of {next(iter(small))} are numbers from 0 to 1, and those of {name}"
-            f" numbers up to {_extremes(large[name])[1]:g}: bring both to one scale (divide pixels"
-            " by 255)"
-        )
+    small = [part for part in parts if part.low >= 0 and 0 < part.high <= 1]
+    large = [part for part in parts if part.low >= 0 and part.high >= OTHER_SCALE]
+    if small and large:
+        largest_mean = max(part.mean for part in small)
+        if min(part.mean for part in large) >= OTHER_SCALE * largest_mean:
+            raise DataError(
+                f"the samples of {small[0].name} are numbers from 0 to 1, and those of"
+                f" {large[0].name} numbers up to {large[0].high:g}: bring both to one scale (divide"
+                " pixels by 255)"
+            )
+    for part in parts[1:]:
+        first = parts[0]
+        if part.is_far_from(first) or first.is_far_from(part):
+            warnings.warn(
+                f"the samples of {first.name} are numbers from {first.low:g} to {first.high:g} with"
+                f" mean {first.mean:g}, and those of {part.name} from {part.low:g} to"
+                f" {part.high:g} with mean {part.mean:g}: bring both to one scale (standardise both"
+                " alike)",
+                stacklevel=3,
+            )
+            return
 
 
 def sample_values(x: Shaped[Tensor, "n *features"]) -> SampleValues:
@@ -218,7 +249,7 @@ def brightness(x: Shaped[Tensor, "*features"], value: float) -> float:
     """
     if not 0 <= value <= 1:
         raise ConfigError(
-            f"a brightness is between 0 (black) and 1 (white, the largest value of the samples),"
+            f"`value` is a brightness from 0 (black) to 1 (white, the largest value of the data),"
             f" got {value}"
         )
     low, high = pixel_range(x)
@@ -243,8 +274,9 @@ def channels_last_hint(shape: Sequence[int]) -> str:
     if not is_square and not is_photograph:
         return ""
     return (
-        f"images of shape {tuple(shape)} seem to have their {channels} channels last, and channels"
-        " come first: x.permute(0, 3, 1, 2), or numpy.moveaxis(x, -1, 1)"
+        f"images of shape {tuple(shape)} seem to have their channels ({channels}) last, and they"
+        " come first, [n, channels, height, width]: x.permute(0, 3, 1, 2), or"
+        " numpy.moveaxis(x, -1, 1)"
     )
 
 
