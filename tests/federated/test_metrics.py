@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated import AttackGoal, false_positive_share, metrics
 
 
@@ -31,3 +32,20 @@ def test_success_by_hand():
     ) == pytest.approx(4 / 20)
     assert AttackGoal((), (2,)).success_rate(table) == pytest.approx(4 / 20)
     assert AttackGoal((), (2,)).source_accuracy(table) is None
+
+
+def test_shares_of_no_samples():
+    """The class without samples has no accuracy; the mean and the least skip it."""
+    empty = torch.zeros(2, 2, dtype=torch.int64)
+    for metric in (metrics.accuracy, metrics.balanced_accuracy, metrics.worst_class_accuracy):
+        with pytest.raises(ConfigError, match="the test has no sample, so that its share is not"):
+            metric(empty)
+    table = torch.tensor([[3, 1], [0, 0]])
+    assert metrics.balanced_accuracy(table) == metrics.worst_class_accuracy(table) == 0.75
+    with pytest.raises(ConfigError, match="the test has no sample of class 1"):
+        metrics.source_accuracy(table, 1)
+    with pytest.raises(ConfigError, match="the test has no sample of class 1"):
+        metrics.attack_success_rate(table, 1, 0)
+    with pytest.raises(ConfigError, match="no sample of another class than 0"):
+        false_positive_share(table, 0)
+    assert AttackGoal((0, 1), (1, 0)).success_rate(table) == 0.25

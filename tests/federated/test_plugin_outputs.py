@@ -1,5 +1,10 @@
 """What users' functions returned is checked, and told in one line."""
 
+import math
+import re
+
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from tests import agents as ours
@@ -18,6 +23,7 @@ from fedcb2o.federated import (
     validated_state,
     validated_weights,
 )
+from fedcb2o.federated.plugin_outputs import validated_criterion, validated_selection
 from fedcb2o.plugins import USER_FUNCTION
 
 
@@ -83,6 +89,71 @@ def test_bytes_changed_into_numbers_are_named():
 @USER_FUNCTION("own:rule")
 def rule():
     """An own rule."""
+
+
+VALUES = [0.5, 2.0, 3.0]
+FORMS = {
+    "masked": np.ma.array([0.5, -9.0, 3.0], mask=[0, 1, 0]),
+    "masked integers": np.ma.array([1, -9, 3], mask=[0, 1, 0]),
+    "masked list": [0.5, np.ma.masked, 3.0],
+    "nullable": pd.Series([1, None, 3], dtype="Int64"),
+    "object": np.array([0.5, None, 3.0], dtype=object),
+    "NaN": torch.tensor([0.5, math.nan, 3.0]),
+    "big-endian": np.array(VALUES, ">f8"),
+    "long double": np.array(VALUES, np.longdouble),
+    "negative stride": np.array(VALUES[::-1])[::-1],
+    "list": VALUES,
+    "series": pd.Series(VALUES, index=[2, 1, 0]),
+    "integers": np.array([1, 2, 3], np.uint16),
+    "truth values": np.array([True, False, True]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_values_of_a_criterion_of_any_type(form):
+    """A value that is masked, missing or not finite is infinite: the model has no weight."""
+    received = views.received(torch.zeros(3, dtype=torch.int64))
+    view = CriterionInput(
+        0, torch.zeros(1, 1), None, None, received, received, views.no_losses, None
+    )
+    found = validated_criterion(lambda judged: FORMS[form], view).tolist()
+    if form in list(FORMS)[:6]:
+        assert found[1] == math.inf
+        assert found[0] in (0.5, 1.0)
+        assert found[2] == 3.0
+    elif form == "truth values":
+        assert found == [1, 0, 1]
+    else:
+        assert found == ([1, 2, 3] if form == "integers" else VALUES)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1j, 0, 0], "the criterion returned complex numbers"),
+        (["a", "b", "c"], "the criterion returned words"),
+        ({"a": 1.0}, "the criterion returned a dict"),
+        (None, "the criterion returned None, expected numbers: is a `return` missing?"),
+    ],
+    ids=str,
+)
+def test_values_of_a_criterion_that_are_no_numbers(values, message):
+    received = views.received(torch.zeros(3, dtype=torch.int64))
+    view = CriterionInput(
+        0, torch.zeros(1, 1), None, None, received, received, views.no_losses, None
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        validated_criterion(lambda judged: values, view)
+
+
+def test_masked_weights_and_ids_are_refused():
+    with pytest.raises(ConfigError, match="weights that are not positive with sum 1"):
+        validated_weights(rule, np.ma.array([0.5, 0.5], mask=[0, 1]), (2,))
+    found, _ = validated_weights(rule, pd.Series([0.25, 0.75]), (2,))
+    assert found.tolist() == [0.25, 0.75]
+    ids = np.ma.array([3, 4], mask=[0, 1])
+    with pytest.raises(ConfigError, match=r"chose \[3.0, nan\], expected different ones"):
+        validated_selection(rule, ids, np.array([3, 4]), 2)
 
 
 def test_weights_that_are_negative_by_rounding_are_zero():

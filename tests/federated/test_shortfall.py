@@ -1,12 +1,17 @@
 """A run says once in which rounds too few models arrived for a rule's guarantee."""
 
+import re
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from tests.tiny import tiny
 
+from fedcb2o.experiments import run as run_experiment
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.ragged import Ragged
-from fedcb2o.federated.shortfall import Shortfall
+from fedcb2o.federated.shortfall import Shortfall, beta_note
 
 
 def decisions(sizes, assumed):
@@ -71,3 +76,31 @@ def test_the_log_has_one_line(caplog):
     shortfall.log()
     assert len(caplog.messages) == 1
     assert "in 3 of 3 rounds" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("beta", "share", "largest"),
+    [(0.5, 0.2, "0.4"), (0.4, 0.2, "0.4"), (0.25, 0.5, "0.25"), (0.39, 0.2, ""), (0.9, 0.0, ""),
+     (None, 0.5, "")],
+)  # fmt: skip
+def test_a_beta_that_is_too_large_for_the_share_of_attackers(beta, share, largest):
+    """As in `minimize`, beta is below half of the benign share."""
+    spec = SimpleNamespace(algorithm=algorithms.fedcb2o(beta=beta), malicious_share=share)
+    note = beta_note(spec)
+    assert bool(note) == bool(largest)
+    if largest:
+        assert f"`beta` = {beta:g} is not below w_b / 2 = {largest}, which bounds beta_0" in note
+
+
+def test_a_run_says_once_which_guarantees_do_not_hold(tmp_path, caplog):
+    agents = {"benign": 4, "malicious": 1, "budget": 4, "participation": 0.5}
+    multi_krum = {"name": "by_rule", "rule": {"name": "multi_krum", "f": 1}}
+    run_experiment(tiny(agents=agents, algorithm=multi_krum), out=tmp_path / "a", workers=1)
+    (message,) = [text for text in caplog.messages if "multi_krum" in text]
+    assert re.match("multi_krum with f = 1 needs 5 models, and in [1-3] of 3 rounds too", message)
+    caplog.clear()
+    algorithm = {"name": "fedcb2o", "beta": 0.5, "mixing_factor": 1.0}
+    table = tiny(seeds=[1, 2], rounds=1, algorithm=algorithm)
+    run_experiment(table, out=tmp_path / "b", workers=1)
+    (message,) = [text for text in caplog.messages if "w_b" in text]
+    assert message.startswith("`beta` = 0.5 is not below w_b / 2 = 0.333")

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from jaxtyping import Int
 from torch import Tensor
 
+from fedcb2o.errors import ConfigError
+
 __all__ = ["balanced_accuracy", "worst_class_accuracy"]
 
 Confusion = Int[Tensor, "C C"]
@@ -28,8 +30,12 @@ def balanced_accuracy(confusion: Int[Tensor, "C C"]) -> float:
 
     Returns:
         A share in [0, 1].
+
+    Raises:
+        ConfigError: There is no sample.
     """
     counts = confusion.sum(1)
+    _count(confusion)
     return float((confusion.diagonal()[counts > 0] / counts[counts > 0]).mean())
 
 
@@ -41,9 +47,22 @@ def worst_class_accuracy(confusion: Int[Tensor, "C C"]) -> float:
 
     Returns:
         A share in [0, 1].
+
+    Raises:
+        ConfigError: There is no sample.
     """
     counts = confusion.sum(1)
+    _count(confusion)
     return float((confusion.diagonal()[counts > 0] / counts[counts > 0]).min())
+
+
+def _count(confusion: Int[Tensor, "*a"], label: int | None = None) -> int:
+    """Return the number of samples of a test, or of one class; raise ConfigError for none."""
+    count = int(confusion.sum())
+    if not count:
+        kind = "" if label is None else f" of class {label}"
+        raise ConfigError(f"the test has no sample{kind}, so that its share is not defined")
+    return count
 
 
 @dataclass(frozen=True)
@@ -82,8 +101,11 @@ def accuracy(confusion: Int[Tensor, "C C"]) -> float:
 
     Returns:
         The share of correct predictions, in [0, 1].
+
+    Raises:
+        ConfigError: There is no sample.
     """
-    return int(confusion.diagonal().sum()) / int(confusion.sum())
+    return int(confusion.diagonal().sum()) / _count(confusion)
 
 
 def source_accuracy(confusion: Int[Tensor, "C C"], source: int) -> float:
@@ -95,8 +117,11 @@ def source_accuracy(confusion: Int[Tensor, "C C"], source: int) -> float:
 
     Returns:
         The share of source-class samples that are predicted as c_S.
+
+    Raises:
+        ConfigError: There is no sample of the class.
     """
-    return int(confusion[source, source]) / int(confusion[source].sum())
+    return int(confusion[source, source]) / _count(confusion[source], source)
 
 
 def attack_success_rate(confusion: Int[Tensor, "C C"], source: int, target: int) -> float:
@@ -109,8 +134,11 @@ def attack_success_rate(confusion: Int[Tensor, "C C"], source: int, target: int)
 
     Returns:
         The share of source-class samples that are predicted as c_T.
+
+    Raises:
+        ConfigError: There is no sample of the class.
     """
-    return int(confusion[source, target]) / int(confusion[source].sum())
+    return int(confusion[source, target]) / _count(confusion[source], source)
 
 
 def false_positive_share(confusion: Int[Tensor, "C C"], target: int) -> float:
@@ -124,8 +152,13 @@ def false_positive_share(confusion: Int[Tensor, "C C"], target: int) -> float:
 
     Returns:
         A share in [0, 1].
+
+    Raises:
+        ConfigError: There is no sample of another class.
     """
     others = int(confusion.sum()) - int(confusion[target].sum())
+    if not others:
+        raise ConfigError(f"the test has no sample of another class than {target}")
     return (int(confusion[:, target].sum()) - int(confusion[target, target])) / others
 
 

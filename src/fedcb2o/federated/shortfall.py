@@ -1,4 +1,4 @@
-"""Rounds in which fewer models arrived than a robust rule needs for its number of attackers.
+"""Guarantees that a run cannot keep: too few models for a rule, or a beta that is too large.
 
 A run clips the number f of assumed attackers to the largest that the received models admit, and
 goes on. The guarantee of the rule does not hold there, and the log says so once.
@@ -13,6 +13,7 @@ Example:
 
 import dataclasses
 import functools
+import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -22,9 +23,30 @@ from jaxtyping import Bool, Int
 
 from fedcb2o.federated.aggregation import base, robust_rule
 from fedcb2o.federated.decisions import Decisions
-from fedcb2o.federated.run_spec import Algorithm
+from fedcb2o.federated.run_spec import Algorithm, RunSpec
 
 _LOGGER = logging.getLogger(__name__)
+
+
+def beta_note(spec: RunSpec) -> str:
+    """Describe a `beta` that is too large for the share of attackers (eq:beta).
+
+    Args:
+        spec: Specification of a run.
+
+    Returns:
+        A sentence; "" where beta is small enough, or there is no beta or no attacker.
+    """
+    level = getattr(spec.algorithm.criterion, "level", None)
+    share = spec.malicious_share
+    largest = (1 - share) / 2
+    if level is None or share <= 0 or level.keywords["beta"] < largest - 1e-12:
+        return ""
+    return (
+        f"`beta` = {level.keywords['beta']:g} is not below w_b / 2 = {largest:.3g}, which bounds"
+        f" beta_0 (eq:beta) for the share {share:.3g} of attackers: the convergence theorem"
+        " (thm:main) does not cover this run"
+    )
 
 
 @dataclasses.dataclass
@@ -54,8 +76,10 @@ class Shortfall:
         self._shortages: dict[Any, _Shortage] = {}
         if algorithm.clusters is not None:
             self._rule = algorithm.clusters.rule
-        elif getattr(algorithm.rule, "func", None) is robust_rule.apply_robust_rule:
-            keywords = algorithm.rule.keywords  # type: ignore[union-attr]
+        elif isinstance(algorithm.rule, functools.partial) and (
+            inspect.unwrap(algorithm.rule.func) is robust_rule.apply_robust_rule
+        ):
+            keywords = algorithm.rule.keywords
             self._rule = keywords["rule"]
             self._pre_step = keywords["pre_step"]
             own_rows = base.signature_of(self._rule).own_rows

@@ -7,6 +7,7 @@ fedcb2o.errors.ConfigError: `workers` must be a whole number, at least 1, got 0
 """
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,12 @@ from fedcb2o.experiments.runs._seed_run import (
     run_seed_with_retries,
     validate_seed,
 )
+from fedcb2o.federated.shortfall import beta_note
 from fedcb2o.kernels import devices
 from fedcb2o.records import Run
 from fedcb2o.safe_stdio import safe_streams
+
+_LOG = logging.getLogger(__name__)
 
 
 @safe_streams()
@@ -102,6 +106,9 @@ def run(
 
     # All seeds are validated before anything is written.
     prepared = {seed: validate_seed(experiment, seed, dataset) for seed in experiment.seeds}
+    note = beta_note(prepared[experiment.seeds[0]].spec)
+    if note:
+        _LOG.warning("%s.", note)
     unfinished = [
         seed
         for seed in experiment.seeds

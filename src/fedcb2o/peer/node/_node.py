@@ -28,6 +28,7 @@ from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs._run_directory import exclusive_lock
 from fedcb2o.federated import AgentGroup, AgentState, agent_network, metrics
+from fedcb2o.federated.shortfall import beta_note
 from fedcb2o.nn import parameters
 from fedcb2o.parallel._executors import one_thread
 from fedcb2o.peer.membership.federation import Federation, read_federation
@@ -219,6 +220,9 @@ class Node:
             with contextlib.suppress(StoppedError):
                 has_rounds_left = self.rounds_done < federation.rounds
                 if has_rounds_left:
+                    note = beta_note(self.agent.spec)
+                    if note:
+                        self.observer.on_note(note)
                     monitor.wait_for_members(self.gather, self.rounds_done)
                     monitor.report_disagreements()
                     recovery.start()
