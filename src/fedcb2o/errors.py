@@ -39,3 +39,23 @@ class DataError(FedCB2OError, ValueError):
 
 class RunError(FedCB2OError, RuntimeError):
     """A run that cannot start, continue or be read."""
+
+
+def describe_type(value: object) -> str:
+    """Return the type of a value for messages.
+
+    A function without `return` returns None, so that None is called by its name.
+
+    Args:
+        value: Any value.
+
+    Returns:
+        "None", or the name of the type.
+
+    Example:
+        >>> describe_type(None), describe_type([])
+        ('None', 'a list')
+    """
+    if value is None:
+        return "None"
+    return f"a {type(value).__name__}"

@@ -180,7 +180,7 @@ def test_a_skew_deals_the_same_samples_by_its_own_stream():
     [
         (
             lambda labels, sizes, draw: None,
-            "the skew returned NoneType, expected an array of 120 integers: the agent of ",
+            "the skew returned None, expected an array of 120 integers: the agent of ",
         ),
         (lambda labels, sizes, draw: np.zeros(120), r"the skew returned float64 \[120\], expected"),
         (lambda labels, sizes, draw: sizes, r"the skew returned int64 \[5\], expected"),

@@ -431,7 +431,7 @@ SEVERAL = (
 )
 
 WRONG_PARTS = {
-    "data_none": "the data set `parts:data_none` returned a NoneType, expected a fedcb2o.Dataset",
+    "data_none": "the data set `parts:data_none` returned None, expected a fedcb2o.Dataset",
     "data_raises": (
         "the data set `parts:data_raises` failed at line {line} of {folder}/parts.py: KeyError"
     ),
@@ -452,7 +452,7 @@ WRONG_PARTS = {
     ),
     "data_one_class": "the data set `parts:data_one_class` has 1 class name: it needs two or more",
     "data_names": "has class names that are not a tuple of strings: 10",
-    "model_none": "the model `parts:model_none` returned a NoneType, expected a torch.nn.Module",
+    "model_none": "the model `parts:model_none` returned None, expected a torch.nn.Module",
     "model_raises": (
         "the model `parts:model_raises` failed at line {line} of {folder}/parts.py: "
         "KeyError: 'boom'"
@@ -477,7 +477,7 @@ WRONG_PARTS = {
     "model_train_one": (
         "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a single "
     ),
-    "attack_none": "the attack {part} returned a NoneType, expected a fedcb2o.Shard",
+    "attack_none": "the attack {part} returned None, expected a fedcb2o.Shard",
     "attack_tuple": "the attack {part} returned a tuple, expected a fedcb2o.Shard",
     "attack_fewer": (
         "the attack {part} returned samples of shape (5, 1, 8, 8) and type "
@@ -495,7 +495,7 @@ WRONG_PARTS = {
         "the criterion {part} returned shape (3, 10), expected (3,): a value for "
         "each received model"
     ),
-    "criterion_none": "the criterion {part} returned a NoneType, expected a tensor",
+    "criterion_none": "the criterion {part} returned None, expected numbers: is a `return` missing?",
     "criterion_raises": (
         "the criterion `parts:criterion_raises` failed at line {line} of "
         "{folder}/parts.py: Attribut"
@@ -511,7 +511,7 @@ WRONG_PARTS = {
         "the selection {part} chose [1, 1], expected different ones of [1, 2, 3, 4, 5]"
     ),
     "selection_many": "the selection {part} chose 4 peers, more than `budget` = 3: [1, 2, 3, 4]",
-    "selection_none": "the selection {part} returned a NoneType, expected a tensor",
+    "selection_none": "the selection {part} returned None, expected numbers: is a `return` missing?",
     "selection_floats": (
         "the selection {part} chose [1.5, 2.5], expected different ones of [1, 2, 3, 4, 5]"
     ),
@@ -529,14 +529,14 @@ WRONG_PARTS = {
     "rule_nan": (
         "the rule {part} returned weights that are not positive with sum 1: [nan, nan, nan]"
     ),
-    "rule_none": "the rule {part} returned a NoneType, expected a tensor",
+    "rule_none": "the rule {part} returned None, expected numbers: is a `return` missing?",
     "rule_raises": (
         "the rule `parts:rule_raises` failed at line {line} of {folder}/parts.py: "
         "ZeroDivisionError: "
     ),
     "rule_local": "the rule `parts:rule_local` failed at line {line} of {folder}/parts.py: "
     + SEVERAL,
-    "algorithm_none": "the algorithm returned a NoneType, expected an Algorithm",
+    "algorithm_none": "the algorithm returned None, expected an Algorithm",
     "notes": "the model `parts:notes` is of type int, not a function",
     "nothing": "the model `parts:nothing` cannot be imported: AttributeError: ",
     "no_module:f": (

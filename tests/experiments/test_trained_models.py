@@ -141,7 +141,7 @@ def test_an_optimiser_of_ones_own_in_a_run(tmp_path):
         (
             "before",
             nothing,
-            "the optimiser `.*nothing` returned a NoneType, expected a torch.optim.Optimizer",
+            "the optimiser `.*nothing` returned None, expected a torch.optim.Optimizer",
         ),
         (
             "before",

@@ -410,7 +410,7 @@ def test_objectives_that_do_not_fit():
             "`lower` must return a dense tensor on cpu, got a sparse",
         ),
         (lambda x: next(iter([])), "`lower` raised StopIteration, as an exhausted iterator does"),
-        (lambda x: None, "`lower` must return a tensor, got a NoneType"),
+        (lambda x: None, "`lower` must return a tensor, got None"),
     ):
         with pytest.raises(ConfigError, match=message):
             evaluate_objectives(theta, lower, None)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcb2o.data._dataset import check_clusters
-from fedcb2o.errors import ConfigError, DataError
+from fedcb2o.errors import ConfigError, DataError, describe_type
 from fedcb2o.rng import stream
 
 _SPLITS = ("random", "stratified", "released")
@@ -248,7 +248,7 @@ def _check_skew(assignment: object, sizes: NDArray[np.int64]) -> None:
         or assignment.dtype.kind not in "iu"
         or assignment.shape != (total,)
     ):
-        got = type(assignment).__name__
+        got = describe_type(assignment)
         if isinstance(assignment, np.ndarray):
             got = f"{assignment.dtype} {list(assignment.shape)}"
         raise ConfigError(

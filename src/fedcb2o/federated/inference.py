@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from fedcb2o import plugins
 from fedcb2o.data import Shard, features
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.federated.losses import Loss
 from fedcb2o.federated.sections import LossAverage
 from fedcb2o.federated.types import Losses, ScalarObjective
@@ -345,7 +345,7 @@ def per_sample_losses(
     if is_tensor and losses.shape == (shape.numel(),) and losses.is_floating_point():
         per_sample: Tensor = losses.view(shape)
         return per_sample
-    got = f"a {type(losses).__name__}"
+    got = describe_type(losses)
     if is_tensor and losses.is_floating_point():
         got = f"shape {tuple(losses.shape)}"
     elif is_tensor:

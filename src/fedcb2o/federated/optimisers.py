@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.plugins import USER_FUNCTION, attribute_errors
 
 __all__ = ["adamw"]
@@ -70,7 +70,7 @@ def make_optimiser(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float
         instance = optimiser(parameters, lr)
     if not callable(getattr(instance, "step", None)):
         raise ConfigError(
-            f"the optimiser `{name}` returned a {type(instance).__name__}, "
+            f"the optimiser `{name}` returned {describe_type(instance)}, "
             "expected a torch.optim.Optimizer"
         )
     return instance

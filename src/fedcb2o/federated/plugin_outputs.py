@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from fedcb2o.data import Shard, ValueRange, using_range
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.federated.adversary import Craft, Poison
 from fedcb2o.federated.types import (
     ColumnReduction,
@@ -285,7 +285,7 @@ def validated_state(rule: Callable[..., Any], output: Any) -> tuple[RuleState, A
     name = display_name("rule", rule)
     if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], dict)):
         raise ConfigError(
-            f"the {name}, which declares a memory, returned a {type(output).__name__}, expected "
+            f"the {name}, which declares a memory, returned {describe_type(output)}, expected "
             "(state, weights) with a dictionary of tensors for the state"
         )
     state, weights = output
@@ -340,9 +340,7 @@ def validated_poison(
 def _poisoned_shard(name: str, output: Any, shard: Shard) -> Shard:
     """Validate the poisoned data of one attacker."""
     if not isinstance(output, Shard):
-        raise ConfigError(
-            f"the {name} returned a {type(output).__name__}, expected a fedcb2o.Shard"
-        )
+        raise ConfigError(f"the {name} returned {describe_type(output)}, expected a fedcb2o.Shard")
     x = _changed_tensor(name, "samples", output.x, shard.x)
     return Shard(x, _changed_tensor(name, "labels", output.y, shard.y))
 

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fedcb2o import consensus
-from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.errors import ConfigError, RunError, describe_type
 from fedcb2o.particles.objectives import Objective
 from fedcb2o.particles.write_guard import require_unwritten, write_count
 
@@ -398,4 +398,4 @@ def _as_float(name: str, values: Tensor, theta: Tensor) -> Tensor:
 def _describe_type(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {[*value.shape]}"
-    return f"a {type(value).__name__}"
+    return describe_type(value)

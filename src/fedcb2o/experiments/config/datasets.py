@@ -31,7 +31,7 @@ from fedcb2o.data import (
     skews,
 )
 from fedcb2o.data.names import number_in
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import AttackGoal, attacks
 from fedcb2o.federated.attacks import data_poisoning
@@ -64,8 +64,8 @@ def load_dataset(experiment: Experiment, data_dir: Path | None) -> Dataset:
     dataset = function(**options)
     where = f"the data set `{plugins.label(experiment.data.name)}`"
     if not isinstance(dataset, Dataset):
-        kind = type(dataset).__name__
-        raise ConfigError(f"{where} returned a {kind}, expected a fedcb2o.Dataset")
+        kind = describe_type(dataset)
+        raise ConfigError(f"{where} returned {kind}, expected a fedcb2o.Dataset")
     _check_class_names(where, dataset, experiment)
 
     num_classes = len(dataset.class_names)

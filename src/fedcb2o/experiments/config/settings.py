@@ -23,7 +23,7 @@ from pydantic import Field, field_validator, model_validator
 
 from fedcb2o import plugins
 from fedcb2o.data import sets, skews
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.experiments.config.tables import to_plain
 from fedcb2o.federated import (
     THREAT,
@@ -385,8 +385,8 @@ class Experiment(Section):
         agents = self.agents
         algorithm = self.algorithm.bind("algorithm", algorithms)()
         if not isinstance(algorithm, algorithms.Algorithm):
-            kind = type(algorithm).__name__
-            raise ValueError(f"the algorithm returned a {kind}, expected an Algorithm")
+            kind = describe_type(algorithm)
+            raise ValueError(f"the algorithm returned {kind}, expected an Algorithm")
         factor = algorithm.factor(self.training.gamma)
         if algorithm.needs_losses and agents.malicious and agents.malicious_role == "benign":
             raise ValueError(
