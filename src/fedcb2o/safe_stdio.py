@@ -21,12 +21,12 @@ from typing import Any, cast
 _ERROR_HANDLER = "fedcb2o_escape"
 
 
-def encodable(text: str, encoding: str) -> str:
+def encodable(text: str, encoding: str | None) -> str:
     r"""Return a text in which characters that an encoding lacks are escaped.
 
     Args:
         text: The text.
-        encoding: Name of the encoding.
+        encoding: Name of the encoding; None for a stream of text without one.
 
     Returns:
         The text with \uXXXX or \UXXXXXXXX for such characters, as strings of TOML and Python have
@@ -36,6 +36,8 @@ def encodable(text: str, encoding: str) -> str:
         >>> print(encodable("±2 %", "ascii"))
         \u00b12 %
     """
+    if encoding is None:
+        return text
     return text.encode(encoding, _ERROR_HANDLER).decode(encoding)
 
 
@@ -87,7 +89,9 @@ class SafeStream:
             try:
                 function(*arguments)
             except UnicodeEncodeError:
-                function(*(encodable(text, self.stream.encoding) for text in arguments))
+                function(
+                    *(encodable(text, getattr(self.stream, "encoding", None)) for text in arguments)
+                )
         except (OSError, ValueError) as error:
             # ValueError: the stream is closed.
             if self.error is None:

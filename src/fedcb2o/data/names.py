@@ -23,6 +23,7 @@ from scipy.sparse.csgraph import connected_components
 
 from fedcb2o.data._dataset import Dataset
 from fedcb2o.errors import DataError
+from fedcb2o.plugins import to_python
 
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)")
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+")
@@ -127,9 +128,11 @@ def _to_label(key: Any, *, words: bool) -> int | str:
     """Return the label that a key of a mapping means. JSON has numbers as texts."""
     if words and isinstance(key, str):
         return to_nfc(key)
-    is_text = isinstance(key, str) and _WHOLE_NUMBER.fullmatch(key)
-    if not words and (is_text or (isinstance(key, Real | np.bool_) and key == int(key))):
-        return int(key)
+    number = to_python(key)
+    if isinstance(key, str) and _WHOLE_NUMBER.fullmatch(key):
+        number = int(key)
+    if not words and isinstance(number, int | float) and number == int(number):
+        return int(number)
     kind = "words" if words else "whole numbers"
     raise DataError(
         f"`class_names` names the label {key!r}, and labels are {kind}: give a mapping"
@@ -139,8 +142,7 @@ def _to_label(key: Any, *, words: bool) -> int | str:
 
 def _to_name(name: Any) -> str:
     """Return the name of a class as text."""
-    if getattr(name, "ndim", None) == 0:
-        name = name.item()
+    name = to_python(name)
     if isinstance(name, bytes):
         name = name.decode(errors="replace")
     is_valid = isinstance(name, str) and bool(name.strip())
