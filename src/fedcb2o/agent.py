@@ -537,7 +537,7 @@ def _check_parts(spec: RunSpec, validation: Shard) -> None:
     x = features(validation.x[rows])
     with attribute_errors("model", spec.model):
         network_checks.check_construction(spec.model, module, twin)
-        with perturbed_constants(module), perturbed_constants(twin), torch.no_grad():
+        with perturbed_constants(module, twin), torch.no_grad():
             outputs = module(x)
             network_checks.check_network(spec.model, module, twin, x)
     loss = spec.training.loss

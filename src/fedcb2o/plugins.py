@@ -328,7 +328,10 @@ def parameters(function: PluginFunction) -> Mapping[str, inspect.Parameter]:
         # Evaluates annotations that are strings, as under `from __future__ import annotations`.
         signature = inspect.signature(function, eval_str=True)
     except Exception:  # an annotation may use a name that does not exist at run time
-        signature = inspect.signature(function)
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # compiled functions, such as TorchScript's, have none
+            return {}
     return {
         name: parameter
         for name, parameter in signature.parameters.items()

@@ -99,7 +99,7 @@ def check(make, x=X, buffers="local", random_evaluation=False):
     module, twin = (parameters.initialise(build, stream(0, "model")) for _ in range(2))
     check_construction("own", module, twin)
     before = parameters.flatten(module)
-    with perturbed_constants(module), perturbed_constants(twin):
+    with perturbed_constants(module, twin):
         check_network("own", module, twin, x, random_evaluation=random_evaluation)
     assert parameters.flatten(module).equal(before)
     assert not module.training
@@ -137,6 +137,19 @@ def routed(self, x):
     return x * F.one_hot(x.argmax(1), 12)
 
 
+def copies(share=False):
+    """A network that begins with the parameters of another one."""
+    network = nn.Linear(12, 4)
+    if share:
+        network.weight.data = PRETRAINED.weight.data
+        network.bias.data = PRETRAINED.bias.data
+    else:
+        network.load_state_dict(PRETRAINED.state_dict())
+    return network
+
+
+PRETRAINED = nn.Linear(12, 4)
+nn.init.zeros_(PRETRAINED.bias)
 BACKBONE = nn.Linear(12, 12).requires_grad_(False)
 
 GOOD = {
@@ -165,6 +178,8 @@ GOOD = {
     "parametrised": lambda: Net(layer=parametrizations.orthogonal(nn.Linear(12, 4))),
     "frozen backbone of all": lambda: nn.Sequential(BACKBONE, nn.Linear(12, 4)),
     "hidden, but frozen": lambda: Net(teachers=[BACKBONE]),
+    "copies of values": copies,
+    "views of values": lambda: copies(share=True),
 }
 GOOD_ON_IMAGES = {
     "cnn": lambda: architectures.cnn([3, 8, 8], 4, hidden=8),

@@ -63,6 +63,8 @@ def check_construction(name: str, module: nn.Module, twin: nn.Module) -> None:
                 " return copy.deepcopy(network))"
             )
     for key, first, second in _tensor_pairs(module, twin):
+        if first is not second and first.data_ptr() == second.data_ptr():
+            second.data = second.data.clone()
         if not equal(first, second):
             raise ConfigError(
                 f"the model `{name}` has other initial values of `{key}` in a second call, though"
@@ -72,28 +74,32 @@ def check_construction(name: str, module: nn.Module, twin: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def perturbed_constants(module: nn.Module) -> Iterator[None]:
+def perturbed_constants(module: nn.Module, *others: nn.Module) -> Iterator[None]:
     """Add noise to constant parameters inside a `with` block.
 
     A layer of zeros would hide what the layers before it do.
 
     Args:
         module: The network.
+        *others: Networks with equal parameters, which get the same noise.
     """
     draw = torch.Generator().manual_seed(0)
-    changed = []
-    for p in module.parameters():
+    original = []
+    networks = [dict(network.named_parameters()) for network in (module, *others)]
+    for key, p in networks[0].items():
         if not p.requires_grad:
             continue
         low, high = p.detach().aminmax()
         if low == high:
-            changed.append((p.detach(), float(low)))
-            p.detach().add_(0.1 * torch.rand(p.shape, generator=draw).to(p.device))
+            noise = (0.1 * torch.rand(p.shape, generator=draw)).to(p.device)
+            for network in networks:
+                original.append((network[key], network[key].data))
+                network[key].data = network[key].data + noise
     try:
         yield
     finally:
-        for tensor, value in changed:
-            tensor.fill_(value)
+        for parameter, values in original:
+            parameter.data = values
 
 
 def check_network(
@@ -246,6 +252,13 @@ def _tensor_pairs(module: nn.Module, twin: nn.Module) -> Iterator[tuple[str, Ten
             yield key, tensor, other[key]
 
 
+def _trained_pairs(module: nn.Module, twin: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield names, and the trained parameters of two networks with at least one axis."""
+    for key, own, other in _tensor_pairs(module, twin):
+        if own.requires_grad and own.ndim:
+            yield key, own.detach(), other.detach()
+
+
 def _check_repeatable(name: str, module: nn.Module, x: Tensor, outputs: Tensor) -> None:
     """Refuse a network that returns other outputs when it is evaluated again."""
     if outputs.isnan().any():
@@ -299,9 +312,9 @@ def _check_trial_training(
     name: str, module: nn.Module, twin: nn.Module, x: Tensor, outputs: Tensor
 ) -> None:
     """Train and evaluate the twin with other parameters; then it must agree with the network."""
-    for tensor in shared_tensors(twin).values():
-        if tensor.requires_grad and tensor.ndim:
-            tensor.detach().copy_(tensor.detach().flip(0))
+    for _, own, other in _trained_pairs(module, twin):
+        other[1:].copy_(own[:-1])
+        other[:1].copy_(own[-1:])
     twin.eval()(x)
     before = _plain_attributes(twin)
 
@@ -343,15 +356,16 @@ def _check_trained_tensors(name: str, module: nn.Module, twin: nn.Module) -> Non
     """Refuse a forward pass in training that changes parameters or buffers, except statistics."""
     tracked = batch_norm.statistics(module, "shared", "local", "dropped").keys()
     for key, own, other in _tensor_pairs(module, twin):
-        if key in tracked or key.endswith("num_batches_tracked") or equal(own, other):
+        if own.requires_grad or key in tracked or key.endswith("num_batches_tracked"):
             continue
-        if not isinstance(own, nn.Parameter):
+        if not equal(own, other):
             raise ConfigError(
                 f"the model `{name}` changes its buffer `{key}` in training, which is neither a "
                 "parameter nor the statistics of a norm, so that agents cannot exchange it: make "
                 "it one of these, or leave it unchanged"
             )
-        if not own.requires_grad or not equal(own.detach().flip(0), other.detach()):
+    for key, own, other in _trained_pairs(module, twin):
+        if not (equal(other[1:], own[:-1]) and equal(other[:1], own[-1:])):
             raise ConfigError(
                 f"the model `{name}` writes into its parameter `{key}` when it computes outputs in"
                 " training, where the optimiser alone may change it: compute a new tensor (such as"
@@ -499,6 +513,9 @@ def equal(first: Tensor, second: Tensor) -> bool:
     """
     if torch.equal(first, second):
         return True
-    if first.shape != second.shape or not first.is_floating_point():
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    return torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True)
+    bits = [
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)
+    ]
+    return torch.equal(*bits)

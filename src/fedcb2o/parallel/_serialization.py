@@ -13,14 +13,16 @@ import io
 import pickle
 import sys
 import traceback
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import cloudpickle
 import torch
 
+from fedcb2o import plugins
 from fedcb2o.errors import FedCB2OError, RunError
+
+_MAX_DEPTH = 10  # of the search for a function that cannot be sent
 
 
 def serialize(content: object) -> bytes:
@@ -33,24 +35,49 @@ def serialize(content: object) -> bytes:
         Its pickle.
 
     Raises:
-        RunError: The object cannot be pickled. The error names the last function or class that was.
+        RunError: The object cannot be pickled. The error names the function that cannot.
     """
+    try:
+        return _dump(content)
+    except Exception as error:  # a user's object may fail in any way
+        raise _sending_error(_unsendable_function(content), error) from error
+
+
+def _dump(content: object) -> bytes:
     with io.BytesIO() as file:
-        pickler = _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
-        try:
-            pickler.dump(content)
-        except Exception as error:  # a user's object may fail in any way
-            raise _sending_error(pickler.current, error) from error
+        _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(content)
         return file.getvalue()
 
 
 def _sending_error(name: str, error: Exception) -> RunError:
-    place = f" `{name}`" if name else ""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return RunError(
-        f"a user function{place} cannot be sent to another process ({lines[0]}): take --workers 1 "
+        f"a user function{name} cannot be sent to another process ({lines[0]}): take --workers 1 "
         "and no --cluster, or define it in a module that can be imported"
     )
+
+
+def _unsendable_function(content: Any, name: str = "", depth: int = _MAX_DEPTH) -> str:
+    """Return " `module:function`" of the innermost function that cannot be pickled, or ""."""
+    parts: list[Any] = []
+    if not depth:
+        return name
+    if isinstance(content, functools.partial):
+        parts = [content.func, *content.args, *content.keywords.values()]
+    elif isinstance(content, Mapping):
+        parts = list(content.values())
+    elif isinstance(content, list | tuple):
+        parts = list(content)
+    elif callable(content):
+        name = f" `{plugins.label(content)}`"
+    elif hasattr(content, "__dict__"):
+        parts = [*vars(content).values(), getattr(content, "__pydantic_extra__", None)]
+    for part in parts:
+        try:
+            _dump(part)
+        except Exception:  # for whatever reason the whole fails
+            return _unsendable_function(part, name, depth - 1)
+    return name
 
 
 def execute(content: bytes, *context: object) -> bytes:
@@ -130,32 +157,24 @@ def _rebuild_tensor(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) 
     return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
 
 
-_REDUCED_TYPES = (types.FunctionType, type, functools._lru_cache_wrapper)
-
-
 def _rebuild_cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A pickler that knows which user function it is at, for errors."""
-
     dispatch_table: ClassVar[Any] = collections.ChainMap(
         {torch.Tensor: _reduce_tensor}, cloudpickle.Pickler.dispatch_table
     )
-    current = ""
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce functions with a cache by value, unless another process can import them."""
-        if isinstance(obj, _REDUCED_TYPES) and not _is_importable(obj):
-            self.current = f"{obj.__module__}:{obj.__qualname__}"
-            if isinstance(obj, functools._lru_cache_wrapper):
-                return _rebuild_cached, (obj.__wrapped__, obj.cache_parameters())
+        if isinstance(obj, functools._lru_cache_wrapper) and not _is_importable(obj):
+            return _rebuild_cached, (obj.__wrapped__, obj.cache_parameters())
         return super().reducer_override(obj)
 
 
 def _is_importable(function: Any) -> bool:
-    """Return whether another process finds a function or class under its name."""
+    """Return whether another process finds a function under its name."""
     if function.__module__ == "__main__":
         return False
     found: Any = sys.modules.get(function.__module__)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedcb2o import plugins
 from fedcb2o.data import Dataset, DatasetNames, channels_last_hint, features
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.experiments.config.build import build_algorithm
 from fedcb2o.experiments.config.datasets import dataset_from_tensors
 from fedcb2o.experiments.config.settings import Experiment
@@ -46,16 +46,16 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
     rows = part_checks.different_samples(dataset.pool)
     x = features(dataset.pool.x[rows])
 
-    twin = nn.Module()
+    twins = []
     if is_own:
-        twin = _initialised_module(experiment, seed, dataset, key)
+        twins.append(_initialised_module(experiment, seed, dataset, key))
         with plugins.attribute_errors("model", name):
-            network_checks.check_construction(name, module, twin)
+            network_checks.check_construction(name, module, twins[0])
 
-    with network_checks.perturbed_constants(module), network_checks.perturbed_constants(twin):
+    with network_checks.perturbed_constants(module, *twins):
         outputs = _evaluate_on_samples(experiment, module, x.clone())
         _check_output_shape(name, outputs, dataset)
-        if is_own:
+        for twin in twins:
             with plugins.attribute_errors("model", name):
                 is_random = experiment.model.random_evaluation
                 network_checks.check_network(name, module, twin, x, random_evaluation=is_random)
@@ -86,8 +86,8 @@ def _initialised_module(
     def build() -> nn.Module:
         module = make(shape, dataset.num_outputs)
         if not isinstance(module, nn.Module):
-            kind = type(module).__name__
-            raise ConfigError(f"the model `{name}` returned a {kind}, expected a torch.nn.Module")
+            kind = describe_type(module)
+            raise ConfigError(f"the model `{name}` returned {kind}, expected a torch.nn.Module")
         batch_norm.set_statistics_mode(module, experiment.model.buffers)
         if experiment.model.random_evaluation:
             seed_evaluation_(module, stream(seed, "evaluation"))
@@ -116,7 +116,7 @@ def _evaluate_on_samples(experiment: Experiment, module: nn.Module, x: Tensor) -
 
 def _check_output_shape(name: str, outputs: Any, dataset: Dataset) -> None:
     """Raise ConfigError unless there is one row of outputs per sample, one column per class."""
-    got: Any = type(outputs).__name__
+    got: Any = describe_type(outputs)
     shape: tuple[int, ...] = ()
     if isinstance(outputs, Tensor):
         got = shape = tuple(outputs.shape)
