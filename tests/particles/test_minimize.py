@@ -990,6 +990,28 @@ def test_half_open_bounds():
     assert (result.theta[:, 1] <= 1.5).all()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"alpha": lambda n: next(iter([]))},
+        {"initial": lambda generator, n, d: next(iter([]))},
+        {"adversaries": Adversary(lambda view: next(iter([])), 3)},
+    ],
+    ids=["schedule", "sampler", "adversary"],
+)
+def test_an_exhausted_iterator_does_not_end_the_steps(settings):
+    with pytest.raises(ConfigError, match="raised StopIteration, as an exhausted iterator does"):
+        minimize(circle, G, 2, **settings)
+
+
+def test_a_complex_drift_is_refused():
+    group = Adversary(lambda view: (view.theta_m * 1j, 0.0), 3)
+    with pytest.raises(
+        ConfigError, match=r"an adversary's drift a_t must be real, got torch\.complex"
+    ):
+        minimize(circle, G, 2, adversaries=group)
+
+
 @pytest.mark.parametrize("noise", ["isotropic", "anisotropic"])
 def test_equal_bounds_fix_a_coordinate(noise):
     """The free coordinate is at the minimum along the line x1 = 0.1, as SciPy has it."""

@@ -2,7 +2,7 @@
 
 >>> shard = Shard(torch.zeros(2, 3), torch.tensor([0, 3]))
 >>> validated_poison(lambda shard, generator: shard, [shard], [shard], num_classes=4).y.tolist()
-[0, 3]
+[[0, 3]]
 """
 
 import functools

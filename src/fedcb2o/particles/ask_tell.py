@@ -19,6 +19,7 @@ from typing import ParamSpec, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from fedcb2o.errors import ConfigError
 from fedcb2o.particles.dynamics import Values, evaluate_objectives
 from fedcb2o.particles.objectives import Objective
 
@@ -90,6 +91,13 @@ def run_with_objectives(steps: Callable[_P, EvaluationSteps[_T]]) -> Callable[_P
             except StopIteration as end:
                 result: _T = end.value
                 return result
+            except RuntimeError as error:
+                if not isinstance(error.__cause__, StopIteration):
+                    raise
+                raise ConfigError(
+                    "a schedule, a sampler or an adversary raised StopIteration, as an exhausted"
+                    " iterator does"
+                ) from error
 
     # The annotations name the result in place of the generator.
     signature = inspect.signature(steps)

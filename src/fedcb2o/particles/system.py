@@ -480,6 +480,8 @@ class System:
                     f"an adversary's {term} must be a tensor or a number,"
                     f" got a {type(value).__name__}"
                 )
+            if isinstance(value, Tensor) and value.is_complex():
+                raise ConfigError(f"an adversary's {term} must be real, got {value.dtype}")
 
         # 2. Take the step.
         try:
