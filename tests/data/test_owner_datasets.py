@@ -191,11 +191,11 @@ def test_from_a_file(tmp_path):
         ),
         (
             lambda: datasets([(X, Y), (X[:, :2], Y)]),
-            r"owner '1' .train. have shape \(2,\), and those of owner",
+            r"owner '0' .train. have shape \(3,\), and those of owner '1' .train. \(2,\)",
         ),
         (
-            lambda: datasets([(X, Y), (X.astype(np.uint8), Y)]),
-            "some owners bring pixels .uint8. and others",
+            lambda: datasets([(X + 0.5, Y), (X.astype(np.uint8), Y)]),
+            "owner '1' .train. are bytes .uint8., .* owner '0' .train. are numbers from",
         ),
         (
             lambda: datasets({"a": {"training": (X, Y)}}),

@@ -122,14 +122,14 @@ class _Numbers(NamedTuple):
     """Statistics of some samples of one part."""
 
     name: str
-    count: int
+    num_samples: int
     low: float
     high: float
     mean: float
 
     def is_far_from(self, other: "_Numbers") -> bool:
         """Return whether the mean is far outside the other part's range."""
-        if min(self.count, other.count) < _MIN_COMPARED:
+        if min(self.num_samples, other.num_samples) < _MIN_COMPARED:
             return False
         distance = max(other.low - self.mean, self.mean - other.high)
         return other.low < other.high and distance > _FAR * (other.high - other.low)
