@@ -410,11 +410,11 @@ def mean_interval(values: "Series[float]") -> tuple[float, float, float]:
         values: One value per seed; NaN is ignored.
 
     Returns:
-        Mean, lower and upper end; infinite ends for fewer than two seeds.
+        Mean, lower and upper end; infinite ends for fewer than three seeds.
     """
     values = values.dropna()
     mean = float(values.mean())
-    if len(values) < 2:
+    if len(values) < _statistics.MIN_SEEDS:
         return mean, -math.inf, math.inf
     half = float(_statistics.interval_half_width(len(values), values.std(ddof=1)))
     return mean, mean - half, mean + half

@@ -12,8 +12,10 @@ from paper import claims
 from tests.report.synthetic import draw_run
 
 from fedcb2o.records import Run
-from fedcb2o.report import _figures
+from fedcb2o.report import _figures, _statistics
 from fedcb2o.report.tables import LABELS, format_mean_interval, pair_statistics
+
+pytestmark = pytest.mark.usefixtures("intervals_of_two_seeds")
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 
@@ -32,6 +34,13 @@ def that(says, *, statistic=""):
 
 def table(**columns):
     return pd.DataFrame(columns, index=range(len(next(iter(columns.values())))))
+
+
+def test_two_seeds_decide_nothing(monkeypatch):
+    monkeypatch.setattr(_statistics, "MIN_SEEDS", 3)
+    mean, low, high = claims.mean_interval(pd.Series([1.0, 2.0, math.nan]))
+    assert (mean, low, high) == (1.5, -math.inf, math.inf)
+    assert claims.verdict(claim(0.0, 9.0), low, high) == "undecided"
 
 
 def test_the_interval_is_students():

@@ -11,6 +11,8 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.grid._loading import load_grid
 from fedcb2o.report import read_grid, report_grid
 
+pytestmark = pytest.mark.usefixtures("intervals_of_two_seeds")
+
 DOCS = Path(__file__).parents[2] / "docs"
 ALL = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
 PAGES = [page for page in ALL if TABLE.search(page.read_text())]
