@@ -368,8 +368,8 @@ CASES = {
     "criterion_sparse": "{part} returned a sparse tensor, expected a dense one of real numbers",
     "criterion_meta": "{part} returned a meta tensor, expected a dense one",
     "criterion_complex": "{part} returned a complex tensor, expected a dense one",
-    "criterion_words": "{part} returned a list, expected a tensor",
-    "criterion_ragged": "{part} returned a list, expected a tensor",
+    "criterion_words": "{part} returned words; expected real numbers",
+    "criterion_ragged": "{part} returned a list, expected an array of numbers",
     "criterion_exits": EXITS,
     "criterion_exits_quietly": "{part} failed at line {line} of {folder}/own.py: GeneratorExit:",
     "criterion_pool": WROTE,
@@ -485,7 +485,7 @@ def with_part(name: str) -> dict[str, Any]:
         case "criterion":  # what it changes shows in the sub-level set and where it is asked again
             both = {"name": "weighted_sum", "of": [place, "average_loss", place]}
             attack = {"attack": {"name": "alie"}} if name.endswith("crafted") else {}
-            return {"algorithm": {"criterion": both, "beta": 0.6, "own_model": "judged"}, **attack}
+            return {"algorithm": {"criterion": both, "beta": 0.3, "own_model": "judged"}, **attack}
         case "rule" if name == "rule_gram_mean":
             return {"algorithm": {"name": "by_rule", "rule": "mean"}}
         case "rule" if name.startswith(("rule_gram", "rule_columns")):
