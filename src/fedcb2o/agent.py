@@ -1,4 +1,4 @@
-"""One agent of Algorithm 2 as an object, for a training loop of one's own.
+"""One agent of Algorithm 2 as an object, for your own training loop.
 
 The network is trained elsewhere, and models come and go by any way. `Agent` does lines 1 and 3 to 7
 of Algorithm 2 with the code of `fedcb2o run` and of a real peer, and remembers its contacts.
@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedcb2o import records
-from fedcb2o.data import Shard, features, input_validation
+from fedcb2o.data import Shard, features, input_validation, match_samples, value_range
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.federated import (
     Adversary,
@@ -169,6 +169,7 @@ class Agent:
         if loss is not None:
             loss_function = Component.model_validate(as_component(loss)).bind("loss", losses)
         self._validation = _validation_shard(network, validation, loss_function is not None)
+        self._value_range = value_range(self._validation.x)
         self._spec = RunSpec(
             seed=seed,
             num_agents=2,
@@ -408,6 +409,7 @@ class Agent:
             malicious=nobody,
             attack=Attack(),
             seed=spec.seed,
+            value_range=self._value_range,
         )
         adversary = Adversary(
             attack=Attack(),
@@ -560,6 +562,7 @@ def _validation_shard(network: nn.Module, validation: Any, has_loss: bool) -> Sh
     )
     if not numbers and y.dtype.kind not in "iub":
         raise DataError("`y` must hold the classes as whole numbers from 0, as the network does")
+    match_samples(["the validation samples"], [x])
     return Shard(x.to(device), torch.from_numpy(y if numbers else y.astype(np.int64)).to(device))
 
 

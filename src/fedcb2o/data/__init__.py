@@ -36,6 +36,7 @@ from fedcb2o.data._sample_format import (
     pixel_range,
     sample_values,
     using_range,
+    value_range,
 )
 from fedcb2o.data.array_dataset import dataset
 from fedcb2o.data.natural_partition import partition_by_owner
@@ -94,4 +95,5 @@ __all__ = [
     "user_folder",
     "using_range",
     "validation_mask",
+    "value_range",
 ]
