@@ -33,6 +33,8 @@ class Attacker(external.Client):
         self.mode = "honest"  # but for a model of zeros
         self.asked = 0
         self.modes = {}  # by round, so that no round has two models by chance
+        self.offered = {}  # modes by the round of the manifests
+        self.corrupted = set()  # digests of manifests whose chunks are others
         self.size = dim
         self.end = 0.0
         self.keys = keys
@@ -85,6 +87,8 @@ class Attacker(external.Client):
         signed, digest = external.encode_manifest(content, self.run, who, n, 1, self.key.sign)
         with self.lock:
             self.offers[secrets.randbits(60)] = signed, digest, content
+            if self.mode == "other chunks":
+                self.corrupted.add(digest)
             for old in list(self.offers)[:-8]:
                 del self.offers[old]
         head = external.ANSWER.pack(b"fedcb2o", 1, 3, 0, nonce)
@@ -122,7 +126,9 @@ class Attacker(external.Client):
             made = MODELS.get(mode, lambda dim, to: np.zeros(dim))(self.size, sender)
             round_of = {"last round": self.table["rounds"] - 1, "old round": max(0, n - 50)}
             agent = sender if mode == "another's name" else None
-            answer = self.offer(nonce, made, round_of.get(mode, n), agent)
+            offered = round_of.get(mode, n)
+            self.offered.setdefault(offered, set()).add(mode)
+            answer = self.offer(nonce, made, offered, agent)
             if mode == "digests":
                 seen = [(i, n, secrets.token_bytes(32)) for i in range(4) for _ in range(16)]
                 answer += b"".join(struct.pack("<II32s", *each) for each in seen)
@@ -130,7 +136,7 @@ class Attacker(external.Client):
                 answer = answer[:-64] + bytes(64)
             return [answer]
         answer = self.answer(data)
-        if self.mode == "other chunks" and kind == external.CHUNK_OF_MODEL:
+        if values[9] in self.corrupted and kind == external.CHUNK_OF_MODEL:
             return [answer[:26] + secrets.token_bytes(len(answer) - 26)]
         return [answer]
 

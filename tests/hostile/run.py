@@ -124,8 +124,8 @@ def is_wrong(attacker, round, received):
 
     Nodes are not in the same round, so that some still ask for a model of the last period.
     """
-    mode = attacker.modes.get(round, "none was offered")
-    return mode in INVALID or mode == "none was offered" or received - round > TIMES["lag"]
+    modes = attacker.offered.get(round, set())
+    return modes <= set(INVALID) or received - round > TIMES["lag"]
 
 
 def mean_pace(records, kinds):
