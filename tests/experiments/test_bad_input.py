@@ -468,8 +468,8 @@ WRONG_PARTS = {
     "model_buffer": (
         "the model `parts:model_buffer` changes its buffer `mask` in training, which is neither a "
     ),
-    "model_double": "the model needs parameters to train (requires_grad), all of type float32",
-    "model_nothing": "the model needs parameters to train (requires_grad), all of type float32",
+    "model_double": "the model needs parameters to train, all of type float32",
+    "model_nothing": "the model needs parameters to train (requires_grad): it has none",
     "model_train_raises": "the model `parts:model_train_raises` failed: KeyError: 'boom'",
     "model_train_detached": (
         "the model `parts:model_train_detached` has outputs without a gradient in training, so "

@@ -173,6 +173,7 @@ def test_optimisers_that_train_pass(optimiser):
     assert parameters.flatten(NETWORK).equal(before)
 
 
+OTHER = torch.optim.SGD(NETWORK.parameters(), lr=0.1)
 BAD_OPTIMISERS = {
     "scheduler": (scheduled, "returned a StepLR, whose step changes no parameter: .* scheduler"),
     "plateau": (plateau, "returned a ReduceLROnPlateau, whose step needs the argument `metrics`"),
@@ -186,7 +187,11 @@ BAD_OPTIMISERS = {
     ),
     "part": (
         lambda p, lr: torch.optim.SGD(p[1:], lr=lr),
-        "returned a SGD without 1 of 2 parameters, such as `weight`: .* requires_grad_",
+        r"returned a SGD without 1 of 2 parameters, such as one of shape \(2, 3\): .* requires_grad_",
+    ),
+    "of another call": (
+        lambda p, lr: OTHER,
+        "returned a SGD over other tensors .* make a new one over `parameters`",
     ),
     "idle": (Idle, "returned a Idle, whose step changes no parameter"),
     "sparse": (lambda p, lr: torch.optim.SparseAdam(p, lr=lr), "failed: RuntimeError: SparseAdam"),

@@ -73,12 +73,30 @@ def make_optimiser(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float
             f"the optimiser `{name}` returned {describe_type(instance)}, "
             "expected a torch.optim.Optimizer"
         )
+
+    groups = getattr(instance, "param_groups", None)
+    if groups is None:
+        return instance
+    held = {id(p) for group in groups for p in group["params"]}
+    missing = [p for p in parameters if id(p) not in held]
+    kind = f"the optimiser `{name}` returned a {type(instance).__name__}"
+    if len(missing) == len(parameters):
+        raise ConfigError(
+            f"{kind} over other tensors than the parameters that it received, such as copies, so "
+            "that nothing would be trained: make a new one over `parameters` themselves"
+        )
+    if missing:
+        raise ConfigError(
+            f"{kind} without {len(missing)} of {len(parameters)} parameters, such as one of shape "
+            f"{tuple(missing[0].shape)}: pass on all `parameters`, and freeze the others in the "
+            "model by requires_grad_(False)"
+        )
     return instance
 
 
 def make_step(
     optimiser: Optimiser, parameters: Sequence[Tensor], lr: float
-) -> Callable[[Sequence[Tensor]], None]:
+) -> Callable[[Sequence[Tensor | None]], None]:
     """Make a new optimiser and return its step.
 
     Args:
@@ -87,7 +105,8 @@ def make_step(
         lr: Learning rate.
 
     Returns:
-        A function of the gradients that changes the parameters in place.
+        A function of the gradients that changes the parameters in place. A gradient is None where
+        the loss does not depend on a parameter.
 
     Raises:
         ConfigError: The optimiser fails, or returns something else than an optimiser.
@@ -95,7 +114,7 @@ def make_step(
     name = optimiser_name(optimiser)
     instance = make_optimiser(optimiser, parameters, lr)
 
-    def step(gradients: Sequence[Tensor]) -> None:
+    def step(gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         with attribute_errors("optimiser", name):

@@ -127,22 +127,6 @@ def check_optimiser(optimiser: Optimiser, module: nn.Module, lr: float) -> None:
             " whose step needs no argument, such as SGD or Adam (not LBFGS, which needs a closure)"
         )
 
-    groups = getattr(instance, "param_groups", None)
-    if groups is not None:
-        held = {id(p) for group in groups for p in group["params"]}
-        missing = [key for key, p in zip(named, trial, strict=True) if id(p) not in held]
-        if len(missing) == len(trial):
-            raise ConfigError(
-                f"{kind} over other tensors than the parameters that it received, such as copies:"
-                " nothing would be trained; pass on `parameters` themselves"
-            )
-        if missing:
-            raise ConfigError(
-                f"{kind} without {len(missing)} of {len(trial)} parameters, such as `{missing[0]}`:"
-                " pass on all `parameters`, and freeze the others in the model by requires_grad_"
-                "(False)"
-            )
-
     for p in trial:
         p.grad = torch.linspace(0.5, 1.5, p.numel()).view_as(p)
     with attribute_errors("optimiser", name), warnings.catch_warnings():
@@ -150,6 +134,7 @@ def check_optimiser(optimiser: Optimiser, module: nn.Module, lr: float) -> None:
         instance.step()
     if any(not torch.equal(p, q) for p, q in zip(trial, named.values(), strict=True)):
         return
+    groups = getattr(instance, "param_groups", None)
     if groups and all(group.get("lr") == 0 for group in groups):
         _LOG.warning("the optimiser `%s` has learning rate 0: training changes no model.", name)
         return
@@ -163,7 +148,9 @@ def _slope(losses: Tensor, outputs: Tensor) -> Tensor | None:
     """Return the gradient of losses with respect to outputs; None without one."""
     if not losses.requires_grad:
         return None
-    return torch.autograd.grad(losses.sum(), outputs, allow_unused=True)[0]
+    with torch.enable_grad():
+        total = losses.sum()
+    return torch.autograd.grad(total, outputs, allow_unused=True)[0]
 
 
 def _check_slope(

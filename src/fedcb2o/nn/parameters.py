@@ -94,12 +94,18 @@ def dimension(module: nn.Module) -> int:
         )
     batch_norm.require_tracked_statistics(module)
 
-    trained = [p for p in module.parameters() if p.requires_grad]
-    if not trained or any(p.dtype != torch.float32 or not p.numel() for p in trained):
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not trained:
         raise ConfigError(
-            "the model needs parameters to train (requires_grad), all of type float32 and none of"
-            " them empty"
+            "the model needs parameters to train (requires_grad): it has none, or all are frozen"
         )
+    for name, p in trained.items():
+        if p.dtype != torch.float32 or not p.numel():
+            raise ConfigError(
+                "the model needs parameters to train, all of type float32 and none of them empty;"
+                f" `{name}` has type {p.dtype} and shape {tuple(p.shape)}: call `.float()`, or"
+                " freeze it by requires_grad_(False)"
+            )
     return sum(tensor.numel() for tensor in shared_tensors(module).values())
 
 

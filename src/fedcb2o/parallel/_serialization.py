@@ -39,6 +39,8 @@ def serialize(content: object) -> bytes:
     """
     try:
         return _dump(content)
+    except MemoryError:
+        raise
     except Exception as error:  # a user's object may fail in any way
         raise _sending_error(_unsendable_function(content), error) from error
 
@@ -107,7 +109,7 @@ def _deserialize_task(content: bytes) -> Any:
     """Return a task. Raise RunError if its parts exist in the process that sent it alone."""
     try:
         return pickle.loads(content)
-    except FedCB2OError:
+    except (FedCB2OError, MemoryError):
         raise
     except Exception as error:  # a user's object may fail in any way
         raise _sending_error("", error) from error

@@ -25,6 +25,7 @@ from fedcb2o.nn.random_evaluation import seed_evaluation_
 from fedcb2o.rng import stream
 
 
+@torch.inference_mode(False)
 def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int) -> nn.Module:
     """Build a freshly initialised network and check it, and the loss, on two samples.
 
@@ -44,7 +45,7 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
     module = _initialised_module(experiment, seed, dataset, key)
     is_own = plugins.USER_FUNCTION.get(experiment.model.bind("model", architectures)) is not None
     rows = part_checks.different_samples(dataset.pool)
-    x = features(dataset.pool.x[rows])
+    x = features(dataset.pool.x[rows].clone())
 
     twins = []
     if is_own:
@@ -63,7 +64,7 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
     loss = build_loss(experiment)
     if loss is not None and experiment.training.loss is not None:
         loss_name = plugins.label(experiment.training.loss.name)
-        part_checks.check_loss(loss_name, loss, outputs, dataset.pool.y[rows])
+        part_checks.check_loss(loss_name, loss, outputs, dataset.pool.y[rows].clone())
     return module
 
 
