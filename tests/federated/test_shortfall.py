@@ -14,13 +14,14 @@ from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.shortfall import Shortfall, beta_note
 
 
-def decisions(sizes, assumed):
+def decisions(sizes, assumed, own_weight=1.0):
     """Decisions of agents that received these numbers of models."""
     total = sum(sizes)
     ids = Ragged(np.arange(total), np.array(sizes))
     inbox = Inbox(ids, np.arange(total), np.ones(total), np.zeros(total, np.int64))
     result = Decisions.empty(np.arange(len(sizes)), Ragged.empty(len(sizes)), inbox)
     result.f[:] = assumed
+    result.own_weight[:] = own_weight
     return result
 
 
@@ -67,6 +68,22 @@ def test_a_pre_aggregation_step_falls_short_by_itself(own_model, enough):
 def test_other_algorithms_have_nothing_to_say():
     for algorithm in (algorithms.fedcb2o(), algorithms.by_rule(rule="mean")):
         assert run(algorithm, [([1, 1, 1], np.nan)]) == []
+
+
+def test_rounds_in_which_an_agent_trusts_no_model():
+    """The second agent received models in two rounds and gave weight to none, nor to its own."""
+    shortfall = Shortfall(algorithms.fedcb2o(), 0.0)
+    for sizes in ([2, 3, 0], [2, 0, 0], [1, 1, 0]):
+        shortfall.add([decisions(sizes, np.nan, [1.0, 0.0, 0.0])], np.ones(3, bool))
+    (message,) = shortfall.messages()
+    assert message.startswith("in 2 of 3 rounds an agent trusted none of the models that it rec")
+    mixed = decisions([2], np.nan, 0.0)
+    mixed.weights[:] = [0.25, 0.75]
+    unknown = decisions([2], np.nan, 0.0)
+    unknown.weights[:] = np.nan
+    shortfall = Shortfall(algorithms.fedcb2o(), 0.0)
+    shortfall.add([mixed, unknown], np.ones(2, bool))
+    assert shortfall.messages() == []
 
 
 def test_the_log_has_one_line(caplog):

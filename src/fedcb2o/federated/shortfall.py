@@ -59,17 +59,18 @@ class _Shortage:
 
 
 class Shortfall:
-    """Counter of rounds in which a rule or its pre-aggregation step assumed fewer attackers."""
+    """Counter of rounds in which a rule assumed fewer attackers, or an agent trusted no model."""
 
     def __init__(self, algorithm: Algorithm, malicious_share: float) -> None:
         """Start with no rounds.
 
         Args:
-            algorithm: The algorithm; only one with a robust rule can fall short.
+            algorithm: The algorithm, with its robust rule if it has one.
             malicious_share: Share of attackers that rules assume without an `f`.
         """
         self._share = malicious_share
         self._rounds = 0
+        self._rounds_without_trust = 0
         self._rule: Any = None
         self._pre_step: Any = None
         self._num_own = 0
@@ -93,15 +94,18 @@ class Shortfall:
             is_counted: For each receiver, by its id, whether it counts: benign agents do.
         """
         self._rounds += 1
-        if self._rule is None:
-            return
-        received, assumed, counted = [], [], []
+        received, assumed, counted, totals = [], [], [], []
         for decisions in batches:
             received.append(decisions.received.sizes)
             assumed.append(decisions.f)
             counted.append(is_counted[decisions.agents])
+            weights = np.bincount(decisions.received.row_ids, decisions.weights, len(decisions))
+            totals.append(weights + decisions.own_weight + np.nan_to_num(decisions.previous_weight))
         sizes = np.concatenate(received)
         is_receiver = np.concatenate(counted) & (sizes > 0)
+        self._rounds_without_trust += bool((is_receiver & (np.concatenate(totals) == 0)).any())
+        if self._rule is None:
+            return
 
         f = self._requested(self._rule, sizes)
         self._record(self._rule, f, sizes, is_receiver & (np.concatenate(assumed) < f))
@@ -118,15 +122,24 @@ class Shortfall:
         """Describe the shortages of all rounds so far.
 
         Returns:
-            One sentence for the rule and one for the step; none for one that had enough models.
+            One sentence for the rule and one for the step, none for one that had enough models; and
+            one for agents that trusted no received model.
         """
-        return [
+        messages = []
+        if self._rounds_without_trust:
+            messages.append(
+                f"in {self._rounds_without_trust} of {self._rounds} rounds an agent trusted none of"
+                " the models that it received (an empty sub-level set, or no finite value of the"
+                " criterion), and kept its own"
+            )
+        messages += [
             f"{base.rule_name(function)} with f = {shortage.f} needs"
             f" {base.models_needed(function, shortage.f)} models, and in {shortage.rounds} of"
             f" {self._rounds} rounds too few arrived (as few as {shortage.received} at an agent): a"
             " smaller f was assumed there, and the guarantee did not hold"
             for function, shortage in self._shortages.items()
         ]
+        return messages
 
     def log(self) -> None:
         """Log the messages as warnings."""
