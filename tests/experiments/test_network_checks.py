@@ -257,10 +257,27 @@ def buffered(training_only):
     return network
 
 
-def always_dropping():
-    network = nn.Sequential(nn.Linear(12, 4), nn.Dropout(0.5))
-    network[1].train = lambda mode=True: network[1]
-    return network
+def always_training(layer):
+    layer.train = lambda mode=True: layer
+    return layer
+
+
+def listed(self, x):
+    self.steps[0] += self.training
+    return x * (0.1 if self.steps[0] > 500 else 1.0)
+
+
+class Default(nn.Linear):
+    """A counter whose first value is the class's."""
+
+    steps = 0
+
+    def __init__(self):
+        super().__init__(12, 4)
+
+    def forward(self, x):
+        self.steps += self.training
+        return super().forward(x) * (0.1 if self.steps > 500 else 1.0)
 
 
 def expanded():
@@ -280,7 +297,10 @@ BAD = {
         lambda: Net(after=lambda self, x: x + 1e-2 * torch.randn_like(x)),
         "draws random numbers in evaluation",
     ),
-    "always dropping": (always_dropping, r"first in its layer `1` \(Dropout\)"),
+    "always dropping": (
+        lambda: nn.Sequential(nn.Linear(12, 4), always_training(nn.Dropout(0.5))),
+        r"first in its layer `1` \(Dropout\)",
+    ),
     "dropout in a list": (
         lambda: Net(lambda self, x: self.drops[0](x), drops=[nn.Dropout(0.5)]),
         "draws random numbers in evaluation",
@@ -344,6 +364,19 @@ BAD = {
             Counter(lambda x, n: torch.where(n > 500, 0.1, 1.0) * x, torch.tensor(0)),
         ),
         "keeps state in its attribute `1.steps`",
+    ),
+    "annealed by a list": (
+        lambda: Net(listed, steps=[0, 7]),
+        r"keeps state in its attribute `steps\[0\]`",
+    ),
+    "annealed by a class": (Default, "keeps state in its attribute `steps`"),
+    "norm in training mode": (
+        lambda: nn.Sequential(always_training(nn.BatchNorm1d(12)), nn.Linear(12, 4)),
+        r"in evaluation, here into `0\.running_mean`",
+    ),
+    "statistics of a batch": (
+        lambda: Net(lambda self, x: F.batch_norm(x, None, None, training=True)),
+        r"cannot evaluate a single sample \(Expected more than 1 value",
     ),
     "initialised by data": (initialised_by_data, "writes into its parameter `scale`"),
     "buffer in training": (

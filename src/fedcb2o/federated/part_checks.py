@@ -21,7 +21,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated.inference import per_sample_losses
 from fedcb2o.federated.losses import Loss
 from fedcb2o.federated.optimisers import Optimiser, make_optimiser, optimiser_name
-from fedcb2o.nn.network_checks import agree, equal
+from fedcb2o.nn.comparison import agree, equal
 from fedcb2o.plugins import attribute_errors
 
 _LOG = logging.getLogger(__name__)

@@ -13,10 +13,9 @@ attribute at fault.
 
 import contextlib
 import copy
-import functools
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,18 +24,10 @@ from torch import Tensor, nn
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.nn import batch_norm
+from fedcb2o.nn.comparison import agree, equal, first_difference
 from fedcb2o.nn.parameters import agent_state, shared_tensors
 
-_TOLERANCE = 1e-4
-"""Largest difference of equal outputs, relative to the largest output; well above rounding."""
-
 _TRIAL_STEPS = 1000  # by which counters of a network advance in the trial
-
-_Call = tuple[str, tuple[Tensor, Tensor]]
-"""Call of a layer: its name, its input and its output."""
-
-_Attributes = dict[tuple[str, str], Tensor]
-"""Numbers and tensors in plain attributes, by the names of a layer and of its attribute."""
 
 
 def check_construction(name: str, module: nn.Module, twin: nn.Module) -> None:
@@ -129,10 +120,11 @@ def check_network(
         outputs = module.eval()(x)
         changed = [key for key, p, q in _tensor_pairs(module, twin) if not equal(p, q)]
         if changed or not equal(x, original):
+            place = "".join(f", here into `{key}`" for key in changed[:1])
             raise ConfigError(
                 f"the model `{name}` writes into the samples that it reads, or into its parameters,"
-                " in evaluation, where other code reads them after it: let it compute new tensors"
-                " (no `inplace=True` in its first layer)"
+                f" in evaluation{place}, where other code reads them after it: let it compute new"
+                " tensors (no `inplace=True` in its first layer, no norm in training mode)"
             )
         _check_repeatable(name, module, x, outputs)
         if not random_evaluation:
@@ -268,7 +260,7 @@ def _check_repeatable(name: str, module: nn.Module, x: Tensor, outputs: Tensor) 
         )
     if agree(outputs, module(x)):
         return
-    place = _first_difference(module, x, [x])
+    place = first_difference(module, x, [x])
     seeded = []
     for _ in range(2):
         torch.default_generator.manual_seed(0)
@@ -289,7 +281,13 @@ def _check_repeatable(name: str, module: nn.Module, x: Tensor, outputs: Tensor) 
 
 def _check_samples_apart(name: str, module: nn.Module, x: Tensor, outputs: Tensor) -> None:
     """Refuse a network whose output for a sample depends on the samples next to it."""
-    alone = [module(part) for part in torch.split(x, 1)]
+    try:
+        alone = [module(part) for part in torch.split(x, 1)]
+    except Exception as error:
+        raise ConfigError(
+            f"the model `{name}` cannot evaluate a single sample ({error}): let its output for a"
+            " sample not depend on other samples (no statistics of a batch in evaluation)"
+        ) from error
     expected = (1, *outputs.shape[1:])
     for output in alone:
         if output.shape != expected:
@@ -299,7 +297,7 @@ def _check_samples_apart(name: str, module: nn.Module, x: Tensor, outputs: Tenso
             )
     if agree(outputs, torch.cat(alone)) or _agree_in_float64(module, x):
         return
-    place = _first_difference(module, x, torch.split(x, 1))
+    place = first_difference(module, x, torch.split(x, 1))
     raise ConfigError(
         f"the model `{name}` mixes samples, first in {place}: in evaluation its output for a sample"
         " depends on the other samples of the batch, in tests too. Samples are the first axis:"
@@ -316,7 +314,7 @@ def _check_trial_training(
         other[1:].copy_(own[:-1])
         other[:1].copy_(own[-1:])
     twin.eval()(x)
-    before = _plain_attributes(twin)
+    before = _plain_numbers(twin)
 
     # 1. Training is a function of the seed, also when counters are a thousand steps further.
     batch_norm.train_(twin)
@@ -373,31 +371,59 @@ def _check_trained_tensors(name: str, module: nn.Module, twin: nn.Module) -> Non
             )
 
 
-def _plain_attributes(module: nn.Module) -> _Attributes:
-    """Return the numbers and tensors in plain attributes of a network's layers."""
-    found: _Attributes = {}
+def _slots(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, container and key of plain attributes, and of the items of lists and dicts."""
     for place, layer in module.named_modules():
-        defaults = {key: value for key, value in vars(type(layer)).items() if key != "training"}
-        for attribute, value in {**defaults, **vars(layer)}.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                found[place, attribute] = torch.tensor(value, dtype=torch.float64)
-            elif isinstance(value, Tensor) and value.dtype != torch.bool:
-                found[place, attribute] = value.detach().clone()
-    return found
+        for attribute, value in vars(layer).items():
+            name = f"{place}.{attribute}".lstrip(".")
+            yield name, vars(layer), attribute
+            keys: Any = ()
+            if isinstance(value, list):
+                keys = range(len(value))
+            elif isinstance(value, dict) and not attribute.startswith("_"):
+                keys = value
+            for key in keys:
+                yield f"{name}[{key!r}]", value, key
 
 
-def _advance_counters_(module: nn.Module, before: _Attributes) -> list[str]:
-    """Advance plain attributes that a training step changed; return their names."""
+def _plain_numbers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the numbers and tensors in plain attributes, and those of classes, by name."""
+    found = {}
+    for place, layer in module.named_modules():
+        for attribute, value in vars(type(layer)).items():
+            found[f"{place}.{attribute}".lstrip(".")] = value
+    for name, container, key in _slots(module):
+        found[name] = container[key]
+    return {name: _as_tensor(value) for name, value in found.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dtype != torch.bool
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _advance_counters_(module: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
+    """Advance the plain numbers that a training step changed; return their names."""
     changed = []
-    for (place, attribute), value in _plain_attributes(module).items():
-        layer = module.get_submodule(place)
-        old = before.get((place, attribute), value)
-        if old.shape == value.shape and not equal(old, value):
-            advanced = old + _TRIAL_STEPS * (value - old)
-            if not isinstance(getattr(layer, attribute), Tensor):
-                advanced = type(getattr(layer, attribute))(advanced)
-            setattr(layer, attribute, advanced)
-            changed.append(f"{place}.{attribute}".lstrip("."))
+    for name, container, key in list(_slots(module)):
+        value = container[key]
+        if name not in before or not _is_number(value):
+            continue
+        old = before[name]
+        new = _as_tensor(value)
+        if old.shape == new.shape and not equal(old, new):
+            advanced: Any = old + _TRIAL_STEPS * (new - old)
+            if not isinstance(value, Tensor):
+                advanced = type(value)(advanced)
+            container[key] = advanced
+            changed.append(name)
     return changed
 
 
@@ -418,59 +444,6 @@ def _trial_outputs(module: nn.Module, *inputs: Tensor) -> list[Tensor]:
         module.eval()
 
 
-def _first_difference(module: nn.Module, x: Tensor, parts: Sequence[Tensor]) -> str:
-    """Name the innermost forward pass whose results for all samples and for parts differ first."""
-    apart = [_layer_calls(module, part) for part in parts]
-    for call, *pieces in zip(_layer_calls(module, x), *apart, strict=False):
-        if _differs(call, pieces, 1):
-            place = call[0]
-            if _differs(call, pieces, 0):  # its input does already
-                place = place.rpartition(".")[0]
-            kind = type(module.get_submodule(place)).__name__
-            return f"its layer `{place}` ({kind})" if place else f"the forward pass of {kind}"
-    return f"the forward pass of {type(module).__name__}"
-
-
-def _differs(call: _Call, pieces: Sequence[_Call], end: int) -> bool:
-    """Return whether the input (0) or output (1) of a call differs from its pieces."""
-    name, ends = call
-    whole = ends[end]
-    parts = [piece[end] for other, piece in pieces if other == name]
-    if not whole.ndim or {part.shape[1:] for part in parts} != {whole.shape[1:]}:
-        return False
-    joined = torch.cat(parts)
-    return joined.shape == whole.shape and not agree(whole, joined)
-
-
-def _layer_calls(module: nn.Module, x: Tensor) -> list[_Call]:
-    """Return the input and output of each call of a layer, inner layers first."""
-    calls: list[_Call] = []
-
-    def record(name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
-        ends = (_first_tensor(inputs), _first_tensor(output))
-        calls.append((name, ends))
-
-    handles = [
-        layer.register_forward_hook(functools.partial(record, name))
-        for name, layer in module.named_modules()
-    ]
-    try:
-        module(x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
-
-
-def _first_tensor(values: Any) -> Tensor:
-    """Return a copy of the first tensor among a layer's inputs or outputs; else an empty one."""
-    if isinstance(values, tuple | list) and values:
-        values = values[0]
-    if isinstance(values, Tensor):
-        return values.detach().clone()
-    return torch.zeros(())
-
-
 def _agree_in_float64(module: nn.Module, x: Tensor) -> bool:
     """Return whether outputs apart and together agree in float64, without float32's rounding."""
     try:
@@ -480,42 +453,3 @@ def _agree_in_float64(module: nn.Module, x: Tensor) -> bool:
         return agree(exact(samples), alone)
     except Exception:  # a network may compute in float32 alone
         return False
-
-
-def agree(first: Tensor, second: Tensor) -> bool:
-    """Return whether two outputs are equal to rounding.
-
-    Args:
-        first: An output.
-        second: Another one.
-
-    Returns:
-        True if they have one shape and differ by at most 1e-4 of the largest number.
-    """
-    if first.shape != second.shape:
-        return False
-    a = first.detach().double()
-    b = second.detach().double()
-    finite = a[a.isfinite()].abs()
-    scale = float(finite.max()) if len(finite) else 0.0
-    return torch.allclose(a, b, rtol=0.0, atol=_TOLERANCE * scale, equal_nan=True)
-
-
-def equal(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have equal numbers; NaN equals NaN.
-
-    Args:
-        first: A tensor.
-        second: Another one.
-
-    Returns:
-        True if they have one shape and equal numbers.
-    """
-    if torch.equal(first, second):
-        return True
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    bits = [
-        tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)
-    ]
-    return torch.equal(*bits)
