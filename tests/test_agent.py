@@ -180,6 +180,9 @@ def test_memory_is_restored(how, tmp_path):
         ({"weight": torch.zeros(2, 2, dtype=torch.int64)}, "has type torch.int64"),
         (np.zeros(5, np.float32), r"it has shape \(5,\)"),
         (torch.zeros(4, dtype=torch.int64), "type torch.int64"),
+        (np.ma.array(np.zeros(4), mask=[0, 1, 0, 0]), "not finite, or beyond 1e"),
+        ({1: 2}.values(), "it holds a dict_values, expected an array of numbers"),
+        (np.zeros(4, complex), "it holds complex numbers"),
     ],
 )
 def test_invalid_models_are_refused(received, reason):
@@ -191,6 +194,37 @@ def test_invalid_models_are_refused(received, reason):
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(decision.refused["bad"])
     torch.testing.assert_close(network.weight.data, 2.0 * torch.eye(2))
+
+
+def test_models_and_losses_of_other_number_types():
+    """A flat model may be big-endian; a masked loss is not known, and gives no likelihood."""
+    network = linear(1.0)
+    agent = Agent(network, validation=(X, Y), method="fedcbo", gamma=0.1)
+    agent.aggregate({"a": np.array([3.0, 0.0, 0.0, 2.0], ">f8")})
+    torch.testing.assert_close(network.weight.data, torch.tensor([[3.0, 0.0], [0.0, 2.0]]))
+
+    def judge(states):
+        is_known = np.array([[float(state["weight"][0, 0]) != 1.0] * 2 for state in states])
+        return np.ma.array(np.where(is_known, 0.5, -50.0), mask=~is_known)
+
+    judged = Agent(linear(), judge=judge, method="fedcbo")
+    assert judged.aggregate({"a": model(1.0), "b": model(2.0)}).weights == {"a": 0.0, "b": 1.0}
+    for labels in ([0.5, 1.0], np.ma.array([0, 1], mask=[1, 0])):
+        agent = Agent(linear(), judge=lambda states, y=labels: (np.ones((len(states), 2)), y))
+        with pytest.raises(ConfigError, match="the judge must return the class of each"):
+            agent.aggregate({"a": model(1.0)})
+
+
+def test_an_agent_says_once_that_too_few_models_arrived(caplog):
+    method = {"name": "by_rule", "rule": {"name": "multi_krum", "f": 1}}
+    agent = Agent(linear(1.0), validation=(X, Y), method=method)
+    for _ in range(2):
+        agent.aggregate({name: model(1.0) for name in "abcd"})
+    assert caplog.messages == []
+    for _ in range(3):
+        agent.aggregate({name: model(1.0) for name in "abc"})
+    assert len(caplog.messages) == 1
+    assert "multi_krum with f = 1 needs 5 models" in caplog.text
 
 
 def test_nobody_answers():
@@ -211,9 +245,7 @@ def test_a_judge_decides_as_validation_data_do(interpolation):
     }
 
     def judge(states):
-        losses = [
-            F.cross_entropy(X @ state["weight"].T, Y, reduction="none") for state in states
-        ]
+        losses = [F.cross_entropy(X @ state["weight"].T, Y, reduction="none") for state in states]
         return torch.stack(losses), Y
 
     models = {"a": model(3.0), "b": model(-1.0), "c": model(0.5)}
@@ -243,7 +275,9 @@ def test_frozen_parameters_stay_and_statistics_are_averaged():
 
 def test_numbers_to_predict():
     network = nn.Linear(2, 1)
-    agent = Agent(network, validation=(X, [[0.5], [1.0], [1.5]]), loss="squared_error", method="fedcbo")
+    agent = Agent(
+        network, validation=(X, [[0.5], [1.0], [1.5]]), loss="squared_error", method="fedcbo"
+    )
     decision = agent.aggregate({"b": nn.Linear(2, 1).state_dict()})
     assert decision.own_loss > 0
 

@@ -57,6 +57,7 @@ from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.inference import losses_from_samples
 from fedcb2o.federated.run_spec import Algorithm, Training
 from fedcb2o.federated.sections import AgentsSection, Component, as_component
+from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.federated.types import (
     Contacts,
     CriterionInput,
@@ -68,6 +69,7 @@ from fedcb2o.federated.validation import ValidationOracle
 from fedcb2o.nn import network_checks, parameters
 from fedcb2o.nn.network_checks import perturbed_constants
 from fedcb2o.plugins import USER_FUNCTION, PluginChoice, attribute_errors
+from fedcb2o.user_values import to_tensor
 
 Peer = Hashable
 """Name of a peer: a text or a whole number."""
@@ -185,6 +187,7 @@ class Agent:
         )
         if judge is None:
             _check_parts(self._spec, self._validation)
+        self._shortfall = Shortfall(algorithm, malicious_share)
         self._num_samples = max(1, num_samples or len(self._validation))
 
     def select(self, candidates: Iterable[Peer], budget: int) -> list[Any]:
@@ -256,6 +259,9 @@ class Agent:
         self._previous = group.models[0].clone()
         self._selected = None
         self.round += 1
+        if not self._shortfall.messages():
+            self._shortfall.add([decisions], np.ones(decisions.agents.max() + 1, dtype=bool))
+            self._shortfall.log()
         return _decision(decisions, observed, names, refused)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -355,7 +361,10 @@ class Agent:
                 parts.append(value.detach().to(tensor.device, torch.float32).reshape(-1))
             theta = torch.cat(parts)
         else:
-            theta = torch.as_tensor(model)
+            try:
+                theta = to_tensor("it holds", model)
+            except ConfigError as error:
+                return nothing, str(error)
             if theta.shape != self._previous.shape or not theta.is_floating_point():
                 return nothing, (
                     f"it has shape {tuple(theta.shape)} and type {theta.dtype}, expected "
@@ -466,7 +475,7 @@ class _JudgeOracle(ValidationOracle):
         labels: Any = None
         if isinstance(result, tuple):
             result, labels = result
-        per_sample = torch.as_tensor(np.asarray(result), dtype=torch.float64)
+        per_sample = to_tensor("the judge returned", result).double()
         if per_sample.ndim != 2 or len(per_sample) != len(states):
             raise ConfigError(
                 f"the judge returned losses of shape {tuple(per_sample.shape)} for {len(states)} "
@@ -475,8 +484,10 @@ class _JudgeOracle(ValidationOracle):
         n = per_sample.shape[1]
         classes = torch.zeros(n, dtype=torch.int64)
         if labels is not None:
-            classes = torch.as_tensor(np.asarray(labels)).long()
-        if classes.shape != (n,) or (n and classes.min() < 0):
+            given = to_tensor("the judge returned", labels)
+            classes = given.long()
+        is_whole = labels is None or bool(classes.eq(given).all())
+        if classes.shape != (n,) or not is_whole or (n and classes.min() < 0):
             raise ConfigError(f"the judge must return the class of each of {n} samples, from 0")
         return losses_from_samples(per_sample, classes)
 
