@@ -108,7 +108,9 @@ def test_an_f_that_is_too_large_for_a_step_or_a_users_rule(caplog):
     def first(gram, *, f):
         return gram_rules.one_hot(0, len(gram))
 
-    with pytest.raises(ConfigError, match=r"more than first admits among 4 models.* needs 5 models"):
+    with pytest.raises(
+        ConfigError, match=r"more than first admits among 4 models.* needs 5 models"
+    ):
         apply(functools.partial(first, f=1), models(4, 3))
 
 
