@@ -330,3 +330,24 @@ def test_memory_of_another_network_is_refused(tmp_path):
     (tmp_path / "agent.safetensors").write_bytes(b"nothing")
     with pytest.raises(RunError, match="cannot be read"):
         agent.load(tmp_path / "agent.safetensors")
+
+
+def broadcasting(outputs, targets):
+    return (outputs - targets).square().mean(1)
+
+
+@pytest.mark.parametrize(
+    ("network", "options", "message"),
+    [
+        (
+            nn.Sequential(nn.Linear(3, 2), nn.Softmax(dim=0)),
+            {},
+            r"mixes samples, .*`1` \(Softmax\)",
+        ),
+        (nn.Linear(3, 1), {"loss": broadcasting}, "depends on other samples"),
+    ],
+)
+def test_networks_and_losses_that_mix_samples_are_refused(network, options, message):
+    targets = [0.5, 1.5, -1.0] if options else [0, 1, 1]
+    with pytest.raises(ConfigError, match=message):
+        Agent(network, validation=(torch.eye(3), np.array(targets)), **options)
