@@ -1,7 +1,6 @@
 """A run says once in which rounds too few models arrived for a rule's guarantee."""
 
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -102,8 +101,7 @@ def test_the_log_has_one_line(caplog):
 )  # fmt: skip
 def test_a_beta_that_is_too_large_for_the_share_of_attackers(beta, share, largest):
     """As in `minimize`, beta is below half of the benign share."""
-    spec = SimpleNamespace(algorithm=algorithms.fedcb2o(beta=beta), malicious_share=share)
-    note = beta_note(spec)
+    note = beta_note(algorithms.fedcb2o(beta=beta), share)
     assert bool(note) == bool(largest)
     if largest:
         assert f"`beta` = {beta:g} is not below w_b / 2 = {largest}, which bounds beta_0" in note

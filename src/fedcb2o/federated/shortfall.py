@@ -23,29 +23,29 @@ from jaxtyping import Bool, Int
 
 from fedcb2o.federated.aggregation import base, robust_rule
 from fedcb2o.federated.decisions import Decisions
-from fedcb2o.federated.run_spec import Algorithm, RunSpec
+from fedcb2o.federated.run_spec import Algorithm
 
 _LOGGER = logging.getLogger(__name__)
 
 
-def beta_note(spec: RunSpec) -> str:
+def beta_note(algorithm: Algorithm, malicious_share: float) -> str:
     """Describe a `beta` that is too large for the share of attackers (eq:beta).
 
     Args:
-        spec: Specification of a run.
+        algorithm: The algorithm of all agents.
+        malicious_share: Share of the attackers, w_m.
 
     Returns:
         A sentence; "" where beta is small enough, or there is no beta or no attacker.
     """
-    level = getattr(spec.algorithm.criterion, "level", None)
-    share = spec.malicious_share
-    largest = (1 - share) / 2
-    if level is None or share <= 0 or level.keywords["beta"] < largest - 1e-12:
+    level = getattr(algorithm.criterion, "level", None)
+    largest = (1 - malicious_share) / 2
+    if level is None or malicious_share <= 0 or level.keywords["beta"] < largest - 1e-12:
         return ""
     return (
         f"`beta` = {level.keywords['beta']:g} is not below w_b / 2 = {largest:.3g}, which bounds"
-        f" beta_0 (eq:beta) for the share {share:.3g} of attackers: the convergence theorem"
-        " (thm:main) does not cover this run"
+        f" beta_0 (eq:beta) for the share {malicious_share:.3g} of attackers: the convergence"
+        " theorem (thm:main) does not cover this run"
     )
 
 
@@ -78,7 +78,7 @@ class Shortfall:
         if algorithm.clusters is not None:
             self._rule = algorithm.clusters.rule
         elif isinstance(algorithm.rule, functools.partial) and (
-            inspect.unwrap(algorithm.rule.func) is robust_rule.apply_robust_rule
+            inspect.unwrap(algorithm.rule.func) is inspect.unwrap(robust_rule.apply_robust_rule)
         ):
             keywords = algorithm.rule.keywords
             self._rule = keywords["rule"]
@@ -109,7 +109,7 @@ class Shortfall:
 
         f = self._requested(self._rule, sizes)
         self._record(self._rule, f, sizes, is_receiver & (np.concatenate(assumed) < f))
-        if base.signature_of(self._pre_step).max_byzantine is not None:
+        if self._pre_step and base.signature_of(self._pre_step).max_byzantine is not None:
             f = self._requested(self._pre_step, sizes)
             counts = (sizes + self._num_own).tolist()
             admitted = [

@@ -106,7 +106,8 @@ def run(
 
     # All seeds are validated before anything is written.
     prepared = {seed: validate_seed(experiment, seed, dataset) for seed in experiment.seeds}
-    note = beta_note(prepared[experiment.seeds[0]].spec)
+    spec = prepared[experiment.seeds[0]].spec
+    note = beta_note(spec.algorithm, spec.malicious_share)
     if note:
         _LOG.warning("%s.", note)
     unfinished = [

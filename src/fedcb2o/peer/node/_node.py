@@ -220,7 +220,8 @@ class Node:
             with contextlib.suppress(StoppedError):
                 has_rounds_left = self.rounds_done < federation.rounds
                 if has_rounds_left:
-                    note = beta_note(self.agent.spec)
+                    spec = self.agent.spec
+                    note = beta_note(spec.algorithm, spec.malicious_share)
                     if note:
                         self.observer.on_note(note)
                     monitor.wait_for_members(self.gather, self.rounds_done)
