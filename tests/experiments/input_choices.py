@@ -38,7 +38,7 @@ SCALES: Table = {
     "tiny": lambda v: v * 1e-12,
     "large": lambda v: v * 1e4,
     "offset": lambda v: v + 1e5,
-    "constant feature": lambda v: v * (np.arange(v.shape[-1]) > 0) / 16,
+    "constant feature": lambda v: v * (np.arange(v.shape[-1]) >= min(1, v.shape[-1] - 1)) / 16,
     "denormal": lambda v: v * 1e-42,
     "!float32 merges": lambda v: v / 16 + 1e9,
     "!beyond float32": lambda v: v * 1e38,
@@ -83,13 +83,13 @@ def read_only(v: Array) -> Array:
 
 @torch.inference_mode()
 def inference(v: Array) -> torch.Tensor:
-    return as_tensor(v).float().clone()
+    return as_tensor(v) * 1.0
 
 
 CONTAINERS: Table = {
     "array": lambda v: v,
     "tensor": as_tensor,
-    "tensor with gradient": lambda v: as_tensor(v).float().requires_grad_(),
+    "tensor with gradient": lambda v: (as_tensor(v) * 1.0).requires_grad_(),
     "bfloat16 tensor": lambda v: as_tensor(v).to(torch.bfloat16),
     "list": lambda v: v.tolist(),
     "list of arrays": list,
@@ -106,7 +106,7 @@ CONTAINERS: Table = {
     "Fortran order": np.asfortranarray,
     "read-only": read_only,
     "matrix": np.asmatrix,
-    "parameter": lambda v: nn.Parameter(as_tensor(v).float()),
+    "parameter": lambda v: nn.Parameter(as_tensor(v) * 1.0),
     "inference tensor": inference,
     "columns of numbers": lambda v: pd.DataFrame(v),
     "columns of one name": lambda v: frame(v).set_axis(["f"] * v.shape[1], axis=1),
@@ -280,11 +280,11 @@ CHANGES: Table = {  # of the activations h
 }
 ENDS: Table = {  # of the outputs
     "log softmax": lambda out: out.log_softmax(1),
+    "double precision": lambda out: out.double() * 1.5,
     "!softmax over samples": lambda out: out.softmax(0),
     "!tuple": lambda out: (out, out),
     "!NumPy": lambda out: out.detach().numpy(),
     "!another width": lambda out: torch.cat([out, out, out], 1),
-    "!half precision": lambda out: out.half(),
 }
 
 

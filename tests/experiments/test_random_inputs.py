@@ -28,6 +28,7 @@ EQUAL = [
     {"model": "embedding", "shape": "tokens", "scale": "levels", "dtype": "int64"},
     {"model": "functional dropout", "settings": "steps"},
     {"model": "tied", "settings": "NumPy integers", "owners": "by hand"},
+    {"model": "unused parameter", "optimiser": "adamw"},
 ]  # fmt: skip
 OTHERS = [
     ("refused", {"container": "!frame with a gap"}, r"`x` has 1 missing value"),
@@ -40,6 +41,7 @@ OTHERS = [
     ("refused", {"optimiser": "!scheduler"}, r"the optimiser .* StepLR"),
     ("refused", {"settings": "!NumPy fraction"}, r"`rounds`"),
     ("warned", {"container": "frame", "test": "columns in another order"}, r"matched by their names"),
+    ("warned", {"scale": "large", "settings": "independent", "algorithm": "dfedavgm"}, r"no peer accepts"),
 ]  # fmt: skip
 
 

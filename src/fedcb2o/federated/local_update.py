@@ -144,10 +144,11 @@ def local_update_(
                     loss = F.cross_entropy(outputs, shard.y[batch])
                 else:
                     loss = per_sample_losses(training.loss, outputs, shard.y[batch], 1).mean()
+            # PyTorch's optimisers skip a parameter without a gradient: it does not decay.
             gradients = torch.autograd.grad(
-                loss, parameters, allow_unused=True, materialize_grads=True
+                loss, parameters, allow_unused=True, materialize_grads=training.optimiser is None
             )
-            step([_dense(gradient) for gradient in gradients])
+            step([None if gradient is None else _dense(gradient) for gradient in gradients])
             losses.append(loss.detach())
 
     if training.optimiser is not None and not is_bound(module, theta):
@@ -172,13 +173,13 @@ def _dense(gradient: Tensor) -> Tensor:
 
 def _make_step(
     training: Training, parameters: list[Tensor], lr: float
-) -> Callable[[list[Tensor]], None]:
+) -> Callable[[list[Any]], None]:
     """Return the step of the optimiser, a function of the gradients."""
     if training.optimiser is not None:
         return make_step(training.optimiser, parameters, lr)
     momentum: list[Tensor | None] = [None] * len(parameters)
 
-    def step(gradients: list[Tensor]) -> None:
+    def step(gradients: list[Any]) -> None:
         # The function behind torch.optim.SGD, whose class takes a second to import its compiler.
         with torch.no_grad():
             sgd(

@@ -12,6 +12,7 @@ An engine computes the agents in batches and transports their models: `exchange`
 import functools
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -20,12 +21,25 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated import Adversary, AgentState, Decisions, EvaluationResult, RunSpec, train_
+from fedcb2o.federated import (
+    MAX_VALUE,
+    Adversary,
+    AgentState,
+    Decisions,
+    EvaluationResult,
+    RunSpec,
+    is_admissible,
+    train_,
+)
 from fedcb2o.federated.batched_aggregation import Engine as AggregationEngine
+from fedcb2o.federated.selection import no_peers
 from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.rng import stream
 
 _LOG = logging.getLogger(__name__)
+
+_WARNED: weakref.WeakSet["Engine"] = weakref.WeakSet()
+"""Engines whose log says that peers refuse a model."""
 
 
 class WorkerLostError(RunError):
@@ -221,6 +235,8 @@ def train_and_publish_(
             f"finite in round {n + 1}; a smaller `training.gamma` usually helps"
         )
     timer.stop("train")
+    is_refused = is_finite & ~is_admissible(max_abs) & ~adversary.malicious
+    _warn_of_size(engine, n, agents[is_refused[agents]])
 
     online = (
         stream(engine.spec.seed, "online", n).random(num_agents) < engine.spec.agents.participation
@@ -288,6 +304,20 @@ class PhaseTimer:
         now = time.perf_counter()
         self.seconds[name] = now - self._last_stop
         self._last_stop = now
+
+
+def _warn_of_size(engine: Engine, n: int, agents: Int[np.ndarray, " a"]) -> None:
+    """Log once for an engine that peers refuse the models of benign agents."""
+    if len(agents) and engine.spec.algorithm.select is not no_peers and engine not in _WARNED:
+        _WARNED.add(engine)
+        _LOG.warning(
+            "the model of benign agent %d holds numbers beyond %g in round %d, so that no peer "
+            "accepts it: scale its samples or targets, such as by `standardise=True`, or take a "
+            "smaller `training.gamma`.",
+            agents.min(),
+            MAX_VALUE,
+            n + 1,
+        )
 
 
 def _check_mixed_models(adversary: Adversary, n: int, is_finite: Bool[np.ndarray, " N"]) -> None:
