@@ -386,7 +386,7 @@ def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def alike(plain: Callable[..., torch.Tensor], **options: Any) -> Callable[..., torch.Tensor]:
-    return lambda out, y: plain(out.reshape(y.shape), y, **options)
+    return lambda out, y: plain(out.reshape(y.shape), y.to(out.dtype), **options)
 
 
 def wrong_squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -369,7 +369,7 @@ def compare(
     except Exception as error:
         return "fault", f"taken, and plain PyTorch refuses: {type(error).__name__}: {error}"
 
-    test_x = data.test.x.double().numpy() / (255 if data.test.x.dtype == torch.uint8 else 1)
+    test_x = data.test.x.float().numpy() / (255 if data.test.x.dtype == torch.uint8 else 1)
     want = right[0].test_x.astype(np.float32)
     if test_x.shape != want.shape or not np.allclose(test_x, want, 1e-4, 1e-6 * abs(want).max()):
         return "fault", "the test samples differ"
