@@ -261,7 +261,8 @@ class Case:
             x, y, owner = x[order], y[order], self.j[order]
         test = (None, None)
         if self.has_test:
-            kind = "list" if chosen["test"] == "list" else chosen["container"]
+            is_list = chosen["test"] == "list" and self.test_x.dtype != np.uint8
+            kind = "list" if is_list else chosen["container"]
             test = (self.meaning(data, self.test_x, kind), self.truth(data, self.test_k))
         is_scaled = chosen["standardise"] == "yes" and not self.is_by_hand
         return plain_loop.Problem(
