@@ -68,6 +68,7 @@ from fedcb2o.federated.types import (
 from fedcb2o.federated.validation import ValidationOracle
 from fedcb2o.nn import network_checks, parameters
 from fedcb2o.nn.network_checks import perturbed_constants
+from fedcb2o.nn.random_evaluation import seed_if_random_
 from fedcb2o.plugins import USER_FUNCTION, PluginChoice, attribute_errors
 from fedcb2o.user_values import to_tensor
 
@@ -550,9 +551,10 @@ def _check_parts(spec: RunSpec, validation: Shard) -> None:
     x = features(validation.x[rows])
     with attribute_errors("model", spec.model):
         network_checks.check_construction(spec.model, module, twin)
+        is_random = seed_if_random_(spec.model, [module, twin], x, spec.seed)
         with perturbed_constants(module, twin), torch.no_grad():
             outputs = module(x)
-            network_checks.check_network(spec.model, module, twin, x)
+            network_checks.check_network(spec.model, module, twin, x, random_evaluation=is_random)
     loss = spec.training.loss
     if loss is not None:
         name = USER_FUNCTION.get(loss) or getattr(loss, "func", loss).__name__

@@ -37,7 +37,7 @@ OTHERS = [
     ("refused", {"owners": "!masked"}, r"`owner` has masked values"),
     ("refused", {"test": "!bytes for numbers, numbers for bytes"}, r"`x_test` are bytes"),
     ("refused", {"model": "!counts in an attribute"}, r"`count`"),
-    ("refused", {"loss": "!broadcasts"}, r"depends on other samples"),
+    ("warned", {"loss": "!broadcasts"}, r"depends on other samples"),
     ("refused", {"optimiser": "!scheduler"}, r"the optimiser .* StepLR"),
     ("refused", {"settings": "!NumPy fraction"}, r"`rounds`"),
     ("warned", {"container": "frame", "test": "columns in another order"}, r"matched by their names"),

@@ -121,5 +121,7 @@ def test_functions_that_do_not_arrive_are_one_line(monkeypatch):
     content = serialize((module.make, (3,)))
     assert unwrap_result(execute(content)) == 3
     monkeypatch.delitem(sys.modules, "made_here")
-    with pytest.raises(RunError, match=r"to another process .No module named 'made_here'.*--workers 1"):
+    with pytest.raises(
+        RunError, match=r"to another process .No module named 'made_here'.*--workers 1"
+    ):
         unwrap_result(execute(content))

@@ -60,8 +60,10 @@ def check_loss(
         targets: Different targets of these samples.
 
     Raises:
-        ConfigError: The loss fails, looks at other samples, is random, is NaN, has no gradient or
-            writes into the targets.
+        ConfigError: The loss fails, is random, is NaN, has no gradient or writes into the targets.
+
+    Warns:
+        UserWarning: The loss of a sample depends on other samples.
     """
     original = targets.clone()
     leaf = outputs.detach().clone().requires_grad_()
@@ -95,11 +97,13 @@ def check_loss(
             " function of outputs and targets"
         )
     if not agree(together, alone):
-        raise ConfigError(
-            f"the loss `{name}` of a sample depends on other samples: two samples have the losses"
-            f" {_shown(together)} together and {_shown(alone)} one by one. Compare equal shapes,"
-            f" such as outputs.squeeze(1) (outputs are {tuple(outputs.shape)}, targets"
-            f" {tuple(targets.shape)}), and take no mean over samples"
+        warnings.warn(
+            f"the loss `{name}` of a sample depends on other samples, so that training and"
+            f" validation depend on the batch: two samples have the losses {_shown(together)}"
+            f" together and {_shown(alone)} one by one. Compare equal shapes, such as"
+            f" outputs.squeeze(1) (outputs are {tuple(outputs.shape)}, targets"
+            f" {tuple(targets.shape)}), and take no mean over samples",
+            stacklevel=2,
         )
     _check_slope(name, loss, _slope(together, leaf), outputs, targets)
 

@@ -1,8 +1,8 @@
 """Checks of users' networks on two samples, before a run begins.
 
 A network's output must be a function of its parameters and of one sample. It is evaluated twice, on
-samples apart and together, and after a trial training of other parameters. Errors name the layer or
-attribute at fault.
+samples apart and together, and after a trial training of other parameters. Errors and warnings name
+the layer or attribute at fault.
 
 >>> network, twin = nn.Linear(3, 2), nn.Linear(3, 2)
 >>> twin.load_state_dict(network.state_dict())
@@ -108,13 +108,16 @@ def check_network(
         module: The network, left as it was in evaluation mode.
         twin: Another network with equal parameters, which is changed.
         x: Two different samples.
-        random_evaluation: Evaluation draws random numbers, which the user has allowed.
+        random_evaluation: Evaluation draws random numbers, the same in each forward pass.
 
     Raises:
-        ConfigError: The network writes in evaluation, draws random numbers there, mixes samples,
-            keeps state or has no gradient.
+        ConfigError: The network writes in evaluation, keeps state or has no gradient.
+
+    Warns:
+        UserWarning: Its output for a sample depends on other samples.
     """
     original = x.clone()
+    mixture = ""
     with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PyTorch, on single samples
         outputs = module.eval()(x)
@@ -128,8 +131,31 @@ def check_network(
             )
         _check_repeatable(name, module, x, outputs)
         if not random_evaluation:
-            _check_samples_apart(name, module, x, outputs)
+            mixture = _mixture_of_samples(name, module, x, outputs)
         _check_trial_training(name, module, twin, x, outputs)
+    if mixture:
+        warnings.warn(mixture, stacklevel=2)
+
+
+def random_place(module: nn.Module, x: Float[Tensor, "2 *features"]) -> str:
+    """Return where a network draws random numbers in evaluation.
+
+    Args:
+        module: The network, left as it was in evaluation mode.
+        x: Two samples.
+
+    Returns:
+        The layer in words; empty if it draws none by PyTorch's generator.
+    """
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if agree(module.eval()(x), module(x)):
+            return ""
+        seeded = []
+        for _ in range(2):
+            torch.default_generator.manual_seed(0)
+            seeded.append(module(x))
+        return first_difference(module, x, [x]) if agree(*seeded) else ""
 
 
 def accepts_single_sample(module: nn.Module, x: Float[Tensor, "1 *features"]) -> bool:
@@ -261,16 +287,6 @@ def _check_repeatable(name: str, module: nn.Module, x: Tensor, outputs: Tensor) 
     if agree(outputs, module(x)):
         return
     place = first_difference(module, x, [x])
-    seeded = []
-    for _ in range(2):
-        torch.default_generator.manual_seed(0)
-        seeded.append(module(x))
-    if agree(*seeded):
-        raise ConfigError(
-            f"the model `{name}` draws random numbers in evaluation, first in {place}, so that runs"
-            " do not repeat: draw only in training, as by F.dropout(x, p, self.training), or set"
-            " `model.random_evaluation` = true, which draws the same numbers in each evaluation"
-        )
     raise ConfigError(
         f"the model `{name}` returns other outputs for the same samples in its next evaluation,"
         f" first in {place}: it keeps state, or draws random numbers outside PyTorch's generator"
@@ -279,8 +295,8 @@ def _check_repeatable(name: str, module: nn.Module, x: Tensor, outputs: Tensor) 
     )
 
 
-def _check_samples_apart(name: str, module: nn.Module, x: Tensor, outputs: Tensor) -> None:
-    """Refuse a network whose output for a sample depends on the samples next to it."""
+def _mixture_of_samples(name: str, module: nn.Module, x: Tensor, outputs: Tensor) -> str:
+    """Return a warning if the output for a sample depends on the samples next to it."""
     try:
         alone = [module(part) for part in torch.split(x, 1)]
     except Exception as error:
@@ -296,13 +312,14 @@ def _check_samples_apart(name: str, module: nn.Module, x: Tensor, outputs: Tenso
                 f" {expected}: keep the axis of samples (`squeeze()` drops it; name the axis)"
             )
     if agree(outputs, torch.cat(alone)) or _agree_in_float64(module, x):
-        return
+        return ""
     place = first_difference(module, x, torch.split(x, 1))
-    raise ConfigError(
+    return (
         f"the model `{name}` mixes samples, first in {place}: in evaluation its output for a sample"
-        " depends on the other samples of the batch, in tests too. Samples are the first axis:"
-        " batch_first=True for attention and recurrent layers, dim=1 for a softmax over classes,"
-        " nn.BatchNorm or a group norm in place of statistics of a batch"
+        " depends on the other samples of the batch, in tests too, so that losses and accuracies"
+        " depend on their order. Samples are the first axis: batch_first=True for attention and"
+        " recurrent layers, dim=1 for a softmax over classes, nn.BatchNorm or a group norm in place"
+        " of statistics of a batch"
     )
 
 

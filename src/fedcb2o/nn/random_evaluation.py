@@ -13,11 +13,46 @@ Example:
     True
 """
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
+
+from fedcb2o.nn.network_checks import random_place
+from fedcb2o.rng import stream
+
+
+def seed_if_random_(
+    name: str, modules: Sequence[nn.Module], x: Float[Tensor, "2 *features"], seed: int
+) -> bool:
+    """Seed a network that draws random numbers in evaluation, with a warning.
+
+    Args:
+        name: Name of the model in messages.
+        modules: The network and copies of it.
+        x: Two samples.
+        seed: Seed of the run.
+
+    Returns:
+        True if the network draws random numbers in evaluation.
+    """
+    place = random_place(modules[0], x)
+    if not place:
+        return False
+    warnings.warn(
+        f"the model `{name}` draws random numbers in evaluation, first in {place}: all evaluations"
+        " of a seed draw the same numbers, so that its runs repeat. Draw only in training, as by"
+        " F.dropout(x, p, self.training), or say that it is meant: `model.random_evaluation` ="
+        " true",
+        stacklevel=2,
+    )
+    for module in modules:
+        seed_evaluation_(module, stream(seed, "evaluation"))
+    return True
 
 
 def seed_evaluation_(module: nn.Module, draw: np.random.Generator) -> None:

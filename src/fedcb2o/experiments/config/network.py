@@ -21,7 +21,7 @@ from fedcb2o.experiments.config.datasets import dataset_from_tensors
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import losses, part_checks
 from fedcb2o.nn import architectures, batch_norm, memory_layout, network_checks, parameters
-from fedcb2o.nn.random_evaluation import seed_evaluation_
+from fedcb2o.nn.random_evaluation import seed_evaluation_, seed_if_random_
 from fedcb2o.rng import stream
 
 
@@ -53,12 +53,16 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
         with plugins.attribute_errors("model", name):
             network_checks.check_construction(name, module, twins[0])
 
+    is_random = experiment.model.random_evaluation
+    if is_own and not is_random:
+        with plugins.attribute_errors("model", name):
+            is_random = seed_if_random_(name, [module, *twins], x, seed)
+
     with network_checks.perturbed_constants(module, *twins):
         outputs = _evaluate_on_samples(experiment, module, x.clone())
         _check_output_shape(name, outputs, dataset)
         for twin in twins:
             with plugins.attribute_errors("model", name):
-                is_random = experiment.model.random_evaluation
                 network_checks.check_network(name, module, twin, x, random_evaluation=is_random)
 
     loss = build_loss(experiment)
