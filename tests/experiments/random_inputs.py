@@ -104,6 +104,10 @@ def combinations(draw: Any) -> Combination:
             combination["owners"] = "none" if makes_tensors else combination["owners"]
         if key in ("dtype", "test"):
             combination["container"] = "array"
+        if key == "model":
+            combination["scale"] = DEFAULTS["scale"]  # no saturated layers
+        if key == "scale":
+            combination["standardise"] = "no"
         invalid = [name for name in CHOICES[key] if name.startswith("!")]
         combination[key] = draw(st.sampled_from(invalid or [combination[key]]))
     return combination
