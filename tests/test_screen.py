@@ -12,7 +12,7 @@ from fedcb2o.report.grid_results import KEY_COLUMNS, RUN_METRICS, GridResults
 
 def results(lost):
     """Return a grid of two attacks with accuracy 0.9 minus each defence's loss."""
-    noise = np.array([-0.002, 0.0, 0.002])
+    noise = np.array([-0.002, 0.0, 0.002, 0.0])
     rows = [
         {
             "setting": "",
@@ -26,10 +26,10 @@ def results(lost):
         | {"accuracy": 0.9 - lose + (1 if name == "A" else -1) * noise[seed]}
         for name, losses in lost.items()
         for attack, lose in zip("xy", losses, strict=True)
-        for seed in range(3)
+        for seed in range(4)
     ]
     table = {
-        "seeds": [0, 1, 2],
+        "seeds": [0, 1, 2, 3],
         "attacks": {"x": {}, "y": {}},
         "defences": {name: {} for name in lost},
     }
@@ -44,5 +44,5 @@ def test_who_is_clearly_behind_needs_no_more_seeds_unless_it_is_best_somewhere()
 
 def test_who_has_fewer_seeds_may_be_best_somewhere_all_the_same():
     given = results({"A": (0.01, 0.01), "far": (0.2, 0.02), "best at y": (0.3, 0.0)})
-    few = given.rows[(given.rows.defence != "best at y") | (given.rows.seed < 2)]
+    few = given.rows[(given.rows.defence != "best at y") | (given.rows.seed < 3)]
     assert contenders(replace(given, rows=few)) == {"A", "best at y"}

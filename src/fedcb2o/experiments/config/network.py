@@ -54,13 +54,12 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
             network_checks.check_construction(name, module, twins[0])
 
     is_random = experiment.model.random_evaluation
-    if is_own and not is_random:
-        with plugins.attribute_errors("model", name):
-            is_random = seed_if_random_(name, [module, *twins], x, seed)
-
     with network_checks.perturbed_constants(module, *twins):
         outputs = _evaluate_on_samples(experiment, module, x.clone())
         _check_output_shape(name, outputs, dataset)
+        if is_own and not is_random:
+            with plugins.attribute_errors("model", name):
+                is_random = seed_if_random_(name, [module, *twins], x, seed)
         for twin in twins:
             with plugins.attribute_errors("model", name):
                 network_checks.check_network(name, module, twin, x, random_evaluation=is_random)
