@@ -24,10 +24,10 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.records import slug
 from fedcb2o.report import read_grid, to_markdown
 from fedcb2o.report._attack_strengths import chosen_strengths_table, read_choices
 from fedcb2o.report._grid_page import regret_figure
-from fedcb2o.records import slug
 from fedcb2o.report.grid_results import GridResults
 from fedcb2o.report.grid_tables import (
     SettingResults,

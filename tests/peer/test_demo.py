@@ -209,7 +209,7 @@ def test_a_signal_leaves_no_process(tmp_path):
         import sys
         from fedcb2o.cli.signals import SignalGuard
         from pathlib import Path
-        from fedcb2o.peer.node import demo
+        from fedcb2o.peer.node import _demo as demo
 
         guard = SignalGuard()
         demo.RUN_COMMAND = (sys.executable, "-c", "import time; time.sleep(100)")
