@@ -23,7 +23,7 @@ pytest.importorskip("ray")
 pytestmark = [needs_proc, pytest.mark.slow]
 
 COMMAND = (
-    "from fedcb2o.experiments.runs import remote_runs; remote_runs.CHECKPOINT_INTERVAL = 0.0; from "
+    "from fedcb2o.experiments.runs import _remote_runs; _remote_runs.CHECKPOINT_INTERVAL = 0.0; from "
     "fedcb2o.cli import main; main()"
 )
 
