@@ -152,7 +152,7 @@ def other_bytes(given: Any, values: Array) -> Any:
 TESTS: Table = {
     "held out": None,
     "alike": lambda given, values: given,
-    "columns in another order": lambda given, values: given[given.columns[::-1]] if hasattr(given, "columns") else given,
+    "columns in another order": lambda given, values: given.iloc[:, ::-1] if hasattr(given, "columns") else given,
     "list": lambda given, values: given if values.dtype == np.uint8 else values.tolist(),
     "a class in tests only": lambda given, values: given,
     "!another width": lambda given, values: np.concatenate([values, values], -1),
