@@ -83,7 +83,7 @@ def test_painted_pixels_are_black_and_white_and_others_as_they_were(dtype):
     assert found.dtype == dtype
     assert found.tolist() == [[[[white, 0, 1]]]]
     assert x.tolist() == [[[[1, 1, 1]]]]
-    found = paint(x.float(), signs=torch.tensor([[[1.0, -1.0, 0.0]]]), value_range=(-2, 9))
+    found = paint(x.float(), signs=torch.tensor([[[1.0, -1.0, 0.0]]]), value_range=(-2.0, 9.0))
     assert found.tolist() == [[[[9, -2, 1]]]]
 
 
