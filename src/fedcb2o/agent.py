@@ -223,7 +223,7 @@ class Agent:
         """Evaluate models, and move the network towards their consensus point (lines 3 to 7).
 
         Args:
-            models: Models by peer: `state_dict`s, or flat arrays in the order of theta. Models that
+            models: Models by peer: state dicts, or flat arrays in the order of theta. Models that
                 are invalid are refused, and nothing of them is used.
             samples: Number of training samples that each peer claims; by default equal numbers.
 

@@ -117,7 +117,11 @@ def model_of(network: nn.Module, mode: str) -> torch.Tensor:
 
 
 def run(problem: Problem, nudge: float = 0.0) -> list[Trained]:
-    """Train all agents. `nudge` is a relative change of the initial parameters."""
+    """Train all agents. `nudge` is a relative change of initial parameters and gradients.
+
+    Two runs show how far training magnifies rounding. Gradients that cancel to 0 are rounding
+    alone, and Adam divides by their size; so each changes relative to the largest of its tensor.
+    """
     s, x, y, owner = problem.settings, problem.x, problem.y, problem.owner
     test_x, test_y, test_owner = problem.test_x, problem.test_y, None
     if test_x is None:
@@ -156,7 +160,7 @@ def run(problem: Problem, nudge: float = 0.0) -> list[Trained]:
     losses = np.zeros(len(agents))
     for n in range(s["rounds"]):
         for j, (c, own) in enumerate(agents):
-            losses[j] = train(networks[j], problem, n, j, turned[c][0][own], targets[own])
+            losses[j] = train(networks[j], problem, n, j, turned[c][0][own], targets[own], nudge)
         if s["average"]:
             average(networks, [len(own) for _, own in agents])
 
@@ -178,7 +182,9 @@ def run(problem: Problem, nudge: float = 0.0) -> list[Trained]:
     return found
 
 
-def train(network: nn.Module, problem: Problem, n: int, j: int, x: Any, y: Any) -> float:
+def train(
+    network: nn.Module, problem: Problem, n: int, j: int, x: Any, y: Any, nudge: float = 0.0
+) -> float:
     """Train one agent's network for one round; return its mean loss."""
     s = problem.settings
     network.train()
@@ -199,6 +205,7 @@ def train(network: nn.Module, problem: Problem, n: int, j: int, x: Any, y: Any) 
             for parameter in trained:
                 if parameter.grad is not None:  # of a sparse embedding
                     parameter.grad = parameter.grad.to_dense()
+                    parameter.grad += nudge * parameter.grad.abs().max()
             optimiser.step()
             losses.append(loss.item())
     return float(np.mean(losses))
