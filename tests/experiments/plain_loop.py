@@ -147,15 +147,19 @@ def run(problem: Problem, nudge: float = 0.0) -> list[Trained]:
     test_targets = torch.from_numpy(test_y.astype(kind))
 
     agents = shares(y, owner, s)
-    networks = []
-    for j in range(len(agents)):
-        key = (j,) if s["initialisation"] == "independent" else ()
+
+    def initial(*key: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(stream(s["seed"], "model", *key).integers(2**63)))
-            networks.append(problem.make(list(x.shape[1:]), problem.num_outputs))
+            return problem.make(list(x.shape[1:]), problem.num_outputs)
+
+    is_independent = s["initialisation"] == "independent"
+    networks = [initial(*[j] * is_independent) for j in range(len(agents))]
     for network in networks:
-        for parameter in network.parameters():
-            parameter.data = parameter.data * (1 + nudge)
+        # Frozen parameters are the same for all agents, even if these start with different models.
+        for parameter, common in zip(network.parameters(), initial().parameters(), strict=True):
+            source = parameter if parameter.requires_grad else common
+            parameter.data = source.data * (1 + nudge * parameter.requires_grad)
 
     losses = np.zeros(len(agents))
     for n in range(s["rounds"]):
