@@ -23,7 +23,7 @@ def test_it_is_short_and_independent():
 
 def test_it_takes_part_with_the_bits_of_a_node(tmp_path):
     changes = {
-        "rounds": 6,
+        "rounds": 12,  # a busy machine misses some
         "model": {"name": "mlp", "hidden": [4096]},  # two chunks
         "agents": {"benign": 3, "malicious": 0, "budget": 2},
     }
