@@ -129,9 +129,14 @@ def is_wrong(attacker, round, received):
 
 
 def mean_pace(records, kinds):
-    """Return seconds per round over the attacks of some kinds; 0 without such attacks."""
+    """Return all seconds over all rounds under the attacks of some kinds; 0 without such attacks.
+
+    A short attack may end within one round, so that its own pace says little.
+    """
     paces = [record["seconds_a_round"] for record in records if record["kind"] in kinds]
-    return sum(paces) / max(1, len(paces))
+    if not paces:
+        return 0.0
+    return len(paces) / sum(1 / pace for pace in paces)  # all attacks take equally long
 
 
 def failures(records, final, *, is_full):
