@@ -1,6 +1,7 @@
 """Agents as objects: by hand, equal to a simulation to the bit, and what they refuse."""
 
 import copy
+import math
 import pickle
 
 import numpy as np
@@ -81,7 +82,9 @@ class Compared(LocalEngine):
         if self.agent is None:
             network = ours.network()
             row = layout.own if layout.previous is None else layout.previous
-            parameters.load_state_(network, as_state(network, before[int(row[FIRST])]))
+            parameters.load_state_(
+                network, parameters.tensor_views(network, before[int(row[FIRST])])
+            )
             index = group.data.validation[FIRST]
             self.agent = Agent(
                 network,
@@ -94,7 +97,7 @@ class Compared(LocalEngine):
                 malicious_share=spec.malicious_share,
             )
         agent = self.agent
-        parameters.load_state_(agent.network, as_state(agent.network, before[FIRST]))
+        parameters.load_state_(agent.network, parameters.tensor_views(agent.network, before[FIRST]))
         asked = agent.select(range(1, spec.num_agents), ours.BUDGET)
 
         states, decisions, finite = super().local_aggregation_(n, states, active, deadline, on_step)
@@ -115,13 +118,6 @@ class Compared(LocalEngine):
         weights = dict(zip(theirs.ids, theirs.weights, strict=True))
         np.testing.assert_equal([decision.weights[i] for i in peers], [weights[i] for i in peers])
         return states, decisions, finite
-
-
-def as_state(network, theta):
-    shapes = parameters.shared_tensors(network)
-    parts = theta.split([tensor.numel() for tensor in shapes.values()])
-    pairs = zip(shapes.items(), parts, strict=True)
-    return {name: part.view(tensor.shape) for (name, tensor), part in pairs}
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: "")
@@ -227,6 +223,14 @@ def test_an_agent_says_once_that_too_few_models_arrived(caplog):
     assert "multi_krum with f = 1 needs 5 models" in caplog.text
 
 
+@pytest.mark.parametrize("claim", [-1, math.nan, "many"])
+def test_a_model_with_an_invalid_claim_is_refused(claim):
+    agent = Agent(linear(1.0), validation=(X, Y), method="fedcbo")
+    decision = agent.aggregate({"good": model(2.0), "bad": model(3.0)}, {"good": 5, "bad": claim})
+    assert decision.weights == {"good": 1.0}
+    assert "it claims" in decision.refused["bad"]
+
+
 def test_nobody_answers():
     network = linear(1.0)
     decision = Agent(network, validation=(X, Y)).aggregate({})
@@ -293,6 +297,11 @@ def test_numbers_to_predict():
         ({"validation": (X, Y[:2])}, DataError, "each needs one"),
         ({"validation": (X, Y), "method": "fedcb2"}, ConfigError, "fedcb2o"),
         ({"validation": (X, Y), "method": "ifca"}, ConfigError, "models"),
+        ({"validation": (X, Y), "gamma": -1.0}, ConfigError, "`gamma` must be above 0"),
+        ({"validation": (X, Y), "seed": "x"}, ConfigError, "`seed` must be a whole number"),
+        ({"validation": (X, Y), "rounds": 0}, ConfigError, "`rounds` must be a whole number"),
+        ({"validation": (X, Y), "num_samples": -2}, ConfigError, "`num_samples` must be"),
+        ({"validation": (X, Y), "malicious_share": 1.0}, ConfigError, "`malicious_share` must be"),
         ({"validation": (X, Y), "method": {"name": "fedcbo", "alpha": -1.0}}, ConfigError, "alpha"),
     ],
 )
@@ -305,6 +314,7 @@ def test_what_cannot_be(arguments, error, message):
     ("call", "message"),
     [
         (lambda agent: agent.select("ab", 0), "`budget`"),
+        (lambda agent: agent.select("ab", 1.5), "`budget`"),
         (lambda agent: agent.select([1.5], 1), "a text or a whole number"),
         (lambda agent: agent.select("aa", 1), "a name of its own"),
         (lambda agent: agent.aggregate({True: model(1.0)}), "a text or a whole number"),

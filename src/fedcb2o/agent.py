@@ -13,7 +13,7 @@ Example:
     >>> bad = {"weight": torch.full((2, 2), torch.nan), "bias": torch.zeros(2)}
     >>> decision = agent.aggregate({"clinic": good, "ward": bad})
     >>> decision.weights, decision.refused
-    ({'clinic': 1.0}, {'ward': 'its numbers are not finite, or beyond 1e+06'})
+    ({'clinic': 1.0}, {'ward': 'its model holds numbers that are not finite, or beyond 1e+06'})
 """
 
 import copy
@@ -46,12 +46,11 @@ from fedcb2o.federated import (
     RunSpec,
     algorithm2,
     algorithms,
-    is_admissible,
     losses,
-    max_abs,
     part_checks,
 )
-from fedcb2o.federated.admission import MAX_VALUE
+from fedcb2o.federated.admission import Message, rejection_reason
+from fedcb2o.federated.algorithms.parameter_checks import require
 from fedcb2o.federated.contacts import ContactTable
 from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.inference import losses_from_samples
@@ -69,7 +68,7 @@ from fedcb2o.federated.validation import ValidationOracle
 from fedcb2o.nn import network_checks, parameters
 from fedcb2o.nn.network_checks import perturbed_constants
 from fedcb2o.nn.random_evaluation import seed_if_random_
-from fedcb2o.plugins import USER_FUNCTION, PluginChoice, attribute_errors
+from fedcb2o.plugins import USER_FUNCTION, PluginChoice, attribute_errors, to_python
 from fedcb2o.user_values import to_tensor
 
 Peer = Hashable
@@ -155,6 +154,13 @@ class Agent:
     ) -> None:
         if (validation is None) == (judge is None):
             raise ConfigError("an agent needs `validation` samples or a `judge`, and not both")
+        require("seed", seed, _is_whole(seed, 0), "a whole number from 0")
+        require("rounds", rounds, _is_whole(rounds, 1), "a whole number from 1")
+        has_samples = num_samples is None or _is_whole(num_samples, 1)
+        require("num_samples", num_samples, has_samples, "a whole number from 1")
+        require("gamma", gamma, gamma > 0, "above 0")
+        is_share = 0 <= malicious_share < 1
+        require("malicious_share", malicious_share, is_share, "from 0 and below 1")
         parameters.dimension(network)
         self.network = network
         self.round = 0
@@ -189,7 +195,7 @@ class Agent:
         if judge is None:
             _check_parts(self._spec, self._validation)
         self._shortfall = Shortfall(algorithm, malicious_share)
-        self._num_samples = max(1, num_samples or len(self._validation))
+        self._num_samples = num_samples or len(self._validation)
 
     def select(self, candidates: Iterable[Peer], budget: int) -> list[Any]:
         """Select the peers to ask in this round (alg:localAggregation, line 1).
@@ -207,10 +213,9 @@ class Agent:
         Raises:
             ConfigError: The budget is below 1, or a name is invalid.
         """
-        if budget < 1:
-            raise ConfigError(f"`budget` is the number of peers to ask, from 1, got {budget}")
+        require("budget", budget, _is_whole(budget, 1), "a whole number from 1")
         ids = self._ids(candidates)
-        self._selected = (tuple(sorted(ids)), budget)
+        self._selected = (tuple(sorted(ids)), int(budget))
         group = self._group([])
         ids_asked = algorithm2.sample_peers(group, self._state.contacts[0], self.round)
         return [self._peers[id - 1] for id in ids_asked.values.tolist() if id != _SELF]
@@ -236,18 +241,20 @@ class Agent:
         names = {id: name for name, id in zip(models, self._ids(models), strict=True)}
         refused: dict[Any, str] = {}
         rows: dict[int, Float[Tensor, " d"]] = {}
+        claims: dict[int, float] = {}
         for id in sorted(names):
-            theta, reason = self._theta(models[names[id]])
+            claim = to_python((samples or {}).get(names[id], self._num_samples))
+            theta, reason = self._theta(models[names[id]], claim)
             if reason:
                 refused[names[id]] = reason
             else:
                 rows[id] = theta
+                claims[id] = float(claim)
         if self._selected is None:
             self._selected = (tuple(sorted(names)), max(1, len(names)))
 
         observed: list[_Observation] = []
         group = self._group([*rows.values()], observed)
-        claims = {id: float((samples or {}).get(names[id], self._num_samples)) for id in rows}
         oracle = None if self._judge is None else _JudgeOracle(group, self._judge)
         self._state, decisions = algorithm2.local_aggregation_(
             group,
@@ -292,14 +299,16 @@ class Agent:
         """
         try:
             memory = json.loads(bytes(state["memory"].numpy()))
+            round = int(memory["round"])
+            peers = list(memory["peers"])
             contacts = Contacts(state["contacts.ids"], state["contacts.likelihood"])
             previous = state["previous"]
         except (KeyError, ValueError, TypeError) as error:
             raise RunError(f"it is not the memory of an agent: {error!r}") from error
         if previous.shape != self._previous.shape:
             raise RunError("it is the memory of an agent with another network")
-        self.round = int(memory["round"])
-        self._peers = list(memory["peers"])
+        self.round = round
+        self._peers = peers
         self._previous = previous.to(self._previous)
         prefix = "rule."
         rule = {k.removeprefix(prefix): t for k, t in state.items() if k.startswith(prefix)}
@@ -344,8 +353,8 @@ class Agent:
             known[peer] = len(self._peers)
         return [known[peer] for peer in peers]
 
-    def _theta(self, model: Model) -> tuple[Float[Tensor, " d"], str]:
-        """Return a received model as theta, or an empty tensor and the reason to refuse it."""
+    def _theta(self, model: Model, claim: Any) -> tuple[Float[Tensor, " d"], str]:
+        """Return a received model as theta, and the reason to refuse it or an empty text."""
         own = parameters.shared_tensors(self.network)
         nothing = torch.zeros(0)
         if isinstance(model, Mapping):
@@ -372,9 +381,9 @@ class Agent:
                     f"({len(self._previous)},) and floating point"
                 )
             theta = theta.detach().to(self._previous)
-        if not is_admissible(max_abs(theta.unsqueeze(0), [0])).all():
-            return nothing, f"its numbers are not finite, or beyond {MAX_VALUE:g}"
-        return theta, ""
+        return theta, rejection_reason(
+            Message(theta, claim, self.round), dim=len(self._previous), n=self.round
+        )
 
     def _group(
         self,
@@ -445,11 +454,10 @@ class Agent:
 
     def _load(self, theta: Float[Tensor, " d"]) -> None:
         """Copy a model into the network."""
-        tensors = parameters.shared_tensors(self.network).values()
-        parts = torch.split(theta, [tensor.numel() for tensor in tensors])
+        views = parameters.tensor_views(self.network, theta)
         with torch.no_grad():
-            for tensor, part in zip(tensors, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            for name, tensor in parameters.shared_tensors(self.network).items():
+                tensor.copy_(views[name])
 
 
 class _JudgeOracle(ValidationOracle):
@@ -464,13 +472,10 @@ class _JudgeOracle(ValidationOracle):
             raise ConfigError("a criterion that changes samples needs `validation` samples")
         group = self.group
         own = group.models[0]
-        shapes = parameters.shared_tensors(group.spec.module)
         states = []
         for row in models.rows.tolist():
             theta = own.lerp(group.models[row], group.spec.algorithm.interpolation)
-            parts = torch.split(theta, [tensor.numel() for tensor in shapes.values()])
-            pairs = zip(shapes.items(), parts, strict=True)
-            states.append({name: part.view(tensor.shape) for (name, tensor), part in pairs})
+            states.append(parameters.tensor_views(group.spec.module, theta))
         with attribute_errors("judge", "judge"):
             result = self.judge(states)
         labels: Any = None
@@ -537,6 +542,11 @@ def _decision(
     )
 
 
+def _is_whole(value: Any, least: int) -> bool:
+    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_number and bool(value >= least)
+
+
 def _evaluation_copy(network: nn.Module) -> nn.Module:
     """Copy a network for evaluation; its frozen parameters stay shared."""
     frozen = {id(p): p for p in network.parameters() if not p.requires_grad}
@@ -569,7 +579,7 @@ def _validation_shard(network: nn.Module, validation: Any, has_loss: bool) -> Sh
     if not isinstance(validation, tuple | list) or len(validation) != 2:
         raise DataError("`validation` must be a pair of samples and labels, (x, y)")
     targets = validation[1]
-    numbers = has_loss and np.asarray(targets).dtype.kind == "f"
+    numbers = has_loss and to_tensor("`y` holds", targets).is_floating_point()
     x, y = input_validation.check_samples_and_labels(
         "x", validation[0], "y", targets, numbers=numbers
     )

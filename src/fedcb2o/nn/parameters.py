@@ -147,10 +147,27 @@ def bind_(module: nn.Module, theta: Float[Tensor, " d"]) -> None:
         module: A network.
         theta: A model, shape [d].
     """
+    views = tensor_views(module, theta)
+    for name, tensor in shared_tensors(module).items():
+        tensor.data = views[name]
+
+
+def tensor_views(module: nn.Module, theta: Float[Tensor, " d"]) -> dict[str, Tensor]:
+    """Return the tensors of a model by name, as views of theta.
+
+    Args:
+        module: A network.
+        theta: A model, shape [d].
+
+    Returns:
+        Tensors with the names and shapes of `shared_tensors`.
+    """
+    views = {}
     start = 0
-    for tensor in shared_tensors(module).values():
-        tensor.data = theta[start : start + tensor.numel()].view(tensor.shape)
+    for name, tensor in shared_tensors(module).items():
+        views[name] = theta[start : start + tensor.numel()].view(tensor.shape)
         start += tensor.numel()
+    return views
 
 
 def unstack_views(module: nn.Module, thetas: Float[Tensor, "m d"]) -> list[Float[Tensor, "m ..."]]:
