@@ -554,7 +554,7 @@ def _evaluation_copy(network: nn.Module) -> nn.Module:
 
 
 def _check_parts(spec: RunSpec, validation: Shard) -> None:
-    """Refuse a network or a loss that is not a function of one sample."""
+    """Check that the network and the loss are functions of one sample."""
     module = spec.module
     twin = _evaluation_copy(module)
     rows = part_checks.different_samples(validation)

@@ -51,7 +51,7 @@ def different_samples(shard: Shard) -> list[int]:
 def check_loss(
     name: str, loss: Loss, outputs: Float[Tensor, "2 *k"], targets: Shaped[Tensor, "2 *target"]
 ) -> None:
-    """Refuse a loss that is not a differentiable function of one output and its target.
+    """Check that a loss is a differentiable function of one output and its target.
 
     Args:
         name: Name of the loss in messages.

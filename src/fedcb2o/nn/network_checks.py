@@ -101,7 +101,7 @@ def check_network(
     *,
     random_evaluation: bool = False,
 ) -> None:
-    """Refuse a network whose output depends on more than parameters and one sample.
+    """Check that a network's output depends on its parameters and one sample only.
 
     Args:
         name: Name of the model in messages.
