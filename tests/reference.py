@@ -50,6 +50,7 @@ class Options:
     kappa: float = 2.0
     zeta: float = 0.5
     first_contact: Literal["average", "whole"] = "average"  # released code: whole
+    own_likelihood: Literal["every_round"] | None = None  # released code: every round
     validation_loss: Literal["samples", "batches"] = "samples"  # released code: batches
     criterion: Literal["class_loss_gap", "perturbation_gap", "average_loss", "num_samples"] = (
         "class_loss_gap"
@@ -289,6 +290,8 @@ def local_aggregations(
             for i in received:  # line 4
                 worse = max(G[i], 0.0) if gap and options.likelihood == "loss+criterion" else 0.0
                 update_likelihood(agent, i, losses[i].mean + worse)
+            if options.own_likelihood == "every_round" and j not in received:
+                update_likelihood(agent, j, losses[j].mean)
             values = {i: G[i] for i in at_hand}
             weights = consensus_weights(
                 values, Q, j, options, trusted=gap and options.own_model == "trusted"

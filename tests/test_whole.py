@@ -79,6 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
                 "own_model": "trusted",
                 "own_candidate": True,
                 "first_contact": "whole",
+                "own_likelihood": "every_round",
                 "mixing_factor": 1.0,
             },
         },

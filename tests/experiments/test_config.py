@@ -43,7 +43,11 @@ VARIANTS = {  # as docs/configuration.md has them side by side
         "alpha": 10.0,
     },
     "-held-out": {"own_candidate": False, "first_contact": "average"},
-    "-released": {"own_candidate": True, "first_contact": "whole"},
+    "-released": {
+        "own_candidate": True,
+        "first_contact": "whole",
+        "own_likelihood": "every_round",
+    },
 }
 METHODS = {
     ("", "fedcb2o"): load("digits-fedcb2o").settings()["algorithm"],  # one default for all data

@@ -117,6 +117,7 @@ ALGORITHMS = {
         "own_model": "trusted",
         "own_candidate": True,
         "first_contact": "whole",
+        "own_likelihood": "every_round",
         "mixing_factor": 1.0,
     },
     "T_G": {"name": "fedcb2o", "criterion_from_round": 2, "mixing_factor": 1.0},

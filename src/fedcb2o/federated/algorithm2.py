@@ -98,6 +98,9 @@ def local_aggregation_(
     decisions = mix_towards_consensus_(agent, A, inbox, inputs, mu)
     on_step("mix")
 
+    j, own_loss = int(agent.agents[0]), float(decisions.own_loss[0])
+    P, rule_state = track_own_likelihood(algorithm, j, P, rule_state, own_loss)
+
     return AgentState(ContactTable.from_contacts([P]), (rule_state,)), decisions
 
 
@@ -265,6 +268,32 @@ def next_likelihood(
     if algorithm.first_contact == "whole":
         return np.where(is_first, gain, average)
     return average
+
+
+def track_own_likelihood(
+    algorithm: Algorithm, j: int, P: Contacts, state: RuleState, own_loss: float
+) -> tuple[Contacts, RuleState]:
+    """Update P_n^{j,j} in every round, as the authors' released code does.
+
+    The text updates it in the rounds in which agent j samples itself. The state holds it until
+    then, because an agent that was never sampled is no contact.
+
+    Args:
+        algorithm: Settings, with kappa and zeta.
+        j: Id of the agent.
+        P: Its contacts after line 4.
+        state: State of its rule.
+        own_loss: Loss of its own model.
+
+    Returns:
+        Contacts and state after the round; both as they are without `own_likelihood`.
+    """
+    if algorithm.own_likelihood == "sampled":
+        return P, state
+    before = state.get("own_likelihood", torch.full((1,), torch.nan, dtype=torch.float64))
+    after = torch.from_numpy(next_likelihood(algorithm, before.numpy(), np.array([own_loss])))
+    likelihood = torch.where(P.ids == j, after, P.likelihood)
+    return Contacts(P.ids, likelihood), {**state, "own_likelihood": after}
 
 
 def consensus_weights(

@@ -27,6 +27,7 @@ from fedcb2o.federated.algorithm2 import (
     next_likelihood,
     recorded_losses,
     select_peers,
+    track_own_likelihood,
 )
 from fedcb2o.federated.contacts import AgentState, CandidatePeers, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
@@ -172,6 +173,14 @@ def decide(
         inbox.ids.take(positions),
         L[inbox.ids.flat_index(positions)],
     )
+    if algorithm.own_likelihood == "every_round":
+        tracked = []
+        for k, P in zip(positions.tolist(), contacts, strict=True):
+            P, rule_states[k] = track_own_likelihood(
+                algorithm, int(agents[k]), P, rule_states[k], float(decisions.own_loss[k])
+            )
+            tracked.append(P)
+        contacts = ContactTable.from_contacts(tracked)
 
     # Colluders average by numbers of samples.
     colluders = np.flatnonzero(active[agents] & is_colluding)

@@ -60,6 +60,7 @@ class KernelConfig:
 
 
 Likelihood = Literal["loss", "loss+criterion"]
+OwnLikelihood = Literal["sampled", "every_round"]
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,9 @@ class Algorithm:
         likelihood: Losses that the likelihoods count.
         interpolation: Share of the way to a received model at which losses are computed, in (0, 1].
         first_contact: "whole" takes the first likelihood of a peer without averaging.
+        own_likelihood: "every_round" updates an agent's likelihood of asking itself in every round.
         keeps_previous: The rule or the criterion reads the model before the round.
-        is_stateful: The rule keeps a state from round to round.
+        is_stateful: A rule state is kept from round to round.
         validate_budget: Raises ConfigError for a budget that the rule does not admit.
         clusters: Models of IFCA and DFCA; None for other algorithms.
     """
@@ -136,6 +138,7 @@ class Algorithm:
     likelihood: Likelihood = "loss"
     interpolation: float = 1.0
     first_contact: str = "average"
+    own_likelihood: OwnLikelihood = "sampled"
     keeps_previous: bool = False
     is_stateful: bool = False
     validate_budget: Callable[[int], None] | None = None

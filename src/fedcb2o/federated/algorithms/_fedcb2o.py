@@ -36,7 +36,7 @@ from fedcb2o.federated.aggregation.gram_matrix import relative_distances
 from fedcb2o.federated.algorithms.parameter_checks import require, require_mixing_factor
 from fedcb2o.federated.criteria.standard_errors import standard_error_of_mean
 from fedcb2o.federated.plugin_outputs import validated_criterion
-from fedcb2o.federated.run_spec import Algorithm, Likelihood
+from fedcb2o.federated.run_spec import Algorithm, Likelihood, OwnLikelihood
 from fedcb2o.federated.types import (
     Criterion,
     CriterionInput,
@@ -79,15 +79,16 @@ def fedcb2o(
     zeta: float = 0.5,
     likelihood: Likelihood = "loss",
     first_contact: Literal["average", "whole"] = "average",
+    own_likelihood: OwnLikelihood | None = None,
     lambda1: float = 10.0,
     mixing_factor: float | Literal["lambda1*gamma"] = "lambda1*gamma",
 ) -> Algorithm:
     """Aggregate by the consensus point of a robustness criterion (FedCB2O).
 
     The defaults are the paper's text. The authors' released code has own_model = "trusted",
-    own_candidate = true, first_contact = "whole", mixing_factor = 1 and alpha = 2. The exact
-    consensus point (eq:clustered_csp) has selection = "everyone", own_model = "judged" and a
-    `beta`.
+    own_candidate = true, first_contact = "whole", own_likelihood = "every_round", mixing_factor = 1
+    and alpha = 2. The exact consensus point (eq:clustered_csp) has selection = "everyone",
+    own_model = "judged" and a `beta`.
 
     Args:
         criterion: Robustness criterion G.
@@ -117,6 +118,9 @@ def fedcb2o(
         likelihood: Likelihoods count the "loss" L, or "loss+criterion", L + max(G, 0) (beyond the
             paper).
         first_contact: "whole" takes a peer's first likelihood without averaging.
+        own_likelihood: Rounds in which P_n^{j,j}, the agent's likelihood of asking itself, is
+            updated: "sampled", the default, those in which it samples itself; "every_round", as in
+            the released code.
         lambda1: lambda1, the drift towards the consensus point, above 0 (line 7).
         mixing_factor: Factor in eq:local_agg_update, above 0 and at most 1; by default
             lambda1 * gamma.
@@ -168,7 +172,9 @@ def fedcb2o(
         likelihood=likelihood,
         interpolation=interpolation,
         first_contact=first_contact,
+        own_likelihood=own_likelihood or "sampled",
         keeps_previous=min_distance is not None,
+        is_stateful=own_likelihood == "every_round",
     )
 
 
