@@ -1,27 +1,30 @@
 # Every target sets up what it needs in .venv, once; nothing outside this directory is touched.
 PYTHON ?= python3
 BIN := .venv/bin
+CORE := .venv/.core
 STAMP := .venv/.installed
 DOCS := .venv/.docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --constraint constraints.txt --no-build-isolation
 
 .PHONY: help install demo demo-peers test slow hostile inputs typecheck-runtime lint format docs linkcheck wheel clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
 
-install: $(STAMP) ## Make the virtual environment .venv, with all pinned packages
+install: $(STAMP) ## Make the virtual environment .venv with all pinned packages, for development
 
 # FedCBO with the paper's alpha, with that of the other presets, and with nothing held out, as FedCB2O has it by default;
 # the same with validation data held out, by the text to the letter, and as released. Each seed draws its own test images.
 DEMO := $(addprefix digits-,fedcbo-alpha10 fedcbo fedcbo-70 oracle-min oracle-max \
 	fedcb2o fedcb2o-held-out fedcb2o-paper fedcb2o-released)
-demo: $(STAMP) ## Run the main job on scikit-learn's digits: a table, and figures in runs/demo-report
+demo: $(CORE) ## Run the main job on scikit-learn's digits: a table, and figures in runs/demo-report
 	rm -rf runs/demo runs/demo-report
 	$(BIN)/fedcb2o run $(DEMO) --seeds 0-9 --set evaluate_on=redrawn --out runs/demo
 	$(BIN)/fedcb2o report $(patsubst %,runs/demo/%,$(DEMO)) --out runs/demo-report
 
-demo-peers: $(STAMP) ## Run eight organisations on this machine, three of them hostile: what became of each, in a minute
+demo-peers: $(CORE) ## Run eight organisations on this machine, three of them hostile, for a minute
+	$(INSTALL) --quiet --editable '.[peer]'
 	rm -rf runs/peers-demo
 	$(BIN)/fedcb2o peer demo
 
@@ -75,21 +78,26 @@ clean: ## Remove .venv, what the demos wrote, and all caches
 	rm -rf .venv runs/demo runs/demo-report runs/peers-demo dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name .git -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-# No stamp, no trust: an environment whose set-up was cut short is made anew, since pip takes a half-copied package
-# for a whole one. With a stamp that is merely old, only what changed is installed.
-$(STAMP): pyproject.toml constraints.txt
-	@if [ ! -f $@ ]; then \
+# Without a stamp the set-up was cut short, and pip takes a half-copied package for a whole one: the environment is made
+# anew. With an old stamp, only what changed is installed.
+$(CORE): pyproject.toml constraints.txt
+	@if [ ! -f $(CORE) ] && [ ! -f $(STAMP) ]; then \
 		command -v "$(PYTHON)" >/dev/null || { \
 			echo "fedcb2o needs Python 3.11 or newer, and there is no $(PYTHON): name yours, as in make PYTHON=python3.12" >&2; exit 1; }; \
 		"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 			echo "fedcb2o needs Python 3.11 or newer, and $(PYTHON) is $$("$(PYTHON)" --version 2>&1): name another, as in make PYTHON=python3.12" >&2; exit 1; }; \
 		"$(PYTHON)" -m venv --clear .venv; \
 	fi
-	@rm -f $@
+	@rm -f $(CORE) $(STAMP)
 	$(PIP) install --constraint constraints.txt hatchling
-	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
-	@touch $@
+	$(INSTALL) --editable .
+	@touch $(CORE)
+
+$(STAMP): $(CORE)
+	@rm -f $(CORE)
+	$(INSTALL) --editable '.[dev]'
+	@touch $(CORE) $(STAMP)
 
 $(DOCS): $(STAMP)
-	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,docs]'
+	$(INSTALL) --editable '.[dev,docs]'
 	@touch $@

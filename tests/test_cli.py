@@ -8,8 +8,10 @@ import subprocess
 import sys
 import textwrap
 import time
+import tomllib
 from importlib.metadata import version
 
+import pandas as pd
 import pytest
 import tomli_w
 
@@ -20,7 +22,7 @@ from fedcb2o.experiments.config.tables import presets
 from tests.tiny import ENVIRONMENT, FEDCB2O, bits, command, here, tiny, write
 
 COMMANDS = {
-    "": "run bench compare report track presets schema minimize data peer --install-completion",
+    "": "run bench compare report track new presets schema minimize data peer --install-completion",
     "run": "--set --seeds --out --data-dir --workers --track --resume --clean-twin Example:",
     "bench": "GRID --list --out --jobs --data-dir --resume Example:",
     "compare": "{RUN}... --over",
@@ -45,6 +47,34 @@ def test_help_reads_well(command):
     for word in ("Usage: fedcb2o", "--help", *COMMANDS[command].split()):
         assert word in done.out
     assert here(*words, "-h").out == done.out
+
+
+def test_flags_are_shown_as_flags_and_rare_options_apart():
+    text = here("run", "--help").out
+    assert "<bool>" not in text
+    assert "Rarely needed" in text
+    assert len(text.splitlines()) <= 40
+
+
+def test_new_writes_an_experiment_that_runs_as_it_is_from_toml_and_python(tmp_path, monkeypatch):
+    assert here("new", str(tmp_path)).status == 0
+    assert "exists: choose another folder" in here("new", str(tmp_path)).one_line()
+    monkeypatch.chdir(tmp_path)
+    text = (tmp_path / "mine.toml").read_text().replace("rounds = 15", "rounds = 2")
+    (tmp_path / "mine.toml").write_text(text)
+    assert here("run", "mine.toml", "--seeds", "0", "--quiet").status == 0
+
+    settings = tomllib.loads(text) | {"name": "mine", "seeds": [0]}
+    run = fedcb2o.run(settings, out="python")
+    columns = ["round", "agent", "accuracy"]
+    pd.testing.assert_frame_equal(
+        run.records[columns], fedcb2o.Run("runs/mine").records[columns], check_exact=True
+    )
+
+
+def test_a_parameter_of_another_algorithm_names_it(tmp_path):
+    words = ("run", "digits-fedcbo", "--set", "algorithm.rule=krum", "--out", str(tmp_path))
+    assert "It is a parameter of `by_rule`" in here(*words).one_line()
 
 
 def test_a_signal_is_obeyed_again_a_few_seconds_after_a_swallowed_one(monkeypatch):

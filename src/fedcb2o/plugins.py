@@ -389,7 +389,7 @@ def bind(
             has = " It has none (parameters are keyword-only arguments)"
             if valid:
                 has = f" It has: {', '.join(valid)}"
-            hint = did_you_mean(name, valid) or has
+            hint = _having_parameter(name, function) or did_you_mean(name, valid) or has
             raise ConfigError(f"{kind} `{function_name}` has no parameter `{name}`.{hint}")
 
     checked = {}
@@ -413,6 +413,21 @@ def bind(
                 f"{kind} `{function_name}`: `{name}` = {got:.200}: {reason}"
             ) from error
     return checked
+
+
+def _having_parameter(name: str, function: PluginFunction) -> str:
+    """Return ' It is a parameter of `x`.' for the built-in functions beside `function`."""
+    module = str(getattr(getattr(function, "func", function), "__module__", ""))
+    package = sys.modules.get(module.rpartition(".")[0])
+    siblings = {other: getattr(package, other) for other in getattr(package, "__all__", ())}
+    having = [
+        f"`{other}`"
+        for other, sibling in siblings.items()
+        if callable(sibling) and name in parameters(sibling)
+    ]
+    if not having or len(having) > 3:
+        return ""
+    return f" It is a parameter of {' and '.join(having)}: is this the `name` that you want?"
 
 
 def resolve_and_bind(

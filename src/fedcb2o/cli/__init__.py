@@ -11,8 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from fedcb2o.cli import configurations, data, peers, runs
+from fedcb2o.cli.help_format import Command, Group
 from fedcb2o.cli.log_output import set_verbosity, stderr_logging
 from fedcb2o.cli.minimize import command
+from fedcb2o.cli.new import new
 from fedcb2o.cli.signals import SignalGuard
 from fedcb2o.errors import FedCB2OError
 from fedcb2o.parallel import _resources
@@ -22,6 +24,7 @@ _INTERRUPT_STATUS = 130  # typer's result of Ctrl-C
 
 app = typer.Typer(
     name="fedcb2o",
+    cls=Group,
     help="Federated learning without a server, robust against participants that attack it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -33,18 +36,22 @@ for _function in (
     runs.compare,
     runs.report,
     runs.track,
+    new,
     configurations.presets,
     configurations.schema,
     command.minimize,
 ):
-    app.command()(_function)
+    app.command(cls=Command)(_function)
 
-_data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
+_data_app = typer.Typer(cls=Group, help="Get data sets.", no_args_is_help=True)
 for _download in (data.emnist, data.mnist, data.fashion_mnist, data.cifar10):
-    _data_app.command(_download.__name__)(_download)  # with underscores, as in a configuration
+    _data_app.command(_download.__name__, cls=Command)(
+        _download
+    )  # with underscores, as in a configuration
 app.add_typer(_data_app, name="data")
 
 _peer_app = typer.Typer(
+    cls=Group,
     help="Train with other organisations, one process each.",
     no_args_is_help=True,
     callback=peers.require_extra,
@@ -61,7 +68,7 @@ for _step in (
     peers.proof,
     peers.demo,
 ):
-    _peer_app.command()(_step)
+    _peer_app.command(cls=Command)(_step)
 app.add_typer(_peer_app, name="peer")
 
 # The class of click, or of the copy of click in typer, which does not export it.

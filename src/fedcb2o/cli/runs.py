@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fedcb2o.cli import completion
 from fedcb2o.cli.configurations import print_descriptions
+from fedcb2o.cli.help_format import RARE
 from fedcb2o.cli.log_output import is_quiet, is_verbose, set_verbosity
 from fedcb2o.errors import ConfigError
 
@@ -43,22 +44,17 @@ def _validate_cluster_address(value: str | None) -> str | None:
 
 _ChangesOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Change a setting, such as algorithm.alpha=2. Repeatable.",
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting. Repeatable."),
 ]
 _SeedsOption = Annotated[
-    str | None, typer.Option(help="Seeds, such as 0,1,2 or 0-19. Default: those of the file.")
+    str | None, typer.Option(metavar="SEEDS", help="Seeds, such as 0,1,2 or 0-19.")
 ]
-_DataDirOption = Annotated[Path | None, typer.Option(help="Folder with the files of the data set.")]
+_DataDirOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Folder of the data files.")
+]
 _DeviceOption = Annotated[
     str | None,
-    typer.Option(
-        help="Device of models and data: cpu, cuda, cuda:1, mps, ... Default: that of the file, or "
-        "cpu."
-    ),
+    typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1 or mps. Default: cpu."),
 ]
 _ClusterOption = Annotated[
     str | None,
@@ -66,8 +62,8 @@ _ClusterOption = Annotated[
         metavar="[ADDRESS]",
         callback=_validate_cluster_address,
         is_eager=True,
-        help="Run seeds, or cells, by Ray: on this machine, on its cluster (auto), or on the "
-        "cluster with its head at HOST:PORT.",
+        help="Run by Ray: here, auto, or HOST:PORT.",
+        rich_help_panel=RARE,
     ),
 ]
 _TrackOption = Annotated[
@@ -75,13 +71,11 @@ _TrackOption = Annotated[
     typer.Option(
         metavar="TRACKER",
         autocompletion=completion.trackers,
-        help="Copy the records, as they are written, to tensorboard or mlflow in the folder of the "
-        "run, or to tensorboard=DIR or mlflow=URI. Repeatable.",
+        help="Show in tensorboard[=DIR] or mlflow[=URI].",
+        rich_help_panel=RARE,
     ),
 ]
-_QuietOption = Annotated[
-    bool, typer.Option("--quiet", help="Print results and errors only, without progress.")
-]
+_QuietOption = Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")]
 _RunsArgument = Annotated[
     list[Path], typer.Argument(metavar="RUN", help="Folders of runs.", show_default=False)
 ]
@@ -101,43 +95,44 @@ def run(
     seeds: _SeedsOption = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of the run, or of the folders of several runs. Default: runs/NAME."
-        ),
+        typer.Option(metavar="DIR", help="Folder of the results. Default: runs/NAME."),
     ] = None,
     data_dir: _DataDirOption = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of processes. Default: by work, processors and memory."),
+        typer.Option(min=1, metavar="NUMBER", help="Processes.", rich_help_panel=RARE),
     ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory, such as 24GiB or 24G (1024^3 bytes each), or 24GB (1000^3); models "
-            "beyond it go to disk. Default: the free memory.",
+            help="Memory, such as 24GiB. Models beyond it go to disk.",
+            rich_help_panel=RARE,
         ),
     ] = None,
     device: _DeviceOption = None,
     cluster: _ClusterOption = None,
     blocks: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of groups in which the agents of a seed go to a cluster."),
+        typer.Option(
+            min=1, metavar="NUMBER", help="Groups of agents on a cluster.", rich_help_panel=RARE
+        ),
     ] = None,
     track: _TrackOption = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the last checkpoint.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print the choices for this machine.")
+        bool,
+        typer.Option("--verbose", help="Print the choices for this machine.", rich_help_panel=RARE),
     ] = False,
     quiet: _QuietOption = False,
     clean_twin: Annotated[
         bool,
         typer.Option(
             "--clean-twin",
-            help="Also run each attacked experiment with malicious agents that train on true "
-            "labels, in NAME-clean: the net attack success is the difference.",
+            help="Also run without the attack, in NAME-clean.",
+            rich_help_panel=RARE,
         ),
     ] = False,
 ) -> list[Path]:
@@ -262,10 +257,12 @@ def bench(
     changes: _ChangesOption = None,
     seeds: _SeedsOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the grid. Default: runs/NAME.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the results. Default: runs/NAME."),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Number of processes. Default: one per processor.")
+        int | None,
+        typer.Option(min=1, metavar="NUMBER", help="Processes. Default: one per processor."),
     ] = None,
     data_dir: _DataDirOption = None,
     device: _DeviceOption = None,

@@ -172,7 +172,7 @@ class AgentsSection(Section):
         key_field(
             "training samples of a malicious agent. All samples of a cluster together must not "
             "exceed the pool",
-            default="needed where agents share out a pool",
+            default="as many as a benign agent",
         ),
     ] = None
     skew: Annotated[

@@ -403,17 +403,15 @@ def samples_per_agent(experiment: Experiment) -> tuple[int, int]:
         The samples of a benign agent, and of a malicious one.
 
     Raises:
-        ConfigError: If a number is missing.
+        ConfigError: If `benign_samples` is missing.
     """
     benign = experiment.agents.benign_samples
-    malicious = experiment.agents.malicious_samples
-    if benign is None or (malicious is None and experiment.agents.malicious):
-        key = "benign" if benign is None else "malicious"
+    if benign is None:
         raise ConfigError(
-            f"the key `agents.{key}_samples` is missing: the number of samples of the data set's "
-            "pool that such an agent holds (only data with owners need none)"
+            "the key `agents.benign_samples` is missing: the number of samples of the data set's "
+            "pool that a benign agent holds (only data with owners need none)"
         )
-    return benign, malicious or 1
+    return benign, experiment.agents.malicious_samples or benign
 
 
 def max_samples(experiment: Experiment, dataset: Dataset) -> int:

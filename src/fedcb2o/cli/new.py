@@ -1,0 +1,32 @@
+"""The command for an experiment of one's own: new."""
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedcb2o.errors import ConfigError
+
+_FILES = ("mine.py", "mine.toml")
+
+
+def new(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of the files.", show_default=False)
+    ],
+) -> Path:
+    """Write a small experiment of your own: mine.py and mine.toml, which run as they are.
+
+    Example: fedcb2o new lab && cd lab && fedcb2o run mine.toml
+    """
+    for name in _FILES:
+        if (folder / name).exists():
+            raise ConfigError(f"{folder / name} exists: choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    templates = resources.files("fedcb2o") / "cli" / "templates"
+    for name in _FILES:
+        (folder / name).write_text((templates / f"{name}.txt").read_text("utf-8"), "utf-8")
+    print(f"Wrote {folder / 'mine.py'} and {folder / 'mine.toml'}. Next:")
+    print(f"cd {folder} && fedcb2o run mine.toml && fedcb2o report runs/mine")
+    return folder
