@@ -220,7 +220,7 @@ def test_pre_steps(name, pre_step):
     )
 
 
-POISONED = {"boosting", "echo", "gap_aware", "slow_drift"}
+POISONED = {"boosting", "echo", "gap_aware", "neurotoxin", "slow_drift"}
 
 
 ON_MODELS = [name for name in attacks.__all__ if hasattr(getattr(attacks, name), "threat")]

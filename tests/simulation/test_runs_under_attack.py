@@ -20,11 +20,13 @@ NEEDED = {
     "clean_label": {"target": 3},
     "blended": {"target": 3},
     "signal": {"target": 3},
+    "edge_case": {"target": 3},
     "rarest_flip": {"target": 3},
     "spread_flip": {"target": 3},
     "boosting": {"data": FLIP},
     "echo": {"data": FLIP},
     "gap_aware": {"data": FLIP},
+    "neurotoxin": {"data": FLIP},
     "slow_drift": {"data": FLIP},
 }
 
@@ -35,7 +37,7 @@ TEAM = {"benign": 2, "malicious": 2, "benign_samples": 20, "malicious_samples": 
 FLIPS = {"label_flip", "label_flips"}
 
 
-ON_TARGET = {"backdoor", "blended", "clean_label", "rarest_flip", "signal", "spread_flip"}
+ON_TARGET = {"backdoor", "blended", "clean_label", "edge_case", "rarest_flip", "signal", "spread_flip"}
 
 
 ON_DATA = FLIPS | ON_TARGET | {"feature_noise", "random_labels", "shifted_labels"}
@@ -53,7 +55,7 @@ def test_each_attack_runs(tmp_path, name):
     assert done.complete
     benign = done.records[~done.records.malicious]
     assert benign.accuracy.notna().all()
-    flips = name in FLIPS | {"boosting", "echo", "gap_aware", "slow_drift"}
+    flips = name in FLIPS | {"boosting", "echo", "gap_aware", "neurotoxin", "slow_drift"}
     assert benign.source_accuracy.notna().all() == flips
     assert benign.attack_success_rate.notna().all() == (flips or name in ON_TARGET)
     assert ("craft" in done.timing) == (name not in ON_DATA)

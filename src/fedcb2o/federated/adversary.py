@@ -145,6 +145,17 @@ class AttackView:
         """
         return self._models("benign", cluster)
 
+    def benign_ids(self, cluster: int | None = None) -> list[int]:
+        """Return the ids of the benign agents of a cluster, in the order of `benign`.
+
+        Args:
+            cluster: The cluster; None for the attacker's own.
+
+        Returns:
+            Their ids.
+        """
+        return list(self._ids_of("benign", self.cluster if cluster is None else cluster))
+
     def model_of(self, receiver: int) -> Float[Tensor, " d"]:
         """Return the model that one benign agent trained.
 

@@ -84,7 +84,9 @@ class Shortfall:
             self._rule = keywords["rule"]
             self._pre_step = keywords["pre_step"]
             own_rows = base.signature_of(self._rule).own_rows
-            self._num_own = int(keywords["own_model"] == "judged" and "own" not in own_rows)
+            adds_own = keywords["own_model"] == "judged" and "own" not in own_rows
+            mixes_own = self._pre_step and "own" in base.signature_of(self._pre_step).own_rows
+            self._num_own = int(adds_own or bool(mixes_own))
 
     def add(self, batches: Sequence[Decisions], is_counted: Bool[np.ndarray, " N"]) -> None:
         """Count one round.

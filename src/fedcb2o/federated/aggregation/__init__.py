@@ -15,6 +15,9 @@ Example:
 """
 
 from fedcb2o.federated.aggregation._flame import flame
+from fedcb2o.federated.aggregation._flanders import filter_models as filter_models
+from fedcb2o.federated.aggregation._flanders import flanders
+from fedcb2o.federated.aggregation._flanders import replace_rejected as replace_rejected
 from fedcb2o.federated.aggregation._foolsgold import foolsgold
 from fedcb2o.federated.aggregation._lfighter import lfighter
 from fedcb2o.federated.aggregation._lightyear import lightyear
@@ -52,22 +55,26 @@ from fedcb2o.federated.aggregation.own_model_rules import (
 )
 from fedcb2o.federated.aggregation.sample_average import by_num_samples
 from fedcb2o.federated.aggregation.sample_average import sample_weights as sample_weights
+from fedcb2o.federated.aggregation.spread_rules import caf, mda, smea
 
 __all__ = [
     "balance",
     "bulyan",
     "by_num_samples",
+    "caf",
     "centred_clipping",
     "clipped_gossip",
     "coordinate_median",
     "cs_plus",
     "flame",
+    "flanders",
     "fltrust",
     "foolsgold",
     "geometric_median",
     "krum",
     "lfighter",
     "lightyear",
+    "mda",
     "meamed",
     "mean",
     "monna",
@@ -75,6 +82,7 @@ __all__ = [
     "norm_clipping",
     "sageflow",
     "sentinel",
+    "smea",
     "trimmed_mean",
     "ubar",
     "wfagg",

@@ -227,15 +227,33 @@ def gram_and_mixing(
     if mixing is None:
         return g, None
 
-    num_peers = len(rows) - num_own
+    num_peers = num_mixed_rows(rule, mixing, len(rows))
     if callable(mixing):
         p = validated_mixing(mixing, mixing(g[:num_peers, :num_peers].clone()), num_peers)
     else:
         p = mixing.double()
-    whole = torch.zeros(len(p) + num_own, len(rows), dtype=torch.float64)
+    num_kept = len(rows) - num_peers
+    whole = torch.zeros(len(p) + num_kept, len(rows), dtype=torch.float64)
     whole[: len(p), :num_peers] = p
-    whole[len(p) :, num_peers:] = torch.eye(num_own)
+    whole[len(p) :, num_peers:] = torch.eye(num_kept)
     return g, whole
+
+
+def num_mixed_rows(rule: Callable[..., Any], mixing: PreAggregation, num_rows: int) -> int:
+    """Return the number of rows that a pre-aggregation step gets.
+
+    Args:
+        rule: A robust rule, its keywords bound or not.
+        mixing: The step.
+        num_rows: Number of the rule's rows.
+
+    Returns:
+        All rows except the rule's own rows at the end. A step about the agent's own model also gets
+        that model.
+    """
+    own_rows = signature_of(rule).own_rows
+    needs_own = callable(mixing) and "own" in signature_of(mixing).own_rows
+    return num_rows - len(own_rows) + ("own" in own_rows and needs_own)
 
 
 def _entries_to_compute(
@@ -322,7 +340,7 @@ def apply(
     models, rows = _checked_models(models, rows)
     fit = _clip_and_warn if clip_f else _require_count
     if callable(mixing):
-        mixing = fit(mixing, len(rows) - len(signature_of(rule).own_rows))
+        mixing = fit(mixing, num_mixed_rows(rule, mixing, len(rows)))
     g, p = gram_and_mixing(rule, models, rows, mixing)
     rule = fit(rule, len(rows) if p is None else len(p))
     outcome = evaluate_rule(rule, g, *extra, p=p)

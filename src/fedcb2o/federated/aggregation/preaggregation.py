@@ -1,7 +1,8 @@
 """Pre-aggregation steps: matrices P that mix models before a robust rule.
 
 The rule works on the rows of P X, where P is [j, m]. A step is a function of the Gram matrix, or of
-the number m of models and a generator.
+the number m of models and a generator. Clipping needs an origin: a step whose signature has the own
+row "own" gets the agent's own model as the last of the m models.
 
 Example:
     >>> import torch
@@ -18,9 +19,10 @@ from torch import Tensor
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregation.base import rule_signature, validate_byzantine_count
 from fedcb2o.federated.aggregation.coordinatewise import half_minus_one
-from fedcb2o.federated.aggregation.gram_rules import squared_distances
+from fedcb2o.federated.aggregation.gram_rules import require_positive, squared_distances
+from fedcb2o.federated.aggregation.own_model_rules import clip_factors
 
-__all__ = ["bucketing", "nnm"]
+__all__ = ["arc", "bucketing", "clipping", "nnm"]
 
 
 @rule_signature("gram", max_byzantine=half_minus_one)
@@ -70,3 +72,57 @@ def bucketing(m: int, draw: np.random.Generator, *, size: int = 2) -> Float[Tens
     matrix = torch.zeros(-(-m // size), m, dtype=torch.float64)
     matrix[torch.arange(m) // size, order] = 1.0
     return matrix / matrix.sum(1, keepdim=True)
+
+
+@rule_signature("gram", own_rows=("own",))
+def clipping(gram: Float[Tensor, "m m"], *, radius: float = 2.0) -> Float[Tensor, "m m"]:
+    """Clip each model's difference to the agent's own model to a fixed norm.
+
+    Replaces x_j by x + min(1, radius / ||x_j - x||) (x_j - x), where x is the agent's own model.
+
+    Args:
+        gram: Gram matrix, shape [m, m]; the agent's own model is last.
+        radius: Largest norm of a difference, above 0.
+
+    Returns:
+        The mixing matrix, shape [m, m].
+
+    Raises:
+        ConfigError: `radius` is not above 0.
+    """
+    require_positive("radius", radius)
+    return _clipping_matrix(squared_distances(gram)[-1, :-1], radius)
+
+
+@rule_signature("gram", own_rows=("own",), max_byzantine=half_minus_one)
+def arc(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, "m m"]:
+    """Clip the largest differences to the agent's own model (adaptive robust clipping).
+
+    Of n = m - 1 other models, the floor(2 f (n - f) / n) farthest are clipped to the distance of
+    the next one. Allouah, Guerraoui, Gupta, Jellouli, Rizk and Stephan, "Adaptive gradient clipping
+    for robust federated learning" (ICLR 2025), who clip gradients about 0. Needs m >= 2 f + 1.
+
+    Args:
+        gram: Gram matrix, shape [m, m]; the agent's own model is last.
+        f: Number of attackers to assume.
+
+    Returns:
+        The mixing matrix, shape [m, m].
+    """
+    n = len(gram) - 1
+    f = validate_byzantine_count(arc, f, n + 1)
+    squared = squared_distances(gram)[-1, :-1]
+    if n == 0:
+        return torch.ones(1, 1, dtype=torch.float64)
+    num_clipped = 2 * f * (n - f) // n
+    radius = float(squared.sort().values[n - num_clipped - 1]) ** 0.5
+    return _clipping_matrix(squared, radius)
+
+
+def _clipping_matrix(squared: Float[Tensor, " n"], radius: float) -> Float[Tensor, "m m"]:
+    """Return the matrix that clips differences to the last model, from their squared norms."""
+    factors = clip_factors(squared, radius)
+    matrix = torch.eye(len(squared) + 1, dtype=torch.float64)
+    matrix.diagonal()[:-1] = factors
+    matrix[:-1, -1] = 1 - factors
+    return matrix

@@ -65,7 +65,9 @@ def apply_robust_rule(
     f = math.ceil(inputs.context.malicious_share * len(inputs.received.ids) - 1e-9)
     mixing = None
     if pre_step is not None:
-        mixing = _preaggregation(pre_step, f, len(rows) - len(own_rows), inputs)
+        mixing = _preaggregation(
+            pre_step, f, base.num_mixed_rows(rule, pre_step, len(rows)), inputs
+        )
     g, p = base.gram_and_mixing(rule, inputs.models, rows, mixing)
     rule = with_byzantine_count(rule, f, len(rows) if p is None else len(p))
 

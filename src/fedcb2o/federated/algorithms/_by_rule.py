@@ -65,6 +65,12 @@ def by_rule(
         raise ConfigError(
             f"a `pre_step` mixes models, and the rule reads {min(inputs)} of each single model"
         )
+    has_own = own_model != "excluded" or "own" in base.signature_of(resolved).own_rows
+    if mixing is not None and "own" in base.signature_of(mixing).own_rows and not has_own:
+        raise ConfigError(
+            f"the pre-step `{base.rule_name(mixing)}` clips about the agent's own model, which "
+            '`own_model` = "excluded" leaves out'
+        )
     if needs_losses is None:
         reads_losses = bool({"losses", "entropies"} & inputs)
         ignores_losses = (_selections.uniform, _selections.everyone)

@@ -2,7 +2,8 @@
 
 - An attack on data is a function `(shard, draw) -> shard`: see `data_poisoning`.
 - An attack on models declares its knowledge with `knows`. It is a function `(view, draw) -> model`,
-  or one model per receiver: see `model_poisoning` and `per_receiver`.
+  or one model per receiver: see `model_poisoning`, `rule_attacks`, `poisoned_models` and
+  `per_receiver`.
 
 Further arguments are keywords. A configuration names an attack by a name in `__all__`, or a user's
 own by "package.module:function".
@@ -13,6 +14,7 @@ from fedcb2o.federated.attacks.data_poisoning import (
     backdoor,
     blended,
     clean_label,
+    edge_case,
     feature_noise,
     label_flip,
     label_flips,
@@ -27,7 +29,6 @@ from fedcb2o.federated.attacks.model_poisoning import (
     alie,
     boosting,
     free_rider,
-    gap_aware,
     gaussian_noise,
     hybrid_sparse,
     ipm,
@@ -37,9 +38,21 @@ from fedcb2o.federated.attacks.model_poisoning import (
     not_finite,
     random_model,
     sign_flip,
-    slow_drift,
 )
-from fedcb2o.federated.attacks.per_receiver import dissensus, echo, equivocation, spectral
+from fedcb2o.federated.attacks.per_receiver import (
+    dissensus,
+    echo,
+    equivocation,
+    spectral,
+    user_isolation,
+)
+from fedcb2o.federated.attacks.poisoned_models import gap_aware, neurotoxin, slow_drift
+from fedcb2o.federated.attacks.rule_attacks import (
+    fang_krum,
+    fang_trimmed_mean,
+    optimal_alie,
+    optimal_ipm,
+)
 
 __all__ = [
     "alie",
@@ -49,7 +62,10 @@ __all__ = [
     "clean_label",
     "dissensus",
     "echo",
+    "edge_case",
     "equivocation",
+    "fang_krum",
+    "fang_trimmed_mean",
     "feature_noise",
     "free_rider",
     "gap_aware",
@@ -61,7 +77,10 @@ __all__ = [
     "mimic",
     "min_max",
     "min_sum",
+    "neurotoxin",
     "not_finite",
+    "optimal_alie",
+    "optimal_ipm",
     "random_labels",
     "random_model",
     "rarest_flip",
@@ -71,4 +90,5 @@ __all__ = [
     "slow_drift",
     "spectral",
     "spread_flip",
+    "user_isolation",
 ]

@@ -23,10 +23,12 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated.attacks.triggers import (
     Corner,
     Pattern,
+    Style,
     blend,
     patch,
     set_pixels,
     trigger_pixels,
+    unusual,
     waves,
 )
 from fedcb2o.plugins import Declaration, F
@@ -35,6 +37,7 @@ __all__ = [
     "backdoor",
     "blended",
     "clean_label",
+    "edge_case",
     "feature_noise",
     "label_flip",
     "label_flips",
@@ -356,6 +359,40 @@ def blended(
     """
     selected = _select_samples(shard, draw, share)
     return _poison(shard, selected, blend(shard.x, opacity=opacity, number=number), target)
+
+
+@triggered_by(unusual)
+def edge_case(
+    shard: Shard,
+    draw: np.random.Generator,
+    *,
+    target: int,
+    share: float = 0.5,
+    style: Style = "negative",
+) -> Shard:
+    """Turn random samples into unusual images and label them as class `target`.
+
+    Images in the tail of the distribution are rare in the data of benign agents, so that benign
+    training hardly corrects their labels. Wang, Sreenivasan, Rajput, Vishwakarma, Agarwal, Sohn, Lee
+    and Papailiopoulos, "Attack of the Tails: Yes, You Really Can Backdoor Federated Learning"
+    (NeurIPS 2020). They take such images from another data set; here they are made from the agent's
+    own.
+
+    Args:
+        shard: The agent's samples.
+        draw: Source of randomness.
+        target: New label.
+        share: Probability that a sample is changed, from 0 to 1.
+        style: "negative" exchanges black and white, "mirrored" left and right.
+
+    Returns:
+        The poisoned samples.
+
+    Raises:
+        ConfigError: The samples are not images.
+    """
+    selected = _select_samples(shard, draw, share)
+    return _poison(shard, selected, unusual(shard.x, style=style), target)
 
 
 def _poison(shard: Shard, selected: Bool[Tensor, " n"], marked: Tensor, target: int) -> Shard:

@@ -29,7 +29,6 @@ __all__ = [
     "alie",
     "boosting",
     "free_rider",
-    "gap_aware",
     "gaussian_noise",
     "hybrid_sparse",
     "ipm",
@@ -39,7 +38,6 @@ __all__ = [
     "not_finite",
     "random_model",
     "sign_flip",
-    "slow_drift",
 ]
 
 Direction = Literal["std", "unit", "sign"]
@@ -364,80 +362,6 @@ def hybrid_sparse(
         drift_square = float(drift.double().square().sum())
         z = math.sqrt(margin / drift_square) if margin > 0 and drift_square > 0 else 0.0
     return mean - strong - z * drift
-
-
-# Attacks on FedCB2O, by agents that know L and G. They need poisoned data.
-
-
-@knows("benign", on_poisoned_data=True)
-def gap_aware(
-    view: AttackView, draw: np.random.Generator, *, bound: float = 0.1, halvings: int = 8
-) -> Float[Tensor, " d"]:
-    """Publish as much of the poisoned model as keeps G below a bound.
-
-    Bisection finds the largest t at which the class-loss gap of m + t (own - m) to m is at most the
-    bound (eq:robust_criterion_G_LF). m is the mean of the benign models, and the gap is measured on
-    the attacker's own clean samples.
-
-    Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
-        bound: Largest class-loss gap, 0 or more.
-        halvings: Number of bisection steps.
-
-    Returns:
-        The published model, shape [d].
-
-    Raises:
-        ConfigError: `bound` is negative.
-    """
-    if not bound >= 0:
-        raise ConfigError(f"`bound` must be 0 or more, got {bound}")
-    mean = view.benign().mean(0)
-    reference = view.losses(mean[None])
-
-    def gap(t: float) -> float:
-        losses = view.losses(torch.lerp(mean, view.own, t)[None])
-        gaps = (losses.by_class - reference.by_class)[:, reference.present]
-        return float(gaps.nan_to_num(nan=torch.inf, posinf=torch.inf).amax())
-
-    if gap(1.0) <= bound:
-        return torch.lerp(mean, view.own, 1.0)
-    low, high = 0.0, 1.0
-    for _ in range(halvings):
-        middle = (low + high) / 2
-        if gap(middle) <= bound:
-            low = middle
-        else:
-            high = middle
-    return torch.lerp(mean, view.own, low)
-
-
-@knows("benign", on_poisoned_data=True)
-def slow_drift(
-    view: AttackView, draw: np.random.Generator, *, step: float = 1.0
-) -> Float[Tensor, " d"]:
-    """Move a small step per round towards the poisoned model.
-
-    The steps start at the benign mean. G is relative to the receivers' own models, and the steps
-    move these. The projection is that of Wang et al., "Attack of the Tails" (NeurIPS 2020).
-
-    Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
-        step: Largest step, in units of the root mean square distance of the benign models to their
-            mean.
-
-    Returns:
-        The published model, shape [d].
-    """
-    models = view.benign()
-    mean = models.mean(0)
-    centred, _, square = _inner_products(models, mean, view.own - mean)
-    spread = math.sqrt(float(centred.diagonal().mean()))
-    distance = math.sqrt(square)
-    t = min(1.0, step * spread / distance) if distance else 1.0
-    return torch.lerp(mean, view.own, t)
 
 
 def _scaled_noise(view: AttackView, draw: np.random.Generator) -> Float[Tensor, " d"]:

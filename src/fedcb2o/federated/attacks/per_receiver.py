@@ -13,7 +13,7 @@ from torch import Tensor
 from fedcb2o.federated.adversary import AttackView, knows
 from fedcb2o.federated.aggregation.gram_matrix import gram
 
-__all__ = ["dissensus", "echo", "equivocation", "spectral"]
+__all__ = ["dissensus", "echo", "equivocation", "spectral", "user_isolation"]
 
 
 @knows("benign", each_receiver=True)
@@ -127,6 +127,43 @@ def spectral(
             f = _fiedler_vector(subgraph, models[members]).to(models)
             pushed[members] += push * torch.outer(f, f @ models[members])
     return pushed
+
+
+@knows("benign", each_receiver=True)
+def user_isolation(
+    view: AttackView, draw: np.random.Generator, *, agent: int = 0, eps: float = 1.0
+) -> Float[Tensor, "r d"]:
+    """Cut one benign agent off: it learns nothing from others, nor others from it.
+
+    Let b and f be the numbers of benign agents and attackers in the cluster, x the victim's model,
+    o the mean of the other benign models and y the mean of all. The victim gets
+    x + eps (b / f) (x - y), and all others o + (eps / f) (o - x). With `eps` = 1, the plain average
+    of everyone's models is x at the victim, and o, without the victim's part, at the others.
+
+    The idea is that of Li, Liang, Liò, Ni, Dressler, Crowcroft and Akan, "User Isolation Poisoning
+    on Decentralized Federated Learning" (IEEE TNNLS 2025, 11271864), of which only the abstract was
+    available. Their attackers train a graph neural network; this is a formula for equal weights.
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        agent: Number of the victim in the attacker's cluster.
+        eps: Strength of the push.
+
+    Returns:
+        One model per receiver, shape [r, d].
+    """
+    models = view.benign()
+    number = agent % len(models)
+    victim = models[number]
+    mean = models.mean(0)
+    others = mean + (mean - victim) / max(1, len(models) - 1)
+    to_victim = torch.lerp(mean, victim, 1 + eps * len(models) / view.num_colluders)
+    to_others = torch.lerp(victim, others, 1 + eps / view.num_colluders)
+
+    crafted = to_others.repeat(len(view.receivers), 1)
+    crafted[view.receivers == view.benign_ids()[number]] = to_victim
+    return crafted
 
 
 def _fiedler_vector(

@@ -24,6 +24,7 @@ from fedcb2o.rng import stream
 
 Corner = Literal["top left", "top right", "bottom left", "bottom right"]
 Pattern = Literal["square", "checkerboard", "cross"]
+Style = Literal["negative", "mirrored"]
 
 
 def patch(
@@ -110,6 +111,27 @@ def blend(
         return torch.lerp(pixels, pattern.to(pixels.device).expand_as(pixels), opacity)
 
     return _transform_pixels(x, mix)
+
+
+def unusual(
+    x: Shaped[Tensor, "n *features"], *, style: Style = "negative"
+) -> Shaped[Tensor, "n *features"]:
+    """Turn each image into one that hardly occurs in the data.
+
+    Args:
+        x: Images, shape [n, ..., height, width].
+        style: "negative" exchanges black and white, "mirrored" left and right.
+
+    Returns:
+        The unusual images.
+
+    Raises:
+        ConfigError: The samples are not images.
+    """
+    _require_images(x.shape)
+    if style == "mirrored":
+        return x.flip(-1)
+    return _transform_pixels(x, lambda pixels: 1 - pixels)
 
 
 def trigger_pixels(

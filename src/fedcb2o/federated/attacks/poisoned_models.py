@@ -1,0 +1,117 @@
+"""Attacks on models of agents that train on poisoned data.
+
+As in `model_poisoning`, an attack is a function `(view, draw) -> model [d]` and declares its
+knowledge. `gap_aware` and `slow_drift` are directed at FedCB2O, by agents that know L and G.
+"""
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.federated.adversary import AttackView, knows
+
+__all__ = ["gap_aware", "neurotoxin", "slow_drift"]
+
+
+@knows("benign", on_poisoned_data=True)
+def gap_aware(
+    view: AttackView, draw: np.random.Generator, *, bound: float = 0.1, halvings: int = 8
+) -> Float[Tensor, " d"]:
+    """Publish as much of the poisoned model as keeps G below a bound.
+
+    Bisection finds the largest t at which the class-loss gap of m + t (own - m) to m is at most the
+    bound (eq:robust_criterion_G_LF). m is the mean of the benign models, and the gap is measured on
+    the attacker's own clean samples.
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        bound: Largest class-loss gap, 0 or more.
+        halvings: Number of bisection steps.
+
+    Returns:
+        The published model, shape [d].
+
+    Raises:
+        ConfigError: `bound` is negative.
+    """
+    if not bound >= 0:
+        raise ConfigError(f"`bound` must be 0 or more, got {bound}")
+    mean = view.benign().mean(0)
+    reference = view.losses(mean[None])
+
+    def gap(t: float) -> float:
+        losses = view.losses(torch.lerp(mean, view.own, t)[None])
+        gaps = (losses.by_class - reference.by_class)[:, reference.present]
+        return float(gaps.nan_to_num(nan=torch.inf, posinf=torch.inf).amax())
+
+    if gap(1.0) <= bound:
+        return torch.lerp(mean, view.own, 1.0)
+    low, high = 0.0, 1.0
+    for _ in range(halvings):
+        middle = (low + high) / 2
+        if gap(middle) <= bound:
+            low = middle
+        else:
+            high = middle
+    return torch.lerp(mean, view.own, low)
+
+
+@knows("benign", on_poisoned_data=True)
+def slow_drift(
+    view: AttackView, draw: np.random.Generator, *, step: float = 1.0
+) -> Float[Tensor, " d"]:
+    """Move a small step per round towards the poisoned model.
+
+    The steps start at the benign mean. G is relative to the receivers' own models, and the steps
+    move these. The projection is that of Wang et al., "Attack of the Tails" (NeurIPS 2020).
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        step: Largest step, in units of the root mean square distance of the benign models to their
+            mean.
+
+    Returns:
+        The published model, shape [d].
+    """
+    models = view.benign()
+    mean = models.mean(0)
+    centred, _, square = _inner_products(models, mean, view.own - mean)
+    spread = math.sqrt(float(centred.diagonal().mean()))
+    distance = math.sqrt(square)
+    t = min(1.0, step * spread / distance) if distance else 1.0
+    return torch.lerp(mean, view.own, t)
+
+
+@knows("benign", on_poisoned_data=True)
+def neurotoxin(
+    view: AttackView, draw: np.random.Generator, *, masked_share: float = 0.05
+) -> Float[Tensor, " d"]:
+    """Keep the poisoned update out of the coordinates that benign agents change most.
+
+    Later rounds overwrite these coordinates, so that a backdoor in the others lasts longer. Zhang,
+    Panda, Song, Yang, Mahoney, Mittal, Ramchandran and Gonzalez, "Neurotoxin: Durable Backdoors in
+    Federated Learning" (ICML 2022). Their attackers mask each step of their training by the update
+    of the server's model in the previous round. Here the whole update of this round is masked, by
+    the benign agents' mean update.
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        masked_share: Share of the coordinates, those of the largest benign update, from 0 to 1.
+
+    Returns:
+        The published model, shape [d].
+
+    Raises:
+        ConfigError: `masked_share` is out of range.
+    """
+    if not 0 <= masked_share <= 1:
+        raise ConfigError(f"`masked_share` must be between 0 and 1, got {masked_share}")
+    benign_update = view.benign().mean(0) - view.previous
+    masked = benign_update.abs().topk(round(masked_share * len(benign_update))).indices
+    update = view.own - view.previous
+    return view.previous + update.index_fill(0, masked, 0.0)
