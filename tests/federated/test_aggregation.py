@@ -262,13 +262,16 @@ def test_what_is_not_finite_spoils_its_own_entries_and_no_columns():
     assert gram(models(3, 0)).equal(torch.zeros(3, 3, dtype=torch.float64))
 
 
-def test_weights_of_zero_are_not_read():
+def test_a_model_that_is_not_finite_is_refused_whatever_its_weight():
     def first_and_last(gram: Tensor) -> Tensor:
         return torch.tensor([0.5, 0.0, 0.5], dtype=torch.float64)
 
     pool = models(3, 9)
-    pool[1] = math.nan
     assert apply(first_and_last, pool).equal((pool[0] + pool[2]) / 2)
+    pool[1] = math.nan
+    with pytest.raises(ConfigError, match=r"not finite: leave out the rows \[1\]"):
+        apply(first_and_last, pool)
+    assert apply(first_and_last, pool, torch.tensor([0, 2, 0])).equal(pool[0])
 
 
 FRUGAL = {

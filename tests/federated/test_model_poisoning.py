@@ -191,10 +191,11 @@ def test_built_in_attacks_declare_their_threat_model():
     on_models = {name for name in attacks.__all__ if hasattr(getattr(attacks, name), "threat")}
     assert {name for name in on_models if not getattr(attacks, name).threat.knows} == alone
     assert {name for name in on_models if getattr(attacks, name).threat.each_receiver} == {
-        "dissensus", "echo", "equivocation", "spectral",
+        "dissensus", "echo", "equivocation", "spectral", "user_isolation",
     }  # fmt: skip
     assert {n for n in on_models if getattr(attacks, n).threat.on_poisoned_data} == {
         "echo",
         "gap_aware",
+        "neurotoxin",
         "slow_drift",
     }

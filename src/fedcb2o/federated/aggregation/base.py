@@ -37,6 +37,7 @@ from fedcb2o.federated.plugin_outputs import (
     validated_row_weights,
 )
 from fedcb2o.federated.types import OffsetColumnReduction, Reduction
+from fedcb2o.nn import parameters
 from fedcb2o.plugins import Declaration, F
 from fedcb2o.user_values import to_tensor
 
@@ -334,23 +335,87 @@ def apply(
         The aggregate, shape [d].
 
     Raises:
-        ConfigError: `f` is too large for the number of models, there is no model, a model that the
-            rule uses is not finite, or the rule trusts no model.
+        ConfigError: `f` is too large for the number of models, there is no model, a model is not
+            finite, or the rule trusts no model.
     """
     models, rows = _checked_models(models, rows)
-    fit = _clip_and_warn if clip_f else _require_count
     if callable(mixing):
-        mixing = fit(mixing, num_mixed_rows(rule, mixing, len(rows)))
+        mixing = fit_byzantine_count(mixing, num_mixed_rows(rule, mixing, len(rows)), clip_f=clip_f)
     g, p = gram_and_mixing(rule, models, rows, mixing)
-    rule = fit(rule, len(rows) if p is None else len(p))
+    rule = fit_byzantine_count(rule, len(rows) if p is None else len(p), clip_f=clip_f)
+    if not g.isnan().all():  # the rule reads the matrix
+        require_finite(models, rows[~g.diagonal().isfinite()])
     outcome = evaluate_rule(rule, g, *extra, p=p)
 
     if isinstance(outcome, Reduction):
         return _reduce_by_blocks(models, rows[outcome.rows], outcome.apply)
     if not outcome.any():
         raise ConfigError("the rule trusts none of the models, so there is nothing to aggregate")
-    mu = outcome[outcome != 0].to(models.device, models.dtype)
-    return _reduce_by_blocks(models, rows[outcome != 0], lambda block, first: mu @ block)
+    return weighted_sum(models, rows, outcome)
+
+
+def weighted_sum(
+    models: Float[Tensor, "p d"], rows: Int[Tensor, " m"], weights: Float[Tensor, " m"]
+) -> Float[Tensor, " d"]:
+    """Compute a weighted sum of models; equal weights that sum to 1 give their plain mean.
+
+    Args:
+        models: Buffer with one model per row, shape [p, d].
+        rows: Rows of the models, shape [m].
+        weights: Their weights, shape [m].
+
+    Returns:
+        The sum, shape [d].
+
+    Raises:
+        ConfigError: A model is not finite.
+    """
+    # 1. Only the models that count, unless all are consecutive rows: a view is faster than a copy.
+    is_used = weights != 0
+    used = weights[is_used]
+    if len(used) == 1 and used[0] == 1:
+        result = models[int(rows[is_used])].clone()
+    else:
+        if not parameters.is_contiguous_range(rows.tolist()):
+            rows = rows[is_used]
+            weights = used
+        is_mean = (used == used[0]).all() and abs(float(used[0]) * len(used) - 1) < 1e-9
+        mu = (weights != 0 if is_mean else weights).to(models.device, models.dtype)
+        result = _linear_combination(models, rows, mu)
+        if is_mean:
+            result /= len(used)
+
+    # 2. The result is not finite if a model is not, or if a sum overflows where a mean does not.
+    if not result.isfinite().all():
+        require_finite(models, rows)
+        result = _linear_combination(models, rows, weights.to(models.device, models.dtype))
+    return result
+
+
+def _linear_combination(
+    models: Float[Tensor, "p d"], rows: Int[Tensor, " m"], mu: Float[Tensor, " m"]
+) -> Float[Tensor, " d"]:
+    if parameters.is_contiguous_range(rows.tolist()):
+        return mu @ models[int(rows[0]) : int(rows[0]) + len(rows)]
+    result = models.new_empty(models.shape[1])
+    for a, block in column_blocks(models, rows):
+        torch.mv(block.T, mu, out=result[a : a + block.shape[1]])
+    return result
+
+
+def require_finite(models: Float[Tensor, "p d"], rows: Int[Tensor, " k"]) -> None:
+    """Check that models are finite.
+
+    Args:
+        models: Buffer with one model per row, shape [p, d].
+        rows: Rows of the models to check.
+
+    Raises:
+        ConfigError: A model is not finite.
+    """
+    wrong = [i for i in rows.tolist() if not models[i].isfinite().all()]
+    if wrong:
+        raise ConfigError(f"models are not finite: leave out the rows {wrong}")
 
 
 def _checked_models(models: Any, rows: Any) -> tuple[Tensor, Tensor]:
@@ -371,19 +436,28 @@ def _checked_models(models: Any, rows: Any) -> tuple[Tensor, Tensor]:
     return models, rows.long()
 
 
-def _require_count(function: F, m: int) -> F:
-    """Return a rule or step. Raise ConfigError if its `f` is too large for m models."""
-    f = getattr(function, "keywords", {}).get("f")
-    if f is not None:
-        cure = "assume fewer, or let `clip_f=True` assume as many as the models admit"
-        validate_byzantine_count(function, f, m, cure)
-    return function
+def fit_byzantine_count(
+    function: Callable[..., Any], m: int, *, clip_f: bool
+) -> Callable[..., Any]:
+    """Check or clip the number of attackers that a rule or step assumes.
 
+    Args:
+        function: The rule or step, its keywords bound.
+        m: Number of models.
+        clip_f: Whether to clip a number that is too large, with a warning.
 
-def _clip_and_warn(function: Callable[..., Any], m: int) -> Callable[..., Any]:
-    """Bind as many attackers to a rule or step as it admits among m models."""
+    Returns:
+        The function, with as many attackers as it admits.
+
+    Raises:
+        ConfigError: The number is too large and may not be clipped.
+    """
     f = getattr(function, "keywords", {}).get("f")
     if f is None:
+        return function
+    if not clip_f:
+        cure = "assume fewer, or let `clip_f=True` assume as many as the models admit"
+        validate_byzantine_count(function, f, m, cure)
         return function
     count = clip_byzantine_count(function, f, m)
     if count < f:
@@ -406,7 +480,6 @@ def _reduce_by_blocks(
     result = models.new_empty(models.shape[1])
     for a, block in column_blocks(models, rows):
         if not block.isfinite().all():
-            wrong = rows[~block.isfinite().all(1).cpu()].tolist()
-            raise ConfigError(f"models are not finite: leave out the rows {wrong}")
+            require_finite(models, rows)
         result[a : a + block.shape[1]] = reduce(block, a)
     return result

@@ -173,12 +173,11 @@ def caf(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     """Average models weighted by a filter that lowers their maximum variance (CAF).
 
     All weights c_i begin at 1. While they sum to more than m - 2 f, each is multiplied by
-    1 - t_i / max_j t_j, where t_i = <x_i - mu_c, v>^2, mu_c is the weighted mean and v the direction
-    of the largest variance. The maximum is over models of positive weight, so that each step sets
-    a weight to 0. The mean with the least maximum variance counts. Allouah, Guerraoui and
-    Stephan, "Towards trustworthy federated learning with untrusted participants" (ICML 2025),
-    covariance bound-agnostic filter. v is exact here; it comes from the Gram matrix. Needs
-    m >= 2 f + 1.
+    1 - t_i / max_j t_j, where t_i = <x_i - mu_c, v>^2. mu_c is the weighted mean, and v the
+    direction of the largest variance, exact from the Gram matrix. The maximum is over models of
+    positive weight, so that each step sets a weight to 0. The mean with the least maximum variance
+    counts. Allouah, Guerraoui and Stephan, "Towards trustworthy federated learning with untrusted
+    participants" (ICML 2025), covariance bound-agnostic filter. Needs m >= 2 f + 1.
 
     Args:
         gram: Gram matrix, shape [m, m].

@@ -373,10 +373,10 @@ def edge_case(
     """Turn random samples into unusual images and label them as class `target`.
 
     Images in the tail of the distribution are rare in the data of benign agents, so that benign
-    training hardly corrects their labels. Wang, Sreenivasan, Rajput, Vishwakarma, Agarwal, Sohn, Lee
-    and Papailiopoulos, "Attack of the Tails: Yes, You Really Can Backdoor Federated Learning"
-    (NeurIPS 2020). They take such images from another data set; here they are made from the agent's
-    own.
+    training hardly corrects their labels. Wang, Sreenivasan, Rajput, Vishwakarma, Agarwal, Sohn,
+    Lee and Papailiopoulos, "Attack of the Tails: Yes, You Really Can Backdoor Federated Learning"
+    (NeurIPS 2020). They take such images from another data set. Here they are made from the
+    agent's own.
 
     Args:
         shard: The agent's samples.

@@ -303,7 +303,7 @@ def mimic(
     models = view.benign((view.cluster + cluster_offset) % view.num_clusters)
     if agent == "outermost":
         mean = models.mean(0)
-        centred, _, _ = _inner_products(models, mean, mean)
+        centred, _, _ = inner_products(models, mean, mean)
         agent = int(torch.linalg.eigh(centred).eigenvectors[:, -1].abs().argmax())
     return models[agent % len(models)]
 
@@ -357,7 +357,7 @@ def hybrid_sparse(
     drift = std.index_fill(0, sensitive, 0.0)
 
     if z is None:
-        centred, _, square = _inner_products(models, mean, strong)
+        centred, _, square = inner_products(models, mean, strong)
         margin = float(centred.diagonal().min()) - square
         drift_square = float(drift.double().square().sum())
         z = math.sqrt(margin / drift_square) if margin > 0 and drift_square > 0 else 0.0
@@ -383,7 +383,7 @@ def _max_perturbation(
     models = view.benign()
     mean = models.mean(0)
     p = _perturbation_direction(view, models, mean, direction)
-    centred, along, square = _inner_products(models, mean, p)
+    centred, along, square = inner_products(models, mean, p)
     if not square > 0:
         return mean
 
@@ -417,7 +417,7 @@ def _perturbation_direction(
     return unit
 
 
-def _inner_products(
+def inner_products(
     models: Float[Tensor, "m d"], mean: Float[Tensor, " d"], p: Float[Tensor, " d"]
 ) -> tuple[Float[Tensor, "m m"], Float[Tensor, " m"], float]:
     """Compute inner products of centred models x_i and a direction p in float64.

@@ -4,6 +4,8 @@ As in `model_poisoning`, an attack is a function `(view, draw) -> model [d]` and
 knowledge. `gap_aware` and `slow_drift` are directed at FedCB2O, by agents that know L and G.
 """
 
+import math
+
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.adversary import AttackView, knows
+from fedcb2o.federated.attacks.model_poisoning import inner_products
 
 __all__ = ["gap_aware", "neurotoxin", "slow_drift"]
 
@@ -79,7 +82,7 @@ def slow_drift(
     """
     models = view.benign()
     mean = models.mean(0)
-    centred, _, square = _inner_products(models, mean, view.own - mean)
+    centred, _, square = inner_products(models, mean, view.own - mean)
     spread = math.sqrt(float(centred.diagonal().mean()))
     distance = math.sqrt(square)
     t = min(1.0, step * spread / distance) if distance else 1.0
