@@ -1,16 +1,13 @@
 """The built-in problems have the answers that they say, wrapped functions fit, and published rates are reached."""
 
-import concurrent.futures
 import math
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from scipy import optimize
 from torch.testing import assert_close
 
-import fedcb2o
 from fedcb2o import minimize
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import objectives, problem, problems
@@ -112,191 +109,6 @@ def test_settings_are_those_of_minimize(name):
     result = minimize(one.lower, one.upper, one.dim, **{**one.settings, "maxiter": 3})
     assert result.x.shape == torch.tensor(one.target).shape
     assert result.nit == 3
-
-
-# ---- functions of others' ----
-
-
-def numpy_circle(x):
-    return ((x**2).sum(-1) - 1) ** 2
-
-
-def test_from_numpy():
-    wrapped = fedcb2o.from_numpy(numpy_circle)
-    assert wrapped.__name__ == "numpy_circle"
-    x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, 3)))
-    assert_close(wrapped(x), objectives.circle(x))
-    settings = {"num_particles": 20, "maxiter": 15, "seed": 3}
-    plain = minimize(objectives.circle, objectives.last_coordinate, 2, **settings)
-    other = minimize(wrapped, fedcb2o.from_numpy(lambda x: x[..., -1]), 2, **settings)
-    assert_close(other.x, plain.x)
-    with pytest.raises(ConfigError, match="`lower` has no gradient by autograd"):
-        minimize(wrapped, dim=2, lambda2=1.0)
-    descent = minimize(
-        wrapped, dim=2, lambda2=1.0, gradient=fedcb2o.from_numpy(lambda x: 2 * x), maxiter=3
-    )
-    assert descent.nit == 3
-    single = minimize(
-        fedcb2o.from_numpy(lambda x: x[..., 0]), dim=2, maxiter=3, dtype=torch.float32
-    )
-    assert single.x.dtype == torch.float32
-
-
-def test_from_point():
-    seen = []
-
-    def one_point(x):
-        seen.append(x.shape)
-        return float(numpy_circle(x))
-
-    wrapped = fedcb2o.from_point(one_point)
-    assert wrapped.__name__ == "one_point"
-    x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, 3)))
-    assert_close(wrapped(x), objectives.circle(x))
-    assert seen == [(3,)] * 8
-    assert wrapped(x.float()).dtype == torch.float32
-    assert wrapped(x[0, 0]).shape == ()
-    integers = fedcb2o.from_point(lambda x: int(x[0] > 0))
-    assert integers(x).dtype == torch.float64
-    runs = minimize(
-        wrapped, fedcb2o.from_point(lambda x: x[-1]), 2, runs=2, num_particles=10, maxiter=4
-    )
-    plain = minimize(
-        objectives.circle, objectives.last_coordinate, 2, runs=2, num_particles=10, maxiter=4
-    )
-    assert_close(runs.x, plain.x)
-
-
-def test_from_point_by_a_pool():
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        wrapped = fedcb2o.from_point(numpy_circle, workers=pool.map)
-        x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, 3)))
-        assert_close(wrapped(x), objectives.circle(x))
-    arrays = fedcb2o.from_point(
-        lambda x: x[:1]
-    )  # one number in an array, as many of SciPy's users return
-    assert_close(arrays(x), x[..., 0])
-
-
-def number_forms(values):
-    """The values as arrays of other kinds, all equal."""
-    strided = np.repeat(values, 2)[::2]
-    strided.setflags(write=False)
-    return {
-        "big-endian": values.astype(">f8"),
-        "long double": values.astype(np.longdouble),
-        "negative stride": values[::-1].copy()[::-1],
-        "strided, read-only": strided,
-        "object": values.astype(object),
-        "list": values.tolist(),
-        "series": pd.Series(values, index=np.arange(len(values))[::-1]),
-        "nullable": pd.Series(values, dtype="Float64"),
-        "list of scalars": [np.float64(value) for value in values],
-        "list of tensors": list(torch.from_numpy(values)),
-        "masked nowhere": np.ma.array(values, mask=False),
-        "tensor": torch.from_numpy(values),
-    }
-
-
-@pytest.mark.parametrize("form", number_forms(np.zeros(1)))
-def test_from_numpy_takes_numbers_of_any_kind(form):
-    x = torch.tensor([[0.1], [2.0], [-3.25]], dtype=torch.float64)
-    wrapped = fedcb2o.from_numpy(lambda x: number_forms(x[:, 0])[form])
-    assert torch.equal(wrapped(x), x[:, 0])
-
-
-def test_from_numpy_copies_what_the_function_returns():
-    buffer = np.zeros(3)
-    wrapped = fedcb2o.from_numpy(lambda x: np.copyto(buffer, x[:, 0]) or buffer)
-    x = torch.tensor([[0.0], [1.0], [2.0]], dtype=torch.float64)
-    first = wrapped(x)
-    wrapped(x + 5)
-    assert first.tolist() == [0.0, 1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        np.ma.array([7.0, -5.0, 2.0], mask=[0, 1, 0]),
-        np.ma.array([7, -5, 2], mask=[0, 1, 0]),
-        np.ma.array([7.0, "?", 2], mask=[0, 1, 0], dtype=object),
-        pd.Series([7, None, 2], dtype="Int64"),
-        np.array([7, None, 2], dtype=object),
-        [7.0, np.ma.masked, 2.0],
-        [np.float32(7), np.nan, 2],
-    ],
-    ids=["masked", "integers", "objects", "nullable", "None", "list", "NaN"],
-)
-def test_masked_and_missing_values_are_excluded(values):
-    x = torch.zeros(3, 1, dtype=torch.float64)
-    assert_close(
-        fedcb2o.from_numpy(lambda x: values)(x),
-        torch.tensor([7.0, torch.nan, 2.0], dtype=torch.float64),
-        equal_nan=True, check_dtype=False,
-    )  # fmt: skip
-    items = iter([np.nan if value is None else value for value in values])
-    by_point = fedcb2o.from_point(lambda point: next(items))(x)
-    assert by_point.isnan().tolist() == [False, True, False]
-    assert by_point[[0, 2]].tolist() == [7.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (1j, "complex numbers: take the real part or the absolute value"),
-        ("0.5", "words"),
-        (np.datetime64("2020-01-01"), "dates: take numbers"),
-        ({"loss": 1.0}, "a dict, expected an array of numbers"),
-        (None, "None, expected numbers: is a `return` missing"),
-        (object(), "a object, expected an array of numbers"),
-        (torch.eye(2).to_sparse(), "a sparse tensor"),
-    ],
-    ids=["complex", "word", "date", "dict", "None", "object", "sparse"],
-)
-def test_values_that_are_not_numbers_are_refused(value, message):
-    x = torch.zeros(1, 1)
-    for wrap in (fedcb2o.from_numpy, fedcb2o.from_point):
-        with pytest.raises(ConfigError, match=f"function .*<lambda>.* returned {message}"):
-            wrap(lambda x: value)(x)
-
-
-@pytest.mark.parametrize("value", [np.zeros(2), [], [[1.0, 2.0]], torch.zeros(3)], ids=str)
-def test_a_function_of_a_point_returns_one_number(value):
-    with pytest.raises(ConfigError, match="of a point must return a number, got the shape"):
-        fedcb2o.from_point(lambda x: value)(torch.zeros(1, 1))
-
-
-def log_squared(point):
-    return math.log(point[0]) ** 2
-
-
-def test_a_point_at_which_a_function_fails():
-    x = torch.tensor([[1.0], [-2.0], [math.e], [-1.0]], dtype=torch.float64)
-    with pytest.raises(ValueError, match="math domain error") as caught:
-        fedcb2o.from_point(log_squared)(x)
-    (note,) = caught.value.__notes__
-    assert "log_squared failed at the point [-2.]: ValueError('math domain error')" in note
-    assert "return NaN where it is not defined" in note
-    replay = iter([1.0])
-    with pytest.raises(ConfigError, match=r"at the point \[-2.\]: StopIteration.*return NaN"):
-        fedcb2o.from_point(lambda point: next(replay))(x)
-    with pytest.raises(ConfigError, match="`workers` returned 2 values for 4 points"):
-        fedcb2o.from_point(log_squared, workers=lambda f, points: [1.0, 2.0])(x)
-
-
-def test_errors_may_exclude_points(caplog):
-    x = torch.tensor([[1.0], [-2.0], [math.e], [-1.0]], dtype=torch.float64)
-    wrapped = fedcb2o.from_point(log_squared, errors="exclude")
-    assert_close(wrapped(x), torch.tensor([0, math.nan, 1, math.nan]).double(), equal_nan=True)
-    wrapped(x)
-    assert caplog.text.count("failed at the point [-2.]: ValueError") == 1
-    result = minimize(wrapped, dim=1, bounds=(-3, 3), num_particles=30, seed=2, maxiter=400)
-    assert result.x.item() == pytest.approx(1.0, abs=0.03)
-    assert result.excluded > 0
-    with pytest.raises(ConfigError, match="`errors` must be 'raise' or 'exclude', got 'ignore'"):
-        fedcb2o.from_point(log_squared, errors="ignore")
-    with pytest.raises(ConfigError, match="returned words"):
-        fedcb2o.from_point(lambda point: "x", errors="exclude")(x)
 
 
 # ---- published rates (paper/particle-targets.md), over 1,000 pooled runs; up to 30 s each where nothing else runs ----

@@ -139,14 +139,7 @@ def test_disp_prints(capsys):
         ({"options": {"maxitr": 3}}, "cb2o has no option `maxitr`. Did you mean `maxiter`?"),
         ({"options": {"runs": 3}}, "cb2o has no option `runs`"),
         ({"options": {"seed": [1, 2]}}, "cb2o takes one seed"),
-        (
-            {"constraints": {"type": "eq", "fun": circle}},
-            "cb2o has bounds and no other constraints",
-        ),
-        (
-            {"constraints": [{"type": "eq", "fun": circle}]},
-            "cb2o has bounds and no other constraints",
-        ),
+        ({"constraints": [{"type": "eq"}]}, "constraint 1 needs the keys"),
         ({"bounds": [(1, 2), (1, 2)]}, "`x0` = .* is not within the `bounds`"),
         ({"options": {"lambda2": 1.0}}, "`lower` has no gradient by autograd"),
         (

@@ -11,14 +11,8 @@ Example:
 
 from fedcb2o.particles._minimize import CaptureWarning, minimize
 from fedcb2o.particles.adversaries import Adversary
-from fedcb2o.particles.objectives import (
-    Objective,
-    Problem,
-    from_numpy,
-    from_point,
-    problem,
-    problems,
-)
+from fedcb2o.particles.functions import from_numpy, from_point
+from fedcb2o.particles.objectives import Objective, Problem, problem, problems
 from fedcb2o.particles.result import Result
 from fedcb2o.particles.scipy_method import cb2o
 from fedcb2o.particles.search import Search

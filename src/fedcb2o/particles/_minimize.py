@@ -31,7 +31,9 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.particles import capture_risk, settings
 from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.particles.ask_tell import EvaluationSteps, run_with_objectives
+from fedcb2o.particles.constraints import with_constraints
 from fedcb2o.particles.dynamics import ConsensusParams
+from fedcb2o.particles.functions import convert_functions
 from fedcb2o.particles.initialisation import (
     Seed,
     build_box,
@@ -42,7 +44,7 @@ from fedcb2o.particles.initialisation import (
     has_many_seeds,
     resolve_seeds,
 )
-from fedcb2o.particles.objectives import Objective, with_args
+from fedcb2o.particles.objectives import Objective
 from fedcb2o.particles.result import OutputShape, Result, build_result, finish_runs
 from fedcb2o.particles.settings import Schedule
 from fedcb2o.particles.state import State, callback_requests_stop
@@ -63,6 +65,7 @@ def minimize(
     dim: int | None = None,
     *,
     args: Any = (),
+    constraints: Any = (),
     bounds: Any = None,
     x0: Any = None,
     spread: Any = None,
@@ -88,6 +91,8 @@ def minimize(
     maxiter: int = 2000,
     maxfev: int | None = None,
     xtol: float = 1e-4,
+    constraint_tol: float = 1e-4,
+    errors: str = "raise",
     time_limit: float = math.inf,
     callback: Callable[[State], Any] | None = None,
     record_every: int = 10,
@@ -96,16 +101,24 @@ def minimize(
 ) -> EvaluationSteps[Result]:
     """Minimise G (`upper`) among the minimisers of L (`lower`), eq:bilevel_opt, by particles.
 
-    Both are functions of an ensemble, [..., d] -> [...], called once per step. Without G the method
-    is consensus-based optimisation (CBO) of L. With K objectives in `lower` it is the clustered
-    system: FedCB2O (eq:fedcb2o_dynamics) with G, FedCBO (eq:fedcbo_dynamic) without. Every cluster
-    has its own L, its own particles and its own result.
+    Both are functions of an ensemble, [..., d] -> [...], called once per step, or of one point,
+    [d] -> a number. They receive tensors or NumPy arrays; the first call finds the form. Without G
+    the method is consensus-based optimisation (CBO) of L. With K objectives in `lower` it is the
+    clustered system: FedCB2O (eq:fedcb2o_dynamics) with G, FedCBO (eq:fedcbo_dynamic) without.
+    Every cluster has its own L, its own particles and its own result.
+
+    With `constraints`, `minimize(f, constraints=...)` minimises f among the feasible points: L is
+    the sum of the scaled violations, and G is f. `minimize(lower, upper, constraints=...)`
+    minimises G among the minimisers of L among the feasible points.
 
     Args:
-        lower: L, or a sequence of K.
+        lower: L, or a sequence of K; with `constraints` and without `upper`, the objective.
         upper: G, or a sequence of K, or None.
         dim: d; by default that of `x0`, `bounds` or `initial`.
         args: Further arguments of `lower`, `upper` and `gradient`, a tuple or one value.
+        constraints: A NonlinearConstraint or LinearConstraint of scipy.optimize, a dictionary with
+            "type", "fun" and "args", or a sequence of these. `keep_feasible` excludes particles
+            that violate an inequality.
         bounds: (low, high) for all coordinates, a pair for each, or a scipy.optimize.Bounds; None
             or infinity for no bound. Particles stay inside; equal bounds fix a coordinate.
         x0: Point around which the particles start; by default the middle of the bounds, otherwise
@@ -144,6 +157,10 @@ def minimize(
             ensemble is always evaluated.
         xtol: Stop where the root mean squared distance of the benign particles from the consensus
             point is at most this.
+        constraint_tol: Largest violation of a feasible point, in units of the median violation of
+            the first ensemble. An equality counts as met within it.
+        errors: "exclude" takes an exception of an objective or a constraint as NaN at that point,
+            and warns once; "raise" stops at the exception.
         time_limit: Stop after these seconds.
         callback: Called with the `State` before every step and at the end; True or StopIteration
             stops all runs.
@@ -169,6 +186,7 @@ def minimize(
         **settings.check_positive({"lambda1": lambda1, "dt": dt}),
         **settings.check_positive({"radius": radius, "time_limit": time_limit}, finite=False),
         **settings.check_positive(not_negative, or_zero=True),
+        **settings.check_positive({"constraint_tol": constraint_tol}),
     }
     lambda1 = numbers["lambda1"]
     lambda2 = numbers["lambda2"]
@@ -189,6 +207,7 @@ def minimize(
             "`noise`": (noise, ("anisotropic", "isotropic")),
             "`quantile`": (quantile, ("plain", "averaged")),
             "`update`": (update, ("batch", "all")),
+            "`errors`": (errors, ("raise", "exclude")),
             "`dtype`": (dtype, (torch.float64, torch.float32)),
         }
     )
@@ -203,9 +222,10 @@ def minimize(
     device = settings.check_device(device)
 
     # 2. Start the runs.
-    lower = with_args(lower, args)
-    upper = with_args(upper, args)
-    gradient = with_args(gradient, args)
+    lower = convert_functions("`lower`", lower, args, errors)
+    upper = convert_functions("`upper`", upper, args, errors)
+    gradient = convert_functions("`gradient`", gradient, args, errors, vector=True)
+    lower, upper = with_constraints(lower, upper, constraints, numbers["constraint_tol"], errors)
     groups = check_adversaries(adversaries)
     shape = OutputShape(
         single_run=runs is None and not has_many_seeds(seed), single_cluster=callable(lower)

@@ -357,20 +357,11 @@ def _evaluate_objective(
         raise ConfigError(
             f"`{name}` raised StopIteration, as an exhausted iterator does"
         ) from error
-    except TypeError as error:
-        error.add_note(
-            f"`{name}` receives a tensor of points; a NumPy function goes through"
-            " fedcb2o.from_numpy"
-        )
-        raise
     if copy is not None or write_count(theta) != before:
         require_unwritten(f"`{name}`", objective, theta, before, copy)
 
     if not isinstance(values, Tensor):
-        raise ConfigError(
-            f"`{name}` must return a tensor, got {_describe_type(values)}; a NumPy function goes"
-            " through fedcb2o.from_numpy, one of a single point through fedcb2o.from_point"
-        )
+        raise ConfigError(f"`{name}` must return a tensor, got {_describe_type(values)}")
     if values.shape != theta.shape[:-1]:
         raise ConfigError(
             f"`{name}` must return one value a particle: shape {[*theta.shape[:-1]]} for an"

@@ -1,17 +1,15 @@
-"""Problems (L, G) with a known solution, and conversion of functions to objectives.
+"""Problems (L, G) with a known solution.
 
 An objective maps an ensemble [..., d] to values [...]. The bi-level problems are those of the CB2O
 literature: García Trillos, Kumar Akash, Li, Riedl and Zhu, "CB2O: Consensus-based bi-level
 optimization" (arXiv 2411.13394). The `lower` of a problem may be one objective per cluster.
 
 Example:
-    >>> from_point(lambda point: point[0] ** 2)(torch.tensor([[2.0], [3.0]])).tolist()
-    [4.0, 9.0]
+    >>> circle(torch.tensor([[0.0, 1.0], [0.0, 2.0]])).tolist()
+    [0.0, 9.0]
 """
 
 import dataclasses
-import functools
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,165 +19,11 @@ import torch
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles import settings
-from fedcb2o.plugins import did_you_mean, label
-from fedcb2o.user_values import to_array, to_tensor
-
-_LOGGER = logging.getLogger(__name__)
+from fedcb2o.plugins import did_you_mean
 
 Objective = Callable[[Tensor], Tensor]
 
-__all__ = ["Problem", "from_numpy", "from_point", "problem", "problems"]
-
-
-def from_numpy(function: Callable[..., Any]) -> Callable[..., Tensor]:
-    """Make an objective without gradient from a NumPy function of an ensemble.
-
-    The function runs on the CPU. Masked and missing values count as NaN.
-
-    Args:
-        function: Function [..., d] -> [...]. It owns its array and may write into it.
-
-    Returns:
-        The objective.
-
-    Raises:
-        ConfigError: In a call, where the function does not return numbers.
-    """
-    source = f"the NumPy function {label(function)} returned"
-
-    @functools.wraps(function)
-    def objective(x: Tensor, *args: Any) -> Tensor:
-        values = function(x.detach().cpu().numpy().copy(), *args)
-        return to_tensor(source, values).to(x.device)
-
-    return objective
-
-
-def from_point(
-    function: Callable[..., Any],
-    *,
-    workers: Callable[..., Any] = map,
-    errors: str = "raise",
-) -> Callable[..., Tensor]:
-    """Make an objective from a function of one point, as SciPy's functions are.
-
-    Masked and missing values count as NaN.
-
-    Args:
-        function: Function of a NumPy array [d] that returns a number.
-        workers: Function that calls it for each particle: the built-in `map`, or that of a pool
-            of threads or processes.
-        errors: "exclude" takes an exception of the function as NaN at that point, and warns once;
-            "raise" stops at the exception, with a note that has the point.
-
-    Returns:
-        The objective.
-
-    Raises:
-        ConfigError: An argument is invalid; in a call, where `function` returns no number, or
-            `workers` not one value for each point.
-    """
-    settings.check_function("`workers`", workers)
-    settings.check_choices({"`errors`": (errors, ("raise", "exclude"))})
-    evaluate = evaluate_point if errors == "raise" else _evaluate_or_describe
-    is_logged = False
-
-    @functools.wraps(function)
-    def objective(x: Tensor, *args: Any) -> Tensor:
-        nonlocal is_logged
-        points = x.detach().cpu().numpy().copy().reshape(-1, x.shape[-1])
-        values = list(workers(functools.partial(evaluate, function, args), points))
-        if len(values) != len(points):
-            raise ConfigError(f"`workers` returned {len(values)} values for {len(points)} points")
-
-        failures = [value for value in values if isinstance(value, str)]
-        if failures and not is_logged:
-            _LOGGER.warning("%s: such points are excluded.", failures[0])
-            is_logged = True
-        if failures:
-            values = [math.nan if isinstance(value, str) else value for value in values]
-        return torch.tensor(values, dtype=x.dtype, device=x.device).reshape(x.shape[:-1])
-
-    return objective
-
-
-def evaluate_point(function: Callable[..., Any], args: tuple[Any, ...], point: Any) -> float:
-    """Return the number that a user's function of a point returns.
-
-    Args:
-        function: The function.
-        args: Further arguments of the function.
-        point: The point [d].
-
-    Returns:
-        The number, NaN for a masked or missing one.
-
-    Raises:
-        ConfigError: The function returns no number, or raises StopIteration.
-    """
-    try:
-        value = function(point, *args)
-    except Exception as error:
-        cure = (
-            f"{_describe_failure(function, point, error)}: return NaN where it is not defined, or"
-            ' take fedcb2o.from_point(..., errors="exclude")'
-        )
-        if isinstance(error, StopIteration):  # it would end a loop over the points
-            raise ConfigError(cure) from error
-        error.add_note(cure)
-        raise
-    if isinstance(value, float):
-        return float(value)
-
-    name = label(function)
-    array = to_array(f"the function {name} of a point returned", value)
-    if array.size != 1:
-        raise ConfigError(
-            f"the function {name} of a point must return a number, got the shape {[*array.shape]}"
-        )
-    return float(array.item())
-
-
-def _evaluate_or_describe(
-    function: Callable[..., Any], args: tuple[Any, ...], point: Any
-) -> float | str:
-    """Return the number, or the description of the function's exception."""
-    try:
-        return evaluate_point(function, args, point)
-    except ConfigError:
-        raise
-    except Exception as error:
-        return _describe_failure(function, point, error)
-
-
-def _describe_failure(function: Callable[..., Any], point: Any, error: Exception) -> str:
-    where = np.array2string(np.asarray(point), separator=", ", threshold=12)
-    return f"the function {label(function)} failed at the point {where}: {error!r}"
-
-
-def with_args(objective: Any, args: Any) -> Any:
-    """Bind further arguments to an objective: objective(x, *args).
-
-    Args:
-        objective: An objective, several, or None.
-        args: A tuple, or a single argument.
-
-    Returns:
-        The objective or objectives of the ensemble alone.
-    """
-    if not isinstance(args, tuple):
-        args = (args,)
-    if not args or objective is None:
-        return objective
-    if not callable(objective):
-        return [with_args(item, args) for item in objective]
-
-    @functools.wraps(objective)
-    def bound(x: Tensor) -> Any:
-        return objective(x, *args)
-
-    return bound
+__all__ = ["Problem", "problem", "problems"]
 
 
 @dataclasses.dataclass(frozen=True)

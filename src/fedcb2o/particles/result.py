@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
 from fedcb2o.particles.boundary_check import is_boundary_consensus
+from fedcb2o.particles.constraints import Constraints
 from fedcb2o.particles.system import Cluster, System
 
 _CONSENSUS_MESSAGE = "consensus: spread at most xtol = {:g}"
@@ -52,7 +53,7 @@ class Result(Mapping[str, Any]):
 
     Attributes:
         x: Consensus point of the last ensemble, [d].
-        lower: L at x; also `fun`.
+        lower: L at x; with constraints, the sum of the scaled violations.
         upper: G at x, or None without G.
         success: Whether the ensemble reached a consensus: its spread about x is at most `xtol`,
             and x is not at the edge of the start region with smaller L or G further out.
@@ -66,6 +67,10 @@ class Result(Mapping[str, Any]):
         theta_m: Last malicious particles, [n_m, d].
         history: Consensus points and spreads of earlier steps.
         notes: Remarks of the theory on the settings.
+        fun: Value of the user's first function at x: L, or the objective with constraints.
+        constr: Violation of each constraint's components at x, one tensor [m] per constraint; None
+            without constraints.
+        constr_violation: Largest of these violations.
         seed: Seed of the run; `minimize(..., seed=result.seed[3])` repeats the fourth run alone.
         seconds: Wall time of all runs.
     """
@@ -85,15 +90,9 @@ class Result(Mapping[str, Any]):
     notes: tuple[str, ...]
     seed: Any
     seconds: float
-
-    @property
-    def fun(self) -> Tensor:
-        """L at x, the value of the first function, by SciPy's name.
-
-        Returns:
-            The field `lower`: a scalar tensor, or [clusters], with a leading axis of several runs.
-        """
-        return self.lower
+    fun: Tensor
+    constr: list[Tensor] | None = None
+    constr_violation: Any = None
 
     def __getitem__(self, name: str) -> Any:
         if name not in self:
@@ -105,7 +104,6 @@ class Result(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         yield from (field.name for field in dataclasses.fields(self))
-        yield "fun"
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -124,11 +122,17 @@ class Result(Mapping[str, Any]):
 
     def _summary(self) -> list[tuple[str, Any]]:
         lines: list[tuple[str, Any]] = [("message", self.message), ("success", self.success)]
-        for name in ("x", "lower", "upper"):
+        names = ["x", "lower", "upper"]
+        if self.constr_violation is not None:
+            names = ["x", "fun", "constr_violation"]
+        for name in names:
             value = getattr(self, name)
             if value is not None:
                 text = np.array2string(
-                    value.cpu().numpy(), precision=6, threshold=12, suppress_small=True
+                    torch.as_tensor(value).cpu().numpy(),
+                    precision=6,
+                    threshold=12,
+                    suppress_small=True,
                 )
                 lines.append((name, text))
         lines.append(("spread", f"{float(self.spread.max()):.3g}"))
@@ -287,6 +291,16 @@ def build_result(
         )
     uppers = [values.upper for values in at_x if values.upper is not None]
     upper = shape.squeeze(torch.cat(uppers, 1)) if uppers else None
+    lower = shape.squeeze(torch.cat([values.lower for values in at_x], 1))
+    fields: dict[str, Any] = {"lower": lower, "upper": upper, "fun": lower}
+    constraints = clusters[0].lower
+    if isinstance(constraints, Constraints):
+        fields["constr"] = [
+            shape.squeeze(part.reshape(len(x), 1, -1)) for part in constraints.latest
+        ]
+        fields["constr_violation"] = shape.squeeze_runs(constraints.latest_violation.reshape(-1))
+        if constraints.inner is None:
+            fields["fun"] = upper
 
     # 2. Decide which runs succeeded.
     agreed = final["success"]
@@ -320,8 +334,7 @@ def build_result(
     per_run = ("nit", "nfev", "excluded", "theta", "theta_m")
     return Result(
         x=shape.squeeze(x),
-        lower=shape.squeeze(torch.cat([values.lower for values in at_x], 1)),
-        upper=upper,
+        **fields,
         success=shape.squeeze_runs(success),
         message=messages[0] if shape.single_run else messages,
         spread=shape.squeeze(final["spread"]),

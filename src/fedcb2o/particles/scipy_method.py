@@ -19,15 +19,22 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles._minimize import minimize
+from fedcb2o.particles.functions import (
+    UserFunction,
+    evaluate_point,
+    takes_tensors,
+    with_args,
+)
 from fedcb2o.particles.initialisation import has_many_seeds
-from fedcb2o.particles.objectives import evaluate_point, from_point
 from fedcb2o.particles.result import Result
 from fedcb2o.particles.state import State
 from fedcb2o.plugins import did_you_mean
 from fedcb2o.user_values import to_array
 
 # Settings with a name of SciPy's own, and `runs`, which has more than one result.
-_NOT_OPTIONS = {"lower", "dim", "args", "x0", "bounds", "gradient", "callback", "runs"}
+_NOT_OPTIONS = {
+    *("lower", "dim", "args", "x0", "bounds", "gradient", "callback", "runs", "constraints"),
+}
 
 
 def cb2o(
@@ -46,12 +53,13 @@ def cb2o(
     disp: bool = False,
     **options: Any,
 ) -> OptimizeResult:
-    """Minimise `fun` by CBO, or `upper` among the minimisers of `fun` (eq:bilevel_opt).
+    """Minimise `fun` by CBO, or under constraints, or `upper` among the minimisers of `fun`.
 
-    SciPy calls this method. All functions are of one point: an array [d] -> a number.
+    SciPy calls this method. Functions are of one point, an array [d] -> a number, or of many,
+    [n, d] -> [n]; the first call finds the form.
 
     Args:
-        fun: L.
+        fun: The objective; with `upper`, L (eq:bilevel_opt).
         x0: Point around which the particles start.
         args: Further arguments of `fun`, `upper` and `jac`.
         bounds: As SciPy's; particles stay inside.
@@ -61,7 +69,7 @@ def cb2o(
         jac: Gradient of `fun`, for `lambda2` and `sigma2`.
         hess: Not used.
         hessp: Not used.
-        constraints: Must be empty; a constraint can be `fun`, with the objective as `upper`.
+        constraints: As SciPy's: NonlinearConstraint, LinearConstraint, dictionaries, or several.
         upper: G; an option, as all that follow.
         disp: Whether to print the result.
         options: Settings of `fedcb2o.minimize`, such as spread, num_particles, maxiter and seed.
@@ -80,11 +88,6 @@ def cb2o(
                 f"cb2o has no option `{name}`.{did_you_mean(name, valid)} It has those of"
                 " fedcb2o.minimize"
             )
-    if np.size(constraints):
-        raise ConfigError(
-            "cb2o has bounds and no other constraints: let `fun` be by how much a point breaks"
-            " them, and the objective the option `upper`"
-        )
     if has_many_seeds(options.get("seed")):
         raise ConfigError("cb2o takes one seed; many runs at once are fedcb2o.minimize's")
     if tol is not None:
@@ -97,10 +100,16 @@ def cb2o(
         x = state.x.numpy().copy()
         return _call_callback(callback, x, functools.partial(evaluate_point, fun, args))  # type: ignore[arg-type]
 
+    errors = options.get("errors", "raise")
+
+    def convert(name: str, function: Callable[..., Any]) -> UserFunction:
+        return UserFunction(name, with_args(function, args), errors=errors, arrays_only=True)
+
     result = minimize(
-        from_point(fun),
-        None if upper is None else from_point(upper),
+        convert("`fun`", fun),
+        None if upper is None else convert("`upper`", upper),
         args=args,
+        constraints=constraints,
         x0=to_array("`x0` holds", x0).ravel(),
         bounds=bounds,
         gradient=_batch_gradient(jac) if callable(jac) else None,
@@ -126,6 +135,7 @@ def _call_callback(callback: Callable[..., Any], x: Any, fun: Callable[[Any], An
 def _batch_gradient(jac: Callable[..., Any]) -> Callable[..., Tensor]:
     """Return the gradient of an ensemble from that of a point."""
 
+    @takes_tensors
     def gradient(x: Tensor, *args: Any) -> Tensor:
         slopes = [
             to_array("`jac` returned", jac(point, *args)).astype(float)
@@ -146,10 +156,14 @@ def _to_scipy_result(result: Result) -> OptimizeResult:
     """Convert a result to NumPy, under SciPy's names."""
     names = ("x", "fun", "upper", "success", "message", "nit", "nfev", "excluded", "spread")
     values = {}
-    for name in (*names, "theta", "seed", "notes"):
+    for name in (*names, "theta", "seed", "notes", "constr_violation"):
         value = result[name]
         if isinstance(value, Tensor):
             value = value.numpy() if value.ndim else value.item()
         if value is not None:
             values[name] = value
+    if result.constr is not None:
+        values["constr"] = [violation.numpy() for violation in result.constr]
+        if "upper" in values and values["upper"] == values["fun"]:
+            del values["upper"]
     return OptimizeResult(values, status=0 if result.success else 1)

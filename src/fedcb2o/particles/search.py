@@ -18,7 +18,9 @@ from torch import Tensor
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.particles._minimize import minimize
 from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
+from fedcb2o.particles.constraints import Constraints
 from fedcb2o.particles.dynamics import to_values
+from fedcb2o.particles.functions import takes_tensors
 from fedcb2o.particles.result import Result
 from fedcb2o.user_values import to_tensor
 
@@ -46,7 +48,8 @@ class Search:
         Args:
             dim: d; by default that of `x0`, `bounds` or `initial`.
             upper: Whether there is a G, so that `tell` receives its values too.
-            settings: Settings of `minimize`, except `lower`, `args` and `gradient`.
+            settings: Settings of `minimize`, except `lower`, `args` and `gradient`. A constraint
+                whose `fun` is None is measured: `tell` receives its values.
 
         Raises:
             ConfigError: A setting is invalid.
@@ -93,14 +96,18 @@ class Search:
         """
         return self._pending_request().user_points.clone()
 
-    def tell(self, lower: Any, upper: Any = None, gradient: Any = None) -> None:
+    def tell(
+        self, lower: Any, upper: Any = None, gradient: Any = None, constraints: Any = ()
+    ) -> None:
         """Receive the values of the points, and take a step.
 
         Args:
             lower: L of each point, [n] or [runs, n]: a tensor, an array or a list; NaN, or a masked
-                or missing value, for failed evaluations.
+                or missing value, for failed evaluations. With constraints, the objective.
             upper: G of each point, if there is a G.
             gradient: Gradient of L at each point, [n, d], if `lambda2` or `sigma2` is above 0.
+            constraints: Values of each constraint whose `fun` is None, in their order: [n] or
+                [n, m].
 
         Raises:
             ConfigError: A value has a wrong shape or type; `tell` may then be called again.
@@ -111,7 +118,13 @@ class Search:
         low = _check_values("lower", lower, points[..., 0])
         up = None
         slope = None
-        if request.upper is not None:
+        level = request.lower
+        if isinstance(level, Constraints):
+            measured = [_measured_values(values, points) for values in constraints]
+            is_single = level.inner is None
+            up = low if is_single else _check_values("upper", upper, points[..., 0])
+            low = level.level(points, measured, None if is_single else low)
+        elif request.upper is not None:
             up = _check_values("upper", upper, points[..., 0])
         elif upper is not None:
             raise ConfigError("`upper` was not requested: a search with G is Search(upper=True)")
@@ -152,6 +165,15 @@ def _check_values(name: str, values: Any, like: Tensor) -> Tensor:
     return tensor.to(like.dtype)
 
 
+def _measured_values(values: Any, points: Tensor) -> Tensor:
+    """Convert a measured constraint's values to [..., m]."""
+    tensor = to_tensor("`constraints` holds", values).to(points)
+    if tensor.shape == points.shape[:-1]:
+        return tensor.unsqueeze(-1)
+    return tensor
+
+
+@takes_tensors
 def _unavailable_objective(x: Tensor) -> Tensor:
     raise ConfigError(
         "an adversary requests L and G at further points, which a search cannot evaluate: use"

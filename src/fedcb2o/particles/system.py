@@ -22,6 +22,7 @@ from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles.adversaries import Adversary, View
 from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
+from fedcb2o.particles.constraints import Constraints
 from fedcb2o.particles.dynamics import (
     ConsensusParams,
     Values,
@@ -405,9 +406,12 @@ class System:
         params: ConsensusParams,
         gradient: Objective | bool = False,
     ) -> EvaluationRequest:
+        lower = cluster.lower
+        if isinstance(lower, Constraints):
+            lower = lower.for_runs(self.runs)
         return EvaluationRequest(
             theta,
-            cluster.lower,
+            lower,
             cluster.upper,
             self._flat,
             gradient,

@@ -1,0 +1,345 @@
+"""Constraints in SciPy's form as an objective L: the sum of their scaled violations.
+
+A constraint is low <= c(x) <= high for c: R^d -> R^m, an equality where low = high. The violation
+of a component is max(low - c, c - high, 0). L divides each component's violation by its median
+over the particles of the first ensemble that violate the component, so that L has no unit.
+
+Example:
+    >>> from scipy.optimize import NonlinearConstraint
+    >>> disc = NonlinearConstraint(lambda point: point @ point, -np.inf, 1.0)
+    >>> lower = Constraints(parse_constraints(disc))
+    >>> lower(torch.tensor([[0.0, 0.5], [0.0, 2.0], [3.0, 1.0]])).tolist()
+    [0.0, 0.5, 1.5]
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy import optimize
+from torch import Tensor
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.particles.functions import UserFunction, with_args
+from fedcb2o.particles.objectives import Objective
+from fedcb2o.plugins import label
+from fedcb2o.user_values import to_array
+
+_SCIPY_CLASSES = (optimize.NonlinearConstraint, optimize.LinearConstraint, optimize.Bounds)
+
+
+class Constraint(NamedTuple):
+    """One constraint low <= c(x) <= high.
+
+    Attributes:
+        name: Name in messages.
+        function: c, points [..., d] -> [..., m]; None if a user of `Search` tells the values.
+        low: Lower ends, [m] or one for all components.
+        high: Upper ends.
+        keep_feasible: True for inequalities whose violation excludes a particle.
+    """
+
+    name: str
+    function: Callable[[Tensor], Tensor] | None
+    low: Tensor
+    high: Tensor
+    keep_feasible: Tensor
+
+    def values(self, x: Tensor, measured: Tensor | None = None) -> Tensor:
+        """Return c at points, and check its shape.
+
+        Args:
+            x: Points [..., d].
+            measured: The values of a constraint without a function.
+
+        Returns:
+            Values [..., m].
+
+        Raises:
+            ConfigError: The shape is wrong.
+        """
+        values = measured if self.function is None else self.function(x)
+        ends = max(self.low.numel(), self.high.numel())
+        if values is None or values.shape[:-1] != x.shape[:-1]:
+            got = "none" if values is None else f"{[*values.shape]}"
+            raise ConfigError(
+                f"{self.name} needs a value per component and point, in the shape"
+                f" {[*x.shape[:-1], 'm']}, got {got}"
+            )
+        if ends not in (1, values.shape[-1]):
+            raise ConfigError(f"{self.name} has {values.shape[-1]} components and {ends} ends")
+        return values
+
+
+class Constraints:
+    """The objective L of constraints, points [..., d] -> [...].
+
+    With an objective `inner` that is minimised among the feasible points, L is `inner` at feasible
+    points. At all others it is the largest value of `inner` in the first ensemble plus the sum of
+    the scaled violations.
+
+    Attributes:
+        items: The constraints.
+        tol: Violation up to which an equality is met, in units of its typical violation.
+        inner: An objective that is minimised among the feasible points, or None.
+        latest: Violations at the points of the latest call, [..., m] of each constraint.
+        latest_scaled: Largest scaled violation at each of these points, [...].
+    """
+
+    latest: list[Tensor]
+    latest_scaled: Tensor
+
+    @property
+    def latest_violation(self) -> Tensor:
+        """Largest violation at each point of the latest call.
+
+        Returns:
+            Violations [...], in the constraints' own units.
+        """
+        return torch.cat(self.latest, -1).amax(-1)
+
+    def __init__(
+        self, items: Sequence[Constraint], tol: float = 1e-4, inner: Objective | None = None
+    ) -> None:
+        """Wait for the first ensemble.
+
+        Args:
+            items: The constraints.
+            tol: Violation up to which an equality is met, in units of its typical violation.
+            inner: An objective that is minimised among the feasible points.
+        """
+        self.items = list(items)
+        self.tol = tol
+        self.inner = inner
+        self._scale: Tensor | None = None  # typical violations [runs, 1, components]
+        self._worst: Tensor | None = None  # largest `inner` of the first ensembles [runs, 1]
+
+    def for_runs(self, runs: Tensor) -> "Constraints":
+        """Return the objective for the ensembles of a part of the runs.
+
+        Args:
+            runs: Indices of the runs.
+
+        Returns:
+            The objective, with the runs' scales.
+        """
+        if self._scale is None or len(runs) == len(self._scale):
+            return self
+        part = copy.copy(self)
+        rows = runs.to(self._scale.device)
+        part._scale = self._scale[rows]
+        if self._worst is not None:
+            part._worst = self._worst[rows]
+        return part
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return L of points [..., d]."""
+        inner = None if self.inner is None else self.inner(x)
+        return self.level(x, inner=inner)
+
+    def level(
+        self, x: Tensor, measured: Sequence[Tensor] = (), inner: Tensor | None = None
+    ) -> Tensor:
+        """Return L of points.
+
+        Args:
+            x: Points [..., d].
+            measured: Values [..., m] of the constraints without a function, in their order.
+            inner: Values of the inner objective.
+
+        Returns:
+            Values [...].
+
+        Raises:
+            ConfigError: A constraint has values of a wrong shape.
+        """
+        # 1. The violations, and their typical size at the first call.
+        told = iter(measured)
+        parts = []
+        are_equal = []
+        are_kept = []
+        for item in self.items:
+            values = item.values(x, next(told, None) if item.function is None else None)
+            low = item.low.to(values)
+            high = item.high.to(values)
+            parts.append(torch.maximum(low - values, values - high))
+            are_equal.append((low == high).expand(values.shape[-1]))
+            are_kept.append(item.keep_feasible.to(values.device).expand(values.shape[-1]))
+        excess = torch.cat(parts, -1)
+        is_equality = torch.cat(are_equal)
+        is_kept = torch.cat(are_kept) & ~is_equality
+        if self._scale is None:
+            self._scale = _typical(excess)
+            if inner is not None:
+                finite = inner.where(inner.isfinite(), -torch.inf).amax(-1)
+                self._worst = finite.where(finite.isfinite(), 0.0).reshape(-1, 1)
+
+        # 2. The sum of the scaled violations.
+        scaled = excess.clamp(min=0) / _per_run(self._scale, excess)
+        self.latest = [part.clamp(min=0) for part in parts]
+        self.latest_scaled = scaled.amax(-1)
+        if is_equality.any():
+            scaled = torch.where(is_equality, (scaled - self.tol).clamp(min=0), scaled)
+        total = scaled.sum(-1)
+        if self._worst is not None and inner is not None:
+            total = torch.where(total > 0, _per_run(self._worst, inner) + total, inner)
+        if is_kept.any():
+            total = total.masked_fill(((scaled > 0) & is_kept).any(-1), torch.nan)
+        return total
+
+    def feasible_only(self, objective: Objective) -> Objective:
+        """Return an objective that is not evaluated at points that `keep_feasible` excludes.
+
+        Args:
+            objective: Objective of points [..., d].
+
+        Returns:
+            The objective itself, or one that is infinite at those points.
+        """
+        kept = [item for item in self.items if item.keep_feasible.any()]
+        if not kept or any(item.function is None for item in kept):
+            return objective
+
+        def of_feasible(x: Tensor) -> Tensor:
+            allowed = ~Constraints(kept)(x).isnan()
+            values = x.new_full(allowed.shape, torch.inf)
+            if allowed.any():
+                values[allowed] = objective(x[allowed]).to(values)
+            return values
+
+        return of_feasible
+
+
+def with_constraints(
+    lower: Any, upper: Any, constraints: Any, tol: float, errors: str
+) -> tuple[Any, Any]:
+    """Return L and G of a problem with constraints.
+
+    Args:
+        lower: The first objective.
+        upper: The second objective, or None.
+        constraints: The user's constraints.
+        tol: Violation up to which an equality is met, in units of its typical violation.
+        errors: "exclude" takes an exception of a constraint as NaN at that point.
+
+    Returns:
+        The objectives themselves without constraints. Otherwise a `Constraints` and the last
+        objective.
+
+    Raises:
+        ConfigError: A constraint is invalid, or `lower` is a sequence.
+    """
+    items = parse_constraints(constraints, errors)
+    if not items:
+        return lower, upper
+    if not callable(lower):
+        raise ConfigError("`constraints` need one objective, not one for each cluster")
+    level = Constraints(items, tol)
+    if upper is None:
+        return level, level.feasible_only(lower)
+    level.inner = level.feasible_only(lower)
+    return level, level.feasible_only(upper)
+
+
+def parse_constraints(constraints: Any, errors: str = "raise") -> list[Constraint]:
+    """Convert constraints in SciPy's form.
+
+    Args:
+        constraints: A `NonlinearConstraint`, `LinearConstraint` or `Bounds` of `scipy.optimize`, a
+            dictionary with the keys "type", "fun" and "args", or a sequence of these. A `fun` is
+            a function of one point or of many.
+        errors: "exclude" takes an exception of a constraint as NaN at that point.
+
+    Returns:
+        The constraints.
+
+    Raises:
+        ConfigError: A constraint has another form.
+    """
+    is_single = isinstance(constraints, (*_SCIPY_CLASSES, Mapping))
+    if constraints is None or callable(constraints) or not isinstance(constraints, Iterable):
+        is_single = True
+    items = [constraints] if is_single else list(constraints)
+    return [_parse(f"constraint {k}", item, errors) for k, item in enumerate(items, 1)]
+
+
+def _parse(name: str, item: Any, errors: str) -> Constraint:
+    if isinstance(item, Mapping):
+        return _parse_dictionary(name, item, errors)
+    if not isinstance(item, _SCIPY_CLASSES):
+        raise ConfigError(
+            f"{name} must be a NonlinearConstraint or LinearConstraint of scipy.optimize, or a"
+            f' dictionary such as {{"type": "ineq", "fun": function}}, got a {type(item).__name__}'
+        )
+    low = _to_tensor(f"the lower end of {name} is", item.lb)
+    high = _to_tensor(f"the upper end of {name} is", item.ub)
+    keep = torch.from_numpy(np.array(item.keep_feasible, dtype=bool, ndmin=1))
+    if (low > high).any() or low.isnan().any() or high.isnan().any():
+        raise ConfigError(f"{name} has a lower end above its upper end, or NaN")
+
+    if isinstance(item, optimize.Bounds):
+        return Constraint(name, lambda x: x, low, high, keep)
+    if isinstance(item, optimize.NonlinearConstraint):
+        return Constraint(name, _convert_function(name, item.fun, errors), low, high, keep)
+    dense = item.A.toarray() if hasattr(item.A, "toarray") else item.A
+    matrix = _to_tensor(f"the matrix of {name} is", np.atleast_2d(dense))
+
+    def linear(x: Tensor) -> Tensor:
+        if matrix.shape[1] != x.shape[-1]:
+            raise ConfigError(
+                f"the matrix of {name} has {matrix.shape[1]} columns for {x.shape[-1]} coordinates"
+            )
+        product: Tensor = x @ matrix.to(x).T
+        return product
+
+    return Constraint(name, linear, low, high, keep)
+
+
+def _parse_dictionary(name: str, item: Mapping[str, Any], errors: str) -> Constraint:
+    kind = str(item.get("type", "")).lower()
+    if kind not in ("eq", "ineq") or not callable(item.get("fun")):
+        raise ConfigError(
+            f'{name} needs the keys "type", "eq" or "ineq", and "fun", a function; got'
+            f" {dict(item)!r:.80}"
+        )
+    function = with_args(item["fun"], item.get("args", ()))
+    high = torch.tensor([0.0 if kind == "eq" else torch.inf], dtype=torch.float64)
+    converted = _convert_function(name, function, errors)
+    return Constraint(name, converted, torch.zeros_like(high), high, torch.tensor([False]))
+
+
+def _convert_function(name: str, function: Any, errors: str) -> UserFunction | None:
+    if function is None:
+        return None
+    if not callable(function):
+        raise ConfigError(f"the `fun` of {name} must be a function, got {function!r:.60}")
+    return UserFunction(f"{name}, {label(function)},", function, vector=True, errors=errors)
+
+
+def _to_tensor(source: str, values: Any) -> Tensor:
+    array = to_array(source, np.asarray(values, dtype=float))
+    return torch.from_numpy(np.atleast_1d(array))
+
+
+def _typical(excess: Tensor) -> Tensor:
+    """Return each component's median violation per run, [runs, 1, components].
+
+    Without a violation it is the median distance from the ends, and 1 if that is 0.
+    """
+    ensembles = excess if excess.ndim > 2 else excess.unsqueeze(0)
+    ensembles = ensembles.flatten(1, -2)
+    ensembles = ensembles.where(ensembles.isfinite(), torch.nan)
+    violation, distance = (
+        sizes.where(sizes > 0, torch.nan).nanmedian(1, keepdim=True).values
+        for sizes in (ensembles, ensembles.abs())
+    )
+    return violation.where(violation.isfinite(), distance).nan_to_num(nan=1.0)
+
+
+def _per_run(values: Tensor, like: Tensor) -> Tensor:
+    """Give values [runs, 1, ...] the shape to combine with those of points."""
+    if like.ndim < values.ndim:
+        return values[0]
+    return values

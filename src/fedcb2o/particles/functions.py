@@ -1,0 +1,467 @@
+"""Functions as users write them: of tensors or arrays, of many points or of one.
+
+A converted function maps points [..., d] to values [...], or to [..., d] or [..., m] if it has
+several values per point.
+
+Example:
+    >>> square = UserFunction("`lower`", lambda point: point[0] ** 2 + point[1])
+    >>> square(torch.tensor([[2.0, 0.0], [3.0, 1.0], [1.0, 1.0]])).tolist()
+    [4.0, 10.0, 2.0]
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.particles import settings
+from fedcb2o.particles.write_guard import require_unwritten, write_count
+from fedcb2o.plugins import label
+from fedcb2o.user_values import to_array, to_tensor
+
+_LOGGER = logging.getLogger(__name__)
+
+_CONVERTED = "_takes_tensors"  # attribute of functions whose form is known
+
+_Call = Callable[[Tensor], Any]
+
+
+def takes_tensors(function: _Call) -> _Call:
+    """Mark a function of tensors of points, so that no other form is tried.
+
+    Args:
+        function: Function of points [..., d].
+
+    Returns:
+        The function.
+    """
+    setattr(function, _CONVERTED, True)
+    return function
+
+
+def from_numpy(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Make an objective without gradient from a NumPy function of an ensemble.
+
+    The function runs on the CPU. Masked and missing values count as NaN.
+
+    Args:
+        function: Function [..., d] -> [...]. It owns its array and may write into it.
+
+    Returns:
+        The objective.
+
+    Raises:
+        ConfigError: In a call, where the function does not return numbers.
+    """
+    source = f"the NumPy function {label(function)} returned"
+
+    @takes_tensors
+    @functools.wraps(function)
+    def objective(x: Tensor, *args: Any) -> Tensor:
+        values = function(x.detach().cpu().numpy().copy(), *args)
+        return to_tensor(source, values).to(x.device)
+
+    return objective
+
+
+def from_point(
+    function: Callable[..., Any],
+    *,
+    workers: Callable[..., Any] = map,
+    errors: str = "raise",
+) -> Callable[..., Tensor]:
+    """Make an objective from a function of one point, as SciPy's functions are.
+
+    Masked and missing values count as NaN.
+
+    Args:
+        function: Function of a NumPy array [d] that returns a number.
+        workers: Function that calls it for each particle: the built-in `map`, or that of a pool
+            of threads or processes.
+        errors: "exclude" takes an exception of the function as NaN at that point, and warns once;
+            "raise" stops at the exception, with a note that has the point.
+
+    Returns:
+        The objective.
+
+    Raises:
+        ConfigError: An argument is invalid; in a call, where `function` returns no number, or
+            `workers` not one value for each point.
+    """
+    settings.check_function("`workers`", workers)
+    settings.check_choices({"`errors`": (errors, ("raise", "exclude"))})
+    return _each_point(function, evaluate_point, workers=workers, errors=errors)
+
+
+def evaluate_point(function: Callable[..., Any], args: tuple[Any, ...], point: Any) -> float:
+    """Return the number that a user's function of a point returns.
+
+    Args:
+        function: The function.
+        args: Further arguments of the function.
+        point: The point [d].
+
+    Returns:
+        The number, NaN for a masked or missing one.
+
+    Raises:
+        ConfigError: The function returns no number, or raises StopIteration.
+    """
+    value = _call_at_point(function, args, point)
+    if isinstance(value, float):
+        return float(value)
+
+    name = label(function)
+    array = to_array(f"the function {name} of a point returned", value)
+    if array.size != 1:
+        raise ConfigError(
+            f"the function {name} of a point must return a number, got the shape {[*array.shape]}"
+        )
+    return float(array.item())
+
+
+def with_args(objective: Any, args: Any) -> Any:
+    """Bind further arguments to an objective: objective(x, *args).
+
+    Args:
+        objective: An objective, several, or None.
+        args: A tuple, or a single argument.
+
+    Returns:
+        The objective or objectives of the ensemble alone.
+    """
+    if not isinstance(args, tuple):
+        args = (args,)
+    if not args or objective is None:
+        return objective
+    if not callable(objective):
+        return [with_args(item, args) for item in objective]
+
+    @functools.wraps(objective)
+    def bound(x: Any) -> Any:
+        return objective(x, *args)
+
+    return bound
+
+
+def convert_functions(
+    name: str, functions: Any, args: Any, errors: str, *, vector: bool = False
+) -> Any:
+    """Convert one function or several, with further arguments bound.
+
+    Args:
+        name: Name of their role in messages.
+        functions: A function, a sequence of functions and None, or None.
+        args: Further arguments: a tuple, or a single argument.
+        errors: "raise" or "exclude", as of `UserFunction`.
+        vector: Whether they have several values per point.
+
+    Returns:
+        The converted functions, in the same form.
+    """
+    if functions is None or isinstance(functions, UserFunction):
+        return functions
+    if not callable(functions):
+        return [convert_functions(name, item, args, errors, vector=vector) for item in functions]
+    return UserFunction(name, with_args(functions, args), vector=vector, errors=errors)
+
+
+class UserFunction:
+    """A user's function of points, called in the form that it accepts.
+
+    The first call tries the forms in order: a tensor of all points, a tensor [n, d], an array
+    [n, d], one point as an array, one point as a tensor. Later calls take the form that fitted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *,
+        vector: bool = False,
+        errors: str = "raise",
+        arrays_only: bool = False,
+    ) -> None:
+        """Prepare the first call.
+
+        Args:
+            name: Name of the function's role in messages.
+            function: The function.
+            vector: Whether it has several values per point, in a last axis.
+            errors: "raise", or "exclude" for NaN at points where the function raises an exception.
+            arrays_only: Whether to call it with arrays alone, as SciPy does.
+        """
+        self._name = name
+        self._function = function
+        self._vector = vector
+        self._errors = errors
+        self._arrays_only = arrays_only
+        self._form: _Form | None = None
+        self._is_logged = False
+        functools.update_wrapper(self, function, updated=())
+        if getattr(function, _CONVERTED, False):
+            self._form = _Form("", function, of_rows=False)
+
+    def __call__(self, x: Tensor) -> Any:
+        """Return the values of points [..., d]: [...], or [..., m] of a vector function."""
+        if self._form is None:
+            return self._first_call(x)
+        if self._errors == "exclude" and self._form.is_pointwise:
+            return self._call_rows(self._form, x)
+        try:
+            return self._finish(self._form.call(x), x)
+        except Exception as error:
+            if self._errors == "raise" or isinstance(error, ConfigError):
+                raise
+            return self._call_rows(self._form, x)
+
+    def _first_call(self, x: Tensor) -> Tensor:
+        # 1. Try all points at once. With n = d, one row more tells points from coordinates.
+        rows = x.reshape(-1, x.shape[-1])
+        is_ambiguous = x.shape[-2] == x.shape[-1]
+        sample = self._sample(rows[0]) if self._vector else None
+        failures = _Failures()
+        points = torch.cat([rows, rows[:1]]) if is_ambiguous else x
+        for form in self._forms(points.ndim):
+            values = self._attempt(form, points, sample, failures)
+            if values is None:
+                continue
+            self._form = form
+            if not is_ambiguous:
+                return values
+            form.of_rows = True
+            return self._finish(values[: len(rows)], x)
+
+        # 2. Try point by point, where the function may fail at some of them.
+        if self._errors == "exclude":
+            for form in self._forms(2):
+                attempts = (self._attempt(form, row[None], None, _Failures()) for row in rows)
+                if any(values is not None for values in attempts):
+                    self._form = form
+                    return self._call_rows(form, x)
+
+        hint = ', or take errors="exclude"' if self._errors == "raise" else ""
+        raise ConfigError(
+            f"{self._name}, {label(self._function)}, accepts neither many points nor one:"
+            f" {failures}. Write it for points [..., d], as tensors or as NumPy arrays, or for one"
+            f" point [d]{hint}"
+        ) from failures.first
+
+    def _forms(self, ndim: int) -> "Iterator[_Form]":
+        """Return the forms of a call for points with `ndim` axes, in the order of trial."""
+        function = self._function
+        evaluate = _evaluate_vector if self._vector else evaluate_point
+        if not self._arrays_only:
+            yield _Form("tensor [..., d]", function, of_rows=False)
+            if ndim > 2:
+                yield _Form("tensor [n, d]", function)
+        yield _Form("array [n, d]", from_numpy(function))
+        yield _Form("one array [d]", _each_point(function, evaluate), is_pointwise=True)
+        if not self._arrays_only:
+
+            @functools.wraps(function)
+            def of_tensor(point: np.ndarray) -> Any:
+                return function(torch.from_numpy(point))
+
+            yield _Form("one tensor [d]", _each_point(of_tensor, evaluate), is_pointwise=True)
+
+    def _attempt(
+        self, form: "_Form", x: Tensor, sample: Tensor | None, failures: "_Failures"
+    ) -> Tensor | None:
+        """Return the values of points, or None where the form does not fit."""
+        copy = x.clone()
+        before = write_count(copy)
+        try:
+            values = self._finish(form.call(copy), x)
+        except StopIteration as error:  # it would end the steps of `minimize`
+            raise ConfigError(
+                f"{self._name} raised StopIteration, as an exhausted iterator does"
+            ) from error
+        except Exception as error:
+            failures.add(form.name, error)
+            return None
+
+        lead = x.shape[:-1]
+        fits = values.shape[: len(lead)] == lead and values.ndim == len(lead) + self._vector
+        if fits and sample is not None:
+            first = values.detach().double().cpu().reshape(-1, values.shape[-1])[0]
+            fits = first.shape == sample.shape and torch.allclose(
+                first, sample, rtol=1e-4, atol=1e-6, equal_nan=True
+            )
+        if not fits:
+            failures.add(form.name, f"it returned the shape {[*values.shape]} for {[*x.shape]}")
+            return None
+        require_unwritten(self._name, self._function, copy, before, x)
+        return values
+
+    def _finish(self, values: Any, x: Tensor) -> Tensor:
+        """Return values as a tensor [...] or [..., m], where their shape allows it."""
+        tensor: Tensor = values
+        if not isinstance(values, Tensor):
+            tensor = to_tensor(f"{self._name} returned", values).to(x.device)
+        lead = x.shape[:-1]
+        if tensor.shape == lead and not self._vector:
+            return tensor
+        flat = (lead.numel(),)
+        if self._vector and tensor.shape in (lead, flat):
+            return tensor.reshape(*lead, 1)
+        if self._vector and tensor.shape[:-1] == flat:
+            return tensor.reshape(*lead, -1)
+        if not self._vector and tensor.shape in (flat, (*flat, 1), (*lead, 1)):
+            return tensor.reshape(lead)
+        return tensor
+
+    def _sample(self, point: Tensor) -> Tensor | None:
+        """Return the values of one point, or None for a function of many points."""
+        try:
+            values = self._function(point.detach().cpu().numpy().copy())
+            return torch.from_numpy(to_array("", values)).double().reshape(-1)
+        except Exception:
+            return None
+
+    def _call_rows(self, form: "_Form", x: Tensor) -> Tensor:
+        """Return the values of each point, NaN where the function raises an exception."""
+        rows = x.reshape(-1, x.shape[-1])
+        values: list[Tensor | None] = []
+        for row in rows:
+            try:
+                values.append(self._finish(form.call(row[None]), row[None])[0].to(x))
+            except ConfigError:
+                raise
+            except Exception as error:
+                values.append(None)
+                if not self._is_logged:
+                    failure = _describe_failure(self._function, row.cpu().numpy(), error)
+                    _LOGGER.warning("%s: such points are excluded.", failure)
+                self._is_logged = True
+        shape = next((value.shape for value in values if value is not None), torch.Size())
+        missing = x.new_full(shape, torch.nan)
+        stacked = torch.stack([missing if value is None else value for value in values])
+        return self._finish(stacked, x)
+
+
+class _Failures:
+    """Forms that did not fit, by reason."""
+
+    def __init__(self) -> None:
+        self.first: Exception | None = None
+        self._forms: dict[str, list[str]] = {}
+
+    def add(self, form: str, reason: str | Exception) -> None:
+        if isinstance(reason, Exception):
+            self.first = self.first or reason
+            text = " ".join(repr(reason).split())
+            if isinstance(reason, ConfigError):
+                text = "it returned " + str(reason).split(" returned ")[-1]
+        else:
+            text = reason
+        self._forms.setdefault(text, []).append(form)
+
+    def __str__(self) -> str:
+        return "; ".join(f"{text} ({', '.join(forms)})" for text, forms in self._forms.items())
+
+
+class _Form:
+    """A form of calling a function: with tensors or arrays, of all points or of each.
+
+    Attributes:
+        name: Name in messages.
+        of_rows: Whether the function receives points [n, d] without further leading axes.
+        is_pointwise: Whether it calls the user's function for each point.
+    """
+
+    def __init__(
+        self, name: str, function: _Call, *, of_rows: bool = True, is_pointwise: bool = False
+    ) -> None:
+        self.name = name
+        self.is_pointwise = is_pointwise
+        self.of_rows = of_rows
+        self._function = function
+
+    def call(self, x: Tensor) -> Any:
+        if self.of_rows and x.ndim > 2:
+            x = x.reshape(-1, x.shape[-1])
+        return self._function(x)
+
+
+def _each_point(
+    function: Callable[..., Any],
+    evaluate: Callable[..., Any],
+    *,
+    workers: Callable[..., Any] = map,
+    errors: str = "raise",
+) -> Callable[..., Tensor]:
+    """Return an objective that calls a function of one point for each point."""
+    if errors == "exclude":
+        evaluate = functools.partial(_evaluate_or_describe, evaluate)
+    is_logged = False
+
+    @takes_tensors
+    @functools.wraps(function)
+    def objective(x: Tensor, *args: Any) -> Tensor:
+        nonlocal is_logged
+        points = x.detach().cpu().numpy().copy().reshape(-1, x.shape[-1])
+        values = list(workers(functools.partial(evaluate, function, args), points))
+        if len(values) != len(points):
+            raise ConfigError(f"`workers` returned {len(values)} values for {len(points)} points")
+
+        failures = [value for value in values if isinstance(value, str)]
+        if failures and not is_logged:
+            _LOGGER.warning("%s: such points are excluded.", failures[0])
+            is_logged = True
+        if failures:
+            values = [math.nan if isinstance(value, str) else value for value in values]
+        tensor = torch.tensor(values, dtype=x.dtype, device=x.device)
+        return tensor.reshape((*x.shape[:-1], *tensor.shape[1:]))
+
+    return objective
+
+
+def _evaluate_vector(function: Callable[..., Any], args: tuple[Any, ...], point: Any) -> Any:
+    """Return the list of numbers that a user's function of a point returns."""
+    value = _call_at_point(function, args, point)
+    array = to_array(f"the function {label(function)} of a point returned", value)
+    if array.ndim > 1:
+        raise ConfigError(
+            f"the function {label(function)} of a point must return a number or a list of numbers,"
+            f" got the shape {[*array.shape]}"
+        )
+    return array.astype(float).reshape(-1).tolist()
+
+
+def _call_at_point(function: Callable[..., Any], args: tuple[Any, ...], point: Any) -> Any:
+    """Call a function of a point; its exceptions have a note with the point."""
+    try:
+        return function(point, *args)
+    except Exception as error:
+        cure = (
+            f"{_describe_failure(function, point, error)}: return NaN where it is not defined, or"
+            ' take errors="exclude"'
+        )
+        if isinstance(error, StopIteration):  # it would end a loop over the points
+            raise ConfigError(cure) from error
+        error.add_note(cure)
+        raise
+
+
+def _evaluate_or_describe(
+    evaluate: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...], point: Any
+) -> Any:
+    """Return the values, or the description of the function's exception."""
+    try:
+        return evaluate(function, args, point)
+    except ConfigError:
+        raise
+    except Exception as error:
+        return _describe_failure(function, point, error)
+
+
+def _describe_failure(function: Callable[..., Any], point: Any, error: Exception) -> str:
+    where = np.array2string(np.asarray(point), separator=", ", threshold=12)
+    return f"the function {label(function)} failed at the point {where}: {error!r}"

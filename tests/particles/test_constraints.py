@@ -1,0 +1,203 @@
+"""Constraints in SciPy's form: violations by hand, known solutions, units, several runs, ask and tell."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import optimize, sparse
+from scipy.optimize import LinearConstraint, NonlinearConstraint
+from torch.testing import assert_close
+
+import fedcb2o
+from fedcb2o import minimize
+from fedcb2o.errors import ConfigError
+from fedcb2o.particles.constraints import Constraints, parse_constraints
+
+from .problems import double
+
+BOX = (-3.0, 3.0)
+
+
+def level(constraints, points, **settings):
+    return Constraints(parse_constraints(constraints), **settings)(double(points)).tolist()
+
+
+def distance(x):
+    return (x[0] - 2) ** 2 + x[1] ** 2
+
+
+DISC = NonlinearConstraint(lambda x: x @ x, -np.inf, 1.0)
+
+
+# ---- L ----
+
+
+def test_violations_by_hand():
+    """Violations of c: 0, 3, 1, of which the median of the positive ones is 1 (the lower one)."""
+    assert level(DISC, [[0, 0.5], [0, 2], [1, 1]]) == [0, 3, 1]
+    ring = NonlinearConstraint(lambda x: x @ x, 1.0, 4.0)
+    assert level(ring, [[0, 0], [0, 1.5], [0, 3], [0, 3]]) == [0.2, 0, 1, 1]
+    at_least = {"type": "ineq", "fun": lambda x, a: x[0] - a, "args": (1.0,)}
+    assert level(at_least, [[0, 0], [1, 0], [-1, 0], [3, 0]]) == [1, 0, 2, 0]
+    plane = LinearConstraint([[1, 1], [1, -1]], [-np.inf, 0], [1, np.inf])
+    assert level(plane, [[1, 1], [1, 0], [0, 1], [0, 4]]) == [1, 0, 1, 3 + 4]
+    box = optimize.Bounds([0, 0], [1, 1])
+    assert level(box, [[0.5, 0.5], [2, 0.5], [0.5, -4], [0.5, -4]]) == [0, 1, 1, 1]
+
+
+def test_an_equality_counts_as_met_within_the_tolerance():
+    line = {"type": "eq", "fun": lambda x: x[0]}
+    points = [[0.0], [0.05], [1.0], [1.0], [-1.0]]
+    assert level(line, points, tol=0.1) == pytest.approx([0, 0, 0.9, 0.9, 0.9])
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1e6])
+def test_units_do_not_matter(unit):
+    """A constraint in other units has the same L, next to others and without a violation at the start."""
+    points = np.random.default_rng(0).uniform(-2, 2, (40, 2))
+    bowl = LinearConstraint([[1.0, 0.0]], 0.5, 0.5)
+
+    def with_unit(unit):
+        return [NonlinearConstraint(lambda x: unit * (x @ x), -np.inf, unit), bowl]
+
+    assert level(with_unit(unit), points) == pytest.approx(level(with_unit(1.0), points))
+    calm = Constraints(parse_constraints(with_unit(unit)[0]))
+    calm(double(points / 10))
+    plain = Constraints(parse_constraints(DISC))
+    plain(double(points / 10))
+    assert calm(double([[2, 0]])).item() == pytest.approx(plain(double([[2, 0]])).item())
+
+
+def test_each_run_has_its_scale():
+    constraints = Constraints(parse_constraints(DISC))
+    x = double([[[0, 2], [0, 1]], [[0, 3], [0, 1]]])
+    assert constraints(x).tolist() == [[1, 0], [1, 0]]
+    assert constraints.for_runs(torch.tensor([1]))(x[1:] / 1.5).tolist() == [[3 / 8, 0]]
+
+
+def test_constraints_come_before_the_lower_objective():
+    constraints = Constraints(parse_constraints(DISC), inner=lambda x: 10 * x[..., 0])
+    values = constraints(double([[0.5, 0], [-0.5, 0], [2, 0], [2, 0]]))
+    assert values.tolist() == [5, -5, 20 + 1, 20 + 1]
+
+
+# ---- minimize ----
+
+ROOT = np.sqrt(0.5)
+QUICK = {"num_particles": 60, "dt": 0.1, "maxiter": 200, "seed": 1}
+KNOWN = {
+    "disc": (distance, DISC, [1, 0]),
+    "two": (
+        distance,
+        [DISC, LinearConstraint(sparse.csr_array([[1.0, -1.0]]), -np.inf, 0)],
+        [ROOT, ROOT],
+    ),
+    "equality": (lambda x: x @ x, {"type": "eq", "fun": lambda x: x[0] + x[1] - 1}, [0.5, 0.5]),
+    "batch": (
+        lambda x: x.square().sum(-1),
+        NonlinearConstraint(lambda x: x[..., :1] - 1, 0, np.inf),
+        [1, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_solutions(name):
+    objective, constraints, solution = KNOWN[name]
+    result = minimize(objective, dim=2, bounds=BOX, constraints=constraints, **QUICK)
+    assert_close(result.x, double(solution), atol=0.15, rtol=0)
+    assert result.fun == result.upper
+    assert result.fun.item() == pytest.approx(objective(result.x).item())
+    assert result.constr_violation <= 1e-2
+    worst = max(violation.max().item() for violation in result.constr)
+    assert result.constr_violation == worst
+    assert "constr_violation" in repr(result)
+
+
+@pytest.mark.parametrize("name", ["disc", "two", "equality"])
+def test_scipy_has_the_same_result(name):
+    objective, constraints, _ = KNOWN[name]
+    settings = {"num_particles": 40, "maxiter": 100}
+    found = optimize.minimize(
+        objective, [0.0, 0.0], method=fedcb2o.cb2o, bounds=[BOX] * 2, constraints=constraints,
+        options=settings,
+    )  # fmt: skip
+    same = minimize(objective, x0=[0.0, 0.0], bounds=BOX, constraints=constraints, **settings)
+    assert found.x == pytest.approx(same.x.numpy())
+    assert found.fun == objective(found.x)
+    assert found.constr_violation == same.constr_violation
+    assert [part.tolist() for part in found.constr] == [part.tolist() for part in same.constr]
+
+
+def test_two_levels_among_the_feasible():
+    """Of the points with x[0] = 0, a minimiser of L, G wants x[1] = 3, and the constraint x[1] <= 1."""
+    result = minimize(
+        lambda x: x[..., 0].square(), lambda x: (x[..., 1] - 3).square(), dim=2, bounds=(-4, 4),
+        constraints=LinearConstraint([[0.0, 1.0]], -np.inf, 1.0), **QUICK,
+    )  # fmt: skip
+    assert_close(result.x, double([0, 1]), atol=0.1, rtol=0)
+    assert result.fun == result.lower == result.x[0] ** 2
+
+
+def test_each_run_equals_the_run_of_its_seed():
+    settings = {"dim": 2, "bounds": BOX, "constraints": KNOWN["two"][1], "num_particles": 30}
+    settings |= {"xtol": 0.01, "maxiter": 300, "dt": 0.1, "record_every": 2}
+    many = minimize(distance, runs=3, seed=5, **settings)
+    assert len(set(many.nit.tolist())) > 1  # runs that end apart
+    assert many.constr[1].shape == (3, 1)
+    for run, seed in enumerate(many.seed):
+        one = minimize(distance, seed=seed, **settings)
+        assert torch.equal(one.x, many.x[run])
+        assert one.constr_violation == many.constr_violation[run]
+
+
+def test_keep_feasible_spares_the_objective():
+    """sqrt is not defined for x[0] < 0; particles there are excluded and not evaluated."""
+
+    def root(x):
+        assert x[0] >= 0
+        return (np.sqrt(x[0]) - 1) ** 2 + x[1] ** 2
+
+    positive = LinearConstraint([[1.0, 0.0]], 0, np.inf, keep_feasible=True)
+    result = minimize(root, dim=2, bounds=BOX, constraints=positive, **QUICK)
+    assert_close(result.x, double([1, 0]), atol=0.05, rtol=0)
+    assert result.excluded > 0
+
+
+def test_ask_and_tell_with_a_measured_constraint():
+    settings = {"dim": 2, "bounds": BOX, "num_particles": 30, "maxiter": 100}
+    measured = NonlinearConstraint(None, -np.inf, 1.0)
+    half = LinearConstraint([[0.0, 1.0]], -np.inf, 0.5)
+    search = fedcb2o.Search(constraints=[half, measured], **settings)
+    while not search.done:
+        points = search.ask()
+        search.tell(points.sum(-1), constraints=[points.square().sum(-1)])
+    whole = minimize(
+        lambda x: x.sum(-1), constraints=[half, NonlinearConstraint(lambda x: x.square().sum(-1), -np.inf, 1)],
+        **settings,
+    )  # fmt: skip
+    assert torch.equal(search.result.theta, whole.theta)
+    assert search.result.constr_violation == whole.constr_violation
+    again = fedcb2o.Search(constraints=measured, **settings)
+    with pytest.raises(ConfigError, match="constraint 1 needs a value per component and point"):
+        again.tell(again.ask().sum(-1))
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        ([lambda x: x], "constraint 1 must be a NonlinearConstraint or LinearConstraint"),
+        ({"type": "le", "fun": distance}, 'needs the keys "type", "eq" or "ineq"'),
+        (NonlinearConstraint(distance, 2, 1), "a lower end above its upper end"),
+        (LinearConstraint([[1.0, 1.0, 1.0]], 0, 1), "3 columns for 2 coordinates"),
+        (NonlinearConstraint(lambda x: x, [0, 0, 0], 1), "2 components and 3 ends"),
+        (NonlinearConstraint(lambda x: "a", 0, 1), "accepts neither many points nor one"),
+    ],
+)
+def test_wrong_constraints(constraints, message):
+    with pytest.raises(ConfigError, match=message):
+        minimize(distance, dim=2, constraints=constraints, maxiter=3)
+
+
+def test_clusters_have_no_constraints():
+    with pytest.raises(ConfigError, match="`constraints` need one objective"):
+        minimize([distance, distance], dim=2, constraints=DISC)
