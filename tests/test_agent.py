@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedcb2o import Agent
+from fedcb2o import Agent, knows, load, stream
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.federated import AgentState, Decisions, Ragged, algorithms
 from fedcb2o.federated.sections import Component
@@ -66,7 +67,7 @@ METHODS = [
     {"name": "by_rule", "rule": "centred_clipping"},
     {"name": "by_rule", "rule": "coordinate_median", "selection": "prob_sampling"},
 ]
-FIRST = 0  # the agent that is compared
+FIRST = 2  # the agent that is compared
 
 
 class Compared(LocalEngine):
@@ -91,6 +92,7 @@ class Compared(LocalEngine):
                 validation=(group.data.samples.x[index], group.data.samples.y[index]),
                 method=self.method,
                 seed=spec.seed,
+                id=FIRST,
                 gamma=spec.training.gamma,
                 rounds=spec.rounds,
                 num_samples=len(group.data.train[FIRST]),
@@ -98,7 +100,8 @@ class Compared(LocalEngine):
             )
         agent = self.agent
         parameters.load_state_(agent.network, parameters.tensor_views(agent.network, before[FIRST]))
-        asked = agent.select(range(1, spec.num_agents), ours.BUDGET)
+        others = set(range(spec.num_agents)) - {FIRST}
+        asked = agent.select(others, ours.BUDGET)
 
         states, decisions, finite = super().local_aggregation_(n, states, active, deadline, on_step)
         after = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
@@ -171,9 +174,14 @@ def test_memory_is_restored(how, tmp_path):
         ({"weight": torch.full((2, 2), torch.nan)}, "not finite, or beyond 1e"),
         ({"weight": torch.full((2, 2), 1e30)}, "not finite, or beyond 1e"),
         ({}, "it lacks `weight`"),
-        ({"weight": torch.zeros(3, 2)}, r"`weight` is no tensor of shape \(2, 2\)"),
-        ({"weight": [[0.0, 0.0], [0.0, 0.0]]}, r"`weight` is no tensor of shape \(2, 2\)"),
-        ({"weight": torch.zeros(2, 2, dtype=torch.int64)}, "has type torch.int64"),
+        ({"module.weight": torch.zeros(2, 2)}, "lacks `weight` and holds `module.weight`"),
+        ({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, "`bias`, which the network does"),
+        ({"weight": torch.zeros(3, 2)}, r"`weight` has shape \(3, 2\) .*, expected \(2, 2\)"),
+        ({"weight": "abcd"}, "`weight` holds words"),
+        ({"weight": None}, "`weight` holds None"),
+        ({"weight": torch.zeros(2, 2, dtype=torch.int64)}, "type torch.int64"),
+        ({"weight": torch.zeros(2, 2).to_sparse()}, "`weight` holds a sparse tensor"),
+        ({"weight": torch.zeros(2, 2, device="meta")}, "`weight` holds a meta tensor"),
         (np.zeros(5, np.float32), r"it has shape \(5,\)"),
         (torch.zeros(4, dtype=torch.int64), "type torch.int64"),
         (np.ma.array(np.zeros(4), mask=[0, 1, 0, 0]), "not finite, or beyond 1e"),
@@ -231,11 +239,27 @@ def test_a_model_with_an_invalid_claim_is_refused(claim):
     assert "it claims" in decision.refused["bad"]
 
 
-def test_nobody_answers():
+@pytest.mark.parametrize("method", ["fedcb2o", *METHODS], ids=lambda method: "")
+def test_no_model_and_one_model(method):
+    """Without models an agent keeps its own; between two models all weights are its method's."""
     network = linear(1.0)
-    decision = Agent(network, validation=(X, Y)).aggregate({})
-    assert decision.weights == {}
+    agent = Agent(network, validation=(X, Y), method=method)
+    assert sum(agent.aggregate({}).weights.values()) == 0.0
     torch.testing.assert_close(network.weight.data, torch.eye(2))
+    decision = agent.aggregate({"a": model(3.0)})
+    weight = decision.weights["a"]
+    if math.isnan(weight):  # the median of its own model and another one
+        weight = 0.5
+    expected = 1.0 + 2.0 * decision.mixing_factor * weight
+    torch.testing.assert_close(network.weight.data, expected * torch.eye(2))
+
+
+def test_a_class_without_validation_samples_counts_nothing():
+    network = linear(1.0)
+    agent = Agent(network, validation=(X[1:], Y[1:]), method="fedcb2o")
+    decision = agent.aggregate({"a": model(3.0), "b": model(-1.0)})
+    assert np.isfinite([*decision.criterion.values(), *decision.losses.values()]).all()
+    assert decision.weights["a"] > decision.weights["b"]
 
 
 @pytest.mark.parametrize("interpolation", [1.0, 0.5])
@@ -291,7 +315,7 @@ def test_numbers_to_predict():
     [
         ({}, ConfigError, "`validation` samples or a `judge`"),
         ({"validation": (X, Y), "judge": len}, ConfigError, "and not both"),
-        ({"validation": X}, DataError, "a pair of samples and labels"),
+        ({"validation": X}, DataError, r"must be \(x, y\), .*got a Tensor$"),
         ({"validation": (X, ["a", "b", "b"])}, DataError, "whole numbers from 0"),
         ({"validation": (X, [0, 1, 2])}, DataError, "`y` holds the classes 0 to 2"),
         ({"validation": (X, Y[:2])}, DataError, "each needs one"),
@@ -361,3 +385,147 @@ def test_networks_and_losses_that_mix_samples_are_named(network, options, messag
     targets = [0.5, 1.5, -1.0] if options else [0, 1, 1]
     with pytest.warns(UserWarning, match=message):
         Agent(network, validation=(torch.eye(3), np.array(targets)), **options)
+
+
+def test_state_dicts_of_arrays():
+    network = linear(1.0)
+    agent = Agent(network, validation=(X, Y), method="fedcbo", gamma=0.1)
+    agent.aggregate({"a": {"weight": 2.0 * np.eye(2)}})
+    assert network.weight.tolist() == [[2.0, 0.0], [0.0, 2.0]]
+
+
+def test_a_network_that_changed_is_named():
+    network = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    agent = Agent(network, validation=(X, Y))
+    network[0].requires_grad_(False)
+    with pytest.raises(ConfigError, match="has 8 numbers to exchange, and had 17"):
+        agent.aggregate({})
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_an_agent_without_a_network(kind):
+    """Models are points in the plane, and a loss is the distance to a sample."""
+    samples = np.array([[0.0, 0.0], [0.0, 2.0]])
+
+    def judge(thetas):
+        assert type(thetas) is type(kind([1.0]))
+        return np.square(np.asarray(thetas)[:, None] - samples).sum(2)
+
+    start = kind([4.0, 1.0])
+    agent = Agent(start, judge=judge, method={"name": "fedcbo", "alpha": 1.0}, gamma=0.05)
+    agent.theta = kind([2.0, 1.0])
+    decision = agent.aggregate({"a": np.array([0.0, 1.0]), "b": torch.tensor([1.0, 1.0])})
+    assert decision.losses == {"a": 1.0, "b": 2.0}
+    mu = 1 / (1 + math.exp(-1.0))
+    assert decision.weights["a"] == pytest.approx(mu)
+    mixing = decision.mixing_factor
+    expected = [(1 - mixing) * 2.0 + mixing * (1 - mu), 1.0]
+    assert [*agent.theta] == pytest.approx(expected)
+    assert type(agent.publish()) is type(start)
+    assert [*start] == [4.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"network": np.zeros((2, 2))}, r"a flat array of finite numbers \[d\], got shape \(2, 2\)"),
+        ({"network": [0.0, math.nan]}, "finite"),
+        ({"network": [0.0], "judge": None, "validation": (X, Y)}, "needs a `judge`"),
+        ({"network": [0.0], "id": -1}, "whole numbers from 0"),
+        ({"network": [0.0], "attack": {"name": "sign_flip", "sybils": True}}, "`sybils`"),
+        ({"network": [0.0], "attack": "sign_flop"}, "sign_flip"),
+    ],
+)
+def test_arrays_and_attacks_that_cannot_be(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Agent(**{"judge": len, **arguments})
+
+
+def test_an_agent_with_a_number_has_peers_with_numbers():
+    agent = Agent(linear(), validation=(X, Y), id=2)
+    for peers in ([1, 2], [True], ["a"], [-1], [10**6]):
+        with pytest.raises(ConfigError, match=r"itself has the number 2|whole numbers from 0"):
+            agent.select(peers, 1)
+    assert agent.select([np.int64(7)], 1) == [7]
+
+
+@knows("benign")
+def half_of_the_mean(view, draw, *, share=0.5):
+    return share * view.benign().mean(0)
+
+
+BENIGN = {"a": model(1.0), "b": model(4.0)}
+DIAGONAL = [(0, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("attack", "expected"),
+    [
+        ("sign_flip", -1.0),  # from 1 to 3: 1 - 2
+        ({"name": "sign_flip", "scale": 2.0}, -3.0),
+        ({"name": "boosting", "factor": 1000.0}, 2001.0),
+        (half_of_the_mean, 1.25),
+        ({"name": half_of_the_mean, "share": 1.0}, 2.5),
+        ({"name": "sign_flip", "from_round": 1}, 3.0),
+        ({"name": "label_flip", "source": 0, "target": 1}, 3.0),
+    ],
+)
+def test_attacks_as_in_a_configuration(attack, expected):
+    network = linear(1.0)
+    agent = Agent(network, validation=(X, Y), attack=attack)
+    network.load_state_dict(model(3.0))
+    published = agent.publish(benign=BENIGN)["weight"]
+    torch.testing.assert_close(published, expected * torch.eye(2))
+    assert network.weight[0, 0] == 3.0
+    preset = {"extends": "digits-fedcb2o", "name": "same", "attack": attack}
+    build = load(preset).attack.build()
+    assert (build.craft is None) == (agent._data.attack.craft is None)
+
+
+def test_attacks_draw_the_numbers_of_a_simulation():
+    agent = Agent(linear(1.0), validation=(X, Y), attack="random_model", seed=5, id=3)
+    noise = stream(5, "craft", 0, 3).standard_normal(4, dtype=np.float32).reshape(2, 2)
+    published = agent.publish()["weight"].numpy()
+    np.testing.assert_allclose(published / published[0, 0], noise / noise[0, 0], rtol=1e-5)
+
+
+def test_an_attack_on_data_and_one_on_each_receiver():
+    flip = Agent(
+        linear(), validation=(X, Y), attack={"name": "label_flip", "source": 0, "target": 1}
+    )
+    assert flip.training_data(X, Y)[1].tolist() == [1, 1, 1]
+    assert Agent(linear(), validation=(X, Y)).training_data(X, Y)[1].tolist() == [0, 1, 1]
+    agent = Agent(linear(1.0), validation=(X, Y), attack="equivocation")
+    models = agent.publish(benign=BENIGN)
+    assert sorted(models) == ["a", "b"]
+    assert not models["a"]["weight"].equal(models["b"]["weight"])
+    with pytest.raises(ConfigError, match="pass `benign`"):
+        agent.publish()
+    with pytest.raises(ConfigError, match=r"the model of 'a' cannot be used .*lacks `weight`"):
+        agent.publish(benign={"a": {}})
+
+
+def mean_loss(inputs):
+    return inputs.losses.mean
+
+
+@pytest.mark.parametrize("criterion", ["average_loss", {"name": "average_loss"}, mean_loss])
+def test_criteria_as_in_a_configuration(criterion):
+    method = {"name": "fedcb2o", "criterion": criterion, "alpha": 1.0}
+    agent = pickle.loads(pickle.dumps(Agent(linear(1.0), validation=(X, Y), method=method)))
+    decision = agent.aggregate({"a": model(3.0), "b": model(-1.0)})
+    assert decision.criterion == decision.losses
+    load({"extends": "digits-fedcb2o", "name": "same", "algorithm": method})
+
+
+def test_agents_in_threads_decide_as_one_after_the_other():
+    def rounds(j):
+        agent = Agent(linear(1.0 + j), validation=(X, Y), method=METHODS[2], seed=1, id=j)
+        for _ in range(3):
+            asked = agent.select(set(range(8)) - {j}, 3)
+            agent.aggregate({i: model(i - 2.0) for i in asked})
+        return agent.theta
+
+    with ThreadPoolExecutor(8) as pool:
+        for j, theta in enumerate(pool.map(rounds, range(8))):
+            assert theta.equal(rounds(j))

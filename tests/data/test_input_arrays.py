@@ -181,7 +181,7 @@ def test_labels_are_taken_in_any_column(labels, expected):
         (torch.zeros(2, 2, device="meta"), r"`x` cannot be read as an array \(.*no data!\)$"),
         ((row for row in X), "`x` is a generator: give an array, a list, or a table"),
         ({1, 2}, "`x` is a set: give an array"),
-        (Items((X, 0)), r"cannot be read as an array \(.*\); PyTorch data sets are for fedcb2o.da"),
+        (Items((X, 0)), r"cannot be read as an array \(.*\); a data set of pairs"),
         ({"a": [1, 2]}, r"`x` is a dict: give .* a table \(pandas.DataFrame\)"),
         ("data.csv", "`x` is a str: give an array"),
         (None, "`x` is missing: give an array"),
@@ -223,10 +223,10 @@ def test_rows_of_labels_get_the_cure_of_their_kind(y, message):
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (Items({"image": X[0], "label": 0}), "got mappings with the keys 'image', 'label'"),
+        (Items({"image": X[0], "label": 0}), r"rows with the keys 'image', 'label': give columns="),
         (Items(X, X), r"owner 'a' \(train\) must .* items \(x, y\): its items are of type ndarray"),
         (TensorDataset(TENSOR), r"its items are of type tuple$"),
-        (FRAME, r"must be \(x, y\), or have items \(x, y\) \(KeyError"),
+        (FRAME, r"has the columns a, b: give columns=\(samples, labels\)"),
         (Items(([1.0], "u"), ([2.0], None)), r"`y of owner 'a' \(train\)` has 1 missing values"),
     ],
 )

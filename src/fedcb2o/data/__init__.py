@@ -42,6 +42,7 @@ from fedcb2o.data.array_dataset import dataset
 from fedcb2o.data.natural_partition import partition_by_owner
 from fedcb2o.data.owner_datasets import datasets
 from fedcb2o.data.release import Release, default_folder, user_folder
+from fedcb2o.data.row_sources import samples_and_labels
 from fedcb2o.data.sets import (
     arrays,
     breast_cancer,
@@ -52,6 +53,7 @@ from fedcb2o.data.sets import (
     fashion_mnist,
     fashion_shops,
     mnist,
+    owner_table,
     typefaces,
 )
 
@@ -84,11 +86,13 @@ __all__ = [
     "hold_out",
     "match_samples",
     "mnist",
+    "owner_table",
     "partition",
     "partition_by_owner",
     "pixel_range",
     "rotate",
     "sample_values",
+    "samples_and_labels",
     "skews",
     "stratified_mask",
     "typefaces",

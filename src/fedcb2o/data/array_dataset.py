@@ -12,6 +12,7 @@ from torch import Tensor
 from fedcb2o.data import input_arrays, input_validation, names
 from fedcb2o.data._dataset import Dataset, Owners, Shard, features, stratified_mask
 from fedcb2o.data._sample_format import match_samples
+from fedcb2o.data.row_sources import samples_and_labels, select_columns
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.plugins import to_python
 from fedcb2o.rng import stream
@@ -22,8 +23,9 @@ _MAX_ROUNDING_ERROR = 1e-6
 
 def dataset(
     x: Any,
-    y: Any,
+    y: Any = None,
     *,
+    columns: Any = None,
     owner: Any = None,
     x_test: Any = None,
     y_test: Any = None,
@@ -33,14 +35,18 @@ def dataset(
     standardise: bool = False,
     numbers: bool = False,
 ) -> Dataset:
-    """Make a data set from samples and labels: arrays, tensors, lists or tables.
+    """Make a data set from samples and labels: arrays, tensors, lists, tables or data sets.
 
     Args:
         x: Samples [n, ...]. Values of type uint8 are pixels and stay uint8; all others become
-            float32. Columns of tables are matched by their names.
+            float32. Columns of tables are matched by their names. Without `y`, a table, a mapping
+            of columns, a data set with a length and items (x, y) or rows that are mappings, such
+            as one of Hugging Face, or a loader of these.
         y: Labels [n], whole numbers or words. Their different values, sorted, are the classes.
-        owner: Owner of each sample [n], whole numbers or words. Each value is an agent that holds
-            its own samples.
+        columns: Without `y`, names of the columns of samples and of labels, such as
+            ("image", "label") or (["age", "dose"], "ill").
+        owner: Owner of each sample [n], whole numbers or words, or with `columns` the name of a
+            column. Each value is an agent that holds its own samples.
         x_test: Test samples. Without them, a fixed share of each class, or of each owner without
             test samples, is held out from `x`.
         y_test: Labels of the test samples.
@@ -63,6 +69,16 @@ def dataset(
         >>> data.class_names, len(data.pool), len(data.test)
         (('a', 'b'), 2, 2)
     """
+    if y is None:
+        if isinstance(owner_test, str):
+            (owner_test,) = select_columns("`x_test`", x_test, [owner_test])
+        if isinstance(owner, str):
+            (owner,) = select_columns("`x`", x, [owner])
+        if x_test is not None and y_test is None:
+            x_test, y_test = samples_and_labels("`x_test`", x_test, columns)
+        x, y = samples_and_labels("`x`", x, columns)
+    elif columns is not None:
+        raise DataError("`columns` name the samples and labels of a source: leave `y` out")
     if (x_test is None) != (y_test is None):
         raise DataError(
             "`x_test` and `y_test` go together: give both, or neither to have some of `x` held out"

@@ -54,9 +54,9 @@ def to_array(name: str, values: Any) -> NDArray[Any]:
     _check_is_array(name, values)
     if isinstance(values, pd.Series):
         _check_none_is_missing(name, values)
-    is_dataset = _is_dataset(values)
+    values_are_items = is_dataset(values)
     try:
-        if is_dataset:
+        if values_are_items:
             values = [values[k] for k in range(len(values))]
         array = np.asarray(_plain(name, values))
         if array.dtype.kind == "U" and isinstance(values, Sequence):
@@ -66,7 +66,7 @@ def to_array(name: str, values: Any) -> NDArray[Any]:
         raise
     except Exception as error:  # a user's object may fail in any way
         reason = str(error).partition("\n")[0]
-        hint = "; PyTorch data sets are for fedcb2o.datasets" if is_dataset else ""
+        hint = "; a data set of pairs (x, y) is given without `y`" if values_are_items else ""
         raise DataError(f"`{name}` cannot be read as an array ({reason}){hint}") from error
     if array.dtype.kind in "OT":
         return _resolve_objects(name, array.astype(object))
@@ -133,11 +133,29 @@ def as_table(values: Any) -> pd.DataFrame | None:
         return pd.DataFrame({field: list(array[field]) for field in values.dtype.names})
 
     kind = type(values)
-    if hasattr(kind, "column_names") and hasattr(kind, "to_pandas"):
+    # Data sets of Hugging Face have both, and images that pandas does not decode.
+    is_arrow = hasattr(kind, "column_names") and hasattr(kind, "to_pandas")
+    if is_arrow and not hasattr(kind, "with_format"):
         return pd.DataFrame(values.to_pandas())
     if hasattr(kind, "columns") and hasattr(kind, "to_numpy"):
         return pd.DataFrame({column: np.asarray(values[column]) for column in values.columns})
     return None
+
+
+def is_dataset(values: Any) -> bool:
+    """Return whether an object has a length and items, and is neither array nor list.
+
+    Args:
+        values: Anything.
+
+    Returns:
+        True for map-style data sets.
+    """
+    if isinstance(values, Sequence) or not hasattr(values, "__getitem__"):
+        return False
+    interfaces = ("__array__", "__array_interface__", "__array_struct__")
+    is_array = any(hasattr(values, interface) for interface in interfaces)
+    return hasattr(values, "__len__") and not is_array
 
 
 def match_columns(names: Sequence[str], parts: Sequence[Any]) -> list[Any]:
@@ -329,15 +347,6 @@ def _check_is_array(name: str, values: Any) -> None:
         raise DataError(f"`{name}` is a sparse matrix ({kind}): give its `.toarray()`")
     elif isinstance(values, Mapping | Iterator | set | frozenset | str | bytes):
         raise DataError(f"`{name}` is a {kind}: {_GIVE_ARRAY}")
-
-
-def _is_dataset(values: Any) -> bool:
-    """Return whether an object has a length and items, and is neither array nor list."""
-    if isinstance(values, Sequence) or not hasattr(values, "__getitem__"):
-        return False
-    interfaces = ("__array__", "__array_interface__", "__array_struct__")
-    is_array = any(hasattr(values, interface) for interface in interfaces)
-    return hasattr(values, "__len__") and not is_array
 
 
 def _plain(name: str, values: Any) -> Any:

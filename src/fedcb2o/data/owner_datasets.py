@@ -1,4 +1,4 @@
-"""Data sets of several owners, from arrays or PyTorch data sets."""
+"""Data sets of several owners."""
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,14 +11,16 @@ from fedcb2o.data import input_arrays, input_validation, names
 from fedcb2o.data._dataset import Dataset, Owners, Shard
 from fedcb2o.data._sample_format import match_samples
 from fedcb2o.data.array_dataset import build_dataset
+from fedcb2o.data.row_sources import samples_and_labels
 from fedcb2o.errors import DataError
 
 _PURPOSES = ("train", "validation", "test")
 
 
 def datasets(
-    parts: Sequence[Any] | Mapping[str, Any],
+    parts: Any,
     *,
+    columns: Any = None,
     test: Any = None,
     class_names: Iterable[str] | Mapping[Any, str] | None = None,
     test_share: float = 0.25,
@@ -27,12 +29,14 @@ def datasets(
 ) -> Dataset:
     """Make a data set of several owners, each an agent with its samples.
 
-    Each owner gives samples and labels (x, y), or a map-style PyTorch data set of such pairs, or a
-    mapping from "train" and, optionally, "validation" and "test" to one of these. Agents hold out
-    a share for validation (`agents.validation`) where an owner gives no validation samples.
+    Each owner gives samples and labels (x, y), a data set of such pairs, a table or a data set with
+    `columns`, or a mapping from "train" and, optionally, "validation" and "test" to one of these.
+    Agents hold out a share for validation (`agents.validation`) where an owner gives no validation
+    samples.
 
     Args:
-        parts: Owners' data, by name or in order.
+        parts: Owners' data, by name or in order; or a partitioner of `flwr-datasets`.
+        columns: Columns of samples and labels, as in `fedcb2o.dataset`.
         test: Samples that test every agent.
         class_names: Names of the classes, as in `fedcb2o.dataset`.
         test_share: Share of an owner's samples that is held out where it gives no test samples; 0
@@ -52,6 +56,8 @@ def datasets(
         >>> datasets({"north": ones, "south": ones}).owners
         Owners(north: 3, south: 3)
     """
+    if hasattr(parts, "load_partition") and hasattr(parts, "num_partitions"):
+        parts = [parts.load_partition(k) for k in range(parts.num_partitions)]
     if not isinstance(parts, Mapping):
         if not isinstance(parts, Sequence) or isinstance(parts, str):
             raise DataError(
@@ -75,7 +81,7 @@ def datasets(
     labels = [label for _, _, label, _ in pieces]
     x_names = [f"x of {label}" for label in labels]
     y_names = [f"y of {label}" for label in labels]
-    pairs = [_samples_and_labels(label, piece) for _, _, label, piece in pieces]
+    pairs = [samples_and_labels(label, piece, columns) for _, _, label, piece in pieces]
     x_parts = input_arrays.match_columns(x_names, [x for x, _ in pairs])
     y_parts = input_arrays.match_columns(y_names, [y for _, y in pairs])
     check = functools.partial(
@@ -120,37 +126,3 @@ def _pieces_by_purpose(name: str, part: Any) -> Iterator[tuple[str, str, Any]]:
     for purpose in _PURPOSES:
         if part.get(purpose) is not None:
             yield purpose, f"owner {name!r} ({purpose})", part[purpose]
-
-
-def _samples_and_labels(label: str, piece: Any) -> tuple[Any, Any]:
-    """Return samples and labels of a pair or of a PyTorch data set."""
-    if isinstance(piece, Shard):
-        return piece.x, piece.y
-    if isinstance(piece, tuple | list):
-        if len(piece) != 2:
-            raise DataError(f"{label} must be samples and labels, (x, y), got {len(piece)} things")
-        return piece[0], piece[1]
-    if not (hasattr(piece, "__getitem__") and hasattr(piece, "__len__")):
-        hint = ": give its `.dataset`" if hasattr(piece, "dataset") else ""
-        raise DataError(
-            f"{label} must be (x, y), or a data set with a length and items (x, y),"
-            f" got a {type(piece).__name__}{hint}"
-        )
-    try:
-        items = [piece[k] for k in range(len(piece))]
-    except Exception as error:  # a user's data set may fail in any way
-        raise DataError(
-            f"{label} must be (x, y), or have items (x, y) ({type(error).__name__}: {error})"
-        ) from error
-    for item in items:
-        if isinstance(item, Mapping):
-            raise DataError(
-                f"{label} must have items (x, y), got mappings with the keys"
-                f" {', '.join(map(repr, item))}: give (x, y), such as two of its columns"
-            )
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            raise DataError(
-                f"{label} must be (x, y), or have items (x, y): its items are of type"
-                f" {type(item).__name__}"
-            )
-    return [x for x, _ in items], [y for _, y in items]

@@ -18,7 +18,8 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from fedcb2o.experiments.config.settings import AttackSection, Experiment, ModelSection
+from fedcb2o.experiments.config.settings import Experiment, ModelSection
+from fedcb2o.federated.attacks.section import AttackSection
 from fedcb2o.federated.sections import AgentsSection, TrainingSection
 
 BEGIN = "<!-- The table is written by `python -m fedcb2o.experiments.key_table`. -->"

@@ -172,7 +172,7 @@ def craft_models_(
     for k in members.tolist():
         fellows = _members(group, "fellows", k)
         benign = _members(group, "benign", k)
-        if finite[group.agents[k]] and finite[benign].any():
+        if finite[group.agents[k]] and (finite[benign].any() or not len(benign)):
             view = _attack_view(group, k, n, finite, peek, len(fellows), len(benign))
             largest.append(_craft_(group, k, view))
         else:

@@ -12,6 +12,7 @@ from fedcb2o.data.sets._emnist import emnist
 from fedcb2o.data.sets._fashion_mnist import fashion_mnist
 from fedcb2o.data.sets._fashion_shops import fashion_shops
 from fedcb2o.data.sets._mnist import mnist
+from fedcb2o.data.sets._owner_table import owner_table
 from fedcb2o.data.sets._typefaces import typefaces
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "fashion_mnist",
     "fashion_shops",
     "mnist",
+    "owner_table",
     "typefaces",
 ]

@@ -99,7 +99,7 @@ def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
         )
     if kind == "model_type":
         hint = ""
-        if key in ("data", "model", "algorithm", "attack"):
+        if key in ("data", "model"):
             hint = ' (a function of your own: {"name": function})'
         return f"`{key}` must be a section, with keys of its own{hint}, got {got}"
     if path[-1:] == ["name"] and len(path) > 1:

@@ -1,0 +1,411 @@
+"""One agent of Algorithm 2, as an object."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fedcb2o import records
+from fedcb2o.agent._attack import build_attack, craft
+from fedcb2o.agent._decision import SELF, Decision, Observer, decision_of
+from fedcb2o.agent._group import data_of_one, group_of_one, with_candidates
+from fedcb2o.agent._judge import Judge, JudgeOracle
+from fedcb2o.agent._memory import Memory
+from fedcb2o.agent._models import Model, ModelFormat, as_network
+from fedcb2o.agent._peers import Peer, PeerIds
+from fedcb2o.agent._settings import Settings, is_whole
+from fedcb2o.agent._validation import check_parts, evaluation_copy, num_classes, validation_shard
+from fedcb2o.data import Shard, input_validation
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.federated import AgentState, Inbox, Ragged, RunSpec, algorithm2
+from fedcb2o.federated.admission import Message, rejection_reason
+from fedcb2o.federated.algorithms.parameter_checks import require
+from fedcb2o.federated.shortfall import Shortfall
+from fedcb2o.nn import parameters
+from fedcb2o.plugins import PluginChoice, to_python
+
+_REBUILT = (
+    "_spec",
+    "_data",
+    "_shortfall",
+    "_format",
+    "_buffer",
+)  # users' functions in them have no names
+
+
+class Agent:
+    """Agent that selects peers, evaluates their models and moves its own towards consensus.
+
+    Nothing is written to files and no global state is changed. An agent can be used in any thread,
+    by one thread at a time. It can be pickled where its functions can, with its network and its
+    validation samples.
+
+    Args:
+        network: A network, or theta as a flat array [d] for an agent with a `judge`. `aggregate`
+            changes its trained parameters in place. All trained parameters and shared batch-norm
+            statistics are the model theta; frozen parameters are not exchanged.
+        validation: Samples [n, ...] and labels [n] from 0 on, or targets of a regression, as a pair
+            of arrays or a data set; see `fedcb2o.dataset`. They never leave the agent.
+        columns: Names of the columns of samples and of labels, where `validation` has columns.
+        judge: A function that evaluates models, in place of `validation`: m models -> losses
+            [m, n], or these and the classes [n] of its n samples. It receives a list of state
+            dicts or, without a network, an array [m, d].
+        method: Name of an algorithm, such as "fedcb2o" or "fedcbo", or a table with its name and
+            parameters, as in the section `algorithm` of a configuration.
+        attack: An attack of this agent, as in the section `attack`; see `publish` and
+            `training_data`.
+        seed: Seed of all random numbers.
+        id: Number of the agent, where peers are numbers from 0, too. It then draws the random
+            numbers of the agent of that number in a simulation with the same seed.
+        loss: Name or function of the loss of a sample; by default the cross-entropy.
+        gamma: Step size of the local training, for methods that mix by lambda1 * gamma.
+        rounds: Number of rounds planned, for methods that depend on the progress.
+        num_samples: Number of the agent's training samples, for rules that weigh by them; by
+            default the number of validation samples.
+        malicious_share: Share of attackers that rules assume, in [0, 1).
+
+    Attributes:
+        network: The network; a stand-in for an agent without one.
+        round: Number of finished rounds.
+
+    Raises:
+        ConfigError: The network, the method or another argument is invalid.
+        DataError: The validation data are invalid.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module | Tensor | np.ndarray,
+        *,
+        validation: Any = None,
+        columns: Any = None,
+        judge: Judge | None = None,
+        method: PluginChoice = "fedcb2o",
+        attack: PluginChoice | None = None,
+        seed: int = 0,
+        id: int | None = None,
+        loss: PluginChoice | None = None,
+        gamma: float = 0.004,
+        rounds: int = 100,
+        num_samples: int | None = None,
+        malicious_share: float = 0.0,
+    ) -> None:
+        if (validation is None) == (judge is None):
+            raise ConfigError("an agent needs `validation` samples or a `judge`, and not both")
+        is_network = isinstance(network, nn.Module)
+        if judge is None and not is_network:
+            raise ConfigError("an agent without a network needs a `judge` in place of `validation`")
+        self.network, self._is_numpy = as_network(network)
+        parameters.dimension(self.network)
+        self.round = 0
+        self._judge = judge
+        self._peers = PeerIds(id)
+        self._state = AgentState.initial(1)
+        self._previous = parameters.flatten(self.network)
+        self._selected: tuple[tuple[int, ...], int] | None = None
+        self._validation = validation_shard(self.network, validation, columns, loss is not None)
+        settings = Settings(
+            method=method,
+            attack=attack,
+            loss=loss,
+            seed=seed,
+            gamma=gamma,
+            rounds=rounds,
+            num_samples=len(self._validation) if num_samples is None else num_samples,
+            malicious_share=malicious_share,
+        )
+        self._settings = settings.with_classes(num_classes(self.network, self._validation))
+        self._build(evaluation_copy(self.network))
+        if judge is None:
+            check_parts(self._spec, self._validation)
+
+    def _build(self, module: nn.Module) -> None:
+        """Build everything that follows from the settings."""
+        settings = self._settings
+        self._spec = settings.spec(type(self.network).__name__, module)
+        attack = build_attack(settings.attack)
+        own = self._peers.own
+        self._data = data_of_one(self._spec, own, self._validation, settings.num_samples, attack)
+        self._shortfall = Shortfall(self._spec.algorithm, settings.malicious_share)
+        self._format = ModelFormat(module, self._is_numpy)
+        self._buffer = self._previous[:0]
+
+    @property
+    def theta(self) -> Any:
+        """The agent's model theta as a flat array [d], a copy.
+
+        Assigning an array writes it into the network.
+        """
+        theta = self._own_theta()
+        return theta.numpy() if self._format.is_numpy else theta
+
+    @theta.setter
+    def theta(self, theta: Any) -> None:
+        row = torch.empty_like(self._previous)
+        reason = self._format.read_(theta, row)
+        if reason:
+            raise ConfigError(f"the model cannot be set: {reason}")
+        self._load(row)
+
+    def training_data(self, x: Any, y: Any) -> tuple[Tensor, Tensor]:
+        """Return training data as the agent's attack on data changes them.
+
+        Args:
+            x: Samples [n, ...].
+            y: Labels [n], whole numbers from 0.
+
+        Returns:
+            Samples and labels; those of the arguments without an attack on data.
+
+        Raises:
+            DataError: The samples or labels are invalid.
+        """
+        samples, labels = input_validation.check_samples_and_labels("x", x, "y", y)
+        shard = Shard(samples, torch.as_tensor(labels))
+        attack = self._data.attack if self._data.malicious[0] else None
+        data = data_of_one(self._spec, self._peers.own, shard, len(shard), attack)
+        poisoned, changed = data.training_data(np.zeros(1, np.int64), self.round)
+        return poisoned[0], changed[0]
+
+    def publish(
+        self,
+        benign: Mapping[Any, Model] | None = None,
+        fellows: Mapping[Any, Model] | None = None,
+    ) -> Any:
+        """Return a copy of the model, as the agent sends it to peers.
+
+        An agent with an attack on models returns the model that it crafts.
+
+        Args:
+            benign: Models of benign agents by name, for attacks that know them.
+            fellows: Models of other attackers by name, for attacks that know them.
+
+        Returns:
+            A state dict of theta or, for an agent without a network, a flat array. An attack that
+            publishes one model per receiver returns a table of these, by the names in `benign`.
+
+        Raises:
+            ConfigError: The attack fails, or knows models that are missing or invalid.
+        """
+        theta = self._own_theta()
+        if not self._data.attack.is_crafting(self.round):
+            return self._format.to_user(theta.unsqueeze(0))[0]
+
+        others = {**(benign or {}), **(fellows or {})}
+        rows = {}
+        for name, id in zip(others, self._peers.ids(others), strict=True):
+            row = torch.empty_like(theta)
+            reason = self._format.read_(others[name], row)
+            if reason:
+                raise ConfigError(f"the model of {name!r} cannot be used by the attack: {reason}")
+            rows[name] = (id, row)
+        spec = dataclasses.replace(self._spec, num_agents=self._peers.num_agents)
+        crafted = craft(
+            spec,
+            self._data,
+            self.round,
+            theta,
+            self._previous,
+            dict(rows[name] for name in benign or {}),
+            dict(rows[name] for name in fellows or {}),
+        )
+        models = self._format.to_user(crafted)
+        if not self._data.attack.threat.each_receiver:
+            return models[0]
+        names = {rows[name][0]: name for name in benign or {}}
+        return {names[id]: model for id, model in zip(sorted(names), models, strict=True)}
+
+    def select(self, candidates: Iterable[Peer], budget: int) -> list[Any]:
+        """Select the peers to ask in this round (alg:localAggregation, line 1).
+
+        Peers that were never asked come first; then peers are drawn with probability proportional
+        to their likelihood. The same call gives the same peers until `aggregate` ends the round.
+
+        Args:
+            candidates: Names of the peers that can be asked, each a text or a whole number.
+            budget: M, the largest number of peers to ask.
+
+        Returns:
+            Names of at most `budget` peers.
+
+        Raises:
+            ConfigError: The budget is below 1, or a name is invalid.
+        """
+        require("budget", budget, is_whole(budget, 1), "a whole number from 1")
+        self._selected = (tuple(sorted(self._peers.ids(candidates))), int(budget))
+        group = group_of_one(self._round_spec(), self._data, self._previous.unsqueeze(0))
+        asked = algorithm2.sample_peers(group, self._state.contacts[0], self.round)
+        own = self._peers.own
+        return [self._peers.name(id) for id in asked.values.tolist() if id != own]
+
+    def aggregate(
+        self,
+        models: Mapping[Any, Model],
+        samples: Mapping[Any, float] | None = None,
+    ) -> Decision:
+        """Evaluate models, and move the agent's model towards their consensus (lines 3 to 7).
+
+        Args:
+            models: Models by peer: state dicts, or flat arrays in the order of theta. Models that
+                are invalid are refused, and nothing of them is used. Without any model, the agent
+                keeps its own.
+            samples: Number of training samples that each peer claims; by default equal numbers.
+
+        Returns:
+            The decision. The network has the new model.
+
+        Raises:
+            ConfigError: A name is invalid, or the method cannot use what arrived.
+        """
+        names = dict(zip(self._peers.ids(models), models, strict=True))
+        first_row = 1 + self._spec.algorithm.keeps_previous
+        buffer = self._model_buffer(first_row + len(names))
+        buffer[0] = self._own_theta()
+        buffer[1:first_row] = self._previous
+
+        refused: dict[Any, str] = {}
+        claims: dict[int, float] = {}
+        for id in sorted(names):
+            name = names[id]
+            row = buffer[first_row + len(claims)]
+            claim = to_python((samples or {}).get(name, self._settings.num_samples))
+            reason = self._format.read_(models[name], row) or rejection_reason(
+                Message(row, claim, self.round), dim=self._format.dim, n=self.round
+            )
+            if reason:
+                refused[name] = reason
+            else:
+                claims[id] = float(claim)
+        if self._selected is None:
+            self._selected = (tuple(sorted(names)), max(1, len(names)))
+
+        observer = Observer(self._spec.algorithm)
+        spec = dataclasses.replace(self._round_spec(), algorithm=observer.algorithm)
+        group = group_of_one(spec, self._data, buffer[: first_row + len(claims)])
+        oracle = None
+        if self._judge is not None:
+            oracle = JudgeOracle(group, self._judge, self._format)
+        self._state, decisions = algorithm2.local_aggregation_(
+            group,
+            self.round,
+            self._state,
+            lambda asked: self._inbox(claims, first_row, self._peers.own in asked.values),
+            oracle=oracle,
+        )
+        self._previous = group.models[0].clone()
+        self._load(self._previous)
+        self._selected = None
+        self.round += 1
+        if not self._shortfall.messages():
+            self._shortfall.add([decisions], np.ones(decisions.agents.max() + 1, dtype=bool))
+            self._shortfall.log()
+        return decision_of(decisions, observer, {self._peers.own: SELF, **names}, refused)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what the agent remembers; its network's parameters are not part of it.
+
+        Returns:
+            Tensors by name, for `load_state_dict`.
+        """
+        memory = Memory(self.round, self._peers.names, self._state, self._previous)
+        return memory.to_tensors()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what an agent with the same network and method remembered.
+
+        Args:
+            state: The result of `state_dict`.
+
+        Raises:
+            RunError: It is no such state, or that of another network.
+        """
+        memory = Memory.from_tensors(state)
+        if memory.previous.shape != self._previous.shape:
+            raise RunError("it is the memory of an agent with another network")
+        self.round = memory.round
+        self._peers.names = memory.peers
+        self._state = memory.state
+        self._previous = memory.previous.to(self._previous)
+
+    def save(self, path: Path | str) -> None:
+        """Write what the agent remembers to a file, readable for its owner only.
+
+        Args:
+            path: A file, such as "agent.safetensors"; it is replaced as a whole.
+        """
+        state = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        records.atomic_write(Path(path), lambda temporary: save_file(state, temporary))
+
+    def load(self, path: Path | str) -> None:
+        """Restore what an agent with the same network and method wrote with `save`.
+
+        Args:
+            path: The file.
+
+        Raises:
+            RunError: The file is missing or damaged, or of another network.
+        """
+        try:
+            state = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"the memory of an agent in {path} cannot be read: {error}") from error
+        self.load_state_dict(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {key: value for key, value in self.__dict__.items() if key not in _REBUILT}
+        return {**state, "_module": self._spec.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        module = state.pop("_module")
+        self.__dict__.update(state)
+        self._build(module)
+
+    def _own_theta(self) -> Float[Tensor, " d"]:
+        """Return a copy of theta."""
+        theta = parameters.flatten(self.network)
+        if len(theta) != self._format.dim:
+            raise ConfigError(
+                f"the network has {len(theta)} numbers to exchange, and had {self._format.dim} "
+                "when the agent was made: freeze layers before, or make a new agent"
+            )
+        return theta
+
+    def _model_buffer(self, num_rows: int) -> Float[Tensor, "rows d"]:
+        """Return rows for models; memory that is new in every round takes longer."""
+        stride = parameters.row_stride(self._format.dim)
+        if len(self._buffer) < num_rows * stride:
+            self._buffer = self._previous.new_empty(num_rows * stride)
+        rows = self._buffer[: num_rows * stride].view(num_rows, stride)
+        return rows[:, : self._format.dim]
+
+    def _round_spec(self) -> RunSpec:
+        """Return the specification of the round, with the candidates of `select`."""
+        assert self._selected is not None
+        candidates, budget = self._selected
+        ids = np.array(candidates, np.int64)
+        return with_candidates(self._spec, self._peers.own, self._peers.num_agents, ids, budget)
+
+    def _inbox(self, claims: Mapping[int, float], first_row: int, has_own: bool) -> Inbox:
+        """Return the received models; the agent's own is one of them if it sampled itself."""
+        entries = [(id, first_row + k, claim) for k, (id, claim) in enumerate(claims.items())]
+        if has_own:
+            entries.append((self._peers.own, 0, float(self._settings.num_samples)))
+        entries.sort()
+        ids = np.array([id for id, _, _ in entries], np.int64)
+        rows = np.array([row for _, row, _ in entries], np.int64)
+        samples = np.array([claim for _, _, claim in entries], float)
+        return Inbox(Ragged.from_arrays([ids]), rows, samples, np.full(len(rows), self.round))
+
+    def _load(self, theta: Float[Tensor, " d"]) -> None:
+        """Copy a model into the network."""
+        views = self._format.views(theta)
+        with torch.no_grad():
+            for name, tensor in parameters.shared_tensors(self.network).items():
+                tensor.copy_(views[name])

@@ -1,0 +1,102 @@
+"""Decision of an agent about the models of one round."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedcb2o.federated import Algorithm, CriterionInput, Decisions
+from fedcb2o.federated.types import CriterionValues
+
+SELF = "itself"
+"""Key of the agent's own model where it received that, too."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Decision of an agent about the models of one round.
+
+    Attributes:
+        weights: Weight mu of each received model in the consensus point, by peer. They sum to 1
+            with `own_weight`, or to 0 where no model is trusted: the agent then keeps its own.
+            NaN for a rule without weights, such as a median.
+        own_weight: Weight of the agent's own model.
+        mixing_factor: Share of the consensus point in the new model, lambda1 * gamma by default.
+        losses: Validation loss of each received model; empty for a rule that needs none.
+        own_loss: Validation loss of the agent's own model; NaN if it is not needed.
+        criterion: Value of the criterion G of each received model, low is trusted; empty for a
+            method without a criterion.
+        outside: Peers whose models are outside the sub-level set Q_beta.
+        refused: Peers whose models were not evaluated, with the reason.
+    """
+
+    weights: dict[Any, float]
+    own_weight: float
+    mixing_factor: float
+    losses: dict[Any, float]
+    own_loss: float
+    criterion: dict[Any, float]
+    outside: tuple[Any, ...]
+    refused: dict[Any, str]
+
+
+class Observer:
+    """Algorithm whose criterion stores its last input and values.
+
+    Args:
+        algorithm: The algorithm.
+    """
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._original = algorithm
+        self.inputs: CriterionInput | None = None
+        self.values: CriterionValues | None = None
+        self.algorithm = algorithm
+        if algorithm.criterion is not None:
+            self.algorithm = dataclasses.replace(algorithm, criterion=self._observe)
+
+    def _observe(self, inputs: CriterionInput) -> CriterionValues:
+        values = self._original.criterion_values(inputs)
+        assert values is not None
+        self.inputs = inputs
+        self.values = values
+        return values
+
+
+def decision_of(
+    decisions: Decisions, observer: Observer, names: Mapping[int, Any], refused: dict[Any, str]
+) -> Decision:
+    """Return the decision of an agent by the names of its peers.
+
+    Args:
+        decisions: Decisions of a group of one.
+        observer: Input and values of the criterion.
+        names: Name of each id, the agent's own included.
+        refused: Reason for each model that was refused.
+
+    Returns:
+        The decision.
+    """
+    received = [names[id] for id in decisions.received.values.tolist()]
+    losses: dict[Any, float] = {}
+    criterion: dict[Any, float] = {}
+    outside: tuple[Any, ...] = ()
+    inputs = observer.inputs
+    values = observer.values
+    if inputs is not None and inputs.losses is not None:
+        losses = dict(zip(received, inputs.losses.mean.tolist(), strict=True))
+    if values is not None:
+        criterion = dict(zip(received, values.values.tolist(), strict=True))
+        members = values.in_sublevel_set.tolist()[: len(received)]
+        pairs = zip(received, members, strict=True)
+        outside = tuple(name for name, is_member in pairs if not is_member)
+    return Decision(
+        weights=dict(zip(received, decisions.weights.tolist(), strict=True)),
+        own_weight=float(decisions.own_weight[0]),
+        mixing_factor=float(decisions.factor[0]),
+        losses=losses,
+        own_loss=float(decisions.own_loss[0]),
+        criterion=criterion,
+        outside=outside,
+        refused=refused,
+    )

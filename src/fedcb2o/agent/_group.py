@@ -1,0 +1,129 @@
+"""The group of one agent that a round computes, with a buffer for the models of others."""
+
+import dataclasses
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fedcb2o.data import Shard, value_range
+from fedcb2o.federated import (
+    Adversary,
+    AgentData,
+    AgentGroup,
+    Attack,
+    BufferLayout,
+    Ragged,
+    RunSpec,
+)
+
+
+def data_of_one(
+    spec: RunSpec, id: int, samples: Shard, num_training: int, attack: Attack | None = None
+) -> AgentData:
+    """Return the data of one agent.
+
+    Args:
+        spec: Specification of the agent.
+        id: Id of the agent.
+        samples: Samples that it validates on.
+        num_training: Number of its training samples, which are these samples again.
+        attack: The attack of a malicious agent.
+
+    Returns:
+        The data.
+    """
+    indices = np.arange(len(samples))
+    return AgentData(
+        agents=np.array([id]),
+        samples=samples,
+        test=samples,
+        train=Ragged.from_arrays([np.resize(indices, num_training)]),
+        validation=Ragged.from_arrays([indices]),
+        cluster=np.zeros(1, np.int64),
+        num_clusters=1,
+        num_classes=spec.num_classes,
+        malicious=np.array([attack is not None]),
+        attack=attack or Attack(),
+        seed=spec.seed,
+        value_range=value_range(samples.x),
+    )
+
+
+def group_of_one(
+    spec: RunSpec,
+    data: AgentData,
+    models: Float[Tensor, "rows d"],
+    adversary: Adversary | None = None,
+    num_crafted: int = 0,
+) -> AgentGroup:
+    """Return a group with the buffer [own | crafted | before the round | received].
+
+    Args:
+        spec: Specification of the round.
+        data: Data of the agent.
+        models: The buffer.
+        adversary: Attackers, for an agent that crafts models.
+        num_crafted: Number of models that it crafts.
+
+    Returns:
+        The group.
+    """
+    keeps_previous = spec.algorithm.keeps_previous and not num_crafted
+    layout = BufferLayout.create(
+        np.zeros(1, np.int64), 1, np.array([num_crafted > 0]), num_crafted, keeps_previous
+    )
+    if adversary is None:
+        adversary = adversary_of(data.attack, np.zeros(spec.num_agents, bool))
+    return AgentGroup(spec, data, adversary, layout, models)
+
+
+def adversary_of(
+    attack: Attack,
+    malicious: Bool[np.ndarray, " N"],
+    cluster: Int[np.ndarray, " N"] | None = None,
+) -> Adversary:
+    """Return attackers that do not collude when they aggregate.
+
+    Args:
+        attack: Their attack.
+        malicious: Whether each agent attacks.
+        cluster: Cluster of each agent, 0 or 1; None for one cluster.
+
+    Returns:
+        The adversary.
+    """
+    return Adversary(
+        attack=attack,
+        malicious=malicious,
+        cluster=np.zeros(len(malicious), np.int64) if cluster is None else cluster,
+        num_clusters=2,
+        colludes=False,
+        averages_own_model=False,
+    )
+
+
+def with_candidates(
+    spec: RunSpec, id: int, num_agents: int, candidates: Int[np.ndarray, " k"], budget: int
+) -> RunSpec:
+    """Return a specification in which an agent may ask some peers.
+
+    Args:
+        spec: A specification.
+        id: Id of the agent.
+        num_agents: Number of agents.
+        candidates: Ids of the peers, ascending.
+        budget: M, the largest number of peers to ask.
+
+    Returns:
+        The specification.
+    """
+    neighbours = [torch.zeros(0, dtype=torch.int64)] * num_agents
+    neighbours[id] = torch.from_numpy(candidates)
+    return dataclasses.replace(
+        spec,
+        num_agents=num_agents,
+        agents=spec.agents.model_copy(update={"budget": budget}),
+        neighbours=tuple(neighbours),
+    )
