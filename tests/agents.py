@@ -2,6 +2,7 @@
 inside."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedcb2o.data import Shard
+from fedcb2o.data import ClusterTransform, Shard, transforms
 from fedcb2o.experiments.runs._seed_run import round_loop
 from fedcb2o.federated import (
     Adversary,
@@ -52,6 +53,9 @@ BAD = [j for j, bad in enumerate(MALICIOUS) if bad]
 
 
 GOOD = [j for j, bad in enumerate(MALICIOUS) if not bad]
+
+
+TURNED = ClusterTransform(functools.partial(transforms.rotation), 2, CLASSES, (0.0, 1.0))
 
 
 FLIP = Attack(poison=lambda shard, draw: label_flip(shard, draw, source=1, target=2))
@@ -186,7 +190,7 @@ def block_of(
         train=Ragged.from_arrays([holds.train[j] for j in agents]),
         validation=Ragged.from_arrays([holds.validation[j] for j in agents]),
         cluster=attackers.cluster[ids],
-        num_clusters=2,
+        view=TURNED,
         num_classes=CLASSES,
         malicious=attackers.malicious[ids],
         attack=attackers.attack,

@@ -114,6 +114,20 @@ CASES: dict[str, dict[str, Any]] = {
         "evaluate_on": "tuning",
         "evaluate_every": 2,
     },
+    "three clusters of unequal size": {
+        "agents": {
+            **{"num_clusters": 3, "benign": [4, 2, 1], "malicious": [2, 1, 0]},
+            "cluster_transform": {"name": "rotation", "angles": [0, 90, 270]},
+        },
+        "algorithm": {"name": "fedcb2o", **MIXED},
+    },
+    "clusters of other labels, attackers removed from one": {
+        "agents": {
+            **{"num_clusters": 3, "benign": [2, 3, 2], "malicious": [0, 2, 1]},
+            **{"malicious_role": "removed", "cluster_transform": "permute_labels"},
+        },
+        "algorithm": {"name": "fedcb2o", **MIXED},
+    },
     "test images of its own": {"evaluate_on": "redrawn"},
     "each its own first model, momentum 0.9": {
         "agents": {"initialisation": "independent"},
@@ -299,12 +313,21 @@ def hold(changes: dict[str, Any], tmp_path: Path, near: Near) -> None:
 
 def hold_who_is_who(whole: Whole, about: dict[str, Any]) -> None:
     shares, y = whole.shares, whole.dataset.pool.y
-    source, K = whole.settings["attack"]["source"], whole.settings["agents"]["num_clusters"]
-    assert about["angles"] == [k * 360 / K for k in range(K)]
+    source, agents = whole.settings["attack"]["source"], whole.settings["agents"]
+    K = agents["num_clusters"]
+    transform = agents.get("cluster_transform", {"angles": [k * 360 / K for k in range(K)]})
+    if transform == "permute_labels":
+        assert "angles" not in about
+    else:
+        assert about["angles"] == transform["angles"]
     assert about["cluster"] == [share.cluster for share in shares]
     assert about["malicious"] == [share.malicious for share in shares]
     assert about["num_samples"] == [len(share.train) for share in shares]
-    held = [sum(int(y[i]) == source for i in share.validation) for share in shares]
+    shift = [share.cluster * (transform == "permute_labels") for share in shares]
+    held = [
+        sum((int(y[i]) + k) % 10 == source for i in share.validation)
+        for share, k in zip(shares, shift, strict=True)
+    ]
     expected = [
         None if share.malicious else count for share, count in zip(shares, held, strict=True)
     ]

@@ -114,9 +114,8 @@ class Whole:
         self.shares, self.tuning = deal(labels, self.settings["agents"], seed)
         self.agents = [self._agent(j) for j in range(len(self.shares))]
         self.true_labels = [agent.train_y for agent in self.agents]
-        self.scored_on = [
-            self._scored_on(cluster) for cluster in range(self.settings["agents"]["num_clusters"])
-        ]
+        clusters = range(len(counts_of(self.settings["agents"], "benign")))
+        self.scored_on = [self._scored_on(cluster) for cluster in clusters]
 
     def rounds(self) -> Iterator[Done]:
         """Algorithm 1 from the first round to the last, each with what it led to."""
@@ -147,22 +146,30 @@ class Whole:
             self.dataset.pool,
         )
         colluding = share.malicious and role in ("attack", "clean")
+        train = self._seen(pool.x[share.train], pool.y[share.train], share.cluster)
+        validation = self._seen(pool.x[share.validation], pool.y[share.validation], share.cluster)
         return reference.Agent(
             module=first_model(
                 self.settings, self.seed, j, list(pool.x.shape[1:]), len(self.dataset.class_names)
             ),
-            train_x=self._seen(pool.x[share.train], share.cluster),
-            train_y=pool.y[share.train],
-            validation_x=self._seen(pool.x[share.validation], share.cluster),
-            validation_y=pool.y[share.validation],
+            train_x=train[0],
+            train_y=train[1],
+            validation_x=validation[0],
+            validation_y=validation[1],
             malicious=share.malicious,
             cluster=share.cluster,
             algorithm=colluder_of(self.settings) if colluding else options_of(self.settings),
         )
 
-    def _seen(self, x: Tensor, cluster: int) -> Tensor:
-        """Images as a cluster sees them: turned by cluster * 360 / K degrees."""
-        return turned(x, quarters=cluster * 4 // self.settings["agents"]["num_clusters"])
+    def _seen(self, x: Tensor, y: Tensor, cluster: int) -> tuple[Tensor, Tensor]:
+        """Images as a cluster sees them: turned by cluster * 360 / K degrees, or with other labels,
+        each of them `cluster` classes on."""
+        agents = self.settings["agents"]
+        if agents.get("cluster_transform") == "permute_labels":
+            return x, (y + cluster) % len(self.dataset.class_names)
+        K = len(counts_of(agents, "benign"))
+        angles = agents.get("cluster_transform", {}).get("angles", [k * 360 // K for k in range(K)])
+        return turned(x, quarters=angles[cluster] // 90), y
 
     def _poison(self, n: int) -> None:
         """Attackers train on flipped labels from the attack's first round on, and nobody else ever
@@ -192,9 +199,9 @@ class Whole:
         holds."""
         test, pool = self.dataset.test, self.dataset.pool
         if self.settings["evaluate_on"] != "tuning":
-            return self._seen(test.x, cluster), test.y
+            return self._seen(test.x, test.y, cluster)
         held = self.tuning[: len(test.y)]
-        return self._seen(pool.x[held], cluster), pool.y[held]
+        return self._seen(pool.x[held], pool.y[held], cluster)
 
 
 # ---- the file ----
@@ -321,12 +328,14 @@ def redrawn(dataset: Dataset, seed: int) -> Dataset:
 def deal(labels: list[int], agents: dict[str, Any], seed: int) -> tuple[list[Share], list[int]]:
     """Every cluster deals the same samples out anew: benign agents first, then malicious ones; and
     who got none."""
-    roles = [False] * agents["benign"] + [True] * agents["malicious"]
-    sizes = [agents["malicious_samples" if malicious else "benign_samples"] for malicious in roles]
     drawn = [int(i) for i in stream(seed, "partition", "pool").permutation(len(labels))]
-    shared, left = drawn[: sum(sizes)], drawn[sum(sizes) :]
-    shares = []
-    for cluster in range(agents["num_clusters"]):
+    counts = zip(counts_of(agents, "benign"), counts_of(agents, "malicious"), strict=True)
+    shares, first, most = [], 0, 0
+    for cluster, (good, bad) in enumerate(counts):
+        roles = [False] * good + [True] * bad
+        sizes = [agents["malicious_samples" if each else "benign_samples"] for each in roles]
+        shared = drawn[: sum(sizes)]
+        most = max(most, sum(sizes))
         order = [int(i) for i in stream(seed, "partition", cluster).permutation(shared)]
         start = 0
         for place, (malicious, size) in enumerate(zip(roles, sizes, strict=True)):
@@ -334,13 +343,20 @@ def deal(labels: list[int], agents: dict[str, Any], seed: int) -> tuple[list[Sha
             start += size
             train, validation = held, list[int]()
             if not malicious:
-                draw = stream(seed, "split", cluster * len(roles) + place).permutation(size)
+                draw = stream(seed, "split", first + place).permutation(size)
                 train, validation = split(
                     [labels[i] for i in held], [int(k) for k in draw], held, agents
                 )
             if not (malicious and agents["malicious_role"] == "removed"):
                 shares.append(Share(cluster, malicious, train, validation))
-    return shares, left
+        first += len(roles)
+    return shares, drawn[most:]
+
+
+def counts_of(agents: dict[str, Any], role: str) -> list[int]:
+    """How many benign or malicious agents each cluster has."""
+    counts = agents[role]
+    return [counts] * agents["num_clusters"] if isinstance(counts, int) else counts
 
 
 def split(

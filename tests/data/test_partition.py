@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.data import Population, partition, rotate
+from fedcb2o.data import Population, partition
 from fedcb2o.data.skews import dirichlet, shards
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.rng import stream
@@ -257,7 +257,7 @@ def test_without_hold_out_all_samples_may_validate(split):
     ("change", "message"),
     [
         ({"benign_samples": 50}, r"3 \* 50 \+ 2 \* 30 = 210, and the pool has 200 samples"),
-        ({"num_clusters": 3}, "`num_clusters` must be 1, 2 or 4.* got 3"),
+        ({"num_clusters": 0}, "`num_clusters` must be at least 1, got 0"),
         (
             {"split": "striped"},
             "`split` must be one of random, stratified, released, got 'striped'",
@@ -296,40 +296,35 @@ def test_a_label_that_is_no_class(label):
         partition(labels, **SMALL)
 
 
-def test_rotation_by_hand():
-    x = torch.tensor([[[1, 2, 3], [4, 5, 6], [7, 8, 9]]], dtype=torch.uint8)
-    half = [[[9, 8, 7], [6, 5, 4], [3, 2, 1]]]
-    quarter = [[[3, 6, 9], [2, 5, 8], [1, 4, 7]]]  # counter-clockwise
-    three_quarters = [[[7, 4, 1], [8, 5, 2], [9, 6, 3]]]
-    assert (
-        rotate(x, 0, 1).tolist()
-        == rotate(x, 0, 2).tolist()
-        == rotate(x, 0, 4).tolist()
-        == x.tolist()
-    )
-    assert rotate(x, 1, 2).tolist() == rotate(x, 2, 4).tolist() == half
-    assert rotate(x, 1, 4).tolist() == quarter
-    assert rotate(x, 3, 4).tolist() == three_quarters
-    assert rotate(x, 1, 4).is_contiguous()
-    assert rotate(x, 1, 4).dtype == torch.uint8
+@pytest.mark.parametrize("removed", [False, True])
+def test_clusters_of_unequal_size(removed):
+    """Each cluster deals out the first samples of one order; removing attackers moves nobody's samples."""
+    counts = {"num_clusters": 3, "benign": [3, 1, 2], "malicious": [1, 2, 0]}
+    population = partition(LABELS, **{**SMALL, **counts}, remove_malicious=removed)
+    sizes = [(20, 20, 20, 30), (20, 30, 30), (20, 20)]
+    drawn = stream(7, "partition", "pool").permutation(200)
+    agent = split = 0
+    for cluster, of_cluster in enumerate(sizes):
+        dealt = stream(7, "partition", cluster).permutation(drawn[: sum(of_cluster)])
+        start = 0
+        for size in of_cluster:
+            mine = dealt[start : start + size]
+            start += size
+            malicious = size == 30
+            if not (malicious and removed):
+                assert population.cluster[agent] == cluster
+                assert population.malicious[agent] == malicious
+                assert sorted(holds(population, agent)) == sorted(mine.tolist())
+                if not malicious:
+                    order = stream(7, "split", split).permutation(20)
+                    assert set(population.validation[agent].tolist()) == {*mine[order[:5]].tolist()}
+                agent += 1
+            split += 1
+    assert len(population.cluster) == agent
+    assert population.tuning.tolist() == drawn[90:].tolist()
 
 
-def test_rotation_keeps_samples_and_channels():
-    x = torch.arange(2 * 3 * 2 * 2).view(2, 3, 2, 2)
-    turned = rotate(x, 1, 2)
-    assert turned[1, 2].tolist() == [[23, 22], [21, 20]]
-    assert torch.equal(rotate(turned, 1, 2), x)
-
-
-@pytest.mark.parametrize("shape", [(5, 1, 4, 6), (6, 6), (5,)])
-def test_only_square_images_turn(shape):
-    x = torch.zeros(shape)
-    assert rotate(x, 0, 1) is x  # one cluster takes anything
-    for cluster in (0, 1):
-        with pytest.raises(ConfigError, match="`num_clusters` = 2 turns square images"):
-            rotate(x, cluster, 2)
-
-
-def test_rotation_by_another_number_of_clusters():
-    with pytest.raises(ConfigError, match=r"`num_clusters` must be 1, 2 or 4.* got 3"):
-        rotate(torch.zeros(1, 2, 2), 0, 3)
+def test_the_cluster_that_cannot_be_filled_is_named():
+    counts = {"num_clusters": 2, "benign": [3, 9], "malicious": [1, 1]}
+    with pytest.raises(ConfigError, match=r"= 9 \* 20 \+ 1 \* 30 = 210, and the pool has 200"):
+        partition(LABELS, **{**SMALL, **counts})

@@ -350,7 +350,12 @@ WRONG = {
     "seeds=[]": "`seeds`: list should have at least 1 item",
     "seeds=[-1]": "`seeds.0`: input should be greater than or equal to 0, got -1",
     "seeds=[1,1]": "`seeds` must differ, got [1, 1]",
-    "agents.num_clusters=3": "`agents.num_clusters`: input should be 1, 2 or 4, got 3",
+    "agents.num_clusters=0": "`agents.num_clusters`: input should be greater than or equal to 1, got 0",
+    "agents.benign=[3, 0]": "`agents.benign` must be a number, or a list of whole numbers from 1 on with one for each",
+    "agents={num_clusters=2,benign=3,malicious=[1,1,1],budget=3}": (
+        "`agents.malicious` has 3 numbers, and `agents.num_clusters` is 2: give one number for each"
+    ),
+    'agents.cluster_transform="spin"': "there is no cluster transform `spin`",
     "agents.budget=0": "`agents.budget`: input should be greater than or equal to 1, got 0",
     "agents.budget=6": "`agents.budget` must be between 1 and num_agents - 1 = 5, got 6",
     "agents.participation=0": "`agents.participation`: input should be greater than 0, got 0",

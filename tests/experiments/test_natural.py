@@ -19,6 +19,7 @@ from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.prepared_seed import prepare_seed
 from fedcb2o.nn import architectures, parameters
+from fedcb2o.report.tables import pair_statistics
 
 SIZES = {"east": 30, "north": 17, "south": 24, "west": 12}
 ME = "tests.experiments.test_natural"
@@ -146,6 +147,23 @@ def test_several_processes_find_the_same(tmp_path, changes):
         )
 
 
+def test_known_clusters_of_owners_are_those_of_figure_6(tmp_path):
+    """They change nothing but what attackers and reports know: here there is no attacker."""
+    agents = {"num_clusters": 1, "benign": 4, "malicious": 0, "budget": 3}
+    clusters = [["west", "east"], ["north"], ["south"]]
+    plain = run(tmp_path / "plain", agents=agents, attack=None)
+    known = run(tmp_path / "known", agents={**agents, "owner_clusters": clusters}, attack=None)
+    assert torch.equal(last_models(plain), last_models(known))
+    assert known.about(1)["cluster"] == [0, 1, 2, 0]
+    table = pair_statistics(known).set_index(["cluster", "relation"])
+    assert table.available.to_dict() == {
+        (0, "same"): 1,
+        (0, "other"): 2,
+        (1, "other"): 3,
+        (2, "other"): 3,
+    }
+
+
 def test_a_loss_of_ones_own(tmp_path):
     own = {**NUMBERS, "training": {"gamma": 0.05, "loss": mean_of_squares}}
     built_in, mine = run(tmp_path / "built-in", **NUMBERS), run(tmp_path / "mine", **own)
@@ -218,6 +236,18 @@ def test_a_report_of_numbers(tmp_path):
             ("`agents.skew` is for agents .* leave it out"),
         ),
         ({"agents": {**EXPERIMENT["agents"], "benign": 9}}, "= 10, and the data have 4 owners"),
+        (
+            {"agents": {**EXPERIMENT["agents"], "owner_clusters": [["east"], ["north", "south"]]}},
+            "`owner_clusters` leaves out 1 of 4 owners, such as 'west'",
+        ),
+        (
+            {"agents": {**EXPERIMENT["agents"], "owner_clusters": [["east", "west"], ["west"]]}},
+            "`owner_clusters` names 'west' twice",
+        ),
+        (
+            {"agents": {**EXPERIMENT["agents"], "owner_clusters": [["east", "wst"]]}},
+            "`owner_clusters` names 'wst', which is no owner of the data. Did you mean `west`?",
+        ),
         (
             {"data": {"name": "digits"}},
             ("the key `agents.benign_samples` is missing: the number of samples"),

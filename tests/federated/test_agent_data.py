@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedcb2o.data import Shard
+from fedcb2o.data import ClusterTransform, Shard, transforms
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import AgentData, Attack, Ragged
 from fedcb2o.rng import stream
@@ -38,7 +38,7 @@ def holdings(attack=None):
         train=Ragged.from_arrays([np.array(one) for one in TRAIN]),
         validation=Ragged.from_arrays([np.array(one) for one in VALIDATION]),
         cluster=np.array(CLUSTER),
-        num_clusters=4,
+        view=ClusterTransform(functools.partial(transforms.rotation), 4, CLASSES, (0.0, 1.0)),
         num_classes=CLASSES,
         malicious=np.array(MALICIOUS),
         attack=attack or Attack(poison=poison, from_round=FROM),

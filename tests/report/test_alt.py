@@ -72,7 +72,6 @@ def test_weights_are_told_by_who_gives_them_to_whom(run):
 
 def test_every_figure_says_something(run):
     assert (
-        describe_figure(sample_images(run))
-        == "10 sample images, the same in 2 clusters, each in its rotation."
+        describe_figure(sample_images(run)) == "10 sample images, the same as 2 clusters see them."
     )
     assert describe_figure(source_counts([run])).startswith("Source class accuracy: 0: run ")

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.data import Shard, value_range
+from fedcb2o.data import Shard, transforms, value_range
 from fedcb2o.federated import (
     Adversary,
     AgentData,
@@ -42,7 +42,7 @@ def data_of_one(
         train=Ragged.from_arrays([np.resize(indices, num_training)]),
         validation=Ragged.from_arrays([indices]),
         cluster=np.zeros(1, np.int64),
-        num_clusters=1,
+        view=transforms.unchanged,
         num_classes=spec.num_classes,
         malicious=np.array([attack is not None]),
         attack=attack or Attack(),

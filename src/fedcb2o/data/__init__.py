@@ -8,17 +8,15 @@ Example:
     10
 """
 
-from fedcb2o.data import skews
+from fedcb2o.data import skews, transforms
 from fedcb2o.data._dataset import (
     Dataset,
     DatasetNames,
     Owners,
     Shard,
-    cluster_samples,
     features,
     group_members,
     hold_out,
-    rotate,
     stratified_mask,
 )
 from fedcb2o.data._partition import (
@@ -56,9 +54,12 @@ from fedcb2o.data.sets import (
     owner_table,
     typefaces,
 )
+from fedcb2o.data.transforms import ClusterTransform, ClusterView, cluster_samples, rotate
 
 __all__ = [
     "OTHER_SCALE",
+    "ClusterTransform",
+    "ClusterView",
     "Dataset",
     "DatasetNames",
     "Owners",
@@ -95,6 +96,7 @@ __all__ = [
     "samples_and_labels",
     "skews",
     "stratified_mask",
+    "transforms",
     "typefaces",
     "user_folder",
     "using_range",

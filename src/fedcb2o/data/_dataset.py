@@ -1,4 +1,4 @@
-"""Labelled samples, data sets, the owners of samples, and samples as clusters see them.
+"""Labelled samples, data sets, and the owners of samples.
 
 Example:
     >>> samples = Shard(torch.zeros(4, 2), torch.tensor([0, 0, 1, 1]))
@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from fedcb2o.data._sample_format import ValueRange, channels_last_hint, value_range
-from fedcb2o.errors import ConfigError
+from fedcb2o.data._sample_format import ValueRange, value_range
 
 
 @dataclass(frozen=True)
@@ -231,77 +230,3 @@ def features(x: Shaped[Tensor, "n *features"]) -> Float[Tensor, "n *features"]:
     if x.dtype == torch.uint8:
         return x.float() / 255
     return x.float()
-
-
-def cluster_samples(
-    x: Shaped[Tensor, "n *features"],
-    index: Int[Tensor, "a k"],
-    cluster: Int[np.ndarray, " a"],
-    num_clusters: int,
-) -> Shaped[Tensor, "a k *features"]:
-    """Return samples of several agents, each rotated by the angle of the agent's cluster.
-
-    Rotated copies of all samples would take `num_clusters` times the memory, so that samples are
-    rotated when they are read.
-
-    Args:
-        x: All samples.
-        index: Indices of k samples of each agent.
-        cluster: Cluster of each agent.
-        num_clusters: Number of clusters, 1, 2 or 4.
-
-    Returns:
-        A copy of the samples, with an axis over the agents.
-    """
-    samples = x[index]
-    for k in np.unique(cluster).tolist():
-        rows = torch.from_numpy(np.flatnonzero(cluster == k))
-        if len(rows) == len(cluster):
-            samples = rotate(samples, k, num_clusters)
-        else:
-            samples[rows] = rotate(samples[rows], k, num_clusters)
-    return samples
-
-
-def rotate(
-    x: Shaped[Tensor, "n *features"], cluster: int, num_clusters: int
-) -> Shaped[Tensor, "n *features"]:
-    """Rotate images counter-clockwise by cluster * 360 / num_clusters degrees (sec:experiments).
-
-    Args:
-        x: Images [n, ..., s, s].
-        cluster: Cluster of the agent.
-        num_clusters: Number of clusters: 1, 2 or 4.
-
-    Returns:
-        The images as the cluster sees them.
-
-    Raises:
-        ConfigError: `num_clusters` is not 1, 2 or 4, or the images are not square.
-    """
-    check_clusters(num_clusters)
-    if num_clusters > 1 and (x.ndim < 3 or x.shape[-1] != x.shape[-2]):
-        cure = channels_last_hint(x.shape[1:]) or "set `num_clusters` = 1 for them"
-        raise ConfigError(
-            f"`num_clusters` = {num_clusters} turns square images, and the samples have shape"
-            f" {tuple(x.shape[1:])}; {cure}"
-        )
-    if not cluster:
-        return x
-    return torch.rot90(x, cluster * 4 // num_clusters, dims=(-2, -1)).contiguous()
-
-
-def check_clusters(num_clusters: int) -> None:
-    """Check that images can be rotated by a different angle for each cluster.
-
-    Args:
-        num_clusters: Number of clusters.
-
-    Raises:
-        ConfigError: `num_clusters` is not 1, 2 or 4.
-    """
-    if num_clusters not in (1, 2, 4):
-        raise ConfigError(
-            f"`num_clusters` must be 1, 2 or 4, as images turn by multiples of 90°,"
-            f" got {num_clusters}"
-        )

@@ -1,10 +1,11 @@
 """Partition of samples among agents in clusters (paper, sec:experiments, "Dataset & Attack Setup").
 
-Every cluster holds the same images, rotated by its own angle. It distributes them anew among its
-agents: at random, or by a skew (`skews`), so that labels differ between agents too.
+Every cluster holds the same samples, changed by its own transform (`transforms`). It distributes
+them anew among its agents: at random, or by a skew (`skews`), so that labels differ between agents
+too. A cluster of fewer agents holds a part of these samples.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,6 @@ from jaxtyping import Bool, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcb2o.data._dataset import check_clusters
 from fedcb2o.errors import ConfigError, DataError, describe_type
 from fedcb2o.rng import stream
 
@@ -53,8 +53,8 @@ def partition(
     labels: Int[Tensor, " n"],
     *,
     num_clusters: int,
-    benign: int,
-    malicious: int,
+    benign: int | Sequence[int],
+    malicious: int | Sequence[int],
     benign_samples: int,
     malicious_samples: int,
     validation: float,
@@ -80,9 +80,9 @@ def partition(
 
     Args:
         labels: Labels of the pool.
-        num_clusters: Number of clusters: 1, 2 or 4.
-        benign: Number of benign agents in each cluster.
-        malicious: Number of malicious agents in each cluster.
+        num_clusters: Number of clusters.
+        benign: Number of benign agents in each cluster, or one number per cluster.
+        malicious: Number of malicious agents in each cluster, or one number per cluster.
         benign_samples: Samples of a benign agent, at least 2.
         malicious_samples: Samples of a malicious agent.
         validation: Fraction of a benign agent's samples that validate, in (0, 1].
@@ -112,12 +112,14 @@ def partition(
         >>> [len(train) for train in agents.train]
         [15, 15, 15, 10, 15, 15, 15, 10]
     """
-    check_clusters(num_clusters)
+    benign_counts = _per_cluster(benign, num_clusters)
+    malicious_counts = _per_cluster(malicious, num_clusters)
     for name, value, minimum in (
-        ("benign", benign, 1),
-        ("malicious", malicious, 0),
+        ("num_clusters", num_clusters, 1),
+        ("benign", min(benign_counts, default=1), 1),
+        ("malicious", min(malicious_counts, default=0), 0),
         ("benign_samples", benign_samples, 2),
-        ("malicious_samples", malicious_samples, 1 if malicious else 0),
+        ("malicious_samples", malicious_samples, 1 if any(malicious_counts) else 0),
         ("tuning_size", tuning_size, 0),
     ):
         if value < minimum:
@@ -131,13 +133,16 @@ def partition(
         raise ConfigError(f"`split` must be one of {', '.join(_SPLITS)}, got {split!r}")
 
     n = len(labels)
-    needed = benign * benign_samples + malicious * malicious_samples
-    if needed > n:
-        raise ConfigError(
-            "clusters cannot be filled: `benign` * `benign_samples` + `malicious` *"
-            f" `malicious_samples` = {benign} * {benign_samples} + {malicious} *"
-            f" {malicious_samples} = {needed}, and the pool has {n} samples"
-        )
+    needed = 0
+    for b, m in zip(benign_counts, malicious_counts, strict=True):
+        size = b * benign_samples + m * malicious_samples
+        needed = max(needed, size)
+        if size > n:
+            raise ConfigError(
+                "clusters cannot be filled: `benign` * `benign_samples` + `malicious` *"
+                f" `malicious_samples` = {b} * {benign_samples} + {m} *"
+                f" {malicious_samples} = {size}, and the pool has {n} samples"
+            )
     y = labels.numpy()
     if n and not (y.min() >= 0 and y.max() < num_classes):
         raise DataError(
@@ -145,14 +150,15 @@ def partition(
         )
 
     drawn = stream(seed, "partition", "pool").permutation(n)
-    sizes = np.array([benign_samples] * benign + [malicious_samples] * malicious)
-    roles = [False] * benign + [True] * malicious
+    first = 0  # number of the cluster's first agent in the full population
     cluster = []
     is_malicious = []
     train = []
     held_out = []
-    for c in range(num_clusters):
-        order = stream(seed, "partition", c).permutation(drawn[:needed])
+    for c, (b, m) in enumerate(zip(benign_counts, malicious_counts, strict=True)):
+        sizes = np.array([benign_samples] * b + [malicious_samples] * m)
+        roles = [False] * b + [True] * m
+        order = stream(seed, "partition", c).permutation(drawn[: sizes.sum()])
         if skew is not None:
             assignment = skew(y[order], sizes.copy(), stream(seed, "skew", c))
             _check_skew(assignment, sizes)
@@ -162,8 +168,7 @@ def partition(
         for index, (share, role) in enumerate(zip(shares, roles, strict=True)):
             if role and remove_malicious:
                 continue
-            # Number in the full population, so that removal changes no other agent's split.
-            agent = c * len(sizes) + index
+            agent = first + index  # so that removal changes no other agent's split
             mask = np.zeros(len(share), bool)
             if not role:
                 mask = validation_mask(y[share], agent, validation, split, seed, hold_out=hold_out)
@@ -175,6 +180,7 @@ def partition(
             is_malicious.append(role)
             train.append(torch.from_numpy(training))
             held_out.append(torch.from_numpy(share[mask]))
+        first += len(sizes)
 
     return Population(
         cluster=torch.tensor(cluster),
@@ -184,6 +190,11 @@ def partition(
         tuning=torch.from_numpy(drawn[needed : needed + tuning_size]),
         num_clusters=num_clusters,
     )
+
+
+def _per_cluster(count: int | Sequence[int], num_clusters: int) -> list[int]:
+    """Return one number per cluster."""
+    return [count] * num_clusters if isinstance(count, int) else list(count)
 
 
 def validation_mask(

@@ -1,7 +1,9 @@
 """Partition of data with natural owners, each an agent with its samples.
 
-There are no clusters and no rotation. The malicious agents are drawn among the owners.
+Samples are not transformed. The malicious agents are drawn among the owners.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,6 +12,7 @@ from numpy.typing import NDArray
 from fedcb2o.data._dataset import Dataset, Owners, group_members
 from fedcb2o.data._partition import Population, validation_mask
 from fedcb2o.errors import ConfigError, DataError
+from fedcb2o.plugins import did_you_mean
 from fedcb2o.rng import stream
 
 
@@ -25,6 +28,7 @@ def partition_by_owner(
     split: str,
     hold_out: bool = True,
     remove_malicious: bool = False,
+    clusters: Sequence[Sequence[str]] | None = None,
     seed: int,
 ) -> Population:
     """Make the owners of a data set the agents, in their order.
@@ -44,13 +48,14 @@ def partition_by_owner(
         split: Method of the split, as in `partition`.
         hold_out: Whether to exclude validation samples from training.
         remove_malicious: Whether to leave out the malicious agents and change nothing else.
+        clusters: Names of the owners in each cluster; None for one cluster.
         seed: Seed of the run.
 
     Returns:
         The agents and their samples.
 
     Raises:
-        ConfigError: There are fewer owners than agents.
+        ConfigError: There are fewer owners than agents, or an owner is not in one cluster.
         DataError: An agent has no training, validation or test samples.
 
     Example:
@@ -70,6 +75,7 @@ def partition_by_owner(
             f"`agents.benign` + `agents.malicious` = {num_agents}, and the data have {num_owners}"
             " owners: take at most as many"
         )
+    cluster = _owner_clusters(owners.names, clusters or [owners.names])
     participants = np.sort(stream(seed, "owners").permutation(num_owners)[:num_agents])
     malicious_agents = stream(seed, "owners", "malicious").permutation(num_agents)[:malicious]
     is_malicious = np.isin(np.arange(num_agents), malicious_agents)
@@ -120,12 +126,34 @@ def partition_by_owner(
         tests.append(torch.from_numpy(test[owner]))
 
     return Population(
-        cluster=torch.zeros(len(agents), dtype=torch.int64),
+        cluster=torch.from_numpy(cluster[participants[agents]]),
         malicious=torch.from_numpy(is_malicious[agents]),
         train=tuple(train),
         validation=tuple(held_out),
         tuning=torch.zeros(0, dtype=torch.int64),
-        num_clusters=1,
+        num_clusters=len(clusters or [owners.names]),
         tests=tuple(tests),
         names=tuple(owners.names[participants[agent]] for agent in agents),
     )
+
+
+def _owner_clusters(names: Sequence[str], clusters: Sequence[Sequence[str]]) -> NDArray[np.int64]:
+    """Return the cluster of each owner."""
+    cluster = np.full(len(names), -1)
+    for k, members in enumerate(clusters):
+        for name in members:
+            if name not in names:
+                raise ConfigError(
+                    f"`owner_clusters` names {name!r}, which is no owner of the data."
+                    f"{did_you_mean(name, names)}"
+                )
+            if cluster[names.index(name)] >= 0:
+                raise ConfigError(f"`owner_clusters` names {name!r} twice: keep one of them")
+            cluster[names.index(name)] = k
+    missing = [names[i] for i in np.flatnonzero(cluster < 0).tolist()]
+    if missing:
+        raise ConfigError(
+            f"`owner_clusters` leaves out {len(missing)} of {len(names)} owners, such as"
+            f" {missing[0]!r}: put each owner in one cluster"
+        )
+    return cluster

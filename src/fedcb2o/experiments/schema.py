@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
 from fedcb2o import plugins
-from fedcb2o.data import sets, skews
+from fedcb2o.data import sets, skews, transforms
 from fedcb2o.experiments.config.settings import COMPONENT_SECTIONS, Experiment
 from fedcb2o.experiments.config.tables import presets
 from fedcb2o.experiments.grid._definition import (
@@ -55,6 +55,7 @@ _CATALOGUES: Mapping[str, ModuleType] = {
     "algorithm": algorithms,
     "attack": attacks,
     "skew": skews,
+    "cluster_transform": transforms,
     "graph": topology,
     "optimiser": optimisers,
     "loss": losses,

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from fedcb2o import plugins
-from fedcb2o.data import Shard, ValueRange, cluster_samples, rotate, using_range
+from fedcb2o.data import ClusterView, Shard, ValueRange, cluster_samples, using_range
 from fedcb2o.federated.adversary import Adversary, Attack
 from fedcb2o.federated.plugin_outputs import validated_poison
 from fedcb2o.federated.ragged import Indices, Ragged
@@ -44,8 +44,8 @@ class AgentData:
         test: Test samples.
         train: Training samples of each agent, indices into `samples`.
         validation: Validation samples of each agent.
-        cluster: Cluster of each agent; it sees the samples rotated by the cluster's angle.
-        num_clusters: Number of clusters.
+        cluster: Cluster of each agent.
+        view: Samples as each cluster sees them.
         num_classes: Number of classes; 1 for data without classes.
         malicious: Whether each agent poisons its training data.
         attack: The attack of malicious agents.
@@ -60,7 +60,7 @@ class AgentData:
     train: Ragged
     validation: Ragged
     cluster: Int[np.ndarray, " a"]
-    num_clusters: int
+    view: ClusterView
     num_classes: int
     malicious: Bool[np.ndarray, " a"]
     attack: Attack
@@ -149,8 +149,7 @@ class AgentData:
         if self.own_tests is None:
             cluster = self.cluster[members]
             for k in np.unique(cluster).tolist():
-                x = rotate(self.test.x, k, self.num_clusters)
-                yield members[cluster == k], Shard(x, self.test.y)
+                yield members[cluster == k], self.view(self.test, k)
             return
 
         has_own = self.own_tests.sizes[members] > 0
@@ -179,8 +178,7 @@ class AgentData:
         flat = sample_ids.values[sample_ids.flat_index(members)]
         index = torch.from_numpy(flat.reshape(len(members), -1))
         cluster = self.cluster[members]
-        x = cluster_samples(self.samples.x, index, cluster, self.num_clusters)
-        return x, self.samples.y[index]
+        return cluster_samples(self.samples, index, cluster, self.view)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ LossAverage = Literal["samples", "batches"]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+_Counts = Annotated[tuple[int, ...], Field(strict=False)]
 COMPONENT_VALUES = "a name or table"
 """Values of a key that names a function, as the documentation words them."""
 
@@ -146,13 +147,46 @@ class AgentsSection(Section):
     """The agents, their data, and their contacts (sec:experiments, Dataset & Attack Setup)."""
 
     num_clusters: Annotated[
-        Literal[1, 2, 4],
+        PositiveInt,
         key_field(
-            "the number of clusters. Each deals out the same images, turned by its own angle"
+            "K, the number of clusters. Each deals out the same samples, changed by its transform",
+            default="2, or the length of `benign` or `malicious`",
         ),
     ] = 2
-    benign: Annotated[PositiveInt, key_field("benign agents per cluster")]
-    malicious: Annotated[NonNegativeInt, key_field("malicious agents per cluster")]
+    benign: Annotated[
+        PositiveInt | _Counts,
+        key_field(
+            "benign agents per cluster: one number for all, or a list with one number per cluster",
+            values="from 1, or a list",
+        ),
+    ]
+    malicious: Annotated[
+        NonNegativeInt | _Counts,
+        key_field(
+            "malicious agents per cluster: one number for all, or a list with one number per "
+            "cluster",
+            values="from 0, or a list",
+        ),
+    ]
+    cluster_transform: Annotated[
+        Component | None,
+        key_field(
+            "the difference between the samples of clusters, [see below](#clusters)",
+            values=COMPONENT_VALUES,
+            default='"rotation"',
+        ),
+    ] = None
+    owner_clusters: Annotated[
+        tuple[Annotated[tuple[str, ...], Field(strict=False)], ...] | None,
+        key_field(
+            "the owners in each cluster, by name, where agents "
+            "[bring their own data](#agents-that-bring-their-own-data). Reports and attackers know "
+            "these clusters, benign agents do not",
+            values="a list of lists",
+            default="one cluster",
+            strict=False,
+        ),
+    ] = None
     malicious_role: Annotated[
         Literal["attack", "clean", "benign", "removed"],
         key_field("the behaviour of the malicious agents, see below", values="see below"),
@@ -242,10 +276,34 @@ class AgentsSection(Section):
     ] = None
 
     @property
+    def benign_counts(self) -> tuple[int, ...]:
+        """Number of benign agents in each cluster."""
+        if isinstance(self.benign, int):
+            return (self.benign,) * self.num_clusters
+        return self.benign
+
+    @property
+    def malicious_counts(self) -> tuple[int, ...]:
+        """Number of malicious agents in each cluster, removed or not."""
+        if isinstance(self.malicious, int):
+            return (self.malicious,) * self.num_clusters
+        return self.malicious
+
+    @property
+    def num_benign(self) -> int:
+        """Number of benign agents in the system."""
+        return sum(self.benign_counts)
+
+    @property
+    def num_malicious(self) -> int:
+        """Number of malicious agents in the system, removed or not."""
+        return sum(self.malicious_counts)
+
+    @property
     def num_agents(self) -> int:
         """N, the number of agents in the system."""
-        malicious = 0 if self.malicious_role == "removed" else self.malicious
-        return self.num_clusters * (self.benign + malicious)
+        malicious = 0 if self.malicious_role == "removed" else self.num_malicious
+        return self.num_benign + malicious
 
     @property
     def malicious_share(self) -> float:
@@ -254,12 +312,39 @@ class AgentsSection(Section):
             return 0.0
         if self.assumed_share is not None:
             return self.assumed_share
-        return self.malicious / (self.benign + self.malicious)
+        return self.num_malicious / (self.num_benign + self.num_malicious)
 
-    @field_validator("graph", "skew", mode="before")
+    @field_validator("graph", "skew", "cluster_transform", mode="before")
     @classmethod
     def _as_component(cls, component: Any) -> Any:
         return as_component(component)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_counts(cls, table: Any) -> Any:
+        """Check lists of numbers of agents; their length is the number of clusters."""
+        if not isinstance(table, Mapping):
+            return table
+        lists = {
+            key: table[key]
+            for key in ("benign", "malicious")
+            if isinstance(table.get(key), list | tuple)
+        }
+        for key, counts in lists.items():
+            least = int(key == "benign")
+            if not counts or any(type(count) is not int or count < least for count in counts):
+                raise ValueError(
+                    f"`agents.{key}` must be a number, or a list of whole numbers from {least} on "
+                    f"with one for each cluster, got {list(counts)}"
+                )
+        for key, counts in lists.items():
+            table = {"num_clusters": len(counts), **table}
+            if table["num_clusters"] != len(counts):
+                raise ValueError(
+                    f"`agents.{key}` has {len(counts)} numbers, and `agents.num_clusters` is "
+                    f"{table['num_clusters']}: give one number for each cluster"
+                )
+        return table
 
 
 class LocalUpdateKeys(Section):

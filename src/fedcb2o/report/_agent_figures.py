@@ -75,12 +75,12 @@ def sample_images(run: Run) -> Figure | None:
             ax.spines[:].set(visible=True, color="0.85")
         label = f"cluster {cluster + 1}"
         if angles[cluster] is not None:
-            label += f"\n{angles[cluster]}°"
+            label += f"\n{angles[cluster]:g}°"
         row[0].set_ylabel(label, rotation=0, ha="right", va="center", labelpad=8)
 
     words = "in the form that agents see"
     if clusters > 1:
-        words = f"the same in {clusters} clusters, each in its rotation"
+        words = f"the same as {clusters} clusters see them"
     figure.set_label(f"{count} sample images, {words}.")
     return figure
 

@@ -11,12 +11,15 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from fedcb2o import plugins
 from fedcb2o.data import (
+    ClusterTransform,
+    ClusterView,
     Dataset,
     DatasetNames,
     Owners,
@@ -26,15 +29,16 @@ from fedcb2o.data import (
     match_samples,
     partition,
     partition_by_owner,
-    rotate,
     sets,
     skews,
+    transforms,
 )
 from fedcb2o.data.names import number_in
 from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import AttackGoal, attacks
 from fedcb2o.federated.attacks import data_poisoning
+from fedcb2o.federated.sections import Component
 from fedcb2o.rng import stream
 from fedcb2o.simulation.checkpoint import tensor_crc32
 
@@ -323,8 +327,10 @@ def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Pop
     if dataset.owners is not None:
         return _population_of_owners(experiment, seed, dataset, dataset.owners)
 
-    # Samples that cannot be turned raise here, before a run begins.
-    rotate(dataset.pool.x[:1], 0, agents.num_clusters)
+    # Samples that cannot be transformed raise here, before a run begins.
+    view = build_view(experiment, dataset)
+    for k in range(agents.num_clusters):
+        view(dataset.pool.part(np.arange(1)), k)
     labels = dataset.labels(shared_pool(experiment, dataset))
     benign_samples, malicious_samples = samples_per_agent(experiment)
     available = torch.arange(len(labels))
@@ -338,8 +344,8 @@ def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Pop
     population = partition(
         labels[available],
         num_clusters=agents.num_clusters,
-        benign=agents.benign,
-        malicious=agents.malicious,
+        benign=agents.benign_counts,
+        malicious=agents.malicious_counts,
         benign_samples=benign_samples,
         malicious_samples=malicious_samples,
         validation=agents.validation,
@@ -361,6 +367,27 @@ def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Pop
     )
 
 
+def build_view(experiment: Experiment, dataset: Dataset) -> ClusterView:
+    """Return the view of each cluster on the samples.
+
+    Args:
+        experiment: The experiment.
+        dataset: Its data set.
+
+    Returns:
+        The transform of the configuration; no change where agents bring their own data.
+
+    Raises:
+        ConfigError: If there is no such transform.
+    """
+    if dataset.owners is not None:
+        return transforms.unchanged
+    agents = experiment.agents
+    component = agents.cluster_transform or Component(name="rotation")
+    function = component.bind("cluster transform", transforms)
+    return ClusterTransform(function, agents.num_clusters, dataset.num_classes, dataset.value_range)
+
+
 def _population_of_owners(
     experiment: Experiment, seed: int, dataset: Dataset, owners: Owners
 ) -> Population:
@@ -369,6 +396,7 @@ def _population_of_owners(
     for key, value, allowed in (
         ("agents.num_clusters", agents.num_clusters, 1),
         ("agents.skew", agents.skew, None),
+        ("agents.cluster_transform", agents.cluster_transform, None),
         ("evaluate_on", experiment.evaluate_on, "test"),
     ):
         if value != allowed:
@@ -381,14 +409,15 @@ def _population_of_owners(
     return partition_by_owner(
         dataset,
         owners,
-        benign=agents.benign,
-        malicious=agents.malicious,
+        benign=agents.num_benign,
+        malicious=agents.num_malicious,
         benign_samples=agents.benign_samples,
         malicious_samples=agents.malicious_samples,
         validation=agents.validation,
         split=agents.split,
         hold_out=agents.hold_out,
         remove_malicious=agents.malicious_role == "removed",
+        clusters=agents.owner_clusters,
         seed=seed,
     )
 

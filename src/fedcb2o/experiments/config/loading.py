@@ -80,7 +80,8 @@ def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
     """
     problem = error.errors()[0]
     path = [str(part) for part in problem["loc"]]
-    if path[-2:-1] == ["name"]:  # pydantic adds the branch of a union
+    is_branch = path[-2:-1] == ["name"] or path[-1:] == ["constrained-int"]
+    if is_branch:  # pydantic adds the branch of a union
         path.pop()
     key = ".".join(path)
     kind = problem["type"]

@@ -17,13 +17,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fedcb2o import plugins
-from fedcb2o.data import Dataset, DatasetNames, Population, Shard, features
+from fedcb2o.data import ClusterView, Dataset, DatasetNames, Population, Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.build import build_algorithm, build_neighbours
 from fedcb2o.experiments.config.datasets import (
     attack_goal,
     backdoor_trigger,
     build_population,
+    build_view,
     dataset_from_tensors,
     dataset_tensors,
     max_samples,
@@ -61,6 +62,7 @@ class PreparedSeed:
     population: Population
     spec: RunSpec
     adversary: Adversary
+    view: ClusterView
 
     @property
     def num_persistent_rows(self) -> int:
@@ -144,7 +146,7 @@ class PreparedSeed:
             train=_select(population.train, agents),
             validation=_select(population.validation, agents),
             cluster=adversary.cluster[ids],
-            num_clusters=adversary.num_clusters,
+            view=self.view,
             num_classes=self.dataset.num_classes,
             malicious=adversary.malicious[ids],
             attack=adversary.attack,
@@ -305,7 +307,8 @@ def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepare
         max_samples=max_samples(experiment, dataset),
         neighbours=build_neighbours(experiment, seed, population.cluster),
     )
-    prepared = PreparedSeed(experiment, seed, dataset, population, spec, adversary)
+    view = build_view(experiment, dataset)
+    prepared = PreparedSeed(experiment, seed, dataset, population, spec, adversary, view)
     _check_scored_samples(experiment, prepared.scored_samples())
     _check_batches(prepared)
     trigger = adversary.trigger

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from fedcb2o import plugins
-from fedcb2o.data import sets, skews
+from fedcb2o.data import sets, skews, transforms
 from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.experiments.config.tables import to_plain
 from fedcb2o.federated import (
@@ -90,6 +90,7 @@ COMPONENT_SECTIONS = (
 _OPTIONAL_COMPONENTS = (
     ("agents", "graph", topology),
     ("agents", "skew", skews),
+    ("agents", "cluster_transform", transforms),
     ("training", "optimiser", optimisers),
     ("training", "loss", losses),
 )
@@ -238,7 +239,7 @@ class Experiment(Section):
         self.data.bind("data set", sets)
         self.model.bind("model", architectures)
         for _, key, namespace, component in self._optional_components():
-            component.bind(key, namespace)
+            component.bind(key.replace("_", " "), namespace)
         self.user_metrics()
         self._check_algorithm()
         if self.attack is not None:
@@ -284,7 +285,7 @@ class Experiment(Section):
             kind = describe_type(algorithm)
             raise ValueError(f"the algorithm returned {kind}, expected an Algorithm")
         factor = algorithm.factor(self.training.gamma)
-        if algorithm.needs_losses and agents.malicious and agents.malicious_role == "benign":
+        if algorithm.needs_losses and agents.num_malicious and agents.malicious_role == "benign":
             raise ValueError(
                 'malicious agents with `agents.malicious_role` = "benign" hold no validation data, '
                 "so the algorithm must be one without validation, such as dfedavgm; "
@@ -365,7 +366,7 @@ class Experiment(Section):
         Returns:
             False without malicious agents, or if their role is not "attack".
         """
-        return self.agents.malicious > 0 and self.agents.malicious_role == "attack"
+        return self.agents.num_malicious > 0 and self.agents.malicious_role == "attack"
 
     @property
     def active_attack(self) -> Attack:
@@ -389,15 +390,17 @@ class Experiment(Section):
             Number of models, at least N.
         """
         agents = self.agents
-        malicious = agents.num_clusters * agents.malicious
-        benign = agents.num_clusters * agents.benign
         algorithm: algorithms.Algorithm = self.algorithm.bind("algorithm", algorithms)()
         extra = 0
         if algorithm.clusters is not None:
             extra += algorithm.clusters.num_rows(agents.num_agents)
         if algorithm.keeps_previous:
             extra += agents.num_agents
-        return agents.num_agents + self.active_attack.num_published(malicious, benign) + extra
+        return (
+            agents.num_agents
+            + self.active_attack.num_published(agents.num_malicious, agents.num_benign)
+            + extra
+        )
 
     def clean_counterpart(self) -> "Experiment":
         """Return the same experiment with malicious agents that train on true labels.

@@ -227,8 +227,7 @@ def _default_workers(experiment: Experiment, dataset: Dataset, dim: int) -> int:
     num_samples = len(dataset.pool)
     if dataset.owners is None:
         benign, malicious = samples_per_agent(experiment)
-        per_cluster = agents.benign * benign + agents.malicious * malicious
-        num_samples = agents.num_clusters * per_cluster
+        num_samples = agents.num_benign * benign + agents.num_malicious * malicious
     if 6.0 * dim * num_samples * experiment.training.local_epochs < MIN_PARALLEL_FLOPS:
         return 1
     return min(_resources.available_processors(), agents.num_agents)

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save
 
 from fedcb2o import records
-from fedcb2o.data import features, rotate
+from fedcb2o.data import features
+from fedcb2o.data.transforms import rotation_angles
 from fedcb2o.experiments.config.datasets import attack_goal, shared_pool
 from fedcb2o.experiments.config.prepared_seed import PreparedSeed
 from fedcb2o.experiments.runs._kernel_config import ENVIRONMENT
@@ -49,7 +50,7 @@ def _participants(prepared: PreparedSeed) -> dict[str, Any]:
         "class_names": list(dataset.class_names),
         "num_classes": len(dataset.class_names),
         "clusters": num_clusters,
-        "angles": [k * 360 // num_clusters for k in range(num_clusters)],
+        **_angles(prepared),
         "dim": prepared.spec.dim,
         "cluster": population.cluster.tolist(),
         "malicious": population.malicious.tolist(),
@@ -62,15 +63,31 @@ def _participants(prepared: PreparedSeed) -> dict[str, Any]:
     return participants
 
 
+def _angles(prepared: PreparedSeed) -> dict[str, list[float]]:
+    """Return the angle of each cluster, where clusters differ by rotation."""
+    transform = prepared.experiment.agents.cluster_transform
+    if transform is not None and transform.name != "rotation":
+        return {}
+    given = None if transform is None else transform.parameters.get("angles")
+    if prepared.population.tests is not None:
+        given = [0] * prepared.population.num_clusters
+    angles = rotation_angles(prepared.population.num_clusters, given)
+    return {"angles": [int(a) if a == int(a) else a for a in angles]}
+
+
 def _source_counts(prepared: PreparedSeed) -> list[int | None]:
     """Return the number of source-class samples that each agent validates on."""
     experiment = prepared.experiment
     sources = torch.tensor(attack_goal(experiment).sources, dtype=torch.int64)
-    labels = prepared.dataset.labels(shared_pool(experiment, prepared.dataset))
+    pool = shared_pool(experiment, prepared.dataset)
+    population = prepared.population
     counts: list[int | None] = []
-    for samples in prepared.population.validation:
-        is_known = len(samples) and len(sources)
-        counts.append(int(torch.isin(labels[samples], sources).sum()) if is_known else None)
+    for samples, k in zip(population.validation, population.cluster.tolist(), strict=True):
+        if not len(samples) or not len(sources):
+            counts.append(None)
+            continue
+        seen = prepared.view(pool.part(samples.numpy()), k)
+        counts.append(int(torch.isin(prepared.dataset.labels(seen), sources).sum()))
     return counts
 
 
@@ -82,10 +99,12 @@ def _sample_images(prepared: PreparedSeed) -> torch.Tensor:
     classes = torch.linspace(0, dataset.num_classes - 1, min(10, dataset.num_classes)).long()
     first = torch.stack([_first_of_class(y, label) for label in classes])
     low, high = dataset.value_range
-    images = (features(dataset.pool.x[first]).mean(1) - low) / (high - low)
-    images = (images * 255).clamp(0, 255).to(torch.uint8)
-    turned = [rotate(images, k, num_clusters) for k in range(num_clusters)]
-    return torch.stack(turned).contiguous()
+    shown = dataset.pool.part(first.numpy())
+    seen = []
+    for k in range(num_clusters):
+        images = (features(prepared.view(shown, k).x).mean(1) - low) / (high - low)
+        seen.append((images * 255).clamp(0, 255).to(torch.uint8))
+    return torch.stack(seen).contiguous()
 
 
 def _first_of_class(y: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

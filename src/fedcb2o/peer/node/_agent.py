@@ -26,6 +26,7 @@ from fedcb2o.data import (
     Shard,
     sample_values,
     sets,
+    transforms,
     validation_mask,
 )
 from fedcb2o.data.names import to_nfc
@@ -151,7 +152,7 @@ def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) 
         train=Ragged.from_arrays([train]),
         validation=Ragged.from_arrays([validation]),
         cluster=cluster[:1],
-        num_clusters=1,
+        view=transforms.unchanged,
         num_classes=dataset.num_classes,
         malicious=no_agent[:1],
         attack=Attack(),

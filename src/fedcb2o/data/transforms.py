@@ -1,0 +1,321 @@
+"""Transforms: the difference between the samples of clusters (sec:experiments).
+
+Every cluster holds the same samples, changed in its own way. A configuration names a transform by a
+function in `__all__`, or a user's own: (samples, cluster, ...) -> samples of the same shapes and
+types. Further inputs, by name, are `num_clusters` and `num_classes`. Its keyword arguments are
+parameters of the configuration.
+
+Example:
+    >>> samples = Shard(torch.tensor([[[1, 2], [3, 4]]]), torch.tensor([0]))
+    >>> rotation(samples, 1, 4).x.tolist()
+    [[[2, 4], [1, 3]]]
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedcb2o import plugins
+from fedcb2o.data._dataset import Shard
+from fedcb2o.data._sample_format import ValueRange, channels_last_hint, pixel_range, using_range
+from fedcb2o.errors import ConfigError, describe_type
+
+__all__ = ["flip", "invert", "permute_labels", "rotation"]
+
+ClusterView = Callable[[Shard, int], Shard]
+"""(samples, cluster) -> the samples as the agents of a cluster see them."""
+
+_FLIPPED_AXES = ((), (-1,), (-2,), (-2, -1))
+
+
+def rotation(
+    samples: Shard, cluster: int, num_clusters: int, *, angles: Sequence[float] | None = None
+) -> Shard:
+    """Rotate images counter-clockwise (sec:experiments).
+
+    Multiples of 90 degrees move pixels. Other angles interpolate between four pixels; outside of
+    the image is black.
+
+    Args:
+        samples: Images [n, ..., s, s].
+        cluster: Cluster of the agent.
+        num_clusters: Number K of clusters.
+        angles: Angle of each cluster in degrees; by default cluster * 360 / K.
+
+    Returns:
+        The images as the cluster sees them.
+
+    Raises:
+        ConfigError: The images are not square, or the number of angles is not K.
+    """
+    degrees = rotation_angles(num_clusters, angles)[cluster]
+    _require_square(samples.x, num_clusters)
+    if degrees % 360 == 0:
+        return samples
+    if degrees % 90 == 0:
+        turned = torch.rot90(samples.x, int(degrees // 90) % 4, dims=(-2, -1))
+        return Shard(turned.contiguous(), samples.y)
+    return Shard(_interpolated(samples.x, degrees), samples.y)
+
+
+def flip(samples: Shard, cluster: int) -> Shard:
+    """Mirror images: left to right, top to bottom, then both.
+
+    Args:
+        samples: Images [n, ..., h, w].
+        cluster: Cluster of the agent, from 0 to 3; 0 changes nothing.
+
+    Returns:
+        The images as the cluster sees them.
+
+    Raises:
+        ConfigError: The samples are no images, or there are more than 4 clusters.
+    """
+    if samples.x.ndim < 3:
+        raise ConfigError(
+            f"`flip` mirrors images, and the samples have shape {tuple(samples.x.shape[1:])}"
+        )
+    if cluster >= len(_FLIPPED_AXES):
+        raise ConfigError("`flip` makes 4 clusters: take `num_clusters` = 4 or fewer")
+    return Shard(samples.x.flip(_FLIPPED_AXES[cluster]), samples.y)
+
+
+def invert(samples: Shard, cluster: int) -> Shard:
+    """Exchange black and white in cluster 1.
+
+    Args:
+        samples: Samples of any shape.
+        cluster: Cluster of the agent, 0 or 1.
+
+    Returns:
+        The samples as the cluster sees them.
+
+    Raises:
+        ConfigError: There are more than 2 clusters.
+    """
+    if cluster > 1:
+        raise ConfigError("`invert` makes 2 clusters: take `num_clusters` = 2")
+    if not cluster:
+        return samples
+    low, high = pixel_range(samples.x)
+    return Shard(low + high - samples.x, samples.y)
+
+
+def permute_labels(samples: Shard, cluster: int, num_classes: int, *, shift: int = 1) -> Shard:
+    """Rename the classes: c becomes (c + cluster * shift) mod C.
+
+    Args:
+        samples: Samples with classes.
+        cluster: Cluster of the agent.
+        num_classes: Number C of classes.
+        shift: Difference between the labels of two clusters.
+
+    Returns:
+        The samples with the labels of the cluster.
+
+    Raises:
+        ConfigError: The samples have no classes, or a cluster has the labels of cluster 0.
+    """
+    if num_classes < 2:
+        raise ConfigError("`permute_labels` renames classes, and the data have none")
+    if cluster and cluster * shift % num_classes == 0:
+        raise ConfigError(
+            f"`permute_labels` with `shift` = {shift} gives clusters 0 and {cluster} the same"
+            f" labels, as there are {num_classes} classes: take fewer clusters or another `shift`"
+        )
+    return Shard(samples.x, (samples.y + cluster * shift) % num_classes)
+
+
+def unchanged(samples: Shard, cluster: int) -> Shard:
+    """Return the samples as they are, for agents that bring their own data.
+
+    Args:
+        samples: Samples.
+        cluster: Cluster of the agent.
+
+    Returns:
+        The same samples.
+    """
+    return samples
+
+
+@dataclass(frozen=True)
+class ClusterTransform:
+    """A transform with its inputs: the view of each cluster on the samples.
+
+    Attributes:
+        function: The transform with its parameters.
+        num_clusters: Number K of clusters.
+        num_classes: Number C of classes; 1 for data without classes.
+        value_range: Black and white of the data set.
+    """
+
+    function: functools.partial[Any]
+    num_clusters: int
+    num_classes: int
+    value_range: ValueRange
+
+    def __call__(self, samples: Shard, cluster: int) -> Shard:
+        """Return samples as a cluster sees them.
+
+        Args:
+            samples: Samples.
+            cluster: The cluster.
+
+        Returns:
+            Samples of the same shapes and types, on the same device.
+
+        Raises:
+            ConfigError: A user's transform returned anything else.
+        """
+        known = {"num_clusters": self.num_clusters, "num_classes": self.num_classes}
+        names = plugins.positional_inputs(self.function.func)[2:]
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ConfigError(
+                f"the cluster transform looks at `{unknown[0]}`."
+                f"{plugins.did_you_mean(unknown[0], known)} There is: {', '.join(known)}"
+            )
+        inputs = [known[name] for name in names]
+        with using_range(self.value_range):
+            if plugins.USER_FUNCTION.get(self.function) is None:
+                seen: Shard = self.function(samples, cluster, *inputs)
+                return seen
+            copies = Shard(samples.x.cpu().clone(), samples.y.cpu().clone())
+            result = self.function(copies, cluster, *inputs)
+        return self._validated(result, samples)
+
+    def _validated(self, result: object, samples: Shard) -> Shard:
+        """Return a user's samples on the device of the original, or raise ConfigError."""
+        name = plugins.display_name("cluster transform", self.function)
+        if not isinstance(result, Shard):
+            got = describe_type(result)
+            raise ConfigError(f"the {name} returned {got}, expected a fedcb2o.Shard")
+        for part, values, original in (
+            ("samples", result.x, samples.x),
+            ("labels", result.y, samples.y),
+        ):
+            if values.shape != original.shape or values.dtype != original.dtype:
+                raise ConfigError(
+                    f"the {name} returned {part} of shape {tuple(values.shape)} and type"
+                    f" {values.dtype}, expected {tuple(original.shape)} and {original.dtype}"
+                )
+        y = result.y
+        if self.num_classes > 1 and y.numel() and not (y.min() >= 0 and y.max() < self.num_classes):
+            raise ConfigError(f"the {name} returned labels outside 0 to {self.num_classes - 1}")
+        return Shard(result.x.to(samples.x.device), y.to(samples.y.device))
+
+
+def cluster_samples(
+    samples: Shard,
+    index: Int[Tensor, "a k"],
+    cluster: Int[np.ndarray, " a"],
+    view: ClusterView,
+) -> tuple[Shaped[Tensor, "a k *features"], Shaped[Tensor, "a k *target"]]:
+    """Return samples of several agents, each as the agent's cluster sees them.
+
+    Copies of all samples for each cluster would take K times the memory, so that samples are
+    transformed when they are read.
+
+    Args:
+        samples: All samples.
+        index: Indices of k samples of each agent.
+        cluster: Cluster of each agent.
+        view: The view of each cluster.
+
+    Returns:
+        Copies of the samples and labels, with an axis over the agents.
+    """
+    x = samples.x[index]
+    y = samples.y[index]
+    for k in np.unique(cluster).tolist():
+        rows = torch.from_numpy(np.flatnonzero(cluster == k))
+        part = Shard(x[rows].flatten(0, 1), y[rows].flatten(0, 1))
+        seen = view(part, k)
+        if seen is not part:
+            x[rows] = seen.x.view(x[rows].shape)
+            y[rows] = seen.y.view(y[rows].shape)
+    return x, y
+
+
+def rotate(
+    x: Shaped[Tensor, "n *features"], cluster: int, num_clusters: int
+) -> Shaped[Tensor, "n *features"]:
+    """Rotate images counter-clockwise by cluster * 360 / num_clusters degrees (sec:experiments).
+
+    Args:
+        x: Images [n, ..., s, s].
+        cluster: Cluster of the agent.
+        num_clusters: Number of clusters.
+
+    Returns:
+        The images as the cluster sees them.
+
+    Raises:
+        ConfigError: The images are not square.
+    """
+    return rotation(Shard(x, torch.zeros(len(x))), cluster, num_clusters).x
+
+
+def rotation_angles(num_clusters: int, angles: Sequence[float] | None = None) -> list[float]:
+    """Return the angle of each cluster in degrees.
+
+    Args:
+        num_clusters: Number K of clusters.
+        angles: The angles; by default cluster * 360 / K.
+
+    Returns:
+        K angles.
+
+    Raises:
+        ConfigError: The number of angles is not K.
+    """
+    if angles is None:
+        return [k * 360 / num_clusters for k in range(num_clusters)]
+    if len(angles) != num_clusters:
+        raise ConfigError(
+            f"`angles` has {len(angles)} numbers, and `num_clusters` is {num_clusters}: give one"
+            " angle for each cluster"
+        )
+    return list(angles)
+
+
+def _require_square(x: Tensor, num_clusters: int) -> None:
+    if num_clusters > 1 and (x.ndim < 3 or x.shape[-1] != x.shape[-2]):
+        cure = channels_last_hint(x.shape[1:]) or "set `num_clusters` = 1 for them"
+        raise ConfigError(
+            f"`num_clusters` = {num_clusters} turns square images, and the samples have shape"
+            f" {tuple(x.shape[1:])}; {cure}"
+        )
+
+
+def _interpolated(x: Tensor, degrees: float) -> Tensor:
+    """Rotate images by bilinear interpolation, about the centre."""
+    height, width = x.shape[-2:]
+    theta = math.radians(degrees)
+    v = torch.arange(height, dtype=torch.float64).unsqueeze(1) - (height - 1) / 2
+    u = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
+
+    # Positions in the image with a black border of one pixel.
+    row = (math.sin(theta) * u + math.cos(theta) * v + (height + 1) / 2).clamp(0, height + 1)
+    column = (math.cos(theta) * u - math.sin(theta) * v + (width + 1) / 2).clamp(0, width + 1)
+    top = row.floor().clamp(max=height).long()
+    left = column.floor().clamp(max=width).long()
+    down = (row - top).float().to(x.device)
+    right = (column - left).float().to(x.device)
+
+    image = F.pad(x.float(), (1, 1, 1, 1), value=pixel_range(x)[0])
+    upper = image[..., top, left] * (1 - right) + image[..., top, left + 1] * right
+    lower = image[..., top + 1, left] * (1 - right) + image[..., top + 1, left + 1] * right
+    turned = upper * (1 - down) + lower * down
+    if x.dtype == torch.uint8:
+        return turned.round().to(torch.uint8)
+    return turned.to(x.dtype)
