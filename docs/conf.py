@@ -15,7 +15,7 @@ copyright = f"2026, {author}. Apache-2.0"
 release = version = importlib.metadata.version("fedcb2o")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-extensions += ["commands", "docstrings", "folders", "mathml", "wide"]  # in _site
+extensions += ["commands", "docstrings", "explorer", "folders", "mathml", "wide"]  # in _site
 exclude_patterns = ["_site", "gallery", "benchmark", "reproduction", "figures"]
 nitpicky = True
 # Only names of this project must exist; a build needs no pages of other projects, and no network.
@@ -67,6 +67,7 @@ html_theme = "furo"
 html_title = "fedcb2o"
 html_static_path = ["_site/static"]
 html_css_files = ["site.css"]
+html_extra_path = ["explorer.html"]
 html_math_renderer = "mathml"
 smartquotes = False  # --list is an option, not a dash
 html_copy_source = False

@@ -1,7 +1,7 @@
 """The paper's empirical claims: statistics, intervals over seeds and verdicts.
 
     .venv/bin/python -m paper.claims runs/claims --out docs/reproduction/digits  # values, figures
-    .venv/bin/python -m paper.claims --page docs/claims.md  # tables, from the values next to it
+    .venv/bin/python -m paper.claims                    # rewrite the matrix of docs/claims.md
 
 A folder of runs has the runs PREFIX-fedcbo, PREFIX-fedcb2o and so on, named like presets. Runs with
 the same name in several folders are merged into one run with all of their finished seeds. Figure 6
@@ -10,46 +10,34 @@ uses the run with the most seeds if devices differ.
 A claim says that a statistic is in a range: a difference is positive, or within what the paper
 calls similar. The statistic is a mean over seeds with Student's 95% interval. The claim is *held*
 if the whole interval is in the range, *opposite* if the interval is outside, and otherwise
-*undecided*.
+*undecided*. One seed has no verdict; the cell says whether its statistic is in the range.
 
 `--out` receives values.csv (results of each run and seed), curves.csv (results of each evaluated
 round), a figure of the curves, and Figure 6. Without runs `--out` draws the figure of the curves
 again.
-
-Tables are made from these files. On a page a table follows the comment `<!-- claims: FOLDER NAME
--->` with the folder relative to the page. NAME is one of:
-
-- metrics, claims: values of the last round;
-- later_metrics, later_claims: means over all evaluations in the second half of the rounds;
-- rounds: the contents of curves.csv, next to the paper's values;
-- glance: the main claims in several folders A,B side by side.
 """
 
 import argparse
 import functools
-import itertools
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from jinja2 import Environment, FileSystemLoader
 
 from fedcb2o.records import Run, last_fifth, settings_digest, summary
 from fedcb2o.report import _figures, _statistics
 from fedcb2o.report.tables import is_attacked, pair_statistics
 
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "claims.md"
 ACCURACY, SOURCE, SUCCESS = METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
 METRIC_NAMES = {ACCURACY: "overall accuracy", SOURCE: "source class accuracy", SUCCESS: "ASR"}
-COLUMN_TITLES = {
-    ACCURACY: "Overall accuracy",
-    SOURCE: "Source class accuracy",
-    SUCCESS: "Attack success rate",
-    "malicious_weight": "Malicious weight",
-}
 PAPER = pd.DataFrame(  # tab:baselines, and tab:FedCB2O_T_G with T_G = 30, 20 and 40 of T = 150
     {
         "FedCBO": [84.26, 40.23, 55.23],
@@ -73,7 +61,7 @@ MAIN_METHODS = (
     *("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max"),
     *(f"fedcb2o{variant}" for variant in VARIANTS),
 )
-MAX_CURVES = len(_figures.PALETTE)  # of more methods, the figure shows MAIN_METHODS
+MAX_CURVES = 8  # of more methods, the figure shows MAIN_METHODS
 SAME_LOSS_FEDCBO = "FedCBO, judging by samples of the same kind"
 """Role of FedCBO if it holds out validation data exactly if FedCB2O does: losses are comparable."""
 CLUSTER_SUFFIXES = {" (cluster 1)": "_1", " (cluster 2)": "_2", " (both clusters)": ""}
@@ -410,7 +398,7 @@ def mean_interval(values: "Series[float]") -> tuple[float, float, float]:
         values: One value per seed; NaN is ignored.
 
     Returns:
-        Mean, lower and upper end; infinite ends for fewer than three seeds.
+        Mean, lower and upper end; infinite ends for fewer than five seeds.
     """
     values = values.dropna()
     mean = float(values.mean())
@@ -429,120 +417,103 @@ def verdict(claim: Claim, low: float, high: float) -> str:
     return "undecided"
 
 
-# Tables in Markdown
+# The matrix of the page
 
 
-def claims_table(values: Values) -> str:
-    """Format all claims, with one column per comparison; ″ repeats the cell to the left."""
-    seeds = max(map(len, values.values()))
-    comparisons = run_columns(values)
+@dataclass(frozen=True)
+class MatrixColumn:
+    """A column of the matrix: one experiment size and the runs of one method.
 
-    def cells(claim: Claim) -> Iterator[str]:
-        previous: tuple[str, ...] = ()
-        for roles in comparisons.values():
-            names = tuple(roles.get(role, "") for role in claim.needs)
-            cell = _cell(claim, {role: values[name] for role, name in roles.items()}, seeds)
-            yield "″" if cell and names == previous else cell
-            previous = names
-
-    return _claim_rows(all_claims(), comparisons, cells)
-
-
-def glance_table(*folders: Path) -> str:
-    """Format the claims of the text and of Table 2 for several folders side by side.
-
-    FedCB2O is shown as released and as it is by default, each with the first FedCBO of
-    `run_columns`.
+    Attributes:
+        title: Title of the column.
+        folder: Folder of the values in docs/reproduction.
+        fedcb2o: Name of the runs in the role of FedCB2O.
     """
-    values = {folder.name: read_values(folder) for folder in folders}
-    columns: dict[str, tuple[Values, int]] = {}
-    for fedcb2o, (size, tables) in itertools.product(
-        ("fedcb2o-released", "fedcb2o"), values.items()
-    ):
-        roles = next(roles for roles in run_columns(tables).values() if roles["FedCB2O"] == fedcb2o)
-        by_role = {role: tables[name] for role, name in roles.items()}
-        columns[f"`{size}`: `{roles['FedCBO']}`, `{fedcb2o}`"] = (
-            by_role,
-            max(map(len, tables.values())),
-        )
 
-    main = (claim for claim in all_claims() if not claim.section.startswith(("Settings", "Fig.")))
-    return _claim_rows(
-        main, columns, lambda claim: [_cell(claim, *column) for column in columns.values()]
-    )
+    title: str
+    folder: str
+    fedcb2o: str
 
 
-def _claim_rows(
-    claims: Iterable[Claim], headings: Iterable[str], cells: Callable[[Claim], Iterable[str]]
-) -> str:
-    """Format the claims with a cell in at least one column."""
-    titles = ["| | The paper says | Statistic | In the paper", *headings]
-    lines = [" | ".join(titles) + " |"]
-    lines.append("| --- | --- | --- | ---: |" + " ---: |" * (len(titles) - 1))
-    for claim in claims:
-        row = [*cells(claim)]
-        if any(row):
+COLUMNS = (
+    MatrixColumn("Paper's size", "emnist-150", "fedcb2o-released"),
+    MatrixColumn("Reduced EMNIST", "emnist-small-50", "fedcb2o-released"),
+    MatrixColumn("Other classes", "emnist-small-x", "fedcb2o-released"),
+    MatrixColumn("Digits", "digits", "fedcb2o-released"),
+    MatrixColumn("FedAssay, reduced EMNIST", "emnist-small-50", "fedcb2o"),
+    MatrixColumn("FedAssay, digits", "digits", "fedcb2o"),
+)
+MARKER = re.compile(r"(?<=<!-- generated: claims -->\n\n).*?(?=\n\n|\Z)", re.DOTALL)
+
+
+def matrix_rows() -> list[dict[str, object]]:
+    """Compute the matrix: one row per claim, one cell per column.
+
+    Returns:
+        Rows with section, text and cells; a cell is None without the runs of the claim, else a
+        dict with verdict and statistic.
+    """
+    columns = [_column_values(column) for column in COLUMNS]
+    rows: list[dict[str, object]] = []
+    for claim in all_claims():
+        cells = [_cell(claim, values) for values in columns]
+        if any(cells):
             paper = "" if math.isnan(claim.paper) else f"{claim.paper:+.2f}"
-            lines.append(
-                "| " + " | ".join([claim.section, claim.text, claim.statistic, paper, *row]) + " |"
-            )
-    return "\n".join(lines) + "\n"
+            row = {"section": claim.section, "text": claim.text, "statistic": claim.statistic}
+            rows.append({**row, "paper": paper, "cells": cells})
+    return rows
 
 
-def _cell(claim: Claim, runs: Values, seeds: int) -> str:
-    """Format mean, interval and verdict, and the number of seeds if others have more."""
+def _column_values(column: MatrixColumn) -> Values:
+    """Return the values of a column by role, each with the first FedCBO of `run_columns`."""
+    values = read_values(DOCS / "reproduction" / column.folder)
+    roles = next(
+        roles for roles in run_columns(values).values() if roles["FedCB2O"] == column.fedcb2o
+    )
+    return {role: values[name] for role, name in roles.items()}
+
+
+def _cell(claim: Claim, runs: Values) -> dict[str, str] | None:
+    """Return the verdict of a claim, and its statistic as text."""
     if not runs.keys() >= {*claim.needs}:
-        return ""
+        return None
     values = claim.compute(runs).dropna()
     if values.empty:
-        return ""
-
+        return None
     mean, low, high = mean_interval(values)
     is_signed = " less " in claim.statistic or " by" in claim.statistic
     decimals = 2 if claim.statistic.startswith(tuple(METRIC_NAMES.values())) else 3
-    text = _statistics.format_interval(mean, low, high, decimals, "+" if is_signed else "")
-    if len(values) != seeds or seeds == 1:
-        text += f" ({len(values)} seed{'s' * (len(values) > 1)})"
-    return f"{text} **{verdict(claim, low, high)}**"
+    number = _statistics.format_interval(mean, low, high, decimals, "+" if is_signed else "")
+    statistic = f"{number}, {len(values)} seeds"
+    if len(values) == 1:
+        is_inside = claim.low <= mean <= claim.high
+        agrees = "agrees" if is_inside else "disagrees"
+        return {"verdict": agrees, "kind": "single", "statistic": f"{number}, one seed"}
+    found = verdict(claim, low, high)
+    return {"verdict": found, "kind": found, "statistic": statistic}
 
 
-def metrics_table(values: Values) -> str:
-    """Format mean and interval of each run's metrics, in percent."""
-    columns = [name for name in COLUMN_TITLES if any(name in table for table in values.values())]
-    lines = [" | ".join(["| ", *(COLUMN_TITLES[name] for name in columns), "Seeds |"])]
-    lines.append("| --- |" + " ---: |" * (len(columns) + 1))
-    for name, table in values.items():
-        if name.endswith("-clean") or not columns:
-            continue
-        intervals = [mean_interval(_column(table, column)) for column in columns]
-        cells = [
-            "–" if math.isnan(ends[0]) else _statistics.format_interval(*ends, digits=2)
-            for ends in intervals
-        ]
-        lines.append("| " + " | ".join([f"`{name}`", *cells, str(len(table))]) + " |")
-    return "\n".join(lines) + "\n"
+def matrix_markdown() -> str:
+    """Render the matrix as a Markdown table with verdicts that have their statistic as title."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        keep_trailing_newline=False,
+    )
+    template = environment.get_template("claims.md.jinja")
+    titles = [column.title for column in COLUMNS]
+    return template.render(titles=titles, rows=matrix_rows()).strip()
 
 
-def rounds_table(folder: Path) -> str:
-    """Format mean metrics of FedCBO and FedCB2O in each evaluated round, and the paper's."""
-    means = {}
-    for name, table in _read_curves(folder).items():
-        if name.startswith(("fedcbo", "fedcb2o")):
-            means[name] = table.groupby("round").mean()
+def rewrite_page(page: Path) -> str:
+    """Return the text of a page with the matrix made anew.
 
-    heads = [f"`{name}`, {METRIC_NAMES[metric]}" for name in means for metric in METRICS]
-    lines = [" | ".join(["| Round", *heads]) + " |", "| ---: |" + " ---: |" * len(heads)]
-    for n in sorted(set().union(*(table.index for table in means.values()))):
-        numbers = [
-            float(table[metric].get(n, math.nan)) for table in means.values() for metric in METRICS
-        ]
-        cells = ["" if math.isnan(number) else f"{number:.2f}" for number in numbers]
-        lines.append(" | ".join([f"| {n}", *cells]) + " |")
-
-    methods = ["FedCBO" if name.startswith("fedcbo") else "FedCB2O" for name in means]
-    paper = [f"{PAPER[method][metric]:.2f}" for method in methods for metric in METRICS]
-    lines.append(" | ".join(["| 150, the paper", *paper]) + " |")
-    return "\n".join(lines) + "\n"
+    Args:
+        page: Page with the comment `<!-- generated: claims -->`.
+    """
+    matrix = matrix_markdown()
+    return MARKER.sub(lambda match: matrix, page.read_text(encoding="utf-8"))
 
 
 # Files
@@ -588,18 +559,6 @@ def read_values(folder: Path) -> dict[str, pd.DataFrame]:
     return _read_by_method(folder / "values.csv", ["seed"])
 
 
-def read_mean(folder: Path, after: float = 0.5) -> dict[str, pd.DataFrame]:
-    """Read means over the evaluations after a share of the rounds: by method and seed."""
-    curves = _read_curves(folder)
-    start = after * max(
-        int(table.index.get_level_values("round").max()) for table in curves.values()
-    )
-    return {
-        name: table.query(f"round > {start}").groupby("seed").mean()
-        for name, table in curves.items()
-    }
-
-
 def _read_curves(folder: Path) -> dict[str, pd.DataFrame]:
     return _read_by_method(folder / "curves.csv", ["seed", "round"])
 
@@ -611,29 +570,6 @@ def _read_by_method(path: Path, keys: list[str]) -> dict[str, pd.DataFrame]:
     }
 
 
-TABLES: dict[str, Callable[..., str]] = {
-    "metrics": lambda folder: metrics_table(read_values(folder)),
-    "claims": lambda folder: claims_table(read_values(folder)),
-    "later_metrics": lambda folder: metrics_table(read_mean(folder)),
-    "later_claims": lambda folder: claims_table(read_mean(folder)),
-    "rounds": rounds_table,
-    "glance": glance_table,
-}
-TABLE = re.compile(
-    r"(?P<mark>^<!-- claims: (?P<folder>\S+) (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE
-)
-
-
-def rewrite_page(page: Path) -> str:
-    """Return the text of a page with tables made from the current values."""
-
-    def table(match: re.Match[str]) -> str:
-        folders = (page.parent / folder for folder in match["folder"].split(","))
-        return match["mark"] + TABLES[match["name"]](*folders) + "\n"
-
-    return TABLE.sub(table, page.read_text(encoding="utf-8"))
-
-
 def draw_curves(folder: Path) -> None:
     """Draw the figure of a folder's curves.csv."""
     panels = _figures.curve_panels(select_curves(_read_curves(folder)))
@@ -641,46 +577,46 @@ def draw_curves(folder: Path) -> None:
 
 
 def main() -> None:
-    """Read runs, print tables and write values and figures; or rewrite pages."""
+    """Read runs and write values and figures; or rewrite the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folders", type=Path, nargs="*", help="folders of runs")
     parser.add_argument("--out", type=Path, help="folder for values and figures")
-    parser.add_argument("--page", type=Path, action="append", default=[], help="page to rewrite")
     arguments = parser.parse_args()
     out: Path | None = arguments.out
+    if bool(arguments.folders) and out is None:
+        parser.error("runs need --out, a folder for their values")
+    if out is None:
+        PAGE.write_text(rewrite_page(PAGE), encoding="utf-8")
+    elif arguments.folders:
+        _write_values(arguments.folders, out, parser)
+    elif (out / "curves.csv").exists():
+        draw_curves(out)
+    else:
+        parser.error("--out without runs draws its curves.csv, and the folder has none")
+
+
+def _write_values(folders: list[Path], out: Path, parser: argparse.ArgumentParser) -> None:
     with tempfile.TemporaryDirectory() as target:
-        runs = gather_runs(arguments.folders, Path(target))
+        runs = gather_runs(folders, Path(target))
         values = {
             name: pd.concat(map(seed_values, same)).sort_index().round(4)
             for name, same in runs.items()
         }
-        if arguments.folders and not run_columns(values):
+        if not run_columns(values):
             names = ", ".join(runs) or "none"
             parser.error(f"no finished runs PREFIX-fedcbo and PREFIX-fedcb2o, only {names}")
-        if values:
-            print(metrics_table(values), claims_table(values), sep="\n")
-        if values and out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            pd.concat(values, names=["method"]).to_csv(out / "values.csv")
-            curves = {
-                name: pd.concat(map(seed_curves, same)).sort_index() for name, same in runs.items()
-            }
-            pd.concat(curves, names=["method"]).to_csv(out / "curves.csv")
-            draw_curves(out)
-            roles = next(iter(run_columns(values).values()))
-            bars = _figures.figure6(
-                *(runs[roles[role]][0] for role in ("FedCBO", "FedCB2O of Fig. 6"))
-            )
-            bars.savefig(out / "figure6.png", dpi=130)
-
-    if out is not None and not arguments.folders:
-        if not (out / "curves.csv").exists():
-            parser.error("--out without runs draws its curves.csv, and the folder has none")
+        out.mkdir(parents=True, exist_ok=True)
+        pd.concat(values, names=["method"]).to_csv(out / "values.csv")
+        curves = {
+            name: pd.concat(map(seed_curves, same)).sort_index() for name, same in runs.items()
+        }
+        pd.concat(curves, names=["method"]).to_csv(out / "curves.csv")
         draw_curves(out)
-    for page in arguments.page:
-        page.write_text(rewrite_page(page), encoding="utf-8")
+        roles = next(iter(run_columns(values).values()))
+        bars = _figures.figure6(*(runs[roles[role]][0] for role in ("FedCBO", "FedCB2O of Fig. 6")))
+        bars.savefig(out / "figure6.png", dpi=130)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Effects of the parts that Algorithm 2 omits, and the border of capture of the consensus point.
 
     .venv/bin/python -m paper.sublevel --out docs/benchmark/sublevel  # runs what is missing
-    .venv/bin/python -m paper.sublevel --out docs/benchmark/sublevel --page docs/sublevel.md
+    .venv/bin/python -m paper.sublevel --out docs/benchmark/sublevel --figure border.svg
 
 Digits, two unknown clusters of 10, 25 rounds, seeds 3000 to 3004 on tuning images. `runs.csv` has
 one line per run with its results, and statistics of agents that received a full budget, in rounds
@@ -12,9 +12,8 @@ with an active attack after all first contacts:
 - weight3: mean weight of attackers in m_j in these cases;
 - chance3: how often Q_beta would contain no benign model of the agent's cluster by chance.
 
-Flips count only from the agent's own cluster, because L reveals the others. Tables of the page
-follow a comment `<!-- sublevel: NAME -->`; with `--figures` the page's figures are drawn in a
-folder.
+Flips count only from the agent's own cluster, because L reveals the others. `--figure` draws the
+figure of the page.
 """
 
 import argparse
@@ -117,7 +116,7 @@ def _ablation() -> Iterator[Setting]:
     for name in OMITTED_PARTS:
         algorithms[f"without {name}"] = _merged(OMITTED_PARTS, without=name)
 
-    for attack in sublevel_page.COLUMNS:
+    for attack in ("none", "trash", "flip", "sybils"):
         for name, algorithm in algorithms.items():
             yield Setting(name, attack, 3, {"algorithm": {"own_model": "excluded"} | algorithm})
         yield Setting("the default, held out", attack, 3, {"extends": "digits-fedcb2o-held-out"})
@@ -247,26 +246,23 @@ def measure(path: Path) -> None:
 
 
 def main() -> None:
-    """Run missing settings; write the page's tables and figures."""
+    """Run missing settings; draw the page's figure."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of runs.csv")
-    parser.add_argument("--page", type=Path, help="page to rewrite")
-    parser.add_argument("--figures", type=Path, help="folder of its figures")
+    parser.add_argument("--figure", type=Path, help="SVG file of the page's figure")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     measure(arguments.out / "runs.csv")
-    runs = pd.read_csv(arguments.out / "runs.csv")
-    if arguments.page:
-        arguments.page.write_text(
-            sublevel_page.rewrite_page(arguments.page, runs), encoding="utf-8"
-        )
-    if arguments.figures:
-        for name, draw in sublevel_page.FIGURES.items():
-            path = arguments.figures / f"sublevel-{name}.svg"
-            with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-                draw(runs).savefig(path, metadata={"Date": None})
+    if arguments.figure:
+        draw_figure(pd.read_csv(arguments.out / "runs.csv"), arguments.figure)
+
+
+def draw_figure(runs: pd.DataFrame, path: Path) -> None:
+    """Draw the border of capture into an SVG file."""
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "border"}):
+        sublevel_page.draw_border(runs).savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -1,23 +1,29 @@
-"""Pages in a browser, narrow and wide, by day and by night: nothing is cut off, all can be read,
-tables sort by keys.
+"""Pages in a browser, narrow and wide, light and dark: nothing overflows, contrast is sufficient,
+tables sort, and the results explorer computes the statistics of the reports.
 
-It takes Chromium (Debian: apt-get install chromium), and is skipped where that is not installed.
+The tests need Chromium (Debian: apt-get install chromium), and are skipped without it.
 """
 
 import html
+import io
 import json
 import re
 import shutil
 import subprocess
+from urllib.parse import urlencode
 
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
+from paper import results
 from tests.peer.folders import draw_node
 from tests.report.synthetic import draw_run
 from tests.report.test_matrix import make_grid
 
 from fedcb2o.peer.report import write_node_report as report_node
-from fedcb2o.report import _grid_page, _page, read_grid, report, report_grid
+from fedcb2o.report import SettingResults, _grid_page, _page, read_grid, report, report_grid
+from fedcb2o.report._regret import regrets
+from fedcb2o.report._statistics import holm_correction, paired_differences, seed_statistics
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -44,30 +50,35 @@ function look(page) {
   };
   const figures = all("svg").map(each => [each.getAttribute("aria-label"),
     each.getBoundingClientRect().width / each.viewBox.baseVal.width]);
-  const table = page.querySelector("table"), button = table.querySelector("th:nth-child(2) button");
-  const column = () => [...table.tBodies[0].rows].map(row => row.cells[1].textContent);
+  const table = () => page.querySelector("table"), head = () => table().querySelector("thead th:nth-child(2)");
+  const column = () => [...table().tBodies[0].rows].map(row => row.cells[1].textContent);
   const before = column(), orders = [];
   for (let i = 0; i < 3; i++) {
-    button.click();
-    orders.push([button.parentNode.getAttribute("aria-sort"), column()]);
+    head().querySelector("button").click();
+    orders.push([head().getAttribute("aria-sort"), column()]);
   }
+  const unnamed = all("select, input, button").filter(each =>
+    !each.textContent.trim() && !each.closest("label")?.textContent.trim()).length;
   return {
     paper: bright(paper), wider: page.documentElement.scrollWidth - page.documentElement.clientWidth,
     contrasts: all("td, th, p, a, summary").map(cell), figures, before, orders,
     frames: all(".scroll").map(each => each.tabIndex),
     out: all("table, svg").filter(each => !each.closest(".scroll")
       && each.getBoundingClientRect().right > page.documentElement.clientWidth + 1).length,
-    lost: all("nav a").filter(each => !page.getElementById(each.hash.slice(1))).length,
+    unnamed, lost: all("nav a").filter(each => !page.getElementById(each.hash.slice(1))).length,
   };
 }
 let left = frames.length;
 for (const [name, address, width] of frames) {
   const frame = document.createElement("iframe");
   Object.assign(frame, {width, height: 900, src: address});
-  frame.onload = () => {
-    seen[name] = look(frame.contentDocument);
+  const wait = () => {
+    const page = frame.contentDocument;
+    if (page.getElementById("data") && !page.body.dataset.ready) return setTimeout(wait, 50);
+    seen[name] = look(page);
     if (--left === 0) document.getElementById("seen").textContent = JSON.stringify(seen);
   };
+  frame.onload = wait;
   document.body.append(frame);
 }
 </script>
@@ -93,26 +104,23 @@ def pages(tmp_path_factory):
     return {name: folder / name / "report.html" for name in ("runs", "matrices", "node")}
 
 
+def browse(address, folder, *options):
+    """Return the DOM of a page after its scripts have run."""
+    own = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    own += ["--timeout=30000", "--virtual-time-budget=10000", "--dump-dom"]
+    command = [BROWSER, *own, f"--user-data-dir={folder / 'profile'}", *options, address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
 def seen(pages, folder, *options):
-    """What the browser sees of each page at each width."""
+    """Return the measurements of the probe for each page at each width."""
     frames = [
         (f"{name} {width}", path.as_uri(), width)
         for name, path in pages.items()
         for width in WIDTHS
     ]
     (folder / "probe.html").write_text(PROBE % json.dumps(frames))
-    own = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--allow-file-access-from-files",
-        "--timeout=30000",
-    ]
-    profile = f"--user-data-dir={folder / 'profile'}"
-    command = [BROWSER, *own, profile, "--virtual-time-budget=10000", *options, "--dump-dom"]
-    done = subprocess.run(
-        [*command, str(folder / "probe.html")], capture_output=True, text=True, timeout=60
-    )
+    done = browse((folder / "probe.html").as_uri(), folder, *options)
     found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found, done.stderr
     return json.loads(html.unescape(found[1]))
@@ -133,6 +141,7 @@ def test_pages_are_legible_at_any_width(pages, tmp_path, dark):
         assert all(len(told) > 30 for told, _ in found["figures"]), name
         assert set(found["frames"]) == {0}, name  # they scroll by keys
         assert found["lost"] == 0, name
+        assert found["unnamed"] == 0, name
         (_, up), (_, down), (_, again) = found["orders"]
         assert [way for way, _ in found["orders"]] == ["ascending", "descending", None], name
         assert list(map(number, up)) == sorted(map(number, up)), name
@@ -142,3 +151,48 @@ def test_pages_are_legible_at_any_width(pages, tmp_path, dark):
 
 def number(cell):
     return float(re.match(r"[\d.]+", cell)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["accuracy", "attack_success_rate"])
+def test_the_explorer_computes_the_differences_of_the_reports(tmp_path, value):
+    view = SettingResults(results.grid_results("all-data"), "")
+    state = urlencode({"grid": "all-data", "measure": value, "show": "difference", "ci": "1"})
+    done = browse(f"{results.EXPLORER.as_uri()}#{state}", tmp_path)
+    (table,) = pd.read_html(io.StringIO(done.stdout), index_col=0)
+    table.columns = [name.removesuffix(" ↕") for name in table.columns]
+
+    complete = results._complete_defences(view)
+    rows = view.rows[view.rows.defence.isin(complete)]
+    expected = paired_differences(rows, value, view.results.reference)
+    is_significant = holm_correction(expected.p) < 0.05
+    assert set(table.index) == set(complete)
+    assert len(expected) > 80
+    for (defence, attack), row in expected.iterrows():
+        text = table.at[defence, attack].replace("−", "-")
+        shown = [float(part) for part in re.findall(r"[+-]?\d+\.\d", text)]
+        wanted = [100 * row[name] for name in ("mean", "low", "high")]
+        assert shown == pytest.approx(wanted, abs=0.11), (defence, attack)
+        assert ("*" in text) == is_significant[defence, attack], (defence, attack)
+
+
+@pytest.mark.slow
+def test_the_explorer_computes_the_intervals_and_regrets_of_the_reports(tmp_path):
+    view = SettingResults(results.grid_results("all-data"), "")
+    for show, statistics in (
+        ("value", seed_statistics(view.rows, "accuracy")),
+        ("regret", regrets(view.shortfalls("accuracy"))),
+    ):
+        state = urlencode({"grid": "all-data", "show": show, "ci": "1"})
+        done = browse(f"{results.EXPLORER.as_uri()}#{state}", tmp_path)
+        (table,) = pd.read_html(io.StringIO(done.stdout), index_col=0)
+        table.columns = [name.removesuffix(" ↕") for name in table.columns]
+        for defence in table.index:
+            for attack in table.columns[1:]:
+                text = table.at[defence, attack].replace("−", "-")
+                if text == "best":
+                    continue
+                shown = [float(part) for part in re.findall(r"-?\d+\.\d", text)]
+                row = statistics.loc[defence, attack]
+                wanted = [100 * row[name] for name in ("mean", "low", "high")]
+                assert shown == pytest.approx(wanted, abs=0.11), (show, defence, attack)

@@ -1,8 +1,6 @@
-"""The verdicts of `paper/claims.py`, by hand, and the published tables from the values that they
-were made of."""
+"""Verdicts of `paper/claims.py`, by hand, and the published matrix from the committed values."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,11 +11,9 @@ from tests.report.synthetic import draw_run
 
 from fedcb2o.records import Run
 from fedcb2o.report import _figures, _statistics
-from fedcb2o.report.tables import LABELS, format_mean_interval, pair_statistics
+from fedcb2o.report.tables import pair_statistics
 
 pytestmark = pytest.mark.usefixtures("intervals_of_two_seeds")
-
-PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 
 
 def claim(low, high):
@@ -184,25 +180,6 @@ def test_what_holds_nothing_out_stands_beside_its_like_first():
     assert compared == [True, False, False, True, True]
 
 
-def test_only_the_cell_before_is_repeated():
-    names = [
-        "fedcbo",
-        "fedcbo-70",
-        "fedcbo-alpha10",
-        "fedcb2o",
-        "fedcb2o-held-out",
-        "oracle-min",
-        "oracle-max",
-    ]
-    known = dict.fromkeys(names, table(**{metric: [50.0, 50.0] for metric in claims.METRICS}))
-    text = claims.claims_table(known)
-    (row,) = (
-        row for row in text.splitlines() if "overall accuracy, Oracle Min less Oracle Max" in row
-    )
-    cell = "+0.00 [+0.00, +0.00] **held**"
-    assert [each.strip() for each in row.split("|")[5:-1]] == [cell, "″", "", cell, "″"]
-
-
 def test_weight_that_went_elsewhere_is_of_the_last_fifth():
     # Agents 0 and 1 of cluster 0, agent 2 of cluster 1; all benign but 1. Ten rounds: the last two
     # count.
@@ -236,9 +213,27 @@ def test_weights_of_fedcbo_tell_how_losses_differ():
     assert claims._malicious_loss(run).to_dict() == pytest.approx({0: (0.2 - 0.1) / 2})
 
 
-def test_published_tables_are_recomputed_from_the_values_that_are_kept():
-    assert {found["folder"] for found in claims.TABLE.finditer(PAGE.read_text(encoding="utf-8"))}
-    assert claims.rewrite_page(PAGE) == PAGE.read_text(encoding="utf-8")
+def test_the_published_matrix_is_made_from_the_committed_values(monkeypatch):
+    monkeypatch.setattr(_statistics, "MIN_SEEDS", 5)
+    text = claims.PAGE.read_text(encoding="utf-8")
+    assert claims.MARKER.search(text)
+    assert claims.rewrite_page(claims.PAGE) == text
+
+
+def test_a_cell_has_a_verdict_and_its_statistic():
+    values = {
+        "FedCB2O": table(source_accuracy=[40.0, 41.0, 42.0]),
+        "FedCBO": table(source_accuracy=[30.0, 31.0, 32.0]),
+    }
+    found = that("FedCB2O is significantly higher on the source class")
+    assert claims._cell(found, values) == {
+        "verdict": "held", "kind": "held", "statistic": "+10.00 [+10.00, +10.00], 3 seeds",
+    }  # fmt: skip
+    one = {role: rows.iloc[:1] for role, rows in values.items()}
+    assert claims._cell(found, one) == {
+        "verdict": "agrees", "kind": "single", "statistic": "+10.00, one seed",
+    }  # fmt: skip
+    assert claims._cell(that("and in ASR", statistic="second best"), values) is None
 
 
 def test_bars_are_by_cluster_and_seed(tmp_path):
@@ -312,88 +307,3 @@ def test_the_picture_is_drawn_anew_without_runs(tmp_path, monkeypatch):
     (tmp_path / "curves.csv").write_text("\n".join(lines) + "\n")
     claims.main()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["curves.csv", "curves.png"]
-
-
-def test_the_second_half_is_the_mean_of_its_evaluations(tmp_path):
-    lines = ["method,seed,round,accuracy,source_accuracy,attack_success_rate"]
-    for name, higher in (("fedcbo", 0), ("fedcb2o", 4)):
-        rounds = (5, 10, 11, 15, 20) if higher else (5, 10, 11, 15)
-        lines += [f"{name},{seed},{n},{n + higher},{seed},9.0" for seed in (0, 1) for n in rounds]
-    (tmp_path / "curves.csv").write_text("\n".join(lines) + "\n")
-    found = claims.read_mean(tmp_path)
-    assert found["fedcbo"].accuracy.to_dict() == {0: 13.0, 1: 13.0}  # after round 10 of 20
-    assert found["fedcb2o"].source_accuracy.to_dict() == {0: 0.0, 1: 1.0}
-    table = claims.claims_table(found)
-    assert (
-        "source class accuracy, FedCB2O less FedCBO | +15.50 | +0.00 [+0.00, +0.00] **held** |"
-        in table
-    )
-    assert "Fig. 6" not in table  # curves know nothing of weights
-    page = tmp_path / "page.md"
-    marks = {name: f"<!-- claims: . later_{name} -->\n\n" for name in ("metrics", "claims")}
-    page.write_text("".join(marks.values()))
-    metrics = claims.metrics_table(found)
-    assert (
-        "| `fedcbo` | 13.00 [13.00, 13.00] | 0.50 [-5.85, 6.85] | 9.00 [9.00, 9.00] | 2 |\n"
-        in metrics
-    )
-    assert claims.rewrite_page(page) == f"{marks['metrics']}{metrics}\n{marks['claims']}{table}\n"
-
-
-def test_the_readmes_table_is_that_of_its_seeds():
-    values = pd.read_csv(PAGE.parent / "reproduction" / "digits" / "values.csv")
-    methods = ["fedcbo-alpha10", "fedcbo", "fedcbo-70", "oracle-min", "oracle-max"]
-    methods += ["fedcb2o", "fedcb2o-held-out", "fedcb2o-paper", "fedcb2o-released"]
-    by_method = dict(list(values[values.seed < 10].groupby("method")))
-    readme = (PAGE.parents[1] / "README.md").read_text()
-    for metric in ("accuracy", "source_accuracy", "attack_success_rate", "malicious_weight"):
-        cells = [format_mean_interval(by_method[method][metric] / 100) for method in methods]
-        assert f"\n| {LABELS[metric]} | {' | '.join(cells)} |\n" in readme
-
-
-def test_sizes_stand_beside_each_other_at_a_glance(tmp_path):
-    for size, ahead in (("small", (3.0, 5.0)), ("large", (-1.0, 1.0))):
-        (tmp_path / size).mkdir()
-        rows = [
-            "method,seed,accuracy,source_accuracy,attack_success_rate,elsewhere,malicious_picked_1"
-        ]
-        for method, gain in (
-            ("fedcbo", (0.0, 0.0)),
-            ("fedcb2o", ahead),
-            ("fedcb2o-released", ahead[:1]),
-        ):
-            rows += [f"{method},{seed},80,{40 + each},9,0,1" for seed, each in enumerate(gain)]
-        (tmp_path / size / "values.csv").write_text("\n".join(rows) + "\n")
-    page = tmp_path / "page.md"
-    page.write_text("<!-- claims: small,large glance -->\n\n")
-    heading, _, *rows = claims.rewrite_page(page).splitlines()[2:]
-    pairs = [
-        f"`{size}`: `fedcbo`, `{name}`"
-        for name in ("fedcb2o-released", "fedcb2o")
-        for size in ("small", "large")
-    ]
-    assert heading.split(" | ")[-4:] == [*pairs[:3], pairs[3] + " |"]
-    says = "| (iii) | FedCB2O is significantly higher on the source class | "
-    statistic = "source class accuracy, FedCB2O less FedCBO | +15.50 | "
-    one = "+3.00 (1 seed) **undecided** | -1.00 (1 seed) **undecided** | "
-    both = (
-        "+4.00 [-8.71, +16.71] **undecided** | +0.00 [-12.71, +12.71] **undecided** |"  # t = 12.706
-    )
-    assert says + statistic + one + both in rows
-    assert not any("Fig. 6" in row or "Oracle" in row for row in rows)
-
-
-def test_rounds_stand_beside_the_papers_last(tmp_path):
-    lines = [
-        "method,seed,round,accuracy,source_accuracy,attack_success_rate",
-        "fedcbo-released,0,10,70.0,20.0,60.0",
-        "fedcbo-released,1,10,72.0,22.0,64.0",
-        "fedcbo-released,0,20,80.0,30.0,50.0",
-        "fedcb2o-released,0,20,81.0,50.0,40.0",
-    ]
-    (tmp_path / "curves.csv").write_text("\n".join(lines) + "\n")
-    assert claims.rounds_table(tmp_path).splitlines()[2:] == [
-        "| 10 | 71.00 | 21.00 | 62.00 |  |  |  |",
-        "| 20 | 80.00 | 30.00 | 50.00 | 81.00 | 50.00 | 40.00 |",
-        "| 150, the paper | 84.26 | 40.23 | 55.23 | 82.79 | 55.73 | 38.73 |",
-    ]

@@ -1,4 +1,4 @@
-"""The matrices of a grid against numbers that were worked out by hand, and a report of whatever there is."""
+"""Matrices of a grid against numbers worked out by hand, and the files of its report."""
 
 import json
 import math
@@ -9,12 +9,14 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 from tests.report.synthetic import write_run
 from tests.tiny import here
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import summary, write_json, write_toml
 from fedcb2o.report import _statistics, grid_notes, read_grid, report_grid
+from fedcb2o.report._explorer import unpack
 from fedcb2o.report._grid_page import regret_figure
 from fedcb2o.report._heat_map import draw_heat_map
 from fedcb2o.report._statistics import (
@@ -80,6 +82,17 @@ REMOVED = {
     (MEAN, NOISE, 0): ([0.97] * 4, None, None),
     (MEAN, NOISE, 1): ([0.99] * 4, None, None),
 }
+
+
+def rate(*seeds):
+    """Text of the mean of rates with its interval: Student's on the logit scale (delta method)."""
+    mean, deviation = np.mean(seeds), np.std(seeds, ddof=1)
+    logit = np.log(mean / (1 - mean))
+    half = stats.t.ppf(0.975, len(seeds) - 1) * deviation / len(seeds) ** 0.5 / (mean * (1 - mean))
+    low, high = (100 / (1 + np.exp(-end)) for end in (logit - half, logit + half))
+    return f"{100 * mean:.1f} [{low:.1f}, {high:.1f}]"
+
+
 KINDS = {"clean": "clean", "removed": "removed", "cell": "cells"}
 
 
@@ -192,12 +205,9 @@ def test_accuracy_is_the_mean_over_agents_and_then_over_seeds(view):
     assert list(table.columns) == ["Attackers clean", "Attackers removed", FLIP, NOISE, "Worst"]
     # Median: seed 0 has 0.7, seed 1 0.8: mean 75; two seeds, so one degree of freedom: t = 12.706.
     assert table.loc[MEDIAN].tolist() == [
-        "87.5 [55.7, 119.3]", "80.0 [80.0, 80.0]", "75.0 [11.5, 138.5]", "60.0 [-67.1, 187.1]", "60.0 [-67.1, 187.1]",
+        rate(0.85, 0.9), "80.0 [80.0, 80.0]", rate(0.7, 0.8), rate(0.5, 0.7), rate(0.5, 0.7),
     ]  # fmt: skip
-    assert table.loc[MEAN, [FLIP, "Worst"]].tolist() == [
-        "75.0 [-115.6, 265.6]",
-        "15.0 [-48.5, 78.5]",
-    ]
+    assert table.loc[MEAN, [FLIP, "Worst"]].tolist() == [rate(0.6, 0.9), rate(0.1, 0.2)]
 
 
 def test_effects_of_attacks_are_net_of_the_better_baseline(view):
@@ -210,10 +220,10 @@ def test_effects_of_attacks_are_net_of_the_better_baseline(view):
     # DFedAvgM's the other way round: 0.97 - 0.6 and 0.99 - 0.9; 0.8 - 0 and 0.5 - 0.1.
     assert lost.loc[MEAN, FLIP] == "23.0 [-154.9, 200.9]"
     assert success.loc[MEAN, FLIP] == "60.0 [-194.1, 314.1]"
-    rate = metric_matrix(view, "attack_success_rate")
-    assert rate.loc[MEAN].to_dict() == {
-        FLIP: "65.0 [-125.6, 255.6]",
-        "Worst": "65.0 [-125.6, 255.6]",
+    rates = metric_matrix(view, "attack_success_rate")
+    assert rates.loc[MEAN].to_dict() == {
+        FLIP: rate(0.8, 0.5),
+        "Worst": rate(0.8, 0.5),
     }
 
 
@@ -239,15 +249,21 @@ def test_regret_is_behind_the_best_of_each_column(view):
 def test_worst_regrets_with_and_without_attacks_set_aside(tmp_path):
     view = SettingResults(read_grid(make_grid(tmp_path / "grid", set_aside=[NOISE])), "")
     table = worst_regrets(view)
-    assert table.loc[MEAN, "Accuracy, worst"] == "45.0 [-18.5, 108.5] (Noise)"
-    assert table.loc[MEAN, "Attack success, worst but Noise"] == "42.5 [-52.8, 137.8] (Label flip)"
-    assert table.loc[MEAN, "Either, worst"] == "45.0 [-18.5, 108.5] (Noise, accuracy)"
+    assert table.loc[MEAN, "Regret in accuracy, worst"] == "45.0 [-18.5, 108.5] (Noise)"
     assert (
-        table.loc[MEAN, "Either, worst but Noise"]
+        table.loc[MEAN, "Regret in attack success, worst but Noise"]
+        == "42.5 [-52.8, 137.8] (Label flip)"
+    )
+    assert table.loc[MEAN, "Regret in either, worst"] == "45.0 [-18.5, 108.5] (Noise, accuracy)"
+    assert (
+        table.loc[MEAN, "Regret in either, worst but Noise"]
         == "42.5 [-52.8, 137.8] (Label flip, attack success)"
     )
     # Each in its own worst column: 0.4 - 0.17 and 0.5 - 0.19.
-    assert worst_regret_differences(view).loc[MEAN, "Accuracy, worst"] == "+27.0 [-23.8, +77.8]"
+    assert (
+        worst_regret_differences(view).loc[MEAN, "Regret in accuracy, worst"]
+        == "+27.0 [-23.8, +77.8]"
+    )
 
 
 def test_the_worst_effects_of_attacks_are_against_the_better_baseline(tmp_path):
@@ -266,18 +282,18 @@ def test_the_worst_effects_of_attacks_are_against_the_better_baseline(tmp_path):
 def test_a_defence_that_lacks_a_column_has_no_worst_regret(tmp_path):
     cells = {key: scores for key, scores in CELLS.items() if key[:2] != (MEAN, NOISE)}
     view = SettingResults(read_grid(make_grid(tmp_path / "grid", cells=cells)), "")
-    assert worst_regrets(view).loc[:, "Accuracy, worst"].tolist() == [
+    assert worst_regrets(view).loc[:, "Regret in accuracy, worst"].tolist() == [
         "18.0 [5.3, 30.7] (Attackers removed)",
         "–",
     ]
-    assert worst_regret_differences(view).loc[MEAN, "Accuracy, worst"] == "–"
+    assert worst_regret_differences(view).loc[MEAN, "Regret in accuracy, worst"] == "–"
 
 
 def test_holms_correction_and_students_p():
     p = pd.Series([0.01, 0.04, math.nan, 0.03])
     assert holm_correction(p).tolist() == pytest.approx([0.03, 0.06, math.nan, 0.06], nan_ok=True)
     rows = pd.DataFrame({"defence": "a", "attack": ["b"] * 3 + ["c"] * 3 + ["d"] * 3 + ["e"]})
-    found = seed_statistics(rows.assign(value=[1.0, 2, 3, 0, 0, 0, 2, 2, 2, 1]), "value").droplevel(
+    found = seed_statistics(rows.assign(lost=[1.0, 2, 3, 0, 0, 0, 2, 2, 2, 1]), "lost").droplevel(
         "defence"
     )
     assert found.p.to_dict() == pytest.approx(
@@ -314,7 +330,7 @@ def test_more_malicious_models_than_a_rule_assumes_are_marked(tmp_path, f, excee
     )  # agents 0, 1 and 3 receive one, agent 4 none
     assert attacked.f_exceeded.tolist() == pytest.approx([exceeded] * 4, nan_ok=True)
     assert (metric_matrix(view, "accuracy").loc[MEDIAN, FLIP][-1] == "†") is (f == 0)
-    worst = worst_regrets(view).loc[MEAN, ["Accuracy, worst", "Either, worst"]]
+    worst = worst_regrets(view).loc[MEAN, ["Regret in accuracy, worst", "Regret in either, worst"]]
     assert [text.endswith(") †") for text in worst] == [f == 0] * 2
     drawn = [text.get_text() for text in regret_figure(view, "accuracy").axes[0].texts]
     cells = view.exceeded_cells(view.columns("accuracy")).to_numpy().sum()
@@ -326,26 +342,23 @@ def test_more_malicious_models_than_a_rule_assumes_are_marked(tmp_path, f, excee
 def test_source_accuracy_is_there_where_an_attack_has_a_source(view):
     table = metric_matrix(view, "source_accuracy")
     assert table.loc[MEDIAN].to_dict() == {
-        FLIP: "60.0 [-67.1, 187.1]",
-        "Worst": "60.0 [-67.1, 187.1]",
+        FLIP: rate(0.5, 0.7),
+        "Worst": rate(0.5, 0.7),
     }
 
 
 def test_worst_agent_worst_tenth_and_clusters(view):
-    assert (
-        metric_matrix(view, "accuracy_worst").loc[MEDIAN, FLIP] == "70.0 [-57.1, 197.1]"
-    )  # 0.6 and 0.8
-    assert metric_matrix(view, "accuracy_worst_tenth").loc[MEDIAN, FLIP] == "70.0 [-57.1, 197.1]"
-    assert (
-        metric_matrix(view, "attack_success_rate_worst").loc[MEAN, FLIP] == "70.0 [-184.1, 324.1]"
+    assert metric_matrix(view, "accuracy_worst").loc[MEDIAN, FLIP] == rate(0.6, 0.8)  # 0.6 and 0.8
+    assert metric_matrix(view, "accuracy_worst_tenth").loc[MEDIAN, FLIP] == rate(0.6, 0.8)
+    assert metric_matrix(view, "attack_success_rate_worst").loc[MEAN, FLIP] == rate(
+        0.9, 0.5
     )  # 0.9 and 0.5
     assert (
         metric_matrix(view, "accuracy_cluster_1").loc[MEDIAN, "Attackers clean"]
         == "90.0 [90.0, 90.0]"
     )
-    assert (
-        metric_matrix(view, "accuracy_cluster_2").loc[MEDIAN, "Attackers clean"]
-        == "85.0 [21.5, 148.5]"
+    assert metric_matrix(view, "accuracy_cluster_2").loc[MEDIAN, "Attackers clean"] == rate(
+        0.8, 0.9
     )  # 0.8 and 0.9
 
 
@@ -382,9 +395,9 @@ def test_a_rule_without_weights_has_none_in_the_matrix(tmp_path):
 def test_two_seeds_have_no_interval_in_a_report(monkeypatch):
     monkeypatch.setattr(_statistics, "MIN_SEEDS", 3)
     values = pd.DataFrame(
-        {"defence": "a", "attack": ["b"] * 2 + ["c"] * 3, "value": [1.0, 2, 1, 2, 3]}
+        {"defence": "a", "attack": ["b"] * 2 + ["c"] * 3, "seconds": [1.0, 2, 1, 2, 3]}
     )
-    two, three = seed_statistics(values, "value").to_dict("records")
+    two, three = seed_statistics(values, "seconds").to_dict("records")
     assert (two["seeds"], two["mean"]) == (2, 1.5)
     assert np.isnan([two["low"], two["high"], two["p"]]).all()
     assert three["low"] == pytest.approx(2 - 4.302653 / 3**0.5)
@@ -403,8 +416,8 @@ def test_differences_are_paired_by_seed_and_intervals_are_students(view):
         difference_matrix(view, "accuracy").loc[MEAN, "Attackers removed"] == "+18.0 [+5.3, +30.7]"
     )
     assert list(difference_matrix(view, "attack_success_rate").columns) == [FLIP]
-    three = pd.DataFrame({"defence": "a", "attack": "b", "value": [1.0, 2.0, 3.0]})
-    assert seed_statistics(three, "value").iloc[0].to_dict() == pytest.approx(
+    three = pd.DataFrame({"defence": "a", "attack": "b", "seconds": [1.0, 2.0, 3.0]})
+    assert seed_statistics(three, "seconds").iloc[0].to_dict() == pytest.approx(
         {
             "seeds": 3,
             "mean": 2,
@@ -419,12 +432,12 @@ def test_differences_are_paired_by_seed_and_intervals_are_students(view):
 def test_the_overview(view):
     table = defence_overview(view)
     assert table.loc[MEDIAN, "Attackers removed"] == "80.0 [80.0, 80.0]"
-    assert table.loc[MEAN, "Accuracy, worst attack"] == f"15.0 [-48.5, 78.5] ({NOISE})"
-    assert (
-        table.loc[MEDIAN, "Accuracy, mean over attacks"] == "67.5 [-27.8, 162.8]"
+    assert table.loc[MEAN, "Accuracy, worst attack"] == f"{rate(0.1, 0.2)} ({NOISE})"
+    assert table.loc[MEDIAN, "Accuracy, mean over attacks"] == rate(
+        0.6, 0.75
     )  # (0.7 + 0.5) / 2, (0.8 + 0.7) / 2
-    assert (
-        table.loc[MEDIAN, "Attack success, mean over attacks"] == "22.5 [-72.8, 117.8]"
+    assert table.loc[MEDIAN, "Attack success, mean over attacks"] == rate(
+        0.3, 0.15
     )  # of the one that has a rate
 
 
@@ -436,24 +449,26 @@ def test_the_page_and_its_files(view, tmp_path):
     names = {str(path.relative_to(tmp_path / "out")) for path in paths}
     matrices = {
         f"matrices/{name}.{end}"
-        for name in ("accuracy", "accuracy-regret")
-        for end in ("csv", "md", "tex", "png")
+        for name in ("accuracy", "accuracy-regret", "regret", "overview")
+        for end in ("csv", "md", "tex")
     }
     assert (
-        matrices | {"report.html", "summary.csv", "cells.csv", "statistics.csv", "grid.toml"}
+        matrices
+        | {
+            "matrices/accuracy-regret.png",
+            "report.html",
+            "summary.csv",
+            "cells.csv",
+            "statistics.csv",
+            "grid.toml",
+        }
         <= names
     )
     page = (tmp_path / "out" / "report.html").read_text()
     assert "partial" not in page
     assert "://" not in page
-    for definition in (
-        "distance to the best defence",
-        "train on true labels",
-        "Student",
-        "has the worst mean over seeds",
-    ):
+    for definition in ("distance to the best defence", "train on true labels", "Student"):
         assert definition in page
-    assert "17.5 <small>[-77.8, 112.8]</small>" in page
     cells = (
         pd.read_csv(tmp_path / "out" / "cells.csv")
         .set_index(["defence", "attack", "seed", "metric"])
@@ -492,12 +507,9 @@ def test_names_that_pandas_takes_for_missing_survive_the_summary(tmp_path):
     table = {**results.table, "attacks": {FLIP: {}, "None": {}}, "defences": {MEDIAN: {}, "NA": {}}}
     write_toml(tmp_path / "kept" / "grid.toml", table)
     rows.to_csv(tmp_path / "kept" / "summary.csv", index=False)
-    assert (
-        metric_matrix(SettingResults(read_grid(tmp_path / "kept"), ""), "accuracy").loc[
-            "NA", "None"
-        ]
-        == "15.0 [-48.5, 78.5]"
-    )
+    assert metric_matrix(SettingResults(read_grid(tmp_path / "kept"), ""), "accuracy").loc[
+        "NA", "None"
+    ] == rate(0.1, 0.2)
 
 
 def test_a_partial_grid_names_missing_runs(tmp_path):
@@ -515,7 +527,7 @@ def test_a_partial_grid_names_missing_runs(tmp_path):
     )
     view = SettingResults(read_grid(folder), "")
     assert metric_matrix(view, "accuracy").loc[MEAN].tolist()[2:] == [
-        "75.0 [-115.6, 265.6]",
+        rate(0.6, 0.9),
         "failed",
         "–",
     ]
@@ -548,7 +560,7 @@ def test_an_entry_without_attack_has_accuracy_and_no_success(tmp_path):
     calm = [{**cell, "floor": None} if cell["attack"] == NOISE else cell for cell in cells]
     write_json(folder / "cells.json", {"cells": calm})
     view = SettingResults(read_grid(folder), "")
-    assert metric_matrix(view, "accuracy").loc[MEAN, NOISE] == "15.0 [-48.5, 78.5]"
+    assert metric_matrix(view, "accuracy").loc[MEAN, NOISE] == rate(0.1, 0.2)
     assert list(metric_matrix(view, "lost").columns) == [FLIP, "Worst"]
     assert list(grid_notes(view.results)) == []
 
@@ -593,12 +605,12 @@ def test_settings_have_matrices_of_their_own(view, tmp_path):
     names = {
         str(path.relative_to(tmp_path / "out")) for path in report_grid(both, tmp_path / "out")
     }
-    assert {"matrices/few/accuracy.png", "matrices/many-b/accuracy.png"} <= names
-    assert (
-        metric_matrix(SettingResults(both, "Many, $ & <b>"), "accuracy").loc[MEDIAN, FLIP]
-        == "37.5 [5.7, 69.3]"
-    )
-    assert "agents.malicious = 3" in (tmp_path / "out" / "report.html").read_text()
+    assert {"matrices/few/accuracy-regret.png", "matrices/many-b/accuracy.csv"} <= names
+    assert metric_matrix(SettingResults(both, "Many, $ & <b>"), "accuracy").loc[
+        MEDIAN, FLIP
+    ] == rate(0.35, 0.4)
+    tables, _ = unpack((tmp_path / "out" / "report.html").read_text())
+    assert "malicious = 3" in dict(tables[1]["facts"])["Agents"]
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -632,9 +644,9 @@ def test_the_candidates_and_the_choice_are_on_the_page(tmp_path):
     assert "tuning.json" in {path.name for path in report_grid(results, tmp_path / "out")}
     raw = (tmp_path / "out" / "tuning.csv").read_text().splitlines()
     assert raw[1:] == [f"{MEDIAN},algorithm.alpha = 1.0,{FLIP},9,0.5"]
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "with seeds 9, against Label flip" in page
-    assert f"Not tuned: {MEAN}." in page
+    tables, _ = unpack((tmp_path / "out" / "report.html").read_text())
+    assert tables[0]["changes"] == ["unchanged; tuned: algorithm.alpha = 1.0", "unchanged"]
+    assert dict(tables[0]["facts"])["Tuning"] == "seeds = [9]"
 
 
 @pytest.mark.parametrize("missing", [True, False], ids=["seeds", "none"])
@@ -656,7 +668,7 @@ def test_a_heat_map_of_twenty_by_twenty_has_a_number_in_every_cell():
     means.iloc[3, 4], means.iloc[5, 6] = np.nan, np.nan
     failed = means.isna() & (means.index.to_numpy()[:, None] == names[3])
     figure = draw_heat_map(
-        means, means / 10, means, failed=failed, marked=means > 0.9, separated=("attack 0",)
+        means, means / 10, failed=failed, marked=means > 0.9, separated=("attack 0",)
     )
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert len(texts) == 2 * 398 + 1
@@ -668,10 +680,6 @@ def test_a_heat_map_of_twenty_by_twenty_has_a_number_in_every_cell():
         == 40
     )
     assert len(figure.axes[0].patches) == 400
-    signed = draw_heat_map(means - 0.5, means / 10, means - 0.5, signed=True, bold=means > 0.5)
-    bold = [text.get_text() for text in signed.axes[0].texts if text.get_weight() == "bold"]
-    assert len(bold) == (means > 0.5).to_numpy().sum()
-    assert all(text.startswith("+") for text in bold)
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -681,8 +689,20 @@ def test_the_command_reports_a_grid(tmp_path, monkeypatch):
     done = here("report", "grid", "--out", "out")
     assert (done.status, done.err) == (0, "")
     assert "Attackers" in done.out
+    assert "Regret" in done.out
     assert re.search(r"The page is out/report.html; the matrices .* are in out/matrices", done.out)
-    assert "reported by itself" in here("report", "grid", "grid").one_line()
+    assert "runs or of grids" in here("report", "grid", "grid/cells").one_line()
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_several_grids_have_one_page_and_a_folder_each(tmp_path):
+    grids = []
+    for name in ("first", "second"):
+        grids.append(read_grid(make_grid(tmp_path / name, title=name)))
+    report_grid(grids, tmp_path / "out")
+    tables, _ = unpack((tmp_path / "out" / "report.html").read_text())
+    assert [table["title"] for table in tables] == ["first", "second"]
+    assert (tmp_path / "out/second/matrices/accuracy.tex").is_file()
 
 
 @pytest.mark.usefixtures("no_figures")

@@ -18,7 +18,8 @@ from fedcb2o.report import (
     source_counts,
     weight_matrix,
 )
-from fedcb2o.report._figures import Panels, draw_panels, learning_curves
+from fedcb2o.report._figures import Panels, draw_panels, learning_curves, method_colour
+from fedcb2o.report.run_page import _page_title
 
 SMALL = {"rounds": 10, "seeds": (0, 1), "benign": 3, "malicious": 1}
 
@@ -68,6 +69,8 @@ def test_report_writes_everything_and_one_page_that_stands_alone(runs, tmp_path)
     assert "://" not in page
     assert "incomplete" not in page
     assert "agents.budget" in page
+    labels = re.findall(r'aria-label="(Legend: [^"]+)"', page)
+    assert len(labels) == len(set(labels)) == 2
 
 
 def test_figure6_shows_the_statistics(runs):
@@ -240,6 +243,16 @@ def test_a_folder_that_cannot_be_made(runs, tmp_path):
         RunError, match=r"cannot make the folder .*file: |cannot make the folder .*File exists"
     ):
         report(runs, tmp_path / "file")
+
+
+def test_no_two_methods_have_one_colour():
+    assert len({method_colour(i) for i in range(80)}) == 80
+
+
+def test_a_page_of_many_runs_has_a_short_title():
+    names = [f"A method of some length, {i}" for i in range(9)]
+    assert _page_title(names) == "fedcb2o: 9 runs"
+    assert _page_title(["FedCBO", "FedCB2O"]) == "fedcb2o: FedCBO, FedCB2O"
 
 
 @pytest.mark.parametrize("count", range(1, 8))

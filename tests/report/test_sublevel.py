@@ -1,6 +1,7 @@
-"""The counts of `paper/sublevel.py` by hand, and its page from the values that are kept."""
+"""Counts of `paper/sublevel.py` by hand, and the page's figure from the committed values."""
 
 import itertools
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -75,60 +76,10 @@ def test_all_settings_were_run_with_all_seeds():
     )
 
 
-def test_the_pages_tables_are_those_of_the_runs():
-    page = DOCS / "sublevel.md"
-    assert sublevel_page.rewrite_page(page, RUNS) == page.read_text()
-    assert {found["name"] for found in sublevel_page.TABLE.finditer(page.read_text())} == set(
-        sublevel_page.TABLES
+def test_the_pages_figure_is_drawn_from_the_committed_runs(tmp_path):
+    sublevel.draw_figure(RUNS, tmp_path / "border.svg")
+    drawn, published = (
+        re.findall(r' d="([^"]+)"', path.read_text())
+        for path in (tmp_path / "border.svg", DOCS / "figures" / "sublevel-border.svg")
     )
-    assert f"from {len(RUNS)} runs" in page.read_text()
-
-
-def less(defence, other, attack, value, malicious=3):
-    """Return the interval of the difference of two defences, paired by seed."""
-
-    def of(name, attack):
-        mine = (RUNS.defence == name) & (RUNS.attack == attack) & (RUNS.malicious == malicious)
-        return RUNS[mine].set_index("seed")[value]
-
-    return sublevel_page.format_percent(of(defence, attack) - of(other, attack))
-
-
-def test_the_pages_sentences_quote_the_runs():
-    page = " ".join((DOCS / "sublevel.md").read_text().split())
-    own = less("with the own model", "Algorithm 2", "flip", "attack_success_rate")
-    assert f"is told from Algorithm 2 in success, by {own}" in page
-    cost = less("without the own model", "with all four", "flip", "accuracy")
-    assert f"{cost} of what the other three have" in page
-    plain = sublevel_page.border_name("excluded", 0.25)
-    cost = less(
-        plain,
-        sublevel_page.border_name("excluded", 0.25, delta_q=0.1),
-        "trash",
-        "accuracy",
-        malicious=2,
-    )
-    assert f"costs here: {cost} points with two attackers" in page
-    assert (
-        f"all four together cost {less('Algorithm 2', 'with all four', 'none', 'accuracy')} points"
-        in page
-    )
-    assert (
-        f"the set by itself {less('Algorithm 2', 'with the sub-level set', 'none', 'accuracy')}"
-        in page
-    )
-
-
-def test_no_beta_is_told_from_1_by_the_success_of_flips():
-    for own, beta, malicious in itertools.product(
-        ("excluded", "judged"), (0.25, 0.5, 0.75), (2, 4, 6)
-    ):
-        told = less(
-            sublevel_page.border_name(own, beta),
-            sublevel_page.border_name(own, 1.0),
-            "flip",
-            "attack_success_rate",
-            malicious,
-        )
-        low, high = told.partition("[")[2].strip("]").split(", ")
-        assert float(low) <= 0 <= float(high)
+    assert drawn == published

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 
 import pandas as pd
 import pytest
@@ -12,6 +13,7 @@ from fedcb2o.records import last_fifth, write_toml
 from fedcb2o.report import (
     _table_formats,
     by_source_count,
+    comparability_notes,
     compare,
     curves,
     incomplete_note,
@@ -84,31 +86,62 @@ def test_the_last_fifth_of_the_rounds():
     assert last_fifth(table)["round"].tolist() == [9, 10, 11, 1]
 
 
-def test_spread():
-    # 4.303 * 25 / sqrt(3); two values have no interval
-    assert format_mean_interval(pd.Series([0.25, 0.75, 0.5])) == "50.0 [-12.1, 112.1]"
-    assert format_mean_interval(pd.Series([0.25, 0.75])) == "50.0"
+def test_the_interval_of_a_rate_is_students_on_the_logit_scale_and_needs_five_seeds():
+    five = pd.Series([0.25, 0.75, 0.5, 0.5, 0.5])
+    # Mean 0.5, deviation 0.1768; 2.7764 * 0.1768 / sqrt(5) / 0.25 = 0.878 on the logit scale.
+    assert format_mean_interval(five) == "50.0 [29.4, 70.6]"
+    assert format_mean_interval(five, percent=False) == "0.500 [0.281, 0.719]"
+    assert format_mean_interval(five, is_difference=True) == "50.0 [28.1, 71.9]"
+    assert format_mean_interval(five[:4]) == "50.0"
     assert format_mean_interval(pd.Series([0.25, 0.75, math.nan])) == "50.0"
-    assert format_mean_interval(pd.Series([0.25])) == "25.0"
     assert format_mean_interval(pd.Series([math.nan])) == "–"
+
+
+@pytest.mark.parametrize("values", [[0, 0, 0, 0, 0.9], [1, 1, 1, 0.99, 1], [0, 0, 1, 1, 1]])
+def test_the_interval_of_a_rate_stays_between_0_and_100(values):
+    text = format_mean_interval(pd.Series(values, dtype=float))
+    mean, low, high = (float(number) for number in re.findall(r"[\d.]+", text))
+    assert 0 <= low < mean < high <= 100
+    assert format_mean_interval(pd.Series([1.0] * 5)) == "100.0 [100.0, 100.0]"
 
 
 def test_the_caption_has_the_seeds_or_their_numbers(attacked, tmp_path):
     assert seed_caption([attacked]).endswith(
-        "mean over seeds (0, 1), without an interval, which needs 3 seeds."
+        "mean over seeds (0, 1): too few seeds for an interval, which needs 5."
     )
     lines = [scores([0.5] * 3, None, None)]
-    three = run_of(tmp_path / "three", dict.fromkeys((3, 4, 5), lines), title="Three")
-    assert seed_caption([three]).endswith("mean and 95% interval over seeds (3, 4, 5).")
-    assert seed_caption([attacked, three]).endswith(
-        "seeds per run: FedCBO 2, Three 3; an interval needs 3 seeds."
+    five = run_of(tmp_path / "five", dict.fromkeys(range(3, 8), lines), title="Five")
+    assert seed_caption([five]).endswith("mean and 95% interval over seeds (3, 4, 5, 6, 7).")
+    assert seed_caption([attacked, five]).endswith(
+        "seeds per run: FedCBO 2, Five 5; too few seeds for an interval where there are fewer than 5."
     )
     other = run_of(tmp_path / "other", {7: [scores([0.5] * 3, None, None)]}, title="Oracle")
     assert seed_caption([other]) == "Percent, at the last round of seed 7."
-    assert seed_caption([attacked, other]).endswith(
-        "with a different number of seeds per run: FedCBO 2, Oracle 1, without an interval, which"
-        " needs 3 seeds."
-    )
+
+
+def test_conditions_in_which_runs_differ_are_named(attacked, tmp_path):
+    lines = [scores([0.5] * 3, None, None)]
+    same = run_of(tmp_path / "same", {0: lines * 2, 1: lines * 2}, title="Same", rounds=2)
+    assert comparability_notes([attacked, same]) == []
+    other = run_of(
+        tmp_path / "other", {0: lines}, title="Other", rounds=1, evaluate_on="redrawn",
+        data={"name": "emnist"}, agents={"num_clusters": 2, "malicious_role": "attack"},
+    )  # fmt: skip
+    assert comparability_notes([attacked, other]) == [
+        "These runs differ in data: digits (FedCBO); emnist (Other)",
+        "These runs differ in test set: test (FedCBO); redrawn (Other)",
+        "These runs differ in rounds: 2 (FedCBO); 1 (Other)",
+        "These runs differ in agents: num_clusters 1 (FedCBO); num_clusters 2 (Other)",
+        "These runs differ in seeds: 0, 1 (FedCBO); 0 (Other)",
+    ]
+
+
+def test_a_printed_table_hides_no_column(attacked, tmp_path):
+    lines = [scores([0.5] * 3, None, None)]
+    runs = [run_of(tmp_path / f"run-{i}", {0: lines}, title="Long title " * 5) for i in range(9)]
+    text = str(compare([attacked, *runs]))
+    assert all(f"(run-{i})" in text for i in range(9))
+    assert "..." not in text
 
 
 def test_compare_is_the_papers_table(attacked, tmp_path):
@@ -270,12 +303,11 @@ def test_markdown_latex_and_html():
     assert '<th scope="row">50%</th><td>1.0 <small>[0.9, 1.1]</small></td>' in page
 
 
-def test_a_cell_of_html_has_its_colour_and_a_line_for_each_part():
+def test_a_cell_of_html_has_a_line_for_each_part():
     table = pd.DataFrame({"A": ["17.5 [-7.8, 11.8] (Trash) †", "best"]}, index=["a", "b"])
-    page = _table_formats.to_html(table, pd.DataFrame({"A": [0.5, -1.0]}))
+    page = _table_formats.to_html(table)
     parts = "17.5 † <small>[-7.8, 11.8]</small> <small>(Trash)</small>"
-    assert f'<td class="worse" style="--shade:0.50">{parts}</td>' in page
-    assert '<td class="better" style="--shade:1.00">best</td>' in page
+    assert f"<td>{parts}</td>" in page
 
 
 @pytest.mark.parametrize("runs", [1, 4, 5, 9])

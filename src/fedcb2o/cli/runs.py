@@ -331,7 +331,12 @@ def compare(
 
 
 def report(
-    runs: _RunsArgument,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_OR_GRID", help="Folders of runs, or of grids.", show_default=False
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder for tables, figures and report.html.")] = Path(
         "report"
     ),
@@ -343,13 +348,16 @@ def report(
         ),
     ] = None,
 ) -> Path:
-    """Write the report of runs or of a grid; print its table."""
+    """Write the report of runs, or the results explorer of grids; print the main table."""
     from fedcb2o.records import Run
     from fedcb2o.report import is_grid
     from fedcb2o.report import report as write_report
 
-    if any(map(is_grid, runs)):
-        _report_grid(runs, out, reference)
+    grids = [folder for folder in runs if is_grid(folder)]
+    if grids and len(grids) < len(runs):
+        raise ConfigError("a report is of runs or of grids: give folders of one kind")
+    if grids:
+        _report_grids(grids, out, reference)
         return out
     if reference is not None:
         raise ConfigError(
@@ -365,32 +373,40 @@ def report(
     return out
 
 
-def _report_grid(folders: list[Path], out: Path, reference: str | None) -> None:
+def _report_grids(folders: list[Path], out: Path, reference: str | None) -> None:
     from fedcb2o.report import grid_notes, read_grid, report_grid, terminal_tables, to_rich
 
-    if len(folders) > 1:
-        raise ConfigError("the folder of a grid is reported by itself: give it alone")
-    results = read_grid(folders[0], reference)
-    report_grid(results, out)
-    for sentence in grid_notes(results):
-        _LOGGER.warning("%s.", sentence)
+    grids = [read_grid(folder, reference) for folder in folders]
+    report_grid(grids, out)
     console = Console()
-    for setting, table in terminal_tables(results).items():
-        title = setting or None
-        console.print(to_rich(table, title=title, caption="Percent.", width=console.width))
+    for grid in grids:
+        for sentence in grid_notes(grid):
+            _LOGGER.warning("%s.", sentence)
+        for setting, table in terminal_tables(grid).items():
+            title = ": ".join(filter(None, [grid.title * (len(grids) > 1), setting])) or None
+            caption = "Percent; regret: points behind the best defence of the worst column."
+            console.print(to_rich(table, title=title, caption=caption, width=console.width))
     print(
         f"\nThe page is {out / 'report.html'}; the matrices (CSV, Markdown, LaTeX, PNG) are in "
-        f"{out / 'matrices'}."
+        f"{out / 'matrices' if len(grids) == 1 else out}."
     )
 
 
 def _print_table(runs: list["Run"], over: _AgentSummary) -> None:
+    from fedcb2o.report import (
+        comparability_notes,
+        incomplete_note,
+        seed_caption,
+        to_rich,
+        unverified_note,
+    )
     from fedcb2o.report import compare as compare_runs
-    from fedcb2o.report import incomplete_note, seed_caption, to_rich, unverified_note
 
     for run in runs:
         for sentence in filter(None, (incomplete_note(run), unverified_note(run))):
             _LOGGER.warning("%s.", sentence)
+    for sentence in comparability_notes(runs):
+        _LOGGER.warning("%s.", sentence)
     console = Console()
     table = compare_runs(runs, over=over.value)
     caption = seed_caption(runs, over=over.value)

@@ -12,6 +12,7 @@ from fedcb2o.report._agent_figures import (
 from fedcb2o.report._alt_text import describe_figure
 from fedcb2o.report._attack_strengths import chosen_strengths_table, read_choices
 from fedcb2o.report._decay import Decay
+from fedcb2o.report._explorer import explorer_page
 from fedcb2o.report._figures import (
     LINE_STYLES,
     MARKERS,
@@ -33,6 +34,7 @@ from fedcb2o.report.grid_tables import SettingResults, terminal_tables
 from fedcb2o.report.run_page import report
 from fedcb2o.report.tables import (
     by_source_count,
+    comparability_notes,
     compare,
     incomplete_note,
     net_attack_success,
@@ -56,6 +58,7 @@ __all__ = [
     "add_weight_colorbar",
     "by_source_count",
     "chosen_strengths_table",
+    "comparability_notes",
     "compare",
     "create_page",
     "curve_panels",
@@ -63,6 +66,7 @@ __all__ = [
     "describe_figure",
     "draw_landscape",
     "draw_panels",
+    "explorer_page",
     "figure6",
     "grid_notes",
     "incomplete_note",

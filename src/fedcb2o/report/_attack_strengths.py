@@ -10,13 +10,6 @@ from fedcb2o.report._page import Page
 from fedcb2o.report.grid_results import GridResults
 from fedcb2o.report.grid_tables import describe_changes
 
-_CAPTION = (
-    "Each attack was run against each defence with the strength that harmed it most on tuning "
-    "images, with seeds {seeds}: by its success rate if it has one, otherwise by the accuracy. "
-    "Every defence faced the same strengths, with the hyperparameters that it has here. {ends} of "
-    "{choices} choices are at an end of their list: a larger strength might do more harm."
-)
-
 
 def read_choices(results: GridResults) -> list[dict[str, Any]]:
     """Read the tested and chosen strengths of a grid.
@@ -84,12 +77,13 @@ def strength_trials_table(choices: list[dict[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def write_strengths(page: Page, results: GridResults) -> None:
-    """Add the strengths to a page, and write strengths.csv and strengths.json.
+def write_strengths(page: Page, results: GridResults, start: str) -> None:
+    """Write strengths.csv, strengths.json and the matrices of the chosen strengths.
 
     Args:
         page: Page of the grid; unchanged for a grid without strengths.
         results: Results of the grid.
+        start: Beginning of the paths of the files.
 
     Raises:
         RunError: A file cannot be written.
@@ -97,18 +91,11 @@ def write_strengths(page: Page, results: GridResults) -> None:
     choices = read_choices(results)
     if not choices:
         return
-    caption = _CAPTION.format(
-        seeds=", ".join(map(str, choices[0]["asked"]["seeds"])),
-        ends=sum(choice["worst"] in (0, len(choice["tried"]) - 1) for choice in choices),
-        choices=len(choices),
-    )
     for setting in dict.fromkeys(choice["setting"] for choice in choices):
-        title = ": ".join(filter(None, ["Strengths", setting]))
         name = "/".join(filter(None, ["matrices", setting and slug(setting), "strengths"]))
-        table = chosen_strengths_table(choices, setting)
-        page.add_table(title, name, table, caption, collapsed=True)
-    page.write_file("strengths.csv", strength_trials_table(choices).to_csv(index=False))
-    page.write_file("strengths.json", json.dumps({"choices": choices}, indent=1) + "\n")
+        page.write_table(start + name, chosen_strengths_table(choices, setting))
+    page.write_file(f"{start}strengths.csv", strength_trials_table(choices).to_csv(index=False))
+    page.write_file(f"{start}strengths.json", json.dumps({"choices": choices}, indent=1) + "\n")
 
 
 def _describe_strength(choice: dict[str, Any], number: int) -> str:

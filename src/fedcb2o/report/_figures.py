@@ -1,8 +1,9 @@
 """Figures of runs: learning curves, received peers, source-class samples.
 
 A panel draws on given axes, so that several panels are one figure in a file and separate figures,
-which wrap, on a page. No global state of matplotlib changes. The colours are those of Okabe and Ito
-(2008), which colour-blind readers can distinguish; lines also differ in style and marker.
+which wrap, on a page. No global state of matplotlib changes. The first colours are those of Okabe
+and Ito (2008), which colour-blind readers can distinguish. No two methods have one colour; lines
+also differ in style and marker.
 """
 
 import re
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import matplotlib as mpl
+import matplotlib.colors
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -46,9 +48,19 @@ PALETTE = (
     "#56B4E9",
     "#7F7F7F",
     "#000000",
+    "#6A3D9A",
+    "#8B4513",
+    "#B2DF8A",
+    "#B00020",
+    "#00A6A6",
+    "#9C9C00",
+    "#F781BF",
+    "#4D4D9F",
 )
 LINE_STYLES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
-MARKERS = "osD^vPX*<"  # one more than colours, so that a repeated colour has another marker
+MARKERS = "osD^vPX*<"
+_GOLDEN_RATIO = 0.6180339887
+_LEGEND_WIDTH = 7.8  # inches
 _PEER_KINDS = {
     ("benign", "same"): ("#0072B2", "benign, same cluster"),
     ("malicious", "same"): ("#D55E00", "malicious, same cluster"),
@@ -90,6 +102,24 @@ class Panels:
     draw_functions: Sequence[Callable[[Axes], None]]
     size: tuple[float, float]
     columns: int
+
+
+def method_colour(i: int) -> str:
+    """Return the colour of the method in position i, different for every position.
+
+    Args:
+        i: Position of the method, from 0. Colours beyond `PALETTE` have hues at equal distances by
+            the golden ratio.
+
+    Example:
+        >>> method_colour(0)
+        '#0072B2'
+    """
+    if i < len(PALETTE):
+        return PALETTE[i]
+    hue = (i * _GOLDEN_RATIO) % 1
+    rgb = mpl.colors.hsv_to_rgb((hue, 0.75, 0.55 + 0.3 * (i % 2))).tolist()
+    return mpl.colors.to_hex(tuple(rgb))
 
 
 def figure6(*runs: Run) -> Figure:
@@ -140,12 +170,15 @@ def source_counts(runs: Sequence[Run]) -> Figure | None:
 
 
 @mpl.rc_context(STYLE)
-def draw_panels(panels: Panels, single: Callable[[Axes], None] | None = None) -> Figure:
+def draw_panels(
+    panels: Panels, single: Callable[[Axes], None] | None = None, *, with_legend: bool = True
+) -> Figure:
     """Draw panels above one legend of all their entries.
 
     Args:
         panels: Panels to draw.
         single: The only one to draw; by default all.
+        with_legend: Draw the legend; see `draw_legend` for a figure of its own.
 
     Returns:
         The figure.
@@ -163,27 +196,58 @@ def draw_panels(panels: Panels, single: Callable[[Axes], None] | None = None) ->
         draw(ax)
     for ax in axes[len(functions) :]:
         figure.delaxes(ax)
-    _add_legend(figure, width * columns)
+    if with_legend:
+        _add_legend(figure, _legend_entries(figure), width * columns)
     return figure
 
 
-def _add_legend(figure: Figure, width: float) -> None:
-    """Add one legend of all axes below a figure of `width` inches."""
+@mpl.rc_context(STYLE)
+def draw_legend(figure: Figure) -> Figure | None:
+    """Draw the legend of a figure as a figure of its own.
+
+    Args:
+        figure: Figure with named lines or bars.
+
+    Returns:
+        The legend, with its entries as label; None for a figure without entries.
+    """
+    entries = _legend_entries(figure)
+    if not entries:
+        return None
+    columns = max(1, min(len(entries), _legend_columns(entries, _LEGEND_WIDTH)))
+    height = 0.15 + 0.22 * -(-len(entries) // columns)
+    legend = Figure(figsize=(_LEGEND_WIDTH, height), label=f"Legend: {', '.join(entries)}")
+    _add_legend(legend, entries, _LEGEND_WIDTH, loc="center left")
+    return legend
+
+
+def _legend_entries(figure: Figure) -> dict[str, Any]:
+    """Return the artists of a figure by label; bars come before lines through them."""
     handles: dict[str, Any] = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles[label] = handle
-    if not handles:
-        return
-    fitting = int(13 * width / (6 + max(map(len, handles))))  # by characters
-    # Bars come before lines through them.
     labels = sorted(handles, key=lambda label: isinstance(handles[label], Line2D))
+    return {label: handles[label] for label in labels}
+
+
+def _legend_columns(entries: Iterable[str], width: float) -> int:
+    """Return the number of columns of a legend that fit in `width` inches, by characters."""
+    return int(13 * width / (6 + max(map(len, entries))))
+
+
+def _add_legend(
+    figure: Figure, entries: dict[str, Any], width: float, loc: Any = "outside lower center"
+) -> None:
+    """Add one legend of all axes to a figure of `width` inches."""
+    if not entries:
+        return
     figure.legend(
-        [handles[label] for label in labels],
-        labels,
-        loc="outside lower center",
+        list(entries.values()),
+        list(entries),
+        loc=loc,
         fontsize=9,
-        ncols=max(1, min(len(handles), fitting)),
+        ncols=max(1, min(len(entries), _legend_columns(entries, width))),
         handlelength=2.6,
         columnspacing=1.6,
     )
@@ -311,8 +375,8 @@ def _draw_curve(ax: Axes, means: pd.DataFrame, name: str, i: int) -> None:
     middle = means.mean(axis="columns")
     deviation = means.std(axis="columns", ddof=1).fillna(0.0)
     x = means.index.to_numpy()
-    colour = PALETTE[i % len(PALETTE)]
-    style = LINE_STYLES[(i + i // len(PALETTE)) % len(LINE_STYLES)]  # a repeated colour differs
+    colour = method_colour(i)
+    style = LINE_STYLES[i % len(LINE_STYLES)]
     ax.plot(
         x,
         middle,
@@ -335,7 +399,7 @@ def _draw_source_counts(
     for i, (run, table, label) in enumerate(zip(runs, tables, run_labels(runs), strict=True)):
         values = table.set_index("samples")[metric].reindex(groups).to_numpy(float)
         x = np.arange(len(groups)) + (i - (len(runs) - 1) / 2) * width
-        colour = PALETTE[i % len(PALETTE)]
+        colour = method_colour(i)
         ax.bar(x, values, 0.92 * width, color=colour, label=figure_title(run, label))
         _annotate_values(ax, x, values, values)  # shows a bar of height 0
     ax.set_title(LABELS[metric])

@@ -1,8 +1,7 @@
 """Heat maps of matrices with a number in every cell.
 
-Colours run from light to dark in one hue, or from one hue through white to another for values with
-signs, so that colour-blind readers see the same order. All maps have the same scale. Most of it is
-between 0 and 20 points, where differences matter.
+Colours run from light to dark in one hue, so that colour-blind readers see the same order. All maps
+have the same scale. Most of it is between 0 and 20 points, where differences matter.
 """
 
 from collections.abc import Collection
@@ -34,11 +33,7 @@ _MIN_BRIGHTNESS_FOR_BLACK = 0.45
 def draw_heat_map(
     means: pd.DataFrame,
     half_widths: pd.DataFrame,
-    shades: pd.DataFrame,
     *,
-    colours: str = "Oranges",
-    signed: bool = False,
-    bold: pd.DataFrame | None = None,
     failed: pd.DataFrame | None = None,
     marked: pd.DataFrame | None = None,
     separated: Collection[str] = (),
@@ -46,12 +41,8 @@ def draw_heat_map(
     """Draw a matrix in percent, with half the interval below means.
 
     Args:
-        means: Means, rows by columns; cells with NaN are blank.
+        means: Distances to the best, rows by columns; cells with NaN are blank.
         half_widths: Half the widths of their intervals.
-        shades: Badness of each cell from 0 to 1; with a sign if `signed`.
-        colours: Name of a colour map of matplotlib.
-        signed: Use one hue below 0 and another above, and write signs.
-        bold: True for cells with a bold number.
         failed: True for cells without a value because the run failed.
         marked: True for cells with a dagger.
         separated: Columns with a gap to the others.
@@ -68,10 +59,8 @@ def draw_heat_map(
     figure = Figure(figsize=(width, height), layout="constrained")
     ax = figure.subplots()
 
-    palette = mpl.colormaps[colours]
-    intensities = shade_intensity(shades).to_numpy(float)
-    if signed:
-        intensities = (1 + intensities) / 2
+    palette = mpl.colormaps["Oranges"]
+    intensities = np.interp(means.to_numpy(float).clip(min=0.0), *_SHADE_SCALE)
     spreads = half_widths.to_numpy(float)
     for (i, j), value in np.ndenumerate(means.to_numpy(float)):
         has_value = bool(np.isfinite(value))
@@ -80,15 +69,13 @@ def draw_heat_map(
             colour = tuple(palette(intensities[i, j]))
         ax.add_patch(Rectangle((x[j], i), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
         if has_value:
-            text = _percent(value, signed)
+            text = _percent(value)
             if _is_set(marked, i, j):
                 text += "†"
-            look = {"color": "0.1", "weight": "normal"}
+            ink = "0.1"
             if _luminance(colour) < _MIN_BRIGHTNESS_FOR_BLACK:
-                look["color"] = "white"
-            if _is_set(bold, i, j):
-                look["weight"] = "bold"
-            _draw_number(ax, (x[j] + 0.5, float(i)), text, float(spreads[i, j]), **look)
+                ink = "white"
+            _draw_number(ax, (x[j] + 0.5, float(i)), text, float(spreads[i, j]), ink)
         elif _is_set(failed, i, j):
             _draw_failed(ax, (x[j] + 0.5, i + 0.5))
 
@@ -118,43 +105,26 @@ def _is_set(flags: pd.DataFrame | None, i: int, j: int) -> bool:
     return flags is not None and bool(flags.iloc[i, j])
 
 
-def _percent(value: float, signed: bool) -> str:
-    number = 100 * value
-    text = f"{number:{'+' * signed}z.1f}".replace("-", "−")
+def _percent(value: float) -> str:
+    text = f"{100 * value:z.1f}".replace("-", "−")
     if abs(value) > 0.9995:
         return text.removesuffix(".0")
     return text
 
 
-def _draw_number(
-    ax: Axes, top: tuple[float, float], text: str, half: float, *, color: str, weight: str
-) -> None:
+def _draw_number(ax: Axes, top: tuple[float, float], text: str, half: float, color: str) -> None:
     """Draw a mean, and half its interval below it."""
     x, y = top
     look: dict[str, Any] = {"ha": "center", "va": "center", "color": color}
     if np.isfinite(half):
         ax.text(x, y + 0.76, f"±{100 * half:.1f}", fontsize=6.5, **look)
         y -= 0.1
-    ax.text(x, y + 0.5, text, fontsize=9, weight=weight, **look)
+    ax.text(x, y + 0.5, text, fontsize=9, **look)
 
 
 def _draw_failed(ax: Axes, centre: tuple[float, float]) -> None:
     x, y = centre
     ax.text(x, y, "failed", ha="center", va="center", fontsize=7, color="0.35", style="italic")
-
-
-def shade_intensity(shades: pd.DataFrame) -> pd.DataFrame:
-    """Convert shades to positions on the colour scale.
-
-    Args:
-        shades: Shades from -1 to 1.
-
-    Returns:
-        Positions from -1 to 1, with the sign of the shade.
-    """
-    return shades.map(lambda shade: np.sign(shade) * np.interp(abs(shade), *_SHADE_SCALE)).astype(
-        float
-    )
 
 
 def _luminance(colour: tuple[float, ...]) -> float:

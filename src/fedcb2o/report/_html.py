@@ -2,7 +2,7 @@
 
 A page inlines the style and the script of `report/static`. Figures are inlined as SVG. Every grey
 is a mix of the colours of text and background, so that figures follow the light or dark mode of the
-reader. The only script sorts tables. The content policy of the page lets a browser run no other.
+reader. A page has one script; its content policy lets a browser run no other.
 
     >>> typeset("T_G < 5")
     Markup('<i>T</i><sub>G</sub> &lt; 5')
@@ -31,11 +31,8 @@ from fedcb2o.report._alt_text import describe_figure
 _STATIC = resources.files("fedcb2o.report") / "static"
 STYLESHEET = Markup(_STATIC.joinpath("page.css").read_text(encoding="utf-8"))
 SORT_SCRIPT = Markup(_STATIC.joinpath("sort_tables.js").read_text(encoding="utf-8"))
-_SCRIPT_DIGEST = base64.b64encode(hashlib.sha256(SORT_SCRIPT.encode()).digest()).decode()
-_CONTENT_POLICY = Markup(
-    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-    f"script-src 'sha256-{_SCRIPT_DIGEST}'"
-)
+EXPLORER_STYLESHEET = Markup(_STATIC.joinpath("explorer.css").read_text(encoding="utf-8"))
+EXPLORER_SCRIPT = Markup(_STATIC.joinpath("explorer.js").read_text(encoding="utf-8"))
 _PIXELS_PER_INCH = 100
 _MIN_FIGURE_SCALE = 0.6  # a narrower column makes the figure scroll
 _NARROW_PIXELS = 360  # width of a narrow page
@@ -55,6 +52,22 @@ class Section:
     text: str
     id: str
     children: list["Section"] = field(default_factory=list)
+
+
+def content_policy(script: str) -> Markup:
+    """Return the content policy of a page, which lets a browser run one script only.
+
+    Args:
+        script: Text of the script.
+
+    Returns:
+        Value of the header Content-Security-Policy.
+    """
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return Markup(
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'"
+    )
 
 
 def typeset(text: str | Markup) -> Markup:
@@ -122,10 +135,28 @@ def render_page(title: str, blocks: Sequence[Markup], sections: Sequence[Section
             title=title,
             blocks=blocks,
             sections=sections,
-            policy=_CONTENT_POLICY,
+            policy=content_policy(SORT_SCRIPT),
             stylesheet=STYLESHEET,
             script=SORT_SCRIPT,
         )
+    )
+
+
+def render_explorer(**values: Any) -> str:
+    """Render the page of the results explorer.
+
+    Args:
+        values: Values of `templates/explorer.html.jinja`, except its style and script.
+
+    Returns:
+        The HTML document.
+    """
+    template = _environment().get_template("explorer.html.jinja")
+    return template.render(
+        policy=content_policy(EXPLORER_SCRIPT),
+        stylesheet=STYLESHEET + EXPLORER_STYLESHEET,
+        script=EXPLORER_SCRIPT,
+        **values,
     )
 
 

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import atomic_write, flatten, slug
-from fedcb2o.report._figures import Panels, draw_panels
+from fedcb2o.report._figures import Panels, draw_legend, draw_panels
 from fedcb2o.report._html import Section, figure_row, render_block, render_page, to_png
 from fedcb2o.report._table_formats import to_html, to_latex, to_markdown
 
@@ -46,6 +46,7 @@ class Page:
     paths: list[Path] = field(default_factory=list)
     _level: int = _TOP_LEVEL
     _headings: int = 0
+    _legends: set[str] = field(default_factory=set)
 
     def write_file(self, name: str, content: str | bytes) -> None:
         """Write a file into the folder of the page.
@@ -63,6 +64,20 @@ class Page:
             content = content.encode()
         atomic_write(path, content)
         self.paths.append(path)
+
+    def write_table(self, name: str, table: pd.DataFrame) -> None:
+        """Write a table as CSV, Markdown and LaTeX.
+
+        Args:
+            name: Path of the files in the folder, without suffix.
+            table: Table of text; the index is its first column.
+
+        Raises:
+            RunError: A file cannot be written.
+        """
+        self.write_file(f"{name}.csv", table.to_csv())
+        self.write_file(f"{name}.md", to_markdown(table))
+        self.write_file(f"{name}.tex", to_latex(table))
 
     def add_heading(self, title: str, *, is_section: bool = False) -> None:
         """Add a heading to the page and to its contents.
@@ -107,6 +122,16 @@ class Page:
         """
         self.blocks.append(render_block("paragraph", text, "note"))
 
+    def add_details(self, title: str, texts: Sequence[str]) -> None:
+        """Add paragraphs that are hidden until a click on their title.
+
+        Args:
+            title: Title of the paragraphs.
+            texts: Text of each paragraph.
+        """
+        content = Markup("").join(render_block("paragraph", text) for text in texts)
+        self.blocks.append(render_block("details", title, content))
+
     def show_table(
         self,
         table: pd.DataFrame,
@@ -114,7 +139,6 @@ class Page:
         *,
         caption: str = "",
         collapsed: bool = False,
-        shades: pd.DataFrame | None = None,
     ) -> None:
         """Add a table to the page, without files and without a heading.
 
@@ -123,10 +147,9 @@ class Page:
             name: Name of the table for screen readers; also the title of a collapsed one.
             caption: Note below the table.
             collapsed: Hide the table until a click on its title.
-            shades: Colour of each cell, from 1 (worst) to -1 (best).
         """
         has_many_columns = table.shape[1] > _MANY_COLUMNS
-        content = render_block("frame", to_html(table, shades), name, has_many_columns)
+        content = render_block("frame", to_html(table), name, has_many_columns)
         if caption:
             content += render_block("paragraph", caption, "note")
         if collapsed:
@@ -154,7 +177,6 @@ class Page:
         *,
         collapsed: bool = False,
         transposed: bool = False,
-        shades: pd.DataFrame | None = None,
     ) -> None:
         """Add a table under a heading and write its files.
 
@@ -165,19 +187,16 @@ class Page:
             caption: Note below the table.
             collapsed: Hide the table on the page until a click on its title.
             transposed: Transpose the table on the page.
-            shades: Colour of each cell on the page, from 1 (worst) to -1 (best).
 
         Raises:
             RunError: A file cannot be written.
         """
-        self.write_file(f"{name}.csv", table.to_csv())
-        self.write_file(f"{name}.md", to_markdown(table))
-        self.write_file(f"{name}.tex", to_latex(table))
+        self.write_table(name, table)
         if not collapsed:
             self.add_heading(title)
         if transposed:
             table = table.T
-        self.show_table(table, title, caption=caption, collapsed=collapsed, shades=shades)
+        self.show_table(table, title, caption=caption, collapsed=collapsed)
 
     def add_figures(self, title: str, figures: Mapping[str, Figure | None], caption: str) -> None:
         """Add figures under a heading and write them as PNG.
@@ -213,8 +232,19 @@ class Page:
             return
         self.write_file(f"{name}.png", to_png(draw_panels(panels)))
         self.add_heading(title)
-        figures = [draw_panels(panels, function) for function in panels.draw_functions]
+        figures = [
+            draw_panels(panels, function, with_legend=False) for function in panels.draw_functions
+        ]
+        self._show_legend(draw_panels(panels), slug(title))
         self.show_figures(figures, slug(title), caption=caption)
+
+    def _show_legend(self, figure: Figure, name: str) -> None:
+        """Add the legend of a figure, unless the page has an equal one."""
+        legend = draw_legend(figure)
+        if legend is None or legend.get_label() in self._legends:
+            return
+        self._legends.add(str(legend.get_label()))
+        self.show_figures([legend], f"{name}-legend")
 
     def write_page(self, name: str, title: str) -> None:
         """Write the page itself.

@@ -3,7 +3,8 @@
 Runs of one seed are paired: their agents have the same samples under every defence and attack. The
 unit of every interval is the seed: the scores of all its agents on one picture, in the rotation of
 each cluster, are one value of its mean. Values are fractions of 1, seconds or megabytes. A
-deviation is that of a sample (ddof = 1), and an interval is Student's for the mean.
+deviation is that of a sample (ddof = 1). An interval is Student's for the mean; that of a rate is
+computed on the logit scale, so that it stays in [0, 1].
 
     >>> format_interval(84.31, 83.9, 84.6)
     '84.3 [83.9, 84.6]'
@@ -15,13 +16,16 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtr, stdtrit
+from scipy.special import expit, logit, stdtr, stdtrit
 
 from fedcb2o.report.grid_results import BASELINES, GridResults, metric_names
 
 CONFIDENCE = 0.95
-MIN_SEEDS = 3
-"""Least number of seeds of an interval and of a p-value; two have one degree of freedom."""
+MIN_SEEDS = 5
+"""Least number of seeds of an interval and of a p-value."""
+TOO_FEW_SEEDS = "too few seeds for an interval"
+UNBOUNDED_METRICS = ("lost", "success", "malicious_most", "seconds", "megabytes")
+"""Metrics that are not rates in [0, 1]."""
 
 _BASELINE_KEYS = ["defence", "floor", "seed"]
 _STATISTICS_COLUMNS = ["seeds", "mean", "deviation", "low", "high", "p"]
@@ -88,7 +92,11 @@ def seed_statistics(rows: pd.DataFrame, value: str, *keys: str) -> pd.DataFrame:
         `group_statistics`.
     """
     groups = rows.dropna(subset=value).groupby(["defence", "attack", *keys])
-    return group_statistics(groups[value])
+    table = group_statistics(groups[value])
+    is_rate: Any = value not in UNBOUNDED_METRICS
+    if "metric" in keys:
+        is_rate = ~table.index.get_level_values("metric").isin(UNBOUNDED_METRICS)
+    return bound_rates(table, is_rate)
 
 
 def paired_differences(rows: pd.DataFrame, value: str, reference: str, *keys: str) -> pd.DataFrame:
@@ -125,7 +133,7 @@ def attack_mean_statistics(rows: pd.DataFrame, value: str, attacks: Sequence[str
     selected = rows[rows.attack.isin(attacks)]
     table = selected.pivot(index=["defence", "seed"], columns="attack", values=value)
     means = table.reindex(columns=list(attacks)).mean(axis="columns", skipna=False).dropna()
-    return group_statistics(means.groupby("defence"))
+    return bound_rates(group_statistics(means.groupby("defence")), value not in UNBOUNDED_METRICS)
 
 
 def worst_attack(
@@ -192,6 +200,47 @@ def interval_half_width(count: Any, deviation: Any, confidence: Any = CONFIDENCE
     """
     half = stdtrit(count - 1, (1 + confidence) / 2) * deviation / np.sqrt(count)
     return half * np.where(np.asarray(count) >= MIN_SEEDS, 1.0, np.nan)
+
+
+def rate_interval(count: Any, mean: Any, deviation: Any) -> tuple[Any, Any]:
+    """Compute the interval for a mean of rates, on the logit scale.
+
+    The half width on that scale is Student's, divided by the derivative of the mean
+    (mean * (1 - mean)). A mean of values that are all equal has an interval of width 0.
+
+    Args:
+        count: Number of values.
+        mean: Their mean, from 0 to 1.
+        deviation: Their sample standard deviation.
+
+    Returns:
+        Lower and upper end, both from 0 to 1; NaN for fewer than `MIN_SEEDS` values.
+
+    Example:
+        >>> low, high = rate_interval(5, 0.5, 0.0)
+        >>> float(low), float(high)
+        (0.5, 0.5)
+    """
+    half = interval_half_width(count, deviation)
+    slope = np.asarray(mean * (1 - mean), dtype=float)
+    is_constant = np.asarray(deviation) <= _ROUNDING_ERROR
+    scaled = np.where(is_constant, 0.0 * half, half / np.where(slope > 0, slope, 1.0))
+    return expit(logit(mean) - scaled), expit(logit(mean) + scaled)
+
+
+def bound_rates(table: pd.DataFrame, is_rate: Any = True) -> pd.DataFrame:
+    """Replace the intervals of rates by those on the logit scale.
+
+    Args:
+        table: Result of `group_statistics`.
+        is_rate: True for the rows of rates; one value for all rows or one per row.
+
+    Returns:
+        The table with its columns low and high replaced.
+    """
+    low, high = rate_interval(table.seeds, table["mean"].clip(0.0, 1.0), table.deviation)
+    keep = np.broadcast_to(~np.asarray(is_rate, dtype=bool), len(table))
+    return table.assign(low=table.low.where(keep, low), high=table.high.where(keep, high))
 
 
 def group_statistics(groups: Any) -> pd.DataFrame:

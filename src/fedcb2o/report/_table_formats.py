@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from markupsafe import Markup
 from rich.box import SIMPLE_HEAD
@@ -23,7 +22,6 @@ _VALUE_PATTERN = re.compile(r"(\S+) (\[.*?\])( \(.*\))?( [*†])?")
 _PROSE_LENGTH = 40  # a column with a longer cell that is no value is prose
 _MAX_LABEL = 60
 """Characters of a run's label in a figure or a table for the terminal."""
-_MIN_SHADE = 0.005  # a lighter cell has no colour
 _SUFFIX_LABELS = {"_worst_tenth": ", worst tenth", "_worst": ", worst agent", "": ""}
 _HEADINGS = {
     **{
@@ -164,25 +162,21 @@ def to_latex(table: pd.DataFrame) -> str:
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
-def to_html(table: pd.DataFrame, shades: pd.DataFrame | None = None) -> Markup:
+def to_html(table: pd.DataFrame) -> Markup:
     """Convert a table of text to HTML.
 
     Args:
         table: Table of text; the index is its first column.
-        shades: Colour of each cell, from 1 (worst) to -1 (best), in the shape of `table`.
 
     Returns:
         Markup of the table.
     """
     rows = _body_rows(table)
-    shade_rows = np.zeros(table.shape)
-    if shades is not None:
-        shade_rows = shades.to_numpy(float)
     columns = list(zip(*rows, strict=True)) or [()] * (table.shape[1] + 1)
     is_prose = [any(map(_is_prose, column)) for column in columns]
     body = []
-    for (label, *texts), row_shades in zip(rows, shade_rows, strict=True):
-        body.append((label, list(map(_cell, texts, row_shades, is_prose[1:]))))
+    for label, *texts in rows:
+        body.append((label, list(map(_cell, texts, is_prose[1:]))))
     return render_block("table", list(zip(_header_row(table), is_prose, strict=True)), body)
 
 
@@ -190,20 +184,15 @@ def _is_prose(text: str) -> bool:
     return len(text) > _PROSE_LENGTH and not _VALUE_PATTERN.fullmatch(text)
 
 
-def _cell(text: str, shade: float, is_prose: bool) -> dict[str, Any]:
+def _cell(text: str, is_prose: bool) -> dict[str, Any]:
     """Split a cell into its value and the lines below it."""
-    cell: dict[str, Any] = {"text": text, "lines": [], "css_class": "", "shade": ""}
-    if abs(shade) > _MIN_SHADE:
-        cell["css_class"] = "better"
-        if shade > 0:
-            cell["css_class"] = "worse"
-        cell["shade"] = f"{abs(shade):.2f}"
+    cell: dict[str, Any] = {"text": text, "lines": [], "css_class": ""}
     match = _VALUE_PATTERN.fullmatch(text)
     if match:
         value, interval, case, mark = (part or "" for part in match.groups())
         cell["text"] = value + mark
         cell["lines"] = list(filter(None, (interval, case.strip())))
-    elif is_prose and not cell["css_class"]:
+    elif is_prose:
         cell["css_class"] = "text"
     return cell
 

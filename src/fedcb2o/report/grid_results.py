@@ -47,6 +47,8 @@ _SIGNIFICANT_DIGITS = 5
 BASELINES = {"clean": "Attackers clean", "removed": "Attackers removed"}
 """Columns without attack, by the role of malicious agents."""
 
+_SUMMARY_FILES = ("summary.csv", "summary.csv.gz")
+
 UNTIMED_PHASES = ("evaluate", "checkpoint")
 """Phases of a round that its seconds leave out."""
 
@@ -200,8 +202,8 @@ def read_grid(folder: Path, reference: str | None = None) -> GridResults:
 
     if (folder / "cells.json").is_file():
         rows = _rows_from_runs(folder, read_cells(folder / "cells.json"), table["seeds"])
-    elif (folder / "summary.csv").is_file():
-        rows = _rows_from_csv(folder / "summary.csv")
+    elif summaries := [path for name in _SUMMARY_FILES if (path := folder / name).is_file()]:
+        rows = _rows_from_csv(summaries[0])
     else:
         raise RunError(
             f"{folder} holds a grid.toml, but no run and no summary.csv: "

@@ -431,12 +431,12 @@ def regret_contests(view: SettingResults) -> dict[str, tuple[pd.DataFrame, list[
         for value, metric in metrics.items():
             short = view.shortfalls(value)
             columns = [name for name in view.columns(value) if name not in excluded]
-            contests[f"{metric}, {worst}"] = short, columns
+            contests[f"Regret in {metric.lower()}, {worst}"] = short, columns
             suffix = f", {metric.lower()}"
             tables.append(short.assign(attack=short.attack + suffix))
             all_columns += [f"{name}{suffix}" for name in columns]
         if len(metrics) > 1:
-            contests[f"Either, {worst}"] = pd.concat(tables), all_columns
+            contests[f"Regret in either, {worst}"] = pd.concat(tables), all_columns
     return contests
 
 
@@ -495,7 +495,7 @@ def terminal_tables(results: GridResults) -> dict[str, pd.DataFrame]:
     for setting in results.settings:
         view = SettingResults(results, setting)
         regrets = worst_regrets(view)
-        regrets = regrets[[name for name in regrets if not str(name).startswith("Either")]]
+        regrets = regrets[[name for name in regrets if "in either" not in str(name)]]
         table = defence_overview(view)[view.baselines].join(regrets)
         tables[setting] = table.replace(r" [\[(].*", "", regex=True)
     return tables

@@ -19,7 +19,9 @@ from fedcb2o.report._figures import (
 from fedcb2o.report._page import Page, create_page, flatten_to_text
 from fedcb2o.report._table_formats import shorten_label, to_readable
 from fedcb2o.report.tables import (
+    LABELS,
     by_source_count,
+    comparability_notes,
     compare,
     custom_metric_means,
     incomplete_note,
@@ -34,12 +36,18 @@ from fedcb2o.report.tables import (
 _LOGGER = logging.getLogger(__name__)
 _MIN_AGENTS_FOR_TENTH = 11  # of ten agents the worst tenth is the worst agent
 
-_OVERALL_CAPTION = (
-    "Each number is the mean over benign agents. Net attack success is the attack success rate "
-    "minus that of the clean counterpart, the same run with malicious agents that train on true "
-    "labels. Malicious weight is the weight that benign agents give to malicious peers, over the "
-    "last fifth of the rounds."
-)
+_METRIC_DEFINITIONS = {
+    LABELS["net"]: (
+        "Net attack success is the attack success rate minus that of the clean counterpart, the "
+        "same run with malicious agents that train on true labels."
+    ),
+    LABELS["malicious_weight"]: (
+        "Malicious weight is the weight that benign agents give to malicious peers, over the last "
+        "fifth of the rounds."
+    ),
+}
+"""Definitions of the rows of the main table that may be missing."""
+_MAX_TITLE = 60  # characters of the names of all runs in a page's title
 _WORST_CAPTION = (
     "As above, for the worst benign agent of each seed: the lowest accuracy, the highest attack "
     "success."
@@ -98,6 +106,7 @@ def report(runs: Sequence[Run], out: Path | str) -> list[Path]:
         *map(incomplete_note, runs),
         *map(unverified_note, runs),
         *map(_tuning_warning, shown),
+        *comparability_notes(shown),
     ]
     for note in filter(None, notes):
         page.add_warning(f"{note}.")
@@ -118,14 +127,23 @@ def report(runs: Sequence[Run], out: Path | str) -> list[Path]:
         "pairs.csv", _stack_runs(names, map(pair_statistics, shown)).to_csv(index=False)
     )
     _add_settings(page, names, shown)
-    page.write_page("report.html", f"fedcb2o: {', '.join(names)}")
+    page.write_page("report.html", _page_title(names))
     return page.paths
+
+
+def _page_title(names: Sequence[str]) -> str:
+    title = ", ".join(names)
+    if len(title) <= _MAX_TITLE or len(names) == 1:
+        return f"fedcb2o: {title}"
+    return f"fedcb2o: {len(names)} runs"
 
 
 def _add_results(page: Page, evaluated: Sequence[Run], shown: Sequence[Run]) -> None:
     """Add the tables of results, the curves and Figure 6."""
-    caption = f"{seed_caption(evaluated)} {_OVERALL_CAPTION}"
-    page.add_table("Results", "results", compare(evaluated), caption, transposed=True)
+    table = compare(evaluated)
+    definitions = [text for row, text in _METRIC_DEFINITIONS.items() if row in table.index]
+    page.add_table("Results", "results", table, seed_caption(evaluated), transposed=True)
+    page.add_details("Definitions", ["Each number is the mean over benign agents.", *definitions])
     curves = curve_panels(learning_curves(shown))
     page.add_panels("Over the rounds", "curves", curves, _CURVES_CAPTION)
 

@@ -5,7 +5,7 @@ fractions of 1; only `compare` returns text, in percent.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -24,7 +24,13 @@ from fedcb2o.records import (
     last_round,
     summary,
 )
-from fedcb2o.report._statistics import MIN_SEEDS, format_interval, interval_half_width
+from fedcb2o.report._statistics import (
+    MIN_SEEDS,
+    TOO_FEW_SEEDS,
+    format_interval,
+    interval_half_width,
+    rate_interval,
+)
 
 _ATTACK_METRIC = "attack_success_rate"
 _MAX_SOURCE_SAMPLES = 3  # agents with more are in one group
@@ -35,6 +41,24 @@ LABELS = {
 }
 """Row labels of `compare`, in order."""
 AgentSummary = Literal["mean", "worst", "worst_tenth"]
+_SHAPE_KEYS = ("num_clusters", "benign", "malicious", "benign_samples", "malicious_samples")
+"""Settings of the agents that a comparison needs to be equal."""
+
+
+class ResultTable(pd.DataFrame):
+    """A table of text that is printed whole, without hidden rows and columns."""
+
+    @property
+    def _constructor(self) -> type["ResultTable"]:
+        return ResultTable
+
+    def __repr__(self) -> str:
+        """Return all rows and columns as text.
+
+        Returns:
+            One line per row, without a limit of the width.
+        """
+        return self.to_string()
 
 
 def compare(
@@ -60,8 +84,8 @@ def compare(
         twins: Former name of `with_counterparts`.
 
     Returns:
-        Text: mean over seeds with Student's 95% interval, which needs 3 seeds; in percent except
-        for losses and for metrics of the key `metrics`.
+        Text: mean over seeds with its 95% interval, which needs 5 seeds; in percent except
+        for losses and for metrics of the key `metrics`. `print` shows the whole table.
     """
     if twins is not None:
         warn_renamed("compare(twins=...)", "with_counterparts=...")
@@ -75,7 +99,7 @@ def compare(
     labels = {label for cells in columns.values() for label in cells}
     custom = dict.fromkeys(name for run in shown for name in run.custom_metrics)
     index = [label for label in (*LABELS.values(), *custom) if label in labels]
-    table = pd.DataFrame(columns, index=index).fillna("–")
+    table = ResultTable(columns, index=index).fillna("–")
     return table[(table != "–").any(axis="columns")]
 
 
@@ -89,7 +113,8 @@ def _compare_column(run: Run, runs: Sequence[Run], over: AgentSummary) -> dict[s
             values = table[name + suffix]
             cells[LABELS[name]] = format_mean_interval(values, percent=METRICS[name].is_percent)
     if over == "mean":
-        cells[LABELS["net"]] = format_mean_interval(net_attack_success(run, runs))
+        net = net_attack_success(run, runs)
+        cells[LABELS["net"]] = format_mean_interval(net, is_difference=True)
         if is_attacked(run):
             cells[LABELS["malicious_weight"]] = format_mean_interval(table["malicious_weight"])
         for metric, means in custom_metric_means(run).items():
@@ -295,15 +320,21 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
     return unique
 
 
-def format_mean_interval(values: "pd.Series[float]", *, percent: bool = True) -> str:
+def format_mean_interval(
+    values: "pd.Series[float]", *, percent: bool = True, is_difference: bool = False
+) -> str:
     """Format the mean of values over seeds with its 95% interval.
+
+    The interval of a rate is computed on the logit scale and stays between 0 and 100. Other
+    intervals are Student's.
 
     Args:
         values: One value per seed; NaN is skipped.
         percent: Format fractions of 1 in percent with one decimal; otherwise three decimals.
+        is_difference: True for differences of rates, which may be negative.
 
     Returns:
-        Text such as "84.3 [83.9, 84.6]"; "84.3" for fewer than 3 values, "–" for none.
+        Text such as "84.3 [83.9, 84.6]"; "84.3" for fewer than 5 values, "–" for none.
 
     Example:
         >>> format_mean_interval(pd.Series([0.5]))
@@ -312,13 +343,17 @@ def format_mean_interval(values: "pd.Series[float]", *, percent: bool = True) ->
     known = values.dropna()
     if known.empty:
         return "–"
-    digits = 3
-    if percent:
-        digits = 1
-        known = 100 * known
     mean = known.mean()
-    half = interval_half_width(len(known), known.std(ddof=1))
-    return format_interval(mean, mean - half, mean + half, digits=digits)
+    deviation = known.std(ddof=1)
+    if percent and not is_difference:
+        low, high = rate_interval(len(known), mean, deviation)
+    else:
+        half = interval_half_width(len(known), deviation)
+        low = mean - half
+        high = mean + half
+    if not percent:
+        return format_interval(mean, low, high, digits=3)
+    return format_interval(100 * mean, 100 * low, 100 * high)
 
 
 def seed_caption(runs: Sequence[Run], *, over: AgentSummary = "mean") -> str:
@@ -346,12 +381,12 @@ def seed_caption(runs: Sequence[Run], *, over: AgentSummary = "mean") -> str:
     numbers = [len(run_seeds) for run_seeds in seeds]
     if max(numbers) < MIN_SEEDS:
         return (
-            f"{unit}, at the last round; mean over seeds{seeds_text}, without an interval, which"
-            f" needs {MIN_SEEDS} seeds."
+            f"{unit}, at the last round; mean over seeds{seeds_text}: {TOO_FEW_SEEDS}, which needs"
+            f" {MIN_SEEDS}."
         )
     limit = ""
     if min(numbers) < MIN_SEEDS:
-        limit = f"; an interval needs {MIN_SEEDS} seeds"
+        limit = f"; {TOO_FEW_SEEDS} where there are fewer than {MIN_SEEDS}"
     return f"{unit}, at the last round; mean and 95% interval over seeds{seeds_text}{limit}."
 
 
@@ -366,6 +401,53 @@ def _unit_caption(runs: Sequence[Run], over: AgentSummary) -> str:
     if not plain:
         return "Percent"
     return f"Percent, except {', '.join(plain)}"
+
+
+def comparability_notes(runs: Sequence[Run]) -> list[str]:
+    """Describe the conditions in which runs differ, so that their numbers do not compare.
+
+    Args:
+        runs: Runs of a table or a figure.
+
+    Returns:
+        One sentence without a full stop for each of data, test set, rounds, agents and seeds in
+        which the runs differ; empty for comparable runs.
+    """
+    shown = without_counterparts(runs)
+    labels = run_labels(shown)
+    notes = []
+    for aspect, describe in _CONDITIONS.items():
+        groups: dict[str, list[str]] = {}
+        for label, run in zip(labels, shown, strict=True):
+            groups.setdefault(describe(run), []).append(label)
+        if len(groups) > 1:
+            parts = [f"{value} ({', '.join(names)})" for value, names in groups.items()]
+            notes.append(f"These runs differ in {aspect}: {'; '.join(parts)}")
+    return notes
+
+
+def _describe_agents(run: Run) -> str:
+    agents = run.config.get("agents", {})
+    return ", ".join(f"{key} {agents[key]}" for key in _SHAPE_KEYS if key in agents)
+
+
+def _describe_seeds(run: Run) -> str:
+    return ", ".join(map(str, last_round(run.records).seed.unique())) or "none"
+
+
+def _describe_data(run: Run) -> str:
+    section = run.config.get("data", {})
+    return ", ".join(str(value) for value in section.values())
+
+
+_CONDITIONS: dict[str, Callable[[Run], str]] = {
+    "data": _describe_data,
+    "test set": lambda run: str(run.config.get("evaluate_on", "test")),
+    "rounds": lambda run: str(run.config.get("rounds")),
+    "agents": _describe_agents,
+    "seeds": _describe_seeds,
+}
+"""Conditions of a comparison, and their description for a run."""
 
 
 def incomplete_note(run: Run) -> str | None:

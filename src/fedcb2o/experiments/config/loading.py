@@ -58,14 +58,40 @@ def load(
         table = preset(str(source))
         where = f"preset `{source}`"
 
+    before = table
     table = apply_changes(table, changes or {}, where)
     if changes:
         where += " with changes"
+        table = _retitle(table, before, changes)
     table.setdefault("title", table.get("name", ""))
     try:
         return Experiment.model_validate(table)
     except ValidationError as error:  # pydantic's own text has many lines
         raise ConfigError(f"{where}: {describe_error(error, table)}") from None
+
+
+def _retitle(
+    table: dict[str, Any], before: Mapping[str, Any], changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the table with the title of the algorithm that runs, if changes exchanged it."""
+    parts = _algorithm_parts(table)
+    if "title" in changes or "title" not in before or parts == _algorithm_parts(before):
+        return table
+    return {**table, "title": ", ".join(part for part in parts if part not in ("", "by_rule"))}
+
+
+def _algorithm_parts(table: Mapping[str, Any]) -> list[str]:
+    """Return the names of the algorithm, its rule and its criterion; "" for a missing one."""
+    section = table.get("algorithm")
+    if not isinstance(section, Mapping):
+        return [_function_name(section)]
+    return [_function_name(section.get(key)) for key in ("name", "rule", "criterion")]
+
+
+def _function_name(value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = value.get("name")
+    return str(getattr(value, "__name__", value or ""))
 
 
 def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:

@@ -1,0 +1,277 @@
+"""The results explorer of this project, and the generated tables of docs/results.md.
+
+    .venv/bin/python -m paper.results                    # rewrite docs/explorer.html and the tables
+    .venv/bin/python -m paper.results --add runs/digits  # keep the values of a grid first
+
+The values of a grid are in docs/benchmark/NAME: `grid.toml`, `summary.csv.gz` and, where there are
+any, `tuning.json` and `strengths.json`. A table of a page follows the comment
+`<!-- generated: NAME -->`.
+"""
+
+import argparse
+import functools
+import gzip
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pandas as pd
+from paper.names import FIRST_FORM, rename_results
+
+from fedcb2o.records import slug
+from fedcb2o.report import GridResults, SettingResults, explorer_page, read_grid, to_markdown
+from fedcb2o.report._regret import worst_regret
+from fedcb2o.report._statistics import (
+    CONFIDENCE,
+    holm_correction,
+    paired_differences,
+    seed_statistics,
+)
+from fedcb2o.report.grid_tables import COMPARED_METRICS
+
+DOCS = Path(__file__).parents[1] / "docs"
+EXPLORER = DOCS / "explorer.html"
+PAGE = DOCS / "results.md"
+GRIDS = (
+    "all-data",
+    "attacks-all-data",
+    "emnist-all-data",
+    "fashion-all-data",
+    "unseen",
+    "settings",
+    "shares",
+    "less-poison",
+    "ablation",
+    "digits",
+    "attacks",
+    "emnist",
+    "fashion",
+    "tabular",
+    "rules",
+    "uniform",
+    "criteria",
+)
+"""Grids of the explorer, those of the current method first."""
+MAIN_GRIDS = GRIDS[:5]
+MEASURES = ("accuracy", "attack_success_rate", "accuracy_worst")
+TRIGGERS = (
+    "Backdoor",
+    "Black square",
+    "Checkerboard",
+    "Waves",
+    "Blended",
+    "Distributed backdoor",
+    "Clean label",
+    "Clean-label waves",
+)
+"""Attacks by triggers, which a method without a search for backdoors lets through."""
+SEARCH = f"{FIRST_FORM}, backdoor search"
+_MIN_LOSS = 0.01  # of accuracy or success: smaller losses are not listed
+_COMMENT = re.compile(r"(?P<mark>^<!-- generated: (?P<name>\w+) -->\n\n)(?:^\|.*\n)*", re.MULTILINE)
+
+
+@functools.cache
+def grid_results(name: str) -> GridResults:
+    """Read a grid under the names of pages.
+
+    Args:
+        name: Name of its folder in docs/benchmark.
+    """
+    return rename_results(read_grid(DOCS / "benchmark" / name))
+
+
+def make_explorer() -> str:
+    """Render the explorer of all grids."""
+    grids = [grid_results(name) for name in GRIDS]
+    return explorer_page(grids, "Which defence withstands which attack?", measures=MEASURES)
+
+
+def explorer_link(results: GridResults, setting: str = "", **state: str) -> str:
+    """Return the link from a page in docs to a state of the explorer.
+
+    Args:
+        results: Results of the grid.
+        setting: Name of the setting.
+        state: Keys of the fragment, such as measure, show, to and row.
+    """
+    name = str(results.table["name"])
+    grid = "/".join(filter(None, [slug(name), setting and slug(setting)]))
+    return f"explorer.html#{urlencode({'grid': grid, **state})}"
+
+
+def summary_table() -> pd.DataFrame:
+    """Compare the recommended method and its best rival in the main grids.
+
+    Returns:
+        Text, one row per grid and method: accuracy without attack and under the worst attack
+        except triggers, success of the worst trigger, and the worst regret with and without
+        triggers.
+    """
+    rows = []
+    for name in MAIN_GRIDS:
+        view = SettingResults(grid_results(name), "")
+        regret = _worst_regrets(view, without=TRIGGERS)
+        rivals = [defence for defence in regret.index if not defence.startswith("FedAssay")]
+        best = str(regret.loc[rivals].idxmin())
+        methods = [method for method in (FIRST_FORM, SEARCH, best) if method in regret.index]
+        for method in methods:
+            rows.append(_summary_row(view, method, float(regret[method])))
+    return pd.DataFrame(rows).set_index("Grid")
+
+
+def _summary_row(view: SettingResults, method: str, regret: float) -> dict[str, str]:
+    accuracy = seed_statistics(view.rows, "accuracy")["mean"].loc[method]
+    attacks = [name for name in view.attacks if name not in TRIGGERS]
+    under_attack = accuracy.reindex(attacks)
+    success = seed_statistics(view.rows, "attack_success_rate")["mean"].loc[method]
+    triggers = success.reindex([name for name in view.attacks if name in TRIGGERS])
+    link = explorer_link(view.results, row=method)
+    return {
+        "Grid": view.results.title,
+        "Method": f"[{method}]({link})",
+        "No attack": f"{100 * accuracy['Attackers clean']:.1f}",
+        "Worst attack": f"{100 * under_attack.min():.1f} ({under_attack.idxmin()})",
+        "Worst trigger succeeds": f"{100 * triggers.max():.0f} ({triggers.idxmax()})",
+        "Regret": f"{100 * regret:.1f}",
+        "Regret with triggers": f"{100 * float(_worst_regrets(view)[method]):.1f}",
+    }
+
+
+def _worst_regrets(view: SettingResults, without: tuple[str, ...] = ()) -> "pd.Series[float]":
+    """Return the worst regret of each defence with all seeds, in accuracy or success."""
+    worst = []
+    for value in COMPARED_METRICS:
+        columns = [name for name in view.columns(value) if name not in without]
+        if columns:
+            worst.append(worst_regret(view.shortfalls(value), columns)["mean"])
+    table = pd.concat(worst, axis="columns").max(axis="columns", skipna=False)
+    return table[table.index.isin(_complete_defences(view))].dropna()
+
+
+def _complete_defences(view: SettingResults) -> list[str]:
+    """Return the defences with all seeds of a table."""
+    counts = view.rows.dropna(subset="accuracy").groupby("defence").seed.nunique()
+    return [str(name) for name in counts.index[counts == counts.max()]]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A column in which another defence is significantly better than the method."""
+
+    results: GridResults
+    setting: str
+    value: str
+    column: str
+    rival: str
+    points: float
+
+
+def find_losses(name: str, method: str = FIRST_FORM) -> Iterator[Loss]:
+    """Find the columns in which a defence of another kind is significantly better.
+
+    Differences are paired by seeds, among defences with all seeds, and corrected by Holm's method
+    over all rivals and columns of a grid, a setting and a measure.
+
+    Args:
+        name: Name of the grid.
+        method: Name of the method.
+
+    Yields:
+        The largest loss of each column.
+    """
+    results = grid_results(name)
+    for setting in results.settings:
+        view = SettingResults(results, setting)
+        rivals = [each for each in _complete_defences(view) if not each.startswith("FedAssay")]
+        if method not in _complete_defences(view):
+            continue
+        rows = view.rows[view.rows.defence.isin([method, *rivals])]
+        for value in COMPARED_METRICS:
+            table = paired_differences(rows, value, method)
+            gain = table["mean"] if value == "accuracy" else -table["mean"]
+            is_loss = (holm_correction(table.p) < 1 - CONFIDENCE) & (gain > _MIN_LOSS)
+            for column, gains in gain[is_loss].groupby(level="attack"):
+                rival = gains.idxmax()[0]
+                yield Loss(results, setting, value, str(column), rival, 100 * float(gains.max()))
+
+
+def losses_table() -> pd.DataFrame:
+    """List where another defence is significantly better than the recommended method.
+
+    Returns:
+        Text, one row per grid, setting and measure: the number of such columns, and the largest
+        loss with its column and rival.
+    """
+    found: dict[tuple[str, str, str], list[Loss]] = {}
+    for name in GRIDS[:8]:
+        for loss in find_losses(name):
+            found.setdefault((name, loss.setting, loss.value), []).append(loss)
+    rows = []
+    for losses in sorted(found.values(), key=lambda losses: -max(loss.points for loss in losses)):
+        worst = max(losses, key=lambda loss: loss.points)
+        state = {"measure": worst.value, "show": "difference", "to": FIRST_FORM, "row": worst.rival}
+        link = explorer_link(worst.results, worst.setting, **state)
+        rows.append(
+            {
+                "Grid": ": ".join(filter(None, [worst.results.title, worst.setting])),
+                "Measure": COMPARED_METRICS[worst.value].lower(),
+                "Columns": str(len(losses)),
+                "Largest loss, points": f"{worst.points:.1f}",
+                "In the column": worst.column,
+                "To": f"[{worst.rival}]({link})",
+            }
+        )
+    return pd.DataFrame(rows).set_index("Grid")
+
+
+TABLES = {"summary": summary_table, "losses": losses_table}
+
+
+def rewrite_page(page: Path = PAGE) -> str:
+    """Return the text of a page with its generated tables made anew.
+
+    Args:
+        page: A page with comments that name tables.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        return match["mark"] + to_markdown(TABLES[match["name"]]())
+
+    return _COMMENT.sub(table, page.read_text(encoding="utf-8"))
+
+
+def keep_grid(folder: Path) -> None:
+    """Copy the values of a report or a grid to docs/benchmark.
+
+    Args:
+        folder: Folder of the grid, or of its report.
+    """
+    results = read_grid(folder)
+    target = DOCS / "benchmark" / str(results.table["name"])
+    target.mkdir(exist_ok=True)
+    with gzip.GzipFile(target / "summary.csv.gz", "wb", mtime=0) as file:
+        file.write(results.summary_csv().encode())
+    for name in ("grid.toml", "tuning.json", "strengths.json"):
+        source = folder / name
+        if source.is_file() and source.resolve() != (target / name).resolve():
+            shutil.copyfile(source, target / name)
+
+
+def main() -> None:
+    """Rewrite the explorer and the tables of the page; keep grids first."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--add", type=Path, action="append", default=[], help="folder of a grid")
+    for folder in parser.parse_args().add:
+        keep_grid(folder)
+    EXPLORER.write_text(make_explorer(), encoding="utf-8")
+    PAGE.write_text(rewrite_page(), encoding="utf-8")
+    print(f"{EXPLORER} has {EXPLORER.stat().st_size // 1000} kB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The results explorer: its data, its size, and the generated tables of the pages."""
+
+import re
+from urllib.parse import parse_qs
+
+import numpy as np
+import pytest
+from paper import names, results
+from tests.report.test_matrix import FLIP, MEAN, MEDIAN, make_grid
+
+from fedcb2o.experiments.grid._loading import load_grid
+from fedcb2o.report import explorer_page, read_grid
+from fedcb2o.report._explorer import unpack
+
+MAX_BYTES = 300_000
+DATA = re.compile(r'(?<=id="data">)[^<]+')
+LINK = re.compile(r"\]\(explorer\.html#([^)\s]+)\)")
+PAGES = [results.PAGE, results.DOCS / "criteria.md"]
+
+
+def cell(tables, values, measure, defence, column):
+    """Return the values by seed of one cell of the first table."""
+    table = tables[0]
+    found = next(each for each in table["measures"] if each["name"] == measure)
+    place = table["defences"].index(defence) * len(table["columns"]) + table["columns"].index(
+        column
+    )
+    start = found["offset"] + place * len(table["seeds"])
+    return found["step"] * values[start : start + len(table["seeds"])].astype(float)
+
+
+def test_a_page_has_the_value_of_every_seed(tmp_path):
+    page = explorer_page([read_grid(make_grid(tmp_path / "grid"))], "Hand")
+    tables, values = unpack(page)
+    assert tables[0]["seeds"] == [0, 1]
+    assert tables[0]["counts"] == [2, 2]
+    assert tables[0]["baselines"] == 2
+    assert cell(tables, values, "accuracy", MEDIAN, FLIP) == pytest.approx([0.7, 0.8], abs=3e-4)
+    rate = cell(tables, values, "attack_success_rate", MEAN, FLIP)
+    assert rate == pytest.approx([0.8, 0.5], abs=3e-4)
+    assert cell(tables, values, "seconds", MEAN, FLIP) == pytest.approx([2.1, 2.1], abs=1e-3)
+    measures = {each["name"]: each for each in tables[0]["measures"]}
+    start = measures["attack_success_rate"]["offset"]
+    missing = cell(tables, values, "attack_success_rate", MEDIAN, "Attackers clean")
+    assert (np.round(missing / measures["attack_success_rate"]["step"]) == 65535).all()
+    assert start > 0
+    assert "://" not in page
+    assert 'lang="en"' in page
+
+
+@pytest.mark.slow
+def test_the_published_explorer_is_made_from_the_committed_values():
+    made = results.make_explorer()
+    published = results.EXPLORER.read_text(encoding="utf-8")
+    assert len(published.encode()) < MAX_BYTES
+    assert DATA.sub("", made) == DATA.sub("", published)
+    tables, values = unpack(made)
+    published_tables, published_values = unpack(published)
+    assert tables == published_tables
+    assert np.array_equal(values, published_values)
+
+
+@pytest.mark.slow
+def test_the_published_tables_are_made_from_the_committed_values():
+    assert results.rewrite_page() == results.PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* is now called:DeprecationWarning")
+@pytest.mark.parametrize("name", results.GRIDS)
+def test_a_committed_grid_can_be_run_again(name):
+    folder = results.DOCS / "benchmark" / name
+    grid = load_grid(str(folder / "grid.toml"))
+    rows = read_grid(folder).rows
+    assert grid.name == name
+    assert set(rows.defence) == set(grid.defences)
+    assert set(rows.attack) - {""} == set(grid.attacks)
+    assert set(rows.seed) == set(grid.seeds)
+
+
+def test_links_into_the_explorer_lead_to_its_rows():
+    tables, _ = unpack(results.EXPLORER.read_text(encoding="utf-8"))
+    known = {table["id"]: table for table in tables}
+    for page in PAGES:
+        links = LINK.findall(page.read_text(encoding="utf-8"))
+        assert links
+        for link in links:
+            state = {key: values[0] for key, values in parse_qs(link).items()}
+            table = known[state["grid"]]
+            assert state.get("row", table["defences"][0]) in table["defences"], link
+            measure = state.get("measure", "accuracy")
+            assert measure in {each["name"] for each in table["measures"]}, link
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("FedCB2O, all data, apart", "FedAssay (first form)"),
+        ("FedCB2O, all data, apart, alpha tuned", "FedAssay (first form), alpha tuned"),
+        ("All data, without: beta", "FedAssay (first form) without apart, without beta"),
+        ("FedCB2O", "FedCB2O (own model trusted)"),
+        ("FedCB2O, T_G = 5", "FedCB2O (T_G = 5)"),
+        ("FedCBO, held out", "FedCBO, held out"),
+    ],
+)
+def test_names_of_committed_values_have_names_for_pages(name, shown):
+    assert names.defence_name(name) == shown
