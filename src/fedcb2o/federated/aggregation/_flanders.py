@@ -188,7 +188,7 @@ def forecast(
         return history[-1]
     x = history.double() / scale
     before, after = x[:-1], x[1:]
-    num_rows, num_columns = x.shape[1:]
+    num_columns = x.shape[2]
     b = torch.eye(num_columns, dtype=x.dtype)
     rows_after = after.reshape(-1, num_columns)
     result = x[-1]
@@ -210,4 +210,5 @@ def _regress(
 ) -> Float[Tensor, "p n"]:
     """Return right_side (gram + ridge I)^-1."""
     system = gram + ridge * torch.eye(len(gram), dtype=gram.dtype)
-    return torch.linalg.solve(system, right_side, left=False)
+    solution: Tensor = torch.linalg.solve(system, right_side, left=False)
+    return solution

@@ -1,0 +1,59 @@
+"""FedCB2O in Flower: agents train on digits; two of five label every 9 as a 4."""
+
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from torch import nn
+
+from fedcb2o import Agent
+from fedcb2o.data import digits
+from fedcb2o.flower import AgentMod, AttackMod, PeerRelay, training_data
+
+FLIP = {"name": "label_flip", "source": 9, "target": 4}
+METHOD = {"name": "fedcb2o", "alpha": 1.0, "beta": 0.5, "own_model": "judged", "mixing_factor": 1.0}
+
+
+def network():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def samples(context):
+    part = slice(context.node_config["partition-id"], None, context.node_config["num-partitions"])
+    return digits().pool.x[part], digits().pool.y[part]
+
+
+attack = AttackMod(FLIP, is_malicious=lambda context: context.node_config["partition-id"] % 5 > 2)
+agent = AgentMod(lambda context: Agent(network(), validation=samples(context), method=METHOD))
+client = ClientApp(mods=[attack, agent])
+server = ServerApp()
+
+
+@client.train()
+def train(message, context):
+    net = network()
+    net.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    x, y = training_data(*samples(context))
+    optimiser = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for batch in torch.randperm(len(x)).split(16):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
+        optimiser.step()
+    metrics = MetricRecord({"num-examples": len(x)})
+    content = RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics})
+    return Message(content, reply_to=message)
+
+
+@client.evaluate()
+def evaluate(message, context):
+    net = network()
+    net.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    right = (net(digits().test.x).argmax(1) == digits().test.y).float()
+    metrics = MetricRecord({"num-examples": len(right), "accuracy": right.mean().item()})
+    return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+
+@server.main()
+def main(grid, context):
+    start = ArrayRecord(network().state_dict())
+    PeerRelay(budget=context.run_config["budget"]).start(grid, start, context.run_config["rounds"])

@@ -1,0 +1,260 @@
+"""FedCB2O in Flower: the relay, robust strategies and attacks, on a grid in this process."""
+
+import copy
+import functools
+
+import pytest
+import torch
+
+flwr = pytest.importorskip("flwr", reason="Flower has an environment of its own: make flower")
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.task_identity import TaskIdentity
+from tests.flower import same_run
+from torch import nn
+
+import fedcb2o
+from fedcb2o import Agent
+from fedcb2o.aggregators import Krum, Median
+from fedcb2o.errors import ConfigError
+from fedcb2o.flower import (
+    AgentMod,
+    AttackMod,
+    FlandersStrategy,
+    PeerRelay,
+    RobustStrategy,
+    training_data,
+)
+from fedcb2o.nn import parameters
+
+X = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+Y = torch.tensor([0, 1, 1])
+
+
+@pytest.fixture(autouse=True)
+def flower_task(monkeypatch):
+    """Messages belong to a task, which only Flower's runtime begins."""
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+class LoopGrid:
+    """Flower's grid in this process: every node answers at once and keeps its context."""
+
+    def __init__(self, app, count, first_id=2**63 - 2):  # unsigned, as Flower's
+        self.app = app
+        self.sent = []
+        self.contexts = {}
+        for j in range(count):
+            config = {"partition-id": j, "num-partitions": count}
+            id = first_id + j
+            self.contexts[id] = Context(1, id, config, RecordDict(), {"out": ""})
+
+    def get_node_ids(self):
+        return list(self.contexts)
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies = []
+        for message in messages:
+            self.sent.append(copy.deepcopy(message))
+            context = self.contexts[message.metadata.dst_node_id]
+            replies.append(self.app(copy.deepcopy(message), context))
+        return replies
+
+
+def linear(scale=1.0):
+    network = nn.Linear(2, 2, bias=False)
+    network.weight.data = scale * torch.eye(2)
+    return network
+
+
+def make_agent(context, **changes):
+    settings = {"validation": (X, Y), "method": {"name": "fedcbo", "mixing_factor": 1.0}}
+    return Agent(linear(), **{**settings, **changes})
+
+
+def make_app(mods, scales=None):
+    """Clients that multiply their model by a scale of their own, or keep it."""
+    app = ClientApp(mods=mods)
+
+    @app.train()
+    def train(message, context):
+        scale = scales[context.node_config["partition-id"]] if scales else 1.0
+        state = message.content["arrays"].to_torch_state_dict()
+        arrays = ArrayRecord({name: scale * tensor for name, tensor in state.items()})
+        metrics = MetricRecord({"num-examples": 3})
+        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message, context):
+        theta = message.content["arrays"].to_torch_state_dict()["weight"].flatten().tolist()
+        metrics = MetricRecord({"num-examples": 3, "theta": theta})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    return app
+
+
+def start(strategy, grid, num_rounds=1):
+    strategy.start(grid, ArrayRecord(linear().state_dict()), num_rounds=num_rounds)
+    return strategy
+
+
+def model_of(grid, j):
+    context = list(grid.contexts.values())[j]
+    return context.state["fedcb2o.model"].to_torch_state_dict()["weight"]
+
+
+def test_a_client_mixes_as_an_agent_in_a_loop():
+    scales = [1.0, 3.0, -1.0]
+    grid = LoopGrid(make_app([AgentMod(make_agent)], scales), 3)
+    relay = start(PeerRelay(budget=2), grid)
+    agent = make_agent(None)
+    models = {"1": linear(3.0).state_dict(), "2": linear(-1.0).state_dict()}
+    decision = agent.aggregate(models)
+    torch.testing.assert_close(model_of(grid, 0), agent.network.weight.data, rtol=0, atol=0)
+    first = str(min(grid.contexts))
+    assert relay.decisions[first]["weights"] == pytest.approx([*decision.weights.values()])
+
+
+def test_the_relay_forwards_only_models_that_were_chosen():
+    grid = LoopGrid(make_app([AgentMod(make_agent)]), 5)
+    start(PeerRelay(budget=2), grid, num_rounds=2)
+    met, forwarded = grid.sent[5:10], grid.sent[15:]
+    assert all(len(message.content.array_records) == 1 for message in grid.sent[:5])
+    for message in forwarded:
+        receiver = str(message.metadata.dst_node_id)
+        peers = message.content["fedcb2o.request"]["peers"]
+        assert len(peers) == 2
+        assert receiver not in peers
+        assert {*message.content.array_records} == {f"fedcb2o.peer.{peer}" for peer in peers}
+    # In the second round the clients choose the peers that they did not meet in the first.
+    chosen = [
+        {m.metadata.dst_node_id: {*m.content["fedcb2o.request"]["peers"]} for m in messages}
+        for messages in (met, forwarded)
+    ]
+    assert all(chosen[0][id].isdisjoint(chosen[1][id]) for id in grid.contexts)
+
+
+def test_hostile_replies_are_refused():
+    """A broken model is refused by the agents; a reply without a model by the relay."""
+    honest = make_app([AgentMod(make_agent)])
+
+    def app(message, context):
+        reply = copy.deepcopy(honest(message, context))  # without the client's own state
+        j = context.node_config["partition-id"]
+        if message.metadata.message_type == "train" and j == 1:
+            reply.content["arrays"]["weight"].data = b"no array"
+        if message.metadata.message_type == "train" and j == 2:
+            del reply.content["metrics"]
+        if message.metadata.message_type == "train" and j == 3:
+            reply.content["fedcb2o.request"] = ConfigRecord({"peers": ["unknown"] * 9})
+        return reply
+
+    grid = LoopGrid(app, 4)
+    relay = start(PeerRelay(budget=3), grid)
+    first, second, third, last = map(str, grid.contexts)
+    assert third not in relay.decisions
+    assert relay.decisions[first]["refused"] == [second]
+    assert relay.decisions[first]["peers"] == [last]
+    assert relay.decisions[last]["peers"] == []
+
+
+def assert_equals_a_run(folder):
+    run = fedcb2o.run(same_run.TABLE, out=folder / "run", workers=1, watch=lambda *record: None)
+    models = torch.load(folder / "models.pt")
+    for j in range(8):
+        expected = parameters.flatten(run.model(j)).double()
+        assert (expected - models).norm(dim=1).min() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["median", "krum", "flanders"])
+def test_robust_strategies_aggregate_as_their_rules(name):
+    scales = [1.0, 1.1, 0.9, 1.2, 50.0]
+    strategy = {
+        "median": lambda: RobustStrategy(Median()),
+        "krum": lambda: RobustStrategy(Krum(f=1)),
+        "flanders": lambda: FlandersStrategy(f=1, window=1),
+    }[name]()
+    grid = LoopGrid(make_app([], scales), 5)
+    arrays = ArrayRecord(linear().state_dict())
+    for n in range(1, 3):
+        if name == "flanders":
+            scales[-1] = 50.0 * n
+        messages = strategy.configure_train(n, arrays, ConfigRecord(), grid)
+        new, _ = strategy.aggregate_train(n, grid.send_and_receive(messages))
+    # The forecast repeats the last models. All but one do, and the mean is that of the others.
+    expected = {"median": 1.1, "krum": 1.1, "flanders": 1.05}[name]
+    assert new.to_torch_state_dict()["weight"][0, 0] == pytest.approx(expected)
+
+
+def test_too_many_attackers_are_an_error():
+    strategy = RobustStrategy(Krum(f=2))
+    with pytest.raises(ConfigError, match="krum"):
+        start(strategy, LoopGrid(make_app([]), 4))
+
+
+def test_a_robust_strategy_refuses_other_shapes_and_infinite_numbers(caplog):
+    honest = make_app([])
+
+    def app(message, context):
+        reply = honest(message, context)
+        j = context.node_config["partition-id"]
+        weight = {1: torch.full((2, 2), torch.nan), 2: torch.zeros(3)}.get(j)
+        if message.metadata.message_type == "train" and weight is not None:
+            reply.content["arrays"] = ArrayRecord({"weight": weight})
+        return reply
+
+    grid = LoopGrid(app, 4)
+    strategy = RobustStrategy(functools.partial(torch.mean, dim=0))
+    arrays = ArrayRecord(linear().state_dict())
+    replies = grid.send_and_receive(strategy.configure_train(1, arrays, ConfigRecord(), grid))
+    new, _ = strategy.aggregate_train(1, replies)
+    torch.testing.assert_close(new.to_torch_state_dict()["weight"], torch.eye(2))
+    assert "not finite" in caplog.text
+    assert "another shape" in caplog.text
+
+
+def test_a_model_attack_leaves_the_attackers_own_model():
+    attack = AttackMod("sign_flip", is_malicious=lambda c: c.node_config["partition-id"] == 1)
+    grid = LoopGrid(make_app([attack, AgentMod(make_agent)], [1.0, 3.0]), 2)
+    start(PeerRelay(budget=1), grid)
+    receiver, attacker = grid.contexts
+    (forwarded,) = (m for m in grid.sent[2:] if m.metadata.dst_node_id == receiver)
+    published = forwarded.content[f"fedcb2o.peer.{attacker}"]
+    # Trained from 1 to 3, the attacker publishes 1 - (3 - 1).
+    torch.testing.assert_close(published.to_torch_state_dict()["weight"], -torch.eye(2))
+    agent = make_agent(None)
+    agent.network.weight.data *= 3.0
+    agent.aggregate({"0": linear(1.0).state_dict()})
+    torch.testing.assert_close(model_of(grid, 1), agent.network.weight.data)
+
+
+def test_a_data_attack_changes_what_the_app_trains_on():
+    seen = {}
+    app = ClientApp(
+        mods=[
+            AttackMod(
+                {"name": "label_flip", "source": 1, "target": 0},
+                is_malicious=lambda c: c.node_config["partition-id"] == 1,
+            )
+        ]
+    )
+
+    @app.train()
+    def train(message, context):
+        key = (message.content["config"]["server-round"], context.node_config["partition-id"])
+        seen[key] = training_data(X, Y)[1].tolist()
+        content = {"arrays": message.content["arrays"]}
+        content["metrics"] = MetricRecord({"num-examples": 3})
+        return Message(RecordDict(content), reply_to=message)
+
+    strategy = RobustStrategy(functools.partial(torch.mean, dim=0), fraction_evaluate=0.0)
+    start(strategy, LoopGrid(app, 2), num_rounds=2)
+    assert seen == {(1, 0): [0, 1, 1], (1, 1): [0, 0, 0], (2, 0): [0, 1, 1], (2, 1): [0, 0, 0]}
+
+
+@pytest.mark.parametrize("attack", ["alie", "dissensus", "min_max"])
+def test_attacks_that_need_other_clients_are_refused(attack):
+    with pytest.raises(ConfigError, match="models of other clients"):
+        AttackMod(attack)
