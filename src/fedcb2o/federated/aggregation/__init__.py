@@ -14,6 +14,7 @@ Example:
     [1.0]
 """
 
+from fedcb2o.federated.aggregation._dnc import dnc
 from fedcb2o.federated.aggregation._flame import flame
 from fedcb2o.federated.aggregation._flanders import filter_models as filter_models
 from fedcb2o.federated.aggregation._flanders import flanders
@@ -43,6 +44,7 @@ from fedcb2o.federated.aggregation.gram_rules import (
     multi_krum,
     sageflow,
 )
+from fedcb2o.federated.aggregation.loss_rules import loss_clustering, lpe_tsr
 from fedcb2o.federated.aggregation.own_model_rules import (
     balance,
     centred_clipping,
@@ -66,6 +68,7 @@ __all__ = [
     "clipped_gossip",
     "coordinate_median",
     "cs_plus",
+    "dnc",
     "flame",
     "flanders",
     "fltrust",
@@ -74,6 +77,8 @@ __all__ = [
     "krum",
     "lfighter",
     "lightyear",
+    "loss_clustering",
+    "lpe_tsr",
     "mda",
     "meamed",
     "mean",
