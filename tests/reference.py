@@ -939,3 +939,26 @@ def below(q: float, L: Sequence[float], mass: Sequence[float]) -> float:
 def norm(x: Point) -> float:
     """|x|_2."""
     return math.sqrt(sum(each * each for each in x))
+
+
+def caf(x: Tensor, f: int) -> Tensor:
+    """The mean by the covariance bound-agnostic filter, with the covariance matrix itself."""
+    m = len(x)
+    c = [1.0] * m
+    best = x.mean(0)
+    least = math.inf
+    while sum(c) > m - 2 * f:
+        mu = sum((c[i] * x[i] for i in range(m)), torch.zeros_like(x[0])) / sum(c)
+        covariance = sum(
+            (c[i] * torch.outer(x[i] - mu, x[i] - mu) for i in range(m)), torch.zeros_like(x.T @ x)
+        ) / sum(c)
+        values, vectors = torch.linalg.eigh(covariance)
+        if float(values[-1]) < least:
+            least = float(values[-1])
+            best = mu
+        tau = [float((x[i] - mu) @ vectors[:, -1]) ** 2 for i in range(m)]
+        largest = max(tau[i] for i in range(m) if c[i] > 0)
+        if largest == 0:
+            break
+        c = [c[i] * (1 - tau[i] / largest) if c[i] > 0 else 0.0 for i in range(m)]
+    return best

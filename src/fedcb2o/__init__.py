@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from fedcb2o import _deprecation
 
 if TYPE_CHECKING:
+    from fedcb2o import aggregators
     from fedcb2o.agent import Agent, Decision
     from fedcb2o.data import Dataset, Owners, Shard, dataset, datasets
     from fedcb2o.errors import ConfigError, DataError, FedCB2OError, RunError
@@ -55,6 +56,7 @@ __all__ = [
     "RunError",
     "Search",
     "Shard",
+    "aggregators",
     "bench",
     "cb2o",
     "dataset",
@@ -106,6 +108,8 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version  # slow to import
 
         return version("fedcb2o")
+    if name == "aggregators":
+        return importlib.import_module("fedcb2o.aggregators")
     for home, names in _HOMES.items():
         if name in names:
             module = importlib.import_module(f"fedcb2o.{home}")

@@ -5,9 +5,9 @@ As in `gram_rules`, a rule is a function `(gram, ...) -> weights [m]` that treat
 Example:
     >>> import torch
     >>> from fedcb2o.federated.aggregation import gram
-    >>> models = torch.tensor([[0.0], [1.0], [2.0], [100.0]])
-    >>> mda(gram(models), f=2).tolist()
-    [0.5, 0.5, 0.0, 0.0]
+    >>> models = torch.tensor([[0.0], [1.0], [2.5], [100.0]])
+    >>> mda(gram(models), f=1).tolist() == [1 / 3, 1 / 3, 1 / 3, 0.0]
+    True
 """
 
 import itertools
@@ -57,7 +57,7 @@ def mda(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     m = len(gram)
     f = validate_byzantine_count(mda, f, m)
     squared = squared_distances(gram)
-    diameters = squared.unique()
+    diameters = torch.unique(squared)
     low = 0
     high = len(diameters) - 1
     while low < high:

@@ -1,0 +1,135 @@
+"""Pre-aggregators: they change all models before an aggregator.
+
+>>> Clipping(c=1.0)([[3.0, 4.0], [0.0, 0.5]])
+[[0.6000000000000001, 0.8], [0.0, 0.5]]
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fedcb2o.aggregators._base import Aggregator, finite_gram, fit_f, with_origin
+from fedcb2o.aggregators._conversion import Models, Stack, stack
+from fedcb2o.federated.aggregation import base, preaggregation
+
+__all__ = ["ARC", "NNM", "Bucketing", "Clipping"]
+
+
+@dataclass(frozen=True)
+class NNM(Aggregator):
+    """Nearest-neighbour mixing: each model becomes the mean of its m - f nearest models.
+
+    A model is among its nearest ones. Needs m >= 2 f + 1. Allouah, Farhadkhani, Guerraoui, Gupta,
+    Pinot and Stephan, "Fixing by mixing" (AISTATS 2023).
+
+    Args:
+        f: Number of attackers to assume.
+        clip_f: Assume fewer if there are too few models, with a warning, instead of an error.
+
+    Example:
+        >>> NNM(f=1)([[0.0], [1.0], [9.0]])
+        [[0.5], [0.5], [5.0]]
+    """
+
+    f: int = 0
+    clip_f: bool = field(default=False, kw_only=True)
+
+    def __call__(self, models: Models) -> Any:
+        """Return as many models, of the same type."""
+        stacked = stack(models)
+        f = fit_f(preaggregation.nnm, self.f, len(stacked.rows), clip_f=self.clip_f)
+        return _mixed(stacked, preaggregation.nnm(finite_gram(stacked.rows), f=f))
+
+
+@dataclass(frozen=True)
+class Bucketing(Aggregator):
+    """Means of random groups of s models.
+
+    The last group may be smaller. Karimireddy, He and Jaggi, "Byzantine-robust learning on
+    heterogeneous datasets via bucketing" (ICLR 2022), recommend groups of 2.
+
+    Args:
+        s: Number of models per group, 1 or more.
+        rng: Source of randomness; by default a new one in each call.
+
+    Example:
+        >>> Bucketing(s=3)([[0.0], [1.0], [5.0]])
+        [[2.0]]
+    """
+
+    s: int = 1
+    rng: np.random.Generator | None = None
+
+    def __call__(self, models: Models) -> Any:
+        """Return ceil(m / s) models, of the same type."""
+        stacked = stack(models)
+        rng = self.rng or np.random.default_rng()
+        return _mixed(stacked, preaggregation.bucketing(len(stacked.rows), rng, size=self.s))
+
+
+@dataclass(frozen=True)
+class Clipping(Aggregator):
+    """Each vector scaled down to a norm of at most c.
+
+    x_i min(1, c / ||x_i||). For updates or gradients: models are clipped about 0.
+
+    Args:
+        c: Largest norm, above 0.
+
+    Example:
+        >>> Clipping(c=5.0)([[6.0, 8.0], [1.0, 0.0]])
+        [[3.0, 4.0], [1.0, 0.0]]
+    """
+
+    c: float = 2.0
+
+    def __call__(self, models: Models) -> Any:
+        """Return as many vectors, of the same type."""
+        stacked = stack(models)
+        g = with_origin(finite_gram(stacked.rows, last=0))
+        return _scaled(stacked, preaggregation.clipping(g, radius=self.c))
+
+
+@dataclass(frozen=True)
+class ARC(Aggregator):
+    """Adaptive robust clipping: the largest vectors scaled down to the norm of the next one.
+
+    The floor(2 f (m - f) / m) largest vectors are clipped. Needs m >= 2 f + 1. Allouah, Guerraoui,
+    Gupta, Jellouli, Rizk and Stephan, "Adaptive gradient clipping for robust federated learning"
+    (ICLR 2025). For updates or gradients: models are clipped about 0.
+
+    Args:
+        f: Number of attackers to assume.
+        clip_f: Assume fewer if there are too few models, with a warning, instead of an error.
+
+    Example:
+        >>> ARC(f=1)([[1.0, 0.0], [0.0, 2.0], [6.0, 8.0]])
+        [[1.0, 0.0], [0.0, 2.0], [1.2000000000000002, 1.6]]
+    """
+
+    f: int = 0
+    clip_f: bool = field(default=False, kw_only=True)
+
+    def __call__(self, models: Models) -> Any:
+        """Return as many vectors, of the same type."""
+        stacked = stack(models)
+        f = fit_f(preaggregation.arc, self.f, len(stacked.rows), clip_f=self.clip_f)
+        g = with_origin(finite_gram(stacked.rows, last=0))
+        return _scaled(stacked, preaggregation.arc(g, f=f))
+
+
+def _mixed(stacked: Stack, matrix: Float[Tensor, "j m"]) -> Any:
+    mixed = matrix.to(stacked.rows) @ stacked.rows
+    if not mixed.isfinite().all():
+        base.require_finite(stacked.rows, torch.arange(len(stacked.rows)))
+    return stacked.restore_all(mixed)
+
+
+def _scaled(stacked: Stack, matrix: Float[Tensor, "k k"]) -> Any:
+    """Scale vectors by the diagonal of a clipping matrix, which has the origin as its last row."""
+    factors = matrix.diagonal()[:-1].to(stacked.rows)
+    return stacked.restore_all(stacked.rows * factors.unsqueeze(1))

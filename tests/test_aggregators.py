@@ -1,0 +1,329 @@
+"""Aggregators for callers: types in and out, errors, and independent plain loops."""
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import fedcb2o
+from fedcb2o import aggregators
+from fedcb2o.errors import ConfigError
+from fedcb2o.federated import aggregation
+from fedcb2o.federated.aggregation import base, preaggregation
+from tests import reference
+from tests.views import models
+
+CLASSES = {
+    name: getattr(aggregators, name)
+    for name in aggregators.__all__
+    if isinstance(getattr(aggregators, name), type) and name != "Aggregator"
+}
+FUNCTIONS = sorted(set(aggregators.__all__) - set(CLASSES) - {"Aggregator"})
+ALONE = sorted(
+    name for name, kind in CLASSES.items() if kind.__call__.__code__.co_argcount == 2
+)  # of models alone
+PRE = ["ARC", "NNM", "Bucketing", "Clipping"]
+WITH_F = sorted(name for name, kind in CLASSES.items() if hasattr(kind, "f"))
+
+X = models(7, 6)
+INPUTS = {
+    "ClippedGossip": (X[-1],),
+    "CSPlus": (X[-1],),
+    "Balance": (X[-1], 0.0),
+    "UBAR": (X[-1], np.arange(8.0)),
+    "FLTrust": (X[-1], X[0]),
+    "NormClipping": (X[-1],),
+    "FLAME": (X[-1],),
+    "LFighter": (X.view(7, 2, 3), X[0].view(2, 3)),
+    "Sageflow": (np.ones(7), np.zeros(7)),
+    "WeightedAverage": (np.arange(1.0, 8.0),),
+}
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(3)
+
+
+def make(name, **parameters):
+    if "rng" in CLASSES[name].__dataclass_fields__:
+        parameters["rng"] = rng()
+    if hasattr(CLASSES[name], "f"):
+        parameters.setdefault("f", 1)
+    return CLASSES[name](**parameters)
+
+
+def as_lists(found):
+    return [row.tolist() for row in found] if isinstance(found, list) else found.tolist()
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_every_type_of_models_gives_the_same(name):
+    """Of 7 models of 6 numbers: a tensor, an array, and lists of them, with matrices as models."""
+    whole = make(name)(X)
+    assert isinstance(whole, torch.Tensor)
+    assert whole.dtype == torch.float64
+    expected = whole.tolist()
+    arrays = list(X.numpy())
+    kinds = {
+        "array": (X.numpy(), np.ndarray),
+        "tensors": (list(X), torch.Tensor),
+        "arrays": (arrays, np.ndarray),
+        "numbers": (X.tolist(), list),
+    }
+    for given, kind in kinds.values():
+        found = make(name)(given)
+        if name in PRE:
+            assert isinstance(found, np.ndarray if given is kinds["array"][0] else list)
+            found = [one.tolist() if kind is not list else one for one in found]
+            assert all(isinstance(one, list) for one in found)
+        else:
+            assert isinstance(found, kind)
+            found = found if kind is list else found.tolist()
+        assert found == expected
+    matrices = make(name)(X.view(7, 2, 3))
+    assert matrices.flatten(-2).tolist() == expected
+    strided = make(name)(X.flip(1).numpy()[:, ::-1])
+    np.testing.assert_allclose(strided, expected, rtol=1e-12)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        low = make(name)(X.to(dtype))
+        assert low.dtype == dtype
+        if name not in ("Krum", "NNM", "MDA", "SMEA", "MultiKrum") or dtype is torch.float32:
+            torch.testing.assert_close(low.double(), whole, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_inputs_are_not_changed_and_objects_can_be_pickled(name):
+    x = X.clone()
+    first = make(name)(x, *INPUTS.get(name, ()))
+    again = pickle.loads(pickle.dumps(make(name)))
+    assert as_lists(again(x, *INPUTS.get(name, ()))) == as_lists(first) or name == "FLAME"
+    assert x.equal(X)
+    with pytest.raises(AttributeError):
+        again.f = 2  # immutable
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_the_classes(name):
+    function = getattr(aggregators, name)
+    kind = next(k for n, k in CLASSES.items() if k.__doc__ == function.__doc__)
+    inputs = INPUTS.get(kind.__name__, ())
+    settings = {"rng": rng()} if "rng" in kind.__dataclass_fields__ else {}
+    found = function(X, *inputs, **settings)
+    assert as_lists(found) == as_lists(
+        make(kind.__name__, **({"f": 0} if hasattr(kind, "f") else {}))(X, *inputs)
+    )
+    if hasattr(kind, "f"):  # the parameters follow the inputs, by place or name
+        assert as_lists(function(X, *inputs, 1)) == as_lists(function(X, *inputs, f=1))
+    # The names are those of a configuration.
+    assert name in [*aggregation.__all__, *preaggregation.__all__]
+
+
+def test_state_dicts():
+    """Whole numbers give their lower median, and each tensor keeps its shape and type."""
+
+    def state(w, b, count):
+        return {
+            "w": torch.tensor(w),
+            "count": torch.tensor(count),
+            "b": torch.tensor(b, dtype=torch.float64),
+        }
+
+    sent = [
+        state([[0.0, 1.0]], [0.0], 3),
+        state([[2.0, 3.0]], [9.0], 5),
+        state([[9.0, 2.0]], [3.0], 4),
+    ]
+    found = aggregators.Median()(sent)
+    assert list(found) == ["w", "count", "b"]
+    assert found["w"].tolist() == [[2.0, 2.0]]
+    assert found["w"].dtype == torch.float32
+    assert found["b"].tolist() == [3.0]
+    assert found["b"].dtype == torch.float64
+    assert found["count"].equal(torch.tensor(4))
+    arrays = [{name: value.numpy() for name, value in one.items()} for one in sent]
+    found = aggregators.Average()(arrays)
+    assert isinstance(found["w"], np.ndarray)
+    np.testing.assert_allclose(found["w"], [[11 / 3, 2.0]], rtol=1e-6)
+    clipped = aggregators.Clipping(c=1.0)(sent)
+    assert clipped[0]["w"].tolist() == [[0.0, 1.0]]
+    assert clipped[2]["w"].norm() < 1
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "there is no model to aggregate"),
+        (torch.zeros(0, 3), "there is no model to aggregate"),
+        (torch.zeros(3), r"one model a row, got shape \[3\]"),
+        ({"a": torch.zeros(3)}, "must be a list of models, got a dict"),
+        (None, "must be a list of models, got None"),
+        (["abc"], "model 0 is a str, expected numbers or a state dict"),
+        ([1.0, 2.0], "model 0 is a float, expected"),
+        ([torch.zeros(3), torch.zeros(4)], r"model 1 has shape \[4\] and type torch.float32, and"),
+        ([np.zeros(3), np.zeros(3, np.float32)], r"model 1 has shape \[3\] and type float32"),
+        ([np.zeros(3), torch.zeros(3)], "model 1 is a Tensor, and model 0 is a ndarray"),
+        ([{"a": torch.zeros(3)}, {"b": torch.zeros(3)}], "model 1 and model 0 do not both have .* `a`"),
+        ([{"a": torch.zeros(3)}, {"a": torch.zeros(2)}], r"model 1 has for `a` shape \[2\]"),
+        ([{"a": torch.tensor(3)}], "no tensor of real numbers"),
+        ([{"a": "b"}], "`a` of a model is not a tensor"),
+        (np.array([["a"]]), "words"),
+        (torch.zeros(2, 2, dtype=torch.complex64), "complex"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_be_aggregated(given, message):
+    with pytest.raises(ConfigError, match=message):
+        aggregators.Average()(given)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_model_that_is_not_finite_is_an_error_of_every_rule(name, value):
+    """Also of a rule that would not use it: the caller leaves it out."""
+    x = X.clone()
+    x[2, 3] = value
+    with pytest.raises(ConfigError, match=r"models are not finite: leave out the rows \[2\]"):
+        make(name)(x, *INPUTS.get(name, ()))
+
+
+NEEDED = {"Bulyan": 7, "Krum": 5, "MultiKrum": 5, "ClippedGossip": 3, "CSPlus": 3, "UBAR": 3}
+
+
+@pytest.mark.parametrize("name", WITH_F)
+def test_too_few_models_are_an_error_or_a_warning(name, caplog):
+    """f = 1 needs 2 f + 1 models where nothing else is said; the agent's own model counts."""
+    m = NEEDED.get(name, 3) - 1 - len(INPUTS.get(name, ())[:1])
+    inputs = {"UBAR": (X[-1], np.arange(m + 1.0))}.get(name, INPUTS.get(name, ()))
+    with pytest.raises(
+        ConfigError, match=rf"`f` = 1 attackers are more .* needs {NEEDED.get(name, 3)} models"
+    ):
+        make(name)(X[:m], *inputs)
+    base._warn_of_clipping.cache_clear()
+    clipped = make(name, clip_f=True)(X[:m], *inputs)
+    assert as_lists(clipped) == as_lists(make(name, f=0)(X[:m], *inputs))
+    assert f"needs {NEEDED.get(name, 3)} models, and there are" in caplog.text
+    assert "f = 0 is assumed" in caplog.text
+    for f in (-1, 1.5, True):
+        with pytest.raises(ConfigError, match="`f`, the number of attackers to assume"):
+            make(name, f=f)
+
+
+@pytest.mark.parametrize("name", sorted(set(CLASSES) - {"LFighter", "FLTrust"}))
+def test_one_model(name):
+    """One model alone comes out, or moves by what clipping and mixing leave."""
+    one = X[:1] / 100
+    inputs = {
+        "UBAR": (one[0], [1.0, 1.0]),
+        "Sageflow": ([1.0], [0.0]),
+        "WeightedAverage": ([2.0],),
+        "Balance": (one[0], 0.0),
+        "ClippedGossip": (one[0],),
+        "CSPlus": (one[0],),
+        "NormClipping": (one[0],),
+        "FLAME": (one[0],),
+    }.get(name, ())
+    found = make(name, **({"f": 0} if name in WITH_F else {}))(one, *inputs)
+    torch.testing.assert_close(found.flatten(), one[0])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: aggregators.GeometricMedian(nu=0.0)(X), "`nu` must be above 0"),
+        (lambda: aggregators.Krum(definition="other")(X), "`definition` must be"),
+        (lambda: aggregators.MoNNA(idx=7)(X), "`idx` must be from 0 to 6, got 7"),
+        (lambda: aggregators.MultiKrum(selected=0)(X), "`selected` must be 1 or more"),
+        (lambda: aggregators.Bucketing(s=0)(X), "`size`"),
+        (lambda: aggregators.Clipping(c=0.0)(X), "`radius` must be above 0"),
+        (lambda: aggregators.CSPlus()(X, X[0, :3]), "own model has 3 numbers, and the others have 6"),
+        (lambda: aggregators.UBAR()(X, X[0], [1.0]), "`losses` must hold one number per model, 8"),
+        (lambda: aggregators.WeightedAverage()(X, [-1.0] * 7), "`num_samples` must be 0 or more"),
+        (lambda: aggregators.LFighter()(X, X, X), r"`heads` must be \[7, C, h \+ 1\]"),
+        (lambda: aggregators.Sageflow()(X, np.ones(7), np.full(7, 9.0)), "trusts none of the models"),
+        (lambda: aggregators.SMEA(f=40)(models(100, 2)), "subsets of 100 models"),
+    ],
+)  # fmt: skip
+def test_impossible_parameters(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+# Right values
+
+
+def brute_force(x, f, spread):
+    """The first subset of m - f models of least spread."""
+    subsets = itertools.combinations(range(len(x)), len(x) - f)
+    return x[list(min(subsets, key=lambda s: round(spread(x[list(s)]), 9)))].mean(0)
+
+
+def diameter(x):
+    return float(torch.cdist(x, x).max())
+
+
+def variance(x):
+    return float(torch.linalg.svdvals(x - x.mean(0))[0])
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("name", "spread"), [("MDA", diameter), ("SMEA", variance)])
+def test_subsets_of_least_spread_by_brute_force(name, spread, seed):
+    m = 3 + seed % 6
+    f = seed % ((m + 1) // 2)
+    x = models(m, 3, seed)
+    if name == "MDA" and seed % 2:
+        x = x.round()  # many equal distances
+    found = CLASSES[name](f=f)(x)
+    torch.testing.assert_close(found, brute_force(x, f, spread))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_caf_is_the_plain_loop(seed):
+    x = models(9, 4, seed)
+    x[:2] += 10
+    torch.testing.assert_close(aggregators.CAF(f=2)(x), reference.caf(x, 2))
+
+
+def test_clipping_by_hand():
+    # Norms 5, 1, 10 and 2; of four models with f = 1, floor(2 * 3 / 4) = 1 is clipped, to 5.
+    x = [[3.0, 4.0], [1.0, 0.0], [6.0, 8.0], [0.0, 2.0]]
+    assert aggregators.ARC(f=1)(x) == [[3.0, 4.0], [1.0, 0.0], [3.0, 4.0], [0.0, 2.0]]
+    found = aggregators.Clipping(c=2.0)(x)
+    assert found == [pytest.approx(row) for row in [[1.2, 1.6], [1, 0], [1.2, 1.6], [0, 2]]]
+
+
+def test_geometric_median_of_the_first_steps_by_hand():
+    """From 0: weights 1/3 and 1 / nu of models at distances 3 and 0; then distances from that."""
+    assert aggregators.GeometricMedian(T=0)([[3.0], [0.0]]) == [0.0]
+    assert aggregators.GeometricMedian(nu=1.0, T=1)([[3.0], [0.0]]) == pytest.approx([1 / (4 / 3)])
+    z = 3 / 4
+    a, b = 1 / (3 - z), 1 / 1.0
+    expected = [3 * a / (a + b)]
+    assert aggregators.GeometricMedian(nu=1.0, T=2)([[3.0], [0.0]]) == pytest.approx(expected)
+
+
+def test_krum_by_two_definitions():
+    """Scores of 0, 1, 3, 7 and 20 with f = 1: of the 2 nearest 10, 5, 13, 52, 458, of the 3 nearest
+    59, 41, 29, 101, 819."""
+    x = [[0.0], [1.0], [3.0], [7.0], [20.0]]
+    assert aggregators.Krum(f=1)(x) == [1.0]
+    assert aggregators.Krum(f=1, definition="byzfl")(x) == [3.0]
+    assert aggregators.MultiKrum(f=1, selected=2)(x) == [0.5]
+    assert aggregators.MultiKrum(f=2, definition="byzfl")(x) == pytest.approx([4 / 3])
+
+
+def test_centred_clipping_goes_on_from_its_start():
+    rule = aggregators.CenteredClipping(m=[1.0, 0.0], tau=1.0)
+    assert rule([[4.0, 4.0], [1.0, 0.5]]) == pytest.approx([1.3, 0.65])
+    twice = aggregators.CenteredClipping(L=2, tau=1.0)
+    first = aggregators.CenteredClipping(tau=1.0)([[3.0, 4.0], [0.0, 0.5]])
+    expected = aggregators.CenteredClipping(m=first, tau=1.0)([[3.0, 4.0], [0.0, 0.5]])
+    assert twice([[3.0, 4.0], [0.0, 0.5]]) == pytest.approx(expected)
+
+
+def test_the_rules_are_a_lazy_part_of_the_package():
+    assert fedcb2o.aggregators is aggregators
