@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 
 import fedcb2o
 from fedcb2o.particles import Result, adversaries, problem
-from fedcb2o.report._figures import LINE_STYLES, PALETTE, STYLE
+from fedcb2o.report._panels import LINE_STYLES, PALETTE, STYLE
 
 CIRCLE = problem("circle")
 SHARES = (0.0, 0.02, 0.04, 0.05, 0.06, 0.1, 0.3, 0.5)

@@ -23,6 +23,7 @@ from paper.names import FIRST_FORM, rename_results
 
 from fedcb2o.records import slug
 from fedcb2o.report import GridResults, SettingResults, explorer_page, read_grid, to_markdown
+from fedcb2o.report._grid_metrics import COMPARED_METRICS
 from fedcb2o.report._regret import worst_regret
 from fedcb2o.report._statistics import (
     CONFIDENCE,
@@ -30,7 +31,6 @@ from fedcb2o.report._statistics import (
     paired_differences,
     seed_statistics,
 )
-from fedcb2o.report.grid_tables import COMPARED_METRICS
 
 DOCS = Path(__file__).parents[1] / "docs"
 EXPLORER = DOCS / "explorer.html"

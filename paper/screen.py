@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedcb2o.report import read_grid
+from fedcb2o.report._grid_metrics import COMPARED_METRICS
 from fedcb2o.report._regret import worst_regret, worst_regret_differences
 from fedcb2o.report.grid_results import GridResults
-from fedcb2o.report.grid_tables import COMPARED_METRICS, SettingResults, regret_contests
+from fedcb2o.report.grid_tables import SettingResults, regret_contests
 
 
 def contenders(results: GridResults) -> set[str]:

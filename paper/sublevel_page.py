@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fedcb2o.report._figures import MARKERS, PALETTE, STYLE
+from fedcb2o.report._panels import MARKERS, PALETTE, STYLE
 from fedcb2o.report._statistics import interval_half_width
 
 BETAS = (0.25, 0.5, 0.75, 1.0)

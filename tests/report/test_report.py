@@ -18,7 +18,8 @@ from fedcb2o.report import (
     source_counts,
     weight_matrix,
 )
-from fedcb2o.report._figures import Panels, draw_panels, learning_curves, method_colour
+from fedcb2o.report._figures import learning_curves
+from fedcb2o.report._panels import Panels, draw_panels, method_colour
 from fedcb2o.report.run_page import _page_title
 
 SMALL = {"rounds": 10, "seeds": (0, 1), "benign": 3, "malicious": 1}

@@ -13,6 +13,7 @@ from fedcb2o.records import read_json_with_checksum, write_json_with_checksum
 from fedcb2o.report import _grid_page
 from fedcb2o.report._attack_strengths import (
     chosen_strengths_table,
+    read_choices,
     strength_trials_table,
 )
 from fedcb2o.report._grid_page import report_grid

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from fedcb2o.records import Run, last_fifth
-from fedcb2o.report._figures import STYLE, figure_title, percent_formatter
+from fedcb2o.report._figures import figure_title, percent_formatter
+from fedcb2o.report._panels import STYLE
 
 _BLUE = "#1B87D6"
 WEIGHT_COLOURMAP = LinearSegmentedColormap.from_list("weights", [(_BLUE, 0.0), (_BLUE, 1.0)])

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
-from fedcb2o.report._figures import LINE_STYLES
+from fedcb2o.report._panels import LINE_STYLES
 
 BENIGN_COLOURS = ("#0072B2", "#009E73", "#56B4E9", "#7F7F7F")
 """One colour per cluster."""

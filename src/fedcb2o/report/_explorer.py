@@ -16,9 +16,10 @@ import pandas as pd
 from markupsafe import Markup
 
 from fedcb2o.records import slug
+from fedcb2o.report._grid_metrics import metric_info
 from fedcb2o.report._html import render_explorer
 from fedcb2o.report.grid_results import GridResults
-from fedcb2o.report.grid_tables import SettingResults, describe_changes, metric_info
+from fedcb2o.report.grid_tables import SettingResults, describe_changes
 
 MEASURES = (
     "accuracy",

@@ -12,6 +12,7 @@ from fedcb2o.errors import RunError
 from fedcb2o.records import STANDARD_METRICS, slug
 from fedcb2o.report._attack_strengths import write_strengths
 from fedcb2o.report._explorer import explorer_page
+from fedcb2o.report._grid_metrics import COMPARED_METRICS, GRID_METRICS
 from fedcb2o.report._heat_map import draw_heat_map
 from fedcb2o.report._html import to_png
 from fedcb2o.report._ineffective_attacks import ineffective_attack_notes
@@ -20,8 +21,6 @@ from fedcb2o.report._regret import regrets
 from fedcb2o.report._statistics import paired_differences, seed_statistics, worst_attack
 from fedcb2o.report.grid_results import BASELINES, KEY_COLUMNS, GridResults, metric_names
 from fedcb2o.report.grid_tables import (
-    COMPARED_METRICS,
-    GRID_METRICS,
     SettingResults,
     compare_settings,
     defence_overview,

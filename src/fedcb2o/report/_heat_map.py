@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from fedcb2o.report._figures import STYLE
+from fedcb2o.report._panels import STYLE
 
 _CELL_WIDTH = 0.56  # inches
 _CELL_HEIGHT = 0.42  # inches

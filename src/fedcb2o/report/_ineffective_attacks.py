@@ -14,7 +14,7 @@ def harm_bounds(rows: pd.DataFrame, attacks: Sequence[str]) -> pd.DataFrame:
     """Compute simultaneous bounds of the harm of each attack over all defences.
 
     Student's intervals hold at once with probability `CONFIDENCE` (Bonferroni), over defences and
-    measures of harm. Cells with fewer than 3 seeds have no interval and are left out.
+    measures of harm. Cells with fewer than 5 seeds have no interval and are left out.
 
     Args:
         rows: Result of `add_attack_effects`.

@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import atomic_write, flatten, slug
-from fedcb2o.report._figures import Panels, draw_legend, draw_panels
 from fedcb2o.report._html import Section, figure_row, render_block, render_page, to_png
+from fedcb2o.report._panels import Panels, draw_legend, draw_panels
 from fedcb2o.report._table_formats import to_html, to_latex, to_markdown
 
 _TOP_LEVEL = 2  # level of the headings below the title

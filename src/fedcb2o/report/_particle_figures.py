@@ -30,8 +30,8 @@ from fedcb2o.report._decay import (
     draw_decay,
     format_time,
 )
-from fedcb2o.report._figures import LINE_STYLES, STYLE
 from fedcb2o.report._html import render_animation
+from fedcb2o.report._panels import LINE_STYLES, STYLE
 
 _UPPER_COLOUR = "#CC79A7"
 _TARGET_COLOUR = "#F0E442"

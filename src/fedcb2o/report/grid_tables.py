@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 
 from fedcb2o._deprecation import former_names
-from fedcb2o.records import METRICS
 from fedcb2o.report import _regret
+from fedcb2o.report._grid_metrics import COMPARED_METRICS, metric_info
 from fedcb2o.report._page import flatten_to_text
 from fedcb2o.report._statistics import (
     CONFIDENCE,
@@ -26,115 +26,6 @@ from fedcb2o.report.grid_results import BASELINES, GridResults
 WORST_COLUMN = "Worst"
 SIGNIFICANT_MARK = " *"
 _EXCEEDED_MARK = " †"
-COMPARED_METRICS = {"accuracy": "Accuracy", "attack_success_rate": "Attack success"}
-"""Metrics in which defences are compared, and their short titles."""
-
-
-@dataclass(frozen=True)
-class GridMetric:
-    """A metric of a matrix.
-
-    Attributes:
-        title: Heading of the matrix.
-        caption: Description of a cell.
-        worse_direction: Direction in which values become worse.
-        is_percent: True for a fraction of 1 that the matrix shows in percent.
-    """
-
-    title: str
-    caption: str
-    worse_direction: Literal["low", "high", "neither"] = "neither"
-    is_percent: bool = True
-
-
-_LATE_ROUNDS = "over the last fifth of the rounds"
-GRID_METRICS = {
-    "accuracy": GridMetric(
-        METRICS["accuracy"].label,
-        "The share of all test samples that benign agents classify correctly.",
-        "low",
-    ),
-    "attack_success_rate": GridMetric(
-        METRICS["attack_success_rate"].label,
-        "The share of the samples of the attack's goal that are classified as the target.",
-        "high",
-    ),
-    "lost": GridMetric(
-        "Accuracy lost", "The accuracy of the better of the two baselines minus this one.", "high"
-    ),
-    "success": GridMetric(
-        "Attack success, net", "The rate minus that of the better of the two baselines.", "high"
-    ),
-    "source_accuracy": GridMetric(
-        METRICS["source_accuracy"].label,
-        "The share of source-class samples that are classified correctly.",
-        "low",
-    ),
-    "malicious_weight": GridMetric(
-        "Weight of malicious models",
-        "The weight of malicious agents' models in the averages of benign agents, "
-        f"{_LATE_ROUNDS}. Some rules give no weights.",
-        "high",
-    ),
-    "accuracy_worst": GridMetric(
-        "Overall accuracy, worst agent", "Of the benign agent with the lowest.", "low"
-    ),
-    "accuracy_worst_tenth": GridMetric(
-        "Overall accuracy, worst tenth",
-        "Mean of the tenth of the benign agents with the lowest.",
-        "low",
-    ),
-    "attack_success_rate_worst": GridMetric(
-        "Attack success rate, worst agent",
-        "The rate itself, of the benign agent with the highest.",
-        "high",
-    ),
-    "attack_success_rate_worst_tenth": GridMetric(
-        "Attack success rate, worst tenth",
-        "The rate itself, mean of the tenth of the agents with the highest.",
-        "high",
-    ),
-    "malicious_received": GridMetric(
-        "Malicious models among those received",
-        f"Their share of the models that benign agents receive, {_LATE_ROUNDS}.",
-        "high",
-    ),
-    "malicious_most": GridMetric(
-        "Most malicious models in a round",
-        "The largest number of them that a benign agent received in any round.",
-        is_percent=False,
-    ),
-    "f_exceeded": GridMetric(
-        "More malicious models than assumed",
-        "The share of cases, over all rounds, in which a benign agent received more of them than "
-        "its rule assumes. Rules without an assumption have none.",
-        "high",
-    ),
-    "other_cluster_weight": GridMetric(
-        "Weight of other clusters' models",
-        f"Their weight in the averages of benign agents, {_LATE_ROUNDS}.",
-    ),
-    "other_cluster_received": GridMetric(
-        "Other clusters' models among those received",
-        f"Their share of the models that benign agents receive, {_LATE_ROUNDS}.",
-    ),
-    "own_weight": GridMetric(
-        "Weight of agents' own models",
-        f"The weight of their own models in the averages of benign agents, {_LATE_ROUNDS}.",
-    ),
-    "seconds": GridMetric(
-        "Seconds a round",
-        "Of one process, without evaluation and checkpoints, on the machine and under the load of "
-        "the run.",
-        is_percent=False,
-    ),
-    "megabytes": GridMetric(
-        "Megabytes a round",
-        "The download of a benign agent: received models times 4 bytes for each parameter, in "
-        "millions.",
-        is_percent=False,
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -289,27 +180,6 @@ class SettingResults:
 
 def _is_high_worse(value: str) -> bool:
     return metric_info(value).worse_direction == "high"
-
-
-def metric_info(value: str) -> GridMetric:
-    """Return the description of a metric, also of one cluster.
-
-    Args:
-        value: Name such as "accuracy" or "accuracy_cluster_1".
-
-    Returns:
-        The description.
-
-    Example:
-        >>> metric_info("accuracy_cluster_2").title
-        'Overall accuracy, cluster 2'
-    """
-    name, _, cluster = value.partition("_cluster_")
-    if not cluster.isdecimal():
-        return GRID_METRICS[value]
-    metric = GRID_METRICS[name]
-    title = f"{metric.title}, cluster {cluster}"
-    return GridMetric(title, f"The same of cluster {cluster}.", metric.worse_direction)
 
 
 def metric_matrix(view: SettingResults, value: str) -> pd.DataFrame:

@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from fedcb2o.peer.report._peer_records import PeerRecords, RoundRecord
 from fedcb2o.report._agent_figures import WEIGHT_COLOURMAP, add_weight_colorbar, weight_norm
-from fedcb2o.report._figures import LINE_STYLES, MARKERS, PALETTE, STYLE
+from fedcb2o.report._panels import LINE_STYLES, MARKERS, PALETTE, STYLE
 
 _WIDTH, _HEIGHT = 4.7, 3.2  # inches: two figures side by side on a wide page
 _MAX_ROWS, _MAX_COLUMNS = 40, 240  # of peers and rounds in a figure
