@@ -4,10 +4,11 @@ BIN := .venv/bin
 CORE := .venv/.core
 STAMP := .venv/.installed
 DOCS := .venv/.docs
+FLOWER := .venv-flower
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --constraint constraints.txt --no-build-isolation
 
-.PHONY: help install demo demo-peers test slow hostile inputs typecheck-runtime lint format docs linkcheck wheel clean
+.PHONY: help install demo demo-peers test slow hostile inputs typecheck-runtime lint format docs linkcheck wheel flower test-flower clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -74,8 +75,25 @@ wheel: $(STAMP) ## Build the wheel into dist, and use it from another folder
 		../../$(BIN)/python -m fedcb2o $$job > said.txt || { cat said.txt; exit 1; }; done && \
 		../../$(BIN)/python -c "import fedcb2o; assert 'build/wheel' in fedcb2o.__file__, fedcb2o.__file__"
 
+# Flower pins other versions of what this project uses, so that it has an environment of its own.
+FLOWER_PINS := torch|numpy|scipy|pandas|scikit-learn|matplotlib|pydantic|safetensors|hatchling|hypothesis|pytest|pytest-timeout
+flower: $(FLOWER)/.installed ## Make the environment .venv-flower with Flower and this project
+
+test-flower: $(FLOWER)/.installed ## Run the tests of Flower, in its simulation and over its SuperNodes too
+	$(FLOWER)/bin/python -m pytest tests/flower
+
+$(FLOWER)/.installed: pyproject.toml constraints.txt
+	@rm -f $@
+	"$(PYTHON)" -m venv $(FLOWER)
+	grep -E '^($(FLOWER_PINS))==' constraints.txt >$(FLOWER)/constraints.txt
+	$(FLOWER)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(FLOWER)/constraints.txt \
+		hatchling hypothesis pytest pytest-timeout
+	$(FLOWER)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(FLOWER)/constraints.txt \
+		--no-build-isolation --editable '.[flower]'
+	@touch $@
+
 clean: ## Remove .venv, what the demos wrote, and all caches
-	rm -rf .venv runs/demo runs/demo-report runs/peers-demo dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(FLOWER) runs/demo runs/demo-report runs/peers-demo dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name .git -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 # Without a stamp the set-up was cut short, and pip takes a half-copied package for a whole one: the environment is made

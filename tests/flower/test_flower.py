@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -252,6 +254,18 @@ def test_a_data_attack_changes_what_the_app_trains_on():
     strategy = RobustStrategy(functools.partial(torch.mean, dim=0), fraction_evaluate=0.0)
     start(strategy, LoopGrid(app, 2), num_rounds=2)
     assert seen == {(1, 0): [0, 1, 1], (1, 1): [0, 0, 0], (2, 0): [0, 1, 1], (2, 1): [0, 0, 0]}
+
+
+def test_the_code_of_the_page_runs():
+    text = (Path(__file__).parents[2] / "docs" / "flower.md").read_text()
+    pattern = r"<!-- no test: needs Flower[^>]*-->\n```python\n(.*?)^```"
+    first, second = re.findall(pattern, text, re.DOTALL | re.MULTILINE)
+    namespace = {}
+    exec(first, namespace)
+    exec(second, namespace)
+    grid = LoopGrid(make_app([AgentMod(namespace["make_agent"])]), 3)
+    agent = namespace["make_agent"](list(grid.contexts.values())[0])
+    assert agent.select(["1", "2"], 2) == ["1", "2"]
 
 
 @pytest.mark.parametrize("attack", ["alie", "dissensus", "min_max"])
