@@ -53,12 +53,12 @@ PUBLISHED = {
 GROUPS = {  # (defence, attackers) -> rounds, in the order of the measurement
     ("FLANDERS + FedAvg", 80): 50,
     ("FedAvg", 80): 20,
-    ("FLANDERS + FedAvg", 20): 30,
-    ("FedCB2O", 80): 30,
+    ("FLANDERS + FedAvg", 20): 20,
+    ("FedCB2O", 80): 20,
     ("FedAvg", 20): 20,
-    ("FedCB2O", 20): 30,
-    ("FLANDERS + FedAvg", 60): 30,
-    ("FLANDERS + MultiKrum", 80): 30,
+    ("FedCB2O", 20): 20,
+    ("FLANDERS + FedAvg", 60): 20,
+    ("FLANDERS + MultiKrum", 80): 20,
 }
 FIELDS = [
     "defence", "attack", "attackers", "clients", "rounds", "published", "accuracy",
