@@ -360,7 +360,7 @@ def test_help_reads_well():
         (["--lower", "minimise_mine:lower"], "--lower needs --dim"),
         (["--lower", "lower", "--dim", 2], 'must be an import path "package.module:function", got \'lower\''),
         (["--lower", "minimise_mine:low", "--dim", 2], "the objective L `minimise_mine:low` cannot be imported"),
-        (["--lower", "minimise_mine:wrong", "--dim", 2], "`lower` must return one value a particle"),
+        (["--lower", "minimise_mine:wrong", "--dim", 2], "expected [200]"),
         (["--lower", "minimise_mine:fails", "--dim", 2], "failed at line 15 of"),
         (["--lower", "minimise_mine:lower", "--dim", 2, "--target", "1"], "--target must have --dim = 2 coordinates"),
         (["circle", "--beta", 0], "`beta` must be"),

@@ -295,7 +295,12 @@ class UserFunction:
                 first, sample, rtol=1e-4, atol=1e-6, equal_nan=True
             )
         if not fits:
-            failures.add(form.name, f"it returned the shape {[*values.shape]} for {[*x.shape]}")
+            expected = f"{[*lead, 'm']}" if self._vector else f"{[*lead]}"
+            failures.add(
+                form.name,
+                f"it returned the shape {[*values.shape]} for points {[*x.shape]}, expected"
+                f" {expected}",
+            )
             return None
         require_unwritten(self._name, self._function, copy, before, x)
         return values

@@ -164,6 +164,6 @@ def _to_scipy_result(result: Result) -> OptimizeResult:
             values[name] = value
     if result.constr is not None:
         values["constr"] = [violation.numpy() for violation in result.constr]
-        if "upper" in values and values["upper"] == values["fun"]:
-            del values["upper"]
+    if result.fun is result.upper:  # the objective under constraints
+        del values["upper"]
     return OptimizeResult(values, status=0 if result.success else 1)
