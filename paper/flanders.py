@@ -1,4 +1,4 @@
-"""FLANDERS on Fashion-MNIST: cells of its published tables, and FedCB2O beside them.
+"""FLANDERS on Fashion-MNIST: cells of its published tables, compared with FedCB2O.
 
     .venv/bin/python -m paper.flanders            # measure the missing cells, then write the page
     .venv/bin/python -m paper.flanders --page     # write the page only

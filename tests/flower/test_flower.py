@@ -264,7 +264,7 @@ def test_the_code_of_the_page_runs():
     exec(first, namespace)
     exec(second, namespace)
     grid = LoopGrid(make_app([AgentMod(namespace["make_agent"])]), 3)
-    agent = namespace["make_agent"](list(grid.contexts.values())[0])
+    agent = namespace["make_agent"](next(iter(grid.contexts.values())))
     assert agent.select(["1", "2"], 2) == ["1", "2"]
 
 
