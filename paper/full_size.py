@@ -154,7 +154,7 @@ def run_missing(
 
 
 def tables(folder: Path) -> str:
-    """Return Table 1 and Table 2 so far, beside the paper's numbers, in Markdown.
+    """Return Table 1 and Table 2 so far, next to the paper's numbers, in Markdown.
 
     Args:
         folder: Folder of values.csv.

@@ -465,7 +465,7 @@ SETTINGS: Table = {
     "!validation": {"agents.validation": 1.5}, "!too many samples": {"agents.benign_samples": 10**6}, "!seeds": {"seeds": [1, 1]},
     "!no seeds": {"seeds": np.arange(0)}, "!infinite": {"training.gamma": float("inf")}, "!unknown key": {"training.gama": 0.1},
     "!array": {"rounds": np.array([1, 2])}, "!true": {"rounds": True}, "!none": {"rounds": None},
-    "!three clusters": {"agents.num_clusters": 3}, "!complex": {"training.gamma": 1j}, "!negative seed": {"seeds": [-1]},
+    "!no clusters": {"agents.num_clusters": 0}, "!complex": {"training.gamma": 1j}, "!negative seed": {"seeds": [-1]},
     "!NumPy fraction": {"rounds": np.float64(1.5)},
 }
 SHARES: Table = {
