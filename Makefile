@@ -8,7 +8,7 @@ FLOWER := .venv-flower
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --constraint constraints.txt --no-build-isolation
 
-.PHONY: help install demo demo-peers test slow hostile inputs typecheck-runtime lint format docs linkcheck wheel flower test-flower clean
+.PHONY: help install demo demo-peers test slow hostile inputs external typecheck-runtime lint format docs linkcheck wheel flower test-flower clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,9 @@ hostile: $(STAMP) ## Attack four nodes on this machine with the independent host
 inputs: $(STAMP) ## Compare 1,000 random inputs with a plain PyTorch loop: equal numbers, or one line that says why not
 	$(BIN)/python -m tests.experiments.random_inputs 1000
 
+external: $(STAMP) ## Run ByzFL's tests on this project's rules, and compare with byzfl, krum and byzpy, each in a folder of its own
+	$(BIN)/python -m tests.external.libraries
+
 typecheck-runtime: $(STAMP) ## Run the tests of the core packages with run-time checks of types and shapes
 	FEDCB2O_TYPECHECK=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile \
 		tests/federated tests/particles tests/test_consensus.py tests/test_nn.py
@@ -71,7 +74,7 @@ wheel: $(STAMP) ## Build the wheel into dist, and use it from another folder
 	$(PIP) install --quiet --no-deps --target build/wheel dist/*.whl
 	mkdir -p build/elsewhere
 	cd build/elsewhere && export PYTHONPATH=../wheel && for job in \
-		"run digits-fedcb2o --seeds 0 --set rounds=2" "report runs/digits-fedcb2o --out report" "schema" "presets"; do \
+		"run digits-fedassay --seeds 0 --set rounds=2" "report runs/digits-fedassay --out report" "schema" "presets"; do \
 		../../$(BIN)/python -m fedcb2o $$job > said.txt || { cat said.txt; exit 1; }; done && \
 		../../$(BIN)/python -c "import fedcb2o; assert 'build/wheel' in fedcb2o.__file__, fedcb2o.__file__"
 

@@ -72,7 +72,7 @@ def speed_experiment(is_small: bool, is_real: bool) -> Experiment:
         changes["data"] = {"name": random_images, **({"test_per_class": 4} if is_small else {})}
     if is_small:
         changes |= SMALL
-    return load("emnist-fedcb2o-trusted", changes)
+    return load("emnist-fedcb2o-released", changes)
 
 
 @dataclass(frozen=True)

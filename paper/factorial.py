@@ -52,18 +52,13 @@ FACTORS: dict[str, tuple[Tables, Tables]] = {
     "beta 0.5": ({}, {"algorithm": {"beta": 0.5}}),
     "newcomers 1/3": (
         {},
-        {"algorithm": {"selection": {"name": "prob_sampling", "newcomers": 1 / 3}}},
+        {"algorithm": {"guards": {"newcomer_share": 1 / 3}}},
     ),
     "T_G = 5": ({}, {"algorithm": {"criterion_from_round": 5}}),
     "alpha 5": ({"algorithm": {"alpha": 2.0}}, {"algorithm": {"alpha": 5.0}}),
-    "tested 2": ({}, {"algorithm": {"loss_tolerance": 2.0}}),
-    "judged half-way": ({}, {"algorithm": {"interpolation": 0.5}}),
-    "gap tested, to the majority": (
-        {},
-        {"algorithm": {"criterion": {"z": 2.0, "against": "majority"}}},
-    ),
-    "record of L and G": ({}, {"algorithm": {"likelihood": "loss+criterion"}}),
-    "ball 1.3": ({}, {"algorithm": {"max_distance": 1.3}}),
+    "tested 2": ({}, {"algorithm": {"guards": {"loss_tolerance": 2.0}}}),
+    "judged half-way": ({}, {"algorithm": {"guards": {"interpolation": 0.5}}}),
+    "ball 1.3": ({}, {"algorithm": {"guards": {"max_distance": 1.3}}}),
 }
 
 
@@ -85,7 +80,11 @@ ATTACKS: dict[str, Tables] = {
 }
 STUDIES = {
     "digits": Study(
-        {"extends": "digits-fedcb2o-trusted", "agents": {"benign": 7, "malicious": 3}},
+        {
+            "extends": "digits-fedcb2o-paper",
+            "agents": {"benign": 7, "malicious": 3, "colluders_own_model": True},
+            "algorithm": {"own_model": "trusted", "mixing_factor": 1.0, "alpha": 2.0},
+        },
         {
             **ATTACKS,
             "skew, none": {"agents": {**CLEAN, **DIRICHLET}},
@@ -94,12 +93,13 @@ STUDIES = {
     ),
     "fashion": Study(
         {
-            "extends": "emnist-small-fedcb2o-trusted",
+            "extends": "emnist-small-fedcb2o-paper",
+            "algorithm": {"own_model": "trusted", "mixing_factor": 1.0},
             "rounds": 20,
             "data": {"name": "fashion_mnist", "train_per_class": 600, "test_per_class": 200},
             "agents": {
                 **{"benign": 5, "malicious": 2, "benign_samples": 120, "malicious_samples": 300},
-                **{"validation": 0.3, "budget": 5},
+                **{"validation": 0.3, "budget": 5, "colluders_own_model": True},
             },
             "model": {"name": "cnn", "channels": [8, 16], "hidden": 60, "down": "stride"},
             "training": {"gamma": 0.1, "batch_size": 32, "local_epochs": 1, "precision": "float32"},

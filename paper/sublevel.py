@@ -43,11 +43,14 @@ ATTACKS: dict[str, dict[str, Any]] = {
     "trash": {"name": "random_model"},
     "sybils": {**FLIP, "from_round": 12, "sybils": True},
 }
+BASE = {"own_model": "trusted", "mixing_factor": 1.0, "alpha": 2.0}
+"""Parameters of FedCB2O in all settings that do not change them."""
+
 OMITTED_PARTS: dict[str, dict[str, Any]] = {
     "the sub-level set": {"beta": 0.5},
-    "the ball": {"max_distance": 1.3},
+    "the ball": {"guards": {"max_distance": 1.3}},
     "the own model": {"own_model": "judged"},
-    "newcomers at most a third": {"selection": {"name": "prob_sampling", "newcomers": 1 / 3}},
+    "newcomers at most a third": {"guards": {"newcomer_share": 1 / 3}},
 }
 
 
@@ -70,7 +73,7 @@ class Setting:
             agents.setdefault("malicious_role", "clean" if self.attack == "none" else "removed")
         table = {
             "name": "sublevel",
-            "extends": self.changes.get("extends", "digits-fedcb2o-trusted"),
+            "extends": self.changes.get("extends", "digits-fedcb2o-paper"),
             "seeds": seeds,
             "rounds": ROUNDS,
             "evaluate_on": "tuning",
@@ -79,6 +82,9 @@ class Setting:
             "agents": agents,
             "algorithm": self.changes.get("algorithm", {}),
         }
+        if "extends" not in self.changes:
+            agents.setdefault("colluders_own_model", True)
+            table["algorithm"] = {**BASE, **table["algorithm"]}
         if attack := ATTACKS[self.attack]:
             table["attack"] = attack
         return fedcb2o.load(table)
@@ -111,7 +117,6 @@ def _ablation() -> Iterator[Setting]:
     """Yield Algorithm 2 with each omitted part, and all parts without each."""
     algorithms: dict[str, dict[str, Any]] = {"Algorithm 2": {}}
     algorithms |= {f"with {name}": part for name, part in OMITTED_PARTS.items()}
-    algorithms["with weight from the second meeting"] = {"min_contacts": "second"}
     algorithms["with all four"] = _merged(OMITTED_PARTS)
     for name in OMITTED_PARTS:
         algorithms[f"without {name}"] = _merged(OMITTED_PARTS, without=name)
@@ -119,15 +124,15 @@ def _ablation() -> Iterator[Setting]:
     for attack in ("none", "trash", "flip", "sybils"):
         for name, algorithm in algorithms.items():
             yield Setting(name, attack, 3, {"algorithm": {"own_model": "excluded"} | algorithm})
-        yield Setting("the default, held out", attack, 3, {"extends": "digits-fedcb2o-held-out"})
-        yield Setting("the default", attack, 3, {"extends": "digits-fedcb2o"})
+        yield Setting("the default", attack, 3, {"extends": "digits-fedassay"})
 
 
 def _merged(parts: dict[str, dict[str, Any]], without: str = "") -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for name, part in parts.items():
         if name != without:
-            merged |= part
+            guards = {**merged.get("guards", {}), **part.get("guards", {})}
+            merged |= {**part, "guards": guards}
     return merged
 
 
@@ -150,7 +155,7 @@ def border(
     """
     algorithm: dict[str, Any] = {"own_model": own, "beta": beta}
     if places:
-        algorithm["selection"] = {"name": "prob_sampling", "newcomers": places / BUDGET}
+        algorithm["guards"] = {"newcomer_share": places / BUDGET}
     if delta_q:
         algorithm["delta_q"] = delta_q
     agents = {}

@@ -28,6 +28,7 @@ from fedcb2o.federated import (
     algorithms,
 )
 from fedcb2o.federated.attacks import label_flip
+from fedcb2o.federated.guards import Guards
 from fedcb2o.federated.sections import AgentsSection
 from fedcb2o.nn import batch_norm, parameters
 from fedcb2o.parallel._executors import SerialExecutor
@@ -214,6 +215,11 @@ def first_models(terms: RunSpec, size: int = len(CLUSTER)) -> Tensor:
     count = sum(map(len, batch_norm.statistics(terms.module, "shared").values()))
     theta[:, :count] = 1 + theta[:, :count] ** 2  # variances are positive
     return theta
+
+
+def guarded(algorithm: algorithms.Algorithm, **guards: Any) -> algorithms.Algorithm:
+    """An algorithm with these guards."""
+    return algorithm.with_guards(Guards(**guards))
 
 
 def together(

@@ -64,20 +64,13 @@ class Options:
     own_model: Literal["excluded", "judged", "trusted"] = "excluded"  # released code: trusted
     lambda1: float = 10.0
     mixing_factor: float | None = None  # None: lambda1 * gamma; released code: 1
-    # Beyond the paper.
-    newcomers: float | None = (
-        None  # the share of M that goes to peers never asked; None: all of it, as in Algorithm 2
-    )
-    judged_at: float = 1.0  # the share of the way to a peer's model after which it is judged
-    tested: float | None = (
-        None  # Q: what loses no more than the own model by so many standard errors, too
-    )
-    ball: float | None = (
-        None  # Q: nobody who is farther from the own model than so many times its norm
-    )
-    apart: float | None = (
-        None  # Q: nobody who is nearer to it than so many times what it moved in its LocalUpdate
-    )
+    # Guards, beyond the paper: of every algorithm.
+    newcomer_share: float | None = None  # of M, for peers never asked; None: as in Algorithm 2
+    max_distance: float | None = None  # from the agent's own model, in units of its norm
+    min_distance: float | None = None  # the same, in units of its movement in LocalUpdate
+    interpolation: float = 1.0  # fraction of the way to a peer's model at which losses are computed
+    loss_tolerance: float | None = None  # standard errors above the own loss that count, too
+    # Criteria beyond the paper.
     z: float = 0.0  # so many standard errors, of a class loss or of a rise, are no gap
     pixels: int = 6  # that the perturbation worst for a model paints
     samples: int = 4  # on which it is sought
@@ -86,9 +79,6 @@ class Options:
     against: Literal["own", "majority"] = (
         "own"  # majority: or the median over Q, where that is more
     )
-    likelihood: Literal["loss", "loss+criterion"] = "loss"
-    counts_from: Literal["first", "second"] = "first"  # meeting
-    point: Literal["mean", "median"] = "mean"
 
 
 FEDCB2O = Options()
@@ -244,52 +234,41 @@ def local_aggregations(
             continue
         options = agent.algorithm
         asked = select(agents, j, stream(seed, "select", n, j))  # line 1: A_n
-        met_before = set(agent.met)
         agent.met |= set(asked)
         received = [i for i in asked if answers[i]]  # line 2
+        # Guards: a peer's model that is too far or too near is neither evaluated nor weighed.
+        admitted = [i for i in received if i == j or is_admitted(published[i], published[j], agent)]
         # The models that m_j may hold; j is among them once, whether it sampled itself or is always
         # counted.
-        at_hand = sorted({*received, j}) if options.own_model != "excluded" else received
+        at_hand = sorted({*admitted, j}) if options.own_model != "excluded" else admitted
 
         losses: dict[int, Loss] = {}
+        if options.criterion != "num_samples" or options.loss_tolerance is not None:
+            for i in sorted({*admitted, j}):  # line 3
+                there = on_the_way(published[j], published[i], agent, options.interpolation)
+                losses[i] = evaluate(there, agent, training)
         if options.criterion == "num_samples":
-            values = {i: float(len(agents[i].train_y)) for i in at_hand}
+            counted = sublevel_set(losses, at_hand, j, options)
+            values = {i: float(len(agents[i].train_y)) for i in counted}
             weights = normalised(values)
         else:
-            for i in sorted({*received, j}):  # line 3
-                there = on_the_way(published[j], published[i], agent, options.judged_at)
-                losses[i] = evaluate(there, agent, training)
             gap = options.criterion.endswith("_gap") and n >= options.criterion_from_round
-            if options.counts_from == "second":
-                at_hand = [i for i in at_hand if i == j or i in met_before]
-            outside = [
-                i
-                for i in received
-                if not is_within(published[i], published[j], agent, options.ball)
-            ]
-            peers = [i for i in received if i != j]
-            near = [
-                i for i in peers if not is_apart(published[i], published[j], agent, options.apart)
-            ]
-            Q = sublevel_set(losses, [i for i in at_hand if i not in [*outside, *near]], j, options)
+            Q = sublevel_set(losses, at_hand, j, options)
             G = {}
             rises = {}
             if gap and options.criterion == "perturbation_gap":
                 rises = worst_rises(published, {*Q, j}, agent, stream(seed, "rule", n, j))
-            for i in sorted({*received, j}):  # line 5
+            for i in sorted({*admitted, j}):  # line 5
                 if rises:
                     G[i] = perturbation_gap(rises, i, j, options) if i in Q and i != j else 0.0
                 else:
                     G[i] = (
-                        class_loss_gap(losses, i, j, num_classes, options, Q)
+                        class_loss_gap(losses, i, j, num_classes, options)
                         if gap
                         else losses[i].mean
                     )
-                G[i] = max(G[i], 2.0) if i in near else G[i]
-                G[i] = math.inf if i in outside else G[i]
             for i in received:  # line 4
-                worse = max(G[i], 0.0) if gap and options.likelihood == "loss+criterion" else 0.0
-                update_likelihood(agent, i, losses[i].mean + worse)
+                update_likelihood(agent, i, losses[i].mean if i in admitted else math.inf)
             if options.own_likelihood == "every_round" and j not in received:
                 update_likelihood(agent, j, losses[j].mean)
             values = {i: G[i] for i in at_hand}
@@ -327,7 +306,10 @@ def select(agents: Sequence[Agent], j: int, draw: np.random.Generator) -> list[i
     if agent.algorithm.selection == "prob_sampling":
         chosen = prob_sampling(agent, candidates, M, draw)
     elif agent.algorithm.selection == "uniform":
-        chosen = pick(candidates, min(M, len(candidates)), draw)
+        if agent.algorithm.newcomer_share is None:
+            chosen = pick(candidates, min(M, len(candidates)), draw)
+        else:
+            chosen = prob_sampling(agent, candidates, M, draw)
     elif agent.algorithm.selection == "everyone":
         chosen = candidates
     else:
@@ -348,7 +330,7 @@ def prob_sampling(
     # from P, which underflows to 0 for a garbage model and stays unknown for a peer that never
     # answers.
     S = [i for i in candidates if i not in agent.met]
-    if agent.algorithm.newcomers is not None:
+    if agent.algorithm.newcomer_share is not None:
         return with_newcomers(agent, S, [i for i in candidates if i in agent.met], M, draw)
     if S:
         return pick(S, M, draw) if len(S) > M else S  # line 2: no top-up
@@ -369,6 +351,8 @@ def likely(agent: Agent, candidates: list[int], M: int, draw: np.random.Generato
 def likelihoods(agent: Agent, candidates: list[int]) -> list[float]:
     """P^{j,i}; peers that were asked and never answered are as good as the mean of those who
     did."""
+    if agent.algorithm.selection == "uniform":
+        return [1.0] * len(candidates)
     known = [agent.P[i] for i in candidates if i in agent.P]
     unknown = sum(known) / len(known) if known else 1.0
     return [agent.P.get(i, unknown) for i in candidates]
@@ -377,10 +361,10 @@ def likelihoods(agent: Agent, candidates: list[int]) -> list[float]:
 def with_newcomers(
     agent: Agent, S: list[int], met: list[int], M: int, draw: np.random.Generator
 ) -> list[int]:
-    """At most the share `newcomers` of M for S, who were never asked, and more where those who were
+    """At most `newcomer_share` of M for S, who were never asked, and more where those who were
     met leave room."""
-    assert agent.algorithm.newcomers is not None
-    share = math.ceil(agent.algorithm.newcomers * M - 1e-9)
+    assert agent.algorithm.newcomer_share is not None
+    share = math.ceil(agent.algorithm.newcomer_share * M - 1e-9)
     can_be_drawn = sum(P > 0 for P in likelihoods(agent, met))
     size = max(share, M - can_be_drawn)
     fresh = pick(S, size, draw) if len(S) > size else S
@@ -443,23 +427,27 @@ def on_the_way(own: nn.Module, peer: nn.Module, agent: Agent, share: float) -> n
     return there
 
 
-def is_within(peer: nn.Module, own: nn.Module, agent: Agent, radius: float | None) -> bool:
-    """Whether a peer's model lies in the ball about the own one, whose radius is in units of its
-    norm."""
-    if radius is None:
+def is_admitted(peer: nn.Module, own: nn.Module, agent: Agent) -> bool:
+    """Whether a peer's model is neither too far from the agent's own nor almost identical to it."""
+    options = agent.algorithm
+    if options.max_distance is None and options.min_distance is None:
         return True
+    apart = distance(peer, own, agent)
     with torch.no_grad():
         norm = math.sqrt(sum(float(b.double().square().sum()) for b in exchanged(own, agent)))
-        return distance(peer, own, agent) <= radius * norm
-
-
-def is_apart(peer: nn.Module, own: nn.Module, agent: Agent, share: float | None) -> bool:
-    """Whether a peer's model is as far from the own one as that share of what this moved in its
-    LocalUpdate."""
-    if share is None:
+    if options.max_distance is not None and apart > options.max_distance * norm:
+        return False
+    if options.min_distance is None:
         return True
     assert agent.before is not None
-    return distance(peer, own, agent) >= share * distance(agent.before, own, agent)
+    return apart >= options.min_distance * distance(agent.before, own, agent)
+
+
+def is_tolerated(losses: dict[int, Loss], i: int, j: int, options: Options) -> bool:
+    """Whether a loss exceeds that of the agent's own model by no more standard errors than that."""
+    assert options.loss_tolerance is not None
+    bound = losses[j].mean + options.loss_tolerance * standard_error(losses, i, j)
+    return losses[i].mean <= bound
 
 
 def distance(one: nn.Module, other: nn.Module, agent: Agent) -> float:
@@ -477,21 +465,6 @@ def standard_error(losses: dict[int, Loss], i: int, j: int) -> float:
         return 0.0
     mean = sum(differences) / n
     return math.sqrt(sum((each - mean) ** 2 for each in differences) / (n - 1) / n)
-
-
-def standard_error_of_class(
-    losses: dict[int, Loss], i: int, j: int, c: int, labels: list[int]
-) -> float:
-    """Of L_{j,c}(theta^i) - L_{j,c}(theta^j), by the variance of the differences within classes,
-    pooled."""
-    total, degrees = 0.0, 0
-    for each in set(labels):
-        of_class = [k for k, y in enumerate(labels) if y == each]
-        differences = [losses[i].errors[k] - losses[j].errors[k] for k in of_class]
-        mean = sum(differences) / len(differences)
-        total += sum((difference - mean) ** 2 for difference in differences)
-        degrees += len(differences) - 1
-    return math.sqrt(total / max(1, degrees) / labels.count(c))
 
 
 def mean_of(numbers: list[float]) -> float:
@@ -516,12 +489,7 @@ MOST = (
 
 
 def class_loss_gap(
-    losses: dict[int, Loss],
-    i: int,
-    j: int,
-    num_classes: int,
-    options: Options,
-    Q: Sequence[int] = (),
+    losses: dict[int, Loss], i: int, j: int, num_classes: int, options: Options
 ) -> float:
     """G_j(theta^i; theta^j) = max_c (L_{j,c}(theta^i) - L_{j,c}(theta^j))
     (eq:robust_criterion_G_LF)."""
@@ -536,17 +504,7 @@ def class_loss_gap(
         elif theirs[c] == math.inf:  # whatever its own loss is: inf - inf is no number
             differences.append(math.inf)
         else:
-            expected = min(own[c], MOST)
-            if options.against == "majority":
-                of_most = sorted(losses[k].by_class[c] for k in {*Q, j})
-                expected = max(expected, of_most[(len(of_most) - 1) // 2])
-            gap = theirs[c] - expected
-            if options.z > 0:
-                gap = max(
-                    0.0,
-                    gap - options.z * standard_error_of_class(losses, i, j, c, losses[j].labels),
-                )
-            differences.append(gap)
+            differences.append(theirs[c] - min(own[c], MOST))
     return max(differences)
 
 
@@ -670,24 +628,21 @@ def gains_of_pixels(
 def sublevel_set(
     losses: dict[int, Loss], at_hand: list[int], j: int, options: Options
 ) -> list[int]:
-    """Q_beta of eq:clustered_csp, where there is a beta, of the models at hand; or all of them."""
-    if options.beta is None and options.tested is None:
-        return at_hand
-    Q: set[int] = set()
-    if options.beta is not None and at_hand:
-        L = [losses[i].mean for i in at_hand]
-        averaged = options.quantile == "averaged"
-        q_beta = (
-            averaged_level(options.beta, L, [1.0] * len(L))
-            if averaged
-            else quantile(L, options.beta)
-        )
-        Q |= {i for i in at_hand if losses[i].mean <= q_beta + options.delta_q}
-    if options.tested is not None:
-        for i in at_hand:
-            if losses[i].mean <= losses[j].mean + options.tested * standard_error(losses, i, j):
-                Q.add(i)
-    return [i for i in at_hand if i in Q]
+    """Q_beta of eq:clustered_csp, where there is a beta, of the models at hand; or all of them.
+    With a loss tolerance, models that it tolerates are in Q_beta, too, or alone without a beta."""
+    tolerated = at_hand
+    if options.loss_tolerance is not None:
+        tolerated = [i for i in at_hand if is_tolerated(losses, i, j, options)]
+    if options.beta is None or not at_hand:
+        return tolerated
+    if options.loss_tolerance is None:
+        tolerated = []
+    L = [losses[i].mean for i in at_hand]
+    if options.quantile == "averaged":
+        q_beta = averaged_level(options.beta, L, [1.0] * len(L))
+    else:
+        q_beta = quantile(L, options.beta)
+    return [i for i in at_hand if i in tolerated or losses[i].mean <= q_beta + options.delta_q]
 
 
 def consensus_weights(
@@ -729,9 +684,6 @@ def mix(
 ) -> None:
     """theta^j <- theta^j - factor (theta^j - m_j), m_j = sum_i w_i theta^i (eq:comp_csp,
     eq:local_agg_update)."""
-    if agent.algorithm.point == "median" and agent.algorithm.criterion != "num_samples":
-        mix_by_median(agent, j, published, weights, factor)
-        return
     models = [exchanged(module, agent) for module in published]
     with torch.no_grad():
         for k, parameter in enumerate(exchanged(agent.module, agent)):
@@ -740,27 +692,6 @@ def mix(
             for i, weight in weights.items():
                 m += weight * models[i][k].double()
             parameter.copy_(theta - factor * (theta - m))
-
-
-def mix_by_median(
-    agent: Agent, j: int, published: Sequence[nn.Module], weights: dict[int, float], factor: float
-) -> None:
-    """The same with the weighted median of each coordinate for m_j."""
-    models = [exchanged(module, agent) for module in published]
-    with torch.no_grad():
-        for k, parameter in enumerate(exchanged(agent.module, agent)):
-            theta = models[j][k].double().flatten()
-            m = torch.zeros_like(theta)
-            for x in range(len(theta)):
-                below = 0.0
-                for value, weight in sorted(
-                    (float(models[i][k].flatten()[x]), w) for i, w in weights.items()
-                ):
-                    below += weight
-                    m[x] = value
-                    if below >= 0.5 - 1e-9:
-                        break
-            parameter.copy_((theta - factor * (theta - m)).view(parameter.shape))
 
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d

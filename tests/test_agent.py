@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from fedcb2o import Agent, knows, load, stream
 from fedcb2o.errors import ConfigError, DataError, RunError
-from fedcb2o.federated import AgentState, Decisions, Ragged, algorithms
-from fedcb2o.federated.sections import Component
+from fedcb2o.federated import AgentState, Decisions, Ragged
+from fedcb2o.federated.algorithms.section import AlgorithmSection
 from fedcb2o.nn import parameters
 from fedcb2o.simulation.local_engine import LocalEngine
 from tests import agents as ours
@@ -57,12 +57,10 @@ METHODS = [
         "name": "fedcb2o",
         "beta": 0.5,
         "own_model": "judged",
-        "loss_tolerance": 1.0,
-        "interpolation": 0.5,
-        "max_distance": 1.3,
-        "likelihood": "loss+criterion",
-        "selection": {"name": "prob_sampling", "newcomers": 0.4},
+        "guards": {"loss_tolerance": 1.0, "max_distance": 0.9, "min_distance": 1.1},
     },
+    "fedassay",
+    {"name": "by_rule", "rule": "krum", "guards": {"loss_tolerance": 1.0, "max_distance": 0.9}},
     {"name": "by_rule", "rule": "krum", "pre_step": "nnm"},
     {"name": "by_rule", "rule": "centred_clipping"},
     {"name": "by_rule", "rule": "coordinate_median", "selection": "prob_sampling"},
@@ -107,7 +105,7 @@ class Compared(LocalEngine):
         after = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
         theirs = ours.chosen(Decisions.concatenate(decisions), FIRST)
         peers = [i for i in theirs.ids if i != FIRST]
-        inbox = self.receive(n, Ragged.from_arrays([np.array(peers)]), np.array([FIRST]))
+        inbox = self.receive(n, Ragged.from_arrays([np.array(peers, int)]), np.array([FIRST]))
         samples = dict(zip(peers, inbox.num_samples.tolist(), strict=True))
         models = {i: before[row] for i, row in zip(peers, inbox.rows.tolist(), strict=True)}
         decision = agent.aggregate(models, samples)
@@ -125,8 +123,8 @@ class Compared(LocalEngine):
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: "")
 def test_an_agent_decides_as_in_a_simulation_to_the_bit(method):
-    component = Component.model_validate(method if isinstance(method, dict) else {"name": method})
-    engine = ours.together(component.bind("algorithm", algorithms)())
+    section = AlgorithmSection(**(method if isinstance(method, dict) else {"name": method}))
+    engine = ours.together(section.build())
     compared = Compared(engine.group, engine.executor)
     compared.method = method
     ours.run_rounds(compared, 5)
@@ -266,10 +264,9 @@ def test_a_class_without_validation_samples_counts_nothing():
 def test_a_judge_decides_as_validation_data_do(interpolation):
     method = {
         "name": "fedcb2o",
-        "loss_tolerance": 1.0,
         "beta": 0.7,
         "own_model": "judged",
-        "interpolation": interpolation,
+        "guards": {"loss_tolerance": 1.0, "interpolation": interpolation},
     }
 
     def judge(states):
@@ -428,7 +425,10 @@ def test_an_agent_without_a_network(kind):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"network": np.zeros((2, 2))}, r"a flat array of finite numbers \[d\], got shape \(2, 2\)"),
+        (
+            {"network": np.zeros((2, 2))},
+            r"a flat array of finite numbers \[d\], got shape \(2, 2\)",
+        ),
         ({"network": [0.0, math.nan]}, "finite"),
         ({"network": [0.0], "judge": None, "validation": (X, Y)}, "needs a `judge`"),
         ({"network": [0.0], "id": -1}, "whole numbers from 0"),
@@ -477,7 +477,7 @@ def test_attacks_as_in_a_configuration(attack, expected):
     published = agent.publish(benign=BENIGN)["weight"]
     torch.testing.assert_close(published, expected * torch.eye(2))
     assert network.weight[0, 0] == 3.0
-    preset = {"extends": "digits-fedcb2o", "name": "same", "attack": attack}
+    preset = {"extends": "digits-fedassay", "name": "same", "attack": attack}
     build = load(preset).attack.build()
     assert (build.craft is None) == (agent._data.attack.craft is None)
 
@@ -511,11 +511,11 @@ def mean_loss(inputs):
 
 @pytest.mark.parametrize("criterion", ["average_loss", {"name": "average_loss"}, mean_loss])
 def test_criteria_as_in_a_configuration(criterion):
-    method = {"name": "fedcb2o", "criterion": criterion, "alpha": 1.0}
+    method = {"name": "fedcb2o", "criterion": criterion, "mixing_factor": 1.0}
     agent = pickle.loads(pickle.dumps(Agent(linear(1.0), validation=(X, Y), method=method)))
     decision = agent.aggregate({"a": model(3.0), "b": model(-1.0)})
     assert decision.criterion == decision.losses
-    load({"extends": "digits-fedcb2o", "name": "same", "algorithm": method})
+    load({"extends": "digits-fedassay", "name": "same", "algorithm": method})
 
 
 def test_agents_in_threads_decide_as_one_after_the_other():

@@ -26,7 +26,7 @@ COMMANDS = {
     "run": "--set --seeds --out --data-dir --workers --track --resume --clean-twin Example:",
     "bench": "GRID --list --out --jobs --data-dir --resume Example:",
     "compare": "{RUN}... --over",
-    "report": "{RUN}... --out --reference",
+    "report": "{RUN_OR_GRID}... --out --reference",
     "presets": "[PRESET]",
     "track": "{RUN}... --to TRACKER",
     "schema": "--grid #:schema",
@@ -129,7 +129,7 @@ def test_a_preset_is_printed_as_a_file_that_is_the_same_experiment(tmp_path):
         fedcb2o.load(tmp_path / "copy.toml").settings()
         == fedcb2o.load("digits-fedcb2o-trusted-tg5").settings()
     )
-    assert "Did you mean `digits-fedcb2o`?" in here("presets", "digit-fedcb2o").one_line()
+    assert "Did you mean `digits-fedassay`?" in here("presets", "digit-fedcb2o").one_line()
 
 
 def test_the_version_and_the_module_are_there():
@@ -364,7 +364,7 @@ def test_own_parts_in_a_script_are_the_same_as_from_a_configuration(tmp_path, mo
 
 def test_python_and_the_command_line_have_the_same_errors(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"there is no preset `digit-fedcb2o`\. Did you mean `digits-fedcb2o`\?"
+        ConfigError, match=r"there is no preset `digit-fedcb2o`\. Did you mean `digits-fedassay`\?"
     ):
         fedcb2o.run("digit-fedcb2o")
     with pytest.raises(ConfigError, match="there is no key `roundz`"):

@@ -124,7 +124,7 @@ def test_the_default_is_what_the_page_says():
     (shown,) = (table for table in tables if "interpolation" in table.get("algorithm", {}))
     config = importlib.import_module("fedcb2o.experiments.config")
     assert config.load({"name": "shown", **shown}).fingerprint(0) == config.load(
-        "digits-fedcb2o"
+        "digits-fedassay"
     ).fingerprint(0)
 
 
@@ -185,7 +185,9 @@ def test_links_to_files_and_headings_lead_somewhere(page):
         if "://" not in target:
             assert linked.exists(), target
             is_page = linked.suffix == ".md"
-            assert not (anchor and is_page) or anchor in anchors(linked.read_text(encoding="utf-8")), target
+            assert not (anchor and is_page) or anchor in anchors(
+                linked.read_text(encoding="utf-8")
+            ), target
 
 
 def test_every_criterion_is_in_the_table_of_the_configuration():

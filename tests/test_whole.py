@@ -146,74 +146,56 @@ CASES: dict[str, dict[str, Any]] = {
         "training": FAST,
         "algorithm": {"name": "fedcb2o", "criterion_from_round": 2, **MIXED},
     },
-    "the sub-level set by a test, judged half-way": {
+    "guards, with a sub-level set": {
         "rounds": 6,
         "algorithm": {
-            **{
-                "name": "fedcb2o",
-                "beta": 0.5,
-                "loss_tolerance": 1.0,
+            "name": "fedcb2o",
+            "beta": 0.5,
+            "alpha": 2.0,
+            "own_model": "judged",
+            "mixing_factor": 1.0,
+            "guards": {
+                "newcomer_share": 0.3,
                 "interpolation": 0.5,
-                "alpha": 2.0,
-                "own_model": "judged",
+                "loss_tolerance": 1.0,
             },
-            **{
-                "criterion": {"name": "class_loss_gap", "z": 1.0, "against": "majority"},
-                "likelihood": "loss+criterion",
-            },
-            **{"selection": {"name": "prob_sampling", "newcomers": 0.3}, "mixing_factor": 1.0},
         },
     },
-    "the same, nothing held out": {
+    "guards, nothing held out": {
         "rounds": 6,
         "agents": {"benign_samples": 30, "hold_out": False, "validation": 1.0},
         "algorithm": {
-            **{
-                "name": "fedcb2o",
-                "beta": 0.5,
-                "loss_tolerance": 1.0,
-                "interpolation": 0.5,
-                "own_model": "judged",
+            "name": "fedcb2o",
+            "beta": 0.5,
+            "alpha": 1.0,
+            "own_model": "judged",
+            "mixing_factor": 1.0,
+            "guards": {
+                "newcomer_share": 0.3,
                 "min_distance": 1.2,
-            },
-            **{
-                "criterion": {"name": "class_loss_gap", "z": 1.0, "against": "majority"},
-                "likelihood": "loss+criterion",
-            },
-            **{
-                "selection": {"name": "prob_sampling", "newcomers": 0.3},
-                "mixing_factor": 1.0,
-                "alpha": 1.0,
+                "interpolation": 0.5,
             },
         },
     },
-    "a test alone, a CNN, T_G, sybils": {
+    "guards, a CNN, T_G": {
         "model": CNN,
         "agents": {**FEW, "budget": 2},
         "training": FAST,
         "algorithm": {
-            **{
-                "name": "fedcb2o",
-                "loss_tolerance": 2.0,
-                "interpolation": 0.4,
-                "criterion_from_round": 2,
+            "name": "fedcb2o",
+            "criterion_from_round": 2,
+            **MIXED,
+            "guards": {
                 "max_distance": 0.4,
-                **MIXED,
+                "interpolation": 0.4,
+                "loss_tolerance": 2.0,
             },
-            **{"criterion": {"name": "class_loss_gap", "z": 0.5}, "likelihood": "loss+criterion"},
         },
     },
-    "the weighted median, from the second meeting": {
+    "guards, DFedAvgM": {
         "algorithm": {
-            **{
-                "name": "fedcb2o",
-                "beta": 0.75,
-                "min_contacts": 2,
-                "point": "median",
-                **MIXED,
-                "alpha": 2.0,
-            },
-            **{"selection": {"name": "prob_sampling", "newcomers": 0.5}},
+            "name": "dfedavgm",
+            "guards": {"newcomer_share": 0.5, "max_distance": 0.5, "min_distance": 1.1},
         },
     },
     "the gap of the worst perturbations": {
@@ -221,8 +203,6 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": {
             **{
                 "name": "fedcb2o",
-                "loss_tolerance": 2.0,
-                "interpolation": 0.5,
                 "own_model": "judged",
                 "alpha": 1.0,
             },
@@ -230,7 +210,7 @@ CASES: dict[str, dict[str, Any]] = {
                 "criterion": {"name": "perturbation_gap", "pixels": 3, "samples": 3, "z": 0.5},
                 "mixing_factor": 1.0,
             },
-            "likelihood": "loss+criterion",
+            "guards": {"loss_tolerance": 2.0, "interpolation": 0.5},
         },
     },
     "the gap of perturbations sought in steps": {
@@ -239,10 +219,10 @@ CASES: dict[str, dict[str, Any]] = {
             **{
                 "name": "fedcb2o",
                 "beta": 0.75,
-                "interpolation": 0.5,
                 "own_model": "judged",
                 "alpha": 1.0,
             },
+            "guards": {"interpolation": 0.5},
             "criterion": {
                 **{
                     "name": "perturbation_gap",

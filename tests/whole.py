@@ -221,16 +221,6 @@ def read(path: Path) -> dict[str, Any]:
     }
 
 
-OPTIONS = {
-    "tested": "loss_tolerance",
-    "ball": "max_distance",
-    "apart": "min_distance",
-    "judged_at": "interpolation",
-    "counts_from": "min_contacts",
-}
-"""Names of the plain loops' options, and the keys of a configuration."""
-
-
 def options_of(settings: dict[str, Any]) -> reference.Options:
     """What an agent of the configured algorithm does."""
     chosen = {key: value for key, value in settings["algorithm"].items() if key != "name"}
@@ -238,16 +228,9 @@ def options_of(settings: dict[str, Any]) -> reference.Options:
         table = chosen["criterion"]
         chosen["criterion"] = table["name"]
         chosen |= {key: value for key, value in table.items() if key != "name"}
-    if isinstance(chosen.get("selection"), dict):
-        table = chosen["selection"]
-        chosen["selection"], chosen["newcomers"] = table["name"], table["newcomers"]
+    chosen |= chosen.pop("guards", {})
     if chosen["mixing_factor"] == "lambda1*gamma":
         chosen["mixing_factor"] = None
-    for name, key in OPTIONS.items():
-        if key in chosen:
-            chosen[name] = chosen.pop(key)
-    if "counts_from" in chosen:
-        chosen["counts_from"] = {1: "first", 2: "second"}[chosen["counts_from"]]
     agents = settings["agents"]
     return reference.Options(
         **chosen, budget=agents["budget"], validation_loss=agents["validation_loss"]

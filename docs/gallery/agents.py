@@ -6,7 +6,7 @@ import fedcb2o
 
 figure = Figure(figsize=(9, 3.4), layout="constrained")
 for ax, name in zip(
-    figure.subplots(1, 2, sharey=True), ("digits-fedcbo", "digits-fedcb2o"), strict=True
+    figure.subplots(1, 2, sharey=True), ("digits-fedcbo", "digits-fedassay"), strict=True
 ):
     run = fedcb2o.run(name, out=f"runs/{name}", seeds=[0], resume=True)
     for (_, sees), lines in run.records.query("not malicious").groupby(

@@ -7,7 +7,7 @@ from fedcb2o.report import read_grid, report_grid
 
 grid = {
     "name": "regret",
-    "extends": "digits-fedcb2o",
+    "extends": "digits-fedassay",
     "seeds": [0, 1],
     "rounds": 8,
     "attacks": {

@@ -3,5 +3,5 @@
 import fedcb2o
 from fedcb2o.report import weight_matrix
 
-run = fedcb2o.run("digits-fedcb2o", out="runs/digits-fedcb2o", seeds=[0], resume=True)
+run = fedcb2o.run("digits-fedassay", out="runs/digits-fedassay", seeds=[0], resume=True)
 weight_matrix(run).savefig("weights.png")

@@ -4,8 +4,8 @@ Recorded digests and fingerprints use the old names, so that a run recorded befo
 still be resumed and compared.
 
 Example:
-    >>> original_settings({"algorithm": {"name": "fedcb2o", "interpolation": 0.5}})
-    {'algorithm': {'name': 'fedcb2o', 'judged_at': 0.5}}
+    >>> original_settings({"attack": {"name": "mimic", "agent": 3}})
+    {'attack': {'name': 'mimic', 'whom': 3}}
 """
 
 import warnings
@@ -15,16 +15,7 @@ from typing import Any
 PLUGINS: Mapping[str, str] = {"trash": "random_model"}
 """Old name of a plug-in to its new name."""
 
-_FEDCB2O = {
-    "tested": "loss_tolerance",
-    "ball": "max_distance",
-    "apart": "min_distance",
-    "judged_at": "interpolation",
-    "counts_from": "min_contacts",
-}
 PARAMETERS: Mapping[str, Mapping[str, str]] = {
-    "fedcb2o": _FEDCB2O,
-    "fedcbo": _FEDCB2O,
     "by_rule": {"judges": "needs_losses"},
     "ifca": {"trial": "trial_rounds"},
     "mimic": {"whom": "agent", "clusters_on": "cluster_offset"},
@@ -32,8 +23,34 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
 }
 """Old names of a plug-in's parameters to their new names, by the new name of the plug-in."""
 
-VALUES: Mapping[str, Mapping[Any, Any]] = {"counts_from": {"first": 1, "second": 2}}
-"""Old values of a renamed parameter to their new values, by the old name of the parameter."""
+_ALGORITHM_2 = ("fedcb2o", "fedcbo")
+_GUARDS = {
+    "tested": "loss_tolerance",
+    "loss_tolerance": "loss_tolerance",
+    "ball": "max_distance",
+    "max_distance": "max_distance",
+    "apart": "min_distance",
+    "min_distance": "min_distance",
+    "judged_at": "interpolation",
+    "interpolation": "interpolation",
+}
+"""Former parameters of fedcb2o and fedcbo to the guards that replace them."""
+
+_REMOVED: dict[str, Any] = {
+    "point": "mean",
+    "counts_from": "first",
+    "min_contacts": 1,
+    "likelihood": "loss",
+}
+"""Removed parameters of fedcb2o and fedcbo, with the values that are the same without them."""
+
+_REMOVED_FROM_GAP = ("z", "against")
+"""Removed parameters of class_loss_gap."""
+
+_REASON = "it gained nothing that the guards do not gain"
+
+_ORIGINAL = {"judged_at": 1.0, "counts_from": "first", "point": "mean", "likelihood": "loss"}
+"""Former parameters of fedcb2o and fedcbo with the defaults that old digests contain."""
 
 
 def current_name(name: Any) -> Any:
@@ -68,11 +85,46 @@ def current_parameters(
     table = PARAMETERS.get(name, {}) if isinstance(name, str) else {}
     current: dict[str, Any] = {}
     for key, value in values.items():
+        if name == "class_loss_gap" and key in _REMOVED_FROM_GAP and key not in known:
+            _warn_removed(key, name)
+            continue
         if key not in table or key in known:
             current[key] = value
             continue
         _warn(f"`{key}` of `{name}` is now called `{table[key]}`")
-        current[table[key]] = VALUES.get(key, {}).get(value, value)
+        current[table[key]] = value
+    return current
+
+
+def current_algorithm(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `algorithm` with guards in place of former parameters; warn about these.
+
+    Args:
+        table: The section.
+
+    Returns:
+        The section with the key `guards`, if it has any, and without removed parameters.
+    """
+    name = table.get("name")
+    guards: dict[str, Any] = {}
+    current: dict[str, Any] = {}
+    for key, value in table.items():
+        if name not in _ALGORITHM_2 or key not in (*_GUARDS, *_REMOVED):
+            current[key] = value
+        elif key in _REMOVED:
+            if value not in (None, _REMOVED[key]):
+                _warn_removed(key, name)
+        elif value is not None and not (_GUARDS[key] == "interpolation" and value == 1):
+            _warn(f"`{key}` of `{name}` is now `guards.{_GUARDS[key]}`")
+            guards[_GUARDS[key]] = value
+
+    selection = table.get("selection")
+    if isinstance(selection, Mapping) and "newcomers" in selection:
+        _warn("`newcomers` of a selection is now `guards.newcomer_share`")
+        guards["newcomer_share"] = selection["newcomers"]
+        current["selection"] = {k: v for k, v in selection.items() if k != "newcomers"}
+    if guards and current.get("guards") is not False:
+        current["guards"] = {**guards, **(current.get("guards") or {})}
     return current
 
 
@@ -115,15 +167,37 @@ def _original(value: Any, unnamed: Mapping[str, str]) -> Any:
     old_keys: dict[str, str] = {new: old for old, new in table.items()}
     old_names = {new: old for old, new in PLUGINS.items()}
     original: dict[str, Any] = {}
+    if isinstance(name, str) and name in _ALGORITHM_2:
+        original |= _ORIGINAL
+        value = {key: item for key, item in value.items() if key != "variant"}
+        old_keys = {"interpolation": "judged_at", "min_contacts": "counts_from"}
     for key, item in value.items():
         old_key: Any = old_keys.get(key, key)
-        old_values = {new: old for old, new in VALUES.get(old_key, {}).items()}
         original[old_key] = _original(item, unnamed)
-        if old_values and not isinstance(item, Mapping | list | tuple):
-            original[old_key] = old_values.get(item, item)
+    if original.get("counts_from") == 1:
+        original["counts_from"] = "first"
     if isinstance(name, str) and name in old_names:
         original["name"] = old_names[name]
     return original
+
+
+def warn_former_preset(name: str, present: str) -> None:
+    """Warn that a preset has another name, or is now a change of another one.
+
+    Args:
+        name: The former preset.
+        present: The preset that it changes.
+    """
+    hint = ""
+    if name.endswith("-fedcb2o") and present.endswith("-paper"):
+        recommended = name.replace("-fedcb2o", "-fedassay")
+        hint = f"; the recommended method, formerly of this name, is `{recommended}`"
+    _warn(f"the preset `{name}` is now `{present}`, with changes where they differ{hint}")
+
+
+def _warn_removed(key: str, name: str) -> None:
+    message = f"`{key}` of `{name}` is gone and has no effect: {_REASON}"
+    warnings.warn(message, DeprecationWarning, stacklevel=4)
 
 
 def _warn(text: str) -> None:

@@ -302,6 +302,9 @@ class Declaration(Generic[T]):
 USER_FUNCTION = Declaration[str]("own_name")
 """Name of a user's function in the configuration, set by `resolve`."""
 
+VARIANTS = Declaration[Mapping[str, Mapping[str, Any]]]("variants")
+"""Defaults of a function's parameters, by the value of its parameter `variant`."""
+
 
 def _cached(inspector: Callable[[PluginFunction], T]) -> Callable[[PluginFunction], T]:
     """Cache results for hashable functions; reading a signature takes longer than many rules."""

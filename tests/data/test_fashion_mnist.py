@@ -111,7 +111,7 @@ def test_download(tmp_path, monkeypatch):
         done = here("data", "fashion_mnist")
     assert done.status == 0
     assert f"4 files in {tmp_path}" in done.out
-    assert "fedcb2o run digits-fedcb2o --set data.name=fashion_mnist" in done.out
+    assert "fedcb2o run digits-fedassay --set data.name=fashion_mnist" in done.out
     assert names(tmp_path) == sorted(bodies)
     assert len(fashion_mnist().pool) == 30
 

@@ -112,7 +112,7 @@ def test_a_data_set_made_by_hand_is_checked_when_it_is_used(kind):
     x = torch.from_numpy(PIXELS)
     shards = [fedcb2o.Shard(part, torch.from_numpy(Y)) for part in (x, x.to(kind), x / 255)]
     pool, same, other = shards
-    experiment = load("digits-fedcb2o")
+    experiment = load("digits-fedassay")
 
     def loaded(test):
         made = fedcb2o.Dataset(pool, test, tuple("0123456789"))

@@ -38,7 +38,7 @@ def test_a_wrong_setting_is_one_line(tmp_path, path, change):
 
 
 NAMES = {
-    "digit-fedcb2o": "there is no preset `digit-fedcb2o`. Did you mean `digits-fedcb2o`?",
+    "digit-fedcb2o": "there is no preset `digit-fedcb2o`. Did you mean `digits-fedassay`?",
     "nothing-like-it-at-all": (
         "there is no preset `nothing-like-it-at-all`. `fedcb2o presets` lists them"
     ),
@@ -56,7 +56,7 @@ NAMES = {
         "continues the grid"
     ),
     "empty.toml": "empty.toml: the key `rounds` is missing",
-    "extends.toml": "there is no preset `digits-fedcb2`. Did you mean `digits-fedcb2o`?",
+    "extends.toml": "there is no preset `digits-fedcb2`. Did you mean `digits-fedassay`?",
     "number.toml": "there is no preset `3`",
     "old": (
         "old is a run's folder: `fedcb2o run old/config.toml --out old --resume` continues "
@@ -141,13 +141,13 @@ def test_divergence_later_names_agent_and_round_and_loses_nothing(tmp_path):
 
 def test_missing_and_wrong_data_files_are_one_line(tmp_path):
     missing = here(
-        "run", "emnist-fedcb2o", "--data-dir", tmp_path, "--out", tmp_path / "run"
+        "run", "emnist-fedassay", "--data-dir", tmp_path, "--out", tmp_path / "run"
     ).one_line()
     assert "EMNIST: no file emnist-balanced-train-images-idx3-ubyte" in missing
     assert "get the files with `fedcb2o data emnist`" in missing
     for part in ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1"):
         (tmp_path / f"emnist-balanced-{part}-ubyte").write_bytes(b"no IDX file")
-    assert "is not an IDX file" in here("run", "emnist-fedcb2o", "--data-dir", tmp_path).one_line()
+    assert "is not an IDX file" in here("run", "emnist-fedassay", "--data-dir", tmp_path).one_line()
     (tmp_path / "bare").mkdir()
     for source, told in (("nowhere", " (there is no such folder)"), ("bare", "")):
         line = here(

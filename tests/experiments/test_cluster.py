@@ -324,17 +324,17 @@ def test_blocks_need_a_cluster(tmp_path):
             ("bench", "--cluster", "digits"),
             "'digits' is no address of a cluster. Addresses are local",
         ),
-        (("run", "--cluster", "digits-fedcb2o"), "'digits-fedcb2o' is no address of a cluster"),
+        (("run", "--cluster", "digits-fedassay"), "'digits-fedassay' is no address of a cluster"),
         (
-            ("run", "digits-fedcb2o", "--cluster", "10.0.0.1"),
+            ("run", "digits-fedassay", "--cluster", "10.0.0.1"),
             "'10.0.0.1' is no address of a cluster",
         ),
         (
-            ("run", "digits-fedcb2o", "--cluster", "head:70000"),
+            ("run", "digits-fedassay", "--cluster", "head:70000"),
             "'head:70000' is no address of a cluster",
         ),
         (
-            ("run", "digits-fedcb2o", "--cluster", "ray://head:10001"),
+            ("run", "digits-fedassay", "--cluster", "ray://head:10001"),
             "run this command on one of its machines",
         ),
     ],
@@ -420,7 +420,7 @@ def test_what_listens_is_no_cluster(nobody):
 )
 def test_an_address_left_out_is_this_machine(tmp_path, monkeypatch, words):
     monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs._runner"], "run", given := Mock())
-    assert here("run", "digits-fedcb2o", *words).status == 0
+    assert here("run", "digits-fedassay", *words).status == 0
     assert given.call_args.kwargs["cluster"] == "local"
     assert given.call_args.kwargs["blocks"] == (2 if "--blocks" in words else None)
 

@@ -50,7 +50,7 @@ VARIANTS = {  # as docs/configuration.md has them side by side
     },
 }
 METHODS = {
-    ("", "fedcb2o"): load("digits-fedcb2o").settings()["algorithm"],  # one default for all data
+    ("", "fedcb2o"): load("digits-fedassay").settings()["algorithm"],  # one default for all data
     ("-held-out", "fedcb2o"): load("digits-fedcb2o-held-out").settings()["algorithm"],
     ("", "fedcbo"): {"own_model": "judged"},
     ("-trusted", "fedcb2o"): {"criterion": "class_loss_gap"},
@@ -148,7 +148,8 @@ def test_every_variant_is_what_its_name_says(found):
 
 
 @pytest.mark.parametrize(
-    "name", ["digits-fedcb2o", "digits-dfedavgm", "emnist-small-fedcb2o-exact", "emnist-oracle-max"]
+    "name",
+    ["digits-fedassay", "digits-dfedavgm", "emnist-small-fedcb2o-exact", "emnist-oracle-max"],
 )
 def test_what_config_toml_holds_is_the_same_experiment(name):
     experiment = load(name)
@@ -178,9 +179,9 @@ def test_a_file_is_named_after_itself(tmp_path):
 
 def test_extends_changes_a_preset_section_by_section(tmp_path):
     (tmp_path / "mine.toml").write_text(
-        'extends = "digits-fedcb2o"\nrounds = 7\n[agents]\nbudget = 3\n[model]\nname = "logistic"\n'
+        'extends = "digits-fedassay"\nrounds = 7\n[agents]\nbudget = 3\n[model]\nname = "logistic"\n'
     )
-    mine, preset = load(tmp_path / "mine.toml"), load("digits-fedcb2o")
+    mine, preset = load(tmp_path / "mine.toml"), load("digits-fedassay")
     assert (mine.name, mine.rounds, mine.agents.budget) == ("mine", 7, 3)
     assert mine.agents.model_copy(update={"budget": preset.agents.budget}) == preset.agents
     assert (
@@ -462,7 +463,7 @@ def test_the_clean_counterpart_has_a_former_name():
     ],
 )
 def test_numbers_of_other_libraries_are_numbers(key, value, expected):
-    settings = load("digits-fedcb2o", {key: value}).settings()
+    settings = load("digits-fedassay", {key: value}).settings()
     section, _, name = key.rpartition(".")
     found = (settings[section] if section else settings)[name]
     plain = list(expected) if isinstance(expected, tuple) else expected
@@ -485,7 +486,7 @@ def test_numbers_of_other_libraries_are_numbers(key, value, expected):
 )
 def test_seeds_that_no_record_can_hold_are_refused(seeds, message):
     with pytest.raises(ConfigError, match=message):
-        load("digits-fedcb2o", {"seeds": seeds})
+        load("digits-fedassay", {"seeds": seeds})
 
 
 def test_sections_made_in_python_take_numbers_of_other_libraries():
@@ -500,7 +501,7 @@ def test_parameters_of_a_users_function_may_be_arrays_and_paths():
 
     rates = np.array([0.5, 1.0])
     parameters = {"widths": np.arange(2), "rates": rates, "path": Path("x"), "free": rates}
-    experiment = load("digits-fedcb2o", {"model": {"name": network, **parameters}})
+    experiment = load("digits-fedassay", {"model": {"name": network, **parameters}})
     bound = experiment.model.bind("model", architectures).keywords
     assert isinstance(bound["widths"], np.ndarray)
     assert bound["rates"] == [0.5, 1.0]
@@ -535,7 +536,7 @@ def test_classes_of_an_attack_are_named_where_labels_are_other_numbers(
     caplog, labels, source, said
 ):
     data = dataset(np.eye(20), np.tile(np.sort(labels), 2))
-    check_attack_goal(load("digits-fedcb2o", {"attack.source": source}), data)
+    check_attack_goal(load("digits-fedassay", {"attack.source": source}), data)
     assert said in caplog.text
     assert bool(caplog.text) == bool(said)
 
@@ -543,4 +544,4 @@ def test_classes_of_an_attack_are_named_where_labels_are_other_numbers(
 def test_a_label_given_for_a_class_is_named_with_its_number():
     data = dataset(np.eye(20), np.tile(np.arange(1, 11), 2))
     with pytest.raises(ConfigError, match="got 10: the class called 10 is 9"):
-        check_attack_goal(load("digits-fedcb2o", {"attack.source": 10}), data)
+        check_attack_goal(load("digits-fedassay", {"attack.source": 10}), data)

@@ -176,7 +176,12 @@ def test_settings_multiply_the_cells():
 
 def test_a_preset_may_lie_under_a_grid():
     plan = load_grid(
-        {"extends": "digits-fedcb2o", "rounds": 3, "defences": {"A": {}}, "attacks": {"ALIE": ALIE}}
+        {
+            "extends": "digits-fedassay",
+            "rounds": 3,
+            "defences": {"A": {}},
+            "attacks": {"ALIE": ALIE},
+        }
     )
     experiment = plan.experiment("", "A", "ALIE")
     assert (experiment.rounds, experiment.agents.benign, experiment.seeds) == (3, 5, (0, 1, 2))
@@ -212,7 +217,7 @@ OF_THE_DEFAULT = [
 def test_what_grids_have_of_the_default_is_its_preset(name, defence, ending):
     plan, preset = (
         _parse_grid(_read_built_in(name)),
-        fedcb2o.load(f"digits-fedcb2o{ending}").settings(),
+        fedcb2o.load(f"digits-fedassay{ending}").settings(),
     )
     found = plan.experiment(
         next(iter(plan.settings), ""), defence, next(iter(plan.attacks))

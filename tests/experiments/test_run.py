@@ -175,7 +175,7 @@ def test_a_line_of_progress_names_the_round_of_its_scores(capsys):
 
 def test_what_is_told_at_80_columns_is_whole(tmp_path):
     shown = io.StringIO()
-    experiment = load(tiny(rounds=300, name="digits-fedcb2o"))
+    experiment = load(tiny(rounds=300, name="digits-fedassay"))
     scores = {"accuracy": [0.5], "source_accuracy": [0.25], "attack_success_rate": [0.125]}
     with Progress(Console(file=shown, force_terminal=True, width=80)) as progress:
         for n in range(1, 5):
@@ -186,6 +186,6 @@ def test_what_is_told_at_80_columns_is_whole(tmp_path):
     text = Text.from_ansi(shown.getvalue()).plain
     assert all(
         word in text
-        for word in ("digits-fedcb2o seed 1000 ", " 4/300 0:00", "12.5%", "second.example")
+        for word in ("digits-fedassay seed 1000 ", " 4/300 0:00", "12.5%", "second.example")
     )
     assert "…" not in text

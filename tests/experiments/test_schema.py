@@ -55,7 +55,7 @@ def test_every_grid_is_valid_and_a_slip_in_an_entry_is_not(grids):
         assert (
             wrong(grids, tomllib.loads((PACKAGE / "grids" / f"{name}.toml").read_text())) == []
         ), name
-    entry = {"extends": "digits-fedcb2o", "attacks": {"Flip": {"attack": {"name": "label_flip"}}}}
+    entry = {"extends": "digits-fedassay", "attacks": {"Flip": {"attack": {"name": "label_flip"}}}}
     assert (
         wrong(
             grids,
@@ -136,11 +136,11 @@ def test_what_extends_a_preset_may_leave_out_what_that_has(experiments):
     assert (
         wrong(
             experiments,
-            {"extends": "digits-fedcb2o", "algorithm": {"alpha": 5}, "agents": {"budget": 3}},
+            {"extends": "digits-fedassay", "algorithm": {"alpha": 5}, "agents": {"budget": 3}},
         )
         == []
     )
-    assert wrong(experiments, {"extends": "digits-fedcb2o", "algorithm": {"alpah": 5}})
+    assert wrong(experiments, {"extends": "digits-fedassay", "algorithm": {"alpah": 5}})
     assert wrong(experiments, {"extends": "digit-fedcb2o"})
     assert wrong(experiments, {"algorithm": {"alpha": 5}})
 

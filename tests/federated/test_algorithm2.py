@@ -142,6 +142,36 @@ def test_fedcb2o_equals_the_oracle(choice):
     compare(algorithms.fedcb2o(**choice), dataclasses.replace(reference.FEDCB2O, **choice))
 
 
+GUARDS = {
+    "newcomers": {"newcomer_share": 0.4},
+    "far": {"max_distance": 0.9},
+    "near": {"min_distance": 1.1},
+    "half-way": {"interpolation": 0.5},
+    "tolerance": {"loss_tolerance": 1.0},
+}
+GUARDS["all"] = {key: value for guard in GUARDS.values() for key, value in guard.items()}
+
+
+@pytest.mark.parametrize("guards", GUARDS.values(), ids=GUARDS)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"beta": 0.6, "own_model": "judged", "mixing_factor": 1.0},
+        {"own_candidate": True, "criterion_from_round": 2},
+    ],
+    ids=["sub-level set", "text, T_G"],
+)
+def test_guards_equal_the_oracle(choice, guards):
+    options = dataclasses.replace(reference.FEDCB2O, **choice, **guards)
+    compare(ours.guarded(algorithms.fedcb2o(**choice), **guards), options)
+
+
+@pytest.mark.parametrize("guards", ["newcomers", "far", "near", "tolerance", "all"])
+def test_guards_of_an_average_equal_the_oracle(guards):
+    options = dataclasses.replace(reference.DFEDAVGM, **GUARDS[guards])
+    compare(ours.guarded(algorithms.dfedavgm(), **GUARDS[guards]), options)
+
+
 @pytest.mark.parametrize("own_model", ["excluded", "judged"])
 @pytest.mark.parametrize("statistics", ["shared", "local", "dropped"])
 def test_batch_norms_equal_the_oracle(statistics, own_model):
@@ -382,8 +412,14 @@ class Compared(LocalEngine):
     [
         algorithms.fedcb2o(),
         algorithms.fedcb2o(own_candidate=True, own_likelihood="every_round"),
-        algorithms.fedcb2o(beta=0.5, own_model="judged", likelihood="loss+criterion"),
-        algorithms.fedcb2o(criterion="distance", point="median", min_distance=0.5),
+        algorithms.fedassay(),
+        ours.guarded(
+            algorithms.fedcb2o(criterion="distance", own_candidate=True),
+            min_distance=1.1,
+            loss_tolerance=1.0,
+            newcomer_share=0.4,
+        ),
+        ours.guarded(algorithms.by_rule(rule="krum"), max_distance=0.9, loss_tolerance=1.0),
         algorithms.dfedavgm(),
         algorithms.by_rule(rule="krum", pre_step="nnm"),
         algorithms.by_rule(rule="coordinate_median", selection="prob_sampling"),

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.errors import ConfigError
 from fedcb2o.federated import CandidatePeers, Contacts, ContactTable, Ragged, algorithms, selection
 from fedcb2o.federated.batched_aggregation import update_likelihoods
 from fedcb2o.federated.selection import (
@@ -65,7 +64,7 @@ def test_newcomers_are_a_share_at_most_unless_there_is_room(met, unmet, counts):
     contacts = after(NOBODY, known, known, torch.ones(met))
     for seed in range(5):
         chosen = prob_sampling(
-            contacts, torch.arange(1, 1 + met + unmet), 8, stream(seed, "x"), newcomers=0.25
+            contacts, torch.arange(1, 1 + met + unmet), 8, stream(seed, "x"), newcomer_share=0.25
         ).tolist()
         assert chosen == sorted(set(chosen))
         assert (sum(i <= met for i in chosen), sum(i > met for i in chosen)) == counts
@@ -74,20 +73,11 @@ def test_newcomers_are_a_share_at_most_unless_there_is_room(met, unmet, counts):
 def test_whose_likelihood_is_nothing_leaves_room_for_newcomers():
     contacts = after(NOBODY, range(1, 6), range(1, 6), [0.1, INF, INF, INF, INF])
     chosen = prob_sampling(
-        contacts, torch.arange(1, 20), 4, stream(0, "x"), newcomers=0.25
+        contacts, torch.arange(1, 20), 4, stream(0, "x"), newcomer_share=0.25
     ).tolist()
     assert chosen[0] == 1
     assert all(i > 5 for i in chosen[1:])
     assert len(chosen) == 4
-
-
-@pytest.mark.parametrize("newcomers", [0.0, -0.5, 1.5])
-def test_newcomers_are_a_share(newcomers):
-    with pytest.raises(
-        ConfigError,
-        match=f"selection `prob_sampling`: `newcomers` = {newcomers}: .* (greater|less)",
-    ):
-        selection.resolve_selection({"name": "prob_sampling", "newcomers": newcomers})
 
 
 def test_a_likelihood_that_underflows_is_never_drawn_and_never_first_again():
@@ -174,7 +164,7 @@ def test_who_is_asked_costs_nothing_for_those_who_are_not(select):
 
 
 SELECTIONS = {name: (getattr(selection, name), {}) for name in selection.__all__}
-SELECTIONS["newcomers"] = (selection.prob_sampling, {"newcomers": 0.4})
+SELECTIONS["newcomers"] = (selection.prob_sampling, {"newcomer_share": 0.4})
 
 
 @pytest.mark.parametrize("shared", [True, False])

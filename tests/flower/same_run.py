@@ -30,13 +30,10 @@ TABLE = {
     "training": {"gamma": 0.05, "batch_size": 8, "local_epochs": 2},
     "algorithm": {
         "name": "fedcb2o",
-        "criterion": {"name": "class_loss_gap", "z": 2.0, "against": "majority"},
         "alpha": 1.0,
         "beta": 0.5,
         "own_model": "judged",
-        "interpolation": 0.5,
-        "loss_tolerance": 2.0,
-        "likelihood": "loss+criterion",
+        "guards": {"interpolation": 0.5, "loss_tolerance": 2.0},
     },
 }
 

@@ -28,7 +28,6 @@ def by_rule(name, **more):
     return {"name": "by_rule", "rule": {"name": name}, **more}
 
 
-TESTED_GAP = {"name": "class_loss_gap", "z": 1.0, "against": "majority"}
 RUNS = {
     "dense": {"agents": {"participation": 0.8}},
     "convolutions": {"model": IMAGES, "training": {"momentum": 0.0}},
@@ -54,14 +53,9 @@ RUNS = {
     "distance": {"algorithm": {"criterion": "distance", "own_model": "judged"}},
     "half-way": {
         "algorithm": {
-            "loss_tolerance": 1.0,
-            "interpolation": 0.5,
+            "guards": {"loss_tolerance": 1.0, "interpolation": 0.5},
             "own_model": "judged",
-            "criterion": TESTED_GAP,
         },
-    },
-    "weighted median": {
-        "algorithm": {"loss_tolerance": 1.0, "own_model": "judged", "point": "median"}
     },
     "noise": {"attack": {"name": "gaussian_noise"}, "algorithm": by_rule("trimmed_mean")},
     "broken": {"attack": {"name": "not_finite"}, "algorithm": by_rule("krum", pre_step="nnm")},

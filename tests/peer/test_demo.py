@@ -48,7 +48,7 @@ def parties(tmp_path_factory):
         "agents.budget": 1,
         "rounds": 40,
     }
-    experiment = load("digits-fedcb2o", changes)
+    experiment = load("digits-fedassay", changes)
     return federation.make_federation(
         experiment, [each.member for each in both], dataset=breast_cancer()
     ), both

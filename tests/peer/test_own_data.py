@@ -252,7 +252,7 @@ def test_classes_of_a_member_are_compared_in_one_spelling(tmp_path):
     composed = "b\u00f6sartig"
     x = np.random.default_rng(0).normal(size=(40, 3))
     experiment = load(
-        "digits-fedcb2o",
+        "digits-fedassay",
         {
             "name": "t",
             "agents": {"num_clusters": 1, "benign": 2, "malicious": 0, "budget": 1},

@@ -13,6 +13,7 @@ from tests.agents import (
     block_of,
     convolutional,
     first_models,
+    guarded,
     held,
     network,
     normed,
@@ -124,11 +125,16 @@ def hold_equal(
         assert torch.equal(models.view(torch.int32), posted.models.view(torch.int32)), name
 
 
+GUARDS = {
+    "newcomer_share": 0.4,
+    "max_distance": 1.0,
+    "min_distance": 1.1,
+    "interpolation": 0.5,
+    "loss_tolerance": 1.0,
+}
 ALGORITHMS = {
     "FedCB2O": algorithms.fedcb2o(),
-    "FedCB2O, as released": algorithms.fedcb2o(
-        own_model="trusted", own_candidate=True, first_contact="whole", mixing_factor=1.0, alpha=2.0
-    ),
+    "FedCB2O, as released": algorithms.fedcb2o(variant="released"),
     "own model judged": algorithms.fedcb2o(
         own_model="judged", own_candidate=True, mixing_factor=1.0
     ),
@@ -144,26 +150,20 @@ ALGORITHMS = {
         own_model="judged",
         mixing_factor=1.0,
     ),
-    "sub-level set": algorithms.fedcb2o(
-        criterion={"name": "class_loss_gap", "z": 1.0, "against": "majority"},
-        **{
-            "beta": 0.5,
-            "loss_tolerance": 1.0,
-            "interpolation": 0.5,
-            "own_model": "judged",
-            "likelihood": "loss+criterion",
-        },
-        max_distance=1.0,
-        min_distance=1.2,
-        selection={"name": "prob_sampling", "newcomers": 0.4},
+    "FedAssay": algorithms.fedassay(),
+    "all guards": guarded(
+        algorithms.fedcb2o(beta=0.75, own_model="judged", mixing_factor=1.0), **GUARDS
     ),
-    "sub-level set, patches": algorithms.fedcb2o(
-        criterion={"name": "trigger_sensitivity"},
-        loss_tolerance=2.0,
-        interpolation=0.3,
-        own_model="judged",
-        mixing_factor=1.0,
+    "all guards, patches": guarded(
+        algorithms.fedcb2o(
+            criterion={"name": "trigger_sensitivity"}, own_model="judged", mixing_factor=1.0
+        ),
+        **GUARDS,
     ),
+    "all guards, krum": guarded(
+        algorithms.by_rule(rule="krum", selection="prob_sampling", pre_step="nnm"), **GUARDS
+    ),
+    "all guards, DFedAvgM": guarded(algorithms.dfedavgm(), **GUARDS),
     "perturbations": algorithms.fedcb2o(
         criterion={
             "name": "perturbation_gap",
@@ -175,14 +175,6 @@ ALGORITHMS = {
         beta=0.6,
         own_model="judged",
         mixing_factor=1.0,
-    ),
-    "median, second meeting": algorithms.fedcb2o(
-        loss_tolerance=2.0,
-        point="median",
-        min_contacts="second",
-        own_model="judged",
-        mixing_factor=1.0,
-        selection={"name": "prob_sampling", "newcomers": 0.4},
     ),
     "patches": algorithms.fedcb2o(
         criterion={"name": "trigger_sensitivity"}, own_model="judged", mixing_factor=1.0

@@ -37,7 +37,15 @@ TEAM = {"benign": 2, "malicious": 2, "benign_samples": 20, "malicious_samples": 
 FLIPS = {"label_flip", "label_flips"}
 
 
-ON_TARGET = {"backdoor", "blended", "clean_label", "edge_case", "rarest_flip", "signal", "spread_flip"}
+ON_TARGET = {
+    "backdoor",
+    "blended",
+    "clean_label",
+    "edge_case",
+    "rarest_flip",
+    "signal",
+    "spread_flip",
+}
 
 
 ON_DATA = FLIPS | ON_TARGET | {"feature_noise", "random_labels", "shifted_labels"}
@@ -187,7 +195,7 @@ def test_who_sends_a_receivers_own_model_back_gets_little_weight_for_it(tmp_path
     weights = {}
     for apart in (0.75, 1e-9):
         experiment = load(
-            "digits-fedcb2o",
+            "digits-fedassay",
             {
                 **changes,
                 "attack": {"name": "dissensus", "eps": 0.1},
@@ -210,7 +218,7 @@ def test_benign_peers_that_begin_alike_go_on_exchanging(tmp_path):
     """Equal samples give similar first steps; later steps differ."""
     team = {"agents.num_clusters": 1, "agents.benign": 4, "agents.malicious": 0, "agents.budget": 3}
     experiment = load(
-        "digits-fedcb2o", {**team, "agents.benign_samples": 200, "rounds": 3, "seeds": [0]}
+        "digits-fedassay", {**team, "agents.benign_samples": 200, "rounds": 3, "seeds": [0]}
     )
     done = run(experiment, out=tmp_path, workers=1)
     received = done.pairs[done.pairs.agent != done.pairs.peer].groupby("round")

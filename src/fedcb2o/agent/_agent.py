@@ -27,6 +27,7 @@ from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.federated import AgentState, Inbox, Ragged, RunSpec, algorithm2
 from fedcb2o.federated.admission import Message, rejection_reason
 from fedcb2o.federated.algorithms.parameter_checks import require
+from fedcb2o.federated.algorithms.section import RECOMMENDED
 from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.nn import parameters
 from fedcb2o.plugins import PluginChoice, to_python
@@ -57,8 +58,8 @@ class Agent:
         judge: A function that evaluates models, in place of `validation`: m models -> losses
             [m, n], or these and the classes [n] of its n samples. It receives a list of state
             dicts or, without a network, an array [m, d].
-        method: Name of an algorithm, such as "fedcb2o" or "fedcbo", or a table with its name and
-            parameters, as in the section `algorithm` of a configuration.
+        method: Name of an algorithm, such as "fedassay" or "fedcb2o", or a table with its name,
+            parameters and guards, as in the section `algorithm` of a configuration.
         attack: An attack of this agent, as in the section `attack`; see `publish` and
             `training_data`.
         seed: Seed of all random numbers.
@@ -87,7 +88,7 @@ class Agent:
         validation: Any = None,
         columns: Any = None,
         judge: Judge | None = None,
-        method: PluginChoice = "fedcb2o",
+        method: PluginChoice = RECOMMENDED,
         attack: PluginChoice | None = None,
         seed: int = 0,
         id: int | None = None,

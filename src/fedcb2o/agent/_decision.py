@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedcb2o.federated import Algorithm, CriterionInput, Decisions
+from fedcb2o.federated.guards import ADMITTED, OUTCOMES
 from fedcb2o.federated.types import CriterionValues
 
 SELF = "itself"
@@ -27,7 +28,8 @@ class Decision:
         criterion: Value of the criterion G of each received model, low is trusted; empty for a
             method without a criterion.
         outside: Peers whose models are outside the sub-level set Q_beta.
-        refused: Peers whose models were not evaluated, with the reason.
+        refused: Peers whose models were not evaluated, with the reason: they are invalid, or the
+            guards of the method did not admit them.
     """
 
     weights: dict[Any, float]
@@ -78,17 +80,22 @@ def decision_of(
         The decision.
     """
     received = [names[id] for id in decisions.received.values.tolist()]
+    outcomes = list(zip(received, decisions.admission.tolist(), strict=True))
+    admitted = [name for name, outcome in outcomes if outcome == ADMITTED]
+    for name, outcome in outcomes:
+        if outcome != ADMITTED:
+            refused = {**refused, name: f"the guards say that it is {OUTCOMES[outcome]}"}
     losses: dict[Any, float] = {}
     criterion: dict[Any, float] = {}
     outside: tuple[Any, ...] = ()
     inputs = observer.inputs
     values = observer.values
     if inputs is not None and inputs.losses is not None:
-        losses = dict(zip(received, inputs.losses.mean.tolist(), strict=True))
+        losses = dict(zip(admitted, inputs.losses.mean.tolist(), strict=True))
     if values is not None:
-        criterion = dict(zip(received, values.values.tolist(), strict=True))
-        members = values.in_sublevel_set.tolist()[: len(received)]
-        pairs = zip(received, members, strict=True)
+        criterion = dict(zip(admitted, values.values.tolist(), strict=True))
+        members = values.in_sublevel_set.tolist()[: len(admitted)]
+        pairs = zip(admitted, members, strict=True)
         outside = tuple(name for name, is_member in pairs if not is_member)
     return Decision(
         weights=dict(zip(received, decisions.weights.tolist(), strict=True)),

@@ -41,7 +41,7 @@ class JudgeOracle(ValidationOracle):
             raise ConfigError("a criterion that changes samples needs `validation` samples")
         group = self.group
         own = group.models[:1]
-        thetas = own.lerp(group.models[models.rows], group.spec.algorithm.interpolation)
+        thetas = own.lerp(group.models[models.rows], group.spec.algorithm.guards.interpolation)
         with attribute_errors("judge", "judge"):
             result = self.judge(self.model_format.to_user(thetas))
         labels: Any = None

@@ -8,9 +8,10 @@ import numpy as np
 from torch import nn
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import RunSpec, algorithms, losses
+from fedcb2o.federated import RunSpec, losses
 from fedcb2o.federated.algorithms.parameter_checks import require
-from fedcb2o.federated.run_spec import Algorithm, Training
+from fedcb2o.federated.algorithms.section import AlgorithmSection
+from fedcb2o.federated.run_spec import Training
 from fedcb2o.federated.sections import AgentsSection, Component, as_component
 
 
@@ -54,10 +55,10 @@ class Settings:
         Raises:
             ConfigError: There is no such method or loss, or its parameters are invalid.
         """
-        component = Component.model_validate(as_component(self.method))
-        algorithm: Algorithm = component.bind("algorithm", algorithms)()
+        section = AlgorithmSection.model_validate(as_component(self.method))
+        algorithm = section.build()
         if algorithm.clusters is not None:
-            raise ConfigError(f"the algorithm `{component.name}` has models of clusters")
+            raise ConfigError(f"the algorithm `{section.name}` has models of clusters")
         loss = None
         if self.loss is not None:
             loss = Component.model_validate(as_component(self.loss)).bind("loss", losses)

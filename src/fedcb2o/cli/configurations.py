@@ -24,7 +24,7 @@ def presets(
 ) -> None:
     """List the presets, or print one as a configuration file.
 
-    Example: fedcb2o presets digits-fedcb2o > mine.toml
+    Example: fedcb2o presets digits-fedassay > mine.toml
     """
     if name is None:
         from fedcb2o.experiments.config.tables import presets as all_presets

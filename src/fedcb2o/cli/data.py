@@ -26,28 +26,28 @@ def emnist(source: _SourceOption = None, data_dir: _DataDirOption = None) -> Pat
     """Get EMNIST (Cohen et al. 2017): a download, IDX files or gzip.zip."""
     from fedcb2o.data.sets._emnist import RELEASE
 
-    return _get(RELEASE, source, data_dir, "emnist-small-fedcb2o")
+    return _get(RELEASE, source, data_dir, "emnist-small-fedassay")
 
 
 def mnist(source: _SourceOption = None, data_dir: _DataDirOption = None) -> Path:
     """Get MNIST (LeCun et al. 1998): a download or IDX files."""
     from fedcb2o.data.sets._mnist import RELEASE
 
-    return _get(RELEASE, source, data_dir, "digits-fedcb2o --set data.name=mnist")
+    return _get(RELEASE, source, data_dir, "digits-fedassay --set data.name=mnist")
 
 
 def fashion_mnist(source: _SourceOption = None, data_dir: _DataDirOption = None) -> Path:
     """Get Fashion-MNIST (Xiao et al. 2017): a download or IDX files."""
     from fedcb2o.data.sets._fashion_mnist import RELEASE
 
-    return _get(RELEASE, source, data_dir, "digits-fedcb2o --set data.name=fashion_mnist")
+    return _get(RELEASE, source, data_dir, "digits-fedassay --set data.name=fashion_mnist")
 
 
 def cifar10(source: _SourceOption = None, data_dir: _DataDirOption = None) -> Path:
     """Get CIFAR-10 (Krizhevsky 2009): a download of its binary version or files."""
     from fedcb2o.data.sets._cifar10 import RELEASE
 
-    example = "digits-fedcb2o --set data.name=cifar10 --set model.name=resnet"
+    example = "digits-fedassay --set data.name=cifar10 --set model.name=resnet"
     return _get(RELEASE, source, data_dir, example)
 
 

@@ -138,7 +138,7 @@ def run(
 ) -> list[Path]:
     """Run experiments, each for all of its seeds.
 
-    Example: fedcb2o run digits-fedcb2o --set algorithm.alpha=10 --seeds 0,1,2 --out runs/mine
+    Example: fedcb2o run digits-fedassay --set algorithm.alpha=10 --seeds 0,1,2 --out runs/mine
     """
     from fedcb2o.experiments.config.loading import load
     from fedcb2o.experiments.runs._progress import Progress

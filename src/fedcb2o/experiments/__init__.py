@@ -1,7 +1,7 @@
 """Experiments: configurations, runs and grids.
 
 >>> from fedcb2o.experiments import load
->>> load("digits-fedcb2o").rounds
+>>> load("digits-fedassay").rounds
 25
 """
 

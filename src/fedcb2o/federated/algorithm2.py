@@ -20,17 +20,19 @@ two equal to the bit.
 [1.0]
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fedcb2o import consensus
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
+from fedcb2o.federated.guards import ADMITTED
 from fedcb2o.federated.mixing import mix_, mixing_matrix
 from fedcb2o.federated.plugin_outputs import validated_selection, validated_state
 from fedcb2o.federated.ragged import Ragged
@@ -43,7 +45,13 @@ from fedcb2o.federated.types import (
     RuleOutput,
     RuleState,
 )
-from fedcb2o.federated.validation import ValidationOracle, agent_context, own_models
+from fedcb2o.federated.validation import (
+    ValidationOracle,
+    admit,
+    agent_context,
+    own_models,
+    tolerated_models,
+)
 from fedcb2o.plugins import USER_FUNCTION
 from fedcb2o.rng import stream
 
@@ -85,17 +93,20 @@ def local_aggregation_(
     A = sample_peers(agent, P, n)
     # Line 2: download theta^i, i in A
     inbox = download(A)
+    # Guards: the models that are evaluated and weighed
+    admission = admit(agent, _ONE, _ONE, inbox)
+    is_admitted = admission == ADMITTED
     # Line 3: L^i <- L_j(theta^i)
-    inputs = validate(agent, P, inbox, n, oracle)
-    # Line 5, before line 4, because P may count G, too: G^i <- G_j(theta^i), and Q_beta
-    G = algorithm.criterion_values(inputs)
+    inputs = validate(agent, P, inbox.filter(is_admitted), n, oracle)
     # Line 4: P^i <- (1 - zeta) P^i + zeta exp(-kappa L^i)
-    P = update_likelihoods(algorithm, P, A, inputs, G)
+    P = update_likelihoods(algorithm, P, A, inbox, is_admitted, inputs)
+    # Line 5: G^i <- G_j(theta^i), and Q_beta
+    G = algorithm.criterion_values(inputs)
     # Line 6: mu^i <- exp(-alpha G^i) / sum_k exp(-alpha G^k)
     mu, rule_state = consensus_weights(algorithm, inputs, G, rule_state)
     on_step("aggregate")
     # Line 7: theta <- theta - lambda1 gamma (theta - sum_i mu^i theta^i)
-    decisions = mix_towards_consensus_(agent, A, inbox, inputs, mu)
+    decisions = mix_towards_consensus_(agent, A, inbox, admission, inputs, mu)
     on_step("mix")
 
     j, own_loss = int(agent.agents[0]), float(decisions.own_loss[0])
@@ -152,8 +163,10 @@ def select_peers(
     select = spec.algorithm.select
     values = {"n": n, "me": j}
     extra = [values[name] for name in extra_inputs(select)]
+    keywords = spec.algorithm.guards.selection_keywords
 
-    ids = select(P, torch.from_numpy(candidates.copy()), spec.agents.budget, generator, *extra)
+    candidate_ids = torch.from_numpy(candidates.copy())
+    ids = select(P, candidate_ids, spec.agents.budget, generator, *extra, **keywords)
     if BATCHED_SELECTION.get(select) is not None:
         return ids.numpy()
     return validated_selection(select, ids, candidates, spec.agents.budget)
@@ -167,7 +180,7 @@ def validate(
     Args:
         agent: Group of one agent.
         P: Its contacts.
-        inbox: The models received.
+        inbox: The models received and admitted.
         n: Round.
         oracle: Answers about models; by default from the agent's validation data.
 
@@ -192,56 +205,47 @@ def validate(
         own_entry=own,
         losses_of=oracle.losses,
         agent_context=agent_context(oracle, n, lambda: P),
+        in_sublevel_set=tolerated_models(agent.spec.algorithm, losses, own_losses),
         previous=agent.previous_rows(_ZERO),
     )
 
 
 def update_likelihoods(
-    algorithm: Algorithm, P: Contacts, A: Ragged, inputs: CriterionInput, G: CriterionValues | None
+    algorithm: Algorithm,
+    P: Contacts,
+    A: Ragged,
+    inbox: Inbox,
+    is_admitted: Bool[np.ndarray, " m"],
+    inputs: CriterionInput,
 ) -> Contacts:
     """Average the likelihoods of the peers whose models were received (line 4).
 
-    A peer that was asked becomes a contact. Its likelihood is NaN until its first answer.
+    A peer that was asked becomes a contact. Its likelihood is NaN until its first answer. A model
+    that is not admitted counts as an infinite loss.
 
     Args:
         algorithm: Settings, with kappa and zeta.
         P: Contacts before the round.
         A: The peers that were asked.
-        inputs: Losses of the received models.
-        G: Values of the criterion, if any.
+        inbox: The models received.
+        is_admitted: Whether each of them is admitted.
+        inputs: Losses of the admitted models.
 
     Returns:
         Contacts after the round.
     """
     known = P.ids.numpy()
-    received = inputs.received.ids.numpy()  # of real peers, others may stand in for late ones
+    received = inbox.ids.values  # of real peers, others may stand in for late ones
     ids = np.union1d(np.union1d(known, A.values), received)
     likelihood = np.full(len(ids), np.nan)
     likelihood[ids.searchsorted(known)] = P.likelihood.numpy()
 
     if inputs.losses is not None:
         answered = ids.searchsorted(received)
-        L = recorded_losses(algorithm, inputs.losses.mean, G).numpy()
+        L = np.full(len(received), np.inf)
+        L[is_admitted] = inputs.losses.mean.numpy()
         likelihood[answered] = next_likelihood(algorithm, likelihood[answered], L)
     return Contacts(torch.from_numpy(ids), torch.from_numpy(likelihood))
-
-
-def recorded_losses(
-    algorithm: Algorithm, L: Float[Tensor, "*a m"], G: CriterionValues | None
-) -> Float[Tensor, "*a m"]:
-    """Return L^i of eq:update_sampling_likelihood; beyond the paper L^i + max(G^i, 0).
-
-    Args:
-        algorithm: Settings.
-        L: Losses of the received models.
-        G: Values of the criterion, if any.
-
-    Returns:
-        The losses that likelihoods count.
-    """
-    if algorithm.likelihood == "loss" or G is None or G.is_average_loss:
-        return L
-    return L + G.values.clamp(min=0)
 
 
 def next_likelihood(
@@ -317,22 +321,35 @@ def consensus_weights(
     """
     if G is not None:
         mu = consensus.weights(torch.cat([G.values, G.own], -1), algorithm.alpha, G.in_sublevel_set)
-        output = RuleOutput(mu) if algorithm.point is None else algorithm.point(inputs, mu)
-        return output, state
+        return RuleOutput(mu), state
 
     rule = algorithm.rule
     assert rule is not None
+    is_member = inputs.in_sublevel_set
+    inputs = inputs.members_only()
     if USER_FUNCTION.get(rule) is not None:
         inputs = inputs.copy()  # a user's rule may write into its input
     if algorithm.is_stateful:
         state, output = validated_state(rule, rule(state, inputs))
     else:
         output = rule(inputs)
-    return output if isinstance(output, RuleOutput) else RuleOutput(output), state
+    output = output if isinstance(output, RuleOutput) else RuleOutput(output)
+    if is_member is not None and isinstance(output.outcome, Tensor):
+        weights = output.outcome
+        num_own = len(weights) - int(is_member.sum())
+        is_counted = torch.cat([is_member, is_member.new_ones(num_own)])
+        all_weights = weights.new_zeros(len(is_counted)).masked_scatter_(is_counted, weights)
+        output = dataclasses.replace(output, outcome=all_weights)
+    return output, state
 
 
 def mix_towards_consensus_(
-    agent: AgentGroup, A: Ragged, inbox: Inbox, inputs: CriterionInput, mu: RuleOutput
+    agent: AgentGroup,
+    A: Ragged,
+    inbox: Inbox,
+    admission: Int[np.ndarray, " m"],
+    inputs: CriterionInput,
+    mu: RuleOutput,
 ) -> Decisions:
     """Move the agent's model, theta <- theta - lambda1 gamma (theta - m) (eq:local_agg_update).
 
@@ -340,7 +357,8 @@ def mix_towards_consensus_(
         agent: Group of one agent.
         A: The peers that were asked.
         inbox: The models received.
-        inputs: The agent's view of them.
+        admission: Whether each of them is admitted, or why not.
+        inputs: The agent's view of the admitted ones.
         mu: Weights, or a reduction.
 
     Returns:
@@ -348,8 +366,8 @@ def mix_towards_consensus_(
     """
     spec, layout = agent.spec, agent.layout
 
-    decisions = Decisions.empty(agent.agents, A, inbox)
-    index = np.arange(len(inbox.rows))
+    decisions = Decisions.empty(agent.agents, A, inbox, admission)
+    index = np.flatnonzero(admission == ADMITTED)
     decisions.store_(_ONE, index, inputs, mu, spec)
     mix_(agent.models, mixing_matrix(decisions, layout.own, layout.previous), 0, spec.dim)
     return decisions

@@ -25,16 +25,16 @@ from fedcb2o.federated.aggregation.sample_average import sample_weights
 from fedcb2o.federated.algorithm2 import (
     consensus_weights,
     next_likelihood,
-    recorded_losses,
     select_peers,
     track_own_likelihood,
 )
 from fedcb2o.federated.contacts import AgentState, CandidatePeers, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
+from fedcb2o.federated.guards import ADMITTED
 from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.run_spec import Algorithm, RunSpec
 from fedcb2o.federated.selection import BATCHED_SELECTION, select_colluding_peers
-from fedcb2o.federated.validation import own_models, validate
+from fedcb2o.federated.validation import admit, own_models, validate
 from fedcb2o.rng import agent_streams
 
 
@@ -131,8 +131,8 @@ def decide(
 ) -> tuple[AgentState, Decisions]:
     """Compute losses, G, weights and likelihoods of active members (lines 3, 5, 6, 4).
 
-    Line 4 is last, because the loss that it counts may include G (`recorded_losses`). Colluders
-    average by numbers of samples instead (sec:experiments).
+    Line 4 is last, for all members at once. Colluders average by numbers of samples instead
+    (sec:experiments).
 
     Args:
         group: Group of the agents.
@@ -150,21 +150,26 @@ def decide(
     agents = group.agents[members]
     is_colluding = adversary.colluding[agents]
     known = state.contacts.forget(adversary.new_identities(n))
-    decisions = Decisions.empty(agents, sampled, inbox)
     rule_states = list(state.rule_states)
-    L = np.full(len(inbox.rows), np.nan)
 
     positions = np.flatnonzero(active[agents] & ~is_colluding)
-    for call in validate(group, members, positions, known, inbox, n):  # line 3: L^i
+    admission = admit(group, members, positions, inbox)
+    is_admitted = admission == ADMITTED
+    admitted_index = np.flatnonzero(is_admitted)
+    decisions = Decisions.empty(agents, sampled, inbox, admission)
+    L = np.full(len(inbox.rows), np.inf)
+    for call in validate(  # line 3: L^i
+        group, members, positions, known, inbox.filter(is_admitted), n
+    ):
+        index = admitted_index[call.index]
         G = algorithm.criterion_values(call.inputs)  # line 5: Q_beta, G^i
         first = call.positions[0]
         mu, rule_states[first] = consensus_weights(  # line 6: mu^i
             algorithm, call.inputs, G, rule_states[first]
         )
-        decisions.store_(call.positions, call.index, call.inputs, mu, spec)
+        decisions.store_(call.positions, index, call.inputs, mu, spec)
         if call.inputs.losses is not None:
-            recorded = recorded_losses(algorithm, call.inputs.losses.mean, G)
-            L[call.index] = recorded.flatten().numpy()
+            L[index] = call.inputs.losses.mean.flatten().numpy()
 
     contacts = update_likelihoods(  # line 4: P^i
         algorithm,
@@ -248,7 +253,7 @@ def _prob_sampling(
     generators = agent_streams(spec.seed, "select", n, agents=agents.tolist())
     batched = BATCHED_SELECTION.get(select)
     if batched is not None:
-        keywords = getattr(select, "keywords", {})
+        keywords = {**getattr(select, "keywords", {}), **spec.algorithm.guards.selection_keywords}
         return batched(contacts, candidates, spec.agents.budget, generators, **keywords)
 
     ids = []

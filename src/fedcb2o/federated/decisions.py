@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated.guards import ADMITTED
 from fedcb2o.federated.plugin_outputs import validated_reduction, validated_weights
 from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.run_spec import RunSpec
@@ -40,6 +41,20 @@ class Inbox:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def filter(self, keep: Bool[np.ndarray, " m"]) -> "Inbox":
+        """Return the inbox without the models whose `keep` is False.
+
+        Args:
+            keep: One truth value per model.
+
+        Returns:
+            The smaller inbox.
+        """
+        if keep.all():
+            return self
+        columns = (column[keep] for column in (self.rows, self.num_samples, self.round))
+        return Inbox(self.ids.filter(keep), *columns)
 
     def received(self) -> Received:
         """Return all models, in the order of the inbox; of one agent, what it received."""
@@ -87,6 +102,8 @@ class Decisions:
         asked: Peers that each agent asked.
         received: Peers whose models arrived.
         rows: Row of the model buffer that holds each received model.
+        admission: Whether each received model was admitted, or why not: `guards.ADMITTED`,
+            `TOO_FAR` or `TOO_NEAR`.
         weights: Weights mu_j^i of the received models in m_j, before the mixing factor; NaN where a
             reduction has no weights.
         own_weight: Weight of each agent's own model.
@@ -101,6 +118,7 @@ class Decisions:
     asked: Ragged
     received: Ragged
     rows: Int[np.ndarray, " m"]
+    admission: Int[np.ndarray, " m"]
     weights: Float[np.ndarray, " m"]
     own_weight: Float[np.ndarray, " a"]
     factor: Float[np.ndarray, " a"]
@@ -110,22 +128,32 @@ class Decisions:
     reductions: dict[int, Reduction] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, agents: Int[np.ndarray, " a"], asked: Ragged, inbox: Inbox) -> "Decisions":
+    def empty(
+        cls,
+        agents: Int[np.ndarray, " a"],
+        asked: Ragged,
+        inbox: Inbox,
+        admission: Int[np.ndarray, " m"] | None = None,
+    ) -> "Decisions":
         """Return decisions of agents that keep their models, to be filled in.
 
         Args:
             agents: Ids of the agents.
             asked: Peers that each agent asked.
             inbox: Models that they received.
+            admission: Whether each model was admitted; by default all were.
 
         Returns:
             Decisions with weights of 0.
         """
+        if admission is None:
+            admission = np.full(len(inbox.rows), ADMITTED)
         return cls(
             agents=agents,
             asked=asked,
             received=inbox.ids,
             rows=inbox.rows,
+            admission=admission,
             weights=np.zeros(len(inbox.rows)),
             own_weight=np.zeros(len(agents)),
             factor=np.ones(len(agents)),
@@ -146,7 +174,7 @@ class Decisions:
         """
         order = np.concatenate([batch.agents for batch in batches]).argsort()
         received = Ragged.concatenate([batch.received for batch in batches])
-        indices = dict.fromkeys(("rows", "weights"), received.flat_index(order))
+        indices = dict.fromkeys(("rows", "admission", "weights"), received.flat_index(order))
         per_agent = ("agents", "own_weight", "factor", "own_loss", "previous_weight", "f")
         indices |= dict.fromkeys(per_agent, order)
         columns = {}
@@ -197,7 +225,7 @@ class Decisions:
             return
 
         if output.previous_weight is not None:
-            if not algorithm.keeps_previous:
+            if not algorithm.reads_previous:
                 raise ConfigError(
                     "the rule gave weight to the model before the round, and did not declare to "
                     "use it: add @stateful(uses_previous=True)"

@@ -4,6 +4,7 @@
 'grouped'
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from fedcb2o.federated import selection
+from fedcb2o.federated.guards import NO_GUARDS, Guards
 from fedcb2o.federated.losses import Loss
 from fedcb2o.federated.optimisers import Optimiser
 from fedcb2o.federated.sections import AgentsSection, LocalUpdateKeys
-from fedcb2o.federated.types import BATCHED, CriterionInput, CriterionValues, RuleOutput, Select
+from fedcb2o.federated.types import BATCHED, CriterionInput, CriterionValues, Select
 from fedcb2o.nn.batch_norm import has_local_statistics
 from fedcb2o.nn.parameters import dimension, last_layer_shape, shared_tensors
 from fedcb2o.plugins import USER_FUNCTION
@@ -59,7 +61,6 @@ class KernelConfig:
     models_per_batch: int | None = None
 
 
-Likelihood = Literal["loss", "loss+criterion"]
 OwnLikelihood = Literal["sampled", "every_round"]
 
 
@@ -109,19 +110,17 @@ class Algorithm:
         mixing_factor: Replaces lambda1 * gamma; None for the product.
         criterion: Values of the criterion G (line 5); None for an algorithm with a rule.
         alpha: alpha, the sharpness of the weights exp(-alpha G) (line 6).
-        point: Turns the weights into another point than the weighted mean; None for the mean.
         rule: Weights of an algorithm without a criterion (line 6).
         own_candidate: An agent may sample itself.
         kappa: kappa in the update of the likelihoods (line 4).
         zeta: zeta in the update of the likelihoods, in (0, 1].
-        likelihood: Losses that the likelihoods count.
-        interpolation: Share of the way to a received model at which losses are computed, in (0, 1].
         first_contact: "whole" takes the first likelihood of a peer without averaging.
         own_likelihood: "every_round" updates an agent's likelihood of asking itself in every round.
-        keeps_previous: The rule or the criterion reads the model before the round.
+        reads_previous: The rule or the criterion reads the model before the round.
         is_stateful: A rule state is kept from round to round.
         validate_budget: Raises ConfigError for a budget that the rule does not admit.
         clusters: Models of IFCA and DFCA; None for other algorithms.
+        guards: Checks of peers and of their models.
     """
 
     select: Select
@@ -130,19 +129,34 @@ class Algorithm:
     mixing_factor: float | None
     criterion: Callable[[CriterionInput], CriterionValues] | None = None
     alpha: float = 0.0
-    point: Callable[[CriterionInput, Tensor], RuleOutput] | None = None
     rule: Callable[..., Any] | None = None
     own_candidate: bool = False
     kappa: float = 2.0
     zeta: float = 0.5
-    likelihood: Likelihood = "loss"
-    interpolation: float = 1.0
     first_contact: str = "average"
     own_likelihood: OwnLikelihood = "sampled"
-    keeps_previous: bool = False
+    reads_previous: bool = False
     is_stateful: bool = False
     validate_budget: Callable[[int], None] | None = None
     clusters: ClusterModels | None = None
+    guards: Guards = NO_GUARDS
+
+    def with_guards(self, guards: Guards) -> "Algorithm":
+        """Return the algorithm with other guards.
+
+        Args:
+            guards: All of its guards.
+
+        Returns:
+            The algorithm; it computes losses if a guard needs them.
+        """
+        needs_losses = self.needs_losses or guards.loss_tolerance is not False
+        return dataclasses.replace(self, guards=guards, needs_losses=needs_losses)
+
+    @property
+    def keeps_previous(self) -> bool:
+        """True if agents keep their models from before the round."""
+        return self.reads_previous or self.guards.needs_previous
 
     @property
     def is_batched(self) -> bool:

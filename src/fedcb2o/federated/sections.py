@@ -98,11 +98,14 @@ class Component(BaseModel):
         Raises:
             ConfigError: If there is no such function.
         """
-        parameters = plugins.parameters(plugins.resolve(kind, self.name, namespace))
+        function = plugins.resolve(kind, self.name, namespace)
         table: dict[str, Any] = {"name": self.name}
-        for name, parameter in parameters.items():
+        for name, parameter in plugins.parameters(function).items():
             if parameter.default not in (None, parameter.empty):
                 table[name] = parameter.default
+        variants = plugins.VARIANTS.get(function)
+        if variants is not None:
+            table.update(variants.get(self.parameters.get("variant", table["variant"]), {}))
         table.update(self.parameters)
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)

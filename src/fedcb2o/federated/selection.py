@@ -12,12 +12,11 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from pydantic import Field
 from torch import Tensor
 
 from fedcb2o import plugins
@@ -54,11 +53,12 @@ def batched_selection(batched: _BatchedSelect) -> Select:
         candidates: Int[Tensor, " c"],
         budget: int,
         draw: np.random.Generator,
+        *inputs: Any,
         **parameters: Any,
     ) -> Int[Tensor, " s"]:
         table = ContactTable.from_contacts([contacts])
         peers = CandidatePeers.from_lists([candidates.numpy()])
-        return torch.from_numpy(batched(table, peers, budget, [draw], **parameters)[0])
+        return torch.from_numpy(batched(table, peers, budget, [draw], *inputs, **parameters)[0])
 
     return BATCHED_SELECTION(batched)(select)
 
@@ -69,8 +69,7 @@ def prob_sampling(
     candidates: CandidatePeers,
     budget: int,
     draws: Sequence[np.random.Generator],
-    *,
-    newcomers: Annotated[float, Field(gt=0, le=1)] | None = None,
+    newcomer_share: float | None = None,
 ) -> Ragged:
     """Sample peers with probability proportional to their likelihood (ProbSampling).
 
@@ -79,16 +78,16 @@ def prob_sampling(
     likelihood underflowed to 0 is never drawn, so that fewer than `budget` peers may be drawn. A
     peer that was asked and never answered counts as an average one.
 
-    `newcomers`, beyond the paper, limits unknown peers to a share of the budget, so that an
-    attacker with a new identity in every round does not fill it. Unknown peers fill up the budget
-    where too few are known.
+    `newcomer_share` (`guards.Guards`, beyond the paper) limits unknown peers to a share of the
+    budget, so that an attacker with a new identity in every round does not fill it. Unknown peers
+    fill up the budget where too few are known.
 
     Args:
         contacts: Contacts of each agent, with the likelihoods P_n^j.
         candidates: Peers that each agent may ask.
         budget: M, the largest number of peers to ask.
         draws: Source of randomness of each agent.
-        newcomers: Largest share of unknown peers, in (0, 1], rounded up; None for all.
+        newcomer_share: Largest share of unknown peers, in (0, 1], rounded up; None for all.
 
     Returns:
         Ids to ask, ascending.
@@ -102,12 +101,12 @@ def prob_sampling(
 
     new_ranks, old_indices = [], []
     for P, unknown, draw in zip(Ragged(likelihood, sizes), num_unknown, draws, strict=True):
-        if newcomers is None:
+        if newcomer_share is None:
             max_new = budget
             total = 0 if unknown else budget
         else:
             num_drawable = int((_fill_unknown(P) > 0).sum())
-            max_new = max(math.ceil(newcomers * budget - 1e-9), budget - num_drawable)
+            max_new = max(math.ceil(newcomer_share * budget - 1e-9), budget - num_drawable)
             total = budget
         new_ranks.append(_draw_indices(unknown, max_new, draw))
         num_old = total - len(new_ranks[-1])
@@ -142,18 +141,25 @@ def uniform(
     candidates: CandidatePeers,
     budget: int,
     draws: Sequence[np.random.Generator],
+    newcomer_share: float | None = None,
 ) -> Ragged:
     """Sample peers uniformly without replacement: the random batch of DFedAvgM.
 
     Args:
-        contacts: Contacts of each agent; not used.
+        contacts: Contacts of each agent; used with `newcomer_share` alone.
         candidates: Peers that each agent may ask.
         budget: M, the number of peers to ask.
         draws: Source of randomness of each agent.
+        newcomer_share: Largest share of peers that were never asked, as in `prob_sampling`.
 
     Returns:
         Ids to ask, ascending.
     """
+    if newcomer_share is not None:
+        equal = ContactTable(contacts.ids, np.ones_like(contacts.likelihood))
+        return BATCHED_SELECTION.get(prob_sampling)(
+            equal, candidates, budget, draws, newcomer_share
+        )
     positions = []
     for count, draw in zip(candidates.counts.tolist(), draws, strict=True):
         positions.append(np.sort(draw.choice(count, min(budget, count), replace=False)))

@@ -55,11 +55,11 @@ class Losses:
         """Return a copy that may be written to."""
         return Losses(*(values.clone() for values in self._tensors))
 
-    def select(self, models: slice) -> "Losses":
-        """Return the losses of a slice of the models.
+    def select(self, models: slice | Bool[Tensor, " m"]) -> "Losses":
+        """Return the losses of some of the models.
 
         Args:
-            models: A slice.
+            models: A slice, or a truth value per model.
 
         Returns:
             The losses of these models.
@@ -287,6 +287,18 @@ class CriterionInput:
         """Return the view with the agent's own model as the only one received."""
         return dataclasses.replace(
             self, losses=self.own_losses, received=self.own_entry, in_sublevel_set=None
+        )
+
+    def members_only(self) -> "CriterionInput":
+        """Return the view of one agent without the models that are not `in_sublevel_set`."""
+        is_member = self.in_sublevel_set
+        if is_member is None:
+            return self
+        return dataclasses.replace(
+            self,
+            losses=None if self.losses is None else self.losses.select(is_member),
+            received=self.received[is_member],
+            in_sublevel_set=None,
         )
 
     @property

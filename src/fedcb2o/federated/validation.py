@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fedcb2o import plugins
@@ -15,6 +15,7 @@ from fedcb2o.data import Shard, features
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.contacts import ContactTable
 from fedcb2o.federated.decisions import Inbox
+from fedcb2o.federated.guards import ADMITTED, distance_check, tolerated
 from fedcb2o.federated.inference import (
     Interpolation,
     Reference,
@@ -26,7 +27,7 @@ from fedcb2o.federated.inference import (
 )
 from fedcb2o.federated.plugin_outputs import apply_sample_transform
 from fedcb2o.federated.ragged import Indices
-from fedcb2o.federated.run_spec import RunSpec
+from fedcb2o.federated.run_spec import Algorithm, RunSpec
 from fedcb2o.federated.types import (
     AgentContext,
     Contacts,
@@ -188,6 +189,63 @@ def agent_context(
     )
 
 
+def admit(
+    group: AgentGroup, members: Indices, positions: Indices, inbox: Inbox
+) -> Int[np.ndarray, " m"]:
+    """Decide which received models are evaluated (the step "admit" of `guards`).
+
+    The agent's own model, where it sampled itself, is never too near.
+
+    Args:
+        group: Group of the agents.
+        members: The batch, as positions in the group.
+        positions: The active agents, as positions in `members`.
+        inbox: Models that the members received.
+
+    Returns:
+        `guards.ADMITTED`, `TOO_FAR` or `TOO_NEAR` for each model of the inbox.
+    """
+    guards = group.spec.algorithm.guards
+    outcome = np.full(len(inbox.rows), ADMITTED)
+    if not guards.checks_distance:
+        return outcome
+
+    for position in positions.tolist():
+        index = inbox.ids.flat_index(np.array([position]))
+        agent = members[position : position + 1]
+        outcome[index] = distance_check(
+            guards,
+            group.models,
+            torch.from_numpy(inbox.rows[index]),
+            torch.from_numpy(group.layout.own[agent]),
+            group.previous_rows(agent),
+        )
+        is_own = inbox.ids.values[index] == group.agents[agent]
+        outcome[index[is_own]] = ADMITTED
+    return outcome
+
+
+def tolerated_models(
+    algorithm: Algorithm, losses: Losses | None, own_losses: Losses | None
+) -> Bool[Tensor, "*a m"] | None:
+    """Return the models that may be weighed by their losses (`guards.Guards.loss_tolerance`).
+
+    Args:
+        algorithm: Settings, with the guards.
+        losses: Losses of the received models.
+        own_losses: Losses of the agent's own model.
+
+    Returns:
+        A truth value per model; None for all.
+    """
+    tolerance = algorithm.guards.loss_tolerance
+    if tolerance is False:
+        return None
+    assert losses is not None
+    assert own_losses is not None
+    return tolerated(tolerance, losses, own_losses)
+
+
 @dataclass(frozen=True)
 class RuleCall:
     """One call of a criterion or a rule: its agents and its input.
@@ -246,9 +304,10 @@ def validate(
             own_entry=own,
             losses_of=functools.partial(validation_losses, group, agents),
             agent_context=None,
+            in_sublevel_set=tolerated_models(algorithm, losses, own_losses),
             previous=group.previous_rows(agents),
         )
-        if algorithm.is_batched:
+        if algorithm.is_batched and (algorithm.rule is None or inputs.in_sublevel_set is None):
             yield RuleCall(equal, index, inputs)
             continue
 
@@ -288,7 +347,7 @@ def validation_losses(
 
     These are the losses of alg:localAggregation, line 3.
 
-    Where the algorithm's `interpolation` is below 1, the loss is that of a point between the
+    Where `interpolation` of the guards is below 1, the loss is that of a point between the
     agent's own model and the received one.
 
     Args:
@@ -310,9 +369,9 @@ def validation_losses(
         x = torch.stack([shard.x for shard in shards])
 
     interpolation = None
-    if spec.algorithm.interpolation != 1:
+    if spec.algorithm.guards.interpolation != 1:
         own = torch.from_numpy(group.layout.own[members])
-        interpolation = Interpolation(own, spec.algorithm.interpolation)
+        interpolation = Interpolation(own, spec.algorithm.guards.interpolation)
 
     with plugins.attribute_errors("model", spec.model):
         return per_agent_losses(

@@ -1,7 +1,7 @@
 """The algorithm, the graph and the user functions that a configuration names.
 
 >>> from fedcb2o.experiments.config import load, user_functions
->>> user_functions(load("digits-fedcb2o"))
+>>> user_functions(load("digits-fedassay"))
 {}
 """
 
@@ -55,9 +55,8 @@ def build_algorithm(experiment: Experiment) -> algorithms.Algorithm:
     Raises:
         ConfigError: If there is no such algorithm.
     """
-    make = experiment.algorithm.bind("algorithm", algorithms)
-    algorithm: algorithms.Algorithm = make()
-    name = plugins.USER_FUNCTION.get(make)
+    algorithm = experiment.algorithm.build()
+    name = plugins.USER_FUNCTION.get(experiment.algorithm.bind("algorithm", algorithms))
     if name is None:
         return algorithm
     functions = {

@@ -1,7 +1,7 @@
 """The data of an experiment: the validated data set, and the samples of each agent.
 
 >>> from fedcb2o.experiments.config import load, load_dataset
->>> load_dataset(load("digits-fedcb2o"), None).num_classes
+>>> load_dataset(load("digits-fedassay"), None).num_classes
 10
 """
 

@@ -1,7 +1,7 @@
 """Loading of an experiment, with errors of one line.
 
 >>> from fedcb2o.experiments.config.loading import load
->>> load("digits-fedcb2o", {"roundz": 9})
+>>> load("digits-fedassay", {"roundz": 9})
 Traceback (most recent call last):
 fedcb2o.errors.ConfigError: preset ...: there is no key `roundz`. Did you mean `rounds`?
 """
@@ -18,9 +18,12 @@ from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.settings import COMPONENT_SECTIONS, Experiment
 from fedcb2o.experiments.config.tables import apply_changes, preset, read_table, resolve_extends
+from fedcb2o.experiments.config.titles import algorithm_title
 from fedcb2o.federated.sections import AgentsSection, TrainingSection
 
 _PRINTABLE_TYPES = (str, int, float, list, tuple, date, time, type(None))
+_METHOD_SECTIONS = ("algorithm", "agents")
+"""Sections that a preset's title describes."""
 _KEYS_OF_OTHER_LIBRARIES = {"lr": "training.gamma", "learning_rate": "training.gamma"}
 """Keys of other libraries, and the keys of the same meaning in an experiment."""
 
@@ -57,6 +60,8 @@ def load(
     else:
         table = preset(str(source))
         where = f"preset `{source}`"
+        if any(key.split(".")[0] in _METHOD_SECTIONS for key in changes or {}):
+            table["title"] = ""
 
     before = table
     table = apply_changes(table, changes or {}, where)
@@ -65,9 +70,12 @@ def load(
         table = _retitle(table, before, changes)
     table.setdefault("title", table.get("name", ""))
     try:
-        return Experiment.model_validate(table)
+        experiment = Experiment.model_validate(table)
     except ValidationError as error:  # pydantic's own text has many lines
         raise ConfigError(f"{where}: {describe_error(error, table)}") from None
+    if experiment.title:
+        return experiment
+    return experiment.model_copy(update={"title": algorithm_title(experiment.algorithm)})
 
 
 def _retitle(

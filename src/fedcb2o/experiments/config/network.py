@@ -1,7 +1,7 @@
 """The network of an experiment, checked on samples, and the initial models.
 
 >>> from fedcb2o.experiments.config import build_module, load, load_dataset
->>> experiment = load("digits-fedcb2o")
+>>> experiment = load("digits-fedassay")
 >>> build_module(experiment, 0, load_dataset(experiment, None))(torch.zeros(2, 1, 8, 8)).shape
 torch.Size([2, 10])
 """

@@ -1,7 +1,7 @@
 """One seed of an experiment: its data, its adversary and the specification of its rounds.
 
 >>> from fedcb2o.experiments.config import load, load_dataset, prepare_seed
->>> experiment = load("digits-fedcb2o")
+>>> experiment = load("digits-fedassay")
 >>> prepare_seed(experiment, 0, load_dataset(experiment, None)).spec.num_agents
 20
 """

@@ -7,14 +7,14 @@ keys are the source of the table in docs/configuration.md (`python -m
 fedcb2o.experiments.key_table`). The sections that rounds read are in `federated.sections`.
 
 >>> from fedcb2o.experiments import load
->>> experiment = load("digits-fedcb2o", {"algorithm.alpha": 5.0})
+>>> experiment = load("digits-fedassay", {"algorithm.alpha": 5.0})
 >>> experiment.agents.num_agents
 20
 """
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
@@ -22,7 +22,7 @@ from pydantic import Field, field_validator, model_validator
 
 from fedcb2o import plugins
 from fedcb2o.data import sets, skews, transforms
-from fedcb2o.errors import ConfigError, describe_type
+from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.tables import to_plain
 from fedcb2o.federated import (
     Attack,
@@ -35,6 +35,7 @@ from fedcb2o.federated import (
     optimisers,
     topology,
 )
+from fedcb2o.federated.algorithms.section import RECOMMENDED, AlgorithmSection
 from fedcb2o.federated.attacks.section import AttackSection
 from fedcb2o.federated.sections import (
     AgentsSection,
@@ -77,8 +78,6 @@ class ModelSection(Component):
     ] = False
 
 
-
-
 COMPONENT_SECTIONS = (
     ("data", "data set", sets),
     ("model", "model", architectures),
@@ -110,7 +109,13 @@ class Experiment(Section):
         ),
     ]
     title: Annotated[
-        str, key_field("the name of the run in tables and legends", default="the name")
+        str,
+        key_field(
+            "the name of the run in tables and legends. Where the configuration changes a preset "
+            "(`extends`, or `--set` of a key of `algorithm` or `agents`), the default is the "
+            "algorithm that runs, with the parameters that differ",
+            default="the name",
+        ),
     ] = ""
     description: Annotated[
         str, key_field("a sentence, which `fedcb2o presets` prints for a preset", default="none")
@@ -202,7 +207,7 @@ class Experiment(Section):
     agents: AgentsSection
     model: ModelSection
     training: TrainingSection = TrainingSection()
-    algorithm: Component
+    algorithm: AlgorithmSection = AlgorithmSection()
     attack: AttackSection | None = None
     metrics: Annotated[
         _Metrics | None,
@@ -231,6 +236,17 @@ class Experiment(Section):
         if device == "cpu":
             return None
         return device
+
+    @model_validator(mode="before")
+    @classmethod
+    def _recommended_agents(cls, table: Any) -> Any:
+        """Hold nothing out for the recommended method, unless the configuration says otherwise."""
+        if not isinstance(table, Mapping) or not isinstance(table.get("agents"), Mapping):
+            return table
+        algorithm = table.get("algorithm", {})
+        if not isinstance(algorithm, Mapping) or algorithm.get("name", RECOMMENDED) != RECOMMENDED:
+            return table
+        return {**table, "agents": {"hold_out": False, "validation": 1.0, **table["agents"]}}
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "Experiment":
@@ -280,10 +296,7 @@ class Experiment(Section):
     def _check_algorithm(self) -> None:
         """Raise ValueError if the algorithm does not fit the agents or the step size."""
         agents = self.agents
-        algorithm = self.algorithm.bind("algorithm", algorithms)()
-        if not isinstance(algorithm, algorithms.Algorithm):
-            kind = describe_type(algorithm)
-            raise ValueError(f"the algorithm returned {kind}, expected an Algorithm")
+        algorithm = self.algorithm.build()
         factor = algorithm.factor(self.training.gamma)
         if algorithm.needs_losses and agents.num_malicious and agents.malicious_role == "benign":
             raise ValueError(
@@ -390,7 +403,7 @@ class Experiment(Section):
             Number of models, at least N.
         """
         agents = self.agents
-        algorithm: algorithms.Algorithm = self.algorithm.bind("algorithm", algorithms)()
+        algorithm = self.algorithm.build()
         extra = 0
         if algorithm.clusters is not None:
             extra += algorithm.clusters.num_rows(agents.num_agents)

@@ -7,6 +7,7 @@
 {'name': 'adam'}
 """
 
+import functools
 import os
 import re
 import tomllib
@@ -15,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fedcb2o import plugins, records
+from fedcb2o import _former_keys, plugins, records
 from fedcb2o.errors import ConfigError
 
 _MAX_KEY_DEPTH = 20  # the longest key of an experiment has 4 parts
@@ -60,7 +61,8 @@ def preset(name: str) -> dict[str, Any]:
         name: The name of the preset.
 
     Returns:
-        The table, with the preset that it extends worked in.
+        The table, with the preset that it extends worked in. A former preset gives a
+        DeprecationWarning.
 
     Raises:
         ConfigError: If there is no such preset. The message names the most similar one.
@@ -69,6 +71,10 @@ def preset(name: str) -> dict[str, Any]:
     path = folder / f"{name}.toml"
     if path.is_file():
         return resolve_extends({"name": name, **records.parse_toml(path.read_bytes())})
+    former = _former_preset(name)
+    if former is not None:
+        _former_keys.warn_former_preset(name, former["extends"])
+        return resolve_extends({"name": name, **former})
 
     config = Path(name) / "config.toml"
     if config.is_file():
@@ -82,6 +88,25 @@ def preset(name: str) -> dict[str, Any]:
         f"there is no preset `{name}`.{plugins.did_you_mean(name, names)} `fedcb2o presets` lists "
         "them; a file's name ends in .toml"
     )
+
+
+@functools.cache
+def _former_presets() -> dict[str, Any]:
+    path = resources.files("fedcb2o.experiments") / "former_presets.toml"
+    return records.parse_toml(path.read_bytes())
+
+
+def _former_preset(name: str) -> dict[str, Any] | None:
+    """Return a former preset as changes of a present one; None if there was none of this name."""
+    former = _former_presets().get(name)
+    if former is not None:
+        return dict(former)
+    match = re.fullmatch(r"((?:digits|emnist|emnist-small)-fedcb2o-\w+)-tg(\d+)", name)
+    if match is None:
+        return None
+    algorithm = {"criterion_from_round": int(match[2])}
+    base = _former_presets().get(match[1], {"extends": match[1]})
+    return {**base, "algorithm": {**base.get("algorithm", {}), **algorithm}}
 
 
 def raise_if_grid_folder(name: str) -> None:
@@ -144,7 +169,8 @@ def resolve_extends(table: dict[str, Any]) -> dict[str, Any]:
         table: A configuration. Its key `extends` is removed.
 
     Returns:
-        The merged table, section by section, without the preset's own name, title and description.
+        The merged table, section by section, without the preset's own name and description. Its
+        title is empty unless the table has one: the algorithm decides it.
 
     Raises:
         ConfigError: If there is no such preset.
@@ -155,7 +181,8 @@ def resolve_extends(table: dict[str, Any]) -> dict[str, Any]:
     base = preset(str(name))
     for key in ("name", "title", "description"):
         base.pop(key, None)
-    return {**base, **{key: merge(base.get(key), value) for key, value in table.items()}}
+    merged = {key: merge(base.get(key), value) for key, value in table.items()}
+    return {**base, "title": "", **merged}
 
 
 def merge(base: Any, value: Any) -> Any:

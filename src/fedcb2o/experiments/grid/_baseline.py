@@ -6,7 +6,7 @@ In one, "clean", the malicious agents train on true labels and share their model
 >>> import fedcb2o
 >>> from fedcb2o.experiments.grid._baseline import goal_of_attack
 >>> attack = {"name": "label_flip", "source": 9, "target": 4}
->>> goal_of_attack(fedcb2o.load("digits-fedcb2o", {"attack": attack}))
+>>> goal_of_attack(fedcb2o.load("digits-fedassay", {"attack": attack}))
 {'name': 'label_flip', 'source': 9, 'target': 4}
 """
 

@@ -180,26 +180,6 @@ def mean_around_median(block: Float[Tensor, "m b"], count: int) -> Float[Tensor,
     return _column_means(window)
 
 
-def weighted_median(x: Float[Tensor, "k b"], weights: Float[Tensor, " k"]) -> Float[Tensor, " b"]:
-    """Compute the weighted median of each column, instead of the mean of eq:comp_csp.
-
-    The weighted median is the least value such that the values up to it have half of the weight.
-
-    Args:
-        x: Columns of k models, shape [k, b].
-        weights: Weight of each model, shape [k].
-
-    Returns:
-        The weighted medians, shape [b].
-    """
-    ordered, order = x.sort(dim=0, stable=True)
-    cumulated = weights.to(x.device)[order].cumsum(0)
-    half = weights.sum().to(x.device) / 2
-    index = (cumulated < half - 1e-9).sum(0, keepdim=True)
-    median: Float[Tensor, "1 b"] = ordered.gather(0, index)
-    return median[0]
-
-
 def _median_of_sorted(values: Float[Tensor, "m b"]) -> Float[Tensor, " b"]:
     m = len(values)
     if m % 2:

@@ -1,8 +1,9 @@
 """Algorithms: a peer selection, a criterion or rule, and a mixing factor.
 
 A function of keyword arguments makes an algorithm. Each argument is a named choice of a
-configuration. Where the paper's text and the authors' released code differ, both are choices.
-FedCB2O is the discretisation of eq:fedcb2o_dynamics, and FedCBO that of eq:fedcbo_dynamic.
+configuration. FedCB2O is Algorithm 2, the discretisation of eq:fedcb2o_dynamics, and FedCBO that of
+eq:fedcbo_dynamic; each has the variant of the paper's text and that of the released code. FedAssay
+is the method that this project recommends.
 
 Example:
     >>> fedcb2o(alpha=5.0).factor(gamma=0.01)
@@ -12,10 +13,11 @@ Example:
 from fedcb2o.federated.algorithms._by_rule import by_rule
 from fedcb2o.federated.algorithms._dfca import dfca
 from fedcb2o.federated.algorithms._dfedavgm import dfedavgm
+from fedcb2o.federated.algorithms._fedassay import fedassay
 from fedcb2o.federated.algorithms._fedcb2o import fedcb2o
 from fedcb2o.federated.algorithms._fedcbo import fedcbo
 from fedcb2o.federated.algorithms._ifca import ifca
 from fedcb2o.federated.algorithms._local_training import local_training
 from fedcb2o.federated.run_spec import Algorithm as Algorithm
 
-__all__ = ["by_rule", "dfca", "dfedavgm", "fedcb2o", "fedcbo", "ifca", "local_training"]
+__all__ = ["by_rule", "dfca", "dfedavgm", "fedassay", "fedcb2o", "fedcbo", "ifca", "local_training"]

@@ -83,7 +83,7 @@ def by_rule(
             pre_step=mixing,
         ),
         needs_losses=needs_losses,
-        keeps_previous="before" in base.signature_of(resolved).own_rows,
+        reads_previous="before" in base.signature_of(resolved).own_rows,
         validate_budget=functools.partial(_validate_budget, resolved, own_model, mixing),
     )
 
@@ -102,7 +102,7 @@ def _by_general_rule(
     return make(
         rule=rule,
         needs_losses=needs_losses,
-        keeps_previous=memory is not None and memory.uses_previous,
+        reads_previous=memory is not None and memory.uses_previous,
         is_stateful=memory is not None,
     )
 

@@ -11,17 +11,15 @@ The discretisation of eq:fedcb2o_dynamics. From its validation losses L_j, agent
 Q_beta and G_j are line 5 of `federated.algorithm2`, mu_j is line 6, and the step is line 7.
 
 Example:
-    >>> algorithm = fedcb2o(criterion="class_loss_gap", alpha=10.0, beta=0.5, own_model="judged")
-    >>> algorithm.alpha, algorithm.needs_losses
-    (10.0, True)
+    >>> fedcb2o(variant="released").alpha, fedcb2o(alpha=5.0, beta=0.25).alpha
+    (2.0, 5.0)
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -31,66 +29,58 @@ from fedcb2o import consensus, plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import criteria
 from fedcb2o.federated import selection as _selections
-from fedcb2o.federated.aggregation.coordinatewise import weighted_median
-from fedcb2o.federated.aggregation.gram_matrix import relative_distances
+from fedcb2o.federated.algorithms._variants import with_variants
 from fedcb2o.federated.algorithms.parameter_checks import require, require_mixing_factor
-from fedcb2o.federated.criteria.standard_errors import standard_error_of_mean
 from fedcb2o.federated.plugin_outputs import validated_criterion
-from fedcb2o.federated.run_spec import Algorithm, Likelihood, OwnLikelihood
-from fedcb2o.federated.types import (
-    Criterion,
-    CriterionInput,
-    CriterionValues,
-    Reduction,
-    RuleOutput,
-)
+from fedcb2o.federated.run_spec import Algorithm, OwnLikelihood
+from fedcb2o.federated.types import Criterion, CriterionInput, CriterionValues
 from fedcb2o.plugins import PluginChoice
 
 OwnModel = Literal["excluded", "judged", "trusted"]
 LevelTest = Callable[[Float[Tensor, " m"]], Bool[Tensor, " m"]]
 """Function from losses to a mask of those that do not exceed the level."""
 
-NEAR_COPY_VALUE = 2.0
-"""Least value of G, in nats, for a model that is almost identical to the agent's own.
+RELEASED: dict[str, Any] = {
+    "criterion": {"name": "class_loss_gap", "absent": "zero"},
+    "alpha": 2.0,
+    "own_model": "trusted",
+    "own_candidate": True,
+    "first_contact": "whole",
+    "own_likelihood": "every_round",
+    "mixing_factor": 1.0,
+}
+"""Parameters of the authors' released code, where it differs from the paper's text."""
 
-A model of ten classes that knows nothing loses about as much. The value is recorded like every G,
-but it decays, because benign peers may be near after a round or two.
-"""
 
-
+@with_variants(text={}, released=RELEASED)
 def fedcb2o(
     *,
+    variant: Literal["text", "released"] = "text",
     criterion: PluginChoice = "class_loss_gap",
     criterion_from_round: int = 0,
     alpha: float = 10.0,
     beta: float | None = None,
     delta_q: float | None = None,
     quantile: Literal["plain", "averaged"] | None = None,
-    loss_tolerance: float | None = None,
-    max_distance: float | None = None,
-    min_distance: float | None = None,
-    interpolation: float = 1.0,
     own_model: OwnModel = "excluded",
     own_candidate: bool = False,
-    min_contacts: Literal[1, 2] = 1,
-    point: Literal["mean", "median"] = "mean",
     selection: PluginChoice = "prob_sampling",
     kappa: float = 2.0,
     zeta: float = 0.5,
-    likelihood: Likelihood = "loss",
     first_contact: Literal["average", "whole"] = "average",
     own_likelihood: OwnLikelihood | None = None,
     lambda1: float = 10.0,
     mixing_factor: float | Literal["lambda1*gamma"] = "lambda1*gamma",
 ) -> Algorithm:
-    """Aggregate by the consensus point of a robustness criterion (FedCB2O).
+    """Aggregate by the consensus point of a robustness criterion (FedCB2O, Algorithm 2).
 
-    The defaults are the paper's text. The authors' released code has own_model = "trusted",
-    own_candidate = true, first_contact = "whole", own_likelihood = "every_round", mixing_factor = 1
-    and alpha = 2. The exact consensus point (eq:clustered_csp) has selection = "everyone",
+    The paper's text and its authors' released code differ in the defaults of seven parameters:
+    `criterion`, `alpha`, `own_model`, `own_candidate`, `first_contact`, `own_likelihood` and
+    `mixing_factor`. The exact consensus point (eq:clustered_csp) has selection = "everyone",
     own_model = "judged" and a `beta`.
 
     Args:
+        variant: Defaults of the paper's "text", or of the "released" code (`RELEASED`).
         criterion: Robustness criterion G.
         criterion_from_round: T_G, the first round with criterion G, counted from 0; the average
             loss is used before (rem:FedCB2Oimproved).
@@ -99,24 +89,13 @@ def fedcb2o(
         delta_q: Amount added to the level of Q_beta, 0 or more.
         quantile: Level of Q_beta: the "plain" beta-quantile of the text after eq:q_beta, or the
             "averaged" one of eq:Q_beta.
-        loss_tolerance: See `SublevelCriterion` (beyond the paper).
-        max_distance: See `SublevelCriterion` (beyond the paper).
-        min_distance: See `SublevelCriterion` (beyond the paper).
-        interpolation: Position h between the agent's own model and a received one, above 0 and at
-            most 1: L and G are those of theta^j + h (theta^i - theta^j). At 1 they are those of
-            the received model theta^i; below 1, those of a step towards it (beyond the paper).
         own_model: "excluded" leaves the agent's own model out, as in Algorithm 2. "judged"
             evaluates it by the criterion like a peer's model. "trusted" gives it the weight of the
             most trusted peer, as in the released code.
         own_candidate: An agent may sample itself.
-        min_contacts: See `SublevelCriterion` (beyond the paper).
-        point: Weighted "mean" of the models, or weighted "median" of each coordinate (beyond the
-            paper).
         selection: Peer selection (line 1).
         kappa: kappa in the update of the likelihoods, 0 or more (line 4).
         zeta: zeta in the update of the likelihoods, above 0 and at most 1.
-        likelihood: Likelihoods count the "loss" L, or "loss+criterion", L + max(G, 0) (beyond the
-            paper).
         first_contact: "whole" takes a peer's first likelihood without averaging.
         own_likelihood: Rounds in which P_n^{j,j}, the agent's likelihood of asking itself, is
             updated: "sampled", the default, those in which it samples itself; "every_round", as in
@@ -136,11 +115,7 @@ def fedcb2o(
     require("kappa", kappa, kappa >= 0, "0 or more")
     require("zeta", zeta, 0 < zeta <= 1, "above 0 and at most 1")
     require("lambda1", lambda1, lambda1 > 0, "above 0")
-    require("interpolation", interpolation, 0 < interpolation <= 1, "above 0 and at most 1")
     require("criterion_from_round", criterion_from_round, criterion_from_round >= 0, "0 or more")
-    _require_optional("loss_tolerance", loss_tolerance, minimum=0.0)
-    _require_optional("max_distance", max_distance)
-    _require_optional("min_distance", min_distance)
 
     robust = plugins.resolve_and_bind("criterion", criterion, criteria)
     evaluate = SublevelCriterion(
@@ -148,11 +123,7 @@ def fedcb2o(
         from_round=criterion_from_round,
         own_model=own_model,
         level=_level(beta, delta_q, quantile),
-        loss_tolerance=loss_tolerance,
-        max_distance=max_distance,
-        min_distance=min_distance,
-        min_contacts=min_contacts,
-        together=criteria.is_batched(robust) and min_contacts == 1 and point == "mean",
+        together=criteria.is_batched(robust),
     )
 
     factor = None
@@ -162,30 +133,16 @@ def fedcb2o(
         select=_selections.resolve_selection(selection),
         criterion=evaluate,
         alpha=alpha,
-        point=_median_point if point == "median" else None,
         needs_losses=True,
         lambda1=lambda1,
         mixing_factor=factor,
         own_candidate=own_candidate,
         kappa=kappa,
         zeta=zeta,
-        likelihood=likelihood,
-        interpolation=interpolation,
         first_contact=first_contact,
         own_likelihood=own_likelihood or "sampled",
-        keeps_previous=min_distance is not None,
         is_stateful=own_likelihood == "every_round",
     )
-
-
-def _require_optional(name: str, value: float | None, minimum: float | None = None) -> None:
-    """Check an optional value: above 0, or finite and at least `minimum`."""
-    if value is None:
-        return
-    if minimum is None:
-        require(name, value, value > 0, "above 0")
-    else:
-        require(name, value, minimum <= value < math.inf, f"{minimum:g} or more")
 
 
 def _level(
@@ -200,7 +157,7 @@ def _level(
         return None
     require("beta", beta, 0 < beta <= 1, "above 0 and at most 1")
     if delta_q is not None:
-        _require_optional("delta_q", delta_q, minimum=0.0)
+        require("delta_q", delta_q, 0 <= delta_q < float("inf"), "0 or more")
     return functools.partial(
         consensus.sublevel_mask,
         beta=beta,
@@ -213,23 +170,11 @@ def _level(
 class SublevelCriterion:
     """Criterion G on the sub-level set Q_beta (Algorithm 2, line 5).
 
-    The paper has `criterion`, `from_round` and `level`; all other attributes go beyond it.
-
     Attributes:
         criterion: G.
         from_round: First round with G; the average loss is used before.
         own_model: Role of the agent's own model, see `fedcb2o`.
         level: Test of the losses against the level (eq:Q_beta); None for no level.
-        loss_tolerance: Also accept models whose loss exceeds the agent's own loss by at most this
-            number of standard errors, on the same samples. Without a level, accept only these.
-        max_distance: Reject models farther from the agent's own model than this multiple of its
-            norm; their G is infinite. This is the ball B_R of eq:Q_beta, about the agent's own
-            model, for agents whose losses are not yet informative.
-        min_distance: Reject models nearer to the agent's own model than this multiple of its
-            movement in LocalUpdate; their G is at least `NEAR_COPY_VALUE`. On the samples that it
-            was trained on, the agent's own model is better than all others, and so is an almost
-            identical model.
-        min_contacts: 2 accepts a peer's model only from the second time on that it was sampled.
         together: Whether several agents are evaluated in one call (`types.BATCHED`).
     """
 
@@ -237,10 +182,6 @@ class SublevelCriterion:
     from_round: int
     own_model: OwnModel
     level: LevelTest | None
-    loss_tolerance: float | None
-    max_distance: float | None
-    min_distance: float | None
-    min_contacts: Literal[1, 2]
     together: bool
 
     def __call__(self, inputs: CriterionInput) -> CriterionValues:
@@ -262,16 +203,13 @@ class SublevelCriterion:
             own_model = "judged"
 
         # 1. The sub-level set.
-        is_far, is_near = self._distance_masks(inputs)
-        members = self.members(inputs, own_model, is_far | is_near)
+        members = self.members(inputs, own_model)
         is_member = members[..., :-1]
 
         # 2. G of the received models.
         values = validated_criterion(
             criterion, dataclasses.replace(inputs, in_sublevel_set=is_member)
         )
-        values = torch.where(is_near, values.clamp(min=NEAR_COPY_VALUE), values)
-        values = values.masked_fill(is_far, torch.inf)
 
         # 3. G of the agent's own model.
         own = values.new_zeros(*values.shape[:-1], 1)
@@ -283,15 +221,12 @@ class SublevelCriterion:
             own = torch.where(is_member.any(-1, keepdim=True), best, own)
         return CriterionValues(values, own, members, is_average_loss)
 
-    def members(
-        self, inputs: CriterionInput, own_model: OwnModel, excluded: Bool[Tensor, "*a m"]
-    ) -> Bool[Tensor, "*a k"]:
+    def members(self, inputs: CriterionInput, own_model: OwnModel) -> Bool[Tensor, "*a k"]:
         """Find the members of the sub-level set (eq:clustered_csp).
 
         Args:
             inputs: View of one or several agents.
             own_model: "excluded" leaves the agent's own model out.
-            excluded: Received models that do not count because of their distance, shape [*a, m].
 
         Returns:
             Membership of the received models and, last, the agent's own model, shape [*a, m + 1].
@@ -300,67 +235,24 @@ class SublevelCriterion:
         assert inputs.own_losses is not None
 
         # 1. The candidates.
-        received = ~excluded
+        received = torch.ones_like(inputs.received.ids, dtype=torch.bool)
         if own_model != "excluded":  # an agent may sample itself; its model counts once
             received &= inputs.received.ids != inputs.own_entry.ids
-        if self.min_contacts == 2:
-            received &= torch.isin(inputs.received.ids, inputs.context.contacts.ids)
         own = torch.full((*received.shape[:-1], 1), own_model != "excluded")
         candidates = torch.cat([received, own], -1)
+        tolerated = torch.zeros_like(candidates)
+        if inputs.in_sublevel_set is not None:  # by the loss tolerance of the guards
+            tolerated = torch.cat([inputs.in_sublevel_set, torch.ones_like(own)], -1)
+        if self.level is None:
+            return candidates if inputs.in_sublevel_set is None else candidates & tolerated
 
         # 2. The level of the candidates' losses, for one agent at a time.
         members = candidates.clone()
-        if self.level is not None:
-            k = candidates.shape[-1]
-            lower = torch.cat([inputs.losses.mean, inputs.own_losses.mean], -1)
-            agents = zip(*(x.view(-1, k) for x in (members, candidates, lower)), strict=True)
-            for members_of_agent, candidates_of_agent, losses in agents:
-                if candidates_of_agent.any():
-                    below = self.level(losses[candidates_of_agent])
-                    members_of_agent[candidates_of_agent] = below
-
-        # 3. The tolerance of the agent's own loss.
-        if self.loss_tolerance is None:
-            return members
-        differences = inputs.losses.per_sample - inputs.own_losses.per_sample
-        errors = standard_error_of_mean(differences).nan_to_num(nan=0.0)
-        bound = inputs.own_losses.mean + self.loss_tolerance * errors
-        tolerated = torch.cat([inputs.losses.mean <= bound, torch.ones_like(own)], -1)
-        if self.level is not None:
-            tolerated = tolerated | members
-        return candidates & tolerated
-
-    def _distance_masks(
-        self, inputs: CriterionInput
-    ) -> tuple[Bool[Tensor, "*a m"], Bool[Tensor, "*a m"]]:
-        """Find received models outside of the ball, and peers' models that are almost identical."""
-        ids = inputs.received.ids
-        is_far = torch.zeros_like(ids, dtype=torch.bool)
-        is_near = torch.zeros_like(ids, dtype=torch.bool)
-        if self.max_distance is None and self.min_distance is None:
-            return is_far, is_near
-
-        m = ids.shape[-1]
-        rows_of_agents = inputs.received.with_own(inputs.own_entry).rows.view(-1, m + 1)
-        if self.min_distance is not None:
-            assert inputs.previous is not None
-            rows_of_agents = torch.cat([inputs.previous.view(-1, 1), rows_of_agents], -1)
-        a = len(rows_of_agents)
-        agents = zip(is_far.view(a, m), is_near.view(a, m), rows_of_agents, strict=True)
-        for far, near, rows in agents:  # views of the masks, filled in place
-            distances = relative_distances(inputs.models, rows)
-            if self.max_distance is not None:
-                far[:] = ~(distances[len(distances) - m :] <= self.max_distance)
-            if self.min_distance is not None:
-                near[:] = distances[1:] < self.min_distance * distances[0]
-        return is_far, is_near & (ids != inputs.own_entry.ids)
-
-
-def _median_point(inputs: CriterionInput, mu: Float[Tensor, " k"]) -> RuleOutput:
-    """Compute the weighted median instead of the mean (beyond the paper)."""
-    if not mu.any():
-        return RuleOutput(mu)
-    rows = inputs.received.with_own(inputs.own_entry).rows
-    is_weighted = mu > 0
-    median = functools.partial(weighted_median, weights=mu[is_weighted])
-    return RuleOutput(Reduction(rows[is_weighted], median, weights=mu[is_weighted]))
+        k = candidates.shape[-1]
+        lower = torch.cat([inputs.losses.mean, inputs.own_losses.mean], -1)
+        agents = zip(*(x.view(-1, k) for x in (members, candidates, lower)), strict=True)
+        for members_of_agent, candidates_of_agent, losses in agents:
+            if candidates_of_agent.any():
+                below = self.level(losses[candidates_of_agent])
+                members_of_agent[candidates_of_agent] = below
+        return members | (candidates & tolerated)

@@ -4,8 +4,19 @@ Carrillo et al. (2024); the discretisation of eq:fedcbo_dynamic with ProbSamplin
 """
 
 import functools
+import inspect
 
-from fedcb2o.federated.algorithms._fedcb2o import fedcb2o
+from fedcb2o.federated.algorithms._fedcb2o import RELEASED, fedcb2o
+from fedcb2o.federated.algorithms._variants import with_variants
 
-fedcbo = functools.partial(fedcb2o, criterion="average_loss")
-vars(fedcbo)["__name__"] = "fedcbo"  # the name in error messages
+_RELEASED = {
+    **RELEASED,
+    "criterion": "average_loss",
+    "alpha": 10.0,
+    "own_model": "judged",  # a loss evaluates the agent's own model, unlike a gap to it
+}
+
+_fedcb2o = functools.partial(inspect.unwrap(fedcb2o), criterion="average_loss")
+fedcbo = with_variants(text={}, released=_RELEASED)(_fedcb2o)
+fedcbo.__name__ = "fedcbo"  # the name in error messages
+fedcbo.__doc__ = inspect.getdoc(fedcb2o)

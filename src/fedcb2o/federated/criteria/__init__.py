@@ -3,8 +3,8 @@
 A criterion is a function `(inputs) -> values [m]`; its further arguments are keywords. A model
 whose value is not finite is not trusted. Losses and values derived from them are in nats.
 
-The value of a model does not depend on the other received models, except with `against` =
-"majority". So the agent's own model can be evaluated alone, and criteria combine.
+The value of a model does not depend on the other received models, except in `perturbation_gap` with
+`against` = "majority". So the agent's own model can be evaluated alone, and criteria combine.
 
 A configuration names a criterion by a name in `__all__`, or a user's own by
 "package.module:function".

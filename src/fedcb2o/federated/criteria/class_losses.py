@@ -3,15 +3,13 @@
 `class_loss_gap` is the paper's robustness criterion, and `average_loss` that of FedCBO.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import Field
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.criteria.standard_errors import class_standard_error, excess
 from fedcb2o.federated.types import CriterionInput, Losses, batched
 
 MAX_LOSS = torch.finfo(torch.float32).max
@@ -25,8 +23,6 @@ def class_loss_gap(
     inputs: CriterionInput,
     *,
     absent: Literal["masked", "zero"] = "masked",
-    z: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0,
-    against: Literal["own", "majority"] = "own",
 ) -> Float[Tensor, "*a m"]:
     """Compute the paper's G_j: the largest class-loss gap to the agent's own model.
 
@@ -35,17 +31,10 @@ def class_loss_gap(
     agent's own loss is infinite, it counts as `MAX_LOSS`: an agent whose model is broken trusts
     others.
 
-    `z` and `against` go beyond the paper. The largest of many noisy differences is positive for
-    benign models, too; with `z` above 0 only a significant gap counts. With "majority", a loss that
-    most models share is not held against any of them.
-
     Args:
         inputs: View of one or several agents.
         absent: Classes without validation samples are left out of the maximum, or count as a gap of
             0 ("zero", as in the authors' released code).
-        z: Number of standard errors that are subtracted from each gap, down to 0.
-        against: Reference of the gap: the agent's own class loss, or the median over the sub-level
-            set and the agent's own model where that median is larger.
 
     Returns:
         Values G_j, shape [*a, m].
@@ -55,16 +44,7 @@ def class_loss_gap(
     """
     losses, own = required_losses(inputs)
     reference = own.by_class.clamp(max=MAX_LOSS)
-    if against == "majority":
-        by_class = losses.by_class
-        if inputs.in_sublevel_set is not None:
-            by_class = by_class.masked_fill(~inputs.in_sublevel_set.unsqueeze(-1), torch.nan)
-        median = torch.cat([by_class, own.by_class], -2).nanmedian(-2, keepdim=True).values
-        reference = reference.fmax(median.clamp(max=MAX_LOSS))
-
     gap = losses.by_class - reference
-    if z > 0:
-        gap = excess(gap, z, class_standard_error(losses, own))
     fill = 0.0 if absent == "zero" else -torch.inf
     return gap.masked_fill(~losses.present.unsqueeze(-2), fill).amax(-1)
 

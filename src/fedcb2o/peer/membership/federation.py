@@ -28,7 +28,6 @@ from fedcb2o.experiments.config.build import build_neighbours
 from fedcb2o.experiments.config.datasets import max_samples as experiment_max_samples
 from fedcb2o.experiments.config.network import build_module
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.federated import algorithms
 from fedcb2o.federated.sections import Section
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership import versions as chain
@@ -687,7 +686,7 @@ def _format_validation_error(error: ValidationError) -> str:
 
 def _check_supported(experiment: Experiment) -> None:
     """Raise ConfigError for an algorithm that real peers cannot run."""
-    clusters = experiment.algorithm.bind("algorithm", algorithms)().clusters
+    clusters = experiment.algorithm.build().clusters
     if clusters is not None:
         why = "has models of clusters" if clusters.per_agent else "has a coordinator"
         name = plugins.label(experiment.algorithm.name)

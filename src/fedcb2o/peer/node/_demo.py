@@ -101,7 +101,7 @@ def run_demo(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} is not empty: remove it, or choose another --out")
-    experiment = load("digits-fedcb2o", {**EXPERIMENT, "rounds": rounds})
+    experiment = load("digits-fedassay", {**EXPERIMENT, "rounds": rounds})
     agents, federation = _prepare_demo(out, experiment)
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:

@@ -28,6 +28,7 @@ from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs._run_directory import exclusive_lock
 from fedcb2o.federated import AgentGroup, AgentState, agent_network, metrics
+from fedcb2o.federated.guards import ADMITTED, OUTCOMES
 from fedcb2o.federated.shortfall import beta_note
 from fedcb2o.nn import parameters
 from fedcb2o.parallel._executors import one_thread
@@ -404,6 +405,7 @@ class Node:
         decisions = result.decisions
         peers = decisions.received.values.tolist()
         weights = dict(zip(peers, decisions.weights.tolist(), strict=True))
+        outcomes = dict(zip(peers, decisions.admission.tolist(), strict=True))
         received = [
             {
                 "id": i,
@@ -411,6 +413,7 @@ class Node:
                 "seconds": arrival.seconds,
                 "bytes": arrival.size,
                 "weight": weights[i],
+                **({} if outcomes[i] == ADMITTED else {"admission": OUTCOMES[outcomes[i]]}),
             }
             for i, arrival in engine.arrivals.items()
         ]

@@ -1,0 +1,68 @@
+"""FedAssay: the method that this project recommends (docs/method.md).
+
+FedAssay is Algorithm 2 (alg:localAggregation) with the sub-level set of eq:clustered_csp and the
+agent's own model as one of the particles, and with `DEFAULT_GUARDS`. An assay tests a metal on
+one's own sample: each agent tests received models on its own data.
+
+Example:
+    >>> fedassay().guards.max_distance
+    1.3
+"""
+
+from fedcb2o.federated.algorithms._fedcb2o import fedcb2o
+from fedcb2o.federated.guards import Guards
+from fedcb2o.federated.run_spec import Algorithm
+from fedcb2o.plugins import PluginChoice
+
+DEFAULT_GUARDS = Guards(
+    newcomer_share=0.33,
+    max_distance=1.3,
+    min_distance=0.75,
+    interpolation=0.5,
+    loss_tolerance=2.0,
+)
+"""Guards of FedAssay; the section `algorithm.guards` changes them."""
+
+
+def fedassay(
+    *,
+    criterion: PluginChoice = "class_loss_gap",
+    criterion_from_round: int = 0,
+    alpha: float = 1.0,
+    beta: float = 0.5,
+    selection: PluginChoice = "prob_sampling",
+    kappa: float = 2.0,
+    zeta: float = 0.5,
+    mixing_factor: float = 1.0,
+) -> Algorithm:
+    """Aggregate as Algorithm 2 does, with the project's guards (FedAssay, recommended).
+
+    The agent's own model is evaluated like a peer's. All samples of an agent train its model and
+    validate those of its peers, unless `agents.hold_out` says otherwise.
+
+    Args:
+        criterion: Robustness criterion G.
+        criterion_from_round: T_G, the first round with criterion G, counted from 0; the average
+            loss is used before.
+        alpha: alpha in the weights exp(-alpha G), 0 or more.
+        beta: Share of the models in the sub-level set Q_beta, above 0 and at most 1.
+        selection: Peer selection (line 1).
+        kappa: kappa in the update of the likelihoods, 0 or more (line 4).
+        zeta: zeta in the update of the likelihoods, above 0 and at most 1.
+        mixing_factor: Share of the consensus point in the new model, above 0 and at most 1.
+
+    Returns:
+        The algorithm.
+    """
+    algorithm = fedcb2o(
+        criterion=criterion,
+        criterion_from_round=criterion_from_round,
+        alpha=alpha,
+        beta=beta,
+        own_model="judged",
+        selection=selection,
+        kappa=kappa,
+        zeta=zeta,
+        mixing_factor=mixing_factor,
+    )
+    return algorithm.with_guards(DEFAULT_GUARDS)

@@ -1,0 +1,97 @@
+"""The section `algorithm` of a configuration: an algorithm by name, its parameters and guards.
+
+>>> AlgorithmSection(guards={"max_distance": False}).build().guards.max_distance
+False
+"""
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Annotated, Any
+
+from pydantic import model_validator
+
+from fedcb2o import _former_keys
+from fedcb2o.errors import ConfigError, describe_type
+from fedcb2o.federated import algorithms, selection
+from fedcb2o.federated.guards import NO_GUARDS, Guards, Off
+from fedcb2o.federated.run_spec import Algorithm
+from fedcb2o.federated.sections import Component, key_field
+
+RECOMMENDED = "fedassay"
+"""Algorithm of a user who names none."""
+
+
+class AlgorithmSection(Component):
+    """The algorithm of the agents, and its guards."""
+
+    name: str | Callable[..., Any] = RECOMMENDED
+    guards: Annotated[
+        Guards | Off | None,
+        key_field(
+            "[guards](#guards), which go with every algorithm; false turns all of them off",
+            values="a table, false",
+            default="those of the algorithm",
+        ),
+    ] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _current(cls, table: Any) -> Any:
+        """Return the section with a name, and guards in place of former parameters."""
+        if not isinstance(table, Mapping):
+            return table
+        return _former_keys.current_algorithm({"name": RECOMMENDED, **table})
+
+    def build(self) -> Algorithm:
+        """Return the algorithm with its parameters checked, and its guards.
+
+        Returns:
+            The algorithm as the rounds use it.
+
+        Raises:
+            ConfigError: There is no such algorithm, or a parameter or a guard does not go with it.
+        """
+        algorithm = self.bind("algorithm", algorithms)()
+        if not isinstance(algorithm, Algorithm):
+            kind = describe_type(algorithm)
+            raise ConfigError(f"the algorithm returned {kind}, expected an Algorithm")
+        guards = algorithm.guards
+        if self.guards is False:
+            guards = NO_GUARDS
+        elif self.guards is not None:
+            guards = guards.model_copy(update=self.guards.model_dump(exclude_unset=True))
+        return _with_guards(algorithm, guards)
+
+    def with_defaults(self, kind: str, namespace: ModuleType) -> dict[str, Any]:
+        """Return the name, all keyword arguments and the guards that differ from their defaults.
+
+        Args:
+            kind: Word for the function in error messages.
+            namespace: Module of the built-in algorithms.
+
+        Returns:
+            The section as a table, which gives the same algorithm for any default guards.
+        """
+        table = super().with_defaults(kind, namespace)
+        table.pop("guards", None)
+        guards = self.build().guards
+        if guards != NO_GUARDS:
+            table["guards"] = guards.model_dump()
+        elif self.guards is not None:
+            table["guards"] = False
+        return table
+
+
+def _with_guards(algorithm: Algorithm, guards: Guards) -> Algorithm:
+    """Return an algorithm with guards; raise ConfigError where they do not go with it."""
+    if algorithm.clusters is not None and guards != NO_GUARDS:
+        raise ConfigError(
+            "`guards` check models that an agent receives for its own; they do not go with models "
+            "of clusters (ifca, dfca)"
+        )
+    select = getattr(algorithm.select, "func", algorithm.select)
+    if guards.newcomer_share and select not in (selection.prob_sampling, selection.uniform):
+        raise ConfigError(
+            "`guards.newcomer_share` goes with the selections prob_sampling and uniform"
+        )
+    return algorithm.with_guards(guards)

@@ -1,0 +1,143 @@
+"""Guards: options against hostile peers that go with any algorithm and rule (beyond the paper).
+
+A round has five steps: select, admit, evaluate, weigh and mix. Each guard is an option of a step.
+A model that is not admitted has weight 0: neither the criterion nor the rule gets it, and its
+likelihood gains nothing. Colluding attackers have no guards.
+
+>>> Guards(max_distance=1.3).needs_previous
+False
+"""
+
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from pydantic import Field
+from torch import Tensor
+
+from fedcb2o.federated.aggregation.gram_matrix import relative_distances
+from fedcb2o.federated.criteria.standard_errors import standard_error_of_mean
+from fedcb2o.federated.sections import Section, key_field
+from fedcb2o.federated.types import Losses
+
+Off = Literal[False]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+ADMITTED, TOO_FAR, TOO_NEAR = range(3)
+"""Outcomes of the step "admit", as `Decisions.admission` records them."""
+
+OUTCOMES = ("admitted", "too far from the agent's own model", "too near to it")
+"""The outcomes in words."""
+
+
+class Guards(Section):
+    """Guards of an algorithm (section `algorithm.guards`); without any, the algorithm as it is."""
+
+    newcomer_share: Annotated[
+        Share | Off,
+        key_field(
+            "select: largest share of the budget for peers that were never asked, rounded up; more "
+            "only where too few are known. Against peers that have a new identity in every round",
+            values="above 0, to 1",
+        ),
+    ] = False
+    max_distance: Annotated[
+        Positive | Off,
+        key_field(
+            "admit: largest distance from the agent's own model, in units of that model's norm. "
+            "Against random models in rounds in which losses do not reveal them",
+            values="above 0",
+        ),
+    ] = False
+    min_distance: Annotated[
+        Positive | Off,
+        key_field(
+            "admit: least distance from the agent's own model, in units of its movement in this "
+            "round's LocalUpdate. Against slightly changed copies of a receiver's own model. Takes "
+            "the memory of N more models, those before the round",
+            values="above 0",
+        ),
+    ] = False
+    interpolation: Annotated[
+        Share,
+        key_field(
+            "evaluate: losses are those of the point at this fraction of the way from the agent's "
+            "own model to the received one"
+        ),
+    ] = 1.0
+    loss_tolerance: Annotated[
+        Annotated[float, Field(ge=0)] | Off,
+        key_field(
+            "weigh: a model outside of the sub-level set counts too if its loss exceeds that of "
+            "the agent's own model by at most this many standard errors, on the same samples. "
+            "Without a sub-level set (no `beta`, or a rule) only such models count",
+            values="from 0",
+        ),
+    ] = False
+
+    @property
+    def needs_previous(self) -> bool:
+        """True if the models before the round are needed."""
+        return self.min_distance is not False
+
+    @property
+    def selection_keywords(self) -> dict[str, float]:
+        """Keyword arguments that the guards add to the peer selection."""
+        return {"newcomer_share": self.newcomer_share} if self.newcomer_share else {}
+
+    @property
+    def checks_distance(self) -> bool:
+        """True if received models may be refused because of their distance."""
+        return self.max_distance is not False or self.min_distance is not False
+
+
+NO_GUARDS = Guards()
+"""The paper's algorithm as it is."""
+
+
+def distance_check(
+    guards: Guards,
+    models: Float[Tensor, "p d"],
+    rows: Int[Tensor, " m"],
+    own_row: Int[Tensor, " one"],
+    previous_row: Int[Tensor, " one"] | None,
+) -> Int[np.ndarray, " m"]:
+    """Return whether each received model is admitted, by its distance from the agent's own model.
+
+    Args:
+        guards: Guards, of which one or both distances are set.
+        models: Model buffer.
+        rows: Rows of the received models.
+        own_row: Row of the agent's own model, shape [1].
+        previous_row: Row of its model before the round, shape [1]; None where it is not kept.
+
+    Returns:
+        `ADMITTED`, `TOO_FAR` or `TOO_NEAR` for each model.
+    """
+    ahead = [] if previous_row is None else [previous_row]
+    distances = relative_distances(models, torch.cat([*ahead, rows, own_row]))
+    movement, distances = distances[: len(ahead)], distances[len(ahead) :]
+    outcome = torch.full(rows.shape, ADMITTED)
+    if guards.min_distance is not False:
+        outcome[distances < guards.min_distance * movement] = TOO_NEAR
+    if guards.max_distance is not False:
+        outcome[~(distances <= guards.max_distance)] = TOO_FAR
+    return outcome.numpy()
+
+
+def tolerated(tolerance: float, losses: Losses, own_losses: Losses) -> Bool[Tensor, "*a m"]:
+    """Return the models whose loss is not significantly above that of the agent's own model.
+
+    Args:
+        tolerance: Number of standard errors of the difference, on the same samples.
+        losses: Losses of the received models.
+        own_losses: Losses of the agent's own model.
+
+    Returns:
+        A truth value per received model.
+    """
+    differences = losses.per_sample - own_losses.per_sample
+    errors = standard_error_of_mean(differences).nan_to_num(nan=0.0)
+    return losses.mean <= own_losses.mean + tolerance * errors
