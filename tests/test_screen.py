@@ -5,9 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pytest
 from paper.screen import contenders
 
+from fedcb2o.report import _statistics
 from fedcb2o.report.grid_results import KEY_COLUMNS, RUN_METRICS, GridResults
+
+
+@pytest.fixture(autouse=True)
+def intervals_of_three_seeds(monkeypatch):
+    monkeypatch.setattr(_statistics, "MIN_SEEDS", 3)
 
 
 def results(lost):

@@ -6,6 +6,8 @@ import pytest
 
 from fedcb2o.report._ineffective_attacks import harm_bounds, ineffective_attack_notes
 
+pytestmark = pytest.mark.usefixtures("intervals_of_two_seeds")
+
 
 def rows(**harm):
     """Successes by seed of two defences under each attack; `lost` where there is any."""
