@@ -1,0 +1,146 @@
+"""Server strategy that forwards models between clients."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp.strategy import FedAvg
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.flower._records import (
+    DECISION,
+    PEER_MODEL,
+    REQUEST,
+    first_arrays,
+    has_sample_count,
+    usable_updates,
+)
+
+_LOG = logging.getLogger(__name__)
+
+
+class PeerRelay(FedAvg):
+    """Server strategy that forwards to each client the models of the peers that it chose.
+
+    There is no global model: each client keeps its own in its Flower context. The server decides
+    nothing about weights, but it sees all models, and names the peers that clients may choose.
+
+    Args:
+        budget: M, the largest number of peers that a client chooses.
+        keywords: Arguments of Flower's `FedAvg`, such as `fraction_train`.
+
+    Attributes:
+        decisions: Decision of each client in the last round, by its node id: a `ConfigRecord` with
+            "peers", "weights", "own-weight" and "refused".
+    """
+
+    def __init__(self, budget: int, **keywords: Any) -> None:
+        if budget < 1:
+            raise ConfigError(f"`budget` must be at least 1, got {budget}")
+        super().__init__(**keywords)
+        self.budget = budget
+        self.decisions: dict[str, ConfigRecord] = {}
+        self._candidates: list[str] = []
+        self._updates: dict[str, RecordDict] = {}
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any
+    ) -> Iterable[Message]:
+        """Ask clients to train and to choose peers.
+
+        Args:
+            server_round: Round, from 1.
+            arrays: The initial model.
+            config: Flower's settings for the clients.
+            grid: Flower's grid.
+
+        Returns:
+            One message per client.
+        """
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        self._candidates = sorted(str(message.metadata.dst_node_id) for message in messages)
+        for message in messages:
+            message.content[REQUEST] = self._request()
+        return messages
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[None, Any]:
+        """Keep the models of the clients until they are forwarded.
+
+        Args:
+            server_round: Round, from 1.
+            replies: The replies of the clients.
+
+        Returns:
+            None in place of a global model, and the averaged metrics.
+        """
+        self._updates = dict(usable_updates(replies, self.weighted_by_key))
+        contents = list(self._updates.values())
+        if not contents:
+            return None, None
+        return None, self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any
+    ) -> Iterable[Message]:
+        """Forward models to the clients that trained.
+
+        Args:
+            server_round: Round, from 1.
+            arrays: Not used.
+            config: Flower's settings for the clients.
+            grid: Not used.
+
+        Returns:
+            One message per client.
+        """
+        config["server-round"] = server_round
+        messages = []
+        for receiver, content in self._updates.items():
+            answer = content.config_records.get(REQUEST, ConfigRecord())
+            chosen = [str(peer) for peer in _as_list(answer.get("peers"))]
+            peers = [peer for peer in chosen if peer in self._updates and peer != receiver]
+            peers = sorted(set(peers))[: self.budget]
+            samples = [self._num_samples(peer) for peer in peers]
+            record = RecordDict({self.configrecord_key: config})
+            record[REQUEST] = ConfigRecord({**self._request(), "peers": peers, "samples": samples})
+            for peer in peers:
+                record[PEER_MODEL + peer] = first_arrays(self._updates[peer])
+            messages.append(
+                Message(record, dst_node_id=int(receiver), message_type=MessageType.EVALUATE)
+            )
+        return messages
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> Any:
+        """Average the metrics of the clients, and keep their decisions.
+
+        Args:
+            server_round: Round, from 1.
+            replies: The replies of the clients.
+
+        Returns:
+            The averaged metrics.
+        """
+        contents = {}
+        for reply in replies:
+            sender = str(reply.metadata.src_node_id)
+            if reply.has_error():
+                _LOG.warning("Client %s: %s", sender, reply.error.reason)
+            elif has_sample_count(reply.content, self.weighted_by_key):
+                contents[sender] = reply.content
+        decisions = {sender: c.config_records.get(DECISION) for sender, c in contents.items()}
+        self.decisions = {sender: d for sender, d in decisions.items() if d is not None}
+        if not contents:
+            return None
+        return self.evaluate_metrics_aggr_fn(list(contents.values()), self.weighted_by_key)
+
+    def _request(self) -> ConfigRecord:
+        return ConfigRecord({"candidates": list(self._candidates), "budget": self.budget})
+
+    def _num_samples(self, peer: str) -> float:
+        metrics = next(iter(self._updates[peer].metric_records.values()))
+        return float(metrics[self.weighted_by_key])
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
