@@ -1,4 +1,4 @@
-"""Rules that read losses, and DnC: by hand, and beside plain loops."""
+"""Rules that read losses, DnC and SignGuard: by hand, and next to plain loops."""
 
 import functools
 import math
@@ -9,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.cluster import KMeans
+from tests import views
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import algorithms
+from fedcb2o.federated import CriterionInput, algorithms
 from fedcb2o.federated.aggregation import apply, dnc, gram, loss_clustering, lpe_tsr
+from fedcb2o.federated.aggregation._signguard import largest_sign_cluster, signguard
 
 INF, NAN = math.inf, math.nan
 
@@ -71,7 +73,7 @@ def test_dnc_by_hand():
         dnc(gram(x), f=1, removed=0.0)
 
 
-def test_dnc_beside_plain_loops():
+def test_dnc_and_plain_loops():
     draw = np.random.default_rng(0)
     x = torch.from_numpy(draw.normal(size=(9, 40)))
     x[:3] += 2 * torch.from_numpy(draw.normal(size=40))
@@ -88,3 +90,42 @@ def test_lpe_tsr_has_the_weights_of_fedcbo():
     losses = torch.rand(5, dtype=torch.float64)
     mine = torch.softmax(-fedcbo.alpha * losses, 0)
     torch.testing.assert_close(lpe_tsr(losses, temperature=0.5), mine)
+
+
+def test_the_largest_cluster_of_signs_by_hand():
+    signs = [[1, 1, 1, -1], [1, 1, -1, 1], [-1, 1, 1, 1], [-1, -1, -1, -1], [0, 0, 0, 0]]
+    chosen = largest_sign_cluster(torch.tensor(signs, dtype=torch.float32))
+    assert chosen.tolist() == [True, True, True, False, False]
+    assert largest_sign_cluster(torch.ones(3, 4)).all()
+
+
+def one_agent(buffer, received, own, previous):
+    view = CriterionInput(
+        0,
+        buffer,
+        None,
+        None,
+        views.received(torch.tensor(received, dtype=torch.int64)),
+        views.received(torch.tensor([own])),
+        views.no_losses,
+        views.local(),
+        previous=torch.tensor(previous),
+    )
+    state, output = signguard({}, view, sampled=1.0)
+    assert state == {}
+    return output
+
+
+def test_signguard_by_hand():
+    """Updates (1, 1, 1, 1), twice that, a hundred times that, and minus that; the median norm is 2."""
+    moved = torch.ones(4)
+    previous = torch.full((4,), 5.0)
+    buffer = torch.stack(
+        [previous + k * moved for k in (1, 2, 100, -1)] + [previous + moved, previous]
+    )
+    found = one_agent(buffer, received=[0, 1, 2, 3], own=4, previous=5)
+    # The norms are 2, 4, 200, 2 and 2. The large one and the opposite one do not pass.
+    assert found.outcome.tolist() == pytest.approx([1 / 3, 1 / 6, 0, 0, 1 / 3])
+    assert found.previous_weight == pytest.approx(1 / 6)
+    alone = one_agent(buffer, received=[], own=4, previous=5)
+    assert alone.outcome.tolist() == [1]

@@ -236,13 +236,16 @@ def cluster_samples(
     """
     x = samples.x[index]
     y = samples.y[index]
-    for k in np.unique(cluster).tolist():
-        rows = torch.from_numpy(np.flatnonzero(cluster == k))
+    clusters = np.unique(cluster).tolist()
+    for k in clusters:
+        rows: Tensor | slice = slice(None)  # all, without a copy
+        if len(clusters) > 1:
+            rows = torch.from_numpy(np.flatnonzero(cluster == k))
         part = Shard(x[rows].flatten(0, 1), y[rows].flatten(0, 1))
         seen = view(part, k)
         if seen is not part:
-            x[rows] = seen.x.view(x[rows].shape)
-            y[rows] = seen.y.view(y[rows].shape)
+            x[rows] = seen.x.view(-1, *x.shape[1:])
+            y[rows] = seen.y.view(-1, *y.shape[1:])
     return x, y
 
 

@@ -23,6 +23,7 @@ from fedcb2o.federated.aggregation._foolsgold import foolsgold
 from fedcb2o.federated.aggregation._lfighter import lfighter
 from fedcb2o.federated.aggregation._lightyear import lightyear
 from fedcb2o.federated.aggregation._sentinel import sentinel
+from fedcb2o.federated.aggregation._signguard import signguard
 from fedcb2o.federated.aggregation._wfagg import wfagg
 from fedcb2o.federated.aggregation.base import RULE_SIGNATURE as RULE_SIGNATURE
 from fedcb2o.federated.aggregation.base import apply as apply
@@ -87,6 +88,7 @@ __all__ = [
     "norm_clipping",
     "sageflow",
     "sentinel",
+    "signguard",
     "smea",
     "trimmed_mean",
     "ubar",
