@@ -89,9 +89,9 @@ $(FLOWER)/.installed: pyproject.toml constraints.txt
 	@rm -f $@
 	"$(PYTHON)" -m venv $(FLOWER)
 	grep -E '^($(FLOWER_PINS))==' constraints.txt >$(FLOWER)/constraints.txt
-	$(FLOWER)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(FLOWER)/constraints.txt \
+	$(FLOWER)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint $(FLOWER)/constraints.txt \
 		hatchling hypothesis pytest pytest-timeout
-	$(FLOWER)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(FLOWER)/constraints.txt \
+	$(FLOWER)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint $(FLOWER)/constraints.txt \
 		--no-build-isolation --editable '.[flower]'
 	@touch $@
 
