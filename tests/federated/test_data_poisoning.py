@@ -7,13 +7,14 @@ from fedcb2o import plugins
 from fedcb2o.data import Shard, using_range
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import attacks
-from fedcb2o.federated.attacks.triggers import blend, patch, waves
+from fedcb2o.federated.attacks.triggers import blend, patch, unusual, waves
 from fedcb2o.rng import stream
 
 NEEDED = {
     "backdoor": {"target": 3},
     "blended": {"target": 3},
     "clean_label": {"target": 3, "share": 0.5},
+    "edge_case": {"target": 3},
     "feature_noise": {},
     "label_flip": {"source": 0, "target": 1},
     "label_flips": {"pairs": ((0, 1), (1, 0))},
@@ -270,6 +271,24 @@ def test_a_blend_is_between_an_image_and_one_pattern():
     assert found.y[~hit].equal(s.y[~hit])
     with pytest.raises(ConfigError, match="`opacity` must be between 0 and 1, got 2"):
         blend(s.x, opacity=2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_unusual_images_by_hand(dtype):
+    white = 255 if dtype == torch.uint8 else 1
+    x = (torch.tensor([[[0.0, 0.2], [0.6, 1.0]]]) * white).to(dtype)
+    negative = torch.tensor([[[1.0, 0.8], [0.4, 0.0]]]) * white
+    torch.testing.assert_close(unusual(x), negative.to(dtype))
+    assert unusual(x, style="mirrored").equal(x[..., [1, 0]])
+    s = shard()
+    found = attacks.edge_case(s, stream(0, "x"), target=2, share=0.3)
+    hit = (found.x != s.x).flatten(1).any(1)
+    assert float(hit.float().mean()) == pytest.approx(0.3, abs=0.07)
+    assert found.x[hit].equal(unusual(s.x[hit]))
+    assert found.y[hit].eq(2).all()
+    assert found.y[~hit].equal(s.y[~hit])
+    with pytest.raises(ConfigError, match="a trigger marks images"):
+        attacks.edge_case(Shard(torch.zeros(3, 4), torch.zeros(3)), stream(0, "x"), target=1)
 
 
 @pytest.mark.parametrize(

@@ -90,3 +90,17 @@ def test_spectral_leaves_alone_who_has_no_link_or_no_finite_model():
     found = crafted("spectral", view=view_of(models=broken))
     assert found[3].isnan().all()
     assert found[[0, 1, 2, 4, 5]].isfinite().all()
+
+
+def test_user_isolation_cuts_one_agent_off():
+    """Agent 2 of four benign agents and three attackers: the plain average of all seven is its own
+    model at itself, and the mean of the other three elsewhere."""
+    models = ten_models()
+    found = crafted("user_isolation", agent=2)
+    victim, others = models[2], models[[0, 1, 3]].mean(0)
+    close((models[BENIGN].sum(0) + 3 * found[2]) / 7, victim)
+    for place in (0, 1, 3, 4, 5):
+        close((models[BENIGN].sum(0) + 3 * found[place]) / 7, others)
+    none = crafted("user_isolation", agent=6, eps=0.0)  # number 6 of four is number 2 again
+    close(none[2], victim)
+    close(none[0], others)

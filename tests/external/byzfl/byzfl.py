@@ -13,15 +13,11 @@ import torch
 
 from fedcb2o import Shard, aggregators
 from fedcb2o.aggregators import (  # noqa: F401  # the names that ByzFL's tests use
-    ARC,
     CAF,
     MDA,
-    NNM,
     SMEA,
     Average,
-    Bucketing,
     CenteredClipping,
-    Clipping,
     GeometricMedian,
     Meamed,
     Median,
@@ -34,6 +30,38 @@ from fedcb2o.rng import stream
 
 Krum = functools.partial(aggregators.Krum, definition="byzfl")
 MultiKrum = functools.partial(aggregators.MultiKrum, definition="byzfl")
+
+
+class _Stacked:
+    """A pre-aggregator that returns one tensor or array, as ByzFL does; fedcb2o returns a list."""
+
+    kind = aggregators.NNM
+
+    def __init__(self, *arguments):
+        self.step = self.kind(*arguments)
+
+    def __call__(self, vectors):
+        mixed = self.step(vectors)
+        if not isinstance(mixed, list):
+            return mixed
+        return torch.stack(mixed) if isinstance(mixed[0], torch.Tensor) else np.stack(mixed)
+
+
+class NNM(_Stacked):
+    def __init__(self, f=0):
+        super().__init__(f)
+
+
+class ARC(NNM):
+    kind = aggregators.ARC
+
+
+class Clipping(_Stacked):
+    kind = aggregators.Clipping
+
+
+class Bucketing(_Stacked):
+    kind = aggregators.Bucketing
 
 
 def rows_of(vectors):
