@@ -239,7 +239,7 @@ def test_several_adversaries_and_their_masses():
 
 
 def test_without_mass_it_is_as_if_nobody_were_there():
-    settings = {"num_particles": 40, "maxiter": 20, "xtol": 0.0}
+    settings = {"num_particles": 40, "maxiter": 20, "xtol": 0.0, "dynamics": "paper"}
     alone = minimize(circle, LURE, 2, **settings)
     ghosts = adversaries.static(10, (1.0, 0.0), mass=0.0)
     attacked = minimize(circle, LURE, 2, adversaries=ghosts, **settings)

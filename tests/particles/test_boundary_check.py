@@ -140,7 +140,9 @@ def test_a_particle_of_each_cluster_will_do():
     assert minimize([about(0.0), about(0.0)], dim=2, num_particles=1, maxiter=5).x.shape == (2, 2)
     attacked = fedcb2o.Adversary(lambda view: (0.0, 0.0), 3, [1.0, 0.0])
     assert (
-        minimize(about(1.0, 0.0), initial=np.zeros((5, 2)), adversaries=attacked, maxiter=5).nit
+        minimize(
+            about(1.0, 0.0), initial=np.zeros((5, 2)), adversaries=attacked, maxiter=5, dt=0.1
+        ).nit
         == 5
     )
 

@@ -25,7 +25,7 @@ def test_from_numpy():
     assert wrapped.__name__ == "numpy_circle"
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, 3)))
     assert_close(wrapped(x), objectives.circle(x))
-    settings = {"num_particles": 20, "maxiter": 15, "seed": 3}
+    settings = {"num_particles": 20, "maxiter": 15, "seed": 3, "dt": 0.01}
     plain = minimize(objectives.circle, objectives.last_coordinate, 2, **settings)
     other = minimize(wrapped, fedcb2o.from_numpy(lambda x: x[..., -1]), 2, **settings)
     assert_close(other.x, plain.x)

@@ -481,7 +481,7 @@ def test_shapes_of_one_run():
     assert result.theta_m.shape == (3, 2)
     assert (result.success, result.nit, result.excluded) == (False, 25, 0)
     assert (type(result.success), type(result.nit), type(result.nfev)) == (bool, int, int)
-    assert result.nfev == 26 * 15  # before each step, and the last ensemble
+    assert result.nfev == 26 * 15 + 1  # before each step, the last ensemble, and x
     assert result.message == "maxiter = 25 steps were taken"
     assert result.history.n.tolist() == [0, 10, 20, 25]
     assert result.history.t.tolist() == pytest.approx([0, 0.1, 0.2, 0.25])
@@ -505,10 +505,8 @@ def test_shapes_of_runs_and_clusters():
     assert many.theta_m.shape == (2, 0, 2)
     assert many.success.tolist() == [False, False]
     assert many.nit.tolist() == [4, 4]
-    assert many.nfev.tolist() == [
-        3 * 90,
-        3 * 90,
-    ]  # 18 particles before 4 steps and at the end, by every cluster's L
+    # 18 particles before 4 steps and at the end, and x, by every cluster's L.
+    assert many.nfev.tolist() == [3 * 91, 3 * 91]
     assert many.excluded.tolist() == [0, 0]
     assert many.message == ["maxiter = 4 steps were taken"] * 2
     assert many.history.x.shape == (3, 2, 3, 2)
@@ -555,8 +553,7 @@ def test_nfev_is_what_the_objectives_saw(clusters, settings):
         xtol=0.0,
         **settings,
     )
-    at_x = clusters  # every cluster's answer is looked at in the end
-    assert (result.nfev + at_x, result.nfev + at_x) == (seen["lower"], seen["upper"])
+    assert (result.nfev, result.nfev) == (seen["lower"], seen["upper"])
 
 
 def test_excluded_are_counted_as_nfev_is():
@@ -564,10 +561,8 @@ def test_excluded_are_counted_as_nfev_is():
         [lambda x: torch.where(x[..., 0] > 0, torch.nan, circle(x)), circle], G, 2, initial=[[1.0, 0.0], [-1.0, 0.5]],
         maxiter=0,
     )  # fmt: skip
-    assert (result.nfev, result.excluded) == (
-        4,
-        1,
-    )  # both clusters judge both particles; one is bad for one
+    # Both clusters judge both particles, one is bad for one; each judges its x.
+    assert (result.nfev, result.excluded) == (6, 1)
 
 
 def test_what_objectives_see():
@@ -622,7 +617,7 @@ def test_maxiter_0_judges_the_first_ensemble():
     result = minimize(circle, last_coordinate, initial=start, alpha=0.0, beta=0.75, maxiter=0)
     # L is 1, 9, 9, large: three of four are in the sub-level set.
     assert result.x.tolist() == pytest.approx([2 / 3, 2 / 3])
-    assert (result.nit, result.nfev) == (0, 4)
+    assert (result.nit, result.nfev) == (0, 5)
     assert result.history.n.tolist() == [0]
     assert result.theta.tolist() == start
     best = minimize(circle, last_coordinate, initial=start, alpha=math.log(2), beta=0.75, maxiter=0)
@@ -646,17 +641,18 @@ def test_a_result_is_a_mapping():
     "settings", [{}, {"batch": 7}, {"batch": 7, "record_every": 3}, {"batch": 7, "lambda2": 0.1}]
 )
 def test_maxfev(settings):
-    common = {"num_particles": 20, "xtol": 0.0, "runs": 2, **settings}
+    common = {"num_particles": 20, "xtol": 0.0, "runs": 2, "dynamics": "paper", **settings}
     for maxfev in range(60, 200, 7):
         result = minimize_on_circle(maxfev=maxfev, **common)
-        assert max(result.nfev) <= maxfev
+        assert max(result.nfev) <= maxfev + 1  # x comes on top
         assert (
             result.message[0]
             == f"another step would evaluate more than maxfev = {maxfev} particles"
         )
         further = minimize_on_circle(maxiter=int(result.nit[0]) + 1, **common)
-        assert max(further.nfev) > maxfev
-    assert minimize_on_circle(maxfev=60, maxiter=2, num_particles=20).message.startswith("maxiter")
+        assert max(further.nfev) > maxfev + 1
+    few = minimize_on_circle(maxfev=60, maxiter=2, num_particles=20, dynamics="paper")
+    assert few.message.startswith("maxiter")
 
 
 def test_further_arguments():
@@ -703,7 +699,7 @@ def test_repr_of_one_run():
         "upper: ",
         "spread: ",
         "nit: 5",
-        "nfev: 300",
+        "nfev: 301",
         "seconds: ",
     ):
         assert any(line.lstrip().startswith(name) for line in lines), name
@@ -740,7 +736,7 @@ def test_callback_stops(how):
     result = minimize_on_circle(num_particles=10, callback=watch, xtol=0.0, record_every=3)
     assert seen == [0, 1, 2, 3, 4]
     assert result.nit == 4
-    assert result.message == "the callback stopped the run"
+    assert result.message.startswith("the callback stopped the run")
     assert result.success is False
     assert result.history.n.tolist() == [0, 3, 4]
 
@@ -833,7 +829,7 @@ def test_time_limit():
         return circle(x)
 
     result = minimize(slow, dim=2, time_limit=0.05, runs=2, xtol=0.0)
-    assert result.message == ["the time limit of 0.05 s passed"] * 2
+    assert [message[:31] for message in result.message] == ["the time limit of 0.05 s passed"] * 2
     assert 0 < result.nit[0] < 100
     assert result.history.n[-1] == result.nit[0]
     assert not result.success.any()
@@ -1191,9 +1187,9 @@ def test_a_bad_gradient_is_the_particles_own_affair():
 
 @pytest.mark.parametrize("runs", [None, 3])
 def test_all_bad_is_a_run_error(runs):
-    with pytest.raises(RunError, match="all 20 particles have NaN or infinite objectives"):
+    with pytest.raises(RunError, match=r"all \d+ particles have NaN or infinite objectives"):
         minimize(lambda x: x[..., 0] * torch.nan, G, 2, num_particles=20, runs=runs)
-    with pytest.raises(RunError, match="all 20 particles have NaN or infinite objectives"):
+    with pytest.raises(RunError, match=r"all \d+ particles have NaN or infinite objectives"):
         minimize(circle, lambda x: x[..., 0] / 0, 2, num_particles=20, runs=runs)
 
 
@@ -1250,7 +1246,7 @@ def test_nobody_inside_the_radius():
         ),
         ({"dim": 0}, "`dim` must be a whole number, at least 1"),
         ({"noise": "isotopic"}, "`noise` must be 'anisotropic' or 'isotropic', got 'isotopic'"),
-        ({"quantile": "mean"}, "`quantile` must be 'plain' or 'averaged', got 'mean'"),
+        ({"quantile": "mean"}, "`quantile` must be 'plain' or 'averaged' or 'smooth', got 'mean'"),
         ({"update": "none"}, "`update` must be 'batch' or 'all', got 'none'"),
         (
             {"dtype": torch.float16},
@@ -1323,7 +1319,7 @@ def test_schedules_may_return_any_number():
         ([], G, "`lower`"),
         ([circle] * 2, [G, None], "`upper` must be there for all clusters or for none"),
         ([circle] * 2, [G, G, G], "`upper` must be one for all or one for each of the 2"),
-        (lambda x: x, G, r"`lower`, .*neither many .* it returned the shape \[200, 2\] for"),
+        (lambda x: x, G, r"`lower`, .*neither many .* it returned the shape \[24, 2\] for"),
         (
             circle,
             lambda x: None,

@@ -86,13 +86,15 @@ def test_bits_are_those_of_minimize(case):
 
 def test_a_pool_of_workers():
     """As one would: lists of numbers, of NumPy's points."""
-    search = fedcb2o.Search(x0=[0.0, 0.0], upper=True, num_particles=20, maxiter=6)
+    search = fedcb2o.Search(x0=[0.0, 0.0], upper=True, num_particles=20, maxiter=6, dt=0.01)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         while not search.done:
             points = search.ask().numpy()
             lower = list(pool.map(lambda x: float(((x**2).sum() - 1) ** 2), points))
             search.tell(lower, points[:, 1])
-    plain = fedcb2o.minimize(circle, last_coordinate, x0=[0.0, 0.0], num_particles=20, maxiter=6)
+    plain = fedcb2o.minimize(
+        circle, last_coordinate, x0=[0.0, 0.0], num_particles=20, maxiter=6, dt=0.01
+    )
     assert_close(search.result.x, plain.x)
 
 
@@ -118,7 +120,7 @@ def test_what_is_asked_is_the_callers():
 
 
 def test_what_does_not_fit_is_told_and_can_be_told_again():
-    search = fedcb2o.Search(2, num_particles=20, maxiter=0)
+    search = fedcb2o.Search(2, num_particles=20, maxiter=0, dynamics="paper")
     for wrong in (np.zeros(19), np.zeros((1, 20)), 0.0, ["x"] * 20, None):
         with pytest.raises(ConfigError, match=r"`lower` (must|holds words)"):
             search.tell(wrong)
@@ -136,7 +138,7 @@ def test_what_does_not_fit_is_told_and_can_be_told_again():
     with pytest.raises(ConfigError, match="`lower` is for functions, which Search has none of"):
         fedcb2o.Search(2, lower=torch.sum)
     with pytest.raises(ConfigError, match="`upper` must be given, in the shape"):
-        fedcb2o.Search(2, upper=True).tell(np.zeros(200))
+        fedcb2o.Search(2, upper=True).tell(np.zeros(24))
     with pytest.raises(ConfigError, match=r"`gradient` must be given, in the shape \[20, 2\]"):
         fedcb2o.Search(2, lambda2=1.0, num_particles=20).tell(np.zeros(20))
 
@@ -161,7 +163,7 @@ def test_values_of_any_type_exclude_what_is_missing(missing):
 
 
 def test_values_are_copied():
-    search = fedcb2o.Search(2, num_particles=4, maxiter=1, dtype=torch.float32)
+    search = fedcb2o.Search(2, num_particles=4, maxiter=1, dtype=torch.float32, dynamics="paper")
     buffer = np.array([4, 3, 2, 1])
     search.tell(buffer)
     buffer[:] = 0
@@ -176,7 +178,9 @@ def test_values_are_copied():
 
 def test_nothing_but_nan_is_a_run_error():
     search = fedcb2o.Search(2, num_particles=20)
-    with pytest.raises(RunError, match="all 20 particles have NaN"):
+    for _ in range(4):  # the first ensemble has five steps
+        search.tell([math.nan] * 20)
+    with pytest.raises(RunError, match="all 100 particles have NaN"):
         search.tell([math.nan] * 20)
     with pytest.raises(RunError, match="this search has failed"):
         search.ask()

@@ -5,7 +5,7 @@ García Trillos et al., arXiv 2412.02535, Sections 1 and 2.
 Example:
     >>> circle = problem("circle")
     >>> result = minimize(circle.lower, circle.upper, circle.dim, maxiter=500)
-    >>> [round(coordinate, 1) for coordinate in result.x.tolist()]
+    >>> [round(abs(coordinate), 6) for coordinate in result.x.tolist()]
     [1.0, 0.0]
 """
 

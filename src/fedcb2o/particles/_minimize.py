@@ -28,12 +28,14 @@ import torch
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles import capture_risk, settings
+from fedcb2o.particles import adaptive, capture_risk, settings
+from fedcb2o.particles.adaptive import AdaptiveDynamics
 from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.particles.ask_tell import EvaluationSteps, run_with_objectives
 from fedcb2o.particles.constraints import with_constraints
 from fedcb2o.particles.dynamics import ConsensusParams
 from fedcb2o.particles.functions import convert_functions
+from fedcb2o.particles.hopping import default_num_particles
 from fedcb2o.particles.initialisation import (
     Seed,
     build_box,
@@ -45,7 +47,7 @@ from fedcb2o.particles.initialisation import (
     resolve_seeds,
 )
 from fedcb2o.particles.objectives import Objective
-from fedcb2o.particles.result import OutputShape, Result, build_result, finish_runs
+from fedcb2o.particles.result import OutputShape, Result, build_result, count_points, finish_runs
 from fedcb2o.particles.settings import Schedule
 from fedcb2o.particles.state import State, callback_requests_stop
 from fedcb2o.particles.system import Evaluation, System
@@ -73,24 +75,26 @@ def minimize(
     num_particles: int | Sequence[int] | None = None,
     runs: int | None = None,
     seed: Seed | Sequence[int] = 0,
-    alpha: Schedule = 1000.0,
-    beta: Schedule = 0.1,
-    lambda1: float = 1.0,
-    sigma1: Schedule = 1.0,
-    lambda2: float = 0.0,
-    sigma2: float = 0.0,
+    dynamics: str | None = None,
+    alpha: Schedule | None = None,
+    beta: Schedule | None = None,
+    lambda1: float | None = None,
+    sigma1: Schedule | None = None,
+    lambda2: float | None = None,
+    sigma2: float | None = None,
     gradient: Objective | Sequence[Objective] | None = None,
-    dt: float = 0.01,
-    noise: str = "anisotropic",
+    dt: float | None = None,
+    noise: str | None = None,
     delta_q: float = 0.0,
-    radius: float = math.inf,
-    quantile: str = "plain",
+    radius: float | None = None,
+    quantile: str | None = None,
     batch: int | None = None,
-    update: str = "batch",
+    update: str | None = None,
     adversaries: Adversary | Sequence[Adversary] = (),
-    maxiter: int = 2000,
+    polish: bool = False,
+    maxiter: int | None = None,
     maxfev: int | None = None,
-    xtol: float = 1e-4,
+    xtol: float | None = None,
     constraint_tol: float = 1e-4,
     errors: str = "raise",
     time_limit: float = math.inf,
@@ -127,36 +131,45 @@ def minimize(
             coordinate; by default half of the distance between the bounds, otherwise 3.
         initial: In place of both, an ensemble [n, d] or [runs, n, d], or a sampler
             (NumPy generator, n, d) -> [n, d].
-        num_particles: N, particles of each cluster, or one number per cluster; by default 200.
+        num_particles: N, particles of each cluster, or one number per cluster; by default 200, or
+            4 (4 + 3 log d) of the adaptive dynamics.
         runs: Number of independent runs in one batch; each equals the run of its seed alone, bit
             by bit.
         seed: Seed of the first run (the next run has seed + 1), or one per run; a generator of
             NumPy or PyTorch that draws it, or None for a new one. The result has the seed.
+        dynamics: "adaptive" for consensus hopping with restarts, which chooses its settings from d,
+            the box and the dtype on the way (`particles.hopping`); "paper" for eq:dyn_micro2. By
+            default "paper" with several clusters or if one of its settings is given: those from
+            `alpha` to `update`, except `delta_q`. Otherwise "adaptive".
         alpha: Weight parameter of exp(-alpha G), a number or a function of the step n; `beta` and
-            `sigma1` likewise.
-        beta: Share of the ensemble in the sub-level set Q_beta, in (0, 1].
-        lambda1: Drift to the consensus point.
-        sigma1: Noise of that drift.
-        lambda2: Drift down the gradient of each particle's own L.
-        sigma2: Noise in proportion to that gradient.
+            `sigma1` likewise. 1000 by default.
+        beta: Share of the ensemble in the sub-level set Q_beta, in (0, 1]; 0.1 by default.
+        lambda1: Drift to the consensus point; 1 by default.
+        sigma1: Noise of that drift; 1 by default.
+        lambda2: Drift down the gradient of each particle's own L; 0 by default.
+        sigma2: Noise in proportion to that gradient; 0 by default.
         gradient: Gradient of L, [..., d] -> [..., d], or a sequence of K; by default autograd's.
-        dt: Step of time.
-        noise: "isotropic", as in the paper, or "anisotropic", whose convergence does not slow down
-            with d.
-        delta_q: Addition to the quantile in eq:Q_beta.
+        dt: Step of time; 0.01 by default.
+        noise: "isotropic", as in the paper, or "anisotropic", the default, whose convergence does
+            not slow down with d.
+        delta_q: Addition to the quantile in eq:Q_beta. The adaptive dynamics take it as tolerance:
+            points with L up to min L + delta_q count as minimisers.
         radius: R of eq:Q_beta; particles outside of the ball B_R(0) do not count for the consensus
-            point.
-        quantile: "plain", q_beta, or "averaged", 2/beta times the integral of q_a over
-            [beta/2, beta] as in eq:Q_beta.
+            point. Infinite by default.
+        quantile: "plain", q_beta, the default; "averaged", 2/beta times the integral of q_a over
+            [beta/2, beta] as in eq:Q_beta; or "smooth", a logistic slope in place of the edge of
+            Q_beta.
         batch: M; each step computes its consensus point from M random particles. No particle comes
             twice before all have come once.
-        update: With `batch`, whether the particles of the "batch" move, or "all".
+        update: With `batch`, whether the particles of the "batch" move, the default, or "all".
         adversaries: Malicious particles, one `Adversary` or several.
-        maxiter: Largest number of steps.
-        maxfev: Largest number of evaluated particles in each run, as `nfev` counts. The first
-            ensemble is always evaluated.
-        xtol: Stop where the root mean squared distance of the benign particles from the consensus
-            point is at most this.
+        polish: Whether a local search (SciPy's Nelder-Mead) improves x where L does not rise.
+        maxiter: Largest number of steps; by default 2000, and not limited in the adaptive dynamics.
+        maxfev: Largest number of evaluated particles in each run. The first ensemble is always
+            evaluated. By default 20,000 d in the adaptive dynamics, otherwise not limited.
+        xtol: Spread of a consensus, the root mean squared distance of the benign particles from the
+            consensus point. "paper" stops there; 1e-4 by default. An "adaptive" ensemble collapses
+            there; by default 1e-7 of the box (1e-5 for float32), which is also the least value.
         constraint_tol: Largest violation of a feasible point, in units of the median violation of
             the first ensemble. An equality counts as met within it.
         errors: "exclude" takes an exception of an objective or a constraint as NaN at that point,
@@ -180,33 +193,48 @@ def minimize(
             fewer than two benign particles in Q_beta (`capture_risk.benign_left`), and if beta is
             not below w_b / 2.
     """
-    # 1. Check the settings.
-    not_negative = {"lambda2": lambda2, "sigma2": sigma2, "delta_q": delta_q, "xtol": xtol}
+    # 1. Choose the dynamics, and check the settings.
+    own: dict[str, Any] = {
+        **{"alpha": alpha, "beta": beta, "lambda1": lambda1, "sigma1": sigma1, "lambda2": lambda2},
+        **{"sigma2": sigma2, "dt": dt, "noise": noise, "radius": radius},
+        **{"quantile": quantile, "batch": batch, "update": update},
+    }
+    is_adaptive = settings.choose_dynamics(dynamics, own, not callable(lower)) == "adaptive"
+    plain: dict[str, Any] = {
+        name: settings.PAPER[name] if value is None else value for name, value in own.items()
+    }
+    if maxiter is None and not is_adaptive:
+        maxiter = settings.PAPER["maxiter"]
+    spread_limit = settings.PAPER["xtol"] if xtol is None else xtol
+    not_negative = {
+        **{"lambda2": plain["lambda2"], "sigma2": plain["sigma2"]},
+        **{"delta_q": delta_q, "xtol": spread_limit},
+    }
     numbers = {
-        **settings.check_positive({"lambda1": lambda1, "dt": dt}),
-        **settings.check_positive({"radius": radius, "time_limit": time_limit}, finite=False),
+        **settings.check_positive({"lambda1": plain["lambda1"], "dt": plain["dt"]}),
+        **settings.check_positive(
+            {"radius": plain["radius"], "time_limit": time_limit}, finite=False
+        ),
         **settings.check_positive(not_negative, or_zero=True),
         **settings.check_positive({"constraint_tol": constraint_tol}),
     }
-    lambda1 = numbers["lambda1"]
     lambda2 = numbers["lambda2"]
     sigma2 = numbers["sigma2"]
-    dt = numbers["dt"]
+    step_time = numbers["dt"]
     delta_q = numbers["delta_q"]
-    radius = numbers["radius"]
-    xtol = numbers["xtol"]
     time_limit = numbers["time_limit"]
     dim = _optional_count("`dim`", dim)
     runs = _optional_count("`runs`", runs)
     batch = _optional_count("`batch`", batch)
     maxfev = _optional_count("`maxfev`", maxfev)
     record_every = settings.check_count("`record_every`", record_every)
-    maxiter = settings.check_count("`maxiter`", maxiter, 0)
+    if maxiter is not None:
+        maxiter = settings.check_count("`maxiter`", maxiter, 0)
     settings.check_choices(
         {
-            "`noise`": (noise, ("anisotropic", "isotropic")),
-            "`quantile`": (quantile, ("plain", "averaged")),
-            "`update`": (update, ("batch", "all")),
+            "`noise`": (plain["noise"], ("anisotropic", "isotropic")),
+            "`quantile`": (plain["quantile"], ("plain", "averaged", "smooth")),
+            "`update`": (plain["update"], ("batch", "all")),
             "`errors`": (errors, ("raise", "exclude")),
             "`dtype`": (dtype, (torch.float64, torch.float32)),
         }
@@ -234,13 +262,14 @@ def minimize(
     if initial is not None and not callable(initial):
         initial = check_ensemble(initial, len(seeds))
     needs_gradient = lambda2 > 0 or sigma2 > 0
+    walls, box = build_box(bounds, initial, x0, spread, dim)
+    default = settings.PAPER["num_particles"]
+    if is_adaptive:
+        default = default_num_particles(len(box[0]))
     clusters = build_clusters(
-        lower, upper, gradient if needs_gradient else False, num_particles, initial
+        lower, upper, gradient if needs_gradient else False, num_particles, initial, default
     )
     num_benign = clusters[-1].rows.stop
-    # Before the box, which may have a great many coordinates.
-    settings.check_memory(len(seeds), num_benign, dim or 1)
-    walls, box = build_box(bounds, initial, x0, spread, dim)
     theta = draw_ensembles(initial, box, num_benign, groups, seeds).to(device, dtype)
     if batch is not None and batch > theta.shape[1]:
         raise ConfigError(
@@ -261,16 +290,29 @@ def minimize(
 
     def params_at(n: int) -> ConsensusParams:
         return ConsensusParams(
-            settings.schedule_value("alpha", alpha, n),
-            settings.schedule_value("beta", beta, n),
+            settings.schedule_value("alpha", plain["alpha"], n),
+            settings.schedule_value("beta", plain["beta"], n),
             delta_q,
-            radius,
-            averaged=quantile == "averaged",
+            numbers["radius"],
+            averaged=plain["quantile"] == "averaged",
+            smooth=plain["quantile"] == "smooth",
         )
 
+    hopping = None
+    if is_adaptive and not is_fixed:
+        hopping = AdaptiveDynamics(
+            system, None if initial is not None else box, delta_q=delta_q, xtol=xtol
+        )
+        step_time = adaptive.DT
+        if maxfev is None and maxiter is None:
+            maxfev = adaptive.EVALUATIONS_PER_DIM * theta.shape[2]
+    elif maxiter is None:
+        maxiter = settings.PAPER["maxiter"]
     params = params_at(0)
-    sigma1_at_start = settings.schedule_value("sigma1", sigma1, 0)
-    notes = _theory_notes(system, params, sigma1_at_start, lambda1, noise, batch)
+    sigma1_at_start = settings.schedule_value("sigma1", plain["sigma1"], 0)
+    notes = _theory_notes(
+        system, params, sigma1_at_start, numbers["lambda1"], plain["noise"], batch
+    )
     _keep_freed_memory()
 
     # 3. Take steps until all runs have ended.
@@ -278,12 +320,14 @@ def minimize(
     records: list[tuple[int, Tensor, Tensor, Tensor]] = []
     ends = []
     for n in itertools.count():
-        if n > 0 and (callable(alpha) or callable(beta)):
+        if n > 0 and (callable(plain["alpha"]) or callable(plain["beta"])):
             params = params_at(n)
         is_late = time.monotonic() - started > time_limit
         is_recorded = is_late or n == maxiter or n % record_every == 0
         system.check_writes = is_recorded
-        evaluation = yield from system.evaluate(params, batch)
+        evaluation = yield from system.evaluate(None if hopping else params, batch)
+        if hopping is not None:
+            evaluation = hopping.update(system, evaluation)
         if n == 0 and not is_fixed:
             _warn_of_constants(evaluation)
 
@@ -294,12 +338,14 @@ def minimize(
         elif is_late:
             reason = f"the time limit of {time_limit:g} s passed"
         if callback is not None and callback_requests_stop(
-            callback, shape, system, evaluation, n, dt
+            callback, shape, system, evaluation, n, step_time
         ):
             is_recorded = True
             reason = "the callback stopped the run"
         if maxfev is not None and not reason:
             cost = system.evaluation_cost(batch)
+            if hopping is not None:  # x is evaluated again, and a few points if it differs
+                cost += adaptive.CONFIRMATION
             if batch is not None:  # whole ensembles at a record and at the end
                 cost += (1 + is_recorded) * system.evaluation_cost()
             if system.num_evaluated + cost > maxfev:
@@ -307,53 +353,64 @@ def minimize(
                 reason = f"another step would evaluate more than maxfev = {maxfev} particles"
 
         # 3b. Record the spread, and end the runs that agree.
-        if is_recorded:
+        agreed = hopping.agreed() if hopping is not None else None
+        if is_recorded or (agreed is not None and agreed.any()):
             whole = evaluation
             if batch is not None:
                 whole = yield from system.evaluate(params)
             distance = system.spread(whole.m)
             records.append((n, system.runs, whole.m, distance))
-            agreed = (distance <= xtol).all(1).cpu()
+            if agreed is None:
+                agreed = (distance <= spread_limit).all(1).cpu()
             ending = agreed
             if reason:
                 ending = torch.ones_like(agreed)
             if ending.any():
-                ends.append(finish_runs(system, whole.m, distance, n, agreed, ending))
+                fields = {} if hopping is None else hopping.fields(theta)
+                ends.append(finish_runs(system, whole.m, distance, n, agreed, ending, fields))
                 if ending.all():
                     break
                 kept = (~ending).nonzero().squeeze(1)
                 system.keep_runs(kept)
+                if hopping is not None:
+                    hopping.keep_runs(kept)
                 evaluation = evaluation.for_runs(kept)
 
         # 3c. Take the step.
+        if hopping is not None:
+            hopping.step_(system, n, evaluation, params)
+            continue
         system.step_(
             n,
             evaluation,
             params,
-            lambda1=lambda1,
-            sigma1=settings.schedule_value("sigma1", sigma1, n),
+            lambda1=numbers["lambda1"],
+            sigma1=settings.schedule_value("sigma1", plain["sigma1"], n),
             lambda2=lambda2,
             sigma2=sigma2,
-            dt=dt,
-            noise=noise,
-            batch_only=update == "batch",
+            dt=step_time,
+            noise=plain["noise"],
+            batch_only=plain["update"] == "batch",
         )
 
     seconds = time.monotonic() - started
-    result = yield from build_result(
-        ends,
-        records,
-        shape,
-        clusters,
-        seeds,
-        start=(start.min, start.max),
-        walls=walls,
-        delta_q=delta_q,
-        dt=dt,
-        xtol=xtol,
-        reason=reason,
-        notes=notes,
-        seconds=seconds,
+    result = yield from count_points(
+        build_result(
+            ends,
+            records,
+            shape,
+            clusters,
+            seeds,
+            start=(start.min, start.max),
+            walls=walls,
+            delta_q=delta_q,
+            dt=step_time,
+            xtol=spread_limit,
+            reason=reason,
+            notes=notes,
+            seconds=seconds,
+            polish=polish,
+        )
     )
     return result
 

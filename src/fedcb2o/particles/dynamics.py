@@ -73,6 +73,7 @@ class ConsensusParams:
         delta_q: Addition to the quantile.
         radius: R of the ball B_R(0).
         averaged: Whether Q_beta uses the averaged quantile.
+        smooth: Whether a logistic slope replaces the edge of Q_beta.
     """
 
     alpha: float
@@ -80,6 +81,7 @@ class ConsensusParams:
     delta_q: float = 0.0
     radius: float = math.inf
     averaged: bool = False
+    smooth: bool = False
 
 
 def evaluate_objectives(

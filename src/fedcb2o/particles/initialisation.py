@@ -136,6 +136,7 @@ def build_clusters(
     gradient: Objective | Sequence[Objective] | bool | None,
     num_particles: int | Sequence[int] | None,
     initial: Any,
+    default: int = 200,
 ) -> list[Cluster]:
     """Assign objectives and rows to the clusters.
 
@@ -143,8 +144,10 @@ def build_clusters(
         lower: L, or one per cluster.
         upper: G, one per cluster, or None.
         gradient: Gradient of L, one per cluster, None for autograd, or False for none.
-        num_particles: Number of particles of each cluster; None for 200, or a share of `initial`.
+        num_particles: Number of particles of each cluster; None for a share of `initial`, or the
+            default.
         initial: A first ensemble, a sampler or None.
+        default: Default number.
 
     Returns:
         The clusters.
@@ -177,7 +180,7 @@ def build_clusters(
         raise ConfigError("`upper` must be there for all clusters or for none")
 
     if num_particles is None:
-        num_particles = 200
+        num_particles = default
         if isinstance(initial, Tensor) and initial.shape[-2] % k == 0:
             num_particles = initial.shape[-2] // k
     sizes = per_cluster("num_particles", to_python(num_particles))

@@ -13,9 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedcb2o.particles.adaptive import NUM_AGREEING, confirm_
 from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
 from fedcb2o.particles.boundary_check import is_boundary_consensus
 from fedcb2o.particles.constraints import Constraints
+from fedcb2o.particles.dynamics import Values
+from fedcb2o.particles.polish import polish_points
 from fedcb2o.particles.system import Cluster, System
 
 _CONSENSUS_MESSAGE = "consensus: spread at most xtol = {:g}"
@@ -52,15 +55,17 @@ class Result(Mapping[str, Any]):
     [clusters, d] and `lower` and `upper` are [clusters].
 
     Attributes:
-        x: Consensus point of the last ensemble, [d].
+        x: The answer, [d]: the best judged point; the consensus point of "paper" dynamics.
+        consensus: Consensus point of the best ensemble, [d].
         lower: L at x; with constraints, the sum of the scaled violations.
         upper: G at x, or None without G.
-        success: Whether the ensemble reached a consensus: its spread about x is at most `xtol`,
-            and x is not at the edge of the start region with smaller L or G further out.
-        message: Reason of the stop.
+        success: Whether x can be trusted: two independent ensembles agree on x to a thousandth of
+            the box, and x meets the constraints. For "paper" dynamics, whether the ensemble reached
+            a consensus: its spread about x is at most `xtol`, and x is not at the edge of the start
+            region with smaller L or G further out.
+        message: Reason of the stop, and why `success` is False.
         nit: Number of steps.
-        nfev: Number of evaluated particles, each counted once with L and once with G of every
-            cluster; evaluations at x and by adversaries do not count.
+        nfev: Number of points that L received, summed over clusters.
         excluded: Number of those with a NaN or infinite objective.
         spread: Root mean squared distance of the benign particles from x.
         theta: Last benign ensemble, [n, d], cluster by cluster.
@@ -76,6 +81,7 @@ class Result(Mapping[str, Any]):
     """
 
     x: Tensor
+    consensus: Tensor
     lower: Tensor
     upper: Tensor | None
     success: Any
@@ -203,7 +209,13 @@ class OutputShape:
 
 
 def finish_runs(
-    system: System, m: Tensor, spread: Tensor, n: int, agreed: Tensor, ending: Tensor
+    system: System,
+    m: Tensor,
+    spread: Tensor,
+    n: int,
+    agreed: Tensor,
+    ending: Tensor,
+    fields: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """Record the runs that end at a step.
 
@@ -214,18 +226,21 @@ def finish_runs(
         n: Step.
         agreed: Whether a run reached a consensus.
         ending: Whether a run ends.
+        fields: Further fields, `x` among them if it is not the consensus point.
 
     Returns:
         Fields of the result for the ending runs, and the indices `runs`.
     """
     tensors = {
         "x": system.clamp(m),
+        "consensus": system.clamp(m),
         "spread": spread,
         "theta": system.benign,
         "theta_m": system.malicious,
+        **fields,
     }
     if not ending.all():
-        tensors = {name: tensor[ending.to(m.device)] for name, tensor in tensors.items()}
+        tensors = {name: tensor[ending.to(tensor.device)] for name, tensor in tensors.items()}
     runs = system.runs[ending]
     return {
         **tensors,
@@ -252,6 +267,7 @@ def build_result(
     reason: str,
     notes: tuple[str, ...],
     seconds: float,
+    polish: bool,
 ) -> EvaluationSteps[Result]:
     """Combine the ended runs in their original order.
 
@@ -269,6 +285,7 @@ def build_result(
         reason: Reason of the stop for runs without a consensus.
         notes: Remarks of the theory.
         seconds: Wall time.
+        polish: Whether to improve x by a local search.
 
     Returns:
         A generator of requests whose result is that of `minimize`.
@@ -282,13 +299,15 @@ def build_result(
         }
 
     # 1. Evaluate the objectives at x.
+    flat = shape.single_run
     x = final["x"]
-    at_x = []
-    for k, cluster in enumerate(clusters):
-        points = x[:, k : k + 1]
-        at_x.append(
-            (yield EvaluationRequest(points, cluster.lower, cluster.upper, shape.single_run))
-        )
+    at_x = yield from _evaluate_at(x, clusters, flat)
+    if "judged" in final and (yield from confirm_(final, at_x[0], clusters[0], flat)):
+        at_x = yield from _evaluate_at(x, clusters, flat)
+    if polish:
+        x, count = polish_points(x, at_x, clusters, walls, start, flat)
+        final["nfev"] = final["nfev"] + count
+        at_x = yield from _evaluate_at(x, clusters, flat)
     uppers = [values.upper for values in at_x if values.upper is not None]
     upper = shape.squeeze(torch.cat(uppers, 1)) if uppers else None
     lower = shape.squeeze(torch.cat([values.lower for values in at_x], 1))
@@ -305,19 +324,16 @@ def build_result(
     # 2. Decide which runs succeeded.
     agreed = final["success"]
     success = agreed
-    if agreed.any():
+    messages: list[str] = []
+    if "agreeing" in final:
+        success, messages = _judge_agreement(final, at_x[0], clusters[0], reason)
+    elif agreed.any():
         at_boundary = yield from is_boundary_consensus(
             x, at_x, start, clusters, walls=walls, delta_q=delta_q, flat=shape.single_run
         )
         success = agreed & ~at_boundary.any(1).cpu()
-    messages = []
-    for run, succeeded in enumerate(success.tolist()):
-        message = reason
-        if succeeded:
-            message = _CONSENSUS_MESSAGE.format(xtol)
-        elif agreed[run]:
-            message = _BOUNDARY_MESSAGE
-        messages.append(message)
+    if "agreeing" not in final:
+        messages = _consensus_messages(success.tolist(), agreed.tolist(), xtol, reason)
 
     # 3. Assemble the history.
     steps = torch.tensor([n for n, *_ in records])
@@ -334,6 +350,7 @@ def build_result(
     per_run = ("nit", "nfev", "excluded", "theta", "theta_m")
     return Result(
         x=shape.squeeze(x),
+        consensus=shape.squeeze(final["consensus"]),
         **fields,
         success=shape.squeeze_runs(success),
         message=messages[0] if shape.single_run else messages,
@@ -344,3 +361,74 @@ def build_result(
         seed=seeds[0] if shape.single_run else seeds,
         seconds=seconds,
     )
+
+
+def count_points(steps: EvaluationSteps[Result]) -> EvaluationSteps[Result]:
+    """Add the points that the end of a run evaluates to `nfev`.
+
+    Args:
+        steps: Requests of `build_result`.
+
+    Returns:
+        A generator of the same requests whose result has the count.
+    """
+    count = 0
+    try:
+        request = next(steps)
+        while True:
+            count += request.theta.shape[1]
+            try:
+                values = yield request
+            except Exception as error:
+                request = steps.throw(error)
+            else:
+                request = steps.send(values)
+    except StopIteration as end:
+        result: Result = end.value
+    return dataclasses.replace(result, nfev=result.nfev + count)
+
+
+def _evaluate_at(x: Tensor, clusters: list[Cluster], flat: bool) -> EvaluationSteps[list[Values]]:
+    """Evaluate each cluster's objectives at its own point of x [runs, clusters, d]."""
+    at_x = []
+    for k, cluster in enumerate(clusters):
+        at_x.append((yield EvaluationRequest(x[:, k : k + 1], cluster.lower, cluster.upper, flat)))
+    return at_x
+
+
+def _consensus_messages(
+    success: list[bool], agreed: list[bool], xtol: float, reason: str
+) -> list[str]:
+    messages = []
+    for run, succeeded in enumerate(success):
+        message = reason
+        if succeeded:
+            message = _CONSENSUS_MESSAGE.format(xtol)
+        elif agreed[run]:
+            message = _BOUNDARY_MESSAGE
+        messages.append(message)
+    return messages
+
+
+def _judge_agreement(
+    final: dict[str, Tensor], at_x: Values, cluster: Cluster, reason: str
+) -> tuple[Tensor, list[str]]:
+    """Decide by the number of ensembles that agree on x, and by the constraints."""
+    is_met = torch.ones(len(final["agreeing"]), dtype=torch.bool)
+    if isinstance(cluster.lower, Constraints) and cluster.lower.inner is None:
+        is_met = (at_x.lower[:, 0] == 0).cpu()
+    is_met &= at_x.lower[:, 0].isfinite().cpu()
+    success = final["success"] & is_met
+    messages = []
+    for run, succeeded in enumerate(success.tolist()):
+        count = int(final["agreeing"][run])
+        total = int(final["ensembles"][run])
+        message = f"{count} of {total} independent ensembles ended at x"
+        if not succeeded:
+            message = (
+                f"{reason or 'the ensembles agreed'}: {message}, and {NUM_AGREEING} are needed"
+            )
+        if not is_met[run]:
+            message = f"{reason or 'the ensembles agreed'}: no point meets the constraints"
+        messages.append(message)
+    return success, messages

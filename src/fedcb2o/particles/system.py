@@ -36,6 +36,8 @@ from fedcb2o.particles.objectives import Objective
 from fedcb2o.particles.write_guard import require_unwritten, write_count
 from fedcb2o.rng import stream
 
+_PLAIN = ConsensusParams(alpha=0.0, beta=1.0)  # of requests whose values alone count
+
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
@@ -101,6 +103,7 @@ class System:
         mass: Share of each particle in the measure; None for equal shares.
         num_evaluated: Evaluated particles of each run, counted once per cluster.
         excluded: Number of excluded particles of each run.
+        bounds: Low and high ends for the benign particles, or None.
         check_writes: Whether to notice writes of user functions by way of NumPy too.
     """
 
@@ -140,7 +143,7 @@ class System:
         self.excluded = torch.zeros(len(seeds), dtype=torch.long)
         self.check_writes = True
         self._flat = flat
-        self._bounds = bounds
+        self.bounds = bounds
         self._m_bounds = None if adversaries else bounds
         self._is_fixed: Tensor | None = None
         if self._m_bounds is not None and self._m_bounds[0].eq(self._m_bounds[1]).any():
@@ -181,7 +184,7 @@ class System:
         return float(self.mass[self.num_benign :].sum())
 
     def evaluate(
-        self, params: ConsensusParams, batch: int | None = None
+        self, params: ConsensusParams | None, batch: int | None = None
     ) -> EvaluationSteps[Evaluation]:
         """Evaluate all particles or the next batch, and find the consensus points.
 
@@ -190,7 +193,7 @@ class System:
         optimization method for high dimensional machine learning problems", 2021, Algorithm 2.1).
 
         Args:
-            params: Parameters of the consensus points.
+            params: Parameters of the consensus points; None for no consensus points, only values.
             batch: Size M of a batch; None for all particles.
 
         Returns:
@@ -210,7 +213,7 @@ class System:
         evaluated = self.theta if covers_all else counted
         all_values = []
         for cluster in self.clusters:
-            request = self._request(evaluated, cluster, params, cluster.gradient)
+            request = self._request(evaluated, cluster, params or _PLAIN, cluster.gradient)
             all_values.append((yield request))
         self.num_evaluated += self.evaluation_cost(batch)
 
@@ -221,6 +224,9 @@ class System:
                 self.excluded += values.excluded.sum(-1).cpu()
             if rows is not None and covers_all:
                 values = values.map(functools.partial(_gather_rows, rows=rows))
+            if params is None:
+                points.append(self.theta[:, 0])
+                continue
             points.append(consensus_point(counted, values, params, mass))
         m = torch.stack(points, 1) if len(points) > 1 else points[0].unsqueeze(1)
         if self._is_fixed is not None:  # an average of equal numbers may round to another one
@@ -331,10 +337,37 @@ class System:
             still = still.scatter(1, evaluation.batch, False)
             still = still[:, : self.num_benign].unsqueeze(-1)
             self.benign.copy_(torch.where(still, before, self.benign))
-        if self._bounds is not None:
-            self.benign.clamp_(*self._bounds)
+        if self.bounds is not None:
+            self.benign.clamp_(*self.bounds)
 
         # 3. Move the malicious particles.
+        for (_, rows), moved in zip(self.adversaries, moves, strict=True):
+            self.theta[:, rows] = moved
+
+    def replace_(
+        self,
+        n: int,
+        evaluation: Evaluation,
+        params: ConsensusParams,
+        points: Tensor,
+        dt: float,
+    ) -> None:
+        """Replace the benign particles, and move the malicious ones.
+
+        Args:
+            n: Step.
+            evaluation: Values and consensus points before the step.
+            params: Parameters of the consensus points in the view of adversaries.
+            points: New benign particles.
+            dt: Step of time.
+        """
+        moves = [
+            self._move(n, evaluation, params, adversary, rows, dt)
+            for adversary, rows in self.adversaries
+        ]
+        self.benign.copy_(points)
+        if self.bounds is not None:
+            self.benign.clamp_(*self.bounds)
         for (_, rows), moved in zip(self.adversaries, moves, strict=True):
             self.theta[:, rows] = moved
 
@@ -532,6 +565,7 @@ class System:
         for cluster, values in zip(self.clusters, evaluation.values, strict=True):
             if not evaluation.covers_all:
                 values = self._request(self.theta, cluster, params).evaluate()
+                self.num_evaluated += n
             values = values.map(lambda tensor: tensor[:, remaining].unsqueeze(1))
             others = self.theta[:, remaining].unsqueeze(1)
             if values.excluded is not None:
@@ -542,6 +576,7 @@ class System:
                 continue
 
             at_points = self._request(points, cluster, params).evaluate()
+            self.num_evaluated += points.shape[1]
             at_points = at_points.map(lambda tensor: tensor.unsqueeze(2).expand(-1, -1, size))
             mu = consensus_weights(_concatenate(values, at_points), params, mass)
             moved_mass = mu[..., -size:].sum(-1, keepdim=True)

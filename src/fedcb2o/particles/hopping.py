@@ -1,0 +1,456 @@
+"""Consensus hopping: the adaptive dynamics of `minimize`, for one run.
+
+    theta^i ~ N(m, s^2 C)                                     for every particle i
+    m, s, C <- weighted average, step size and covariance of the better half of the ensemble
+
+Hopping is the limit of CB2O in which all particles are drawn anew about the consensus point, an
+evolution strategy (Fornasier, Huang, Klemenc and Malaspina, "From Consensus-Based Optimization to
+Evolution Strategies: Proof of Global Convergence", arXiv 2602.11677). Step size and covariance
+follow Hansen ("The CMA Evolution Strategy: A Tutorial", arXiv 1604.00772). After its collapse an
+ensemble starts anew in the box. Each restart freezes its consensus point for twice as many steps,
+which doubles its ensemble.
+
+The order of the particles replaces the sharp edge of Q_beta by a slope: G + w V, with
+V = sqrt(L - min L - delta_q). The weight w adapts to the ensemble: it grows while the consensus
+point violates L as much as the particles around it do, and falls where it does not. Only w's
+product with V counts, so that the units of L and G do not matter.
+
+Example:
+    >>> hopper = Hopper(1, np.array([-1.0, -1.0]), np.array([1.0, 1.0]), 20)
+    >>> while not hopper.ends:
+    ...     points = hopper.points()
+    ...     hopper.update(points, np.square(points).sum(1), None)
+    >>> bool(np.abs(hopper.ends[0].m).max() < 1e-6)
+    True
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcb2o.rng import stream
+
+Array = NDArray[np.float64]
+
+_START_FACTOR = 4  # particles of a restart's first ensemble, relative to the default number
+_START_SHARE = 0.2  # share of the first ensemble whose mean is the first consensus point
+_START_STEP = 0.25  # first step size, relative to the widths of the box
+_LARGEST_RADIUS = 0.5  # largest standard deviation of the particles, relative to the box
+_HOLD = 0.5  # violation of m, relative to the ensemble's, from which w grows
+_GROWTH = 0.4  # largest logarithmic growth of w in a generation, over sqrt(d)
+_DECAY = 0.3
+_MAX_EXCLUDED = 0.25  # share of excluded particles from which w falls: L has one side only
+_FLAT = 1e-12  # relative range of the best values of recent generations that is rounding
+_MAX_FROZEN = 256  # steps of a frozen consensus point
+_MAX_FULL = 100  # coordinates from which the covariance is diagonal
+_AGREEMENT = 1e-3  # distance of two ends that agree, relative to the box
+_INTERIOR = 1e3  # smallest distance of separate points with equal L, over the precision
+_L_TOLERANCE = 1e-6  # equal L of two ends, relative to the spread of L in the first ensemble
+
+
+def default_num_particles(dim: int) -> int:
+    """Return the number of particles for d coordinates, 4 (4 + 3 log d).
+
+    Args:
+        dim: d.
+
+    Returns:
+        The number.
+    """
+    return int(4 * (4 + 3 * math.log(dim)))
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """The end of one ensemble.
+
+    Attributes:
+        x: Best judged point [d].
+        lower: L at x.
+        upper: G at x; L without G.
+        m: Consensus point [d].
+        radius: Largest standard deviation of the particles about m, relative to the box.
+    """
+
+    x: Array
+    lower: float
+    upper: float
+    m: Array
+    radius: float
+
+
+class Cloud:
+    """The normal distribution N(0, s^2 C) of the particles about m, in units of the box.
+
+    Attributes:
+        step: Step size s.
+    """
+
+    def __init__(self, dim: int, count: int) -> None:
+        """Start with the identity as C.
+
+        Args:
+            dim: d.
+            count: Particles that count, those of the better half.
+        """
+        weights = math.log(count + 0.5) - np.log(np.arange(1, count + 1))
+        self.weights = weights / weights.sum()
+        self.step = _START_STEP
+        self.generation = 0
+        self._is_full = dim <= _MAX_FULL
+        self._root = np.eye(dim) if self._is_full else np.ones(dim)
+        self._inverse_root = self._root
+        self._covariance = self._root
+        self._path = np.zeros(dim)
+        self._step_path = np.zeros(dim)
+
+        # Learning rates of the tutorial, with the effective number of particles.
+        number = 1 / float(np.square(self.weights).sum())
+        self._number = number
+        self._path_rate = (4 + number / dim) / (dim + 4 + 2 * number / dim)
+        self._step_rate = (number + 2) / (dim + number + 5)
+        one = 2 / ((dim + 1.3) ** 2 + number)
+        many = min(1 - one, 2 * (number - 2 + 1 / number) / ((dim + 2) ** 2 + number))
+        faster = 1.0 if self._is_full else (dim + 2) / 3
+        self._one_rate = min(0.5, one * faster)
+        self._many_rate = max(0.0, min(1 - self._one_rate, many * faster))
+        excess = math.sqrt(max(0.0, (number - 1) / (dim + 1))) - 1
+        self._damping = 1 + 2 * max(0.0, excess) + self._step_rate
+        self._mean_length = math.sqrt(dim) * (1 - 1 / (4 * dim) + 1 / (21 * dim**2))
+        self._longest = math.sqrt(dim) + 2 * dim / (dim + 2)
+
+    def stretch(self, normals: Array) -> Array:
+        """Turn standard normals [n, d] into particles about m."""
+        if self._is_full:
+            return self.step * (normals @ self._root.T)
+        return self.step * normals * self._root
+
+    @property
+    def radius(self) -> float:
+        """Largest standard deviation, in units of the box."""
+        if self._is_full:
+            return float(self.step * np.linalg.norm(self._root, axis=0).max())
+        return float(self.step * self._root.max())
+
+    def update(self, offsets: Array) -> Array:
+        """Adapt s and C to the better half of a generation.
+
+        Args:
+            offsets: Its particles relative to m, best first, in units of the box.
+
+        Returns:
+            The move of m.
+        """
+        moves = offsets / self.step
+        if self._is_full:
+            length = np.linalg.norm(moves @ self._inverse_root.T, axis=1, keepdims=True)
+        else:
+            length = np.linalg.norm(moves * self._inverse_root, axis=1, keepdims=True)
+        moves = moves * np.minimum(1.0, self._longest / length.clip(1e-300))
+        move = self.weights @ moves
+
+        # 1. The step size grows if consecutive moves of m agree.
+        self.generation += 1
+        whitened = self._inverse_root @ move if self._is_full else self._inverse_root * move
+        rate = self._step_rate
+        self._step_path *= 1 - rate
+        self._step_path += math.sqrt(rate * (2 - rate) * self._number) * whitened
+        length = float(np.linalg.norm(self._step_path))
+        settled = math.sqrt(1 - (1 - rate) ** (2 * self.generation))
+        is_short = length / settled < (1.4 + 2 / (len(move) + 1)) * self._mean_length
+
+        # 2. The covariance learns the path of m and the shape of the better half.
+        rate = self._path_rate
+        self._path *= 1 - rate
+        if is_short:
+            self._path += math.sqrt(rate * (2 - rate) * self._number) * move
+        kept = 1 - self._one_rate - self._many_rate
+        if not is_short:
+            kept += self._one_rate * rate * (2 - rate)
+        if self._is_full:
+            one: Array = np.outer(self._path, self._path)
+            many: Array = (moves.T * self.weights) @ moves
+        else:
+            one = self._path**2
+            many = self.weights @ moves**2
+        self._covariance = kept * self._covariance + self._one_rate * one + self._many_rate * many
+        moved: Array = self.step * move
+        self.step *= math.exp(
+            min(1.0, self._step_rate / self._damping * (length / self._mean_length - 1))
+        )
+        self._factor()
+        self.step *= min(1.0, _LARGEST_RADIUS / self.radius)
+        return moved
+
+    def _factor(self) -> None:
+        """Compute roots of C, with a bounded condition number."""
+        if not self._is_full:
+            self._covariance = self._covariance.clip(self._covariance.max() * 1e-14)
+            self._root = np.sqrt(self._covariance)
+            self._inverse_root = 1 / self._root
+            return
+        values, vectors = np.linalg.eigh((self._covariance + self._covariance.T) / 2)
+        roots = np.sqrt(values.clip(values.max() * 1e-14))
+        self._root = vectors * roots
+        self._inverse_root = (vectors / roots).T
+
+
+class Hopper:
+    """The ensembles of one run, one after the other.
+
+    Attributes:
+        m: Consensus point [d].
+        width: Widths of the box [d].
+        ends: Ends of earlier ensembles.
+        count: Particles of an ensemble.
+        has_value: Whether a particle of the first ensemble had finite values.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        low: Array,
+        high: Array,
+        n: int,
+        *,
+        num_malicious: int = 0,
+        walls: tuple[Array, Array] | None = None,
+        delta_q: float = 0.0,
+        precision: float = 1e-8,
+        xtol: float = 0.0,
+    ) -> None:
+        """Start the first ensemble.
+
+        Args:
+            seed: Seed of the run.
+            low: Low end of the box of the ensembles [d].
+            high: High end.
+            n: Particles of a step.
+            num_malicious: Further particles that `update` receives.
+            walls: Bounds of the particles.
+            delta_q: Tolerance for L.
+            precision: Spread of a collapsed ensemble, relative to the box.
+            xtol: Spread of a collapsed ensemble.
+        """
+        self._low = low
+        self.width = high - low
+        self._is_free = self.width > 0
+        self._n = n
+        self._walls = walls
+        self._delta_q = delta_q
+        self._num_malicious = num_malicious
+        self._interior = _INTERIOR * precision * self.width
+        self._collapse = max(precision, xtol / self.width.max())
+        self._generator = stream(seed, "particles", "hopping")
+        self.ends: list[End] = []
+        self._least = math.inf
+        self._is_attained = False
+        self._scale = 0.0
+        self._frozen = 1
+        self.has_value = True
+        self._weight = 1.0
+        self._recent: list[float] = []
+        self._cloud: Cloud | None = None
+        self._batches: list[tuple[Array, Array, Array]] = []
+        self._restart()
+
+    def points(self) -> Array:
+        """Draw the particles of the next step.
+
+        Returns:
+            Particles [n, d].
+        """
+        shape = (self._n, len(self._low))
+        if self._has_ended:
+            self._frozen = min(2 * self._frozen, _MAX_FROZEN)
+            self._restart()
+        if self._cloud is None:
+            return self._low + self.width * self._generator.uniform(size=shape)
+        normals = self._generator.standard_normal((self._n, int(self._is_free.sum())))
+        points = np.repeat(self.m[None], self._n, 0)
+        points[:, self._is_free] += self._cloud.stretch(normals) * self.width[self._is_free]
+        if not self._batches:
+            points[0] = self.m
+        if self._walls is not None:
+            points = points.clip(*self._walls)
+        return points
+
+    def update(self, points: Array, lower: Array, upper: Array | None) -> None:
+        """Receive the values of a step, and move m at the end of a generation.
+
+        Args:
+            points: Particles [n, d], malicious ones included.
+            lower: L, infinite for excluded particles.
+            upper: G, or None.
+        """
+        if upper is None:  # CBO: L is the objective, and every point is feasible
+            upper = lower
+            lower = np.where(np.isfinite(upper), 0.0, np.inf)
+        self._batches.append((points, lower, upper))
+        least = float(lower.min())
+        if least < self._least:
+            self._least = least
+            self._minimiser = points[lower.argmin()].copy()
+            self._is_attained = False
+        if self._cloud is None and least < math.inf:
+            self._consider(points, lower, self._violation(lower), upper)
+        if len(self._batches) < self._batches_needed:
+            return
+        points, lower, upper = (np.concatenate(parts) for parts in zip(*self._batches, strict=True))
+        self._batches = []
+        tied = points[lower == self._least]
+        if self._least < math.inf and not self._is_attained:
+            far = abs(tied - self._minimiser) > self._interior
+            self._is_attained = bool(far.any())
+
+        violation = self._violation(lower)
+        if self._cloud is None:
+            self._place(points, lower, violation, upper)
+        else:
+            self._hop(points, lower, violation, upper)
+
+    def ranked_ends(self) -> list[End]:
+        """Return the ends, best first.
+
+        An unfinished ensemble has not yet balanced L and G within the tolerance for L. It counts if
+        the set of minimisers has an interior, or if its L is smaller.
+
+        Returns:
+            Ends in the order of L, and of G where L is equal.
+        """
+        tolerance = 0.0
+        if not self._is_attained:
+            tolerance = _L_TOLERANCE * self._scale
+        ends = list(self.ends)
+        current = self._current()
+        is_lower = current.lower < min((end.lower for end in ends), default=math.inf) - tolerance
+        if self._is_attained or is_lower or not ends:
+            ends.append(current)
+        least = min(end.lower for end in ends) + self._delta_q + tolerance
+        return sorted(ends, key=lambda end: (max(0.0, end.lower - least), end.upper))
+
+    def num_agreeing(self, best: End) -> int:
+        """Count the ensembles that ended at the same point.
+
+        Args:
+            best: An end.
+
+        Returns:
+            The number.
+        """
+        nearest = _AGREEMENT * self.width
+        return sum(
+            end.radius <= _AGREEMENT and bool((abs(end.x - best.x) <= nearest).all())
+            for end in self.ends
+        )
+
+    def _current(self) -> End:
+        radius = 1.0
+        if self._cloud is not None:
+            radius = self._cloud.radius
+        return End(self._x, self._x_lower, self._x_upper, self.m, radius)
+
+    def _restart(self) -> None:
+        """Start a new ensemble in the box."""
+        self._cloud = None
+        self._batches = []
+        particles = _START_FACTOR * default_num_particles(len(self._low)) * self._frozen
+        self._batches_needed = max(1, round(particles / self._n))
+        self.count = self._batches_needed * self._n
+        self._has_ended = False
+        self.m = self._low + self.width / 2
+        self._x = self.m
+        self._x_lower = math.inf
+        self._x_upper = math.inf
+
+    def _place(self, points: Array, lower: Array, violation: Array, upper: Array) -> None:
+        """Place the consensus point at the better particles of a first ensemble."""
+        count = max(1, int(_START_SHARE * len(points)))
+        level = np.partition(violation, count - 1)[count - 1]
+        excess = violation
+        if level < math.inf:
+            excess = np.maximum(violation - level, 0)
+        order = np.lexsort((upper, excess))
+        is_finite = np.isfinite(violation)
+        if not is_finite.any():  # draw another first ensemble
+            self.has_value = bool(self.ends) or np.isfinite(self._least)
+            return
+        self.m = points[order[: min(count, int(is_finite.sum()))]].mean(0)
+        if not self._scale:
+            self._scale = _spread(lower)
+        slope = _spread(violation)
+        self._weight = _spread(upper) / slope if slope > 0 else 1.0
+
+        self._recent = []
+        generation = max(4, (self._n + self._num_malicious) * self._frozen)
+        self._batches_needed = self._frozen
+        self._cloud = Cloud(int(self._is_free.sum()), generation // 2)
+
+    def _hop(self, points: Array, lower: Array, violation: Array, upper: Array) -> None:
+        """Adapt w, and move m and the distribution of the particles."""
+        is_finite = np.isfinite(violation)
+        others = violation[1:][is_finite[1:]]
+        if others.any() or violation[0] > 0:
+            rate = 1 / math.sqrt(len(self.m))
+            if is_finite.mean() < 1 - _MAX_EXCLUDED:
+                self._weight *= math.exp(-_GROWTH * rate)
+            elif violation[0] == 0:
+                self._weight *= math.exp(-_DECAY * rate)
+            elif not len(others) or violation[0] > _HOLD * others.mean():
+                self._weight *= math.exp(_GROWTH * rate)
+        merit = self._merit(violation, upper)
+        order = np.lexsort((violation, merit))
+        self._consider(points, lower, violation, upper)
+
+        cloud = self._cloud
+        assert cloud is not None
+        half = order[: len(cloud.weights)]
+        offsets = (points[half] - self.m)[:, self._is_free] / self.width[self._is_free]
+        self.m = self.m.copy()
+        self.m[self._is_free] += cloud.update(offsets) * self.width[self._is_free]
+        if self._walls is not None:
+            self.m = self.m.clip(*self._walls)
+        longest = 100 + 50 * (len(self.m) + 3) ** 2 / math.sqrt(len(points))
+        self._recent.append(merit[order[0]])
+        count = round(10 + 30 * len(self.m) / len(points))
+        recent = np.array(self._recent[-count:])
+        is_flat = len(recent) == count and np.ptp(recent) <= _FLAT * abs(recent).max()
+        if cloud.radius <= self._collapse or is_flat or cloud.generation > longest:
+            self.ends.append(self._current())
+            self._has_ended = True
+
+    def _consider(self, points: Array, lower: Array, violation: Array, upper: Array) -> None:
+        """Replace the best judged point by a better one."""
+        old = self._violation(np.array(self._x_lower))
+        if self._is_attained or self._cloud is None:
+            first = np.lexsort((upper, violation))[0]
+            is_better = (violation[first], upper[first]) < (float(old), self._x_upper)
+        else:
+            merit = self._merit(violation, upper)
+            first = np.lexsort((violation, merit))[0]
+            is_better = bool(merit[first] < self._merit(old, np.array(self._x_upper)))
+        if is_better:
+            self._x = points[first].copy()
+            self._x_lower = float(lower[first])
+            self._x_upper = float(upper[first])
+
+    def _merit(self, violation: Array, upper: Array) -> Array:
+        """Compute G + w V, infinite for excluded particles."""
+        is_finite = np.isfinite(violation)
+        return np.where(is_finite, upper + self._weight * np.where(is_finite, violation, 0), np.inf)
+
+    def _violation(self, lower: Array) -> Array:
+        """Compute V = sqrt(L - min L - delta_q)."""
+        if not np.isfinite(self._least):
+            return np.full_like(lower, np.inf)
+        return np.sqrt(np.maximum(lower - self._least - self._delta_q, 0.0))
+
+
+def _spread(values: Array) -> float:
+    """Return the interquartile range of the finite values."""
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return 0.0
+    return float(np.subtract(*np.percentile(values, [75, 25])))
