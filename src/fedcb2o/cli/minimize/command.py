@@ -15,7 +15,8 @@ _LOGGER = logging.getLogger(__name__)
 
 
 _Noise = StrEnum("_Noise", ["isotropic", "anisotropic"])
-_Quantile = StrEnum("_Quantile", ["plain", "averaged"])
+_Quantile = StrEnum("_Quantile", ["plain", "averaged", "smooth"])
+_Dynamics = StrEnum("_Dynamics", ["adaptive", "paper"])
 _AdversaryKind = StrEnum(
     "_AdversaryKind", ["static", "lure", "tracking", "random", "oscillating", "greedy"]
 )
@@ -33,7 +34,9 @@ def minimize(
     list_: Annotated[bool, typer.Option("--list", help="List the built-in problems.")] = False,
     lower: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Function L of your own, [..., d] -> [...]."),
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="Function L of your own, of many points or of one."
+        ),
     ] = None,
     upper: Annotated[
         str | None,
@@ -61,6 +64,13 @@ def minimize(
     num_particles: Annotated[
         int | None, typer.Option(help="Number N of particles in each cluster.")
     ] = None,
+    dynamics: Annotated[
+        _Dynamics | None,
+        typer.Option(
+            help="adaptive chooses its settings; paper has those from --alpha to --batch. Default:"
+            " paper if one of these is given."
+        ),
+    ] = None,
     alpha: Annotated[float | None, typer.Option(help="Weight parameter of exp(-alpha G).")] = None,
     beta: Annotated[
         float | None, typer.Option(help="Share of the ensemble in the sub-level set Q_beta.")
@@ -85,7 +95,8 @@ def minimize(
         _Noise | None, typer.Option(help="Noise by distance, or by each coordinate's distance.")
     ] = None,
     quantile: Annotated[
-        _Quantile | None, typer.Option(help="Level of Q_beta: q_beta, or the paper's average.")
+        _Quantile | None,
+        typer.Option(help="Level of Q_beta: q_beta, the paper's average, or a smooth edge."),
     ] = None,
     batch: Annotated[
         int | None,

@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from fedcb2o.particles import Problem, Result, State, minimize, theory
+from fedcb2o.particles import Problem, Result, State, adaptive, minimize, theory
 from fedcb2o.particles.adversaries import Adversary
+from fedcb2o.particles.functions import UserFunction
+from fedcb2o.particles.settings import PAPER, choose_dynamics
 from fedcb2o.report._decay import Decay
 from fedcb2o.report._particle_figures import Scene
 
@@ -47,6 +49,22 @@ def default_settings() -> dict[str, Any]:
     }
 
 
+def resolve_settings(problem: Problem, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run with the defaults of its dynamics.
+
+    Args:
+        problem: The problem.
+        chosen: Settings by name.
+
+    Returns:
+        All settings. A setting that the adaptive dynamics choose on the way is None.
+    """
+    own = {name: chosen.get(name) for name in PAPER}
+    dynamics = choose_dynamics(chosen.get("dynamics"), own, not callable(problem.lower))
+    defaults = PAPER if dynamics == "paper" else {"dt": adaptive.DT}
+    return {**default_settings(), **defaults, **chosen, "dynamics": dynamics}
+
+
 def run_recorded(
     problem: Problem,
     groups: Sequence[Adversary],
@@ -66,7 +84,9 @@ def run_recorded(
         The run.
     """
     chosen = {**problem.settings, **overrides}
-    settings = {**default_settings(), **chosen}
+    if overrides.get("dynamics") == "adaptive":  # in place of the published settings
+        chosen = dict(overrides)
+    settings = resolve_settings(problem, chosen)
 
     console = Console(stderr=True)
     bar = Progress(
@@ -275,6 +295,8 @@ def _theory(
 
 def _differences_from_theorem(problem: Problem, settings: Mapping[str, Any]) -> list[str]:
     """List the features of a run that thm:main (eq:dyn_macro) does not cover."""
+    if settings["dynamics"] == "adaptive":
+        return ["adaptive dynamics"]
     features = {
         "several clusters": not callable(problem.lower),
         "no G": problem.upper is None,
@@ -382,7 +404,7 @@ def _evaluate_on_grid(
 
     def evaluate(objective: Callable[[Tensor], Tensor]) -> np.ndarray:
         with torch.no_grad():
-            values = objective(points).double().reshape(axes[0].shape).cpu().numpy()
+            values = UserFunction("an objective", objective)(points).double().reshape(axes[0].shape).cpu().numpy()
         return np.where(np.isfinite(values), values, np.nan)
 
     lowers = problem.lower

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fedcb2o import plugins
@@ -63,10 +64,17 @@ def figure_title(
     size = f"N = {N}"
     if clusters > 1:
         size = f"N = {clusters} × {N // clusters}"
-    parts = [size, f"α = {settings['alpha']:g}"]
+    parts = [size]
+    if settings["dynamics"] == "adaptive":
+        parts.append("adaptive dynamics")
+    else:
+        parts.append(f"α = {settings['alpha']:g}")
+    if problem.upper is not None and settings["dynamics"] != "adaptive":
+        parts.append(f"β = {settings['beta']:g}")
     if problem.upper is not None:
-        parts += [f"β = {settings['beta']:g}", f"δq = {settings['delta_q']:g}"]
-    parts.append(f"{settings['noise']} noise σ₁ = {settings['sigma1']:g}")
+        parts.append(f"δq = {settings['delta_q']:g}")
+    if settings["dynamics"] != "adaptive":
+        parts.append(f"{settings['noise']} noise σ₁ = {settings['sigma1']:g}")
     if groups:
         n = groups[0].num_particles
         mass = groups[0].mass
@@ -105,6 +113,7 @@ def describe(problem: Problem, result: Result, decay: Decay, tol: float) -> str:
             )
         else:
             lines.append(f"error {errors[0]:.3g} (largest coordinate) from the target {target}")
+            lines += _explain_tolerance(problem, result)
 
     if all(map(math.isfinite, decay.fitted_rates)):
         rates = ", ".join(f"{rate:.3g}" for rate in decay.fitted_rates)
@@ -112,6 +121,21 @@ def describe(problem: Problem, result: Result, decay: Decay, tol: float) -> str:
             f"V, towards {decay.reference_name}: fitted rate {rates}; {decay.legend_label}"
         )
     return "\n".join(lines)
+
+
+def _explain_tolerance(problem: Problem, result: Result) -> list[str]:
+    """Return a line if G is less at x than at the target because L is larger at x."""
+    if problem.upper is None or result.upper is None or not callable(problem.lower):
+        return []
+    target = torch.tensor([problem.target], dtype=torch.float64)
+    excess = float(result.lower) - float(problem.lower(target))
+    gain = float(problem.upper(target)) - float(result.upper)
+    if excess <= 0 or gain <= 0:
+        return []
+    return [
+        f"G at x is {gain:.3g} less than at the target, and L {excess:.3g} more: a smaller delta_q"
+        " admits a smaller L only"
+    ]
 
 
 def to_json_table(
