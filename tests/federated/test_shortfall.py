@@ -9,6 +9,7 @@ from tests.tiny import tiny
 from fedcb2o.experiments import run as run_experiment
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.decisions import Decisions, Inbox
+from fedcb2o.federated.guards import Guards
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.shortfall import Shortfall, beta_note
 
@@ -105,6 +106,13 @@ def test_a_beta_that_is_too_large_for_the_share_of_attackers(beta, share, larges
     assert bool(note) == bool(largest)
     if largest:
         assert f"`beta` = {beta:g} is not below w_b / 2 = {largest}, which bounds beta_0" in note
+
+
+def test_guards_make_no_claim_that_a_beta_could_break():
+    """The theorem covers none of them, and their pages say so."""
+    assert beta_note(algorithms.fedassay(), 0.5) == ""
+    assert beta_note(algorithms.fedcb2o(beta=0.5).with_guards(Guards(max_distance=1.3)), 0.5) == ""
+    assert beta_note(algorithms.fedcb2o(beta=0.5), 0.5)
 
 
 def test_a_run_says_once_which_guarantees_do_not_hold(tmp_path, caplog):

@@ -23,6 +23,7 @@ from jaxtyping import Bool, Int
 
 from fedcb2o.federated.aggregation import base, robust_rule
 from fedcb2o.federated.decisions import Decisions
+from fedcb2o.federated.guards import NO_GUARDS
 from fedcb2o.federated.run_spec import Algorithm
 
 _LOGGER = logging.getLogger(__name__)
@@ -31,16 +32,21 @@ _LOGGER = logging.getLogger(__name__)
 def beta_note(algorithm: Algorithm, malicious_share: float) -> str:
     """Describe a `beta` that is too large for the share of attackers (eq:beta).
 
+    The theorem does not cover an algorithm with guards at all, as the pages on guards say.
+
     Args:
         algorithm: The algorithm of all agents.
         malicious_share: Share of the attackers, w_m.
 
     Returns:
-        A sentence; "" where beta is small enough, or there is no beta or no attacker.
+        A sentence; "" where beta is small enough, there is no beta or no attacker, or there are
+        guards.
     """
     level = getattr(algorithm.criterion, "level", None)
     largest = (1 - malicious_share) / 2
-    if level is None or malicious_share <= 0 or level.keywords["beta"] < largest - 1e-12:
+    if level is None or malicious_share <= 0 or algorithm.guards != NO_GUARDS:
+        return ""
+    if level.keywords["beta"] < largest - 1e-12:
         return ""
     return (
         f"`beta` = {level.keywords['beta']:g} is not below w_b / 2 = {largest:.3g}, which bounds"
