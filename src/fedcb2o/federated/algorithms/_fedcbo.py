@@ -19,4 +19,5 @@ _RELEASED = {
 _fedcb2o = functools.partial(inspect.unwrap(fedcb2o), criterion="average_loss")
 fedcbo = with_variants(text={}, released=_RELEASED)(_fedcb2o)
 fedcbo.__name__ = "fedcbo"  # the name in error messages
+fedcbo.__module__ = __name__
 fedcbo.__doc__ = inspect.getdoc(fedcb2o)
