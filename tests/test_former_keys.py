@@ -5,6 +5,7 @@ import re
 import pytest
 
 from fedcb2o import _former_keys, load
+from fedcb2o.experiments.config import tables
 from fedcb2o.federated import algorithms, attacks, criteria
 from fedcb2o.plugins import bind, parameters, resolve
 from fedcb2o.records._checksums import settings_digest
@@ -27,35 +28,82 @@ def test_an_old_name_warns_and_means_the_new_function():
         assert resolve("attack", "trash", attacks) is attacks.random_model
 
 
-OLD = {"judged_at": 0.5, "tested": 2.0, "ball": 1.3, "apart": 0.75, "counts_from": "second"}
-NEW = {
+OLD = {
+    "judged_at": 0.5,
+    "tested": 2.0,
+    "ball": 1.3,
+    "min_distance": 0.75,
+    "selection": {"name": "prob_sampling", "newcomers": 0.5},
+    "criterion": {"name": "class_loss_gap", "z": 2.0, "against": "majority"},
+    "min_contacts": 2,
+    "point": "mean",
+}
+GUARDS = {
     "interpolation": 0.5,
     "loss_tolerance": 2.0,
     "max_distance": 1.3,
     "min_distance": 0.75,
-    "min_contacts": 2,
+    "newcomer_share": 0.5,
 }
 
 
-def test_old_keys_warn_and_give_the_same_run():
-    with pytest.warns(DeprecationWarning, match="is now called") as caught:
+def test_old_keys_warn_and_are_guards():
+    with pytest.warns(DeprecationWarning) as caught:
         old = load(tiny(algorithm={"name": "fedcb2o", **OLD}, attack={"name": "trash"}))
     texts = [str(warning.message) for warning in caught]
-    for key in OLD:
-        assert any(re.match(rf"`{key}` of `fedcb2o` is now called", text) for text in texts)
-    new = load(tiny(algorithm={"name": "fedcb2o", **NEW}, attack={"name": "random_model"}))
-    assert old.settings() == new.settings()
-    assert old.fingerprint(0) == new.fingerprint(0)
-    assert '"judged_at": 0.5' in new.fingerprint(0)
-    assert '"counts_from": "second"' in new.fingerprint(0)
+    for key in ("judged_at", "tested", "ball", "min_distance"):
+        assert any(text.startswith(f"`{key}` of `fedcb2o` is now `guards.") for text in texts)
+    for key in ("min_contacts", "z", "against"):
+        assert any(re.match(f"`{key}` of .* is gone and has no effect", text) for text in texts)
+    new = load(
+        tiny(
+            algorithm={"name": "fedcb2o", "guards": GUARDS},
+            attack={"name": "random_model"},
+        )
+    )
+    assert old.algorithm.build().guards == new.algorithm.build().guards
+    assert old.algorithm.guards == new.algorithm.guards
 
 
-def test_settings_recorded_under_old_names_have_the_same_digest():
-    settings = load(tiny(algorithm={"name": "fedcb2o", **NEW})).settings()
-    recorded = {**settings, "algorithm": {**settings["algorithm"], **OLD}}
-    for key in NEW:
-        del recorded["algorithm"][key]
+@pytest.mark.parametrize(
+    "former",
+    [
+        {"judged_at": 1.0, "counts_from": "first", "point": "mean", "likelihood": "loss"},
+        {"interpolation": 1.0, "min_contacts": 1, "point": "mean", "likelihood": "loss"},
+    ],
+)
+@pytest.mark.parametrize("variant", ["text", "released"])
+def test_settings_recorded_before_the_guards_have_the_same_digest(former, variant):
+    settings = load(tiny(algorithm={"name": "fedcb2o", "variant": variant})).settings()
+    recorded = {**settings, "algorithm": {**settings["algorithm"], **former}}
+    del recorded["algorithm"]["variant"]
     assert settings_digest(recorded) == settings_digest(settings)
+    assert load(recorded).fingerprint(0) == load(settings).fingerprint(0)
+
+
+@pytest.mark.parametrize(
+    ("former", "present"),
+    [
+        ("digits-fedcb2o", "digits-fedcb2o-paper"),
+        ("digits-fedcb2o-paper-tg5", "digits-fedcb2o-paper"),
+        ("emnist-small-fedcb2o-trusted-tg10", "emnist-small-fedcb2o-paper"),
+        ("emnist-fedcb2o-perturbations", "emnist-fedassay-backdoors"),
+        ("digits-oracle-min-70", "digits-oracle-min"),
+    ],
+)
+def test_a_former_preset_warns_and_is_a_change_of_a_present_one(former, present):
+    with pytest.warns(DeprecationWarning, match=f"preset `{former}` is now `{present}`"):
+        experiment = load(former)
+    assert experiment.name == former
+    assert experiment.data == load(present).data
+    algorithm = experiment.settings()["algorithm"]
+    assert algorithm.get("criterion_from_round", 0) == int(former.partition("-tg")[2] or 0)
+
+
+def test_every_former_preset_loads():
+    with pytest.warns(DeprecationWarning, match="the preset"):
+        for name in tables._former_presets():
+            assert load(name).title
 
 
 def test_a_users_function_keeps_its_own_keys():
@@ -65,14 +113,8 @@ def test_a_users_function_keeps_its_own_keys():
     assert bind("attack", mimic, {"whom": 3}) == {"whom": 3}
 
 
-def test_of_both_names_the_later_one_counts():
-    with pytest.warns(DeprecationWarning, match="is now called"):
-        found = _former_keys.current_parameters("fedcb2o", {"interpolation": 1.0, "judged_at": 0.5})
-    assert found == {"interpolation": 0.5}
-
-
 def test_other_tables_stay_as_they_are():
-    table = {"name": "largest", "of": [{"name": "class_loss_gap", "z": 2.0}, "distance"]}
+    table = {"name": "largest", "of": [{"name": "class_loss_gap", "scale": 2.0}, "distance"]}
     assert _former_keys.original_settings({"name": "fedcb2o", "criterion": table}) == {
         "name": "fedcb2o",
         "criterion": table,

@@ -4,8 +4,8 @@ Recorded digests and fingerprints use the old names, so that a run recorded befo
 still be resumed and compared.
 
 Example:
-    >>> original_settings({"attack": {"name": "mimic", "agent": 3}})
-    {'attack': {'name': 'mimic', 'whom': 3}}
+    >>> original_settings({"attack": {"name": "hybrid_sparse", "kept_share": 0.5}})
+    {'attack': {'name': 'hybrid_sparse', 'kept': 0.5}}
 """
 
 import warnings
@@ -118,6 +118,8 @@ def current_algorithm(table: Mapping[str, Any]) -> dict[str, Any]:
             _warn(f"`{key}` of `{name}` is now `guards.{_GUARDS[key]}`")
             guards[_GUARDS[key]] = value
 
+    if "criterion" in current:
+        current["criterion"] = _current_criterion(current["criterion"])
     selection = table.get("selection")
     if isinstance(selection, Mapping) and "newcomers" in selection:
         _warn("`newcomers` of a selection is now `guards.newcomer_share`")
@@ -125,6 +127,16 @@ def current_algorithm(table: Mapping[str, Any]) -> dict[str, Any]:
         current["selection"] = {k: v for k, v in selection.items() if k != "newcomers"}
     if guards and current.get("guards") is not False:
         current["guards"] = {**guards, **(current.get("guards") or {})}
+    return current
+
+
+def _current_criterion(criterion: Any) -> Any:
+    """Return a criterion, and the parts of a combination, without removed parameters."""
+    if not isinstance(criterion, Mapping):
+        return criterion
+    current = current_parameters(criterion.get("name"), criterion)
+    if isinstance(current.get("of"), list | tuple):
+        current["of"] = [_current_criterion(part) for part in current["of"]]
     return current
 
 

@@ -38,7 +38,7 @@ def test_a_wrong_setting_is_one_line(tmp_path, path, change):
 
 
 NAMES = {
-    "digit-fedcb2o": "there is no preset `digit-fedcb2o`. Did you mean `digits-fedassay`?",
+    "digit-fedcb2o": "there is no preset `digit-fedcb2o`. Did you mean `digits-fedcbo`?",
     "nothing-like-it-at-all": (
         "there is no preset `nothing-like-it-at-all`. `fedcb2o presets` lists them"
     ),
@@ -56,7 +56,7 @@ NAMES = {
         "continues the grid"
     ),
     "empty.toml": "empty.toml: the key `rounds` is missing",
-    "extends.toml": "there is no preset `digits-fedcb2`. Did you mean `digits-fedassay`?",
+    "extends.toml": "there is no preset `digits-fedcb2`. Did you mean `digits-fedcbo`?",
     "number.toml": "there is no preset `3`",
     "old": (
         "old is a run's folder: `fedcb2o run old/config.toml --out old --resume` continues "

@@ -18,6 +18,7 @@ from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.config.tables import parse_value, presets
 from fedcb2o.federated import algorithms
+from fedcb2o.federated.guards import NO_GUARDS
 from fedcb2o.federated.sections import AgentsSection
 from fedcb2o.nn import architectures
 
@@ -33,123 +34,125 @@ def test_every_preset_is_valid_and_says_what_it_is(name):
     assert "\n" not in experiment.description
 
 
-VARIANTS = {  # as docs/configuration.md has them side by side
-    "": {"own_candidate": False, "first_contact": "average"},
-    "-trusted": {"own_candidate": False, "first_contact": "average", "own_model": "trusted"},
-    "-paper": {
+METHODS = {
+    "fedassay": {"name": "fedassay", "criterion": "class_loss_gap", "alpha": 1.0, "beta": 0.5},
+    "fedcb2o-paper": {
+        "name": "fedcb2o",
+        "criterion": "class_loss_gap",
+        "alpha": 10.0,
+        "own_model": "excluded",
         "own_candidate": False,
         "first_contact": "average",
-        "own_model": "excluded",
-        "alpha": 10.0,
     },
-    "-held-out": {"own_candidate": False, "first_contact": "average"},
-    "-released": {
+    "fedcb2o-released": {
+        "name": "fedcb2o",
+        "criterion": {"name": "class_loss_gap", "absent": "zero"},
+        "alpha": 2.0,
+        "own_model": "trusted",
+        "own_candidate": True,
+        "first_contact": "whole",
+        "own_likelihood": "every_round",
+    },
+    "fedcbo": {"name": "fedcbo", "alpha": 10.0, "own_model": "judged"},
+    "fedcbo-paper": {"name": "fedcbo", "alpha": 10.0, "own_model": "excluded"},
+    "fedcbo-released": {
+        "name": "fedcbo",
+        "criterion": "average_loss",
+        "alpha": 10.0,
+        "own_model": "judged",
         "own_candidate": True,
         "first_contact": "whole",
         "own_likelihood": "every_round",
     },
 }
-METHODS = {
-    ("", "fedcb2o"): load("digits-fedassay").settings()["algorithm"],  # one default for all data
-    ("-held-out", "fedcb2o"): load("digits-fedcb2o-held-out").settings()["algorithm"],
-    ("", "fedcbo"): {"own_model": "judged"},
-    ("-trusted", "fedcb2o"): {"criterion": "class_loss_gap"},
-    ("-paper", "fedcb2o"): {"criterion": "class_loss_gap"},
-    ("-released", "fedcb2o"): {
-        "own_model": "trusted",
-        "alpha": 2.0,
-        "criterion": {"name": "class_loss_gap", "absent": "zero"},
-    },
-    ("-released", "fedcbo"): {"own_model": "judged", "alpha": 10.0},
+FACTORS = {"fedcb2o-paper": 0.04, "fedcbo-paper": 0.04}
+AGENTS = {  # held out, split, validation loss, colluders count their own models
+    "fedassay": (False, "random", "samples", True),
+    "fedcbo": (True, "random", "samples", True),
+    "paper": (True, "random", "samples", False),
+    "released": (True, "released", "batches", True),
 }
-FACTORS = {"": 1.0, "-trusted": 1.0, "-paper": 0.04, "-held-out": 1.0, "-released": 1.0}
-AGENTS = {  # split, validation loss, whether colluders count their own model
-    "": ("random", "samples", True),
-    "-trusted": ("random", "samples", True),
-    "-paper": ("random", "samples", False),
-    "-held-out": ("released", "samples", True),
-    "-released": ("released", "batches", True),
-}
-TOLD = {
-    "": "recommended variant",
-    "-trusted": "own model trusted",
-    "-paper": "the paper's text to the letter",
-    "-held-out": "validation data held out",
-    "-released": "the authors' released code",
-}
-VARIANT = re.compile(r"(.*)-(fedcb2?o)(|-trusted|-paper|-held-out|-released)(?:-tg(.+))?")
-OF_A_VARIANT = [found for name in presets() if (found := VARIANT.fullmatch(name))]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("data", ["digits", "emnist-small", "emnist"])
+def test_every_method_has_the_same_parameters_on_all_data(data, method):
+    experiment = load(f"{data}-{method}")
+    settings = experiment.settings()
+    expected = {**METHODS[method], "criterion_from_round": 0, "kappa": 2.0, "zeta": 0.5}
+    assert {key: settings["algorithm"].get(key) for key in expected} == expected
+    algorithm = experiment.algorithm.build()
+    factor = algorithm.factor(experiment.training.gamma)
+    assert factor == pytest.approx(FACTORS.get(method, 1.0))
+    assert (algorithm.guards != NO_GUARDS) == (method == "fedassay")
+    hold_out, *others = AGENTS[method.rpartition("-")[2]]
+    agents = experiment.agents
+    assert (agents.hold_out, agents.validation == 1) == (hold_out, not hold_out)
+    assert [agents.split, agents.validation_loss, agents.colluders_own_model] == others
+    if data != "digits":
+        linear = method.endswith("released")
+        assert settings["model"]["dense_activation"] == ("none" if linear else "relu")
 
 
 @pytest.mark.parametrize("data", ["digits", "emnist-small", "emnist"])
 def test_the_presets_against_backdoors_are_the_default_with_one_more_criterion(data):
-    with_one_more, default = (
-        load(f"{data}-fedcb2o{ending}").settings() for ending in ("-perturbations", "")
+    plain, backdoors = (
+        load(f"{data}-fedassay{ending}").settings()["algorithm"] for ending in ("", "-backdoors")
     )
-    gap = default["algorithm"].pop("criterion")
-    criterion = with_one_more["algorithm"].pop("criterion")
-    sought = {
-        "name": "perturbation_gap",
-        "pixels": 16,
-        "steps": 2,
-        "against": "majority",
-        "scale": 5.0,
-    }
-    sought |= (
-        {} if data == "digits" else {"blend": 0.5}
-    )  # black all around the letters, and units with ReLU
-    assert criterion == {"name": "largest", "of": [gap, sought]}
-    assert with_one_more["algorithm"] == default["algorithm"]
-    assert with_one_more["agents"] == default["agents"]
+    gap, perturbations = backdoors.pop("criterion")["of"]
+    assert gap == plain.pop("criterion")
+    assert perturbations["name"] == "perturbation_gap"
+    assert perturbations.get("blend") == (None if data == "digits" else 0.5)
+    assert backdoors == plain
 
 
-@pytest.mark.parametrize("data", ["digits", "emnist-small", "emnist"])
-def test_the_presets_that_hold_out_are_the_default_but_for_that_and_what_it_takes(data):
-    held, default = (load(f"{data}-fedcb2o{ending}").settings() for ending in ("-held-out", ""))
-    assert default["algorithm"] == {**held["algorithm"], "alpha": 1.0, "min_distance": 0.75}
-    assert held["agents"] == {
-        **load(f"{data}-fedcb2o-released").settings()["agents"],
-        "validation_loss": "samples",
-    }
+def test_a_user_who_names_no_algorithm_gets_the_recommended_one():
+    table = tiny()
+    del table["algorithm"]
+    experiment = load(table)
+    assert experiment.settings()["algorithm"]["name"] == "fedassay"
+    assert (experiment.agents.hold_out, experiment.agents.validation) == (False, 1.0)
+    held_out = load(table, {"agents.hold_out": True, "agents.validation": 0.25})
+    assert (held_out.agents.hold_out, held_out.agents.validation) == (True, 0.25)
+    assert load(tiny()).agents.hold_out
 
 
-@pytest.mark.parametrize("found", OF_A_VARIANT, ids=lambda found: found[0])
-def test_every_variant_is_what_its_name_says(found):
-    name, size, method, ending, switch = found[0], *found.groups()
-    experiment = load(name)
-    expected = {
-        "name": method,
-        "criterion_from_round": int(switch or 0),
-        "selection": "prob_sampling",
-    }
-    expected |= {
-        "kappa": 2.0,
-        "zeta": 0.5,
-        "beta": None,
-        **VARIANTS[ending],
-        **METHODS.get((ending, method), {}),
-    }
-    settings = experiment.settings()["algorithm"]
-    assert {key: settings.get(key) for key in expected} == expected
-    algorithm = experiment.algorithm.bind("algorithm", algorithms)()
-    assert algorithm.factor(experiment.training.gamma) == pytest.approx(FACTORS[ending])
-    agents = experiment.agents
-    split, *others = AGENTS[ending]
-    if (method, ending) == ("fedcb2o", ""):
-        assert (agents.hold_out, agents.validation) == (False, 1.0)
-    assert (agents.split, agents.validation_loss, agents.colluders_own_model) == (split, *others)
-    if size.startswith("emnist"):
-        linear = ending == "-released"
-        assert experiment.settings()["model"]["dense_activation"] == ("none" if linear else "relu")
-    assert TOLD[ending] in experiment.description
-    assert ending.strip("-").replace("-", " ") in experiment.title
-    assert ("T_G" in experiment.title) == (switch is not None)
-    assert f"T_G = {switch}" in experiment.title or switch is None
+@pytest.mark.parametrize(
+    ("preset", "changes", "title"),
+    [
+        ("digits-fedassay", {}, "FedAssay"),
+        ("digits-fedassay", {"rounds": 3}, "FedAssay"),
+        ("digits-fedassay", {"algorithm": {"name": "by_rule", "rule": "krum"}}, "krum"),
+        ("digits-fedassay", {"algorithm.alpha": 2.0}, "FedAssay (alpha = 2)"),
+        ("digits-fedassay", {"algorithm.alpha": 2.0, "title": "Mine"}, "Mine"),
+        ("digits-fedassay", {"algorithm.guards": False}, "FedAssay (without guards)"),
+        (
+            "digits-fedassay",
+            {"algorithm.guards.max_distance": False, "algorithm.guards.interpolation": 0.5},
+            "FedAssay (max_distance = false)",
+        ),
+        ("digits-fedcbo-released", {"algorithm.name": "fedassay"}, "FedAssay"),
+        ("digits-oracle-min", {"agents.malicious_role": "attack"}, "DFedAvgM"),
+        (
+            "emnist-fedcb2o-released",
+            {"algorithm.criterion_from_round": 20, "algorithm.beta": 0.25},
+            "FedCB2O (released, T_G = 20, beta = 0.25)",
+        ),
+    ],
+)
+def test_titles_follow_the_algorithm(preset, changes, title):
+    assert load(preset, changes).title == title
+
+
+def test_the_title_of_a_file_that_extends_a_preset_is_its_own_or_the_algorithm():
+    table = {"extends": "digits-fedcb2o-released", "name": "mine"}
+    assert load(table).title == "FedCB2O (released)"
+    assert load({**table, "title": "Mine"}, {"algorithm.alpha": 3.0}).title == "Mine"
 
 
 @pytest.mark.parametrize(
     "name",
-    ["digits-fedassay", "digits-dfedavgm", "emnist-small-fedcb2o-exact", "emnist-oracle-max"],
+    ["digits-fedassay", "digits-dfedavgm", "emnist-small-fedcb2o-paper", "emnist-oracle-max"],
 )
 def test_what_config_toml_holds_is_the_same_experiment(name):
     experiment = load(name)
@@ -399,7 +402,7 @@ def test_what_is_wrong_is_named_with_its_cure(change):
 
 
 def test_what_is_missing_is_named():
-    for key in ("rounds", "data", "agents", "model", "algorithm"):
+    for key in ("rounds", "data", "agents", "model"):
         table = tiny()
         del table[key]
         with pytest.raises(ConfigError, match=f"the key `{key}` is missing"):
@@ -426,12 +429,10 @@ def test_the_step_of_the_paper_may_not_overshoot():
 
 
 def test_former_keys_keep_working_and_change_no_fingerprint():
-    former = tiny(algorithm={"tested": 2.0}, attack={"name": "trash"})
-    current = tiny(algorithm={"loss_tolerance": 2.0}, attack={"name": "random_model"})
-    with pytest.warns(DeprecationWarning, match="is now called `(loss_tolerance|random_model)`"):
-        experiment = load(former)
+    current = tiny(attack={"name": "random_model"})
+    with pytest.warns(DeprecationWarning, match="is now called `random_model`"):
+        experiment = load(tiny(attack={"name": "trash"}))
     assert experiment.settings() == load(current).settings()
-    assert '"tested": 2.0' in experiment.fingerprint(0)
     assert '"trash"' in experiment.fingerprint(0)
 
 

@@ -104,6 +104,7 @@ def test_the_experiments_of_the_documentation_are_valid(experiments):
             "algorithm.own_model: 'trusted' is not one of",
         ),
         ({"algorithm": {"name": "by_rule", "rule": {"name": "krum", "g": 1}}}, "algorithm.rule: "),
+        ({"algorithm": {"name": "fedcbo", "guards": {"max_distance": 0}}}, "algorithm.guards: "),
         (
             {"attack": {"name": "label_flip", "source": 9}},
             "attack: 'target' is a required property",
@@ -191,7 +192,8 @@ def test_every_key_is_explained(experiments):
 
 def test_parameters_are_explained_by_the_docstrings_of_their_functions(experiments):
     parameters = experiments.schema["definitions"]["algorithm"]["properties"]
-    assert parameters["alpha"]["description"]
+    assert all(schema["description"] for schema in parameters["alpha"]["anyOf"])
+    assert parameters["guards"]["description"]
 
 
 def test_the_table_of_keys_in_the_documentation_is_current():

@@ -20,6 +20,8 @@ from pydantic.fields import FieldInfo
 
 from fedcb2o.experiments.config.settings import Experiment, ModelSection
 from fedcb2o.federated.attacks.section import AttackSection
+from fedcb2o.federated.algorithms.section import AlgorithmSection
+from fedcb2o.federated.guards import Guards
 from fedcb2o.federated.sections import AgentsSection, TrainingSection
 
 BEGIN = "<!-- The table is written by `python -m fedcb2o.experiments.key_table`. -->"
@@ -30,6 +32,8 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "agents.": AgentsSection,
     "training.": TrainingSection,
     "model.": ModelSection,
+    "algorithm.": AlgorithmSection,
+    "algorithm.guards.": Guards,
     "attack.": AttackSection,
 }
 

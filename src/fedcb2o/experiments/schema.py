@@ -44,6 +44,7 @@ from fedcb2o.federated import (
 )
 from fedcb2o.federated.aggregation import preaggregation
 from fedcb2o.federated.criteria import combinations
+from fedcb2o.federated.guards import Guards
 from fedcb2o.federated.sections import AgentsSection, Component, TrainingSection
 from fedcb2o.nn import architectures
 
@@ -189,6 +190,8 @@ def _property(name: str, annotation: Any, default: Any, section: str) -> _Schema
         if inner in classes:
             table = _object(_section_properties(inner, name))
             return {**table, "description": _summary_line(inner)}
+    if Guards in classes:
+        return {"anyOf": [_object(_section_properties(Guards, name)), {"const": False}]}
     if not any(issubclass(part, Component) for part in classes):
         return _value_schema(annotation, default)
     if name in _SECTION_NAMES and not section:

@@ -63,11 +63,9 @@ def load(
         if any(key.split(".")[0] in _METHOD_SECTIONS for key in changes or {}):
             table["title"] = ""
 
-    before = table
     table = apply_changes(table, changes or {}, where)
     if changes:
         where += " with changes"
-        table = _retitle(table, before, changes)
     table.setdefault("title", table.get("name", ""))
     try:
         experiment = Experiment.model_validate(table)
@@ -76,30 +74,6 @@ def load(
     if experiment.title:
         return experiment
     return experiment.model_copy(update={"title": algorithm_title(experiment.algorithm)})
-
-
-def _retitle(
-    table: dict[str, Any], before: Mapping[str, Any], changes: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the table with the title of the algorithm that runs, if changes exchanged it."""
-    parts = _algorithm_parts(table)
-    if "title" in changes or "title" not in before or parts == _algorithm_parts(before):
-        return table
-    return {**table, "title": ", ".join(part for part in parts if part not in ("", "by_rule"))}
-
-
-def _algorithm_parts(table: Mapping[str, Any]) -> list[str]:
-    """Return the names of the algorithm, its rule and its criterion; "" for a missing one."""
-    section = table.get("algorithm")
-    if not isinstance(section, Mapping):
-        return [_function_name(section)]
-    return [_function_name(section.get(key)) for key in ("name", "rule", "criterion")]
-
-
-def _function_name(value: Any) -> str:
-    if isinstance(value, Mapping):
-        value = value.get("name")
-    return str(getattr(value, "__name__", value or ""))
 
 
 def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:

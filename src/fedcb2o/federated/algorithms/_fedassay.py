@@ -1,8 +1,8 @@
 """FedAssay: the method that this project recommends (docs/method.md).
 
 FedAssay is Algorithm 2 (alg:localAggregation) with the sub-level set of eq:clustered_csp and the
-agent's own model as one of the particles, and with `DEFAULT_GUARDS`. An assay tests a metal on
-one's own sample: each agent tests received models on its own data.
+agent's own model as one of the particles, and with `DEFAULT_GUARDS`. An assay is a test of a metal
+on a sample: each agent tests received models on its own data.
 
 Example:
     >>> fedassay().guards.max_distance
