@@ -116,20 +116,25 @@ def test_a_wrong_command_is_one_line_with_the_way_to_its_help(words, line):
     assert line in here(*words).one_line()
 
 
-def test_presets_are_a_line_each():
+def test_presets_are_a_line_each_by_data_set_with_the_recommended_ones_first():
     done = here("presets")
     assert done.status == 0
-    assert [line.split()[0] for line in done.out.splitlines()] == list(presets())
-    assert all(len(line.split()) > 3 for line in done.out.splitlines())
+    lines = done.out.splitlines()
+    named = [line.split() for line in lines if line.startswith("  ")]
+    assert sorted(words[0] for words in named) == list(presets())
+    assert all(len(words) > 3 for words in named)
+    headings = [i for i, line in enumerate(lines) if line.endswith(":")]
+    assert len(headings) + len(named) == len(lines)
+    assert all("fedassay" in lines[i + 1] for i in headings)
 
 
 def test_a_preset_is_printed_as_a_file_that_is_the_same_experiment(tmp_path):
-    (tmp_path / "copy.toml").write_text(here("presets", "emnist-fedcb2o-released-tg20").out)
+    (tmp_path / "copy.toml").write_text(here("presets", "digits-fedcb2o-released").out)
     assert (
         fedcb2o.load(tmp_path / "copy.toml").settings()
-        == fedcb2o.load("emnist-fedcb2o-released-tg20").settings()
+        == fedcb2o.load("digits-fedcb2o-released").settings()
     )
-    assert "Did you mean `digits-fedcbo`?" in here("presets", "digit-fedcb2o").one_line()
+    assert "Did you mean `digits-fedassay`?" in here("presets", "digit-fedassay").one_line()
 
 
 def test_the_version_and_the_module_are_there():
@@ -168,10 +173,8 @@ def test_completion_is_installed_and_completes(tmp_path):
         tmp_path / ".bashrc"
     ).read_text().strip() == f"source '{tmp_path}/.bash_completions/fedcb2o.sh'"
     assert bash(BASH, "fedcb2o", "pre") == "presets "
-    assert (
-        bash(BASH, "fedcb2o run", "emnist-oracle-min", "2")
-        == "emnist-oracle-min emnist-oracle-min-released "
-    )
+    words = bash(BASH, "fedcb2o run", "digits-fedassay", "2")
+    assert words == "digits-fedassay digits-fedassay-backdoors "
     assert bash(BASH, "fedcb2o run", "m", "2") == "mine.toml "
     assert bash(BASH, "fedcb2o track runs/mine --to", "t", "4") == "tensorboard "
 
@@ -364,9 +367,9 @@ def test_own_parts_in_a_script_are_the_same_as_from_a_configuration(tmp_path, mo
 
 def test_python_and_the_command_line_have_the_same_errors(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"there is no preset `digit-fedcb2o`\. Did you mean `digits-fedcbo`\?"
+        ConfigError, match=r"there is no preset `digit-fedassay`\. Did you mean `digits-fedassay`\?"
     ):
-        fedcb2o.run("digit-fedcb2o")
+        fedcb2o.run("digit-fedassay")
     with pytest.raises(ConfigError, match="there is no key `roundz`"):
         fedcb2o.run({**tiny(), "roundz": 3})
     seen = []

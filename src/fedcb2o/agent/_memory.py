@@ -1,4 +1,4 @@
-"""What an agent remembers of its peers, as tensors by name."""
+"""Memory of an agent: its contacts and the state of its rule, as tensors by name."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _RULE = "rule."
 
 
 class Memory(NamedTuple):
-    """What an agent remembers.
+    """Memory of an agent.
 
     Attributes:
         round: Number of finished rounds.

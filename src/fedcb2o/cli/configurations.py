@@ -10,6 +10,14 @@ import typer
 from fedcb2o.cli import completion
 from fedcb2o.safe_stdio import encodable
 
+_GROUPS = {
+    "digits": "Digits of scikit-learn, seconds",
+    "emnist-small": "Reduced EMNIST, minutes a seed",
+    "emnist": "EMNIST at the paper's full size, hours, or minutes on a GPU",
+    "": "Agents with data of their own, seconds to a minute",
+}
+"""Headings of the presets by the beginning of their names."""
+
 
 def presets(
     name: Annotated[
@@ -29,7 +37,7 @@ def presets(
     if name is None:
         from fedcb2o.experiments.config.tables import presets as all_presets
 
-        print_descriptions(all_presets())
+        _print_groups(all_presets())
         return
     from fedcb2o.experiments.config.loading import load
     from fedcb2o.records import to_toml
@@ -57,6 +65,17 @@ def schema(
     if text != encodable(text, sys.stdout.encoding):
         text = json.dumps(content, indent=1)
     print(text)
+
+
+def _print_groups(descriptions: Mapping[str, str]) -> None:
+    """Print the presets by data set, the recommended method first."""
+    left = dict(descriptions)
+    for prefix, heading in _GROUPS.items():
+        names = [name for name in left if name.startswith(prefix)]
+        names.sort(key=lambda name: ("fedassay" not in name, name))
+        if names:
+            print(f"{heading}:")
+            print_descriptions({f"  {name}": left.pop(name) for name in names})
 
 
 def print_descriptions(descriptions: Mapping[str, str]) -> None:

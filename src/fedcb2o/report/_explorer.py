@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from fedcb2o.records import slug
 from fedcb2o.report._grid_metrics import metric_info
-from fedcb2o.report._html import render_explorer
+from fedcb2o.report._html import render_block, render_explorer
 from fedcb2o.report.grid_results import GridResults
 from fedcb2o.report.grid_tables import SettingResults, describe_changes
 
@@ -77,7 +77,7 @@ def explorer_page(
     return render_explorer(
         title=title,
         tables=len(tables),
-        warnings=list(warnings),
+        warnings=render_block("warnings", list(warnings)),
         definitions=_DEFINITIONS,
         blocks=blocks,
         data=pack(tables, values),

@@ -114,6 +114,15 @@ class Page:
         """
         self.blocks.append(render_block("paragraph", text, "warning"))
 
+    def add_warnings(self, texts: Sequence[str]) -> None:
+        """Add highlighted paragraphs, folded into one line if there are more than two.
+
+        Args:
+            texts: Texts of the warnings.
+        """
+        if texts:
+            self.blocks.append(render_block("warnings", list(texts)))
+
     def add_note(self, text: str) -> None:
         """Add a small paragraph below a table or a figure.
 

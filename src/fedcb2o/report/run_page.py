@@ -103,13 +103,12 @@ def report(runs: Sequence[Run], out: Path | str) -> list[Path]:
         if name != shorten_label(name):
             _LOGGER.warning("figures have no room for the whole of %s.", shorten_label(name))
     notes = [
+        *comparability_notes(shown),
+        *map(_tuning_warning, shown),
         *map(incomplete_note, runs),
         *map(unverified_note, runs),
-        *map(_tuning_warning, shown),
-        *comparability_notes(shown),
     ]
-    for note in filter(None, notes):
-        page.add_warning(f"{note}.")
+    page.add_warnings([f"{note}." for note in notes if note])
 
     _add_results(page, evaluated, shown)
     _add_source_counts(page, names, shown)

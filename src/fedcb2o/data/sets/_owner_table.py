@@ -19,7 +19,7 @@ from fedcb2o.errors import ConfigError
 
 
 class _Source(NamedTuple):
-    """Where a table is, and the meaning of its columns."""
+    """Place of a table, and meaning of its columns."""
 
     package: str
     item: str
