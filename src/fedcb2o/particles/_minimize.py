@@ -189,9 +189,9 @@ def minimize(
         RunError: A run has no particle left.
 
     Warns:
-        CaptureWarning: Adversaries may capture the consensus point: with delta_q = 0 if they leave
-            fewer than two benign particles in Q_beta (`capture_risk.benign_left`), and if beta is
-            not below w_b / 2.
+        CaptureWarning: Adversaries may capture the consensus point of "paper" dynamics: with
+            delta_q = 0 if they leave fewer than two benign particles in Q_beta
+            (`capture_risk.benign_left`), and if beta is not below w_b / 2.
     """
     # 1. Choose the dynamics, and check the settings.
     own: dict[str, Any] = {
@@ -310,9 +310,11 @@ def minimize(
         maxiter = settings.PAPER["maxiter"]
     params = params_at(0)
     sigma1_at_start = settings.schedule_value("sigma1", plain["sigma1"], 0)
-    notes = _theory_notes(
-        system, params, sigma1_at_start, numbers["lambda1"], plain["noise"], batch
-    )
+    notes: tuple[str, ...] = ()
+    if hopping is None:
+        notes = _theory_notes(
+            system, params, sigma1_at_start, numbers["lambda1"], plain["noise"], batch
+        )
     _keep_freed_memory()
 
     # 3. Take steps until all runs have ended.
