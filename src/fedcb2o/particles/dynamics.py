@@ -211,7 +211,10 @@ def consensus_weights(
             in the ball B_R(0).
     """
     mask = values.in_ball
-    if values.upper is not None:
+    if values.upper is not None and params.smooth:
+        share = smooth_membership(values.lower, params)
+        mass = share if mass is None else share * mass
+    elif values.upper is not None:
         mask = consensus.sublevel_mask(
             values.lower, params.beta, delta_q=params.delta_q, averaged=params.averaged, mass=mass
         )
@@ -234,6 +237,30 @@ def consensus_weights(
             f" {params.radius:g} about 0: take a larger radius, or a larger beta or delta_q"
         )
     return mu
+
+
+def smooth_membership(
+    lower: Float[Tensor, "*a n"], params: ConsensusParams
+) -> Float[Tensor, "*a n"]:
+    """Compute the smooth membership of the particles in Q_beta.
+
+    It is u^2 (3 - 2 u) with u = (q_beta + delta_q - L) / (q_beta - q_{beta/2}) in [0, 1], a soft
+    quantile in the manner of SCB2O (Chao, Sun, Riedl, Khadiv and Etesami, "Convergence of
+    Consensus-Based Particle Methods for Nonconvex Bi-Level Optimization", arXiv 2605.19667). Where
+    both quantiles are equal, the edge is sharp.
+
+    Args:
+        lower: L of each particle.
+        params: Parameters of the consensus point.
+
+    Returns:
+        Numbers in [0, 1].
+    """
+    level = consensus.quantile(lower, params.beta).unsqueeze(-1)
+    width = level - consensus.quantile(lower, params.beta / 2).unsqueeze(-1)
+    room = level + params.delta_q - lower
+    u = torch.where(width > 0, room / width, (room >= 0).to(lower.dtype)).clamp(0, 1)
+    return u.square() * (3 - 2 * u)
 
 
 def consensus_point(

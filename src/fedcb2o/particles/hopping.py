@@ -72,6 +72,7 @@ class End:
         upper: G at x; L without G.
         m: Consensus point [d].
         radius: Largest standard deviation of the particles about m, relative to the box.
+        settled: Whether the ensemble collapsed, or its best value did not change any more.
     """
 
     x: Array
@@ -79,6 +80,7 @@ class End:
     upper: float
     m: Array
     radius: float
+    settled: bool
 
 
 class Cloud:
@@ -342,15 +344,14 @@ class Hopper:
         """
         nearest = _AGREEMENT * self.width
         return sum(
-            end.radius <= _AGREEMENT and bool((abs(end.x - best.x) <= nearest).all())
-            for end in self.ends
+            end.settled and bool((abs(end.x - best.x) <= nearest).all()) for end in self.ends
         )
 
-    def _current(self) -> End:
+    def _current(self, settled: bool = False) -> End:
         radius = 1.0
         if self._cloud is not None:
             radius = self._cloud.radius
-        return End(self._x, self._x_lower, self._x_upper, self.m, radius)
+        return End(self._x, self._x_lower, self._x_upper, self.m, radius, settled)
 
     def _restart(self) -> None:
         """Start a new ensemble in the box."""
@@ -418,7 +419,7 @@ class Hopper:
         recent = np.array(self._recent[-count:])
         is_flat = len(recent) == count and np.ptp(recent) <= _FLAT * abs(recent).max()
         if cloud.radius <= self._collapse or is_flat or cloud.generation > longest:
-            self.ends.append(self._current())
+            self.ends.append(self._current(is_flat or cloud.radius <= _AGREEMENT))
             self._has_ended = True
 
     def _consider(self, points: Array, lower: Array, violation: Array, upper: Array) -> None:

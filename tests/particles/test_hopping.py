@@ -1,0 +1,170 @@
+"""The adaptive dynamics: convergence, restarts, what counts as success, and the best judged point."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import NonlinearConstraint
+from tests.particles.problems import G, double
+
+from fedcb2o import ConfigError, minimize
+from fedcb2o.particles import dynamics, objectives
+from fedcb2o.particles.hopping import Cloud, Hopper
+
+BUDGET = {"maxfev": 3000}
+
+
+def rosenbrock(x):
+    return (1 - x[..., 0]) ** 2 + 100 * (x[..., 1] - x[..., 0] ** 2) ** 2
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "target"),
+    [
+        (objectives.circle, G, (1.0, 0.0)),
+        (objectives.circle, objectives.ackley(0.6, -0.8), (0.6, -0.8)),
+        (objectives.parabola, objectives.ackley(0.5, 1 / 3), (0.5427013393, 0.2945247437)),
+        (rosenbrock, None, (1.0, 1.0)),
+        # A feasible set with an interior, in which G falls towards a corner (1, 1).
+        (lambda x: (x - 1).clamp(min=0).square().sum(-1), lambda x: -x.sum(-1), (1.0, 1.0)),
+        # L that has one side only.
+        (lambda x: torch.where(x[..., 0] < 0, torch.inf, x[..., 0]), lambda x: x[..., 1].square(), (0.0, 0.0)),
+    ],
+    ids=["circle", "ackley", "parabola", "rosenbrock", "corner", "one side"],
+)  # fmt: skip
+def test_it_finds_the_minimiser_of_g_among_those_of_l(lower, upper, target):
+    found = minimize(lower, upper, 2, maxfev=6000, seed=2)
+    assert torch.allclose(found.x, double(target), atol=1e-3), found
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e6])
+def test_units_of_l_and_g_do_not_matter(factor):
+    plain = minimize(objectives.circle, G, 2, **BUDGET)
+    scaled = minimize(lambda x: factor * objectives.circle(x), G, 2, **BUDGET)
+    other = minimize(objectives.circle, lambda x: factor * G(x) + 3, 2, **BUDGET)
+    for found in (plain, scaled, other):
+        assert torch.allclose(found.x, double([1.0, 0.0]), atol=1e-3)
+
+
+def test_success_is_the_agreement_of_independent_ensembles():
+    found = minimize(objectives.circle, G, 2, seed=1)
+    assert found.success
+    assert found.message == "2 of 2 independent ensembles ended at x"
+    short = minimize(objectives.circle, G, 2, maxfev=500)
+    assert not short.success
+    assert short.message.endswith("0 of 0 independent ensembles ended at x, and 2 are needed")
+
+
+def test_two_minimisers_of_equal_value_are_no_agreement():
+    def two(x):  # -1 and 1
+        return (x[..., 0].square() - 1).square()
+
+    hopper = Hopper(0, np.array([-3.0]), np.array([3.0]), 16)
+    while len({round(float(end.x[0])) for end in hopper.ends}) < 2:
+        points = hopper.points()
+        hopper.update(points, two(torch.from_numpy(points)).numpy(), None)
+    best = hopper.ranked_ends()[0]
+    assert hopper.num_agreeing(best) < len(hopper.ends)
+
+
+def test_without_a_feasible_point_there_is_no_success():
+    nowhere = NonlinearConstraint(lambda x: x[0] ** 2, -math.inf, -1.0)
+    found = minimize(lambda x: x[0] ** 2, constraints=nowhere, dim=1, maxfev=2000)
+    assert not found.success
+    assert found.message.endswith("no point meets the constraints")
+    assert found.constr_violation == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_batch_of_runs_is_its_runs(dtype):
+    settings = {"maxfev": 1500, "dtype": dtype}
+    many = minimize(objectives.circle, G, 2, runs=3, seed=4, **settings)
+    third = minimize(objectives.circle, G, 2, seed=6, **settings)
+    assert torch.equal(many.x[2], third.x)
+    assert (many.nfev[2], many.message[2]) == (third.nfev, third.message)
+
+
+@pytest.mark.parametrize("budget", [1, 40, 100, 333])
+def test_nfev_is_what_the_objectives_saw_and_at_most_maxfev(budget):
+    seen = []
+
+    def lower(x):
+        seen.append(len(x))
+        return objectives.circle(x)
+
+    found = minimize(lower, G, 2, maxfev=budget)
+    assert found.nfev == sum(seen)
+    assert found.nfev <= max(budget, 25)  # the first ensemble and x
+    assert found.lower.isfinite()
+
+
+def test_an_evaluation_that_does_not_repeat_is_not_the_answer():
+    """One wrong evaluation promises the best value of all."""
+    count = 0
+
+    def upper(x):
+        nonlocal count
+        values = G(x)
+        if count == 30:
+            values[3] = -100.0
+        count += 1
+        return values
+
+    found = minimize(objectives.circle, upper, 2, **BUDGET)
+    assert torch.allclose(found.x, double([1.0, 0.0]), atol=0.05)
+
+
+def test_settings_of_the_paper_choose_its_dynamics():
+    plain = minimize(objectives.circle, G, 2, maxiter=5, dynamics="paper")
+    same = minimize(objectives.circle, G, 2, maxiter=5, alpha=1000.0)
+    assert torch.equal(plain.theta, same.theta)
+    assert torch.equal(plain.x, plain.consensus)
+    with pytest.raises(ConfigError, match="`dt` is a setting of dynamics='paper'"):
+        minimize(objectives.circle, G, 2, dt=0.1, dynamics="adaptive")
+
+
+def test_bounds_and_fixed_coordinates_hold():
+    inside = {"bounds": [(0.5, 2.0), (0.25, 0.25), (-1.0, None)], "maxfev": 2000}
+    found = minimize(lambda x: x.square().sum(-1), callback=lambda state: _check(state), **inside)
+    assert found.x.tolist() == pytest.approx([0.5, 0.25, 0.0], abs=1e-5)
+
+
+def _check(state):
+    low, high = double([0.5, 0.25, -1.0]), double([2.0, 0.25, math.inf])
+    assert (state.theta >= low).all()
+    assert (state.theta <= high).all()
+
+
+def test_polish_never_leaves_the_feasible_set():
+    def lower(x):
+        return (x.square().sum(-1) - 1).clamp(min=0)
+
+    rough = minimize(lower, G, 2, maxfev=150)
+    fine = minimize(lower, G, 2, maxfev=150, polish=True)
+    assert fine.lower <= rough.lower == 0
+    assert fine.upper < rough.upper
+    assert torch.allclose(fine.x, double([1.0, 0.0]), atol=1e-3)
+
+
+def test_a_cloud_learns_the_shape_of_a_valley():
+    """On x^2 + 10^4 y^2 the standard deviations approach the ratio 100."""
+    cloud = Cloud(2, 12)
+    generator = np.random.default_rng(0)
+    m = np.array([1.0, 1.0])
+    for _ in range(60):
+        offsets = cloud.stretch(generator.standard_normal((24, 2)))
+        values = np.square((m + offsets) * [1, 100]).sum(1)
+        m = m + cloud.update(offsets[values.argsort()[:12]])
+    spread = cloud.stretch(generator.standard_normal((5000, 2))).std(0)
+    assert 30 < spread[0] / spread[1] < 300
+
+
+def test_smooth_quantile():
+    """q_beta = 3 and q_{beta/2} = 2: a particle in the middle is half a member."""
+    lower = torch.tensor([1.0, 2.0, 2.5, 3.0])
+    params = dynamics.ConsensusParams(alpha=1.0, beta=1.0, smooth=True)
+    assert dynamics.smooth_membership(lower, params).tolist() == [1.0, 1.0, 0.5, 0.0]
+    assert dynamics.smooth_membership(torch.ones(4), params).tolist() == [1.0] * 4
+    mu = dynamics.consensus_weights(dynamics.Values(lower, torch.zeros(4)), params)
+    assert mu.tolist() == pytest.approx([0.4, 0.4, 0.2, 0.0])
