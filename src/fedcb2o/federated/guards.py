@@ -106,6 +106,8 @@ def distance_check(
 ) -> Int[np.ndarray, " m"]:
     """Return whether each received model is admitted, by its distance from the agent's own model.
 
+    The largest distance is the ball B_R of eq:Q_beta, about the agent's own model.
+
     Args:
         guards: Guards, of which one or both distances are set.
         models: Model buffer.
@@ -129,6 +131,8 @@ def distance_check(
 
 def tolerated(tolerance: float, losses: Losses, own_losses: Losses) -> Bool[Tensor, "*a m"]:
     """Return the models whose loss is not significantly above that of the agent's own model.
+
+    They widen the sub-level set of eq:clustered_csp.
 
     Args:
         tolerance: Number of standard errors of the difference, on the same samples.
