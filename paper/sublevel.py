@@ -1,4 +1,4 @@
-"""Effects of the parts that Algorithm 2 omits, and the border of capture of the consensus point.
+"""The border of capture of the consensus point by attackers in the sub-level set.
 
     .venv/bin/python -m paper.sublevel --out docs/benchmark/sublevel  # runs what is missing
     .venv/bin/python -m paper.sublevel --out docs/benchmark/sublevel --figure border.svg
@@ -37,7 +37,6 @@ FIRST_ROUND = 5  # all peers have been contacted once
 METRICS = ["accuracy", "source_accuracy", "attack_success_rate"]
 FLIP = {"name": "label_flip", "source": 3, "target": 8}
 ATTACKS: dict[str, dict[str, Any]] = {
-    "none": {},
     "removed": {},
     "flip": FLIP,
     "trash": {"name": "random_model"},
@@ -45,13 +44,6 @@ ATTACKS: dict[str, dict[str, Any]] = {
 }
 BASE = {"own_model": "trusted", "mixing_factor": 1.0, "alpha": 2.0}
 """Parameters of FedCB2O in all settings that do not change them."""
-
-OMITTED_PARTS: dict[str, dict[str, Any]] = {
-    "the sub-level set": {"beta": 0.5},
-    "the ball": {"guards": {"max_distance": 1.3}},
-    "the own model": {"own_model": "judged"},
-    "newcomers at most a third": {"guards": {"newcomer_share": 1 / 3}},
-}
 
 
 @dataclass(frozen=True)
@@ -69,30 +61,26 @@ class Setting:
             **{"budget": BUDGET, "benign": 10 - self.malicious, "malicious": self.malicious},
             **self.changes.get("agents", {}),
         }
-        if self.attack in ("none", "removed"):
-            agents.setdefault("malicious_role", "clean" if self.attack == "none" else "removed")
+        if self.attack == "removed":
+            agents["malicious_role"] = "removed"
         table = {
             "name": "sublevel",
-            "extends": self.changes.get("extends", "digits-fedcb2o-paper"),
+            "extends": "digits-fedcb2o-paper",
             "seeds": seeds,
             "rounds": ROUNDS,
             "evaluate_on": "tuning",
             "evaluate_every": ROUNDS,
             "checkpoint_every": ROUNDS,
-            "agents": agents,
-            "algorithm": self.changes.get("algorithm", {}),
+            "agents": {"colluders_own_model": True, **agents},
+            "algorithm": {**BASE, **self.changes.get("algorithm", {})},
         }
-        if "extends" not in self.changes:
-            agents.setdefault("colluders_own_model", True)
-            table["algorithm"] = {**BASE, **table["algorithm"]}
         if attack := ATTACKS[self.attack]:
             table["attack"] = attack
         return fedcb2o.load(table)
 
 
 def settings() -> Iterator[Setting]:
-    """Yield all settings: the ablation, then the border by number of attackers or newcomers."""
-    yield from _ablation()
+    """Yield all settings by number of attackers or places for newcomers."""
     for malicious in (2, 4, 6):
         for own in ("excluded", "judged"):
             for beta in BETAS:
@@ -111,29 +99,6 @@ def settings() -> Iterator[Setting]:
             yield border("sybils", 6, "excluded", beta, places=places)
             if places % 2 == 0 and beta in (0.5, 1.0):
                 yield border("sybils", 6, "judged", beta, places=places)
-
-
-def _ablation() -> Iterator[Setting]:
-    """Yield Algorithm 2 with each omitted part, and all parts without each."""
-    algorithms: dict[str, dict[str, Any]] = {"Algorithm 2": {}}
-    algorithms |= {f"with {name}": part for name, part in OMITTED_PARTS.items()}
-    algorithms["with all four"] = _merged(OMITTED_PARTS)
-    for name in OMITTED_PARTS:
-        algorithms[f"without {name}"] = _merged(OMITTED_PARTS, without=name)
-
-    for attack in ("none", "trash", "flip", "sybils"):
-        for name, algorithm in algorithms.items():
-            yield Setting(name, attack, 3, {"algorithm": {"own_model": "excluded"} | algorithm})
-        yield Setting("the default", attack, 3, {"extends": "digits-fedassay"})
-
-
-def _merged(parts: dict[str, dict[str, Any]], without: str = "") -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for name, part in parts.items():
-        if name != without:
-            guards = {**merged.get("guards", {}), **part.get("guards", {})}
-            merged |= {**part, "guards": guards}
-    return merged
 
 
 def border(

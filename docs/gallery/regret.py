@@ -12,11 +12,11 @@ grid = {
     "rounds": 8,
     "attacks": {
         "Label flip": {"attack": {"name": "label_flip", "source": 9, "target": 4}},
-        "Trash": {"attack": {"name": "random_model"}},
+        "Random models": {"attack": {"name": "random_model"}},
     },
     "defences": {
-        "FedCB2O": {},
-        "FedCB2O, own model trusted": {"algorithm": {"own_model": "trusted"}},
+        "FedAssay": {},
+        "FedAssay, own model trusted": {"algorithm": {"own_model": "trusted"}},
         "Mean": {"algorithm": {"name": "by_rule", "rule": "mean"}},
     },
 }

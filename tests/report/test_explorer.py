@@ -66,7 +66,7 @@ def test_the_published_tables_are_made_from_the_committed_values():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.* is now called:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", results.GRIDS)
 def test_a_committed_grid_can_be_run_again(name):
     folder = results.DOCS / "benchmark" / name

@@ -366,9 +366,16 @@ def terminal_tables(results: GridResults) -> dict[str, pd.DataFrame]:
         view = SettingResults(results, setting)
         regrets = worst_regrets(view)
         regrets = regrets[[name for name in regrets if "in either" not in str(name)]]
+        regrets = regrets.rename(columns=_shorten_contest)
         table = defence_overview(view)[view.baselines].join(regrets)
         tables[setting] = table.replace(r" [\[(].*", "", regex=True)
     return tables
+
+
+def _shorten_contest(title: str) -> str:
+    """Shorten the title of a worst regret for a terminal."""
+    title = title.replace("Regret in ", "Regret: ").replace("attack success", "success")
+    return title.replace(", worst", "").replace(" but ", ", but ")
 
 
 def defence_overview(view: SettingResults) -> pd.DataFrame:
