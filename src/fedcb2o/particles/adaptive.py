@@ -206,4 +206,5 @@ def _num_agreeing(hopper: Hopper) -> int:
 
 
 def _to_array(values: Tensor) -> np.ndarray:
-    return values.cpu().double().numpy()
+    """Copy values, because the particles change in place."""
+    return np.array(values.cpu(), dtype=np.float64)
