@@ -9,7 +9,7 @@ Example:
     >>> disc = NonlinearConstraint(lambda point: point @ point, -np.inf, 1.0)
     >>> lower = Constraints(parse_constraints(disc))
     >>> lower(torch.tensor([[0.0, 0.5], [0.0, 2.0], [3.0, 1.0]])).tolist()
-    [0.0, 0.5, 1.5]
+    [0.0, 1.0, 3.0]
 """
 
 import copy

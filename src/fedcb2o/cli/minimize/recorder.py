@@ -404,8 +404,9 @@ def _evaluate_on_grid(
 
     def evaluate(objective: Callable[[Tensor], Tensor]) -> np.ndarray:
         with torch.no_grad():
-            values = UserFunction("an objective", objective)(points).double().reshape(axes[0].shape).cpu().numpy()
-        return np.where(np.isfinite(values), values, np.nan)
+            values = UserFunction("an objective", objective)(points).double()
+        grid_values = values.reshape(axes[0].shape).cpu().numpy()
+        return np.where(np.isfinite(grid_values), grid_values, np.nan)
 
     lowers = problem.lower
     if callable(lowers):
