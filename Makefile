@@ -60,7 +60,8 @@ format: $(STAMP) ## Format the code and mend what can be mended by itself
 SPHINX := $(BIN)/sphinx-build --fail-on-warning --quiet --doctree-dir build/docs/doctrees
 docs: $(DOCS) ## Build the documentation site into build/docs/html; its notebooks run where they or the package changed
 	$(SPHINX) docs build/docs/html
-	@echo "open build/docs/html/index.html"
+	tar -czf build/docs/fedcb2o-docs.tar.gz -C build/docs html
+	@echo "open build/docs/html/index.html; packed: build/docs/fedcb2o-docs.tar.gz"
 
 linkcheck: $(DOCS) ## Look whether what the documentation links to elsewhere is there
 	$(SPHINX) --builder linkcheck docs build/docs/links

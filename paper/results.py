@@ -35,6 +35,7 @@ from fedcb2o.report._statistics import (
 DOCS = Path(__file__).parents[1] / "docs"
 EXPLORER = DOCS / "explorer.html"
 PAGE = DOCS / "results.md"
+README = DOCS.parent / "README.md"
 GRIDS = (
     "all-data",
     "attacks-all-data",
@@ -69,6 +70,7 @@ TRIGGERS = (
 )
 """Attacks by triggers, which a method without a search for backdoors lets through."""
 SEARCH = f"{FIRST_FORM}, backdoor search"
+_README_COLUMNS = ("No attack", "Worst attack", "Worst trigger succeeds")
 _MIN_LOSS = 0.01  # of accuracy or success: smaller losses are not listed
 _COMMENT = re.compile(r"(?P<mark>^<!-- generated: (?P<name>\w+) -->\n\n)(?:^\|.*\n)*", re.MULTILINE)
 
@@ -120,6 +122,28 @@ def summary_table() -> pd.DataFrame:
         for method in methods:
             rows.append(_summary_row(view, method, float(regret[method])))
     return pd.DataFrame(rows).set_index("Grid")
+
+
+def readme_table() -> pd.DataFrame:
+    """Return the summary of three data sets in one row each.
+
+    Returns:
+        Text: accuracy without attack, under the worst attack, and success of the backdoor, for the
+        recommended method, with its search for backdoors, and for the best other method.
+    """
+    table = summary_table()
+    table["Method"] = table.Method.str.extract(r"\[([^,\]]+)", expand=False)
+    parts = [table[name].str.split().str[0] for name in _README_COLUMNS]
+    table["Cell"] = parts[0].str.cat(parts[1:], sep="/")
+    rows = {}
+    for name in ("all-data", "emnist-all-data", "fashion-all-data"):
+        first, search, best = table.loc[grid_results(name).title].itertuples()
+        rows[str(first.Index).removesuffix(", all data")] = {
+            "FedAssay": first.Cell,
+            "with backdoor search": search.Cell,
+            "best other": f"{best.Cell} ({best.Method})",
+        }
+    return pd.DataFrame(rows).T.rename_axis("data")
 
 
 def _summary_row(view: SettingResults, method: str, regret: float) -> dict[str, str]:
@@ -227,7 +251,7 @@ def losses_table() -> pd.DataFrame:
     return pd.DataFrame(rows).set_index("Grid")
 
 
-TABLES = {"summary": summary_table, "losses": losses_table}
+TABLES = {"summary": summary_table, "losses": losses_table, "readme": readme_table}
 
 
 def rewrite_page(page: Path = PAGE) -> str:
@@ -269,7 +293,8 @@ def main() -> None:
     for folder in parser.parse_args().add:
         keep_grid(folder)
     EXPLORER.write_text(make_explorer(), encoding="utf-8")
-    PAGE.write_text(rewrite_page(), encoding="utf-8")
+    for page in (PAGE, README):
+        page.write_text(rewrite_page(page), encoding="utf-8")
     print(f"{EXPLORER} has {EXPLORER.stat().st_size // 1000} kB")
 
 

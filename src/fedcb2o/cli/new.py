@@ -1,4 +1,4 @@
-"""The command for an experiment of one's own: new."""
+"""The command `new`: a small experiment to start from."""
 
 from importlib import resources
 from pathlib import Path
