@@ -55,6 +55,13 @@ function look(page) {
     head().querySelector("button").click();
     orders.push([head().getAttribute("aria-sort"), column()]);
   }
+  let moved = null;
+  if (page.getElementById("data")) {
+    const cells = table().tBodies[0].rows[0].cells;
+    cells[1].focus();
+    cells[1].dispatchEvent(new page.defaultView.KeyboardEvent("keydown", {key: "ArrowRight", bubbles: true}));
+    moved = [page.activeElement === cells[2], cells[2].dataset.detail];
+  }
   const unnamed = all("select, input, button").filter(each =>
     !each.textContent.trim() && !each.closest("label")?.textContent.trim()).length;
   return {
@@ -63,7 +70,7 @@ function look(page) {
     frames: all(".scroll").map(each => each.tabIndex),
     out: all("table, svg").filter(each => !each.closest(".scroll")
       && each.getBoundingClientRect().right > page.documentElement.clientWidth + 1).length,
-    unnamed, lost: all("nav a").filter(each => !page.getElementById(each.hash.slice(1))).length,
+    moved, unnamed, lost: all("nav a").filter(each => !page.getElementById(each.hash.slice(1))).length,
   };
 }
 let left = frames.length;
@@ -140,6 +147,12 @@ def test_pages_are_legible_at_any_width(pages, tmp_path, dark):
         assert set(found["frames"]) == {0}, name  # they scroll by keys
         assert found["lost"] == 0, name
         assert found["unnamed"] == 0, name
+        if found["moved"]:
+            is_next_cell, detail = found["moved"]
+            assert is_next_cell, name
+            assert re.search(
+                r"Median, Attackers clean: 87\.5; too few seeds for an interval", detail
+            )
         (_, up), (_, down), (_, again) = found["orders"]
         assert [way for way, _ in found["orders"]] == ["ascending", "descending", None], name
         assert list(map(number, up)) == sorted(map(number, up)), name
