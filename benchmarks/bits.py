@@ -74,6 +74,11 @@ del FEDCBO["criterion"]
 AVERAGE = {"name": "dfedavgm", "selection": "uniform", "own_model": "judged"}
 IFCA = {"name": "ifca", "models": 2, "weights": "equal"}
 LARGE = {"model": {"hidden": [2000]}, "rounds": 2}
+FEDASSAY: Table = {"name": "fedassay"}
+GUARDS: Table = {
+    **{"newcomer_share": 0.4, "max_distance": 1.0, "min_distance": 1.0},
+    **{"interpolation": 0.5, "loss_tolerance": 1.0},
+}
 TABLE = {"data": {"name": "breast_cancer"}, "agents": {"num_clusters": 1, "budget": 3}}
 CNN = {"name": "cnn", "hidden": 4}
 
@@ -219,6 +224,16 @@ def algorithms() -> Changes:
         yield f"ifca: {weights}", {"algorithm": algorithm}
         clean = {"malicious_role": "clean"}
         yield f"ifca: {weights}, clean", {"algorithm": algorithm, "agents": clean}
+    for attack in ("label_flips", "alie", "dissensus", "trash"):
+        poison = {"name": attack, **ATTACK_PARAMETERS.get(attack, {})}
+        yield f"fedassay: {attack}", {"algorithm": FEDASSAY, "attack": poison}
+    kept = {"hold_out": False, "validation": 1.0}
+    yield "fedassay: nothing held out", {"algorithm": FEDASSAY, "agents": kept}
+    yield "fedassay: without guards", {"algorithm": {**FEDASSAY, "guards": False}}
+    yield "guards: fedcbo", {"algorithm": {**FEDCBO, "guards": GUARDS}}
+    krum = by_rule("krum", selection="prob_sampling", guards=GUARDS)
+    yield "guards: krum by prob_sampling", {"algorithm": krum}
+    yield "guards: dfedavgm", {"algorithm": {**AVERAGE, "guards": GUARDS}}
     three = {**IFCA, "models": 3}
     yield "ifca: 3 models, crafted", {"algorithm": three, "attack": {"name": "alie"}}
     yield "ifca: for every receiver", {"algorithm": IFCA, "attack": {"name": "dissensus"}}
@@ -461,6 +476,7 @@ RESUMED: dict[str, Table] = {
         "algorithm": {"first_contact": "whole", "criterion_from_round": 2},
     },
     "fedcbo": {"algorithm": FEDCBO},
+    "fedassay": {"algorithm": FEDASSAY},
     "ifca": {"algorithm": IFCA},
     "norm_clipping": {"algorithm": by_rule("norm_clipping")},
     "balance": {"algorithm": by_rule("balance")},
@@ -482,7 +498,7 @@ def resumed() -> Changes:
 
 def several() -> Changes:
     """Yield runs with two processes, one of them resumed."""
-    for name in ("fedcb2o, few online", "ifca", "norm_clipping", "dissensus", "sybils"):
+    for name in ("fedcb2o, few online", "fedassay", "ifca", "norm_clipping", "dissensus", "sybils"):
         yield f"2 workers: {name}", Case(changed(**RESUMED[name]), workers=2)
     yield "2 workers: large", Case(changed(**LARGE), workers=2)
     crafted = changed(**LARGE, attack={"name": "min_max"})

@@ -93,7 +93,7 @@ class Agent:
         seed: int = 0,
         id: int | None = None,
         loss: PluginChoice | None = None,
-        gamma: float = 0.004,
+        gamma: float = 0.05,
         rounds: int = 100,
         num_samples: int | None = None,
         malicious_share: float = 0.0,

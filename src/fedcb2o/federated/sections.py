@@ -353,7 +353,7 @@ class AgentsSection(Section):
 class LocalUpdateKeys(Section):
     """The keys of LocalUpdate that name no function (alg:FedCB2O)."""
 
-    gamma: Annotated[float, key_field("the step size", gt=0)] = 0.004
+    gamma: Annotated[float, key_field("the step size", gt=0)] = 0.05
     lambda2: Annotated[float, key_field("the factor on gamma in LocalUpdate", gt=0)] = 1.0
     momentum: Annotated[float, key_field("the momentum of SGD", ge=0, lt=1)] = 0.9
     batch_size: Annotated[
