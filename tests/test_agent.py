@@ -509,6 +509,16 @@ def mean_loss(inputs):
     return inputs.losses.mean
 
 
+def test_a_method_is_the_same_by_name_and_by_table():
+    sections = {"data": {"name": "digits"}, "model": {"name": "mlp"}, "name": "same", "rounds": 1}
+    agents = {"benign": 2, "malicious": 0, "budget": 1, "benign_samples": 9}
+    runs = [
+        load({**sections, "seeds": [0], "agents": agents, "algorithm": method})
+        for method in ("fedassay", {"name": "fedassay"})
+    ]
+    assert runs[0] == runs[1]
+
+
 @pytest.mark.parametrize("criterion", ["average_loss", {"name": "average_loss"}, mean_loss])
 def test_criteria_as_in_a_configuration(criterion):
     method = {"name": "fedcb2o", "criterion": criterion, "mixing_factor": 1.0}

@@ -35,11 +35,11 @@ def test_the_table_has_the_committed_values():
 
 
 def test_rounds_in_one_process(hospitals):
-    """After one round of boosting sites the mean is lost, FedCB2O is not."""
+    """After one round of boosting sites the mean is lost, FedAssay is not."""
     mean = hospitals.simulate("mean", "boosting", "alike", 0, rounds=1)
     assert np.ptp(mean) == 0
     assert mean[0] < 20
-    assert max(hospitals.simulate("fedcb2o", "boosting", "alike", 0, rounds=1)) > 60
+    assert max(hospitals.simulate("fedassay", "boosting", "alike", 0, rounds=1)) > 60
 
 
 @pytest.mark.slow
@@ -49,6 +49,6 @@ def test_nvflare_has_the_numbers_of_one_process(hospitals):
     options = ["--attack", "boosting", "--case", "two-scanners", "--rounds", "2"]
     command = [sys.executable, str(FOLDER / "job.py"), *options]
     output = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True).stdout
-    accuracy = hospitals.simulate("fedcb2o", "boosting", "two-scanners", 0, rounds=2)
+    accuracy = hospitals.simulate("fedassay", "boosting", "two-scanners", 0, rounds=2)
     expected = f"mean {np.mean(accuracy):.2f}, worst {min(accuracy):.2f}"
     assert output.splitlines()[-1] == expected

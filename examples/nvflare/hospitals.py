@@ -22,7 +22,7 @@ ROUNDS = 25
 METHODS = {
     "mean": {"name": "by_rule", "rule": "by_num_samples"},
     "trimmed-mean": {"name": "by_rule", "rule": {"name": "trimmed_mean", "f": 2}},
-    "fedcb2o": fedcb2o.load("digits-fedcb2o").settings()["algorithm"],
+    "fedassay": "fedassay",
     "alone": "local_training",
 }
 CASES = ("alike", "two-scanners", "label-skew")

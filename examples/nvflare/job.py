@@ -1,4 +1,4 @@
-"""NVFlare's simulator with nine hospitals: `python job.py --method fedcb2o --attack none`."""
+"""NVFlare's simulator with nine hospitals: `python job.py --method fedassay --attack none`."""
 
 import argparse
 import json
@@ -32,7 +32,7 @@ def run(method: str, attack: str, case: str, seed: int, rounds: int) -> list[flo
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--method", choices=METHODS, default="fedcb2o")
+    parser.add_argument("--method", choices=METHODS, default="fedassay")
     parser.add_argument("--attack", choices=ATTACKS, default="none")
     parser.add_argument("--case", choices=CASES, default="alike")
     parser.add_argument("--seed", type=int, default=0)

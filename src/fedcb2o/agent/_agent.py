@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedcb2o import records
-from fedcb2o.agent._attack import build_attack, craft
+from fedcb2o.agent._attack import Attacker, build_attack
 from fedcb2o.agent._decision import SELF, Decision, Observer, decision_of
 from fedcb2o.agent._group import data_of_one, group_of_one, with_candidates
 from fedcb2o.agent._judge import Judge, JudgeOracle
@@ -199,29 +199,10 @@ class Agent:
         if not self._data.attack.is_crafting(self.round):
             return self._format.to_user(theta.unsqueeze(0))[0]
 
-        others = {**(benign or {}), **(fellows or {})}
-        rows = {}
-        for name, id in zip(others, self._peers.ids(others), strict=True):
-            row = torch.empty_like(theta)
-            reason = self._format.read_(others[name], row)
-            if reason:
-                raise ConfigError(f"the model of {name!r} cannot be used by the attack: {reason}")
-            rows[name] = (id, row)
+        ids = self._peers.ids([*(benign or {}), *(fellows or {})])
         spec = dataclasses.replace(self._spec, num_agents=self._peers.num_agents)
-        crafted = craft(
-            spec,
-            self._data,
-            self.round,
-            theta,
-            self._previous,
-            dict(rows[name] for name in benign or {}),
-            dict(rows[name] for name in fellows or {}),
-        )
-        models = self._format.to_user(crafted)
-        if not self._data.attack.threat.each_receiver:
-            return models[0]
-        names = {rows[name][0]: name for name in benign or {}}
-        return {names[id]: model for id, model in zip(sorted(names), models, strict=True)}
+        attacker = Attacker(spec, self._data, self._format, self.round, theta, self._previous)
+        return attacker.publish(ids, benign or {}, fellows or {})
 
     def select(self, candidates: Iterable[Peer], budget: int) -> list[Any]:
         """Select the peers to ask in this round (alg:localAggregation, line 1).

@@ -1,7 +1,7 @@
 """Models and training data of an agent that attacks."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.agent._group import adversary_of, group_of_one
+from fedcb2o.agent._models import Model, ModelFormat
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import AgentData, Attack, RunSpec, craft_models_
 from fedcb2o.federated.attacks.section import AttackSection
@@ -39,51 +40,80 @@ def build_attack(choice: Any) -> Attack | None:
     return attack
 
 
-def craft(
-    spec: RunSpec,
-    data: AgentData,
-    n: int,
-    own: Float[Tensor, " d"],
-    previous: Float[Tensor, " d"],
-    benign: dict[int, Float[Tensor, " d"]],
-    fellows: dict[int, Float[Tensor, " d"]],
-) -> Float[Tensor, "r d"]:
-    """Craft the models that an attacker publishes.
+class Attacker(NamedTuple):
+    """An agent that crafts the models which it publishes in one round.
 
-    Args:
+    Attributes:
         spec: Specification of the round; the ids of all agents are below its number of agents.
         data: Data of the attacker, with its attack.
+        model_format: Format of models.
         n: Round.
         own: Model of the attacker.
         previous: Its model before the round.
-        benign: Models of benign agents by id.
-        fellows: Models of other attackers by id.
-
-    Returns:
-        One model, or one per benign agent.
-
-    Raises:
-        ConfigError: The attack knows models that are missing.
     """
-    attack = data.attack
-    if not benign and ("benign" in attack.threat.knows or attack.threat.each_receiver):
-        raise ConfigError("the attack looks at the models of benign agents: pass `benign`")
 
-    # Agents that the attacker does not know are those of another cluster.
-    id = int(data.agents[0])
-    known = {**benign, **fellows, id: own}
-    ids = np.arange(spec.num_agents)
-    adversary = adversary_of(attack, ~np.isin(ids, [*benign]), ~np.isin(ids, [*known]) * 1)
+    spec: RunSpec
+    data: AgentData
+    model_format: ModelFormat
+    n: int
+    own: Float[Tensor, " d"]
+    previous: Float[Tensor, " d"]
 
-    num_crafted = attack.num_published(1, len(benign))
-    dim = len(own)
-    models = own.new_zeros(1 + num_crafted, parameters.row_stride(dim))[:, :dim]
-    models[0] = own
-    models[1] = previous
+    def publish(
+        self, ids: Sequence[int], benign: Mapping[Any, Model], fellows: Mapping[Any, Model]
+    ) -> Any:
+        """Craft the models that the attacker publishes.
 
-    def peek(ids: Sequence[int]) -> Float[Tensor, "m d"]:
-        return torch.stack([known[j] for j in ids]) if ids else own.new_zeros(0, dim)
+        Args:
+            ids: Id of each benign agent, then of each other attacker.
+            benign: Models of benign agents by name.
+            fellows: Models of other attackers by name.
 
-    group = group_of_one(spec, data, models, adversary, num_crafted)
-    craft_models_(group, np.zeros(1, np.int64), n, np.ones(spec.num_agents, bool), peek)
-    return models[1:]
+        Returns:
+            One model, or one per benign agent by name.
+
+        Raises:
+            ConfigError: The attack knows models that are missing or invalid.
+        """
+        threat = self.data.attack.threat
+        if not benign and ("benign" in threat.knows or threat.each_receiver):
+            raise ConfigError("the attack looks at the models of benign agents: pass `benign`")
+
+        id_of = dict(zip([*benign, *fellows], ids, strict=True))
+        rows: dict[int, Float[Tensor, " d"]] = {}
+        for name, model in {**benign, **fellows}.items():
+            row = torch.empty_like(self.own)
+            reason = self.model_format.read_(model, row)
+            if reason:
+                raise ConfigError(f"the model of {name!r} cannot be used by the attack: {reason}")
+            rows[id_of[name]] = row
+
+        benign_ids = {id_of[name]: name for name in benign}
+        models = self.model_format.to_user(self._craft(list(benign_ids), rows))
+        if not threat.each_receiver:
+            return models[0]
+        ordered = [benign_ids[id] for id in sorted(benign_ids)]
+        return dict(zip(ordered, models, strict=True))
+
+    def _craft(
+        self, benign: list[int], rows: dict[int, Float[Tensor, " d"]]
+    ) -> Float[Tensor, "r d"]:
+        """Return one crafted model, or one per benign agent."""
+        known = {**rows, int(self.data.agents[0]): self.own}
+        ids = np.arange(self.spec.num_agents)
+        # Agents that the attacker does not know are those of another cluster.
+        cluster = ~np.isin(ids, list(known)) * 1
+        adversary = adversary_of(self.data.attack, ~np.isin(ids, benign), cluster)
+
+        num_crafted = self.data.attack.num_published(1, len(benign))
+        dim = len(self.own)
+        models = self.own.new_zeros(1 + num_crafted, parameters.row_stride(dim))[:, :dim]
+        models[0] = self.own
+        models[1] = self.previous
+
+        def peek(ids: Sequence[int]) -> Float[Tensor, "m d"]:
+            return torch.stack([known[j] for j in ids]) if ids else models[:0]
+
+        group = group_of_one(self.spec, self.data, models, adversary, num_crafted)
+        craft_models_(group, np.zeros(1, np.int64), self.n, np.ones(len(ids), bool), peek)
+        return models[1:]

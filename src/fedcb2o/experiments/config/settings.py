@@ -243,7 +243,7 @@ class Experiment(Section):
         """Hold nothing out for the recommended method, unless the configuration says otherwise."""
         if not isinstance(table, Mapping) or not isinstance(table.get("agents"), Mapping):
             return table
-        algorithm = table.get("algorithm", {})
+        algorithm = as_component(table.get("algorithm", {}))
         if not isinstance(algorithm, Mapping) or algorithm.get("name", RECOMMENDED) != RECOMMENDED:
             return table
         return {**table, "agents": {"hold_out": False, "validation": 1.0, **table["agents"]}}
