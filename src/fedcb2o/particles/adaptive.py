@@ -207,4 +207,4 @@ def _num_agreeing(hopper: Hopper) -> int:
 
 def _to_array(values: Tensor) -> np.ndarray:
     """Copy values, because the particles change in place."""
-    return np.array(values.cpu(), dtype=np.float64)
+    return values.double().cpu().numpy().copy()
