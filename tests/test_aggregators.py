@@ -39,6 +39,8 @@ INPUTS = {
     "LFighter": (X.view(7, 2, 3), X[0].view(2, 3)),
     "Sageflow": (np.ones(7), np.zeros(7)),
     "WeightedAverage": (np.arange(1.0, 8.0),),
+    "LossClustering": (np.arange(7.0),),
+    "LPETSR": (np.arange(7.0),),
 }
 
 
@@ -190,7 +192,15 @@ def test_a_model_that_is_not_finite_is_an_error_of_every_rule(name, value):
         make(name)(x, *INPUTS.get(name, ()))
 
 
-NEEDED = {"Bulyan": 7, "Krum": 5, "MultiKrum": 5, "ClippedGossip": 3, "CSPlus": 3, "UBAR": 3}
+NEEDED = {
+    "DnC": 2,
+    "Bulyan": 7,
+    "Krum": 5,
+    "MultiKrum": 5,
+    "ClippedGossip": 3,
+    "CSPlus": 3,
+    "UBAR": 3,
+}
 
 
 @pytest.mark.parametrize("name", WITH_F)
@@ -220,6 +230,8 @@ def test_one_model(name):
         "UBAR": (one[0], [1.0, 1.0]),
         "Sageflow": ([1.0], [0.0]),
         "WeightedAverage": ([2.0],),
+        "LossClustering": ([2.0],),
+        "LPETSR": ([2.0],),
         "Balance": (one[0], 0.0),
         "ClippedGossip": (one[0],),
         "CSPlus": (one[0],),

@@ -22,12 +22,14 @@ Example:
 from fedcb2o.aggregators._base import Aggregator, function_of
 from fedcb2o.aggregators._local_rules import (
     FLAME,
+    LPETSR,
     UBAR,
     Balance,
     ClippedGossip,
     CSPlus,
     FLTrust,
     LFighter,
+    LossClustering,
     NormClipping,
     Sageflow,
     WeightedAverage,
@@ -40,6 +42,7 @@ from fedcb2o.aggregators._rules import (
     Average,
     Bulyan,
     CenteredClipping,
+    DnC,
     GeometricMedian,
     Krum,
     Meamed,
@@ -61,6 +64,7 @@ multi_krum = function_of("multi_krum", MultiKrum)
 bulyan = function_of("bulyan", Bulyan)
 mda = function_of("mda", MDA)
 smea = function_of("smea", SMEA)
+dnc = function_of("dnc", DnC)
 caf = function_of("caf", CAF)
 centred_clipping = function_of("centred_clipping", CenteredClipping)
 monna = function_of("monna", MoNNA)
@@ -72,6 +76,8 @@ fltrust = function_of("fltrust", FLTrust)
 norm_clipping = function_of("norm_clipping", NormClipping)
 flame = function_of("flame", FLAME)
 lfighter = function_of("lfighter", LFighter)
+loss_clustering = function_of("loss_clustering", LossClustering)
+lpe_tsr = function_of("lpe_tsr", LPETSR)
 sageflow = function_of("sageflow", Sageflow)
 nnm = function_of("nnm", NNM)
 bucketing = function_of("bucketing", Bucketing)
@@ -82,6 +88,7 @@ __all__ = [
     "ARC",
     "CAF",
     "FLAME",
+    "LPETSR",
     "MDA",
     "NNM",
     "SMEA",
@@ -95,10 +102,12 @@ __all__ = [
     "CenteredClipping",
     "ClippedGossip",
     "Clipping",
+    "DnC",
     "FLTrust",
     "GeometricMedian",
     "Krum",
     "LFighter",
+    "LossClustering",
     "Meamed",
     "Median",
     "MoNNA",
@@ -118,11 +127,14 @@ __all__ = [
     "clipping",
     "coordinate_median",
     "cs_plus",
+    "dnc",
     "flame",
     "fltrust",
     "geometric_median",
     "krum",
     "lfighter",
+    "loss_clustering",
+    "lpe_tsr",
     "mda",
     "meamed",
     "mean",

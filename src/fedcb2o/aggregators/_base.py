@@ -154,7 +154,12 @@ def finite_gram(
     """
     if order is None:
         order = torch.arange(len(rows))
-    g = gram(rows, order, last=last)
+    if last == 0 and rows.device.type != "mps":  # one pass: nothing but norms
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).cpu()
+        g = torch.full((len(rows), len(rows)), torch.nan, dtype=torch.float64)
+        g.diagonal().copy_(norms.square()[order])
+    else:
+        g = gram(rows, order, last=last)
     base.require_finite(rows, order[~g.diagonal().isfinite()])
     return g
 

@@ -21,12 +21,14 @@ from fedcb2o.user_values import to_tensor
 
 __all__ = [
     "FLAME",
+    "LPETSR",
     "UBAR",
     "Balance",
     "CSPlus",
     "ClippedGossip",
     "FLTrust",
     "LFighter",
+    "LossClustering",
     "NormClipping",
     "Sageflow",
     "WeightedAverage",
@@ -323,4 +325,51 @@ class Sageflow(Aggregator):
             torch.ones(m),
             threshold=self.threshold,
             delta=self.delta,
+        )
+
+
+@dataclass(frozen=True)
+class LossClustering(Aggregator):
+    """Mean of the models in the better one of two clusters of losses.
+
+    K-means with two clusters, from the least and the largest loss. Kritharakis, Jakovetic, Makris
+    and Tserpes, "Robust federated learning under adversarial attacks via loss-based client
+    clustering" (2025).
+
+    Example:
+        >>> LossClustering()([[0.0], [2.0], [90.0]], [0.1, 0.2, 5.0])
+        [1.0]
+    """
+
+    def __call__(self, models: Models, losses: Any) -> Any:
+        """Aggregate models by their losses on validation data."""
+        m = len(stack(models).rows)
+        return aggregate(aggregation.loss_clustering, models, _values("losses", losses, m))
+
+
+@dataclass(frozen=True)
+class LPETSR(Aggregator):
+    """Mean of the models, weighted by exp(-loss / temperature).
+
+    Local performance evaluation with temperature-scaled softmax reweighting, the rule of DB-Robust
+    DSGD (https://openreview.net/forum?id=WeDc8CiLSn).
+
+    Args:
+        temperature: Above 0; a lower one concentrates the weights on the best models.
+
+    Example:
+        >>> LPETSR(temperature=0.001)([[1.0], [90.0]], [0.1, 5.0])
+        [1.0]
+    """
+
+    temperature: float = 1.0
+
+    def __call__(self, models: Models, losses: Any) -> Any:
+        """Aggregate models by their losses on validation data."""
+        m = len(stack(models).rows)
+        return aggregate(
+            aggregation.lpe_tsr,
+            models,
+            _values("losses", losses, m),
+            temperature=self.temperature,
         )

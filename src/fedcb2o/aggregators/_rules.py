@@ -30,6 +30,7 @@ __all__ = [
     "Average",
     "Bulyan",
     "CenteredClipping",
+    "DnC",
     "GeometricMedian",
     "Krum",
     "Meamed",
@@ -338,6 +339,35 @@ class CAF(Aggregator):
     def __call__(self, models: Models) -> Any:
         """Aggregate models; the result has their type."""
         return aggregate(aggregation.caf, models, f=self.f, clip_f=self.clip_f)
+
+
+@dataclass(frozen=True)
+class DnC(Aggregator):
+    """Mean without the models that are farthest along the direction of largest variance.
+
+    The score of a model is <x_i - mean, v>^2, where v is the first right singular vector of the
+    centred models. The ceil(removed f) largest scores are removed, at most m - 1. Shejwalkar and
+    Houmansadr, "Manipulating the Byzantine" (NDSS 2021), with all coordinates and one iteration.
+
+    Args:
+        f: Number of attackers to assume.
+        removed: Models to remove for each assumed attacker, above 0.
+        clip_f: Assume fewer if there are too few models, with a warning, instead of an error.
+
+    Example:
+        >>> DnC(f=1)([[0.0], [1.0], [2.0], [100.0]])
+        [1.0]
+    """
+
+    f: int = 0
+    removed: float = 1.0
+    clip_f: bool = field(default=False, kw_only=True)
+
+    def __call__(self, models: Models) -> Any:
+        """Aggregate models; the result has their type."""
+        return aggregate(
+            aggregation.dnc, models, f=self.f, removed=self.removed, clip_f=self.clip_f
+        )
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,7 @@ def _entries_to_compute(
     entries = signature.gram_entries
     if callable(entries):
         entries = entries(getattr(rule, "keywords", {}))
-    if signature.reads == "columns" or entries == "none":
+    if signature.reads != "gram" or entries == "none":
         mixes_gram = mixing is not None and signature.reads == "gram"
         return "all" if callable(mixing) or mixes_gram else "none"
     return entries if mixing is None else "all"
@@ -370,37 +370,51 @@ def weighted_sum(
     Raises:
         ConfigError: A model is not finite.
     """
-    # 1. Only the models that count, unless all are consecutive rows: a view is faster than a copy.
     is_used = weights != 0
     used = weights[is_used]
     if len(used) == 1 and used[0] == 1:
         result = models[int(rows[is_used])].clone()
+        if not _is_finite(result):
+            require_finite(models, rows)
+        return result
+
+    # 1. Only the models that count, unless all are consecutive rows: a view is faster than a copy.
+    if not parameters.is_contiguous_range(rows.tolist()):
+        rows = rows[is_used]
+        weights = used
+    is_mean = (used == used[0]).all() and abs(float(used[0]) * len(used) - 1) < 1e-9
+    if is_mean:
+        result = _linear_combination(models, rows, (weights != 0).double(), len(used))
     else:
-        if not parameters.is_contiguous_range(rows.tolist()):
-            rows = rows[is_used]
-            weights = used
-        is_mean = (used == used[0]).all() and abs(float(used[0]) * len(used) - 1) < 1e-9
-        mu = (weights != 0 if is_mean else weights).to(models.device, models.dtype)
-        result = _linear_combination(models, rows, mu)
-        if is_mean:
-            result /= len(used)
+        result = _linear_combination(models, rows, weights, 1)
 
     # 2. The result is not finite if a model is not, or if a sum overflows where a mean does not.
-    if not result.isfinite().all():
+    if result is None:
         require_finite(models, rows)
-        result = _linear_combination(models, rows, weights.to(models.device, models.dtype))
+        result = _linear_combination(models, rows, weights, 1)
+    if result is None:
+        raise ConfigError("the weighted sum of the models is beyond the largest number")
     return result
 
 
 def _linear_combination(
-    models: Float[Tensor, "p d"], rows: Int[Tensor, " m"], mu: Float[Tensor, " m"]
-) -> Float[Tensor, " d"]:
-    if parameters.is_contiguous_range(rows.tolist()):
-        return mu @ models[int(rows[0]) : int(rows[0]) + len(rows)]
+    models: Float[Tensor, "p d"], rows: Int[Tensor, " m"], weights: Float[Tensor, " m"], count: int
+) -> Float[Tensor, " d"] | None:
+    """Compute a weighted sum, divided by `count`; None if it is not finite."""
+    mu = weights.to(models.device, models.dtype)
     result = models.new_empty(models.shape[1])
-    for a, block in column_blocks(models, rows):
-        torch.mv(block.T, mu, out=result[a : a + block.shape[1]])
-    return result
+    size = None
+    if parameters.is_contiguous_range(rows.tolist()):
+        size = max(1, models.shape[1])  # in one pass, because nothing is copied
+    for a, block in column_blocks(models, rows, size=size):
+        part = result[a : a + block.shape[1]]
+        torch.addmv(part, block.T, mu, beta=0, alpha=1 / count, out=part)
+    return result if _is_finite(result) else None
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Test if all values are finite: one pass, unless their sum overflows."""
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
 def require_finite(models: Float[Tensor, "p d"], rows: Int[Tensor, " k"]) -> None:
@@ -479,7 +493,7 @@ def _reduce_by_blocks(
 ) -> Float[Tensor, " d"]:
     result = models.new_empty(models.shape[1])
     for a, block in column_blocks(models, rows):
-        if not block.isfinite().all():
+        if not _is_finite(block):
             require_finite(models, rows)
         result[a : a + block.shape[1]] = reduce(block, a)
     return result
