@@ -16,7 +16,7 @@ grid = {
     },
     "defences": {
         "FedAssay": {},
-        "FedAssay, own model trusted": {"algorithm": {"own_model": "trusted"}},
+        "FedCBO": {"algorithm": {"name": "fedcbo", "mixing_factor": 1.0}},
         "Mean": {"algorithm": {"name": "by_rule", "rule": "mean"}},
     },
 }
