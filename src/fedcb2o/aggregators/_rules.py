@@ -277,8 +277,8 @@ class MDA(Aggregator):
         clip_f: Assume fewer if there are too few models, with a warning, instead of an error.
 
     Example:
-        >>> MDA(f=2)([[0.0], [1.0], [2.5], [100.0], [5.0]])
-        [1.1666666666666667]
+        >>> MDA(f=2)([[0.0], [1.0], [2.0], [100.0], [5.0]])
+        [1.0]
     """
 
     f: int = 0
