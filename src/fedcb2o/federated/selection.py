@@ -157,9 +157,9 @@ def uniform(
     """
     if newcomer_share is not None:
         equal = ContactTable(contacts.ids, np.ones_like(contacts.likelihood))
-        return BATCHED_SELECTION.get(prob_sampling)(
-            equal, candidates, budget, draws, newcomer_share
-        )
+        batched = BATCHED_SELECTION.get(prob_sampling)
+        assert batched is not None
+        return batched(equal, candidates, budget, draws, newcomer_share)
     positions = []
     for count, draw in zip(candidates.counts.tolist(), draws, strict=True):
         positions.append(np.sort(draw.choice(count, min(budget, count), replace=False)))
