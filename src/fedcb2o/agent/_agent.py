@@ -25,7 +25,7 @@ from fedcb2o.agent._validation import check_parts, evaluation_copy, num_classes,
 from fedcb2o.data import Shard, input_validation
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.federated import AgentState, Inbox, Ragged, RunSpec, algorithm2
-from fedcb2o.federated.admission import Message, rejection_reason
+from fedcb2o.federated.admission import Message, max_abs, rejection_reason
 from fedcb2o.federated.algorithms.parameter_checks import require
 from fedcb2o.federated.algorithms.section import RECOMMENDED
 from fedcb2o.federated.shortfall import Shortfall
@@ -253,24 +253,32 @@ class Agent:
         buffer[1:first_row] = self._previous
 
         refused: dict[Any, str] = {}
-        claims: dict[int, float] = {}
-        for id in sorted(names):
+        entries: list[tuple[int, int, float]] = []
+        received = buffer[first_row:]
+        ids = sorted(names)
+        reasons = [
+            self._format.read_(models[names[id]], row)
+            for id, row in zip(ids, received, strict=True)
+        ]
+        largest = max_abs(received, range(len(ids))).tolist()
+        for k, id in enumerate(ids):
             name = names[id]
-            row = buffer[first_row + len(claims)]
             claim = to_python((samples or {}).get(name, self._settings.num_samples))
-            reason = self._format.read_(models[name], row) or rejection_reason(
-                Message(row, claim, self.round), dim=self._format.dim, n=self.round
+            message = Message(received[k], claim, self.round)
+            reason = reasons[k] or rejection_reason(
+                message, dim=self._format.dim, n=self.round, largest=largest[k]
             )
             if reason:
                 refused[name] = reason
+                received[k].zero_()
             else:
-                claims[id] = float(claim)
+                entries.append((id, first_row + k, float(claim)))
         if self._selected is None:
-            self._selected = (tuple(sorted(names)), max(1, len(names)))
+            self._selected = (tuple(ids), max(1, len(names)))
 
         observer = Observer(self._spec.algorithm)
         spec = dataclasses.replace(self._round_spec(), algorithm=observer.algorithm)
-        group = group_of_one(spec, self._data, buffer[: first_row + len(claims)])
+        group = group_of_one(spec, self._data, buffer)
         oracle = None
         if self._judge is not None:
             oracle = JudgeOracle(group, self._judge, self._format)
@@ -278,7 +286,7 @@ class Agent:
             group,
             self.round,
             self._state,
-            lambda asked: self._inbox(claims, first_row, self._peers.own in asked.values),
+            lambda asked: self._inbox(entries, self._peers.own in asked.values),
             oracle=oracle,
         )
         self._previous = group.models[0].clone()
@@ -374,12 +382,10 @@ class Agent:
         ids = np.array(candidates, np.int64)
         return with_candidates(self._spec, self._peers.own, self._peers.num_agents, ids, budget)
 
-    def _inbox(self, claims: Mapping[int, float], first_row: int, has_own: bool) -> Inbox:
-        """Return the received models; the agent's own is one of them if it sampled itself."""
-        entries = [(id, first_row + k, claim) for k, (id, claim) in enumerate(claims.items())]
+    def _inbox(self, entries: list[tuple[int, int, float]], has_own: bool) -> Inbox:
+        """Return models by (id, row, samples); the agent's own is one if it sampled itself."""
         if has_own:
-            entries.append((self._peers.own, 0, float(self._settings.num_samples)))
-        entries.sort()
+            entries = sorted([*entries, (self._peers.own, 0, float(self._settings.num_samples))])
         ids = np.array([id for id, _, _ in entries], np.int64)
         rows = np.array([row for _, row, _ in entries], np.int64)
         samples = np.array([claim for _, _, claim in entries], float)

@@ -42,13 +42,14 @@ class Message:
     round: Any
 
 
-def rejection_reason(message: Message, *, dim: int, n: int) -> str:
+def rejection_reason(message: Message, *, dim: int, n: int, largest: float | None = None) -> str:
     """Check a message (alg:localAggregation, line 2).
 
     Args:
         message: The message.
         dim: Length d of a model.
         n: Round that the model must be of.
+        largest: Largest absolute value of the model, where it is known.
 
     Returns:
         The reason to reject the message, or an empty string.
@@ -63,7 +64,9 @@ def rejection_reason(message: Message, *, dim: int, n: int) -> str:
         )
     if message.round != n:
         return f"its model is of round {message.round}, expected {n}"
-    if not is_admissible(max_abs(theta.unsqueeze(0), [0])).all():
+    if largest is None:
+        largest = float(max_abs(theta.unsqueeze(0), [0])[0])
+    if not largest <= MAX_VALUE:
         return f"its model holds numbers that are not finite, or beyond {MAX_VALUE:g}"
     if isinstance(claim, bool) or not isinstance(claim, int | float) or not 0 <= claim < np.inf:
         return f"it claims {claim!r:.40} samples"
