@@ -264,7 +264,6 @@ def summarise(log: Path) -> list[dict[str, Any]]:
                 **{"corrupted": f"{corrupt:.0%}", "method": method, "runs": len(runs)},
                 "feasible": f"{54 * np.mean([run['feasible'] for run in runs]):.1f}",
                 **counts,
-                "seconds a run": f"{np.mean([run['seconds'] for run in runs]):.2f}",
             }
         )
     return rows
