@@ -9,6 +9,7 @@ fedcb2o.minimize(
     lambda x: (x.square().sum(-1) - 1).square(),
     lambda x: (x[..., 0] - 2).square() + x[..., 1].square(),
     dim=2,
+    dynamics="paper",
     callback=lambda state: seen.setdefault(state.n, state.theta.clone()) is None,
 )
 figure = Figure(figsize=(9, 3.2), layout="constrained")
