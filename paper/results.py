@@ -70,9 +70,16 @@ TRIGGERS = (
 )
 """Attacks by triggers, which a method without a search for backdoors lets through."""
 SEARCH = f"{FIRST_FORM}, backdoor search"
+_README_DATA = {
+    "attacks-all-data": "Digits",
+    "emnist-all-data": "EMNIST",
+    "fashion-all-data": "Fashion-MNIST",
+}
 _README_COLUMNS = ("No attack", "Worst attack", "Worst trigger succeeds")
 _MIN_LOSS = 0.01  # of accuracy or success: smaller losses are not listed
-_COMMENT = re.compile(r"(?P<mark>^<!-- generated: (?P<name>\w+) -->\n\n)(?:^\|.*\n)*", re.MULTILINE)
+_COMMENT = re.compile(
+    r"(?P<mark>^<!-- generated: (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE
+)
 
 
 @functools.cache
@@ -136,9 +143,9 @@ def readme_table() -> pd.DataFrame:
     parts = [table[name].str.split().str[0] for name in _README_COLUMNS]
     table["Cell"] = parts[0].str.cat(parts[1:], sep="/")
     rows = {}
-    for name in ("all-data", "emnist-all-data", "fashion-all-data"):
+    for name, data in _README_DATA.items():
         first, search, best = table.loc[grid_results(name).title].itertuples()
-        rows[str(first.Index).removesuffix(", all data")] = {
+        rows[data] = {
             "FedAssay": first.Cell,
             "with backdoor search": search.Cell,
             "best other": f"{best.Cell} ({best.Method})",
@@ -262,7 +269,7 @@ def rewrite_page(page: Path = PAGE) -> str:
     """
 
     def table(match: re.Match[str]) -> str:
-        return match["mark"] + to_markdown(TABLES[match["name"]]())
+        return match["mark"] + to_markdown(TABLES[match["name"]]()) + "\n"
 
     return _COMMENT.sub(table, page.read_text(encoding="utf-8"))
 
