@@ -18,6 +18,8 @@ from fedcb2o.federated.aggregation.gram_matrix import gram
 
 P = ParamSpec("P")
 
+_CHUNK = 4096  # the rounding of a sum grows with its length
+
 
 @dataclass(frozen=True)
 class Aggregator:
@@ -154,14 +156,23 @@ def finite_gram(
     """
     if order is None:
         order = torch.arange(len(rows))
-    if last == 0 and rows.device.type != "mps":  # one pass: nothing but norms
-        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).cpu()
-        g = torch.full((len(rows), len(rows)), torch.nan, dtype=torch.float64)
-        g.diagonal().copy_(norms.square()[order])
-    else:
-        g = gram(rows, order, last=last)
+    squares = _squared_norms(rows)[order] if last == 0 else None
+    if squares is not None and squares.isfinite().all():
+        return torch.full((len(order),) * 2, torch.nan, dtype=torch.float64).diagonal_scatter(
+            squares
+        )
+    g = gram(rows, order, last=last)
     base.require_finite(rows, order[~g.diagonal().isfinite()])
     return g
+
+
+def _squared_norms(rows: Float[Tensor, "p d"]) -> Float[Tensor, " p"]:
+    """Compute squared norms in one pass, by chunks, so that rounding stays small."""
+    num_chunks = rows.shape[1] // _CHUNK
+    chunks = rows[:, : num_chunks * _CHUNK].reshape(len(rows), num_chunks, _CHUNK)
+    rest = torch.linalg.vector_norm(rows[:, num_chunks * _CHUNK :], dim=1, keepdim=True)
+    parts = torch.cat([torch.linalg.vector_norm(chunks, dim=2), rest], 1)
+    return parts.cpu().double().square().sum(1)
 
 
 def with_origin(g: Float[Tensor, "m m"]) -> Float[Tensor, "k k"]:

@@ -384,17 +384,17 @@ def weighted_sum(
         weights = used
     is_mean = (used == used[0]).all() and abs(float(used[0]) * len(used) - 1) < 1e-9
     if is_mean:
-        result = _linear_combination(models, rows, (weights != 0).double(), len(used))
+        total = _linear_combination(models, rows, (weights != 0).double(), len(used))
     else:
-        result = _linear_combination(models, rows, weights, 1)
+        total = _linear_combination(models, rows, weights, 1)
 
     # 2. The result is not finite if a model is not, or if a sum overflows where a mean does not.
-    if result is None:
+    if total is None:
         require_finite(models, rows)
-        result = _linear_combination(models, rows, weights, 1)
-    if result is None:
+        total = _linear_combination(models, rows, weights, 1)
+    if total is None:
         raise ConfigError("the weighted sum of the models is beyond the largest number")
-    return result
+    return total
 
 
 def _linear_combination(
@@ -407,8 +407,9 @@ def _linear_combination(
     if parameters.is_contiguous_range(rows.tolist()):
         size = max(1, models.shape[1])  # in one pass, because nothing is copied
     for a, block in column_blocks(models, rows, size=size):
-        part = result[a : a + block.shape[1]]
-        torch.addmv(part, block.T, mu, beta=0, alpha=1 / count, out=part)
+        torch.mv(block.T, mu, out=result[a : a + block.shape[1]])
+    if count > 1:
+        result /= count
     return result if _is_finite(result) else None
 
 
