@@ -204,19 +204,26 @@ def by_de(task: Task, weight: float, seed: int) -> Array:
 
 
 def by_cma(task: Task, weight: float, seed: int) -> Array:
-    """Solve a task by CMA-ES with a penalty."""
+    """Solve a task by CMA-ES with a penalty, with restarts while evaluations are left."""
     import cma
 
     objective = penalty(task, weight)
     low, high = task.box.T
-    start = np.random.default_rng(seed).uniform(low, high)
-    options = {"bounds": [low.tolist(), high.tolist()], "maxfevals": EVALUATIONS, "popsize": 40}
-    options |= {"verbose": -9, "seed": seed + 1, "CMA_stds": (high - low) / 4}
-    search = cma.CMAEvolutionStrategy(start, 1.0, options)
-    while not search.stop():
-        points = np.array(search.ask())
-        search.tell(list(points), objective(points).tolist())
-    return np.array(search.result.xfavorite)
+    generator = np.random.default_rng(seed)
+    options = {"bounds": [low.tolist(), high.tolist()], "popsize": 40, "verbose": -9}
+    options["CMA_stds"] = (high - low) / 4
+    ends = []
+    count = 0
+    while count < EVALUATIONS:
+        options |= {"maxfevals": EVALUATIONS - count, "seed": int(generator.integers(1, 2**31))}
+        search = cma.CMAEvolutionStrategy(generator.uniform(low, high), 1.0, options)
+        while not search.stop():
+            points = np.array(search.ask())
+            search.tell(list(points), objective(points).tolist())
+        count += search.countevals + 1
+        end = np.array(search.result.xfavorite)
+        ends.append((float(objective(end)), end))
+    return min(ends, key=lambda pair: pair[0])[1]
 
 
 def by_slsqp(task: Task, seed: int) -> Array:
