@@ -64,7 +64,7 @@ QUICK = ((2, range(2, 3), 1, 0.0, METHODS[:5]),)
 
 
 class SpentError(Exception):
-    """All evaluations are spent."""
+    """Signal of a spent budget."""
 
 
 class Function:
