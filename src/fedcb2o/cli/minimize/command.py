@@ -149,7 +149,7 @@ def minimize(
     Prints the result, and writes result.json and a figure. The default of a setting is that of
     the problem, or else that of fedcb2o.minimize in Python.
 
-    Example: fedcb2o minimize circle --adversary static --num-malicious 10 --delta-q 0.01 --runs 20
+    Example: fedcb2o minimize circle --adversary static --num-malicious 10 --runs 20
     """
     import torch
 
