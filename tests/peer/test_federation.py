@@ -576,7 +576,6 @@ HOSTILE = {
     "a device": at("experiment", "device", value="cuda"),
     "a large budget": at("experiment", "agents", "budget", value=4),
     "no budget": at("experiment", "agents", value={}),
-    "no algorithm": at("experiment", "algorithm", value={}),
     "an unknown algorithm": at("experiment", "algorithm", "name", value="fedcb"),
     "an algorithm with a coordinator": at(
         "experiment", "algorithm", value={"name": "ifca", "models": 2}

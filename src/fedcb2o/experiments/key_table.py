@@ -19,8 +19,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from fedcb2o.experiments.config.settings import Experiment, ModelSection
-from fedcb2o.federated.attacks.section import AttackSection
 from fedcb2o.federated.algorithms.section import AlgorithmSection
+from fedcb2o.federated.attacks.section import AttackSection
 from fedcb2o.federated.guards import Guards
 from fedcb2o.federated.sections import AgentsSection, TrainingSection
 
