@@ -260,6 +260,8 @@ def test_attackers_are_those_of_python(folder, kind):
         kind,
         "--num-malicious",
         6,
+        "--dynamics",
+        "paper",
         *more,
         "--no-figure",
         "--out",
@@ -268,7 +270,13 @@ def test_attackers_are_those_of_python(folder, kind):
     assert done.status == 0, done.err
     table = read(folder / "out" / "result.json")
     expected = fedcb2o.minimize(
-        CIRCLE.lower, CIRCLE.upper, 2, num_particles=40, maxiter=60, adversaries=same
+        CIRCLE.lower,
+        CIRCLE.upper,
+        2,
+        num_particles=40,
+        maxiter=60,
+        adversaries=same,
+        dynamics="paper",
     )
     assert table["x"] == expected.x.tolist()
     assert table["adversary"]["kind"] == kind

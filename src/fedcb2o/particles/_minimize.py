@@ -262,8 +262,12 @@ def minimize(
     if initial is not None and not callable(initial):
         initial = check_ensemble(initial, len(seeds))
     needs_gradient = lambda2 > 0 or sigma2 > 0
-    walls, box = build_box(bounds, initial, x0, spread, dim)
     default = settings.PAPER["num_particles"]
+    is_default = num_particles is None and not isinstance(initial, Tensor)
+    if is_default and dim is not None:  # before a box of a great many coordinates
+        count = default_num_particles(dim) if is_adaptive else default
+        settings.check_memory(len(seeds), count, dim)
+    walls, box = build_box(bounds, initial, x0, spread, dim)
     if is_adaptive:
         default = default_num_particles(len(box[0]))
     clusters = build_clusters(
