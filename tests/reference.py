@@ -237,7 +237,12 @@ def local_aggregations(
         agent.met |= set(asked)
         received = [i for i in asked if answers[i]]  # line 2
         # Guards: a peer's model that is too far or too near is neither evaluated nor weighed.
-        admitted = [i for i in received if i == j or is_admitted(published[i], published[j], agent)]
+        refused = {
+            i: loss
+            for i in received
+            if i != j and (loss := refused_loss(published[i], published[j], agent, num_classes))
+        }
+        admitted = [i for i in received if i not in refused]
         # The models that m_j may hold; j is among them once, whether it sampled itself or is always
         # counted.
         at_hand = sorted({*admitted, j}) if options.own_model != "excluded" else admitted
@@ -268,7 +273,7 @@ def local_aggregations(
                         else losses[i].mean
                     )
             for i in received:  # line 4
-                update_likelihood(agent, i, losses[i].mean if i in admitted else math.inf)
+                update_likelihood(agent, i, refused.get(i) or losses[i].mean)
             if options.own_likelihood == "every_round" and j not in received:
                 update_likelihood(agent, j, losses[j].mean)
             values = {i: G[i] for i in at_hand}
@@ -427,20 +432,22 @@ def on_the_way(own: nn.Module, peer: nn.Module, agent: Agent, share: float) -> n
     return there
 
 
-def is_admitted(peer: nn.Module, own: nn.Module, agent: Agent) -> bool:
-    """Whether a peer's model is neither too far from the agent's own nor almost identical to it."""
+def refused_loss(peer: nn.Module, own: nn.Module, agent: Agent, num_classes: int) -> float:
+    """The loss that a refused model counts as: infinity if too far from the agent's own, log C if
+    almost identical to it; 0 for a model that is admitted."""
     options = agent.algorithm
     if options.max_distance is None and options.min_distance is None:
-        return True
+        return 0.0
     apart = distance(peer, own, agent)
     with torch.no_grad():
         norm = math.sqrt(sum(float(b.double().square().sum()) for b in exchanged(own, agent)))
     if options.max_distance is not None and apart > options.max_distance * norm:
-        return False
+        return math.inf
     if options.min_distance is None:
-        return True
+        return 0.0
     assert agent.before is not None
-    return apart >= options.min_distance * distance(agent.before, own, agent)
+    is_near = apart < options.min_distance * distance(agent.before, own, agent)
+    return math.log(num_classes) if is_near else 0.0
 
 
 def is_tolerated(losses: dict[int, Loss], i: int, j: int, options: Options) -> bool:

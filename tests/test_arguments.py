@@ -58,8 +58,8 @@ def warnings_are_the_callers():
     attack = adversaries.static(100, (-1.0, 0.0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        minimize(upper=lower, adversaries=attack)
-        fedcb2o.Search(2, upper=True, adversaries=attack)
+        minimize(upper=lower, adversaries=attack, dynamics="paper")
+        fedcb2o.Search(2, upper=True, adversaries=attack, dynamics="paper")
     assert {each.filename for each in caught} == {__file__}
     assert len(caught) == 2
 
@@ -74,20 +74,17 @@ SETTINGS = {
     "runs": [1.5, "2"],
     "batch": [1.5, "x"],
     "record_every": [0, 1.5, None],
-    "maxiter": [None, 1.5, float("inf")],
+    "maxiter": [1.5, float("inf")],
     "callback": [3, lambda state: torch.ones(3)],
     "adversaries": [None, [3], "x", lambda view: (0.0, 0.0)],
-    "alpha": [None, "1", lambda n: None],
-    "beta": [None, "x"],
-    "sigma1": [None, "x"],
-    "lambda1": [None, "1", 1j],
-    "dt": [None, torch.tensor([0.1, 0.2]), lambda n: 0.1],
+    "alpha": ["1", lambda n: None],
+    "beta": ["x"],
+    "sigma1": ["x"],
+    "lambda1": ["1", 1j],
+    "dt": [torch.tensor([0.1, 0.2]), lambda n: 0.1],
     "delta_q": [None],
-    "radius": [None],
-    "xtol": [None],
     "time_limit": [None],
-    "noise": [None, ["anisotropic"], 3],
-    "update": [None],
+    "noise": [["anisotropic"], 3],
     "dtype": ["float32", None, torch.int64],
     "device": ["nonsense", "cuda:99", "meta", [1]],
     "gradient": [3],

@@ -419,7 +419,7 @@ def bind(
 
 
 def _having_parameter(name: str, function: PluginFunction) -> str:
-    """Return ' It is a parameter of `x`.' for the built-in functions beside `function`."""
+    """Return ' It is a parameter of `x`.' for the built-in functions next to `function`."""
     module = str(getattr(getattr(function, "func", function), "__module__", ""))
     package = sys.modules.get(module.rpartition(".")[0])
     siblings = {other: getattr(package, other) for other in getattr(package, "__all__", ())}

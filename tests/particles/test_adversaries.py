@@ -435,5 +435,12 @@ def test_capture_warning_where_it_should_be(num_benign, num_malicious, settings,
 
 def test_capture_warning_is_a_user_warning_that_says_what_to_do():
     with pytest.warns(CaptureWarning, match="take delta_q > 0"):
-        minimize(circle, LURE, 2, adversaries=adversaries.static(50, (-1.0, 0.0)), maxiter=0)
+        minimize(
+            circle,
+            LURE,
+            2,
+            adversaries=adversaries.static(50, (-1.0, 0.0)),
+            maxiter=0,
+            dynamics="paper",
+        )
     assert issubclass(CaptureWarning, UserWarning)

@@ -199,7 +199,7 @@ def test_who_sends_a_receivers_own_model_back_gets_little_weight_for_it(tmp_path
             {
                 **changes,
                 "attack": {"name": "dissensus", "eps": 0.1},
-                "algorithm.min_distance": apart,
+                "algorithm.guards.min_distance": apart,
                 "name": f"near-{apart}",
             },
         )

@@ -106,7 +106,7 @@ def run(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory, such as 24GiB. Models beyond it go to disk.",
+            help="Such as 24GiB (1024^3 bytes each). Models beyond it go to disk.",
             rich_help_panel=RARE,
         ),
     ] = None,

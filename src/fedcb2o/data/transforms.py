@@ -244,8 +244,8 @@ def cluster_samples(
         part = Shard(x[rows].flatten(0, 1), y[rows].flatten(0, 1))
         seen = view(part, k)
         if seen is not part:
-            x[rows] = seen.x.view(-1, *x.shape[1:])
-            y[rows] = seen.y.view(-1, *y.shape[1:])
+            x[rows] = seen.x.view(x[rows].shape)
+            y[rows] = seen.y.view(y[rows].shape)
     return x, y
 
 

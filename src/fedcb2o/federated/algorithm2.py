@@ -32,7 +32,7 @@ from fedcb2o import consensus
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.guards import ADMITTED
+from fedcb2o.federated.guards import ADMITTED, counted_losses
 from fedcb2o.federated.mixing import mix_, mixing_matrix
 from fedcb2o.federated.plugin_outputs import validated_selection, validated_state
 from fedcb2o.federated.ragged import Ragged
@@ -99,7 +99,7 @@ def local_aggregation_(
     # Line 3: L^i <- L_j(theta^i)
     inputs = validate(agent, P, inbox.filter(is_admitted), n, oracle)
     # Line 4: P^i <- (1 - zeta) P^i + zeta exp(-kappa L^i)
-    P = update_likelihoods(algorithm, P, A, inbox, is_admitted, inputs)
+    P = update_likelihoods(agent.spec, P, A, inbox, admission, inputs)
     # Line 5: G^i <- G_j(theta^i), and Q_beta
     G = algorithm.criterion_values(inputs)
     # Line 6: mu^i <- exp(-alpha G^i) / sum_k exp(-alpha G^k)
@@ -211,24 +211,24 @@ def validate(
 
 
 def update_likelihoods(
-    algorithm: Algorithm,
+    spec: RunSpec,
     P: Contacts,
     A: Ragged,
     inbox: Inbox,
-    is_admitted: Bool[np.ndarray, " m"],
+    admission: Int[np.ndarray, " m"],
     inputs: CriterionInput,
 ) -> Contacts:
     """Average the likelihoods of the peers whose models were received (line 4).
 
-    A peer that was asked becomes a contact. Its likelihood is NaN until its first answer. A model
-    that is not admitted counts as an infinite loss.
+    A peer that was asked becomes a contact. Its likelihood is NaN until its first answer. Models
+    that are not admitted count as `guards.counted_losses` says.
 
     Args:
-        algorithm: Settings, with kappa and zeta.
+        spec: Run specification, with kappa, zeta and the number of classes.
         P: Contacts before the round.
         A: The peers that were asked.
         inbox: The models received.
-        is_admitted: Whether each of them is admitted.
+        admission: Whether each of them is admitted, or why not.
         inputs: Losses of the admitted models.
 
     Returns:
@@ -242,9 +242,9 @@ def update_likelihoods(
 
     if inputs.losses is not None:
         answered = ids.searchsorted(received)
-        L = np.full(len(received), np.inf)
-        L[is_admitted] = inputs.losses.mean.numpy()
-        likelihood[answered] = next_likelihood(algorithm, likelihood[answered], L)
+        L = counted_losses(admission, spec.num_classes)
+        L[admission == ADMITTED] = inputs.losses.mean.numpy()
+        likelihood[answered] = next_likelihood(spec.algorithm, likelihood[answered], L)
     return Contacts(torch.from_numpy(ids), torch.from_numpy(likelihood))
 
 

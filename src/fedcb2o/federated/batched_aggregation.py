@@ -30,7 +30,7 @@ from fedcb2o.federated.algorithm2 import (
 )
 from fedcb2o.federated.contacts import AgentState, CandidatePeers, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.guards import ADMITTED
+from fedcb2o.federated.guards import ADMITTED, counted_losses
 from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.run_spec import Algorithm, RunSpec
 from fedcb2o.federated.selection import BATCHED_SELECTION, select_colluding_peers
@@ -157,7 +157,7 @@ def decide(
     is_admitted = admission == ADMITTED
     admitted_index = np.flatnonzero(is_admitted)
     decisions = Decisions.empty(agents, sampled, inbox, admission)
-    L = np.full(len(inbox.rows), np.inf)
+    L = counted_losses(admission, spec.num_classes)
     for call in validate(  # line 3: L^i
         group, members, positions, known, inbox.filter(is_admitted), n
     ):

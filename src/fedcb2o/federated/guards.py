@@ -2,12 +2,13 @@
 
 A round has five steps: select, admit, evaluate, weigh and mix. Each guard is an option of a step.
 A model that is not admitted has weight 0: neither the criterion nor the rule gets it, and its
-likelihood gains nothing. Colluding attackers have no guards.
+sender's likelihood falls. Colluding attackers have no guards.
 
 >>> Guards(max_distance=1.3).needs_previous
 False
 """
 
+import math
 from typing import Annotated, Literal
 
 import numpy as np
@@ -127,6 +128,22 @@ def distance_check(
     if guards.max_distance is not False:
         outcome[~(distances <= guards.max_distance)] = TOO_FAR
     return outcome.numpy()
+
+
+def counted_losses(outcomes: Int[np.ndarray, " m"], num_classes: int) -> Float[np.ndarray, " m"]:
+    """Return the losses that the likelihoods of refused models count (line 4).
+
+    A model that is too far counts as an infinite loss. One that is too near counts as a model that
+    knows nothing, log C: benign peers may be near after a round or two, and are asked again.
+
+    Args:
+        outcomes: `ADMITTED`, `TOO_FAR` or `TOO_NEAR` for each model.
+        num_classes: C; numbers count as 2 classes.
+
+    Returns:
+        A loss per model; infinity for admitted ones, which their losses replace.
+    """
+    return np.where(outcomes == TOO_NEAR, math.log(max(num_classes, 2)), np.inf)
 
 
 def tolerated(tolerance: float, losses: Losses, own_losses: Losses) -> Bool[Tensor, "*a m"]:
