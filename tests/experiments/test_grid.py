@@ -618,7 +618,6 @@ def test_a_grid_is_the_runs_that_its_cells_are(undisturbed, tmp_path):
     assert here("report", folder, "--out", tmp_path / "report").status == 0
     page = (tmp_path / "report" / "report.html").read_text()
     assert "partial" not in page
-    assert "; tuned: " in page
 
 
 def test_what_cells_share_is_changed_from_the_command_line(tmp_path):

@@ -150,7 +150,7 @@ class Listener:
         self._pending: dict[int, _Pending] = {}  # by descriptor, the oldest first
         self._closed = threading.Event()
         self._has_logged = False
-        self._spare = os.open(os.devnull, os.O_RDONLY)
+        self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
         listening.setblocking(False)
         self._selector.register(listening, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="fedcb2o-listen", daemon=True)
@@ -184,7 +184,7 @@ class Listener:
             self._drop(descriptor)
         self._selector.close()
         self._listening.close()
-        os.close(self._spare)
+        self._close_spare()
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
@@ -203,12 +203,18 @@ class Listener:
             self._pending[connection.fileno()] = _Pending(connection, str(address[0]), end)
             self._selector.register(connection.fileno(), selectors.EVENT_READ)
 
+    def _close_spare(self) -> None:
+        if self._spare is not None:
+            os.close(self._spare)
+        self._spare = None
+
     def _shed(self) -> None:
         """Refuse one connection with a descriptor that was kept for this."""
-        os.close(self._spare)
+        self._close_spare()
         with suppress(OSError):
             _reset(self._listening.accept()[0])
-        self._spare = os.open(os.devnull, os.O_RDONLY)
+        with suppress(OSError):  # another thread may have taken it
+            self._spare = os.open(os.devnull, os.O_RDONLY)
         if not self._has_logged:
             self._has_logged = True
             logging.getLogger(__name__).warning(
