@@ -16,7 +16,7 @@ release = version = importlib.metadata.version("fedcb2o")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 extensions += ["commands", "docstrings", "explorer", "folders", "mathml", "wide"]  # in _site
-exclude_patterns = ["_site", "gallery", "benchmark", "reproduction", "figures"]
+exclude_patterns = ["README.md", "_site", "gallery", "benchmark", "reproduction", "figures"]
 nitpicky = True
 # Only names of this project must exist; a build needs no pages of other projects, and no network.
 nitpick_ignore_regex = [("py:.*", r"(?!fedcb2o\.).*")]
@@ -25,6 +25,8 @@ rarely = (
     r"plugins\.F",
     r".*\.DatasetNames",
     r"federated\.sections\..*",
+    r"federated\.(algorithms|attacks)\.section\..*",
+    r"federated\.(algorithms|attacks)\.section\..*",
     r"(experiments|peer)\..*",
     r".*\._\w+",
 )
