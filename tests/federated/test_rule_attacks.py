@@ -145,6 +145,7 @@ def test_fang_trimmed_mean_by_hand():
     models = torch.tensor([[2.0, -2.0, 4.0, -4.0], [3.0, -1.0, 5.0, -3.0]])
     view = dataclasses.replace(
         line_of([0.0], previous=0.0),
+        own=torch.zeros(4),
         previous=torch.tensor([0.0, -9.0, 9.0, 9.0]),
         _ids_of=lambda whose, cluster: range(2),
         _peek=lambda ids: models[ids],

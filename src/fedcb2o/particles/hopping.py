@@ -419,19 +419,19 @@ class Hopper:
         recent = np.array(self._recent[-count:])
         is_flat = len(recent) == count and np.ptp(recent) <= _FLAT * abs(recent).max()
         if cloud.radius <= self._collapse or is_flat or cloud.generation > longest:
-            self.ends.append(self._current(is_flat or cloud.radius <= _AGREEMENT))
+            self.ends.append(self._current(bool(is_flat or cloud.radius <= _AGREEMENT)))
             self._has_ended = True
 
     def _consider(self, points: Array, lower: Array, violation: Array, upper: Array) -> None:
         """Replace the best judged point by a better one."""
-        old = self._violation(np.array(self._x_lower))
+        old = self._violation(np.array([self._x_lower]))
         if self._is_attained or self._cloud is None:
             first = np.lexsort((upper, violation))[0]
-            is_better = (violation[first], upper[first]) < (float(old), self._x_upper)
+            is_better = (violation[first], upper[first]) < (float(old[0]), self._x_upper)
         else:
             merit = self._merit(violation, upper)
             first = np.lexsort((violation, merit))[0]
-            is_better = bool(merit[first] < self._merit(old, np.array(self._x_upper)))
+            is_better = bool(merit[first] < self._merit(old, np.array([self._x_upper]))[0])
         if is_better:
             self._x = points[first].copy()
             self._x_lower = float(lower[first])
