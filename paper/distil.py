@@ -1,4 +1,4 @@
-"""What each part of FedAssay is worth: the method without one part at a time, on tuning images.
+"""Ablation of FedAssay: the method without one part at a time, on tuning images.
 
     .venv/bin/python -m paper.distil            # measure missing runs, ten minutes on a quiet core
     .venv/bin/python -m paper.distil --table    # print the means

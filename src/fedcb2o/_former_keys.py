@@ -8,8 +8,10 @@ Example:
     {'attack': {'name': 'hybrid_sparse', 'kept': 0.5}}
 """
 
+import sys
 import warnings
 from collections.abc import Container, Mapping
+from pathlib import Path
 from typing import Any
 
 PLUGINS: Mapping[str, str] = {"trash": "random_model"}
@@ -209,9 +211,20 @@ def warn_former_preset(name: str, present: str) -> None:
 
 def _warn_removed(key: str, name: str) -> None:
     message = f"`{key}` of `{name}` is gone and has no effect: {_REASON}"
-    warnings.warn(message, DeprecationWarning, stacklevel=4)
+    warnings.warn(message, DeprecationWarning, stacklevel=_levels_to_caller())
 
 
 def _warn(text: str) -> None:
     message = f"{text}; the old name will be removed in the next minor version"
-    warnings.warn(message, DeprecationWarning, stacklevel=4)
+    warnings.warn(message, DeprecationWarning, stacklevel=_levels_to_caller())
+
+
+def _levels_to_caller() -> int:
+    """Return the `stacklevel` of the innermost frame outside of this package."""
+    package = str(Path(__file__).parent)
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(package) and frame.f_back is not None:
+        frame = frame.f_back
+        level += 1
+    return level

@@ -223,7 +223,10 @@ def test_rows_of_labels_get_the_cure_of_their_kind(y, message):
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (Items({"image": X[0], "label": 0}), r"rows with the keys 'image', 'label': give columns="),
+        (
+            Items({"image": X[0], "label": 0}),
+            r"mappings, with the keys 'image', 'label': give columns=",
+        ),
         (Items(X, X), r"owner 'a' \(train\) must .* items \(x, y\): its items are of type ndarray"),
         (TensorDataset(TENSOR), r"its items are of type tuple$"),
         (FRAME, r"has the columns a, b: give columns=\(samples, labels\)"),

@@ -164,7 +164,7 @@ class Stream:
 @pytest.mark.parametrize(
     ("source", "columns", "message"),
     [
-        (Rows(rows()), None, r"rows with the keys 'image', 'label', 'site': give columns="),
+        (Rows(rows()), None, r"mappings, with the keys 'image', 'label', 'site': give columns="),
         (HuggingFace(rows()), None, r"has the columns image, label: give columns=\(samples"),
         (pd.DataFrame({"a": [1]}), None, "has the columns a: give columns="),
         (Rows(rows()), ("images", "label"), "`x` has no column 'images'. Did you mean `image`?"),

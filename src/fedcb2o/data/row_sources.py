@@ -64,7 +64,8 @@ def samples_and_labels(label: str, source: Any, columns: Any = None) -> tuple[An
     items = list(_items(label, source))
     for item in items:
         if isinstance(item, Mapping):
-            raise DataError(f"{label} has rows with the keys {', '.join(map(repr, item))}: {_HOW}")
+            keys = ", ".join(map(repr, item))
+            raise DataError(f"{label} has items that are mappings, with the keys {keys}: {_HOW}")
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise DataError(
                 f"{label} must be a pair of samples and labels, (x, y), or have items (x, y): its"
