@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from page_table import write_table
 from scipy import optimize
 
 import fedcb2o
@@ -186,18 +187,6 @@ def _row(
     return row
 
 
-def write_table() -> None:
-    """Write the committed values into the page."""
-    with VALUES.open() as file:
-        rows = list(csv.reader(file))
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "|---|" + "---:|" * (len(rows[0]) - 1))
-    before, rest = PAGE.read_text(encoding="utf-8").split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    table = "\n".join(lines)
-    PAGE.write_text(f"{before}{MARKS[0]}\n\n{table}\n\n{MARKS[1]}{after}", encoding="utf-8")
-
-
 def main() -> None:
     """Measure, and print or write the values."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -205,7 +194,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the table of the page")
     options = parser.parse_args()
     if options.table:
-        write_table()
+        write_table(PAGE, MARKS, VALUES, num_labels=1)
         return
     torch.set_num_threads(1)
     seeds = 1 if options.quick else 5

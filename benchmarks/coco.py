@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from page_table import write_table
 
 FOLDER = Path(__file__).resolve().parent
 VALUES = FOLDER / "coco.csv"
@@ -269,19 +270,6 @@ def summarise(log: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def write_table() -> None:
-    """Write the committed values into the page."""
-    with VALUES.open() as file:
-        rows = list(csv.reader(file))
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "|" + "---|" * 4 + "---:|" * (len(rows[0]) - 4))
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    table = "\n".join(lines)
-    PAGE.write_text(f"{before}{MARKS[0]}\n\n{table}\n\n{MARKS[1]}{after}", encoding="utf-8")
-
-
 def main() -> None:
     """Measure, and print or write the values."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -290,7 +278,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default="runs/coco.jsonl", help="one line per run")
     options = parser.parse_args()
     if options.table:
-        write_table()
+        write_table(PAGE, MARKS, VALUES, num_labels=4)
         return
 
     import torch

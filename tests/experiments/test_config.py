@@ -545,3 +545,16 @@ def test_a_label_given_for_a_class_is_named_with_its_number():
     data = dataset(np.eye(20), np.tile(np.arange(1, 11), 2))
     with pytest.raises(ConfigError, match="got 10: the class called 10 is 9"):
         check_attack_goal(load("digits-fedassay", {"attack.source": 10}), data)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("algorithm.guards.max_distanc", "Did you mean `algorithm.guards.max_distance`"),
+        ("algorithm.guards.max_distance", "`algorithm.guards.max_distance`: input should be great"),
+        ("algorithm.max_distance", "is a guard: write `algorithm.guards.max_distance`"),
+    ],
+)
+def test_errors_name_a_guard_by_its_key(key, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load("digits-fedassay", {key: -1.0})

@@ -24,7 +24,6 @@ from torch import Tensor
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles.functions import UserFunction, with_args
 from fedcb2o.particles.objectives import Objective
-from fedcb2o.plugins import label
 from fedcb2o.user_values import to_array
 
 _SCIPY_CLASSES = (optimize.NonlinearConstraint, optimize.LinearConstraint, optimize.Bounds)
@@ -315,7 +314,7 @@ def _convert_function(name: str, function: Any, errors: str) -> UserFunction | N
         return None
     if not callable(function):
         raise ConfigError(f"the `fun` of {name} must be a function, got {function!r:.60}")
-    return UserFunction(f"{name}, {label(function)},", function, vector=True, errors=errors)
+    return UserFunction(name, function, vector=True, errors=errors)
 
 
 def _to_tensor(source: str, values: Any) -> Tensor:

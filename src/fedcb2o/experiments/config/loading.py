@@ -19,6 +19,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.settings import COMPONENT_SECTIONS, Experiment
 from fedcb2o.experiments.config.tables import apply_changes, preset, read_table, resolve_extends
 from fedcb2o.experiments.config.titles import algorithm_title
+from fedcb2o.federated.guards import Guards
 from fedcb2o.federated.sections import AgentsSection, TrainingSection
 
 _PRINTABLE_TYPES = (str, int, float, list, tuple, date, time, type(None))
@@ -76,6 +77,10 @@ def load(
     return experiment.model_copy(update={"title": algorithm_title(experiment.algorithm)})
 
 
+_UNION_BRANCHES = ("constrained-int", "constrained-float", "Guards")
+"""Parts that pydantic adds to the path of a key with values of several types."""
+
+
 def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
     """Describe the first problem of a configuration in one line.
 
@@ -87,9 +92,8 @@ def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
         The key, the problem and the cure.
     """
     problem = error.errors()[0]
-    path = [str(part) for part in problem["loc"]]
-    is_branch = path[-2:-1] == ["name"] or path[-1:] == ["constrained-int"]
-    if is_branch:  # pydantic adds the branch of a union
+    path = [str(part) for part in problem["loc"] if part not in _UNION_BRANCHES]
+    if path[-2:-1] == ["name"]:  # another branch of a union
         path.pop()
     key = ".".join(path)
     kind = problem["type"]
@@ -139,6 +143,7 @@ def _suggest_key(path: Sequence[str], table: Mapping[str, Any]) -> str:
     keys = list(Experiment.model_fields)
     for section, model in (("agents", AgentsSection), ("training", TrainingSection)):
         keys += [f"{section}.{name}" for name in model.model_fields]
+    keys += [f"algorithm.guards.{name}" for name in Guards.model_fields]
     for section, kind, namespace in COMPONENT_SECTIONS:
         # Another problem of the section is reported elsewhere.
         with contextlib.suppress(ConfigError, KeyError, TypeError):

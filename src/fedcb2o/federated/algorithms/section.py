@@ -40,7 +40,11 @@ class AlgorithmSection(Component):
         """Return the section with a name, and guards in place of former parameters."""
         if not isinstance(table, Mapping):
             return table
-        return _former_keys.current_algorithm({"name": RECOMMENDED, **table})
+        table = _former_keys.current_algorithm({"name": RECOMMENDED, **table})
+        for key in table.keys() & Guards.model_fields:
+            if str(table["name"]) in algorithms.__all__:
+                raise ConfigError(f"`algorithm.{key}` is a guard: write `algorithm.guards.{key}`")
+        return table
 
     def build(self) -> Algorithm:
         """Return the algorithm with its parameters checked, and its guards.
