@@ -3,7 +3,7 @@
     .venv/bin/python -m paper.claims runs/claims --out docs/reproduction/digits  # values, figures
     .venv/bin/python -m paper.claims                    # rewrite the matrix of docs/claims.md
 
-A folder of runs has the runs PREFIX-fedcbo, PREFIX-fedcb2o and so on, named like presets. Runs with
+A folder of runs has the runs PREFIX-fedcbo, PREFIX-fedassay and so on, named like presets. Runs with
 the same name in several folders are merged into one run with all of their finished seeds. Figure 6
 uses the run with the most seeds if devices differ.
 
@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader
+from paper.names import FIRST_FORM
 
 from fedcb2o.records import Run, last_fifth, settings_digest, summary
 from fedcb2o.report import _figures, _statistics
@@ -56,11 +57,14 @@ PAPER = pd.DataFrame(  # tab:baselines, and tab:FedCB2O_T_G with T_G = 30, 20 an
 MARGIN = {ACCURACY: 0.5, SOURCE: 8.5, SUCCESS: 8.0}
 EQUAL_RATIO = (2 / 3, 3 / 2)  # "comparable", "nearly equal": ratios that only a figure shows
 MINIMAL_RATIO = (-math.inf, 0.1)  # "minimal"
-VARIANTS = ("-trusted", "-released", "-paper", "-held-out", "")  # the last two extend Algorithm 2
-MAIN_METHODS = (
-    *("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max"),
-    *(f"fedcb2o{variant}" for variant in VARIANTS),
+FORMS = {"fedassay": "FedAssay", "fedcb2o": FIRST_FORM}
+"""Titles of the runs that extend Algorithm 2 and hold nothing out, the newest form first."""
+METHODS = (
+    *("fedcb2o-trusted", "fedcb2o-released", "fedcb2o-paper", "fedcb2o-held-out"),
+    *reversed(FORMS),
 )
+"""Runs for the role of FedCB2O."""
+MAIN_METHODS = ("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max", *METHODS)
 MAX_CURVES = 8  # of more methods, the figure shows MAIN_METHODS
 SAME_LOSS_FEDCBO = "FedCBO, judging by samples of the same kind"
 """Role of FedCBO if it holds out validation data exactly if FedCB2O does: losses are comparable."""
@@ -182,9 +186,9 @@ def run_columns(values: Values) -> dict[str, dict[str, str]]:
     """Choose the runs for the paper's roles, by the heading of each comparison.
 
     Each variant of FedCB2O is compared with its own FedCBO if that has as many seeds, otherwise
-    with the FedCBO of each alpha. The default, which holds nothing out, is first compared with a
-    FedCBO and oracles that do not either (their names end in the samples per agent). Of several
-    runs with T_G > 0 the middle one has the role of T_G = 30.
+    with the FedCBO of each alpha. A form that holds nothing out is first compared with a FedCBO
+    and oracles that do not either (their names end in the samples per agent). Of several runs with
+    T_G > 0 the middle one has the role of T_G = 30.
 
     Args:
         values: Tables by the names of the runs.
@@ -193,18 +197,18 @@ def run_columns(values: Values) -> dict[str, dict[str, str]]:
         For each heading, the name of the run for each role.
     """
     columns = {}
-    for variant in VARIANTS:
-        fedcb2o = f"fedcb2o{variant}"
+    for fedcb2o in METHODS:
         if fedcb2o not in values:
             continue
 
         whole = {}
-        if not variant:
+        is_variant = fedcb2o not in FORMS
+        if not is_variant:
             matches = (re.fullmatch(r"fedcbo(-\d+)", name) for name in values)
             whole = {match[0]: match[1] for match in matches if match}
         partners = [*whole]
-        own = f"fedcbo{variant}"
-        has_own = bool(variant) and own in values
+        own = fedcb2o.replace("fedcb2o", "fedcbo")
+        has_own = is_variant and own in values
         if has_own:
             partners.append(own)
         if not has_own or len(values[own]) < len(values[fedcb2o]):
@@ -213,7 +217,7 @@ def run_columns(values: Values) -> dict[str, dict[str, str]]:
         for fedcbo in partners:
             if fedcbo in values:
                 roles = _roles(values, fedcb2o, fedcbo, suffix=whole.get(fedcbo, ""))
-                if variant or fedcbo in whole:
+                if is_variant or fedcbo in whole:
                     roles[SAME_LOSS_FEDCBO] = fedcbo
                 columns[f"`{fedcbo}`, `{fedcb2o}`"] = roles
     return columns
@@ -435,15 +439,26 @@ class MatrixColumn:
     fedcb2o: str
 
 
-COLUMNS = (
-    MatrixColumn("Paper's size", "emnist-150", "fedcb2o-released"),
-    MatrixColumn("Reduced EMNIST", "emnist-small-50", "fedcb2o-released"),
-    MatrixColumn("Other classes", "emnist-small-x", "fedcb2o-released"),
-    MatrixColumn("Digits", "digits", "fedcb2o-released"),
-    MatrixColumn("FedAssay, reduced EMNIST", "emnist-small-50", "fedcb2o"),
-    MatrixColumn("FedAssay, digits", "digits", "fedcb2o"),
-)
+RELEASED = {
+    "Paper's size": "emnist-150",
+    "Reduced EMNIST": "emnist-small-50",
+    "Other classes": "emnist-small-x",
+    "Digits": "digits",
+}
+"""Folders of FedCB2O as the authors' code computes it, by the title of their columns."""
+EXTENDED = {"reduced EMNIST": "emnist-small-50", "digits": "digits"}
+"""Folders of the newest form of FedAssay."""
 MARKER = re.compile(r"(?<=<!-- generated: claims -->\n\n).*?(?=\n\n|\Z)", re.DOTALL)
+
+
+def matrix_columns() -> list[MatrixColumn]:
+    """Return the columns: the paper's method by size, then the newest form of FedAssay."""
+    columns = [MatrixColumn(title, name, "fedcb2o-released") for title, name in RELEASED.items()]
+    for data, name in EXTENDED.items():
+        methods = read_values(DOCS / "reproduction" / name)
+        newest = next(method for method in FORMS if method in methods)
+        columns.append(MatrixColumn(f"{FORMS[newest]}, {data}", name, newest))
+    return columns
 
 
 def matrix_rows() -> list[dict[str, object]]:
@@ -453,7 +468,7 @@ def matrix_rows() -> list[dict[str, object]]:
         Rows with section, text and cells; a cell is None without the runs of the claim, else a
         dict with verdict and statistic.
     """
-    columns = [_column_values(column) for column in COLUMNS]
+    columns = [_column_values(column) for column in matrix_columns()]
     rows: list[dict[str, object]] = []
     for claim in all_claims():
         cells = [_cell(claim, values) for values in columns]
@@ -502,7 +517,7 @@ def matrix_markdown() -> str:
         keep_trailing_newline=False,
     )
     template = environment.get_template("claims.md.jinja")
-    titles = [column.title for column in COLUMNS]
+    titles = [column.title for column in matrix_columns()]
     return template.render(titles=titles, rows=matrix_rows()).strip()
 
 
@@ -548,9 +563,9 @@ def gather_runs(folders: Sequence[Path], target: Path) -> dict[str, list[Run]]:
 
     runs: dict[str, list[Run]] = {}
     for path in sorted(target.glob("*/*")):
-        if match := re.search("fedcbo|fedcb2o|oracle", path.name):
+        if match := re.search("fedcbo|fedcb2o|fedassay|oracle", path.name):
             runs.setdefault(path.name[match.start() :], []).append(Run(path))
-    names = sorted(runs, key=lambda name: (name.startswith("fedcb2o"), name))
+    names = sorted(runs, key=lambda name: (name.startswith(("fedcb2o", *FORMS)), name))
     return {name: sorted(runs[name], key=lambda run: -len(run.seeds)) for name in names}
 
 
@@ -606,7 +621,7 @@ def _write_values(folders: list[Path], out: Path, parser: argparse.ArgumentParse
         }
         if not run_columns(values):
             names = ", ".join(runs) or "none"
-            parser.error(f"no finished runs PREFIX-fedcbo and PREFIX-fedcb2o, only {names}")
+            parser.error(f"no finished runs PREFIX-fedcbo and PREFIX-fedassay, only {names}")
         out.mkdir(parents=True, exist_ok=True)
         pd.concat(values, names=["method"]).to_csv(out / "values.csv")
         curves = {

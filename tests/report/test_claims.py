@@ -124,15 +124,15 @@ def test_columns_are_of_the_runs_that_there_are():
         "fedcbo-alpha10",
         "fedcbo-paper",
         "oracle-max",
-        *(f"fedcb2o{each}" for each in claims.VARIANTS),
+        *claims.METHODS,
     ]
     switched = [f"fedcb2o-trusted-tg{start}" for start in (3, 5, 10)]
     found = claims.run_columns(dict.fromkeys([*names, *switched], pd.DataFrame()))
     pairs = [(stands["FedCBO"], stands["FedCB2O"]) for stands in found.values()]
-    assert len(pairs) == 2 * len(claims.VARIANTS) - 1  # the text has a FedCBO of its own
+    assert len(pairs) == 2 * len(claims.METHODS) - 1  # the text has a FedCBO of its own
     assert pairs[:2] == [("fedcbo-alpha10", "fedcb2o-trusted"), ("fedcbo", "fedcb2o-trusted")]
     assert ("fedcbo-paper", "fedcb2o-paper") in pairs
-    assert pairs[-2:] == [("fedcbo-alpha10", "fedcb2o"), ("fedcbo", "fedcb2o")]
+    assert pairs[-2:] == [("fedcbo-alpha10", "fedassay"), ("fedcbo", "fedassay")]
     first, last = next(iter(found.values())), list(found.values())[-1]
     assert (first["with an earlier T_G"], first["with a later T_G"]) == (
         "fedcb2o-trusted-tg3",
@@ -140,7 +140,7 @@ def test_columns_are_of_the_runs_that_there_are():
     )
     assert (first["FedCB2O of Fig. 6"], last["FedCB2O of Fig. 6"]) == (
         "fedcb2o-trusted-tg5",
-        "fedcb2o",
+        "fedassay",
     )
 
 
@@ -153,18 +153,19 @@ def test_a_fedcbo_with_fewer_seeds_does_not_hide_the_other(seeds, beside):
     assert [stands["FedCBO"] for stands in claims.run_columns(known).values()] == beside
 
 
-def test_what_holds_nothing_out_stands_beside_its_like_first():
+@pytest.mark.parametrize("form", claims.FORMS)
+def test_a_form_that_holds_nothing_out_is_compared_with_its_like_first(form):
     names = [
         "fedcbo",
         "fedcbo-70",
         "fedcbo-alpha10",
-        "fedcb2o",
+        form,
         "fedcb2o-held-out",
         "oracle-max",
         "oracle-max-70",
     ]
     found = claims.run_columns(dict.fromkeys(names, pd.DataFrame()))
-    default = [stands for stands in found.values() if stands["FedCB2O"] == "fedcb2o"]
+    default = [stands for stands in found.values() if stands["FedCB2O"] == form]
     oracles = [(stands["FedCBO"], stands["Oracle Max"]) for stands in default]
     assert oracles == [
         ("fedcbo-70", "oracle-max-70"),
@@ -178,6 +179,19 @@ def test_what_holds_nothing_out_stands_beside_its_like_first():
         {*loss.needs} <= {*stands} for stands in (*default, *held_out)
     ]  # of samples that were trained on
     assert compared == [True, False, False, True, True]
+
+
+def test_columns_have_the_newest_form_with_values(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "DOCS", tmp_path)
+    monkeypatch.setattr(claims, "RELEASED", {"Digits": "digits"})
+    monkeypatch.setattr(claims, "EXTENDED", {"digits": "digits"})
+    folder = tmp_path / "reproduction" / "digits"
+    folder.mkdir(parents=True)
+    lines = ["method,seed,accuracy", "fedcbo,0,1", "fedcb2o-released,0,1", "fedcb2o,0,1"]
+    for title in ("FedAssay (first form), digits", "FedAssay, digits"):
+        (folder / "values.csv").write_text("\n".join(lines) + "\n")
+        assert [column.title for column in claims.matrix_columns()] == ["Digits", title]
+        lines.append("fedassay,0,1")
 
 
 def test_weight_that_went_elsewhere_is_of_the_last_fifth():
@@ -261,7 +275,7 @@ def test_seeds_of_one_run_may_lie_in_several_folders(tmp_path):
     for seed, rounds, more in ((0, 10, {}), (3, 10, {}), (4, 8, {}), (5, 10, {"device": "cuda"})):
         settings = {"rounds": 10, **more}
         draw_run(
-            tmp_path / f"by-{seed}" / "x-fedcbo",
+            tmp_path / f"by-{seed}" / "x-fedassay",
             settings,
             benign=3,
             malicious=1,
@@ -272,11 +286,11 @@ def test_seeds_of_one_run_may_lie_in_several_folders(tmp_path):
     into.mkdir()
     runs = claims.gather_runs(sorted(tmp_path.glob("by-*")), into)
     assert {name: [run.seeds for run in each] for name, each in runs.items()} == {
-        "fedcbo": [(0, 3), (5,)]
+        "fedassay": [(0, 3), (5,)]
     }
-    whole = Run(tmp_path / "by-3" / "x-fedcbo")
+    whole = Run(tmp_path / "by-3" / "x-fedassay")
     pd.testing.assert_frame_equal(
-        claims.seed_values(runs["fedcbo"][0]).loc[[3]], claims.seed_values(whole)
+        claims.seed_values(runs["fedassay"][0]).loc[[3]], claims.seed_values(whole)
     )
 
 
