@@ -3,9 +3,9 @@
     .venv/bin/python -m paper.claims runs/claims --out docs/reproduction/digits  # values, figures
     .venv/bin/python -m paper.claims                    # rewrite the matrix of docs/claims.md
 
-A folder of runs has the runs PREFIX-fedcbo, PREFIX-fedassay and so on, named like presets. Runs with
-the same name in several folders are merged into one run with all of their finished seeds. Figure 6
-uses the run with the most seeds if devices differ.
+A folder of runs has the runs PREFIX-fedcbo, PREFIX-fedassay and so on, named like presets. Runs
+with the same name in several folders are merged into one run with all of their finished seeds.
+Figure 6 uses the run with the most seeds if devices differ.
 
 A claim says that a statistic is in a range: a difference is positive, or within what the paper
 calls similar. The statistic is a mean over seeds with Student's 95% interval. The claim is *held*

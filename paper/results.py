@@ -5,7 +5,9 @@
 
 The values of a grid are in docs/benchmark/NAME: `grid.toml`, `summary.csv.gz` and, where there are
 any, `tuning.json` and `strengths.json`. A table of a page follows the comment
-`<!-- generated: NAME -->`.
+`<!-- generated: NAME -->`. The table of the grid `preregistered` comes first on the page, with its
+heading, as soon as the grid has values. Tables show FedAssay where a grid has values of it, and its
+first form elsewhere.
 """
 
 import argparse
@@ -13,7 +15,7 @@ import functools
 import gzip
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlencode
@@ -36,7 +38,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 EXPLORER = DOCS / "explorer.html"
 PAGE = DOCS / "results.md"
 README = DOCS.parent / "README.md"
-GRIDS = (
+PREREGISTERED = "preregistered"
+_GRIDS = (
+    PREREGISTERED,
     "all-data",
     "attacks-all-data",
     "emnist-all-data",
@@ -55,8 +59,9 @@ GRIDS = (
     "uniform",
     "criteria",
 )
-"""Grids of the explorer, those of the current method first."""
-MAIN_GRIDS = GRIDS[:5]
+GRIDS = tuple(name for name in _GRIDS if (DOCS / "benchmark" / name).is_dir())
+"""Grids of the explorer: the pre-registered test, then those of the current method."""
+MAIN_GRIDS = ("all-data", "attacks-all-data", "emnist-all-data", "fashion-all-data", "unseen")
 MEASURES = ("accuracy", "attack_success_rate", "accuracy_worst")
 TRIGGERS = (
     "Backdoor",
@@ -69,7 +74,9 @@ TRIGGERS = (
     "Clean-label waves",
 )
 """Attacks by triggers, which a method without a search for backdoors lets through."""
-SEARCH = f"{FIRST_FORM}, backdoor search"
+FORMS = ("FedAssay", FIRST_FORM)
+SEARCHES = ("FedAssay, backdoors", f"{FIRST_FORM}, backdoor search")
+"""The recommended method, and its search for backdoors: the newest form first."""
 _README_DATA = {
     "attacks-all-data": "Digits",
     "emnist-all-data": "EMNIST",
@@ -79,6 +86,9 @@ _README_COLUMNS = ("No attack", "Worst attack", "Worst trigger succeeds")
 _MIN_LOSS = 0.01  # of accuracy or success: smaller losses are not listed
 _COMMENT = re.compile(
     r"(?P<mark>^<!-- generated: (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE
+)
+_FIRST_SECTION = re.compile(
+    rf"(?<=^<!-- begin: {PREREGISTERED} -->\n).*?(?=^<!-- end -->$)", re.DOTALL | re.MULTILINE
 )
 
 
@@ -125,10 +135,36 @@ def summary_table() -> pd.DataFrame:
         regret = _worst_regrets(view, without=TRIGGERS)
         rivals = [defence for defence in regret.index if not defence.startswith("FedAssay")]
         best = str(regret.loc[rivals].idxmin())
-        methods = [method for method in (FIRST_FORM, SEARCH, best) if method in regret.index]
-        for method in methods:
+        methods = [_newest(regret.index, FORMS), _newest(regret.index, SEARCHES), best]
+        for method in filter(None, methods):
             rows.append(_summary_row(view, method, float(regret[method])))
     return pd.DataFrame(rows).set_index("Grid")
+
+
+def _newest(defences: Iterable[str], forms: tuple[str, ...]) -> str:
+    """Return the newest form among the defences, or an empty text."""
+    return next((form for form in forms if form in defences), "")
+
+
+def preregistered_section() -> str:
+    """Return the first section of the results page: all defences of the pre-registered test.
+
+    Returns:
+        Markdown with one table row per setting and defence, the smallest worst regret first; empty
+        without values.
+    """
+    if PREREGISTERED not in GRIDS:
+        return ""
+    results = grid_results(PREREGISTERED)
+    rows = []
+    for setting in results.settings:
+        view = SettingResults(results, setting)
+        for method, regret in _worst_regrets(view, without=TRIGGERS).sort_values().items():
+            rows.append(_summary_row(view, str(method), float(regret)))
+    table = to_markdown(pd.DataFrame(rows).set_index("Grid")).strip()
+    description = str(results.table.get("description", ""))
+    parts = filter(None, ["## The pre-registered test", description, table])
+    return "\n" + "\n\n".join(parts) + "\n\n"
 
 
 def readme_table() -> pd.DataFrame:
@@ -144,7 +180,7 @@ def readme_table() -> pd.DataFrame:
     table["Cell"] = parts[0].str.cat(parts[1:], sep="/")
     rows = {}
     for name, data in _README_DATA.items():
-        first, search, best = table.loc[grid_results(name).title].itertuples()
+        first, search, best = table.loc[grid_results(name).title].itertuples()  # all have a search
         rows[data] = {
             "FedAssay": first.Cell,
             "with backdoor search": search.Cell,
@@ -159,16 +195,22 @@ def _summary_row(view: SettingResults, method: str, regret: float) -> dict[str, 
     under_attack = accuracy.reindex(attacks)
     success = seed_statistics(view.rows, "attack_success_rate")["mean"].loc[method]
     triggers = success.reindex([name for name in view.attacks if name in TRIGGERS])
-    link = explorer_link(view.results, row=method)
+    link = explorer_link(view.results, view.setting, row=method)
     return {
-        "Grid": view.results.title,
+        "Grid": ": ".join(filter(None, [view.results.title, view.setting])),
         "Method": f"[{method}]({link})",
         "No attack": f"{100 * accuracy['Attackers clean']:.1f}",
         "Worst attack": f"{100 * under_attack.min():.1f} ({under_attack.idxmin()})",
-        "Worst trigger succeeds": f"{100 * triggers.max():.0f} ({triggers.idxmax()})",
+        "Worst trigger succeeds": _worst_trigger(triggers.dropna()),
         "Regret": f"{100 * regret:.1f}",
         "Regret with triggers": f"{100 * float(_worst_regrets(view)[method]):.1f}",
     }
+
+
+def _worst_trigger(success: "pd.Series[float]") -> str:
+    if success.empty:
+        return "–"
+    return f"{100 * success.max():.0f} ({success.idxmax()})"
 
 
 def _worst_regrets(view: SettingResults, without: tuple[str, ...] = ()) -> "pd.Series[float]":
@@ -196,19 +238,19 @@ class Loss:
     setting: str
     value: str
     column: str
+    method: str
     rival: str
     points: float
 
 
-def find_losses(name: str, method: str = FIRST_FORM) -> Iterator[Loss]:
-    """Find the columns in which a defence of another kind is significantly better.
+def find_losses(name: str) -> Iterator[Loss]:
+    """Find the columns in which a defence is significantly better than the newest form.
 
     Differences are paired by seeds, among defences with all seeds, and corrected by Holm's method
     over all rivals and columns of a grid, a setting and a measure.
 
     Args:
         name: Name of the grid.
-        method: Name of the method.
 
     Yields:
         The largest loss of each column.
@@ -216,9 +258,11 @@ def find_losses(name: str, method: str = FIRST_FORM) -> Iterator[Loss]:
     results = grid_results(name)
     for setting in results.settings:
         view = SettingResults(results, setting)
-        rivals = [each for each in _complete_defences(view) if not each.startswith("FedAssay")]
-        if method not in _complete_defences(view):
+        defences = _complete_defences(view)
+        method = _newest(defences, FORMS)
+        if not method:
             continue
+        rivals = [defence for defence in defences if not defence.startswith("FedAssay")]
         rows = view.rows[view.rows.defence.isin([method, *rivals])]
         for value in COMPARED_METRICS:
             table = paired_differences(rows, value, method)
@@ -226,7 +270,8 @@ def find_losses(name: str, method: str = FIRST_FORM) -> Iterator[Loss]:
             is_loss = (holm_correction(table.p) < 1 - CONFIDENCE) & (gain > _MIN_LOSS)
             for column, gains in gain[is_loss].groupby(level="attack"):
                 rival = gains.idxmax()[0]
-                yield Loss(results, setting, value, str(column), rival, 100 * float(gains.max()))
+                points = 100 * float(gains.max())
+                yield Loss(results, setting, value, str(column), method, rival, points)
 
 
 def losses_table() -> pd.DataFrame:
@@ -237,13 +282,14 @@ def losses_table() -> pd.DataFrame:
         loss with its column and rival.
     """
     found: dict[tuple[str, str, str], list[Loss]] = {}
-    for name in GRIDS[:8]:
+    for name in GRIDS[: GRIDS.index("less-poison") + 1]:
         for loss in find_losses(name):
             found.setdefault((name, loss.setting, loss.value), []).append(loss)
     rows = []
     for losses in sorted(found.values(), key=lambda losses: -max(loss.points for loss in losses)):
         worst = max(losses, key=lambda loss: loss.points)
-        state = {"measure": worst.value, "show": "difference", "to": FIRST_FORM, "row": worst.rival}
+        state = {"measure": worst.value, "show": "difference", "to": worst.method}
+        state["row"] = worst.rival
         link = explorer_link(worst.results, worst.setting, **state)
         rows.append(
             {
@@ -271,7 +317,10 @@ def rewrite_page(page: Path = PAGE) -> str:
     def table(match: re.Match[str]) -> str:
         return match["mark"] + to_markdown(TABLES[match["name"]]()) + "\n"
 
-    return _COMMENT.sub(table, page.read_text(encoding="utf-8"))
+    text = _FIRST_SECTION.sub(
+        lambda match: preregistered_section(), page.read_text(encoding="utf-8")
+    )
+    return _COMMENT.sub(table, text)
 
 
 def keep_grid(folder: Path) -> None:

@@ -105,3 +105,31 @@ def test_links_into_the_explorer_lead_to_its_rows():
 )
 def test_names_of_committed_values_have_names_for_pages(name, shown):
     assert names.defence_name(name) == shown
+
+
+def test_the_preregistered_test_comes_first_as_soon_as_it_has_values(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"# Results\n\n<!-- begin: {results.PREREGISTERED} -->\n<!-- end -->\n\nText.\n"
+    )
+    monkeypatch.setattr(results, "GRIDS", ())
+    assert results.rewrite_page(page) == page.read_text()
+    grid = read_grid(make_grid(tmp_path / "grid"))
+    monkeypatch.setattr(results, "GRIDS", (results.PREREGISTERED,))
+    monkeypatch.setattr(results, "grid_results", lambda name: grid)
+    made = results.rewrite_page(page)
+    before, _, after = made.partition("## The pre-registered test\n\n")
+    assert before.endswith("-->\n\n")
+    assert after.endswith("|\n\n<!-- end -->\n\nText.\n")
+    # Accuracy under noise: medians 50 and 70, means 10 and 20, so that the mean is 45 points behind.
+    first, second = re.findall(r"^\| [^-G|].*$", after, re.MULTILINE)
+    assert re.search(rf"\[{MEDIAN}\].* \| 87\.5 \| 60\.0 \(Noise\) \| – \| ", first)
+    assert re.search(rf"\[{MEAN}\].* \| 96\.0 \| 15\.0 \(Noise\) \| – \| 45\.0 \|", second)
+    page.write_text(made)
+    assert results.rewrite_page(page) == made
+
+
+def test_tables_show_the_newest_form():
+    assert results._newest(["FedCBO", names.FIRST_FORM], results.FORMS) == names.FIRST_FORM
+    assert results._newest([names.FIRST_FORM, "FedAssay"], results.FORMS) == "FedAssay"
+    assert results._newest(["FedCBO"], results.FORMS) == ""
