@@ -106,6 +106,16 @@ def test_keeps_the_first_of_each_class_in_file_order(tmp_path):
     assert torch.bincount(data.test.y).tolist() == [1] * 47
 
 
+def test_letters_are_the_classes_after_the_ten_digits(tmp_path):
+    folder = write(tmp_path, contents())
+    whole = emnist(data_dir=folder, train_per_class=2, test_per_class=1)
+    data = emnist(data_dir=folder, train_per_class=2, test_per_class=1, letters=True)
+    assert data.class_names[:2] + data.class_names[-1:] == ("A", "B", "t")
+    assert torch.bincount(data.pool.y).tolist() == [2] * 37
+    assert torch.equal(data.pool.x, whole.pool.x[whole.pool.y >= 10])
+    assert torch.equal(data.test.y, whole.test.y[whole.test.y >= 10] - 10)
+
+
 def test_files_longer_than_a_block(tmp_path, monkeypatch):
     folder = write(tmp_path, contents())
     whole = emnist(data_dir=folder, train_per_class=2, test_per_class=1)

@@ -131,6 +131,11 @@ def test_a_user_who_names_no_algorithm_gets_the_recommended_one():
             "FedAssay (max_distance = false)",
         ),
         ("digits-fedcbo-released", {"algorithm.name": "fedassay"}, "FedAssay"),
+        (
+            "digits-fedcbo",
+            {"algorithm": {"name": "fedcbo", "guards": True}},
+            "FedCBO (text, with guards)",
+        ),
         ("digits-oracle-min", {"agents.malicious_role": "attack"}, "DFedAvgM"),
         (
             "emnist-fedcb2o-released",

@@ -413,6 +413,30 @@ def trial(folder, number, attack, scores, defence="fedcb2o"):
         )
 
 
+def test_the_smallest_worst_regret_is_chosen_among_all_defences(tmp_path):
+    candidates = [{"algorithm": {"alpha": 1.0}}, {"algorithm": {"alpha": 5.0}}]
+    rival = {**MEAN, "tune": [{}, {"algorithm": {"selection": "prob_sampling"}}]}
+    plan = load_grid(
+        tuned(
+            defences={"FedCB2O": {"tune": candidates}, "Mean": rival},
+            tuning={"seeds": [7], "attacks": ["Label flip", "ALIE"], "score": "worst_regret"},
+        )
+    )
+    trial(tmp_path, 1, "label-flip", {7: (0.9, 0.0)})
+    trial(tmp_path, 1, "alie", {7: (0.5, None)})  # 0.3 behind the mean, on average 0.7
+    trial(tmp_path, 2, "label-flip", {7: (0.7, 0.0)})  # 0.2 behind the first candidate
+    trial(tmp_path, 2, "alie", {7: (0.6, None)})  # 0.2 behind the mean, on average 0.65
+    trial(tmp_path, 1, "label-flip", {7: (0.6, 0.2)}, defence="mean")  # 0.5 behind
+    trial(tmp_path, 1, "alie", {7: (0.8, None)}, defence="mean")
+    trial(tmp_path, 2, "label-flip", {7: (0.3, 0.0)}, defence="mean")
+    trial(tmp_path, 2, "alie", {7: (0.7, None)}, defence="mean")
+    choices = {}
+    assert _tuning.choose(tmp_path, plan, choices, {}) == {}
+    assert choices["FedCB2O"]["scores"] == pytest.approx([-0.3, -0.2])
+    assert choices["Mean"]["scores"] == pytest.approx([-0.5, -0.6])
+    assert _tuning.best_candidates(choices) == {"FedCB2O": 1, "Mean": 0}
+
+
 def test_the_best_mean_of_accuracy_less_success_is_chosen_and_kept(tmp_path):
     attacks = {"tuning": {"seeds": [7, 8], "attacks": ["Label flip", "ALIE"]}}
     plan = load_grid(tuned(**attacks))

@@ -54,8 +54,8 @@ def _details(algorithm: AlgorithmSection, given: Mapping[str, Any]) -> Iterator[
     for key, value in given.items():
         if key != "variant" and value != values.get(key):
             yield f"{'T_G' if key == 'criterion_from_round' else key} = {_text(value)}"
-    if algorithm.guards is False:
-        yield "without guards"
+    if isinstance(algorithm.guards, bool):
+        yield "with guards" if algorithm.guards else "without guards"
         return
     usual = algorithm.model_copy(update={"guards": None}).build().guards
     for key, value in algorithm.build().guards.model_dump().items():

@@ -60,6 +60,13 @@ class TuningSection(Section):
     setting: Annotated[
         str | None, Field(description="The grid's setting of the comparison; the first by default.")
     ] = None
+    score: Annotated[
+        Literal["mean", "worst_regret"],
+        Field(
+            description="Score of a candidate: its mean over the attacks, or its worst regret over "
+            "them, relative to the best candidate of any defence."
+        ),
+    ] = "mean"
     widen: Annotated[
         NonNegativeInt,
         Field(

@@ -105,10 +105,12 @@ def extend(folder: Path, plan: Grid, choices: Mapping[str, Any], errors: Mapping
         return plan
     limit = plan.tuning.widen
     extended = plan
+    best = _best_means(folder, plan, errors)
     for defence in plan.candidates.keys() - choices.keys():
         if len(plan.added_candidates.get(defence, [])) < limit:
             scores, _ = _trial_scores(folder, plan, defence, errors)
-            extended = _extended_grid(extended, defence, _mean_scores(scores)) or extended
+            means = _candidate_scores(scores, best)
+            extended = _extended_grid(extended, defence, means) or extended
     return extended
 
 
@@ -165,8 +167,9 @@ def choose(
 ) -> dict[str, str]:
     """Choose a candidate for each defence without a choice, and write tuning.json.
 
-    The score of a candidate is the mean over attacks and seeds of accuracy minus attack success
-    rate; the latter is 0 where an attack has no target. Of equal candidates the first is chosen.
+    The score of a run is its accuracy minus its attack success rate; the latter is 0 where an
+    attack has no target. `tuning.score` says how the scores of a candidate's runs are combined. Of
+    equal candidates the first is chosen.
 
     Args:
         folder: Folder of the grid, with the runs of all candidates.
@@ -179,9 +182,10 @@ def choose(
     """
     unfit: dict[str, str] = {}
     pending = [defence for defence in plan.candidates if defence not in choices]
+    best = _best_means(folder, plan, errors) if pending else None
     for defence in pending:
         scores, error = _trial_scores(folder, plan, defence, errors)
-        means = _mean_scores(scores)
+        means = _candidate_scores(scores, best)
         known = [mean for mean in means if mean is not None]
         if not known:
             unfit[defence] = error
@@ -198,15 +202,40 @@ def choose(
     return unfit
 
 
-def _mean_scores(scores: _Scores) -> list[float | None]:
-    """Return the mean score of each candidate over its attacks and seeds."""
-    means: list[float | None] = []
+def _candidate_scores(
+    scores: _Scores, best: Mapping[str, float] | None = None
+) -> list[float | None]:
+    """Return the score of each candidate.
+
+    Args:
+        scores: Scores of the candidates' runs.
+        best: Best mean of any candidate by attack, for the worst regret; None for the mean.
+
+    Returns:
+        The mean over attacks and seeds, or minus the worst regret over attacks.
+    """
+    found: list[float | None] = []
     for by_attack in scores:
         if by_attack is None:
-            means.append(None)
+            found.append(None)
+        elif best is None:
+            found.append(fmean(score for seeds in by_attack.values() for score in seeds))
         else:
-            means.append(fmean(score for seeds in by_attack.values() for score in seeds))
-    return means
+            found.append(min(fmean(seeds) - best[name] for name, seeds in by_attack.items()))
+    return found
+
+
+def _best_means(folder: Path, plan: Grid, errors: Mapping[str, str]) -> dict[str, float] | None:
+    """Return the best mean score of any candidate by attack; None if regrets are not needed."""
+    if plan.tuning is None or plan.tuning.score == "mean":
+        return None
+    best: dict[str, float] = {}
+    for defence in plan.candidates:
+        scores, _ = _trial_scores(folder, plan, defence, errors)
+        for by_attack in scores:
+            for name, seeds in (by_attack or {}).items():
+                best[name] = max(best.get(name, -inf), fmean(seeds))
+    return best
 
 
 def _trial_scores(
@@ -258,6 +287,8 @@ def _question(plan: Grid, defence: str) -> dict[str, Any]:
         "attacks": plan.tuning_attacks,
         "candidates": plan.candidates[defence],
     }
+    if plan.tuning.score != "mean":
+        question["score"] = plan.tuning.score
     return tables.to_plain(question)  # type: ignore[no-any-return]
 
 

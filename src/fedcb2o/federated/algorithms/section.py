@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import StrictBool, model_validator
 
 from fedcb2o import _former_keys
 from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.federated import algorithms, selection
-from fedcb2o.federated.guards import NO_GUARDS, Guards, Off
+from fedcb2o.federated.algorithms._fedassay import DEFAULT_GUARDS
+from fedcb2o.federated.guards import NO_GUARDS, Guards
 from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.federated.sections import Component, key_field
 
@@ -26,10 +27,11 @@ class AlgorithmSection(Component):
 
     name: str | Callable[..., Any] = RECOMMENDED
     guards: Annotated[
-        Guards | Off | None,
+        Guards | StrictBool | None,
         key_field(
-            "[guards](#guards), which go with every algorithm; false turns all of them off",
-            values="a table, false",
+            "[guards](#guards), which go with every algorithm; true gives those of FedAssay, false "
+            "turns all of them off",
+            values="a table, true, false",
             default="those of the algorithm",
         ),
     ] = None
@@ -62,6 +64,8 @@ class AlgorithmSection(Component):
         guards = algorithm.guards
         if self.guards is False:
             guards = NO_GUARDS
+        elif self.guards is True:
+            guards = DEFAULT_GUARDS
         elif self.guards is not None:
             guards = guards.model_copy(update=self.guards.model_dump(exclude_unset=True))
         return _with_guards(algorithm, guards)
