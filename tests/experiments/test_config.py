@@ -132,9 +132,9 @@ def test_a_user_who_names_no_algorithm_gets_the_recommended_one():
         ),
         ("digits-fedcbo-released", {"algorithm.name": "fedassay"}, "FedAssay"),
         (
-            "digits-fedcbo",
-            {"algorithm": {"name": "fedcbo", "guards": True}},
-            "FedCBO (text, with guards)",
+            "digits-fedassay",
+            {"algorithm": {"name": "by_rule", "rule": "krum", "guards": True}},
+            "krum (with guards)",
         ),
         ("digits-oracle-min", {"agents.malicious_role": "attack"}, "DFedAvgM"),
         (
