@@ -171,7 +171,7 @@ def test_who_never_answers_is_dialled_ever_less_often(organisations, opened):
 
 def test_requests_beyond_the_pace_wait(monkeypatch):
     monkeypatch.setattr(_transport, "_REQUEST_BURST", 5)
-    pace = _transport._Pace()
+    pace = _transport.Pace()
     closed = _link.threading.Event()
     began = time.monotonic()
     for _ in range(45):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import zenoh
-from tests.peer import raw
+from tests.peer import raw, relays
 from tests.peer.members import federated, free_ports, identities
 from tests.peer.proxy import Proxy
 from tests.peer.wire import Wire
@@ -47,14 +47,19 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-@pytest.fixture(params=["zenoh", "wire"])
-def three(request: Any, organisations: Any, opened: contextlib.ExitStack) -> list[Transport]:
-    """Three agents that are linked, on either transport."""
+@pytest.fixture(params=["zenoh", "wire", "folder", "relay"])
+def three(
+    request: Any, organisations: Any, opened: contextlib.ExitStack, tmp_path: Path
+) -> list[Transport]:
+    """Three agents that are linked, on every transport."""
     if request.param == "wire":
         wire = Wire()
         return [wire.agent(id) for id in range(3)]
     who, federation = organisations
-    made = [opened.enter_context(Zenoh(federation, identity)) for identity in who[:3]]
+    if request.param == "zenoh":
+        made = [opened.enter_context(Zenoh(federation, identity)) for identity in who[:3]]
+    else:
+        made = relays.relayed(request.param, who[:3], federation, tmp_path, opened)
     for id, one in enumerate(made):
         until(lambda one=one, id=id: one.connected_peers() == {0, 1, 2} - {id})
     return made

@@ -63,6 +63,7 @@ for _step in (
     peers.amend,
     peers.sign,
     peers.check,
+    peers.relay,
     peers.run,
     peers.report,
     peers.proof,

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -59,6 +60,13 @@ _ListenOption = Annotated[
         metavar="HOST:PORT", help="Address to bind instead of the endpoint, such as 0.0.0.0:7447."
     ),
 ]
+_RelayOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR|RELAY.member.toml",
+        help="Folder or relay through which members without a direct link are reached.",
+    ),
+]
 
 
 def require_extra() -> None:
@@ -75,19 +83,23 @@ def identity(
     name: Annotated[
         str, typer.Option(help="Name of the organisation, such as hospital-a.", show_default=False)
     ],
-    endpoint: Annotated[
-        str,
-        typer.Option(metavar="HOST:PORT", help="Address for other members.", show_default=False),
-    ],
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for the keys.", show_default=False)
     ],
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Address for other members. Without it, they reach this one through a relay only.",
+            show_default=False,
+        ),
+    ] = None,
     days: _DaysOption = 397,
 ) -> Path:
     """Make an organisation's keys, certificates and their public half, NAME.member.toml."""
     from fedcb2o.peer.membership.identity import Identity
 
-    made = Identity.make(out, name=name, endpoint=endpoint, days=days)
+    made = Identity.make(out, name=name, endpoint=endpoint or f"{name}.invalid:1", days=days)
     print(
         f"{made.folder} has the keys of {name}: keep it secret. Read the fingerprint to the others:"
     )
@@ -373,6 +385,7 @@ def check(
     file: _FederationArgument,
     identity: _IdentityOption,
     listen: _ListenOption = None,
+    relay: _RelayOption = None,
     seconds: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for members that do not answer.")
     ] = 20.0,
@@ -399,7 +412,11 @@ def check(
     if data is not None:
         _print_data_sizes(federation, agent_id, data, data_dir)
     results = _preflight.check_members(
-        federation, own_identity, seconds=seconds, listen=True if listen is None else listen
+        federation,
+        own_identity,
+        seconds=seconds,
+        listen=True if listen is None else listen,
+        relay=relay,
     )
     print("\n".join(_preflight.format_results(results)))
     if any(result.error for result in results):
@@ -419,6 +436,34 @@ def _print_data_sizes(
         f"the data fit: {samples.train.sizes[0]} samples train, {samples.validation.sizes[0]} "
         f"{relation} judge others' models, {len(samples.test)} test"
     )
+
+
+def relay(
+    file: _FederationArgument,
+    identity: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", help="The relay's own keys, of `peer identity`.", show_default=False
+        ),
+    ],
+    listen: _ListenOption = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder of waiting messages. Default: a temporary one.")
+    ] = None,
+) -> None:
+    """Pass encrypted messages on between members that accept no connections.
+
+    The relay is no member. It cannot read or change what it passes on.
+    """
+    from fedcb2o.peer.membership.federation import read_federation
+    from fedcb2o.peer.membership.identity import Identity
+    from fedcb2o.peer.wire._relay import Relay
+
+    federation = read_federation(file)
+    keys = Identity.read(identity)
+    with Relay(federation, keys, listen=listen, folder=folder) as server:
+        _LOGGER.info("Relays for %s at %s.", federation.verification_phrase, keys.member.endpoint)
+        server.run(threading.Event())
 
 
 def run(
@@ -441,6 +486,7 @@ def run(
     ] = False,
     own: _UserFunctionsOption = None,
     listen: _ListenOption = None,
+    relay: _RelayOption = None,
     gather: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for the others at the start.")
     ] = 60.0,
@@ -478,6 +524,7 @@ def run(
         out=out,
         resume=resume,
         listen=True if listen is None else listen,
+        relay=relay,
         gather=gather,
         linger=linger,
     )

@@ -31,6 +31,9 @@ DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _HOST_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 """Part of a host's name. Docker names the hosts of its services with underscores."""
 
+OUTBOUND_ONLY = ".invalid"
+"""End of the host's name of a member that no other member can reach (RFC 2606)."""
+
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 

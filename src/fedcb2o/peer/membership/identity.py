@@ -125,6 +125,11 @@ class Member:
         certificates.validate_root(self.root, self.name, self.endpoint)
 
     @property
+    def is_outbound_only(self) -> bool:
+        """True if no other member can connect to it, as its endpoint says."""
+        return self.endpoint.rpartition(":")[0].endswith(certificates.OUTBOUND_ONLY)
+
+    @property
     def fingerprint(self) -> str:
         """First half of the key's SHA-256, by which people compare keys."""
         return spelled_hex(hashlib.sha256(self.key).digest()[:16])

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fedcb2o.errors import RunError
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._equivocation import Ledger
+from fedcb2o.peer.wire._mailbox import RelayMailbox
 from fedcb2o.peer.wire._protocol import (
     AnswerStatus,
     BytesLike,
@@ -29,6 +31,7 @@ from fedcb2o.peer.wire._protocol import (
     decode_answer,
     decode_hello,
 )
+from fedcb2o.peer.wire._relayed import Mixed, Relayed, open_transport
 from fedcb2o.peer.wire._server import Server
 from fedcb2o.peer.wire._tls_probe import ProbeResult, probe_member
 from fedcb2o.peer.wire._transport import Transport, Zenoh
@@ -71,6 +74,7 @@ def check_members(
     *,
     seconds: float = 20.0,
     listen: bool | str = True,
+    relay: Path | str | None = None,
 ) -> list[CheckResult]:
     """Check that every member can be reached and holds the same federation.
 
@@ -81,22 +85,28 @@ def check_members(
         identity: This organisation.
         seconds: Time after which missing answers are given up.
         listen: Listen at this node's endpoint, or at this "HOST:PORT".
+        relay: A folder, or the member file of a relay.
 
     Returns:
-        One result per member, this organisation first.
+        One result per member, this organisation first, then the relay.
 
     Raises:
-        ConfigError: The identity cannot be used.
+        ConfigError: The identity or the relay cannot be used.
         RunError: The transport cannot listen.
     """
     agent_id = federation.id_of(identity.member)
     end = time.monotonic() + seconds
-    transport, notes = _open_transport(federation, identity, listen)
+    transport, notes = _open_transport(federation, identity, listen, relay)
     try:
         with _serve_hello(federation, identity, agent_id, transport) as server:
             replies = _ask_all(federation, identity, agent_id, transport, end)
             _wait_for_checkers(replies, server, end)
             linked = transport.connected_peers()
+            direct = linked
+            relay_results = []
+            if isinstance(transport, Mixed):
+                direct = transport.direct.connected_peers()
+                relay_results = [_relay_result(transport.relayed, identity)]
     finally:
         transport.close()
 
@@ -107,11 +117,24 @@ def check_members(
             for id, member in others.items()
         }
     own_notes = (*notes, *_describe_expiry(identity.expires))
-    results = [CheckResult(identity.member.name, "", own_notes)]
+    results = [CheckResult(identity.member.name, "", own_notes), *relay_results]
     for id, member in others.items():
         probe = probes[id].result()
-        results.append(_member_result(federation, member, replies.get(id), id in linked, probe))
+        result = _member_result(federation, member, replies.get(id), id in linked, probe)
+        way = ("asked through the relay", "asked directly")[id in direct]
+        notes = (way, *result.notes) if id in linked and relay is not None else result.notes
+        results.append(CheckResult(result.name, result.error, notes))
     return results
+
+
+def _relay_result(relayed: Relayed, identity: Identity) -> CheckResult:
+    """Return the result of the relay, or of the folder in its place."""
+    mailbox = relayed.mailbox
+    if isinstance(mailbox, RelayMailbox):
+        probe = probe_member(mailbox.relay, identity, is_linked=not relayed.error)
+        notes = _describe_expiry(probe.expires) if probe.expires else ()
+        return CheckResult(mailbox.relay.name, probe.error or relayed.error, notes)
+    return CheckResult("relay", relayed.error, ("a folder",))
 
 
 def format_results(results: list[CheckResult]) -> list[str]:
@@ -160,21 +183,25 @@ def hello_content(federation: Federation, identity: Identity, **more: object) ->
 
 
 def _open_transport(
-    federation: Federation, identity: Identity, listen: bool | str
-) -> tuple[Zenoh, tuple[str, ...]]:
+    federation: Federation, identity: Identity, listen: bool | str, relay: Path | str | None
+) -> tuple[Zenoh | Mixed, tuple[str, ...]]:
+    open_links = partial(open_transport, federation, identity, relay=relay, is_checking=True)
+    notes: tuple[str, ...] = ()
+    if identity.member.is_outbound_only:
+        notes = ("other members ask it through the relay only",)
     try:
-        return Zenoh(federation, identity, listen=listen), ()
+        return open_links(listen=listen), notes
     except RunError as error:
         if "in use" not in str(error):
             raise
         address = "" if listen is True else f" ({listen})"
         note = f"our own node (or another program) has the port{address}: asked the others only"
-        return Zenoh(federation, identity, listen=False), (note,)
+        return open_links(listen=False), (note,)
 
 
 @contextmanager
 def _serve_hello(
-    federation: Federation, identity: Identity, agent_id: int, transport: Zenoh
+    federation: Federation, identity: Identity, agent_id: int, transport: Zenoh | Mixed
 ) -> Iterator[Server | None]:
     """Answer other members that check at the same time."""
     if not transport.is_listening:

@@ -27,6 +27,8 @@ from fedcb2o.peer.wire._protocol import (
     num_chunks,
     validate_manifest,
 )
+from fedcb2o.peer.wire._relay import Relay
+from fedcb2o.peer.wire._relayed import Mixed, open_transport
 from fedcb2o.peer.wire._server import Server, Snapshot
 from fedcb2o.peer.wire._transport import Reply, RequestHandler, Transport, Zenoh
 
@@ -45,10 +47,12 @@ __all__ = [
     "Ledger",
     "MalformedError",
     "Manifest",
+    "Mixed",
     "Patience",
     "PeerClient",
     "Proof",
     "RawCodec",
+    "Relay",
     "Reply",
     "Request",
     "RequestHandler",
@@ -68,6 +72,7 @@ __all__ = [
     "encode_offer",
     "manifest_bytes",
     "num_chunks",
+    "open_transport",
     "rejection_reason",
     "validate_manifest",
     "verify_proof",

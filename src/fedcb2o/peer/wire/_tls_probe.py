@@ -54,6 +54,11 @@ def probe_member(member: Member, identity: Identity, *, is_linked: bool = False)
     Returns:
         The result; an unreachable member raises nothing.
     """
+    if member.is_outbound_only:
+        return ProbeResult(
+            f"{member.name} can be reached through a relay only: give --relay, and start "
+            "`fedcb2o peer run` or `peer check` there with the same one"
+        )
     address, port = parse_endpoint(member.endpoint)
     context = client_context(identity, member)
     expires = None

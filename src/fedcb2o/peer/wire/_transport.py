@@ -71,7 +71,7 @@ _MAX_LATE_ANSWERS = 256
 """Answers to questions that were given up, which cost a member nothing."""
 _DIAL_SECONDS = 4.0
 """Time to open a link before the next attempt."""
-_ASK_SECONDS = 1.0
+ASK_SECONDS = 1.0
 """Time to send a short message."""
 _HEARTBEAT_SECONDS = 0.5
 _FIRST_PAUSE = 0.1
@@ -150,14 +150,14 @@ class Zenoh:
         self._own_key = _key_expression(agent_id)
         self._handler: RequestHandler | None = None
         self._links_in: dict[str, list[Link]] = {member.name: [] for member in members.values()}
-        self._paces = {name: _Pace() for name in self._links_in}
+        self._paces = {name: Pace() for name in self._links_in}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._listener: Listener | None = None
         self._dialers = {
             id: _Dialer(identity, member, _key_expression(id))
             for id, member in members.items()
-            if id != agent_id
+            if id != agent_id and not member.is_outbound_only
         }
         self._dialers_by_name = {members[id].name: one for id, one in self._dialers.items()}
         if listen:
@@ -249,7 +249,7 @@ class Zenoh:
                 self._handle(link, message)
             elif isinstance(message, Interest):
                 link.allowance.charge(0)
-                link.send(encode_declarations(self._own_key, message.id), seconds=_ASK_SECONDS)
+                link.send(encode_declarations(self._own_key, message.id), seconds=ASK_SECONDS)
             else:
                 link.allowance.charge(0)
 
@@ -293,14 +293,14 @@ class _Reply:
             if answer:
                 self._link.send(encode_reply(self._id, self._key, answer), final)
             else:
-                self._link.send(final, seconds=_ASK_SECONDS)
+                self._link.send(final, seconds=ASK_SECONDS)
 
     def __del__(self) -> None:
         if not self._link.closed.is_set():
             self(b"")
 
 
-class _Pace:
+class Pace:
     """Pace of one member's requests: a member that asks faster delays itself only."""
 
     def __init__(self) -> None:
@@ -315,13 +315,29 @@ class _Pace:
             closed: Event that ends the waiting.
         """
         with self._lock:
-            now = time.monotonic()
-            grown = self._left + (now - self._updated) * _REQUESTS_PER_SECOND
-            self._left = min(float(_REQUEST_BURST), grown) - 1
-            self._updated = now
-            delay = -self._left / _REQUESTS_PER_SECOND
+            delay = (1 - self._grow()) / _REQUESTS_PER_SECOND
+            self._left -= 1
         if delay > 0:
             closed.wait(delay)
+
+    def take(self) -> bool:
+        """Count one more request, if it may be read now.
+
+        Returns:
+            True if it may.
+        """
+        with self._lock:
+            may_read = self._grow() >= 1
+            self._left -= may_read
+        return may_read
+
+    def _grow(self) -> float:
+        """Return the number of requests that may be read now; the caller holds the lock."""
+        now = time.monotonic()
+        grown = self._left + (now - self._updated) * _REQUESTS_PER_SECOND
+        self._left = min(float(_REQUEST_BURST), grown)
+        self._updated = now
+        return self._left
 
 
 class _Dialer:
@@ -374,7 +390,7 @@ class _Dialer:
             self._waiting[id] = replies
         try:
             message = encode_query(id, self._key, request, timeout)
-            link.send(message, seconds=min(timeout, _ASK_SECONDS))
+            link.send(message, seconds=min(timeout, ASK_SECONDS))
         except OSError:
             self._forget(id)
             return iter(())
@@ -427,7 +443,7 @@ class _Dialer:
         else:
             link.allowance.charge(0)
             if isinstance(message, Interest):
-                link.send(encode_declarations(b"", message.id), seconds=_ASK_SECONDS)
+                link.send(encode_declarations(b"", message.id), seconds=ASK_SECONDS)
 
     def _run(self) -> None:
         failures = 0

@@ -1,0 +1,397 @@
+"""Mailboxes between members that cannot reach each other: a folder, or a relay that serves one.
+
+A mailbox stores sealed messages for sessions of members, and a card for each member. Its owner is
+not trusted: it can delay or drop messages, and sees who sends how much to whom.
+
+Example:
+    >>> split_messages(join_messages([b"first", b""]))
+    [b'first', b'']
+"""
+
+import re
+import secrets
+import shutil
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.peer.membership.certificates import parse_endpoint
+from fedcb2o.peer.membership.identity import Identity, Member
+from fedcb2o.peer.wire._link import TlsStream
+from fedcb2o.peer.wire._listener import client_context
+
+MAX_MESSAGE_BYTES = 2**21 + 2**12
+"""Longest message: an answer, sealed."""
+_MAX_TAKEN_BYTES = 2**23
+MAX_REPLY_BYTES = _MAX_TAKEN_BYTES + MAX_MESSAGE_BYTES
+"""Longest reply of a relay."""
+_MAX_CARD_BYTES = 2**9
+_STALE_SECONDS = 600.0
+"""Age from which cards and boxes of ended sessions are removed."""
+_POLL_SECONDS = 0.02
+_CONNECT_SECONDS = 4.0
+_FULL_SECONDS = 0.05
+"""Pause before a message is sent to a full box again."""
+_MAX_CONNECTIONS = 16
+BOX_NAME = re.compile(r"[a-z0-9-]{1,63}/[0-9a-f]{32}")
+CARD_NAME = re.compile(r"[a-z0-9-]{1,63}\.(run|check)")
+_MESSAGE_NAME = re.compile(r"[0-9]{20}-[0-9a-f]{8}(-[a-z0-9-]{1,63})?")
+
+
+class Mailbox(Protocol):
+    """Interface of a mailbox; its methods raise OSError if it cannot be reached."""
+
+    def publish_card(self, name: str, card: bytes) -> None:
+        """Store this member's card.
+
+        Args:
+            name: "MEMBER.run" of a node, "MEMBER.check" of a check.
+            card: The card, which replaces an earlier one; empty to remove it.
+        """
+        ...
+
+    def cards(self) -> dict[str, bytes]:
+        """Return all cards.
+
+        Returns:
+            The cards by name.
+        """
+        ...
+
+    def put(self, box: str, message: bytes, seconds: float) -> None:
+        """Store a message for a session.
+
+        Args:
+            box: "MEMBER/SESSION" of the receiver.
+            message: The message.
+            seconds: Longest time to store it.
+        """
+        ...
+
+    def take(self, box: str, seconds: float) -> list[bytes]:
+        """Return and remove the messages of a session.
+
+        Args:
+            box: "MEMBER/SESSION" of this process.
+            seconds: Longest time to wait for the first message.
+
+        Returns:
+            The messages, the oldest first.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close all connections."""
+        ...
+
+
+class FolderMailbox:
+    """Mailbox in a folder that all members reach, such as a network drive or a mounted store.
+
+    Each message is a file, written under another name first. The receiver removes it.
+
+    Args:
+        folder: The folder.
+        poll_seconds: Time between two looks for messages of other processes.
+    """
+
+    def __init__(self, folder: Path, poll_seconds: float = _POLL_SECONDS) -> None:
+        self._folder = folder
+        self._poll_seconds = poll_seconds
+        self._stored = threading.Condition()
+        self._num_stored = 0
+        self._closed = False
+        for name in ("cards", "boxes"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+
+    def publish_card(self, name: str, card: bytes) -> None:
+        path = self._folder / "cards" / name
+        if card:
+            _write(path, card)
+        else:
+            path.unlink(missing_ok=True)
+
+    def cards(self) -> dict[str, bytes]:
+        found = {}
+        for path in (self._folder / "cards").iterdir():
+            if CARD_NAME.fullmatch(path.name):
+                with suppress(FileNotFoundError), path.open("rb") as file:
+                    found[path.name] = file.read(_MAX_CARD_BYTES)
+        return found
+
+    def put(self, box: str, message: bytes, seconds: float, sender: str = "") -> None:
+        name = f"{time.time_ns():020}-{secrets.token_hex(4)}-{sender}".rstrip("-")
+        _write(self._folder / "boxes" / box / name, message)
+        with self._stored:
+            self._num_stored += 1
+            self._stored.notify_all()
+
+    def take(self, box: str, seconds: float) -> list[bytes]:
+        folder = self._folder / "boxes" / box
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.touch()
+        end = time.monotonic() + seconds
+        while True:
+            num_stored = self._num_stored
+            messages = self._take_now(folder)
+            left = end - time.monotonic()
+            if messages or left <= 0 or self._closed:
+                return messages
+            with self._stored:
+                if self._num_stored == num_stored:
+                    self._stored.wait(min(self._poll_seconds, left))
+
+    def _take_now(self, folder: Path) -> list[bytes]:
+        messages = []
+        size = 0
+        paths = (path for path in folder.iterdir() if _MESSAGE_NAME.fullmatch(path.name))
+        for path in sorted(paths):
+            if size > _MAX_TAKEN_BYTES:
+                break
+            with path.open("rb") as file:
+                message = file.read(MAX_MESSAGE_BYTES + 1)
+            path.unlink()
+            if len(message) <= MAX_MESSAGE_BYTES:
+                messages.append(message)
+                size += len(message)
+        return messages
+
+    def stored_bytes(self, box: str, sender: str) -> int:
+        """Return the size of the messages of one sender in a box.
+
+        Args:
+            box: "MEMBER/SESSION".
+            sender: The sender.
+
+        Returns:
+            Number of bytes.
+
+        Raises:
+            OSError: There is no such box.
+        """
+        size = 0
+        for path in (self._folder / "boxes" / box).glob(f"????????????????????-????????-{sender}"):
+            with suppress(FileNotFoundError):  # taken in the meantime
+                size += path.stat().st_size
+        return size
+
+    def sweep(self) -> None:
+        """Remove cards and boxes of sessions that ended without `close`."""
+        oldest = time.time() - _STALE_SECONDS
+        for path in [*(self._folder / "cards").iterdir(), *(self._folder / "boxes").glob("*/*")]:
+            with suppress(OSError):
+                if path.stat().st_mtime > oldest:
+                    continue
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+    def remove_box(self, box: str) -> None:
+        """Remove a box and its messages.
+
+        Args:
+            box: "MEMBER/SESSION".
+        """
+        shutil.rmtree(self._folder / "boxes" / box, ignore_errors=True)
+
+    def close(self) -> None:
+        self._closed = True
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f"{path.name}-{secrets.token_hex(4)}.tmp")
+    temporary.write_bytes(content)
+    temporary.rename(path)
+
+
+class RelayMailbox:
+    """Mailbox of a relay, over TLS connections that this member opens.
+
+    Args:
+        relay: The relay's member file.
+        identity: This organisation.
+    """
+
+    def __init__(self, relay: Member, identity: Identity) -> None:
+        self.relay = relay
+        self._identity = identity
+        self._idle: list[TlsStream] = []
+        self._open: set[TlsStream] = set()
+        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._closed = False
+
+    def publish_card(self, name: str, card: bytes) -> None:
+        self._call(f"card {name}", card, _CONNECT_SECONDS)
+
+    def cards(self) -> dict[str, bytes]:
+        entries = split_messages(self._call("cards", b"", _CONNECT_SECONDS))
+        names = [entry.decode("ascii", "replace") for entry in entries[::2]]
+        return dict(zip(names, entries[1::2], strict=False))
+
+    def put(self, box: str, message: bytes, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                self._call(f"put {box}", message, max(0.0, end - time.monotonic()))
+                return
+            except BlockingIOError:  # the receiver has not taken earlier messages yet
+                if time.monotonic() + _FULL_SECONDS > end:
+                    raise
+                time.sleep(_FULL_SECONDS)
+
+    def take(self, box: str, seconds: float) -> list[bytes]:
+        reply = self._call(f"take {box} {seconds:.3f}", b"", seconds + _CONNECT_SECONDS)
+        return split_messages(reply)
+
+    def close(self) -> None:
+        self._closed = True
+        for stream in list(self._open):
+            stream.close()
+        while self._idle:
+            self._release(self._idle.pop())
+
+    def _release(self, stream: TlsStream) -> None:
+        self._open.discard(stream)
+        stream.release()
+
+    def _call(self, head: str, body: bytes, seconds: float) -> bytes:
+        """Send one request; try once more if a kept connection was lost."""
+        end = time.monotonic() + seconds
+        if self._closed:
+            raise ConnectionError("the mailbox is closed")
+        if not self._free.acquire(timeout=seconds):
+            raise TimeoutError("all connections to the relay are busy")
+        try:
+            if self._idle:
+                with suppress(ConnectionError, ssl.SSLError, IndexError):
+                    return self._exchange(self._idle.pop(), head, body, end)
+            if self._closed:
+                raise ConnectionError("the mailbox is closed")
+            return self._exchange(self._connect(end), head, body, end)
+        finally:
+            self._free.release()
+
+    def _exchange(self, stream: TlsStream, head: str, body: bytes, end: float) -> bytes:
+        try:
+            write_frame(stream, b"%s\n%s" % (head.encode(), body), end)
+            status, _, content = read_frame(stream, MAX_REPLY_BYTES, end).partition(b"\n")
+        except BaseException:
+            self._release(stream)
+            raise
+        if self._closed:
+            self._release(stream)
+        else:
+            self._idle.append(stream)
+        if status == b"full":
+            raise BlockingIOError("the box is full")
+        if status != b"ok":
+            raise FileNotFoundError(f"the relay refuses a message: {status[:60]!r}")
+        return content
+
+    def _connect(self, end: float) -> TlsStream:
+        host, port = parse_endpoint(self.relay.endpoint)
+        context = client_context(self._identity, self.relay)
+        left = min(_CONNECT_SECONDS, max(0.01, end - time.monotonic()))
+        connection = socket.create_connection((str(host), port), timeout=left)
+        stream = TlsStream(connection, context, str(host))
+        try:
+            stream.handshake(time.monotonic() + left)
+        except BaseException:
+            stream.release()
+            raise
+        self._open.add(stream)
+        return stream
+
+
+def open_mailbox(place: Path, identity: Identity) -> Mailbox:
+    """Open a mailbox.
+
+    Args:
+        place: A folder, or the file RELAY.member.toml of a relay.
+        identity: This organisation.
+
+    Returns:
+        The mailbox.
+
+    Raises:
+        ConfigError: There is neither a folder nor a member file.
+    """
+    if place.is_dir():
+        try:
+            return FolderMailbox(place)
+        except OSError as error:
+            raise ConfigError(f"cannot write to {place}: {error.strerror or error}") from error
+    return RelayMailbox(Member.read(place), identity)
+
+
+def write_frame(stream: TlsStream, content: bytes, end: float) -> None:
+    """Send one frame between a member and a relay.
+
+    Args:
+        stream: The stream.
+        content: The frame.
+        end: Monotonic time at which sending is given up.
+
+    Raises:
+        OSError: The stream is closed, or the time is over.
+    """
+    frame = len(content).to_bytes(4, "little") + content
+    stream.write(frame, max(0.0, end - time.monotonic()))
+
+
+def read_frame(stream: TlsStream, max_bytes: int, end: float) -> bytes:
+    """Receive one frame.
+
+    Args:
+        stream: The stream.
+        max_bytes: Longest accepted frame.
+        end: Monotonic time at which waiting is given up.
+
+    Returns:
+        The frame.
+
+    Raises:
+        OSError: The stream ended, the time is over, or the frame is too long.
+    """
+    length = int.from_bytes(stream.read_exactly(4, end), "little")
+    if length > max_bytes:
+        raise ConnectionAbortedError("the frame is too long")
+    return stream.read_exactly(length, end)
+
+
+def join_messages(messages: Iterable[bytes]) -> bytes:
+    """Join messages, each with its length before it.
+
+    Args:
+        messages: The messages.
+
+    Returns:
+        The bytes.
+    """
+    return b"".join(len(message).to_bytes(4, "little") + message for message in messages)
+
+
+def split_messages(content: bytes) -> list[bytes]:
+    """Split what `join_messages` made; an incomplete end is left out.
+
+    Args:
+        content: The bytes.
+
+    Returns:
+        The messages.
+    """
+    messages = []
+    position = 0
+    while position + 4 <= len(content):
+        start = position + 4
+        position = start + int.from_bytes(content[position:start], "little")
+        if position <= len(content):
+            messages.append(content[start:position])
+    return messages

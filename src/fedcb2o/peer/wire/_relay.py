@@ -1,0 +1,188 @@
+"""Relay: a server of one mailbox folder, to which members connect.
+
+Members need no open port. The relay's certificate is that of an identity of its own. A connection
+needs the certificate of a member; what it may store and take depends on the name in it.
+"""
+
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.wire._link import TlsStream
+from fedcb2o.peer.wire._listener import (
+    Listener,
+    open_listening_socket,
+    raise_descriptor_limit,
+    server_context,
+)
+from fedcb2o.peer.wire._mailbox import (
+    BOX_NAME,
+    CARD_NAME,
+    MAX_MESSAGE_BYTES,
+    FolderMailbox,
+    join_messages,
+    read_frame,
+    write_frame,
+)
+from fedcb2o.peer.wire._sealing import CARD_BYTES
+
+_MAX_STORED_BYTES = 2**23
+"""Size of the messages of one sender that wait in one box."""
+_MAX_BOXES = 4
+"""Boxes of one member, one for each of its processes."""
+_MAX_LINKS = 32
+"""Connections of one member; the newest remain."""
+_IDLE_SECONDS = 120.0
+_REPLY_SECONDS = 30.0
+_MAX_TAKE_SECONDS = 30.0
+_SWEEP_SECONDS = 60.0
+_STORE_POLL_SECONDS = 1.0
+"""Time between two looks into the folder, in which only the relay writes."""
+
+
+class Relay:
+    """Relay of one federation.
+
+    Args:
+        federation: The federation; its members may connect.
+        identity: The relay's own identity, which is no member.
+        listen: "HOST:PORT" to bind; by default the endpoint of the identity.
+        folder: Folder of the messages; by default a temporary one.
+
+    Raises:
+        ConfigError: The identity cannot be used.
+        RunError: The address cannot be used.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        identity: Identity,
+        *,
+        listen: str | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        identity.check_certificate()
+        raise_descriptor_limit()
+        self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="fedcb2o-relay-")
+        place = folder or Path(self._temporary.name if self._temporary else "")
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._mailbox = FolderMailbox(place, _STORE_POLL_SECONDS)
+        self._links: dict[str, list[TlsStream]] = {
+            member.name: [] for member in federation.members.values()
+        }
+        self._boxes: dict[str, dict[str, None]] = {name: {} for name in self._links}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        context = server_context(identity, federation.members.values())
+        socket = open_listening_socket(listen or identity.member.endpoint)
+        self._listener = Listener(socket, context, self._on_link)
+        self._listener.start()
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until an event.
+
+        Args:
+            stop: The event.
+        """
+        while not stop.wait(_SWEEP_SECONDS):
+            self._mailbox.sweep()
+
+    def close(self) -> None:
+        """Close all connections and remove a temporary folder."""
+        self._closed.set()
+        self._listener.close()
+        with self._lock:
+            streams = [stream for streams in self._links.values() for stream in streams]
+        for stream in streams:
+            stream.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> "Relay":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _on_link(self, stream: TlsStream, name: str, expires: float) -> None:
+        """Serve a connection of a member; its newest ones replace older ones."""
+        streams = self._links.get(name)
+        if streams is None or self._closed.is_set():
+            stream.release()
+            return
+        with self._lock:
+            streams.append(stream)
+            surplus = streams[:-_MAX_LINKS]
+        for old in surplus:
+            old.close()
+        threading.Thread(
+            target=self._serve_link, args=(stream, name, expires), name="relay-link", daemon=True
+        ).start()
+
+    def _serve_link(self, stream: TlsStream, name: str, expires: float) -> None:
+        try:
+            while time.time() < expires and not self._closed.is_set():
+                frame = read_frame(stream, MAX_MESSAGE_BYTES, time.monotonic() + _IDLE_SECONDS)
+                reply = self._reply(name, frame)
+                write_frame(stream, reply, time.monotonic() + _REPLY_SECONDS)
+        except (OSError, ValueError):
+            pass  # lost, silent, or a malformed frame
+        finally:
+            stream.release()
+            with self._lock:
+                self._links[name].remove(stream)
+
+    def _reply(self, name: str, frame: bytes) -> bytes:
+        """Carry out one request of a member.
+
+        Raises:
+            ValueError: The request is malformed, or for a box of another member.
+        """
+        head, _, body = frame.partition(b"\n")
+        command, place, seconds = (*head[:200].decode("ascii").split(" "), "", "")[:3]
+        if command == "cards":
+            return b"ok\n" + join_messages(self._card_entries())
+        if command == "put" and BOX_NAME.fullmatch(place):
+            return self._store(name, place, body)
+        is_own_card = CARD_NAME.fullmatch(place) and place.partition(".")[0] == name
+        if command == "card" and is_own_card and len(body) in (0, CARD_BYTES):
+            self._mailbox.publish_card(place, body)
+            return b"ok\n"
+        if command == "take" and BOX_NAME.fullmatch(place) and place.partition("/")[0] == name:
+            self._keep_box(name, place)
+            wait = min(max(0.0, float(seconds)), _MAX_TAKE_SECONDS)
+            return b"ok\n" + join_messages(self._mailbox.take(place, wait))
+        raise ValueError("no such request, or not of this member")
+
+    def _card_entries(self) -> Iterable[bytes]:
+        for name, card in self._mailbox.cards().items():
+            yield name.encode()
+            yield card
+
+    def _store(self, sender: str, box: str, message: bytes) -> bytes:
+        """Store a message, unless there is no such box or it has too many of this sender."""
+        if box not in self._boxes.get(box.partition("/")[0], {}):
+            return b"no box"
+        with suppress(OSError):
+            if self._mailbox.stored_bytes(box, sender) + len(message) <= _MAX_STORED_BYTES:
+                self._mailbox.put(box, message, 0.0, sender)
+                return b"ok\n"
+        return b"full"
+
+    def _keep_box(self, name: str, box: str) -> None:
+        """Note a member's box; its newest ones replace older ones."""
+        with self._lock:
+            boxes = self._boxes[name]
+            boxes.pop(box, None)
+            boxes[box] = None
+            surplus = list(boxes)[:-_MAX_BOXES]
+            for old in surplus:
+                del boxes[old]
+        for old in surplus:
+            self._mailbox.remove_box(old)

@@ -1,0 +1,326 @@
+"""Transport through a mailbox, and the choice between it and direct links.
+
+A member that serves writes a new signed card twice a second. A member counts as connected while its
+card changes. Requests and answers are sealed (`_sealing`) for one session and put into its box. The
+relay is not trusted.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Queue
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.wire._link import LEASE_SECONDS, SEND_SECONDS
+from fedcb2o.peer.wire._mailbox import FolderMailbox, Mailbox, open_mailbox
+from fedcb2o.peer.wire._protocol import BytesLike, MalformedError
+from fedcb2o.peer.wire._sealing import Card, Sealed, SealedKind, Session
+from fedcb2o.peer.wire._transport import (
+    ASK_SECONDS,
+    CLOSE_SECONDS,
+    MAX_REQUEST_BYTES,
+    Pace,
+    RequestHandler,
+    Zenoh,
+)
+
+_CARD_SECONDS = 0.5
+"""Time between two cards of one member."""
+_TAKE_SECONDS = 5.0
+_RETRY_SECONDS = 0.5
+"""Pause after a mailbox that cannot be reached."""
+
+
+@dataclass
+class _Presence:
+    """Last card of a member and the time at which it last changed, if it changed."""
+
+    card: Card
+    changed: float = 0.0
+
+
+class Relayed:
+    """Transport through a mailbox; safe in any thread.
+
+    Args:
+        federation: The federation.
+        identity: This organisation.
+        mailbox: The mailbox.
+        is_checking: This process only checks, beside a running node of the same member.
+
+    Attributes:
+        error: Why the mailbox cannot be reached at present, or an empty text.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        identity: Identity,
+        mailbox: Mailbox,
+        *,
+        is_checking: bool = False,
+    ) -> None:
+        self.mailbox = mailbox
+        self._names = {id: member.name for id, member in federation.members.items()}
+        self._session = Session(federation, identity)
+        self._box = f"{identity.member.name}/{self._session.name}"
+        self._card_name = f"{identity.member.name}.{'check' if is_checking else 'run'}"
+        self._handler: RequestHandler | None = None
+        self._paces = {id: Pace() for id in self._names}
+        self._presences: dict[str, _Presence] = {}
+        self._waiting: dict[int, tuple[int, Queue[bytes | None]]] = {}
+        self._next_id = 0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self.error = ""
+        if isinstance(mailbox, FolderMailbox):
+            mailbox.sweep()
+        targets = (self._exchange_cards, self._receive)
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(one,), name="fedcb2o-relay", daemon=True)
+            for one in targets
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[BytesLike]:
+        card = self._cards_by_peer().get(peer)
+        if card is None or timeout <= 0:
+            return iter(())
+        end = time.monotonic() + timeout
+        answers: Queue[bytes | None] = Queue()
+        with self._lock:
+            self._next_id += 1
+            id = self._next_id
+            self._waiting[id] = (peer, answers)
+        try:
+            self._put(card, SealedKind.REQUEST, id, request, min(timeout, ASK_SECONDS))
+        except (OSError, MalformedError):
+            self._waiting.pop(id, None)
+            return iter(())
+        return self._iterate_answers(id, answers, end)
+
+    def _iterate_answers(
+        self, id: int, answers: "Queue[bytes | None]", end: float
+    ) -> Iterator[BytesLike]:
+        try:
+            answer = answers.get(timeout=max(0.0, end - time.monotonic()))
+            if answer:
+                yield answer
+        except Empty:
+            return
+        finally:
+            self._waiting.pop(id, None)
+
+    def serve(self, handler: RequestHandler) -> None:
+        self._handler = handler
+
+    def connected_peers(self) -> frozenset[int]:
+        return frozenset(self._cards_by_peer())
+
+    def close(self) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        end = time.monotonic() + CLOSE_SECONDS
+        if self._handler is not None:
+            with suppress(OSError):
+                self.mailbox.publish_card(self._card_name, b"")
+        self.mailbox.close()
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        if isinstance(self.mailbox, FolderMailbox):
+            self.mailbox.remove_box(self._box)
+
+    def __enter__(self) -> "Relayed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _cards_by_peer(self) -> dict[int, Card]:
+        """Return the cards that changed lately; that of a node precedes that of a check."""
+        cards: dict[int, Card] = {}
+        if self._closed.is_set():
+            return cards
+        oldest = time.monotonic() - LEASE_SECONDS
+        for _, presence in sorted(
+            self._presences.copy().items()
+        ):  # NAME.check comes before NAME.run
+            if presence.changed > oldest:
+                cards[presence.card.agent] = presence.card
+        return cards
+
+    def _put(
+        self, card: Card, kind: SealedKind, id: int, content: BytesLike, seconds: float
+    ) -> None:
+        message = self._session.seal(card, kind, id, content)
+        self.mailbox.put(f"{self._names[card.agent]}/{card.session}", message, seconds)
+
+    def _repeat(self, step: Callable[[], None]) -> None:
+        """Repeat a step until the end, whatever the mailbox does."""
+        while not self._closed.is_set():
+            try:
+                step()
+                self.error = ""
+            except OSError as error:
+                self._end_requests()
+                if not self.error and not self._closed.is_set():
+                    self.error = str(error)
+                    logging.getLogger(__name__).warning("the relay cannot be reached: %s", error)
+                self._closed.wait(_RETRY_SECONDS)
+            except Exception:  # the thread must go on
+                logging.getLogger(__name__).exception("a message of the relay cannot be handled")
+                self._closed.wait(_RETRY_SECONDS)
+
+    def _exchange_cards(self) -> None:
+        """Write this member's card, and read those of others."""
+        if self._handler is not None:
+            card = self._session.card(time.monotonic_ns())
+            self.mailbox.publish_card(self._card_name, card)
+        cards = self.mailbox.cards()
+        for name in self._presences.keys() - cards.keys():
+            del self._presences[name]
+        for name, content in cards.items():
+            with suppress(MalformedError):
+                self._note_card(name, self._session.read_card(content))
+        self._closed.wait(_CARD_SECONDS)
+
+    def _note_card(self, name: str, card: Card) -> None:
+        """Note a valid card; only a change within one session is a sign of life."""
+        if name.partition(".")[0] != self._names[card.agent]:
+            return
+        known = self._presences.get(name)
+        if known is None or known.card.key != card.key:
+            self._presences[name] = _Presence(card)
+        elif card.count > known.card.count:
+            self._presences[name] = _Presence(card, time.monotonic())
+
+    def _receive(self) -> None:
+        """Handle the messages of this session's box."""
+        for message in self.mailbox.take(self._box, _TAKE_SECONDS):
+            try:
+                sealed = self._session.open(message)
+            except MalformedError:
+                continue
+            if sealed.kind is SealedKind.REQUEST:
+                self._on_request(sealed)
+            else:
+                self._on_answer(sealed)
+
+    def _on_request(self, sealed: Sealed) -> None:
+        is_long = len(sealed.content) > MAX_REQUEST_BYTES
+        if self._handler is None or is_long or not self._paces[sealed.card.agent].take():
+            return
+        reply = _Reply(self, sealed)
+        try:
+            self._handler(sealed.content, reply)
+        except Exception:
+            logging.getLogger(__name__).exception("a request could not be handled")
+            reply(b"")
+
+    def _on_answer(self, sealed: Sealed) -> None:
+        peer, answers = self._waiting.get(sealed.id, (None, None))
+        if answers is not None and peer == sealed.card.agent and answers.empty():
+            answers.put(sealed.content)
+
+    def _end_requests(self) -> None:
+        for _, answers in list(self._waiting.values()):
+            answers.put(None)
+
+
+class _Reply:
+    """Function that answers one request; without an answer the request ends with this object."""
+
+    def __init__(self, transport: Relayed, request: Sealed) -> None:
+        self._transport = transport
+        self._request = request
+        self._is_open = True
+
+    def __call__(self, answer: bytes) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        seconds = SEND_SECONDS if answer else ASK_SECONDS
+        request = self._request
+        with suppress(OSError, MalformedError):  # the relay or the sender is gone
+            self._transport._put(request.card, SealedKind.ANSWER, request.id, answer, seconds)
+
+    def __del__(self) -> None:
+        if not self._transport._closed.is_set():
+            self(b"")
+
+
+class Mixed:
+    """Transport over direct links where they exist, and through a mailbox elsewhere.
+
+    Args:
+        direct: The direct links.
+        relayed: The transport through the mailbox.
+    """
+
+    def __init__(self, direct: Zenoh, relayed: Relayed) -> None:
+        self.direct = direct
+        self.relayed = relayed
+        self.is_listening = True
+
+    def ask(self, peer: int, request: bytes, timeout: float) -> Iterable[BytesLike]:
+        if peer in self.direct.connected_peers():
+            return self.direct.ask(peer, request, timeout)
+        return self.relayed.ask(peer, request, timeout)
+
+    def serve(self, handler: RequestHandler) -> None:
+        if self.direct.is_listening:
+            self.direct.serve(handler)
+        self.relayed.serve(handler)
+
+    def connected_peers(self) -> frozenset[int]:
+        return self.direct.connected_peers() | self.relayed.connected_peers()
+
+    def close(self) -> None:
+        self.direct.close()
+        self.relayed.close()
+
+
+def open_transport(
+    federation: Federation,
+    identity: Identity,
+    *,
+    listen: bool | str = True,
+    relay: Path | str | None = None,
+    is_checking: bool = False,
+) -> Zenoh | Mixed:
+    """Open direct links, and a mailbox if one is given.
+
+    Args:
+        federation: The federation.
+        identity: This organisation.
+        listen: Accept links, at the member's own endpoint or at this "HOST:PORT".
+        relay: A folder, or the member file of a relay.
+        is_checking: This process only checks.
+
+    Returns:
+        The transport.
+
+    Raises:
+        ConfigError: The identity or the relay cannot be used.
+        RunError: The transport cannot listen.
+    """
+    if identity.member.is_outbound_only:
+        listen = False
+        if relay is None:
+            raise ConfigError(
+                f"{identity.member.name} has no endpoint, so that no other member can reach it: "
+                "give --relay, a folder or the member file of a relay"
+            )
+    mailbox = None if relay is None else open_mailbox(Path(relay), identity)
+    direct = Zenoh(federation, identity, listen=listen)
+    if mailbox is None:
+        return direct
+    return Mixed(direct, Relayed(federation, identity, mailbox, is_checking=is_checking))

@@ -1,0 +1,270 @@
+"""End-to-end encryption between two members whose messages pass through a relay.
+
+Each process has a session: an ephemeral X25519 key, signed in a card by the member's identity key.
+Two sessions derive one ChaCha20-Poly1305 key for each direction. The relay therefore reads nothing
+and cannot change, repeat or misaddress a message. It can delay and drop messages.
+
+Example:
+    >>> Replays().accept(7), Replays().accept(7)
+    (True, True)
+"""
+
+import hashlib
+import heapq
+import itertools
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.wire._protocol import SIGNATURE_BYTES, BytesLike, MalformedError
+
+_CARD_CONTEXT = b"fedcb2o relay card v1\0"
+_KEY_CONTEXT = b"fedcb2o relay keys v1\0"
+_MAGIC = b"fedcb2o"
+_VERSION = 1
+_CARD = struct.Struct("<7sBB 32s I 32s Q")  # magic, version, 4, run, agent, session key, count
+_SEALED = struct.Struct("<7sBBB II QQ")  # magic, version, 5, kind, sender, receiver, id, count
+CARD_BYTES = _CARD.size + SIGNATURE_BYTES
+_HEAD_BYTES = _SEALED.size + CARD_BYTES
+SEALED_OVERHEAD = _HEAD_BYTES + 16
+"""Bytes of a sealed message around its content."""
+_MAX_SESSIONS = 4
+"""Remembered sessions of one member; the newest remain."""
+_REPLAY_WINDOW = 1024
+
+
+class SealedKind(IntEnum):
+    """Content of a sealed message."""
+
+    REQUEST = 0
+    ANSWER = 1  # empty for a request without an answer
+
+
+@dataclass(frozen=True)
+class Card:
+    """A member's signed session key.
+
+    Attributes:
+        agent: The member's id.
+        key: Public X25519 key of the session.
+        count: A number that grows within a session.
+    """
+
+    agent: int
+    key: bytes
+    count: int
+
+    @property
+    def session(self) -> str:
+        """Name of the session's mailbox."""
+        return hashlib.sha256(self.key).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """An opened message.
+
+    Attributes:
+        kind: Its content.
+        card: Card of the sending session.
+        id: Number of the question.
+        content: The decrypted bytes.
+    """
+
+    kind: SealedKind
+    card: Card
+    id: int
+    content: bytes
+
+
+class Replays:
+    """Numbers of received messages, so that a repeated one is recognised."""
+
+    def __init__(self) -> None:
+        self._newest: list[int] = []  # a heap of at most `_REPLAY_WINDOW` numbers
+        self._known: set[int] = set()
+        self._floor = -1
+
+    def accept(self, count: int) -> bool:
+        """Remember a number.
+
+        Args:
+            count: The number.
+
+        Returns:
+            False if it was seen before, or is older than all remembered numbers.
+        """
+        if count <= self._floor or count in self._known:
+            return False
+        self._known.add(count)
+        heapq.heappush(self._newest, count)
+        if len(self._newest) > _REPLAY_WINDOW:
+            self._floor = heapq.heappop(self._newest)
+            self._known.remove(self._floor)
+        return True
+
+
+@dataclass
+class _Channel:
+    """Keys between this session and one session of another member."""
+
+    sending: ChaCha20Poly1305
+    receiving: ChaCha20Poly1305
+    replays: Replays
+
+
+class Session:
+    """End of all encrypted channels of a process; safe in any thread.
+
+    Args:
+        federation: The federation.
+        identity: This organisation.
+    """
+
+    def __init__(self, federation: Federation, identity: Identity) -> None:
+        self._federation = federation
+        self._agent_id = federation.id_of(identity.member)
+        self._sign: Callable[[bytes], bytes] = identity.sign
+        self._private = X25519PrivateKey.generate()
+        self._key = self._private.public_key().public_bytes_raw()
+        self._counts = itertools.count()  # of all channels, so that no nonce is used twice
+        self._lock = threading.Lock()
+        self._channels: dict[int, dict[bytes, _Channel]] = {}
+        self._cards: dict[bytes, Card] = {}
+        self._own_card = self.card(0)
+        self.name = Card(self._agent_id, self._key, 0).session
+
+    def card(self, count: int) -> bytes:
+        """Return this session's signed card.
+
+        Args:
+            count: A number above those of earlier cards.
+
+        Returns:
+            The bytes.
+        """
+        body = _CARD.pack(
+            _MAGIC, _VERSION, 4, self._federation.run, self._agent_id, self._key, count
+        )
+        return body + self._sign(_CARD_CONTEXT + body)
+
+    def read_card(self, data: BytesLike) -> Card:
+        """Verify a member's card.
+
+        Args:
+            data: The received bytes.
+
+        Returns:
+            The card.
+
+        Raises:
+            MalformedError: The bytes are no card of a member of this run.
+        """
+        if len(data) != CARD_BYTES:
+            raise MalformedError("malformed")
+        content = bytes(data)
+        if content in self._cards:
+            return self._cards[content]
+        magic, version, message, run, agent, key, count = _CARD.unpack_from(content)
+        if (magic, version, message) != (_MAGIC, _VERSION, 4):
+            raise MalformedError("version" if magic == _MAGIC else "malformed")
+        member = self._federation.members.get(agent)
+        if member is None or agent == self._agent_id or run != self._federation.run:
+            raise MalformedError("member")
+        if not member.verify(_CARD_CONTEXT + content[: _CARD.size], content[_CARD.size :]):
+            raise MalformedError("signature")
+        card = Card(agent, key, count)
+        with self._lock:
+            if len(self._cards) >= 2 * _MAX_SESSIONS * len(self._federation.members):
+                self._cards.clear()
+            self._cards[content] = card
+        return card
+
+    def seal(self, card: Card, kind: SealedKind, id: int, content: BytesLike) -> bytes:
+        """Encrypt a message for one session of another member.
+
+        Args:
+            card: The session's card.
+            kind: The content.
+            id: Number of the question.
+            content: The bytes.
+
+        Returns:
+            The sealed message.
+
+        Raises:
+            MalformedError: The card's key is not valid.
+        """
+        channel = self._channel(card)
+        count = next(self._counts)
+        head = _SEALED.pack(_MAGIC, _VERSION, 5, kind, self._agent_id, card.agent, id, count)
+        head += self._own_card
+        return head + channel.sending.encrypt(_nonce(count), bytes(content), head)
+
+    def open(self, data: BytesLike) -> Sealed:
+        """Verify and decrypt a message.
+
+        Args:
+            data: The received bytes.
+
+        Returns:
+            The message.
+
+        Raises:
+            MalformedError: The message is not from a member to this session, or is repeated.
+        """
+        view = memoryview(data)
+        if len(view) < SEALED_OVERHEAD:
+            raise MalformedError("malformed")
+        magic, version, message, kind, sender, receiver, id, count = _SEALED.unpack_from(view)
+        if (magic, version, message) != (_MAGIC, _VERSION, 5):
+            raise MalformedError("version" if magic == _MAGIC else "malformed")
+        card = self.read_card(view[_SEALED.size : _HEAD_BYTES])
+        if card.agent != sender or receiver != self._agent_id or kind not in set(SealedKind):
+            raise MalformedError("receiver")
+        channel = self._channel(card)
+        head = bytes(view[:_HEAD_BYTES])
+        try:
+            content = channel.receiving.decrypt(_nonce(count), bytes(view[_HEAD_BYTES:]), head)
+        except InvalidTag:
+            raise MalformedError("seal") from None
+        with self._lock:
+            if not channel.replays.accept(count):
+                raise MalformedError("replay")
+        return Sealed(SealedKind(kind), card, id, content)
+
+    def _channel(self, card: Card) -> _Channel:
+        with self._lock:
+            channels = self._channels.setdefault(card.agent, {})
+            if card.key not in channels:
+                channels[card.key] = self._new_channel(card)
+                if len(channels) > _MAX_SESSIONS:
+                    del channels[next(iter(channels))]
+            return channels[card.key]
+
+    def _new_channel(self, card: Card) -> _Channel:
+        try:
+            shared = self._private.exchange(X25519PublicKey.from_public_bytes(card.key))
+        except ValueError:  # a point of small order
+            raise MalformedError("key") from None
+        own = self._key + self._federation.members[self._agent_id].key
+        remote = card.key + self._federation.members[card.agent].key
+        first, second = sorted((own, remote))
+        derived = HKDF(SHA256(), 64, self._federation.run, _KEY_CONTEXT + first + second)
+        keys = derived.derive(shared)
+        ciphers = {first: ChaCha20Poly1305(keys[:32]), second: ChaCha20Poly1305(keys[32:])}
+        return _Channel(ciphers[own], ciphers[remote], Replays())
+
+
+def _nonce(count: int) -> bytes:
+    return count.to_bytes(12, "little")

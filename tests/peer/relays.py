@@ -1,0 +1,41 @@
+"""Relays and members behind them, on loopback."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+from tests.peer.members import free_ports
+
+from fedcb2o.peer.membership import Federation, Identity
+from fedcb2o.peer.wire import _relayed
+from fedcb2o.peer.wire._mailbox import FolderMailbox, Mailbox, RelayMailbox
+from fedcb2o.peer.wire._relay import Relay
+from fedcb2o.peer.wire._relayed import Relayed
+
+
+def relay_identity(folder: Path) -> Identity:
+    endpoint = f"127.0.0.1:{free_ports(1)[0]}"
+    return Identity.make(folder / "relay-keys", name="relay", endpoint=endpoint)
+
+
+def relayed(
+    kind: str, who: Sequence[Identity], federation: Federation, folder: Path, opened: ExitStack
+) -> list[Relayed]:
+    """One transport for each organisation, through a folder or a relay."""
+    if kind == "folder":
+        boxes = folder / "mailbox"
+        boxes.mkdir()
+        mailboxes: list[Mailbox] = [FolderMailbox(boxes, 0.002) for _ in who]
+    else:
+        identity = relay_identity(folder)
+        opened.enter_context(Relay(federation, identity, folder=folder / "relay"))
+        mailboxes = [RelayMailbox(identity.member, one) for one in who]
+    opened.enter_context(mock.patch.object(_relayed, "_CARD_SECONDS", 0.03))
+    made = [
+        opened.enter_context(Relayed(federation, identity, mailbox))
+        for identity, mailbox in zip(who, mailboxes, strict=True)
+    ]
+    for one in made:
+        one.serve(lambda request, reply: reply(b""))
+    return made
