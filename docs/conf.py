@@ -78,5 +78,5 @@ html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#00629b", "color-brand-content": "#00629b"},
     "dark_css_variables": {"color-brand-primary": "#56b4e9", "color-brand-content": "#56b4e9"},
 }
-pygments_style = "friendly"
+pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "github-dark"
