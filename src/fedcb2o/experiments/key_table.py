@@ -22,7 +22,7 @@ from fedcb2o.experiments.config.settings import Experiment, ModelSection
 from fedcb2o.federated.algorithms.section import AlgorithmSection
 from fedcb2o.federated.attacks.section import AttackSection
 from fedcb2o.federated.guards import Guards
-from fedcb2o.federated.sections import AgentsSection, TrainingSection
+from fedcb2o.federated.sections import AgentsSection, Privacy, TrainingSection
 
 BEGIN = "<!-- The table is written by `python -m fedcb2o.experiments.key_table`. -->"
 END = "<!-- End of the table. -->"
@@ -31,6 +31,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "": Experiment,
     "agents.": AgentsSection,
     "training.": TrainingSection,
+    "training.privacy.": Privacy,
     "model.": ModelSection,
     "algorithm.": AlgorithmSection,
     "algorithm.guards.": Guards,

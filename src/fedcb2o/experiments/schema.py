@@ -45,7 +45,7 @@ from fedcb2o.federated import (
 from fedcb2o.federated.aggregation import preaggregation
 from fedcb2o.federated.criteria import combinations
 from fedcb2o.federated.guards import Guards
-from fedcb2o.federated.sections import AgentsSection, Component, TrainingSection
+from fedcb2o.federated.sections import AgentsSection, Component, Privacy, TrainingSection
 from fedcb2o.nn import architectures
 
 _Schema = dict[str, Any]
@@ -186,7 +186,7 @@ def _required_keys(section: type[BaseModel], *given: str) -> list[str]:
 def _property(name: str, annotation: Any, default: Any, section: str) -> _Schema:
     """Return the schema of a key."""
     classes = {part for part in _nested_annotations(annotation) if inspect.isclass(part)}
-    for inner in (AgentsSection, TrainingSection):
+    for inner in (AgentsSection, TrainingSection, Privacy):
         if inner in classes:
             table = _object(_section_properties(inner, name))
             return {**table, "description": _summary_line(inner)}

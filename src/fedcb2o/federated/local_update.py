@@ -6,7 +6,8 @@ experiments. The optimiser is new in every round: no momentum is carried over.
 `train_` updates the models of a group. `local_update_` trains one agent's model, and
 `batched_local_update_` those of several agents in one program. On a CPU the program pays for small
 dense networks, whose calls cost more than their arithmetic; on other devices for any network. The
-agents of a batch have equally many mini-batches. Bits may depend on the other agents of a batch, so
+agents of a batch have equally many mini-batches. With `training.privacy` every agent trains alone,
+with the gradients of `privacy`. Bits may depend on the other agents of a batch, so
 that batches are planned once, from all agents alone.
 
 >>> training = Training(gamma=0.1, lambda2=1.0, momentum=0.9, batch_size=4, local_epochs=2)
@@ -17,7 +18,7 @@ that batches are planned once, from all agents alone.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from fedcb2o.federated.admission import max_abs
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.inference import batched_forward, dense_layers, per_sample_losses
 from fedcb2o.federated.optimisers import make_step, optimiser_name
+from fedcb2o.federated.privacy import noise_multiplier, poisson_batches, private_gradients
 from fedcb2o.federated.ragged import Indices
 from fedcb2o.federated.run_spec import RunSpec, Training
 from fedcb2o.federated.sections import Precision
@@ -87,18 +89,22 @@ def train_(
         before = row_checksums(gather_rows(models, rows))
     x, y = group.data.training_data(members, n)
     counts = group.data.train.sizes[members].tolist()
-    draws = agent_streams(spec.seed, "batches", n, agents=group.agents[members].tolist())
+    seed = spec.seed if spec.training_seed is None else spec.training_seed
+    draws = agent_streams(seed, "batches", n, agents=group.agents[members].tolist())
+    training = spec.training
     with plugins.attribute_errors("model", spec.model):
         # An optimiser may use a model as a whole, so that it gets one model at a time.
-        if len(members) == 1 or spec.training.optimiser is not None:
+        is_separate = training.optimiser is not None or training.privacy is not None
+        if len(members) == 1 or is_separate:
             losses = []
             for k, (row, count, draw) in enumerate(zip(rows, counts, draws, strict=True)):
                 shard = Shard(x[k, :count], y[k, :count])
-                loss = local_update_(models[row], spec.module, shard, spec.training, draw)
+                noise = noise_multiplier(training, count, spec.rounds)
+                loss = local_update_(models[row], spec.module, shard, training, draw, noise)
                 losses.append(loss)
         else:
             thetas = gather_rows(models, rows)
-            losses = batched_local_update_(thetas, spec.module, x, y, spec.training, draws, counts)
+            losses = batched_local_update_(thetas, spec.module, x, y, training, draws, counts)
             if not is_contiguous_range(rows):
                 torch._foreach_copy_([models[row] for row in rows], thetas.unbind())
 
@@ -112,6 +118,7 @@ def local_update_(
     shard: Shard,
     training: Training,
     draw: np.random.Generator,
+    noise: float | None = None,
 ) -> float:
     """Train a model in place (alg:FedCB2O, LocalUpdate).
 
@@ -121,6 +128,7 @@ def local_update_(
         shard: Training samples.
         training: Settings.
         draw: Source of randomness.
+        noise: Noise of private gradients, `privacy.noise_multiplier`; None without privacy.
 
     Returns:
         Mean of the mini-batch losses; not finite if training diverged.
@@ -133,11 +141,21 @@ def local_update_(
     lr = training.lambda2 * training.gamma
     step = _make_step(training, parameters, lr)
     x, device = features(shard.x), theta.device
-    batches = batched_mini_batches([len(shard)], training, [draw], device)  # before the seed
+    batches: Iterable[tuple[Tensor, ...]]
+    if noise is None:
+        batches = batched_mini_batches([len(shard)], training, [draw], device)  # before the seed
+    else:
+        batches = poisson_batches(len(shard), training, draw)
     losses = []
 
     with training_mode(module, training, draw, device.type):
         for (batch,) in batches:
+            if noise is not None:
+                with autocast(training.precision, device.type):
+                    loss, noisy = private_gradients(module, shard, batch, training, noise, draw)
+                step(list(noisy))
+                losses.append(loss)
+                continue
             with autocast(training.precision, device.type):
                 outputs = module(x[batch])
                 if training.loss is None:

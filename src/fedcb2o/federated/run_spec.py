@@ -209,6 +209,7 @@ class RunSpec:
         max_samples: Largest number of training samples that an agent may claim.
         neighbours: Ids that each agent may ask; None for all.
         kernels: Numerical kernels.
+        training_seed: Seed of LocalUpdate's random streams, where it is secret; None for `seed`.
     """
 
     seed: int
@@ -224,6 +225,7 @@ class RunSpec:
     max_samples: int
     neighbours: tuple[Int[Tensor, " _k"], ...] | None = None
     kernels: KernelConfig = KernelConfig()
+    training_seed: int | None = None
 
     @functools.cached_property
     def dim(self) -> int:

@@ -350,6 +350,35 @@ class AgentsSection(Section):
         return table
 
 
+class Privacy(Section):
+    """Differential privacy of the training samples (`training.privacy`): DP-SGD."""
+
+    clip: Annotated[
+        float, key_field("the largest norm of a sample's gradient; longer ones are scaled", gt=0)
+    ] = 1.0
+    noise: Annotated[
+        Annotated[float, Field(gt=0)] | None,
+        key_field("the standard deviation of the noise, in units of `clip`", values="above 0"),
+    ] = None
+    epsilon: Annotated[
+        Annotated[float, Field(gt=0)] | None,
+        key_field(
+            "in place of `noise`: the epsilon of each agent after the last round", values="above 0"
+        ),
+    ] = None
+    delta: Annotated[
+        float, key_field("the probability that epsilon does not cover", gt=0, lt=1)
+    ] = 1e-5
+
+    @model_validator(mode="after")
+    def _check_noise(self) -> "Privacy":
+        if (self.noise is None) == (self.epsilon is None):
+            raise ValueError(
+                "`training.privacy` needs `noise`, or a target `epsilon`, and not both"
+            )
+        return self
+
+
 class LocalUpdateKeys(Section):
     """The keys of LocalUpdate that name no function (alg:FedCB2O)."""
 
@@ -366,6 +395,13 @@ class LocalUpdateKeys(Section):
     local_epochs: Annotated[PositiveInt, key_field("tau, passes over the agent's data")] = 5
     local_steps: Annotated[
         PositiveInt | None, key_field("the number of mini-batches, in place of `local_epochs`")
+    ] = None
+    privacy: Annotated[
+        Privacy | None,
+        key_field(
+            "[differential privacy](privacy.md): per-sample gradients are clipped and perturbed",
+            values="a table",
+        ),
     ] = None
     precision: Annotated[
         Precision,

@@ -334,8 +334,12 @@ def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         The settings without `rounds` and `NON_RESULT_SETTINGS`, renamed ones under their old names.
+        The number of rounds is one of them where a target epsilon decides the noise.
     """
-    excluded = (*NON_RESULT_SETTINGS, "rounds")
+    excluded = list(NON_RESULT_SETTINGS)
+    privacy = settings.get("training", {}).get("privacy", {})
+    if "epsilon" not in privacy:  # whose noise depends on the number of rounds
+        excluded.append("rounds")
     selected = {key: value for key, value in settings.items() if key not in excluded}
     return _former_keys.original_settings(selected)
 

@@ -33,8 +33,8 @@ class Metric:
 STANDARD_METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
 """Metrics that every evaluation records."""
 
-CONDITIONAL_METRICS = ("test_loss", "global_accuracy", "global_loss")
-"""Metrics of experiments with a loss, or with a test set per agent and a global one."""
+CONDITIONAL_METRICS = ("test_loss", "global_accuracy", "global_loss", "epsilon")
+"""Metrics of experiments with a loss, a global test set next to one per agent, or privacy."""
 
 METRICS = {
     metric.name: metric
@@ -51,6 +51,7 @@ METRICS = {
             "high",
             is_percent=False,
         ),
+        Metric("epsilon", "Privacy loss epsilon", "epsilon", "high", is_percent=False),
         Metric("malicious_weight", "Malicious weight", "malicious weight", "high"),
     )
 }

@@ -20,7 +20,7 @@ from fedcb2o.experiments.config.settings import COMPONENT_SECTIONS, Experiment
 from fedcb2o.experiments.config.tables import apply_changes, preset, read_table, resolve_extends
 from fedcb2o.experiments.config.titles import algorithm_title
 from fedcb2o.federated.guards import Guards
-from fedcb2o.federated.sections import AgentsSection, TrainingSection
+from fedcb2o.federated.sections import AgentsSection, Privacy, TrainingSection
 
 _PRINTABLE_TYPES = (str, int, float, list, tuple, date, time, type(None))
 _METHOD_SECTIONS = ("algorithm", "agents")
@@ -144,6 +144,7 @@ def _suggest_key(path: Sequence[str], table: Mapping[str, Any]) -> str:
     for section, model in (("agents", AgentsSection), ("training", TrainingSection)):
         keys += [f"{section}.{name}" for name in model.model_fields]
     keys += [f"algorithm.guards.{name}" for name in Guards.model_fields]
+    keys += [f"training.privacy.{name}" for name in Privacy.model_fields]
     for section, kind, namespace in COMPONENT_SECTIONS:
         # Another problem of the section is reported elsewhere.
         with contextlib.suppress(ConfigError, KeyError, TypeError):

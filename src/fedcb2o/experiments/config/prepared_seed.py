@@ -47,6 +47,7 @@ from fedcb2o.federated import (
     apply_sample_transform,
     optimisers,
     part_checks,
+    privacy,
 )
 from fedcb2o.kernels import devices
 from fedcb2o.nn import memory_layout, network_checks, parameters
@@ -250,6 +251,7 @@ def build_run_spec(
         accepts_single_sample=accepts_single_sample,
         is_sample_independent=is_independent,
     )
+    privacy.check_privacy(training, module)
     kernels = KernelConfig(
         experiment.linear or "torch",
         experiment.convolution or "grouped",

@@ -25,6 +25,7 @@ from fedcb2o.data import sets, skews, transforms
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.tables import to_plain
 from fedcb2o.federated import (
+    Algorithm,
     Attack,
     ConvolutionKernel,
     LinearKernel,
@@ -246,6 +247,9 @@ class Experiment(Section):
         algorithm = as_component(table.get("algorithm", {}))
         if not isinstance(algorithm, Mapping) or algorithm.get("name", RECOMMENDED) != RECOMMENDED:
             return table
+        training = table.get("training")
+        if isinstance(training, Mapping) and training.get("privacy") is not None:
+            return table  # losses on training samples would reveal them
         return {**table, "agents": {"hold_out": False, "validation": 1.0, **table["agents"]}}
 
     @model_validator(mode="after")
@@ -304,12 +308,29 @@ class Experiment(Section):
                 "so the algorithm must be one without validation, such as dfedavgm; "
                 '"clean" and "removed" go with every algorithm'
             )
+        self._check_privacy(algorithm)
         if algorithm.validate_budget is not None:
             algorithm.validate_budget(agents.budget)
         if not 0 < factor <= 1:
             raise ValueError(
                 f"lambda1 * gamma must be above 0 and at most 1, got {factor:g}: choose a smaller "
                 "`algorithm.lambda1`, or set `algorithm.mixing_factor` itself"
+            )
+
+    def _check_privacy(self, algorithm: Algorithm) -> None:
+        """Raise ValueError if models would depend on training samples other than by DP-SGD."""
+        if self.training.privacy is None:
+            return
+        if algorithm.clusters is not None or (algorithm.needs_losses and not self.agents.hold_out):
+            raise ValueError(
+                "`training.privacy` protects training samples, and this algorithm computes losses "
+                "on them without noise: set `agents.hold_out` = true with `agents.validation` "
+                "below 1, or take an algorithm without losses, such as dfedavgm"
+            )
+        if self.convolution not in (None, "grouped") or self.linear == "onednn":
+            raise ValueError(
+                "gradients of single samples (`training.privacy`) have PyTorch's kernels: leave "
+                "out `linear` and `convolution`"
             )
 
     def settings(self) -> dict[str, Any]:

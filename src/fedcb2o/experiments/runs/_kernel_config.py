@@ -103,6 +103,8 @@ class _KernelChoice:
         Returns:
             "torch" or "onednn"; "torch" for a small network and on another device.
         """
+        if self.experiment.training.privacy is not None:
+            return "torch"
         if self.dim >= _onednn.MIN_WEIGHTS and self.device.type == "cpu":
             return _autotune.fastest_linear()
         return "torch"
@@ -117,7 +119,8 @@ class _KernelChoice:
             "contiguous" or "channels_last"; "contiguous" on another device, or if `together`
             is set.
         """
-        if self.device.type != "cpu" or self.experiment.together is not None:
+        is_batched = self.experiment.together is not None
+        if self.device.type != "cpu" or is_batched or self.experiment.training.privacy is not None:
             return "contiguous"
         return _autotune.fastest_layout(self.module, self.x, precision)
 
@@ -132,6 +135,8 @@ class _KernelChoice:
             "grouped" or "fourier" on the CPU; "grouped", "unfolded" or "mixed" on another device.
         """
         together = self.experiment.together
+        if self.experiment.training.privacy is not None:
+            return "grouped"
         if self.device.type == "cpu":
             # Batched models are about twice as fast with groups.
             module = memory_layout.with_memory_format(self.module, layout)

@@ -32,6 +32,7 @@ from fedcb2o.experiments.runs._round_records import (
 )
 from fedcb2o.experiments.runs._run_directory import make_folder
 from fedcb2o.federated import AgentState
+from fedcb2o.federated.privacy import spent_epsilon
 from fedcb2o.kernels import _autotune, devices
 from fedcb2o.nn import parameters
 from fedcb2o.parallel import _resources
@@ -203,6 +204,8 @@ def run_seed(prepared: PreparedSeed, folder: Path, backend: Backend, watch: Roun
         for result in results:
             done = result.n + 1
             record = metrics_record(goal, engine.adversary.malicious, result, user_metrics)
+            if prepared.spec.training.privacy is not None:
+                record["epsilon"] = _spent_epsilons(prepared, done)
             log.append("metrics", record)
             log.append("pairs", pairs_record(result))
             seconds = dict(result.seconds)
@@ -239,6 +242,13 @@ def _resume_logs(folder: Path, log: RoundLog, start: int, manifest: Manifest | N
             raise damaged_error(
                 folder / name, f"it differs from what it held when {path.name} was written"
             )
+
+
+def _spent_epsilons(prepared: PreparedSeed, done: int) -> list[float]:
+    """Return the epsilon of each agent after a number of rounds; a resumed round repeats bits."""
+    spec = prepared.spec
+    counts = [len(samples) for samples in prepared.population.train]
+    return [spent_epsilon(spec.training, count, spec.rounds, done) for count in counts]
 
 
 def round_loop(engine: Any) -> Callable[..., Iterator[Round]]:

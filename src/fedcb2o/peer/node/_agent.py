@@ -6,6 +6,7 @@ and attacks if it is malicious there.
 """
 
 import dataclasses
+import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +146,9 @@ def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) 
         max_samples=federation.most_samples,
         neighbours=build_neighbours(experiment, seed, torch.from_numpy(cluster)),
     )
+    if spec.training.privacy is not None:  # the federation's seed is public
+        training_seed = secrets.randbits(128)
+        spec = dataclasses.replace(spec, training_seed=training_seed, rounds=federation.rounds)
     data = AgentData(
         agents=np.array([agent_id]),
         samples=dataset.pool,

@@ -52,6 +52,7 @@ class PeerEngine:
         client: Client that downloads other models.
         monitor: Monitor of the members that may be asked.
         initial_model: The agent's model before all rounds, shape [d].
+        before_training: Called before the agent trains.
 
     Attributes:
         arrivals: Models that arrived in the last exchange, by peer.
@@ -67,8 +68,10 @@ class PeerEngine:
         client: PeerClient,
         monitor: PeerMonitor,
         initial_model: Float[Tensor, " d"],
+        before_training: Callable[[], None] = lambda: None,
     ) -> None:
         self.group = group
+        self.before_training = before_training
         self.publisher = publisher
         self.client = client
         self.monitor = monitor
@@ -106,6 +109,8 @@ class PeerEngine:
             self._with_candidates(n) if function is batched_aggregation.sample_peers else self.group
         )
         own_arguments = (argument[0] for argument in arguments)
+        if function is train_:
+            self.before_training()
         call = functools.partial(function, group, _ONLY_AGENT, *own_arguments, *shared)
         with dispatch.use_kernels(self.spec.kernels.linear, self.spec.kernels.convolution):
             result: Any = call()

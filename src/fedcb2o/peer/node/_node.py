@@ -39,6 +39,7 @@ from fedcb2o.peer.node._engine import PeerEngine
 from fedcb2o.peer.node._observer import NodeObserver, NullObserver
 from fedcb2o.peer.node._peer_monitor import PeerMonitor
 from fedcb2o.peer.node._preflight import hello_content
+from fedcb2o.peer.node._privacy_ledger import PrivacyLedger
 from fedcb2o.peer.node._publisher import ModelPublisher
 from fedcb2o.peer.node._recovery import SigningRecovery
 from fedcb2o.peer.node._run_directory import open_run
@@ -50,8 +51,9 @@ from fedcb2o.peer.wire._client import (
 )
 from fedcb2o.peer.wire._compression import Codec, Int8Codec, RawCodec
 from fedcb2o.peer.wire._equivocation import JOURNAL_FILE, Ledger, SigningJournal
+from fedcb2o.peer.wire._relayed import open_transport
 from fedcb2o.peer.wire._server import Server
-from fedcb2o.peer.wire._transport import Transport, Zenoh
+from fedcb2o.peer.wire._transport import Transport
 from fedcb2o.records._checksums import read_checkpoint_header
 from fedcb2o.simulation import checkpoint
 from fedcb2o.simulation.rounds import Round, run_rounds
@@ -73,10 +75,11 @@ class Node:
         data_dir: Directory of data sets.
         resume: Continue the run in the directory.
         listen: Listen at the member's endpoint, or at another "HOST:PORT" of this machine.
+        relay: A folder, or the member file of a relay, for members without a direct link.
         gather: Seconds to wait for other members at the start.
         linger: Seconds to serve the last model to members that are not done.
         observer: Receiver of the node's progress.
-        connect: Function that opens the transport; by default `Zenoh`.
+        connect: Function that opens the transport; by default `open_transport`.
 
     Raises:
         ConfigError: Federation, identity, data or experiment do not fit together.
@@ -94,6 +97,7 @@ class Node:
         data_dir: Path | None = None,
         resume: bool = False,
         listen: bool | str = True,
+        relay: Path | str | None = None,
         gather: float = 30.0,
         linger: float = 60.0,
         observer: NodeObserver | None = None,
@@ -111,7 +115,7 @@ class Node:
         self.gather = gather
         self.linger = linger
         self.observer = NullObserver() if observer is None else observer
-        self.connect = connect or functools.partial(Zenoh, listen=listen)
+        self.connect = connect or functools.partial(open_transport, listen=listen, relay=relay)
 
         if (data is None) == (simulate is None):
             raise ConfigError("a node needs `data`, or an experiment to `simulate`, and not both")
@@ -208,7 +212,10 @@ class Node:
                 federation, self.identity, codec, journal, server, self.observer.on_note
             )
             monitor = PeerMonitor(transport, client, self._stop, self.observer)
-            engine = PeerEngine(group, publisher, client, monitor, self.agent.initial_model)
+            self._privacy = PrivacyLedger(self.out, self.agent)
+            initial = self.agent.initial_model
+            before_training = self._privacy.before_training
+            engine = PeerEngine(group, publisher, client, monitor, initial, before_training)
             recovery = SigningRecovery(
                 journal,
                 monitor,
@@ -437,6 +444,7 @@ class Node:
             "alive": sorted(engine.client.transport.connected_peers()),
             **traffic.delta(),
             "seconds": seconds,
+            **self._privacy.record(),
             **self._metrics(result),
         }
 

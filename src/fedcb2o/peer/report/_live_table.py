@@ -199,6 +199,8 @@ def _format_scores(line: Mapping[str, Any]) -> str:
     ]
     if (loss := line.get("test_loss")) is not None:
         parts.append(f"loss {loss:.4g}")
+    if (epsilon := line.get("epsilon")) is not None:
+        parts.append(f"epsilon {epsilon:.3g}")
     return ", ".join(parts)
 
 

@@ -99,6 +99,9 @@ def _summary(records: PeerRecords) -> Markup:
         values = [value for value in values if value is not None]
         if values:
             scores.append(f"{name} {100 * values[-1]:.2f}%")
+    epsilon = records.rounds[-1].epsilon
+    if epsilon is not None:
+        scores.append(f"epsilon {epsilon:.3g}")
     if not scores:
         return text
     return text + Markup(" <b>{}</b>.").format(", ".join(scores).capitalize())

@@ -80,6 +80,7 @@ class RoundRecord(_Record):
     test_loss: float | None = None
     global_accuracy: _Share | None = None
     global_loss: float | None = None
+    epsilon: float | None = None
     asked: list[_Id]
     received: list[ReceivedModel]
     own_weight: float | None = None

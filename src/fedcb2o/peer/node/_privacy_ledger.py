@@ -1,0 +1,60 @@
+"""Count of a node's private training rounds, of which its epsilon is a function.
+
+Noise comes from a secret seed of each process, so that a repeated round spends epsilon again.
+"""
+
+from pathlib import Path
+
+from fedcb2o import records
+from fedcb2o.errors import RunError
+from fedcb2o.federated.privacy import spent_epsilon
+from fedcb2o.peer.node._agent import AgentSetup
+
+LEDGER_FILE = "privacy.json"
+_MARGIN = 1.001  # of a target epsilon, for rounding
+
+
+class PrivacyLedger:
+    """Ledger of the rounds in which a node trained, repeated ones included.
+
+    Args:
+        folder: The run directory.
+        agent: The agent.
+    """
+
+    def __init__(self, folder: Path, agent: AgentSetup) -> None:
+        self.path = folder / LEDGER_FILE
+        self.training = agent.spec.training
+        self.rounds = agent.spec.rounds
+        self.num_samples = int(agent.data.train.sizes[0])
+        self.trained = 0
+        if self.training.privacy is not None and self.path.exists():
+            self.trained = int(records.read_json(self.path)["trained"])
+
+    def before_training(self) -> None:
+        """Count a round, before it trains.
+
+        Raises:
+            RunError: The round would exceed the target epsilon.
+        """
+        privacy = self.training.privacy
+        if privacy is None:
+            return
+        epsilon = self._epsilon(self.trained + 1)
+        if privacy.epsilon is not None and epsilon > _MARGIN * privacy.epsilon:
+            raise RunError(
+                f"the privacy budget of epsilon {privacy.epsilon:g} is used up by {self.trained} "
+                "rounds of training, repeated ones included: the model of the last round is in the "
+                "checkpoint, and this node trains no more"
+            )
+        self.trained += 1
+        records.write_json(self.path, {"trained": self.trained})
+
+    def record(self) -> dict[str, float]:
+        """Return the entry of a round's record: the epsilon so far, if training is private."""
+        if self.training.privacy is None:
+            return {}
+        return {"epsilon": self._epsilon(self.trained)}
+
+    def _epsilon(self, trained: int) -> float:
+        return spent_epsilon(self.training, self.num_samples, self.rounds, trained)

@@ -1,0 +1,83 @@
+"""Private training of a node: secret noise, and an epsilon that counts repeated rounds."""
+
+import json
+
+import pytest
+import torch
+from tests.peer import members
+from tests.peer.test_node import joining, lines_of
+from tests.peer.test_own_data import LINES, line
+from tests.peer.wire import Wire
+
+from fedcb2o.errors import RunError
+from fedcb2o.federated.privacy import spent_epsilon
+from fedcb2o.peer.membership import federation
+from fedcb2o.peer.node import Node
+from fedcb2o.peer.node._privacy_ledger import LEDGER_FILE
+from fedcb2o.peer.report import PeerRecords
+
+QUIET = {"gather": 0.0, "linger": 0.0}
+
+
+def alone(folder, out: str, privacy, **options):
+    """The node of one member of three, which hears nobody."""
+    experiment = {key: value for key, value in LINES.items() if value is not None}
+    experiment["training"] = {**experiment["training"], "privacy": privacy}
+    experiment = {**experiment, "rounds": 3, "algorithm": {"name": "fedassay"}}
+    who = federation_of(folder)
+    made = federation.make_federation(
+        experiment, [each.member for each in who], dataset=line(0), most_samples=100
+    )
+    connect = joining(Wire(), 0)
+    return Node(made, who[0], line(0), out=folder / out, connect=connect, **QUIET, **options)
+
+
+def federation_of(folder):
+    if not (folder / "org-0").exists():
+        return members.identities(folder, 3)
+    return [members.Identity.read(folder / f"org-{j}") for j in range(3)]
+
+
+def test_the_epsilon_of_a_resumed_node_counts_the_repeated_round(tmp_path):
+    node = alone(tmp_path, "out", {"noise": 2.0})
+    rounds = node.rounds()
+    first = next(rounds)
+    rounds.close()
+    ledger = tmp_path / "out" / LEDGER_FILE
+    assert json.loads(ledger.read_text()) == {"trained": 1}
+    ledger.write_text('{"trained": 2}')  # killed in round 2, after it began to train
+
+    node = alone(tmp_path, "out", {"noise": 2.0}, resume=True)
+    node.run()
+    training, n = node.agent.spec.training, int(node.agent.data.train.sizes[0])
+    found = [record["epsilon"] for record in lines_of(tmp_path / "out")]
+    assert found == [spent_epsilon(training, n, 3, trained) for trained in (1, 3, 4)]
+    assert first["epsilon"] == found[0] == PeerRecords.read(tmp_path / "out").rounds[0].epsilon
+
+
+def test_noise_is_not_that_of_the_public_seed(tmp_path):
+    seeds = {alone(tmp_path, f"out-{k}", {"noise": 2.0}).agent.spec.training_seed for k in (0, 1)}
+    assert None not in seeds
+    assert len(seeds) == 2
+
+
+def test_a_node_ends_when_its_budget_is_used_up(tmp_path):
+    node = alone(tmp_path, "out", {"epsilon": 4.0})
+    rounds = node.rounds()
+    next(rounds)
+    rounds.close()
+    (tmp_path / "out" / LEDGER_FILE).write_text('{"trained": 2}')
+    with pytest.raises(RunError, match="budget of epsilon 4 is used up by 3 rounds"):
+        alone(tmp_path, "out", {"epsilon": 4.0}, resume=True).run()
+    last = lines_of(tmp_path / "out")[-1]
+    assert last["round"] == 2
+    assert 3.98 < last["epsilon"] <= 4.0
+
+
+def test_a_node_without_privacy_keeps_the_agreed_streams_and_no_ledger(tmp_path):
+    node = alone(tmp_path, "out", None)
+    assert node.agent.spec.training_seed is None
+    node.run()
+    assert "epsilon" not in lines_of(tmp_path / "out")[-1]
+    assert not (tmp_path / "out" / LEDGER_FILE).exists()
+    assert torch.isfinite(torch.tensor(lines_of(tmp_path / "out")[-1]["train_loss"]))
