@@ -22,13 +22,14 @@ from fedcb2o.experiments.config.tables import presets
 from tests.tiny import ENVIRONMENT, FEDCB2O, bits, command, here, tiny, write
 
 COMMANDS = {
-    "": "run bench compare report track new presets schema minimize data peer --install-completion",
+    "": "run bench compare report track new presets keys schema minimize data peer --install-completion",
     "run": "--set --seeds --out --data-dir --workers --track --resume --clean-twin Example:",
     "bench": "GRID --list --out --jobs --data-dir --resume Example:",
     "compare": "{RUN}... --over",
     "report": "{RUN_OR_GRID}... --out --reference",
     "presets": "[PRESET]",
     "track": "{RUN}... --to TRACKER",
+    "keys": "[KIND_OR_PART]",
     "schema": "--grid #:schema",
     "data": "emnist mnist fashion_mnist cifar10",
     "data emnist": "--from --data-dir",
@@ -70,6 +71,17 @@ def test_new_writes_an_experiment_that_runs_as_it_is_from_toml_and_python(tmp_pa
     pd.testing.assert_frame_equal(
         run.records[columns], fedcb2o.Run("runs/mine").records[columns], check_exact=True
     )
+
+
+def test_keys_and_parts_are_listed_and_described():
+    keys = here("keys").out
+    assert "agents.budget: 1 to N - 1 (default: needed)\n    M, the number of models" in keys
+    assert "](" not in keys
+    attacks = here("keys", "attack").out
+    assert "ipm: eps = 0.5\n    Reverse the mean update" in attacks
+    assert "data_dir" not in here("keys", "data").out
+    assert "Blanchard et al." in here("keys", "krum").out
+    assert "'krumm' is no built-in part" in here("keys", "krumm").one_line()
 
 
 def test_a_parameter_of_another_algorithm_names_it(tmp_path):

@@ -38,6 +38,7 @@ for _function in (
     runs.track,
     new,
     configurations.presets,
+    configurations.keys,
     configurations.schema,
     command.minimize,
 ):

@@ -1,13 +1,15 @@
-"""The commands for configurations: presets, schema."""
+"""The commands for configurations: presets, keys, schema."""
 
 import json
 import sys
+import textwrap
 from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
 from fedcb2o.cli import completion
+from fedcb2o.errors import ConfigError
 from fedcb2o.safe_stdio import encodable
 
 _GROUPS = {
@@ -43,6 +45,44 @@ def presets(
     from fedcb2o.records import to_toml
 
     print(to_toml(load(name).settings()), end="")
+
+
+def keys(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[KIND_OR_PART]",
+            help="A kind: data, model, algorithm, attack, criterion, rule, pre_step, selection, "
+            "graph, skew, cluster_transform, loss, optimiser, metric. Or a part, such as krum.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """List the keys of a configuration or the built-in parts of a kind; describe a part.
+
+    Example: fedcb2o keys, and: fedcb2o keys attack, and: fedcb2o keys krum
+    """
+    from fedcb2o.experiments import key_table
+    from fedcb2o.experiments import schema as catalogues
+
+    if name is None:
+        for key, values, default, meaning in key_table.key_rows():
+            _print_entry(f"{key}: {values} (default: {default})", meaning)
+    elif name in catalogues.KINDS:
+        for part, parameters, summary in catalogues.part_rows(name):
+            _print_entry(": ".join(filter(None, [part, parameters])), summary)
+    elif text := catalogues.describe_part(name):
+        print(text)
+    else:
+        kinds = ", ".join(catalogues.KINDS)
+        raise ConfigError(f"{name!r} is no built-in part, and no kind of parts ({kinds})")
+
+
+def _print_entry(head: str, text: str) -> None:
+    from fedcb2o.experiments.schema import plain_text
+
+    print(plain_text(head))
+    print(textwrap.fill(plain_text(text), 100, initial_indent="    ", subsequent_indent="    "))
 
 
 def schema(

@@ -1,16 +1,11 @@
-"""The table of the configuration's keys in the documentation.
+"""The keys of a configuration, with range, default and meaning.
 
-`python -m fedcb2o.experiments.key_table docs/configuration.md` writes the table into the page,
-between its two markers.
-
->>> from fedcb2o.experiments.key_table import key_table
->>> key_table().splitlines()[0]
-'| key | range | default | meaning |'
+>>> from fedcb2o.experiments.key_table import key_rows
+>>> next(row for row in key_rows() if row[0] == "rounds")
+('rounds', 'from 1', 'needed', 'T, the number of rounds')
 """
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -24,9 +19,6 @@ from fedcb2o.federated.attacks.section import AttackSection
 from fedcb2o.federated.guards import Guards
 from fedcb2o.federated.sections import AgentsSection, Privacy, TrainingSection
 
-BEGIN = "<!-- The table is written by `python -m fedcb2o.experiments.key_table`. -->"
-END = "<!-- End of the table. -->"
-
 _SECTIONS: dict[str, type[BaseModel]] = {
     "": Experiment,
     "agents.": AgentsSection,
@@ -39,24 +31,16 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 }
 
 
-def key_table() -> str:
-    """Return the table of all keys in Markdown.
+def key_rows() -> Iterator[tuple[str, str, str, str]]:
+    """Yield all keys in the order of a file.
 
-    Returns:
-        One line per key: key, range, default and meaning.
+    Yields:
+        Key, range, default, and meaning in Markdown, with links as from a page in docs.
     """
-    lines = ["| key | range | default | meaning |", "|---|---|---|---|"]
     for prefix, section in _SECTIONS.items():
         for name, field in section.model_fields.items():
             if field.description:
-                cells = [
-                    f"`{prefix}{name}`",
-                    value_range(field),
-                    default_text(field),
-                    field.description,
-                ]
-                lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+                yield f"{prefix}{name}", value_range(field), default_text(field), field.description
 
 
 def value_range(field: FieldInfo) -> str:
@@ -148,23 +132,3 @@ def _limits(metadata: list[Any]) -> Iterator[tuple[str, float]]:
         for constraint in flat:
             if isinstance(constraint, kind):
                 yield word, getattr(constraint, name)
-
-
-def write_table(path: Path) -> None:
-    """Write the table into a page, between its markers.
-
-    Args:
-        path: The page.
-
-    Raises:
-        ValueError: If the page lacks the markers.
-    """
-    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} lacks the markers of the table")
-    path.write_text(f"{before}{begin}\n\n{key_table()}\n\n{end}{after}", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write_table(Path(sys.argv[1]))

@@ -11,6 +11,7 @@ parameters of users' functions are left to the run.
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -67,6 +68,8 @@ _CATALOGUES: Mapping[str, ModuleType] = {
     "pre_step": preaggregation,
 }
 """The built-in functions that a key may name."""
+KINDS = tuple(_CATALOGUES)
+"""Kinds of built-in functions."""
 
 _SECTION_NAMES = tuple(key for key, _, _ in COMPONENT_SECTIONS)
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # the latest that editors of TOML know
@@ -146,6 +149,46 @@ def grid_schema() -> _Schema:
     }
 
 
+def part_rows(kind: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the built-in functions of a kind.
+
+    Args:
+        kind: One of `KINDS`.
+
+    Yields:
+        Name, parameters with their defaults, and the first sentences of the docstring.
+    """
+    for name, function in _catalogue(kind).items():
+        parameters = plugins.parameters(function)
+        parameters.pop("data_dir", None)  # an option of the command
+        texts = [_parameter_text(key, each.default) for key, each in parameters.items()]
+        yield name, ", ".join(texts), _summary_line(function)
+
+
+def describe_part(name: str) -> str:
+    """Return the descriptions of the built-in functions with a name: sources and parameters.
+
+    Args:
+        name: Name of the function.
+
+    Returns:
+        Docstrings, the kind first; empty if there is no such function.
+    """
+    texts = [
+        f"{kind} {name}\n\n{_docstring(_catalogue(kind)[name])}"
+        for kind in KINDS
+        if name in _catalogue(kind)
+    ]
+    return "\n\n".join(texts)
+
+
+def _parameter_text(name: str, default: Any) -> str:
+    """Return a parameter as in a file; one without a value has no default in TOML."""
+    if default is inspect.Parameter.empty or default is None:
+        return name
+    return f"{name} = {json.dumps(default, default=str)}"
+
+
 def _extends() -> _Schema:
     description = "The preset that this file changes, section by section."
     return {"enum": list(presets()), "description": description}
@@ -166,14 +209,18 @@ def _section_properties(section: type[BaseModel], name: str = "") -> dict[str, _
         found = _property(key, field.rebuild_annotation(), field.get_default(), name)
         if field.description:
             values = f"{value_range(field)}; default: {default_text(field)}"
-            text = f"{_plain_text(field.description)} ({_plain_text(values)})"
+            text = f"{plain_text(field.description)} ({plain_text(values)})"
             found = {**found, "description": text[:1].upper() + text[1:]}
         properties[key] = found
     return properties
 
 
-def _plain_text(markdown: str) -> str:
-    """Replace the links in a text by their words."""
+def plain_text(markdown: str) -> str:
+    """Replace the links in a text by their words.
+
+    Args:
+        markdown: The text.
+    """
     return _LINK.sub(r"\1", markdown)
 
 
@@ -191,7 +238,7 @@ def _property(name: str, annotation: Any, default: Any, section: str) -> _Schema
             table = _object(_section_properties(inner, name))
             return {**table, "description": _summary_line(inner)}
     if Guards in classes:
-        return {"anyOf": [_object(_section_properties(Guards, name)), {"const": False}]}
+        return {"anyOf": [_object(_section_properties(Guards, name)), {"type": "boolean"}]}
     if not any(issubclass(part, Component) for part in classes):
         return _value_schema(annotation, default)
     if name in _SECTION_NAMES and not section:

@@ -3,8 +3,8 @@
 A configuration is a TOML file, a preset's name, a mapping, or an `Experiment` made in Python. A key
 that names a function takes a built-in name, "package.module:function" or, in Python, the function
 itself. The other keys of its table are the function's keyword arguments. The descriptions of the
-keys are the source of the table in docs/configuration.md (`python -m
-fedcb2o.experiments.key_table`). The sections that rounds read are in `federated.sections`.
+keys are those that `fedcb2o keys` prints. The sections that rounds read are in
+`federated.sections`.
 
 >>> from fedcb2o.experiments import load
 >>> experiment = load("digits-fedassay", {"algorithm.alpha": 5.0})
