@@ -1,14 +1,20 @@
-"""Tests of the how-to pages: their code runs where the packages that it imports are installed."""
+"""Tests of how-to pages and the tutorial on own data: their code runs, from files and in Python."""
 
 import importlib.util
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
+import fedcb2o
 from tests import test_docs
+from tests.tiny import here
 
-PAGES = sorted((Path(__file__).parents[1] / "docs" / "howto").glob("*.md"))
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = sorted((DOCS / "howto").glob("*.md"))
+TUTORIALS = DOCS / "tutorials"
+CELL = re.compile(r"^```\{code-cell\}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:lightning")
@@ -25,3 +31,26 @@ def test_how_to_runs(page, tmp_path, monkeypatch, capsys):
 def test_how_to_is_short(page):
     _, block = next(test_docs.blocks(page, "python"))
     assert len(block.splitlines()) <= 40
+
+
+def test_the_tutorial_has_the_same_numbers_from_toml_and_python(tmp_path, monkeypatch):
+    page = TUTORIALS / "data.md"
+    cells = CELL.findall(page.read_text(encoding="utf-8"))
+    parts = next(cell for cell in cells if "def wine(" in cell)
+    python = next(cell for cell in cells if "settings = {" in cell)
+    (_, toml), *_ = test_docs.blocks(page, "toml")
+    (tmp_path / "mine.py").write_text(parts)
+    (tmp_path / "wine.toml").write_text(toml.replace("rounds = 10", "rounds = 2"))
+    monkeypatch.chdir(tmp_path)
+    assert here("run", "wine.toml", "--seeds", "0", "--quiet", "--out", "toml").status == 0
+
+    names = {}
+    exec(parts + python.replace("[0, 1, 2]", "[0]").replace('"rounds": 10', '"rounds": 2'), names)
+    assert names["settings"]["seeds"] == [0]
+    columns = ["round", "agent", "accuracy", "train_loss", "validation_loss"]
+    pd.testing.assert_frame_equal(
+        names["run"].records[columns], fedcb2o.Run("toml").records[columns], check_exact=True
+    )
+    assert len(names["run"].records) == 2 * 7
+    assert "algorithm" not in names["settings"]
+    assert fedcb2o.Run("toml").config["algorithm"]["name"] == "fedassay"
