@@ -288,7 +288,9 @@ def test_unusual_images_by_hand(dtype):
     assert found.y[hit].eq(2).all()
     assert found.y[~hit].equal(s.y[~hit])
     with pytest.raises(ConfigError, match="a trigger marks images"):
-        attacks.edge_case(Shard(torch.zeros(3, 4), torch.zeros(3)), stream(0, "x"), target=1)
+        table = Shard(torch.zeros(3, 4), torch.zeros(3))
+        attacks.edge_case(table, stream(0, "x"), target=1, style="mirrored")
+    assert unusual(torch.tensor([[1.5, -2.0]])).tolist() == [[-1.5, 2.0]]
 
 
 @pytest.mark.parametrize(

@@ -370,7 +370,7 @@ def edge_case(
     share: float = 0.5,
     style: Style = "negative",
 ) -> Shard:
-    """Turn random samples into unusual images and label them as class `target`.
+    """Turn random samples into unusual ones and label them as class `target`.
 
     Images in the tail of the distribution are rare in the data of benign agents, so that benign
     training hardly corrects their labels. Wang, Sreenivasan, Rajput, Vishwakarma, Agarwal, Sohn,
@@ -383,13 +383,14 @@ def edge_case(
         draw: Source of randomness.
         target: New label.
         share: Probability that a sample is changed, from 0 to 1.
-        style: "negative" exchanges black and white, "mirrored" left and right.
+        style: "negative" exchanges black and white, or the signs of the features of a table;
+            "mirrored" exchanges left and right.
 
     Returns:
         The poisoned samples.
 
     Raises:
-        ConfigError: The samples are not images.
+        ConfigError: The samples are not images, and `style` is "mirrored".
     """
     selected = _select_samples(shard, draw, share)
     return _poison(shard, selected, unusual(shard.x, style=style), target)

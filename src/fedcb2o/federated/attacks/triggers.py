@@ -116,18 +116,21 @@ def blend(
 def unusual(
     x: Shaped[Tensor, "n *features"], *, style: Style = "negative"
 ) -> Shaped[Tensor, "n *features"]:
-    """Turn each image into one that hardly occurs in the data.
+    """Turn each sample into one that hardly occurs in the data.
 
     Args:
-        x: Images, shape [n, ..., height, width].
-        style: "negative" exchanges black and white, "mirrored" left and right.
+        x: Images, shape [n, ..., height, width], or rows of standardised features, [n, features].
+        style: "negative" exchanges black and white, or the signs of features; "mirrored" exchanges
+            left and right.
 
     Returns:
-        The unusual images.
+        The unusual samples.
 
     Raises:
-        ConfigError: The samples are not images.
+        ConfigError: The samples are not images, and `style` is "mirrored".
     """
+    if x.ndim == 2 and x.is_floating_point() and style == "negative":
+        return -x
     _require_images(x.shape)
     if style == "mirrored":
         return x.flip(-1)
