@@ -1,0 +1,408 @@
+"""Members behind a relay: what it can do to messages, and runs through it as processes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+from tests.peer import members, relays
+from tests.peer.nodes import FORKED, Nodes, wait_for
+from tests.tiny import ENVIRONMENT
+
+import fedcb2o
+from fedcb2o.errors import ConfigError
+from fedcb2o.peer.membership import Federation, Identity
+from fedcb2o.peer.membership.federation import read_federation
+from fedcb2o.peer.node import _preflight
+from fedcb2o.peer.wire import MalformedError, Relay, open_transport
+from fedcb2o.peer.wire._listener import client_context
+from fedcb2o.peer.wire._mailbox import FolderMailbox, RelayMailbox
+from fedcb2o.peer.wire._sealing import CARD_BYTES, Replays, SealedKind, Session
+
+
+def behind_nat(folder: Path, count: int, listening: int = 0) -> list[Identity]:
+    """Organisations of which the first ones listen, and the others have no endpoint."""
+    who = members.identities(folder, listening)
+    for j in range(listening, count):
+        name = f"org-{j}"
+        who.append(Identity.make(folder / name, name=name, endpoint=f"{name}.invalid:1"))
+    return who
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Identity], Federation]:
+    who = behind_nat(tmp_path_factory.mktemp("three"), 3)
+    return who, members.federated(who)
+
+
+@pytest.fixture
+def sessions(three: tuple[list[Identity], Federation]) -> list[Session]:
+    who, federation = three
+    return [Session(federation, identity) for identity in who]
+
+
+def sealed(sender: Session, receiver: Session, content: bytes = b"question") -> bytes:
+    card = sender.read_card(receiver.card(1))
+    return sender.seal(card, SealedKind.REQUEST, 7, content)
+
+
+def test_a_sealed_message_is_read_by_its_receiver_once(sessions: list[Session]) -> None:
+    first, second, third = sessions
+    message = sealed(first, second)
+    assert b"question" not in message
+    opened = second.open(message)
+    assert (opened.content, opened.id, opened.card.agent) == (b"question", 7, 0)
+    with pytest.raises(MalformedError, match="replay"):
+        second.open(message)
+    with pytest.raises(MalformedError, match="receiver"):
+        third.open(message)
+    answer = second.seal(opened.card, SealedKind.ANSWER, 7, b"answer")
+    assert first.open(answer).content == b"answer"
+    with pytest.raises(MalformedError):  # to itself
+        first.open(message)
+
+
+def test_every_changed_byte_is_refused(sessions: list[Session]) -> None:
+    first, second, _ = sessions
+    message = sealed(first, second)
+    for place in range(len(message)):
+        changed = bytearray(message)
+        changed[place] ^= 1
+        with pytest.raises(MalformedError):
+            second.open(changed)
+    for cut in (0, 10, CARD_BYTES, len(message) - 1):
+        with pytest.raises(MalformedError):
+            second.open(message[:cut])
+    assert second.open(message).content == b"question"
+
+
+def test_messages_may_overtake_each_other_and_a_new_session_reads_none(
+    sessions: list[Session], three: tuple[list[Identity], Federation]
+) -> None:
+    first, second, _ = sessions
+    messages = [sealed(first, second, b"%d" % k) for k in range(5)]
+    assert [second.open(one).content for one in reversed(messages)] == [
+        b"%d" % k for k in (4, 3, 2, 1, 0)
+    ]
+    who, federation = three
+    restarted = Session(federation, who[1])
+    with pytest.raises(MalformedError, match="seal"):
+        restarted.open(sealed(first, second))
+
+
+def test_only_members_of_this_run_have_cards(
+    sessions: list[Session], three: tuple[list[Identity], Federation], tmp_path: Path
+) -> None:
+    who, federation = three
+    first, second, _ = sessions
+    stranger = behind_nat(tmp_path, 3)
+    other = Session(members.federated(stranger), stranger[1])
+    with pytest.raises(MalformedError):
+        first.read_card(other.card(1))
+    with pytest.raises(MalformedError, match="member"):
+        first.read_card(first.card(1))
+    forged = bytearray(second.card(1))
+    forged[41] = 2  # the id of another member
+    with pytest.raises(MalformedError, match="signature"):
+        first.read_card(forged)
+
+
+def test_a_window_of_1024_numbers_recognises_repeated_ones() -> None:
+    replays = Replays()
+    assert all(replays.accept(2 * k) for k in range(2000))
+    assert not replays.accept(3998)
+    assert replays.accept(3997)
+    assert not replays.accept(1)  # older than all that are known
+
+
+@pytest.fixture
+def relay(three: tuple[list[Identity], Federation], tmp_path: Path):
+    who, federation = three
+    identity = relays.relay_identity(tmp_path)
+    with Relay(federation, identity, folder=tmp_path / "relay"):
+        yield identity
+
+
+def test_a_relay_gives_a_box_to_its_owner_only(three, relay) -> None:
+    who, _ = three
+    first, second = (RelayMailbox(relay.member, one) for one in who[:2])
+    box = f"org-0/{'0' * 32}"
+    with pytest.raises(FileNotFoundError):  # there is no such box yet
+        second.put(box, b"early", 1.0)
+    assert first.take(box, 0.0) == []
+    second.put(box, b"one", 1.0)
+    second.put(box, b"two", 1.0)
+    for call in (
+        lambda: second.take(box, 0.0),
+        lambda: second.publish_card("org-0.run", bytes(CARD_BYTES)),
+        lambda: second.put("../keys", b"", 1.0),
+        lambda: second.take("org-1/../org-0", 0.0),
+        lambda: second._call("nothing", b"", 1.0),
+    ):
+        with pytest.raises(OSError, match="closed"):
+            call()
+    assert first.take(box, 1.0) == [b"one", b"two"]
+    first.close()
+    second.close()
+
+
+def test_a_sender_fills_its_own_share_of_a_box_only(three, relay, monkeypatch) -> None:
+    who, _ = three
+    first, second, third = (RelayMailbox(relay.member, one) for one in who)
+    box = f"org-0/{'0' * 32}"
+    first.take(box, 0.0)
+    content = bytes(2**21)
+    for _ in range(4):
+        second.put(box, content, 5.0)
+    with pytest.raises(BlockingIOError):
+        second.put(box, content, 0.1)
+    third.put(box, content, 5.0)
+    assert sum(map(len, first.take(box, 1.0))) == 5 * 2**21
+    for one in (first, second, third):
+        one.close()
+
+
+def test_a_stranger_reaches_no_relay(three, relay, tmp_path) -> None:
+    (stranger,) = behind_nat(tmp_path, 1)
+    with pytest.raises(OSError, match=r"."):
+        RelayMailbox(relay.member, stranger).cards()
+    assert client_context(stranger, relay.member).verify_mode
+
+
+def test_a_member_without_an_endpoint_needs_a_relay(three, tmp_path) -> None:
+    who, federation = three
+    with pytest.raises(ConfigError, match="--relay"):
+        open_transport(federation, who[0])
+    with pytest.raises(ConfigError, match="member's file"):
+        open_transport(federation, who[0], relay=tmp_path / "missing")
+
+
+def test_rubbish_in_a_folder_harms_nobody(three, tmp_path) -> None:
+    who, federation = three
+    with ExitStack() as opened:
+        made = relays.relayed("folder", who[:2], federation, tmp_path, opened)
+        made[1].serve(lambda request, reply: reply(b"heard " + request))
+        (tmp_path / "mailbox" / "cards" / "org-1.check").write_bytes(os.urandom(CARD_BYTES))
+        box = FolderMailbox(tmp_path / "mailbox")
+        box.put(made[0]._box, os.urandom(2**22), 0.0)
+        box.put(made[0]._box, os.urandom(300), 0.0)
+        wait_for(lambda: made[0].connected_peers() == {1}, 10)
+        assert list(made[0].ask(1, b"hello", 5.0)) == [b"heard hello"]
+
+
+@pytest.mark.slow
+def test_check_says_the_way_of_each_link(tmp_path) -> None:
+    who = behind_nat(tmp_path, 3, listening=1)
+    federation = members.federated(who)
+    keys = relays.relay_identity(tmp_path)
+    place = keys.folder / "relay.member.toml"
+    results: dict[int, list[_preflight.CheckResult]] = {}
+
+    def check(j: int) -> None:
+        results[j] = _preflight.check_members(federation, who[j], seconds=15, relay=place)
+
+    with Relay(federation, keys):
+        threads = [threading.Thread(target=check, args=(j,)) for j in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(40)
+    assert {r.error for j in range(3) for r in results[j]} == {""}
+    ways = {(j, r.name): r.notes[0] for j in range(3) for r in results[j] if "asked" in r.notes[0]}
+    assert ways == {
+        (0, "org-1"): "asked through the relay",
+        (0, "org-2"): "asked through the relay",
+        (1, "org-0"): "asked directly",
+        (1, "org-2"): "asked through the relay",
+        (2, "org-0"): "asked directly",
+        (2, "org-1"): "asked through the relay",
+    }
+
+
+def serve_relay(federation: Path, keys: Path, store: Path, ready: Path) -> None:
+    """A relay, in its process."""
+    with Relay(read_federation(federation), Identity.read(keys), folder=store) as relay:
+        ready.touch()
+        relay.run(threading.Event())
+
+
+class RelayProcess:
+    """A relay as a process, which a test may kill and start again."""
+
+    def __init__(self, federation: Path, keys: Identity, store: Path) -> None:
+        self.place = keys.folder / "relay.member.toml"
+        self.ready = keys.folder / "ready"
+        self.work = (federation, keys.folder, store, self.ready)
+        self.start()
+
+    def start(self) -> None:
+        self.ready.unlink(missing_ok=True)
+        self.process = FORKED.Process(target=serve_relay, args=self.work, daemon=True)
+        self.process.start()
+        wait_for(self.ready.exists, 30)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def simulated_models(folder: Path, settings: dict) -> torch.Tensor:
+    fedcb2o.run({"together": 1, **settings}, out=folder, workers=1, watch=lambda *_: None)
+    (seed,) = settings["seeds"]
+    return load_file(folder / f"seed-{seed}" / "checkpoint.safetensors")["models"]
+
+
+def same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.equal(mine.view(torch.int32), theirs[: len(mine)].view(torch.int32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("listening", [0, 1])
+@pytest.mark.parametrize("kind", ["relay", "folder"])
+def test_runs_through_a_relay_have_the_bits_of_the_simulation(kind, listening, tmp_path):
+    who = behind_nat(tmp_path, 3, listening)
+    settings = members.experiment(3, rounds=3)
+    path = tmp_path / "federation.toml"
+    members.federated(who, changes={"rounds": 3}, path=path, synchronous=True)
+    peers = Nodes(tmp_path, path, [one.folder for one in who], {"together": 1, **settings})
+    (tmp_path / "mailbox").mkdir()
+    place = tmp_path / "mailbox"
+    relay = None
+    if kind == "relay":
+        keys = relays.relay_identity(tmp_path)
+        relay = RelayProcess(path, keys, place)
+        place = relay.place
+    try:
+        peers.start(relay=place)
+        assert peers.wait() == [0] * 3, [peers.log(j) for j in range(3)]
+    finally:
+        peers.close()
+        if relay is not None:
+            relay.kill()
+    models = simulated_models(tmp_path / "simulation", settings)
+    for j in range(3):
+        assert same_bits(peers.model(j), models[j])
+        assert [(line["refused"], line["late"]) for line in peers.lines(j)] == [({}, [])] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode,
+    reason="network namespaces are not allowed here",
+)
+def test_five_members_in_network_namespaces_have_the_bits_of_the_direct_run(tmp_path):
+    """Each member's network leads to the relay only; nobody can reach anybody else."""
+    who = behind_nat(tmp_path, 5)
+    settings = {"together": 1, **members.experiment(5, rounds=3)}
+    path = tmp_path / "federation.toml"
+    members.federated(
+        who, changes={"rounds": 3}, path=path, synchronous=True, deadline_seconds=90.0
+    )
+    Identity.make(tmp_path / "relay-keys", name="relay", endpoint="10.77.0.1:7447")
+    (tmp_path / "settings.toml").write_text(tomli_w.dumps(settings))
+    subprocess.run(
+        ["unshare", "-rn", sys.executable, "-m", "tests.peer.namespaces", str(tmp_path), "5"],
+        env={**os.environ, **ENVIRONMENT},
+        check=True,
+        timeout=280,
+    )
+    direct = tmp_path / "direct"
+    open_ones = members.identities(direct, 5)
+    members.federated(
+        open_ones, changes={"rounds": 3}, path=direct / "federation.toml", synchronous=True
+    )
+    peers = Nodes(direct, direct / "federation.toml", [one.folder for one in open_ones], settings)
+    try:
+        peers.start()
+        assert peers.wait() == [0] * 5, [peers.log(j) for j in range(5)]
+    finally:
+        peers.close()
+    for j in range(5):
+        model = load_file(tmp_path / f"out-{j}" / "checkpoint.safetensors")["models"][0]
+        assert same_bits(model, peers.model(j))
+
+
+@pytest.mark.slow
+def test_a_killed_relay_costs_no_round_more_than_its_deadline(tmp_path):
+    who = behind_nat(tmp_path, 3)
+    path = tmp_path / "federation.toml"
+    members.federated(
+        who, changes={"rounds": 60}, path=path, round_seconds=0.5, deadline_seconds=4.0
+    )
+    keys = relays.relay_identity(tmp_path)
+    settings = {"together": 1, **members.experiment(3, rounds=60)}
+    peers = Nodes(tmp_path, path, [one.folder for one in who], settings)
+    relay = RelayProcess(path, keys, tmp_path / "mailbox")
+    try:
+        peers.start(relay=relay.place)
+        peers.until(0, 6)
+        relay.kill()
+        time.sleep(4)
+        relay.start()
+        done = len(peers.lines(0))
+        assert peers.wait() == [0] * 3, [peers.log(j) for j in range(3)]
+    finally:
+        peers.close()
+        relay.kill()
+    for j in range(3):
+        lines = peers.lines(j)
+        assert len(lines) == 60
+        assert max(line["seconds"]["exchange"] for line in lines) < 4.0 + 0.6
+        assert any(line["received"] for line in lines[:5])
+        assert any(line["received"] for line in lines[done:]), json.dumps(lines[done:])
+
+
+@pytest.mark.slow
+def test_a_relay_holds_no_plaintext_in_memory_and_files(tmp_path):
+    """The search finds what the relay does know: the name of a box."""
+    who = behind_nat(tmp_path, 2)
+    path = tmp_path / "federation.toml"
+    federation = members.federated(who, path=path)
+    keys = relays.relay_identity(tmp_path)
+    store = tmp_path / "mailbox"
+    relay = RelayProcess(path, keys, store)
+    model = torch.randn(2**18, generator=torch.Generator().manual_seed(1)).numpy().tobytes()
+    seen: list[bytes] = []
+    with ExitStack() as opened:
+        opened.callback(relay.kill)
+        made = [open_transport(federation, one, relay=relay.place) for one in who]
+        for one in made:
+            opened.callback(one.close)
+        made[1].serve(lambda request, reply: reply(model))
+        wait_for(lambda: 1 in made[0].connected_peers(), 20)
+        for k in range(8):
+            assert list(made[0].ask(1, b"%d" % k, 20.0)) == [model]
+            if k >= 6:
+                seen.append(memory_of(relay.process.pid or 0))
+            seen += [file.read_bytes() for file in store.rglob("*-org-1")]
+        box = made[0].relayed._box.encode()
+    content = b"".join(seen)
+    assert box in content
+    for start in range(0, len(model), 2**17):
+        assert model[start : start + 16] not in content
+
+
+def memory_of(pid: int) -> bytes:
+    """The writable memory of a process."""
+    pieces = []
+    with Path(f"/proc/{pid}/mem").open("rb", 0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            span, rights, *rest = line.split()
+            start, end = (int(number, 16) for number in span.split("-"))
+            if rights.startswith("rw") and end - start < 2**28 and "[v" not in rest[-1]:
+                try:
+                    memory.seek(start)
+                    pieces.append(memory.read(end - start))
+                except OSError:  # unmapped in the meantime
+                    continue
+    return b"".join(pieces)
