@@ -34,120 +34,126 @@ def minimize(
     list_: Annotated[bool, typer.Option("--list", help="List the built-in problems.")] = False,
     lower: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION", help="Function L of your own, of many points or of one."
-        ),
+        typer.Option(metavar="FUNCTION", help="L of your own, MODULE:FUNCTION."),
     ] = None,
     upper: Annotated[
         str | None,
         typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="Function G of your own. Without G, L is minimised (CBO).",
+            metavar="FUNCTION",
+            help="G of your own; without it, CBO of L.",
         ),
     ] = None,
-    dim: Annotated[
-        int | None, typer.Option(help="Number d of coordinates, for your own L.")
-    ] = None,
+    dim: Annotated[int | None, typer.Option(help="Number of coordinates.")] = None,
     bounds: Annotated[
         str | None, typer.Option(metavar="LOW,HIGH", help="Bounds of all coordinates.")
     ] = None,
-    x0: Annotated[
-        str | None, typer.Option(metavar="X,Y,...", help="Point around which the particles start.")
-    ] = None,
+    x0: Annotated[str | None, typer.Option(metavar="X,Y,...", help="Centre of the start.")] = None,
     spread: Annotated[
         float | None,
-        typer.Option(help="Largest distance of a start from --x0, in each coordinate."),
+        typer.Option(help="Largest distance from --x0."),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(metavar="X,Y,...", help="Known solution of your own problem.")
+        str | None, typer.Option(metavar="X,Y,...", help="Known solution.")
     ] = None,
     num_particles: Annotated[
-        int | None, typer.Option(help="Number N of particles in each cluster.")
+        int | None, typer.Option(help="Particles in a cluster.")
     ] = None,
     dynamics: Annotated[
         _Dynamics | None,
-        typer.Option(
-            help="adaptive chooses its settings; paper has those from --alpha to --batch. Default:"
-            " paper if one of these is given."
-        ),
+        typer.Option(metavar="NAME", help="adaptive, or paper with your settings."),
     ] = None,
-    alpha: Annotated[float | None, typer.Option(help="Weight parameter of exp(-alpha G).")] = None,
+    alpha: Annotated[
+        float | None, typer.Option(hidden=True, help="Weight parameter of exp(-alpha G).")
+    ] = None,
     beta: Annotated[
-        float | None, typer.Option(help="Share of the ensemble in the sub-level set Q_beta.")
+        float | None,
+        typer.Option(hidden=True, help="Share of the ensemble in the sub-level set Q_beta."),
     ] = None,
-    lambda1: Annotated[float | None, typer.Option(help="Drift to the consensus point.")] = None,
+    lambda1: Annotated[
+        float | None, typer.Option(hidden=True, help="Drift to the consensus point.")
+    ] = None,
     sigma1: Annotated[
-        float | None, typer.Option(help="Noise of the drift to the consensus point.")
+        float | None, typer.Option(hidden=True, help="Noise of the drift to the consensus point.")
     ] = None,
-    lambda2: Annotated[float | None, typer.Option(help="Drift down the gradient of L.")] = None,
+    lambda2: Annotated[
+        float | None, typer.Option(hidden=True, help="Drift down the gradient of L.")
+    ] = None,
     sigma2: Annotated[
-        float | None, typer.Option(help="Noise in proportion to the gradient of L.")
+        float | None, typer.Option(hidden=True, help="Noise in proportion to the gradient of L.")
     ] = None,
-    dt: Annotated[float | None, typer.Option(help="Time of a step.")] = None,
+    dt: Annotated[float | None, typer.Option(hidden=True, help="Time of a step.")] = None,
     delta_q: Annotated[
-        float | None, typer.Option(help="Addition to the quantile of L in Q_beta.")
+        float | None, typer.Option(hidden=True, help="Addition to the quantile of L in Q_beta.")
     ] = None,
     radius: Annotated[
         float | None,
-        typer.Option(help="Radius R of a ball about 0; particles outside it have no weight."),
+        typer.Option(
+            hidden=True, help="Radius R of a ball about 0; particles outside it have no weight."
+        ),
     ] = None,
     noise: Annotated[
-        _Noise | None, typer.Option(help="Noise by distance, or by each coordinate's distance.")
+        _Noise | None,
+        typer.Option(hidden=True, help="Noise by distance, or by each coordinate's distance."),
     ] = None,
     quantile: Annotated[
         _Quantile | None,
-        typer.Option(help="Level of Q_beta: q_beta, the paper's average, or a smooth edge."),
+        typer.Option(
+            hidden=True, help="Level of Q_beta: q_beta, the paper's average, or a smooth edge."
+        ),
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(help="Number of random particles in a step's consensus. Default: all."),
+        typer.Option(
+            hidden=True, help="Number of random particles in a step's consensus. Default: all."
+        ),
     ] = None,
-    maxiter: Annotated[int | None, typer.Option(help="Largest number of steps.")] = None,
-    maxfev: Annotated[
-        int | None, typer.Option(help="Largest number of evaluated particles in each run.")
+    maxiter: Annotated[
+        int | None, typer.Option(hidden=True, help="Largest number of steps.")
     ] = None,
+    maxfev: Annotated[int | None, typer.Option(help="Largest number of evaluations.")] = None,
     xtol: Annotated[
-        float | None, typer.Option(help="Stop when the particles' spread is at most this.")
+        float | None,
+        typer.Option(hidden=True, help="Stop when the particles' spread is at most this."),
     ] = None,
     time_limit: Annotated[
-        float | None, typer.Option(help="Stop after this number of seconds.")
+        float | None, typer.Option(hidden=True, help="Stop after this number of seconds.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the first run.")] = None,
     runs: Annotated[int | None, typer.Option(help="Number of independent runs.")] = None,
     tol: Annotated[
-        float, typer.Option(help="Largest error of a coordinate in a run that counts as correct.")
+        float,
+        typer.Option(
+            hidden=True, help="Largest error of a coordinate in a run that counts as correct."
+        ),
     ] = 0.1,
     adversary: Annotated[
         _AdversaryKind | None,
         typer.Option(
-            help="Kind of malicious particles: static at a minimiser of L, lure at that of G, ..."
+            metavar="KIND",
+            help="Malicious particles: static, lure, tracking, random, oscillating or greedy.",
         ),
     ] = None,
-    num_malicious: Annotated[
-        int | None, typer.Option(help="Number of malicious particles. Default: 10.")
-    ] = None,
+    num_malicious: Annotated[int | None, typer.Option(help="Their number. Default: 10.")] = None,
     mass: Annotated[
         float | None,
-        typer.Option(help="Weight w_m of all malicious particles. Default: as other particles."),
+        typer.Option(
+            hidden=True, help="Weight w_m of all malicious particles. Default: as other particles."
+        ),
     ] = None,
     at: Annotated[
         str | None,
-        typer.Option(
-            metavar="X,Y,...", help="Start of the malicious particles; for tracking, their offset."
-        ),
+        typer.Option(metavar="X,Y,...", help="Their start, or offset (tracking)."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Output folder. Default: runs/minimize-PROBLEM.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder, or runs/minimize-PROBLEM.")] = None,
     animate: Annotated[_Animation | None, typer.Option(help="Draw an animation too.")] = None,
-    no_figure: Annotated[
-        bool, typer.Option("--no-figure", help="Write result.json without a figure.")
-    ] = False,
+    no_figure: Annotated[bool, typer.Option("--no-figure", help="Write no figure.")] = False,
 ) -> list[Path] | None:
     """Minimise a function G among the minimisers of a function L by particles (CB2O).
 
-    Prints the result, and writes result.json and a figure. The default of a setting is that of
-    the problem, or else that of fedcb2o.minimize in Python.
+    Prints the result, and writes result.json and a figure. Defaults are those of the problem or
+    of fedcb2o.minimize. The settings of the paper's dynamics are --alpha, --beta, --lambda1,
+    --sigma1, --lambda2, --sigma2, --dt, --delta-q, --radius, --noise, --quantile and --batch.
+    Further ones are --maxiter, --xtol, --time-limit, --mass and --tol.
 
     Example: fedcb2o minimize circle --adversary static --num-malicious 10 --runs 20
     """
