@@ -32,6 +32,7 @@ METHODS: dict[str, Changes] = {
     "without min_distance": {"algorithm.guards.min_distance": False},
     "without interpolation": {"algorithm.guards.interpolation": 1.0},
     "without loss_tolerance": {"algorithm.guards.loss_tolerance": False},
+    "without label_coverage": {"algorithm.label_coverage": 0.0},
     "without the sub-level set": {"algorithm.beta": 1.0},
     "without G": {"algorithm.alpha": 0.0},
     "average loss": {"algorithm.criterion": "average_loss"},

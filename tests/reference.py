@@ -61,6 +61,7 @@ class Options:
     beta: float | None = None  # None: no sub-level set, as in Algorithm 2
     delta_q: float = 0.0
     quantile: Literal["plain", "averaged"] = "plain"  # averaged: the level of eq:Q_beta
+    label_coverage: float = 0.0  # share of classes for full confidence; beyond the paper
     own_model: Literal["excluded", "judged", "trusted"] = "excluded"  # released code: trusted
     lambda1: float = 10.0
     mixing_factor: float | None = None  # None: lambda1 * gamma; released code: 1
@@ -247,18 +248,19 @@ def local_aggregations(
         # counted.
         at_hand = sorted({*admitted, j}) if options.own_model != "excluded" else admitted
 
+        sure = confidence(agent, num_classes)
         losses: dict[int, Loss] = {}
         if options.criterion != "num_samples" or options.loss_tolerance is not None:
             for i in sorted({*admitted, j}):  # line 3
                 there = on_the_way(published[j], published[i], agent, options.interpolation)
                 losses[i] = evaluate(there, agent, training)
         if options.criterion == "num_samples":
-            counted = sublevel_set(losses, at_hand, j, options)
+            counted = sublevel_set(losses, at_hand, j, options, sure)
             values = {i: float(len(agents[i].train_y)) for i in counted}
             weights = normalised(values)
         else:
             gap = options.criterion.endswith("_gap") and n >= options.criterion_from_round
-            Q = sublevel_set(losses, at_hand, j, options)
+            Q = sublevel_set(losses, at_hand, j, options, sure)
             G = {}
             rises = {}
             if gap and options.criterion == "perturbation_gap":
@@ -272,6 +274,7 @@ def local_aggregations(
                         if gap
                         else losses[i].mean
                     )
+            G = {i: sure * value for i, value in G.items()}
             for i in received:  # line 4
                 update_likelihood(agent, i, refused.get(i) or losses[i].mean)
             if options.own_likelihood == "every_round" and j not in received:
@@ -633,10 +636,11 @@ def gains_of_pixels(
 
 
 def sublevel_set(
-    losses: dict[int, Loss], at_hand: list[int], j: int, options: Options
+    losses: dict[int, Loss], at_hand: list[int], j: int, options: Options, sure: float = 1.0
 ) -> list[int]:
     """Q_beta of eq:clustered_csp, where there is a beta, of the models at hand; or all of them.
-    With a loss tolerance, models that it tolerates are in Q_beta, too, or alone without a beta."""
+    With a loss tolerance, models that it tolerates are in Q_beta, too, or alone without a beta. An
+    agent that is not sure of its losses adds a part of the other models."""
     tolerated = at_hand
     if options.loss_tolerance is not None:
         tolerated = [i for i in at_hand if is_tolerated(losses, i, j, options)]
@@ -649,7 +653,19 @@ def sublevel_set(
         q_beta = averaged_level(options.beta, L, [1.0] * len(L))
     else:
         q_beta = quantile(L, options.beta)
-    return [i for i in at_hand if i in tolerated or losses[i].mean <= q_beta + options.delta_q]
+    Q = [i for i in at_hand if losses[i].mean <= q_beta + options.delta_q]
+    others = sorted((i for i in at_hand if i not in Q), key=lambda i: losses[i].mean)
+    added = round((1 - sure**2) * len(others))
+    return [i for i in at_hand if i in {*Q, *others[:added], *tolerated}]
+
+
+def confidence(agent: Agent, num_classes: int) -> float:
+    """How far an agent of few classes relies on its losses; 1 if its labels cover enough."""
+    labels = [int(y) for y in agent.validation_y]
+    shares = [labels.count(c) / len(labels) for c in set(labels)]
+    effective = math.exp(-sum(p * math.log(p) for p in shares))
+    required = agent.algorithm.label_coverage * num_classes
+    return 1.0 if effective >= required else effective / required
 
 
 def consensus_weights(

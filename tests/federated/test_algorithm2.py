@@ -126,6 +126,8 @@ FEDCB2O = {
     "beta": {"beta": 0.5, "own_model": "judged", "mixing_factor": 0.5},
     "beta, own excluded": {"beta": 0.4},
     "exact consensus": {"selection": "everyone", "beta": 0.34, "own_model": "judged"},
+    "label coverage": {"label_coverage": 1.0, "beta": 0.34, "own_model": "judged"},
+    "label coverage, all models": {"label_coverage": 1.0},
     "delta_q": {"selection": "everyone", "beta": 0.3, "delta_q": 0.15, "own_model": "judged"},
     "averaged level": {
         "selection": "everyone",

@@ -7,8 +7,9 @@ import torch
 from tests import reference
 from tests.views import judged, weigh
 
-from fedcb2o.federated import ContactTable, Ragged, algorithms
+from fedcb2o.federated import ContactTable, Losses, Ragged, algorithms
 from fedcb2o.federated.aggregation import by_num_samples
+from fedcb2o.federated.algorithms._fedcb2o import label_confidence
 from fedcb2o.federated.batched_aggregation import update_likelihoods
 
 INF, NAN = float("inf"), float("nan")
@@ -82,6 +83,41 @@ def test_a_value_that_is_no_finite_number_has_no_weight(own_model, bad, case, co
     ] * values.count(bad)
     if own_model == "trusted":
         assert mu[4] == max(mu[:4])
+
+
+def test_an_agent_of_few_classes_relies_less_on_its_losses():
+    """One of four classes where two are needed: alpha counts half, and 1 - beta a quarter.
+
+    Q_0.5 of six models has three; of the other three, 0.75 * 3 = 2.25 join, rounded.
+    """
+    view = judged([[k, 0, 0, 0] for k in (1, 2, 3, 4, 5)], [0.5, 0, 0, 0], [True, *[False] * 3])
+    options = {"own_model": "judged", "alpha": 2.0, "beta": 0.5}
+    mu = weigh(algorithms.fedcb2o(label_coverage=0.5, **options), view).outcome
+    expected = torch.tensor([-0.5, -1.5, -2.5, -3.5, -torch.inf, 0.0]).exp()
+    torch.testing.assert_close(mu, (expected / expected.sum()).double())
+    mu = weigh(algorithms.fedcb2o(label_coverage=0.25, **options), view).outcome
+    expected = torch.tensor([-1.0, -3.0, *[-torch.inf] * 3, 0.0]).exp()
+    torch.testing.assert_close(mu, (expected / expected.sum()).double())
+
+
+@pytest.mark.parametrize(
+    ("labels", "num_classes", "expected"),
+    [
+        ([7], 10, 0.2),
+        ([1, 3, 3, 1], 10, 0.4),
+        ([0, 1, 2, 3, 4], 10, 1.0),
+        ([0, 0, 0, 1], 8, 4 / 3**0.75 / 4),  # exp(H) = 4 / 3^(3/4)
+        ([0, 0], 1, 1.0),
+        ([1, 1], 2, 1.0),
+    ],
+)
+def test_confidence_follows_the_effective_number_of_classes(labels, num_classes, expected):
+    per_sample = torch.zeros(1, len(labels), dtype=torch.float64)
+    by_class = torch.zeros(1, num_classes)
+    losses = Losses(
+        by_class[:, 0], by_class, by_class[0], by_class[:, 0], per_sample, torch.tensor(labels)
+    )
+    assert label_confidence(losses, 0.5).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("criterion", ["class_loss_gap", "average_loss", "worst_class_loss"])

@@ -30,6 +30,7 @@ def fedassay(
     criterion_from_round: int = 0,
     alpha: float = 1.0,
     beta: float = 0.5,
+    label_coverage: float = 0.5,
     selection: PluginChoice = "prob_sampling",
     kappa: float = 2.0,
     zeta: float = 0.5,
@@ -46,6 +47,9 @@ def fedassay(
             loss is used before.
         alpha: alpha in the weights exp(-alpha G), 0 or more.
         beta: Share of the models in the sub-level set Q_beta, above 0 and at most 1.
+        label_coverage: Share of the classes that an agent's labels must cover for full confidence
+            in its losses, in [0, 1]; 0 for full confidence always. See
+            `_fedcb2o.label_confidence`.
         selection: Peer selection (line 1).
         kappa: kappa in the update of the likelihoods, 0 or more (line 4).
         zeta: zeta in the update of the likelihoods, above 0 and at most 1.
@@ -59,6 +63,7 @@ def fedassay(
         criterion_from_round=criterion_from_round,
         alpha=alpha,
         beta=beta,
+        label_coverage=label_coverage,
         own_model="judged",
         selection=selection,
         kappa=kappa,

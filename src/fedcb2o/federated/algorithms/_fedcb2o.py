@@ -33,7 +33,7 @@ from fedcb2o.federated.algorithms._variants import with_variants
 from fedcb2o.federated.algorithms.parameter_checks import require, require_mixing_factor
 from fedcb2o.federated.plugin_outputs import validated_criterion
 from fedcb2o.federated.run_spec import Algorithm, OwnLikelihood
-from fedcb2o.federated.types import Criterion, CriterionInput, CriterionValues
+from fedcb2o.federated.types import Criterion, CriterionInput, CriterionValues, Losses
 from fedcb2o.plugins import PluginChoice
 
 OwnModel = Literal["excluded", "judged", "trusted"]
@@ -62,6 +62,7 @@ def fedcb2o(
     beta: float | None = None,
     delta_q: float | None = None,
     quantile: Literal["plain", "averaged"] | None = None,
+    label_coverage: float | None = None,
     own_model: OwnModel = "excluded",
     own_candidate: bool = False,
     selection: PluginChoice = "prob_sampling",
@@ -89,6 +90,8 @@ def fedcb2o(
         delta_q: Amount added to the level of Q_beta, 0 or more.
         quantile: Level of Q_beta: the "plain" beta-quantile of the text after eq:q_beta, or the
             "averaged" one of eq:Q_beta.
+        label_coverage: Share of the classes, in [0, 1], that an agent's labels must cover for full
+            confidence in its losses (`label_confidence`); None for full confidence always.
         own_model: "excluded" leaves the agent's own model out, as in Algorithm 2. "judged"
             evaluates it by the criterion like a peer's model. "trusted" gives it the weight of the
             most trusted peer, as in the released code.
@@ -123,6 +126,7 @@ def fedcb2o(
         from_round=criterion_from_round,
         own_model=own_model,
         level=_level(beta, delta_q, quantile),
+        label_coverage=_coverage(label_coverage),
         together=criteria.is_batched(robust),
     )
 
@@ -143,6 +147,13 @@ def fedcb2o(
         own_likelihood=own_likelihood or "sampled",
         is_stateful=own_likelihood == "every_round",
     )
+
+
+def _coverage(label_coverage: float | None) -> float:
+    """Return the valid share of the classes; 0 for None."""
+    share = label_coverage or 0.0
+    require("label_coverage", share, 0 <= share <= 1, "from 0 to 1")
+    return share
 
 
 def _level(
@@ -175,6 +186,7 @@ class SublevelCriterion:
         from_round: First round with G; the average loss is used before.
         own_model: Role of the agent's own model, see `fedcb2o`.
         level: Test of the losses against the level (eq:Q_beta); None for no level.
+        label_coverage: Share of the classes for full confidence in an agent's losses.
         together: Whether several agents are evaluated in one call (`types.BATCHED`).
     """
 
@@ -182,6 +194,7 @@ class SublevelCriterion:
     from_round: int
     own_model: OwnModel
     level: LevelTest | None
+    label_coverage: float
     together: bool
 
     def __call__(self, inputs: CriterionInput) -> CriterionValues:
@@ -219,6 +232,13 @@ class SublevelCriterion:
             trusted = values.masked_fill(~is_member, torch.inf)
             best = torch.cat([trusted, torch.full_like(own, torch.inf)], -1).amin(-1, keepdim=True)
             own = torch.where(is_member.any(-1, keepdim=True), best, own)
+
+        # 4. Smaller differences where an agent holds few classes.
+        if self.label_coverage:
+            assert inputs.losses is not None
+            confidence = label_confidence(inputs.losses, self.label_coverage).unsqueeze(-1)
+            values = values * confidence
+            own = own * confidence
         return CriterionValues(values, own, members, is_average_loss)
 
     def members(self, inputs: CriterionInput, own_model: OwnModel) -> Bool[Tensor, "*a k"]:
@@ -250,9 +270,52 @@ class SublevelCriterion:
         members = candidates.clone()
         k = candidates.shape[-1]
         lower = torch.cat([inputs.losses.mean, inputs.own_losses.mean], -1)
-        agents = zip(*(x.view(-1, k) for x in (members, candidates, lower)), strict=True)
-        for members_of_agent, candidates_of_agent, losses in agents:
+        confidence = label_confidence(inputs.losses, self.label_coverage)
+        agents = zip(
+            *(x.view(-1, k) for x in (members, candidates, lower)),
+            confidence.view(-1).tolist(),
+            strict=True,
+        )
+        for members_of_agent, candidates_of_agent, losses, confidence_of_agent in agents:
             if candidates_of_agent.any():
-                below = self.level(losses[candidates_of_agent])
-                members_of_agent[candidates_of_agent] = below
+                L = losses[candidates_of_agent]
+                members_of_agent[candidates_of_agent] = _widen(
+                    self.level(L), L, confidence_of_agent
+                )
         return members | (candidates & tolerated)
+
+
+def label_confidence(losses: Losses, coverage: float) -> Float[Tensor, "*a"]:
+    """Return how far agents rely on their losses, by the classes that their labels cover.
+
+    The confidence is min(1, exp(H) / (coverage C)), where H is the entropy of the labels, exp(H)
+    their effective number of classes, and C the number of classes. Losses on few classes say
+    little about a model: that of a peer with other classes is high, and that of an attack on
+    other classes low. With confidence c, `SublevelCriterion` multiplies alpha by c (eq:comp_csp),
+    and adds the share 1 - c^2 of the other models to the sub-level set (eq:clustered_csp).
+
+    Args:
+        losses: Losses of one or several agents, with their labels.
+        coverage: Share of the classes for full confidence, in [0, 1].
+
+    Returns:
+        Confidence in (0, 1] of each agent; 1 for data without classes.
+    """
+    labels = losses.labels
+    num_classes = losses.by_class.shape[-1]
+    counts = torch.zeros(*labels.shape[:-1], num_classes, dtype=torch.float64)
+    counts.scatter_add_(-1, labels, torch.ones_like(labels, dtype=torch.float64))
+    p = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    entropy: Tensor = torch.special.entr(p).sum(-1)
+    return (entropy.exp() / max(1.0, coverage * num_classes)).clamp(max=1.0)
+
+
+def _widen(
+    is_member: Bool[Tensor, " m"], losses: Float[Tensor, " m"], confidence: float
+) -> Bool[Tensor, " m"]:
+    """Add the share 1 - confidence^2, rounded, of the other models: those of lowest loss."""
+    num_members = int(is_member.sum())
+    num_added = round((1 - confidence**2) * (len(losses) - num_members))
+    if not num_added:
+        return is_member
+    return is_member | (losses <= losses.sort().values[num_members + num_added - 1])
