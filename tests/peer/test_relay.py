@@ -99,10 +99,7 @@ def test_messages_may_overtake_each_other_and_a_new_session_reads_none(
         restarted.open(sealed(first, second))
 
 
-def test_only_members_of_this_run_have_cards(
-    sessions: list[Session], three: tuple[list[Identity], Federation], tmp_path: Path
-) -> None:
-    who, federation = three
+def test_only_members_of_this_run_have_cards(sessions: list[Session], tmp_path: Path) -> None:
     first, second, _ = sessions
     stranger = behind_nat(tmp_path, 3)
     other = Session(members.federated(stranger), stranger[1])
@@ -126,7 +123,7 @@ def test_a_window_of_1024_numbers_recognises_repeated_ones() -> None:
 
 @pytest.fixture
 def relay(three: tuple[list[Identity], Federation], tmp_path: Path):
-    who, federation = three
+    _, federation = three
     identity = relays.relay_identity(tmp_path)
     with Relay(federation, identity, folder=tmp_path / "relay"):
         yield identity

@@ -6,13 +6,14 @@ The modules of a command are imported when it runs, so that help and errors do n
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fedcb2o.cli import configurations, data, peers, runs
+from fedcb2o.cli import configurations, data, operation, peers, runs
 from fedcb2o.cli.help_format import Command, Group
-from fedcb2o.cli.log_output import set_verbosity, stderr_logging
+from fedcb2o.cli.log_output import LogFormat, configure_logs, set_verbosity, stderr_logging
 from fedcb2o.cli.minimize import command
 from fedcb2o.cli.new import new
 from fedcb2o.cli.signals import SignalGuard
@@ -66,6 +67,8 @@ for _step in (
     peers.check,
     peers.relay,
     peers.run,
+    operation.backup,
+    operation.restore,
     peers.report,
     peers.proof,
     peers.demo,
@@ -93,8 +96,15 @@ def _root(
         bool, typer.Option("--verbose", help="Print more: the choices for this machine.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")] = False,
+    log_format: Annotated[LogFormat, typer.Option(help="Format of log lines.")] = LogFormat.text,
+    log_file: Annotated[
+        Path | None,
+        typer.Option(help="File for log lines, which is rotated at 10 MiB.", show_default=False),
+    ] = None,
 ) -> None:
     set_verbosity(verbose=verbose, quiet=quiet)
+    if log_file is not None or log_format is not LogFormat.text:
+        configure_logs(log_format, log_file)
     _resources.check_address_space()
 
 

@@ -1,11 +1,15 @@
 """Log lines of the command line: the logger `fedcb2o` on standard error."""
 
 import contextlib
+import json
 import logging
 import re
 import sys
 import warnings
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from enum import StrEnum
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +19,39 @@ _PACKAGE_FOLDER = str(Path(__file__).parents[1])
 _PREFIXES = {logging.WARNING: "Note: ", logging.ERROR: "Error: ", logging.CRITICAL: "Error: "}
 
 
+_MAX_LOG_BYTES = 10 * 2**20
+_OLD_LOG_FILES = 5
+
+
+class LogFormat(StrEnum):
+    """Format of log lines."""
+
+    text = "text"
+    json = "json"
+
+
+class _JsonFormatter(logging.Formatter):
+    """Formatter of one JSON object per log line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        content = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "data", {}),
+        }
+        if record.exc_info:
+            content["error"] = self.formatException(record.exc_info)
+        return json.dumps(content, default=str)
+
+
 class _StderrHandler(logging.Handler):
     """A handler that prints to the current standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        prefix = _PREFIXES.get(record.levelno, "")
+        is_json = isinstance(self.formatter, _JsonFormatter)
+        prefix = "" if is_json else _PREFIXES.get(record.levelno, "")
         print(f"{prefix}{self.format(record)}", file=sys.stderr, flush=True)
 
 
@@ -34,9 +66,9 @@ def stderr_logging() -> Iterator[None]:
     Yields:
         Nothing.
     """
-    handler = _StderrHandler()
     level = _LOGGER.level
-    _LOGGER.addHandler(handler)
+    handlers = list(_LOGGER.handlers)
+    _LOGGER.addHandler(_StderrHandler())
     _LOGGER.setLevel(logging.INFO)
     try:
         with warnings.catch_warnings():
@@ -46,7 +78,9 @@ def stderr_logging() -> Iterator[None]:
             warnings.showwarning = _log_deprecation(warnings.showwarning)
             yield
     finally:
-        _LOGGER.removeHandler(handler)
+        for handler in set(_LOGGER.handlers) - set(handlers):
+            _LOGGER.removeHandler(handler)
+            handler.close()
         _LOGGER.setLevel(level)
 
 
@@ -65,6 +99,39 @@ def _log_deprecation(show_other: Any) -> Any:
             show_other(message, category, filename, *arguments)
 
     return show
+
+
+def configure_logs(log_format: LogFormat, file: Path | None) -> None:
+    """Choose the format of log lines and a file for them.
+
+    Args:
+        log_format: The format.
+        file: File in place of standard error; a file of 10 MiB is renamed, and five are kept.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    (handler,) = [one for one in _LOGGER.handlers if isinstance(one, _StderrHandler)]
+    chosen: logging.Handler = handler
+    if file is not None:
+        chosen = RotatingFileHandler(file, maxBytes=_MAX_LOG_BYTES, backupCount=_OLD_LOG_FILES)
+        chosen.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        _LOGGER.addHandler(chosen)
+        _LOGGER.removeHandler(handler)
+    if log_format is LogFormat.json:
+        chosen.setFormatter(_JsonFormatter())
+
+
+def has_log_settings() -> bool:
+    """Return True if log lines are JSON or go to a file.
+
+    Returns:
+        True after `configure_logs` with either.
+    """
+    return any(
+        isinstance(one, RotatingFileHandler) or isinstance(one.formatter, _JsonFormatter)
+        for one in _LOGGER.handlers
+    )
 
 
 def set_verbosity(*, verbose: bool = False, quiet: bool = False) -> None:

@@ -24,7 +24,9 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
     Encoding,
+    KeySerializationEncryption,
     NoEncryption,
     PrivateFormat,
     load_pem_private_key,
@@ -34,11 +36,13 @@ from fedcb2o import records
 from fedcb2o._deprecation import former_attributes, former_parameters, warn_renamed
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import certificates
+from fedcb2o.peer.membership.passphrase import read_passphrase
 
 _MAX_MEMBER_FILE_BYTES = 2**16
 MAX_LINE_BYTES = 2000
 """Length of the longest line: the time to parse TOML is quadratic in the parts of a key."""
 _SECRET_FILES = ("signing.key", "root.key", "tls.key")
+_ENCRYPTED = b"ENCRYPTED PRIVATE KEY"
 _P = 2**255 - 19
 _Y8 = 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
 _SMALL_ORDER_Y = frozenset({0, 1, _P - 1, _P, _P + 1, _Y8, _P - _Y8})
@@ -262,11 +266,13 @@ class Identity:
     Attributes:
         folder: The folder.
         member: The public half.
+        passphrase: Passphrase of the private keys; None if they are not encrypted.
     """
 
     folder: Path
     member: Member
     _key: Ed25519PrivateKey = field(repr=False, compare=False)
+    passphrase: bytes | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def make(
@@ -278,6 +284,7 @@ class Identity:
         days: int = 397,
         now: datetime | None = None,
         until: datetime | None = None,
+        passphrase: bytes | None = None,
     ) -> "Identity":
         """Create keys, a root and a TLS certificate, all or none.
 
@@ -288,6 +295,7 @@ class Identity:
             days: Validity of the TLS certificate.
             now: Time of creation; by default the current time.
             until: Expiry of the TLS certificate, in place of `days`.
+            passphrase: Passphrase that encrypts the private keys.
 
         Returns:
             The identity.
@@ -296,7 +304,7 @@ class Identity:
             ConfigError: The folder is not empty, or a value is invalid.
         """
         key = Ed25519PrivateKey.generate()
-        return cls._make(Path(folder), name, endpoint, key, days, now, until)
+        return cls._make(Path(folder), name, endpoint, key, days, now, until, passphrase)
 
     def with_endpoint(self, folder: Path | str, *, endpoint: str, days: int = 397) -> "Identity":
         """Create an identity with the same signing key and another endpoint.
@@ -315,7 +323,9 @@ class Identity:
         Raises:
             ConfigError: The folder is not empty, or a value is invalid.
         """
-        return self._make(Path(folder), self.member.name, endpoint, self._key, days, None, None)
+        name = self.member.name
+        folder = Path(folder)
+        return self._make(folder, name, endpoint, self._key, days, None, None, self.passphrase)
 
     @classmethod
     def _make(
@@ -327,6 +337,7 @@ class Identity:
         days: int,
         now: datetime | None,
         until: datetime | None,
+        passphrase: bytes | None,
     ) -> "Identity":
         _check_name(name)  # before the name enters a certificate
         now = now or datetime.now(UTC)
@@ -344,18 +355,18 @@ class Identity:
             folder.parent.mkdir(parents=True, exist_ok=True)
             # mkdtemp sets mode 0700
             temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-            _write_secret(temporary / "signing.key", _private_key_pem(key))
-            _write_secret(temporary / "root.key", _private_key_pem(root_key))
+            _write_secret(temporary / "signing.key", _private_key_pem(key, passphrase))
+            _write_secret(temporary / "root.key", _private_key_pem(root_key, passphrase))
             records.atomic_write(temporary / "root.pem", member.root.encode())
             member.write(temporary / f"{name}.member.toml")
-            cls(temporary, member, key).renew(days=days, now=now, until=until)
+            cls(temporary, member, key, passphrase).renew(days=days, now=now, until=until)
             temporary.rename(folder)
         except OSError as error:
             raise ConfigError(f"cannot make {folder}: {error.strerror or error}") from error
         finally:
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)  # unless it was renamed
-        return cls(folder, member, key)
+        return cls(folder, member, key, passphrase)
 
     @classmethod
     def read(cls, folder: Path | str) -> "Identity":
@@ -388,7 +399,9 @@ class Identity:
             )
         member = Member.read(files[0], allow_expired=True)
 
-        identity = cls(folder, member, _read_ed25519_key(folder / "signing.key"))
+        path = folder / "signing.key"
+        passphrase = read_passphrase() if _ENCRYPTED in _read_file(path) else None
+        identity = cls(folder, member, _read_ed25519_key(path, passphrase), passphrase)
         if identity._key.public_key().public_bytes_raw() != member.key:
             raise ConfigError(
                 f"{folder / 'signing.key'} is not the key in {files[0].name}: restore one of them"
@@ -408,7 +421,7 @@ class Identity:
         path = self.tls_certificate
         certificate = _read_certificate(path)
         remedy = _remedy(path)
-        if _read_p256_key(self.tls_key).public_key() != certificate.public_key():
+        if _read_p256_key(self.tls_key, self.passphrase).public_key() != certificate.public_key():
             raise ConfigError(f"{path} is not that of the key in tls.key: {remedy}")
         try:
             certificate.verify_directly_issued_by(_read_certificate(self.folder / "root.pem"))
@@ -461,12 +474,27 @@ class Identity:
             self.member.endpoint,
             leaf_key,
             _read_certificate(self.folder / "root.pem"),
-            _read_p256_key(self.folder / "root.key"),
+            _read_p256_key(self.folder / "root.key", self.passphrase),
             now,
             until or now + timedelta(days=days),
         )
-        _write_secret(self.tls_key, _private_key_pem(leaf_key))
+        _write_secret(self.tls_key, _private_key_pem(leaf_key, self.passphrase))
         records.atomic_write(self.tls_certificate, _to_pem(leaf).encode())
+
+    def encrypt(self, passphrase: bytes) -> "Identity":
+        """Encrypt the private keys in the folder.
+
+        Args:
+            passphrase: The new passphrase.
+
+        Returns:
+            The identity.
+        """
+        for name in _SECRET_FILES:
+            path = self.folder / name
+            key = _read_key(path, self.passphrase)
+            _write_secret(path, _private_key_pem(key, passphrase))
+        return Identity(self.folder, self.member, self._key, passphrase)
 
     @property
     def tls_key(self) -> Path:
@@ -492,8 +520,13 @@ def _to_pem(certificate: x509.Certificate) -> str:
     return certificate.public_bytes(Encoding.PEM).decode()
 
 
-def _private_key_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+def _private_key_pem(
+    key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey, passphrase: bytes | None
+) -> bytes:
+    encryption: KeySerializationEncryption = NoEncryption()
+    if passphrase is not None:
+        encryption = BestAvailableEncryption(passphrase)
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
 
 
 def _write_secret(path: Path, content: bytes) -> None:
@@ -528,23 +561,29 @@ def _read_certificate(path: Path) -> x509.Certificate:
     raise ConfigError(f"{path} holds no certificate: {_remedy(path)}")
 
 
-def _read_ed25519_key(path: Path) -> Ed25519PrivateKey:
-    key = _read_key(path)
+def _read_ed25519_key(path: Path, passphrase: bytes | None) -> Ed25519PrivateKey:
+    key = _read_key(path, passphrase)
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"{path} holds no Ed25519 key: {_remedy(path)}")
     return key
 
 
-def _read_p256_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    key = _read_key(path)
+def _read_p256_key(path: Path, passphrase: bytes | None) -> ec.EllipticCurvePrivateKey:
+    key = _read_key(path, passphrase)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{path} holds no key of the curve P-256: {_remedy(path)}")
     return key
 
 
-def _read_key(path: Path) -> object:
+def _read_key(
+    path: Path, passphrase: bytes | None
+) -> Ed25519PrivateKey | ec.EllipticCurvePrivateKey:
     content = _read_file(path)
+    kind = "without a passphrase" if passphrase is None else "with this passphrase"
     try:
-        return load_pem_private_key(content, password=None)
+        key = load_pem_private_key(content, passphrase)
     except Exception:  # any damage is possible, and the error must not show the content
-        raise ConfigError(f"{path} holds no key without a passphrase: {_remedy(path)}") from None
+        raise ConfigError(f"{path} holds no key {kind}: {_remedy(path)}") from None
+    if isinstance(key, Ed25519PrivateKey | ec.EllipticCurvePrivateKey):
+        return key
+    raise ConfigError(f"{path} holds another kind of key: {_remedy(path)}")

@@ -23,6 +23,7 @@ from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._equivocation import Ledger
 from fedcb2o.peer.wire._mailbox import RelayMailbox
 from fedcb2o.peer.wire._protocol import (
+    MINOR_VERSION,
     AnswerStatus,
     BytesLike,
     MalformedError,
@@ -172,6 +173,7 @@ def hello_content(federation: Federation, identity: Identity, **more: object) ->
     """
     return {
         "software": version("fedcb2o"),
+        "protocol": [federation.protocol, MINOR_VERSION],
         "version": federation.version,
         "run": federation.run.hex(),
         "federation": federation.digest.hex(),
@@ -321,7 +323,23 @@ def _member_result(
         direction = "ahead of" if offset > 0 else "behind"
         clock = f"its clock is {abs(offset):.0f} s {direction} ours: set the one that is wrong"
         notes = (clock, *notes)
-    return CheckResult(member.name, describe_disagreement(federation, reply.content), notes)
+    error = describe_disagreement(federation, reply.content)
+    minor = _minor_version(reply.content)
+    if abs(minor - MINOR_VERSION) > 1:
+        older = "it" if minor < MINOR_VERSION else "this node"
+        error = error or f"{older} has a release that is too old for the other: update it"
+    elif minor != MINOR_VERSION:
+        common = min(minor, MINOR_VERSION)
+        notes = (*notes, f"protocol {federation.protocol}.{common} is used with it")
+    return CheckResult(member.name, error, notes)
+
+
+def _minor_version(content: Mapping[str, Any]) -> int:
+    """Return the minor version of the protocol that a member speaks; 0 if it does not say."""
+    protocol = content.get("protocol")
+    if isinstance(protocol, list) and len(protocol) == 2 and isinstance(protocol[1], int):
+        return protocol[1]
+    return 0
 
 
 def _describe_unreadable(member: Member, reason: str) -> str:

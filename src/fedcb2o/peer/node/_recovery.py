@@ -12,7 +12,6 @@ from fedcb2o.errors import RunError
 from fedcb2o.peer.node._peer_monitor import PeerMonitor
 from fedcb2o.peer.wire._client import HELLO_SECONDS
 from fedcb2o.peer.wire._equivocation import SigningJournal
-from fedcb2o.peer.wire._protocol import ZERO_DIGEST
 
 _REPEAT_SECONDS = 0.5  # time for answers in later rounds
 
@@ -42,7 +41,7 @@ class SigningRecovery:
         self.name = name
         self.is_resumed = is_resumed
         self.notify = notify
-        self.is_lost = is_resumed and journal.last_round < 0
+        self.is_lost = is_resumed and not journal.is_complete
         self.answered: set[int] = set()
         self.newest_round = journal.last_round
 
@@ -92,7 +91,7 @@ class SigningRecovery:
             return
         federation = self.monitor.federation
         last = min(federation.rounds - 1, self.newest_round + federation.lag + 1)
-        self.journal.reserve(last, ZERO_DIGEST)
+        self.journal.complete(last)
         self.journal.suspension = ""
         self.is_lost = False
         known = "no model"

@@ -52,6 +52,8 @@ _HELD_BYTES = 2**20  # further manifests of each agent
 _MAX_PROOF_BYTES = 2**21  # two of the longest manifests, as text
 _PROOF_SUFFIX = ".proof.toml"
 JOURNAL_FILE = "signed.jsonl"
+RESTORED_FILE = "restored"
+"""Mark of a run directory whose journal may be older than the last signature."""
 
 
 @dataclass(frozen=True)
@@ -403,6 +405,7 @@ class SigningJournal:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / JOURNAL_FILE
+        self._restored = folder / RESTORED_FILE
         self.suspension = ""
         self._signed: dict[int, bytes] = {}
         self._size = 0  # of the complete lines; a partial last line is overwritten
@@ -422,6 +425,11 @@ class SigningJournal:
                     "agent could sign two models for one round, which others take for fraud"
                 ) from error
             self._size += len(line)
+
+    @property
+    def is_complete(self) -> bool:
+        """False for a journal that is missing or may be older than the last signature."""
+        return self.last_round >= 0 and not self._restored.exists()
 
     @property
     def last_round(self) -> int:
@@ -453,6 +461,18 @@ class SigningJournal:
         self._size += len(line)
         self._signed[n] = digest
         return True
+
+    def complete(self, n: int) -> None:
+        """Sign no round up to `n`, and take the journal as complete from then on.
+
+        Args:
+            n: The last round that this agent may have signed.
+
+        Raises:
+            RunError: The line cannot be written.
+        """
+        self.reserve(n, ZERO_DIGEST)
+        self._restored.unlink(missing_ok=True)
 
     def _append(self, line: bytes) -> None:
         """Write a whole line after the complete lines, or none of it."""

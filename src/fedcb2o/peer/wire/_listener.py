@@ -82,7 +82,9 @@ def _context(protocol: int, identity: Identity, roots: Iterable[str]) -> ssl.SSL
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata="".join(roots))
-    context.load_cert_chain(identity.tls_certificate, identity.tls_key)
+    # without a password, OpenSSL would ask for one on the terminal
+    password = identity.passphrase or b""
+    context.load_cert_chain(identity.tls_certificate, identity.tls_key, password)
     return context
 
 

@@ -29,6 +29,8 @@ _EnumType = TypeVar("_EnumType", bound=IntEnum)
 
 _MAGIC = b"fedcb2o"
 _VERSION = 1
+MINOR_VERSION = 1
+"""Number of compatible additions to this version: 1 adds relays."""
 CHUNK_BYTES = 2**20
 MAX_CHUNKS = 2**14  # of one model: 16 GiB encoded
 MAX_DIGESTS = 64  # next to one manifest

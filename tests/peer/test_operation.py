@@ -1,0 +1,238 @@
+"""Operation of a node: encrypted keys, backups, metrics, log lines, versions of the protocol."""
+
+import json
+import logging
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from tests.peer import members
+from tests.peer.nodes import nodes
+from typer.testing import CliRunner
+
+from fedcb2o.cli import app
+from fedcb2o.cli.log_output import LogFormat, configure_logs, has_log_settings, stderr_logging
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.peer.membership import Identity, passphrase
+from fedcb2o.peer.node import _preflight
+from fedcb2o.peer.node._backup import back_up, restore
+from fedcb2o.peer.node._metrics import NodeMetrics
+from fedcb2o.peer.node._observer import NullObserver
+from fedcb2o.peer.report._live_table import RoundLog
+from fedcb2o.peer.wire import SigningJournal, Zenoh
+from fedcb2o.peer.wire._protocol import MINOR_VERSION
+
+RECORD = {
+    "round": 3, "accuracy": 0.75, "train_loss": 0.5, "own_weight": 0.25, "alive": [1], "asked": [1, 2],
+    "received": [{"id": 1, "round": 2, "seconds": 0.1, "weight": 0.75}], "late": [],
+    "refused": {"2": "hash"}, "sent": 10, "got": 20, "seconds": {"round": 1.5},
+}  # fmt: skip
+
+
+@pytest.fixture
+def secret(tmp_path, monkeypatch) -> Path:
+    path = tmp_path / "passphrase"
+    path.write_text("a secret of this test\n")
+    monkeypatch.setenv(passphrase.FILE_VARIABLE, str(path))
+    return path
+
+
+def test_encrypted_keys_open_links_and_are_renewed_encrypted(secret, tmp_path, monkeypatch):
+    first, second = members.free_ports(2)
+    words = ["peer", "identity", "--name", "org-0", "--endpoint", f"127.0.0.1:{first}", "--encrypt"]
+    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "org-0")])
+    assert result.exit_code == 0, result.output
+    plain = Identity.make(tmp_path / "org-1", name="org-1", endpoint=f"127.0.0.1:{second}")
+    encrypted = Identity.read(tmp_path / "org-0")
+    encrypted.renew()
+    moved = encrypted.with_endpoint(tmp_path / "moved", endpoint="127.0.0.1:9999")
+    for folder in (encrypted.folder, moved.folder):
+        for name in ("signing.key", "root.key", "tls.key"):
+            assert b"ENCRYPTED" in (folder / name).read_bytes()
+
+    federation = members.federated([encrypted, plain])
+    with Zenoh(federation, encrypted) as one, Zenoh(federation, plain) as other:
+        other.serve(lambda request, reply: reply(b"heard"))
+        members_are_linked(one, other)
+
+    secret.write_text("another one")
+    with pytest.raises(ConfigError, match="with this passphrase"):
+        Identity.read(encrypted.folder)
+    secret.write_text("")
+    with pytest.raises(ConfigError, match="empty"):
+        Identity.read(encrypted.folder)
+    monkeypatch.delenv(passphrase.FILE_VARIABLE)
+    with pytest.raises(ConfigError, match=passphrase.FILE_VARIABLE):
+        Identity.read(encrypted.folder)
+    monkeypatch.setenv(passphrase.VARIABLE, "a secret of this test")
+    assert Identity.read(encrypted.folder).member == encrypted.member
+
+
+def members_are_linked(one: Zenoh, other: Zenoh) -> None:
+    from tests.peer.nodes import wait_for
+
+    wait_for(lambda: one.connected_peers() == {1} and other.connected_peers() == {0}, 10)
+    wait_for(lambda: list(one.ask(1, b"?", 5.0)) == [b"heard"], 10)
+
+
+def test_renew_encrypts_the_keys_of_an_identity(secret, tmp_path):
+    made = Identity.make(tmp_path / "keys", name="org-0", endpoint="127.0.0.1:9998")
+    result = CliRunner().invoke(app, ["peer", "renew", "--identity", str(made.folder), "--encrypt"])
+    assert result.exit_code == 0, result.output
+    read = Identity.read(made.folder)
+    read.check_certificate()
+    assert b"ENCRYPTED" in read.tls_key.read_bytes()
+    assert read.sign(b"text") == made.sign(b"text")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="without OpenSSL's program")
+def test_an_existing_authority_signs_a_member_file_as_documented(tmp_path):
+    made = Identity.make(tmp_path / "keys", name="org-0", endpoint="127.0.0.1:9998")
+    file = made.folder / "org-0.member.toml"
+
+    def openssl(words: str) -> int:
+        return subprocess.run(
+            ["openssl", *words.split()], cwd=tmp_path, capture_output=True, check=False
+        ).returncode
+
+    new = "-newkey rsa:2048 -nodes"
+    subject = f"-subj /CN=authority {new} -days 1"
+    assert openssl(f"req -x509 {subject} -keyout ca.key -out ca.pem") == 0
+    assert openssl(f"req -subj /CN=hospital {new} -keyout host.key -out host.csr") == 0
+    assert openssl("x509 -req -in host.csr -CA ca.pem -CAkey ca.key -days 1 -out host.pem") == 0
+    assert openssl(f"req -x509 {subject} -keyout other.key -out other.pem") == 0
+    sign = "cms -sign -binary -nodetach -signer host.pem -inkey host.key -outform PEM"
+    assert openssl(f"{sign} -in {file} -out org-0.cms") == 0
+    verify = "cms -verify -binary -inform PEM -purpose any -in org-0.cms -out read.toml -CAfile"
+    assert openssl(f"{verify} other.pem") != 0
+    assert openssl(f"{verify} ca.pem") == 0
+    assert (tmp_path / "read.toml").read_bytes() == file.read_bytes()
+
+
+def test_health_and_metrics_follow_the_rounds(monkeypatch, tmp_path):
+    made = Identity.make(tmp_path / "keys", name="org-0", endpoint="127.0.0.1:9998")
+    with NodeMetrics(
+        NullObserver(), 0, name="org-0", rounds=9, round_seconds=1.0, expires=made.expires
+    ) as metrics:
+        url = f"http://127.0.0.1:{metrics.port}"
+        metrics.on_phase(4, "training")
+        metrics.on_round(RECORD)
+        metrics.on_note("careful")
+        lines = urllib.request.urlopen(f"{url}/metrics").read().decode().splitlines()
+        for line in (
+            "fedcb2o_round 3.0",
+            "fedcb2o_rounds 9.0",
+            "fedcb2o_accuracy 0.75",
+            "fedcb2o_peers_connected 1.0",
+            "fedcb2o_models_received_total 1.0",
+            'fedcb2o_models_refused_total{reason="hash"} 1.0',
+            'fedcb2o_traffic_bytes_total{direction="received"} 20.0',
+            "fedcb2o_notes_total 1.0",
+        ):
+            assert line in lines
+        health = json.load(urllib.request.urlopen(f"{url}/health"))
+        assert (health["healthy"], health["round"], health["phase"]) == (True, 3, "training")
+        monkeypatch.setattr(metrics, "_stale_seconds", -1.0)
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"{url}/health")
+        with pytest.raises(RunError, match="in use"):
+            NodeMetrics(
+                NullObserver(), metrics.port, name="b", rounds=1, round_seconds=1.0,
+                expires=made.expires,
+            )  # fmt: skip
+
+
+def test_log_lines_are_objects_with_the_records_of_rounds(tmp_path):
+    file = tmp_path / "node.log"
+    with stderr_logging():
+        assert not has_log_settings()
+        configure_logs(LogFormat.json, file)
+        assert has_log_settings()
+        with RoundLog({0: "org-0", 1: "org-1", 2: "org-2"}, agent_id=0, rounds=9) as log:
+            log.on_round(RECORD)
+            log.on_note("org-1 is late")
+        logging.getLogger("fedcb2o.peer").error("broken", exc_info=ValueError("why"))
+    first, second, third = map(json.loads, file.read_text().splitlines())
+    assert (first["level"], first["member"], first["record"]) == ("info", "org-0", RECORD)
+    assert first["message"].startswith("org-0: round 3/9")
+    assert (second["level"], second["message"]) == ("warning", "org-0: org-1 is late")
+    assert "ValueError: why" in third["error"]
+
+
+def test_log_files_are_rotated(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedcb2o.cli.log_output._MAX_LOG_BYTES", 200)
+    with stderr_logging():
+        configure_logs(LogFormat.text, tmp_path / "node.log")
+        for k in range(40):
+            logging.getLogger("fedcb2o.peer").info("line %d", k)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["node.log", *(f"node.log.{k}" for k in range(1, 6))]
+    assert (tmp_path / "node.log").read_text().endswith("INFO line 39\n")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "error", "note"),
+    [
+        ([1, MINOR_VERSION], "", ""),
+        (None, "", "protocol 1.0 is used"),
+        ([1, MINOR_VERSION + 1], "", f"protocol 1.{MINOR_VERSION} is used"),
+        ([1, MINOR_VERSION + 2], "this node has a release that is too old", ""),
+    ],
+)
+def test_the_lower_of_two_minor_versions_is_used(theirs, error, note, tmp_path):
+    who = members.identities(tmp_path, 2)
+    federation = members.federated(who)
+    content = _preflight.hello_content(federation, who[1])
+    content["protocol"] = theirs
+    reply = _preflight._HelloReply(content)
+    result = _preflight._member_result(
+        federation, who[1].member, reply, True, _preflight.ProbeResult()
+    )
+    assert error in result.error
+    assert bool(result.error) == bool(error)
+    assert note in "; ".join(result.notes)
+
+
+def test_a_backup_names_what_is_wrong(tmp_path):
+    keys, run = tmp_path / "keys", tmp_path / "run"
+    Identity.make(keys, name="org-0", endpoint="127.0.0.1:9998")
+    run.mkdir()
+    out = tmp_path / "backup.tar.gz"
+    with pytest.raises(ConfigError, match="must hold keys"):
+        back_up(keys, run, out)
+    (run / "federation.toml").write_text("")
+    (run / "signed.jsonl").write_text("")
+    back_up(keys, run, out)
+    assert out.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="never overwritten"):
+        back_up(keys, run, out)
+    with pytest.raises(ConfigError, match="not empty"):
+        restore(out, keys, run)
+    out.write_bytes(b"rubbish")
+    with pytest.raises(ConfigError, match="no backup"):
+        restore(out, tmp_path / "a", tmp_path / "b")
+    assert SigningJournal(run).is_complete is False
+
+
+@pytest.mark.slow
+def test_a_node_restored_from_a_running_nodes_backup_signs_no_round_twice(tmp_path):
+    with nodes(tmp_path, 3, changes={"rounds": 90}, round_seconds=0.4, lag=2) as peers:
+        peers.start()
+        peers.until(0, 6)
+        back_up(peers.identities[0], peers.out(0), tmp_path / "backup.tar.gz")
+        peers.until(0, 14)
+        peers.processes[0].kill()
+        peers.processes[0].join()
+        shutil.rmtree(peers.out(0))
+        shutil.rmtree(peers.identities[0])
+        restore(tmp_path / "backup.tar.gz", peers.identities[0], peers.out(0))
+        peers.start(0, resume=True)
+        assert peers.wait() == [0] * 3, [peers.log(j) for j in range(3)]
+        assert not list(tmp_path.glob("out-*/proofs/*"))
+        assert len(peers.lines(0)) == 90
+        assert not (peers.out(0) / "restored").exists()
+        last = peers.lines(1)[-10:]
+        assert any(model["id"] == 0 for line in last for model in line["received"])
