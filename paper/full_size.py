@@ -1,7 +1,7 @@
 """Table 1 and Table 2 at the paper's full size, entry by entry.
 
-    .venv/bin/python -m paper.full_size                     # the entries, and the tables so far
-    .venv/bin/python -m paper.full_size --next              # run the next missing entry
+    .venv/bin/python -m paper.full_size                # the entries; the table in docs/claims.md
+    .venv/bin/python -m paper.full_size --next         # run the next missing entry
     .venv/bin/python -m paper.full_size --next 9 --minutes 8 --copy $OUT
 
 An entry is a preset of the authors' released code and a seed. `--next` runs missing entries in the
@@ -12,6 +12,7 @@ long as the last one. The options of `DEVICE_SETTINGS` apply where PyTorch finds
 """
 
 import argparse
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,11 @@ ROWS = {  # method of an entry: row of the paper's tables
     "fedcb2o-released-tg40": "with a later T_G",
 }
 ENTRIES = tuple((method, seed) for seed in range(3) for method in ROWS)
-FOLDER = Path(__file__).parents[1] / "docs" / "reproduction" / "full-size"
+DOCS = Path(__file__).parents[1] / "docs"
+FOLDER = DOCS / "reproduction" / "full-size"
+EARLIER = DOCS / "reproduction" / "emnist-150"  # FedCBO and FedCB2O, 150 rounds
+PAGE = DOCS / "claims.md"
+MARKER = re.compile(r"(?<=<!-- generated: full_size -->\n\n)(?:\|.*\n)*")
 RUNS = Path("runs") / "full-size"
 DEVICE_SETTINGS = {
     "device": "cuda",
@@ -153,23 +158,26 @@ def run_missing(
     return ended
 
 
-def tables(folder: Path) -> str:
+def tables(folder: Path, earlier: Path = EARLIER) -> str:
     """Return Table 1 and Table 2 so far, next to the paper's numbers, in Markdown.
 
     Args:
         folder: Folder of values.csv.
+        earlier: Folder of the values of rows that have none, from runs of 150 rounds.
 
     Returns:
         One row per method: means, and standard deviations over seeds as in the paper.
     """
-    values = read_values(folder)
+    values = {"": read_values(folder), " (150 rounds)": read_values(earlier)}
     header = ["", "Seeds"]
     for metric in METRICS:
         header += [METRIC_NAMES[metric], "the paper"]
     lines = [header, ["---", "---:", *["---:"] * (2 * len(METRICS))]]
     for method, row in ROWS.items():
-        found = values[values.index.get_level_values("method") == method]
-        cells = [row, str(len(found))]
+        rows = {note: table[table.index.isin([method], "method")] for note, table in values.items()}
+        note = next((note for note, found in rows.items() if len(found)), "")
+        found = rows[note]
+        cells = [row + note, str(len(found))]
         for metric in METRICS:
             cells += [_cell(found[metric]), f"{float(PAPER[row][metric]):.2f}"]
         lines.append(cells)
@@ -209,7 +217,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run_missing(options.next, options.minutes, options.folder, run, options.copy)
     left = missing(options.folder)
     print(f"{len(left)} of {len(ENTRIES)} entries are missing: {', '.join(map(_label, left))}")
-    print(tables(options.folder))
+    table = tables(options.folder)
+    print(table)
+    if options.folder == FOLDER:
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(MARKER.sub(lambda _: f"{table}\n", page), encoding="utf-8")
 
 
 def _label(entry: Entry) -> str:

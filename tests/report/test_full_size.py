@@ -86,6 +86,12 @@ def test_tables_have_deviations_from_two_seeds_on(tmp_path):
     assert "| Oracle Min | 0 | – | 82.75 |" in page
 
 
+def test_the_page_shows_the_committed_values():
+    table = full_size.tables(full_size.FOLDER)
+    assert f"<!-- generated: full_size -->\n\n{table}\n\n" in full_size.PAGE.read_text("utf-8")
+    assert "| FedCBO (150 rounds) | 1 | 84.42 | 84.26 |" in table
+
+
 def test_from_the_command_line(tmp_path, capsys):
     full_size.main(["--folder", str(tmp_path)])
     assert "21 of 21 entries are missing: fedcbo-released (0), " in capsys.readouterr().out

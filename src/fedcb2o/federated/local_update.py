@@ -40,6 +40,7 @@ from fedcb2o.federated.ragged import Indices
 from fedcb2o.federated.run_spec import RunSpec, Training
 from fedcb2o.federated.sections import Precision
 from fedcb2o.nn import batch_norm
+from fedcb2o.nn.mixed_precision import autocast_positions, has_triton
 from fedcb2o.nn.parameters import (
     bind_,
     contiguous_leaves,
@@ -246,21 +247,20 @@ def batched_local_update_(
     is_copied = device.type != "cpu"
     if is_copied:
         tensors = contiguous_leaves(tensors)
-    parameters = [tensor for tensor in tensors if tensor.requires_grad]
+    step, inputs = _make_batched_step(module, tensors, training, device)
+    leaves = [tensor for tensor in inputs if tensor.requires_grad]
 
     counts = counts or [x.shape[1]] * len(x)
     x = features(x)
     agents = torch.arange(len(x), device=device).unsqueeze(1)
     forward = batched_forward(module, thetas.shape[1])
-    lr = training.lambda2 * training.gamma
     batches = batched_mini_batches(counts, training, draws, device)  # before the seed is drawn
     losses = []
-    momentum = list[Tensor]()
 
     with training_mode(module, training, draws[0], device.type):
         for batch in batches:
             with autocast(training.precision, device.type):
-                outputs = forward(tensors, x[agents, batch])
+                outputs = forward(inputs, x[agents, batch])
                 per_sample = per_sample_losses(training.loss, outputs, y[agents, batch], 2)
             if min(counts) == max(counts):
                 loss = per_sample.mean(1)
@@ -268,15 +268,10 @@ def batched_local_update_(
                 is_repeated = batch.diff(prepend=batch.new_full((len(batch), 1), -1)) == 0
                 loss = per_sample.masked_fill(is_repeated, 0.0).sum(1) / (~is_repeated).sum(1)
             gradients = torch.autograd.grad(
-                loss.sum(), parameters, allow_unused=True, materialize_grads=True
+                loss.sum(), leaves, allow_unused=True, materialize_grads=True
             )
             with torch.no_grad():
-                if momentum:
-                    torch._foreach_mul_(momentum, training.momentum)
-                    torch._foreach_add_(momentum, gradients)
-                else:
-                    momentum = [gradient.clone() for gradient in gradients]
-                torch._foreach_add_(parameters, momentum, alpha=-lr)
+                step(gradients)
             losses.append(loss.detach())
 
     # `tensors` also holds local statistics, which are not kept.
@@ -284,6 +279,48 @@ def batched_local_update_(
         if is_copied or not tensor.requires_grad:
             view.copy_(tensor.detach())
     return _mean_loss(losses, (len(thetas),)).tolist()
+
+
+def _make_batched_step(
+    module: nn.Module, tensors: Sequence[Tensor], training: Training, device: torch.device
+) -> tuple[Callable[[tuple[Tensor, ...]], None], list[Tensor]]:
+    """Return the step of the optimiser, and the tensors that the networks read.
+
+    On an NVIDIA GPU in bfloat16 the networks read copies in bfloat16. Autocast would write these
+    copies, and their gradients in float32, in every step.
+    """
+    lr = training.lambda2 * training.gamma
+    parameters = [tensor for tensor in tensors if tensor.requires_grad]
+    momentum: list[Tensor] = []
+
+    def foreach_step(gradients: tuple[Tensor, ...]) -> None:
+        if momentum:
+            torch._foreach_mul_(momentum, training.momentum)
+            torch._foreach_add_(momentum, gradients)
+        else:
+            momentum.extend(gradient.clone() for gradient in gradients)
+        torch._foreach_add_(parameters, momentum, alpha=-lr)
+
+    if training.precision != "bfloat16" or not has_triton(device):
+        return foreach_step, list(tensors)
+
+    from fedcb2o.nn.fused_momentum import momentum_step_
+
+    inputs = list(tensors)
+    for i in autocast_positions(module):
+        inputs[i] = tensors[i].detach().bfloat16().requires_grad_(tensors[i].requires_grad)
+    copies = [
+        None if low is tensor else low
+        for tensor, low in zip(tensors, inputs, strict=True)
+        if tensor.requires_grad
+    ]
+    momentum.extend(torch.zeros_like(parameter) for parameter in parameters)
+
+    def fused_step(gradients: tuple[Tensor, ...]) -> None:
+        for theta, m, g, low in zip(parameters, momentum, gradients, copies, strict=True):
+            momentum_step_(theta, m, g, low, lr, training.momentum)
+
+    return fused_step, inputs
 
 
 def _mean_loss(

@@ -24,7 +24,7 @@ from fedcb2o.nn.batch_norm import has_local_statistics
 from fedcb2o.nn.parameters import dimension, last_layer_shape, shared_tensors
 from fedcb2o.plugins import USER_FUNCTION
 
-LinearKernel = Literal["torch", "onednn"]
+LinearKernel = Literal["torch", "onednn", "batched"]
 ConvolutionKernel = Literal["grouped", "unfolded", "mixed", "fourier"]
 
 

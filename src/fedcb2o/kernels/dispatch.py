@@ -4,6 +4,7 @@
 |---|---|
 | linear = "torch" | y = x W^T + b and its derivatives by PyTorch's products |
 | linear = "onednn" | the same by oneDNN's products, faster on some processors |
+| linear = "batched" | several networks as one batched product, for GPUs |
 | convolution = "grouped" | several networks as one convolution with a group for each |
 | convolution = "unfolded" | several networks as one batched product |
 | convolution = "mixed" | "unfolded" for few input channels, else "grouped" |
@@ -27,7 +28,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fedcb2o.federated import ConvolutionKernel, LinearKernel
-from fedcb2o.kernels import _fft_conv, _onednn, _unfold_conv
+from fedcb2o.kernels import _batched_linear, _fft_conv, _onednn, _unfold_conv
+
+_LINEAR: dict[LinearKernel, Callable[..., Any]] = {
+    "torch": F.linear,
+    "onednn": _onednn.linear,
+    "batched": _batched_linear.linear,
+}
 
 _CONVOLUTIONS: dict[ConvolutionKernel, Callable[..., Any]] = {
     "grouped": F.conv2d,
@@ -43,15 +50,15 @@ def use_kernels(
     """Compute the networks inside the context by the named kernels.
 
     Args:
-        linear: Kernel of large dense layers in float32.
+        linear: Kernel of dense layers.
         convolution: Kernel of convolutions.
 
     Returns:
         A context manager.
     """
     replacements: dict[Any, Callable[..., Any]] = {}
-    if linear == "onednn":
-        replacements[F.linear] = _onednn.linear
+    if linear != "torch":
+        replacements[F.linear] = _LINEAR[linear]
     if convolution != "grouped":
         replacements[F.conv2d] = _CONVOLUTIONS[convolution]
     return _ReplacedFunctions(replacements) if replacements else contextlib.nullcontext()

@@ -146,11 +146,12 @@ class Experiment(Section):
     linear: Annotated[
         LinearKernel | None,
         key_field(
-            "the kernel of dense layers with at least 2^20 weights in float32: PyTorch or oneDNN. "
-            "The default is timed once, in less than a second, and kept in "
-            "[environment.json](runs.md), which is written before the first round. Results agree "
-            "to rounding. `fedcb2o run --verbose` prints the choice",
-            default="the faster one",
+            "the kernel of dense layers: PyTorch's; oneDNN's for layers with at least 2^20 weights "
+            "in float32; or one batched product for several agents, whose derivative is in the "
+            "order of the weights. On a CPU the default is timed once, in less than a second, and "
+            "kept in [environment.json](runs.md), which is written before the first round. Results "
+            "agree to rounding. `fedcb2o run --verbose` prints the choice",
+            default='the faster of "torch" and "onednn"; "batched" on another device',
         ),
     ] = None
     layout: Annotated[
@@ -327,7 +328,7 @@ class Experiment(Section):
                 "on them without noise: set `agents.hold_out` = true with `agents.validation` "
                 "below 1, or take an algorithm without losses, such as dfedavgm"
             )
-        if self.convolution not in (None, "grouped") or self.linear == "onednn":
+        if self.convolution not in (None, "grouped") or self.linear not in (None, "torch"):
             raise ValueError(
                 "gradients of single samples (`training.privacy`) have PyTorch's kernels: leave "
                 "out `linear` and `convolution`"

@@ -98,16 +98,17 @@ class _KernelChoice:
         return self.recorded.get("precision", requested)
 
     def fastest_linear(self) -> LinearKernel:
-        """Return the faster kernel of large dense layers on the CPU.
+        """Return the fastest kernel of dense layers.
 
         Returns:
-            "torch" or "onednn"; "torch" for a small network and on another device.
+            "torch" or "onednn" on the CPU, the latter for large layers alone; "batched" on another
+            device.
         """
         if self.experiment.training.privacy is not None:
             return "torch"
-        if self.dim >= _onednn.MIN_WEIGHTS and self.device.type == "cpu":
-            return _autotune.fastest_linear()
-        return "torch"
+        if self.device.type != "cpu":
+            return "batched"
+        return _autotune.fastest_linear() if self.dim >= _onednn.MIN_WEIGHTS else "torch"
 
     def fastest_layout(self, precision: Any) -> memory_layout.MemoryLayout:
         """Return the faster layout on the CPU. vmap supports only one for some layers.

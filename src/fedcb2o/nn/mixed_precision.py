@@ -1,0 +1,47 @@
+"""Tensors of a network that may be kept in bfloat16, and devices that update them in one pass.
+
+Example:
+    >>> has_triton(torch.device("cpu"))
+    False
+"""
+
+import importlib.util
+
+import torch
+from torch import nn
+
+from fedcb2o.nn.parameters import shared_tensors
+
+
+def has_triton(device: torch.device) -> bool:
+    """Return whether Triton compiles for a device.
+
+    Args:
+        device: The device.
+
+    Returns:
+        True for an NVIDIA GPU where Triton is installed, as with PyTorch on Linux.
+    """
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def autocast_positions(module: nn.Module) -> list[int]:
+    """Return which tensors only those layers read that autocast computes in bfloat16.
+
+    Args:
+        module: A network.
+
+    Returns:
+        Positions in `shared_tensors` of the parameters of dense layers and convolutions.
+
+    Example:
+        >>> autocast_positions(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+        [0, 1]
+    """
+    low: set[int] = set()
+    others: set[int] = set()
+    for part in module.modules():
+        kind = low if type(part) in (nn.Linear, nn.Conv2d) else others
+        kind.update(id(parameter) for parameter in part.parameters(recurse=False))
+    tensors = shared_tensors(module).values()
+    return [i for i, tensor in enumerate(tensors) if id(tensor) in low - others]
