@@ -10,7 +10,7 @@ Figure 6 uses the run with the most seeds if devices differ.
 A claim says that a statistic is in a range: a difference is positive, or within what the paper
 calls similar. The statistic is a mean over seeds with Student's 95% interval. The claim is *held*
 if the whole interval is in the range, *opposite* if the interval is outside, and otherwise
-*undecided*. One seed has no verdict; the cell says whether its statistic is in the range.
+*undecided*. Fewer than five seeds have no verdict; the cell says whether their mean is in the range.
 
 `--out` receives values.csv (results of each run and seed), curves.csv (results of each evaluated
 round), a figure of the curves, and Figure 6. Without runs `--out` draws the figure of the curves
@@ -440,12 +440,14 @@ class MatrixColumn:
 
 
 RELEASED = {
-    "Paper's size": "emnist-150",
+    "Paper's size": "full-size",
     "Reduced EMNIST": "emnist-small-50",
     "Other classes": "emnist-small-x",
     "Digits": "digits",
 }
 """Folders of FedCB2O as the authors' code computes it, by the title of their columns."""
+EARLIER = {"full-size": "emnist-150"}
+"""Folders with values of methods that a folder lacks."""
 EXTENDED = {"reduced EMNIST": "emnist-small-50", "digits": "digits"}
 """Folders of the newest form of FedAssay."""
 MARKER = re.compile(r"(?<=<!-- generated: claims -->\n\n).*?(?=\n\n|\Z)", re.DOTALL)
@@ -481,7 +483,12 @@ def matrix_rows() -> list[dict[str, object]]:
 
 def _column_values(column: MatrixColumn) -> Values:
     """Return the values of a column by role, each with the first FedCBO of `run_columns`."""
-    values = read_values(DOCS / "reproduction" / column.folder)
+    values = {}
+    for name in (EARLIER.get(column.folder, column.folder), column.folder):
+        folder = DOCS / "reproduction" / name
+        if folder.is_dir():
+            values.update(read_values(folder))
+    values = {re.sub("^(oracle-m..)-released$", r"\1", name): values[name] for name in values}
     roles = next(
         roles for roles in run_columns(values).values() if roles["FedCB2O"] == column.fedcb2o
     )
@@ -499,11 +506,11 @@ def _cell(claim: Claim, runs: Values) -> dict[str, str] | None:
     is_signed = " less " in claim.statistic or " by" in claim.statistic
     decimals = 2 if claim.statistic.startswith(tuple(METRIC_NAMES.values())) else 3
     number = _statistics.format_interval(mean, low, high, decimals, "+" if is_signed else "")
-    statistic = f"{number}, {len(values)} seeds"
-    if len(values) == 1:
+    statistic = f"{number}, {len(values)} seed{'s' * (len(values) > 1)}"
+    if len(values) < _statistics.MIN_SEEDS:
         is_inside = claim.low <= mean <= claim.high
-        agrees = "agrees" if is_inside else "disagrees"
-        return {"verdict": agrees, "kind": "single", "statistic": f"{number}, one seed"}
+        found = "agrees" if is_inside else "disagrees"
+        return {"verdict": found, "kind": "single", "statistic": statistic}
     found = verdict(claim, low, high)
     return {"verdict": found, "kind": found, "statistic": statistic}
 

@@ -245,7 +245,7 @@ def test_a_cell_has_a_verdict_and_its_statistic():
     }  # fmt: skip
     one = {role: rows.iloc[:1] for role, rows in values.items()}
     assert claims._cell(found, one) == {
-        "verdict": "agrees", "kind": "single", "statistic": "+10.00, one seed",
+        "verdict": "agrees", "kind": "single", "statistic": "+10.00, 1 seed",
     }  # fmt: skip
     assert claims._cell(that("and in ASR", statistic="second best"), values) is None
 
