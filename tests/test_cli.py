@@ -221,7 +221,7 @@ def test_set_needs_a_key_and_a_value(tmp_path, change):
 
 def test_a_run_its_table_and_its_twin(tmp_path):
     path, out = write(tmp_path / "tiny.toml"), tmp_path / "run"
-    done = here("run", path, "--set", "rounds=2", "--set", "agents.budget = 2", "--seeds", "5,1001", "--clean-twin",
+    done = here("run", path, "--set", "rounds=2", "--set", "agents.budget = 2", "--seeds", "5,1001", "--clean-twin", "--local-baseline",
                 "--out", out, "--workers", 1)  # fmt: skip
     assert (done.status, done.out) == (0, "")
     assert "tiny seed 1001: round 2/2 accuracy" in done.err
@@ -231,8 +231,10 @@ def test_a_run_its_table_and_its_twin(tmp_path):
     assert (run.config["rounds"], run.config["agents"]["budget"]) == (2, 2)
     assert set(run.records["round"]) == {1, 2}
     assert fedcb2o.Run(tmp_path / "run-clean").config["agents"]["malicious_role"] == "clean"
+    assert fedcb2o.Run(tmp_path / "run-local").config["algorithm"] == {"name": "local_training"}
     table = here("compare", out, tmp_path / "run-clean")
     assert table.status == 0
+    assert "Gain over training alone" in table.out
     assert "Attack success rate" in table.out
 
 

@@ -23,7 +23,7 @@ from fedcb2o.report import (
     seed_caption,
     summary,
 )
-from fedcb2o.report.tables import find_clean_counterpart, format_mean_interval
+from fedcb2o.report.tables import find_clean_counterpart, format_mean_interval, local_gains
 
 # Two clusters; agents 0, 1 and 3 are benign, 2 and 4 malicious.
 AGENTS = {
@@ -190,6 +190,23 @@ def test_the_twin_is_found_beside_the_run_and_only_if_its_settings_match(attacke
     assert find_clean_counterpart(attacked) is None
     (beside.folder / "config.toml").unlink()
     assert find_clean_counterpart(attacked) is None
+
+
+def test_the_gain_over_training_alone_is_paired_by_agent(attacked, tmp_path):
+    assert local_gains(attacked).empty
+    alone = [scores([0.25, 0.5, 0.5], None, None, n=2)]
+    changes = {"algorithm": {"name": "local_training"}, "training": {"gamma": 1.0}, "rounds": 2}
+    agents = attacked.config["agents"]
+    other = run_of(tmp_path / "attacked-local", {0: alone, 1: alone}, agents=agents, **changes)
+    assert local_gains(attacked).empty  # another step size
+    config = {**other.config, "training": attacked.config.get("training", {})}
+    write_toml(other.folder / "config.toml", {**config, "name": "attacked-local"})
+    gains = local_gains(attacked)
+    assert gains.accuracy.tolist() == [0.5, 0.75, 0.25, 0.5, 0.5, 0.5]
+    assert gains.accuracy_local.tolist() == [0.25, 0.5, 0.5] * 2
+    column = compare([attacked])["FedCBO"]
+    assert column["Local baseline"] == "41.7"
+    assert column["Gain over training alone"] == "8.3"
 
 
 def test_nobody_has_a_malicious_weight_where_nobody_attacks(attacked, tmp_path):

@@ -1,5 +1,6 @@
 """The commands for peers, from identity and federation to run and report."""
 
+import contextlib
 import logging
 import sys
 import threading
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedcb2o.cli import completion
+from fedcb2o.cli.log_output import has_log_settings
 from fedcb2o.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,6 +62,14 @@ _ListenOption = Annotated[
         metavar="HOST:PORT", help="Address to bind instead of the endpoint, such as 0.0.0.0:7447."
     ),
 ]
+_EncryptOption = Annotated[
+    bool,
+    typer.Option(
+        "--encrypt",
+        help="Encrypt the private keys with a passphrase, of the file that FEDCB2O_PASSPHRASE_FILE "
+        "names, of FEDCB2O_PASSPHRASE, or from the terminal.",
+    ),
+]
 _RelayOption = Annotated[
     Path | None,
     typer.Option(
@@ -95,11 +105,15 @@ def identity(
         ),
     ] = None,
     days: _DaysOption = 397,
+    encrypt: _EncryptOption = False,
 ) -> Path:
     """Make an organisation's keys, certificates and their public half, NAME.member.toml."""
     from fedcb2o.peer.membership.identity import Identity
+    from fedcb2o.peer.membership.passphrase import read_passphrase
 
-    made = Identity.make(out, name=name, endpoint=endpoint or f"{name}.invalid:1", days=days)
+    place = endpoint or f"{name}.invalid:1"
+    passphrase = read_passphrase(is_new=True) if encrypt else None
+    made = Identity.make(out, name=name, endpoint=place, days=days, passphrase=passphrase)
     print(
         f"{made.folder} has the keys of {name}: keep it secret. Read the fingerprint to the others:"
     )
@@ -124,11 +138,15 @@ def renew(
         str | None,
         typer.Option(metavar="HOST:PORT", help="With --out: new address for other members."),
     ] = None,
+    encrypt: _EncryptOption = False,
 ) -> Path:
     """Make a new TLS certificate, which the next `peer run` uses."""
     from fedcb2o.peer.membership.identity import Identity
+    from fedcb2o.peer.membership.passphrase import read_passphrase
 
     own_identity = Identity.read(identity)
+    if encrypt and own_identity.passphrase is None:
+        own_identity = own_identity.encrypt(read_passphrase(is_new=True))
     if out is None:
         if endpoint is not None:
             raise ConfigError(
@@ -352,11 +370,14 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.html. Default: the folder of the run.")
     ] = None,
+    membership: Annotated[
+        bool, typer.Option("--membership", help="Show membership inference against this agent.")
+    ] = False,
 ) -> Path:
-    """Write one agent's page: accuracy, peers, answers, weights, refused models, bytes."""
+    """Write one agent's page: accuracy, gain, peers, weights, refused models, bytes."""
     from fedcb2o.peer.report._node_page import write_node_report
 
-    path = write_node_report(folder, out)
+    path = write_node_report(folder, out, membership=membership)
     print(path)
     return path
 
@@ -493,6 +514,19 @@ def run(
     linger: Annotated[
         float, typer.Option(min=0, help="Seconds to serve unfinished peers at the end.")
     ] = 300.0,
+    metrics: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Serve /metrics and /health on this port of 127.0.0.1.",
+        ),
+    ] = None,
+    assess_every: Annotated[
+        int,
+        typer.Option(min=0, help="Rounds between comparisons with training alone; 0 for none."),
+    ] = 1,
 ) -> Path:
     """Train as one agent of a federation and write its final model.
 
@@ -502,9 +536,11 @@ def run(
     from fedcb2o.experiments.config.loading import load
     from fedcb2o.peer.membership.federation import read_federation
     from fedcb2o.peer.node._agent import load_member_dataset
+    from fedcb2o.peer.node._metrics import NodeMetrics
     from fedcb2o.peer.node._node import Node
     from fedcb2o.peer.report._live_table import LiveTable
     from fedcb2o.peer.report._peer_records import PeerRecords
+    from fedcb2o.peer.report._round_log import RoundLog
 
     if (data is None) == (simulate is None):
         raise ConfigError(
@@ -527,8 +563,23 @@ def run(
         relay=relay,
         gather=gather,
         linger=linger,
+        assess_every=assess_every,
     )
-    with LiveTable(names, agent_id=node.agent_id, rounds=federation.rounds) as node.observer:
+    view = RoundLog if has_log_settings() else LiveTable
+    with contextlib.ExitStack() as stack:
+        table = view(names, agent_id=node.agent_id, rounds=federation.rounds)
+        node.observer = stack.enter_context(table)
+        if metrics is not None:
+            node.observer = stack.enter_context(
+                NodeMetrics(
+                    table,
+                    metrics,
+                    name=names[node.agent_id],
+                    rounds=federation.rounds,
+                    round_seconds=federation.round_seconds + federation.deadline_seconds,
+                    expires=node.identity.expires,
+                )
+            )
         node.run()
 
     peers = federation.members.keys() - {node.agent_id}

@@ -135,6 +135,14 @@ def run(
             rich_help_panel=RARE,
         ),
     ] = False,
+    local_baseline: Annotated[
+        bool,
+        typer.Option(
+            "--local-baseline",
+            help="Also train every agent alone, in NAME-local.",
+            rich_help_panel=RARE,
+        ),
+    ] = False,
 ) -> list[Path]:
     """Run experiments, each for all of its seeds.
 
@@ -147,7 +155,7 @@ def run(
     set_verbosity(verbose=verbose, quiet=quiet)
     settings = _command_settings(changes, seeds, device)
     loaded = [load(name, settings) for name in experiments]
-    jobs = _plan_runs(loaded, out, with_counterparts=clean_twin)
+    jobs = _plan_runs(loaded, out, with_counterparts=clean_twin, with_baselines=local_baseline)
     progress = Progress(Console(stderr=True, quiet=is_quiet()), verbose=is_verbose())
     with progress:
         for experiment, folder in jobs:
@@ -173,9 +181,13 @@ def _ignore_progress(*arguments: object) -> None:
 
 
 def _plan_runs(
-    experiments: "Sequence[Experiment]", out: Path | None, *, with_counterparts: bool
+    experiments: "Sequence[Experiment]",
+    out: Path | None,
+    *,
+    with_counterparts: bool,
+    with_baselines: bool,
 ) -> "list[tuple[Experiment, Path]]":
-    """Return the experiments to run and their folders, clean counterparts included."""
+    """Return the experiments to run and their folders, counterparts and baselines included."""
     jobs = []
     for experiment in experiments:
         if out is None:
@@ -188,6 +200,9 @@ def _plan_runs(
             jobs.append((experiment.clean_counterpart(), clean_folder))
         elif with_counterparts:
             _LOGGER.warning("%s has no clean counterpart: it has no attack.", experiment.name)
+        if with_baselines:
+            local_folder = folder.with_name(f"{folder.name}-local")
+            jobs.append((experiment.local_baseline(), local_folder))
     return jobs
 
 

@@ -118,7 +118,35 @@ def confusion_matrices(
         One confusion matrix per model.
     """
     m = len(rows)
-    predicted = _measure_on_test_set(
+    predicted = predictions(module, models, rows, test, models_per_batch, references)
+    pairs = test.y.cpu() * num_classes + predicted
+    counts = torch.zeros(m, num_classes * num_classes, dtype=torch.int64)
+    counts.scatter_add_(1, pairs, torch.ones_like(pairs))
+    return counts.view(m, num_classes, num_classes)
+
+
+def predictions(
+    module: nn.Module,
+    models: Float[Tensor, "p d"],
+    rows: Int[Tensor, " m"],
+    test: Shard,
+    models_per_batch: int | None = None,
+    references: Sequence[Reference] | None = None,
+) -> Int[Tensor, "m n"]:
+    """Predict the class of each test sample.
+
+    Args:
+        module: The network.
+        models: Model buffer.
+        rows: Rows of the models.
+        test: Test samples.
+        models_per_batch: Models in one program; see `inference.logits`.
+        references: Samples for local batch-norm statistics, of each model.
+
+    Returns:
+        Predicted classes of each model.
+    """
+    return _measure_on_test_set(
         module,
         models,
         rows,
@@ -127,10 +155,6 @@ def confusion_matrices(
         models_per_batch,
         references,
     )
-    pairs = test.y.cpu() * num_classes + predicted
-    counts = torch.zeros(m, num_classes * num_classes, dtype=torch.int64)
-    counts.scatter_add_(1, pairs, torch.ones_like(pairs))
-    return counts.view(m, num_classes, num_classes)
 
 
 def mean_test_losses(

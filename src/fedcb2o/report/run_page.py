@@ -37,6 +37,10 @@ _LOGGER = logging.getLogger(__name__)
 _MIN_AGENTS_FOR_TENTH = 11  # of ten agents the worst tenth is the worst agent
 
 _METRIC_DEFINITIONS = {
+    LABELS["gain"]: (
+        "Gain over training alone is the accuracy minus that of the local baseline, in which every "
+        "agent trains alone from the same initial model on the same samples."
+    ),
     LABELS["net"]: (
         "Net attack success is the attack success rate minus that of the clean counterpart, the "
         "same run with malicious agents that train on true labels."

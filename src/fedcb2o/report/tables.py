@@ -36,6 +36,8 @@ _ATTACK_METRIC = "attack_success_rate"
 _MAX_SOURCE_SAMPLES = 3  # agents with more are in one group
 LABELS = {
     **{name: METRICS[name].label for name in (*STANDARD_METRICS, *CONDITIONAL_METRICS)},
+    "local": "Local baseline",
+    "gain": "Gain over training alone",
     "net": "Net attack success",
     "malicious_weight": METRICS["malicious_weight"].label,
 }
@@ -113,6 +115,7 @@ def _compare_column(run: Run, runs: Sequence[Run], over: AgentSummary) -> dict[s
             values = table[name + suffix]
             cells[LABELS[name]] = format_mean_interval(values, percent=METRICS[name].is_percent)
     if over == "mean":
+        cells |= _gain_cells(run, runs)
         net = net_attack_success(run, runs)
         cells[LABELS["net"]] = format_mean_interval(net, is_difference=True)
         if is_attacked(run):
@@ -120,6 +123,41 @@ def _compare_column(run: Run, runs: Sequence[Run], over: AgentSummary) -> dict[s
         for metric, means in custom_metric_means(run).items():
             cells[str(metric)] = format_mean_interval(means, percent=False)
     return cells
+
+
+def _gain_cells(run: Run, runs: Sequence[Run]) -> dict[str, str]:
+    """Format the accuracy of training alone, and the gain over it, where it was run."""
+    both = local_gains(run, runs)
+    if both.empty:
+        return {}
+    means = both.groupby("seed").mean()
+    gain = means.accuracy - means.accuracy_local
+    return {
+        LABELS["local"]: format_mean_interval(means.accuracy_local),
+        LABELS["gain"]: format_mean_interval(gain, is_difference=True),
+    }
+
+
+def local_gains(run: Run, among: Sequence[Run] = ()) -> pd.DataFrame:
+    """Pair the accuracy of each benign agent with that of its training alone.
+
+    Args:
+        run: Run to compare.
+        among: Runs to search for the local baseline, before the folder next to the run.
+
+    Returns:
+        One row per seed and agent at the last round of both: seed, agent, accuracy and
+        accuracy_local; empty without a local baseline.
+    """
+    baseline = _find_counterpart(run, among, "local", _is_local_baseline)
+    columns = ["seed", "agent", "accuracy"]
+    if baseline is None:
+        return pd.DataFrame(columns=[*columns, "accuracy_local"])
+    keys = ["seed", "round", "agent"]
+    records = last_round(run.records)
+    alone = baseline.records[[*keys, "accuracy"]]
+    both = records[[*keys, "accuracy"]].merge(alone, on=keys, suffixes=("", "_local"))
+    return both[[*columns, "accuracy_local"]].dropna()
 
 
 def custom_metric_means(run: Run) -> pd.DataFrame:
@@ -279,12 +317,19 @@ def find_clean_counterpart(run: Run, among: Sequence[Run] = ()) -> Run | None:
     """
     if not is_attacked(run):
         return None
+    return _find_counterpart(run, among, "clean", _is_counterpart)
+
+
+def _find_counterpart(
+    run: Run, among: Sequence[Run], suffix: str, matches: Callable[[Run, Run], bool]
+) -> Run | None:
+    """Return the first run that matches, among runs or in the folder NAME-SUFFIX."""
     candidates = [*among]
-    folder = run.folder.with_name(run.folder.name + "-clean")
+    folder = run.folder.with_name(f"{run.folder.name}-{suffix}")
     if folder.is_dir():
         with suppress(RunError):
             candidates.append(Run(folder))
-    return next((other for other in candidates if _is_counterpart(run, other)), None)
+    return next((other for other in candidates if matches(run, other)), None)
 
 
 def without_counterparts(runs: Sequence[Run]) -> list[Run]:
@@ -498,6 +543,23 @@ def _is_counterpart(run: Run, other: Run) -> bool:
     """Return True if `other` is the clean counterpart of `run`."""
     roles = [each.config.get("agents", {}).get("malicious_role") for each in (run, other)]
     return roles == ["attack", "clean"] and _shared_settings(run) == _shared_settings(other)
+
+
+def _is_local_baseline(run: Run, other: Run) -> bool:
+    """Return True if `other` is the local baseline of `run`."""
+    algorithms = [each.config.get("algorithm", {}).get("name") for each in (run, other)]
+    if algorithms[0] == "local_training" or algorithms[1] != "local_training":
+        return False
+    return _trained_settings(run) == _trained_settings(other)
+
+
+def _trained_settings(run: Run) -> dict[str, Any]:
+    """Return the settings that a run shares with its local baseline."""
+    excluded = (*NON_RESULT_SETTINGS, "algorithm")
+    settings = {key: value for key, value in run.config.items() if key not in excluded}
+    training = run.config.get("training", {})
+    settings["training"] = {key: value for key, value in training.items() if key != "privacy"}
+    return settings
 
 
 def _shared_settings(run: Run) -> dict[str, Any]:

@@ -452,6 +452,25 @@ class Experiment(Section):
         }
         return self.model_copy(update={**names, "agents": agents})
 
+    def local_baseline(self) -> "Experiment":
+        """Return the same experiment with agents that train alone, without privacy.
+
+        Returns:
+            The baseline, named NAME-local.
+        """
+        names = {
+            "name": f"{self.name}-local",
+            "title": f"{self.title} (local baseline)",
+            "description": f"Every agent trains alone: {self.description}",
+        }
+        return self.model_copy(
+            update={
+                **names,
+                "algorithm": AlgorithmSection(name="local_training"),
+                "training": self.training.model_copy(update={"privacy": None}),
+            }
+        )
+
     def clean_twin(self) -> "Experiment":
         """Return `clean_counterpart()`, under its former name.
 

@@ -35,6 +35,7 @@ from fedcb2o.parallel._executors import one_thread
 from fedcb2o.peer.membership.federation import Federation, read_federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.node import _agent as agents
+from fedcb2o.peer.node._assessment import SelfAssessment
 from fedcb2o.peer.node._engine import PeerEngine
 from fedcb2o.peer.node._observer import NodeObserver, NullObserver
 from fedcb2o.peer.node._peer_monitor import PeerMonitor
@@ -78,6 +79,8 @@ class Node:
         relay: A folder, or the member file of a relay, for members without a direct link.
         gather: Seconds to wait for other members at the start.
         linger: Seconds to serve the last model to members that are not done.
+        assess_every: Rounds between two self-assessments (gain over training alone, contributions,
+            leakage); 0 for none. Each trains the model of this agent alone up to its round.
         observer: Receiver of the node's progress.
         connect: Function that opens the transport; by default `open_transport`.
 
@@ -100,6 +103,7 @@ class Node:
         relay: Path | str | None = None,
         gather: float = 30.0,
         linger: float = 60.0,
+        assess_every: int = 1,
         observer: NodeObserver | None = None,
         connect: Callable[[Federation, Identity], Transport] | None = None,
     ) -> None:
@@ -114,6 +118,7 @@ class Node:
         self.resume = resume
         self.gather = gather
         self.linger = linger
+        self.assess_every = assess_every
         self.observer = NullObserver() if observer is None else observer
         self.connect = connect or functools.partial(open_transport, listen=listen, relay=relay)
 
@@ -214,6 +219,9 @@ class Node:
             monitor = PeerMonitor(transport, client, self._stop, self.observer)
             self._privacy = PrivacyLedger(self.out, self.agent)
             initial = self.agent.initial_model
+            self._assessment = SelfAssessment(
+                self.out, group, federation.class_names, initial, self.assess_every
+            )
             before_training = self._privacy.before_training
             engine = PeerEngine(group, publisher, client, monitor, initial, before_training)
             recovery = SigningRecovery(
@@ -280,7 +288,14 @@ class Node:
         start = time.monotonic()
         engine.free_until = start + federation.round_seconds
         for result in rounds:
-            record = self._round_record(result, engine, traffic)
+            began = time.monotonic()
+            assessed, contributions = self._assessment.assess(result.n, result.decisions)
+            if assessed:
+                result.seconds["assess"] = time.monotonic() - began
+            record = {**self._round_record(result, engine, traffic), **assessed}
+            for entry in record["received"]:
+                if entry["id"] in contributions:
+                    entry["contribution"] = contributions[entry["id"]]
             log.append("rounds", record)
             log.sync()
             rows = [model, *(tensor.unsqueeze(0) for tensor in codec.state().values())]
@@ -387,6 +402,8 @@ class Node:
 
     def _on_phase(self, n: int, phase: str) -> None:
         self._check_running()
+        if phase == "mixing":
+            self._assessment.before_exchange(n)
         self.observer.on_phase(n + 1, phase)
 
     def _check_running(self) -> None:

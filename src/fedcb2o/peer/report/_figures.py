@@ -24,6 +24,7 @@ from fedcb2o.report._panels import LINE_STYLES, MARKERS, PALETTE, STYLE
 
 _WIDTH, _HEIGHT = 4.7, 3.2  # inches: two figures side by side on a wide page
 _MAX_ROWS, _MAX_COLUMNS = 40, 240  # of peers and rounds in a figure
+_MAX_CURVES = 6
 _GREY, _AMBER = "#88888840", "#F2A03DB0"  # translucent, for light and dark pages
 _REST = "#AAAAAA"
 OUTCOME_COLOURS = {
@@ -78,6 +79,7 @@ def draw_scores(rounds: Sequence[RoundRecord]) -> Figure | None:
         The figure, or None without values.
     """
     values = {name: [getattr(record, key) for record in rounds] for key, name in SCORES.items()}
+    values["training alone"] = [record.gain.alone if record.gain else None for record in rounds]
     figure = _draw_curves("Accuracy", rounds, values)
     if figure is not None:
         figure.axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
@@ -99,6 +101,28 @@ def draw_losses(rounds: Sequence[RoundRecord]) -> Figure | None:
         "validation": [record.own_loss for record in rounds],
     }
     return _draw_curves("Losses", rounds, values)
+
+
+@mpl.rc_context(STYLE)
+def draw_contributions(records: PeerRecords) -> Figure | None:
+    """Draw the summed contributions of the peers that contributed most, of either sign.
+
+    Args:
+        records: The node's records.
+
+    Returns:
+        The figure, or None without contributions.
+    """
+    sums: dict[int, list[float]] = {peer: [0.0] for peer in records.peers}
+    for record in records.rounds:
+        found = {model.id: model.contribution or 0.0 for model in record.received}
+        for peer, values in sums.items():
+            values.append(values[-1] + found.get(peer, 0.0))
+    largest = sorted(sums, key=lambda peer: -abs(sums[peer][-1]))[:_MAX_CURVES]
+    curves = {
+        records.info.name_of(peer): sums[peer][1:] for peer in sorted(largest) if any(sums[peer])
+    }
+    return _draw_curves("Sum of contributions", records.rounds, curves)
 
 
 @mpl.rc_context(STYLE)

@@ -12,6 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fedcb2o.peer.report._peer_records import GainRecord
+
 _OTHER_LINES = 6  # lines of a terminal that are not rows of peers
 
 
@@ -199,9 +201,18 @@ def _format_scores(line: Mapping[str, Any]) -> str:
     ]
     if (loss := line.get("test_loss")) is not None:
         parts.append(f"loss {loss:.4g}")
+    if (gain := line.get("gain")) is not None:
+        parts.append(f"alone {100 * gain['alone']:.1f}%, gain {GainRecord(**gain)}")
+        worst = min(line["class_gains"].items(), key=_class_gain)
+        if len(line["class_gains"]) > 1:
+            parts.append(f"least in class {worst[0]}: {GainRecord(**worst[1])}")
     if (epsilon := line.get("epsilon")) is not None:
         parts.append(f"epsilon {epsilon:.3g}")
     return ", ".join(parts)
+
+
+def _class_gain(item: tuple[str, Mapping[str, float]]) -> float:
+    return item[1]["accuracy"] - item[1]["alone"]
 
 
 def _format_duration(line: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Page of one node: accuracy, peers, weights and refused models."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +21,23 @@ _PEERS_NOTE = (
     "Taken: the model arrived in time, passed every check and was validated. Late: no model "
     "arrived in time, or the peer had none yet or was busy. Seconds: until the model was "
     "downloaded and checked. Weight: mean over the last fifth of the rounds, 0 in rounds without "
-    "its model. Last alive: last round in which its link was up."
+    "its model. Contribution: mean loss on this agent's own test samples without its model in the "
+    "average, minus the loss with it. Last alive: last round in which its link was up."
+)
+_GAIN_NOTE = (
+    "Accuracy on this agent's own test samples, of its model and of the model that it would have "
+    "had alone (same initial model, same training samples), and the difference in points with its "
+    "95% interval, for paired proportions (Bonett and Price, 2012). The difference is significant "
+    "where the interval excludes 0."
+)
+_CONTRIBUTIONS_NOTE = (
+    "Contribution of a model to an average: the loss on this agent's own test samples without the "
+    "model, minus the loss with it. Negative: the model made the average worse."
+)
+_LEAKAGE_NOTE = (
+    "Membership inference by a loss threshold, on this agent's own samples: AUC, and the true "
+    "positive rate at 1% false positives. 50 and 1 are those of a guess. Sent: the model that "
+    "others may download. Kept: the model after averaging."
 )
 _WEIGHTS_NOTE = (
     "Weight of each peer's model in the average of each round; the first row is the agent's own "
@@ -39,12 +55,13 @@ _PROOFS_NOTE = (
 )
 
 
-def write_node_report(folder: Path, out: Path | None = None) -> Path:
+def write_node_report(folder: Path, out: Path | None = None, *, membership: bool = False) -> Path:
     """Write the page `report.html` of a run, which may still go on.
 
     Args:
         folder: The run directory.
         out: Folder of the page; by default the run directory.
+        membership: Show membership inference against the sent and the kept model.
 
     Returns:
         Path of the page.
@@ -60,6 +77,11 @@ def write_node_report(folder: Path, out: Path | None = None) -> Path:
         )
     page = create_page(out or folder)
     _add_summary(page, records)
+    _add_gain(page, records)
+    if membership:
+        page.add_heading("Membership inference")
+        table = leakage_table(records.rounds)
+        page.show_table(table, "Membership inference", caption=_LEAKAGE_NOTE)
     _add_peers(page, records)
     _add_refusals(page, records)
     _add_traffic(page, records)
@@ -76,6 +98,60 @@ def _add_summary(page: Page, records: PeerRecords) -> None:
     rounds = records.rounds
     drawn = [_figures.draw_scores(rounds), _figures.draw_losses(rounds)]
     page.show_figures(_existing(drawn), "model", caption=_SCORES_NOTE)
+
+
+def _add_gain(page: Page, records: PeerRecords) -> None:
+    record = records.last_assessed
+    if record is None or record.gain is None:
+        return
+    page.add_heading("Gain over training alone")
+    page.show_table(gain_table(record), "Gain over training alone", caption=_GAIN_NOTE)
+    contributions = _figures.draw_contributions(records)
+    if contributions is not None:
+        page.show_figures([contributions], "contributions", caption=_CONTRIBUTIONS_NOTE)
+
+
+def gain_table(record: RoundRecord) -> pd.DataFrame:
+    """Tabulate the gain over training alone, over all samples and by class.
+
+    Args:
+        record: A round with a gain.
+
+    Returns:
+        One row for all samples, and one per class.
+    """
+    gains = {"all": record.gain, **record.class_gains}
+    rows = {
+        name: {
+            "samples": str(gain.samples),
+            "accuracy": f"{100 * gain.accuracy:.1f}%",
+            "local baseline": f"{100 * gain.alone:.1f}%",
+            "gain": str(gain),
+        }
+        for name, gain in gains.items()
+        if gain is not None
+    }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("class")
+
+
+def leakage_table(rounds: Iterable[RoundRecord]) -> pd.DataFrame:
+    """Tabulate membership inference in the last assessed round.
+
+    Args:
+        rounds: The rounds.
+
+    Returns:
+        One row per model, sent and kept; empty without a measurement.
+    """
+    rows = {}
+    for record in rounds:
+        for name in ("sent", "kept"):
+            auc = getattr(record, f"{name}_auc")
+            if auc is not None:
+                rate = getattr(record, f"{name}_tpr")
+                row = {"AUC": f"{100 * auc:.1f}", "TPR at 1% FPR": f"{100 * rate:.1f}"}
+                rows[name] = {"round": str(record.round), **row}
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("model")
 
 
 def _summary(records: PeerRecords) -> Markup:
@@ -99,6 +175,8 @@ def _summary(records: PeerRecords) -> Markup:
         values = [value for value in values if value is not None]
         if values:
             scores.append(f"{name} {100 * values[-1]:.2f}%")
+    if (assessed := records.last_assessed) is not None:
+        scores.append(f"gain over training alone {assessed.gain} points")
     epsilon = records.rounds[-1].epsilon
     if epsilon is not None:
         scores.append(f"epsilon {epsilon:.3g}")
@@ -185,6 +263,11 @@ def peers_table(records: PeerRecords) -> pd.DataFrame:
     for record in records.rounds:
         received_bytes.update({model.id: model.bytes for model in record.received})
     last_rounds = records.last_fifth
+    contributions: dict[int, list[float]] = defaultdict(list)
+    for record in records.rounds:
+        for model in record.received:
+            if model.contribution is not None:
+                contributions[model.id].append(model.contribution)
     weights: dict[int, float] = defaultdict(float)
     for record in last_rounds:
         for model in record.received:
@@ -206,7 +289,15 @@ def peers_table(records: PeerRecords) -> pd.DataFrame:
             "weight": f"{100 * weight:.2f}%" if np.isfinite(weight) else "–",
             "last alive": str(last_alive.get(peer, "–")),
         }
+        if contributions:
+            rows[records.info.name_of(peer)]["contribution"] = _format_contribution(
+                contributions[peer]
+            )
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("peer")
+
+
+def _format_contribution(values: Sequence[float]) -> str:
+    return f"{sum(values) / len(values):+.4f}" if values else "–"
 
 
 def refused_table(records: PeerRecords) -> pd.DataFrame:

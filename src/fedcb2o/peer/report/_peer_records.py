@@ -66,6 +66,22 @@ class ReceivedModel(_Record):
     seconds: _Seconds
     bytes: _Count
     weight: float | None = None
+    contribution: float | None = None
+
+
+class GainRecord(_Record):
+    """Accuracy of the model and of training alone, and the interval of the difference."""
+
+    samples: _Count
+    accuracy: _Share
+    alone: _Share
+    low: Annotated[float, Field(ge=-1, le=1)]
+    high: Annotated[float, Field(ge=-1, le=1)]
+
+    def __str__(self) -> str:
+        """Return the difference and its interval in points."""
+        difference = 100 * (self.accuracy - self.alone)
+        return f"{difference:+.1f} [{100 * self.low:.1f}, {100 * self.high:.1f}]"
 
 
 class RoundRecord(_Record):
@@ -81,6 +97,12 @@ class RoundRecord(_Record):
     global_accuracy: _Share | None = None
     global_loss: float | None = None
     epsilon: float | None = None
+    gain: GainRecord | None = None
+    class_gains: dict[_Word, GainRecord] = {}
+    sent_auc: _Share | None = None
+    sent_tpr: _Share | None = None
+    kept_auc: _Share | None = None
+    kept_tpr: _Share | None = None
     asked: list[_Id]
     received: list[ReceivedModel]
     own_weight: float | None = None
@@ -201,6 +223,11 @@ class PeerRecords:
         """Proofs of equivocation, sorted by file name."""
         paths = (self.folder / "proofs").glob("*.proof.toml")
         return [_read_proof(path) for path in sorted(paths)]
+
+    @cached_property
+    def last_assessed(self) -> RoundRecord | None:
+        """Last round with a gain over training alone; None without one."""
+        return next((record for record in reversed(self.rounds) if record.gain), None)
 
     @property
     def last_fifth(self) -> tuple[RoundRecord, ...]:

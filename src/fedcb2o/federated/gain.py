@@ -1,0 +1,93 @@
+"""Gain over training alone: difference of two models' accuracies on the same samples.
+
+The interval is that of Bonett and Price (2012) for paired proportions: with b samples that only the
+first model predicts correctly, and c that only the second one does, p = (b + 1) / (n + 2) and
+q = (c + 1) / (n + 2), it is p - q plus and minus z sqrt((p + q - (p - q)^2) / (n + 2)).
+
+>>> import numpy as np
+>>> gain = paired_gain(np.ones(100, bool), np.arange(100) < 80)
+>>> f"{gain.difference:.2f} [{gain.low:.3f}, {gain.high:.3f}]"
+'0.20 [0.117, 0.275]'
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+_QUANTILE = 1.959964  # of the normal distribution, for intervals of 95%
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Accuracy of a model and of the model trained alone, on the same samples.
+
+    Attributes:
+        samples: Number of samples.
+        accuracy: Accuracy of the model.
+        alone: Accuracy of the model trained alone.
+        low: Lower end of the 95% interval of the difference.
+        high: Upper end of the interval.
+    """
+
+    samples: int
+    accuracy: float
+    alone: float
+    low: float
+    high: float
+
+    @property
+    def difference(self) -> float:
+        """Accuracy of the model minus that of the model trained alone."""
+        return self.accuracy - self.alone
+
+
+def paired_gain(correct: Bool[np.ndarray, " n"], alone: Bool[np.ndarray, " n"]) -> Gain:
+    """Compute the gain of a model over the model trained alone.
+
+    Args:
+        correct: Whether the model predicts each sample correctly, n at least 1.
+        alone: The same for the model trained alone.
+
+    Returns:
+        The gain with its 95% interval.
+    """
+    n = len(correct)
+    first = (int(np.count_nonzero(correct & ~alone)) + 1) / (n + 2)
+    second = (int(np.count_nonzero(alone & ~correct)) + 1) / (n + 2)
+    difference = first - second
+    half = _QUANTILE * math.sqrt((first + second - difference**2) / (n + 2))
+    low = max(-1.0, difference - half)
+    high = min(1.0, difference + half)
+    return Gain(n, float(correct.mean()), float(alone.mean()), low, high)
+
+
+def gain_record(
+    correct: Bool[np.ndarray, " n"],
+    alone: Bool[np.ndarray, " n"],
+    labels: Int[np.ndarray, " n"],
+    class_names: Sequence[str],
+) -> dict[str, Any]:
+    """Return the gain over all samples and by class, for a record.
+
+    Args:
+        correct: Whether the model predicts each sample correctly.
+        alone: The same for the model trained alone.
+        labels: Class of each sample.
+        class_names: Names of the classes.
+
+    Returns:
+        Under "gain" that over all samples, and under "class_gains" those of classes with samples,
+        by name; empty without samples.
+    """
+    if not len(labels):
+        return {}
+    classes = {}
+    for label, name in enumerate(class_names):
+        is_class = labels == label
+        if is_class.any():
+            classes[name] = asdict(paired_gain(correct[is_class], alone[is_class]))
+    return {"gain": asdict(paired_gain(correct, alone)), "class_gains": classes}

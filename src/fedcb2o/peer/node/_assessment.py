@@ -1,0 +1,176 @@
+"""Self-assessment of a node: gain over training alone, contributions of peers, and leakage.
+
+All of it stays in the node's own records. The model that the member would have had alone starts
+from the same initial model, and trains on the same mini-batches, without privacy and averaging.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedcb2o import records
+from fedcb2o.data import Shard
+from fedcb2o.federated import AgentGroup, Decisions, local_update_
+from fedcb2o.federated.evaluation import predictions
+from fedcb2o.federated.gain import gain_record
+from fedcb2o.federated.inference import model_losses
+from fedcb2o.federated.membership import attack_auc, true_positive_rate
+from fedcb2o.kernels import dispatch
+from fedcb2o.rng import stream
+
+BASELINE_FILE = "baseline.safetensors"
+_MAX_SAMPLES = 2000  # of a set, for contributions and leakage
+_MAX_SHARE = 0.99  # of a model in the average, beyond which the rest says nothing
+
+
+class SelfAssessment:
+    """Assessment of a node's model on its own samples, every `every` rounds.
+
+    Args:
+        folder: The run directory.
+        group: The group of this agent.
+        class_names: Names of the classes.
+        initial_model: The agent's model before all rounds, shape [d].
+        every: Rounds between two assessments; 0 for none.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        group: AgentGroup,
+        class_names: tuple[str, ...],
+        initial_model: Float[Tensor, " d"],
+        every: int,
+    ) -> None:
+        self.path = folder / BASELINE_FILE
+        self.group = group
+        self.class_names = class_names
+        self.alone = initial_model.clone()
+        self.trained = 0
+        self.every = every
+        self._members = np.zeros(1, np.int64)
+        self._sent: dict[str, float] = {}
+        tests = list(group.data.test_sets(self._members))
+        self.test = tests[0][1] if tests else Shard(group.data.test.x[:0], group.data.test.y[:0])
+        if self.path.exists():
+            with safe_open(self.path, "pt") as file:
+                self.alone.copy_(file.get_tensor("theta"))
+                self.trained = int(file.metadata()["rounds"])
+
+    def is_due(self, n: int) -> bool:
+        """Return whether round `n` is assessed.
+
+        Args:
+            n: Round, counted from 0.
+        """
+        if self.every == 0 or not len(self.test):
+            return False
+        return (n + 1) % self.every == 0 or n + 1 == self.group.spec.rounds
+
+    def before_exchange(self, n: int) -> None:
+        """Measure the leakage of the model that is sent in a round.
+
+        Args:
+            n: Round, counted from 0.
+        """
+        if self.is_due(n):
+            self._sent = self._leakage("sent", n)
+
+    def assess(self, n: int, decisions: Decisions) -> tuple[dict[str, Any], dict[int, float]]:
+        """Assess the model after round `n`.
+
+        Args:
+            n: Round, counted from 0.
+            decisions: Decisions of the round.
+
+        Returns:
+            Entries of the round's record; and the contribution of each peer's model: the loss on
+            test samples without it minus the loss with it.
+        """
+        if not self.is_due(n):
+            return {}, {}
+        kernels = self.group.spec.kernels
+        with dispatch.use_kernels(kernels.linear, kernels.convolution):
+            self._train_alone(n)
+            entries = {**self._gain(), **self._sent, **self._leakage("kept", n)}
+            return entries, self._contributions(decisions)
+
+    def _train_alone(self, n: int) -> None:
+        """Train the model alone up to round `n`, and keep it."""
+        spec = self.group.spec
+        training = spec.training.model_copy(update={"privacy": None})
+        agent = int(self.group.agents[0])
+        while self.trained <= n:
+            x, y = self.group.data.training_data(self._members, self.trained)
+            draw = stream(spec.seed, "batches", self.trained, agent)
+            local_update_(self.alone, spec.module, Shard(x[0], y[0]), training, draw)
+            self.trained += 1
+        metadata = {"rounds": str(self.trained)}
+        tensors = {"theta": self.alone}
+        records.atomic_write(self.path, lambda path: save_file(tensors, path, metadata))
+
+    def _gain(self) -> dict[str, Any]:
+        spec = self.group.spec
+        if spec.num_classes < 2:
+            return {}
+        models = torch.stack([self._own(), self.alone])
+        reference = self.group.reference(0)
+        references = None if reference is None else [reference, reference]
+        predicted = predictions(
+            spec.module, models, torch.arange(2), self.test, None, references
+        ).numpy()
+        labels = self.test.y.cpu().numpy()
+        return gain_record(predicted[0] == labels, predicted[1] == labels, labels, self.class_names)
+
+    def _contributions(self, decisions: Decisions) -> dict[int, float]:
+        peers = decisions.received.values.tolist()
+        shares = decisions.factor[0] * decisions.weights
+        if decisions.reductions or not np.isfinite(shares).all():
+            return {}
+        theta = self._own()
+        with_all = self._test_loss(theta)
+        contributions = {}
+        for peer, row, share in zip(peers, decisions.rows.tolist(), shares.tolist(), strict=True):
+            if 0 < share < _MAX_SHARE:
+                without = (theta - share * self.group.models[row]) / (1 - share)
+                contributions[peer] = self._test_loss(without) - with_all
+        return {peer: value for peer, value in contributions.items() if np.isfinite(value)}
+
+    def _leakage(self, name: str, n: int) -> dict[str, float]:
+        """Return AUC and true positive rate of membership inference on the agent's model."""
+        x, y = self.group.data.training_data(self._members, n)
+        member_losses = self._losses(self._own(), Shard(x[0], y[0]))
+        other_losses = self._losses(self._own(), self.test)
+        if not (np.isfinite(member_losses).all() and np.isfinite(other_losses).all()):
+            return {}
+        return {
+            f"{name}_auc": attack_auc(-member_losses, -other_losses),
+            f"{name}_tpr": true_positive_rate(-member_losses, -other_losses),
+        }
+
+    def _losses(self, theta: Float[Tensor, " d"], shard: Shard) -> Float[np.ndarray, " n"]:
+        """Return the loss of a model on each of at most `_MAX_SAMPLES` samples."""
+        spec = self.group.spec
+        step = -(-len(shard) // _MAX_SAMPLES)
+        losses = model_losses(
+            spec.module,
+            theta.unsqueeze(0),
+            torch.zeros(1, dtype=torch.int64),
+            Shard(shard.x[::step], shard.y[::step]),
+            spec.num_classes,
+            reference=self.group.reference(0),
+            loss=spec.training.loss,
+        )
+        return losses.per_sample[0].double().numpy()
+
+    def _test_loss(self, theta: Float[Tensor, " d"]) -> float:
+        return float(self._losses(theta, self.test).mean())
+
+    def _own(self) -> Float[Tensor, " d"]:
+        return self.group.models[int(self.group.layout.own[0])]

@@ -1,0 +1,94 @@
+"""Self-assessment of a node: gain over training alone, contributions and leakage."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.peer.test_node import in_memory, lines_of, run_all, simulation_of
+
+from fedcb2o.federated.gain import gain_record, paired_gain
+from fedcb2o.federated.membership import attack_auc, true_positive_rate
+from fedcb2o.peer.node._assessment import BASELINE_FILE
+from fedcb2o.peer.report import PeerRecords, write_node_report
+from fedcb2o.peer.report._live_table import _format_scores
+
+
+def truth(b: int, c: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """n samples, b of which the first model alone predicts, and c the second."""
+    first, second = np.ones(n, bool), np.ones(n, bool)
+    second[:b] = False
+    first[b : b + c] = False
+    return first, second
+
+
+@pytest.mark.parametrize(
+    ("b", "c", "n", "low", "high"),
+    [  # Bonett and Price (2012), equation 5, by hand
+        (0, 0, 10, -0.2310, 0.2310),
+        (20, 5, 100, 0.0514, 0.2427),
+        (8, 0, 8, 0.4281, 1.0),
+    ],
+)
+def test_intervals_of_paired_differences(b, c, n, low, high):
+    gain = paired_gain(*truth(b, c, n))
+    p, q = (b + 1) / (n + 2), (c + 1) / (n + 2)
+    half = 1.959964 * math.sqrt((p + q - (p - q) ** 2) / (n + 2))
+    assert gain.difference == pytest.approx((b - c) / n)
+    assert (gain.low, gain.high) == pytest.approx((p - q - half, min(1.0, p - q + half)))
+    assert (gain.low, gain.high) == pytest.approx((low, high), abs=2e-4)
+
+
+def test_gains_by_class_are_those_of_the_samples_of_a_class():
+    labels = np.array([0, 0, 2, 2, 2])
+    first, second = np.array([1, 1, 0, 1, 1], bool), np.array([1, 0, 0, 0, 1], bool)
+    found = gain_record(first, second, labels, ["a", "b", "c"])
+    assert list(found["class_gains"]) == ["a", "c"]
+    assert found["class_gains"]["c"] == pytest.approx(vars(paired_gain(first[2:], second[2:])))
+    assert found["gain"]["accuracy"] == 0.8
+    assert gain_record(first[:0], second[:0], labels[:0], ["a"]) == {}
+
+
+def test_the_area_of_an_attack_is_the_share_of_ordered_pairs():
+    draw = np.random.default_rng(0)
+    members_, others = draw.integers(0, 9, 40).astype(float), draw.integers(0, 7, 30).astype(float)
+    pairs = members_[:, None] - others[None]
+    right = ((pairs > 0).mean() + (pairs == 0).mean() / 2).item()
+    assert attack_auc(members_, others) == pytest.approx(right)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(99, 0.25), (100, 0.5), (250, 0.5)])
+def test_true_positives_are_counted_at_one_percent_of_false_ones(count, expected):
+    others = np.zeros(count)
+    others[:2] = [5.0, 3.0]  # one of 100 may be above the threshold
+    if count == 250:
+        others[2] = 3.0
+    assert true_positive_rate(np.array([6.0, 4.0, 1.0, -1.0])[[0, 1, 3, 3]], others) == expected
+
+
+def test_a_node_shows_its_gain_over_the_model_of_local_training(tmp_path):
+    """The model alone is that of a simulation of local training; peers do not change it."""
+    changes = {"rounds": 3, "agents": {"num_clusters": 1, "benign": 2, "malicious": 1, "budget": 2}}
+    settings, nodes = in_memory(tmp_path, 3, changes)
+    run_all(nodes)
+    local = {**settings, "algorithm": {"name": "local_training"}, "together": 1}
+    models, _ = simulation_of(tmp_path / "local", local)
+    for j in (0, 1):
+        alone = load_file(tmp_path / f"out-{j}" / BASELINE_FILE)["theta"]
+        assert torch.equal(alone, models[j][: len(alone)])
+        last = lines_of(tmp_path / f"out-{j}")[-1]
+        assert last["gain"]["accuracy"] == pytest.approx(last["accuracy"])
+        assert last["gain"]["samples"] == sum(
+            each["samples"] for each in last["class_gains"].values()
+        )
+        assert 0 <= last["sent_auc"] <= 1
+        assert 0 <= last["kept_tpr"] <= 1
+        weighed = [model for model in last["received"] if 0 < model["weight"] < 0.99]
+        assert all(math.isfinite(model["contribution"]) for model in weighed)
+        assert weighed
+        assert "gain" in _format_scores(last)
+    page = write_node_report(tmp_path / "out-0", membership=True).read_text()
+    for words in ("Gain over training alone", "local baseline", "Sum of contributions", "TPR at"):
+        assert words in page
+    assert PeerRecords.read(tmp_path / "out-0").last_assessed.round == 3
