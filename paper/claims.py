@@ -10,7 +10,8 @@ Figure 6 uses the run with the most seeds if devices differ.
 A claim says that a statistic is in a range: a difference is positive, or within what the paper
 calls similar. The statistic is a mean over seeds with Student's 95% interval. The claim is *held*
 if the whole interval is in the range, *opposite* if the interval is outside, and otherwise
-*undecided*. Fewer than five seeds have no verdict; the cell says whether their mean is in the range.
+*undecided*. Fewer than five seeds have no verdict; the cell says whether their mean is in the
+range.
 
 `--out` receives values.csv (results of each run and seed), curves.csv (results of each evaluated
 round), a figure of the curves, and Figure 6. Without runs `--out` draws the figure of the curves
