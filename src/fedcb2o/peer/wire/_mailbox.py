@@ -1,7 +1,7 @@
 """Mailboxes between members that cannot reach each other: a folder, or a relay that serves one.
 
 A mailbox stores sealed messages for sessions of members, and a card for each member. Its owner is
-not trusted: it can delay or drop messages, and sees who sends how much to whom.
+not trusted: it can delay or drop messages, and sees senders, receivers and sizes.
 
 Example:
     >>> split_messages(join_messages([b"first", b""]))

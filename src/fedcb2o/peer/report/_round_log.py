@@ -1,0 +1,40 @@
+"""Progress of a node as log lines."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fedcb2o.peer.report._live_table import LiveTable
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class RoundLog(LiveTable):
+    """Progress of a node as log lines, with the record of each round as their data.
+
+    Args:
+        names: Names of all agents by id.
+        agent_id: This agent.
+        rounds: Number of rounds.
+    """
+
+    def __init__(self, names: Mapping[int, str], *, agent_id: int, rounds: int) -> None:
+        super().__init__(names, agent_id=agent_id, rounds=rounds)
+        self.is_live = False
+        self._record: Mapping[str, Any] | None = None
+
+    def on_round(self, line: Mapping[str, Any]) -> None:
+        """Log a finished round.
+
+        Args:
+            line: Its record in rounds.jsonl.
+        """
+        self._record = line
+        super().on_round(line)
+        self._record = None
+
+    def _print(self, line: str) -> None:
+        level = logging.WARNING if self._record is None else logging.INFO
+        data = {"member": self._own_name, "record": self._record}
+        text = "".join(letter if letter.isprintable() else "?" for letter in line)
+        _LOGGER.log(level, "%s", text, extra={"data": data})
