@@ -1,14 +1,17 @@
 """Time of each aggregator next to ByzFL's, in one interleaved run.
 
     python -m pip install --no-deps --target FOLDER byzfl==0.0.11
-    PYTHONPATH=FOLDER python benchmarks/aggregators.py [--models 21] [--size 6600000] [--repeats 3]
+    OMP_NUM_THREADS=1 PYTHONPATH=FOLDER python benchmarks/aggregators.py [--only NNM ...]
 
-Each line has the least time of `fedcb2o.aggregators`, of ByzFL's faster back end (NumPy or PyTorch,
-on the same float32 numbers), and the ratio. MDA and SMEA assume f = 1, because ByzFL tries all
-subsets.
+Each line has the least CPU time of `fedcb2o.aggregators`, of the fastest other contestant on the
+same float32 numbers, and the ratio. The others are ByzFL's back ends (NumPy and PyTorch) and, for
+the mean, PyTorch's own. MDA and SMEA assume f = 1, because ByzFL tries all subsets. Clipping and
+ARC of ByzFL write into their input, so that a caller who needs the vectors again copies them first;
+"in place" compares without this copy.
 """
 
 import argparse
+import functools
 import importlib.util
 import sys
 import time
@@ -40,8 +43,10 @@ RULES: dict[str, tuple[Any, ...]] = {
     "Clipping": (2.0,),
     "ARC": (F,),
 }
+WRITES_INPUT = ("Clipping", "ARC")
 
 
+@functools.cache
 def byzfl() -> Any:
     """Import ByzFL; its rules do not need its other requirements."""
     for name in ("torchvision", "seaborn"):
@@ -50,11 +55,39 @@ def byzfl() -> Any:
     return importlib.import_module("byzfl")
 
 
-def seconds(function: Callable[[], Any]) -> float:
-    """Return the time of one call."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+def seconds(function: Callable[..., Any], x: Any) -> float:
+    """Return the CPU time of one call."""
+    start = time.process_time()
+    function(x)
+    return time.process_time() - start
+
+
+def contestants(name: str, *, in_place: bool) -> dict[str, Callable[..., Any]]:
+    """Return our rule and the others by name, each a function of models [m, d].
+
+    Args:
+        name: A rule of `RULES`.
+        in_place: Whether a rule of `WRITES_INPUT` may write into the models.
+
+    Returns:
+        Functions; "numpy" takes an array, and all others a tensor.
+    """
+    keywords = {"in_place": True} if in_place else {}
+    other = getattr(byzfl(), name)
+
+    def theirs(x: Any) -> Any:
+        if name in WRITES_INPUT and not in_place:
+            x = x.clone() if isinstance(x, torch.Tensor) else x.copy()
+        return other(*RULES[name])(x)
+
+    rules = {
+        "fedcb2o": getattr(aggregators, name)(*RULES[name], **keywords),
+        "numpy": theirs,
+        "torch": theirs,
+    }
+    if name == "Average":
+        rules["mean(0)"] = lambda x: x.mean(0)
+    return rules
 
 
 def main() -> None:
@@ -66,31 +99,25 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(RULES), choices=list(RULES))
     args = parser.parse_args()
 
-    theirs = byzfl()
-    shape = (args.models, args.size)
-    array = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-    tensor = torch.from_numpy(array)
-    print(f"{args.models} models of {args.size} numbers, {torch.get_num_threads()} threads")
-    print(f"{'rule':18} {'fedcb2o':>9} {'byzfl':>9} {'back end':>8} {'ratio':>6}")
-    for name in args.only:
-        ours = getattr(aggregators, name)(*RULES[name])
-        other = getattr(theirs, name)
-        # Clipping and ARC of ByzFL write into their input: later repeats find it clipped.
-        contestants: dict[str, Callable[[], Any]] = {
-            "fedcb2o": lambda ours=ours: ours(tensor),
-            "numpy": lambda other=other, name=name: other(*RULES[name])(array),
-            "torch": lambda other=other, name=name: other(*RULES[name])(tensor),
-        }
-        if name == "Average":
-            contestants["torch.mean"] = lambda: tensor.mean(0)
-        best = dict.fromkeys(contestants, float("inf"))
+    torch.set_num_threads(1)
+    array = np.random.default_rng(0).standard_normal((args.models, args.size), dtype=np.float32)
+    print(f"{args.models} models of {args.size} numbers, one thread")
+    print(f"{'rule':18} {'fedcb2o':>9} {'other':>9} {'by':>8} {'ratio':>6}")
+    lines = [(name, False) for name in args.only]
+    lines += [(name, True) for name in args.only if name in WRITES_INPUT]
+    for name, in_place in lines:
+        rules = contestants(name, in_place=in_place)
+        best = dict.fromkeys(rules, float("inf"))
         for _ in range(args.repeats):
-            for key, function in contestants.items():
-                best[key] = min(best[key], seconds(function))
+            for key, rule in rules.items():
+                x = array.copy() if in_place else array
+                models = x if key == "numpy" else torch.from_numpy(x)
+                best[key] = min(best[key], seconds(rule, models))
         mine = best.pop("fedcb2o")
         fastest = min(best, key=lambda key: best[key])
         ratio = best[fastest] / mine
-        print(f"{name:18} {mine:9.3f} {best[fastest]:9.3f} {fastest:>8} {ratio:6.2f}", flush=True)
+        title = f"{name}, in place" if in_place else name
+        print(f"{title:18} {mine:9.3f} {best[fastest]:9.3f} {fastest:>8} {ratio:6.2f}", flush=True)
 
 
 if __name__ == "__main__":

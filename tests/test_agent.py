@@ -384,6 +384,31 @@ def test_networks_and_losses_that_mix_samples_are_named(network, options, messag
         Agent(network, validation=(torch.eye(3), np.array(targets)), **options)
 
 
+def test_models_in_the_memory_of_an_agent_are_not_copied():
+    """In any rows, next to others, one of them refused: the same bits as copied ones."""
+    sent = [torch.randn(4, generator=torch.Generator().manual_seed(k)) for k in range(5)]
+    sent[3][0] = torch.nan
+
+    def decide(rows):
+        agent = Agent(linear(1.0), validation=(X, Y), method="fedcb2o", id=9)
+        for _ in range(2):
+            received = dict(enumerate(theta.clone() for theta in sent))
+            memory = agent.buffer(5)
+            for k, row in rows.items():
+                received[k] = memory[row].copy_(sent[k])
+            decision = agent.aggregate(received)
+            for k, row in rows.items():
+                assert memory[row].equal(sent[k]) or k == 3
+        return decision, agent.theta
+
+    decision, theta = decide({0: 0})
+    assert [*decision.refused] == [3]
+    for rows in ({0: 4, 1: 0, 4: 2}, {0: 0, 1: 1, 2: 2, 3: 3, 4: 4}, {3: 0, 2: 1, 1: 2}):
+        again, moved = decide(rows)
+        assert again.weights == decision.weights
+        assert moved.equal(theta)
+
+
 def test_state_dicts_of_arrays():
     network = linear(1.0)
     agent = Agent(network, validation=(X, Y), method="fedcbo", gamma=0.1)

@@ -328,6 +328,34 @@ def test_krum_by_two_definitions():
     assert aggregators.MultiKrum(f=2, definition="byzfl")(x) == pytest.approx([4 / 3])
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+@pytest.mark.parametrize("rule", [aggregators.Clipping, aggregators.ARC])
+def test_clipping_in_place(rule, kind):
+    """Into the caller's memory and equal to the copy, which leaves the caller's as it is."""
+    vectors = [[3.0, 4.0], [1.0, 0.0], [6.0, 8.0], [0.0, 2.0]]
+    parameters = {} if rule is aggregators.Clipping else {"f": 1}
+    x = kind(vectors)
+    expected = rule(**parameters)(x)
+    assert x.tolist() == vectors
+    assert rule(in_place=True, **parameters)(x) is x
+    assert x.tolist() == expected.tolist() != vectors
+
+
+@pytest.mark.parametrize(
+    "vectors",
+    [
+        [[3.0, 4.0]],
+        np.array([[3, 4]]),
+        torch.ones(2, 2).half(),
+        np.ones((2, 4))[:, ::-2],
+        torch.ones(2).expand(3, 2),
+    ],
+)
+def test_vectors_that_cannot_be_clipped_in_place(vectors):
+    with pytest.raises(ConfigError, match="`in_place` needs"):
+        aggregators.Clipping(in_place=True)(vectors)
+
+
 def test_centred_clipping_goes_on_from_its_start():
     rule = aggregators.CenteredClipping(m=[1.0, 0.0], tau=1.0)
     assert rule([[4.0, 4.0], [1.0, 0.5]]) == pytest.approx([1.3, 0.65])

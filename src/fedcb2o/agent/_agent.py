@@ -18,7 +18,7 @@ from fedcb2o.agent._decision import SELF, Decision, Observer, decision_of
 from fedcb2o.agent._group import data_of_one, group_of_one, with_candidates
 from fedcb2o.agent._judge import Judge, JudgeOracle
 from fedcb2o.agent._memory import Memory
-from fedcb2o.agent._models import Model, ModelFormat, as_network
+from fedcb2o.agent._models import Model, ModelFormat, as_network, placed_rows
 from fedcb2o.agent._peers import Peer, PeerIds
 from fedcb2o.agent._settings import Settings, is_whole
 from fedcb2o.agent._validation import check_parts, evaluation_copy, num_classes, validation_shard
@@ -136,7 +136,7 @@ class Agent:
         self._data = data_of_one(self._spec, own, self._validation, settings.num_samples, attack)
         self._shortfall = Shortfall(self._spec.algorithm, settings.malicious_share)
         self._format = ModelFormat(module, self._is_numpy)
-        self._buffer = self._previous[:0]
+        self._buffer = self._previous.new_empty(0, 0)
 
     @property
     def theta(self) -> Any:
@@ -249,30 +249,30 @@ class Agent:
         names = dict(zip(self._peers.ids(models), models, strict=True))
         first_row = 1 + self._spec.algorithm.keeps_previous
         buffer = self._model_buffer(first_row + len(names))
-        buffer[0] = self._own_theta()
+        self._own_theta(out=buffer[0])
         buffer[1:first_row] = self._previous
 
         refused: dict[Any, str] = {}
         entries: list[tuple[int, int, float]] = []
-        received = buffer[first_row:]
         ids = sorted(names)
+        by_id = [models[names[id]] for id in ids]
+        rows = placed_rows(by_id, buffer, first_row)
+        buffer = buffer[: max([first_row, *(row + 1 for row in rows)])]
         reasons = [
-            self._format.read_(models[names[id]], row)
-            for id, row in zip(ids, received, strict=True)
+            self._format.read_(model, buffer[row]) for model, row in zip(by_id, rows, strict=True)
         ]
-        largest = max_abs(received, range(len(ids))).tolist()
-        for k, id in enumerate(ids):
+        largest = max_abs(buffer, rows).tolist()
+        for id, row, unreadable, size in zip(ids, rows, reasons, largest, strict=True):
             name = names[id]
             claim = to_python((samples or {}).get(name, self._settings.num_samples))
-            message = Message(received[k], claim, self.round)
-            reason = reasons[k] or rejection_reason(
-                message, dim=self._format.dim, n=self.round, largest=largest[k]
+            message = Message(buffer[row], claim, self.round)
+            reason = unreadable or rejection_reason(
+                message, dim=self._format.dim, n=self.round, largest=size
             )
             if reason:
                 refused[name] = reason
-                received[k].zero_()
             else:
-                entries.append((id, first_row + k, float(claim)))
+                entries.append((id, row, float(claim)))
         if self._selected is None:
             self._selected = (tuple(ids), max(1, len(names)))
 
@@ -289,7 +289,7 @@ class Agent:
             lambda asked: self._inbox(entries, self._peers.own in asked.values),
             oracle=oracle,
         )
-        self._previous = group.models[0].clone()
+        self._previous.copy_(buffer[0])
         self._load(self._previous)
         self._selected = None
         self.round += 1
@@ -297,6 +297,25 @@ class Agent:
             self._shortfall.add([decisions], np.ones(decisions.agents.max() + 1, dtype=bool))
             self._shortfall.log()
         return decision_of(decisions, observer, {self._peers.own: SELF, **names}, refused)
+
+    def buffer(self, num_models: int) -> Float[Tensor, "m d"]:
+        """Return memory for received models, one per row.
+
+        A transport writes models into the rows, in the order of theta. A row that is passed to
+        `aggregate` as a model is not copied. Pass whole rows: `aggregate` may overwrite all others.
+
+        Args:
+            num_models: Number of rows, 1 or more.
+
+        Returns:
+            The rows, with arbitrary numbers.
+
+        Raises:
+            ConfigError: The number is below 1.
+        """
+        require("num_models", num_models, is_whole(num_models, 1), "a whole number from 1")
+        first_row = 1 + self._spec.algorithm.keeps_previous
+        return self._model_buffer(first_row + num_models)[first_row : first_row + num_models]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the agent remembers; its network's parameters are not part of it.
@@ -322,7 +341,7 @@ class Agent:
         self.round = memory.round
         self._peers.names = memory.peers
         self._state = memory.state
-        self._previous = memory.previous.to(self._previous)
+        self._previous.copy_(memory.previous)
 
     def save(self, path: Path | str) -> None:
         """Write what the agent remembers to a file, readable for its owner only.
@@ -357,23 +376,23 @@ class Agent:
         self.__dict__.update(state)
         self._build(module)
 
-    def _own_theta(self) -> Float[Tensor, " d"]:
-        """Return a copy of theta."""
-        theta = parameters.flatten(self.network)
-        if len(theta) != self._format.dim:
+    def _own_theta(self, out: Float[Tensor, " d"] | None = None) -> Float[Tensor, " d"]:
+        """Return a copy of theta, in the memory of `out` where it is given."""
+        shared = parameters.shared_tensors(self.network).values()
+        size = sum(tensor.numel() for tensor in shared)
+        if size != self._format.dim:
             raise ConfigError(
-                f"the network has {len(theta)} numbers to exchange, and had {self._format.dim} "
+                f"the network has {size} numbers to exchange, and had {self._format.dim} "
                 "when the agent was made: freeze layers before, or make a new agent"
             )
-        return theta
+        return torch.cat([tensor.detach().reshape(-1) for tensor in shared], out=out)
 
     def _model_buffer(self, num_rows: int) -> Float[Tensor, "rows d"]:
-        """Return rows for models; memory that is new in every round takes longer."""
+        """Return at least `num_rows` rows for models; new memory in every round takes longer."""
         stride = parameters.row_stride(self._format.dim)
-        if len(self._buffer) < num_rows * stride:
-            self._buffer = self._previous.new_empty(num_rows * stride)
-        rows = self._buffer[: num_rows * stride].view(num_rows, stride)
-        return rows[:, : self._format.dim]
+        if len(self._buffer) < num_rows:
+            self._buffer = self._previous.new_empty(num_rows, stride)
+        return self._buffer[:, : self._format.dim]
 
     def _round_spec(self) -> RunSpec:
         """Return the specification of the round, with the candidates of `select`."""

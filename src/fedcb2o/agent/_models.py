@@ -10,10 +10,11 @@
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -94,6 +95,8 @@ class ModelFormat:
         Returns:
             The reason to refuse the model, or an empty text. The row is then undefined.
         """
+        if _address(model, row) == row.data_ptr():
+            return ""
         if not isinstance(model, Mapping):
             return _copy_("it", model, (self.dim,), row)
 
@@ -133,6 +136,31 @@ class ModelFormat:
         if not self.is_flat:
             return [self.views(theta) for theta in thetas]
         return thetas.numpy() if self.is_numpy else thetas
+
+
+def placed_rows(models: Sequence[Model], buffer: Float[Tensor, "p d"], first_row: int) -> list[int]:
+    """Return the row of a buffer for each model.
+
+    Args:
+        models: Models, of which some may be rows of the buffer.
+        buffer: The buffer, with a row for each model.
+        first_row: First row for models.
+
+    Returns:
+        The row that a model is, or a row that no model is.
+    """
+    addresses = {row.data_ptr(): k for k, row in enumerate(buffer[first_row:], first_row)}
+    rows = [addresses.get(_address(model, buffer[0]), -1) for model in models]
+    free = iter(sorted(set(addresses.values()) - set(rows)))
+    return [next(free) if row < 0 else row for row in rows]
+
+
+def _address(model: Model, row: Float[Tensor, " d"]) -> int:
+    """Return the address of a model that has the format of a row; otherwise 0."""
+    if type(model) is not Tensor or model.layout is not torch.strided or model.is_nested:
+        return 0
+    is_alike = model.shape == row.shape and model.dtype == row.dtype
+    return model.data_ptr() if is_alike and model.is_contiguous() else 0
 
 
 def _copy_(name: str, values: Any, shape: tuple[int, ...], target: Float[Tensor, " k"]) -> str:

@@ -124,6 +124,22 @@ def _from_tensor(models: Tensor | np.ndarray) -> Stack:
     return Stack(rows, restore, is_list=False)
 
 
+def shares_memory(models: Models, rows: Float[Tensor, "m d"]) -> bool:
+    """Return whether rows are the memory of a caller's tensor or array.
+
+    Args:
+        models: The caller's models.
+        rows: Their rows in `Stack`.
+
+    Returns:
+        False for a list, for models that were copied, and for rows with gaps.
+    """
+    if isinstance(models, np.ndarray):
+        return rows.is_contiguous() and bool(models.ctypes.data == rows.data_ptr())
+    is_same = isinstance(models, Tensor) and models.data_ptr() == rows.data_ptr()
+    return is_same and rows.is_contiguous()
+
+
 def _is_plain(models: Any) -> bool:
     """Return whether PyTorch can read an array of real numbers where it is."""
     if type(models) is not np.ndarray or models.dtype not in (np.float32, np.float64):

@@ -13,7 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.aggregators._base import Aggregator, finite_gram, fit_f, with_origin
-from fedcb2o.aggregators._conversion import Models, Stack, stack
+from fedcb2o.aggregators._conversion import Models, Stack, shares_memory, stack
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregation import base, preaggregation
 
 __all__ = ["ARC", "NNM", "Bucketing", "Clipping"]
@@ -79,6 +80,7 @@ class Clipping(Aggregator):
 
     Args:
         c: Largest norm, above 0.
+        in_place: Write into the tensor or array of the caller, without new memory.
 
     Example:
         >>> Clipping(c=5.0)([[6.0, 8.0], [1.0, 0.0]])
@@ -86,12 +88,14 @@ class Clipping(Aggregator):
     """
 
     c: float = 2.0
+    in_place: bool = field(default=False, kw_only=True)
 
     def __call__(self, models: Models) -> Any:
         """Return as many vectors, of the same type."""
         stacked = stack(models)
         g = with_origin(finite_gram(stacked.rows, last=0))
-        return _scaled(stacked, preaggregation.clipping(g, radius=self.c))
+        factors = preaggregation.clipping(g, radius=self.c).diagonal()[:-1]
+        return _scaled(models, stacked, factors, in_place=self.in_place)
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class ARC(Aggregator):
     Args:
         f: Number of attackers to assume.
         clip_f: Assume fewer if there are too few models, with a warning, instead of an error.
+        in_place: Write into the tensor or array of the caller, without new memory.
 
     Example:
         >>> ARC(f=1)([[1.0, 0.0], [0.0, 2.0], [6.0, 8.0]])
@@ -113,13 +118,15 @@ class ARC(Aggregator):
 
     f: int = 0
     clip_f: bool = field(default=False, kw_only=True)
+    in_place: bool = field(default=False, kw_only=True)
 
     def __call__(self, models: Models) -> Any:
         """Return as many vectors, of the same type."""
         stacked = stack(models)
         f = fit_f(preaggregation.arc, self.f, len(stacked.rows), clip_f=self.clip_f)
         g = with_origin(finite_gram(stacked.rows, last=0))
-        return _scaled(stacked, preaggregation.arc(g, f=f))
+        factors = preaggregation.arc(g, f=f).diagonal()[:-1]
+        return _scaled(models, stacked, factors, in_place=self.in_place)
 
 
 def _mixed(stacked: Stack, matrix: Float[Tensor, "j m"]) -> Any:
@@ -129,7 +136,16 @@ def _mixed(stacked: Stack, matrix: Float[Tensor, "j m"]) -> Any:
     return stacked.restore_all(mixed)
 
 
-def _scaled(stacked: Stack, matrix: Float[Tensor, "k k"]) -> Any:
-    """Scale vectors by the diagonal of a clipping matrix, which has the origin as its last row."""
-    factors = matrix.diagonal()[:-1].to(stacked.rows)
-    return stacked.restore_all(stacked.rows * factors.unsqueeze(1))
+def _scaled(models: Models, stacked: Stack, factors: Float[Tensor, " m"], *, in_place: bool) -> Any:
+    """Return the caller's vectors times factors from 0 to 1."""
+    rows = stacked.rows
+    if in_place and not shares_memory(models, rows):
+        raise ConfigError(
+            "`in_place` needs the vectors as one contiguous tensor or array of float32 or float64"
+        )
+    # The rows of a list are a copy already.
+    result = rows if in_place or stacked.is_list else torch.empty_like(rows)
+    for row, factor, target in zip(rows, factors.tolist(), result, strict=True):
+        if factor != 1 or result is not rows:
+            torch.mul(row, factor, out=target)
+    return models if in_place else stacked.restore_all(result)

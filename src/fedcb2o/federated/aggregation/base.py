@@ -43,6 +43,8 @@ from fedcb2o.user_values import to_tensor
 
 _LOGGER = logging.getLogger(__name__)
 
+_SUM_COLUMNS = 2**18  # 1 MiB of float32, which stays in the cache of a core
+
 GramEntries = Literal["none", "last", "all"]
 _OwnRow = Literal["own", "before"]
 
@@ -405,12 +407,16 @@ def _linear_combination(
     result = models.new_empty(models.shape[1])
     size = None
     if parameters.is_contiguous_range(rows.tolist()):
-        size = max(1, models.shape[1])  # in one pass, because nothing is copied
+        size = _SUM_COLUMNS  # nothing is copied, so that only the sums need to fit the cache
+    total = models.new_zeros(())
     for a, block in column_blocks(models, rows, size=size):
-        torch.mv(block.T, mu, out=result[a : a + block.shape[1]])
-    if count > 1:
-        result /= count
-    return result if _is_finite(result) else None
+        sums = result[a : a + block.shape[1]]
+        torch.mv(block.T, mu, out=sums)
+        if count > 1:
+            sums /= count
+        total += sums.sum()
+    is_finite = bool(total.isfinite()) or bool(result.isfinite().all())
+    return result if is_finite else None
 
 
 def _is_finite(values: Tensor) -> bool:
