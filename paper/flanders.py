@@ -1,4 +1,4 @@
-"""FLANDERS on Fashion-MNIST: cells of its published tables, compared with FedCB2O.
+"""FLANDERS on Fashion-MNIST: cells of its published tables, compared with FedAssay.
 
     .venv/bin/python -m paper.flanders            # measure the missing cells, then write the page
     .venv/bin/python -m paper.flanders --page     # write the page only
@@ -7,18 +7,20 @@ The setting is that of Flower's baseline `flanders` (Gabrielli et al., arXiv 230
 clients with 480 images each, class shares from a Dirichlet distribution with 0.5, a network with
 hidden layers of 256, 128 and 64 units and dropout 0.2, and one epoch of Adam a round with learning
 rate 0.003 and batches of 32. From round 3 on, other attackers are drawn in every round. The
-baseline has 50 rounds; `GROUPS` has the rounds of each cell here. The baseline trains on pixels in
-[-1, 1] and evaluates on pixels in [0, 1], and its tables hold the best accuracy of a round. The
-last accuracy on the pixels of the training is measured, too.
+baseline trains on pixels in [-1, 1] and evaluates on pixels in [0, 1], and its tables hold the best
+accuracy of a round. The last accuracy on the pixels of the training is measured, too.
 
-A finished cell is a row of docs/flanders.csv, so that a stopped run continues.
+The four attacks on a defence are measured together, with the same attackers and batches, because
+equal global models are then trained only once. Every ten rounds they are written to
+docs/flanders.csv, which says how many rounds each cell has. A stopped run measures the cells again
+that have less than `ROUNDS`.
 """
 
 import argparse
 import csv
 import functools
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,33 +52,22 @@ PUBLISHED = {
     ("FLANDERS + FedAvg", 80): {"GAUSS": 0.69, "LIE": 0.70, "OPT": 0.69, "AGR-MM": 0.66},
     ("FLANDERS + MultiKrum", 80): {"GAUSS": 0.68, "LIE": 0.73, "OPT": 0.72, "AGR-MM": 0.70},
 }
-GROUPS = {  # (defence, attackers) -> rounds, in the order of the measurement
-    ("FLANDERS + FedAvg", 80): 50,
-    ("FedAvg", 80): 20,
-    ("FLANDERS + FedAvg", 20): 20,
-    ("FedCB2O", 80): 20,
-    ("FedAvg", 20): 20,
-    ("FedCB2O", 20): 20,
-    ("FLANDERS + FedAvg", 60): 20,
-    ("FLANDERS + MultiKrum", 80): 20,
-}
+GROUPS = [  # (defence, attackers), in the order of the measurement
+    ("FedAssay", 80),
+    ("FedAssay", 20),
+    ("FLANDERS + FedAvg", 20),
+    ("FLANDERS + FedAvg", 60),
+    ("FedAssay", 60),
+    ("FedAvg", 80),
+    ("FedAvg", 20),
+    ("FLANDERS + FedAvg", 80),
+    ("FLANDERS + MultiKrum", 80),
+]
+ROUNDS = 50
 FIELDS = [
     "defence", "attack", "attackers", "clients", "rounds", "published", "accuracy",
-    "last_accuracy", "same_pixels", "precision", "recall", "seconds",
+    "last_accuracy", "same_pixels", "precision", "recall",
 ]  # fmt: skip
-
-FEDCB2O = {
-    "name": "fedcb2o",
-    "criterion": {"name": "class_loss_gap", "z": 2.0, "against": "majority"},
-    "alpha": 1.0,
-    "beta": 0.5,
-    "own_model": "judged",
-    "interpolation": 0.5,
-    "loss_tolerance": 2.0,
-    "max_distance": 1.3,
-    "min_distance": 0.75,
-    "mixing_factor": 1.0,
-}
 
 
 def network() -> nn.Sequential:
@@ -166,90 +157,160 @@ ATTACKS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def measure(
-    defence: str, attack: str, attackers: int, rounds: int, seed: int = 33
-) -> dict[str, Any]:
-    """Run one cell.
+@dataclass
+class Samples:
+    """Images of the clients, of the server and of the test."""
+
+    clients: tuple[Tensor, Tensor]
+    server: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+    @classmethod
+    def draw(cls, seed: int) -> "Samples":
+        """Draw the images of the clients, and others for the server."""
+        data = fashion_mnist()
+        x = data.pool.x.reshape(len(data.pool), -1).float() / 127.5 - 1
+        y = data.pool.y
+        rows = client_samples(y.numpy(), stream(seed, "partition"))
+        rest = np.setdiff1d(np.arange(len(x)), rows)
+        held_out = stream(seed, "server").choice(rest, SERVER_SAMPLES, replace=False)
+        test = data.test.x.reshape(len(data.test), -1).float() / 255
+        clients = torch.from_numpy(rows)
+        return cls((x[clients], y[clients]), (x[held_out], y[held_out]), (test, data.test.y))
+
+
+class Cell:
+    """A defence under one attack.
 
     Args:
         defence: A defence of `GROUPS`.
         attack: An attack of `ATTACKS`.
         attackers: Number of attackers in a round.
+        samples: Images.
+        seed: Seed of all draws.
+    """
+
+    def __init__(
+        self, defence: str, attack: str, attackers: int, samples: Samples, seed: int
+    ) -> None:
+        torch.manual_seed(seed)
+        self.network = network()
+        self.agent = fedcb2o.Agent(
+            network(), validation=samples.server, method="fedassay", seed=seed
+        )
+        self.theta = parameters.flatten(self.network)
+        self.defence, self.attack, self.attackers = defence, attack, attackers
+        self.samples = samples
+        self.noise = stream(seed, "noise")
+        self.columns = stream(seed, "columns")
+        self.state: Mapping[str, Tensor] = {}
+        self.stale: Tensor | None = None
+        self.accuracies: list[float] = []
+        self.same_pixels = 0.0
+        self.caught = self.rejected = self.attacked = 0
+
+    def advance(self, trained: Tensor, bad: Tensor) -> None:
+        """Attack, aggregate and evaluate.
+
+        Args:
+            trained: Models of the clients after training.
+            bad: The attackers of the round; none in the first rounds.
+        """
+        # 1. The attack.
+        models = trained.clone()
+        self.stale = models[0] if self.stale is None else self.stale
+        if bad.any():
+            models[bad] = ATTACKS[self.attack](models, bad, self.stale, self.noise)
+
+        # 2. Aggregation.
+        kept = self.aggregate(models, bad)
+
+        # 3. Evaluation.
+        if bad.any():
+            self.attacked += int(bad.sum())
+            self.caught += int((bad & ~kept).sum())
+            self.rejected += int((~kept).sum())
+            x, y = self.samples.test
+            self.accuracies.append(accuracy(self.network, self.theta, x, y))
+            self.same_pixels = accuracy(self.network, self.theta, 2 * x - 1, y)
+
+    def aggregate(self, models: Tensor, bad: Tensor) -> Tensor:
+        """Set the new model; return whether each client's model counts."""
+        kept = torch.ones(CLIENTS, dtype=torch.bool)
+        ids = torch.arange(CLIENTS)
+        has_past = bool(self.state)
+        if self.defence.startswith("FLANDERS"):
+            self.state, kept = filter_models(
+                self.state, ids, models, self.theta, self.columns, f=self.attackers
+            )
+        if self.defence == "FedAssay":
+            self.agent.theta = self.theta
+            decision = self.agent.aggregate(dict(enumerate(models)))
+            kept = torch.tensor([decision.weights.get(j, 0) > 0 for j in range(CLIENTS)])
+            self.theta = self.agent.theta
+        elif self.defence.endswith("MultiKrum"):
+            f = min(int((bad & kept).sum()), (int(kept.sum()) - 3) // 2)
+            self.theta = apply(functools.partial(multi_krum, f=f), models[kept])
+        else:
+            self.theta = models[kept].mean(0)
+        if has_past:
+            aggregate = self.theta[self.state["columns"]]
+            self.state = replace_rejected(self.state, ids[~kept], aggregate)
+        return kept
+
+    def row(self) -> dict[str, Any]:
+        """Return the cell as a row of the results."""
+        return {
+            "defence": self.defence,
+            "attack": self.attack,
+            "attackers": self.attackers,
+            "clients": CLIENTS,
+            "rounds": WARM_UP + len(self.accuracies),
+            "published": PUBLISHED.get((self.defence, self.attackers), {}).get(self.attack, ""),
+            "accuracy": round(max(self.accuracies), 4),
+            "last_accuracy": round(self.accuracies[-1], 4),
+            "same_pixels": round(self.same_pixels, 4),
+            "precision": round(self.caught / self.rejected, 3) if self.rejected else "",
+            "recall": round(self.caught / self.attacked, 3),
+        }
+
+
+def measure(
+    defence: str, attackers: int, rounds: int = ROUNDS, seed: int = 33
+) -> Iterator[list[Cell]]:
+    """Run the cells of a defence under each attack.
+
+    Args:
+        defence: A defence of `GROUPS`.
+        attackers: Number of attackers in a round.
         rounds: Number of rounds.
         seed: Seed of all draws.
 
-    Returns:
-        A row of the results.
+    Yields:
+        The cells, after every ten rounds.
     """
-    began = time.monotonic()
-    data = fashion_mnist()
-    pool = data.pool.x.reshape(len(data.pool), -1)
-    rows = client_samples(data.pool.y.numpy(), stream(seed, "partition"))
-    rest = np.setdiff1d(np.arange(len(pool)), rows)
-    held_out = stream(seed, "server").choice(rest, SERVER_SAMPLES, replace=False)
-    x = pool.float() / 127.5 - 1
-    test = data.test.x.reshape(len(data.test), -1).float() / 255
-    torch.manual_seed(seed)
-    net = network()
-    theta = parameters.flatten(net)
-    agent = fedcb2o.Agent(
-        network(), validation=(x[held_out], data.pool.y[held_out]), method=FEDCB2O, seed=seed
-    )
+    samples = Samples.draw(seed)
+    cells = [Cell(defence, attack, attackers, samples, seed) for attack in ATTACKS]
     draw = stream(seed, "rounds")
-    state: dict[str, Any] = {}
-    accuracies, same_pixels = [], []
-    caught = rejected = 0
-    stale = None
-
     for n in range(1, rounds + 1):
-        # 1. Local training and the attack.
-        models = torch.stack([train(net, theta, x[j], data.pool.y[j]) for j in rows])
-        stale = models[0] if stale is None else stale
         bad = torch.zeros(CLIENTS, dtype=torch.bool)
         if n > WARM_UP:
             bad[draw.choice(CLIENTS, attackers, replace=False)] = True
-            models[bad] = ATTACKS[attack](models, bad, stale, draw)
+        trained: dict[bytes, Tensor] = {}
+        for cell in cells:
+            key = cell.theta.numpy().tobytes()
+            if key not in trained:
+                torch.manual_seed(1000 * seed + n)
+                trained[key] = train_all(cell.network, cell.theta, *samples.clients)
+            cell.advance(trained[key], bad)
+        print(defence, attackers, n, [cell.accuracies[-1:] for cell in cells], flush=True)
+        if n % 10 == 0:
+            yield cells
 
-        # 2. Aggregation.
-        kept = torch.ones(CLIENTS, dtype=torch.bool)
-        if defence.startswith("FLANDERS"):
-            ids = torch.arange(CLIENTS)
-            state, kept = filter_models(state, ids, models, theta, draw, f=attackers)
-        if defence == "FedCB2O":
-            parameters.load_state_(agent.network, parameters.tensor_views(agent.network, theta))
-            decision = agent.aggregate(dict(enumerate(models)))
-            kept = torch.tensor([decision.weights.get(j, 0) > 0 for j in range(CLIENTS)])
-            theta = parameters.flatten(agent.network)
-        elif defence.endswith("MultiKrum"):
-            f = min(int((bad & kept).sum()), (int(kept.sum()) - 3) // 2)
-            theta = apply(functools.partial(multi_krum, f=f), models[kept])
-        else:
-            theta = models[kept].mean(0)
-        if defence.startswith("FLANDERS") and n > 1:
-            state = replace_rejected(state, ids[~kept], theta[state["columns"]])
 
-        # 3. Evaluation.
-        if n > WARM_UP:
-            caught += int((bad & ~kept).sum())
-            rejected += int((~kept).sum())
-            accuracies.append(accuracy(net, theta, test, data.test.y))
-            same_pixels.append(accuracy(net, theta, 2 * test - 1, data.test.y))
-        print(defence, attack, attackers, n, accuracies[-1:], same_pixels[-1:], flush=True)
-
-    return {
-        "defence": defence,
-        "attack": attack,
-        "attackers": attackers,
-        "clients": CLIENTS,
-        "rounds": rounds,
-        "published": PUBLISHED.get((defence, attackers), {}).get(attack, ""),
-        "accuracy": round(max(accuracies), 4),
-        "last_accuracy": round(accuracies[-1], 4),
-        "same_pixels": round(same_pixels[-1], 4),
-        "precision": round(caught / rejected, 3) if rejected else "",
-        "recall": round(caught / (attackers * (rounds - WARM_UP)), 3),
-        "seconds": round(time.monotonic() - began),
-    }
+def train_all(net: nn.Module, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return the model of each client after its training."""
+    return torch.stack([train(net, theta, x[j], y[j]) for j in range(len(x))])
 
 
 def train(net: nn.Module, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -302,23 +363,36 @@ def write_page() -> None:
     PAGE.write_text(f"{head}{mark}\n\n{table(read_results())}\n\n{after}")
 
 
+def write_results(rows: list[dict[str, Any]]) -> None:
+    """Replace the results by others of the same cells, unless these have less rounds."""
+    merged = {_cell(row): row for row in read_results()}
+    for row in rows:
+        known = merged.get(_cell(row))
+        if known is None or int(known["rounds"]) <= row["rounds"]:
+            merged[_cell(row)] = row
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(merged.values())
+
+
+def _cell(row: dict[str, Any]) -> tuple[str, int, str]:
+    return row["defence"], int(row["attackers"]), row["attack"]
+
+
 def main() -> None:
     """Measure the missing cells, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--page", action="store_true", help="write the page only")
     arguments = parser.parse_args()
-    done = {(r["defence"], int(r["attackers"]), r["attack"]) for r in read_results()}
-    cells = [(*group, attack) for group in GROUPS for attack in ATTACKS]
-    for defence, attackers, attack in cells:
-        if arguments.page or (defence, attackers, attack) in done:
+    done = {_cell(row) for row in read_results() if int(row["rounds"]) >= ROUNDS}
+    for defence, attackers in GROUPS:
+        is_done = all((defence, attackers, attack) in done for attack in ATTACKS)
+        if arguments.page or is_done:
             continue
-        row = measure(defence, attack, attackers, GROUPS[defence, attackers])
-        is_new = not RESULTS.exists()
-        with RESULTS.open("a", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-            if is_new:
-                writer.writeheader()
-            writer.writerow(row)
+        for cells in measure(defence, attackers):
+            write_results([cell.row() for cell in cells])
+            write_page()
     write_page()
 
 
