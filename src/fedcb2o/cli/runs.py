@@ -1,5 +1,6 @@
 """The commands for runs and grids: run, bench, compare, report, track."""
 
+import importlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -362,6 +363,10 @@ def report(
             help="Defence of a grid that the others are compared with. Default: that of the grid.",
         ),
     ] = None,
+    membership: Annotated[
+        bool, typer.Option("--membership", help="Measure membership inference against the models.")
+    ] = False,
+    data_dir: _DataDirOption = None,
 ) -> Path:
     """Write the report of runs, or the results explorer of grids; print the main table."""
     from fedcb2o.records import Run
@@ -379,7 +384,9 @@ def report(
             "`--reference` is for the folder of a grid, which compares defences with one of them"
         )
     opened = [Run(folder) for folder in runs]
-    write_report(opened, out)
+    if membership:
+        importlib.import_module("fedcb2o.experiments")  # which reads models for the records
+    write_report(opened, out, membership=membership, data_dir=data_dir)
     _print_table(opened, _AgentSummary.mean)
     print(
         f"\nThe page is {out / 'report.html'}; tables (CSV, Markdown, LaTeX) and figures (PNG) are "

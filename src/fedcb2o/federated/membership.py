@@ -9,10 +9,19 @@ rate at 1% false positives (Carlini et al., 2022).
 0.875
 """
 
+from collections.abc import Mapping
+
 import numpy as np
+import torch
 from jaxtyping import Float
 from scipy.stats import rankdata
+from torch import Tensor
 
+from fedcb2o.data import Shard
+from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.inference import model_losses
+
+_MAX_SAMPLES = 2000  # of a set
 FALSE_POSITIVES = 0.01
 """Rate of false positives at which true positives are counted."""
 
@@ -46,3 +55,53 @@ def true_positive_rate(members: Float[np.ndarray, " n"], others: Float[np.ndarra
     allowed = int(FALSE_POSITIVES * len(others))
     threshold = np.sort(others)[::-1][allowed]
     return float((members > threshold).mean())
+
+
+def sample_losses(
+    group: AgentGroup, k: int, theta: Float[Tensor, " d"], shard: Shard
+) -> Float[np.ndarray, " n"]:
+    """Compute the loss of a model on samples, at most 2000 evenly spaced ones.
+
+    Args:
+        group: Group of the agent.
+        k: Index of the agent.
+        theta: The model.
+        shard: The samples.
+
+    Returns:
+        Loss of each sample.
+    """
+    spec = group.spec
+    step = max(1, -(-len(shard) // _MAX_SAMPLES))
+    losses = model_losses(
+        spec.module,
+        theta.unsqueeze(0),
+        torch.zeros(1, dtype=torch.int64),
+        Shard(shard.x[::step], shard.y[::step]),
+        spec.num_classes,
+        reference=group.reference(k),
+        loss=spec.training.loss,
+    )
+    return losses.per_sample[0].numpy()
+
+
+def leakage(
+    group: AgentGroup, k: int, theta: Float[Tensor, " d"], train: Shard, test: Shard
+) -> Mapping[str, float]:
+    """Measure membership inference against a model of an agent.
+
+    Args:
+        group: Group of the agent.
+        k: Index of the agent.
+        theta: The model.
+        train: Its training samples.
+        test: Samples of the same kind that it was not trained on.
+
+    Returns:
+        "auc" and "tpr", the true positive rate at 1% false positives; empty for a broken model.
+    """
+    members = -sample_losses(group, k, theta, train)
+    others = -sample_losses(group, k, theta, test)
+    if not len(others) or not (np.isfinite(members).all() and np.isfinite(others).all()):
+        return {}
+    return {"auc": attack_auc(members, others), "tpr": true_positive_rate(members, others)}

@@ -59,7 +59,8 @@ def set_model_reader(loader: Callable[[], Any]) -> None:
 
     Args:
         loader: Function without arguments. Returns an object with the functions `load_model` and
-            `confusion_matrix`, both with the parameters run, agent, seed and data_dir.
+            `confusion_matrix`, both with the parameters run, agent, seed and data_dir, and
+            `membership`, with run, seed and data_dir.
     """
     _model_readers[:] = [loader]
 
@@ -450,6 +451,25 @@ class Run:
         """
         matrix: pd.DataFrame = self._model_reader().confusion_matrix(self, agent, seed, data_dir)
         return matrix
+
+    def membership(
+        self, *, seed: int | None = None, data_dir: str | PathLike[str] | None = None
+    ) -> pd.DataFrame:
+        """Measure membership inference by a loss threshold against the benign agents.
+
+        Args:
+            seed: Seed of the run; by default the first.
+            data_dir: Folder of the data set, which is built again.
+
+        Returns:
+            Columns agent, model ("sent" to others, or "kept" after averaging), auc, and tpr, the
+            true positive rate at 1% false positives.
+
+        Raises:
+            RunError: There is no checkpoint.
+        """
+        table: pd.DataFrame = self._model_reader().membership(self, seed, data_dir)
+        return table
 
     @staticmethod
     def _model_reader() -> Any:

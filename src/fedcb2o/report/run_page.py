@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -26,6 +27,7 @@ from fedcb2o.report.tables import (
     custom_metric_means,
     incomplete_note,
     is_attacked,
+    membership_table,
     pair_statistics,
     run_labels,
     seed_caption,
@@ -70,6 +72,11 @@ _FIGURE6_CAPTION = (
     "filters attackers has short dark orange bars on the right."
 )
 _CURVES_CAPTION = "Mean over benign agents; the bands are ± one standard deviation over seeds."
+_MEMBERSHIP_CAPTION = (
+    "In percent, mean over the benign agents. The attack takes a sample with a low loss for a "
+    "training sample; a guess has an AUC of 50 and a true positive rate of 1. Sent: the model "
+    "that an agent would send next. Kept: its model after averaging."
+)
 _SAMPLES_CAPTION = "The same images in the form that the agents of each cluster see."
 _WEIGHT_MATRIX_CAPTION = (
     "The weight of each peer's model (column) in the average of each agent (row), mean over the "
@@ -79,7 +86,9 @@ _WEIGHT_MATRIX_CAPTION = (
 )
 
 
-def report(runs: Sequence[Run], out: Path | str) -> list[Path]:
+def report(
+    runs: Sequence[Run], out: Path | str, *, membership: bool = False, data_dir: Any = None
+) -> list[Path]:
     """Write the tables, the figures and the page of runs.
 
     Runs without an evaluated round are left out and named on the page.
@@ -87,6 +96,8 @@ def report(runs: Sequence[Run], out: Path | str) -> list[Path]:
     Args:
         runs: Runs to compare.
         out: Folder for tables (CSV, Markdown, LaTeX), figures (PNG) and `report.html`.
+        membership: Measure membership inference, for which the data are read again.
+        data_dir: Folder of the data sets.
 
     Returns:
         Paths of the files.
@@ -115,6 +126,9 @@ def report(runs: Sequence[Run], out: Path | str) -> list[Path]:
     page.add_warnings([f"{note}." for note in notes if note])
 
     _add_results(page, evaluated, shown)
+    if membership:
+        table = membership_table(shown, data_dir)
+        page.add_table("Membership inference", "membership", table, _MEMBERSHIP_CAPTION)
     _add_source_counts(page, names, shown)
     weights = {
         f"weights-{number}-{slug(name)}": weight_matrix(run)

@@ -12,9 +12,12 @@ from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.datasets import dataset_digest, load_dataset
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.prepared_seed import PreparedSeed, prepare_seed
-from fedcb2o.federated import AgentGroup, agent_network, evaluate_models
+from fedcb2o.federated import AgentGroup, agent_network, evaluate_models, local_update_
+from fedcb2o.federated.membership import leakage
+from fedcb2o.federated.privacy import noise_multiplier
 from fedcb2o.nn import parameters
 from fedcb2o.records import Run
+from fedcb2o.rng import stream
 from fedcb2o.simulation import checkpoint
 
 _OptionalPath = str | PathLike[str] | None
@@ -69,10 +72,55 @@ def confusion_matrix(
     return pd.DataFrame(counts.numpy(), true, predicted)
 
 
+def membership(run: Run, seed: int | None = None, data_dir: _OptionalPath = None) -> pd.DataFrame:
+    """Measure membership inference against the models of the benign agents.
+
+    Args:
+        run: The run.
+        seed: The seed, by default the first.
+        data_dir: Folder of downloaded data sets.
+
+    Returns:
+        One row per agent and model: agent, model ("sent" or "kept"), auc and tpr, the true
+        positive rate at 1% false positives. The kept model is that of the last checkpoint; the sent
+        one is the next that the agent would send, after another LocalUpdate.
+
+    Raises:
+        RunError: If there is no checkpoint or seed.
+    """
+    group, prepared, done = _restore_agents(run, None, seed, data_dir)
+    spec = prepared.spec
+    rows = []
+    for k in np.flatnonzero(~group.data.malicious).tolist():
+        members = np.array([k])
+        train = group.data.clean_training_data(k)
+        _, test = next(group.data.test_sets(members))
+        kept = group.models[int(group.layout.own[k])]
+        sent = kept.clone()
+        draw = stream(spec.seed, "batches", done, int(group.agents[k]))
+        noise = noise_multiplier(spec.training, len(train), spec.rounds)
+        local_update_(sent, spec.module, train, spec.training, draw, noise)
+        for name, theta in (("sent", sent), ("kept", kept)):
+            found = leakage(group, k, theta, train, test)
+            rows.append({"agent": int(group.agents[k]), "model": name, **found})
+    return pd.DataFrame(rows, columns=["agent", "model", "auc", "tpr"])
+
+
 def _restore_agent(
     run: Run, agent: int, seed: int | None, data_dir: _OptionalPath
 ) -> tuple[AgentGroup, PreparedSeed]:
     """Return the group of one agent, with its model of the last checkpoint."""
+    group, prepared, _ = _restore_agents(run, agent, seed, data_dir)
+    return group, prepared
+
+
+def _restore_agents(
+    run: Run, agent: int | None, seed: int | None, data_dir: _OptionalPath
+) -> tuple[AgentGroup, PreparedSeed, int]:
+    """Return the group of one agent or of all, with the models of the last checkpoint.
+
+    The last value is the number of finished rounds.
+    """
     if not run.seeds or seed not in (None, *run.seeds):
         raise RunError(f"{run.folder} holds the seeds {list(run.seeds)}, and not {seed}")
     seed = run.seeds[0] if seed is None else seed
@@ -82,18 +130,21 @@ def _restore_agent(
     plain = experiment.model_copy(update={"layout": None})
     prepared = prepare_seed(plain, seed, dataset)
     spec = prepared.spec
-    if not 0 <= agent < spec.num_agents:
+    agents = [*range(spec.num_agents)] if agent is None else [agent]
+    if not 0 <= agents[0] < spec.num_agents:
         last = spec.num_agents - 1
         raise RunError(f"{run.folder} has the agents 0 to {last}, and not {agent}")
 
     folder = run.folder / f"seed-{seed}"
     fingerprint = f"{experiment.fingerprint(seed)} data {dataset_digest(dataset)}"
-    shape = (1, parameters.row_stride(spec.dim))
-    saved = checkpoint.read_checkpoint(folder, fingerprint, shape, slice(agent, agent + 1))
+    count = len(agents)
+    shape = (count, parameters.row_stride(spec.dim))
+    saved = checkpoint.read_checkpoint(folder, fingerprint, shape, slice(agents[0], agents[-1] + 1))
     if saved is None:
         path = folder / checkpoint.FILE
         raise RunError(f"there is no {path} yet: it is written after the first rounds")
-    agent_data = prepared.build_agent_data([agent], torch.device("cpu"))
-    layout = prepared.build_layout([agent], np.zeros(1, np.int64), 1)
+    agent_data = prepared.build_agent_data(agents, torch.device("cpu"))
+    layout = prepared.build_layout(agents, np.arange(count), count)
     models = saved[2][:, : spec.dim]
-    return AgentGroup(spec, agent_data, prepared.adversary, layout, models), prepared
+    group = AgentGroup(spec, agent_data, prepared.adversary, layout, models)
+    return group, prepared, saved[0]

@@ -19,13 +19,11 @@ from fedcb2o.data import Shard
 from fedcb2o.federated import AgentGroup, Decisions, local_update_
 from fedcb2o.federated.evaluation import predictions
 from fedcb2o.federated.gain import gain_record
-from fedcb2o.federated.inference import model_losses
-from fedcb2o.federated.membership import attack_auc, true_positive_rate
+from fedcb2o.federated.membership import leakage, sample_losses
 from fedcb2o.kernels import dispatch
 from fedcb2o.rng import stream
 
 BASELINE_FILE = "baseline.safetensors"
-_MAX_SAMPLES = 2000  # of a set, for contributions and leakage
 _MAX_SHARE = 0.99  # of a model in the average, beyond which the rest says nothing
 
 
@@ -145,32 +143,11 @@ class SelfAssessment:
     def _leakage(self, name: str, n: int) -> dict[str, float]:
         """Return AUC and true positive rate of membership inference on the agent's model."""
         x, y = self.group.data.training_data(self._members, n)
-        member_losses = self._losses(self._own(), Shard(x[0], y[0]))
-        other_losses = self._losses(self._own(), self.test)
-        if not (np.isfinite(member_losses).all() and np.isfinite(other_losses).all()):
-            return {}
-        return {
-            f"{name}_auc": attack_auc(-member_losses, -other_losses),
-            f"{name}_tpr": true_positive_rate(-member_losses, -other_losses),
-        }
-
-    def _losses(self, theta: Float[Tensor, " d"], shard: Shard) -> Float[np.ndarray, " n"]:
-        """Return the loss of a model on each of at most `_MAX_SAMPLES` samples."""
-        spec = self.group.spec
-        step = -(-len(shard) // _MAX_SAMPLES)
-        losses = model_losses(
-            spec.module,
-            theta.unsqueeze(0),
-            torch.zeros(1, dtype=torch.int64),
-            Shard(shard.x[::step], shard.y[::step]),
-            spec.num_classes,
-            reference=self.group.reference(0),
-            loss=spec.training.loss,
-        )
-        return losses.per_sample[0].double().numpy()
+        found = leakage(self.group, 0, self._own(), Shard(x[0], y[0]), self.test)
+        return {f"{name}_{measure}": value for measure, value in found.items()}
 
     def _test_loss(self, theta: Float[Tensor, " d"]) -> float:
-        return float(self._losses(theta, self.test).mean())
+        return float(sample_losses(self.group, 0, theta, self.test).mean())
 
     def _own(self) -> Float[Tensor, " d"]:
         return self.group.models[int(self.group.layout.own[0])]
