@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 import subprocess
 import urllib.error
@@ -215,6 +216,18 @@ def test_a_backup_names_what_is_wrong(tmp_path):
     with pytest.raises(ConfigError, match="no backup"):
         restore(out, tmp_path / "a", tmp_path / "b")
     assert SigningJournal(run).is_complete is False
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "fedcb2o-peer@.service"])
+def test_the_service_files_name_options_that_exist(name):
+    text = (Path(__file__).parents[2] / "deploy" / name).read_text()
+    words = set(re.findall(r"(?<=[ \[=])--[a-z-]+", text)) - {"--now"}
+    assert {"--identity", "--resume", "--relay"} <= words
+    helps = [
+        CliRunner().invoke(app, [*command, "--help"], terminal_width=200).output
+        for command in ([], ["peer", "run"], ["peer", "relay"])
+    ]
+    assert {word for word in words if not any(word in text for text in helps)} == set()
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ for _step in (
     peers.amend,
     peers.sign,
     peers.check,
-    peers.relay,
+    operation.relay,
     peers.run,
     operation.backup,
     operation.restore,

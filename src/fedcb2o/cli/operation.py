@@ -1,9 +1,13 @@
-"""The commands that operate a peer: backup and restore."""
+"""The commands that operate peers: relay, backup and restore."""
 
+import logging
+import threading
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+_LOGGER = logging.getLogger(__name__)
 
 _KeysOption = Annotated[
     Path,
@@ -12,6 +16,45 @@ _KeysOption = Annotated[
 _RunOption = Annotated[
     Path, typer.Option("--run", metavar="DIR", help="Folder of the run.", show_default=False)
 ]
+
+
+def relay(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FEDERATION.toml", help="Agreement of all members.", show_default=False
+        ),
+    ],
+    identity: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", help="The relay's own keys, of `peer identity`.", show_default=False
+        ),
+    ],
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Address to bind instead of the endpoint, such as 0.0.0.0:7447.",
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder of waiting messages. Default: a temporary one.")
+    ] = None,
+) -> None:
+    """Pass encrypted messages on between members that accept no connections.
+
+    The relay is no member. It cannot read or change what it passes on.
+    """
+    from fedcb2o.peer.membership.federation import read_federation
+    from fedcb2o.peer.membership.identity import Identity
+    from fedcb2o.peer.wire._relay import Relay
+
+    federation = read_federation(file)
+    keys = Identity.read(identity)
+    with Relay(federation, keys, listen=listen, folder=folder) as server:
+        _LOGGER.info("Relays for %s at %s.", federation.verification_phrase, keys.member.endpoint)
+        server.run(threading.Event())
 
 
 def backup(

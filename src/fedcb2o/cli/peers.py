@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import sys
-import threading
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -457,34 +456,6 @@ def _print_data_sizes(
         f"the data fit: {samples.train.sizes[0]} samples train, {samples.validation.sizes[0]} "
         f"{relation} judge others' models, {len(samples.test)} test"
     )
-
-
-def relay(
-    file: _FederationArgument,
-    identity: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR", help="The relay's own keys, of `peer identity`.", show_default=False
-        ),
-    ],
-    listen: _ListenOption = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="Folder of waiting messages. Default: a temporary one.")
-    ] = None,
-) -> None:
-    """Pass encrypted messages on between members that accept no connections.
-
-    The relay is no member. It cannot read or change what it passes on.
-    """
-    from fedcb2o.peer.membership.federation import read_federation
-    from fedcb2o.peer.membership.identity import Identity
-    from fedcb2o.peer.wire._relay import Relay
-
-    federation = read_federation(file)
-    keys = Identity.read(identity)
-    with Relay(federation, keys, listen=listen, folder=folder) as server:
-        _LOGGER.info("Relays for %s at %s.", federation.verification_phrase, keys.member.endpoint)
-        server.run(threading.Event())
 
 
 def run(
