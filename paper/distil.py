@@ -1,18 +1,22 @@
 """Ablation of FedAssay: the method without one part at a time, on tuning images.
 
-    .venv/bin/python -m paper.distil            # measure missing runs, ten minutes on a quiet core
+    .venv/bin/python -m paper.distil            # measure missing runs, an hour on a quiet core
     .venv/bin/python -m paper.distil --table    # print the means
 
-The values are in docs/benchmark/distil/values.csv, one row per setting, method, attack and seed:
-percent over benign agents after the last round. Seeds and images are not those of any result.
+EMNIST is read from the folder that FEDCB2O_DATA names, or from the user's. The values are in
+docs/benchmark/distil/values.csv, one row per setting, method, attack and seed: percent over benign
+agents after the last round. Seeds and images are not those of any result. Methods
+are measured next to each other, so that an interrupted measurement has pairs to compare.
 """
 
 import argparse
 import csv
+import itertools
 import os
 import tempfile
+import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -47,17 +51,105 @@ FLIP = {"name": "label_flip", "source": 9, "target": 4}
 ATTACKS: dict[str, Changes] = {
     "none": {"agents.malicious_role": "clean"},
     "label flip": {"attack": {"name": "label_flip", "source": 5, "target": 6}},
+    "label flip 0-6": {"attack": {"name": "label_flip", "source": 0, "target": 6}},
     "random models": {"attack": {"name": "random_model"}},
     "ALIE": {"attack": {"name": "alie", "estimated_from": "benign", "z": 1.5}},
     "dissensus": {"attack": {"name": "dissensus", "eps": 0.3}},
     "gossip attack": {"attack": {"name": "spectral", "eps": 0.3}},
     "sybils": {"attack": {**FLIP, "from_round": 12, "sybils": True}},
 }
-SETTINGS: dict[str, tuple[Changes, tuple[str, ...]]] = {
-    "alike": ({}, tuple(ATTACKS)),
-    "Dirichlet 0.5": (
-        {"agents.skew": {"name": "dirichlet", "concentration": 0.5}},
-        ("none", "label flip", "random models"),
+FASHION_ATTACKS = ("none", "label flip 0-6", "ALIE")
+EMNIST_ATTACKS = ("none", "label flip", "ALIE")
+CRITERIA = (
+    "FedAssay",
+    "without G",
+    "average loss",
+    "average loss, alpha 4",
+    "alpha 0.25",
+    "alpha 4",
+)
+HELD_OUT: Changes = {"agents.hold_out": True, "agents.validation": 0.3}
+WITHOUT_COVERAGE = ("FedAssay", "without label_coverage")
+
+
+def settings_of_grid(name: str) -> Changes:
+    """Return the data, agents, network and training of a grid, as changes of a preset.
+
+    Args:
+        name: Name of the grid.
+
+    Returns:
+        Values by dotted key.
+    """
+    file = Path(fedcb2o.__file__).parent / "experiments" / "grids" / f"{name}.toml"
+    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    changes: Changes = {"rounds": table["rounds"]}
+    for section in ("data", "agents", "model", "training"):
+        changes |= {f"{section}.{key}": value for key, value in table[section].items()}
+    return changes
+
+
+class Setting(NamedTuple):
+    """Data and agents of one part of the ablation.
+
+    Attributes:
+        preset: Preset that the setting changes.
+        changes: Its changes.
+        attacks: Attacks that are measured.
+        methods: Methods that are measured.
+        seeds: Seeds.
+    """
+
+    preset: str
+    changes: Changes
+    attacks: tuple[str, ...]
+    methods: tuple[str, ...]
+    seeds: tuple[int, ...] = SEEDS
+
+
+def skewed(concentration: float) -> Changes:
+    """Return digits with label proportions from a Dirichlet distribution.
+
+    Args:
+        concentration: Its concentration.
+
+    Returns:
+        Changes of the preset.
+    """
+    return {**DIGITS, "agents.skew": {"name": "dirichlet", "concentration": concentration}}
+
+
+DIGITS: Changes = {"agents.benign": 7, "agents.malicious": 3}
+TWO_CLASSES: Changes = {**DIGITS, "agents.skew": {"name": "shards", "classes": 2}}
+FASHION = settings_of_grid("fashion-all-data")
+EMNIST = settings_of_grid("emnist-all-data")
+SMALL = "emnist-small-fedassay"
+ALL_METHODS = tuple(METHODS)
+DIGITS_ATTACKS = tuple(attack for attack in ATTACKS if attack != "label flip 0-6")
+# Without skew, labels cover the classes, and label_coverage changes nothing.
+ALIKE_METHODS = tuple(method for method in METHODS if method != "without label_coverage")
+COVERAGE_OFF_METHODS = tuple(method for method in ALIKE_METHODS if method != "FedCBO")
+SKEW_ATTACKS = ("none", "label flip", "random models")
+SETTINGS: dict[str, Setting] = {
+    "Dirichlet 0.1": Setting("digits-fedassay", skewed(0.1), ("none",), WITHOUT_COVERAGE),
+    "two classes": Setting(
+        "digits-fedassay", TWO_CLASSES, ("none", "label flip"), WITHOUT_COVERAGE
+    ),
+    "Dirichlet 0.5": Setting("digits-fedassay", skewed(0.5), SKEW_ATTACKS, ALL_METHODS),
+    "Dirichlet 0.5, label_coverage off": Setting(
+        "digits-fedassay",
+        {**skewed(0.5), "algorithm.label_coverage": 0.0},
+        SKEW_ATTACKS,
+        COVERAGE_OFF_METHODS,
+    ),
+    "alike": Setting("digits-fedassay", DIGITS, DIGITS_ATTACKS, ALIKE_METHODS),
+    "Fashion-MNIST": Setting(SMALL, FASHION, FASHION_ATTACKS, CRITERIA, SEEDS[:1]),
+    "Fashion-MNIST, held out": Setting(
+        SMALL, {**FASHION, **HELD_OUT}, FASHION_ATTACKS, CRITERIA[:3], SEEDS[:1]
+    ),
+    "EMNIST": Setting(SMALL, EMNIST, EMNIST_ATTACKS, CRITERIA, SEEDS[:1]),
+    "EMNIST, held out": Setting(
+        SMALL, {**EMNIST, **HELD_OUT}, EMNIST_ATTACKS, CRITERIA[:3], SEEDS[:1]
     ),
 }
 
@@ -74,19 +166,19 @@ def measure(setting: str, method: str, attack: str, seed: int) -> tuple[float, f
     Returns:
         Accuracy and attack success in percent, means over benign agents.
     """
+    part = SETTINGS[setting]
+    rounds = part.changes.get("rounds", 25)
     changes = {
         "evaluate_on": "tuning",
-        "evaluate_every": 25,
+        "evaluate_every": rounds,
         "seeds": [seed],
-        "agents.benign": 7,
-        "agents.malicious": 3,
-        **SETTINGS[setting][0],
+        **part.changes,
         **METHODS[method],
         **ATTACKS[attack],
     }
     with tempfile.TemporaryDirectory() as folder:
-        run = fedcb2o.run(fedcb2o.load("digits-fedassay", changes), out=folder, workers=1)
-        last = run.records.query("round == 25 and not malicious")
+        run = fedcb2o.run(fedcb2o.load(part.preset, changes), out=folder, workers=1)
+        last = run.records.query(f"round == {rounds} and not malicious")
     return 100 * float(last.accuracy.mean()), 100 * float(last.attack_success_rate.mean())
 
 
@@ -110,16 +202,14 @@ def main() -> None:
         return
 
     done = set(pd.read_csv(VALUES)[list(COLUMNS[:4])].itertuples(index=False, name=None))
-    for seed in SEEDS:
-        for setting, (_, attacks) in SETTINGS.items():
-            for attack in attacks:
-                for method in METHODS:
-                    cell = (setting, method, attack, seed)
-                    if cell in done:
-                        continue
-                    values = [f"{value:.2f}" for value in measure(*cell)]
-                    with VALUES.open("a", encoding="utf-8", newline="") as file:
-                        csv.writer(file, lineterminator="\n").writerow([*cell, *values])
+    for setting, part in SETTINGS.items():
+        for seed, attack, method in itertools.product(part.seeds, part.attacks, part.methods):
+            cell = (setting, method, attack, seed)
+            if cell in done:
+                continue
+            values = [f"{value:.2f}" for value in measure(*cell)]
+            with VALUES.open("a", encoding="utf-8", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerow([*cell, *values])
 
 
 if __name__ == "__main__":
