@@ -13,6 +13,7 @@ import secrets
 import shutil
 import socket
 import ssl
+import stat
 import threading
 import time
 from collections.abc import Iterable
@@ -94,7 +95,8 @@ class Mailbox(Protocol):
 class FolderMailbox:
     """Mailbox in a folder that all members reach, such as a network drive or a mounted store.
 
-    Each message is a file, written under another name first. The receiver removes it.
+    Each message is a file, written under another name first. The receiver removes it. Files and
+    folders get the rights of the folder, because members may be different users.
 
     Args:
         folder: The folder.
@@ -107,13 +109,14 @@ class FolderMailbox:
         self._stored = threading.Condition()
         self._num_stored = 0
         self._closed = False
+        self._mode = stat.S_IMODE(folder.stat().st_mode)
         for name in ("cards", "boxes"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
+            self._make(folder / name)
 
     def publish_card(self, name: str, card: bytes) -> None:
         path = self._folder / "cards" / name
         if card:
-            _write(path, card)
+            self._write(path, card)
         else:
             path.unlink(missing_ok=True)
 
@@ -127,14 +130,15 @@ class FolderMailbox:
 
     def put(self, box: str, message: bytes, seconds: float, sender: str = "") -> None:
         name = f"{time.time_ns():020}-{secrets.token_hex(4)}-{sender}".rstrip("-")
-        _write(self._folder / "boxes" / box / name, message)
+        self._write(self._folder / "boxes" / box / name, message)
         with self._stored:
             self._num_stored += 1
             self._stored.notify_all()
 
     def take(self, box: str, seconds: float) -> list[bytes]:
         folder = self._folder / "boxes" / box
-        folder.mkdir(parents=True, exist_ok=True)
+        self._make(folder.parent)
+        self._make(folder)
         folder.touch()
         end = time.monotonic() + seconds
         while True:
@@ -146,6 +150,18 @@ class FolderMailbox:
             with self._stored:
                 if self._num_stored == num_stored:
                     self._stored.wait(min(self._poll_seconds, left))
+
+    def _make(self, folder: Path) -> None:
+        if not folder.exists():
+            folder.mkdir(exist_ok=True)
+            with suppress(OSError):  # another user made it at the same time
+                folder.chmod(self._mode)
+
+    def _write(self, path: Path, content: bytes) -> None:
+        temporary = path.with_name(f"{path.name}-{secrets.token_hex(4)}.tmp")
+        temporary.write_bytes(content)
+        temporary.chmod(self._mode & 0o666)
+        temporary.rename(path)
 
     def _take_now(self, folder: Path) -> list[bytes]:
         messages = []
@@ -203,12 +219,6 @@ class FolderMailbox:
 
     def close(self) -> None:
         self._closed = True
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"{path.name}-{secrets.token_hex(4)}.tmp")
-    temporary.write_bytes(content)
-    temporary.rename(path)
 
 
 class RelayMailbox:

@@ -6,6 +6,7 @@ relay is not trusted.
 """
 
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -52,7 +53,7 @@ class Relayed:
         federation: The federation.
         identity: This organisation.
         mailbox: The mailbox.
-        is_checking: This process only checks, beside a running node of the same member.
+        is_checking: This process only checks, while a node of the same member may run.
 
     Attributes:
         error: Why the mailbox cannot be reached at present, or an empty text.
@@ -172,8 +173,8 @@ class Relayed:
             except OSError as error:
                 self._end_requests()
                 if not self.error and not self._closed.is_set():
-                    self.error = str(error)
-                    logging.getLogger(__name__).warning("the relay cannot be reached: %s", error)
+                    self.error = _describe(error)
+                    logging.getLogger(__name__).warning("%s", self.error)
                 self._closed.wait(_RETRY_SECONDS)
             except Exception:  # the thread must go on
                 logging.getLogger(__name__).exception("a message of the relay cannot be handled")
@@ -233,6 +234,15 @@ class Relayed:
     def _end_requests(self) -> None:
         for _, answers in list(self._waiting.values()):
             answers.put(None)
+
+
+def _describe(error: OSError) -> str:
+    if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
+        return (
+            "the relay refuses the certificate of this member: a newer version of the federation "
+            "may have removed or changed it, or the relay holds an older one"
+        )
+    return f"the relay cannot be reached: {error}"
 
 
 class _Reply:
