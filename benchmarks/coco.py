@@ -19,20 +19,25 @@ method solves a function to a gap if it judged a feasible point with f - f* <= g
   one equality constraint, which the suite does not have.
 - random: uniform points.
 
-`--corrupt 0.2` replaces a random fifth of all evaluations by those of random points.
+Attacks, with a share of 10% or 20%:
+
+- evaluations: a random part of all evaluations returns the values of a random point.
+- particles: a part of the particles stays at the suite's initial solution, which is feasible and
+  not optimal. The judge ignores them. Only fedcb2o and cbx have particles.
 """
 
 import argparse
 import contextlib
 import csv
+import itertools
 import json
 import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from page_table import write_table
@@ -42,26 +47,41 @@ VALUES = FOLDER / "coco.csv"
 PAGE = FOLDER.parent / "docs" / "particles.md"
 MARKS = ("<!-- coco -->", "<!-- /coco -->")
 GAPS = (10.0, 1.0, 0.1, 0.01)
+NUM_FUNCTIONS = 54
 EVALUATIONS_PER_DIM = {2: 1000, 3: 1000, 5: 1000, 10: 2000}
 PENALTY = 1000.0
 METHODS = ("fedcb2o", "DE", "pycma", "cbx", "random", "fedcb2o, paper")
-# Dimension, instances, seeds of each, share of corrupted evaluations, methods.
-PLAN: tuple[tuple[int, range, int, float, tuple[str, ...]], ...] = (
-    (2, range(2, 3), 1, 0.0, METHODS[:5]),
-    (5, range(2, 3), 1, 0.0, METHODS[:2]),
-    (2, range(2, 3), 1, 0.2, METHODS[:3]),
-    (10, range(2, 3), 1, 0.0, METHODS[:2]),
-    (2, range(2, 3), 1, 0.1, METHODS[:3]),
-    (2, range(2, 7), 1, 0.0, METHODS[:2]),
-    (3, range(2, 3), 1, 0.0, METHODS[:2]),
-    (5, range(2, 3), 1, 0.0, METHODS[2:5]),
-    (2, range(2, 3), 1, 0.0, METHODS[5:]),
-    (5, range(2, 7), 5, 0.0, METHODS[:2]),
-    (10, range(2, 7), 5, 0.0, METHODS[:2]),
-    (3, range(2, 7), 5, 0.0, METHODS[:2]),
-    (2, range(2, 7), 5, 0.0, METHODS[:5]),
+WITH_PARTICLES = ("fedcb2o", "cbx")
+ONE = range(2, 3)
+ALL = range(2, 7)
+EVALUATIONS = "evaluations"
+PARTICLES = "particles"
+
+
+class Part(NamedTuple):
+    """A part of the plan: runs of methods on the functions of a dimension."""
+
+    dim: int
+    instances: range
+    seeds: int
+    methods: tuple[str, ...]
+    attack: str = EVALUATIONS
+    share: float = 0.0
+
+
+# The most important parts come first, so that an interrupted measurement has them.
+PLAN = (
+    *(Part(dim, ONE, 1, METHODS[:5]) for dim in (2, 5, 3, 10)),
+    *(Part(2, ONE, 1, METHODS[:5], EVALUATIONS, share) for share in (0.1, 0.2)),
+    *(Part(2, ONE, 1, WITH_PARTICLES, PARTICLES, share) for share in (0.1, 0.2)),
+    *(Part(dim, ONE, 1, METHODS[5:]) for dim in (2, 5)),
+    *(Part(dim, ALL, 1, METHODS[:5]) for dim in (2, 5, 3)),
+    *(Part(5, ONE, 1, METHODS[:5], EVALUATIONS, share) for share in (0.1, 0.2)),
+    *(Part(5, ONE, 1, WITH_PARTICLES, PARTICLES, share) for share in (0.1, 0.2)),
+    Part(10, ALL, 1, METHODS[:5]),
+    *(Part(dim, ALL, 5, METHODS[:5]) for dim in (2, 3, 5, 10)),
 )
-QUICK = ((2, range(2, 3), 1, 0.0, METHODS[:5]),)
+QUICK = PLAN[:1]
 
 
 class SpentError(Exception):
@@ -71,14 +91,16 @@ class SpentError(Exception):
 class Function:
     """A function of the suite that counts, corrupts and judges evaluations."""
 
-    def __init__(self, problem: Any, evaluations: int, corrupt: float, seed: int) -> None:
+    def __init__(self, problem: Any, seed: int, attack: str, share: float) -> None:
         problem._best_parameter("print")
         self.problem = problem
         self.dim = problem.dimension
         self.least = problem(np.loadtxt("._bbob_problem_best_parameter.txt"))
-        self.left = evaluations
-        self.evaluations = evaluations
-        self.corrupt = corrupt
+        self.evaluations = EVALUATIONS_PER_DIM[self.dim] * self.dim
+        self.left = self.evaluations
+        self.corrupt = share if attack == EVALUATIONS else 0.0
+        self.malicious = share if attack == PARTICLES else 0.0
+        self.trap = problem.initial_solution
         self.generator = np.random.default_rng((seed, 77))
         self.is_feasible = False
         self.best = np.inf
@@ -91,7 +113,8 @@ class Function:
         x = np.asarray(x, float)
         f = self.problem(x)
         violations = np.maximum(self.problem.constraint(x), 0)
-        if not violations.any():
+        is_trap = self.malicious and np.array_equal(x, self.trap)
+        if not is_trap and not violations.any():
             self.is_feasible = True
             self.best = min(self.best, f)
         if self.corrupt and self.generator.random() < self.corrupt:
@@ -108,19 +131,27 @@ class Function:
 def run_fedcb2o(function: Function, seed: int, **settings: Any) -> None:
     """Minimise by this library."""
     import fedcb2o
+    from fedcb2o.particles.adversaries import static
+    from fedcb2o.particles.hopping import default_num_particles
 
-    values = {}
+    values = []
+    if function.malicious:
+        count = default_num_particles(function.dim)
+        malicious = round(count * function.malicious)
+        settings["num_particles"] = count - malicious
+        settings["adversaries"] = static(malicious, function.trap)
 
     def lower(points: np.ndarray) -> np.ndarray:
         values.clear()
-        out = np.empty(len(points))
-        for i, x in enumerate(points):
-            values[i], violations = function(x)
-            out[i] = np.square(violations).sum()
-        return out
+        violations = []
+        for x in points:
+            f, violated = function(x)
+            values.append(f)
+            violations.append(violated)
+        return np.square(violations).sum(1)
 
     def upper(points: np.ndarray) -> np.ndarray:
-        return np.array([values[i] for i in range(len(points))])
+        return np.array(values)
 
     fedcb2o.minimize(
         fedcb2o.from_numpy(lower),
@@ -184,15 +215,34 @@ def run_pycma(function: Function, seed: int) -> None:
 def run_cbx(function: Function, seed: int) -> None:
     """Minimise by CBXPy."""
     from cbx.dynamics import CBO
+    from cbx.dynamics.pdyn import post_process_default
+
+    malicious = round(50 * function.malicious)
 
     def objective(x: np.ndarray) -> np.ndarray:
-        values = [function.penalised(point) for point in x.reshape(-1, function.dim)]
+        points = x.reshape(-1, function.dim)
+        values = [function.penalised(point) for point in points]
         return np.array(values).reshape(x.shape[:-1])
 
+    clip = post_process_default()
+
+    def hold(dynamic: Any) -> None:
+        clip(dynamic)
+        dynamic.x[:, :malicious] = function.trap
+
     start = np.random.default_rng(seed).uniform(-5, 5, (1, 50, function.dim))
+    start[:, :malicious] = function.trap
     settings = {"noise": "anisotropic", "dt": 0.1, "sigma": 1.0, "alpha": 1000.0}
-    np.random.seed(seed)  # noqa: NPY002  CBXPy draws its noise there
-    CBO(objective, x=start, f_dim="3D", max_it=10**6, verbosity=0, **settings).optimize()
+    CBO(
+        objective,
+        x=start,
+        f_dim="3D",
+        max_it=10**6,
+        verbosity=0,
+        post_process=hold,
+        seed=seed,
+        **settings,
+    ).optimize()
 
 
 def run_random(function: Function, seed: int) -> None:
@@ -211,63 +261,72 @@ RUNNERS: dict[str, Callable[[Function, int], None]] = dict(
 )
 
 
-def measure(plan: Any, log: Path) -> None:
+def measure(plan: Sequence[Part], log: Path) -> None:
     """Run all missing runs of a plan, and append one line for each to the log."""
-    import cocoex
-
     done = set()
     if log.exists():
         done = {json.loads(line)["key"] for line in log.read_text().splitlines()}
     with log.open("a") as lines:
-        for dim, instances, seeds, corrupt, methods in plan:
-            suite = cocoex.Suite(
-                "bbob-constrained",
-                f"instances:{instances.start}-{instances.stop - 1}",
-                f"dimensions:{dim}",
-            )
-            for problem in suite:
-                for seed in range(1, seeds + 1):
-                    for method in methods:
-                        key = f"{method}|{problem.id}|{seed}|{corrupt}"
-                        if key in done:
-                            continue
-                        function = Function(problem, EVALUATIONS_PER_DIM[dim] * dim, corrupt, seed)
-                        start = time.time()
-                        with contextlib.suppress(SpentError):
-                            RUNNERS[method](function, seed)
-                        row = {
-                            **{"key": key, "method": method, "d": dim, "corrupt": corrupt},
-                            **{"feasible": function.is_feasible},
-                            "gap": float(function.best - function.least),
-                            "seconds": time.time() - start,
-                        }
-                        lines.write(json.dumps(row) + "\n")
-                        lines.flush()
+        for part in plan:
+            for seed, instance in itertools.product(range(1, part.seeds + 1), part.instances):
+                for row in sweep(part, instance, seed, done):
+                    lines.write(json.dumps(row) + "\n")
+                    lines.flush()
+
+
+def sweep(part: Part, instance: int, seed: int, done: set[str]) -> Iterator[dict[str, Any]]:
+    """Run the missing runs of one instance and seed of a part on all functions."""
+    import cocoex
+
+    attack = "none"
+    if part.share:
+        attack = f"{part.share:.0%} {part.attack}"
+    suite = cocoex.Suite("bbob-constrained", f"instances:{instance}", f"dimensions:{part.dim}")
+    for problem in suite:  # a list of them would free all but the last
+        for method in part.methods:
+            key = f"{method}|{problem.id}|{seed}|{attack}"
+            if key in done:
+                continue
+            done.add(key)
+            function = Function(problem, seed, part.attack, part.share)
+            start = time.process_time()
+            with contextlib.suppress(SpentError):
+                RUNNERS[method](function, seed)
+            yield {
+                **{"key": key, "method": method, "d": part.dim, "attack": attack},
+                **{"instance": instance, "seed": seed, "feasible": function.is_feasible},
+                "gap": float(function.best - function.least),
+                "seconds": time.process_time() - start,
+            }
 
 
 def summarise(log: Path) -> list[dict[str, Any]]:
-    """Return functions of 54 with a feasible point and within each gap, mean over runs."""
-    groups: dict[tuple[int, float, str], list[dict[str, Any]]] = {}
+    """Return functions of 54 with a feasible point and within each gap, mean over sweeps.
+
+    Only sweeps of all functions count.
+    """
+    sweeps: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in log.read_text().splitlines():
         row = json.loads(line)
-        groups.setdefault((row["d"], row["corrupt"], row["method"]), []).append(row)
+        key = (row["attack"], row["d"], METHODS.index(row["method"]))
+        sweeps.setdefault((*key, row["instance"], row["seed"]), []).append(row)
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for key, runs in sweeps.items():
+        if len(runs) == NUM_FUNCTIONS:
+            groups.setdefault(key[:3], []).extend(runs)
+
     rows = []
-    for (dim, corrupt, method), runs in sorted(
-        groups.items(), key=lambda item: (item[0][1], item[0][0], METHODS.index(item[0][2]))
-    ):
-        counts = {
-            f"gap {gap:g}": f"{54 * np.mean([run['gap'] <= gap for run in runs]):.1f}"
-            for gap in GAPS
-        }
+    for (attack, dim, method), runs in sorted(groups.items()):
+        gaps = np.array([run["gap"] for run in runs])
         rows.append(
             {
-                **{"d": dim, "evaluations": EVALUATIONS_PER_DIM[dim] * dim},
-                **{"corrupted": f"{corrupt:.0%}", "method": method, "runs": len(runs)},
-                "feasible": f"{54 * np.mean([run['feasible'] for run in runs]):.1f}",
-                **counts,
+                **{"d": dim, "evaluations": EVALUATIONS_PER_DIM[dim] * dim, "attack": attack},
+                **{"method": METHODS[method], "runs": len(runs)},
+                "feasible": f"{NUM_FUNCTIONS * np.mean([run['feasible'] for run in runs]):.1f}",
+                **{f"gap {gap:g}": f"{NUM_FUNCTIONS * np.mean(gaps <= gap):.1f}" for gap in GAPS},
             }
         )
-    return rows
+    return sorted(rows, key=lambda row: row["attack"] != "none")
 
 
 def main() -> None:

@@ -38,6 +38,21 @@ def test_it_finds_the_minimiser_of_g_among_those_of_l(lower, upper, target):
     assert torch.allclose(found.x, double(target), atol=1e-3), found
 
 
+def test_the_budget_does_not_end_outside_of_a_narrow_feasible_set():
+    """G falls away from a corner of four half-spaces in d = 5, so that its points come late."""
+    generator = np.random.default_rng(3)
+    normals = double(generator.standard_normal((4, 5)))
+
+    def lower(x):
+        return (x @ normals.T).clamp(min=0).square().sum(-1)
+
+    def upper(x):
+        return -1e3 * (x @ normals.sum(0)) + x.square().sum(-1)
+
+    found = minimize(lower, upper, 5, maxfev=2000, bounds=(-5, 5))
+    assert found.lower == 0
+
+
 @pytest.mark.parametrize("factor", [1e-6, 1e6])
 def test_units_of_l_and_g_do_not_matter(factor):
     plain = minimize(objectives.circle, G, 2, **BUDGET)

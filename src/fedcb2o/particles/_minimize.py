@@ -304,12 +304,16 @@ def minimize(
 
     hopping = None
     if is_adaptive and not is_fixed:
-        hopping = AdaptiveDynamics(
-            system, None if initial is not None else box, delta_q=delta_q, xtol=xtol
-        )
-        step_time = adaptive.DT
         if maxfev is None and maxiter is None:
             maxfev = adaptive.EVALUATIONS_PER_DIM * theta.shape[2]
+        hopping = AdaptiveDynamics(
+            system,
+            None if initial is not None else box,
+            delta_q=delta_q,
+            xtol=xtol,
+            maxfev=maxfev,
+        )
+        step_time = adaptive.DT
     elif maxiter is None:
         maxiter = settings.PAPER["maxiter"]
     params = params_at(0)

@@ -6,6 +6,7 @@ Example:
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class AdaptiveDynamics:
         *,
         delta_q: float,
         xtol: float | None,
+        maxfev: int | None,
     ) -> None:
         """Start the ensembles.
 
@@ -49,6 +51,7 @@ class AdaptiveDynamics:
             box: Box in which ensembles start; by default that of the first ensemble of a run.
             delta_q: Tolerance for L.
             xtol: Spread of a collapsed ensemble; None for the precision of the dtype.
+            maxfev: Largest number of evaluations of a run.
         """
         walls = None
         if system.bounds is not None:
@@ -68,6 +71,7 @@ class AdaptiveDynamics:
                     delta_q=delta_q,
                     precision=precision,
                     xtol=xtol or 0.0,
+                    budget=maxfev or math.inf,
                 )
             )
 

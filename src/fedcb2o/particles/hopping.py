@@ -15,6 +15,10 @@ V = sqrt(L - min L - delta_q). The weight w adapts to the ensemble: it grows whi
 point violates L as much as the particles around it do, and falls where it does not. Only w's
 product with V counts, so that the units of L and G do not matter.
 
+Constraints are met from the outside, and slowly. One particle takes a Newton step towards V = 0.
+Half of the evaluations may pass without two separate points of least L. Then L alone counts for a
+while, and again in the last tenth.
+
 Example:
     >>> hopper = Hopper(1, np.array([-1.0, -1.0]), np.array([1.0, 1.0]), 20)
     >>> while not hopper.ends:
@@ -42,6 +46,9 @@ _HOLD = 0.5  # violation of m, relative to the ensemble's, from which w grows
 _GROWTH = 0.4  # largest logarithmic growth of w in a generation, over sqrt(d)
 _DECAY = 0.3
 _MAX_EXCLUDED = 0.25  # share of excluded particles from which w falls: L has one side only
+_OVERSHOOT = (0.5, 1.5)  # length of the step of one particle to smaller L, over Newton's
+_LATE = 0.5  # share of the budget after which L alone counts for a while, if L has no interior yet
+_LAST = 0.9  # share after which it does to the end
 _FLAT = 1e-12  # relative range of the best values of recent generations that is rounding
 _MAX_FROZEN = 256  # steps of a frozen consensus point
 _MAX_FULL = 100  # coordinates from which the covariance is diagonal
@@ -136,6 +143,12 @@ class Cloud:
             return float(self.step * np.linalg.norm(self._root, axis=0).max())
         return float(self.step * self._root.max())
 
+    def whiten(self, offset: Array) -> Array:
+        """Divide an offset [d] by the standard deviations."""
+        if self._is_full:
+            return self._inverse_root @ offset / self.step
+        return self._inverse_root * offset / self.step
+
     def update(self, offsets: Array) -> Array:
         """Adapt s and C to the better half of a generation.
 
@@ -222,6 +235,7 @@ class Hopper:
         delta_q: float = 0.0,
         precision: float = 1e-8,
         xtol: float = 0.0,
+        budget: float = math.inf,
     ) -> None:
         """Start the first ensemble.
 
@@ -235,7 +249,11 @@ class Hopper:
             delta_q: Tolerance for L.
             precision: Spread of a collapsed ensemble, relative to the box.
             xtol: Spread of a collapsed ensemble.
+            budget: Evaluations of the run.
         """
+        self._budget = budget
+        self._evaluated = 0
+        self._late_generations = 5 + 3 * len(low)
         self._low = low
         self.width = high - low
         self._is_free = self.width > 0
@@ -275,6 +293,8 @@ class Hopper:
         points[:, self._is_free] += self._cloud.stretch(normals) * self.width[self._is_free]
         if not self._batches:
             points[0] = self.m
+            if self._repair is not None and self._n > 1:
+                points[1] = self.m + self._generator.uniform(*_OVERSHOOT) * self._repair
         if self._walls is not None:
             points = points.clip(*self._walls)
         return points
@@ -291,6 +311,7 @@ class Hopper:
             upper = lower
             lower = np.where(np.isfinite(upper), 0.0, np.inf)
         self._batches.append((points, lower, upper))
+        self._evaluated += len(points)
         least = float(lower.min())
         if least < self._least:
             self._least = least
@@ -356,6 +377,7 @@ class Hopper:
     def _restart(self) -> None:
         """Start a new ensemble in the box."""
         self._cloud = None
+        self._repair: Array | None = None
         self._batches = []
         particles = _START_FACTOR * default_num_particles(len(self._low)) * self._frozen
         self._batches_needed = max(1, round(particles / self._n))
@@ -393,7 +415,10 @@ class Hopper:
         """Adapt w, and move m and the distribution of the particles."""
         is_finite = np.isfinite(violation)
         others = violation[1:][is_finite[1:]]
-        if others.any() or violation[0] > 0:
+        l_alone = self._wants_l_alone()
+        if l_alone:
+            self._late_generations -= 1
+        elif others.any() or violation[0] > 0:
             rate = 1 / math.sqrt(len(self.m))
             if is_finite.mean() < 1 - _MAX_EXCLUDED:
                 self._weight *= math.exp(-_GROWTH * rate)
@@ -403,14 +428,18 @@ class Hopper:
                 self._weight *= math.exp(_GROWTH * rate)
         merit = self._merit(violation, upper)
         order = np.lexsort((violation, merit))
+        if l_alone:
+            order = np.lexsort((upper, violation))
         self._consider(points, lower, violation, upper)
 
         cloud = self._cloud
         assert cloud is not None
         half = order[: len(cloud.weights)]
-        offsets = (points[half] - self.m)[:, self._is_free] / self.width[self._is_free]
+        free = self._is_free
+        offsets = (points - self.m)[:, free] / self.width[free]
+        self._repair = self._newton_step(offsets[is_finite], violation[is_finite], violation[0])
         self.m = self.m.copy()
-        self.m[self._is_free] += cloud.update(offsets) * self.width[self._is_free]
+        self.m[free] += cloud.update(offsets[half]) * self.width[free]
         if self._walls is not None:
             self.m = self.m.clip(*self._walls)
         longest = 100 + 50 * (len(self.m) + 3) ** 2 / math.sqrt(len(points))
@@ -421,6 +450,28 @@ class Hopper:
         if cloud.radius <= self._collapse or is_flat or cloud.generation > longest:
             self.ends.append(self._current(bool(is_flat or cloud.radius <= _AGREEMENT)))
             self._has_ended = True
+
+    def _newton_step(self, offsets: Array, violation: Array, at_m: float) -> Array | None:
+        """Return the step to V = 0 by the linear regression of V, or None at V(m) = 0."""
+        cloud = self._cloud
+        assert cloud is not None
+        if not 0 < at_m < math.inf:
+            return None
+        slope = (violation - violation.mean()) @ offsets / len(violation)
+        whitened = cloud.whiten(slope)
+        steepness = float(whitened @ whitened)
+        if steepness <= 0:
+            return None
+        step = np.zeros_like(self.m)
+        step[self._is_free] = -at_m / steepness * slope * self.width[self._is_free]
+        return step
+
+    def _wants_l_alone(self) -> bool:
+        """Return whether L alone counts, as the budget ends without a set of minimisers."""
+        if self._is_attained:
+            return False
+        share = self._evaluated / self._budget
+        return share > _LAST or (share > _LATE and self._late_generations > 0)
 
     def _consider(self, points: Array, lower: Array, violation: Array, upper: Array) -> None:
         """Replace the best judged point by a better one."""
