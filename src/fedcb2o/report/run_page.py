@@ -17,6 +17,7 @@ from fedcb2o.report._figures import (
     peer_panels,
     source_count_panels,
 )
+from fedcb2o.report._membership import membership_table
 from fedcb2o.report._page import Page, create_page, flatten_to_text
 from fedcb2o.report._table_formats import shorten_label, to_readable
 from fedcb2o.report.tables import (
@@ -27,7 +28,6 @@ from fedcb2o.report.tables import (
     custom_metric_means,
     incomplete_note,
     is_attacked,
-    membership_table,
     pair_statistics,
     run_labels,
     seed_caption,
