@@ -1,7 +1,6 @@
 """The directive `keys`: a table of the keys of a configuration, or of the parts of a kind."""
 
 import re
-from collections.abc import Iterable, Sequence
 
 from docutils import nodes
 from docutils.statemachine import StringList
@@ -21,16 +20,19 @@ class Keys(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the table."""
-        heads = ["key", "range", "default", "meaning"]
-        rows: Iterable[Sequence[str]] = key_rows()
+        lines = ["| key | meaning |", "| --- | --- |"]
         if self.arguments:
-            heads = ["name", "parameters", "purpose"]
-            rows = part_rows(self.arguments[0])
-        lines = [heads, ["---"] * len(heads)]
-        lines += [[f"`{name}`", *map(_linked, cells)] for name, *cells in rows]
-        text = ["| " + " | ".join(cells) + " |" for cells in lines]
+            lines[0] = "| name | purpose and parameters |"
+            for name, parameters, purpose in part_rows(self.arguments[0]):
+                code = f" `{parameters}`" if parameters else ""
+                lines.append(f"| `{name}` | {purpose}{code} |")
+        else:
+            for key, values, default, meaning in key_rows():
+                text = meaning[:1].upper() + meaning[1:]
+                cell = _linked(f"{text}. {values}; default: {default}")
+                lines.append(f"| `{key}` | {cell} |")
         node = nodes.container()
-        self.state.nested_parse(StringList(text, "keys"), self.content_offset, node)
+        self.state.nested_parse(StringList(lines, "keys"), self.content_offset, node)
         return node.children
 
 
