@@ -159,9 +159,12 @@ def part_rows(kind: str) -> Iterator[tuple[str, str, str]]:
         Name, parameters with their defaults, and the first sentences of the docstring.
     """
     for name, function in _catalogue(kind).items():
-        parameters = plugins.parameters(function)
-        parameters.pop("data_dir", None)  # an option of the command
-        texts = [_parameter_text(key, each.default) for key, each in parameters.items()]
+        parameters = plugins.parameters(function).items()
+        texts = [
+            _parameter_text(key, parameter.default)
+            for key, parameter in parameters
+            if key != "data_dir"  # an option of the command
+        ]
         yield name, ", ".join(texts), _summary_line(function)
 
 

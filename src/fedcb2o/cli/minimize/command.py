@@ -52,12 +52,8 @@ def minimize(
         float | None,
         typer.Option(help="Largest distance from --x0."),
     ] = None,
-    target: Annotated[
-        str | None, typer.Option(metavar="X,Y,...", help="Known solution.")
-    ] = None,
-    num_particles: Annotated[
-        int | None, typer.Option(help="Particles in a cluster.")
-    ] = None,
+    target: Annotated[str | None, typer.Option(metavar="X,Y,...", help="Known solution.")] = None,
+    num_particles: Annotated[int | None, typer.Option(help="Particles in a cluster.")] = None,
     dynamics: Annotated[
         _Dynamics | None,
         typer.Option(metavar="NAME", help="adaptive, or paper with your settings."),
