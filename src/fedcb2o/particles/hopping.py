@@ -437,7 +437,9 @@ class Hopper:
         half = order[: len(cloud.weights)]
         free = self._is_free
         offsets = (points - self.m)[:, free] / self.width[free]
-        self._repair = self._newton_step(offsets[is_finite], violation[is_finite], violation[0])
+        self._repair = None
+        if is_finite.all():  # a wall is no slope
+            self._repair = self._newton_step(offsets, violation)
         self.m = self.m.copy()
         self.m[free] += cloud.update(offsets[half]) * self.width[free]
         if self._walls is not None:
@@ -451,11 +453,11 @@ class Hopper:
             self.ends.append(self._current(bool(is_flat or cloud.radius <= _AGREEMENT)))
             self._has_ended = True
 
-    def _newton_step(self, offsets: Array, violation: Array, at_m: float) -> Array | None:
+    def _newton_step(self, offsets: Array, violation: Array) -> Array | None:
         """Return the step to V = 0 by the linear regression of V, or None at V(m) = 0."""
         cloud = self._cloud
         assert cloud is not None
-        if not 0 < at_m < math.inf:
+        if violation[0] == 0:
             return None
         slope = (violation - violation.mean()) @ offsets / len(violation)
         whitened = cloud.whiten(slope)
@@ -463,7 +465,7 @@ class Hopper:
         if steepness <= 0:
             return None
         step = np.zeros_like(self.m)
-        step[self._is_free] = -at_m / steepness * slope * self.width[self._is_free]
+        step[self._is_free] = -violation[0] / steepness * slope * self.width[self._is_free]
         return step
 
     def _wants_l_alone(self) -> bool:
