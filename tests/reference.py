@@ -69,6 +69,7 @@ class Options:
     newcomer_share: float | None = None  # of M, for peers never asked; None: as in Algorithm 2
     max_distance: float | None = None  # from the agent's own model, in units of its norm
     min_distance: float | None = None  # the same, in units of its movement in LocalUpdate
+    max_sensitivity: float | None = None  # rise of a class's sensitivity to noise, in movements
     interpolation: float = 1.0  # fraction of the way to a peer's model at which losses are computed
     loss_tolerance: float | None = None  # standard errors above the own loss that count, too
     # Criteria beyond the paper.
@@ -238,11 +239,12 @@ def local_aggregations(
         agent.met |= set(asked)
         received = [i for i in asked if answers[i]]  # line 2
         # Guards: a peer's model that is too far or too near is neither evaluated nor weighed.
-        refused = {
-            i: loss
-            for i in received
-            if i != j and (loss := refused_loss(published[i], published[j], agent, num_classes))
-        }
+        noise = noise_images(agent.train_x.shape[1:], stream(seed, "noise", n, j))
+        refused = {}
+        for i in received:
+            loss = refused_loss(published[i], published[j], agent, num_classes, noise)
+            if i != j and loss:
+                refused[i] = loss
         admitted = [i for i in received if i not in refused]
         # The models that m_j may hold; j is among them once, whether it sampled itself or is always
         # counted.
@@ -435,22 +437,54 @@ def on_the_way(own: nn.Module, peer: nn.Module, agent: Agent, share: float) -> n
     return there
 
 
-def refused_loss(peer: nn.Module, own: nn.Module, agent: Agent, num_classes: int) -> float:
-    """The loss that a refused model counts as: infinity if too far from the agent's own, log C if
-    almost identical to it; 0 for a model that is admitted."""
+def refused_loss(
+    peer: nn.Module, own: nn.Module, agent: Agent, num_classes: int, noise: Tensor
+) -> float:
+    """The loss that a refused model counts as: infinity if too far from the agent's own or too
+    sensitive, log C if almost identical to it; 0 for a model that is admitted."""
     options = agent.algorithm
-    if options.max_distance is None and options.min_distance is None:
-        return 0.0
     apart = distance(peer, own, agent)
     with torch.no_grad():
         norm = math.sqrt(sum(float(b.double().square().sum()) for b in exchanged(own, agent)))
     if options.max_distance is not None and apart > options.max_distance * norm:
         return math.inf
-    if options.min_distance is None:
-        return 0.0
-    assert agent.before is not None
-    is_near = apart < options.min_distance * distance(agent.before, own, agent)
-    return math.log(num_classes) if is_near else 0.0
+    if options.min_distance is not None:
+        assert agent.before is not None
+        if apart < options.min_distance * distance(agent.before, own, agent):
+            return math.log(num_classes)
+    if options.max_sensitivity is not None:
+        assert agent.before is not None
+        r_own, r_before, r_peer = (sensitivities(m, noise) for m in (own, agent.before, peer))
+        changes = [(a - b) ** 2 for a, b in zip(r_own, r_before, strict=True)]
+        movement = max(0.05, math.sqrt(sum(changes) / len(changes)))
+        known = [max(a, b) for a, b in zip(r_own, r_before, strict=True)]
+        rise = max(r - k for r, k in zip(r_peer, known, strict=True))
+        if rise > options.max_sensitivity * movement:
+            return math.inf
+    return 0.0
+
+
+def noise_images(shape: Sequence[int], draw: np.random.Generator) -> Tensor:
+    """64 images of black and white pixels; the last 32 consist of 4 x 4 blocks."""
+    pixels = torch.from_numpy(draw.random((64, *shape)) < 0.5).float()
+    images = pixels.clone()
+    if len(shape) < 2:
+        return images
+    height, width = shape[-2:]
+    for row, column in itertools.product(range(height), range(width)):
+        block = pixels[32:, ..., row * 4 // height, column * 4 // width]
+        images[32:, ..., row, column] = block
+    return images
+
+
+def sensitivities(module: nn.Module, noise: Tensor) -> list[float]:
+    """Of each class: how much its output varies over noise, in units of the median class."""
+    with torch.no_grad():
+        outputs = module.eval()(noise).double()
+    outputs -= outputs.mean(1, keepdim=True)
+    spread = [float(outputs[:32, c].std() + outputs[32:, c].std()) for c in range(outputs.shape[1])]
+    median = sorted(spread)[(len(spread) - 1) // 2]
+    return [math.log(s / median) for s in spread]
 
 
 def is_tolerated(losses: dict[int, Loss], i: int, j: int, options: Options) -> bool:

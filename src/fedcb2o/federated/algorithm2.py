@@ -94,7 +94,7 @@ def local_aggregation_(
     # Line 2: download theta^i, i in A
     inbox = download(A)
     # Guards: the models that are evaluated and weighed
-    admission = admit(agent, _ONE, _ONE, inbox)
+    admission = admit(agent, _ONE, _ONE, inbox, n)
     is_admitted = admission == ADMITTED
     # Line 3: L^i <- L_j(theta^i)
     inputs = validate(agent, P, inbox.filter(is_admitted), n, oracle)

@@ -153,7 +153,7 @@ def decide(
     rule_states = list(state.rule_states)
 
     positions = np.flatnonzero(active[agents] & ~is_colluding)
-    admission = admit(group, members, positions, inbox)
+    admission = admit(group, members, positions, inbox, n)
     is_admitted = admission == ADMITTED
     admitted_index = np.flatnonzero(is_admitted)
     decisions = Decisions.empty(agents, sampled, inbox, admission)

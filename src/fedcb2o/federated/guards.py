@@ -26,10 +26,15 @@ Off = Literal[False]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
-ADMITTED, TOO_FAR, TOO_NEAR = range(3)
+ADMITTED, TOO_FAR, TOO_NEAR, TOO_SENSITIVE = range(4)
 """Outcomes of the step "admit", as `Decisions.admission` records them."""
 
-OUTCOMES = ("admitted", "too far from the agent's own model", "too near to it")
+OUTCOMES = (
+    "admitted",
+    "too far from the agent's own model",
+    "too near to it",
+    "too sensitive to noise in one class",
+)
 """The outcomes in words."""
 
 
@@ -61,6 +66,15 @@ class Guards(Section):
             values="above 0",
         ),
     ] = False
+    max_sensitivity: Annotated[
+        Positive | Off,
+        key_field(
+            "admit: largest rise of a class's sensitivity to noise above the agent's own model, in "
+            "units of its change in this round's LocalUpdate. Against backdoors. Takes the memory "
+            "of N more models, and evaluates each model on 64 images of noise",
+            values="above 0",
+        ),
+    ] = False
     interpolation: Annotated[
         Share,
         key_field(
@@ -81,7 +95,7 @@ class Guards(Section):
     @property
     def needs_previous(self) -> bool:
         """True if the models before the round are needed."""
-        return self.min_distance is not False
+        return self.min_distance is not False or self.max_sensitivity is not False
 
     @property
     def selection_keywords(self) -> dict[str, float]:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from fedcb2o import plugins
 from fedcb2o.data import Shard, features
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.contacts import ContactTable
 from fedcb2o.federated.decisions import Inbox
-from fedcb2o.federated.guards import ADMITTED, distance_check, tolerated
+from fedcb2o.federated.guards import ADMITTED, TOO_SENSITIVE, distance_check, tolerated
 from fedcb2o.federated.inference import (
     Interpolation,
     Reference,
@@ -28,6 +29,7 @@ from fedcb2o.federated.inference import (
 from fedcb2o.federated.plugin_outputs import apply_sample_transform
 from fedcb2o.federated.ragged import Indices
 from fedcb2o.federated.run_spec import Algorithm, RunSpec
+from fedcb2o.federated.sensitivity import class_sensitivities, noise_images, rises
 from fedcb2o.federated.types import (
     AgentContext,
     Contacts,
@@ -190,39 +192,86 @@ def agent_context(
 
 
 def admit(
-    group: AgentGroup, members: Indices, positions: Indices, inbox: Inbox
+    group: AgentGroup, members: Indices, positions: Indices, inbox: Inbox, n: int
 ) -> Int[np.ndarray, " m"]:
     """Decide which received models are evaluated (the step "admit" of `guards`).
 
-    The agent's own model, where it sampled itself, is never too near.
+    The agent's own model, where it sampled itself, is always admitted.
 
     Args:
         group: Group of the agents.
         members: The batch, as positions in the group.
         positions: The active agents, as positions in `members`.
         inbox: Models that the members received.
+        n: Round.
 
     Returns:
-        `guards.ADMITTED`, `TOO_FAR` or `TOO_NEAR` for each model of the inbox.
+        One of the outcomes of `guards` for each model of the inbox.
     """
     guards = group.spec.algorithm.guards
     outcome = np.full(len(inbox.rows), ADMITTED)
-    if not guards.checks_distance:
+    if not guards.checks_distance and guards.max_sensitivity is False:
         return outcome
 
     for position in positions.tolist():
         index = inbox.ids.flat_index(np.array([position]))
         agent = members[position : position + 1]
-        outcome[index] = distance_check(
-            guards,
-            group.models,
-            torch.from_numpy(inbox.rows[index]),
-            torch.from_numpy(group.layout.own[agent]),
-            group.previous_rows(agent),
-        )
+        if guards.checks_distance:
+            outcome[index] = distance_check(
+                guards,
+                group.models,
+                torch.from_numpy(inbox.rows[index]),
+                torch.from_numpy(group.layout.own[agent]),
+                group.previous_rows(agent),
+            )
         is_own = inbox.ids.values[index] == group.agents[agent]
         outcome[index[is_own]] = ADMITTED
+        checked = index[(outcome[index] == ADMITTED) & ~is_own]
+        if guards.max_sensitivity is not False and checked.size:
+            rise = sensitivity_rises(group, int(agent[0]), inbox.rows[checked], n)
+            outcome[checked[~(rise <= guards.max_sensitivity)]] = TOO_SENSITIVE
     return outcome
+
+
+def sensitivity_rises(
+    group: AgentGroup, k: int, rows: Int[np.ndarray, " m"], n: int
+) -> Float[np.ndarray, " m"]:
+    """Compute the rises that the guard `max_sensitivity` bounds.
+
+    Args:
+        group: Group of the agents.
+        k: Index of the receiving agent.
+        rows: Rows of the received models.
+        n: Round.
+
+    Returns:
+        One number per model; NaN for a model that gives none.
+
+    Raises:
+        ConfigError: The data have no classes, or samples are no numbers on a scale.
+    """
+    spec, x = group.spec, group.data.samples.x
+    if spec.num_classes < 2 or not (x.is_floating_point() or x.dtype == torch.uint8):
+        raise ConfigError(
+            "the guard `max_sensitivity` compares classes on images of noise, and the data have "
+            "no classes or no pixels: leave it out"
+        )
+    draw = stream(spec.seed, "noise", n, int(group.agents[k]))
+    noise = noise_images(x.shape[1:], group.data.value_range, draw).to(group.models.device)
+    own = torch.from_numpy(group.layout.own[[k]])
+    previous = group.previous_rows(np.array([k]))
+    assert previous is not None
+    with plugins.attribute_errors("model", spec.model):
+        outputs = logits(
+            spec.module,
+            group.models,
+            torch.cat([torch.from_numpy(rows), own, previous]),
+            noise,
+            models_per_batch=spec.kernels.models_per_batch,
+            reference=group.reference(k),
+        )
+    received, own_sensitivity, before = class_sensitivities(outputs.cpu()).split([len(rows), 1, 1])
+    return rises(received, own_sensitivity, before).numpy()
 
 
 def tolerated_models(

@@ -16,7 +16,7 @@ from jaxtyping import Bool
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import Decisions, Ragged, metrics
-from fedcb2o.federated.guards import TOO_FAR, TOO_NEAR
+from fedcb2o.federated.guards import TOO_FAR, TOO_NEAR, TOO_SENSITIVE
 from fedcb2o.simulation.rounds import Round
 
 Metric = Callable[[torch.Tensor], Any]
@@ -118,8 +118,9 @@ def pairs_record(result: Round) -> dict[str, Any]:
     Returns:
         Per agent the peers that it asked, the models that it received and their weights. `before`
         is the weight of the agent's model before the round, and `f` the number of attackers that
-        its rule assumed; both are left out where no agent has one. `too_far` and `too_near` list
-        the senders of models that the guards did not admit; they are left out where there are none.
+        its rule assumed; both are left out where no agent has one. `too_far`, `too_near` and
+        `too_sensitive` list the senders of models that the guards did not admit; they are left out
+        where there are none.
     """
     decisions = result.decisions
     weights = np.array(_rounded(decisions.weights))
@@ -134,7 +135,8 @@ def pairs_record(result: Round) -> dict[str, Any]:
         record["before"] = np.nan_to_num(decisions.previous_weight).tolist()
     if not np.isnan(decisions.f).all():
         record["f"] = [None if math.isnan(f) else int(f) for f in decisions.f.tolist()]
-    for key, outcome in (("too_far", TOO_FAR), ("too_near", TOO_NEAR)):
+    refusals = {"too_far": TOO_FAR, "too_near": TOO_NEAR, "too_sensitive": TOO_SENSITIVE}
+    for key, outcome in refusals.items():
         if outcome in decisions.admission:
             record[key] = decisions.received.filter(decisions.admission == outcome).tolist()
     return record
