@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -62,11 +62,12 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class _HelloReply:
-    """A member's description of itself, and its clock minus ours."""
+    """A member's description of itself, its clock minus ours, and how it was asked."""
 
     content: Mapping[str, Any] | None
     reason: str = ""
     clock_offset: float = 0.0
+    way: str = ""
 
 
 def check_members(
@@ -103,10 +104,8 @@ def check_members(
             replies = _ask_all(federation, identity, agent_id, transport, end)
             _wait_for_checkers(replies, server, end)
             linked = transport.connected_peers()
-            direct = linked
             relay_results = []
             if isinstance(transport, Mixed):
-                direct = transport.direct.connected_peers()
                 relay_results = [_relay_result(transport.relayed, identity)]
     finally:
         transport.close()
@@ -121,10 +120,7 @@ def check_members(
     results = [CheckResult(identity.member.name, "", own_notes), *relay_results]
     for id, member in others.items():
         probe = probes[id].result()
-        result = _member_result(federation, member, replies.get(id), id in linked, probe)
-        way = ("asked through the relay", "asked directly")[id in direct]
-        notes = (way, *result.notes) if id in linked and relay is not None else result.notes
-        results.append(CheckResult(result.name, result.error, notes))
+        results.append(_member_result(federation, member, replies.get(id), id in linked, probe))
     return results
 
 
@@ -244,13 +240,23 @@ def _ask_all(
             )
             sent = time.time()
             timeout = min(2.0, end - time.monotonic())
+            way = _describe_way(transport, id)
             answers = transport.ask(id, request.encode(identity.sign), timeout)
-            pending[id] = nonce, sent, answers
-        for id, (nonce, sent, answers) in pending.items():
+            pending[id] = nonce, sent, answers, way
+        for id, (nonce, sent, answers, way) in pending.items():
             if _read_reply(replies, id, federation.members[id], nonce, sent, answers):
+                replies[id] = replace(replies[id], way=way)
                 missing.discard(id)
         time.sleep(0.1)
     return replies
+
+
+def _describe_way(transport: Transport, id: int) -> str:
+    """Say how a member is asked, if there is a relay."""
+    if not isinstance(transport, Mixed):
+        return ""
+    is_direct = id in transport.direct.connected_peers()
+    return "asked directly" if is_direct else "asked through the relay"
 
 
 def _read_reply(
@@ -317,7 +323,7 @@ def _member_result(
     if reply.content is None:
         return CheckResult(member.name, _describe_unreadable(member, reply.reason), notes)
 
-    notes = (_describe_software(reply.content), *notes)
+    notes = tuple(filter(None, (reply.way, _describe_software(reply.content), *notes)))
     offset = reply.clock_offset
     if abs(offset) > _MAX_CLOCK_OFFSET_SECONDS:
         direction = "ahead of" if offset > 0 else "behind"
