@@ -217,6 +217,18 @@ def first_models(terms: RunSpec, size: int = len(CLUSTER)) -> Tensor:
     return theta
 
 
+GUARDS: dict[str, dict[str, float]] = {
+    "newcomers": {"newcomer_share": 0.4},
+    "far": {"max_distance": 0.9},
+    "near": {"min_distance": 1.1},
+    "half-way": {"interpolation": 0.5},
+    "tolerance": {"loss_tolerance": 1.0},
+}
+"""Every guard alone; `ALL_GUARDS` has all at once."""
+
+ALL_GUARDS = {key: value for guard in GUARDS.values() for key, value in guard.items()}
+
+
 def guarded(algorithm: algorithms.Algorithm, **guards: Any) -> algorithms.Algorithm:
     """An algorithm with these guards."""
     return algorithm.with_guards(Guards(**guards))

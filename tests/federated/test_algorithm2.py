@@ -144,14 +144,7 @@ def test_fedcb2o_equals_the_oracle(choice):
     compare(algorithms.fedcb2o(**choice), dataclasses.replace(reference.FEDCB2O, **choice))
 
 
-GUARDS = {
-    "newcomers": {"newcomer_share": 0.4},
-    "far": {"max_distance": 0.9},
-    "near": {"min_distance": 1.1},
-    "half-way": {"interpolation": 0.5},
-    "tolerance": {"loss_tolerance": 1.0},
-}
-GUARDS["all"] = {key: value for guard in GUARDS.values() for key, value in guard.items()}
+GUARDS = {**ours.GUARDS, "all": ours.ALL_GUARDS}
 
 
 @pytest.mark.parametrize("guards", GUARDS.values(), ids=GUARDS)

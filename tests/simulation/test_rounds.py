@@ -6,7 +6,9 @@ import json
 import pytest
 import torch
 from tests.agents import (
+    ALL_GUARDS,
     CLUSTER,
+    GUARDS,
     TRAINING,
     Adapted,
     attackers_of,
@@ -125,13 +127,6 @@ def hold_equal(
         assert torch.equal(models.view(torch.int32), posted.models.view(torch.int32)), name
 
 
-GUARDS = {
-    "newcomer_share": 0.4,
-    "max_distance": 1.0,
-    "min_distance": 1.1,
-    "interpolation": 0.5,
-    "loss_tolerance": 1.0,
-}
 ALGORITHMS = {
     "FedCB2O": algorithms.fedcb2o(),
     "FedCB2O, as released": algorithms.fedcb2o(variant="released"),
@@ -152,18 +147,18 @@ ALGORITHMS = {
     ),
     "FedAssay": algorithms.fedassay(),
     "all guards": guarded(
-        algorithms.fedcb2o(beta=0.75, own_model="judged", mixing_factor=1.0), **GUARDS
+        algorithms.fedcb2o(beta=0.75, own_model="judged", mixing_factor=1.0), **ALL_GUARDS
     ),
     "all guards, patches": guarded(
         algorithms.fedcb2o(
             criterion={"name": "trigger_sensitivity"}, own_model="judged", mixing_factor=1.0
         ),
-        **GUARDS,
+        **ALL_GUARDS,
     ),
     "all guards, krum": guarded(
-        algorithms.by_rule(rule="krum", selection="prob_sampling", pre_step="nnm"), **GUARDS
+        algorithms.by_rule(rule="krum", selection="prob_sampling", pre_step="nnm"), **ALL_GUARDS
     ),
-    "all guards, DFedAvgM": guarded(algorithms.dfedavgm(), **GUARDS),
+    "all guards, DFedAvgM": guarded(algorithms.dfedavgm(), **ALL_GUARDS),
     "perturbations": algorithms.fedcb2o(
         criterion={
             "name": "perturbation_gap",
@@ -188,6 +183,12 @@ ALGORITHMS = {
 )
 def test_every_algorithm(algorithm, participation, choices):
     hold_equal(algorithm, count=3, participation=participation, choices=choices)
+
+
+@pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
+def test_every_guard(guard):
+    algorithm = algorithms.fedcb2o(beta=0.6, own_model="judged", mixing_factor=1.0)
+    hold_equal(guarded(algorithm, **guard), count=3, participation=0.6, choices=BLOCKS)
 
 
 @pytest.mark.parametrize(
