@@ -39,7 +39,7 @@ _UserFunctionsOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="MODULE:FUNCTION",
-        help="Allow a function that the federation names. Repeatable.",
+        help="Allow this function. Repeatable.",
     ),
 ]
 _DataOption = Annotated[
@@ -48,7 +48,7 @@ _DataOption = Annotated[
         metavar="MODULE:FUNCTION|FILE.npz", help="This organisation's data.", show_default=False
     ),
 ]
-_DataDirOption = Annotated[Path | None, typer.Option(help="Folder with the files of the data set.")]
+_DataDirOption = Annotated[Path | None, typer.Option(help="Folder of the data set.")]
 _DaysOption = Annotated[
     int,
     typer.Option(
@@ -469,7 +469,7 @@ def run(
         str | None,
         typer.Option(
             metavar="PRESET_OR_FILE.toml",
-            help="Take the data and the attack of an agent of a simulation instead.",
+            help="Be an agent of a simulation instead.",
         ),
     ] = None,
     data_dir: _DataDirOption = None,
@@ -480,10 +480,10 @@ def run(
     listen: _ListenOption = None,
     relay: _RelayOption = None,
     gather: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for the others at the start.")
+        float, typer.Option(min=0, metavar="SECONDS", help="Wait for others first.")
     ] = 60.0,
     linger: Annotated[
-        float, typer.Option(min=0, help="Seconds to serve unfinished peers at the end.")
+        float, typer.Option(min=0, metavar="SECONDS", help="Serve others at the end.")
     ] = 300.0,
     metrics: Annotated[
         int | None,
@@ -491,12 +491,12 @@ def run(
             metavar="PORT",
             min=0,
             max=65535,
-            help="Serve /metrics and /health on this port of 127.0.0.1.",
+            help="Port of /metrics and /health.",
         ),
     ] = None,
     assess_every: Annotated[
         int,
-        typer.Option(min=0, help="Rounds between comparisons with training alone; 0 for none."),
+        typer.Option(min=0, metavar="ROUNDS", help="Measure the gain; 0: no."),
     ] = 1,
 ) -> Path:
     """Train as one agent of a federation and write its final model.
