@@ -41,27 +41,19 @@ README = DOCS.parent / "README.md"
 PREREGISTERED = "preregistered"
 _GRIDS = (
     PREREGISTERED,
+    "rivals",
     "all-data",
     "attacks-all-data",
     "emnist-all-data",
     "fashion-all-data",
     "unseen",
     "settings",
-    "shares",
-    "less-poison",
-    "ablation",
-    "digits",
-    "attacks",
-    "emnist",
-    "fashion",
-    "tabular",
     "rules",
-    "uniform",
     "criteria",
 )
 GRIDS = tuple(name for name in _GRIDS if (DOCS / "benchmark" / name).is_dir())
 """Grids of the explorer: the pre-registered test, then those of the current method."""
-MAIN_GRIDS = ("all-data", "attacks-all-data", "emnist-all-data", "fashion-all-data", "unseen")
+MAIN_GRIDS = ("rivals", "all-data", "attacks-all-data", "emnist-all-data", "fashion-all-data", "unseen")
 MEASURES = ("accuracy", "attack_success_rate", "accuracy_worst")
 TRIGGERS = (
     "Backdoor",
@@ -282,7 +274,7 @@ def losses_table() -> pd.DataFrame:
         loss with its column and rival.
     """
     found: dict[tuple[str, str, str], list[Loss]] = {}
-    for name in GRIDS[: GRIDS.index("less-poison") + 1]:
+    for name in GRIDS[: GRIDS.index("settings") + 1]:
         for loss in find_losses(name):
             found.setdefault((name, loss.setting, loss.value), []).append(loss)
     rows = []

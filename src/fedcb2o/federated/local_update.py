@@ -142,7 +142,7 @@ def local_update_(
     lr = training.lambda2 * training.gamma
     step = _make_step(training, parameters, lr)
     x, device = features(shard.x), theta.device
-    batches: Iterable[tuple[Tensor, ...]]
+    batches: Iterable[Any]
     if noise is None:
         batches = batched_mini_batches([len(shard)], training, [draw], device)  # before the seed
     else:

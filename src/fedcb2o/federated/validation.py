@@ -270,7 +270,8 @@ def sensitivity_rises(
             models_per_batch=spec.kernels.models_per_batch,
             reference=group.reference(k),
         )
-    received, own_sensitivity, before = class_sensitivities(outputs.cpu()).split([len(rows), 1, 1])
+    sensitivities = class_sensitivities(outputs.cpu())
+    received, own_sensitivity, before = torch.split(sensitivities, [len(rows), 1, 1])
     return rises(received, own_sensitivity, before).numpy()
 
 
