@@ -144,7 +144,7 @@ def test_fedcb2o_equals_the_oracle(choice):
     compare(algorithms.fedcb2o(**choice), dataclasses.replace(reference.FEDCB2O, **choice))
 
 
-GUARDS = {**ours.GUARDS, "all": ours.ALL_GUARDS}
+GUARDS = {**ours.GUARDS, "noise": {"max_sensitivity": 2.0}, "all": ours.ALL_GUARDS}
 
 
 @pytest.mark.parametrize("guards", GUARDS.values(), ids=GUARDS)
@@ -411,6 +411,7 @@ class Compared(LocalEngine):
         ours.guarded(
             algorithms.fedcb2o(criterion="distance", own_candidate=True),
             min_distance=1.1,
+            max_sensitivity=2.0,
             loss_tolerance=1.0,
             newcomer_share=0.4,
         ),
