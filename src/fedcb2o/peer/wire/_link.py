@@ -138,7 +138,8 @@ class TlsStream:
         """
         while len(self._plain) < count:
             self.receive(end - time.monotonic())
-        content = bytes(self._plain[:count])
+        with memoryview(self._plain) as view:
+            content = bytes(view[:count])
         del self._plain[:count]
         return content
 

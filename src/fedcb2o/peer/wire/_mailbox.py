@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from fedcb2o.peer.membership.certificates import parse_endpoint
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._link import TlsStream
 from fedcb2o.peer.wire._listener import client_context
+from fedcb2o.peer.wire._protocol import BytesLike
 
 MAX_MESSAGE_BYTES = 2**21 + 2**12
 """Longest message: an answer, sealed."""
@@ -128,7 +130,7 @@ class FolderMailbox:
                     found[path.name] = file.read(_MAX_CARD_BYTES)
         return found
 
-    def put(self, box: str, message: bytes, seconds: float, sender: str = "") -> None:
+    def put(self, box: str, message: BytesLike, seconds: float, sender: str = "") -> None:
         name = f"{time.time_ns():020}-{secrets.token_hex(4)}-{sender}".rstrip("-")
         self._write(self._folder / "boxes" / box / name, message)
         with self._stored:
@@ -157,7 +159,7 @@ class FolderMailbox:
             with suppress(OSError):  # another user made it at the same time
                 folder.chmod(self._mode)
 
-    def _write(self, path: Path, content: bytes) -> None:
+    def _write(self, path: Path, content: BytesLike) -> None:
         temporary = path.with_name(f"{path.name}-{secrets.token_hex(4)}.tmp")
         temporary.write_bytes(content)
         temporary.chmod(self._mode & 0o666)
@@ -271,7 +273,7 @@ class RelayMailbox:
         self._open.discard(stream)
         stream.release()
 
-    def _call(self, head: str, body: bytes, seconds: float) -> bytes:
+    def _call(self, head: str, body: bytes, seconds: float) -> memoryview:
         """Send one request; try once more if a kept connection was lost."""
         end = time.monotonic() + seconds
         if self._closed:
@@ -288,10 +290,13 @@ class RelayMailbox:
         finally:
             self._free.release()
 
-    def _exchange(self, stream: TlsStream, head: str, body: bytes, end: float) -> bytes:
+    def _exchange(self, stream: TlsStream, head: str, body: bytes, end: float) -> memoryview:
         try:
-            write_frame(stream, b"%s\n%s" % (head.encode(), body), end)
-            status, _, content = read_frame(stream, MAX_REPLY_BYTES, end).partition(b"\n")
+            write_frame(stream, end, head.encode(), b"\n", body)
+            status, content = split_head(read_frame(stream, MAX_REPLY_BYTES, end))
+        except ValueError as error:
+            self._release(stream)
+            raise ConnectionAbortedError("the relay sends no frame") from error
         except BaseException:
             self._release(stream)
             raise
@@ -299,9 +304,9 @@ class RelayMailbox:
             self._release(stream)
         else:
             self._idle.append(stream)
-        if status == b"full":
+        if status == "full":
             raise BlockingIOError("the box is full")
-        if status != b"ok":
+        if status != "ok":
             raise FileNotFoundError(f"the relay refuses a message: {status[:60]!r}")
         return content
 
@@ -341,19 +346,35 @@ def open_mailbox(place: Path, identity: Identity) -> Mailbox:
     return RelayMailbox(Member.read(place), identity)
 
 
-def write_frame(stream: TlsStream, content: bytes, end: float) -> None:
+def write_frame(stream: TlsStream, end: float, *parts: bytes) -> None:
     """Send one frame between a member and a relay.
 
     Args:
         stream: The stream.
-        content: The frame.
         end: Monotonic time at which sending is given up.
+        *parts: Parts of the frame.
 
     Raises:
         OSError: The stream is closed, or the time is over.
     """
-    frame = len(content).to_bytes(4, "little") + content
-    stream.write(frame, max(0.0, end - time.monotonic()))
+    length = sum(map(len, parts)).to_bytes(4, "little")
+    stream.write(b"".join((length, *parts)), max(0.0, end - time.monotonic()))
+
+
+def split_head(frame: bytes) -> tuple[str, memoryview]:
+    """Split a frame after its first line, without a copy.
+
+    Args:
+        frame: The frame.
+
+    Returns:
+        The line, at most 200 characters of ASCII, and the bytes after it.
+
+    Raises:
+        ValueError: The frame does not begin with such a line.
+    """
+    end = frame.index(b"\n", 0, 201)
+    return frame[:end].decode("ascii"), memoryview(frame)[end + 1 :]
 
 
 def read_frame(stream: TlsStream, max_bytes: int, end: float) -> bytes:
@@ -385,10 +406,11 @@ def join_messages(messages: Iterable[bytes]) -> bytes:
     Returns:
         The bytes.
     """
-    return b"".join(len(message).to_bytes(4, "little") + message for message in messages)
+    pairs = ((len(message).to_bytes(4, "little"), message) for message in messages)
+    return b"".join(chain.from_iterable(pairs))
 
 
-def split_messages(content: bytes) -> list[bytes]:
+def split_messages(content: bytes | memoryview) -> list[bytes]:
     """Split what `join_messages` made; an incomplete end is left out.
 
     Args:
@@ -403,5 +425,5 @@ def split_messages(content: bytes) -> list[bytes]:
         start = position + 4
         position = start + int.from_bytes(content[position:start], "little")
         if position <= len(content):
-            messages.append(content[start:position])
+            messages.append(bytes(content[start:position]))
     return messages

@@ -27,6 +27,7 @@ from fedcb2o.peer.wire._mailbox import (
     FolderMailbox,
     join_messages,
     read_frame,
+    split_head,
     write_frame,
 )
 from fedcb2o.peer.wire._sealing import CARD_BYTES
@@ -129,8 +130,8 @@ class Relay:
         try:
             while time.time() < expires and not self._closed.is_set():
                 frame = read_frame(stream, MAX_MESSAGE_BYTES, time.monotonic() + _IDLE_SECONDS)
-                reply = self._reply(name, frame)
-                write_frame(stream, reply, time.monotonic() + _REPLY_SECONDS)
+                parts = self._reply(name, frame)
+                write_frame(stream, time.monotonic() + _REPLY_SECONDS, *parts)
         except (OSError, ValueError):
             pass  # lost, silent, or a malformed frame
         finally:
@@ -138,26 +139,26 @@ class Relay:
             with self._lock:
                 self._links[name].remove(stream)
 
-    def _reply(self, name: str, frame: bytes) -> bytes:
+    def _reply(self, name: str, frame: bytes) -> tuple[bytes, ...]:
         """Carry out one request of a member.
 
         Raises:
             ValueError: The request is malformed, or for a box of another member.
         """
-        head, _, body = frame.partition(b"\n")
-        command, place, seconds = (*head[:200].decode("ascii").split(" "), "", "")[:3]
+        head, body = split_head(frame)
+        command, place, seconds = (*head.split(" "), "", "")[:3]
         if command == "cards":
-            return b"ok\n" + join_messages(self._card_entries())
+            return b"ok\n", join_messages(self._card_entries())
         if command == "put" and BOX_NAME.fullmatch(place):
-            return self._store(name, place, body)
+            return (self._store(name, place, body),)
         is_own_card = CARD_NAME.fullmatch(place) and place.partition(".")[0] == name
         if command == "card" and is_own_card and len(body) in (0, CARD_BYTES):
-            self._mailbox.publish_card(place, body)
-            return b"ok\n"
+            self._mailbox.publish_card(place, bytes(body))
+            return (b"ok\n",)
         if command == "take" and BOX_NAME.fullmatch(place) and place.partition("/")[0] == name:
             self._keep_box(name, place)
             wait = min(max(0.0, float(seconds)), _MAX_TAKE_SECONDS)
-            return b"ok\n" + join_messages(self._mailbox.take(place, wait))
+            return b"ok\n", join_messages(self._mailbox.take(place, wait))
         raise ValueError("no such request, or not of this member")
 
     def _card_entries(self) -> Iterable[bytes]:
@@ -165,15 +166,15 @@ class Relay:
             yield name.encode()
             yield card
 
-    def _store(self, sender: str, box: str, message: bytes) -> bytes:
+    def _store(self, sender: str, box: str, message: memoryview) -> bytes:
         """Store a message, unless there is no such box or it has too many of this sender."""
         if box not in self._boxes.get(box.partition("/")[0], {}):
-            return b"no box"
+            return b"no box\n"
         with suppress(OSError):
             if self._mailbox.stored_bytes(box, sender) + len(message) <= _MAX_STORED_BYTES:
                 self._mailbox.put(box, message, 0.0, sender)
                 return b"ok\n"
-        return b"full"
+        return b"full\n"
 
     def _keep_box(self, name: str, box: str) -> None:
         """Note a member's box; its newest ones replace older ones."""

@@ -172,8 +172,10 @@ class Relayed:
                 self.error = ""
             except OSError as error:
                 self._end_requests()
-                if not self.error and not self._closed.is_set():
-                    self.error = _describe(error)
+                message = _describe(error)
+                is_new = not self.error or (_is_refusal(error) and message != self.error)
+                if is_new and not self._closed.is_set():
+                    self.error = message
                     logging.getLogger(__name__).warning("%s", self.error)
                 self._closed.wait(_RETRY_SECONDS)
             except Exception:  # the thread must go on
@@ -236,8 +238,12 @@ class Relayed:
             answers.put(None)
 
 
+def _is_refusal(error: OSError) -> bool:
+    return isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "")
+
+
 def _describe(error: OSError) -> str:
-    if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
+    if _is_refusal(error):
         return (
             "the relay refuses the certificate of this member: a newer version of the federation "
             "may have removed or changed it, or the relay holds an older one"

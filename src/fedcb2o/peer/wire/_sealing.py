@@ -209,7 +209,7 @@ class Session:
         count = next(self._counts)
         head = _SEALED.pack(_MAGIC, _VERSION, 5, kind, self._agent_id, card.agent, id, count)
         head += self._own_card
-        return head + channel.sending.encrypt(_nonce(count), bytes(content), head)
+        return head + channel.sending.encrypt(_nonce(count), content, head)
 
     def open(self, data: BytesLike) -> Sealed:
         """Verify and decrypt a message.
@@ -235,7 +235,7 @@ class Session:
         channel = self._channel(card)
         head = bytes(view[:_HEAD_BYTES])
         try:
-            content = channel.receiving.decrypt(_nonce(count), bytes(view[_HEAD_BYTES:]), head)
+            content = channel.receiving.decrypt(_nonce(count), view[_HEAD_BYTES:], head)
         except InvalidTag:
             raise MalformedError("seal") from None
         with self._lock:
