@@ -23,7 +23,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import Federation, Identity
 from fedcb2o.peer.membership.federation import read_federation
 from fedcb2o.peer.node import _preflight
-from fedcb2o.peer.wire import MalformedError, Relay, open_transport
+from fedcb2o.peer.wire import MalformedError, Relay, _sealing, open_transport
 from fedcb2o.peer.wire._listener import client_context
 from fedcb2o.peer.wire._mailbox import FolderMailbox, RelayMailbox
 from fedcb2o.peer.wire._relayed import Relayed
@@ -70,6 +70,21 @@ def test_a_sealed_message_is_read_by_its_receiver_once(sessions: list[Session]) 
     assert first.open(answer).content == b"answer"
     with pytest.raises(MalformedError):  # to itself
         first.open(message)
+
+
+def test_cards_without_a_valid_seal_displace_no_session(three, sessions, monkeypatch) -> None:
+    monkeypatch.setattr(_sealing, "_MAX_SESSIONS", 2)
+    first, second, _ = sessions
+    message = sealed(first, second)
+    second.open(message)
+    for _ in range(3):  # former sessions of the same member
+        former = Session(three[1], three[0][0])
+        broken = bytearray(sealed(former, second))
+        broken[-1] ^= 1
+        with pytest.raises(MalformedError, match="seal"):
+            second.open(bytes(broken))
+    with pytest.raises(MalformedError, match="replay"):
+        second.open(message)
 
 
 def test_every_changed_byte_is_refused(sessions: list[Session]) -> None:

@@ -38,8 +38,8 @@ CARD_BYTES = _CARD.size + SIGNATURE_BYTES
 _HEAD_BYTES = _SEALED.size + CARD_BYTES
 SEALED_OVERHEAD = _HEAD_BYTES + 16
 """Bytes of a sealed message around its content."""
-_MAX_SESSIONS = 4
-"""Remembered sessions of one member; the newest remain."""
+_MAX_SESSIONS = 64
+"""Remembered sessions of one member; the newest remain. A forgotten one forgets its replays."""
 _REPLAY_WINDOW = 1024
 
 
@@ -205,7 +205,7 @@ class Session:
         Raises:
             MalformedError: The card's key is not valid.
         """
-        channel = self._channel(card)
+        channel = self._keep(card, self._channel(card))
         count = next(self._counts)
         head = _SEALED.pack(_MAGIC, _VERSION, 5, kind, self._agent_id, card.agent, id, count)
         head += self._own_card
@@ -238,19 +238,25 @@ class Session:
             content = channel.receiving.decrypt(_nonce(count), view[_HEAD_BYTES:], head)
         except InvalidTag:
             raise MalformedError("seal") from None
+        # A card alone, which anybody may repeat, displaces no session.
+        channel = self._keep(card, channel)
         with self._lock:
             if not channel.replays.accept(count):
                 raise MalformedError("replay")
         return Sealed(SealedKind(kind), card, id, content)
 
     def _channel(self, card: Card) -> _Channel:
+        known = self._channels.get(card.agent, {}).get(card.key)
+        return known or self._new_channel(card)
+
+    def _keep(self, card: Card, channel: _Channel) -> _Channel:
+        """Remember a channel; return the one that was remembered first."""
         with self._lock:
             channels = self._channels.setdefault(card.agent, {})
-            if card.key not in channels:
-                channels[card.key] = self._new_channel(card)
-                if len(channels) > _MAX_SESSIONS:
-                    del channels[next(iter(channels))]
-            return channels[card.key]
+            kept = channels.setdefault(card.key, channel)
+            if len(channels) > _MAX_SESSIONS:
+                del channels[next(iter(channels))]
+            return kept
 
     def _new_channel(self, card: Card) -> _Channel:
         try:
