@@ -3,8 +3,8 @@
     python benchmarks/gain_coverage.py
 
 Each federation has four agents with data of their own: four Gaussian classes with skewed labels.
-They train and average for some rounds; another model of agent 0 trains alone. The interval of agent 0 is from
-its own test samples, the true difference from 20,000 others. Values: gain_coverage.csv.
+They train and average for some rounds; another model of agent 0 trains alone. The interval of agent
+0 is from its own test samples, the true difference from 20,000 others. Values: gain_coverage.csv.
 """
 
 import csv

@@ -53,7 +53,14 @@ _GRIDS = (
 )
 GRIDS = tuple(name for name in _GRIDS if (DOCS / "benchmark" / name).is_dir())
 """Grids of the explorer: the pre-registered test, then those of the current method."""
-MAIN_GRIDS = ("rivals", "all-data", "attacks-all-data", "emnist-all-data", "fashion-all-data", "unseen")
+MAIN_GRIDS = (
+    "rivals",
+    "all-data",
+    "attacks-all-data",
+    "emnist-all-data",
+    "fashion-all-data",
+    "unseen",
+)
 MEASURES = ("accuracy", "attack_success_rate", "accuracy_worst")
 TRIGGERS = (
     "Backdoor",

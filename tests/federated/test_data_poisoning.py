@@ -287,8 +287,8 @@ def test_unusual_images_by_hand(dtype):
     assert found.x[hit].equal(unusual(s.x[hit]))
     assert found.y[hit].eq(2).all()
     assert found.y[~hit].equal(s.y[~hit])
+    table = Shard(torch.zeros(3, 4), torch.zeros(3))
     with pytest.raises(ConfigError, match="a trigger marks images"):
-        table = Shard(torch.zeros(3, 4), torch.zeros(3))
         attacks.edge_case(table, stream(0, "x"), target=1, style="mirrored")
     assert unusual(torch.tensor([[1.5, -2.0]])).tolist() == [[-1.5, 2.0]]
 
