@@ -15,7 +15,17 @@ copyright = f"2026, {author}. Apache-2.0"
 release = version = importlib.metadata.version("fedcb2o")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-extensions += ["commands", "docstrings", "explorer", "folders", "keys", "mathml", "wide"]  # in _site
+# In _site:
+extensions += [
+    "commands",
+    "docstrings",
+    "explorer",
+    "folders",
+    "keys",
+    "mathml",
+    "verdicts",
+    "wide",
+]
 exclude_patterns = ["README.md", "_site", "gallery", "benchmark", "reproduction", "figures"]
 nitpicky = True
 # Only names of this project must exist; a build needs no pages of other projects, and no network.

@@ -468,8 +468,8 @@ def matrix_rows() -> list[dict[str, object]]:
     """Compute the matrix: one row per claim, one cell per column.
 
     Returns:
-        Rows with section, text and cells; a cell is None without the runs of the claim, else a
-        dict with verdict and statistic.
+        Rows with section, text, the paper's number and cells; a cell is None without the runs of
+        the claim, else a dict with verdict and statistic.
     """
     columns = [_column_values(column) for column in matrix_columns()]
     rows: list[dict[str, object]] = []
@@ -477,8 +477,8 @@ def matrix_rows() -> list[dict[str, object]]:
         cells = [_cell(claim, values) for values in columns]
         if any(cells):
             paper = "" if math.isnan(claim.paper) else f"{claim.paper:+.2f}"
-            row = {"section": claim.section, "text": claim.text, "statistic": claim.statistic}
-            rows.append({**row, "paper": paper, "cells": cells})
+            row = {"section": claim.section, "text": claim.text, "paper": paper}
+            rows.append({**row, "cells": cells})
     return rows
 
 
@@ -506,14 +506,13 @@ def _cell(claim: Claim, runs: Values) -> dict[str, str] | None:
     mean, low, high = mean_interval(values)
     is_signed = " less " in claim.statistic or " by" in claim.statistic
     decimals = 2 if claim.statistic.startswith(tuple(METRIC_NAMES.values())) else 3
-    number = _statistics.format_interval(mean, low, high, decimals, "+" if is_signed else "")
-    statistic = f"{number}, {len(values)} seed{'s' * (len(values) > 1)}"
+    statistic = _statistics.format_interval(mean, low, high, decimals, "+" if is_signed else "")
+    statistic = f"{statistic.replace(', ', ',')} n={len(values)}"
     if len(values) < _statistics.MIN_SEEDS:
         is_inside = claim.low <= mean <= claim.high
         found = "agrees" if is_inside else "disagrees"
-        return {"verdict": found, "kind": "single", "statistic": statistic}
-    found = verdict(claim, low, high)
-    return {"verdict": found, "kind": found, "statistic": statistic}
+        return {"verdict": found, "statistic": statistic}
+    return {"verdict": verdict(claim, low, high), "statistic": statistic}
 
 
 def matrix_markdown() -> str:
