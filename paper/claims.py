@@ -22,10 +22,12 @@ import argparse
 import functools
 import math
 import re
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -464,15 +466,15 @@ def matrix_columns() -> list[MatrixColumn]:
     return columns
 
 
-def matrix_rows() -> list[dict[str, object]]:
+def matrix_rows() -> list[dict[str, Any]]:
     """Compute the matrix: one row per claim, one cell per column.
 
     Returns:
         Rows with section, text, the paper's number and cells; a cell is None without the runs of
-        the claim, else a dict with verdict and statistic.
+        the claim, else a dict with verdict, statistic and seeds.
     """
     columns = [_column_values(column) for column in matrix_columns()]
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     for claim in all_claims():
         cells = [_cell(claim, values) for values in columns]
         if any(cells):
@@ -496,8 +498,8 @@ def _column_values(column: MatrixColumn) -> Values:
     return {role: values[name] for role, name in roles.items()}
 
 
-def _cell(claim: Claim, runs: Values) -> dict[str, str] | None:
-    """Return the verdict of a claim, and its statistic as text."""
+def _cell(claim: Claim, runs: Values) -> dict[str, str | int] | None:
+    """Return the verdict of a claim, its statistic as text and the number of seeds."""
     if not runs.keys() >= {*claim.needs}:
         return None
     values = claim.compute(runs).dropna()
@@ -507,12 +509,12 @@ def _cell(claim: Claim, runs: Values) -> dict[str, str] | None:
     is_signed = " less " in claim.statistic or " by" in claim.statistic
     decimals = 2 if claim.statistic.startswith(tuple(METRIC_NAMES.values())) else 3
     statistic = _statistics.format_interval(mean, low, high, decimals, "+" if is_signed else "")
-    statistic = f"{statistic.replace(', ', ',')} n={len(values)}"
+    cell: dict[str, str | int] = {"statistic": statistic.replace(", ", ","), "seeds": len(values)}
     if len(values) < _statistics.MIN_SEEDS:
         is_inside = claim.low <= mean <= claim.high
         found = "agrees" if is_inside else "disagrees"
-        return {"verdict": found, "statistic": statistic}
-    return {"verdict": verdict(claim, low, high), "statistic": statistic}
+        return {"verdict": found, **cell}
+    return {"verdict": verdict(claim, low, high), **cell}
 
 
 def matrix_markdown() -> str:
@@ -524,8 +526,13 @@ def matrix_markdown() -> str:
         keep_trailing_newline=False,
     )
     template = environment.get_template("claims.md.jinja")
-    titles = [column.title for column in matrix_columns()]
-    return template.render(titles=titles, rows=matrix_rows()).strip()
+    rows = matrix_rows()
+    columns = []
+    for position, column in enumerate(matrix_columns()):
+        cells = [row["cells"][position] for row in rows if row["cells"][position]]
+        usual_seeds = statistics.mode(cell["seeds"] for cell in cells)
+        columns.append({"title": column.title, "seeds": usual_seeds})
+    return template.render(columns=columns, rows=rows).strip()
 
 
 def rewrite_page(page: Path) -> str:

@@ -241,11 +241,11 @@ def test_a_cell_has_a_verdict_and_its_statistic():
     }
     found = that("FedCB2O is significantly higher on the source class")
     assert claims._cell(found, values) == {
-        "verdict": "held", "statistic": "+10.00 [+10.00,+10.00] n=3",
+        "verdict": "held", "statistic": "+10.00 [+10.00,+10.00]", "seeds": 3,
     }  # fmt: skip
     one = {role: rows.iloc[:1] for role, rows in values.items()}
     assert claims._cell(found, one) == {
-        "verdict": "agrees", "statistic": "+10.00 n=1",
+        "verdict": "agrees", "statistic": "+10.00", "seeds": 1,
     }  # fmt: skip
     assert claims._cell(that("and in ASR", statistic="second best"), values) is None
 
