@@ -21,6 +21,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import pandas as pd
+from paper import preregistered
 from paper.names import FIRST_FORM, rename_results
 
 from fedcb2o.records import slug
@@ -53,7 +54,7 @@ _GRIDS = (
 )
 GRIDS = tuple(name for name in _GRIDS if (DOCS / "benchmark" / name).is_dir())
 """Grids of the explorer: the pre-registered test, then those of the current method."""
-MAIN_GRIDS = (
+_MAIN_GRIDS = (
     "rivals",
     "all-data",
     "attacks-all-data",
@@ -61,6 +62,7 @@ MAIN_GRIDS = (
     "fashion-all-data",
     "unseen",
 )
+MAIN_GRIDS = tuple(name for name in _MAIN_GRIDS if name in GRIDS)
 MEASURES = ("accuracy", "attack_success_rate", "accuracy_worst")
 TRIGGERS = (
     "Backdoor",
@@ -71,17 +73,13 @@ TRIGGERS = (
     "Distributed backdoor",
     "Clean label",
     "Clean-label waves",
+    "Edge case",
 )
 """Attacks by triggers, which a method without a search for backdoors lets through."""
 FORMS = ("FedAssay", FIRST_FORM)
 SEARCHES = ("FedAssay, backdoors", f"{FIRST_FORM}, backdoor search")
 """The recommended method, and its search for backdoors: the newest form first."""
-_README_DATA = {
-    "attacks-all-data": "Digits",
-    "emnist-all-data": "EMNIST",
-    "fashion-all-data": "Fashion-MNIST",
-}
-_README_COLUMNS = ("No attack", "Worst attack", "Worst trigger succeeds")
+_README_COLUMNS = ("No attack", "Worst attack")
 _MIN_LOSS = 0.01  # of accuracy or success: smaller losses are not listed
 _COMMENT = re.compile(
     r"(?P<mark>^<!-- generated: (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE
@@ -146,46 +144,52 @@ def _newest(defences: Iterable[str], forms: tuple[str, ...]) -> str:
 
 
 def preregistered_section() -> str:
-    """Return the first section of the results page: all defences of the pre-registered test.
+    """Return the first section of the results page: the answer of the pre-registered test.
 
     Returns:
-        Markdown with one table row per setting and defence, the smallest worst regret first; empty
-        without values.
+        Markdown with a table of worst regrets and one of accuracy by data set; empty without
+        values.
     """
     if PREREGISTERED not in GRIDS:
         return ""
     results = grid_results(PREREGISTERED)
-    rows = []
-    for setting in results.settings:
-        view = SettingResults(results, setting)
-        for method, regret in _worst_regrets(view, without=TRIGGERS).sort_values().items():
-            rows.append(_summary_row(view, str(method), float(regret)))
-    table = to_markdown(pd.DataFrame(rows).set_index("Grid")).strip()
     description = str(results.table.get("description", ""))
-    parts = filter(None, ["## The pre-registered test", description, table])
+    tables = [to_markdown(table).strip() for table in (_answer_table(results), readme_table())]
+    parts = filter(None, ["## The pre-registered test", description, *tables])
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
+def _answer_table(results: GridResults) -> pd.DataFrame:
+    """Return the answer of the pre-registered test, as text."""
+    answer = preregistered.answer(results)
+    found = pd.DataFrame(index=answer.index.rename("Defence"))
+    found["Worst regret, points"] = answer["Worst regret"].map("{:.1f}".format)
+    found["In"] = answer["In"]
+    found[f"{results.reference} is"] = answer["Verdict"]
+    return found
+
+
 def readme_table() -> pd.DataFrame:
-    """Return the summary of three data sets in one row each.
+    """Return the pre-registered test in one row per data set.
 
     Returns:
-        Text: accuracy without attack, under the worst attack, and success of the backdoor, for the
-        recommended method, with its search for backdoors, and for the best other method.
+        Text: accuracy without attack and under the worst attack, for the grid's reference and for
+        the other method with the smallest worst regret on these data.
     """
-    table = summary_table()
-    table["Method"] = table.Method.str.extract(r"\[([^,\]]+)", expand=False)
-    parts = [table[name].str.split().str[0] for name in _README_COLUMNS]
-    table["Cell"] = parts[0].str.cat(parts[1:], sep="/")
+    results = grid_results(PREREGISTERED)
     rows = {}
-    for name, data in _README_DATA.items():
-        first, search, best = table.loc[grid_results(name).title].itertuples()  # all have a search
-        rows[data] = {
-            "FedAssay": first.Cell,
-            "with backdoor search": search.Cell,
-            "best other": f"{best.Cell} ({best.Method})",
-        }
+    for setting in results.settings:
+        view = SettingResults(results, setting)
+        regrets = _worst_regrets(view, without=TRIGGERS).sort_values()
+        ours = str(results.reference)
+        best = next(str(name) for name in regrets.index if not str(name).startswith(ours))
+        rows[setting] = {ours: _cell(view, ours), "best other": f"{_cell(view, best)} ({best})"}
     return pd.DataFrame(rows).T.rename_axis("data")
+
+
+def _cell(view: SettingResults, method: str) -> str:
+    row = _summary_row(view, method, 0.0)
+    return "/".join(row[name].split()[0] for name in _README_COLUMNS)
 
 
 def _summary_row(view: SettingResults, method: str, regret: float) -> dict[str, str]:

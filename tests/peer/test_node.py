@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.agents import ALL_GUARDS, GUARDS
 from tests.peer import members
 from tests.peer.nodes import nodes
 from tests.peer.wire import Wire
@@ -25,6 +26,7 @@ from fedcb2o.peer.wire import FAILED, Ledger, PeerClient, RawCodec, Server, Sign
 from fedcb2o.peer.wire._client import _ModelDownload
 
 CHANGES = {"rounds": 5, "agents": {"num_clusters": 2, "benign": 2, "malicious": 1, "budget": 3}}
+JUDGED = {"name": "fedcb2o", "beta": 0.6, "own_model": "judged", "mixing_factor": 1.0}
 QUIET = {"gather": 10.0, "linger": 5.0}
 
 
@@ -89,9 +91,17 @@ def joining(wire, j):
     return lambda federation, identity: wire.agent(j)
 
 
-def test_processes_over_tls_reproduce_the_simulation(tmp_path):
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param({}, id="Algorithm 2"),
+        pytest.param({**JUDGED, "guards": ALL_GUARDS}, id="all guards", marks=pytest.mark.slow),
+    ],
+)
+def test_processes_over_tls_reproduce_the_simulation(algorithm, tmp_path):
     """Six, of which two flip labels and collude, in two clusters that do not know of each other."""
-    with nodes(tmp_path, 6, changes=CHANGES, synchronous=True, deadline_seconds=60.0) as peers:
+    changes = {**CHANGES, **({"algorithm": algorithm} if algorithm else {})}
+    with nodes(tmp_path, 6, changes=changes, synchronous=True, deadline_seconds=60.0) as peers:
         peers.start()
         assert peers.wait() == [0] * 6, [peers.log(j) for j in range(6)]
         models, pairs = simulation_of(tmp_path / "simulation", peers.simulate)
@@ -125,15 +135,15 @@ ALGORITHMS = {
     "columns": {"name": "by_rule", "rule": "trimmed_mean"},
     "memory": {"name": "by_rule", "rule": "foolsgold"},
     "before": {"name": "by_rule", "rule": "norm_clipping"},
+    "all guards": {**JUDGED, "guards": ALL_GUARDS},
+    **{name: {**JUDGED, "guards": guard} for name, guard in GUARDS.items()},
 }
+SLOW = ("released", "everyone", *GUARDS)
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("released", "everyone")))
-        for name in ALGORITHMS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in ALGORITHMS],
 )
 def test_every_kind_of_algorithm_reproduces_the_simulation(name, tmp_path):
     changes = {**CHANGES, "rounds": 3, "algorithm": ALGORITHMS[name]}

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from tests.agents import (
+    ALL_GUARDS,
     CLUSTER,
+    GUARDS,
     TRAINING,
     Adapted,
     attackers_of,
@@ -148,6 +150,10 @@ def hold_equal(
         assert torch.equal(models.view(torch.int32), theirs.contiguous().view(torch.int32)), count
 
 
+def with_guard(guard: dict[str, float]) -> Any:
+    return guarded(algorithms.fedcb2o(beta=0.6, own_model="judged", mixing_factor=1.0), **guard)
+
+
 ALGORITHMS = {
     "FedCB2O": partial(algorithms.fedcb2o),
     "FedCBO": partial(algorithms.fedcbo),
@@ -155,13 +161,9 @@ ALGORITHMS = {
     "alone": partial(algorithms.local_training),
     "FedAssay": algorithms.fedassay,
     "all guards, krum": lambda: guarded(
-        algorithms.by_rule(rule="krum", selection="prob_sampling"),
-        newcomer_share=0.4,
-        max_distance=1.0,
-        min_distance=1.1,
-        interpolation=0.5,
-        loss_tolerance=1.0,
+        algorithms.by_rule(rule="krum", selection="prob_sampling"), **ALL_GUARDS
     ),
+    **{name: partial(with_guard, guard) for name, guard in GUARDS.items()},
     "everyone": partial(algorithms.fedcb2o, selection="everyone", own_model="judged", beta=0.4),
     "itself too": partial(
         algorithms.fedcb2o, own_model="judged", own_candidate=True, mixing_factor=1.0

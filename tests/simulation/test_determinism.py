@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+from tests.agents import ALL_GUARDS
 from tests.tiny import StopError, bits, stop_after, tiny
 from torch import nn
 
@@ -22,6 +23,7 @@ VARIANTS = {
     "convolutions": tiny(
         rounds=2, model={"name": "cnn", "hidden": 4}, algorithm={"criterion": "average_loss"}
     ),
+    "all guards": tiny(algorithm={"own_model": "judged", "beta": 0.6, "guards": ALL_GUARDS}),
     "dropout": tiny(model={"name": with_dropout}, agents={"initialisation": "independent"}),
     # So large that each agent is a task of its own and mixing has several tiles.
     "large": tiny(rounds=2, model={"hidden": [2000]}, training={"precision": "bfloat16"}),

@@ -69,6 +69,8 @@ def rises(
 ) -> Float[Tensor, " m"]:
     """Return the largest rise of a class's sensitivity above the agent's own models.
 
+    It bounds the received models, as the ball in eq:Q_beta does.
+
     Args:
         received: Log sensitivities of received models.
         own: Those of the agent's own model.
