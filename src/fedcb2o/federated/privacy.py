@@ -6,6 +6,7 @@ and divides by the expected number of samples. q is one divided by the number of
 epoch, so that an epoch has as many steps as without privacy. Epsilon is for adding or removing one
 training sample, by privacy loss distributions (the library dp-accounting).
 
+>>> from fedcb2o.federated.sections import Privacy
 >>> Privacy(noise=1.0).clip
 1.0
 """

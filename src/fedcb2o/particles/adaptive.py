@@ -71,7 +71,7 @@ class AdaptiveDynamics:
                     delta_q=delta_q,
                     precision=precision,
                     xtol=xtol or 0.0,
-                    budget=maxfev or math.inf,
+                    budget=float(maxfev or math.inf),
                 )
             )
 
