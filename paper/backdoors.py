@@ -8,10 +8,8 @@ round.
 """
 
 import argparse
-import csv
 import itertools
 import os
-import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,12 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pandas as pd
+from paper import cells
+from paper.cells import Cell
 
 import fedcb2o
 
 VALUES = Path(__file__).parents[1] / "docs" / "benchmark" / "backdoors" / "values.csv"
-COLUMNS = ("data", "method", "attack", "seed", "accuracy", "success")
 GRID = Path(fedcb2o.__file__).parent / "experiments" / "grids" / "fashion-all-data.toml"
 SEEDS = (1000, 1001)
 
@@ -77,29 +76,11 @@ def settings(data: str) -> dict[str, Any]:
     return changes
 
 
-def measure(data: str, method: str, attack: str, seed: int) -> tuple[float, float]:
-    """Run one cell.
-
-    Args:
-        data: Name of the data set.
-        method: Name of the method.
-        attack: Name of the attack.
-        seed: Seed.
-
-    Returns:
-        Accuracy and attack success in percent, means over benign agents.
-    """
-    changes = {
-        "evaluate_on": "tuning",
-        "seeds": [seed],
-        **settings(data),
-        **METHODS[method],
-        **SETTINGS[data][0][attack],
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        run = fedcb2o.run(fedcb2o.load("digits-fedassay", changes), out=folder, workers=1)
-        last = run.records.query("round == round.max() and not malicious")
-    return 100 * float(last.accuracy.mean()), 100 * float(last.attack_success_rate.mean())
+def measure(cell: Cell) -> tuple[float, float]:
+    """Return accuracy and attack success of a cell."""
+    data, method, attack, seed = cell
+    changes = {**settings(data), **METHODS[method], **SETTINGS[data][0][attack]}
+    return cells.measure("digits-fedassay", changes, seed)
 
 
 def main() -> None:
@@ -108,26 +89,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--table", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.table:
+    if parser.parse_args().table:
         means = pd.read_csv(VALUES).pivot_table(
             index=["data", "attack"], columns="method", values=["success", "accuracy"], sort=False
         )
         print(means.round(1).to_string())
         return
 
-    if not VALUES.exists():
-        VALUES.parent.mkdir(exist_ok=True)
-        VALUES.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
-    done = set(pd.read_csv(VALUES)[list(COLUMNS[:4])].itertuples(index=False, name=None))
     for data, (attacks, seeds) in SETTINGS.items():
-        for seed, method, attack in itertools.product(seeds, METHODS, attacks):
-            cell = (data, method, attack, seed)
-            if cell in done:
-                continue
-            values = [f"{value:.2f}" for value in measure(*cell)]
-            with VALUES.open("a", encoding="utf-8", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerow([*cell, *values])
+        cells.measure_missing(
+            VALUES, "data", itertools.product([data], METHODS, attacks, seeds), measure
+        )
 
 
 if __name__ == "__main__":

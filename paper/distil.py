@@ -10,10 +10,8 @@ are measured next to each other, so that an interrupted measurement has pairs to
 """
 
 import argparse
-import csv
 import itertools
 import os
-import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +19,12 @@ from typing import Any, NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pandas as pd
+from paper import cells
+from paper.cells import Cell
 
 import fedcb2o
 
 VALUES = Path(__file__).parents[1] / "docs" / "benchmark" / "distil" / "values.csv"
-COLUMNS = ("setting", "method", "attack", "seed", "accuracy", "success")
 SEEDS = (3000, 3001)
 Changes = dict[str, Any]
 
@@ -154,32 +153,17 @@ SETTINGS: dict[str, Setting] = {
 }
 
 
-def measure(setting: str, method: str, attack: str, seed: int) -> tuple[float, float]:
-    """Run one cell.
-
-    Args:
-        setting: Name of the setting.
-        method: Name of the method.
-        attack: Name of the attack.
-        seed: Seed.
-
-    Returns:
-        Accuracy and attack success in percent, means over benign agents.
-    """
+def measure(cell: Cell) -> tuple[float, float]:
+    """Return accuracy and attack success of a cell."""
+    setting, method, attack, seed = cell
     part = SETTINGS[setting]
-    rounds = part.changes.get("rounds", 25)
     changes = {
-        "evaluate_on": "tuning",
-        "evaluate_every": rounds,
-        "seeds": [seed],
+        "evaluate_every": part.changes.get("rounds", 25),
         **part.changes,
         **METHODS[method],
         **ATTACKS[attack],
     }
-    with tempfile.TemporaryDirectory() as folder:
-        run = fedcb2o.run(fedcb2o.load(part.preset, changes), out=folder, workers=1)
-        last = run.records.query(f"round == {rounds} and not malicious")
-    return 100 * float(last.accuracy.mean()), 100 * float(last.attack_success_rate.mean())
+    return cells.measure(part.preset, changes, seed)
 
 
 def main() -> None:
@@ -188,28 +172,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--table", action="store_true")
-    arguments = parser.parse_args()
-    if not VALUES.exists():
-        VALUES.parent.mkdir(exist_ok=True)
-        VALUES.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
-    if arguments.table:
+    if parser.parse_args().table:
         table = pd.read_csv(VALUES)
-        for measured in ("accuracy", "success"):
+        for measured in cells.MEASURES:
             means = table.pivot_table(
                 index="method", columns=["setting", "attack"], values=measured, sort=False
             )
             print(f"{measured}\n{means.round(1).to_string()}\n")
         return
 
-    done = set(pd.read_csv(VALUES)[list(COLUMNS[:4])].itertuples(index=False, name=None))
     for setting, part in SETTINGS.items():
-        for seed, attack, method in itertools.product(part.seeds, part.attacks, part.methods):
-            cell = (setting, method, attack, seed)
-            if cell in done:
-                continue
-            values = [f"{value:.2f}" for value in measure(*cell)]
-            with VALUES.open("a", encoding="utf-8", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerow([*cell, *values])
+        neighbours = (
+            (setting, method, attack, seed)
+            for seed, attack, method in itertools.product(part.seeds, part.attacks, part.methods)
+        )
+        cells.measure_missing(VALUES, "setting", neighbours, measure)
 
 
 if __name__ == "__main__":

@@ -40,20 +40,6 @@ EXPLORER = DOCS / "explorer.html"
 PAGE = DOCS / "results.md"
 README = DOCS.parent / "README.md"
 PREREGISTERED = "preregistered"
-_GRIDS = (
-    PREREGISTERED,
-    "rivals",
-    "all-data",
-    "attacks-all-data",
-    "emnist-all-data",
-    "fashion-all-data",
-    "unseen",
-    "settings",
-    "rules",
-    "criteria",
-)
-GRIDS = tuple(name for name in _GRIDS if (DOCS / "benchmark" / name).is_dir())
-"""Grids of the explorer: the pre-registered test, then those of the current method."""
 _MAIN_GRIDS = (
     "rivals",
     "all-data",
@@ -62,6 +48,9 @@ _MAIN_GRIDS = (
     "fashion-all-data",
     "unseen",
 )
+_GRIDS = (PREREGISTERED, *_MAIN_GRIDS, "settings", "rules", "criteria")
+GRIDS = tuple(name for name in _GRIDS if (DOCS / "benchmark" / name).is_dir())
+"""Grids of the explorer: the pre-registered test, then those of the current method."""
 MAIN_GRIDS = tuple(name for name in _MAIN_GRIDS if name in GRIDS)
 MEASURES = ("accuracy", "attack_success_rate", "accuracy_worst")
 TRIGGERS = (
@@ -79,7 +68,6 @@ TRIGGERS = (
 FORMS = ("FedAssay", FIRST_FORM)
 SEARCHES = ("FedAssay, backdoors", f"{FIRST_FORM}, backdoor search")
 """The recommended method, and its search for backdoors: the newest form first."""
-_README_COLUMNS = ("No attack", "Worst attack")
 _MIN_LOSS = 0.01  # of accuracy or success: smaller losses are not listed
 _COMMENT = re.compile(
     r"(?P<mark>^<!-- generated: (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE
@@ -188,14 +176,21 @@ def readme_table() -> pd.DataFrame:
 
 
 def _cell(view: SettingResults, method: str) -> str:
-    row = _summary_row(view, method, 0.0)
-    return "/".join(row[name].split()[0] for name in _README_COLUMNS)
+    """Return accuracy without attack and under the worst attack, in a table cell."""
+    accuracy = seed_statistics(view.rows, "accuracy")["mean"].loc[method]
+    return (
+        f"{100 * accuracy['Attackers clean']:.1f}/{100 * _under_attack(view, accuracy).min():.1f}"
+    )
+
+
+def _under_attack(view: SettingResults, accuracy: "pd.Series[float]") -> "pd.Series[float]":
+    """Return the accuracy under each attack, triggers left aside."""
+    return accuracy.reindex([name for name in view.attacks if name not in TRIGGERS])
 
 
 def _summary_row(view: SettingResults, method: str, regret: float) -> dict[str, str]:
     accuracy = seed_statistics(view.rows, "accuracy")["mean"].loc[method]
-    attacks = [name for name in view.attacks if name not in TRIGGERS]
-    under_attack = accuracy.reindex(attacks)
+    under_attack = _under_attack(view, accuracy)
     success = seed_statistics(view.rows, "attack_success_rate")["mean"].loc[method]
     triggers = success.reindex([name for name in view.attacks if name in TRIGGERS])
     link = explorer_link(view.results, view.setting, row=method)

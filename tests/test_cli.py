@@ -83,7 +83,9 @@ def test_keys_and_parts_are_listed_and_described():
     assert "ipm: eps = 0.5\n    Reverse the mean update" in attacks
     assert "data_dir" not in here("keys", "data").out
     assert "Blanchard et al." in here("keys", "krum").out
-    assert "'krumm' is no built-in part" in here("keys", "krumm").one_line()
+    told = here("keys", "krumm").one_line()
+    assert "'krumm' is no built-in part" in told
+    assert "Did you mean `krum`" in told
 
 
 def test_a_parameter_of_another_algorithm_names_it(tmp_path):

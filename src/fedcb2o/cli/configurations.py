@@ -62,6 +62,7 @@ def keys(
 
     Example: fedcb2o keys, and: fedcb2o keys attack, and: fedcb2o keys krum
     """
+    from fedcb2o import plugins
     from fedcb2o.experiments import key_table
     from fedcb2o.experiments import schema as catalogues
 
@@ -75,7 +76,8 @@ def keys(
         print(text)
     else:
         kinds = ", ".join(catalogues.KINDS)
-        raise ConfigError(f"{name!r} is no built-in part, and no kind of parts ({kinds})")
+        similar = plugins.did_you_mean(name, catalogues.part_names())
+        raise ConfigError(f"{name!r} is no built-in part, and no kind of parts ({kinds}).{similar}")
 
 
 def _print_entry(head: str, text: str) -> None:

@@ -168,6 +168,15 @@ def part_rows(kind: str) -> Iterator[tuple[str, str, str]]:
         yield name, ", ".join(texts), _summary_line(function)
 
 
+def part_names() -> list[str]:
+    """Return the names of all built-in functions, after those of their kinds.
+
+    Returns:
+        Names as in a configuration.
+    """
+    return [*KINDS, *(name for kind in KINDS for name in _catalogue(kind))]
+
+
 def describe_part(name: str) -> str:
     """Return the descriptions of the built-in functions with a name: sources and parameters.
 

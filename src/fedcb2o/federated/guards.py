@@ -147,11 +147,12 @@ def distance_check(
 def counted_losses(outcomes: Int[np.ndarray, " m"], num_classes: int) -> Float[np.ndarray, " m"]:
     """Return the losses that the likelihoods of refused models count (line 4).
 
-    A model that is too far counts as an infinite loss. One that is too near counts as a model that
-    knows nothing, log C: benign peers may be near after a round or two, and are asked again.
+    A model that is too far or too sensitive counts as an infinite loss. One that is too near counts
+    as a model that knows nothing, log C: benign peers may be near after a round or two, and are
+    asked again.
 
     Args:
-        outcomes: `ADMITTED`, `TOO_FAR` or `TOO_NEAR` for each model.
+        outcomes: An outcome for each model.
         num_classes: C; numbers count as 2 classes.
 
     Returns:

@@ -114,6 +114,8 @@ def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
         hint = ""
         if key in ("data", "model"):
             hint = ' (a function of your own: {"name": function})'
+        if key == "algorithm.guards":
+            hint = ", or true or false"
         return f"`{key}` must be a section, with keys of its own{hint}, got {got}"
     if path[-1:] == ["name"] and len(path) > 1:
         return (

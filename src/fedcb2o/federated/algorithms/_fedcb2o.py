@@ -289,9 +289,9 @@ def label_confidence(losses: Losses, coverage: float) -> Float[Tensor, "*a"]:
     """Return how far agents rely on their losses, by the classes that their labels cover.
 
     The confidence is min(1, exp(H) / (coverage C)), where H is the entropy of the labels, exp(H)
-    their effective number of classes, and C the number of classes. Losses on few classes say
-    little about a model: that of a peer with other classes is high, and that of an attack on
-    other classes low. With confidence c, `SublevelCriterion` multiplies alpha by c (eq:comp_csp),
+    their effective number of classes, and C the number of classes. On few classes losses say
+    little: a peer with other classes has a high loss, and an attack on other classes a low one.
+    With confidence c, `SublevelCriterion` multiplies alpha by c (eq:comp_csp),
     and adds the share 1 - c^2 of the other models to the sub-level set (eq:clustered_csp).
 
     Args:
