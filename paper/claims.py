@@ -3,8 +3,8 @@
     .venv/bin/python -m paper.claims runs/claims --out docs/reproduction/digits  # values, figures
     .venv/bin/python -m paper.claims                    # rewrite the matrix of docs/claims.md
 
-A folder of runs has the runs PREFIX-fedcbo, PREFIX-fedassay and so on, named like presets. Runs
-with the same name in several folders are merged into one run with all of their finished seeds.
+A folder of runs has the runs PREFIX-fedcbo, PREFIX-fedcb2o-released and so on, named like presets.
+Runs with the same name in several folders are merged into one run with all of their finished seeds.
 Figure 6 uses the run with the most seeds if devices differ.
 
 A claim says that a statistic is in a range: a difference is positive, or within what the paper
@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader
-from paper.names import FIRST_FORM
 
 from fedcb2o.records import Run, last_fifth, settings_digest, summary
 from fedcb2o.report import _figures, _statistics
@@ -60,17 +59,10 @@ PAPER = pd.DataFrame(  # tab:baselines, and tab:FedCB2O_T_G with T_G = 30, 20 an
 MARGIN = {ACCURACY: 0.5, SOURCE: 8.5, SUCCESS: 8.0}
 EQUAL_RATIO = (2 / 3, 3 / 2)  # "comparable", "nearly equal": ratios that only a figure shows
 MINIMAL_RATIO = (-math.inf, 0.1)  # "minimal"
-FORMS = {"fedassay": "FedAssay", "fedcb2o": FIRST_FORM}
-"""Titles of the runs that extend Algorithm 2 and hold nothing out, the newest form first."""
-METHODS = (
-    *("fedcb2o-trusted", "fedcb2o-released", "fedcb2o-paper", "fedcb2o-held-out"),
-    *reversed(FORMS),
-)
-"""Runs for the role of FedCB2O."""
-MAIN_METHODS = ("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max", *METHODS)
+FEDCB2O = ("fedcb2o-released", "fedcb2o-paper")
+"""Runs for the role of FedCB2O: as the authors' code computes it, and as the text states it."""
+MAIN_METHODS = ("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max", *FEDCB2O)
 MAX_CURVES = 8  # of more methods, the figure shows MAIN_METHODS
-SAME_LOSS_FEDCBO = "FedCBO, judging by samples of the same kind"
-"""Role of FedCBO if it holds out validation data exactly if FedCB2O does: losses are comparable."""
 CLUSTER_SUFFIXES = {" (cluster 1)": "_1", " (cluster 2)": "_2", " (both clusters)": ""}
 
 Series = pd.Series  # of floats; pandas has no type for it at run time
@@ -185,59 +177,32 @@ def _malicious_loss(run: Run) -> "Series[float]":
 # Roles of runs
 
 
-def run_columns(values: Values) -> dict[str, dict[str, str]]:
-    """Choose the runs for the paper's roles, by the heading of each comparison.
+def runs_by_role(values: Values, fedcb2o: str = FEDCB2O[0]) -> dict[str, str]:
+    """Choose the runs for the paper's roles.
 
-    Each variant of FedCB2O is compared with its own FedCBO if that has as many seeds, otherwise
-    with the FedCBO of each alpha. A form that holds nothing out is first compared with a FedCBO
-    and oracles that do not either (their names end in the samples per agent). Of several runs with
-    T_G > 0 the middle one has the role of T_G = 30.
+    A variant of FedCB2O is compared with its own FedCBO if that has as many seeds, otherwise with
+    the FedCBO of alpha = 10 or of the default. Of several runs with T_G > 0 the middle one has the
+    role of T_G = 30.
 
     Args:
         values: Tables by the names of the runs.
+        fedcb2o: Name of the runs in the role of FedCB2O.
 
     Returns:
-        For each heading, the name of the run for each role.
+        The name of the run for each role that has one.
     """
-    columns = {}
-    for fedcb2o in METHODS:
-        if fedcb2o not in values:
-            continue
-
-        whole = {}
-        is_variant = fedcb2o not in FORMS
-        if not is_variant:
-            matches = (re.fullmatch(r"fedcbo(-\d+)", name) for name in values)
-            whole = {match[0]: match[1] for match in matches if match}
-        partners = [*whole]
-        own = fedcb2o.replace("fedcb2o", "fedcbo")
-        has_own = is_variant and own in values
-        if has_own:
-            partners.append(own)
-        if not has_own or len(values[own]) < len(values[fedcb2o]):
-            partners += ["fedcbo-alpha10", "fedcbo"]
-
-        for fedcbo in partners:
-            if fedcbo in values:
-                roles = _roles(values, fedcb2o, fedcbo, suffix=whole.get(fedcbo, ""))
-                if is_variant or fedcbo in whole:
-                    roles[SAME_LOSS_FEDCBO] = fedcbo
-                columns[f"`{fedcbo}`, `{fedcb2o}`"] = roles
-    return columns
-
-
-def _roles(values: Values, fedcb2o: str, fedcbo: str, suffix: str) -> dict[str, str]:
-    """Return the available runs of one comparison by role."""
+    own = fedcb2o.replace("fedcb2o", "fedcbo")
+    partners = ["fedcbo-alpha10", "fedcbo", own]
+    if own in values and len(values[own]) >= len(values[fedcb2o]):
+        partners.insert(0, own)
+    fedcbo = next((name for name in partners if name in values), own)
     roles = {
         "FedCBO": fedcbo,
         "FedCB2O": fedcb2o,
         "FedCBO without attack": f"{fedcbo}-clean",
-        "Oracle Min": f"oracle-min{suffix}",
-        "Oracle Max": f"oracle-max{suffix}",
+        "Oracle Min": "oracle-min",
+        "Oracle Max": "oracle-max",
     }
-    if fedcbo == "fedcbo-alpha10":
-        roles["FedCBO with alpha = 2"] = "fedcbo"
-
     matches = (re.fullmatch(rf"{fedcb2o}-tg(\d+)", name) for name in values)
     by_start = {int(match[1]): match[0] for match in matches if match}
     switched = [by_start[start] for start in sorted(by_start)]
@@ -257,10 +222,6 @@ def all_claims() -> Iterator[Claim]:
     """Yield all claims of sec:experiments, in its order."""
     cbo, b2o, tg = ("FedCBO", "FedCB2O", "FedCB2O with T_G")
     low, high = ("Oracle Min", "Oracle Max")
-    settings = functools.partial(_more, "Settings", a=cbo, b="FedCBO with alpha = 2")
-    yield settings("alpha = 10 yields better performance of FedCBO, overall", ACCURACY)
-    yield settings("and on the source class", SOURCE)
-    yield _less("Settings", "and in ASR", SUCCESS, cbo, "FedCBO with alpha = 2")
     yield _second_best("Oracle Max is the best or second-best overall", ACCURACY)
     yield _second_best("and on the source class", SOURCE)
     yield _second_best("and in ASR", SUCCESS)
@@ -310,7 +271,7 @@ def all_claims() -> Iterator[Claim]:
         yield _change(text, quantity, f"benign_picked{suffix}", -math.inf, 0.0)
     text = "since their own average loss is larger"
     quantity = "validation loss of benign agents, all rounds"
-    yield _change(text, quantity, "loss", 0.0, math.inf, SAME_LOSS_FEDCBO)
+    yield _change(text, quantity, "loss", 0.0, math.inf)
 
 
 def _difference(
@@ -380,7 +341,7 @@ def _bar_ratios(
         yield _in_range(section, text + cluster, quantity, f"malicious_{bar}{suffix}", role, limits)
 
 
-def _change(text: str, quantity: str, column: str, low: float, high: float, *needs: str) -> Claim:
+def _change(text: str, quantity: str, column: str, low: float, high: float) -> Claim:
     """Claim that FedCB2O's column minus FedCBO's is in a range."""
     a = "FedCB2O of Fig. 6"
     b = "FedCBO"
@@ -388,9 +349,7 @@ def _change(text: str, quantity: str, column: str, low: float, high: float, *nee
     def compute(v: Values) -> "Series[float]":
         return _column(v[a], column) - _column(v[b], column)
 
-    return Claim(
-        "Fig. 6 (a, c)", text, f"{quantity}, {a} less {b}", (a, b, *needs), compute, low, high
-    )
+    return Claim("Fig. 6 (a, c)", text, f"{quantity}, {a} less {b}", (a, b), compute, low, high)
 
 
 def _column(table: pd.DataFrame, name: str) -> "Series[float]":
@@ -427,43 +386,16 @@ def verdict(claim: Claim, low: float, high: float) -> str:
 # The matrix of the page
 
 
-@dataclass(frozen=True)
-class MatrixColumn:
-    """A column of the matrix: one experiment size and the runs of one method.
-
-    Attributes:
-        title: Title of the column.
-        folder: Folder of the values in docs/reproduction.
-        fedcb2o: Name of the runs in the role of FedCB2O.
-    """
-
-    title: str
-    folder: str
-    fedcb2o: str
-
-
-RELEASED = {
+COLUMNS = {
     "Paper's size": "full-size",
     "Reduced EMNIST": "emnist-small-50",
     "Other classes": "emnist-small-x",
     "Digits": "digits",
 }
-"""Folders of FedCB2O as the authors' code computes it, by the title of their columns."""
+"""Folders in docs/reproduction, by the title of their columns."""
 EARLIER = {"full-size": "emnist-150"}
 """Folders with values of methods that a folder lacks."""
-EXTENDED = {"reduced EMNIST": "emnist-small-50", "digits": "digits"}
-"""Folders of the newest form of FedAssay."""
 MARKER = re.compile(r"(?<=<!-- generated: claims -->\n\n).*?(?=\n\n|\Z)", re.DOTALL)
-
-
-def matrix_columns() -> list[MatrixColumn]:
-    """Return the columns: the paper's method by size, then the newest form of FedAssay."""
-    columns = [MatrixColumn(title, name, "fedcb2o-released") for title, name in RELEASED.items()]
-    for data, name in EXTENDED.items():
-        methods = read_values(DOCS / "reproduction" / name)
-        newest = next(method for method in FORMS if method in methods)
-        columns.append(MatrixColumn(f"{FORMS[newest]}, {data}", name, newest))
-    return columns
 
 
 def matrix_rows() -> list[dict[str, Any]]:
@@ -473,7 +405,7 @@ def matrix_rows() -> list[dict[str, Any]]:
         Rows with section, text, the paper's number and cells; a cell is None without the runs of
         the claim, else a dict with verdict, statistic and seeds.
     """
-    columns = [_column_values(column) for column in matrix_columns()]
+    columns = [_column_values(folder) for folder in COLUMNS.values()]
     rows: list[dict[str, Any]] = []
     for claim in all_claims():
         cells = [_cell(claim, values) for values in columns]
@@ -484,18 +416,15 @@ def matrix_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def _column_values(column: MatrixColumn) -> Values:
-    """Return the values of a column by role, each with the first FedCBO of `run_columns`."""
+def _column_values(folder: str) -> Values:
+    """Return the values of a folder by role."""
     values = {}
-    for name in (EARLIER.get(column.folder, column.folder), column.folder):
-        folder = DOCS / "reproduction" / name
-        if folder.is_dir():
-            values.update(read_values(folder))
+    for name in (EARLIER.get(folder, folder), folder):
+        path = DOCS / "reproduction" / name
+        if path.is_dir():
+            values.update(read_values(path))
     values = {re.sub("^(oracle-m..)-released$", r"\1", name): values[name] for name in values}
-    roles = next(
-        roles for roles in run_columns(values).values() if roles["FedCB2O"] == column.fedcb2o
-    )
-    return {role: values[name] for role, name in roles.items()}
+    return {role: values[name] for role, name in runs_by_role(values).items()}
 
 
 def _cell(claim: Claim, runs: Values) -> dict[str, str | int] | None:
@@ -528,10 +457,10 @@ def matrix_markdown() -> str:
     template = environment.get_template("claims.md.jinja")
     rows = matrix_rows()
     columns = []
-    for position, column in enumerate(matrix_columns()):
+    for position, title in enumerate(COLUMNS):
         cells = [row["cells"][position] for row in rows if row["cells"][position]]
         usual_seeds = statistics.mode(cell["seeds"] for cell in cells)
-        columns.append({"title": column.title, "seeds": usual_seeds})
+        columns.append({"title": title, "seeds": usual_seeds})
     return template.render(columns=columns, rows=rows).strip()
 
 
@@ -577,9 +506,9 @@ def gather_runs(folders: Sequence[Path], target: Path) -> dict[str, list[Run]]:
 
     runs: dict[str, list[Run]] = {}
     for path in sorted(target.glob("*/*")):
-        if match := re.search("fedcbo|fedcb2o|fedassay|oracle", path.name):
+        if match := re.search("fedcbo|fedcb2o|oracle", path.name):
             runs.setdefault(path.name[match.start() :], []).append(Run(path))
-    names = sorted(runs, key=lambda name: (name.startswith(("fedcb2o", *FORMS)), name))
+    names = sorted(runs, key=lambda name: (name.startswith("fedcb2o"), name))
     return {name: sorted(runs[name], key=lambda run: -len(run.seeds)) for name in names}
 
 
@@ -633,9 +562,13 @@ def _write_values(folders: list[Path], out: Path, parser: argparse.ArgumentParse
             name: pd.concat(map(seed_values, same)).sort_index().round(4)
             for name, same in runs.items()
         }
-        if not run_columns(values):
+        method = next((name for name in FEDCB2O if name in values), "")
+        roles = runs_by_role(values, method) if method else {}
+        if "FedCBO" not in roles:
             names = ", ".join(runs) or "none"
-            parser.error(f"no finished runs PREFIX-fedcbo and PREFIX-fedassay, only {names}")
+            parser.error(
+                f"no finished runs PREFIX-fedcbo and PREFIX-fedcb2o-released, only {names}"
+            )
         out.mkdir(parents=True, exist_ok=True)
         pd.concat(values, names=["method"]).to_csv(out / "values.csv")
         curves = {
@@ -643,7 +576,6 @@ def _write_values(folders: list[Path], out: Path, parser: argparse.ArgumentParse
         }
         pd.concat(curves, names=["method"]).to_csv(out / "curves.csv")
         draw_curves(out)
-        roles = next(iter(run_columns(values).values()))
         bars = _figures.figure6(*(runs[roles[role]][0] for role in ("FedCBO", "FedCB2O of Fig. 6")))
         bars.savefig(out / "figure6.png", dpi=130)
 

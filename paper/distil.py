@@ -120,7 +120,10 @@ def skewed(concentration: float) -> Changes:
 
 DIGITS: Changes = {"agents.benign": 7, "agents.malicious": 3}
 TWO_CLASSES: Changes = {**DIGITS, "agents.skew": {"name": "shards", "classes": 2}}
-FASHION = settings_of_grid("fashion-all-data")
+FASHION: Changes = {
+    **settings_of_grid("fashion-all-data"),
+    "attack": {"name": "label_flip", "source": 0, "target": 6},
+}
 EMNIST = settings_of_grid("emnist-all-data")
 SMALL = "emnist-small-fedassay"
 ALL_METHODS = tuple(METHODS)

@@ -118,80 +118,28 @@ def test_second_best_lets_one_be_better():
     assert success.paper == pytest.approx(38.73 - 32.19)
 
 
-def test_columns_are_of_the_runs_that_there_are():
-    names = [
-        "fedcbo",
-        "fedcbo-alpha10",
-        "fedcbo-paper",
-        "oracle-max",
-        *claims.METHODS,
-    ]
-    switched = [f"fedcb2o-trusted-tg{start}" for start in (3, 5, 10)]
-    found = claims.run_columns(dict.fromkeys([*names, *switched], pd.DataFrame()))
-    pairs = [(stands["FedCBO"], stands["FedCB2O"]) for stands in found.values()]
-    assert len(pairs) == 2 * len(claims.METHODS) - 1  # the text has a FedCBO of its own
-    assert pairs[:2] == [("fedcbo-alpha10", "fedcb2o-trusted"), ("fedcbo", "fedcb2o-trusted")]
-    assert ("fedcbo-paper", "fedcb2o-paper") in pairs
-    assert pairs[-2:] == [("fedcbo-alpha10", "fedassay"), ("fedcbo", "fedassay")]
-    first, last = next(iter(found.values())), list(found.values())[-1]
-    assert (first["with an earlier T_G"], first["with a later T_G"]) == (
-        "fedcb2o-trusted-tg3",
-        "fedcb2o-trusted-tg10",
-    )
-    assert (first["FedCB2O of Fig. 6"], last["FedCB2O of Fig. 6"]) == (
-        "fedcb2o-trusted-tg5",
-        "fedassay",
-    )
+def test_roles_are_of_the_runs_that_there_are():
+    switched = [f"fedcb2o-released-tg{start}" for start in (3, 10, 5)]
+    names = ["fedcbo", "fedcbo-alpha10", "fedcbo-paper", "oracle-max", *claims.FEDCB2O, *switched]
+    values = dict.fromkeys(names, pd.DataFrame())
+    assert claims.runs_by_role(values) == {
+        "FedCBO": "fedcbo-alpha10",
+        "FedCB2O": "fedcb2o-released",
+        "Oracle Max": "oracle-max",
+        "FedCB2O with T_G": "fedcb2o-released-tg5",
+        "with an earlier T_G": "fedcb2o-released-tg3",
+        "with a later T_G": "fedcb2o-released-tg10",
+        "FedCB2O of Fig. 6": "fedcb2o-released-tg5",
+    }
+    text = claims.runs_by_role(values, "fedcb2o-paper")
+    assert (text["FedCBO"], text["FedCB2O of Fig. 6"]) == ("fedcbo-paper", "fedcb2o-paper")
 
 
-@pytest.mark.parametrize(
-    ("seeds", "beside"), [(2, ["fedcbo-released", "fedcbo"]), (3, ["fedcbo-released"])]
-)
+@pytest.mark.parametrize(("seeds", "beside"), [(2, "fedcbo"), (3, "fedcbo-released")])
 def test_a_fedcbo_with_fewer_seeds_does_not_hide_the_other(seeds, beside):
     known = {name: table(loss=[0.0] * 3) for name in ("fedcbo", "fedcb2o-released")}
     known["fedcbo-released"] = table(loss=[0.0] * seeds)
-    assert [stands["FedCBO"] for stands in claims.run_columns(known).values()] == beside
-
-
-@pytest.mark.parametrize("form", claims.FORMS)
-def test_a_form_that_holds_nothing_out_is_compared_with_its_like_first(form):
-    names = [
-        "fedcbo",
-        "fedcbo-70",
-        "fedcbo-alpha10",
-        form,
-        "fedcb2o-held-out",
-        "oracle-max",
-        "oracle-max-70",
-    ]
-    found = claims.run_columns(dict.fromkeys(names, pd.DataFrame()))
-    default = [stands for stands in found.values() if stands["FedCB2O"] == form]
-    oracles = [(stands["FedCBO"], stands["Oracle Max"]) for stands in default]
-    assert oracles == [
-        ("fedcbo-70", "oracle-max-70"),
-        ("fedcbo-alpha10", "oracle-max"),
-        ("fedcbo", "oracle-max"),
-    ]
-    held_out = [stands for stands in found.values() if stands["FedCB2O"] == "fedcb2o-held-out"]
-    assert [stands["FedCBO"] for stands in held_out] == ["fedcbo-alpha10", "fedcbo"]
-    loss = that("since their own average loss is larger")
-    compared = [
-        {*loss.needs} <= {*stands} for stands in (*default, *held_out)
-    ]  # of samples that were trained on
-    assert compared == [True, False, False, True, True]
-
-
-def test_columns_have_the_newest_form_with_values(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "DOCS", tmp_path)
-    monkeypatch.setattr(claims, "RELEASED", {"Digits": "digits"})
-    monkeypatch.setattr(claims, "EXTENDED", {"digits": "digits"})
-    folder = tmp_path / "reproduction" / "digits"
-    folder.mkdir(parents=True)
-    lines = ["method,seed,accuracy", "fedcbo,0,1", "fedcb2o-released,0,1", "fedcb2o,0,1"]
-    for title in ("FedAssay (first form), digits", "FedAssay, digits"):
-        (folder / "values.csv").write_text("\n".join(lines) + "\n")
-        assert [column.title for column in claims.matrix_columns()] == ["Digits", title]
-        lines.append("fedassay,0,1")
+    assert claims.runs_by_role(known)["FedCBO"] == beside
 
 
 def test_weight_that_went_elsewhere_is_of_the_last_fifth():
@@ -275,7 +223,7 @@ def test_seeds_of_one_run_may_lie_in_several_folders(tmp_path):
     for seed, rounds, more in ((0, 10, {}), (3, 10, {}), (4, 8, {}), (5, 10, {"device": "cuda"})):
         settings = {"rounds": 10, **more}
         draw_run(
-            tmp_path / f"by-{seed}" / "x-fedassay",
+            tmp_path / f"by-{seed}" / "x-fedcb2o-released",
             settings,
             benign=3,
             malicious=1,
@@ -286,11 +234,11 @@ def test_seeds_of_one_run_may_lie_in_several_folders(tmp_path):
     into.mkdir()
     runs = claims.gather_runs(sorted(tmp_path.glob("by-*")), into)
     assert {name: [run.seeds for run in each] for name, each in runs.items()} == {
-        "fedassay": [(0, 3), (5,)]
+        "fedcb2o-released": [(0, 3), (5,)]
     }
-    whole = Run(tmp_path / "by-3" / "x-fedassay")
+    whole = Run(tmp_path / "by-3" / "x-fedcb2o-released")
     pd.testing.assert_frame_equal(
-        claims.seed_values(runs["fedassay"][0]).loc[[3]], claims.seed_values(whole)
+        claims.seed_values(runs["fedcb2o-released"][0]).loc[[3]], claims.seed_values(whole)
     )
 
 
@@ -305,8 +253,8 @@ def test_the_picture_has_all_methods_or_the_main_ones_and_marks_the_switch():
     } == {"fedcb2o-released-tg10": 10}
     ax = _figures.draw_panels(_figures.curve_panels(drawn)).axes[0]
     assert ax.lines[0].get_ydata() == pytest.approx([0.6, 0.7])
-    nine = claims.select_curves(dict.fromkeys([*eight, "fedcb2o"], one))
-    assert [curve.name for curve in nine] == [*claims.MAIN_METHODS[:6], "fedcb2o"]
+    nine = claims.select_curves(dict.fromkeys([*eight, "fedcb2o-held-out"], one))
+    assert [curve.name for curve in nine] == [*claims.MAIN_METHODS[:6]]
 
 
 def test_the_picture_is_drawn_anew_without_runs(tmp_path, monkeypatch):
