@@ -103,3 +103,16 @@ def different(module, count):
         + 0.1 * torch.from_numpy(stream(5, "theta").normal(size=thetas.shape)).float()
     )
     return thetas
+
+
+class Adapted(nn.Module):
+    """A dense layer with a bias, whose weight is a product of PEFT's factors."""
+
+    def __init__(self, inputs: int = 3, outputs: int = 4, rank: int = 2) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(outputs))
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, outputs, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lora_B["default"](self.lora_A["default"](x.flatten(1))) + self.bias

@@ -103,7 +103,14 @@ def complete():
 
 
 def view_of(
-    attack=None, *, models=None, agent=4, losses=None, see=("fellows", "benign"), links=complete
+    attack=None,
+    *,
+    models=None,
+    agent=4,
+    losses=None,
+    see=("fellows", "benign"),
+    links=complete,
+    factor_pairs=(),
 ):
     """What an attacker sees in a round."""
     models = ten_models() if models is None else models
@@ -125,6 +132,7 @@ def view_of(
         previous=models[agent] - 0.5,
         data=Shard(torch.zeros(2, 3), torch.tensor([0, 1])),
         losses=losses or (lambda thetas: pytest.fail("losses")),
+        factor_pairs=factor_pairs,
         threat=Threat(frozenset(see)) if attack is None else attack.threat,
         _ids_of=lambda whose, cluster: ids[whose, cluster],
         _peek=lambda chosen: gather_rows(models, chosen),

@@ -27,6 +27,7 @@ from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.contacts import CandidatePeers
 from fedcb2o.federated.types import Losses
+from fedcb2o.nn.low_rank import FactorPair
 from fedcb2o.plugins import Declaration, F
 
 Poison = Callable[..., Shard]
@@ -98,6 +99,7 @@ class AttackView:
         previous: The model that it began the round with.
         data: Its samples, without poison.
         losses: Losses of models [m, d] on its samples.
+        factor_pairs: Low-rank adapters of a model.
         threat: The threat model that the attack declared.
     """
 
@@ -112,6 +114,7 @@ class AttackView:
     previous: Float[Tensor, " d"]
     data: Shard
     losses: Callable[[Float[Tensor, "m d"]], Losses]
+    factor_pairs: tuple[FactorPair, ...] = ()
     threat: Threat
     _ids_of: Callable[[Knowledge, int], Iterable[int]]
     _peek: Callable[[list[int]], Float[Tensor, "m d"]]

@@ -18,6 +18,7 @@ that batches are planned once, from all agents alone.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -95,13 +96,14 @@ def train_(
     training = spec.training
     with plugins.attribute_errors("model", spec.model):
         # An optimiser may use a model as a whole, so that it gets one model at a time.
-        is_separate = training.optimiser is not None or training.privacy is not None
+        frozen = spec.algorithm.frozen_factor(n)
+        is_separate = any(x is not None for x in (training.optimiser, training.privacy, frozen))
         if len(members) == 1 or is_separate:
             losses = []
             for k, (row, count, draw) in enumerate(zip(rows, counts, draws, strict=True)):
                 shard = Shard(x[k, :count], y[k, :count])
                 noise = noise_multiplier(training, count, spec.rounds)
-                loss = local_update_(models[row], spec.module, shard, training, draw, noise)
+                loss = local_update_(models[row], spec.module, shard, training, draw, noise, frozen)
                 losses.append(loss)
         else:
             thetas = gather_rows(models, rows)
@@ -120,6 +122,7 @@ def local_update_(
     training: Training,
     draw: np.random.Generator,
     noise: float | None = None,
+    frozen: str | None = None,
 ) -> float:
     """Train a model in place (alg:FedCB2O, LocalUpdate).
 
@@ -130,6 +133,7 @@ def local_update_(
         training: Settings.
         draw: Source of randomness.
         noise: Noise of private gradients, `privacy.noise_multiplier`; None without privacy.
+        frozen: Part of the names of parameters that are not trained; None to train all.
 
     Returns:
         Mean of the mini-batch losses; not finite if training diverged.
@@ -138,7 +142,9 @@ def local_update_(
         ConfigError: An optimiser replaced parameters in place of changing them.
     """
     bind_(module, theta)
-    parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    is_trained = [frozen is None or frozen not in name for name, _ in named]
+    parameters: list[Tensor] = [p for _, p in itertools.compress(named, is_trained)]
     lr = training.lambda2 * training.gamma
     step = _make_step(training, parameters, lr)
     x, device = features(shard.x), theta.device
@@ -154,7 +160,7 @@ def local_update_(
             if noise is not None:
                 with autocast(training.precision, device.type):
                     loss, noisy = private_gradients(module, shard, batch, training, noise, draw)
-                step(list(noisy))
+                step(list(itertools.compress(noisy, is_trained)))
                 losses.append(loss)
                 continue
             with autocast(training.precision, device.type):

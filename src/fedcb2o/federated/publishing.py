@@ -233,6 +233,7 @@ def _attack_view(
         previous=group.models[rows.start].clone(),  # where LocalUpdate left it
         data=Shard(data.x.cpu().clone(), data.y.cpu().clone()),
         losses=losses,
+        factor_pairs=group.spec.factor_pairs,
         threat=attack.threat,
         _ids_of=ids_of,
         _peek=peek,

@@ -21,6 +21,7 @@ from fedcb2o.federated.optimisers import Optimiser
 from fedcb2o.federated.sections import AgentsSection, LocalUpdateKeys
 from fedcb2o.federated.types import BATCHED, CriterionInput, CriterionValues, Select
 from fedcb2o.nn.batch_norm import has_local_statistics
+from fedcb2o.nn.low_rank import DOWN, UP, FactorPair, factor_pairs
 from fedcb2o.nn.parameters import dimension, last_layer_shape, shared_tensors
 from fedcb2o.plugins import USER_FUNCTION
 
@@ -121,6 +122,8 @@ class Algorithm:
         validate_budget: Raises ConfigError for a budget that the rule does not admit.
         clusters: Models of IFCA and DFCA; None for other algorithms.
         guards: Checks of peers and of their models.
+        switching_interval: Rounds in which LocalUpdate trains one factor of low-rank adapters,
+            before it trains the other; None for both at once.
     """
 
     select: Select
@@ -140,6 +143,7 @@ class Algorithm:
     validate_budget: Callable[[int], None] | None = None
     clusters: ClusterModels | None = None
     guards: Guards = NO_GUARDS
+    switching_interval: int | None = None
 
     def with_guards(self, guards: Guards) -> "Algorithm":
         """Return the algorithm with other guards.
@@ -157,6 +161,20 @@ class Algorithm:
     def keeps_previous(self) -> bool:
         """True if agents keep their models from before the round."""
         return self.reads_previous or self.guards.needs_previous
+
+    def frozen_factor(self, n: int) -> str | None:
+        """Return the factor of low-rank adapters that is not trained in a round.
+
+        Args:
+            n: Round, counted from 0.
+
+        Returns:
+            Part of its parameters' names; None if all parameters are trained. B is trained first,
+            because the gradient of A is 0 where B is.
+        """
+        if self.switching_interval is None:
+            return None
+        return (DOWN, UP)[n // self.switching_interval % 2]
 
     @property
     def is_batched(self) -> bool:
@@ -254,3 +272,8 @@ class RunSpec:
     def layer_shapes(self) -> tuple[torch.Size, ...]:
         """Shapes of a model's tensors, in order."""
         return tuple(tensor.shape for tensor in shared_tensors(self.module).values())
+
+    @functools.cached_property
+    def factor_pairs(self) -> tuple[FactorPair, ...]:
+        """Low-rank adapters of the network, where its parameters are named as PEFT names them."""
+        return factor_pairs(self.module)

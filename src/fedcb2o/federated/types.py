@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fedcb2o._deprecation import former_attributes, former_fields, former_names
 from fedcb2o.data import ValueRange
+from fedcb2o.nn.low_rank import FactorPair
 from fedcb2o.plugins import Declaration, F
 
 
@@ -169,6 +170,7 @@ class AgentContext:
         progress: Share of the run that is over, in [0, 1].
         last_layer: Shape [C, h] of the last dense layer's weight; None for another last layer.
         layer_shapes: Shapes of a model's tensors, in order.
+        factor_pairs: Low-rank adapters of a model.
         contacts_of: Makes the contacts.
         draw_of: Makes the generator.
     """
@@ -184,6 +186,7 @@ class AgentContext:
     progress: float = 0.0
     last_layer: tuple[int, int] | None = None
     layer_shapes: tuple[torch.Size, ...] = ()
+    factor_pairs: tuple[FactorPair, ...] = ()
     contacts_of: Callable[[], Contacts]
     draw_of: Callable[[], np.random.Generator]
 

@@ -186,6 +186,7 @@ def agent_context(
         progress=n / spec.rounds,
         last_layer=spec.last_layer,
         layer_shapes=spec.layer_shapes,
+        factor_pairs=spec.factor_pairs,
         contacts_of=contacts,
         draw_of=functools.partial(stream, spec.seed, "rule", n, int(group.agents[oracle.k])),
     )

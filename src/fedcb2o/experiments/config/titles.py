@@ -17,6 +17,8 @@ _NAMES = {
     "fedcb2o": "FedCB2O",
     "fedcbo": "FedCBO",
     "dfedavgm": "DFedAvgM",
+    "dec_lora": "Dec-LoRA",
+    "tad_lora": "TAD-LoRA",
     "ifca": "IFCA",
     "dfca": "DFCA",
     "local_training": "Local training",

@@ -14,6 +14,7 @@ Example:
     [1.0]
 """
 
+from fedcb2o.federated.aggregation._clair import clair
 from fedcb2o.federated.aggregation._dnc import dnc
 from fedcb2o.federated.aggregation._flame import flame
 from fedcb2o.federated.aggregation._flanders import filter_models as filter_models
@@ -66,6 +67,7 @@ __all__ = [
     "by_num_samples",
     "caf",
     "centred_clipping",
+    "clair",
     "clipped_gossip",
     "coordinate_median",
     "cs_plus",

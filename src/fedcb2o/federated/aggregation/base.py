@@ -348,11 +348,28 @@ def apply(
     if not g.isnan().all():  # the rule reads the matrix
         require_finite(models, rows[~g.diagonal().isfinite()])
     outcome = evaluate_rule(rule, g, *extra, p=p)
+    if not isinstance(outcome, Reduction) and not outcome.any():
+        raise ConfigError("the rule trusts none of the models, so there is nothing to aggregate")
+    return aggregate(models, rows, outcome)
 
+
+def aggregate(
+    models: Float[Tensor, "p d"],
+    rows: Int[Tensor, " m"],
+    outcome: Float[Tensor, " m"] | Reduction,
+) -> Float[Tensor, " d"]:
+    """Compute the aggregate from a rule's outcome.
+
+    Args:
+        models: Buffer with one model per row, shape [p, d].
+        rows: Rows of the models that the rule got, shape [m].
+        outcome: Output of `evaluate_rule`; weights that are not all 0.
+
+    Returns:
+        The aggregate, shape [d].
+    """
     if isinstance(outcome, Reduction):
         return _reduce_by_blocks(models, rows[outcome.rows], outcome.apply)
-    if not outcome.any():
-        raise ConfigError("the rule trusts none of the models, so there is nothing to aggregate")
     return weighted_sum(models, rows, outcome)
 
 

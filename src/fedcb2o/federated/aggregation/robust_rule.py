@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fedcb2o import plugins
@@ -20,6 +20,9 @@ from fedcb2o.federated.aggregation import base
 from fedcb2o.federated.aggregation.last_layer import last_layers
 from fedcb2o.federated.plugin_outputs import validated_mixing
 from fedcb2o.federated.types import CriterionInput, Received, Reduction, RuleOutput
+from fedcb2o.nn import low_rank
+
+Space = Literal["parameters", "products"]
 
 _EXTRA_INPUTS = ("losses", "entropies", "num_samples", "progress", "n", "draw", "heads")
 """Inputs that a robust rule may name next to the Gram matrix or the columns."""
@@ -31,6 +34,7 @@ def apply_robust_rule(
     *,
     own_model: Literal["excluded", "judged"] = "judged",
     pre_step: functools.partial[Any] | None = None,
+    space: Space = "parameters",
 ) -> RuleOutput:
     """Apply a robust rule to the received models of one agent.
 
@@ -44,6 +48,8 @@ def apply_robust_rule(
         own_model: "excluded" leaves the agent's own model out, unless the signature names it.
         pre_step: A pre-aggregation step with its parameters bound, such as nearest-neighbour
             mixing.
+        space: "products" compares and averages the products of low-rank adapters in place of their
+            factors.
 
     Returns:
         Weights or a reduction, and the number of attackers that the rule assumed.
@@ -61,6 +67,11 @@ def apply_robust_rule(
     if previous is not None:
         rows = torch.cat([rows, previous.view(1)])
 
+    models = inputs.models
+    rule_rows = rows
+    if space == "products":
+        models, rule_rows = _products(inputs, rows)
+
     # 2. The assumed number of attackers, and the pre-aggregation.
     f = math.ceil(inputs.context.malicious_share * len(inputs.received.ids) - 1e-9)
     mixing = None
@@ -68,17 +79,60 @@ def apply_robust_rule(
         mixing = _preaggregation(
             pre_step, f, base.num_mixed_rows(rule, pre_step, len(rows)), inputs
         )
-    g, p = base.gram_and_mixing(rule, inputs.models, rows, mixing)
+    g, p = base.gram_and_mixing(rule, models, rule_rows, mixing)
     rule = with_byzantine_count(rule, f, len(rows) if p is None else len(p))
 
     # 3. The rule.
     outcome = base.evaluate_rule(rule, g, *_rule_inputs(rule, inputs, received, rows), p=p)
     assumed = rule.keywords.get("f")
+    if space == "products" and (isinstance(outcome, Reduction) or outcome.any()):
+        vector = base.aggregate(models, rule_rows, outcome)
+        weights = outcome.weights if isinstance(outcome, Reduction) else outcome
+        return RuleOutput(as_reduction(inputs, rows, vector, weights), f=assumed)
     if isinstance(outcome, Reduction):
         reduction = dataclasses.replace(outcome, rows=rows[outcome.rows])
         return RuleOutput(reduction, f=assumed)
     previous_weight = None if previous is None else float(outcome[-1])
     return RuleOutput(outcome[: len(received.ids)], previous_weight=previous_weight, f=assumed)
+
+
+def _products(
+    inputs: CriterionInput, rows: Int[Tensor, " k"]
+) -> tuple[Float[Tensor, "k p"], Int[Tensor, " k"]]:
+    """Return models whose factors are replaced by their products, and their rows."""
+    pairs = inputs.context.factor_pairs
+    low_rank.require_pairs(pairs, '`space` = "products"')
+    thetas = inputs.models[rows.to(inputs.models.device)].cpu()
+    return low_rank.to_products(thetas, pairs), torch.arange(len(rows))
+
+
+def as_reduction(
+    inputs: CriterionInput,
+    rows: Int[Tensor, " k"],
+    vector: Float[Tensor, " p"],
+    weights: Float[Tensor, " k"] | None,
+) -> Reduction:
+    """Return the reduction to a model that is known as products of its low-rank adapters.
+
+    Args:
+        inputs: View of one agent.
+        rows: Rows of the models that the rule got.
+        vector: The aggregate, as `low_rank.to_products` returns it.
+        weights: Weights of the models for the record, or None.
+
+    Returns:
+        A reduction to the nearest model whose adapters have the rank of the agent's own.
+    """
+    theta = low_rank.from_products(vector, inputs.theta.cpu(), inputs.context.factor_pairs)
+    reduce = functools.partial(_columns_of, theta=theta)
+    return Reduction(rows, reduce, takes_offset=True, weights=weights)
+
+
+def _columns_of(
+    columns: Float[Tensor, "k b"], first: int, *, theta: Float[Tensor, " d"]
+) -> Float[Tensor, " b"]:
+    """Return the columns of a model that is known, in place of those of received models."""
+    return theta[first : first + columns.shape[1]].to(columns)
 
 
 def extra_inputs(rule: functools.partial[Any]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ Example:
 """
 
 from fedcb2o.federated.algorithms._by_rule import by_rule
+from fedcb2o.federated.algorithms._dec_lora import dec_lora, tad_lora
 from fedcb2o.federated.algorithms._dfca import dfca
 from fedcb2o.federated.algorithms._dfedavgm import dfedavgm
 from fedcb2o.federated.algorithms._fedassay import fedassay
@@ -20,4 +21,15 @@ from fedcb2o.federated.algorithms._ifca import ifca
 from fedcb2o.federated.algorithms._local_training import local_training
 from fedcb2o.federated.run_spec import Algorithm as Algorithm
 
-__all__ = ["by_rule", "dfca", "dfedavgm", "fedassay", "fedcb2o", "fedcbo", "ifca", "local_training"]
+__all__ = [
+    "by_rule",
+    "dec_lora",
+    "dfca",
+    "dfedavgm",
+    "fedassay",
+    "fedcb2o",
+    "fedcbo",
+    "ifca",
+    "local_training",
+    "tad_lora",
+]

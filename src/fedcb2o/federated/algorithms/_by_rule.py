@@ -23,6 +23,7 @@ def by_rule(
     selection: PluginChoice = "uniform",
     own_model: Literal["excluded", "judged"] | None = None,
     pre_step: PluginChoice | None = None,
+    space: Literal["parameters", "products"] = "parameters",
     needs_losses: bool | None = None,
     mixing_factor: float = 1.0,
 ) -> Algorithm:
@@ -33,6 +34,10 @@ def by_rule(
         selection: Peer selection.
         own_model: "excluded" leaves the agent's own model out of a robust rule.
         pre_step: Pre-aggregation step before a robust rule, such as "nnm".
+        space: "products" applies a robust rule to the products B A of low-rank adapters in place of
+            their factors, and takes the nearest adapters of the same rank. A product of m x n
+            numbers is computed for each received model and adapter, and one singular value
+            decomposition per adapter.
         needs_losses: False saves the evaluation of the received models, if neither rule nor
             selection reads losses. By default, a robust rule decides it, and other rules get
             losses.
@@ -50,9 +55,9 @@ def by_rule(
         Algorithm, select=select, lambda1=1.0, mixing_factor=require_mixing_factor(mixing_factor)
     )
     if base.RULE_SIGNATURE.get(resolved) is None:
-        if own_model is not None or pre_step is not None:
+        if own_model is not None or pre_step is not None or space != "parameters":
             raise ConfigError(
-                "`own_model` and `pre_step` go with robust rules, and this rule "
+                "`own_model`, `pre_step` and `space` go with robust rules, and this rule "
                 "computes weights itself"
             )
         return _by_general_rule(make, resolved, needs_losses is not False)
@@ -81,6 +86,7 @@ def by_rule(
             rule=resolved,
             own_model=own_model or "judged",
             pre_step=mixing,
+            space=space,
         ),
         needs_losses=needs_losses,
         reads_previous="before" in base.signature_of(resolved).own_rows,

@@ -9,6 +9,7 @@ Further arguments are keywords. A configuration names an attack by a name in `__
 own by "package.module:function".
 """
 
+from fedcb2o.federated.attacks._factor_mixing import factor_mixing
 from fedcb2o.federated.attacks.data_poisoning import TRIGGER as TRIGGER
 from fedcb2o.federated.attacks.data_poisoning import (
     backdoor,
@@ -64,6 +65,7 @@ __all__ = [
     "echo",
     "edge_case",
     "equivocation",
+    "factor_mixing",
     "fang_krum",
     "fang_trimmed_mean",
     "feature_noise",

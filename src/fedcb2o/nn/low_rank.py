@@ -1,0 +1,178 @@
+"""Low-rank adapters (LoRA) in a model: factors A [r, n] and B [m, r] of an update B A.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022). The same product has
+many factors: (B R)(R^-1 A) = B A for every invertible R. So the average of factors is not that of
+products, and agents may compare and average products in place of factors.
+
+Example:
+    >>> pair = FactorPair(a_start=0, b_start=2, rank=1, inputs=2, outputs=1)
+    >>> theta = torch.tensor([[3.0, 4.0, 2.0]])
+    >>> to_products(theta, (pair,)).tolist()
+    [[6.0, 8.0]]
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.nn.parameters import shared_tensors
+
+DOWN = "lora_A"
+"""Part of the names of factors A, as PEFT names them."""
+UP = "lora_B"
+"""Part of the names of factors B."""
+
+
+@dataclass(frozen=True)
+class FactorPair:
+    """Place of the factors of one adapter in theta.
+
+    Attributes:
+        a_start: First number of A.
+        b_start: First number of B.
+        rank: r.
+        inputs: n, the columns of A.
+        outputs: m, the rows of B.
+    """
+
+    a_start: int
+    b_start: int
+    rank: int
+    inputs: int
+    outputs: int
+
+    def a(self, thetas: Float[Tensor, "*k d"]) -> Float[Tensor, "*k r n"]:
+        """Return the factors A of models, as a view.
+
+        Args:
+            thetas: Models.
+
+        Returns:
+            One matrix per model.
+        """
+        size = self.rank * self.inputs
+        return thetas[..., self.a_start : self.a_start + size].unflatten(-1, (self.rank, -1))
+
+    def b(self, thetas: Float[Tensor, "*k d"]) -> Float[Tensor, "*k m r"]:
+        """Return the factors B of models, as a view.
+
+        Args:
+            thetas: Models.
+
+        Returns:
+            One matrix per model.
+        """
+        size = self.outputs * self.rank
+        return thetas[..., self.b_start : self.b_start + size].unflatten(-1, (self.outputs, -1))
+
+
+def factor_pairs(module: nn.Module) -> tuple[FactorPair, ...]:
+    """Find the adapters of a network by PEFT's names of parameters.
+
+    Args:
+        module: A network.
+
+    Returns:
+        One pair per adapter whose factors are both in theta; none for other networks.
+    """
+    starts = {}
+    shapes = {}
+    start = 0
+    for name, tensor in shared_tensors(module).items():
+        starts[name] = start
+        shapes[name] = tensor.shape
+        start += tensor.numel()
+
+    pairs = []
+    for name, (rank, *inputs) in shapes.items():
+        other = name.replace(DOWN, UP)
+        if DOWN in name and other in shapes and len(inputs) == 1:
+            outputs = shapes[other][0]
+            pairs.append(FactorPair(starts[name], starts[other], rank, inputs[0], outputs))
+    return tuple(pairs)
+
+
+def require_pairs(pairs: Sequence[FactorPair], user: str) -> None:
+    """Check that a model has adapters.
+
+    Args:
+        pairs: Its adapters.
+        user: Part of the configuration that needs them.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    if not pairs:
+        raise ConfigError(
+            f"{user} needs a model with low-rank adapters: trained parameters named `{DOWN}` and "
+            f"`{UP}`, as PEFT makes them"
+        )
+
+
+def to_products(thetas: Float[Tensor, "k d"], pairs: Sequence[FactorPair]) -> Float[Tensor, "k p"]:
+    """Replace the factors of models by their products B A.
+
+    A product takes m n numbers in place of r (m + n).
+
+    Args:
+        thetas: Models.
+        pairs: Their adapters.
+
+    Returns:
+        Numbers that are not of an adapter, and then the products.
+    """
+    products = [(pair.b(thetas) @ pair.a(thetas)).flatten(1) for pair in pairs]
+    return torch.cat([thetas[:, _outside(thetas.shape[1], pairs)], *products], 1)
+
+
+def from_products(
+    vector: Float[Tensor, " p"], own: Float[Tensor, " d"], pairs: Sequence[FactorPair]
+) -> Float[Tensor, " d"]:
+    """Return the model of rank r that is nearest to products (Eckart and Young).
+
+    Of all factors of the truncated product, A has orthogonal rows of one norm, that of an agent's
+    own A on average, and is turned to be nearest to it. So A and B stay comparable with the agent's
+    own, and directions without a singular value can still be trained.
+
+    Args:
+        vector: A row of `to_products`.
+        own: The agent's own model.
+        pairs: Its adapters.
+
+    Returns:
+        A model.
+    """
+    theta = own.clone()
+    is_outside = _outside(len(own), pairs)
+    theta[is_outside] = vector[: int(is_outside.sum())]
+    start = int(is_outside.sum())
+    for pair in pairs:
+        size = pair.outputs * pair.inputs
+        product = vector[start : start + size].view(pair.outputs, pair.inputs).double()
+        start += size
+
+        # 1. Product = U S V^T, of which r directions remain.
+        u, s, vt = torch.linalg.svd(product, full_matrices=False)
+        u, s, vt = u[:, : pair.rank], s[: pair.rank], vt[: pair.rank]
+
+        # 2. A = scale R V^T, where the rotation R minimises the distance to the agent's own A.
+        reference = pair.a(own).double()
+        scale = float(reference.norm()) / len(s) ** 0.5 or 1.0
+        left, _, right = torch.linalg.svd(reference @ vt.T, full_matrices=False)
+        rotation = left @ right
+        pair.a(theta).copy_(scale * rotation @ vt)
+        pair.b(theta).copy_((u * s) @ rotation.T / scale)
+    return theta
+
+
+def _outside(d: int, pairs: Sequence[FactorPair]) -> Bool[Tensor, " d"]:
+    """Return which numbers of a model are not of an adapter."""
+    is_outside = torch.ones(d, dtype=torch.bool)
+    for pair in pairs:
+        pair.a(is_outside).fill_(False)
+        pair.b(is_outside).fill_(False)
+    return is_outside

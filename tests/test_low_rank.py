@@ -1,0 +1,68 @@
+import pytest
+import torch
+from torch import nn
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.nn import low_rank, parameters
+from tests.networks import Adapted
+
+
+def test_the_places_of_factors_are_those_of_the_network():
+    network = Adapted()
+    theta = parameters.flatten(network)
+    (pair,) = low_rank.factor_pairs(network)
+    assert torch.equal(pair.a(theta), network.lora_A["default"].weight)
+    assert torch.equal(pair.b(theta), network.lora_B["default"].weight)
+
+
+def test_a_network_without_adapters_has_no_pairs():
+    assert low_rank.factor_pairs(nn.Linear(2, 2)) == ()
+    with pytest.raises(ConfigError, match="needs a model with low-rank adapters"):
+        low_rank.require_pairs((), "the attack `factor_mixing`")
+
+
+def test_products_do_not_depend_on_the_factors():
+    pairs = low_rank.factor_pairs(Adapted())
+    theta = torch.randn(18, generator=torch.Generator().manual_seed(0))
+    other = theta.clone()
+    turn = torch.tensor([[2.0, 1.0], [0.0, -0.5]])
+    pairs[0].a(other).copy_(torch.linalg.inv(turn) @ pairs[0].a(theta))
+    pairs[0].b(other).copy_(pairs[0].b(theta) @ turn)
+    products = low_rank.to_products(torch.stack([theta, other]), pairs)
+    assert torch.allclose(products[0], products[1], atol=1e-5)
+    assert torch.equal(products[0, :4], theta[:4])  # the bias
+
+
+def test_a_product_of_rank_r_comes_back_exactly():
+    """The factors of the agent's own product are near its own, and the bias is the vector's."""
+    pairs = low_rank.factor_pairs(Adapted())
+    own = torch.randn(18, generator=torch.Generator().manual_seed(1))
+    vector = low_rank.to_products(own.unsqueeze(0), pairs)[0]
+    vector[:4] = 7.0
+    back = low_rank.from_products(vector, own, pairs)
+    assert torch.equal(back[:4], torch.full((4,), 7.0))
+    assert torch.allclose(low_rank.to_products(back.unsqueeze(0), pairs)[0], vector, atol=1e-5)
+    a = pairs[0].a(back)
+    assert torch.allclose(a @ a.T, torch.eye(2) * pairs[0].a(own).norm() ** 2 / 2, atol=1e-4)
+    assert (a - pairs[0].a(own)).norm() < pairs[0].a(own).norm()
+
+
+def test_a_product_of_higher_rank_is_truncated():
+    """diag(3, 2, 1) of rank 2 is diag(3, 2, 0)."""
+    network = Adapted(inputs=3, outputs=3, rank=2)
+    pairs = low_rank.factor_pairs(network)
+    own = parameters.flatten(network)
+    vector = torch.cat([torch.zeros(3), torch.diag(torch.tensor([3.0, 2.0, 1.0])).flatten()])
+    back = low_rank.from_products(vector, own, pairs)
+    product = pairs[0].b(back) @ pairs[0].a(back)
+    assert torch.allclose(product, torch.diag(torch.tensor([3.0, 2.0, 0.0])), atol=1e-5)
+
+
+def test_a_model_whose_update_is_zero_can_still_be_trained():
+    network = Adapted()
+    pairs = low_rank.factor_pairs(network)
+    own = parameters.flatten(network)
+    pairs[0].b(own).zero_()
+    back = low_rank.from_products(low_rank.to_products(own.unsqueeze(0), pairs)[0], own, pairs)
+    assert not pairs[0].b(back).any()
+    assert pairs[0].a(back).norm() == pytest.approx(float(pairs[0].a(own).norm()), rel=1e-5)
