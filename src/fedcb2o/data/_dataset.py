@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from fedcb2o.data._sample_format import ValueRange, value_range
+from fedcb2o.data._sample_format import TOKEN_TYPES, ValueRange, value_range
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Shard:
     """Labelled samples.
 
     Attributes:
-        x: Samples [n, ...]: uint8 pixels or floating-point features.
+        x: Samples [n, ...]: uint8 pixels, int32 or int64 tokens, or floating-point features.
         y: Class of each sample [n], or the targets of a regression [n] or [n, k].
     """
 
@@ -225,8 +225,11 @@ def features(x: Shaped[Tensor, "n *features"]) -> Float[Tensor, "n *features"]:
         x: Samples.
 
     Returns:
-        Pixels (uint8) scaled to [0, 1], other features as they are, in floating point.
+        Pixels (uint8) scaled to [0, 1], tokens (int32, int64) as they are, other features in
+        floating point.
     """
     if x.dtype == torch.uint8:
         return x.float() / 255
+    if x.dtype in TOKEN_TYPES:
+        return x
     return x.float()

@@ -28,6 +28,9 @@ SampleValues = Literal["bytes", "unit", "numbers"]
 ValueRange = tuple[float, float]
 """Black and white: the lowest and the highest value of samples as a network reads them."""
 
+TOKEN_TYPES = (torch.int32, torch.int64)
+"""Types of tokens, which have no scale."""
+
 OTHER_SCALE = 10.0
 """Numbers up to this and more are on another scale than numbers from 0 to 1."""
 
@@ -141,7 +144,7 @@ def _check_scales(names: Sequence[str], samples: Sequence[Tensor]) -> None:
     Raise DataError for numbers from 0 to 1 in one part and far larger ones in another. Warn where
     a part is far outside the range of the first one.
     """
-    if samples[0].dtype == torch.uint8:
+    if samples[0].dtype in (torch.uint8, *TOKEN_TYPES):
         return
     parts = []
     for name, x in zip(names, samples, strict=True):

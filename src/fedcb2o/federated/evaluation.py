@@ -15,7 +15,7 @@ from fedcb2o.federated.inference import (
     bound_networks,
     per_sample_losses,
 )
-from fedcb2o.federated.losses import Loss
+from fedcb2o.federated.losses import Loss, predicts_labels
 from fedcb2o.federated.metrics import Confusion, EvaluationResult, Score
 from fedcb2o.federated.plugin_outputs import apply_sample_transform
 from fedcb2o.federated.ragged import Indices
@@ -66,7 +66,7 @@ def _score(group: AgentGroup, members: Indices, test: Shard, loss: Loss | None) 
             losses = mean_test_losses(
                 spec.module, models, rows, test, loss, models_per_batch, references
             ).tolist()
-        if spec.num_classes > 1:
+        if spec.num_classes > 1 and predicts_labels(loss):
             matrices = confusion_matrices(
                 spec.module, models, rows, test, spec.num_classes, models_per_batch, references
             )

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from fedcb2o import plugins
 from fedcb2o.data import Shard, features
 from fedcb2o.errors import ConfigError, describe_type
-from fedcb2o.federated.losses import Loss
+from fedcb2o.federated.losses import Loss, predicts_labels
 from fedcb2o.federated.sections import LossAverage
 from fedcb2o.federated.types import Losses, ScalarObjective
 from fedcb2o.nn import batch_norm
@@ -448,7 +448,7 @@ def per_agent_losses(
         )
 
     per_sample = negative_entropy = outputs.new_full((a, m, n), torch.nan)
-    if num_classes > 1:
+    if num_classes > 1 and predicts_labels(loss):
         log_p = F.log_softmax(outputs, dim=-1)
         per_sample = -log_p.gather(-1, y.view(a, 1, n, 1).expand(a, m, n, 1)).squeeze(-1)
         negative_entropy = (log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)  # 0 * log 0 is 0

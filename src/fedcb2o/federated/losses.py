@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fedcb2o.errors import ConfigError
 
-__all__ = ["absolute_error", "cross_entropy", "huber", "squared_error"]
+__all__ = ["absolute_error", "answer_loss", "cross_entropy", "huber", "squared_error"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) -> one loss per sample."""
@@ -99,6 +99,36 @@ def huber(
     error = _difference(outputs, targets).abs()
     linear = delta * (error - delta / 2)
     return _mean_per_sample(torch.where(error <= delta, error.square() / 2, linear))
+
+
+def answer_loss(
+    outputs: Float[Tensor, "n k"], targets: Shaped[Tensor, "n *target"]
+) -> Float[Tensor, " n"]:
+    """Compute the loss of a language model on answers: the mean of -log p over their tokens.
+
+    Answers are a part of the samples. The labels of samples are groups, such as topics.
+
+    Args:
+        outputs: Outputs of `language_model`: mean log-probabilities come first.
+        targets: Groups, which are not read.
+
+    Returns:
+        One loss per sample, in nats per token; its exponential is the perplexity.
+    """
+    del targets
+    return -outputs[:, 0]
+
+
+def predicts_labels(loss: Loss | None) -> bool:
+    """Return whether networks predict the labels of samples.
+
+    Args:
+        loss: Loss of a run; None for the cross-entropy.
+
+    Returns:
+        False for `answer_loss`, with which labels are groups of samples.
+    """
+    return getattr(loss, "func", loss) is not answer_loss
 
 
 def _difference(outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *target"]) -> Tensor:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.nn.language_models import language_model
 from fedcb2o.nn.memory_layout import ChannelsLast
 
-__all__ = ["cnn", "logistic", "mlp", "resnet"]
+__all__ = ["cnn", "language_model", "logistic", "mlp", "resnet"]
 
 
 def cnn(

@@ -33,6 +33,7 @@ from fedcb2o.data import (
     skews,
     transforms,
 )
+from fedcb2o.data._sample_format import TOKEN_TYPES
 from fedcb2o.data.names import number_in
 from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.experiments.config.settings import Experiment
@@ -207,9 +208,11 @@ def validate_shard(where: str, shard: Shard, num_classes: int) -> Shard:
     if num_classes and (y.min() < 0 or y.max() >= num_classes):
         got = f"{int(y.min())} to {int(y.max())}"
         raise ConfigError(f"{where} has labels outside 0 to {num_classes - 1}: {got}")
-    if not (x.dtype == torch.uint8 or (x.is_floating_point() and x.isfinite().all())):
+    is_whole = x.dtype == torch.uint8 or x.dtype in TOKEN_TYPES
+    if not (is_whole or (x.is_floating_point() and x.isfinite().all())):
         raise ConfigError(
-            f"{where} must hold samples of pixels (uint8) or finite floating-point features"
+            f"{where} must hold samples of pixels (uint8), tokens (int32 or int64) or finite "
+            "floating-point features"
         )
     if x.dtype == torch.float64:
         cure = "shift or scale the samples in float64 first"

@@ -56,7 +56,9 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
     is_random = experiment.model.random_evaluation
     with network_checks.perturbed_constants(module, *twins):
         outputs = _evaluate_on_samples(experiment, module, x.clone())
-        _check_output_shape(name, outputs, dataset)
+        loss = build_loss(experiment)
+        predicts_labels = losses.predicts_labels(loss)
+        _check_output_shape(name, outputs, dataset, predicts_labels=predicts_labels)
         if is_own and not is_random:
             with plugins.attribute_errors("model", name):
                 is_random = seed_if_random_(name, [module, *twins], x, seed)
@@ -64,7 +66,6 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
             with plugins.attribute_errors("model", name):
                 network_checks.check_network(name, module, twin, x, random_evaluation=is_random)
 
-    loss = build_loss(experiment)
     if loss is not None and experiment.training.loss is not None:
         loss_name = plugins.label(experiment.training.loss.name)
         part_checks.check_loss(loss_name, loss, outputs, dataset.pool.y[rows].clone())
@@ -118,14 +119,16 @@ def _evaluate_on_samples(experiment: Experiment, module: nn.Module, x: Tensor) -
         ) from error
 
 
-def _check_output_shape(name: str, outputs: Any, dataset: Dataset) -> None:
+def _check_output_shape(
+    name: str, outputs: Any, dataset: Dataset, *, predicts_labels: bool
+) -> None:
     """Raise ConfigError unless there is one row of outputs per sample, one column per class."""
     got: Any = describe_type(outputs)
     shape: tuple[int, ...] = ()
     if isinstance(outputs, Tensor):
         got = shape = tuple(outputs.shape)
     num_samples = 2
-    if dataset.class_names:
+    if dataset.class_names and predicts_labels:
         expected = f"{(num_samples, dataset.num_classes)}"
         is_valid = shape == (num_samples, dataset.num_classes)
     else:  # without classes the loss restricts the outputs

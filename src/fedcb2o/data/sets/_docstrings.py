@@ -1,0 +1,106 @@
+"""Docstrings of installed libraries: real text that needs no download.
+
+The libraries are those that fedcb2o itself needs. Their source is read and not executed.
+"""
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from fedcb2o import pretrained
+from fedcb2o.data._dataset import Dataset
+from fedcb2o.data.sets._text import Passage, tokenise
+from fedcb2o.errors import ConfigError, DataError
+from fedcb2o.rng import stream
+
+LIBRARIES = ("matplotlib", "networkx", "numpy", "pandas", "scipy", "sklearn", "torch")
+_WORDS = (4, 24)  # in a sentence
+_IS_INTERNAL = re.compile(r"(^|/)(_|tests?/|testing/|conftest)")
+
+
+class _Docstring(NamedTuple):
+    """First sentence of a function's or class's docstring."""
+
+    name: str
+    sentence: str
+
+
+def docstrings(
+    *,
+    task: Literal["summary", "library"] = "summary",
+    libraries: Sequence[str] = LIBRARIES,
+    samples: int = 300,
+    base: str = "smollm2",
+    prompt: int = 24,
+    answer: int = 12,
+    vocabulary: int | None = None,
+    test_share: float = 0.25,
+) -> Dataset:
+    """Read the first sentences of docstrings, with libraries as groups.
+
+    Samples depend on the installed versions of the libraries.
+
+    Args:
+        task: "summary": a function's name is the prompt, and its sentence the answer. "library": a
+            sentence is the prompt, and the name of its library the answer.
+        libraries: Packages whose docstrings are read, at least two.
+        samples: Largest number of samples of a library.
+        base: Pretrained model whose tokens are used, see `fedcb2o.pretrained`.
+        prompt: Number of tokens that the model reads.
+        answer: Number of tokens that it learns.
+        vocabulary: Number of tokens in use, the most frequent ones; None for all.
+        test_share: Share of each library's samples that tests.
+
+    Returns:
+        The data set.
+
+    Raises:
+        ConfigError: A parameter is out of range, or the extra is missing.
+        DataError: A library is not installed.
+    """
+    if task not in ("summary", "library"):
+        raise ConfigError(f"`task` must be summary or library, got {task!r}")
+    passages = []
+    for library in libraries:
+        found = _docstrings(library)
+        chosen = stream(0, "docstrings", library).permutation(len(found))[:samples]
+        for index in np.sort(chosen).tolist():
+            name, sentence = found[index]
+            if task == "summary":
+                passages.append(Passage(f" {sentence}", f"{library}, {name}:", library))
+            else:
+                passages.append(Passage(f" {library}", f"{sentence}\nLibrary:", library))
+    tokens = pretrained.tokenizer(base, vocabulary)
+    return tokenise(passages, tokens, (prompt, answer), test_share=test_share)
+
+
+def _docstrings(library: str) -> list[_Docstring]:
+    """Return the docstrings of a library's public functions and classes, each sentence once."""
+    spec = importlib.util.find_spec(library)
+    if spec is None or spec.origin is None:
+        raise DataError(f"the library {library!r} is not installed (`data.libraries`)")
+    root = Path(spec.origin).parent
+    found: dict[str, _Docstring] = {}
+    for file in sorted(root.rglob("*.py")):
+        if _IS_INTERNAL.search(file.relative_to(root).as_posix()):
+            continue
+        for name, sentence in _sentences(file):
+            found.setdefault(sentence, _Docstring(name, sentence))
+    return list(found.values())
+
+
+def _sentences(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and first sentence of each documented function and class of a file."""
+    tree = ast.parse(file.read_bytes())
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
+        sentence = re.split(r"(?<=\.)\s", " ".join(paragraph.split()))[0]
+        if sentence.isascii() and _WORDS[0] <= len(sentence.split()) <= _WORDS[1]:
+            yield node.name.replace("_", " "), sentence
