@@ -2,6 +2,7 @@
 
 An engine that receives messages from outside asks for the `rejection_reason` of each. On one
 machine, shape, type and round are known: each published row is checked once, by `max_abs`.
+`validation.admit` applies these checks and the guards, whose outcomes are in `guards`.
 
 >>> import torch
 >>> rejection_reason(Message(torch.zeros(3), 10, 4), dim=3, n=4)

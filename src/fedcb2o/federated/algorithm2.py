@@ -55,7 +55,7 @@ from fedcb2o.federated.validation import (
 from fedcb2o.plugins import USER_FUNCTION
 from fedcb2o.rng import stream
 
-_ONE = np.zeros(1, np.int64)  # the index of the only agent
+_ONLY_AGENT = np.zeros(1, np.int64)  # the index of the only agent
 _ZERO = np.zeros((), np.int64)  # the same, without an axis over agents
 
 Download = Callable[[Ragged], Inbox]
@@ -94,7 +94,7 @@ def local_aggregation_(
     # Line 2: download theta^i, i in A
     inbox = download(A)
     # Guards: the models that are evaluated and weighed
-    admission = admit(agent, _ONE, _ONE, inbox, n)
+    admission = admit(agent, _ONLY_AGENT, _ONLY_AGENT, inbox, n)
     is_admitted = admission == ADMITTED
     # Line 3: L^i <- L_j(theta^i)
     inputs = validate(agent, P, inbox.filter(is_admitted), n, oracle)
@@ -103,6 +103,7 @@ def local_aggregation_(
     # Line 5: G^i <- G_j(theta^i), and Q_beta
     G = algorithm.criterion_values(inputs)
     # Line 6: mu^i <- exp(-alpha G^i) / sum_k exp(-alpha G^k)
+    # (an agent of few classes has a smaller G already: label_confidence)
     mu, rule_state = consensus_weights(algorithm, inputs, G, rule_state)
     on_step("aggregate")
     # Line 7: theta <- theta - lambda1 gamma (theta - sum_i mu^i theta^i)
@@ -188,7 +189,7 @@ def validate(
         The agent's view of the models, with their losses.
     """
     received = inbox.received()
-    own = own_models(agent, _ONE, n)[0]
+    own = own_models(agent, _ONLY_AGENT, n)[0]
     oracle = oracle or ValidationOracle(agent, 0)
 
     losses = own_losses = None
@@ -368,6 +369,6 @@ def mix_towards_consensus_(
 
     decisions = Decisions.empty(agent.agents, A, inbox, admission)
     index = np.flatnonzero(admission == ADMITTED)
-    decisions.store_(_ONE, index, inputs, mu, spec)
+    decisions.store_(_ONLY_AGENT, index, inputs, mu, spec)
     mix_(agent.models, mixing_matrix(decisions, layout.own, layout.previous), 0, spec.dim)
     return decisions

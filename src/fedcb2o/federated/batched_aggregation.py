@@ -47,6 +47,9 @@ class Engine(Protocol):
     ) -> list[Any]:
         """Call `function(group, members, *arguments, *shared)` for each batch of agents.
 
+        An engine may divide the work by function: few large parts for the selection of peers, and
+        no writes to models that a rule or criterion reads.
+
         Args:
             function: Function of a group, members, arguments and shared values.
             shared: Values for all batches.
@@ -228,7 +231,7 @@ def sample_peers(
 
     benign = np.flatnonzero(active[agents] & ~is_colluding)
     known = contacts.forget(adversary.new_identities(n)).take(benign)
-    sampled = _prob_sampling(spec, agents[benign], known, n)
+    sampled = _select_peers(spec, agents[benign], known, n)
 
     colluders = np.flatnonzero(active[agents] & is_colluding)
     fellows, others = adversary.colluding_peers(agents[colluders], spec.neighbours)
@@ -237,7 +240,7 @@ def sample_peers(
     return Ragged.scatter(len(members), (benign, sampled), (colluders, colluding))
 
 
-def _prob_sampling(
+def _select_peers(
     spec: RunSpec, agents: Int[np.ndarray, " a"], contacts: ContactTable, n: int
 ) -> Ragged:
     """Call the algorithm's selection for agents that do not collude."""

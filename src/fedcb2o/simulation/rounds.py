@@ -180,7 +180,9 @@ def run_rounds(
         timer = PhaseTimer()
         losses, is_active = train_and_publish_(engine, n, on_phase, timer)  # line 3: LocalUpdate
         on_phase(n, "mixing")
-        states, decisions, is_finite = engine.local_aggregation_(  # line 4: LocalAggregation
+        # Line 4: LocalAggregation, of all agents at once (batched_aggregation) or of one real peer
+        # (algorithm2)
+        states, decisions, is_finite = engine.local_aggregation_(
             n, states, is_active, deadline, timer.stop
         )
         _check_mixed_models(engine.adversary, n, is_finite)

@@ -216,7 +216,7 @@ class SublevelCriterion:
             own_model = "judged"
 
         # 1. The sub-level set.
-        members = self.members(inputs, own_model)
+        members = self.sublevel_members(inputs, own_model)
         is_member = members[..., :-1]
 
         # 2. G of the received models.
@@ -241,7 +241,7 @@ class SublevelCriterion:
             own = own * confidence
         return CriterionValues(values, own, members, is_average_loss)
 
-    def members(self, inputs: CriterionInput, own_model: OwnModel) -> Bool[Tensor, "*a k"]:
+    def sublevel_members(self, inputs: CriterionInput, own_model: OwnModel) -> Bool[Tensor, "*a k"]:
         """Find the members of the sub-level set (eq:clustered_csp).
 
         Args:

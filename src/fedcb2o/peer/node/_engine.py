@@ -1,4 +1,7 @@
-"""Engine of one agent among real peers, whose `exchange` is the network.
+"""Engine of one agent among real peers.
+
+A benign agent runs `algorithm2.local_aggregation_` itself, with the network as its download. A
+malicious or inactive one runs the batched code, whose `exchange` is the network.
 
 The rounds are those of every engine (alg:localAggregation). The model buffer is [own | crafted |
 previous | received]. A received model stays in its row until the round has mixed.
