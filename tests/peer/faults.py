@@ -42,6 +42,13 @@ def clock(hours: float) -> None:
     identity.datetime = Wrong
 
 
+def minor_version(minor: int) -> None:
+    """A release with this minor version of the protocol."""
+    from fedcb2o.peer.node import _preflight
+
+    _preflight.MINOR_VERSION = minor
+
+
 def command(log, *arguments: object) -> None:
     """`fedcb2o ARGUMENTS` in this process, as a user gives it; what it says goes to a file."""
     import os

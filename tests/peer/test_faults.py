@@ -30,6 +30,7 @@ from fedcb2o.peer.membership import (
     sign_federation,
     write_federation,
 )
+from fedcb2o.peer.node._backup import back_up, restore
 
 CHANGES = {
     "rounds": 20,
@@ -88,6 +89,49 @@ def test_members_that_are_killed_stopped_short_of_disk_and_wrong_about_the_time(
         peers.start(2, resume=True)
         assert peers.wait() == [0] * 5, [peers.log(j) for j in range(5)]
         assert whole(peers, stopped=[4]) > 0.6
+
+
+@pytest.mark.slow
+def test_members_more_than_one_minor_version_apart_refuse_each_other(tmp_path):
+    """Minor versions 1, 2 and 3: the middle one exchanges models with both others."""
+    changes = {**CHANGES, "rounds": 6, "agents": {"benign": 3, "malicious": 0, "budget": 2}}
+    with nodes(tmp_path, 3, changes=changes, synchronous=True, deadline_seconds=20.0) as peers:
+        for j in range(3):
+            peers.start(j, prepare=partial(faults.minor_version, j + 1))
+        assert peers.wait() == [0] * 3, [peers.log(j) for j in range(3)]
+        for j, others in ((0, [1]), (1, [0, 2]), (2, [1])):
+            lines = peers.lines(j)
+            assert [[model["id"] for model in line["received"]] for line in lines] == [others] * 6
+            assert all(line["asked"] == others for line in lines)
+
+
+@pytest.mark.slow
+def test_a_restored_node_signs_no_other_model(tmp_path):
+    """The backup is older than the last signature; the others take later models again."""
+    changes = {**CHANGES, "rounds": 45, "agents": {"benign": 3, "malicious": 0, "budget": 2}}
+    pace = {"round_seconds": 0.4, "deadline_seconds": 3.0, "lag": 15}
+    with nodes(tmp_path, 3, changes=changes, **pace) as peers:
+        peers.start()
+        peers.until(2, 5)
+        backup = tmp_path / "backup.tar.gz"
+        back_up(peers.identities[2], peers.out(2), backup)
+        peers.until(2, 10)
+        peers.send(2, signal.SIGKILL)
+        peers.wait(2)
+        lost = len(peers.lines(2))
+        shutil.rmtree(peers.out(2))
+        shutil.rmtree(peers.identities[2])
+        restore(backup, peers.identities[2], peers.out(2))
+        peers.start(2, resume=True)
+        assert peers.wait() == [0] * 3, [peers.log(j) for j in range(3)]
+        assert not list(tmp_path.glob("*/proofs/*"))
+        last = max(
+            model["round"]
+            for line in peers.lines(0)
+            for model in line["received"]
+            if model["id"] == 2
+        )
+        assert last > lost + pace["lag"] + 1
 
 
 def run(peers: Nodes, j: int, *more: object) -> BaseProcess:

@@ -180,7 +180,7 @@ def test_log_files_are_rotated(tmp_path, monkeypatch):
         ([1, MINOR_VERSION], "", ""),
         (None, "", "protocol 1.0 is used"),
         ([1, MINOR_VERSION + 1], "", f"protocol 1.{MINOR_VERSION} is used"),
-        ([1, MINOR_VERSION + 2], "this node has a release that is too old", ""),
+        ([1, MINOR_VERSION + 2], "update this node's release", ""),
     ],
 )
 def test_the_lower_of_two_minor_versions_is_used(theirs, error, note, tmp_path):

@@ -129,4 +129,5 @@ def test_a_lost_directory_signs_nothing_before_a_majority_has_answered(
     lines = (tmp_path / "out" / "signed.jsonl").read_text().splitlines()
     rounds = [json.loads(line)["round"] for line in lines]
     assert rounds == [signed_from - 2, *range(signed_from - 1, 12)]
-    assert f"no model up to round {signed_from - 1} is offered" in text
+    assert f"models are offered again after round {signed_from - 1}" in text
+    assert text.count(f"no model up to round {signed_from - 1} is offered") == 1

@@ -331,6 +331,18 @@ def test_what_is_not_in_order_gets_no_answer(scene, who, federation):
     assert server.counts.requests == len(cases) + 3
 
 
+def test_an_incompatible_member_gets_hello_only(scene, who):
+    server = scene.server()
+    server.publish(scene.snapshot(5))
+    server.incompatible = {1}
+    answer = scene.ask(server, scene.request(RequestKind.MANIFEST))
+    assert (answer.status, answer.body) == (AnswerStatus.ANOTHER_VERSION, b"")
+    hello = scene.request(RequestKind.HELLO, digest=who[1].member.key)
+    assert scene.ask(server, hello).status is AnswerStatus.OK
+    server.incompatible = {2}
+    assert scene.ask(server, scene.request(RequestKind.MANIFEST)).status is AnswerStatus.OK
+
+
 def test_requests_of_another_run_use_up_nothing(scene, who, federation):
     """A receiver of another run replays them; members of this run are answered as before."""
     server = scene.server(clock=lambda: 0.0)

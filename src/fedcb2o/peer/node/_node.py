@@ -212,6 +212,7 @@ class Node:
             client = PeerClient(
                 federation, self.identity, transport, ledger, codec, dim, self._stop
             )
+            server.incompatible = client.incompatible
             client.last_rounds.update(self._last_received_rounds())
             publisher = ModelPublisher(
                 federation, self.identity, codec, journal, server, self.observer.on_note

@@ -2,13 +2,14 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from fedcb2o.errors import RunError
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.node._observer import NodeObserver
-from fedcb2o.peer.node._preflight import describe_disagreement
+from fedcb2o.peer.node._preflight import describe_disagreement, describe_version_gap
 from fedcb2o.peer.wire._client import HELLO_SECONDS, PeerClient, StoppedError
 from fedcb2o.peer.wire._patience import Backoff
 from fedcb2o.peer.wire._tls_probe import probe_member
@@ -49,6 +50,7 @@ class PeerMonitor:
         self.is_behind = False
         self._ahead = Backoff()
         self._refusing = set[int]()
+        self._compared = set[int]()  # members with a link whose version of the protocol is known
         self._next_probe = time.monotonic() + _FIRST_PROBE_SECONDS
 
     @property
@@ -69,7 +71,8 @@ class PeerMonitor:
         """Return the members that may be asked in a round.
 
         In a synchronous federation these are all other members, otherwise the reachable ones that
-        did not delay recent rounds.
+        did not delay recent rounds. Members whose protocol is more than one minor version apart are
+        never asked.
 
         Args:
             n: The round.
@@ -77,9 +80,41 @@ class PeerMonitor:
         Returns:
             Ascending ids.
         """
+        self._compare_new_links()
+        incompatible = self.client.incompatible
         if self.federation.synchronous:
-            return sorted(self.other_members)
-        return sorted(self.reachable() - self.client.backoff.suspended(n))
+            return sorted(self.other_members - incompatible)
+        return sorted(self.reachable() - incompatible - self.client.backoff.suspended(n))
+
+    def _compare_new_links(self) -> None:
+        """Ask members with a new link for their version of the protocol, in the background."""
+        linked = self.transport.connected_peers() & self.federation.members.keys()
+        self._compared &= linked
+        for i in linked - self._compared:
+            self._compared.add(i)
+            threading.Thread(target=self._compare_version, args=[i], daemon=True).start()
+
+    def _compare_version(self, i: int) -> None:
+        content = None
+        try:
+            content = self.client.hello(i, HELLO_SECONDS)
+        except Exception as error:  # must not end the process with a message of Python
+            self.client.log_error(error)
+        if content is None:
+            self._compared.discard(i)  # asked again in the next round
+        else:
+            self._note_version(i, content)
+
+    def _note_version(self, i: int, content: Mapping[str, Any]) -> None:
+        """Refuse a member's models if its protocol is too far apart, and tell the operator."""
+        self._compared.add(i)
+        gap = describe_version_gap(self.federation, content)
+        if gap and i not in self.client.incompatible:
+            self.observer.on_note(f"{self.federation.members[i].name}: {gap}")
+        if gap:
+            self.client.incompatible.add(i)
+        else:
+            self.client.incompatible.discard(i)
 
     def audit(self, n: int, asked: Collection[int]) -> None:
         """Ask the reachable members that are not asked for models for their manifests.
@@ -138,6 +173,7 @@ class PeerMonitor:
             for i, content in zip(ids, contents, strict=True):
                 if content is None:
                     continue
+                self._note_version(i, content)
                 if error := describe_disagreement(self.federation, content):
                     self.observer.on_note(f"{members[i].name}: {error}")
 

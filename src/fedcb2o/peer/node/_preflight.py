@@ -41,6 +41,8 @@ _MAX_CLOCK_OFFSET_SECONDS = 60.0
 """Difference of two clocks from which it is reported."""
 _EXPIRY_WARNING_DAYS = 30
 """Remaining validity of a certificate below which its renewal is recommended."""
+_MAX_MINOR_VERSION = 10_000
+"""Minor version above which a member's claim is cut."""
 _MAX_SHOWN_KEYS = 5
 """Number of differing keys that are named."""
 
@@ -329,22 +331,41 @@ def _member_result(
         direction = "ahead of" if offset > 0 else "behind"
         clock = f"its clock is {abs(offset):.0f} s {direction} ours: set the one that is wrong"
         notes = (clock, *notes)
-    error = describe_disagreement(federation, reply.content)
+    disagreement = describe_disagreement(federation, reply.content)
+    gap = describe_version_gap(federation, reply.content)
     minor = _minor_version(reply.content)
-    if abs(minor - MINOR_VERSION) > 1:
-        older = "it" if minor < MINOR_VERSION else "this node"
-        error = error or f"{older} has a release that is too old for the other: update it"
-    elif minor != MINOR_VERSION:
+    if minor != MINOR_VERSION and not gap:
         common = min(minor, MINOR_VERSION)
         notes = (*notes, f"protocol {federation.protocol}.{common} is used with it")
-    return CheckResult(member.name, error, notes)
+    return CheckResult(member.name, disagreement or gap, notes)
+
+
+def describe_version_gap(federation: Federation, content: Mapping[str, Any]) -> str:
+    """Compare a member's version of the protocol with ours.
+
+    Args:
+        federation: Our federation.
+        content: The member's description of itself.
+
+    Returns:
+        The refusal and how to repair it, or an empty text within one minor version.
+    """
+    minor = _minor_version(content)
+    if abs(minor - MINOR_VERSION) <= 1:
+        return ""
+    older = "its release" if minor < MINOR_VERSION else "this node's release"
+    protocol = federation.protocol
+    return (
+        f"it has protocol {protocol}.{minor}, and we {protocol}.{MINOR_VERSION}: neither takes "
+        f"models of the other, as more than one minor version is between them; update {older}"
+    )
 
 
 def _minor_version(content: Mapping[str, Any]) -> int:
     """Return the minor version of the protocol that a member speaks; 0 if it does not say."""
     protocol = content.get("protocol")
     if isinstance(protocol, list) and len(protocol) == 2 and isinstance(protocol[1], int):
-        return protocol[1]
+        return max(0, min(protocol[1], _MAX_MINOR_VERSION))
     return 0
 
 

@@ -45,6 +45,7 @@ class ModelPublisher:
         self.server = server
         self.notify = notify
         self.agent_id = federation.id_of(identity.member)
+        self._has_notified = False
 
     def publish(self, n: int, theta: Float[Tensor, " d"], num_samples: int) -> None:
         """Offer a model to all peers, unless another one was signed.
@@ -59,10 +60,11 @@ class ModelPublisher:
         manifest, content = self._encode(n, theta, num_samples)
         if self.journal.reserve(n, manifest.digest):
             self.server.publish(self._sign(manifest, content))
-        else:
+        elif not self._has_notified:  # once, as the reason holds for all these rounds
+            self._has_notified = True
             self.notify(
-                f"the model of round {n + 1} is not offered: another model of that round was "
-                "signed before"
+                f"no model up to round {self.journal.last_round + 1} is offered, as others may "
+                "have been signed for these rounds before; training goes on"
             )
 
     def publish_attack(

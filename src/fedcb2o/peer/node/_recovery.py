@@ -98,8 +98,8 @@ class SigningRecovery:
         if self.newest_round >= 0:
             known = f"a model for round {self.newest_round + 1}"
         self.notify(
-            f"{len(self.answered)} members hold {known} of {self.name}, or nothing newer: with the "
-            f"same key, no model up to round {last + 1} is offered"
+            f"{len(self.answered)} members hold {known} of {self.name}, or nothing newer: models "
+            f"are offered again after round {last + 1}"
         )
 
     def _describe_wait(self) -> str:

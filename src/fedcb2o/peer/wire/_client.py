@@ -47,6 +47,7 @@ _WITNESS_SECONDS = 2.0  # time for an answer to WITNESS
 _AUDIT_SECONDS = 5.0  # time for an answer to MANIFEST alone
 _MAX_AUDITS = 32  # members that are asked for a manifest alone, per round
 _LATE, _NO_ANSWER, _MOVED_ON, _EQUIVOCATION = "late", "no answer", "not here", "equivocation"
+_INCOMPATIBLE = AnswerStatus.ANOTHER_VERSION.label
 FAILED = "failed"  # an unexpected error: a peer never breaks a round
 NOT_YET = "not yet"
 _RETRIABLE_REASONS = (_NO_ANSWER, NOT_YET, "busy")
@@ -95,6 +96,7 @@ class PeerClient:
         claimed_rounds: The same, at most `lag` rounds ahead of this agent at that time.
         backoff: Peers that delayed rounds.
         patience: Usual times of downloads.
+        incompatible: Members whose protocol is more than one minor version apart.
         received_bytes: Bytes received so far.
     """
 
@@ -119,6 +121,7 @@ class PeerClient:
         self.claimed_rounds: dict[int, int] = {}
         self.backoff = Backoff()
         self.patience = Patience()
+        self.incompatible: set[int] = set()
         self.received_bytes = 0
         self.has_logged_error = False
         self.stop = threading.Event() if stop is None else stop
@@ -389,6 +392,8 @@ class _PeerSession:
         self._fetch_witnesses(client.ledger.find_conflicts(digests)[:_MAX_WITNESSES])
         if self.peer in client.ledger.equivocators:
             return _EQUIVOCATION
+        if self.peer in client.incompatible:
+            return _INCOMPATIBLE
         return manifest
 
     def _fetch_witnesses(self, conflicts: Iterable[_protocol.ManifestDigest]) -> None:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -154,6 +154,9 @@ class Server:
         slow_after_seconds: Duration after which an upload no longer counts among the simultaneous
             ones.
         clock: Monotonic clock.
+
+    Attributes:
+        incompatible: Members that get only this agent's description of itself.
     """
 
     def __init__(
@@ -174,6 +177,7 @@ class Server:
         self._hello_content = hello_content
         self._slow_after_seconds = slow_after_seconds
         self._clock = clock
+        self.incompatible: Collection[int] = ()
         self._ids = {member.key: id for id, member in federation.members.items()}
         # the newest first, with other snapshots for some members
         self._published: tuple[tuple[Snapshot, Mapping[int, Snapshot | None]], ...] = ()
@@ -301,6 +305,9 @@ class Server:
             elif not is_same_run and request.kind is not RequestKind.HELLO:
                 reason = "run"
                 content = partial(_empty_answer, AnswerStatus.ANOTHER_RUN)
+            elif sender in self.incompatible and request.kind is not RequestKind.HELLO:
+                reason = "version"
+                content = partial(_empty_answer, AnswerStatus.ANOTHER_VERSION)
             elif len(quota.queue) >= MAX_PENDING:
                 reason = "pending"
                 content = partial(_empty_answer, AnswerStatus.BUSY)
