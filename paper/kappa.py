@@ -230,7 +230,7 @@ def format_kappa(value: float | None) -> str:
 def main() -> None:
     """Search for each rule, with and without mixing, and print one line per rule."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", default=["11,2", "11,4"], metavar="n,f")
+    parser.add_argument("--sizes", nargs="+", default=["11,2"], metavar="n,f")
     parser.add_argument("--only", nargs="+", metavar="RULE")
     parser.add_argument(
         "--steps", type=int, default=500, help="changes tried from each of the best starts"

@@ -34,7 +34,7 @@ from fedcb2o.peer.wire import (
 
 ROUND_SECONDS = 0.6
 DEADLINE_SECONDS = 6.0
-SIZES = {3: (1,), 4: (1, 2), 5: (1, 2), 8: (1, 3)}
+SIZES = {3: (1,), 4: (2,), 8: (1, 3)}
 
 
 class Hostile:

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import mmap
-import re
 import struct
 import tracemalloc
 from contextlib import suppress
@@ -378,15 +377,8 @@ def table(heading: str, first: str) -> list[list[str]]:
     return rows
 
 
-def hexadecimal() -> dict[str, bytes]:
-    """The page's vectors by their names."""
-    found = re.findall(
-        r"^([a-z0-9-]+) =((?:\s+[0-9a-f]+$)+)", PAGE[PAGE.index("## Test vectors") :], re.MULTILINE
-    )
-    return {name: bytes.fromhex("".join(text.split())) for name, text in found}
-
-
-VECTORS = hexadecimal()
+MESSAGES = json.loads(Path(__file__).with_name("messages.json").read_text())
+VECTORS = {name: bytes.fromhex(text) for name, text in MESSAGES["vectors"].items()}
 
 
 @pytest.fixture(scope="module")
@@ -500,17 +492,17 @@ def test_the_pages_refusals_are_the_codes(keys, described):
         "max_bytes": 20,
     }
     assert judged(VECTORS["manifest"], **settings) == ""
-    rows = table("`manifest` passes", "reason")
-    for reason, offset, change, by in rows:
-        changed, start = bytearray(VECTORS["manifest"]), int(offset)
-        piece = bytes.fromhex(change)
+    for case in MESSAGES["refused"]:
+        changed, start = bytearray(VECTORS["manifest"]), case["offset"]
+        piece = bytes.fromhex(case["bytes"])
         assert changed[start : start + len(piece)] != piece
         changed[start : start + len(piece)] = piece
-        if by != "–":
-            changed[-64:] = keys[int(by)].sign(_protocol.MANIFEST_CONTEXT + bytes(changed[:-64]))
-        assert judged(bytes(changed), **settings) == reason, (reason, offset, change)
+        if case["signed_by"] is not None:
+            key = keys[case["signed_by"]]
+            changed[-64:] = key.sign(_protocol.MANIFEST_CONTEXT + bytes(changed[:-64]))
+        assert judged(bytes(changed), **settings) == case["reason"], case
     told = [row[0] for row in table("## How a manifest is checked", "reason")]
-    assert list(dict.fromkeys(row[0] for row in rows)) == [
+    assert list(dict.fromkeys(case["reason"] for case in MESSAGES["refused"])) == [
         reason for reason in told if reason != "length"
     ]
 
