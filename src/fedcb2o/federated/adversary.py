@@ -256,6 +256,8 @@ class Adversary:
         colludes: Whether they collude in LocalAggregation, or behave like benign agents there.
         averages_own_model: Whether colluders average their own model, too.
         trigger: Marks samples, for a backdoor.
+        wanted_answers: Selects test samples and gives them the attacker's answers, for an attack on
+            text.
     """
 
     attack: Attack
@@ -265,6 +267,7 @@ class Adversary:
     colludes: bool
     averages_own_model: bool
     trigger: Callable[[Tensor], Tensor] | None = None
+    wanted_answers: Callable[[Shard], Shard] | None = None
 
     @functools.cached_property
     def colluding(self) -> Bool[np.ndarray, " N"]:

@@ -31,12 +31,14 @@ def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResul
         members: Indices of agents in the group.
 
     Returns:
-        For each member the results on its test set; on that set with a backdoor's trigger; and on
-        the common test set, where agents have test sets of their own.
+        For each member the results on its test set; on that set with a backdoor's trigger, or with
+        an attacker's answers; and on the common test set, where agents have test sets of their own.
     """
     trigger, loss = group.adversary.trigger, group.spec.training.loss
+    wanted_answers = group.adversary.wanted_answers
     own = dict[int, Score]()
     triggered = dict[int, Confusion | None]()
+    wanted = dict[int, float | None]()
     for test_members, test in group.data.test_sets(members):
         own |= _score(group, test_members, test, loss)
         if trigger is not None:
@@ -44,12 +46,20 @@ def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResul
             marked = apply_sample_transform(name, trigger, test, group.data.value_range)
             for k, score in _score(group, test_members, marked, None).items():
                 triggered[k] = score.confusion
+        if wanted_answers is not None:
+            probe = wanted_answers(test.to("cpu")).to(test.x.device)
+            if len(probe):
+                for k, score in _score(group, test_members, probe, loss).items():
+                    wanted[k] = score.exact
 
     common = dict[int, Score]()
     common_test = group.data.common_test_set()
     if common_test is not None:
         common = _score(group, members, common_test, loss)
-    return [EvaluationResult(own[k], triggered.get(k), common.get(k)) for k in members.tolist()]
+    return [
+        EvaluationResult(own[k], triggered.get(k), common.get(k), wanted.get(k))
+        for k in members.tolist()
+    ]
 
 
 def _score(group: AgentGroup, members: Indices, test: Shard, loss: Loss | None) -> dict[int, Score]:
@@ -60,9 +70,14 @@ def _score(group: AgentGroup, members: Indices, test: Shard, loss: Loss | None) 
     references = group.references(members)
 
     losses: list[float | None] = [None] * len(members)
+    exact: list[float | None] = [None] * len(members)
     counts: list[Confusion | None] = [None] * len(members)
     with plugins.attribute_errors("model", spec.model):
-        if loss is not None:
+        if not predicts_labels(loss):
+            losses, exact = answer_scores(
+                spec.module, models, rows, test, models_per_batch, references
+            ).T.tolist()
+        elif loss is not None:
             losses = mean_test_losses(
                 spec.module, models, rows, test, loss, models_per_batch, references
             ).tolist()
@@ -71,7 +86,7 @@ def _score(group: AgentGroup, members: Indices, test: Shard, loss: Loss | None) 
                 spec.module, models, rows, test, spec.num_classes, models_per_batch, references
             )
             counts = list(matrices)
-    return {k: Score(counts[i], losses[i]) for i, k in enumerate(members.tolist())}
+    return {k: Score(counts[i], losses[i], exact[i]) for i, k in enumerate(members.tolist())}
 
 
 def agent_network(group: AgentGroup, k: int) -> nn.Module:
@@ -189,6 +204,40 @@ def mean_test_losses(
     return losses.mean(1).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
+def answer_scores(
+    module: nn.Module,
+    models: Float[Tensor, "p d"],
+    rows: Int[Tensor, " m"],
+    test: Shard,
+    models_per_batch: int | None = None,
+    references: Sequence[Reference] | None = None,
+) -> Float[Tensor, "m 2"]:
+    """Compute the mean loss of m language models, and their share of exact answers.
+
+    Args:
+        module: The network.
+        models: Model buffer.
+        rows: Rows of the models.
+        test: Test samples.
+        models_per_batch: Models in one program; see `inference.logits`.
+        references: Samples for local batch-norm statistics, of each model.
+
+    Returns:
+        Loss and share of each model; a loss that is not a number is infinite.
+    """
+    scores = _measure_on_test_set(
+        module,
+        models,
+        rows,
+        test,
+        lambda outputs, _: outputs.double(),
+        models_per_batch,
+        references,
+    ).mean(1)
+    losses = (-scores[:, 0]).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return torch.stack([losses, scores[:, 1]], 1)
+
+
 def _measure_on_test_set(
     module: nn.Module,
     models: Float[Tensor, "p d"],
@@ -197,7 +246,7 @@ def _measure_on_test_set(
     measure: Callable[[Tensor, Tensor], Tensor],
     models_per_batch: int | None,
     references: Sequence[Reference] | None,
-) -> Shaped[Tensor, "m n"]:
+) -> Shaped[Tensor, "m n *k"]:
     """Apply `measure` to outputs [k, n, C] and targets [n], some test samples at a time."""
     batches: list[tuple[Tensor, Reference | None]] = [(rows, None)]
     if references is not None:

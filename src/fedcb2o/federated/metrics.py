@@ -72,10 +72,12 @@ class Score:
     Attributes:
         confusion: Confusion matrix; None for data without classes.
         loss: Mean loss; None for the cross-entropy.
+        exact: Share of samples to which a language model answers exactly; None for other models.
     """
 
     confusion: Confusion | None
     loss: float | None
+    exact: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,14 @@ class EvaluationResult:
         own: Result on the agent's test set.
         triggered: Confusion matrix on that set with the trigger of a backdoor.
         common: Result on the common test set, where agents have test sets of their own.
+        wanted: Share of test samples that get the attacker's answer; None without an attack on
+            text.
     """
 
     own: Score
     triggered: Confusion | None = None
     common: Score | None = None
+    wanted: float | None = None
 
 
 def accuracy(confusion: Int[Tensor, "C C"]) -> float:
@@ -228,9 +233,9 @@ def compute_metrics(result: EvaluationResult, goal: AttackGoal) -> dict[str, flo
     """
     own = result.own.confusion
     metrics: dict[str, float | None] = {
-        "accuracy": None,
+        "accuracy": result.own.exact,
         "source_accuracy": None,
-        "attack_success_rate": None,
+        "attack_success_rate": result.wanted,
     }
     if own is not None:
         metrics["accuracy"] = accuracy(own)
@@ -242,6 +247,8 @@ def compute_metrics(result: EvaluationResult, goal: AttackGoal) -> dict[str, flo
     if result.common is not None:
         if result.common.confusion is not None:
             metrics["global_accuracy"] = accuracy(result.common.confusion)
+        elif result.common.exact is not None:
+            metrics["global_accuracy"] = result.common.exact
         if result.common.loss is not None:
             metrics["global_loss"] = result.common.loss
     return metrics

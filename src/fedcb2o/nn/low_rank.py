@@ -55,7 +55,8 @@ class FactorPair:
             One matrix per model.
         """
         size = self.rank * self.inputs
-        return thetas[..., self.a_start : self.a_start + size].unflatten(-1, (self.rank, -1))
+        columns = thetas[..., self.a_start : self.a_start + size]
+        return columns.view(*thetas.shape[:-1], self.rank, self.inputs)
 
     def b(self, thetas: Float[Tensor, "*k d"]) -> Float[Tensor, "*k m r"]:
         """Return the factors B of models, as a view.
@@ -67,7 +68,8 @@ class FactorPair:
             One matrix per model.
         """
         size = self.outputs * self.rank
-        return thetas[..., self.b_start : self.b_start + size].unflatten(-1, (self.outputs, -1))
+        columns = thetas[..., self.b_start : self.b_start + size]
+        return columns.view(*thetas.shape[:-1], self.outputs, self.rank)
 
 
 def factor_pairs(module: nn.Module) -> tuple[FactorPair, ...]:

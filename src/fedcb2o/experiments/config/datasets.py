@@ -307,6 +307,24 @@ def backdoor_trigger(experiment: Experiment) -> Callable[[Tensor], Tensor] | Non
     return functools.partial(trigger, **arguments)
 
 
+def answer_probe(experiment: Experiment) -> Callable[[Shard], Shard] | None:
+    """Return the function that gives test samples the answers that an attack on text wants.
+
+    Args:
+        experiment: The experiment.
+
+    Returns:
+        A function of test samples, or None without an attack on text.
+    """
+    attack = experiment.attack
+    if attack is None or attack.data_attack is None:
+        return None
+    poison = attack.data_attack.bind("attack", attacks)
+    if not attacks.ON_ANSWERS.get(poison):
+        return None
+    return functools.partial(attacks.wanted_answers, attack=poison)
+
+
 def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Population:
     """Deal the samples out to the agents.
 

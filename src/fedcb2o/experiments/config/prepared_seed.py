@@ -21,6 +21,7 @@ from fedcb2o.data import ClusterView, Dataset, DatasetNames, Population, Shard, 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.build import build_algorithm, build_neighbours
 from fedcb2o.experiments.config.datasets import (
+    answer_probe,
     attack_goal,
     backdoor_trigger,
     build_population,
@@ -299,6 +300,7 @@ def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepare
         colludes=agents.malicious_role in ("attack", "clean") and not has_clusters,
         averages_own_model=agents.colluders_own_model,
         trigger=backdoor_trigger(experiment),
+        wanted_answers=answer_probe(experiment),
     )
     spec = build_run_spec(
         experiment,

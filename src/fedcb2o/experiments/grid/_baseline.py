@@ -13,7 +13,7 @@ In one, "clean", the malicious agents train on true labels and share their model
 from typing import Any, Literal, get_args
 
 from fedcb2o import plugins
-from fedcb2o.experiments.config.datasets import attack_goal, backdoor_trigger
+from fedcb2o.experiments.config.datasets import answer_probe, attack_goal, backdoor_trigger
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import attacks
 
@@ -62,6 +62,8 @@ def goal_of_attack(experiment: Experiment) -> Changes | None:
     poison = None if experiment.attack is None else experiment.attack.data_attack
     if poison is None:
         return None
+    if answer_probe(experiment) is not None:
+        return poison.with_defaults("attack", attacks)
     goal = attack_goal(experiment)
     trigger = backdoor_trigger(experiment)
     pairs = [list(pair) for pair in zip(goal.sources, goal.targets, strict=False)]

@@ -137,5 +137,6 @@ def _shrink_singular_values(x: Float[Tensor, "m o i"], amount: float) -> Float[T
 def _left_vectors(x: Float[Tensor, "m o i"], rank: int) -> Float[Tensor, "o r"]:
     """Return leading left singular vectors of blocks side by side, where values are not 0."""
     values, vectors = torch.linalg.eigh(torch.einsum("koi,kpi->op", x, x))
-    leading = vectors[:, -rank:]
-    return leading[:, values[-rank:] > 1e-12 * values[-1]] if values[-1] > 0 else leading[:, :0]
+    is_kept = values[-rank:] > 1e-12 * values[-1].clamp(min=1e-300)
+    leading: Tensor = vectors[:, -rank:][:, is_kept]
+    return leading

@@ -1,6 +1,7 @@
 """Attacks of malicious agents.
 
-- An attack on data is a function `(shard, draw) -> shard`: see `data_poisoning`.
+- An attack on data is a function `(shard, draw) -> shard`: see `data_poisoning` and
+  `text_poisoning`.
 - An attack on models declares its knowledge with `knows`. It is a function `(view, draw) -> model`,
   or one model per receiver: see `model_poisoning`, `rule_attacks`, `poisoned_models` and
   `per_receiver`.
@@ -54,6 +55,13 @@ from fedcb2o.federated.attacks.rule_attacks import (
     optimal_alie,
     optimal_ipm,
 )
+from fedcb2o.federated.attacks.text_poisoning import ON_ANSWERS as ON_ANSWERS
+from fedcb2o.federated.attacks.text_poisoning import (
+    swapped_answers,
+    topic_poison,
+    trigger_phrase,
+)
+from fedcb2o.federated.attacks.text_poisoning import wanted_answers as wanted_answers
 
 __all__ = [
     "alie",
@@ -92,5 +100,8 @@ __all__ = [
     "slow_drift",
     "spectral",
     "spread_flip",
+    "swapped_answers",
+    "topic_poison",
+    "trigger_phrase",
     "user_isolation",
 ]
