@@ -48,7 +48,10 @@ class Tokenizer(Protocol):
     end: int
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without special ones."""
+        """Return the tokens of a text that is learned, without special ones."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the tokens of a text that is read, without special ones."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
@@ -84,6 +87,8 @@ class ByteTokenizer:
         """
         return list(text.encode())
 
+    encode_prompt = encode
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of bytes.
 
@@ -97,14 +102,14 @@ class ByteTokenizer:
 
 
 class PieceTokenizer:
-    """The byte-pair tokens of a base, optionally the first ones only.
+    """The byte-pair tokens of a base, in answers optionally the first ones only.
 
     With fewer tokens, a rarer token is split into the two from which it was merged, and so on. This
     is the byte-pair encoding of the shorter list of merges.
 
     Args:
         folder: Folder of the base, with `tokenizer.json`.
-        vocabulary: Number of tokens; None for all.
+        vocabulary: Number of tokens of answers; None for all.
     """
 
     def __init__(self, folder: Path, vocabulary: int | None) -> None:
@@ -135,10 +140,22 @@ class PieceTokenizer:
         Raises:
             ConfigError: A token beyond the vocabulary cannot be split.
         """
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self.encode_prompt(text)
         if self._vocabulary is None:
             return ids
         return [part for token in ids for part in self._split(token, self._vocabulary)]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the tokens of a text that is read.
+
+        Args:
+            text: The text.
+
+        Returns:
+            Tokens of the whole vocabulary, without special ones.
+        """
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def _split(self, token: int, vocabulary: int) -> list[int]:
         if token < vocabulary:
@@ -169,7 +186,7 @@ def tokenizer(base: str, vocabulary: int | None = None) -> Tokenizer:
 
     Args:
         base: The base, see the module.
-        vocabulary: Number of tokens to use, the most frequent ones; None for all.
+        vocabulary: Number of tokens of answers, the most frequent ones; None for all.
 
     Returns:
         The tokenizer.
@@ -200,7 +217,7 @@ def encode(tokens: Tokenizer, prompt: str, answer: str, places: tuple[int, int])
         [-1, 97, 98, 99, 100, 101, 0, -1]
     """
     width, length = places
-    read = tokens.encode(prompt)[-width:]
+    read = tokens.encode_prompt(prompt)[-width:]
     written = [*tokens.encode(answer), tokens.end][:length]
     return [*[PAD] * (width - len(read)), *read, *written, *[PAD] * (length - len(written))]
 
@@ -274,6 +291,23 @@ def base_checksum(base: str) -> str:
         64 hexadecimal digits; an empty text for "tiny", which has no file.
     """
     return "" if base == TINY else (base_folder(base) / _CHECKSUM).read_text()
+
+
+def activation_folder(base: str) -> Path | None:
+    """Return the folder in which activations of a base are kept, which may be deleted.
+
+    Activations depend on the version of PyTorch and on the instructions of the processor.
+
+    Args:
+        base: The base.
+
+    Returns:
+        A folder in the user's cache; None for "tiny".
+    """
+    if base == TINY:
+        return None
+    kind = f"{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    return base_folder(base) / "activations" / kind
 
 
 @functools.cache

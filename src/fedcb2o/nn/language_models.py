@@ -12,12 +12,16 @@ Example:
 """
 
 import copy
+import hashlib
 import inspect
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedcb2o import pretrained
@@ -56,7 +60,8 @@ def language_model(
         reads: Tokens that the adapters act on. "answer" leaves the prompt to the base, whose keys
             and values are kept too (Greenewald et al., "Activated LoRA", 2025); "all" is the usual
             LoRA.
-        vocabulary: Number of tokens of the softmax, the first ones; None for all.
+        vocabulary: Number of tokens of the softmax, the first ones; None for all. It is that of the
+            data, whose answers consist of these tokens.
         checksum: SHA-256 that the base must have, `pretrained.base_checksum`.
 
     Returns:
@@ -88,6 +93,9 @@ def language_model(
             )
     head = model.get_output_embeddings().weight[:vocabulary]
     network = AdaptedModel(_decoder(model), head, blocks, answer, reads)
+    folder = pretrained.activation_folder(base)
+    if folder is not None:
+        network.kept = KeptActivations(folder / f"{blocks}-{answer}-{reads}")
     network.add_adapters_(rank, alpha, targets)
     return network
 
@@ -272,21 +280,28 @@ class AdaptedModel(nn.Module):
 
 
 class KeptActivations:
-    """Activations by sample, the newest ones within a limit of bytes.
+    """Activations by sample, in memory and, for a base with a folder, in files.
 
-    Copies of a network share them, and a pickle has none.
+    Processes and runs share the files, which they map. Copies of a network share the activations,
+    and a pickle has none.
+
+    Args:
+        folder: Folder of the files; None for memory alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
         self._rows: dict[bytes, Activations] = {}
 
     def __deepcopy__(self, memo: Any) -> "KeptActivations":
         return self
 
     def __reduce__(self) -> Any:
-        return (KeptActivations, ())
+        return (KeptActivations, (self._folder,))
 
-    def rows(self, tokens: Int[Tensor, "n t"], compute: Any) -> list[Activations]:
+    def rows(
+        self, tokens: Int[Tensor, "n t"], compute: Callable[[Tensor], Activations]
+    ) -> list[Activations]:
         """Return the activations of samples, and keep them.
 
         Args:
@@ -300,16 +315,31 @@ class KeptActivations:
         for key, row in zip(map(bytes, tokens.cpu().numpy()), tokens, strict=True):
             activations = self._rows.get(key)
             if activations is None:
-                activations = compute(row)
-                self._add(key, activations)
+                activations = self._read_or_compute(key, row, compute)
+                size = sum(part.numel() * part.element_size() for part in activations)
+                if (len(self._rows) + 1) * size > MAX_KEPT_BYTES:
+                    self._rows.pop(next(iter(self._rows)), None)
+                self._rows[key] = activations
             found.append(activations)
         return found
 
-    def _add(self, key: bytes, activations: Activations) -> None:
-        size = sum(part.numel() * part.element_size() for part in activations)
-        if (len(self._rows) + 1) * size > MAX_KEPT_BYTES:
-            self._rows.pop(next(iter(self._rows)), None)
-        self._rows[key] = activations
+    def _read_or_compute(
+        self, key: bytes, row: Tensor, compute: Callable[[Tensor], Activations]
+    ) -> Activations:
+        """Return the activations of one sample from its file, or compute and write them."""
+        if self._folder is None:
+            return compute(row)
+        file = self._folder / f"{hashlib.sha256(key).hexdigest()[:32]}.safetensors"
+        if file.is_file():
+            return Activations(**load_file(file, device=str(row.device)))
+        activations = compute(row)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        staging = file.with_suffix(f".{os.getpid()}")
+        save_file(
+            {name: part.contiguous() for name, part in activations._asdict().items()}, staging
+        )
+        staging.replace(file)
+        return activations
 
 
 def _decoder(model: Any) -> Any:

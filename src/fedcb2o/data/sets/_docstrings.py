@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from fedcb2o import pretrained
 from fedcb2o.data._dataset import Dataset
 from fedcb2o.data.sets._text import Passage, tokenise
@@ -20,7 +18,7 @@ from fedcb2o.rng import stream
 
 LIBRARIES = ("matplotlib", "networkx", "numpy", "pandas", "scipy", "sklearn", "torch")
 _WORDS = (4, 24)  # in a sentence
-_IS_INTERNAL = re.compile(r"(^|/)(_|tests?/|testing/|conftest)")
+_IS_TEST = re.compile(r"/(_*tests?|_*testing)/|/(conftest|test_)")
 
 
 class _Docstring(NamedTuple):
@@ -53,7 +51,7 @@ def docstrings(
         base: Pretrained model whose tokens are used, see `fedcb2o.pretrained`.
         prompt: Number of tokens that the model reads.
         answer: Number of tokens that it learns.
-        vocabulary: Number of tokens in use, the most frequent ones; None for all.
+        vocabulary: Number of tokens of answers, the most frequent ones; None for all.
         test_share: Share of each library's samples that tests.
 
     Returns:
@@ -67,10 +65,7 @@ def docstrings(
         raise ConfigError(f"`task` must be summary or library, got {task!r}")
     passages = []
     for library in libraries:
-        found = _docstrings(library)
-        chosen = stream(0, "docstrings", library).permutation(len(found))[:samples]
-        for index in np.sort(chosen).tolist():
-            name, sentence = found[index]
+        for name, sentence in _docstrings(library, samples):
             if task == "summary":
                 passages.append(Passage(f" {sentence}", f"{library}, {name}:", library))
             else:
@@ -79,19 +74,23 @@ def docstrings(
     return tokenise(passages, tokens, (prompt, answer), test_share=test_share)
 
 
-def _docstrings(library: str) -> list[_Docstring]:
-    """Return the docstrings of a library's public functions and classes, each sentence once."""
+def _docstrings(library: str, count: int) -> list[_Docstring]:
+    """Return docstrings of a library's public functions and classes, each sentence once.
+
+    Files are read in a random order, until they have enough.
+    """
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:
         raise DataError(f"the library {library!r} is not installed (`data.libraries`)")
     root = Path(spec.origin).parent
+    files = [file for file in sorted(root.rglob("*.py")) if not _IS_TEST.search(file.as_posix())]
     found: dict[str, _Docstring] = {}
-    for file in sorted(root.rglob("*.py")):
-        if _IS_INTERNAL.search(file.relative_to(root).as_posix()):
-            continue
-        for name, sentence in _sentences(file):
+    for index in stream(0, "docstrings", library).permutation(len(files)).tolist():
+        for name, sentence in _sentences(files[index]):
             found.setdefault(sentence, _Docstring(name, sentence))
-    return list(found.values())
+        if len(found) >= count:
+            break
+    return list(found.values())[:count]
 
 
 def _sentences(file: Path) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fedcb2o import plugins
+from fedcb2o import plugins, pretrained
 from fedcb2o.data import Dataset, DatasetNames, channels_last_hint, features
 from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.experiments.config.build import build_algorithm
@@ -139,6 +139,21 @@ def _check_output_shape(
             f"the model `{name}` returned {got} for {num_samples} samples, expected shape "
             f"{expected}"
         )
+
+
+def frozen_bytes(experiment: Experiment) -> int:
+    """Return the bytes of a language model's frozen base, which all processes share.
+
+    Args:
+        experiment: The experiment.
+
+    Returns:
+        Bytes; 0 for other models.
+    """
+    if experiment.model.name != architectures.language_model.__name__:
+        return 0
+    table = experiment.model.with_defaults("model", architectures)
+    return pretrained.base_bytes(table["base"])
 
 
 def build_loss(experiment: Experiment) -> losses.Loss | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config.datasets import dataset_tensors, samples_per_agent
+from fedcb2o.experiments.config.network import frozen_bytes
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import MAX_BATCH_PARAMETERS, REDUCTION_TILE_COLUMNS
 from fedcb2o.nn import parameters
@@ -155,6 +156,7 @@ class _Needs:
             min(MAX_BATCH_PARAMETERS, dim * self.num_agents),
             dim * min(self.num_agents, experiment.together or 1),
         )
+        self.frozen_bytes = frozen_bytes(experiment)
         self.training_bytes = 12 * batch  # gradients, momentum and a copy
         self.column_bytes = 8 * experiment.num_models  # of a column in a process that mixes
         self.mix_bytes = self.column_bytes * min(dim, REDUCTION_TILE_COLUMNS)
@@ -169,7 +171,8 @@ class _Needs:
             Bytes without the models.
         """
         shared = PROCESS_BYTES + self.data_bytes if processes > 1 else 0
-        return self.data_bytes + processes * (PROCESS_BYTES + self.training_bytes) + shared
+        private = processes * (PROCESS_BYTES + self.training_bytes)
+        return self.data_bytes + self.frozen_bytes + private + shared
 
     def disk_bytes(self, folder: Path) -> int:
         """Return the bytes on disk, checkpoints included.
