@@ -149,7 +149,7 @@ SETTINGS: dict[str, Setting] = {
     "Fashion-MNIST, held out": Setting(
         SMALL, {**FASHION, **HELD_OUT}, FASHION_ATTACKS, CRITERIA[:3], SEEDS[:1]
     ),
-    "EMNIST": Setting(SMALL, EMNIST, EMNIST_ATTACKS, CRITERIA, SEEDS[:1]),
+    "EMNIST": Setting(SMALL, EMNIST, EMNIST_ATTACKS, CRITERIA),
     "EMNIST, held out": Setting(
         SMALL, {**EMNIST, **HELD_OUT}, EMNIST_ATTACKS, CRITERIA[:3], SEEDS[:1]
     ),

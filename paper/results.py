@@ -6,8 +6,7 @@
 The values of a grid are in docs/benchmark/NAME: `grid.toml`, `summary.csv.gz` and, where there are
 any, `tuning.json` and `strengths.json`. A table of a page follows the comment
 `<!-- generated: NAME -->`. The table of the grid `preregistered` comes first on the page, with its
-heading, as soon as the grid has values. Tables show FedAssay where a grid has values of it, and its
-first form elsewhere.
+heading. Tables show FedAssay where a grid has values of it, and its first form elsewhere.
 """
 
 import argparse
@@ -22,7 +21,6 @@ from urllib.parse import urlencode
 
 import pandas as pd
 from paper import preregistered
-from paper.names import FIRST_FORM, rename_results
 
 from fedcb2o.records import slug
 from fedcb2o.report import GridResults, SettingResults, explorer_page, read_grid, to_markdown
@@ -40,18 +38,11 @@ EXPLORER = DOCS / "explorer.html"
 PAGE = DOCS / "results.md"
 README = DOCS.parent / "README.md"
 PREREGISTERED = "preregistered"
-_MAIN_GRIDS = (
-    "rivals",
-    "all-data",
-    "attacks-all-data",
-    "emnist-all-data",
-    "fashion-all-data",
-    "unseen",
-)
-_GRIDS = (PREREGISTERED, *_MAIN_GRIDS, "settings", "rules", "criteria")
-GRIDS = tuple(name for name in _GRIDS if (DOCS / "benchmark" / name).is_dir())
-"""Grids of the explorer: the pre-registered test, then those of the current method."""
-MAIN_GRIDS = tuple(name for name in _MAIN_GRIDS if name in GRIDS)
+MAIN_GRIDS = ("rivals", "attacks-all-data", "emnist-all-data", "fashion-all-data")
+GRIDS = (PREREGISTERED, *MAIN_GRIDS, "settings", "rules", "criteria")
+"""Grids of the explorer."""
+FIRST_FORM = "FedAssay (first form)"
+"""Name in values of a form of FedAssay with more parts (docs/measurement.md)."""
 MEASURES = ("accuracy", "attack_success_rate", "accuracy_worst")
 TRIGGERS = (
     "Backdoor",
@@ -66,8 +57,8 @@ TRIGGERS = (
 )
 """Attacks by triggers, which a method without a search for backdoors lets through."""
 FORMS = ("FedAssay", FIRST_FORM)
-SEARCHES = ("FedAssay, backdoors", f"{FIRST_FORM}, backdoor search")
-"""The recommended method, and its search for backdoors: the newest form first."""
+SEARCHES = ("FedAssay, max_sensitivity", f"{FIRST_FORM}, backdoor search")
+"""The recommended method, and its forms against backdoors: the newest first."""
 _MIN_LOSS = 0.01  # of accuracy or success: smaller losses are not listed
 _COMMENT = re.compile(
     r"(?P<mark>^<!-- generated: (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE
@@ -79,12 +70,12 @@ _FIRST_SECTION = re.compile(
 
 @functools.cache
 def grid_results(name: str) -> GridResults:
-    """Read a grid under the names of pages.
+    """Read a committed grid.
 
     Args:
         name: Name of its folder in docs/benchmark.
     """
-    return rename_results(read_grid(DOCS / "benchmark" / name))
+    return read_grid(DOCS / "benchmark" / name)
 
 
 def make_explorer() -> str:
@@ -135,11 +126,8 @@ def preregistered_section() -> str:
     """Return the first section of the results page: the answer of the pre-registered test.
 
     Returns:
-        Markdown with a table of worst regrets and one of accuracy by data set; empty without
-        values.
+        Markdown with a table of worst regrets and one of accuracy by data set.
     """
-    if PREREGISTERED not in GRIDS:
-        return ""
     results = grid_results(PREREGISTERED)
     description = str(results.table.get("description", ""))
     tables = [to_markdown(table).strip() for table in (_answer_table(results), readme_table())]

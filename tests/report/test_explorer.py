@@ -5,7 +5,7 @@ from urllib.parse import parse_qs
 
 import numpy as np
 import pytest
-from paper import names, results
+from paper import results
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, make_grid
 
 from fedcb2o.experiments.grid._loading import load_grid
@@ -92,28 +92,11 @@ def test_links_into_the_explorer_lead_to_its_rows():
             assert measure in {each["name"] for each in table["measures"]}, link
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("FedCB2O, all data, apart", "FedAssay (first form)"),
-        ("FedCB2O, all data, apart, alpha tuned", "FedAssay (first form), alpha tuned"),
-        ("All data, without: beta", "FedAssay (first form) without apart, without beta"),
-        ("FedCB2O", "FedCB2O (own model trusted)"),
-        ("FedCB2O, T_G = 5", "FedCB2O (T_G = 5)"),
-        ("FedCBO, held out", "FedCBO, held out"),
-    ],
-)
-def test_names_of_committed_values_have_names_for_pages(name, shown):
-    assert names.defence_name(name) == shown
-
-
-def test_the_preregistered_test_comes_first_as_soon_as_it_has_values(tmp_path, monkeypatch):
+def test_the_preregistered_test_comes_first(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(
         f"# Results\n\n<!-- begin: {results.PREREGISTERED} -->\n<!-- end -->\n\nText.\n"
     )
-    monkeypatch.setattr(results, "GRIDS", ())
-    assert results.rewrite_page(page) == page.read_text()
     grid = read_grid(make_grid(tmp_path / "grid"))
     monkeypatch.setattr(results, "GRIDS", (results.PREREGISTERED,))
     monkeypatch.setattr(results, "grid_results", lambda name: grid)
@@ -130,6 +113,6 @@ def test_the_preregistered_test_comes_first_as_soon_as_it_has_values(tmp_path, m
 
 
 def test_tables_show_the_newest_form():
-    assert results._newest(["FedCBO", names.FIRST_FORM], results.FORMS) == names.FIRST_FORM
-    assert results._newest([names.FIRST_FORM, "FedAssay"], results.FORMS) == "FedAssay"
+    assert results._newest(["FedCBO", results.FIRST_FORM], results.FORMS) == results.FIRST_FORM
+    assert results._newest([results.FIRST_FORM, "FedAssay"], results.FORMS) == "FedAssay"
     assert results._newest(["FedCBO"], results.FORMS) == ""
