@@ -1,4 +1,4 @@
-"""Membership inference: planted canaries show that the instrument works."""
+"""Tables from trained models: membership inference with planted canaries, and gain by class."""
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from fedcb2o.data import Shard, digits
 from fedcb2o.federated import Training, algorithms, local_update_
 from fedcb2o.federated.membership import attack_auc, leakage, sample_losses
 from fedcb2o.nn.parameters import flatten
+from fedcb2o.report._membership import class_gain_table
 
 
 def test_planted_canaries_are_recognised():
@@ -47,3 +48,20 @@ def test_a_run_measures_what_its_agents_send_and_keep(tmp_path):
     assert table.auc.between(0, 1).all()
     again = fedcb2o.Run(run.folder).membership(seed=run.seeds[0])
     assert again.equals(table)
+
+
+def test_the_gain_by_class_is_over_the_samples_of_all_benign_agents(tmp_path):
+    experiment = fedcb2o.load(tiny(rounds=1))
+    options = {"workers": 1, "watch": lambda *_: None}
+    run = fedcb2o.run(experiment, out=tmp_path / "run", **options)
+    baseline = fedcb2o.run(experiment.local_baseline(), out=tmp_path / "run-local", **options)
+    table = class_gain_table([run])
+    accuracies = []
+    for one in (run, baseline):
+        matrices = [one.confusion(agent) for agent in np.flatnonzero(~one.agents.malicious)]
+        total = sum(matrices)
+        assert one.confusion().equals(total)
+        accuracies.append(100 * np.diag(total) / total.sum(axis=1))
+    own, alone = accuracies
+    for column, values in zip(table, (own, alone, own - alone), strict=True):
+        assert table[column].tolist() == [f"{value:.1f}" for value in values]

@@ -372,6 +372,7 @@ def report(
     from fedcb2o.records import Run
     from fedcb2o.report import is_grid
     from fedcb2o.report import report as write_report
+    from fedcb2o.report.tables import find_local_baseline
 
     grids = [folder for folder in runs if is_grid(folder)]
     if grids and len(grids) < len(runs):
@@ -384,7 +385,7 @@ def report(
             "`--reference` is for the folder of a grid, which compares defences with one of them"
         )
     opened = [Run(folder) for folder in runs]
-    if membership:
+    if membership or any(find_local_baseline(run, opened) for run in opened):
         importlib.import_module("fedcb2o.experiments")  # which reads models for the records
     write_report(opened, out, membership=membership, data_dir=data_dir)
     _print_table(opened, _AgentSummary.mean)

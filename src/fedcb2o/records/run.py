@@ -431,7 +431,7 @@ class Run:
 
     def confusion(
         self,
-        agent: int,
+        agent: int | None = None,
         *,
         seed: int | None = None,
         data_dir: str | PathLike[str] | None = None,
@@ -439,7 +439,7 @@ class Run:
         """Compute the confusion matrix of an agent on its test samples.
 
         Args:
-            agent: Id of the agent, from 0.
+            agent: Id of the agent, from 0; by default the sum over the benign agents.
             seed: Seed of the run; by default the first.
             data_dir: Folder of the data set, which is built again.
 

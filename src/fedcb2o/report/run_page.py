@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from fedcb2o.errors import RunError
+from fedcb2o.errors import FedCB2OError, RunError
 from fedcb2o.records import STANDARD_METRICS, Run, last_round, slug, summary
 from fedcb2o.report._agent_figures import sample_images, weight_matrix
 from fedcb2o.report._figures import (
@@ -17,7 +17,7 @@ from fedcb2o.report._figures import (
     peer_panels,
     source_count_panels,
 )
-from fedcb2o.report._membership import membership_table
+from fedcb2o.report._membership import class_gain_table, membership_table
 from fedcb2o.report._page import Page, create_page, flatten_to_text
 from fedcb2o.report._table_formats import shorten_label, to_readable
 from fedcb2o.report.tables import (
@@ -26,6 +26,7 @@ from fedcb2o.report.tables import (
     comparability_notes,
     compare,
     custom_metric_means,
+    find_local_baseline,
     incomplete_note,
     is_attacked,
     pair_statistics,
@@ -77,6 +78,10 @@ _MEMBERSHIP_CAPTION = (
     "training sample; a guess has an AUC of 50 and a true positive rate of 1. Sent: the model "
     "that an agent would send next. Kept: its model after averaging."
 )
+_CLASS_GAIN_CAPTION = (
+    "Accuracy in percent over the test samples of each class, those of all benign agents together; "
+    "at the last checkpoint."
+)
 _SAMPLES_CAPTION = "The same images in the form that the agents of each cluster see."
 _WEIGHT_MATRIX_CAPTION = (
     "The weight of each peer's model (column) in the average of each agent (row), mean over the "
@@ -126,6 +131,7 @@ def report(
     page.add_warnings([f"{note}." for note in notes if note])
 
     _add_results(page, evaluated, shown)
+    _add_class_gains(page, shown, data_dir)
     if membership:
         table = membership_table(shown, data_dir)
         page.add_table("Membership inference", "membership", table, _MEMBERSHIP_CAPTION)
@@ -146,6 +152,19 @@ def report(
     _add_settings(page, names, shown)
     page.write_page("report.html", _page_title(names))
     return page.paths
+
+
+def _add_class_gains(page: Page, shown: Sequence[Run], data_dir: Any) -> None:
+    """Add the gain by class where runs have a local baseline, whose models are evaluated again."""
+    compared = [run for run in shown if find_local_baseline(run, shown) is not None]
+    if not compared:
+        return
+    try:
+        table = class_gain_table(shown, data_dir)
+    except FedCB2OError as error:
+        page.add_warnings([f"There is no gain by class: {error}."])
+        return
+    page.add_table("Gain over training alone by class", "class-gain", table, _CLASS_GAIN_CAPTION)
 
 
 def _page_title(names: Sequence[str]) -> str:

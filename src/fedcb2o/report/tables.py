@@ -138,6 +138,19 @@ def _gain_cells(run: Run, runs: Sequence[Run]) -> dict[str, str]:
     }
 
 
+def find_local_baseline(run: Run, among: Sequence[Run] = ()) -> Run | None:
+    """Return the run in which every agent trains alone.
+
+    Args:
+        run: Run to compare.
+        among: Runs to search, before the folder next to the run.
+
+    Returns:
+        The local baseline, or None.
+    """
+    return _find_counterpart(run, among, "local", _is_local_baseline)
+
+
 def local_gains(run: Run, among: Sequence[Run] = ()) -> pd.DataFrame:
     """Pair the accuracy of each benign agent with that of its training alone.
 
@@ -149,7 +162,7 @@ def local_gains(run: Run, among: Sequence[Run] = ()) -> pd.DataFrame:
         One row per seed and agent at the last round of both: seed, agent, accuracy and
         accuracy_local; empty without a local baseline.
     """
-    baseline = _find_counterpart(run, among, "local", _is_local_baseline)
+    baseline = find_local_baseline(run, among)
     columns = ["seed", "agent", "accuracy"]
     if baseline is None:
         return pd.DataFrame(columns=[*columns, "accuracy_local"])

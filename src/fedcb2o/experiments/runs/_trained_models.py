@@ -40,18 +40,18 @@ def load_model(
     Raises:
         RunError: If there is no checkpoint, seed or agent.
     """
-    group, _ = _restore_agent(run, agent, seed, data_dir)
+    group, _, _ = _restore_agents(run, agent, seed, data_dir)
     return agent_network(group, 0)
 
 
 def confusion_matrix(
-    run: Run, agent: int, seed: int | None = None, data_dir: _OptionalPath = None
+    run: Run, agent: int | None, seed: int | None = None, data_dir: _OptionalPath = None
 ) -> pd.DataFrame:
     """Compute the confusion matrix of an agent's model on its test samples.
 
     Args:
         run: The run.
-        agent: The agent's id.
+        agent: The agent's id, or None for the sum over the benign agents.
         seed: The seed, by default the first.
         data_dir: Folder of downloaded data sets.
 
@@ -61,15 +61,18 @@ def confusion_matrix(
     Raises:
         RunError: If there is no checkpoint, seed or agent, or the data have no classes.
     """
-    group, prepared = _restore_agent(run, agent, seed, data_dir)
-    (result,) = evaluate_models(group, np.zeros(1, np.int64))
-    counts = result.own.confusion
-    if counts is None:
+    group, prepared, _ = _restore_agents(run, agent, seed, data_dir)
+    members = np.zeros(1, np.int64)
+    if agent is None:
+        members = np.flatnonzero(~group.data.malicious)
+    counts = [result.own.confusion for result in evaluate_models(group, members)]
+    known = [matrix for matrix in counts if matrix is not None]
+    if not known:
         raise RunError(f"{run.folder} has data without classes: there is no confusion matrix")
     names = prepared.dataset.class_names
     true = pd.Index(names, name="true")
     predicted = pd.Index(names, name="predicted")
-    return pd.DataFrame(counts.numpy(), true, predicted)
+    return pd.DataFrame(torch.stack(known).sum(0).numpy(), true, predicted)
 
 
 def membership(run: Run, seed: int | None = None, data_dir: _OptionalPath = None) -> pd.DataFrame:
@@ -104,14 +107,6 @@ def membership(run: Run, seed: int | None = None, data_dir: _OptionalPath = None
             found = leakage(group, k, theta, train, test)
             rows.append({"agent": int(group.agents[k]), "model": name, **found})
     return pd.DataFrame(rows, columns=["agent", "model", "auc", "tpr"])
-
-
-def _restore_agent(
-    run: Run, agent: int, seed: int | None, data_dir: _OptionalPath
-) -> tuple[AgentGroup, PreparedSeed]:
-    """Return the group of one agent, with its model of the last checkpoint."""
-    group, prepared, _ = _restore_agents(run, agent, seed, data_dir)
-    return group, prepared
 
 
 def _restore_agents(
