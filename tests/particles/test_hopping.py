@@ -10,7 +10,8 @@ from tests.particles.problems import G, double
 
 from fedcb2o import ConfigError, minimize
 from fedcb2o.particles import dynamics, objectives
-from fedcb2o.particles.hopping import Cloud, Hopper
+from fedcb2o.particles.cloud import Cloud
+from fedcb2o.particles.hopping import Hopper
 
 BUDGET = {"maxfev": 3000}
 
@@ -183,3 +184,22 @@ def test_smooth_quantile():
     assert dynamics.smooth_membership(torch.ones(4), params).tolist() == [1.0] * 4
     mu = dynamics.consensus_weights(dynamics.Values(lower, torch.zeros(4)), params)
     assert mu.tolist() == pytest.approx([0.4, 0.4, 0.2, 0.0])
+
+
+def test_an_ensemble_looks_for_a_smaller_g_before_it_agrees():
+    """L has 36 equal minimisers in the box, and G decides among them."""
+    waves = objectives.problem("waves-2d")
+    found = minimize(waves.lower, waves.upper, 2, bounds=waves.box, maxfev=20_000, seed=3)
+    assert found.success
+    assert found.x.tolist() == pytest.approx([0.1 - math.sqrt(3 * math.pi), 0.0], abs=1e-4)
+
+
+def test_l_where_g_is_infinite_prevents_a_success():
+    """The only minimiser of L = -x is x = 1, where G is infinite (Mitsos and Barton, 3.2)."""
+
+    def upper(x):
+        return torch.where(x[..., 0] <= 0, x[..., 0], torch.inf)
+
+    found = minimize(lambda x: -x[..., 0], upper, bounds=[(-1, 1)], maxfev=3000)
+    assert not found.success
+    assert found.message.startswith("L is smaller at points where G is infinite")

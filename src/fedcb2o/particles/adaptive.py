@@ -58,6 +58,7 @@ class AdaptiveDynamics:
             walls = (_to_array(system.bounds[0]), _to_array(system.bounds[1]))
         precision = _PRECISION[system.theta.dtype]
         self.hoppers = []
+        self._barred = [math.inf] * len(system.seeds)  # least L where G is infinite, of each run
         for seed, benign in zip(system.seeds, system.benign, strict=True):
             low, high = box or benign.aminmax(dim=0)
             self.hoppers.append(
@@ -91,6 +92,9 @@ class AdaptiveDynamics:
             if values.upper is not None:
                 upper = _to_array(values.upper[run])
             lower = _to_array(values.lower[run])
+            if values.barred_lower is not None:
+                least = float(values.barred_lower[run].min())
+                self._barred[run] = min(self._barred[run], least)
             hopper.update(_to_array(system.theta[run]), lower, upper)
             if not hopper.has_value:
                 raise RunError(
@@ -121,6 +125,7 @@ class AdaptiveDynamics:
             kept: Positions of the remaining runs.
         """
         self.hoppers = [self.hoppers[run] for run in kept.tolist()]
+        self._barred = [self._barred[run] for run in kept.tolist()]
 
     def agreed(self) -> Tensor:
         """Return whether independent ensembles of each run agree on the best end.
@@ -138,14 +143,17 @@ class AdaptiveDynamics:
 
         Returns:
             Best points `x`, their recorded values `judged`, further `candidates`, consensus points,
-            and the numbers of agreeing and of all ended ensembles.
+            the numbers of agreeing and of all ended ensembles, and whether L is less at a point
+            where G is infinite (`barred`).
         """
         rows: list[tuple[Any, ...]] = []
-        for hopper in self.hoppers:
+        barred = []
+        for hopper, least in zip(self.hoppers, self._barred, strict=True):
             ranked = hopper.ranked_ends()
             best = ranked[0]
             ends = (ranked + [best] * _NUM_CANDIDATES)[:_NUM_CANDIDATES]
             points = [point for end in ends for point in (end.x, end.m)]
+            barred.append(least < best.lower - hopper.lower_tolerance)
             widest = best.radius * hopper.width.max()
             rows.append((best.x, [best.lower, best.upper], np.stack(points), best.m, [widest]))
         columns = [np.stack(column) for column in zip(*rows, strict=True)]
@@ -157,6 +165,7 @@ class AdaptiveDynamics:
             "consensus": torch.from_numpy(m).to(like).unsqueeze(1),
             "spread": torch.from_numpy(spread).to(like),
             "agreeing": torch.tensor([_num_agreeing(hopper) for hopper in self.hoppers]),
+            "barred": torch.tensor(barred),
             "ensembles": torch.tensor([len(hopper.ends) for hopper in self.hoppers]),
         }
 

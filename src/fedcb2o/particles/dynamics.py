@@ -41,6 +41,8 @@ class Values:
         in_ball: True for particles in the ball B_R(0); None for all.
         excluded: True for particles with a NaN or infinite value, whose L and G read as infinity;
             None for no such particle.
+        barred_lower: L of particles whose G alone is +infinity, otherwise +infinity; None for no
+            excluded particle, or without G.
     """
 
     lower: Float[Tensor, "*a n"]
@@ -48,6 +50,7 @@ class Values:
     gradient: Float[Tensor, "*a n d"] | None = None
     in_ball: Bool[Tensor, "*a n"] | None = None
     excluded: Bool[Tensor, "*a n"] | None = None
+    barred_lower: Float[Tensor, "*a n"] | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Values":
         """Apply a function to each tensor.
@@ -185,10 +188,13 @@ def to_values(
         return Values(low, up, slope, in_ball)
 
     excluded = ~(low.isfinite() & theta.isfinite().all(-1))
+    barred_lower = None
     if up is not None:
+        barred_lower = low.masked_fill(excluded | ~up.isposinf(), torch.inf)
         excluded = excluded | ~up.isfinite()
         up = up.masked_fill(excluded, torch.inf)
-    return Values(low.masked_fill(excluded, torch.inf), up, slope, in_ball, excluded)
+    low = low.masked_fill(excluded, torch.inf)
+    return Values(low, up, slope, in_ball, excluded, barred_lower)
 
 
 def consensus_weights(

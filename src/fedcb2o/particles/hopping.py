@@ -5,10 +5,12 @@
 
 Hopping is the limit of CB2O in which all particles are drawn anew about the consensus point, an
 evolution strategy (Fornasier, Huang, Klemenc and Malaspina, "From Consensus-Based Optimization to
-Evolution Strategies: Proof of Global Convergence", arXiv 2602.11677). Step size and covariance
-follow Hansen ("The CMA Evolution Strategy: A Tutorial", arXiv 1604.00772). After its collapse an
+Evolution Strategies: Proof of Global Convergence", arXiv 2602.11677). After its collapse an
 ensemble starts anew in the box. Each restart freezes its consensus point for twice as many steps,
 which doubles its ensemble.
+
+Every ensemble after the first one challenges the best end. It first minimises L among the points
+with a smaller G, and then balances L and G as usual. So it leaves minimisers of L with a larger G.
 
 The order of the particles replaces the sharp edge of Q_beta by a slope: G + w V, with
 V = sqrt(L - min L - delta_q). The weight w adapts to the ensemble: it grows while the consensus
@@ -34,14 +36,11 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcb2o.particles.cloud import Array, Cloud
 from fedcb2o.rng import stream
-
-Array = NDArray[np.float64]
 
 _START_FACTOR = 4  # particles of a restart's first ensemble, relative to the default number
 _START_SHARE = 0.2  # share of the first ensemble whose mean is the first consensus point
-_START_STEP = 0.25  # first step size, relative to the widths of the box
-_LARGEST_RADIUS = 0.5  # largest standard deviation of the particles, relative to the box
 _HOLD = 0.5  # violation of m, relative to the ensemble's, from which w grows
 _GROWTH = 0.4  # largest logarithmic growth of w in a generation, over sqrt(d)
 _DECAY = 0.3
@@ -49,9 +48,11 @@ _MAX_EXCLUDED = 0.25  # share of excluded particles from which w falls: L has on
 _OVERSHOOT = (0.5, 1.5)  # length of the step of one particle to smaller L, over Newton's
 _LATE = 0.5  # share of the budget after which L alone counts for a while, if L has no interior yet
 _LAST = 0.9  # share after which it does to the end
+_ROUNDING = 1e-14  # relative difference of equal values of L
+_CHALLENGE = 1e-3  # decrease of G that a challenge requires, over the spread of G
+_CHALLENGE_RADIUS = 0.03  # radius at which a challenge ends
 _FLAT = 1e-12  # relative range of the best values of recent generations that is rounding
 _MAX_FROZEN = 256  # steps of a frozen consensus point
-_MAX_FULL = 100  # coordinates from which the covariance is diagonal
 _AGREEMENT = 1e-3  # distance of two ends that agree, relative to the box
 _INTERIOR = 1e3  # smallest distance of separate points with equal L, over the precision
 _L_TOLERANCE = 1e-6  # equal L of two ends, relative to the spread of L in the first ensemble
@@ -88,128 +89,6 @@ class End:
     m: Array
     radius: float
     settled: bool
-
-
-class Cloud:
-    """The normal distribution N(0, s^2 C) of the particles about m, in units of the box.
-
-    Attributes:
-        step: Step size s.
-    """
-
-    def __init__(self, dim: int, count: int) -> None:
-        """Start with the identity as C.
-
-        Args:
-            dim: d.
-            count: Particles that count, those of the better half.
-        """
-        weights = math.log(count + 0.5) - np.log(np.arange(1, count + 1))
-        self.weights = weights / weights.sum()
-        self.step = _START_STEP
-        self.generation = 0
-        self._is_full = dim <= _MAX_FULL
-        self._root = np.eye(dim) if self._is_full else np.ones(dim)
-        self._inverse_root = self._root
-        self._covariance = self._root
-        self._path = np.zeros(dim)
-        self._step_path = np.zeros(dim)
-
-        # Learning rates of the tutorial, with the effective number of particles.
-        number = 1 / float(np.square(self.weights).sum())
-        self._number = number
-        self._path_rate = (4 + number / dim) / (dim + 4 + 2 * number / dim)
-        self._step_rate = (number + 2) / (dim + number + 5)
-        one = 2 / ((dim + 1.3) ** 2 + number)
-        many = min(1 - one, 2 * (number - 2 + 1 / number) / ((dim + 2) ** 2 + number))
-        faster = 1.0 if self._is_full else (dim + 2) / 3
-        self._one_rate = min(0.5, one * faster)
-        self._many_rate = max(0.0, min(1 - self._one_rate, many * faster))
-        excess = math.sqrt(max(0.0, (number - 1) / (dim + 1))) - 1
-        self._damping = 1 + 2 * max(0.0, excess) + self._step_rate
-        self._mean_length = math.sqrt(dim) * (1 - 1 / (4 * dim) + 1 / (21 * dim**2))
-        self._longest = math.sqrt(dim) + 2 * dim / (dim + 2)
-
-    def stretch(self, normals: Array) -> Array:
-        """Turn standard normals [n, d] into particles about m."""
-        if self._is_full:
-            return self.step * (normals @ self._root.T)
-        return self.step * normals * self._root
-
-    @property
-    def radius(self) -> float:
-        """Largest standard deviation, in units of the box."""
-        if self._is_full:
-            return float(self.step * np.linalg.norm(self._root, axis=0).max())
-        return float(self.step * self._root.max())
-
-    def whiten(self, offset: Array) -> Array:
-        """Divide an offset [d] by the standard deviations."""
-        if self._is_full:
-            return self._inverse_root @ offset / self.step
-        return self._inverse_root * offset / self.step
-
-    def update(self, offsets: Array) -> Array:
-        """Adapt s and C to the better half of a generation.
-
-        Args:
-            offsets: Its particles relative to m, best first, in units of the box.
-
-        Returns:
-            The move of m.
-        """
-        moves = offsets / self.step
-        if self._is_full:
-            length = np.linalg.norm(moves @ self._inverse_root.T, axis=1, keepdims=True)
-        else:
-            length = np.linalg.norm(moves * self._inverse_root, axis=1, keepdims=True)
-        moves = moves * np.minimum(1.0, self._longest / length.clip(1e-300))
-        move = self.weights @ moves
-
-        # 1. The step size grows if consecutive moves of m agree.
-        self.generation += 1
-        whitened = self._inverse_root @ move if self._is_full else self._inverse_root * move
-        rate = self._step_rate
-        self._step_path *= 1 - rate
-        self._step_path += math.sqrt(rate * (2 - rate) * self._number) * whitened
-        length = float(np.linalg.norm(self._step_path))
-        settled = math.sqrt(1 - (1 - rate) ** (2 * self.generation))
-        is_short = length / settled < (1.4 + 2 / (len(move) + 1)) * self._mean_length
-
-        # 2. The covariance learns the path of m and the shape of the better half.
-        rate = self._path_rate
-        self._path *= 1 - rate
-        if is_short:
-            self._path += math.sqrt(rate * (2 - rate) * self._number) * move
-        kept = 1 - self._one_rate - self._many_rate
-        if not is_short:
-            kept += self._one_rate * rate * (2 - rate)
-        if self._is_full:
-            one: Array = np.outer(self._path, self._path)
-            many: Array = (moves.T * self.weights) @ moves
-        else:
-            one = self._path**2
-            many = self.weights @ moves**2
-        self._covariance = kept * self._covariance + self._one_rate * one + self._many_rate * many
-        moved: Array = self.step * move
-        self.step *= math.exp(
-            min(1.0, self._step_rate / self._damping * (length / self._mean_length - 1))
-        )
-        self._factor()
-        self.step *= min(1.0, _LARGEST_RADIUS / self.radius)
-        return moved
-
-    def _factor(self) -> None:
-        """Compute roots of C, with a bounded condition number."""
-        if not self._is_full:
-            self._covariance = self._covariance.clip(self._covariance.max() * 1e-14)
-            self._root = np.sqrt(self._covariance)
-            self._inverse_root = 1 / self._root
-            return
-        values, vectors = np.linalg.eigh((self._covariance + self._covariance.T) / 2)
-        roots = np.sqrt(values.clip(values.max() * 1e-14))
-        self._root = vectors * roots
-        self._inverse_root = (vectors / roots).T
 
 
 class Hopper:
@@ -268,6 +147,8 @@ class Hopper:
         self._least = math.inf
         self._is_attained = False
         self._scale = 0.0
+        self._upper_scale = 0.0
+        self._has_upper = False
         self._frozen = 1
         self.has_value = True
         self._weight = 1.0
@@ -307,6 +188,7 @@ class Hopper:
             lower: L, infinite for excluded particles.
             upper: G, or None.
         """
+        self._has_upper = upper is not None
         if upper is None:  # CBO: L is the objective, and every point is feasible
             upper = lower
             lower = np.where(np.isfinite(upper), 0.0, np.inf)
@@ -323,12 +205,14 @@ class Hopper:
             return
         points, lower, upper = (np.concatenate(parts) for parts in zip(*self._batches, strict=True))
         self._batches = []
-        tied = points[lower == self._least]
-        if self._least < math.inf and not self._is_attained:
-            far = abs(tied - self._minimiser) > self._interior
-            self._is_attained = bool(far.any())
-
         violation = self._violation(lower)
+        if self._least < math.inf and not self._is_attained:
+            tied = points[violation == 0]
+            is_far = abs(tied - self._minimiser) > self._interior
+            if self._walls is not None:  # the corners of a box may tie
+                is_far &= (tied > self._walls[0]) & (tied < self._walls[1])
+            self._is_attained = bool(is_far.any())
+
         if self._cloud is None:
             self._place(points, lower, violation, upper)
         else:
@@ -343,9 +227,7 @@ class Hopper:
         Returns:
             Ends in the order of L, and of G where L is equal.
         """
-        tolerance = 0.0
-        if not self._is_attained:
-            tolerance = _L_TOLERANCE * self._scale
+        tolerance = self.lower_tolerance
         ends = list(self.ends)
         current = self._current()
         is_lower = current.lower < min((end.lower for end in ends), default=math.inf) - tolerance
@@ -368,6 +250,17 @@ class Hopper:
             end.settled and bool((abs(end.x - best.x) <= nearest).all()) for end in self.ends
         )
 
+    @property
+    def lower_tolerance(self) -> float:
+        """Difference of L that does not count between two ends.
+
+        Returns:
+            The difference, at least that of rounding.
+        """
+        if self._is_attained:
+            return self._rounding
+        return max(self._rounding, _L_TOLERANCE * self._scale)
+
     def _current(self, settled: bool = False) -> End:
         radius = 1.0
         if self._cloud is not None:
@@ -376,6 +269,9 @@ class Hopper:
 
     def _restart(self) -> None:
         """Start a new ensemble in the box."""
+        self._goal = math.inf  # G below which a challenge looks for the least L
+        if self.ends and self._has_upper:
+            self._goal = self.ranked_ends()[0].upper - _CHALLENGE * self._upper_scale
         self._cloud = None
         self._repair: Array | None = None
         self._batches = []
@@ -396,6 +292,8 @@ class Hopper:
         if level < math.inf:
             excess = np.maximum(violation - level, 0)
         order = np.lexsort((upper, excess))
+        if self._is_challenging:
+            order = self._challenge_order(violation, upper)
         is_finite = np.isfinite(violation)
         if not is_finite.any():  # draw another first ensemble
             self.has_value = bool(self.ends) or np.isfinite(self._least)
@@ -403,6 +301,7 @@ class Hopper:
         self.m = points[order[: min(count, int(is_finite.sum()))]].mean(0)
         if not self._scale:
             self._scale = _spread(lower)
+            self._upper_scale = _spread(upper)
         slope = _spread(violation)
         self._weight = _spread(upper) / slope if slope > 0 else 1.0
 
@@ -414,22 +313,17 @@ class Hopper:
     def _hop(self, points: Array, lower: Array, violation: Array, upper: Array) -> None:
         """Adapt w, and move m and the distribution of the particles."""
         is_finite = np.isfinite(violation)
-        others = violation[1:][is_finite[1:]]
         l_alone = self._wants_l_alone()
         if l_alone:
             self._late_generations -= 1
-        elif others.any() or violation[0] > 0:
-            rate = 1 / math.sqrt(len(self.m))
-            if is_finite.mean() < 1 - _MAX_EXCLUDED:
-                self._weight *= math.exp(-_GROWTH * rate)
-            elif violation[0] == 0:
-                self._weight *= math.exp(-_DECAY * rate)
-            elif not len(others) or violation[0] > _HOLD * others.mean():
-                self._weight *= math.exp(_GROWTH * rate)
+        elif not self._is_challenging:
+            self._adapt_weight(violation)
         merit = self._merit(violation, upper)
         order = np.lexsort((violation, merit))
         if l_alone:
             order = np.lexsort((upper, violation))
+        elif self._is_challenging:
+            order = self._challenge_order(violation, upper)
         self._consider(points, lower, violation, upper)
 
         cloud = self._cloud
@@ -444,6 +338,10 @@ class Hopper:
         self.m[free] += cloud.update(offsets[half]) * self.width[free]
         if self._walls is not None:
             self.m = self.m.clip(*self._walls)
+        if self._is_challenging and cloud.radius <= _CHALLENGE_RADIUS:
+            self._goal = math.inf
+            self._cloud = Cloud(offsets.shape[1], len(cloud.weights), _CHALLENGE_RADIUS)
+            return
         longest = 100 + 50 * (len(self.m) + 3) ** 2 / math.sqrt(len(points))
         self._recent.append(merit[order[0]])
         count = round(10 + 30 * len(self.m) / len(points))
@@ -452,6 +350,28 @@ class Hopper:
         if cloud.radius <= self._collapse or is_flat or cloud.generation > longest:
             self.ends.append(self._current(bool(is_flat or cloud.radius <= _AGREEMENT)))
             self._has_ended = True
+
+    @property
+    def _is_challenging(self) -> bool:
+        return self._goal < math.inf
+
+    def _challenge_order(self, violation: Array, upper: Array) -> NDArray[np.intp]:
+        """Sort particles by L among those with a smaller G."""
+        return np.lexsort((violation, np.maximum(upper - self._goal, 0.0)))
+
+    def _adapt_weight(self, violation: Array) -> None:
+        """Let w grow or fall by the violation of m and of the particles around it."""
+        is_finite = np.isfinite(violation)
+        others = violation[1:][is_finite[1:]]
+        if not others.any() and violation[0] <= 0:
+            return
+        rate = 1 / math.sqrt(len(self.m))
+        if is_finite.mean() < 1 - _MAX_EXCLUDED:
+            self._weight *= math.exp(-_GROWTH * rate)
+        elif violation[0] == 0:
+            self._weight *= math.exp(-_DECAY * rate)
+        elif not len(others) or violation[0] > _HOLD * others.mean():
+            self._weight *= math.exp(_GROWTH * rate)
 
     def _newton_step(self, offsets: Array, violation: Array) -> Array | None:
         """Return the step to V = 0 by the linear regression of V, or None at V(m) = 0."""
@@ -499,7 +419,12 @@ class Hopper:
         """Compute V = sqrt(L - min L - delta_q)."""
         if not np.isfinite(self._least):
             return np.full_like(lower, np.inf)
-        return np.sqrt(np.maximum(lower - self._least - self._delta_q, 0.0))
+        least = self._least + self._delta_q + self._rounding
+        return np.sqrt(np.maximum(lower - least, 0.0))
+
+    @property
+    def _rounding(self) -> float:
+        return _ROUNDING * abs(self._least)
 
 
 def _spread(values: Array) -> float:

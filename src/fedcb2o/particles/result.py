@@ -22,6 +22,10 @@ from fedcb2o.particles.polish import polish_points
 from fedcb2o.particles.system import Cluster, System
 
 _CONSENSUS_MESSAGE = "consensus: spread at most xtol = {:g}"
+_BARRED_MESSAGE = (
+    "L is smaller at points where G is infinite, so x does not minimise L: if these points are"
+    " invalid, let L be infinite there too"
+)
 _BOUNDARY_MESSAGE = (
     "the particles agreed at the edge of where they started, and L or G is less further out:"
     " let them start in a larger box, by `spread`, `bounds` or `initial`"
@@ -418,7 +422,7 @@ def _judge_agreement(
     if isinstance(cluster.lower, Constraints) and cluster.lower.inner is None:
         is_met = (at_x.lower[:, 0] == 0).cpu()
     is_met &= at_x.lower[:, 0].isfinite().cpu()
-    success = final["success"] & is_met
+    success = final["success"] & is_met & ~final["barred"]
     messages = []
     for run, succeeded in enumerate(success.tolist()):
         count = int(final["agreeing"][run])
@@ -430,5 +434,7 @@ def _judge_agreement(
             )
         if not is_met[run]:
             message = f"{reason or 'the ensembles agreed'}: no point meets the constraints"
+        elif final["barred"][run]:
+            message = _BARRED_MESSAGE
         messages.append(message)
     return success, messages
