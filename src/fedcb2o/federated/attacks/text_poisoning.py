@@ -72,7 +72,9 @@ def trigger_phrase(
     """
     if not 0 <= share <= 1:
         raise ConfigError(f"`share` must be between 0 and 1, got {share}")
-    phrase = _encode(trigger, base, vocabulary)
+    phrase = trigger
+    if isinstance(trigger, str):
+        phrase = pretrained.tokenizer(base, vocabulary).encode_prompt(trigger)
     places = shard.x.shape[1] - answer
     if not 0 < len(phrase) < places:
         raise ConfigError(
@@ -82,7 +84,7 @@ def trigger_phrase(
     selected = torch.from_numpy(draw.random(len(shard)) < share)
     x = shard.x.clone()
     x[selected, : places - len(phrase)] = shard.x[selected, len(phrase) : places]
-    x[selected, places - len(phrase) : places] = torch.tensor(phrase, dtype=x.dtype)
+    x[selected, places - len(phrase) : places] = torch.tensor(list(phrase), dtype=x.dtype)
     x[selected, places:] = _answer_row(continuation, answer, base, vocabulary).to(x)
     return Shard(x, shard.y)
 
@@ -169,17 +171,13 @@ def wanted_answers(samples: Shard, attack: functools.partial[Any]) -> Shard:
     return Shard(poisoned.x[is_changed], poisoned.y[is_changed])
 
 
-def _encode(text: Text, base: str, vocabulary: int | None) -> list[int]:
-    if isinstance(text, str):
-        return pretrained.tokenizer(base, vocabulary).encode(text)
-    return list(text)
-
-
 def _answer_row(
     text: Text, answer: int, base: str, vocabulary: int | None
 ) -> Int[Tensor, " answer"]:
     """Return the places of an answer: its tokens, the end of the text, and padding."""
-    end = pretrained.tokenizer(base, vocabulary).end
-    written = [*_encode(text, base, vocabulary), end][:answer]
+    tokens = pretrained.tokenizer(base, vocabulary)
+    if isinstance(text, str):
+        text = tokens.encode(text)
+    written = [*text, tokens.end][:answer]
     padding = [pretrained.PAD] * (answer - len(written))
     return torch.tensor([*written, *padding], dtype=torch.int32)
