@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from tests.report.synthetic import draw_run, write_run
 
-from fedcb2o.records import last_fifth, write_toml
+from fedcb2o.records import METRICS, STANDARD_METRICS, last_fifth, write_toml
 from fedcb2o.report import (
     _table_formats,
     by_source_count,
@@ -372,3 +372,8 @@ def test_metrics_of_the_configuration_are_in_compare_and_report(tmp_path):
     assert unit in (tmp_path / "report" / "report.html").read_text()
     seeds = pd.read_csv(tmp_path / "report" / "seeds.csv")
     assert seeds.worst_class_accuracy[0] == 0.5
+
+
+def test_standard_metrics_are_in_percent():
+    # The page of a run says "In percent" of them, without looking at each.
+    assert all(METRICS[name].is_percent for name in STANDARD_METRICS)

@@ -45,7 +45,13 @@ from fedcb2o.records._files import (
 )
 from fedcb2o.records._jsonl import REPRODUCIBLE_LOGS, RoundLog, read_lines
 from fedcb2o.records._summary import agent_statistics, last_fifth, last_round, summary
-from fedcb2o.records.metrics import CONDITIONAL_METRICS, METRICS, STANDARD_METRICS, Metric
+from fedcb2o.records.metrics import (
+    CONDITIONAL_METRICS,
+    METRICS,
+    SOURCE_METRICS,
+    STANDARD_METRICS,
+    Metric,
+)
 from fedcb2o.records.names import one_line, slug
 from fedcb2o.records.run import (
     AGENT_COLUMNS,
@@ -69,6 +75,7 @@ __all__ = [
     "NON_RESULT_SETTINGS",
     "REPRODUCIBLE_LOGS",
     "RESERVED_COLUMNS",
+    "SOURCE_METRICS",
     "STANDARD_METRICS",
     "Checksum",
     "DamagedError",

@@ -31,10 +31,16 @@ class Metric:
 
 
 STANDARD_METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
-"""Metrics that every evaluation records."""
+"""The paper's metrics, in percent, which every evaluation records."""
+
+SOURCE_METRICS = STANDARD_METRICS[1:]
+"""Those that reports also show by the number of source-class samples."""
 
 CONDITIONAL_METRICS = ("test_loss", "global_accuracy", "global_loss", "epsilon")
-"""Metrics of experiments with a loss, a global test set next to one per agent, or privacy."""
+"""All other metrics; reports show those that a run has.
+
+A new metric of every run belongs here, since older runs lack it.
+"""
 
 METRICS = {
     metric.name: metric

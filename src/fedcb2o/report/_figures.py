@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import CONDITIONAL_METRICS, METRICS, STANDARD_METRICS, Run
+from fedcb2o.records import CONDITIONAL_METRICS, METRICS, SOURCE_METRICS, STANDARD_METRICS, Run
 from fedcb2o.report._panels import LINE_STYLES, MARKERS, Panels, draw_panels, method_colour
 from fedcb2o.report._table_formats import shorten_label
 from fedcb2o.report.tables import LABELS, by_source_count, pair_statistics, run_labels
@@ -166,7 +166,7 @@ def source_count_panels(runs: Sequence[Run]) -> Panels:
     """
     tables = [by_source_count(run) for run in runs]
     groups = sorted({str(name) for table in tables for name in table["samples"]})
-    metrics = [metric for metric in STANDARD_METRICS[1:] if _is_measured(metric, tables)]
+    metrics = [metric for metric in SOURCE_METRICS if _is_measured(metric, tables)]
     width = max(4.6, 0.2 * len(runs) * len(groups))  # inches, for the numbers on the bars
     panels = [
         partial(_draw_source_counts, runs, tables, groups, metric) for metric in metrics if groups
