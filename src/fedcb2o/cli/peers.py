@@ -382,20 +382,31 @@ def report(
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the eight organisations.")] = Path(
+    experiment: Annotated[
+        str | None,
+        typer.Argument(
+            help="Preset or file of an experiment; by default eight organisations with digits, of "
+            "which two flip labels and one sends garbage."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the organisations.")] = Path(
         "runs/peers-demo"
     ),
-    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds.")] = 30,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of rounds; by default 30, or the experiment's."),
+    ] = None,
 ) -> Path:
-    """Run eight organisations on this machine: two flip labels, one sends garbage."""
+    """Run organisations on this machine, some of them hostile: one process per agent."""
     from rich.console import Console
 
     from fedcb2o.peer.node._demo import TABLE_NOTE, run_demo
     from fedcb2o.report import to_rich
 
     console = Console()
-    for title, table in run_demo(out, rounds=rounds).items():
-        console.print(to_rich(table, title=title, width=console.width))
+    for title, table in run_demo(out, rounds=rounds, experiment=experiment).items():
+        if len(table):
+            console.print(to_rich(table, title=title, width=console.width))
     page = f"fedcb2o peer report {out / 'hospital-a'}"
     print(f"{TABLE_NOTE}\n\nA page of each: {page}; their logs are in {out / 'logs'}.")
     return out

@@ -58,9 +58,9 @@ def set_model_reader(loader: Callable[[], Any]) -> None:
     Reading models needs the code that builds an experiment, which records do not import.
 
     Args:
-        loader: Function without arguments. Returns an object with the functions `load_model` and
-            `confusion_matrix`, both with the parameters run, agent, seed and data_dir, and
-            `membership`, with run, seed and data_dir.
+        loader: Function without arguments. Returns an object with the functions `load_model`,
+            `confusion_matrix` and `generated_texts`, with the parameters run, agent, seed and
+            data_dir, and `membership`, with run, seed and data_dir.
     """
     _model_readers[:] = [loader]
 
@@ -469,6 +469,30 @@ class Run:
             RunError: There is no checkpoint.
         """
         table: pd.DataFrame = self._model_reader().membership(self, seed, data_dir)
+        return table
+
+    def texts(
+        self,
+        agent: int = 0,
+        *,
+        seed: int | None = None,
+        data_dir: str | PathLike[str] | None = None,
+    ) -> pd.DataFrame:
+        """Let the language model of an agent answer held-out prompts, at the last checkpoint.
+
+        Args:
+            agent: Id of the agent, from 0.
+            seed: Seed of the run; by default the first.
+            data_dir: Folder of the data set, which is built again.
+
+        Returns:
+            Columns prompt, attacked (an attack on text is about this prompt), expected (the answer
+            of the data, or the attacker's), base and model (answers before and after training).
+
+        Raises:
+            RunError: There is no checkpoint, no such agent, or no language model.
+        """
+        table: pd.DataFrame = self._model_reader().generated_texts(self, agent, seed, data_dir)
         return table
 
     @staticmethod

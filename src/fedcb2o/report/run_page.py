@@ -82,6 +82,11 @@ _CLASS_GAIN_CAPTION = (
     "Accuracy in percent over the test samples of each class, those of all benign agents together; "
     "at the last checkpoint."
 )
+_TEXTS_CAPTION = (
+    "The most probable answers of agent 0 to held-out prompts, before training (base) and after it "
+    "(model). Expected is the answer of the data. For a prompt that an attack is about, it is the "
+    "attacker's answer."
+)
 _SAMPLES_CAPTION = "The same images in the form that the agents of each cluster see."
 _WEIGHT_MATRIX_CAPTION = (
     "The weight of each peer's model (column) in the average of each agent (row), mean over the "
@@ -143,6 +148,7 @@ def report(
     page.add_figures("Weights between agents", weights, _WEIGHT_MATRIX_CAPTION)
     samples = _draw_samples(page, max(shown, key=_count_clusters))
     page.add_figures("Samples", {"samples": samples}, _SAMPLES_CAPTION)
+    _add_texts(page, names, shown, data_dir)
 
     summaries = [summary(run.records).join(custom_metric_means(run), on="seed") for run in shown]
     page.write_file("seeds.csv", _stack_runs(names, summaries).to_csv(index=False))
@@ -165,6 +171,24 @@ def _add_class_gains(page: Page, shown: Sequence[Run], data_dir: Any) -> None:
         page.add_warnings([f"There is no gain by class: {error}."])
         return
     page.add_table("Gain over training alone by class", "class-gain", table, _CLASS_GAIN_CAPTION)
+
+
+def _add_texts(page: Page, names: Sequence[str], shown: Sequence[Run], data_dir: Any) -> None:
+    """Add what language models write before and after training."""
+    tables = []
+    for name, run in zip(names, shown, strict=True):
+        if run.config.get("model", {}).get("name") != "language_model":
+            continue
+        try:
+            table = run.texts(data_dir=data_dir)
+        except FedCB2OError as error:
+            page.add_warning(f"No texts are shown of {name}: {error}.")
+            continue
+        table["prompt"] += table.pop("attacked").map({True: " (attacked)", False: ""})
+        tables.append(table.assign(run=name))
+    if tables:
+        texts = pd.concat(tables).set_index("run").map(lambda text: " ".join(text.split()))
+        page.add_table("Generated texts", "texts", texts, _TEXTS_CAPTION)
 
 
 def _page_title(names: Sequence[str]) -> str:

@@ -1,13 +1,16 @@
 """Trained models, read back from a run's last checkpoint."""
 
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import nn
 
+from fedcb2o import pretrained
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.datasets import dataset_digest, load_dataset
 from fedcb2o.experiments.config.loading import load
@@ -15,7 +18,7 @@ from fedcb2o.experiments.config.prepared_seed import PreparedSeed, prepare_seed
 from fedcb2o.federated import AgentGroup, agent_network, evaluate_models, local_update_
 from fedcb2o.federated.membership import leakage
 from fedcb2o.federated.privacy import noise_multiplier
-from fedcb2o.nn import parameters
+from fedcb2o.nn import architectures, low_rank, parameters
 from fedcb2o.records import Run
 from fedcb2o.rng import stream
 from fedcb2o.simulation import checkpoint
@@ -107,6 +110,71 @@ def membership(run: Run, seed: int | None = None, data_dir: _OptionalPath = None
             found = leakage(group, k, theta, train, test)
             rows.append({"agent": int(group.agents[k]), "model": name, **found})
     return pd.DataFrame(rows, columns=["agent", "model", "auc", "tpr"])
+
+
+def generated_texts(
+    run: Run,
+    agent: int,
+    seed: int | None = None,
+    data_dir: _OptionalPath = None,
+    count: int = 3,
+) -> pd.DataFrame:
+    """Let an agent's language model answer held-out prompts.
+
+    Args:
+        run: The run.
+        agent: The agent's id.
+        seed: The seed, by default the first.
+        data_dir: Folder of downloaded data sets.
+        count: Number of prompts, and of prompts that an attack on text is about.
+
+    Returns:
+        One row per prompt: prompt, whether the attack is about it, the expected answer (the
+        attacker's for such prompts), and the answers of the base and of the model.
+
+    Raises:
+        RunError: If there is no checkpoint, seed or agent, or the model writes no text.
+    """
+    group, prepared, _ = _restore_agents(run, agent, seed, data_dir)
+    network: Any = agent_network(group, 0)
+    if not hasattr(network, "complete"):
+        raise RunError(f"{run.folder} has no language model, so that there are no texts")
+    options = prepared.experiment.model.with_defaults("model", architectures)
+    length = options["answer"]
+    tokens = pretrained.tokenizer(options["base"], options.get("vocabulary"))
+
+    # 1. Prompts with the expected answers.
+    ((_, test),) = group.data.test_sets(np.zeros(1, np.int64))
+    parts = [(False, test)]
+    if group.adversary.wanted_answers is not None:
+        parts.append((True, group.adversary.wanted_answers(test)))
+    rows = []
+    for is_attacked, part in parts:
+        chosen = np.unique(np.arange(count) * len(part) // count) if len(part) else []
+        for row in part.x[torch.as_tensor(chosen, dtype=torch.int64)].tolist():
+            rows.append((is_attacked, *pretrained.split_row(row, length)))
+
+    # 2. Answers, before training and after it.
+    prompts = [prompt for _, prompt, _ in rows]
+    after = network.complete(prompts, length)
+    for name, parameter in network.named_parameters():
+        if low_rank.UP in name:
+            parameter.data = torch.zeros_like(parameter)
+    before = network.complete(prompts, length)
+
+    def read(written: Sequence[int]) -> str:
+        ended = [*written, tokens.end]
+        return tokens.decode(ended[: ended.index(tokens.end)])
+
+    return pd.DataFrame(
+        {
+            "prompt": [tokens.decode(prompt) for prompt in prompts],
+            "attacked": [is_attacked for is_attacked, _, _ in rows],
+            "expected": [read(answer) for _, _, answer in rows],
+            "base": [*map(read, before)],
+            "model": [*map(read, after)],
+        }
+    )
 
 
 def _restore_agents(

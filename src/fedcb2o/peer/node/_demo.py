@@ -1,7 +1,8 @@
-"""Demonstration with eight organisations on one machine, three of them hostile.
+"""Demonstration with organisations on one machine, some of them hostile.
 
-It runs everything that real organisations would: keys, a federation, eight processes without a
-server, and a summary of the attacks.
+By default they are eight with digits, three of them hostile. Another experiment has one
+organisation per agent. It runs everything that real organisations would: keys, a federation, one
+process per organisation without a server, and a summary of the attacks.
 
 Example:
     >>> len(set(free_ports(3)))
@@ -13,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import string
 import subprocess
 import sys
 import time
@@ -37,8 +39,9 @@ from fedcb2o.records import write_toml
 
 _LOGGER = logging.getLogger(__name__)
 
-_ORGANISATIONS = tuple(f"hospital-{letter}" for letter in "abcdefgh")
+_ORGANISATIONS = tuple(f"hospital-{letter}" for letter in string.ascii_lowercase)
 BENIGN, FLIPPER, GARBAGE = "benign", "flips 9 to 4", "sends garbage"
+ATTACKER = "attacks"
 EXPERIMENT = {
     "name": "peers-demo",
     "title": "FedCB2O",
@@ -84,41 +87,55 @@ class DemoAgent:
 
 
 def run_demo(
-    out: Path, *, rounds: int = 30, console: Console | None = None
+    out: Path,
+    *,
+    rounds: int | None = None,
+    experiment: str | Path | None = None,
+    console: Console | None = None,
 ) -> dict[str, pd.DataFrame]:
-    """Run eight organisations; no process is left at the end.
+    """Run the organisations; no process is left at the end.
 
     Args:
         out: An empty or missing folder.
-        rounds: Number of rounds.
+        rounds: Number of rounds; by default 30, or that of the experiment.
+        experiment: Preset or file of an experiment with one cluster and at most 26 agents, each of
+            which is an organisation; by default `EXPERIMENT`.
         console: Console for the progress; by default standard error.
 
     Returns:
         The result tables by title.
 
     Raises:
-        RunError: A process fails, or the folder is not empty.
+        RunError: A process fails, the folder is not empty, or the experiment has too many agents.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} is not empty: remove it, or choose another --out")
-    experiment = load("digits-fedassay", {**EXPERIMENT, "rounds": rounds})
-    agents, federation = _prepare_demo(out, experiment)
+    if experiment is None:
+        chosen = load("digits-fedassay", {**EXPERIMENT, "rounds": rounds or 30})
+    else:
+        chosen = load(experiment, {} if rounds is None else {"rounds": rounds})
+    if chosen.agents.num_agents > len(_ORGANISATIONS):
+        raise RunError(f"a demo has at most {len(_ORGANISATIONS)} agents")
+    agents, federation = _prepare_demo(out, chosen, sends_garbage=experiment is None)
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for agent in agents:
             processes[agent.name] = _start_agent(agent, federation, out)
-        _show_progress(agents, processes, rounds, console or Console(stderr=True))
+        _show_progress(agents, processes, chosen.rounds, console or Console(stderr=True))
     finally:
         _terminate(processes.values())
     return result_tables(agents)
 
 
-def _prepare_demo(out: Path, experiment: Experiment) -> tuple[list[DemoAgent], Path]:
+def _prepare_demo(
+    out: Path, experiment: Experiment, *, sends_garbage: bool
+) -> tuple[list[DemoAgent], Path]:
     """Create the keys and the federation of all organisations.
 
     Args:
         out: Folder of the demo.
         experiment: The simulated experiment.
+        sends_garbage: Whether the last benign agent sends garbage in place of models.
 
     Returns:
         The organisations, and the federation file.
@@ -126,25 +143,24 @@ def _prepare_demo(out: Path, experiment: Experiment) -> tuple[list[DemoAgent], P
     dataset = load_dataset(experiment, None)
     population = build_population(experiment, experiment.seeds[0], dataset)
     is_malicious = population.malicious.tolist()
-    kinds = [FLIPPER if malicious else BENIGN for malicious in is_malicious]
-    kinds[max(i for i, kind in enumerate(kinds) if kind == BENIGN)] = GARBAGE
+    hostile = FLIPPER if sends_garbage else ATTACKER
+    kinds = [hostile if malicious else BENIGN for malicious in is_malicious]
+    if sends_garbage:
+        kinds[max(i for i, kind in enumerate(kinds) if kind == BENIGN)] = GARBAGE
 
     agents, members = [], []
     (out / "logs").mkdir(parents=True)
-    for name, kind, port in zip(_ORGANISATIONS, kinds, free_ports(len(kinds)), strict=True):
+    for name, kind, port in zip(_ORGANISATIONS, kinds, free_ports(len(kinds)), strict=False):
         log = out / "logs" / f"{name}.log"
         agent = DemoAgent(name, kind, keys=out / "keys" / name, out=out / name, log=log)
         endpoint = f"127.0.0.1:{port}"
         members.append(Identity.make(agent.keys, name=name, endpoint=endpoint, days=1).member)
         agents.append(agent)
 
-    federation = make_federation(
-        experiment,
-        members,
-        dataset=dataset,
-        round_seconds=_ROUND_SECONDS,
-        deadline_seconds=_DEADLINE_SECONDS,
-    )
+    pace = {"round_seconds": _ROUND_SECONDS}
+    if sends_garbage:  # digits are quick
+        pace["deadline_seconds"] = _DEADLINE_SECONDS
+    federation = make_federation(experiment, members, dataset=dataset, **pace)
     write_federation(federation, out / "federation.toml")
     write_toml(out / "experiment.toml", experiment.settings())
     return agents, out / "federation.toml"

@@ -475,7 +475,7 @@ class Node:
         skipped = set()
         if not goal.sources:
             skipped.add("source_accuracy")
-        if not (goal.sources or goal.targets):
+        if not (goal.sources or goal.targets or test_result.wanted is not None):
             skipped.add("attack_success_rate")
         values = metrics.compute_metrics(test_result, goal)
         return {
