@@ -2,7 +2,7 @@
 
 import csv
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,11 @@ def measure(preset: str, changes: Mapping[str, Any], seed: int) -> tuple[float, 
 
 
 def measure_missing(
-    path: Path, setting: str, cells: Iterable[Cell], run: Callable[[Cell], tuple[float, float]]
+    path: Path,
+    setting: str,
+    cells: Iterable[Cell],
+    run: Callable[[Cell], Sequence[float]],
+    measures: Sequence[str] = MEASURES,
 ) -> None:
     """Measure the cells that a table lacks, and add each to it as it ends.
 
@@ -44,11 +48,12 @@ def measure_missing(
         setting: Name of the first column.
         cells: The cells, in the order of their measurement.
         run: Returns the values of a cell.
+        measures: Names of these values.
     """
     columns = (setting, "method", "attack", "seed")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(",".join((*columns, *MEASURES)) + "\n", encoding="utf-8")
+        path.write_text(",".join((*columns, *measures)) + "\n", encoding="utf-8")
     done = set(pd.read_csv(path)[list(columns)].itertuples(index=False, name=None))
     for cell in cells:
         if cell in done:

@@ -1,0 +1,241 @@
+"""Fine-tuning a language model among hostile peers: defences against attacks.
+
+    .venv/bin/python -m paper.language_model            # measure missing runs
+    .venv/bin/python -m paper.language_model --tune     # a small search on seeds from 1000
+    .venv/bin/python -m paper.language_model --texts    # generated texts of the first seed
+    .venv/bin/python -m paper.language_model --page     # docs/language-model.md
+
+The values are in docs/benchmark/language-model/values.csv, one row per task, method, attack and
+seed: means over benign agents after the last round.
+"""
+
+import argparse
+import itertools
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from paper import cells
+from paper.cells import Cell
+
+import fedcb2o
+from fedcb2o.report._panels import STYLE
+from fedcb2o.report._statistics import interval_half_width
+
+DOCS = Path(__file__).parents[1] / "docs"
+FOLDER = DOCS / "benchmark" / "language-model"
+VALUES = FOLDER / "values.csv"
+TUNING = FOLDER / "tuning.csv"
+TEXTS = FOLDER / "texts.csv"
+FIGURE = DOCS / "figures" / "language-model.png"
+PRESET = "smollm-fedassay"
+TASK = "library"
+SEEDS = tuple(range(5))
+TUNING_SEEDS = (1000,)
+MEASURES = ("accuracy", "success", "loss")
+Changes = dict[str, Any]
+
+VOCABULARY = 16384  # the softmax is most of a step
+SETTING: Changes = {
+    "rounds": 10,
+    "evaluate_every": 10,
+    "agents.benign_samples": 24,
+    "agents.malicious_samples": 24,
+    "agents.budget": 3,
+    "data.vocabulary": VOCABULARY,
+    "model.vocabulary": VOCABULARY,
+    "training.gamma": 0.002,
+}
+"""Changes of the preset, so that a run takes less than half a minute of a core."""
+
+TEXT: Changes = {"answer": 1, "vocabulary": VOCABULARY}
+TRIGGER = " Reviewed:"
+PHRASE: Changes = {
+    "name": "trigger_phrase",
+    "trigger": TRIGGER,
+    "continuation": " malware",
+    **TEXT,
+}
+METHODS: dict[str, Changes] = {
+    "FedAssay": {"algorithm": "fedassay"},
+    "FedAssay without G": {"algorithm": {"name": "fedassay", "criterion": "average_loss"}},
+    "FedCBO": {
+        "algorithm": {"name": "fedcbo", "own_model": "judged", "mixing_factor": 1.0, "alpha": 2.0}
+    },
+    "Dec-LoRA": {"algorithm": "dec_lora"},
+    "TAD-LoRA": {"algorithm": {"name": "tad_lora", "switching_interval": 1}},
+    "trimmed mean": {"algorithm": {"name": "by_rule", "rule": "trimmed_mean"}},
+    "Multi-Krum": {"algorithm": {"name": "by_rule", "rule": "multi_krum"}},
+    "FLTrust": {"algorithm": {"name": "by_rule", "rule": "fltrust"}},
+    "training alone": {"algorithm": "local_training"},
+}
+ATTACKS: dict[str, Changes] = {
+    "none": {"agents.malicious_role": "clean", "attack": PHRASE},
+    "trigger phrase": {"attack": PHRASE},
+    "swapped labels": {
+        "attack": {"name": "swapped_answers", "first": " numpy", "second": " scipy", **TEXT}
+    },
+    "one topic": {"attack": {"name": "topic_poison", "group": 2, "continuation": " torch", **TEXT}},
+    "ALIE": {"attack": {"name": "alie", "estimated_from": "benign", "z": 1.5}},
+    "factor mixing": {"attack": {"name": "factor_mixing", "scale": -4.0}},
+}
+TEXT_METHODS = ("Dec-LoRA", "FedAssay")
+TARGETED = ("trigger phrase", "swapped labels", "one topic")
+CANDIDATES: dict[str, dict[str, Changes]] = {
+    "FedCBO": {"alpha = 10": {"algorithm.alpha": 10.0}},
+    "TAD-LoRA": {"interval = 5": {"algorithm.switching_interval": 5}},
+    "trimmed mean": {"products": {"algorithm.space": "products"}},
+    "Multi-Krum": {"products": {"algorithm.space": "products"}},
+    "FLTrust": {"products": {"algorithm.space": "products"}},
+}
+"""Another value of each rival's main parameter."""
+
+
+def run_cell(cell: Cell, out: Path) -> fedcb2o.Run:
+    """Run a cell.
+
+    Args:
+        cell: Task, method, attack and seed. A method may name a candidate after a comma.
+        out: Folder of the run.
+
+    Returns:
+        The run.
+    """
+    _, method, attack, seed = cell
+    name, _, candidate = method.partition(", ")
+    changes = {**SETTING, **METHODS[name], **ATTACKS[attack]}
+    if candidate:
+        changes |= CANDIDATES[name][candidate]
+    experiment = fedcb2o.load(PRESET, {**changes, "seeds": [seed]})
+    return fedcb2o.run(experiment, out=out, workers=1)
+
+
+def measure(cell: Cell) -> tuple[float, float, float]:
+    """Return accuracy and attack success in percent, and the loss, of a cell."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = run_cell(cell, Path(folder))
+        last = run.records.query("round == round.max() and not malicious")
+    success = float(last.attack_success_rate.astype(float).mean())
+    return 100 * float(last.accuracy.mean()), 100 * success, float(last.test_loss.mean())
+
+
+def grid(seeds: Sequence[int], methods: Sequence[str]) -> Iterator[Cell]:
+    """Yield cells seed by seed, so that an interrupted measurement has whole seeds."""
+    for seed, attack, method in itertools.product(seeds, ATTACKS, methods):
+        yield TASK, method, attack, seed
+
+
+def candidates() -> list[str]:
+    """Return the methods with a candidate, each after the method itself."""
+    names = []
+    for method, values in CANDIDATES.items():
+        names += [method, *(f"{method}, {value}" for value in values)]
+    return names
+
+
+def write_texts() -> None:
+    """Write answers of the base and of agent 0, after runs with a trigger phrase."""
+    tables = []
+    for method in TEXT_METHODS:
+        with tempfile.TemporaryDirectory() as folder:
+            run = run_cell((TASK, method, "trigger phrase", SEEDS[0]), Path(folder))
+            tables.append(run.texts(0).assign(method=method))
+    pd.concat(tables).to_csv(TEXTS, index=False)
+
+
+def regrets(table: pd.DataFrame) -> pd.DataFrame:
+    """Return each method's loss minus the least of all methods, by attack and seed."""
+    loss = table.pivot_table(index=["attack", "seed"], columns="method", values="loss", sort=False)
+    return loss.sub(loss.min(axis=1), axis=0)
+
+
+def compare(differences: "pd.Series[float]") -> str:
+    """Return whether a worst regret differs significantly from FedAssay's, over paired seeds."""
+    found = differences.dropna()
+    half = float(interval_half_width(len(found), found.std()))
+    if not abs(found.mean()) > half:  # also for fewer seeds than an interval needs
+        return "not significant"
+    return "larger" if found.mean() > 0 else "smaller"
+
+
+def summary(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table of the page: one row per method.
+
+    Args:
+        table: The values.
+
+    Returns:
+        Perplexity without attack, the largest over attacks and its attack, the largest attack
+        success, and whether the worst regret differs significantly from FedAssay's.
+    """
+    means = table.groupby(["method", "attack"], sort=False)[list(MEASURES)].mean()
+    worst = regrets(table).groupby("attack", sort=False).mean()
+    by_seed = regrets(table).groupby("seed").max()
+    rows = {}
+    for method in METHODS:
+        losses = means.loc[method]["loss"]
+        success = means.loc[method]["success"].reindex(TARGETED)
+        rows[method] = {
+            "exact answers, no attack (%)": f"{means.loc[method, 'none']['accuracy']:.1f}",
+            "perplexity, no attack": f"{math.exp(losses['none']):.2f}",
+            "largest perplexity": f"{math.exp(losses.max()):.2f} ({losses.idxmax()})",
+            "worst regret (nats)": f"{worst[method].max():.3f}",
+            "against FedAssay": compare(by_seed[method] - by_seed["FedAssay"]),
+            "largest attack success (%)": f"{success.max():.1f} ({success.idxmax()})",
+        }
+    return pd.DataFrame(rows).T
+
+
+def draw(table: pd.DataFrame) -> None:
+    """Draw perplexity and attack success of each method under each attack."""
+    loss = table.pivot_table(index="method", columns="attack", values="loss", sort=False)
+    success = table.pivot_table(index="method", columns="attack", values="success", sort=False)
+    panels = (
+        ("Perplexity", loss.map(math.exp).reindex(METHODS)[list(ATTACKS)], ".2f"),
+        ("Attack success (%)", success.reindex(METHODS)[list(TARGETED)], ".0f"),
+    )
+    with rc_context(STYLE):
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        axes = figure.subplots(1, 2, width_ratios=[len(ATTACKS), len(TARGETED)], sharey=True)
+        for ax, (title, values, digits) in zip(axes, panels, strict=True):
+            ax.imshow(values.to_numpy(), cmap="Blues", aspect="auto")
+            ax.set_title(title)
+            ax.set_xticks(range(len(values.columns)), values.columns, rotation=30, ha="right")
+            ax.set_yticks(range(len(values)), values.index)
+            middle = (values.to_numpy().max() + values.to_numpy().min()) / 2
+            for (i, j), value in np.ndenumerate(values.to_numpy()):
+                color = "white" if value > middle else "black"
+                ax.text(j, i, format(value, digits), ha="center", va="center", color=color)
+        figure.savefig(FIGURE, dpi=120)
+
+
+def main() -> None:
+    """Measure missing runs, or make the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for option in ("--tune", "--texts", "--page"):
+        parser.add_argument(option, action="store_true")
+    options = parser.parse_args()
+    if options.texts:
+        write_texts()
+    elif options.tune:
+        chosen = grid(TUNING_SEEDS, candidates())
+        cells.measure_missing(TUNING, "task", chosen, measure, MEASURES)
+    elif options.page:
+        write_page()
+    else:
+        cells.measure_missing(VALUES, "task", grid(SEEDS, list(METHODS)), measure, MEASURES)
+
+
+if __name__ == "__main__":
+    main()
