@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from page_table import write_table
+from page_table import replace_table
 
 FOLDER = Path(__file__).resolve().parent
 VALUES = FOLDER / "coco.csv"
@@ -303,30 +303,55 @@ def sweep(part: Part, instance: int, seed: int, done: set[str]) -> Iterator[dict
 def summarise(log: Path) -> list[dict[str, Any]]:
     """Return functions of 54 with a feasible point and within each gap, mean over sweeps.
 
-    Only sweeps of all functions count.
+    A sweep is one instance and seed of all functions. Only those count that all methods of a row
+    of the page have.
     """
-    sweeps: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, int], dict[str, dict[tuple[int, int], list[dict[str, Any]]]]] = {}
     for line in log.read_text().splitlines():
         row = json.loads(line)
-        key = (row["attack"], row["d"], METHODS.index(row["method"]))
-        sweeps.setdefault((*key, row["instance"], row["seed"]), []).append(row)
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for key, runs in sweeps.items():
-        if len(runs) == NUM_FUNCTIONS:
-            groups.setdefault(key[:3], []).extend(runs)
+        methods = groups.setdefault((row["attack"], row["d"]), {})
+        sweeps = methods.setdefault(row["method"], {})
+        sweeps.setdefault((row["instance"], row["seed"]), []).append(row)
 
     rows = []
-    for (attack, dim, method), runs in sorted(groups.items()):
-        gaps = np.array([run["gap"] for run in runs])
-        rows.append(
-            {
-                **{"d": dim, "evaluations": EVALUATIONS_PER_DIM[dim] * dim, "attack": attack},
-                **{"method": METHODS[method], "runs": len(runs)},
-                "feasible": f"{NUM_FUNCTIONS * np.mean([run['feasible'] for run in runs]):.1f}",
-                **{f"gap {gap:g}": f"{NUM_FUNCTIONS * np.mean(gaps <= gap):.1f}" for gap in GAPS},
-            }
-        )
+    for (attack, dim), methods in sorted(groups.items()):
+        whole: dict[str, set[tuple[int, int]]] = {}
+        for method, sweeps in methods.items():
+            keys = {key for key, runs in sweeps.items() if len(runs) == NUM_FUNCTIONS}
+            if keys:
+                whole[method] = keys
+        if not whole:
+            continue
+        common = sorted(set.intersection(*whole.values()))
+        for method in sorted(whole, key=METHODS.index):
+            runs = [run for key in common for run in methods[method][key]]
+            gaps = np.array([run["gap"] for run in runs])
+            counts = {f"gap {gap:g}": NUM_FUNCTIONS * np.mean(gaps <= gap) for gap in GAPS}
+            counts = {"feasible": NUM_FUNCTIONS * np.mean([r["feasible"] for r in runs]), **counts}
+            rows.append(
+                {
+                    **{"d": dim, "evaluations": EVALUATIONS_PER_DIM[dim] * dim, "attack": attack},
+                    "instances": " ".join(str(i) for i in sorted({key[0] for key in common})),
+                    **{"sweeps": len(common), "method": method},
+                    **{name: f"{count:.3g}" for name, count in counts.items()},
+                }
+            )
     return sorted(rows, key=lambda row: row["attack"] != "none")
+
+
+def page_rows() -> list[list[str]]:
+    """Return the table of the page: one column per method with all counts."""
+    with VALUES.open(encoding="utf-8") as file:
+        values = list(csv.DictReader(file))
+    labels = ("d", "attack", "instances", "sweeps")
+    methods = [name for name in METHODS if any(row["method"] == name for row in values)]
+    table: dict[tuple[str, ...], list[str]] = {}
+    for row in values:
+        key = tuple(row[name] for name in labels)
+        cells = table.setdefault(key, [*key, *("" for _ in methods)])
+        counts = [row["feasible"], *(row[f"gap {gap:g}"] for gap in GAPS)]
+        cells[len(labels) + methods.index(row["method"])] = "/".join(counts)
+    return [[*labels, *methods], *table.values()]
 
 
 def main() -> None:
@@ -337,7 +362,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default="runs/coco.jsonl", help="one line per run")
     options = parser.parse_args()
     if options.table:
-        write_table(PAGE, MARKS, VALUES, num_labels=4)
+        replace_table(PAGE, MARKS, page_rows(), num_labels=4)
         return
 
     import torch

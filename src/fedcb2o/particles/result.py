@@ -138,12 +138,8 @@ class Result(Mapping[str, Any]):
         for name in names:
             value = getattr(self, name)
             if value is not None:
-                text = np.array2string(
-                    torch.as_tensor(value).cpu().numpy(),
-                    precision=6,
-                    threshold=12,
-                    suppress_small=True,
-                )
+                rounded = np.round(torch.as_tensor(value).cpu().numpy(), 6) + 0.0  # no -0
+                text = np.array2string(rounded, precision=6, threshold=12, suppress_small=True)
                 lines.append((name, text))
         lines.append(("spread", f"{float(self.spread.max()):.3g}"))
         lines += [("nit", self.nit), ("nfev", self.nfev)]
