@@ -30,12 +30,14 @@ from paper.cells import Cell
 import fedcb2o
 from fedcb2o.report._panels import STYLE
 from fedcb2o.report._statistics import interval_half_width
+from fedcb2o.report._table_formats import to_markdown
 
 DOCS = Path(__file__).parents[1] / "docs"
 FOLDER = DOCS / "benchmark" / "language-model"
 VALUES = FOLDER / "values.csv"
 TUNING = FOLDER / "tuning.csv"
 TEXTS = FOLDER / "texts.csv"
+TEMPLATE = Path(__file__).parent / "templates" / "language-model.md"
 FIGURE = DOCS / "figures" / "language-model.png"
 PRESET = "smollm-fedassay"
 TASK = "library"
@@ -208,6 +210,7 @@ def draw(table: pd.DataFrame) -> None:
         axes = figure.subplots(1, 2, width_ratios=[len(ATTACKS), len(TARGETED)], sharey=True)
         for ax, (title, values, digits) in zip(axes, panels, strict=True):
             ax.imshow(values.to_numpy(), cmap="Blues", aspect="auto")
+            ax.grid(False)
             ax.set_title(title)
             ax.set_xticks(range(len(values.columns)), values.columns, rotation=30, ha="right")
             ax.set_yticks(range(len(values)), values.index)
@@ -216,6 +219,64 @@ def draw(table: pd.DataFrame) -> None:
                 color = "white" if value > middle else "black"
                 ax.text(j, i, format(value, digits), ha="center", va="center", color=color)
         figure.savefig(FIGURE, dpi=120)
+
+
+def verdicts(table: pd.DataFrame) -> list[str]:
+    """Return what held of three goals that were set before the measurement.
+
+    Args:
+        table: The values.
+
+    Returns:
+        One sentence per goal.
+    """
+    own = table[table.method == "FedAssay"]
+    means = own.groupby("attack")[list(MEASURES)].mean()
+    success = means.success.reindex(TARGETED).max()
+    rise = 100 * (math.exp(means.loss.max() - means.loss["none"]) - 1)
+    worst = regrets(table).groupby("seed").max()
+    larger = [
+        rival
+        for rival in ("Dec-LoRA", "trimmed mean", "Multi-Krum", "FLTrust")
+        if compare(worst[rival] - worst["FedAssay"]) == "larger"
+    ]
+    held = {True: "held", False: "did not hold"}
+    return [
+        f"Attack success of at most 10% {held[success <= 10]}: the largest is {success:.1f}%.",
+        f"A perplexity within 2% of that without attack {held[rise <= 2]}: the largest rise is "
+        f"{rise:.1f}%.",
+        "A smaller worst regret than Dec-LoRA, trimmed mean, Multi-Krum and FLTrust "
+        f"{held[len(larger) == 4]}: the difference is significant for "
+        f"{', '.join(larger) or 'none of them'}.",
+    ]
+
+
+def quote_texts() -> str:
+    """Return the generated texts as a list."""
+    if not TEXTS.exists():
+        return ""
+    texts = pd.read_csv(TEXTS, keep_default_na=False)
+    lines = []
+    for prompt, rows in texts[texts.attacked].groupby("prompt", sort=False):
+        answers = [f"the base `{rows.base.iloc[0].strip()}`"]
+        answers += [f"{row.method} `{row.model.strip()}`" for row in rows.itertuples()]
+        lines.append(f"- `{' '.join(str(prompt).split())}`: {', '.join(answers)}")
+    return "\n".join(lines)
+
+
+def write_page() -> None:
+    """Write docs/language-model.md and its figure from the values."""
+    table = pd.read_csv(VALUES)
+    counts = table.groupby("seed").size()
+    seeds = counts.index[counts == len(METHODS) * len(ATTACKS)]
+    table = table[table.seed.isin(seeds)]
+    draw(table)
+    rows = summary(table).rename_axis("method")
+    goals = "\n".join(f"- {sentence}" for sentence in verdicts(table))
+    text = TEMPLATE.read_text(encoding="utf-8").format(
+        count=len(seeds), table=to_markdown(rows), goals=goals, texts=quote_texts()
+    )
+    (DOCS / "language-model.md").write_text(text, encoding="utf-8")
 
 
 def main() -> None:
