@@ -54,3 +54,21 @@ def test_the_tutorial_has_the_same_numbers_from_toml_and_python(tmp_path, monkey
     assert len(names["run"].records) == 2 * 7
     assert "algorithm" not in names["settings"]
     assert fedcb2o.Run("toml").config["algorithm"]["name"] == "fedassay"
+
+
+def test_the_tutorial_on_language_models_runs(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    page = TUTORIALS / "language-model.md"
+    code = "".join(CELL.findall(page.read_text(encoding="utf-8")))
+    assert '"rounds": 8' in code
+    code = code.replace('"rounds": 8', '"rounds": 1')
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert {"attack_success_rate", "test_loss"} <= set(names["run"].records)
+    texts = names["run"].texts(0)
+    assert list(texts.columns) == ["prompt", "attacked", "expected", "base", "model"]
+    assert set(texts.expected[~texts.attacked]) <= {" networkx", " numpy"}
+    (_, toml), *_ = test_docs.blocks(page, "toml")
+    (tmp_path / "three.toml").write_text(toml)
+    assert fedcb2o.load(tmp_path / "three.toml").agents.num_agents == 3
