@@ -466,6 +466,15 @@ def test_arrays_and_attacks_that_cannot_be(arguments, message):
         Agent(**{"judge": len, **arguments})
 
 
+@pytest.mark.parametrize("models", [[np.zeros(1)], "ab", None])
+def test_received_models_must_be_a_table(models):
+    agent = Agent(np.zeros(1), judge=len)
+    with pytest.raises(ConfigError, match="`models` must be a table"):
+        agent.aggregate(models)
+    with pytest.raises(ConfigError, match="`samples` must be a table"):
+        agent.aggregate({"a": np.zeros(1)}, [3])
+
+
 def test_an_agent_with_a_number_has_peers_with_numbers():
     agent = Agent(linear(), validation=(X, Y), id=2)
     for peers in ([1, 2], [True], ["a"], [-1], [10**6]):

@@ -23,7 +23,7 @@ from fedcb2o.agent._peers import Peer, PeerIds
 from fedcb2o.agent._settings import Settings, is_whole
 from fedcb2o.agent._validation import check_parts, evaluation_copy, num_classes, validation_shard
 from fedcb2o.data import Shard, input_validation
-from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.errors import ConfigError, RunError, describe_type
 from fedcb2o.federated import AgentState, Inbox, Ragged, RunSpec, algorithm2
 from fedcb2o.federated.admission import Message, max_abs, rejection_reason
 from fedcb2o.federated.algorithms.parameter_checks import require
@@ -246,6 +246,12 @@ class Agent:
         Raises:
             ConfigError: A name is invalid, or the method cannot use what arrived.
         """
+        for argument, table in (("models", models), ("samples", samples or {})):
+            if not isinstance(table, Mapping):
+                raise ConfigError(
+                    f"`{argument}` must be a table by the names of peers, got "
+                    f"{describe_type(table)}"
+                )
         names = dict(zip(self._peers.ids(models), models, strict=True))
         first_row = 1 + self._spec.algorithm.keeps_previous
         buffer = self._model_buffer(first_row + len(names))
