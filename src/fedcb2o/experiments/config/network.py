@@ -150,10 +150,29 @@ def frozen_bytes(experiment: Experiment) -> int:
     Returns:
         Bytes; 0 for other models.
     """
+    base = _base(experiment)
+    return 0 if base is None else pretrained.base_bytes(base)
+
+
+def frozen_checksum(experiment: Experiment) -> str:
+    """Return the SHA-256 of a language model's frozen base.
+
+    Args:
+        experiment: The experiment.
+
+    Returns:
+        64 hexadecimal digits; an empty text for other models, and for a base without a file.
+    """
+    base = _base(experiment)
+    return "" if base is None else pretrained.base_checksum(base)
+
+
+def _base(experiment: Experiment) -> str | None:
+    """Return the name of a language model's base; None for other models."""
     if experiment.model.name != architectures.language_model.__name__:
-        return 0
-    table = experiment.model.with_defaults("model", architectures)
-    return pretrained.base_bytes(table["base"])
+        return None
+    base: str = experiment.model.with_defaults("model", architectures)["base"]
+    return base
 
 
 def build_loss(experiment: Experiment) -> losses.Loss | None:

@@ -26,7 +26,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import loading
 from fedcb2o.experiments.config.build import build_neighbours
 from fedcb2o.experiments.config.datasets import max_samples as experiment_max_samples
-from fedcb2o.experiments.config.network import build_module
+from fedcb2o.experiments.config.network import build_module, frozen_checksum
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated.sections import Section
 from fedcb2o.nn import parameters
@@ -423,6 +423,8 @@ def _agreed_settings(experiment: Experiment) -> dict[str, Any]:
     agreed = {key: settings[key] for key in sections if key in settings}
     agents = settings["agents"]
     agreed["agents"] = {key: agents[key] for key in AGREED_AGENT_KEYS if key in agents}
+    if checksum := frozen_checksum(experiment):
+        agreed["model"] = {**agreed["model"], "checksum": checksum}
     try:
         validate_plain(agreed)
     except ValueError as error:
