@@ -20,6 +20,6 @@ TALK: dict[str, Any] = tiny(
     agents={"num_clusters": 1, "benign": 3, "malicious": 1, "benign_samples": 8, "budget": 2},
     model={"name": "language_model", "base": "tiny", "answer": PLACES[1], "rank": 2},
     training={"gamma": 0.02, "batch_size": 4, "local_epochs": 1, "loss": "answer_loss"},
-    attack={"name": "ipm", "factor": 1.0},
+    attack={"name": "ipm"},
 )
 TALK["agents"]["malicious_samples"] = 8

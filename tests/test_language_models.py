@@ -6,8 +6,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from tests.language import PLACES, TALK
-from tests.tiny import bits
 
 import fedcb2o
 from fedcb2o import pretrained
@@ -16,6 +14,8 @@ from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.nn import parameters
 from fedcb2o.nn.architectures import language_model
 from fedcb2o.pretrained import ByteTokenizer, PieceTokenizer, encode, split_row
+from tests.language import PLACES, TALK
+from tests.tiny import bits
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
