@@ -151,6 +151,8 @@ def test_a_preset_is_printed_as_a_file_that_is_the_same_experiment(tmp_path):
         == fedcb2o.load("digits-fedcb2o-released").settings()
     )
     assert "Did you mean `digits-fedassay`?" in here("presets", "digit-fedassay").one_line()
+    assert "Did you mean `digits-fedassay`?" in here("presets", "digits").one_line()
+    assert "Did you mean `digits-fedassay` or" in here("presets", "fedassay").one_line()
 
 
 def test_the_version_and_the_module_are_there():

@@ -84,9 +84,11 @@ def preset(name: str) -> dict[str, Any]:
         )
     raise_if_grid_folder(name)
     names = [file.name.removesuffix(".toml") for file in folder.iterdir()]
+    recommended = f"{name}-fedassay"
+    hint = plugins.did_you_mean(recommended if recommended in names else name, sorted(names))
     raise ConfigError(
-        f"there is no preset `{name}`.{plugins.did_you_mean(name, names)} `fedcb2o presets` lists "
-        "them; a file's name ends in .toml"
+        f"there is no preset `{name}`.{hint} `fedcb2o presets` lists them; a file's name ends in "
+        ".toml"
     )
 
 
