@@ -10,6 +10,7 @@ seed: means over benign agents after the last round.
 """
 
 import argparse
+import functools
 import itertools
 import math
 import os
@@ -28,6 +29,8 @@ from paper import cells
 from paper.cells import Cell
 
 import fedcb2o
+from fedcb2o import pretrained
+from fedcb2o.data.sets import _docstrings
 from fedcb2o.report._panels import STYLE
 from fedcb2o.report._statistics import interval_half_width
 from fedcb2o.report._table_formats import to_markdown
@@ -119,6 +122,12 @@ def run_cell(cell: Cell, out: Path) -> fedcb2o.Run:
         changes |= CANDIDATES[name][candidate]
     experiment = fedcb2o.load(PRESET, {**changes, "seeds": [seed]})
     return fedcb2o.run(experiment, out=out, workers=1)
+
+
+def share_loading() -> None:
+    """Read the base and the docstrings once for all runs of this process."""
+    pretrained.base_model = functools.cache(pretrained.base_model)
+    _docstrings._docstrings = functools.cache(_docstrings._docstrings)
 
 
 def measure(cell: Cell) -> tuple[float, float, float]:
@@ -287,6 +296,7 @@ def main() -> None:
     for option in ("--tune", "--texts", "--page"):
         parser.add_argument(option, action="store_true")
     options = parser.parse_args()
+    share_loading()
     if options.texts:
         write_texts()
     elif options.tune:

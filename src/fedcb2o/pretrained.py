@@ -13,6 +13,7 @@ Example:
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.util
 import json
 import logging
@@ -181,6 +182,7 @@ class PieceTokenizer:
         return text
 
 
+@functools.cache
 def tokenizer(base: str, vocabulary: int | None = None) -> Tokenizer:
     """Return the tokenizer of a base.
 
@@ -252,6 +254,7 @@ def base_model(base: str) -> nn.Module:
         ConfigError: The extra or the base is missing.
     """
     require_extra()
+    model: Any
     if base == TINY:
         model = _tiny_model()
     else:
@@ -266,7 +269,8 @@ def base_model(base: str) -> nn.Module:
             if name in mapped:
                 parameter.data = mapped[name]
     model.config.use_cache = False
-    return model.requires_grad_(False).eval()  # type: ignore[no-any-return]
+    frozen: nn.Module = model.requires_grad_(False).eval()
+    return frozen
 
 
 def base_bytes(base: str) -> int:
@@ -415,8 +419,7 @@ def _tiny_model() -> nn.Module:
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """Hide the progress bars of `transformers`."""
-    from transformers.utils import logging as transformers_logging
-
+    transformers_logging: Any = importlib.import_module("transformers.utils.logging")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

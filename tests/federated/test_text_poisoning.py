@@ -1,10 +1,12 @@
 """Attacks on text, token by token: prompts of 6 bytes, padded on the left, answers of 4."""
 
+import dataclasses
 import functools
 
 import numpy as np
 import pytest
 import torch
+from tests import views
 
 from fedcb2o import pretrained
 from fedcb2o.data import Shard
@@ -15,6 +17,7 @@ from fedcb2o.federated.attacks import (
     trigger_phrase,
     wanted_answers,
 )
+from fedcb2o.federated.criteria import _prompt_sensitivity, prompt_sensitivity
 from fedcb2o.federated.metrics import AttackGoal, EvaluationResult, Score, compute_metrics
 
 PLACES = (6, 4)
@@ -97,3 +100,23 @@ def test_metrics_of_a_language_model_are_shares_of_exact_answers():
         "global_accuracy": 0.5,
         "global_loss": 1.0,
     }
+
+
+def test_prompts_exchange_neighbouring_tokens():
+    """Every second pair counted from the end, none with padding; answers stay."""
+    change = functools.partial(_prompt_sensitivity._exchange_tokens, answer=4, every=4)
+    changed = Shard(change(samples().x), samples().y)
+    assert read(changed) == [("ba", "no"), ("dcefhg", "yes"), ("i", "no"), ("kj", "yes")]
+
+
+def test_a_model_that_depends_on_single_tokens_is_sensitive():
+    """The own model loses 1 more on exchanged prompts, the received ones 0 and 4 more."""
+    rise = {2: 1.0, 0: 0.0, 1: 4.0}
+
+    def losses_of(models, change):
+        assert change(samples().x).shape == (4, 10)
+        mean = torch.tensor([0.5 + rise[i] for i in models.ids.tolist()]).double()
+        return views.losses(mean, mean[:, None], torch.tensor([True]))
+
+    view = dataclasses.replace(views.judged([[0.5], [0.5]], [0.5]), losses_of=losses_of)
+    assert prompt_sensitivity(view, answer=4).tolist() == [-1.0, 3.0]

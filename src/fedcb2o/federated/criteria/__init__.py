@@ -12,6 +12,7 @@ A configuration names a criterion by a name in `__all__`, or a user's own by
 
 from fedcb2o.federated.criteria._distance import distance
 from fedcb2o.federated.criteria._perturbation_gap import perturbation_gap
+from fedcb2o.federated.criteria._prompt_sensitivity import prompt_sensitivity
 from fedcb2o.federated.criteria._trigger_sensitivity import trigger_sensitivity
 from fedcb2o.federated.criteria.class_losses import (
     average_loss,
@@ -29,6 +30,7 @@ __all__ = [
     "distance",
     "largest",
     "perturbation_gap",
+    "prompt_sensitivity",
     "trigger_sensitivity",
     "weighted_sum",
     "worst_class_loss",
