@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from tests.language import TALK
 from tests.tiny import ENVIRONMENT, here, tiny
 
 from fedcb2o.errors import ConfigError, RunError
@@ -56,6 +57,15 @@ def test_a_run_moves_between_one_machine_and_a_cluster(cluster, undisturbed, tmp
     for rounds, kind in zip((2, 4), kinds if first == "cluster" else kinds[::-1], strict=True):
         run(spread(rounds), out=tmp_path / "run", resume=True, **kind)
     assert whole(tmp_path / "run") == undisturbed
+
+
+@pytest.mark.slow
+def test_adapters_of_a_language_model_are_the_bits_of_one_machine(cluster, tmp_path):
+    pytest.importorskip("peft")
+    experiment = {**TALK, "together": 1, "checkpoint_every": 1}
+    run(experiment, out=tmp_path / "one", workers=1)
+    run(experiment, out=tmp_path / "blocks", cluster=cluster, blocks=3)
+    assert whole(tmp_path / "blocks") == whole(tmp_path / "one")
 
 
 def actors_now() -> list[int]:

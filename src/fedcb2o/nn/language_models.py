@@ -40,7 +40,7 @@ def language_model(
     answer: int,
     blocks: int = 2,
     rank: int = 8,
-    alpha: float = 16.0,
+    alpha: int = 16,
     targets: Sequence[str] = ("q_proj", "v_proj"),
     reads: Literal["answer", "all"] = "answer",
     vocabulary: int | None = None,
@@ -101,7 +101,7 @@ def language_model(
 
 
 class Activations(NamedTuple):
-    """What the adapted blocks read of the frozen base.
+    """Activations of the frozen base that the adapted blocks read.
 
     Attributes:
         hidden: Input of the first adapted block, at the places that the adapters act on.
@@ -125,6 +125,8 @@ class AdaptedModel(nn.Module):
         reads: Tokens that the adapters act on.
     """
 
+    head: Tensor
+
     def __init__(
         self, decoder: Any, head: Float[Tensor, "V h"], blocks: int, answer: int, reads: str
     ) -> None:
@@ -145,7 +147,7 @@ class AdaptedModel(nn.Module):
         for index, layer in enumerate(self.adapted.layers):
             layer.self_attn.layer_idx = index
 
-    def add_adapters_(self, rank: int, alpha: float, targets: Sequence[str]) -> None:
+    def add_adapters_(self, rank: int, alpha: int, targets: Sequence[str]) -> None:
         """Add adapters to the last blocks.
 
         Args:
