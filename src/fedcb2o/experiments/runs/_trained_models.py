@@ -150,8 +150,9 @@ def generated_texts(
         parts.append((True, group.adversary.wanted_answers(test)))
     rows = []
     for is_attacked, part in parts:
-        chosen = np.unique(np.arange(count) * len(part) // count) if len(part) else []
-        for row in part.x[torch.as_tensor(chosen, dtype=torch.int64)].tolist():
+        taken = min(count, len(part))
+        chosen = np.arange(taken) * len(part) // max(taken, 1)
+        for row in part.x[torch.from_numpy(chosen)].tolist():
             rows.append((is_attacked, *pretrained.split_row(row, length)))
 
     # 2. Answers, before training and after it.

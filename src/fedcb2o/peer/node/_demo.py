@@ -61,6 +61,7 @@ TABLE_NOTE = (
 )
 _ROUND_SECONDS = 0.8  # about the pace of all agents on any machine
 _DEADLINE_SECONDS = 5.0
+_LONG_DEADLINE_SECONDS = 60.0  # for any experiment
 _LINGER_SECONDS = 10  # after the last round: the Byzantine peer never reports that it is done
 STOP_SECONDS = 5.0  # time for a process to end by itself
 RUN_COMMAND = (sys.executable, "-m", "fedcb2o", "peer", "run")
@@ -157,10 +158,13 @@ def _prepare_demo(
         members.append(Identity.make(agent.keys, name=name, endpoint=endpoint, days=1).member)
         agents.append(agent)
 
-    pace = {"round_seconds": _ROUND_SECONDS}
-    if sends_garbage:  # digits are quick
-        pace["deadline_seconds"] = _DEADLINE_SECONDS
-    federation = make_federation(experiment, members, dataset=dataset, **pace)
+    federation = make_federation(
+        experiment,
+        members,
+        dataset=dataset,
+        round_seconds=_ROUND_SECONDS,
+        deadline_seconds=_DEADLINE_SECONDS if sends_garbage else _LONG_DEADLINE_SECONDS,
+    )
     write_federation(federation, out / "federation.toml")
     write_toml(out / "experiment.toml", experiment.settings())
     return agents, out / "federation.toml"
