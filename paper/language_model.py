@@ -58,7 +58,7 @@ SETTING: Changes = {
     "agents.budget": 3,
     "data.vocabulary": VOCABULARY,
     "model.vocabulary": VOCABULARY,
-    "training.gamma": 0.002,
+    "training.gamma": 0.003,
 }
 """Changes of the preset, so that a run takes less than half a minute of a core."""
 
