@@ -67,6 +67,9 @@ def test_success_is_the_agreement_of_independent_ensembles():
     found = minimize(objectives.circle, G, 2, seed=1)
     assert found.success
     assert found.message == "2 of 2 independent ensembles ended at x"
+    alone = minimize(lambda x: x.square().sum(-1), dim=2, seed=1)
+    assert alone.success
+    assert alone.message == "3 of 3 independent ensembles ended at x"
     short = minimize(objectives.circle, G, 2, maxfev=500)
     assert not short.success
     assert short.message.endswith("0 of 0 independent ensembles ended at x, and 2 are needed")

@@ -19,7 +19,8 @@ from fedcb2o.particles.dynamics import ConsensusParams, Values
 from fedcb2o.particles.hopping import Hopper
 from fedcb2o.particles.system import Cluster, Evaluation, System
 
-NUM_AGREEING = 2  # independent ensembles behind a success
+_NUM_AGREEING = 2  # independent ensembles behind a success
+_NUM_AGREEING_WITHOUT_G = 3  # there no ensemble challenges another
 DT = 0.1  # time of a step, for adversaries and the history
 EVALUATIONS_PER_DIM = 20_000  # default of maxfev, per coordinate
 _PRECISION = {torch.float64: 1e-8, torch.float32: 1e-5}
@@ -133,7 +134,9 @@ class AdaptiveDynamics:
         Returns:
             Truth values [runs].
         """
-        return torch.tensor([_num_agreeing(hopper) >= NUM_AGREEING for hopper in self.hoppers])
+        return torch.tensor(
+            [_num_agreeing(hopper) >= _num_needed(hopper) for hopper in self.hoppers]
+        )
 
     def fields(self, like: Tensor) -> dict[str, Tensor]:
         """Return the fields of the result of all active runs.
@@ -143,8 +146,8 @@ class AdaptiveDynamics:
 
         Returns:
             Best points `x`, their recorded values `judged`, further `candidates`, consensus points,
-            the numbers of agreeing and of all ended ensembles, and whether L is less at a point
-            where G is infinite (`barred`).
+            the numbers of agreeing, of needed and of all ended ensembles, and whether L is less at
+            a point where G is infinite (`barred`).
         """
         rows: list[tuple[Any, ...]] = []
         barred = []
@@ -165,6 +168,7 @@ class AdaptiveDynamics:
             "consensus": torch.from_numpy(m).to(like).unsqueeze(1),
             "spread": torch.from_numpy(spread).to(like),
             "agreeing": torch.tensor([_num_agreeing(hopper) for hopper in self.hoppers]),
+            "needed": torch.tensor([_num_needed(hopper) for hopper in self.hoppers]),
             "barred": torch.tensor(barred),
             "ensembles": torch.tensor([len(hopper.ends) for hopper in self.hoppers]),
         }
@@ -212,8 +216,13 @@ def _stack(values: Values) -> Tensor:
     return torch.stack([lower, values.upper.double()], -1)
 
 
+def _num_needed(hopper: Hopper) -> int:
+    """Return the number of agreeing ensembles behind a success."""
+    return _NUM_AGREEING if hopper.has_upper else _NUM_AGREEING_WITHOUT_G
+
+
 def _num_agreeing(hopper: Hopper) -> int:
-    if len(hopper.ends) < NUM_AGREEING:
+    if len(hopper.ends) < _NUM_AGREEING:
         return 0
     return hopper.num_agreeing(hopper.ranked_ends()[0])
 

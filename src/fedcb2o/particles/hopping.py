@@ -100,6 +100,7 @@ class Hopper:
         ends: Ends of earlier ensembles.
         count: Particles of an ensemble.
         has_value: Whether a particle of the first ensemble had finite values.
+        has_upper: Whether there is a G.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class Hopper:
         self._is_attained = False
         self._scale = 0.0
         self._upper_scale = 0.0
-        self._has_upper = False
+        self.has_upper = False
         self._frozen = 1
         self.has_value = True
         self._weight = 1.0
@@ -188,7 +189,7 @@ class Hopper:
             lower: L, infinite for excluded particles.
             upper: G, or None.
         """
-        self._has_upper = upper is not None
+        self.has_upper = upper is not None
         if upper is None:  # CBO: L is the objective, and every point is feasible
             upper = lower
             lower = np.where(np.isfinite(upper), 0.0, np.inf)
@@ -270,7 +271,7 @@ class Hopper:
     def _restart(self) -> None:
         """Start a new ensemble in the box."""
         self._goal = math.inf  # G below which a challenge looks for the least L
-        if self.ends and self._has_upper:
+        if self.ends and self.has_upper:
             self._goal = self.ranked_ends()[0].upper - _CHALLENGE * self._upper_scale
         self._cloud = None
         self._repair: Array | None = None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcb2o.particles.adaptive import NUM_AGREEING, confirm_
+from fedcb2o.particles.adaptive import confirm_
 from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
 from fedcb2o.particles.boundary_check import is_boundary_consensus
 from fedcb2o.particles.constraints import Constraints
@@ -63,8 +63,9 @@ class Result(Mapping[str, Any]):
         consensus: Consensus point of the best ensemble, [d].
         lower: L at x; with constraints, the sum of the scaled violations.
         upper: G at x, or None without G.
-        success: Whether x can be trusted: two independent ensembles agree on x to a thousandth of
-            the box, and x meets the constraints. For "paper" dynamics, whether the ensemble reached
+        success: Whether x can be trusted: two independent ensembles (three without G) agree on x to
+            a thousandth of the box, x meets the constraints, and L is nowhere smaller with an
+            infinite G. For "paper" dynamics, whether the ensemble reached
             a consensus: its spread about x is at most `xtol`, and x is not at the edge of the start
             region with smaller L or G further out.
         message: Reason of the stop, and why `success` is False.
@@ -425,9 +426,8 @@ def _judge_agreement(
         total = int(final["ensembles"][run])
         message = f"{count} of {total} independent ensembles ended at x"
         if not succeeded:
-            message = (
-                f"{reason or 'the ensembles agreed'}: {message}, and {NUM_AGREEING} are needed"
-            )
+            needed = int(final["needed"][run])
+            message = f"{reason or 'the ensembles agreed'}: {message}, and {needed} are needed"
         if not is_met[run]:
             message = f"{reason or 'the ensembles agreed'}: no point meets the constraints"
         elif final["barred"][run]:
