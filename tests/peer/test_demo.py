@@ -266,3 +266,14 @@ def test_the_whole_demo(tmp_path):
         garbage[garbage > 0].index
     )
     assert list((tmp_path / "demo").glob("hospital-*/proofs/*.proof.toml"))
+
+
+def test_another_experiment_has_one_organisation_per_agent(tmp_path):
+    team = {"agents.num_clusters": 1, "agents.benign": 2, "agents.malicious": 1, "agents.budget": 2}
+    experiment = load("digits-fedassay", team)
+    agents, file = _demo._prepare_demo(tmp_path, experiment, sends_garbage=False)
+    assert [agent.name for agent in agents] == ["hospital-a", "hospital-b", "hospital-c"]
+    assert [agent.kind for agent in agents] == [_demo.BENIGN, _demo.BENIGN, _demo.ATTACKER]
+    assert federation.read_federation(file).deadline_seconds == 60
+    with pytest.raises(RunError, match="at most 26"):
+        _demo.run_demo(tmp_path / "many", experiment="emnist-fedassay")

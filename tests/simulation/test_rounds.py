@@ -5,8 +5,10 @@ import json
 
 import pytest
 import torch
+from tests import networks
 from tests.agents import (
     ALL_GUARDS,
+    CLASSES,
     CLUSTER,
     GUARDS,
     TRAINING,
@@ -199,7 +201,7 @@ def test_statistics_and_what_is_frozen(make):
     hold_equal(algorithms.fedcb2o(own_model="judged"), make=make, training=training)
 
 
-@pytest.mark.parametrize("name", [name for name in aggregation.__all__ if name != "by_num_samples"])
+@pytest.mark.parametrize("name", sorted(set(aggregation.__all__) - {"by_num_samples", "clair"}))
 def test_every_rule_under_an_attack_that_looks_at_others(name):
     attack = Attack(craft=functools.partial(attacks.alie, z=0.5), threat=attacks.alie.threat)
     hold_equal(algorithms.by_rule(rule=name, needs_losses=True), attack, malicious_share=0.4)
@@ -216,7 +218,11 @@ def test_pre_steps(name, pre_step):
 POISONED = {"boosting", "echo", "gap_aware", "neurotoxin", "slow_drift"}
 
 
-ON_MODELS = [name for name in attacks.__all__ if hasattr(getattr(attacks, name), "threat")]
+ON_MODELS = [
+    name
+    for name in attacks.__all__
+    if hasattr(getattr(attacks, name), "threat") and name != "factor_mixing"
+]
 
 
 @pytest.mark.parametrize("name", ON_MODELS)
@@ -225,6 +231,25 @@ def test_every_attack_on_models(name):
     craft = getattr(attacks, name)
     attack = Attack(craft=craft, threat=craft.threat, poison=flip if name in POISONED else None)
     hold_equal(algorithms.fedcb2o(own_model="judged", mixing_factor=1.0), attack, count=3)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        algorithms.by_rule(rule="clair"),
+        algorithms.by_rule(rule="trimmed_mean", space="products"),
+        algorithms.tad_lora(switching_interval=1),
+    ],
+    ids=["clair", "products", "TAD-LoRA"],
+)
+def test_adapters(algorithm):
+    craft = attacks.factor_mixing
+    hold_equal(
+        algorithm,
+        Attack(craft=craft, threat=craft.threat),
+        make=functools.partial(networks.Adapted, 9, CLASSES),
+        malicious_share=0.4,
+    )
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,16 @@ ON_TARGET = {
 ON_DATA = FLIPS | ON_TARGET | {"feature_noise", "random_labels", "shifted_labels"}
 
 
+OF_ADAPTERS = {"factor_mixing", "swapped_answers", "topic_poison", "trigger_phrase"}
+
+
 def with_attack(name, **changes):
     section = changes.pop("section", {})
     team = {**TEAM, **changes.pop("agents", {})}
     return tiny(agents=team, attack={"name": name, **NEEDED.get(name, {}), **section}, **changes)
 
 
-@pytest.mark.parametrize("name", attacks.__all__)
+@pytest.mark.parametrize("name", [name for name in attacks.__all__ if name not in OF_ADAPTERS])
 def test_each_attack_runs(tmp_path, name):
     done = run(with_attack(name), out=tmp_path, workers=1)
     assert done.complete
