@@ -213,7 +213,7 @@ class AdaptedModel(nn.Module):
                     padded = torch.cat([tokens, tokens.new_zeros(1, 1)], 1)
                     # The first written token follows the prompt, which the adapters do not read.
                     start = len(prompt) - 1 if self.reads == "answer" else 0
-                    found = self._compute(padded[0], start)
+                    found = self._compute(tokens[0], start)
                     states = self._adapted_states(
                         Activations(*(part.unsqueeze(0) for part in found)), padded
                     )
@@ -225,7 +225,8 @@ class AdaptedModel(nn.Module):
     def _states(self, tokens: Int[Tensor, "n t"]) -> Float[Tensor, "n a h"]:
         """Return the last hidden states at the places that the adapters act on."""
         start = tokens.shape[1] - self.answer - 1 if self.reads == "answer" else 0
-        rows = self.kept.rows(tokens, lambda row: self._compute(row, start))
+        # The last token is not read: samples that differ in it alone share activations.
+        rows = self.kept.rows(tokens[:, :-1], lambda row: self._compute(row, start))
         stacked = Activations(*map(torch.stack, zip(*rows, strict=True)))
         return self._adapted_states(stacked, tokens)
 
@@ -253,12 +254,11 @@ class AdaptedModel(nn.Module):
         ).last_hidden_state
         return states
 
-    def _compute(self, row: Int[Tensor, " t"], start: int) -> Activations:
-        """Compute the base's activations of one sample, padded with zeros.
+    def _compute(self, read: Int[Tensor, " t"], start: int) -> Activations:
+        """Compute the base's activations at the tokens of one sample, padded with zeros.
 
         Samples are computed one by one, so that the numbers do not depend on other samples.
         """
-        read = row[:-1]
         real = read != PAD
         with torch.no_grad():
             found = self.base(
@@ -307,8 +307,8 @@ class KeptActivations:
         """Return the activations of samples, and keep them.
 
         Args:
-            tokens: Samples.
-            compute: Function of one sample.
+            tokens: Tokens that are read of each sample.
+            compute: Function of these tokens of one sample.
 
         Returns:
             Activations of each sample.
