@@ -40,6 +40,7 @@ def measure_missing(
     cells: Iterable[Cell],
     run: Callable[[Cell], Sequence[float]],
     measures: Sequence[str] = MEASURES,
+    decimals: int = 2,
 ) -> None:
     """Measure the cells that a table lacks, and add each to it as it ends.
 
@@ -49,6 +50,7 @@ def measure_missing(
         cells: The cells, in the order of their measurement.
         run: Returns the values of a cell.
         measures: Names of these values.
+        decimals: Decimals of these values in the table.
     """
     columns = (setting, "method", "attack", "seed")
     if not path.exists():
@@ -58,6 +60,6 @@ def measure_missing(
     for cell in cells:
         if cell in done:
             continue
-        values = [f"{value:.2f}" for value in run(cell)]
+        values = [f"{value:.{decimals}f}" for value in run(cell)]
         with path.open("a", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerow([*cell, *values])

@@ -301,11 +301,13 @@ def main() -> None:
         write_texts()
     elif options.tune:
         chosen = grid(TUNING_SEEDS, candidates())
-        cells.measure_missing(TUNING, "task", chosen, measure, MEASURES)
+        cells.measure_missing(TUNING, "task", chosen, measure, MEASURES, decimals=4)
     elif options.page:
         write_page()
     else:
-        cells.measure_missing(VALUES, "task", grid(SEEDS, list(METHODS)), measure, MEASURES)
+        cells.measure_missing(
+            VALUES, "task", grid(SEEDS, list(METHODS)), measure, MEASURES, decimals=4
+        )
 
 
 if __name__ == "__main__":
