@@ -10,7 +10,7 @@ import torch
 import fedcb2o
 from fedcb2o import pretrained
 from fedcb2o.data import docstrings, partition, text
-from fedcb2o.errors import ConfigError, DataError
+from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.nn import parameters
 from fedcb2o.nn.architectures import language_model
 from fedcb2o.pretrained import ByteTokenizer, PieceTokenizer, encode, split_row
@@ -189,6 +189,12 @@ def test_groups_are_classes_of_the_criterion_and_nothing_predicts_them(tmp_path)
     last = run.records[run.records["round"] == 2]
     assert last.test_loss.between(1, 20).all()
     assert last.train_loss.notna().all()
+
+
+def test_the_frozen_base_counts_as_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrained, "base_bytes", lambda base: 2**40)
+    with pytest.raises(RunError, match=r"1024\.25 GiB for data and processes"):
+        fedcb2o.run(TALK, out=tmp_path, workers=1, memory="8GiB")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from tests.peer.test_node import QUIET, assert_same, joining, model_of, run_all,
 from tests.peer.wire import Wire
 
 from fedcb2o import Dataset, pretrained
-from fedcb2o.data.sets._text import Passage, tokenise
+from fedcb2o.data import tokenise
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import Node
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprec
 
 def talk() -> Dataset:
     """Return ten questions of each of four owners, in two languages."""
-    passages = [
-        Passage(f" {word}{number}", f"{owner} {number}:", language, owner)
+    rows = [
+        {"prompt": f"{owner} {number}:", "answer": word, "group": language, "owner": owner}
         for owner, language, word in (
             ("east", "de", "eins"),
             ("north", "fr", "un"),
@@ -28,7 +28,7 @@ def talk() -> Dataset:
         )
         for number in range(10)
     ]
-    return tokenise(passages, pretrained.ByteTokenizer(), PLACES)
+    return tokenise(rows, base="tiny", prompt=PLACES[0], answer=PLACES[1])
 
 
 EXPERIMENT = {

@@ -56,6 +56,7 @@ from fedcb2o.data.sets import (
     text,
     typefaces,
 )
+from fedcb2o.data.sets._text import tokenise
 from fedcb2o.data.transforms import ClusterTransform, ClusterView, cluster_samples, rotate
 
 __all__ = [
@@ -100,6 +101,7 @@ __all__ = [
     "skews",
     "stratified_mask",
     "text",
+    "tokenise",
     "transforms",
     "typefaces",
     "user_folder",

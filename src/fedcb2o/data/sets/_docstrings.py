@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from fedcb2o import pretrained
 from fedcb2o.data._dataset import Dataset
 from fedcb2o.data.sets._text import Passage, tokenise
 from fedcb2o.errors import ConfigError, DataError
@@ -70,8 +69,14 @@ def docstrings(
                 passages.append(Passage(f" {sentence}", f"{library}, {name}:", library))
             else:
                 passages.append(Passage(f" {library}", f"{sentence}\nLibrary:", library))
-    tokens = pretrained.tokenizer(base, vocabulary)
-    return tokenise(passages, tokens, (prompt, answer), test_share=test_share)
+    return tokenise(
+        passages,
+        base=base,
+        prompt=prompt,
+        answer=answer,
+        vocabulary=vocabulary,
+        test_share=test_share,
+    )
 
 
 def _docstrings(library: str, count: int) -> list[_Docstring]:

@@ -76,24 +76,35 @@ def text(
         passages = _read_lines(place)
     else:
         raise DataError(f"there is no file or folder {place} (`data.path`)")
-    tokens = pretrained.tokenizer(base, vocabulary)
-    return tokenise(passages, tokens, (prompt, answer), bands=bands, test_share=test_share)
+    return tokenise(
+        passages,
+        base=base,
+        prompt=prompt,
+        answer=answer,
+        vocabulary=vocabulary,
+        bands=bands,
+        test_share=test_share,
+    )
 
 
 def tokenise(
-    passages: Iterable[Passage],
-    tokens: pretrained.Tokenizer,
-    places: tuple[int, int],
+    passages: Iterable[Passage | Mapping[str, Any]],
     *,
+    base: str = "smollm2",
+    prompt: int = 24,
+    answer: int = 8,
+    vocabulary: int | None = None,
     bands: int | None = None,
     test_share: float = 0.25,
 ) -> Dataset:
-    """Make a data set of passages.
+    """Make a data set of texts, such as the rows of a data set of Hugging Face.
 
     Args:
-        passages: Texts.
-        tokens: The tokenizer.
-        places: Number of tokens of a prompt and of an answer, each at least 1.
+        passages: Passages, or mappings with the columns of `text`.
+        base: Pretrained model whose tokens are used.
+        prompt: Number of tokens that the model reads.
+        answer: Number of tokens that it learns.
+        vocabulary: Number of tokens of answers; None for all.
         bands: Number of groups by frequency; None for the groups of the passages.
         test_share: Share of samples that tests.
 
@@ -102,15 +113,25 @@ def tokenise(
 
     Raises:
         ConfigError: A number is out of range.
-        DataError: There are no samples, or no two groups.
+        DataError: A column is missing, or there are no samples or no two groups.
+
+    Example:
+        >>> rows = [{"prompt": f"{n}", "answer": "a", "group": "xy"[n % 2]} for n in range(8)]
+        >>> tokenise(rows, base="tiny", prompt=2, answer=2).pool
+        Shard(6 samples of shape (4,))
     """
-    for name, value in zip(("prompt", "answer", "bands"), (*places, bands or 2), strict=True):
-        if value < 1 + (name == "bands"):
-            raise ConfigError(f"`data.{name}` is too small, got {value}")
+    for name, value, least in (("prompt", prompt, 1), ("answer", answer, 1), ("bands", bands, 2)):
+        if value is not None and value < least:
+            raise ConfigError(f"`data.{name}` must be at least {least}, got {value}")
+    tokens = pretrained.tokenizer(base, vocabulary)
+    places = (prompt, answer)
     rows = []
     groups = []
     owners = []
-    for passage in passages:
+    for number, entry in enumerate(passages):
+        passage = entry
+        if not isinstance(passage, Passage):
+            passage = _passage(passage, f"row {number}")
         for row in _rows(passage, tokens, places):
             rows.append(row)
             groups.append(passage.group)
@@ -123,7 +144,7 @@ def tokenise(
         names, labels = np.unique(groups, return_inverse=True)
         class_names = tuple(map(str, names))
     else:
-        labels = _frequency_bands(x[:, -places[1] :].numpy(), bands)
+        labels = _frequency_bands(x[:, -answer:].numpy(), bands)
         class_names = tuple(f"band {band}" for band in range(bands))
     if len(class_names) < 2:
         raise DataError(
@@ -177,23 +198,12 @@ def _read_lines(file: Path) -> list[Passage]:
             entry = json.loads(line)
         except ValueError as error:
             raise DataError(f"{file}, line {number}: it is no JSON ({error})") from error
-        passages.append(passage(entry, f"{file}, line {number}"))
+        passages.append(_passage(entry, f"{file}, line {number}"))
     return passages
 
 
-def passage(entry: Mapping[str, Any], where: str) -> Passage:
-    """Return the passage of a line or of a row of a data set.
-
-    Args:
-        entry: Values by column.
-        where: Place of the entry in messages.
-
-    Returns:
-        The passage.
-
-    Raises:
-        DataError: A column is missing, unknown, or no text.
-    """
+def _passage(entry: Mapping[str, Any], where: str) -> Passage:
+    """Return the passage of a line or of a row of a data set."""
     keys = set(entry) if isinstance(entry, Mapping) else set()
     has_text = ("text" in keys) != ({"prompt", "answer"} <= keys)
     if not has_text or not keys <= set(_COLUMNS):
