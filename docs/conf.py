@@ -34,8 +34,8 @@ nitpick_ignore_regex = [("py:.*", r"(?!fedcb2o\.).*")]
 rarely = (
     r"plugins\.F",
     r".*\.DatasetNames",
+    r"nn\.low_rank\.FactorPair",
     r"federated\.sections\..*",
-    r"federated\.(algorithms|attacks)\.section\..*",
     r"federated\.(algorithms|attacks)\.section\..*",
     r"(experiments|peer)\..*",
     r".*\._\w+",

@@ -2,8 +2,9 @@
 
 The discretisation of eq:fedcb2o_dynamics. From its validation losses L_j, agent j computes
 
-- Q_beta, the sub-level set of the average loss (eq:clustered_csp): `SublevelCriterion.sublevel_members`,
-  whose level is the beta-quantile q_beta of `consensus.quantile`;
+- Q_beta, the sub-level set of the average loss (eq:clustered_csp):
+  `SublevelCriterion.sublevel_members`, whose level is the beta-quantile q_beta of
+  `consensus.quantile`;
 - G_j, the robustness criterion (eq:robust_criterion_G_LF): by default `criteria.class_loss_gap`;
 - mu_j^i = exp(-alpha G_j(theta^i)) over Q_beta, normalised (eq:comp_csp): `consensus.weights`;
 - m_j = sum_i mu_j^i theta^i, the consensus point, and the step towards it (eq:local_agg_update).
