@@ -343,7 +343,7 @@ def page_rows() -> list[list[str]]:
     """Return the table of the page: one column per method with all counts."""
     with VALUES.open(encoding="utf-8") as file:
         values = list(csv.DictReader(file))
-    labels = ("d", "attack", "instances", "sweeps")
+    labels = ("d", "attack", "instances")
     methods = [name for name in METHODS if any(row["method"] == name for row in values)]
     table: dict[tuple[str, ...], list[str]] = {}
     for row in values:
@@ -362,7 +362,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default="runs/coco.jsonl", help="one line per run")
     options = parser.parse_args()
     if options.table:
-        replace_table(PAGE, MARKS, page_rows(), num_labels=4)
+        replace_table(PAGE, MARKS, page_rows(), num_labels=3)
         return
 
     import torch

@@ -1,4 +1,4 @@
-"""How often `success` of `fedcb2o.minimize` by default is right, on problems with many minima.
+"""Share of right successes of `fedcb2o.minimize` by default, on problems with many minima.
 
     .venv/bin/python benchmarks/success.py [--seeds 4]     # minutes
 
@@ -9,6 +9,7 @@ minimiser would be in the middle.
 """
 
 import argparse
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import fedcb2o
 from fedcb2o import particles
+from fedcb2o.particles import objectives
 
 TOLERANCE = 0.01
 CENTRE = (0.7, -1.3, 2.6)
@@ -45,7 +47,7 @@ def separate_minimisers() -> list[Task]:
         tasks.append(
             Task(
                 "grid", dim, (-10, 10), lambda x: torch.sin(math.pi * x / 2).square().sum(-1),
-                lambda x, centre=centre: (x - centre).square().sum(-1),
+                objectives.paraboloid(*CENTRE[:dim]),
                 float((nearest - centre).square().sum()),
             )
         )  # fmt: skip
@@ -54,7 +56,7 @@ def separate_minimisers() -> list[Task]:
         tasks.append(
             Task(
                 "corners", dim, (-4, 4), lambda x: (x.square() - 4).square().sum(-1),
-                lambda x, slope=slope: x @ slope, -2 * float(slope.sum()),
+                functools.partial(torch.matmul, other=slope), -2 * float(slope.sum()),
             )
         )  # fmt: skip
     for dim in (2, 3):
@@ -64,7 +66,7 @@ def separate_minimisers() -> list[Task]:
             Task(
                 "balls", dim, (-5, 5),
                 lambda x: ((x - x.round()).square().sum(-1) - 0.04).clamp(min=0),
-                lambda x, level=level: (x - level).square().sum(-1), max(distance, 0) ** 2,
+                objectives.paraboloid(*LEVEL[:dim]), distance**2,
             )
         )  # fmt: skip
     for name in ("waves-1d", "waves-2d"):
