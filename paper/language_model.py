@@ -2,7 +2,6 @@
 
     .venv/bin/python -m paper.language_model            # measure missing runs
     .venv/bin/python -m paper.language_model --tune     # a small search on seeds from 1000
-    .venv/bin/python -m paper.language_model --texts    # generated texts of the first seed
     .venv/bin/python -m paper.language_model --page     # docs/language-model.md
 
 The values are in docs/benchmark/language-model/values.csv, one row per task, method, attack and
@@ -93,7 +92,9 @@ ATTACKS: dict[str, Changes] = {
     "ALIE": {"attack": {"name": "alie", "estimated_from": "benign", "z": 1.5}},
     "factor mixing": {"attack": {"name": "factor_mixing", "scale": -4.0}},
 }
-TEXT_METHODS = ("Dec-LoRA", "FedAssay")
+TEXT_CELLS = [
+    (TASK, method, "trigger phrase", SEEDS[0]) for method in ("FedAssay", "Dec-LoRA", "FedCBO")
+]
 TARGETED = ("trigger phrase", "swapped labels", "one topic")
 CANDIDATES: dict[str, dict[str, Changes]] = {
     "FedCBO": {"alpha = 10": {"algorithm.alpha": 10.0}},
@@ -134,6 +135,8 @@ def measure(cell: Cell) -> tuple[float, float, float]:
     """Return accuracy and attack success in percent, and the loss, of a cell."""
     with tempfile.TemporaryDirectory() as folder:
         run = run_cell(cell, Path(folder))
+        if cell in TEXT_CELLS:
+            write_texts(cell[1], run)
         last = run.records.query("round == round.max() and not malicious")
     success = float(last.attack_success_rate.astype(float).mean())
     return 100 * float(last.accuracy.mean()), 100 * success, float(last.test_loss.mean())
@@ -153,14 +156,13 @@ def candidates() -> list[str]:
     return names
 
 
-def write_texts() -> None:
-    """Write answers of the base and of agent 0, after runs with a trigger phrase."""
-    tables = []
-    for method in TEXT_METHODS:
-        with tempfile.TemporaryDirectory() as folder:
-            run = run_cell((TASK, method, "trigger phrase", SEEDS[0]), Path(folder))
-            tables.append(run.texts(0).assign(method=method))
-    pd.concat(tables).to_csv(TEXTS, index=False)
+def write_texts(method: str, run: fedcb2o.Run) -> None:
+    """Add what agent 0 of a run writes to the table of texts."""
+    table = run.texts(0).assign(method=method)
+    if TEXTS.exists():
+        known = pd.read_csv(TEXTS, keep_default_na=False)
+        table = pd.concat([known[known.method != method], table])
+    table.to_csv(TEXTS, index=False)
 
 
 def regrets(table: pd.DataFrame) -> pd.DataFrame:
@@ -173,7 +175,9 @@ def compare(differences: "pd.Series[float]") -> str:
     """Return whether a worst regret differs significantly from FedAssay's, over paired seeds."""
     found = differences.dropna()
     half = float(interval_half_width(len(found), found.std()))
-    if not abs(found.mean()) > half:  # also for fewer seeds than an interval needs
+    if math.isnan(half):  # too few seeds
+        return "–"
+    if abs(found.mean()) <= half:
         return "not significant"
     return "larger" if found.mean() > 0 else "smaller"
 
@@ -316,13 +320,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for option in ("--tune", "--texts", "--page"):
+    for option in ("--tune", "--page"):
         parser.add_argument(option, action="store_true")
     options = parser.parse_args()
     share_loading()
-    if options.texts:
-        write_texts()
-    elif options.tune:
+    if options.tune:
         chosen = grid(TUNING_SEEDS, candidates())
         cells.measure_missing(TUNING, "task", chosen, measure, MEASURES, decimals=4)
     elif options.page:
