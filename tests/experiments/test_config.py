@@ -26,7 +26,8 @@ from fedcb2o.nn import architectures
 def test_every_preset_is_valid_and_says_what_it_is(name):
     experiment = load(name)
     assert experiment.name == name
-    assert name.split("-")[0] in ("digits", "emnist", "typefaces", "fashion", "diabetes")
+    kinds = ("digits", "emnist", "typefaces", "fashion", "diabetes", "smollm")
+    assert name.split("-")[0] in kinds
     assert experiment.title
     assert presets()[name] == experiment.description
     assert len(experiment.description) > 20
