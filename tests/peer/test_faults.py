@@ -23,6 +23,7 @@ from tests.peer.nodes import FORKED, Nodes, nodes, wait_for
 from tests.peer.proxy import Proxy
 from tests.tiny import ENVIRONMENT, FEDCB2O
 
+from fedcb2o.peer import load_model
 from fedcb2o.peer.membership import (
     Identity,
     amend_federation,
@@ -176,6 +177,7 @@ def test_ctrl_c_and_sigterm_end_a_node_in_order_and_it_goes_on(tmp_path):
             assert word in peers.log(2)
             assert "Traceback" not in peers.log(2)
             before = len(peers.lines(2))
+            load_model(peers.out(2))
         run(peers, 2, "--resume")
         assert peers.wait() == [0] * 3, peers.log(2)
         whole(peers)

@@ -160,6 +160,8 @@ def renew(
         print(f"The others take {path}.member.toml by `fedcb2o peer amend --replace`.")
     expiry = f"{own_identity.expires:%Y-%m-%d %H:%M} UTC"
     print(f"{own_identity.tls_certificate} is valid until {expiry}.")
+    if out is None:
+        print("Stop the node, and start it again with --resume.")
     return own_identity.folder
 
 
@@ -257,7 +259,7 @@ def amend(
         list[Path] | None,
         typer.Option(
             metavar="NAME.member.toml",
-            help="A member's new certificate, endpoint or key. Repeatable.",
+            help="A member's new endpoint or key. Repeatable.",
         ),
     ] = None,
     add: Annotated[

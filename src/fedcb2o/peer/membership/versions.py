@@ -213,7 +213,8 @@ def describe_changes(previous: MembersById, current: MembersById) -> list[str]:
     changes = [f"removes {previous[id].name}" for id in previous if id not in current]
     for id, member in current.items():
         if id not in previous:
-            changes.append(f"adds {member.name} ({member.endpoint}, key {member.fingerprint})")
+            place = "behind a relay" if member.is_outbound_only else member.endpoint
+            changes.append(f"adds {member.name} ({place}, key {member.fingerprint})")
             continue
         old = previous[id]
         differences = []

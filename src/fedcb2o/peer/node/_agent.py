@@ -301,7 +301,7 @@ def build_network(federation: Federation) -> nn.Module:
 
 
 def load_model(folder: Path | str, *, allowed_functions: Collection[str] = ()) -> nn.Module:
-    """Load the final model of a peer's run.
+    """Load the model of a peer's run that has ended or was stopped.
 
     Args:
         folder: The run directory.
@@ -318,7 +318,10 @@ def load_model(folder: Path | str, *, allowed_functions: Collection[str] = ()) -
     federation_path = Path(folder) / "federation.toml"
     module = build_network(read_federation(federation_path, allowed_functions=allowed_functions))
     if not path.exists():
-        raise RunError(f"there is no {path}: it is written after the last round")
+        raise RunError(
+            f"there is no {path}: it is written after the last round, and when a node "
+            "is stopped in order"
+        )
     try:
         parameters.load_state_(module, load_file(path))
     except (SafetensorError, ValueError, OSError) as error:

@@ -234,7 +234,7 @@ class Node:
             )
 
             # 4. Run the remaining rounds.
-            with contextlib.suppress(StoppedError):
+            try:
                 has_rounds_left = self.rounds_done < federation.rounds
                 if has_rounds_left:
                     spec = self.agent.spec
@@ -252,6 +252,12 @@ class Node:
                     monitor.linger(self.rounds_done, self.linger)
                     self._report_equivocation(ledger.equivocators)
                     monitor.check_membership(self.identity)
+            except (StoppedError, KeyboardInterrupt) as error:
+                if self.rounds_done:  # the model of the last finished round
+                    self._restore(log, group.models[:1], codec)
+                    self._save_model(group)
+                if isinstance(error, KeyboardInterrupt):
+                    raise
 
     def _check_journal(self, journal: SigningJournal) -> None:
         """Raise RunError if the journal lacks rounds of the checkpoint."""

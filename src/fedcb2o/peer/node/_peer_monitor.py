@@ -47,7 +47,7 @@ class PeerMonitor:
         self.observer = observer
         self.federation = client.federation
         self.agent_id = client.agent_id
-        self.is_behind = False
+        self._has_notified_behind = False
         self._ahead = Backoff()
         self._refusing = set[int]()
         self._compared = set[int]()  # members with a link whose version of the protocol is known
@@ -266,17 +266,17 @@ class PeerMonitor:
                 return
 
     def _is_majority_ahead(self, rounds_done: int) -> bool:
-        """Check claimed rounds; tell the operator when the agent falls behind."""
+        """Check claimed rounds; tell the operator once when the agent falls behind."""
         claims = dict(self.client.claimed_rounds)
         num_ahead = sum(claims.get(i, 0) >= rounds_done > 0 for i in self.other_members)
         num_others = len(self.federation.members) - 1
         is_behind = 2 * num_ahead > num_others
-        if is_behind and not self.is_behind and self.federation.round_seconds:
+        if is_behind and not self._has_notified_behind and self.federation.round_seconds:
+            self._has_notified_behind = True
             self.observer.on_note(
                 f"{num_ahead} of {num_others} other members are ahead of round {rounds_done}: "
-                "rounds take a quarter of their minimum duration until they are not"
+                "whenever most are, rounds take a quarter of their minimum duration"
             )
-        self.is_behind = is_behind
         return is_behind
 
     def linger(self, rounds_done: int, seconds: float) -> None:

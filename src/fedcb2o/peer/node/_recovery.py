@@ -94,12 +94,12 @@ class SigningRecovery:
         self.journal.complete(last)
         self.journal.suspension = ""
         self.is_lost = False
-        known = "no model"
+        known = "none"
         if self.newest_round >= 0:
-            known = f"a model for round {self.newest_round + 1}"
+            known = f"round {self.newest_round + 1}"
         self.notify(
-            f"{len(self.answered)} members hold {known} of {self.name}, or nothing newer: models "
-            f"are offered again after round {last + 1}"
+            f"{len(self.answered)} members answered; newest known model of {self.name}: {known}; "
+            f"models are offered again after round {last + 1}"
         )
 
     def _describe_wait(self) -> str:

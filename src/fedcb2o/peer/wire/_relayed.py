@@ -248,7 +248,7 @@ def _describe(error: OSError) -> str:
             "the relay refuses the certificate of this member: a newer version of the federation "
             "may have removed or changed it, or the relay holds an older one"
         )
-    return f"the relay cannot be reached: {error}"
+    return f"the relay cannot be reached, and is tried again: {error}"
 
 
 class _Reply:
