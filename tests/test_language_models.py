@@ -191,6 +191,26 @@ def test_groups_are_classes_of_the_criterion_and_nothing_predicts_them(tmp_path)
     assert last.train_loss.notna().all()
 
 
+def test_an_agent_validates_answers_by_group():
+    x = samples(4)
+    agents = [
+        fedcb2o.Agent(
+            network(),
+            validation=(x, torch.tensor([0, 1, 2, 2])),
+            loss="answer_loss",
+            method={"name": "fedcb2o", "criterion": "class_loss_gap"},
+            id=j,
+        )
+        for j in range(3)
+    ]
+    sent = {j: agent.publish() for j, agent in enumerate(agents)}
+    sent[2] = {name: 30 * tensor for name, tensor in sent[2].items()}
+    decision = agents[0].aggregate({1: sent[1], 2: sent[2]})
+    own = -network()(x)[:, 0].mean().item()
+    torch.testing.assert_close(decision.losses[1], own, rtol=1e-5, atol=1e-5)
+    assert decision.weights[2] < decision.weights[1]
+
+
 def test_the_frozen_base_counts_as_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "base_bytes", lambda base: 2**40)
     with pytest.raises(RunError, match=r"1024\.25 GiB for data and processes"):

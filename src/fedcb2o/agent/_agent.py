@@ -122,7 +122,8 @@ class Agent:
             num_samples=len(self._validation) if num_samples is None else num_samples,
             malicious_share=malicious_share,
         )
-        self._settings = settings.with_classes(num_classes(self.network, self._validation))
+        count = num_classes(self.network, self._validation, loss)
+        self._settings = settings.with_classes(count)
         self._build(evaluation_copy(self.network))
         if judge is None:
             check_parts(self._spec, self._validation)

@@ -1,6 +1,7 @@
 """Validation samples of an agent, and checks of its network and loss."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,10 @@ from torch import nn
 
 from fedcb2o.data import Shard, features, input_validation, match_samples, samples_and_labels
 from fedcb2o.errors import DataError
-from fedcb2o.federated import RunSpec, part_checks
+from fedcb2o.federated import RunSpec, losses, part_checks
 from fedcb2o.nn import network_checks
 from fedcb2o.nn.random_evaluation import seed_if_random_
-from fedcb2o.plugins import USER_FUNCTION, attribute_errors
+from fedcb2o.plugins import USER_FUNCTION, PluginChoice, attribute_errors
 from fedcb2o.user_values import to_tensor
 
 
@@ -82,12 +83,13 @@ def validation_shard(network: nn.Module, validation: Any, columns: Any, has_loss
     return Shard(x.to(device), torch.from_numpy(y if numbers else y.astype(np.int64)).to(device))
 
 
-def num_classes(network: nn.Module, validation: Shard) -> int:
+def num_classes(network: nn.Module, validation: Shard, loss: PluginChoice | None) -> int:
     """Return the number of the network's outputs for labels, or 1 without classes.
 
     Args:
         network: The network.
         validation: Validation samples.
+        loss: Loss of a sample. With `answer_loss` labels are groups, which nothing predicts.
 
     Returns:
         Number of classes.
@@ -97,6 +99,9 @@ def num_classes(network: nn.Module, validation: Shard) -> int:
     """
     if validation.y.is_floating_point():
         return 1
+    name = loss["name"] if isinstance(loss, Mapping) else loss
+    if name in (losses.answer_loss, losses.answer_loss.__name__):
+        return 1 + int(validation.y.max())
     was_training = network.training
     try:
         with torch.no_grad(), attribute_errors("model", type(network).__name__):
