@@ -14,6 +14,7 @@ import itertools
 import math
 import os
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
             "exact answers, no attack (%)": f"{shown['accuracy'][method, 'none']:.1f}",
             "perplexity, no attack": f"{shown['perplexity'][method, 'none']:.2f}",
             "largest perplexity": largest(shown["perplexity"][method], ".2f"),
-            "worst regret (nats)": largest(worst[method], ".3f"),
+            "worst regret (nats)": largest(worst[method], ".3f").split(" ")[0],
             "against FedAssay": compare(by_seed[method] - by_seed["FedAssay"]),
             "largest attack success (%)": largest(
                 shown["success"][method].reindex(TARGETED), ".1f"
@@ -288,9 +289,9 @@ def quote_texts() -> str:
     texts = pd.read_csv(TEXTS, keep_default_na=False)
     lines = []
     for prompt, rows in texts[texts.attacked].groupby("prompt", sort=False):
-        answers = [f"the base `{rows.base.iloc[0].strip()}`"]
-        answers += [f"{row.method} `{row.model.strip()}`" for row in rows.itertuples()]
-        lines.append(f"- `{' '.join(str(prompt).split())}`: {', '.join(answers)}")
+        sentence = textwrap.shorten(str(prompt).split("\n")[0], 50, placeholder=" ...")
+        answers = [f"{row.method} `{row.model.strip()}`" for row in rows.itertuples()]
+        lines.append(f"- *{sentence}*: {', '.join(answers)}")
     return "\n".join(lines)
 
 
@@ -302,12 +303,13 @@ def write_page() -> None:
     if len(seeds):
         count = f"{len(seeds)}"
         table = table[table.seed.isin(seeds)]
+        draw(table)
         goals = "\n".join(f"- {sentence}" for sentence in verdicts(table))
-    else:  # attacks of which all methods are measured
+    else:  # the table has the attacks of which all methods are measured
+        draw(table)
         count = f"1, of which {int(counts.max())} of {len(METHODS) * len(ATTACKS)} runs are done"
         table = table[table.groupby(["seed", "attack"]).method.transform("size") == len(METHODS)]
-        goals = "Not decided: the measurement goes on."
-    draw(table)
+        goals = "Not decided: the measurement goes on. The figure has all runs that are done."
     rows = summary(table).rename_axis("method")
     text = TEMPLATE.read_text(encoding="utf-8").format(
         count=count, table=to_markdown(rows), goals=goals, texts=quote_texts()
