@@ -26,7 +26,7 @@ TARGET = 8.0
 VALUES = Path(__file__).with_suffix(".csv")
 SETTINGS: dict[str, dict[str, Any]] = {
     "digits": {"batch_size": 64, "epochs": 20, "lr": 0.5, "clip": 1.0, "seeds": 10},
-    "emnist": {"batch_size": 512, "epochs": 12, "lr": 0.5, "clip": 1.0, "seeds": 6},
+    "emnist": {"batch_size": 512, "epochs": 12, "lr": 0.5, "clip": 1.0, "seeds": 3},
 }
 
 
