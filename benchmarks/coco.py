@@ -351,7 +351,8 @@ def page_rows() -> list[list[str]]:
         cells = table.setdefault(key, [*key, *("" for _ in methods)])
         counts = [row["feasible"], *(row[f"gap {gap:g}"] for gap in GAPS)]
         cells[len(labels) + methods.index(row["method"])] = "/".join(counts)
-    return [[*labels, *methods], *table.values()]
+    compared = [row for row in table.values() if sum(map(bool, row[len(labels) :])) > 1]
+    return [[*labels, *methods], *compared]
 
 
 def main() -> None:
