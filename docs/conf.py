@@ -35,6 +35,7 @@ rarely = (
     r"plugins\.F",
     r".*\.DatasetNames",
     r"nn\.low_rank\.FactorPair",
+    r"data\.sets\._text\.Passage",
     r"federated\.sections\..*",
     r"federated\.(algorithms|attacks)\.section\..*",
     r"(experiments|peer)\..*",
