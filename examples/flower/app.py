@@ -1,4 +1,4 @@
-"""FedCB2O in Flower: agents train on digits; two of five label every 9 as a 4."""
+"""FedAssay in Flower: agents train on digits; two of five label every 9 as a 4."""
 
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -11,7 +11,6 @@ from fedcb2o.data import digits
 from fedcb2o.flower import AgentMod, AttackMod, PeerRelay, training_data
 
 FLIP = {"name": "label_flip", "source": 9, "target": 4}
-METHOD = {"name": "fedcb2o", "alpha": 1.0, "beta": 0.5, "own_model": "judged", "mixing_factor": 1.0}
 
 
 def network():
@@ -24,7 +23,7 @@ def samples(context):
 
 
 attack = AttackMod(FLIP, is_malicious=lambda context: context.node_config["partition-id"] % 5 > 2)
-agent = AgentMod(lambda context: Agent(network(), validation=samples(context), method=METHOD))
+agent = AgentMod(lambda context: Agent(network(), validation=samples(context)))
 client = ClientApp(mods=[attack, agent])
 server = ServerApp()
 

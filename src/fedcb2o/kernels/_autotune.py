@@ -42,8 +42,8 @@ from fedcb2o.nn.parameters import contiguous_leaves, flatten, row_stride, traina
 from fedcb2o.parallel._executors import one_thread
 
 # Speedups from which on a kernel other than the default is chosen. A repeated measurement differs
-# by a tenth, or by more on a busy machine, so each limit is where few measured networks were (see
-# docs/log.md): dense layers 0.84 to 0.95 on one processor and 1.17 on another, `resnet` 0.86 to
+# by a tenth, or by more on a busy machine, so each limit is where few measured networks were:
+# dense layers 0.84 to 0.95 on one processor and 1.17 on another, `resnet` 0.86 to
 # 1.26, plain convolutions 1.3 to 1.7, the paper's network by spectra 1.7 to 2.
 MIN_SPEEDUP = 1.05
 MIN_CONV_SPEEDUP = 1.3
@@ -144,7 +144,7 @@ def _has_channels_last_overrun() -> bool:
     """Return True if gradients of "channels_last" convolutions may write past their memory.
 
     oneDNN does so for some narrow networks on processors with AVX2 and without AVX-512
-    (PyTorch 2.13, docs/log.md).
+    (PyTorch 2.13).
     """
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
