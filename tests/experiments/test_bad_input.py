@@ -440,7 +440,7 @@ WRONG_PARTS = {
     "data_short": "holds 1557 samples and 1556 labels",
     "data_int32": "must hold dense tensors on the CPU, its labels of type int64",
     "data_numpy": "must hold dense tensors on the CPU, its labels of type int64",
-    "data_nan": "must hold samples of pixels (uint8) or finite floating-point features",
+    "data_nan": "must hold samples of pixels (uint8), tokens (int32 or int64) or finite floating-point features",
     "data_empty": "in its pool, holds 0 samples and 0 labels",
     "data_other": (
         "the samples of the pool of the data set `parts:data_other` have shape (1, 8, 4), and those"

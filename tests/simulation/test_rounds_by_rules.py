@@ -235,7 +235,7 @@ def test_what_is_on_record_of_a_rule(tmp_path):
         ),
         (
             {"algorithm": by_rule("by_num_samples", pre_step="nnm")},
-            "`own_model` and `pre_step` go with robust rules",
+            "`own_model`, `pre_step` and `space` go with robust rules",
         ),
         ({"algorithm": by_rule("mean", pre_step="krum")}, "there is no pre-step `krum`"),
     ],
