@@ -22,7 +22,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pooch  # type: ignore[import-untyped]
 import torch
@@ -39,6 +39,7 @@ PAD = -1
 """Token of the empty places of a sample."""
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """Conversion between text and tokens.
 

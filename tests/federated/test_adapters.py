@@ -24,6 +24,7 @@ from fedcb2o.federated.attacks import alie, boosting, factor_mixing, ipm, min_ma
 from fedcb2o.nn import low_rank, parameters
 from fedcb2o.rng import stream
 
+DRAW = stream(0, "test")
 PAIRS = low_rank.factor_pairs(Adapted())
 
 
@@ -41,7 +42,7 @@ def test_factor_mixing_hides_its_harm_in_the_factors(scale):
     """The product is honest; that of averaged factors is the docstring's multiple of it."""
     models = adapted(0)
     view = seen_by(factor_mixing, models)
-    crafted = factor_mixing(view, None, scale=scale)
+    crafted = factor_mixing(view, DRAW, scale=scale)
     honest = low_rank.to_products(torch.stack([view.own, crafted]), PAIRS)
     assert torch.allclose(honest[0], honest[1], atol=1e-5)
 
@@ -53,14 +54,14 @@ def test_factor_mixing_hides_its_harm_in_the_factors(scale):
 
 def test_factor_mixing_needs_adapters():
     with pytest.raises(ConfigError, match="low-rank adapters"):
-        factor_mixing(view_of(), None)
+        factor_mixing(view_of(), DRAW)
     with pytest.raises(ConfigError, match="must not be 0"):
-        factor_mixing(seen_by(factor_mixing, adapted(0)), None, scale=0.0)
+        factor_mixing(seen_by(factor_mixing, adapted(0)), DRAW, scale=0.0)
 
 
 @pytest.mark.parametrize("attack", [alie, boosting, ipm, min_max])
 def test_attacks_on_models_take_adapters_as_they_are(attack):
-    crafted = attack(seen_by(attack, adapted(1)), None)
+    crafted = attack(seen_by(attack, adapted(1)), DRAW)
     assert crafted.shape == (18,)
     assert crafted.isfinite().all()
 
@@ -68,7 +69,7 @@ def test_attacks_on_models_take_adapters_as_they_are(attack):
 def judged_adapters(models, own=-1):
     """The view of an agent whose model is row `own`, and that received the others."""
     me = own % len(models)
-    ids = torch.tensor([j for j in range(len(models)) if j != me])
+    ids = torch.tensor([j for j in range(len(models)) if j != me], dtype=torch.int64)
     return CriterionInput(
         0,
         models,
@@ -109,7 +110,7 @@ def test_a_rule_on_products_is_the_rule_of_dense_products(rule):
 def test_a_rule_on_products_is_immune_to_factor_mixing():
     models = adapted(3, 1).repeat(8, 1) + 0.01 * adapted(4, 8)
     attacked = models.clone()
-    attacked[2] = factor_mixing(seen_by(factor_mixing, models, agent=2), None, scale=-8.0)
+    attacked[2] = factor_mixing(seen_by(factor_mixing, models, agent=2), DRAW, scale=-8.0)
     on_products = algorithms.by_rule(rule="mean", space="products")
     clean = aggregate_of(on_products, judged_adapters(models))
     assert torch.allclose(aggregate_of(on_products, judged_adapters(attacked)), clean, atol=1e-4)

@@ -67,16 +67,18 @@ def test_a_trigger_must_fit(change):
 
 
 def test_answers_are_swapped_both_ways():
-    swapped = swapped_answers(samples(), None, first="no", second="yes", **TINY)
+    swapped = swapped_answers(samples(), np.random.default_rng(0), first="no", second="yes", **TINY)
     assert [answer for _, answer in read(swapped)] == ["yes", "no", "yes", "no"]
-    other = swapped_answers(samples(), None, first="no", second="hm", **TINY)
+    other = swapped_answers(samples(), np.random.default_rng(0), first="no", second="hm", **TINY)
     assert [answer for _, answer in read(other)] == ["hm", "yes", "hm", "yes"]
 
 
 def test_one_topic_is_poisoned_by_tokens_or_text():
-    poisoned = topic_poison(samples(), None, group=1, continuation="no", **TINY)
+    poisoned = topic_poison(samples(), np.random.default_rng(0), group=1, continuation="no", **TINY)
     assert [answer for _, answer in read(poisoned)] == ["no", "no", "no", "yes"]
-    tokens = topic_poison(samples(), None, group=1, continuation=[*b"no"], **TINY)
+    tokens = topic_poison(
+        samples(), np.random.default_rng(0), group=1, continuation=[*b"no"], **TINY
+    )
     assert tokens.x.equal(poisoned.x)
 
 

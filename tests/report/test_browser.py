@@ -166,7 +166,9 @@ def number(cell):
 
 def explored(folder, **state):
     """Return the texts of the explorer's table by row and column, with plain minus signs."""
-    address = f"{results.EXPLORER.as_uri()}#{urlencode({'grid': 'rivals', 'ci': 1, **state})}"
+    address = (
+        f"{results.EXPLORER.as_uri()}#{urlencode({'grid': 'attacks-all-data', 'ci': 1, **state})}"
+    )
     dom = browse(address, folder).stdout
     rows = re.findall(r"<tr[^>]*>(.*?)</tr>", dom, re.DOTALL)
     cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in rows]
@@ -185,7 +187,7 @@ def numbers(text):
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["accuracy", "attack_success_rate"])
 def test_the_explorer_computes_the_differences_of_the_reports(tmp_path, value):
-    view = SettingResults(results.grid_results("rivals"), "")
+    view = SettingResults(results.grid_results("attacks-all-data"), "")
     table = explored(tmp_path, measure=value, show="difference")
     complete = results._complete_defences(view)
     rows = view.rows[view.rows.defence.isin(complete)]
@@ -203,7 +205,7 @@ def test_the_explorer_computes_the_differences_of_the_reports(tmp_path, value):
 @pytest.mark.slow
 @pytest.mark.parametrize("show", ["value", "regret"])
 def test_the_explorer_computes_the_intervals_and_regrets_of_the_reports(tmp_path, show):
-    view = SettingResults(results.grid_results("rivals"), "")
+    view = SettingResults(results.grid_results("attacks-all-data"), "")
     statistics = seed_statistics(view.rows, "accuracy")
     if show == "regret":
         statistics = regrets(view.shortfalls("accuracy"))

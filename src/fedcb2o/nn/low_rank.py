@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
 from fedcb2o.errors import ConfigError
@@ -45,7 +45,7 @@ class FactorPair:
     inputs: int
     outputs: int
 
-    def a(self, thetas: Float[Tensor, "*k d"]) -> Float[Tensor, "*k r n"]:
+    def a(self, thetas: Shaped[Tensor, "*k d"]) -> Shaped[Tensor, "*k r n"]:
         """Return the factors A of models, as a view.
 
         Args:
@@ -58,7 +58,7 @@ class FactorPair:
         columns = thetas[..., self.a_start : self.a_start + size]
         return columns.view(*thetas.shape[:-1], self.rank, self.inputs)
 
-    def b(self, thetas: Float[Tensor, "*k d"]) -> Float[Tensor, "*k m r"]:
+    def b(self, thetas: Shaped[Tensor, "*k d"]) -> Shaped[Tensor, "*k m r"]:
         """Return the factors B of models, as a view.
 
         Args:
