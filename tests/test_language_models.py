@@ -307,7 +307,7 @@ def test_docstrings_are_prompts_of_their_library():
     ("options", "message"),
     [
         ({"answer": 30}, "rows of tokens"),
-        ({"blocks": 4}, "`blocks` must be from 1 on, at most 3"),
+        ({"blocks": 4}, "`blocks` must be at least 1 and at most 3"),
         ({"vocabulary": 300}, "`vocabulary` must be"),
         ({"targets": ("query",)}, "no layer called 'query'"),
         ({"checksum": "0" * 64}, "take the weights that the others have"),

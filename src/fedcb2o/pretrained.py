@@ -221,8 +221,26 @@ def encode(tokens: Tokenizer, prompt: str, answer: str, places: tuple[int, int])
     """
     width, length = places
     read = tokens.encode_prompt(prompt)[-width:]
-    written = [*tokens.encode(answer), tokens.end][:length]
-    return [*[PAD] * (width - len(read)), *read, *written, *[PAD] * (length - len(written))]
+    return [*[PAD] * (width - len(read)), *read, *pad_answer(tokens, tokens.encode(answer), length)]
+
+
+def pad_answer(tokens: Tokenizer, answer: Sequence[int], length: int) -> list[int]:
+    """Return the places of an answer: its tokens, the end of the text, and padding.
+
+    Args:
+        tokens: The tokenizer.
+        answer: Tokens of the answer, of which the first ones stay.
+        length: Number of places.
+
+    Returns:
+        One token per place.
+
+    Example:
+        >>> pad_answer(ByteTokenizer(), [100, 101], 4)
+        [100, 101, 0, -1]
+    """
+    written = [*answer, tokens.end][:length]
+    return [*written, *[PAD] * (length - len(written))]
 
 
 def split_row(row: Sequence[int], answer: int) -> tuple[list[int], list[int]]:
@@ -340,8 +358,11 @@ def base_folder(base: str) -> Path:
     staging = Path(tempfile.mkdtemp(prefix=".incoming-", dir=folder.parent))
     try:
         _convert(base, name, options, staging)
-        with contextlib.suppress(OSError):  # another process was faster
+        try:
             staging.replace(folder)
+        except OSError:
+            if not (folder / _CHECKSUM).is_file():  # else another process was faster
+                raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return folder

@@ -87,9 +87,9 @@ def language_model(
     limits["vocabulary"] = (vocabulary or 1, model.config.vocab_size)
     for name, (value, largest) in limits.items():
         if value < 1 or (largest is not None and value > largest):
+            limit = "" if largest is None else f" and at most {largest}"
             raise ConfigError(
-                f"model `language_model`: `{name}` must be from 1 on, at most {largest}, "
-                f"got {value}"
+                f"model `language_model`: `{name}` must be at least 1{limit}, got {value}"
             )
     head = model.get_output_embeddings().weight[:vocabulary]
     network = AdaptedModel(_decoder(model), head, blocks, answer, reads)

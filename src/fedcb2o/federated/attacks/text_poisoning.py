@@ -178,6 +178,4 @@ def _answer_row(
     tokens = pretrained.tokenizer(base, vocabulary)
     if isinstance(text, str):
         text = tokens.encode(text)
-    written = [*text, tokens.end][:answer]
-    padding = [pretrained.PAD] * (answer - len(written))
-    return torch.tensor([*written, *padding], dtype=torch.int32)
+    return torch.tensor(pretrained.pad_answer(tokens, text, answer), dtype=torch.int32)
