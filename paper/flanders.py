@@ -55,13 +55,13 @@ PUBLISHED = {
 GROUPS = [  # (defence, attackers), in the order of the measurement
     ("FedAssay", 80),
     ("FedAssay", 20),
-    ("FLANDERS + FedAvg", 20),
-    ("FLANDERS + FedAvg", 60),
     ("FedAssay", 60),
+    ("FLANDERS + FedAvg", 60),
+    ("FLANDERS + MultiKrum", 80),
+    ("FLANDERS + FedAvg", 20),
+    ("FLANDERS + FedAvg", 80),
     ("FedAvg", 80),
     ("FedAvg", 20),
-    ("FLANDERS + FedAvg", 80),
-    ("FLANDERS + MultiKrum", 80),
 ]
 ROUNDS = 50
 FIELDS = [
@@ -119,34 +119,43 @@ def opt(x: Tensor, bad: Tensor, start: Tensor, draw: np.random.Generator) -> Ten
     scale = (CLIENTS - 2) * (f - 1) * layers**0.5
     farthest = (benign - start).norm(dim=1).square().max()
     size = min(float(distances[~bad].min() / scale + farthest / layers**0.5), 999.0)
-    direction = start.sign()
+    squared_distances = line_from(start, -start.sign(), benign)
     between = torch.cdist(benign, benign).square().fill_diagonal_(torch.inf)
     while True:
-        model = start - size * direction
-        to_model = (benign - model).square().sum(1)
+        to_model = squared_distances(size)
         rows = torch.cat([between, to_model[:, None].expand(-1, f)], 1)
         benign_scores = rows.sort(dim=1).values[:, :closest].sum(1)
         attacker_score = torch.cat([torch.zeros(f - 1), to_model]).sort().values[:closest].sum()
         if size <= 1e-5 or attacker_score <= benign_scores.min():
-            return model
+            return start - size * start.sign()
         size /= 2
 
 
 def agr_mm(x: Tensor, bad: Tensor, start: Tensor, draw: np.random.Generator) -> Tensor:
     """Subtract as many standard deviations as the largest distance of benign models admits."""
     benign = x[~bad]
-    bound = torch.cdist(benign, benign).max()
+    bound = torch.cdist(benign, benign).max().square()
     direction = x.std(0, correction=0)
     mean = x.mean(0)
+    squared_distances = line_from(mean, -direction, benign)
     gamma, found, step = 5.0, 6.0, 2.5
     while abs(found - gamma) > 1e-5 and step > 1e-5:
         step /= 2
-        if (benign - (mean - gamma * direction)).norm(dim=1).max() < bound:
+        if squared_distances(gamma).max() < bound:
             found = gamma
             gamma += step
         else:
             gamma -= step
     return mean - found * direction
+
+
+def line_from(start: Tensor, direction: Tensor, models: Tensor) -> Callable[[float], Tensor]:
+    """Return a function from s to the squared distances of models to start + s * direction."""
+    offsets = models - start
+    squares = offsets.square().sum(1)
+    products = offsets @ direction
+    length = direction.square().sum()
+    return lambda s: squares - 2 * s * products + s**2 * length
 
 
 ATTACKS: dict[str, Callable[..., Tensor]] = {
