@@ -15,7 +15,7 @@ import math
 import os
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ PRESET = "smollm-fedassay"
 TASK = "library"
 SEEDS = tuple(range(5))
 TUNING_SEEDS = (1000,)
+TUNING_ATTACKS = ("none", "trigger phrase", "swapped labels", "factor mixing")
 MEASURES = ("accuracy", "success", "loss")
 Changes = dict[str, Any]
 
@@ -98,7 +99,10 @@ TEXT_CELLS = [
 ]
 TARGETED = ("trigger phrase", "swapped labels", "one topic")
 CANDIDATES: dict[str, dict[str, Changes]] = {
-    "FedCBO": {"alpha = 10": {"algorithm.alpha": 10.0}},
+    "FedCBO": {
+        "alpha = 10": {"algorithm.alpha": 10.0},
+        "alpha = 0.5": {"algorithm.alpha": 0.5},
+    },
     "TAD-LoRA": {"interval = 5": {"algorithm.switching_interval": 5}},
     "trimmed mean": {"products": {"algorithm.space": "products"}},
     "Multi-Krum": {"products": {"algorithm.space": "products"}},
@@ -143,9 +147,11 @@ def measure(cell: Cell) -> tuple[float, float, float]:
     return 100 * float(last.accuracy.mean()), 100 * success, float(last.test_loss.mean())
 
 
-def grid(seeds: Sequence[int], methods: Sequence[str]) -> Iterator[Cell]:
+def grid(
+    seeds: Sequence[int], methods: Sequence[str], attacks: Iterable[str] = ATTACKS
+) -> Iterator[Cell]:
     """Yield cells seed by seed, so that an interrupted measurement has whole seeds."""
-    for seed, attack, method in itertools.product(seeds, ATTACKS, methods):
+    for seed, attack, method in itertools.product(seeds, attacks, methods):
         yield TASK, method, attack, seed
 
 
@@ -327,7 +333,7 @@ def main() -> None:
     options = parser.parse_args()
     share_loading()
     if options.tune:
-        chosen = grid(TUNING_SEEDS, candidates())
+        chosen = grid(TUNING_SEEDS, candidates(), TUNING_ATTACKS)
         cells.measure_missing(TUNING, "task", chosen, measure, MEASURES, decimals=4)
     elif options.page:
         write_page()

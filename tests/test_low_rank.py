@@ -66,3 +66,22 @@ def test_a_model_whose_update_is_zero_can_still_be_trained():
     back = low_rank.from_products(low_rank.to_products(own.unsqueeze(0), pairs)[0], own, pairs)
     assert not pairs[0].b(back).any()
     assert pairs[0].a(back).norm() == pytest.approx(float(pairs[0].a(own).norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize("least", [0.5, 1e-6, 0.0])
+@pytest.mark.parametrize("shape", [(3, 7), (7, 3), (5, 5)])
+def test_truncation_keeps_the_two_largest_singular_values(shape, least):
+    """The values are 2 and `least`, also where it is too small for its square."""
+    outputs, inputs = shape
+    network = Adapted(inputs=inputs, outputs=outputs, rank=2)
+    pairs = low_rank.factor_pairs(network)
+    own = parameters.flatten(network)
+    draw = torch.Generator().manual_seed(0)
+    u, _ = torch.linalg.qr(torch.randn(outputs, 3, generator=draw, dtype=torch.float64))
+    v, _ = torch.linalg.qr(torch.randn(inputs, 3, generator=draw, dtype=torch.float64))
+    kept = 2 * torch.outer(u[:, 0], v[:, 0]) + least * torch.outer(u[:, 1], v[:, 1])
+    product = kept + least / 10 * torch.outer(u[:, 2], v[:, 2])
+    vector = torch.cat([own[: len(own) - 2 * (inputs + outputs)], product.flatten().float()])
+    back = low_rank.from_products(vector, own, pairs)
+    assert torch.allclose(pairs[0].b(back) @ pairs[0].a(back), kept.float(), atol=1e-6)
+    assert torch.linalg.matrix_rank(pairs[0].a(back)) == 2

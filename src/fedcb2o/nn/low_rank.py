@@ -158,8 +158,7 @@ def from_products(
         start += size
 
         # 1. Product = U S V^T, of which r directions remain.
-        u, s, vt = torch.linalg.svd(product, full_matrices=False)
-        u, s, vt = u[:, : pair.rank], s[: pair.rank], vt[: pair.rank]
+        u, s, vt = _leading_directions(product, pair.rank)
 
         # 2. A = scale R V^T, where the rotation R minimises the distance to the agent's own A.
         reference = pair.a(own).double()
@@ -169,6 +168,33 @@ def from_products(
         pair.a(theta).copy_(scale * rotation @ vt)
         pair.b(theta).copy_((u * s) @ rotation.T / scale)
     return theta
+
+
+def _leading_directions(
+    product: Float[Tensor, "m n"], rank: int
+) -> tuple[Float[Tensor, "m r"], Float[Tensor, " r"], Float[Tensor, "r n"]]:
+    """Return the largest singular values of a matrix with their vectors.
+
+    The eigenvectors of the smaller Gram matrix take a quarter of the time of all singular vectors.
+    They square the singular values: where the least of those asked for is small, all are computed.
+
+    Args:
+        product: A matrix in float64.
+        rank: r, at most the smaller side.
+
+    Returns:
+        U, the singular values from the largest on, and V^T.
+    """
+    if product.shape[0] > product.shape[1]:
+        v, s, ut = _leading_directions(product.T, rank)
+        return ut.T, s, v.T
+    squares, vectors = torch.linalg.eigh(product @ product.T)
+    u = vectors[:, -rank:].flip(1)
+    s = squares[-rank:].flip(0).clamp(min=0).sqrt()
+    if s[-1] > 1e-4 * s[0]:
+        return u, s, (u.T @ product) / s[:, None]
+    u, s, vt = torch.linalg.svd(product, full_matrices=False)
+    return u[:, :rank], s[:rank], vt[:rank]
 
 
 def _outside(d: int, pairs: Sequence[FactorPair]) -> Bool[Tensor, " d"]:
