@@ -16,6 +16,7 @@ from fedcb2o.aggregators._base import Aggregator, finite_gram, fit_f, with_origi
 from fedcb2o.aggregators._conversion import Models, Stack, shares_memory, stack
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregation import base, preaggregation
+from fedcb2o.nn import parameters
 
 __all__ = ["ARC", "NNM", "Bucketing", "Clipping"]
 
@@ -130,9 +131,11 @@ class ARC(Aggregator):
 
 
 def _mixed(stacked: Stack, matrix: Float[Tensor, "j m"]) -> Any:
-    mixed = matrix.to(stacked.rows) @ stacked.rows
-    if not mixed.isfinite().all():
-        base.require_finite(stacked.rows, torch.arange(len(stacked.rows)))
+    rows = stacked.rows
+    mixed = parameters.allocate((len(matrix), rows.shape[1]), rows)
+    torch.mm(matrix.to(rows), rows, out=mixed)
+    if not base.is_finite(mixed):
+        base.require_finite(rows, torch.arange(len(rows)))
     return stacked.restore_all(mixed)
 
 
@@ -144,7 +147,8 @@ def _scaled(models: Models, stacked: Stack, factors: Float[Tensor, " m"], *, in_
             "`in_place` needs the vectors as one contiguous tensor or array of float32 or float64"
         )
     # The rows of a list are a copy already.
-    result = rows if in_place or stacked.is_list else torch.empty_like(rows)
+    is_own = in_place or stacked.is_list
+    result = rows if is_own else parameters.allocate(rows.shape, rows)
     for row, factor, target in zip(rows, factors.tolist(), result, strict=True):
         if factor != 1 or result is not rows:
             torch.mul(row, factor, out=target)

@@ -393,7 +393,7 @@ def weighted_sum(
     used = weights[is_used]
     if len(used) == 1 and used[0] == 1:
         result = models[int(rows[is_used])].clone()
-        if not _is_finite(result):
+        if not is_finite(result):
             require_finite(models, rows)
         return result
 
@@ -421,7 +421,7 @@ def _linear_combination(
 ) -> Float[Tensor, " d"] | None:
     """Compute a weighted sum, divided by `count`; None if it is not finite."""
     mu = weights.to(models.device, models.dtype)
-    result = models.new_empty(models.shape[1])
+    result = parameters.allocate(models.shape[1:], models)
     size = None
     if parameters.is_contiguous_range(rows.tolist()):
         size = _SUM_COLUMNS  # nothing is copied, so that only the sums need to fit the cache
@@ -436,8 +436,15 @@ def _linear_combination(
     return result if is_finite else None
 
 
-def _is_finite(values: Tensor) -> bool:
-    """Test if all values are finite: one pass, unless their sum overflows."""
+def is_finite(values: Tensor) -> bool:
+    """Test if all values are finite, in one pass unless their sum overflows.
+
+    Args:
+        values: Numbers of any shape.
+
+    Returns:
+        Whether there is no NaN and no infinity.
+    """
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
@@ -515,9 +522,9 @@ def _warn_of_clipping(name: str, f: int, needed: int | str, m: int, count: int) 
 def _reduce_by_blocks(
     models: Float[Tensor, "p d"], rows: Int[Tensor, " m"], reduce: OffsetColumnReduction
 ) -> Float[Tensor, " d"]:
-    result = models.new_empty(models.shape[1])
+    result = parameters.allocate(models.shape[1:], models)
     for a, block in column_blocks(models, rows):
-        if not _is_finite(block):
+        if not is_finite(block):
             require_finite(models, rows)
         result[a : a + block.shape[1]] = reduce(block, a)
     return result
