@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedcb2o.data import ClusterTransform, Shard, transforms
-from fedcb2o.experiments.runs._seed_run import round_loop
+from fedcb2o.experiments.runs._seed_run import run_algorithm
 from fedcb2o.federated import (
     Adversary,
     AgentData,
@@ -261,9 +261,8 @@ def run_rounds(
     engine: Engine, count: int = 1, memory: AgentState | None = None, start: int = 0
 ) -> list[Round]:
     """Some rounds."""
-    made = round_loop(engine)
-    blank = AgentState.initial(len(CLUSTER))
-    return list(made(engine, memory or blank, start, start + count, 0, lambda n, phase: None))
+    state = memory or AgentState.initial(len(CLUSTER))
+    return list(run_algorithm(engine, state, start, start + count, 0, lambda n, phase: None))
 
 
 @dataclass(frozen=True)

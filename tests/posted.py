@@ -61,7 +61,7 @@ class Posted:
             for g, (b, members) in enumerate(self.members)
         ]
 
-    local_aggregation_ = batched_aggregation.local_aggregation_
+    aggregate_ = batched_aggregation.aggregate_batches_
 
     def publish_(self, n: int, online: np.ndarray, sizes: np.ndarray) -> None:
         self.messages: dict[tuple[int, int], bytes] = {}

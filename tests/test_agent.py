@@ -74,7 +74,7 @@ class Compared(LocalEngine):
     agent = None
     method = None
 
-    def local_aggregation_(self, n, states, active, deadline, on_step):
+    def aggregate_(self, n, states, active, deadline, on_step):
         group = self.group
         spec, layout = group.spec, group.layout
         before = group.models.clone()
@@ -101,7 +101,7 @@ class Compared(LocalEngine):
         others = set(range(spec.num_agents)) - {FIRST}
         asked = agent.select(others, ours.BUDGET)
 
-        states, decisions, finite = super().local_aggregation_(n, states, active, deadline, on_step)
+        states, decisions, finite = super().aggregate_(n, states, active, deadline, on_step)
         after = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
         theirs = ours.chosen(Decisions.concatenate(decisions), FIRST)
         peers = [i for i in theirs.ids if i != FIRST]

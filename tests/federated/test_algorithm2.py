@@ -355,11 +355,11 @@ def test_a_benign_model_that_overflows_where_it_mixes_is_told():
 class Compared(LocalEngine):
     """An engine that runs Algorithm 2 for each benign agent alone, too, and compares every bit."""
 
-    def local_aggregation_(self, n, states, active, deadline, on_step):
+    def aggregate_(self, n, states, active, deadline, on_step):
         before = self.group.models.clone()
         state = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
         alone = {j: self.alone(j, n, state, before.clone()) for j in GOOD}
-        states, decisions, finite = super().local_aggregation_(n, states, active, deadline, on_step)
+        states, decisions, finite = super().aggregate_(n, states, active, deadline, on_step)
         after = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
         for j, (theta, own, decided) in alone.items():
             assert theta.equal(ours.models_of(self)[j])

@@ -85,7 +85,7 @@ class Engine(Protocol):
         ...
 
 
-def local_aggregation_(
+def aggregate_batches_(
     engine: Engine,
     n: int,
     states: Sequence[AgentState],

@@ -128,7 +128,7 @@ class RayEngine:
     publish_ = publish_models_
     """Craft the attackers' models; mark the rows that can be received."""
 
-    local_aggregation_ = LocalEngine.local_aggregation_
+    aggregate_ = LocalEngine.aggregate_
     """LocalAggregation (Algorithm 2) of benign and colluding agents; all workers are waited for."""
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:

@@ -54,7 +54,7 @@ def run_rounds(
     for n in range(start, stop):
         timer = PhaseTimer()
         losses, is_active = train_and_publish_(engine, n, on_phase, timer)
-        on_phase(n, "mixing")
+        on_phase(n, "aggregating")
         contacts = [ContactTable.empty(len(batch)) for batch in engine.batches]
         sampled = engine.map_batches(sample_peers, n, is_active, arguments=[contacts])
         order = np.concatenate(engine.batches).argsort()

@@ -111,7 +111,7 @@ def _run_round(
 ) -> tuple[Float[np.ndarray, " N"], Decisions]:
     """Run one round for the models in `rows`; return training losses and the new averages."""
     losses, _ = train_and_publish_(engine, n, on_phase, timer)
-    on_phase(n, "mixing")
+    on_phase(n, "aggregating")
     members = Ragged.from_arrays([np.flatnonzero(cluster_ids == k) for k in range(len(rows))])
     receiver = np.full(len(rows), engine.adversary.benign_ids[0])
     means = cluster_means(

@@ -186,7 +186,7 @@ class LocalEngine:
     publish_ = publish_models_
     """Craft the attackers' models; mark the rows of the buffer that can be received."""
 
-    local_aggregation_ = batched_aggregation.local_aggregation_
+    aggregate_ = batched_aggregation.aggregate_batches_
     """LocalAggregation (Algorithm 2) of benign and colluding agents; no model is late."""
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:

@@ -47,9 +47,9 @@ class WorkerLostError(RunError):
 
 
 OnPhase = Callable[[int, str], None]
-"""Callback (round, phase): "training", "crafting", "mixing" or "evaluating".
+"""Callback (round, phase): "training", "crafting", "aggregating" or "evaluating".
 
-The phase "mixing" is the whole LocalAggregation: it begins before peers are sampled.
+The phase "aggregating" is LocalAggregation, Algorithm 2 from line 1 to line 7.
 """
 
 
@@ -79,7 +79,7 @@ class Engine(AggregationEngine, Protocol):
         """
         ...
 
-    def local_aggregation_(
+    def aggregate_(
         self,
         n: int,
         states: Sequence[AgentState],
@@ -179,12 +179,10 @@ def run_rounds(
     for n in range(start, stop):
         timer = PhaseTimer()
         losses, is_active = train_and_publish_(engine, n, on_phase, timer)  # line 3: LocalUpdate
-        on_phase(n, "mixing")
+        on_phase(n, "aggregating")
         # Line 4: LocalAggregation, of all agents at once (batched_aggregation) or of one real peer
         # (algorithm2)
-        states, decisions, is_finite = engine.local_aggregation_(
-            n, states, is_active, deadline, timer.stop
-        )
+        states, decisions, is_finite = engine.aggregate_(n, states, is_active, deadline, timer.stop)
         _check_mixed_models(engine.adversary, n, is_finite)
         shortfall.add(decisions, ~engine.adversary.malicious)
         results = evaluate_if_due(engine, n, stop, evaluate_every, on_phase, timer)

@@ -115,7 +115,7 @@ def run(
         for seed in experiment.seeds
         if not has_ended(folder / f"seed-{seed}", experiment.rounds)
     ]
-    backend: Backend = LocalBackend(workers, limit)
+    backend: Backend[Any, Any] = LocalBackend(workers, limit)
     if blocks is not None:
         backend = ClusterBackend(str(cluster), blocks, limit)
     if cluster is None:

@@ -3,11 +3,13 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from fedcb2o import plugins, records
 from fedcb2o.data import Dataset, features
@@ -15,7 +17,6 @@ from fedcb2o.errors import ConfigError, FedCB2OError, RunError
 from fedcb2o.experiments.config.datasets import attack_goal, dataset_digest
 from fedcb2o.experiments.config.prepared_seed import PreparedSeed, prepare_seed
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.experiments.runs._cluster_backend import ClusterBackend
 from fedcb2o.experiments.runs._kernel_config import ENVIRONMENT, choose_kernels
 from fedcb2o.experiments.runs._local_backend import LocalBackend
 from fedcb2o.experiments.runs._progress import Progress, RoundCallback
@@ -38,14 +39,79 @@ from fedcb2o.nn import parameters
 from fedcb2o.parallel import _resources
 from fedcb2o.records import REPRODUCIBLE_LOGS, Manifest, RoundLog, damaged_error
 from fedcb2o.simulation import checkpoint, dfca, ifca
-from fedcb2o.simulation.rounds import Round, WorkerLostError, run_rounds
+from fedcb2o.simulation.local_engine import LocalEngine
+from fedcb2o.simulation.rounds import Engine, OnPhase, Round, WorkerLostError, run_rounds
 
 _LOG = logging.getLogger(__name__)
 
 MAX_RETRIES = 5  # from one checkpoint, after a part of a cluster was lost
 RETRY_PAUSE = 5.0  # seconds before a retry, in which the cluster notices the loss
 
-Backend = LocalBackend | ClusterBackend
+
+class Place(Protocol):
+    """The place of a seed's models: a plan of memory, or nodes of a cluster."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the models' file, or None for models in memory."""
+        ...
+
+    @property
+    def processes(self) -> int:
+        """Number of processes."""
+        ...
+
+
+class SeedEngine(Engine, Protocol):
+    """An engine of all agents of a seed, whose state a checkpoint holds."""
+
+    def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
+        """Yield the models that outlive a round, in the order of their rows."""
+        ...
+
+    def persistent_state(self, state: AgentState) -> AgentState:
+        """Return the state of all agents with the states of their rules."""
+        ...
+
+    def load_models_(self, models: Float[Tensor, "k stride"]) -> None:
+        """Replace the models that outlive a round."""
+        ...
+
+
+P = TypeVar("P", bound=Place)
+E = TypeVar("E", bound=SeedEngine)
+
+
+class Backend(Protocol[P, E]):
+    """One machine or a cluster; `LocalBackend` and `ClusterBackend` document the methods."""
+
+    def connect(
+        self, prepared: Sequence[PreparedSeed], /
+    ) -> contextlib.AbstractContextManager[None]:
+        """Connect to the machines that run the seeds."""
+        ...
+
+    def place(self, prepared: PreparedSeed, folder: Path, /) -> P:
+        """Choose the place of a seed's models."""
+        ...
+
+    def open_engine(
+        self, prepared: PreparedSeed, place: P, /
+    ) -> contextlib.AbstractContextManager[E]:
+        """Open the engine of a seed."""
+        ...
+
+    def init_models(self, engine: E, prepared: PreparedSeed, /) -> None:
+        """Set the initial models."""
+        ...
+
+    def status(self, place: P, measured: Mapping[str, Any], /) -> str:
+        """Describe the traffic of the last round."""
+        ...
+
+    def traffic(self, engine: E, /) -> dict[str, Any]:
+        """Return the traffic of the last round."""
+        ...
 
 
 def run_seeds_locally(
@@ -101,7 +167,7 @@ def validate_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepar
 
 
 def run_seed_with_retries(
-    prepared: PreparedSeed, folder: Path, backend: Backend, watch: RoundCallback
+    prepared: PreparedSeed, folder: Path, backend: Backend[P, E], watch: RoundCallback
 ) -> None:
     """Run a seed on a cluster, and retry where a part of the cluster is lost.
 
@@ -131,7 +197,9 @@ def run_seed_with_retries(
             time.sleep(RETRY_PAUSE)
 
 
-def run_seed(prepared: PreparedSeed, folder: Path, backend: Backend, watch: RoundCallback) -> None:
+def run_seed(
+    prepared: PreparedSeed, folder: Path, backend: Backend[P, E], watch: RoundCallback
+) -> None:
     """Run a seed from its last checkpoint, or from the start, to the last round.
 
     Args:
@@ -148,7 +216,7 @@ def run_seed(prepared: PreparedSeed, folder: Path, backend: Backend, watch: Roun
     if manifest is not None and manifest.has_finished(experiment.rounds):
         return
     fingerprint = f"{experiment.fingerprint(prepared.seed)} data {dataset_digest(prepared.dataset)}"
-    place: Any = backend.place(prepared, folder)
+    place = backend.place(prepared, folder)
     make_folder(folder)
     log = RoundLog(folder)
     device = devices.resolve_device(experiment.device)
@@ -161,7 +229,7 @@ def run_seed(prepared: PreparedSeed, folder: Path, backend: Backend, watch: Roun
     with contextlib.ExitStack() as stack:
         stack.enter_context(devices.deterministic(device))
         stack.enter_context(_translate_memory_errors(device))
-        engine: Any = stack.enter_context(backend.open_engine(prepared, place))
+        engine = stack.enter_context(backend.open_engine(prepared, place))
 
         # Start, or load the last checkpoint.
         shape = (prepared.num_persistent_rows, parameters.row_stride(prepared.spec.dim))
@@ -197,9 +265,8 @@ def run_seed(prepared: PreparedSeed, folder: Path, backend: Backend, watch: Roun
                 status = f"{phase}{backend.status(place, measured)}"
                 watch.phase(experiment, prepared.seed, n + 1, status)
 
-        loop = round_loop(engine)
         every = experiment.evaluate_every
-        results = loop(engine, state, start, experiment.rounds, every, on_phase)
+        results = run_algorithm(engine, state, start, experiment.rounds, every, on_phase)
         del state  # the loop replaces it
         for result in results:
             done = result.n + 1
@@ -251,34 +318,48 @@ def _spent_epsilons(prepared: PreparedSeed, done: int) -> list[float]:
     return [spent_epsilon(spec.training, count, spec.rounds, done) for count in counts]
 
 
-def round_loop(engine: Any) -> Callable[..., Iterator[Round]]:
-    """Return the loop over rounds that the algorithm needs.
+def run_algorithm(
+    engine: SeedEngine,
+    state: AgentState,
+    start: int,
+    stop: int,
+    evaluate_every: int,
+    on_phase: OnPhase,
+) -> Iterator[Round]:
+    """Run the rounds of Algorithm 1, or those of an algorithm with models of clusters.
 
     Args:
-        engine: The engine of the seed.
+        engine: The engine of the seed; its models change in place.
+        state: State of all agents.
+        start: First round.
+        stop: Round after the last one.
+        evaluate_every: Number of rounds between two evaluations; 0 for no evaluation.
+        on_phase: Receives the round and its phase.
 
     Returns:
-        The loop of Algorithm 1, or that of an algorithm with models of clusters.
+        The rounds.
     """
     clusters = engine.spec.algorithm.clusters
     if clusters is None:
-        return run_rounds
-    return dfca.run_rounds if clusters.per_agent else ifca.run_rounds
+        return run_rounds(engine, state, start, stop, evaluate_every, on_phase)
+    assert isinstance(engine, LocalEngine)  # a cluster of machines refuses IFCA and DFCA
+    run_cluster_rounds = dfca.run_rounds if clusters.per_agent else ifca.run_rounds
+    return run_cluster_rounds(engine, state, start, stop, evaluate_every, on_phase)
 
 
 def _log_choices(
     watch: RoundCallback,
     prepared: PreparedSeed,
-    plan: Any,
+    place: Place,
     kernels: Mapping[str, Any],
     device: torch.device,
 ) -> None:
     """Log the place of the models and the kernels of a seed."""
     start = f"{prepared.experiment.name} seed {prepared.seed}"
     if isinstance(watch, Progress):
-        if plan.folder is None:  # else a warning says it
-            watch.log(f"{start}: {plan}")
-        watch.log(f"{start}: processes {plan.processes}{_describe_kernels(kernels, device)}")
+        if place.folder is None:  # else a warning says it
+            watch.log(f"{start}: {place}")
+        watch.log(f"{start}: processes {place.processes}{_describe_kernels(kernels, device)}")
     requested = prepared.experiment.training.precision
     used = kernels["precision"]
     supported = _autotune.supported_precision(requested, device)
@@ -287,8 +368,8 @@ def _log_choices(
         _LOG.warning("%s began in %s, and keeps it%s.", start, used, slower)
     elif supported != requested:
         _LOG.warning("%s trains in %s: %s is far slower here.", start, supported, requested)
-    if plan.folder is not None:
-        _LOG.warning("%s: %s.", start, plan)
+    if place.folder is not None:
+        _LOG.warning("%s: %s.", start, place)
 
 
 def _describe_kernels(kernels: Mapping[str, Any], device: torch.device) -> str:

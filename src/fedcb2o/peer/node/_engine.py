@@ -150,7 +150,7 @@ class PeerEngine:
             candidates &= set(self.spec.neighbours[self.agent_id].tolist())
         return sorted(candidates)
 
-    def local_aggregation_(
+    def aggregate_(
         self,
         n: int,
         states: Sequence[AgentState],
@@ -173,7 +173,7 @@ class PeerEngine:
         """
         colludes = self.adversary.colluding[self.agent_id]
         if colludes or not active[self.agent_id]:
-            return batched_aggregation.local_aggregation_(
+            return batched_aggregation.aggregate_batches_(
                 self, n, states, active, deadline, on_step
             )
 

@@ -409,7 +409,7 @@ class Node:
 
     def _on_phase(self, n: int, phase: str) -> None:
         self._check_running()
-        if phase == "mixing":
+        if phase == "aggregating":
             self._assessment.before_exchange(n)
         self.observer.on_phase(n + 1, phase)
 
