@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse.csgraph import connected_components
 
 from fedcb2o.data._dataset import Dataset
 from fedcb2o.errors import DataError
@@ -282,6 +281,8 @@ def _owner_groups(seen: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
     Returns:
         Owners of each group; empty where labels agree.
     """
+    from scipy.sparse.csgraph import connected_components  # slow to import
+
     shared = seen.T.astype(np.float32) @ seen.astype(np.float32)
     component = connected_components(shared, directed=False)[1]
     group_of_owner = component[seen.argmax(1)] if seen.size else component[:0]

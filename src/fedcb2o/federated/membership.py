@@ -14,7 +14,6 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy.stats import rankdata
 from torch import Tensor
 
 from fedcb2o.data import Shard
@@ -36,9 +35,11 @@ def attack_auc(members: Float[np.ndarray, " n"], others: Float[np.ndarray, " m"]
     Returns:
         The area in [0, 1]; 0.5 for an attack that guesses. Equal scores count half.
     """
-    ranks = rankdata(np.concatenate([members, others]))
-    n = len(members)
-    return float((ranks[:n].sum() - n * (n + 1) / 2) / (n * len(others)))
+    ordered = np.sort(others)
+    smaller = ordered.searchsorted(members, "left")
+    not_larger = ordered.searchsorted(members, "right")
+    wins = (smaller.sum() + not_larger.sum()) / 2
+    return float(wins / (len(members) * len(others)))
 
 
 def true_positive_rate(members: Float[np.ndarray, " n"], others: Float[np.ndarray, " m"]) -> float:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from scipy.optimize import brentq
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
@@ -111,6 +110,7 @@ def _step_losses(noise: float, batches: int) -> Any:
 @functools.lru_cache(1024)
 def _noise_for(target: float, batches: int, steps: int, delta: float) -> float:
     """Return the least noise with which the steps have at most the target epsilon."""
+    from scipy.optimize import brentq  # slow to import
 
     def excess(log_noise: float) -> float:
         return epsilon(math.exp(log_noise), batches, steps, delta) - target

@@ -7,7 +7,6 @@ Only a network without a server admits them. As in `model_poisoning`, an attack 
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from fedcb2o.federated.adversary import AttackView, knows
@@ -112,6 +111,8 @@ def spectral(
     Returns:
         One model per receiver, shape [r, d].
     """
+    from scipy.sparse.csgraph import connected_components  # slow to import
+
     models = torch.stack([view.model_of(i) for i in view.receivers.tolist()])
     is_finite = models.isfinite().all(1).cpu()
     links = (view.links() & is_finite & is_finite[:, None]).numpy()
