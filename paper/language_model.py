@@ -74,11 +74,9 @@ PHRASE: Changes = {
 METHODS: dict[str, Changes] = {
     "FedAssay": {"algorithm": "fedassay"},
     "FedAssay without G": {"algorithm": {"name": "fedassay", "criterion": "average_loss"}},
-    "FedCBO": {
-        "algorithm": {"name": "fedcbo", "own_model": "judged", "mixing_factor": 1.0, "alpha": 2.0}
-    },
+    "FedCBO": {"algorithm": {"name": "fedcbo", "own_model": "judged", "mixing_factor": 1.0}},
     "Dec-LoRA": {"algorithm": "dec_lora"},
-    "TAD-LoRA": {"algorithm": {"name": "tad_lora", "switching_interval": 1}},
+    "TAD-LoRA": {"algorithm": "tad_lora"},
     "trimmed mean": {"algorithm": {"name": "by_rule", "rule": "trimmed_mean"}},
     "Multi-Krum": {"algorithm": {"name": "by_rule", "rule": "multi_krum"}},
     "FLTrust": {"algorithm": {"name": "by_rule", "rule": "fltrust"}},
@@ -98,24 +96,28 @@ TEXT_CELLS = [
     (TASK, method, "trigger phrase", SEEDS[0]) for method in ("FedAssay", "Dec-LoRA", "FedCBO")
 ]
 TARGETED = ("trigger phrase", "swapped labels", "one topic")
-CANDIDATES: dict[str, dict[str, Changes]] = {
-    "FedCBO": {
-        "alpha = 10": {"algorithm.alpha": 10.0},
-        "alpha = 0.5": {"algorithm.alpha": 0.5},
-    },
-    "TAD-LoRA": {"interval = 5": {"algorithm.switching_interval": 5}},
-    "trimmed mean": {"products": {"algorithm.space": "products"}},
-    "Multi-Krum": {"products": {"algorithm.space": "products"}},
-    "FLTrust": {"products": {"algorithm.space": "products"}},
+FACTORS_OR_PRODUCTS: dict[str, Changes] = {
+    "factors": {"algorithm.space": "parameters"},
+    "products": {"algorithm.space": "products"},
 }
-"""Another value of each rival's main parameter."""
+CANDIDATES: dict[str, dict[str, Changes]] = {
+    "FedCBO": {f"alpha = {value:g}": {"algorithm.alpha": value} for value in (0.5, 2.0, 10.0)},
+    "TAD-LoRA": {
+        f"interval = {value}": {"algorithm.switching_interval": value} for value in (1, 5)
+    },
+    "trimmed mean": FACTORS_OR_PRODUCTS,
+    "Multi-Krum": FACTORS_OR_PRODUCTS,
+    "FLTrust": FACTORS_OR_PRODUCTS,
+}
+"""Values of each rival's main parameter, of which the tuning chooses one."""
 
 
 def run_cell(cell: Cell, out: Path) -> fedcb2o.Run:
     """Run a cell.
 
     Args:
-        cell: Task, method, attack and seed. A method may name a candidate after a comma.
+        cell: Task, method, attack and seed. A method may name a candidate after a comma;
+            otherwise it has the candidate that the tuning chose.
         out: Folder of the run.
 
     Returns:
@@ -124,8 +126,8 @@ def run_cell(cell: Cell, out: Path) -> fedcb2o.Run:
     _, method, attack, seed = cell
     name, _, candidate = method.partition(", ")
     changes = {**SETTING, **METHODS[name], **ATTACKS[attack]}
-    if candidate:
-        changes |= CANDIDATES[name][candidate]
+    if name in CANDIDATES:
+        changes |= CANDIDATES[name][candidate or chosen_candidates()[name]]
     experiment = fedcb2o.load(PRESET, {**changes, "seeds": [seed]})
     return fedcb2o.run(experiment, out=out, workers=1)
 
@@ -155,12 +157,14 @@ def grid(
         yield TASK, method, attack, seed
 
 
-def candidates() -> list[str]:
-    """Return the methods with a candidate, each after the method itself."""
-    names = []
-    for method, values in CANDIDATES.items():
-        names += [method, *(f"{method}, {value}" for value in values)]
-    return names
+@functools.cache
+def chosen_candidates() -> dict[str, str]:
+    """Return the candidate of each rival with the least worst regret in the tuning."""
+    worst = regrets(pd.read_csv(TUNING)).max()
+    return {
+        method: min(values, key=lambda value, method=method: worst[f"{method}, {value}"])
+        for method, values in CANDIDATES.items()
+    }
 
 
 def write_texts(method: str, run: fedcb2o.Run) -> None:
@@ -175,7 +179,7 @@ def write_texts(method: str, run: fedcb2o.Run) -> None:
 def regrets(table: pd.DataFrame) -> pd.DataFrame:
     """Return each method's loss minus the least of all methods, by attack and seed."""
     loss = table.pivot_table(index=["attack", "seed"], columns="method", values="loss", sort=False)
-    return loss.sub(loss.min(axis=1), axis=0).reindex(columns=[*METHODS])
+    return loss.sub(loss.min(axis=1), axis=0)
 
 
 def compare(differences: "pd.Series[float]") -> str:
@@ -219,6 +223,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     rows = {}
     for method in METHODS:
         rows[method] = {
+            "chosen": chosen_candidates().get(method, "–"),
             "exact answers, no attack (%)": f"{shown['accuracy'][method, 'none']:.1f}",
             "perplexity, no attack": f"{shown['perplexity'][method, 'none']:.2f}",
             "largest perplexity": largest(shown["perplexity"][method], ".2f"),
@@ -333,8 +338,9 @@ def main() -> None:
     options = parser.parse_args()
     share_loading()
     if options.tune:
-        chosen = grid(TUNING_SEEDS, candidates(), TUNING_ATTACKS)
-        cells.measure_missing(TUNING, "task", chosen, measure, MEASURES, decimals=4)
+        names = [f"{method}, {value}" for method in CANDIDATES for value in CANDIDATES[method]]
+        tuning = grid(TUNING_SEEDS, names, TUNING_ATTACKS)
+        cells.measure_missing(TUNING, "task", tuning, measure, MEASURES, decimals=4)
     elif options.page:
         write_page()
     else:

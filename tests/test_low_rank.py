@@ -85,3 +85,16 @@ def test_truncation_keeps_the_two_largest_singular_values(shape, least):
     back = low_rank.from_products(vector, own, pairs)
     assert torch.allclose(pairs[0].b(back) @ pairs[0].a(back), kept.float(), atol=1e-6)
     assert torch.linalg.matrix_rank(pairs[0].a(back)) == 2
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.25, 0.25, 0.0), (1.0, 0.0, 0.0, 0.0)])
+def test_the_average_of_products_is_that_of_full_products(weights):
+    """A model without weight may be infinite."""
+    pairs = low_rank.factor_pairs(Adapted())
+    thetas = torch.randn(4, 18, generator=torch.Generator().manual_seed(2))
+    own, w = thetas[0], torch.tensor(weights, dtype=torch.float64)
+    vector = w @ low_rank.to_products(thetas, pairs).double()
+    expected = low_rank.from_products(vector.float(), own, pairs)
+    thetas = torch.cat([thetas[:3], torch.full((1, 18), torch.inf)])
+    average = low_rank.average_products(thetas, w, own, pairs)
+    assert torch.allclose(average, expected, atol=1e-5)

@@ -79,7 +79,8 @@ def clair(
         basis = _left_vectors(common, rank or pair.rank)
         mean = torch.einsum("k,koi->oi", weights, product)
         parts.append((mean + basis @ (basis.T @ (product[-1] - mean))).flatten().to(vectors))
-    return RuleOutput(as_reduction(inputs, rows, torch.cat(parts), weights))
+    theta = low_rank.from_products(torch.cat(parts), inputs.theta.cpu(), pairs)
+    return RuleOutput(as_reduction(rows, theta, weights))
 
 
 def decompose(

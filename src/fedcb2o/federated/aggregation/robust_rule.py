@@ -85,13 +85,18 @@ def apply_robust_rule(
     # 3. The rule.
     outcome = base.evaluate_rule(rule, g, *_rule_inputs(rule, inputs, received, rows), p=p)
     assumed = rule.keywords.get("f")
-    if space == "products" and (isinstance(outcome, Reduction) or outcome.any()):
-        vector = base.aggregate(models, rule_rows, outcome)
-        weights = outcome.weights if isinstance(outcome, Reduction) else outcome
-        return RuleOutput(as_reduction(inputs, rows, vector, weights), f=assumed)
+    own, pairs = inputs.theta, inputs.context.factor_pairs
     if isinstance(outcome, Reduction):
+        if space == "products":
+            vector = base.aggregate(models, rule_rows, outcome)
+            theta = low_rank.from_products(vector, own.cpu(), pairs)
+            return RuleOutput(as_reduction(rows, theta, outcome.weights), f=assumed)
         reduction = dataclasses.replace(outcome, rows=rows[outcome.rows])
         return RuleOutput(reduction, f=assumed)
+    if space == "products" and outcome.any():
+        thetas = inputs.models[rows.to(inputs.models.device)].cpu()
+        theta = low_rank.average_products(thetas, outcome, own.cpu(), pairs)
+        return RuleOutput(as_reduction(rows, theta, outcome), f=assumed)
     previous_weight = None if previous is None else float(outcome[-1])
     return RuleOutput(outcome[: len(received.ids)], previous_weight=previous_weight, f=assumed)
 
@@ -107,23 +112,18 @@ def _products(
 
 
 def as_reduction(
-    inputs: CriterionInput,
-    rows: Int[Tensor, " k"],
-    vector: Float[Tensor, " p"],
-    weights: Float[Tensor, " k"] | None,
+    rows: Int[Tensor, " k"], theta: Float[Tensor, " d"], weights: Float[Tensor, " k"] | None
 ) -> Reduction:
-    """Return the reduction to a model that is known as products of its low-rank adapters.
+    """Return the reduction to a known model.
 
     Args:
-        inputs: View of one agent.
         rows: Rows of the models that the rule got.
-        vector: The aggregate, as `low_rank.to_products` returns it.
+        theta: The model.
         weights: Weights of the models for the record, or None.
 
     Returns:
-        A reduction to the nearest model whose adapters have the rank of the agent's own.
+        A reduction whose value is the model.
     """
-    theta = low_rank.from_products(vector, inputs.theta.cpu(), inputs.context.factor_pairs)
     reduce = functools.partial(_columns_of, theta=theta)
     return Reduction(rows, reduce, takes_offset=True, weights=weights)
 
