@@ -49,6 +49,20 @@ def minor_version(minor: int) -> None:
     _preflight.MINOR_VERSION = minor
 
 
+def slow(seconds: float) -> None:
+    """The work of a round takes so much longer."""
+    from fedcb2o.peer.node._engine import PeerEngine
+
+    train = PeerEngine.map_batches
+
+    def map_batches(engine, function, *shared, **options):
+        if function.__name__ == "train_":
+            time.sleep(seconds)
+        return train(engine, function, *shared, **options)
+
+    PeerEngine.map_batches = map_batches
+
+
 def command(log, *arguments: object) -> None:
     """`fedcb2o ARGUMENTS` in this process, as a user gives it; what it says goes to a file."""
     import os

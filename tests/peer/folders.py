@@ -41,6 +41,7 @@ def line(n, *received, **changes):
         "own_weight": 0.4,
         "refused": {},
         "late": [],
+        "behind": [],
         "alive": [1, 2, 3],
         "sent": 1000,
         "served": 3,

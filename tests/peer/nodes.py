@@ -35,7 +35,9 @@ def _run(
     """One node, in its process; what it says goes to node.log, in a line each."""
     from fedcb2o.errors import FedCB2OError
     from fedcb2o.experiments.config.loading import load
+    from fedcb2o.peer.membership import read_federation
     from fedcb2o.peer.node import Node
+    from fedcb2o.peer.node._agent import load_member_dataset
 
     log = out.with_suffix(".log").open("a", buffering=1)
     os.dup2(log.fileno(), 1)
@@ -43,8 +45,11 @@ def _run(
     prepare = options.pop("prepare", None)  # what a test changes in this process first
     if prepare is not None:
         prepare()
+    inputs = {"simulate": load(simulate)}
+    if path := options.pop("data", None):  # a file.npz in place of the simulation
+        inputs = {"data": load_member_dataset(path, read_federation(federation))}
     try:
-        Node(federation, identity, out=out, simulate=load(simulate), **options).run()
+        Node(federation, identity, out=out, **inputs, **options).run()
     except FedCB2OError as error:
         print(f"Error: {error}", flush=True)
         os._exit(2)

@@ -11,6 +11,7 @@ from fedcb2o.peer.report import LiveTable
 ROUNDS = [
     line(1, (1, 0.25, 1000, 0.5), (2, 1.0, 2000, 0.1), refused={"3": "signature"}),
     line(2, (1, 0.75, 1000, 0.204), refused={"3": "size"}, late=[2], alive=[1, 3], accuracy=None),
+    line(3, (1, 0.75, 1000, 0.204), behind=[3], late=[2], alive=[1, 3], accuracy=None),
 ]
 
 
@@ -37,8 +38,10 @@ def test_a_line_a_round_where_there_is_no_terminal():
         assert text.splitlines() == [
             "hospital-a: round 1/5: accuracy 50.0%, 2 of 3 taken, "
             "refused university-d (signature), 1.0 s",
-            "hospital-a: round 2/5: 1 of 3 taken, nothing yet from: clinic-c, "
+            "hospital-a: round 2/5: 1 of 3 taken, late: clinic-c, "
             "refused university-d (size), 1.0 s",
+            "hospital-a: round 3/5: 1 of 3 taken, late: clinic-c, "
+            "too far behind: university-d, 1.0 s",
             "hospital-a: stopping [bold]after[/bold] this round?[2J",
         ]
 
@@ -59,9 +62,10 @@ def test_a_row_a_peer_on_a_terminal():
     text = shown(force_terminal=True, no_color=True, _environ={"TERM": "xterm"})
     rows = {words[0]: words for words in map(str.split, text.splitlines()) if words}
     assert "round 3/5, accuracy 50.0%" in text
-    assert rows["hospital-b"] == ["hospital-b", "up", "2", "0.75", "20.4%"]
-    assert rows["clinic-c"] == ["clinic-c", "–", "1", "1.00", "10.0%"]
-    assert rows["university-d"] == ["university-d", "up", "–", "–", "–", "2,", "last:", "size"]
+    assert rows["hospital-b"] == ["hospital-b", "up", "3", "0.75", "20.4%"]
+    assert rows["clinic-c"] == ["clinic-c", "–", "1", "1.00", "10.0%", "late"]
+    row = "university-d up – – – too far behind 2, last: size"
+    assert rows["university-d"] == row.split()
 
 
 def test_more_peers_than_lines():

@@ -1,54 +1,207 @@
-"""Pace of honest nodes among hostile members, and rounds that a lost directory signed."""
+"""Pace of honest nodes among hostile members, skipped rounds, and rounds that a lost folder signed."""
 
+import contextlib
 import json
 import threading
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from tests.peer import members, pace
 from tests.peer.wire import Wire
 
 import fedcb2o
 from fedcb2o.data import digits
 from fedcb2o.peer.node import Node, PeerMonitor
-from fedcb2o.peer.wire import ZERO_DIGEST, Ledger, Manifest, Server
+from fedcb2o.peer.node._assessment import BASELINE_FILE
+from fedcb2o.peer.wire import ZERO_DIGEST, Ledger, Manifest, PeerClient, RawCodec, Server
 
 
-class Claims:
-    """Client that knows what others claim."""
+class Announcements:
+    """Client that knows the rounds that others announced."""
 
-    def __init__(self, federation, claims):
+    def __init__(self, federation, announced, equivocators=()):
         self.federation, self.agent_id = federation, 0
-        self.claimed_rounds = claims
-        self.ledger = type("Nobody", (), {"equivocators": frozenset()})
+        self.announced_rounds = announced
+        self.ledger = type("Nobody", (), {"equivocators": frozenset(equivocators)})
+
+
+def monitor_of(folder, n, announced, *, equivocators=(), rounds=40, **options):
+    """The monitor of agent 0 of `n` members, with a lag of 5."""
+    changes = {"rounds": rounds, "agents": {"benign": n, "malicious": 0}}
+    federation = members.federated(members.identities(folder, n), changes=changes, lag=5, **options)
+    client = Announcements(federation, announced, equivocators)
+    return PeerMonitor(Wire().agent(0), client, threading.Event(), pace.Times())
 
 
 @pytest.mark.parametrize(
-    ("n", "ahead", "is_behind"),
+    ("n", "announced", "expected"),
     [
-        (2, 1, True),
-        (3, 1, False),
-        (3, 2, True),
-        (4, 1, False),
-        (4, 2, True),
-        (5, 2, False),
-        (5, 3, True),
-        (8, 3, False),
-        (8, 4, True),
+        (2, {1: 30}, 0),  # never a single one
+        (3, {1: 40}, 0),
+        (3, {1: 40, 2: 7}, 7),
+        (4, {1: 40}, 0),  # silent members count as round 0
+        (4, {1: 40, 2: 20}, 20),
+        (4, {1: 40, 2: 20, 3: 19}, 20),
+        (5, {1: 40, 2: 40, 3: 12, 4: 11}, 12),
+        (5, {1: 40, 2: 40}, 0),
+        (8, {1: 40, 2: 40, 3: 40, 4: 5, 5: 4, 6: 3, 7: 2}, 5),
+        (8, {1: 40, 2: 40, 3: 40, 4: 40}, 40),
     ],
 )
-def test_only_more_than_half_of_the_others_change_the_pace(n, ahead, is_behind, tmp_path):
-    """Members of which nothing is known count as being in round 0."""
-    federation = members.federated(
-        members.identities(tmp_path, n), round_seconds=1.0, deadline_seconds=5.0
+def test_the_common_round_is_never_beyond_the_fastest_honest_member(
+    n, announced, expected, tmp_path
+):
+    """Fewer than half of the others are hostile where 40 is announced, except in the last line."""
+    assert monitor_of(tmp_path, n, announced).common_round() == expected
+
+
+def test_the_announcements_of_equivocators_do_not_count(tmp_path):
+    announced = {1: 30, 2: 30, 3: 20}
+    assert monitor_of(tmp_path, 4, announced, equivocators=[1]).common_round() == 20
+    assert monitor_of(tmp_path / "b", 4, announced, equivocators=[1, 2]).common_round() == 0
+
+
+@pytest.mark.parametrize(
+    ("common", "done", "expected"),
+    [
+        (12, 6, 12),
+        (12, 7, 7),  # 5 behind, the lag
+        (12, 20, 20),
+        (36, 0, 34),  # the last lag + 1 of 40 rounds are never skipped
+        (40, 33, 34),
+        (40, 34, 34),
+        (40, 39, 39),
+    ],
+)
+def test_an_agent_beyond_the_lag_goes_on_with_the_round_of_the_others(
+    common, done, expected, tmp_path
+):
+    monitor = monitor_of(tmp_path, 4, {1: common, 2: common, 3: 0})
+    assert monitor.next_round(done) == expected
+    notes = monitor.observer.notes
+    assert len(notes) == (expected > done)
+    if expected == done + 1:
+        assert f"skips round {expected}: " in notes[0]
+    elif notes:
+        assert f"skips rounds {done + 1} to {expected}: " in notes[0]
+
+
+def test_nothing_is_skipped_in_a_short_run_or_a_synchronous_one(tmp_path):
+    announced = {1: 6, 2: 6}
+    assert monitor_of(tmp_path / "a", 3, announced, rounds=7).next_round(0) == 1
+    assert monitor_of(tmp_path / "b", 3, announced, rounds=6).next_round(0) == 0
+    assert monitor_of(tmp_path / "c", 3, announced, synchronous=True).next_round(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("announced", "known"),
+    [(30, {1: 30}), (40, {1: 40}), (41, {}), (-1, {}), (True, {}), ("30", {}), (None, {})],
+)
+def test_only_rounds_of_the_run_are_believed(announced, known, tmp_path):
+    who = members.identities(tmp_path, 2)
+    changes = {"rounds": 40, "agents": {"benign": 2, "malicious": 0, "budget": 1}}
+    federation = members.federated(who, changes=changes)
+    wire = Wire()
+    with answering(wire, tmp_path, federation, who, {1: announced}):
+        ledger = Ledger(tmp_path / "ledger", federation)
+        client = PeerClient(federation, who[0], wire.agent(0), ledger, RawCodec(1), 1)
+        assert client.hello(1, 5.0) == {"round": announced}
+        assert client.announced_rounds == known
+
+
+@contextlib.contextmanager
+def answering(wire, folder, federation, who, announced):
+    """Members that answer with a round, and have no model."""
+    with contextlib.ExitStack() as stack:
+        for j, round in announced.items():
+            ledger = Ledger(folder / f"other-{j}", federation)
+            content = {"round": round}
+            server = Server(
+                federation, j, who[j], ledger, hello_content=lambda content=content: content
+            )
+            stack.callback(server.close)
+            wire.agent(j).serve(server.on_request)
+        yield
+
+
+def joining(folder, announced, *, resume=False, **options):
+    """The node of agent 0 of three, in a run of 14 rounds with a lag of 2."""
+    folder.mkdir(exist_ok=True)
+    who = [members.Identity.read(folder / f"org-{j}") for j in range(3)] if resume else None
+    who = who or members.identities(folder, 3)
+    changes = {"rounds": 14, "agents": {"benign": 3, "malicious": 0}, "training": {"gamma": 0.1}}
+    federation = members.federated(who, changes=changes, lag=2, deadline_seconds=5.0)
+    wire = Wire()
+    data = digits()
+    share = fedcb2o.Dataset(
+        fedcb2o.Shard(data.pool.x[::3], data.pool.y[::3]), data.test, data.class_names
     )
-    claims = {1 + i: 9 for i in range(ahead)}
-    observer = pace.Times()
-    wire = Wire().agent(0)
-    monitor = PeerMonitor(wire, Claims(federation, claims), threading.Event(), observer)
-    assert monitor._is_majority_ahead(9) == is_behind
-    assert monitor._is_majority_ahead(9) == is_behind
-    assert len(observer.notes) == is_behind
-    assert not monitor._is_majority_ahead(10)
+    node = Node(
+        federation,
+        who[0],
+        share,
+        out=folder / "out",
+        resume=resume,
+        connect=lambda federation, identity: wire.agent(0),
+        observer=pace.Times(),
+        gather=0.0,
+        linger=0.0,
+        **options,
+    )
+    return node, answering(wire, folder, federation, who, announced)
+
+
+def rounds_of(folder):
+    lines = (folder / "out" / "rounds.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_newcomer_begins_with_the_round_of_the_others_and_goes_on_after_a_stop(tmp_path):
+    """Records, journal and model alone leave the skipped rounds out, also after a stop."""
+    node, others = joining(tmp_path, {1: 7, 2: 6})
+    with others:
+        rounds = node.rounds()
+        assert [next(rounds)["round"] for _ in range(3)] == [7, 8, 9]
+        assert node.rounds_done == 9
+        node.stop()
+        assert list(rounds) == []
+    assert node.observer.notes[-1].startswith("skips rounds 1 to 6: ")
+
+    node, others = joining(tmp_path, {1: 7, 2: 6}, resume=True)
+    with others:
+        node.run()
+    lines = rounds_of(tmp_path)
+    assert [line["round"] for line in lines] == list(range(7, 15))
+    # nobody has a model, as if they were too far behind
+    assert all((line["late"], line["behind"]) == ([], [1, 2]) for line in lines)
+    signed = (tmp_path / "out" / "signed.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in signed] == list(range(6, 14))
+    with safe_open(tmp_path / "out" / BASELINE_FILE, "pt") as file:
+        assert file.metadata()["rounds"] == "14"
+        alone = file.get_tensor("theta")
+    kept = load_file(tmp_path / "out" / "checkpoint.safetensors")["models"][0]
+    assert torch.equal(alone, kept[: len(alone)])  # it has trained alone
+    assert lines[-1]["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize("announced", [{1: 14}, {1: 14, 2: 2}])
+def test_one_member_that_announces_the_last_round_makes_nobody_skip(announced, tmp_path):
+    node, others = joining(tmp_path, announced)
+    with others:
+        node.run()
+    lines = rounds_of(tmp_path)
+    assert [line["round"] for line in lines] == list(range(1, 15))
+    assert [line["behind"] for line in lines[:3]] == [[]] * 3  # those may just have begun
+
+
+def test_a_node_that_is_stopped_before_its_first_round_keeps_no_model(tmp_path):
+    node, others = joining(tmp_path, {1: 7, 2: 7})
+    node.stop()
+    with others:
+        node.run()
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +213,7 @@ def test_two_hostile_members_of_five_change_nothing(strategy):
     seconds, heard, notes = pace.measure(5, 2, strategy, rounds=8)
     assert pace.ROUND_SECONDS / 2 < seconds < pace.DEADLINE_SECONDS / 2
     assert heard > 0.5
-    assert not any("other members are ahead of round" in note for note in notes)
+    assert not any("skips" in note for note in notes)
 
 
 @pytest.mark.slow
@@ -98,7 +251,7 @@ def test_a_lost_directory_signs_nothing_before_a_majority_has_answered(
             base=ZERO_DIGEST,
         )
         ledger.record(manifest.to_signed_bytes(who[0].sign))
-        server = Server(federation, j, who[j], ledger, hello_content=lambda: {"round": 12})
+        server = Server(federation, j, who[j], ledger, hello_content=lambda: {"round": LAST + 1})
         wire.agent(j).serve(server.on_request)
         servers.append(server)
     data = digits()

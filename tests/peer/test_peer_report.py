@@ -32,13 +32,16 @@ def test_those_of_whom_nothing_was_ever_taken(tmp_path):
     lines = [
         line(1, alive=[1, 2], asked=[1, 2], refused={"2": "another run"}),
         line(2, alive=[1], asked=[1]),
+        line(3, alive=[1, 3], asked=[3], behind=[3]),
     ]
     read = PeerRecords.read(write_node(tmp_path, lines))
     assert read.missing_models([1, 2, 3]) == {
         "hospital-b": "no answer",
         "clinic-c": "another run",
-        "university-d": "never there",
+        "university-d": "too far behind",
     }
+    assert read.missing_models([4]) == {"agent-4": "never there"}
+    assert peers_table(read).loc["university-d", "behind"] == "1"
     assert read.missing_models([1]) == {"hospital-b": "no answer"}  # those of this version alone
     assert PeerRecords.read(write_node(tmp_path, [*ROUNDS, line(4, asked=[])])).missing_models(
         [1, 2, 3]

@@ -1,14 +1,18 @@
 """Members behind a relay: what it can do to messages, and runs through it as processes."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tomli_w
@@ -23,9 +27,10 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import Federation, Identity
 from fedcb2o.peer.membership.federation import read_federation
 from fedcb2o.peer.node import _preflight
-from fedcb2o.peer.wire import MalformedError, Relay, _sealing, open_transport
+from fedcb2o.peer.wire import MalformedError, Relay, _relay, _sealing, open_transport
 from fedcb2o.peer.wire._listener import client_context
 from fedcb2o.peer.wire._mailbox import FolderMailbox, RelayMailbox
+from fedcb2o.peer.wire._relay_metrics import RelayMetrics
 from fedcb2o.peer.wire._relayed import Relayed
 from fedcb2o.peer.wire._sealing import CARD_BYTES, Replays, SealedKind, Session
 
@@ -113,6 +118,59 @@ def test_messages_may_overtake_each_other_and_a_new_session_reads_none(
     restarted = Session(federation, who[1])
     with pytest.raises(MalformedError, match="seal"):
         restarted.open(sealed(first, second))
+
+
+def test_metrics_health_and_log_of_a_relay(three, tmp_path: Path, caplog) -> None:
+    who, federation = three
+    identity = relays.relay_identity(tmp_path)
+    caplog.set_level(logging.INFO, "fedcb2o")
+    with (
+        Relay(federation, identity) as relay,
+        RelayMetrics(relay, 0, expires=identity.expires) as served,
+    ):
+        url = f"http://127.0.0.1:{served.port}"
+        box = f"org-1/{'0' * 32}"
+        sender = RelayMailbox(identity.member, who[0])
+        receiver = RelayMailbox(identity.member, who[1])
+        with pytest.raises(FileNotFoundError):
+            sender.put(box, b"early", 0.1)
+        assert receiver.take(box, 0.0) == []
+        sender.put(box, b"message", 5.0)
+        wait_for(lambda: relay.connections() == {"org-0": 1, "org-1": 1, "org-2": 0}, 10)
+        lines = urllib.request.urlopen(f"{url}/metrics").read().decode().splitlines()
+        for line in (
+            'fedcb2o_relay_connections{member="org-1"} 1.0',
+            'fedcb2o_relay_connections{member="org-2"} 0.0',
+            'fedcb2o_relay_messages_total{outcome="stored"} 1.0',
+            'fedcb2o_relay_messages_total{outcome="full"} 0.0',
+            'fedcb2o_relay_messages_total{outcome="no box"} 1.0',
+            "fedcb2o_relay_traffic_bytes_total 7.0",
+        ):
+            assert line in lines, lines
+        (expiry,) = (line for line in lines if line.startswith("fedcb2o_certificate_expiry"))
+        assert float(expiry.split()[1]) == identity.expires.timestamp()
+        assert json.load(urllib.request.urlopen(f"{url}/health")) == {
+            "healthy": True, "name": "relay", "connected": ["org-0", "org-1"],
+        }  # fmt: skip
+        with (
+            mock.patch.object(_relay, "_MAX_STORED_BYTES", 8),
+            pytest.raises((BlockingIOError, TimeoutError)),
+        ):
+            sender.put(box, b"message", 2.0)  # which is tried several times
+        sender.close()
+        wait_for(lambda: relay.connections()["org-0"] == 0, 10)
+        relay._listener.close()
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"{url}/health")
+        receiver.close()
+    told = [(record.levelname, record.message, record.data["member"]) for record in caplog.records]
+    assert told[:3] == [
+        ("INFO", "relay: org-0 is connected", "org-0"),
+        ("INFO", "relay: org-1 is connected", "org-1"),
+        ("WARNING", "relay: the box of org-1 is full, and messages of org-0 are refused", "org-1"),
+    ]
+    assert ("INFO", "relay: org-0 has no connection", "org-0") in told
+    assert sum(level == "WARNING" for level, *_ in told) == 1
 
 
 def test_only_members_of_this_run_have_cards(sessions: list[Session], tmp_path: Path) -> None:
@@ -392,7 +450,7 @@ def test_a_killed_relay_costs_no_round_more_than_its_deadline(tmp_path):
         relay.kill()
     for j in range(3):
         lines = peers.lines(j)
-        assert len(lines) == 60
+        assert lines[-1]["round"] == 60
         assert max(line["seconds"]["exchange"] for line in lines) < 4.0 + 0.6
         assert any(line["received"] for line in lines[:5])
         assert any(line["received"] for line in lines[done:]), json.dumps(lines[done:])

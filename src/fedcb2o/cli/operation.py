@@ -1,5 +1,6 @@
 """The commands that operate peers: relay, backup and restore."""
 
+import contextlib
 import logging
 import threading
 from pathlib import Path
@@ -15,6 +16,12 @@ _KeysOption = Annotated[
 ]
 _RunOption = Annotated[
     Path, typer.Option("--run", metavar="DIR", help="Folder of the run.", show_default=False)
+]
+
+
+MetricsOption = Annotated[
+    int | None,
+    typer.Option(metavar="PORT", min=0, max=65535, help="Port of /metrics and /health."),
 ]
 
 
@@ -41,6 +48,7 @@ def relay(
     folder: Annotated[
         Path | None, typer.Option(help="Folder of waiting messages. Default: a temporary one.")
     ] = None,
+    metrics: MetricsOption = None,
 ) -> None:
     """Pass encrypted messages on between members that accept no connections.
 
@@ -49,10 +57,14 @@ def relay(
     from fedcb2o.peer.membership.federation import read_federation
     from fedcb2o.peer.membership.identity import Identity
     from fedcb2o.peer.wire._relay import Relay
+    from fedcb2o.peer.wire._relay_metrics import RelayMetrics
 
     federation = read_federation(file)
     keys = Identity.read(identity)
-    with Relay(federation, keys, listen=listen, folder=folder) as server:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(Relay(federation, keys, listen=listen, folder=folder))
+        if metrics is not None:
+            stack.enter_context(RelayMetrics(server, metrics, expires=keys.expires))
         _LOGGER.info("Relays for %s at %s.", federation.verification_phrase, keys.member.endpoint)
         server.run(threading.Event())
 

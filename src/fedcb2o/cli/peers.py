@@ -11,6 +11,7 @@ import typer
 
 from fedcb2o.cli import completion
 from fedcb2o.cli.log_output import has_log_settings
+from fedcb2o.cli.operation import MetricsOption
 from fedcb2o.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -498,15 +499,7 @@ def run(
     linger: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="Serve others at the end.")
     ] = 300.0,
-    metrics: Annotated[
-        int | None,
-        typer.Option(
-            metavar="PORT",
-            min=0,
-            max=65535,
-            help="Port of /metrics and /health.",
-        ),
-    ] = None,
+    metrics: MetricsOption = None,
     assess_every: Annotated[
         int,
         typer.Option(min=0, metavar="ROUNDS", help="Measure the gain; 0: no."),

@@ -19,7 +19,7 @@ from fedcb2o.records._files import (
 
 LOG_NAMES = ("metrics", "pairs", "timing")
 REPRODUCIBLE_LOGS = ("metrics", "pairs")
-"""Logs that the seed and the settings determine."""
+"""Logs that the seed and the settings determine, with one line for every round."""
 
 
 class RoundLog:
@@ -27,17 +27,10 @@ class RoundLog:
 
     Attributes:
         folder: Folder of the seed.
-        complete_names: Names of the logs with one line for every round.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        names: Sequence[str] = LOG_NAMES,
-        complete_names: Sequence[str] = REPRODUCIBLE_LOGS,
-    ) -> None:
+    def __init__(self, folder: Path, names: Sequence[str] = LOG_NAMES) -> None:
         self.folder = folder
-        self.complete_names = complete_names
         self._hashes = {name: (0, hashlib.sha256()) for name in names}
 
     def path(self, name: str) -> Path:
@@ -136,7 +129,7 @@ class RoundLog:
                     line_rounds.append(line["round"])
 
             # timing.jsonl may lack the last round: its line has the time of the checkpoint too.
-            if name in self.complete_names and line_rounds != list(range(1, rounds + 1)):
+            if name in REPRODUCIBLE_LOGS and line_rounds != list(range(1, rounds + 1)):
                 reason = (
                     f"it lacks rounds before the checkpoint's round {rounds}, or has some twice"
                 )

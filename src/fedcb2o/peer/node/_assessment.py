@@ -71,6 +71,20 @@ class SelfAssessment:
             return False
         return (n + 1) % self.every == 0 or n + 1 == self.group.spec.rounds
 
+    def skip_rounds(self, start: int, stop: int) -> None:
+        """Leave out the rounds from `start` to `stop`, which this agent does not train.
+
+        Args:
+            start: First skipped round, counted from 0.
+            stop: Round after the last skipped one.
+        """
+        if self.every == 0 or not len(self.test):
+            return
+        kernels = self.group.spec.kernels
+        with dispatch.use_kernels(kernels.linear, kernels.convolution):
+            self._train_alone(start - 1)
+        self.trained = max(self.trained, stop)
+
     def before_exchange(self, n: int) -> None:
         """Measure the leakage of the model that is sent in a round.
 

@@ -1,8 +1,8 @@
 """Node of one agent among real peers: Algorithm 1 (alg:FedCB2O).
 
 Rounds have no barrier. An agent downloads the newest models within the lag, keeps its model if no
-peer answers, and never waits beyond the deadline. Its own clock sets the pace; an agent that is
-behind most of the others does not wait.
+peer answers, and never waits beyond the deadline. Its own clock sets the pace; an agent that is too
+far behind most of the others skips rounds.
 """
 
 import asyncio
@@ -191,7 +191,7 @@ class Node:
 
             # 2. Restore the agent's state.
             group = self.agent.build_group()
-            log = records.RoundLog(self.out, ("rounds",), ("rounds",))
+            log = records.RoundLog(self.out, ("rounds",))
             codec = self._build_codec()
             state = self._restore(log, group.models[:1], codec)
             ledger = Ledger(self.out, federation)
@@ -244,6 +244,7 @@ class Node:
                     monitor.wait_for_members(self.gather, self.rounds_done)
                     monitor.report_disagreements()
                     recovery.start()
+                    self._skip_rounds(monitor)
                     traffic = _TrafficCounter(server, client)
                     yield from self._run_rounds(engine, state, log, codec, traffic, recovery)
                 self._save_model(group)
@@ -253,7 +254,7 @@ class Node:
                     self._report_equivocation(ledger.equivocators)
                     monitor.check_membership(self.identity)
             except (StoppedError, KeyboardInterrupt) as error:
-                if self.rounds_done:  # the model of the last finished round
+                if (self.out / checkpoint.FILE).exists():  # the model of the last finished round
                     self._restore(log, group.models[:1], codec)
                     self._save_model(group)
                 if isinstance(error, KeyboardInterrupt):
@@ -283,48 +284,69 @@ class Node:
         federation = self.federation
         monitor = engine.monitor
         model = engine.group.models[:1]
-        rounds = run_rounds(
-            engine,
-            state,
-            self.rounds_done,
-            federation.rounds,
-            1,
-            self._on_phase,
-            federation.deadline_seconds,
-        )
         start = time.monotonic()
         engine.free_until = start + federation.round_seconds
-        for result in rounds:
-            began = time.monotonic()
-            assessed, contributions = self._assessment.assess(result.n, result.decisions)
-            if assessed:
-                result.seconds["assess"] = time.monotonic() - began
-            record = {**self._round_record(result, engine, traffic), **assessed}
-            for entry in record["received"]:
-                if entry["id"] in contributions:
-                    entry["contribution"] = contributions[entry["id"]]
-            log.append("rounds", record)
-            log.sync()
-            rows = [model, *(tensor.unsqueeze(0) for tensor in codec.state().values())]
-            rounds_done = result.n + 1
-            fingerprint = self._fingerprint()
-            checkpoint.save(self.out, rounds_done, rows, result.state, fingerprint, log.checksums())
-            self.rounds_done = rounds_done
-            self.observer.on_round(record)
-            self._report_equivocation(engine.client.ledger.equivocators)
-            yield record
+        while self.rounds_done < federation.rounds:
+            rounds = run_rounds(
+                engine,
+                state,
+                self.rounds_done,
+                federation.rounds,
+                1,
+                self._on_phase,
+                federation.deadline_seconds,
+            )
+            for result in rounds:
+                state = result.state
+                record = self._build_record(result, engine, traffic)
+                log.append("rounds", record)
+                log.sync()
+                rows = [model, *(tensor.unsqueeze(0) for tensor in codec.state().values())]
+                rounds_done = result.n + 1
+                fingerprint = self._fingerprint()
+                checkpoint.save(self.out, rounds_done, rows, state, fingerprint, log.checksums())
+                self.rounds_done = rounds_done
+                self.observer.on_round(record)
+                self._report_equivocation(engine.client.ledger.equivocators)
+                yield record
 
-            if self.rounds_done < federation.rounds:  # after the last one, peers may have ended
-                recovery.update()
-                monitor.probe_unreachable(self.identity)
-                is_ahead = not engine.arrivals and NOT_YET in engine.failures.values()
-                monitor.throttle(self.rounds_done, start, is_ahead)
-            self._check_running()
-            start = time.monotonic()
-            # the rest of the round, after its exchange, takes about as long as in this one
-            seconds = record["seconds"]
-            rest = seconds["round"] - seconds["train"] - seconds["exchange"]
-            engine.free_until = start + federation.round_seconds - rest
+                if rounds_done < federation.rounds:  # after the last one, peers may have ended
+                    recovery.update()
+                    monitor.probe_unreachable(self.identity)
+                    is_ahead = not engine.arrivals and NOT_YET in engine.failures.values()
+                    monitor.throttle(rounds_done, start, is_ahead)
+                self._check_running()
+                start = time.monotonic()
+                # the rest of the round, after its exchange, takes about as long as in this one
+                seconds = record["seconds"]
+                rest = seconds["round"] - seconds["train"] - seconds["exchange"]
+                engine.free_until = start + federation.round_seconds - rest
+                # without a minimum duration there is no common pace that an agent could miss
+                if federation.round_seconds and self._skip_rounds(monitor):
+                    break
+
+    def _build_record(
+        self, result: Round, engine: PeerEngine, traffic: "_TrafficCounter"
+    ) -> dict[str, Any]:
+        """Return the record of a round, with its self-assessment."""
+        began = time.monotonic()
+        assessed, contributions = self._assessment.assess(result.n, result.decisions)
+        if assessed:
+            result.seconds["assess"] = time.monotonic() - began
+        record = {**self._round_record(result, engine, traffic), **assessed}
+        for entry in record["received"]:
+            if entry["id"] in contributions:
+                entry["contribution"] = contributions[entry["id"]]
+        return record
+
+    def _skip_rounds(self, monitor: PeerMonitor) -> bool:
+        """Go on with the round of most other members, if this agent is too far behind."""
+        chosen = monitor.next_round(self.rounds_done)
+        if chosen == self.rounds_done:
+            return False
+        self._assessment.skip_rounds(self.rounds_done, chosen)
+        self.rounds_done = chosen
+        return True
 
     def _build_codec(self) -> Codec:
         if self.federation.encoding == "float32":
@@ -449,6 +471,10 @@ class Node:
             for i, arrival in engine.arrivals.items()
         ]
         failures = engine.failures.items()
+        missing = [i for i, reason in failures if reason in BLAMELESS_REASONS]
+        behind = list[int]()
+        if result.n > self.federation.lag:  # before, a peer without a model has just begun
+            behind = [i for i in missing if engine.failures[i] == NOT_YET]
         seconds = {
             **result.seconds,
             "exchange": engine.exchange_seconds,
@@ -464,7 +490,8 @@ class Node:
             "refused": {
                 str(i): reason for i, reason in failures if reason not in BLAMELESS_REASONS
             },
-            "late": [i for i, reason in failures if reason in BLAMELESS_REASONS],
+            "late": [i for i in missing if i not in behind],
+            "behind": behind,
             "alive": sorted(engine.client.transport.connected_peers()),
             **traffic.delta(),
             "seconds": seconds,

@@ -18,7 +18,7 @@ from fedcb2o.peer.wire._transport import Transport
 _POLL_SECONDS = 0.2  # between two looks at the links
 _REJOIN_SECONDS = 3.0  # in which a running member is reached
 _SYNCHRONOUS_POLL_SECONDS = 0.02  # between two looks at rounds in a synchronous federation
-_CATCH_UP_SHARE = 0.25  # of a round's minimum duration that holds for an agent that is behind
+_MIN_ANNOUNCEMENTS = 2  # of rounds: no single member makes another one skip rounds
 _FIRST_PROBE_SECONDS = 5.0  # after the start
 _PROBE_SECONDS = 60.0  # between two looks at members without a link
 _LAST_SECONDS = 1.0  # for members that compare digests with an agent that has finished
@@ -47,7 +47,6 @@ class PeerMonitor:
         self.observer = observer
         self.federation = client.federation
         self.agent_id = client.agent_id
-        self._has_notified_behind = False
         self._ahead = Backoff()
         self._refusing = set[int]()
         self._compared = set[int]()  # members with a link whose version of the protocol is known
@@ -229,13 +228,58 @@ class PeerMonitor:
                 "trained without these members"
             )
 
+    def common_round(self) -> int:
+        """Return the latest round that more than half of the other members have reached.
+
+        Members that announced nothing count as being in round 0. Fewer than half of the others can
+        therefore not raise the result beyond the round of the fastest honest member. At least two
+        announcements are needed.
+
+        Returns:
+            The round, from 0.
+        """
+        announced = dict(self.client.announced_rounds)
+        rounds = sorted((announced.get(i, 0) for i in self.other_members), reverse=True)
+        num_others = len(self.federation.members) - 1
+        needed = max(_MIN_ANNOUNCEMENTS, num_others // 2 + 1)
+        if len(rounds) < needed:
+            return 0
+        return rounds[needed - 1]
+
+    def next_round(self, rounds_done: int) -> int:
+        """Return the round with which an agent goes on: that of the others if it is too far behind.
+
+        An agent more than `lag` rounds behind `common_round` skips the rounds between, because the
+        others would not accept its models. It never skips the last `lag` + 1 rounds of a run. In a
+        synchronous federation no round is skipped.
+
+        Args:
+            rounds_done: Rounds that this agent has finished or skipped.
+
+        Returns:
+            The round, from 0; `rounds_done` if none is skipped.
+        """
+        federation = self.federation
+        common = self.common_round()
+        chosen = min(common, federation.rounds - 1 - federation.lag)
+        is_behind = common > rounds_done + federation.lag
+        if federation.synchronous or not is_behind or chosen <= rounds_done:
+            return rounds_done
+
+        skipped = f"rounds {rounds_done + 1} to {chosen}"
+        if chosen == rounds_done + 1:
+            skipped = f"round {chosen}"
+        self.observer.on_note(
+            f"skips {skipped}: more than half of the other members have finished round {common}, "
+            f"and do not accept a model that is more than {federation.lag} rounds behind"
+        )
+        return chosen
+
     def throttle(self, rounds_done: int, start: float, is_ahead: bool) -> None:
-        """Wait for the round's minimum duration; for a quarter of it if this agent is behind.
+        """Wait for the round's minimum duration.
 
         The minimum holds for each round by itself, so that an agent that was suspended and finds no
-        other member does not race to the end. An agent is behind if more than half of the other
-        members are further. Members of which nothing is known count as being in round 0. No smaller
-        group changes the pace, and no majority makes a round shorter than a quarter of its minimum.
+        other member does not race to the end.
 
         An agent that is ahead of all peers that it asked waits for half of the reachable members.
         In a synchronous federation an agent waits until all others have finished the previous
@@ -257,27 +301,9 @@ class PeerMonitor:
             if not self.wait_for_rounds(self.reachable, n, deadline, _POLL_SECONDS, 0.5):
                 self._ahead.record_stall(0, rounds_done)
 
-        while True:
-            end = start + federation.round_seconds
-            if self._is_majority_ahead(rounds_done):
-                end = start + _CATCH_UP_SHARE * federation.round_seconds
-            left = end - time.monotonic()
-            if left <= 0 or self.stop.wait(min(left, _POLL_SECONDS)):
-                return
-
-    def _is_majority_ahead(self, rounds_done: int) -> bool:
-        """Check claimed rounds; tell the operator once when the agent falls behind."""
-        claims = dict(self.client.claimed_rounds)
-        num_ahead = sum(claims.get(i, 0) >= rounds_done > 0 for i in self.other_members)
-        num_others = len(self.federation.members) - 1
-        is_behind = 2 * num_ahead > num_others
-        if is_behind and not self._has_notified_behind and self.federation.round_seconds:
-            self._has_notified_behind = True
-            self.observer.on_note(
-                f"{num_ahead} of {num_others} other members are ahead of round {rounds_done}: "
-                "whenever most are, rounds take a quarter of their minimum duration"
-            )
-        return is_behind
+        left = start + federation.round_seconds - time.monotonic()
+        if left > 0:
+            self.stop.wait(left)
 
     def linger(self, rounds_done: int, seconds: float) -> None:
         """Wait until all reachable members have finished, as they may need models.

@@ -31,6 +31,7 @@ OUTCOME_COLOURS = {
     "taken": PALETTE[0],
     "refused": PALETTE[1],
     "late": PALETTE[4],
+    "behind": PALETTE[3],
     "no answer": _REST,
 }
 """Outcomes of asking a peer, with their colours."""
@@ -53,6 +54,7 @@ def outcomes(record: RoundRecord) -> dict[int, str]:
     result = dict.fromkeys(record.asked, "no answer")
     groups = {
         "late": record.late,
+        "behind": record.behind,
         "refused": record.refused,
         "taken": [model.id for model in record.received],
     }

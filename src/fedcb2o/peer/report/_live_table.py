@@ -25,6 +25,7 @@ class _PeerStatus:
     round: int = 0
     seconds: float | None = None
     weight: float | None = None
+    missing: str = ""
     refused: int = 0
     reason: str = ""
 
@@ -131,7 +132,9 @@ class LiveTable:
         ]  # attackers ask themselves
         parts = [f"{len(line['received'])} of {len(asked)} taken"]
         if late := line.get("late"):
-            parts.append(f"nothing yet from: {' '.join(self._name(peer) for peer in late)}")
+            parts.append(f"late: {' '.join(map(self._name, late))}")
+        if behind := line.get("behind"):
+            parts.append(f"too far behind: {' '.join(map(self._name, behind))}")
         down = [self._name(peer) for peer in self._peers if peer not in line.get("alive", ())]
         if down and not asked:
             more = f" and {len(down) - 5} more" if len(down) > 5 else ""
@@ -153,8 +156,8 @@ class LiveTable:
 
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
         table.add_column("peer", overflow="ellipsis", no_wrap=True)
-        for name in ("link", "last round", "seconds", "weight", "refused"):
-            is_text = name in ("link", "refused")
+        for name in ("link", "last round", "seconds", "weight", "missing", "refused"):
+            is_text = name in ("link", "missing", "refused")
             table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
         max_rows = max(3, self.console.height - _OTHER_LINES)
         for peer in [*peers][:max_rows]:
@@ -171,8 +174,14 @@ def _updated_status(status: _PeerStatus, peer: int, line: Mapping[str, Any]) -> 
     for model in line["received"]:
         if model["id"] == peer:
             seconds, weight = model["seconds"], model["weight"]
-            status = replace(status, round=line["round"], seconds=seconds, weight=weight)
+            status = replace(
+                status, round=line["round"], seconds=seconds, weight=weight, missing=""
+            )
             break
+    if peer in line.get("late", ()):
+        status = replace(status, missing="late")
+    if peer in line.get("behind", ()):
+        status = replace(status, missing="too far behind")
     refused = line.get("refused", {})
     reason = refused.get(str(peer), refused.get(peer))  # keys of JSON are texts
     if reason is None:
@@ -185,7 +194,8 @@ def _table_row(name: str, status: _PeerStatus) -> tuple[str, ...]:
     weight = "–" if status.weight is None else f"{100 * status.weight:.1f}%"
     refused = f"{status.refused}, last: {status.reason}" if status.refused else ""
     link = "up" if status.alive else "–"
-    return (name, link, str(status.round or "–"), seconds, weight, refused)
+    last_round = str(status.round or "–")
+    return (name, link, last_round, seconds, weight, status.missing, refused)
 
 
 def _plain_cell(text: str) -> Text:

@@ -19,10 +19,11 @@ _MAX_REASON_COLUMNS = 8  # of a table; rarer reasons share one more column
 _SCORES_NOTE = "On this agent's own test samples, after averaging."
 _PEERS_NOTE = (
     "Taken: the model arrived in time, passed every check and was validated. Late: no model "
-    "arrived in time, or the peer had none yet or was busy. Seconds: until the model was "
-    "downloaded and checked. Weight: mean over the last fifth of the rounds, 0 in rounds without "
-    "its model. Contribution: mean loss on this agent's own test samples without its model in the "
-    "average, minus the loss with it. Last alive: last round in which its link was up."
+    "arrived in time, or the peer was busy. Behind: the peer's newest model was too many rounds "
+    "old, or it had none since its start. Seconds: until the model was downloaded and checked. "
+    "Weight: mean over the last fifth of the rounds, 0 in rounds without its model. Contribution: "
+    "mean loss on this agent's own test samples without its model in the average, minus the loss "
+    "with it. Last alive: last round in which its link was up."
 )
 _GAIN_NOTE = (
     "Accuracy on this agent's own test samples, of its model and of the model that it would have "
@@ -274,8 +275,9 @@ def peers_table(records: PeerRecords) -> pd.DataFrame:
             weights[model.id] += (model.weight or 0.0) / len(last_rounds)
 
     columns = list(_figures.OUTCOME_COLOURS)
-    if not any(outcome == "no answer" for _, outcome in counts):
-        columns.remove("no answer")
+    for rare in ("behind", "no answer"):
+        if not any(outcome == rare for _, outcome in counts):
+            columns.remove(rare)
     rows = {}
     for peer in records.peers:
         times = seconds.get(peer)

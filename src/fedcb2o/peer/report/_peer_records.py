@@ -108,6 +108,7 @@ class RoundRecord(_Record):
     own_weight: float | None = None
     refused: dict[_Id, _Word] = {}
     late: list[_Id] = []
+    behind: list[_Id] = []
     alive: list[_Id] = []
     sent: _Count = 0
     got: _Count | None = None
@@ -193,7 +194,8 @@ class PeerRecords:
         ids: set[int] = set(self.info.names)
         for record in self.rounds:
             received = (model.id for model in record.received)
-            ids.update(record.asked, record.refused, record.late, record.alive, received)
+            ids.update(record.asked, record.refused, record.late, record.behind, record.alive)
+            ids.update(received)
         return sorted(ids - {self.info.id})
 
     def missing_models(self, peers: Iterable[int]) -> dict[str, str]:
@@ -203,13 +205,15 @@ class PeerRecords:
             peers: The peers to check; a peer that was linked and never asked is left out.
 
         Returns:
-            By name the reason: that of a refusal, "no answer" or "never there".
+            By name the reason: that of a refusal, "too far behind", "no answer" or "never there".
         """
         accepted = {model.id for record in self.rounds for model in record.received}
         linked = {peer for record in self.rounds for peer in record.alive}
         reasons = {peer: "never there" for peer in peers if peer not in linked}
         for record in self.rounds:
             reasons.update(dict.fromkeys(record.asked, "no answer"))
+        for record in self.rounds:
+            reasons.update(dict.fromkeys(record.behind, "too far behind"))
         for record in self.rounds:
             reasons.update(record.refused)
         return {

@@ -93,7 +93,8 @@ class PeerClient:
 
     Attributes:
         last_rounds: Round of the last manifest accepted from each peer; older ones are refused.
-        claimed_rounds: The same, at most `lag` rounds ahead of this agent at that time.
+        announced_rounds: Round that each peer announced last, by a manifest or a hello. Nothing
+            proves it.
         backoff: Peers that delayed rounds.
         patience: Usual times of downloads.
         incompatible: Members whose protocol is more than one minor version apart.
@@ -118,7 +119,7 @@ class PeerClient:
         self.dim = dim
         self.agent_id = federation.id_of(identity.member)
         self.last_rounds: dict[int, int] = {}
-        self.claimed_rounds: dict[int, int] = {}
+        self.announced_rounds: dict[int, int] = {}
         self.backoff = Backoff()
         self.patience = Patience()
         self.incompatible: set[int] = set()
@@ -210,17 +211,23 @@ class PeerClient:
         """
         _PeerSession(self, peer, time.monotonic() + seconds).fetch_manifest(n)
 
-    def note_round(self, peer: int, n: int, round: int) -> None:
+    def note_manifest(self, peer: int, round: int) -> None:
         """Note the round of a manifest.
 
         Args:
             peer: The peer that signed it.
-            n: This agent's round.
             round: The round in the manifest.
         """
         with self.lock:
             self.last_rounds[peer] = max(round, self.last_rounds.get(peer, 0))
-            self.claimed_rounds[peer] = min(round, n + self.federation.lag)
+            self.announced_rounds[peer] = round
+
+    def _note_hello(self, peer: int, content: Mapping[str, Any]) -> None:
+        """Note the round in a hello, if it is one of this run."""
+        round = content.get("round")
+        if type(round) is int and 0 <= round <= self.federation.rounds:
+            with self.lock:
+                self.announced_rounds[peer] = round
 
     def log_error(self, error: BaseException) -> None:
         """Log the first unexpected error only.
@@ -246,7 +253,9 @@ class PeerClient:
         session = _PeerSession(self, peer, time.monotonic() + seconds)
         for answer in session.ask(RequestKind.HELLO, digest=self.identity.member.key):
             with contextlib.suppress(_protocol.MalformedError):
-                return _protocol.decode_hello(answer.body, answer.nonce, member)
+                content = _protocol.decode_hello(answer.body, answer.nonce, member)
+                self._note_hello(peer, content)
+                return content
         return None
 
     def newest_own_manifest(
@@ -388,7 +397,7 @@ class _PeerSession:
             return reason
 
         client.ledger.record(signed)
-        client.note_round(self.peer, n, manifest.round)
+        client.note_manifest(self.peer, manifest.round)
         self._fetch_witnesses(client.ledger.find_conflicts(digests)[:_MAX_WITNESSES])
         if self.peer in client.ledger.equivocators:
             return _EQUIVOCATION

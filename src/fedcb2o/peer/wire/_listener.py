@@ -157,6 +157,11 @@ class Listener:
         self._selector.register(listening, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="fedcb2o-listen", daemon=True)
 
+    @property
+    def is_alive(self) -> bool:
+        """True while connections are accepted."""
+        return self._thread.is_alive() and not self._closed.is_set()
+
     def start(self) -> None:
         """Accept connections from now on."""
         self._thread.start()

@@ -4,9 +4,11 @@ Members need no open port. The relay's certificate is that of an identity of its
 needs the certificate of a member; what it may store and take depends on the name in it.
 """
 
+import logging
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +34,7 @@ from fedcb2o.peer.wire._mailbox import (
 )
 from fedcb2o.peer.wire._sealing import CARD_BYTES
 
+_LOGGER = logging.getLogger(__name__)
 _MAX_STORED_BYTES = 2**23
 """Size of the messages of one sender that wait in one box."""
 _MAX_BOXES = 4
@@ -78,12 +81,39 @@ class Relay:
             member.name: [] for member in federation.members.values()
         }
         self._boxes: dict[str, dict[str, None]] = {name: {} for name in self._links}
+        self._counts = Counter[str]()
+        self._overfilled = set[
+            tuple[str, str]
+        ]()  # senders and receivers, of which the log has a line
         self._lock = threading.Lock()
         self._closed = threading.Event()
         context = server_context(identity, federation.members.values())
         socket = open_listening_socket(listen or identity.member.endpoint)
         self._listener = Listener(socket, context, self._on_link)
         self._listener.start()
+
+    @property
+    def is_listening(self) -> bool:
+        """True while connections are accepted."""
+        return self._listener.is_alive
+
+    def connections(self) -> dict[str, int]:
+        """Return the number of connections of each member.
+
+        Returns:
+            The numbers by name.
+        """
+        with self._lock:
+            return {name: len(streams) for name, streams in self._links.items()}
+
+    def counts(self) -> Counter[str]:
+        """Return what was passed on so far.
+
+        Returns:
+            Messages "stored", refused as "full" or for "no box", and "bytes" of stored messages.
+        """
+        with self._lock:
+            return self._counts.copy()
 
     def run(self, stop: threading.Event) -> None:
         """Serve until an event.
@@ -120,6 +150,9 @@ class Relay:
         with self._lock:
             streams.append(stream)
             surplus = streams[:-_MAX_LINKS]
+            is_first = len(streams) == 1
+        if is_first:
+            self._log(logging.INFO, f"{name} is connected", name)
         for old in surplus:
             old.close()
         threading.Thread(
@@ -138,6 +171,12 @@ class Relay:
             stream.release()
             with self._lock:
                 self._links[name].remove(stream)
+                is_last = not self._links[name]
+            if is_last:
+                self._log(logging.INFO, f"{name} has no connection", name)
+
+    def _log(self, level: int, text: str, member: str) -> None:
+        _LOGGER.log(level, "relay: %s", text, extra={"data": {"member": member}})
 
     def _reply(self, name: str, frame: bytes) -> tuple[bytes, ...]:
         """Carry out one request of a member.
@@ -168,13 +207,26 @@ class Relay:
 
     def _store(self, sender: str, box: str, message: memoryview) -> bytes:
         """Store a message, unless there is no such box or it has too many of this sender."""
-        if box not in self._boxes.get(box.partition("/")[0], {}):
-            return b"no box\n"
-        with suppress(OSError):
-            if self._mailbox.stored_bytes(box, sender) + len(message) <= _MAX_STORED_BYTES:
-                self._mailbox.put(box, message, 0.0, sender)
-                return b"ok\n"
-        return b"full\n"
+        receiver = box.partition("/")[0]
+        outcome = "full"
+        if box not in self._boxes.get(receiver, {}):
+            outcome = "no box"
+        else:
+            with suppress(OSError):
+                if self._mailbox.stored_bytes(box, sender) + len(message) <= _MAX_STORED_BYTES:
+                    self._mailbox.put(box, message, 0.0, sender)
+                    outcome = "stored"
+        with self._lock:
+            self._counts[outcome] += 1
+            if outcome == "stored":
+                self._counts["bytes"] += len(message)
+            is_new = outcome == "full" and (sender, receiver) not in self._overfilled
+            if is_new:
+                self._overfilled.add((sender, receiver))
+        if is_new:
+            text = f"the box of {receiver} is full, and messages of {sender} are refused"
+            self._log(logging.WARNING, text, receiver)
+        return b"ok\n" if outcome == "stored" else f"{outcome}\n".encode()
 
     def _keep_box(self, name: str, box: str) -> None:
         """Note a member's box; its newest ones replace older ones."""
