@@ -5,6 +5,10 @@
     coco/bin/python benchmarks/coco.py                  # all values; continues where it stopped
     python benchmarks/coco.py --table                   # the table of docs/particles.md
 
+`coco.csv` has one row per method and sweep, or sum of sweeps. A sweep is one instance and seed of
+all functions. A measurement adds the missing sweeps of the plan; after a change of the optimiser,
+delete the file first.
+
 `bbob-constrained` (Dufosse, Hansen, Brockhoff, Sampaio, Atamna and Auger, "Building scalable test
 problems for benchmarking constrained optimizers", 2022): 54 functions with 1 to 54 constraints in
 [-5, 5]^d. All methods have their defaults and the same evaluations of f with its constraints. A
@@ -12,7 +16,6 @@ method solves a function to a gap if it judged a feasible point with f - f* <= g
 `minimize` were chosen on instance 1 in d = 2 and 5 alone, so that instances 2 to 6 judge.
 
 - fedcb2o: L is the sum of squared violations, G is f.
-- fedcb2o, paper: the same with the dynamics of the paper and its defaults.
 - DE: SciPy's differential evolution of f + 1000 times the sum of violations.
 - pycma: CMA-ES with its augmented Lagrangian, which sees every constraint, restarted.
 - cbx: CBO of the same penalised function as DE. CBXPy's constrained dynamics need derivatives of
@@ -31,11 +34,12 @@ import contextlib
 import csv
 import itertools
 import json
+import math
 import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,10 +51,11 @@ VALUES = FOLDER / "coco.csv"
 PAGE = FOLDER.parent / "docs" / "particles.md"
 MARKS = ("<!-- coco -->", "<!-- /coco -->")
 GAPS = (10.0, 1.0, 0.1, 0.01)
+COUNTS = ("feasible", *(f"gap {gap:g}" for gap in GAPS))
 NUM_FUNCTIONS = 54
 EVALUATIONS_PER_DIM = {2: 1000, 3: 1000, 5: 1000, 10: 2000}
 PENALTY = 1000.0
-METHODS = ("fedcb2o", "DE", "pycma", "cbx", "random", "fedcb2o, paper")
+METHODS = ("fedcb2o", "DE", "pycma", "cbx", "random")
 WITH_PARTICLES = ("fedcb2o", "cbx")
 ONE = range(2, 3)
 ALL = range(2, 7)
@@ -68,18 +73,35 @@ class Part(NamedTuple):
     attack: str = EVALUATIONS
     share: float = 0.0
 
+    @property
+    def attack_name(self) -> str:
+        """Return the attack in the values."""
+        return f"{self.share:.0%} {self.attack}" if self.share else "none"
+
+
+Row = dict[str, Any]
+Key = tuple[str, ...]
+
+
+def sweep_keys(row: Row) -> list[Key]:
+    """Return (d, attack, instance, seed, method) of each sweep in a row of the values."""
+    return [
+        (row["d"], row["attack"], instance, row["seed"], row["method"])
+        for instance in row["instances"].split()
+    ]
+
 
 # The most important parts come first, so that an interrupted measurement has them.
 PLAN = (
-    *(Part(dim, ONE, 1, METHODS[:5]) for dim in (2, 5, 3, 10)),
-    *(Part(2, ONE, 1, METHODS[:5], EVALUATIONS, share) for share in (0.1, 0.2)),
+    *(Part(dim, ONE, 1, METHODS) for dim in (2, 5, 3, 10)),
+    *(Part(2, ONE, 1, METHODS, EVALUATIONS, share) for share in (0.1, 0.2)),
     *(Part(2, ONE, 1, WITH_PARTICLES, PARTICLES, share) for share in (0.1, 0.2)),
-    *(Part(dim, ONE, 1, METHODS[5:]) for dim in (2, 5)),
-    *(Part(dim, ALL, 1, METHODS[:5]) for dim in (2, 5, 3)),
-    *(Part(5, ONE, 1, METHODS[:5], EVALUATIONS, share) for share in (0.1, 0.2)),
+    *(Part(dim, ALL, 1, METHODS) for dim in (2, 5, 3)),
+    *(Part(dim, ALL, 5, METHODS) for dim in (2, 3)),
+    *(Part(5, ONE, 1, METHODS, EVALUATIONS, share) for share in (0.1, 0.2)),
     *(Part(5, ONE, 1, WITH_PARTICLES, PARTICLES, share) for share in (0.1, 0.2)),
-    Part(10, ALL, 1, METHODS[:5]),
-    *(Part(dim, ALL, 5, METHODS[:5]) for dim in (2, 3, 5, 10)),
+    Part(10, ALL, 1, METHODS),
+    *(Part(dim, ALL, 5, METHODS) for dim in (5, 10)),
 )
 QUICK = PLAN[:1]
 
@@ -128,13 +150,14 @@ class Function:
         return float(f + PENALTY * violations.sum())
 
 
-def run_fedcb2o(function: Function, seed: int, **settings: Any) -> None:
+def run_fedcb2o(function: Function, seed: int) -> None:
     """Minimise by this library."""
     import fedcb2o
     from fedcb2o.particles.adversaries import static
     from fedcb2o.particles.hopping import default_num_particles
 
     values = []
+    settings: dict[str, Any] = {}
     if function.malicious:
         count = default_num_particles(function.dim)
         malicious = round(count * function.malicious)
@@ -161,11 +184,6 @@ def run_fedcb2o(function: Function, seed: int, **settings: Any) -> None:
         seed=seed,
         **settings,
     )
-
-
-def run_paper(function: Function, seed: int) -> None:
-    """Minimise by the dynamics of the paper."""
-    run_fedcb2o(function, seed, dynamics="paper", maxiter=10**6)
 
 
 def run_differential_evolution(function: Function, seed: int) -> None:
@@ -255,36 +273,43 @@ def run_random(function: Function, seed: int) -> None:
 RUNNERS: dict[str, Callable[[Function, int], None]] = dict(
     zip(
         METHODS,
-        (run_fedcb2o, run_differential_evolution, run_pycma, run_cbx, run_random, run_paper),
+        (run_fedcb2o, run_differential_evolution, run_pycma, run_cbx, run_random),
         strict=True,
     )
 )
 
 
-def measure(plan: Sequence[Part], log: Path) -> None:
-    """Run all missing runs of a plan, and append one line for each to the log."""
+def measure(plan: Sequence[Part], log: Path, measured: Iterable[Key], minutes: float) -> None:
+    """Run the missing runs of a plan for some minutes, and append one line for each to the log.
+
+    Sweeps in `measured` are not run again.
+    """
+    end = time.monotonic() + 60 * minutes
     done = set()
     if log.exists():
         done = {json.loads(line)["key"] for line in log.read_text().splitlines()}
     with log.open("a") as lines:
         for part in plan:
             for seed, instance in itertools.product(range(1, part.seeds + 1), part.instances):
-                for row in sweep(part, instance, seed, done):
+                sweep = (str(part.dim), part.attack_name, str(instance), str(seed))
+                missing = (name for name in part.methods if (*sweep, name) not in measured)
+                for row in run_sweep(part._replace(methods=tuple(missing)), instance, seed, done):
                     lines.write(json.dumps(row) + "\n")
                     lines.flush()
+                    if time.monotonic() > end:
+                        return
 
 
-def sweep(part: Part, instance: int, seed: int, done: set[str]) -> Iterator[dict[str, Any]]:
+def run_sweep(part: Part, instance: int, seed: int, done: set[str]) -> Iterator[Row]:
     """Run the missing runs of one instance and seed of a part on all functions."""
+    if not part.methods:
+        return
     import cocoex
 
-    attack = "none"
-    if part.share:
-        attack = f"{part.share:.0%} {part.attack}"
     suite = cocoex.Suite("bbob-constrained", f"instances:{instance}", f"dimensions:{part.dim}")
     for problem in suite:  # a list of them would free all but the last
         for method in part.methods:
-            key = f"{method}|{problem.id}|{seed}|{attack}"
+            key = f"{method}|{problem.id}|{seed}|{part.attack_name}"
             if key in done:
                 continue
             done.add(key)
@@ -293,66 +318,79 @@ def sweep(part: Part, instance: int, seed: int, done: set[str]) -> Iterator[dict
             with contextlib.suppress(SpentError):
                 RUNNERS[method](function, seed)
             yield {
-                **{"key": key, "method": method, "d": part.dim, "attack": attack},
+                **{"key": key, "method": method, "d": part.dim, "attack": part.attack_name},
                 **{"instance": instance, "seed": seed, "feasible": function.is_feasible},
                 "gap": float(function.best - function.least),
                 "seconds": time.process_time() - start,
             }
 
 
-def summarise(log: Path) -> list[dict[str, Any]]:
-    """Return functions of 54 with a feasible point and within each gap, mean over sweeps.
+def read_values() -> list[Row]:
+    """Return the rows of the committed values."""
+    if not VALUES.exists():
+        return []
+    with VALUES.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
-    A sweep is one instance and seed of all functions. Only those count that all methods of a row
-    of the page have.
-    """
-    groups: dict[tuple[str, int], dict[str, dict[tuple[int, int], list[dict[str, Any]]]]] = {}
+
+def new_rows(plan: Sequence[Part], log: Path, measured: Iterable[Key]) -> list[Row]:
+    """Return one row for each new sweep in the log that all methods of its part have."""
+    runs: dict[Key, list[Row]] = {}
     for line in log.read_text().splitlines():
-        row = json.loads(line)
-        methods = groups.setdefault((row["attack"], row["d"]), {})
-        sweeps = methods.setdefault(row["method"], {})
-        sweeps.setdefault((row["instance"], row["seed"]), []).append(row)
+        run = json.loads(line)
+        key = tuple(str(run[name]) for name in ("d", "attack", "instance", "seed", "method"))
+        runs.setdefault(key, []).append(run)
+    whole = {key for key, items in runs.items() if len(items) == NUM_FUNCTIONS}
 
-    rows = []
-    for (attack, dim), methods in sorted(groups.items()):
-        whole: dict[str, set[tuple[int, int]]] = {}
-        for method, sweeps in methods.items():
-            keys = {key for key, runs in sweeps.items() if len(runs) == NUM_FUNCTIONS}
-            if keys:
-                whole[method] = keys
-        if not whole:
-            continue
-        common = sorted(set.intersection(*whole.values()))
-        for method in sorted(whole, key=METHODS.index):
-            runs = [run for key in common for run in methods[method][key]]
-            gaps = np.array([run["gap"] for run in runs])
-            counts = {f"gap {gap:g}": NUM_FUNCTIONS * np.mean(gaps <= gap) for gap in GAPS}
-            counts = {"feasible": NUM_FUNCTIONS * np.mean([r["feasible"] for r in runs]), **counts}
-            rows.append(
-                {
-                    **{"d": dim, "evaluations": EVALUATIONS_PER_DIM[dim] * dim, "attack": attack},
-                    "instances": " ".join(str(i) for i in sorted({key[0] for key in common})),
-                    **{"sweeps": len(common), "method": method},
-                    **{name: f"{count:.3g}" for name, count in counts.items()},
-                }
-            )
-    return sorted(rows, key=lambda row: row["attack"] != "none")
+    rows = {}
+    for part in plan:
+        for seed, instance in itertools.product(range(1, part.seeds + 1), part.instances):
+            sweep = (str(part.dim), part.attack_name, str(instance), str(seed))
+            keys = [(*sweep, method) for method in part.methods]
+            if not whole.union(measured).issuperset(keys):
+                continue
+            for key in whole.intersection(keys).difference(measured):
+                names = ("d", "attack", "instances", "seed", "method")
+                counts = [sum(run["feasible"] for run in runs[key])]
+                counts += [sum(run["gap"] <= gap for run in runs[key]) for gap in GAPS]
+                rows[key] = dict(zip((*names, *COUNTS), (*key, *map(str, counts)), strict=True))
+    return [rows[key] for key in sorted(rows, key=lambda key: (*key[:-1], METHODS.index(key[-1])))]
+
+
+def mean_counts(rows: Sequence[Row]) -> list[list[str]]:
+    """Return d, attack, instances, number of sweeps, method and mean counts of 54 functions.
+
+    Only those sweeps count that all methods of the dimension and attack have.
+    """
+    groups: dict[tuple[int, bool, str], dict[str, dict[tuple[str, str], Row]]] = {}
+    for row in rows:
+        group = groups.setdefault((int(row["d"]), row["attack"] != "none", row["attack"]), {})
+        group.setdefault(row["method"], {})[row["instances"], row["seed"]] = row
+
+    table = []
+    for (dim, _, attack), methods in sorted(groups.items(), key=lambda item: item[0][1::-1]):
+        common = set.intersection(*(set(sweeps) for sweeps in methods.values()))
+        instances = [name for names, _ in common for name in names.split()]
+        label = [str(dim), attack, " ".join(sorted(set(instances))), str(len(instances))]
+        for method in sorted(methods, key=METHODS.index):
+            chosen = [methods[method][key] for key in common]
+            totals = [sum(int(row[name]) for row in chosen) for name in COUNTS]
+            means = [f"{total / max(1, len(instances)):.3g}" for total in totals]
+            table.append([*label, method, *means])
+    return table
 
 
 def page_rows() -> list[list[str]]:
     """Return the table of the page: one column per method with all counts."""
-    with VALUES.open(encoding="utf-8") as file:
-        values = list(csv.DictReader(file))
-    labels = ("d", "attack", "instances")
-    methods = [name for name in METHODS if any(row["method"] == name for row in values)]
+    rows = mean_counts(read_values())
     table: dict[tuple[str, ...], list[str]] = {}
-    for row in values:
-        key = tuple(row[name] for name in labels)
-        cells = table.setdefault(key, [*key, *("" for _ in methods)])
-        counts = [row["feasible"], *(row[f"gap {gap:g}"] for gap in GAPS)]
-        cells[len(labels) + methods.index(row["method"])] = "/".join(counts)
-    compared = [row for row in table.values() if sum(map(bool, row[len(labels) :])) > 1]
-    return [[*labels, *methods], *compared]
+    for *label, method, feasible, ten, one, tenth, hundredth in rows:
+        cells = table.setdefault(tuple(label), [*label, *("" for _ in METHODS)])
+        counts = (feasible, ten, one, tenth, hundredth)
+        cells[len(label) + METHODS.index(method)] = "/".join(counts)
+    header = ["d", "attack", "instances", "sweeps"]
+    compared = [row for row in table.values() if sum(map(bool, row[len(header) :])) > 1]
+    return [[*header, *METHODS], *compared]
 
 
 def main() -> None:
@@ -360,10 +398,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="d = 2, one instance, one seed")
     parser.add_argument("--table", action="store_true", help="write the table of the page")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time")
     parser.add_argument("--log", type=Path, default="runs/coco.jsonl", help="one line per run")
     options = parser.parse_args()
     if options.table:
-        replace_table(PAGE, MARKS, page_rows(), num_labels=3)
+        replace_table(PAGE, MARKS, page_rows(), num_labels=4)
         return
 
     import torch
@@ -372,18 +411,22 @@ def main() -> None:
     warnings.simplefilter("ignore")
     log = options.log.resolve()
     log.parent.mkdir(parents=True, exist_ok=True)
+    plan: Sequence[Part] = PLAN
+    values = read_values()
     if options.quick:
         log = Path(tempfile.mkdtemp()) / "coco.jsonl"
+        plan, values = QUICK, []
+    measured = {key for row in values for key in sweep_keys(row)}
     os.chdir(tempfile.mkdtemp())  # the suite writes files
-    measure(QUICK if options.quick else PLAN, log)
-    rows = summarise(log)
-    for row in rows:
-        print("  ".join(str(value) for value in row.values()))
+    measure(plan, log, measured, options.minutes)
+    values += new_rows(plan, log, measured)
+    for row in mean_counts(values):
+        print("  ".join(row))
     if not options.quick:
         with VALUES.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+            writer = csv.DictWriter(file, values[0], lineterminator="\n")
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows(values)
 
 
 if __name__ == "__main__":
