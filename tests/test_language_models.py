@@ -2,6 +2,7 @@
 
 import copy
 import json
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -17,8 +18,10 @@ from fedcb2o.pretrained import ByteTokenizer, PieceTokenizer, encode, split_row
 from tests.language import PLACES, TALK
 from tests.tiny import bits
 
-peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.skipif(find_spec("peft") is None, reason="needs the extra `llm`"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 WIDTH, ANSWER = PLACES
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
@@ -46,6 +49,8 @@ def network(**options):
 
 def peft_model(module):
     """Return the base under PEFT's own wrapper, with the adapters of a network."""
+    import peft  # slow to import: not while tests are collected
+
     config = peft.LoraConfig(
         r=2, lora_alpha=16.0, target_modules=list(TARGETS), layers_to_transform=[1, 2]
     )

@@ -1,6 +1,7 @@
 """Losses that are no function of one sample, and optimisers that train nothing, are refused by name."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -176,7 +177,12 @@ def test_optimisers_that_train_pass(optimiser):
     assert parameters.flatten(NETWORK).equal(before)
 
 
-OTHER = torch.optim.SGD(NETWORK.parameters(), lr=0.1)
+@functools.cache
+def another() -> torch.optim.Optimizer:
+    """One optimiser for all calls; a function, because the first optimiser of a process is slow."""
+    return torch.optim.SGD(NETWORK.parameters(), lr=0.1)
+
+
 BAD_OPTIMISERS = {
     "scheduler": (scheduled, "returned a StepLR, whose step changes no parameter: .* scheduler"),
     "plateau": (plateau, "returned a ReduceLROnPlateau, whose step needs the argument `metrics`"),
@@ -193,7 +199,7 @@ BAD_OPTIMISERS = {
         r"returned a SGD without 1 of 2 parameters, such as one of shape \(2, 3\): .* requires_grad_",
     ),
     "of another call": (
-        lambda p, lr: OTHER,
+        lambda p, lr: another(),
         "returned a SGD over other tensors .* make a new one over `parameters`",
     ),
     "idle": (Idle, "returned a Idle, whose step changes no parameter"),

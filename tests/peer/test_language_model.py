@@ -1,5 +1,7 @@
 """Peers fine-tune a language model on the same frozen base, bit for bit as a simulation."""
 
+from importlib.util import find_spec
+
 import pytest
 from tests.language import PLACES, TALK
 from tests.peer import members
@@ -12,8 +14,10 @@ from fedcb2o.experiments.config.loading import load
 from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import Node
 
-pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.skipif(find_spec("peft") is None, reason="needs the extra `llm`"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
 
 
 def talk() -> Dataset:
