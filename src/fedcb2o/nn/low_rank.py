@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Shaped
-from scipy import linalg
 from torch import Tensor, nn
 
 from fedcb2o.errors import ConfigError
@@ -234,6 +233,8 @@ def _leading_directions(
     Returns:
         U, the singular values from the largest on, and V^T.
     """
+    from scipy import linalg
+
     if product.shape[0] > product.shape[1]:
         v, s, ut = _leading_directions(product.T, rank)
         return ut.T, s, v.T
