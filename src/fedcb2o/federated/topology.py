@@ -11,9 +11,8 @@ clusters, which only `same_cluster` uses.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import numpy as np
 import torch
 from jaxtyping import Int
@@ -21,6 +20,11 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.plugins import display_name
+
+if TYPE_CHECKING:
+    from networkx import Graph
+else:
+    Graph = Any  # networkx is slow to import, so each function imports it
 
 __all__ = ["erdos_renyi", "random_regular", "ring", "same_cluster", "small_world", "torus"]
 
@@ -43,6 +47,8 @@ def neighbours(
     Raises:
         ConfigError: The function returned something else than a graph on all agents.
     """
+    import networkx as nx
+
     n = len(cluster)
     result = graph(cluster.clone(), draw)
     if not isinstance(result, nx.Graph) or set(result.nodes) != set(range(n)):
@@ -54,7 +60,7 @@ def neighbours(
     return tuple(torch.tensor(peers, dtype=torch.int64) for peers in ids)
 
 
-def ring(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, near: int = 1) -> nx.Graph:
+def ring(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, near: int = 1) -> Graph:
     """Make a ring in random order.
 
     Args:
@@ -68,12 +74,14 @@ def ring(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, near: int = 1
     Raises:
         ConfigError: `near` is out of range.
     """
+    import networkx as nx
+
     n = len(cluster)
     _require_between("near", near, 1, (n - 1) // 2, n)
     return _shuffled(nx.circulant_graph(n, range(1, near + 1)), draw)
 
 
-def torus(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> nx.Graph:
+def torus(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> Graph:
     """Make a two-dimensional periodic grid in random order, as square as N allows.
 
     Args:
@@ -86,6 +94,8 @@ def torus(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> nx.Graph:
     Raises:
         ConfigError: N is a prime number.
     """
+    import networkx as nx
+
     n = len(cluster)
     rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
     if rows < 2:
@@ -98,7 +108,7 @@ def torus(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> nx.Graph:
 
 def random_regular(
     cluster: Int[Tensor, " N"], draw: np.random.Generator, *, degree: int = 4
-) -> nx.Graph:
+) -> Graph:
     """Make a random graph in which each agent has `degree` neighbours.
 
     Args:
@@ -112,6 +122,8 @@ def random_regular(
     Raises:
         ConfigError: `degree` is out of range, or N and `degree` are odd.
     """
+    import networkx as nx
+
     n = len(cluster)
     _require_between("degree", degree, 1, n - 1, n)
     if n * degree % 2:
@@ -122,9 +134,7 @@ def random_regular(
     return nx.random_regular_graph(degree, n, seed=_seed(draw))
 
 
-def erdos_renyi(
-    cluster: Int[Tensor, " N"], draw: np.random.Generator, *, p: float = 0.3
-) -> nx.Graph:
+def erdos_renyi(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, p: float = 0.3) -> Graph:
     """Make a random graph with independent links (Erdős and Rényi 1959).
 
     Args:
@@ -138,6 +148,8 @@ def erdos_renyi(
     Raises:
         ConfigError: `p` is out of range.
     """
+    import networkx as nx
+
     if not 0 <= p <= 1:
         raise ConfigError(f"`p` must be between 0 and 1, got {p}")
     return nx.fast_gnp_random_graph(len(cluster), p, seed=_seed(draw))
@@ -145,7 +157,7 @@ def erdos_renyi(
 
 def small_world(
     cluster: Int[Tensor, " N"], draw: np.random.Generator, *, near: int = 2, p: float = 0.1
-) -> nx.Graph:
+) -> Graph:
     """Make a ring whose links are rewired at random.
 
     Watts and Strogatz, "Collective dynamics of small-world networks" (1998).
@@ -162,6 +174,8 @@ def small_world(
     Raises:
         ConfigError: `near` or `p` is out of range.
     """
+    import networkx as nx
+
     n = len(cluster)
     _require_between("near", near, 1, (n - 1) // 2, n)
     if not 0 <= p <= 1:
@@ -169,7 +183,7 @@ def small_world(
     return _shuffled(nx.watts_strogatz_graph(n, 2 * near, p, seed=_seed(draw)), draw)
 
 
-def same_cluster(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> nx.Graph:
+def same_cluster(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> Graph:
     """Link all agents of a cluster: an oracle that knows the clusters.
 
     Args:
@@ -179,6 +193,8 @@ def same_cluster(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> nx.Gr
     Returns:
         The graph.
     """
+    import networkx as nx
+
     graph = nx.Graph()
     graph.add_nodes_from(range(len(cluster)))
     for k in sorted(set(cluster.tolist())):
@@ -187,8 +203,10 @@ def same_cluster(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> nx.Gr
     return graph
 
 
-def _shuffled(graph: nx.Graph, draw: np.random.Generator) -> nx.Graph:
+def _shuffled(graph: Graph, draw: np.random.Generator) -> Graph:
     """Permute the agents at random, so that neighbours are independent of clusters."""
+    import networkx as nx
+
     return nx.relabel_nodes(graph, dict(enumerate(draw.permutation(len(graph)).tolist())))
 
 
