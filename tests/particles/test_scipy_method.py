@@ -144,7 +144,7 @@ def test_disp_prints(capsys):
         ({"options": {"lambda2": 1.0}}, "`lower` has no gradient by autograd"),
         (
             {"options": {"lambda2": 1.0}, "jac": np.sum},
-            r"`jac` must return the gradient .* of shape \[2\], got \[\]",
+            r"`gradient` must return a tensor of shape \[200, 2\], got a tensor of shape \[200, 1\]",
         ),
     ],
 )

@@ -157,8 +157,8 @@ def minimize(
         radius: R of eq:Q_beta; particles outside of the ball B_R(0) do not count for the consensus
             point. Infinite by default.
         quantile: "plain", q_beta, the default; "averaged", 2/beta times the integral of q_a over
-            [beta/2, beta] as in eq:Q_beta; or "smooth", a logistic slope in place of the edge of
-            Q_beta.
+            [beta/2, beta] as in eq:Q_beta; or "smooth", the share u^2 (3 - 2 u) of a particle in
+            Q_beta with u = (q_beta + delta_q - L) / (q_beta - q_{beta/2}) cut to [0, 1].
         batch: M; each step computes its consensus point from M random particles. No particle comes
             twice before all have come once.
         update: With `batch`, whether the particles of the "batch" move, the default, or "all".

@@ -195,7 +195,27 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True)
-class LaplaceBound:
+class _Bound:
+    """A bound with its hypotheses.
+
+    Attributes:
+        hypotheses: Whether each hypothesis holds.
+    """
+
+    hypotheses: Mapping[str, bool]
+
+    @property
+    def applies(self) -> bool:
+        """True if all hypotheses hold.
+
+        Returns:
+            False if a hypothesis fails, so that the bound need not hold.
+        """
+        return all(self.hypotheses.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class LaplaceBound(_Bound):
     """Both sides of eq:lem:laplace_LG (prop:QQLP) and its hypotheses.
 
     Unless all hypotheses hold (`applies`), the right side need not bound anything.
@@ -215,7 +235,6 @@ class LaplaceBound:
     benign: float
     inside: float
     outside: float
-    hypotheses: Mapping[str, bool]
 
     @property
     def total(self) -> float:
@@ -226,18 +245,9 @@ class LaplaceBound:
         """
         return self.near + self.benign + self.inside + self.outside
 
-    @property
-    def applies(self) -> bool:
-        """True if all hypotheses hold.
-
-        Returns:
-            False if a hypothesis fails, so that the right side need not bound anything.
-        """
-        return all(self.hypotheses.values())
-
 
 @dataclasses.dataclass(frozen=True)
-class AttackBounds:
+class AttackBounds(_Bound):
     """Both sides of eq:mali_bound_inside_ball and eq:mali_bound_outside_ball (prop:attack).
 
     Attributes:
@@ -255,16 +265,6 @@ class AttackBounds:
     inside_bound: float
     outside: float
     outside_bound: float
-    hypotheses: Mapping[str, bool]
-
-    @property
-    def applies(self) -> bool:
-        """True if all hypotheses hold.
-
-        Returns:
-            False if a hypothesis fails, so that the bounds need not hold.
-        """
-        return all(self.hypotheses.values())
 
 
 def laplace_bound(mixture: Mixture, setting: Setting, constants: Constants) -> LaplaceBound:

@@ -84,11 +84,9 @@ class Constraints:
         tol: Violation up to which an equality is met, in units of its typical violation.
         inner: An objective that is minimised among the feasible points, or None.
         latest: Violations at the points of the latest call, [..., m] of each constraint.
-        latest_scaled: Largest scaled violation at each of these points, [...].
     """
 
     latest: list[Tensor]
-    latest_scaled: Tensor
 
     @property
     def latest_violation(self) -> Tensor:
@@ -178,7 +176,6 @@ class Constraints:
         # 2. The sum of the scaled violations.
         scaled = excess.clamp(min=0) / _per_run(self._scale, excess)
         self.latest = [part.clamp(min=0) for part in parts]
-        self.latest_scaled = scaled.amax(-1)
         if is_equality.any():
             scaled = torch.where(is_equality, (scaled - self.tol).clamp(min=0), scaled)
         total = scaled.sum(-1)

@@ -76,7 +76,7 @@ class ConsensusParams:
         delta_q: Addition to the quantile.
         radius: R of the ball B_R(0).
         averaged: Whether Q_beta uses the averaged quantile.
-        smooth: Whether a logistic slope replaces the edge of Q_beta.
+        smooth: Whether a slope replaces the edge of Q_beta (`smooth_membership`).
     """
 
     alpha: float

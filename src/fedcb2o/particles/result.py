@@ -106,18 +106,13 @@ class Result(Mapping[str, Any]):
     constr_violation: Any = None
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self:
-            raise KeyError(name)
-        return getattr(self, name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in list(self)
+        return vars(self)[name]
 
     def __iter__(self) -> Iterator[str]:
-        yield from (field.name for field in dataclasses.fields(self))
+        return iter(vars(self))
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(vars(self))
 
     def __repr__(self) -> str:
         """Return the solution; of many runs, the number of successes."""

@@ -12,19 +12,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
 from scipy.optimize import OptimizeResult
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles._minimize import minimize
-from fedcb2o.particles.functions import (
-    UserFunction,
-    evaluate_point,
-    takes_tensors,
-    with_args,
-)
+from fedcb2o.particles.functions import UserFunction, evaluate_point, with_args
 from fedcb2o.particles.initialisation import has_many_seeds
 from fedcb2o.particles.result import Result
 from fedcb2o.particles.state import State
@@ -102,17 +95,17 @@ def cb2o(
 
     errors = options.get("errors", "raise")
 
-    def convert(name: str, function: Callable[..., Any]) -> UserFunction:
-        return UserFunction(name, with_args(function, args), errors=errors, arrays_only=True)
+    def convert(name: str, function: Callable[..., Any], *, vector: bool = False) -> UserFunction:
+        bound = with_args(function, args)
+        return UserFunction(name, bound, vector=vector, errors=errors, arrays_only=True)
 
     result = minimize(
         convert("`fun`", fun),
         None if upper is None else convert("`upper`", upper),
-        args=args,
         constraints=constraints,
         x0=to_array("`x0` holds", x0).ravel(),
         bounds=bounds,
-        gradient=_batch_gradient(jac) if callable(jac) else None,
+        gradient=convert("`jac`", jac, vector=True) if callable(jac) else None,
         callback=None if callback is None else on_step,
         **options,
     )
@@ -130,26 +123,6 @@ def _call_callback(callback: Callable[..., Any], x: Any, fun: Callable[[Any], An
     if names == {"intermediate_result"}:
         return callback(intermediate_result=OptimizeResult(x=x, fun=fun(x.copy())))
     return callback(x)
-
-
-def _batch_gradient(jac: Callable[..., Any]) -> Callable[..., Tensor]:
-    """Return the gradient of an ensemble from that of a point."""
-
-    @takes_tensors
-    def gradient(x: Tensor, *args: Any) -> Tensor:
-        slopes = [
-            to_array("`jac` returned", jac(point, *args)).astype(float)
-            for point in x.numpy().copy()
-        ]
-        for slope in slopes:
-            if slope.shape != x.shape[1:]:
-                raise ConfigError(
-                    f"`jac` must return the gradient at a point, of shape {[*x.shape[1:]]},"
-                    f" got {[*slope.shape]}"
-                )
-        return torch.from_numpy(np.stack(slopes))
-
-    return gradient
 
 
 def _to_scipy_result(result: Result) -> OptimizeResult:

@@ -195,22 +195,18 @@ def check_functions(name: str, value: Any, *, or_none: bool = False, hint: str =
             )
 
 
-def check_function(name: str, value: Any) -> Callable[..., Any]:
-    """Return a setting that is a function.
+def check_function(name: str, value: Any) -> None:
+    """Refuse a setting that is not a function.
 
     Args:
         name: Name in messages.
         value: Value of the setting.
-
-    Returns:
-        The function.
 
     Raises:
         ConfigError: The value is not a function.
     """
     if not callable(value):
         raise ConfigError(f"{name} must be a function, got {_short_repr(value)}")
-    return value  # type: ignore[no-any-return]
 
 
 def check_device(name: Any) -> torch.device:

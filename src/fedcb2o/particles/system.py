@@ -295,10 +295,7 @@ class System:
             noise: "isotropic" or "anisotropic".
             batch_only: Whether only the particles of the batch move.
         """
-        moves = [
-            self._move(n, evaluation, params, adversary, rows, dt)
-            for adversary, rows in self.adversaries
-        ]
+        moves = self._malicious_moves(n, evaluation, params, dt)
         before = None
         if batch_only and evaluation.batch is not None:
             before = self.benign.clone()
@@ -331,18 +328,13 @@ class System:
                     dt=dt,
                 )
 
-        # 2. Restore those outside the batch, and apply the bounds.
+        # 2. Restore those outside the batch.
         if before is not None and evaluation.batch is not None:
             still = torch.ones(self.theta.shape[:2], dtype=torch.bool, device=self.theta.device)
             still = still.scatter(1, evaluation.batch, False)
             still = still[:, : self.num_benign].unsqueeze(-1)
             self.benign.copy_(torch.where(still, before, self.benign))
-        if self.bounds is not None:
-            self.benign.clamp_(*self.bounds)
-
-        # 3. Move the malicious particles.
-        for (_, rows), moved in zip(self.adversaries, moves, strict=True):
-            self.theta[:, rows] = moved
+        self._finish_step_(moves)
 
     def replace_(
         self,
@@ -361,15 +353,9 @@ class System:
             points: New benign particles.
             dt: Step of time.
         """
-        moves = [
-            self._move(n, evaluation, params, adversary, rows, dt)
-            for adversary, rows in self.adversaries
-        ]
+        moves = self._malicious_moves(n, evaluation, params, dt)
         self.benign.copy_(points)
-        if self.bounds is not None:
-            self.benign.clamp_(*self.bounds)
-        for (_, rows), moved in zip(self.adversaries, moves, strict=True):
-            self.theta[:, rows] = moved
+        self._finish_step_(moves)
 
     def clamp(self, m: Tensor) -> Tensor:
         """Return consensus points inside the bounds, which rounding may have left.
@@ -477,6 +463,22 @@ class System:
                 device=self.theta.device,
             )
         return self._normals[purpose].next()
+
+    def _malicious_moves(
+        self, n: int, evaluation: Evaluation, params: ConsensusParams, dt: float
+    ) -> list[Tensor]:
+        """Return each adversary's particles after the step."""
+        return [
+            self._move(n, evaluation, params, adversary, rows, dt)
+            for adversary, rows in self.adversaries
+        ]
+
+    def _finish_step_(self, moves: list[Tensor]) -> None:
+        """Apply the bounds, and move the malicious particles."""
+        if self.bounds is not None:
+            self.benign.clamp_(*self.bounds)
+        for (_, rows), moved in zip(self.adversaries, moves, strict=True):
+            self.theta[:, rows] = moved
 
     def _move(
         self,
