@@ -192,8 +192,7 @@ def test_adapters_on_a_frozen_base_equal_the_oracle():
     assert ours.together(algorithms.fedcb2o(), Adapted()).spec.dim == 2 * 9 + 9 * 2 + 9 * 4 + 4
 
 
-def test_defaults_are_the_papers():
-    compare(algorithms.fedcb2o(), reference.FEDCB2O)
+def test_defaults_of_fedcbo_are_the_papers():
     compare(algorithms.fedcbo(), reference.FEDCBO)
 
 
