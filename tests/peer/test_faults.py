@@ -168,9 +168,9 @@ def arguments(peers: Nodes, j: int) -> list[object]:
 
 
 def test_ctrl_c_and_sigterm_end_a_node_in_order_and_it_goes_on(tmp_path):
-    with nodes(
-        tmp_path, 3, changes={**CHANGES, "agents": {**CHANGES["agents"], "budget": 2}}, **PACE
-    ) as peers:
+    changes = {**CHANGES, "agents": {**CHANGES["agents"], "budget": 2}}
+    pace = {**PACE, "lag": CHANGES["rounds"]}  # no round is skipped
+    with nodes(tmp_path, 3, changes=changes, **pace) as peers:
         peers.start(0, 1)
         before = 0
         for number, word in ((signal.SIGINT, "Interrupted"), (signal.SIGTERM, "Terminated")):
