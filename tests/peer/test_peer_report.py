@@ -111,6 +111,12 @@ def test_the_page_says_what_happened_and_needs_no_other_file(node):
     assert "In total 5.0 kB were received, and 3.0 kB were sent in 9 answers." in page.text
 
 
+def test_the_page_says_how_many_rounds_were_skipped(tmp_path):
+    lines = [line(3, (1, 0.25, 1000, 0.5)), line(9, (1, 0.25, 1000, 0.5))]
+    page = Page(write_node_report(write_node(tmp_path, lines, rounds=20)))
+    assert "Rounds done: 9 of 20. Skipped, because the others were far ahead: 7." in page.text
+
+
 def test_the_page_goes_where_it_is_asked_to(node, tmp_path):
     assert write_node_report(node, tmp_path / "a" / "b") == tmp_path / "a" / "b" / "report.html"
     assert not (node / "report.html").exists()

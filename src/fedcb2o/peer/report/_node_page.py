@@ -170,6 +170,9 @@ def _summary(records: PeerRecords) -> Markup:
         records.rounds[-1].round,
         total,
     )
+    skipped = records.rounds[-1].round - len(records.rounds)
+    if skipped:
+        text += Markup(" Skipped, because the others were far ahead: {}.").format(skipped)
     scores = []
     for key, name in _figures.SCORES.items():
         values = [getattr(record, key) for record in records.rounds]

@@ -167,9 +167,11 @@ class Relayed:
     def _repeat(self, step: Callable[[], None]) -> None:
         """Repeat a step until the end, whatever the mailbox does."""
         while not self._closed.is_set():
+            error_before = self.error
             try:
                 step()
-                self.error = ""
+                if self.error == error_before:  # otherwise the other thread failed meanwhile
+                    self.error = ""
             except OSError as error:
                 self._end_requests()
                 message = _describe(error)
