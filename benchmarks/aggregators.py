@@ -4,10 +4,11 @@
     OMP_NUM_THREADS=1 PYTHONPATH=FOLDER python benchmarks/aggregators.py [--only NNM ...]
 
 Each line has the least CPU time of `fedcb2o.aggregators`, of the fastest other contestant on the
-same float32 numbers, and the ratio. The others are ByzFL's back ends (NumPy and PyTorch) and, for
-the mean, PyTorch's own. MDA and SMEA assume f = 1, because ByzFL tries all subsets. Clipping and
-ARC of ByzFL write into their input, so that a caller who needs the vectors again copies them first;
-"in place" compares without this copy.
+same float32 numbers, and the ratio. Both sides get the numbers as an array and as a tensor, and the
+faster counts. The others are ByzFL's back ends (NumPy and PyTorch) and, for the mean, PyTorch's
+own. MDA and SMEA assume f = 1, because ByzFL tries all subsets. Clipping and ARC of ByzFL write
+into their input, so that a caller who needs the vectors again copies them first; "in place"
+compares without this copy.
 """
 
 import argparse
@@ -44,6 +45,7 @@ RULES: dict[str, tuple[Any, ...]] = {
     "ARC": (F,),
 }
 WRITES_INPUT = ("Clipping", "ARC")
+ARRAYS = ("fedcb2o, array", "numpy")
 
 
 @functools.cache
@@ -70,7 +72,7 @@ def contestants(name: str, *, in_place: bool) -> dict[str, Callable[..., Any]]:
         in_place: Whether a rule of `WRITES_INPUT` may write into the models.
 
     Returns:
-        Functions; "numpy" takes an array, and all others a tensor.
+        Functions; those of `ARRAYS` take an array, and all others a tensor.
     """
     keywords = {"in_place": True} if in_place else {}
     other = getattr(byzfl(), name)
@@ -80,8 +82,10 @@ def contestants(name: str, *, in_place: bool) -> dict[str, Callable[..., Any]]:
             x = x.clone() if isinstance(x, torch.Tensor) else x.copy()
         return other(*RULES[name])(x)
 
+    ours = getattr(aggregators, name)(*RULES[name], **keywords)
     rules = {
-        "fedcb2o": getattr(aggregators, name)(*RULES[name], **keywords),
+        "fedcb2o": ours,
+        "fedcb2o, array": ours,
         "numpy": theirs,
         "torch": theirs,
     }
@@ -110,10 +114,11 @@ def main() -> None:
         best = dict.fromkeys(rules, float("inf"))
         for _ in range(args.repeats):
             for key, rule in rules.items():
-                x = array.copy() if in_place else array
-                models = x if key == "numpy" else torch.from_numpy(x)
-                best[key] = min(best[key], seconds(rule, models))
-        mine = best.pop("fedcb2o")
+                for _ in range(2):  # the second call finds the memory that the first one freed
+                    x = array.copy() if in_place else array
+                    models = x if key in ARRAYS else torch.from_numpy(x)
+                    best[key] = min(best[key], seconds(rule, models))
+        mine = min(best.pop("fedcb2o"), best.pop("fedcb2o, array"))
         fastest = min(best, key=lambda key: best[key])
         ratio = best[fastest] / mine
         title = f"{name}, in place" if in_place else name

@@ -189,18 +189,6 @@ def test_rows_begin_at_cache_lines():
         assert {(row.data_ptr() - rows.data_ptr()) % 64 for row in rows} == {0}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_new_memory_is_aligned_and_a_tensor_of_its_own(dtype):
-    like = torch.zeros(1, dtype=dtype)
-    first, second = (parameters.allocate((3, 5), like) for _ in range(2))
-    assert first.shape == (3, 5)
-    assert first.dtype == dtype
-    assert first.is_contiguous()
-    assert first.data_ptr() % 64 == 0
-    assert (first.fill_(1.0).sum(), second.fill_(2.0).sum(), first.sum()) == (15, 30, 15)
-    assert parameters.allocate((0, 5), like).shape == (0, 5)
-
-
 @pytest.mark.parametrize(
     ("network", "message"),
     [

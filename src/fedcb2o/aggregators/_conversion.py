@@ -17,7 +17,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError, describe_type
-from fedcb2o.nn import parameters
 from fedcb2o.user_values import to_tensor
 
 Models = Any
@@ -94,22 +93,14 @@ def stack(models: Models) -> Stack:
     if kind is Sequence:
         models = [to_tensor(f"model {i} holds", model) for i, model in enumerate(models)]
     _require_alike(models, "")
-    inner = _from_tensor(_stacked(models))
+    whole = torch.stack(models) if isinstance(models[0], Tensor) else np.stack(models)
+    inner = _from_tensor(whole)
 
     def restore(row: Tensor) -> Any:
         model = inner.restore(row)
         return model.tolist() if kind is Sequence else model
 
     return Stack(inner.rows, restore, is_list=True)
-
-
-def _stacked(models: Sequence[Any]) -> Tensor | np.ndarray:
-    """Copy tensors or arrays of one shape and type into one."""
-    if not isinstance(models[0], Tensor):
-        return np.stack(models)
-    rows = [to_tensor(f"model {i} holds", model) for i, model in enumerate(models)]
-    result = parameters.allocate((len(rows), *rows[0].shape), rows[0])
-    return torch.stack(rows, out=result)
 
 
 def _from_tensor(models: Tensor | np.ndarray) -> Stack:
@@ -190,9 +181,8 @@ def _from_state_dicts(models: Sequence[Mapping[str, Any]]) -> Stack:
 
     parts = [part.rows for part in numbers.values()]
     dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts])
+    rows = torch.cat([part.to(dtype) for part in parts], 1)
     sizes = [part.shape[1] for part in parts]
-    rows = parameters.allocate((len(models), sum(sizes)), parts[0].to(dtype))
-    torch.cat([part.to(dtype) for part in parts], 1, out=rows)
 
     def restore(row: Float[Tensor, " d"]) -> dict[str, Any]:
         values = dict(zip(numbers, torch.split(row, sizes), strict=True))

@@ -16,7 +16,6 @@ from fedcb2o.aggregators._base import Aggregator, finite_gram, fit_f, with_origi
 from fedcb2o.aggregators._conversion import Models, Stack, shares_memory, stack
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregation import base, preaggregation
-from fedcb2o.nn import parameters
 
 __all__ = ["ARC", "NNM", "Bucketing", "Clipping"]
 
@@ -44,7 +43,7 @@ class NNM(Aggregator):
         """Return as many models, of the same type."""
         stacked = stack(models)
         f = fit_f(preaggregation.nnm, self.f, len(stacked.rows), clip_f=self.clip_f)
-        return _mixed(stacked, preaggregation.nnm(finite_gram(stacked.rows), f=f))
+        return _mixed(models, stacked, preaggregation.nnm(finite_gram(stacked.rows), f=f))
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,9 @@ class Bucketing(Aggregator):
         """Return ceil(m / s) models, of the same type."""
         stacked = stack(models)
         rng = self.rng or np.random.default_rng()
-        return _mixed(stacked, preaggregation.bucketing(len(stacked.rows), rng, size=self.s))
+        return _mixed(
+            models, stacked, preaggregation.bucketing(len(stacked.rows), rng, size=self.s)
+        )
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,16 @@ class ARC(Aggregator):
         return _scaled(models, stacked, factors, in_place=self.in_place)
 
 
-def _mixed(stacked: Stack, matrix: Float[Tensor, "j m"]) -> Any:
+def _new_rows(models: Models, rows: Float[Tensor, "m d"], count: int) -> Float[Tensor, "k d"]:
+    """Return new memory: NumPy's for an array, because it asks Linux for large pages."""
+    if isinstance(models, np.ndarray):
+        return torch.from_numpy(np.empty((count, rows.shape[1]), rows.numpy().dtype))
+    return rows.new_empty(count, rows.shape[1])
+
+
+def _mixed(models: Models, stacked: Stack, matrix: Float[Tensor, "j m"]) -> Any:
     rows = stacked.rows
-    mixed = parameters.allocate((len(matrix), rows.shape[1]), rows)
+    mixed = _new_rows(models, rows, len(matrix))
     torch.mm(matrix.to(rows), rows, out=mixed)
     if not base.is_finite(mixed):
         base.require_finite(rows, torch.arange(len(rows)))
@@ -148,7 +156,7 @@ def _scaled(models: Models, stacked: Stack, factors: Float[Tensor, " m"], *, in_
         )
     # The rows of a list are a copy already.
     is_own = in_place or stacked.is_list
-    result = rows if is_own else parameters.allocate(rows.shape, rows)
+    result = rows if is_own else _new_rows(models, rows, len(rows))
     for row, factor, target in zip(rows, factors.tolist(), result, strict=True):
         if factor != 1 or result is not rows:
             torch.mul(row, factor, out=target)

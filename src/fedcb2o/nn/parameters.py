@@ -10,7 +10,6 @@ Example:
     True
 """
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -25,8 +24,6 @@ from fedcb2o.nn import batch_norm
 
 MIN_FOREACH_SIZE = 2**13
 """Size d of a model below which one indexed copy is faster than a copy per row."""
-
-_ALIGNMENT = 64  # bytes
 
 _SHAPES: weakref.WeakKeyDictionary[nn.Module, list[torch.Size]] = weakref.WeakKeyDictionary()
 """Shapes of each network's `shared_tensors`, which do not change once it is in use."""
@@ -299,31 +296,6 @@ def row_stride(d: int) -> int:
         656
     """
     return -(-d // 16) * 16
-
-
-def allocate(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return memory for many models, with arbitrary numbers.
-
-    The first write to new memory takes most of the time of a copy. NumPy asks Linux for pages of
-    2 MB, and PyTorch for pages of 4 KB; writing then takes a third of the time.
-
-    Args:
-        shape: Shape of the tensor.
-        like: Tensor of the same type and on the same device.
-
-    Returns:
-        A tensor, on the CPU with its first number at a multiple of 64 bytes.
-
-    Example:
-        >>> allocate((2, 3), torch.zeros(1, dtype=torch.float64)).dtype
-        torch.float64
-    """
-    if like.device.type != "cpu":
-        return like.new_empty(shape)
-    size = math.prod(shape) * like.element_size()
-    memory = torch.from_numpy(np.empty(size + _ALIGNMENT, np.uint8))
-    start = -memory.data_ptr() % _ALIGNMENT
-    return memory[start : start + size].view(like.dtype).view(shape)
 
 
 def is_contiguous_range(rows: Sequence[int]) -> bool:

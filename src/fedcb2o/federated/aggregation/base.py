@@ -421,7 +421,7 @@ def _linear_combination(
 ) -> Float[Tensor, " d"] | None:
     """Compute a weighted sum, divided by `count`; None if it is not finite."""
     mu = weights.to(models.device, models.dtype)
-    result = parameters.allocate(models.shape[1:], models)
+    result = models.new_empty(models.shape[1])
     size = None
     if parameters.is_contiguous_range(rows.tolist()):
         size = _SUM_COLUMNS  # nothing is copied, so that only the sums need to fit the cache
@@ -522,7 +522,7 @@ def _warn_of_clipping(name: str, f: int, needed: int | str, m: int, count: int) 
 def _reduce_by_blocks(
     models: Float[Tensor, "p d"], rows: Int[Tensor, " m"], reduce: OffsetColumnReduction
 ) -> Float[Tensor, " d"]:
-    result = parameters.allocate(models.shape[1:], models)
+    result = models.new_empty(models.shape[1])
     for a, block in column_blocks(models, rows):
         if not is_finite(block):
             require_finite(models, rows)
