@@ -21,6 +21,8 @@ if os.environ.get(VARIABLE):  # `make typecheck-runtime`
 import pytest
 from hypothesis import settings
 
+import fedcb2o  # noqa: F401  (its settings of MKL come before the first product)
+
 # The machine may be busy: pytest-timeout is the only clock. The same examples in every run, and no
 # folder of examples.
 settings.register_profile("steady", deadline=None, derandomize=True, database=None)

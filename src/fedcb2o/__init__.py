@@ -13,7 +13,9 @@ Example:
 import importlib
 from typing import TYPE_CHECKING
 
-from fedcb2o import _deprecation
+from fedcb2o import _deprecation, _mkl
+
+_mkl.set_reproducible()  # before the first product
 
 if TYPE_CHECKING:
     from fedcb2o import aggregators
