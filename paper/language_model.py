@@ -15,7 +15,7 @@ import math
 import os
 import tempfile
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,8 @@ ATTACKS: dict[str, Changes] = {
 TEXT_CELLS = [
     (TASK, method, "trigger phrase", SEEDS[0]) for method in ("FedAssay", "Dec-LoRA", "FedCBO")
 ]
+MIN_SHADED_PERPLEXITY = 3.0
+MAX_SHADED_PERPLEXITY = 20.0
 TARGETED = ("trigger phrase", "swapped labels", "one topic")
 FACTORS_OR_PRODUCTS: dict[str, Changes] = {
     "factors": {"algorithm.space": "parameters"},
@@ -193,12 +195,18 @@ def compare(differences: "pd.Series[float]") -> str:
     return "larger" if found.mean() > 0 else "smaller"
 
 
-def largest(values: "pd.Series[float]", style: str) -> str:
-    """Return the largest value and its attack; a dash for none."""
+def largest(values: "pd.Series[float]", text: Callable[[float], str]) -> str:
+    """Return the largest value as text, and its attack; a dash for none."""
     found = values.dropna()
     if found.empty:
         return "–"
-    return f"{found.max():{style}} ({found.idxmax()})"
+    return f"{text(found.max())} ({found.idxmax()})"
+
+
+def perplexity_text(loss: float) -> str:
+    """Return a perplexity as text, from the mean loss."""
+    perplexity = math.exp(loss)
+    return "over 1000" if perplexity > 1000 else f"{perplexity:.4g}"
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
@@ -211,12 +219,11 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         Exact answers and perplexity without attack, the largest perplexity, the worst regret, its
         comparison with FedAssay's, and the largest attack success.
     """
-    perplexity = table.assign(perplexity=table.loss.map(math.exp))
     shown = {
-        name: perplexity.pivot_table(index="method", columns="attack", values=name, sort=False)
+        name: table.pivot_table(index="method", columns="attack", values=name, sort=False)
         .reindex(index=[*METHODS], columns=[*ATTACKS])
         .loc
-        for name in ("accuracy", "perplexity", "success")
+        for name in MEASURES
     }
     worst = regrets(table).groupby("attack", sort=False).mean()
     by_seed = regrets(table).groupby("seed").max()
@@ -225,12 +232,12 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         rows[method] = {
             "chosen": chosen_candidates().get(method, "–"),
             "exact answers, no attack (%)": f"{shown['accuracy'][method, 'none']:.1f}",
-            "perplexity, no attack": f"{shown['perplexity'][method, 'none']:.2f}",
-            "largest perplexity": largest(shown["perplexity"][method], ".2f"),
-            "worst regret (nats)": largest(worst[method], ".3f").split(" ")[0],
+            "perplexity, no attack": perplexity_text(shown["loss"][method, "none"]),
+            "largest perplexity": largest(shown["loss"][method], perplexity_text),
+            "worst regret (nats)": largest(worst[method], "{:.2f}".format),
             "against FedAssay": compare(by_seed[method] - by_seed["FedAssay"]),
             "largest attack success (%)": largest(
-                shown["success"][method].reindex(TARGETED), ".1f"
+                shown["success"][method].reindex(TARGETED), "{:.1f}".format
             ),
         }
     rows["FedAssay"]["against FedAssay"] = "–"
@@ -241,25 +248,29 @@ def draw(table: pd.DataFrame) -> None:
     """Draw perplexity and attack success of each method under each attack."""
     loss = table.pivot_table(index="method", columns="attack", values="loss", sort=False)
     success = table.pivot_table(index="method", columns="attack", values="success", sort=False)
-    panels = (
-        ("Perplexity", loss.map(math.exp).reindex([*METHODS], columns=[*ATTACKS]), ".2f"),
-        ("Attack success (%)", success.reindex([*METHODS], columns=TARGETED), ".0f"),
+    shades = math.log(MIN_SHADED_PERPLEXITY), math.log(MAX_SHADED_PERPLEXITY)
+    panels: tuple[tuple[str, pd.DataFrame, tuple[float, float], Callable[[float], str]], ...] = (
+        ("Perplexity", loss.reindex([*METHODS], columns=[*ATTACKS]), shades, perplexity_text),
+        (
+            "Attack success (%)",
+            success.reindex([*METHODS], columns=TARGETED),
+            (0.0, 100.0),
+            "{:.0f}".format,
+        ),
     )
     with rc_context(STYLE):
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         axes = figure.subplots(1, 2, width_ratios=[len(ATTACKS), len(TARGETED)], sharey=True)
-        for ax, (title, values, digits) in zip(axes, panels, strict=True):
-            ax.imshow(values.to_numpy(), cmap="Blues", aspect="auto")
+        for ax, (title, values, (low, high), text) in zip(axes, panels, strict=True):
+            ax.imshow(values.to_numpy(), cmap="Blues", aspect="auto", vmin=low, vmax=high)
             ax.grid(False)
             ax.set_title(title)
             ax.set_xticks(range(len(values.columns)), values.columns, rotation=30, ha="right")
             ax.set_yticks(range(len(values)), values.index)
-            numbers = values.to_numpy()[values.notna().to_numpy()]
-            middle = (numbers.min() + numbers.max()) / 2 if numbers.size else 0.0
             for (i, j), value in np.ndenumerate(values.to_numpy()):
-                color = "white" if value > middle else "black"
-                text = "" if np.isnan(value) else format(value, digits)
-                ax.text(j, i, text, ha="center", va="center", color=color)
+                color = "white" if value > (low + high) / 2 else "black"
+                shown = "" if np.isnan(value) else text(value)
+                ax.text(j, i, shown, ha="center", va="center", color=color)
         figure.savefig(FIGURE, dpi=120)
 
 
