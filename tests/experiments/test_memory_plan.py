@@ -203,7 +203,7 @@ def test_fewer_than_one_process_is_refused(tmp_path, asked):
     ("limit", "changes", "words"),
     [
         ("-v 700000", (), "PyTorch takes 1.00 GiB: raise it"),
-        ("-v 2000000", ("model.hidden=[400000]",), "a process may map"),
+        ("-v 1700000", ("model.hidden=[400000]",), "a process may map"),
         (
             "-n 8",
             (),

@@ -58,7 +58,7 @@ class Bucketing(Aggregator):
         rng: Source of randomness; by default a new one in each call.
 
     Example:
-        >>> Bucketing(s=3)([[0.0], [1.0], [5.0]])
+        >>> Bucketing(s=2)([[0.0], [4.0]])
         [[2.0]]
     """
 
