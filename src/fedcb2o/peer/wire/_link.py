@@ -76,6 +76,11 @@ class TlsStream:
         connection.setblocking(False)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:  # `wrap_socket` leaves the socket of a peer that is gone open
+            connection.getpeername()
+        except OSError:
+            connection.close()
+            raise
         self.socket = context.wrap_socket(
             connection,
             server_side=server_hostname is None,
