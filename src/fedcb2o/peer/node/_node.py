@@ -321,7 +321,7 @@ class Node:
                 seconds = record["seconds"]
                 rest = seconds["round"] - seconds["train"] - seconds["exchange"]
                 engine.free_until = start + federation.round_seconds - rest
-                # without a minimum duration there is no common pace that an agent could miss
+                # Without a minimum duration there is no common pace that an agent could miss.
                 if federation.round_seconds and self._skip_rounds(monitor):
                     break
 
