@@ -262,7 +262,7 @@ def test_the_whole_demo(tmp_path):
     assert benign["attack success"].mean() < 25
     assert percent[percent.kind != _demo.BENIGN]["weight"].max() < 5
     garbage = refused.loc[percent.index[percent.kind == _demo.GARBAGE][0]].astype(int)
-    assert {"signature", "size", "not finite", "bound", "hash", "run", "equivocation"} <= set(
+    assert {"signature", "size", "not finite", "bound", "hash", "run"} <= set(
         garbage[garbage > 0].index
     )
     assert list((tmp_path / "demo").glob("hospital-*/proofs/*.proof.toml"))

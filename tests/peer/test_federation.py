@@ -792,3 +792,43 @@ def test_the_order_of_keys_makes_no_difference():
         == federation._short_hash([other])
         != federation._short_hash([{"a": 2, "b": 1}])
     )
+
+
+def test_only_a_signed_later_version_says_that_a_member_was_removed_or_changed(
+    path, tmp_path, eight
+):
+    first = read_federation(path)
+    two, three = tmp_path / "two.toml", tmp_path / "three.toml"
+    write_federation(amend_federation(first, remove=["org-3"]), two)
+    notice = federation.removal_notice
+    for signer in (eight[0], eight[3]):
+        sign_federation(two, signer)
+        assert notice(first, eight[3].member, two.read_bytes()) == ""  # of three that it needs
+    sign_federation(two, eight[1])
+    assert notice(first, eight[3].member, two.read_bytes()) == (
+        "version 2 of the federation, signed by org-0, org-1, org-3, removes org-3: this node takes "
+        "part no more"
+    )
+    assert notice(first, eight[0].member, two.read_bytes()) == ""
+    second = read_federation(two)
+    assert second.former_members() == [(3, eight[3].member)]
+    assert notice(second, eight[0].member, two.read_bytes()) == ""  # the same version
+    assert notice(second, eight[0].member, path.read_bytes()) == ""  # an earlier one
+
+    moved = eight[2].with_endpoint(tmp_path / "moved", endpoint="127.0.0.1:9999")
+    write_federation(amend_federation(second, replace=[moved.member]), three)
+    for signer in eight[:2]:
+        sign_federation(three, signer)
+    content = three.read_bytes()
+    for known in (first, second):
+        said = notice(known, eight[2].member, content)
+        assert said.startswith("version 3 of the federation, signed by org-0, org-1, gives org-2")
+    assert notice(first, eight[3].member, content).startswith("version 2 of the federation, signed")
+    assert notice(read_federation(three), moved.member, content) == ""
+
+    other = federated(eight[:4], changes={"rounds": 9}, path=tmp_path / "other.toml")
+    assert notice(other, eight[3].member, content) == ""  # of another run
+    signature = second.versions[1].signatures[0].signature
+    forged = two.read_text().replace(signature, signature[1:4] + signature[3:])
+    for wrong in (b"", b"\xff", b"history = 7", b"[" * 10_000, bytes(2**21), forged.encode()):
+        assert notice(first, eight[3].member, wrong) == ""

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,10 +25,27 @@ from tests.tiny import ENVIRONMENT
 
 import fedcb2o
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.membership import Federation, Identity
-from fedcb2o.peer.membership.federation import read_federation
+from fedcb2o.peer.membership import (
+    Federation,
+    Identity,
+    amend_federation,
+    read_federation,
+    sign_federation,
+    write_federation,
+)
 from fedcb2o.peer.node import _preflight
-from fedcb2o.peer.wire import MalformedError, Relay, _relay, _sealing, open_transport
+from fedcb2o.peer.wire import (
+    Ledger,
+    MalformedError,
+    PeerClient,
+    RawCodec,
+    Relay,
+    Server,
+    _relay,
+    _relayed,
+    _sealing,
+    open_transport,
+)
 from fedcb2o.peer.wire._listener import client_context
 from fedcb2o.peer.wire._mailbox import FolderMailbox, RelayMailbox
 from fedcb2o.peer.wire._relay_metrics import RelayMetrics
@@ -249,12 +267,161 @@ def test_a_stranger_reaches_no_relay(three, relay, tmp_path) -> None:
     assert client_context(stranger, relay.member).verify_mode
 
 
-def test_a_removed_member_is_told_by_the_relay(three, tmp_path) -> None:
+def test_a_member_of_another_federation_is_refused_by_the_relay(three, tmp_path) -> None:
     who, federation = three
     keys = relays.relay_identity(tmp_path)
     mailbox = RelayMailbox(keys.member, who[0])
     with Relay(members.federated(who[1:]), keys), Relayed(federation, who[0], mailbox) as one:
         wait_for(lambda: "refuses the certificate" in one.error, 10, lambda: one.error)
+        assert not one.removal
+
+
+def next_version(path: Path, signers: list[Identity], **changes: Any) -> Federation:
+    """The next version of the federation in a file, signed, in place of the former one."""
+    write_federation(amend_federation(read_federation(path), **changes), path)
+    for signer in signers:
+        sign_federation(path, signer)
+    return read_federation(path)
+
+
+def test_a_relay_shows_a_removed_member_the_signed_versions(three, tmp_path) -> None:
+    who, first = three
+    path = tmp_path / "federation.toml"
+    write_federation(first, path)
+    second = next_version(path, who[1:], remove=["org-0"])
+    keys = relays.relay_identity(tmp_path)
+    notices: list[str] = []
+    with (
+        Relay(second, keys) as relay,
+        Relayed(
+            first, who[0], RelayMailbox(keys.member, who[0]), on_removal=notices.append
+        ) as removed,
+        Relayed(second, who[1], RelayMailbox(keys.member, who[1])) as one,
+        Relayed(second, who[2], RelayMailbox(keys.member, who[2])) as other,
+    ):
+        one.serve(lambda request, reply: reply(b"heard"))
+        other.serve(lambda request, reply: reply(b"heard"))
+        wait_for(lambda: bool(removed.removal), 10, lambda: removed.error)
+        assert notices == [removed.removal]
+        assert removed.removal == (
+            "version 2 of the federation, signed by org-1, org-2, removes org-0: this node takes "
+            "part no more"
+        )
+        wait_for(lambda: (one.connected_peers(), other.connected_peers()) == ({2}, {1}), 10)
+        assert set(relay.connections()) == {"org-1", "org-2"}
+        assert not any(name.startswith("org-0") for name in relay._mailbox.cards())
+
+
+@pytest.mark.parametrize("lie", ["unsigned", "its own signature", "another run", "rubbish"])
+def test_a_relay_that_lies_removes_nobody(lie, three, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(_relayed, "_FORMER_SECONDS", 0.1)
+    who, first = three
+    path = tmp_path / "federation.toml"
+    write_federation(first, path)
+    second = next_version(path, who[1:], remove=["org-0"])
+    fake = tmp_path / "fake.toml"
+    made = first if lie != "another run" else members.federated(who, changes={"rounds": 9})
+    write_federation(amend_federation(made, remove=["org-0"]), fake)
+    if lie == "its own signature":
+        sign_federation(fake, who[0])
+    if lie == "another run":
+        for identity in who[1:]:
+            sign_federation(fake, identity)
+    keys = relays.relay_identity(tmp_path)
+    with Relay(second, keys) as relay:
+        relay._file = os.urandom(2**12) if lie == "rubbish" else fake.read_bytes()
+        with Relayed(first, who[0], RelayMailbox(keys.member, who[0])) as one:
+            wait_for(lambda: "no later version" in one.error, 10, lambda: one.error)
+            time.sleep(0.5)
+            assert not one.removal
+            relay._file = path.read_bytes()
+            wait_for(lambda: bool(one.removal), 10, lambda: one.error)
+
+
+def test_a_replaced_root_is_a_former_one_for_the_relay(three, tmp_path) -> None:
+    who, first = three
+    path = tmp_path / "federation.toml"
+    write_federation(first, path)
+    new = Identity.make(tmp_path / "new", name="org-0", endpoint="org-0.invalid:1")
+    second = next_version(path, who[1:], replace=[new.member])
+    keys = relays.relay_identity(tmp_path)
+    with (
+        Relay(second, keys) as relay,
+        Relayed(first, who[0], RelayMailbox(keys.member, who[0])) as former,
+        Relayed(second, new, RelayMailbox(keys.member, new)) as present,
+    ):
+        present.serve(lambda request, reply: reply(b""))
+        wait_for(lambda: "gives org-0 another key" in former.removal, 10, lambda: former.error)
+        wait_for(lambda: relay.connections()["org-0"] > 0, 10)
+        assert present.error == ""
+
+
+@pytest.mark.parametrize("kind", ["relay", "folder"])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_question_to_a_session_that_ends_is_given_up(
+    kind, is_killed, three, tmp_path, monkeypatch
+):
+    """The asked process closes in order, or shows no sign of life for the duration of a lease."""
+    who, federation = three
+    monkeypatch.setattr(_relayed, "LEASE_SECONDS", 1.0)
+    with ExitStack() as opened:
+        first, second, _ = relays.relayed(kind, who, federation, tmp_path, opened)
+        asked = threading.Event()
+        open_replies = []
+
+        def keep(request: bytes, reply: Any) -> None:
+            open_replies.append(reply)
+            asked.set()
+
+        second.serve(keep)
+        wait_for(lambda: 1 in first.connected_peers(), 10)
+        answers: list[bytes] = []
+        thread = threading.Thread(target=lambda: answers.extend(first.ask(1, b"question", 60.0)))
+        thread.start()
+        assert asked.wait(10)
+        if is_killed:
+            monkeypatch.setattr(second.mailbox, "publish_card", lambda name, card: None)
+        else:
+            second.close()
+        thread.join(8)
+        assert not thread.is_alive()
+        assert answers == []
+
+
+@pytest.mark.parametrize("kind", ["relay", "folder"])
+def test_members_with_the_next_version_tell_a_removed_one(kind, three, tmp_path) -> None:
+    """The relay still has the former version, or there is none."""
+    who, first = three
+    path = tmp_path / "federation.toml"
+    write_federation(first, path)
+    second = next_version(path, who[1:], remove=["org-0"])
+    notices: list[str] = []
+    with ExitStack() as opened:
+        relayed = relays.relayed(kind, who, first, tmp_path, opened)
+        relayed[2].close()
+        mailbox = relayed[1].mailbox
+        if isinstance(mailbox, RelayMailbox):
+            mailbox = RelayMailbox(mailbox.relay, who[2])
+        newer = opened.enter_context(Relayed(second, who[2], mailbox))
+        server = Server(
+            second, 2, who[2], Ledger(tmp_path, second),
+            hello_content=lambda: _preflight.hello_content(second, who[2]),
+        )  # fmt: skip
+        newer.serve(server.on_request)
+        codec = RawCodec(3)
+        client = PeerClient(
+            first, who[0], relayed[0], Ledger(tmp_path, first), codec, 3,
+            on_removal=notices.append,
+        )  # fmt: skip
+        wait_for(lambda: 2 in relayed[0].connected_peers(), 15)
+        assert 0 not in newer.connected_peers()
+        content = client.hello(2, 10.0)
+        assert content is not None
+        assert _preflight.describe_disagreement(first, content).startswith("it holds version 2")
+        (notice,) = notices
+        assert "signed by org-1, org-2, removes org-0" in notice
+        assert client.fetch(0, {2: torch.zeros(3)}, 5.0) == ({}, {2: "no answer"})
+        server.close()
 
 
 def test_files_have_the_rights_of_the_folder(tmp_path) -> None:

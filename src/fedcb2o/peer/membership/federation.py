@@ -40,7 +40,13 @@ from fedcb2o.peer.membership.federation_schema import (
     user_functions_in,
     validate_plain,
 )
-from fedcb2o.peer.membership.identity import Identity, Member, read_bounded_toml, spelled_hex
+from fedcb2o.peer.membership.identity import (
+    Identity,
+    Member,
+    parse_bounded_toml,
+    read_bounded_toml,
+    spelled_hex,
+)
 from fedcb2o.peer.membership.versions import Version
 
 _PROTOCOL_VERSION: Final = 1
@@ -288,6 +294,17 @@ class Federation(Section):
         previous = self._members[-2] if self.version > 1 else {}
         return chain.describe_changes(previous, self.members)
 
+    def former_members(self) -> list[tuple[int, Member]]:
+        """Return members of earlier versions that this version removed or changed.
+
+        Returns:
+            Their ids and former entries, the oldest first.
+        """
+        former = dict.fromkeys(
+            (id, member) for members in self._members[:-1] for id, member in members.items()
+        )
+        return [(id, member) for id, member in former if self.members.get(id) != member]
+
     def is_successor_of(self, earlier: "Federation") -> bool:
         """Check that this version is, or follows, another one.
 
@@ -521,12 +538,82 @@ def write_federation(federation: Federation, path: Path | str) -> None:
         federation: The federation.
         path: The file.
     """
+    records.atomic_write(Path(path), file_content(federation))
+
+
+def file_content(federation: Federation) -> bytes:
+    """Return the content of federation.toml.
+
+    Args:
+        federation: The federation.
+
+    Returns:
+        TOML in UTF-8.
+    """
     head = (
         f"# What the members of {federation.name} agree on. All hold the same; `fedcb2o peer check`"
         " compares.\n\n"
     )
-    content = tomli_w.dumps(federation.to_table(), multiline_strings=True)
-    records.atomic_write(Path(path), (head + content).encode())
+    return (head + tomli_w.dumps(federation.to_table(), multiline_strings=True)).encode()
+
+
+def removal_notice(federation: Federation, member: Member, content: bytes) -> str:
+    """Describe how a later version that somebody sent removes or changes a member.
+
+    The sender is not trusted. Only the versions in the content are read. They count if they follow
+    the known version, each signed by more than half of the members before.
+
+    Args:
+        federation: The version that this organisation holds.
+        member: This organisation.
+        content: Content of a federation.toml.
+
+    Returns:
+        The notice; empty if no valid later version removes or changes the member.
+    """
+    try:
+        later = _parse_versions(federation, content)
+    except ValueError:
+        return ""
+    is_later = later.version > federation.version and later.is_successor_of(federation)
+    if not is_later or later.missing_signatures:
+        return ""
+
+    id = federation.id_of(member)
+    entries = {
+        number: members.get(id)
+        for number, members in enumerate(later._members, start=1)
+        if number > federation.version
+    }
+    name = member.name
+    removals = [number for number, entry in entries.items() if entry is None]
+    changes = [number for number, entry in entries.items() if entry != member]
+    if not changes or entries[later.version] == member:
+        return ""
+    number = (removals or changes)[0]
+    signers = [signature.name for signature in later.versions[number - 1].signatures]
+    signed = f"version {number} of the federation, signed by {', '.join(signers)}"
+    if removals:
+        return f"{signed}, removes {name}: this node takes part no more"
+    return (
+        f"{signed}, gives {name} another key, root or endpoint: get the new federation.toml, and "
+        "go on with it, the identity that it names, and --resume"
+    )
+
+
+def _parse_versions(federation: Federation, content: bytes) -> Federation:
+    """Return the federation with the versions of a file that somebody sent.
+
+    Raises:
+        ValueError: The content has no valid versions.
+    """
+    table = parse_bounded_toml(content, MAX_FILE_BYTES)
+    validate_plain(table)
+    last = {key: table[key] for key in ("members", "signatures") if key in table}
+    history = table.get("history", [])
+    if not isinstance(history, list):
+        raise ConfigError("`history` must be a list")
+    return _with_versions(federation, *history, last)
 
 
 def amend_federation(

@@ -64,7 +64,22 @@ def read_bounded_toml(path: Path, max_bytes: int) -> dict[str, Any]:
         OSError: The file cannot be read.
     """
     with path.open("rb") as file:
-        content = file.read(max_bytes + 1)
+        return parse_bounded_toml(file.read(max_bytes + 1), max_bytes)
+
+
+def parse_bounded_toml(content: bytes, max_bytes: int) -> dict[str, Any]:
+    """Parse TOML that another organisation sent.
+
+    Args:
+        content: The bytes.
+        max_bytes: Largest accepted size.
+
+    Returns:
+        The parsed table.
+
+    Raises:
+        ValueError: The content is no TOML, too large, or has a line that takes long to parse.
+    """
     if len(content) > max_bytes:
         raise ValueError(f"it is longer than {max_bytes} bytes")
     if max(map(len, content.splitlines()), default=0) > MAX_LINE_BYTES:

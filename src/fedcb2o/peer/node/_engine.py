@@ -39,11 +39,12 @@ from fedcb2o.kernels import dispatch
 from fedcb2o.peer._denormals import flush_denormals
 from fedcb2o.peer.node._peer_monitor import PeerMonitor
 from fedcb2o.peer.node._publisher import ModelPublisher
-from fedcb2o.peer.wire._client import Arrival, PeerClient
+from fedcb2o.peer.wire._client import SILENT_REASONS, Arrival, PeerClient
 
 _T = TypeVar("_T")
 
 _ONLY_AGENT = np.zeros(1, np.int64)  # position of the agent in its group
+_ROUNDS_ALONE = 5  # in a row without an answer, after which the operator gets a message
 
 
 class PeerEngine:
@@ -87,6 +88,7 @@ class PeerEngine:
         self.failures: Mapping[int, str] = {}
         self.exchange_seconds = 0.0
         self.free_until = 0.0
+        self._rounds_alone = 0
 
     def map_batches(
         self,
@@ -265,6 +267,7 @@ class PeerEngine:
             n, targets, deadline, spares=spares, free_until=self.free_until
         )
         self.exchange_seconds = time.monotonic() - start
+        self._warn_if_alone()
 
         own_samples = self.group.data.train.sizes.astype(float)[0]
         own_row = int(self.group.layout.own[0])
@@ -278,6 +281,24 @@ class PeerEngine:
         num_samples = np.minimum(claims, self.spec.max_samples)
         senders = Ragged.from_arrays([np.array(sorted(received), np.int64)])
         return Inbox(senders, positions, num_samples, rounds)
+
+    def _warn_if_alone(self) -> None:
+        """Name the members that did not answer, after some rounds without any answer."""
+        is_alone = all(reason in SILENT_REASONS for reason in self.failures.values())
+        self._rounds_alone = self._rounds_alone + 1 if is_alone and not self.arrivals else 0
+        if self._rounds_alone != _ROUNDS_ALONE:
+            return
+        linked = self.monitor.reachable()
+        states = [
+            f"{self.monitor.federation.members[i].name} "
+            f"{'does not answer' if i in linked else 'is not reachable'}"
+            for i in sorted(self.monitor.other_members)
+        ]
+        self.publisher.notify(
+            f"this agent has trained alone for {_ROUNDS_ALONE} rounds: {', '.join(states)}. A "
+            "newer version of the federation may have removed or changed it: `fedcb2o peer check`, "
+            "or ask for the newest file"
+        )
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
         """Average the models in place: theta <- W theta (alg:localAggregation, line 7).

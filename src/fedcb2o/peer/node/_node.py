@@ -120,7 +120,9 @@ class Node:
         self.linger = linger
         self.assess_every = assess_every
         self.observer = NullObserver() if observer is None else observer
-        self.connect = connect or functools.partial(open_transport, listen=listen, relay=relay)
+        self.connect = connect or functools.partial(
+            open_transport, listen=listen, relay=relay, on_removal=self._on_removal
+        )
 
         if (data is None) == (simulate is None):
             raise ConfigError("a node needs `data`, or an experiment to `simulate`, and not both")
@@ -131,6 +133,7 @@ class Node:
 
         self.rounds_done = 0
         self._stop = threading.Event()
+        self._removal = ""  # notice of a later version that removes or changes this member
         # expiry of the TLS certificate in use
         self._expires = datetime.max.replace(tzinfo=UTC)
         self._reported_equivocators = frozenset[int]()
@@ -210,7 +213,14 @@ class Node:
             transport.serve(server.on_request)
             dim = self.agent.spec.dim
             client = PeerClient(
-                federation, self.identity, transport, ledger, codec, dim, self._stop
+                federation,
+                self.identity,
+                transport,
+                ledger,
+                codec,
+                dim,
+                self._stop,
+                self._on_removal,
             )
             server.incompatible = client.incompatible
             client.last_rounds.update(self._last_received_rounds())
@@ -259,6 +269,13 @@ class Node:
                     self._save_model(group)
                 if isinstance(error, KeyboardInterrupt):
                     raise
+            if self._removal:
+                raise RunError(f"{self._removal}. It ended after round {self.rounds_done}")
+
+    def _on_removal(self, notice: str) -> None:
+        """End the node after its current phase, because the others have agreed on its removal."""
+        self._removal = notice
+        self._stop.set()
 
     def _check_journal(self, journal: SigningJournal) -> None:
         """Raise RunError if the journal lacks rounds of the checkpoint."""

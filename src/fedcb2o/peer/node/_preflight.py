@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedcb2o.errors import RunError
-from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.federation import Federation, removal_notice
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._equivocation import Ledger
 from fedcb2o.peer.wire._mailbox import RelayMailbox
@@ -107,8 +107,10 @@ def check_members(
             _wait_for_checkers(replies, server, end)
             linked = transport.connected_peers()
             relay_results = []
+            removal = _shown_removal(federation, identity, replies.values())
             if isinstance(transport, Mixed):
                 relay_results = [_relay_result(transport.relayed, identity)]
+                removal = transport.relayed.removal or removal
     finally:
         transport.close()
 
@@ -119,11 +121,36 @@ def check_members(
             for id, member in others.items()
         }
     own_notes = (*notes, *_describe_expiry(identity.expires))
-    results = [CheckResult(identity.member.name, "", own_notes), *relay_results]
+    results = [CheckResult(identity.member.name, removal, own_notes), *relay_results]
     for id, member in others.items():
         probe = probes[id].result()
+        if member.is_outbound_only and relay_results:
+            probe = ProbeResult(_describe_unrelayed(relay_results[0]))
         results.append(_member_result(federation, member, replies.get(id), id in linked, probe))
     return results
+
+
+def _shown_removal(
+    federation: Federation, identity: Identity, replies: Iterable[_HelloReply]
+) -> str:
+    """Return the notice of a signed later version that a member sent, if it concerns this one."""
+    for reply in replies:
+        file = (reply.content or {}).get("file")
+        if isinstance(file, str):
+            content = file.encode("utf-8", "replace")
+            if notice := removal_notice(federation, identity.member, content):
+                return notice
+    return ""
+
+
+def _describe_unrelayed(relay: CheckResult) -> str:
+    """Say why a member without an endpoint cannot be asked through the relay."""
+    if relay.error:
+        return f"it is asked through the relay only: see the line of {relay.name}"
+    return (
+        f"it is asked through the relay only, and is not connected to {relay.name}: start `fedcb2o "
+        "peer run` or `peer check` there with the same one"
+    )
 
 
 def _relay_result(relayed: Relayed, identity: Identity) -> CheckResult:
@@ -132,6 +159,8 @@ def _relay_result(relayed: Relayed, identity: Identity) -> CheckResult:
     if isinstance(mailbox, RelayMailbox):
         probe = probe_member(mailbox.relay, identity, is_linked=not relayed.error)
         notes = _describe_expiry(probe.expires) if probe.expires else ()
+        if relayed.removal:
+            return CheckResult(mailbox.relay.name, f"it refuses {identity.member.name}", notes)
         return CheckResult(mailbox.relay.name, probe.error or relayed.error, notes)
     return CheckResult("relay", relayed.error, ("a folder",))
 
@@ -320,7 +349,11 @@ def _member_result(
         waiting = "there is no link to it yet, though it lets us connect: check again"
         return CheckResult(member.name, probe.error or waiting, notes)
     if reply is None:
-        error = "there is a link, and no answer: it is busy, or is starting or ending"
+        error = (
+            "there is a link, and no answer: it is busy, starting or ending, or it holds a newer "
+            "version of the federation that removed or changed this member: check again, and ask "
+            "for its file"
+        )
         return CheckResult(member.name, error, notes)
     if reply.content is None:
         return CheckResult(member.name, _describe_unreadable(member, reply.reason), notes)

@@ -15,8 +15,8 @@ import math
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedcb2o.federated import is_admissible, max_abs
 from fedcb2o.peer._denormals import flush_
-from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.federation import Federation, removal_notice
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.wire import _protocol
 from fedcb2o.peer.wire._compression import Codec
@@ -46,12 +46,15 @@ _GRACE_SECONDS = 0.5  # time after the deadline to check models that have arrive
 _WITNESS_SECONDS = 2.0  # time for an answer to WITNESS
 _AUDIT_SECONDS = 5.0  # time for an answer to MANIFEST alone
 _MAX_AUDITS = 32  # members that are asked for a manifest alone, per round
+_MAX_FILES = 3  # of one member, which must hold a later version of the federation
 _LATE, _NO_ANSWER, _MOVED_ON, _EQUIVOCATION = "late", "no answer", "not here", "equivocation"
 _INCOMPATIBLE = AnswerStatus.ANOTHER_VERSION.label
 FAILED = "failed"  # an unexpected error: a peer never breaks a round
 NOT_YET = "not yet"
 _RETRIABLE_REASONS = (_NO_ANSWER, NOT_YET, "busy")
 """Reasons of a missing model that may soon be gone."""
+SILENT_REASONS = (_LATE, _NO_ANSWER)
+"""Reasons of a missing model of a peer that did not answer."""
 BLAMELESS_REASONS = (_LATE, *_RETRIABLE_REASONS, _MOVED_ON)
 """Reasons of a missing model that do not indicate a fault of the peer."""
 
@@ -90,6 +93,7 @@ class PeerClient:
         codec: Encoding of models.
         dim: Number of parameters.
         stop: Event after which a download ends with StoppedError.
+        on_removal: Called with a notice if a signed later version removes or changes this member.
 
     Attributes:
         last_rounds: Round of the last manifest accepted from each peer; older ones are refused.
@@ -110,6 +114,7 @@ class PeerClient:
         codec: Codec,
         dim: int,
         stop: threading.Event | None = None,
+        on_removal: Callable[[str], None] = lambda notice: None,
     ) -> None:
         self.federation = federation
         self.identity = identity
@@ -127,7 +132,10 @@ class PeerClient:
         self.has_logged_error = False
         self.stop = threading.Event() if stop is None else stop
         self.lock = threading.Lock()
+        self._on_removal = on_removal
         self._audited: set[int] = set()  # peers whose answer to an audit is awaited
+        self._inquired: set[int] = set()  # peers whose answer to HELLO is awaited
+        self._files_read = Counter[int]()
 
     def fetch(
         self,
@@ -229,6 +237,41 @@ class PeerClient:
             with self.lock:
                 self.announced_rounds[peer] = round
 
+    def _note_file(self, peer: int, file: object) -> None:
+        """Read the versions of the federation that a member sends to a former member."""
+        with self.lock:
+            may_read = isinstance(file, str) and self._files_read[peer] < _MAX_FILES
+            self._files_read[peer] += may_read
+        if may_read:
+            content = str(file).encode("utf-8", "replace")
+            if notice := removal_notice(self.federation, self.identity.member, content):
+                self._on_removal(notice)
+
+    def inquire(self, peers: Iterable[int]) -> None:
+        """Ask members that gave no model for their description, in the background.
+
+        A member with a later version of the federation, which removes this one, sends that version.
+
+        Args:
+            peers: The members; one that was asked and has not answered is not asked again.
+        """
+        for peer in peers:
+            with self.lock:
+                if peer in self._inquired:
+                    continue
+                self._inquired.add(peer)
+            name = "fedcb2o-inquire"
+            threading.Thread(target=self._inquire, args=(peer,), name=name, daemon=True).start()
+
+    def _inquire(self, peer: int) -> None:
+        try:
+            self.hello(peer, HELLO_SECONDS)
+        except Exception as error:  # must not end the process with a message of Python
+            self.log_error(error)
+        finally:
+            with self.lock:
+                self._inquired.discard(peer)
+
     def log_error(self, error: BaseException) -> None:
         """Log the first unexpected error only.
 
@@ -255,6 +298,7 @@ class PeerClient:
             with contextlib.suppress(_protocol.MalformedError):
                 content = _protocol.decode_hello(answer.body, answer.nonce, member)
                 self._note_hello(peer, content)
+                self._note_file(peer, content.get("file"))
                 return content
         return None
 
@@ -544,6 +588,7 @@ class _Exchange:
             elif isinstance(result, Arrival):
                 client.backoff.record_arrival(peer)
         arrivals = self._place(arrivals)
+        client.inquire(peer for peer, why in failures.items() if why in SILENT_REASONS)
         failures = {peer: reason for peer, reason in failures.items() if peer in self.rows}
         return dict(sorted(arrivals.items())), dict(sorted(failures.items()))
 

@@ -42,9 +42,25 @@ _CONNECT_SECONDS = 4.0
 _FULL_SECONDS = 0.05
 """Pause before a message is sent to a full box again."""
 _MAX_CONNECTIONS = 16
+_ALERT_SECONDS = 0.5
+"""Time for the alert of a relay that refuses a certificate."""
+FORMER = "former"
+"""Status of a relay's reply to a former member; the federation's file follows."""
 BOX_NAME = re.compile(r"[a-z0-9-]{1,63}/[0-9a-f]{32}")
 CARD_NAME = re.compile(r"[a-z0-9-]{1,63}\.(run|check)")
 _MESSAGE_NAME = re.compile(r"[0-9]{20}-[0-9a-f]{8}(-[a-z0-9-]{1,63})?")
+
+
+class FormerMemberError(PermissionError):
+    """The relay no longer serves this member.
+
+    Attributes:
+        file: What it shows as a later version of federation.toml, unchecked.
+    """
+
+    def __init__(self, file: bytes) -> None:
+        super().__init__("the relay no longer serves this member")
+        self.file = file
 
 
 class Mailbox(Protocol):
@@ -292,7 +308,11 @@ class RelayMailbox:
 
     def _exchange(self, stream: TlsStream, head: str, body: bytes, end: float) -> memoryview:
         try:
-            write_frame(stream, end, head.encode(), b"\n", body)
+            try:
+                write_frame(stream, end, head.encode(), b"\n", body)
+            except (ConnectionError, ssl.SSLError):
+                _raise_alert(stream)
+                raise
             status, content = split_head(read_frame(stream, MAX_REPLY_BYTES, end))
         except ValueError as error:
             self._release(stream)
@@ -300,10 +320,12 @@ class RelayMailbox:
         except BaseException:
             self._release(stream)
             raise
-        if self._closed:
+        if self._closed or status == FORMER:
             self._release(stream)
         else:
             self._idle.append(stream)
+        if status == FORMER:
+            raise FormerMemberError(bytes(content))
         if status == "full":
             raise BlockingIOError("the box is full")
         if status != "ok":
@@ -323,6 +345,16 @@ class RelayMailbox:
             raise
         self._open.add(stream)
         return stream
+
+
+def _raise_alert(stream: TlsStream) -> None:
+    """Raise the alert of a relay that refused this certificate and closed the connection."""
+    try:
+        stream.read_exactly(1, time.monotonic() + _ALERT_SECONDS)
+    except ssl.SSLError:
+        raise
+    except OSError:
+        return
 
 
 def open_mailbox(place: Path, identity: Identity) -> Mailbox:

@@ -1,7 +1,8 @@
 """Relay: a server of one mailbox folder, to which members connect.
 
 Members need no open port. The relay's certificate is that of an identity of its own. A connection
-needs the certificate of a member; what it may store and take depends on the name in it.
+needs the certificate of a member; what it may store and take depends on the name in it. A former
+member gets the signed versions of the federation, and nothing else.
 """
 
 import logging
@@ -13,7 +14,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from fedcb2o.peer.membership.federation import Federation
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+
+from fedcb2o.peer.membership.federation import Federation, file_content
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.wire._link import TlsStream
 from fedcb2o.peer.wire._listener import (
@@ -25,6 +29,7 @@ from fedcb2o.peer.wire._listener import (
 from fedcb2o.peer.wire._mailbox import (
     BOX_NAME,
     CARD_NAME,
+    FORMER,
     MAX_MESSAGE_BYTES,
     FolderMailbox,
     join_messages,
@@ -41,6 +46,11 @@ _MAX_BOXES = 4
 """Boxes of one member, one for each of its processes."""
 _MAX_LINKS = 32
 """Connections of one member; the newest remain."""
+_MAX_FORMER_LINKS = 4
+"""Connections of one former member at once; further ones are closed."""
+_MAX_FORMER_REQUEST = 2**10
+_FORMER_SECONDS = 1.0
+"""Time that the connection of a former member stays after the reply, so that it asks slowly."""
 _IDLE_SECONDS = 120.0
 _REPLY_SECONDS = 30.0
 _MAX_TAKE_SECONDS = 30.0
@@ -80,6 +90,15 @@ class Relay:
         self._links: dict[str, list[TlsStream]] = {
             member.name: [] for member in federation.members.values()
         }
+        self._roots = {
+            member.name: x509.load_pem_x509_certificate(member.root.encode())
+            for member in federation.members.values()
+        }
+        roots = {member.root for member in federation.members.values()}
+        former = [one for _, one in federation.former_members() if one.root not in roots]
+        self._former_links = Counter[str]()
+        self._logged_former = set[str]()
+        self._file = file_content(federation)
         self._boxes: dict[str, dict[str, None]] = {name: {} for name in self._links}
         self._counts = Counter[str]()
         self._overfilled = set[
@@ -87,7 +106,7 @@ class Relay:
         ]()  # senders and receivers, of which the log has a line
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        context = server_context(identity, federation.members.values())
+        context = server_context(identity, [*federation.members.values(), *former])
         socket = open_listening_socket(listen or identity.member.endpoint)
         self._listener = Listener(socket, context, self._on_link)
         self._listener.start()
@@ -143,10 +162,13 @@ class Relay:
 
     def _on_link(self, stream: TlsStream, name: str, expires: float) -> None:
         """Serve a connection of a member; its newest ones replace older ones."""
-        streams = self._links.get(name)
-        if streams is None or self._closed.is_set():
+        if self._closed.is_set():
             stream.release()
             return
+        if not self._is_member(stream, name):
+            self._on_former_link(stream, name)
+            return
+        streams = self._links[name]
         with self._lock:
             streams.append(stream)
             surplus = streams[:-_MAX_LINKS]
@@ -158,6 +180,47 @@ class Relay:
         threading.Thread(
             target=self._serve_link, args=(stream, name, expires), name="relay-link", daemon=True
         ).start()
+
+    def _is_member(self, stream: TlsStream, name: str) -> bool:
+        """Check that the root of a present member signed the certificate of a connection."""
+        root = self._roots.get(name)
+        try:
+            certificate = x509.load_der_x509_certificate(stream.certificate)
+            if root is not None:
+                certificate.verify_directly_issued_by(root)
+        except (InvalidSignature, TypeError, ValueError):
+            return False
+        return root is not None
+
+    def _on_former_link(self, stream: TlsStream, name: str) -> None:
+        """Show a former member the versions of the federation."""
+        with self._lock:
+            is_new = name not in self._logged_former
+            self._logged_former.add(name)
+            has_room = self._former_links[name] < _MAX_FORMER_LINKS
+            self._former_links[name] += has_room
+        if is_new:
+            text = f"{name} is no member any more, and is shown the signed versions"
+            self._log(logging.INFO, text, name)
+        if not has_room:
+            stream.release()
+            return
+        threading.Thread(
+            target=self._serve_former, args=(stream, name), name="relay-former", daemon=True
+        ).start()
+
+    def _serve_former(self, stream: TlsStream, name: str) -> None:
+        try:
+            end = time.monotonic() + _REPLY_SECONDS
+            read_frame(stream, _MAX_FORMER_REQUEST, end)
+            write_frame(stream, end, FORMER.encode() + b"\n", self._file)
+            self._closed.wait(_FORMER_SECONDS)
+        except (OSError, ValueError):
+            pass  # lost, silent, or a malformed frame
+        finally:
+            stream.release()
+            with self._lock:
+                self._former_links[name] -= 1
 
     def _serve_link(self, stream: TlsStream, name: str, expires: float) -> None:
         try:

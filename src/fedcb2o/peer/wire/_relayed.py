@@ -16,10 +16,15 @@ from pathlib import Path
 from queue import Empty, Queue
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.federation import Federation, removal_notice
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.wire._link import LEASE_SECONDS, SEND_SECONDS
-from fedcb2o.peer.wire._mailbox import FolderMailbox, Mailbox, open_mailbox
+from fedcb2o.peer.wire._mailbox import (
+    FolderMailbox,
+    FormerMemberError,
+    Mailbox,
+    open_mailbox,
+)
 from fedcb2o.peer.wire._protocol import BytesLike, MalformedError
 from fedcb2o.peer.wire._sealing import Card, Sealed, SealedKind, Session
 from fedcb2o.peer.wire._transport import (
@@ -36,6 +41,10 @@ _CARD_SECONDS = 0.5
 _TAKE_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
 """Pause after a mailbox that cannot be reached."""
+_FORMER_SECONDS = 5.0
+"""Pause after a relay that says that this member is none any more."""
+_FORMER_MEMBER = -1
+"""Key of the pace of all former members together."""
 
 
 @dataclass
@@ -54,9 +63,12 @@ class Relayed:
         identity: This organisation.
         mailbox: The mailbox.
         is_checking: This process only checks, while a node of the same member may run.
+        on_removal: Called with a notice if the relay shows a later version of the federation, with
+            all signatures, that removes or changes this member.
 
     Attributes:
         error: Why the mailbox cannot be reached at present, or an empty text.
+        removal: The notice of this member's removal or change, or an empty text.
     """
 
     def __init__(
@@ -66,20 +78,27 @@ class Relayed:
         mailbox: Mailbox,
         *,
         is_checking: bool = False,
+        on_removal: Callable[[str], None] = lambda notice: None,
     ) -> None:
         self.mailbox = mailbox
-        self._names = {id: member.name for id, member in federation.members.items()}
+        self._federation = federation
+        self._member = identity.member
+        self._on_removal = on_removal
+        entries = [*federation.former_members(), *federation.members.items()]
+        self._names = {id: member.name for id, member in entries}
         self._session = Session(federation, identity)
         self._box = f"{identity.member.name}/{self._session.name}"
         self._card_name = f"{identity.member.name}.{'check' if is_checking else 'run'}"
         self._handler: RequestHandler | None = None
-        self._paces = {id: Pace() for id in self._names}
+        self._paces = {id: Pace() for id in (*federation.members, _FORMER_MEMBER)}
         self._presences: dict[str, _Presence] = {}
-        self._waiting: dict[int, tuple[int, Queue[bytes | None]]] = {}
+        # by the number of the question: the asked session, and its answer
+        self._waiting: dict[int, tuple[Card, Queue[bytes | None]]] = {}
         self._next_id = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.error = ""
+        self.removal = ""
         if isinstance(mailbox, FolderMailbox):
             mailbox.sweep()
         targets = (self._exchange_cards, self._receive)
@@ -99,7 +118,7 @@ class Relayed:
         with self._lock:
             self._next_id += 1
             id = self._next_id
-            self._waiting[id] = (peer, answers)
+            self._waiting[id] = (card, answers)
         try:
             self._put(card, SealedKind.REQUEST, id, request, min(timeout, ASK_SECONDS))
         except (OSError, MalformedError):
@@ -134,6 +153,7 @@ class Relayed:
             with suppress(OSError):
                 self.mailbox.publish_card(self._card_name, b"")
         self.mailbox.close()
+        self._end_requests()
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         if isinstance(self.mailbox, FolderMailbox):
@@ -172,6 +192,10 @@ class Relayed:
                 step()
                 if self.error == error_before:  # otherwise the other thread failed meanwhile
                     self.error = ""
+            except FormerMemberError as error:
+                self._end_requests()
+                self._note_removal(error.file)
+                self._closed.wait(_FORMER_SECONDS)
             except OSError as error:
                 self._end_requests()
                 message = _describe(error)
@@ -184,6 +208,16 @@ class Relayed:
                 logging.getLogger(__name__).exception("a message of the relay cannot be handled")
                 self._closed.wait(_RETRY_SECONDS)
 
+    def _note_removal(self, file: bytes) -> None:
+        """Read the versions that the relay shows; only signatures of members count."""
+        notice = removal_notice(self._federation, self._member, file)
+        if notice and not self.removal:
+            self.removal = self.error = notice
+            self._on_removal(notice)
+        elif not notice and self.error != _UNPROVED:
+            self.error = _UNPROVED
+            logging.getLogger(__name__).warning("%s", self.error)
+
     def _exchange_cards(self) -> None:
         """Write this member's card, and read those of others."""
         if self._handler is not None:
@@ -195,11 +229,12 @@ class Relayed:
         for name, content in cards.items():
             with suppress(MalformedError):
                 self._note_card(name, self._session.read_card(content))
+        self._end_lost_requests()
         self._closed.wait(_CARD_SECONDS)
 
     def _note_card(self, name: str, card: Card) -> None:
         """Note a valid card; only a change within one session is a sign of life."""
-        if name.partition(".")[0] != self._names[card.agent]:
+        if card.is_former or name.partition(".")[0] != self._names[card.agent]:
             return
         known = self._presences.get(name)
         if known is None or known.card.key != card.key:
@@ -216,12 +251,13 @@ class Relayed:
                 continue
             if sealed.kind is SealedKind.REQUEST:
                 self._on_request(sealed)
-            else:
+            elif not sealed.card.is_former:
                 self._on_answer(sealed)
 
     def _on_request(self, sealed: Sealed) -> None:
         is_long = len(sealed.content) > MAX_REQUEST_BYTES
-        if self._handler is None or is_long or not self._paces[sealed.card.agent].take():
+        pace = self._paces[_FORMER_MEMBER if sealed.card.is_former else sealed.card.agent]
+        if self._handler is None or is_long or not pace.take():
             return
         reply = _Reply(self, sealed)
         try:
@@ -231,13 +267,28 @@ class Relayed:
             reply(b"")
 
     def _on_answer(self, sealed: Sealed) -> None:
-        peer, answers = self._waiting.get(sealed.id, (None, None))
-        if answers is not None and peer == sealed.card.agent and answers.empty():
+        card, answers = self._waiting.get(sealed.id, (None, None))
+        is_asked = card is not None and card.agent == sealed.card.agent
+        if answers is not None and is_asked and answers.empty():
             answers.put(sealed.content)
 
     def _end_requests(self) -> None:
         for _, answers in list(self._waiting.values()):
             answers.put(None)
+
+    def _end_lost_requests(self) -> None:
+        """End the requests to sessions that ended, or that show no sign of life any more."""
+        oldest = time.monotonic() - LEASE_SECONDS
+        keys = {one.card.key for one in self._presences.values() if one.changed > oldest}
+        for card, answers in list(self._waiting.values()):
+            if card.key not in keys:
+                answers.put(None)
+
+
+_UNPROVED = (
+    "the relay no longer serves this member, and shows no later version of the federation with "
+    "enough signatures that removes or changes it: ask its operator which file it has"
+)
 
 
 def _is_refusal(error: OSError) -> bool:
@@ -247,9 +298,13 @@ def _is_refusal(error: OSError) -> bool:
 def _describe(error: OSError) -> str:
     if _is_refusal(error):
         return (
-            "the relay refuses the certificate of this member: a newer version of the federation "
-            "may have removed or changed it, or the relay holds an older one"
+            "the relay refuses the certificate of this member: it has expired, or the relay holds "
+            "a federation.toml without this member: ask its operator which version it has"
         )
+    if isinstance(error, ssl.SSLEOFError | ConnectionError) and not isinstance(
+        error, ConnectionRefusedError
+    ):
+        return "the relay closes the connections of this member, and is tried again"
     return f"the relay cannot be reached, and is tried again: {error}"
 
 
@@ -313,6 +368,7 @@ def open_transport(
     listen: bool | str = True,
     relay: Path | str | None = None,
     is_checking: bool = False,
+    on_removal: Callable[[str], None] = lambda notice: None,
 ) -> Zenoh | Mixed:
     """Open direct links, and a mailbox if one is given.
 
@@ -322,6 +378,8 @@ def open_transport(
         listen: Accept links, at the member's own endpoint or at this "HOST:PORT".
         relay: A folder, or the member file of a relay.
         is_checking: This process only checks.
+        on_removal: Called with a notice if a relay shows a signed later version of the federation
+            that removes or changes this member.
 
     Returns:
         The transport.
@@ -341,4 +399,5 @@ def open_transport(
     direct = Zenoh(federation, identity, listen=listen)
     if mailbox is None:
         return direct
-    return Mixed(direct, Relayed(federation, identity, mailbox, is_checking=is_checking))
+    relayed = Relayed(federation, identity, mailbox, is_checking=is_checking, on_removal=on_removal)
+    return Mixed(direct, relayed)

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedcb2o.peer.membership.federation import Federation
-from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._protocol import SIGNATURE_BYTES, BytesLike, MalformedError
 
 _CARD_CONTEXT = b"fedcb2o relay card v1\0"
@@ -41,6 +41,8 @@ SEALED_OVERHEAD = _HEAD_BYTES + 16
 _MAX_SESSIONS = 64
 """Remembered sessions of one member; the newest remain. A forgotten one forgets its replays."""
 _REPLAY_WINDOW = 1024
+_MAX_FORMER_KEYS = 3
+"""Former keys of one member that are recognised; the newest remain."""
 
 
 class SealedKind(IntEnum):
@@ -58,11 +60,15 @@ class Card:
         agent: The member's id.
         key: Public X25519 key of the session.
         count: A number that grows within a session.
+        identity: The member's identity key.
+        is_former: A later version of the federation removed the member or replaced this key.
     """
 
     agent: int
     key: bytes
     count: int
+    identity: bytes
+    is_former: bool = False
 
     @property
     def session(self) -> str:
@@ -134,15 +140,22 @@ class Session:
     def __init__(self, federation: Federation, identity: Identity) -> None:
         self._federation = federation
         self._agent_id = federation.id_of(identity.member)
+        self._identity_key = identity.member.key
+        self._former_members: dict[int, list[Member]] = {}
+        for id, member in federation.former_members():
+            current = federation.members.get(id)
+            if current is None or member.key != current.key:
+                self._former_members.setdefault(id, []).append(member)
         self._sign: Callable[[bytes], bytes] = identity.sign
         self._private = X25519PrivateKey.generate()
         self._key = self._private.public_key().public_bytes_raw()
         self._counts = itertools.count()  # of all channels, so that no nonce is used twice
         self._lock = threading.Lock()
-        self._channels: dict[int, dict[bytes, _Channel]] = {}
+        # by identity key, so that former keys displace no session of the present one
+        self._channels: dict[bytes, dict[bytes, _Channel]] = {}
         self._cards: dict[bytes, Card] = {}
         self._own_card = self.card(0)
-        self.name = Card(self._agent_id, self._key, 0).session
+        self.name = Card(self._agent_id, self._key, 0, self._identity_key).session
 
     def card(self, count: int) -> bytes:
         """Return this session's signed card.
@@ -159,7 +172,7 @@ class Session:
         return body + self._sign(_CARD_CONTEXT + body)
 
     def read_card(self, data: BytesLike) -> Card:
-        """Verify a member's card.
+        """Verify a card of a member or former member.
 
         Args:
             data: The received bytes.
@@ -179,11 +192,15 @@ class Session:
         if (magic, version, message) != (_MAGIC, _VERSION, 4):
             raise MalformedError("version" if magic == _MAGIC else "malformed")
         member = self._federation.members.get(agent)
-        if member is None or agent == self._agent_id or run != self._federation.run:
+        known = [] if member is None else [member]
+        known += self._former_members.get(agent, [])[-_MAX_FORMER_KEYS:]
+        if not known or agent == self._agent_id or run != self._federation.run:
             raise MalformedError("member")
-        if not member.verify(_CARD_CONTEXT + content[: _CARD.size], content[_CARD.size :]):
+        signed, signature = _CARD_CONTEXT + content[: _CARD.size], content[_CARD.size :]
+        signer = next((one for one in known if one.verify(signed, signature)), None)
+        if signer is None:
             raise MalformedError("signature")
-        card = Card(agent, key, count)
+        card = Card(agent, key, count, signer.key, is_former=signer is not member)
         with self._lock:
             if len(self._cards) >= 2 * _MAX_SESSIONS * len(self._federation.members):
                 self._cards.clear()
@@ -246,13 +263,13 @@ class Session:
         return Sealed(SealedKind(kind), card, id, content)
 
     def _channel(self, card: Card) -> _Channel:
-        known = self._channels.get(card.agent, {}).get(card.key)
+        known = self._channels.get(card.identity, {}).get(card.key)
         return known or self._new_channel(card)
 
     def _keep(self, card: Card, channel: _Channel) -> _Channel:
         """Remember a channel; return the one that was remembered first."""
         with self._lock:
-            channels = self._channels.setdefault(card.agent, {})
+            channels = self._channels.setdefault(card.identity, {})
             kept = channels.setdefault(card.key, channel)
             if len(channels) > _MAX_SESSIONS:
                 del channels[next(iter(channels))]
@@ -263,8 +280,8 @@ class Session:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(card.key))
         except ValueError:  # a point of small order
             raise MalformedError("key") from None
-        own = self._key + self._federation.members[self._agent_id].key
-        remote = card.key + self._federation.members[card.agent].key
+        own = self._key + self._identity_key
+        remote = card.key + card.identity
         first, second = sorted((own, remote))
         derived = HKDF(SHA256(), 64, self._federation.run, _KEY_CONTEXT + first + second)
         keys = derived.derive(shared)

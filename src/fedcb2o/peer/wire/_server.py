@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
-from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.federation import Federation, file_content
 from fedcb2o.peer.membership.federation_schema import Limits
-from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._equivocation import Ledger
 from fedcb2o.peer.wire._protocol import (
     CHUNK_BYTES,
+    MAX_HELLO_BYTES,
     REQUEST_BYTES,
     REQUEST_CONTEXT,
     Answer,
@@ -179,6 +180,11 @@ class Server:
         self._clock = clock
         self.incompatible: Collection[int] = ()
         self._ids = {member.key: id for id, member in federation.members.items()}
+        self._former_members = {
+            member.key: member
+            for _, member in federation.former_members()
+            if member.key not in self._ids
+        }
         # the newest first, with other snapshots for some members
         self._published: tuple[tuple[Snapshot, Mapping[int, Snapshot | None]], ...] = ()
 
@@ -195,6 +201,8 @@ class Server:
             id: _ClientQuota(_FOREIGN_LIMITS, id, float(_FOREIGN_LIMITS.answers_per_minute), now)
             for id in limits
         }
+        full = float(_FOREIGN_LIMITS.answers_per_minute)
+        self._former_quota = _ClientQuota(_FOREIGN_LIMITS, None, full, now)
         self._changed = threading.Condition()  # its lock guards what follows, and the quotas
         # quotas with a queue that is not empty, in turn, by their identity
         self._waiting: dict[int, _ClientQuota] = {}
@@ -256,7 +264,8 @@ class Server:
         with self._changed:
             self._closed = True
             self._waiting.clear()
-            for quota in (*self._quotas.values(), *self._foreign_quotas.values()):
+            quotas = (*self._quotas.values(), *self._foreign_quotas.values(), self._former_quota)
+            for quota in quotas:
                 quota.queue.clear()
             self._changed.notify_all()
             threads = list(self._threads)
@@ -279,6 +288,9 @@ class Server:
         sender = request.sender
         if request.kind is RequestKind.HELLO:  # ids may differ between two files
             sender = self._ids.get(request.digest, self._agent_id)
+            former = self._former_members.get(request.digest)
+            if former is not None and is_same_run:
+                return self._greet_former(former, request, body, signature, reply)
         member = self._federation.members.get(sender)
         if member is None or sender == self._agent_id:
             return "member"
@@ -313,6 +325,32 @@ class Server:
                 content = partial(_empty_answer, AnswerStatus.BUSY)
             self._enqueue(quota, request.nonce, reply, content)
         return reason
+
+    def _greet_former(
+        self, former: Member, request: Request, body: BytesLike, signature: bytes, reply: Reply
+    ) -> str:
+        """Tell a former member, which reaches this agent through a relay, of the new version."""
+        quota = self._former_quota
+        with self._changed:
+            if quota.remaining(self._clock()) < 1:
+                return "rate"
+        if not former.verify(REQUEST_CONTEXT + body, signature):
+            return "signature"
+        with self._changed:
+            if not quota.accept_nonce(request.nonce):
+                return "replay"
+            quota.tokens -= 1
+            content = partial(self._hello_with_file, request.nonce)
+            self._enqueue(quota, request.nonce, reply, content)
+        return ""
+
+    def _hello_with_file(self, nonce: bytes) -> tuple[AnswerStatus, BytesLike]:
+        """Return a description of this agent with the signed versions, if they fit."""
+        content = {**self._hello_content(), "file": file_content(self._federation).decode()}
+        answer = encode_hello(content, nonce, self._identity.sign)
+        if len(answer) > MAX_HELLO_BYTES:
+            answer = encode_hello(self._hello_content(), nonce, self._identity.sign)
+        return AnswerStatus.OK, answer
 
     def _answer_other_version(self, reply: Reply) -> None:
         with self._changed:
