@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import tomli_w
 import torch
@@ -24,6 +26,7 @@ from tests.peer.nodes import FORKED, Nodes, wait_for
 from tests.tiny import ENVIRONMENT
 
 import fedcb2o
+from fedcb2o.data import digits
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import (
     Federation,
@@ -621,6 +624,101 @@ def test_a_killed_relay_costs_no_round_more_than_its_deadline(tmp_path):
         assert max(line["seconds"]["exchange"] for line in lines) < 4.0 + 0.6
         assert any(line["received"] for line in lines[:5])
         assert any(line["received"] for line in lines[done:]), json.dumps(lines[done:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("relay_first", [True, False])
+def test_a_removed_member_behind_a_relay_ends_in_any_order_of_restarts(relay_first, tmp_path):
+    """Its node and its check name the version and who signed it."""
+    who = behind_nat(tmp_path, 3)
+    first, path = tmp_path / "federation-1.toml", tmp_path / "federation.toml"
+    changes = {"rounds": 500}
+    pace = {"round_seconds": 0.5, "deadline_seconds": 20.0, "most_samples": 1000}
+    members.federated(who, changes=changes, path=first, **pace)
+    shutil.copy(first, path)
+    keys = relays.relay_identity(tmp_path)
+    peers = Nodes(tmp_path, first, [one.folder for one in who], members.experiment(3))
+    relay = RelayProcess(first, keys, tmp_path / "mailbox")
+    data = digits()
+    x, y = data.pool.x[::4].numpy(), data.pool.y[::4].numpy()
+    np.savez(tmp_path / "data.npz", x=x, y=y, class_names=data.class_names)
+    options = {"relay": relay.place, "data": str(tmp_path / "data.npz"), "assess_every": 0}
+    try:
+        peers.start(**options)
+        peers.until(1, 4)
+        next_version(path, [who[0], who[2]], remove=["org-1"])
+
+        def restart_relay() -> None:
+            relay.kill()
+            relay.work = (path, *relay.work[1:])
+            relay.start()
+
+        if relay_first:
+            restart_relay()
+        else:
+            peers.federation = path
+            for j in (0, 2):
+                peers.send(j, signal.SIGINT)
+                peers.wait(j)
+                peers.start(j, resume=True, gather=0.0, **options)
+        assert peers.wait(1, seconds=60) == [2], [peers.log(j) for j in range(3)]
+        said = (
+            "version 2 of the federation, signed by org-0, org-2, removes org-1: this node takes "
+            "part no more"
+        )
+        assert f"Error: {said}. It ended after round {len(peers.lines(1))}" in peers.log(1)
+        assert (peers.out(1) / "model.safetensors").exists()
+        own, at_relay, *others = _preflight.check_members(
+            read_federation(first), who[1], seconds=8, relay=relay.place
+        )
+        assert (own.name, own.error) == ("org-1", said)
+        texts = [result.error for result in (at_relay, *others)]
+        if relay_first:
+            through = "it is asked through the relay only: see the line of relay"
+            assert texts == ["it refuses org-1", through, through]
+        else:
+            version = "it holds version 2 of the federation, and we 1: get its file"
+            assert texts == ["", version, version]
+    finally:
+        peers.close()
+        relay.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["direct", "relay"])
+def test_a_member_that_is_stopped_and_started_again_stalls_nobody(kind, tmp_path):
+    """One of three restarts three times while the others ask it for models."""
+    who = behind_nat(tmp_path, 3, listening=3 if kind == "direct" else 0)
+    path = tmp_path / "federation.toml"
+    changes = {"rounds": 500, "agents": {"benign": 3, "malicious": 0, "budget": 2}}
+    pace = {"round_seconds": 0.5, "deadline_seconds": 60.0}
+    members.federated(who, changes=changes, path=path, **pace)
+    settings = {"together": 1, **members.experiment(3, **changes)}
+    peers = Nodes(tmp_path, path, [one.folder for one in who], settings)
+    keys = relays.relay_identity(tmp_path)
+    relay = RelayProcess(path, keys, tmp_path / "mailbox")
+    options = {} if kind == "direct" else {"relay": relay.place}
+
+    def has_model(j: int) -> bool:
+        return any(2 in [one["id"] for one in line["received"]] for line in peers.lines(j)[-2:])
+
+    try:
+        peers.start(**options)
+        peers.until(0, 4)
+        for _ in range(3):
+            peers.send(2, signal.SIGINT)
+            assert peers.wait(2, seconds=20) == [130], peers.log(2)
+            peers.start(2, resume=True, gather=0.0, **options)
+            done = len(peers.lines(2))
+            peers.until(2, done + 3)
+        for j in (0, 1):
+            seconds = max(line["seconds"]["exchange"] for line in peers.lines(j)[1:])
+            print(f"longest exchange of org-{j}: {seconds:.2f} s")
+            assert seconds < 4.0, peers.log(j)
+            wait_for(lambda j=j: has_model(j), 20, lambda j=j: peers.log(j))
+    finally:
+        peers.close()
+        relay.kill()
 
 
 @pytest.mark.slow
