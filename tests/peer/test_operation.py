@@ -17,7 +17,13 @@ from typer.testing import CliRunner
 from fedcb2o.cli import app
 from fedcb2o.cli.log_output import LogFormat, configure_logs, has_log_settings, stderr_logging
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.peer.membership import Identity, passphrase
+from fedcb2o.peer.membership import (
+    Identity,
+    amend_federation,
+    passphrase,
+    sign_federation,
+    write_federation,
+)
 from fedcb2o.peer.node import _preflight
 from fedcb2o.peer.node._backup import back_up, restore
 from fedcb2o.peer.node._metrics import NodeMetrics
@@ -218,6 +224,28 @@ def test_a_backup_names_what_is_wrong(tmp_path):
     with pytest.raises(ConfigError, match="no backup"):
         restore(out, tmp_path / "a", tmp_path / "b")
     assert SigningJournal(run).is_complete is False
+
+
+def test_restore_says_which_version_the_backup_has(tmp_path):
+    who = members.identities(tmp_path, 3)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "signed.jsonl").write_text("")
+    path = run / "federation.toml"
+    first = members.federated(who, path=path)
+    for version in (1, 2):
+        if version == 2:
+            write_federation(amend_federation(first, remove=["org-2"]), path)
+            for one in who[:2]:
+                sign_federation(path, one)
+        backup = tmp_path / f"backup-{version}.tar.gz"
+        back_up(who[0].folder, run, backup)
+        new = [str(tmp_path / f"{name}-{version}") for name in ("keys", "run")]
+        words = ["peer", "restore", str(backup), "--identity", new[0], "--run", new[1]]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+        assert f"from version {version} of the federation" in result.output
+        assert Identity.read(new[0]).member == who[0].member
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "fedcb2o-peer@.service"])

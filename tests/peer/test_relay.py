@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -277,6 +278,37 @@ def test_a_member_of_another_federation_is_refused_by_the_relay(three, tmp_path)
     with Relay(members.federated(who[1:]), keys), Relayed(federation, who[0], mailbox) as one:
         wait_for(lambda: "refuses the certificate" in one.error, 10, lambda: one.error)
         assert not one.removal
+
+
+def test_a_check_says_that_the_relay_refuses_and_no_raw_error(three, tmp_path) -> None:
+    who, federation = three
+    keys = relays.relay_identity(tmp_path)
+    place = keys.folder / "relay.member.toml"
+
+    def check() -> dict[str, str]:
+        results = _preflight.check_members(federation, who[0], seconds=2, relay=place)
+        return {result.name: result.error for result in results}
+
+    with Relay(members.federated(who[1:]), keys):  # without the first member
+        errors = check()
+    assert "refuses our certificate" in errors["relay"]
+    for name in ("org-1", "org-2"):
+        assert errors[name] == "it is asked through the relay only: see the line of relay"
+    with Relay(federation, keys):
+        errors = check()
+    assert errors["relay"] == ""
+    assert "is not connected to relay: start `fedcb2o peer run`" in errors["org-1"]
+    errors = check()
+    assert "refuses connections" in errors["relay"]
+
+
+@pytest.mark.parametrize(
+    "error", [ssl.SSLEOFError(8, "EOF occurred"), ConnectionResetError(104, "reset")]
+)
+def test_a_closed_connection_to_the_relay_has_a_plain_message(error) -> None:
+    error.reason = "UNEXPECTED_EOF_WHILE_READING"  # which Python sets
+    text = "the relay closes the connections of this member, and is tried again"
+    assert _relayed._describe(error) == text
 
 
 def next_version(path: Path, signers: list[Identity], **changes: Any) -> Federation:

@@ -92,9 +92,15 @@ def restore(
     """Restore keys and run from a backup; the node of the backup must not run any more."""
     from fedcb2o.peer.node import _backup
 
-    _backup.restore(file, identity, run)
+    version = _backup.restore(file, identity, run)
+    print(f"{identity} has the keys, and {run} the run, both as they were in the backup.")
     print(
-        f"Go on with: fedcb2o peer run {run / 'federation.toml'} --identity {identity} --out {run} "
-        "--resume and the options of before."
+        f"The backup is from version {version} of the federation. If the members signed a later "
+        "one since, that one is in force: take its file."
+    )
+    print(
+        f"Go on with: fedcb2o peer run federation.toml --identity {identity} --out {run} --resume "
+        "and the options of before, where federation.toml is the file of the version in force "
+        f"({run / 'federation.toml'} is that of the backup)."
     )
     return run

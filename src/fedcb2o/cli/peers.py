@@ -333,13 +333,13 @@ def _print_federation(federation: "Federation", path: Path) -> None:
     if federation.missing_signatures:
         others = ", ".join(federation.unsigned_members())
         print(
-            f"It counts when {federation.missing_signatures} more of {others} have signed it: "
-            f"fedcb2o peer sign {path} --identity DIR"
+            f"It counts when {federation.missing_signatures} more of {others} have signed it. They "
+            f"run: fedcb2o peer sign {path} --identity DIR"
         )
     else:
         print(
-            "It counts. Send it to all; each stops its node, and starts it again with this file "
-            "and --resume."
+            "It counts. Send it to all. A relay starts again with it first; then each member stops "
+            "its node, and starts it with this file, --resume and --gather 0."
         )
 
 
@@ -494,7 +494,7 @@ def run(
     listen: _ListenOption = None,
     relay: _RelayOption = None,
     gather: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="Wait for others first.")
+        float, typer.Option(min=0, metavar="SECONDS", help="Wait for others first; 0: no.")
     ] = 60.0,
     linger: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="Serve others at the end.")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fedcb2o import records
 from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.peer.membership.federation import read_federation
 from fedcb2o.peer.wire._equivocation import JOURNAL_FILE, RESTORED_FILE
 
 _KEYS, _RUN = "keys", "run"
@@ -59,13 +60,16 @@ def back_up(keys: Path, run: Path, out: Path) -> None:
         raise RunError(f"cannot write {out}: {error.strerror or error}") from error
 
 
-def restore(backup: Path, keys: Path, run: Path) -> None:
+def restore(backup: Path, keys: Path, run: Path) -> int:
     """Restore keys and run directory from a file that `back_up` wrote.
 
     Args:
         backup: The file.
         keys: New folder of the identity.
         run: New run directory.
+
+    Returns:
+        Version of the federation in the backup, which may be older than the one in force.
 
     Raises:
         ConfigError: A folder is not empty, or the file is no backup.
@@ -93,6 +97,7 @@ def restore(backup: Path, keys: Path, run: Path) -> None:
         for path in keys.iterdir():
             path.chmod(0o600)
         (keys / "runs.toml").unlink(missing_ok=True)  # it names the former directory
+        return read_federation(run / "federation.toml", allow_unsigned=True).version
     except tarfile.TarError as error:
         raise ConfigError(f"{backup} is no backup, or damaged: {error}") from error
     except OSError as error:

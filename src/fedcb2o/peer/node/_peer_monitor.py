@@ -155,7 +155,7 @@ class PeerMonitor:
                 self.observer.on_note(f"waits for {self._names(absent)}, up to {seconds:.0f} s")
             if self.stop.wait(_POLL_SECONDS):
                 raise StoppedError
-        if absent:
+        if absent and seconds > 0:  # without a wait, most links are not there yet
             self.observer.on_note(
                 f"begins without {self._names(absent)}, not reachable within {waited:.0f} s"
             )
