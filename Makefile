@@ -8,6 +8,9 @@ FLOWER := .venv-flower
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --constraint constraints.txt --no-build-isolation
 
+# Compiled modules are kept: the tests start many processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install demo demo-peers test slow hostile inputs external typecheck-runtime lint format docs linkcheck wheel flower test-flower clean
 
 help: ## Show this list

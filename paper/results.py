@@ -6,7 +6,7 @@
 The values of a grid are in docs/benchmark/NAME: `grid.toml`, `summary.csv.gz` and, where there are
 any, `tuning.json` and `strengths.json`. A table of a page follows the comment
 `<!-- generated: NAME -->`. The table of the grid `preregistered` comes first on the page, with its
-heading. Tables show FedAssay where a grid has values of it, and its first form elsewhere.
+heading.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import functools
 import gzip
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlencode
@@ -41,8 +41,6 @@ PREREGISTERED = "preregistered"
 MAIN_GRIDS = ("rivals", "attacks-all-data", "emnist-all-data", "fashion-all-data")
 GRIDS = (PREREGISTERED, *MAIN_GRIDS, "settings", "rules", "criteria")
 """Grids of the explorer."""
-FIRST_FORM = "FedAssay (first form)"
-"""Name in values of a form of FedAssay with more parts (docs/measurement.md)."""
 MEASURES = ("accuracy", "attack_success_rate", "accuracy_worst")
 TRIGGERS = (
     "Backdoor",
@@ -56,10 +54,14 @@ TRIGGERS = (
     "Edge case",
 )
 """Attacks by triggers, which a method without a search for backdoors lets through."""
-FORMS = ("FedAssay", FIRST_FORM)
-TUNED = ("FedAssay, alpha 0.25",)
-SEARCHES = ("FedAssay, max_sensitivity", f"{FIRST_FORM}, backdoor search")
-"""The recommended method, with a tuned alpha, and its forms against backdoors: the newest first."""
+METHOD = "FedAssay"
+VARIANTS = (
+    METHOD,
+    *(f"{METHOD}, {name}" for name in ("alpha 0.25", "max_sensitivity", "backdoor search")),
+)
+"""The recommended method, with a tuned alpha, and with defences against backdoors."""
+PARTS = ("without G", "average loss", "without guards")
+"""Variants of the recommended method without a part, or with another criterion."""
 _MIN_LOSS = 0.01  # of accuracy or success: smaller losses are not listed
 _COMMENT = re.compile(
     r"(?P<mark>^<!-- generated: (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE
@@ -110,18 +112,35 @@ def summary_table() -> pd.DataFrame:
     for name in MAIN_GRIDS:
         view = SettingResults(grid_results(name), "")
         regret = _worst_regrets(view, without=TRIGGERS)
-        rivals = [defence for defence in regret.index if not defence.startswith("FedAssay")]
+        rivals = [defence for defence in regret.index if not defence.startswith(METHOD)]
         best = str(regret.loc[rivals].idxmin())
-        ours = [_newest(regret.index, forms) for forms in (FORMS, TUNED, SEARCHES)]
-        methods = [*ours, best]
-        for method in filter(None, methods):
+        for method in [*filter(regret.index.__contains__, VARIANTS), best]:
             rows.append(_summary_row(view, method, float(regret[method])))
     return pd.DataFrame(rows).set_index("Grid")
 
 
-def _newest(defences: Iterable[str], forms: tuple[str, ...]) -> str:
-    """Return the newest form among the defences, or an empty text."""
-    return next((form for form in forms if form in defences), "")
+def parts_table() -> pd.DataFrame:
+    """Compare the recommended method with its variants that lack a part.
+
+    Returns:
+        Text, one row per grid and setting: the worst regrets in points, triggers left aside. A
+        variant that a grid does not have has a dash.
+    """
+    rows = {}
+    for name in GRIDS[: GRIDS.index("settings") + 1]:
+        for setting in grid_results(name).settings:
+            view = SettingResults(grid_results(name), setting)
+            regret = _worst_regrets(view, without=TRIGGERS).mul(100).map("{:.1f}".format)
+            variants = [METHOD, *(f"{METHOD}, {part}" for part in PARTS)]
+            rows[_title(view)] = regret.reindex(variants).fillna("–").to_numpy()
+    return pd.DataFrame.from_dict(rows, orient="index", columns=[METHOD, *PARTS]).rename_axis(
+        "Grid"
+    )
+
+
+def _title(view: SettingResults) -> str:
+    """Return the title of a grid and its setting."""
+    return ": ".join(filter(None, [view.results.title, view.setting]))
 
 
 def preregistered_section() -> str:
@@ -185,7 +204,7 @@ def _summary_row(view: SettingResults, method: str, regret: float) -> dict[str, 
     triggers = success.reindex([name for name in view.attacks if name in TRIGGERS])
     link = explorer_link(view.results, view.setting, row=method)
     return {
-        "Grid": ": ".join(filter(None, [view.results.title, view.setting])),
+        "Grid": _title(view),
         "Method": f"[{method}]({link})",
         "No attack": f"{100 * accuracy['Attackers clean']:.1f}",
         "Worst attack": f"{100 * under_attack.min():.1f} ({under_attack.idxmin()})",
@@ -222,17 +241,15 @@ def _complete_defences(view: SettingResults) -> list[str]:
 class Loss:
     """A column in which another defence is significantly better than the method."""
 
-    results: GridResults
-    setting: str
+    view: SettingResults
     value: str
     column: str
-    method: str
     rival: str
     points: float
 
 
 def find_losses(name: str) -> Iterator[Loss]:
-    """Find the columns in which a defence is significantly better than the newest form.
+    """Find the columns in which another defence is significantly better than the method.
 
     Differences are paired by seeds, among defences with all seeds, and corrected by Holm's method
     over all rivals and columns of a grid, a setting and a measure.
@@ -247,19 +264,16 @@ def find_losses(name: str) -> Iterator[Loss]:
     for setting in results.settings:
         view = SettingResults(results, setting)
         defences = _complete_defences(view)
-        method = _newest(defences, FORMS)
-        if not method:
-            continue
-        rivals = [defence for defence in defences if not defence.startswith("FedAssay")]
-        rows = view.rows[view.rows.defence.isin([method, *rivals])]
+        rivals = [defence for defence in defences if not defence.startswith(METHOD)]
+        rows = view.rows[view.rows.defence.isin([METHOD, *rivals])]
         for value in COMPARED_METRICS:
-            table = paired_differences(rows, value, method)
+            table = paired_differences(rows, value, METHOD)
             gain = table["mean"] if value == "accuracy" else -table["mean"]
             is_loss = (holm_correction(table.p) < 1 - CONFIDENCE) & (gain > _MIN_LOSS)
             for column, gains in gain[is_loss].groupby(level="attack"):
                 rival = gains.idxmax()[0]
                 points = 100 * float(gains.max())
-                yield Loss(results, setting, value, str(column), method, rival, points)
+                yield Loss(view, value, str(column), rival, points)
 
 
 def losses_table() -> pd.DataFrame:
@@ -272,16 +286,16 @@ def losses_table() -> pd.DataFrame:
     found: dict[tuple[str, str, str], list[Loss]] = {}
     for name in GRIDS[: GRIDS.index("settings") + 1]:
         for loss in find_losses(name):
-            found.setdefault((name, loss.setting, loss.value), []).append(loss)
+            found.setdefault((name, loss.view.setting, loss.value), []).append(loss)
     rows = []
     for losses in sorted(found.values(), key=lambda losses: -max(loss.points for loss in losses)):
         worst = max(losses, key=lambda loss: loss.points)
-        state = {"measure": worst.value, "show": "difference", "to": worst.method}
+        state = {"measure": worst.value, "show": "difference", "to": METHOD}
         state["row"] = worst.rival
-        link = explorer_link(worst.results, worst.setting, **state)
+        link = explorer_link(worst.view.results, worst.view.setting, **state)
         rows.append(
             {
-                "Grid": ": ".join(filter(None, [worst.results.title, worst.setting])),
+                "Grid": _title(worst.view),
                 "Measure": COMPARED_METRICS[worst.value].lower(),
                 "Columns": str(len(losses)),
                 "Largest loss, points": f"{worst.points:.1f}",
@@ -292,7 +306,12 @@ def losses_table() -> pd.DataFrame:
     return pd.DataFrame(rows).set_index("Grid")
 
 
-TABLES = {"summary": summary_table, "losses": losses_table, "readme": readme_table}
+TABLES = {
+    "summary": summary_table,
+    "parts": parts_table,
+    "losses": losses_table,
+    "readme": readme_table,
+}
 
 
 def rewrite_page(page: Path = PAGE) -> str:

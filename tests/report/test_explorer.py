@@ -112,7 +112,11 @@ def test_the_preregistered_test_comes_first(tmp_path, monkeypatch):
     assert results.rewrite_page(page) == made
 
 
-def test_tables_show_the_newest_form():
-    assert results._newest(["FedCBO", results.FIRST_FORM], results.FORMS) == results.FIRST_FORM
-    assert results._newest([results.FIRST_FORM, "FedAssay"], results.FORMS) == "FedAssay"
-    assert results._newest(["FedCBO"], results.FORMS) == ""
+def test_variants_without_a_part_stand_beside_the_method(tmp_path, monkeypatch):
+    grid = read_grid(make_grid(tmp_path / "grid"))
+    monkeypatch.setattr(results, "GRIDS", ("settings",))
+    monkeypatch.setattr(results, "grid_results", lambda name: grid)
+    monkeypatch.setattr(results, "METHOD", MEAN)
+    table = results.parts_table()
+    # The mean is 45 points behind the median under noise; this grid has no variants.
+    assert table.to_numpy().tolist() == [["45.0", "–", "–", "–"]]
