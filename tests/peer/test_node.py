@@ -21,7 +21,7 @@ from fedcb2o.data import digits
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.peer.membership import federation
-from fedcb2o.peer.node import ModelPublisher, Node, PeerMonitor, _agent
+from fedcb2o.peer.node import ModelPublisher, Node, PeerMonitor, _agent, _engine
 from fedcb2o.peer.wire import FAILED, Ledger, PeerClient, RawCodec, Server, SigningJournal
 from fedcb2o.peer.wire._client import _ModelDownload
 
@@ -407,6 +407,23 @@ def by_itself(made, identity, data, out, **options):
     return Node(
         made, identity, data, out=out, connect=joining(Wire(), 0), gather=0.0, linger=0.0, **options
     )
+
+
+def test_a_node_that_trains_alone_names_the_silent_members_once(quick, tmp_path, monkeypatch):
+    who, made = quick
+    monkeypatch.setattr(_engine, "_ROUNDS_ALONE", 2)
+    said = (
+        "this agent has trained alone for 2 rounds: org-1 is not reachable, org-2 is not reachable"
+    )
+    for seconds, expected in ((60.0, []), (0.0, [said])):
+        monkeypatch.setattr(_engine, "_SECONDS_ALONE", seconds)
+        notes = Notes()
+        out = tmp_path / f"out-{seconds}"
+        node = by_itself(made, who[0], share(0), out, observer=notes)
+        node.run()
+        (who[0].folder / "runs.toml").unlink()  # the same key in another folder
+        alone = [note.partition(". ")[0] for note in notes.notes if "trained alone" in note]
+        assert alone == expected
 
 
 def test_a_node_that_is_told_to_end_before_it_begins(quick, tmp_path):

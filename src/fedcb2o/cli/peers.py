@@ -162,7 +162,7 @@ def renew(
     expiry = f"{own_identity.expires:%Y-%m-%d %H:%M} UTC"
     print(f"{own_identity.tls_certificate} is valid until {expiry}.")
     if out is None:
-        print("Stop the node, and start it again with --resume.")
+        print("Stop the node, and start it again with --resume (a relay with its own command).")
     return own_identity.folder
 
 

@@ -44,7 +44,8 @@ from fedcb2o.peer.wire._client import SILENT_REASONS, Arrival, PeerClient
 _T = TypeVar("_T")
 
 _ONLY_AGENT = np.zeros(1, np.int64)  # position of the agent in its group
-_ROUNDS_ALONE = 5  # in a row without an answer, after which the operator gets a message
+_ROUNDS_ALONE = 5  # in a row without an answer, after which the operator gets a message,
+_SECONDS_ALONE = 30.0  # if they took this time: longer than a restart of the relay
 
 
 class PeerEngine:
@@ -89,6 +90,8 @@ class PeerEngine:
         self.exchange_seconds = 0.0
         self.free_until = 0.0
         self._rounds_alone = 0
+        self._last_answer = time.monotonic()
+        self._has_warned = False
 
     def map_batches(
         self,
@@ -285,9 +288,17 @@ class PeerEngine:
     def _warn_if_alone(self) -> None:
         """Name the members that did not answer, after some rounds without any answer."""
         is_alone = all(reason in SILENT_REASONS for reason in self.failures.values())
-        self._rounds_alone = self._rounds_alone + 1 if is_alone and not self.arrivals else 0
-        if self._rounds_alone != _ROUNDS_ALONE:
+        if self.arrivals or not is_alone:
+            self._rounds_alone = 0
+            self._last_answer = time.monotonic()
+            self._has_warned = False
             return
+        self._rounds_alone += 1
+        seconds = time.monotonic() - self._last_answer
+        is_short = self._rounds_alone < _ROUNDS_ALONE or seconds < _SECONDS_ALONE
+        if is_short or self._has_warned:
+            return
+        self._has_warned = True
         linked = self.monitor.reachable()
         states = [
             f"{self.monitor.federation.members[i].name} "
@@ -295,7 +306,7 @@ class PeerEngine:
             for i in sorted(self.monitor.other_members)
         ]
         self.publisher.notify(
-            f"this agent has trained alone for {_ROUNDS_ALONE} rounds: {', '.join(states)}. A "
+            f"this agent has trained alone for {self._rounds_alone} rounds: {', '.join(states)}. A "
             "newer version of the federation may have removed or changed it: `fedcb2o peer check`, "
             "or ask for the newest file"
         )

@@ -157,7 +157,12 @@ def _relay_result(relayed: Relayed, identity: Identity) -> CheckResult:
     """Return the result of the relay, or of the folder in its place."""
     mailbox = relayed.mailbox
     if isinstance(mailbox, RelayMailbox):
-        probe = probe_member(mailbox.relay, identity, is_linked=not relayed.error)
+        probe = probe_member(
+            mailbox.relay,
+            identity,
+            is_linked=not relayed.error,
+            program="`fedcb2o peer relay`",
+        )
         notes = _describe_expiry(probe.expires) if probe.expires else ()
         if relayed.removal:
             return CheckResult(mailbox.relay.name, f"it refuses {identity.member.name}", notes)

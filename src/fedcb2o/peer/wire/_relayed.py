@@ -301,11 +301,16 @@ def _describe(error: OSError) -> str:
             "the relay refuses the certificate of this member: it has expired, or the relay holds "
             "a federation.toml without this member: ask its operator which version it has"
         )
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"the certificate of the relay is not accepted ({error.verify_message}): its operator "
+            "renews it, or relay.member.toml is of another relay"
+        )
     if isinstance(error, ssl.SSLEOFError | ConnectionError) and not isinstance(
         error, ConnectionRefusedError
     ):
         return "the relay closes the connections of this member, and is tried again"
-    return f"the relay cannot be reached, and is tried again: {error}"
+    return f"the relay cannot be reached, and is tried again: {error.strerror or error}"
 
 
 class _Reply:

@@ -43,13 +43,20 @@ def _await_refusal(stream: TlsStream) -> None:
         return  # the member closed the connection
 
 
-def probe_member(member: Member, identity: Identity, *, is_linked: bool = False) -> ProbeResult:
+def probe_member(
+    member: Member,
+    identity: Identity,
+    *,
+    is_linked: bool = False,
+    program: str = "`fedcb2o peer run` or `peer check`",
+) -> ProbeResult:
     """Connect to a member as a link does, trusting only its root.
 
     Args:
         member: The member.
         identity: This organisation.
         is_linked: A link exists, so that only the certificate's expiry is of interest.
+        program: The command that listens there, for the remedy.
 
     Returns:
         The result; an unreachable member raises nothing.
@@ -80,8 +87,8 @@ def probe_member(member: Member, identity: Identity, *, is_linked: bool = False)
         )
     except ConnectionRefusedError:
         return ProbeResult(
-            f"{member.endpoint} refuses connections: start `fedcb2o peer run` or `peer check` "
-            "there, or open its port (or it has finished)"
+            f"{member.endpoint} refuses connections: start {program} there, or open its port (or "
+            "it has finished)"
         )
     except ssl.SSLCertVerificationError as error:
         return ProbeResult(_certificate_error(member, error))
