@@ -20,6 +20,13 @@ def forgiving() -> None:
     _transport._ABUSE_PAUSE = 0.1
 
 
+def patient(seconds: float) -> None:
+    """Rounds may wait this long for slow members, as after many rounds without a wait."""
+    from fedcb2o.peer.wire import _patience
+
+    _patience._FIRST_CREDIT_SECONDS = seconds
+
+
 def full(size: int) -> None:
     """No file grows beyond so many bytes, as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

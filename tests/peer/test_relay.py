@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ import pytest
 import tomli_w
 import torch
 from safetensors.torch import load_file
-from tests.peer import members, relays
+from tests.peer import faults, members, relays
 from tests.peer.nodes import FORKED, Nodes, wait_for
 from tests.tiny import ENVIRONMENT
 
@@ -735,7 +736,7 @@ def test_a_member_that_is_stopped_and_started_again_stalls_nobody(kind, tmp_path
         return any(2 in [one["id"] for one in line["received"]] for line in peers.lines(j)[-2:])
 
     try:
-        peers.start(**options)
+        peers.start(prepare=partial(faults.patient, 30.0), **options)
         peers.until(0, 4)
         for _ in range(3):
             peers.send(2, signal.SIGINT)

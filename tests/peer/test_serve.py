@@ -9,7 +9,14 @@ from collections.abc import Iterator
 import pytest
 from tests.peer.members import federated, identities
 
-from fedcb2o.peer.membership import Federation, Identity
+from fedcb2o.peer.membership import (
+    Federation,
+    Identity,
+    amend_federation,
+    read_federation,
+    sign_federation,
+    write_federation,
+)
 from fedcb2o.peer.wire import (
     ZERO_DIGEST,
     Answer,
@@ -519,3 +526,36 @@ def test_it_closes_with_answers_under_way(scene):
     server.close()
     assert time.monotonic() - started < 4
     assert scene.ask(server, scene.request(RequestKind.CHUNK), seconds=0.1) is None
+
+
+def test_a_former_member_gets_the_signed_versions_in_hello_and_nothing_else(
+    scene, who, federation, tmp_path
+):
+    path = tmp_path / "federation.toml"
+    write_federation(amend_federation(federation, remove=["org-3"]), path)
+    for one in who[:3]:
+        sign_federation(path, one)
+    server = scene.server(read_federation(path))
+    server.publish(scene.snapshot(7))
+
+    def hello(**fields) -> bytes:
+        return scene.request(RequestKind.HELLO, 3, digest=who[3].member.key, **fields)
+
+    nonce = b"n" * 16
+    answer = scene.ask(server, hello(nonce=nonce))
+    content = decode_hello(answer.body, nonce, who[ME].member)
+    assert content["file"] == path.read_text()
+    assert content["round"] == 7
+    assert scene.ask(server, hello(nonce=nonce)) is None  # repeated
+    assert scene.ask(server, hello(by=1)) is None  # signed by another member
+    assert scene.ask(server, hello(run=b"r" * 32)) is None  # of another run
+    assert scene.ask(server, scene.request(RequestKind.MANIFEST, 3, round=7)) is None
+    assert scene.ask(server, scene.request(RequestKind.MANIFEST, 1, round=7)) is not None
+    assert server.counts.refused == {"replay": 1, "signature": 1, "member": 2}
+    present = scene.request(RequestKind.HELLO, 1, digest=who[1].member.key, nonce=nonce)
+    body = scene.ask(server, present).body
+    assert "file" not in decode_hello(body, nonce, who[ME].member)
+
+    answers = [scene.ask(server, hello()) for _ in range(62)]
+    assert 59 <= sum(answer is not None for answer in answers) <= 61  # 60 a minute
+    assert scene.ask(server, scene.request(RequestKind.MANIFEST, 1, round=7)) is not None
