@@ -36,20 +36,36 @@ def shown(*, height=30, names=NAMES, lines=ROUNDS, **console):
 def test_a_line_a_round_where_there_is_no_terminal():
     for text in (shown(), shown(force_terminal=True, _environ={"TERM": "dumb"})):
         assert text.splitlines() == [
-            "hospital-a: round 1/5: accuracy 50.0%, 2 of 3 taken, "
+            "hospital-a: round 1/5: accuracy 50.0%, 2 of 3 received, 2 averaged, "
             "refused university-d (signature), 1.0 s",
-            "hospital-a: round 2/5: 1 of 3 taken, late: clinic-c, "
+            "hospital-a: round 2/5: 1 of 3 received, 1 averaged, late: clinic-c, "
             "refused university-d (size), 1.0 s",
-            "hospital-a: round 3/5: 1 of 3 taken, late: clinic-c, "
+            "hospital-a: round 3/5: 1 of 3 received, 1 averaged, late: clinic-c, "
             "too far behind: university-d, 1.0 s",
             "hospital-a: stopping [bold]after[/bold] this round?[2J",
         ]
 
 
 def test_who_is_down_is_named_where_nobody_was_asked():
-    assert "0 of 0 taken, down: clinic-c university-d, " in shown(
+    assert "0 of 0 received, 0 averaged, down: clinic-c university-d, " in shown(
         lines=[line(1, alive=[1], asked=[])]
     )
+
+
+def test_models_that_are_not_admitted_are_named_by_reason():
+    """A model with the weight of a median (NaN) counts as averaged."""
+    models = [(1, 0.5, 9, 0.6), (2, 0.5, 9, 0.0), (3, 0.5, 9, 0.0), (4, 0.5, 9, float("nan"))]
+    record = line(1, *models, asked=[1, 2, 3, 4], accuracy=None)
+    for model in record["received"][1:3]:
+        model["admission"] = "too far from the agent's own model"
+    assert shown(lines=[record]).splitlines()[0] == (
+        "hospital-a: round 1/5: 4 of 4 received, 2 averaged, not admitted: clinic-c university-d "
+        "(too far from the agent's own model), 1.0 s"
+    )
+    text = shown(lines=[record], force_terminal=True, no_color=True, _environ={"TERM": "xterm"})
+    rows = {row.split()[0]: row for row in text.splitlines() if row.split()}
+    assert "too far from the agent's own model" in rows["clinic-c"]
+    assert "too far" not in rows["hospital-b"]
 
 
 def test_lines_go_to_standard_error(capsys):

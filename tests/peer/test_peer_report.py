@@ -9,7 +9,12 @@ from tests.peer.folders import draw_node, line, write_node
 
 from fedcb2o.errors import RunError
 from fedcb2o.peer.report import PeerRecords, _figures, write_node_report
-from fedcb2o.peer.report._node_page import format_bytes, peers_table, refused_table
+from fedcb2o.peer.report._node_page import (
+    format_bytes,
+    not_admitted_table,
+    peers_table,
+    refused_table,
+)
 from fedcb2o.peer.report._peer_records import MAX_LINE_BYTES
 from fedcb2o.report._html import SORT_SCRIPT
 
@@ -46,6 +51,24 @@ def test_those_of_whom_nothing_was_ever_taken(tmp_path):
     assert PeerRecords.read(write_node(tmp_path, [*ROUNDS, line(4, asked=[])])).missing_models(
         [1, 2, 3]
     ) == {"university-d": "size"}
+
+
+def test_models_that_are_not_admitted_and_a_removed_member(tmp_path):
+    lines = [line(n, (1, 0.5, 9, 0.6), (2, 0.5, 9, 0.0), asked=[1, 2]) for n in (1, 2, 3)]
+    for record in lines[:2]:
+        record["received"][1]["admission"] = "too near to it"
+    node = write_node(tmp_path, lines, removed=[2])
+    read = PeerRecords.read(node)
+    assert _figures.outcomes(read.rounds[0]) == {1: "admitted", 2: "not admitted"}
+    table = peers_table(read)
+    assert table.loc["clinic-c (removed)", ["admitted", "not admitted"]].tolist() == ["1", "2"]
+    assert table.loc["hospital-b", ["admitted", "not admitted"]].tolist() == ["3", "0"]
+    assert not_admitted_table(read).to_dict() == {"too near to it": {"clinic-c (removed)": "2"}}
+    page = Page(write_node_report(node))
+    assert ["clinic-c (removed)", "2"] in page.rows
+    # a member whose models were never admitted
+    read = PeerRecords.read(write_node(tmp_path, lines[:2]))
+    assert read.missing_models([1, 2]) == {"clinic-c": "too near to it"}
 
 
 class Page(HTMLParser):
@@ -90,7 +113,7 @@ def test_the_page_says_what_happened_and_needs_no_other_file(node):
     assert page.links
     assert all(link.startswith(OWN) for link in page.links)
     assert "Agent 0 of run 9f9f9f9f9f9f9f9f, version 1" in page.text
-    assert "Rounds done: 3 of 3. Accuracy 83.33%." in page.text
+    assert "Last round: 3 of 3. Rounds trained: 3, skipped: 0. Accuracy 83.33%." in page.text
     peers = {row[0]: row[1:] for row in page.rows if len(row) == 11}
     assert peers["hospital-b"] == [
         "3",
@@ -114,7 +137,7 @@ def test_the_page_says_what_happened_and_needs_no_other_file(node):
 def test_the_page_says_how_many_rounds_were_skipped(tmp_path):
     lines = [line(3, (1, 0.25, 1000, 0.5)), line(9, (1, 0.25, 1000, 0.5))]
     page = Page(write_node_report(write_node(tmp_path, lines, rounds=20)))
-    assert "Rounds done: 9 of 20. Skipped, because the others were far ahead: 7." in page.text
+    assert "Last round: 9 of 20. Rounds trained: 2, skipped: 7." in page.text
 
 
 def test_the_page_goes_where_it_is_asked_to(node, tmp_path):
@@ -161,7 +184,7 @@ def test_what_others_chose_is_escaped(tmp_path):
 
 def test_one_round_and_no_peer(tmp_path):
     page = Page(write_node_report(write_node(tmp_path / "one", [ROUNDS[0]])))
-    assert "Rounds done: 1. Accuracy 50.00%." in page.text
+    assert "Last round: 1. Rounds trained: 1, skipped: 0. Accuracy 50.00%." in page.text
     alone = line(
         1,
         asked=[],
@@ -175,13 +198,13 @@ def test_one_round_and_no_peer(tmp_path):
     page = Page(
         write_node_report(write_node(tmp_path / "alone", [alone], names={"0": "hospital-a"}))
     )
-    assert "Rounds done: 1." in page.text
+    assert "Last round: 1." in page.text
 
 
 def test_a_run_that_still_goes_on_or_was_cut_short(node):
     whole = (node / "rounds.jsonl").read_bytes()
     (node / "rounds.jsonl").write_bytes(whole[:-20])
-    assert "Rounds done: 2 of 3." in Page(write_node_report(node)).text
+    assert "Last round: 2 of 3." in Page(write_node_report(node)).text
     (node / "rounds.jsonl").write_bytes(b"")
     with pytest.raises(RunError, match="no finished round yet"):
         write_node_report(node)

@@ -570,6 +570,6 @@ def run(
     if len(reasons) > _MAX_LISTED_NAMES:
         listed += f" and {len(reasons) - _MAX_LISTED_NAMES} more"
     remedy = f"fedcb2o peer check {file} --identity {identity}"
-    _LOGGER.warning("Done, but no model was ever taken of %s: %s", listed, remedy)
+    _LOGGER.warning("Done, but no model was ever used of %s: %s", listed, remedy)
     _LOGGER.info("%s", files)
     return out

@@ -10,17 +10,19 @@ previous | received]. A received model stays in its row until the round has mixe
 import dataclasses
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fedcb2o.federated import (
     AgentGroup,
     AgentState,
+    ContactTable,
     Decisions,
     EvaluationResult,
     Inbox,
@@ -35,8 +37,10 @@ from fedcb2o.federated import (
     mixing_matrix,
     train_,
 )
+from fedcb2o.federated.guards import ADMITTED, OUTCOMES
 from fedcb2o.kernels import dispatch
 from fedcb2o.peer._denormals import flush_denormals
+from fedcb2o.peer.node._catch_up import CatchUp
 from fedcb2o.peer.node._peer_monitor import PeerMonitor
 from fedcb2o.peer.node._publisher import ModelPublisher
 from fedcb2o.peer.wire._client import SILENT_REASONS, Arrival, PeerClient
@@ -64,6 +68,7 @@ class PeerEngine:
         failures: Reasons of the missing models in the last exchange, by peer.
         exchange_seconds: Duration of the last exchange.
         free_until: Monotonic time until which an exchange may wait without delaying the round.
+        catch_up: Rounds in which the guard `max_distance` is not checked.
     """
 
     def __init__(
@@ -89,9 +94,13 @@ class PeerEngine:
         self.failures: Mapping[int, str] = {}
         self.exchange_seconds = 0.0
         self.free_until = 0.0
+        self.catch_up = CatchUp()
         self._rounds_alone = 0
         self._last_answer = time.monotonic()
         self._has_warned = False
+        self._unlikely = frozenset[int]()  # contacts of likelihood 0, which are never asked
+        self._last_outcomes: dict[int, int] = {}  # outcome of the last received model, by peer
+        self._has_warned_of_likelihoods = False
 
     def map_batches(
         self,
@@ -184,12 +193,20 @@ class PeerEngine:
 
         agent = self._with_candidates(n)
         contacts = states[0].contacts.forget(self.adversary.new_identities(n))
+        self.catch_up.start_if_late(self.monitor.is_late(n))
+        if self.catch_up.rounds_left:  # its own model is the outlier
+            agent = _without_max_distance(agent)
+            contacts = contacts.forget(_unlikely_peers(contacts))
         state = AgentState(contacts, states[0].rule_states)
+        self._unlikely = frozenset(_unlikely_peers(contacts).tolist())
         kernels = dispatch.use_kernels(self.spec.kernels.linear, self.spec.kernels.convolution)
         with kernels, flush_denormals():  # models that were received are evaluated
             state, decisions = algorithm2.local_aggregation_(
                 agent, n, state, lambda ids: self._download(n, ids, deadline), on_step
             )
+        peers = decisions.received.values.tolist()
+        outcomes = dict(zip(peers, decisions.admission.tolist(), strict=True))
+        self._last_outcomes.update(outcomes)
         return [state], [decisions], self._is_finite()
 
     def publish_(
@@ -252,6 +269,7 @@ class PeerEngine:
     def _download(self, n: int, asked: Ragged, deadline: float | None) -> Inbox:
         """Download the models of the asked peers, or of other candidates in place of late ones."""
         ids = asked.values.tolist()
+        self._warn_if_all_unlikely(n, ids)
         spares = [peer for peer in self._candidates(n) if peer not in ids]
         start = n % max(1, len(spares))  # not always the same ones
         return self._fetch(n, ids, [*spares[start:], *spares[:start]], deadline)
@@ -288,7 +306,7 @@ class PeerEngine:
     def _warn_if_alone(self) -> None:
         """Name the members that did not answer, after some rounds without any answer."""
         is_alone = all(reason in SILENT_REASONS for reason in self.failures.values())
-        if self.arrivals or not is_alone:
+        if self.arrivals or not is_alone or self._has_warned_of_likelihoods:
             self._rounds_alone = 0
             self._last_answer = time.monotonic()
             self._has_warned = False
@@ -309,6 +327,30 @@ class PeerEngine:
             f"this agent has trained alone for {self._rounds_alone} rounds: {', '.join(states)}. A "
             "newer version of the federation may have removed or changed it: `fedcb2o peer check`, "
             "or ask for the newest file"
+        )
+
+    def _warn_if_all_unlikely(self, n: int, asked: Sequence[int]) -> None:
+        """Name the members that are not asked, because the likelihood of all is 0."""
+        candidates = self._candidates(n)
+        if asked or not candidates or not self._unlikely.issuperset(candidates):
+            self._has_warned_of_likelihoods = False
+            return
+        if self._has_warned_of_likelihoods:
+            return
+        self._has_warned_of_likelihoods = True
+        members = self.monitor.federation.members
+        names = defaultdict[str, list[str]](list)
+        for i in candidates:
+            outcome = self._last_outcomes.get(i, ADMITTED)
+            reason = "losses too high" if outcome == ADMITTED else OUTCOMES[outcome]
+            names[reason].append(members[i].name)
+        states = [f"{', '.join(who)} ({reason})" for reason, who in names.items()]
+        lag = self.monitor.federation.lag
+        self.publisher.notify(
+            f"this agent asks nobody from round {n + 1} on: by their last models, the sampling "
+            f"likelihood of all reachable members is 0: {', '.join(states)}. Check that its data "
+            "have the scale and the classes of the others. Then stop it for more than "
+            f"{lag} rounds: with --resume it skips them, and asks all members again"
         )
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
@@ -343,3 +385,17 @@ class PeerEngine:
 
     def _own_model(self) -> Float[Tensor, " d"]:
         return self.group.models[int(self.group.layout.own[0])]
+
+
+def _unlikely_peers(contacts: ContactTable) -> Int[np.ndarray, " z"]:
+    """Return the contacts that are never asked."""
+    ids: Int[np.ndarray, " z"] = contacts.ids.values[contacts.likelihood == 0]
+    return ids
+
+
+def _without_max_distance(group: AgentGroup) -> AgentGroup:
+    """Return the group without the guard `max_distance`."""
+    algorithm = group.spec.algorithm
+    guards = algorithm.guards.model_copy(update={"max_distance": False})
+    spec = dataclasses.replace(group.spec, algorithm=algorithm.with_guards(guards))
+    return dataclasses.replace(group, spec=spec)

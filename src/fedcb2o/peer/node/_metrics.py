@@ -63,6 +63,9 @@ class NodeMetrics:
             "round_seconds", "Duration of the last round without its pause"
         )
         self._received = server.counter("models_received", "Received models")
+        self._not_admitted = server.counter(
+            "models_not_admitted", "Received models that a guard did not admit", "reason"
+        )
         self._missing = server.counter(
             "models_missing", "Asked models that did not arrive", "reason"
         )
@@ -85,6 +88,9 @@ class NodeMetrics:
         self._peers.set(len(line["alive"]))
         self._seconds.set(line["seconds"]["round"])
         self._received.inc(len(line["received"]))
+        for model in line["received"]:
+            if "admission" in model:
+                self._not_admitted.labels(model["admission"]).inc()
         for reason in ("late", "behind"):
             self._missing.labels(reason).inc(len(line[reason]))
         for reason in line["refused"].values():

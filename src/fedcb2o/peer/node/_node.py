@@ -254,7 +254,9 @@ class Node:
                     monitor.wait_for_members(self.gather, self.rounds_done)
                     monitor.report_disagreements()
                     recovery.start()
-                    self._skip_rounds(monitor)
+                    for _, record in records.read_lines(self.out / "rounds.jsonl"):
+                        engine.catch_up.add_round(record)
+                    self._skip_rounds(engine)
                     traffic = _TrafficCounter(server, client)
                     yield from self._run_rounds(engine, state, log, codec, traffic, recovery)
                 self._save_model(group)
@@ -339,7 +341,7 @@ class Node:
                 rest = seconds["round"] - seconds["train"] - seconds["exchange"]
                 engine.free_until = start + federation.round_seconds - rest
                 # Without a minimum duration there is no common pace that an agent could miss.
-                if federation.round_seconds and self._skip_rounds(monitor):
+                if federation.round_seconds and self._skip_rounds(engine):
                     break
 
     def _build_record(
@@ -354,13 +356,18 @@ class Node:
         for entry in record["received"]:
             if entry["id"] in contributions:
                 entry["contribution"] = contributions[entry["id"]]
+        is_late = engine.catch_up.rounds_left > 0
+        engine.catch_up.add_round(record)
+        if is_late:
+            record["catch_up"] = engine.catch_up.rounds_left
         return record
 
-    def _skip_rounds(self, monitor: PeerMonitor) -> bool:
+    def _skip_rounds(self, engine: PeerEngine) -> bool:
         """Go on with the round of most other members, if this agent is too far behind."""
-        chosen = monitor.next_round(self.rounds_done)
+        chosen = engine.monitor.next_round(self.rounds_done)
         if chosen == self.rounds_done:
             return False
+        engine.catch_up.start()
         self._assessment.skip_rounds(self.rounds_done, chosen)
         self.rounds_done = chosen
         return True

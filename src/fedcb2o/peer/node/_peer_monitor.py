@@ -246,6 +246,17 @@ class PeerMonitor:
             return 0
         return rounds[needed - 1]
 
+    def is_late(self, rounds_done: int) -> bool:
+        """Return whether more than half of the other members are ahead by at least two rounds.
+
+        Args:
+            rounds_done: Rounds that this agent has finished or skipped.
+
+        Returns:
+            True if they are; False in a synchronous federation.
+        """
+        return not self.federation.synchronous and self.common_round() > rounds_done + 1
+
     def next_round(self, rounds_done: int) -> int:
         """Return the round with which an agent goes on: that of the others if it is too far behind.
 

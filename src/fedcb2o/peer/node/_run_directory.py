@@ -65,6 +65,7 @@ def _node_info(federation: Federation, identity: Identity, agent: AgentSetup) ->
         "name": identity.member.name,
         "id": federation.id_of(identity.member),
         "names": names,
+        "removed": [int(id) for id in names if int(id) not in federation.members],
         "run": federation.run.hex(),
         "version": federation.version,
         "rounds": federation.rounds,

@@ -28,7 +28,8 @@ _MAX_CURVES = 6
 _GREY, _AMBER = "#88888840", "#F2A03DB0"  # translucent, for light and dark pages
 _REST = "#AAAAAA"
 OUTCOME_COLOURS = {
-    "taken": PALETTE[0],
+    "admitted": PALETTE[0],
+    "not admitted": PALETTE[5],
     "refused": PALETTE[1],
     "late": PALETTE[4],
     "behind": PALETTE[3],
@@ -56,7 +57,8 @@ def outcomes(record: RoundRecord) -> dict[int, str]:
         "late": record.late,
         "behind": record.behind,
         "refused": record.refused,
-        "taken": [model.id for model in record.received],
+        "admitted": [model.id for model in record.received if not model.admission],
+        "not admitted": [model.id for model in record.received if model.admission],
     }
     for outcome, peers in groups.items():
         result.update((peer, outcome) for peer in peers if peer in result)
@@ -309,7 +311,7 @@ def draw_weights(records: PeerRecords) -> Figure | None:
     figure.set_label(text)
     keys = [
         Patch(color=_AMBER, label="refused", linewidth=0),
-        Patch(color=_GREY, label="asked, nothing taken", linewidth=0),
+        Patch(color=_GREY, label="asked, nothing received", linewidth=0),
     ]
     figure.legend(handles=keys, loc="outside lower center", ncols=2, fontsize=8.5, handlelength=1.2)
     return figure
@@ -337,7 +339,7 @@ def weights_by_round(
         if record.own_weight is not None:
             weights[0, n] = record.own_weight
         for peer, outcome in outcomes(record).items():
-            if peer in rows and outcome != "taken":
+            if peer in rows and outcome not in ("admitted", "not admitted"):
                 marks[rows[peer], n] = 2 if outcome == "refused" else 1
         for model in record.received:
             if model.id in rows and model.weight is not None:

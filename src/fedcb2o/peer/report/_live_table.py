@@ -25,7 +25,7 @@ class _PeerStatus:
     round: int = 0
     seconds: float | None = None
     weight: float | None = None
-    missing: str = ""
+    not_used: str = ""
     refused: int = 0
     reason: str = ""
 
@@ -126,11 +126,17 @@ class LiveTable:
         print(_printable(line), file=file, flush=True)
 
     def _describe_answers(self, line: Mapping[str, Any]) -> str:
-        """Describe the accepted models, the missing peers and the refused models."""
+        """Describe the received models, the missing peers and the refused models."""
         asked = [
             peer for peer in line["asked"] if peer != self.agent_id
         ]  # attackers ask themselves
-        parts = [f"{len(line['received'])} of {len(asked)} taken"]
+        received = line["received"]
+        averaged = sum(model["weight"] != 0 for model in received)  # NaN: a rule without weights
+        parts = [f"{len(received)} of {len(asked)} received, {averaged} averaged"]
+        for reason in dict.fromkeys(model.get("admission") for model in received):
+            if reason:
+                peers = [model["id"] for model in received if model.get("admission") == reason]
+                parts.append(f"not admitted: {' '.join(map(self._name, peers))} ({reason})")
         if late := line.get("late"):
             parts.append(f"late: {' '.join(map(self._name, late))}")
         if behind := line.get("behind"):
@@ -156,8 +162,8 @@ class LiveTable:
 
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
         table.add_column("peer", overflow="ellipsis", no_wrap=True)
-        for name in ("link", "last round", "seconds", "weight", "missing", "refused"):
-            is_text = name in ("link", "missing", "refused")
+        for name in ("link", "last round", "seconds", "weight", "not used", "refused"):
+            is_text = name in ("link", "not used", "refused")
             table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
         max_rows = max(3, self.console.height - _OTHER_LINES)
         for peer in [*peers][:max_rows]:
@@ -174,14 +180,15 @@ def _updated_status(status: _PeerStatus, peer: int, line: Mapping[str, Any]) -> 
     for model in line["received"]:
         if model["id"] == peer:
             seconds, weight = model["seconds"], model["weight"]
+            not_used = model.get("admission", "")
             status = replace(
-                status, round=line["round"], seconds=seconds, weight=weight, missing=""
+                status, round=line["round"], seconds=seconds, weight=weight, not_used=not_used
             )
             break
     if peer in line.get("late", ()):
-        status = replace(status, missing="late")
+        status = replace(status, not_used="late")
     if peer in line.get("behind", ()):
-        status = replace(status, missing="too far behind")
+        status = replace(status, not_used="too far behind")
     refused = line.get("refused", {})
     reason = refused.get(str(peer), refused.get(peer))  # keys of JSON are texts
     if reason is None:
@@ -195,7 +202,7 @@ def _table_row(name: str, status: _PeerStatus) -> tuple[str, ...]:
     refused = f"{status.refused}, last: {status.reason}" if status.refused else ""
     link = "up" if status.alive else "–"
     last_round = str(status.round or "–")
-    return (name, link, last_round, seconds, weight, status.missing, refused)
+    return (name, link, last_round, seconds, weight, status.not_used, refused)
 
 
 def _plain_cell(text: str) -> Text:

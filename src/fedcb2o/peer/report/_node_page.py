@@ -18,7 +18,8 @@ from fedcb2o.report import Page, create_page
 _MAX_REASON_COLUMNS = 8  # of a table; rarer reasons share one more column
 _SCORES_NOTE = "On this agent's own test samples, after averaging."
 _PEERS_NOTE = (
-    "Taken: the model arrived in time, passed every check and was validated. Late: no model "
+    "Admitted: the model arrived in time, passed every check and was validated; it may have weight "
+    "0. Not admitted: a guard of the method left the received model out. Late: no model "
     "arrived in time, or the peer was busy. Behind: the peer's newest model was too many rounds "
     "old, or it had none since its start. Seconds: until the model was downloaded and checked. "
     "Weight: mean over the last fifth of the rounds, 0 in rounds without its model. Contribution: "
@@ -48,6 +49,10 @@ _WEIGHTS_NOTE = (
 _REFUSED_NOTE = (
     "Number of rounds in which a model was refused, by reason. A refused model is never validated "
     "or averaged."
+)
+_NOT_ADMITTED_NOTE = (
+    "Number of rounds in which a received model was not admitted, by reason. A guard of the method "
+    "left it out, so that it was neither validated nor averaged."
 )
 _TURNED_AWAY_NOTE = "Requests of other members that this agent did not answer, by reason."
 _PROOFS_NOTE = (
@@ -160,7 +165,7 @@ def _summary(records: PeerRecords) -> Markup:
     total = f" of {info.rounds}" if info.rounds else ""
     text = Markup(
         "Agent {} of run <code>{}</code>, version {} of its federation: {:,} training samples, "
-        "{:,} validation samples. Rounds done: {}{}."
+        "{:,} validation samples. Last round: {}{}. Rounds trained: {}, skipped: {}."
     ).format(
         info.id,
         info.run[:16],
@@ -169,10 +174,9 @@ def _summary(records: PeerRecords) -> Markup:
         info.validation_samples,
         records.rounds[-1].round,
         total,
+        len(records.rounds),
+        records.rounds[-1].round - len(records.rounds),
     )
-    skipped = records.rounds[-1].round - len(records.rounds)
-    if skipped:
-        text += Markup(" Skipped, because the others were far ahead: {}.").format(skipped)
     scores = []
     for key, name in _figures.SCORES.items():
         values = [getattr(record, key) for record in records.rounds]
@@ -209,6 +213,9 @@ def _add_refusals(page: Page, records: PeerRecords) -> None:
         page.add_text("None.")
     else:
         page.show_table(refused, "Refused models", caption=_REFUSED_NOTE)
+    not_admitted = not_admitted_table(records)
+    if not not_admitted.empty:
+        page.show_table(not_admitted, "Models not admitted", caption=_NOT_ADMITTED_NOTE)
 
     turned_away: Counter[str] = Counter()
     for record in records.rounds:
@@ -278,7 +285,7 @@ def peers_table(records: PeerRecords) -> pd.DataFrame:
             weights[model.id] += (model.weight or 0.0) / len(last_rounds)
 
     columns = list(_figures.OUTCOME_COLOURS)
-    for rare in ("behind", "no answer"):
+    for rare in ("not admitted", "behind", "no answer"):
         if not any(outcome == rare for _, outcome in counts):
             columns.remove(rare)
     rows = {}
@@ -314,12 +321,31 @@ def refused_table(records: PeerRecords) -> pd.DataFrame:
     Returns:
         Number of rounds by peer and reason, without peers that were never refused.
     """
+    reasons = (item for record in records.rounds for item in record.refused.items())
+    return _reasons_table(records, reasons)
+
+
+def not_admitted_table(records: PeerRecords) -> pd.DataFrame:
+    """Tabulate the received models that a guard did not admit.
+
+    Args:
+        records: The node's records.
+
+    Returns:
+        Number of rounds by peer and reason, without peers whose models were always admitted.
+    """
+    received = (model for record in records.rounds for model in record.received)
+    return _reasons_table(
+        records, ((model.id, model.admission) for model in received if model.admission)
+    )
+
+
+def _reasons_table(records: PeerRecords, reasons: Iterable[tuple[int, str]]) -> pd.DataFrame:
     by_peer: dict[int, Counter[str]] = defaultdict(Counter)
     totals: Counter[str] = Counter()
-    for record in records.rounds:
-        for peer, reason in record.refused.items():
-            by_peer[peer][reason] += 1
-            totals[reason] += 1
+    for peer, reason in reasons:
+        by_peer[peer][reason] += 1
+        totals[reason] += 1
 
     columns = [reason for reason, _ in totals.most_common(_MAX_REASON_COLUMNS)]
     rows: dict[str, dict[str, str]] = {}

@@ -41,6 +41,7 @@ class _NodeInfo(_Record):
     name: _Name
     id: _Id
     names: dict[_Id, _Name]
+    removed: list[_Id] = []
     run: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     version: Annotated[int, Field(ge=1, lt=_MAX_INT)]
     num_samples: _Count
@@ -54,18 +55,25 @@ class _NodeInfo(_Record):
             agent: Its id.
 
         Returns:
-            The name, or a substitute for an id that the file does not contain.
+            The name, or a substitute for an id that the file does not contain. Removed members are
+            marked.
         """
-        return self.names.get(agent, f"agent-{agent}")
+        name = self.names.get(agent, f"agent-{agent}")
+        return f"{name} (removed)" if agent in self.removed else name
 
 
 class ReceivedModel(_Record):
-    """Model accepted in a round, and its weight."""
+    """Model received in a round, and its weight.
+
+    Attributes:
+        admission: Reason why a guard did not admit it; empty for an admitted model.
+    """
 
     id: _Id
     seconds: _Seconds
     bytes: _Count
     weight: float | None = None
+    admission: _Word = ""
     contribution: float | None = None
 
 
@@ -118,7 +126,7 @@ class RoundRecord(_Record):
 
     @property
     def incoming_bytes(self) -> int:
-        """Received bytes; those of accepted models if they were not counted."""
+        """Received bytes; those of received models if they were not counted."""
         if self.got is not None:
             return self.got
         return sum(model.bytes for model in self.received)
@@ -199,15 +207,17 @@ class PeerRecords:
         return sorted(ids - {self.info.id})
 
     def missing_models(self, peers: Iterable[int]) -> dict[str, str]:
-        """Find peers without any accepted model.
+        """Find peers without any admitted model.
 
         Args:
             peers: The peers to check; a peer that was linked and never asked is left out.
 
         Returns:
-            By name the reason: that of a refusal, "too far behind", "no answer" or "never there".
+            By name the reason: that of a refusal or of a guard, "too far behind", "no answer" or
+            "never there".
         """
-        accepted = {model.id for record in self.rounds for model in record.received}
+        received = [model for record in self.rounds for model in record.received]
+        admitted = {model.id for model in received if not model.admission}
         linked = {peer for record in self.rounds for peer in record.alive}
         reasons = {peer: "never there" for peer in peers if peer not in linked}
         for record in self.rounds:
@@ -216,10 +226,11 @@ class PeerRecords:
             reasons.update(dict.fromkeys(record.behind, "too far behind"))
         for record in self.rounds:
             reasons.update(record.refused)
+        reasons.update({model.id: model.admission for model in received})
         return {
             self.info.name_of(peer): reasons[peer]
             for peer in peers
-            if peer in reasons and peer not in accepted
+            if peer in reasons and peer not in admitted
         }
 
     @cached_property
