@@ -57,6 +57,13 @@ def test_the_common_round_is_never_beyond_the_fastest_honest_member(
     assert monitor_of(tmp_path, n, announced).common_round() == expected
 
 
+def test_an_agent_two_rounds_behind_most_others_is_late(tmp_path):
+    monitor = monitor_of(tmp_path / "a", 4, {1: 40, 2: 7, 3: 0})
+    assert [monitor.is_late(n) for n in (0, 5, 6, 7)] == [True, True, False, False]
+    synchronous = monitor_of(tmp_path / "b", 4, {1: 40, 2: 7, 3: 0}, synchronous=True)
+    assert not synchronous.is_late(0)
+
+
 def test_the_announcements_of_equivocators_do_not_count(tmp_path):
     announced = {1: 30, 2: 30, 3: 20}
     assert monitor_of(tmp_path, 4, announced, equivocators=[1]).common_round() == 20

@@ -341,8 +341,10 @@ class PeerEngine:
         members = self.monitor.federation.members
         names = defaultdict[str, list[str]](list)
         for i in candidates:
-            outcome = self._last_outcomes.get(i, ADMITTED)
-            reason = "losses too high" if outcome == ADMITTED else OUTCOMES[outcome]
+            reason = "before this start"
+            if i in self._last_outcomes:
+                outcome = self._last_outcomes[i]
+                reason = "loss too high" if outcome == ADMITTED else OUTCOMES[outcome]
             names[reason].append(members[i].name)
         states = [f"{', '.join(who)} ({reason})" for reason, who in names.items()]
         lag = self.monitor.federation.lag
