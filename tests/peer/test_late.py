@@ -156,7 +156,7 @@ def test_a_member_that_asks_nobody_says_so_and_recovers_after_a_stop(tmp_path, m
         rounds.close()
     assert {model["admission"] for model in lines[0]["received"]} == {FAR}
     assert lines[-1]["asked"] == []
-    (note,) = [note for note in late.observer.notes if "asks nobody" in note]
+    (note,) = [note for note in late.observer.notes if "asks no member" in note]
     assert f"from round {lines[1]['round']} on" in note
     assert f"org-1, org-2, org-3 ({FAR})" in note
     likelihood = load_file(federation.out(LATE) / "checkpoint.safetensors")["likelihood"]

@@ -66,6 +66,8 @@ def test_models_that_are_not_admitted_and_a_removed_member(tmp_path):
     assert not_admitted_table(read).to_dict() == {"too near to it": {"clinic-c (removed)": "2"}}
     page = Page(write_node_report(node))
     assert ["clinic-c (removed)", "2"] in page.rows
+    assert "Models not admitted" in page.text
+    assert "hospital-b (1), clinic-c (removed) (2), university-d (3)." in page.text
     # a member whose models were never admitted
     read = PeerRecords.read(write_node(tmp_path, lines[:2]))
     assert read.missing_models([1, 2]) == {"clinic-c": "too near to it"}

@@ -349,7 +349,7 @@ class PeerEngine:
         states = [f"{', '.join(who)} ({reason})" for reason, who in names.items()]
         lag = self.monitor.federation.lag
         self.publisher.notify(
-            f"this agent asks nobody from round {n + 1} on: by their last models, the sampling "
+            f"this agent asks no member from round {n + 1} on: by their last models, the sampling "
             f"likelihood of all reachable members is 0: {', '.join(states)}. Check that its data "
             "have the scale and the classes of the others. Then stop it for more than "
             f"{lag} rounds: with --resume it skips them, and asks all members again"

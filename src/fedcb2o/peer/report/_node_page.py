@@ -215,6 +215,7 @@ def _add_refusals(page: Page, records: PeerRecords) -> None:
         page.show_table(refused, "Refused models", caption=_REFUSED_NOTE)
     not_admitted = not_admitted_table(records)
     if not not_admitted.empty:
+        page.add_heading("Models not admitted")
         page.show_table(not_admitted, "Models not admitted", caption=_NOT_ADMITTED_NOTE)
 
     turned_away: Counter[str] = Counter()
@@ -243,7 +244,8 @@ def _add_traffic(page: Page, records: PeerRecords) -> None:
     page.show_figures(_existing(drawn), "traffic")
     page.add_note(_describe_totals(rounds))
     info = records.info
-    others = ", ".join(f"{name} ({id})" for id, name in sorted(info.names.items()) if id != info.id)
+    ids = sorted(info.names.keys() - {info.id})
+    others = ", ".join(f"{info.name_of(id)} ({id})" for id in ids)
     text = f"Agents by their ids: {info.name} ({info.id}, itself), {others}."
     page.add_note(text)
 
