@@ -22,6 +22,7 @@ from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import ModelPublisher, Node, PeerMonitor, _agent, _engine
+from fedcb2o.peer.report import PeerRecords
 from fedcb2o.peer.wire import FAILED, Ledger, PeerClient, RawCodec, Server, SigningJournal
 from fedcb2o.peer.wire._client import _ModelDownload
 
@@ -370,6 +371,8 @@ def test_a_folder_is_of_one_agent_and_federation(three, tmp_path):
     for each in who[:2]:
         second = federation.sign_federation(tmp_path / "2.toml", each)
     by_itself(second, who[0], share(0), tmp_path / "out", resume=True).run()
+    info = PeerRecords.read(tmp_path / "out").info
+    assert [info.name_of(j) for j in range(3)] == ["org-0", "org-1", "org-2 (removed)"]
     with pytest.raises(
         RunError, match="went on with version 2 of the federation, and the one given is version 1"
     ):
