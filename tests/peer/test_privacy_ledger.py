@@ -1,6 +1,7 @@
 """Private training of a node: secret noise, and an epsilon that counts repeated rounds."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from fedcb2o.errors import RunError
 from fedcb2o.federated.privacy import spent_epsilon
 from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import Node
-from fedcb2o.peer.node._privacy_ledger import LEDGER_FILE
+from fedcb2o.peer.node._backup import back_up, restore
+from fedcb2o.peer.node._observer import NullObserver
+from fedcb2o.peer.node._privacy_ledger import LEDGER_FILE, PrivacyLedger
 from fedcb2o.peer.report import PeerRecords
 
 QUIET = {"gather": 0.0, "linger": 0.0}
@@ -81,3 +84,90 @@ def test_a_node_without_privacy_keeps_the_agreed_streams_and_no_ledger(tmp_path)
     assert "epsilon" not in lines_of(tmp_path / "out")[-1]
     assert not (tmp_path / "out" / LEDGER_FILE).exists()
     assert torch.isfinite(torch.tensor(lines_of(tmp_path / "out")[-1]["train_loss"]))
+
+
+class Recorder(NullObserver):
+    """An observer that keeps the messages for the operator."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def on_note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_a_restored_node_counts_the_rounds_since_its_backup(tmp_path):
+    """The others hold models of rounds of which the backup knows nothing."""
+    lag = 2
+    wire = Wire()
+    who = members.identities(tmp_path, 3)
+    experiment = {key: value for key, value in LINES.items() if value is not None}
+    experiment["training"] = {**experiment["training"], "privacy": {"noise": 2.0}}
+    experiment = {**experiment, "rounds": 400, "algorithm": {"name": "fedassay"}}
+    made = federation.make_federation(
+        experiment,
+        [each.member for each in who],
+        dataset=line(0),
+        most_samples=100,
+        round_seconds=0.05,
+        lag=lag,
+    )
+
+    def node(j: int, out: str, identity, **options):
+        path = tmp_path / out
+        options = {**QUIET, "assess_every": 0, "connect": joining(wire, j), **options}
+        return Node(made, identity, line(j), out=path, **options)
+
+    others = [node(j, f"out-{j}", who[j]) for j in (1, 2)]
+    threads = [threading.Thread(target=other.run) for other in others]
+    for thread in threads:
+        thread.start()
+    try:
+        first = node(0, "out-0", who[0], gather=20.0)
+        rounds = first.rounds()
+        for _ in range(4):
+            next(rounds)
+        back_up(who[0].folder, tmp_path / "out-0", tmp_path / "backup.tar.gz")
+        for _ in range(6):
+            next(rounds)
+        rounds.close()
+
+        restore(tmp_path / "backup.tar.gz", tmp_path / "keys", tmp_path / "new")
+        ledger = tmp_path / "new" / LEDGER_FILE
+        assert json.loads(ledger.read_text()) == {"trained": 4}
+        identity = members.Identity.read(tmp_path / "keys")
+        observer = Recorder()
+        second = node(0, "new", identity, gather=20.0, resume=True, observer=observer)
+        rounds = second.rounds()
+        records = [next(rounds) for _ in range(3)]
+        rounds.close()
+    finally:
+        for other in others:
+            other.stop()
+        for thread in threads:
+            thread.join()
+
+    (note,) = (note for note in observer.notes if "newest known model" in note)
+    newest = int(note.partition("org-0: round ")[2].partition(";")[0])
+    assert 5 <= newest <= 10
+    lost = newest + lag + 1 - 4
+    training, n = second.agent.spec.training, int(second.agent.data.train.sizes[0])
+    found = [record["epsilon"] for record in records]
+    assert found == [spent_epsilon(training, n, 400, 4 + lost + k) for k in (1, 2, 3)]
+    assert json.loads(ledger.read_text()) == {"trained": 4 + lost + 3}
+
+
+def test_lost_rounds_count_from_the_checkpoint_that_was_restored(tmp_path):
+    """The node was stopped and started again before the others answered."""
+    agent = alone(tmp_path, "out", {"noise": 2.0}).agent
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / LEDGER_FILE).write_text('{"trained": 5}')
+    PrivacyLedger(folder, agent).begin_recovery(4)
+    ledger = PrivacyLedger(folder, agent)
+    ledger.before_training()
+    ledger.begin_recovery(5)
+    ledger.end_recovery(12)
+    assert json.loads((folder / LEDGER_FILE).read_text()) == {"trained": 6 + 8}
+    ledger.end_recovery(30)  # nothing is lost any more
+    assert PrivacyLedger(folder, agent).trained == 14

@@ -239,6 +239,8 @@ class Node:
                 journal,
                 monitor,
                 self.identity.member.name,
+                privacy=self._privacy,
+                rounds_done=self.rounds_done,
                 is_resumed=self.resume,
                 notify=self.observer.on_note,
             )

@@ -1,6 +1,7 @@
 """Count of a node's private training rounds, of which its epsilon is a function.
 
-Noise comes from a secret seed of each process, so that a repeated round spends epsilon again.
+Noise comes from a secret seed of each process, so that a repeated round spends epsilon again. After
+a restore or the loss of a run directory, all rounds count that this agent may have published since.
 """
 
 from pathlib import Path
@@ -20,6 +21,10 @@ class PrivacyLedger:
     Args:
         folder: The run directory.
         agent: The agent.
+
+    Attributes:
+        trained: Number of counted rounds.
+        restored_rounds: Rounds of the restored checkpoint until lost rounds are counted, else None.
     """
 
     def __init__(self, folder: Path, agent: AgentSetup) -> None:
@@ -28,8 +33,11 @@ class PrivacyLedger:
         self.rounds = agent.spec.rounds
         self.num_samples = int(agent.data.train.sizes[0])
         self.trained = 0
+        self.restored_rounds: int | None = None
         if self.training.privacy is not None and self.path.exists():
-            self.trained = int(records.read_json(self.path)["trained"])
+            content = records.read_json(self.path)
+            self.trained = int(content["trained"])
+            self.restored_rounds = content.get("restored_rounds")
 
     def before_training(self) -> None:
         """Count a round, before it trains.
@@ -44,11 +52,39 @@ class PrivacyLedger:
         if privacy.epsilon is not None and epsilon > _MARGIN * privacy.epsilon:
             raise RunError(
                 f"the privacy budget of epsilon {privacy.epsilon:g} is used up by {self.trained} "
-                "rounds of training, repeated ones included: the model of the last round is in the "
-                "checkpoint, and this node trains no more"
+                "rounds of training, repeated and possibly lost ones included: the model of the "
+                "last round is in the checkpoint, and this node trains no more"
             )
         self.trained += 1
-        records.write_json(self.path, {"trained": self.trained})
+        self._write()
+
+    def begin_recovery(self, rounds_done: int) -> None:
+        """Note which rounds the ledger covers, because later ones may have been lost.
+
+        Args:
+            rounds_done: Rounds of the checkpoint. Later calls before `end_recovery` change nothing.
+        """
+        if self.training.privacy is not None and self.restored_rounds is None:
+            self.restored_rounds = rounds_done
+            self._write()
+
+    def end_recovery(self, possible_rounds: int) -> None:
+        """Count the rounds that may have been trained and lost.
+
+        Args:
+            possible_rounds: Rounds from the first one that this agent may have published.
+        """
+        if self.restored_rounds is None:
+            return
+        self.trained += max(0, possible_rounds - self.restored_rounds)
+        self.restored_rounds = None
+        self._write()
+
+    def _write(self) -> None:
+        content = {"trained": self.trained}
+        if self.restored_rounds is not None:
+            content["restored_rounds"] = self.restored_rounds
+        records.write_json(self.path, content)
 
     def record(self) -> dict[str, float]:
         """Return the entry of a round's record: the epsilon so far, if training is private."""

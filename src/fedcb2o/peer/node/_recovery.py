@@ -3,13 +3,15 @@
 Two models signed for one round look like fraud, and nothing in an empty directory tells which
 rounds were signed. More than half of the other members must therefore say which model of this agent
 is the newest that they hold. The agent signs no round up to this one, nor `lag` + 1 further rounds,
-which may not have reached a majority. Without a majority it signs nothing.
+which may not have reached a majority. Without a majority it signs nothing. All these rounds count
+in the privacy budget, because they may have been trained.
 """
 
 from collections.abc import Callable
 
 from fedcb2o.errors import RunError
 from fedcb2o.peer.node._peer_monitor import PeerMonitor
+from fedcb2o.peer.node._privacy_ledger import PrivacyLedger
 from fedcb2o.peer.wire._client import HELLO_SECONDS
 from fedcb2o.peer.wire._equivocation import SigningJournal
 
@@ -23,6 +25,8 @@ class SigningRecovery:
         journal: The journal of this run directory.
         monitor: Monitor of the other members.
         name: Name of this agent.
+        privacy: Count of private rounds, to which lost ones are added.
+        rounds_done: Rounds of the checkpoint.
         is_resumed: The operator continues a run.
         notify: Function that shows a message to the operator.
     """
@@ -33,12 +37,16 @@ class SigningRecovery:
         monitor: PeerMonitor,
         name: str,
         *,
+        privacy: PrivacyLedger,
+        rounds_done: int,
         is_resumed: bool,
         notify: Callable[[str], None],
     ) -> None:
         self.journal = journal
         self.monitor = monitor
         self.name = name
+        self.privacy = privacy
+        self.rounds_done = rounds_done
         self.is_resumed = is_resumed
         self.notify = notify
         self.is_lost = is_resumed and not journal.is_complete
@@ -62,6 +70,7 @@ class SigningRecovery:
                     "with this key, --resume goes on here"
                 )
         if self.is_lost:
+            self.privacy.begin_recovery(self.rounds_done)
             self._decide()
         if self.is_lost:
             self.notify(self._describe_wait())
@@ -91,6 +100,7 @@ class SigningRecovery:
             return
         federation = self.monitor.federation
         last = min(federation.rounds - 1, self.newest_round + federation.lag + 1)
+        self.privacy.end_recovery(last + 1)
         self.journal.complete(last)
         self.journal.suspension = ""
         self.is_lost = False
