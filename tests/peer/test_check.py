@@ -86,7 +86,7 @@ def test_all_check_at_once(organisations: Any) -> None:
     for j, each in enumerate(found):
         assert each[0].name == who[j].member.name
         assert [one.error for one in each] == ["", "", ""]
-        assert each[0].notes == ("its certificate lasts 396 days",)
+        assert each[0].notes == (f"the certificate in {who[j].folder} lasts 396 days",)
         assert all("checking too" in one.notes[0] for one in each[1:])
 
 
@@ -108,6 +108,61 @@ def test_where_our_node_runs_it_only_asks(organisations: Any, opened: ExitStack)
     found = one(organisations)
     assert [each.error for each in found.values()] == ["", "", ""]
     assert "our own node (or another program) has the port" in found["org-0"].notes[0]
+
+
+def test_the_certificate_of_our_running_node_is_that_of_its_start(
+    tmp_path: Path, opened: ExitStack
+) -> None:
+    who = identities(tmp_path, 2)
+    federation = federated(who)
+    who[0].renew(days=10)
+    opened.enter_context(Zenoh(federation, who[0]))
+    assert own_notes(federation, who[0]) == ["its certificate lasts 9 days: " + RENEW]
+    who[0].renew(days=99)
+    stored = f"the certificate in {who[0].folder} lasts 98 days"
+    assert own_notes(federation, who[0]) == [
+        f"our running node uses a certificate that lasts 9 days; {stored}: stop the node, and "
+        "start it again with --resume"
+    ]
+    opened.close()
+    assert own_notes(federation, who[0]) == [stored]
+    command = ["peer", "renew", "--identity", str(who[0].folder)]
+    assert "uses the former certificate until" in CliRunner().invoke(app, command).output
+
+
+RENEW = "`fedcb2o peer renew` there, soon"
+
+
+def own_notes(federation: Federation, identity: Identity) -> list[str]:
+    """What a check says of our own certificate."""
+    first, *_ = check_members(federation, identity, seconds=0.2)
+    return [note for note in first.notes if "certificate" in note]
+
+
+@pytest.mark.parametrize(
+    ("claim", "error"),
+    [
+        ({}, ""),
+        ({"version": 1, "federation": "00"}, "another version 1: compare its file with ours"),
+        ({"version": 0, "federation": "00"}, "version 0 of the federation, and we 1: its operator"),
+        ({"version": 10**99, "federation": "00"}, f"version 1{'0' * 59} of the federation, and"),
+        ({"version": "\x1b[2J", "federation": "00"}, "another version 1"),
+        ({"run": "00", "federation": "00"}, "holds another federation"),
+    ],
+)
+def test_the_version_that_a_relay_claims(organisations: Any, claim, error) -> None:
+    _, federation, _ = organisations
+    content = {
+        "run": federation.run.hex(),
+        "version": federation.version,
+        "federation": federation.digest.hex(),
+        **claim,
+    }
+    found = checking.describe_relay_version(federation, content)
+    assert error in found
+    assert bool(found) == bool(error)
+    assert found.isprintable()
+    assert checking.describe_relay_version(federation, {}) == ""
 
 
 def test_what_a_member_says(tmp_path: Path, opened: ExitStack) -> None:
@@ -219,7 +274,7 @@ def test_the_command(organisations: Any, opened: ExitStack) -> None:
     assert done.exit_code == 0
     head, *each = done.stdout.splitlines()
     run = federation.run.hex(" ", 2)
-    assert head == f"tiny, run {run}, version 1, 3 members: compare this by telephone"
+    assert head == f"tiny, run {run}, version 1, 3 members: compare the whole line by telephone"
     assert len(each) == 3
     opened.close()
     command[-1] = "0.3"

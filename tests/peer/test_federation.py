@@ -764,12 +764,15 @@ def test_from_keys_to_a_signed_version_by_commands(tmp_path):
     once = here("peer", "sign", two, "--identity", folders[0]).out
     assert "Signed by: hospital-a.\nIt counts when 1 more of hospital-b, hospital-c" in once
     refused(two, "lacks 1")
-    assert "It counts. Send it to all" in here("peer", "sign", two, "--identity", folders[1]).out
+    assert (
+        "It counts. Send it to all members of this version"
+        in here("peer", "sign", two, "--identity", folders[1]).out
+    )
     assert list(read_federation(two).members) == [0, 1]
     second = read_federation(two)
     assert (
         second.verification_phrase
-        == f"tiny, run {run[:19]}, version 2 {second.digest.hex(' ', 2)}, 2 members"
+        == f"tiny, version 2 {second.digest.hex(' ', 2)}, 2 members, of run {run[:19]}"
     )
     new, three = (
         tmp_path / "b-new",

@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ from fedcb2o.peer.wire import (
     open_transport,
 )
 from fedcb2o.peer.wire._listener import client_context
-from fedcb2o.peer.wire._mailbox import FolderMailbox, RelayMailbox
+from fedcb2o.peer.wire._mailbox import FolderMailbox, FormerMemberError, RelayMailbox
 from fedcb2o.peer.wire._relay_metrics import RelayMetrics
 from fedcb2o.peer.wire._relayed import Relayed
 from fedcb2o.peer.wire._sealing import CARD_BYTES, Replays, SealedKind, Session
@@ -318,6 +319,84 @@ def next_version(path: Path, signers: list[Identity], **changes: Any) -> Federat
     for signer in signers:
         sign_federation(path, signer)
     return read_federation(path)
+
+
+def test_a_check_compares_the_version_of_the_relay(three, tmp_path) -> None:
+    who, first = three
+    path = tmp_path / "federation.toml"
+    write_federation(first, path)
+    new = Identity.make(tmp_path / "org-9", name="org-9", endpoint="org-9.invalid:1")
+    second = next_version(path, who[1:], add=[new.member])
+    keys = relays.relay_identity(tmp_path)
+    place = keys.folder / "relay.member.toml"
+
+    def error_of_relay(federation: Federation) -> str:
+        results = _preflight.check_members(federation, who[0], seconds=1, relay=place)
+        return {result.name: result.error for result in results}["relay"]
+
+    with Relay(first, keys):
+        assert error_of_relay(first) == ""
+        assert error_of_relay(second) == (
+            "the relay holds version 1 of the federation, and we 2: its operator starts it again "
+            "with the newer file"
+        )
+    with Relay(second, keys):
+        assert error_of_relay(second) == ""
+        assert error_of_relay(first) == (
+            "the relay holds version 2 of the federation, and we 1: get the newer file from a "
+            "member"
+        )
+    with Relay(second, keys) as relay, mock.patch.object(relay, "_reply", side_effect=ValueError):
+        assert RelayMailbox(keys.member, who[0]).federation() == {}  # as of an earlier release
+
+
+def test_a_check_of_a_removed_member_asks_for_no_file(three, tmp_path) -> None:
+    """The members with the later version are asked through a relay that has the former one."""
+    who, first = three
+    path = tmp_path / "federation.toml"
+    write_federation(first, path)
+    second = next_version(path, who[1:], remove=["org-0"])
+    keys = relays.relay_identity(tmp_path)
+    place = keys.folder / "relay.member.toml"
+    with Relay(first, keys), ThreadPoolExecutor(2) as pool:
+        others = [
+            pool.submit(_preflight.check_members, second, one, seconds=6, relay=place)
+            for one in who[1:]
+        ]
+        results = _preflight.check_members(first, who[0], seconds=5, relay=place)
+        for other in others:
+            other.result()
+    errors = {result.name: result.error for result in results}
+    assert errors["org-0"] == (
+        "version 2 of the federation, signed by org-1, org-2, removes org-0: this node takes part "
+        "no more"
+    )
+    for name in ("org-1", "org-2"):
+        assert errors[name] == "it holds a later version: see the line of org-0"
+
+
+def test_the_relays_log_has_a_line_when_a_former_member_connects_again(
+    three, tmp_path, monkeypatch, caplog
+) -> None:
+    caplog.set_level(logging.INFO, "fedcb2o")
+    who, first = three
+    path = tmp_path / "federation.toml"
+    write_federation(first, path)
+    second = next_version(path, who[1:], remove=["org-0"])
+    keys = relays.relay_identity(tmp_path)
+
+    def connect() -> None:
+        with pytest.raises(FormerMemberError):
+            RelayMailbox(keys.member, who[0]).cards()
+
+    with Relay(second, keys):
+        connect()
+        connect()  # without a pause
+        monkeypatch.setattr(_relay, "_FORMER_QUIET_SECONDS", 0.2)
+        time.sleep(0.3)
+        connect()
+    line = "relay: org-0 connects and is no member any more: it is shown the signed versions"
+    assert [record.message for record in caplog.records].count(line) == 2
 
 
 def test_a_relay_shows_a_removed_member_the_signed_versions(three, tmp_path) -> None:

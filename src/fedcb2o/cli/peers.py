@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedcb2o.cli import completion
-from fedcb2o.cli.log_output import has_log_settings
+from fedcb2o.cli.log_output import has_log_file, has_log_settings
 from fedcb2o.cli.operation import MetricsOption
 from fedcb2o.errors import ConfigError
 
@@ -74,7 +74,7 @@ _RelayOption = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR|RELAY.member.toml",
-        help="Folder or relay through which members without a direct link are reached.",
+        help="Folder or relay for members without a link.",
     ),
 ]
 
@@ -162,7 +162,10 @@ def renew(
     expiry = f"{own_identity.expires:%Y-%m-%d %H:%M} UTC"
     print(f"{own_identity.tls_certificate} is valid until {expiry}.")
     if out is None:
-        print("Stop the node, and start it again with --resume (a relay with its own command).")
+        print(
+            "A running node uses the former certificate until it is started again: stop it, and "
+            "start it with --resume (a relay with its own command)."
+        )
     return own_identity.folder
 
 
@@ -242,8 +245,8 @@ def federation(
     write_federation(made, out)
     _print_federation(made, out)
     print(
-        "Send the file to each member; `fedcb2o peer check` shows them the run's id, to compare by "
-        "telephone."
+        "Send the file to each member. The first line of `fedcb2o peer check` is for comparing it "
+        "by telephone."
     )
     return out
 
@@ -338,7 +341,8 @@ def _print_federation(federation: "Federation", path: Path) -> None:
         )
     else:
         print(
-            "It counts. Send it to all. A relay starts again with it first; then each member stops "
+            "It counts. Send it to all members of this version and the relay's operator; a removed "
+            "member needs no file. The relay starts again with it first. Then each member stops "
             "its node, and starts it with this file, --resume and --gather 0."
         )
 
@@ -429,8 +433,9 @@ def check(
 ) -> None:
     """Check that all members are reachable and agree.
 
-    All members may check at the same time. The first line has the run's id, to compare with the
-    others. With --data, the data are checked too. The exit status is 1 if a check fails.
+    All members may check at the same time. The first line covers all settings and keys: members
+    compare it by telephone. With --data, the data are checked too. The exit status is 1 if a check
+    fails.
     """
     from fedcb2o.peer.membership.federation import read_federation
     from fedcb2o.peer.membership.identity import Identity
@@ -439,7 +444,7 @@ def check(
     federation = read_federation(file, allowed_functions=own or [])
     own_identity = Identity.read(identity)
     agent_id = federation.id_of(own_identity.member)
-    print(f"{federation.verification_phrase}: compare this by telephone")
+    print(f"{federation.verification_phrase}: compare the whole line by telephone")
     for name in federation.user_functions:
         if name not in federation.allowed_functions:
             print(f"names {name}, code that would run here: read it, then --own {name}")
@@ -542,9 +547,12 @@ def run(
         linger=linger,
         assess_every=assess_every,
     )
-    view = RoundLog if has_log_settings() else LiveTable
+    table = LiveTable(names, agent_id=node.agent_id, rounds=federation.rounds)
+    if has_log_settings():
+        table = RoundLog(
+            names, agent_id=node.agent_id, rounds=federation.rounds, has_table=has_log_file()
+        )
     with contextlib.ExitStack() as stack:
-        table = view(names, agent_id=node.agent_id, rounds=federation.rounds)
         node.observer = stack.enter_context(table)
         if metrics is not None:
             node.observer = stack.enter_context(

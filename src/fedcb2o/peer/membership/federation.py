@@ -129,13 +129,15 @@ class Federation(Section):
 
     @property
     def verification_phrase(self) -> str:
-        """Text that members compare; it covers all settings, endpoints and keys."""
+        """Text that members compare; as a whole it covers all settings, endpoints and keys.
+
+        The hash of a later version comes first, because the run's id does not cover its keys.
+        """
+        size = f"{len(self.members)} members"
         if self.version == 1:
-            run, version = spelled_hex(self.run), "version 1"
-        else:
-            run = spelled_hex(self.run[:8])
-            version = f"version {self.version} {spelled_hex(self.digest)}"
-        return f"{self.name}, run {run}, {version}, {len(self.members)} members"
+            return f"{self.name}, run {spelled_hex(self.run)}, version 1, {size}"
+        version = f"version {self.version} {spelled_hex(self.digest)}"
+        return f"{self.name}, {version}, {size}, of run {spelled_hex(self.run[:8])}"
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ def check_members(
     """
     agent_id = federation.id_of(identity.member)
     end = time.monotonic() + seconds
-    transport, notes = _open_transport(federation, identity, listen, relay)
+    transport, notes, is_running = _open_transport(federation, identity, listen, relay)
     try:
         with _serve_hello(federation, identity, agent_id, transport) as server:
             replies = _ask_all(federation, identity, agent_id, transport, end)
@@ -109,7 +109,7 @@ def check_members(
             relay_results = []
             removal = _shown_removal(federation, identity, replies.values())
             if isinstance(transport, Mixed):
-                relay_results = [_relay_result(transport.relayed, identity)]
+                relay_results = [_relay_result(federation, transport.relayed, identity)]
                 removal = transport.relayed.removal or removal
     finally:
         transport.close()
@@ -120,14 +120,28 @@ def check_members(
             id: pool.submit(probe_member, member, identity, is_linked=id in linked)
             for id, member in others.items()
         }
-    own_notes = (*notes, *_describe_expiry(identity.expires))
+    own_notes = (*notes, *_describe_own_expiry(identity, is_running=is_running))
     results = [CheckResult(identity.member.name, removal, own_notes), *relay_results]
     for id, member in others.items():
         probe = probes[id].result()
         if member.is_outbound_only and relay_results:
             probe = ProbeResult(_describe_unrelayed(relay_results[0]))
-        results.append(_member_result(federation, member, replies.get(id), id in linked, probe))
+        result = _member_result(federation, member, replies.get(id), id in linked, probe)
+        if removal and _holds_later_version(federation, replies.get(id), probe):
+            error = f"it holds a later version: see the line of {identity.member.name}"
+            result = replace(result, error=error)
+        results.append(result)
     return results
+
+
+def _holds_later_version(
+    federation: Federation, reply: _HelloReply | None, probe: ProbeResult
+) -> bool:
+    """Say whether a member has the version that removed or changed this one."""
+    content = (reply.content if reply else None) or {}
+    version = content.get("version")
+    is_later = isinstance(version, int) and version > federation.version
+    return probe.is_refused or (is_later and content.get("run") == federation.run.hex())
 
 
 def _shown_removal(
@@ -153,7 +167,7 @@ def _describe_unrelayed(relay: CheckResult) -> str:
     )
 
 
-def _relay_result(relayed: Relayed, identity: Identity) -> CheckResult:
+def _relay_result(federation: Federation, relayed: Relayed, identity: Identity) -> CheckResult:
     """Return the result of the relay, or of the folder in its place."""
     mailbox = relayed.mailbox
     if isinstance(mailbox, RelayMailbox):
@@ -166,8 +180,41 @@ def _relay_result(relayed: Relayed, identity: Identity) -> CheckResult:
         notes = _describe_expiry(probe.expires) if probe.expires else ()
         if relayed.removal:
             return CheckResult(mailbox.relay.name, f"it refuses {identity.member.name}", notes)
-        return CheckResult(mailbox.relay.name, probe.error or relayed.error, notes)
+        error = probe.error or relayed.error
+        if not error:
+            error = describe_relay_version(federation, mailbox.federation())
+        return CheckResult(mailbox.relay.name, error, notes)
     return CheckResult("relay", relayed.error, ("a folder",))
+
+
+def describe_relay_version(federation: Federation, content: Mapping[str, Any]) -> str:
+    """Compare the version of the federation that a relay claims with ours.
+
+    Args:
+        federation: Our federation.
+        content: The relay's claim, which is not trusted; empty if it makes none.
+
+    Returns:
+        The difference and how to repair it, or an empty text.
+    """
+    if not content or content.get("federation") == federation.digest.hex():
+        return ""
+    if content.get("run") != federation.run.hex():
+        return "the relay holds another federation: its operator starts it again with our file"
+    theirs = content.get("version")
+    own = federation.version
+    if isinstance(theirs, int) and theirs < own:
+        return (
+            f"the relay holds version {_printable_ascii(theirs)} of the federation, and we {own}: "
+            "its operator "
+            "starts it again with the newer file"
+        )
+    if isinstance(theirs, int) and theirs > own:
+        return (
+            f"the relay holds version {_printable_ascii(theirs)} of the federation, and we {own}: "
+            "get the newer file from a member"
+        )
+    return f"the relay holds another version {own}: compare its file with ours"
 
 
 def format_results(results: list[CheckResult]) -> list[str]:
@@ -218,19 +265,20 @@ def hello_content(federation: Federation, identity: Identity, **more: object) ->
 
 def _open_transport(
     federation: Federation, identity: Identity, listen: bool | str, relay: Path | str | None
-) -> tuple[Zenoh | Mixed, tuple[str, ...]]:
+) -> tuple[Zenoh | Mixed, tuple[str, ...], bool]:
+    """Open the links; return notes, and whether our own node seems to have the port."""
     open_links = partial(open_transport, federation, identity, relay=relay, is_checking=True)
     notes: tuple[str, ...] = ()
     if identity.member.is_outbound_only:
         notes = ("other members ask it through the relay only",)
     try:
-        return open_links(listen=listen), notes
+        return open_links(listen=listen), notes, False
     except RunError as error:
         if "in use" not in str(error):
             raise
         address = "" if listen is True else f" ({listen})"
         note = f"our own node (or another program) has the port{address}: asked the others only"
-        return open_links(listen=False), (note,)
+        return open_links(listen=False), (note,), True
 
 
 @contextmanager
@@ -470,6 +518,24 @@ def _describe_software(content: Mapping[str, Any]) -> str:
         return software
     rounds = _printable_ascii(content.get("rounds"))
     return f"{software}, {_printable_ascii(done)} of {rounds} rounds done"
+
+
+def _describe_own_expiry(identity: Identity, *, is_running: bool) -> tuple[str, ...]:
+    """Describe the certificate of our running node, or else that in the folder of keys."""
+    in_use = probe_member(identity.member, identity, is_linked=True).expires if is_running else None
+    if in_use == identity.expires:
+        return _describe_expiry(in_use)
+    days = (identity.expires - datetime.now(UTC)).days
+    stored = f"the certificate in {identity.folder} lasts {days} days"
+    if in_use is not None:
+        running = (in_use - datetime.now(UTC)).days
+        restart = "stop the node, and start it again with --resume"
+        return (
+            f"our running node uses a certificate that lasts {running} days; {stored}: {restart}",
+        )
+    if is_running or identity.member.is_outbound_only:
+        return (f"{stored}, and a running node uses that of its start",)
+    return (stored,)
 
 
 def _describe_expiry(expires: datetime) -> tuple[str, ...]:

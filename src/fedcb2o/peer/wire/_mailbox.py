@@ -8,6 +8,7 @@ Example:
     [b'first', b'']
 """
 
+import json
 import re
 import secrets
 import shutil
@@ -20,7 +21,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership.certificates import parse_endpoint
@@ -35,6 +36,7 @@ _MAX_TAKEN_BYTES = 2**23
 MAX_REPLY_BYTES = _MAX_TAKEN_BYTES + MAX_MESSAGE_BYTES
 """Longest reply of a relay."""
 _MAX_CARD_BYTES = 2**9
+_MAX_VERSION_BYTES = 2**10
 _STALE_SECONDS = 600.0
 """Age from which cards and boxes of ended sessions are removed."""
 _POLL_SECONDS = 0.02
@@ -262,6 +264,19 @@ class RelayMailbox:
         entries = split_messages(self._call("cards", b"", _CONNECT_SECONDS))
         names = [entry.decode("ascii", "replace") for entry in entries[::2]]
         return dict(zip(names, entries[1::2], strict=False))
+
+    def federation(self) -> dict[str, Any]:
+        """Ask which version of the federation the relay holds; its answer is not trusted.
+
+        Returns:
+            "run", "version" and "federation" (the hash of the version); empty if it does not say.
+        """
+        try:
+            reply = self._call("federation", b"", _CONNECT_SECONDS)
+            content = json.loads(bytes(reply[:_MAX_VERSION_BYTES]))
+        except (OSError, ValueError, RecursionError):
+            return {}  # the relay of an earlier release closes the connection
+        return content if isinstance(content, dict) else {}
 
     def put(self, box: str, message: bytes, seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -5,7 +5,9 @@ needs the certificate of a member; what it may store and take depends on the nam
 member gets the signed versions of the federation, and nothing else.
 """
 
+import json
 import logging
+import math
 import tempfile
 import threading
 import time
@@ -49,6 +51,8 @@ _MAX_LINKS = 32
 _MAX_FORMER_LINKS = 4
 """Connections of one former member at once; further ones are closed."""
 _MAX_FORMER_REQUEST = 2**10
+_FORMER_QUIET_SECONDS = 10.0
+"""Time without a connection of a former member, after which the log has a line of the next one."""
 _FORMER_SECONDS = 1.0
 """Time that the connection of a former member stays after the reply, so that it asks slowly."""
 _IDLE_SECONDS = 120.0
@@ -97,8 +101,15 @@ class Relay:
         roots = {member.root for member in federation.members.values()}
         former = [one for _, one in federation.former_members() if one.root not in roots]
         self._former_links = Counter[str]()
-        self._logged_former = set[str]()
+        self._former_seen: dict[str, float] = {}
         self._file = file_content(federation)
+        self._version = json.dumps(
+            {
+                "run": federation.run.hex(),
+                "version": federation.version,
+                "federation": federation.digest.hex(),
+            }
+        ).encode()
         self._boxes: dict[str, dict[str, None]] = {name: {} for name in self._links}
         self._counts = Counter[str]()
         self._overfilled = set[
@@ -194,13 +205,17 @@ class Relay:
 
     def _on_former_link(self, stream: TlsStream, name: str) -> None:
         """Show a former member the versions of the federation."""
+        now = time.monotonic()
         with self._lock:
-            is_new = name not in self._logged_former
-            self._logged_former.add(name)
+            is_new = now - self._former_seen.get(name, -math.inf) > _FORMER_QUIET_SECONDS
+            self._former_seen[name] = now
             has_room = self._former_links[name] < _MAX_FORMER_LINKS
             self._former_links[name] += has_room
         if is_new:
-            text = f"{name} is no member any more, and is shown the signed versions"
+            state = (
+                "with a former certificate" if name in self._roots else "and is no member any more"
+            )
+            text = f"{name} connects {state}: it is shown the signed versions"
             self._log(logging.INFO, text, name)
         if not has_room:
             stream.release()
@@ -251,6 +266,8 @@ class Relay:
         command, place, seconds = (*head.split(" "), "", "")[:3]
         if command == "cards":
             return b"ok\n", join_messages(self._card_entries())
+        if command == "federation":
+            return b"ok\n", self._version
         if command == "put" and BOX_NAME.fullmatch(place):
             return (self._store(name, place, body),)
         is_own_card = CARD_NAME.fullmatch(place) and place.partition(".")[0] == name
