@@ -835,3 +835,15 @@ def test_only_a_signed_later_version_says_that_a_member_was_removed_or_changed(
     forged = two.read_text().replace(signature, signature[1:4] + signature[3:])
     for wrong in (b"", b"\xff", b"history = 7", b"[" * 10_000, bytes(2**21), forged.encode()):
         assert notice(first, eight[3].member, wrong) == ""
+
+
+def test_an_experiment_of_members_names_no_malicious_agents(tmp_path):
+    """Without these keys it is the same federation, to the bit."""
+    who = identities(tmp_path, 2)
+    values = experiment(2, agents={"benign": 2, "malicious": 0, "malicious_samples": 1})
+    explicit = federation.make_federation(values, [one.member for one in who], dataset=digits())
+    agents = values["agents"]
+    del agents["malicious"], agents["malicious_samples"]
+    made = federation.make_federation(values, [one.member for one in who], dataset=digits())
+    assert made.digest == explicit.digest
+    assert made.most_samples == agents["benign_samples"]

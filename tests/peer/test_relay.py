@@ -604,6 +604,23 @@ def test_check_says_the_way_of_each_link(tmp_path) -> None:
     }
 
 
+def test_the_message_at_the_end_of_a_relay_speaks_of_no_run(three, tmp_path) -> None:
+    path = tmp_path / "federation.toml"
+    write_federation(three[1], path)
+    keys = relays.relay_identity(tmp_path)
+    words = [sys.executable, "-m", "fedcb2o", "peer", "relay", str(path), "--identity"]
+    process = subprocess.Popen(
+        [*words, str(keys.folder)], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("Relays for tiny")
+    process.terminate()
+    assert process.communicate(timeout=30)[1] == (
+        "Terminated. The nodes connect again by themselves when the relay runs again.\n"
+    )
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 def serve_relay(federation: Path, keys: Path, store: Path, ready: Path) -> None:
     """A relay, in its process."""
     with Relay(read_federation(federation), Identity.read(keys), folder=store) as relay:
@@ -773,13 +790,15 @@ def test_a_removed_member_behind_a_relay_ends_in_any_order_of_restarts(relay_fir
                 peers.send(j, signal.SIGINT)
                 peers.wait(j)
                 peers.start(j, resume=True, gather=0.0, **options)
-        assert peers.wait(1, seconds=60) == [2], [peers.log(j) for j in range(3)]
+        assert peers.wait(1, seconds=60) == [3], [peers.log(j) for j in range(3)]
         said = (
             "version 2 of the federation, signed by org-0, org-2, removes org-1: this node takes "
             "part no more"
         )
-        assert f"Error: {said}. It ended after round {len(peers.lines(1))}" in peers.log(1)
-        assert (peers.out(1) / "model.safetensors").exists()
+        model = peers.out(1) / "model.safetensors"
+        end = f"It ended after round {len(peers.lines(1))}; its model is {model}"
+        assert f"Error: {said}. {end}" in peers.log(1)
+        assert model.exists()
         own, at_relay, *others = _preflight.check_members(
             read_federation(first), who[1], seconds=8, relay=relay.place
         )

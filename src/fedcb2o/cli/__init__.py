@@ -16,12 +16,13 @@ from fedcb2o.cli.help_format import Command, Group
 from fedcb2o.cli.log_output import LogFormat, configure_logs, set_verbosity, stderr_logging
 from fedcb2o.cli.minimize import command
 from fedcb2o.cli.new import new
-from fedcb2o.cli.signals import SignalGuard
+from fedcb2o.cli.signals import ServiceEndedError, SignalGuard
 from fedcb2o.errors import FedCB2OError
 from fedcb2o.parallel import _resources
 from fedcb2o.safe_stdio import safe_streams, write_error
 
 _INTERRUPT_STATUS = 130  # typer's result of Ctrl-C
+_RUN_ENDED = "What is written stays; a run goes on from its last checkpoint with --resume."
 
 app = typer.Typer(
     name="fedcb2o",
@@ -136,12 +137,8 @@ def main() -> None:
         _exit(f"Error: {_one_line(error)}", 2)
     except _UsageError as error:
         _exit(_usage_message(error), 2)
-    except KeyboardInterrupt:
-        _exit(
-            f"{signals.outcome}. What is written stays; a run goes on from its last checkpoint "
-            "with --resume.",
-            signals.exit_status,
-        )
+    except (KeyboardInterrupt, ServiceEndedError) as error:
+        _exit(f"{signals.outcome}. {str(error) or _RUN_ENDED}", signals.exit_status)
     except BrokenPipeError:
         _exit("", 1)
     except OSError as error:

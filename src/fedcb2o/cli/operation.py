@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fedcb2o.cli.signals import ServiceEndedError
+
 _LOGGER = logging.getLogger(__name__)
 
 _KeysOption = Annotated[
@@ -66,7 +68,12 @@ def relay(
         if metrics is not None:
             stack.enter_context(RelayMetrics(server, metrics, expires=keys.expires))
         _LOGGER.info("Relays for %s at %s.", federation.verification_phrase, keys.member.endpoint)
-        server.run(threading.Event())
+        try:
+            server.run(threading.Event())
+        except KeyboardInterrupt as error:
+            raise ServiceEndedError(
+                "The nodes connect again by themselves when the relay runs again."
+            ) from error
 
 
 def backup(

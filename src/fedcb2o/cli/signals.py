@@ -10,6 +10,10 @@ from typing import Any
 IGNORE_SECONDS = 5.0  # time after a signal in which others are ignored: several may be sent
 
 
+class ServiceEndedError(Exception):
+    """A service was asked to end by a signal; the text says what that means."""
+
+
 class SignalGuard:
     """Handlers that end a command on SIGTERM and SIGHUP like Ctrl-C.
 

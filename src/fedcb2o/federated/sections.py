@@ -170,7 +170,7 @@ class AgentsSection(Section):
             "cluster",
             values="from 0, or a list",
         ),
-    ]
+    ] = 0
     cluster_transform: Annotated[
         Component | None,
         key_field(
