@@ -1,6 +1,7 @@
 """Exceptions that the user can correct, each with a cure.
 
-The command line prints their text in one line and exits with status 2.
+The command line prints their text in one line and exits with their status: 3 for RemovedError, 2
+for all others.
 
     FedCB2OError
     ├── ConfigError (ValueError)      settings
@@ -8,7 +9,8 @@ The command line prints their text in one line and exits with status 2.
     └── RunError (RuntimeError)       runs
         ├── records._files.DamagedError                  a file that fails its checksum
         ├── simulation.rounds.WorkerLostError            a lost part of an engine
-        └── parallel._process_pool.WorkerProcessError    a worker process that died
+        ├── parallel._process_pool.WorkerProcessError    a worker process that died
+        └── RemovedError                                 a peer that is no member any more
 
 Two exceptions do not reach the user: `peer.wire._protocol.MalformedError` (bytes that are no valid
 message) and `peer.wire._client.StoppedError` (the agent was asked to stop).
@@ -26,7 +28,12 @@ class FedCB2OError(Exception):
     """An error that the user can correct.
 
     Its text names the fault, the place and the cure.
+
+    Attributes:
+        exit_status: Exit status of the command line.
     """
+
+    exit_status = 2
 
 
 class ConfigError(FedCB2OError, ValueError):
@@ -39,6 +46,12 @@ class DataError(FedCB2OError, ValueError):
 
 class RunError(FedCB2OError, RuntimeError):
     """A run that cannot start, continue or be read."""
+
+
+class RemovedError(RunError):
+    """A peer that the other members removed or changed: to start it again is useless."""
+
+    exit_status = 3
 
 
 def describe_type(value: object) -> str:

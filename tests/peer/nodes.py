@@ -52,7 +52,7 @@ def _run(
         Node(federation, identity, out=out, **inputs, **options).run()
     except FedCB2OError as error:
         print(f"Error: {error}", flush=True)
-        os._exit(2)
+        os._exit(error.exit_status)
     except KeyboardInterrupt:
         os._exit(130)
     print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}", flush=True)

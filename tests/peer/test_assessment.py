@@ -91,4 +91,29 @@ def test_a_node_shows_its_gain_over_the_model_of_local_training(tmp_path):
     page = write_node_report(tmp_path / "out-0", membership=True).read_text()
     for words in ("Gain over training alone", "local baseline", "Sum of contributions", "TPR at"):
         assert words in page
-    assert PeerRecords.read(tmp_path / "out-0").last_assessed.round == 3
+    read = PeerRecords.read(tmp_path / "out-0")
+    assert read.last_assessed.round == 3
+    assert [record.alone_rounds for record in read.rounds] == [1, 2, 3]
+    mean, count = read.mean_gain
+    assert count == 3
+    gains = [record.gain.accuracy - record.gain.alone for record in read.rounds]
+    assert mean.accuracy - mean.alone == pytest.approx(np.mean(gains))
+    assert f"mean of the last 3 rounds {mean}" in page
+    assert "In round 3 the local baseline had 3 rounds of training." in page
+    reasons = {model.id: model.unused_reason for model in read.rounds[-1].received}
+    for model in last_line(tmp_path / "out-0")["received"]:
+        assert (model["weight"] == 0) == bool(reasons[model["id"]])
+
+
+def last_line(folder):
+    return lines_of(folder)[-1]
+
+
+def test_a_loss_is_significant_as_one_of_several():
+    """p = 1 / 22 and q = 7 / 22: the upper end is -0.048, and 0.049 as one of ten."""
+    gain = paired_gain(np.arange(20) >= 6, np.ones(20, bool))
+    assert gain.high == pytest.approx(-0.0480, abs=1e-4)
+    assert gain.is_loss(1)
+    assert not gain.is_loss(10)
+    assert paired_gain(np.arange(20) >= 10, np.ones(20, bool)).is_loss(10)
+    assert not paired_gain(np.ones(20, bool), np.ones(20, bool)).is_loss(1)

@@ -582,7 +582,7 @@ def test_a_removed_member_is_told_and_does_not_end_well(tmp_path):
         peers.until(0, 1)
         peers.federation = old
         peers.start(2, gather=1.0, linger=1.0)
-        assert peers.wait(2, seconds=60) == [2], peers.log(2)
+        assert peers.wait(2, seconds=60) == [3], peers.log(2)
         assert "Error: org-0, org-1 refuse the certificate of org-2: it was removed" in peers.log(2)
         assert (peers.out(2) / "model.safetensors").exists()
         assert peers.wait(0, 1) == [0, 0], peers.log(0)

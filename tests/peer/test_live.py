@@ -2,10 +2,12 @@
 
 import io
 
+import numpy as np
 import pytest
 from rich.console import Console
 from tests.peer.folders import NAMES, line
 
+from fedcb2o.federated.gain import paired_gain
 from fedcb2o.peer.report import LiveTable
 
 ROUNDS = [
@@ -36,12 +38,12 @@ def shown(*, height=30, names=NAMES, lines=ROUNDS, **console):
 def test_a_line_a_round_where_there_is_no_terminal():
     for text in (shown(), shown(force_terminal=True, _environ={"TERM": "dumb"})):
         assert text.splitlines() == [
-            "hospital-a: round 1/5: accuracy 50.0%, 2 of 3 received, 2 averaged, "
-            "refused university-d (signature), 1.0 s",
-            "hospital-a: round 2/5: 1 of 3 received, 1 averaged, late: clinic-c, "
-            "refused university-d (size), 1.0 s",
-            "hospital-a: round 3/5: 1 of 3 received, 1 averaged, late: clinic-c, "
-            "too far behind: university-d, 1.0 s",
+            "hospital-a: round 1/5: accuracy 50.0%, 2 of 3 received, 2 averaged: hospital-b 0.5 "
+            "clinic-c 0.1, refused university-d (signature), 1.0 s of work",
+            "hospital-a: round 2/5: 1 of 3 received, 1 averaged: hospital-b 0.2, late: clinic-c, "
+            "refused university-d (size), 1.0 s of work",
+            "hospital-a: round 3/5: 1 of 3 received, 1 averaged: hospital-b 0.2, late: clinic-c, "
+            "too far behind: university-d, 1.0 s of work",
             "hospital-a: stopping [bold]after[/bold] this round?[2J",
         ]
 
@@ -59,13 +61,75 @@ def test_models_that_are_not_admitted_are_named_by_reason():
     for model in record["received"][1:3]:
         model["admission"] = "too far from the agent's own model"
     assert shown(lines=[record]).splitlines()[0] == (
-        "hospital-a: round 1/5: 4 of 4 received, 2 averaged, not admitted: clinic-c university-d "
-        "(too far from the agent's own model), 1.0 s"
+        "hospital-a: round 1/5: 4 of 4 received, 2 averaged: hospital-b 0.6 agent-4, not admitted: "
+        "clinic-c university-d (too far from the agent's own model), 1.0 s of work"
     )
     text = shown(lines=[record], force_terminal=True, no_color=True, _environ={"TERM": "xterm"})
     rows = {row.split()[0]: row for row in text.splitlines() if row.split()}
     assert "too far from the agent's own model" in rows["clinic-c"]
     assert "too far" not in rows["hospital-b"]
+
+
+def test_reasons_of_models_without_a_weight_and_of_missing_models():
+    record = line(
+        9, (1, 0.5, 9, 0.4), (2, 0.5, 9, 0.0), no_model=[3], relay_down=[4],
+        asked=[1, 2, 3, 4], accuracy=None,
+    )  # fmt: skip
+    record["received"][0]["round"] = 7
+    record["received"][1]["not_averaged"] = "loss above the quantile"
+    names = {**NAMES, 4: "clinic-e"}
+    assert shown(lines=[record], names=names).splitlines()[0] == (
+        "hospital-a: round 9/5: 2 of 4 received, 1 averaged: hospital-b 0.4, not averaged: clinic-c "
+        "(loss above the quantile), offers no model yet: university-d, relay cannot be reached: "
+        "clinic-e, 1.0 s of work"
+    )
+    terminal = {"force_terminal": True, "no_color": True, "_environ": {"TERM": "xterm"}}
+    text = shown(lines=[record], names=names, **terminal)
+    rows = {row.split()[0]: " ".join(row.split()) for row in text.splitlines() if row.split()}
+    assert "round of model" in text
+    assert rows["hospital-b"] == "hospital-b up 7 0.50 40.0%"  # the round of its model
+    assert rows["clinic-c"].endswith("0.0% loss above the quantile")
+    assert rows["university-d"] == "university-d up – – – offers no model yet"
+    assert rows["clinic-e"] == "clinic-e – – – – relay cannot be reached"
+
+
+def test_members_cut_off_by_the_relay_are_not_called_down():
+    record = line(1, alive=[1], asked=[], relay_down=[2])
+    text = shown(lines=[record])
+    assert "0 averaged, relay cannot be reached: clinic-c, down: university-d, " in text
+
+
+def gain(accuracy, alone, low, high, samples=20):
+    return {"samples": samples, "accuracy": accuracy, "alone": alone, "low": low, "high": high}
+
+
+def test_the_gain_of_a_round_and_its_mean():
+    first = line(1, gain=gain(0.9, 0.8, -0.1, 0.3), class_gains={}, alone_rounds=1)
+    second = line(2, gain=gain(0.8, 0.8, -0.2, 0.2), class_gains={}, alone_rounds=2)
+    texts = shown(lines=[first, second]).splitlines()
+    assert "alone 80.0% (1 rounds), gain +10.0 [-10.0, 30.0], 0 of" in texts[0]
+    assert (
+        "alone 80.0% (2 rounds), gain +0.0 [-20.0, 20.0], mean of 2 rounds +5.0 [-15.0, 25.0], "
+    ) in texts[1]
+
+
+def test_a_baseline_of_fewer_rounds_has_no_gain():
+    """A member that joined at round 87: its own baseline has trained 6 rounds."""
+    few = line(92, gain=gain(0.95, 0.86, 0.04, 0.13), class_gains={}, alone_rounds=6)
+    enough = line(92, gain=gain(0.95, 0.86, 0.04, 0.13), class_gains={}, alone_rounds=83)
+    assert "alone 86.0% after 6 rounds of training (no gain yet), 0 of" in shown(lines=[few])
+    assert "alone 86.0% (83 rounds), gain +9.0 [4.0, 13.0], 0 of" in shown(lines=[enough])
+
+
+@pytest.mark.parametrize(("losses", "is_named"), [(6, False), (10, True)])
+def test_a_class_is_named_if_its_corrected_interval_excludes_0(losses, is_named):
+    """Of 20 samples the model alone predicts 6 or 10 more, in one of 10 classes."""
+    alone = np.ones(20, bool)
+    worst = vars(paired_gain(np.arange(20) >= losses, alone))
+    assert worst["high"] < 0  # without the correction, both are significant
+    classes = {str(k): vars(paired_gain(alone, alone)) for k in range(9)}
+    record = line(3, gain=gain(0.9, 0.9, -0.1, 0.1), class_gains={**classes, "9": worst})
+    assert ("worse in class 9: -50.0 [" in shown(lines=[record])) == is_named
 
 
 def test_lines_go_to_standard_error(capsys):

@@ -14,9 +14,9 @@ from tests.peer import members
 from tests.peer.nodes import nodes
 from typer.testing import CliRunner
 
-from fedcb2o.cli import app
+from fedcb2o.cli import app, main
 from fedcb2o.cli.log_output import LogFormat, configure_logs, has_log_settings, stderr_logging
-from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.errors import ConfigError, RemovedError, RunError
 from fedcb2o.peer.membership import (
     Identity,
     amend_federation,
@@ -35,6 +35,8 @@ from fedcb2o.peer.wire._protocol import MINOR_VERSION
 RECORD = {
     "round": 3, "accuracy": 0.75, "train_loss": 0.5, "own_weight": 0.25, "alive": [1], "asked": [1, 2],
     "received": [{"id": 1, "round": 2, "seconds": 0.1, "weight": 0.75}], "late": [], "behind": [2],
+    "no_model": [], "relay_down": [3], "alone_rounds": 3, "class_gains": {},
+    "gain": {"samples": 99, "accuracy": 0.75, "alone": 0.5, "low": 0.125, "high": 0.375},
     "refused": {"2": "hash"}, "sent": 10, "got": 20, "seconds": {"round": 1.5},
 }  # fmt: skip
 
@@ -137,11 +139,24 @@ def test_health_and_metrics_follow_the_rounds(monkeypatch, tmp_path):
             "fedcb2o_models_received_total 1.0",
             'fedcb2o_models_missing_total{reason="behind"} 1.0',
             'fedcb2o_models_missing_total{reason="late"} 0.0',
+            'fedcb2o_models_missing_total{reason="no_model"} 0.0',
+            'fedcb2o_models_missing_total{reason="relay_down"} 0.0',  # not asked
+            "fedcb2o_models_averaged_total 1.0",
+            "fedcb2o_gain 0.25",
+            "fedcb2o_gain_low 0.125",
+            "fedcb2o_gain_high 0.375",
+            "fedcb2o_accuracy_alone 0.5",
             'fedcb2o_models_refused_total{reason="hash"} 1.0',
             'fedcb2o_traffic_bytes_total{direction="received"} 20.0',
             "fedcb2o_notes_total 1.0",
         ):
             assert line in lines
+        metrics.on_round({**RECORD, "round": 9})  # its baseline has 3 rounds of training
+        lines = urllib.request.urlopen(f"{url}/metrics").read().decode().splitlines()
+        assert {"fedcb2o_gain NaN", "fedcb2o_gain_low NaN", "fedcb2o_accuracy_alone 0.5"} <= {
+            *lines
+        }
+        metrics.on_round(RECORD)
         health = json.load(urllib.request.urlopen(f"{url}/health"))
         assert (health["healthy"], health["round"], health["phase"]) == (True, 3, "training")
         monkeypatch.setattr(metrics, "_stale_seconds", -1.0)
@@ -169,6 +184,59 @@ def test_log_lines_are_objects_with_the_records_of_rounds(tmp_path):
     assert first["message"].startswith("org-0: round 3/9")
     assert (second["level"], second["message"]) == ("warning", "org-0: org-1 is late")
     assert "ValueError: why" in third["error"]
+
+
+ENDS = [
+    (ConfigError("no such member"), 2, "error", "no such member"),
+    (RemovedError("version 2 removes org-0"), 3, "error", "version 2 removes org-0"),
+    (KeyboardInterrupt(), 130, "info", "Interrupted. What is written stays"),
+    (OSError(28, "No space left", "rounds.jsonl"), 2, "error", "rounds.jsonl: No space left"),
+    (ValueError("why"), 1, "error", "unexpected ValueError: why"),
+]
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+@pytest.mark.parametrize(("error", "status", "level", "text"), ENDS)
+def test_the_end_of_a_command_is_a_log_line(
+    error, status, level, text, has_file, tmp_path, monkeypatch, capsys
+):
+    """Standard error has the line as text if the log has a file, and as JSON otherwise."""
+
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr("fedcb2o.peer.membership.federation.read_federation", fail)
+    log = tmp_path / "node.log"
+    options = ["--log-format", "json", *(["--log-file", str(log)] if has_file else [])]
+    words = ["peer", "run", "federation.toml", "--identity", "keys", "--data", "a.npz"]
+    monkeypatch.setattr("sys.argv", ["fedcb2o", *options, *words, "--out", "run"])
+    is_unexpected = isinstance(error, ValueError) and not isinstance(error, ConfigError)
+    expected = type(error) if is_unexpected and has_file else SystemExit
+    with pytest.raises(expected) as end:
+        main()
+    if expected is SystemExit:
+        assert end.value.code == status
+    shown = capsys.readouterr().err
+    (line,) = (log.read_text() if has_file else shown).splitlines()
+    content = json.loads(line)
+    assert content["level"] == level
+    assert content["message"].startswith(text)
+    assert ("error" in content) == is_unexpected
+    if has_file and not is_unexpected:
+        assert text in shown
+        assert shown.startswith("Error: ") == (level == "error")
+
+
+def test_a_wrong_option_is_a_log_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "sys.argv", ["fedcb2o", "--log-format", "json", "peer", "relay", "--nothing"]
+    )
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    content = json.loads(capsys.readouterr().err)
+    assert content["level"] == "error"
+    assert content["message"].endswith("See `fedcb2o peer relay --help`.")
 
 
 def test_log_files_are_rotated(tmp_path, monkeypatch):

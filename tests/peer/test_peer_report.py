@@ -11,7 +11,7 @@ from fedcb2o.errors import RunError
 from fedcb2o.peer.report import PeerRecords, _figures, write_node_report
 from fedcb2o.peer.report._node_page import (
     format_bytes,
-    not_admitted_table,
+    not_averaged_table,
     peers_table,
     refused_table,
 )
@@ -53,20 +53,56 @@ def test_those_of_whom_nothing_was_ever_taken(tmp_path):
     ) == {"university-d": "size"}
 
 
+def test_the_relay_and_members_without_a_model_have_their_own_outcome(tmp_path):
+    lines = [
+        line(1, alive=[], asked=[1, 2], relay_down=[1, 2, 3]),
+        line(2, alive=[3], asked=[1, 3], relay_down=[1, 2], no_model=[3]),
+    ]
+    read = PeerRecords.read(write_node(tmp_path, lines))
+    assert _figures.outcomes(read.rounds[0]) == {1: "relay down", 2: "relay down"}
+    assert _figures.outcomes(read.rounds[1]) == {1: "relay down", 3: "no model"}
+    table = peers_table(read)
+    assert table.loc["hospital-b", ["relay down", "no model"]].tolist() == ["2", "0"]
+    assert table.loc["university-d", ["relay down", "no model"]].tolist() == ["0", "1"]
+    assert read.missing_models([1, 2, 3]) == {
+        "hospital-b": "relay down",
+        "clinic-c": "relay down",
+        "university-d": "offers no model",
+    }
+
+
+def test_the_gain_of_a_page_needs_a_baseline_of_as_many_rounds(tmp_path):
+    gain = {"samples": 50, "accuracy": 0.9, "alone": 0.8, "low": 0.0, "high": 0.2}
+    about = {"gain": gain, "class_gains": {"benign": gain}}
+    late = [line(n, **about, alone_rounds=n - 86) for n in (91, 92)]
+    page = Page(write_node_report(write_node(tmp_path / "late", late)))
+    assert "no gain yet: 6 rounds of training alone in round 92" in page.text
+    assert ["all", "50", "90.0%", "80.0%", "–"] in page.rows
+    even = [line(n, **about, alone_rounds=n) for n in (1, 2)]
+    page = Page(write_node_report(write_node(tmp_path / "even", even)))
+    assert ["all, mean of the last 2 rounds", "50", "90.0%", "80.0%", "+10.0 "] in page.rows
+    assert ["benign", "50", "90.0%", "80.0%", "+10.0 "] in page.rows
+    assert "points, mean of the last 2 rounds +10.0 [0.0, 20.0]." in page.text
+
+
 def test_models_that_are_not_admitted_and_a_removed_member(tmp_path):
     lines = [line(n, (1, 0.5, 9, 0.6), (2, 0.5, 9, 0.0), asked=[1, 2]) for n in (1, 2, 3)]
     for record in lines[:2]:
         record["received"][1]["admission"] = "too near to it"
+    lines[2]["received"][1]["not_averaged"] = "loss above the quantile"
     node = write_node(tmp_path, lines, removed=[2])
     read = PeerRecords.read(node)
-    assert _figures.outcomes(read.rounds[0]) == {1: "admitted", 2: "not admitted"}
+    assert _figures.outcomes(read.rounds[0]) == {1: "averaged", 2: "not averaged"}
     table = peers_table(read)
-    assert table.loc["clinic-c (removed)", ["admitted", "not admitted"]].tolist() == ["1", "2"]
-    assert table.loc["hospital-b", ["admitted", "not admitted"]].tolist() == ["3", "0"]
-    assert not_admitted_table(read).to_dict() == {"too near to it": {"clinic-c (removed)": "2"}}
+    assert table.loc["clinic-c (removed)", ["averaged", "not averaged"]].tolist() == ["0", "3"]
+    assert table.loc["hospital-b", ["averaged", "not averaged"]].tolist() == ["3", "0"]
+    assert not_averaged_table(read).to_dict() == {
+        "too near to it": {"clinic-c (removed)": "2"},
+        "loss above the quantile": {"clinic-c (removed)": "1"},
+    }
     page = Page(write_node_report(node))
-    assert ["clinic-c (removed)", "2"] in page.rows
-    assert "Models not admitted" in page.text
+    assert ["clinic-c (removed)", "2", "1"] in page.rows
+    assert "Models not averaged" in page.text
     assert "hospital-b (1), clinic-c (removed) (2), university-d (3)." in page.text
     # a member whose models were never admitted
     read = PeerRecords.read(write_node(tmp_path, lines[:2]))

@@ -3,6 +3,7 @@
 The modules of a command are imported when it runs, so that help and errors do not wait for PyTorch.
 """
 
+import logging
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -13,7 +14,13 @@ import typer
 
 from fedcb2o.cli import configurations, data, operation, peers, runs
 from fedcb2o.cli.help_format import Command, Group
-from fedcb2o.cli.log_output import LogFormat, configure_logs, set_verbosity, stderr_logging
+from fedcb2o.cli.log_output import (
+    LogFormat,
+    configure_logs,
+    log_end,
+    set_verbosity,
+    stderr_logging,
+)
 from fedcb2o.cli.minimize import command
 from fedcb2o.cli.new import new
 from fedcb2o.cli.signals import ServiceEndedError, SignalGuard
@@ -114,9 +121,10 @@ def _root(
 def main() -> None:
     """Run the command line.
 
-    An error that the user can correct is one line and exit status 2, without a traceback. A command
-    that makes files returns their paths, and succeeds even if its output is lost. A command that
-    only prints fails if its output is lost.
+    An error that the user can correct is one line and exit status 2 or 3, without a traceback. With
+    `--log-format json` or `--log-file` the end is a log line too. A command that makes files
+    returns their paths, and succeeds even if its output is lost. A command that only prints fails
+    if its output is lost.
 
     Raises:
         SystemExit: The command failed or was interrupted, or its result is an exit status above 0.
@@ -134,20 +142,26 @@ def main() -> None:
         if error and not result:
             raise error
     except FedCB2OError as error:
-        _exit(f"Error: {_one_line(error)}", 2)
+        _exit_with_error(_one_line(error), error.exit_status)
     except _UsageError as error:
-        _exit(_usage_message(error), 2)
+        _exit_with_error(_usage_message(error), 2)
     except (KeyboardInterrupt, ServiceEndedError) as error:
-        _exit(f"{signals.outcome}. {str(error) or _RUN_ENDED}", signals.exit_status)
+        message = f"{signals.outcome}. {str(error) or _RUN_ENDED}"
+        if not log_end(message, logging.INFO):
+            print(message, file=sys.stderr, flush=True)
+        sys.exit(signals.exit_status)
     except BrokenPipeError:
-        _exit("", 1)
+        sys.exit(1)
     except OSError as error:
         subject = error.filename or "cannot write the output"
-        _exit(f"Error: {subject}: {error.strerror or error}", 2)
+        _exit_with_error(f"{subject}: {error.strerror or error}", 2)
     except Exception as error:
         if not _resources.is_out_of_memory(error):
+            name = type(error).__name__
+            if log_end(f"unexpected {name}: {_one_line(error)}", logging.ERROR, error):
+                sys.exit(1)
             raise
-        _exit(f"Error: memory is full ({_one_line(error)}): {_resources.MEMORY_CURES}", 2)
+        _exit_with_error(f"memory is full ({_one_line(error)}): {_resources.MEMORY_CURES}", 2)
     finally:
         signals.restore()
 
@@ -162,7 +176,7 @@ def _usage_message(error: Any) -> str:
     command_path = "fedcb2o"
     if error.ctx:
         command_path = error.ctx.command_path
-    return f"Error: {text} See `{command_path} --help`."
+    return f"{text} See `{command_path} --help`."
 
 
 def _with_cluster_address(words: Sequence[str]) -> list[str]:
@@ -179,7 +193,8 @@ def _one_line(message: object) -> str:
     return " ".join(str(message).split())
 
 
-def _exit(message: str, status: int) -> None:
-    if message:
-        print(message, file=sys.stderr, flush=True)
+def _exit_with_error(message: str, status: int) -> None:
+    """End with an exit status, after a message if there is one."""
+    if message and not log_end(message, logging.ERROR):
+        print(f"Error: {message}", file=sys.stderr, flush=True)
     sys.exit(status)

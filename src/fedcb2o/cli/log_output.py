@@ -122,16 +122,40 @@ def configure_logs(log_format: LogFormat, file: Path | None) -> None:
         chosen.setFormatter(_JsonFormatter())
 
 
+def log_end(message: str, level: int, error: BaseException | None = None) -> bool:
+    """Log the end of a command, if log lines are JSON or go to a file.
+
+    Args:
+        message: The message.
+        level: Level of the line.
+        error: Exception whose traceback the line has.
+
+    Returns:
+        True if the line went to standard error.
+    """
+    if not has_log_settings():
+        return False
+    _LOGGER.log(level, "%s", message, exc_info=error)
+    return not has_log_file()
+
+
+def has_log_file() -> bool:
+    """Return True if log lines go to a file.
+
+    Returns:
+        True after `configure_logs` with a file.
+    """
+    return any(isinstance(one, RotatingFileHandler) for one in _LOGGER.handlers)
+
+
 def has_log_settings() -> bool:
     """Return True if log lines are JSON or go to a file.
 
     Returns:
         True after `configure_logs` with either.
     """
-    return any(
-        isinstance(one, RotatingFileHandler) or isinstance(one.formatter, _JsonFormatter)
-        for one in _LOGGER.handlers
-    )
+    is_json = any(isinstance(one.formatter, _JsonFormatter) for one in _LOGGER.handlers)
+    return is_json or has_log_file()
 
 
 def set_verbosity(*, verbose: bool = False, quiet: bool = False) -> None:

@@ -13,12 +13,14 @@ q = (c + 1) / (n + 2), it is p - q plus and minus z sqrt((p + q - (p - q)^2) / (
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import NormalDist, fmean
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 _QUANTILE = 1.959964  # of the normal distribution, for intervals of 95%
+_MIN_TRAINED_SHARE = 0.9  # of the rounds that the model alone trained, for a fair comparison
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,61 @@ class Gain:
     def difference(self) -> float:
         """Accuracy of the model minus that of the model trained alone."""
         return self.accuracy - self.alone
+
+    def is_loss(self, count: int) -> bool:
+        """Return whether the difference is significantly below 0 as one of several.
+
+        The interval is widened to the level of Bonferroni's correction.
+
+        Args:
+            count: Number of compared differences, such as one per class.
+
+        Returns:
+            True if the upper end of the wider interval is below 0.
+        """
+        center = self.difference * self.samples / (self.samples + 2)
+        quantile = NormalDist().inv_cdf(1 - 0.025 / count)
+        return center + (self.high - center) * quantile / _QUANTILE < 0
+
+
+def mean_gain(gains: Sequence[Gain]) -> Gain:
+    """Average gains of several rounds on the same samples.
+
+    The standard error of a mean is at most the mean of the standard errors, however much the rounds
+    depend on each other. The mean of the intervals therefore covers at least as often as they do.
+
+    Args:
+        gains: At least one gain.
+
+    Returns:
+        The means of all values, with the number of samples of the last gain.
+
+    Example:
+        >>> mean_gain([Gain(9, 0.9, 0.8, -0.1, 0.3), Gain(9, 0.8, 0.8, -0.2, 0.2)])
+        Gain(samples=9, accuracy=0.85, alone=0.8, low=-0.15, high=0.25)
+    """
+    names = ("accuracy", "alone", "low", "high")
+    means = (fmean(getattr(gain, name) for gain in gains) for name in names)
+    return Gain(gains[-1].samples, *means)
+
+
+def is_comparable(alone_rounds: int | None, rounds: int) -> bool:
+    """Return whether the model alone has trained about as many rounds as the averaged models.
+
+    A member that joined late, or skipped rounds, trained fewer rounds than the others.
+
+    Args:
+        alone_rounds: Rounds in which the model alone was trained; None if not recorded.
+        rounds: Number of the round.
+
+    Returns:
+        True from nine tenths of the rounds on.
+
+    Example:
+        >>> is_comparable(6, 92), is_comparable(83, 92)
+        (False, True)
+    """
+    return alone_rounds is None or alone_rounds >= _MIN_TRAINED_SHARE * rounds
 
 
 def paired_gain(correct: Bool[np.ndarray, " n"], alone: Bool[np.ndarray, " n"]) -> Gain:

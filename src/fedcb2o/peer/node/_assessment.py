@@ -50,7 +50,8 @@ class SelfAssessment:
         self.group = group
         self.class_names = class_names
         self.alone = initial_model.clone()
-        self.trained = 0
+        self.trained = 0  # round up to which the model alone is trained or skipped
+        self.skipped = 0  # skipped rounds among them
         self.every = every
         self._members = np.zeros(1, np.int64)
         self._sent: dict[str, float] = {}
@@ -59,7 +60,9 @@ class SelfAssessment:
         if self.path.exists():
             with safe_open(self.path, "pt") as file:
                 self.alone.copy_(file.get_tensor("theta"))
-                self.trained = int(file.metadata()["rounds"])
+                metadata = file.metadata()
+                self.trained = int(metadata["rounds"])
+                self.skipped = int(metadata.get("skipped", 0))
 
     def is_due(self, n: int) -> bool:
         """Return whether round `n` is assessed.
@@ -83,6 +86,7 @@ class SelfAssessment:
         kernels = self.group.spec.kernels
         with dispatch.use_kernels(kernels.linear, kernels.convolution):
             self._train_alone(start - 1)
+        self.skipped += max(0, stop - self.trained)
         self.trained = max(self.trained, stop)
 
     def before_exchange(self, n: int) -> None:
@@ -110,7 +114,10 @@ class SelfAssessment:
         kernels = self.group.spec.kernels
         with dispatch.use_kernels(kernels.linear, kernels.convolution):
             self._train_alone(n)
-            entries = {**self._gain(), **self._sent, **self._leakage("kept", n)}
+            gain = self._gain()
+            if gain:
+                gain["alone_rounds"] = self.trained - self.skipped
+            entries = {**gain, **self._sent, **self._leakage("kept", n)}
             return entries, self._contributions(decisions)
 
     def _train_alone(self, n: int) -> None:
@@ -123,7 +130,7 @@ class SelfAssessment:
             draw = stream(spec.seed, "batches", self.trained, agent)
             local_update_(self.alone, spec.module, Shard(x[0], y[0]), training, draw)
             self.trained += 1
-        metadata = {"rounds": str(self.trained)}
+        metadata = {"rounds": str(self.trained), "skipped": str(self.skipped)}
         tensors = {"theta": self.alone}
         records.atomic_write(self.path, lambda path: save_file(tensors, path, metadata))
 

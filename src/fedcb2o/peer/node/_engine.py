@@ -43,6 +43,7 @@ from fedcb2o.peer._denormals import flush_denormals
 from fedcb2o.peer.node._catch_up import CatchUp
 from fedcb2o.peer.node._peer_monitor import PeerMonitor
 from fedcb2o.peer.node._publisher import ModelPublisher
+from fedcb2o.peer.node._reasons import relay_error
 from fedcb2o.peer.wire._client import SILENT_REASONS, Arrival, PeerClient
 
 _T = TypeVar("_T")
@@ -314,7 +315,7 @@ class PeerEngine:
         self._rounds_alone += 1
         seconds = time.monotonic() - self._last_answer
         is_short = self._rounds_alone < _ROUNDS_ALONE or seconds < _SECONDS_ALONE
-        if is_short or self._has_warned:
+        if is_short or self._has_warned or relay_error(self.client.transport):
             return
         self._has_warned = True
         linked = self.monitor.reachable()

@@ -1,10 +1,12 @@
 """Health and metrics of a node on a loopback port (extra `metrics`)."""
 
+import math
 import time
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from fedcb2o.federated.gain import is_comparable
 from fedcb2o.peer._metrics_server import MetricsServer
 from fedcb2o.peer.node._observer import NodeObserver
 
@@ -58,6 +60,15 @@ class NodeMetrics:
             "train_loss": server.gauge("train_loss", "Training loss of the last round"),
             "own_weight": server.gauge("own_weight", "Weight of the node's own model"),
         }
+        text = "Accuracy minus that of training alone on the same samples, NaN if not comparable"
+        self._gain = {
+            "gain": server.gauge("gain", text),
+            "low": server.gauge("gain_low", "Lower end of the 95% interval of the gain"),
+            "high": server.gauge("gain_high", "Upper end of the 95% interval of the gain"),
+            "alone": server.gauge("accuracy_alone", "Accuracy of the model trained alone"),
+        }
+        for gauge in self._gain.values():
+            gauge.set(math.nan)
         self._peers = server.gauge("peers_connected", "Members with a working link")
         self._seconds = server.gauge(
             "round_seconds", "Duration of the last round without its pause"
@@ -66,6 +77,7 @@ class NodeMetrics:
         self._not_admitted = server.counter(
             "models_not_admitted", "Received models that a guard did not admit", "reason"
         )
+        self._averaged = server.counter("models_averaged", "Received models with a weight")
         self._missing = server.counter(
             "models_missing", "Asked models that did not arrive", "reason"
         )
@@ -88,16 +100,31 @@ class NodeMetrics:
         self._peers.set(len(line["alive"]))
         self._seconds.set(line["seconds"]["round"])
         self._received.inc(len(line["received"]))
+        self._set_gain(line)
         for model in line["received"]:
             if "admission" in model:
                 self._not_admitted.labels(model["admission"]).inc()
-        for reason in ("late", "behind"):
-            self._missing.labels(reason).inc(len(line[reason]))
+            elif model["weight"] != 0:
+                self._averaged.inc()
+        for reason in ("late", "behind", "no_model", "relay_down"):
+            self._missing.labels(reason).inc(len({*line[reason]} & {*line["asked"]}))
         for reason in line["refused"].values():
             self._refused.labels(reason).inc()
         self._bytes.labels("sent").inc(line["sent"])
         self._bytes.labels("received").inc(line["got"])
         self._inner.on_round(line)
+
+    def _set_gain(self, line: Mapping[str, Any]) -> None:
+        """Set the gain of an assessed round, NaN where it compares unequal training."""
+        gain = line.get("gain")
+        if gain is None:
+            return
+        values = dict.fromkeys(self._gain, math.nan)
+        if is_comparable(line.get("alone_rounds"), line["round"]):
+            values.update(gain=gain["accuracy"] - gain["alone"], low=gain["low"], high=gain["high"])
+        values["alone"] = gain["alone"]
+        for key, gauge in self._gain.items():
+            gauge.set(values[key])
 
     def on_note(self, text: str) -> None:
         self._notes.inc()

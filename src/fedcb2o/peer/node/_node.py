@@ -24,7 +24,7 @@ from torch import Tensor
 from fedcb2o import records
 from fedcb2o._deprecation import former_fields
 from fedcb2o.data import Dataset
-from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.errors import ConfigError, RemovedError, RunError
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs._run_directory import exclusive_lock
 from fedcb2o.federated import AgentGroup, AgentState, agent_network, metrics
@@ -42,6 +42,12 @@ from fedcb2o.peer.node._peer_monitor import PeerMonitor
 from fedcb2o.peer.node._preflight import hello_content
 from fedcb2o.peer.node._privacy_ledger import PrivacyLedger
 from fedcb2o.peer.node._publisher import ModelPublisher
+from fedcb2o.peer.node._reasons import (
+    cut_off_members,
+    missing_models,
+    relay_error,
+    zero_weight_reason,
+)
 from fedcb2o.peer.node._recovery import SigningRecovery
 from fedcb2o.peer.node._run_directory import open_run
 from fedcb2o.peer.wire._client import (
@@ -137,6 +143,7 @@ class Node:
         # expiry of the TLS certificate in use
         self._expires = datetime.max.replace(tzinfo=UTC)
         self._reported_equivocators = frozenset[int]()
+        self._relay_down_since: float | None = None  # monotonic time
 
     def stop(self) -> None:
         """End the node after its current phase; its checkpoint stays."""
@@ -149,6 +156,7 @@ class Node:
             The run directory with the final model.
 
         Raises:
+            RemovedError: The other members have removed or changed this member.
             RunError: The run cannot start or continue.
         """
         for _ in self.rounds():
@@ -208,6 +216,7 @@ class Node:
             )
             stack.callback(server.close)  # again, after slow readers have released its threads
             transport = self.connect(federation, self.identity)
+            self._transport = transport
             stack.callback(transport.close)
             stack.callback(server.close)
             transport.serve(server.on_request)
@@ -274,12 +283,18 @@ class Node:
                 if isinstance(error, KeyboardInterrupt):
                     raise
             if self._removal:
-                raise RunError(f"{self._removal}. It ended after round {self.rounds_done}")
+                raise RemovedError(f"{self._removal}. {self._describe_end()}")
 
     def _on_removal(self, notice: str) -> None:
         """End the node after its current phase, because the others have agreed on its removal."""
         self._removal = notice
         self._stop.set()
+
+    def _describe_end(self) -> str:
+        """Describe the end of a removed member: its last round and its model."""
+        text = f"It ended after round {self.rounds_done}"
+        path = self.out / _MODEL_FILE
+        return f"{text}; its model is {path}" if path.exists() else f"{text}, without a model"
 
     def _check_journal(self, journal: SigningJournal) -> None:
         """Raise RunError if the journal lacks rounds of the checkpoint."""
@@ -459,7 +474,18 @@ class Node:
         self._check_running()
         if phase == "aggregating":
             self._assessment.before_exchange(n)
+        self._report_relay()
         self.observer.on_phase(n + 1, phase)
+
+    def _report_relay(self) -> None:
+        """Tell the operator when the relay can be reached again."""
+        now = time.monotonic()
+        if relay_error(self._transport):
+            self._relay_down_since = self._relay_down_since or now
+        elif self._relay_down_since is not None:
+            seconds = now - self._relay_down_since
+            self._relay_down_since = None
+            self.observer.on_note(f"the relay can be reached again, after {seconds:.0f} s")
 
     def _check_running(self) -> None:
         if self._stop.is_set():
@@ -492,15 +518,19 @@ class Node:
                 "seconds": arrival.seconds,
                 "bytes": arrival.size,
                 "weight": weights[i],
-                **({} if outcomes[i] == ADMITTED else {"admission": OUTCOMES[outcomes[i]]}),
+                **self._unused_reason(outcomes[i], weights[i]),
             }
             for i, arrival in engine.arrivals.items()
         ]
-        failures = engine.failures.items()
-        missing = [i for i, reason in failures if reason in BLAMELESS_REASONS]
-        behind = list[int]()
-        if result.n > self.federation.lag:  # before, a peer without a model has just begun
-            behind = [i for i in missing if engine.failures[i] == NOT_YET]
+        client = engine.client
+        others = engine.monitor.other_members - engine.arrivals.keys()
+        missing = missing_models(
+            engine.failures,
+            client.announced_rounds,
+            n=result.n,
+            lag=self.federation.lag,
+            cut_off=cut_off_members(client.transport, others),
+        )
         seconds = {
             **result.seconds,
             "exchange": engine.exchange_seconds,
@@ -514,16 +544,25 @@ class Node:
             "received": received,
             "own_weight": float(decisions.own_weight[0]),
             "refused": {
-                str(i): reason for i, reason in failures if reason not in BLAMELESS_REASONS
+                str(i): reason
+                for i, reason in engine.failures.items()
+                if reason not in BLAMELESS_REASONS
             },
-            "late": [i for i in missing if i not in behind],
-            "behind": behind,
+            **missing,
             "alive": sorted(engine.client.transport.connected_peers()),
             **traffic.delta(),
             "seconds": seconds,
             **self._privacy.record(),
             **self._metrics(result),
         }
+
+    def _unused_reason(self, outcome: int, weight: float) -> dict[str, str]:
+        """Return the entry of a received model with weight 0 in a record; empty for another one."""
+        if outcome != ADMITTED:
+            return {"admission": OUTCOMES[outcome]}
+        if weight == 0:
+            return {"not_averaged": zero_weight_reason(self.agent.spec.algorithm)}
+        return {}
 
     def _metrics(self, result: Round) -> dict[str, float]:
         """Return the metrics of a round, with an attack's only under attack."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from fedcb2o.errors import RunError
+from fedcb2o.errors import RemovedError
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.node._observer import NodeObserver
 from fedcb2o.peer.node._preflight import describe_disagreement, describe_version_gap
@@ -213,7 +213,7 @@ class PeerMonitor:
             identity: This organisation.
 
         Raises:
-            RunError: More than half of the other members refuse its certificate.
+            RemovedError: More than half of the other members refuse its certificate.
         """
         others = self.other_members
         unreachable = others - self.reachable()
@@ -221,7 +221,7 @@ class PeerMonitor:
             return
         refusing = self._refusing_members(identity) | (self._refusing & unreachable)
         if 2 * len(refusing) > len(others):
-            raise RunError(
+            raise RemovedError(
                 f"{self._names(refusing)} refuse the certificate of {identity.member.name}: it "
                 "was removed from the federation, or changed in a newer version (ask for its "
                 "file). Its rounds are done, and its model is written, but the last rounds were "

@@ -28,11 +28,13 @@ _MAX_CURVES = 6
 _GREY, _AMBER = "#88888840", "#F2A03DB0"  # translucent, for light and dark pages
 _REST = "#AAAAAA"
 OUTCOME_COLOURS = {
-    "admitted": PALETTE[0],
-    "not admitted": PALETTE[5],
+    "averaged": PALETTE[0],
+    "not averaged": PALETTE[5],
     "refused": PALETTE[1],
     "late": PALETTE[4],
     "behind": PALETTE[3],
+    "no model": PALETTE[2],
+    "relay down": PALETTE[8],
     "no answer": _REST,
 }
 """Outcomes of asking a peer, with their colours."""
@@ -56,9 +58,11 @@ def outcomes(record: RoundRecord) -> dict[int, str]:
     groups = {
         "late": record.late,
         "behind": record.behind,
+        "no model": record.no_model,
+        "relay down": record.relay_down,
         "refused": record.refused,
-        "admitted": [model.id for model in record.received if not model.admission],
-        "not admitted": [model.id for model in record.received if model.admission],
+        "averaged": [model.id for model in record.received if not model.unused_reason],
+        "not averaged": [model.id for model in record.received if model.unused_reason],
     }
     for outcome, peers in groups.items():
         result.update((peer, outcome) for peer in peers if peer in result)
@@ -83,7 +87,8 @@ def draw_scores(rounds: Sequence[RoundRecord]) -> Figure | None:
         The figure, or None without values.
     """
     values = {name: [getattr(record, key) for record in rounds] for key, name in SCORES.items()}
-    values["training alone"] = [record.gain.alone if record.gain else None for record in rounds]
+    gains = [record.comparable_gain for record in rounds]
+    values["training alone"] = [gain.alone if gain else None for gain in gains]
     figure = _draw_curves("Accuracy", rounds, values)
     if figure is not None:
         figure.axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
@@ -339,7 +344,7 @@ def weights_by_round(
         if record.own_weight is not None:
             weights[0, n] = record.own_weight
         for peer, outcome in outcomes(record).items():
-            if peer in rows and outcome not in ("admitted", "not admitted"):
+            if peer in rows and outcome not in ("averaged", "not averaged"):
                 marks[rows[peer], n] = 2 if outcome == "refused" else 1
         for model in record.received:
             if model.id in rows and model.weight is not None:

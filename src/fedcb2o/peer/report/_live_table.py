@@ -1,8 +1,10 @@
 """Progress of a node: a live table, or one line per round."""
 
+import math
 import sys
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +14,18 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedcb2o.peer.report._peer_records import GainRecord
+from fedcb2o.federated.gain import is_comparable
+from fedcb2o.peer.report._peer_records import MEAN_ROUNDS, GainRecord, mean_gain_record
 
 _OTHER_LINES = 6  # lines of a terminal that are not rows of peers
+_MAX_NAMES = 5  # names in a list
+_MISSING = {
+    "late": "late",
+    "behind": "too far behind",
+    "no_model": "offers no model yet",
+    "relay_down": "relay cannot be reached",
+}
+"""Reasons of missing models in words, by their key in rounds.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,8 @@ class LiveTable:
         self.rounds = rounds
         self.console = console or Console(stderr=True)
         self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
+        self._prints_lines = not self.is_live
+        self._gains = deque[GainRecord](maxlen=MEAN_ROUNDS)
         self._lock = threading.Lock()
         self._n = done
         self._phase = ""
@@ -94,14 +107,17 @@ class LiveTable:
         Args:
             line: Its record in rounds.jsonl.
         """
+        if line.get("gain") is not None and _is_comparable(line):
+            self._gains.append(GainRecord(**line["gain"]))
+        scores = _format_scores(line, self._gains)
         with self._lock:
             self._n = int(line["round"])
             self._phase = ""
-            self._scores = _format_scores(line) or self._scores
+            self._scores = scores or self._scores
             for peer, status in self._peers.items():
                 self._peers[peer] = _updated_status(status, peer, line)
-        if not self.is_live:
-            parts = (_format_scores(line), self._describe_answers(line), _format_duration(line))
+        if self._prints_lines:
+            parts = (scores, self._describe_answers(line), _format_duration(line))
             text = ", ".join(filter(None, parts))
             self._print(f"{self._own_name}: round {line['round']}/{self.rounds}: {text}")
 
@@ -114,7 +130,7 @@ class LiveTable:
         message = f"{self._own_name}: {text}"
         if self.is_live:
             self.console.print(_plain_cell(message), soft_wrap=True)
-        else:
+        if self._prints_lines:
             self._print(message)
 
     @property
@@ -131,23 +147,35 @@ class LiveTable:
             peer for peer in line["asked"] if peer != self.agent_id
         ]  # attackers ask themselves
         received = line["received"]
-        averaged = sum(model["weight"] != 0 for model in received)  # NaN: a rule without weights
-        parts = [f"{len(received)} of {len(asked)} received, {averaged} averaged"]
-        for reason in dict.fromkeys(model.get("admission") for model in received):
-            if reason:
-                peers = [model["id"] for model in received if model.get("admission") == reason]
-                parts.append(f"not admitted: {' '.join(map(self._name, peers))} ({reason})")
-        if late := line.get("late"):
-            parts.append(f"late: {' '.join(map(self._name, late))}")
-        if behind := line.get("behind"):
-            parts.append(f"too far behind: {' '.join(map(self._name, behind))}")
-        down = [self._name(peer) for peer in self._peers if peer not in line.get("alive", ())]
+        averaged = [model for model in received if model["weight"] != 0]
+        count = f"{len(received)} of {len(asked)} received, {len(averaged)} averaged"
+        names = " ".join(map(self._describe_weight, averaged))
+        parts = [f"{count}: {names}" if names else count]
+        for key, words in (("admission", "not admitted"), ("not_averaged", "not averaged")):
+            for reason in dict.fromkeys(model.get(key) for model in received):
+                if reason:
+                    peers = [model["id"] for model in received if model.get(key) == reason]
+                    parts.append(f"{words}: {self._list(peers)} ({reason})")
+        for key, words in _MISSING.items():
+            if line.get(key):
+                parts.append(f"{words}: {self._list(line[key])}")
+        cut_off = line.get("relay_down", ())
+        down = [i for i in self._peers if i not in line.get("alive", ()) and i not in cut_off]
         if down and not asked:
-            more = f" and {len(down) - 5} more" if len(down) > 5 else ""
-            parts.append(f"down: {' '.join(down[:5])}{more}")
+            parts.append(f"down: {self._list(down)}")
         for peer, reason in line.get("refused", {}).items():
             parts.append(f"refused {self._name(int(peer))} ({reason})")
         return ", ".join(parts)
+
+    def _describe_weight(self, model: Mapping[str, Any]) -> str:
+        name = self._name(model["id"])
+        weight = model["weight"]
+        return name if math.isnan(weight) else f"{name} {weight:.2g}"  # NaN: without weights
+
+    def _list(self, peers: Sequence[int]) -> str:
+        """List names, at most a few."""
+        more = f" and {len(peers) - _MAX_NAMES} more" if len(peers) > _MAX_NAMES else ""
+        return f"{' '.join(map(self._name, peers[:_MAX_NAMES]))}{more}"
 
     def _name(self, peer: int) -> str:
         return self.names.get(peer, f"agent-{peer}")
@@ -162,7 +190,7 @@ class LiveTable:
 
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
         table.add_column("peer", overflow="ellipsis", no_wrap=True)
-        for name in ("link", "last round", "seconds", "weight", "not used", "refused"):
+        for name in ("link", "round of model", "seconds", "weight", "not used", "refused"):
             is_text = name in ("link", "not used", "refused")
             table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
         max_rows = max(3, self.console.height - _OTHER_LINES)
@@ -180,15 +208,14 @@ def _updated_status(status: _PeerStatus, peer: int, line: Mapping[str, Any]) -> 
     for model in line["received"]:
         if model["id"] == peer:
             seconds, weight = model["seconds"], model["weight"]
-            not_used = model.get("admission", "")
+            not_used = model.get("admission") or model.get("not_averaged", "")
             status = replace(
-                status, round=line["round"], seconds=seconds, weight=weight, not_used=not_used
+                status, round=model["round"], seconds=seconds, weight=weight, not_used=not_used
             )
             break
-    if peer in line.get("late", ()):
-        status = replace(status, not_used="late")
-    if peer in line.get("behind", ()):
-        status = replace(status, not_used="too far behind")
+    for key, words in _MISSING.items():
+        if peer in line.get(key, ()):
+            status = replace(status, not_used=words)
     refused = line.get("refused", {})
     reason = refused.get(str(peer), refused.get(peer))  # keys of JSON are texts
     if reason is None:
@@ -201,15 +228,20 @@ def _table_row(name: str, status: _PeerStatus) -> tuple[str, ...]:
     weight = "–" if status.weight is None else f"{100 * status.weight:.1f}%"
     refused = f"{status.refused}, last: {status.reason}" if status.refused else ""
     link = "up" if status.alive else "–"
-    last_round = str(status.round or "–")
-    return (name, link, last_round, seconds, weight, status.not_used, refused)
+    model_round = str(status.round or "–")
+    return (name, link, model_round, seconds, weight, status.not_used, refused)
 
 
 def _plain_cell(text: str) -> Text:
     return Text(_printable(text))  # without markup: names and reasons come from others
 
 
-def _format_scores(line: Mapping[str, Any]) -> str:
+def _is_comparable(line: Mapping[str, Any]) -> bool:
+    return is_comparable(line.get("alone_rounds"), line["round"])
+
+
+def _format_scores(line: Mapping[str, Any], gains: Sequence[GainRecord] = ()) -> str:
+    """Format the scores of a round, and the mean of the last gains."""
     labels = {"accuracy": "accuracy", "source_accuracy": "source", "attack_success_rate": "attack"}
     parts = [
         f"{label} {100 * line[key]:.1f}%"
@@ -218,23 +250,37 @@ def _format_scores(line: Mapping[str, Any]) -> str:
     ]
     if (loss := line.get("test_loss")) is not None:
         parts.append(f"loss {loss:.4g}")
-    if (gain := line.get("gain")) is not None:
-        parts.append(f"alone {100 * gain['alone']:.1f}%, gain {GainRecord(**gain)}")
-        worst = min(line["class_gains"].items(), key=_class_gain)
-        if len(line["class_gains"]) > 1:
-            parts.append(f"least in class {worst[0]}: {GainRecord(**worst[1])}")
+    if line.get("gain") is not None:
+        parts.extend(_format_gain(line, gains))
     if (epsilon := line.get("epsilon")) is not None:
         parts.append(f"epsilon {epsilon:.3g}")
     return ", ".join(parts)
 
 
-def _class_gain(item: tuple[str, Mapping[str, float]]) -> float:
-    return item[1]["accuracy"] - item[1]["alone"]
+def _format_gain(line: Mapping[str, Any], gains: Sequence[GainRecord]) -> list[str]:
+    """Format gain, mean gain, and the class with the largest significant loss."""
+    gain = GainRecord(**line["gain"])
+    alone = f"alone {100 * gain.alone:.1f}%"
+    if not _is_comparable(line):
+        return [f"{alone} after {line['alone_rounds']} rounds of training (no gain yet)"]
+    if (rounds := line.get("alone_rounds")) is not None:
+        alone += f" ({rounds} rounds)"
+    parts = [alone, f"gain {gain}"]
+    if (mean := mean_gain_record(gains)) is not None:
+        parts.append(f"mean of {mean[1]} rounds {mean[0]}")
+    classes = {name: GainRecord(**record) for name, record in line["class_gains"].items()}
+    losses = {
+        name: record for name, record in classes.items() if record.to_gain().is_loss(len(classes))
+    }
+    if len(classes) > 1 and losses:
+        worst = min(losses, key=lambda name: losses[name].accuracy - losses[name].alone)
+        parts.append(f"worse in class {worst}: {losses[worst]}")
+    return parts
 
 
 def _format_duration(line: Mapping[str, Any]) -> str:
     seconds = line.get("seconds", {}).get("round")
-    return "" if seconds is None else f"{seconds:.1f} s"
+    return "" if seconds is None else f"{seconds:.1f} s of work"
 
 
 def _printable(text: str) -> str:

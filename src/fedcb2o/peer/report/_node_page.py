@@ -18,10 +18,11 @@ from fedcb2o.report import Page, create_page
 _MAX_REASON_COLUMNS = 8  # of a table; rarer reasons share one more column
 _SCORES_NOTE = "On this agent's own test samples, after averaging."
 _PEERS_NOTE = (
-    "Admitted: the model arrived in time, passed every check and was validated; it may have weight "
-    "0. Not admitted: a guard of the method left the received model out. Late: no model "
+    "Averaged: the model arrived in time, passed every check and has a weight. Not averaged: the "
+    "method left the received model out, for a reason named below. Late: no model "
     "arrived in time, or the peer was busy. Behind: the peer's newest model was too many rounds "
-    "old, or it had none since its start. Seconds: until the model was downloaded and checked. "
+    "old. No model: the peer was not behind, and offered none. Relay down: this agent did not "
+    "reach the relay. Seconds: until the model was downloaded and checked. "
     "Weight: mean over the last fifth of the rounds, 0 in rounds without its model. Contribution: "
     "mean loss on this agent's own test samples without its model in the average, minus the loss "
     "with it. Last alive: last round in which its link was up."
@@ -30,7 +31,10 @@ _GAIN_NOTE = (
     "Accuracy on this agent's own test samples, of its model and of the model that it would have "
     "had alone (same initial model, same training samples), and the difference in points with its "
     "95% interval, for paired proportions (Bonett and Price, 2012). The difference is significant "
-    "where the interval excludes 0."
+    "where the interval excludes 0. The intervals of the classes are not corrected for the number "
+    "of classes. The interval of a mean over rounds is the mean of their intervals: it is not too "
+    "short, although the rounds depend on each other. There is no gain before the local baseline "
+    "has trained nine tenths of the rounds, as after a late start."
 )
 _CONTRIBUTIONS_NOTE = (
     "Contribution of a model to an average: the loss on this agent's own test samples without the "
@@ -50,9 +54,10 @@ _REFUSED_NOTE = (
     "Number of rounds in which a model was refused, by reason. A refused model is never validated "
     "or averaged."
 )
-_NOT_ADMITTED_NOTE = (
-    "Number of rounds in which a received model was not admitted, by reason. A guard of the method "
-    "left it out, so that it was neither validated nor averaged."
+_NOT_AVERAGED_NOTE = (
+    "Number of rounds in which a received model had weight 0 in the average, by reason. A loss "
+    "above the quantile is normal: the method averages the better half of the models. The reasons "
+    "of distance and sensitivity are those of guards, which do not admit a model."
 )
 _TURNED_AWAY_NOTE = "Requests of other members that this agent did not answer, by reason."
 _PROOFS_NOTE = (
@@ -111,28 +116,40 @@ def _add_gain(page: Page, records: PeerRecords) -> None:
     if record is None or record.gain is None:
         return
     page.add_heading("Gain over training alone")
-    page.show_table(gain_table(record), "Gain over training alone", caption=_GAIN_NOTE)
+    page.show_table(gain_table(records), "Gain over training alone", caption=_GAIN_NOTE)
+    if record.alone_rounds is not None:
+        page.add_text(
+            f"In round {record.round} the local baseline had {record.alone_rounds} rounds of "
+            "training."
+        )
     contributions = _figures.draw_contributions(records)
     if contributions is not None:
         page.show_figures([contributions], "contributions", caption=_CONTRIBUTIONS_NOTE)
 
 
-def gain_table(record: RoundRecord) -> pd.DataFrame:
+def gain_table(records: PeerRecords) -> pd.DataFrame:
     """Tabulate the gain over training alone, over all samples and by class.
 
     Args:
-        record: A round with a gain.
+        records: The node's records, with a gain.
 
     Returns:
-        One row for all samples, and one per class.
+        One row for the mean of the last rounds, one for all samples in the last assessed round, and
+        one per class.
     """
+    record = records.last_assessed
+    assert record is not None
     gains = {"all": record.gain, **record.class_gains}
+    if records.mean_gain is not None:
+        mean, count = records.mean_gain
+        gains = {f"all, mean of the last {count} rounds": mean, **gains}
+    has_gain = record.comparable_gain is not None
     rows = {
         name: {
             "samples": str(gain.samples),
             "accuracy": f"{100 * gain.accuracy:.1f}%",
             "local baseline": f"{100 * gain.alone:.1f}%",
-            "gain": str(gain),
+            "gain": str(gain) if has_gain else "–",
         }
         for name, gain in gains.items()
         if gain is not None
@@ -184,13 +201,26 @@ def _summary(records: PeerRecords) -> Markup:
         if values:
             scores.append(f"{name} {100 * values[-1]:.2f}%")
     if (assessed := records.last_assessed) is not None:
-        scores.append(f"gain over training alone {assessed.gain} points")
+        scores.append(_describe_gain(records, assessed))
     epsilon = records.rounds[-1].epsilon
     if epsilon is not None:
         scores.append(f"epsilon {epsilon:.3g}")
     if not scores:
         return text
     return text + Markup(" <b>{}</b>.").format(", ".join(scores).capitalize())
+
+
+def _describe_gain(records: PeerRecords, assessed: RoundRecord) -> str:
+    if assessed.comparable_gain is None:
+        return (
+            f"no gain yet: {assessed.alone_rounds} rounds of training alone in round "
+            f"{assessed.round}"
+        )
+    text = f"gain over training alone {assessed.gain} points"
+    if records.mean_gain is not None:
+        mean, count = records.mean_gain
+        text += f", mean of the last {count} rounds {mean}"
+    return text
 
 
 def _add_peers(page: Page, records: PeerRecords) -> None:
@@ -213,10 +243,10 @@ def _add_refusals(page: Page, records: PeerRecords) -> None:
         page.add_text("None.")
     else:
         page.show_table(refused, "Refused models", caption=_REFUSED_NOTE)
-    not_admitted = not_admitted_table(records)
-    if not not_admitted.empty:
-        page.add_heading("Models not admitted")
-        page.show_table(not_admitted, "Models not admitted", caption=_NOT_ADMITTED_NOTE)
+    not_averaged = not_averaged_table(records)
+    if not not_averaged.empty:
+        page.add_heading("Models not averaged")
+        page.show_table(not_averaged, "Models not averaged", caption=_NOT_AVERAGED_NOTE)
 
     turned_away: Counter[str] = Counter()
     for record in records.rounds:
@@ -287,7 +317,7 @@ def peers_table(records: PeerRecords) -> pd.DataFrame:
             weights[model.id] += (model.weight or 0.0) / len(last_rounds)
 
     columns = list(_figures.OUTCOME_COLOURS)
-    for rare in ("not admitted", "behind", "no answer"):
+    for rare in ("not averaged", "behind", "no model", "relay down", "no answer"):
         if not any(outcome == rare for _, outcome in counts):
             columns.remove(rare)
     rows = {}
@@ -327,18 +357,18 @@ def refused_table(records: PeerRecords) -> pd.DataFrame:
     return _reasons_table(records, reasons)
 
 
-def not_admitted_table(records: PeerRecords) -> pd.DataFrame:
-    """Tabulate the received models that a guard did not admit.
+def not_averaged_table(records: PeerRecords) -> pd.DataFrame:
+    """Tabulate the received models with weight 0.
 
     Args:
         records: The node's records.
 
     Returns:
-        Number of rounds by peer and reason, without peers whose models were always admitted.
+        Number of rounds by peer and reason, without peers whose models were always averaged.
     """
     received = (model for record in records.rounds for model in record.received)
     return _reasons_table(
-        records, ((model.id, model.admission) for model in received if model.admission)
+        records, ((model.id, model.unused_reason) for model in received if model.unused_reason)
     )
 
 

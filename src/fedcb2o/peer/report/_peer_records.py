@@ -7,8 +7,8 @@ Example:
 """
 
 import tomllib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -16,8 +16,10 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedcb2o.errors import RunError
+from fedcb2o.federated.gain import Gain, is_comparable, mean_gain
 from fedcb2o.records._files import damaged_error, read_error
 
+MEAN_ROUNDS = 20  # last rounds with a gain, over which it is averaged
 MAX_LINE_BYTES = 2**24  # of a line, a proof or agent.json; a node writes far less
 _MAX_INT = 2**63
 
@@ -67,6 +69,7 @@ class ReceivedModel(_Record):
 
     Attributes:
         admission: Reason why a guard did not admit it; empty for an admitted model.
+        not_averaged: Reason why an admitted model has weight 0; empty for an averaged model.
     """
 
     id: _Id
@@ -74,7 +77,15 @@ class ReceivedModel(_Record):
     bytes: _Count
     weight: float | None = None
     admission: _Word = ""
+    not_averaged: _Word = ""
     contribution: float | None = None
+
+    @property
+    def unused_reason(self) -> str:
+        """Reason why it has weight 0; empty for an averaged model."""
+        if self.admission or self.not_averaged or self.weight != 0:
+            return self.admission or self.not_averaged
+        return "weight 0"  # a former release wrote no reason
 
 
 class GainRecord(_Record):
@@ -90,6 +101,25 @@ class GainRecord(_Record):
         """Return the difference and its interval in points."""
         difference = 100 * (self.accuracy - self.alone)
         return f"{difference:+.1f} [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+
+    def to_gain(self) -> Gain:
+        """Return the gain for computations."""
+        return Gain(**self.model_dump())
+
+
+def mean_gain_record(gains: Sequence[GainRecord]) -> tuple[GainRecord, int] | None:
+    """Average gains of several rounds.
+
+    Args:
+        gains: The gains.
+
+    Returns:
+        The mean and the number of rounds; None for less than two rounds.
+    """
+    if len(gains) < 2:
+        return None
+    mean = mean_gain([gain.to_gain() for gain in gains])
+    return GainRecord(**asdict(mean)), len(gains)
 
 
 class RoundRecord(_Record):
@@ -107,6 +137,7 @@ class RoundRecord(_Record):
     epsilon: float | None = None
     gain: GainRecord | None = None
     class_gains: dict[_Word, GainRecord] = {}
+    alone_rounds: _Count | None = None
     sent_auc: _Share | None = None
     sent_tpr: _Share | None = None
     kept_auc: _Share | None = None
@@ -117,12 +148,19 @@ class RoundRecord(_Record):
     refused: dict[_Id, _Word] = {}
     late: list[_Id] = []
     behind: list[_Id] = []
+    no_model: list[_Id] = []
+    relay_down: list[_Id] = []
     alive: list[_Id] = []
     sent: _Count = 0
     got: _Count | None = None
     served: _Count = 0
     turned_away: dict[_Word, _Count] = {}
     seconds: dict[_Word, _Seconds] = {}
+
+    @property
+    def comparable_gain(self) -> GainRecord | None:
+        """Gain over training alone, if both models trained about as many rounds."""
+        return self.gain if is_comparable(self.alone_rounds, self.round) else None
 
     @property
     def incoming_bytes(self) -> int:
@@ -203,7 +241,7 @@ class PeerRecords:
         for record in self.rounds:
             received = (model.id for model in record.received)
             ids.update(record.asked, record.refused, record.late, record.behind, record.alive)
-            ids.update(received)
+            ids.update(record.no_model, record.relay_down, received)
         return sorted(ids - {self.info.id})
 
     def missing_models(self, peers: Iterable[int]) -> dict[str, str]:
@@ -213,8 +251,8 @@ class PeerRecords:
             peers: The peers to check; a peer that was linked and never asked is left out.
 
         Returns:
-            By name the reason: that of a refusal or of a guard, "too far behind", "no answer" or
-            "never there".
+            By name the reason: that of a refusal or of a guard, "too far behind", "offers no
+            model", "relay down", "no answer" or "never there".
         """
         received = [model for record in self.rounds for model in record.received]
         admitted = {model.id for model in received if not model.admission}
@@ -223,6 +261,10 @@ class PeerRecords:
         for record in self.rounds:
             reasons.update(dict.fromkeys(record.asked, "no answer"))
         for record in self.rounds:
+            cut_off = set(record.asked) & set(record.relay_down)
+            reasons.update(dict.fromkeys(cut_off, "relay down"))
+        for record in self.rounds:
+            reasons.update(dict.fromkeys(record.no_model, "offers no model"))
             reasons.update(dict.fromkeys(record.behind, "too far behind"))
         for record in self.rounds:
             reasons.update(record.refused)
@@ -243,6 +285,12 @@ class PeerRecords:
     def last_assessed(self) -> RoundRecord | None:
         """Last round with a gain over training alone; None without one."""
         return next((record for record in reversed(self.rounds) if record.gain), None)
+
+    @cached_property
+    def mean_gain(self) -> tuple[GainRecord, int] | None:
+        """Mean gain over the last rounds with a gain, and their number; None without one."""
+        gains = [record.comparable_gain for record in self.rounds]
+        return mean_gain_record([gain for gain in gains if gain is not None][-MEAN_ROUNDS:])
 
     @property
     def last_fifth(self) -> tuple[RoundRecord, ...]:

@@ -16,11 +16,15 @@ class RoundLog(LiveTable):
         names: Names of all agents by id.
         agent_id: This agent.
         rounds: Number of rounds.
+        has_table: Show the live table too, because log lines go to a file.
     """
 
-    def __init__(self, names: Mapping[int, str], *, agent_id: int, rounds: int) -> None:
+    def __init__(
+        self, names: Mapping[int, str], *, agent_id: int, rounds: int, has_table: bool = False
+    ) -> None:
         super().__init__(names, agent_id=agent_id, rounds=rounds)
-        self.is_live = False
+        self.is_live = self.is_live and has_table
+        self._prints_lines = True
         self._record: Mapping[str, Any] | None = None
 
     def on_round(self, line: Mapping[str, Any]) -> None:

@@ -588,7 +588,7 @@ class _Exchange:
             elif isinstance(result, Arrival):
                 client.backoff.record_arrival(peer)
         arrivals = self._place(arrivals)
-        client.inquire(peer for peer, why in failures.items() if why in SILENT_REASONS)
+        client.inquire(peer for peer, why in failures.items() if why in (*SILENT_REASONS, NOT_YET))
         failures = {peer: reason for peer, reason in failures.items() if peer in self.rows}
         return dict(sorted(arrivals.items())), dict(sorted(failures.items()))
 

@@ -1,0 +1,96 @@
+"""Reasons of models that are missing in a round, or that have weight 0.
+
+Example:
+    >>> failures = {1: "late", 2: "not yet", 3: "not yet", 4: "late", 5: "hash"}
+    >>> missing_models(failures, {2: 90, 3: 20}, n=90, lag=5, cut_off={4})
+    {'late': [1], 'behind': [3], 'no_model': [2], 'relay_down': [4]}
+"""
+
+from collections.abc import Collection, Mapping
+
+from fedcb2o.federated.run_spec import Algorithm
+from fedcb2o.peer.wire._client import BLAMELESS_REASONS, NOT_YET
+from fedcb2o.peer.wire._relayed import Mixed
+from fedcb2o.peer.wire._transport import Transport
+
+
+def missing_models(
+    failures: Mapping[int, str],
+    announced: Mapping[int, int],
+    *,
+    n: int,
+    lag: int,
+    cut_off: Collection[int],
+) -> dict[str, list[int]]:
+    """Sort members without a model, and without a fault, by reason.
+
+    Args:
+        failures: Reason of each missing model, by member.
+        announced: Number of rounds that each member announced as finished.
+        n: The round, from 0.
+        lag: Number of rounds that a model may be behind.
+        cut_off: Members that cannot be reached because the relay is down.
+
+    Returns:
+        The members by reason: "late", "behind" (it announced a round that is too old), "no_model"
+        (it answered that it has none, and is not behind) and "relay_down", which has all members
+        that are cut off, asked or not, except those with a fault.
+    """
+    faults = {i for i, reason in failures.items() if reason not in BLAMELESS_REASONS}
+    reasons: dict[str, list[int]] = {
+        "late": [],
+        "behind": [],
+        "no_model": [],
+        "relay_down": sorted(set(cut_off) - faults),
+    }
+    for i in failures.keys() - faults - set(cut_off):
+        if failures[i] != NOT_YET:
+            reasons["late"].append(i)
+        elif n > lag and i in announced and announced[i] <= n - lag:
+            reasons["behind"].append(i)
+        else:
+            reasons["no_model"].append(i)
+    return {reason: sorted(ids) for reason, ids in reasons.items()}
+
+
+def relay_error(transport: Transport) -> str:
+    """Return why the relay cannot be reached.
+
+    Args:
+        transport: The transport of a node.
+
+    Returns:
+        The reason; empty if the relay can be reached, or without a relay.
+    """
+    return transport.relayed.error if isinstance(transport, Mixed) else ""
+
+
+def cut_off_members(transport: Transport, members: Collection[int]) -> set[int]:
+    """Return the members that cannot be reached while the relay is down.
+
+    Args:
+        transport: The transport of a node.
+        members: Ids of the other members.
+
+    Returns:
+        Those without a direct link; none if the relay can be reached.
+    """
+    if not isinstance(transport, Mixed) or not transport.relayed.error:
+        return set()
+    return set(members) - transport.direct.connected_peers()
+
+
+def zero_weight_reason(algorithm: Algorithm) -> str:
+    """Describe why an admitted model has weight 0.
+
+    Args:
+        algorithm: The algorithm of the agent.
+
+    Returns:
+        The condition of the sub-level set Q, where the algorithm has one.
+    """
+    if getattr(algorithm.criterion, "level", None) is not None:
+        return "loss above the quantile"
+    if algorithm.guards.loss_tolerance is not False:
+        return "loss above that of the agent's own model"
+    return "weight 0 by the rule"
