@@ -5,6 +5,7 @@ import logging
 import re
 import shutil
 import subprocess
+import tarfile
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -307,7 +308,10 @@ def test_restore_says_which_version_the_backup_has(tmp_path):
             for one in who[:2]:
                 sign_federation(path, one)
         backup = tmp_path / f"backup-{version}.tar.gz"
+        (who[0].folder / "runs.toml").write_text("")
         back_up(who[0].folder, run, backup)
+        with tarfile.open(backup) as tar:
+            assert not any("runs.toml" in name for name in tar.getnames())
         new = [str(tmp_path / f"{name}-{version}") for name in ("keys", "run")]
         words = ["peer", "restore", str(backup), "--identity", new[0], "--run", new[1]]
         result = CliRunner().invoke(app, words)

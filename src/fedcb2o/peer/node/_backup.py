@@ -11,6 +11,7 @@ from pathlib import Path
 from fedcb2o import records
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.peer.membership.federation import read_federation
+from fedcb2o.peer.node._run_directory import RUNS_FILE
 from fedcb2o.peer.wire._equivocation import JOURNAL_FILE, RESTORED_FILE
 
 _KEYS, _RUN = "keys", "run"
@@ -48,7 +49,7 @@ def back_up(keys: Path, run: Path, out: Path) -> None:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
             for path in sorted(keys.iterdir()):
-                if path.is_file():
+                if path.is_file() and path.name != RUNS_FILE:  # it names a folder of this machine
                     tar.add(path, f"{_KEYS}/{path.name}")
             for name in ordered:
                 tar.add(run / name, f"{_RUN}/{name}")
@@ -96,7 +97,7 @@ def restore(backup: Path, keys: Path, run: Path) -> int:
         (run / RESTORED_FILE).touch(mode=0o600)
         for path in keys.iterdir():
             path.chmod(0o600)
-        (keys / "runs.toml").unlink(missing_ok=True)  # it names the former directory
+        (keys / RUNS_FILE).unlink(missing_ok=True)  # of a backup by an earlier release
         return read_federation(run / "federation.toml", allow_unsigned=True).version
     except tarfile.TarError as error:
         raise ConfigError(f"{backup} is no backup, or damaged: {error}") from error

@@ -15,7 +15,7 @@ from fedcb2o.peer.wire._equivocation import JOURNAL_FILE
 _LOGGER = logging.getLogger(__name__)
 
 _FEDERATION_FILE = "federation.toml"
-_RUNS_FILE = "runs.toml"  # next to the keys: the directory that signs for each run
+RUNS_FILE = "runs.toml"  # next to the keys: the directory that signs for each run
 _GUARD = "it keeps two folders from signing two models for one round"
 
 
@@ -105,7 +105,7 @@ def _check_same_run(
 
 def _claim_run(out: Path, federation: Federation, identity: Identity) -> None:
     """Note next to the keys which directory signs for this run."""
-    path = identity.folder / _RUNS_FILE
+    path = identity.folder / RUNS_FILE
     run = federation.run.hex()
     directory = str(out.resolve())
     noted: dict[str, Any] = {}
