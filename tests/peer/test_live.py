@@ -107,7 +107,7 @@ def test_the_gain_of_a_round_and_its_mean():
     first = line(1, gain=gain(0.9, 0.8, -0.1, 0.3), class_gains={}, alone_rounds=1)
     second = line(2, gain=gain(0.8, 0.8, -0.2, 0.2), class_gains={}, alone_rounds=2)
     texts = shown(lines=[first, second]).splitlines()
-    assert "alone 80.0% (1 rounds), gain +10.0 [-10.0, 30.0], 0 of" in texts[0]
+    assert "alone 80.0% (1 round), gain +10.0 [-10.0, 30.0], 0 of" in texts[0]
     assert (
         "alone 80.0% (2 rounds), gain +0.0 [-20.0, 20.0], mean of 2 rounds +5.0 [-15.0, 25.0], "
     ) in texts[1]

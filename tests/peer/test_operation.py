@@ -16,7 +16,13 @@ from tests.peer.nodes import nodes
 from typer.testing import CliRunner
 
 from fedcb2o.cli import app, main
-from fedcb2o.cli.log_output import LogFormat, configure_logs, has_log_settings, stderr_logging
+from fedcb2o.cli.log_output import (
+    LogFormat,
+    configure_logs,
+    has_log_file,
+    has_log_settings,
+    stderr_logging,
+)
 from fedcb2o.errors import ConfigError, RemovedError, RunError
 from fedcb2o.peer.membership import (
     Identity,
@@ -185,6 +191,23 @@ def test_log_lines_are_objects_with_the_records_of_rounds(tmp_path):
     assert first["message"].startswith("org-0: round 3/9")
     assert (second["level"], second["message"]) == ("warning", "org-0: org-1 is late")
     assert "ValueError: why" in third["error"]
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_a_terminal_shows_the_live_view_beside_a_log_file(has_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal for rich
+    monkeypatch.setenv("TERM", "xterm")
+    file = tmp_path / "node.log"
+    with stderr_logging():
+        configure_logs(LogFormat.json, file if has_file else None)
+        names = {0: "org-0", 1: "org-1", 2: "org-2"}
+        with RoundLog(names, agent_id=0, rounds=9, has_table=has_log_file()) as log:
+            log.on_round(RECORD)
+            log.on_note("org-1 is late")
+    shown = capsys.readouterr().err
+    lines = (file.read_text() if has_file else shown).splitlines()
+    assert [json.loads(line)["level"] for line in lines] == ["info", "warning"]
+    assert ("round of model" in shown) == has_file
 
 
 ENDS = [

@@ -264,7 +264,7 @@ def _format_gain(line: Mapping[str, Any], gains: Sequence[GainRecord]) -> list[s
     if not _is_comparable(line):
         return [f"{alone} after {line['alone_rounds']} rounds of training (no gain yet)"]
     if (rounds := line.get("alone_rounds")) is not None:
-        alone += f" ({rounds} rounds)"
+        alone += f" ({rounds} {'round' if rounds == 1 else 'rounds'})"
     parts = [alone, f"gain {gain}"]
     if (mean := mean_gain_record(gains)) is not None:
         parts.append(f"mean of {mean[1]} rounds {mean[0]}")

@@ -1,0 +1,80 @@
+"""Reasons of missing models, of models with weight 0, and of a relay that is down."""
+
+from types import SimpleNamespace
+
+import pytest
+from tests.peer import members, pace
+
+from fedcb2o.experiments.config.loading import load
+from fedcb2o.federated.algorithms.section import AlgorithmSection
+from fedcb2o.peer.node import Node
+from fedcb2o.peer.node._reasons import cut_off_members, missing_models, zero_weight_reason
+from fedcb2o.peer.wire import Mixed
+
+LAG = 5
+
+
+@pytest.mark.parametrize(
+    ("n", "announced", "reason"),
+    [
+        (90, {}, "no_model"),  # nothing is known of it
+        (90, {1: 90}, "no_model"),  # in the same round, as after a restore
+        (90, {1: 86}, "no_model"),  # its model of round 85, from 0, would be accepted
+        (90, {1: 85}, "behind"),  # its newest one may be of round 84
+        (90, {1: 20}, "behind"),
+        (5, {1: 0}, "no_model"),  # it may just have begun
+    ],
+)
+def test_a_member_without_a_model_is_behind_by_its_announcement(n, announced, reason):
+    found = missing_models({1: "not yet"}, announced, n=n, lag=LAG, cut_off=())
+    assert [key for key, ids in found.items() if ids] == [reason]
+    assert found[reason] == [1]
+
+
+def test_members_cut_off_are_not_late_and_faults_stay_faults():
+    failures = {1: "late", 2: "no answer", 3: "hash", 4: "busy"}
+    found = missing_models(failures, {}, n=9, lag=LAG, cut_off={2, 3, 7})
+    assert found == {"late": [1, 4], "behind": [], "no_model": [], "relay_down": [2, 7]}
+
+
+def transport(error: str, direct: set[int]) -> Mixed:
+    links = SimpleNamespace(connected_peers=lambda: frozenset(direct))
+    return Mixed(links, SimpleNamespace(error=error))
+
+
+def test_members_without_a_direct_link_are_cut_off_while_the_relay_is_down():
+    assert cut_off_members(transport("refused", {2}), [1, 2, 3]) == {1, 3}
+    assert cut_off_members(transport("", {2}), [1, 2, 3]) == set()
+    assert cut_off_members(SimpleNamespace(), [1, 2, 3]) == set()  # without a relay
+
+
+def test_the_operator_learns_once_that_the_relay_is_back(tmp_path):
+    who = members.identities(tmp_path, 3)
+    node = Node(
+        members.federated(who),
+        who[0],
+        simulate=load({"together": 1, **members.experiment(3)}),
+        out=tmp_path / "out",
+        observer=pace.Times(),
+    )
+    for error in ("", "refused", "refused", "", ""):
+        node._transport = transport(error, set())
+        node._report_relay()
+    assert node.observer.notes == ["the relay can be reached again, after 0 s"]
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"name": "fedassay"}, "loss above the quantile"),
+        ({"name": "fedcb2o", "beta": 0.5}, "loss above the quantile"),
+        ({"name": "fedcb2o"}, "weight 0 by the rule"),
+        ({"name": "dfedavgm"}, "weight 0 by the rule"),
+        (
+            {"name": "dfedavgm", "guards": {"loss_tolerance": 2.0}},
+            "loss above that of the agent's own model",
+        ),
+    ],
+)
+def test_the_reason_of_weight_0_is_that_of_the_method(section, reason):
+    assert zero_weight_reason(AlgorithmSection(**section).build()) == reason
