@@ -119,13 +119,16 @@ def test_the_certificate_of_our_running_node_is_that_of_its_start(
     opened.enter_context(Zenoh(federation, who[0]))
     assert own_notes(federation, who[0]) == ["its certificate lasts 9 days: " + RENEW]
     who[0].renew(days=99)
-    stored = f"the certificate in {who[0].folder} lasts 98 days"
+    stored = f"the certificate in {who[0].folder} lasts"
     assert own_notes(federation, who[0]) == [
-        f"our running node uses a certificate that lasts 9 days; {stored}: stop the node, and "
-        "start it again with --resume"
+        "our running node uses a certificate that lasts 9 days, another one than that in the "
+        "folder: stop the node, and start it again with --resume",
+        f"{stored} 98 days",
     ]
     opened.close()
-    assert own_notes(federation, who[0]) == [stored]
+    assert own_notes(federation, who[0]) == [f"{stored} 98 days"]
+    who[0].renew(days=10)
+    assert own_notes(federation, who[0]) == [f"{stored} 9 days: {RENEW}"]
     command = ["peer", "renew", "--identity", str(who[0].folder)]
     assert "uses the former certificate until" in CliRunner().invoke(app, command).output
 
@@ -184,6 +187,11 @@ def test_what_a_member_says(tmp_path: Path, opened: ExitStack) -> None:
         (
             lambda: {"federation": "00", "version": 0},
             "it holds version 0 of the federation, and we 1: send it ours",
+            "",
+        ),
+        (
+            lambda: {"federation": "00", "version": 2, "file": "rubbish"},
+            "it holds version 2 of the federation, in which we are removed or changed",
             "",
         ),
         (lambda: {"federation": "00"}, "another version 1", ""),

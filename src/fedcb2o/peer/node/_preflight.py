@@ -491,6 +491,8 @@ def describe_disagreement(federation: Federation, content: Mapping[str, Any]) ->
     own = federation.version
     if isinstance(theirs, int) and theirs < own:
         return f"it holds version {theirs} of the federation, and we {own}: send it ours"
+    if isinstance(theirs, int) and theirs > own and "file" in content:  # it takes us for former
+        return f"it holds version {theirs} of the federation, in which we are removed or changed"
     if isinstance(theirs, int) and theirs > own:
         return f"it holds version {theirs} of the federation, and we {own}: get its file"
     return f"it holds another version {own}: compare the two files and their signatures"
@@ -525,23 +527,26 @@ def _describe_own_expiry(identity: Identity, *, is_running: bool) -> tuple[str, 
     in_use = probe_member(identity.member, identity, is_linked=True).expires if is_running else None
     if in_use == identity.expires:
         return _describe_expiry(in_use)
-    days = (identity.expires - datetime.now(UTC)).days
-    stored = f"the certificate in {identity.folder} lasts {days} days"
+    stored = _describe_expiry(identity.expires, f"the certificate in {identity.folder}")
     if in_use is not None:
-        running = (in_use - datetime.now(UTC)).days
-        restart = "stop the node, and start it again with --resume"
-        return (
-            f"our running node uses a certificate that lasts {running} days; {stored}: {restart}",
+        running = (
+            f"our running node uses a certificate that lasts {_days_until(in_use)} days, another "
+            "one than that in the folder: stop the node, and start it again with --resume"
         )
+        return (running, *stored)
     if is_running or identity.member.is_outbound_only:
-        return (f"{stored}, and a running node uses that of its start",)
-    return (stored,)
+        return (*stored, "a running node uses the certificate of its start")
+    return stored
 
 
-def _describe_expiry(expires: datetime) -> tuple[str, ...]:
-    days = (expires - datetime.now(UTC)).days
+def _describe_expiry(expires: datetime, subject: str = "its certificate") -> tuple[str, ...]:
+    days = _days_until(expires)
     remedy = ": `fedcb2o peer renew` there, soon" if days < _EXPIRY_WARNING_DAYS else ""
-    return (f"its certificate lasts {days} days{remedy}",)
+    return (f"{subject} lasts {days} days{remedy}",)
+
+
+def _days_until(expires: datetime) -> int:
+    return (expires - datetime.now(UTC)).days
 
 
 def _printable_ascii(value: object) -> str:
