@@ -332,7 +332,11 @@ def ends(peers: Nodes, *, stopped: Collection[int] = ()) -> None:
     """All end well, with all rounds, and models as good as without faults."""
     assert peers.wait(seconds=90) == [0] * 8, [peers.log(j) for j in range(8)]
     accuracy = whole(peers, rounds=50, stopped=stopped)
-    missed = sum(len(line["late"] + line["behind"]) for j in range(8) for line in peers.lines(j))
+    missed = sum(
+        len(line["late"] + line["behind"] + line["no_model"])
+        for j in range(8)
+        for line in peers.lines(j)
+    )
     got = sum(len(line["received"]) for j in range(8) for line in peers.lines(j))
     print(
         f"accuracy {accuracy:.3f}; {got} models arrived and {missed} were missed in 8 x 50 rounds"

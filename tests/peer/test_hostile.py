@@ -58,9 +58,8 @@ def heard(line: dict[str, Any]) -> str:
     """What a node made of the liar's answer in one round."""
     if LIAR not in line["asked"]:
         return "not asked"
-    return line["refused"].get(
-        str(LIAR), "late" if LIAR in line["late"] + line["behind"] else "received"
-    )
+    missing = line["late"] + line["behind"] + line["no_model"]
+    return line["refused"].get(str(LIAR), "late" if LIAR in missing else "received")
 
 
 def test_no_lie_of_a_member_is_received(tmp_path):
