@@ -753,6 +753,9 @@ def test_a_killed_relay_costs_no_round_more_than_its_deadline(tmp_path):
         assert max(line["seconds"]["exchange"] for line in lines) < 4.0 + 0.6
         assert any(line["received"] for line in lines[:5])
         assert any(line["received"] for line in lines[done:]), json.dumps(lines[done:])
+        others = sorted({0, 1, 2} - {j})
+        assert any(line["relay_down"] == others and line["late"] == [] for line in lines)
+        assert lines[-1]["relay_down"] == []
 
 
 @pytest.mark.slow
@@ -808,7 +811,7 @@ def test_a_removed_member_behind_a_relay_ends_in_any_order_of_restarts(relay_fir
             through = "it is asked through the relay only: see the line of relay"
             assert texts == ["it refuses org-1", through, through]
         else:
-            version = "it holds version 2 of the federation, and we 1: get its file"
+            version = "it holds a later version: see the line of org-1"
             assert texts == ["", version, version]
     finally:
         peers.close()
