@@ -75,8 +75,8 @@ def mean_gain(gains: Sequence[Gain]) -> Gain:
         The means of all values, with the number of samples of the last gain.
 
     Example:
-        >>> mean_gain([Gain(9, 0.9, 0.8, -0.1, 0.3), Gain(9, 0.8, 0.8, -0.2, 0.2)])
-        Gain(samples=9, accuracy=0.85, alone=0.8, low=-0.15, high=0.25)
+        >>> mean_gain([Gain(8, 0.75, 0.5, -0.25, 0.75), Gain(8, 0.5, 0.5, -0.5, 0.5)])
+        Gain(samples=8, accuracy=0.625, alone=0.5, low=-0.375, high=0.625)
     """
     names = ("accuracy", "alone", "low", "high")
     means = (fmean(getattr(gain, name) for gain in gains) for name in names)
