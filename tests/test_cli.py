@@ -357,9 +357,8 @@ FILE["algorithm"] = {
 }
 
 
-@pytest.mark.parametrize(
-    "words", [pytest.param(["script.py"], marks=pytest.mark.slow), ["-"]], ids=["file", "stdin"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["script.py"], ["-"]], ids=["file", "stdin"])
 def test_own_parts_in_a_script_are_the_same_as_from_a_configuration(tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -263,7 +263,13 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(changes, id=name, marks=pytest.mark.slow if "perturbations" in name else ())
+        for name, changes in CASES.items()
+    ],
+)
 def test_a_run_equals_plain_loops_from_the_file_to_its_scores(changes, tmp_path, monkeypatch):
     monkeypatch.setattr(universal_perturbation, "MAX_CANDIDATES", 4)  # of 10 classes
     monkeypatch.setattr(universal_perturbation, "MAX_SAMPLES", 7)  # of more samples

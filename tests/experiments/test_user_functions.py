@@ -577,6 +577,7 @@ def test_in_one_process(one_process, name):
     holds(name, *one_process)
 
 
+@pytest.mark.slow
 def test_in_two_processes(tmp_path):
     holds("criterion_pool_numpy", tmp_path, outcomes(tmp_path, 2, ["criterion_pool_numpy"]))
 

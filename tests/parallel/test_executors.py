@@ -163,6 +163,7 @@ def test_a_worker_killed_while_it_has_nothing_to_do_is_replaced(pool):
     assert victim not in current_pool().workers
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_worker_with_a_child_of_its_own_that_dies_is_missed_and_its_child_goes_with_it(
     pool, tmp_path
@@ -360,6 +361,7 @@ def slow(tensors, folder):
     return Slow(folder)
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_first_gives_back_what_it_is_giving_back(tmp_path):
     """A thread that is cut short within PyTorch takes its process down: "terminate called"."""
     with _shared_memory.allocate_shared(SPECS) as shared:
@@ -445,6 +447,7 @@ for _ in range(100):
 """
 
 
+@pytest.mark.slow
 def test_runs_that_start_at_once_in_one_folder_do_not_sweep_what_another_is_making(tmp_path):
     command = [sys.executable, "-c", RACE, str(tmp_path)]
     runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
