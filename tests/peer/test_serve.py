@@ -367,7 +367,7 @@ def test_requests_of_another_run_use_up_nothing(scene, who, federation):
     }
     refused = server.counts.refused
     assert refused["run"] <= 60
-    assert refused["rate"] + refused["pending"] >= 240  # pending: while answers wait for a thread
+    assert refused["rate"] + refused.get("pending", 0) >= 240  # pending: no thread is free
     before = server._quotas[1].tokens
     assert before == federation.limits.answers_per_minute
     assert scene.ask(server, scene.request(RequestKind.MANIFEST)).status is AnswerStatus.OK
