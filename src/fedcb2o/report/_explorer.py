@@ -32,7 +32,7 @@ MEASURES = (
     "megabytes",
 )
 """Measures of a page, where a grid has values of them."""
-_RATE_STEP = 1 / 2000
+_RATE_STEP = 1 / 10000
 _MISSING = 65535
 _NON_SETTING_KEYS = ("tune", "seeds", "strengths")
 _DEFINITIONS = (
