@@ -29,12 +29,6 @@ settings.register_profile("steady", deadline=None, derandomize=True, database=No
 settings.load_profile("steady")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers():
-    """Start one process more than there are processors: many tests wait for other processes."""
-    return (os.cpu_count() or 1) + 1
-
-
 def pytest_configure(config):
     config.addinivalue_line("markers", "quick: needs a Ray cluster, but runs in `make test`")
 

@@ -203,17 +203,12 @@ def describe_relay_version(federation: Federation, content: Mapping[str, Any]) -
         return "the relay holds another federation: its operator starts it again with our file"
     theirs = content.get("version")
     own = federation.version
-    if isinstance(theirs, int) and theirs < own:
-        return (
-            f"the relay holds version {_printable_ascii(theirs)} of the federation, and we {own}: "
-            "its operator "
-            "starts it again with the newer file"
-        )
-    if isinstance(theirs, int) and theirs > own:
-        return (
-            f"the relay holds version {_printable_ascii(theirs)} of the federation, and we {own}: "
-            "get the newer file from a member"
-        )
+    if isinstance(theirs, int) and theirs != own:
+        cure = "get the newer file from a member"
+        if theirs < own:
+            cure = "its operator starts it again with the newer file"
+        version = _printable_ascii(theirs)
+        return f"the relay holds version {version} of the federation, and we {own}: {cure}"
     return f"the relay holds another version {own}: compare its file with ours"
 
 

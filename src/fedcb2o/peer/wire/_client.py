@@ -9,6 +9,7 @@ It compares the digests in these answers with its own (`_equivocation`), and lea
 """
 
 import contextlib
+import functools
 import hashlib
 import logging
 import math
@@ -188,26 +189,33 @@ class PeerClient:
         ids = sorted(peers)
         start = n * _MAX_AUDITS % max(1, len(ids))
         for peer in [*ids[start:], *ids[:start]][:_MAX_AUDITS]:
-            with self.lock:
-                if peer in self._audited:
-                    continue
-                self._audited.add(peer)
-            name = "fedcb2o-audit"
-            threading.Thread(target=self._audit, args=(n, peer), name=name, daemon=True).start()
+            ask = functools.partial(self.compare_digests, n, peer)
+            self._ask_in_background(peer, self._audited, "fedcb2o-audit", ask)
 
     @property
     def is_auditing(self) -> bool:
         """True while answers to audits are awaited."""
         return bool(self._audited)
 
-    def _audit(self, n: int, peer: int) -> None:
-        try:
-            self.compare_digests(n, peer)
-        except Exception as error:  # must not end the process with a message of Python
-            self.log_error(error)
-        finally:
-            with self.lock:
-                self._audited.discard(peer)
+    def _ask_in_background(
+        self, peer: int, awaited: set[int], name: str, ask: Callable[[], object]
+    ) -> None:
+        """Ask a member in a thread of its own, unless its answer to such a question is awaited."""
+        with self.lock:
+            if peer in awaited:
+                return
+            awaited.add(peer)
+
+        def run() -> None:
+            try:
+                ask()
+            except Exception as error:  # must not end the process with a message of Python
+                self.log_error(error)
+            finally:
+                with self.lock:
+                    awaited.discard(peer)
+
+        threading.Thread(target=run, name=name, daemon=True).start()
 
     def compare_digests(self, n: int, peer: int, seconds: float = _AUDIT_SECONDS) -> None:
         """Compare a member's digests of manifests with this agent's, and keep its manifest.
@@ -256,21 +264,8 @@ class PeerClient:
             peers: The members; one that was asked and has not answered is not asked again.
         """
         for peer in peers:
-            with self.lock:
-                if peer in self._inquired:
-                    continue
-                self._inquired.add(peer)
-            name = "fedcb2o-inquire"
-            threading.Thread(target=self._inquire, args=(peer,), name=name, daemon=True).start()
-
-    def _inquire(self, peer: int) -> None:
-        try:
-            self.hello(peer, HELLO_SECONDS)
-        except Exception as error:  # must not end the process with a message of Python
-            self.log_error(error)
-        finally:
-            with self.lock:
-                self._inquired.discard(peer)
+            ask = functools.partial(self.hello, peer, HELLO_SECONDS)
+            self._ask_in_background(peer, self._inquired, "fedcb2o-inquire", ask)
 
     def log_error(self, error: BaseException) -> None:
         """Log the first unexpected error only.
