@@ -41,7 +41,7 @@ from tests.tiny import empty_models
 CLASSES, SEED, BUDGET = 4, 7, 3
 
 
-TRAINING = Training(gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=8, local_epochs=2)
+TRAINING = Training(gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=8, local_epochs=1)
 
 
 CLUSTER = [0] * 5 + [1] * 4

@@ -1,9 +1,14 @@
 """Settings of all tests: one thread, no display, the default handler of Ctrl-C."""
 
+import gc
+import itertools
 import logging
 import os
 import signal
 import sys
+
+# All modules and collected tests stay, so that no garbage collection looks at them.
+gc.disable()
 
 # Before torch and numpy are first imported, here and in every process that a test starts.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -33,15 +38,21 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "quick: needs a Ray cluster, but runs in `make test`")
 
 
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def process_state(tmp_path_factory):
     """Restore what code of a user may change in the process: log level, imported modules."""
     logger = logging.getLogger("fedcb2o")
     level = logger.level
-    before = set(sys.modules)
+    last = next(reversed(sys.modules))
     yield
     logger.setLevel(level)
-    for name in set(sys.modules) - before:
+    # `sys.modules` is in the order of the imports: those of the test come after `last`.
+    for name in list(itertools.takewhile(last.__ne__, reversed(sys.modules))):
         file = getattr(sys.modules[name], "__file__", None) or ""
         if file.startswith(str(tmp_path_factory.getbasetemp())):
             del sys.modules[name]

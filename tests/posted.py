@@ -84,16 +84,23 @@ class Posted:
 
     def _send(self, group: AgentGroup, k: int, n: int) -> None:
         outbox = make_outbox(group, n)
-        for receiver in range(self.spec.num_agents):
-            pair = np.array([k]), np.array([receiver])
-            row = int(outbox.rows(*pair)[0])
-            claim = float(outbox.samples_claimed_to(*pair)[0])
-            content = {
-                "theta": group.models[row].contiguous(),
-                "num_samples": torch.tensor(claim, dtype=torch.float64),
-                "round": torch.tensor(n),
-            }
-            self.messages[int(group.agents[k]), receiver] = save(content)
+        receivers = np.arange(self.spec.num_agents)
+        pairs = np.full(len(receivers), k), receivers
+        sent: dict[tuple[int, float], bytes] = {}  # most senders send all receivers the same
+        for receiver, row, claim in zip(
+            receivers.tolist(),
+            outbox.rows(*pairs).tolist(),
+            outbox.samples_claimed_to(*pairs).tolist(),
+            strict=True,
+        ):
+            if (row, claim) not in sent:
+                content = {
+                    "theta": group.models[row].contiguous(),
+                    "num_samples": torch.tensor(claim, dtype=torch.float64),
+                    "round": torch.tensor(n),
+                }
+                sent[row, claim] = save(content)
+            self.messages[int(group.agents[k]), receiver] = sent[row, claim]
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
         slots = []

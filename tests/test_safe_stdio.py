@@ -82,7 +82,7 @@ def talkative(tmp_path_factory):
 @pytest.mark.parametrize(
     ("how", "workers"),
     [
-        ("closed", 2),
+        ("closed", 1),
         pytest.param("broken", 2, marks=pytest.mark.slow),
         pytest.param("full", 1, marks=pytest.mark.slow),
     ],

@@ -54,7 +54,7 @@ BASE: dict[str, Any] = {
         "budget": 4,
     },
     "model": {"name": "tests.whole:smooth_mlp"},
-    "training": {"gamma": 0.1, "momentum": 0.5, "batch_size": 8, "local_epochs": 4},
+    "training": {"gamma": 0.1, "momentum": 0.5, "batch_size": 8, "local_epochs": 2},
     "algorithm": {"name": "fedcb2o"},
     "attack": {"name": "label_flip", "source": 9, "target": 4},
 }
@@ -63,7 +63,7 @@ RELEASED = {"split": "released", "validation_loss": "batches", "colluders_own_mo
 MIXED = {"own_model": "trusted", "mixing_factor": 1.0}
 FEW = {"benign": 2, "malicious": 1, "budget": 3}
 CNN = {"name": "tests.whole:smooth_cnn"}
-FAST = {"gamma": 0.15, "momentum": 0.7, "batch_size": 8, "local_epochs": 4}
+FAST = {"gamma": 0.15, "momentum": 0.7, "batch_size": 8, "local_epochs": 2}
 
 CASES: dict[str, dict[str, Any]] = {
     "FedCB2O as in the paper": {"agents": PAPER},

@@ -763,6 +763,7 @@ def wait_for_runs(out, count):
 
 
 @needs_proc
+@pytest.mark.slow
 def test_a_kill_and_an_interrupt_lose_nothing_and_change_no_bit(undisturbed, tmp_path):
     path, folder = undisturbed
     out = tmp_path / "disturbed"

@@ -199,7 +199,7 @@ LINEAR = ("linear", "onednn", "torch", {"hidden": [1100, 1000]})
     ("setting", "value", "other", "model", "has_rounds"),
     [
         (*LAYOUT, True),
-        (*LAYOUT, False),
+        pytest.param(*LAYOUT, False, marks=pytest.mark.slow),
         pytest.param(*LINEAR, True, marks=needs_onednn),
     ],
 )

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests import agents as ours
 from tests import reference
 from tests.agents import BAD, CLUSTER, GOOD, SEED, chosen, network, oracle_agents, run_rounds
-from tests.tiny import bits_however, first_quick, tiny
+from tests.tiny import bits_however, tiny
 from torch.nn import functional as F
 
 from fedcb2o import knows
@@ -23,7 +23,7 @@ from fedcb2o.nn import parameters
 from fedcb2o.rng import stream
 from fedcb2o.simulation import ifca
 
-PLAIN = reference.Training(gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=8, local_epochs=2)
+PLAIN = reference.Training(gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=8, local_epochs=1)
 
 
 TEAM = {"benign": 2, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
@@ -267,7 +267,8 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", first_quick(VARIANTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
     bits_however(tmp_path, VARIANTS[variant])
 

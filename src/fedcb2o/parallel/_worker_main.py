@@ -39,6 +39,8 @@ def run_worker(parent: int, pipe: Connection) -> None:
         parent: Process id of the parent.
         pipe: The worker's end of its pipe.
     """
+    gc.freeze()  # what was imported stays; the pool disabled the collector for the imports
+    gc.enable()
     safe_stdio.install_safe_streams()
     if sys.stderr is not None:
         faulthandler.enable()
