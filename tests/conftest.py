@@ -35,7 +35,7 @@ settings.load_profile("steady")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "quick: needs a Ray cluster, but runs in `make test`")
+    config.addinivalue_line("markers", "quick: a slow test that continuous integration runs")
 
 
 def pytest_collection_finish():
@@ -62,5 +62,5 @@ def process_state(tmp_path_factory):
 def pytest_collection_modifyitems(items):
     """Mark tests that need a Ray cluster as slow: its processes take half a minute to start."""
     for item in items:
-        if "cluster" in item.fixturenames and not item.get_closest_marker("quick"):
+        if "cluster" in item.fixturenames:
             item.add_marker(pytest.mark.slow)

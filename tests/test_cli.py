@@ -263,7 +263,7 @@ def test_a_former_name_in_a_file_is_one_log_line(tmp_path):
     assert (done.status, done.err.count("\n")) == (0, 1)
     assert done.err.startswith("Note: `judged_at` of `fedcb2o` is now `guards.interpolation`;")
     assert "interpolation = 0.5" in done.out
-    assert command("--quiet", "presets", path).err == ""
+    assert here("--quiet", "presets", path).err == ""
 
 
 def test_several_experiments_each_have_a_folder(tmp_path, monkeypatch):

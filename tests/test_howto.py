@@ -56,6 +56,7 @@ def test_the_tutorial_has_the_same_numbers_from_toml_and_python(tmp_path, monkey
     assert fedcb2o.Run("toml").config["algorithm"]["name"] == "fedassay"
 
 
+@pytest.mark.slow
 def test_the_tutorial_on_language_models_runs(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     page = TUTORIALS / "language-model.md"

@@ -204,13 +204,12 @@ def test_fewer_than_one_process_is_refused(tmp_path, asked):
     [
         ("-v 700000", (), "PyTorch takes 1.00 GiB: raise it"),
         ("-v 1700000", ("model.hidden=[400000]",), "a process may map"),
-        (
+        pytest.param(
             "-n 8",
             (),
-            (
-                "cannot start a worker process (Too many open files): raise `ulimit -n`, or try "
-                "with fewer"
-            ),
+            "cannot start a worker process (Too many open files): raise `ulimit -n`, or try with "
+            "fewer",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -452,6 +452,7 @@ def dropping(input_shape, num_classes):
     )
 
 
+@pytest.mark.slow
 def test_random_evaluation_is_the_same_however_it_is_run(tmp_path):
     experiment = tiny(model={"name": dropping, "random_evaluation": True}, rounds=2)
     bits_however(tmp_path, experiment)

@@ -152,6 +152,7 @@ def gone(pid):
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.slow
 def test_a_worker_killed_while_it_has_nothing_to_do_is_replaced(pool):
     pool.map(slowly, [(0.2, 0)] * 2)
     victim, other = current_pool().workers

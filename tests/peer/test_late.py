@@ -141,6 +141,7 @@ def test_a_late_member_takes_the_models_of_others_and_so_after_a_stop(tmp_path):
     assert lines[-1]["accuracy"] > others - 0.1
 
 
+@pytest.mark.slow
 def test_a_member_that_asks_nobody_says_so_and_recovers_after_a_stop(tmp_path, monkeypatch):
     """A former release checked the distance in every round: all likelihoods became 0."""
     federation = Federation(tmp_path, rounds=60, guards={"max_distance": 0.5})

@@ -238,7 +238,10 @@ def test_one_hostile_member_changes_little(n, strategy):
 LAST = 4  # of the rounds that the lost directory signed and another member holds
 
 
-@pytest.mark.parametrize(("answering", "signed_from"), [((1, 2), LAST + 3), ((1,), None)])
+@pytest.mark.parametrize(
+    ("answering", "signed_from"),
+    [pytest.param((1, 2), LAST + 3, marks=pytest.mark.slow), ((1,), None)],
+)
 def test_a_lost_directory_signs_nothing_before_a_majority_has_answered(
     answering, signed_from, tmp_path
 ):
