@@ -375,7 +375,7 @@ def mean_counts(rows: Sequence[Row]) -> list[list[str]]:
         for method in sorted(methods, key=METHODS.index):
             chosen = [methods[method][key] for key in common]
             totals = [sum(int(row[name]) for row in chosen) for name in COUNTS]
-            means = [f"{total / max(1, len(instances)):.3g}" for total in totals]
+            means = [f"{total / max(1, len(instances)):.4g}" for total in totals]
             table.append([*label, method, *means])
     return table
 
