@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 
-# All modules and collected tests stay, so that no garbage collection looks at them.
+# The garbage collector is off until the tests are collected. Modules and tests stay, so that no
+# collection needs to examine them.
 gc.disable()
 
 # Before torch and numpy are first imported, here and in every process that a test starts.
@@ -35,7 +36,7 @@ settings.load_profile("steady")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "quick: a slow test that continuous integration runs")
+    config.addinivalue_line("markers", "quick: a test of a Ray cluster that continuous integration runs")
 
 
 def pytest_collection_finish():

@@ -83,6 +83,7 @@ def talkative(tmp_path_factory):
     ("how", "workers"),
     [
         ("closed", 1),
+        pytest.param("closed", 2, marks=pytest.mark.slow),
         pytest.param("broken", 2, marks=pytest.mark.slow),
         pytest.param("full", 1, marks=pytest.mark.slow),
     ],

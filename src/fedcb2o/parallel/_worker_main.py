@@ -39,7 +39,7 @@ def run_worker(parent: int, pipe: Connection) -> None:
         parent: Process id of the parent.
         pipe: The worker's end of its pipe.
     """
-    gc.freeze()  # what was imported stays; the pool disabled the collector for the imports
+    gc.freeze()  # the imported modules stay, so that no collection examines them
     gc.enable()
     safe_stdio.install_safe_streams()
     if sys.stderr is not None:
