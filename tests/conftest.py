@@ -36,7 +36,9 @@ settings.load_profile("steady")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "quick: a test of a Ray cluster that continuous integration runs")
+    config.addinivalue_line(
+        "markers", "quick: a test of a Ray cluster that continuous integration runs"
+    )
 
 
 def pytest_collection_finish():
