@@ -1,11 +1,10 @@
 """The transforms by which clusters differ, by hand."""
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from fedcb2o.data import ClusterTransform, Shard, cluster_samples, rotate, transforms, using_range
+from fedcb2o.data import ClusterTransform, Shard, rotate, transforms, using_range
 from fedcb2o.errors import ConfigError
 from fedcb2o.plugins import resolve_and_bind
 
@@ -128,19 +127,6 @@ def test_more_clusters_than_a_transform_makes(transform, num_clusters, num_class
     transformed = view(transform, num_clusters, num_classes)
     with pytest.raises(ConfigError, match=message):
         transformed(SAMPLES, num_clusters - 1)
-
-
-def test_agents_see_the_samples_of_their_clusters():
-    pool = Shard(torch.arange(16, dtype=torch.uint8).view(4, 1, 2, 2), torch.tensor([0, 1, 2, 0]))
-    index = torch.tensor([[0, 3], [1, 1], [3, 2]])
-    x, y = cluster_samples(pool, index, np.array([1, 0, 1]), view("permute_labels", 2))
-    assert x.equal(pool.x[index])
-    assert y.tolist() == [[1, 1], [1, 1], [1, 0]]
-    x, y = cluster_samples(pool, index, np.array([1, 0, 1]), view("rotation", 2))
-    assert y.equal(pool.y[index])
-    assert x[0].equal(rotate(pool.x[[0, 3]], 1, 2))
-    assert x[1].equal(pool.x[[1, 1]])
-    assert pool.x.equal(torch.arange(16, dtype=torch.uint8).view(4, 1, 2, 2))
 
 
 def darker(samples, cluster, num_clusters):

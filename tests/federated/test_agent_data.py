@@ -1,6 +1,7 @@
 """What agents hold, against plain indexing: each cluster sees samples its way, and who attacks poisons what it trains
 on, from its round on."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -122,3 +123,14 @@ def test_labels_that_there_are_not_are_told(label):
     wrong = Attack(poison=lambda shard, draw: Shard(shard.x, torch.full_like(shard.y, label)))
     with pytest.raises(ConfigError, match="the attack returned labels outside 0 to 4"):
         holdings(wrong).training_data(np.arange(4), 0)
+
+
+def test_agents_see_the_labels_of_their_clusters():
+    """Cluster k renames class c to c + k; pixels, and the samples that all agents share, stay as they are."""
+    renamed = ClusterTransform(functools.partial(transforms.permute_labels), 4, CLASSES, (0.0, 1.0))
+    held = dataclasses.replace(holdings(), view=renamed)
+    before = held.samples.y.clone()
+    x, y = held.gather(np.array([1, 0, 2]), held.validation)
+    assert x.equal(held.samples.x[torch.tensor([[3, 0], [1, 2], [4, 5]])])
+    assert y.tolist() == [[(3 + 3) % 5, 3], [1, 2], [(4 + 1) % 5, 1]]
+    assert held.samples.y.equal(before)

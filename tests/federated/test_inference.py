@@ -9,7 +9,13 @@ from tests.networks import NETWORKS, different, fresh, shards
 from torch import nn
 
 from fedcb2o.data import Shard
-from fedcb2o.federated import confusion_matrices, inference, model_losses
+from fedcb2o.federated import (
+    confusion_matrices,
+    inference,
+    measure_samples,
+    model_losses,
+    predicted_class,
+)
 from fedcb2o.nn import parameters
 
 
@@ -60,8 +66,13 @@ def test_models_are_judged_together_as_one_by_one(name, rows, together, monkeypa
     for key in ("mean", "by_class", "entropy"):
         torch.testing.assert_close(getattr(found, key), getattr(alone, key), rtol=1e-5, atol=1e-6)
     each = None if reference is None else [reference] * len(rows)
-    counts = [confusion_matrices(module, pool, rows, data, 4, some, each) for some in (1, together)]
-    assert torch.equal(*counts)
+    predicted = [
+        measure_samples(
+            module, pool, rows, data, predicted_class, models_per_batch=some, references=each
+        )
+        for some in (1, together)
+    ]
+    assert torch.equal(*predicted)
 
 
 def test_large_samples_are_judged_agent_by_agent(monkeypatch):
@@ -96,7 +107,8 @@ def test_confusion_counts_each_sample_once(wrap):
     for row, answer in ((0, 2), (1, 0), (3, 1)):
         pool[row, 6 + answer] = 1.0  # 6 weights, then 3 biases
     test = Shard(torch.rand(150, 2), torch.tensor([0] * 20 + [1] * 50 + [2] * 80))
-    counts = confusion_matrices(module, pool, torch.tensor([0, 1, 3]), test, 3)
+    predicted = measure_samples(module, pool, torch.tensor([0, 1, 3]), test, predicted_class)
+    counts = confusion_matrices(predicted, test.y, 3)
     expected = torch.zeros(3, 3, 3, dtype=torch.int64)
     for m, answer in enumerate((2, 0, 1)):
         expected[m, :, answer] = torch.tensor([20, 50, 80])

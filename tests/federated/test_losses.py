@@ -14,8 +14,9 @@ from fedcb2o.federated import (
     inference,
     local_update_,
     losses,
-    mean_test_losses,
+    measure_samples,
     model_losses,
+    sample_loss,
 )
 from fedcb2o.nn import parameters
 from fedcb2o.rng import agent_streams, stream
@@ -74,7 +75,8 @@ def test_models_are_judged_by_it():
     assert torch.equal(found.by_class, found.mean.unsqueeze(1))
     assert found.present.tolist() == [True]
     assert found.entropy.isnan().all()
-    tested = mean_test_losses(network(), pool, torch.arange(3), LINE, losses.absolute_error)
+    measure = sample_loss(losses.absolute_error)
+    tested = measure_samples(network(), pool, torch.arange(3), LINE, measure).mean(1)
     assert tested.tolist() == pytest.approx([0.0, 1.0, math.inf], abs=1e-6)
 
 

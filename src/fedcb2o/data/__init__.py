@@ -57,7 +57,7 @@ from fedcb2o.data.sets import (
     typefaces,
 )
 from fedcb2o.data.sets._text import tokenise
-from fedcb2o.data.transforms import ClusterTransform, ClusterView, cluster_samples, rotate
+from fedcb2o.data.transforms import ClusterTransform, ClusterView, rotate
 
 __all__ = [
     "OTHER_SCALE",
@@ -76,7 +76,6 @@ __all__ = [
     "brightness",
     "channels_last_hint",
     "cifar10",
-    "cluster_samples",
     "dataset",
     "datasets",
     "default_folder",

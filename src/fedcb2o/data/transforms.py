@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -57,13 +56,19 @@ def rotation(
         ConfigError: The images are not square, or the number of angles is not K.
     """
     degrees = rotation_angles(num_clusters, angles)[cluster]
-    _require_square(samples.x, num_clusters)
+    x = samples.x
+    if num_clusters > 1 and (x.ndim < 3 or x.shape[-1] != x.shape[-2]):
+        cure = channels_last_hint(x.shape[1:]) or "set `num_clusters` = 1 for them"
+        raise ConfigError(
+            f"`num_clusters` = {num_clusters} turns square images, and the samples have shape"
+            f" {tuple(x.shape[1:])}; {cure}"
+        )
     if degrees % 360 == 0:
         return samples
     if degrees % 90 == 0:
-        turned = torch.rot90(samples.x, int(degrees // 90) % 4, dims=(-2, -1))
+        turned = torch.rot90(x, int(degrees // 90) % 4, dims=(-2, -1))
         return Shard(turned.contiguous(), samples.y)
-    return Shard(_interpolated(samples.x, degrees), samples.y)
+    return Shard(_interpolated(x, degrees), samples.y)
 
 
 def flip(samples: Shard, cluster: int) -> Shard:
@@ -214,41 +219,6 @@ class ClusterTransform:
         return Shard(result.x.to(samples.x.device), y.to(samples.y.device))
 
 
-def cluster_samples(
-    samples: Shard,
-    index: Int[Tensor, "a k"],
-    cluster: Int[np.ndarray, " a"],
-    view: ClusterView,
-) -> tuple[Shaped[Tensor, "a k *features"], Shaped[Tensor, "a k *target"]]:
-    """Return samples of several agents, each as the agent's cluster sees them.
-
-    Copies of all samples for each cluster would take K times the memory, so that samples are
-    transformed when they are read.
-
-    Args:
-        samples: All samples.
-        index: Indices of k samples of each agent.
-        cluster: Cluster of each agent.
-        view: The view of each cluster.
-
-    Returns:
-        Copies of the samples and labels, with an axis over the agents.
-    """
-    x = samples.x[index]
-    y = samples.y[index]
-    clusters = np.unique(cluster).tolist()
-    for k in clusters:
-        rows: Tensor | slice = slice(None)  # all, without a copy
-        if len(clusters) > 1:
-            rows = torch.from_numpy(np.flatnonzero(cluster == k))
-        part = Shard(x[rows].flatten(0, 1), y[rows].flatten(0, 1))
-        seen = view(part, k)
-        if seen is not part:
-            x[rows] = seen.x.view(x[rows].shape)
-            y[rows] = seen.y.view(y[rows].shape)
-    return x, y
-
-
 def rotate(
     x: Shaped[Tensor, "n *features"], cluster: int, num_clusters: int
 ) -> Shaped[Tensor, "n *features"]:
@@ -289,15 +259,6 @@ def rotation_angles(num_clusters: int, angles: Sequence[float] | None = None) ->
             " angle for each cluster"
         )
     return list(angles)
-
-
-def _require_square(x: Tensor, num_clusters: int) -> None:
-    if num_clusters > 1 and (x.ndim < 3 or x.shape[-1] != x.shape[-2]):
-        cure = channels_last_hint(x.shape[1:]) or "set `num_clusters` = 1 for them"
-        raise ConfigError(
-            f"`num_clusters` = {num_clusters} turns square images, and the samples have shape"
-            f" {tuple(x.shape[1:])}; {cure}"
-        )
 
 
 def _interpolated(x: Tensor, degrees: float) -> Tensor:

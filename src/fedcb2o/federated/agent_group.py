@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from fedcb2o import plugins
-from fedcb2o.data import ClusterView, Shard, ValueRange, cluster_samples, using_range
+from fedcb2o.data import ClusterView, Shard, ValueRange, using_range
 from fedcb2o.federated.adversary import Adversary, Attack
 from fedcb2o.federated.plugin_outputs import validated_poison
 from fedcb2o.federated.ragged import Indices, Ragged
@@ -168,6 +168,9 @@ class AgentData:
     def gather(self, members: Indices, sample_ids: Ragged) -> SampleBatch:
         """Return equally many samples of each member, as its cluster sees them, without poison.
 
+        Copies of all samples for each cluster would take K times the memory, so that samples are
+        transformed when they are read.
+
         Args:
             members: Indices of agents.
             sample_ids: `train` or `validation`.
@@ -177,8 +180,20 @@ class AgentData:
         """
         flat = sample_ids.values[sample_ids.flat_index(members)]
         index = torch.from_numpy(flat.reshape(len(members), -1))
+        x = self.samples.x[index]
+        y = self.samples.y[index]
         cluster = self.cluster[members]
-        return cluster_samples(self.samples, index, cluster, self.view)
+        clusters = np.unique(cluster).tolist()
+        for k in clusters:
+            rows: Tensor | slice = slice(None)  # all, without a copy
+            if len(clusters) > 1:
+                rows = torch.from_numpy(np.flatnonzero(cluster == k))
+            part = Shard(x[rows].flatten(0, 1), y[rows].flatten(0, 1))
+            seen = self.view(part, k)
+            if seen is not part:
+                x[rows] = seen.x.view(x[rows].shape)
+                y[rows] = seen.y.view(y[rows].shape)
+        return x, y
 
 
 @dataclass(frozen=True)

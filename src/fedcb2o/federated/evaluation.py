@@ -1,5 +1,11 @@
-"""Evaluation of agents' models on test samples."""
+"""Evaluation of agents' models on test samples.
 
+>>> predicted = torch.tensor([[0, 1, 1]])
+>>> confusion_matrices(predicted, torch.tensor([0, 1, 0]), 2).tolist()
+[[[1, 1], [0, 1]]]
+"""
+
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,6 +27,9 @@ from fedcb2o.federated.plugin_outputs import apply_sample_transform
 from fedcb2o.federated.ragged import Indices
 from fedcb2o.nn.batch_norm import estimate_statistics_
 from fedcb2o.nn.parameters import bind_
+
+Measure = Callable[[Tensor, Tensor], Tensor]
+"""(outputs of k models [k, n, ...], labels or targets [n, ...]) -> a measure [k, n, ...]."""
 
 
 def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResult]:
@@ -65,28 +74,32 @@ def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResul
 def _score(group: AgentGroup, members: Indices, test: Shard, loss: Loss | None) -> dict[int, Score]:
     """Evaluate the members' models on one test set; return scores by index."""
     spec = group.spec
-    models, models_per_batch = group.models, spec.kernels.models_per_batch
-    rows = torch.from_numpy(group.layout.own[members])
-    references = group.references(members)
-
+    measure = functools.partial(
+        measure_samples,
+        spec.module,
+        group.models,
+        torch.from_numpy(group.layout.own[members]),
+        test,
+        models_per_batch=spec.kernels.models_per_batch,
+        references=group.references(members),
+    )
     losses: list[float | None] = [None] * len(members)
     exact: list[float | None] = [None] * len(members)
     counts: list[Confusion | None] = [None] * len(members)
     with plugins.attribute_errors("model", spec.model):
         if not predicts_labels(loss):
-            losses, exact = answer_scores(
-                spec.module, models, rows, test, models_per_batch, references
-            ).T.tolist()
+            # A language model returns the log-likelihood of each answer, and whether it is exact.
+            scores = measure(lambda outputs, _: outputs.double()).mean(1)
+            losses, exact = _finite_or_inf(-scores[:, 0]).tolist(), scores[:, 1].tolist()
         elif loss is not None:
-            losses = mean_test_losses(
-                spec.module, models, rows, test, loss, models_per_batch, references
-            ).tolist()
+            losses = measure(sample_loss(loss)).mean(1).tolist()
         if spec.num_classes > 1 and predicts_labels(loss):
-            matrices = confusion_matrices(
-                spec.module, models, rows, test, spec.num_classes, models_per_batch, references
-            )
-            counts = list(matrices)
+            counts = list(confusion_matrices(measure(predicted_class), test.y, spec.num_classes))
     return {k: Score(counts[i], losses[i], exact[i]) for i, k in enumerate(members.tolist())}
+
+
+def _finite_or_inf(losses: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    return losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def agent_network(group: AgentGroup, k: int) -> nn.Module:
@@ -107,147 +120,30 @@ def agent_network(group: AgentGroup, k: int) -> nn.Module:
     return module
 
 
-def confusion_matrices(
+def measure_samples(
     module: nn.Module,
     models: Float[Tensor, "p d"],
     rows: Int[Tensor, " m"],
     test: Shard,
-    num_classes: int,
+    measure: Measure,
+    *,
     models_per_batch: int | None = None,
     references: Sequence[Reference] | None = None,
-) -> Int[Tensor, "m C C"]:
-    """Count how often each of m models predicts class c' (column) for class c (row).
-
-    A model that is not finite predicts class 0, as argmax does.
-
-    Args:
-        module: The network.
-        models: Model buffer.
-        rows: Rows of the models.
-        test: Test samples.
-        num_classes: Number of classes.
-        models_per_batch: Models in one program; see `inference.logits`.
-        references: Samples for local batch-norm statistics, of each model.
-
-    Returns:
-        One confusion matrix per model.
-    """
-    m = len(rows)
-    predicted = predictions(module, models, rows, test, models_per_batch, references)
-    pairs = test.y.cpu() * num_classes + predicted
-    counts = torch.zeros(m, num_classes * num_classes, dtype=torch.int64)
-    counts.scatter_add_(1, pairs, torch.ones_like(pairs))
-    return counts.view(m, num_classes, num_classes)
-
-
-def predictions(
-    module: nn.Module,
-    models: Float[Tensor, "p d"],
-    rows: Int[Tensor, " m"],
-    test: Shard,
-    models_per_batch: int | None = None,
-    references: Sequence[Reference] | None = None,
-) -> Int[Tensor, "m n"]:
-    """Predict the class of each test sample.
-
-    Args:
-        module: The network.
-        models: Model buffer.
-        rows: Rows of the models.
-        test: Test samples.
-        models_per_batch: Models in one program; see `inference.logits`.
-        references: Samples for local batch-norm statistics, of each model.
-
-    Returns:
-        Predicted classes of each model.
-    """
-    return _measure_on_test_set(
-        module,
-        models,
-        rows,
-        test,
-        lambda outputs, _: outputs.argmax(-1),
-        models_per_batch,
-        references,
-    )
-
-
-def mean_test_losses(
-    module: nn.Module,
-    models: Float[Tensor, "p d"],
-    rows: Int[Tensor, " m"],
-    test: Shard,
-    loss: Loss,
-    models_per_batch: int | None = None,
-    references: Sequence[Reference] | None = None,
-) -> Float[Tensor, " m"]:
-    """Compute the mean loss of each of m models on test samples.
-
-    Args:
-        module: The network.
-        models: Model buffer.
-        rows: Rows of the models.
-        test: Test samples.
-        loss: Loss of a sample.
-        models_per_batch: Models in one program; see `inference.logits`.
-        references: Samples for local batch-norm statistics, of each model.
-
-    Returns:
-        Mean losses; infinite where they are not a number.
-    """
-
-    def measure(outputs: Tensor, y: Tensor) -> Tensor:
-        targets = y.unsqueeze(0).expand(len(outputs), *y.shape)
-        return per_sample_losses(loss, outputs, targets, 2).double()
-
-    losses = _measure_on_test_set(module, models, rows, test, measure, models_per_batch, references)
-    return losses.mean(1).nan_to_num(nan=torch.inf, posinf=torch.inf)
-
-
-def answer_scores(
-    module: nn.Module,
-    models: Float[Tensor, "p d"],
-    rows: Int[Tensor, " m"],
-    test: Shard,
-    models_per_batch: int | None = None,
-    references: Sequence[Reference] | None = None,
-) -> Float[Tensor, "m 2"]:
-    """Compute the mean loss of m language models, and their share of exact answers.
-
-    Args:
-        module: The network.
-        models: Model buffer.
-        rows: Rows of the models.
-        test: Test samples.
-        models_per_batch: Models in one program; see `inference.logits`.
-        references: Samples for local batch-norm statistics, of each model.
-
-    Returns:
-        Loss and share of each model; a loss that is not a number is infinite.
-    """
-    scores = _measure_on_test_set(
-        module,
-        models,
-        rows,
-        test,
-        lambda outputs, _: outputs.double(),
-        models_per_batch,
-        references,
-    ).mean(1)
-    losses = (-scores[:, 0]).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return torch.stack([losses, scores[:, 1]], 1)
-
-
-def _measure_on_test_set(
-    module: nn.Module,
-    models: Float[Tensor, "p d"],
-    rows: Int[Tensor, " m"],
-    test: Shard,
-    measure: Callable[[Tensor, Tensor], Tensor],
-    models_per_batch: int | None,
-    references: Sequence[Reference] | None,
 ) -> Shaped[Tensor, "m n *k"]:
-    """Apply `measure` to outputs [k, n, C] and targets [n], some test samples at a time."""
+    """Measure each of m models on each of n test samples, some samples at a time.
+
+    Args:
+        module: The network.
+        models: Model buffer.
+        rows: Rows of the models.
+        test: Test samples.
+        measure: The measure, such as `predicted_class`.
+        models_per_batch: Models in one program; see `inference.logits`.
+        references: Samples for local batch-norm statistics, of each model.
+
+    Returns:
+        Measures on the CPU.
+    """
     batches: list[tuple[Tensor, Reference | None]] = [(rows, None)]
     if references is not None:
         batches = list(zip(torch.split(rows, 1), references, strict=True))
@@ -263,3 +159,52 @@ def _measure_on_test_set(
                     columns.append(measure(network(features(x).unsqueeze(0)), y))
                 measured.append(torch.cat(columns, 1))
     return torch.cat(measured).cpu()
+
+
+def predicted_class(outputs: Float[Tensor, "k n C"], y: Shaped[Tensor, " n"]) -> Int[Tensor, "k n"]:
+    """Return the class that each model predicts for each sample.
+
+    Args:
+        outputs: Outputs of k models. A model that is not finite predicts class 0, as argmax does.
+        y: Labels, which are not read.
+
+    Returns:
+        Classes, from 0.
+    """
+    return outputs.argmax(-1)
+
+
+def sample_loss(loss: Loss) -> Measure:
+    """Return the measure of a model's loss on each sample; infinite where it is not a number.
+
+    Args:
+        loss: Loss of a sample.
+
+    Returns:
+        A function for `measure_samples`.
+    """
+
+    def measure(outputs: Tensor, y: Tensor) -> Tensor:
+        targets = y.unsqueeze(0).expand(len(outputs), *y.shape)
+        return _finite_or_inf(per_sample_losses(loss, outputs, targets, 2).double())
+
+    return measure
+
+
+def confusion_matrices(
+    predicted: Int[Tensor, "m n"], labels: Int[Tensor, " n"], num_classes: int
+) -> Int[Tensor, "m C C"]:
+    """Count how often each of m models predicts class c' (column) for class c (row).
+
+    Args:
+        predicted: Classes that each model predicts, on the CPU.
+        labels: Class of each sample.
+        num_classes: Number C of classes.
+
+    Returns:
+        One confusion matrix per model.
+    """
+    pairs = labels.cpu() * num_classes + predicted
+    counts = torch.zeros(len(predicted), num_classes * num_classes, dtype=torch.int64)
+    counts.scatter_add_(1, pairs, torch.ones_like(pairs))
+    return counts.view(-1, num_classes, num_classes)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedcb2o import records
 from fedcb2o.data import Shard
 from fedcb2o.federated import AgentGroup, Decisions, local_update_
-from fedcb2o.federated.evaluation import predictions
+from fedcb2o.federated.evaluation import measure_samples, predicted_class
 from fedcb2o.federated.gain import gain_record
 from fedcb2o.federated.membership import leakage, sample_losses
 from fedcb2o.kernels import dispatch
@@ -141,8 +141,13 @@ class SelfAssessment:
         models = torch.stack([self._own(), self.alone])
         reference = self.group.reference(0)
         references = None if reference is None else [reference, reference]
-        predicted = predictions(
-            spec.module, models, torch.arange(2), self.test, None, references
+        predicted = measure_samples(
+            spec.module,
+            models,
+            torch.arange(2),
+            self.test,
+            predicted_class,
+            references=references,
         ).numpy()
         labels = self.test.y.cpu().numpy()
         return gain_record(predicted[0] == labels, predicted[1] == labels, labels, self.class_names)
