@@ -50,13 +50,34 @@ class Tokenizer(Protocol):
     end: int
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text that is learned, without special ones."""
+        """Return the tokens of a text that is learned, without special ones.
+
+        Args:
+            text: A text.
+
+        Returns:
+            Tokens, from 0.
+        """
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the tokens of a text that is read, without special ones."""
+        """Return the tokens of a text that is read, without special ones.
+
+        Args:
+            text: A text.
+
+        Returns:
+            Tokens, from 0.
+        """
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
+        """Return the text of tokens.
+
+        Args:
+            tokens: Tokens, from 0.
+
+        Returns:
+            The text.
+        """
 
 
 def require_extra() -> None:

@@ -36,7 +36,18 @@ class JudgeOracle(ValidationOracle):
         self.model_format = model_format
 
     def losses(self, models: Received, transform: Any = None) -> Losses:
-        """Return the losses that the function returns; see `ValidationOracle.losses`."""
+        """Return the losses that the function returns; see `ValidationOracle.losses`.
+
+        Args:
+            models: m models.
+            transform: None; the function evaluates on samples of its own.
+
+        Returns:
+            Losses of shape [m].
+
+        Raises:
+            ConfigError: A criterion changes samples, or the function fails.
+        """
         if transform is not None:
             raise ConfigError("a criterion that changes samples needs `validation` samples")
         group = self.group

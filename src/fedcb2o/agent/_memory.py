@@ -31,7 +31,11 @@ class Memory(NamedTuple):
     previous: Tensor
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return the memory as tensors by name."""
+        """Return the memory as tensors by name.
+
+        Returns:
+            Tensors for a safetensors file.
+        """
         contacts = self.state.contacts[0]
         content = json.dumps({"round": self.round, "peers": self.peers}).encode()
         tensors = {

@@ -131,7 +131,14 @@ class _Numbers(NamedTuple):
     mean: float
 
     def is_far_from(self, other: "_Numbers") -> bool:
-        """Return whether the mean is far outside the other part's range."""
+        """Return whether the mean is far outside the other part's range.
+
+        Args:
+            other: Statistics of the other part.
+
+        Returns:
+            False for parts of fewer than 20 samples.
+        """
         if min(self.num_samples, other.num_samples) < _MIN_COMPARED:
             return False
         distance = max(other.low - self.mean, self.mean - other.high)

@@ -175,7 +175,11 @@ class AttackView:
         return self._peek([receiver])[0]
 
     def links(self) -> Bool[Tensor, "r r"]:
-        """Return which receivers may ask which others of their cluster."""
+        """Return which receivers may ask which others of their cluster.
+
+        Returns:
+            A truth value for each pair of receivers.
+        """
         return torch.from_numpy(self._links())
 
     def _models(self, role: Knowledge, cluster: int | None) -> Float[Tensor, "m d"]:

@@ -57,7 +57,11 @@ class Inbox:
         return Inbox(self.ids.filter(keep), *columns)
 
     def received(self) -> Received:
-        """Return all models, in the order of the inbox; of one agent, what it received."""
+        """Return all models, in the order of the inbox; of one agent, what it received.
+
+        Returns:
+            Models of shape [m].
+        """
         columns = (self.ids.values, self.rows, self.num_samples, self.round)
         return Received(*(torch.from_numpy(column.copy()) for column in columns))
 

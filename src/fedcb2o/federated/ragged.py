@@ -150,7 +150,11 @@ class Ragged:
         return Ragged(self.values[keep], sizes)
 
     def tolist(self) -> list[list[Any]]:
-        """Return the lists as Python numbers."""
+        """Return the lists as Python numbers.
+
+        Returns:
+            One Python list per list.
+        """
         values = self.values.tolist()
         starts = self.offsets.tolist()
         ends = self.sizes.cumsum().tolist()

@@ -287,13 +287,21 @@ class CriterionInput:
         )
 
     def with_own_only(self) -> "CriterionInput":
-        """Return the view with the agent's own model as the only one received."""
+        """Return the view with the agent's own model as the only one received.
+
+        Returns:
+            The view, with one received model.
+        """
         return dataclasses.replace(
             self, losses=self.own_losses, received=self.own_entry, in_sublevel_set=None
         )
 
     def members_only(self) -> "CriterionInput":
-        """Return the view of one agent without the models that are not `in_sublevel_set`."""
+        """Return the view of one agent without the models that are not `in_sublevel_set`.
+
+        Returns:
+            The view, with the members of the sub-level set as received models.
+        """
         is_member = self.in_sublevel_set
         if is_member is None:
             return self

@@ -62,7 +62,14 @@ class Cloud:
         self._longest = math.sqrt(dim) + 2 * dim / (dim + 2)
 
     def stretch(self, normals: Array) -> Array:
-        """Turn standard normals [n, d] into particles about m."""
+        """Turn standard normals [n, d] into particles about m.
+
+        Args:
+            normals: Standard normal numbers, shape [n, d].
+
+        Returns:
+            Offsets from m, shape [n, d].
+        """
         if self._is_full:
             return self.step * (normals @ self._root.T)
         return self.step * normals * self._root
@@ -75,7 +82,14 @@ class Cloud:
         return float(self.step * self._root.max())
 
     def whiten(self, offset: Array) -> Array:
-        """Divide an offset [d] by the standard deviations."""
+        """Divide an offset [d] by the standard deviations.
+
+        Args:
+            offset: Offset from m, shape [d].
+
+        Returns:
+            The offset in standard deviations, shape [d].
+        """
         if self._is_full:
             return self._inverse_root @ offset / self.step
         return self._inverse_root * offset / self.step

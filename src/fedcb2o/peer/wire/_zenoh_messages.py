@@ -174,7 +174,14 @@ class _Reader:
         return self.take(self.number())
 
     def extensions(self) -> dict[int, BytesLike]:
-        """Read extensions; return the content of those with bytes by their number."""
+        """Read extensions; return the content of those with bytes by their number.
+
+        Returns:
+            Content by number of the extension.
+
+        Raises:
+            ZenohError: An extension has an unknown form.
+        """
         found = {}
         while True:
             header = self.byte()
@@ -189,7 +196,14 @@ class _Reader:
                 return found
 
     def key(self, flags: int) -> tuple[int, BytesLike]:
-        """Read a key expression: the number of its start, and the rest."""
+        """Read a key expression: the number of its start, and the rest.
+
+        Args:
+            flags: Flags of the message.
+
+        Returns:
+            Number of the start, and the rest.
+        """
         scope = self.number()
         return scope, self.sized() if flags & 0x20 else b""
 
