@@ -79,10 +79,19 @@ def small_experiment(agents: int, budget: int, hidden: int | None) -> Experiment
     )
 
 
-def tree_seconds() -> float:
-    """Return the processor seconds of this process and all its descendants."""
-    descendants = process_tree(os.getpid())[1:]
-    return time.process_time() + sum(processor_seconds(pid) for pid in descendants)
+class TreeClock:
+    """Processor seconds of this process and all its descendants, without those of the clock."""
+
+    def __init__(self) -> None:
+        self._own = 0.0
+
+    def __call__(self) -> float:
+        """Return the seconds so far."""
+        start = time.process_time()
+        descendants = process_tree(os.getpid())[1:]
+        seconds = start - self._own + sum(processor_seconds(pid) for pid in descendants)
+        self._own += time.process_time() - start
+        return seconds
 
 
 def measure(experiment: Experiment, count: int, num_rounds: int) -> dict[str, float]:
@@ -99,17 +108,18 @@ def measure(experiment: Experiment, count: int, num_rounds: int) -> dict[str, fl
         state = AgentState.initial(prepared.spec.num_agents)
         goal = attack_goal(experiment)
         marks: list[float] = []
+        clock = TreeClock()
 
         def mark(n: int, phase: str) -> None:
-            marks.append(tree_seconds())
+            marks.append(clock())
 
         rounds = run_rounds(engine, state, 0, num_rounds + 1, num_rounds + 1, mark)
         stack.enter_context(one_thread())
         for result in rounds:
-            marks.append(tree_seconds())
+            marks.append(clock())
             log.append("metrics", metrics_record(goal, engine.adversary.malicious, result))
             log.append("pairs", pairs_record(result))
-            records = tree_seconds() - marks[-1]
+            records = clock() - marks[-1]
 
             # Processor time covers both phases together; wall-clock time divides it.
             wall = {name: result.seconds[name] for name in ("aggregate", "mix")}
