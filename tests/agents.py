@@ -1,5 +1,4 @@
-"""Nine agents in two clusters, four of them malicious, and rounds of theirs, for the tests that look at rounds from
-inside."""
+"""Nine agents in two clusters, four of them malicious, for tests of the steps of a round."""
 
 import dataclasses
 import functools
@@ -56,7 +55,7 @@ BAD = [j for j, bad in enumerate(MALICIOUS) if bad]
 GOOD = [j for j, bad in enumerate(MALICIOUS) if not bad]
 
 
-TURNED = ClusterTransform(functools.partial(transforms.rotation), 2, CLASSES, (0.0, 1.0))
+ROTATION = ClusterTransform(functools.partial(transforms.rotation), 2, CLASSES, (0.0, 1.0))
 
 
 FLIP = Attack(poison=lambda shard, draw: label_flip(shard, draw, source=1, target=2))
@@ -73,12 +72,12 @@ def convolutional() -> nn.Module:
 
 
 def wide() -> nn.Module:
-    """So many parameters that they are mixed in several tiles."""
+    """Return a network whose parameters are mixed in several tiles."""
     return nn.Sequential(nn.Flatten(), nn.Linear(9, 700), nn.ReLU(), nn.Linear(700, CLASSES))
 
 
 def normed(statistics: batch_norm.StatisticsMode = "shared") -> nn.Module:
-    """With batch norms, one of which is frozen as a whole, and with a counter and a constant that are no parameters."""
+    """Return a network with batch norm layers, one of them frozen, and a constant buffer."""
     frozen = nn.BatchNorm1d(6)
     frozen.running_var.fill_(2.0)
     module = nn.Sequential(
@@ -97,7 +96,7 @@ def normed(statistics: batch_norm.StatisticsMode = "shared") -> nn.Module:
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a low-rank adapter that is trained, and that two layers share."""
+    """Frozen layers with a trained low-rank adapter, which two of them share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,13 +111,13 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = x.flatten(1)
         h = (self.base(h) + self.up(self.down(h))).tanh()
-        found: Tensor = self.head((self.again(h) + self.up(self.twice(h))).relu())
-        return found
+        logits: Tensor = self.head((self.again(h) + self.up(self.twice(h))).relu())
+        return logits
 
 
 @dataclass(frozen=True)
 class Held:
-    """The samples, and which of them each agent trains and validates on."""
+    """Samples, with the indices of each agent's training and validation data."""
 
     samples: Shard
     train: list[np.ndarray]
@@ -126,16 +125,18 @@ class Held:
 
 
 def held() -> Held:
-    """20 samples for an attacker, 13 and 11 for everybody else."""
+    """Give an attacker 20 samples, and a benign agent 13 for training and 11 for validation."""
     draw = stream(SEED, "data")
     y = torch.from_numpy(draw.integers(CLASSES, size=300))
     x = torch.from_numpy(draw.normal(size=(300, 1, 3, 3))).float() + y.view(-1, 1, 1, 1) / 2
     order = np.split(draw.permutation(300), 10)
     train = [
-        chosen[:20] if bad else chosen[:13] for chosen, bad in zip(order, MALICIOUS, strict=False)
+        indices[:20] if is_malicious else indices[:13]
+        for indices, is_malicious in zip(order, MALICIOUS, strict=False)
     ]
     validation = [
-        chosen[:0] if bad else chosen[13:24] for chosen, bad in zip(order, MALICIOUS, strict=False)
+        indices[:0] if is_malicious else indices[13:24]
+        for indices, is_malicious in zip(order, MALICIOUS, strict=False)
     ]
     return Held(Shard(x, y), train, validation)
 
@@ -145,7 +146,7 @@ AGENTS = AgentsSection(benign=3, malicious=2, budget=BUDGET)
 
 def terms_of(algorithm: algorithms.Algorithm, module: nn.Module, **changes: Any) -> RunSpec:
     keys = {key: changes.pop(key) for key in list(changes) if key in AgentsSection.model_fields}
-    known = {
+    settings = {
         "seed": SEED,
         "num_agents": len(CLUSTER),
         "num_classes": CLASSES,
@@ -158,7 +159,7 @@ def terms_of(algorithm: algorithms.Algorithm, module: nn.Module, **changes: Any)
         "malicious_share": 0.0,
         "max_samples": 20,
     }
-    return RunSpec(**{**known, **changes})
+    return RunSpec(**{**settings, **changes})
 
 
 def attackers_of(
@@ -182,16 +183,19 @@ def block_of(
     own: Sequence[int] | None = None,
     inbox: int = 0,
 ) -> AgentGroup:
-    """Some agents with a pool of zeros, their own models in the rows `own` of it, and room for so many arrivals."""
+    """Return a group of agents with a buffer of zeros.
+
+    Their own models have the rows `own`; the last `inbox` rows are for received models.
+    """
     holds, ids = holds or held(), np.array(agents)
-    holdings = AgentData(
+    agent_data = AgentData(
         agents=ids,
         samples=holds.samples,
         test=holds.samples,
         train=Ragged.from_arrays([holds.train[j] for j in agents]),
         validation=Ragged.from_arrays([holds.validation[j] for j in agents]),
         cluster=attackers.cluster[ids],
-        view=TURNED,
+        view=ROTATION,
         num_classes=CLASSES,
         malicious=attackers.malicious[ids],
         attack=attackers.attack,
@@ -199,18 +203,18 @@ def block_of(
     )
     rows = np.array(range(len(ids)) if own is None else own)
     clusters = terms.algorithm.clusters
-    kept = int(rows.max()) + 1 + (0 if clusters is None else clusters.num_rows(len(ids)))
-    each = attackers.attack.num_published(1, len(GOOD))
+    num_kept = int(rows.max()) + 1 + (0 if clusters is None else clusters.num_rows(len(ids)))
+    models_per_attacker = attackers.attack.num_published(1, len(GOOD))
     layout = BufferLayout.create(
-        rows, kept, holdings.malicious, each, terms.algorithm.keeps_previous
+        rows, num_kept, agent_data.malicious, models_per_attacker, terms.algorithm.keeps_previous
     )
     return AgentGroup(
-        terms, holdings, attackers, layout, empty_models(layout.first_received + inbox, terms.dim)
+        terms, agent_data, attackers, layout, empty_models(layout.first_received + inbox, terms.dim)
     )
 
 
 def first_models(terms: RunSpec, size: int = len(CLUSTER)) -> Tensor:
-    """A model for each agent, all different."""
+    """Return a different model for each agent."""
     theta = torch.from_numpy(stream(SEED, "theta").normal(size=(size, terms.dim)) * 0.3).float()
     count = sum(map(len, batch_norm.statistics(terms.module, "shared").values()))
     theta[:, :count] = 1 + theta[:, :count] ** 2  # variances are positive
@@ -224,13 +228,13 @@ GUARDS: dict[str, dict[str, float]] = {
     "half-way": {"interpolation": 0.5},
     "tolerance": {"loss_tolerance": 1.0},
 }
-"""Every guard alone; `ALL_GUARDS` has all at once."""
+"""Each guard alone; `ALL_GUARDS` has all of them."""
 
 ALL_GUARDS = {key: value for guard in GUARDS.values() for key, value in guard.items()}
 
 
 def guarded(algorithm: algorithms.Algorithm, **guards: Any) -> algorithms.Algorithm:
-    """An algorithm with these guards."""
+    """Return the algorithm with these guards."""
     return algorithm.with_guards(Guards(**guards))
 
 
@@ -245,7 +249,7 @@ def together(
     collude: bool = True,
     **changes: Any,
 ) -> LocalEngine:
-    """All agents on one machine, in this process."""
+    """Return an engine with all agents in this process."""
     terms = terms_of(algorithm, network() if module is None else module, **changes)
     block = block_of(terms, attackers_of(attack, own_model=own_model, collude=collude), holds)
     block.models[: len(CLUSTER)] = first_models(terms) if theta is None else theta
@@ -253,21 +257,21 @@ def together(
 
 
 def models_of(engine: LocalEngine) -> Tensor:
-    """The models of all agents, in the engine's pool."""
+    """Return the models of all agents, a view of the engine's buffer."""
     return engine.group.models[: len(CLUSTER)]
 
 
 def run_rounds(
     engine: Engine, count: int = 1, memory: AgentState | None = None, start: int = 0
 ) -> list[Round]:
-    """Some rounds."""
+    """Run `count` rounds from round `start`."""
     state = memory or AgentState.initial(len(CLUSTER))
     return list(run_algorithm(engine, state, start, start + count, 0, lambda n, phase: None))
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What one agent decided."""
+class AgentDecisions:
+    """Decisions of one agent in a round."""
 
     asked: list[int]
     ids: list[int]
@@ -279,17 +283,20 @@ class Chosen:
     reduction: Reduction | None
 
 
-def chosen(choices: Decisions, j: int) -> Chosen:
-    """What agent j decided."""
+def chosen(choices: Decisions, j: int) -> AgentDecisions:
+    """Return the decisions of agent j."""
     k = choices.agents.tolist().index(j)
     rows, weights = (
-        Ragged(each, choices.received.sizes)[k].tolist() for each in (choices.rows, choices.weights)
+        Ragged(values, choices.received.sizes)[k].tolist()
+        for values in (choices.rows, choices.weights)
     )
     own_weight, before, f = (
-        float(each[k]) for each in (choices.own_weight, choices.previous_weight, choices.f)
+        float(values[k]) for values in (choices.own_weight, choices.previous_weight, choices.f)
     )
     received, asked = choices.received[k].tolist(), choices.asked[k].tolist()
-    return Chosen(asked, received, rows, weights, own_weight, before, f, choices.reductions.get(j))
+    return AgentDecisions(
+        asked, received, rows, weights, own_weight, before, f, choices.reductions.get(j)
+    )
 
 
 def oracle_agents(
@@ -298,26 +305,37 @@ def oracle_agents(
     options: reference.Options,
     statistics: batch_norm.StatisticsMode = "shared",
 ) -> list[reference.Agent]:
-    """The agents of an engine, for the oracle: their true data turned by its own hands, poisoned as the engine says."""
-    holdings, agents = engine.group.data, []
-    for j, bad in enumerate(MALICIOUS):
+    """Return an engine's agents for the oracle.
+
+    Their data are rotated and poisoned here, without the library's code.
+    """
+    agent_data, agents = engine.group.data, []
+    for j, is_malicious in enumerate(MALICIOUS):
         module = make()
         parameters.bind_(module, models_of(engine)[j].clone())
-        (x, y), (seen, labels) = (
+        (x, y), (validation_x, validation_y) = (
             (
-                torch.rot90(holdings.samples.x[held[j]], 2 * CLUSTER[j], (-2, -1)),
-                holdings.samples.y[held[j]],
+                torch.rot90(agent_data.samples.x[indices[j]], 2 * CLUSTER[j], (-2, -1)),
+                agent_data.samples.y[indices[j]],
             )
-            for held in (holdings.train, holdings.validation)
+            for indices in (agent_data.train, agent_data.validation)
         )
-        if bad and engine.adversary.attack.poison is FLIP.poison:
+        if is_malicious and engine.adversary.attack.poison is FLIP.poison:
             y = torch.where(y == 1, 2, y)
         own = "judged" if engine.adversary.averages_own_model else "excluded"
         colluder = dataclasses.replace(reference.COLLUDER, budget=BUDGET, own_model=own)
-        algorithm = colluder if bad else options
+        algorithm = colluder if is_malicious else options
         agents.append(
             reference.Agent(
-                module, x, y, seen, labels, bad, CLUSTER[j], algorithm, statistics=statistics
+                module,
+                x,
+                y,
+                validation_x,
+                validation_y,
+                is_malicious,
+                CLUSTER[j],
+                algorithm,
+                statistics=statistics,
             )
         )
     return agents

@@ -54,7 +54,7 @@ def process_state(tmp_path_factory):
     last = next(reversed(sys.modules))
     yield
     logger.setLevel(level)
-    # `sys.modules` is in the order of the imports: those of the test come after `last`.
+    # `sys.modules` is in the order of imports: modules that the test imported come after `last`.
     for name in list(itertools.takewhile(last.__ne__, reversed(sys.modules))):
         file = getattr(sys.modules[name], "__file__", None) or ""
         if file.startswith(str(tmp_path_factory.getbasetemp())):

@@ -1,4 +1,4 @@
-"""A tiny experiment with a random Llama of bytes, for the tests of language models."""
+"""A tiny experiment with a random byte-level Llama, for the tests of language models."""
 
 from typing import Any
 

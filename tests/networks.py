@@ -1,4 +1,4 @@
-"""Networks of every kind, models of theirs that differ, and samples, for the tests that compute several at once."""
+"""Networks of every kind, with models and samples, for the tests of batched computation."""
 
 import copy
 
@@ -13,7 +13,7 @@ from tests.tiny import empty_models
 
 
 class Seen(TorchDispatchMode):
-    """Within it `convolutions` counts those that PyTorch computes as such."""
+    """Context that counts the calls of PyTorch's convolution in `convolutions`."""
 
     convolutions = 0
 
@@ -23,7 +23,7 @@ class Seen(TorchDispatchMode):
 
 
 class Tied(nn.Module):
-    """A network with a layer that is used twice, a weight that two layers share, and a parameter that is not used."""
+    """A network with a layer used twice, a weight shared by two layers, and an unused parameter."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ class Tied(nn.Module):
 
 
 def with_norms(input_shape, num_classes):
-    """With batch norms and a constant, for the digits."""
+    """Return a network for the digits with batch norm layers and a constant buffer."""
     module = nn.Sequential(
         *(nn.Conv2d(1, 4, 3, stride=2, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()),
         *(nn.Linear(36, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, num_classes)),
@@ -85,7 +85,7 @@ with torch.random.fork_rng():
 
 
 def fresh(name):
-    """A network as it was made: whoever trains or judges leaves its parameters in rows of a pool."""
+    """Return a copy of a network; training and evaluation bind its parameters to a buffer."""
     return copy.deepcopy(NETWORKS[name])
 
 
@@ -96,7 +96,7 @@ def shards(count, n):
 
 
 def different(module, count):
-    """Models of the size that networks begin with, each its own."""
+    """Return `count` different models near the parameters of a network."""
     thetas = empty_models(count, parameters.dimension(module))
     thetas[:] = (
         parameters.flatten(module)

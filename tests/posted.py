@@ -1,4 +1,4 @@
-"""A plain engine: groups of agents with buffers of their own, which exchange bytes."""
+"""A plain engine: groups of agents with separate buffers, which exchange bytes."""
 
 from collections.abc import Sequence
 from typing import Any

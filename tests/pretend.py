@@ -1,6 +1,8 @@
-"""A device that there is not: tensors that say they lie on "meta" and are computed on the CPU, so
-that a whole run can show where tensors of two devices meet, and how often something waits for the
-device."""
+"""A simulated device: tensors that report the device "meta" and are computed on the CPU.
+
+A run on it fails where an operation mixes tensors of two devices, and counts the synchronisations
+with the device.
+"""
 
 import contextlib
 from collections import Counter
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
-CROSS = {aten._to_copy.default, aten.copy_.default}  # what takes numbers from one device to another
+CROSS_DEVICE = {aten._to_copy.default, aten.copy_.default}  # operations that copy between devices
 INDEX = {
     aten.index.Tensor,
     aten.index_put_.default,
@@ -32,19 +34,19 @@ WAITS = {
 }
 
 
-class Elsewhere(Tensor):
-    """A tensor that says it lies on the device."""
+class DeviceTensor(Tensor):
+    """A tensor that reports the simulated device."""
 
-    here: Tensor
+    cpu_tensor: Tensor
 
     @staticmethod
-    def __new__(cls, here: Tensor) -> "Elsewhere":
-        made = Tensor._make_wrapper_subclass(
-            cls, here.size(), strides=here.stride(), storage_offset=here.storage_offset(),
-            dtype=here.dtype, device="meta",
+    def __new__(cls, cpu_tensor: Tensor) -> "DeviceTensor":
+        wrapper = Tensor._make_wrapper_subclass(
+            cls, cpu_tensor.size(), strides=cpu_tensor.stride(), storage_offset=cpu_tensor.storage_offset(),
+            dtype=cpu_tensor.dtype, device="meta",
         )  # fmt: skip
-        made.here = here
-        return made
+        wrapper.cpu_tensor = cpu_tensor
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -52,8 +54,7 @@ class Elsewhere(Tensor):
 
 
 class Pretend(TorchDispatchMode):
-    """Within it "meta" is there. `waits` counts what a device's queue would have to be emptied
-    for."""
+    """Context in which the device "meta" is simulated; `waits` counts synchronisations by kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,20 +62,24 @@ class Pretend(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        given, _ = tree_flatten((args, kwargs))
-        ours = [t for t in given if isinstance(t, Elsewhere)]
-        asked = kwargs.get("device")
-        if any(t.is_meta for t in given if isinstance(t, Tensor) and not isinstance(t, Elsewhere)):
+        arguments, _ = tree_flatten((args, kwargs))
+        device_tensors = [t for t in arguments if isinstance(t, DeviceTensor)]
+        requested_device = kwargs.get("device")
+        if any(
+            t.is_meta
+            for t in arguments
+            if isinstance(t, Tensor) and not isinstance(t, DeviceTensor)
+        ):
             raise RuntimeError(
                 f"{func}: a list as an index, whose numbers the pretended device does not see"
             )
-        if ours and func not in CROSS:
+        if device_tensors and func not in CROSS_DEVICE:
             for i, other in enumerate(
-                t for t in given if isinstance(t, Tensor) and not isinstance(t, Elsewhere)
+                t for t in arguments if isinstance(t, Tensor) and not isinstance(t, DeviceTensor)
             ):
                 index = (
                     func in INDEX
-                    and isinstance(args[0], Elsewhere)
+                    and isinstance(args[0], DeviceTensor)
                     and not other.is_floating_point()
                 )
                 if other.ndim and not index:
@@ -82,51 +87,54 @@ class Pretend(TorchDispatchMode):
                         f"{func}: tensors on the device and on the CPU, {tuple(other.shape)} at {i}"
                     )
         if (
-            ours
-            and any(func in INDEX and isinstance(t, Elsewhere) for t in given)
+            device_tensors
+            and any(func in INDEX and isinstance(t, DeviceTensor) for t in arguments)
             and not isinstance(args[0], Tensor)
         ):
             raise RuntimeError(f"{func}: what is indexed lies on the CPU, its indices do not")
-        to_here = asked is not None and torch.device(asked).type == "cpu"
-        if ours:
+        to_cpu = requested_device is not None and torch.device(requested_device).type == "cpu"
+        if device_tensors:
             if func in WAITS:
                 self.waits[WAITS[func]] += 1
-            if (func in CROSS and to_here) or (
-                func is aten.copy_.default and not isinstance(args[0], Elsewhere)
+            if (func in CROSS_DEVICE and to_cpu) or (
+                func is aten.copy_.default and not isinstance(args[0], DeviceTensor)
             ):
                 self.waits["transfer"] += 1
-        there = asked is not None and torch.device(asked).type == "meta"
-        if there:
+        to_device = requested_device is not None and torch.device(requested_device).type == "meta"
+        if to_device:
             kwargs["device"] = torch.device("cpu")
 
-        def plain(t: Any) -> Any:
-            return t.here if isinstance(t, Elsewhere) else t
+        def unwrap(t: Any) -> Any:
+            return t.cpu_tensor if isinstance(t, DeviceTensor) else t
 
-        found = func(*tree_map(plain, args), **tree_map(plain, kwargs))
-        if ours and func in SHAPES:
+        result = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
+        if device_tensors and func in SHAPES:
             with torch._C._ExcludeDispatchKeyGuard(
                 torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
             ):
                 func(*args)
-        if there and found is plain(args[0] if args else None):
-            found = found.clone()
-        if not (there or (ours and not to_here)):
-            return found
-        if func is aten.copy_.default and not isinstance(args[0], Elsewhere):
-            return found
-        known = {id(t.here): t for t in ours}  # what is changed in place stays what it was
+        if to_device and result is unwrap(args[0] if args else None):
+            result = result.clone()
+        if not (to_device or (device_tensors and not to_cpu)):
+            return result
+        if func is aten.copy_.default and not isinstance(args[0], DeviceTensor):
+            return result
+        # Tensors changed in place keep their identity.
+        wrappers = {id(t.cpu_tensor): t for t in device_tensors}
 
-        def back(t: Any) -> Any:
+        def wrap(t: Any) -> Any:
             return (
-                (known[id(t)] if id(t) in known else Elsewhere(t)) if isinstance(t, Tensor) else t
+                (wrappers[id(t)] if id(t) in wrappers else DeviceTensor(t))
+                if isinstance(t, Tensor)
+                else t
             )
 
-        return tree_map(back, found)
+        return tree_map(wrap, result)
 
 
 @contextlib.contextmanager
 def pretended(monkeypatch) -> Iterator[Pretend]:
-    """A device "meta" of 1 GiB, on which nothing is timed."""
+    """Simulate a device "meta" of 1 GiB, without timing of kernels."""
     from fedcb2o.kernels import _autotune, devices
 
     monkeypatch.setattr(devices, "device_memory", lambda device: 2**30)

@@ -1,4 +1,4 @@
-"""Processes that a test starts in a session of their own, to kill or interrupt them."""
+"""Processes in separate sessions, for tests that kill or interrupt them."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ne
 
 
 def start(*arguments: object, cwd: Path, **environment: str) -> subprocess.Popen[str]:
-    """`fedcb2o ARGUMENTS` in a session of its own."""
+    """Start `fedcb2o ARGUMENTS` in a new session."""
     return subprocess.Popen(
         [FEDCB2O, *map(str, arguments)], cwd=cwd, env={**ENVIRONMENT, **environment}, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
@@ -22,20 +22,20 @@ def start(*arguments: object, cwd: Path, **environment: str) -> subprocess.Popen
 
 
 def living(session: int) -> list[str]:
-    """The processes of a session that are there and no zombies."""
-    found = []
+    """Return the command lines of a session's processes, except zombies."""
+    processes = []
     for process in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if process.name.isdecimal() and os.getsid(int(process.name)) == session:
                 state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-                found += (
+                processes += (
                     [] if state in "ZX" else [(process / "cmdline").read_text().replace("\0", " ")]
                 )
-    return found
+    return processes
 
 
 def assert_gone(session: int) -> None:
     deadline = time.monotonic() + 3
-    while (left := living(session)) and time.monotonic() < deadline:
+    while (remaining := living(session)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert left == []
+    assert remaining == []

@@ -1,14 +1,31 @@
-"""The oracle: the paper's algorithms and particle systems as plain, slow loops, to be read line by
-line beside it.
+"""Oracle: the paper's algorithms and particle systems as plain, slow loops.
 
 García Trillos, Akash, Li, Riedl, Zhu, "Defending Against Diverse Attacks in Federated Learning
-Through Consensus-Based Bi-Level Optimization" (arXiv 2412.02535): Algorithm 1 (alg:FedCB2O),
-Algorithm 2 (alg:localAggregation) with ProbSampling, the exact consensus point (eq:clustered_csp),
-and the attackers' and DFedAvgM's mixing (Section sec:experiments). Of the project it imports
-nothing but the named random streams, so that the fast code can be held equal to it. Every agent has
-an `nn.Module` and is known by its place in the list. Below them, particles on R^d: CB2O
-(eq:dyn_micro2) with malicious particles (eq:dyn_macro), FedCBO (eq:fedcbo_dynamic) and FedCB2O
-(eq:fedcb2o_dynamics)."""
+Through Consensus-Based Bi-Level Optimization" (arXiv 2412.02535). Tests compare the library with
+these functions, which import only its named random streams. Agents are numbered from 0.
+
+    Algorithm 1, FedCB2O (alg:FedCB2O)
+      line 3  LocalUpdate, j in [N]: tau steps of SGD           local_updates
+      line 4  LocalAggregation, j in [N]                        local_aggregations
+
+    Algorithm 2, LocalAggregation of agent j (alg:localAggregation)
+      line 1  A_n <- ProbSampling(P_n^j, M)                     select, prob_sampling
+      line 2  download theta_n^i, i in A_n                      local_aggregations
+      line 3  L_j^i, i in A_n: losses on agent j's data         evaluate
+      line 4  P_{n+1}^{j,i}, i in A_n                           update_likelihood
+      line 5  G^i, i in A_n: robustness criterion               class_loss_gap
+      line 6  mu_j^i = exp(-alpha G^i), m_j                     consensus_weights, mix
+      line 7  theta_{n+1}^j <- theta_n^j - lambda1 gamma (theta_n^j - m_j)    mix
+
+    Also: Q_beta of the exact consensus point (eq:clustered_csp)              sublevel_set
+          peers of attackers, mixing by numbers of samples (sec:experiments)  colluding, COLLUDER
+
+    Particles on R^d: CB2O (eq:dyn_micro2) with malicious particles (eq:dyn_macro), FedCBO
+    (eq:fedcbo_dynamic), FedCB2O (eq:fedcb2o_dynamics)          particle_step, consensus_point
+
+Options beyond the paper are marked as such. The options of the authors' released code are marked
+"released code".
+"""
 
 import copy
 import itertools
@@ -24,13 +41,13 @@ from torch import Tensor, nn
 
 from fedcb2o.rng import stream
 
-CANDIDATES = 12  # classes that perturbations are sought for after the first step
-MEASURED = 256  # validation samples, at most, on which it is measured what they do
+CANDIDATES = 12  # classes for which a perturbation is refined after the first step
+MEASURED = 256  # largest number of validation samples on which a perturbation is evaluated
 
 
 @dataclass(frozen=True)
 class Training:
-    """LocalUpdate's settings; `local_steps`, where given, replaces `local_epochs`."""
+    """Settings of LocalUpdate; `local_steps` replaces `local_epochs` unless it is None."""
 
     gamma: float = 0.004
     lambda2: float = 1.0
@@ -42,7 +59,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Options:
-    """What one agent does in LocalAggregation; the defaults are the paper's FedCB2O."""
+    """Settings of one agent in LocalAggregation; the defaults are the paper's FedCB2O."""
 
     selection: Literal["prob_sampling", "uniform", "everyone", "colluding"] = "prob_sampling"
     budget: int = 20  # M
@@ -65,38 +82,38 @@ class Options:
     own_model: Literal["excluded", "judged", "trusted"] = "excluded"  # released code: trusted
     lambda1: float = 10.0
     mixing_factor: float | None = None  # None: lambda1 * gamma; released code: 1
-    # Guards, beyond the paper: of every algorithm.
-    newcomer_share: float | None = None  # of M, for peers never asked; None: as in Algorithm 2
-    max_distance: float | None = None  # from the agent's own model, in units of its norm
-    min_distance: float | None = None  # the same, in units of its movement in LocalUpdate
-    max_sensitivity: float | None = None  # rise of a class's sensitivity to noise, in movements
-    interpolation: float = 1.0  # fraction of the way to a peer's model at which losses are computed
-    loss_tolerance: float | None = None  # standard errors above the own loss that count, too
+    # Guards of every algorithm, beyond the paper.
+    newcomer_share: float | None = None  # of M, for peers never asked; None: Algorithm 2
+    max_distance: float | None = None  # from the agent's own model, in norms of that model
+    min_distance: float | None = None  # the same, in movements of that model in LocalUpdate
+    max_sensitivity: float | None = None  # rise of a class's sensitivity to noise, in changes
+    interpolation: float = 1.0  # losses at own + interpolation * (peer - own)
+    loss_tolerance: float | None = None  # standard errors above the loss of the agent's model
     # Criteria beyond the paper.
-    z: float = 0.0  # so many standard errors, of a class loss or of a rise, are no gap
-    pixels: int = 6  # that the perturbation worst for a model paints
-    samples: int = 4  # on which it is sought
-    steps: int = 1  # in which it is sought
-    blend: float = 0.0  # the share of noise in these samples
+    z: float = 0.0  # standard errors subtracted from the mean difference of rises
+    pixels: int = 6  # largest number of painted pixels
+    samples: int = 4  # number of validation samples for the gradients
+    steps: int = 1  # number of gradient steps
+    blend: float = 0.0  # share of noise in these samples
     against: Literal["own", "majority"] = (
-        "own"  # majority: or the median over Q, where that is more
+        "own"  # majority: the model of median rise in Q, where its rise is larger
     )
 
 
 FEDCB2O = Options()
 FEDCBO = Options(criterion="average_loss")
-# eq:clustered_csp: all N models, the agent's own among them, no sampling (beta is the user's).
+# eq:clustered_csp: all N models with the agent's own, no sampling (the paper has no value of beta).
 EXACT = Options(selection="everyone", own_model="judged", beta=0.5)
 DFEDAVGM = Options(
     selection="uniform", criterion="num_samples", own_model="judged", mixing_factor=1.0
 )
-# With own_model="judged": the released code, where an attacker's own model is averaged too.
+# In the released code attackers average their own model too: own_model="judged".
 COLLUDER = Options(selection="colluding", criterion="num_samples", mixing_factor=1.0)
 
 
 @dataclass
 class Agent:
-    """Agent j: its data, its model theta^j, and what it remembers of its peers."""
+    """Agent j: its data, its model theta^j, and its record of its peers."""
 
     module: nn.Module
     train_x: Tensor
@@ -106,16 +123,19 @@ class Agent:
     malicious: bool = False
     cluster: int = 0
     algorithm: Options = FEDCB2O
-    statistics: Literal["shared", "local", "dropped"] = "shared"  # of batch norms
-    met: set[int] = field(default_factory=set)  # whom it has asked so far, answered or not
-    P: dict[int, float] = field(default_factory=dict)  # P^{j,i} of those who have answered
-    before: nn.Module | None = None  # the model that it began the round with
+    statistics: Literal["shared", "local", "dropped"] = "shared"  # of batch norm layers
+    met: set[int] = field(default_factory=set)  # peers asked so far, answered or not
+    P: dict[int, float] = field(default_factory=dict)  # P^{j,i} of the peers i that answered
+    before: nn.Module | None = None  # theta^j before the round's LocalUpdate
 
 
 @dataclass(frozen=True)
 class Loss:
-    """L_j(theta) and, for each class c that agent j holds, L_{j,c}(theta), and the loss of each
-    sample by itself."""
+    """Losses of a model on agent j's validation data.
+
+    `mean` is L_j(theta), `by_class` has L_{j,c}(theta) for each class c in the data, and `errors`
+    are the losses of the samples.
+    """
 
     mean: float
     by_class: dict[int, float]
@@ -125,8 +145,10 @@ class Loss:
 
 @dataclass(frozen=True)
 class Info:
-    """What agent j did in a round. `weights` are those of m_j, by id, its own under j; they sum to
-    1."""
+    """Decisions of agent j in a round.
+
+    `weights` are the normalised mu_j^i of m_j by id i, with its own model under j; they sum to 1.
+    """
 
     asked: list[int]
     received: list[int]
@@ -144,7 +166,7 @@ def run_round(
     num_classes: int,
     participation: float = 1.0,
 ) -> list[Info]:
-    """Algorithm 1, lines 3 and 4: everybody trains, then everybody aggregates."""
+    """Run one round of Algorithm 1, lines 3 and 4: all agents train, then all aggregate."""
     local_updates(agents, n, seed=seed, training=training)
     return local_aggregations(
         agents,
@@ -162,8 +184,10 @@ def run_round(
 def local_updates(
     agents: Sequence[Agent], n: int, *, seed: int, training: Training
 ) -> list[list[float]]:
-    """Algorithm 1, line 3, for j in [N]; malicious agents do the same on their poisoned data
-    (eq:MaliAgentObj)."""
+    """Run LocalUpdate for j in [N] (Algorithm 1, line 3); return the losses of their steps.
+
+    Malicious agents train in the same way, on poisoned data (eq:MaliAgentObj).
+    """
     return [
         local_update(agent, stream(seed, "batches", n, j), training)
         for j, agent in enumerate(agents)
@@ -171,9 +195,9 @@ def local_updates(
 
 
 def local_update(agent: Agent, draw: np.random.Generator, training: Training) -> list[float]:
-    """tau epochs (or steps) of mini-batch SGD; the loss of each step."""
+    """Train for tau epochs (or steps) of mini-batch SGD; return the loss of each step."""
     agent.before = copy.deepcopy(agent.module)
-    # A fresh optimiser: no momentum is carried over from the last round.
+    # A new optimiser: the momentum starts at 0 in every round.
     learning_rate = training.lambda2 * training.gamma
     optimiser = torch.optim.SGD(
         agent.module.parameters(), lr=learning_rate, momentum=training.momentum
@@ -194,19 +218,19 @@ def local_update(agent: Agent, draw: np.random.Generator, training: Training) ->
 
 
 def batches(num_samples: int, draw: np.random.Generator, training: Training) -> list[Tensor]:
-    """The mini-batches of one LocalUpdate; the last of an epoch may be smaller."""
-    found: list[Tensor] = []
+    """Return the mini-batches of one LocalUpdate; the last one of an epoch may be smaller."""
+    slices: list[Tensor] = []
     epoch = 0
     while (
         epoch < training.local_epochs
         if training.local_steps is None
-        else len(found) < training.local_steps
+        else len(slices) < training.local_steps
     ):
         order = torch.from_numpy(draw.permutation(num_samples))
         for start in range(0, num_samples, training.batch_size):
-            found.append(order[start : start + training.batch_size])
+            slices.append(order[start : start + training.batch_size])
         epoch += 1
-    return found if training.local_steps is None else found[: training.local_steps]
+    return slices if training.local_steps is None else slices[: training.local_steps]
 
 
 # ---- Algorithm 2: LocalAggregation ----
@@ -221,8 +245,10 @@ def local_aggregations(
     num_classes: int,
     participation: float = 1.0,
 ) -> list[Info]:
-    """Algorithm 1, line 4, for j in [N]: synchronous, on the models as they are after everybody's
-    LocalUpdate."""
+    """Run LocalAggregation for j in [N] (Algorithm 1, line 4).
+
+    It is synchronous: all agents receive the models of the same moment, after LocalUpdate.
+    """
     published = [copy.deepcopy(agent.module) for agent in agents]
     online = [True] * len(agents)
     if participation < 1:
@@ -235,55 +261,61 @@ def local_aggregations(
             infos.append(Info([], [], {j: 1.0}, {}, {}))
             continue
         options = agent.algorithm
-        asked = select(agents, j, stream(seed, "select", n, j))  # line 1: A_n
+        # Algorithm 2, line 1: A_n <- ProbSampling(P_n^j, M)
+        asked = select(agents, j, stream(seed, "select", n, j))
         agent.met |= set(asked)
-        received = [i for i in asked if answers[i]]  # line 2
-        # Guards: a peer's model that is too far or too near is neither evaluated nor weighed.
+        # Line 2: download theta_n^i, i in A_n
+        received = [i for i in asked if answers[i]]
+        # Guards (beyond the paper): refused models are neither evaluated nor weighed.
         noise = noise_images(agent.train_x.shape[1:], stream(seed, "noise", n, j))
-        refused = {}
+        refused_losses = {}
         for i in received:
-            loss = refused_loss(published[i], published[j], agent, num_classes, noise)
+            loss = loss_if_refused(published[i], published[j], agent, num_classes, noise)
             if i != j and loss:
-                refused[i] = loss
-        admitted = [i for i in received if i not in refused]
-        # The models that m_j may hold; j is among them once, whether it sampled itself or is always
-        # counted.
-        at_hand = sorted({*admitted, j}) if options.own_model != "excluded" else admitted
+                refused_losses[i] = loss
+        admitted = [i for i in received if i not in refused_losses]
+        # The models that m_j may average. Agent j is one of them at most once, also if it sampled
+        # itself.
+        candidates = sorted({*admitted, j}) if options.own_model != "excluded" else admitted
 
-        sure = confidence(agent, num_classes)
+        label_confidence = confidence(agent, num_classes)
         losses: dict[int, Loss] = {}
         if options.criterion != "num_samples" or options.loss_tolerance is not None:
-            for i in sorted({*admitted, j}):  # line 3
-                there = on_the_way(published[j], published[i], agent, options.interpolation)
-                losses[i] = evaluate(there, agent, training)
+            # Line 3: L_j^i <- loss of theta_n^i on agent j's data
+            for i in sorted({*admitted, j}):
+                evaluated = interpolate(published[j], published[i], agent, options.interpolation)
+                losses[i] = evaluate(evaluated, agent, training)
         if options.criterion == "num_samples":
-            counted = sublevel_set(losses, at_hand, j, options, sure)
-            values = {i: float(len(agents[i].train_y)) for i in counted}
+            members = sublevel_set(losses, candidates, j, options, label_confidence)
+            values = {i: float(len(agents[i].train_y)) for i in members}
             weights = normalised(values)
         else:
-            gap = options.criterion.endswith("_gap") and n >= options.criterion_from_round
-            Q = sublevel_set(losses, at_hand, j, options, sure)
+            uses_gap = options.criterion.endswith("_gap") and n >= options.criterion_from_round
+            Q = sublevel_set(losses, candidates, j, options, label_confidence)
             G = {}
             rises = {}
-            if gap and options.criterion == "perturbation_gap":
+            if uses_gap and options.criterion == "perturbation_gap":
                 rises = worst_rises(published, {*Q, j}, agent, stream(seed, "rule", n, j))
-            for i in sorted({*admitted, j}):  # line 5
+            # Line 5: G^i <- G_j(theta_n^i; theta_n^j), or L_j^i before round T_G
+            for i in sorted({*admitted, j}):
                 if rises:
                     G[i] = perturbation_gap(rises, i, j, options) if i in Q and i != j else 0.0
                 else:
                     G[i] = (
                         class_loss_gap(losses, i, j, num_classes, options)
-                        if gap
+                        if uses_gap
                         else losses[i].mean
                     )
-            G = {i: sure * value for i, value in G.items()}
-            for i in received:  # line 4
-                update_likelihood(agent, i, refused.get(i) or losses[i].mean)
+            G = {i: label_confidence * value for i, value in G.items()}
+            # Line 4, independent of line 5: eq:update_sampling_likelihood
+            for i in received:
+                update_likelihood(agent, i, refused_losses.get(i) or losses[i].mean)
             if options.own_likelihood == "every_round" and j not in received:
                 update_likelihood(agent, j, losses[j].mean)
-            values = {i: G[i] for i in at_hand}
+            values = {i: G[i] for i in candidates}
+            # Line 6: mu_j^i = exp(-alpha G^i) over their sum
             weights = consensus_weights(
-                values, Q, j, options, trusted=gap and options.own_model == "trusted"
+                values, Q, j, options, trusted=uses_gap and options.own_model == "trusted"
             )
 
         if weights:
@@ -292,32 +324,35 @@ def local_aggregations(
                 if options.mixing_factor is None
                 else options.mixing_factor
             )
-            mix(agent, j, published, weights, factor)  # lines 6 and 7
+            # Lines 6 and 7: m_j, and theta_{n+1}^j <- theta_n^j - lambda1 gamma (theta_n^j - m_j)
+            mix(agent, j, published, weights, factor)
             weights = {i: weights.get(i, 0.0) for i in sorted({*received, j})}
-        else:  # nobody answered, or nobody is worth anything: the model is kept
+        else:  # no model has a weight: agent j keeps its own
             weights = {i: float(i == j) for i in sorted({*received, j})}
         infos.append(Info(asked, received, weights, losses, values))
     return infos
 
 
 def is_finite(module: nn.Module) -> bool:
-    """Whether all parameters are numbers: 0 * NaN = NaN, so others are dropped where they are
-    received."""
+    """Return whether all parameters are finite.
+
+    Other models are dropped at the receiver, because 0 * NaN = NaN.
+    """
     return all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters())
 
 
-# ---- line 1: who is asked ----
+# ---- Algorithm 2, line 1: the peers that agent j asks ----
 
 
 def select(agents: Sequence[Agent], j: int, draw: np.random.Generator) -> list[int]:
-    """A_n of agent j, ascending."""
+    """Return A_n of agent j, ascending."""
     agent, M = agents[j], agents[j].algorithm.budget
     candidates = [i for i in range(len(agents)) if i != j or agent.algorithm.own_candidate]
     if agent.algorithm.selection == "prob_sampling":
         chosen = prob_sampling(agent, candidates, M, draw)
     elif agent.algorithm.selection == "uniform":
         if agent.algorithm.newcomer_share is None:
-            chosen = pick(candidates, min(M, len(candidates)), draw)
+            chosen = sample_uniformly(candidates, min(M, len(candidates)), draw)
         else:
             chosen = prob_sampling(agent, candidates, M, draw)
     elif agent.algorithm.selection == "everyone":
@@ -327,91 +362,102 @@ def select(agents: Sequence[Agent], j: int, draw: np.random.Generator) -> list[i
     return sorted(chosen)
 
 
-def pick(ids: list[int], size: int, draw: np.random.Generator) -> list[int]:
-    """`size` of the ids, uniformly, without replacement."""
+def sample_uniformly(ids: list[int], size: int, draw: np.random.Generator) -> list[int]:
+    """Draw `size` of the ids uniformly, without replacement."""
     return [int(i) for i in draw.choice(ids, size=size, replace=False)]
 
 
 def prob_sampling(
     agent: Agent, candidates: list[int], M: int, draw: np.random.Generator
 ) -> list[int]:
-    """ProbSampling(P_n^j, M)."""
-    # Line 1: P = 0 means "never selected" (rem:sampling_likelihood_init). The record is kept apart
-    # from P, which underflows to 0 for a garbage model and stays unknown for a peer that never
-    # answers.
+    """Draw A_n <- ProbSampling(P_n^j, M) (alg:localAggregation)."""
+    # Line 1: S holds the peers with P = 0, which means "never selected"
+    # (rem:sampling_likelihood_init). `met` is a separate record, because P of a garbage model
+    # underflows to 0, and a peer that never answers has no P.
     S = [i for i in candidates if i not in agent.met]
     if agent.algorithm.newcomer_share is not None:
-        return with_newcomers(agent, S, [i for i in candidates if i in agent.met], M, draw)
+        return sample_with_newcomers(agent, S, [i for i in candidates if i in agent.met], M, draw)
     if S:
-        return pick(S, M, draw) if len(S) > M else S  # line 2: no top-up
-    # Line 4
-    return likely(agent, candidates, M, draw)
+        # Line 2: M agents of S if |S| > M, otherwise S. Known peers do not fill it up.
+        return sample_uniformly(S, M, draw) if len(S) > M else S
+    # Line 4: M agents with probability P_n^j, normalised
+    return sample_by_likelihood(agent, candidates, M, draw)
 
 
-def likely(agent: Agent, candidates: list[int], M: int, draw: np.random.Generator) -> list[int]:
-    """M of those who were met, by their likelihood."""
+def sample_by_likelihood(
+    agent: Agent, candidates: list[int], M: int, draw: np.random.Generator
+) -> list[int]:
+    """Draw M peers without replacement, with probability proportional to P^{j,i}."""
     p = np.array(likelihoods(agent, candidates))
     if p.sum() == 0:
         return []
     p = p / p.sum()
-    k = sum(float(value) > 0 for value in p)  # no more than k different ones can be drawn
+    k = sum(float(value) > 0 for value in p)  # at most k different peers can be drawn
     return [int(i) for i in draw.choice(candidates, size=min(M, k), replace=False, p=p)]
 
 
 def likelihoods(agent: Agent, candidates: list[int]) -> list[float]:
-    """P^{j,i}; peers that were asked and never answered are as good as the mean of those who
-    did."""
+    """Return P^{j,i} of the candidates i.
+
+    A peer that was asked and never answered has the mean of the peers that answered.
+    """
     if agent.algorithm.selection == "uniform":
         return [1.0] * len(candidates)
-    known = [agent.P[i] for i in candidates if i in agent.P]
-    unknown = sum(known) / len(known) if known else 1.0
+    answered = [agent.P[i] for i in candidates if i in agent.P]
+    unknown = sum(answered) / len(answered) if answered else 1.0
     return [agent.P.get(i, unknown) for i in candidates]
 
 
-def with_newcomers(
+def sample_with_newcomers(
     agent: Agent, S: list[int], met: list[int], M: int, draw: np.random.Generator
 ) -> list[int]:
-    """At most `newcomer_share` of M for S, who were never asked, and more where those who were
-    met leave room."""
+    """Draw A_n with at most `newcomer_share` of M for S, the peers that were never asked.
+
+    Their number is larger where too few of the peers in `met` can be drawn.
+    """
     assert agent.algorithm.newcomer_share is not None
-    share = math.ceil(agent.algorithm.newcomer_share * M - 1e-9)
-    can_be_drawn = sum(P > 0 for P in likelihoods(agent, met))
-    size = max(share, M - can_be_drawn)
-    fresh = pick(S, size, draw) if len(S) > size else S
-    return fresh + likely(agent, met, M - len(fresh), draw)
+    reserved = math.ceil(agent.algorithm.newcomer_share * M - 1e-9)
+    num_drawable = sum(P > 0 for P in likelihoods(agent, met))
+    size = max(reserved, M - num_drawable)
+    newcomers = sample_uniformly(S, size, draw) if len(S) > size else S
+    return newcomers + sample_by_likelihood(agent, met, M - len(newcomers), draw)
 
 
 def colluding(agents: Sequence[Agent], j: int, M: int, draw: np.random.Generator) -> list[int]:
-    """An attacker's choice: attackers of its cluster first, then benign agents of it
-    (sec:experiments)."""
+    """Draw the peers of an attacker (sec:experiments).
+
+    Fellow attackers of its cluster come first, then random benign agents of its cluster.
+    """
     neighbours = [
         i for i in range(len(agents)) if i != j and agents[i].cluster == agents[j].cluster
     ]
-    fellows = [i for i in neighbours if agents[i].malicious]
+    colluders = [i for i in neighbours if agents[i].malicious]
     benign = [i for i in neighbours if not agents[i].malicious]
-    if len(fellows) > M:
-        return pick(fellows, M, draw)
-    return fellows + pick(benign, min(M - len(fellows), len(benign)), draw)
+    if len(colluders) > M:
+        return sample_uniformly(colluders, M, draw)
+    return colluders + sample_uniformly(benign, min(M - len(colluders), len(benign)), draw)
 
 
-# ---- lines 3 to 5: what agent j thinks of a model ----
+# ---- Algorithm 2, lines 3 to 5: losses, likelihoods and the robustness criterion ----
 
 
 def evaluate(model: nn.Module, agent: Agent, training: Training) -> Loss:
-    """L_j and L_{j,c} of a model on agent j's validation data; what is no number counts as
-    infinite."""
+    """Compute L_j and L_{j,c} of a model on agent j's validation data (line 3).
+
+    A loss that is not a finite number counts as infinite.
+    """
     model.eval()
     if agent.statistics == "local":
         for norm in [norm for norm in batch_norms(model) if not is_frozen(norm)]:
             norm.reset_running_stats()
-            norm.momentum = None  # the mean over batches, of which there is one
+            norm.momentum = None  # the mean over batches; here one batch
             norm.train()
         with torch.no_grad():
             model(agent.train_x)
         model.eval()
     with torch.no_grad():
         logits = model(agent.validation_x).double()
-    # `errors`: one number for each sample.
+    # The loss of each sample.
     errors = [float(e) for e in F.cross_entropy(logits, agent.validation_y, reduction="none")]
     if agent.algorithm.validation_loss == "samples":
         mean = mean_of(errors)
@@ -428,44 +474,50 @@ def evaluate(model: nn.Module, agent: Agent, training: Training) -> Loss:
     return Loss(mean, by_class, errors, labels)
 
 
-def on_the_way(own: nn.Module, peer: nn.Module, agent: Agent, share: float) -> nn.Module:
-    """A network that lies so far on the way from the own model to a peer's."""
-    there = copy.deepcopy(peer)
+def interpolate(own: nn.Module, peer: nn.Module, agent: Agent, share: float) -> nn.Module:
+    """Return the network own + share * (peer - own)."""
+    point = copy.deepcopy(peer)
     with torch.no_grad():
-        for tensor, start in zip(exchanged(there, agent), exchanged(own, agent), strict=True):
+        for tensor, start in zip(
+            exchanged_tensors(point, agent), exchanged_tensors(own, agent), strict=True
+        ):
             tensor.copy_(start + share * (tensor - start))
-    return there
+    return point
 
 
-def refused_loss(
+def loss_if_refused(
     peer: nn.Module, own: nn.Module, agent: Agent, num_classes: int, noise: Tensor
 ) -> float:
-    """The loss that a refused model counts as: infinity if too far from the agent's own or too
-    sensitive, log C if almost identical to it; 0 for a model that is admitted."""
+    """Return the loss that a model refused by a guard counts as; 0 for an admitted model.
+
+    Infinity: too far from the agent's own model, or too sensitive. log C: almost identical to it.
+    """
     options = agent.algorithm
-    apart = distance(peer, own, agent)
+    distance_to_own = distance(peer, own, agent)
     with torch.no_grad():
-        norm = math.sqrt(sum(float(b.double().square().sum()) for b in exchanged(own, agent)))
-    if options.max_distance is not None and apart > options.max_distance * norm:
+        norm = math.sqrt(
+            sum(float(b.double().square().sum()) for b in exchanged_tensors(own, agent))
+        )
+    if options.max_distance is not None and distance_to_own > options.max_distance * norm:
         return math.inf
     if options.min_distance is not None:
         assert agent.before is not None
-        if apart < options.min_distance * distance(agent.before, own, agent):
+        if distance_to_own < options.min_distance * distance(agent.before, own, agent):
             return math.log(num_classes)
     if options.max_sensitivity is not None:
         assert agent.before is not None
         r_own, r_before, r_peer = (sensitivities(m, noise) for m in (own, agent.before, peer))
         changes = [(a - b) ** 2 for a, b in zip(r_own, r_before, strict=True)]
         movement = max(0.05, math.sqrt(sum(changes) / len(changes)))
-        known = [max(a, b) for a, b in zip(r_own, r_before, strict=True)]
-        rise = max(r - k for r, k in zip(r_peer, known, strict=True))
+        baseline = [max(a, b) for a, b in zip(r_own, r_before, strict=True)]
+        rise = max(r - k for r, k in zip(r_peer, baseline, strict=True))
         if rise > options.max_sensitivity * movement:
             return math.inf
     return 0.0
 
 
 def noise_images(shape: Sequence[int], draw: np.random.Generator) -> Tensor:
-    """64 images of black and white pixels; the last 32 consist of 4 x 4 blocks."""
+    """Draw 64 images of black and white pixels; the last 32 consist of 4 x 4 blocks."""
     pixels = torch.from_numpy(draw.random((64, *shape)) < 0.5).float()
     images = pixels.clone()
     if len(shape) < 2:
@@ -478,47 +530,49 @@ def noise_images(shape: Sequence[int], draw: np.random.Generator) -> Tensor:
 
 
 def sensitivities(module: nn.Module, noise: Tensor) -> list[float]:
-    """Of each class: how much its output varies over noise, in units of the median class."""
+    """Return the log variation of each class's output over noise, relative to the median class."""
     with torch.no_grad():
         outputs = module.eval()(noise).double()
     outputs -= outputs.mean(1, keepdim=True)
-    spread = [float(outputs[:32, c].std() + outputs[32:, c].std()) for c in range(outputs.shape[1])]
-    median = sorted(spread)[(len(spread) - 1) // 2]
-    return [math.log(s / median) for s in spread]
+    deviations = [
+        float(outputs[:32, c].std() + outputs[32:, c].std()) for c in range(outputs.shape[1])
+    ]
+    median = sorted(deviations)[(len(deviations) - 1) // 2]
+    return [math.log(s / median) for s in deviations]
 
 
 def is_tolerated(losses: dict[int, Loss], i: int, j: int, options: Options) -> bool:
-    """Whether a loss exceeds that of the agent's own model by no more standard errors than that."""
+    """Return whether L_j^i is at most `loss_tolerance` standard errors above L_j^j."""
     assert options.loss_tolerance is not None
     bound = losses[j].mean + options.loss_tolerance * standard_error(losses, i, j)
     return losses[i].mean <= bound
 
 
 def distance(one: nn.Module, other: nn.Module, agent: Agent) -> float:
-    """Between two models, as agents exchange them."""
+    """Return the Euclidean distance of two models in the tensors that agents exchange."""
     with torch.no_grad():
-        pairs = zip(exchanged(one, agent), exchanged(other, agent), strict=True)
+        pairs = zip(exchanged_tensors(one, agent), exchanged_tensors(other, agent), strict=True)
         return math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in pairs))
 
 
 def standard_error(losses: dict[int, Loss], i: int, j: int) -> float:
-    """Of L_i - L_j over the same samples."""
+    """Return the standard error of the mean of L_i - L_j over the same samples."""
     differences = [a - b for a, b in zip(losses[i].errors, losses[j].errors, strict=True)]
     n = len(differences)
     if n == 1:
         return 0.0
     mean = sum(differences) / n
-    return math.sqrt(sum((each - mean) ** 2 for each in differences) / (n - 1) / n)
+    return math.sqrt(sum((difference - mean) ** 2 for difference in differences) / (n - 1) / n)
 
 
 def mean_of(numbers: list[float]) -> float:
-    """Their mean, or infinity where it is no number."""
+    """Return the mean, or infinity where it is not finite."""
     mean = sum(numbers) / len(numbers)
     return mean if math.isfinite(mean) else math.inf
 
 
 def update_likelihood(agent: Agent, i: int, loss: float) -> None:
-    """eq:update_sampling_likelihood, from P_0 = 0."""
+    """Update P^{j,i} by eq:update_sampling_likelihood, from P_0 = 0 (line 4)."""
     zeta = agent.algorithm.zeta
     benefit = math.exp(-agent.algorithm.kappa * loss) if math.isfinite(loss) else 0.0
     if agent.algorithm.first_contact == "whole" and i not in agent.P:
@@ -529,72 +583,81 @@ def update_likelihood(agent: Agent, i: int, loss: float) -> None:
 
 MOST = (
     2 - 2**-23
-) * 2.0**127  # what a float32 can be: better than a model that is broken by this is any other
+) * 2.0**127  # the largest float32: an infinite class loss of the agent's own model counts as this
 
 
 def class_loss_gap(
     losses: dict[int, Loss], i: int, j: int, num_classes: int, options: Options
 ) -> float:
-    """G_j(theta^i; theta^j) = max_c (L_{j,c}(theta^i) - L_{j,c}(theta^j))
-    (eq:robust_criterion_G_LF)."""
+    """Compute G_j(theta^i; theta^j) = max_c (L_{j,c}(theta^i) - L_{j,c}(theta^j)) (line 5).
+
+    It is eq:robust_criterion_G_LF, over the classes in agent j's validation data.
+    """
     if i == j:
         return 0.0 if all(math.isfinite(loss) for loss in losses[j].by_class.values()) else math.inf
-    theirs, own = losses[i].by_class, losses[j].by_class
+    peer_losses, own_losses = losses[i].by_class, losses[j].by_class
     differences = []
     for c in range(num_classes):
-        if c not in own:
+        if c not in own_losses:
             if options.absent == "zero":
                 differences.append(0.0)
-        elif theirs[c] == math.inf:  # whatever its own loss is: inf - inf is no number
+        elif peer_losses[c] == math.inf:  # for any own_losses[c]: inf - inf is NaN
             differences.append(math.inf)
         else:
-            differences.append(theirs[c] - min(own[c], MOST))
+            differences.append(peer_losses[c] - min(own_losses[c], MOST))
     return max(differences)
 
 
 def perturbation_gap(rises: dict[int, list[float]], i: int, j: int, options: Options) -> float:
-    """How much more the loss rises under the perturbation worst for a peer's model than the own
-    one's under its own, or against the majority than the median model's, where that rises more."""
+    """Return the mean rise of a peer's loss minus the rise of agent j's, less z standard errors.
+
+    Each loss rises under the model's own worst perturbation. With `against="majority"` the
+    reference is the model of median rise, if it rises more than agent j's.
+    """
     expected = rises[j]
     if options.against == "majority":
-        middle = sorted(rises.values(), key=mean_of)[(len(rises) - 1) // 2]
-        expected = max(expected, middle, key=mean_of)
+        median = sorted(rises.values(), key=mean_of)[(len(rises) - 1) // 2]
+        expected = max(expected, median, key=mean_of)
     differences = [a - b for a, b in zip(rises[i], expected, strict=True)]
     n, mean = len(differences), mean_of(differences)
-    error = math.sqrt(sum((each - mean) ** 2 for each in differences) / max(1, n - 1) / n)
+    error = math.sqrt(
+        sum((difference - mean) ** 2 for difference in differences) / max(1, n - 1) / n
+    )
     return max(0.0, mean - options.z * error)
 
 
 def worst_rises(
     published: list[nn.Module], models: set[int], agent: Agent, draw: np.random.Generator
 ) -> dict[int, list[float]]:
-    """Return by how much the loss of each validation sample, or of `MEASURED` of them, rises
-    where the pixels worst for a model are painted. They are sought on some samples."""
+    """Return the rises of sample losses where the worst pixels of each model are painted.
+
+    Pixels are found on `samples` validation samples, and evaluated on at most `MEASURED`.
+    """
     options = agent.algorithm
-    places = spread(options.samples, len(agent.validation_y))
-    some, labels = agent.validation_x[places], agent.validation_y[places]
+    search_indices = spread(options.samples, len(agent.validation_y))
+    images, labels = agent.validation_x[search_indices], agent.validation_y[search_indices]
     if options.blend > 0:
-        noise = torch.from_numpy(draw.random(tuple(some.shape))).float()
-        some = (1 - options.blend) * some + options.blend * noise
-    measured = spread(MEASURED, len(agent.validation_y))
-    x, y = agent.validation_x[measured], agent.validation_y[measured]
+        noise = torch.from_numpy(draw.random(tuple(images.shape))).float()
+        images = (1 - options.blend) * images + options.blend * noise
+    indices = spread(MEASURED, len(agent.validation_y))
+    x, y = agent.validation_x[indices], agent.validation_y[indices]
     rises = {}
     for i in models:
         painted = x.clone()
-        for channel, row, column, colour in worst_pixels(published[i], options, some, labels):
+        for channel, row, column, colour in worst_pixels(published[i], options, images, labels):
             painted[:, channel, row, column] = colour
         published[i].eval()
         with torch.no_grad():
             before, after = (
-                F.cross_entropy(published[i](each).double(), y, reduction="none").tolist()
-                for each in (x, painted)
+                F.cross_entropy(published[i](inputs).double(), y, reduction="none").tolist()
+                for inputs in (x, painted)
             )
         rises[i] = [b - a for a, b in zip(before, after, strict=True)]
     return rises
 
 
 def spread(count: int, n: int) -> list[int]:
-    """So many places spread over n, or all."""
+    """Return `count` indices spread evenly over range(n); all if n is smaller."""
     count = min(count, n)
     return [k * n // count for k in range(count)]
 
@@ -602,42 +665,49 @@ def spread(count: int, n: int) -> list[int]:
 def worst_pixels(
     model: nn.Module, options: Options, x: Tensor, y: Tensor
 ) -> list[tuple[int, int, int, float]]:
-    """The pixels (with their channels) that, painted black (0) or white (1), to first order raise
-    the output of one class most above that of the label: a part of them in each step, with those
-    before painted, and after the first step for the `CANDIDATES` classes only for which that was
-    most. Of the classes the one for which that is most, or with several steps the one whose
-    pixels raise the loss most of these samples."""
+    """Return the worst pixels for a model as (channel, row, column, colour).
+
+    Painted black (0) or white (1), they raise the output of one class c most above the output of
+    the label, to first order.
+    """
     model.eval()
     classes = list(range(model(x[:1]).shape[1]))
-    seen, worth = {c: x.clone() for c in classes}, dict[int, float]()
+    images, rise = {c: x.clone() for c in classes}, dict[int, float]()
     chosen: dict[int, list[tuple[int, int, int, float]]] = {c: [] for c in classes}
     for step in range(1, options.steps + 1):
+        # After the first step only the most promising classes remain.
         if step == 2:
-            classes = sorted(sorted(classes, key=lambda c: -worth[c])[:CANDIDATES])
+            classes = sorted(sorted(classes, key=lambda c: -rise[c])[:CANDIDATES])
         pixels = min(options.pixels, x[0, 0].numel())
-        so_far = [math.ceil(pixels * s / options.steps) for s in (step - 1, step)]
+        num_painted = [math.ceil(pixels * s / options.steps) for s in (step - 1, step)]
+        # Each step paints a part of the pixels, by the gradients at the images painted so far.
         for c in classes:
-            gain, colours = gains_of_pixels(model, seen[c], y, c)
+            gain, colours = gains_of_pixels(model, images[c], y, c)
             painted = {(row, column) for _, row, column, _ in chosen[c]}
             by_gain = sorted(
                 (pixel for pixel in gain if pixel not in painted), key=lambda pixel: -gain[pixel]
             )
-            most = [pixel for pixel in by_gain[: so_far[1] - so_far[0]] if gain[pixel] > 0]
-            chosen[c] += [each for pixel in most for each in colours[pixel]]
+            best = [
+                pixel for pixel in by_gain[: num_painted[1] - num_painted[0]] if gain[pixel] > 0
+            ]
+            chosen[c] += [painted_channel for pixel in best for painted_channel in colours[pixel]]
             for channel, row, column, colour in chosen[c]:
-                seen[c][:, channel, row, column] = colour
-            worth[c] = sum(gain[pixel] for pixel in most)
+                images[c][:, channel, row, column] = colour
+            rise[c] = sum(gain[pixel] for pixel in best)
+    # c has the largest first-order rise with one step, and the largest loss with several steps.
     if options.steps > 1:
         with torch.no_grad():
-            worth = {c: F.cross_entropy(model(seen[c]).double(), y).item() for c in classes}
-    return chosen[max(classes, key=lambda c: worth[c])]
+            rise = {c: F.cross_entropy(model(images[c]).double(), y).item() for c in classes}
+    return chosen[max(classes, key=lambda c: rise[c])]
 
 
 def gains_of_pixels(
     model: nn.Module, x: Tensor, y: Tensor, c: int
 ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], list[tuple[int, int, int, float]]]]:
-    """By how much to first order each pixel, painted in all these images, raises the output of
-    class c above that of the label, and what colours its channels get for that."""
+    """Return the first-order gain of each pixel painted in all images, and its channels' colours.
+
+    The gain is the rise of the output of class c above the output of the label.
+    """
     gain: dict[tuple[int, int], float] = {}
     colours: dict[tuple[int, int], list[tuple[int, int, int, float]]] = {}
     slope = []
@@ -659,42 +729,51 @@ def gains_of_pixels(
                     )
                     for colour in (1.0, 0.0)
                 }
-                colour = max(by_colour, key=lambda each: by_colour[each])
+                colour = max(by_colour, key=lambda candidate: by_colour[candidate])
                 if by_colour[colour] > 0:
                     gain[row, column] += by_colour[colour]
                     colours[row, column].append((channel, row, column, colour))
     return gain, colours
 
 
-# ---- lines 6 and 7: the consensus point ----
+# ---- Algorithm 2, lines 6 and 7: the consensus point ----
 
 
 def sublevel_set(
-    losses: dict[int, Loss], at_hand: list[int], j: int, options: Options, sure: float = 1.0
+    losses: dict[int, Loss],
+    models: list[int],
+    j: int,
+    options: Options,
+    label_confidence: float = 1.0,
 ) -> list[int]:
-    """Q_beta of eq:clustered_csp, where there is a beta, of the models at hand; or all of them.
-    With a loss tolerance, models that it tolerates are in Q_beta, too, or alone without a beta. An
-    agent that is not sure of its losses adds a part of the other models."""
-    tolerated = at_hand
+    """Return the members of Q_beta (eq:clustered_csp); without beta, all models.
+
+    Beyond the paper, tolerated models are members too; without beta they are the only members. An
+    agent of few classes adds a part of the other models, best first.
+    """
+    tolerated = models
     if options.loss_tolerance is not None:
-        tolerated = [i for i in at_hand if is_tolerated(losses, i, j, options)]
-    if options.beta is None or not at_hand:
+        tolerated = [i for i in models if is_tolerated(losses, i, j, options)]
+    if options.beta is None or not models:
         return tolerated
     if options.loss_tolerance is None:
         tolerated = []
-    L = [losses[i].mean for i in at_hand]
+    L = [losses[i].mean for i in models]
     if options.quantile == "averaged":
         q_beta = averaged_level(options.beta, L, [1.0] * len(L))
     else:
         q_beta = quantile(L, options.beta)
-    Q = [i for i in at_hand if losses[i].mean <= q_beta + options.delta_q]
-    others = sorted((i for i in at_hand if i not in Q), key=lambda i: losses[i].mean)
-    added = round((1 - sure**2) * len(others))
-    return [i for i in at_hand if i in {*Q, *others[:added], *tolerated}]
+    Q = [i for i in models if losses[i].mean <= q_beta + options.delta_q]
+    others = sorted((i for i in models if i not in Q), key=lambda i: losses[i].mean)
+    added = round((1 - label_confidence**2) * len(others))
+    return [i for i in models if i in {*Q, *others[:added], *tolerated}]
 
 
 def confidence(agent: Agent, num_classes: int) -> float:
-    """How far an agent of few classes relies on its losses; 1 if its labels cover enough."""
+    """Return an agent's confidence in its losses, at most 1 (beyond the paper).
+
+    It is the effective number of classes in its validation data over the required number.
+    """
     labels = [int(y) for y in agent.validation_y]
     shares = [labels.count(c) / len(labels) for c in set(labels)]
     effective = math.exp(-sum(p * math.log(p) for p in shares))
@@ -703,35 +782,36 @@ def confidence(agent: Agent, num_classes: int) -> float:
 
 
 def consensus_weights(
-    G: dict[int, float], counted: list[int], j: int, options: Options, *, trusted: bool
+    G: dict[int, float], members: list[int], j: int, options: Options, *, trusted: bool
 ) -> dict[int, float]:
-    """mu_j^i / sum_i mu_j^i of eq:comp_csp or, of those in Q_beta, of eq:clustered_csp; empty where
-    there are none."""
-    # exp(-alpha G) underflows for all at once when all are bad; a common factor cancels.
-    judged = [i for i in counted if i != j] if trusted else counted
-    lowest = min((G[i] for i in judged if math.isfinite(G[i])), default=math.inf)
+    """Return mu_j^i / sum_k mu_j^k with mu_j^i = exp(-alpha G^i) (line 6, eq:comp_csp).
+
+    i runs over Q_beta (eq:clustered_csp), without beta over all models. Empty if the sum is 0.
+    """
+    # exp(-alpha G) may underflow for all models at once. A common factor cancels.
+    voters = [i for i in members if i != j] if trusted else members
+    lowest = min((G[i] for i in voters if math.isfinite(G[i])), default=math.inf)
     mu = {}
-    for i in judged:
-        if not math.isfinite(G[i]):  # NaN and both infinities speak for nobody
+    for i in voters:
+        if not math.isfinite(G[i]):  # a model with G = NaN or +-infinity has no weight
             mu[i] = 0.0
         elif G[i] == lowest:
             mu[i] = 1.0
         else:
             mu[i] = math.exp(-options.alpha * (G[i] - lowest))
-    if trusted and j in counted:
+    if trusted and j in members:
         mu[j] = max(mu.values(), default=0.0)
     return normalised(mu)
 
 
 def quantile(losses: list[float], beta: float) -> float:
-    """q_beta, the least q that at least beta of the m losses do not exceed (eq:q_beta): the
-    ceil(beta m)-th."""
+    """Return q_beta = min {q : beta <= share of losses <= q}, the ceil(beta m)-th (eq:q_beta)."""
     rank = max(1, math.ceil(beta * len(losses) - 1e-9))  # 0.07 * 100 is 7.000000000000001
     return sorted(losses)[rank - 1]
 
 
 def normalised(mu: dict[int, float]) -> dict[int, float]:
-    """The weights divided by their sum; empty where it is 0."""
+    """Return the weights divided by their sum; empty where it is 0."""
     total = sum(mu.values())
     return {i: value / total for i, value in mu.items()} if total > 0 else {}
 
@@ -739,11 +819,13 @@ def normalised(mu: dict[int, float]) -> dict[int, float]:
 def mix(
     agent: Agent, j: int, published: Sequence[nn.Module], weights: dict[int, float], factor: float
 ) -> None:
-    """theta^j <- theta^j - factor (theta^j - m_j), m_j = sum_i w_i theta^i (eq:comp_csp,
-    eq:local_agg_update)."""
-    models = [exchanged(module, agent) for module in published]
+    """Compute m_j = sum_i w_i theta^i, and theta^j <- theta^j - factor (theta^j - m_j).
+
+    Lines 6 and 7: eq:comp_csp and eq:local_agg_update with factor = lambda1 gamma.
+    """
+    models = [exchanged_tensors(module, agent) for module in published]
     with torch.no_grad():
-        for k, parameter in enumerate(exchanged(agent.module, agent)):
+        for k, parameter in enumerate(exchanged_tensors(agent.module, agent)):
             theta = models[j][k].double()
             m = torch.zeros_like(theta)
             for i, weight in weights.items():
@@ -754,25 +836,24 @@ def mix(
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d
 
 
-def exchanged(module: nn.Module, agent: Agent) -> list[Tensor]:
-    """What of a network is its theta: all parameters that are trained and, where agents share them,
-    statistics."""
-    found: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+def exchanged_tensors(module: nn.Module, agent: Agent) -> list[Tensor]:
+    """Return the tensors of theta: trained parameters and, if shared, batch norm statistics."""
+    tensors: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
     for norm in batch_norms(module):
         if agent.statistics == "shared" and not is_frozen(norm):
             assert norm.running_mean is not None
             assert norm.running_var is not None
-            found += [norm.running_mean, norm.running_var]
-    return found
+            tensors += [norm.running_mean, norm.running_var]
+    return tensors
 
 
 def is_frozen(norm: BatchNorm) -> bool:
-    """Whether its own parameters are not trained: then it is left as it is."""
+    """Return whether the layer's parameters are not trained; then its statistics stay, too."""
     return bool(norm.affine) and not norm.weight.requires_grad
 
 
 def batch_norms(module: nn.Module) -> list[BatchNorm]:
-    """Its batch norms."""
+    """Return the batch norm layers of a network."""
     return [part for part in module.modules() if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d)]
 
 
@@ -783,7 +864,7 @@ Point = list[float]
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a cluster's particles are after: L_k and its gradient, and G; without G it is FedCBO."""
+    """Objectives of cluster k: L_k, its gradient, and G; without G the system is FedCBO."""
 
     L: Callable[[Point], float]
     grad: Callable[[Point], Point]
@@ -792,8 +873,10 @@ class Cluster:
 
 @dataclass(frozen=True)
 class SDE:
-    """The parameters of the system; `averaged` is the level of eq:Q_beta, without it the practical
-    q_beta."""
+    """Parameters of the particle system.
+
+    The level of Q_beta is the average of eq:Q_beta if `averaged`, otherwise q_beta.
+    """
 
     lambda1: float = 1.0
     sigma1: float = 1.0
@@ -811,8 +894,10 @@ class SDE:
 
 @dataclass
 class Particle:
-    """A benign particle of a cluster, or a malicious one that moves by its own (a_t, A_t) of
-    (theta, all m)."""
+    """Benign particle of a cluster, or a malicious one.
+
+    `attack` is (theta, all m) -> (a_t, A_t), the drift and diffusion of eq:dyn_macro_m.
+    """
 
     theta: Point
     mass: float  # its share in rho = w_b rho^b + w_m rho^m
@@ -829,11 +914,11 @@ def particle_step(
     batch: Sequence[int] | None = None,
     moving: Sequence[int] | None = None,
 ) -> list[Point]:
-    """One Euler-Maruyama step, B and B_tilde standard normals for each particle; the consensus
-    points it moved to.
+    """Take one Euler-Maruyama step; return the consensus points m of the clusters.
 
-    They are those of the particles in `batch` (None: all), and of the benign particles those in
-    `moving` move."""
+    B and B_tilde are standard normals of each particle. m averages the particles in `batch`, and
+    the benign particles in `moving` move; None stands for all.
+    """
     m = [consensus_point(particles, cluster, sde, batch) for cluster in clusters]
     moved = []
     for i, particle in enumerate(particles):
@@ -847,12 +932,14 @@ def particle_step(
         if moving is not None and i not in moving:
             moved.append(list(theta))
             continue
-        away = [theta[k] - m[particle.cluster][k] for k in range(d)]
-        D = away if sde.D == "anisotropic" else [norm(away)] * d
+        # eq:dyn_micro2, eq:fedcb2o_dynamics: drift and noise of the consensus point
+        offset = [theta[k] - m[particle.cluster][k] for k in range(d)]
+        D = offset if sde.D == "anisotropic" else [norm(offset)] * d
         new = [
-            theta[k] - sde.lambda1 * away[k] * sde.dt + sde.sigma1 * D[k] * B[i][k] * root
+            theta[k] - sde.lambda1 * offset[k] * sde.dt + sde.sigma1 * D[k] * B[i][k] * root
             for k in range(d)
         ]
+        # eq:fedcb2o_dynamics: drift and noise of the gradient
         if sde.lambda2 or sde.sigma2:
             slope = clusters[particle.cluster].grad(theta)
             for k in range(d):
@@ -871,10 +958,11 @@ def particle_step(
 def consensus_point(
     particles: Sequence[Particle], cluster: Cluster, sde: SDE, batch: Sequence[int] | None = None
 ) -> Point:
-    """m_{alpha,beta} of eq:consensus_point and eq:clustered_csp, or m_alpha^L of
-    eq:fedcbo_ConsensusPoint.
+    """Compute m_{alpha,beta} (eq:consensus_point, eq:clustered_csp).
 
-    A particle where L or G is no finite number has an infinite L and no weight."""
+    Without G it is m_alpha^L (eq:fedcbo_ConsensusPoint). A particle whose L or G is not finite has
+    an infinite L and no weight.
+    """
     counted = [particles[i] for i in (range(len(particles)) if batch is None else batch)]
     L = [cluster.L(p.theta) for p in counted]
     G = list(L) if cluster.G is None else [cluster.G(p.theta) for p in counted]
@@ -897,7 +985,7 @@ def consensus_point(
 
 
 def level_at(a: float, L: Sequence[float], mass: Sequence[float]) -> float:
-    """q_a, the least q with a <= rho(L <= q) (eq:q_beta)."""
+    """Return q_a, the least q with a <= rho(L <= q) (eq:q_beta)."""
     for q in sorted(L):
         if below(q, L, mass) >= a - 1e-9:  # sums of shares are rounded
             return q
@@ -905,8 +993,10 @@ def level_at(a: float, L: Sequence[float], mass: Sequence[float]) -> float:
 
 
 def averaged_level(beta: float, L: Sequence[float], mass: Sequence[float]) -> float:
-    """2/beta times the integral of q_a over [beta/2, beta] (eq:Q_beta): between its jumps, q_a is
-    constant."""
+    """Return 2/beta times the integral of q_a over [beta/2, beta] (eq:Q_beta).
+
+    The integral is a sum, because q_a is constant between its jumps.
+    """
     jumps = [a for a in (below(q, L, mass) for q in L) if beta / 2 + 1e-9 < a < beta - 1e-9]
     ends = [beta / 2, *sorted(set(jumps)), beta]
     average = (
@@ -916,21 +1006,21 @@ def averaged_level(beta: float, L: Sequence[float], mass: Sequence[float]) -> fl
     )
     return min(
         max(average, level_at(beta / 2, L, mass)), level_at(beta, L, mass)
-    )  # so it is, but for rounding
+    )  # the bounds hold exactly; rounding may violate them
 
 
 def below(q: float, L: Sequence[float], mass: Sequence[float]) -> float:
-    """rho(L <= q)."""
+    """Return rho(L <= q)."""
     return sum(w for low, w in zip(L, mass, strict=True) if low <= q) / sum(mass)
 
 
 def norm(x: Point) -> float:
-    """|x|_2."""
-    return math.sqrt(sum(each * each for each in x))
+    """Return |x|_2."""
+    return math.sqrt(sum(coordinate * coordinate for coordinate in x))
 
 
 def caf(x: Tensor, f: int) -> Tensor:
-    """The mean by the covariance bound-agnostic filter, with the covariance matrix itself."""
+    """Return the mean by the covariance bound-agnostic filter, from the whole covariance matrix."""
     m = len(x)
     c = [1.0] * m
     best = x.mean(0)

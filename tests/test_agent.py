@@ -1,4 +1,4 @@
-"""Agents as objects: by hand, equal to a simulation to the bit, and what they refuse."""
+"""Agents as objects: values by hand, bits equal to a simulation, invalid input."""
 
 import copy
 import math
@@ -17,7 +17,7 @@ from fedcb2o.federated import AgentState, Decisions, Ragged
 from fedcb2o.federated.algorithms.section import AlgorithmSection
 from fedcb2o.nn import parameters
 from fedcb2o.simulation.local_engine import LocalEngine
-from tests import agents as ours
+from tests import agents as agent_helpers
 
 X = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
 Y = torch.tensor([0, 1, 1])
@@ -68,8 +68,8 @@ METHODS = [
 FIRST = 2  # the agent that is compared
 
 
-class Compared(LocalEngine):
-    """Engine that lets an `Agent` decide in place of the first agent, too."""
+class ComparisonEngine(LocalEngine):
+    """Engine that repeats each round of agent `FIRST` with an `Agent`, and compares the results."""
 
     agent = None
     method = None
@@ -77,12 +77,12 @@ class Compared(LocalEngine):
     def aggregate_(self, n, states, active, deadline, on_step):
         group = self.group
         spec, layout = group.spec, group.layout
-        before = group.models.clone()
+        models_before = group.models.clone()
         if self.agent is None:
-            network = ours.network()
+            network = agent_helpers.network()
             row = layout.own if layout.previous is None else layout.previous
             parameters.load_state_(
-                network, parameters.tensor_views(network, before[int(row[FIRST])])
+                network, parameters.tensor_views(network, models_before[int(row[FIRST])])
             )
             index = group.data.validation[FIRST]
             self.agent = Agent(
@@ -97,38 +97,40 @@ class Compared(LocalEngine):
                 malicious_share=spec.malicious_share,
             )
         agent = self.agent
-        parameters.load_state_(agent.network, parameters.tensor_views(agent.network, before[FIRST]))
+        parameters.load_state_(
+            agent.network, parameters.tensor_views(agent.network, models_before[FIRST])
+        )
         others = set(range(spec.num_agents)) - {FIRST}
-        asked = agent.select(others, ours.BUDGET)
+        asked = agent.select(others, agent_helpers.BUDGET)
 
         states, decisions, finite = super().aggregate_(n, states, active, deadline, on_step)
-        after = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
-        theirs = ours.chosen(Decisions.concatenate(decisions), FIRST)
-        peers = [i for i in theirs.ids if i != FIRST]
+        states_after = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
+        expected = agent_helpers.chosen(Decisions.concatenate(decisions), FIRST)
+        peers = [i for i in expected.ids if i != FIRST]
         inbox = self.receive(n, Ragged.from_arrays([np.array(peers, int)]), np.array([FIRST]))
         samples = dict(zip(peers, inbox.num_samples.tolist(), strict=True))
-        models = {i: before[row] for i, row in zip(peers, inbox.rows.tolist(), strict=True)}
+        models = {i: models_before[row] for i, row in zip(peers, inbox.rows.tolist(), strict=True)}
         decision = agent.aggregate(models, samples)
 
-        assert asked == [i for i in theirs.asked if i != FIRST]
-        assert parameters.flatten(agent.network).equal(ours.models_of(self)[FIRST])
-        mine = agent.state_dict()
-        assert mine["contacts.ids"].equal(after.contacts[FIRST].ids)
-        likelihood = after.contacts[FIRST].likelihood.view(torch.int64)
-        assert mine["contacts.likelihood"].view(torch.int64).equal(likelihood)
-        weights = dict(zip(theirs.ids, theirs.weights, strict=True))
+        assert asked == [i for i in expected.asked if i != FIRST]
+        assert parameters.flatten(agent.network).equal(agent_helpers.models_of(self)[FIRST])
+        state = agent.state_dict()
+        assert state["contacts.ids"].equal(states_after.contacts[FIRST].ids)
+        likelihood = states_after.contacts[FIRST].likelihood.view(torch.int64)
+        assert state["contacts.likelihood"].view(torch.int64).equal(likelihood)
+        weights = dict(zip(expected.ids, expected.weights, strict=True))
         np.testing.assert_equal([decision.weights[i] for i in peers], [weights[i] for i in peers])
         return states, decisions, finite
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: "")
-def test_an_agent_decides_as_in_a_simulation_to_the_bit(method):
+def test_an_agent_decides_exactly_as_in_a_simulation(method):
     section = AlgorithmSection(**(method if isinstance(method, dict) else {"name": method}))
-    engine = ours.together(section.build())
-    compared = Compared(engine.group, engine.executor)
-    compared.method = method
-    ours.run_rounds(compared, 5)
-    assert compared.agent.round == 5
+    engine = agent_helpers.together(section.build())
+    comparison = ComparisonEngine(engine.group, engine.executor)
+    comparison.method = method
+    agent_helpers.run_rounds(comparison, 5)
+    assert comparison.agent.round == 5
 
 
 def test_selection_is_repeated_until_the_round_ends():
@@ -137,11 +139,11 @@ def test_selection_is_repeated_until_the_round_ends():
     assert agent.select("abcdefgh", 3) == first
     assert len(first) == 3
     agent.aggregate({name: model(1.0) for name in first})
-    assert not set(agent.select("abcdefgh", 3)) & set(first)  # others are unknown
+    assert not set(agent.select("abcdefgh", 3)) & set(first)  # unknown peers come first
 
 
-@pytest.mark.parametrize("how", ["pickle", "state_dict", "file"])
-def test_memory_is_restored(how, tmp_path):
+@pytest.mark.parametrize("form", ["pickle", "state_dict", "file"])
+def test_the_state_of_an_agent_is_restored(form, tmp_path):
     def round_of(agent):
         asked = agent.select("abcdef", 3)
         return asked, agent.aggregate({name: model(ord(name) - 98.0) for name in asked})
@@ -149,21 +151,21 @@ def test_memory_is_restored(how, tmp_path):
     method = {"name": "by_rule", "rule": "centred_clipping", "selection": "prob_sampling"}
     agent = Agent(linear(), validation=(X, Y), method=method)
     round_of(agent)
-    if how == "pickle":
-        other = pickle.loads(pickle.dumps(agent))
+    if form == "pickle":
+        restored = pickle.loads(pickle.dumps(agent))
     else:
-        other = Agent(copy.deepcopy(agent.network), validation=(X, Y), method=method)
-        if how == "file":
+        restored = Agent(copy.deepcopy(agent.network), validation=(X, Y), method=method)
+        if form == "file":
             agent.save(tmp_path / "agent.safetensors")
             assert (tmp_path / "agent.safetensors").stat().st_mode & 0o777 == 0o600
-            other.load(tmp_path / "agent.safetensors")
+            restored.load(tmp_path / "agent.safetensors")
         else:
-            other.load_state_dict(agent.state_dict())
+            restored.load_state_dict(agent.state_dict())
     for _ in range(2):
-        mine, theirs = round_of(agent), round_of(other)
-        assert mine[0] == theirs[0]
-        np.testing.assert_equal(mine[1].weights, theirs[1].weights)
-        assert agent.network.weight.equal(other.network.weight)
+        first, second = round_of(agent), round_of(restored)
+        assert first[0] == second[0]
+        np.testing.assert_equal(first[1].weights, second[1].weights)
+        assert agent.network.weight.equal(restored.network.weight)
 
 
 @pytest.mark.parametrize(
@@ -198,8 +200,8 @@ def test_invalid_models_are_refused(received, reason):
     torch.testing.assert_close(network.weight.data, 2.0 * torch.eye(2))
 
 
-def test_models_and_losses_of_other_number_types():
-    """A flat model may be big-endian; a masked loss is not known, and gives no likelihood."""
+def test_models_and_losses_may_have_other_number_types():
+    """A flat model may be big-endian. A masked loss is unknown, and its model has weight 0."""
     network = linear(1.0)
     agent = Agent(network, validation=(X, Y), method="fedcbo", gamma=0.1)
     agent.aggregate({"a": np.array([3.0, 0.0, 0.0, 2.0], ">f8")})
@@ -209,15 +211,18 @@ def test_models_and_losses_of_other_number_types():
         is_known = np.array([[float(state["weight"][0, 0]) != 1.0] * 2 for state in states])
         return np.ma.array(np.where(is_known, 0.5, -50.0), mask=~is_known)
 
-    judged = Agent(linear(), judge=judge, method="fedcbo")
-    assert judged.aggregate({"a": model(1.0), "b": model(2.0)}).weights == {"a": 0.0, "b": 1.0}
+    agent_with_judge = Agent(linear(), judge=judge, method="fedcbo")
+    assert agent_with_judge.aggregate({"a": model(1.0), "b": model(2.0)}).weights == {
+        "a": 0.0,
+        "b": 1.0,
+    }
     for labels in ([0.5, 1.0], np.ma.array([0, 1], mask=[1, 0])):
         agent = Agent(linear(), judge=lambda states, y=labels: (np.ones((len(states), 2)), y))
         with pytest.raises(ConfigError, match="the judge must return the class of each"):
             agent.aggregate({"a": model(1.0)})
 
 
-def test_an_agent_says_once_that_too_few_models_arrived(caplog):
+def test_too_few_models_are_logged_once(caplog):
     method = {"name": "by_rule", "rule": {"name": "multi_krum", "f": 1}}
     agent = Agent(linear(1.0), validation=(X, Y), method=method)
     for _ in range(2):
@@ -238,21 +243,21 @@ def test_a_model_with_an_invalid_claim_is_refused(claim):
 
 
 @pytest.mark.parametrize("method", ["fedcb2o", *METHODS], ids=lambda method: "")
-def test_no_model_and_one_model(method):
-    """Without models an agent keeps its own; between two models all weights are its method's."""
+def test_an_agent_aggregates_no_model_and_one_model(method):
+    """Without models an agent keeps its own; with one, it moves by the method's weight."""
     network = linear(1.0)
     agent = Agent(network, validation=(X, Y), method=method)
     assert sum(agent.aggregate({}).weights.values()) == 0.0
     torch.testing.assert_close(network.weight.data, torch.eye(2))
     decision = agent.aggregate({"a": model(3.0)})
     weight = decision.weights["a"]
-    if math.isnan(weight):  # the median of its own model and another one
+    if math.isnan(weight):  # the median of two models
         weight = 0.5
     expected = 1.0 + 2.0 * decision.mixing_factor * weight
     torch.testing.assert_close(network.weight.data, expected * torch.eye(2))
 
 
-def test_a_class_without_validation_samples_counts_nothing():
+def test_a_class_without_validation_samples_is_ignored():
     network = linear(1.0)
     agent = Agent(network, validation=(X[1:], Y[1:]), method="fedcb2o")
     decision = agent.aggregate({"a": model(3.0), "b": model(-1.0)})
@@ -261,7 +266,7 @@ def test_a_class_without_validation_samples_counts_nothing():
 
 
 @pytest.mark.parametrize("interpolation", [1.0, 0.5])
-def test_a_judge_decides_as_validation_data_do(interpolation):
+def test_a_judge_gives_the_decisions_of_validation_data(interpolation):
     method = {
         "name": "fedcb2o",
         "beta": 0.7,
@@ -275,8 +280,8 @@ def test_a_judge_decides_as_validation_data_do(interpolation):
 
     models = {"a": model(3.0), "b": model(-1.0), "c": model(0.5)}
     decisions = [
-        Agent(linear(1.0), method=method, **known).aggregate(models)
-        for known in ({"validation": (X, Y)}, {"judge": judge})
+        Agent(linear(1.0), method=method, **source).aggregate(models)
+        for source in ({"validation": (X, Y)}, {"judge": judge})
     ]
     assert [*decisions[1].weights.values()] == pytest.approx([*decisions[0].weights.values()])
     assert [*decisions[1].criterion.values()] == pytest.approx([*decisions[0].criterion.values()])
@@ -298,7 +303,7 @@ def test_frozen_parameters_stay_and_statistics_are_averaged():
     assert network.training
 
 
-def test_numbers_to_predict():
+def test_an_agent_may_predict_numbers():
     network = nn.Linear(2, 1)
     agent = Agent(
         network, validation=(X, [[0.5], [1.0], [1.5]]), loss="squared_error", method="fedcbo"
@@ -326,7 +331,7 @@ def test_numbers_to_predict():
         ({"validation": (X, Y), "method": {"name": "fedcbo", "alpha": -1.0}}, ConfigError, "alpha"),
     ],
 )
-def test_what_cannot_be(arguments, error, message):
+def test_invalid_arguments_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         Agent(linear(), **arguments)
 
@@ -341,19 +346,19 @@ def test_what_cannot_be(arguments, error, message):
         (lambda agent: agent.aggregate({True: model(1.0)}), "a text or a whole number"),
     ],
 )
-def test_calls_that_cannot_be(call, message):
+def test_invalid_calls_are_refused(call, message):
     with pytest.raises(ConfigError, match=message):
         call(Agent(linear(), validation=(X, Y)))
 
 
 @pytest.mark.parametrize("result", [torch.zeros(2), torch.zeros(3, 4), (torch.zeros(2, 3), [0, 1])])
-def test_a_judge_returns_losses_of_every_model(result):
+def test_a_judge_must_return_the_losses_of_every_model(result):
     agent = Agent(linear(), judge=lambda states: result)
     with pytest.raises(ConfigError, match="judge"):
         agent.aggregate({"a": model(1.0)})
 
 
-def test_memory_of_another_network_is_refused(tmp_path):
+def test_the_state_of_another_network_is_refused(tmp_path):
     agent = Agent(linear(), validation=(X, Y))
     agent.save(tmp_path / "agent.safetensors")
     with pytest.raises(RunError, match="another network"):
@@ -384,8 +389,8 @@ def test_networks_and_losses_that_mix_samples_are_named(network, options, messag
         Agent(network, validation=(torch.eye(3), np.array(targets)), **options)
 
 
-def test_models_in_the_memory_of_an_agent_are_not_copied():
-    """In any rows, next to others, one of them refused: the same bits as copied ones."""
+def test_models_in_an_agents_buffer_are_not_copied():
+    """Models in any rows of the buffer give the same bits as copied models."""
     sent = [torch.randn(4, generator=torch.Generator().manual_seed(k)) for k in range(5)]
     sent[3][0] = torch.nan
 
@@ -404,19 +409,19 @@ def test_models_in_the_memory_of_an_agent_are_not_copied():
     decision, theta = decide({0: 0})
     assert [*decision.refused] == [3]
     for rows in ({0: 4, 1: 0, 4: 2}, {0: 0, 1: 1, 2: 2, 3: 3, 4: 4}, {3: 0, 2: 1, 1: 2}):
-        again, moved = decide(rows)
-        assert again.weights == decision.weights
-        assert moved.equal(theta)
+        other_decision, other_theta = decide(rows)
+        assert other_decision.weights == decision.weights
+        assert other_theta.equal(theta)
 
 
-def test_state_dicts_of_arrays():
+def test_state_dicts_may_hold_arrays():
     network = linear(1.0)
     agent = Agent(network, validation=(X, Y), method="fedcbo", gamma=0.1)
     agent.aggregate({"a": {"weight": 2.0 * np.eye(2)}})
     assert network.weight.tolist() == [[2.0, 0.0], [0.0, 2.0]]
 
 
-def test_a_network_that_changed_is_named():
+def test_a_changed_network_is_refused():
     network = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     agent = Agent(network, validation=(X, Y))
     network[0].requires_grad_(False)
@@ -426,7 +431,7 @@ def test_a_network_that_changed_is_named():
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor])
 def test_an_agent_without_a_network(kind):
-    """Models are points in the plane, and a loss is the distance to a sample."""
+    """Models are points in the plane, and a loss is the squared distance to a sample."""
     samples = np.array([[0.0, 0.0], [0.0, 2.0]])
 
     def judge(thetas):
@@ -461,7 +466,7 @@ def test_an_agent_without_a_network(kind):
         ({"network": [0.0], "attack": "sign_flop"}, "sign_flip"),
     ],
 )
-def test_arrays_and_attacks_that_cannot_be(arguments, message):
+def test_invalid_arrays_and_attacks_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         Agent(**{"judge": len, **arguments})
 
@@ -475,7 +480,7 @@ def test_received_models_must_be_a_table(models):
         agent.aggregate({"a": np.zeros(1)}, [3])
 
 
-def test_an_agent_with_a_number_has_peers_with_numbers():
+def test_an_agent_with_an_integer_id_has_peers_with_integer_ids():
     agent = Agent(linear(), validation=(X, Y), id=2)
     for peers in ([1, 2], [True], ["a"], [-1], [10**6]):
         with pytest.raises(ConfigError, match=r"itself has the number 2|whole numbers from 0"):
@@ -504,7 +509,7 @@ DIAGONAL = [(0, 0), (1, 1)]
         ({"name": "label_flip", "source": 0, "target": 1}, 3.0),
     ],
 )
-def test_attacks_as_in_a_configuration(attack, expected):
+def test_attacks_are_chosen_as_in_a_configuration(attack, expected):
     network = linear(1.0)
     agent = Agent(network, validation=(X, Y), attack=attack)
     network.load_state_dict(model(3.0))
@@ -523,7 +528,7 @@ def test_attacks_draw_the_numbers_of_a_simulation():
     np.testing.assert_allclose(published / published[0, 0], noise / noise[0, 0], rtol=1e-5)
 
 
-def test_an_attack_on_data_and_one_on_each_receiver():
+def test_attacks_may_poison_data_or_equivocate():
     flip = Agent(
         linear(), validation=(X, Y), attack={"name": "label_flip", "source": 0, "target": 1}
     )
@@ -554,7 +559,7 @@ def test_a_method_is_the_same_by_name_and_by_table():
 
 
 @pytest.mark.parametrize("criterion", ["average_loss", {"name": "average_loss"}, mean_loss])
-def test_criteria_as_in_a_configuration(criterion):
+def test_criteria_are_chosen_as_in_a_configuration(criterion):
     method = {"name": "fedcb2o", "criterion": criterion, "mixing_factor": 1.0}
     agent = pickle.loads(pickle.dumps(Agent(linear(1.0), validation=(X, Y), method=method)))
     decision = agent.aggregate({"a": model(3.0), "b": model(-1.0)})
@@ -562,7 +567,7 @@ def test_criteria_as_in_a_configuration(criterion):
     load({"extends": "digits-fedassay", "name": "same", "algorithm": method})
 
 
-def test_agents_in_threads_decide_as_one_after_the_other():
+def test_agents_in_threads_decide_as_in_sequence():
     def rounds(j):
         agent = Agent(linear(1.0 + j), validation=(X, Y), method=METHODS[2], seed=1, id=j)
         for _ in range(3):
@@ -570,6 +575,6 @@ def test_agents_in_threads_decide_as_one_after_the_other():
             agent.aggregate({i: model(i - 2.0) for i in asked})
         return agent.theta
 
-    with ThreadPoolExecutor(8) as pool:
-        for j, theta in enumerate(pool.map(rounds, range(8))):
+    with ThreadPoolExecutor(8) as executor:
+        for j, theta in enumerate(executor.map(rounds, range(8))):
             assert theta.equal(rounds(j))

@@ -1,4 +1,4 @@
-"""Aggregators for callers: types in and out, errors, and independent plain loops."""
+"""Public aggregators: input and output types, errors, and comparison with plain loops."""
 
 import itertools
 import pickle
@@ -23,7 +23,7 @@ CLASSES = {
 FUNCTIONS = sorted(set(aggregators.__all__) - set(CLASSES) - {"Aggregator"})
 ALONE = sorted(
     name for name, kind in CLASSES.items() if kind.__call__.__code__.co_argcount == 2
-)  # of models alone
+)  # rules whose only input is the models
 PRE = ["ARC", "NNM", "Bucketing", "Clipping"]
 WITH_F = sorted(name for name, kind in CLASSES.items() if hasattr(kind, "f"))
 
@@ -56,17 +56,17 @@ def make(name, **parameters):
     return CLASSES[name](**parameters)
 
 
-def as_lists(found):
-    return [row.tolist() for row in found] if isinstance(found, list) else found.tolist()
+def as_lists(result):
+    return [row.tolist() for row in result] if isinstance(result, list) else result.tolist()
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_every_type_of_models_gives_the_same(name):
-    """Of 7 models of 6 numbers: a tensor, an array, and lists of them, with matrices as models."""
-    whole = make(name)(X)
-    assert isinstance(whole, torch.Tensor)
-    assert whole.dtype == torch.float64
-    expected = whole.tolist()
+def test_every_type_of_models_gives_the_same_values(name):
+    """Models may be a tensor, an array, or a list of tensors, arrays, numbers or matrices."""
+    of_tensor = make(name)(X)
+    assert isinstance(of_tensor, torch.Tensor)
+    assert of_tensor.dtype == torch.float64
+    expected = of_tensor.tolist()
     arrays = list(X.numpy())
     kinds = {
         "array": (X.numpy(), np.ndarray),
@@ -74,56 +74,58 @@ def test_every_type_of_models_gives_the_same(name):
         "arrays": (arrays, np.ndarray),
         "numbers": (X.tolist(), list),
     }
-    for given, kind in kinds.values():
-        found = make(name)(given)
+    for inputs, kind in kinds.values():
+        result = make(name)(inputs)
         if name in PRE:
-            assert isinstance(found, np.ndarray if given is kinds["array"][0] else list)
-            found = [one.tolist() if kind is not list else one for one in found]
-            assert all(isinstance(one, list) for one in found)
+            assert isinstance(result, np.ndarray if inputs is kinds["array"][0] else list)
+            result = [row.tolist() if kind is not list else row for row in result]
+            assert all(isinstance(row, list) for row in result)
         else:
-            assert isinstance(found, kind)
-            found = found if kind is list else found.tolist()
-        assert found == expected
+            assert isinstance(result, kind)
+            result = result if kind is list else result.tolist()
+        assert result == expected
     matrices = make(name)(X.view(7, 2, 3))
     assert matrices.flatten(-2).tolist() == expected
     strided = make(name)(X.flip(1).numpy()[:, ::-1])
     np.testing.assert_allclose(strided, expected, rtol=1e-12)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        low = make(name)(X.to(dtype))
-        assert low.dtype == dtype
+        low_precision = make(name)(X.to(dtype))
+        assert low_precision.dtype == dtype
         if name not in ("Krum", "NNM", "MDA", "SMEA", "MultiKrum") or dtype is torch.float32:
-            torch.testing.assert_close(low.double(), whole, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(
+                low_precision.double(), of_tensor, rtol=tolerance, atol=tolerance
+            )
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_inputs_are_not_changed_and_objects_can_be_pickled(name):
     x = X.clone()
     first = make(name)(x, *INPUTS.get(name, ()))
-    again = pickle.loads(pickle.dumps(make(name)))
-    assert as_lists(again(x, *INPUTS.get(name, ()))) == as_lists(first) or name == "FLAME"
+    restored = pickle.loads(pickle.dumps(make(name)))
+    assert as_lists(restored(x, *INPUTS.get(name, ()))) == as_lists(first) or name == "FLAME"
     assert x.equal(X)
     with pytest.raises(AttributeError):
-        again.f = 2  # immutable
+        restored.f = 2  # immutable
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_are_the_classes(name):
+def test_functions_equal_their_classes(name):
     function = getattr(aggregators, name)
     kind = next(k for n, k in CLASSES.items() if k.__doc__ == function.__doc__)
     inputs = INPUTS.get(kind.__name__, ())
     settings = {"rng": rng()} if "rng" in kind.__dataclass_fields__ else {}
-    found = function(X, *inputs, **settings)
-    assert as_lists(found) == as_lists(
+    result = function(X, *inputs, **settings)
+    assert as_lists(result) == as_lists(
         make(kind.__name__, **({"f": 0} if hasattr(kind, "f") else {}))(X, *inputs)
     )
     if hasattr(kind, "f"):  # the parameters follow the inputs, by place or name
         assert as_lists(function(X, *inputs, 1)) == as_lists(function(X, *inputs, f=1))
-    # The names are those of a configuration.
+    # A configuration has the same names.
     assert name in [*aggregation.__all__, *preaggregation.__all__]
 
 
-def test_state_dicts():
-    """Whole numbers give their lower median, and each tensor keeps its shape and type."""
+def test_state_dicts_keep_names_shapes_and_types():
+    """Integers have their lower median, and each tensor keeps its shape and type."""
 
     def state(w, b, count):
         return {
@@ -137,17 +139,17 @@ def test_state_dicts():
         state([[2.0, 3.0]], [9.0], 5),
         state([[9.0, 2.0]], [3.0], 4),
     ]
-    found = aggregators.Median()(sent)
-    assert list(found) == ["w", "count", "b"]
-    assert found["w"].tolist() == [[2.0, 2.0]]
-    assert found["w"].dtype == torch.float32
-    assert found["b"].tolist() == [3.0]
-    assert found["b"].dtype == torch.float64
-    assert found["count"].equal(torch.tensor(4))
-    arrays = [{name: value.numpy() for name, value in one.items()} for one in sent]
-    found = aggregators.Average()(arrays)
-    assert isinstance(found["w"], np.ndarray)
-    np.testing.assert_allclose(found["w"], [[11 / 3, 2.0]], rtol=1e-6)
+    result = aggregators.Median()(sent)
+    assert list(result) == ["w", "count", "b"]
+    assert result["w"].tolist() == [[2.0, 2.0]]
+    assert result["w"].dtype == torch.float32
+    assert result["b"].tolist() == [3.0]
+    assert result["b"].dtype == torch.float64
+    assert result["count"].equal(torch.tensor(4))
+    arrays = [{name: value.numpy() for name, value in state_dict.items()} for state_dict in sent]
+    result = aggregators.Average()(arrays)
+    assert isinstance(result["w"], np.ndarray)
+    np.testing.assert_allclose(result["w"], [[11 / 3, 2.0]], rtol=1e-6)
     clipped = aggregators.Clipping(c=1.0)(sent)
     assert clipped[0]["w"].tolist() == [[0.0, 1.0]]
     assert clipped[2]["w"].norm() < 1
@@ -157,7 +159,7 @@ def test_state_dicts():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("invalid", "message"),
     [
         ([], "there is no model to aggregate"),
         (torch.zeros(0, 3), "there is no model to aggregate"),
@@ -177,15 +179,15 @@ def test_state_dicts():
         (torch.zeros(2, 2, dtype=torch.complex64), "complex"),
     ],
 )  # fmt: skip
-def test_models_that_cannot_be_aggregated(given, message):
+def test_invalid_models_are_refused(invalid, message):
     with pytest.raises(ConfigError, match=message):
-        aggregators.Average()(given)
+        aggregators.Average()(invalid)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_model_that_is_not_finite_is_an_error_of_every_rule(name, value):
-    """Also of a rule that would not use it: the caller leaves it out."""
+def test_every_rule_refuses_a_model_that_is_not_finite(name, value):
+    """The caller must leave it out, even if the rule would not use it."""
     x = X.clone()
     x[2, 3] = value
     with pytest.raises(ConfigError, match=r"models are not finite: leave out the rows \[2\]"):
@@ -205,7 +207,7 @@ NEEDED = {
 
 @pytest.mark.parametrize("name", WITH_F)
 def test_too_few_models_are_an_error_or_a_warning(name, caplog):
-    """f = 1 needs 2 f + 1 models where nothing else is said; the agent's own model counts."""
+    """f = 1 needs 2 f + 1 models, or the number in `NEEDED`; the agent's own model counts."""
     m = NEEDED.get(name, 3) - 1 - len(INPUTS.get(name, ())[:1])
     inputs = {"UBAR": (X[-1], np.arange(m + 1.0))}.get(name, INPUTS.get(name, ()))
     with pytest.raises(
@@ -223,23 +225,23 @@ def test_too_few_models_are_an_error_or_a_warning(name, caplog):
 
 
 @pytest.mark.parametrize("name", sorted(set(CLASSES) - {"LFighter", "FLTrust"}))
-def test_one_model(name):
-    """One model alone comes out, or moves by what clipping and mixing leave."""
-    one = X[:1] / 100
+def test_the_aggregate_of_one_model_is_that_model(name):
+    """The aggregate of one model is that model."""
+    single = X[:1] / 100
     inputs = {
-        "UBAR": (one[0], [1.0, 1.0]),
+        "UBAR": (single[0], [1.0, 1.0]),
         "Sageflow": ([1.0], [0.0]),
         "WeightedAverage": ([2.0],),
         "LossClustering": ([2.0],),
         "LPETSR": ([2.0],),
-        "Balance": (one[0], 0.0),
-        "ClippedGossip": (one[0],),
-        "CSPlus": (one[0],),
-        "NormClipping": (one[0],),
-        "FLAME": (one[0],),
+        "Balance": (single[0], 0.0),
+        "ClippedGossip": (single[0],),
+        "CSPlus": (single[0],),
+        "NormClipping": (single[0],),
+        "FLAME": (single[0],),
     }.get(name, ())
-    found = make(name, **({"f": 0} if name in WITH_F else {}))(one, *inputs)
-    torch.testing.assert_close(found.flatten(), one[0])
+    result = make(name, **({"f": 0} if name in WITH_F else {}))(single, *inputs)
+    torch.testing.assert_close(result.flatten(), single[0])
 
 
 @pytest.mark.parametrize(
@@ -259,7 +261,7 @@ def test_one_model(name):
         (lambda: aggregators.SMEA(f=40)(models(100, 2)), "subsets of 100 models"),
     ],
 )  # fmt: skip
-def test_impossible_parameters(call, message):
+def test_invalid_parameters_are_refused(call, message):
     with pytest.raises(ConfigError, match=message):
         call()
 
@@ -268,7 +270,7 @@ def test_impossible_parameters(call, message):
 
 
 def brute_force(x, f, spread):
-    """The first subset of m - f models of least spread."""
+    """Return the mean of the first subset of m - f models with least spread."""
     subsets = itertools.combinations(range(len(x)), len(x) - f)
     return x[list(min(subsets, key=lambda s: round(spread(x[list(s)]), 9)))].mean(0)
 
@@ -283,18 +285,18 @@ def variance(x):
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("name", "spread"), [("MDA", diameter), ("SMEA", variance)])
-def test_subsets_of_least_spread_by_brute_force(name, spread, seed):
+def test_subsets_of_least_spread_equal_brute_force(name, spread, seed):
     m = 3 + seed % 6
     f = seed % ((m + 1) // 2)
     x = models(m, 3, seed)
     if name == "MDA" and seed % 2:
         x = x.round()  # many equal distances
-    found = CLASSES[name](f=f)(x)
-    torch.testing.assert_close(found, brute_force(x, f, spread))
+    result = CLASSES[name](f=f)(x)
+    torch.testing.assert_close(result, brute_force(x, f, spread))
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_caf_is_the_plain_loop(seed):
+def test_caf_equals_the_plain_loop(seed):
     x = models(9, 4, seed)
     x[:2] += 10
     torch.testing.assert_close(aggregators.CAF(f=2)(x), reference.caf(x, 2))
@@ -304,12 +306,12 @@ def test_clipping_by_hand():
     # Norms 5, 1, 10 and 2; of four models with f = 1, floor(2 * 3 / 4) = 1 is clipped, to 5.
     x = [[3.0, 4.0], [1.0, 0.0], [6.0, 8.0], [0.0, 2.0]]
     assert aggregators.ARC(f=1)(x) == [[3.0, 4.0], [1.0, 0.0], [3.0, 4.0], [0.0, 2.0]]
-    found = aggregators.Clipping(c=2.0)(x)
-    assert found == [pytest.approx(row) for row in [[1.2, 1.6], [1, 0], [1.2, 1.6], [0, 2]]]
+    clipped = aggregators.Clipping(c=2.0)(x)
+    assert clipped == [pytest.approx(row) for row in [[1.2, 1.6], [1, 0], [1.2, 1.6], [0, 2]]]
 
 
 def test_geometric_median_of_the_first_steps_by_hand():
-    """From 0: weights 1/3 and 1 / nu of models at distances 3 and 0; then distances from that."""
+    """The first step, from 0, has weights 1/3 and 1/nu of models at distances 3 and 0."""
     assert aggregators.GeometricMedian(T=0)([[3.0], [0.0]]) == [0.0]
     assert aggregators.GeometricMedian(nu=1.0, T=1)([[3.0], [0.0]]) == pytest.approx([1 / (4 / 3)])
     z = 3 / 4
@@ -319,8 +321,7 @@ def test_geometric_median_of_the_first_steps_by_hand():
 
 
 def test_krum_by_two_definitions():
-    """Scores of 0, 1, 3, 7 and 20 with f = 1: of the 2 nearest 10, 5, 13, 52, 458, of the 3 nearest
-    59, 41, 29, 101, 819."""
+    # Scores with f = 1: 10, 5, 13, 52, 458 by the 2 nearest models; 59, 41, 29, 101, 819 by 3.
     x = [[0.0], [1.0], [3.0], [7.0], [20.0]]
     assert aggregators.Krum(f=1)(x) == [1.0]
     assert aggregators.Krum(f=1, definition="byzfl")(x) == [3.0]
@@ -331,7 +332,7 @@ def test_krum_by_two_definitions():
 @pytest.mark.parametrize("kind", [np.array, torch.tensor])
 @pytest.mark.parametrize("rule", [aggregators.Clipping, aggregators.ARC])
 def test_clipping_in_place(rule, kind):
-    """Into the caller's memory and equal to the copy, which leaves the caller's as it is."""
+    """The result is written into the caller's memory only with `in_place`, and equals the copy."""
     vectors = [[3.0, 4.0], [1.0, 0.0], [6.0, 8.0], [0.0, 2.0]]
     parameters = {} if rule is aggregators.Clipping else {"f": 1}
     x = kind(vectors)
@@ -351,12 +352,12 @@ def test_clipping_in_place(rule, kind):
         torch.ones(2).expand(3, 2),
     ],
 )
-def test_vectors_that_cannot_be_clipped_in_place(vectors):
+def test_vectors_that_need_a_copy_are_not_clipped_in_place(vectors):
     with pytest.raises(ConfigError, match="`in_place` needs"):
         aggregators.Clipping(in_place=True)(vectors)
 
 
-def test_centred_clipping_goes_on_from_its_start():
+def test_centred_clipping_continues_from_its_start():
     rule = aggregators.CenteredClipping(m=[1.0, 0.0], tau=1.0)
     assert rule([[4.0, 4.0], [1.0, 0.5]]) == pytest.approx([1.3, 0.65])
     twice = aggregators.CenteredClipping(L=2, tau=1.0)

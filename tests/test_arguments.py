@@ -1,7 +1,6 @@
-"""What cannot be an argument, in Python, is told by its name, in one line, whatever its kind.
+"""Invalid arguments of Python functions raise an error of one line that names the argument.
 
-The cases run in one process of their own, as a user's: without the run-time checks of types of the
-tests.
+The cases run in a process without the run-time type checks of the tests, like a user's process.
 """
 
 import json
@@ -39,28 +38,28 @@ def run(**arguments):
     return fedcb2o.run(tiny(), **{"out": "run", **arguments})
 
 
-def numbers_of_numpy():
+def numpy_numbers_are_accepted():
     plain = minimize(dim=2, seed=3, num_particles=20, maxiter=5, dt=0.5)
-    same = minimize(
+    with_numpy = minimize(
         dim=np.int64(2),
         seed=np.int64(3),
         num_particles=np.int32(20),
         maxiter=np.int64(5),
         dt=np.float32(0.5),
     )
-    assert torch.equal(plain.x, same.x)
-    assert (plain.success, plain.seed) == (same.success, same.seed)
+    assert torch.equal(plain.x, with_numpy.x)
+    assert (plain.success, plain.seed) == (with_numpy.success, with_numpy.seed)
     several = minimize(dim=2, seed=np.array([3, 4]), num_particles=20, maxiter=5, dt=0.5)
     assert torch.equal(several.x[0], plain.x)
 
 
-def warnings_are_the_callers():
+def warnings_point_to_the_caller():
     attack = adversaries.static(100, (-1.0, 0.0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         minimize(upper=lower, adversaries=attack, dynamics="paper")
         fedcb2o.Search(2, upper=True, adversaries=attack, dynamics="paper")
-    assert {each.filename for each in caught} == {__file__}
+    assert {warning.filename for warning in caught} == {__file__}
     assert len(caught) == 2
 
 
@@ -120,14 +119,14 @@ CASES = [
     ("run", "memory", [1], "--memory needs a size"),
     ("run", "memory", "9" * 400, "--memory needs a size"),
     *(
-        (name, "", value, told)
-        for name, told in (("load", NO_EXPERIMENT), ("bench", NO_GRID))
+        (name, "", value, message)
+        for name, message in (("load", NO_EXPERIMENT), ("bench", NO_GRID))
         for value in (None, 3, [1])
     ),
     *(("Run", "", value, "a run is read from its folder's path, got a") for value in (None, 3)),
     *(("section", "", make, "got a Dataset") for make in (digits, lambda: {"name": digits()})),
-    ("call", "", numbers_of_numpy, ""),
-    ("call", "", warnings_are_the_callers, ""),
+    ("call", "", numpy_numbers_are_accepted, ""),
+    ("call", "", warnings_point_to_the_caller, ""),
     (
         "call",
         "",
@@ -218,8 +217,8 @@ CASES = [
 
 
 def outcome(kind, name, value):
-    """What a case raises, as [whether it is of our errors, its text]."""
-    what = {
+    """Return [whether the error of a case is a FedCB2OError, its text]."""
+    calls = {
         "minimize": lambda: minimize(**{name: value}),
         "run": lambda: run(**{name: value}),
         "load": lambda: fedcb2o.run(value),
@@ -231,7 +230,7 @@ def outcome(kind, name, value):
         "call": value,
     }  # fmt: skip
     try:
-        what[kind]()
+        calls[kind]()
     except Exception as error:
         return [isinstance(error, fedcb2o.FedCB2OError), f"{error}"]
     return [True, ""]
@@ -244,12 +243,18 @@ def outcomes(tmp_path_factory):
         "PYTHONPATH": os.pathsep.join([str(ROOT), ENVIRONMENT.get("PYTHONPATH", "")]),
     }
     folder = tmp_path_factory.mktemp("arguments")
-    words = [sys.executable, "-m", "tests.test_arguments"]
-    done = subprocess.run(
-        words, cwd=folder, env=environment, check=True, timeout=200, capture_output=True, text=True
+    command = [sys.executable, "-m", "tests.test_arguments"]
+    process = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        check=True,
+        timeout=200,
+        capture_output=True,
+        text=True,
     )
     assert not any(folder.iterdir())
-    return json.loads(done.stdout)
+    return json.loads(process.stdout)
 
 
 @pytest.mark.parametrize(
@@ -257,9 +262,9 @@ def outcomes(tmp_path_factory):
     range(len(CASES)),
     ids=[f"{kind} {name} {steady(value):.30}" for kind, name, value, _ in CASES],
 )
-def test_an_argument_that_cannot_be_is_told_in_a_line(outcomes, case):
-    ours, text = outcomes[case]
-    assert ours, text
+def test_the_error_of_an_invalid_argument_names_it_in_one_line(outcomes, case):
+    is_own_error, text = outcomes[case]
+    assert is_own_error, text
     assert re.search(re.escape(CASES[case][3]), text)
     assert bool(text) == bool(CASES[case][3])
     assert "\n" not in text

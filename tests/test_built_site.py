@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not IS_READY, reason="Chromium or the packages of `make docs` are missing"),
 ]
 
-# One frame after the other, measured from outside.
+# The pages load one after the other in a frame, and this page measures them.
 PROBE = """
 <!doctype html><pre id="seen"></pre><script>
 const frames = %s, seen = {};
@@ -72,11 +72,11 @@ load(0);
 @pytest.fixture(scope="module")
 def pages():
     """Build the site as `make docs` does, and return its pages."""
-    built = ROOT / "build" / "docs"
+    build = ROOT / "build" / "docs"
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--quiet", "--doctree-dir"]
-    places = map(str, (built / "doctrees", ROOT / "docs", built / "html"))
-    subprocess.run([*command, *places], check=True, cwd=ROOT)
-    site = built / "html"
+    folders = map(str, (build / "doctrees", ROOT / "docs", build / "html"))
+    subprocess.run([*command, *folders], check=True, cwd=ROOT)
+    site = build / "html"
     sources = {
         path.relative_to(ROOT / "docs").with_suffix(".html") for path in ROOT.glob("docs/**/*.md")
     }
@@ -90,10 +90,10 @@ def test_pages_are_legible_at_any_width(pages, tmp_path, dark):
     (tmp_path / "probe.html").write_text(PROBE % (json.dumps(frames), MIN_CONTRAST))
     options = ["--blink-settings=preferredColorScheme=0"] * dark
     done = browse((tmp_path / "probe.html").as_uri(), tmp_path, *options)
-    found = re.search(r'<pre id="seen">(.+?)</pre>', done.stdout, re.DOTALL)
-    assert found, done.stderr
-    seen = json.loads(html.unescape(found[1]))
-    assert set(seen) == {name for name, *_ in frames}
-    for name, page in seen.items():
+    match = re.search(r'<pre id="seen">(.+?)</pre>', done.stdout, re.DOTALL)
+    assert match, done.stderr
+    measured = json.loads(html.unescape(match[1]))
+    assert set(measured) == {name for name, *_ in frames}
+    for name, page in measured.items():
         assert (page.pop("paper") < 0.1) == dark, name
         assert page == {"wider": 0, "out": [], "pale": [], "unnamed": []}, name

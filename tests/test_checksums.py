@@ -1,4 +1,4 @@
-"""Checksums of a run: readers and a resume refuse a damaged file by its name."""
+"""Checksums of a run: readers and `--resume` refuse a damaged file and name it."""
 
 import json
 import shutil
@@ -62,8 +62,8 @@ def cut(path):
 
 def one_digit(path):
     text = path.read_text()
-    at = text.rindex('"accuracy": [0.') + len('"accuracy": [0.')
-    path.write_text(text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
+    position = text.rindex('"accuracy": [0.') + len('"accuracy": [0.')
+    path.write_text(text[:position] + str((int(text[position]) + 1) % 10) + text[position + 1 :])
 
 
 def more_rounds(path):
@@ -103,20 +103,20 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGE, ids=[f"{n}-{d.__name__}" for n, d in DAMAGE])
-def test_a_damaged_file_is_refused_by_name_and_left_as_it_is(copy, tmp_path, name, damage):
+def test_a_damaged_file_is_named_refused_and_not_changed(copy, tmp_path, name, damage):
     path, out = copy
     damage(out / SEED / name)
-    damaged = contents(out)
+    expected = contents(out)
     if name in READ_BY:
         options = ["--out", tmp_path / "page"] if READ_BY[name] == "report" else []
         assert str(out / SEED) in here(READ_BY[name], out, *options).one_line()
     with pytest.raises(RunError, match=SEED):
         Run(out).check()
     assert str(out / SEED) in resume(path, out).one_line()
-    assert contents(out) == damaged
+    assert contents(out) == expected
 
 
-def test_a_seed_that_is_moved_away_runs_again_with_the_same_bits(copy):
+def test_a_removed_seed_runs_again_with_the_same_bits(copy):
     path, out = copy
     before = contents(out)
     one_digit(out / SEED / "metrics.jsonl")
@@ -141,7 +141,7 @@ def test_times_and_samples_may_be_removed(copy):
     assert resume(path, out).status == 0
 
 
-def test_a_report_does_without_damaged_samples(copy, tmp_path):
+def test_a_report_omits_damaged_samples(copy, tmp_path):
     _, out = copy
     (out / SEED / "samples.safetensors").write_bytes(b"no")
     done = here("report", out, "--out", tmp_path / "page")
@@ -152,7 +152,7 @@ def test_a_report_does_without_damaged_samples(copy, tmp_path):
     assert not (tmp_path / "page" / "samples.png").exists()
 
 
-def test_a_seed_of_another_name_or_another_run_is_refused(copy, tmp_path):
+def test_a_seed_with_another_number_or_from_another_run_is_refused(copy, tmp_path):
     path, out = copy
     shutil.copytree(out / SEED, out / "seed-7")
     assert (
@@ -177,7 +177,7 @@ def test_settings_changed_by_hand_are_refused(copy):
 
 
 @pytest.mark.parametrize("line", ["rounds = 'x'", "seeds = [1.5]", "agents = 5"])
-def test_a_config_of_wrong_types_is_one_line(copy, line):
+def test_the_error_of_wrong_types_in_a_config_is_one_line(copy, line):
     _, out = copy
     config = out / "config.toml"
     key = line.partition(" = ")[0]
@@ -188,7 +188,7 @@ def test_a_config_of_wrong_types_is_one_line(copy, line):
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, null])
-def test_a_lost_or_damaged_config_is_refused_and_left_as_it_is(copy, damage):
+def test_a_missing_or_damaged_config_is_refused_and_not_changed(copy, damage):
     path, out = copy
     damage(out / "config.toml")
     damaged = contents(out)
@@ -259,7 +259,7 @@ def test_a_running_seed_is_read_up_to_its_last_line(copy):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "pairs.jsonl"])
-def test_a_running_seed_keeps_its_rounds_up_to_the_checkpoint(copy, tmp_path, name):
+def test_a_running_seed_with_damaged_rounds_is_refused(copy, tmp_path, name):
     path, out = copy
     make_unfinished(out)
     cut(out / SEED / name)
@@ -269,7 +269,7 @@ def test_a_running_seed_keeps_its_rounds_up_to_the_checkpoint(copy, tmp_path, na
     assert f"{out / SEED / name} is damaged" in resume(path, out, "--set", "rounds=5").one_line()
 
 
-def test_a_lost_or_older_checkpoint_of_a_running_seed_is_refused(copy):
+def test_a_missing_or_older_checkpoint_of_a_running_seed_is_refused(copy):
     path, out = copy
     make_unfinished(out)
     checkpoint = out / SEED / "checkpoint.safetensors"
@@ -302,28 +302,28 @@ def test_a_seed_without_a_manifest_is_read_with_a_note(copy):
     assert "the files of seed 1000 are not verified, because there is no sums.json" in done.err
 
 
-# One byte
+# Changes of one byte
 
 
 def report_data(folder):
-    """All the data behind a report."""
-    found = Run(folder)
-    samples = [found.samples(seed).tobytes() for seed in found.seeds]
-    metadata = [found.about(seed) for seed in found.seeds]
-    summaries = [found.summary_of(seed) for seed in found.seeds]
-    config = {key: value for key, value in found.config.items() if key not in NON_RESULT_SETTINGS}
-    tables = (found.records, found.pairs, found.agents, found.timing)
+    """Return all data of a report."""
+    run = Run(folder)
+    samples = [run.samples(seed).tobytes() for seed in run.seeds]
+    metadata = [run.about(seed) for seed in run.seeds]
+    summaries = [run.summary_of(seed) for seed in run.seeds]
+    config = {key: value for key, value in run.config.items() if key not in NON_RESULT_SETTINGS}
+    tables = (run.records, run.pairs, run.agents, run.timing)
     return tables, (samples, metadata, summaries, config)
 
 
-def is_same(one, other):
-    for a, b in zip(one[0], other[0], strict=True):
+def is_same(first, second):
+    for a, b in zip(first[0], second[0], strict=True):
         pd.testing.assert_frame_equal(a, b, check_exact=True)
-    return one[1] == other[1]
+    return first[1] == second[1]
 
 
 def outcome(function):
-    """The result of a function, or the error that refuses it."""
+    """Return the result of a function and no error, or None and the text of its RunError."""
     try:
         return function(), ""
     except RunError as error:
@@ -341,25 +341,25 @@ def change_bytes(path, out, count):
     for _ in range(count):
         name = names[rng.integers(len(names))]
         content = before[name]
-        at = rng.integers(len(content))
-        byte = bytes([content[at] ^ rng.integers(1, 256)])
-        (out / name).write_bytes(content[:at] + byte + content[at + 1 :])
+        position = rng.integers(len(content))
+        byte = bytes([content[position] ^ rng.integers(1, 256)])
+        (out / name).write_bytes(content[:position] + byte + content[position + 1 :])
 
         data, error = outcome(lambda: report_data(out))
         if error:
-            assert str(out / name) in error or name.name == "config.toml", (name, at, error)
+            assert str(out / name) in error or name.name == "config.toml", (name, position, error)
         else:
-            assert is_same(data, expected) or name.name == "config.toml", (name, at)
+            assert is_same(data, expected) or name.name == "config.toml", (name, position)
         _, error = outcome(
             lambda: run(experiment, out=out, workers=1, resume=True, watch=lambda *_: None)
         )
         if error:
-            assert str(out / name) in error, (name, at)
+            assert str(out / name) in error, (name, position)
             refused += 1
         else:
-            assert is_same(report_data(out), expected), (name, at)
+            assert is_same(report_data(out), expected), (name, position)
         changed = {other for other, text in contents(out).items() if before[other] != text}
-        assert changed <= {name}, (name, at, changed)
+        assert changed <= {name}, (name, position, changed)
         (out / name).write_bytes(content)
     return refused
 

@@ -1,4 +1,4 @@
-"""Modules of fedcb2o import each other in no circle, by whatever means they import."""
+"""The import graph of fedcb2o has no cycle, with imports in functions, by name and in text."""
 
 import ast
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ MODULES = {
     for path in sorted((SOURCE / "fedcb2o").rglob("*.py"))
 }
 
-FRONT = ("fedcb2o", "fedcb2o._deprecation")
-"""Modules that find public and former names when they are asked for, wherever these are now."""
+DYNAMIC_MODULES = ("fedcb2o", "fedcb2o._deprecation")
+"""Modules that look up public and former names at run time; their imports do not count."""
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """Names that a module imports: at its head, in functions, by importlib, in source text."""
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a module imports: at the top, in functions, by importlib, in text."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -30,7 +30,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def imported_by_call(call: ast.Call, tree: ast.AST) -> Iterator[str]:
-    """Names that `importlib.import_module` is given, as a string or as a constant."""
+    """Yield the strings and constants that `importlib.import_module` gets as its argument."""
     arguments = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
     constants = list(call.args)
     for node in ast.walk(tree):
@@ -43,18 +43,18 @@ def imported_by_call(call: ast.Call, tree: ast.AST) -> Iterator[str]:
 
 
 def imported_by_text(text: str) -> Iterator[str]:
-    """Names that source text in a string imports."""
+    """Yield the names that source text in a string imports."""
     if "import " not in text or "fedcb2o" not in text:
         return
     for line in text.replace(";", "\n").splitlines():
         try:
-            yield from imported(ast.parse(line.strip()))
+            yield from imported_names(ast.parse(line.strip()))
         except SyntaxError:
             continue
 
 
 def module_of(name: str) -> str | None:
-    """The module that a dotted name is, or is in."""
+    """Return the module of a dotted name: itself or the innermost parent."""
     while name:
         if name in MODULES:
             return name
@@ -63,7 +63,7 @@ def module_of(name: str) -> str | None:
 
 
 def without_type_checking(tree: ast.Module) -> ast.Module:
-    """The module without the imports that type checkers alone see, and without docstrings."""
+    """Return the module without imports for type checkers and without docstrings."""
 
     class Cut(ast.NodeTransformer):
         def visit_If(self, node: ast.If) -> ast.AST | None:
@@ -81,24 +81,24 @@ def without_type_checking(tree: ast.Module) -> ast.Module:
 
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
-    """The modules that each module imports."""
-    found = {}
+    """Return the imported modules of each module."""
+    imports = {}
     for name, path in MODULES.items():
-        if name in FRONT:
-            found[name] = set()
+        if name in DYNAMIC_MODULES:
+            imports[name] = set()
             continue
         tree = without_type_checking(ast.parse(path.read_text(encoding="utf-8")))
-        targets = {module_of(target) for target in imported(tree)}
-        found[name] = {target for target in targets if target not in (None, name)}
-    return found
+        targets = {module_of(target) for target in imported_names(tree)}
+        imports[name] = {target for target in targets if target not in (None, name)}
+    return imports
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The strongly connected components of more than one module (Tarjan 1972)."""
+def find_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected components of more than one module (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found = []
+    cycles = []
 
     def visit(module: str) -> None:
         index[module] = low[module] = len(index)
@@ -113,25 +113,25 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
             component = stack[stack.index(module) :]
             del stack[stack.index(module) :]
             if len(component) > 1:
-                found.append(sorted(component))
+                cycles.append(sorted(component))
 
     for module in graph:
         if module not in index:
             visit(module)
-    return found
+    return cycles
 
 
-def test_there_is_no_circle_of_imports(graph):
-    assert circles(graph) == []
+def test_imports_have_no_cycle(graph):
+    assert find_cycles(graph) == []
 
 
-def test_a_circle_is_found_by_whatever_means_it_closes():
+def test_a_cycle_through_any_kind_of_import_is_found():
     for text in (
         "from fedcb2o.records import run",
         "def late():\n    import fedcb2o.records.run",
         "import importlib\nmodule = importlib.import_module('fedcb2o.records.run')",
         "PROGRAM = 'import sys; from fedcb2o.records.run import Run'",
     ):
-        targets = {module_of(name) for name in imported(ast.parse(text))}
+        targets = {module_of(name) for name in imported_names(ast.parse(text))}
         assert "fedcb2o.records.run" in targets
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert find_cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]

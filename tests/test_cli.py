@@ -1,4 +1,4 @@
-"""The command line and its twin in Python, as a user meets them: real processes, real files."""
+"""The command line and its Python functions, with real processes and files."""
 
 import json
 import os
@@ -39,11 +39,11 @@ COMMANDS = {
     "peer run": "--identity --data --resume",
     "peer federation": "--member --out --set --synchronous --deadline-seconds",
 }
-"""Words in the help of each command."""
+"""Words that the help of each command contains."""
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_reads_well(command):
+def test_help_of_each_command_contains_its_words(command):
     words = command.split()
     done = here(*words, "--help")
     assert (done.status, done.err) == (0, "")
@@ -53,13 +53,13 @@ def test_help_reads_well(command):
     assert len(done.out.splitlines()) <= 45  # one screen
 
 
-def test_flags_are_shown_as_flags_and_rare_options_apart():
+def test_help_lists_rare_options_separately_and_no_types_of_flags():
     text = here("run", "--help").out
     assert "<bool>" not in text
     assert "Rarely needed" in text
 
 
-def test_new_writes_an_experiment_that_runs_as_it_is_from_toml_and_python(tmp_path, monkeypatch):
+def test_new_writes_an_experiment_that_runs_from_toml_and_python(tmp_path, monkeypatch):
     assert here("new", str(tmp_path)).status == 0
     assert "exists: choose another folder" in here("new", str(tmp_path)).one_line()
     monkeypatch.chdir(tmp_path)
@@ -83,24 +83,24 @@ def test_keys_and_parts_are_listed_and_described():
     assert "ipm: eps = 0.5\n    Reverse the mean update" in attacks
     assert "data_dir" not in here("keys", "data").out
     assert "Blanchard et al." in here("keys", "krum").out
-    told = here("keys", "krumm").one_line()
-    assert "'krumm' is no built-in part" in told
-    assert "Did you mean `krum`" in told
+    message = here("keys", "krumm").one_line()
+    assert "'krumm' is no built-in part" in message
+    assert "Did you mean `krum`" in message
 
 
-def test_a_parameter_of_another_algorithm_names_it(tmp_path):
+def test_the_error_of_a_parameter_names_its_algorithm(tmp_path):
     words = ("run", "digits-fedcbo", "--set", "algorithm.rule=krum", "--out", str(tmp_path))
     assert "It is a parameter of `by_rule`" in here(*words).one_line()
 
 
-def test_a_signal_is_obeyed_again_a_few_seconds_after_a_swallowed_one(monkeypatch):
+def test_a_signal_interrupts_again_a_few_seconds_after_an_ignored_one(monkeypatch):
     monkeypatch.setattr(signals, "IGNORE_SECONDS", 0.3)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     stop = signals.SignalGuard()
     try:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGHUP)  # of a command that ends already
+        signal.raise_signal(signal.SIGHUP)  # ignored, because the command ends already
         assert stop.exit_status == 128 + signal.SIGTERM
         time.sleep(0.4)
         with pytest.raises(KeyboardInterrupt):
@@ -111,7 +111,7 @@ def test_a_signal_is_obeyed_again_a_few_seconds_after_a_swallowed_one(monkeypatc
         signal.signal(signal.SIGHUP, before)
 
 
-def test_nothing_asked_is_answered_with_help():
+def test_a_call_without_a_command_prints_help():
     assert "Usage: fedcb2o" in here().out
     assert here("--version").out.strip() == version("fedcb2o")
 
@@ -128,11 +128,11 @@ def test_nothing_asked_is_answered_with_help():
         (["data", "cifar"], "Did you mean 'cifar10'? See `fedcb2o data --help`."),
     ],
 )
-def test_a_wrong_command_is_one_line_with_the_way_to_its_help(words, line):
+def test_the_error_of_a_wrong_command_is_one_line_with_its_help(words, line):
     assert line in here(*words).one_line()
 
 
-def test_presets_are_a_line_each_by_data_set_with_the_recommended_ones_first():
+def test_presets_have_one_line_per_preset_with_recommended_ones_first():
     done = here("presets")
     assert done.status == 0
     lines = done.out.splitlines()
@@ -144,7 +144,7 @@ def test_presets_are_a_line_each_by_data_set_with_the_recommended_ones_first():
     assert all("fedassay" in lines[i + 1] for i in headings)
 
 
-def test_a_preset_is_printed_as_a_file_that_is_the_same_experiment(tmp_path):
+def test_the_printed_file_of_a_preset_is_the_same_experiment(tmp_path):
     (tmp_path / "copy.toml").write_text(here("presets", "digits-fedcb2o-released").out)
     assert (
         fedcb2o.load(tmp_path / "copy.toml").settings()
@@ -155,7 +155,7 @@ def test_a_preset_is_printed_as_a_file_that_is_the_same_experiment(tmp_path):
     assert "Did you mean `digits-fedassay` or" in here("presets", "fedassay").one_line()
 
 
-def test_the_version_and_the_module_are_there():
+def test_the_version_is_printed_by_the_module():
     assert fedcb2o.__version__ == version("fedcb2o")
     done = command("-m", "fedcb2o", "--version", program=sys.executable)
     assert (done.status, done.out.strip(), done.err) == (0, version("fedcb2o"), "")
@@ -200,12 +200,12 @@ def test_completion_is_installed_and_completes(tmp_path):
 @pytest.mark.parametrize(
     ("text", "seeds"), [("3", [3]), ("0,1,2", [0, 1, 2]), ("7, 5", [7, 5]), ("0-2,7", [0, 1, 2, 7])]
 )
-def test_seeds_are_read(text, seeds):
+def test_seeds_are_parsed(text, seeds):
     assert runs._parse_seeds(text) == seeds
 
 
 @pytest.mark.parametrize("text", ["", "1,,2", "a", "1;2", "0-", "3-1", "0-1-2", "1.5"])
-def test_wrong_seeds_are_one_line(tmp_path, text):
+def test_the_error_of_wrong_seeds_is_one_line(tmp_path, text):
     with pytest.raises(ConfigError, match="--seeds needs whole numbers with commas, such as 0,1,2"):
         runs._parse_seeds(text)
     path = write(tmp_path / "tiny.toml")
@@ -223,7 +223,7 @@ def test_set_needs_a_key_and_a_value(tmp_path, change):
     assert line == f"--set needs KEY=VALUE, got {change!r}"
 
 
-def test_a_run_its_table_and_its_twin(tmp_path):
+def test_a_run_has_a_clean_twin_a_local_baseline_and_a_table(tmp_path):
     path, out = write(tmp_path / "tiny.toml"), tmp_path / "run"
     done = here("run", path, "--set", "rounds=2", "--set", "agents.budget = 2", "--seeds", "5,1001", "--clean-twin", "--local-baseline",
                 "--out", out, "--workers", 1)  # fmt: skip
@@ -256,7 +256,7 @@ def test_quiet_prints_results_and_errors_only(tmp_path):
     assert "processes" in here("--verbose", "run", path, "--out", out, "--seeds", "3").err
 
 
-def test_a_former_name_in_a_file_is_one_log_line(tmp_path):
+def test_a_former_name_in_a_file_logs_one_line(tmp_path):
     former = {"name": "fedcb2o", "alpha": 2.0, "judged_at": 0.5, "own_model": "trusted"}
     path = write(tmp_path / "tiny.toml", algorithm=former)
     done = command("presets", path)
@@ -277,7 +277,7 @@ def test_several_experiments_each_have_a_folder(tmp_path, monkeypatch):
     assert nested.one_line().endswith("it holds the runs one, two: name those")
 
 
-# A user's own parts: from a file beside the configuration, from a script, and from standard input.
+# A user's functions: in a module next to the configuration, in a script, on standard input.
 
 PARTS = textwrap.dedent("""
     import torch
@@ -359,7 +359,9 @@ FILE["algorithm"] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["script.py"], ["-"]], ids=["file", "stdin"])
-def test_own_parts_in_a_script_are_the_same_as_from_a_configuration(tmp_path, monkeypatch, words):
+def test_a_users_functions_give_the_same_bits_in_a_script_and_a_configuration(
+    tmp_path, monkeypatch, words
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "parts.py").write_text(PARTS)
@@ -375,9 +377,9 @@ def test_own_parts_in_a_script_are_the_same_as_from_a_configuration(tmp_path, mo
         )  # fmt: skip
     assert python.returncode == 0, python.stderr
     assert python.stdout == "True True 12 True\n"
-    found, expected = bits(tmp_path / "scripted"), bits(tmp_path / "configured")
-    del found["config.toml"], expected["config.toml"]
-    assert found == expected
+    result, expected = bits(tmp_path / "scripted"), bits(tmp_path / "configured")
+    del result["config.toml"], expected["config.toml"]
+    assert result == expected
     assert (
         json.loads((tmp_path / "scripted/seed-1000/agents.json").read_text())["dim"]
         == 64 * 5 + 5 + 5 * 10 + 10
@@ -391,12 +393,12 @@ def test_python_and_the_command_line_have_the_same_errors(tmp_path):
         fedcb2o.run("digit-fedassay")
     with pytest.raises(ConfigError, match="there is no key `roundz`"):
         fedcb2o.run({**tiny(), "roundz": 3})
-    seen = []
+    finished_rounds = []
     run = fedcb2o.run(
         tiny(rounds=2),
         out=tmp_path,
         seeds=range(2),
-        watch=lambda e, seed, line: seen.append((seed, line["round"])),
+        watch=lambda e, seed, line: finished_rounds.append((seed, line["round"])),
     )
-    assert seen == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert finished_rounds == [(0, 1), (0, 2), (1, 1), (1, 2)]
     assert run.seeds == (0, 1)

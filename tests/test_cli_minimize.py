@@ -1,4 +1,4 @@
-"""`fedcb2o minimize`: what it prints, the files it makes, that they agree with Python, and its one line for errors."""
+"""`fedcb2o minimize`: output, files, agreement with Python, and errors of one line."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from tests.tiny import command, here
 CIRCLE = problem("circle")
 SMALL = ("--num-particles", 40, "--maxiter", 60)
 
-MINE = textwrap.dedent("""
+USER_MODULE = textwrap.dedent("""
     import numpy as np
     import fedcb2o
 
@@ -42,7 +42,7 @@ MINE = textwrap.dedent("""
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "minimise_mine.py").write_text(MINE)
+    (tmp_path / "minimise_mine.py").write_text(USER_MODULE)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "minimise_mine", raising=False)
     return tmp_path
@@ -54,7 +54,7 @@ def read(path):
     )
 
 
-def test_a_run_says_what_python_says(folder):
+def test_a_run_has_the_results_of_python(folder):
     done = here("minimize", "circle", *SMALL, "--seed", 3, "--delta-q", 0.001)
     assert done.status == 0, done.err
     table = read(folder / "runs" / "minimize-circle" / "result.json")
@@ -90,18 +90,18 @@ def test_the_panel_of_decay_holds_v_and_the_fitted_rate():
         "xtol": 0.0,
         "beta": 0.05,
     }
-    seen = []
-    result, watch, used, lines = run_recorded(CIRCLE, [], settings, progress=False)
+    ensembles = []
+    result, recorder, used_settings, lines = run_recorded(CIRCLE, [], settings, progress=False)
     assert lines == []
     fedcb2o.minimize(
         CIRCLE.lower,
         CIRCLE.upper,
         2,
-        callback=lambda state: seen.append(state.theta.clone()),
+        callback=lambda state: ensembles.append(state.theta.clone()),
         **settings,
     )
-    decay = watch.decay(CIRCLE, result, used)
-    V = theory.V(torch.stack(seen), torch.tensor(CIRCLE.target, dtype=torch.float64))
+    decay = recorder.decay(CIRCLE, result, used_settings)
+    V = theory.V(torch.stack(ensembles), torch.tensor(CIRCLE.target, dtype=torch.float64))
     assert decay.t == pytest.approx(0.01 * np.arange(301))
     assert decay.V[:, 0, 0] == pytest.approx(V.numpy())
     rows = slice(0, 1 + int((0.05 * V[0] >= V).nonzero()[0, 0]))
@@ -119,7 +119,7 @@ def test_the_panel_of_decay_holds_v_and_the_fitted_rate():
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "outside"),
+    ("name", "settings", "reason"),
     [
         ("circle", {"lambda2": 0.1}, "(λ₂ > 0)"),
         ("circle", {"sigma2": 0.1}, "(σ₂ > 0)"),
@@ -131,13 +131,13 @@ def test_the_panel_of_decay_holds_v_and_the_fitted_rate():
     ],
 )
 @pytest.mark.parametrize("noise", ["isotropic", "anisotropic"])
-def test_no_rate_is_stated_where_the_theorem_does_not_apply(name, settings, outside, noise):
+def test_no_rate_is_stated_if_the_theorem_does_not_apply(name, settings, reason, noise):
     settings = {"num_particles": 40, "maxiter": 20, "sigma1": 0.5, "noise": noise, **settings}
-    result, watch, used, _ = run_recorded(problem(name), [], settings, progress=False)
-    decay = watch.decay(problem(name), result, used)
-    assert decay.legend_label == f"theory: no rate is stated {outside}"
+    result, recorder, used_settings, _ = run_recorded(problem(name), [], settings, progress=False)
+    decay = recorder.decay(problem(name), result, used_settings)
+    assert decay.legend_label == f"theory: no rate is stated {reason}"
     assert decay.theory is decay.theory_bounds is None
-    assert outside in summary.describe(problem(name), result, decay, 0.1)
+    assert reason in summary.describe(problem(name), result, decay, 0.1)
 
 
 def test_under_attack_the_rate_is_stated():
@@ -154,20 +154,20 @@ def test_under_attack_the_rate_is_stated():
             "delta_q": 0.01,
             "beta": 0.05,
         }
-        result, watch, used, _ = run_recorded(CIRCLE, group, settings, progress=False)
-        decay = watch.decay(CIRCLE, result, used)
+        result, recorder, used_settings, _ = run_recorded(CIRCLE, group, settings, progress=False)
+        decay = recorder.decay(CIRCLE, result, used_settings)
         assert decay.legend_label == f"theory: {rate}"
         assert decay.theory is not None
         assert (decay.theory_bounds is None) == (noise == "anisotropic")
 
 
-def test_v_of_runs_that_stopped_stays_and_memory_is_bounded():
+def test_v_of_stopped_runs_is_constant_and_memory_is_bounded():
     settings = {"runs": 3, "num_particles": 20, "xtol": 0.05, "maxiter": 3000, "record_every": 1}
     settings["dynamics"] = "paper"
-    result, watch, used, _ = run_recorded(CIRCLE, [], settings, progress=False)
+    result, recorder, used_settings, _ = run_recorded(CIRCLE, [], settings, progress=False)
     nit = result.nit.tolist()
     assert len(set(nit)) > 1
-    decay = watch.decay(CIRCLE, result, used)
+    decay = recorder.decay(CIRCLE, result, used_settings)
     target = torch.tensor(CIRCLE.target, dtype=torch.float64)
     for index, n in enumerate(nit):
         after = decay.V[decay.t >= n * 0.01 - 1e-9, index, 0]
@@ -175,9 +175,9 @@ def test_v_of_runs_that_stopped_stays_and_memory_is_bounded():
         assert after == pytest.approx(theory.V(result.theta[index], target).item())
     assert np.isfinite(decay.V).all()
     long = {"num_particles": 5, "maxiter": 5000, "xtol": 0.0, "dynamics": "paper"}
-    result, watch, used, _ = run_recorded(CIRCLE, [], long, progress=False)
-    assert len(watch.decay(CIRCLE, result, used).t) <= 602
-    scene = watch.scene(CIRCLE, result, used, "")
+    result, recorder, used_settings, _ = run_recorded(CIRCLE, [], long, progress=False)
+    assert len(recorder.decay(CIRCLE, result, used_settings).t) <= 602
+    scene = recorder.scene(CIRCLE, result, used_settings, "")
     assert len(scene.times) <= 130
     assert scene.times[-1] == pytest.approx(50.0)
     assert scene.m[-1, 0] == pytest.approx(result.x.numpy())
@@ -189,15 +189,17 @@ def test_an_unknown_target_is_the_last_consensus_point(folder):
     table = read(folder / "runs" / "minimize-own" / "result.json")
     assert (table["target"], table["error"], table["success_rate"], table["upper"]) == (None,) * 4
     assert table["decay"]["towards"] == "the last consensus point"
-    own = resolve_problem(None, "minimise_mine:counted", None, 3)
-    result, *_ = run_recorded(own, [], {"num_particles": 40, "maxiter": 60}, progress=False)
+    user_problem = resolve_problem(None, "minimise_mine:counted", None, 3)
+    result, *_ = run_recorded(
+        user_problem, [], {"num_particles": 40, "maxiter": 60}, progress=False
+    )
     assert table["decay"]["V"][-1] == pytest.approx(theory.V(result.theta, result.x).item())
     assert sorted(path.name for path in (folder / "runs" / "minimize-own").iterdir()) == [
         "result.json"
     ]
 
 
-def test_own_functions_with_a_target(folder):
+def test_a_users_functions_may_have_a_target(folder):
     words = (
         "--lower",
         "minimise_mine:lower",
@@ -218,7 +220,7 @@ def test_own_functions_with_a_target(folder):
     assert table["error"] == pytest.approx(abs(table["x"][0] + 1), abs=1)
 
 
-def test_several_runs_count_those_near_the_target(folder):
+def test_the_success_rate_counts_runs_near_the_target(folder):
     done = here("minimize", "waves-1d", "--runs", 4, "--maxiter", 40, "--tol", 0.5, "--out", "out")
     assert done.status == 0, done.err
     table = read(folder / "out" / "result.json")
@@ -250,8 +252,8 @@ KINDS = {
 
 @pytest.mark.filterwarnings("ignore::fedcb2o.CaptureWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_attackers_are_those_of_python(folder, kind):
-    same, more = KINDS[kind]
+def test_adversaries_equal_the_ones_of_python(folder, kind):
+    adversary, options = KINDS[kind]
     done = here(
         "minimize",
         "circle",
@@ -262,7 +264,7 @@ def test_attackers_are_those_of_python(folder, kind):
         6,
         "--dynamics",
         "paper",
-        *more,
+        *options,
         "--no-figure",
         "--out",
         "out",
@@ -275,7 +277,7 @@ def test_attackers_are_those_of_python(folder, kind):
         2,
         num_particles=40,
         maxiter=60,
-        adversaries=same,
+        adversaries=adversary,
         dynamics="paper",
     )
     assert table["x"] == expected.x.tolist()
@@ -285,7 +287,7 @@ def test_attackers_are_those_of_python(folder, kind):
     assert "capture" in notes[0]
 
 
-def test_a_note_that_is_no_warning_is_a_line(folder):
+def test_a_note_is_one_line_of_the_error_stream(folder):
     done = here("minimize", "circle", *SMALL, "--noise", "isotropic", "--sigma1", 2, "--no-figure")
     assert [line.split(":")[0] for line in done.err.splitlines()] == [
         "Note",
@@ -296,7 +298,7 @@ def test_a_note_that_is_no_warning_is_a_line(folder):
 
 
 @pytest.mark.parametrize("kind", ["gif", "html"])
-def test_an_animation_on_request(folder, kind):
+def test_an_animation_is_written_on_request(folder, kind):
     done = here(
         "minimize", "waves-1d", "--maxiter", 6, "--animate", kind, "--no-figure", "--out", "out"
     )
@@ -309,13 +311,13 @@ def test_an_animation_on_request(folder, kind):
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_no_step_at_all_is_still_a_result(folder, steps):
+def test_a_run_without_steps_has_a_result(folder, steps):
     done = here("minimize", "circle", "--maxiter", steps, "--out", "out", "--adversary", "random")
     assert done.status == 0, done.err
     assert read(folder / "out" / "result.json")["nit"] == steps
 
 
-def test_particles_that_diverge_are_drawn_without_noise_about_it(folder):
+def test_diverging_particles_are_drawn_without_warnings(folder):
     done = here(
         "minimize",
         "two-circles",
@@ -336,14 +338,14 @@ def test_particles_that_diverge_are_drawn_without_noise_about_it(folder):
     assert all(value is None or math.isfinite(value) for value in np.ravel(table["decay"]["V"]))
 
 
-def test_the_list_is_a_line_each():
+def test_the_list_has_one_line_per_problem():
     done = here("minimize", "--list")
     assert (done.status, done.err) == (0, "")
     assert [line.split()[0] for line in done.out.splitlines()] == list(problems())
     assert all(len(line.split()) > 3 for line in done.out.splitlines())
 
 
-def test_help_reads_well():
+def test_help_contains_the_options():
     done = here("minimize", "--help")
     assert done.status == 0
     for word in (
@@ -390,19 +392,19 @@ def test_help_reads_well():
         (["circle", "--dt", "1e300", "--sigma1", "1e200", "--maxiter", 20], "NaN or infinite objectives"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line(words, line):
+def test_the_error_of_bad_input_is_one_line(words, line):
     assert line in here("minimize", *words).one_line()
 
 
 @pytest.mark.parametrize(
     "words", [["--radius", "1e308"], ["--sigma1", "1e200"], ["--xtol", "1e308"], ["--seed", 10**30]]
 )
-def test_huge_numbers_are_numbers(words):
+def test_huge_numbers_are_accepted(words):
     done = here("minimize", "circle", "--maxiter", 1, "--num-particles", 20, "--no-figure", *words)
     assert (done.status, done.err.splitlines()[-1]) == (0, "Wrote runs/minimize-circle/result.json")
 
 
-def test_where_particles_start_and_how_many_are_judged(folder):
+def test_start_and_number_of_evaluations_are_options(folder):
     done = here("minimize", "circle", *SMALL, "--x0=-1,0.5", "--spread", 0.5, "--maxfev", 1000)
     assert done.status == 0, done.err
     table = read(folder / "runs" / "minimize-circle" / "result.json")
@@ -421,7 +423,7 @@ def test_where_particles_start_and_how_many_are_judged(folder):
 
 
 @pytest.mark.slow
-def test_the_command_as_a_process_of_its_own(folder):
+def test_the_command_runs_as_a_process(folder):
     done = command(
         "minimize",
         "circle",
@@ -438,8 +440,8 @@ def test_the_command_as_a_process_of_its_own(folder):
     assert read(folder / "runs" / "minimize-circle" / "result.json")["error"] < 0.05
 
 
-def test_the_price_of_delta_q_is_stated():
-    """G is least at sqrt(1 + sqrt(delta_q)) among the points with L up to delta_q, 0.0488 from the target."""
+def test_the_error_of_delta_q_is_stated():
+    """G is least at sqrt(1 + sqrt(delta_q)) if L <= delta_q: 0.0488 from the target."""
     words = ["minimize", "circle", "--adversary", "static", "--delta-q", 0.01, "--no-figure"]
     done = here(*words, "--maxfev", 6000)
     assert "error 0.0488" in done.out
@@ -449,7 +451,7 @@ def test_the_price_of_delta_q_is_stated():
     assert "adaptive dynamics" in done.out
 
 
-def test_a_function_of_one_point(folder):
+def test_the_objective_may_be_a_function_of_one_point(folder):
     (folder / "one_point.py").write_text(
         "def lower(x):\n    return (x[0] - 1) ** 2 + abs(x[1])\n", encoding="utf-8"
     )

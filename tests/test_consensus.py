@@ -1,4 +1,4 @@
-"""The consensus point: quantile, sub-level set, weights, by hand and by their invariances."""
+"""The consensus point: quantile, sub-level set and weights, by hand and by invariance."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_quantile_by_hand():
 @pytest.mark.parametrize("quantile", [consensus.quantile, consensus.averaged_quantile])
 @pytest.mark.parametrize("beta", [1e-7, 2e-9, 1e-9, 1e-12, 1e-300, 5e-324])
 def test_quantile_of_a_tiny_beta(quantile, beta):
-    """The level is the least value with mass: the interval [beta / 2, beta] is in its step."""
+    """The level is the least value with mass, because q_a is constant on [beta / 2, beta]."""
     lower = torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64)
     assert quantile(lower, beta).item() == 1.0
     assert quantile(lower, beta, mass=torch.tensor([0.5, 0.0, 0.5])).item() == 2.0
@@ -42,20 +42,20 @@ def test_quantile_of_a_tiny_beta(quantile, beta):
 
 
 def test_averaged_quantile_of_tiny_masses():
-    """Steps narrower than 1e-9 count where beta is not wider: the mean of q_a over [1, 2]e-10."""
+    """Steps of q_a narrower than 1e-9 count if beta is as small: the mean over [1, 2] 1e-10."""
     lower = torch.tensor([0.0, 4.0, 9.0], dtype=torch.float64)
     mass = torch.tensor([1.5e-10, 1.5e-10, 1 - 3e-10], dtype=torch.float64)
     assert consensus.averaged_quantile(lower, 2e-10, mass=mass).item() == pytest.approx(2.0)
 
 
-def test_quantile_of_nothing():
+def test_the_quantile_of_no_values_is_refused():
     for level in (consensus.quantile, consensus.averaged_quantile):
         with pytest.raises(ConfigError, match="the quantile of no values"):
             level(torch.zeros(0), 0.5)
 
 
 @pytest.mark.parametrize("beta", [0.0, -0.1, 1.01, float("nan")])
-def test_beta_out_of_range(beta):
+def test_beta_out_of_range_is_refused(beta):
     with pytest.raises(ConfigError, match="`beta` must be above 0 and at most 1"):
         consensus.quantile(torch.ones(3), beta)
 
@@ -76,7 +76,7 @@ def test_weights_by_hand():
 
 
 @pytest.mark.parametrize("huge", [1e6, 1e300])
-def test_no_value_of_g_underflows_all(huge):
+def test_huge_values_of_g_do_not_underflow(huge):
     assert consensus.weights(torch.tensor([huge, huge], dtype=torch.float64), 1e3).tolist() == [
         0.5,
         0.5,
@@ -86,7 +86,7 @@ def test_no_value_of_g_underflows_all(huge):
     ).tolist() == [1.0, 0.0]
 
 
-def test_what_is_bad_beyond_measure_has_no_weight():
+def test_infinite_and_nan_values_have_no_weight():
     bad = torch.tensor([1.0, torch.inf, torch.nan, -torch.inf])
     for alpha in (0.0, 2.0):
         assert consensus.weights(bad, alpha).tolist() == [1.0, 0.0, 0.0, 0.0]
@@ -94,7 +94,7 @@ def test_what_is_bad_beyond_measure_has_no_weight():
     assert consensus.weights(bad[:0], 2.0).tolist() == []
 
 
-def test_values_at_the_ends_of_floating_point():
+def test_weights_of_values_near_overflow():
     ends = torch.tensor([1e308, 1.1e308], dtype=torch.float64)
     assert consensus.weights(ends, 10.0).tolist() == [1.0, 0.0]
     assert consensus.weights(torch.tensor([5.0, 6.0]), 1e308).tolist() == [1.0, 0.0]
@@ -103,10 +103,10 @@ def test_values_at_the_ends_of_floating_point():
 
 
 @given(values, st.floats(0, 100), st.floats(-1e3, 1e3))
-def test_weights_are_a_distribution_that_no_shift_changes(upper, alpha, shift):
+def test_weights_are_a_distribution_and_invariant_to_a_shift(upper, alpha, shift):
     mu = consensus.weights(upper, alpha)
     assert mu.sum().item() == pytest.approx(1.0)
-    shifted = consensus.weights((upper + shift) - shift, alpha)  # the same rounding on both sides
+    shifted = consensus.weights((upper + shift) - shift, alpha)  # equal rounding on both sides
     torch.testing.assert_close(
         consensus.weights(upper + shift, alpha), shifted, rtol=1e-5, atol=1e-5
     )
@@ -121,11 +121,11 @@ def test_weights_follow_a_permutation(upper, alpha, random):
     )
 
 
-def test_leading_axes_are_independent():
+def test_rows_of_a_batch_are_independent():
     upper = torch.tensor([[0.0, 1.0, 2.0], [5.0, 5.0, 4.0]])
-    together = consensus.weights(upper, 2.0)
-    for row, alone in zip(together, upper, strict=True):
-        torch.testing.assert_close(row, consensus.weights(alone, 2.0))
+    batched = consensus.weights(upper, 2.0)
+    for row, values_of_row in zip(batched, upper, strict=True):
+        torch.testing.assert_close(row, consensus.weights(values_of_row, 2.0))
 
 
 def test_point_by_hand():
@@ -134,7 +134,7 @@ def test_point_by_hand():
     assert consensus.point(mu, models).tolist() == [3.0, 5.0]
 
 
-# ---- eq:Q_beta as a whole: the averaged quantile, masses ----
+# ---- eq:Q_beta: the averaged quantile, masses ----
 
 betas = st.sampled_from([0.01, 0.07, 0.1, 0.3, 0.5, 0.8, 1.0])
 masses = st.one_of(st.none(), st.lists(st.floats(0.01, 1.0), min_size=12, max_size=12))
@@ -161,10 +161,10 @@ def test_quantile_with_masses_by_hand():
     ):
         assert consensus.quantile(lower, beta, mass=mass).item() == expected
         assert consensus.quantile(lower, beta, mass=7 * mass).item() == expected
-    # What has no mass is no quantile, but belongs to the set.
-    nothing = torch.tensor([0.5, 0.0, 0.5], dtype=torch.float64)
-    assert consensus.quantile(lower, 0.1, mass=nothing).item() == 2.0
-    assert consensus.sublevel_mask(lower, 0.1, mass=nothing).tolist() == [False, True, True]
+    # A value without mass is no quantile, but it is in the sub-level set.
+    with_zero = torch.tensor([0.5, 0.0, 0.5], dtype=torch.float64)
+    assert consensus.quantile(lower, 0.1, mass=with_zero).item() == 2.0
+    assert consensus.sublevel_mask(lower, 0.1, mass=with_zero).tolist() == [False, True, True]
 
 
 def test_averaged_quantile_by_hand():
@@ -187,8 +187,7 @@ def test_averaged_quantile_by_hand():
 
 
 def test_averaged_quantile_is_the_integral_of_the_quantile():
-    """The midpoint rule with 500 points misses a jump by half a point at most, and all jumps add up
-    to 1 at most."""
+    """The midpoint rule with 500 points misses a jump by at most half an interval."""
     generator = torch.Generator().manual_seed(0)
     lower = torch.rand(30, generator=generator, dtype=torch.float64)
     for mass in (None, torch.rand(30, generator=generator, dtype=torch.float64)):
@@ -200,7 +199,7 @@ def test_averaged_quantile_is_the_integral_of_the_quantile():
 
 
 @given(values, betas, masses)
-def test_quantiles_are_those_of_the_oracle(lower, beta, mass):
+def test_quantiles_match_the_oracle(lower, beta, mass):
     m = len(lower)
     level = consensus.quantile(lower, beta, mass=as_tensor(mass, m))
     assert level.item() == reference.level_at(beta, lower.tolist(), shares(mass, m))
@@ -214,8 +213,8 @@ def test_quantiles_are_those_of_the_oracle(lower, beta, mass):
     torch.full((7,), 51.0, dtype=torch.float64), 0.7, None
 )  # 2/beta * beta/2 * 51 is less than 51
 @example(torch.tensor([0.1]), 0.3, None)
-def test_averaged_quantile_lies_between_the_quantiles(lower, beta, mass):
-    """So the sub-level set is never empty."""
+def test_averaged_quantile_is_between_the_quantiles(lower, beta, mass):
+    """Therefore the sub-level set is never empty."""
     mass = as_tensor(mass, len(lower))
     averaged = consensus.averaged_quantile(lower, beta, mass=mass)
     assert (
@@ -229,8 +228,8 @@ def test_averaged_quantile_lies_between_the_quantiles(lower, beta, mass):
 @pytest.mark.parametrize(
     ("finite", "m"), [(3, 10), (7, 10), (8, 10), (9, 10), (3, 30), (43, 100), (1, 1)]
 )
-def test_infinite_values_beyond_beta_are_none_of_the_level(finite, m):
-    """As many finite values as beta asks for: rounded sums of 1/m must not let the next one in."""
+def test_infinite_values_beyond_beta_do_not_change_the_level(finite, m):
+    """With ceil(beta m) finite values, rounded sums of 1/m must not add an infinite one."""
     lower = torch.tensor([1.0] * finite + [torch.inf] * (m - finite), dtype=torch.float64)
     beta = finite / m
     for mass in (
@@ -244,7 +243,7 @@ def test_infinite_values_beyond_beta_are_none_of_the_level(finite, m):
 
 
 @pytest.mark.parametrize("beta", [0.0, -0.1, 1.01, float("nan")])
-def test_beta_out_of_range_of_the_average(beta):
+def test_beta_out_of_range_of_the_averaged_quantile_is_refused(beta):
     with pytest.raises(ConfigError, match="`beta` must be above 0 and at most 1"):
         consensus.averaged_quantile(torch.ones(3), beta)
 
@@ -262,14 +261,14 @@ def test_weights_with_masses_by_hand():
 
 
 @given(values, st.floats(0, 10), masses, st.sampled_from([1e-3, 0.5, 64.0]))
-def test_no_scale_of_the_masses_changes_anything(upper, alpha, mass, scale):
+def test_weights_and_sets_are_invariant_to_the_scale_of_masses(upper, alpha, mass, scale):
     mass = torch.tensor(shares(mass, len(upper)), dtype=torch.float64)
-    once, scaled = (
+    unscaled, scaled = (
         consensus.weights(upper, alpha, mass=mass),
         consensus.weights(upper, alpha, mass=mass * scale),
     )
-    torch.testing.assert_close(once, scaled)
-    assert once.sum().item() == pytest.approx(1.0)
+    torch.testing.assert_close(unscaled, scaled)
+    assert unscaled.sum().item() == pytest.approx(1.0)
     for averaged in (False, True):
         torch.testing.assert_close(
             consensus.sublevel_mask(upper, 0.3, averaged=averaged, mass=mass),
@@ -281,6 +280,6 @@ def test_point_of_batches():
     generator = torch.Generator().manual_seed(0)
     mu = torch.rand(3, 4, generator=generator, dtype=torch.float64).softmax(-1)
     models = torch.rand(3, 4, 2, generator=generator, dtype=torch.float64)
-    expected = torch.stack([one @ each for one, each in zip(mu, models, strict=True)])
+    expected = torch.stack([weights @ rows for weights, rows in zip(mu, models, strict=True)])
     torch.testing.assert_close(consensus.point(mu, models), expected)
     torch.testing.assert_close(consensus.point(mu, models[0]), mu @ models[0])

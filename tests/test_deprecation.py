@@ -1,4 +1,4 @@
-"""Former names of modules, functions and fields still work and name the new ones."""
+"""Former names of modules, functions and fields work, with a warning that names the new ones."""
 
 import importlib
 import subprocess
@@ -11,7 +11,7 @@ from tests.peer import members
 
 
 @pytest.mark.parametrize("former", FORMER_MODULES)
-def test_a_former_module_is_the_new_one(former):
+def test_a_former_module_has_the_objects_of_the_new_one(former):
     new, names = FORMER_MODULES[former]
     sys.modules.pop(former, None)
     with pytest.warns(DeprecationWarning, match=new.replace(".", r"\.")):
@@ -34,30 +34,32 @@ def test_a_former_module_warns_a_script():
     assert "`fedcb2o.streams` is now `fedcb2o.rng`" in done.stderr
 
 
-def test_a_former_function_is_found_by_its_module():
-    find = former_names("fedcb2o.errors", {"Wrong": "ConfigError", "Gen": "fedcb2o.rng.stream"})
+def test_a_module_finds_its_former_functions():
+    getattr_former = former_names(
+        "fedcb2o.errors", {"Wrong": "ConfigError", "Gen": "fedcb2o.rng.stream"}
+    )
     errors = importlib.import_module("fedcb2o.errors")
     rng = importlib.import_module("fedcb2o.rng")
     with pytest.warns(DeprecationWarning, match=r"fedcb2o\.errors\.ConfigError"):
-        assert find("Wrong") is errors.ConfigError
+        assert getattr_former("Wrong") is errors.ConfigError
     with pytest.warns(DeprecationWarning, match=r"fedcb2o\.rng\.stream"):
-        assert find("Gen") is rng.stream
+        assert getattr_former("Gen") is rng.stream
     with pytest.raises(AttributeError, match="no attribute 'other'"):
-        find("other")
+        getattr_former("other")
 
 
-def test_former_fields_are_read_and_given():
+def test_former_fields_can_be_read_and_passed():
     @former_fields(own="own_losses")
     class Input:
         def __init__(self, own_losses: int) -> None:
             self.own_losses = own_losses
 
     with pytest.warns(DeprecationWarning, match="own_losses"):
-        made = Input(own=3)
+        inputs = Input(own=3)
     with pytest.warns(DeprecationWarning, match="own_losses"):
-        assert made.own == 3
+        assert inputs.own == 3
     with pytest.raises(AttributeError, match="other"):
-        _ = made.other
+        _ = inputs.other
 
 
 FORMER_FEDERATION = {
@@ -75,14 +77,14 @@ FORMER_FEDERATION = {
 }
 
 
-def test_a_federation_and_its_members_have_their_former_names(tmp_path):
+def test_federations_and_members_have_their_former_names(tmp_path):
     peer = importlib.import_module("fedcb2o.peer")
     keys = members.identities(tmp_path, 3)
     path = tmp_path / "federation.toml"
-    made = members.federated(keys, path=path)
+    federation = members.federated(keys, path=path)
     for former, new in FORMER_FEDERATION.items():
         with pytest.warns(DeprecationWarning, match=f"`{new}`"):
-            assert getattr(made, former) == getattr(made, new)
+            assert getattr(federation, former) == getattr(federation, new)
     with pytest.warns(DeprecationWarning, match="allow"):
         read = peer.read_federation(path, own=["x:y"], unsigned=True)
     assert read.allowed_functions == {"x:y"}

@@ -53,7 +53,7 @@ def rows() -> list[tuple[str, str]]:
     ]
 
 
-def test_there_is_documentation():
+def test_the_documentation_exists():
     assert (ROOT / "README.md").exists()
     assert rows(), "docs/equations.md has no row"
 
@@ -66,25 +66,25 @@ def test_python_runs(page, tmp_path, monkeypatch, capsys):
     for start, block in blocks(page, "python"):
         lines += [""] * (
             start - len(lines)
-        ) + block.splitlines()  # a traceback then names the page's own lines
+        ) + block.splitlines()  # so that a traceback has the line numbers of the page
     text = "\n".join(lines) + "\n"
     script = tmp_path / f"{page.stem}.py"
     script.write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    # One process: each further one would import PyTorch.
+    # One process, because each further one would import PyTorch.
     monkeypatch.setattr(_resources, "available_processors", lambda: 1)
     runpy.run_path(str(script), run_name="__main__")
     output = capsys.readouterr().out
-    # Rounding, and so the digits of results, differ elsewhere.
+    # Rounding, and with it the digits of results, differs on other processors.
     if page.name == "README.md" and platform.machine() == "x86_64":
-        _, shown = next(blocks(page, "text"))
-        assert output.startswith(shown)
+        _, printed_on_page = next(blocks(page, "text"))
+        assert output.startswith(printed_on_page)
     if page.name == "particles.md" and platform.machine() == "x86_64":
-        _, shown = next(blocks(page, "text"))
-        expected = shown.splitlines()
+        _, printed_on_page = next(blocks(page, "text"))
+        expected = printed_on_page.splitlines()
         printed = output.splitlines()[: len(expected)]
-        # The spread is rounding that has grown, which processors of one kind do differently.
+        # The spread is accumulated rounding error, which differs between processors of one kind.
         measured = ("spread:", "seconds:")
         assert [line.split()[0] for line in printed] == [line.split()[0] for line in expected]
         for line, words in zip(printed, expected, strict=True):
@@ -103,31 +103,31 @@ def test_toml_is_valid(page, block):
         )
     elif (
         "extends" in table or {"data", "agents", "algorithm"} <= table.keys()
-    ):  # a whole experiment, not an excerpt
+    ):  # an experiment, not an excerpt
         config = importlib.import_module("fedcb2o.experiments.config")
         config.load({"name": "documented", **table})
 
 
-def test_the_configuration_in_full_is_the_preset_of_the_papers_text():
+def test_the_full_configuration_equals_the_preset_of_the_paper():
     _, block = next(blocks(ROOT / "docs" / "configuration.md", "toml"))
     config = importlib.import_module("fedcb2o.experiments.config")
-    shown, preset = config.load(tomllib.loads(block)), config.load("emnist-fedcb2o-paper")
-    assert shown.fingerprint(0) == preset.fingerprint(0)
-    assert (shown.seeds, shown.rounds) == (preset.seeds, preset.rounds)
+    documented, preset = config.load(tomllib.loads(block)), config.load("emnist-fedcb2o-paper")
+    assert documented.fingerprint(0) == preset.fingerprint(0)
+    assert (documented.seeds, documented.rounds) == (preset.seeds, preset.rounds)
 
 
-def test_the_recommended_method_is_what_the_page_says():
+def test_the_recommended_method_equals_the_one_on_the_page():
     tables = [
         tomllib.loads(block) for _, block in blocks(ROOT / "docs" / "configuration.md", "toml")
     ]
-    found = (t for t in tables if "loss_tolerance" in t.get("algorithm", {}).get("guards", {}))
+    candidates = (t for t in tables if "loss_tolerance" in t.get("algorithm", {}).get("guards", {}))
     config = importlib.import_module("fedcb2o.experiments.config")
-    shown = config.load(
-        {"name": "shown", **next(t for t in found if t["algorithm"]["name"] == "fedcb2o")}
+    documented = config.load(
+        {"name": "shown", **next(t for t in candidates if t["algorithm"]["name"] == "fedcb2o")}
     )
     preset = config.load("digits-fedassay")
-    assert shown.agents == preset.agents
-    built = dataclasses.replace(shown.algorithm.build(), lambda1=10.0)
+    assert documented.agents == preset.agents
+    built = dataclasses.replace(documented.algorithm.build(), lambda1=10.0)
     assert str(built) == str(preset.algorithm.build())
 
 
@@ -144,20 +144,20 @@ def missing(equation: str, module: str, name: str) -> list[str]:
     return [label for label in labels(equation) if label not in labels(target.__doc__)]
 
 
-def test_labels_are_whole_and_in_the_functions_own_docstring():
+def test_labels_are_complete_and_in_the_docstring_of_the_function():
     assert labels("prop:QQLP, eq:lem:laplace_LG: the bound") == ["prop:QQLP", "eq:lem:laplace_LG"]
     assert labels("(eq:beta_QQLP), eq:alpha.") == ["eq:beta_QQLP", "eq:alpha"]
     assert missing("eq:beta, eq:alpha", "fedcb2o.particles.theory", "beta_0") == ["eq:alpha"]
     assert missing("eq:beta_QQLP", "fedcb2o.particles.bounds", "LaplaceBound") == []
     assert missing("eq:lem:other", "fedcb2o.particles.bounds", "LaplaceBound") == ["eq:lem:other"]
-    # The module's docstring has thm:main, the function's has not.
+    # The docstring of the module has thm:main, the docstring of the function does not.
     assert missing("thm:main", "fedcb2o.particles.theory", "") == []
     assert missing("thm:main", "fedcb2o.particles.theory", "fit_decay_rate") == ["thm:main"]
     assert missing("eq:dyn_macro", "fedcb2o.particles.system", "System.step_") == []
 
 
 @pytest.mark.parametrize(("equation", "function"), rows())
-def test_equation_has_its_function(equation, function):
+def test_the_function_of_an_equation_names_it(equation, function):
     targets = re.findall(r"`(fedcb2o[\w.]*)(?::([\w.]+))?`", function)
     assert labels(equation), f"no label of the paper in {equation!r}"
     assert targets, f"no `fedcb2o.module:function` in {function!r}"
@@ -180,7 +180,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_to_files_and_headings_lead_somewhere(page):
+def test_targets_of_links_exist(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")

@@ -13,10 +13,10 @@ MODULES = [".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in 
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_give_what_they_show(name, tmp_path, monkeypatch):
+def test_examples_give_the_shown_output(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = importlib.import_module(name.removesuffix(".__init__"))
-    linecache.clearcache()  # doctest looks at the date of every file in it, once for each docstring
+    linecache.clearcache()  # doctest checks every cached file once per docstring
     results = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert results.attempted
     assert not results.failed

@@ -1,4 +1,4 @@
-"""Old names of plug-ins and parameters: they keep working, and runs keep their fingerprints."""
+"""Former names of plug-ins and parameters work, and runs keep their fingerprints."""
 
 import re
 
@@ -12,23 +12,23 @@ from fedcb2o.records._checksums import settings_digest
 from tests.tiny import tiny
 
 
-def test_every_new_name_exists_and_no_old_one_does():
+def test_new_names_exist_and_former_ones_do_not():
     for old, new in _former_keys.PLUGINS.items():
         assert new in attacks.__all__
         assert old not in attacks.__all__
     for name, table in _former_keys.PARAMETERS.items():
-        room = algorithms if name in algorithms.__all__ else attacks
-        known = parameters(getattr(room, name))
-        assert set(table.values()) <= set(known)
-        assert not set(table) & set(known)
+        module = algorithms if name in algorithms.__all__ else attacks
+        current = parameters(getattr(module, name))
+        assert set(table.values()) <= set(current)
+        assert not set(table) & set(current)
 
 
-def test_an_old_name_warns_and_means_the_new_function():
+def test_a_former_name_warns_and_gives_the_new_function():
     with pytest.warns(DeprecationWarning, match="`trash` is now called `random_model`"):
         assert resolve("attack", "trash", attacks) is attacks.random_model
 
 
-OLD = {
+FORMER = {
     "judged_at": 0.5,
     "tested": 2.0,
     "ball": 1.3,
@@ -47,9 +47,9 @@ GUARDS = {
 }
 
 
-def test_old_keys_warn_and_are_guards():
+def test_former_keys_warn_and_set_guards():
     with pytest.warns(DeprecationWarning, match="is now|is gone") as caught:
-        old = load(tiny(algorithm={"name": "fedcb2o", **OLD}, attack={"name": "trash"}))
+        old = load(tiny(algorithm={"name": "fedcb2o", **FORMER}, attack={"name": "trash"}))
     texts = [str(warning.message) for warning in caught]
     for key in ("judged_at", "tested", "ball", "min_distance"):
         assert any(text.startswith(f"`{key}` of `fedcb2o` is now `guards.") for text in texts)
@@ -91,7 +91,7 @@ def test_settings_recorded_before_the_guards_have_the_same_digest(former, varian
         ("digits-oracle-min-70", "digits-oracle-min"),
     ],
 )
-def test_a_former_preset_warns_and_is_a_change_of_a_present_one(former, present):
+def test_a_former_preset_warns_and_changes_a_present_one(former, present):
     with pytest.warns(DeprecationWarning, match=f"preset `{former}` is now `{present}`"):
         experiment = load(former)
     assert experiment.name == former
@@ -114,7 +114,7 @@ def test_a_users_function_keeps_its_own_keys():
     assert bind("attack", mimic, {"whom": 3}) == {"whom": 3}
 
 
-def test_other_tables_stay_as_they_are():
+def test_other_tables_are_not_changed():
     table = {"name": "largest", "of": [{"name": "class_loss_gap", "scale": 2.0}, "distance"]}
     assert _former_keys.original_settings({"name": "fedcb2o", "criterion": table}) == {
         "name": "fedcb2o",

@@ -19,7 +19,7 @@ CELL = re.compile(r"^```\{code-cell\}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:lightning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_how_to_runs(page, tmp_path, monkeypatch, capsys):
+def test_the_code_of_a_how_to_page_runs(page, tmp_path, monkeypatch, capsys):
     code = "".join(block for _, block in test_docs.blocks(page, "python"))
     for package in re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE):
         if importlib.util.find_spec(package) is None:
@@ -28,7 +28,7 @@ def test_how_to_runs(page, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_how_to_is_short(page):
+def test_the_code_of_a_how_to_page_is_short(page):
     _, block = next(test_docs.blocks(page, "python"))
     assert len(block.splitlines()) <= 40
 

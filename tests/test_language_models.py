@@ -1,4 +1,4 @@
-"""Language models with adapters: right numbers, equal bits everywhere, and errors."""
+"""Language models with adapters: values, equal bits in all engines, and errors."""
 
 import copy
 import json
@@ -48,39 +48,39 @@ def network(**options):
 
 
 def peft_model(module):
-    """Return the base under PEFT's own wrapper, with the adapters of a network."""
-    import peft  # slow to import: not while tests are collected
+    """Return the base in PEFT's wrapper, with the adapters of a network."""
+    import peft  # slow to import
 
     config = peft.LoraConfig(
         r=2, lora_alpha=16.0, target_modules=list(TARGETS), layers_to_transform=[1, 2]
     )
-    whole = peft.get_peft_model(pretrained.base_model("tiny"), config)
-    theirs = [p for p in whole.parameters() if p.requires_grad]
-    mine = parameters.shared_tensors(module).values()
-    for p, tensor in zip(theirs, mine, strict=True):
+    model = peft.get_peft_model(pretrained.base_model("tiny"), config)
+    peft_parameters = [p for p in model.parameters() if p.requires_grad]
+    tensors = parameters.shared_tensors(module).values()
+    for p, tensor in zip(peft_parameters, tensors, strict=True):
         p.data.copy_(tensor)
-    return whole
+    return model
 
 
-def mean_log_probability(whole, row):
+def mean_log_probability(model, row):
     """Compute the outputs for one sample by the whole model, without padding."""
     prompt, answer = split_row(row.tolist(), ANSWER)
-    log_p = whole(input_ids=torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+    log_p = model(input_ids=torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
     log_p = log_p[len(prompt) - 1 : -1]
-    found = log_p.gather(1, torch.tensor(answer).unsqueeze(1))
+    log_p_answer = log_p.gather(1, torch.tensor(answer).unsqueeze(1))
     is_exact = (log_p.argmax(1) == torch.tensor(answer)).all()
-    return torch.stack([found.mean(), is_exact.to(found)])
+    return torch.stack([log_p_answer.mean(), is_exact.to(log_p_answer)])
 
 
-def test_usual_adapters_are_those_of_peft():
+def test_adapters_that_read_all_tokens_equal_peft():
     module, x = network(reads="all"), samples()
-    whole = peft_model(module)
-    expected = torch.stack([mean_log_probability(whole, row) for row in x])
+    model = peft_model(module)
+    expected = torch.stack([mean_log_probability(model, row) for row in x])
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
 
-    mine = torch.autograd.grad(-module(x)[:, 0].mean(), [*trained(module)])
-    theirs = torch.autograd.grad(-expected[:, 0].mean(), [*trained(whole)])
-    for a, b in zip(mine, theirs, strict=True):
+    gradients = torch.autograd.grad(-module(x)[:, 0].mean(), [*trained(module)])
+    peft_gradients = torch.autograd.grad(-expected[:, 0].mean(), [*trained(model)])
+    for a, b in zip(gradients, peft_gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -88,21 +88,21 @@ def trained(module):
     return [p for p in module.parameters() if p.requires_grad]
 
 
-def test_adapters_on_answers_leave_the_prompt_to_the_base():
-    """The prompt's keys and values are computed apart, without adapters."""
+def test_adapters_that_read_answers_do_not_change_the_prompt():
+    """Keys and values of the prompt are computed separately, without adapters."""
     module, x = network(), samples()
-    base, whole = pretrained.base_model("tiny"), peft_model(module)
+    base, model = pretrained.base_model("tiny"), peft_model(module)
     for row, outputs in zip(x, module(x), strict=True):
         prompt, answer = split_row(row.tolist(), ANSWER)
         cache = base(input_ids=torch.tensor([prompt[:-1]]), use_cache=True).cache
         ids = torch.tensor([[prompt[-1], *answer[:-1]]])
-        log_p = whole(input_ids=ids, cache=cache).logits[0].log_softmax(-1)
+        log_p = model(input_ids=ids, cache=cache).logits[0].log_softmax(-1)
         expected = log_p.gather(1, torch.tensor(answer).unsqueeze(1)).mean()
         torch.testing.assert_close(outputs[0], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("reads", ["answer", "all"])
-def test_an_answer_is_exact_where_greedy_decoding_gives_it(reads):
+def test_an_answer_is_exact_if_greedy_decoding_gives_it(reads):
     module = network(reads=reads)
     prompts = [split_row(row.tolist(), ANSWER)[0] for row in samples()]
     rows = [
@@ -115,25 +115,25 @@ def test_an_answer_is_exact_where_greedy_decoding_gives_it(reads):
     assert module(x)[:, 1].tolist() == [0.0] * len(x)
 
 
-def test_outputs_do_not_depend_on_other_samples_or_on_what_was_computed_before(tmp_path):
+def test_outputs_do_not_depend_on_other_samples_or_earlier_calls(tmp_path):
     module, x = network(), samples()
-    together = module(x)
+    batched = module(x)
     fresh = network()
-    alone = torch.cat([fresh(row.unsqueeze(0)) for row in x.flip(0)]).flip(0)
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
-    assert fresh(x).equal(together)  # the same batch: the same bits
+    one_by_one = torch.cat([fresh(row.unsqueeze(0)) for row in x.flip(0)]).flip(0)
+    torch.testing.assert_close(batched, one_by_one, rtol=1e-5, atol=1e-5)
+    assert fresh(x).equal(batched)  # an equal batch has equal bits
 
     stored = network()
     stored.kept = type(stored.kept)(tmp_path)
-    assert stored(x).equal(together)
-    again = network()
-    again.kept = type(stored.kept)(tmp_path)
-    again.base = None  # everything is read from files
-    assert again(x).equal(together)
+    assert stored(x).equal(batched)
+    reloaded = network()
+    reloaded.kept = type(stored.kept)(tmp_path)
+    reloaded.base = None  # all values come from files
+    assert reloaded(x).equal(batched)
     assert len(list(tmp_path.iterdir())) == len(x)
 
 
-def test_theta_holds_the_adapters_alone_and_starts_as_the_base():
+def test_theta_is_the_adapters_and_starts_at_the_base_model():
     module = language_model([WIDTH + ANSWER], 2, base="tiny", answer=ANSWER, rank=2, blocks=1)
     shapes = {name: tuple(p.shape) for name, p in parameters.shared_tensors(module).items()}
     assert list(shapes.values()) == [(2, 32), (32, 2), (2, 32), (16, 2)]
@@ -145,8 +145,8 @@ def test_theta_holds_the_adapters_alone_and_starts_as_the_base():
     assert copied.kept is module.kept
 
 
-def test_a_run_without_attack_is_a_plain_loop(tmp_path):
-    """Agents that mix nothing train as one PyTorch loop each."""
+def test_a_run_without_attack_equals_a_plain_loop(tmp_path):
+    """Agents that do not mix train like independent PyTorch loops."""
     settings = {
         **TALK,
         "algorithm": {"name": "local_training"},
@@ -182,11 +182,11 @@ def test_a_run_without_attack_is_a_plain_loop(tmp_path):
                 optimiser.zero_grad()
                 (-module(x[batch])[:, 0].mean()).backward()
                 optimiser.step()
-        theirs = parameters.flatten(run.model(j))
-        torch.testing.assert_close(parameters.flatten(module), theirs, rtol=1e-5, atol=1e-6)
+        trained_model = parameters.flatten(run.model(j))
+        torch.testing.assert_close(parameters.flatten(module), trained_model, rtol=1e-5, atol=1e-6)
 
 
-def test_groups_are_classes_of_the_criterion_and_nothing_predicts_them(tmp_path):
+def test_groups_are_the_classes_of_the_criterion_alone(tmp_path):
     run = fedcb2o.run(
         {**TALK, "attack": None, "agents": {**TALK["agents"], "malicious": 0}}, out=tmp_path
     )
@@ -223,11 +223,11 @@ def test_the_frozen_base_counts_as_memory(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_workers_blocks_and_memory_change_no_bit(tmp_path):
-    alone = fedcb2o.run(TALK, out=tmp_path / "1", workers=1)
+def test_the_number_of_workers_changes_no_bit(tmp_path):
+    first_run = fedcb2o.run(TALK, out=tmp_path / "1", workers=1)
     fedcb2o.run(TALK, out=tmp_path / "2", workers=2)
     assert bits(tmp_path / "1") == bits(tmp_path / "2")
-    assert alone.about(1000)["dim"] == 2 * (32 * 2 + 32 * 2 + 32 * 2 + 16 * 2)
+    assert first_run.about(1000)["dim"] == 2 * (32 * 2 + 32 * 2 + 32 * 2 + 16 * 2)
 
 
 # Data
@@ -239,7 +239,7 @@ def test_a_sample_is_a_prompt_and_its_answer():
     assert split_row(row, 4) == (list(b"cdef"), [*b"xy", 0])
 
 
-def test_the_first_merges_are_a_tokenizer_of_their_own(tmp_path):
+def test_a_vocabulary_size_keeps_the_first_merges(tmp_path):
     merges = [["a", "b"], ["ab", "c"], ["abc", "ab"]]
     names = ["a", "b", "c", "ab", "abc", "abcab"]
     model = {"type": "BPE", "vocab": dict(zip(names, range(6), strict=True)), "merges": merges}
@@ -254,7 +254,7 @@ def test_the_first_merges_are_a_tokenizer_of_their_own(tmp_path):
         PieceTokenizer(tmp_path, 2).encode("abc")
 
 
-def test_text_of_lines_has_owners_and_groups(tmp_path):
+def test_lines_of_text_have_owners_and_groups(tmp_path):
     lines = [
         {"prompt": f"{n} ", "answer": "yes", "owner": owner, "group": group}
         for owner, group in (("a", "de"), ("b", "fr"))
@@ -268,7 +268,7 @@ def test_text_of_lines_has_owners_and_groups(tmp_path):
     assert len(data.test) == 2
 
 
-def test_running_text_is_cut_so_that_each_token_is_learned_once(tmp_path):
+def test_running_text_is_split_so_that_each_token_is_learned_once(tmp_path):
     for language, words in (("de", "abcdefgh"), ("fr", "stuvwxyz")):
         (tmp_path / language).mkdir()
         (tmp_path / language / "one.txt").write_text(words * 4)
@@ -296,7 +296,7 @@ def test_unreadable_text_is_refused(tmp_path, content, message):
         text(path="talk.jsonl", base="tiny", prompt=4, answer=4, data_dir=tmp_path)
 
 
-def test_docstrings_are_prompts_of_their_library():
+def test_prompts_of_docstrings_begin_with_their_library():
     data = docstrings(
         task="summary", libraries=("networkx", "numpy"), samples=6, base="tiny", prompt=40
     )

@@ -1,4 +1,4 @@
-"""Networks: a vector theta and the network that reads it are one thing."""
+"""Networks and the vector theta that holds their parameters."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_the_papers_network_has_the_papers_dimension():
     assert network(torch.zeros(2, 1, 28, 28)).shape == (2, 47)
 
 
-def test_the_papers_network_layer_by_layer():
+def test_the_papers_network_equals_its_layers():
     # 5x5 convolution to 32 channels (same padding), ReLU, pooling, 64 channels, ReLU, pooling,
     # dense, ReLU, dense.
     torch.manual_seed(0)
@@ -39,7 +39,7 @@ def test_the_papers_network_layer_by_layer():
     torch.testing.assert_close(released(x), h @ last.weight.T + last.bias)
 
 
-def test_dense_networks():
+def test_dense_networks_have_the_expected_dimensions():
     assert (
         parameters.dimension(architectures.mlp([1, 8, 8], 10, hidden=[32, 16]))
         == 64 * 32 + 32 + 32 * 16 + 16 + 16 * 10 + 10
@@ -48,16 +48,16 @@ def test_dense_networks():
     assert architectures.mlp([5], 3)(torch.zeros(2, 5)).shape == (2, 3)
 
 
-def test_the_residual_network_layer_by_layer():
-    # Three stages of one block, with 8, 16 and 32 channels; a block that doubles them also halves
-    # the resolution.
+def test_the_residual_network_equals_its_layers():
+    # Three stages of one block, with 8, 16 and 32 channels. A block that doubles the channels also
+    # halves the resolution.
     torch.manual_seed(0)
     network, x = architectures.resnet([3, 9, 12], 5, width=8), torch.randn(4, 3, 9, 12)
     parameters = iter(network.parameters())
     for p in network.parameters():
         p.data = (
             torch.randn_like(p) / p[0].numel() ** 0.5
-        )  # scales and shifts too, which begin as 1 and 0
+        )  # also scales and shifts, which start at 1 and 0
 
     def normed(h, stride=1):
         h = nn.functional.conv2d(h, next(parameters), padding=1, stride=stride)
@@ -98,7 +98,7 @@ def test_the_residual_network_reads_small_images(shape, blocks):
         ({"blocks": 0}, "`blocks` must be at least 1, got 0"),
     ],
 )
-def test_a_residual_network_that_cannot_be(change, message):
+def test_an_invalid_residual_network_is_refused(change, message):
     with pytest.raises(ConfigError, match=f"model `resnet`: {message}"):
         architectures.resnet([1, 8, 8], 10, **change)
 
@@ -120,7 +120,7 @@ def test_layers_need_units(make, width):
 @pytest.mark.parametrize(
     "make", [architectures.cnn, architectures.resnet, architectures.mlp, architectures.logistic]
 )
-def test_theta_and_the_network_are_one(make):
+def test_theta_and_the_network_share_memory(make):
     network = make([1, 8, 8], 10)
     d = parameters.dimension(network)
     rows = empty_models(3, d)
@@ -145,12 +145,11 @@ def test_theta_and_the_network_are_one(make):
 @pytest.mark.parametrize(
     "make", [architectures.cnn, architectures.resnet, architectures.mlp, architectures.logistic]
 )
-def test_training_in_a_row_is_pytorchs_training(make):
-    """LocalUpdate on a row, against torch.optim.SGD on a network of its own: whatever the layout of
-    the gradients."""
+def test_training_in_a_row_equals_pytorchs_training(make):
+    """LocalUpdate on a row equals torch.optim.SGD on a separate network, for any memory format."""
     draw, images = stream(0, "data"), stream(1, "data").random((40, 3, 8, 8), dtype="float32")
     shard = Shard(torch.from_numpy(images), torch.from_numpy(draw.integers(4, size=40)))
-    network, alone = (
+    network, reference = (
         parameters.initialise(lambda: make([3, 8, 8], 4), stream(0, "model")) for _ in range(2)
     )
     rows = empty_models(3, parameters.dimension(network))
@@ -160,15 +159,15 @@ def test_training_in_a_row_is_pytorchs_training(make):
     assert parameters.is_bound(network, rows[1])
     assert not rows[0].any()
     assert not rows[2].any()
-    optimiser = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9, fused=False)
+    optimiser = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9, fused=False)
     for _ in range(3):
         optimiser.zero_grad()
-        nn.functional.cross_entropy(alone(features(shard.x)), shard.y).backward()
+        nn.functional.cross_entropy(reference(features(shard.x)), shard.y).backward()
         optimiser.step()
-    torch.testing.assert_close(rows[1], parameters.flatten(alone), atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(rows[1], parameters.flatten(reference), atol=1e-5, rtol=1e-3)
 
 
-def test_a_parameter_that_left_its_row_is_seen():
+def test_a_parameter_outside_of_its_row_is_detected():
     network = architectures.mlp([4], 2, hidden=[3])
     theta = parameters.flatten(network)
     parameters.bind_(network, theta)
@@ -203,12 +202,12 @@ def test_rows_begin_at_cache_lines():
     ],
     ids=["batches", "double", "none", "frozen", "empty"],
 )
-def test_what_theta_would_not_describe_is_refused(network, message):
+def test_a_network_that_theta_does_not_describe_is_refused(network, message):
     with pytest.raises(ConfigError, match=message):
         parameters.dimension(network)
 
 
-def test_initial_values_depend_on_the_draw_alone():
+def test_initial_values_depend_on_the_stream_alone():
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
     first = parameters.initialise(lambda: architectures.mlp([8], 3), stream(7, "model"))

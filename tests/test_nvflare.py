@@ -34,8 +34,8 @@ def test_the_table_has_the_committed_values():
     assert f"over {runs.iloc[0]} seeds" in page.replace("\n", " ")
 
 
-def test_rounds_in_one_process(hospitals):
-    """After one round of boosting sites the mean is lost, FedAssay is not."""
+def test_fedassay_survives_boosting_sites_in_one_process(hospitals):
+    """One round of boosting sites destroys the mean, but not FedAssay."""
     mean = hospitals.simulate("mean", "boosting", "alike", 0, rounds=1)
     assert np.ptp(mean) == 0
     assert mean[0] < 20
@@ -43,7 +43,7 @@ def test_rounds_in_one_process(hospitals):
 
 
 @pytest.mark.slow
-def test_nvflare_has_the_numbers_of_one_process(hospitals):
+def test_nvflare_has_the_accuracy_of_one_process(hospitals):
     if importlib.util.find_spec("nvflare") is None:
         pytest.skip("NVFlare is not installed")
     options = ["--attack", "boosting", "--case", "two-scanners", "--rounds", "2"]

@@ -1,4 +1,4 @@
-"""Names and the functions they mean; their keyword-only arguments are their parameters."""
+"""Plug-ins: names, functions, and keyword-only arguments as parameters."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ class Callable:
         return judged * power
 
 
-def test_built_in_names_are_what_a_room_offers():
+def test_built_in_names_are_the_public_names_of_a_module():
     assert plugins.resolve("criterion", "average_loss", criteria) is criteria.average_loss
     assert plugins.resolve("algorithm", "fedcbo", algorithms) is algorithms.fedcbo
     for hidden in ("annotations", "Judged", "torch", "__doc__", "Tensor"):
@@ -50,52 +50,52 @@ def test_built_in_names_are_what_a_room_offers():
         plugins.resolve("data set", "digit", sets)
 
 
-def test_import_paths_reach_a_users_module_beside_the_configuration(tmp_path, monkeypatch):
+def test_import_paths_find_a_users_module_next_to_the_configuration(tmp_path, monkeypatch):
     (tmp_path / "my_own_parts.py").write_text(
         "class Room:\n    @staticmethod\n    def f(x, *, y=1):\n        return x + y\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    found = plugins.resolve("rule", "my_own_parts:Room.f", attacks)
-    assert found(2, y=3) == 5
-    assert list(plugins.parameters(found)) == ["y"]
+    function = plugins.resolve("rule", "my_own_parts:Room.f", attacks)
+    assert function(2, y=3) == 5
+    assert list(plugins.parameters(function)) == ["y"]
     del sys.modules["my_own_parts"]
 
 
 @pytest.mark.parametrize(
     "function", [plain, Callable(), functools.partial(plain, power=3.0), lambda judged: judged]
 )
-def test_functions_stand_for_themselves_and_keep_their_signature(function):
-    found = plugins.resolve("criterion", function, criteria)
-    assert plugins.parameters(found) == plugins.parameters(function)
-    assert found(2) == function(2)
+def test_functions_are_accepted_and_keep_their_signature(function):
+    resolved = plugins.resolve("criterion", function, criteria)
+    assert plugins.parameters(resolved) == plugins.parameters(function)
+    assert resolved(2) == function(2)
 
 
-def test_labels():
+def test_labels_are_names_or_import_paths():
     assert plugins.label("average_loss") == "average_loss"
     assert plugins.label(plain) == f"{__name__}:plain"
     assert plugins.label(Callable()) == f"{__name__}:Callable"
 
 
-def test_a_failure_of_a_users_function_names_it_and_its_line():
+def test_an_error_of_a_users_function_names_it_and_its_line():
     def fails(kind):
         if kind == "ours":
             raise DataError("no samples")
         raise KeyError(kind)
 
-    found = plugins.resolve("rule", fails, attacks)
+    resolved = plugins.resolve("rule", fails, attacks)
     line = fails.__code__.co_firstlineno + 3
     with pytest.raises(
         ConfigError, match=rf"fails` failed at line {line} of .*test_plugins\.py: KeyError: 'x'"
     ) as caught:
-        found("x")
-    assert isinstance(caught.value.__cause__, KeyError)  # for whoever debugs it in Python
+        resolved("x")
+    assert isinstance(caught.value.__cause__, KeyError)  # for debugging in Python
     with pytest.raises(DataError, match=r"^no samples$"):
-        found("ours")
+        resolved("ours")
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_a_users_function_changes_of_pytorch_ends_with_it(fails):
+def test_pytorchs_settings_are_restored_after_a_users_function(fails):
     def changes():
         torch.set_num_threads(7)
         torch.set_default_dtype(torch.float64)
@@ -109,7 +109,7 @@ def test_what_a_users_function_changes_of_pytorch_ends_with_it(fails):
     assert before == (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled())
 
 
-def test_ctrl_c_in_a_users_function_is_the_users():
+def test_ctrl_c_in_a_users_function_is_not_an_error_of_it():
     def interrupted():
         raise KeyboardInterrupt
 
@@ -137,9 +137,9 @@ def test_parameters_are_checked_against_the_signature():
         ({"kind": "c"}, "criterion `plain`: `kind` = 'c': Input should be 'a' or 'b'"),
         ({"many": ["x"]}, "criterion `plain`: `many` = "),
     ]
-    for given, message in wrong:
+    for invalid, message in wrong:
         with pytest.raises(ConfigError, match=message):
-            plugins.bind("criterion", plain, given)
+            plugins.bind("criterion", plain, invalid)
     with pytest.raises(ConfigError, match="attack `required` needs the parameter `level`"):
         plugins.bind("attack", required, {})
     with pytest.raises(ConfigError, match=r"has no parameter `x`\. It has none"):
@@ -160,18 +160,18 @@ def unknown(judged: Judged, *, power: float = 1.0):
 """
 
 
-def test_annotations_that_are_strings_are_checked_where_they_can_be():
-    room: dict[str, Any] = {}
-    exec(POSTPONED, room)
-    assert plugins.bind("criterion", room["checked"], {"power": 2}) == {"power": 2.0}
+def test_annotations_that_are_strings_are_checked_if_they_can_be_resolved():
+    namespace: dict[str, Any] = {}
+    exec(POSTPONED, namespace)
+    assert plugins.bind("criterion", namespace["checked"], {"power": 2}) == {"power": 2.0}
     with pytest.raises(
         ConfigError, match="criterion `checked`: `power` = 'much': Input should be a valid number"
     ):
-        plugins.bind("criterion", room["checked"], {"power": "much"})
-    assert plugins.bind("criterion", room["unknown"], {"power": "much"}) == {"power": "much"}
+        plugins.bind("criterion", namespace["checked"], {"power": "much"})
+    assert plugins.bind("criterion", namespace["unknown"], {"power": "much"}) == {"power": "much"}
 
 
-def test_nearest():
+def test_a_similar_name_is_suggested():
     assert plugins.did_you_mean("gama", ["gamma", "alpha"]) == " Did you mean `gamma`?"
     assert plugins.did_you_mean("qqq", ["gamma", "alpha"]) == ""
 
@@ -206,12 +206,12 @@ RULES = [
         ("x" * 10_000, []),
     ],
 )
-def test_nearest_by_parts_and_abbreviations(word, names):
-    told = f" Did you mean {' or '.join(f'`{name}`' for name in names)}?" if names else ""
-    assert plugins.did_you_mean(word, RULES) == told
+def test_names_with_similar_parts_and_abbreviations_are_suggested(word, names):
+    suggestion = f" Did you mean {' or '.join(f'`{name}`' for name in names)}?" if names else ""
+    assert plugins.did_you_mean(word, RULES) == suggestion
 
 
-def test_settings_are_pythons_numbers_texts_and_lists():
+def test_settings_become_numbers_texts_and_lists_of_python():
     value = {
         "seeds": np.arange(2),
         "gamma": np.float32(0.5),
@@ -226,9 +226,9 @@ def test_settings_are_pythons_numbers_texts_and_lists():
         "path": "x",
         "long": 0.25,
     }
-    found = to_python(value)
-    assert found == expected
-    assert [type(item) for item in found.values()] == [list, float, tuple, str, float]
+    result = to_python(value)
+    assert result == expected
+    assert [type(item) for item in result.values()] == [list, float, tuple, str, float]
     assert to_python(value["seeds"], arrays=False) is value["seeds"]
 
 
@@ -244,14 +244,14 @@ def test_settings_are_pythons_numbers_texts_and_lists():
         (str, Path("x"), "x"),
     ],
 )
-def test_parameters_take_numbers_of_other_libraries(annotation, value, expected):
+def test_parameters_accept_numbers_of_other_libraries(annotation, value, expected):
     def function(*, parameter):
         """Return nothing."""
 
     function.__annotations__["parameter"] = annotation
-    found = plugins.bind("rule", function, {"parameter": value})["parameter"]
-    assert found == expected
-    assert type(found) is type(expected)
+    result = plugins.bind("rule", function, {"parameter": value})["parameter"]
+    assert result == expected
+    assert type(result) is type(expected)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The answer of the pre-registered test, by hand."""
+"""The result of the pre-registered test, calculated by hand."""
 
 import numpy as np
 import pandas as pd
@@ -20,11 +20,11 @@ def test_worst_regret_is_the_largest_distance_to_the_best_of_a_column():
         (0.1, 2, "worse"),
     ],
 )
-def test_verdicts(low, high, expected):
+def test_verdicts_follow_from_the_interval(low, high, expected):
     assert preregistered.verdict(low, high) == expected
 
 
-def test_answer_of_two_seeds(monkeypatch):
+def test_the_answer_of_two_seeds_by_hand(monkeypatch):
     index = pd.MultiIndex.from_product([["a", "b"], [0, 1]], names=["column", "seed"])
     table = pd.DataFrame(
         {"Ours": [90.0, 92.0, -1.0, -1.0], "Rival": [80.0, 82.0, 0.0, 0.0]}, index=index
@@ -34,10 +34,10 @@ def test_answer_of_two_seeds(monkeypatch):
     class Results:
         reference = "Ours"
 
-    found = preregistered.answer(Results(), resamples=20)
-    assert found.index.tolist() == ["Ours", "Rival"]
-    assert found["Worst regret"].tolist() == [1.0, 10.0]
-    assert found["In"].tolist() == ["b", "a"]
+    result = preregistered.answer(Results(), resamples=20)
+    assert result.index.tolist() == ["Ours", "Rival"]
+    assert result["Worst regret"].tolist() == [1.0, 10.0]
+    assert result["In"].tolist() == ["b", "a"]
     # Both seeds differ by 10 in column a and by 1 in b, so that every resample has the same worst.
-    assert found.loc["Rival", ["Low", "High"]].tolist() == [-9.0, -9.0]
-    assert found.loc["Rival", "Verdict"] == "better"
+    assert result.loc["Rival", ["Low", "High"]].tolist() == [-9.0, -9.0]
+    assert result.loc["Rival", "Verdict"] == "better"

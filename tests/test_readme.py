@@ -1,4 +1,4 @@
-"""The shell commands of README.md run word for word; package index and host names are replaced."""
+"""The shell commands of README.md run as printed, except package index and host names."""
 
 import os
 import shutil
@@ -33,25 +33,25 @@ def block_with(text: str) -> list[str]:
     return block.splitlines()
 
 
-def environment(folder: Path, **more: str) -> dict[str, str]:
-    """Return the environment of a shell whose `fedcb2o` and `pip` are those of the tests."""
+def environment(folder: Path, **variables: str) -> dict[str, str]:
+    """Return the environment of a shell with the `fedcb2o` and `pip` of the tests."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "HOME": str(folder), "OMP_NUM_THREADS": "1", **more}
+    return {**os.environ, "PATH": path, "HOME": str(folder), "OMP_NUM_THREADS": "1", **variables}
 
 
-def shell(command: str, folder: Path, **more: str) -> "subprocess.Popen[str]":
+def shell(command: str, folder: Path, **variables: str) -> "subprocess.Popen[str]":
     """Start a command in a folder."""
     return subprocess.Popen(
         ["bash", "-ec", command],
         cwd=folder,
-        env=environment(folder, **more),
+        env=environment(folder, **variables),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
 
 
-def succeeds(*processes: "subprocess.Popen[str]") -> list[str]:
+def outputs_of(*processes: "subprocess.Popen[str]") -> list[str]:
     """Wait for processes and return their output; all must end with status 0."""
     outputs = [process.communicate(timeout=1500)[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
@@ -59,7 +59,7 @@ def succeeds(*processes: "subprocess.Popen[str]") -> list[str]:
     return outputs
 
 
-def test_every_command_is_of_a_tested_kind():
+def test_every_command_is_tested():
     tools = {line.split()[0] for line in LINES}
     assert tools == {"pip", "make", "fedcb2o"}
     assert [line for line in LINES if line.startswith("make")] == ["make demo", "make test"]
@@ -67,18 +67,18 @@ def test_every_command_is_of_a_tested_kind():
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is missing")
 @pytest.mark.parametrize("command", ["make demo", "make test"])
-def test_make_knows_the_target(command, tmp_path):
-    (output,) = succeeds(shell(f"{command} --dry-run -C {ROOT}", tmp_path))
+def test_make_has_the_target(command, tmp_path):
+    (output,) = outputs_of(shell(f"{command} --dry-run -C {ROOT}", tmp_path))
     assert ".venv/bin/" in output
 
 
 @pytest.mark.slow
 def test_the_demo_runs(tmp_path):
-    (output,) = succeeds(shell(f"make demo --dry-run -C {ROOT}", tmp_path))
+    (output,) = outputs_of(shell(f"make demo --dry-run -C {ROOT}", tmp_path))
     commands = [line for line in output.splitlines() if line.startswith(".venv/bin/fedcb2o ")]
     assert len(commands) == 2
     script = "\n".join(commands).replace(".venv/bin/", "").replace("--seeds 0-9", "--seeds 0")
-    succeeds(shell(script.replace(" --set ", " --set rounds=2 --set "), tmp_path))
+    outputs_of(shell(script.replace(" --set ", " --set rounds=2 --set "), tmp_path))
     assert (tmp_path / "runs/demo-report/report.html").exists()
 
 
@@ -86,22 +86,22 @@ def test_the_demo_runs(tmp_path):
 @pytest.mark.parametrize("command", [line for line in LINES if line.startswith(OURS)])
 def test_the_package_installs(command, tmp_path):
     build = "python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir wheels"
-    succeeds(shell(f"{build} {ROOT}", tmp_path))
+    outputs_of(shell(f"{build} {ROOT}", tmp_path))
     options = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "wheels", "PIP_NO_DEPS": "1"}
-    succeeds(
+    outputs_of(
         shell(command.replace("pip", "python -m pip", 1), tmp_path, **options, PIP_TARGET="here")
     )
     assert (tmp_path / "here/fedcb2o/__init__.py").exists()
 
 
 @pytest.mark.slow
-def test_own_parts(tmp_path):
-    succeeds(shell("\n".join(block_with("fedcb2o new")), tmp_path))
+def test_the_commands_of_a_users_project_run(tmp_path):
+    outputs_of(shell("\n".join(block_with("fedcb2o new")), tmp_path))
     assert (tmp_path / "lab/report/report.html").exists()
 
 
 @pytest.mark.slow
-def test_real_peers(tmp_path):
+def test_the_commands_of_peers_run(tmp_path):
     pip, identity, federation, *steps = block_with("peer federation")
     assert pip.startswith("pip install")
     a, b = tmp_path / "hospital-a", tmp_path / "clinic-b"
@@ -114,16 +114,16 @@ def test_real_peers(tmp_path):
     toml = "\n".join(line for line in toml.splitlines() if not line.startswith("path"))
     (a / "tumours.toml").write_text(toml)
 
-    started = []
+    processes = []
     for folder, port in zip((a, b), free_ports(2), strict=True):
         command = identity.replace("peer.hospital-a.example:7447", f"127.0.0.1:{port}")
-        started.append(shell(command.replace("hospital-a", folder.name), folder))
-    succeeds(*started)
+        processes.append(shell(command.replace("hospital-a", folder.name), folder))
+    outputs_of(*processes)
     shutil.copy(b / "keys/clinic-b.member.toml", a)
-    succeeds(shell(federation, a))
+    outputs_of(shell(federation, a))
     shutil.copy(a / "federation.toml", b)
     assert [step.split()[2] for step in steps] == ["check", "run", "report"]
     for step in steps:
         of_b = step.replace("hospital-a", "clinic-b")
-        succeeds(shell(step, a), shell(of_b, b))
+        outputs_of(shell(step, a), shell(of_b, b))
     assert (a / "runs/hospital-a/report.html").exists()

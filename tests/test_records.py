@@ -1,4 +1,4 @@
-"""Records survive: half-written lines, full disks, cuts; and are read as they were written."""
+"""Records: written and read without loss, also after a full disk, a power cut or a partial line."""
 
 import json
 import subprocess
@@ -54,13 +54,13 @@ def test_append_writes_arrays_tensors_and_null(tmp_path):
     ]
 
 
-def test_floats_come_back_to_the_bit(tmp_path):
+def test_floats_are_read_to_the_bit(tmp_path):
     values = np.random.default_rng(0).random(100)
     RoundLog(tmp_path).append("metrics", {"round": 1, "train_loss": values})
     assert lines(tmp_path / "metrics.jsonl")[0]["train_loss"] == values.tolist()
 
 
-def test_truncate_drops_later_rounds_and_the_half_written_line(records, tmp_path):
+def test_truncate_drops_later_rounds_and_a_partial_line(records, tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"round": 6, "train_l')
     records.truncate(3)
@@ -75,14 +75,14 @@ def test_truncate_drops_later_rounds_and_the_half_written_line(records, tmp_path
     ]
 
 
-def test_truncate_to_nothing_and_of_nothing(records, tmp_path):
+def test_truncate_handles_round_0_and_missing_records(records, tmp_path):
     records.truncate(0)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     (tmp_path / "new").mkdir()
     RoundLog(tmp_path / "new").truncate(0)
 
 
-def test_truncate_drops_what_a_power_cut_left_after_the_checkpoint(records, tmp_path):
+def test_truncate_drops_zero_bytes_after_the_checkpoint(records, tmp_path):
     with (tmp_path / "pairs.jsonl").open("ab") as file:
         file.write(b"\0" * 40 + b"\n")
     records.truncate(5)
@@ -98,7 +98,7 @@ def test_truncate_refuses_records_that_lack_rounds_of_the_checkpoint(records, tm
     assert (tmp_path / "metrics.jsonl").read_text() == text
 
 
-def test_truncate_forgives_a_missing_time(records, tmp_path):
+def test_truncate_ignores_missing_times(records, tmp_path):
     records.truncate(5)
     (tmp_path / "timing.jsonl").write_text('{"round": 1, "train": 0.1}\n')
     records.truncate(5)
@@ -130,17 +130,17 @@ except RunError as error:
 """
 
 
-def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path):
+def test_a_full_disk_raises_one_error_and_loses_no_record(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True
     )
     first, second, third = done.stdout.splitlines()
-    stopped, _, message = first.partition(" ")
+    failed_round, _, message = first.partition(" ")
     assert message == (
         f"cannot write {tmp_path / 'metrics.jsonl'}: File too large; nothing already written is lost: "
         "make room (or repair the folder) and give the command again, that of a run with --resume"
     )
-    assert rounds(tmp_path / "metrics.jsonl") == list(range(1, int(stopped)))
+    assert rounds(tmp_path / "metrics.jsonl") == list(range(1, int(failed_round)))
     assert (tmp_path / "metrics.jsonl").read_text().endswith("\n")
     assert "summary.json: File too large" in second
     assert "summary.json" in third
@@ -148,7 +148,7 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
 
 
-def test_no_space_left_on_device(tmp_path):
+def test_a_device_without_space_raises_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(
         RunError, match=r"metrics\.jsonl: No space left on device; nothing already written is lost"
@@ -156,12 +156,12 @@ def test_no_space_left_on_device(tmp_path):
         RoundLog(tmp_path).append("metrics", {"round": 1})
 
 
-def test_sync_asks_for_what_is_there(records, tmp_path):
+def test_sync_ignores_missing_files(records, tmp_path):
     (tmp_path / "timing.jsonl").unlink()
     records.sync()
 
 
-def test_atomic_write_removes_its_temporary_and_keeps_the_old(tmp_path):
+def test_atomic_write_removes_its_temporary_file_and_keeps_the_old_content(tmp_path):
     path = tmp_path / "checkpoint"
     atomic_write(path, b"old")
 
@@ -178,7 +178,7 @@ def test_atomic_write_removes_its_temporary_and_keeps_the_old(tmp_path):
         atomic_write(tmp_path / "missing" / "file", b"")
 
 
-def test_write_toml_and_json(tmp_path):
+def test_toml_omits_none_and_json_writes_null(tmp_path):
     write_toml(
         tmp_path / "a.toml", {"name": "x", "none": None, "inner": {"beta": None, "seeds": (0, 1)}}
     )
@@ -200,7 +200,7 @@ SMALL = {
 }
 
 
-def small(folder, **more):
+def write_small_run(folder, **options):
     metrics = [
         {
             "round": 1,
@@ -234,12 +234,12 @@ def small(folder, **more):
         },
     ]
     return write_run(
-        folder, {"rounds": 2}, agents=SMALL, metrics={7: metrics}, pairs={7: pairs}, **more
+        folder, {"rounds": 2}, agents=SMALL, metrics={7: metrics}, pairs={7: pairs}, **options
     )
 
 
-def test_run_reads_back_what_was_written(tmp_path):
-    run = small(tmp_path / "out")
+def test_a_run_reads_the_written_records(tmp_path):
+    run = write_small_run(tmp_path / "out")
     assert run.folder == tmp_path / "out"
     assert run.seeds == (7,)
     assert run.complete
@@ -266,16 +266,16 @@ def test_run_reads_back_what_was_written(tmp_path):
     assert run.agents.source_in_validation.isna().tolist() == [False, False, True]
 
 
-def test_pairs_hold_the_own_weight_on_the_diagonal(tmp_path):
-    pairs = small(tmp_path / "out").pairs
+def test_pairs_of_an_agent_with_itself_hold_its_own_weight(tmp_path):
+    pairs = write_small_run(tmp_path / "out").pairs
     assert pairs.groupby(["seed", "round", "agent"]).weight.sum().eq(1).all()
     own = pairs[pairs.agent == pairs.peer]
     assert own.weight.tolist() == [0.25, 0.0, 1.0, 0.75, 1.0, 0.5]
     assert pairs[(pairs["round"] == 1) & (pairs.agent == 0)].peer.tolist() == [1, 2, 0]
 
 
-def test_a_run_in_progress_is_read_without_its_half_line(tmp_path):
-    run = small(tmp_path / "out", complete=False)
+def test_a_run_in_progress_is_read_without_its_partial_line(tmp_path):
+    run = write_small_run(tmp_path / "out", complete=False)
     for name in ("metrics", "pairs", "timing"):
         with (run.folder / "seed-7" / f"{name}.jsonl").open("a") as file:
             file.write('{"round": 3, "ids": [[1')
@@ -285,7 +285,7 @@ def test_a_run_in_progress_is_read_without_its_half_line(tmp_path):
     assert run.timing["round"].tolist() == [1, 2]
 
 
-def test_a_run_that_has_not_begun(tmp_path):
+def test_a_run_that_has_not_begun_has_empty_tables(tmp_path):
     write_toml(tmp_path / "config.toml", {"name": "x", "seeds": [0]})
     run = Run(str(tmp_path))
     assert run.seeds == ()
@@ -296,13 +296,13 @@ def test_a_run_that_has_not_begun(tmp_path):
     assert run.timing.empty
 
 
-def test_foreign_folders_are_named_with_the_cure(tmp_path):
+def test_the_error_of_a_folder_without_a_run_names_the_cure(tmp_path):
     with pytest.raises(RunError, match=r"there is no run in .*nowhere: give the folder"):
         Run(tmp_path / "nowhere")
     with pytest.raises(RunError, match=r"holds no config\.toml"):
         Run(tmp_path)
-    small(tmp_path / "first")
-    small(tmp_path / "second")
+    write_small_run(tmp_path / "first")
+    write_small_run(tmp_path / "second")
     with pytest.raises(RunError, match="holds the runs first, second: name those"):
         Run(tmp_path)
     (tmp_path / "first" / "config.toml").write_text("name = [")
@@ -311,7 +311,7 @@ def test_foreign_folders_are_named_with_the_cure(tmp_path):
 
 
 def test_damaged_records_are_named(tmp_path):
-    run = small(tmp_path / "out")
+    run = write_small_run(tmp_path / "out")
     seed = run.folder / "seed-7"
     good = (seed / "metrics.jsonl").read_text()
     (seed / "metrics.jsonl").write_text("nonsense\n" + good)

@@ -1,4 +1,4 @@
-"""The table of docs/robustness.md is what its command computes, as far as no search is in it."""
+"""The bounds in the table of docs/robustness.md are computed here; values found must obey them."""
 
 from pathlib import Path
 
@@ -13,23 +13,23 @@ ROWS = [
 ]
 
 
-def test_every_rule_that_admits_so_many_attackers_has_a_row():
+def test_every_rule_for_two_of_eleven_attackers_has_a_row():
     expected = [(11, 2, name) for name, rule in rules(2).items() if allows(rule, 11, 2)]
     assert [(int(n), int(f), name) for n, f, name, *_ in ROWS] == expected
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[2]}-{row[1]}")
-def test_bounds_are_computed_and_what_was_found_lies_between_them(row):
+def test_bounds_equal_computed_ones_and_contain_the_values_found(row):
     n, f, name = int(row[0]), int(row[1]), row[2]
-    found, own, most, mixed, most_mixed, fewest = row[3:]
+    largest_found, exact, upper, mixed, upper_mixed, lower = row[3:]
     bounds = [
         exact_kappa(name, n, f),
         upper_bound(name, n, f),
         upper_bound(name, n, f, mixed=True),
         minimal_kappa(n, f),
     ]
-    assert [own, most, most_mixed, fewest] == [format_kappa(value) for value in bounds]
-    for value, bound in ((found, bounds[1]), (mixed, bounds[2])):
+    assert [exact, upper, upper_mixed, lower] == [format_kappa(value) for value in bounds]
+    for value, bound in ((largest_found, bounds[1]), (mixed, bounds[2])):
         if value != "unbounded":
             assert bounds[3] - 1e-3 <= float(value) <= (bound or float("inf")) + 1e-3
-    assert not own or found == own
+    assert not exact or largest_found == exact

@@ -1,5 +1,4 @@
-"""Standard streams that are closed, broken or full: a run goes on, and what is only said must be
-said."""
+"""Closed, broken or full standard streams: a run continues, a command that only prints fails."""
 
 import contextlib
 import io
@@ -15,8 +14,8 @@ import tomli_w
 from fedcb2o.safe_stdio import SafeStream, safe_streams
 from tests.tiny import ENVIRONMENT, FEDCB2O, TINY, bits, here, tiny, write
 
-# An own part that says more than a buffer holds, in whichever process it works.
-TALKATIVE = textwrap.dedent("""
+# A user's function that prints more than a buffer holds, in the main process and in workers.
+PRINTING_CRITERION = textwrap.dedent("""
     import sys
 
     from fedcb2o.federated.criteria import average_loss
@@ -28,13 +27,13 @@ TALKATIVE = textwrap.dedent("""
         return average_loss(judged)
 """)
 SCRIPT = "import sys, fedcb2o; fedcb2o.run(sys.argv[1], out=sys.argv[2], workers=1); print('done')"
-AXES = {"attacks": {"flip": {"attack": TINY["attack"]}}, "defences": {"FedCB2O": {}}}
+GRID_AXES = {"attacks": {"flip": {"attack": TINY["attack"]}}, "defences": {"FedCB2O": {}}}
 
 
 @contextlib.contextmanager
-def unwritable(how):
-    """Streams for a process that nothing can be written to."""
-    if how == "full":
+def unwritable_stream(fault):
+    """Yield a stream to which a process cannot write."""
+    if fault == "full":
         with open("/dev/full", "w") as full:  # noqa: PTH123 (a device)
             yield full
         return
@@ -44,15 +43,14 @@ def unwritable(how):
     os.close(writer)
 
 
-def ended(words, how, folder, streams=("stdout", "stderr")):
-    """The exit status of a process that cannot write to some of its streams, and what it said on
-    the others."""
-    if how == "closed":
+def run_with_fault(words, fault, folder, streams=("stdout", "stderr")):
+    """Run a command that cannot write to `streams`; return its exit status, stdout and stderr."""
+    if fault == "closed":
         closing = " ".join({"stdout": ">&-", "stderr": "2>&-"}[name] for name in streams)
-        words, how = ["sh", "-c", f'exec "$@" {closing}', "sh", *words], None
-    with contextlib.nullcontext() if how is None else unwritable(how) as broken:
+        words, fault = ["sh", "-c", f'exec "$@" {closing}', "sh", *words], None
+    with contextlib.nullcontext() if fault is None else unwritable_stream(fault) as broken:
         where = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) | dict.fromkeys(
-            streams if how else (), broken
+            streams if fault else (), broken
         )
         done = subprocess.run(
             [*map(str, words)],
@@ -67,10 +65,10 @@ def ended(words, how, folder, streams=("stdout", "stderr")):
 
 
 @pytest.fixture(scope="module")
-def talkative(tmp_path_factory):
-    """A folder with a run whose own part prints, and the bits of that run where all can be said."""
+def printing_run(tmp_path_factory):
+    """Return a folder with an experiment whose criterion prints, and the bits of its normal run."""
     folder = tmp_path_factory.mktemp("talkative")
-    (folder / "talkative.py").write_text(TALKATIVE)
+    (folder / "talkative.py").write_text(PRINTING_CRITERION)
     path = write(folder / "tiny.toml", rounds=2, algorithm={"criterion": "talkative:criterion"})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -80,7 +78,7 @@ def talkative(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("how", "workers"),
+    ("fault", "workers"),
     [
         ("closed", 1),
         pytest.param("closed", 2, marks=pytest.mark.slow),
@@ -88,8 +86,8 @@ def talkative(tmp_path_factory):
         pytest.param("full", 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_ends_well_though_nothing_can_be_said(talkative, tmp_path, how, workers):
-    folder, expected = talkative
+def test_a_run_succeeds_without_standard_streams(printing_run, tmp_path, fault, workers):
+    folder, expected = printing_run
     words = [
         FEDCB2O,
         "run",
@@ -100,51 +98,52 @@ def test_a_run_ends_well_though_nothing_can_be_said(talkative, tmp_path, how, wo
         workers,
         "--verbose",
     ]
-    assert ended(words, how, folder)[0] == 0
+    assert run_with_fault(words, fault, folder)[0] == 0
     assert bits(tmp_path / "run") == expected
 
 
 @pytest.mark.slow
-def test_closed_standard_output_alone_is_no_matter_and_the_error_stream_says_all(
-    talkative, tmp_path
-):
-    folder, _ = talkative
+def test_a_run_without_standard_output_logs_to_the_error_stream(printing_run, tmp_path):
+    folder, _ = printing_run
     words = [FEDCB2O, "run", "tiny.toml", "--out", tmp_path / "run", "--workers", 1]
-    status, _, said = ended(words, "closed", folder, ["stdout"])
+    status, _, output = run_with_fault(words, "closed", folder, ["stdout"])
     assert status == 0
-    assert said.splitlines()[-1] == f"Done. For a table: fedcb2o compare {tmp_path / 'run'}"
+    assert output.splitlines()[-1] == f"Done. For a table: fedcb2o compare {tmp_path / 'run'}"
 
 
-@pytest.mark.parametrize("how", [pytest.param("broken", marks=pytest.mark.slow), "full"])
-def test_a_script_goes_on_after_a_run_that_could_say_nothing(talkative, tmp_path, how):
-    folder, expected = talkative
+@pytest.mark.parametrize("fault", [pytest.param("broken", marks=pytest.mark.slow), "full"])
+def test_a_script_continues_after_a_run_without_an_error_stream(printing_run, tmp_path, fault):
+    folder, expected = printing_run
     words = [sys.executable, "-c", SCRIPT, "tiny.toml", tmp_path / "run"]
-    status, said, _ = ended(words, how, folder, ["stderr"])
-    assert (status, said.splitlines()[-1]) == (0, "done")
+    status, output, _ = run_with_fault(words, fault, folder, ["stderr"])
+    assert (status, output.splitlines()[-1]) == (0, "done")
     assert bits(tmp_path / "run") == expected
 
 
-@pytest.mark.parametrize("how", [pytest.param("closed", marks=pytest.mark.slow), "broken"])
-def test_minimize_writes_what_it_cannot_say(tmp_path, how):
+@pytest.mark.parametrize("fault", [pytest.param("closed", marks=pytest.mark.slow), "broken"])
+def test_minimize_writes_its_result_without_standard_streams(tmp_path, fault):
     words = [FEDCB2O, "minimize", "circle", "--no-figure", "--out", tmp_path]
-    assert ended(words, how, tmp_path)[0] == 0
+    assert run_with_fault(words, fault, tmp_path)[0] == 0
     assert (tmp_path / "result.json").is_file()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["closed", "broken", "full"])
-def test_a_grid_and_its_report_are_made_though_nothing_can_be_said(tmp_path, how):
+@pytest.mark.parametrize("fault", ["closed", "broken", "full"])
+def test_a_grid_and_its_report_succeed_without_standard_streams(tmp_path, fault):
     shared = {name: value for name, value in tiny(rounds=1).items() if name != "attack"}
-    (tmp_path / "grid.toml").write_text(tomli_w.dumps({**shared, **AXES}))
+    (tmp_path / "grid.toml").write_text(tomli_w.dumps({**shared, **GRID_AXES}))
     assert (
-        ended([FEDCB2O, "bench", "grid.toml", "--out", "grid", "--jobs", 2], how, tmp_path)[0] == 0
+        run_with_fault(
+            [FEDCB2O, "bench", "grid.toml", "--out", "grid", "--jobs", 2], fault, tmp_path
+        )[0]
+        == 0
     )
-    assert ended([FEDCB2O, "report", "grid", "--out", "report"], how, tmp_path)[0] == 0
+    assert run_with_fault([FEDCB2O, "report", "grid", "--out", "report"], fault, tmp_path)[0] == 0
     assert (tmp_path / "report" / "report.html").is_file()
 
 
 @pytest.mark.parametrize(
-    ("words", "how", "status", "said"),
+    ("words", "fault", "status", "output"),
     [
         (["--version"], "closed", 2, "Error: cannot write the output: it is closed\n"),
         (["--version"], "full", 2, "Error: cannot write the output: No space left on device\n"),
@@ -152,13 +151,13 @@ def test_a_grid_and_its_report_are_made_though_nothing_can_be_said(tmp_path, how
         (["presets"], "broken", 1, ""),
     ],
 )
-def test_a_command_that_only_says_something_fails_where_it_cannot(
-    tmp_path, words, how, status, said
+def test_a_command_that_only_prints_fails_without_standard_output(
+    tmp_path, words, fault, status, output
 ):
-    assert ended([FEDCB2O, *words], how, tmp_path, ["stdout"])[::2] == (status, said)
+    assert run_with_fault([FEDCB2O, *words], fault, tmp_path, ["stdout"])[::2] == (status, output)
 
 
-def test_an_output_drops_what_cannot_be_said_and_no_more():
+def test_a_safe_stream_drops_only_the_text_that_cannot_be_written():
     reader, writer = os.pipe()
     with os.fdopen(writer, "w", buffering=1) as stream:
         output = SafeStream(stream)
@@ -167,18 +166,18 @@ def test_an_output_drops_what_cannot_be_said_and_no_more():
         os.close(reader)
         print("two", file=output, flush=True)
         assert isinstance(output.error, BrokenPipeError)
-        again, other = os.pipe()
+        new_reader, other = os.pipe()
         os.dup2(other, writer)
         os.close(other)
         print("three", file=output)
-        assert os.read(again, 100) == b"three\n"
-        os.close(again)
+        assert os.read(new_reader, 100) == b"three\n"
+        os.close(new_reader)
         print("four", file=output)
     print("five", file=output)
     assert isinstance(output.error, BrokenPipeError)
 
 
-def test_standard_streams_are_put_back(capsys):
+def test_standard_streams_are_restored(capsys):
     before = sys.stdout, sys.stderr
     with safe_streams():
         assert (sys.stdout.isatty(), sys.stderr.encoding) == (
@@ -191,7 +190,7 @@ def test_standard_streams_are_put_back(capsys):
 
 
 @pytest.mark.parametrize("first_out", ["one", "two"])
-def test_blocks_in_several_threads_put_back_what_was_there_before_the_first(first_out):
+def test_blocks_in_several_threads_restore_the_original_streams(first_out):
     before = sys.stdout, sys.stderr
     begun, may_end = threading.Barrier(3), {"one": threading.Event(), "two": threading.Event()}
 
@@ -219,11 +218,11 @@ def test_blocks_in_several_threads_put_back_what_was_there_before_the_first(firs
         sys.stdout, sys.stderr = before
 
 
-def test_a_stream_that_another_put_there_meanwhile_stays():
-    before, theirs = (sys.stdout, sys.stderr), io.StringIO()
+def test_a_stream_that_other_code_installs_is_kept():
+    before, installed = (sys.stdout, sys.stderr), io.StringIO()
     try:
         with safe_streams():
-            sys.stdout = theirs
-        assert (sys.stdout, sys.stderr) == (theirs, before[1])
+            sys.stdout = installed
+        assert (sys.stdout, sys.stderr) == (installed, before[1])
     finally:
         sys.stdout, sys.stderr = before

@@ -23,7 +23,7 @@ def test_reference_has_every_public_name(name):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_a_picture_is_a_script_of_under_30_lines_and_in_the_gallery(script):
+def test_a_script_of_the_gallery_has_under_30_lines_and_is_shown(script):
     assert len(script.read_text(encoding="utf-8").splitlines()) < 30
     assert f"load: gallery/{script.name}" in (DOCS / "gallery.md").read_text(encoding="utf-8")
 
@@ -31,13 +31,13 @@ def test_a_picture_is_a_script_of_under_30_lines_and_in_the_gallery(script):
 @pytest.mark.parametrize(
     "page", sorted((DOCS / "tutorials").glob("*.md")), ids=lambda page: page.stem
 )
-def test_a_tutorial_stands_on_the_start_page(page):
+def test_a_tutorial_is_linked_on_the_start_page(page):
     start = (DOCS / "index.md").read_text(encoding="utf-8")
     assert f"(tutorials/{page.name})" in start
     assert f"\ntutorials/{page.stem}\n" in start
 
 
-def test_minimize_tells_what_it_returns_not_the_steps_that_it_takes():
+def test_the_signature_of_minimize_returns_a_result():
     assert (
         inspect.signature(fedcb2o.minimize).return_annotation
         is get_type_hints(fedcb2o.minimize)["return"]

@@ -1,4 +1,4 @@
-"""Trackers: their own readers find in event files and in databases what the records hold."""
+"""Trackers: the readers of TensorBoard and MLflow return the values of the records."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ LINE = {
 }
 
 
-def test_points_are_of_benign_agents():
+def test_round_scalars_are_of_benign_agents():
     assert list(round_scalars(LINE, [False, False, True])) == [
         (3, "train_loss/mean", 1.5),
         (3, "malicious_weight/mean", 0.2),
@@ -36,68 +36,67 @@ def test_points_are_of_benign_agents():
 
 
 def scalars(folder):
-    """{(name, round): number} as TensorBoard reads a folder."""
+    """Return {(name, round): value} of a folder, as TensorBoard reads it."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))
     events.Reload()
-    found = [
-        (tag, each.step, each.value)
+    points = [
+        (tag, event.step, event.value)
         for tag in events.Tags()["scalars"]
-        for each in events.Scalars(tag)
+        for event in events.Scalars(tag)
     ]
-    assert len({(tag, step) for tag, step, _ in found}) == len(found)
-    return {(tag, step): value for tag, step, value in found}
+    assert len({(tag, step) for tag, step, _ in points}) == len(points)
+    return {(tag, step): value for tag, step, value in points}
 
 
 def metrics(uri):
-    """{name of MLflow's run: ({(name, round): number}, params, status)} of all experiments of a
-    database."""
+    """Return {name of MLflow's run: ({(name, round): value}, params, status)} of a database."""
     from mlflow import MlflowClient
 
-    client, found = MlflowClient(uri), {}
-    for run in client.search_runs([each.experiment_id for each in client.search_experiments()]):
+    client, results = MlflowClient(uri), {}
+    for run in client.search_runs([item.experiment_id for item in client.search_experiments()]):
         histories = [
             m for key in run.data.metrics for m in client.get_metric_history(run.info.run_id, key)
         ]
-        numbers = {(each.key, each.step): each.value for each in histories}
+        numbers = {(item.key, item.step): item.value for item in histories}
         assert len(numbers) == len(histories)
-        assert run.info.run_name not in found
-        found[run.info.run_name] = numbers, run.data.params, run.info.status
-    return found
+        assert run.info.run_name not in results
+        results[run.info.run_name] = numbers, run.data.params, run.info.status
+    return results
 
 
 def expected(run, seed):
-    """{(name, round): number} of a seed, from its records."""
+    """Return {(name, round): value} of a seed, from its records."""
     malicious = run.about(seed)["malicious"]
     lines = [line for _, line in read_lines(run.folder / f"seed-{seed}" / "metrics.jsonl")]
     return {(name, n): value for line in lines for n, name, value in round_scalars(line, malicious)}
 
 
-def rough(numbers):
+def approx_float32(numbers):
     return pytest.approx(numbers, rel=1e-6)  # TensorBoard has float32
 
 
-def test_a_run_is_followed_through_a_stop_and_a_resume(tmp_path):
+def test_tensorboard_has_all_rounds_after_a_stop_and_a_resume(tmp_path):
     out, experiment = tmp_path / "mine", tiny(seeds=[5, 7], rounds=4, checkpoint_every=3)
     with pytest.raises(StopError):
         fedcb2o.run(experiment, out=out, workers=1, track="tensorboard", watch=stop_after(2))
     assert set(scalars(out / "tensorboard/seed-5")) == set(expected(fedcb2o.Run(out), 5))
     run = fedcb2o.run(experiment, out=out, workers=1, track="tensorboard", resume=True)
     for seed in (5, 7):
-        found = scalars(out / f"tensorboard/seed-{seed}")
-        assert found == rough(expected(run, seed))
-        assert {n for _, n in found} == {1, 2, 3, 4}
-    assert found["accuracy/mean", 4] == pytest.approx(run.summary_of(7)["accuracy"])
+        events = scalars(out / f"tensorboard/seed-{seed}")
+        assert events == approx_float32(expected(run, seed))
+        assert {n for _, n in events} == {1, 2, 3, 4}
+    assert events["accuracy/mean", 4] == pytest.approx(run.summary_of(7)["accuracy"])
     run.check()
-    longer = fedcb2o.run(
+    extended = fedcb2o.run(
         {**experiment, "rounds": 5}, out=out, workers=1, track="tensorboard", resume=True
     )
-    assert scalars(out / "tensorboard/seed-5") == rough(expected(longer, 5))
+    assert scalars(out / "tensorboard/seed-5") == approx_float32(expected(extended, 5))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow and the libraries beneath
-def test_mlflow_follows_a_run_and_takes_no_round_twice(tmp_path):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow and its dependencies
+def test_mlflow_has_every_round_once_after_a_stop_and_a_resume(tmp_path):
     out, experiment = tmp_path / "mine", tiny(seeds=[5, 7], rounds=3)
     with pytest.raises(StopError):
         fedcb2o.run(experiment, out=out, workers=1, track=["mlflow"], watch=stop_after(2))
@@ -107,11 +106,11 @@ def test_mlflow_follows_a_run_and_takes_no_round_twice(tmp_path):
     ]
     run = fedcb2o.run(experiment, out=out, workers=1, track=["mlflow"], resume=True)
     fedcb2o.track(out, "mlflow")
-    found = metrics(uri)
-    assert set(found) == {"mine seed 5", "mine seed 7"}
+    results = metrics(uri)
+    assert set(results) == {"mine seed 5", "mine seed 7"}
     for seed in (5, 7):
-        numbers, params, status = found[f"mine seed {seed}"]
-        assert numbers == rough(expected(run, seed))
+        numbers, params, status = results[f"mine seed {seed}"]
+        assert numbers == approx_float32(expected(run, seed))
         assert (params["agents.budget"], params["algorithm.name"], params["seed"]) == (
             "3",
             "fedcb2o",
@@ -121,11 +120,11 @@ def test_mlflow_follows_a_run_and_takes_no_round_twice(tmp_path):
     assert not list(tmp_path.glob("mlruns"))
     other = fedcb2o.run(tiny(rounds=1, training={"gamma": 0.06}), out=tmp_path / "other", workers=1)
     assert here("track", other.folder, "--to", f"mlflow={uri}").status == 0
-    assert metrics(uri)["other seed 1000"][0] == rough(expected(other, 1000))
+    assert metrics(uri)["other seed 1000"][0] == approx_float32(expected(other, 1000))
     assert not list(other.folder.glob("mlflow.db"))
 
 
-def test_afterwards_by_the_command_line_and_elsewhere(tmp_path, monkeypatch):
+def test_the_command_copies_a_finished_run_to_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = write(tmp_path / "tiny.toml", rounds=2)
     for name, gamma in (("a", 0.05), ("b", 0.06)):
@@ -144,7 +143,7 @@ def test_afterwards_by_the_command_line_and_elsewhere(tmp_path, monkeypatch):
         == 0
     )
     assert here("track", "a/mine", "--to", "tensorboard=logs").status == 0
-    assert scalars("logs/mine/seed-1000") == rough(expected(run, 1000))
+    assert scalars("logs/mine/seed-1000") == approx_float32(expected(run, 1000))
     assert len(list((tmp_path / "logs/mine/seed-1000").glob("*tfevents*"))) == 1
     line = here("track", "b/mine", "--to", "tensorboard=logs").one_line()
     assert (
@@ -153,7 +152,7 @@ def test_afterwards_by_the_command_line_and_elsewhere(tmp_path, monkeypatch):
     )
 
 
-def test_a_grid_has_each_cell_and_floor(tmp_path):
+def test_a_grid_tracks_each_cell_and_baseline(tmp_path):
     shared = {
         key: value
         for key, value in tiny(rounds=1).items()
@@ -167,12 +166,12 @@ def test_a_grid_has_each_cell_and_floor(tmp_path):
     }
     done = fedcb2o.bench(grid, out=tmp_path / "grid", jobs=1, track="tensorboard")
     assert not done.failed
-    found = {path.parent.relative_to(done.folder) for path in done.folder.rglob("*tfevents*")}
+    folders = {path.parent.relative_to(done.folder) for path in done.folder.rglob("*tfevents*")}
     runs = {path.parent.relative_to(done.folder) for path in done.folder.rglob("agents.json")}
-    assert found == {"tensorboard" / path for path in runs}
-    assert len(found) == 3
+    assert folders == {"tensorboard" / path for path in runs}
+    assert len(folders) == 3
     for path in runs:
-        assert scalars(done.folder / "tensorboard" / path) == rough(
+        assert scalars(done.folder / "tensorboard" / path) == approx_float32(
             expected(fedcb2o.Run(done.folder / path.parent), 1000)
         )
 
@@ -187,13 +186,13 @@ def test_a_grid_has_each_cell_and_floor(tmp_path):
         ("mlflow=", "'mlflow=' needs a location after the sign =, or neither"),
     ],
 )
-def test_a_wrong_tracker_is_one_line_before_anything_runs(tmp_path, target, line):
+def test_a_wrong_tracker_is_refused_before_the_run(tmp_path, target, line):
     path, out = write(tmp_path / "tiny.toml"), tmp_path / "run"
     assert here("run", path, "--out", out, "--track", target).one_line().startswith(line)
     assert not out.exists()
 
 
-def test_a_shell_offers_every_tracker():
+def test_completion_offers_every_tracker():
     assert completion.trackers("") == [*trackers.REQUIRED_MODULES]
 
 
@@ -209,12 +208,14 @@ def test_a_missing_extra_is_named(monkeypatch):
         == trackers.validate_targets(["tensorboard"] * 2)
         == ("tensorboard",)
     )
-    told = "mlflow needs an extra, and its module alembic is missing: pip install 'fedcb2o[mlflow]'"
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    message = (
+        "mlflow needs an extra, and its module alembic is missing: pip install 'fedcb2o[mlflow]'"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
         trackers.validate_targets("mlflow")
 
 
-def test_a_run_goes_on_without_a_tracker_that_fails(tmp_path, monkeypatch, caplog):
+def test_a_run_continues_without_a_failed_tracker(tmp_path, monkeypatch, caplog):
     class Broken:
         def begin(self, place):
             raise OSError("the server has gone")
@@ -222,18 +223,16 @@ def test_a_run_goes_on_without_a_tracker_that_fails(tmp_path, monkeypatch, caplo
     monkeypatch.setattr(sync, "open_writer", lambda target, root: Broken())
     run = fedcb2o.run(tiny(rounds=1), out=tmp_path / "run", workers=1, track="tensorboard")
     assert run.complete
-    told = caplog.text
-    assert "by tensorboard (OSError: the server has gone): make it reachable" in told
-    assert (
-        f"The run goes on; `fedcb2o track {run.folder} --to tensorboard` copies the rest." in told
-    )
+    log = caplog.text
+    assert "by tensorboard (OSError: the server has gone): make it reachable" in log
+    assert f"The run goes on; `fedcb2o track {run.folder} --to tensorboard` copies the rest." in log
     with pytest.raises(RunError, match="the server has gone"):
         fedcb2o.track(run.folder, "tensorboard")
     with pytest.raises(RunError, match="there is no run in"):
         fedcb2o.track(tmp_path / "nowhere", "tensorboard")
 
 
-def test_nothing_is_sent_by_mlflow_itself():
+def test_the_telemetry_of_mlflow_is_disabled():
     import mlflow.telemetry.utils
 
     import fedcb2o.tracking.mlflow  # noqa: F401

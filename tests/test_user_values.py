@@ -1,4 +1,4 @@
-"""Numbers of any type come to the same tensors, and what is no number is refused."""
+"""Conversion of users' values: numbers of all types become tensors, other values are refused."""
 
 import decimal
 import fractions
@@ -45,8 +45,8 @@ MASKED = np.ma.masked
     ],
     ids=lambda value: str(value)[:30],
 )  # fmt: skip
-def test_numbers(values, dtype, expected):
-    """None stands for NaN."""
+def test_numbers_become_a_tensor(values, dtype, expected):
+    """None in `expected` stands for NaN."""
     tensor = to_tensor("f returned", values)
     assert tensor.dtype == dtype
     torch.testing.assert_close(
@@ -75,7 +75,7 @@ def test_numbers(values, dtype, expected):
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_values_that_are_no_numbers(values, message):
+def test_values_that_are_not_numbers_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         to_tensor("f returned", values)
 

@@ -1,11 +1,9 @@
-"""Whole runs, from the file to the records, held equal to plain loops that share no wiring with
-the library.
+"""Whole runs, from the file to the records, compared with plain loops (`tests/whole.py`).
 
-Models are never set to each other's numbers between rounds, so that what is wired wrongly anywhere
-shows in all that follows. Both do the same sums, in another order. A smooth network keeps that to
-rounding; a ReLU whose input is zero but for rounding makes a step of it (plain loops that begin
-1e-7 apart may differ by 1e-3 after four rounds), so that what is close enough depends on the
-network.
+Models are not synchronised between rounds, so that an error in any step affects all later rounds.
+Both sides sum in a different order. In a smooth network the difference stays a rounding error. In
+a network with ReLU it may grow: plain loops that start 1e-7 apart may differ by 1e-3 after four
+rounds. Therefore the tolerance depends on the network.
 """
 
 import json
@@ -28,17 +26,16 @@ SEED = 1000
 
 
 @dataclass(frozen=True)
-class Near:
-    """How far apart the two may be. Weights are on record with 6 digits, and come from losses
-    times alpha."""
+class Tolerances:
+    """Tolerances of the comparison; records have weights with 6 digits."""
 
-    relative: float  # losses and likelihoods; models, absolute too
+    relative: float  # of losses, likelihoods and models; for models also absolute
     weight: float  # absolute
-    margin: float  # between two logits that may change their order
+    margin: float  # logits that are closer may change their order
 
 
-SMOOTH = Near(relative=3e-6, weight=1e-5, margin=1e-4)
-KINKED = Near(relative=2e-2, weight=2e-2, margin=5e-2)
+SMOOTH = Tolerances(relative=3e-6, weight=1e-5, margin=1e-4)
+RELU = Tolerances(relative=2e-2, weight=2e-2, margin=5e-2)
 
 BASE: dict[str, Any] = {
     "name": "whole",
@@ -253,7 +250,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 
 
 def write(path: Path, changes: dict[str, Any]) -> Path:
-    """The base experiment with other agents, key by key, and other sections."""
+    """Write the base experiment with changed keys of `agents` and changed sections."""
     table = {**BASE, **changes, "agents": {**BASE["agents"], **changes.get("agents", {})}}
     path.write_text(tomli_w.dumps(table), encoding="utf-8")
     return path
@@ -275,29 +272,29 @@ def test_a_run_equals_plain_loops_from_the_file_to_its_scores(changes, tmp_path,
     monkeypatch.setattr(universal_perturbation, "MAX_SAMPLES", 7)  # of more samples
     monkeypatch.setattr(reference, "CANDIDATES", 4)
     monkeypatch.setattr(reference, "MEASURED", 7)
-    hold(changes, tmp_path, SMOOTH)
+    check_run(changes, tmp_path, SMOOTH)
 
 
 @pytest.mark.parametrize("changes", BUILT_IN.values(), ids=BUILT_IN.keys())
 def test_a_run_of_a_built_in_network_equals_plain_loops(changes, tmp_path):
-    hold(changes, tmp_path, KINKED)
+    check_run(changes, tmp_path, RELU)
 
 
-def hold(changes: dict[str, Any], tmp_path: Path, near: Near) -> None:
+def check_run(changes: dict[str, Any], tmp_path: Path, tolerances: Tolerances) -> None:
     path = write(tmp_path / "whole.toml", changes)
     folder = fedcb2o.run(path, out=tmp_path / "run", workers=1).folder / f"seed-{SEED}"
-    whole = Whole(path, SEED, margin=near.margin)
-    hold_who_is_who(whole, json.loads((folder / "agents.json").read_text()))
+    whole = Whole(path, SEED, margin=tolerances.margin)
+    check_population(whole, json.loads((folder / "agents.json").read_text()))
     records = list(zip(lines(folder, "metrics"), lines(folder, "pairs"), strict=True))
     assert len(records) == whole.settings["rounds"]
     for done, (metrics, pairs) in zip(whole.rounds(), records, strict=True):
-        hold_choices(done, pairs, near)
-        hold_metrics(whole, done, metrics, near)
-        hold_scores(whole, done, metrics)
-    hold_state(whole, load_file(folder / "checkpoint.safetensors"), near)
+        check_decisions(done, pairs, tolerances)
+        check_metrics(whole, done, metrics, tolerances)
+        check_scores(whole, done, metrics)
+    check_state(whole, load_file(folder / "checkpoint.safetensors"), tolerances)
 
 
-def hold_who_is_who(whole: Whole, about: dict[str, Any]) -> None:
+def check_population(whole: Whole, about: dict[str, Any]) -> None:
     shares, y = whole.shares, whole.dataset.pool.y
     source, agents = whole.settings["attack"]["source"], whole.settings["agents"]
     K = agents["num_clusters"]
@@ -310,17 +307,18 @@ def hold_who_is_who(whole: Whole, about: dict[str, Any]) -> None:
     assert about["malicious"] == [share.malicious for share in shares]
     assert about["num_samples"] == [len(share.train) for share in shares]
     shift = [share.cluster * (transform == "permute_labels") for share in shares]
-    held = [
+    source_counts = [
         sum((int(y[i]) + k) % 10 == source for i in share.validation)
         for share, k in zip(shares, shift, strict=True)
     ]
     expected = [
-        None if share.malicious else count for share, count in zip(shares, held, strict=True)
+        None if share.malicious else count
+        for share, count in zip(shares, source_counts, strict=True)
     ]
     assert about["source_in_validation"] == expected
 
 
-def hold_choices(done: Done, pairs: dict[str, Any], near: Near) -> None:
+def check_decisions(done: Done, pairs: dict[str, Any], tolerances: Tolerances) -> None:
     assert pairs["round"] == done.n + 1
     assert pairs["asked"] == [info.asked for info in done.infos], done.n
     assert pairs["ids"] == [info.received for info in done.infos], done.n
@@ -329,12 +327,14 @@ def hold_choices(done: Done, pairs: dict[str, Any], near: Near) -> None:
         for i, weight in zip(pairs["ids"][j], pairs["weights"][j], strict=True):
             weights[i] += weight
         weights[j] += pairs["own"][j]
-        if sum(weights.values()) == 0:  # it kept its model
+        if sum(weights.values()) == 0:  # the agent kept its model
             weights[j] = 1.0
-        assert weights == pytest.approx(info.weights, rel=0, abs=near.weight), (done.n, j)
+        assert weights == pytest.approx(info.weights, rel=0, abs=tolerances.weight), (done.n, j)
 
 
-def hold_metrics(whole: Whole, done: Done, metrics: dict[str, Any], near: Near) -> None:
+def check_metrics(
+    whole: Whole, done: Done, metrics: dict[str, Any], tolerances: Tolerances
+) -> None:
     expected: dict[str, list[float | None]] = {"validation_loss": [], "malicious_weight": []}
     for j, (agent, info) in enumerate(zip(whole.agents, done.infos, strict=True)):
         expected["validation_loss"].append(info.losses[j].mean if info.losses else None)
@@ -342,10 +342,10 @@ def hold_metrics(whole: Whole, done: Done, metrics: dict[str, Any], near: Near) 
         expected["malicious_weight"].append(None if agent.malicious else weight)
     assert metrics["round"] == done.n + 1
     assert metrics["answered"] == [len(info.received) for info in done.infos]
-    assert metrics["train_loss"] == pytest.approx(done.train_loss, rel=near.relative), done.n
+    assert metrics["train_loss"] == pytest.approx(done.train_loss, rel=tolerances.relative), done.n
     for name, allowed in (
-        ("validation_loss", {"rel": near.relative}),
-        ("malicious_weight", {"rel": 0, "abs": near.weight}),
+        ("validation_loss", {"rel": tolerances.relative}),
+        ("malicious_weight", {"rel": 0, "abs": tolerances.weight}),
     ):
         assert numbers(metrics[name]) == pytest.approx(
             numbers(expected[name]), nan_ok=True, **allowed
@@ -353,36 +353,39 @@ def hold_metrics(whole: Whole, done: Done, metrics: dict[str, Any], near: Near) 
 
 
 def numbers(values: list[float | None]) -> list[float]:
-    """NaN where there is null, which pytest cannot compare otherwise."""
+    """Replace None by NaN, which pytest can compare."""
     return [math.nan if value is None else value for value in values]
 
 
-def hold_scores(whole: Whole, done: Done, metrics: dict[str, Any]) -> None:
-    for name, sure in (
+def check_scores(whole: Whole, done: Done, metrics: dict[str, Any]) -> None:
+    for name, uncertainty in (
         ("accuracy", "unsure"),
         ("source_accuracy", "source_unsure"),
         ("attack_success_rate", "source_unsure"),
     ):
         assert (name in metrics) == (done.scores is not None)
         for j in range(len(whole.agents)) if done.scores is not None else ():
-            score, found = done.scores.get(j), metrics[name][j]
+            score, value = done.scores.get(j), metrics[name][j]
             if score is None:
-                assert found is None
+                assert value is None
             else:
-                allowed = getattr(score, sure) + 1e-12
-                assert found == pytest.approx(getattr(score, name), rel=0, abs=allowed), (
+                allowed = getattr(score, uncertainty) + 1e-12
+                assert value == pytest.approx(getattr(score, name), rel=0, abs=allowed), (
                     done.n,
                     name,
                     j,
                 )
 
 
-def hold_state(whole: Whole, state: dict[str, torch.Tensor], near: Near) -> None:
+def check_state(whole: Whole, state: dict[str, torch.Tensor], tolerances: Tolerances) -> None:
     start = 0
     for j, agent in enumerate(whole.agents):
         theta = torch.cat([p.detach().flatten() for p in agent.module.parameters()])
         torch.testing.assert_close(
-            state["models"][j, : len(theta)], theta, rtol=near.relative, atol=near.relative
+            state["models"][j, : len(theta)],
+            theta,
+            rtol=tolerances.relative,
+            atol=tolerances.relative,
         )
         ids, likelihood = (
             state[key][start : start + int(state["met"][j])] for key in ("ids", "likelihood")
@@ -393,14 +396,14 @@ def hold_state(whole: Whole, state: dict[str, torch.Tensor], near: Near) -> None
             answered = {
                 i: P for i, P in zip(ids.tolist(), likelihood.tolist(), strict=True) if P == P
             }
-            assert answered == pytest.approx(agent.P, rel=near.relative, abs=0)
+            assert answered == pytest.approx(agent.P, rel=tolerances.relative, abs=0)
     assert start == len(state["ids"])
 
 
-def test_a_quarter_turn_by_hand():
+def test_a_rotation_by_hand():
     x = torch.tensor(
         [[[[1, 2], [3, 4]]]]
-    )  # counter-clockwise: the right column comes to lie on top
+    )  # counter-clockwise: the right column becomes the top row
     assert turned(x, 1).tolist() == [[[[2, 4], [1, 3]]]]
     assert turned(x, 2).tolist() == [[[[4, 3], [2, 1]]]]
     assert turned(x, 0) is x

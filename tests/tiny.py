@@ -1,4 +1,4 @@
-"""A tiny experiment, and the command line as a user meets it, for the tests that run one."""
+"""A tiny experiment, and calls of the command line."""
 
 import contextlib
 import io
@@ -50,8 +50,7 @@ TINY: dict[str, Any] = {
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
-    """The tiny experiment with some keys changed; `agents={"benign": 3}` changes within a
-    section."""
+    """Return the tiny experiment with changed keys; a table changes keys of its section."""
     table = {
         key: dict(value) if isinstance(value, Mapping) else value for key, value in TINY.items()
     }
@@ -64,22 +63,21 @@ def tiny(**changes: Any) -> dict[str, Any]:
 
 
 def write(path: Path, **changes: Any) -> Path:
-    """The tiny experiment as a file."""
+    """Write the tiny experiment with changed keys to a file."""
     path.write_text(tomli_w.dumps(tiny(**changes)), encoding="utf-8")
     return path
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a command left on the terminal."""
+    """Exit status and output of a command."""
 
     status: int
     out: str
     err: str
 
     def one_line(self) -> str:
-        """The one line of the error; fails unless that is all there is to see, beside progress, and
-        the status is 2."""
+        """Return the error message, which must be the only line except progress, with status 2."""
         assert self.status == 2, (self.status, self.out, self.err)
         lines = [
             line for line in self.err.splitlines() if not line.startswith(("tiny seed", "tiny: "))
@@ -90,7 +88,7 @@ class Done:
 
 
 def here(*arguments: object) -> Done:
-    """`fedcb2o ARGUMENTS` in this process, which saves seconds."""
+    """Run `fedcb2o ARGUMENTS` in this process, which saves seconds."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         before = sys.argv
@@ -106,23 +104,23 @@ def here(*arguments: object) -> Done:
 
 
 def command(
-    *arguments: object, cwd: Path | None = None, program: str | Path = FEDCB2O, **more: Any
+    *arguments: object, cwd: Path | None = None, program: str | Path = FEDCB2O, **options: Any
 ) -> Done:
-    """`fedcb2o ARGUMENTS` as a process of its own."""
+    """Run `fedcb2o ARGUMENTS` as a process."""
     done = subprocess.run(
         [program, *map(str, arguments)],
         cwd=cwd, env=ENVIRONMENT, text=True, timeout=120,
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **more},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options},
     )  # fmt: skip
     return Done(done.returncode, done.stdout or "", done.stderr or "")
 
 
 class StopError(Exception):
-    """What a run is interrupted by."""
+    """Interruption of a run."""
 
 
 def stop_after(rounds: int) -> Callable[..., None]:
-    """A watch that interrupts a run after so many rounds."""
+    """Return a watch that interrupts a run after `rounds` rounds."""
 
     def watch(experiment: Any, seed: int, line: Mapping[str, Any]) -> None:
         if line["round"] >= rounds:
@@ -132,40 +130,40 @@ def stop_after(rounds: int) -> Callable[..., None]:
 
 
 def empty_models(n: int, d: int) -> torch.Tensor:
-    """Room for n models of d parameters, laid out as in a run."""
+    """Return zeros for n models of d parameters, with the row stride of a run."""
     return torch.zeros(n, parameters.row_stride(d))[:, :d]
 
 
 def bits(folder: Path, seed: int = 1000) -> dict[str, bytes]:
-    """Everything in a run's folder that its seed and settings determine."""
+    """Return the content of a run folder that its seed and settings determine."""
     seeded = folder / f"seed-{seed}"
     tensors = load_file(seeded / "checkpoint.safetensors")
-    found = {f"checkpoint {name}": tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    content = {f"checkpoint {name}": tensor.numpy().tobytes() for name, tensor in tensors.items()}
     for name in ("metrics.jsonl", "pairs.jsonl", "agents.json", "summary.json"):
-        found[name] = (seeded / name).read_bytes()
-    found["config.toml"] = repr(tomllib.loads((folder / "config.toml").read_text())).encode()
-    return found
+        content[name] = (seeded / name).read_bytes()
+    content["config.toml"] = repr(tomllib.loads((folder / "config.toml").read_text())).encode()
+    return content
 
 
 def bits_however(folder: Path, experiment: Mapping[str, Any]) -> dict[str, bytes]:
-    """The bits of a run, which are the same for one process, and for two that go on after a
-    round, be it theirs or one process's. These two stay for the next such run."""
+    """Run with one process, and resume after round 1 with two; the bits must be equal.
+
+    The interrupted run has one or two processes. The worker pool stays for later tests.
+    """
     run(experiment, out=folder / "one", workers=1)
-    found = bits(folder / "one")
+    expected = bits(folder / "one")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            _resources, "available_processors", lambda: 2
-        )  # on fewer, fewer of them would work
+        patch.setattr(_resources, "available_processors", lambda: 2)  # as many as workers
         for first in (2, 1):
             out = folder / f"after {first}"
             with pytest.raises(StopError):
                 run(experiment, out=out, workers=first, watch=stop_after(1))
             run(experiment, out=out, workers=2, resume=True)
-            assert bits(out) == found
-    return found
+            assert bits(out) == expected
+    return expected
 
 
 def first_quick(names: Iterable[str]) -> list[Any]:
-    """Return parameters of a test, all but the first one marked as slow."""
+    """Return parameters of a test; all except the first one are marked as slow."""
     first, *others = names
     return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]

@@ -1,4 +1,4 @@
-"""What a criterion, a rule or an attack looks at, made by hand."""
+"""Inputs of criteria, rules and attacks, made by hand."""
 
 import numpy as np
 import pytest
@@ -21,43 +21,43 @@ from fedcb2o.federated.algorithm2 import consensus_weights
 from fedcb2o.nn.parameters import gather_rows
 from fedcb2o.rng import stream
 
-# Five models, the last of them far off.
+# Five models; the last one is an outlier.
 LINE = torch.tensor([[0.0, 0.0], [1.0, 0.0], [2.0, 0.0], [4.0, 0.0], [100.0, 3.0]])
 
 
 def received(ids: torch.Tensor, num_samples: torch.Tensor | None = None) -> Received:
-    """Models that lie in the rows of their senders."""
+    """Return received models whose rows are the ids of their senders."""
     counts = torch.ones(ids.shape, dtype=torch.float64) if num_samples is None else num_samples
     return Received(ids, ids, counts, torch.zeros_like(ids))
 
 
-def local(**known) -> AgentContext:
-    """What an agent knows that met nobody."""
-    nobody = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
-    given = {
+def local(**changes) -> AgentContext:
+    """Return the context of an agent without contacts."""
+    contacts = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
+    defaults = {
         "outputs": lambda models, change=None, count=None: None,
         "samples": lambda count: None,
         "outputs_per_model": lambda models, x: None,
         "input_gradients": lambda models, x, of: None,
-        "contacts_of": lambda: nobody,
+        "contacts_of": lambda: contacts,
         "draw_of": lambda: stream(0, "judged"),
     }
-    return AgentContext(**{**given, **known})
+    return AgentContext(**{**defaults, **changes})
 
 
 def no_losses(models, change):
-    """For who may not ask for losses."""
+    """Fail, in tests whose function must not ask for losses."""
     pytest.fail("losses")
 
 
 def losses(mean, by_class, present) -> Losses:
-    """Losses of models on one sample of each class that is present."""
+    """Return losses of models on one sample of each class that is present."""
     labels, entropy = present.nonzero().flatten(), torch.zeros(len(mean), dtype=torch.float64)
     return Losses(mean, by_class, present, entropy, by_class[:, present], labels)
 
 
 def judged(by_class, own_by_class, present=None, n=0) -> CriterionInput:
-    """A round's view with given class losses; the mean loss is their mean over the classes that are present."""
+    """Return a view with given class losses; the mean loss is their mean over present classes."""
     by_class = torch.tensor(by_class, dtype=torch.float64).reshape(-1, len(own_by_class))
     own = torch.tensor([own_by_class], dtype=torch.float64)
     present = torch.tensor(present or [True] * len(own_by_class))
@@ -81,7 +81,7 @@ def weigh(algorithm: Algorithm, view: CriterionInput) -> RuleOutput:
 
 
 def models(m: int, d: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Some m models of d parameters."""
+    """Return m random models of d parameters."""
     return torch.from_numpy(stream(seed, "models", m, d).standard_normal((m, d))).to(dtype)
 
 
@@ -92,12 +92,12 @@ BENIGN, FELLOWS = (
 
 
 def ten_models(d=5, seed=0):
-    """The models of the agents that `view_of` knows."""
+    """Return the models of the ten agents of `view_of`."""
     return torch.from_numpy(stream(seed, "models").normal(size=(10, d))).float()
 
 
 def complete():
-    """Everybody's links to all others of its cluster."""
+    """Return links of each agent to all others of its cluster."""
     cluster = np.array([0, 0, 0, 0, 1, 1])
     return (cluster[:, None] == cluster) & ~np.eye(6, dtype=bool)
 
@@ -112,7 +112,7 @@ def view_of(
     links=complete,
     factor_pairs=(),
 ):
-    """What an attacker sees in a round."""
+    """Return the view of an attacker in a round."""
     models = ten_models() if models is None else models
     ids = {
         ("benign", 0): BENIGN,

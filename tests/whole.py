@@ -1,16 +1,16 @@
-"""A whole run as plain, slow loops: from a TOML file to accuracy, source accuracy and attack
-success rate.
+"""Oracle of a whole run, from a TOML file to the paper's three metrics, in plain, slow loops.
 
 García Trillos, Akash, Li, Riedl, Zhu, "Defending Against Diverse Attacks in Federated Learning
 Through Consensus-Based Bi-Level Optimization" (arXiv 2412.02535), Section sec:experiments:
-clusters deal out the same images and turn them by their own angle ("Dataset & Attack Setup"),
-benign agents hold out validation data ("Baselines & Implementations"), malicious agents flip
-labels (eq:MaliAgentObj), and benign agents' models are scored on test images turned as their own
-("Performance Metrics"). The rounds between are Algorithms 1 and 2 as in `tests/reference.py`.
 
-Nothing is taken from the library but what is no mathematics of the paper: the random streams by
-their names, the digits as they are loaded, and the networks with their first numbers. No model is
-ever set to what the library has for it.
+    "Dataset & Attack Setup"         clusters partition the same images, each with its rotation
+    "Baselines & Implementations"    benign agents hold out validation data
+    eq:MaliAgentObj                  malicious agents flip labels
+    alg:FedCB2O, alg:localAggregation    rounds, as in `tests/reference.py`
+    "Performance Metrics"            benign agents' models on test images with their rotation
+
+The library provides only the named random streams, the loaded digits, and the networks with their
+initial parameters. No model is copied from a run of the library.
 """
 
 import math
@@ -28,7 +28,7 @@ from fedcb2o.nn import architectures, parameters
 from fedcb2o.rng import stream
 from tests import reference
 
-# What a file leaves out, as docs/configuration.md has it.
+# Defaults of the keys that a file omits, as in docs/configuration.md.
 
 EXPERIMENT: dict[str, Any] = {"seeds": [0, 1, 2], "evaluate_every": 1, "evaluate_on": "test"}
 AGENTS: dict[str, Any] = {
@@ -69,7 +69,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Share:
-    """What one agent holds, as places in the pool."""
+    """Data of one agent, as indices into the pool."""
 
     cluster: int
     malicious: bool
@@ -79,8 +79,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Scores:
-    """The paper's three metrics of one model, and the shares of samples on which rounding may
-    decide, of all and of the source class."""
+    """The paper's three metrics of one model.
+
+    `unsure` and `source_unsure` are the shares of samples, of all and of the source class, whose
+    predicted class may depend on rounding.
+    """
 
     accuracy: float
     source_accuracy: float
@@ -91,22 +94,21 @@ class Scores:
 
 @dataclass(frozen=True)
 class Done:
-    """One round: the mean loss of each agent's mini-batches, what each did, and benign agents'
-    scores by their id."""
+    """One round: mean training losses and decisions of all agents, scores of the benign ones."""
 
     n: int
     train_loss: list[float]
     infos: list[reference.Info]
-    scores: dict[int, Scores] | None  # None in rounds that are not evaluated
+    scores: dict[int, Scores] | None  # by agent id; None in rounds without evaluation
 
 
 class Whole:
-    """One seed of the run that a TOML file describes."""
+    """A run of one seed by the settings of a TOML file."""
 
     def __init__(self, path: Path, seed: int, *, margin: float) -> None:
         self.settings, self.seed, self.margin = read(path), seed, margin
-        chosen = {key: value for key, value in self.settings["data"].items() if key != "name"}
-        self.dataset = digits(**chosen)
+        options = {key: value for key, value in self.settings["data"].items() if key != "name"}
+        self.dataset = digits(**options)
         if self.settings["evaluate_on"] == "redrawn":
             self.dataset = redrawn(self.dataset, seed)
         self.training = reference.Training(**self.settings["training"])
@@ -118,7 +120,7 @@ class Whole:
         self.scored_on = [self._scored_on(cluster) for cluster in clusters]
 
     def rounds(self) -> Iterator[Done]:
-        """Algorithm 1 from the first round to the last, each with what it led to."""
+        """Run Algorithm 1; yield the result of each round."""
         for n in range(self.settings["rounds"]):
             self._poison(n)
             steps = reference.local_updates(self.agents, n, seed=self.seed, training=self.training)
@@ -130,13 +132,13 @@ class Whole:
                 num_classes=len(self.dataset.class_names),
                 participation=self.settings["agents"]["participation"],
             )
-            every, last = self.settings["evaluate_every"], self.settings["rounds"] - 1
-            scored = (n + 1) % every == 0 or n == last
+            interval, last = self.settings["evaluate_every"], self.settings["rounds"] - 1
+            is_evaluated = (n + 1) % interval == 0 or n == last
             yield Done(
                 n,
-                [sum(each) / len(each) for each in steps],
+                [sum(losses) / len(losses) for losses in steps],
                 infos,
-                self._scores() if scored else None,
+                self._scores() if is_evaluated else None,
             )
 
     def _agent(self, j: int) -> reference.Agent:
@@ -162,8 +164,10 @@ class Whole:
         )
 
     def _seen(self, x: Tensor, y: Tensor, cluster: int) -> tuple[Tensor, Tensor]:
-        """Images as a cluster sees them: turned by cluster * 360 / K degrees, or with other labels,
-        each of them `cluster` classes on."""
+        """Return a cluster's view of images: rotated by cluster * 360 / K degrees.
+
+        With "permute_labels", the labels are shifted by `cluster` classes instead.
+        """
         agents = self.settings["agents"]
         if agents.get("cluster_transform") == "permute_labels":
             return x, (y + cluster) % len(self.dataset.class_names)
@@ -172,15 +176,14 @@ class Whole:
         return turned(x, quarters=angles[cluster] // 90), y
 
     def _poison(self, n: int) -> None:
-        """Attackers train on flipped labels from the attack's first round on, and nobody else ever
-        does."""
+        """Flip the training labels of the attackers, from the attack's first round on."""
         attack, role = self.settings["attack"], self.settings["agents"]["malicious_role"]
         for agent, true in zip(self.agents, self.true_labels, strict=True):
             attacks = agent.malicious and role == "attack" and n >= attack.get("from_round", 0)
             agent.train_y = flipped(true, attack["source"], attack["target"]) if attacks else true
 
     def _scores(self) -> dict[int, Scores]:
-        """Each benign agent's, on images turned as its own cluster's are."""
+        """Return the scores of benign agents on images with their cluster's rotation."""
         attack = self.settings["attack"]
         return {
             j: scores(
@@ -195,51 +198,49 @@ class Whole:
         }
 
     def _scored_on(self, cluster: int) -> tuple[Tensor, Tensor]:
-        """The test images as a cluster sees them, or tuning images: those of the pool that nobody
-        holds."""
+        """Return a cluster's evaluation images: test images, or pool images without an agent."""
         test, pool = self.dataset.test, self.dataset.pool
         if self.settings["evaluate_on"] != "tuning":
             return self._seen(test.x, test.y, cluster)
-        held = self.tuning[: len(test.y)]
-        return self._seen(pool.x[held], pool.y[held], cluster)
+        indices = self.tuning[: len(test.y)]
+        return self._seen(pool.x[indices], pool.y[indices], cluster)
 
 
-# ---- the file ----
+# ---- Settings ----
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The settings of a file, with the defaults of what it leaves out."""
-    table = tomllib.loads(path.read_text(encoding="utf-8"))
-    assert "extends" not in table
-    algorithm = table["algorithm"]
+    """Return the settings of a file, with defaults for omitted keys."""
+    config = tomllib.loads(path.read_text(encoding="utf-8"))
+    assert "extends" not in config
+    algorithm = config["algorithm"]
     return {
         **EXPERIMENT,
-        **table,
-        "agents": {**AGENTS, **table["agents"]},
+        **config,
+        "agents": {**AGENTS, **config["agents"]},
         "algorithm": {**ALGORITHMS[algorithm["name"]], **algorithm},
-        "training": table.get("training", {}),
+        "training": config.get("training", {}),
     }
 
 
 def options_of(settings: dict[str, Any]) -> reference.Options:
-    """What an agent of the configured algorithm does."""
-    chosen = {key: value for key, value in settings["algorithm"].items() if key != "name"}
-    if isinstance(chosen["criterion"], dict):
-        table = chosen["criterion"]
-        chosen["criterion"] = table["name"]
-        chosen |= {key: value for key, value in table.items() if key != "name"}
-    chosen |= chosen.pop("guards", {})
-    if chosen["mixing_factor"] == "lambda1*gamma":
-        chosen["mixing_factor"] = None
+    """Return the settings of an agent that runs the configured algorithm."""
+    options = {key: value for key, value in settings["algorithm"].items() if key != "name"}
+    if isinstance(options["criterion"], dict):
+        table = options["criterion"]
+        options["criterion"] = table["name"]
+        options |= {key: value for key, value in table.items() if key != "name"}
+    options |= options.pop("guards", {})
+    if options["mixing_factor"] == "lambda1*gamma":
+        options["mixing_factor"] = None
     agents = settings["agents"]
     return reference.Options(
-        **chosen, budget=agents["budget"], validation_loss=agents["validation_loss"]
+        **options, budget=agents["budget"], validation_loss=agents["validation_loss"]
     )
 
 
 def colluder_of(settings: dict[str, Any]) -> reference.Options:
-    """What a malicious agent does: fellows first, then benign agents of its cluster, by numbers of
-    samples."""
+    """Return the settings of a colluder, which weighs models by numbers of samples."""
     agents = settings["agents"]
     return reference.Options(
         selection="colluding",
@@ -253,17 +254,17 @@ def colluder_of(settings: dict[str, Any]) -> reference.Options:
 def first_model(
     settings: dict[str, Any], seed: int, j: int, shape: list[int], num_classes: int
 ) -> nn.Module:
-    """theta_0^j, one for all agents or each its own."""
-    chosen = {key: value for key, value in settings["model"].items() if key != "name"}
+    """Return theta_0^j, equal for all agents or independent."""
+    options = {key: value for key, value in settings["model"].items() if key != "name"}
     make = NETWORKS[settings["model"]["name"]]
     key = (j,) if settings["agents"]["initialisation"] == "independent" else ()
     return parameters.initialise(
-        lambda: make(shape, num_classes, **chosen), stream(seed, "model", *key)
+        lambda: make(shape, num_classes, **options), stream(seed, "model", *key)
     )
 
 
 def smooth_mlp(input_shape: Sequence[int], num_classes: int, *, hidden: int = 12) -> nn.Module:
-    """A dense network without a kink: what rounding does to it stays rounding."""
+    """Return a smooth dense network, so that rounding errors stay small."""
     return nn.Sequential(
         *(
             nn.Flatten(),
@@ -275,7 +276,7 @@ def smooth_mlp(input_shape: Sequence[int], num_classes: int, *, hidden: int = 12
 
 
 def smooth_cnn(input_shape: Sequence[int], num_classes: int, *, width: int = 6) -> nn.Module:
-    """A convolutional network for 8 x 8 pixels without a kink."""
+    """Return a smooth convolutional network for 8 x 8 pixels."""
     channels = input_shape[0]
     return nn.Sequential(
         *(nn.Conv2d(channels, width, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2)),
@@ -293,63 +294,74 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-# ---- who holds what ----
+# ---- Data of the agents ----
 
 
 def redrawn(dataset: Dataset, seed: int) -> Dataset:
-    """Pool and test set put together, and as many test images of each class drawn from them."""
+    """Merge pool and test set, and draw a new test set with the same number of images per class."""
     x, y = (torch.cat([getattr(dataset.pool, name), getattr(dataset.test, name)]) for name in "xy")
-    wanted, held = [int((dataset.test.y == c).sum()) for c in range(10)], list[int]()
+    remaining, test_indices = [int((dataset.test.y == c).sum()) for c in range(10)], list[int]()
     for i in stream(seed, "test").permutation(len(y)):
-        if wanted[int(y[i])] > 0:
-            wanted[int(y[i])] -= 1
-            held.append(int(i))
-    rest = [i for i in range(len(y)) if i not in held]
-    return replace(dataset, pool=Shard(x[rest], y[rest]), test=Shard(x[held], y[held]))
+        if remaining[int(y[i])] > 0:
+            remaining[int(y[i])] -= 1
+            test_indices.append(int(i))
+    pool_indices = [i for i in range(len(y)) if i not in test_indices]
+    return replace(
+        dataset,
+        pool=Shard(x[pool_indices], y[pool_indices]),
+        test=Shard(x[test_indices], y[test_indices]),
+    )
 
 
 def deal(labels: list[int], agents: dict[str, Any], seed: int) -> tuple[list[Share], list[int]]:
-    """Every cluster deals the same samples out anew: benign agents first, then malicious ones; and
-    who got none."""
-    drawn = [int(i) for i in stream(seed, "partition", "pool").permutation(len(labels))]
+    """Partition the samples in each cluster: benign agents come first, then malicious ones.
+
+    All clusters partition the same samples. The second value is the samples without an agent.
+    """
+    order_of_pool = [int(i) for i in stream(seed, "partition", "pool").permutation(len(labels))]
     counts = zip(counts_of(agents, "benign"), counts_of(agents, "malicious"), strict=True)
-    shares, first, most = [], 0, 0
-    for cluster, (good, bad) in enumerate(counts):
-        roles = [False] * good + [True] * bad
-        sizes = [agents["malicious_samples" if each else "benign_samples"] for each in roles]
-        shared = drawn[: sum(sizes)]
-        most = max(most, sum(sizes))
+    shares, first_agent, largest = [], 0, 0
+    for cluster, (num_benign, num_malicious) in enumerate(counts):
+        roles = [False] * num_benign + [True] * num_malicious
+        sizes = [
+            agents["malicious_samples" if is_malicious else "benign_samples"]
+            for is_malicious in roles
+        ]
+        shared = order_of_pool[: sum(sizes)]
+        largest = max(largest, sum(sizes))
         order = [int(i) for i in stream(seed, "partition", cluster).permutation(shared)]
         start = 0
-        for place, (malicious, size) in enumerate(zip(roles, sizes, strict=True)):
-            held = order[start : start + size]
+        for position, (is_attacker, size) in enumerate(zip(roles, sizes, strict=True)):
+            own_samples = order[start : start + size]
             start += size
-            train, validation = held, list[int]()
-            if not malicious:
-                draw = stream(seed, "split", first + place).permutation(size)
+            train, validation = own_samples, list[int]()
+            if not is_attacker:
+                draw = stream(seed, "split", first_agent + position).permutation(size)
                 train, validation = split(
-                    [labels[i] for i in held], [int(k) for k in draw], held, agents
+                    [labels[i] for i in own_samples], [int(k) for k in draw], own_samples, agents
                 )
-            if not (malicious and agents["malicious_role"] == "removed"):
-                shares.append(Share(cluster, malicious, train, validation))
-        first += len(roles)
-    return shares, drawn[most:]
+            if not (is_attacker and agents["malicious_role"] == "removed"):
+                shares.append(Share(cluster, is_attacker, train, validation))
+        first_agent += len(roles)
+    return shares, order_of_pool[largest:]
 
 
 def counts_of(agents: dict[str, Any], role: str) -> list[int]:
-    """How many benign or malicious agents each cluster has."""
+    """Return the number of agents with a role in each cluster."""
     counts = agents[role]
     return [counts] * agents["num_clusters"] if isinstance(counts, int) else counts
 
 
 def split(
-    labels: list[int], draw: list[int], held: list[int], agents: dict[str, Any]
+    labels: list[int], draw: list[int], samples: list[int], agents: dict[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """Training and validation samples of a benign agent; `draw` are its places 0 to n - 1 in
-    random order."""
-    fraction, chosen = agents["validation"], set()
+    """Split a benign agent's samples into training and validation samples.
+
+    `draw` is a random permutation of range(n).
+    """
+    fraction, validation_positions = agents["validation"], set()
     if agents["split"] == "random":
-        chosen = set(draw[: round(fraction * len(held))])
+        validation_positions = set(draw[: round(fraction * len(samples))])
     else:
         for c in set(labels):
             members = [k for k in draw if labels[k] == c]
@@ -359,18 +371,17 @@ def split(
                 count = int(fraction * len(members))
                 if count == 0:
                     count = len(members)
-            chosen |= set(members[:count])
-    validation = [i for k, i in enumerate(held) if k in chosen]
-    train = [i for k, i in enumerate(held) if k not in chosen]
+            validation_positions |= set(members[:count])
+    validation = [i for k, i in enumerate(samples) if k in validation_positions]
+    train = [i for k, i in enumerate(samples) if k not in validation_positions]
     return train if agents["hold_out"] else train + validation, validation
 
 
-# ---- what an agent sees, and what an attacker makes of it ----
+# ---- Views and attacks ----
 
 
 def turned(x: Tensor, quarters: int) -> Tensor:
-    """Square images [n, channels, s, s] turned counter-clockwise by so many times 90 degrees,
-    pixel by pixel."""
+    """Rotate square images [n, channels, s, s] counter-clockwise by `quarters` times 90 degrees."""
     size = x.shape[-1]
     for _ in range(quarters):
         before, x = x, torch.empty_like(x)
@@ -382,39 +393,38 @@ def turned(x: Tensor, quarters: int) -> Tensor:
 
 
 def flipped(labels: Tensor, source: int, target: int) -> Tensor:
-    """c_S becomes c_T, and every other label stays (eq:MaliAgentObj)."""
+    """Replace label c_S by c_T, and keep all other labels (eq:MaliAgentObj)."""
     return torch.tensor([target if y == source else y for y in labels.tolist()])
 
 
-# ---- how good a model is ----
+# ---- Metrics ----
 
 
 def scores(
     module: nn.Module, x: Tensor, y: Tensor, source: int, target: int, margin: float
 ) -> Scores:
-    """Overall accuracy, accuracy on the source class and attack success rate (sec:experiments).
+    """Compute overall accuracy, source class accuracy and attack success rate (sec:experiments).
 
-    Of two classes whose logits are less than `margin` apart, rounding may decide which one is
-    predicted.
+    Rounding may decide between two classes whose logits differ by less than `margin`.
     """
     module.eval()
     with torch.no_grad():
         logits = module(x).tolist()
-    right = unsure = of_source = source_right = taken = source_unsure = 0
+    num_right = unsure = num_source = source_right = num_taken = source_unsure = 0
     for row, true in zip(logits, y.tolist(), strict=True):
-        second, first = sorted(row)[-2:]
-        predicted = row.index(first)
-        right += predicted == true
-        unsure += first - second < margin
+        second_logit, first_logit = sorted(row)[-2:]
+        predicted = row.index(first_logit)
+        num_right += predicted == true
+        unsure += first_logit - second_logit < margin
         if true == source:
-            of_source += 1
+            num_source += 1
             source_right += predicted == source
-            taken += predicted == target
-            source_unsure += first - second < margin
+            num_taken += predicted == target
+            source_unsure += first_logit - second_logit < margin
     shares = (
-        source_right / of_source,
-        taken / of_source,
+        source_right / num_source,
+        num_taken / num_source,
         unsure / len(y),
-        source_unsure / of_source,
+        source_unsure / num_source,
     )
-    return Scores(right / len(y), *shares)
+    return Scores(num_right / len(y), *shares)

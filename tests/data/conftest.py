@@ -1,4 +1,4 @@
-"""Downloads in these tests are from this machine."""
+"""Download tests without a proxy: the server is on this machine."""
 
 import pytest
 

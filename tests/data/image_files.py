@@ -1,5 +1,4 @@
-"""Small files in the formats of the data sets, and a server in a thread that they are downloaded
-from."""
+"""Small files in the formats of the data sets, and a local HTTP server for downloads."""
 
 import functools
 import gzip
@@ -17,7 +16,7 @@ from fedcb2o.data.release import Release
 
 
 def idx(values: np.ndarray) -> bytes:
-    """An IDX file."""
+    """Return an IDX file."""
     header = bytes((0, 0, 8, values.ndim)) + b"".join(
         size.to_bytes(4, "big") for size in values.shape
     )
@@ -25,8 +24,10 @@ def idx(values: np.ndarray) -> bytes:
 
 
 def contents(train: int = 3, test: int = 2) -> dict[str, bytes]:
-    """gzip files by MNIST's names, `train` and `test` images a class, shuffled; pixel (1, 2) is the
-    label."""
+    """Return shuffled gzip files with MNIST's names; pixel (1, 2) is the label.
+
+    `train` and `test` are numbers of images per class.
+    """
     draw, files = np.random.default_rng(0), {}
     for part, per_class in (("train", train), ("t10k", test)):
         labels = draw.permutation(np.repeat(np.arange(10), per_class))
@@ -56,7 +57,7 @@ def md5(body: bytes) -> str:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Serves bodies by their names; under /half/NAME half of one, announced as the whole."""
+    """HTTP handler of files by name. Under /half/NAME it sends half of the announced bytes."""
 
     bodies: Mapping[str, bytes]
 
@@ -69,12 +70,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body[: len(body) // 2] if folder == "/half" else body)
 
     def log_message(self, *args):
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextmanager
 def served(bodies: Mapping[str, bytes]) -> Iterator[str]:
-    """The address of a server of `bodies`, as long as the context lasts."""
+    """Serve `bodies` within the context; yield the address."""
     server = http.server.HTTPServer(
         ("127.0.0.1", 0), type("Serves", (Handler,), {"bodies": bodies})
     )
@@ -89,5 +90,5 @@ def served(bodies: Mapping[str, bytes]) -> Iterator[str]:
 
 
 def at(release: Release, url: str, bodies: Mapping[str, bytes]) -> Release:
-    """The release as if it was published at `url` and consisted of `bodies`."""
+    """Return the release as if published at `url` with the files `bodies`."""
     return replace(release, url=url, md5={name: md5(body) for name, body in bodies.items()})

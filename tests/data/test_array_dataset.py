@@ -1,4 +1,4 @@
-"""Data sets from arrays: what they become, and what is said of those that cannot be one."""
+"""Data sets from arrays and .npz files: their contents, and errors that name the fault."""
 
 import numpy as np
 import pandas as pd
@@ -12,7 +12,7 @@ from fedcb2o.errors import ConfigError, DataError
 
 X = np.arange(60.0).reshape(20, 3)
 Y = np.arange(20) % 2
-TORCHS = torch.utils.data.TensorDataset(torch.zeros(4, 2), torch.zeros(4))
+TORCH_DATASET = torch.utils.data.TensorDataset(torch.zeros(4, 2), torch.zeros(4))
 
 
 def test_labels_are_numbered_in_order_and_their_values_are_the_names():
@@ -27,7 +27,7 @@ def test_labels_are_numbered_in_order_and_their_values_are_the_names():
     assert dataset(X, np.array([0.0, 2.0] * 10)).class_names == ("0", "2")
 
 
-def test_with_class_names_labels_are_numbers_into_them():
+def test_with_class_names_labels_are_their_indices():
     data = dataset(X, Y, x_test=X, y_test=Y, class_names=("no", "yes", "never seen"))
     assert data.class_names == ("no", "yes", "never seen")
     assert data.num_classes == 3
@@ -35,7 +35,7 @@ def test_with_class_names_labels_are_numbers_into_them():
 
 
 @pytest.mark.parametrize(
-    "kind",
+    "convert",
     [
         np.asarray,
         torch.tensor,
@@ -44,14 +44,14 @@ def test_with_class_names_labels_are_numbers_into_them():
         torch.from_numpy,
     ],
 )
-def test_arrays_tensors_lists_and_tables(kind):
-    data, same = dataset(kind(X), kind(Y)), dataset(X, Y)
-    assert torch.equal(data.pool.x, same.pool.x)
-    assert torch.equal(data.test.y, same.test.y)
+def test_arrays_tensors_lists_and_tables_give_equal_data(convert):
+    data, expected = dataset(convert(X), convert(Y)), dataset(X, Y)
+    assert torch.equal(data.pool.x, expected.pool.x)
+    assert torch.equal(data.test.y, expected.test.y)
     assert data.pool.x.dtype == torch.float32
 
 
-def test_pixels_stay_pixels_and_all_else_is_float32():
+def test_bytes_stay_bytes_and_other_types_become_float32():
     images = np.arange(20 * 4, dtype=np.uint8).reshape(20, 1, 2, 2)
     data = dataset(images, Y, x_test=images, y_test=Y)
     assert data.pool.x.dtype == torch.uint8
@@ -68,12 +68,12 @@ def test_a_share_of_each_class_is_held_out():
     assert torch.bincount(data.test.y).tolist() == [15, 8, 2, 1]
     assert sorted([*data.pool.x[:, 0].tolist(), *data.test.x[:, 0].tolist()]) == list(range(100))
     assert torch.equal(data.pool.y, torch.from_numpy(y)[data.pool.x[:, 0].long()])
-    again, most = dataset(x, y, test_share=0.25), dataset(x, y, test_share=0.99)
-    assert torch.equal(data.test.x, again.test.x)
-    assert torch.bincount(most.pool.y).tolist() == [1, 1, 1, 1]
+    repeated, largest_share = dataset(x, y, test_share=0.25), dataset(x, y, test_share=0.99)
+    assert torch.equal(data.test.x, repeated.test.x)
+    assert torch.bincount(largest_share.pool.y).tolist() == [1, 1, 1, 1]
 
 
-def test_standardised_over_the_pool_alone():
+def test_features_are_standardised_over_the_pool_alone():
     x = np.column_stack([X, np.full(20, 0.1)])
     x_test = x[:5] * 3
     data = dataset(x, Y, x_test=x_test, y_test=Y[:5], standardise=True)
@@ -92,15 +92,15 @@ def with_value(value: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "more", "message"),
+    ("x", "y", "options", "message"),
     [
         (with_value(np.nan), Y, {}, r"`x` holds 2 values that are no finite .* in sample 4 at \[2\]: nan; fill"),
         (with_value(1e300), Y, {}, r"`x` holds 2 values that are no finite float32 .* in sample 4 at \[2\]: 1e\+300"),
         (X.astype(str), Y, {}, "`x` must hold numbers, got values of type <U32"),
         (X[:, 0], Y, {}, r"`x` must hold samples \[n, features\] or images .* got shape \(20,\)"),
         ([[1], [2, 3]], [0, 1], {}, r"`x` cannot be read as an array \("),
-        (TORCHS, None, {}, "every sample has the label 0"),
-        (TORCHS, Y, {}, r"`x` cannot be read as an array \(.*\); a data set of pairs"),
+        (TORCH_DATASET, None, {}, "every sample has the label 0"),
+        (TORCH_DATASET, Y, {}, r"`x` cannot be read as an array \(.*\); a data set of pairs"),
         (X, Y[:-1], {}, "`x` holds 20 samples, and `y` 19 labels"),
         (X, Y[:, None], {}, r"`y` must hold one label for each sample, \[n\], got shape \(20, 1\)"),
         (X, np.eye(2)[Y % 2], {}, r"one label for each sample, \[n\], got shape \(20, 2\): take its argmax"),
@@ -120,14 +120,14 @@ def with_value(value: float) -> np.ndarray:
         (X, Y, {"x_test": X, "y_test": ["a", "b"] * 10}, "`y` and `y_test` must hold labels of one kind"),
     ],
 )  # fmt: skip
-def test_what_cannot_be(x, y, more, message):
+def test_invalid_arrays_are_refused(x, y, options, message):
     with pytest.raises(DataError, match=message) as caught:
-        dataset(x, y, **more)
+        dataset(x, y, **options)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])
-def test_a_share_is_between_0_and_1(share):
+def test_test_share_must_be_between_0_and_1(share):
     with pytest.raises(
         ConfigError,
         match="`test_share` is the share of every class that tests, between 0 and 1, got",
@@ -138,7 +138,7 @@ def test_a_share_is_between_0_and_1(share):
 # --- .npz files
 
 
-def test_an_npz_file(tmp_path, monkeypatch):
+def test_an_npz_file_equals_its_arrays(tmp_path, monkeypatch):
     np.savez(tmp_path / "my.npz", x=X, y=np.array(["a", "b"])[Y])
     data = arrays(path=str(tmp_path / "my.npz"), test_share=0.5, standardise=True)
     expected = dataset(X, np.array(["a", "b"])[Y], test_share=0.5, standardise=True)
@@ -149,7 +149,7 @@ def test_an_npz_file(tmp_path, monkeypatch):
     assert len(arrays(path="my.npz").test) == 4  # a quarter of 10 is 2, of both classes
 
 
-def test_an_npz_file_with_everything(tmp_path):
+def test_an_npz_file_with_a_test_set_and_class_names(tmp_path):
     names = np.array(["no", "yes"])
     np.savez_compressed(
         tmp_path / "my.npz", x=X, y=Y, x_test=X[:6], y_test=Y[:6], class_names=names
@@ -159,7 +159,7 @@ def test_an_npz_file_with_everything(tmp_path):
     assert all(type(name) is str for name in data.class_names)
 
 
-def damaged(path):
+def overwrite_bytes(path):
     body = bytearray(path.read_bytes())
     body[300:320] = bytes(20)
     path.write_bytes(body)
@@ -175,7 +175,10 @@ FILES = {
         "my.npz is no .npz file: write it with numpy.savez",
     ),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-30]), "my.npz is no .npz file"),
-    "damaged": (damaged, "my.npz cannot be read .* it must hold arrays of numbers and words only"),
+    "damaged": (
+        overwrite_bytes,
+        "my.npz cannot be read .* it must hold arrays of numbers and words only",
+    ),
     "no y": (lambda path: np.savez(path, x=X), "my.npz holds no `y`"),
     "another key": (
         lambda path: np.savez(path, x=X, y=Y, X_test=X),
@@ -193,7 +196,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_files_that_hold_no_data_set_get_one_clear_line(tmp_path, case):
+def test_files_without_a_valid_data_set_give_a_one_line_error(tmp_path, case):
     path = tmp_path / "my.npz"
     np.savez(path, x=X, y=Y)
     change, message = FILES[case]
@@ -203,9 +206,7 @@ def test_files_that_hold_no_data_set_get_one_clear_line(tmp_path, case):
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_from_arrays(tmp_path):
-    """A table from a file and the same from Python are one data set; their runs have the same
-    bits."""
+def test_runs_from_a_file_and_from_arrays_are_equal_to_the_bit(tmp_path):
     from sklearn.datasets import load_wine
 
     x, y = load_wine(return_X_y=True)
@@ -246,7 +247,7 @@ def test_a_run_from_arrays(tmp_path):
 # --- breast cancer
 
 
-def test_breast_cancer():
+def test_breast_cancer_is_standardised_and_split_by_class():
     data = breast_cancer()
     assert data.class_names == ("malignant", "benign")
     assert data.pool.x.shape == (427, 30)
@@ -258,7 +259,7 @@ def test_breast_cancer():
     assert torch.equal(data.test.x, breast_cancer().test.x)
 
 
-def test_labels_belong_to_tumours():
+def test_breast_cancer_labels_match_their_samples():
     data = breast_cancer()
     means = torch.stack([data.pool.x[data.pool.y == c].mean(0) for c in range(2)])
     assert (torch.cdist(data.test.x, means).argmin(1) == data.test.y).float().mean() > 0.9

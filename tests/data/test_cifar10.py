@@ -1,4 +1,4 @@
-"""CIFAR-10 from tiny files of its binary version that the tests write, and its archive."""
+"""CIFAR-10 from tiny binary files, and its archive."""
 
 import gzip
 import importlib
@@ -23,8 +23,10 @@ FOLDER = "cifar-10-batches-bin"
 
 
 def contents(seed: int = 0) -> dict[str, bytes]:
-    """Six files of 20 images each, two of every class, shuffled; green at [row 1, column 2] is the label, red at
-    [0, 0] the place in the file."""
+    """Return six files of 20 shuffled images, two per class.
+
+    Green at [row 1, column 2] is the label, red at [0, 0] the position in the file.
+    """
     draw, files = np.random.default_rng(seed), {}
     for name in RELEASE.file_names:
         labels = draw.permutation(np.repeat(np.arange(10), 2))
@@ -42,7 +44,7 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def archive(files: dict[str, bytes]) -> bytes:
-    """A tar file like the official one, with other files in it, and some that are up to no good."""
+    """Return a tar file like the official one, with other files and some malicious ones in it."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archived:
         for name, body in {
@@ -62,9 +64,9 @@ def archive(files: dict[str, bytes]) -> bytes:
 # --- reading
 
 
-@pytest.mark.parametrize("where", ["", FOLDER])
-def test_reads_all_files(tmp_path, where):
-    write(tmp_path / where, contents())
+@pytest.mark.parametrize("subfolder", ["", FOLDER])
+def test_all_files_are_read(tmp_path, subfolder):
+    write(tmp_path / subfolder, contents())
     data = cifar10(data_dir=tmp_path)
     assert data.class_names[3] == "cat"
     assert data.pool.x.shape == (100, 3, 32, 32)
@@ -76,7 +78,7 @@ def test_reads_all_files(tmp_path, where):
     assert data.pool.x[:, 0, 0, 0].tolist() == list(range(20)) * 5  # the files one after the other
 
 
-def test_keeps_the_first_of_each_class_over_the_files(tmp_path):
+def test_the_first_images_of_each_class_are_kept(tmp_path):
     everything = cifar10(data_dir=write(tmp_path, contents())).pool
     data = cifar10(data_dir=tmp_path, train_per_class=3, test_per_class=1)
     first = torch.cat([(everything.y == c).nonzero()[:3, 0] for c in range(10)]).sort().values
@@ -84,13 +86,13 @@ def test_keeps_the_first_of_each_class_over_the_files(tmp_path):
     assert torch.bincount(data.test.y).tolist() == [1] * 10
 
 
-def test_gzip_and_files_longer_than_a_block(tmp_path, monkeypatch):
-    whole = cifar10(data_dir=write(tmp_path / "plain", contents())).pool
+def test_gzip_files_longer_than_a_block_are_read(tmp_path, monkeypatch):
+    expected = cifar10(data_dir=write(tmp_path / "plain", contents())).pool
     monkeypatch.setattr(
         importlib.import_module("fedcb2o.data.sets._cifar10"), "IMAGES_PER_BLOCK", 7
     )
     zipped = {f"{name}.gz": gzip.compress(body, 1) for name, body in contents().items()}
-    assert torch.equal(cifar10(data_dir=write(tmp_path / "gzip", zipped)).pool.x, whole.x)
+    assert torch.equal(cifar10(data_dir=write(tmp_path / "gzip", zipped)).pool.x, expected.x)
 
 
 DAMAGES = {
@@ -110,16 +112,16 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files_get_one_clear_line(tmp_path, damage):
-    do, message = DAMAGES[damage]
+def test_damaged_files_give_a_one_line_error(tmp_path, damage):
+    change, message = DAMAGES[damage]
     files = contents()
-    files["data_batch_2.bin"] = do(files["data_batch_2.bin"])
+    files["data_batch_2.bin"] = change(files["data_batch_2.bin"])
     with pytest.raises(DataError, match=message) as caught:
         cifar10(data_dir=write(tmp_path, files), train_per_class=10)
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_missing_and_duplicate_files_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="`test_per_class` of cifar10 must be at least 1, got -1"):
         cifar10(data_dir=tmp_path, test_per_class=-1)
     with pytest.raises(
@@ -170,7 +172,7 @@ def test_download(tmp_path):
     ],
     ids=["no gzip", "cut", "no tar", "without files"],
 )
-def test_download_that_fails_leaves_nothing(tmp_path, body, message):
+def test_a_failed_download_leaves_no_files(tmp_path, body, message):
     with served({ARCHIVE: body}) as address, pytest.raises(DataError, match=message) as caught:
         download(at(RELEASE, address, {ARCHIVE: body}), tmp_path, progress=False)
     assert (
@@ -180,15 +182,15 @@ def test_download_that_fails_leaves_nothing(tmp_path, body, message):
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("named", ["archive", "subfolder"])
-def test_import(tmp_path, named):
+@pytest.mark.parametrize("kind", ["archive", "folder with an archive", "folder", "subfolder"])
+def test_import_of_an_archive_or_a_folder(tmp_path, kind):
     source = write(tmp_path / "source", {})
-    if named in ("folder", "archive"):
+    if "archive" in kind:
         (source / ARCHIVE).write_bytes(archive(contents()))
     else:
-        write(source / FOLDER if named == "subfolder" else source, contents())
+        write(source / FOLDER if kind == "subfolder" else source, contents())
     files = import_files(
-        RELEASE, source / ARCHIVE if named == "archive" else source, tmp_path / "target"
+        RELEASE, source / ARCHIVE if kind == "archive" else source, tmp_path / "target"
     )
     assert (
         names(tmp_path / "target")
@@ -198,7 +200,7 @@ def test_import(tmp_path, named):
     assert len(cifar10(data_dir=tmp_path / "target").pool) == 100
 
 
-def test_import_from_nowhere(tmp_path):
+def test_import_from_a_missing_folder_is_refused(tmp_path):
     with pytest.raises(
         DataError,
         match=f"must hold {ARCHIVE}, or these files, plain or .gz: data_batch_1.bin, data_b",
@@ -209,7 +211,7 @@ def test_import_from_nowhere(tmp_path):
 @pytest.mark.skipif(
     not REAL, reason="FEDCB2O_CIFAR10 does not name a folder with CIFAR-10's binary files"
 )
-def test_the_real_files():
+def test_the_real_files_have_balanced_classes():
     data = cifar10(data_dir=Path(str(REAL)))
     assert torch.bincount(data.pool.y).tolist() == [5000] * 10
     assert torch.bincount(data.test.y).tolist() == [1000] * 10

@@ -1,4 +1,4 @@
-"""scikit-learn's digits: what they are, and a fixed, balanced test set."""
+"""scikit-learn's digits: shapes, counts, and a fixed, balanced test set."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from fedcb2o.data import digits
 from fedcb2o.errors import ConfigError
 
 
-def test_facts():
+def test_shapes_types_and_counts():
     data = digits()
     assert data.class_names == tuple("0123456789")
     assert data.num_classes == 10
@@ -24,7 +24,7 @@ def test_facts():
     assert torch.equal(torch.bincount(data.pool.y), counts - 24)
 
 
-def test_pool_and_test_are_the_whole():
+def test_pool_and_test_set_make_up_the_whole():
     data = digits(test_per_class=3)
     everything = torch.cat([data.pool.x, data.test.x]).flatten(1)
     from sklearn.datasets import load_digits
@@ -34,16 +34,16 @@ def test_pool_and_test_are_the_whole():
     assert rows == sorted(map(tuple, original.tolist()))
 
 
-def test_labels_belong_to_images():
-    """The nearest mean image names almost every test image rightly; shuffled labels would not."""
+def test_labels_match_their_images():
+    """The nearest mean image predicts most labels; it would not with shuffled labels."""
     data = digits()
     means = torch.stack([data.pool.x[data.pool.y == c].mean(0) for c in range(10)]).flatten(1)
-    guessed = torch.cdist(data.test.x.flatten(1), means).argmin(1)
-    assert (guessed == data.test.y).float().mean() > 0.85
+    predicted = torch.cdist(data.test.x.flatten(1), means).argmin(1)
+    assert (predicted == data.test.y).float().mean() > 0.85
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 174])
-def test_too_many_or_none(wrong):
+def test_an_invalid_test_size_is_refused(wrong):
     with pytest.raises(
         ConfigError, match=rf"`test_per_class` of digits must be between 1 and 173, got {wrong}"
     ):

@@ -1,4 +1,4 @@
-"""EMNIST from tiny files that the tests write; its download from a server in a thread; the real files if at hand."""
+"""EMNIST from tiny files, its download from a local server, and the real files if present."""
 
 import gzip
 import importlib
@@ -33,14 +33,17 @@ PARTS = (
 
 
 def contents(train: int = 3, test: int = 2, images_seed: int = 0) -> dict[str, bytes]:
-    """Shuffled files with `train` and `test` images a class; pixel [row 1, column 2], upright, is the label."""
+    """Return shuffled files with `train` and `test` images per class.
+
+    Pixel [row 1, column 2] of an upright image is the label.
+    """
     draw = np.random.default_rng(images_seed)
     files = {}
     for part, per_class in (("train", train), ("test", test)):
         labels = draw.permutation(np.repeat(np.arange(47), per_class))
         upright = draw.integers(0, 256, (len(labels), 28, 28))
         upright[:, 1, 2] = labels
-        upright[:, 0, 0] = np.arange(len(labels)) % 256  # the place in the file
+        upright[:, 0, 0] = np.arange(len(labels)) % 256  # the position in the file
         files[f"{part}-images-idx3-ubyte"] = idx(upright.swapaxes(1, 2))
         files[f"{part}-labels-idx1-ubyte"] = idx(labels)
     return files
@@ -59,7 +62,7 @@ def write(
 
 
 def archive(files: dict[str, bytes]) -> bytes:
-    """A zip like the official one: in a folder, with other splits, and with the mapping."""
+    """Return a zip like the official one: in a folder, with other splits, and with the mapping."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archived:
         for part, data in files.items():
@@ -75,7 +78,7 @@ def archive(files: dict[str, bytes]) -> bytes:
 
 @pytest.mark.parametrize("name", ["emnist-balanced", "emnist47"])
 @pytest.mark.parametrize("zipped", [True, False])
-def test_reads_both_sets_plain_and_gzip(tmp_path, name, zipped):
+def test_both_sets_are_read_plain_and_gzip(tmp_path, name, zipped):
     data = emnist(
         data_dir=write(tmp_path, contents(), name, zipped),
         train_per_class=None,
@@ -91,15 +94,15 @@ def test_reads_both_sets_plain_and_gzip(tmp_path, name, zipped):
     assert data.pool.x[:, 0, 0, 0].tolist() == list(range(141))  # all of them, in the files' order
 
 
-def test_keeps_the_first_of_each_class_in_file_order(tmp_path):
+def test_the_first_images_of_each_class_are_kept_in_file_order(tmp_path):
     folder = write(tmp_path, contents())
     everything = emnist(data_dir=folder, train_per_class=None, test_per_class=None).pool
     data = emnist(data_dir=folder, train_per_class=2, test_per_class=1)
-    seen: dict[int, int] = {}
+    counts: dict[int, int] = {}
     expected = []
     for i, y in enumerate(everything.y.tolist()):
-        seen[y] = seen.get(y, 0) + 1
-        if seen[y] <= 2:
+        counts[y] = counts.get(y, 0) + 1
+        if counts[y] <= 2:
             expected.append(i)
     assert torch.equal(data.pool.x, everything.x[expected])
     assert torch.equal(data.pool.y, everything.y[expected])
@@ -108,21 +111,21 @@ def test_keeps_the_first_of_each_class_in_file_order(tmp_path):
 
 def test_letters_are_the_classes_after_the_ten_digits(tmp_path):
     folder = write(tmp_path, contents())
-    whole = emnist(data_dir=folder, train_per_class=2, test_per_class=1)
+    all_classes = emnist(data_dir=folder, train_per_class=2, test_per_class=1)
     data = emnist(data_dir=folder, train_per_class=2, test_per_class=1, letters=True)
     assert data.class_names[:2] + data.class_names[-1:] == ("A", "B", "t")
     assert torch.bincount(data.pool.y).tolist() == [2] * 37
-    assert torch.equal(data.pool.x, whole.pool.x[whole.pool.y >= 10])
-    assert torch.equal(data.test.y, whole.test.y[whole.test.y >= 10] - 10)
+    assert torch.equal(data.pool.x, all_classes.pool.x[all_classes.pool.y >= 10])
+    assert torch.equal(data.test.y, all_classes.test.y[all_classes.test.y >= 10] - 10)
 
 
-def test_files_longer_than_a_block(tmp_path, monkeypatch):
+def test_files_longer_than_a_block_are_read(tmp_path, monkeypatch):
     folder = write(tmp_path, contents())
-    whole = emnist(data_dir=folder, train_per_class=2, test_per_class=1)
+    expected = emnist(data_dir=folder, train_per_class=2, test_per_class=1)
     monkeypatch.setattr(importlib.import_module("fedcb2o.data.idx"), "IMAGES_PER_BLOCK", 10)
     blocks = emnist(data_dir=folder, train_per_class=2, test_per_class=1)
-    assert torch.equal(blocks.pool.x, whole.pool.x)
-    assert torch.equal(blocks.test.x, whole.test.x)
+    assert torch.equal(blocks.pool.x, expected.pool.x)
+    assert torch.equal(blocks.test.x, expected.test.x)
 
 
 def test_default_folder(tmp_path, monkeypatch):
@@ -133,25 +136,25 @@ def test_default_folder(tmp_path, monkeypatch):
     assert "fedcb2o" in str(default_folder(RELEASE))
 
 
-# --- files that are not as they should be
+# --- damaged files
 
 
-def change(part: str, how: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    """A change to the values of one file, before it is compressed."""
+def change(part: str, edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Return a function that edits the decompressed values of one file."""
 
     def apply(folder: Path) -> None:
         path = folder / f"emnist-balanced-{part}.gz"
-        path.write_bytes(gzip.compress(how(gzip.decompress(path.read_bytes())), 1))
+        path.write_bytes(gzip.compress(edit(gzip.decompress(path.read_bytes())), 1))
 
     return apply
 
 
-def change_raw(part: str, how: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    """A change to the bytes on disk."""
+def change_raw(part: str, edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Return a function that edits the bytes of one file on disk."""
 
     def apply(folder: Path) -> None:
         path = folder / f"emnist-balanced-{part}.gz"
-        path.write_bytes(how(path.read_bytes()))
+        path.write_bytes(edit(path.read_bytes()))
 
     return apply
 
@@ -243,15 +246,15 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files_get_one_clear_line(tmp_path, damage):
-    do, message = DAMAGES[damage]
-    do(write(tmp_path, contents()))
+def test_damaged_files_give_a_one_line_error(tmp_path, damage):
+    apply_damage, message = DAMAGES[damage]
+    apply_damage(write(tmp_path, contents()))
     with pytest.raises(DataError, match=message) as caught:
         emnist(data_dir=tmp_path, train_per_class=3, test_per_class=2)
     assert "\n" not in str(caught.value)
 
 
-def test_nothing_there(tmp_path):
+def test_a_folder_without_files_is_refused(tmp_path):
     names_both = r"no file emnist-balanced-train-images-idx3-ubyte or emnist47-train-images-idx3-ubyte, plain or .gz"
     with pytest.raises(DataError, match=names_both):
         emnist(data_dir=tmp_path)
@@ -259,7 +262,7 @@ def test_nothing_there(tmp_path):
         emnist(data_dir=tmp_path / "nowhere")
 
 
-def test_two_sets_in_one_folder(tmp_path):
+def test_two_sets_in_one_folder_are_refused(tmp_path):
     write(write(tmp_path, contents()), contents(), "emnist47")
     with pytest.raises(
         DataError,
@@ -269,7 +272,7 @@ def test_two_sets_in_one_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["train_per_class", "test_per_class"])
-def test_none_of_a_class(tmp_path, name):
+def test_zero_samples_per_class_are_refused(tmp_path, name):
     with pytest.raises(ConfigError, match=f"`{name}` of emnist must be at least 1, got 0"):
         emnist(data_dir=tmp_path, **{name: 0})
 
@@ -284,7 +287,7 @@ FOUR_AND_MAPPING = sorted(
 
 @pytest.fixture
 def published():
-    """The release, with the made-up archive in place of the official one, and the archive."""
+    """Release with a tiny archive in place of the official one."""
     body = archive(contents())
     with served({"gzip.zip": body}) as address:
         yield at(RELEASE, address, {"gzip.zip": body})
@@ -293,22 +296,22 @@ def published():
 def test_download(tmp_path, published, capsys):
     target = tmp_path / "cache" / "emnist"
     files = download(published, target)
-    assert names(tmp_path) == sorted(
-        ["cache", "emnist", *FOUR_AND_MAPPING]
-    )  # only those, and no archive
+    assert names(tmp_path) == sorted(["cache", "emnist", *FOUR_AND_MAPPING])  # without the archive
     assert sorted(path.name for path in files) == FOUR_AND_MAPPING
     assert all(path.is_file() for path in files)
     assert len(emnist(data_dir=target, train_per_class=3, test_per_class=2).pool) == 141
-    shown = capsys.readouterr()
-    assert "EMNIST gzip.zip" in shown.err
-    assert not shown.out
+    output = capsys.readouterr()
+    assert "EMNIST gzip.zip" in output.err
+    assert not output.out
 
 
 def test_download_happens_once(tmp_path, published, capsys):
     first = download(published, tmp_path, progress=False)
-    again = download(replace(published, url="http://127.0.0.1:1/nobody"), tmp_path, progress=False)
-    assert set(again) <= set(first)
-    assert len(again) == 4
+    repeated = download(
+        replace(published, url="http://127.0.0.1:1/nobody"), tmp_path, progress=False
+    )
+    assert set(repeated) <= set(first)
+    assert len(repeated) == 4
     assert capsys.readouterr().err == ""
 
 
@@ -325,7 +328,7 @@ CUT = archive(contents() | {"train-images-idx3-ubyte": contents()["train-images-
 
 
 @pytest.mark.parametrize(
-    ("body", "path", "known", "message"),
+    ("body", "path", "checksum", "message"),
     [
         (b"other", "", "0" * 32, f"its MD5 is {md5(b'other')}, not 0000"),
         (b"x" * 999, "/half", "", "EMNIST cannot be fetched from .*/half/gzip.zip"),
@@ -341,9 +344,11 @@ CUT = archive(contents() | {"train-images-idx3-ubyte": contents()["train-images-
     ],
     ids=["another", "half", "missing", "no zip", "without a file", "with a damaged file"],
 )
-def test_download_that_fails_leaves_nothing(tmp_path, body, path, known, message):
+def test_a_failed_download_leaves_no_files(tmp_path, body, path, checksum, message):
     with served({} if body is None else {"gzip.zip": body}) as address:
-        release = replace(RELEASE, url=address + path, md5={"gzip.zip": known or md5(body or b"")})
+        release = replace(
+            RELEASE, url=address + path, md5={"gzip.zip": checksum or md5(body or b"")}
+        )
         with pytest.raises(DataError, match=message) as caught:
             download(release, tmp_path / "cache", progress=False)
     assert f"{address}{path}/gzip.zip" in str(caught.value)
@@ -353,13 +358,13 @@ def test_download_that_fails_leaves_nothing(tmp_path, body, path, known, message
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "no address"])
-def test_download_from_nowhere(tmp_path, url):
+def test_download_from_an_unreachable_address_is_refused(tmp_path, url):
     with pytest.raises(DataError, match=f"EMNIST cannot be fetched from {url}/gzip.zip"):
         download(replace(RELEASE, url=url), tmp_path, progress=False)
     assert names(tmp_path) == []
 
 
-def test_interrupted_download_leaves_nothing(tmp_path, monkeypatch):
+def test_an_interrupted_download_leaves_no_files(tmp_path, monkeypatch):
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
@@ -369,14 +374,14 @@ def test_interrupted_download_leaves_nothing(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
-def test_target_that_cannot_be_written(tmp_path):
+def test_a_target_that_cannot_be_written_is_refused(tmp_path):
     write(tmp_path / "source", contents())
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="EMNIST's files cannot be put into"):
         import_files(RELEASE, tmp_path / "source", tmp_path / "file" / "emnist")
 
 
-# --- files at hand
+# --- import of local files
 
 
 @pytest.mark.parametrize("name", ["emnist-balanced", "emnist47"])
@@ -395,16 +400,16 @@ def test_import_of_a_folder(tmp_path, name, zipped):
     assert len(names(source)) == 5
 
 
-@pytest.mark.parametrize("named", ["folder", "archive"])
-def test_import_of_the_archive(tmp_path, named):
+@pytest.mark.parametrize("kind", ["folder", "archive"])
+def test_import_of_the_archive(tmp_path, kind):
     (tmp_path / "gzip.zip").write_bytes(archive(contents()))
     import_files(
-        RELEASE, tmp_path if named == "folder" else tmp_path / "gzip.zip", tmp_path / "target"
+        RELEASE, tmp_path if kind == "folder" else tmp_path / "gzip.zip", tmp_path / "target"
     )
     assert names(tmp_path / "target") == FOUR_AND_MAPPING
 
 
-def test_import_into_itself_checks(tmp_path):
+def test_import_into_the_source_folder_checks_the_files(tmp_path):
     write(tmp_path, contents())
     before = names(tmp_path)
     assert len(import_files(RELEASE, tmp_path, tmp_path)) == 4
@@ -413,21 +418,21 @@ def test_import_into_itself_checks(tmp_path):
 
 @pytest.mark.parametrize("damage", ["missing", "no such label"])
 def test_import_checks_before_it_copies(tmp_path, damage):
-    do, message = DAMAGES[damage]
-    do(write(tmp_path / "source", contents()))
-    if damage == "missing":  # the cure is not the command that just failed
+    apply_damage, message = DAMAGES[damage]
+    apply_damage(write(tmp_path / "source", contents()))
+    if damage == "missing":  # the cure must not be the command that failed
         message = r"no file emnist-balanced-test-labels-idx1-ubyte, .* in .*source; DIR in .* must hold gzip\.zip, or these"
     with pytest.raises(DataError, match=message):
         import_files(RELEASE, tmp_path / "source", tmp_path / "target")
     assert names(tmp_path / "target") == []
 
 
-def test_import_from_nowhere(tmp_path):
+def test_import_from_a_missing_folder_is_refused(tmp_path):
     with pytest.raises(DataError, match="there is no such folder"):
         import_files(RELEASE, tmp_path / "nowhere", tmp_path / "target")
 
 
-def test_import_beside_another_set(tmp_path):
+def test_import_next_to_another_set_is_refused(tmp_path):
     source = write(tmp_path / "source", contents())
     target = write(tmp_path / "target", contents(), "emnist47")
     before = names(target)
@@ -436,7 +441,7 @@ def test_import_beside_another_set(tmp_path):
     assert names(target) == before
 
 
-HALF = """
+KILLED_DOWNLOAD = """
 import os, signal, sys
 from pathlib import Path
 from fedcb2o.data import downloads
@@ -450,19 +455,19 @@ with downloads._staging(RELEASE, Path(sys.argv[1])) as folder:
 """
 
 
-def test_what_a_killed_download_left_goes_with_the_next_one_and_not_before(tmp_path):
+def test_files_of_a_killed_download_are_removed_by_the_next_one(tmp_path):
     source, target = write(tmp_path / "source", contents()), tmp_path / "target"
-    running = subprocess.Popen(
-        [sys.executable, "-c", HALF, target],
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED_DOWNLOAD, target],
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    assert running.stdout.readline() == "half\n"
+    assert process.stdout.readline() == "half\n"
     import_files(RELEASE, source, target)
-    there = [path.name for path in target.glob(".*/*")]
-    running.communicate()
-    assert (there, running.returncode) == (["gzip.zip"], -signal.SIGKILL)
+    partial_files = [path.name for path in target.glob(".*/*")]
+    process.communicate()
+    assert (partial_files, process.returncode) == (["gzip.zip"], -signal.SIGKILL)
     assert list(target.glob(".*/*"))
     files = import_files(RELEASE, source, target)
     assert sorted(target.iterdir()) == sorted(files)
@@ -472,7 +477,7 @@ def test_what_a_killed_download_left_goes_with_the_next_one_and_not_before(tmp_p
 
 
 @pytest.mark.skipif(not REAL, reason="FEDCB2O_EMNIST does not name a folder with EMNIST's files")
-def test_the_real_files():
+def test_the_real_files_are_balanced_and_upright():
     data = emnist(data_dir=Path(str(REAL)))
     assert data.pool.x.shape == (42_300, 1, 28, 28)
     assert data.test.x.shape == (13_912, 1, 28, 28)

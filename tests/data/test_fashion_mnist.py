@@ -1,6 +1,6 @@
-"""Fashion-MNIST: the files of MNIST's names that are not MNIST's, where a package has put them, and the real ones.
+"""Fashion-MNIST, whose files have MNIST's names: tiny files, a system package, the real files.
 
-How such files are read and fetched otherwise is in test_mnist.
+The reader and downloads are tested further in test_mnist.
 """
 
 import gzip
@@ -22,21 +22,19 @@ from fedcb2o.errors import DataError
 
 PACKAGED = RELEASE.system_folder or Path()
 LABELS = "t10k-labels-idx1-ubyte.gz"
-MODULE = sys.modules[
-    "fedcb2o.data.sets._fashion_mnist"
-]  # its name in the package is the function's
+MODULE = sys.modules["fedcb2o.data.sets._fashion_mnist"]  # the package has a function of this name
 HEADER = 10  # bytes of a gzip file without a name
 
 
 def labelled(release: Release) -> dict[str, bytes]:
-    """Files whose test labels begin as those that `release` takes for another data set's do."""
-    made = contents(test=3)
-    plain = bytearray(gzip.decompress(made[LABELS]))
+    """Return files whose first test labels `release` recognises as another data set's."""
+    files = contents(test=3)
+    plain = bytearray(gzip.decompress(files[LABELS]))
     plain[8:18] = release.lookalikes[0][1]
-    return {**made, LABELS: gzip.compress(bytes(plain))}
+    return {**files, LABELS: gzip.compress(bytes(plain))}
 
 
-def test_reads_clothes(tmp_path):
+def test_fashion_mnist_is_read(tmp_path):
     data = fashion_mnist(data_dir=write(tmp_path, contents()), train_per_class=2)
     assert data.class_names[0] == "T-shirt/top"
     assert data.class_names[-1] == "Ankle boot"
@@ -55,49 +53,52 @@ def test_reads_clothes(tmp_path):
         (mnist, MNIST, r"labels-idx1-ubyte.gz is Fashion-MNIST's, not MNIST's; .*`--data-dir`"),
     ],
 )
-def test_one_is_not_taken_for_the_other_nor_overwritten(tmp_path, read, release, message):
-    theirs, mine = (
+def test_mnist_and_fashion_mnist_are_not_confused_or_overwritten(tmp_path, read, release, message):
+    other_folder, source = (
         write(tmp_path / "theirs", labelled(release)),
         write(tmp_path / "mine", contents()),
     )
-    before = {path.name: path.read_bytes() for path in theirs.iterdir()}
+    before = {path.name: path.read_bytes() for path in other_folder.iterdir()}
     with pytest.raises(DataError, match=message):
-        read(data_dir=theirs)
-    other = release.lookalikes[0][0]
+        read(data_dir=other_folder)
+    other_name = release.lookalikes[0][0]
     with (
         served(contents()) as address,
-        pytest.raises(DataError, match=f"theirs holds {other}'s files, which have"),
+        pytest.raises(DataError, match=f"theirs holds {other_name}'s files, which have"),
     ):
-        download(at(release, address, contents()), theirs, progress=False)
+        download(at(release, address, contents()), other_folder, progress=False)
     with pytest.raises(
-        DataError, match=f"theirs holds {other}'s files, which have the same names; name another"
+        DataError,
+        match=f"theirs holds {other_name}'s files, which have the same names; name another",
     ):
-        import_files(release, mine, theirs)
-    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
-    (theirs / LABELS).write_bytes(b"damaged")
-    assert len(import_files(release, mine, theirs)) == 4
+        import_files(release, source, other_folder)
+    assert {path.name: path.read_bytes() for path in other_folder.iterdir()} == before
+    (other_folder / LABELS).write_bytes(b"damaged")
+    assert len(import_files(release, source, other_folder)) == 4
 
 
-def test_what_a_package_has_put_there_is_read_unless_there_are_files_of_ones_own(
-    tmp_path, monkeypatch
-):
-    packaged, own = write(tmp_path / "packaged", contents(train=2)), tmp_path / "own"
-    monkeypatch.setenv("FEDCB2O_DATA", str(own))
+def test_files_of_a_package_are_read_unless_own_files_exist(tmp_path, monkeypatch):
+    packaged, own_folder = write(tmp_path / "packaged", contents(train=2)), tmp_path / "own"
+    monkeypatch.setenv("FEDCB2O_DATA", str(own_folder))
     monkeypatch.setattr(MODULE, "RELEASE", replace(RELEASE, system_folder=packaged))
     assert len(fashion_mnist().pool) == 20
     assert f"4 files in {packaged}" in here("data", "fashion_mnist").out  # nothing is fetched
     assert (
-        f"4 files in {own}"
+        f"4 files in {own_folder}"
         in here("data", "fashion_mnist", "--from", write(tmp_path / "mine", contents())).out
     )
     assert len(fashion_mnist().pool) == 30
-    (own / LABELS).unlink()
-    with pytest.raises(DataError, match=f"no file t10k-labels-idx1-ubyte, plain or .gz, in {own}"):
-        fashion_mnist()  # not others in their place
-    for path in own.iterdir():
+    (own_folder / LABELS).unlink()
+    with pytest.raises(
+        DataError, match=f"no file t10k-labels-idx1-ubyte, plain or .gz, in {own_folder}"
+    ):
+        fashion_mnist()  # the package does not supply the missing file
+    for path in own_folder.iterdir():
         path.unlink()
     (packaged / LABELS).unlink()
-    with pytest.raises(DataError, match=f"no file train-images-idx3-ubyte, plain or .gz, in {own}"):
+    with pytest.raises(
+        DataError, match=f"no file train-images-idx3-ubyte, plain or .gz, in {own_folder}"
+    ):
         fashion_mnist()
 
 
@@ -108,10 +109,10 @@ def test_download(tmp_path, monkeypatch):
         monkeypatch.setattr(
             MODULE, "RELEASE", at(replace(RELEASE, system_folder=None), address, bodies)
         )
-        done = here("data", "fashion_mnist")
-    assert done.status == 0
-    assert f"4 files in {tmp_path}" in done.out
-    assert "fedcb2o run digits-fedassay --set data.name=fashion_mnist" in done.out
+        result = here("data", "fashion_mnist")
+    assert result.status == 0
+    assert f"4 files in {tmp_path}" in result.out
+    assert "fedcb2o run digits-fedassay --set data.name=fashion_mnist" in result.out
     assert names(tmp_path) == sorted(bodies)
     assert len(fashion_mnist().pool) == 30
 
@@ -119,7 +120,7 @@ def test_download(tmp_path, monkeypatch):
 @pytest.mark.skipif(
     not PACKAGED.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed"
 )
-def test_the_files_of_the_package():
+def test_the_files_of_the_package_are_balanced_and_upright():
     data = fashion_mnist(data_dir=PACKAGED)
     assert torch.bincount(data.pool.y).tolist() == [6000] * 10
     assert torch.bincount(data.test.y).tolist() == [1000] * 10
@@ -131,8 +132,8 @@ def test_the_files_of_the_package():
 @pytest.mark.skipif(
     not PACKAGED.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed"
 )
-def test_the_files_of_the_package_are_those_of_the_release():
-    """Packed as they were published, by gzip with their names and dates, they have the MD5 sums of the release."""
+def test_the_files_of_the_package_equal_those_of_the_release():
+    """With the gzip headers of the release, the files have its MD5 sums."""
     for part, date in (("train", 1504176606), ("t10k", 1504176627)):
         for name in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"):
             header = (

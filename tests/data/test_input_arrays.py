@@ -1,4 +1,4 @@
-"""Arrays, tensors, lists and tables from users: the numbers they become, or the error."""
+"""Arrays, tensors, lists and tables from users: their numbers, or the error."""
 
 import collections
 import datetime
@@ -27,7 +27,7 @@ TENSOR = torch.from_numpy(X)
 
 
 class Items:
-    """A map-style data set."""
+    """Map-style data set."""
 
     def __init__(self, *items):
         self.items = items
@@ -40,7 +40,7 @@ class Items:
 
 
 class Variable:
-    """A variable of a file, which gives a masked array."""
+    """Variable of a file, which converts to a masked array."""
 
     def __array__(self, *_arguments, **_options):
         return MASKED
@@ -70,7 +70,7 @@ def test_masked_values_are_refused_at_any_depth(values):
         to_array("x", values)
 
 
-def test_masks_are_refused_of_every_argument():
+def test_masks_are_refused_in_every_argument():
     masked = np.ma.masked_equal(Y, 1)
     calls = {
         "`y`": lambda: dataset(X, masked),
@@ -109,7 +109,7 @@ def test_missing_values_are_named_by_sample_and_column(values, message):
         to_array("x", values)
 
 
-# --- values that are taken
+# --- accepted values
 
 
 @pytest.mark.parametrize(
@@ -141,11 +141,11 @@ def test_missing_values_are_named_by_sample_and_column(values, message):
         ((TENSOR * 1j).conj().imag, -X),
     ],
 )
-def test_numbers_are_taken_in_any_array(values, expected):
+def test_numbers_are_accepted_in_any_array(values, expected):
     np.testing.assert_array_equal(to_numbers("x", values), expected)
 
 
-def test_a_mixed_table_is_no_table_of_pixels():
+def test_a_table_of_mixed_types_is_not_pixels():
     pixels = pd.DataFrame({"a": np.array([0, 200], np.uint8)})
     assert to_numbers("x", pixels).dtype == np.uint8
     assert to_numbers("x", pixels.assign(b=[True, False])).dtype == np.float64
@@ -163,11 +163,11 @@ def test_a_mixed_table_is_no_table_of_pixels():
         ([torch.tensor(1), torch.tensor(2)], [1, 2]),
     ],
 )
-def test_labels_are_taken_in_any_column(labels, expected):
+def test_labels_are_accepted_in_any_column(labels, expected):
     assert to_array("y", labels).tolist() == expected
 
 
-# --- values that are refused
+# --- refused values
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_labels_are_taken_in_any_column(labels, expected):
         (FRAME.assign(c=pd.to_timedelta(range(4))), "write durations as numbers"),
     ],
 )
-def test_values_that_are_no_numbers_get_a_cure(values, message):
+def test_errors_for_values_that_are_not_numbers_name_the_cure(values, message):
     with pytest.raises(DataError, match=message) as caught:
         to_numbers("x", values)
     assert "\n" not in str(caught.value)
@@ -215,7 +215,7 @@ def test_values_that_are_no_numbers_get_a_cure(values, message):
         (np.array([b"a", b"b"] * 2), r"got values of type \|S1: `.astype\(str\)` makes words"),
     ],
 )
-def test_rows_of_labels_get_the_cure_of_their_kind(y, message):
+def test_errors_for_rows_of_labels_name_the_cure(y, message):
     with pytest.raises(DataError, match=message):
         dataset(X, y)
 
@@ -233,12 +233,12 @@ def test_rows_of_labels_get_the_cure_of_their_kind(y, message):
         (Items(([1.0], "u"), ([2.0], None)), r"`y of owner 'a' \(train\)` has 1 missing values"),
     ],
 )
-def test_items_are_pairs(part, message):
+def test_items_that_are_not_pairs_are_refused(part, message):
     with pytest.raises(DataError, match=message):
         datasets({"a": part})
 
 
-def test_owners_with_labels_of_two_kinds_are_named():
+def test_owners_with_labels_of_two_kinds_are_refused():
     message = "words in `y of owner 'north' .train.` and numbers in `y of owner 'south' .train.`"
     with pytest.raises(DataError, match=message):
         datasets({"north": (X, ["a", "b"] * 2), "south": (X, Y)})
@@ -250,18 +250,18 @@ def test_owners_with_labels_of_two_kinds_are_named():
 # --- names of columns and rows
 
 
-def reordered(message="in another order: they are matched by their names"):
+def warns_of_reordering(message="in another order: they are matched by their names"):
     return pytest.warns(UserWarning, match=message)
 
 
 def test_columns_are_matched_by_name():
-    with reordered("`x_test` has the columns of `x` in another order"):
+    with warns_of_reordering("`x_test` has the columns of `x` in another order"):
         data = dataset(FRAME, Y, x_test=FRAME[["b", "a"]], y_test=Y)
     np.testing.assert_array_equal(data.test.x, X)
-    with reordered():
+    with warns_of_reordering():
         data = dataset(STRUCTURED, Y, x_test=STRUCTURED[["b", "a"]], y_test=Y)
     np.testing.assert_array_equal(data.test.x, X)
-    with reordered("`y_test` has the columns of `y`"):
+    with warns_of_reordering("`y_test` has the columns of `y`"):
         data = dataset(X, FRAME, x_test=X, y_test=FRAME[["b", "a"]], numbers=True)
     np.testing.assert_array_equal(data.test.y, X)
 
@@ -269,7 +269,10 @@ def test_columns_are_matched_by_name():
 def test_columns_of_owners_are_matched_by_name():
     swapped = FRAME[["b", "a"]]
     south = {"train": (swapped, Y), "validation": (FRAME, Y), "test": (swapped, Y)}
-    with reordered("`x of owner 'south' .test.`"), reordered("`x of owner 'south' .train.`"):
+    with (
+        warns_of_reordering("`x of owner 'south' .test.`"),
+        warns_of_reordering("`x of owner 'south' .train.`"),
+    ):
         data = datasets({"north": {"train": (FRAME, Y), "test": (FRAME, Y)}, "south": south})
     np.testing.assert_array_equal(data.pool.x, np.concatenate([X, X, X]))
     np.testing.assert_array_equal(data.test.x, np.concatenate([X, X]))
@@ -284,20 +287,20 @@ def test_columns_of_owners_are_matched_by_name():
         (FRAME.set_axis([1, "a"], axis=1), "only `x_test` has '1'; only `x` has 'b'"),
     ],
 )
-def test_other_columns_are_refused_by_name(table, message):
+def test_different_columns_are_refused_by_name(table, message):
     with pytest.raises(DataError, match=f"must have columns of the same names: {message}"):
         dataset(FRAME, Y, x_test=table, y_test=Y)
 
 
-def test_names_that_occur_twice_need_one_order():
-    twice = pd.DataFrame(np.arange(12.0).reshape(4, 3), columns=["a", "a", "b"])
-    assert len(dataset(twice, Y, x_test=twice, y_test=Y).test) == 4
+def test_duplicate_column_names_need_the_same_order():
+    table = pd.DataFrame(np.arange(12.0).reshape(4, 3), columns=["a", "a", "b"])
+    assert len(dataset(table, Y, x_test=table, y_test=Y).test) == 4
     with pytest.raises(DataError, match="names that occur twice cannot be matched"):
-        dataset(twice, Y, x_test=twice.iloc[:, [0, 2, 1]], y_test=Y)
+        dataset(table, Y, x_test=table.iloc[:, [0, 2, 1]], y_test=Y)
 
 
 @pytest.mark.parametrize("other", [X, TENSOR, pd.DataFrame(X), X.tolist()])
-def test_arrays_without_names_are_taken_in_order_and_reported(other):
+def test_arrays_without_names_are_matched_by_position_with_a_warning(other):
     with pytest.warns(UserWarning, match="have no names in common: they are matched by position"):
         data = dataset(FRAME, Y, x_test=other, y_test=Y)
     np.testing.assert_array_equal(data.test.x, X)
@@ -305,15 +308,15 @@ def test_arrays_without_names_are_taken_in_order_and_reported(other):
 
 def test_equal_names_give_no_warning():
     numbered = pd.DataFrame(X)
-    text = pd.DataFrame(X, columns=["0", "1"])  # as a CSV file has them
+    text = pd.DataFrame(X, columns=["0", "1"])  # as in a CSV file
     np.testing.assert_array_equal(dataset(numbered, Y, x_test=text, y_test=Y).test.x, X)
 
 
-def test_row_labels_may_not_contradict_each_other():
+def test_contradicting_row_labels_are_refused():
     labels = pd.Series(Y)
     shuffled = FRAME.iloc[[2, 0, 3, 1]]
-    both = dataset(shuffled, labels.iloc[[2, 0, 3, 1]], x_test=FRAME, y_test=labels)
-    np.testing.assert_array_equal(both.pool.y, Y[[2, 0, 3, 1]])
+    reordered_data = dataset(shuffled, labels.iloc[[2, 0, 3, 1]], x_test=FRAME, y_test=labels)
+    np.testing.assert_array_equal(reordered_data.pool.y, Y[[2, 0, 3, 1]])
     part = FRAME.set_axis([5, 6, 7, 8])
     np.testing.assert_array_equal(dataset(part, labels, x_test=FRAME, y_test=Y).pool.y, Y)
 
@@ -370,7 +373,7 @@ def test_features_are_standardised_before_they_are_rounded(name, with_owners):
     assert data.pool.x.dtype == torch.float32
 
 
-def test_ordinary_features_are_rounded_first_as_ever():
+def test_ordinary_features_are_rounded_before_they_are_standardised():
     x = np.random.default_rng(0).normal(3, 2, size=(40, 3))
     rounded = x.astype(np.float32)
     data = dataset(x, CLASSES, standardise=True)
@@ -380,7 +383,7 @@ def test_ordinary_features_are_rounded_first_as_ever():
 
 
 @pytest.mark.parametrize(
-    ("name", "left"),
+    ("name", "num_distinct"),
     [
         ("time stamps", 4),
         ("above 2^24", 21),
@@ -389,15 +392,15 @@ def test_ordinary_features_are_rounded_first_as_ever():
         ("with an outlier", 5),
     ],
 )
-def test_values_that_float32_cannot_tell_apart_are_named(name, left):
-    assert len(set(COARSE[name].astype(np.float32).tolist())) == left
+def test_values_that_float32_merges_give_a_warning(name, num_distinct):
+    assert len(set(COARSE[name].astype(np.float32).tolist())) == num_distinct
     x = np.column_stack([np.arange(40.0), COARSE[name]])
-    message = (
-        rf"`x` holds 40 different numbers at \[1\], .* has only {left} for them: .*standardise"
-    )
+    message = rf"`x` holds 40 different numbers at \[1\], .* has only {num_distinct} for them: .*standardise"
     with pytest.warns(UserWarning, match=message):
         dataset(x, CLASSES)
-    with pytest.warns(UserWarning, match=f"`y` holds 40 different numbers, .* only {left} for"):
+    with pytest.warns(
+        UserWarning, match=f"`y` holds 40 different numbers, .* only {num_distinct} for"
+    ):
         dataset(np.arange(80.0).reshape(40, 2), COARSE[name], numbers=True)
 
 
@@ -416,10 +419,10 @@ def test_ordinary_numbers_give_no_warning(values):
     input_arrays.warn_of_merged_values("`x` holds", values, "")
 
 
-# --- data sets made by hand
+# --- custom data sets
 
 
-def test_a_data_set_by_hand_has_no_masks_and_names_what_float32_cannot_tell_apart():
+def test_masks_and_merged_values_of_a_custom_data_set_are_reported():
     x = torch.arange(8.0).reshape(4, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # masked tensors are experimental

@@ -1,4 +1,4 @@
-"""MNIST from tiny files that the tests write, its download of four files; the reader's errors are in test_emnist."""
+"""MNIST from tiny files, and its download. Errors of the reader are in test_emnist."""
 
 import os
 from dataclasses import replace
@@ -17,7 +17,7 @@ REAL = os.environ.get("FEDCB2O_MNIST")
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_reads_both_sets_plain_and_gzip(tmp_path, zipped):
+def test_both_sets_are_read_plain_and_gzip(tmp_path, zipped):
     data = mnist(data_dir=write(tmp_path, contents(), zipped))
     assert data.class_names == tuple("0123456789")
     assert data.pool.x.shape == (30, 1, 28, 28)
@@ -32,11 +32,11 @@ def test_download(tmp_path, capsys):
     with served(bodies) as address:
         release = at(RELEASE, address, bodies)
         files = download(release, tmp_path / "mnist")
-        download(replace(release, url="http://127.0.0.1:1"), tmp_path / "mnist")  # all there
+        download(replace(release, url="http://127.0.0.1:1"), tmp_path / "mnist")  # all files exist
     assert sorted(path.name for path in files) == names(tmp_path / "mnist") == sorted(bodies)
     assert len(mnist(data_dir=tmp_path / "mnist").test) == 20
-    shown = capsys.readouterr().err
-    assert all(f"MNIST {name}" in shown for name in bodies)
+    output = capsys.readouterr().err
+    assert all(f"MNIST {name}" in output for name in bodies)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_download(tmp_path, capsys):
     ],
     ids=["another", "missing"],
 )
-def test_download_that_fails_leaves_nothing(tmp_path, change, message):
+def test_a_failed_download_leaves_no_files(tmp_path, change, message):
     bodies = contents()
     with served(
         {name: body for name, body in {**bodies, **change}.items() if body is not None}
@@ -66,7 +66,7 @@ def test_download_that_fails_leaves_nothing(tmp_path, change, message):
     assert names(tmp_path) == []
 
 
-def test_download_of_what_is_no_mnist_leaves_nothing(tmp_path):
+def test_a_download_without_samples_leaves_no_files(tmp_path):
     bodies = contents(test=0)
     with (
         served(bodies) as address,
@@ -77,7 +77,7 @@ def test_download_of_what_is_no_mnist_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_import(tmp_path, zipped):
+def test_import_of_a_folder(tmp_path, zipped):
     source = write(tmp_path / "source", contents(), zipped)
     (source / "emnist-balanced-train-images-idx3-ubyte").write_bytes(
         b""
@@ -89,14 +89,14 @@ def test_import(tmp_path, zipped):
     assert len(mnist(data_dir=tmp_path / "target").pool) == 30
 
 
-def test_import_from_nowhere(tmp_path):
+def test_import_from_an_empty_folder_is_refused(tmp_path):
     needed = "DIR in `fedcb2o data mnist --from DIR` must hold these files, plain or .gz: train-images-idx3-ubyte, "
     with pytest.raises(DataError, match=needed):
         import_files(RELEASE, tmp_path, tmp_path / "target")
 
 
 @pytest.mark.skipif(not REAL, reason="FEDCB2O_MNIST does not name a folder with MNIST's files")
-def test_the_real_files():
+def test_the_real_files_have_the_published_counts():
     data = mnist(data_dir=Path(str(REAL)))
     assert torch.bincount(data.pool.y).tolist() == [
         5923,

@@ -32,7 +32,7 @@ DECOMPOSED = unicodedata.normalize("NFD", COMPOSED)
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_names_of_classes_are_in_the_order_of_the_numbers(class_names):
+def test_class_names_are_in_the_order_of_their_numbers(class_names):
     assert fedcb2o.dataset(X, Y, class_names=class_names).class_names == ("ant", "bee", "cat")
 
 
@@ -61,7 +61,7 @@ def test_a_mapping_names_labels_of_any_kind():
         (["x", COMPOSED, DECOMPOSED], "of different names"),
     ],
 )
-def test_names_of_classes_that_have_no_order_or_are_no_words_are_refused(class_names, message):
+def test_class_names_without_order_or_words_are_refused(class_names, message):
     with pytest.raises(DataError, match=message):
         fedcb2o.dataset(X, Y, class_names=class_names)
 
@@ -75,22 +75,22 @@ def test_two_spellings_of_a_word_are_one_class(dtype):
     assert data.pool.y.bincount().tolist() == [6, 3]
 
 
-def test_two_spellings_are_one_owner_and_one_name_by_hand():
+def test_two_spellings_are_one_owner_and_one_class_name():
     data = fedcb2o.dataset(X, Y % 2, owner=np.array([COMPOSED, DECOMPOSED])[np.arange(12) // 6])
     assert data.owners.names == (COMPOSED,)
     parts = {COMPOSED: (X, Y), DECOMPOSED: (X, Y)}
     with pytest.raises(DataError, match="two owners are called"):
         fedcb2o.datasets(parts)
-    by_hand = fedcb2o.Dataset(data.pool, data.test, (DECOMPOSED, "x"))
-    assert by_hand.class_names == (COMPOSED, "x")
+    custom = fedcb2o.Dataset(data.pool, data.test, (DECOMPOSED, "x"))
+    assert custom.class_names == (COMPOSED, "x")
 
 
-def doubts(call):
-    """The warnings of a call, as one text."""
-    with warnings.catch_warnings(record=True) as seen:
+def warnings_of(call):
+    """Return the warnings of a call as one text."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    return "\n".join(str(warning.message) for warning in seen)
+    return "\n".join(str(warning.message) for warning in caught)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def doubts(call):
         (["1", "2", "3"], ""),
     ],
 )
-def test_doubtful_labels_are_named(labels, expected):
-    said = doubts(lambda: fedcb2o.dataset(X, np.array(labels)[Y]))
-    assert expected in said
-    assert bool(said) == bool(expected)
+def test_doubtful_labels_give_a_warning(labels, expected):
+    message = warnings_of(lambda: fedcb2o.dataset(X, np.array(labels)[Y]))
+    assert expected in message
+    assert bool(message) == bool(expected)
 
 
 def test_empty_labels_are_refused():
@@ -118,12 +118,12 @@ def test_empty_labels_are_refused():
 
 
 def test_explicit_names_may_differ_in_case_alone():
-    assert not doubts(lambda: fedcb2o.dataset(X, Y, class_names=["A", "a", "b"]))
+    assert not warnings_of(lambda: fedcb2o.dataset(X, Y, class_names=["A", "a", "b"]))
 
 
-def test_test_labels_that_nobody_trains_on_are_named():
-    said = doubts(lambda: fedcb2o.dataset(X, Y % 2, x_test=X, y_test=2 * (Y % 2) - 1))
-    assert said == "test samples have labels that no sample to train on has: '-1'"
+def test_test_labels_without_training_samples_give_a_warning():
+    message = warnings_of(lambda: fedcb2o.dataset(X, Y % 2, x_test=X, y_test=2 * (Y % 2) - 1))
+    assert message == "test samples have labels that no sample to train on has: '-1'"
 
 
 @pytest.mark.parametrize(
@@ -137,25 +137,25 @@ def test_test_labels_that_nobody_trains_on_are_named():
         ([0, 1, 2], [0, 1], ""),
     ],
 )
-def test_owners_who_label_in_different_ways_are_named(first, second, expected):
+def test_owners_with_different_labels_give_a_warning(first, second, expected):
     parts = {owner: (X, (y * 6)[:12]) for owner, y in (("a", first), ("b", second))}
-    said = doubts(lambda: fedcb2o.datasets(parts))
-    assert expected in said
-    assert bool(said) == bool(expected)
+    message = warnings_of(lambda: fedcb2o.datasets(parts))
+    assert expected in message
+    assert bool(message) == bool(expected)
 
 
-def test_many_owners_with_few_classes_each_are_no_doubt():
+def test_many_owners_with_few_classes_each_give_no_warning():
     draw = np.random.default_rng(0)
     parts = {}
     for owner in range(30):
         labels = draw.choice(10, 2, replace=False)
         parts[owner] = (X, labels[np.arange(12) % 2])
-    assert not doubts(lambda: fedcb2o.datasets(parts))
+    assert not warnings_of(lambda: fedcb2o.datasets(parts))
 
 
-def test_owners_that_look_alike_are_named():
-    said = doubts(lambda: fedcb2o.dataset(X, Y % 2, owner=np.array(["a", "A "])[Y % 2]))
-    assert "the owners 'A ', 'a' are almost the same word" in said
+def test_owners_with_similar_names_give_a_warning():
+    message = warnings_of(lambda: fedcb2o.dataset(X, Y % 2, owner=np.array(["a", "A "])[Y % 2]))
+    assert "the owners 'A ', 'a' are almost the same word" in message
 
 
 def test_numbers_of_many_digits_are_compared_exactly():

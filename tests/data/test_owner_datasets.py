@@ -1,4 +1,4 @@
-"""Data that agents bring: whose each sample is, what is held out of it, and what cannot be."""
+"""Data sets of owners: the owner of each sample, held-out samples, and errors."""
 
 import numpy as np
 import pytest
@@ -12,52 +12,55 @@ from fedcb2o.errors import ConfigError, DataError
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
 Y = np.arange(20) % 2
 OWNER = np.array(["b"] * 8 + ["a"] * 12)
-GIVEN = {
+SETTINGS = {
     **{"benign": 2, "malicious": 0, "benign_samples": None, "malicious_samples": None},
     **{"validation": 0.25, "split": "random", "seed": 3},
 }
 
 
 def rows(data, indices):
-    """The numbers of samples of X by what they hold."""
+    """Return the row numbers in X of these samples of the pool."""
     return sorted((data.pool.x[indices][:, 0] / 3).int().tolist())
 
 
-def test_each_owner_is_an_agent_with_its_own():
+def test_each_owner_is_an_agent_with_its_own_samples():
     data = dataset(X, Y, owner=OWNER)
     assert data.owners.names == ("a", "b")
     assert torch.bincount(data.owners.test).tolist() == [3, 2]  # a quarter of 12 and of 8
-    people = partition_by_owner(data, data.owners, **GIVEN)
-    assert (people.names, people.num_clusters, people.cluster.tolist()) == (("a", "b"), 1, [0, 0])
-    for agent, own, held, tests in (
+    population = partition_by_owner(data, data.owners, **SETTINGS)
+    assert (population.names, population.num_clusters, population.cluster.tolist()) == (
+        ("a", "b"),
+        1,
+        [0, 0],
+    )
+    for agent, owned, num_validation, tests in (
         (0, range(8, 20), 2, 3),
         (1, range(8), 2, 2),
     ):  # round(9 / 4), round(6 / 4)
-        mine = rows(data, people.train[agent]) + rows(data, people.validation[agent])
-        tested = (data.test.x[people.tests[agent]][:, 0] / 3).int().tolist()
-        assert sorted(mine + tested) == list(own)
-        assert (len(people.validation[agent]), len(tested)) == (held, tests)
+        agent_rows = rows(data, population.train[agent]) + rows(data, population.validation[agent])
+        test_rows = (data.test.x[population.tests[agent]][:, 0] / 3).int().tolist()
+        assert sorted(agent_rows + test_rows) == list(owned)
+        assert (len(population.validation[agent]), len(test_rows)) == (num_validation, tests)
 
 
-def test_test_samples_are_somebodys_or_everybodys():
-    everybodys = dataset(X, Y, owner=OWNER, x_test=X[:3], y_test=Y[:3], test_share=0.0)
-    assert everybodys.owners.test.tolist() == [-1] * 3
-    assert len(everybodys.pool) == 20
-    both = dataset(X, Y, owner=OWNER, x_test=X[:3], y_test=Y[:3])
-    assert both.owners.test.tolist() == [-1] * 3 + [1] * 2 + [0] * 3  # in the order of the samples
-    given = dataset(X, Y, owner=OWNER, x_test=X[:3], y_test=Y[:3], owner_test=["a", "b", "a"])
-    assert given.owners.test.tolist() == [0, 1, 0]
-    assert len(given.pool) == 20
+def test_test_samples_belong_to_one_owner_or_to_all():
+    shared = dataset(X, Y, owner=OWNER, x_test=X[:3], y_test=Y[:3], test_share=0.0)
+    assert shared.owners.test.tolist() == [-1] * 3
+    assert len(shared.pool) == 20
+    mixed = dataset(X, Y, owner=OWNER, x_test=X[:3], y_test=Y[:3])
+    assert mixed.owners.test.tolist() == [-1] * 3 + [1] * 2 + [0] * 3  # in the order of the samples
+    assigned = dataset(X, Y, owner=OWNER, x_test=X[:3], y_test=Y[:3], owner_test=["a", "b", "a"])
+    assert assigned.owners.test.tolist() == [0, 1, 0]
+    assert len(assigned.pool) == 20
 
 
-def test_owners_bring_data_sets():
-    """Arrays, a data set of PyTorch, and one with parts of its own; whoever lacks a part has a
-    share held out."""
-    torch_like = TensorDataset(torch.from_numpy(X[8:12]), torch.from_numpy(Y[8:12]))
+def test_owners_may_have_arrays_data_sets_or_parts():
+    """A share is held out for each part that an owner does not have."""
+    torch_dataset = TensorDataset(torch.from_numpy(X[8:12]), torch.from_numpy(Y[8:12]))
     parts = {
         "north": (X[:8], Y[:8]),
         "south": {
-            "train": torch_like,
+            "train": torch_dataset,
             "validation": (X[12:14], Y[12:14]),
             "test": (X[14:15], Y[14:15]),
         },
@@ -66,61 +69,68 @@ def test_owners_bring_data_sets():
     assert data.owners.names == ("north", "south")
     assert sorted(data.owners.test.tolist()) == [-1] * 5 + [0] * 2 + [1]
     assert data.owners.validates.sum() == 2
-    people = partition_by_owner(data, data.owners, **GIVEN)
-    assert rows(data, people.train[1]) == [8, 9, 10, 11]
-    assert rows(data, people.validation[1]) == [12, 13]
-    assert len(people.train[0]) + len(people.validation[0]) == 6
-    assert len(people.validation[0]) == 2
+    population = partition_by_owner(data, data.owners, **SETTINGS)
+    assert rows(data, population.train[1]) == [8, 9, 10, 11]
+    assert rows(data, population.validation[1]) == [12, 13]
+    assert len(population.train[0]) + len(population.validation[0]) == 6
+    assert len(population.validation[0]) == 2
     assert datasets([(X, Y), (X, Y)]).owners.names == ("0", "1")
 
 
-def test_with_nothing_held_out_owners_train_on_all_and_judge_by_what_they_brought_for_it():
+def test_without_hold_out_owners_train_on_all_samples_and_keep_their_validation_part():
     parts = {
         "north": (X[:8], Y[:8]),
         "south": {"train": (X[8:12], Y[8:12]), "validation": (X[12:14], Y[12:14])},
     }
     data = datasets(parts, test=(X[15:], Y[15:]), test_share=0.0)
-    people = partition_by_owner(
-        data, data.owners, **(GIVEN | {"hold_out": False, "validation": 1.0})
+    population = partition_by_owner(
+        data, data.owners, **(SETTINGS | {"hold_out": False, "validation": 1.0})
     )
-    assert rows(data, people.train[0]) == rows(data, people.validation[0]) == [*range(8)]
-    assert (rows(data, people.train[1]), rows(data, people.validation[1])) == (
+    assert rows(data, population.train[0]) == rows(data, population.validation[0]) == [*range(8)]
+    assert (rows(data, population.train[1]), rows(data, population.validation[1])) == (
         [8, 9, 10, 11, 12, 13],
         [12, 13],
     )
 
 
-def test_attackers_and_who_takes_part_are_drawn():
+def test_attackers_and_participants_are_drawn():
     owner = np.repeat(np.arange(10), 4)
     data = dataset(np.random.default_rng(0).normal(size=(40, 2)), np.arange(40) % 2, owner=owner)
-    some = {**GIVEN, "benign": 3, "malicious": 2}
-    seeds = [partition_by_owner(data, data.owners, **{**some, "seed": seed}) for seed in range(8)]
-    assert all(len(people.names) == 5 and int(people.malicious.sum()) == 2 for people in seeds)
-    assert len({people.names for people in seeds}) > 4
-    assert len({tuple(people.malicious.tolist()) for people in seeds}) > 2
-    for people in seeds:
-        assert all(
-            (len(v) == 0) == bad for v, bad in zip(people.validation, people.malicious, strict=True)
-        )
-        assert all(
-            list(map(int, people.names)) == sorted(map(int, people.names)) for people in seeds
-        )
-    whole, rest = (
-        seeds[0],
-        partition_by_owner(data, data.owners, **{**some, "seed": 0}, remove_malicious=True),
+    settings = {**SETTINGS, "benign": 3, "malicious": 2}
+    populations = [
+        partition_by_owner(data, data.owners, **{**settings, "seed": seed}) for seed in range(8)
+    ]
+    assert all(
+        len(population.names) == 5 and int(population.malicious.sum()) == 2
+        for population in populations
     )
-    benign = [j for j in range(5) if not whole.malicious[j]]
-    assert rest.names == tuple(whole.names[j] for j in benign)
-    assert all(torch.equal(rest.train[k], whole.train[j]) for k, j in enumerate(benign))
+    assert len({population.names for population in populations}) > 4
+    assert len({tuple(population.malicious.tolist()) for population in populations}) > 2
+    for population in populations:
+        assert all(
+            (len(v) == 0) == is_attacker
+            for v, is_attacker in zip(population.validation, population.malicious, strict=True)
+        )
+        names = list(map(int, population.names))
+        assert names == sorted(names)
+    full, reduced = (
+        populations[0],
+        partition_by_owner(data, data.owners, **{**settings, "seed": 0}, remove_malicious=True),
+    )
+    benign = [j for j in range(5) if not full.malicious[j]]
+    assert reduced.names == tuple(full.names[j] for j in benign)
+    assert all(torch.equal(reduced.train[k], full.train[j]) for k, j in enumerate(benign))
 
 
-def test_no_more_samples_than_asked_for():
+def test_benign_samples_limits_the_samples_of_an_agent():
     data = dataset(X, Y, owner=OWNER)
-    people = partition_by_owner(data, data.owners, **{**GIVEN, "benign_samples": 7})
-    assert [len(t) + len(v) for t, v in zip(people.train, people.validation, strict=True)] == [7, 6]
+    population = partition_by_owner(data, data.owners, **{**SETTINGS, "benign_samples": 7})
+    assert [
+        len(t) + len(v) for t, v in zip(population.train, population.validation, strict=True)
+    ] == [7, 6]
 
 
-def test_numbers_in_place_of_classes():
+def test_targets_may_be_numbers():
     data = dataset(X, X[:, :2], numbers=True)
     assert (data.class_names, data.num_classes, data.num_outputs) == ((), 1, 2)
     assert (len(data.pool), len(data.test)) == (15, 5)
@@ -128,7 +138,7 @@ def test_numbers_in_place_of_classes():
     assert dataset(X, X[:, 0], owner=OWNER, numbers=True).num_outputs == 1
 
 
-def test_from_a_file(tmp_path):
+def test_owners_from_an_npz_file(tmp_path):
     from fedcb2o.data import arrays
 
     np.savez(
@@ -143,7 +153,7 @@ def test_from_a_file(tmp_path):
         1,
         1,
         1,
-    ]  # a has none there, so 3 of its 12 are held out
+    ]  # owner a has no test samples, so 3 of its 12 are held out
     np.savez(tmp_path / "numbers.npz", x=X, y=X[:, 0])
     assert arrays(path="numbers.npz", data_dir=tmp_path, numbers=True).class_names == ()
 
@@ -211,7 +221,7 @@ def test_from_a_file(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be(make, message):
+def test_invalid_owner_data_are_refused(make, message):
     with pytest.raises(DataError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
@@ -224,10 +234,10 @@ def test_what_cannot_be(make, message):
         ({"validation": 0.01}, "leaves owner 'a' no validation data among its 9 samples"),
     ],
 )
-def test_agents_that_cannot_be(change, message):
+def test_invalid_settings_of_agents_are_refused(change, message):
     data = dataset(X, Y, owner=OWNER)
     with pytest.raises(ConfigError, match=message):
-        partition_by_owner(data, data.owners, **{**GIVEN, **change})
+        partition_by_owner(data, data.owners, **{**SETTINGS, **change})
 
 
 def test_an_owner_needs_test_samples():
@@ -241,9 +251,9 @@ def test_an_owner_needs_test_samples():
     with pytest.raises(
         DataError, match="owner 'b' has no test samples: give it some, or a test set for all agents"
     ):
-        partition_by_owner(data, owners, **GIVEN)
+        partition_by_owner(data, owners, **SETTINGS)
 
 
-def test_a_data_set_is_told_in_a_line():
+def test_the_repr_of_a_data_set_is_one_line():
     assert repr(dataset(X, Y, owner=OWNER).owners) == "Owners(a: 9, b: 6)"
     assert "\n" not in repr(dataset(X, Y, owner=OWNER))

@@ -1,4 +1,4 @@
-"""Who holds what: counts by hand, and what must hold for every population."""
+"""Partition of samples among agents: counts by hand, and invariants of every population."""
 
 import functools
 
@@ -28,16 +28,19 @@ LABELS = torch.arange(200) % 4
 SKEWS = (None, functools.partial(dirichlet, concentration=0.5), shards)
 
 
-def holds(population: Population, agent: int) -> list[int]:
+def samples_of(population: Population, agent: int) -> list[int]:
     return torch.cat([population.train[agent], population.validation[agent]]).tolist()
 
 
-def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+def all_equal(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_the_paper():
-    """35 agents of 500, 15 of 1,200, in each of 2 clusters: 35,500 images, 400 and 100 of a benign agent."""
+def test_the_population_of_the_paper():
+    """Each of 2 clusters has 35 agents of 500 samples and 15 of 1,200.
+
+    Of the 500, 400 are for training and 100 for validation.
+    """
     population = partition(
         torch.arange(42_300) % 47,
         num_clusters=2,
@@ -58,19 +61,17 @@ def test_the_paper():
     assert len(population.tuning) == 42_300 - 35_500
 
 
-def test_the_draws_by_their_names():
-    """What a stream gives, by hand: changing this changes every run that was ever made."""
+def test_samples_are_drawn_from_named_streams():
+    """A change of these streams would change the results of all runs."""
     population = partition(LABELS, **SMALL)
-    drawn = stream(7, "partition", "pool").permutation(200)
-    dealt = stream(7, "partition", 1).permutation(drawn[:120])
+    pool_order = stream(7, "partition", "pool").permutation(200)
+    dealt = stream(7, "partition", 1).permutation(pool_order[:120])
     second = dealt[20:40]  # the second benign agent of cluster 1, agent 6 of 10
     order = stream(7, "split", 6).permutation(20)
     assert sorted(population.validation[6].tolist()) == sorted(second[order[:5]].tolist())
     assert sorted(population.train[6].tolist()) == sorted(second[order[5:]].tolist())
-    assert (
-        population.train[8].tolist() == dealt[60:90].tolist()
-    )  # the first malicious one of cluster 1
-    assert population.tuning.tolist() == drawn[120:].tolist()
+    assert population.train[8].tolist() == dealt[60:90].tolist()  # the first attacker of cluster 1
+    assert population.tuning.tolist() == pool_order[120:].tolist()
 
 
 @given(
@@ -85,7 +86,7 @@ def test_the_draws_by_their_names():
     seed=st.integers(0, 2**32),
     tuning_size=st.integers(0, 300),
 )
-def test_what_holds_for_every_population(tuning_size, **settings):
+def test_invariants_of_every_population(tuning_size, **settings):
     settings |= {"validation": 0.3, "num_classes": 4}
     population = partition(LABELS, tuning_size=tuning_size, **settings)
     K, per_cluster = settings["num_clusters"], settings["benign"] + settings["malicious"]
@@ -95,31 +96,37 @@ def test_what_holds_for_every_population(tuning_size, **settings):
         == len(population.cluster)
         == K * per_cluster
     )
-    need = (
+    num_needed = (
         settings["benign"] * settings["benign_samples"]
         + settings["malicious"] * settings["malicious_samples"]
     )
-    chosen = set()
+    images = set()
     for c in range(K):
-        held = []
+        of_cluster = []
         for agent in torch.nonzero(population.cluster == c).flatten().tolist():
             train, validation = (
                 population.train[agent].tolist(),
                 population.validation[agent].tolist(),
             )
-            bad = bool(population.malicious[agent])
-            mine = sorted(train) if bad or not settings["hold_out"] else sorted(train + validation)
-            assert len(mine) == settings["malicious_samples" if bad else "benign_samples"]
-            assert len(validation) == 0 if bad else set(validation) <= set(mine)
-            held += mine
-        assert len(set(held)) == len(held) == need  # disjoint within a cluster
-        chosen = chosen or set(held)
-        assert set(held) == chosen  # the same images in every cluster
-    assert not chosen & set(population.tuning.tolist())
+            is_attacker = bool(population.malicious[agent])
+            of_agent = (
+                sorted(train)
+                if is_attacker or not settings["hold_out"]
+                else sorted(train + validation)
+            )
+            assert (
+                len(of_agent) == settings["malicious_samples" if is_attacker else "benign_samples"]
+            )
+            assert len(validation) == 0 if is_attacker else set(validation) <= set(of_agent)
+            of_cluster += of_agent
+        assert len(set(of_cluster)) == len(of_cluster) == num_needed  # disjoint within a cluster
+        images = images or set(of_cluster)
+        assert set(of_cluster) == images  # the same images in every cluster
+    assert not images & set(population.tuning.tolist())
     assert (
         len(set(population.tuning.tolist()))
         == len(population.tuning)
-        == min(tuning_size, 200 - need)
+        == min(tuning_size, 200 - num_needed)
     )
 
 
@@ -131,8 +138,8 @@ def test_what_holds_for_every_population(tuning_size, **settings):
 def test_cluster_0_is_the_same_for_one_cluster_and_for_two(seed, split, skew):
     settings = SMALL | {"seed": seed, "split": split, "skew": skew}
     one, two = (partition(LABELS, **(settings | {"num_clusters": K})) for K in (1, 2))
-    assert same(one.train, two.train[:5])
-    assert same(one.validation, two.validation[:5])
+    assert all_equal(one.train, two.train[:5])
+    assert all_equal(one.validation, two.validation[:5])
     assert torch.equal(one.tuning, two.tuning)
 
 
@@ -141,37 +148,40 @@ def test_cluster_0_is_the_same_for_one_cluster_and_for_two(seed, split, skew):
     split=st.sampled_from(["random", "stratified", "released"]),
     skew=st.sampled_from(SKEWS),
 )
-def test_removal_keeps_the_benign(seed, split, skew):
+def test_removal_of_attackers_keeps_the_benign_agents(seed, split, skew):
     settings = SMALL | {"seed": seed, "split": split, "skew": skew}
-    full, rest = partition(LABELS, **settings), partition(LABELS, **settings, remove_malicious=True)
+    full, reduced = (
+        partition(LABELS, **settings),
+        partition(LABELS, **settings, remove_malicious=True),
+    )
     benign = [0, 1, 2, 5, 6, 7]
-    assert not rest.malicious.any()
-    assert rest.cluster.tolist() == [0, 0, 0, 1, 1, 1]
-    assert same(rest.train, tuple(full.train[j] for j in benign))
-    assert same(rest.validation, tuple(full.validation[j] for j in benign))
-    assert torch.equal(rest.tuning, full.tuning)
+    assert not reduced.malicious.any()
+    assert reduced.cluster.tolist() == [0, 0, 0, 1, 1, 1]
+    assert all_equal(reduced.train, tuple(full.train[j] for j in benign))
+    assert all_equal(reduced.validation, tuple(full.validation[j] for j in benign))
+    assert torch.equal(reduced.tuning, full.tuning)
 
 
 def test_a_skew_deals_the_same_samples_by_its_own_stream():
     settings = SMALL | {"seed": 7}
-    seen = []
+    calls = []
 
-    def in_turn(labels, sizes, draw):
-        seen.append((labels, sizes.tolist(), draw.random()))
+    def reversed_skew(labels, sizes, draw):
+        calls.append((labels, sizes.tolist(), draw.random()))
         return np.repeat(np.arange(5), sizes)[::-1].copy()
 
-    population = partition(LABELS, skew=in_turn, **settings)
-    drawn = stream(7, "partition", "pool").permutation(200)
+    population = partition(LABELS, skew=reversed_skew, **settings)
+    pool_order = stream(7, "partition", "pool").permutation(200)
     for c in (0, 1):
-        dealt = stream(7, "partition", c).permutation(drawn[:120])
-        labels, sizes, first = seen[c]
+        dealt = stream(7, "partition", c).permutation(pool_order[:120])
+        labels, sizes, first = calls[c]
         assert labels.tolist() == LABELS[torch.from_numpy(dealt)].tolist()
         assert sizes == [20, 20, 20, 30, 30]
         assert first == stream(7, "skew", c).random()
         assert (
             population.train[5 * c + 4].tolist() == dealt[:30].tolist()
         )  # the last agent gets the first samples
-        assert sorted(holds(population, 5 * c)) == sorted(dealt[100:].tolist())
+        assert sorted(samples_of(population, 5 * c)) == sorted(dealt[100:].tolist())
     assert torch.equal(population.tuning, partition(LABELS, **settings).tuning)
 
 
@@ -194,18 +204,21 @@ def test_a_skew_deals_the_same_samples_by_its_own_stream():
         ),
     ],
 )
-def test_a_skew_gives_every_agent_its_number(skew, message):
+def test_a_skew_with_invalid_agents_is_refused(skew, message):
     with pytest.raises(ConfigError, match=message):
         partition(LABELS, skew=skew, **SMALL)
 
 
 def test_without_hold_out_training_adds_the_validation_data():
-    held_out, all_of_it = partition(LABELS, **SMALL), partition(LABELS, **SMALL, hold_out=False)
-    assert same(all_of_it.validation, held_out.validation)
+    held_out, not_held_out = partition(LABELS, **SMALL), partition(LABELS, **SMALL, hold_out=False)
+    assert all_equal(not_held_out.validation, held_out.validation)
     assert (
-        all_of_it.train[0].tolist() == held_out.train[0].tolist() + held_out.validation[0].tolist()
+        not_held_out.train[0].tolist()
+        == held_out.train[0].tolist() + held_out.validation[0].tolist()
     )
-    assert torch.equal(all_of_it.train[3], held_out.train[3])  # malicious: all there was
+    assert torch.equal(
+        not_held_out.train[3], held_out.train[3]
+    )  # attackers have no validation data
 
 
 @pytest.mark.parametrize(
@@ -230,7 +243,7 @@ def test_splits_by_class_by_hand(split, fraction, expected):
     }
     population = partition(labels, **settings)
     assert torch.bincount(labels[population.validation[0]], minlength=4).tolist() == expected
-    assert sorted(holds(population, 0)) == list(range(20))
+    assert sorted(samples_of(population, 0)) == list(range(20))
 
 
 @pytest.mark.parametrize("split", ["random", "stratified", "released"])
@@ -245,12 +258,12 @@ def test_without_hold_out_all_samples_may_validate(split):
             == sorted(whole.validation[j].tolist())
             == sorted(half.train[j].tolist())
         )
-    few = partition(
+    small = partition(
         LABELS, **(settings | {"benign_samples": 8, "validation": 0.1, "split": "released"})
     )
     assert all(
-        len(v) == len(t) for v, t in zip(few.validation, few.train, strict=True) if len(v)
-    )  # classes of < 10
+        len(v) == len(t) for v, t in zip(small.validation, small.train, strict=True) if len(v)
+    )  # classes of fewer than 10 samples
 
 
 @pytest.mark.parametrize(
@@ -283,13 +296,13 @@ def test_without_hold_out_all_samples_may_validate(split):
         ),
     ],
 )
-def test_what_cannot_be(change, message):
+def test_invalid_settings_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         partition(LABELS, **(SMALL | change))
 
 
 @pytest.mark.parametrize("label", [-1, 4])
-def test_a_label_that_is_no_class(label):
+def test_a_label_outside_the_classes_is_refused(label):
     labels = LABELS.clone()
     labels[17] = label
     with pytest.raises(DataError, match="labels must be between 0 and 3"):
@@ -298,33 +311,38 @@ def test_a_label_that_is_no_class(label):
 
 @pytest.mark.parametrize("removed", [False, True])
 def test_clusters_of_unequal_size(removed):
-    """Each cluster deals out the first samples of one order; removing attackers moves nobody's samples."""
+    """Each cluster deals the first samples of one order.
+
+    Removal of attackers does not change the samples of other agents.
+    """
     counts = {"num_clusters": 3, "benign": [3, 1, 2], "malicious": [1, 2, 0]}
     population = partition(LABELS, **{**SMALL, **counts}, remove_malicious=removed)
     sizes = [(20, 20, 20, 30), (20, 30, 30), (20, 20)]
-    drawn = stream(7, "partition", "pool").permutation(200)
+    pool_order = stream(7, "partition", "pool").permutation(200)
     agent = split = 0
-    for cluster, of_cluster in enumerate(sizes):
-        dealt = stream(7, "partition", cluster).permutation(drawn[: sum(of_cluster)])
+    for cluster, cluster_sizes in enumerate(sizes):
+        dealt = stream(7, "partition", cluster).permutation(pool_order[: sum(cluster_sizes)])
         start = 0
-        for size in of_cluster:
-            mine = dealt[start : start + size]
+        for size in cluster_sizes:
+            of_agent = dealt[start : start + size]
             start += size
             malicious = size == 30
             if not (malicious and removed):
                 assert population.cluster[agent] == cluster
                 assert population.malicious[agent] == malicious
-                assert sorted(holds(population, agent)) == sorted(mine.tolist())
+                assert sorted(samples_of(population, agent)) == sorted(of_agent.tolist())
                 if not malicious:
                     order = stream(7, "split", split).permutation(20)
-                    assert set(population.validation[agent].tolist()) == {*mine[order[:5]].tolist()}
+                    assert set(population.validation[agent].tolist()) == {
+                        *of_agent[order[:5]].tolist()
+                    }
                 agent += 1
             split += 1
     assert len(population.cluster) == agent
-    assert population.tuning.tolist() == drawn[90:].tolist()
+    assert population.tuning.tolist() == pool_order[90:].tolist()
 
 
-def test_the_cluster_that_cannot_be_filled_is_named():
+def test_a_cluster_that_cannot_be_filled_is_refused():
     counts = {"num_clusters": 2, "benign": [3, 9], "malicious": [1, 1]}
     with pytest.raises(ConfigError, match=r"= 9 \* 20 \+ 1 \* 30 = 210, and the pool has 200"):
         partition(LABELS, **{**SMALL, **counts})

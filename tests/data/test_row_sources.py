@@ -1,4 +1,4 @@
-"""Samples and labels from tables, mappings, data sets of rows and loaders: equal to those of arrays."""
+"""Samples and labels from tables, mappings, data sets of rows and loaders equal arrays."""
 
 import sys
 import types
@@ -22,7 +22,7 @@ COLUMNS = ("image", "label")
 
 
 class Rows:
-    """A data set with a length and rows that are mappings."""
+    """Data set with a length whose rows are mappings."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -35,7 +35,7 @@ class Rows:
 
 
 class HuggingFace(Rows):
-    """The part of a `datasets.Dataset` that is read: columns of a slice, decoded at once."""
+    """Stand-in for `datasets.Dataset`: a slice returns decoded columns."""
 
     column_names = ("image", "label")
 
@@ -51,7 +51,7 @@ class HuggingFace(Rows):
 
 
 class Picture:
-    """An image of Pillow."""
+    """Stand-in for an image of Pillow."""
 
     def __init__(self, array, mode="L"):
         self.array = array
@@ -89,13 +89,13 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_sources_are_what_arrays_are(source):
+def test_sources_equal_arrays(source):
     expected = dataset(PIXELS[:, None], LABELS, owner=SITES)
-    made = dataset(source, columns=COLUMNS, owner="site")
-    assert made.pool.x.equal(expected.pool.x)
-    assert made.pool.y.equal(expected.pool.y)
-    assert made.owners.pool.equal(expected.owners.pool)
-    assert made.class_names == expected.class_names
+    result = dataset(source, columns=COLUMNS, owner="site")
+    assert result.pool.x.equal(expected.pool.x)
+    assert result.pool.y.equal(expected.pool.y)
+    assert result.owners.pool.equal(expected.owners.pool)
+    assert result.class_names == expected.class_names
 
 
 @pytest.mark.parametrize(
@@ -110,23 +110,23 @@ def test_sources_are_what_arrays_are(source):
     ids=["pair", "data set", "images", "loader", "bunch"],
 )
 def test_pairs_need_no_columns(source):
-    made = dataset(source)
-    assert made.pool.x.equal(dataset(PIXELS[:, None], LABELS).pool.x)
+    result = dataset(source)
+    assert result.pool.x.equal(dataset(PIXELS[:, None], LABELS).pool.x)
     network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3))
     arrays = Agent(network, validation=(PIXELS[:, None], LABELS), method="fedcbo")
     agent = Agent(network, validation=source, method="fedcbo")
     assert agent.aggregate({}).own_loss == arrays.aggregate({}).own_loss
 
 
-def test_tables_and_several_columns():
+def test_tables_with_several_feature_columns():
     frame = pd.DataFrame({"age": range(N), "dose": range(N, 0, -1), "ill": LABELS, "site": SITES})
     expected = dataset(frame[["age", "dose"]], LABELS, owner=SITES)
     columns = (["age", "dose"], "ill")
     for source in (frame, frame.to_dict("records"), frame.to_dict("list"), frame.to_records()):
-        made = dataset(source, columns=columns, owner="site")
-        assert made.pool.x.equal(expected.pool.x)
-    tested = dataset(frame, columns=columns, owner="site", x_test=frame, owner_test="site")
-    assert len(tested.test) == N
+        result = dataset(source, columns=columns, owner="site")
+        assert result.pool.x.equal(expected.pool.x)
+    with_test_set = dataset(frame, columns=columns, owner="site", x_test=frame, owner_test="site")
+    assert len(with_test_set.test) == N
     parts = {f"site {k}": frame[frame.site == k] for k in range(4)}
     assert datasets(parts, columns=columns, test=frame).owners.names == tuple(parts)
 
@@ -144,7 +144,7 @@ def test_partitions_are_owners():
     assert data.owners.pool.tolist() == np.repeat(range(4), 6).tolist()
 
 
-def test_modes_of_images():
+def test_modes_of_images_are_converted():
     bits = [{"image": Picture(np.eye(2, dtype=np.uint8), "1"), "label": k % 2} for k in range(4)]
     assert samples_and_labels("x", bits, COLUMNS)[0].max() == 255
     colours = [{"image": Picture(np.zeros((4, 5, 3), np.uint8), "RGB"), "label": 0}]
@@ -182,12 +182,12 @@ class Stream:
         ),
     ],
 )
-def test_sources_that_cannot_be_read(source, columns, message):
+def test_sources_that_cannot_be_read_are_refused(source, columns, message):
     with pytest.raises(DataError, match=message):
         dataset(source, columns=columns)
 
 
-def test_columns_without_a_source():
+def test_columns_with_a_separate_y_are_refused():
     with pytest.raises(DataError, match="leave `y` out"):
         dataset(PIXELS, LABELS, columns=COLUMNS)
 

@@ -1,4 +1,4 @@
-"""Parts of a data set have one type, one scale and one layout."""
+"""One type, one scale and one layout for all parts of a data set."""
 
 import warnings
 
@@ -22,12 +22,12 @@ from fedcb2o.experiments.config.loading import load
 PIXELS = np.arange(0, 256, 4, dtype=np.uint8).reshape(16, 1, 2, 2)
 Y = np.arange(16) % 2
 NAMES = ["`x`", "`x_test`"]
-TAKEN = "whole numbers from 0 to 255, and are taken as pixels"
+TAKEN_AS_PIXELS = "whole numbers from 0 to 255, and are taken as pixels"
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16, np.float32, np.float64])
 def test_whole_numbers_next_to_bytes_are_the_same_pixels(kind):
-    with pytest.warns(UserWarning, match=TAKEN):
+    with pytest.warns(UserWarning, match=TAKEN_AS_PIXELS):
         data = fedcb2o.dataset(PIXELS, Y, x_test=PIXELS.astype(kind), y_test=Y)
     assert data.test.x.dtype == torch.uint8
     assert data.test.x.equal(data.pool.x)
@@ -41,14 +41,14 @@ def test_whole_numbers_next_to_bytes_are_the_same_pixels(kind):
 
 
 def test_bytes_and_whole_numbers_of_owners_are_joined_as_pixels():
-    with pytest.warns(UserWarning, match=TAKEN):
+    with pytest.warns(UserWarning, match=TAKEN_AS_PIXELS):
         data = fedcb2o.dataset(
             PIXELS, Y, owner=np.arange(16) // 8, x_test=PIXELS.astype(int), y_test=Y, test_share=0.5
         )
     assert data.pool.x.dtype == data.test.x.dtype == torch.uint8
     assert sorted(data.test.x[:16].flatten().tolist()) == PIXELS.flatten().tolist()
 
-    with pytest.warns(UserWarning, match=TAKEN):
+    with pytest.warns(UserWarning, match=TAKEN_AS_PIXELS):
         data = fedcb2o.datasets({"a": (PIXELS, Y), "b": (PIXELS.astype(int), Y)})
     assert data.pool.x.dtype == torch.uint8
     assert int(data.pool.x.max()) > 1
@@ -75,7 +75,7 @@ def test_bytes_and_whole_numbers_of_owners_are_joined_as_pixels():
         (PIXELS, PIXELS[..., :1], r"`x` have shape \(1, 2, 2\), and those of `x_test` \(1, 2, 1\)"),
     ],
 )
-def test_other_types_scales_and_shapes_are_refused(x, x_test, message):
+def test_different_types_scales_and_shapes_are_refused(x, x_test, message):
     with pytest.raises(DataError, match=message):
         fedcb2o.dataset(x, Y, x_test=x_test, y_test=Y)
     if "shape" not in message:
@@ -87,20 +87,20 @@ def test_other_types_scales_and_shapes_are_refused(x, x_test, message):
     ("first", "second"),
     [
         ([[0.0, 1.0]], [[0.5, 1.5]]),  # a test sample beyond the pool
-        ([[0.0, 1.0]], [[0.0, 20.0], *[[0.1, 0.2]] * 9]),  # one that is far beyond it
+        ([[0.0, 1.0]], [[0.0, 20.0], *[[0.1, 0.2]] * 9]),  # a test sample far beyond the pool
         ([[-1.0, 1.0]], [[7.0, 6.0]]),
         ([[0.0, 0.0]], [[200.0, 3.0]]),
         ([[0.1, 200.0]], [[0.1, 2.0]]),
     ],
 )
-def test_numbers_of_one_scale_may_differ(first, second):
+def test_ranges_of_one_scale_may_differ(first, second):
     samples = [torch.tensor(first), torch.tensor(second)]
     assert match_samples(NAMES, samples) == samples
     assert match_samples(NAMES, samples[::-1]) == samples[::-1]
 
 
 @pytest.mark.parametrize("swap", [False, True])
-def test_numbers_far_outside_of_the_pool_are_named(swap):
+def test_numbers_far_outside_of_the_pool_give_a_warning(swap):
     raw = 100 + 20 * torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
     parts = [raw, (raw - 100) / 20][:: -1 if swap else 1]
     with pytest.warns(UserWarning, match=r"`x` are numbers from .* `x_test` from .* one scale"):
@@ -108,18 +108,18 @@ def test_numbers_far_outside_of_the_pool_are_named(swap):
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.uint8])
-def test_a_data_set_made_by_hand_is_checked_when_it_is_used(kind):
+def test_a_custom_data_set_is_checked_when_it_is_used(kind):
     x = torch.from_numpy(PIXELS)
     shards = [fedcb2o.Shard(part, torch.from_numpy(Y)) for part in (x, x.to(kind), x / 255)]
     pool, same, other = shards
     experiment = load("digits-fedassay")
 
     def loaded(test):
-        made = fedcb2o.Dataset(pool, test, tuple("0123456789"))
-        setting = experiment.model_copy(
-            update={"data": experiment.data.model_copy(update={"name": lambda: made})}
+        custom = fedcb2o.Dataset(pool, test, tuple("0123456789"))
+        changed = experiment.model_copy(
+            update={"data": experiment.data.model_copy(update={"name": lambda: custom})}
         )
-        return load_dataset(setting, None)
+        return load_dataset(changed, None)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -137,14 +137,14 @@ def test_a_data_set_made_by_hand_is_checked_when_it_is_used(kind):
         ((4, 4, 4), False), ((1, 1, 1), False), ((62, 200, 1), False), ((8, 8, 2), False),
     ],
 )  # fmt: skip
-def test_channels_that_come_last_are_named(shape, is_last):
+def test_channels_last_give_a_warning(shape, is_last):
     assert bool(channels_last_hint(shape)) == is_last
     if is_last:
         with pytest.warns(UserWarning, match=r"^images of shape .* channels .* last, .*permute"):
             match_samples(NAMES, [torch.rand(2, *shape)] * 2)
 
 
-def test_bytes_of_0_and_1_are_named():
+def test_bytes_of_only_0_and_1_give_a_warning():
     dark = torch.zeros(40, 3, dtype=torch.uint8)
     match_samples(NAMES, [dark, dark])
     dark[-1] = 1
@@ -154,7 +154,7 @@ def test_bytes_of_0_and_1_are_named():
     match_samples(NAMES, [dark, dark])
 
 
-def test_black_and_white_are_those_of_the_data():
+def test_black_and_white_follow_the_range_of_the_data():
     images = torch.tensor([[-1.0, 0.0, 3.0]])
     assert pixel_range(images) == (-1, 3)
     assert pixel_range(images.clamp(0.2, 0.8)) == (0, 1)

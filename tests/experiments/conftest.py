@@ -1,11 +1,11 @@
-"""What several tests of runs on a cluster use."""
+"""Fixtures for tests of runs on a cluster."""
 
 import pytest
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Ray on this machine with four processors, which the runs of a module use."""
+    """Start Ray on this machine with four processors, shared by the tests of a module."""
     from fedcb2o.ray_backend import _connect
 
     with _connect.connected(_connect.LOCAL, 200 * 2**20, 4):

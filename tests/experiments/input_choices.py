@@ -1,4 +1,4 @@
-"""Choices for random inputs: what users bring, and the numbers that it means.
+"""Choices for random inputs: data and settings as users pass them.
 
 A choice whose name begins with "!" is invalid on purpose: it is refused or named in a warning.
 """
@@ -53,7 +53,7 @@ DTYPES: Table = {
 
 
 def as_tensor(values: Any) -> torch.Tensor:
-    """Return a tensor, as a user makes it."""
+    """Convert values to a tensor, as a user would."""
     if isinstance(values, np.ndarray):
         values = values.astype("f8" if values.dtype.char == "g" else values.dtype.newbyteorder("="))
     try:
@@ -141,28 +141,28 @@ CHANNELS: Table = {
 }
 
 
-def renamed(given: Any, values: Array) -> Any:
+def renamed(samples: Any, values: Array) -> Any:
     return frame(values.reshape(len(values), -1)).rename(columns={"f0": "other"})
 
 
-def other_bytes(given: Any, values: Array) -> Any:
+def other_bytes(samples: Any, values: Array) -> Any:
     return values * 255.0 if values.dtype == np.uint8 else np.minimum(abs(values * 15.0), 255).astype(np.uint8)
 
 
-def reordered(given: Any) -> Any:
-    has_names = isinstance(given, pd.DataFrame) and given.columns.is_unique
-    return given.iloc[:, ::-1] if has_names else given
+def reordered(samples: Any) -> Any:
+    has_names = isinstance(samples, pd.DataFrame) and samples.columns.is_unique
+    return samples.iloc[:, ::-1] if has_names else samples
 
 
 TESTS: Table = {
     "held out": None,
-    "alike": lambda given, values: given,
-    "columns in another order": lambda given, values: reordered(given),
-    "list": lambda given, values: given if values.dtype == np.uint8 else values.tolist(),
-    "a class in tests only": lambda given, values: given,
-    "!another width": lambda given, values: np.concatenate([values, values], -1),
+    "alike": lambda samples, values: samples,
+    "columns in another order": lambda samples, values: reordered(samples),
+    "list": lambda samples, values: samples if values.dtype == np.uint8 else values.tolist(),
+    "a class in tests only": lambda samples, values: samples,
+    "!another width": lambda samples, values: np.concatenate([values, values], -1),
     "!bytes for numbers, numbers for bytes": other_bytes,
-    "!no labels": lambda given, values: given,
+    "!no labels": lambda samples, values: samples,
 }
 
 # ---- Labels of the classes k, owners j ----
@@ -247,7 +247,7 @@ OWNERS: Table = {
     "!masked": lambda j: np.ma.array(j, mask=j == 1),
     "!fractions": lambda j: j + 0.5,
 }
-SPREADS: Table = {  # numbers of the samples -> classes, owners
+SPREADS: Table = {  # sample indices -> classes, owners
     "even": lambda i: (i // 3 % CLASSES, i % 3),
     "uneven": lambda i: (i // 3 % CLASSES, np.minimum(i // 4, 2)),
     "a class each": lambda i: (i % CLASSES, i % 3),
@@ -361,7 +361,7 @@ def always_one(input_shape: list[int], num_classes: int) -> nn.Module:
     return SINGLE.setdefault((*input_shape, num_classes), Net(input_shape, num_classes, "plain"))
 
 
-# Each is the value of the configuration, and the part of the plain loop.
+# Each entry has the value of the configuration and the network of the plain loop.
 MODELS: Table = {
     "mlp": ({"name": "mlp", "hidden": [8]}, dense(8)),
     "logistic": ({"name": "logistic"}, dense()),
@@ -408,7 +408,7 @@ def errors(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 LOSSES: Table = {
-    "fitting": (None, None),  # the cross-entropy, or the squared error
+    "fitting": (None, None),  # the default: cross-entropy or squared error
     "smoothed": ({"name": "cross_entropy", "label_smoothing": 0.1}, lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1)),
     "smoothed by NumPy": ({"name": "cross_entropy", "label_smoothing": np.float64(0.1)}, lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1)),
     "cross_entropy": ("cross_entropy", F.cross_entropy),

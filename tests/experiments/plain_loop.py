@@ -1,7 +1,7 @@
-"""A plain PyTorch loop over agents: the right numbers for random inputs.
+"""A plain PyTorch loop over agents, the reference for random inputs.
 
-It shares the named random streams with the library and nothing else. Every agent has its own
-network, its own tensors and a new optimiser in each round.
+It shares only the named random streams with the library. Every agent has its own network, its own
+tensors and a new optimiser in each round.
 """
 
 import copy
@@ -18,7 +18,7 @@ from fedcb2o.rng import stream
 
 @dataclass
 class Problem:
-    """Data as numbers, a network, a loss, an optimiser, and settings as Python numbers."""
+    """Numeric data, a network, a loss, an optimiser, and settings as Python numbers."""
 
     x: np.ndarray
     y: np.ndarray
@@ -60,7 +60,7 @@ def shares(y: np.ndarray, owner: np.ndarray | None, s: dict[str, Any]) -> list[t
     """Return the cluster and the training samples of each agent."""
     clusters, agents, seed = s["num_clusters"], s["benign"], s["seed"]
     n = s["benign_samples"]
-    found = []
+    agent_samples = []
     for c in range(clusters):
         if owner is None:
             drawn = stream(seed, "partition", "pool").permutation(len(y))
@@ -75,8 +75,8 @@ def shares(y: np.ndarray, owner: np.ndarray | None, s: dict[str, Any]) -> list[t
             kept = part[~mask]
             if not s["hold_out"]:
                 kept = np.concatenate([kept, part[mask]])
-            found.append((c, kept))
-    return found
+            agent_samples.append((c, kept))
+    return agent_samples
 
 
 def batches(n: int, s: dict[str, Any], draw: np.random.Generator, needs_two: bool) -> list[Any]:
@@ -85,8 +85,10 @@ def batches(n: int, s: dict[str, Any], draw: np.random.Generator, needs_two: boo
     if needs_two and len(starts) > 1 and n - starts[-1] == 1:
         starts.pop()  # a batch norm cannot train on one sample
     epochs = s["local_epochs"] if s["local_steps"] is None else -(-s["local_steps"] // len(starts))
-    found = [part for _ in range(epochs) for part in np.split(draw.permutation(n), starts[1:])]
-    return found[: s["local_steps"]]
+    mini_batches = [
+        part for _ in range(epochs) for part in np.split(draw.permutation(n), starts[1:])
+    ]
+    return mini_batches[: s["local_steps"]]
 
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
@@ -117,10 +119,10 @@ def model_of(network: nn.Module, mode: str) -> torch.Tensor:
 
 
 def run(problem: Problem, nudge: float = 0.0) -> list[Trained]:
-    """Train all agents. `nudge` is a relative change of initial parameters and gradients.
+    """Train all agents; `nudge` is a relative change of initial parameters and gradients.
 
-    Two runs show how far training magnifies rounding. Gradients that cancel to 0 are rounding
-    alone, and Adam divides by their size; so each changes relative to the largest of its tensor.
+    A second run with a nudge shows how far training magnifies rounding. A gradient changes relative
+    to the largest of its tensor, because Adam divides by gradients that are only rounding errors.
     """
     s, x, y, owner = problem.settings, problem.x, problem.y, problem.owner
     test_x, test_y, test_owner = problem.test_x, problem.test_y, None
@@ -138,10 +140,10 @@ def run(problem: Problem, nudge: float = 0.0) -> list[Trained]:
         std = np.where(x.max(0) > x.min(0), x.std(0), 1.0)
         x, test_x = (x - x.mean(0)) / std, (test_x - x.mean(0)) / std
 
-    turned = {}
+    rotated = {}
     for c in range(s["num_clusters"]):
         views = [np.rot90(v, c * 4 // s["num_clusters"], (-2, -1)) if c else v for v in (x, test_x)]
-        turned[c] = [torch.from_numpy(v.astype(np.float32)) for v in views]
+        rotated[c] = [torch.from_numpy(v.astype(np.float32)) for v in views]
     kind = np.float32 if problem.is_regression else np.int64
     targets = torch.from_numpy(y.astype(kind))
     test_targets = torch.from_numpy(test_y.astype(kind))
@@ -156,34 +158,34 @@ def run(problem: Problem, nudge: float = 0.0) -> list[Trained]:
     is_independent = s["initialisation"] == "independent"
     networks = [initial(*[j] * is_independent) for j in range(len(agents))]
     for network in networks:
-        # Frozen parameters are the same for all agents, even if these start with different models.
+        # Frozen parameters are the same for all agents, even if initial models differ.
         for parameter, common in zip(network.parameters(), initial().parameters(), strict=True):
             source = parameter if parameter.requires_grad else common
             parameter.data = source.data * (1 + nudge * parameter.requires_grad)
 
     losses = np.zeros(len(agents))
     for n in range(s["rounds"]):
-        for j, (c, own) in enumerate(agents):
-            losses[j] = train(networks[j], problem, n, j, turned[c][0][own], targets[own], nudge)
+        for j, (c, rows) in enumerate(agents):
+            losses[j] = train(networks[j], problem, n, j, rotated[c][0][rows], targets[rows], nudge)
         if s["average"]:
-            average(networks, [len(own) for _, own in agents])
+            average(networks, [len(rows) for _, rows in agents])
 
-    found = []
-    for j, (c, own) in enumerate(agents):
-        reference = turned[c][0][own]
-        estimate(networks[j], reference[:: -(-len(own) // 256)], s["buffers"])
-        mine = slice(None) if test_owner is None else torch.from_numpy(test_owner == j)
+    results = []
+    for j, (c, rows) in enumerate(agents):
+        reference = rotated[c][0][rows]
+        estimate(networks[j], reference[:: -(-len(rows) // 256)], s["buffers"])
+        test_rows = slice(None) if test_owner is None else torch.from_numpy(test_owner == j)
         with torch.no_grad():
-            outputs = networks[j](turned[c][1][mine])
+            outputs = networks[j](rotated[c][1][test_rows])
         accuracy = undecided = float("nan")
         if not problem.is_regression:
-            accuracy = float((outputs.argmax(1) == test_targets[mine]).float().mean())
+            accuracy = float((outputs.argmax(1) == test_targets[test_rows]).float().mean())
             top = outputs.topk(2, dim=1).values
             close = (top[:, 0] - top[:, 1]) <= 1e-3 * outputs.abs().max()
             undecided = float(close.float().mean())
         theta = model_of(networks[j], s["buffers"])
-        found.append(Trained(theta, float(losses[j]), accuracy, undecided, test_x))
-    return found
+        results.append(Trained(theta, float(losses[j]), accuracy, undecided, test_x))
+    return results
 
 
 def train(
@@ -207,7 +209,7 @@ def train(
             loss = problem.mean_loss(network(x[batch]), y[batch])
             loss.backward()
             for parameter in trained:
-                if parameter.grad is not None:  # of a sparse embedding
+                if parameter.grad is not None:  # a sparse embedding has sparse gradients
                     parameter.grad = parameter.grad.to_dense()
                     parameter.grad += nudge * parameter.grad.abs().max()
             optimiser.step()
@@ -216,7 +218,7 @@ def train(
 
 
 def average(networks: list[nn.Module], counts: list[int]) -> None:
-    """Give every agent the mean of all models, weighted by numbers of samples."""
+    """Replace every model by the mean of all models, weighted by sample counts."""
     states = [copy.deepcopy(network.state_dict()) for network in networks]
     for network in networks:
         for name, tensor in network.state_dict().items():

@@ -1,4 +1,4 @@
-"""Whole runs of networks with batch norms, and of adapters on a frozen base."""
+"""Runs of networks with batch norms, and of adapters on a frozen base."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from fedcb2o.experiments import load, run
 
 
 class Adapter(nn.Module):
-    """A frozen dense layer, and what is added to it: one of low rank."""
+    """A frozen dense layer plus a trainable layer of low rank."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -60,45 +60,45 @@ def failing(input_shape, num_classes):
 SHARED = {"buffers": "shared"}
 
 
-def experiment(model, **more):
-    layout = "contiguous"  # which a timing would choose otherwise, and with it the bits
-    return tiny(model={"name": model, **more}, rounds=2, layout=layout)
+def experiment(model, **options):
+    layout = "contiguous"  # fixed: a timing would choose it, and change the bits
+    return tiny(model={"name": model, **options}, rounds=2, layout=layout)
 
 
 @pytest.mark.parametrize("buffers", ["shared", "local", "dropped"])
-def test_batch_norms_are_the_same_however_they_are_run(tmp_path, buffers):
+def test_batch_norms_give_the_same_bits_in_one_and_two_processes(tmp_path, buffers):
     bits_however(tmp_path, experiment(with_norms, buffers=buffers))
     models = load_file(tmp_path / "one" / "seed-1000" / "checkpoint.safetensors")["models"]
     parameters = sum(p.numel() for p in with_norms((1, 8, 8), 10).parameters())
     assert models[:, parameters + 24 * (buffers == "shared") :].eq(0).all()
-    if buffers == "shared":  # they moved from what they begin with
+    if buffers == "shared":  # the statistics differ from their initial values
         assert not models[:, :4].eq(0).any()
         assert not models[:, 4:8].eq(1).any()
 
 
-def test_a_frozen_base_is_no_part_of_what_agents_exchange(tmp_path):
+def test_agents_do_not_exchange_a_frozen_base(tmp_path):
     bits_however(tmp_path, experiment(adapted, rank=3))
     models = load_file(tmp_path / "one" / "seed-1000" / "checkpoint.safetensors")["models"]
     assert models.shape[1] == -(-3 * (64 + 32 + 32 + 10) // 16) * 16
 
 
-def test_local_statistics_are_what_a_file_need_not_say():
-    said, silent, other = (
-        load(experiment(with_norms, **each)) for each in ({"buffers": "local"}, {}, SHARED)
+def test_local_statistics_are_the_default():
+    explicit, default, shared = (
+        load(experiment(with_norms, **options)) for options in ({"buffers": "local"}, {}, SHARED)
     )
-    assert said.fingerprint(0) == silent.fingerprint(0) != other.fingerprint(0)
+    assert explicit.fingerprint(0) == default.fingerprint(0) != shared.fingerprint(0)
     with pytest.raises(
         ConfigError, match=r"`model\.buffers`: input should be 'shared', 'local' or 'dropped'"
     ):
         load(experiment(with_norms, buffers="mixed"))
 
 
-def test_state_that_agents_could_not_exchange_is_refused(tmp_path):
+def test_a_buffer_that_changes_in_training_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="counting` changes its buffer `calls` in training"):
         run(experiment(counting), out=tmp_path)
 
 
-def test_a_network_that_cannot_train_is_told_before_a_run(tmp_path):
+def test_a_network_that_fails_in_training_is_refused_before_the_run(tmp_path):
     with pytest.raises(
         ConfigError, match=r"the model `.*failing` failed: IndexError: no such head"
     ):
@@ -106,24 +106,27 @@ def test_a_network_that_cannot_train_is_told_before_a_run(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_batch_norm_is_never_given_a_sample_by_itself(tmp_path):
-    left = tiny(
+def test_a_batch_norm_never_trains_on_a_single_sample(tmp_path):
+    settings = tiny(
         model={"name": with_norms},
         agents={"benign_samples": 21},
         training={"batch_size": 16},
         rounds=1,
     )
     assert (
-        run(left, out=tmp_path / "left").records.train_loss.notna().all()
-    )  # 17 to train on: one batch
+        run(settings, out=tmp_path / "left").records.train_loss.notna().all()
+    )  # 17 training samples in one batch
     with pytest.raises(
         ConfigError,
         match=r"`training\.batch_size` must be 2 or more, got 1: the model's batch norms",
     ):
-        run({**left, "training": {**left["training"], "batch_size": 1}}, out=tmp_path / "single")
+        run(
+            {**settings, "training": {**settings["training"], "batch_size": 1}},
+            out=tmp_path / "single",
+        )
 
 
-def test_a_network_in_place_of_a_function_is_told(tmp_path):
+def test_a_network_instead_of_a_function_is_refused(tmp_path):
     with pytest.raises(
         ConfigError,
         match=r"`model\.name` must be a function .input_shape, num_classes. that builds",

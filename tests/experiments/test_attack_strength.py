@@ -1,4 +1,4 @@
-"""Strengths of attacks: their runs, the choice of the worst one, and a grid with several."""
+"""Attack strengths: probes, the choice of the worst strength, and a grid with several strengths."""
 
 import json
 import shutil
@@ -18,8 +18,8 @@ Z = [{"attack": {"z": z}} for z in (0.5, 2.0)]
 LATE = {**FLIP, "strengths": [{}, {"attack": {"from_round": 1}}]}
 
 
-def strong(**changes):
-    """A grid with two strengths of two attacks; one defence has two candidates."""
+def grid_with_strengths(**changes):
+    """Return a grid with two strengths of two attacks; one defence has two candidates."""
     candidates = [{"algorithm": {"alpha": 1.0}}, {"algorithm": {"alpha": 5.0}}]
     table = {
         "attacks": {"Label flip": LATE, "ALIE": {**ALIE, "strengths": Z}},
@@ -30,8 +30,8 @@ def strong(**changes):
     return grid(**{**table, **changes})
 
 
-def test_probes_are_every_strength_against_every_defence_as_it_will_be_run():
-    plan = load_grid(strong())
+def test_probes_run_every_strength_against_every_tuned_defence():
+    plan = load_grid(grid_with_strengths())
     probes = plan.probes({"FedCB2O": 1})
     assert [probe.folder for probe in probes] == [
         f"strengths/{defence}/{attack}/{number}"
@@ -49,28 +49,30 @@ def test_probes_are_every_strength_against_every_defence_as_it_will_be_run():
     assert load_grid(grid()).probes() == []
 
 
-def test_the_worst_strength_is_in_the_cell_of_its_defence_alone_and_in_no_folder():
-    plan = load_grid(strong())
+def test_the_worst_strength_changes_only_the_cell_of_its_defence():
+    plan = load_grid(grid_with_strengths())
     before, after = plan.cells(), plan.cells({}, {("", "DFedAvgM", "ALIE"): 1})
     assert [cell.folder for cell in before] == [cell.folder for cell in after]
-    found = {cell.folder: cell.experiment.attack for cell in after}
-    assert found["cells/dfedavgm/alie"].parameters == {"z": 2.0}
-    assert found["cells/fedcb2o/alie"].parameters == {}
+    attacks = {cell.folder: cell.experiment.attack for cell in after}
+    assert attacks["cells/dfedavgm/alie"].parameters == {"z": 2.0}
+    assert attacks["cells/fedcb2o/alie"].parameters == {}
 
 
-def test_each_setting_has_an_adversary_of_its_own_unless_one_is_named():
+def test_each_setting_has_its_own_probes_unless_one_setting_is_named():
     settings = {"One": {}, "Two": {"agents": {"budget": 2}}}
-    apart = load_grid(strong(settings=settings))
-    assert {probe.key.setting for probe in apart.probes()} == {"One", "Two"}
-    named = load_grid(strong(settings=settings, adversary={"seeds": [7], "setting": "Two"}))
+    separate = load_grid(grid_with_strengths(settings=settings))
+    assert {probe.key.setting for probe in separate.probes()} == {"One", "Two"}
+    named = load_grid(
+        grid_with_strengths(settings=settings, adversary={"seeds": [7], "setting": "Two"})
+    )
     assert {probe.key.setting for probe in named.probes()} == {"Two"}
     cells = named.cells({}, {("Two", "DFedAvgM", "ALIE"): 1})
-    taken = [
+    z_values = [
         cell.experiment.attack.parameters.get("z")
         for cell in cells
         if cell.folder.endswith("dfedavgm/alie")
     ]
-    assert taken == [2.0, 2.0]
+    assert z_values == [2.0, 2.0]
 
 
 WRONG = {
@@ -120,31 +122,33 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_told_with_its_place(case):
-    table = {key: value for key, value in strong(**case[0]).items() if value is not None}
+def test_an_error_names_the_entry_at_fault(case):
+    table = {
+        key: value for key, value in grid_with_strengths(**case[0]).items() if value is not None
+    }
     with pytest.raises(ConfigError) as error:
         load_grid(table)
     assert case[1] in str(error.value)
 
 
-def probe(folder, defence, attack, number, scores):
+def write_probe(folder, defence, attack, number, scores):
     for seed, (accuracy, rate) in zip((1002, 1003), scores, strict=True):
-        inside = folder / "strengths" / defence / attack / str(number) / f"seed-{seed}"
-        inside.mkdir(parents=True)
-        (inside.parent / "config.toml").write_text("")
+        seed_folder = folder / "strengths" / defence / attack / str(number) / f"seed-{seed}"
+        seed_folder.mkdir(parents=True)
+        (seed_folder.parent / "config.toml").write_text("")
         summary = {"rounds": 1, "accuracy": accuracy, "attack_success_rate": rate}
-        (inside / "summary.json").write_text(json.dumps(summary))
+        (seed_folder / "summary.json").write_text(json.dumps(summary))
 
 
-def test_what_harms_most_is_taken_and_everything_kept(tmp_path):
-    plan = load_grid(strong())
+def test_the_most_harmful_strength_is_chosen_and_all_results_are_kept(tmp_path):
+    plan = load_grid(grid_with_strengths())
     for defence in ("fedcb2o", "dfedavgm"):
-        probe(
+        write_probe(
             tmp_path, defence, "label-flip", 1, [(0.5, 0.25), (0.5, 0.25)]
-        )  # by its rate, whatever the accuracy
-        probe(tmp_path, defence, "label-flip", 2, [(0.9, 0.5), (0.9, 0.125)])
-        probe(tmp_path, defence, "alie", 1, [(0.75, None), (0.5, None)])
-        probe(tmp_path, defence, "alie", 2, [(0.75, None), (0.75, None)])
+        )  # harm is the success rate, not the accuracy
+        write_probe(tmp_path, defence, "label-flip", 2, [(0.9, 0.5), (0.9, 0.125)])
+        write_probe(tmp_path, defence, "alie", 1, [(0.75, None), (0.5, None)])
+        write_probe(tmp_path, defence, "alie", 2, [(0.75, None), (0.75, None)])
     errors = {f"strengths/dfedavgm/alie/{k}": "too much" for k in (1, 2)} | {
         "strengths/fedcb2o/alie/1": "too much"
     }
@@ -168,40 +172,44 @@ def test_what_harms_most_is_taken_and_everything_kept(tmp_path):
         {"harm": None},
         {"harm": 0.25, "accuracy": [0.75, 0.75], "attack_success_rate": None},
     ]
-    other = strong(attacks={"Label flip": LATE, "ALIE": {**ALIE, "strengths": Z[:1]}})
+    other = grid_with_strengths(attacks={"Label flip": LATE, "ALIE": {**ALIE, "strengths": Z[:1]}})
     with pytest.raises(
         RunError, match="the choice for `ALIE` against `FedCB2O` over other strengths or seeds"
     ):
         _attack_strength.read_choices(tmp_path, load_grid(other))
 
 
-def test_a_grid_runs_each_defence_under_what_was_worst_for_it(tmp_path):
+def test_a_grid_runs_each_defence_under_its_worst_strength(tmp_path):
     path, out = tmp_path / "mine.toml", tmp_path / "out"
     attacks = {"ALIE": {"attack": {"name": "alie", "estimated_from": "benign", "z": 0.0}}}
     attacks["ALIE"]["strengths"] = [{}, {"attack": {"z": 500.0}}]
     path.write_text(
-        tomli_w.dumps(strong(name="mine", attacks=attacks, adversary={"seeds": [1002]}))
+        tomli_w.dumps(
+            grid_with_strengths(name="mine", attacks=attacks, adversary={"seeds": [1002]})
+        )
     )
     assert here("bench", path, "--out", out, "--jobs", 1).status == 0
-    chosen = json.loads((out / "strengths.json").read_text())["choices"]
-    assert {line["defence"] for line in chosen} == {"FedCB2O", "DFedAvgM"}
-    for line in chosen:
-        attack = Run(out / "cells" / line["defence"].lower() / "alie").config["attack"]
-        assert attack["z"] == (0.0, 500.0)[line["worst"]]
-        assert line["tried"][line["worst"]]["harm"] == max(each["harm"] for each in line["tried"])
-        for number, each in enumerate(line["tried"], start=1):
-            probed = Run(out / "strengths" / line["defence"].lower() / "alie" / str(number))
-            assert each["accuracy"] == [probed.summary_of(1002)["accuracy"]]
+    choices = json.loads((out / "strengths.json").read_text())["choices"]
+    assert {choice["defence"] for choice in choices} == {"FedCB2O", "DFedAvgM"}
+    for choice in choices:
+        attack = Run(out / "cells" / choice["defence"].lower() / "alie").config["attack"]
+        assert attack["z"] == (0.0, 500.0)[choice["worst"]]
+        assert choice["tried"][choice["worst"]]["harm"] == max(
+            result["harm"] for result in choice["tried"]
+        )
+        for number, result in enumerate(choice["tried"], start=1):
+            probed = Run(out / "strengths" / choice["defence"].lower() / "alie" / str(number))
+            assert result["accuracy"] == [probed.summary_of(1002)["accuracy"]]
     before = {p: p.read_bytes() for p in out.rglob("summary.json")}
     assert here("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
-    (out / "strengths.json").unlink()  # what is lost is chosen again from its runs
+    (out / "strengths.json").unlink()  # a lost file is written again from the runs
     assert here("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
-    assert json.loads((out / "strengths.json").read_text())["choices"] == chosen
+    assert json.loads((out / "strengths.json").read_text())["choices"] == choices
     assert {p: p.read_bytes() for p in out.rglob("summary.json")} == before
 
 
 @pytest.mark.slow
-def test_a_grid_of_former_names_is_resumed_by_its_file_of_today(tmp_path):
+def test_a_grid_with_former_names_is_resumed_with_current_names(tmp_path):
     attacks = {
         "Random": {"attack": {"name": "random_model"}},
         "Sparse": {
@@ -220,7 +228,7 @@ def test_a_grid_of_former_names_is_resumed_by_its_file_of_today(tmp_path):
     assert not bench(table, out=tmp_path, jobs=1).failed
     finished = {path: path.read_bytes() for path in tmp_path.rglob("summary.json")}
 
-    # Write the files as before the renaming, without one of the cells.
+    # Write the files with the former names, and remove one cell.
     shutil.rmtree(tmp_path / "cells/fedcb2o/sparse")
     for name in ("tuning.json", "strengths.json"):
         content = records.read_json_with_checksum(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Bad input on the command line: one line, status 2, no traceback, nothing half begun."""
+"""Bad input on the command line: a one-line error, status 2, no traceback, no partial output."""
 
 import fcntl
 import json
@@ -28,7 +28,7 @@ def path(tmp_path):
 @pytest.mark.parametrize(
     "change", ["roundz=3", "algorithm.alfa=1", "agents.budget=6", "training.gamma=nan"]
 )
-def test_a_wrong_setting_is_one_line(tmp_path, path, change):
+def test_a_wrong_setting_gives_a_one_line_error(tmp_path, path, change):
     line = here("run", path, "--out", tmp_path / "run", "--set", change).one_line()
     assert line.startswith(f"{path} with changes: ")
     key, _, value = change.partition("=")
@@ -66,7 +66,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_experiment_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, name):
+def test_an_unreadable_experiment_gives_a_one_line_error(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     Path("folder.toml").mkdir()
     Path("binary.toml").write_bytes(b"\xff\xfe\x00")
@@ -104,19 +104,19 @@ DATA = {
 
 
 @pytest.mark.parametrize("change", DATA)
-def test_what_does_not_fit_the_data_is_one_line(tmp_path, path, change):
+def test_settings_that_do_not_fit_the_data_give_a_one_line_error(tmp_path, path, change):
     out = tmp_path / "run"
     step = ["--set", "algorithm.mixing_factor=1.0"]
     line = here("run", path, "--out", out, "--workers", 1, "--set", change, *step).one_line()
     assert DATA[change] in line
     if change.startswith("training"):
         assert " is not finite in round 1; a smaller `training.gamma` usually helps" in line
-    else:  # the folder is free for the experiment once it is mended
+    else:  # the folder stays free for the corrected experiment
         assert not out.exists()
         assert here("run", path, "--out", out, "--workers", 1).status == 0
 
 
-def test_divergence_later_names_agent_and_round_and_loses_nothing(tmp_path):
+def test_later_divergence_names_agent_and_round_and_keeps_finished_rounds(tmp_path):
     forwards = 0
 
     class Explodes(nn.Linear):
@@ -125,8 +125,8 @@ def test_divergence_later_names_agent_and_round_and_loses_nothing(tmp_path):
             forwards += self.training
             return super().forward(x.flatten(1)) * (1.0 if forwards <= 36 else math.nan)
 
-    # A round is 16 batches: 2 per benign agent, which train first, and 4 per attacker.
-    # The 35th is agent 1's, after the two of the check of the network.
+    # A round has 16 batches: 2 per benign agent, which train first, and 4 per attacker.
+    # The check of the network makes 2 passes, so pass 37 is batch 35: agent 1, round 3.
     experiment = tiny(rounds=5, model={"name": lambda shape, classes: Explodes(64, classes)})
     message = (
         "training diverged: the model or the loss of benign agent 1 is not finite in "
@@ -139,7 +139,7 @@ def test_divergence_later_names_agent_and_round_and_loses_nothing(tmp_path):
     assert (tmp_path / "seed-1000/checkpoint.safetensors").exists()
 
 
-def test_missing_and_wrong_data_files_are_one_line(tmp_path):
+def test_missing_and_wrong_data_files_give_a_one_line_error(tmp_path):
     missing = here(
         "run", "emnist-fedassay", "--data-dir", tmp_path, "--out", tmp_path / "run"
     ).one_line()
@@ -149,7 +149,7 @@ def test_missing_and_wrong_data_files_are_one_line(tmp_path):
         (tmp_path / f"emnist-balanced-{part}-ubyte").write_bytes(b"no IDX file")
     assert "is not an IDX file" in here("run", "emnist-fedassay", "--data-dir", tmp_path).one_line()
     (tmp_path / "bare").mkdir()
-    for source, told in (("nowhere", " (there is no such folder)"), ("bare", "")):
+    for source, note in (("nowhere", " (there is no such folder)"), ("bare", "")):
         line = here(
             "data", "emnist", "--from", tmp_path / source, "--data-dir", tmp_path / "x"
         ).one_line()
@@ -157,7 +157,7 @@ def test_missing_and_wrong_data_files_are_one_line(tmp_path):
             "EMNIST: no file emnist-balanced-train-images-idx3-ubyte or emnist47-train-images-idx3"
         )
         assert line.endswith(
-            f"in {tmp_path / source}{told}; DIR in `fedcb2o data emnist --from DIR` must hold "
+            f"in {tmp_path / source}{note}; DIR in `fedcb2o data emnist --from DIR` must hold "
             f"gzip.zip, or these "
             "files, plain or .gz: emnist-balanced-train-images-idx3-ubyte, "
             "emnist-balanced-train-labels-idx1-ubyte, "
@@ -165,7 +165,7 @@ def test_missing_and_wrong_data_files_are_one_line(tmp_path):
         )
 
 
-def test_a_folder_that_another_process_writes_to_is_left_alone(tmp_path, path):
+def test_a_folder_locked_by_another_process_is_refused(tmp_path, path):
     out = tmp_path / "run"
     out.mkdir()
     descriptor = os.open(out, os.O_RDONLY)
@@ -176,7 +176,7 @@ def test_a_folder_that_another_process_writes_to_is_left_alone(tmp_path, path):
     assert here("run", path, "--out", out).status == 0
 
 
-def test_a_folder_that_is_not_this_runs_is_left_alone(tmp_path, path):
+def test_output_paths_with_other_content_are_refused_and_kept(tmp_path, path):
     out = tmp_path / "run"
     (tmp_path / "file").write_text("mine")
     assert (
@@ -197,7 +197,7 @@ def test_a_folder_that_is_not_this_runs_is_left_alone(tmp_path, path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_byte_order_mark_is_no_fault(tmp_path, path):
+def test_a_byte_order_mark_is_ignored(tmp_path, path):
     marked = tmp_path / "marked.toml"
     marked.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert load(marked) == load(path).model_copy(update={"name": "tiny"})
@@ -226,14 +226,14 @@ VALUES = {
 
 
 @pytest.mark.parametrize("change", VALUES, ids=lambda change: change[:40])
-def test_a_value_that_cannot_be_is_one_line(tmp_path, path, change):
+def test_an_invalid_value_gives_a_one_line_error(tmp_path, path, change):
     line = here("run", path, "--out", tmp_path / "run", "--set", change).one_line()
     assert VALUES[change] in line
     assert len(line) < 400
     assert not (tmp_path / "run").exists()
 
 
-def test_a_rule_of_another_name_is_told(tmp_path, path):
+def test_the_error_of_an_unknown_rule_suggests_names(tmp_path, path):
     change = ["--set", "algorithm={name='by_rule', rule='median'}"]
     line = here("run", path, "--out", tmp_path / "run", *change).one_line()
     assert (
@@ -241,20 +241,20 @@ def test_a_rule_of_another_name_is_told(tmp_path, path):
     )
 
 
-def test_a_runs_configuration_that_is_nested_too_deeply_is_one_line(tmp_path, path):
+def test_a_deeply_nested_run_configuration_gives_a_one_line_error(tmp_path, path):
     out = tmp_path / "run"
     assert here("run", path, "--out", out, "--workers", 1).status == 0
     (out / "config.toml").write_text(f"a = {'[' * 100_000}{']' * 100_000}")
-    for words in (
+    for arguments in (
         ("run", path, "--out", out, "--resume"),
         ("compare", out),
         ("report", out, "--out", tmp_path / "page"),
     ):
-        assert "config.toml" in (line := here(*words).one_line())
+        assert "config.toml" in (line := here(*arguments).one_line())
         assert "nested too deeply" in line
 
 
-def test_the_folder_of_a_grid_is_not_compared_as_a_run(tmp_path):
+def test_compare_refuses_the_folder_of_a_grid(tmp_path):
     (tmp_path / "grid.toml").write_text("rounds = 3")
     line = here("compare", tmp_path).one_line()
     assert line.endswith(
@@ -263,7 +263,7 @@ def test_the_folder_of_a_grid_is_not_compared_as_a_run(tmp_path):
     )
 
 
-def test_a_report_that_cannot_be_written_does_not_say_resume_alone(tmp_path, path):
+def test_the_error_of_an_unwritable_report_suggests_the_command_again(tmp_path, path):
     out, page = tmp_path / "run", tmp_path / "page"
     assert here("run", path, "--out", out, "--workers", 1).status == 0
     (page / "report.html").mkdir(parents=True)
@@ -278,12 +278,12 @@ def test_a_report_that_cannot_be_written_does_not_say_resume_alone(tmp_path, pat
     "damage",
     ["[[[", "a = 1", "defences = 3\nattacks = 4\nseeds = 5", "\xff", f"a = {'[' * 99_999}"],
 )
-def test_a_grid_file_that_cannot_be_read_is_one_line(tmp_path, damage):
+def test_an_unreadable_grid_file_gives_a_one_line_error(tmp_path, damage):
     (tmp_path / "grid.toml").write_bytes(damage.encode("latin-1"))
     assert f"{tmp_path}/grid.toml cannot be read (" in here("report", tmp_path).one_line()
 
 
-def test_what_was_run_is_not_run_over(tmp_path, path):
+def test_an_existing_run_is_not_overwritten(tmp_path, path):
     out = tmp_path / "run"
     assert here("run", path, "--out", out, "--workers", 1).status == 0
     before = bits(out)
@@ -301,7 +301,7 @@ def test_what_was_run_is_not_run_over(tmp_path, path):
     assert bits(out) == before
     assert (
         here("run", path, "--out", out, "--workers", 1, "--seeds", "1001").status == 0
-    )  # another seed joins
+    )  # another seed is added
     for name, content in bits(out).items():
         assert name == "config.toml" or content == before[name]
     (out / "config.toml").write_text("rounds = = 3")
@@ -311,7 +311,7 @@ def test_what_was_run_is_not_run_over(tmp_path, path):
     assert (out / "config.toml").read_text() == "rounds = = 3"
 
 
-def test_runs_that_cannot_be_read_are_one_line(tmp_path, path):
+def test_unreadable_runs_give_a_one_line_error(tmp_path, path):
     assert "there is no run in " in here("compare", tmp_path / "nowhere").one_line()
     assert (
         "was not written by `fedcb2o run`"
@@ -320,9 +320,9 @@ def test_runs_that_cannot_be_read_are_one_line(tmp_path, path):
     assert not (tmp_path / "report").exists()
 
 
-# Users' functions. The cases run in a process without the run-time checks of the tests.
+# User functions. The cases run in a process without the run-time checks of the tests.
 
-PARTS = """
+USER_MODULE = """
 import torch
 from torch import nn
 
@@ -430,7 +430,7 @@ SEVERAL = (
     "several agents: "
 )
 
-WRONG_PARTS = {
+WRONG_FUNCTIONS = {
     "data_none": "the data set `parts:data_none` returned None, expected a fedcb2o.Dataset",
     "data_raises": (
         "the data set `parts:data_raises` failed at line {line} of {folder}/parts.py: KeyError"
@@ -550,21 +550,21 @@ WRONG_PARTS = {
 }
 
 
-def with_part(name: str) -> dict[str, object]:
-    """The change to the tiny experiment that uses a part."""
-    place = name if ":" in name else f"parts:{name}"
+def change_for(name: str) -> dict[str, object]:
+    """Return the changes of the tiny experiment that use a function."""
+    function_name = name if ":" in name else f"parts:{name}"
     if name == "model_train_one":
-        return {"model": {"name": place}, "training": {"batch_size": 1}}
+        return {"model": {"name": function_name}, "training": {"batch_size": 1}}
     match name.split("_")[0]:
         case "data" | "attack" as section:
-            return {section: {"name": place}}
+            return {section: {"name": function_name}}
         case "criterion" | "selection" as key:
-            return {"algorithm": {key: place}}
+            return {"algorithm": {key: function_name}}
         case "rule":
-            return {"algorithm": {"name": "by_rule", "rule": place}}
+            return {"algorithm": {"name": "by_rule", "rule": function_name}}
         case "algorithm":
-            return {"algorithm": {"name": place}}
-    return {"model": {"name": place}}
+            return {"algorithm": {"name": function_name}}
+    return {"model": {"name": function_name}}
 
 
 DRIVER = """
@@ -582,15 +582,15 @@ json.dump(found, open("found.json", "w"))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def case_outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
-    (folder / "parts.py").write_text(PARTS)
+    (folder / "parts.py").write_text(USER_MODULE)
     (folder / "raises.py").write_text('raise RuntimeError("at import")')
     (folder / "leaves.py").write_text("import sys\nsys.exit(3)")
     (folder / "syntax.py").write_text("def f(:")
-    for name in WRONG_PARTS:
-        write(folder / f"{name}.toml", **with_part(name))
-    (folder / "cases.json").write_text(json.dumps(list(WRONG_PARTS)))
+    for name in WRONG_FUNCTIONS:
+        write(folder / f"{name}.toml", **change_for(name))
+    (folder / "cases.json").write_text(json.dumps(list(WRONG_FUNCTIONS)))
     environment = {
         **ENVIRONMENT,
         "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, ROOT / "src"))),
@@ -601,15 +601,20 @@ def found(tmp_path_factory):
     return folder, json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.parametrize("name", WRONG_PARTS)
-def test_a_users_function_that_does_not_fit_is_one_line(found, name):
-    folder, outcomes = found
+@pytest.mark.parametrize("name", WRONG_FUNCTIONS)
+def test_a_wrong_user_function_gives_a_one_line_error(case_outcomes, name):
+    folder, outcomes = case_outcomes
     done = Done(*outcomes[name])
     assert done.out == ""
     line = next(
-        (i for i, text in enumerate(PARTS.splitlines(), 1) if text.startswith(f"def {name}(")), None
+        (
+            i
+            for i, text in enumerate(USER_MODULE.splitlines(), 1)
+            if text.startswith(f"def {name}(")
+        ),
+        None,
     )
     assert (
-        WRONG_PARTS[name].format(folder=folder, line=line, part=f"`parts:{name}`")
+        WRONG_FUNCTIONS[name].format(folder=folder, line=line, part=f"`parts:{name}`")
         in done.one_line()
     )

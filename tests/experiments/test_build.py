@@ -1,4 +1,4 @@
-"""What a seed is prepared of: the same for all agents at once and for some of them."""
+"""Preparation of a seed: the same models and data for a subset of agents as for all agents."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from fedcb2o.experiments.config.network import init_models_
 from fedcb2o.experiments.config.prepared_seed import prepare_seed
 from fedcb2o.federated import plan_training_batches
 
-SOME = [1, 3, 4]
+SUBSET = [1, 3, 4]
 TABLE = {
     "evaluate_on": "redrawn",
     "data": {"name": "breast_cancer"},
@@ -28,7 +28,7 @@ TABLE = {
 }
 
 
-def prepared(**changes):
+def prepare(**changes):
     experiment = load(tiny(**changes))
     return prepare_seed(experiment, 1000, load_dataset(experiment, None))
 
@@ -37,37 +37,45 @@ def prepared(**changes):
 @pytest.mark.parametrize(
     "algorithm", [tiny()["algorithm"], {"name": "ifca", "models": 2}], ids=["fedcb2o", "ifca"]
 )
-def test_the_first_models_of_some_are_those_of_all(initialisation, algorithm):
-    made = prepared(agents={"initialisation": initialisation}, algorithm=algorithm)
-    every, some = (
-        empty_models(made.num_persistent_rows, made.spec.dim),
-        empty_models(len(SOME), made.spec.dim),
+def test_a_subset_of_agents_has_the_same_initial_models(initialisation, algorithm):
+    prepared = prepare(agents={"initialisation": initialisation}, algorithm=algorithm)
+    all_models, subset_models = (
+        empty_models(prepared.num_persistent_rows, prepared.spec.dim),
+        empty_models(len(SUBSET), prepared.spec.dim),
     )
-    init_models_(every, made.experiment, made.seed, made.dataset, range(made.num_persistent_rows))
-    init_models_(some, made.experiment, made.seed, made.dataset, SOME)
-    assert some.equal(every[SOME])
-    different = len(every.unique(dim=0))
+    init_models_(
+        all_models,
+        prepared.experiment,
+        prepared.seed,
+        prepared.dataset,
+        range(prepared.num_persistent_rows),
+    )
+    init_models_(subset_models, prepared.experiment, prepared.seed, prepared.dataset, SUBSET)
+    assert subset_models.equal(all_models[SUBSET])
+    different = len(all_models.unique(dim=0))
     assert different == (
-        made.num_persistent_rows
+        prepared.num_persistent_rows
         if initialisation == "independent"
-        else 1 + made.num_persistent_rows - made.spec.num_agents
+        else 1 + prepared.num_persistent_rows - prepared.spec.num_agents
     )
 
 
-def test_what_some_hold_is_what_they_hold_among_all():
-    made, cpu = prepared(), torch.device("cpu")
-    every, some = (
-        made.build_agent_data(range(made.spec.num_agents), cpu),
-        made.build_agent_data(SOME, cpu),
+def test_a_subset_of_agents_has_the_same_data():
+    prepared, cpu = prepare(), torch.device("cpu")
+    all_data, subset_data = (
+        prepared.build_agent_data(range(prepared.spec.num_agents), cpu),
+        prepared.build_agent_data(SUBSET, cpu),
     )
-    for k, j in enumerate(SOME):
-        for mine, theirs in zip(
-            some.training_data(np.array([k]), 0) + some.gather(np.array([k]), some.validation),
-            every.training_data(np.array([j]), 0) + every.gather(np.array([j]), every.validation),
+    for k, j in enumerate(SUBSET):
+        for actual, expected in zip(
+            subset_data.training_data(np.array([k]), 0)
+            + subset_data.gather(np.array([k]), subset_data.validation),
+            all_data.training_data(np.array([j]), 0)
+            + all_data.gather(np.array([j]), all_data.validation),
             strict=True,
         ):
-            assert mine.equal(theirs)
-    assert some.malicious.tolist() == [every.malicious[j] for j in SOME]
+            assert actual.equal(expected)
+    assert subset_data.malicious.tolist() == [all_data.malicious[j] for j in SUBSET]
 
 
 @pytest.mark.parametrize(
@@ -75,26 +83,30 @@ def test_what_some_hold_is_what_they_hold_among_all():
     [({"together": 9}, [[0, 2], [1, 3], [4]]), ({}, [[0, 2], [1], [3], [4]])],
     ids=["any network", "small dense networks on a CPU"],
 )
-def test_agents_with_equally_many_batches_train_together(changes, expected):
-    assert plan_training_batches(prepared(**changes).spec, [8, 9, 8, 16, 17]) == expected  # of 8
+def test_agents_with_the_same_number_of_batches_train_together(changes, expected):
+    assert (
+        plan_training_batches(prepare(**changes).spec, [8, 9, 8, 16, 17]) == expected
+    )  # batches of 8 samples
 
 
-def test_redrawn_test_samples_are_each_seeds_own_balanced_and_held_by_nobody():
+def test_redrawn_test_samples_are_balanced_unused_by_agents_and_differ_between_seeds():
     experiment = load(tiny(evaluate_on="redrawn"))
     dataset = load_dataset(experiment, None)
     pool = shared_pool(experiment, dataset)
-    assert len(pool) == 1797  # the test set is among them
+    assert len(pool) == 1797  # including the test set
     seeds = [prepare_seed(experiment, seed, dataset) for seed in (0, 1)]
-    tests = [{tuple(x.flatten().tolist()) for x in made.scored_samples().x} for made in seeds]
-    for made, drawn in zip(seeds, tests, strict=True):
-        assert torch.bincount(made.scored_samples().y).tolist() == [24] * 10
-        held = torch.cat([*made.population.train, *made.population.validation])
-        assert not drawn & {tuple(x.flatten().tolist()) for x in pool.x[held]}
-    assert len(tests[0] & tests[1]) < 80  # of 240, 1 in 7 by chance
+    tests = [
+        {tuple(x.flatten().tolist()) for x in prepared.scored_samples().x} for prepared in seeds
+    ]
+    for prepared, drawn in zip(seeds, tests, strict=True):
+        assert torch.bincount(prepared.scored_samples().y).tolist() == [24] * 10
+        agent_samples = torch.cat([*prepared.population.train, *prepared.population.validation])
+        assert not drawn & {tuple(x.flatten().tolist()) for x in pool.x[agent_samples]}
+    assert len(tests[0] & tests[1]) < 80  # of 240 samples; by chance 1 in 7 is in both
 
 
-def test_redrawn_test_images_are_held_by_nobody_turned_or_not(tmp_path):
-    """A pool and a test set of different sizes: 8 and 2 different images per class."""
+def test_no_agent_has_redrawn_test_images_in_any_rotation(tmp_path):
+    """The pool has 8 different images per class, the test set 2."""
     experiment = load(
         tiny(
             evaluate_on="redrawn",
@@ -105,43 +117,50 @@ def test_redrawn_test_images_are_held_by_nobody_turned_or_not(tmp_path):
     dataset = load_dataset(experiment, write(tmp_path, contents(train=8, test=2)))
     drawn = []
     for seed in (0, 1):
-        made = prepare_seed(experiment, seed, dataset)
-        assert torch.bincount(made.scored_samples().y).tolist() == [2] * 10
-        everybody = made.build_agent_data(range(made.spec.num_agents), torch.device("cpu"))
+        prepared = prepare_seed(experiment, seed, dataset)
+        assert torch.bincount(prepared.scored_samples().y).tolist() == [2] * 10
+        agent_data = prepared.build_agent_data(range(prepared.spec.num_agents), torch.device("cpu"))
         tests = [
             set(map(bytes, test.x.numpy()))
-            for _, test in everybody.test_sets(np.arange(len(everybody.agents)))
+            for _, test in agent_data.test_sets(np.arange(len(agent_data.agents)))
         ]
         assert [len(test) for test in tests] == [20] * 4
-        seen = [
-            everybody.training_data(np.array([j]), 0)[0][0] for j in range(made.spec.num_agents)
+        agent_images = [
+            agent_data.training_data(np.array([j]), 0)[0][0]
+            for j in range(prepared.spec.num_agents)
         ]
-        seen += [
-            everybody.gather(np.array([j]), everybody.validation)[0][0]
-            for j in range(made.spec.num_agents)
+        agent_images += [
+            agent_data.gather(np.array([j]), agent_data.validation)[0][0]
+            for j in range(prepared.spec.num_agents)
         ]
-        held = set(map(bytes, torch.cat(seen).numpy()))
-        assert len(held) == 4 * (2 * 25 + 30)  # all others, as each cluster sees them
-        assert not held & set.union(*tests)
+        distinct_images = set(map(bytes, torch.cat(agent_images).numpy()))
+        assert len(distinct_images) == 4 * (
+            2 * 25 + 30
+        )  # all other images, in the rotation of each cluster
+        assert not distinct_images & set.union(*tests)
         drawn.append(tests[0])
     assert drawn[0] != drawn[1]
 
 
-def test_redrawn_samples_of_a_table():
+def test_redrawn_test_samples_of_a_table_are_unused_by_agents():
     experiment = load(tiny(**TABLE))
     dataset = load_dataset(experiment, None)
     first, second = (prepare_seed(experiment, seed, dataset) for seed in (0, 1))
-    for made in (first, second):
-        assert torch.bincount(made.scored_samples().y).tolist() == [53, 89]
-        whose = torch.cat(
-            [*made.population.train, *made.population.validation, made.population.tuning]
+    for prepared in (first, second):
+        assert torch.bincount(prepared.scored_samples().y).tolist() == [53, 89]
+        sample_ids = torch.cat(
+            [
+                *prepared.population.train,
+                *prepared.population.validation,
+                prepared.population.tuning,
+            ]
         )
-        assert len(whose) == len(whose.unique()) == 7 * 30 + 3 * 30 + 142
+        assert len(sample_ids) == len(sample_ids.unique()) == 7 * 30 + 3 * 30 + 142
     assert not first.scored_samples().x.equal(second.scored_samples().x)
 
 
-def test_test_samples_are_drawn_before_agents_get_theirs():
+def test_test_samples_are_drawn_before_agent_samples():
     with pytest.raises(
         ConfigError, match=r"= 2 \* 700 \+ 1 \* 200 = 1600, and the pool has 1557 samples"
     ):
-        prepared(evaluate_on="redrawn", agents={"benign_samples": 700, "malicious_samples": 200})
+        prepare(evaluate_on="redrawn", agents={"benign_samples": 700, "malicious_samples": 200})

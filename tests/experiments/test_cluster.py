@@ -1,4 +1,4 @@
-"""Runs on a cluster: the files of one machine, resumption, losses and bad input."""
+"""Runs on a cluster: the same files as on one machine, resumption, failures and bad input."""
 
 import dataclasses
 import os
@@ -53,14 +53,16 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("first", ["cluster", "one machine"])
 def test_a_run_moves_between_one_machine_and_a_cluster(cluster, undisturbed, tmp_path, first):
-    kinds = [{"cluster": cluster, "blocks": 3}, {"workers": 1}]
-    for rounds, kind in zip((2, 4), kinds if first == "cluster" else kinds[::-1], strict=True):
-        run(spread(rounds), out=tmp_path / "run", resume=True, **kind)
+    both_options = [{"cluster": cluster, "blocks": 3}, {"workers": 1}]
+    for rounds, options in zip(
+        (2, 4), both_options if first == "cluster" else both_options[::-1], strict=True
+    ):
+        run(spread(rounds), out=tmp_path / "run", resume=True, **options)
     assert whole(tmp_path / "run") == undisturbed
 
 
 @pytest.mark.slow
-def test_adapters_of_a_language_model_are_the_bits_of_one_machine(cluster, tmp_path):
+def test_adapters_of_a_language_model_have_the_same_bits_as_on_one_machine(cluster, tmp_path):
     pytest.importorskip("peft")
     experiment = {**TALK, "together": 1, "checkpoint_every": 1}
     run(experiment, out=tmp_path / "one", workers=1)
@@ -69,26 +71,26 @@ def test_adapters_of_a_language_model_are_the_bits_of_one_machine(cluster, tmp_p
 
 
 def actors_now() -> list[int]:
-    """The actors among the processes that this one or its children started."""
-    parents, found = dict[int, int](), []
+    """List the processes of actors that this process or its children started."""
+    parents, actors = dict[int, int](), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parents[int(folder.name)] = int(
                 (folder / "stat").read_text().rpartition(")")[2].split()[1]
             )
             if (folder / "cmdline").read_bytes().startswith(b"ray::AgentWorker"):
-                found.append(int(folder.name))
+                actors.append(int(folder.name))
         except OSError:
             pass
 
-    def ours(pid: int) -> bool:
-        return pid == os.getpid() or (pid in parents and ours(parents[pid]))
+    def is_descendant(pid: int) -> bool:
+        return pid == os.getpid() or (pid in parents and is_descendant(parents[pid]))
 
-    return list(filter(ours, found))
+    return list(filter(is_descendant, actors))
 
 
-def gone() -> bool:
-    """Whether no actor is left, or will be in a moment."""
+def no_actor_is_left() -> bool:
+    """Wait up to 10 seconds until no actor is left; return False otherwise."""
     for _ in range(100):
         if not actors_now():
             return True
@@ -96,13 +98,13 @@ def gone() -> bool:
     return False
 
 
-def test_a_run_goes_on_after_an_actor_is_killed(
+def test_a_run_continues_after_an_actor_is_killed(
     cluster, undisturbed, tmp_path, capfd, caplog, monkeypatch
 ):
     monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs._seed_run"], "RETRY_PAUSE", 0.5)
     monkeypatch.setattr(
         sys.modules["fedcb2o.experiments.runs._seed_run"], "MAX_RETRIES", 1
-    )  # from one checkpoint
+    )  # retries from one checkpoint
     killed = []
 
     def kill(experiment, seed, line):
@@ -115,10 +117,10 @@ def test_a_run_goes_on_after_an_actor_is_killed(
     assert whole(tmp_path / "run") == undisturbed
     assert caplog.text.count("continues from the last checkpoint") == 2
     assert "raylet" not in capfd.readouterr().out
-    assert gone()
+    assert no_actor_is_left()
 
 
-def test_it_gives_up_after_some_losses(cluster, tmp_path, monkeypatch):
+def test_a_run_stops_after_the_maximum_of_retries(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs._seed_run"], "MAX_RETRIES", 1)
     monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs._seed_run"], "RETRY_PAUSE", 0.0)
     with pytest.raises(RunError, match="was retried 1 times, and stops: --resume continues it"):
@@ -129,10 +131,10 @@ def test_it_gives_up_after_some_losses(cluster, tmp_path, monkeypatch):
             blocks=2,
             watch=lambda *_: os.kill(actors_now()[0], signal.SIGKILL),
         )
-    assert gone()
+    assert no_actor_is_left()
 
 
-def test_more_blocks_than_processors_or_teams_are_fewer(cluster, tmp_path, capsys):
+def test_blocks_are_reduced_to_the_number_of_processors(cluster, tmp_path, capsys):
     run(spread(1), out=tmp_path / "run", cluster=cluster, blocks=7)
     assert (
         "tiny seed 1000: 4 blocks on 1 node, not 7: there are 4 processors\n"
@@ -141,20 +143,20 @@ def test_more_blocks_than_processors_or_teams_are_fewer(cluster, tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("options", "message"),
     [
         ({"workers": 2}, "`workers` are processes of one machine"),
         ({"memory": "257MiB"}, "needs .* for 3 blocks, and has 0.25 GiB"),
     ],
 )
-def test_what_cannot_be(cluster, tmp_path, given, told):
-    with pytest.raises((ConfigError, RunError), match=told):
-        run(spread(), out=tmp_path / "run", cluster=cluster, blocks=3, **given)
+def test_invalid_options_are_refused(cluster, tmp_path, options, message):
+    with pytest.raises((ConfigError, RunError), match=message):
+        run(spread(), out=tmp_path / "run", cluster=cluster, blocks=3, **options)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("blocks", [None, 3])
-def test_too_little_memory_is_told_before_a_cluster_is_joined(tmp_path, monkeypatch, blocks):
+def test_too_little_memory_is_refused_before_a_cluster_is_joined(tmp_path, monkeypatch, blocks):
     monkeypatch.setattr(_connect, "connected", lambda *_: pytest.fail("it could be told at once"))
     with pytest.raises(
         RunError, match=r"each process needs 0.25 GiB or more, and `memory` is 1.0 MiB"
@@ -169,29 +171,29 @@ def node(
 
 
 def names(nodes: list[_placement.Node]) -> str:
-    return "".join(each.name for each in nodes)
+    return "".join(n.name for n in nodes)
 
 
-def test_nodes_take_blocks_by_what_they_do_in_the_same_time():
+def test_nodes_get_blocks_in_proportion_to_their_speed():
     assert _placement.relative_speeds([2.0, 2.2, 3.0, 4.0]) == [1.0, 1.0, 2 / 3, 0.5]
     assert names(_placement.place_groups(6, [node("a", 4), node("b", 2)])) == "aabaab"
     assert names(_placement.place_groups(6, [node("a", 4), node("b", 4, 0.5)])) == "aabaab"
     assert names(_placement.place_groups(5, [node("a", 2), node("b", 4, 0.1)])) == "aabbb"
-    many = _placement.place_groups(20, [node("a", 9), node("b", 7, 0.6), node("c", 8, 0.3)])
+    placement = _placement.place_groups(20, [node("a", 9), node("b", 7, 0.6), node("c", 8, 0.3)])
     assert all(
-        names(many).startswith(names(_placement.place_groups(k, [*dict.fromkeys(many)])))
+        names(placement).startswith(names(_placement.place_groups(k, [*dict.fromkeys(placement)])))
         for k in range(20)
     )
 
 
-def placed(
+def place_agents(
     monkeypatch,
     nodes: list[_placement.Node],
     blocks: int | None = None,
     memory: int | None = None,
     **changes: object,
 ):
-    """Where 4 agents of as many samples each go, three of them benign."""
+    """Place 4 agents with 30 samples each, 3 of them benign; return the placement and the seed."""
     agents = {
         "benign": 3,
         "malicious": 1,
@@ -202,30 +204,30 @@ def placed(
     }
     experiment = load({**tiny(agents=agents), "together": 1, **changes})
     prepared = prepare_seed(experiment, 1000, load_dataset(experiment, None))
-    monkeypatch.setattr(_placement, "list_nodes", lambda own, device: nodes)
+    monkeypatch.setattr(_placement, "list_nodes", lambda user_modules, device: nodes)
     return ClusterBackend("auto", blocks, memory).place(prepared, Path()), prepared
 
 
-def test_agents_are_shared_out_so_that_all_nodes_end_together(monkeypatch):
-    found, _ = placed(monkeypatch, [node("fast", 1), node("slow", 1, 0.4)])
+def test_agents_are_distributed_so_that_all_nodes_finish_together(monkeypatch):
+    placement, _ = place_agents(monkeypatch, [node("fast", 1), node("slow", 1, 0.4)])
     assert [
-        (each.name, len(share)) for each, share in zip(found.nodes, found.shares, strict=True)
+        (n.name, len(share)) for n, share in zip(placement.nodes, placement.shares, strict=True)
     ] == [
         ("fast", 3),
         ("slow", 1),
     ]
-    found, _ = placed(monkeypatch, [node("fast", 1), node("slow", 1, 0.2)])
-    assert (names(found.nodes), str(found)) == (
+    placement, _ = place_agents(monkeypatch, [node("fast", 1), node("slow", 1, 0.2)])
+    assert (names(placement.nodes), str(placement)) == (
         "fast",
         "1 block on 1 node",
-    )  # elsewhere one agent takes as long as 5
-    found, _ = placed(monkeypatch, [node("a", 2), node("b", 2)], blocks=3)
-    assert (names(found.nodes), sorted(map(len, found.shares))) == ("aba", [1, 1, 2])
-    assert str(found) == "3 blocks on 2 nodes"
+    )  # one agent on the slow node takes as long as 5 here
+    placement, _ = place_agents(monkeypatch, [node("a", 2), node("b", 2)], blocks=3)
+    assert (names(placement.nodes), sorted(map(len, placement.shares))) == ("aba", [1, 1, 2])
+    assert str(placement) == "3 blocks on 2 nodes"
 
 
 @pytest.mark.parametrize(
-    ("changes", "speed", "told"),
+    ("changes", "speed", "message"),
     [
         ({}, 1.0, "4 blocks on 2 nodes, not 9: there are 4 agents"),
         (
@@ -236,35 +238,39 @@ def test_agents_are_shared_out_so_that_all_nodes_end_together(monkeypatch):
         ({}, 0.1, "3 blocks on 1 node, not 9: more would not end sooner"),
     ],
 )
-def test_why_fewer_blocks_work_than_were_asked_for(monkeypatch, changes, speed, told):
-    found, _ = placed(monkeypatch, [node("a", 3), node("b", 5, speed)], blocks=9, **changes)
-    assert str(found).startswith(told)
+def test_the_reason_for_fewer_blocks_is_reported(monkeypatch, changes, speed, message):
+    placement, _ = place_agents(
+        monkeypatch, [node("a", 3), node("b", 5, speed)], blocks=9, **changes
+    )
+    assert str(placement).startswith(message)
 
 
-def test_what_a_node_holds_is_counted(monkeypatch):
-    found, prepared = placed(monkeypatch, [node("a", 1), node("b", 1)])
+def test_the_required_memory_of_a_node_is_computed(monkeypatch):
+    placement, prepared = place_agents(monkeypatch, [node("a", 1), node("b", 1)])
     row, data = 4 * row_stride(prepared.spec.dim), 1797 * (4 * 64 + 8)
-    rows, stored = found.required_bytes(prepared, found.nodes[0])
+    rows, stored = placement.required_bytes(prepared, placement.nodes[0])
     assert rows == 2**28 + 12 * prepared.spec.dim + row * (
         2 + 2
-    )  # two agents, and the two others' models
+    )  # two own models and two received ones
     assert stored == data + row * (
         2 * 2 + 2
-    )  # small rows once for each node; what is copied from others
+    )  # two own rows for each of two nodes, and two rows copied from others
 
 
 @pytest.mark.parametrize(("selection", "inbox"), [("prob_sampling", 2), ("everyone", 3)])
-def test_who_asks_everybody_receives_more_than_the_budget(monkeypatch, selection, inbox):
+def test_an_agent_that_asks_all_peers_receives_more_than_the_budget(monkeypatch, selection, inbox):
     algorithm = {"name": "fedcb2o", "alpha": 2.0, "selection": selection}
-    found, prepared = placed(monkeypatch, [node(name, 1) for name in "abcd"], algorithm=algorithm)
+    placement, prepared = place_agents(
+        monkeypatch, [node(name, 1) for name in "abcd"], algorithm=algorithm
+    )
     row = 4 * row_stride(prepared.spec.dim)
-    assert found.required_bytes(prepared, found.nodes[0])[
+    assert placement.required_bytes(prepared, placement.nodes[0])[
         0
     ] == 2**28 + 12 * prepared.spec.dim + row * (1 + inbox)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "memory", "told"),
+    ("nodes", "memory", "message"),
     [
         (
             [node("a", 1), node("b", 1, store=2**16)],
@@ -281,38 +287,40 @@ def test_who_asks_everybody_receives_more_than_the_budget(monkeypatch, selection
         ([], None, "no node of the cluster has processors"),
     ],
 )
-def test_a_node_that_cannot_hold_what_is_its_own(monkeypatch, nodes, memory, told):
-    with pytest.raises(RunError, match=told):
-        placed(monkeypatch, nodes, memory=memory)
+def test_a_node_with_too_little_memory_is_refused(monkeypatch, nodes, memory, message):
+    with pytest.raises(RunError, match=message):
+        place_agents(monkeypatch, nodes, memory=memory)
 
 
-def test_a_block_on_a_gpu_is_where_one_is(cluster, monkeypatch):
+def test_blocks_on_gpus_need_a_node_with_gpus(cluster, monkeypatch):
     assert _placement.list_nodes(device="cuda") == []
-    (known,) = ray.nodes()
+    (ray_node,) = ray.nodes()
     monkeypatch.setattr(
-        ray, "nodes", lambda: [known, {**known, "Resources": {**known["Resources"], "GPU": 3.0}}]
+        ray,
+        "nodes",
+        lambda: [ray_node, {**ray_node, "Resources": {**ray_node["Resources"], "GPU": 3.0}}],
     )
-    (found,) = _placement.list_nodes(device="cuda")
-    assert (found.processors, found.speed) == (3, 1.0)
+    (gpu_node,) = _placement.list_nodes(device="cuda")
+    assert (gpu_node.processors, gpu_node.speed) == (3, 1.0)
     with pytest.raises(
         RunError, match="no node of the cluster has GPUs, which `device` = 'cuda' needs"
     ):
-        placed(monkeypatch, [], device="cuda")
+        place_agents(monkeypatch, [], device="cuda")
 
 
 @pytest.mark.slow
-def test_unequal_speeds_change_no_bit(cluster, undisturbed, tmp_path, monkeypatch):
-    (here,) = _placement.list_nodes()
-    two = [
-        dataclasses.replace(here, name=name, processors=2, speed=s)
+def test_unequal_speeds_do_not_change_bits(cluster, undisturbed, tmp_path, monkeypatch):
+    (this_node,) = _placement.list_nodes()
+    nodes = [
+        dataclasses.replace(this_node, name=name, processors=2, speed=s)
         for name, s in (("fast", 1.0), ("slow", 0.3))
     ]
-    monkeypatch.setattr(_placement, "list_nodes", lambda own, device: two)
+    monkeypatch.setattr(_placement, "list_nodes", lambda user_modules, device: nodes)
     run(spread(), out=tmp_path / "run", cluster=cluster, blocks=4)
     assert whole(tmp_path / "run") == undisturbed
 
 
-def test_a_coordinator_stays_on_one_machine(cluster, tmp_path):
+def test_an_algorithm_with_a_coordinator_refuses_a_cluster(cluster, tmp_path):
     with pytest.raises(ConfigError, match="run on one machine: no --cluster"):
         run(
             spread(algorithm={"name": "ifca", "models": 2}),
@@ -328,7 +336,7 @@ def test_blocks_need_a_cluster(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (
             ("bench", "--cluster", "digits"),
@@ -349,18 +357,18 @@ def test_blocks_need_a_cluster(tmp_path):
         ),
     ],
 )
-def test_what_is_no_address(words, told):
-    assert told in here(*words).one_line()
+def test_an_invalid_address_is_refused(arguments, message):
+    assert message in here(*arguments).one_line()
 
 
 @pytest.fixture
-def nobody(monkeypatch):
-    """A process that is in no cluster yet."""
+def outside_cluster(monkeypatch):
+    """Pretend that this process is not in a cluster."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "shutdown", lambda: None)  # the other tests' cluster stays
+    monkeypatch.setattr(ray, "shutdown", lambda: None)  # the cluster of the other tests stays
 
 
-def test_no_cluster_to_be_joined(nobody, monkeypatch):
+def test_a_missing_cluster_is_an_error(outside_cluster, monkeypatch):
     def init(**_: object) -> None:
         raise ConnectionError("Could not find any running Ray instance.")
 
@@ -373,42 +381,44 @@ def test_no_cluster_to_be_joined(nobody, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_while_ray_starts_waits_until_it_can_be_ended(nobody, monkeypatch, number):
-    done = []
+def test_a_signal_while_ray_starts_takes_effect_after_the_start(
+    outside_cluster, monkeypatch, number
+):
+    events = []
 
     def init(**_: object) -> None:
         signal.raise_signal(number)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray has its own
-        done.append("started")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray sets its own handler
+        events.append("started")
 
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(ray, "shutdown", lambda: done.append("ended"))
+    monkeypatch.setattr(ray, "shutdown", lambda: events.append("ended"))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt), _connect.connected("local"):
-            done.append("entered")
+            events.append("entered")
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert done == ["started", "ended"]
+    assert events == ["started", "ended"]
 
 
 @pytest.mark.parametrize("name", ["none.invalid", "first..example"])
-def test_a_name_that_is_not_known(nobody, name):
-    told = rf"no cluster can be reached at '{name}:6379' \(.*\): check the name '{name}'"
-    with pytest.raises(RunError, match=told), _connect.connected(f"{name}:6379"):
+def test_an_unknown_host_name_is_an_error(outside_cluster, name):
+    message = rf"no cluster can be reached at '{name}:6379' \(.*\): check the name '{name}'"
+    with pytest.raises(RunError, match=message), _connect.connected(f"{name}:6379"):
         pass
 
 
-def test_what_listens_is_no_cluster(nobody):
+def test_a_server_other_than_ray_is_refused(outside_cluster):
     def answer() -> None:
-        there, _ = door.accept()
-        with there:
-            there.recv(100)
-            there.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(100)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        server, address = threading.Thread(target=answer), f"127.0.0.1:{door.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server, address = threading.Thread(target=answer), f"127.0.0.1:{listener.getsockname()[1]}"
         server.start()
         with (
             pytest.raises(
@@ -426,16 +436,16 @@ def test_what_listens_is_no_cluster(nobody):
 
 
 @pytest.mark.parametrize(
-    "words", [("--cluster",), ("--cluster", "--blocks", "2"), ("--cluster", "local")]
+    "arguments", [("--cluster",), ("--cluster", "--blocks", "2"), ("--cluster", "local")]
 )
-def test_an_address_left_out_is_this_machine(tmp_path, monkeypatch, words):
-    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs._runner"], "run", given := Mock())
-    assert here("run", "digits-fedassay", *words).status == 0
-    assert given.call_args.kwargs["cluster"] == "local"
-    assert given.call_args.kwargs["blocks"] == (2 if "--blocks" in words else None)
+def test_the_default_address_is_this_machine(tmp_path, monkeypatch, arguments):
+    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs._runner"], "run", run_mock := Mock())
+    assert here("run", "digits-fedassay", *arguments).status == 0
+    assert run_mock.call_args.kwargs["cluster"] == "local"
+    assert run_mock.call_args.kwargs["blocks"] == (2 if "--blocks" in arguments else None)
 
 
-def test_nothing_is_left_to_do(cluster, tmp_path, monkeypatch):
+def test_a_finished_run_does_not_join_the_cluster(cluster, tmp_path, monkeypatch):
     run(spread(1), out=tmp_path / "run", workers=1)
     monkeypatch.setattr(
         _connect, "connected", lambda *_: pytest.fail("there is nothing to do there")
@@ -443,13 +453,13 @@ def test_nothing_is_left_to_do(cluster, tmp_path, monkeypatch):
     run(spread(1), out=tmp_path / "run", cluster=cluster, blocks=2, resume=True)
 
 
-def test_no_ray(tmp_path, monkeypatch):
+def test_an_error_without_ray_names_the_package_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("fedcb2o.experiments.runs._cluster_backend.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'fedcb2o\[cluster\]'"):
         run(spread(), out=tmp_path / "run", cluster="local")
 
 
-OWN = """
+USER_MODULE = """
 import os, sys
 import torch
 import fedcb2o
@@ -469,7 +479,7 @@ def criterion(judged):
     told(__file__)
     return gap(judged)
 """
-BESIDE = """
+NEIGHBOUR_MODULE = """
 import os
 from pathlib import Path
 
@@ -482,15 +492,19 @@ def gap(judged):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    """Modules of own parts, which tell in a folder where they were found, and which fail on a
-    cluster if they `lack` something there."""
+def user_modules(tmp_path, monkeypatch):
+    """Return a function that writes user modules and returns an experiment with them.
+
+    The modules record their paths in a folder; `import_line` is an optional line of code.
+    """
     (tmp_path / "told").mkdir()
 
-    def write(lack: str = "") -> dict[str, object]:
+    def write(import_line: str = "") -> dict[str, object]:
         (tmp_path / "parts").mkdir()
-        (tmp_path / "parts" / "own_parts.py").write_text(OWN.format(lack))
-        (tmp_path / "parts" / "beside_own.py").write_text(BESIDE.format(str(tmp_path / "told")))
+        (tmp_path / "parts" / "own_parts.py").write_text(USER_MODULE.format(import_line))
+        (tmp_path / "parts" / "beside_own.py").write_text(
+            NEIGHBOUR_MODULE.format(str(tmp_path / "told"))
+        )
         algorithm = {"name": "fedcb2o", "alpha": 2.0, "criterion": "own_parts:criterion"}
         return spread(2, algorithm=algorithm) | {
             "model": {"name": "own_parts:mlp"},
@@ -503,13 +517,13 @@ def own(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_own_parts_travel_with_what_lies_beside_them(cluster, tmp_path, own):
-    experiment = own()
+def test_user_modules_are_sent_with_the_modules_of_their_folder(cluster, tmp_path, user_modules):
+    experiment = user_modules()
     run(experiment, out=tmp_path / "run", cluster=cluster, blocks=2)
-    told = {path.name: path.read_text().split() for path in (tmp_path / "told").iterdir()}
-    del told[f"data-{os.getpid()}"]  # data go to nodes from here
-    assert len(told) == 2
-    for files in told.values():
+    paths_of = {path.name: path.read_text().split() for path in (tmp_path / "told").iterdir()}
+    del paths_of[f"data-{os.getpid()}"]  # the data set is loaded by this process
+    assert len(paths_of) == 2
+    for files in paths_of.values():
         assert all("fedcb2o-code-" in file and not file.startswith(str(tmp_path)) for file in files)
     run(experiment, out=tmp_path / "one", workers=1)
     assert whole(tmp_path / "run") == whole(tmp_path / "one")
@@ -530,7 +544,7 @@ print("done")
 
 
 @pytest.mark.slow
-def test_own_parts_from_standard_input(cluster, tmp_path):
+def test_user_functions_from_standard_input_run_on_a_cluster(cluster, tmp_path):
     (tmp_path / "beside.py").touch()
     script = STDIN.format(spread(2), ray.get_runtime_context().gcs_address)
     done = subprocess.run(
@@ -548,8 +562,8 @@ def test_own_parts_from_standard_input(cluster, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [None, 2])
-def test_errors_of_own_parts_say_where_they_lie_here(cluster, tmp_path, own, blocks):
-    experiment = own()
+def test_errors_in_user_modules_name_the_local_path(cluster, tmp_path, user_modules, blocks):
+    experiment = user_modules()
     path = tmp_path / "parts" / "own_parts.py"
     path.write_text(path.read_text() + "\n\ndef criterion(judged):\n    1 / 0\n")
     with pytest.raises((ConfigError, RunError)) as error:
@@ -560,8 +574,8 @@ def test_errors_of_own_parts_say_where_they_lie_here(cluster, tmp_path, own, blo
     )
 
 
-def test_own_parts_that_a_node_cannot_import(cluster, tmp_path, own):
-    experiment = own('if "default_worker" in sys.argv[0]: import surely_not_there')
+def test_a_user_module_that_a_node_cannot_import_is_an_error(cluster, tmp_path, user_modules):
+    experiment = user_modules('if "default_worker" in sys.argv[0]: import surely_not_there')
     with pytest.raises(RunError) as error:
         run(experiment, out=tmp_path / "run", cluster=cluster, blocks=2)
     assert re.fullmatch(
@@ -574,7 +588,7 @@ def test_own_parts_that_a_node_cannot_import(cluster, tmp_path, own):
     assert not (tmp_path / "run").exists()
 
 
-def test_other_versions_on_a_node(cluster, tmp_path, monkeypatch):
+def test_other_versions_on_a_node_are_refused(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(_placement, "version", lambda name: "0.0")
     with pytest.raises(
         RunError,
@@ -588,10 +602,10 @@ def test_other_versions_on_a_node(cluster, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [{"blocks": 2}, {}])
-def test_processors_of_another_kind_are_told_once(cluster, tmp_path, monkeypatch, caplog, given):
+@pytest.mark.parametrize("options", [{"blocks": 2}, {}])
+def test_other_processors_are_reported_once(cluster, tmp_path, monkeypatch, caplog, options):
     monkeypatch.setattr(_resources, "processor_model", lambda: "Abacus")
-    run(spread(1), out=tmp_path / "run", cluster=cluster, **given)
+    run(spread(1), out=tmp_path / "run", cluster=cluster, **options)
     note = r"1 node of the cluster with other processors .*here Abacus\): bits may differ"
     assert len(re.findall(note, caplog.text)) == 1
 
@@ -606,7 +620,7 @@ def test_nodes_that_do_not_answer_are_named(cluster, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_processors_that_others_have(cluster, tmp_path, monkeypatch):
+def test_occupied_processors_are_an_error_after_a_timeout(cluster, tmp_path, monkeypatch):
     with _placement.start_workers(_placement.list_nodes() * 4):
         monkeypatch.setattr(_placement, "PLACEMENT_SECONDS", 1.0)
         with pytest.raises(

@@ -1,5 +1,4 @@
-"""A cluster of three nodes whose processes are killed: never a wrong bit, no
-orphan, and it goes on."""
+"""Killed processes on a cluster of three nodes: runs continue with the same bits."""
 
 import contextlib
 import os
@@ -31,51 +30,54 @@ IN_THE_BACKGROUND = [
     "-c",
     'trap "" INT; exec "$@"',
     "sh",
-]  # as a shell has it: deaf to Ctrl-C
+]  # as a shell starts it: Ctrl-C is ignored
 STORE = 100 * 2**20
 ROUNDS = 200
 
 
 @pytest.fixture
 def three() -> Iterator[Cluster]:
-    """Three nodes with two processors each."""
+    """Start a cluster: a head with one processor, and two nodes with two processors each."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    made = Cluster(
+    cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False},
     )
-    made.others = [made.add_node(num_cpus=2, object_store_memory=STORE) for _ in range(2)]
-    yield made
+    cluster.others = [cluster.add_node(num_cpus=2, object_store_memory=STORE) for _ in range(2)]
+    yield cluster
     ray.shutdown()
-    for node in (*made.others, made.head_node):  # the cluster's own way needs its head
+    for node in (*cluster.others, cluster.head_node):  # the shutdown of the cluster needs its head
         node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
 
-def of_ray(pid: int) -> list[str]:
-    """The living processes of the Ray that a command began: they have its session's files open."""
-    found, session = [], re.compile(rf"/session_[\d_-]+_{pid}/")
+def ray_commands(pid: int) -> list[str]:
+    """List the living processes of the Ray session that a command started.
+
+    They have files of the session open, or name it in their command line.
+    """
+    commands, session = [], re.compile(rf"/session_[\d_-]+_{pid}/")
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            told = (folder / "cmdline").read_text().replace("\0", " ")
+            command = (folder / "cmdline").read_text().replace("\0", " ")
             if any(
-                session.search(each)
-                for each in (told, *(str(file.readlink()) for file in folder.glob("fd/*")))
+                session.search(path)
+                for path in (command, *(str(file.readlink()) for file in folder.glob("fd/*")))
             ):
-                found.append(told)
-    return found
+                commands.append(command)
+    return commands
 
 
-def until(there, seconds: float = 60.0) -> bool:
-    """Whether something comes true in time."""
+def until(condition, seconds: float = 60.0) -> bool:
+    """Wait until a condition is true; return False after a timeout."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if there():
+        if condition():
             return True
         time.sleep(0.1)
     return False
 
 
-def test_a_node_is_killed_and_another_joins(three, undisturbed, tmp_path, capfd, caplog):  # noqa: F811
+def test_a_run_continues_after_a_node_is_replaced(three, undisturbed, tmp_path, capfd, caplog):  # noqa: F811
     def kill(experiment, seed, line):
         if line["round"] == 2 and three.others:
             before = actors_now()
@@ -83,9 +85,9 @@ def test_a_node_is_killed_and_another_joins(three, undisturbed, tmp_path, capfd,
             assert until(lambda: not all(Path(f"/proc/{pid}").exists() for pid in before))
 
     run(spread(3), out=tmp_path / "run", cluster=three.address, blocks=5, watch=kill)
-    told = capfd.readouterr().err
+    errors = capfd.readouterr().err
     assert "continues from the last checkpoint" in caplog.text
-    assert "3 blocks on 2 nodes, not 5: there are 3 processors\n" in told
+    assert "3 blocks on 2 nodes, not 5: there are 3 processors\n" in errors
     three.add_node(num_cpus=2, object_store_memory=STORE)
     run(spread(4), out=tmp_path / "run", cluster=three.address, blocks=5, resume=True)
     assert "not 5" not in capfd.readouterr().err
@@ -93,19 +95,19 @@ def test_a_node_is_killed_and_another_joins(three, undisturbed, tmp_path, capfd,
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The files of `ROUNDS` rounds on one machine, which nobody disturbed."""
+def reference_files(tmp_path_factory):
+    """Return the files of an uninterrupted run of `ROUNDS` rounds on one machine."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     run(spread(ROUNDS), out=folder, workers=1)
     return whole(folder)
 
 
-def begun(folder: Path, address: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """A command within a round, with a checkpoint; `before` is the program that runs it."""
+def start_run(folder: Path, address: str, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """Start a command and wait for its first checkpoint; `prefix` is a program that runs it."""
     path = folder.with_suffix(".toml")
     path.write_text(tomli_w.dumps(spread(ROUNDS)))
     process = subprocess.Popen(
-        [*before, *COMMAND, str(path), "--out", str(folder), "--cluster", address, "--blocks", "3"],
+        [*prefix, *COMMAND, str(path), "--out", str(folder), "--cluster", address, "--blocks", "3"],
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -113,8 +115,8 @@ def begun(folder: Path, address: str, before: Sequence[str] = ()) -> subprocess.
     return process
 
 
-def last_words(process: subprocess.Popen[str]) -> str:
-    """The last line of a command, which printed only its progress and its retries."""
+def last_line(process: subprocess.Popen[str]) -> str:
+    """Return the last line of a command; the others are only progress and retries."""
     *lines, last = process.communicate(timeout=200)[1].splitlines()
     known = (
         "Joining the cluster ",
@@ -126,59 +128,61 @@ def last_words(process: subprocess.Popen[str]) -> str:
     return last
 
 
-def gone_on(folder: Path) -> dict[str, bytes]:
-    """The files of a run that went on by --resume on one machine."""
+def resume_locally(folder: Path) -> dict[str, bytes]:
+    """Resume a run on one machine and return its files."""
     run(spread(ROUNDS), out=folder, workers=1, resume=True)
     return whole(folder)
 
 
-def test_an_actor_is_killed_within_a_round(three, alone, tmp_path):
-    process = begun(tmp_path / "run", three.address)
+def test_a_run_continues_after_an_actor_is_killed_within_a_round(three, reference_files, tmp_path):
+    process = start_run(tmp_path / "run", three.address)
     os.kill(actors_now()[-1], signal.SIGKILL)
-    assert last_words(process).startswith("Done.")
+    assert last_line(process).startswith("Done.")
     assert process.returncode == 0
     assert until(lambda: not actors_now())
-    assert whole(tmp_path / "run") == alone
+    assert whole(tmp_path / "run") == reference_files
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_the_command_is_stopped_within_a_round(three, alone, tmp_path, number):
-    process = begun(tmp_path / "run", three.address)
+def test_a_command_stopped_within_a_round_can_be_resumed(three, reference_files, tmp_path, number):
+    process = start_run(tmp_path / "run", three.address)
     process.send_signal(number)
-    told = last_words(process)
+    message = last_line(process)
     if number != signal.SIGKILL:
         assert process.returncode == 128 + number
-        assert "a run goes on from its last checkpoint with --resume" in told
+        assert "a run goes on from its last checkpoint with --resume" in message
     assert until(lambda: not actors_now())
-    assert gone_on(tmp_path / "run") == alone
+    assert resume_locally(tmp_path / "run") == reference_files
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         ("gcs_server", "the head of the cluster at "),
         ("raylet", "this machine's node of the cluster"),
     ],
 )
-def test_the_head_is_killed(three, alone, tmp_path, kind, told):
-    process = begun(tmp_path / "run", three.address, IN_THE_BACKGROUND)
+def test_a_killed_head_is_an_error_and_the_run_can_be_resumed(
+    three, reference_files, tmp_path, kind, message
+):
+    process = start_run(tmp_path / "run", three.address, IN_THE_BACKGROUND)
     three.head_node.all_processes[kind][0].process.kill()
-    last = last_words(process)
-    assert last.startswith(f"Error: {told}")
-    assert last.endswith(" is gone: start the cluster again, and continue with --resume")
+    error = last_line(process)
+    assert error.startswith(f"Error: {message}")
+    assert error.endswith(" is gone: start the cluster again, and continue with --resume")
     assert process.returncode == 2
-    assert gone_on(tmp_path / "run") == alone
+    assert resume_locally(tmp_path / "run") == reference_files
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_run_with_a_ray_of_its_own_is_stopped(tmp_path, number):
-    process = begun(tmp_path / "run", "local")
-    assert of_ray(process.pid)
+def test_a_stopped_run_ends_its_local_ray(tmp_path, number):
+    process = start_run(tmp_path / "run", "local")
+    assert ray_commands(process.pid)
     process.send_signal(number)
     process.wait(60)
     process.stderr.close()
     assert until(
-        lambda: not of_ray(process.pid), 150
-    )  # agents of Ray look after their parent once a minute
+        lambda: not ray_commands(process.pid), 150
+    )  # agents of Ray check for their parent once a minute
     if number != signal.SIGKILL:
         assert process.returncode == 128 + number

@@ -1,4 +1,4 @@
-"""Configurations: valid ones are read as meant, others are one line with the cure."""
+"""Configurations: valid ones are read as intended, others give a one-line error with a cure."""
 
 import re
 import tomllib
@@ -23,7 +23,7 @@ from fedcb2o.nn import architectures
 
 
 @pytest.mark.parametrize("name", presets())
-def test_every_preset_is_valid_and_says_what_it_is(name):
+def test_every_preset_is_valid_and_has_a_title_and_a_description(name):
     experiment = load(name)
     assert experiment.name == name
     kinds = ("digits", "emnist", "typefaces", "fashion", "diabetes", "smollm")
@@ -85,17 +85,17 @@ def test_every_method_has_the_same_parameters_on_all_data(data, method):
     factor = algorithm.factor(experiment.training.gamma)
     assert factor == pytest.approx(FACTORS.get(method, 1.0))
     assert (algorithm.guards != NO_GUARDS) == (method == "fedassay")
-    hold_out, *others = AGENTS[method.rpartition("-")[2]]
+    hold_out, *agent_settings = AGENTS[method.rpartition("-")[2]]
     agents = experiment.agents
     assert (agents.hold_out, agents.validation == 1) == (hold_out, not hold_out)
-    assert [agents.split, agents.validation_loss, agents.colluders_own_model] == others
+    assert [agents.split, agents.validation_loss, agents.colluders_own_model] == agent_settings
     if data != "digits":
         linear = method.endswith("released")
         assert settings["model"]["dense_activation"] == ("none" if linear else "relu")
 
 
 @pytest.mark.parametrize("data", ["digits", "emnist-small", "emnist"])
-def test_the_presets_against_backdoors_are_the_default_with_one_more_criterion(data):
+def test_backdoor_presets_add_one_criterion_to_the_default(data):
     plain, backdoors = (
         load(f"{data}-fedassay{ending}").settings()["algorithm"] for ending in ("", "-backdoors")
     )
@@ -106,7 +106,7 @@ def test_the_presets_against_backdoors_are_the_default_with_one_more_criterion(d
     assert backdoors == plain
 
 
-def test_a_user_who_names_no_algorithm_gets_the_recommended_one():
+def test_the_default_algorithm_is_the_recommended_one():
     table = tiny()
     del table["algorithm"]
     experiment = load(table)
@@ -149,7 +149,7 @@ def test_titles_follow_the_algorithm(preset, changes, title):
     assert load(preset, changes).title == title
 
 
-def test_the_title_of_a_file_that_extends_a_preset_is_its_own_or_the_algorithm():
+def test_the_title_of_a_file_with_extends_is_its_own_or_from_the_algorithm():
     table = {"extends": "digits-fedcb2o-released", "name": "mine"}
     assert load(table).title == "FedCB2O (released)"
     assert load({**table, "title": "Mine"}, {"algorithm.alpha": 3.0}).title == "Mine"
@@ -159,14 +159,14 @@ def test_the_title_of_a_file_that_extends_a_preset_is_its_own_or_the_algorithm()
     "name",
     ["digits-fedassay", "digits-dfedavgm", "emnist-small-fedcb2o-paper", "emnist-oracle-max"],
 )
-def test_what_config_toml_holds_is_the_same_experiment(name):
+def test_settings_written_to_toml_load_as_the_same_experiment(name):
     experiment = load(name)
     again = load(tomllib.loads(tomli_w.dumps(experiment.settings())))
     assert again.fingerprint(3) == experiment.fingerprint(3)
     assert again.settings() == experiment.settings()
 
 
-def test_the_sources_of_an_experiment_are_alike(tmp_path):
+def test_files_mappings_and_experiments_load_equally(tmp_path):
     from_file, from_mapping = load(write(tmp_path / "tiny.toml")), load(tiny())
     assert (
         from_file
@@ -178,7 +178,7 @@ def test_the_sources_of_an_experiment_are_alike(tmp_path):
     assert tiny() == TINY
 
 
-def test_a_file_is_named_after_itself(tmp_path):
+def test_an_experiment_without_a_name_is_named_after_its_file(tmp_path):
     table = tiny()
     del table["name"]
     (tmp_path / "my-own.toml").write_text(tomli_w.dumps(table))
@@ -189,16 +189,16 @@ def test_extends_changes_a_preset_section_by_section(tmp_path):
     (tmp_path / "mine.toml").write_text(
         'extends = "digits-fedassay"\nrounds = 7\n[agents]\nbudget = 3\n[model]\nname = "logistic"\n'
     )
-    mine, preset = load(tmp_path / "mine.toml"), load("digits-fedassay")
-    assert (mine.name, mine.rounds, mine.agents.budget) == ("mine", 7, 3)
-    assert mine.agents.model_copy(update={"budget": preset.agents.budget}) == preset.agents
+    loaded, preset = load(tmp_path / "mine.toml"), load("digits-fedassay")
+    assert (loaded.name, loaded.rounds, loaded.agents.budget) == ("mine", 7, 3)
+    assert loaded.agents.model_copy(update={"budget": preset.agents.budget}) == preset.agents
     assert (
-        mine.model.parameters == {}
-    )  # another function: the parameters of the first do not follow it
-    assert mine.algorithm == preset.algorithm
+        loaded.model.parameters == {}
+    )  # another model does not inherit the parameters of the first
+    assert loaded.algorithm == preset.algorithm
 
 
-def test_changes_reach_every_depth():
+def test_changes_apply_at_every_depth():
     changed = load(
         tiny(),
         {
@@ -243,53 +243,57 @@ def test_changes_reach_every_depth():
         ("a=b", "a=b"),
     ],
 )
-def test_values_of_set_are_toml_or_words(text, value):
+def test_values_of_set_are_toml_or_strings(text, value):
     parsed = parse_value(text)
     assert parsed == value
     assert type(parsed) is type(value)
 
 
-def test_the_clean_twin_differs_in_the_role_alone():
+def test_the_clean_counterpart_differs_only_in_the_role():
     experiment = load(tiny())
-    twin = experiment.clean_counterpart()
-    assert (experiment.attacked, twin.attacked) == (True, False)
-    assert (twin.name, twin.agents.malicious_role) == ("tiny-clean", "clean")
-    assert "counterpart" in twin.title
-    back = twin.model_copy(update={"agents": experiment.agents})
-    assert back.fingerprint(0) == experiment.fingerprint(0)
+    counterpart = experiment.clean_counterpart()
+    assert (experiment.attacked, counterpart.attacked) == (True, False)
+    assert (counterpart.name, counterpart.agents.malicious_role) == ("tiny-clean", "clean")
+    assert "counterpart" in counterpart.title
+    restored = counterpart.model_copy(update={"agents": experiment.agents})
+    assert restored.fingerprint(0) == experiment.fingerprint(0)
 
 
-def test_the_fingerprint_is_that_of_what_the_numbers_depend_on():
-    one = load(tiny())
-    for same in (
+def test_the_fingerprint_depends_only_on_settings_that_change_results():
+    base = load(tiny())
+    for equivalent in (
         tiny(name="other"),
         tiny(seeds=[1, 2]),
         tiny(rounds=99),
         tiny(checkpoint_every=7),
         tiny(title="x"),
     ):
-        assert load(same).fingerprint(5) == one.fingerprint(5)
-    others = [
+        assert load(equivalent).fingerprint(5) == base.fingerprint(5)
+    changed = [
         tiny(training={"gamma": 0.06}),
         tiny(algorithm={"alpha": 2.5}),
         tiny(agents={"budget": 2}),
     ]
-    others += [tiny(evaluate_every=2), tiny(model={"name": "logistic"}), tiny(attack={"target": 3})]
-    prints = {load(table).fingerprint(5) for table in others} | {
-        one.fingerprint(5),
-        one.fingerprint(6),
+    changed += [
+        tiny(evaluate_every=2),
+        tiny(model={"name": "logistic"}),
+        tiny(attack={"target": 3}),
+    ]
+    fingerprints = {load(table).fingerprint(5) for table in changed} | {
+        base.fingerprint(5),
+        base.fingerprint(6),
     }
-    assert len(prints) == len(others) + 2
+    assert len(fingerprints) == len(changed) + 2
 
 
-def test_defaults_and_the_same_defaults_written_out_are_one_experiment():
+def test_explicit_defaults_do_not_change_the_fingerprint():
     assert load(tiny(algorithm={"kappa": 2.0})).fingerprint(0) == load(tiny()).fingerprint(0)
     assert load(tiny(agents={"participation": 1.0})).fingerprint(0) == load(tiny()).fingerprint(0)
 
 
 WRONG = {
-    # key = value: what the message holds
-    # Unknown keys, with the nearest right one, in every section.
+    # change: part of the message
+    # Unknown keys in every section, with the most similar key.
     "roundz=3": "there is no key `roundz`. Did you mean `rounds`?",
     "training.lr=1": "there is no key `training.lr`. It is `training.gamma` here",
     "attack.name=none": "there is no attack `none`. To have none, leave it out. Built in: ",
@@ -392,21 +396,21 @@ WRONG = {
     "algorithm.mixing_factor=2": "`mixing_factor` must be above 0 and at most 1, got 2",
     "algorithm.mixing_factor=0": "`mixing_factor` must be above 0 and at most 1, got 0",
     "algorithm.criterion_from_round=-1": "`criterion_from_round` must be 0 or more, got -1",
-    # What needs something else.
+    # Settings that need another setting.
     "algorithm.name=by_rule": "algorithm `by_rule` needs the parameter `rule`",
     "agents.malicious_role=benign": "hold no validation data",
 }
 
 
 @pytest.mark.parametrize("change", WRONG)
-def test_what_is_wrong_is_named_with_its_cure(change):
+def test_an_error_names_the_setting_and_a_cure(change):
     key, _, value = change.partition("=")
     with pytest.raises(ConfigError, match=re.escape(WRONG[change])) as caught:
         load(tiny(), {key: parse_value(value)})
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_missing_is_named():
+def test_missing_keys_are_named():
     for key in ("rounds", "data", "agents", "model"):
         table = tiny()
         del table[key]
@@ -424,7 +428,7 @@ def test_what_is_missing_is_named():
         load(table)
 
 
-def test_the_step_of_the_paper_may_not_overshoot():
+def test_a_consensus_step_above_1_is_refused():
     table = tiny(training={"gamma": 0.2}, algorithm={"name": "fedcbo"})
     with pytest.raises(
         ConfigError,
@@ -433,7 +437,7 @@ def test_the_step_of_the_paper_may_not_overshoot():
         load({**table, "algorithm": {"name": "fedcbo"}})
 
 
-def test_former_keys_keep_working_and_change_no_fingerprint():
+def test_former_names_keep_working_with_the_former_fingerprint():
     current = tiny(attack={"name": "random_model"})
     with pytest.warns(DeprecationWarning, match="is now called `random_model`"):
         experiment = load(tiny(attack={"name": "trash"}))
@@ -441,7 +445,7 @@ def test_former_keys_keep_working_and_change_no_fingerprint():
     assert '"trash"' in experiment.fingerprint(0)
 
 
-def test_the_clean_counterpart_has_a_former_name():
+def test_the_former_name_of_clean_counterpart_is_deprecated():
     with pytest.warns(DeprecationWarning, match="clean_counterpart"):
         assert load(tiny()).clean_twin().name == "tiny-clean"
 
@@ -468,13 +472,13 @@ def test_the_clean_counterpart_has_a_former_name():
         ("attack.from_round", np.array(1), 1),
     ],
 )
-def test_numbers_of_other_libraries_are_numbers(key, value, expected):
+def test_numpy_and_torch_numbers_are_converted(key, value, expected):
     settings = load("digits-fedassay", {key: value}).settings()
     section, _, name = key.rpartition(".")
-    found = (settings[section] if section else settings)[name]
-    plain = list(expected) if isinstance(expected, tuple) else expected
-    assert found == plain
-    assert type(found) is type(plain)
+    actual = (settings[section] if section else settings)[name]
+    converted = list(expected) if isinstance(expected, tuple) else expected
+    assert actual == converted
+    assert type(actual) is type(converted)
 
 
 @pytest.mark.parametrize(
@@ -490,18 +494,18 @@ def test_numbers_of_other_libraries_are_numbers(key, value, expected):
         ([Fraction(1)], "`seeds.0`: input should be a valid integer, got a Fraction"),
     ],
 )
-def test_seeds_that_no_record_can_hold_are_refused(seeds, message):
+def test_invalid_seeds_are_refused(seeds, message):
     with pytest.raises(ConfigError, match=message):
         load("digits-fedassay", {"seeds": seeds})
 
 
-def test_sections_made_in_python_take_numbers_of_other_libraries():
+def test_sections_in_python_convert_numpy_and_torch_numbers():
     agents = AgentsSection(benign=np.int64(3), malicious=np.int8(0), budget=torch.tensor(2))
     assert (agents.benign, agents.malicious, agents.budget) == (3, 0, 2)
     assert type(agents.benign) is int
 
 
-def test_parameters_of_a_users_function_may_be_arrays_and_paths():
+def test_parameters_of_a_user_function_may_be_arrays_and_paths():
     def network(shape, classes, *, widths: np.ndarray, rates: list[float], path: Path, free):
         """Return a network."""
 
@@ -516,7 +520,7 @@ def test_parameters_of_a_users_function_may_be_arrays_and_paths():
     assert experiment.settings()["model"]["path"] == "x"
 
 
-def test_a_file_whose_name_is_no_runs_name_gives_one(tmp_path):
+def test_a_file_name_is_converted_to_a_valid_run_name(tmp_path):
     table = {key: value for key, value in tiny().items() if key != "name"}
     path = tmp_path / "my experiment (2).toml"
     path.write_text(tomli_w.dumps(table))
@@ -530,7 +534,7 @@ def test_a_file_whose_name_is_no_runs_name_gives_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("labels", "source", "said"),
+    ("labels", "source", "note"),
     [
         (np.arange(1, 11), 9, "`attack.source` = 9 is the class called '10'"),
         (np.array(list("abcdefghij")), 9, ""),
@@ -538,16 +542,16 @@ def test_a_file_whose_name_is_no_runs_name_gives_one(tmp_path):
         (np.array(["4", *"abcdefghi"]), 9, "`attack.target` = 4 is the class called 'd'"),
     ],
 )
-def test_classes_of_an_attack_are_named_where_labels_are_other_numbers(
-    caplog, labels, source, said
+def test_a_note_names_the_attacked_class_if_its_label_is_another_number(
+    caplog, labels, source, note
 ):
     data = dataset(np.eye(20), np.tile(np.sort(labels), 2))
     check_attack_goal(load("digits-fedassay", {"attack.source": source}), data)
-    assert said in caplog.text
-    assert bool(caplog.text) == bool(said)
+    assert note in caplog.text
+    assert bool(caplog.text) == bool(note)
 
 
-def test_a_label_given_for_a_class_is_named_with_its_number():
+def test_a_label_instead_of_a_class_number_is_refused():
     data = dataset(np.eye(20), np.tile(np.arange(1, 11), 2))
     with pytest.raises(ConfigError, match="got 10: the class called 10 is 9"):
         check_attack_goal(load("digits-fedassay", {"attack.source": 10}), data)

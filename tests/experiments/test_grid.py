@@ -1,4 +1,4 @@
-"""A grid: its cells and baselines, its errors, and the same bits after any stop."""
+"""Grids: cells and baselines, errors, tuning, and the same bits after interruptions."""
 
 import json
 import os
@@ -38,7 +38,7 @@ MEAN = {"algorithm": {"name": "dfedavgm"}}
 
 
 def grid(**changes):
-    """A tiny grid, some of its keys changed."""
+    """Return a tiny grid with some keys changed."""
     base = {key: value for key, value in tiny(rounds=2).items() if key != "attack"}
     axes = {
         "defences": {"FedCB2O": {}, "DFedAvgM": MEAN},
@@ -48,7 +48,7 @@ def grid(**changes):
 
 
 def tuned(**changes):
-    """A grid with two candidates of one defence."""
+    """Return a grid with two candidates of one defence."""
     candidates = [{"algorithm": {"alpha": 1.0}}, {"algorithm": {"alpha": 5.0}}]
     defences = {"FedCB2O": {"tune": candidates}, "DFedAvgM": MEAN}
     return grid(
@@ -56,10 +56,10 @@ def tuned(**changes):
     )
 
 
-# What the cells are
+# Cells and baselines
 
 
-def test_cells_are_every_defence_against_every_attack_with_the_same_seeds():
+def test_cells_pair_every_defence_with_every_attack_on_the_same_seeds():
     cells = [cell for cell in load_grid(grid(seeds=[3, 4])).cells() if cell.kind == "cell"]
     assert [(cell.key.defence, cell.key.attack) for cell in cells] == [
         (defence, attack)
@@ -73,7 +73,7 @@ def test_cells_are_every_defence_against_every_attack_with_the_same_seeds():
     assert cells[3].experiment.name == "dfedavgm--alie"
 
 
-def test_a_defence_may_have_fewer_seeds_and_its_floors_with_it():
+def test_a_defence_with_fewer_seeds_has_baselines_with_fewer_seeds():
     defences = {"FedCB2O": {}, "DFedAvgM": {**MEAN, "seeds": [4]}}
     plan = load_grid(grid(seeds=[3, 4], defences=defences))
     assert {(cell.key.defence, cell.experiment.seeds) for cell in plan.cells()} == {
@@ -86,41 +86,41 @@ def test_a_defence_may_have_fewer_seeds_and_its_floors_with_it():
     assert load_grid(plan.to_table()).cells() == plan.cells()
 
 
-def test_attacks_of_equal_aims_share_a_floor():
+def test_attacks_with_the_same_goal_share_a_baseline():
     attacks = {
         "Label flip": FLIP,
         "Late": {"attack": {**FLIP["attack"], "from_round": 1}},
         "Gap": GAP,
         "ALIE": ALIE,
     }
-    more = {"Shift": {"attack": {"name": "shifted_labels"}}, "Back": BACKDOOR}
-    more |= {
+    others = {"Shift": {"attack": {"name": "shifted_labels"}}, "Back": BACKDOOR}
+    others |= {
         name: {"attack": {"name": f"{name}_flip", "target": 2}} for name in ("spread", "rarest")
     }
     weaker = {
         "Weak": {"attack": {**BACKDOOR["attack"], "share": 0.1}},
         "Small": {"attack": {"name": "backdoor", "target": 7}},
     }
-    cells = load_grid(grid(attacks={**attacks, **more, **weaker}, defences={"One": {}})).cells()
-    floor = {cell.key.attack: cell.baseline for cell in cells if cell.kind == "cell"}
-    assert floor["Label flip"] == floor["Late"] == floor["Gap"]
-    assert floor["ALIE"] == floor["Shift"]
-    assert floor["Back"] == floor["Weak"] != floor["Small"]
-    assert floor["spread"] == floor["rarest"]
-    assert len(set(floor.values())) == 5
-    floors = {
+    cells = load_grid(grid(attacks={**attacks, **others, **weaker}, defences={"One": {}})).cells()
+    baseline_of = {cell.key.attack: cell.baseline for cell in cells if cell.kind == "cell"}
+    assert baseline_of["Label flip"] == baseline_of["Late"] == baseline_of["Gap"]
+    assert baseline_of["ALIE"] == baseline_of["Shift"]
+    assert baseline_of["Back"] == baseline_of["Weak"] != baseline_of["Small"]
+    assert baseline_of["spread"] == baseline_of["rarest"]
+    assert len(set(baseline_of.values())) == 5
+    clean = {
         cell.folder.rpartition("/")[2]: cell.experiment for cell in cells if cell.kind == "clean"
     }
     removed = {
         cell.folder.rpartition("/")[2]: cell.experiment for cell in cells if cell.kind == "removed"
     }
-    assert floors.keys() == removed.keys() == set(floor.values())
-    assert {experiment.agents.malicious_role for experiment in floors.values()} == {"clean"}
+    assert clean.keys() == removed.keys() == set(baseline_of.values())
+    assert {experiment.agents.malicious_role for experiment in clean.values()} == {"clean"}
     assert {experiment.agents.malicious_role for experiment in removed.values()} == {"removed"}
-    assert removed[floor["Gap"]].settings()["attack"] == FLIP["attack"]
-    assert floors[floor["ALIE"]].attack is None
-    assert floors[floor["Gap"]].settings()["attack"] == FLIP["attack"]
-    trigger = floors[floor["Back"]].settings()["attack"]
+    assert removed[baseline_of["Gap"]].settings()["attack"] == FLIP["attack"]
+    assert clean[baseline_of["ALIE"]].attack is None
+    assert clean[baseline_of["Gap"]].settings()["attack"] == FLIP["attack"]
+    trigger = clean[baseline_of["Back"]].settings()["attack"]
     assert (trigger["name"], trigger["size"], trigger["target"]) == ("backdoor", 3, 7)
     folders = [cell.folder for cell in cells]
     for cell in cells:
@@ -128,16 +128,20 @@ def test_attacks_of_equal_aims_share_a_floor():
             assert folders.index(f"{role}/one/{cell.baseline}") < folders.index(cell.folder)
 
 
-def test_a_floor_is_the_clean_twin():
+def test_a_clean_baseline_is_the_clean_counterpart():
     experiment = load_grid(grid()).experiment("", "FedCB2O", "Label flip")
-    twin, floor = (
+    counterpart, clean = (
         experiment.clean_counterpart().settings(),
         fedcb2o.load(baseline_table(experiment, "clean")).settings(),
     )
-    assert {key for key in twin if twin[key] != floor.get(key)} == {"name", "title", "description"}
+    assert {key for key in counterpart if counterpart[key] != clean.get(key)} == {
+        "name",
+        "title",
+        "description",
+    }
 
 
-def test_who_would_ask_more_peers_than_are_left_asks_all_of_them():
+def test_the_budget_of_a_baseline_without_attackers_is_at_most_the_number_of_peers():
     experiment = load_grid(grid(agents={**tiny()["agents"], "budget": 5})).experiment(
         "", "DFedAvgM", "ALIE"
     )
@@ -150,7 +154,7 @@ def test_who_would_ask_more_peers_than_are_left_asks_all_of_them():
     assert fedcb2o.load(baseline_table(experiment, "removed")).agents.budget == 3
 
 
-def test_what_attacks_change_beside_the_attack_is_in_their_floor_too():
+def test_other_changes_of_an_attack_apply_to_its_baseline():
     attacks = {"Label flip": FLIP, "Alone": {**FLIP, "agents": {"colluders_own_model": False}}}
     cells = load_grid(grid(attacks=attacks, defences={"One": {}})).cells()
     assert [
@@ -158,7 +162,7 @@ def test_what_attacks_change_beside_the_attack_is_in_their_floor_too():
     ] == [True, False]
 
 
-def test_an_entry_that_attacks_nobody_has_no_floor():
+def test_an_entry_without_attackers_has_no_baseline():
     calm = {"agents": {"malicious_role": "clean"}, **FLIP}
     cells = load_grid(
         grid(attacks={"Label flip": FLIP, "Calm": calm}, defences={"One": {}})
@@ -174,7 +178,7 @@ def test_settings_multiply_the_cells():
     assert cells[0].folder == "cells/few/fedcb2o/label-flip"
 
 
-def test_a_preset_may_lie_under_a_grid():
+def test_a_grid_may_extend_a_preset():
     plan = load_grid(
         {
             "extends": "digits-fedassay",
@@ -204,7 +208,7 @@ def test_every_entry_of_the_built_in_grids_is_valid(name):
 @pytest.mark.parametrize(
     "name", [name for name in grids() if "FedAssay" in _read_built_in(name)["defences"]]
 )
-def test_fedassay_in_grids_is_that_of_its_preset(name):
+def test_fedassay_in_grids_equals_its_preset(name):
     plan = _parse_grid(_read_built_in(name))
     first = next(iter(plan.settings), ""), "FedAssay", next(iter(plan.attacks))
     settings = plan.experiment(*first).settings()
@@ -220,7 +224,7 @@ def test_every_cell_of_the_built_in_grids_is_valid(name):
     load_grid(name)
 
 
-def test_the_chosen_candidate_is_in_every_cell_of_its_defence_and_in_no_baselines_folder():
+def test_the_chosen_candidate_is_in_every_cell_of_its_defence_and_changes_no_folder():
     plan = load_grid(tuned())
     first, second = plan.cells({"FedCB2O": 0}), plan.cells({"FedCB2O": 1})
     assert [cell.folder for cell in first] == [cell.folder for cell in second]
@@ -233,7 +237,7 @@ def test_the_chosen_candidate_is_in_every_cell_of_its_defence_and_in_no_baseline
     ]
 
 
-# What is wrong, and where
+# Errors
 
 ODD = {
     "defences": {"FedCB2O": {"tune": [{}]}, "B": {"tune": [{}, {}]}},
@@ -349,13 +353,13 @@ for name, (changes, message) in WRONG_TUNING.items():
 
 
 @pytest.mark.parametrize(("table", "message"), CASES.values(), ids=CASES)
-def test_what_is_wrong_is_told_with_its_place(table, message):
+def test_an_error_names_the_entry_at_fault(table, message):
     with pytest.raises(ConfigError) as error:
         load_grid(table)
     assert message in str(error.value)
 
 
-def test_a_name_that_is_none_is_one_line(tmp_path, monkeypatch):
+def test_an_unknown_grid_name_gives_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert (
         "there is no grid `quik`. Did you mean `quick`? Built in: "
@@ -373,7 +377,7 @@ def test_a_name_that_is_none_is_one_line(tmp_path, monkeypatch):
     ) in here("bench", "mine").one_line()
 
 
-def test_a_folder_of_something_else_is_one_line(tmp_path):
+def test_a_folder_with_other_files_gives_a_one_line_error(tmp_path):
     path, full = tmp_path / "grid.toml", tmp_path / "full"
     path.write_text(tomli_w.dumps(grid()))
     full.mkdir()
@@ -384,20 +388,20 @@ def test_a_folder_of_something_else_is_one_line(tmp_path):
     )
 
 
-# What tuning chooses
+# Tuning
 
 
-def trial(folder, number, attack, scores, defence="fedcb2o"):
+def write_trial(folder, number, attack, scores, defence="fedcb2o"):
     for seed, (accuracy, rate) in scores.items():
-        inside = folder / "tuning" / defence / str(number) / attack / f"seed-{seed}"
-        inside.mkdir(parents=True)
-        (inside.parent / "config.toml").write_text("")
-        (inside / "summary.json").write_text(
+        seed_folder = folder / "tuning" / defence / str(number) / attack / f"seed-{seed}"
+        seed_folder.mkdir(parents=True)
+        (seed_folder.parent / "config.toml").write_text("")
+        (seed_folder / "summary.json").write_text(
             json.dumps({"rounds": 1, "accuracy": accuracy, "attack_success_rate": rate})
         )
 
 
-def test_the_smallest_worst_regret_is_chosen_among_all_defences(tmp_path):
+def test_tuning_by_worst_regret_compares_all_defences(tmp_path):
     candidates = [{"algorithm": {"alpha": 1.0}}, {"algorithm": {"alpha": 5.0}}]
     rival = {**MEAN, "tune": [{}, {"algorithm": {"selection": "prob_sampling"}}]}
     plan = load_grid(
@@ -406,14 +410,14 @@ def test_the_smallest_worst_regret_is_chosen_among_all_defences(tmp_path):
             tuning={"seeds": [7], "attacks": ["Label flip", "ALIE"], "score": "worst_regret"},
         )
     )
-    trial(tmp_path, 1, "label-flip", {7: (0.9, 0.0)})
-    trial(tmp_path, 1, "alie", {7: (0.5, None)})  # 0.3 behind the mean, on average 0.7
-    trial(tmp_path, 2, "label-flip", {7: (0.7, 0.0)})  # 0.2 behind the first candidate
-    trial(tmp_path, 2, "alie", {7: (0.6, None)})  # 0.2 behind the mean, on average 0.65
-    trial(tmp_path, 1, "label-flip", {7: (0.6, 0.2)}, defence="mean")  # 0.5 behind
-    trial(tmp_path, 1, "alie", {7: (0.8, None)}, defence="mean")
-    trial(tmp_path, 2, "label-flip", {7: (0.3, 0.0)}, defence="mean")
-    trial(tmp_path, 2, "alie", {7: (0.7, None)}, defence="mean")
+    write_trial(tmp_path, 1, "label-flip", {7: (0.9, 0.0)})
+    write_trial(tmp_path, 1, "alie", {7: (0.5, None)})  # 0.3 behind the mean, on average 0.7
+    write_trial(tmp_path, 2, "label-flip", {7: (0.7, 0.0)})  # 0.2 behind the first candidate
+    write_trial(tmp_path, 2, "alie", {7: (0.6, None)})  # 0.2 behind the mean, on average 0.65
+    write_trial(tmp_path, 1, "label-flip", {7: (0.6, 0.2)}, defence="mean")  # 0.5 behind
+    write_trial(tmp_path, 1, "alie", {7: (0.8, None)}, defence="mean")
+    write_trial(tmp_path, 2, "label-flip", {7: (0.3, 0.0)}, defence="mean")
+    write_trial(tmp_path, 2, "alie", {7: (0.7, None)}, defence="mean")
     choices = {}
     assert _tuning.choose(tmp_path, plan, choices, {}) == {}
     assert choices["FedCB2O"]["scores"] == pytest.approx([-0.3, -0.2])
@@ -421,23 +425,25 @@ def test_the_smallest_worst_regret_is_chosen_among_all_defences(tmp_path):
     assert _tuning.best_candidates(choices) == {"FedCB2O": 1, "Mean": 0}
 
 
-def test_the_best_mean_of_accuracy_less_success_is_chosen_and_kept(tmp_path):
+def test_the_candidate_with_the_best_mean_score_is_chosen_and_kept(tmp_path):
     attacks = {"tuning": {"seeds": [7, 8], "attacks": ["Label flip", "ALIE"]}}
     plan = load_grid(tuned(**attacks))
-    trial(tmp_path, 1, "label-flip", {7: (0.9, 0.5), 8: (0.9, 0.3)})  # 0.4, 0.6
-    trial(tmp_path, 1, "alie", {7: (0.8, None), 8: (0.6, None)})  # the mean of the four is 0.6
-    trial(tmp_path, 2, "label-flip", {7: (0.8, 0.0), 8: (0.8, 0.1)})  # 0.8, 0.7
-    trial(tmp_path, 2, "alie", {7: (0.5, None), 8: (0.6, None)})  # 0.65, with less accuracy
-    frozen = _tuning.read_choices(tmp_path, plan)
-    assert _tuning.choose(tmp_path, plan, frozen, {}) == {}
-    assert _tuning.best_candidates(frozen) == {"FedCB2O": 1}
+    write_trial(tmp_path, 1, "label-flip", {7: (0.9, 0.5), 8: (0.9, 0.3)})  # 0.4, 0.6
+    write_trial(
+        tmp_path, 1, "alie", {7: (0.8, None), 8: (0.6, None)}
+    )  # the mean of the four is 0.6
+    write_trial(tmp_path, 2, "label-flip", {7: (0.8, 0.0), 8: (0.8, 0.1)})  # 0.8, 0.7
+    write_trial(tmp_path, 2, "alie", {7: (0.5, None), 8: (0.6, None)})  # 0.65, with less accuracy
+    choices = _tuning.read_choices(tmp_path, plan)
+    assert _tuning.choose(tmp_path, plan, choices, {}) == {}
+    assert _tuning.best_candidates(choices) == {"FedCB2O": 1}
     written = json.loads((tmp_path / "tuning.json").read_text())["FedCB2O"]
     assert written["scores"] == pytest.approx([0.6, 0.65])
     assert written["by_attack"][0] == {
         "Label flip": pytest.approx([0.4, 0.6]),
         "ALIE": pytest.approx([0.8, 0.6]),
     }
-    assert _tuning.read_choices(tmp_path, plan) == frozen
+    assert _tuning.read_choices(tmp_path, plan) == choices
     other = tuned(
         **attacks,
         defences={
@@ -451,17 +457,17 @@ def test_the_best_mean_of_accuracy_less_success_is_chosen_and_kept(tmp_path):
         _tuning.read_choices(tmp_path, load_grid(other))
 
 
-def test_a_candidate_that_cannot_run_is_not_chosen_and_without_any_the_defence_is_unfit(tmp_path):
+def test_failed_candidates_are_not_chosen_and_a_defence_with_only_failed_ones_fails(tmp_path):
     plan = load_grid(tuned())
-    trial(tmp_path, 1, "alie", {1001: (0.2, None)})
-    frozen = {}
-    assert _tuning.choose(tmp_path, plan, frozen, {"tuning/fedcb2o/2/alie": "too much"}) == {}
-    assert frozen["FedCB2O"]["scores"] == [0.2, None]
-    none = _tuning.choose(
-        tmp_path, plan, nothing := {}, {f"tuning/fedcb2o/{k}/alie": "too much" for k in (1, 2)}
+    write_trial(tmp_path, 1, "alie", {1001: (0.2, None)})
+    choices = {}
+    assert _tuning.choose(tmp_path, plan, choices, {"tuning/fedcb2o/2/alie": "too much"}) == {}
+    assert choices["FedCB2O"]["scores"] == [0.2, None]
+    failures = _tuning.choose(
+        tmp_path, plan, no_choices := {}, {f"tuning/fedcb2o/{k}/alie": "too much" for k in (1, 2)}
     )
-    assert none["FedCB2O"].startswith("none of its candidates could run; FedCB2O, candidate")
-    assert nothing == {}
+    assert failures["FedCB2O"].startswith("none of its candidates could run; FedCB2O, candidate")
+    assert no_choices == {}
 
 
 def alphas(*values):
@@ -469,11 +475,11 @@ def alphas(*values):
 
 
 @pytest.mark.parametrize(
-    ("candidates", "scores", "following"),
+    ("candidates", "scores", "expected"),
     [
-        (alphas(1.0, 2.0, 5.0), [0.1, 0.3, 0.2], None),  # it lies inside
+        (alphas(1.0, 2.0, 5.0), [0.1, 0.3, 0.2], None),  # the best has two neighbours
         (alphas(1.0, 2.0, 5.0), [0.1, 0.2, 0.3], {"algorithm": {"alpha": 12.5}}),
-        (alphas(2, 5, 1), [0.1, 0.2, 0.3], None),  # of whole numbers above 0 none is beyond 1
+        (alphas(2, 5, 1), [0.1, 0.2, 0.3], None),  # no whole number above 0 is below 1
         (alphas(4, 8, 2), [0.1, 0.2, 0.3], {"algorithm": {"alpha": 1}}),
         (alphas(0.0, 0.5), [0.3, 0.2], {"algorithm": {"alpha": -0.5}}),
         (alphas(1.0, 2.0, 5.0), [0.2, 0.1, None], {"algorithm": {"alpha": 0.5}}),
@@ -483,7 +489,7 @@ def alphas(*values):
             [{}, *alphas(1.0, 4.0)],
             [0.1, 0.2, 0.3],
             {"algorithm": {"alpha": 16.0}},
-        ),  # its default is no number
+        ),  # the default is not a number
         (
             [{"algorithm": {"own_model": "judged"}}, {"algorithm": {"own_model": "trusted"}}],
             [0.1, 0.2],
@@ -491,76 +497,76 @@ def alphas(*values):
         ),
     ],
 )
-def test_what_lies_beyond_the_best_candidate(candidates, scores, following):
-    assert _tuning.extrapolate(candidates, scores) == following
+def test_a_candidate_beyond_the_best_end_is_extrapolated(candidates, scores, expected):
+    assert _tuning.extrapolate(candidates, scores) == expected
 
 
-def test_candidates_are_added_until_the_best_lies_inside_or_nothing_lies_beyond(tmp_path):
+def test_candidates_are_added_until_the_best_has_two_neighbours_or_a_limit_is_reached(tmp_path):
     plan = load_grid(tuned(tuning={"seeds": [7], "attacks": ["ALIE"], "widen": 3}))
     for number, accuracy in ((1, 0.2), (2, 0.3)):
-        trial(tmp_path, number, "alie", {7: (accuracy, None)})
-    once = _tuning.extend(tmp_path, plan, {}, {})
-    assert once.candidates["FedCB2O"] == alphas(1.0, 5.0, 25.0)
-    assert once.to_table() == plan.to_table()  # the file stays what it is
-    trial(tmp_path, 3, "alie", {7: (0.25, None)})
-    assert _tuning.extend(tmp_path, once, {}, {}) is once
-    assert _tuning.choose(tmp_path, once, frozen := {}, {}) == {}
-    assert _tuning.best_candidates(frozen) == {"FedCB2O": 1}
-    again = _tuning.read_choices(tmp_path, plan)
-    assert _tuning.with_added_candidates(plan, again).candidates == once.candidates
-    down = load_grid(
+        write_trial(tmp_path, number, "alie", {7: (accuracy, None)})
+    extended = _tuning.extend(tmp_path, plan, {}, {})
+    assert extended.candidates["FedCB2O"] == alphas(1.0, 5.0, 25.0)
+    assert extended.to_table() == plan.to_table()  # the table of the file does not change
+    write_trial(tmp_path, 3, "alie", {7: (0.25, None)})
+    assert _tuning.extend(tmp_path, extended, {}, {}) is extended
+    assert _tuning.choose(tmp_path, extended, choices := {}, {}) == {}
+    assert _tuning.best_candidates(choices) == {"FedCB2O": 1}
+    reread = _tuning.read_choices(tmp_path, plan)
+    assert _tuning.with_added_candidates(plan, reread).candidates == extended.candidates
+    at_limit = load_grid(
         tuned(
             defences={"A": {"tune": alphas(0.0, 5.0)}},
             tuning={"seeds": [7], "attacks": ["ALIE"], "widen": 3},
         )
     )
     for number, accuracy in ((1, 0.3), (2, 0.2)):
-        trial(tmp_path, number, "alie", {7: (accuracy, None)}, defence="a")
-    assert _tuning.extend(tmp_path, down, {}, {}) is down  # alpha cannot be below 0
+        write_trial(tmp_path, number, "alie", {7: (accuracy, None)}, defence="a")
+    assert _tuning.extend(tmp_path, at_limit, {}, {}) is at_limit  # alpha cannot be below 0
 
 
-# How long it will take
+# Time estimates
 
 
-def test_the_estimate_is_by_defence_and_nothing_before_there_is_a_basis():
-    pace, cells = TimeEstimate(jobs=2), load_grid(grid(seeds=[0, 1])).cells()
-    by = {(cell.kind, cell.key.defence, cell.key.attack): cell for cell in cells}
-    fast = [by["cell", "DFedAvgM", attack] for attack in ("Label flip", "ALIE")]
-    slow = [by["cell", "FedCB2O", attack] for attack in ("Label flip", "ALIE")]
+def test_the_time_estimate_is_by_defence_and_none_before_the_first_result():
+    estimate, cells = TimeEstimate(jobs=2), load_grid(grid(seeds=[0, 1])).cells()
+    by_key = {(cell.kind, cell.key.defence, cell.key.attack): cell for cell in cells}
+    fast = [by_key["cell", "DFedAvgM", attack] for attack in ("Label flip", "ALIE")]
+    slow = [by_key["cell", "FedCB2O", attack] for attack in ("Label flip", "ALIE")]
     for cell in (*fast, *slow):
-        pace.add(cell, seeds=2)
-    assert pace.remaining() is None
-    assert pace.weight(fast[0]) == float("inf")
-    assert pace.finish(fast[0], 4.0) == 2.0
-    assert pace.remaining() == pytest.approx(
+        estimate.add(cell, seeds=2)
+    assert estimate.remaining() is None
+    assert estimate.weight(fast[0]) == float("inf")
+    assert estimate.finish(fast[0], 4.0) == 2.0
+    assert estimate.remaining() == pytest.approx(
         3 * 4 / 2
-    )  # nothing is known of the other: as much as all
-    assert pace.finish(slow[0], 20.0) == 10.0
-    assert pace.weight(slow[1]) == 20.0 > pace.weight(fast[1]) == 4.0
-    assert pace.remaining() == pytest.approx(20.0)  # the longest alone
-    assert pace.finish(fast[1], None) is None  # it failed, and teaches nothing
-    assert pace.remaining() == pytest.approx(20.0)
+    )  # the other defence, still unknown, counts as the mean of all
+    assert estimate.finish(slow[0], 20.0) == 10.0
+    assert estimate.weight(slow[1]) == 20.0 > estimate.weight(fast[1]) == 4.0
+    assert estimate.remaining() == pytest.approx(20.0)  # the longest cell alone
+    assert estimate.finish(fast[1], None) is None  # a failed cell has no time
+    assert estimate.remaining() == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"), [(8.2, "8 s"), (99.0, "99 s"), (720.0, "12 min"), (12600.0, "3.5 h")]
+    ("seconds", "text"), [(8.2, "8 s"), (99.0, "99 s"), (720.0, "12 min"), (12600.0, "3.5 h")]
 )
-def test_durations_are_told_as_one_reads_them(seconds, told):
-    assert format_duration(seconds) == told
+def test_durations_are_formatted_in_a_suitable_unit(seconds, text):
+    assert format_duration(seconds) == text
 
 
-# Run for real
+# Complete runs
 
 
 WIDENED = {
     "seeds": [1001],
     "attacks": ["ALIE"],
     "widen": 1,
-}  # of two candidates one is always an end
+}  # the better of two candidates is always at an end
 
 
 class NoWorkers:
-    """A process pool that runs the cells in this process, which saves the start of a worker."""
+    """A process pool that runs cells in this process, to save the start of a worker."""
 
     def reload_if_stale(self):
         pass
@@ -582,8 +588,8 @@ def bench_here(*arguments):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """A grid's file, and the folder of a run of it that nobody disturbed."""
+def reference_grid(tmp_path_factory):
+    """Return the file of a grid and the folder of an uninterrupted run of it."""
     folder = tmp_path_factory.mktemp("grid")
     path = folder / "mine.toml"
     path.write_text(tomli_w.dumps(tuned(name="mine", rounds=6, tuning=WIDENED)))
@@ -593,24 +599,24 @@ def undisturbed(tmp_path_factory):
     return path, folder / "undisturbed"
 
 
-def everything(folder):
-    """All bits of a grid that its file determines."""
+def grid_bits(folder):
+    """Return the bits of a grid that its file determines, without times."""
     cells = json.loads((folder / "cells.json").read_text())["cells"]
     seeds = {"tuning": 1001}
-    found = {
+    run_bits = {
         cell["folder"]: bits(folder / cell["folder"], seeds.get(cell["kind"], 1000))
         for cell in cells
     }
     untimed = [{**cell, "seconds": None} for cell in cells]
     return {
-        **found,
+        **run_bits,
         "cells": untimed,
         **{n: (folder / n).read_bytes() for n in ("grid.toml", "tuning.json")},
     }
 
 
-def test_a_grid_is_the_runs_that_its_cells_are(undisturbed, tmp_path):
-    path, folder = undisturbed
+def test_a_grid_has_the_same_bits_as_separate_runs_of_its_cells(reference_grid, tmp_path):
+    path, folder = reference_grid
     chosen = _tuning.best_candidates(_tuning.read_choices(folder, load_grid(path)))
     plan = _tuning.with_added_candidates(
         load_grid(path), _tuning.read_choices(folder, load_grid(path))
@@ -628,7 +634,7 @@ def test_a_grid_is_the_runs_that_its_cells_are(undisturbed, tmp_path):
     assert "partial" not in page
 
 
-def test_what_cells_share_is_changed_from_the_command_line(tmp_path):
+def test_the_command_line_changes_the_settings_that_cells_share(tmp_path):
     path, out = tmp_path / "mine.toml", tmp_path / "grid"
     longer = {"rounds": 3, "training": {**tiny()["training"], "batch_size": 4}}
     defences = {
@@ -637,7 +643,7 @@ def test_what_cells_share_is_changed_from_the_command_line(tmp_path):
         "FedCBO": {**longer},
     }
     path.write_text(tomli_w.dumps(grid(seeds=[4, 5, 6], defences=defences, attacks={"ALIE": ALIE})))
-    words = (
+    arguments = (
         "bench",
         path,
         "--out",
@@ -649,16 +655,20 @@ def test_what_cells_share_is_changed_from_the_command_line(tmp_path):
         "--seeds",
         "4,7",
     )
-    assert here(*words, "--jobs", 1).status == 0
-    made = tomllib.loads((out / "grid.toml").read_text())
-    assert (made["seeds"], made["rounds"], made["training"]["batch_size"]) == ([4, 7], 1, 16)
+    assert here(*arguments, "--jobs", 1).status == 0
+    table = tomllib.loads((out / "grid.toml").read_text())
+    assert (table["seeds"], table["rounds"], table["training"]["batch_size"]) == ([4, 7], 1, 16)
     paths = {path.parent.parent.name: path for path in out.glob("cells/*/alie/config.toml")}
-    found = {name: tomllib.loads(path.read_text()) for name, path in paths.items()}
-    said = {
-        name: (each["seeds"], each["rounds"], each["training"]["batch_size"])
-        for name, each in found.items()
+    configs = {name: tomllib.loads(path.read_text()) for name, path in paths.items()}
+    values = {
+        name: (config["seeds"], config["rounds"], config["training"]["batch_size"])
+        for name, config in configs.items()
     }
-    assert said == {"fedcb2o": ([4], 1, 16), "dfedavgm": ([4, 7], 1, 16), "fedcbo": ([4, 7], 3, 4)}
+    assert values == {
+        "fedcb2o": ([4], 1, 16),
+        "dfedavgm": ([4, 7], 1, 16),
+        "fedcbo": ([4, 7], 3, 4),
+    }
     with pytest.raises(ConfigError, match="grid `quick` with changes: there is no key `tau`"):
         load_grid("quick", {"tau": 1})
     for wrong in ({"defences": 3}, {"defences": {"FedCB2O": {"seeds": 3}}}):
@@ -667,14 +677,14 @@ def test_what_cells_share_is_changed_from_the_command_line(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
-def test_a_device_that_is_not_there_is_one_line_before_anything_begins(tmp_path):
-    told = here("bench", "quick", "--device", "cuda", "--out", tmp_path / "grid").one_line()
-    assert told.startswith("`device` = 'cuda' is not a device that PyTorch")
+def test_a_missing_device_gives_a_one_line_error_before_the_grid_starts(tmp_path):
+    message = here("bench", "quick", "--device", "cuda", "--out", tmp_path / "grid").one_line()
+    assert message.startswith("`device` = 'cuda' is not a device that PyTorch")
     assert not list(tmp_path.glob("grid/*"))
 
 
-def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp_path):
-    path, folder = undisturbed
+def test_a_folder_with_runs_needs_resume_and_the_same_grid(reference_grid, tmp_path):
+    path, folder = reference_grid
     assert (
         "already holds runs of this grid: --resume continues it"
         in here("bench", path, "--out", folder).one_line()
@@ -697,33 +707,33 @@ def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp
             "tuning": {"seeds": [1002], "attacks": ["ALIE"]}
         },
     }
-    for told, change in changes.items():
+    for message, change in changes.items():
         other.write_text(tomli_w.dumps(tuned(**{"name": "mine", "rounds": 6, **change})))
-        assert told in here("bench", other, "--out", folder, "--resume").one_line()
+        assert message in here("bench", other, "--out", folder, "--resume").one_line()
     plan = load_grid(
         tuned(name="mine", rounds=6, attacks={"Label flip": FLIP, "ALIE": ALIE, "Gap": GAP})
     )
-    frozen = _tuning.read_choices(folder, plan)
+    choices = _tuning.read_choices(folder, plan)
     before = (folder / "grid.toml").read_bytes()
     _open_grid(
         folder,
         plan,
-        frozen,
+        choices,
         {},
-        [*plan.trials(), *plan.cells(_tuning.best_candidates(frozen))],
+        [*plan.trials(), *plan.cells(_tuning.best_candidates(choices))],
         True,
     )  # cells may be added
     (folder / "grid.toml").write_bytes(before)
 
 
-def test_what_is_damaged_in_a_grid_fails_its_cell_alone(undisturbed, tmp_path):
-    path, folder = undisturbed
+def test_a_damaged_file_in_a_grid_fails_only_its_cell(reference_grid, tmp_path):
+    path, folder = reference_grid
     shutil.copytree(folder, tmp_path / "grid")
-    out, before = tmp_path / "grid", everything(folder)
-    lost, empty, hurt = (path.parent for path in sorted(out.glob("cells/*/*/config.toml"))[:3])
+    out, before = tmp_path / "grid", grid_bits(folder)
+    lost, empty, changed = (path.parent for path in sorted(out.glob("cells/*/*/config.toml"))[:3])
     (lost / "config.toml").write_text("rounds = = 3")
     (empty / "seed-1000" / "summary.json").write_text("")
-    metrics = hurt / "seed-1000" / "metrics.jsonl"
+    metrics = changed / "seed-1000" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace("0.1", "0.2", 1))
     (out / "cells.json").write_text("[]")
     assert "cells.json is damaged" in here("report", out, "--out", tmp_path / "page").one_line()
@@ -734,20 +744,20 @@ def test_what_is_damaged_in_a_grid_fails_its_cell_alone(undisturbed, tmp_path):
     assert f"{metrics} is damaged: it does not hold what was written" in done.err
     assert f"{out / 'cells.json'} was damaged" in done.err
     assert f"{lost / 'config.toml'} cannot be read" in done.err
-    for cell in (hurt, empty):
+    for cell in (changed, empty):
         shutil.rmtree(cell / "seed-1000")
     shutil.rmtree(lost)
     assert bench_here(path, "--out", out, "--resume").status == 0
-    assert everything(out) == before
+    assert grid_bits(out) == before
     chosen = out / "tuning.json"
     chosen.write_text(
         chosen.read_text().replace('"best": 0', '"best": 1').replace('"best": 2', '"best": 1')
     )
-    for words in (
+    for arguments in (
         ("report", out, "--out", tmp_path / "page"),
         ("bench", path, "--out", out, "--resume"),
     ):
-        assert "tuning.json is damaged" in here(*words).one_line()
+        assert "tuning.json is damaged" in here(*arguments).one_line()
 
 
 def start_bench(path, out, jobs=2):
@@ -755,7 +765,7 @@ def start_bench(path, out, jobs=2):
 
 
 def wait_for_runs(out, count):
-    """Wait until so many runs have ended, and then until another has begun a round."""
+    """Wait until `count` runs have ended and another one has started a round."""
     deadline = time.monotonic() + 90
     while len(list(out.rglob("summary.json"))) < count and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -764,8 +774,8 @@ def wait_for_runs(out, count):
 
 @needs_proc
 @pytest.mark.slow
-def test_a_kill_and_an_interrupt_lose_nothing_and_change_no_bit(undisturbed, tmp_path):
-    path, folder = undisturbed
+def test_a_grid_resumed_after_a_kill_and_an_interrupt_has_the_same_bits(reference_grid, tmp_path):
+    path, folder = reference_grid
     out = tmp_path / "disturbed"
     process = start_bench(path, out, jobs=1)
     wait_for_runs(out, 1)
@@ -774,17 +784,17 @@ def test_a_kill_and_an_interrupt_lose_nothing_and_change_no_bit(undisturbed, tmp
     assert_gone(process.pid)
     process = start_bench(path, out)
     wait_for_runs(out, 4)
-    os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C on a terminal is: everybody gets it
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C on a terminal: every process gets it
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (130, ""), errors
     assert errors.splitlines()[-1].startswith("Interrupted. What is written stays"), errors
     assert "Traceback" not in errors
     assert_gone(process.pid)
-    goes_on_to(folder, path, out)
+    assert_resumed_bits(folder, path, out)
 
 
-def goes_on_to(folder, path, out):
-    """The grid that was stopped in `out` has the bits of the one in `folder` when it is resumed."""
+def assert_resumed_bits(folder, path, out):
+    """Resume the grid that was stopped in `out`; assert that it has the bits of `folder`."""
     done = len(list(out.rglob("summary.json")))
     assert done < 15
     (out / "tuning.json.tmp").write_text("half")  # as a kill may leave it
@@ -792,26 +802,28 @@ def goes_on_to(folder, path, out):
     assert last.status == 0, last.err
     before = re.search(r"(\d+) of 1[45] cells were done before", last.err)
     assert done <= (int(before[1]) if before else 0) < 15
-    assert everything(out) == everything(folder)
+    assert grid_bits(out) == grid_bits(folder)
     assert not list(out.rglob("*.tmp"))
 
 
 @needs_proc
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 2, 6])
-def test_the_processes_of_a_killed_grid_end_themselves(undisturbed, tmp_path, count):
-    path, folder = undisturbed
+def test_workers_of_a_killed_grid_end_by_themselves(reference_grid, tmp_path, count):
+    path, folder = reference_grid
     out = tmp_path / "disturbed"
     process = start_bench(path, out)
     wait_for_runs(out, count)
     time.sleep(3 * (not count))
-    process.kill()  # it alone
+    process.kill()  # only the main process
     process.communicate(timeout=60)
-    goes_on_to(folder, path, out)  # at once: it waits for whom it left behind
+    assert_resumed_bits(
+        folder, path, out
+    )  # at once: it waits for the workers of the killed process
     assert_gone(process.pid)
 
 
-PART = """
+USER_MODULE = """
 from pathlib import Path
 
 from fedcb2o import Shard
@@ -825,12 +837,10 @@ def attack(shard, draw):
 """
 
 
-def test_a_cell_that_fails_is_told_and_the_others_go_on_and_it_is_tried_again(
-    tmp_path, monkeypatch
-):
+def test_a_failed_cell_is_reported_does_not_stop_others_and_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "parts.py").write_text(PART)
+    (tmp_path / "parts.py").write_text(USER_MODULE)
     attacks = {"Mine": {"attack": {"name": "parts:attack"}}, "ALIE": ALIE}
     (tmp_path / "mine.toml").write_text(
         tomli_w.dumps(grid(attacks=attacks, defences={"DFedAvgM": MEAN}))
@@ -840,8 +850,8 @@ def test_a_cell_that_fails_is_told_and_the_others_go_on_and_it_is_tried_again(
     assert "Failed: DFedAvgM, Mine: the tide is out" in done.err
     assert done.err.splitlines()[-1].startswith("1 of 4 cells failed; --resume tries them again.")
     assert fedcb2o.Run(tmp_path / "out/cells/dfedavgm/alie").complete
-    told = here("report", tmp_path / "out", "--out", tmp_path / "report")
-    assert "Note: DFedAvgM, Mine failed: the tide is out." in told.err
+    report = here("report", tmp_path / "out", "--out", tmp_path / "report")
+    assert "Note: DFedAvgM, Mine failed: the tide is out." in report.err
     assert "failed" in (tmp_path / "report/matrices/accuracy.md").read_text()
     (tmp_path / "ready").write_text("")
     again = bench_here("mine.toml", "--out", "out", "--resume")

@@ -1,4 +1,4 @@
-"""The primitives of a run are those that it asks for, or fit its memory, and are told."""
+"""Kernels of a run: as configured, or chosen to fit in memory, and shown by --verbose."""
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ from fedcb2o.kernels import _autotune, _onednn, devices
 IMAGES = {"name": "cnn", "hidden": 4}
 
 
-def test_patches_that_memory_has_no_room_for_are_not_made(tmp_path, monkeypatch):
+def test_unfolded_convolution_is_chosen_only_if_its_patches_fit_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(devices, "resolve_device", lambda _: torch.device("meta"))
     monkeypatch.setattr(_autotune, "fastest_batched_convolution", lambda *_: "unfolded")
     monkeypatch.setattr(
-        devices, "max_batched_agents", lambda *given: 2 if given[-1] == "unfolded" else 5
+        devices, "max_batched_agents", lambda *arguments: 2 if arguments[-1] == "unfolded" else 5
     )
     for together, expected in ((None, ("unfolded", 2)), (2, ("unfolded", 2)), (4, ("grouped", 4))):
         changes = {} if together is None else {"together": together}
@@ -29,13 +29,13 @@ def test_patches_that_memory_has_no_room_for_are_not_made(tmp_path, monkeypatch)
         assert (chosen["convolution"], chosen["together"]) == expected
 
 
-def test_a_choice_that_this_pytorch_lacks_is_an_error(tmp_path, monkeypatch):
+def test_onednn_is_an_error_if_pytorch_lacks_it(tmp_path, monkeypatch):
     monkeypatch.setattr(_onednn, "is_available", lambda: False)
     with pytest.raises(RunError, match="needs oneDNN, which this PyTorch lacks"):
         run(tiny(linear="onednn"), out=tmp_path / "run", workers=1)
 
 
-def test_another_way_is_an_error():
+def test_an_unknown_convolution_is_an_error():
     with pytest.raises(
         ConfigError,
         match=(
@@ -46,7 +46,7 @@ def test_another_way_is_an_error():
         run(tiny(convolution="winograd"))
 
 
-def test_verbose_says_what_was_chosen(tmp_path):
+def test_verbose_shows_the_chosen_kernels(tmp_path):
     path = write(tmp_path / "tiny.toml", rounds=1)
     done = here("run", path, "--out", tmp_path / "run", "--workers", 1, "--verbose")
     assert "tiny seed 1000: processes 1, large dense layers by torch" in done.err

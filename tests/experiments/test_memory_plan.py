@@ -1,4 +1,4 @@
-"""The memory of a run: its processes and the place of its models, before it begins."""
+"""The memory plan of a run: number of processes, and models in memory or on disk."""
 
 import functools
 import json
@@ -18,163 +18,164 @@ from fedcb2o.parallel import _resources, _shared_memory
 from fedcb2o.simulation import checkpoint
 
 
-def planned(tmp_path, given, count=1, **changes):
-    """The plan of 6 agents with 100,000 parameters each."""
+def plan(tmp_path, memory, count=1, **changes):
+    """Plan the memory of 6 agents with 100,000 parameters each."""
     experiment = load(tiny(**changes))
     return _memory_plan.plan_memory(
-        experiment, load_dataset(experiment, None), 100_000, count, given, tmp_path
+        experiment, load_dataset(experiment, None), 100_000, count, memory, tmp_path
     )
 
 
-def test_models_go_to_memory_or_to_disk(tmp_path, monkeypatch):
+def test_models_are_in_memory_if_they_fit_and_on_disk_otherwise(tmp_path, monkeypatch):
     monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
-    whole = planned(tmp_path, 10**9)
-    assert whole.model_bytes == 6 * 4 * 100_000
-    assert (whole.folder, whole.columns_per_mix) == (None, None)
-    assert planned(tmp_path, whole.other_bytes + whole.model_bytes).folder is None
-    on_disk = planned(tmp_path, whole.other_bytes + whole.model_bytes - 1)
+    in_memory = plan(tmp_path, 10**9)
+    assert in_memory.model_bytes == 6 * 4 * 100_000
+    assert (in_memory.folder, in_memory.columns_per_mix) == (None, None)
+    assert plan(tmp_path, in_memory.other_bytes + in_memory.model_bytes).folder is None
+    on_disk = plan(tmp_path, in_memory.other_bytes + in_memory.model_bytes - 1)
     assert on_disk.folder == tmp_path
-    assert 4 * 6 * on_disk.columns_per_mix <= whole.model_bytes / 2
-    assert "in memory" in str(whole)
+    assert 4 * 6 * on_disk.columns_per_mix <= in_memory.model_bytes / 2
+    assert "in memory" in str(in_memory)
     assert f"on disk, in {tmp_path}" in str(on_disk)
 
 
-def test_what_fits_is_said(tmp_path, monkeypatch):
+def test_the_error_names_the_number_of_agents_that_would_fit(tmp_path, monkeypatch):
     monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
     monkeypatch.setattr(_memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
-    whole = planned(tmp_path, 10**9)
+    in_memory = plan(tmp_path, 10**9)
     with pytest.raises(
         RunError,
         match=r"^6 agents need .* of memory, or on disk .* that are free: 3 agents would fit$",
     ):
-        planned(tmp_path, whole.other_bytes + whole.model_bytes // 2)
+        plan(tmp_path, in_memory.other_bytes + in_memory.model_bytes // 2)
     with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
-        planned(tmp_path, 1000)
+        plan(tmp_path, 1000)
 
 
-def test_what_is_too_small_to_mix_in_is_said(tmp_path, monkeypatch):
-    """Without memory to mix in, neither disk nor models that fit help."""
+def test_too_little_memory_for_mixing_is_refused(tmp_path, monkeypatch):
+    """Mixing needs memory even if the models are on disk."""
     monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
     monkeypatch.setattr(
         _memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18)
     )
-    rest = planned(tmp_path, 10**9).other_bytes
+    overhead = plan(tmp_path, 10**9).other_bytes
     assert (
-        planned(tmp_path, rest + 8 * 6 * _memory_plan.REDUCTION_TILE_COLUMNS).columns_per_mix
+        plan(tmp_path, overhead + 8 * 6 * _memory_plan.REDUCTION_TILE_COLUMNS).columns_per_mix
         == _memory_plan.REDUCTION_TILE_COLUMNS
     )
     with pytest.raises(RunError, match=r": 5 agents would fit$"):
-        planned(tmp_path, rest + 8 * 6 * _memory_plan.REDUCTION_TILE_COLUMNS - 1)
+        plan(tmp_path, overhead + 8 * 6 * _memory_plan.REDUCTION_TILE_COLUMNS - 1)
 
 
 @pytest.fixture
-def eight(monkeypatch):
-    """A machine of eight processors, with work for all; processes need memory for training only."""
+def eight_processors(monkeypatch):
+    """Simulate eight processors with work for all; processes need memory only for training."""
     monkeypatch.setattr(_memory_plan, "MIN_PARALLEL_FLOPS", 0.0)
     monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
     monkeypatch.setattr(_memory_plan._resources, "available_processors", lambda: 8)
 
 
-def test_as_many_processes_work_as_there_is_work_and_room_for(tmp_path, eight, monkeypatch):
+def test_the_number_of_processes_is_limited_by_work_and_memory(
+    tmp_path, eight_processors, monkeypatch
+):
     many = {"agents": {"benign": 9}}
-    assert planned(tmp_path, 10**9, None).processes == 6
-    assert planned(tmp_path, 10**9, None, **many).processes == 8
-    assert planned(tmp_path, 10**9, 3, **many).processes == 3
+    assert plan(tmp_path, 10**9, None).processes == 6
+    assert plan(tmp_path, 10**9, None, **many).processes == 8
+    assert plan(tmp_path, 10**9, 3, **many).processes == 3
     monkeypatch.setattr(_memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
-    three = planned(tmp_path, 10**9, 3, **many)
+    three = plan(tmp_path, 10**9, 3, **many)
     enough = three.model_bytes + three.other_bytes
-    assert planned(tmp_path, enough, None, **many) == three
-    assert planned(tmp_path, enough - 1, None, **many).processes == 2
+    assert plan(tmp_path, enough, None, **many) == three
+    assert plan(tmp_path, enough - 1, None, **many).processes == 2
     monkeypatch.setattr(_memory_plan, "MIN_PARALLEL_FLOPS", 1e99)
-    assert planned(tmp_path, 10**9, None, **many).processes == 1
+    assert plan(tmp_path, 10**9, None, **many).processes == 1
 
 
-def test_up_to_half_of_the_processes_are_given_for_memory(tmp_path, eight, monkeypatch):
+def test_up_to_half_of_the_processes_are_dropped_to_keep_models_in_memory(
+    tmp_path, eight_processors, monkeypatch
+):
     many = {"agents": {"benign": 60}}
     monkeypatch.setattr(
         _memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18)
     )
-    eight_of_them, five, four = (planned(tmp_path, 10**10, count, **many) for count in (8, 5, 4))
-    assert (
-        planned(
-            tmp_path, eight_of_them.model_bytes + eight_of_them.other_bytes - 1, None, **many
-        ).processes
-        == 7
-    )
-    assert planned(tmp_path, five.model_bytes + five.other_bytes, None, **many) == five
-    below = planned(tmp_path, four.model_bytes + four.other_bytes, None, **many)
+    eight, five, four = (plan(tmp_path, 10**10, count, **many) for count in (8, 5, 4))
+    assert plan(tmp_path, eight.model_bytes + eight.other_bytes - 1, None, **many).processes == 7
+    assert plan(tmp_path, five.model_bytes + five.other_bytes, None, **many) == five
+    below = plan(tmp_path, four.model_bytes + four.other_bytes, None, **many)
     assert (below.processes, below.folder) == (5, tmp_path)
-    asked = planned(tmp_path, five.model_bytes + five.other_bytes - 1, 5, **many)
+    asked = plan(tmp_path, five.model_bytes + five.other_bytes - 1, 5, **many)
     assert (asked.processes, asked.folder) == (5, tmp_path)
 
 
-def test_processes_that_would_fit_are_named(tmp_path, eight, monkeypatch):
-    monkeypatch.setattr(_memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
-    two = planned(tmp_path, 10**9, 2)
-    with pytest.raises(RunError, match=r": --workers 2 would fit$"):
-        planned(tmp_path, two.model_bytes + two.other_bytes, 5)
-    with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
-        planned(tmp_path, 1000, 5)
-    with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
-        planned(tmp_path, 1000, None)
-
-
-def test_small_models_lie_in_memory_with_no_more_processes_than_it_has_room_for(
-    tmp_path, eight, monkeypatch
+def test_the_error_names_the_number_of_processes_that_would_fit(
+    tmp_path, eight_processors, monkeypatch
 ):
-    one = planned(tmp_path, 10**9, 1)
+    monkeypatch.setattr(_memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    two = plan(tmp_path, 10**9, 2)
+    with pytest.raises(RunError, match=r": --workers 2 would fit$"):
+        plan(tmp_path, two.model_bytes + two.other_bytes, 5)
+    with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
+        plan(tmp_path, 1000, 5)
+    with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
+        plan(tmp_path, 1000, None)
+
+
+def test_small_models_stay_in_memory_with_as_many_processes_as_fit(
+    tmp_path, eight_processors, monkeypatch
+):
+    one = plan(tmp_path, 10**9, 1)
     assert one.model_bytes < one.other_bytes
     monkeypatch.setattr(_memory_plan._resources, "free_memory", lambda: one.model_bytes)
-    assert planned(tmp_path, None, None) == one
-    assert planned(tmp_path, None, 4) == planned(tmp_path, 10**9, 4)
+    assert plan(tmp_path, None, None) == one
+    assert plan(tmp_path, None, 4) == plan(tmp_path, 10**9, 4)
 
 
-def test_all_that_takes_memory_counts(tmp_path, monkeypatch):
+def test_the_plan_counts_data_and_training_of_every_process(tmp_path, monkeypatch):
     monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
     training = (
         12 * _memory_plan.MAX_BATCH_PARAMETERS
-    )  # of small dense networks so many numbers at once
-    data = planned(tmp_path, 10**9).other_bytes - training
-    assert planned(tmp_path, 10**9, together=50).other_bytes == data + 12 * 6 * 100_000
-    assert planned(tmp_path, 10**9, count=2).other_bytes == 2 * (
+    )  # small dense networks train in batches of this size
+    data = plan(tmp_path, 10**9).other_bytes - training
+    assert plan(tmp_path, 10**9, together=50).other_bytes == data + 12 * 6 * 100_000
+    assert plan(tmp_path, 10**9, count=2).other_bytes == 2 * (
         data + training
-    )  # the data as they were read, and shared
+    )  # the data as read, and their shared copy
 
 
-def test_a_checkpoint_that_is_there_needs_no_more_room(tmp_path, monkeypatch):
+def test_an_existing_checkpoint_needs_no_more_disk_space(tmp_path, monkeypatch):
     monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
-    whole = planned(tmp_path, 10**9)
+    in_memory = plan(tmp_path, 10**9)
     monkeypatch.setattr(
         _memory_plan.shutil,
         "disk_usage",
-        lambda folder: SimpleNamespace(free=2 * whole.model_bytes),
+        lambda folder: SimpleNamespace(free=2 * in_memory.model_bytes),
     )
-    given = whole.other_bytes + whole.model_bytes - 1
+    memory = in_memory.other_bytes + in_memory.model_bytes - 1
     with pytest.raises(RunError, match="would fit"):
-        planned(tmp_path, given)
+        plan(tmp_path, memory)
     (tmp_path / checkpoint.FILE).touch()
-    assert planned(tmp_path, given).folder == tmp_path
+    assert plan(tmp_path, memory).folder == tmp_path
 
 
 def test_the_memory_of_a_killed_run_counts_as_free(tmp_path, monkeypatch):
-    """It is given back before it is looked how much there is."""
+    """Shared memory of a killed run is released before the free memory is measured."""
     shared = tmp_path / "shm"
     shared.mkdir()
-    left = shared / f"{_shared_memory.PREFIX}1-0{_shared_memory.SUFFIX}"
-    left.touch()
+    leftover = shared / f"{_shared_memory.PREFIX}1-0{_shared_memory.SUFFIX}"
+    leftover.touch()
     monkeypatch.setattr(_shared_memory, "_candidate_folders", lambda: [shared])
     monkeypatch.setattr(
-        _memory_plan._resources, "free_memory", lambda: 1000 if left.exists() else 10**10
+        _memory_plan._resources, "free_memory", lambda: 1000 if leftover.exists() else 10**10
     )
-    assert planned(tmp_path, None).folder is None
-    assert not left.exists()
+    assert plan(tmp_path, None).folder is None
+    assert not leftover.exists()
 
 
 @pytest.mark.parametrize(
     ("asked", "processors", "expected"),
     [(40, 2, 2), (2, 2, 2), (40, 8, 6), (6, 8, 6), (1, 8, 1), (2, 1, 1)],
 )
-def test_no_more_processes_work_than_there_are_processors_and_agents(
+def test_processes_are_limited_by_processors_and_agents(
     monkeypatch, caplog, asked, processors, expected
 ):
     monkeypatch.setattr(_resources, "available_processors", lambda: processors)
@@ -185,7 +186,7 @@ def test_no_more_processes_work_than_there_are_processors_and_agents(
     assert caplog.messages == ([] if asked == expected else [note])
 
 
-def test_forty_processes_are_asked_for_and_one_works(tmp_path, monkeypatch):
+def test_a_run_records_the_limited_number_of_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(_resources, "available_processors", lambda: 1)
     fedcb2o.run(tiny(rounds=1), out=tmp_path / "run", workers=40)
     assert json.loads((tmp_path / "run/seed-1000/environment.json").read_text())["workers"] == 1
@@ -200,7 +201,7 @@ def test_fewer_than_one_process_is_refused(tmp_path, asked):
 
 @needs_proc
 @pytest.mark.parametrize(
-    ("limit", "changes", "words"),
+    ("limit", "changes", "message"),
     [
         ("-v 700000", (), "PyTorch takes 1.00 GiB: raise it"),
         ("-v 1700000", ("model.hidden=[400000]",), "a process may map"),
@@ -213,28 +214,28 @@ def test_fewer_than_one_process_is_refused(tmp_path, asked):
         ),
     ],
 )
-def test_what_a_limit_forbids_is_one_line(tmp_path, limit, changes, words):
+def test_a_resource_limit_gives_a_one_line_error(tmp_path, limit, changes, message):
     path = write(tmp_path / "tiny.toml")
-    given = [word for change in changes for word in ("--set", change)]
-    arguments = ["run", path, "--out", tmp_path / "run", "--workers", 2, *given]
-    said = command(
+    options = [word for change in changes for word in ("--set", change)]
+    arguments = ["run", path, "--out", tmp_path / "run", "--workers", 2, *options]
+    line = command(
         "-c", f'ulimit {limit}; exec "$0" "$@"', FEDCB2O, *arguments, program="sh"
     ).one_line()
-    assert words in said
+    assert message in line
 
 
-def test_full_memory_is_one_line(tmp_path, monkeypatch):
+def test_full_memory_gives_a_one_line_error(tmp_path, monkeypatch):
     errors = (
         MemoryError(),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ..."),
     )
-    there = Exception(
+    worker_error = Exception(
         "Traceback ...: MemoryError\n\nThe above exception was the direct cause"
-    )  # a worker's
-    blamed = [(ConfigError("the model `own` failed"), cause) for cause in (*errors, there)]
-    for error, cause in [*((error, None) for error in errors), *blamed]:
+    )  # of a worker
+    wrapped = [(ConfigError("the model `own` failed"), cause) for cause in (*errors, worker_error)]
+    for error, cause in [*((error, None) for error in errors), *wrapped]:
 
-        def fail(*given, error=error, cause=cause, **more):
+        def fail(*arguments, error=error, cause=cause, **options):
             raise error from cause
 
         monkeypatch.setattr(
@@ -246,12 +247,12 @@ def test_full_memory_is_one_line(tmp_path, monkeypatch):
         )
 
 
-def test_models_that_a_killed_run_left_on_disk_go_before_the_next(tmp_path):
+def test_model_files_of_a_killed_run_are_removed_by_the_next_run(tmp_path):
     fedcb2o.run(tiny(rounds=1), out=tmp_path, workers=1)
-    left = tmp_path / "seed-1000" / f"{_shared_memory.PREFIX}1-0{_shared_memory.SUFFIX}"
-    left.write_bytes(b"models")
+    leftover = tmp_path / "seed-1000" / f"{_shared_memory.PREFIX}1-0{_shared_memory.SUFFIX}"
+    leftover.write_bytes(b"models")
     fedcb2o.run(tiny(rounds=2), out=tmp_path, workers=1, resume=True)
-    assert not left.exists()
+    assert not leftover.exists()
 
 
 @pytest.mark.parametrize(
@@ -277,32 +278,32 @@ def test_models_that_a_killed_run_left_on_disk_go_before_the_next(tmp_path):
         (7, 7),
     ],
 )
-def test_sizes(text, expected):
+def test_sizes_are_parsed(text, expected):
     assert _memory_plan.parse_size(text) == expected
 
 
 @pytest.mark.parametrize("text", ["24 gigs", "-1GiB", "GiB", "", "24iB", "1e9", "1,5GB", "24 G B"])
-def test_what_is_no_size_is_one_line(tmp_path, text):
+def test_an_invalid_size_gives_a_one_line_error(tmp_path, text):
     with pytest.raises(ConfigError, match="needs a size such as 24GiB"):
         _memory_plan.parse_size(text)
-    said = here(
+    line = here(
         "run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run", f"--memory={text}"
     ).one_line()
-    assert "needs a size such as 24GiB" in said
+    assert "needs a size such as 24GiB" in line
     assert not (tmp_path / "run").exists()
 
 
-def test_which_size_is_which_is_in_the_help():
-    told = " ".join(here("run", "--help").out.replace("│", " ").split())
-    assert "24GiB (1024^3 bytes each)" in told
+def test_the_help_explains_sizes():
+    help_text = " ".join(here("run", "--help").out.replace("│", " ").split())
+    assert "24GiB (1024^3 bytes each)" in help_text
 
 
-def test_what_is_refused_writes_nothing_and_the_next_command_may_use_its_folder(tmp_path):
+def test_a_refused_run_writes_nothing_and_its_folder_can_be_used(tmp_path):
     path, out = write(tmp_path / "tiny.toml"), tmp_path / "run"
-    said = here(
+    line = here(
         "run", path, "--set", "rounds=4", "--out", out, "--memory", "1MiB", "--workers", 1
     ).one_line()
-    assert "need" in said
+    assert "need" in line
     assert not out.exists()
     with pytest.raises(RunError, match=r"agents need .* of 1\.0 MiB of memory"):
         fedcb2o.run(path, out=out, memory="1MiB")
@@ -310,7 +311,7 @@ def test_what_is_refused_writes_nothing_and_the_next_command_may_use_its_folder(
     assert here("run", path, "--set", "agents.budget=2", "--out", out).status == 0
 
 
-def test_what_is_done_needs_no_memory(tmp_path):
+def test_a_finished_run_needs_no_memory(tmp_path):
     done = fedcb2o.run(tiny(), out=tmp_path)
     again = fedcb2o.run(tiny(), out=tmp_path, memory="1MiB", resume=True)
     assert again.records.equals(done.records)
@@ -325,19 +326,19 @@ def test_models_on_disk_have_the_same_bits(tmp_path, monkeypatch, workers, algor
         **({"algorithm": algorithm} if algorithm else {}),
     }
     fedcb2o.run(tiny(**changes), out=tmp_path / "memory", workers=workers)
-    chosen = functools.partial(_memory_plan.MemoryPlan, workers, 0, 0, columns_per_mix=4100)
+    make_plan = functools.partial(_memory_plan.MemoryPlan, workers, 0, 0, columns_per_mix=4100)
     monkeypatch.setattr(
         sys.modules["fedcb2o.experiments.runs._local_backend"],
         "plan_memory",
-        lambda *given: chosen(folder=given[-1]),
+        lambda *arguments: make_plan(folder=arguments[-1]),
     )
-    made, shared = [], _shared_memory.allocate_shared
+    folders, allocate = [], _shared_memory.allocate_shared
     monkeypatch.setattr(
         _shared_memory,
         "allocate_shared",
-        lambda specs, folder: made.append(folder) or shared(specs, folder),
+        lambda specs, folder: folders.append(folder) or allocate(specs, folder),
     )
     fedcb2o.run(tiny(**changes), out=tmp_path / "disk", workers=workers)
-    assert made == [tmp_path / "disk/seed-1000"]
+    assert folders == [tmp_path / "disk/seed-1000"]
     assert not list(tmp_path.rglob("*.tensors"))
     assert bits(tmp_path / "disk") == bits(tmp_path / "memory")

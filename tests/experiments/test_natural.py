@@ -1,6 +1,7 @@
-"""Runs on data that agents bring, and with losses other than the cross-entropy: from Python, from
-the command line, by several processes; what is measured, by hand from the models of the
-checkpoint."""
+"""Runs on data with owners and with losses other than the cross-entropy.
+
+Expected scores are computed from the models of the checkpoint.
+"""
 
 import filecmp
 from typing import Any
@@ -41,8 +42,8 @@ NUMBERS = {
 }
 
 
-def owned(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Two features and the larger one; owners of different sizes and means."""
+def owner_data(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return two features, the class by the larger one, and owners of different sizes and means."""
     draw, owner = np.random.default_rng(seed), np.repeat(list(SIZES), list(SIZES.values()))
     place = {name: draw.normal(size=2) for name in SIZES}
     x = np.stack([place[name] + draw.normal(size=2) for name in owner]).astype(np.float32)
@@ -50,12 +51,12 @@ def owned(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def with_global() -> Dataset:
-    (x, y, owner), (x_test, y_test, _) = owned(), owned(1)
+    (x, y, owner), (x_test, y_test, _) = owner_data(), owner_data(1)
     return fedcb2o.dataset(x, y, owner=owner, x_test=x_test, y_test=y_test)
 
 
 def numbers() -> Dataset:
-    x, _, owner = owned()
+    x, _, owner = owner_data()
     return fedcb2o.dataset(x, x[:, :1] - 2 * x[:, 1:], owner=owner, numbers=True)
 
 
@@ -70,7 +71,7 @@ def normed(input_shape, num_outputs) -> nn.Module:
 
 
 def natural(**changes: Any) -> dict[str, Any]:
-    """The experiment with other values in some sections."""
+    """Return the experiment with changed sections."""
     return {
         **EXPERIMENT,
         **{k: {**EXPERIMENT[k], **v} if k == "training" else v for k, v in changes.items()},
@@ -86,7 +87,7 @@ def last_models(done):
     return theta[:, : done.about(1)["dim"]]
 
 
-def test_each_agent_is_scored_on_its_own_and_on_what_tests_everybody(tmp_path):
+def test_agents_are_scored_on_their_own_and_on_the_global_test_samples(tmp_path):
     done, data = run(tmp_path / "run"), with_global()
     about, last = done.about(1), done.records[done.records["round"] == 2]
     assert about["names"] == sorted(SIZES)
@@ -96,25 +97,25 @@ def test_each_agent_is_scored_on_its_own_and_on_what_tests_everybody(tmp_path):
     module = architectures.mlp([2], 2, hidden=[4])
     for j, theta in enumerate(last_models(done)):
         row = last.iloc[j]
-        held = SIZES[about["names"][j]] - about["num_tested"][j]
-        assert row.num_samples == (held if row.malicious else held - round(0.2 * held))
+        num_held = SIZES[about["names"][j]] - about["num_tested"][j]
+        assert row.num_samples == (num_held if row.malicious else num_held - round(0.2 * num_held))
         parameters.bind_(module, theta.clone())
-        right = module(data.test.x).argmax(1) == data.test.y
-        own, everybodys = (data.owners.test == k for k in (j, -1))
+        is_right = module(data.test.x).argmax(1) == data.test.y
+        own, common = (data.owners.test == k for k in (j, -1))
         if row.malicious:
             assert np.isnan(row.accuracy)
             assert np.isnan(row.global_accuracy)
         else:
-            assert row.accuracy == pytest.approx(float(right[own].float().mean()))
-            assert row.global_accuracy == pytest.approx(float(right[everybodys].float().mean()))
+            assert row.accuracy == pytest.approx(float(is_right[own].float().mean()))
+            assert row.global_accuracy == pytest.approx(float(is_right[common].float().mean()))
             assert row.source_accuracy == pytest.approx(
-                float(right[own & (data.test.y == 1)].float().mean())
+                float(is_right[own & (data.test.y == 1)].float().mean())
             )
     summary = done.summary_of(1)
     assert summary["global_accuracy"] == pytest.approx(last.global_accuracy.mean())
 
 
-def test_numbers_are_learnt_by_the_loss_that_is_named(tmp_path):
+def test_regression_trains_with_the_configured_loss(tmp_path):
     done, data = run(tmp_path / "run", **NUMBERS, rounds=30, evaluate_every=5), numbers()
     rows = done.records[~done.records.malicious].dropna(subset="test_loss")
     assert rows.accuracy.isna().all()
@@ -130,15 +131,18 @@ def test_numbers_are_learnt_by_the_loss_that_is_named(tmp_path):
             own = data.owners.test == j
             loss = (module(data.test.x[own]) - data.test.y[own]).square().mean()
             assert final.test_loss[j] == pytest.approx(loss.item(), rel=1e-5)
-    # The criterion works on it: who trains on noise is trusted less than a benign peer.
+    # The criterion works on regression: an attacker with noise gets less weight than a benign peer.
     weights = done.pairs[(done.pairs.agent != done.pairs.peer) & (done.pairs["round"] > 5)]
-    bad = done.agents[done.agents.malicious].agent.iloc[0]
-    weights = weights[weights.agent != bad]
-    assert weights[weights.peer == bad].weight.mean() < weights[weights.peer != bad].weight.mean()
+    attacker = done.agents[done.agents.malicious].agent.iloc[0]
+    weights = weights[weights.agent != attacker]
+    assert (
+        weights[weights.peer == attacker].weight.mean()
+        < weights[weights.peer != attacker].weight.mean()
+    )
 
 
 @pytest.mark.parametrize("changes", [{}, NUMBERS], ids=["classes", "numbers"])
-def test_several_processes_find_the_same(tmp_path, changes):
+def test_two_processes_give_the_same_results(tmp_path, changes):
     one, two = run(tmp_path / "one", **changes), run(tmp_path / "two", workers=2, **changes)
     assert torch.equal(last_models(one), last_models(two))
     for name in ("metrics.jsonl", "pairs.jsonl", "agents.json", "summary.json"):
@@ -147,8 +151,8 @@ def test_several_processes_find_the_same(tmp_path, changes):
         )
 
 
-def test_known_clusters_of_owners_are_those_of_figure_6(tmp_path):
-    """They change nothing but what attackers and reports know: here there is no attacker."""
+def test_reports_use_the_known_clusters_of_owners(tmp_path):
+    """Without attackers the known clusters change only the reports."""
     agents = {"num_clusters": 1, "benign": 4, "malicious": 0, "budget": 3}
     clusters = [["west", "east"], ["north"], ["south"]]
     plain = run(tmp_path / "plain", agents=agents, attack=None)
@@ -164,15 +168,18 @@ def test_known_clusters_of_owners_are_those_of_figure_6(tmp_path):
     }
 
 
-def test_a_loss_of_ones_own(tmp_path):
-    own = {**NUMBERS, "training": {"gamma": 0.05, "loss": mean_of_squares}}
-    built_in, mine = run(tmp_path / "built-in", **NUMBERS), run(tmp_path / "mine", **own)
-    assert torch.equal(last_models(built_in), last_models(mine))
-    assert mine.config["training"]["loss"] == {"name": f"{ME}:mean_of_squares"}
+def test_a_user_loss_gives_the_same_models_as_the_built_in_loss(tmp_path):
+    changes = {**NUMBERS, "training": {"gamma": 0.05, "loss": mean_of_squares}}
+    built_in, user_defined = (
+        run(tmp_path / "built-in", **NUMBERS),
+        run(tmp_path / "mine", **changes),
+    )
+    assert torch.equal(last_models(built_in), last_models(user_defined))
+    assert user_defined.config["training"]["loss"] == {"name": f"{ME}:mean_of_squares"}
 
 
-def test_with_statistics_of_norms_and_another_optimiser(tmp_path):
-    """An agent's statistics are those of its own samples, on its own and the common test set."""
+def test_regression_with_batch_norms_and_another_optimiser(tmp_path):
+    """The statistics of an agent's batch norms are computed from its own samples."""
     network = {"name": normed, "buffers": "local"}
     training = {"gamma": 0.05, "loss": "absolute_error", "optimiser": "adamw", "batch_size": 10}
     done = run(tmp_path / "run", **{**NUMBERS, "model": network, "training": training}, rounds=3)
@@ -186,8 +193,8 @@ def test_with_statistics_of_norms_and_another_optimiser(tmp_path):
         done.confusion(0)
 
 
-def test_from_the_command_line(tmp_path):
-    x, y, owner = owned()
+def test_the_command_line_runs_reports_and_resumes(tmp_path):
+    x, y, owner = owner_data()
     np.savez(tmp_path / "mine.npz", x=x, y=y, owner=owner)
     settings = natural(data={"name": "arrays", "path": "mine.npz"})
     (tmp_path / "natural.toml").write_text(tomli_w.dumps(settings))
@@ -212,7 +219,7 @@ def test_from_the_command_line(tmp_path):
     assert done.status == 0, done.err
 
 
-def test_a_report_of_numbers(tmp_path):
+def test_a_report_of_regression_shows_the_test_loss(tmp_path):
     run(tmp_path / "run", **NUMBERS)
     assert here("report", tmp_path / "run", "--out", tmp_path / "report").status == 0
     compared = here("compare", tmp_path / "run")
@@ -274,14 +281,14 @@ def test_a_report_of_numbers(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be(tmp_path, changes, message):
+def test_invalid_settings_are_refused(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message) as caught:
         run(tmp_path / "run", **changes)
     assert "\n" not in str(caught.value)
 
 
-def test_believed_numbers_of_samples():
-    """An agent is believed to hold as many as the largest owner, or as it may."""
+def test_the_limit_of_claimed_samples_is_the_largest_possible_count():
+    """The limit is the count of the largest owner, or the configured number of samples."""
     assert prepare_seed(load(natural()), 0, with_global()).spec.max_samples == 30 - 8
     capped = {**EXPERIMENT["agents"], "benign_samples": 9, "malicious_samples": 12}
     assert prepare_seed(load(natural(agents=capped)), 0, with_global()).spec.max_samples == 12

@@ -1,4 +1,4 @@
-"""Networks whose output is not a function of parameters and one sample are refused by name; others are not."""
+"""Checks of networks: an output must depend only on the parameters and one sample."""
 
 import random
 
@@ -29,7 +29,7 @@ IMAGES = torch.from_numpy(stream(1, "x").random((2, 3, 8, 8))).float()
 
 
 class Net(nn.Module):
-    """A dense layer between two functions (module, x) of one's own."""
+    """A dense layer between two optional functions (module, x)."""
 
     def __init__(self, before=None, after=None, **attributes):
         super().__init__()
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Three tokens of four numbers each, through a layer made by `make(width)`."""
+    """A network for three tokens of four numbers each; `make(width)` returns its middle layer."""
 
     def __init__(self, make):
         super().__init__()
@@ -87,7 +87,7 @@ class Counter(nn.Module):
 
 
 def check(make, x=X, buffers="local", random_evaluation=False):
-    """Make a network twice, as `build_module` does, and check it."""
+    """Build a network twice, as `build_module` does, and check it."""
 
     def build():
         module = make()
@@ -138,7 +138,7 @@ def routed(self, x):
 
 
 def copies(share=False):
-    """A network that begins with the parameters of another one."""
+    """Return a network with the initial parameters of `PRETRAINED`."""
     network = nn.Linear(12, 4)
     if share:
         network.weight.data = PRETRAINED.weight.data
@@ -192,13 +192,13 @@ GOOD_ON_IMAGES = {
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 @pytest.mark.parametrize("name", GOOD)
-def test_networks_of_every_kind_pass(name):
+def test_valid_networks_pass(name):
     check(GOOD[name])
 
 
 @pytest.mark.parametrize("buffers", ["local", "shared", "dropped"])
 @pytest.mark.parametrize("name", GOOD_ON_IMAGES)
-def test_networks_on_images_pass(name, buffers):
+def test_valid_networks_on_images_pass(name, buffers):
     check(GOOD_ON_IMAGES[name], IMAGES, buffers)
 
 
@@ -209,7 +209,7 @@ def by_data(transpose=False):
 
 
 def stale():
-    """A product of weights that is computed once."""
+    """Return a network that computes a product of weights only once."""
 
     def before(self, x):
         if self.product is None:
@@ -268,7 +268,7 @@ def listed(self, x):
 
 
 class Default(nn.Linear):
-    """A counter whose first value is the class's."""
+    """A counter whose initial value is a class attribute."""
 
     steps = 0
 
@@ -317,7 +317,7 @@ BAD = {
         lambda: Net(lambda self, x: x * random.random() if self.training else x),
         "keeps state in something that it keeps, .* draw random numbers by PyTorch alone",
     ),
-    # samples that meet
+    # outputs that depend on other samples
     "batch statistics": (
         lambda: Net(lambda self, x: (x - x.mean(0)) / (x.std(0) + 1e-5)),
         "mixes samples, first in the forward pass of Net: .* batch_first=True",
@@ -415,7 +415,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_networks_that_depend_on_more_are_named(name):
+def test_networks_that_depend_on_other_samples_or_state_are_reported(name):
     make, message = BAD[name]
     expected = pytest.raises(ConfigError, match=message)
     if "mixes samples" in message or "first in its layer `layer" in message:
@@ -430,8 +430,8 @@ def test_networks_that_depend_on_more_are_named(name):
         check(make)
 
 
-def test_random_evaluation_repeats():
-    """Outputs are those of plain dropout after one seed; PyTorch's generator is as before."""
+def test_random_evaluation_is_repeatable():
+    """Outputs equal plain dropout after one seed; the generator of PyTorch does not change."""
     check(lambda: Net(lambda self, x: F.dropout(x, 0.5)), random_evaluation=True)
     network = Net(lambda self, x: F.dropout(x, 0.5)).eval()
     torch.manual_seed(int(stream(3, "evaluation").integers(2**63)))
@@ -453,27 +453,27 @@ def dropping(input_shape, num_classes):
 
 
 @pytest.mark.slow
-def test_random_evaluation_is_the_same_however_it_is_run(tmp_path):
+def test_random_evaluation_gives_the_same_bits_in_one_and_two_processes(tmp_path):
     experiment = tiny(model={"name": dropping, "random_evaluation": True}, rounds=2)
     bits_however(tmp_path, experiment)
     with pytest.warns(UserWarning, match=r"the model `.*dropping` draws random numbers"):
         warned = run(tiny(model={"name": dropping}, rounds=2), out=tmp_path / "warned")
-    meant = run(experiment, out=tmp_path / "meant")
-    assert warned.records.accuracy.equals(meant.records.accuracy)
+    configured = run(experiment, out=tmp_path / "meant")
+    assert warned.records.accuracy.equals(configured.records.accuracy)
 
 
-def test_samples_that_meet_in_training():
+def test_sample_independence_in_training_is_detected():
     normed, drawing = norms(nn.BatchNorm2d(4)), nn.Sequential(nn.Dropout(0.5), nn.Linear(12, 4))
     plain = architectures.cnn([3, 8, 8], 4, hidden=8)
     centred = Net(lambda self, x: x - x.mean(0))
     tracking = norms(nn.InstanceNorm2d(4, track_running_stats=True))
-    nn.init.zeros_(normed[-1].weight)  # whatever the norm does, nothing is seen of it
+    nn.init.zeros_(normed[-1].weight)  # the norm does not change the outputs
     assert is_sample_independent(plain, IMAGES)
     assert not any(is_sample_independent(network, IMAGES) for network in (normed, tracking))
     assert not any(is_sample_independent(network, X) for network in (drawing, centred))
 
 
-def test_norms_that_refuse_a_single_sample():
+def test_norms_that_refuse_a_single_sample_are_detected():
     network = nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4))
     assert not accepts_single_sample(network, X[:1])
     assert network[1].num_batches_tracked == 0

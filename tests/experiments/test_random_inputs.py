@@ -1,4 +1,4 @@
-"""Inputs of users against a plain PyTorch loop; `make inputs` tries random combinations."""
+"""User inputs against a plain PyTorch loop; `make inputs` tries random combinations."""
 
 import re
 
@@ -46,18 +46,18 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("changes", EQUAL, ids=str)
-def test_numbers_are_those_of_a_plain_loop(changes):
+def test_results_equal_a_plain_loop(changes):
     assert outcome_of({**DEFAULTS, **changes}) == ("equal", "")
 
 
 @pytest.mark.parametrize(("outcome", "changes", "message"), OTHERS, ids=str)
-def test_one_line_names_the_input(outcome, changes, message):
-    found, text = outcome_of({**DEFAULTS, **changes})
-    assert found == outcome, text
+def test_one_line_of_an_error_or_a_warning_names_the_input(outcome, changes, message):
+    actual, text = outcome_of({**DEFAULTS, **changes})
+    assert actual == outcome, text
     assert re.search(message, text), text
 
 
-def test_another_step_size_is_found(monkeypatch):
+def test_a_changed_step_size_is_detected(monkeypatch):
     original = plain_loop.train
 
     def train(network, problem, *arguments):

@@ -1,4 +1,4 @@
-"""A remote job without a cluster: its updates, its files, and what it leaves."""
+"""A remote job without a cluster: updates, files and temporary folders."""
 
 import os
 import tempfile
@@ -30,37 +30,39 @@ pytest.importorskip("ray")
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch) -> Path:
-    """The folder for temporary ones."""
+    """Return the parent folder of temporary folders."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr("fedcb2o.experiments.runs._remote_job.REPORT_INTERVAL", 0.0)
     (tmp_path / "temporary").mkdir()
     return tmp_path / "temporary"
 
 
-def done(folder: Path, *, watched: bool = True, **changes: object) -> list[JobUpdate]:
-    """What is heard of a run that goes on from the files in a folder."""
+def job_updates(folder: Path, *, watched: bool = True, **changes: object) -> list[JobUpdate]:
+    """Return the updates of a job that continues from the files in a folder."""
     experiment = load(tiny(**changes))
     folder.mkdir(exist_ok=True)
     open_run(folder, experiment, resume=True)
     dataset = load_dataset(experiment, None)
-    errand = RemoteJob(
+    job = RemoteJob(
         experiment, dataset.names, dataset_dtypes(dataset), None, 0.0, watched, str(folder)
     )
     files = {str(path.relative_to(folder)): read_bytes(path) for path in file_stamps(folder)}
-    return list(execute(errand, files, dataset_bytes(dataset)))
+    return list(execute(job, files, dataset_bytes(dataset)))
 
 
-def test_rounds_are_told_and_only_changed_files_come_back(tmp_path, temporary):
+def test_updates_have_all_rounds_and_only_changed_files(tmp_path, temporary):
     run(tiny(rounds=1), out=tmp_path / "one", workers=1)
-    words = done(tmp_path / "one", rounds=6)
-    assert [line["round"] for word in words for _, line in word.rounds] == [2, 3, 4, 5, 6]
-    sent = Counter(Path(name).name for word in words for name in word.files)
+    updates = job_updates(tmp_path / "one", rounds=6)
+    assert [line["round"] for update in updates for _, line in update.rounds] == [2, 3, 4, 5, 6]
+    sent = Counter(Path(name).name for update in updates for name in update.files)
     assert sent["checkpoint.safetensors"] > 1
     assert sent["summary.json"] == 1
     assert not {"config.toml", "agents.json", "environment.json"} & sent.keys()
-    assert [word.result is not None for word in words] == [False] * (len(words) - 1) + [True]
-    for word in words:
-        write_files(tmp_path / "one", word.files)
+    assert [update.result is not None for update in updates] == [False] * (len(updates) - 1) + [
+        True
+    ]
+    for update in updates:
+        write_files(tmp_path / "one", update.files)
     run(tiny(rounds=6), out=tmp_path / "two", workers=1)
     for name in ("metrics.jsonl", "checkpoint.safetensors", "summary.json"):
         assert (tmp_path / "one" / "seed-1000" / name).read_bytes() == (
@@ -69,45 +71,47 @@ def test_rounds_are_told_and_only_changed_files_come_back(tmp_path, temporary):
     assert not list(temporary.iterdir())
 
 
-def test_who_does_not_watch_hears_of_files_alone(tmp_path):
-    words = done(tmp_path / "run", watched=False)
-    assert not any(word.rounds for word in words)
-    assert all(word.files for word in words)
-    assert words[-1].result[1] is None
+def test_updates_of_an_unwatched_job_have_only_files(tmp_path):
+    updates = job_updates(tmp_path / "run", watched=False)
+    assert not any(update.rounds for update in updates)
+    assert all(update.files for update in updates)
+    assert updates[-1].result[1] is None
 
 
-def test_only_the_files_of_a_run_go_there(tmp_path):
+def test_only_the_files_of_a_run_are_sent(tmp_path):
     run(tiny(rounds=1), out=tmp_path / "one", workers=1)
-    there = {path.name for path in file_stamps(tmp_path)}
+    names = {path.name for path in file_stamps(tmp_path)}
     for name in ("fedcb2o-1-2.arena", "checkpoint.safetensors.tmp", "notes.md"):
         (tmp_path / "one" / "seed-1000" / name).touch()
-    assert there == {path.name for path in file_stamps(tmp_path)}
-    assert there > {"config.toml", "checkpoint.safetensors", "metrics.jsonl", "sums.json"}
+    assert names == {path.name for path in file_stamps(tmp_path)}
+    assert names > {"config.toml", "checkpoint.safetensors", "metrics.jsonl", "sums.json"}
 
 
 @pytest.mark.parametrize("name", ["agents.json", "metrics.jsonl"])
-def test_errors_name_the_folder_at_home(tmp_path, name):
+def test_errors_name_the_local_folder(tmp_path, name):
     run(tiny(rounds=1), out=tmp_path / "one", seeds=[1000], workers=1)
     path = tmp_path / "one" / "seed-1000" / name
     path.write_text("nothing")
-    (last,) = done(tmp_path / "one", rounds=2)
+    (last,) = job_updates(tmp_path / "one", rounds=2)
     assert last.result[1].startswith(f"{path} is damaged")
 
 
-def test_log_messages_come_with_the_updates(tmp_path, monkeypatch):
+def test_updates_have_log_messages(tmp_path, monkeypatch):
     run(tiny(rounds=1), out=tmp_path / "one", seeds=[1000], workers=1)
     monkeypatch.setattr(_provenance, "_versions", lambda device: {"python": "4.0"})
-    updates = done(tmp_path / "one", rounds=2)
+    updates = job_updates(tmp_path / "one", rounds=2)
     text = "".join(update.stderr for update in updates)
     assert text.startswith(f"{tmp_path / 'one' / 'seed-1000'} began with python ")
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path, temporary):
-    left, young, held = (temporary / f"{FOLDER_PREFIX}{name}" for name in ("left", "young", "held"))
-    for folder in (left, young, held):
+def test_folders_of_killed_processes_are_removed(tmp_path, temporary):
+    abandoned, recent, locked = (
+        temporary / f"{FOLDER_PREFIX}{name}" for name in ("left", "young", "held")
+    )
+    for folder in (abandoned, recent, locked):
         (folder / "run").mkdir(parents=True)
-        if folder != young:
+        if folder != recent:
             os.utime(folder, (0, 0))
-    with exclusive_lock(held):
-        done(tmp_path / "nothing", rounds=1)
-    assert set(temporary.iterdir()) == {young, held}
+    with exclusive_lock(locked):
+        job_updates(tmp_path / "nothing", rounds=1)
+    assert set(temporary.iterdir()) == {recent, locked}

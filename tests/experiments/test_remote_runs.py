@@ -1,4 +1,4 @@
-"""Grids and seeds on a cluster: the files of one machine, updates, and losses."""
+"""Grids and seeds on a cluster: the same files as on one machine, updates, and failures."""
 
 import contextlib
 import os
@@ -27,12 +27,12 @@ pytest.importorskip("ray")
 from fedcb2o.ray_backend import _connect, _tasks
 from fedcb2o.ray_backend._tasks import Task, TaskPool
 
-SAID = (
+TIMED_FILES = (
     "environment.json",
     "timing.jsonl",
     "cells.json",
     "sums.json",
-)  # they tell seconds, or sums of what does
+)  # they have times, or checksums of such files
 SEEDS = [1000, 1001, 1002]
 
 
@@ -40,49 +40,49 @@ def bits(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in file_stamps(folder)
-        if path.name not in SAID
+        if path.name not in TIMED_FILES
     }
 
 
-def slow_loss(told: Path) -> dict[str, object]:
+def slow_loss(folder: Path) -> dict[str, object]:
     """An algorithm whose slow criterion records process and round in a folder."""
     return {
         "criterion": {
             "name": "tests.experiments.user_functions:slow_loss",
-            "folder": str(told),
+            "folder": str(folder),
             "seconds": 0.1,
         }
     }
 
 
-def until(there, seconds: float) -> bool:
-    """Whether something comes true in time."""
+def until(condition, seconds: float) -> bool:
+    """Wait until a condition is true; return False after a timeout."""
     end = time.monotonic() + seconds
-    while not (found := there()) and time.monotonic() < end:
+    while not (result := condition()) and time.monotonic() < end:
         time.sleep(0.1)
-    return found
+    return result
 
 
 def rounds_by(folder: Path) -> dict[int, list[int]]:
-    """The rounds that each process came to."""
-    found: dict[int, list[int]] = {}
+    """Return the rounds that each process started."""
+    rounds: dict[int, list[int]] = {}
     for n, process in sorted(tuple(map(int, path.name.split("-"))) for path in folder.iterdir()):
-        found.setdefault(process, []).append(n)
-    return found
+        rounds.setdefault(process, []).append(n)
+    return rounds
 
 
 @pytest.fixture
 def told(tmp_path) -> Path:
-    """A folder for what own parts tell."""
+    """Return a folder in which user functions record their calls."""
     (tmp_path / "told").mkdir()
     return tmp_path / "told"
 
 
-def halves(told: Path) -> dict[str, object]:
-    return {"name": "tests.experiments.user_functions:halves", "folder": str(told)}
+def halves(folder: Path) -> dict[str, object]:
+    return {"name": "tests.experiments.user_functions:halves", "folder": str(folder)}
 
 
-def test_a_grid_is_that_of_one_machine_and_its_data_are_loaded_once(
+def test_a_grid_has_the_files_of_one_machine_and_loads_its_data_once(
     cluster, tmp_path, told, monkeypatch
 ):
     plan = tuned(data=halves(told))
@@ -99,13 +99,13 @@ def test_a_grid_is_that_of_one_machine_and_its_data_are_loaded_once(
     assert not fedcb2o.bench(plan, out=tmp_path / "many", cluster=cluster, resume=True).failed
 
 
-def test_seeds_go_on_from_those_of_one_machine_and_their_rounds_are_told(
+def test_seeds_of_one_machine_continue_on_a_cluster_with_updates_of_rounds(
     cluster, tmp_path, told, monkeypatch
 ):
-    heard: dict[str, list[tuple[int, object]]] = {"one": [], "many": []}
+    updates: dict[str, list[tuple[int, object]]] = {"one": [], "many": []}
 
     def watch(where: str):
-        return lambda experiment, seed, line: heard[where].append((seed, experiment.seeds, line))
+        return lambda experiment, seed, line: updates[where].append((seed, experiment.seeds, line))
 
     plan = tiny(data=halves(told))
     run(plan, out=tmp_path / "one", seeds=SEEDS, workers=1, watch=watch("one"))
@@ -120,21 +120,21 @@ def test_seeds_go_on_from_those_of_one_machine_and_their_rounds_are_told(
     assert bits(tmp_path / "one") == bits(tmp_path / "many")
     assert len(list(told.iterdir())) == 3
     one, many = (
-        [(seed, line) for seed, _, line in sorted(heard[w], key=lambda each: each[0])]
-        for w in heard
+        [(seed, line) for seed, _, line in sorted(updates[k], key=lambda update: update[0])]
+        for k in updates
     )
     assert one == many
-    assert {seeds for _, seeds, _ in heard["many"]} == {tuple(SEEDS[:2]), tuple(SEEDS)}
+    assert {seeds for _, seeds, _ in updates["many"]} == {tuple(SEEDS[:2]), tuple(SEEDS)}
     monkeypatch.setattr(
         _connect, "connected", lambda *_: pytest.fail("nothing is left to do there")
     )
     run(plan, out=tmp_path / "many", seeds=SEEDS, cluster=cluster, resume=True)
 
 
-def test_no_other_process_writes_to_a_folder_while_its_run_is_away(cluster, tmp_path):
-    """And a run is not begun where one does."""
+def test_the_folder_of_a_remote_run_is_locked(cluster, tmp_path):
+    """A run does not start in a folder that another process has locked."""
     experiment, folders = load(tiny()), [tmp_path / "mine", tmp_path / "other"]
-    during, ended = list[bool](), dict[int, tuple[str | None, bool]]()
+    is_locked, ended = list[bool](), dict[int, tuple[str | None, bool]]()
 
     def busy(folder: Path) -> bool:
         try:
@@ -143,17 +143,17 @@ def test_no_other_process_writes_to_a_folder_while_its_run_is_away(cluster, tmp_
         except RunError:
             return True
 
-    def heard(k: int, result: tuple[float, str | None]) -> None:
+    def on_result(k: int, result: tuple[float, str | None]) -> None:
         ended[k] = result[1], busy(folders[k])
 
-    sets = [(experiment.data, load_dataset(experiment, None))]
+    datasets = [(experiment.data, load_dataset(experiment, None))]
     with (
         exclusive_lock(folders[1]),
-        _remote_runs.connect_executor(cluster, "one run", [experiment], sets) as there,
+        _remote_runs.connect_executor(cluster, "one run", [experiment], datasets) as executor,
     ):
         runs = [(k, (experiment, folder)) for k, folder in enumerate(folders)]
-        there.map(2, runs, heard, lambda: during.append(busy(folders[0])))
-    assert during[0]
+        executor.map(2, runs, on_result, lambda: is_locked.append(busy(folders[0])))
+    assert is_locked[0]
     assert ended[0] == (None, False)
     assert ended[1] == (
         f"another process is writing to {folders[1]}: wait for it, or choose another --out",
@@ -161,8 +161,8 @@ def test_no_other_process_writes_to_a_folder_while_its_run_is_away(cluster, tmp_
     )
 
 
-def test_seeds_that_fail_are_told_in_the_end(cluster, tmp_path):
-    """Seed 1001 is damaged, and 1000 cannot go on; 1002 runs to its end."""
+def test_failed_seeds_are_reported_at_the_end(cluster, tmp_path):
+    """Seeds 1000 and 1001 are damaged; seed 1002 finishes."""
     run(tiny(rounds=2), out=tmp_path / "run", seeds=[1000, 1001], workers=1)
     damaged = [tmp_path / "run" / f"seed-{seed}" / "metrics.jsonl" for seed in (1000, 1001)]
     for path in damaged:
@@ -179,34 +179,34 @@ def test_seeds_that_fail_are_told_in_the_end(cluster, tmp_path):
         cluster,
         "--resume",
     )
-    told = done.one_line()
-    assert told.startswith("2 of 3 seeds failed, which --resume tries again: seed 1000: ")
-    assert f"{damaged[0]} is damaged" in told
-    assert f"; seed 1001: {damaged[1]} is damaged" in told
+    message = done.one_line()
+    assert message.startswith("2 of 3 seeds failed, which --resume tries again: seed 1000: ")
+    assert f"{damaged[0]} is damaged" in message
+    assert f"; seed 1001: {damaged[1]} is damaged" in message
     assert has_ended(tmp_path / "run" / "seed-1002", 3, whole=True)
 
 
-def test_what_work_raises_is_told_after_what_it_yields(cluster, monkeypatch):
+def test_an_error_of_a_task_is_reported_after_its_results(cluster, monkeypatch):
     monkeypatch.setattr(_tasks, "RETRY_SECONDS", 0.0)
-    heard: list[object] = []
+    events: list[object] = []
 
     def failed(ticket: str, error: RunError) -> bool:
-        heard.append((type(error), str(error)))
-        return heard.count(0) < 2
+        events.append((type(error), str(error)))
+        return events.count(0) < 2
 
     TaskPool().map_unordered(
-        2, ["one"], lambda _: Task(broken, (0,)), lambda _, number: heard.append(number), failed
+        2, ["one"], lambda _: Task(broken, (0,)), lambda _, number: events.append(number), failed
     )
     assert (
-        heard == [0, 1, (RunError, "work on the cluster failed (ValueError: out of numbers)")] * 2
+        events == [0, 1, (RunError, "work on the cluster failed (ValueError: out of numbers)")] * 2
     )
 
 
-def test_what_failed_begins_anew_after_a_pause_in_which_the_others_go_on(cluster, monkeypatch):
+def test_a_failed_task_is_retried_after_a_pause_while_other_tasks_run(cluster, monkeypatch):
     monkeypatch.setattr(_tasks, "RETRY_SECONDS", 4.0)
     times: dict[str, float] = {}
 
-    def begun(ticket: str, number: int) -> None:
+    def on_result(ticket: str, number: int) -> None:
         if ticket == "bad" and number == 0:
             times["again" if "failed" in times else "first"] = time.monotonic()
 
@@ -219,35 +219,35 @@ def test_what_failed_begins_anew_after_a_pause_in_which_the_others_go_on(cluster
         return False
 
     TaskPool().map_unordered(
-        2, ["bad", *map(str, range(4))], lambda _: Task(broken, (0,)), begun, failed
+        2, ["bad", *map(str, range(4))], lambda _: Task(broken, (0,)), on_result, failed
     )
     assert times["again"] - times["failed"] >= 4
     assert times["others"] < times["again"]
 
 
 @needs_proc
-def test_a_run_whose_process_is_killed_goes_on_from_what_came_back(
+def test_a_run_continues_from_returned_files_after_its_process_is_killed(
     cluster, tmp_path, told, monkeypatch, caplog
 ):
     monkeypatch.setattr(_remote_runs, "CHECKPOINT_INTERVAL", 0.0)
     monkeypatch.setattr(_tasks, "RETRY_SECONDS", 0.5)
-    kept = []
+    killed_in = []
 
     def kill(experiment, seed, line):
         (process,) = rounds_by(told)
-        if line["round"] >= 4 and not kept:
-            kept.append(line["round"])
+        if line["round"] >= 4 and not killed_in:
+            killed_in.append(line["round"])
             os.kill(process, signal.SIGKILL)
 
     run(
         tiny(rounds=12, algorithm=slow_loss(told)),
         out=tmp_path / "run",
         cluster=cluster,
-        watch=lambda *each: kept or kill(*each),
+        watch=lambda *arguments: killed_in or kill(*arguments),
     )
     first, second = rounds_by(told).values()
     assert first[0] == 0
-    assert min(second) >= kept[0]
+    assert min(second) >= killed_in[0]
     note = f"{tmp_path / 'run' / 'seed-1000'} continues from the files that came back"
     assert note in caplog.text
     run(tiny(rounds=12, algorithm=slow_loss(told)), out=tmp_path / "one", workers=1)
@@ -255,7 +255,7 @@ def test_a_run_whose_process_is_killed_goes_on_from_what_came_back(
 
 
 @needs_proc
-def test_it_gives_up_after_some_losses(cluster, tmp_path, told, monkeypatch):
+def test_a_run_stops_after_the_maximum_of_retries(cluster, tmp_path, told, monkeypatch):
     monkeypatch.setattr(_remote_runs, "MAX_RETRIES", 1)
     monkeypatch.setattr(_tasks, "RETRY_SECONDS", 0.5)
 
@@ -277,7 +277,7 @@ def test_it_gives_up_after_some_losses(cluster, tmp_path, told, monkeypatch):
 
 
 @needs_proc
-def test_what_is_interrupted_keeps_what_came_back_and_leaves_no_task(
+def test_an_interrupted_run_keeps_returned_files_and_leaves_no_task(
     cluster, tmp_path, told, monkeypatch
 ):
     monkeypatch.setattr(_remote_runs, "CHECKPOINT_INTERVAL", 0.0)

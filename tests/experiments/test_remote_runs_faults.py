@@ -1,4 +1,4 @@
-"""Grids and seeds on a cluster of three nodes; a node and the command are killed."""
+"""Grids and seeds on a cluster of three nodes, with a killed node or command."""
 
 import signal
 import subprocess
@@ -28,10 +28,10 @@ COMMAND = (
 )
 
 
-def test_a_node_is_killed_during_a_grid(three, tmp_path, told, monkeypatch, caplog):  # noqa: F811
+def test_a_grid_continues_after_a_node_is_killed(three, tmp_path, told, monkeypatch, caplog):  # noqa: F811
     class Kill(GridProgress):
-        def finish(self, *given: object) -> None:
-            super().finish(*given)
+        def finish(self, *arguments: object) -> None:
+            super().finish(*arguments)
             if len(three.others) == 2:
                 three.remove_node(three.others.pop(), allow_graceful=False)
 
@@ -46,22 +46,24 @@ def test_a_node_is_killed_during_a_grid(three, tmp_path, told, monkeypatch, capl
     assert bits(tmp_path / "many") == bits(tmp_path / "one")
 
 
-def test_the_command_is_killed_during_seeds(three, tmp_path, told):  # noqa: F811
+def test_seeds_can_be_resumed_after_the_command_is_killed(three, tmp_path, told):  # noqa: F811
     plan, path, folder = (
         tiny(rounds=20, seeds=SEEDS, algorithm=slow_loss(told)),
         tmp_path / "plan.toml",
         tmp_path / "many",
     )
     path.write_text(tomli_w.dumps(plan))
-    given = ["run", str(path), "--out", str(folder), "--cluster", three.address]
-    process = subprocess.Popen([sys.executable, "-c", COMMAND, *given])
+    arguments = ["run", str(path), "--out", str(folder), "--cluster", three.address]
+    process = subprocess.Popen([sys.executable, "-c", COMMAND, *arguments])
     assert until(lambda: len(list(folder.glob("seed-*/checkpoint.safetensors"))) == len(SEEDS), 120)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    others = rounds_by(told)
-    assert until(lambda: not any(Path(f"/proc/{each}").exists() for each in others), 60)
+    killed = rounds_by(told)
+    assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in killed), 60)
     run(plan, out=folder, workers=1, resume=True)
-    (mine,) = (rounds for process, rounds in rounds_by(told).items() if process not in others)
-    assert min(mine) > 0
+    (resumed_rounds,) = (
+        rounds for process, rounds in rounds_by(told).items() if process not in killed
+    )
+    assert min(resumed_rounds) > 0
     run(plan, out=tmp_path / "one", workers=1)
     assert bits(folder) == bits(tmp_path / "one")

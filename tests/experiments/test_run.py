@@ -1,4 +1,4 @@
-"""The records and the output of a run: summary, asked peers, progress and versions."""
+"""Records and output of a run: summary, asked peers, progress and versions."""
 
 import io
 import json
@@ -35,13 +35,13 @@ def lines(folder, name):
     ]
 
 
-def test_the_summary_is_what_the_report_says(tmp_path):
+def test_the_summary_file_equals_the_report(tmp_path):
     done = run(tiny(rounds=5, evaluate_every=2), out=tmp_path, workers=1, seeds=[1000, 1001])
     for seed, expected in summary(done.records).set_index("seed", drop=False).iterrows():
-        told = json.loads((tmp_path / f"seed-{seed}" / "summary.json").read_text())
-        assert told == expected.to_dict()
-        assert (told["seed"], told["round"], told["rounds"]) == (seed, 5, 5)
-        assert told["accuracy_worst"] == told["accuracy_worst_tenth"] <= told["accuracy"]
+        written = json.loads((tmp_path / f"seed-{seed}" / "summary.json").read_text())
+        assert written == expected.to_dict()
+        assert (written["seed"], written["round"], written["rounds"]) == (seed, 5, 5)
+        assert written["accuracy_worst"] == written["accuracy_worst_tenth"] <= written["accuracy"]
     accuracies = [
         json.loads((tmp_path / f"seed-{s}/summary.json").read_text())["accuracy"]
         for s in (1000, 1001)
@@ -49,7 +49,7 @@ def test_the_summary_is_what_the_report_says(tmp_path):
     assert compare([done]).loc["Overall accuracy", "tiny"] == f"{50 * sum(accuracies):.1f}"
 
 
-def test_who_was_asked_and_did_not_answer_is_on_record(tmp_path):
+def test_asked_peers_without_an_answer_are_recorded(tmp_path):
     run(tiny(rounds=8, agents={"participation": 0.6}), out=tmp_path, workers=1)
     unanswered = 0
     for line, metrics in zip(lines(tmp_path, "pairs"), lines(tmp_path, "metrics"), strict=True):
@@ -61,11 +61,11 @@ def test_who_was_asked_and_did_not_answer_is_on_record(tmp_path):
     assert unanswered
 
 
-def test_a_run_taken_further_keeps_the_evaluation_of_its_former_last_round(tmp_path):
-    seldom = tiny(evaluate_every=3)
-    run({**seldom, "rounds": 2}, out=tmp_path / "further", workers=1)
-    run({**seldom, "rounds": 4}, out=tmp_path / "further", workers=1, resume=True)
-    run({**seldom, "rounds": 4}, out=tmp_path / "at once", workers=1)
+def test_an_extended_run_keeps_the_evaluation_of_its_former_last_round(tmp_path):
+    settings = tiny(evaluate_every=3)
+    run({**settings, "rounds": 2}, out=tmp_path / "further", workers=1)
+    run({**settings, "rounds": 4}, out=tmp_path / "further", workers=1, resume=True)
+    run({**settings, "rounds": 4}, out=tmp_path / "at once", workers=1)
     further, at_once = bits(tmp_path / "further"), bits(tmp_path / "at once")
     assert {name for name in further if further[name] != at_once[name]} == {"metrics.jsonl"}
     evaluated = [
@@ -74,20 +74,23 @@ def test_a_run_taken_further_keeps_the_evaluation_of_its_former_last_round(tmp_p
     assert evaluated == [2, 3, 4]
 
 
-def test_what_a_kill_left_half_written_is_swept_even_where_nobody_writes_that_file_again(tmp_path):
+def test_partial_files_of_a_killed_run_are_removed_and_user_files_are_kept(tmp_path):
     out, experiment = tmp_path / "run", tiny(rounds=1)
     run(experiment, out=out, workers=1)
-    left = [out / "config.toml.tmp", *(out / "seed-1000" / f"{name}.tmp" for name in FILES)]
-    mine = [
+    partial_files = [
+        out / "config.toml.tmp",
+        *(out / "seed-1000" / f"{name}.tmp" for name in FILES),
+    ]
+    user_files = [
         out / "notes.tmp",
         out / "seed-1000" / "picture.png.tmp",
         out / "elsewhere" / "metrics.jsonl.tmp",
     ]
     (out / "elsewhere").mkdir()
-    for path in left + mine:
+    for path in partial_files + user_files:
         path.write_bytes(b"half")
     run(experiment, out=out, workers=1, resume=True)
-    assert [path for path in left + mine if path.exists()] == mine
+    assert [path for path in partial_files + user_files if path.exists()] == user_files
 
 
 def test_files_of_a_run_are_private(tmp_path):
@@ -101,7 +104,7 @@ def test_files_of_a_run_are_private(tmp_path):
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
-def test_other_versions_on_resume_are_a_note(tmp_path, monkeypatch):
+def test_other_versions_on_resume_give_a_note(tmp_path, monkeypatch):
     path, out = write(tmp_path / "tiny.toml", rounds=2), tmp_path / "run"
     assert here("run", path, "--out", out, "--workers", 1).status == 0
     same = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=3")
@@ -122,28 +125,30 @@ def test_other_versions_on_resume_are_a_note(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_says_at_once_what_a_round_is_at(capsys, terminal):
-    shown = io.StringIO()
+def test_progress_shows_the_first_phase_at_once(capsys, terminal):
+    stream = io.StringIO()
     experiment = load(tiny(rounds=3))
-    with Progress(Console(file=shown, force_terminal=terminal, width=100), every=60.0) as progress:
+    with Progress(Console(file=stream, force_terminal=terminal, width=100), every=60.0) as progress:
 
-        def told():
+        def output():
             progress._bars.refresh()
-            return shown.getvalue() if terminal else capsys.readouterr().err
+            return stream.getvalue() if terminal else capsys.readouterr().err
 
         progress.phase(experiment, 7, 1, "training")
-        first = told()
+        first = output()
         assert "training" in first
         assert ("0/3" if terminal else "tiny seed 7: round 1/3 training\n") in first
         progress.phase(experiment, 7, 1, "evaluating")
-        assert ("evaluating" in told()) == terminal  # elsewhere not before some time has passed
+        assert (
+            "evaluating" in output()
+        ) == terminal  # without a terminal only after `every` seconds
         scores = {
             "accuracy": [0.5, None],
             "source_accuracy": [None, None],
             "attack_success_rate": [None, None],
         }
         progress(experiment, 7, {"round": 3, **scores})
-        assert "3/3" in (last := told())
+        assert "3/3" in (last := output())
         assert "accuracy 50.0%" in last
 
 
@@ -173,17 +178,17 @@ def test_a_line_of_progress_names_the_round_of_its_scores(capsys):
     ]
 
 
-def test_what_is_told_at_80_columns_is_whole(tmp_path):
-    shown = io.StringIO()
+def test_progress_is_not_truncated_at_80_columns(tmp_path):
+    stream = io.StringIO()
     experiment = load(tiny(rounds=300, name="digits-fedassay"))
     scores = {"accuracy": [0.5], "source_accuracy": [0.25], "attack_success_rate": [0.125]}
-    with Progress(Console(file=shown, force_terminal=True, width=80)) as progress:
+    with Progress(Console(file=stream, force_terminal=True, width=80)) as progress:
         for n in range(1, 5):
             progress(experiment, 1000, {"round": n, **scores})
             progress.phase(
                 experiment, 1000, n + 1, "mixing, 12.5 MiB a round, slowest 3 on second.example"
             )
-    text = Text.from_ansi(shown.getvalue()).plain
+    text = Text.from_ansi(stream.getvalue()).plain
     assert all(
         word in text
         for word in ("digits-fedassay seed 1000 ", " 4/300 0:00", "12.5%", "second.example")

@@ -1,4 +1,4 @@
-"""The JSON Schema of configurations: what runs is valid, a slip is not."""
+"""The JSON Schema of configurations: valid ones pass, and mistakes are found."""
 
 import json
 import tomllib
@@ -27,53 +27,55 @@ def grids():
     return Draft7Validator(schema.grid_schema())
 
 
-def wrong(validator, table):
-    """What is wrong with a table, a line each, with its key."""
+def errors(validator, table):
+    """List the errors of a table, one line per error with its key."""
     return [
-        f"{'.'.join(map(str, each.absolute_path))}: {each.message}"
-        for each in validator.iter_errors(table)
+        f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
+        for error in validator.iter_errors(table)
     ]
 
 
-def test_it_is_what_the_command_prints(experiments, grids):
-    for words, validator in (([], experiments), (["--grid"], grids)):
+def test_the_command_prints_the_schema(experiments, grids):
+    for options, validator in (([], experiments), (["--grid"], grids)):
         Draft7Validator.check_schema(validator.schema)
-        assert json.loads(here("schema", *words).out) == validator.schema
+        assert json.loads(here("schema", *options).out) == validator.schema
 
 
-def test_every_preset_is_valid_as_it_is_written_and_as_it_resolves(experiments):
+def test_every_preset_is_valid_as_written_and_as_resolved(experiments):
     for name in tables.presets():
         assert (
-            wrong(experiments, tomllib.loads((PACKAGE / "presets" / f"{name}.toml").read_text()))
+            errors(experiments, tomllib.loads((PACKAGE / "presets" / f"{name}.toml").read_text()))
             == []
         ), name
-        assert wrong(experiments, fedcb2o.load(name).settings()) == [], name
+        assert errors(experiments, fedcb2o.load(name).settings()) == [], name
 
 
-def test_every_grid_is_valid_and_a_slip_in_an_entry_is_not(grids):
+def test_every_grid_is_valid_and_a_mistake_in_an_entry_is_found(grids):
     for name in _loading.grids():
         assert (
-            wrong(grids, tomllib.loads((PACKAGE / "grids" / f"{name}.toml").read_text())) == []
+            errors(grids, tomllib.loads((PACKAGE / "grids" / f"{name}.toml").read_text())) == []
         ), name
     entry = {"extends": "digits-fedassay", "attacks": {"Flip": {"attack": {"name": "label_flip"}}}}
     assert (
-        wrong(
+        errors(
             grids,
             {**entry, "defences": {"A": {"algorithm": {"alpha": 2}, "tune": [{"rounds": 3}]}}},
         )
         == []
     )
-    assert wrong(grids, {**entry, "defences": {"A": {"algorithm": {"alpah": 2}}}})
-    assert wrong(grids, {**entry, "defences": {"A": {"tune": [{"round": 3}]}}})
-    assert wrong(grids, entry) == [": 'defences' is a required property"]
+    assert errors(grids, {**entry, "defences": {"A": {"algorithm": {"alpah": 2}}}})
+    assert errors(grids, {**entry, "defences": {"A": {"tune": [{"round": 3}]}}})
+    assert errors(grids, entry) == [": 'defences' is a required property"]
 
 
 def test_the_experiments_of_the_documentation_are_valid(experiments):
-    tried = [tomllib.loads(text) for _, text in blocks(ROOT / "docs" / "configuration.md", "toml")]
-    whole = [table for table in tried if "rounds" in table]
-    assert len(whole) >= 2
-    for table in whole:
-        assert wrong(experiments, table) == []
+    examples = [
+        tomllib.loads(text) for _, text in blocks(ROOT / "docs" / "configuration.md", "toml")
+    ]
+    complete = [table for table in examples if "rounds" in table]
+    assert len(complete) >= 2
+    for table in complete:
+        assert errors(experiments, table) == []
 
 
 @pytest.mark.parametrize(
@@ -123,65 +125,69 @@ def test_the_experiments_of_the_documentation_are_valid(experiments):
         ),
     ],
 )
-def test_a_slip_is_found_under_its_key(experiments, changes, message):
+def test_a_mistake_is_reported_with_its_key(experiments, changes, message):
     table = tiny(**{key: value for key, value in changes.items() if key in tiny()})
     table |= {key: value for key, value in changes.items() if key not in table}
     if "algorithm" in changes or "attack" in changes:
         table |= changes
-    assert wrong(experiments, tiny()) == []
-    found = wrong(experiments, table)
-    assert any(line.startswith(message) for line in found), found
+    assert errors(experiments, tiny()) == []
+    messages = errors(experiments, table)
+    assert any(line.startswith(message) for line in messages), messages
 
 
-def test_what_extends_a_preset_may_leave_out_what_that_has(experiments):
+def test_an_experiment_with_extends_may_leave_out_required_keys(experiments):
     assert (
-        wrong(
+        errors(
             experiments,
             {"extends": "digits-fedassay", "algorithm": {"alpha": 5}, "agents": {"budget": 3}},
         )
         == []
     )
-    assert wrong(experiments, {"extends": "digits-fedassay", "algorithm": {"alpah": 5}})
-    assert wrong(experiments, {"extends": "digit-fedcb2o"})
-    assert wrong(experiments, {"algorithm": {"alpha": 5}})
+    assert errors(experiments, {"extends": "digits-fedassay", "algorithm": {"alpah": 5}})
+    assert errors(experiments, {"extends": "digit-fedcb2o"})
+    assert errors(experiments, {"algorithm": {"alpha": 5}})
 
 
-def test_functions_of_ones_own_have_parameters_of_their_own(experiments):
+def test_user_functions_may_have_any_parameters(experiments):
     table = tiny()
     table["algorithm"] = {"name": "fedcb2o", "criterion": {"name": "mine.parts:gap", "power": 2}}
     table["attack"] = {"name": "mine:attack", "strength": 1, "from_round": 2}
     table["model"] = {"name": "mine:Network.small", "width": 3}
-    assert wrong(experiments, table) == []
-    assert wrong(experiments, {**table, "model": {"name": "mine", "width": 3}})
+    assert errors(experiments, table) == []
+    assert errors(experiments, {**table, "model": {"name": "mine", "width": 3}})
 
 
-def test_optimisers_metrics_and_what_becomes_of_statistics(experiments):
+def test_optimisers_metrics_and_buffers_are_validated(experiments):
     table = {
         **tiny(training={"optimiser": {"name": "adamw", "beta1": 0.8}}),
         "metrics": ["balanced_accuracy", "my:own"],
     }
-    assert wrong(experiments, {**table, "model": {"name": "mlp", "buffers": "shared"}}) == []
-    assert wrong(experiments, {**table, "model": {"name": "mlp", "buffers": "mixed"}})
-    assert wrong(experiments, {**table, "metrics": ["accuracy"]})
-    assert wrong(experiments, {**table, "training": {"optimiser": {"name": "adamw", "beta": 0.8}}})
+    assert errors(experiments, {**table, "model": {"name": "mlp", "buffers": "shared"}}) == []
+    assert errors(experiments, {**table, "model": {"name": "mlp", "buffers": "mixed"}})
+    assert errors(experiments, {**table, "metrics": ["accuracy"]})
+    assert errors(experiments, {**table, "training": {"optimiser": {"name": "adamw", "beta": 0.8}}})
 
 
-def test_a_combination_of_criteria_has_scales(experiments):
+def test_criteria_of_a_combination_may_have_positive_scales(experiments):
     of = ["class_loss_gap", {"name": "trigger_sensitivity", "scale": 2.0, "tiles": 3}]
-    for value, good in ((of, True), ([*of, {"name": "distance", "scale": 0}], False), ([], False)):
+    for value, is_valid in (
+        (of, True),
+        ([*of, {"name": "distance", "scale": 0}], False),
+        ([], False),
+    ):
         table = {
             **tiny(),
             "algorithm": {"name": "fedcb2o", "criterion": {"name": "largest", "of": value}},
         }
-        assert (wrong(experiments, table) == []) == good
+        assert (errors(experiments, table) == []) == is_valid
 
 
-def test_every_key_is_explained(experiments):
-    whole = experiments.schema["properties"]
-    assert all(key.get("description") for key in whole.values())
+def test_every_key_has_a_description(experiments):
+    properties = experiments.schema["properties"]
+    assert all(key.get("description") for key in properties.values())
     for section in ("agents", "training"):
-        assert all(key.get("description") for key in whole[section]["properties"].values())
-    budget = whole["agents"]["properties"]["budget"]
+        assert all(key.get("description") for key in properties[section]["properties"].values())
+    budget = properties["agents"]["properties"]["budget"]
     expected = (
         "M, the number of models that an agent asks for in a round (1 to N - 1; default: needed)"
     )
@@ -190,7 +196,7 @@ def test_every_key_is_explained(experiments):
     assert all(name["description"] for name in names)
 
 
-def test_parameters_are_explained_by_the_docstrings_of_their_functions(experiments):
+def test_parameters_have_descriptions_from_docstrings(experiments):
     parameters = experiments.schema["definitions"]["algorithm"]["properties"]
     assert all(schema["description"] for schema in parameters["alpha"]["anyOf"])
     assert parameters["guards"]["description"]
@@ -211,6 +217,6 @@ def test_every_part_has_a_purpose(kind):
 
 
 @pytest.mark.parametrize("kind", ["criterion", "attack", "rule", "graph", "data"])
-def test_the_page_names_every_part(kind):
+def test_the_configuration_page_names_every_part(kind):
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert [name for name, *_ in schema.part_rows(kind) if f"`{name}`" not in page] == []

@@ -1,4 +1,4 @@
-"""A table in one cluster: attacks on labels and models, and those that need images."""
+"""Tabular data in one cluster: attacks on labels, on models, and with triggers for images."""
 
 import pytest
 from tests.tiny import tiny
@@ -28,8 +28,8 @@ MEAN = {"algorithm": {"name": "dfedavgm", "selection": "prob_sampling"}}
 TRIGGERED = ("backdoor", "blended", "clean_label", "signal")
 
 
-def benign(out, **changes):
-    """The last scores of the benign agents."""
+def benign_scores(out, **changes):
+    """Run an experiment and return the last scores of the benign agents."""
     run = fedcb2o.run(tiny(**{**TABLE, **changes}), out=out, workers=1, watch=lambda *_: None)
     return run.records[
         ~run.records.malicious & (run.records["round"] == run.records["round"].max())
@@ -37,12 +37,13 @@ def benign(out, **changes):
 
 
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 0)])
-def test_flips_harm_the_mean_and_not_fedcb2o(tmp_path, source, target):
+def test_label_flips_harm_dfedavgm_more_than_fedcb2o(tmp_path, source, target):
     flip = {"name": "label_flip", "source": source, "target": target}
     defended, mean = (
-        benign(tmp_path / name, attack=flip, **more) for name, more in (("a", {}), ("b", MEAN))
+        benign_scores(tmp_path / name, attack=flip, **changes)
+        for name, changes in (("a", {}), ("b", MEAN))
     )
-    assert defended.accuracy.mean() > 0.93  # of 142 tumours
+    assert defended.accuracy.mean() > 0.93  # on 142 test samples
     assert mean.accuracy.mean() < defended.accuracy.mean() - 0.05
     assert defended.attack_success_rate.mean() < mean.attack_success_rate.mean() - 0.05
 
@@ -52,17 +53,17 @@ def test_flips_harm_the_mean_and_not_fedcb2o(tmp_path, source, target):
     [{"name": "sign_flip", "scale": 5.0}, {"name": "random_model"}, {"name": "min_max"}],
     ids=str,
 )
-def test_attacks_on_models(tmp_path, attack):
-    scores = benign(tmp_path / "run", rounds=3, attack=attack)
+def test_fedcb2o_stays_accurate_under_attacks_on_models(tmp_path, attack):
+    scores = benign_scores(tmp_path / "run", rounds=3, attack=attack)
     assert len(scores) == 7
     assert scores.accuracy.mean() > 0.85
 
 
 @pytest.mark.parametrize("name", TRIGGERED)
-def test_triggers_are_for_images_and_refused_before_anything_is_written(tmp_path, name):
+def test_triggers_need_images_and_are_refused_before_the_run(tmp_path, name):
     with pytest.raises(
         ConfigError,
         match=r"a trigger marks images, and the samples have shape \(30,\): take an attack",
     ):
-        benign(tmp_path / "run", attack={"name": name, "target": 1})
+        benign_scores(tmp_path / "run", attack={"name": name, "target": 1})
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""From a run back to networks and confusion matrices; a user's optimiser and metrics."""
+"""Networks and confusion matrices of a finished run; user optimisers and metrics."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def failing(parameters, lr):
 
 
 class Replacing:
-    """Steps by SGD into new tensors."""
+    """An SGD optimiser that replaces the tensors of the parameters."""
 
     def __init__(self, parameters, lr):
         self.parameters, self.lr = parameters, lr
@@ -55,7 +55,7 @@ class Replacing:
     "model", [{"name": "mlp"}, {"name": "cnn", "hidden": 8}, {"name": with_norms}]
 )
 @pytest.mark.parametrize("buffers", ["shared", "local"])
-def test_a_model_is_what_the_records_say_of_it(tmp_path, model, buffers):
+def test_a_loaded_model_has_the_recorded_scores(tmp_path, model, buffers):
     layout = "channels_last" if model["name"] == "cnn" else None
     done = run(
         tiny(model={**model, "buffers": buffers}, seeds=[3, 4], rounds=2, layout=layout),
@@ -66,13 +66,15 @@ def test_a_model_is_what_the_records_say_of_it(tmp_path, model, buffers):
         last = done.records[(done.records["round"] == 2) & (done.records.seed == seed)].set_index(
             "agent"
         )
-        for j in (0, 1, 3, 4):  # the benign ones of two clusters
+        for j in (0, 1, 3, 4):  # the benign agents of two clusters
             network = done.model(j, seed=seed)
             assert isinstance(network, nn.Module)
             assert not network.training
             with torch.no_grad():
-                found = network(features(rotate(dataset.test.x, int(last.cluster[j]), 2))).argmax(1)
-            accuracy = float((found == dataset.test.y).float().mean())
+                predictions = network(
+                    features(rotate(dataset.test.x, int(last.cluster[j]), 2))
+                ).argmax(1)
+            accuracy = float((predictions == dataset.test.y).float().mean())
             assert accuracy == pytest.approx(last.accuracy[j], abs=1e-6)
             confusion = done.confusion(j, seed=seed)
             assert list(confusion.columns) == list(confusion.index) == list(dataset.class_names)
@@ -81,12 +83,14 @@ def test_a_model_is_what_the_records_say_of_it(tmp_path, model, buffers):
             )
             nines = confusion.loc["9"]
             assert nines["4"] / nines.sum() == pytest.approx(last.attack_success_rate[j])
-    first, other = (parameters.flatten(done.model(0, **chosen)) for chosen in ({}, {"seed": 4}))
+    first, other = (
+        parameters.flatten(done.model(0, **seed_option)) for seed_option in ({}, {"seed": 4})
+    )
     assert first.equal(parameters.flatten(done.model(0, seed=3)))
     assert not first.equal(other)
 
 
-def test_what_is_not_there(tmp_path):
+def test_missing_agents_seeds_and_checkpoints_are_errors(tmp_path):
     done = run(tiny(rounds=1), out=tmp_path)
     for wrong in (6, -1):
         with pytest.raises(RunError, match=f"has the agents 0 to 5, and not {wrong}"):
@@ -98,34 +102,41 @@ def test_what_is_not_there(tmp_path):
         done.model(0)
 
 
-@pytest.mark.parametrize("own", [adamw, lambda parameters, lr: heavy(parameters, lr, momentum=0.8)])
-def test_an_optimiser_steps_as_in_a_plain_loop(own):
+@pytest.mark.parametrize(
+    "make_optimiser", [adamw, lambda parameters, lr: heavy(parameters, lr, momentum=0.8)]
+)
+def test_an_optimiser_steps_as_in_a_plain_loop(make_optimiser):
     draw = stream(0, "data")
     x, y = (
         torch.from_numpy(draw.normal(size=(30, 6))).float(),
         torch.from_numpy(draw.integers(3, size=30)),
     )
-    module, alone = (
+    module, reference = (
         parameters.initialise(lambda: architectures.mlp([6], 3, hidden=[4]), stream(0, "model"))
         for _ in range(2)
     )
     rows = empty_models(2, parameters.dimension(module))
     rows[1] = parameters.flatten(module)
     training = Training(
-        gamma=0.1, lambda2=0.5, momentum=0.9, batch_size=30, local_epochs=4, optimiser=own
+        gamma=0.1,
+        lambda2=0.5,
+        momentum=0.9,
+        batch_size=30,
+        local_epochs=4,
+        optimiser=make_optimiser,
     )
     local_update_(rows[1], module, Shard(x, y), training, stream(0, "batches"))
-    optimiser = own(list(alone.parameters()), 0.05)
+    optimiser = make_optimiser(list(reference.parameters()), 0.05)
     for _ in range(4):
         optimiser.zero_grad()
-        nn.functional.cross_entropy(alone(x), y).backward()
+        nn.functional.cross_entropy(reference(x), y).backward()
         optimiser.step()
-    torch.testing.assert_close(rows[1], parameters.flatten(alone))
+    torch.testing.assert_close(rows[1], parameters.flatten(reference))
     assert not rows[0].any()
     assert all(p.grad is None for p in module.parameters())
 
 
-def test_an_optimiser_of_ones_own_in_a_run(tmp_path):
+def test_a_user_optimiser_works_in_a_run_and_invalid_ones_are_refused(tmp_path):
     training = {"optimiser": {"name": heavy, "momentum": 0.9}}
     done = run(tiny(training=training, rounds=2), out=tmp_path, workers=1)
     assert done.config["training"]["optimiser"] == {"name": f"{__name__}:heavy", "momentum": 0.9}
@@ -160,29 +171,29 @@ def test_an_optimiser_of_ones_own_in_a_run(tmp_path):
     assert not (tmp_path / "before").exists()
 
 
-def test_metrics_of_ones_own_are_columns_of_the_records(tmp_path):
-    chosen = [
+def test_user_metrics_are_columns_of_the_records(tmp_path):
+    metrics = [
         {"name": share_of_nines, "times": 2.0},
         "worst_class_accuracy",
         "balanced_accuracy",
         undefined,
     ]
-    experiment = {**tiny(rounds=2), "evaluate_every": 2, "metrics": chosen}
+    experiment = {**tiny(rounds=2), "evaluate_every": 2, "metrics": metrics}
     done = fedcb2o.Run(run(experiment, out=tmp_path).folder)
     test, benign = digits().test.y, ~done.records.malicious
     last = done.records[benign & (done.records["round"] == 2)]
     assert last.share_of_nines.to_numpy() == pytest.approx(2 * float((test == 9).float().mean()))
     assert done.records[~benign | (done.records["round"] == 1)].share_of_nines.isna().all()
     shares = done.confusion(0).to_numpy().diagonal() / done.confusion(0).to_numpy().sum(1)
-    mine = last[last.agent == 0]
-    assert mine.worst_class_accuracy.item() == pytest.approx(shares.min())
-    assert mine.balanced_accuracy.item() == pytest.approx(shares.mean(), abs=1e-6)
+    first = last[last.agent == 0]
+    assert first.worst_class_accuracy.item() == pytest.approx(shares.min())
+    assert first.balanced_accuracy.item() == pytest.approx(shares.mean(), abs=1e-6)
     assert done.records.undefined.isna().all()
     assert "metrics" not in load(tiny()).settings()
 
 
 @pytest.mark.parametrize(
-    ("chosen", "message"),
+    ("metrics", "message"),
     [
         ([a_word], "the metric `.*a_word` returned no number: 'good'"),
         (
@@ -193,7 +204,7 @@ def test_metrics_of_ones_own_are_columns_of_the_records(tmp_path):
         ([], "`metrics`: .*at least 1 item"),
     ],
 )
-def test_metrics_that_cannot_be(tmp_path, chosen, message):
+def test_invalid_metrics_are_refused(tmp_path, metrics, message):
     with pytest.raises(ConfigError, match=message):
-        run({**tiny(rounds=1), "metrics": chosen}, out=tmp_path / "run")
+        run({**tiny(rounds=1), "metrics": metrics}, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,6 @@
-"""Users' functions that misbehave silently: an error names each, or it has no effect.
+"""User functions with side effects or wrong outputs: named in an error, or without effect.
 
-The cases run in one process of their own, as a user's: without the run-time checks of the tests.
+The cases run in a separate process, without the run-time checks of the tests.
 """
 
 import json
@@ -19,7 +19,7 @@ from fedcb2o.federated.criteria import class_loss_gap
 
 ROOT = Path(__file__).parents[2]
 
-PARTS = """
+USER_MODULE = """
 import os, sys
 import numpy as np
 import torch
@@ -344,7 +344,7 @@ WROTE = "{part} wrote into models that all agents share: let it "
 EXITS = "{part} failed at line {line} of {folder}/own.py: SystemExit:"
 NOT_SUM = "{part} returned weights that are not positive with sum 1"
 
-# A message, or the case whose models it must find, bit for bit.
+# The message of the error; or, in a tuple, the case with the same bits; or None for any bits.
 CASES = {
     **dict.fromkeys(
         [
@@ -477,32 +477,36 @@ CASES = {
 PLAIN = sorted({case[0] for case in CASES.values() if isinstance(case, tuple)})
 
 
-def with_part(name: str) -> dict[str, Any]:
-    """The change to the tiny experiment that uses a part."""
-    place, kind = f"own:{name}", name.split("_")[0]
-    by_rule = {"name": "by_rule", "rule": place, "needs_losses": True}
+def change_for(name: str) -> dict[str, Any]:
+    """Return the changes of the tiny experiment that use a function."""
+    function_name, kind = f"own:{name}", name.split("_")[0]
+    by_rule = {"name": "by_rule", "rule": function_name, "needs_losses": True}
     match kind:
-        case "criterion":  # what it changes shows in the sub-level set and where it is asked again
-            both = {"name": "weighted_sum", "of": [place, "average_loss", place]}
+        case "criterion":  # a side effect would show in the sub-level set and in the second call
+            both = {"name": "weighted_sum", "of": [function_name, "average_loss", function_name]}
             attack = {"attack": {"name": "alie"}} if name.endswith("crafted") else {}
             return {"algorithm": {"criterion": both, "beta": 0.3, "own_model": "judged"}, **attack}
         case "rule" if name == "rule_gram_mean":
             return {"algorithm": {"name": "by_rule", "rule": "mean"}}
         case "rule" if name.startswith(("rule_gram", "rule_columns")):
-            return {"algorithm": {"name": "by_rule", "rule": place}}
+            return {"algorithm": {"name": "by_rule", "rule": function_name}}
         case "rule":
             return {"algorithm": by_rule}
         case "pre":
             return {
-                "algorithm": {"name": "by_rule", "rule": "coordinate_median", "pre_step": place}
+                "algorithm": {
+                    "name": "by_rule",
+                    "rule": "coordinate_median",
+                    "pre_step": function_name,
+                }
             }
         case "poison" | "trigger" | "attack":
-            return {"attack": {"name": place}}
+            return {"attack": {"name": function_name}}
         case "selection":
-            return {"algorithm": {"selection": place}}
+            return {"algorithm": {"selection": function_name}}
         case "graph":
-            return {"agents": {"graph": place}}
-    return {kind: {"name": place}}
+            return {"agents": {"graph": function_name}}
+    return {kind: {"name": function_name}}
 
 
 DRIVER = """
@@ -525,11 +529,11 @@ json.dump(found, open(f"found-{workers}.json", "w"))
 """
 
 
-def outcomes(folder: Path, workers: int, names: list[str]) -> dict[str, list[Any]]:
-    """What running each of some cases came to."""
-    (folder / "own.py").write_text(PARTS)
+def run_cases(folder: Path, workers: int, names: list[str]) -> dict[str, list[Any]]:
+    """Run the cases with `workers` processes; return status, output and bits by name."""
+    (folder / "own.py").write_text(USER_MODULE)
     for name in names:
-        write(folder / f"{name}.toml", **{"rounds": 2, **with_part(name)})
+        write(folder / f"{name}.toml", **{"rounds": 2, **change_for(name)})
     environment = {
         **ENVIRONMENT,
         "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, ROOT / "src"))),
@@ -544,63 +548,65 @@ def outcomes(folder: Path, workers: int, names: list[str]) -> dict[str, list[Any
     return json.loads((folder / f"found-{workers}.json").read_text())
 
 
-def holds(name: str, folder: Path, found: dict[str, list[Any]]) -> None:
-    """Fails unless a case came to what is expected."""
-    status, out, err, *kept = found[name]
+def assert_outcome(name: str, folder: Path, outcomes: dict[str, list[Any]]) -> None:
+    """Assert that a case has its expected outcome."""
+    status, out, err, *run_bits = outcomes[name]
     expected = CASES[name]
     if expected is None or isinstance(expected, tuple):
         assert status == 0, err
         if expected:
-            assert found[expected[0]][0] == 0, found[expected[0]]
-            assert kept == found[expected[0]][3:]
+            assert outcomes[expected[0]][0] == 0, outcomes[expected[0]]
+            assert run_bits == outcomes[expected[0]][3:]
         return
     line = next(
-        i for i, text in enumerate(PARTS.splitlines(), 1) if text.startswith(f"def {name}(")
+        i for i, text in enumerate(USER_MODULE.splitlines(), 1) if text.startswith(f"def {name}(")
     )
     kind = {"pre": "pre-step", "poison": "attack", "data": "data set"}.get(
         name.split("_")[0], name.split("_")[0]
     )
-    told = expected.replace("{line+1}", str(line + 1)).format(
+    message = expected.replace("{line+1}", str(line + 1)).format(
         folder=folder, line=line, part=f"the {kind} `own:{name}`"
     )
-    assert told in Done(status, out, err).one_line()
+    assert message in Done(status, out, err).one_line()
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
-    return folder, outcomes(folder, 1, [*PLAIN, *CASES])
+    return folder, run_cases(folder, 1, [*PLAIN, *CASES])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_in_one_process(one_process, name):
-    holds(name, *one_process)
+def test_user_functions_in_one_process(one_process, name):
+    assert_outcome(name, *one_process)
 
 
 @pytest.mark.slow
-def test_in_two_processes(tmp_path):
-    holds("criterion_pool_numpy", tmp_path, outcomes(tmp_path, 2, ["criterion_pool_numpy"]))
+def test_a_write_through_numpy_is_reported_in_two_processes(tmp_path):
+    assert_outcome(
+        "criterion_pool_numpy", tmp_path, run_cases(tmp_path, 2, ["criterion_pool_numpy"])
+    )
 
 
-late = [False]
+writes = [False]
 
 
-def gap_that_may_write(judged):
-    if judged.n == 1 and late[0]:
-        judged.models.zero_()
-    return class_loss_gap(judged)
+def gap_that_may_write(inputs):
+    if inputs.n == 1 and writes[0]:
+        inputs.models.zero_()
+    return class_loss_gap(inputs)
 
 
-def test_the_models_of_the_round_before_stay(tmp_path):
-    """Overwritten models are not kept: the run continues from its checkpoint."""
+def test_a_run_continues_after_a_user_function_overwrote_models(tmp_path):
+    """The overwritten models are not saved; the run continues from its checkpoint."""
     experiment = tiny(algorithm={"criterion": gap_that_may_write})
-    late[0] = True
+    writes[0] = True
     with pytest.raises(
         ConfigError,
         match=r"the criterion `.*:gap_that_may_write` wrote into models that all agents share",
     ):
         run(experiment, out=tmp_path / "mended", workers=1)
-    late[0] = False
+    writes[0] = False
     lines = (tmp_path / "mended/seed-1000/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [1]
     run(experiment, out=tmp_path / "mended", workers=1, resume=True)
@@ -610,7 +616,7 @@ def test_the_models_of_the_round_before_stay(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # most cases end their workers
-def test_all_in_two_processes(tmp_path):
-    found = outcomes(tmp_path, 2, [*PLAIN, *CASES])
+def test_user_functions_in_two_processes(tmp_path):
+    outcomes = run_cases(tmp_path, 2, [*PLAIN, *CASES])
     for name in CASES:
-        holds(name, tmp_path, found)
+        assert_outcome(name, tmp_path, outcomes)

@@ -1,4 +1,4 @@
-"""Users' own parts that tell in a folder who calls them."""
+"""User functions that record their calls as files in a folder."""
 
 import os
 import time
@@ -11,24 +11,24 @@ from fedcb2o.federated.criteria import average_loss
 
 
 def halves(*, folder: str) -> Dataset:
-    """The digits, as numbers that NumPy has no type for."""
+    """Return the digits in bfloat16, a type that NumPy lacks."""
     (Path(folder) / f"data-{time.monotonic_ns()}-{os.getpid()}").touch()
-    found = digits()
+    dataset = digits()
     return Dataset(
-        *(Shard(each.x.to(torch.bfloat16), each.y) for each in (found.pool, found.test)),
-        found.class_names,
+        *(Shard(shard.x.to(torch.bfloat16), shard.y) for shard in (dataset.pool, dataset.test)),
+        dataset.class_names,
     )
 
 
-def slow_loss(judged, *, folder: str, seconds: float):
-    """The average loss, which takes some time."""
-    (Path(folder) / f"{judged.n}-{os.getpid()}").touch()
+def slow_loss(inputs, *, folder: str, seconds: float):
+    """Return the average loss after a pause."""
+    (Path(folder) / f"{inputs.n}-{os.getpid()}").touch()
     time.sleep(seconds)
-    return average_loss(judged)
+    return average_loss(inputs)
 
 
 def broken(first: int):
-    """Work that fails after a while."""
+    """Yield two numbers, then fail."""
     yield first
     yield first + 1
     raise ValueError("out of numbers")

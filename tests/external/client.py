@@ -1,10 +1,10 @@
-"""Independent member of a federation, written from docs/protocol.md: no import of fedcb2o.
+"""Independent member of a federation, written from docs/protocol.md without fedcb2o.
 
     python client.py FEDERATION.toml KEYS OUT.npz
 
-It needs zenoh, NumPy and cryptography. In each round it offers the mean of the models that it has
-(zeros at first), downloads the models of all other members, and at the end writes them to OUT.npz
-with the digests of their manifests. It reads version 1 of a federation with float32 models.
+It needs zenoh, NumPy and cryptography. In each round it publishes the mean of its models and
+downloads the models of all other members. At the end it writes the models to OUT.npz, with the
+digests of their manifests. It reads version 1 of a federation with float32 models.
 """
 
 import base64
@@ -36,7 +36,7 @@ SEEN = struct.Struct("<II32s")
 
 
 def canonical(value):
-    """Write 2.0 as 2, as the hash of a run requires."""
+    """Replace 2.0 by 2, as the hash of a run requires."""
     if isinstance(value, dict):
         return {key: canonical(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -47,7 +47,7 @@ def canonical(value):
 
 
 def run_id(table):
-    """Hash version 1 of a federation."""
+    """Return the hash of a federation of version 1."""
     content = {key: value for key, value in table.items() if key not in ("version", "members")}
     content |= {"version": 1, "members": sorted(table["members"], key=lambda entry: entry["id"])}
     text = json.dumps(canonical(content), sort_keys=True, separators=(",", ":"))
@@ -55,7 +55,7 @@ def run_id(table):
 
 
 def encode_manifest(content, run, agent, n, samples, sign):
-    """Describe and sign a model in encoding 0."""
+    """Return the signed manifest of a model in encoding 0, and its digest."""
     chunks = [
         hashlib.sha256(content[k : k + CHUNK]).digest() for k in range(0, len(content), CHUNK)
     ]
@@ -66,7 +66,7 @@ def encode_manifest(content, run, agent, n, samples, sign):
 
 
 class Client:
-    """One member: its links, its newest two models, and the models of others."""
+    """One member: its links, its newest two models, and the models of its peers."""
 
     def __init__(self, federation, keys):
         table = tomllib.loads(Path(federation).read_text())
@@ -103,7 +103,7 @@ class Client:
     def key_of(agent):
         return f"fedcb2o/agents/{agent}"
 
-    # What others ask of this member.
+    # Answers to requests of peers
 
     def on_query(self, query):
         with query:
@@ -112,7 +112,7 @@ class Client:
                 query.reply(self.key_of(self.me), answer)
 
     def answer(self, data):
-        """Answer a request, or nothing where it is not in order."""
+        """Return the answer to a request; empty if the request is invalid."""
         if len(data) != REQUEST.size + 64 or data[:9] != b"fedcb2o\x01\x02":
             return b""
         body = data[: REQUEST.size]
@@ -138,7 +138,7 @@ class Client:
                 if newest < 0 or newest < n - self.table.get("lag", 5):
                     return NOT_YET, b""
                 signed = self.offers[newest][0]
-                seen = [SEEN.pack(*key, found[0]) for key, found in self.models.items()][-64:]
+                seen = [SEEN.pack(*key, received[0]) for key, received in self.models.items()][-64:]
                 return OK, struct.pack("<I", len(signed)) + signed + b"".join(seen)
             for _, offered, content in self.offers.values():
                 if kind == CHUNK_OF_MODEL and digest == offered and index * CHUNK < len(content):
@@ -150,10 +150,10 @@ class Client:
         signed, digest = encode_manifest(content, self.run, self.me, n, samples, self.key.sign)
         with self.lock:
             self.offers[n] = signed, digest, content
-            for old in sorted(self.offers)[:-2]:
-                del self.offers[old]
+            for stale_round in sorted(self.offers)[:-2]:
+                del self.offers[stale_round]
 
-    # What this member asks of others.
+    # Requests to peers
 
     def ask(self, peer, kind, n=0, index=0, digest=bytes(32)):
         """Return the content of the first answer with the status OK, or None."""
@@ -187,7 +187,7 @@ class Client:
             return None
         body = signed[:-64]
         values = MANIFEST_HEAD.unpack_from(body)
-        magic, version, message, encoding, run, agent, made, dim, _, base, size, whole, count = (
+        magic, version, message, encoding, run, agent, n_peer, dim, _, base, size, whole, count = (
             values
         )
         expected = (b"fedcb2o", VERSION, 1, 0, self.run, peer, bytes(32))
@@ -200,7 +200,7 @@ class Client:
         lengths = (4 * dim, -(-size // CHUNK), MANIFEST_HEAD.size + 32 * count)
         if (size, count, len(body)) != lengths or self.dim not in (None, dim):
             return None
-        if not n - self.table.get("lag", 5) <= made < self.table["rounds"]:
+        if not n - self.table.get("lag", 5) <= n_peer < self.table["rounds"]:
             return None
         digest = hashlib.sha256(body).digest()
         content = bytearray()
@@ -217,7 +217,7 @@ class Client:
         if np.abs(theta).max(initial=0) > 1e6:
             return None
         self.dim = dim
-        return made, digest, theta
+        return n_peer, digest, theta
 
     def take_part(self):
         """Run all rounds."""
@@ -226,19 +226,21 @@ class Client:
             end = time.monotonic() + max(0.2, self.table.get("round_seconds", 0.0))
             if theta is not None:
                 self.publish(n, theta, 1)
-            found = []
-            while not found and time.monotonic() < end + self.table.get("deadline_seconds", 60.0):
+            received = []
+            while not received and time.monotonic() < end + self.table.get(
+                "deadline_seconds", 60.0
+            ):
                 for peer in self.links:
                     arrival = self.download(peer, n)
                     if arrival is not None:
-                        made, digest, model = arrival
+                        n_peer, digest, model = arrival
                         with self.lock:
-                            self.models[peer, made] = digest, model
-                        found.append(model)
+                            self.models[peer, n_peer] = digest, model
+                        received.append(model)
                 time.sleep(0.05)
             own = [] if theta is None else [theta]
-            if found:
-                theta = np.mean([*own, *found], axis=0, dtype=np.float32)
+            if received:
+                theta = np.mean([*own, *received], axis=0, dtype=np.float32)
             with self.lock:
                 self.round = n + 1
             time.sleep(max(0.0, end - time.monotonic()))
@@ -249,7 +251,7 @@ class Client:
 
 
 def open_session(keys, roots, changes):
-    """Open a session with the settings of the page."""
+    """Open a session with the settings of docs/protocol.md."""
     settings = {
         "mode": "peer",
         "listen/endpoints": [],
@@ -281,7 +283,7 @@ def main(federation, keys, out):
     client = Client(federation, Path(keys))
     try:
         client.take_part()
-        time.sleep(3.0)  # others may still need the last model
+        time.sleep(3.0)  # peers may still need the last model
     finally:
         client.close()
     models = {f"{agent}-{n}": theta for (agent, n), (_, theta) in client.models.items()}

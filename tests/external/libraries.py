@@ -4,8 +4,8 @@
 
 1. ByzFL's own tests of aggregators, pre-aggregators and attacks, from its repository, with
    `byzfl/byzfl.py` in place of ByzFL.
-2. `test_libraries.py`: equal results on random inputs next to byzfl, krum and byzpy, each in a
-   folder of its own next to this environment's PyTorch.
+2. `test_libraries.py`: equal results of byzfl, krum and byzpy on random inputs. Each library is
+   in a separate folder, and uses this environment's PyTorch.
 
 Nothing is installed into this environment, and the temporary folder is removed. krum asks for
 Python 3.12; its aggregators also run on 3.11.
@@ -25,7 +25,7 @@ PACKAGES = {"byzfl": "0.0.11", "krum": "0.9.1", "byzpy": "0.1.4"}
 BYZFL = "https://github.com/LPD-EPFL/byzfl"
 SUITES = {"aggregators": 40, "preaggregators": 12, "attacks": 32}
 
-# ByzFL's tests that fail, with the reason.
+# Failing tests of ByzFL, with the reason.
 KNOWN = {
     "TestKrumAggregation": "all scores are equal: ByzFL takes the first model, fedcb2o the one "
     "nearest to all models",
@@ -33,7 +33,7 @@ KNOWN = {
 
 
 def install(folder: Path) -> dict[str, str]:
-    """Install each library without its dependencies; return the reasons of those that failed."""
+    """Install each library without its dependencies; return the errors by library."""
     failed = {}
     for name, version in PACKAGES.items():
         command = [
@@ -47,7 +47,7 @@ def install(folder: Path) -> dict[str, str]:
 
 
 def pytest(paths: list[Path], python_path: list[Path], cwd: Path) -> tuple[int, str]:
-    """Run tests in a process of their own; return its status and output."""
+    """Run tests in a process; return its status and output."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*python_path, ROOT]))}
     command = [
         sys.executable, "-m", "pytest", "-q", "-rfs", "--tb=line", "-p", "no:cacheprovider",

@@ -1,4 +1,4 @@
-"""A client that was written from the page takes part, and has the bits of the nodes."""
+"""A client written from the protocol page takes part, and receives the bits of the nodes."""
 
 import json
 import subprocess
@@ -14,16 +14,16 @@ from fedcb2o.peer.membership import read_federation
 CLIENT = Path(__file__).with_name("client.py")
 
 
-def test_it_is_short_and_independent():
+def test_the_client_is_short_and_independent():
     text = CLIENT.read_text()
     assert len(text.splitlines()) < 400
     assert "import fedcb2o" not in text
     assert "from fedcb2o" not in text
 
 
-def test_it_takes_part_with_the_bits_of_a_node(tmp_path):
+def test_the_client_receives_the_bits_of_nodes(tmp_path):
     changes = {
-        "rounds": 12,  # a busy machine misses some
+        "rounds": 12,  # a busy machine may miss some
         "model": {"name": "mlp", "hidden": [4096]},  # two chunks
         "agents": {"benign": 3, "malicious": 0, "budget": 2},
     }
@@ -35,16 +35,20 @@ def test_it_takes_part_with_the_bits_of_a_node(tmp_path):
             peers.start(0, 1, linger=2.0)
             assert peers.wait(0, 1) == [0, 0], [peers.log(j) for j in range(2)]
             assert client.wait(60) == 0
-        with np.load(out) as found:
-            models = dict(found)
+        with np.load(out) as archive:
+            models = dict(archive)
         assert bytes(models["run"]) == read_federation(peers.federation).run
         compared = 0
         for j in range(2):
-            assert any(each["id"] == 2 for line in peers.lines(j) for each in line["received"])
+            assert any(
+                message["id"] == 2 for line in peers.lines(j) for message in line["received"]
+            )
             journal = (peers.out(j) / "signed.jsonl").read_text().splitlines()
             for line in map(json.loads, journal):
                 digest = models.get(f"{j}-{line['round']}-digest")
-                if digest is not None:  # of the manifest, which holds the hash of the model
+                if (
+                    digest is not None
+                ):  # the digest of the manifest, which contains the hash of the model
                     assert bytes(digest).hex() == line["digest"]
                     compared += 1
         assert compared > 3

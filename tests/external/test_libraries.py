@@ -1,10 +1,10 @@
-"""Equal results on random inputs next to byzfl 0.0.11, krum 0.9.1 and byzpy 0.1.4.
+"""Equal results of fedcb2o, byzfl 0.0.11, krum 0.9.1 and byzpy 0.1.4 on random inputs.
 
-`make external` installs them into folders of their own; `make test` skips this file. Not compared:
+`make external` installs them into separate folders; `make test` skips this file. Not compared:
 
 - SMEA of byzfl: one step of the power method from a random vector in place of an eigenvector.
-- CAF of byzfl and byzpy: also models of weight 0 are in the maximum that scales all weights. Two far
-  outliers then stop the weights from changing, and the loop does not end.
+- CAF of byzfl and byzpy: the maximum that scales all weights includes models of weight 0. With two
+  far outliers the weights stop changing, and the loop does not end.
 - The median of byzpy for an even number of tensors: the lower of the middle two values.
 - Bulyan of krum: it selects n - 2 f - 2 models by Multi-Krum and trims, the paper selects n - 2 f.
 - Aksel and Medoid of krum, CGE of byzpy: fedcb2o has no such rules.
@@ -28,7 +28,7 @@ SEEDS = range(3)
 
 
 def library(name):
-    """Import a library; what its rules do not need is a stand-in."""
+    """Import a library; mocks replace missing packages that its rules do not need."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed: make external")
     if name in sys.modules:
@@ -43,19 +43,19 @@ def library(name):
 
 
 def vectors(m, d, f, seed):
-    """m vectors, the first f of them apart from the others."""
+    """Return m random vectors; the first f are far from the others."""
     x = stream(seed, "vectors", m, d).standard_normal((m, d))
     x[:f] += 5.0
     return x
 
 
-def close(found, expected, tolerance=1e-9):
+def assert_close(result, expected, tolerance=1e-9):
     np.testing.assert_allclose(
-        np.asarray(found), np.asarray(expected), rtol=tolerance, atol=tolerance
+        np.asarray(result), np.asarray(expected), rtol=tolerance, atol=tolerance
     )
 
 
-each = pytest.mark.parametrize(("m", "d", "f"), SHAPES)
+all_shapes = pytest.mark.parametrize(("m", "d", "f"), SHAPES)
 
 # byzfl
 
@@ -91,31 +91,31 @@ BYZFL = {
 }
 
 
-@each
+@all_shapes
 @pytest.mark.parametrize("name", BYZFL)
-def test_byzfl(name, m, d, f):
+def test_rules_equal_byzfl(name, m, d, f):
     lib = library("byzfl")
     if name == "MDA" and math.comb(m, f) > 1000:
-        f = 2  # it tries all subsets, slowly
+        f = 2  # byzfl tries all subsets, slowly
     for seed in SEEDS:
         x = vectors(m, d, f, seed)
-        theirs, ours = BYZFL[name](lib, f)
-        close(ours(x), theirs(x.copy()))
-        low = torch.from_numpy(x).float()
-        theirs, ours = BYZFL[name](lib, f)
-        close(ours(low), theirs(low.clone()), 1e-4)
+        byzfl_rule, own_rule = BYZFL[name](lib, f)
+        assert_close(own_rule(x), byzfl_rule(x.copy()))
+        low_precision = torch.from_numpy(x).float()
+        byzfl_rule, own_rule = BYZFL[name](lib, f)
+        assert_close(own_rule(low_precision), byzfl_rule(low_precision.clone()), 1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_byzfl_bucketing(size):
-    """The draw is another: the number of buckets and their weighted sum are equal."""
+def test_bucketing_has_the_sum_of_byzfl(size):
+    """Buckets are random, but their number and their weighted sum are equal."""
     lib = library("byzfl")
     x = vectors(9, 20, 0, 0)
-    theirs = lib.Bucketing(size)(x)
-    ours = aggregators.Bucketing(size)(x)
-    assert ours.shape == theirs.shape
-    counts = np.array([min(size, 9 - size * j) for j in range(len(ours))])
-    close(counts @ ours, counts @ theirs)
+    byzfl_buckets = lib.Bucketing(size)(x)
+    own_buckets = aggregators.Bucketing(size)(x)
+    assert own_buckets.shape == byzfl_buckets.shape
+    counts = np.array([min(size, 9 - size * j) for j in range(len(own_buckets))])
+    assert_close(counts @ own_buckets, counts @ byzfl_buckets)
 
 
 # krum
@@ -126,7 +126,7 @@ def by_krum(rule, **settings):
 
 
 def krum_pair(name, m, f, x):
-    """The aggregate of one of krum's rules, and of ours."""
+    """Return the aggregates by a rule of krum and by the rule of fedcb2o."""
     import krum.primitives.aggregators as rules
 
     def rule(module, kind):
@@ -165,50 +165,54 @@ def krum_pair(name, m, f, x):
             aggregators.MoNNA(f, 3),
         ),
     }
-    theirs, ours = pairs[name]()
-    return theirs(x), ours(x)
+    krum_rule, own_rule = pairs[name]()
+    return krum_rule(x), own_rule(x)
 
 
 KRUM = ["Average", "Median", "TrimmedMean", "Krum", "MultiKrum", "Brute", "GeometricMedian",
         "NearestNeighborAverage"]  # fmt: skip
 
 
-@each
+@all_shapes
 @pytest.mark.parametrize("name", KRUM)
-def test_krum(name, m, d, f):
+def test_rules_equal_krum(name, m, d, f):
     library("krum")
     if name == "GeometricMedian" and d == 1:
         pytest.skip("the median of an even number of numbers is not unique")
     if name == "Brute" and math.comb(m, f) > 1000:
         f = 2
     for seed in SEEDS:
-        theirs, ours = krum_pair(name, m, f, vectors(m, d, f, seed))
-        close(ours, theirs, 1e-6 if name == "GeometricMedian" else 1e-9)
+        krum_result, own_result = krum_pair(name, m, f, vectors(m, d, f, seed))
+        assert_close(own_result, krum_result, 1e-6 if name == "GeometricMedian" else 1e-9)
 
 
 @pytest.mark.parametrize("f", [1, 2])
-def test_monna_without_a_server(f):
-    """Rounds in which each of n agents averages the n - 2 f nearest of n - f models."""
+def test_monna_of_agents_equals_krum(f):
+    """In each round, n agents average the n - 2 f nearest of n - f models."""
     library("krum")
     module = importlib.import_module("krum.primitives.aggregators.nearest_neighbor_average")
     n = 9
-    theirs = torch.from_numpy(vectors(n, 20, f, 0))
-    ours = theirs.clone()
+    krum_models = torch.from_numpy(vectors(n, 20, f, 0))
+    own_models = krum_models.clone()
     draw = stream(0, "peers")
     for _ in range(5):
         received = [
             draw.permutation([i for i in range(n) if i != j])[: n - f - 1] for j in range(n)
         ]
-        theirs = torch.stack(
+        krum_models = torch.stack(
             [
                 module.NearestNeighborAverage.aggregate(
-                    [theirs[j], *theirs[received[j]]], num_closest=n - 2 * f, pivot=theirs[j]
+                    [krum_models[j], *krum_models[received[j]]],
+                    num_closest=n - 2 * f,
+                    pivot=krum_models[j],
                 )
                 for j in range(n)
             ]
         )
-        ours = torch.stack([aggregators.MoNNA(f)([ours[j], *ours[received[j]]]) for j in range(n)])
-        close(ours, theirs)
+        own_models = torch.stack(
+            [aggregators.MoNNA(f)([own_models[j], *own_models[received[j]]]) for j in range(n)]
+        )
+        assert_close(own_models, krum_models)
 
 
 # byzpy
@@ -228,32 +232,32 @@ BYZPY = {
 
 def byzpy_pair(name, m, f):
     module, kind = BYZPY[name]
-    theirs = getattr(importlib.import_module(f"byzpy.aggregators.{module}"), kind)
+    byzpy_rule = getattr(importlib.import_module(f"byzpy.aggregators.{module}"), kind)
     return {
-        "median": lambda: (theirs(), aggregators.Median()),
-        "trimmed mean": lambda: (theirs(f=f), aggregators.TrMean(f)),
-        "mean of medians": lambda: (theirs(f=f), aggregators.Meamed(f)),
+        "median": lambda: (byzpy_rule(), aggregators.Median()),
+        "trimmed mean": lambda: (byzpy_rule(f=f), aggregators.TrMean(f)),
+        "mean of medians": lambda: (byzpy_rule(f=f), aggregators.Meamed(f)),
         "Multi-Krum": lambda: (
-            theirs(f=f, q=m - f),
+            byzpy_rule(f=f, q=m - f),
             aggregators.MultiKrum(f, definition="byzfl"),
         ),
-        "MDA": lambda: (theirs(f=f), aggregators.MDA(f)),
-        "MoNNA": lambda: (theirs(f=f, reference_index=3), aggregators.MoNNA(f, 3)),
-        "SMEA": lambda: (theirs(f=f), aggregators.SMEA(f)),
+        "MDA": lambda: (byzpy_rule(f=f), aggregators.MDA(f)),
+        "MoNNA": lambda: (byzpy_rule(f=f, reference_index=3), aggregators.MoNNA(f, 3)),
+        "SMEA": lambda: (byzpy_rule(f=f), aggregators.SMEA(f)),
         "geometric median": lambda: (
-            theirs(tol=1e-12, max_iter=10_000, eps=1e-3),
+            byzpy_rule(tol=1e-12, max_iter=10_000, eps=1e-3),
             aggregators.GeometricMedian(nu=1e-3, T=10_000),
         ),
         "centred clipping": lambda: (
-            theirs(c_tau=2.0, M=3, init="zero"),
+            byzpy_rule(c_tau=2.0, M=3, init="zero"),
             aggregators.CenteredClipping(L=3, tau=2.0),
         ),
     }[name]()
 
 
-@each
+@all_shapes
 @pytest.mark.parametrize("name", BYZPY)
-def test_byzpy(name, m, d, f):
+def test_rules_equal_byzpy(name, m, d, f):
     library("byzpy")
     if m % 2 == 0 and name in ("median", "mean of medians"):
         pytest.skip("byzpy takes the lower of the middle two values")
@@ -263,8 +267,8 @@ def test_byzpy(name, m, d, f):
         f = 2
     for seed in SEEDS:
         x = vectors(m, d, f, seed)
-        theirs, ours = byzpy_pair(name, m, f)
-        close(ours(x), theirs.aggregate(list(torch.from_numpy(x))), 1e-6)
+        byzpy_rule, own_rule = byzpy_pair(name, m, f)
+        assert_close(own_rule(x), byzpy_rule.aggregate(list(torch.from_numpy(x))), 1e-6)
 
 
 BYZPY_PRE = {
@@ -274,13 +278,15 @@ BYZPY_PRE = {
 }
 
 
-@each
+@all_shapes
 @pytest.mark.parametrize("name", BYZPY_PRE)
-def test_byzpy_pre_aggregators(name, m, d, f):
+def test_pre_aggregators_equal_byzpy(name, m, d, f):
     library("byzpy")
     kind, pair = BYZPY_PRE[name]
-    theirs, ours = pair(getattr(importlib.import_module(f"byzpy.pre_aggregators.{name}"), kind), f)
+    byzpy_rule, own_rule = pair(
+        getattr(importlib.import_module(f"byzpy.pre_aggregators.{name}"), kind), f
+    )
     for seed in SEEDS:
         x = vectors(m, d, f, seed)
-        mixed = theirs.pre_aggregate(list(torch.from_numpy(x)))
-        close(ours(x), torch.stack(mixed), 1e-9)
+        mixed = byzpy_rule.pre_aggregate(list(torch.from_numpy(x)))
+        assert_close(own_rule(x), torch.stack(mixed), 1e-9)

@@ -1,4 +1,4 @@
-"""What is received: refused for each of its faults, and believed up to what the terms allow."""
+"""Admission of received messages: reasons for refusal, and the bound on absolute values."""
 
 import math
 
@@ -24,7 +24,7 @@ def message(theta=None, num_samples=20.0, round=3):
     return Message(torch.ones(DIM) if theta is None else theta, num_samples, round)
 
 
-def with_one(value):
+def theta_with(value):
     theta = torch.zeros(DIM)
     theta[2] = value
     return theta
@@ -32,9 +32,9 @@ def with_one(value):
 
 @pytest.mark.parametrize("num_samples", [0.0, 1.0, 20.5, 1e12])
 @pytest.mark.parametrize(
-    "theta", [torch.ones(DIM), with_one(MAX_VALUE), with_one(-MAX_VALUE), torch.zeros(DIM)]
+    "theta", [torch.ones(DIM), theta_with(MAX_VALUE), theta_with(-MAX_VALUE), torch.zeros(DIM)]
 )
-def test_what_is_in_order_is_received(theta, num_samples):
+def test_valid_messages_are_admitted(theta, num_samples):
     assert rejection_reason(message(theta, num_samples), dim=DIM, n=3) == ""
 
 
@@ -54,14 +54,14 @@ REFUSED = {
     "integers": (message(torch.ones(DIM).int()), "type torch.int32"),
     "complex": (message(torch.ones(DIM).to(torch.complex64)), "type torch.complex64"),
     "NaN": (
-        message(with_one(math.nan)),
+        message(theta_with(math.nan)),
         "its model holds numbers that are not finite, or beyond 1e.06",
     ),
     "all NaN": (message(torch.full((DIM,), math.nan)), "not finite"),
-    "infinite": (message(with_one(math.inf)), "not finite"),
-    "minus infinity": (message(with_one(-math.inf)), "not finite"),
-    "too large": (message(with_one(1.001 * MAX_VALUE)), "beyond 1e.06"),
-    "too small": (message(with_one(-1.001 * MAX_VALUE)), "beyond 1e.06"),
+    "infinite": (message(theta_with(math.inf)), "not finite"),
+    "minus infinity": (message(theta_with(-math.inf)), "not finite"),
+    "too large": (message(theta_with(1.001 * MAX_VALUE)), "beyond 1e.06"),
+    "too small": (message(theta_with(-1.001 * MAX_VALUE)), "beyond 1e.06"),
     "of the round before": (message(round=2), "its model is of round 2, expected 3"),
     "of the next round": (message(round=4), "its model is of round 4, expected 3"),
     "claims less than nothing": (message(num_samples=-1.0), "it claims -1.0 samples"),
@@ -75,13 +75,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_is_refused_in_words(name):
-    what, why = REFUSED[name]
-    found = rejection_reason(what, dim=DIM, n=3)
-    assert found
-    assert "\n" not in found
-    with pytest.raises(ValueError, match=why):
-        raise ValueError(found)
+def test_invalid_messages_are_refused_with_a_reason(name):
+    invalid, pattern = REFUSED[name]
+    reason = rejection_reason(invalid, dim=DIM, n=3)
+    assert reason
+    assert "\n" not in reason
+    with pytest.raises(ValueError, match=pattern):
+        raise ValueError(reason)
 
 
 ROWS = {
@@ -95,28 +95,28 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("copied", [1, 30, 2**19])
+@pytest.mark.parametrize("numbers_per_call", [1, 30, 2**19])
 @pytest.mark.parametrize("name", ROWS)
-def test_extents_of_any_rows(name, copied, monkeypatch):
-    """However many of them are looked at in one call."""
-    monkeypatch.setattr(admission, "_NUMBERS_PER_CALL", copied)
-    pool, rows = empty_models(7, 11), ROWS[name]
-    pool.copy_(torch.from_numpy(stream(0, "pool").normal(size=(7, 11))))
-    pool[3, 10], pool[4, 0], pool[6] = -1e30, math.nan, 0.0
-    pool[5, 4] = -math.inf
-    before = pool.clone()
-    found = max_abs(pool, rows)
-    expected = np.abs(pool[rows].double().numpy()).max(1, initial=0.0)
-    assert found.dtype == np.float64
-    assert found.shape == (len(rows),)
-    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
-    good = np.isfinite(expected)
-    np.testing.assert_array_equal(found[good], expected[good])
-    assert is_admissible(found).tolist() == [i not in (3, 4, 5) for i in rows]
-    assert torch.equal(pool.nan_to_num(), before.nan_to_num())
+def test_largest_absolute_values_of_any_rows(name, numbers_per_call, monkeypatch):
+    """The result does not depend on how many numbers one call examines."""
+    monkeypatch.setattr(admission, "_NUMBERS_PER_CALL", numbers_per_call)
+    models, rows = empty_models(7, 11), ROWS[name]
+    models.copy_(torch.from_numpy(stream(0, "pool").normal(size=(7, 11))))
+    models[3, 10], models[4, 0], models[6] = -1e30, math.nan, 0.0
+    models[5, 4] = -math.inf
+    before = models.clone()
+    result = max_abs(models, rows)
+    expected = np.abs(models[rows].double().numpy()).max(1, initial=0.0)
+    assert result.dtype == np.float64
+    assert result.shape == (len(rows),)
+    np.testing.assert_array_equal(np.isfinite(result), np.isfinite(expected))
+    is_finite = np.isfinite(expected)
+    np.testing.assert_array_equal(result[is_finite], expected[is_finite])
+    assert is_admissible(result).tolist() == [i not in (3, 4, 5) for i in rows]
+    assert torch.equal(models.nan_to_num(), before.nan_to_num())
 
 
-def test_within_the_bound():
+def test_values_up_to_the_bound_are_admissible():
     assert is_admissible(
         np.array([0.0, MAX_VALUE, np.nextafter(MAX_VALUE, np.inf), np.inf, np.nan])
     ).tolist() == [

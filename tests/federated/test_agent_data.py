@@ -1,5 +1,4 @@
-"""What agents hold, against plain indexing: each cluster sees samples its way, and who attacks poisons what it trains
-on, from its round on."""
+"""Data of agents, compared with plain indexing: cluster transforms and poisoning."""
 
 import dataclasses
 import functools
@@ -13,11 +12,11 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated import AgentData, Attack, Ragged
 from fedcb2o.rng import stream
 
-CLASSES, SEED, FROM = 5, 11, 3
+CLASSES, SEED, FIRST_ROUND = 5, 11, 3
 AGENTS, CLUSTER, MALICIOUS = [1, 4, 6, 9], [0, 3, 1, 2], [False, True, False, True]
 TRAIN = [[0, 7, 3], [5, 1, 2], [9, 9, 4], [8, 6, 0]]
 VALIDATION = [[1, 2], [3, 0], [4, 5], [6, 7]]
-SOME = [[0, 1, 2, 3], [3, 0, 1], [2, 0], [1], [2]]
+MEMBERS = [[0, 1, 2, 3], [3, 0, 1], [2, 0], [1], [2]]
 
 
 def images(count, seed):
@@ -26,12 +25,12 @@ def images(count, seed):
 
 
 def poison(shard, draw):
-    """Every image is shifted by a draw of the agent's, in place, and each label is the next class."""
+    """Shift all images in place by one random number; replace each label by the next class."""
     shard.x.add_(draw.random())
     return Shard(shard.x, (shard.y + 1) % CLASSES)
 
 
-def holdings(attack=None):
+def agent_data(attack=None):
     return AgentData(
         agents=np.array(AGENTS),
         samples=images(10, 0),
@@ -42,95 +41,104 @@ def holdings(attack=None):
         view=ClusterTransform(functools.partial(transforms.rotation), 4, CLASSES, (0.0, 1.0)),
         num_classes=CLASSES,
         malicious=np.array(MALICIOUS),
-        attack=attack or Attack(poison=poison, from_round=FROM),
+        attack=attack or Attack(poison=poison, from_round=FIRST_ROUND),
         seed=SEED,
     )
 
 
-def turned(image, times):
-    """An image [1, 3, 3] after so many quarter turns counter-clockwise."""
-    for _ in range(times):
+def rotated(image, quarter_turns):
+    """Rotate an image [1, 3, 3] counter-clockwise by this number of quarter turns."""
+    for _ in range(quarter_turns):
         image = torch.stack(
             [torch.stack([image[0, j, 2 - i] for j in range(3)]) for i in range(3)]
         ).unsqueeze(0)
     return image
 
 
-def seen(k, chosen, samples):
-    """What the agent in place k sees of some samples."""
-    return torch.stack([turned(samples.x[i], CLUSTER[k]) for i in chosen]), samples.y[chosen]
+def expected_samples(k, indices, samples):
+    """Samples with these indices as the agent at position k sees them."""
+    return torch.stack([rotated(samples.x[i], CLUSTER[k]) for i in indices]), samples.y[indices]
 
 
-def hold_equal(found, expected):
-    assert len(found[0]) == len(found[1]) == len(expected)
-    for x, y, one in zip(*found, expected, strict=True):
-        assert x.equal(one[0])
-        assert y.equal(one[1])
+def assert_equal(result, expected):
+    assert len(result[0]) == len(result[1]) == len(expected)
+    for x, y, pair in zip(*result, expected, strict=True):
+        assert x.equal(pair[0])
+        assert y.equal(pair[1])
 
 
-@pytest.mark.parametrize("some", SOME)
-@pytest.mark.parametrize("n", [0, FROM - 1, FROM, FROM + 5])
-def test_the_malicious_poison_what_they_train_on_from_their_round_on(some, n):
-    held = holdings()
+@pytest.mark.parametrize("members", MEMBERS)
+@pytest.mark.parametrize("n", [0, FIRST_ROUND - 1, FIRST_ROUND, FIRST_ROUND + 5])
+def test_attackers_poison_their_training_data_from_their_first_round(members, n):
+    data = agent_data()
     expected = []
-    for k in some:
-        x, y = seen(k, TRAIN[k], held.samples)
-        if MALICIOUS[k] and n >= FROM:
+    for k in members:
+        x, y = expected_samples(k, TRAIN[k], data.samples)
+        if MALICIOUS[k] and n >= FIRST_ROUND:
             x, y = x + stream(SEED, "attack", AGENTS[k]).random(), (y + 1) % CLASSES
         expected.append((x, y))
-    before = held.samples.x.clone()
-    for _ in range(2):  # in every round from the true samples
-        hold_equal(held.training_data(np.array(some), n), expected)
-    assert held.samples.x.equal(before)
+    before = data.samples.x.clone()
+    for _ in range(2):  # each round starts from the clean samples
+        assert_equal(data.training_data(np.array(members), n), expected)
+    assert data.samples.x.equal(before)
 
 
-def test_an_attack_that_asks_is_told_who_it_poisons_for():
-    def marked(shard, draw, me, *, by):
+def test_an_attack_receives_the_id_of_its_agent():
+    def mark(shard, draw, me, *, by):
         return Shard(torch.full_like(shard.x, by * me), shard.y)
 
-    x, _ = holdings(Attack(poison=functools.partial(marked, by=2))).training_data(
+    x, _ = agent_data(Attack(poison=functools.partial(mark, by=2))).training_data(
         np.array([1, 3]), 0
     )
     assert [one.unique().tolist() for one in x] == [[2 * AGENTS[1]], [2 * AGENTS[3]]]
 
 
-def test_nobody_poisons_without_an_attack_on_data():
-    held = holdings(Attack(craft=lambda view, draw: view.own))
-    hold_equal(
-        held.training_data(np.arange(4), 9), [seen(k, TRAIN[k], held.samples) for k in range(4)]
+def test_training_data_is_clean_without_an_attack_on_data():
+    data = agent_data(Attack(craft=lambda view, draw: view.own))
+    assert_equal(
+        data.training_data(np.arange(4), 9),
+        [expected_samples(k, TRAIN[k], data.samples) for k in range(4)],
     )
 
 
-@pytest.mark.parametrize("some", SOME)
-def test_nobody_poisons_what_it_judges_on(some):
-    held = holdings()
-    hold_equal(
-        held.gather(np.array(some), held.validation),
-        [seen(k, VALIDATION[k], held.samples) for k in some],
+@pytest.mark.parametrize("members", MEMBERS)
+def test_validation_data_is_not_poisoned(members):
+    data = agent_data()
+    assert_equal(
+        data.gather(np.array(members), data.validation),
+        [expected_samples(k, VALIDATION[k], data.samples) for k in members],
     )
 
 
-def test_the_true_samples_and_the_test_set():
-    held = holdings()
+def test_clean_training_data_and_test_sets_are_not_poisoned():
+    data = agent_data()
     for k in range(4):
-        true, ((_, test),) = held.clean_training_data(k), held.test_sets(np.array([k]))
-        hold_equal((true.x.unsqueeze(0), true.y.unsqueeze(0)), [seen(k, TRAIN[k], held.samples)])
-        hold_equal((test.x.unsqueeze(0), test.y.unsqueeze(0)), [seen(k, list(range(6)), held.test)])
+        clean, ((_, test),) = data.clean_training_data(k), data.test_sets(np.array([k]))
+        assert_equal(
+            (clean.x.unsqueeze(0), clean.y.unsqueeze(0)),
+            [expected_samples(k, TRAIN[k], data.samples)],
+        )
+        assert_equal(
+            (test.x.unsqueeze(0), test.y.unsqueeze(0)),
+            [expected_samples(k, list(range(6)), data.test)],
+        )
 
 
 @pytest.mark.parametrize("label", [-1, CLASSES])
-def test_labels_that_there_are_not_are_told(label):
+def test_poisoned_labels_out_of_range_are_refused(label):
     wrong = Attack(poison=lambda shard, draw: Shard(shard.x, torch.full_like(shard.y, label)))
     with pytest.raises(ConfigError, match="the attack returned labels outside 0 to 4"):
-        holdings(wrong).training_data(np.arange(4), 0)
+        agent_data(wrong).training_data(np.arange(4), 0)
 
 
 def test_agents_see_the_labels_of_their_clusters():
-    """Cluster k renames class c to c + k; pixels, and the samples that all agents share, stay as they are."""
-    renamed = ClusterTransform(functools.partial(transforms.permute_labels), 4, CLASSES, (0.0, 1.0))
-    held = dataclasses.replace(holdings(), view=renamed)
-    before = held.samples.y.clone()
-    x, y = held.gather(np.array([1, 0, 2]), held.validation)
-    assert x.equal(held.samples.x[torch.tensor([[3, 0], [1, 2], [4, 5]])])
+    """Cluster k renames class c to c + k. Pixels and shared samples do not change."""
+    permutation = ClusterTransform(
+        functools.partial(transforms.permute_labels), 4, CLASSES, (0.0, 1.0)
+    )
+    data = dataclasses.replace(agent_data(), view=permutation)
+    before = data.samples.y.clone()
+    x, y = data.gather(np.array([1, 0, 2]), data.validation)
+    assert x.equal(data.samples.x[torch.tensor([[3, 0], [1, 2], [4, 5]])])
     assert y.tolist() == [[(3 + 3) % 5, 3], [1, 2], [(4 + 1) % 5, 1]]
-    assert held.samples.y.equal(before)
+    assert data.samples.y.equal(before)

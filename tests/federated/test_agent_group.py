@@ -1,4 +1,4 @@
-"""The layout of a pool: every row holds one thing, in the order that is said."""
+"""Layout of the model buffer: one model per row, in the documented order."""
 
 import numpy as np
 from hypothesis import given
@@ -14,21 +14,25 @@ from fedcb2o.federated import BufferLayout
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_no_row_is_used_twice(malicious, more, each, before, draw):
-    """The own models anywhere among those that are kept; then what each malicious agent crafts,
-    then what was before, then what arrives, and no row between is left out."""
-    count, kept = len(malicious), len(malicious) + more
+def test_each_row_is_used_once(malicious, extra_kept, crafted_per_attacker, has_previous, draw):
+    """Kept models come first, then crafted, previous and received models. No row is left out."""
+    count, kept = len(malicious), len(malicious) + extra_kept
     own = draw.sample(range(kept), count)
-    layout = BufferLayout.create(np.array(own), kept, np.array(malicious), each, before)
+    layout = BufferLayout.create(
+        np.array(own), kept, np.array(malicious), crafted_per_attacker, has_previous
+    )
     assert layout.own.tolist() == own
     crafted = [
         row
         for k in np.flatnonzero(malicious).tolist()
         for row in range(layout.first_received)[layout.crafted_rows(k)]
     ]
-    then = [] if layout.previous is None else layout.previous.tolist()
-    assert [len(crafted), len(then)] == [each * sum(malicious), count * before]
-    assert [*range(kept), *crafted, *then] == list(range(layout.first_received))
+    previous_rows = [] if layout.previous is None else layout.previous.tolist()
+    assert [len(crafted), len(previous_rows)] == [
+        crafted_per_attacker * sum(malicious),
+        count * has_previous,
+    ]
+    assert [*range(kept), *crafted, *previous_rows] == list(range(layout.first_received))
 
 
 def test_a_layout_by_hand():

@@ -1,5 +1,4 @@
-"""How robust rules are applied: how many attackers they assume, what of the Gram matrix they read,
-what is copied."""
+"""Application of robust rules: number of attackers, entries of the Gram matrix, and memory."""
 
 import functools
 import math
@@ -35,7 +34,7 @@ from fedcb2o.federated.aggregation.gram_matrix import gram
 from fedcb2o.rng import stream
 
 
-def test_f_is_clipped_to_what_the_models_admit():
+def test_f_is_clipped_to_the_largest_admissible_number():
     cases = {
         gram_rules.krum: 2,
         gram_rules.multi_krum: 2,
@@ -50,20 +49,20 @@ def test_f_is_clipped_to_what_the_models_admit():
         own_model_rules.clipped_gossip: 5,
     }
     x = models(7, 5)
-    for rule, most in cases.items():
-        assert clip_byzantine_count(rule, most, 7) == clip_byzantine_count(rule, 99, 7) == most
+    for rule, max_f in cases.items():
+        assert clip_byzantine_count(rule, max_f, 7) == clip_byzantine_count(rule, 99, 7) == max_f
         assert clip_byzantine_count(functools.partial(rule, f=1), 1, 7) == 1
         assert clip_byzantine_count(rule, 3, 0) == 0
-        assert validate_byzantine_count(rule, most, 7) == most
+        assert validate_byzantine_count(rule, max_f, 7) == max_f
         with pytest.raises(
             ConfigError,
-            match=rf"`f` = {most + 1} attackers are more than \w+ admits among 7 models: at ",
+            match=rf"`f` = {max_f + 1} attackers are more than \w+ admits among 7 models: at ",
         ):
-            validate_byzantine_count(rule, most + 1, 7)
-        given = (torch.rand(7),) if rule is own_model_rules.ubar else ()
+            validate_byzantine_count(rule, max_f + 1, 7)
+        extra_inputs = (torch.rand(7),) if rule is own_model_rules.ubar else ()
         if rule is not preaggregation.nnm:
-            assert apply(functools.partial(rule, f=99), x, None, *given, clip_f=True).equal(
-                apply(functools.partial(rule, f=most), x, None, *given)
+            assert apply(functools.partial(rule, f=99), x, None, *extra_inputs, clip_f=True).equal(
+                apply(functools.partial(rule, f=max_f), x, None, *extra_inputs)
             )
 
 
@@ -73,7 +72,7 @@ def test_f_is_clipped_to_what_the_models_admit():
      ("trimmed_mean", 2, 5), ("meamed", 2, 5), ("monna", 2, 5), ("cs_plus", 3, 5),
      ("clipped_gossip", 3, 5)],
 )  # fmt: skip
-def test_an_f_that_is_too_large_for_the_models(name, f, needed, caplog):
+def test_too_large_f_is_refused_or_clipped_with_one_warning(name, f, needed, caplog):
     """Blanchard et al. need 2 f + 3 models, El Mhamdi et al. 4 f + 3, and means 2 f + 1."""
     rule = functools.partial(getattr(aggregation, name), f=f)
     x = models(needed, 3)
@@ -85,23 +84,23 @@ def test_an_f_that_is_too_large_for_the_models(name, f, needed, caplog):
     with pytest.raises(ConfigError, match=message):
         rule(few if signature_of(rule).reads == "columns" else gram(few))
     base._warn_of_clipping.cache_clear()
-    most = clip_byzantine_count(rule, f, 4)
-    fewer = functools.partial(rule, f=most)
-    assert apply(rule, few, clip_f=True).equal(apply(fewer, few))
+    max_f = clip_byzantine_count(rule, f, 4)
+    clipped_rule = functools.partial(rule, f=max_f)
+    assert apply(rule, few, clip_f=True).equal(apply(clipped_rule, few))
     apply(rule, few, clip_f=True)
     assert caplog.messages == [
-        f"{name} with f = {f} needs {needed} models, and there are 4: f = {most} is assumed, and the"
+        f"{name} with f = {f} needs {needed} models, and there are 4: f = {max_f} is assumed, and the"
         f" guarantee for f = {f} does not hold."
     ]
 
 
-def test_an_f_that_is_too_large_for_a_step_or_a_users_rule(caplog):
+def test_too_large_f_of_a_pre_step_or_a_users_rule_is_refused(caplog):
     step = functools.partial(preaggregation.nnm, f=2)
     with pytest.raises(ConfigError, match=r"more than nnm admits among 4 models.* needs 5 models"):
         apply(gram_rules.mean, models(4, 3), mixing=step)
-    fewer = functools.partial(preaggregation.nnm, f=1)
+    clipped_step = functools.partial(preaggregation.nnm, f=1)
     assert apply(gram_rules.mean, models(4, 3), mixing=step, clip_f=True).equal(
-        apply(gram_rules.mean, models(4, 3), mixing=fewer)
+        apply(gram_rules.mean, models(4, 3), mixing=clipped_step)
     )
 
     @rule_signature("gram", max_byzantine=lambda m: m - 4)
@@ -126,7 +125,7 @@ def test_an_f_that_is_too_large_for_a_step_or_a_users_rule(caplog):
         (np.ma.array([[0.0], [1.0]], mask=[[0], [1]]), None, r"not finite: leave out the rows \[1\]"),
     ],
 )  # fmt: skip
-def test_models_that_cannot_be_aggregated(x, rows, message):
+def test_models_that_cannot_be_aggregated_are_refused(x, rows, message):
     if os.environ.get(VARIABLE):
         pytest.skip("type checks refuse them first")
     for rule in (coordinatewise.coordinate_median, gram_rules.mean):
@@ -134,7 +133,7 @@ def test_models_that_cannot_be_aggregated(x, rows, message):
             apply(rule, x, rows)
 
 
-def test_models_of_whole_numbers_are_averaged_as_numbers():
+def test_integer_models_are_averaged_as_floats():
     x = torch.tensor([[0, 1], [1, 2], [3, 9]])
     if os.environ.get(VARIABLE):
         pytest.skip("type checks refuse them first")
@@ -143,7 +142,7 @@ def test_models_of_whole_numbers_are_averaged_as_numbers():
 
 
 @pytest.mark.parametrize("f", [-1, True])
-def test_an_impossible_f(f):
+def test_an_invalid_f_is_refused(f):
     with pytest.raises(
         ConfigError,
         match=r"`f`, the number of attackers to assume, must be a whole number from 0 up",
@@ -151,7 +150,7 @@ def test_an_impossible_f(f):
         clip_byzantine_count(gram_rules.krum, f, 7)
 
 
-def test_nothing_to_aggregate():
+def test_a_rule_that_trusts_no_model_is_an_error():
     with pytest.raises(ConfigError, match="the rule trusts none of the models"):
         apply(
             gram_rules.sageflow,
@@ -165,86 +164,86 @@ def test_nothing_to_aggregate():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [3, 10, 64])
-def test_the_gram_matrix_of_any_rows_in_any_blocks(dtype, size):
-    pool = models(8, 31, dtype=dtype)
+def test_the_gram_matrix_of_any_rows_in_blocks_of_any_size(dtype, size):
+    buffer = models(8, 31, dtype=dtype)
     for rows in (None, torch.arange(2, 6), torch.tensor([5, 0, 7])):
-        x = (pool if rows is None else pool[rows]).double()
-        torch.testing.assert_close(gram(pool, rows, size=size), x @ x.T)
-        more = models(2, 31, 1, dtype)
-        both = torch.cat([x, more.double()])
-        torch.testing.assert_close(gram(pool, rows, extra=more, size=size), both @ both.T)
-        part = gram(pool, rows, extra=more, last=2, size=size)
+        x = (buffer if rows is None else buffer[rows]).double()
+        torch.testing.assert_close(gram(buffer, rows, size=size), x @ x.T)
+        extra_models = models(2, 31, 1, dtype)
+        both = torch.cat([x, extra_models.double()])
+        torch.testing.assert_close(gram(buffer, rows, extra=extra_models, size=size), both @ both.T)
+        part = gram(buffer, rows, extra=extra_models, last=2, size=size)
         torch.testing.assert_close(part[:, -2:], (both @ both.T)[:, -2:])
         torch.testing.assert_close(part[-2:], (both @ both.T)[-2:])
         torch.testing.assert_close(part.diagonal(), (both @ both.T).diagonal())
         assert part[:-2, :-2].isnan().sum() == len(x) * (len(x) - 1)
         torch.testing.assert_close(
-            gram(pool, rows, columns=(0, 12), size=size)
-            + gram(pool, rows, columns=(12, 31), size=size),
+            gram(buffer, rows, columns=(0, 12), size=size)
+            + gram(buffer, rows, columns=(12, 31), size=size),
             x @ x.T,
         )
 
 
-def test_rows_and_mixing_are_what_a_copy_would_be(monkeypatch):
+def test_rows_and_mixing_equal_those_of_a_copied_matrix(monkeypatch):
     monkeypatch.setattr(gram_matrix, "_block_width", lambda m, device: 7)
-    pool = models(9, 31)
+    buffer = models(9, 31)
     rows = torch.tensor([6, 1, 4, 3, 8])
-    assert apply(own_model_rules.fltrust, pool, rows).equal(
-        apply(own_model_rules.fltrust, pool[rows])
+    assert apply(own_model_rules.fltrust, buffer, rows).equal(
+        apply(own_model_rules.fltrust, buffer[rows])
     )
     torch.testing.assert_close(
-        apply(coordinatewise.coordinate_median, pool, rows), pool[rows].quantile(0.5, dim=0)
+        apply(coordinatewise.coordinate_median, buffer, rows), buffer[rows].quantile(0.5, dim=0)
     )
     rows = rows[:4]
     mixing = functools.partial(preaggregation.nnm, f=1)
-    mixed = preaggregation.nnm(gram(pool[rows]), f=1) @ pool[rows]
+    mixed = preaggregation.nnm(gram(buffer[rows]), f=1) @ buffer[rows]
     for rule in (
         coordinatewise.coordinate_median,
         functools.partial(gram_rules.krum, f=0),
         gram_rules.geometric_median,
     ):
-        torch.testing.assert_close(apply(rule, pool, rows, mixing=mixing), apply(rule, mixed))
-    # The own model is left as it is: the pre-step mixes the others.
+        torch.testing.assert_close(apply(rule, buffer, rows, mixing=mixing), apply(rule, mixed))
+    # The pre-step mixes the received models and leaves the agent's own model unchanged.
     own = torch.cat(
-        [preaggregation.nnm(gram(pool[rows[:3]]), f=1) @ pool[rows[:3]], pool[rows[3:]]]
+        [preaggregation.nnm(gram(buffer[rows[:3]]), f=1) @ buffer[rows[:3]], buffer[rows[3:]]]
     )
     rule = functools.partial(own_model_rules.monna, f=1)
-    torch.testing.assert_close(apply(rule, pool, rows, mixing=mixing), apply(rule, own))
+    torch.testing.assert_close(apply(rule, buffer, rows, mixing=mixing), apply(rule, own))
     buckets = preaggregation.bucketing(3, stream(0, "buckets"))
-    bucketed = torch.cat([buckets @ pool[rows[:3]], pool[rows[3:]]])
-    torch.testing.assert_close(apply(rule, pool, rows, mixing=buckets), apply(rule, bucketed))
-    # A model that no bucket has does not count.
-    pool[1] = 1e300
+    bucketed = torch.cat([buckets @ buffer[rows[:3]], buffer[rows[3:]]])
+    torch.testing.assert_close(apply(rule, buffer, rows, mixing=buckets), apply(rule, bucketed))
+    # A model outside all buckets has no weight.
+    buffer[1] = 1e300
     buckets = torch.tensor([[0.5, 0, 0.5, 0], [0, 0, 0, 1.0]], dtype=torch.float64)
-    expected = ((pool[6] + pool[4]) / 2 + pool[3]) / 2
-    torch.testing.assert_close(apply(gram_rules.mean, pool, rows, mixing=buckets), expected)
+    expected = ((buffer[6] + buffer[4]) / 2 + buffer[3]) / 2
+    torch.testing.assert_close(apply(gram_rules.mean, buffer, rows, mixing=buckets), expected)
     torch.testing.assert_close(
-        apply(coordinatewise.coordinate_median, pool, rows, mixing=buckets), expected
+        apply(coordinatewise.coordinate_median, buffer, rows, mixing=buckets), expected
     )
 
 
 @pytest.mark.parametrize("name", ["mean", "trimmed_mean", "krum", "monna", "fltrust"])
-def test_as_much_of_the_gram_matrix_as_a_rule_reads(name):
+def test_only_gram_entries_that_a_rule_reads_are_computed(name):
     rule = getattr(aggregation, name)
-    pool, rows = models(6, 20), torch.tensor([4, 0, 2, 5])
-    whole, last = gram(pool[rows]), len(signature_of(rule).own_rows)
-    g, p = gram_and_mixing(rule, pool, rows, None)
+    buffer, rows = models(6, 20), torch.tensor([4, 0, 2, 5])
+    full, last = gram(buffer[rows]), len(signature_of(rule).own_rows)
+    g, p = gram_and_mixing(rule, buffer, rows, None)
     assert p is None
-    known = ~g.isnan()
-    torch.testing.assert_close(g[known], whole[known])
-    pairs = signature_of(rule).gram_entries
+    is_computed = ~g.isnan()
+    torch.testing.assert_close(g[is_computed], full[is_computed])
+    entries = signature_of(rule).gram_entries
     expected = {"mean": 0, "trimmed_mean": 0, "krum": 16, "monna": 10, "fltrust": 14}[name]
-    assert int(known.sum()) == expected, pairs
+    assert int(is_computed.sum()) == expected, entries
     peers = 4 - last
     f = (peers - 1) // 2
-    g, p = gram_and_mixing(rule, pool, rows, functools.partial(preaggregation.nnm, f=f))
-    torch.testing.assert_close(g, whole)
-    assert p[:peers, :peers].equal(preaggregation.nnm(whole[:peers, :peers], f=f))
+    g, p = gram_and_mixing(rule, buffer, rows, functools.partial(preaggregation.nnm, f=f))
+    torch.testing.assert_close(g, full)
+    assert p[:peers, :peers].equal(preaggregation.nnm(full[:peers, :peers], f=f))
     assert p[peers:].equal(torch.eye(4, dtype=torch.float64)[peers:])
     assert not p[:peers, peers:].any()
 
 
-def test_a_rule_that_declares_nothing_sees_the_gram_matrix():
+def test_a_rule_without_a_signature_reads_the_gram_matrix():
     def nearest_to_the_first(gram: Tensor) -> Tensor:
         chosen = torch.zeros(len(gram), dtype=torch.float64)
         chosen[1 + int(gram_rules.squared_distances(gram)[0, 1:].argmin())] = 1.0
@@ -253,28 +252,30 @@ def test_a_rule_that_declares_nothing_sees_the_gram_matrix():
     assert apply(nearest_to_the_first, LINE).tolist() == [1, 0]
 
 
-def test_what_is_not_finite_spoils_its_own_entries_and_no_columns():
-    pool = models(4, 9)
-    pool[2, 8] = math.inf
-    found, good = gram(pool), torch.tensor([0, 1, 3])
-    assert found.diagonal().isfinite().tolist() == [True, True, False, True]
-    torch.testing.assert_close(found[good][:, good], pool[good] @ pool[good].T)
+def test_gram_matrix_with_a_non_finite_model_and_without_columns():
+    buffer = models(4, 9)
+    buffer[2, 8] = math.inf
+    result, finite_rows = gram(buffer), torch.tensor([0, 1, 3])
+    assert result.diagonal().isfinite().tolist() == [True, True, False, True]
+    torch.testing.assert_close(
+        result[finite_rows][:, finite_rows], buffer[finite_rows] @ buffer[finite_rows].T
+    )
     assert gram(models(3, 0)).equal(torch.zeros(3, 3, dtype=torch.float64))
 
 
-def test_a_model_that_is_not_finite_is_refused_whatever_its_weight():
+def test_a_non_finite_model_is_refused_even_with_weight_0():
     def first_and_last(gram: Tensor) -> Tensor:
         return torch.tensor([0.5, 0.0, 0.5], dtype=torch.float64)
 
-    pool = models(3, 9)
-    assert apply(first_and_last, pool).equal((pool[0] + pool[2]) / 2)
-    pool[1] = math.nan
+    buffer = models(3, 9)
+    assert apply(first_and_last, buffer).equal((buffer[0] + buffer[2]) / 2)
+    buffer[1] = math.nan
     with pytest.raises(ConfigError, match=r"not finite: leave out the rows \[1\]"):
-        apply(first_and_last, pool)
-    assert apply(first_and_last, pool, torch.tensor([0, 2, 0])).equal(pool[0])
+        apply(first_and_last, buffer)
+    assert apply(first_and_last, buffer, torch.tensor([0, 2, 0])).equal(buffer[0])
 
 
-FRUGAL = {
+RULES = {
     "geometric_median": gram_rules.geometric_median,
     "coordinate_median": coordinatewise.coordinate_median,
     "bulyan": functools.partial(gram_rules.bulyan, f=2),
@@ -284,21 +285,20 @@ FRUGAL = {
 }
 
 
-@pytest.mark.parametrize("name", FRUGAL)
-def test_no_copy_of_the_models_is_made(name):
-    """Beside 64 MB of models, in rows apart from each other, less than a tenth of that is ever
-    taken."""
+@pytest.mark.parametrize("name", RULES)
+def test_rules_do_not_copy_the_models(name):
+    """Peak memory is less than a tenth of the 64 MB of models, which are in non-adjacent rows."""
     from torch.profiler import ProfilerActivity, profile
 
-    pool, rows = torch.rand(80, 200_000), torch.arange(0, 80, 2)
+    buffer, rows = torch.rand(80, 200_000), torch.arange(0, 80, 2)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         tracemalloc.start()
-        apply(FRUGAL[name], pool, rows)
+        apply(RULES[name], buffer, rows)
         numpy_peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    held = peak = 0
+    allocated = peak = 0
     for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    assert peak + numpy_peak < 0.1 * pool.nbytes
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    assert peak + numpy_peak < 0.1 * buffer.nbytes

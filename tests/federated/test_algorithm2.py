@@ -1,5 +1,7 @@
-"""The library's rounds against the oracle, for every option: same streams, equal to float rounding;
-and what becomes of models that break."""
+"""Rounds of the library compared with the oracle for every option, and models that are not finite.
+
+Both draw from the same random streams, so they are equal up to float rounding.
+"""
 
 import dataclasses
 import functools
@@ -46,48 +48,48 @@ from fedcb2o.nn import parameters
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import run_rounds as simulate
 
-# No batch has a single sample, which a batch norm refuses.
+# Batches of at least two samples, as batch norm requires.
 LARGE = ours.TRAINING.model_copy(update={"batch_size": 11})
 
 
 def compare(algorithm, options, *, num_rounds=6, make=network, statistics="shared", **changes):
-    """Run both, and hold every model, choice, weight and likelihood equal after every round."""
+    """Run the library and the oracle; compare models, peers, weights, likelihoods in each round."""
     engine = ours.together(algorithm, make(), **changes)
-    terms = engine.spec
+    run_spec = engine.spec
     options = dataclasses.replace(
-        options, budget=BUDGET, validation_loss=terms.agents.validation_loss
+        options, budget=BUDGET, validation_loss=run_spec.agents.validation_loss
     )
     agents = oracle_agents(engine, make, options, statistics)
     training = reference.Training(
         **{
-            field.name: getattr(terms.training, field.name)
+            field.name: getattr(run_spec.training, field.name)
             for field in dataclasses.fields(reference.Training)
         }
     )
-    for done in simulate(engine, AgentState.initial(len(CLUSTER)), 0, num_rounds, 0):
+    for result in simulate(engine, AgentState.initial(len(CLUSTER)), 0, num_rounds, 0):
         infos = reference.run_round(
             agents,
-            done.n,
+            result.n,
             seed=SEED,
             training=training,
             num_classes=CLASSES,
-            participation=terms.agents.participation,
+            participation=run_spec.agents.participation,
         )
-        for j, (met, info) in enumerate(zip(done.state.contacts, infos, strict=True)):
-            mixed = chosen(done.decisions, j)
-            assert mixed.ids == info.received, (done.n, j)
+        for j, (met, info) in enumerate(zip(result.state.contacts, infos, strict=True)):
+            mixed = chosen(result.decisions, j)
+            assert mixed.ids == info.received, (result.n, j)
             weights = dict.fromkeys(info.weights, 0.0)
             for i, weight in zip(mixed.ids, mixed.weights, strict=True):
                 weights[i] += weight
             weights[j] += mixed.own_weight
             if sum(weights.values()) == 0:
                 weights[j] = 1.0
-            assert weights == pytest.approx(info.weights, abs=2e-5), (done.n, j)
-            known = ~met.likelihood.isnan()
+            assert weights == pytest.approx(info.weights, abs=2e-5), (result.n, j)
+            is_known = ~met.likelihood.isnan()
             if not MALICIOUS[j] and options.criterion != "num_samples":
                 assert set(met.ids.tolist()) == agents[j].met
                 likelihood = dict(
-                    zip(met.ids[known].tolist(), met.likelihood[known].tolist(), strict=True)
+                    zip(met.ids[is_known].tolist(), met.likelihood[is_known].tolist(), strict=True)
                 )
                 P = {i: value for i, value in agents[j].P.items() if i in agents[j].met}
                 assert likelihood == pytest.approx(P, rel=2e-5)
@@ -170,7 +172,7 @@ def test_guards_of_an_average_equal_the_oracle(guards):
 @pytest.mark.parametrize("own_model", ["excluded", "judged"])
 @pytest.mark.parametrize("statistics", ["shared", "local", "dropped"])
 def test_batch_norms_equal_the_oracle(statistics, own_model):
-    """Agents who mix them, who estimate their own, and who leave them as they were."""
+    """Agents mix the statistics, estimate their own, or leave them unchanged."""
     choice, make = (
         {"own_model": own_model, "mixing_factor": 1.0},
         functools.partial(normed, statistics),
@@ -187,19 +189,19 @@ def test_batch_norms_equal_the_oracle(statistics, own_model):
 
 
 def test_adapters_on_a_frozen_base_equal_the_oracle():
-    """The base is the same for all, and no part of theta; what is tied counts once."""
+    """Agents share one base, which is not part of theta. Tied parameters count once."""
     compare(algorithms.fedcb2o(), reference.FEDCB2O, make=Adapted, num_rounds=3)
     assert ours.together(algorithms.fedcb2o(), Adapted()).spec.dim == 2 * 9 + 9 * 2 + 9 * 4 + 4
 
 
-def test_defaults_of_fedcbo_are_the_papers():
+def test_fedcbo_has_the_defaults_of_the_paper():
     compare(algorithms.fedcbo(), reference.FEDCBO)
 
 
 @pytest.mark.parametrize("absent", ["masked", "zero"])
 def test_absent_classes_equal_the_oracle(absent):
-    y = held().samples.y.numpy()  # nobody validates on class 1, so that masked and zero differ
-    validation = [some[y[some] != 1] for some in held().validation]
+    y = held().samples.y.numpy()  # no validation data of class 1, so that masked and zero differ
+    validation = [ids[y[ids] != 1] for ids in held().validation]
     criterion = {"name": "class_loss_gap", "absent": absent}
     compare(
         algorithms.fedcb2o(criterion=criterion),
@@ -214,10 +216,10 @@ def test_dfedavgm_equals_the_oracle(own_model):
     compare(algorithms.dfedavgm(own_model=own_model), options, own_model=own_model == "judged")
 
 
-def test_a_rule_without_losses_equals_the_oracle_and_nothing_is_evaluated(monkeypatch):
+def test_a_rule_without_losses_equals_the_oracle_and_evaluates_no_model(monkeypatch):
     for name in ("model_losses", "per_agent_losses"):
         monkeypatch.setattr(
-            validation, name, lambda *judged, **more: pytest.fail("a model was evaluated")
+            validation, name, lambda *args, **kwargs: pytest.fail("a model was evaluated")
         )
     compare(algorithms.by_rule(rule="by_num_samples", needs_losses=False), reference.DFEDAVGM)
 
@@ -254,26 +256,24 @@ def engine_of(attack, algorithm=None):
     return ours.together(algorithm or algorithms.dfedavgm(selection="everyone"), attack=attack)
 
 
-def test_broken_models_are_dropped_and_the_rest_carry_on():
-    """Attackers whose models are NaN, infinite or garbage: no benign model becomes one, and all of
-    them move."""
+def test_broken_models_are_refused_and_benign_models_stay_finite():
+    """The attackers' models are NaN, infinite or huge. All benign models stay finite and change."""
     engine = ours.together(algorithms.fedcb2o(own_model="trusted", mixing_factor=1.0))
     theta = ours.models_of(engine)
     start = theta.clone()
     for j, value in zip(BAD, (float("nan"), INF, 1e30, -INF), strict=True):
         theta[j] = value
-    for done in ours.run_rounds(engine, 5):
-        assert all(not set(ours.chosen(done.decisions, j).ids) & set(BAD) for j in GOOD)
+    for result in ours.run_rounds(engine, 5):
+        assert all(not set(ours.chosen(result.decisions, j).ids) & set(BAD) for j in GOOD)
         assert theta[GOOD].isfinite().all()
     assert (theta[GOOD] != start[GOOD]).any(1).all()
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "huge"])
-@pytest.mark.parametrize("judges", [True, False])
-def test_broken_models_never_arrive(value, judges):
-    """Benign models are those of a world in which the attackers' models never arrive: they are NaN
-    from the start."""
-    algorithm = algorithms.fedcb2o(mixing_factor=1.0) if judges else None
+@pytest.mark.parametrize("has_criterion", [True, False])
+def test_broken_crafted_models_have_no_effect(value, has_criterion):
+    """Benign models equal those of a run in which the attackers' models are NaN from the start."""
+    algorithm = algorithms.fedcb2o(mixing_factor=1.0) if has_criterion else None
     models = {}
     for kind in ("crafted", "silent"):
         attack = Attack(craft=lambda view, draw: attacks.not_finite(view, draw, value=value))
@@ -281,14 +281,14 @@ def test_broken_models_never_arrive(value, judges):
         models[kind] = ours.models_of(engine)
         if kind == "silent":
             models[kind][BAD] = torch.nan
-        for done in run_rounds(engine, 3):
-            assert all(not set(chosen(done.decisions, j).ids) & set(BAD) for j in GOOD)
+        for result in run_rounds(engine, 3):
+            assert all(not set(chosen(result.decisions, j).ids) & set(BAD) for j in GOOD)
     assert models["crafted"][GOOD].equal(models["silent"][GOOD])
     assert models["crafted"][BAD].isfinite().all()
 
 
-def test_a_benign_agent_that_an_attack_broke_is_no_error_and_spreads_nothing():
-    """Without crafted models it is an error: then a setting must be wrong."""
+def test_a_benign_model_broken_by_an_attack_is_no_error_and_is_not_received():
+    """Without crafted models it is an error, because a setting must be wrong."""
     sizes = []
 
     @knows("benign")
@@ -301,14 +301,14 @@ def test_a_benign_agent_that_an_attack_broke_is_no_error_and_spreads_nothing():
     engine = engine_of(attack)
     theta = ours.models_of(engine)
     theta[0] = torch.nan
-    for done in run_rounds(engine, 3):
-        assert 0 not in done.decisions.received.values
-        assert not chosen(done.decisions, 0).ids
+    for result in run_rounds(engine, 3):
+        assert 0 not in result.decisions.received.values
+        assert not chosen(result.decisions, 0).ids
     assert theta[0].isnan().all()
     assert theta[1:].isfinite().all()
     assert (
         sizes == [2, 2, 2, 2] * 3
-    )  # of three and of two benign agents; the first of the three is broken
+    )  # clusters of three and of two benign agents; the first of the three is broken
     for silent in (Attack(), dataclasses.replace(attack, from_round=1)):
         engine = engine_of(silent)
         ours.models_of(engine)[0] = torch.nan
@@ -319,9 +319,8 @@ def test_a_benign_agent_that_an_attack_broke_is_no_error_and_spreads_nothing():
             run_rounds(engine)
 
 
-def test_a_benign_model_that_overflows_where_it_mixes_is_told():
-    """What arrives is bounded, and so is what weights make of it: a rule on columns can still make
-    anything."""
+def test_non_finite_outputs_of_a_rule_and_of_mixing_are_errors():
+    """Received models and their weighted means are bounded, but a rule may return any number."""
 
     def rule(block):
         return torch.full_like(block[0], torch.inf)
@@ -329,12 +328,12 @@ def test_a_benign_model_that_overflows_where_it_mixes_is_told():
     algorithm = algorithms.by_rule(
         rule=rule_signature("columns")(rule), selection="everyone", needs_losses=False
     )
-    told = "the rule `.*rule` returned numbers that are not finite, of models that are"
+    message = "the rule `.*rule` returned numbers that are not finite, of models that are"
     for attack in (
         Attack(),
         Attack(craft=lambda view, draw: view.own),
-    ):  # whoever attacks, that is the rule's fault
-        with pytest.raises(ConfigError, match=told):
+    ):  # the rule is at fault, with and without crafted models
+        with pytest.raises(ConfigError, match=message):
             ours.run_rounds(ours.together(algorithm, attack=attack))
 
     def weigh(judged):
@@ -348,11 +347,11 @@ def test_a_benign_model_that_overflows_where_it_mixes_is_told():
         ours.run_rounds(ours.together(algorithm, attack=Attack()))
 
 
-# One agent and many
+# Single and batched aggregation
 
 
-class Compared(LocalEngine):
-    """An engine that runs Algorithm 2 for each benign agent alone, too, and compares every bit."""
+class ComparingEngine(LocalEngine):
+    """Engine that also runs Algorithm 2 for each benign agent alone and compares every bit."""
 
     def aggregate_(self, n, states, active, deadline, on_step):
         before = self.group.models.clone()
@@ -366,11 +365,11 @@ class Compared(LocalEngine):
             bits = [x.contacts[k].likelihood.view(torch.int64) for x, k in ((own, 0), (after, j))]
             assert bits[0].equal(bits[1])
             assert own.rule_states[0].keys() == after.rule_states[j].keys()
-            mine, theirs = chosen(decided, j), chosen(Decisions.concatenate(decisions), j)
-            assert mine.asked == theirs.asked
-            assert mine.ids == theirs.ids
-            np.testing.assert_equal(mine.weights, theirs.weights)
-            np.testing.assert_equal(mine.own_weight, theirs.own_weight)
+            single, batched = chosen(decided, j), chosen(Decisions.concatenate(decisions), j)
+            assert single.asked == batched.asked
+            assert single.ids == batched.ids
+            np.testing.assert_equal(single.weights, batched.weights)
+            np.testing.assert_equal(single.own_weight, batched.own_weight)
         return states, decisions, finite
 
     def alone(self, j, n, state, models):
@@ -422,6 +421,6 @@ class Compared(LocalEngine):
     ],
     ids=lambda algorithm: "",
 )
-def test_one_agent_aggregates_as_many_do_to_the_bit(algorithm):
+def test_single_and_batched_aggregation_are_equal_to_the_bit(algorithm):
     engine = ours.together(algorithm)
-    run_rounds(Compared(engine.group, engine.executor), 5)
+    run_rounds(ComparingEngine(engine.group, engine.executor), 5)

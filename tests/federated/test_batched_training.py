@@ -1,4 +1,7 @@
-"""Models trained together: the same as one by one, to rounding, and teams that the population alone decides."""
+"""Batched training equals training one model at a time, up to rounding.
+
+The batches depend only on the population.
+"""
 
 import pytest
 import torch
@@ -26,13 +29,6 @@ def stacked(data):
     return torch.stack([shard.x for shard in data]), torch.stack([shard.y for shard in data])
 
 
-class Centred(nn.Module):
-    """Samples less their mean."""
-
-    def forward(self, x):
-        return x - x.mean(0)
-
-
 CHANGES = [
     {},
     {"local_steps": 5},
@@ -44,49 +40,49 @@ CHANGES = [
 
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_team_learns_what_each_learns_alone(name, changes):
+def test_batched_training_equals_training_alone(name, changes):
     module, training = fresh(name), Training(**{**TRAINING.__dict__, **changes})
-    mine, data = different(module, 7), shards(7, 11)
-    alone = mine.clone()
-    one_by_one = [
+    thetas, data = different(module, 7), shards(7, 11)
+    alone = thetas.clone()
+    single_losses = [
         local_update_(alone[j], module, data[j], training, stream(5, "batches", j))
         for j in range(7)
     ]
-    found = batched_local_update_(
-        mine, module, *stacked(data), training, [stream(5, "batches", j) for j in range(7)]
+    batched_losses = batched_local_update_(
+        thetas, module, *stacked(data), training, [stream(5, "batches", j) for j in range(7)]
     )
-    torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-6 if WIDE else 1e-5)
-    assert found == pytest.approx(one_by_one, rel=1e-5)
+    torch.testing.assert_close(thetas, alone, rtol=1e-5, atol=1e-6 if WIDE else 1e-5)
+    assert batched_losses == pytest.approx(single_losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name not in {"norm", "local"}])
-def test_so_does_a_team_of_unlike_numbers_of_samples(name, changes):
+def test_batched_training_with_unequal_sample_counts_equals_training_alone(name, changes):
     module, training = fresh(name), Training(**{**TRAINING.__dict__, **changes})
-    counts = [12, 9, 12, 10]  # three batches of 4 an epoch
-    mine, data = different(module, 4), shards(4, 12)
-    alone = mine.clone()
-    held = [
+    counts = [12, 9, 12, 10]  # three batches of 4 per epoch
+    thetas, data = different(module, 4), shards(4, 12)
+    alone = thetas.clone()
+    truncated = [
         Shard(shard.x[:count], shard.y[:count]) for shard, count in zip(data, counts, strict=True)
     ]
-    one_by_one = [
-        local_update_(alone[j], module, held[j], training, stream(5, "batches", j))
+    single_losses = [
+        local_update_(alone[j], module, truncated[j], training, stream(5, "batches", j))
         for j in range(4)
     ]
     for shard, count in zip(data, counts, strict=True):
-        shard.x[count:], shard.y[count:] = 7.0, 0  # nobody reads them
+        shard.x[count:], shard.y[count:] = 7.0, 0  # padding, which is never read
     draws = [stream(5, "batches", j) for j in range(4)]
-    found = batched_local_update_(mine, module, *stacked(data), training, draws, counts)
-    torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-6)
-    assert found == pytest.approx(one_by_one, rel=1e-5)
+    batched_losses = batched_local_update_(thetas, module, *stacked(data), training, draws, counts)
+    torch.testing.assert_close(thetas, alone, rtol=1e-5, atol=1e-6)
+    assert batched_losses == pytest.approx(single_losses, rel=1e-5)
 
 
-def test_targets_of_several_numbers_do_not_change_that():
+def test_batched_training_with_vector_targets_equals_training_alone():
     module, counts = nn.Sequential(nn.Flatten(), nn.Linear(16, 2)), [3, 6, 5]
     training = Training(**{**TRAINING.__dict__, "loss": losses.squared_error, "batch_size": 10})
-    mine, draw = different(module, 3), torch.Generator().manual_seed(2)
+    thetas, draw = different(module, 3), torch.Generator().manual_seed(2)
     alone, x, y = (
-        mine.clone(),
+        thetas.clone(),
         torch.rand(3, 6, 1, 4, 4, generator=draw),
         torch.rand(3, 6, 2, generator=draw),
     )
@@ -95,12 +91,12 @@ def test_targets_of_several_numbers_do_not_change_that():
             alone[j], module, Shard(x[j, :n], y[j, :n]), training, stream(5, "batches", j)
         )
     batched_local_update_(
-        mine, module, x, y, training, [stream(5, "batches", j) for j in range(3)], counts
+        thetas, module, x, y, training, [stream(5, "batches", j) for j in range(3)], counts
     )
-    torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(thetas, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_who_trains_together():
+def test_composition_of_training_batches():
     small = fresh("mlp")
     d = parameters.dimension(small)
     assert training_batches(small, d, [35, 35, 205, 35]) == [[0, 1, 3], [2]]
@@ -108,7 +104,7 @@ def test_who_trains_together():
     assert training_batches(architectures.mlp([1, 28, 28], 10, hidden=[1000]), 10**6, [8, 8]) == [
         [0],
         [1],
-    ]  # too large to gain by it
+    ]  # too large to be faster in a batch
     other = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 4))
     assert training_batches(other, parameters.dimension(other), [8, 8]) == [[0], [1]]
     assert training_batches(
@@ -130,10 +126,10 @@ def test_bfloat16_changes_products_only(name):
     module, data = fresh(name), shards(3, 8)
     thetas = different(module, 3)
     exact, alone = thetas.clone(), thetas.clone()
-    for mine, precision in ((thetas, "bfloat16"), (exact, "float32")):
+    for rows, precision in ((thetas, "bfloat16"), (exact, "float32")):
         training = Training(**{**TRAINING.__dict__, "precision": precision})
         batched_local_update_(
-            mine, module, *stacked(data), training, [stream(5, "batches", j) for j in range(3)]
+            rows, module, *stacked(data), training, [stream(5, "batches", j) for j in range(3)]
         )
     training = Training(**{**TRAINING.__dict__, "precision": "bfloat16"})
     for j in range(3):
@@ -143,18 +139,18 @@ def test_bfloat16_changes_products_only(name):
     assert (thetas - alone).abs().max() < 0.05
 
 
-def test_a_network_that_draws_draws_for_each_agent_and_again_alike():
+def test_dropout_differs_between_agents_and_is_reproducible():
     module = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Dropout(0.5), nn.Linear(8, 4))
-    begun, data = different(module, 1).expand(3, -1), shards(1, 8) * 3
-    found = []
+    start, data = different(module, 1).expand(3, -1), shards(1, 8) * 3
+    results = []
     for _ in range(2):
-        mine = empty_models(3, parameters.dimension(module))
-        mine[:] = begun
+        thetas = empty_models(3, parameters.dimension(module))
+        thetas[:] = start
         before = torch.random.get_rng_state()
         batched_local_update_(
-            mine, module, *stacked(data), TRAINING, [stream(5, "batches", 0) for _ in range(3)]
+            thetas, module, *stacked(data), TRAINING, [stream(5, "batches", 0) for _ in range(3)]
         )
         assert torch.equal(torch.random.get_rng_state(), before)
-        found.append(mine)
-    assert torch.equal(found[0], found[1])
-    assert not torch.allclose(found[0][0], found[0][1])
+        results.append(thetas)
+    assert torch.equal(results[0], results[1])
+    assert not torch.allclose(results[0][0], results[0][1])

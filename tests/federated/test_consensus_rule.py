@@ -1,5 +1,4 @@
-"""The weights that a criterion gives: where everybody is bad, nobody is to be trusted, or nobody
-answered."""
+"""Weights from a criterion, also with only bad peers, without trusted peers and without answers."""
 
 import numpy as np
 import pytest
@@ -16,8 +15,8 @@ INF, NAN = float("inf"), float("nan")
 
 
 @pytest.mark.parametrize("own_model", ["excluded", "judged", "trusted"])
-def test_all_peers_huge_still_gives_weights(own_model):
-    """In the first rounds every peer may be bad: the least bad one counts, and nothing is 0 / 0."""
+def test_huge_losses_of_all_peers_still_give_weights(own_model):
+    """In the first rounds, every peer may be bad. The best of them have weight, without 0 / 0."""
     view = judged([[1e6, 1e6], [1e300, 0.0], [1e6, 1e6]], [0.5, 0.5])
     mu = weigh(algorithms.fedcb2o(own_model=own_model), view).outcome
     expected = {
@@ -29,18 +28,18 @@ def test_all_peers_huge_still_gives_weights(own_model):
 
 
 @pytest.mark.parametrize(
-    ("own_model", "kept"), [("excluded", 0.0), ("judged", 1.0), ("trusted", 0.0)]
+    ("own_model", "total"), [("excluded", 0.0), ("judged", 1.0), ("trusted", 0.0)]
 )
-def test_nobody_to_be_trusted_keeps_the_model(own_model, kept):
+def test_the_model_is_kept_without_a_trusted_peer(own_model, total):
     view = judged([[INF, 1.0], [2.0, INF]], [0.5, 0.5])
     mu = weigh(algorithms.fedcb2o(own_model=own_model), view).outcome
     assert mu[:2].tolist() == [0.0, 0.0]
-    assert mu.sum().item() == kept
+    assert mu.sum().item() == total
 
 
 @pytest.mark.parametrize("own_model", ["excluded", "judged", "trusted"])
 @pytest.mark.parametrize("beta", [None, 0.5])
-def test_nobody_answered(own_model, beta):
+def test_weights_without_received_models(own_model, beta):
     mu = weigh(algorithms.fedcb2o(own_model=own_model, beta=beta), judged([], [0.5, 0.5])).outcome
     assert mu[:-1].tolist() == []
     assert mu.sum().item() == (own_model != "excluded")
@@ -59,13 +58,13 @@ VALUES = {
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("case", VALUES)
 @pytest.mark.parametrize("combined", [False, True])
-def test_a_value_that_is_no_finite_number_has_no_weight(own_model, bad, case, combined):
+def test_a_non_finite_value_has_weight_0(own_model, bad, case, combined):
     values, beta = VALUES[case]
     values = [bad if value is None else value for value in values]
     view = judged([[1.0, 1.0], [0.5, 0.5], [2.0, 2.0], [3.0, 3.0]], [1.5, 1.5])
 
-    def criterion(seen):
-        return torch.tensor(values) if len(seen.received.ids) == 4 else torch.tensor([1.125])
+    def criterion(inputs):
+        return torch.tensor(values) if len(inputs.received.ids) == 4 else torch.tensor([1.125])
 
     named = {"name": "largest", "of": [criterion, criterion]} if combined else criterion
     options = {"alpha": 2.0, "beta": beta, "own_model": own_model}
@@ -74,9 +73,9 @@ def test_a_value_that_is_no_finite_number_has_no_weight(own_model, bad, case, co
     losses = {
         i: reference.Loss(loss, {}) for i, loss in enumerate([1.0, 0.5, 2.0, 3.0, 1.5]) if i in G
     }
-    known = reference.Options(**options)
-    Q = reference.sublevel_set(losses, list(G), 4, known)
-    expected = reference.consensus_weights(G, Q, 4, known, trusted=own_model == "trusted")
+    oracle_options = reference.Options(**options)
+    Q = reference.sublevel_set(losses, list(G), 4, oracle_options)
+    expected = reference.consensus_weights(G, Q, 4, oracle_options, trusted=own_model == "trusted")
     assert mu == pytest.approx([expected.get(i, 0.0) for i in range(5)])
     assert [mu[i] for i, value in enumerate(values) if value == bad or value != value] == [
         0.0
@@ -86,9 +85,9 @@ def test_a_value_that_is_no_finite_number_has_no_weight(own_model, bad, case, co
 
 
 def test_an_agent_of_few_classes_relies_less_on_its_losses():
-    """One of four classes where two are needed: alpha counts half, and 1 - beta a quarter.
+    """With one of two needed classes, alpha counts half and 1 - beta a quarter.
 
-    Q_0.5 of six models has three; of the other three, 0.75 * 3 = 2.25 join, rounded.
+    Q_0.5 of six models has three members. Of the three other models, 0.75 * 3, rounded to 2, join.
     """
     view = judged([[k, 0, 0, 0] for k in (1, 2, 3, 4, 5)], [0.5, 0, 0, 0], [True, *[False] * 3])
     options = {"own_model": "judged", "alpha": 2.0, "beta": 0.5}
@@ -122,7 +121,7 @@ def test_confidence_follows_the_effective_number_of_classes(labels, num_classes,
 
 
 @pytest.mark.parametrize("criterion", ["class_loss_gap", "average_loss", "worst_class_loss"])
-def test_an_agent_whose_model_is_broken_trusts_those_that_are_not(criterion):
+def test_an_agent_with_a_broken_model_trusts_finite_models(criterion):
     view = judged([[1.0, 2.0], [INF, 1.0], [1.0, 2.0]], [INF, INF])
     for own_model, own in (("excluded", 0.0), ("judged", 0.0), ("trusted", None)):
         mu = weigh(algorithms.fedcb2o(criterion=criterion, own_model=own_model), view).outcome
@@ -132,9 +131,9 @@ def test_an_agent_whose_model_is_broken_trusts_those_that_are_not(criterion):
 
 @pytest.mark.parametrize("kappa", [0.0, 2.0])
 @pytest.mark.parametrize("first_contact", ["average", "whole"])
-def test_an_infinite_loss_adds_nothing_to_a_likelihood(kappa, first_contact):
-    asked = Ragged.from_arrays([np.array([1, 2])])
+def test_an_infinite_loss_adds_0_to_a_likelihood(kappa, first_contact):
+    peers = Ragged.from_arrays([np.array([1, 2])])
     algorithm = algorithms.fedcb2o(kappa=kappa, zeta=0.5, first_contact=first_contact)
     losses = np.array([INF, 0.0])
-    met = update_likelihoods(algorithm, ContactTable.empty(1), asked, asked, losses)
-    assert met.likelihood.tolist() == [0.0, 1.0 if first_contact == "whole" else 0.5]
+    contacts = update_likelihoods(algorithm, ContactTable.empty(1), peers, peers, losses)
+    assert contacts.likelihood.tolist() == [0.0, 1.0 if first_contact == "whole" else 0.5]

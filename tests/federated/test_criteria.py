@@ -1,5 +1,4 @@
-"""Criteria by hand: what they make of given losses and models, in any order, and where there is
-nothing to judge by."""
+"""Criteria by hand, in any order of the models, and without data or received models."""
 
 import dataclasses
 import math
@@ -20,12 +19,12 @@ from fedcb2o.rng import stream
 INF = math.inf
 
 
-NEEDED = {
+REQUIRED = {
     name: {"of": ["class_loss_gap", "trigger_sensitivity"]} for name in ("largest", "weighted_sum")
 }
 
 
-OF_IMAGES = [name for name in criteria.__all__ if name != "prompt_sensitivity"]
+IMAGE_CRITERIA = [name for name in criteria.__all__ if name != "prompt_sensitivity"]
 
 
 RELATIVE = (
@@ -38,40 +37,43 @@ RELATIVE = (
 )
 
 
-def brightness_judges(thetas, x, rows=None, by_class=None):
-    """A view in which a model's loss on an image is the product of the two, plus 1, or as far as
-    its outputs tell their difference, the label being the first; the last model is the own one."""
+def brightness_view(thetas, x, rows=None, by_class=None):
+    """View of models whose loss on an image is 1 plus their product with the image.
+
+    Their outputs are 0 for the label and the product for the other class. The last model is the
+    agent's own.
+    """
     m, by_class = (
         len(thetas) - 1,
         torch.ones(len(thetas), 2).double() if by_class is None else by_class,
     )
 
     def losses_of(models, change):
-        seen = x if change is None else change(x)
-        mean = 1 + thetas[models.rows].double() @ seen.double().mean(0).flatten()
+        images = x if change is None else change(x)
+        mean = 1 + thetas[models.rows].double() @ images.double().mean(0).flatten()
         return views.losses(mean, by_class[models.rows], torch.tensor([True, True]))
 
     def outputs_of(models, change=None, count=None):
-        seen = (x if change is None else change(x))[:count].double()
-        second = thetas[models.rows].double() @ seen.flatten(1).T
+        images = (x if change is None else change(x))[:count].double()
+        second = thetas[models.rows].double() @ images.flatten(1).T
         return torch.stack([torch.zeros_like(second), second], -1), torch.zeros(
-            len(seen), dtype=torch.int64
+            len(images), dtype=torch.int64
         )
 
-    def some_samples(count):
-        few = x[:count].float()
-        return few, torch.zeros(len(few), dtype=torch.int64)
+    def first_samples(count):
+        batch = x[:count].float()
+        return batch, torch.zeros(len(batch), dtype=torch.int64)
 
     def outputs_at(models, x):
         second = (x.flatten(2) * thetas[models.rows].view(len(models.rows), 1, -1)).sum(-1)
         return torch.stack([torch.zeros_like(second), second], -1)
 
     def gradients_of(models, x, of):
-        seen = x.clone().requires_grad_()
-        return torch.autograd.grad(of(outputs_at(models, seen)).sum(), seen)[0]
+        images = x.clone().requires_grad_()
+        return torch.autograd.grad(of(outputs_at(models, images)).sum(), images)[0]
 
-    every = torch.arange(m + 1) if rows is None else rows
-    received, me = views.received(every[:-1]), views.received(every[-1:])
+    all_rows = torch.arange(m + 1) if rows is None else rows
+    received, me = views.received(all_rows[:-1]), views.received(all_rows[-1:])
     view = judged([[1.0, 1.0]] * m, [1.0, 1.0])
     return dataclasses.replace(
         view,
@@ -83,7 +85,7 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
         losses_of=losses_of,
         agent_context=views.local(
             outputs=outputs_of,
-            samples=some_samples,
+            samples=first_samples,
             outputs_per_model=outputs_at,
             input_gradients=gradients_of,
         ),
@@ -106,7 +108,7 @@ def test_an_absent_class_is_masked_or_zero():
 
 
 def test_standard_errors_by_hand():
-    """Differences 1, 3, 5, 5, 8 have the mean 4.4, and no differences have no error."""
+    """Differences 1, 3, 5, 5, 8 have the mean 4.4. Differences of 0 have the error 0."""
     error = math.sqrt((3.4**2 + 1.4**2 + 0.6**2 * 2 + 3.6**2) / 4 / 5)
     differences = torch.tensor([[1.0, 3.0, 5.0, 5.0, 8.0], [0.0] * 5]).double()
     assert standard_error_of_mean(differences).tolist() == pytest.approx([error, 0.0])
@@ -122,8 +124,7 @@ def test_worst_class_loss():
 
 
 def test_class_loss_entropy():
-    """Equal class losses are trusted, however large; all loss on one of two classes is log 2 away
-    from that."""
+    """Equal class losses give 0, whatever their size. All loss on one of two classes is log 2."""
     view = judged(
         [[2.0, 2.0], [0.0, 0.0], [3.0, 0.0], [3.0, 1.0], [INF, 1.0], [INF, INF]], [1.0, 1.0]
     )
@@ -135,37 +136,37 @@ def test_class_loss_entropy():
         [[2.0, 2.0, 0.0], [4.0, 0.0, 0.0]], [1.0, 1.0, 0.0], present=[True, True, False]
     )
     assert criteria.class_loss_entropy(absent).tolist() == pytest.approx([0, math.log(2)])
-    one = judged([[2.0, 0.0]], [1.0, 0.0], present=[True, False])
-    assert criteria.class_loss_entropy(one).tolist() == [0.0]
+    one_class = judged([[2.0, 0.0]], [1.0, 0.0], present=[True, False])
+    assert criteria.class_loss_entropy(one_class).tolist() == [0.0]
 
 
 def test_distance():
     thetas = torch.tensor([[3.0, 4.0], [0.0, 0.0], [6.0, 8.0], [3.0, 14.0], [3.0, 4.0]])
-    view = brightness_judges(thetas, torch.zeros(1, 1, 1, 2))
+    view = brightness_view(thetas, torch.zeros(1, 1, 1, 2))
     assert criteria.distance(view).tolist() == pytest.approx([0, 1, 1, 2])
-    no_norm = brightness_judges(thetas[[0, 1, 1]], torch.zeros(1, 1, 1, 2))
+    no_norm = brightness_view(thetas[[0, 1, 1]], torch.zeros(1, 1, 1, 2))
     assert criteria.distance(no_norm).tolist() == [INF, INF]
 
 
 def test_distances_of_large_models_in_any_rows():
     thetas = torch.from_numpy(stream(0, "thetas").normal(size=(7, 70_000))).float()
     rows = torch.tensor([5, 0, 3, 2])
-    view = brightness_judges(thetas, torch.zeros(1, 1, 1, 70_000), rows)
-    plain = (thetas[rows[:-1]].double() - thetas[2].double()).norm(dim=1) / thetas[
+    view = brightness_view(thetas, torch.zeros(1, 1, 1, 70_000), rows)
+    expected = (thetas[rows[:-1]].double() - thetas[2].double()).norm(dim=1) / thetas[
         2
     ].double().norm()
-    assert criteria.distance(view).tolist() == pytest.approx(plain.tolist())
+    assert criteria.distance(view).tolist() == pytest.approx(expected.tolist())
 
 
 def test_trigger_sensitivity():
-    """A 4 x 4 image in four tiles; what a tile costs a model is the sum of its weights there."""
+    """Paint four tiles of a 4 x 4 image. A model's loss rises by the sum of its weights there."""
     thetas = torch.zeros(4, 4, 4)
     thetas[0, 3, 3] = 5.0  # a trigger at the bottom right
-    thetas[1, 0, :] = -1.0  # gains by the upper tiles, where the own model loses
-    thetas[3, 0, 0] = thetas[3, 0, 3] = 2.0  # the own model
+    thetas[1, 0, :] = -1.0  # lower loss on the upper tiles, where the agent's model rises
+    thetas[3, 0, 0] = thetas[3, 0, 3] = 2.0  # the agent's own model
     thetas[2] = thetas[3] / 2
-    view = brightness_judges(thetas.flatten(1), torch.zeros(3, 1, 4, 4))
-    # less the own rises of 2, 2, 0, 0: -2, -2, 0, 5; -4, -4, 0, 0; -1, -1, 0, 0
+    view = brightness_view(thetas.flatten(1), torch.zeros(3, 1, 4, 4))
+    # less its own rises of 2, 2, 0, 0: -2, -2, 0, 5; -4, -4, 0, 0; -1, -1, 0, 0
     assert criteria.trigger_sensitivity(view).tolist() == [5.0, 0.0, 0.0]
     assert criteria.trigger_sensitivity(view, values=[0.5]).tolist() == [2.5, 0.0, 0.0]
     assert criteria.trigger_sensitivity(view, tiles=1).tolist() == [1.0, -8.0, -2.0]
@@ -176,32 +177,31 @@ def test_trigger_sensitivity():
     ]
 
 
-def test_a_trigger_across_tiles_lies_whole_in_one_that_overlaps():
+def test_overlapping_tiles_cover_a_trigger_across_tiles():
     thetas = torch.zeros(2, 4, 4)
     thetas[0, 1:3, 1:3] = 1.0
-    view = brightness_judges(thetas.flatten(1), torch.zeros(1, 1, 4, 4))
+    view = brightness_view(thetas.flatten(1), torch.zeros(1, 1, 4, 4))
     assert criteria.trigger_sensitivity(view).tolist() == [1.0]
     assert criteria.trigger_sensitivity(view, overlap=True).tolist() == [4.0]
 
 
 def rise(difference):
-    """Of the loss where an image without any difference between its two classes comes to have
-    one."""
+    """Rise of the loss of an image whose two outputs were equal and now have this difference."""
     return math.log((1 + math.exp(difference)) / 2)
 
 
-def test_a_trigger_anywhere_is_a_gap_and_a_clean_model_has_none():
+def test_perturbation_gap_of_triggers_and_of_clean_models():
     thetas = torch.full((5, 4, 4), 0.125)
     thetas[0, 3, 3] = thetas[0, 0, 2] = 4.0  # a trigger of two pixels far apart
-    thetas[1, :, 0] = 1.0  # one of four
-    thetas[2] = -thetas[4]  # the trigger is for nobody: all that is painted speaks for the label
-    view = brightness_judges(thetas.flatten(1), torch.zeros(3, 1, 4, 4))
+    thetas[1, :, 0] = 1.0  # a trigger of four pixels
+    thetas[2] = -thetas[4]  # not a trigger: all painted pixels favour the label
+    view = brightness_view(thetas.flatten(1), torch.zeros(3, 1, 4, 4))
     two = [rise(8) - rise(0.25), rise(2) - rise(0.25), 0.0, 0.0]
     assert criteria.perturbation_gap(view, pixels=2).tolist() == pytest.approx(two, abs=1e-6)
     four = [rise(8.25) - rise(0.5), rise(4) - rise(0.5), 0.0, 0.0]
     assert criteria.perturbation_gap(view, pixels=4).tolist() == pytest.approx(four, abs=1e-6)
-    some = dataclasses.replace(view, in_sublevel_set=torch.tensor([False, True, True, True]))
-    assert criteria.perturbation_gap(some, pixels=2).tolist() == pytest.approx(
+    subset = dataclasses.replace(view, in_sublevel_set=torch.tensor([False, True, True, True]))
+    assert criteria.perturbation_gap(subset, pixels=2).tolist() == pytest.approx(
         [0.0, *two[1:]], abs=1e-6
     )
     assert criteria.perturbation_gap(view, pixels=2, steps=2).tolist() == pytest.approx(
@@ -209,54 +209,53 @@ def test_a_trigger_anywhere_is_a_gap_and_a_clean_model_has_none():
     )
 
 
-def test_rises_are_measured_on_so_many_samples_and_no_more(monkeypatch):
-    view = brightness_judges(
+def test_rises_are_measured_on_at_most_max_samples(monkeypatch):
+    view = brightness_view(
         torch.tensor([[4.0], [0.0]]), torch.tensor([0.0, 0.5, 1.0, 1.0]).view(4, 1, 1, 1)
     )
     by_sample = torch.tensor([rise(4), rise(4) - rise(2), 0.0, 0.0])
-    for measured, found in ((2, by_sample[:2]), (4, by_sample), (9, by_sample)):
-        monkeypatch.setattr(universal_perturbation, "MAX_SAMPLES", measured)
-        expected = float(found.mean())
+    for max_samples, rises in ((2, by_sample[:2]), (4, by_sample), (9, by_sample)):
+        monkeypatch.setattr(universal_perturbation, "MAX_SAMPLES", max_samples)
+        expected = float(rises.mean())
         assert criteria.perturbation_gap(view, z=0.0).tolist() == pytest.approx(
             [expected], abs=1e-6
         )
 
 
-def test_what_most_models_rise_by_is_no_gap_to_the_majority():
+def test_gap_to_the_majority_subtracts_the_median_rise():
     thetas = torch.tensor(
         [[4.0], [3.0], [2.0], [1.0], [0.0]]
-    )  # the own one is the last, and the third in the middle
-    view = brightness_judges(thetas, torch.zeros(1, 1, 1, 1))
-    own = [rise(4), rise(3), rise(2), rise(1)]
-    assert criteria.perturbation_gap(view).tolist() == pytest.approx(own, abs=1e-6)
-    most = [rise(4) - rise(2), rise(3) - rise(2), 0.0, 0.0]
+    )  # the last is the agent's own, the third is the median
+    view = brightness_view(thetas, torch.zeros(1, 1, 1, 1))
+    own_gaps = [rise(4), rise(3), rise(2), rise(1)]
+    assert criteria.perturbation_gap(view).tolist() == pytest.approx(own_gaps, abs=1e-6)
+    majority_gaps = [rise(4) - rise(2), rise(3) - rise(2), 0.0, 0.0]
     assert criteria.perturbation_gap(view, against="majority").tolist() == pytest.approx(
-        most, abs=1e-6
+        majority_gaps, abs=1e-6
     )
-    # Those that count are 4, 2, 1 and the own one's 0, and the median is the lower of two.
-    some = dataclasses.replace(view, in_sublevel_set=torch.tensor([True, False, True, True]))
-    few = [rise(4) - rise(1), 0.0, rise(2) - rise(1), 0.0]
-    assert criteria.perturbation_gap(some, against="majority").tolist() == pytest.approx(
-        few, abs=1e-6
+    # The subset rises by 4, 2, 1 and, its own, 0. The median is the lower middle value, 1.
+    subset = dataclasses.replace(view, in_sublevel_set=torch.tensor([True, False, True, True]))
+    subset_gaps = [rise(4) - rise(1), 0.0, rise(2) - rise(1), 0.0]
+    assert criteria.perturbation_gap(subset, against="majority").tolist() == pytest.approx(
+        subset_gaps, abs=1e-6
     )
-    broken = brightness_judges(
+    broken = brightness_view(
         torch.tensor([[INF], [INF], [INF], [2.0], [1.0]]), torch.zeros(1, 1, 1, 1)
     )
     assert criteria.perturbation_gap(broken, against="majority").tolist() == pytest.approx(
         [INF, INF, INF, rise(2) - rise(1)], abs=1e-6
     )
-    surer = brightness_judges(thetas.flip(0), torch.zeros(1, 1, 1, 1))  # the own one rises most
-    assert criteria.perturbation_gap(surer, against="majority").tolist() == [0.0] * 4
+    own_largest = brightness_view(thetas.flip(0), torch.zeros(1, 1, 1, 1))  # its own rises most
+    assert criteria.perturbation_gap(own_largest, against="majority").tolist() == [0.0] * 4
 
 
-def test_a_gap_of_perturbations_counts_as_far_as_it_is_sure():
-    """The trigger whitens what is white already in half of the images: rises of 2 log(...) there
-    and of 0 here."""
+def test_perturbation_gap_subtracts_z_standard_errors():
+    """The trigger whitens a pixel that is already white in one of the two images: its rise is 0."""
     thetas = torch.zeros(2, 4)
     thetas[0, 3] = 4.0
     x = torch.zeros(2, 1, 2, 2)
     x[1, 0, 1, 1] = 1.0
-    view = brightness_judges(thetas, x)
+    view = brightness_view(thetas, x)
     rises = torch.tensor([rise(4), 0.0]).double()
     mean, error = float(rises.mean()), float(rises.std() / math.sqrt(2))
     for z in (0.0, 0.5, 9.0):
@@ -266,41 +265,40 @@ def test_a_gap_of_perturbations_counts_as_far_as_it_is_sure():
         )
 
 
-def test_the_error_is_that_of_the_difference_to_the_median_model():
-    """Each of two pixels is black in one image, and white in the other: painted white, only the
-    first one's loss rises."""
+def test_majority_gap_uses_the_standard_error_of_its_differences():
+    """Each of two pixels is black in one image. Painting it white raises only that image's loss."""
     thetas = torch.tensor([[4.0, 0.0], [0.0, 2.0], [1.0, 0.0]])
-    view = brightness_judges(thetas, torch.tensor([[[[0.0, 1.0]]], [[[1.0, 0.0]]]]))
+    view = brightness_view(thetas, torch.tensor([[[[0.0, 1.0]]], [[[1.0, 0.0]]]]))
     rises = torch.tensor([[rise(4), 0.0], [0.0, rise(2)], [rise(1), 0.0]]).double()
     difference = rises[0] - rises[1]
     mean, error = float(difference.mean()), float(difference.std() / math.sqrt(2))
     for z in (0.0, 0.1):
-        found = criteria.perturbation_gap(view, pixels=1, z=z, against="majority")
-        assert found.tolist() == pytest.approx([max(0.0, mean - z * error), 0.0], abs=1e-6)
+        gaps = criteria.perturbation_gap(view, pixels=1, z=z, against="majority")
+        assert gaps.tolist() == pytest.approx([max(0.0, mean - z * error), 0.0], abs=1e-6)
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
-def test_tiles_leave_no_pixel_out(tiles, dtype):
+def test_tiles_cover_every_pixel(tiles, dtype):
     x, painted = torch.zeros(2, 1, 5, 6, dtype=dtype), torch.zeros(2, 1, 5, 6)
-    view = brightness_judges(torch.zeros(2, 30), x)
+    view = brightness_view(torch.zeros(2, 30), x)
 
-    def keep(models, change):
+    def record(models, change):
         painted.add_(change(x))
         return views.losses(
             *(torch.zeros(2, *shape).double() for shape in ((), (2,))), view.losses.present
         )
 
     criteria.trigger_sensitivity(
-        dataclasses.replace(view, losses_of=keep), tiles=tiles, values=[0.2]
+        dataclasses.replace(view, losses_of=record), tiles=tiles, values=[0.2]
     )
     assert painted.unique().tolist() == pytest.approx([51.0 if dtype == torch.uint8 else 0.2])
     assert not x.any()
 
 
 @pytest.mark.parametrize(("shape", "tiles"), [((2, 6), 2), ((2, 1, 4, 4), 5)])
-def test_tiles_that_do_not_fit(shape, tiles):
-    view = brightness_judges(torch.zeros(2, math.prod(shape[1:])), torch.zeros(shape))
+def test_tiles_that_do_not_fit_are_refused(shape, tiles):
+    view = brightness_view(torch.zeros(2, math.prod(shape[1:])), torch.zeros(shape))
     with pytest.raises(
         ConfigError,
         match=rf"`tiles` = {tiles} .* shape \({shape[1]}, ?.*: the criterion needs images",
@@ -308,23 +306,23 @@ def test_tiles_that_do_not_fit(shape, tiles):
         criteria.trigger_sensitivity(view, tiles=tiles)
 
 
-@pytest.mark.parametrize("given", [{"tiles": 0}, {"values": ()}, {"values": (0.0, 2.0)}])
-def test_tiles_and_values_out_of_range(given):
+@pytest.mark.parametrize("parameters", [{"tiles": 0}, {"values": ()}, {"values": (0.0, 2.0)}])
+def test_tiles_and_values_out_of_range_are_refused(parameters):
     with pytest.raises(
         ConfigError, match="`tiles` must be 1 or more and `values` from 0 to 1, got "
     ):
-        criteria.trigger_sensitivity(random_view(), **given)
+        criteria.trigger_sensitivity(random_view(), **parameters)
 
 
 def test_an_infinite_loss_is_not_trusted():
     thetas = torch.tensor([[INF, 0.0], [1.0, 1.0], [0.0, 1.0]])
-    view = brightness_judges(thetas, torch.ones(1, 1, 1, 2))
+    view = brightness_view(thetas, torch.ones(1, 1, 1, 2))
     assert criteria.trigger_sensitivity(view, tiles=1).tolist() == [INF, 0.0]
     assert criteria.perturbation_gap(view).tolist() == [INF, 0.0]
     assert criteria.distance(view).tolist() == [INF, 1.0]
 
 
-# What holds for all
+# Properties of all criteria
 
 
 def random_view(order=None):
@@ -332,41 +330,41 @@ def random_view(order=None):
     thetas = torch.from_numpy(draw.normal(size=(7, 16))).float()
     by_class = torch.from_numpy(draw.random((7, 2)))
     rows = torch.arange(7) if order is None else torch.cat([order, torch.tensor([6])])
-    return brightness_judges(thetas, torch.zeros(3, 1, 4, 4), rows, by_class)
+    return brightness_view(thetas, torch.zeros(3, 1, 4, 4), rows, by_class)
 
 
-@pytest.mark.parametrize("name", OF_IMAGES)
+@pytest.mark.parametrize("name", IMAGE_CRITERIA)
 def test_the_order_of_the_models_does_not_matter(name):
-    function, given = getattr(criteria, name), NEEDED.get(name, {})
+    function, parameters = getattr(criteria, name), REQUIRED.get(name, {})
     order = torch.tensor([3, 0, 5, 1, 4, 2])
-    found = function(random_view(), **given)
-    assert found.shape == (6,)
-    torch.testing.assert_close(function(random_view(order), **given), found[order])
+    values = function(random_view(), **parameters)
+    assert values.shape == (6,)
+    torch.testing.assert_close(function(random_view(order), **parameters), values[order])
 
 
 @pytest.mark.parametrize("name", RELATIVE)
-def test_the_own_model_is_where_a_relative_criterion_is_0(name):
-    function, given = getattr(criteria, name), NEEDED.get(name, {})
-    assert function(CriterionInput.with_own_only(random_view()), **given).tolist() == pytest.approx(
-        [0.0], abs=1e-7
-    )
+def test_relative_criteria_are_0_for_the_agents_own_model(name):
+    function, parameters = getattr(criteria, name), REQUIRED.get(name, {})
+    assert function(
+        CriterionInput.with_own_only(random_view()), **parameters
+    ).tolist() == pytest.approx([0.0], abs=1e-7)
 
 
-@pytest.mark.parametrize("name", OF_IMAGES)
-def test_nobody_answered(name):
+@pytest.mark.parametrize("name", IMAGE_CRITERIA)
+def test_criteria_without_received_models(name):
     view = random_view(torch.zeros(0, dtype=torch.int64))
-    assert getattr(criteria, name)(view, **NEEDED.get(name, {})).tolist() == []
+    assert getattr(criteria, name)(view, **REQUIRED.get(name, {})).tolist() == []
 
 
-@pytest.mark.parametrize("name", [name for name in OF_IMAGES if name != "distance"])
-def test_no_validation_data_is_told(name):
+@pytest.mark.parametrize("name", [name for name in IMAGE_CRITERIA if name != "distance"])
+def test_missing_validation_data_is_an_error(name):
     view = random_view()
-    nothing = dataclasses.replace(view.losses, present=torch.tensor([False, False]))
+    empty = dataclasses.replace(view.losses, present=torch.tensor([False, False]))
     with pytest.raises(ConfigError, match="agent 6 holds no validation data: leave it some"):
-        getattr(criteria, name)(dataclasses.replace(view, losses=nothing), **NEEDED.get(name, {}))
+        getattr(criteria, name)(dataclasses.replace(view, losses=empty), **REQUIRED.get(name, {}))
 
 
-def test_a_criterion_without_losses_is_told():
+def test_a_criterion_without_losses_is_an_error():
     with pytest.raises(
         ConfigError, match="the criterion reads losses, and the algorithm evaluates none"
     ):
@@ -374,7 +372,7 @@ def test_a_criterion_without_losses_is_told():
 
 
 @pytest.mark.parametrize("own_model", ["excluded", "judged", "trusted"])
-def test_the_criterion_begins_with_t_g(own_model):
+def test_the_criterion_starts_in_round_t_g(own_model):
     algorithm = algorithms.fedcb2o(
         criterion="distance", criterion_from_round=2, own_model=own_model
     )
@@ -390,7 +388,7 @@ def test_the_criterion_begins_with_t_g(own_model):
 # Combinations
 
 
-def test_the_largest_and_the_sum():
+def test_largest_and_weighted_sum_by_hand():
     view = judged(
         [[1.0, 5.0], [4.0, 4.0], [INF, 0.0]], [1.0, 1.0]
     )  # gaps 4, 3, inf; means 3, 4, inf
@@ -431,13 +429,13 @@ def constant(judged, *, value: float = 1.0):
         ),
     ],
 )
-def test_parts_that_do_not_fit_are_told_before_a_run(of, message):
+def test_invalid_parts_of_a_combination_are_refused_before_a_run(of, message):
     for name in ("largest", "weighted_sum"):
         with pytest.raises(ConfigError, match=message):
             load(tiny(algorithm={"criterion": {"name": name, "of": of}}))
 
 
-def test_a_part_of_another_shape_is_told():
+def test_a_part_with_a_wrong_output_shape_is_refused():
     def two(judged):
         return torch.zeros(2)
 
@@ -474,28 +472,28 @@ PARTS = {
 
 @pytest.mark.parametrize("criterion", PARTS.values(), ids=PARTS)
 def test_a_combination_of_batched_criteria_is_batched(tmp_path, criterion, monkeypatch):
-    given = tiny(algorithm={"criterion": criterion, "own_model": "trusted"})
-    seen, judge = [], combinations.validated_criterion
+    experiment = tiny(algorithm={"criterion": criterion, "own_model": "trusted"})
+    ndims, original = [], combinations.validated_criterion
     monkeypatch.setattr(
         combinations,
         "validated_criterion",
-        lambda part, view: seen.append(view.received.ids.ndim) or judge(part, view),
+        lambda part, view: ndims.append(view.received.ids.ndim) or original(part, view),
     )
-    run(given, out=tmp_path / "together", workers=1)
-    assert set(seen) == {2}
-    seen.clear()
+    run(experiment, out=tmp_path / "together", workers=1)
+    assert set(ndims) == {2}
+    ndims.clear()
     monkeypatch.setattr(criteria, "is_batched", lambda criterion: False)
-    run(given, out=tmp_path / "each", workers=1)
-    assert set(seen) == {1}
-    found, expected = bits(tmp_path / "together"), bits(tmp_path / "each")
-    assert found == expected
+    run(experiment, out=tmp_path / "each", workers=1)
+    assert set(ndims) == {1}
+    result, expected = bits(tmp_path / "together"), bits(tmp_path / "each")
+    assert result == expected
 
 
-@pytest.mark.parametrize("alone", ["distance", {"name": "distance"}, constant])
-def test_a_combination_with_a_part_that_looks_at_one_agent_looks_at_one(alone):
+@pytest.mark.parametrize("part", ["distance", {"name": "distance"}, constant])
+def test_a_combination_with_an_unbatched_part_is_not_batched(part):
     for of in (
-        [alone, "average_loss"],
-        ["average_loss", {"name": "largest", "of": ["average_loss", alone]}],
+        [part, "average_loss"],
+        ["average_loss", {"name": "largest", "of": ["average_loss", part]}],
     ):
         algorithm = algorithms.fedcb2o(criterion={"name": "weighted_sum", "of": of})
         assert not algorithm.is_batched
@@ -504,14 +502,14 @@ def test_a_combination_with_a_part_that_looks_at_one_agent_looks_at_one(alone):
 # Whole runs
 
 
-@pytest.mark.parametrize("name", OF_IMAGES)
+@pytest.mark.parametrize("name", IMAGE_CRITERIA)
 def test_each_criterion_runs(tmp_path, name):
-    criterion = {"name": name, **NEEDED.get(name, {})}
-    done = run(
+    criterion = {"name": name, **REQUIRED.get(name, {})}
+    result = run(
         tiny(algorithm={"criterion": criterion, "own_model": "judged"}), out=tmp_path, workers=1
     )
-    assert done.complete
-    assert done.records[~done.records.malicious].accuracy.notna().all()
+    assert result.complete
+    assert result.records[~result.records.malicious].accuracy.notna().all()
 
 
 def test_a_combination_is_written_and_read_again(tmp_path):

@@ -1,4 +1,4 @@
-"""Attacks on data by hand: what they make of a shard."""
+"""Attacks on data, compared with shards poisoned by hand."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from fedcb2o.federated import attacks
 from fedcb2o.federated.attacks.triggers import blend, patch, unusual, waves
 from fedcb2o.rng import stream
 
-NEEDED = {
+REQUIRED = {
     "backdoor": {"target": 3},
     "blended": {"target": 3},
     "clean_label": {"target": 3, "share": 0.5},
@@ -41,7 +41,7 @@ def test_label_flip_by_hand():
     assert flipped.y.tolist() == [4, 4, 0, 4, 4, 4, 8]  # every 9 is a 4, and no 4 is a 9
     assert flipped.y.dtype == torch.int64
     assert flipped.x.equal(x)
-    assert s.x.equal(x)  # what it was given stays as it was
+    assert s.x.equal(x)  # the input does not change
     assert s.y.equal(y)
     assert attacks.label_flip(s, stream(0, "x"), source=4, target=9).y.tolist() == [
         9,
@@ -52,7 +52,7 @@ def test_label_flip_by_hand():
         9,
         8,
     ]
-    assert attacks.label_flip(s, stream(0, "x"), source=3, target=4).y.equal(y)  # nothing to flip
+    assert attacks.label_flip(s, stream(0, "x"), source=3, target=4).y.equal(y)  # no label to flip
 
 
 def test_label_flips():
@@ -64,29 +64,29 @@ def test_label_flips():
     assert attacks.label_flips(s, stream(0, "x"), pairs=((3, 0),)).x is s.x
 
 
-def test_shifted_labels_go_around_among_those_held():
+def test_shifted_labels_cycle_through_the_classes_of_the_shard():
     assert attacks.shifted_labels(shard(8), stream(0, "x")).y.tolist() == [1, 2, 3, 0] * 2
-    some = Shard(torch.zeros(3, 2), torch.tensor([7, 2, 5]))
-    assert attacks.shifted_labels(some, stream(0, "x"), by=2).y.tolist() == [5, 7, 2]
+    three_classes = Shard(torch.zeros(3, 2), torch.tensor([7, 2, 5]))
+    assert attacks.shifted_labels(three_classes, stream(0, "x"), by=2).y.tolist() == [5, 7, 2]
 
 
 def test_random_labels():
     s = shard(4000)
-    found = attacks.random_labels(s, stream(0, "x"), share=0.5).y
-    assert float((found != s.y).float().mean()) == pytest.approx(0.5 * 3 / 4, abs=0.03)
-    assert found.unique().tolist() == [0, 1, 2, 3]
+    labels = attacks.random_labels(s, stream(0, "x"), share=0.5).y
+    assert float((labels != s.y).float().mean()) == pytest.approx(0.5 * 3 / 4, abs=0.03)
+    assert labels.unique().tolist() == [0, 1, 2, 3]
     assert attacks.random_labels(s, stream(0, "x"), share=0.0).y.equal(s.y)
     with pytest.raises(ConfigError, match=r"`share` must be between 0 and 1, got 1.5"):
         attacks.random_labels(s, stream(0, "x"), share=1.5)
 
 
-def test_a_spread_flip_takes_as_much_of_every_class():
+def test_spread_flip_relabels_an_equal_share_of_every_class():
     s = shard(4000)
-    found = attacks.spread_flip(s, stream(0, "x"), target=2, share=0.25).y
-    assert found[s.y == 2].eq(2).all()
-    assert set(found[found != s.y].tolist()) == {2}
+    labels = attacks.spread_flip(s, stream(0, "x"), target=2, share=0.25).y
+    assert labels[s.y == 2].eq(2).all()
+    assert set(labels[labels != s.y].tolist()) == {2}
     for c in (0, 1, 3):
-        assert float((found[s.y == c] == 2).float().mean()) == pytest.approx(0.25, abs=0.05)
+        assert float((labels[s.y == c] == 2).float().mean()) == pytest.approx(0.25, abs=0.05)
 
 
 def test_the_rarest_class_is_flipped():
@@ -131,8 +131,8 @@ def test_the_rarest_class_is_flipped():
         tuple(attacks.rarest_flip(equal, stream(k, "x"), target=3).y.tolist()) for k in range(9)
     }
     assert drawn == {(3, 1), (0, 3)}
-    alone = Shard(torch.zeros(2, 1), torch.tensor([1, 1]))
-    assert attacks.rarest_flip(alone, stream(0, "x"), target=1) is alone
+    only_target = Shard(torch.zeros(2, 1), torch.tensor([1, 1]))
+    assert attacks.rarest_flip(only_target, stream(0, "x"), target=1) is only_target
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
@@ -146,27 +146,27 @@ def test_feature_noise(dtype):
 
 
 @pytest.mark.parametrize("name", ["backdoor", "blended", "clean_label", "feature_noise", "signal"])
-def test_an_attack_is_the_same_on_another_scale(name):
+def test_attacks_are_equal_on_all_scales_of_pixels(name):
     """Images from 0 to 1, from -1 to 3 and from 0 to 255, and bytes."""
     s = shard()
     attack = getattr(attacks, name)
-    id_of = {"backdoor": [1]}.get(name, [])
+    agent_id = {"backdoor": [1]}.get(name, [])
 
     def poisoned(x):
-        return attack(Shard(x, s.y), stream(0, "x"), *id_of, **NEEDED[name])
+        return attack(Shard(x, s.y), stream(0, "x"), *agent_id, **REQUIRED[name])
 
     expected = poisoned(s.x)
     for scale, black in ((4.0, -1.0), (255.0, 0.0)):
         with using_range((black, black + scale)):
-            found = poisoned(scale * s.x + black)
-        assert found.y.equal(expected.y)
-        torch.testing.assert_close((found.x - black) / scale, expected.x, rtol=0, atol=1e-6)
+            result = poisoned(scale * s.x + black)
+        assert result.y.equal(expected.y)
+        torch.testing.assert_close((result.x - black) / scale, expected.x, rtol=0, atol=1e-6)
 
     pixels = (255 * s.x).round()
     with using_range((0.0, 255.0)):
-        found = poisoned(pixels).x.clamp(0, 255)
+        result = poisoned(pixels).x.clamp(0, 255)
     as_bytes = poisoned(pixels.to(torch.uint8)).x
-    assert (as_bytes.float() - found).abs().max() <= 0.5
+    assert (as_bytes.float() - result).abs().max() <= 0.5
 
 
 def test_noise_of_a_table_is_in_the_units_of_its_features():
@@ -176,7 +176,7 @@ def test_noise_of_a_table_is_in_the_units_of_its_features():
     assert float(noisy.x.std()) == pytest.approx(0.1, rel=0.1)
 
 
-def test_a_patch_is_where_it_should_be():
+def test_patches_by_hand():
     x = torch.zeros(1, 1, 4, 4)
     assert patch(x, size=2)[0, 0].tolist() == [[0] * 4, [0] * 4, [0, 0, 1, 1], [0, 0, 1, 1]]
     board = patch(x, size=2, corner="top left", margin=1, pattern="checkerboard", value=0.5)
@@ -188,29 +188,29 @@ def test_a_patch_is_where_it_should_be():
     assert not x.any()
 
 
-def test_a_backdoor_marks_and_relabels_together():
+def test_backdoor_marks_and_relabels_the_same_samples():
     s = shard()
-    found = attacks.backdoor(s, stream(0, "x"), 3, target=2, share=0.3)
-    hit = (found.x != s.x).flatten(1).any(1)
-    assert float(hit.float().mean()) == pytest.approx(0.3, abs=0.07)
-    assert found.x[hit].equal(patch(s.x[hit], size=2))
-    assert found.y[hit].eq(2).all()
-    assert found.y[~hit].equal(s.y[~hit])
+    poisoned = attacks.backdoor(s, stream(0, "x"), 3, target=2, share=0.3)
+    is_marked = (poisoned.x != s.x).flatten(1).any(1)
+    assert float(is_marked.float().mean()) == pytest.approx(0.3, abs=0.07)
+    assert poisoned.x[is_marked].equal(patch(s.x[is_marked], size=2))
+    assert poisoned.y[is_marked].eq(2).all()
+    assert poisoned.y[~is_marked].equal(s.y[~is_marked])
 
 
-def test_a_clean_label_trigger_is_on_samples_of_its_target_and_no_label_changes():
+def test_clean_label_marks_samples_of_its_target_and_keeps_all_labels():
     s = shard()
-    found = attacks.clean_label(s, stream(0, "x"), target=2, share=0.5, size=3)
-    hit = (found.x != s.x).flatten(1).any(1)
-    assert found.y.equal(s.y)
-    assert s.y[hit].eq(2).all()
-    assert float(hit[s.y == 2].float().mean()) == pytest.approx(0.5, abs=0.15)
-    assert found.x[hit].equal(patch(s.x[hit], size=3))
-    every = attacks.clean_label(s, stream(0, "x"), target=2)
-    assert every.x[s.y == 2].equal(patch(s.x[s.y == 2]))
+    poisoned = attacks.clean_label(s, stream(0, "x"), target=2, share=0.5, size=3)
+    is_marked = (poisoned.x != s.x).flatten(1).any(1)
+    assert poisoned.y.equal(s.y)
+    assert s.y[is_marked].eq(2).all()
+    assert float(is_marked[s.y == 2].float().mean()) == pytest.approx(0.5, abs=0.15)
+    assert poisoned.x[is_marked].equal(patch(s.x[is_marked], size=3))
+    all_marked = attacks.clean_label(s, stream(0, "x"), target=2)
+    assert all_marked.x[s.y == 2].equal(patch(s.x[s.y == 2]))
 
 
-def test_any_attackers_that_follow_each_other_have_the_parts_of_a_distributed_backdoor():
+def test_consecutive_attackers_have_all_parts_of_a_distributed_backdoor():
     s = Shard(torch.zeros(1, 1, 6, 6), torch.tensor([0]))
     for first in (7, 17, 18):  # ids of the attackers of a cluster
         parts = [
@@ -222,8 +222,7 @@ def test_any_attackers_that_follow_each_other_have_the_parts_of_a_distributed_ba
 
 
 def test_waves_by_hand():
-    """A period of four columns: 0, 1, 0, -1 times delta, cut off where a pixel would be below 0 or
-    above 1."""
+    """A period of four columns adds 0, 1, 0, -1 times delta. Pixels are clipped to 0 and 1."""
     x = torch.tensor([0.5, 0.95, 0.5, 0.05]).view(1, 1, 1, 4).repeat(1, 1, 2, 1)
     torch.testing.assert_close(
         waves(x, delta=0.2, frequency=1.0)[0, 0, 1], torch.tensor([0.5, 1.0, 0.5, 0.0])
@@ -234,41 +233,41 @@ def test_waves_by_hand():
         126,
         100,
         74,
-    ]  # 25.5 to the even one
+    ]  # 125.5 and 74.5 are rounded to even
     with pytest.raises(
         ConfigError, match=r"a trigger marks images, and the samples have shape \(4,\): take"
     ):
         waves(torch.zeros(2, 4))
 
 
-def test_a_signal_is_on_samples_of_its_target_or_makes_them():
+def test_signal_marks_samples_of_its_target_or_relabels_marked_samples():
     s = shard()
-    found = attacks.signal(s, stream(0, "x"), target=2, frequency=1.0)
-    assert found.y.equal(s.y)
-    assert found.x[s.y == 2].equal(waves(s.x[s.y == 2], frequency=1.0))
-    assert found.x[s.y != 2].equal(s.x[s.y != 2])
+    poisoned = attacks.signal(s, stream(0, "x"), target=2, frequency=1.0)
+    assert poisoned.y.equal(s.y)
+    assert poisoned.x[s.y == 2].equal(waves(s.x[s.y == 2], frequency=1.0))
+    assert poisoned.x[s.y != 2].equal(s.x[s.y != 2])
     dirty = attacks.signal(s, stream(0, "x"), target=2, share=0.3, frequency=1.0, clean=False)
-    hit = (dirty.x != s.x).flatten(1).any(1)
-    assert float(hit.float().mean()) == pytest.approx(0.3, abs=0.07)
-    assert dirty.y[hit].eq(2).all()
-    assert dirty.y[~hit].equal(s.y[~hit])
+    is_marked = (dirty.x != s.x).flatten(1).any(1)
+    assert float(is_marked.float().mean()) == pytest.approx(0.3, abs=0.07)
+    assert dirty.y[is_marked].eq(2).all()
+    assert dirty.y[~is_marked].equal(s.y[~is_marked])
     with pytest.raises(
         ConfigError, match="waves of `frequency` 6 are 0 in each of 6 columns: take another"
     ):
         attacks.signal(s, stream(0, "x"), target=2)
 
 
-def test_a_blend_is_between_an_image_and_one_pattern():
+def test_blend_interpolates_between_an_image_and_one_pattern():
     s = shard()
     pattern = blend(s.x[:1], opacity=1.0)
     assert blend(s.x[1:2], opacity=1.0).equal(pattern)
     assert not blend(s.x[:1], opacity=1.0, number=1).equal(pattern)
     torch.testing.assert_close(blend(s.x, opacity=0.25), 0.75 * s.x + 0.25 * pattern)
-    found = attacks.blended(s, stream(0, "x"), target=2, share=0.3)
-    hit = (found.x != s.x).flatten(1).any(1)
-    assert found.x[hit].equal(blend(s.x[hit]))
-    assert found.y[hit].eq(2).all()
-    assert found.y[~hit].equal(s.y[~hit])
+    poisoned = attacks.blended(s, stream(0, "x"), target=2, share=0.3)
+    is_marked = (poisoned.x != s.x).flatten(1).any(1)
+    assert poisoned.x[is_marked].equal(blend(s.x[is_marked]))
+    assert poisoned.y[is_marked].eq(2).all()
+    assert poisoned.y[~is_marked].equal(s.y[~is_marked])
     with pytest.raises(ConfigError, match="`opacity` must be between 0 and 1, got 2"):
         blend(s.x, opacity=2.0)
 
@@ -281,12 +280,12 @@ def test_unusual_images_by_hand(dtype):
     torch.testing.assert_close(unusual(x), negative.to(dtype))
     assert unusual(x, style="mirrored").equal(x[..., [1, 0]])
     s = shard()
-    found = attacks.edge_case(s, stream(0, "x"), target=2, share=0.3)
-    hit = (found.x != s.x).flatten(1).any(1)
-    assert float(hit.float().mean()) == pytest.approx(0.3, abs=0.07)
-    assert found.x[hit].equal(unusual(s.x[hit]))
-    assert found.y[hit].eq(2).all()
-    assert found.y[~hit].equal(s.y[~hit])
+    poisoned = attacks.edge_case(s, stream(0, "x"), target=2, share=0.3)
+    is_poisoned = (poisoned.x != s.x).flatten(1).any(1)
+    assert float(is_poisoned.float().mean()) == pytest.approx(0.3, abs=0.07)
+    assert poisoned.x[is_poisoned].equal(unusual(s.x[is_poisoned]))
+    assert poisoned.y[is_poisoned].eq(2).all()
+    assert poisoned.y[~is_poisoned].equal(s.y[~is_poisoned])
     table = Shard(torch.zeros(3, 4), torch.zeros(3))
     with pytest.raises(ConfigError, match="a trigger marks images"):
         attacks.edge_case(table, stream(0, "x"), target=1, style="mirrored")
@@ -307,16 +306,16 @@ def test_unusual_images_by_hand(dtype):
         ({"size": 0}, "does not fit"),
     ],
 )
-def test_a_trigger_that_does_not_fit(parameters, message):
+def test_a_trigger_that_does_not_fit_is_refused(parameters, message):
     with pytest.raises(ConfigError, match=message):
         attacks.backdoor(shard(), stream(0, "x"), 0, target=1, **parameters)
 
 
-@pytest.mark.parametrize("name", sorted(NEEDED))
-def test_equal_draws_make_equal_poison(name):
+@pytest.mark.parametrize("name", sorted(REQUIRED))
+def test_poisoning_is_reproducible_and_keeps_its_input(name):
     s, attack = shard(), getattr(attacks, name)
     me = [3] if "me" in plugins.positional_inputs(attack) else []
-    one, two = (attack(s, stream(5, "attack", 3), *me, **NEEDED[name]) for _ in range(2))
+    one, two = (attack(s, stream(5, "attack", 3), *me, **REQUIRED[name]) for _ in range(2))
     assert one.x.equal(two.x)
     assert one.y.equal(two.y)
     assert s.x.equal(shard().x)

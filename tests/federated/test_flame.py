@@ -1,4 +1,4 @@
-"""FLAME: its cluster is that of HDBSCAN, its clipping by hand, and noise that no block changes."""
+"""FLAME: clusters compared with HDBSCAN, clipping by hand, and noise in any blocks of columns."""
 
 import numpy as np
 import pytest
@@ -15,70 +15,72 @@ from fedcb2o.federated.aggregation.gram_matrix import gram
 from fedcb2o.rng import stream
 
 
-def by_the_library(apart):
+def hdbscan_majority(distances):
     from sklearn.cluster import HDBSCAN
 
     clusters = HDBSCAN(
-        min_cluster_size=len(apart) // 2 + 1,
+        min_cluster_size=len(distances) // 2 + 1,
         min_samples=1,
         allow_single_cluster=True,
         metric="precomputed",
         copy=True,
     )
-    return clusters.fit_predict(apart.numpy()) == 0
+    return clusters.fit_predict(distances.numpy()) == 0
 
 
 @settings(max_examples=60)
-@given(m=st.integers(2, 15), seed=st.integers(0, 10**6), near=st.integers(0, 8))
-def test_the_majority_is_the_cluster_of_hdbscan(m, seed, near):
+@given(m=st.integers(2, 15), seed=st.integers(0, 10**6), num_near=st.integers(0, 8))
+def test_the_majority_is_the_cluster_of_hdbscan(m, seed, num_near):
     x = models(m, 3, seed)
-    x[:near] = x[0] + 0.1 * x[:near]
+    x[:num_near] = x[0] + 0.1 * x[:num_near]
     unit = torch.nn.functional.normalize(x, dim=1)
-    apart = (1 - unit @ unit.T).clamp(min=0).fill_diagonal_(0.0)
-    assert majority_cluster(apart).tolist() == by_the_library((apart + apart.T) / 2).tolist()
+    distances = (1 - unit @ unit.T).clamp(min=0).fill_diagonal_(0.0)
+    assert (
+        majority_cluster(distances).tolist()
+        == hdbscan_majority((distances + distances.T) / 2).tolist()
+    )
 
 
 def test_the_majority_by_hand():
-    at = torch.tensor([0.0, 1.0, 2.1, 5.0, 9.0])
-    apart = (at.unsqueeze(0) - at.unsqueeze(1)).abs()
-    assert majority_cluster(apart).tolist() == [True, True, True, False, False]
-    # The fourth is as near as the third: both are in.
-    at[3] = 2.1 + (2.1 - 1.0)
-    apart = (at.unsqueeze(0) - at.unsqueeze(1)).abs().round(decimals=6)
-    assert majority_cluster(apart).tolist() == [True, True, True, True, False]
+    positions = torch.tensor([0.0, 1.0, 2.1, 5.0, 9.0])
+    distances = (positions.unsqueeze(0) - positions.unsqueeze(1)).abs()
+    assert majority_cluster(distances).tolist() == [True, True, True, False, False]
+    # The fourth is as near as the third: both are members.
+    positions[3] = 2.1 + (2.1 - 1.0)
+    distances = (positions.unsqueeze(0) - positions.unsqueeze(1)).abs().round(decimals=6)
+    assert majority_cluster(distances).tolist() == [True, True, True, True, False]
     assert majority_cluster(torch.zeros(1, 1)).tolist() == [True]
     assert majority_cluster(torch.zeros(2, 2)).tolist() == [True, True]
 
 
-def test_outliers_go_and_updates_are_clipped_to_the_median():
-    # Updates since (10, 0) of norms 1, 2 and 3 to the right, and one to where the models point
-    # elsewhere.
+def test_outliers_are_removed_and_updates_are_clipped_to_the_median_norm():
+    # Updates from (10, 0) have the norms 1, 2 and 3 to the right, and 8 in another direction.
     x = torch.tensor([[11.0, 0.0], [12.0, 0.0], [13.0, 0.0], [10.0, 8.0], [10.0, 0.0]])
-    made = flame(gram(x), stream(0, "noise"), noise=0.0)
-    assert made.rows.tolist() == [0, 1, 2, 4]
+    output = flame(gram(x), stream(0, "noise"), noise=0.0)
+    assert output.rows.tolist() == [0, 1, 2, 4]
     factors = [1 / 3, 1 / 3, 2.5 / 3 / 3]  # the median of 1, 2, 3 and 8 is 2.5
-    assert made.weights.tolist() == pytest.approx([*factors, 1 - sum(factors)])
+    assert output.weights.tolist() == pytest.approx([*factors, 1 - sum(factors)])
     assert apply(lambda g: flame(g, stream(0, "noise"), noise=0.0), x).tolist() == pytest.approx(
         [10 + 5.5 / 3, 0.0]
     )
 
 
-def test_noise_is_of_the_promised_size_and_the_same_by_any_blocks(monkeypatch):
+def test_noise_has_its_size_and_does_not_depend_on_blocks():
     x = models(5, 30_000, dtype=torch.float32)
-    made = flame(gram(x), stream(0, "noise"), noise=0.5)
-    calm = flame(gram(x), stream(0, "noise"), noise=0.0)
-    whole = made.apply_to_buffer(x, 0)
+    output = flame(gram(x), stream(0, "noise"), noise=0.5)
+    noiseless = flame(gram(x), stream(0, "noise"), noise=0.0)
+    full = output.apply_to_buffer(x, 0)
     size = float((x[:4] - x[4]).double().norm(dim=1).quantile(0.5)) * 0.5
-    drawn = whole - calm.apply_to_buffer(x, 0)
-    assert float(drawn.std()) == pytest.approx(size, rel=0.02)
-    assert abs(float(drawn.mean())) < 4 * size / 30_000**0.5
-    parts = [made.apply_to_buffer(x[:, a : a + 7_001], a) for a in range(0, 30_000, 7_001)]
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-3)
+    added = full - noiseless.apply_to_buffer(x, 0)
+    assert float(added.std()) == pytest.approx(size, rel=0.02)
+    assert abs(float(added.mean())) < 4 * size / 30_000**0.5
+    parts = [output.apply_to_buffer(x[:, a : a + 7_001], a) for a in range(0, 30_000, 7_001)]
+    torch.testing.assert_close(torch.cat(parts), full, rtol=0, atol=1e-3)
     other = flame(gram(x), stream(1, "noise"), noise=0.5).apply_to_buffer(x, 0)
-    assert abs(float(np.corrcoef(drawn, other - calm.apply_to_buffer(x, 0))[0, 1])) < 0.03
+    assert abs(float(np.corrcoef(added, other - noiseless.apply_to_buffer(x, 0))[0, 1])) < 0.03
     assert module.NOISE_COLUMNS < 30_000
 
 
-def test_what_does_not_fit_is_told():
+def test_negative_noise_is_refused():
     with pytest.raises(ConfigError, match="`noise` must be 0 or more, got -1"):
         flame(gram(models(3, 4)), stream(0, "noise"), noise=-1.0)

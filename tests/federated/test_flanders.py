@@ -1,4 +1,4 @@
-"""FLANDERS: the forecast of an exact autoregression, the filter by hand, its memory, its page."""
+"""FLANDERS: forecasts of an exact autoregression, the filter by hand, its state, and its page."""
 
 import numpy as np
 import pytest
@@ -28,8 +28,8 @@ def test_an_exact_autoregression_is_forecast():
     history = [models(3, 4, 7).double()]
     for _ in range(12):
         history.append(a @ history[-1] @ b.T)
-    found = forecast(torch.stack(history[:-1]), ridge=1e-9)
-    torch.testing.assert_close(found, history[-1], rtol=1e-5, atol=1e-5)
+    result = forecast(torch.stack(history[:-1]), ridge=1e-9)
+    torch.testing.assert_close(result, history[-1], rtol=1e-5, atol=1e-5)
 
 
 def test_the_forecast_scales_with_the_models():
@@ -37,17 +37,17 @@ def test_the_forecast_scales_with_the_models():
     torch.testing.assert_close(forecast(1000 * history), 1000 * forecast(history))
 
 
-def test_one_matrix_is_expected_again():
+def test_the_forecast_after_one_matrix_is_this_matrix():
     history = models(3, 4, 0).reshape(1, 3, 4)
     assert forecast(history).equal(history[0])
     assert forecast(torch.zeros(2, 3, 4)).equal(torch.zeros(3, 4))
 
 
 def test_the_filter_by_hand():
-    """The farthest from its last model is left out; a peer without one starts at the reference."""
+    """The model farthest from its last one is rejected. New peers start at the reference."""
     start = torch.zeros(1)
     state, kept = filter_models({}, IDS, scalars(1, 2, 3), start, draw(), f=1, window=1)
-    assert kept.all()  # nothing is expected in the first round
+    assert kept.all()  # the first round has no forecast
     state, kept = filter_models(state, IDS, scalars(1.1, 2.5, 3), start, draw(), f=1, window=1)
     assert kept.tolist() == [True, False, True]
     state = replace_rejected(state, IDS[~kept], torch.tensor([2.0]))
@@ -61,7 +61,7 @@ def test_the_filter_by_hand():
     assert state["history"].flatten().tolist() == pytest.approx([2.0, 1.1, 0.3, 3.2])
 
 
-def test_only_sampled_parameters_are_remembered():
+def test_only_sampled_parameters_are_stored():
     x = models(3, 50, 0)
     state, _ = filter_models({}, IDS, x, x[0], draw(), f=1, num_sampled=5)
     assert state["history"].shape == (1, 3, 5)
@@ -70,14 +70,14 @@ def test_only_sampled_parameters_are_remembered():
     assert other["history"].shape == (2, 3, 5)
 
 
-@pytest.mark.parametrize("wrong", [{"f": -1}, {"f": 1, "window": 0}, {"f": 1, "ridge": 0.0}])
-def test_parameters_out_of_range(wrong):
+@pytest.mark.parametrize("parameters", [{"f": -1}, {"f": 1, "window": 0}, {"f": 1, "ridge": 0.0}])
+def test_parameters_out_of_range_are_refused(parameters):
     with pytest.raises(ConfigError):
-        filter_models({}, IDS, scalars(1, 2, 3), torch.zeros(1), draw(), **wrong)
+        filter_models({}, IDS, scalars(1, 2, 3), torch.zeros(1), draw(), **parameters)
 
 
-def test_an_agent_leaves_out_the_model_that_jumps():
-    """Weights by samples among the kept models and its own; the memory survives in tensors."""
+def test_an_agent_rejects_a_model_that_jumps():
+    """Weights are sample shares of accepted models and its own. A state dict keeps the state."""
     network = nn.Linear(1, 2, bias=False)
     network.weight.data = torch.ones(2, 1)
     method = {"name": "by_rule", "rule": {"name": "flanders", "f": 1, "window": 1}}

@@ -1,5 +1,4 @@
-"""FoolsGold: its learning rates by hand and by plain loops, its histories over rounds, and whole
-runs."""
+"""FoolsGold: learning rates by hand and by plain loops, histories over rounds, and whole runs."""
 
 import math
 
@@ -19,8 +18,7 @@ from fedcb2o.rng import stream
 
 
 def plain_loop(histories: list[list[float]], kappa: float = 1.0) -> list[float]:
-    """Algorithm 1 of Fung et al. 2020 from line 6 on, and the rates as shares; what is beyond 0 or
-    1 is cut off."""
+    """Algorithm 1 of Fung et al. 2020 from line 6 on, normalised. Rates are clipped to 0 and 1."""
     n = len(histories)
 
     def cosine(a, b):
@@ -39,38 +37,38 @@ def plain_loop(histories: list[list[float]], kappa: float = 1.0) -> list[float]:
         )
     if max(alpha) == 0:
         return alpha
-    alpha = [each / max(alpha) for each in alpha]
-    for i, each in enumerate(alpha):
-        logit = math.inf if each == 1 else -math.inf if each == 0 else math.log(each / (1 - each))
+    alpha = [value / max(alpha) for value in alpha]
+    for i, value in enumerate(alpha):
+        logit = (
+            math.inf if value == 1 else -math.inf if value == 0 else math.log(value / (1 - value))
+        )
         alpha[i] = min(1.0, max(0.0, kappa * (logit + 0.5)))
-    return [each / sum(alpha) for each in alpha]
+    return [value / sum(alpha) for value in alpha]
 
 
 def test_learning_rates_by_hand():
-    # The first two are alike by 0.6, which leaves 0.4 to each; the logit of 0.4 and 0.5 are about
-    # 0.0945.
+    # The first two have the cosine 0.6, which leaves 0.4; its logit plus 0.5 is about 0.0945.
     rate = math.log(0.4 / 0.6) + 0.5
     x = torch.tensor([[1.0, 0.0, 0.0], [3.0, 4.0, 0.0], [0.0, 0.0, 0.1]])
-    found = learning_rates(x.double())
-    assert found.tolist() == pytest.approx(
+    result = learning_rates(x.double())
+    assert result.tolist() == pytest.approx(
         [rate / (1 + 2 * rate), rate / (1 + 2 * rate), 1 / (1 + 2 * rate)]
     )
-    assert found.tolist() == pytest.approx(plain_loop(x.tolist()))
+    assert result.tolist() == pytest.approx(plain_loop(x.tolist()))
     rates = [2 * rate, 2 * rate, 1.0]
     assert learning_rates(x.double(), 2.0).tolist() == pytest.approx(
-        [each / sum(rates) for each in rates]
+        [value / sum(rates) for value in rates]
     )
-    # Who is like one of two that are more alike is pardoned: 0.5 becomes 0.5 * 0.5 / 0.7, and 0.3
-    # to the two is less.
+    # Pardoning: the cosine 0.5 of the first becomes 0.5 * 0.5 / 0.7. The similar two keep 0.3.
     angles = torch.tensor([0.0, math.pi / 3, math.pi / 3 + math.acos(0.7)]).double()
     y = torch.stack([angles.cos(), angles.sin()], 1)
     share = 0.3 / (1 - 0.5 * 0.5 / 0.7)
     rates = [1.0, *[math.log(share / (1 - share)) + 0.5] * 2]
-    assert learning_rates(y).tolist() == pytest.approx([each / sum(rates) for each in rates])
-    assert plain_loop(y.tolist()) == pytest.approx([each / sum(rates) for each in rates])
+    assert learning_rates(y).tolist() == pytest.approx([value / sum(rates) for value in rates])
+    assert plain_loop(y.tolist()) == pytest.approx([value / sum(rates) for value in rates])
 
 
-def test_learning_rates_where_there_is_nobody_to_compare():
+def test_learning_rates_of_single_zero_and_equal_histories():
     one = torch.tensor([[1.0, 2.0]]).double()
     assert learning_rates(one).tolist() == [1]
     assert learning_rates(torch.tensor([[1.0, 2.0], [-3.0, 1.0]]).double()).tolist() == [0.5, 0.5]
@@ -95,17 +93,17 @@ def test_learning_rates_equal_the_plain_loop(n, d, seed, kappa):
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_sybils_that_push_the_same_way_get_next_to_nothing(count):
+def test_sybils_with_similar_updates_have_almost_no_weight(count):
     draw = stream(0, "sybils")
     honest = torch.from_numpy(draw.normal(size=(6, 400)))
-    aim = torch.from_numpy(draw.normal(size=400))
+    direction = torch.from_numpy(draw.normal(size=400))
     for sybils in (
-        aim.expand(count, -1),
-        aim + 1e-3 * torch.from_numpy(draw.normal(size=(count, 400))),
+        direction.expand(count, -1),
+        direction + 1e-3 * torch.from_numpy(draw.normal(size=(count, 400))),
     ):
-        found = learning_rates(torch.cat([honest, sybils]))
-        assert float(found[6:].sum()) < 1e-6
-        assert found[:6].tolist() == pytest.approx([1 / 6] * 6, rel=0.1)
+        rates = learning_rates(torch.cat([honest, sybils]))
+        assert float(rates[6:].sum()) < 1e-6
+        assert rates[:6].tolist() == pytest.approx([1 / 6] * 6, rel=0.1)
 
 
 # Histories
@@ -114,7 +112,7 @@ C, H = 3, 2
 
 
 def layer(theta):
-    """The last dense layer at the end of a model: weights and, last, bias of each class."""
+    """Last dense layer of a model: the weights and, last, the bias of each class."""
     return (
         torch.cat([theta[-C * (H + 1) : -C].view(C, H), theta[-C:].view(C, 1)], 1)
         .flatten()
@@ -122,19 +120,24 @@ def layer(theta):
     )
 
 
-def seen_by(me, ids, pool, before, met, n=0):
-    """What agent `me` looks at that received the models of `ids`; it began the round with the model
-    in a row."""
+def agent_view(me, ids, models, before, contact_ids, n=0):
+    """View of agent `me` with the models `ids`. Row `before` is its model before the round."""
     none = torch.zeros(0, dtype=torch.float64)
-    contacts = Contacts(torch.tensor(met, dtype=torch.int64), none.new_ones(len(met)))
-    knows, began = local(contacts_of=lambda: contacts, last_layer=(C, H)), torch.tensor(before)
-    theirs, mine = received(torch.tensor(ids)), received(torch.tensor([me]))
-    return CriterionInput(n, pool, None, None, theirs, mine, no_losses, knows, previous=began)
+    contacts = Contacts(
+        torch.tensor(contact_ids, dtype=torch.int64), none.new_ones(len(contact_ids))
+    )
+    context, start = local(contacts_of=lambda: contacts, last_layer=(C, H)), torch.tensor(before)
+    peer_models, own_model = received(torch.tensor(ids)), received(torch.tensor([me]))
+    return CriterionInput(
+        n, models, None, None, peer_models, own_model, no_losses, context, previous=start
+    )
 
 
-def pools(count):
-    """Models of five agents and, in row 5, that before the round, with four more parameters ahead
-    of the layer."""
+def model_buffers(count):
+    """Models of five agents and, in row 5, the model before the round.
+
+    Four other parameters precede the last layer.
+    """
     return [
         torch.from_numpy(stream(n, "pool").normal(size=(6, 4 + C * (H + 1)))).float()
         for n in range(count)
@@ -142,20 +145,20 @@ def pools(count):
 
 
 def test_histories_add_up_over_rounds():
-    first, second, third = pools(3)
+    first, second, third = model_buffers(3)
 
-    def update(pool, i):
-        return layer(pool[i]) - layer(pool[5])
+    def update(models, i):
+        return layer(models[i]) - layer(models[5])
 
-    state, weights = foolsgold({}, seen_by(2, [0, 4], first, 5, []))
+    state, weights = foolsgold({}, agent_view(2, [0, 4], first, 5, []))
     expected = {0: update(first, 0), 2: update(first, 2), 4: update(first, 4)}
     assert state["ids"].tolist() == [0, 2, 4]
     torch.testing.assert_close(
         state["sums"].double(), torch.stack(list(expected.values())), rtol=1e-5, atol=1e-6
     )
-    order = [expected[i].tolist() for i in (0, 4, 2)]  # the own model comes last
+    order = [expected[i].tolist() for i in (0, 4, 2)]  # the agent's own model is last
     assert weights.tolist() == pytest.approx(plain_loop(order), abs=1e-5)
-    state, weights = foolsgold(state, seen_by(2, [1, 4], second, 5, [0, 4], n=1))
+    state, weights = foolsgold(state, agent_view(2, [1, 4], second, 5, [0, 4], n=1))
     expected = {
         0: expected[0],  # not received, and kept
         1: update(second, 1),
@@ -169,8 +172,8 @@ def test_histories_add_up_over_rounds():
     assert weights.tolist() == pytest.approx(
         plain_loop([expected[i].tolist() for i in (1, 4, 2)]), abs=1e-5
     )
-    # 4 comes under a new name, so that nobody has met it: its history begins anew.
-    state, weights = foolsgold(state, seen_by(2, [1, 4], third, 5, [0, 1], n=2))
+    # Peer 4 is not a contact any more, so its history starts again.
+    state, weights = foolsgold(state, agent_view(2, [1, 4], third, 5, [0, 1], n=2))
     expected = {
         **expected,
         1: expected[1] + update(third, 1),
@@ -187,23 +190,23 @@ def test_histories_add_up_over_rounds():
     assert weights.tolist() == pytest.approx(
         plain_loop([expected[i].tolist() for i in (1, 4, 2)]), abs=1e-5
     )
-    # And is forgotten where it does not come again.
-    state, _ = foolsgold(state, seen_by(2, [1], third, 5, [0, 1], n=3))
+    # It is forgotten when it does not send a model.
+    state, _ = foolsgold(state, agent_view(2, [1], third, 5, [0, 1], n=3))
     assert state["ids"].tolist() == [0, 1, 2]
 
 
-def test_confidence_is_that_of_the_learning_rates():
-    (pool,) = pools(1)
-    judged = seen_by(2, [0, 1, 3, 4], pool, 5, [])
-    state, weights = foolsgold({}, judged, confidence=0.2)
-    here = torch.stack([state["sums"][i] for i in (0, 1, 3, 4, 2)]).double()
-    assert weights.equal(learning_rates(here, 0.2))
-    assert not weights.equal(foolsgold({}, judged)[1])
+def test_confidence_is_passed_to_the_learning_rates():
+    (models,) = model_buffers(1)
+    view = agent_view(2, [0, 1, 3, 4], models, 5, [])
+    state, weights = foolsgold({}, view, confidence=0.2)
+    histories = torch.stack([state["sums"][i] for i in (0, 1, 3, 4, 2)]).double()
+    assert weights.equal(learning_rates(histories, 0.2))
+    assert not weights.equal(foolsgold({}, view)[1])
 
 
-def test_a_network_without_a_last_dense_layer():
-    (pool,) = pools(1)
-    theirs, me = (received(torch.tensor([i])) for i in (0, 2))
+def test_a_network_without_a_last_dense_layer_is_refused():
+    (models,) = model_buffers(1)
+    peer_model, own_model = (received(torch.tensor([i])) for i in (0, 2))
     with pytest.raises(
         ConfigError,
         match="the rule reads the last dense layer, and this model does not end in one",
@@ -211,7 +214,15 @@ def test_a_network_without_a_last_dense_layer():
         foolsgold(
             {},
             CriterionInput(
-                0, pool, None, None, theirs, me, no_losses, local(), previous=torch.tensor(5)
+                0,
+                models,
+                None,
+                None,
+                peer_model,
+                own_model,
+                no_losses,
+                local(),
+                previous=torch.tensor(5),
             ),
         )
 
@@ -220,8 +231,7 @@ def test_a_network_without_a_last_dense_layer():
 
 
 def test_whole_rounds_equal_the_plain_loop():
-    """Each agent's own view, from the model that it began the round with; some peers come in some
-    rounds only."""
+    """Updates are relative to the agent's model before the round. Some peers are absent."""
     algorithm = algorithms.by_rule(rule="foolsgold", needs_losses=False)
     engine, shadow = (ours.together(algorithm, participation=0.7) for _ in range(2))
     histories, memory = {j: {} for j in GOOD}, AgentState.initial(len(ours.CLUSTER))
@@ -229,32 +239,32 @@ def test_whole_rounds_equal_the_plain_loop():
     def tail(theta):
         return torch.cat([theta[-28:-4].view(4, 6), theta[-4:].view(4, 1)], 1).flatten().double()
 
-    mixed = 0
+    num_mixed = 0
     for n in range(4):
         before = ours.models_of(engine).clone()
         ours.models_of(shadow).copy_(before)
         shadow.map_batches(train_, n)
         trained = ours.models_of(shadow)
-        (done,) = run_rounds(engine, 1, memory, n)
-        memory = done.state
+        (result,) = run_rounds(engine, 1, memory, n)
+        memory = result.state
         for j in GOOD:
-            mine = chosen(done.decisions, j)
+            decision = chosen(result.decisions, j)
             assert set(memory.rule_states[j]) == (
-                {"ids", "sums"} if histories[j] or mine.asked else set()
+                {"ids", "sums"} if histories[j] or decision.asked else set()
             )
-            if not mine.asked:  # it is not there
+            if not decision.asked:  # absent in this round
                 continue
-            mixed += 1
-            for i in [*mine.ids, j]:
+            num_mixed += 1
+            for i in [*decision.ids, j]:
                 histories[j][i] = histories[j].get(i, 0) + tail(trained[i]) - tail(before[j])
-            state, known = memory.rule_states[j], sorted(histories[j])
-            assert state["ids"].tolist() == known
+            state, known_ids = memory.rule_states[j], sorted(histories[j])
+            assert state["ids"].tolist() == known_ids
             torch.testing.assert_close(
-                state["sums"].double(), torch.stack([histories[j][i] for i in known])
+                state["sums"].double(), torch.stack([histories[j][i] for i in known_ids])
             )
-            expected = plain_loop([histories[j][i].tolist() for i in [*mine.ids, j]])
-            assert [*mine.weights, mine.own_weight] == pytest.approx(expected, abs=1e-6)
-    assert mixed > 10
+            expected = plain_loop([histories[j][i].tolist() for i in [*decision.ids, j]])
+            assert [*decision.weights, decision.own_weight] == pytest.approx(expected, abs=1e-6)
+    assert num_mixed > 10
 
 
 TEAM = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
@@ -264,7 +274,7 @@ FOOLSGOLD = {"name": "by_rule", "rule": "foolsgold", "needs_losses": False}
 
 
 def test_neither_workers_nor_interruptions_change_a_bit(tmp_path):
-    """Few agents take part, and sybils come under new names."""
+    """Agents are absent in some rounds, and sybils have new ids."""
     experiment = tiny(
         agents={**TEAM, "participation": 0.7},
         algorithm={

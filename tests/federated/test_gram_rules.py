@@ -1,4 +1,4 @@
-"""The robust rules: by hand, in their limits, and one matrix of properties over all of them."""
+"""Robust rules: values by hand, limits, and one matrix of properties for all rules."""
 
 import functools
 import math
@@ -27,8 +27,8 @@ from fedcb2o.federated.aggregation.gram_matrix import gram
 from fedcb2o.rng import stream
 
 
-def weights(rule: Callable[..., Tensor], x: Tensor, *given: Any, **parameters: Any) -> list[float]:
-    return rule(gram(x), *given, **parameters).tolist()
+def weights(rule: Callable[..., Tensor], x: Tensor, *inputs: Any, **parameters: Any) -> list[float]:
+    return rule(gram(x), *inputs, **parameters).tolist()
 
 
 # By hand
@@ -41,26 +41,25 @@ def test_krum_by_hand():
         [1 / 3, 1 / 3, 1 / 3, 0, 0]
     )
     assert weights(gram_rules.multi_krum, LINE, f=1) == [0.25, 0.25, 0.25, 0.25, 0]
-    # One nearest other: 0, 1 and 2 tie at 1, and the middle one is nearest to all.
+    # One nearest other: 0, 1 and 2 tie at 1. The tie goes to the model nearest to all others.
     assert weights(gram_rules.krum, LINE, f=1, neighbours=1) == [0, 0, 1, 0, 0]
 
 
 def test_geometric_median_by_hand():
-    # Of three corners of a triangle with an angle of 120 degrees or more, it is that corner.
+    # In a triangle with an angle of at least 120 degrees, the median is the corner of that angle.
     corner = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-1.0, 0.1]])
     assert weights(gram_rules.geometric_median, corner) == pytest.approx([1, 0, 0], abs=1e-3)
-    # The centre of a square, its fifth point, stays; one iteration from the first corner weighs 1 /
-    # distance.
+    # The median of a square is its centre. One iteration from a corner weighs by 1 / distance.
     square = torch.tensor([[1.0, 1.0], [-1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]])
     assert weights(gram_rules.geometric_median, square) == pytest.approx([0.25] * 4)
     start = torch.tensor([1.0, 0.0, 0.0, 0.0])
     scores = [1 / 0.5, 1 / 2, 1 / math.sqrt(8), 1 / 2]
-    found = weights(gram_rules.geometric_median, square, smoothing=0.5, iterations=1, start=start)
-    assert found == pytest.approx([score / sum(scores) for score in scores])
+    result = weights(gram_rules.geometric_median, square, smoothing=0.5, iterations=1, start=start)
+    assert result == pytest.approx([score / sum(scores) for score in scores])
 
 
 def test_clipping_by_hand():
-    x = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]])  # at distances 5 and 0.5 of the last
+    x = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]])  # at distances 5 and 0.5 from the last
     assert weights(own_model_rules.centred_clipping, x, radius=1.0) == pytest.approx(
         [0.1, 0.5, 0.4]
     )
@@ -71,29 +70,28 @@ def test_clipping_by_hand():
     assert weights(own_model_rules.clipped_gossip, x, f=0, radius=1.0) == pytest.approx(
         [0.2 / 3, 1 / 3, 2 / 3 - 0.2 / 3]
     )
-    # radius^2 = 1/1 of 0.5^2, the nearest one.
+    # radius^2 = 0.5^2, from the nearest model.
     assert weights(own_model_rules.clipped_gossip, x, f=1) == pytest.approx(
         [0.1 / 3, 1 / 3, 2 / 3 - 0.1 / 3]
     )
-    # CS+ clips 2 f = 2 of three to the nearest one's distance, and where there are but two to
-    # nothing.
-    more = torch.cat([torch.tensor([[0.0, 1.0]]), x])
-    assert weights(own_model_rules.cs_plus, more, f=1) == pytest.approx(
+    # CS+ clips 2 f = 2 of three models to the distance of the nearest, and 2 of two models to 0.
+    four = torch.cat([torch.tensor([[0.0, 1.0]]), x])
+    assert weights(own_model_rules.cs_plus, four, f=1) == pytest.approx(
         [0.5 / 4, 0.1 / 4, 1 / 4, 1 - 1.6 / 4]
     )
     assert weights(own_model_rules.cs_plus, x, f=1) == [0, 0, 1]
-    # Twice: v = (0.45, 0.6), at 4.25 of the first and 0.25 of the second model.
+    # Two iterations: the first gives v = (0.45, 0.6), at distances 4.25 and 0.25 from the models.
     v = torch.tensor([0.45, 0.6])
     expected = v + ((x[0] - v) / 4.25 + (x[1] - v)) / 2
     centred = functools.partial(own_model_rules.centred_clipping, radius=1.0, iterations=2)
     assert apply(centred, x).tolist() == pytest.approx(expected.tolist())
 
 
-def test_rules_about_the_own_model_by_hand():
+def test_own_model_rules_by_hand():
     x = torch.tensor([[3.0, 0.0], [2.2, 0.0], [0.0, 9.0], [2.0, 0.0]])
     assert weights(own_model_rules.monna, x, f=1) == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
     assert weights(own_model_rules.monna, x, f=0) == [0.25] * 4
-    # The level is 0.3 * 2 at the start, and 0.3 * 2 / e at the end.
+    # The threshold is 0.3 * 2 at the start, and 0.3 * 2 / e at the end.
     assert weights(own_model_rules.balance, x, 0.0) == [0, 0.5, 0, 0.5]
     assert weights(own_model_rules.balance, x, 0.0, gamma=0.6) == [0.25, 0.25, 0, 0.5]
     assert weights(own_model_rules.balance, x, 1.0, gamma=0.2, alpha=0.9) == [0, 0, 0, 1]
@@ -117,15 +115,15 @@ def test_rules_about_the_own_model_by_hand():
 
 
 def test_fltrust_by_hand():
-    # Updates about b = (1, 1): (2, 0) of cosine 1, (3, 3) of cosine 1 / sqrt 2, (-1, 0); the own
-    # one is (1, 0).
+    # Updates from (1, 1): (2, 0) of cosine 1, (3, 3) of cosine 1 / sqrt 2, and (-1, 0). The agent's
+    # own update is (1, 0).
     x = torch.tensor([[3.0, 1.0], [4.0, 4.0], [0.0, 1.0], [2.0, 1.0], [1.0, 1.0]])
     trust = torch.tensor([1.0, 1 / math.sqrt(2)])
     expected = (
         trust[0] * torch.tensor([1.0, 0]) + trust[1] * torch.tensor([1.0, 1.0]) / math.sqrt(2)
     ) / trust.sum()
     assert apply(own_model_rules.fltrust, x).tolist() == pytest.approx((expected + 1).tolist())
-    assert weights(own_model_rules.fltrust, x[2:]) == [0, 1, 0]  # nobody is trusted
+    assert weights(own_model_rules.fltrust, x[2:]) == [0, 1, 0]  # no peer is trusted
     assert weights(own_model_rules.fltrust, x[3:]) == [1, 0]
 
 
@@ -147,21 +145,20 @@ def test_sageflow_by_hand():
 
 
 def test_bulyan_by_hand():
-    # f = 1, m = 7: Krum takes five, then of each coordinate the three nearest to the median of the
-    # five.
+    # f = 1, m = 7: Krum selects five. Each coordinate averages the three nearest to their median.
     x = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [50.0], [1000.0]])
     selected = gram_rules.bulyan(gram(x), f=1)
-    # By the scores of 4, 3, 2, 1 and 1 nearest others: 2, then of equals the ones nearer to all, 3,
-    # 1, 4 and 50.
+    # Scores of 4, 3, 2, 1 and 1 nearest others select 2, 3, 1, 4 and 50. Ties go to the model
+    # nearer to all others.
     assert selected.rows.tolist() == [1, 2, 3, 4, 5]
     assert apply(functools.partial(gram_rules.bulyan, f=1), x).tolist() == pytest.approx([3.0])
 
 
-# Limits: rules that are each other's special cases
+# Limits: rules that are special cases of other rules
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 8])
-def test_limits_that_are_the_mean(m):
+def test_rules_that_are_the_mean_in_a_limit(m):
     x = models(m, 50)
     average = x.mean(0)
     for rule in (
@@ -206,7 +203,7 @@ def test_limits_that_are_the_mean(m):
         torch.testing.assert_close(apply(everyone, x, None, torch.ones(m)), others)
 
 
-def test_more_limits():
+def test_rules_that_are_another_rule_in_a_limit():
     x = models(9, 50)
     median = apply(coordinatewise.coordinate_median, x)
     torch.testing.assert_close(
@@ -222,20 +219,19 @@ def test_more_limits():
         rtol=0,
         atol=1e-5,
     )
-    # Krum with f = 0 is the medoid but for the farthest one of each; of all distances it is the
-    # medoid of squares.
+    # Krum with f = 0 ignores the farthest model. With all 8 neighbours it is the medoid of squares.
     krum = functools.partial(gram_rules.krum, f=0, neighbours=8)
     assert apply(krum, x).equal(x[torch.cdist(x, x).square().sum(1).argmin()])
-    one = functools.partial(gram_rules.multi_krum, f=2, selected=1)
-    assert apply(one, x).equal(apply(functools.partial(gram_rules.krum, f=2), x))
+    single = functools.partial(gram_rules.multi_krum, f=2, selected=1)
+    assert apply(single, x).equal(apply(functools.partial(gram_rules.krum, f=2), x))
 
 
-# One matrix of properties over all rules
+# One matrix of properties for all rules
 
 
 @dataclass(frozen=True)
 class Case:
-    """A rule that assumes f attackers, and what it promises."""
+    """Rule that assumes f attackers, with its properties."""
 
     rule: Callable[..., Any]
     takes_f: bool = True
@@ -244,8 +240,8 @@ class Case:
     mixing: Callable[..., Tensor] | None = None
     translates: bool = True
     scales: bool = True
-    promises: bool = True  # whether f outliers cannot drag it away
-    is_unique: bool = True  # whether no two subsets of models can be equally good
+    is_robust: bool = True  # whether the aggregate is bounded under f outliers
+    is_unique: bool = True  # whether the best subset of models is unique
 
     def __call__(self, x: Tensor, f: int, rows: Tensor | None = None) -> Tensor:
         rule = functools.partial(self.rule, f=f) if self.takes_f else self.rule
@@ -253,17 +249,17 @@ class Case:
         return apply(rule, x, rows, *self.given(x), mixing=mixing, clip_f=True)
 
     def admits(self, m: int) -> int:
-        most = clip_byzantine_count(self.rule, 10**6, m) if self.takes_f else (m - 1) // 2
-        return min(most, (m - 1) // 2)
+        max_f = clip_byzantine_count(self.rule, 10**6, m) if self.takes_f else (m - 1) // 2
+        return min(max_f, (m - 1) // 2)
 
 
 def by_distance(x: Tensor) -> tuple[Tensor]:
-    """A loss that moves with the model, and that translation and scaling leave in order."""
+    """Losses that increase with distance; translation and scaling keep their order."""
     return ((x - x[-1]).norm(dim=1),)
 
 
 CASES = {
-    "mean": Case(gram_rules.mean, takes_f=False, promises=False),
+    "mean": Case(gram_rules.mean, takes_f=False, is_robust=False),
     "krum": Case(gram_rules.krum),
     "multi_krum": Case(gram_rules.multi_krum),
     "geometric_median": Case(
@@ -297,7 +293,9 @@ CASES = {
     "monna": Case(own_model_rules.monna, last=1),
     "ubar": Case(own_model_rules.ubar, last=1, given=by_distance),
     "fltrust": Case(own_model_rules.fltrust, takes_f=False, last=2),
-    "nnm and mean": Case(gram_rules.mean, takes_f=False, mixing=preaggregation.nnm, promises=False),
+    "nnm and mean": Case(
+        gram_rules.mean, takes_f=False, mixing=preaggregation.nnm, is_robust=False
+    ),
     "nnm and trimmed_mean": Case(coordinatewise.trimmed_mean, mixing=preaggregation.nnm),
     "nnm and krum": Case(gram_rules.krum, mixing=preaggregation.nnm),
     "arc and trimmed_mean": Case(coordinatewise.trimmed_mean, mixing=preaggregation.arc, last=1),
@@ -305,16 +303,16 @@ CASES = {
 }
 
 
-matrix = pytest.mark.parametrize("name", CASES)
+all_rules = pytest.mark.parametrize("name", CASES)
 
 
 sizes = {"m": st.integers(4, 14), "f": st.integers(0, 6), "seed": st.integers(0, 10**6)}
 
 
-@matrix
+@all_rules
 @settings(max_examples=10)
 @given(**sizes)
-def test_the_order_of_the_others_does_not_matter(name, m, f, seed):
+def test_the_order_of_received_models_does_not_matter(name, m, f, seed):
     case, x = CASES[name], models(m, 6, seed)
     if not case.is_unique:
         return
@@ -323,31 +321,30 @@ def test_the_order_of_the_others_does_not_matter(name, m, f, seed):
     torch.testing.assert_close(case(x[order], f), case(x, f), rtol=1e-7, atol=1e-7)
 
 
-@matrix
+@all_rules
 @settings(max_examples=10)
 @given(**sizes)
-def test_what_moves_and_scales_with_the_models(name, m, f, seed):
+def test_aggregates_translate_and_scale_with_the_models(name, m, f, seed):
     case, x = CASES[name], models(m, 6, seed)
-    found = case(x, f)
+    aggregate = case(x, f)
     if case.translates:
         shift = models(1, 6, seed + 1) * 10
-        torch.testing.assert_close(case(x + shift, f), found + shift[0], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(case(x + shift, f), aggregate + shift[0], rtol=1e-6, atol=1e-6)
     if case.scales:
-        torch.testing.assert_close(case(x * 0.01, f), found * 0.01, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(case(x * 0.01, f), aggregate * 0.01, rtol=1e-6, atol=1e-8)
 
 
-@matrix
+@all_rules
 @settings(max_examples=10)
-@given(**sizes, size=st.sampled_from([1.0, 30.0, 1e4, 1e9]), together=st.booleans())
-def test_outliers_do_not_drag_it_away(name, m, f, seed, size, together):
-    """The attackers anywhere, f of them at most: the outcome is within a few diameters of the
-    benign models."""
+@given(**sizes, size=st.sampled_from([1.0, 30.0, 1e4, 1e9]), same_direction=st.booleans())
+def test_outliers_do_not_move_the_aggregate_far(name, m, f, seed, size, same_direction):
+    """With at most f attackers, the aggregate is within a few diameters of the benign models."""
     case, x = CASES[name], models(m, 6, seed)
     f = min(f, case.admits(m))
-    directions = models(1 if together else max(1, f), 6, seed + 2)
+    directions = models(1 if same_direction else max(1, f), 6, seed + 2)
     x[:f] = size * directions[:f]
     benign = x[f:]
-    if not case.promises:
+    if not case.is_robust:
         return
     diameter = float(torch.cdist(benign, benign).max())
     distance = float((case(x, f) - benign.mean(0)).norm())
@@ -356,42 +353,42 @@ def test_outliers_do_not_drag_it_away(name, m, f, seed, size, together):
     assert distance <= 4 * (diameter + 1) * (1 + f)
 
 
-@matrix
+@all_rules
 @pytest.mark.parametrize("f", [0, 1, 3])
-def test_every_number_of_models_from_the_least(name, f):
+def test_any_number_of_models_is_aggregated(name, f):
     case = CASES[name]
     for m in range(max(1, case.last), 12):
-        found = case(models(m, 4), f)
-        assert found.shape == (4,)
-        assert found.isfinite().all()
-        if m - case.last == 0:  # nobody answered
-            torch.testing.assert_close(found, models(m, 4)[0])
+        aggregate = case(models(m, 4), f)
+        assert aggregate.shape == (4,)
+        assert aggregate.isfinite().all()
+        if m - case.last == 0:  # no model was received
+            torch.testing.assert_close(aggregate, models(m, 4)[0])
 
 
-@matrix
-def test_weights_sum_to_one_and_one_model_alone_comes_out(name):
+@all_rules
+def test_weights_sum_to_one_and_copies_of_a_model_give_the_model(name):
     case = CASES[name]
     copies = models(1, 5).expand(8, 5).contiguous()
     torch.testing.assert_close(case(copies, 1), copies[0])
     if signature_of(case.rule).reads == "gram" and case.rule is not gram_rules.bulyan:
         rule = functools.partial(case.rule, f=1) if case.takes_f else case.rule
-        found = rule(gram(models(8, 5)), *case.given(models(8, 5)))
-        assert float(found.sum()) == pytest.approx(1)
-        assert (found >= 0).all() or name == "fltrust"
+        result = rule(gram(models(8, 5)), *case.given(models(8, 5)))
+        assert float(result.sum()) == pytest.approx(1)
+        assert (result >= 0).all() or name == "fltrust"
 
 
-@matrix
-def test_huge_models_stay_finite(name):
-    """Finite in float32, their squares and sums are not."""
+@all_rules
+def test_aggregates_of_huge_models_are_finite(name):
+    """The models are finite in float32, but their squares and sums are not."""
     case, x = CASES[name], models(9, 6, dtype=torch.float32)
     x[0], x[1] = 3e38, -3e38
-    found = case(x, 2)
-    assert found.isfinite().all()
-    if case.promises:
-        assert float(found.norm()) < 1e3
+    aggregate = case(x, 2)
+    assert aggregate.isfinite().all()
+    if case.is_robust:
+        assert float(aggregate.norm()) < 1e3
 
 
-# Impossible and extreme
+# Invalid parameters and extreme models
 
 
 @pytest.mark.parametrize(
@@ -423,32 +420,31 @@ def test_huge_models_stay_finite(name):
         ),
     ],
 )
-def test_impossible_parameters(call, message):
+def test_invalid_parameters_are_refused(call, message):
     with pytest.raises(ConfigError, match=message):
         call(gram(LINE))
 
 
-def test_distances_of_nearly_equal_models_and_beside_huge_ones():
-    """Relative to exact differences: models that differ by 1e-4 of their size, in float32, beside
-    one of size 1e30."""
+def test_distances_of_nearly_equal_models_next_to_a_huge_model():
+    """The models, in float32, differ by 1e-4 of their size. The huge one has values of 1e30."""
     base = models(1, 20_000, dtype=torch.float32)
-    pool = base + 1e-4 * models(6, 20_000, 1, torch.float32)
-    pool[5] = 1e30
-    x = pool[:5].double()
+    buffer = base + 1e-4 * models(6, 20_000, 1, torch.float32)
+    buffer[5] = 1e30
+    x = buffer[:5].double()
     exact = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square()
-    found = gram_rules.squared_distances(gram(pool))[:5, :5]
-    off = ~torch.eye(5, dtype=torch.bool)
-    assert (found - exact).abs().max() < 1e-13 * float(x.square().sum(1).max())
-    assert ((found - exact).abs()[off] / exact[off]).max() < 1e-5
+    result = gram_rules.squared_distances(gram(buffer))[:5, :5]
+    off_diagonal = ~torch.eye(5, dtype=torch.bool)
+    assert (result - exact).abs().max() < 1e-13 * float(x.square().sum(1).max())
+    assert ((result - exact).abs()[off_diagonal] / exact[off_diagonal]).max() < 1e-5
 
 
-def test_the_geometric_median_beside_a_huge_model():
+def test_the_geometric_median_next_to_a_huge_model():
     x = models(9, 50, dtype=torch.float32)
     alone = far = apply(gram_rules.geometric_median, x[:8])
     for size in (1e5, 1e15, 1e30):
         x[8] = size
-        found = apply(gram_rules.geometric_median, x)
-        assert float((found - alone).norm()) < 1.0
+        median = apply(gram_rules.geometric_median, x)
+        assert float((median - alone).norm()) < 1.0
         if size > 1e5:
-            torch.testing.assert_close(found, far, rtol=1e-3, atol=1e-3)
-        far = found
+            torch.testing.assert_close(median, far, rtol=1e-3, atol=1e-3)
+        far = median

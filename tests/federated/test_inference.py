@@ -1,4 +1,4 @@
-"""Losses of models and how they do in the test: by hand, of broken models, and of several at once as of one by one."""
+"""Losses and predictions of models: by hand, of broken models, and in batches."""
 
 import dataclasses
 
@@ -19,13 +19,13 @@ from fedcb2o.federated import (
 from fedcb2o.nn import parameters
 
 
-def test_a_model_that_is_no_number_has_infinite_losses():
+def test_a_model_with_non_finite_outputs_has_infinite_losses():
     module = network()
-    pool = torch.zeros(3, parameters.dimension(module))
-    pool[1] = torch.nan
-    pool[2] = 3e38
+    models = torch.zeros(3, parameters.dimension(module))
+    models[1] = torch.nan
+    models[2] = 3e38
     shard = held().samples
-    losses = model_losses(module, pool, torch.arange(3), shard, 4)
+    losses = model_losses(module, models, torch.arange(3), shard, 4)
     assert losses.mean.isfinite().tolist() == [True, False, False]
     assert not losses.mean.isnan().any()
     assert losses.mean[0].item() == pytest.approx(torch.log(torch.tensor(4.0)).item())
@@ -33,81 +33,89 @@ def test_a_model_that_is_no_number_has_infinite_losses():
 
 def test_batch_means_by_hand():
     module = network()
-    pool = torch.randn(2, parameters.dimension(module), generator=torch.Generator().manual_seed(0))
+    models = torch.randn(
+        2, parameters.dimension(module), generator=torch.Generator().manual_seed(0)
+    )
     shard = held().samples
     part = dataclasses.replace(shard, x=shard.x[:11], y=shard.y[:11])
     one_by_one = torch.stack(
-        [model_losses(module, pool, torch.arange(2), dataclasses.replace(part, x=x[None], y=y[None]), 4).mean
+        [model_losses(module, models, torch.arange(2), dataclasses.replace(part, x=x[None], y=y[None]), 4).mean
          for x, y in zip(part.x, part.y, strict=True)],
         dim=1,
     )  # fmt: skip
     batches = model_losses(
-        module, pool, torch.arange(2), part, 4, average="batches", batch_size=8
+        module, models, torch.arange(2), part, 4, average="batches", batch_size=8
     ).mean
     expected = (one_by_one[:, :8].mean(1) + one_by_one[:, 8:].mean(1)) / 2
     torch.testing.assert_close(batches, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("together", [2, 3, 64])
+@pytest.mark.parametrize("batch_size", [2, 3, 64])
 @pytest.mark.parametrize("rows", [[1, 2, 3, 4], [4, 0, 2], [3]])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_models_are_judged_together_as_one_by_one(name, rows, together, monkeypatch):
-    monkeypatch.setattr(inference, "SAMPLES_PER_PASS", 4)  # several parts, the last of them short
+def test_batched_evaluation_equals_evaluation_of_single_models(name, rows, batch_size, monkeypatch):
+    monkeypatch.setattr(inference, "SAMPLES_PER_PASS", 4)  # several parts, the last one shorter
     module, (data,) = fresh(name), shards(1, 11)
-    pool, rows = different(module, 5), torch.tensor(rows)
-    (seen,) = (shard.x for shard in shards(2, 9)[1:])
-    reference = seen if name == "local" else None
+    models, rows = different(module, 5), torch.tensor(rows)
+    (images,) = (shard.x for shard in shards(2, 9)[1:])
+    reference = images if name == "local" else None
     alone = inference.model_losses(
-        module, pool, rows, data, 4, models_per_batch=1, reference=reference
+        module, models, rows, data, 4, models_per_batch=1, reference=reference
     )
-    found = inference.model_losses(
-        module, pool, rows, data, 4, models_per_batch=together, reference=reference
+    batched = inference.model_losses(
+        module, models, rows, data, 4, models_per_batch=batch_size, reference=reference
     )
     for key in ("mean", "by_class", "entropy"):
-        torch.testing.assert_close(getattr(found, key), getattr(alone, key), rtol=1e-5, atol=1e-6)
-    each = None if reference is None else [reference] * len(rows)
+        torch.testing.assert_close(getattr(batched, key), getattr(alone, key), rtol=1e-5, atol=1e-6)
+    per_model = None if reference is None else [reference] * len(rows)
     predicted = [
         measure_samples(
-            module, pool, rows, data, predicted_class, models_per_batch=some, references=each
+            module,
+            models,
+            rows,
+            data,
+            predicted_class,
+            models_per_batch=count,
+            references=per_model,
         )
-        for some in (1, together)
+        for count in (1, batch_size)
     ]
     assert torch.equal(*predicted)
 
 
-def test_large_samples_are_judged_agent_by_agent(monkeypatch):
-    """Several agents in one product need their samples once for each model: no more of these than `SEEN`."""
+def test_large_samples_are_evaluated_agent_by_agent(monkeypatch):
+    """A product for several agents repeats their samples per model, within `MAX_BATCH_INPUTS`."""
     module = nn.Sequential(nn.Flatten(), nn.Linear(6, 3))
-    pool, rows = torch.randn(9, 21), torch.randint(9, (5, 4))
+    models, rows = torch.randn(9, 21), torch.randint(9, (5, 4))
     x, y = torch.rand(5, 7, 6), torch.randint(3, (5, 7))
-    whole, seen, baddbmm = (
-        inference.per_agent_losses(module, pool, rows, x, y, 3),
+    expected, sizes, baddbmm = (
+        inference.per_agent_losses(module, models, rows, x, y, 3),
         [],
         torch.baddbmm,
     )
     monkeypatch.setattr(
-        torch, "baddbmm", lambda bias, h, weight: seen.append(len(h)) or baddbmm(bias, h, weight)
+        torch, "baddbmm", lambda bias, h, weight: sizes.append(len(h)) or baddbmm(bias, h, weight)
     )
-    for most, counts in ((2 * 4 * 7 * 6, [8, 8, 4]), (1, [4] * 5)):
-        seen.clear()
-        monkeypatch.setattr(inference, "MAX_BATCH_INPUTS", most)
+    for max_inputs, counts in ((2 * 4 * 7 * 6, [8, 8, 4]), (1, [4] * 5)):
+        sizes.clear()
+        monkeypatch.setattr(inference, "MAX_BATCH_INPUTS", max_inputs)
         torch.testing.assert_close(
-            inference.per_agent_losses(module, pool, rows, x, y, 3).by_class, whole.by_class
+            inference.per_agent_losses(module, models, rows, x, y, 3).by_class, expected.by_class
         )
-        assert seen == counts
+        assert sizes == counts
 
 
 @pytest.mark.parametrize(
     "wrap", [nn.Sequential, lambda *layers: nn.Sequential(nn.Identity(), *layers)]
 )
 def test_confusion_counts_each_sample_once(wrap):
-    """Three models that always answer the class of their largest bias, evaluated together and one by one."""
+    """Three models always predict the class of their largest bias, in a batch and one by one."""
     module = wrap(nn.Flatten(), nn.Linear(2, 3))
-    pool = torch.zeros(4, parameters.dimension(module))
+    models = torch.zeros(4, parameters.dimension(module))
     for row, answer in ((0, 2), (1, 0), (3, 1)):
-        pool[row, 6 + answer] = 1.0  # 6 weights, then 3 biases
+        models[row, 6 + answer] = 1.0  # 6 weights, then 3 biases
     test = Shard(torch.rand(150, 2), torch.tensor([0] * 20 + [1] * 50 + [2] * 80))
-    predicted = measure_samples(module, pool, torch.tensor([0, 1, 3]), test, predicted_class)
+    predicted = measure_samples(module, models, torch.tensor([0, 1, 3]), test, predicted_class)
     counts = confusion_matrices(predicted, test.y, 3)
     expected = torch.zeros(3, 3, 3, dtype=torch.int64)
     for m, answer in enumerate((2, 0, 1)):

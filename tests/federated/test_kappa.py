@@ -1,5 +1,4 @@
-"""The search for the robustness coefficient of rules, `paper/kappa.py`: it finds what is known, and
-no more."""
+"""Search for the robustness coefficient of rules, `paper/kappa.py`, compared with known values."""
 
 import functools
 
@@ -13,19 +12,19 @@ from fedcb2o.rng import stream
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch):
+def short_search(monkeypatch):
     monkeypatch.setattr(kappa, "NUM_STARTS", 80)
     monkeypatch.setattr(kappa, "NUM_CLIMBS", 2)
 
 
-def found(name, n, f, **more):
-    return kappa.search(kappa.rules(f)[name], n, f, steps=150, **more).kappa
+def searched_kappa(name, n, f, **options):
+    return kappa.search(kappa.rules(f)[name], n, f, steps=150, **options).kappa
 
 
-def test_what_models_need_by_hand():
+def test_required_kappa_by_hand():
     x = torch.tensor([[0.0], [0.0], [3.0]], dtype=torch.float64)
     mean, median = (kappa.rules(1)[name] for name in ("mean", "coordinate_median"))
-    # S of two: 0 and 3, of mean 1.5 and spread 2.25; the mean of all is 1, the median 0.
+    # The subset 0 and 3 has mean 1.5 and spread 2.25. The mean of all models is 1, the median 0.
     sets = kappa.subsets(3, 1, own=False)
     assert sorted(sets.tolist()) == [[0, 1, 1], [1, 0, 1], [1, 1, 0]]
     assert kappa.required_kappa(median, x, sets).kappa == pytest.approx(1.5**2 / 2.25)
@@ -34,7 +33,7 @@ def test_what_models_need_by_hand():
 
 
 def test_coefficients_by_hand():
-    # Of 0, 0, 1 and nobody outside: (1/3)^2 over 2/9. Of -2, 1, 1 and one at infinity: 1 over 2.
+    # 0, 0, 1 without attackers: (1/3)^2 over 2/9. -2, 1, 1 and one at infinity: 1 over 2.
     assert kappa.exact_kappa("coordinate_median", 3, 0) == 0.5
     assert kappa.exact_kappa("coordinate_median", 4, 1) == 0.5
     assert (
@@ -46,25 +45,25 @@ def test_coefficients_by_hand():
 
 
 @pytest.mark.parametrize("name", kappa.rules(1))
-def test_the_quick_way_is_that_of_whole_calls(name):
+def test_the_fast_outcome_equals_apply(name):
     x = torch.from_numpy(stream(0, "models").standard_normal((11, 3)))
     for mixing in (None, functools.partial(preaggregation.nnm, f=2)):
         rule = kappa.rules(2)[name]
         torch.testing.assert_close(kappa.outcome(rule, x, mixing), apply(rule, x, mixing=mixing))
 
 
-def test_without_attackers_the_mean_needs_nothing_and_with_one_there_is_no_bound():
-    assert found("mean", 5, 0) < 1e-12
-    assert found("mean", 5, 1) > kappa.UNBOUNDED
-    assert kappa.format_kappa(found("mean", 5, 1)) == "unbounded"
+def test_kappa_of_the_mean_is_0_without_attackers_and_unbounded_with_one():
+    assert searched_kappa("mean", 5, 0) < 1e-12
+    assert searched_kappa("mean", 5, 1) > kappa.UNBOUNDED
+    assert kappa.format_kappa(searched_kappa("mean", 5, 1)) == "unbounded"
 
 
 @pytest.mark.parametrize(("n", "f"), [(3, 1), (4, 1), (7, 2)])
 @pytest.mark.parametrize("name", ["trimmed_mean", "coordinate_median"])
-def test_known_coefficients_are_found(name, n, f):
+def test_the_search_finds_known_coefficients(name, n, f):
     assert (
         0.98 * kappa.exact_kappa(name, n, f)
-        <= found(name, n, f)
+        <= searched_kappa(name, n, f)
         <= kappa.exact_kappa(name, n, f) * (1 + 1e-9)
     )
 
@@ -72,8 +71,8 @@ def test_known_coefficients_are_found(name, n, f):
 @pytest.mark.parametrize(
     "name", ["trimmed_mean", "coordinate_median", "geometric_median", "meamed", "krum"]
 )
-def test_what_is_found_lies_between_the_bounds(name):
-    """Krum's bound is for n - f - 1 neighbours."""
+def test_kappa_is_between_its_bounds(name):
+    """The bound of Krum is for n - f - 1 neighbours."""
     n, f = 7, 2
     rule = kappa.rules(f)[name]
     rule = functools.partial(gram_rules.krum, f=f, neighbours=n - f - 1) if name == "krum" else rule
@@ -83,5 +82,5 @@ def test_what_is_found_lies_between_the_bounds(name):
         assert 0.9 * kappa.minimal_kappa(n, f) <= value <= (torch.inf if bound is None else bound)
 
 
-def test_the_search_is_the_same_every_time():
-    assert found("krum", 7, 1, seed=3) == found("krum", 7, 1, seed=3)
+def test_the_search_is_reproducible():
+    assert searched_kappa("krum", 7, 1, seed=3) == searched_kappa("krum", 7, 1, seed=3)

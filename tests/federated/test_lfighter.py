@@ -1,4 +1,4 @@
-"""LFighter by hand, and its k-means beside the library's."""
+"""LFighter by hand, and its k-means compared with that of scikit-learn."""
 
 import pytest
 import torch
@@ -10,17 +10,18 @@ from fedcb2o.rng import stream
 
 
 def heads_of(*updates):
-    """The last layers of models with these updates of [C, h], before the row of the model before
-    the round."""
+    """Last layers, [C, h], of models with these updates, then the layer before the round."""
     before = torch.ones(3, 3, dtype=torch.float64)
     return torch.stack(
         [before + torch.tensor(update, dtype=torch.float64) for update in updates] + [before]
     )
 
 
-def test_lfighter_keeps_the_large_cluster_that_is_less_alike():
-    """Three benign models that differ, two flippers that are alike: these go; class 2 moves least
-    and is not read."""
+def test_lfighter_keeps_the_larger_and_less_similar_cluster():
+    """Three different benign models stay, two equal label flippers do not.
+
+    Class 2 changes least and is not read.
+    """
     benign = [[[1, a, 0], [-1, 0, 0], [0, 0, 9e-3]] for a in (0.5, 0.0, -0.5)]
     flipped = [[[-1, 0, 0], [1, 0, 0], [0, 0, -9e-3]]] * 2
     third = 1 / 3
@@ -32,23 +33,25 @@ def test_lfighter_keeps_the_large_cluster_that_is_less_alike():
     )
 
 
-def test_lfighter_where_there_is_nothing_to_part():
-    one = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
-    assert _lfighter.lfighter(heads_of(one)).tolist() == [1, 0]
-    assert _lfighter.lfighter(heads_of(one, one, one)).tolist() == pytest.approx([1 / 3] * 3 + [0])
+def test_lfighter_keeps_a_single_model_and_equal_models():
+    update = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    assert _lfighter.lfighter(heads_of(update)).tolist() == [1, 0]
+    assert _lfighter.lfighter(heads_of(update, update, update)).tolist() == pytest.approx(
+        [1 / 3] * 3 + [0]
+    )
 
 
 @settings(max_examples=30)
 @given(m=st.integers(2, 12), seed=st.integers(0, 10**6))
-def test_two_means_are_at_least_as_good_as_the_librarys(m, seed):
+def test_two_means_are_at_least_as_good_as_scikit_learn(m, seed):
     from sklearn.cluster import KMeans
 
     points = torch.from_numpy(stream(seed, "points").normal(size=(m, 3)))
     first = _lfighter._two_means(points)
     inertia = sum(
-        float((points[some] - points[some].mean(0)).square().sum())
-        for some in (first, ~first)
-        if some.any()
+        float((points[members] - points[members].mean(0)).square().sum())
+        for members in (first, ~first)
+        if members.any()
     )
     assert inertia <= KMeans(n_clusters=2, n_init=5, random_state=0).fit(
         points.numpy()

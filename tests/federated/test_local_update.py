@@ -1,4 +1,4 @@
-"""LocalUpdate: one step by hand, batches, and theta trained in its row."""
+"""LocalUpdate: one step by hand, mini-batches, and training of theta in place."""
 
 import math
 
@@ -16,12 +16,16 @@ TRAINING = Training(gamma=0.5, lambda2=2.0, momentum=0.9, batch_size=4, local_ep
 
 
 def test_one_step_by_hand():
-    """Two classes, one weight each and no input but 1: the softmax is (1/2, 1/2), so the gradient is p - y."""
+    """Two classes of one weight each and input 1: the softmax is (1/2, 1/2), the gradient p - y."""
     module = nn.Linear(1, 2, bias=False)
     theta = torch.zeros(1, 2)[0]
-    one = Training(gamma=0.5, lambda2=2.0, momentum=0.9, batch_size=4, local_epochs=1)
+    one_epoch = Training(gamma=0.5, lambda2=2.0, momentum=0.9, batch_size=4, local_epochs=1)
     loss = local_update_(
-        theta, module, Shard(torch.ones(4, 1), torch.tensor([0, 0, 0, 1])), one, stream(0, "x")
+        theta,
+        module,
+        Shard(torch.ones(4, 1), torch.tensor([0, 0, 0, 1])),
+        one_epoch,
+        stream(0, "x"),
     )
     # theta <- 0 - 1 * mean gradient; class 0: 1/2 - 3/4, class 1: 1/2 - 1/4.
     assert theta.tolist() == pytest.approx([0.25, -0.25])
@@ -31,16 +35,16 @@ def test_one_step_by_hand():
 def test_momentum_is_not_carried_over():
     shard = Shard(torch.ones(4, 1), torch.tensor([0, 0, 0, 1]))
     module, theta = nn.Linear(1, 2, bias=False), torch.zeros(2)
-    one = Training(gamma=0.5, lambda2=2.0, momentum=0.9, batch_size=4, local_epochs=1)
-    local_update_(theta, module, shard, one, stream(0, "a"))
-    local_update_(theta, module, shard, one, stream(0, "b"))
+    one_epoch = Training(gamma=0.5, lambda2=2.0, momentum=0.9, batch_size=4, local_epochs=1)
+    local_update_(theta, module, shard, one_epoch, stream(0, "a"))
+    local_update_(theta, module, shard, one_epoch, stream(0, "b"))
     p = 1 / (1 + math.exp(-0.5))  # the softmax at (0.25, -0.25)
     assert theta[0].item() == pytest.approx(0.25 - (p - 0.75), abs=1e-6)
 
 
 def test_batches_cover_every_epoch_and_steps_cycle():
-    found = [len(batch) for batch in mini_batches(10, TRAINING, stream(0, "x"))]
-    assert found == [4, 4, 2] * 3
+    sizes = [len(batch) for batch in mini_batches(10, TRAINING, stream(0, "x"))]
+    assert sizes == [4, 4, 2] * 3
     first = [
         i for batch in list(mini_batches(10, TRAINING, stream(0, "x")))[:3] for i in batch.tolist()
     ]
@@ -59,15 +63,15 @@ def test_batches_cover_every_epoch_and_steps_cycle():
     ]
 
 
-def test_a_last_sample_joins_the_batch_before_it_where_norms_refuse_it_by_itself():
-    together = TRAINING.model_copy(update={"accepts_single_sample": False})
+def test_a_single_last_sample_joins_the_previous_batch_for_batch_norms():
+    joined = TRAINING.model_copy(update={"accepts_single_sample": False})
     assert [len(batch) for batch in mini_batches(9, TRAINING, stream(0, "x"))][:3] == [4, 4, 1]
-    assert [len(batch) for batch in mini_batches(9, together, stream(0, "x"))][:3] == [4, 5, 4]
-    assert [len(batch) for batch in mini_batches(10, together, stream(0, "x"))][:3] == [4, 4, 2]
+    assert [len(batch) for batch in mini_batches(9, joined, stream(0, "x"))][:3] == [4, 5, 4]
+    assert [len(batch) for batch in mini_batches(10, joined, stream(0, "x"))][:3] == [4, 4, 2]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_training_stays_in_the_row_and_touches_no_other(precision):
+def test_training_changes_only_its_row_in_place(precision):
     module = architectures.cnn((1, 8, 8), 3, hidden=5)
     d = parameters.dimension(module)
     rows = empty_models(3, d)
@@ -88,8 +92,8 @@ def test_training_stays_in_the_row_and_touches_no_other(precision):
     assert not rows[1].equal(before[1])
 
 
-def test_a_network_that_draws_is_the_same_every_time():
-    """Dropout draws from the agent's own stream, and PyTorch's global generator is left as it was."""
+def test_training_with_dropout_is_reproducible():
+    """Dropout uses the agent's stream. PyTorch's global generator does not change."""
     make = lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))  # noqa: E731
     module = make()
     start = parameters.flatten(module)

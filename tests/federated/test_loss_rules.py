@@ -1,4 +1,4 @@
-"""Rules that read losses, DnC and SignGuard: by hand, and next to plain loops."""
+"""Rules that read losses, DnC and SignGuard: by hand, and compared with plain loops."""
 
 import functools
 import math
@@ -35,7 +35,7 @@ def test_softmax_weights_by_hand():
         ([0.1, 0.3, 2.0, 0.2], [1, 1, 0, 1]),
         ([5.0], [1]),
         ([2.0, 2.0, 2.0], [1, 1, 1]),
-        ([0.0, 2.0, 1.0], [1, 0, 1]),  # a tie at first, and the middle stays with the lower one
+        ([0.0, 2.0, 1.0], [1, 0, 1]),  # a tie: the middle loss is in the lower cluster
         ([1.0, INF, 1.2, NAN, 9.0], [1, 0, 1, 0, 0]),
         ([INF, NAN], [0, 0]),
         # From centres 0 and 10: {0, 1, 4} and {6, 10}; from 5/3 and 8 the 4 stays.
@@ -43,28 +43,28 @@ def test_softmax_weights_by_hand():
     ],
 )
 def test_clusters_of_losses_by_hand(losses, members):
-    expected = [each / max(1, sum(members)) for each in members]
+    expected = [member / max(1, sum(members)) for member in members]
     assert loss_clustering(torch.tensor(losses)).tolist() == pytest.approx(expected)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=2, max_size=12, unique=True))
-def test_clusters_of_losses_are_those_of_another_library(losses):
-    """As the authors' code finds them; integers, so that a tie is exact."""
+def test_clusters_of_losses_equal_the_k_means_of_scikit_learn(losses):
+    """The authors' code uses scikit-learn. Integers make ties exact."""
     x = np.array(losses, float)[:, None]
-    found = KMeans(2, init=np.array([x.min(0), x.max(0)]), n_init=1, tol=0).fit(x)
-    distances = np.abs(x - found.cluster_centers_.T)
+    clusters = KMeans(2, init=np.array([x.min(0), x.max(0)]), n_init=1, tol=0).fit(x)
+    distances = np.abs(x - clusters.cluster_centers_.T)
     if np.isclose(distances[:, 0], distances[:, 1], rtol=1e-9).any():
-        return  # either cluster is right for it
-    expected = (found.labels_ == 0) / (found.labels_ == 0).sum()
+        return  # a tie: both clusters are correct
+    expected = (clusters.labels_ == 0) / (clusters.labels_ == 0).sum()
     weights = loss_clustering(torch.tensor(losses, dtype=torch.float64))
     assert weights.tolist() == pytest.approx(expected.tolist())
 
 
 def test_dnc_by_hand():
-    # Centred, the models are on the axis (1, 0) but for the second coordinate, which varies less.
+    # The centred models vary most along the axis (1, 0).
     x = torch.tensor([[0.0, 0.0], [1.0, 0.5], [2.0, -0.5], [21.0, 0.0]])
     assert dnc(gram(x), f=1).tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
-    # The mean is 6, so that after the 21 the 0 is the farthest.
+    # The mean is 6: 21 is the farthest, then 0.
     assert dnc(gram(x), f=2).tolist() == pytest.approx([0, 1 / 2, 1 / 2, 0])
     assert dnc(gram(x), f=1, removed=2.0).tolist() == dnc(gram(x), f=2).tolist()
     assert dnc(gram(x), f=3, removed=9.0).sum() == 1
@@ -73,7 +73,7 @@ def test_dnc_by_hand():
         dnc(gram(x), f=1, removed=0.0)
 
 
-def test_dnc_and_plain_loops():
+def test_dnc_equals_plain_loops():
     draw = np.random.default_rng(0)
     x = torch.from_numpy(draw.normal(size=(9, 40)))
     x[:3] += 2 * torch.from_numpy(draw.normal(size=40))
@@ -88,8 +88,8 @@ def test_dnc_and_plain_loops():
 def test_lpe_tsr_has_the_weights_of_fedcbo():
     fedcbo = algorithms.fedcbo(alpha=2.0, selection="everyone", own_model="judged")
     losses = torch.rand(5, dtype=torch.float64)
-    mine = torch.softmax(-fedcbo.alpha * losses, 0)
-    torch.testing.assert_close(lpe_tsr(losses, temperature=0.5), mine)
+    expected = torch.softmax(-fedcbo.alpha * losses, 0)
+    torch.testing.assert_close(lpe_tsr(losses, temperature=0.5), expected)
 
 
 def test_the_largest_cluster_of_signs_by_hand():
@@ -99,7 +99,7 @@ def test_the_largest_cluster_of_signs_by_hand():
     assert largest_sign_cluster(torch.ones(3, 4)).all()
 
 
-def one_agent(buffer, received, own, previous):
+def signguard_output(buffer, received, own, previous):
     view = CriterionInput(
         0,
         buffer,
@@ -117,15 +117,15 @@ def one_agent(buffer, received, own, previous):
 
 
 def test_signguard_by_hand():
-    """Updates (1, 1, 1, 1), twice that, a hundred times that, and minus that; the median norm is 2."""
-    moved = torch.ones(4)
+    """The updates are (1, 1, 1, 1) times 1, 2, 100 and -1. The median norm is 2."""
+    update = torch.ones(4)
     previous = torch.full((4,), 5.0)
     buffer = torch.stack(
-        [previous + k * moved for k in (1, 2, 100, -1)] + [previous + moved, previous]
+        [previous + k * update for k in (1, 2, 100, -1)] + [previous + update, previous]
     )
-    found = one_agent(buffer, received=[0, 1, 2, 3], own=4, previous=5)
+    output = signguard_output(buffer, received=[0, 1, 2, 3], own=4, previous=5)
     # The norms are 2, 4, 200, 2 and 2. The large one and the opposite one do not pass.
-    assert found.outcome.tolist() == pytest.approx([1 / 3, 1 / 6, 0, 0, 1 / 3])
-    assert found.previous_weight == pytest.approx(1 / 6)
-    alone = one_agent(buffer, received=[], own=4, previous=5)
+    assert output.outcome.tolist() == pytest.approx([1 / 3, 1 / 6, 0, 0, 1 / 3])
+    assert output.previous_weight == pytest.approx(1 / 6)
+    alone = signguard_output(buffer, received=[], own=4, previous=5)
     assert alone.outcome.tolist() == [1]

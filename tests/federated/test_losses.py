@@ -1,4 +1,4 @@
-"""Losses of samples, by hand; and that agents train and judge by the one that is named."""
+"""Losses of samples by hand, and training and evaluation by a chosen loss."""
 
 import math
 
@@ -28,7 +28,7 @@ TRAINING = Training(
 )
 
 
-def test_by_hand():
+def test_losses_by_hand():
     assert losses.squared_error(OUTPUTS, TARGETS).tolist() == [2.5, 4.5]
     assert losses.absolute_error(OUTPUTS, TARGETS).tolist() == [1.5, 1.5]
     assert losses.huber(OUTPUTS, TARGETS).tolist() == [(0.5 + 1.5) / 2, 2.5 / 2]
@@ -43,54 +43,58 @@ def network():
     return nn.Linear(1, 1)
 
 
-def test_agents_train_by_it():
-    """A line is found, as by plain gradient descent; alone, and in a team."""
+def test_agents_train_by_the_chosen_loss():
+    """One agent follows plain gradient descent; two agents in a batch train like each one alone."""
     module = network()
     theta, plain = parameters.flatten(module), network()
     draw = stream(0, "x")
     order = stream(0, "x").permutation(12)
-    loss = local_update_(theta, module, LINE, TRAINING, draw)
-    seen = []
-    for chosen in order.reshape(3, 4):
-        each = (plain(LINE.x[chosen]).squeeze(1) - LINE.y[chosen]).square().mean()
-        seen.append(each.item())
-        gradients = torch.autograd.grad(each, list(plain.parameters()))
+    mean_loss = local_update_(theta, module, LINE, TRAINING, draw)
+    batch_losses = []
+    for batch in order.reshape(3, 4):
+        value = (plain(LINE.x[batch]).squeeze(1) - LINE.y[batch]).square().mean()
+        batch_losses.append(value.item())
+        gradients = torch.autograd.grad(value, list(plain.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(plain.parameters(), gradients, strict=True):
                 parameter -= 0.1 * gradient
     assert torch.allclose(theta, parameters.flatten(plain), atol=1e-6)
-    assert loss == pytest.approx(sum(seen) / 3)
+    assert mean_loss == pytest.approx(sum(batch_losses) / 3)
     thetas = torch.stack([parameters.flatten(network())] * 2)
-    both = [torch.stack([each, each]) for each in (LINE.x, LINE.y)]
-    batched_local_update_(thetas, network(), *both, TRAINING, agent_streams(0, agents=[1, 2]))
-    assert thetas.isfinite().all()
+    expected = thetas.clone()
+    for k, draw in enumerate(agent_streams(0, agents=[1, 2])):
+        local_update_(expected[k], network(), LINE, TRAINING, draw)
+    stacked = [torch.stack([value, value]) for value in (LINE.x, LINE.y)]
+    batched_local_update_(thetas, network(), *stacked, TRAINING, agent_streams(0, agents=[1, 2]))
+    torch.testing.assert_close(thetas, expected, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(thetas[0], thetas[1])
 
 
-def test_models_are_judged_by_it():
-    """All samples are of one kind where there are no classes, so that the gap of class losses is that of losses."""
-    pool = torch.tensor([[3.0, 1.0], [3.0, 2.0], [0.0, math.nan]])  # slope and bias
-    found = model_losses(network(), pool, torch.arange(3), LINE, 1, loss=losses.squared_error)
-    assert found.mean[:2].tolist() == pytest.approx([0.0, 1.0], abs=1e-6)
-    assert found.mean[2] == math.inf
-    assert torch.equal(found.by_class, found.mean.unsqueeze(1))
-    assert found.present.tolist() == [True]
-    assert found.entropy.isnan().all()
+def test_models_are_evaluated_by_the_chosen_loss():
+    """Without classes, all samples count as one class, whose loss is the mean loss."""
+    models = torch.tensor([[3.0, 1.0], [3.0, 2.0], [0.0, math.nan]])  # slope and bias
+    result = model_losses(network(), models, torch.arange(3), LINE, 1, loss=losses.squared_error)
+    assert result.mean[:2].tolist() == pytest.approx([0.0, 1.0], abs=1e-6)
+    assert result.mean[2] == math.inf
+    assert torch.equal(result.by_class, result.mean.unsqueeze(1))
+    assert result.present.tolist() == [True]
+    assert result.entropy.isnan().all()
     measure = sample_loss(losses.absolute_error)
-    tested = measure_samples(network(), pool, torch.arange(3), LINE, measure).mean(1)
-    assert tested.tolist() == pytest.approx([0.0, 1.0, math.inf], abs=1e-6)
+    absolute_errors = measure_samples(network(), models, torch.arange(3), LINE, measure).mean(1)
+    assert absolute_errors.tolist() == pytest.approx([0.0, 1.0, math.inf], abs=1e-6)
 
 
-def test_classes_keep_theirs_under_another_loss():
-    pool, y = torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.tensor([0, 1, 1])
+def test_another_loss_changes_class_losses_but_not_entropy():
+    models, y = torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.tensor([0, 1, 1])
     module, data = nn.Linear(1, 2), Shard(torch.zeros(3, 1), y)
-    found = model_losses(
-        module, pool, torch.arange(1), data, 2, loss=lambda outputs, y: 1.0 + y.float()
+    result = model_losses(
+        module, models, torch.arange(1), data, 2, loss=lambda outputs, y: 1.0 + y.float()
     )
-    assert found.by_class.tolist() == [[1.0, 2.0]]
-    assert float(found.entropy[0]) == pytest.approx(math.log(2))
+    assert result.by_class.tolist() == [[1.0, 2.0]]
+    assert float(result.entropy[0]) == pytest.approx(math.log(2))
 
 
-def test_one_number_for_each_sample():
+def test_a_loss_with_one_number_for_all_samples_is_refused():
     def mean(outputs, targets):
         return (outputs - targets).square().mean()
 

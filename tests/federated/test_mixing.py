@@ -1,4 +1,4 @@
-"""Line 7: theta <- W theta against plain loops, and what is not finite where it has no weight."""
+"""Line 7, theta <- W theta, against plain loops, and models that are not finite."""
 
 import numpy as np
 import torch
@@ -20,57 +20,63 @@ from fedcb2o.federated import (
 from fedcb2o.rng import stream
 
 
-def test_mixing_is_the_plain_loop():
-    """Rows beyond the agents': what agent j mixes is by its rows, not by who sent it."""
+def test_mixing_equals_a_plain_loop():
+    """Rows beyond the agents' are crafted models; each agent mixes the rows that it received."""
     attack = Attack(craft=attacks.dissensus, threat=attacks.dissensus.threat)
-    block = ours.together(
+    engine_group = ours.together(
         algorithms.fedcb2o(own_model="judged", mixing_factor=0.7), attack=attack
     ).group
     draw, n = stream(3, "pool"), len(CLUSTER)
-    block.models[:] = torch.from_numpy(draw.normal(size=block.models.shape)).float()
+    engine_group.models[:] = torch.from_numpy(draw.normal(size=engine_group.models.shape)).float()
     ids = Ragged.from_arrays([draw.permutation(n)[:4] for _ in range(n)])
-    rows = make_outbox(block, 0).rows(ids.values, ids.row_ids)
+    rows = make_outbox(engine_group, 0).rows(ids.values, ids.row_ids)
     for j, i, row in zip(ids.row_ids, ids.values, rows, strict=True):
         assert (row >= n) == (j in GOOD and i in BAD)
     weights = draw.dirichlet([1.0] * 5, size=n)
-    choices = Decisions.empty(
+    decisions = Decisions.empty(
         np.arange(n), Ragged.empty(n), Inbox(ids, rows, np.ones(4 * n), np.zeros(4 * n, np.int64))
     )
-    choices.weights[:], choices.own_weight[:], choices.factor[:] = (
+    decisions.weights[:], decisions.own_weight[:], decisions.factor[:] = (
         weights[:, :4].flatten(),
         weights[:, 4],
         0.7,
     )
-    before = block.models.clone()
-    mixed = mixing_matrix(choices, block.layout.own)
-    assert len(block.models) == n + len(BAD) * len(GOOD)
-    for a in range(0, block.models.shape[1], 10):  # tiles of ten columns
-        mix_(block.models, mixed, a, min(a + 10, block.models.shape[1]))
+    before = engine_group.models.clone()
+    matrix = mixing_matrix(decisions, engine_group.layout.own)
+    assert len(engine_group.models) == n + len(BAD) * len(GOOD)
+    for a in range(0, engine_group.models.shape[1], 10):  # tiles of ten columns
+        mix_(engine_group.models, matrix, a, min(a + 10, engine_group.models.shape[1]))
     for j in range(n):
         m = weights[j, 4] * before[j]
         for row, weight in zip(Ragged(rows, ids.sizes)[j], weights[j, :4], strict=True):
             m = m + weight * before[row]
-        torch.testing.assert_close(block.models[j], 0.3 * before[j] + 0.7 * m, rtol=1e-5, atol=1e-6)
-    assert block.models[n:].equal(before[n:])
+        torch.testing.assert_close(
+            engine_group.models[j], 0.3 * before[j] + 0.7 * m, rtol=1e-5, atol=1e-6
+        )
+    assert engine_group.models[n:].equal(before[n:])
 
 
-def test_a_weight_of_zero_stops_a_nan():
-    pool = torch.tensor([[1.0, 2.0, 3.0], [torch.nan] * 3, [3.0, 4.0, 5.0]])
+def test_a_weight_of_zero_excludes_a_model_of_nan():
+    models = torch.tensor([[1.0, 2.0, 3.0], [torch.nan] * 3, [3.0, 4.0, 5.0]])
     ids, weights = [[1, 2], [], [0, 1]], [[1e-60, 1.0], [], [0.5, 0.0]]
-    received = Ragged.from_arrays([np.array(each, np.int64) for each in ids])
+    received = Ragged.from_arrays([np.array(row, np.int64) for row in ids])
     inbox = Inbox(received, received.values, np.ones(4), np.zeros(4, np.int64))
-    choices = Decisions.empty(np.arange(3), Ragged.empty(3), inbox)
-    choices.weights[:], choices.own_weight[2], choices.factor[0] = np.concatenate(weights), 0.5, 0.5
-    mix_(pool, mixing_matrix(choices, np.arange(3)), 0, 3)
-    assert pool[0].tolist() == [2.0, 3.0, 4.0]  # half of itself, half of the third
-    assert pool[2].tolist() == [2.0, 3.0, 4.0]
-    assert pool[1].isnan().all()
+    decisions = Decisions.empty(np.arange(3), Ragged.empty(3), inbox)
+    decisions.weights[:], decisions.own_weight[2], decisions.factor[0] = (
+        np.concatenate(weights),
+        0.5,
+        0.5,
+    )
+    mix_(models, mixing_matrix(decisions, np.arange(3)), 0, 3)
+    assert models[0].tolist() == [2.0, 3.0, 4.0]  # half of itself, half of the third
+    assert models[2].tolist() == [2.0, 3.0, 4.0]
+    assert models[1].isnan().all()
 
 
-def test_what_is_not_finite_spoils_those_alone_who_have_a_weight_on_it():
+def test_a_value_that_is_not_finite_reaches_only_rows_with_a_weight_on_it():
     w = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.5, 0.5], [0.0, 0.0, 1.0]])
-    block = torch.tensor([[torch.nan, 1.0], [2.0, 3.0], [4.0, torch.inf]])
-    found = dense_product(w, block)
-    torch.testing.assert_close(found[:, 0], torch.tensor([torch.nan, 3.0, 4.0]), equal_nan=True)
-    assert float(found[0, 1]) == 1.0
-    assert not found[1:, 1].isfinite().any()
+    models = torch.tensor([[torch.nan, 1.0], [2.0, 3.0], [4.0, torch.inf]])
+    product = dense_product(w, models)
+    torch.testing.assert_close(product[:, 0], torch.tensor([torch.nan, 3.0, 4.0]), equal_nan=True)
+    assert float(product[0, 1]) == 1.0
+    assert not product[1:, 1].isfinite().any()

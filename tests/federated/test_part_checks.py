@@ -1,4 +1,4 @@
-"""Losses that are no function of one sample, and optimisers that train nothing, are refused by name."""
+"""Checks of custom losses and optimisers: errors name the part and its fault."""
 
 import copy
 import functools
@@ -22,44 +22,44 @@ LABELS = torch.tensor([2, 0])
 NUMBERS = torch.tensor([1.5, -2.0])
 
 
-def one(outputs):
+def first_output(outputs):
     return outputs[:, :1]
 
 
 GOOD_LOSSES = {
     "cross-entropy": (lambda o, y: F.cross_entropy(o, y, reduction="none"), OUTPUTS, LABELS),
     "module": (nn.CrossEntropyLoss(reduction="none"), OUTPUTS, LABELS),
-    "squared": (lambda o, y: (o.squeeze(1) - y).square(), one(OUTPUTS), NUMBERS),
-    "built in": (losses.huber, one(OUTPUTS), NUMBERS),
-    "in place": (lambda o, y: o.squeeze(1).sub_(y).square(), one(OUTPUTS), NUMBERS),
+    "squared": (lambda o, y: (o.squeeze(1) - y).square(), first_output(OUTPUTS), NUMBERS),
+    "built in": (losses.huber, first_output(OUTPUTS), NUMBERS),
+    "in place": (lambda o, y: o.squeeze(1).sub_(y).square(), first_output(OUTPUTS), NUMBERS),
     "probabilities": (
         lambda o, y: F.binary_cross_entropy(o, y.float(), reduction="none").mean(1),
         OUTPUTS.sigmoid(),
         torch.tensor([[1, 0, 1], [0, 0, 1]]),
     ),
-    "margin": (lambda o, y: (3.0 - o.squeeze(1) * y.sign()).relu(), one(OUTPUTS), NUMBERS),
+    "margin": (lambda o, y: (3.0 - o.squeeze(1) * y.sign()).relu(), first_output(OUTPUTS), NUMBERS),
     "tolerance": (
         lambda o, y: ((o.squeeze(1) - y).abs() - 9.0).relu(),
-        one(OUTPUTS),
+        first_output(OUTPUTS),
         NUMBERS,
-    ),  # its gradient is 0 for these outputs, and not for others
+    ),  # the gradient is 0 for these outputs and not for others
     "infinite": (lambda o, y: -o.softmax(1)[:, 0].sub(0.9).relu().log(), OUTPUTS, LABELS),
 }
 
 
 @pytest.mark.parametrize("name", GOOD_LOSSES)
-def test_losses_of_every_kind_pass(name):
+def test_valid_losses_pass(name):
     loss, outputs, targets = GOOD_LOSSES[name]
     check_loss("own", loss, outputs, targets)
 
 
-def writing(outputs, targets):
+def writes_into_targets(outputs, targets):
     return targets.sub_(outputs.squeeze(1)).square()
 
 
 BAD_LOSSES = {
     "broadcasts": (
-        lambda o, y: (one(o) - y).square().mean(1),
+        lambda o, y: (first_output(o) - y).square().mean(1),
         NUMBERS,
         r"depends on other samples.* two samples have the losses 3\.365, .* together and 1\.44, ",
     ),
@@ -98,11 +98,11 @@ BAD_LOSSES = {
         "draws random numbers or keeps state",
     ),
     "not a number": (
-        lambda o, y: one(o).squeeze(1).log() - y,
+        lambda o, y: first_output(o).squeeze(1).log() - y,
         -NUMBERS,
         "`own` is NaN for outputs",
     ),
-    "writes": (writing, NUMBERS, "`own` writes into the targets"),
+    "writes": (writes_into_targets, NUMBERS, "`own` writes into the targets"),
     "other shapes": (
         lambda o, y: F.mse_loss(o, y, reduction="none"),
         NUMBERS,
@@ -113,11 +113,11 @@ BAD_LOSSES = {
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("name", BAD_LOSSES)
-def test_losses_that_look_elsewhere_or_nowhere_are_named(name):
+def test_invalid_losses_are_refused_or_reported(name):
     loss, targets, message = BAD_LOSSES[name]
     outputs = OUTPUTS
     if name in ("not a number", "writes"):
-        outputs = one(OUTPUTS) - 1.0
+        outputs = first_output(OUTPUTS) - 1.0
     expected = pytest.raises(ConfigError, match=message)
     if message.startswith("depends"):
         expected = pytest.warns(UserWarning, match=message)
@@ -126,18 +126,18 @@ def test_losses_that_look_elsewhere_or_nowhere_are_named(name):
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])
-def test_a_share_of_a_label_is_between_0_and_1(tmp_path, share):
+def test_label_smoothing_must_be_between_0_and_1(tmp_path, share):
     table = tiny(training={"loss": {"name": "cross_entropy", "label_smoothing": share}})
     message = rf"^`label_smoothing` of the loss cross_entropy must be between 0 and 1, got {share}$"
     with pytest.raises(ConfigError, match=message):
         run(table, out=tmp_path / "run")
 
 
-def scheduled(parameters, lr):
+def step_scheduler(parameters, lr):
     return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(parameters, lr=lr), 1)
 
 
-def plateau(parameters, lr):
+def plateau_scheduler(parameters, lr):
     return torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(parameters, lr=lr))
 
 
@@ -178,14 +178,20 @@ def test_optimisers_that_train_pass(optimiser):
 
 
 @functools.cache
-def another() -> torch.optim.Optimizer:
-    """One optimiser for all calls; a function, because the first optimiser of a process is slow."""
+def shared_optimiser() -> torch.optim.Optimizer:
+    """Return one optimiser for all calls; a function, because the first optimiser is slow."""
     return torch.optim.SGD(NETWORK.parameters(), lr=0.1)
 
 
 BAD_OPTIMISERS = {
-    "scheduler": (scheduled, "returned a StepLR, whose step changes no parameter: .* scheduler"),
-    "plateau": (plateau, "returned a ReduceLROnPlateau, whose step needs the argument `metrics`"),
+    "scheduler": (
+        step_scheduler,
+        "returned a StepLR, whose step changes no parameter: .* scheduler",
+    ),
+    "plateau": (
+        plateau_scheduler,
+        "returned a ReduceLROnPlateau, whose step needs the argument `metrics`",
+    ),
     "closure": (
         lambda p, lr: torch.optim.LBFGS(p, lr=lr),
         "returned a LBFGS, whose step needs the argument `closure`",
@@ -199,7 +205,7 @@ BAD_OPTIMISERS = {
         r"returned a SGD without 1 of 2 parameters, such as one of shape \(2, 3\): .* requires_grad_",
     ),
     "of another call": (
-        lambda p, lr: another(),
+        lambda p, lr: shared_optimiser(),
         "returned a SGD over other tensors .* make a new one over `parameters`",
     ),
     "idle": (Idle, "returned a Idle, whose step changes no parameter"),
@@ -215,31 +221,31 @@ def test_optimisers_that_train_nothing_are_refused(name):
         check_optimiser(optimiser, NETWORK, 0.1)
 
 
-def still(parameters, lr):
+def zero_rate(parameters, lr):
     return torch.optim.SGD(parameters, lr=0.0)
 
 
 @pytest.mark.parametrize(
     ("training", "messages"),
     [
-        ({"optimiser": still}, ["has learning rate 0", "training changed no model in round 1"]),
+        ({"optimiser": zero_rate}, ["has learning rate 0", "training changed no model in round 1"]),
         ({"gamma": 1e-30}, ["training changed no model in round 1"]),
         ({}, []),
     ],
     ids=["rate", "tiny", "usual"],
 )
-def test_training_that_changes_nothing_says_so(tmp_path, caplog, training, messages):
-    done = run(tiny(training=training, rounds=2), out=tmp_path / "run", workers=1)
-    assert len(done.records)
-    said = [record.message for record in caplog.records if record.name.startswith("fedcb2o")]
-    assert len(said) == len(messages)
-    for text, message in zip(said, messages, strict=True):
+def test_training_that_changes_no_model_is_logged(tmp_path, caplog, training, messages):
+    result = run(tiny(training=training, rounds=2), out=tmp_path / "run", workers=1)
+    assert len(result.records)
+    logged = [record.message for record in caplog.records if record.name.startswith("fedcb2o")]
+    assert len(logged) == len(messages)
+    for text, message in zip(logged, messages, strict=True):
         assert message in text
 
 
 @pytest.mark.parametrize("optimiser", [None, optimisers.adamw])
 @pytest.mark.parametrize("functional", [False, True])
-def test_sparse_gradients_of_an_embedding_train_as_dense_ones(functional, optimiser):
+def test_sparse_gradients_of_an_embedding_train_like_dense_ones(functional, optimiser):
     class Tokens(nn.Module):
         def __init__(self, sparse):
             super().__init__()

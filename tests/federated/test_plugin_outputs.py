@@ -1,4 +1,4 @@
-"""What users' functions returned is checked, and told in one line."""
+"""Validation of plug-in return values: an error is one line and names the plug-in."""
 
 import math
 import re
@@ -28,9 +28,9 @@ from fedcb2o.plugins import USER_FUNCTION
 
 
 @pytest.mark.parametrize("m", [1, 2])
-def test_a_rule_for_several_agents_that_returns_weights_of_one_is_an_error(m):
+def test_a_batched_rule_that_returns_weights_of_one_agent_is_refused(m):
     @batched
-    def rule(judged):
+    def rule(inputs):
         return torch.full((m,), 1 / m)
 
     received = views.received(torch.zeros(3, m, dtype=torch.int64))
@@ -48,7 +48,7 @@ NUMBERS = Shard(torch.tensor([[0.0, 0.4, 1.0]]), torch.zeros(1))
 
 
 @pytest.mark.parametrize(
-    ("data", "transform", "read"),
+    ("data", "transform", "expected"),
     [
         (BYTES, lambda x: 255 - x, [1.0, 155 / 255, 0.0]),
         (BYTES, lambda x: x.int() // 2, [0.0, 50 / 255, 127 / 255]),
@@ -61,9 +61,9 @@ NUMBERS = Shard(torch.tensor([[0.0, 0.4, 1.0]]), torch.zeros(1))
     ],
 )
 @pytest.mark.filterwarnings("ignore:the mark changed bytes into numbers")
-def test_changed_samples_keep_the_scale_of_the_data(data, transform, read):
+def test_changed_samples_keep_the_scale_of_the_data(data, transform, expected):
     changed = apply_sample_transform("mark", transform, data, (0.0, 1.0))
-    torch.testing.assert_close(features(changed.x)[0], torch.tensor(read))
+    torch.testing.assert_close(features(changed.x)[0], torch.tensor(expected))
 
 
 @pytest.mark.parametrize(
@@ -81,14 +81,14 @@ def test_samples_changed_to_another_scale_are_refused(transform, message):
         apply_sample_transform("mark", transform, BYTES, (0.0, 1.0))
 
 
-def test_bytes_changed_into_numbers_are_named():
+def test_bytes_changed_into_numbers_give_a_warning():
     with pytest.warns(UserWarning, match="the mark changed bytes into numbers .*, from 0 to 255"):
         apply_sample_transform("mark", lambda x: x + 0.0, BYTES, (0.0, 1.0))
 
 
 @USER_FUNCTION("own:rule")
 def rule():
-    """An own rule."""
+    """Return nothing; the tests pass its return values themselves."""
 
 
 VALUES = [0.5, 2.0, 3.0]
@@ -110,21 +110,21 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_values_of_a_criterion_of_any_type(form):
-    """A value that is masked, missing or not finite is infinite: the model has no weight."""
+def test_criterion_values_of_any_type_are_accepted(form):
+    """A masked, missing or non-finite value becomes infinite, so that the model has no weight."""
     received = views.received(torch.zeros(3, dtype=torch.int64))
     view = CriterionInput(
         0, torch.zeros(1, 1), None, None, received, received, views.no_losses, None
     )
-    found = validated_criterion(lambda judged: FORMS[form], view).tolist()
+    values = validated_criterion(lambda inputs: FORMS[form], view).tolist()
     if form in list(FORMS)[:6]:
-        assert found[1] == math.inf
-        assert found[0] in (0.5, 1.0)
-        assert found[2] == 3.0
+        assert values[1] == math.inf
+        assert values[0] in (0.5, 1.0)
+        assert values[2] == 3.0
     elif form == "truth values":
-        assert found == [1, 0, 1]
+        assert values == [1, 0, 1]
     else:
-        assert found == ([1, 2, 3] if form == "integers" else VALUES)
+        assert values == ([1, 2, 3] if form == "integers" else VALUES)
 
 
 @pytest.mark.parametrize(
@@ -137,28 +137,28 @@ def test_values_of_a_criterion_of_any_type(form):
     ],
     ids=str,
 )
-def test_values_of_a_criterion_that_are_no_numbers(values, message):
+def test_criterion_values_that_are_not_numbers_are_refused(values, message):
     received = views.received(torch.zeros(3, dtype=torch.int64))
     view = CriterionInput(
         0, torch.zeros(1, 1), None, None, received, received, views.no_losses, None
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
-        validated_criterion(lambda judged: values, view)
+        validated_criterion(lambda inputs: values, view)
 
 
 def test_masked_weights_and_ids_are_refused():
     with pytest.raises(ConfigError, match="weights that are not positive with sum 1"):
         validated_weights(rule, np.ma.array([0.5, 0.5], mask=[0, 1]), (2,))
-    found, _ = validated_weights(rule, pd.Series([0.25, 0.75]), (2,))
-    assert found.tolist() == [0.25, 0.75]
+    weights, _ = validated_weights(rule, pd.Series([0.25, 0.75]), (2,))
+    assert weights.tolist() == [0.25, 0.75]
     ids = np.ma.array([3, 4], mask=[0, 1])
     with pytest.raises(ConfigError, match=r"chose \[3.0, nan\], expected different ones"):
         validated_selection(rule, ids, np.array([3, 4]), 2)
 
 
-def test_weights_that_are_negative_by_rounding_are_zero():
-    found, own = validated_weights(rule, torch.tensor([1.0, -1e-17, 0.0]), (2,))
-    assert (found.tolist(), own.tolist()) == ([1.0, 0.0], 0.0)
+def test_weights_that_are_negative_by_rounding_become_zero():
+    weights, own_weight = validated_weights(rule, torch.tensor([1.0, -1e-17, 0.0]), (2,))
+    assert (weights.tolist(), own_weight.tolist()) == ([1.0, 0.0], 0.0)
     assert validated_row_weights(
         rule, torch.tensor([-1e-17, 1.0]), 2, has_previous=False
     ).tolist() == [0.0, 1.0]
@@ -188,9 +188,9 @@ def test_weights_that_are_negative_by_rounding_are_zero():
         ),
     ],
 )
-def test_what_is_no_state_is_told(returned, message):
+def test_an_invalid_state_of_a_rule_is_refused(returned, message):
     with pytest.raises(ConfigError, match=message):
-        validated_state(lambda state, judged: returned, returned)
+        validated_state(lambda state, inputs: returned, returned)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_what_is_no_state_is_told(returned, message):
         (lambda view: torch.stack([view.own] * 2), r"of shape \(2, 88\), expected \(88,\)"),
     ],
 )
-def test_what_is_no_model_is_told(returned, message):
+def test_an_invalid_model_of_an_attack_is_refused(returned, message):
     attack = Attack(craft=lambda view, draw: returned(view))
     with pytest.raises(ConfigError, match=message):
         run_rounds(ours.together(algorithms.dfedavgm(selection="everyone"), attack=attack))

@@ -1,4 +1,4 @@
-"""Pre-steps by hand."""
+"""Pre-aggregation steps by hand."""
 
 import functools
 
@@ -28,8 +28,8 @@ def test_pre_steps_by_hand():
     assert preaggregation.bucketing(3, stream(0, "buckets"), size=1).sum(0).tolist() == [1, 1, 1]
 
 
-def test_clipping_about_the_own_model_by_hand():
-    """Differences to the last model of norms 5, 1, 10 and 2; with f = 1 the largest of four."""
+def test_clipping_around_the_agents_model_by_hand():
+    """The distances to the last model are 5, 1, 10 and 2; ARC with f = 1 clips the largest one."""
     x = torch.tensor([[4.0, 5.0], [2.0, 1.0], [7.0, 9.0], [1.0, 3.0], [1.0, 1.0]])
     clipped = preaggregation.clipping(gram(x), radius=2.0) @ x.double()
     assert clipped.tolist() == [
@@ -43,7 +43,7 @@ def test_clipping_about_the_own_model_by_hand():
 
 
 @pytest.mark.parametrize("rule", [coordinatewise.trimmed_mean, own_model_rules.monna])
-def test_a_rule_about_the_own_model_shares_it_with_a_step(rule):
+def test_a_rule_and_a_pre_step_share_the_agents_model(rule):
     x = torch.tensor([[4.0, 5.0], [2.0, 1.0], [7.0, 9.0], [1.0, 2.5], [1.0, 1.0]])
     step = functools.partial(preaggregation.clipping, radius=2.0)
     bound = functools.partial(rule, f=1)
@@ -51,7 +51,7 @@ def test_a_rule_about_the_own_model_shares_it_with_a_step(rule):
     torch.testing.assert_close(apply(bound, x, mixing=step), apply(bound, clipped))
 
 
-def test_clipping_needs_the_own_model():
+def test_clipping_needs_the_agents_model():
     with pytest.raises(ConfigError, match="`arc` clips about the agent's own model, which"):
         algorithms.by_rule(rule="krum", pre_step="arc", own_model="excluded")
     algorithms.by_rule(rule="monna", pre_step="arc", own_model="excluded")

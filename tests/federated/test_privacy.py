@@ -31,12 +31,12 @@ def samples(n: int = 7) -> Shard:
 
 
 def training(clip: float = 0.5, **keys) -> Training:
-    own = {"gamma": 0.1, "momentum": 0.0, "batch_size": 4, "local_epochs": 1, **keys}
-    return Training(privacy=Privacy(clip=clip, noise=1.0), **own)
+    settings = {"gamma": 0.1, "momentum": 0.0, "batch_size": 4, "local_epochs": 1, **keys}
+    return Training(privacy=Privacy(clip=clip, noise=1.0), **settings)
 
 
 def clipped_mean(module: nn.Module, shard: Shard, batch: list[int], clip: float, expected: float):
-    """The clipped gradients, sample by sample."""
+    """Return the sum of the clipped gradients over the expected batch size, sample by sample."""
     parameters = list(module.parameters())
     sums = [torch.zeros_like(p) for p in parameters]
     for i in batch:
@@ -50,26 +50,28 @@ def clipped_mean(module: nn.Module, shard: Shard, batch: list[int], clip: float,
 
 @pytest.mark.parametrize("size", [1, 10**9])
 @pytest.mark.parametrize("clip", [0.5, 100.0])
-def test_gradients_are_those_of_single_samples_clipped(clip, size, monkeypatch):
+def test_gradients_equal_clipped_gradients_of_single_samples(clip, size, monkeypatch):
     monkeypatch.setattr(privacy, "_MAX_GRADIENT_NUMBERS", size)  # one sample at a time, or all
     module, shard = network(), samples()
     batch = torch.tensor([0, 2, 3, 6])
     draw = np.random.default_rng(0)
-    loss, found = privacy.private_gradients(module, shard, batch, training(clip), 0.0, draw)
+    loss, gradients = privacy.private_gradients(module, shard, batch, training(clip), 0.0, draw)
     expected = clipped_mean(module, shard, batch.tolist(), clip, 7 / 2)
-    for gradient, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, right, atol=1e-6, rtol=1e-4)
+    for gradient, clipped in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, clipped, atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(loss, F.cross_entropy(module(shard.x[batch]), shard.y[batch]))
 
 
 def test_noise_has_the_standard_deviation_of_the_settings():
-    module, shard, none = network(), samples(), torch.zeros(0, dtype=torch.int64)
+    module, shard, empty_batch = network(), samples(), torch.zeros(0, dtype=torch.int64)
     draw = np.random.default_rng(0)
-    drawn = []
+    draws = []
     for _ in range(200):
-        _, found = privacy.private_gradients(module, shard, none, training(0.5), 3.0, draw)
-        drawn.append(torch.cat([g.flatten() for g in found]))
-    values = torch.stack(drawn)
+        _, gradients = privacy.private_gradients(
+            module, shard, empty_batch, training(0.5), 3.0, draw
+        )
+        draws.append(torch.cat([g.flatten() for g in gradients]))
+    values = torch.stack(draws)
     assert float(values.std()) == pytest.approx(3.0 * 0.5 / 3.5, rel=0.03)
     assert abs(float(values.mean())) < 0.02
 
@@ -78,9 +80,11 @@ def test_a_sample_without_a_finite_gradient_counts_as_zero():
     module, shard = network(), samples()
     shard.x[2] = float("nan")
     draw = np.random.default_rng(0)
-    _, found = privacy.private_gradients(module, shard, torch.tensor([0, 2]), training(), 0.0, draw)
-    right = clipped_mean(module, shard, [0], 0.5, 7 / 2)
-    for gradient, expected in zip(found, right, strict=True):
+    _, gradients = privacy.private_gradients(
+        module, shard, torch.tensor([0, 2]), training(), 0.0, draw
+    )
+    clipped = clipped_mean(module, shard, [0], 0.5, 7 / 2)
+    for gradient, expected in zip(gradients, clipped, strict=True):
         torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-4)
 
 
@@ -88,8 +92,8 @@ def test_each_sample_is_taken_with_probability_one_over_the_batches_of_an_epoch(
     settings = training(local_epochs=500)
     batches = list(privacy.poisson_batches(10, settings, np.random.default_rng(0)))
     assert len(batches) == 500 * 3 == privacy.num_steps(settings, 10)
-    taken = np.bincount(np.concatenate([batch.numpy() for (batch,) in batches]), minlength=10)
-    assert np.abs(taken / 1500 - 1 / 3).max() < 0.05
+    counts = np.bincount(np.concatenate([batch.numpy() for (batch,) in batches]), minlength=10)
+    assert np.abs(counts / 1500 - 1 / 3).max() < 0.05
     assert len({len(batch) for (batch,) in batches}) > 3  # Poisson sampling, not shuffled batches
 
 
@@ -112,10 +116,10 @@ def gaussian_delta(epsilon: float, noise: float, steps: int) -> float:
 
 
 @pytest.mark.parametrize(("noise", "steps"), [(5.0, 10), (2.0, 3), (20.0, 400)])
-def test_epsilon_of_all_samples_is_that_of_the_gaussian_mechanism(noise, steps):
-    found = privacy.epsilon(noise, 1, steps, 1e-5)
-    assert gaussian_delta(found, noise, steps) <= 1e-5
-    assert gaussian_delta(0.995 * found, noise, steps) > 1e-5
+def test_epsilon_of_full_batches_is_that_of_the_gaussian_mechanism(noise, steps):
+    result = privacy.epsilon(noise, 1, steps, 1e-5)
+    assert gaussian_delta(result, noise, steps) <= 1e-5
+    assert gaussian_delta(0.995 * result, noise, steps) > 1e-5
 
 
 # Opacus 1.6.0: PRVAccountant.get_epsilon(delta, eps_error=0.002), by `benchmarks/dp_opacus.py`
@@ -142,7 +146,7 @@ def test_a_target_epsilon_is_reached_after_the_last_round_and_not_exceeded(targe
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"training.privacy": {"noise": 1.0}}, "losses on them without noise"),
         ({"training.privacy": {"noise": 1.0, "epsilon": 1.0}}, "not both"),
@@ -154,8 +158,8 @@ def test_a_target_epsilon_is_reached_after_the_last_round_and_not_exceeded(targe
         ),
     ],
 )
-def test_settings_that_would_not_be_private_are_refused(changes, words):
-    with pytest.raises(ConfigError, match=words):
+def test_settings_that_would_not_be_private_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
         load(PRESET, changes)
 
 

@@ -1,4 +1,4 @@
-"""Ragged of several agents in one array, against Python's lists of lists."""
+"""Ragged, the lists of several agents in one array, compared with lists of lists."""
 
 import numpy as np
 from hypothesis import given
@@ -7,83 +7,85 @@ from hypothesis import strategies as st
 from fedcb2o.federated import Ragged
 
 nested = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6)
-some_of_them = nested.flatmap(
-    lambda each: st.tuples(
-        st.just(each), st.lists(st.integers(0, len(each) - 1), max_size=8) if each else st.just([])
+rows_and_indices = nested.flatmap(
+    lambda rows: st.tuples(
+        st.just(rows), st.lists(st.integers(0, len(rows) - 1), max_size=8) if rows else st.just([])
     )
 )
-kept_of_them = nested.flatmap(
-    lambda each: st.tuples(
-        st.just(each), st.tuples(*(st.tuples(*[st.booleans()] * len(one)) for one in each))
+rows_and_mask = nested.flatmap(
+    lambda rows: st.tuples(
+        st.just(rows), st.tuples(*(st.tuples(*[st.booleans()] * len(row)) for row in rows))
     )
 )
 
 
-def of(each):
-    return Ragged.from_arrays([np.array(one, np.int64) for one in each])
+def ragged(rows):
+    return Ragged.from_arrays([np.array(row, np.int64) for row in rows])
 
 
-def places(chosen):
-    return np.array(chosen, np.int64)
+def as_indices(indices):
+    return np.array(indices, np.int64)
 
 
 @given(nested)
-def test_they_are_read_as_they_were_made(each):
-    lists = of(each)
-    assert len(lists) == len(each)
-    assert lists.tolist() == [one.tolist() for one in lists] == each
-    assert [lists[k].tolist() for k in range(len(each))] == each
-    assert lists.sizes.tolist() == [len(one) for one in each]
-    assert lists.row_ids.tolist() == [k for k, one in enumerate(each) for _ in one]
-    assert lists.offsets.tolist() == [sum(len(one) for one in each[:k]) for k in range(len(each))]
+def test_lists_are_stored_unchanged(rows):
+    lists = ragged(rows)
+    assert len(lists) == len(rows)
+    assert lists.tolist() == [row.tolist() for row in lists] == rows
+    assert [lists[k].tolist() for k in range(len(rows))] == rows
+    assert lists.sizes.tolist() == [len(row) for row in rows]
+    assert lists.row_ids.tolist() == [k for k, row in enumerate(rows) for _ in row]
+    assert lists.offsets.tolist() == [sum(len(row) for row in rows[:k]) for k in range(len(rows))]
 
 
 @given(st.integers(0, 5))
-def test_empty_ones(count):
+def test_empty_lists(count):
     assert Ragged.empty(count).tolist() == [[]] * count
 
 
 @given(st.lists(nested, min_size=1, max_size=4))
-def test_joined_they_follow_each_other(parts):
-    assert Ragged.concatenate([of(each) for each in parts]).tolist() == [
-        one for each in parts for one in each
+def test_concatenate_joins_lists_in_order(parts):
+    assert Ragged.concatenate([ragged(rows) for rows in parts]).tolist() == [
+        row for rows in parts for row in rows
     ]
 
 
-@given(some_of_them)
-def test_taken_in_any_order_and_twice(each_and_chosen):
-    each, chosen = each_and_chosen
-    lists = of(each)
-    expected = [each[k] for k in chosen]
-    assert lists.take(places(chosen)).tolist() == expected
-    assert lists.values[lists.flat_index(places(chosen))].tolist() == [
-        value for one in expected for value in one
+@given(rows_and_indices)
+def test_take_allows_any_order_and_repetitions(case):
+    rows, indices = case
+    lists = ragged(rows)
+    expected = [rows[k] for k in indices]
+    assert lists.take(as_indices(indices)).tolist() == expected
+    assert lists.values[lists.flat_index(as_indices(indices))].tolist() == [
+        value for row in expected for value in row
     ]
 
 
-@given(kept_of_them)
-def test_only_what_is_kept(each_and_kept):
-    each, kept = each_and_kept
-    found = of(each).filter(np.array([keep for one in kept for keep in one], dtype=bool))
-    assert found.tolist() == [
-        [value for value, keep in zip(*pair, strict=True) if keep]
-        for pair in zip(each, kept, strict=True)
+@given(rows_and_mask)
+def test_filter_keeps_the_masked_values(case):
+    rows, mask = case
+    filtered = ragged(rows).filter(
+        np.array([is_kept for row in mask for is_kept in row], dtype=bool)
+    )
+    assert filtered.tolist() == [
+        [value for value, is_kept in zip(*pair, strict=True) if is_kept]
+        for pair in zip(rows, mask, strict=True)
     ]
 
 
 @given(
     st.lists(st.tuples(st.integers(-1, 2), st.lists(st.integers(0, 99), max_size=3)), max_size=7)
 )
-def test_placed_lists_stand_in_their_places(agents):
+def test_scatter_puts_lists_at_their_indices(agents):
     """Each agent belongs to one of three parts or, with -1, to none and has an empty list."""
     parts = [[j for j, (part, _) in enumerate(agents) if part == k] for k in range(3)]
-    given = [(places(those), of([agents[j][1] for j in those])) for those in parts]
-    expected = [list(one) if part >= 0 else [] for part, one in agents]
+    given = [(as_indices(members), ragged([agents[j][1] for j in members])) for members in parts]
+    expected = [list(row) if part >= 0 else [] for part, row in agents]
     assert Ragged.scatter(len(agents), *given).tolist() == expected
     assert (
         Ragged.scatter(len(agents), *(pair for pair in given if len(pair[0]))).tolist() == expected
     )
 
 
-def test_nothing_placed():
+def test_scatter_without_parts_gives_empty_lists():
     assert Ragged.scatter(3).tolist() == [[], [], []]

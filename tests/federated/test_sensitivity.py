@@ -16,12 +16,12 @@ def test_half_of_the_noise_has_pixels_and_half_has_blocks(shape):
     assert images.unique().tolist() == [-1.0, 3.0]
     fine, coarse = images.chunk(2)
     columns = torch.arange(shape[-1]) * 4 // shape[-1]
-    same = (columns[1:] == columns[:-1]).nonzero().flatten()
-    assert coarse[..., same].equal(coarse[..., same + 1])
-    assert not fine[..., same].equal(fine[..., same + 1])
+    in_same_block = (columns[1:] == columns[:-1]).nonzero().flatten()
+    assert coarse[..., in_same_block].equal(coarse[..., in_same_block + 1])
+    assert not fine[..., in_same_block].equal(fine[..., in_same_block + 1])
 
 
-def test_samples_without_a_shape_of_images_have_noise_in_each_number():
+def test_samples_that_are_not_images_have_noise_in_each_feature():
     images = noise_images(torch.Size([3]), (0.0, 1.0), np.random.default_rng(0))
     assert images.mean(0).tolist() == pytest.approx([0.5] * 3, abs=0.2)
 
@@ -35,7 +35,7 @@ def test_a_sensitivity_is_a_spread_over_noise_in_units_of_the_median_class():
     assert class_sensitivities(100 * outputs)[0].tolist() == pytest.approx(expected)
 
 
-def test_a_rise_is_beyond_both_own_models_in_units_of_the_own_movement():
+def test_a_rise_exceeds_both_own_models_in_units_of_their_movement():
     own = torch.tensor([[0.0, 0.3, 0.0]])
     previous = torch.tensor([[0.3, 0.0, 0.0]])
     received = torch.tensor([[0.5, 0.2, 0.0], [-1.0, -1.0, 1.0]])

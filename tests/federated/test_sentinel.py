@@ -1,5 +1,4 @@
-"""Sentinel: similarities and norms layer by layer, weights by hand, histories, and the scaled
-average."""
+"""Sentinel by hand: similarities and norms of layers, weights, histories, the scaled average."""
 
 import math
 
@@ -22,88 +21,93 @@ def losses_of(*means):
     return views.losses(mean, torch.zeros(m, 2).double(), torch.ones(2, dtype=torch.bool))
 
 
-def seen_by(pool, ids, losses, own_loss, met=(), layers=LAYERS):
-    """The last row is the agent's own model."""
-    me = len(pool) - 1
+def inputs_of(buffer, ids, losses, own_loss, contact_ids=(), layers=LAYERS):
+    """Return the criterion inputs of an agent; the last row is its own model."""
+    own_row = len(buffer) - 1
     contacts = Contacts(
-        torch.tensor(met, dtype=torch.int64), torch.ones(len(met), dtype=torch.float64)
+        torch.tensor(contact_ids, dtype=torch.int64),
+        torch.ones(len(contact_ids), dtype=torch.float64),
     )
-    knows = local(contacts_of=lambda: contacts, layer_shapes=layers)
-    mine = received(torch.tensor([me]))
+    context = local(contacts_of=lambda: contacts, layer_shapes=layers)
+    own_entry = received(torch.tensor([own_row]))
     return CriterionInput(
         0,
-        pool,
+        buffer,
         losses_of(*losses),
         losses_of(own_loss),
         received(torch.tensor(ids)),
-        mine,
+        own_entry,
         no_losses,
-        knows,
+        context,
     )
 
 
-def test_layers_by_hand():
-    # Rows of the first layer: cosines 1 and 0, then of the second 0.8; the other way round below 0,
-    # which is 0.
-    pool = torch.stack([torch.tensor([2.0, 0.0, 5.0, 0.0, 3.0, 4.0]), -OWN, OWN])
-    alike, norms = layer_statistics(seen_by(pool, [0, 1], [0.0, 0.0], 0.0), torch.tensor([0, 1, 2]))
-    assert alike.tolist() == pytest.approx([(0.5 + 0.8) / 2, 0, 1])
+def test_layer_similarities_and_norms_by_hand():
+    # Model 0 has the cosines 1 and 0 in the rows of the first layer, and 0.8 in the second. The
+    # cosines of model 1 are negative, which counts as 0.
+    buffer = torch.stack([torch.tensor([2.0, 0.0, 5.0, 0.0, 3.0, 4.0]), -OWN, OWN])
+    similarities, norms = layer_statistics(
+        inputs_of(buffer, [0, 1], [0.0, 0.0], 0.0), torch.tensor([0, 1, 2])
+    )
+    assert similarities.tolist() == pytest.approx([(0.5 + 0.8) / 2, 0, 1])
     assert norms[0].tolist() == pytest.approx([math.sqrt(29), 5])
     assert norms[2].tolist() == pytest.approx([math.sqrt(5), 3])
 
 
 def test_weights_and_scaled_layers_by_hand():
-    # Alike all but the second; of the others one twice as lossy, one as good, one so bad that it is
-    # not trusted.
-    pool = torch.stack([2 * OWN, -OWN, 0.5 * OWN, OWN, OWN])
+    # Model 1 is not similar. Of the others, model 0 has twice the agent's loss, model 2 less.
+    # Model 3 has so much more that it is not trusted.
+    buffer = torch.stack([2 * OWN, -OWN, 0.5 * OWN, OWN, OWN])
     ids, losses = [0, 1, 2, 3], [1.0, 0.1, 0.3, 2.0]
-    state, decided = sentinel({}, seen_by(pool, ids, losses, 0.5))
+    state, output = sentinel({}, inputs_of(buffer, ids, losses, 0.5))
     raw = torch.tensor(
         [math.exp(-1.0), 1.0, 0.0, 1.0]
-    ).double()  # of 0, 2, 3 and the own one: exp(-3) is below 0.1
+    ).double()  # of models 0, 2, 3 and the agent's: exp(-3) is below 0.1
     expected = raw / raw.sum()
-    assert decided.outcome.rows.tolist() == [0, 2, 3, 4]
-    assert decided.outcome.weights.tolist() == pytest.approx(expected.tolist())
-    # The first, twice as large, is scaled down to the own one, and the smaller one is left as it
-    # is.
+    assert output.outcome.rows.tolist() == [0, 2, 3, 4]
+    assert output.outcome.weights.tolist() == pytest.approx(expected.tolist())
+    # Model 0, twice as large, is scaled down to the norm of the agent's. The smaller model 2
+    # is unchanged.
     average = float(expected[0] + 0.5 * expected[1] + expected[3]) * OWN
-    torch.testing.assert_close(decided.outcome.apply_to_buffer(pool, 0), average)
+    torch.testing.assert_close(output.outcome.apply_to_buffer(buffer, 0), average)
     for a, b in ((0, 3), (3, 5), (5, 6), (2, 6)):
-        torch.testing.assert_close(decided.outcome.apply_to_buffer(pool[:, a:b], a), average[a:b])
+        torch.testing.assert_close(output.outcome.apply_to_buffer(buffer[:, a:b], a), average[a:b])
     assert state["ids"].tolist() == [0, 2, 3, 4]
     assert state["sums"].tolist() == [[1.0, 0.3, 2.0, 0.5], [1, 1, 1, 1]]
 
 
 def test_each_layer_is_scaled_by_itself():
     other = torch.cat([3 * OWN[:4], 0.5 * OWN[4:]])
-    pool = torch.stack([other, OWN])
-    _, decided = sentinel({}, seen_by(pool, [0], [0.5], 0.5))
+    buffer = torch.stack([other, OWN])
+    _, output = sentinel({}, inputs_of(buffer, [0], [0.5], 0.5))
     torch.testing.assert_close(
-        decided.outcome.apply_to_buffer(pool, 0), torch.cat([OWN[:4], 0.75 * OWN[4:]])
+        output.outcome.apply_to_buffer(buffer, 0), torch.cat([OWN[:4], 0.75 * OWN[4:]])
     )
 
 
 def test_losses_are_averaged_over_the_rounds_in_which_a_peer_passed():
-    pool = torch.stack([OWN, OWN, OWN])
-    state, _ = sentinel({}, seen_by(pool, [0, 1], [0.4, 0.9], 0.2))
-    state, decided = sentinel(state, seen_by(pool, [0], [0.8], 0.4, [0, 1]))
-    # 0: 0.6 on average, the own one 0.3: exp(-1).
-    assert decided.outcome.weights.tolist() == pytest.approx(
+    buffer = torch.stack([OWN, OWN, OWN])
+    state, _ = sentinel({}, inputs_of(buffer, [0, 1], [0.4, 0.9], 0.2))
+    state, output = sentinel(state, inputs_of(buffer, [0], [0.8], 0.4, [0, 1]))
+    # Peer 0 has the average loss 0.6, the agent itself 0.3: exp(-1).
+    assert output.outcome.weights.tolist() == pytest.approx(
         [math.exp(-1) / (1 + math.exp(-1)), 1 / (1 + math.exp(-1))]
     )
     assert state["sums"][0].tolist() == pytest.approx([1.2, 0.9, 0.6])
-    # Under a new name, nobody has met 1.
-    state, _ = sentinel(state, seen_by(pool, [1], [0.3], 0.3, [0]))
+    # Peer 1 has a new identity, which is not among the contacts.
+    state, _ = sentinel(state, inputs_of(buffer, [1], [0.3], 0.3, [0]))
     assert state["sums"].tolist() == [pytest.approx([1.2, 0.3, 0.9]), [2, 1, 3]]
 
 
-def test_who_is_alone_drew_itself_or_knows_nothing():
-    pool = torch.stack([-OWN, OWN])
-    _, decided = sentinel({}, seen_by(pool, [0], [0.1], 0.5))
-    torch.testing.assert_close(decided.outcome.apply_to_buffer(pool, 0), OWN)
-    _, decided = sentinel({}, seen_by(pool, [1], [0.5], 0.5))
-    assert decided.outcome.weights.tolist() == [1]
-    assert sentinel({}, seen_by(pool, [0], [0.1], math.nan))[1].tolist() == [0, 0]
-    theirs, me = (received(torch.tensor([i])) for i in (0, 1))
+def test_an_agent_without_trusted_peers_keeps_its_model_and_losses_are_needed():
+    buffer = torch.stack([-OWN, OWN])
+    _, output = sentinel({}, inputs_of(buffer, [0], [0.1], 0.5))
+    torch.testing.assert_close(output.outcome.apply_to_buffer(buffer, 0), OWN)
+    _, output = sentinel({}, inputs_of(buffer, [1], [0.5], 0.5))
+    assert output.outcome.weights.tolist() == [1]
+    assert sentinel({}, inputs_of(buffer, [0], [0.1], math.nan))[1].tolist() == [0, 0]
+    peer_entry, own_entry = (received(torch.tensor([i])) for i in (0, 1))
     with pytest.raises(ConfigError, match="set `needs_losses` = true"):
-        sentinel({}, CriterionInput(0, models(2, 6), None, None, theirs, me, no_losses, None))
+        sentinel(
+            {}, CriterionInput(0, models(2, 6), None, None, peer_entry, own_entry, no_losses, None)
+        )

@@ -1,4 +1,4 @@
-"""A run says once in which rounds too few models arrived for a rule's guarantee."""
+"""Messages about rounds in which too few models arrived for a rule's guarantee."""
 
 import re
 
@@ -15,7 +15,7 @@ from fedcb2o.federated.shortfall import Shortfall, beta_note
 
 
 def decisions(sizes, assumed, own_weight=1.0):
-    """Decisions of agents that received these numbers of models."""
+    """Return decisions of agents that received these numbers of models."""
     total = sum(sizes)
     ids = Ragged(np.arange(total), np.array(sizes))
     inbox = Inbox(ids, np.arange(total), np.ones(total), np.zeros(total, np.int64))
@@ -46,7 +46,7 @@ def test_rounds_with_too_few_models_are_counted():
     assert run(MULTI_KRUM, rounds, malicious=(True, True, False)) == []
 
 
-def test_without_f_the_share_of_attackers_counts():
+def test_without_f_the_share_of_attackers_is_assumed():
     """A third of 6 models is f = 2, for which Krum needs 7 models."""
     krum = algorithms.by_rule(rule="krum", own_model="excluded")
     (message,) = run(krum, [([6, 3, 3], [1, 0, 0])], share=1 / 3)
@@ -55,7 +55,7 @@ def test_without_f_the_share_of_attackers_counts():
 
 
 @pytest.mark.parametrize(("own_model", "enough"), [("judged", 4), ("excluded", 5)])
-def test_a_pre_aggregation_step_falls_short_by_itself(own_model, enough):
+def test_a_pre_aggregation_step_has_its_own_message(own_model, enough):
     """Nearest-neighbour mixing with f = 2 needs 5 models; the geometric median has no f."""
     algorithm = algorithms.by_rule(
         rule="geometric_median", pre_step={"name": "nnm", "f": 2}, own_model=own_model
@@ -65,13 +65,13 @@ def test_a_pre_aggregation_step_falls_short_by_itself(own_model, enough):
     assert message.startswith("nnm with f = 2 needs 5 models, and in 1 of 1 rounds")
 
 
-def test_other_algorithms_have_nothing_to_say():
+def test_algorithms_without_f_give_no_message():
     for algorithm in (algorithms.fedcb2o(), algorithms.by_rule(rule="mean")):
         assert run(algorithm, [([1, 1, 1], np.nan)]) == []
 
 
-def test_rounds_in_which_an_agent_trusts_no_model():
-    """The second agent received models in two rounds and gave weight to none, nor to its own."""
+def test_rounds_in_which_an_agent_trusts_no_model_are_counted():
+    """The second agent receives models in two rounds and gives no weight to them or to its own."""
     shortfall = Shortfall(algorithms.fedcb2o(), 0.0)
     for sizes in ([2, 3, 0], [2, 0, 0], [1, 1, 0]):
         shortfall.add([decisions(sizes, np.nan, [1.0, 0.0, 0.0])], np.ones(3, bool))
@@ -100,7 +100,7 @@ def test_the_log_has_one_line(caplog):
     [(0.5, 0.2, "0.4"), (0.4, 0.2, "0.4"), (0.25, 0.5, "0.25"), (0.39, 0.2, ""), (0.9, 0.0, ""),
      (None, 0.5, "")],
 )  # fmt: skip
-def test_a_beta_that_is_too_large_for_the_share_of_attackers(beta, share, largest):
+def test_a_beta_that_is_too_large_for_the_share_of_attackers_is_reported(beta, share, largest):
     """As in `minimize`, beta is below half of the benign share."""
     note = beta_note(algorithms.fedcb2o(beta=beta), share)
     assert bool(note) == bool(largest)
@@ -108,14 +108,14 @@ def test_a_beta_that_is_too_large_for_the_share_of_attackers(beta, share, larges
         assert f"`beta` = {beta:g} is not below w_b / 2 = {largest}, which bounds beta_0" in note
 
 
-def test_guards_make_no_claim_that_a_beta_could_break():
-    """The theorem covers none of them, and their pages say so."""
+def test_a_large_beta_is_not_reported_with_guards():
+    """The theorem does not cover guards."""
     assert beta_note(algorithms.fedassay(), 0.5) == ""
     assert beta_note(algorithms.fedcb2o(beta=0.5).with_guards(Guards(max_distance=1.3)), 0.5) == ""
     assert beta_note(algorithms.fedcb2o(beta=0.5), 0.5)
 
 
-def test_a_run_says_once_which_guarantees_do_not_hold(tmp_path, caplog):
+def test_a_run_logs_once_which_guarantee_does_not_hold(tmp_path, caplog):
     agents = {"benign": 4, "malicious": 1, "budget": 4, "participation": 0.5}
     multi_krum = {"name": "by_rule", "rule": {"name": "multi_krum", "f": 1}}
     run_experiment(tiny(agents=agents, algorithm=multi_krum), out=tmp_path / "a", workers=1)

@@ -1,4 +1,4 @@
-"""Sparse peer graphs: whom they link, and that agents ask their neighbours only."""
+"""Sparse peer graphs: their links, and agents that ask only their neighbours."""
 
 import functools
 import json
@@ -12,33 +12,33 @@ from fedcb2o.experiments import load, run
 from fedcb2o.federated import topology
 from fedcb2o.rng import stream
 
-TEAM = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
+AGENTS = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
 
 
-def test_graphs_link_whom_they_say():
+def test_graphs_have_the_declared_links():
     cluster = torch.tensor([0] * 6 + [1] * 6)
 
-    def made(name, **parameters):
-        found = topology.neighbours(
+    def degrees_and_lists(name, **parameters):
+        lists = topology.neighbours(
             functools.partial(getattr(topology, name), **parameters), cluster, stream(0, "graph")
         )
-        assert all(i in found[j].tolist() for i, near in enumerate(found) for j in near.tolist())
-        assert all(i not in near.tolist() for i, near in enumerate(found))
-        return [len(near) for near in found], found
+        assert all(i in lists[j].tolist() for i, near in enumerate(lists) for j in near.tolist())
+        assert all(i not in near.tolist() for i, near in enumerate(lists))
+        return [len(near) for near in lists], lists
 
-    assert made("ring")[0] == [2] * 12
-    assert made("ring", near=3)[0] == [6] * 12
-    assert made("torus")[0] == [4] * 12
-    assert made("random_regular", degree=3)[0] == [3] * 12
-    assert sum(made("small_world", near=2, p=0.5)[0]) == 12 * 4
-    assert made("erdos_renyi", p=1.0)[0] == [11] * 12
-    degrees, found = made("same_cluster")
+    assert degrees_and_lists("ring")[0] == [2] * 12
+    assert degrees_and_lists("ring", near=3)[0] == [6] * 12
+    assert degrees_and_lists("torus")[0] == [4] * 12
+    assert degrees_and_lists("random_regular", degree=3)[0] == [3] * 12
+    assert sum(degrees_and_lists("small_world", near=2, p=0.5)[0]) == 12 * 4
+    assert degrees_and_lists("erdos_renyi", p=1.0)[0] == [11] * 12
+    degrees, lists = degrees_and_lists("same_cluster")
     assert degrees == [5] * 12
-    assert found[7].tolist() == [6, 8, 9, 10, 11]
+    assert lists[7].tolist() == [6, 8, 9, 10, 11]
 
 
 def test_agents_ask_their_neighbours_only(tmp_path):
-    ring = tiny(agents={**TEAM, "graph": "ring"}, algorithm={"name": "dfedavgm"})
+    ring = tiny(agents={**AGENTS, "graph": "ring"}, algorithm={"name": "dfedavgm"})
     run(ring, out=tmp_path, workers=1)
     lines = [
         json.loads(line) for line in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()
@@ -54,19 +54,19 @@ def test_agents_ask_their_neighbours_only(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"agents": {**TEAM, "graph": "rnig"}}, "there is no graph `rnig`. Did you mean `ring`?"),
+        ({"agents": {**AGENTS, "graph": "rnig"}}, "there is no graph `rnig`. Did you mean `ring`?"),
         (
-            {"agents": {**TEAM, "graph": {"name": "ring", "near": 5}}},
+            {"agents": {**AGENTS, "graph": {"name": "ring", "near": 5}}},
             "`near` must be between 1 and 4 for 10 agents, got 5",
         ),
         (
-            {"agents": {**TEAM, "graph": {"name": "random_regular", "degree": 10}}},
+            {"agents": {**AGENTS, "graph": {"name": "random_regular", "degree": 10}}},
             "`degree` must be between 1 and 9",
         ),
     ],
 )
-def test_a_graph_that_does_not_fit_is_told(tmp_path, changes, message):
+def test_a_graph_that_does_not_fit_is_refused(tmp_path, changes, message):
     with pytest.raises(ConfigError) as caught:
-        run(tiny(**{"agents": TEAM, **changes}), out=tmp_path, workers=1)
+        run(tiny(**{"agents": AGENTS, **changes}), out=tmp_path, workers=1)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

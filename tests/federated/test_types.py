@@ -1,5 +1,4 @@
-"""The contracts by hand: what an attack may see, from which round on, and what a reduction makes of
-a block."""
+"""Contracts by hand: the view of an attack, its first round, and reductions of a buffer."""
 
 import dataclasses
 
@@ -13,17 +12,17 @@ from fedcb2o.federated import Attack, Reduction, attacks
 from fedcb2o.federated.aggregation import coordinatewise
 
 
-def test_an_attack_sees_what_it_declares_and_no_more():
-    for whose, call in (
+def test_an_attack_sees_only_the_models_that_it_declares():
+    for declared, call in (
         ("fellows", lambda view: view.colluders()),
         ("benign", lambda view: view.benign(1)),
         ("benign", lambda view: view.model_of(2)),
     ):
-        other = "benign" if whose == "fellows" else "fellows"
-        call(view_of(see=(whose,)))
+        other = "benign" if declared == "fellows" else "fellows"
+        call(view_of(see=(declared,)))
         with pytest.raises(
             ConfigError,
-            match=rf'which it does not declare to know: write @fedcb2o.knows\("{whose}"\)',
+            match=rf'which it does not declare to know: write @fedcb2o.knows\("{declared}"\)',
         ):
             call(view_of(see=(other,)))
     with pytest.raises(
@@ -32,17 +31,17 @@ def test_an_attack_sees_what_it_declares_and_no_more():
         knows("everybody")
 
 
-def test_models_are_seen_without_a_copy_where_they_lie_together():
+def test_models_in_adjacent_rows_are_seen_without_a_copy():
     models = ten_models()
     view = view_of(models=models)
     assert view.benign().data_ptr() == models.data_ptr()
-    scattered = dataclasses.replace(view, _ids_of=lambda whose, cluster: [0, 2])
+    scattered = dataclasses.replace(view, _ids_of=lambda role, cluster: [0, 2])
     assert scattered.benign().equal(models[[0, 2]])
     scattered.benign()[:] = 0  # a copy
     assert models[0].any()
 
 
-def test_rounds_before_the_first_are_honest():
+def test_an_attacker_is_honest_before_its_first_round():
     sleeper = Attack(poison=attacks.label_flip, craft=attacks.random_model, from_round=3)
     assert [sleeper.is_crafting(n) for n in range(5)] == [False] * 3 + [True] * 2
     assert (
@@ -55,18 +54,18 @@ def test_rounds_before_the_first_are_honest():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_reduction_of_a_block_is_that_of_a_copy(dtype):
-    block = models(7, 12, dtype=dtype)
+def test_a_reduction_of_a_buffer_equals_that_of_a_copy(dtype):
+    buffer = models(7, 12, dtype=dtype)
     rows, mixing = (
         torch.tensor([5, 0, 2]),
         torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64),
     )
     plain = Reduction(rows, coordinatewise.coordinate_median)
-    assert plain.apply_to_buffer(block, 0).equal(block[rows].quantile(0.5, dim=0))
+    assert plain.apply_to_buffer(buffer, 0).equal(buffer[rows].quantile(0.5, dim=0))
     mixed = Reduction(rows, coordinatewise.coordinate_median, mixing)
     torch.testing.assert_close(
-        mixed.apply_to_buffer(block, 0), ((block[5] + block[0]) / 2 + block[2]) / 2
+        mixed.apply_to_buffer(buffer, 0), ((buffer[5] + buffer[0]) / 2 + buffer[2]) / 2
     )
-    assert mixed.apply_to_buffer(block, 0).dtype == dtype
-    placed = Reduction(rows, lambda x, first: x[0] + first, takes_offset=True)
-    assert placed.apply_to_buffer(block, 4).equal(block[5] + 4)
+    assert mixed.apply_to_buffer(buffer, 0).dtype == dtype
+    with_offset = Reduction(rows, lambda x, first: x[0] + first, takes_offset=True)
+    assert with_offset.apply_to_buffer(buffer, 4).equal(buffer[5] + 4)

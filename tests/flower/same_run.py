@@ -61,11 +61,11 @@ def network():
 
 def make_agent(context):
     data = data_of(context.node_config["partition-id"])
-    chosen = data.validation[0]
+    indices = data.validation[0]
     spec = prepared().spec
     return Agent(
         network(),
-        validation=(data.samples.x[chosen], data.samples.y[chosen]),
+        validation=(data.samples.x[indices], data.samples.y[indices]),
         method=TABLE["algorithm"],
         seed=SEED,
         gamma=spec.training.gamma,
@@ -95,7 +95,7 @@ def train(message, context):
 
 @client.evaluate()
 def evaluate(message, context):
-    """Return the model as metrics, so that the test sees it."""
+    """Return the model as metrics, for the test."""
     prepared().spec.module.load_state_dict(message.content["arrays"].to_torch_state_dict())
     theta = parameters.flatten(prepared().spec.module).tolist()
     metrics = MetricRecord({"num-examples": 1, "theta": theta})

@@ -1,4 +1,4 @@
-"""Without Flower, the module names the extra."""
+"""Import of the Flower module without Flower."""
 
 import importlib
 from importlib.util import find_spec

@@ -36,15 +36,15 @@ Y = torch.tensor([0, 1, 1])
 
 @pytest.fixture(autouse=True)
 def flower_task(monkeypatch):
-    """Messages belong to a task, which only Flower's runtime begins."""
+    """Set the ids of a task, which messages need and only Flower's runtime sets."""
     for name in ("_run_id", "_node_id", "_task_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
 
 
 class LoopGrid:
-    """Flower's grid in this process: every node answers at once and keeps its context."""
+    """Flower's grid in this process: every node answers immediately and keeps its context."""
 
-    def __init__(self, app, count, first_id=2**63 - 2):  # unsigned, as Flower's
+    def __init__(self, app, count, first_id=2**63 - 2):  # unsigned, like Flower's ids
         self.app = app
         self.sent = []
         self.contexts = {}
@@ -77,7 +77,7 @@ def make_agent(context, **changes):
 
 
 def make_app(mods, scales=None):
-    """Clients that multiply their model by a scale of their own, or keep it."""
+    """Return clients that multiply their model by `scales`, or keep it."""
     app = ClientApp(mods=mods)
 
     @app.train()
@@ -107,7 +107,7 @@ def model_of(grid, j):
     return context.state["fedcb2o.model"].to_torch_state_dict()["weight"]
 
 
-def test_a_client_mixes_as_an_agent_in_a_loop():
+def test_a_client_mixes_like_an_agent_in_a_loop():
     scales = [1.0, 3.0, -1.0]
     grid = LoopGrid(make_app([AgentMod(make_agent)], scales), 3)
     relay = start(PeerRelay(budget=2), grid)
@@ -119,10 +119,10 @@ def test_a_client_mixes_as_an_agent_in_a_loop():
     assert relay.decisions[first]["weights"] == pytest.approx([*decision.weights.values()])
 
 
-def test_the_relay_forwards_only_models_that_were_chosen():
+def test_the_relay_forwards_only_chosen_models():
     grid = LoopGrid(make_app([AgentMod(make_agent)]), 5)
     start(PeerRelay(budget=2), grid, num_rounds=2)
-    met, forwarded = grid.sent[5:10], grid.sent[15:]
+    first_forwarded, forwarded = grid.sent[5:10], grid.sent[15:]
     assert all(len(message.content.array_records) == 1 for message in grid.sent[:5])
     for message in forwarded:
         receiver = str(message.metadata.dst_node_id)
@@ -130,20 +130,22 @@ def test_the_relay_forwards_only_models_that_were_chosen():
         assert len(peers) == 2
         assert receiver not in peers
         assert {*message.content.array_records} == {f"fedcb2o.peer.{peer}" for peer in peers}
-    # In the second round the clients choose the peers that they did not meet in the first.
+    # In the second round the clients choose peers that they have not asked in the first.
     chosen = [
         {m.metadata.dst_node_id: {*m.content["fedcb2o.request"]["peers"]} for m in messages}
-        for messages in (met, forwarded)
+        for messages in (first_forwarded, forwarded)
     ]
     assert all(chosen[0][id].isdisjoint(chosen[1][id]) for id in grid.contexts)
 
 
 def test_hostile_replies_are_refused():
-    """A broken model is refused by the agents; a reply without a model by the relay."""
+    """Agents refuse a broken model, and the relay refuses a reply without metrics."""
     honest = make_app([AgentMod(make_agent)])
 
     def app(message, context):
-        reply = copy.deepcopy(honest(message, context))  # without the client's own state
+        reply = copy.deepcopy(
+            honest(message, context)
+        )  # a copy, so that the client's state is not changed
         j = context.node_config["partition-id"]
         if message.metadata.message_type == "train" and j == 1:
             reply.content["arrays"]["weight"].data = b"no array"
@@ -171,7 +173,7 @@ def assert_equals_a_run(folder):
 
 
 @pytest.mark.parametrize("name", ["median", "krum", "flanders"])
-def test_robust_strategies_aggregate_as_their_rules(name):
+def test_robust_strategies_aggregate_like_their_rules(name):
     scales = [1.0, 1.1, 0.9, 1.2, 50.0]
     strategy = {
         "median": lambda: RobustStrategy(Median()),
@@ -184,13 +186,13 @@ def test_robust_strategies_aggregate_as_their_rules(name):
         if name == "flanders":
             scales[-1] = 50.0 * n
         messages = strategy.configure_train(n, arrays, ConfigRecord(), grid)
-        new, _ = strategy.aggregate_train(n, grid.send_and_receive(messages))
-    # The forecast repeats the last models. All but one do, and the mean is that of the others.
+        result, _ = strategy.aggregate_train(n, grid.send_and_receive(messages))
+    # The forecast repeats the last models. One client deviates, and the mean excludes it.
     expected = {"median": 1.1, "krum": 1.1, "flanders": 1.05}[name]
-    assert new.to_torch_state_dict()["weight"][0, 0] == pytest.approx(expected)
+    assert result.to_torch_state_dict()["weight"][0, 0] == pytest.approx(expected)
 
 
-def test_too_many_attackers_are_an_error():
+def test_too_many_attackers_are_refused():
     strategy = RobustStrategy(Krum(f=2))
     with pytest.raises(ConfigError, match="krum"):
         start(strategy, LoopGrid(make_app([]), 4))
@@ -211,20 +213,20 @@ def test_a_robust_strategy_refuses_other_shapes_and_infinite_numbers(caplog):
     strategy = RobustStrategy(functools.partial(torch.mean, dim=0))
     arrays = ArrayRecord(linear().state_dict())
     replies = grid.send_and_receive(strategy.configure_train(1, arrays, ConfigRecord(), grid))
-    new, _ = strategy.aggregate_train(1, replies)
-    torch.testing.assert_close(new.to_torch_state_dict()["weight"], torch.eye(2))
+    result, _ = strategy.aggregate_train(1, replies)
+    torch.testing.assert_close(result.to_torch_state_dict()["weight"], torch.eye(2))
     assert "not finite" in caplog.text
     assert "another shape" in caplog.text
 
 
-def test_a_model_attack_leaves_the_attackers_own_model():
+def test_a_model_attack_does_not_change_the_attackers_own_model():
     attack = AttackMod("sign_flip", is_malicious=lambda c: c.node_config["partition-id"] == 1)
     grid = LoopGrid(make_app([attack, AgentMod(make_agent)], [1.0, 3.0]), 2)
     start(PeerRelay(budget=1), grid)
     receiver, attacker = grid.contexts
     (forwarded,) = (m for m in grid.sent[2:] if m.metadata.dst_node_id == receiver)
     published = forwarded.content[f"fedcb2o.peer.{attacker}"]
-    # Trained from 1 to 3, the attacker publishes 1 - (3 - 1).
+    # The attacker trains from 1 to 3, and publishes 1 - (3 - 1).
     torch.testing.assert_close(published.to_torch_state_dict()["weight"], -torch.eye(2))
     agent = make_agent(None)
     agent.network.weight.data *= 3.0
@@ -232,8 +234,8 @@ def test_a_model_attack_leaves_the_attackers_own_model():
     torch.testing.assert_close(model_of(grid, 1), agent.network.weight.data)
 
 
-def test_a_data_attack_changes_what_the_app_trains_on():
-    seen = {}
+def test_a_data_attack_changes_the_training_data():
+    labels = {}
     app = ClientApp(
         mods=[
             AttackMod(
@@ -246,14 +248,14 @@ def test_a_data_attack_changes_what_the_app_trains_on():
     @app.train()
     def train(message, context):
         key = (message.content["config"]["server-round"], context.node_config["partition-id"])
-        seen[key] = training_data(X, Y)[1].tolist()
+        labels[key] = training_data(X, Y)[1].tolist()
         content = {"arrays": message.content["arrays"]}
         content["metrics"] = MetricRecord({"num-examples": 3})
         return Message(RecordDict(content), reply_to=message)
 
     strategy = RobustStrategy(functools.partial(torch.mean, dim=0), fraction_evaluate=0.0)
     start(strategy, LoopGrid(app, 2), num_rounds=2)
-    assert seen == {(1, 0): [0, 1, 1], (1, 1): [0, 0, 0], (2, 0): [0, 1, 1], (2, 1): [0, 0, 0]}
+    assert labels == {(1, 0): [0, 1, 1], (1, 1): [0, 0, 0], (2, 0): [0, 1, 1], (2, 1): [0, 0, 0]}
 
 
 def test_the_code_of_the_page_runs():

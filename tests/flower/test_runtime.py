@@ -1,4 +1,4 @@
-"""The example and a run in Flower's simulation, and over SuperLink and SuperNodes on loopback."""
+"""A run in Flower's simulation, and the example over SuperLink and SuperNodes on loopback."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ def free_port():
 
 
 class Flower:
-    """Processes of Flower in a folder of their own, with one SuperLink on loopback."""
+    """Processes of Flower in one folder, with a SuperLink on loopback."""
 
     def __init__(self, home, stack, *options):
         self.home = home
@@ -74,7 +74,7 @@ class Flower:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self.stack.callback(end, process)
+        self.stack.callback(kill_session, process)
 
     def run(self, app, *options):
         done = subprocess.run(
@@ -84,8 +84,8 @@ class Flower:
         return done.stdout + done.stderr
 
 
-def end(process):
-    """End a process of a test with all processes of its session; it keeps nothing."""
+def kill_session(process):
+    """Kill a process and all processes of its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -98,7 +98,7 @@ def stack():
 
 
 def test_a_simulation_of_eight_clients_equals_a_run(tmp_path, stack):
-    """After ten rounds to 1e-6, with the data, seeds and training of the run."""
+    """The models agree to 1e-6 after ten rounds with the same data, seeds and training."""
     app = tmp_path / "app"
     app.mkdir()
     shutil.copy(Path(__file__).with_name("same_run.py"), app / "app.py")

@@ -1,6 +1,6 @@
 """Attacks on real nodes by strangers and by one member, without code of the package.
 
-Each attack lasts until `attacker.is_over()`. `ATTACKS` has them in the order in which they run.
+Each attack runs until `attacker.is_over()`. `ATTACKS` has the attacks in their order of execution.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ def attack(kind):
 
 
 class Attacker(external.Client):
-    """Member whose answers follow `mode`, and a source of connections."""
+    """Hostile member: its answers follow `mode`, and it opens connections to its victim."""
 
     def __init__(self, federation, keys, dim):
-        self.mode = "honest"  # but for a model of zeros
+        self.mode = "honest"  # except for a model of zeros
         self.asked = 0
-        self.modes = {}  # by round, so that no round has two models by chance
-        self.offered = {}  # modes by the round of the manifests
-        self.corrupted = set()  # digests of manifests whose chunks are others
+        self.modes = {}  # by round, so that a round has one model
+        self.offered = {}  # modes by round of the manifests
+        self.corrupted = set()  # digests of manifests with wrong chunks
         self.size = dim
         self.end = 0.0
         self.keys = keys
@@ -62,8 +62,8 @@ class Attacker(external.Client):
         return context
 
     def session(self):
-        place = {"connect/endpoints": [f"tls/{self.host}:{self.port}"]}
-        session = external.open_session(self.keys, self.members[self.victim]["root"], place)
+        config = {"connect/endpoints": [f"tls/{self.host}:{self.port}"]}
+        session = external.open_session(self.keys, self.members[self.victim]["root"], config)
         end = time.monotonic() + 3
         while not session.info.links() and time.monotonic() < end:
             time.sleep(0.02)
@@ -83,14 +83,14 @@ class Attacker(external.Client):
 
     def offer(self, nonce, theta, n, agent=None):
         content = np.asarray(theta, "<f4").tobytes()
-        who = self.me if agent is None else agent
-        signed, digest = external.encode_manifest(content, self.run, who, n, 1, self.key.sign)
+        author = self.me if agent is None else agent
+        signed, digest = external.encode_manifest(content, self.run, author, n, 1, self.key.sign)
         with self.lock:
             self.offers[secrets.randbits(60)] = signed, digest, content
             if self.mode == "other chunks":
                 self.corrupted.add(digest)
-            for old in list(self.offers)[:-8]:
-                del self.offers[old]
+            for stale in list(self.offers)[:-8]:
+                del self.offers[stale]
         head = external.ANSWER.pack(b"fedcb2o", 1, 3, 0, nonce)
         return head + struct.pack("<I", len(signed)) + signed
 
@@ -101,7 +101,7 @@ class Attacker(external.Client):
                     query.reply(self.key_of(self.me), answer)
 
     def answers(self, data):
-        """Return the answers to a request, as the mode says."""
+        """Return the answers to a request, according to the mode."""
         values = external.REQUEST.unpack_from(data)
         kind, sender, n, nonce = values[3], values[5], values[7], values[10]
         self.asked += kind == external.MANIFEST
@@ -123,15 +123,15 @@ class Attacker(external.Client):
                 mode = self.mode
             if mode == "late":
                 time.sleep(0.9 * self.table["deadline_seconds"])
-            made = MODELS.get(mode, lambda dim, to: np.zeros(dim))(self.size, sender)
+            model = MODELS.get(mode, lambda dim, to: np.zeros(dim))(self.size, sender)
             round_of = {"last round": self.table["rounds"] - 1, "old round": max(0, n - 50)}
             agent = sender if mode == "another's name" else None
             offered = round_of.get(mode, n)
             self.offered.setdefault(offered, set()).add(mode)
-            answer = self.offer(nonce, made, offered, agent)
+            answer = self.offer(nonce, model, offered, agent)
             if mode == "digests":
-                seen = [(i, n, secrets.token_bytes(32)) for i in range(4) for _ in range(16)]
-                answer += b"".join(struct.pack("<II32s", *each) for each in seen)
+                witnesses = [(i, n, secrets.token_bytes(32)) for i in range(4) for _ in range(16)]
+                answer += b"".join(struct.pack("<II32s", *witness) for witness in witnesses)
             if mode == "unsigned":
                 answer = answer[:-64] + bytes(64)
             return [answer]
@@ -238,7 +238,7 @@ def no_certificate(attacker):
 
 
 def batches(attacker, *after_open, count=1):
-    """Open a link by hand, then send batches without end."""
+    """Open a link by hand, then send batches until the attack is over."""
     context = attacker.tls()
     while not attacker.is_over():
         with (
@@ -288,15 +288,15 @@ def twenty_links(attacker):
 
 
 def declare(attacker, session, length):
-    kept = []
+    tokens = []
     while not attacker.is_over():
         for k in range(200):
-            name = f"fedcb2o/{len(kept)}/{k}" + "x" * length
+            name = f"fedcb2o/{len(tokens)}/{k}" + "x" * length
             with contextlib.suppress(Exception):
-                kept.append(session.liveliness().declare_token(name))
+                tokens.append(session.liveliness().declare_token(name))
         time.sleep(0.005)
-        if len(kept) > 20_000:
-            kept.clear()
+        if len(tokens) > 20_000:
+            tokens.clear()
 
 
 @attack(LINK)
@@ -392,16 +392,16 @@ for _mode in ("NaN", "1e38", "denormal", "tiny", "size", "unsigned", "another's 
 
 
 def order(name):
-    """Place of an attack: after some a member is not dialled, or not asked, for a while."""
+    """Return the sort key of an attack; attacks that make nodes avoid the member come last."""
     kind = ATTACKS[name][0]
-    apart = {
+    exceptions = {
         "answers: many": 1,
         "answers: late": 4,
         "answers: silent": 5,
         "answers: equivocation": 8,
         "declarations_on_a_link_out": 9,
     }
-    return apart.get(name, {STRANGER: 0, REQUEST: 2, ANSWER: 3, LINK: 6}[kind])
+    return exceptions.get(name, {STRANGER: 0, REQUEST: 2, ANSWER: 3, LINK: 6}[kind])
 
 
 ATTACKS = {name: ATTACKS[name] for name in sorted(ATTACKS, key=order)}

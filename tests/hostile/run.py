@@ -1,7 +1,7 @@
-"""Run all attacks against four nodes, one after the other, and check what they did.
+"""Run all attacks against four nodes, one after the other, and check their effects.
 
-`python -m tests.hostile.run SECONDS` gives each attack its seconds: 2 in the tests, 40 by `make
-hostile`. The nodes begin with undisturbed rounds, with which the rounds under attack are compared.
+`python -m tests.hostile.run SECONDS` runs each attack for SECONDS: 2 in the tests, 40 in `make
+hostile`. Rounds under attack are compared with undisturbed rounds at the start.
 """
 
 import json
@@ -40,44 +40,44 @@ def progress(peers):
 
 
 def observe(peers, work, seconds):
-    """Return seconds per round, the hostile models that nodes received, and memory, of one period.
+    """Return seconds per round, fewest rounds, hostile models received, and memory of one period.
 
-    A model is given by its round and by the round in which it was received.
+    A model is a pair of its round and the round in which it was received.
     """
     before, start = progress(peers), time.monotonic()
     work()
     time.sleep(max(0.0, start + seconds - time.monotonic()))
     elapsed, after = time.monotonic() - start, progress(peers)
-    rounds = [now - then for now, then in zip(after, before, strict=True)]
+    rounds = [count - previous for count, previous in zip(after, before, strict=True)]
     received = [
-        (each["round"] - 1, line["round"] - 1)
+        (message["round"] - 1, line["round"] - 1)
         for j in range(HONEST)
         for line in peers.lines(j)[before[j] + 1 : after[j]]
-        for each in line["received"]
-        if each["id"] == HONEST
+        for message in line["received"]
+        if message["id"] == HONEST
     ]
     return elapsed * HONEST / max(1, sum(rounds)), min(rounds), received, memory(peers)
 
 
 def run_all(folder, seconds, out=sys.stdout):
-    """Return what went wrong under all attacks.
+    """Return the failures under all attacks.
 
-    The author of an equivocation is banned, so that this attack has a federation of its own.
+    The author of an equivocation is banned, so that this attack has a separate federation.
     """
     attacks = dict(ATTACKS)
     equivocation = {EQUIVOCATION: attacks.pop(EQUIVOCATION)}
     is_full = seconds > 10
-    wrong = failures(*run(folder / "all", seconds, attacks, out), is_full=is_full)
+    messages = failures(*run(folder / "all", seconds, attacks, out), is_full=is_full)
 
     records, final = run(folder / "equivocation", max(seconds, 6.0), equivocation, out)
-    wrong += failures(records, final, is_full=is_full)
+    messages += failures(records, final, is_full=is_full)
     if final["guilty"] != [f"org-{HONEST}"]:
-        wrong.append("an equivocation was not found")
-    return wrong
+        messages.append("an equivocation was not found")
+    return messages
 
 
 def run(folder, seconds, attacks, out=sys.stdout):
-    """Return one record for each attack; the first one is undisturbed."""
+    """Return one record per attack, after one of undisturbed rounds, and the final state."""
     records = []
     folder.mkdir()
     with nodes(folder, HONEST + 1, changes=CHANGES, **TIMES) as peers:
@@ -120,18 +120,18 @@ def run(folder, seconds, attacks, out=sys.stdout):
 
 
 def is_wrong(attacker, round, received):
-    """Return True if a model that a node received in some round was invalid, or too old.
+    """Return whether a model that a node received was invalid or too old.
 
-    Nodes are not in the same round, so that some still ask for a model of the last period.
+    Nodes may be in different rounds, so that a node may receive a model of the last period.
     """
     modes = attacker.offered.get(round, set())
     return modes <= set(INVALID) or received - round > TIMES["lag"]
 
 
 def mean_pace(records, kinds):
-    """Return all seconds over all rounds under the attacks of some kinds; 0 without such attacks.
+    """Return seconds per round over all attacks of some kinds; 0 without such attacks.
 
-    A short attack may end within one round, so that its own pace says little.
+    The pace of a single short attack is inaccurate, because it may end within one round.
     """
     paces = [record["seconds_a_round"] for record in records if record["kind"] in kinds]
     if not paces:
@@ -140,29 +140,29 @@ def mean_pace(records, kinds):
 
 
 def failures(records, final, *, is_full):
-    """Return what went wrong."""
+    """Return the failures as messages."""
     undisturbed = records[0]
-    found = []
+    messages = []
     for record in records[1:]:
         limit = MAX_PACE_OF_STRANGERS if record["kind"] == STRANGER else MAX_PACE
         if is_full and record["seconds_a_round"] > limit * undisturbed["seconds_a_round"]:
-            found.append(f"{record['attack']}: {record['seconds_a_round']} s a round")
+            messages.append(f"{record['attack']}: {record['seconds_a_round']} s a round")
         if record["wrong_models"]:
-            found.append(f"{record['attack']}: a wrong model was accepted")
+            messages.append(f"{record['attack']}: a wrong model was accepted")
         if record["running"] < HONEST:
-            found.append(f"{record['attack']}: a node ended")
+            messages.append(f"{record['attack']}: a node ended")
         if record["memory"] > undisturbed["memory"] + 100:
-            found.append(f"{record['attack']}: {record['memory']} MB")
+            messages.append(f"{record['attack']}: {record['memory']} MB")
     members = {record["kind"] for record in records} - {"none", STRANGER}
     if mean_pace(records, members) > MAX_PACE * undisturbed["seconds_a_round"]:
-        found.append("rounds under attacks of a member are too slow")
+        messages.append("rounds under attacks of a member are too slow")
     if mean_pace(records, {STRANGER}) > MAX_PACE_OF_STRANGERS * undisturbed["seconds_a_round"]:
-        found.append("rounds under attacks of strangers are too slow")
+        messages.append("rounds under attacks of strangers are too slow")
     if set(final["guilty"]) - {f"org-{HONEST}"}:
-        found.append(f"{final['guilty']} were found guilty")
+        messages.append(f"{final['guilty']} were found guilty")
     if final["running"] < HONEST:
-        found.append(f"a node ended: {final['logs']}")
-    return found
+        messages.append(f"a node ended: {final['logs']}")
+    return messages
 
 
 if __name__ == "__main__":

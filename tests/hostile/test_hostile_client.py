@@ -1,11 +1,11 @@
-"""All attacks of the independent hostile client, in their short form."""
+"""Short attacks of the independent hostile client on four nodes."""
 
 import pytest
 from tests.hostile import run
 from tests.hostile.attacks import ATTACKS
 
 
-# Python leaves an SSL socket that is reset before its handshake to the garbage collector.
+# Python does not close an SSL socket that is reset before its handshake.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
 @pytest.mark.timeout(400)

@@ -54,9 +54,9 @@ def models_of(folder):
     return load_file(folder / "seed-1000/checkpoint.safetensors")["models"]
 
 
-def assert_differ_in_settings_only(found, expected):
-    found, expected = bits(found), bits(expected)
-    assert {name for name in found if found[name] != expected[name]} <= {"config.toml"}
+def assert_differ_in_settings_only(result, expected):
+    result, expected = bits(result), bits(expected)
+    assert {name for name in result if result[name] != expected[name]} <= {"config.toml"}
 
 
 def forbid_timing(monkeypatch, name="_speedup"):
@@ -102,9 +102,9 @@ def single_convolution(module=None, x=None, precision="float32"):
         (single_convolution, {0.7: "fourier", 0.8: "grouped", 2.0: "grouped"}),
     ],
 )
-def test_another_kernel_is_chosen_by_a_margin(monkeypatch, choose, choices):
+def test_another_kernel_is_chosen_only_by_a_margin(monkeypatch, choose, choices):
     monkeypatch.setattr(_autotune, "_has_channels_last_overrun", lambda: False)
-    torch.manual_seed(0)  # some draws let nothing through so few hidden units
+    torch.manual_seed(0)  # with some draws all of the few hidden units are 0
     for seconds, expected in choices.items():
         set_clock(monkeypatch, seconds)
         assert choose() == expected
@@ -121,7 +121,7 @@ def test_the_fastest_of_several_kernels_is_chosen(monkeypatch, speedups, expecte
 
 def test_bfloat16_needs_a_device_with_bfloat16(monkeypatch):
     assert 0 < _autotune._bfloat16_speedup(CPU) < math.inf
-    assert _autotune._bfloat16_speedup(META) == 0.0  # it computes no number
+    assert _autotune._bfloat16_speedup(META) == 0.0  # the meta device computes no values
     for speedup, expected in ((2.0, "bfloat16"), (0.5, "bfloat16"), (0.01, "float32")):
         monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _, speedup=speedup: speedup)
         assert _autotune.supported_precision("bfloat16", CPU) == expected
@@ -164,7 +164,7 @@ def test_kernels_that_do_not_apply_are_not_timed(monkeypatch):
     strided = architectures.cnn((1, 28, 28), 10, hidden=4, down="stride")
     assert single_convolution(mlp, images) == single_convolution(strided, images) == "grouped"
     assert single_convolution(cnn, images, "bfloat16") == "grouped"
-    assert single_convolution(cnn, images[:, :, :8, :8]) == "grouped"  # it cannot read them
+    assert single_convolution(cnn, images[:, :, :8, :8]) == "grouped"  # unreadable images
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert layout() == "contiguous"  # gradients would overrun their memory
 
@@ -179,12 +179,12 @@ def test_a_trial_leaves_no_trace():
         architectures.cnn((1, 28, 28), 10, hidden=4), nn.BatchNorm1d(10), nn.Dropout()
     )
     x, before = torch.rand(8, 1, 28, 28), copy.deepcopy(module.state_dict())
-    threads, drawn = torch.get_num_threads(), torch.get_rng_state()
+    threads, rng_state = torch.get_num_threads(), torch.get_rng_state()
     _autotune.fastest_single_convolution(module, x, "float32")
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.equal(torch.get_rng_state(), rng_state)
     assert torch.get_num_threads() == threads
-    module.held = module(x)  # of which there is no copy
+    module.held = module(x)  # a tensor that cannot be copied
     assert _autotune.fastest_single_convolution(module, x, "float32") == "grouped"
 
 
@@ -209,15 +209,15 @@ def test_a_resumed_run_keeps_its_kernel(
     experiment = tiny(rounds=2, model=model)
     run({**experiment, setting: value}, out=tmp_path / "given", workers=1)
     run({**experiment, setting: other}, out=tmp_path / "other", workers=1)
-    watch, chosen = stop_after(1), f"fastest_{setting}"
+    watch, function_name = stop_after(1), f"fastest_{setting}"
     with monkeypatch.context() as patched:
-        patched.setattr(_autotune, chosen, lambda *_: value)
+        patched.setattr(_autotune, function_name, lambda *_: value)
         if not has_rounds:
             backend = sys.modules["fedcb2o.experiments.runs._local_backend"]
             patched.setattr(backend, "open_local_engine", Mock(side_effect=StopError))
         with pytest.raises(StopError):
             run(experiment, out=tmp_path / "resumed", workers=1, watch=watch)
-    forbid_timing(monkeypatch, chosen)
+    forbid_timing(monkeypatch, function_name)
     run(experiment, out=tmp_path / "resumed", workers=2, resume=True)
     assert_differ_in_settings_only(tmp_path / "resumed", tmp_path / "given")
     assert recorded_kernels(tmp_path / "resumed")[setting] == value
@@ -226,18 +226,22 @@ def test_a_resumed_run_keeps_its_kernel(
     )
 
 
-@pytest.mark.parametrize(("began", "later"), [(0.01, 2.0), (2.0, 0.01)], ids=["without", "with"])
-def test_a_resumed_run_keeps_its_precision(tmp_path, monkeypatch, caplog, began, later):
+@pytest.mark.parametrize(
+    ("first_speedup", "later_speedup"), [(0.01, 2.0), (2.0, 0.01)], ids=["without", "with"]
+)
+def test_a_resumed_run_keeps_its_precision(
+    tmp_path, monkeypatch, caplog, first_speedup, later_speedup
+):
     experiment = tiny(rounds=2, training={"precision": "bfloat16"})
-    precision = "float32" if began < 1 else "bfloat16"
-    monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: began)
+    precision = "float32" if first_speedup < 1 else "bfloat16"
+    monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: first_speedup)
     run(tiny(rounds=2, training={"precision": precision}), out=tmp_path / "given", workers=1)
     with pytest.raises(StopError):
         run(experiment, out=tmp_path / "resumed", workers=1, watch=stop_after(1))
     message = "tiny seed 1000 trains in float32: bfloat16 is far slower here"
     assert (message in caplog.text) == (precision == "float32")
     caplog.clear()
-    monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: later)
+    monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: later_speedup)
     run(experiment, out=tmp_path / "resumed", workers=2, resume=True)
     slower = "" if precision == "float32" else ", though bfloat16 is far slower here"
     assert f"tiny seed 1000 began in {precision}, and keeps it{slower}.\n" in caplog.text
@@ -261,16 +265,16 @@ def test_a_layout_that_a_network_cannot_read_is_an_error(tmp_path):
 @pytest.mark.slow
 def test_a_resumed_run_on_a_device_keeps_its_convolutions(tmp_path, monkeypatch):
     experiment = tiny(model=IMAGES, device="meta")
-    chosen = Mock(return_value="unfolded")
+    choose = Mock(return_value="unfolded")
     with pretended(monkeypatch):
         for convolution in ("unfolded", "grouped"):
             run({**experiment, "convolution": convolution}, out=tmp_path / convolution)
-        monkeypatch.setattr(_autotune, "fastest_batched_convolution", chosen)
+        monkeypatch.setattr(_autotune, "fastest_batched_convolution", choose)
         with pytest.raises(StopError):
             run(experiment, out=tmp_path / "resumed", watch=stop_after(1))
         forbid_timing(monkeypatch, "fastest_batched_convolution")
         run(experiment, out=tmp_path / "resumed", resume=True)
-    assert chosen.call_args.args[2:] == ("float32", META, 6)
+    assert choose.call_args.args[2:] == ("float32", META, 6)
     assert_differ_in_settings_only(tmp_path / "resumed", tmp_path / "unfolded")
     assert not models_of(tmp_path / "resumed").equal(models_of(tmp_path / "grouped"))
     assert recorded_kernels(tmp_path / "resumed")["convolution"] == "unfolded"
@@ -278,8 +282,8 @@ def test_a_resumed_run_on_a_device_keeps_its_convolutions(tmp_path, monkeypatch)
 
 def test_on_the_cpu_only_single_networks_are_timed(tmp_path, monkeypatch):
     forbid_timing(monkeypatch, "fastest_batched_convolution")
-    chosen = Mock(return_value="fourier")
-    monkeypatch.setattr(_autotune, "fastest_single_convolution", chosen)
+    choose = Mock(return_value="fourier")
+    monkeypatch.setattr(_autotune, "fastest_single_convolution", choose)
     for changes, expected in (
         ({}, "fourier"),
         ({"together": 3}, "grouped"),
@@ -288,23 +292,23 @@ def test_on_the_cpu_only_single_networks_are_timed(tmp_path, monkeypatch):
         folder = tmp_path / str(changes)
         run(tiny(model=IMAGES, rounds=1, **changes), out=folder, workers=1)
         assert recorded_kernels(folder)["convolution"] == expected
-    ((_, x, precision), _) = chosen.call_args
-    assert (chosen.call_count, x.shape[1:], precision) == (1, (1, 8, 8), "float32")
+    ((_, x, precision), _) = choose.call_args
+    assert (choose.call_count, x.shape[1:], precision) == (1, (1, 8, 8), "float32")
     monkeypatch.setattr(_autotune, "fastest_layout", lambda *_: "channels_last")
     run(tiny(model={"name": convolutions}, rounds=1), out=tmp_path / "last", workers=1)
-    assert isinstance(chosen.call_args.args[0][0], memory_layout.ChannelsLast)
+    assert isinstance(choose.call_args.args[0][0], memory_layout.ChannelsLast)
 
 
-def test_a_run_by_spectra_agrees_with_pytorch_to_rounding(tmp_path, monkeypatch):
+def test_a_run_with_fourier_convolutions_agrees_with_pytorch_to_rounding(tmp_path, monkeypatch):
     monkeypatch.setattr(_fft_conv, "MIN_SAVING", 0)
     experiment = tiny(model={"name": "cnn", "hidden": 8}, evaluate_every=3)
-    spectra = {**experiment, "convolution": "fourier"}
+    fourier = {**experiment, "convolution": "fourier"}
     run({**experiment, "convolution": "grouped"}, out=tmp_path / "grouped", workers=1)
-    run(spectra, out=tmp_path / "fourier", workers=1)
+    run(fourier, out=tmp_path / "fourier", workers=1)
     with pytest.raises(StopError):
-        run(spectra, out=tmp_path / "resumed", workers=1, watch=stop_after(1))
-    run(spectra, out=tmp_path / "resumed", workers=1, resume=True)
+        run(fourier, out=tmp_path / "resumed", workers=1, watch=stop_after(1))
+    run(fourier, out=tmp_path / "resumed", workers=1, resume=True)
     assert bits(tmp_path / "fourier") == bits(tmp_path / "resumed")
-    found, expected = models_of(tmp_path / "fourier"), models_of(tmp_path / "grouped")
-    assert not found.equal(expected)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    result, expected = models_of(tmp_path / "fourier"), models_of(tmp_path / "grouped")
+    assert not result.equal(expected)
+    torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-5)

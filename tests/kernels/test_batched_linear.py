@@ -9,28 +9,37 @@ from torch.nn import functional as F
 from fedcb2o.kernels import dispatch
 
 
-def drawn(*shape, seed):
+def random_tensor(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_outputs_and_derivatives_are_those_of_each_network():
-    tensors = [drawn(3, 4, 5, seed=0), drawn(3, 7, 5, seed=1), drawn(3, 7, seed=2)]
+def test_outputs_and_gradients_equal_the_single_networks():
+    tensors = [
+        random_tensor(3, 4, 5, seed=0),
+        random_tensor(3, 7, 5, seed=1),
+        random_tensor(3, 7, seed=2),
+    ]
     inputs = [tensor.clone().requires_grad_() for tensor in tensors]
     with dispatch.use_kernels("batched"):
         y = vmap(F.linear)(*inputs)
-    g = drawn(3, 4, 7, seed=3)
-    found = torch.autograd.grad(y, inputs, g)
+    g = random_tensor(3, 4, 7, seed=3)
+    gradients = torch.autograd.grad(y, inputs, g)
     for i in range(3):
         single = [tensor[i].clone().requires_grad_() for tensor in tensors]
-        alone = F.linear(*single)
-        torch.testing.assert_close(y[i], alone)
+        expected = F.linear(*single)
+        torch.testing.assert_close(y[i], expected)
         torch.testing.assert_close(
-            [gradient[i] for gradient in found], list(torch.autograd.grad(alone, single, g[i]))
+            [gradient[i] for gradient in gradients],
+            list(torch.autograd.grad(expected, single, g[i])),
         )
 
 
-def test_the_derivative_has_the_memory_order_of_the_weights():
-    inputs = [drawn(3, 4, 5, seed=0), drawn(3, 7, 5, seed=1).requires_grad_(), drawn(3, 7, seed=2)]
+def test_the_gradient_has_the_memory_order_of_the_weights():
+    inputs = [
+        random_tensor(3, 4, 5, seed=0),
+        random_tensor(3, 7, 5, seed=1).requires_grad_(),
+        random_tensor(3, 7, seed=2),
+    ]
     gradients = {}
     for linear in ("torch", "batched"):
         with dispatch.use_kernels(linear):
@@ -50,7 +59,7 @@ def test_the_derivative_has_the_memory_order_of_the_weights():
 )
 def test_other_layers_are_left_to_pytorch(layer, shape, in_dims):
     layer = layer.double()
-    x = drawn(*shape, seed=4)
+    x = random_tensor(*shape, seed=4)
     stacked = {name: p.detach().expand(3, *p.shape) for name, p in layer.named_parameters()}
 
     def outputs(parameters, x):

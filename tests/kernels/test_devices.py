@@ -83,11 +83,11 @@ QUICK = [
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 
 
-def close(found, expected):
-    """Whether two records say the same, numbers to rounding."""
+def are_close(result, expected):
+    """Return True if two records are equal, with numbers equal to rounding."""
     if isinstance(expected, list):
-        return len(found) == len(expected) and all(map(close, found, expected))
-    return found == (
+        return len(result) == len(expected) and all(map(are_close, result, expected))
+    return result == (
         pytest.approx(expected, rel=1e-3, abs=1e-4) if isinstance(expected, float) else expected
     )
 
@@ -100,8 +100,8 @@ no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devic
 DEVICES = ["meta", pytest.param("cuda", marks=no_gpu)]
 
 
-def on(device, monkeypatch):
-    """Within it a device is there: a real one, or the pretended one."""
+def device_context(device, monkeypatch):
+    """Return a context in which the device exists: a real or the pretended one."""
     return pretended(monkeypatch) if device == "meta" else contextlib.nullcontext()
 
 
@@ -110,14 +110,14 @@ def on(device, monkeypatch):
 def test_a_run_on_a_device_agrees_with_the_cpu_to_rounding(tmp_path, monkeypatch, name, device):
     experiment = tiny(rounds=2, **RUNS[name])
     run({**experiment, "together": None}, out=tmp_path / "cpu", workers=1)
-    with on(device, monkeypatch):
+    with device_context(device, monkeypatch):
         run({**experiment, "device": device}, out=tmp_path / "device")
     for file in ("metrics.jsonl", "pairs.jsonl"):
-        for found, expected in zip(
+        for result, expected in zip(
             lines(tmp_path / "device", file), lines(tmp_path / "cpu", file), strict=True
         ):
             for key in expected:
-                assert close(found[key], expected[key]), key
+                assert are_close(result[key], expected[key]), key
     models = [
         torch.frombuffer(bytearray(bits(tmp_path / side)["checkpoint models"]), dtype=torch.float32)
         for side in ("device", "cpu")
@@ -126,7 +126,7 @@ def test_a_run_on_a_device_agrees_with_the_cpu_to_rounding(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_round_waits_for_the_device_a_few_times_only(tmp_path, monkeypatch):
+def test_a_round_waits_for_the_device_only_a_few_times(tmp_path, monkeypatch):
     def waits(**changes):
         with pretended(monkeypatch) as mode:
             run(
@@ -137,10 +137,10 @@ def test_a_round_waits_for_the_device_a_few_times_only(tmp_path, monkeypatch):
 
     for convolution in ("grouped", "unfolded", "mixed"):
         assert waits(model=IMAGES, convolution=convolution) == waits(model=IMAGES)
-    once = waits()
-    assert set(once) == {"transfer"}
-    assert waits(training={"local_epochs": 3}) == once  # no wait in a step
-    assert once.total() < 25
+    waits_of_one_epoch = waits()
+    assert set(waits_of_one_epoch) == {"transfer"}
+    assert waits(training={"local_epochs": 3}) == waits_of_one_epoch  # no wait in a step
+    assert waits_of_one_epoch.total() < 25
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -149,25 +149,25 @@ def test_a_run_on_a_device_is_resumed_and_repeated_to_the_bit(
     tmp_path, monkeypatch, device, convolution
 ):
     experiment = tiny(rounds=2, device=device, convolution=convolution, **RUNS["convolutions"])
-    with on(device, monkeypatch):
+    with device_context(device, monkeypatch):
         run(experiment, out=tmp_path / "whole")
         with pytest.raises(StopError):
             run(experiment, out=tmp_path / "parts", watch=stop_after(1))
         monkeypatch.setattr(
             devices, "device_memory", lambda device: 1
-        )  # how many at once is on record
+        )  # the recorded number of agents counts
         run(experiment, out=tmp_path / "parts", resume=True)
         name = devices.device_name(torch.device(device))
     assert bits(tmp_path / "parts") == bits(tmp_path / "whole")
-    told = json.loads((tmp_path / "parts/seed-1000/environment.json").read_text())
-    assert (told["device"], told["together"], told["workers"]) == (name, 6, 1)
+    environment = json.loads((tmp_path / "parts/seed-1000/environment.json").read_text())
+    assert (environment["device"], environment["together"], environment["workers"]) == (name, 6, 1)
 
 
 def dropout(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, classes))
 
 
-TOGETHER = {
+BATCHED_RUNS = {
     "convolutions": {"model": IMAGES, "together": 3, "training": {"precision": "bfloat16"}},
     "unfolded": {"model": IMAGES, "together": 3, "convolution": "unfolded"},
     "residual": {
@@ -179,12 +179,12 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_several_in_one_program_repeat_their_bits(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("name", BATCHED_RUNS)
+def test_batched_training_repeats_its_bits(tmp_path, monkeypatch, name):
     monkeypatch.setattr(
         _autotune, "_bfloat16_speedup", lambda _: 1.0
     )  # in bfloat16 on any processor
-    experiment = tiny(rounds=2, **TOGETHER[name])
+    experiment = tiny(rounds=2, **BATCHED_RUNS[name])
     run(experiment, out=tmp_path / "whole", workers=1)
     with pytest.raises(StopError):
         run(experiment, out=tmp_path / "parts", workers=2, watch=stop_after(1))
@@ -201,7 +201,7 @@ def stubborn(shape, classes):
     return Stubborn(64, classes)
 
 
-def test_a_network_that_cannot_be_several_trains_one_by_one(tmp_path, monkeypatch):
+def test_a_network_that_cannot_be_batched_trains_one_by_one(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError,
         match=r"`.*stubborn` cannot be computed for several agents at once: leave out `together`",
@@ -211,36 +211,41 @@ def test_a_network_that_cannot_be_several_trains_one_by_one(tmp_path, monkeypatc
     assert devices.max_batched_agents(torch.device("cpu"), 0, module, x) == 1
 
 
-def test_how_many_train_at_once_is_what_the_memory_takes(monkeypatch):
+def test_the_number_of_batched_agents_fits_the_memory(monkeypatch):
     monkeypatch.setattr(devices, "device_memory", lambda device: 2**30)
     module, x = (
         nn.Sequential(nn.Flatten(), nn.Linear(64, 1000), nn.ReLU(), nn.Linear(1000, 10)),
         torch.rand(8, 1, 8, 8),
     )
-    each = devices.training_bytes(module, x)
+    bytes_per_agent = devices.training_bytes(module, x)
     d = sum(p.numel() for p in module.parameters())
-    assert 24 * d < each < 24 * d + 4 * 128 * (64 + 2 * 1000 + 10)
-    assert devices.training_bytes(module, torch.rand(128, 1, 8, 8)) - 24 * d == 2 * (each - 24 * d)
-    assert devices.max_batched_agents(torch.device("cpu"), 2**29, module, x) == 2**28 // each
+    assert 24 * d < bytes_per_agent < 24 * d + 4 * 128 * (64 + 2 * 1000 + 10)
+    assert devices.training_bytes(module, torch.rand(128, 1, 8, 8)) - 24 * d == 2 * (
+        bytes_per_agent - 24 * d
+    )
+    assert (
+        devices.max_batched_agents(torch.device("cpu"), 2**29, module, x)
+        == 2**28 // bytes_per_agent
+    )
     assert devices.max_batched_agents(torch.device("cpu"), 2**30, module, x) == 1
 
 
-def test_the_patches_count_as_memory():
+def test_unfolded_patches_count_as_memory():
     module, x = (
         nn.Sequential(nn.Conv2d(4, 8, 5, padding=2), nn.Flatten(), nn.Linear(512, 10)),
         torch.rand(64, 4, 8, 8),
     )
-    more = devices.training_bytes(module, x, "unfolded") - devices.training_bytes(module, x)
+    extra_bytes = devices.training_bytes(module, x, "unfolded") - devices.training_bytes(module, x)
     patches, images = 4 * 64 * 64 * 100, 4 * 64 * 4 * 64
-    assert 2 * (patches - images) <= more < 2 * patches + 2**20
+    assert 2 * (patches - images) <= extra_bytes < 2 * patches + 2**20
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:3", "mps", "quantum", "meta"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
-def test_a_device_that_is_not_there_is_one_line(tmp_path, name):
+def test_a_missing_device_is_a_one_line_error(tmp_path, name):
     path = write(tmp_path / "tiny.toml")
-    told = here("run", path, "--out", tmp_path / "run", "--device", name).one_line()
-    assert told.startswith(f"`device` = '{name}' is not a device that PyTorch")
+    message = here("run", path, "--out", tmp_path / "run", "--device", name).one_line()
+    assert message.startswith(f"`device` = '{name}' is not a device that PyTorch")
     assert not (tmp_path / "run").exists()
 
 
@@ -250,7 +255,7 @@ def test_the_cpu_by_name_is_the_default(tmp_path):
     assert "device" not in (tmp_path / "run/config.toml").read_text()
 
 
-def test_what_does_not_go_with_a_device_is_an_error(tmp_path, monkeypatch):
+def test_settings_incompatible_with_a_device_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r'"tf32" needs a CUDA device, and `device` is "cpu"'):
         fedcb2o.load(tiny(training={"precision": "tf32"}))
     assert (
@@ -269,7 +274,7 @@ def test_what_does_not_go_with_a_device_is_an_error(tmp_path, monkeypatch):
         run(tiny(), out=tmp_path / "run", resume=True)
 
 
-def test_a_full_device_is_one_line(tmp_path, monkeypatch):
+def test_a_full_device_is_a_run_error(tmp_path, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
@@ -281,16 +286,16 @@ def test_a_full_device_is_one_line(tmp_path, monkeypatch):
         run(tiny(device="meta"), out=tmp_path / "run")
 
 
-def test_float32_products_are_rounded_only_where_that_is_asked_for():
-    def now():
+def test_tf32_is_used_only_within_its_context():
+    def precisions():
         return torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
 
-    before = now()
+    before = precisions()
     with allow_tf32(False, "cuda"):
-        assert now() == ("ieee", "ieee")
+        assert precisions() == ("ieee", "ieee")
         with allow_tf32(True, "cuda"):
-            assert now() == ("tf32", "tf32")
-        assert now() == ("ieee", "ieee")
+            assert precisions() == ("tf32", "tf32")
+        assert precisions() == ("ieee", "ieee")
     with allow_tf32(True, "cpu"):
-        assert now() == before
-    assert now() == before
+        assert precisions() == before
+    assert precisions() == before

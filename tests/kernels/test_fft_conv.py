@@ -13,7 +13,7 @@ from fedcb2o.kernels import _fft_conv, dispatch
 from fedcb2o.nn import architectures
 
 
-def drawn(*shape, seed=0):
+def random_tensor(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -27,61 +27,68 @@ SIZES = [
 
 
 def counted(compute):
-    with Seen() as mode, dispatch.use_kernels(convolution="fourier"):
-        found = compute()
-    return found, mode.convolutions
+    with Seen() as counter, dispatch.use_kernels(convolution="fourier"):
+        result = compute()
+    return result, counter.convolutions
 
 
 @pytest.fixture
-def always(monkeypatch):
-    """By spectra whatever they take, where there is a result."""
+def always_fourier(monkeypatch):
+    """Use spectra for every convolution that has an output."""
 
-    def some(images, weight, margins):
+    def has_output(images, weight, margins):
         return min(_fft_conv._output_shape(images[2:], weight[2:], margins)) > 0
 
-    monkeypatch.setattr(_fft_conv, "_is_faster", some)
+    monkeypatch.setattr(_fft_conv, "_is_faster", has_output)
 
 
 @pytest.mark.parametrize(("shape", "kernel"), SIZES)
 @pytest.mark.parametrize("padding", [0, 2, (3, 1), "same", "valid", 7])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-def test_any_convolution_and_its_gradients(always, shape, kernel, padding, channels_last):
-    x, weight, bias = drawn(5, 8, *shape), drawn(9, 8, *kernel, seed=1), drawn(9, seed=2)
+def test_any_convolution_and_its_gradients_agree_with_pytorch(
+    always_fourier, shape, kernel, padding, channels_last
+):
+    x, weight, bias = (
+        random_tensor(5, 8, *shape),
+        random_tensor(9, 8, *kernel, seed=1),
+        random_tensor(9, seed=2),
+    )
     inputs = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
-    seen = x.to(memory_format=torch.channels_last) if channels_last else x
+    images = x.to(memory_format=torch.channels_last) if channels_last else x
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     try:
         expected = F.conv2d(*exact, padding=padding)
-    except RuntimeError:  # the kernel is larger than the image, whoever computes it
+    except RuntimeError:  # the kernel is larger than the image
         with pytest.raises(RuntimeError, match="greater than actual input size"):
-            counted(lambda: F.conv2d(seen, weight, bias, padding=padding))
+            counted(lambda: F.conv2d(images, weight, bias, padding=padding))
         return
-    y, convolutions = counted(lambda: F.conv2d(seen, weight, bias, padding=padding))
+    y, convolutions = counted(lambda: F.conv2d(images, weight, bias, padding=padding))
     assert convolutions == 0
     for kernels in (weight, weight.to(memory_format=torch.channels_last)):
-        both = [
-            counted(lambda w=kernels: F.conv2d(seen, w, bias, padding=padding))[0] for _ in range(2)
+        repeated = [
+            counted(lambda w=kernels: F.conv2d(images, w, bias, padding=padding))[0]
+            for _ in range(2)
         ]
-        plain = F.conv2d(seen, kernels, bias, padding=padding)
+        plain = F.conv2d(images, kernels, bias, padding=padding)
         for layout in (torch.contiguous_format, torch.channels_last):
-            assert both[0].is_contiguous(memory_format=layout) == plain.is_contiguous(
+            assert repeated[0].is_contiguous(memory_format=layout) == plain.is_contiguous(
                 memory_format=layout
             )
-        assert torch.equal(*both)
-    g = drawn(*y.shape, seed=3)
-    found, wanted = (
+        assert torch.equal(*repeated)
+    g = random_tensor(*y.shape, seed=3)
+    gradients, expected_gradients = (
         torch.autograd.grad(y, inputs, g),
         torch.autograd.grad(expected, exact, g.double()),
     )
-    for one, other in zip((y, *found), (expected, *wanted), strict=True):
+    for one, other in zip((y, *gradients), (expected, *expected_gradients), strict=True):
         torch.testing.assert_close(
             one.double(), other, rtol=0, atol=2e-6 * other.abs().max().item()
         )
 
 
-def test_by_hand(always):
-    # An image of one pixel that is 1, at (1, 2), shows the kernel turned about it.
+def test_one_pixel_gives_the_rotated_kernel(always_fourier):
+    # One pixel of value 1 at (1, 2) gives the kernel, rotated, around it.
     x, weight = torch.zeros(1, 8, 4, 5), torch.zeros(8, 8, 3, 3)
     x[0, 3, 1, 2] = 1.0
     weight[6, 3] = torch.arange(1.0, 10).view(3, 3)
@@ -100,9 +107,9 @@ def test_the_papers_second_convolution_takes_a_quarter_of_the_multiplications():
     transforms        11,592 * 6,144 + 3,330 * 2,048           =  78,041,088
     by spectra        153,538,560, 4.18 times fewer
     """
-    for fewer, expected in ((4.18, True), (4.19, False)):
+    for saving, expected in ((4.18, True), (4.19, False)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_fft_conv, "MIN_SAVING", fewer)
+            patch.setattr(_fft_conv, "MIN_SAVING", saving)
             assert (
                 _fft_conv._is_faster((64, 32, 14, 14), (64, 32, 5, 5), [(2, 2), (2, 2)]) == expected
             )
@@ -111,66 +118,70 @@ def test_the_papers_second_convolution_takes_a_quarter_of_the_multiplications():
 @pytest.mark.parametrize(
     ("convolve", "x"),
     [
-        (nn.Conv2d(32, 64, 5, padding=2, stride=2), drawn(16, 32, 14, 14)),
-        (nn.Conv2d(32, 64, 5, padding=2, dilation=2), drawn(16, 32, 14, 14)),
-        (nn.Conv2d(32, 64, 5, padding=2, groups=2), drawn(16, 32, 14, 14)),
-        (nn.Conv2d(1, 64, 5, padding=2), drawn(16, 1, 14, 14)),
-        (nn.Conv2d(32, 1, 5, padding=2), drawn(16, 32, 14, 14)),
-        (nn.Conv2d(32, 64, 1), drawn(16, 32, 14, 14)),
-        (nn.Conv2d(32, 64, 5, padding=2), drawn(32, 14, 14)),
-        (nn.Conv2d(32, 64, 5, padding=2).double(), drawn(16, 32, 14, 14).double()),
-        (nn.Conv2d(32, 64, 5, padding=2), drawn(0, 32, 14, 14)),
+        (nn.Conv2d(32, 64, 5, padding=2, stride=2), random_tensor(16, 32, 14, 14)),
+        (nn.Conv2d(32, 64, 5, padding=2, dilation=2), random_tensor(16, 32, 14, 14)),
+        (nn.Conv2d(32, 64, 5, padding=2, groups=2), random_tensor(16, 32, 14, 14)),
+        (nn.Conv2d(1, 64, 5, padding=2), random_tensor(16, 1, 14, 14)),
+        (nn.Conv2d(32, 1, 5, padding=2), random_tensor(16, 32, 14, 14)),
+        (nn.Conv2d(32, 64, 1), random_tensor(16, 32, 14, 14)),
+        (nn.Conv2d(32, 64, 5, padding=2), random_tensor(32, 14, 14)),
+        (nn.Conv2d(32, 64, 5, padding=2).double(), random_tensor(16, 32, 14, 14).double()),
+        (nn.Conv2d(32, 64, 5, padding=2), random_tensor(0, 32, 14, 14)),
     ],
 )
-def test_others_are_pytorchs_to_the_bit(convolve, x):
+def test_other_convolutions_have_pytorchs_bits(convolve, x):
     y, convolutions = counted(lambda: convolve(x))
     assert convolutions == 1
     assert torch.equal(y, convolve(x))
 
 
-def test_several_networks_bfloat16_and_other_devices_are_pytorchs():
-    images, weights, biases = drawn(3, 16, 32, 14, 14), drawn(3, 64, 32, 5, 5), drawn(3, 64)
+def test_several_networks_bfloat16_and_other_devices_use_pytorch():
+    images, weights, biases = (
+        random_tensor(3, 16, 32, 14, 14),
+        random_tensor(3, 64, 32, 5, 5),
+        random_tensor(3, 64),
+    )
     x, weight = images[0], weights[0]
-    for several, over in (
+    for convolve, stacked in (
         (lambda weight: F.conv2d(x, weight), weights),
         (lambda x: F.conv2d(x, weight), images),
         (lambda bias: F.conv2d(x, weight, bias), biases),
     ):
-        assert counted(functools.partial(torch.func.vmap(several), over))[1] == 1
+        assert counted(functools.partial(torch.func.vmap(convolve), stacked))[1] == 1
     with torch.autocast("cpu", torch.bfloat16):
         y, convolutions = counted(lambda: F.conv2d(x, weight))
     assert (y.dtype, convolutions) == (torch.bfloat16, 1)
     assert counted(lambda: F.conv2d(x.to("meta"), weight.to("meta")))[1] == 1
 
 
-def test_errors_are_pytorchs():
-    x, weight = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5)
+def test_errors_equal_pytorchs_errors():
+    x, weight = random_tensor(16, 32, 14, 14), random_tensor(64, 32, 5, 5)
     for changes in (
         {"padding": "some"},
         {"padding": -1},
         {"padding": (1, 2, 3)},
         {"stride": (1, 1, 1)},
         {"dilation": (1, 1, 1)},
-        {"weight": drawn(64, 31, 5, 5)},
-        {"weight": drawn(64, 32, 15, 5)},
-        {"weight": drawn(64, 32, 5)},
-        {"bias": drawn(3)},
-        {"bias": drawn(1)},
-        {"bias": drawn(64).double()},
+        {"weight": random_tensor(64, 31, 5, 5)},
+        {"weight": random_tensor(64, 32, 15, 5)},
+        {"weight": random_tensor(64, 32, 5)},
+        {"bias": random_tensor(3)},
+        {"bias": random_tensor(1)},
+        {"bias": random_tensor(64).double()},
     ):
-        told = []
+        messages = []
         for convolution in ("grouped", "fourier"):
             with (
                 pytest.raises(RuntimeError) as caught,
                 dispatch.use_kernels(convolution=convolution),
             ):
                 F.conv2d(**{"input": x, "weight": weight, **changes})
-            told.append(str(caught.value))
-        assert told[0] == told[1]
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]
 
 
-def test_a_number_that_is_not_finite_stays_in_its_image():
-    x, weight = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5, seed=1)
+def test_a_non_finite_value_affects_only_its_image_or_channel():
+    x, weight = random_tensor(16, 32, 14, 14), random_tensor(64, 32, 5, 5, seed=1)
     x[3, 5, 2, 2] = torch.inf
     y, convolutions = counted(lambda: F.conv2d(x, weight, padding=2))
     finite = y.isfinite().flatten(1)
@@ -185,25 +196,29 @@ def test_a_number_that_is_not_finite_stays_in_its_image():
     assert finite[:, 8:].all()
 
 
-def test_second_derivatives():
-    """Of what a convolution says of an image's gradient, as a network of scores asks."""
-    x, weight, bias = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5, seed=1) / 30, drawn(64, seed=2)
+def test_second_derivatives_agree():
+    """Differentiate the gradient of a convolution by its input, as score networks do."""
+    x, weight, bias = (
+        random_tensor(16, 32, 14, 14),
+        random_tensor(64, 32, 5, 5, seed=1) / 30,
+        random_tensor(64, seed=2),
+    )
 
-    def found():
+    def second_derivatives():
         inputs = [t.clone().requires_grad_() for t in (x, weight, bias)]
         y = F.conv2d(*inputs, padding=2).tanh().sum()
         slope, *_ = torch.autograd.grad(y, inputs[0], create_graph=True)
         return torch.autograd.grad(slope.square().sum(), inputs)
 
-    seconds, convolutions = counted(found)
+    results, convolutions = counted(second_derivatives)
     assert convolutions == 0
-    for one, other in zip(seconds, found(), strict=True):
+    for one, other in zip(results, second_derivatives(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * other.abs().max().item())
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_other_ways_to_differentiate():
-    x, weight = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5, seed=1)
+def test_functional_and_forward_derivatives_agree():
+    x, weight = random_tensor(16, 32, 14, 14), random_tensor(64, 32, 5, 5, seed=1)
 
     def loss(weight):
         return F.conv2d(x, weight, padding=2).square().mean()
@@ -211,14 +226,14 @@ def test_other_ways_to_differentiate():
     by_grad, convolutions = counted(lambda: torch.func.grad(loss)(weight))
     assert convolutions == 0
     torch.testing.assert_close(by_grad, torch.func.grad(loss)(weight), rtol=1e-3, atol=1e-5)
-    (_, along), _ = counted(lambda: torch.func.jvp(loss, (weight,), (weight,)))
+    (_, directional), _ = counted(lambda: torch.func.jvp(loss, (weight,), (weight,)))
     torch.testing.assert_close(
-        along, 2 * loss(weight), rtol=1e-4, atol=0
+        directional, 2 * loss(weight), rtol=1e-4, atol=0
     )  # the loss is a square of the weight
 
 
-def test_training_after_inference():
-    x, weight = drawn(16, 32, 13, 13), drawn(64, 32, 5, 5, seed=1).requires_grad_()
+def test_training_works_after_inference():
+    x, weight = random_tensor(16, 32, 13, 13), random_tensor(64, 32, 5, 5, seed=1).requires_grad_()
     _fft_conv._dft_tables.cache_clear()
     with torch.inference_mode():
         first, _ = counted(lambda: F.conv2d(x, weight))
@@ -229,44 +244,48 @@ def test_training_after_inference():
     assert weight.grad is not None
 
 
-def test_a_network_repeats_its_bits_and_finds_what_pytorch_finds():
-    module, x = architectures.cnn((1, 28, 28), 10, hidden=8), drawn(16, 1, 28, 28)
+def test_a_network_repeats_its_bits_and_agrees_with_pytorch():
+    module, x = architectures.cnn((1, 28, 28), 10, hidden=8), random_tensor(16, 1, 28, 28)
     parameters = list(module.parameters())
-    # Fixed: in three of 120 random networks rounding makes a pooling choose another value.
+    # Fixed parameters: in 3 of 120 random networks, rounding changes the choice of a pooling.
     nn.utils.vector_to_parameters(
-        drawn(sum(p.numel() for p in parameters), seed=1) / 20, parameters
+        random_tensor(sum(p.numel() for p in parameters), seed=1) / 20, parameters
     )
 
     def step():
         return torch.autograd.grad(module(x).square().sum(), parameters)
 
-    (first, convolutions), (again, _), plain = counted(step), counted(step), step()
-    assert convolutions == 1  # the first, of one channel
-    for one, other, expected in zip(first, again, plain, strict=True):
+    (first, convolutions), (repeated, _), plain = counted(step), counted(step), step()
+    assert convolutions == 1  # the first layer, of one channel
+    for one, other, expected in zip(first, repeated, plain, strict=True):
         assert torch.equal(one, other)
         torch.testing.assert_close(
             one, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item()
         )
 
 
-def test_gradients_of_what_asks_for_them():
-    x, weight, bias = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5, seed=1), drawn(64, seed=2)
-    g = drawn(16, 64, 14, 14, seed=3)
-    all_of_them = [x.clone(), weight.clone(), bias.clone()]
-    wanted = torch.autograd.grad(
-        F.conv2d(*(t.requires_grad_() for t in all_of_them), padding=2), all_of_them, g
+def test_only_requested_gradients_are_computed():
+    x, weight, bias = (
+        random_tensor(16, 32, 14, 14),
+        random_tensor(64, 32, 5, 5, seed=1),
+        random_tensor(64, seed=2),
     )
-    for asked in itertools.product([False, True], repeat=3):
+    g = random_tensor(16, 64, 14, 14, seed=3)
+    references = [x.clone(), weight.clone(), bias.clone()]
+    expected_gradients = torch.autograd.grad(
+        F.conv2d(*(t.requires_grad_() for t in references), padding=2), references, g
+    )
+    for is_requested in itertools.product([False, True], repeat=3):
         inputs = [
             t.detach().clone().requires_grad_(a)
-            for t, a in zip((x, weight, bias), asked, strict=True)
+            for t, a in zip((x, weight, bias), is_requested, strict=True)
         ]
         y, convolutions = counted(functools.partial(F.conv2d, *inputs, padding=2))
         assert convolutions == 0
-        assert y.requires_grad == any(asked)
-        if any(asked):
+        assert y.requires_grad == any(is_requested)
+        if any(is_requested):
             y.backward(g)
-        for tensor, expected, a in zip(inputs, wanted, asked, strict=True):
+        for tensor, expected, a in zip(inputs, expected_gradients, is_requested, strict=True):
             assert (tensor.grad is not None) == a
             if a:
                 torch.testing.assert_close(

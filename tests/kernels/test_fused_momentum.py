@@ -1,4 +1,4 @@
-"""SGD with momentum in one pass, and training with copies in bfloat16 that autocast leaves alone."""
+"""SGD with momentum in one pass, and training with bfloat16 copies that autocast keeps."""
 
 import os
 import sys
@@ -16,14 +16,14 @@ from fedcb2o.rng import stream
 
 
 def momentum_step_(parameter, momentum, gradient, low, lr, factor):
-    """The same update by PyTorch's operations."""
+    """Apply the same update with PyTorch's operations."""
     momentum.mul_(factor).add_(gradient)
     parameter.add_(momentum, alpha=-lr)
     if low is not None:
         low.copy_(parameter)
 
 
-# Autocast on a CPU knows convolutions of several networks in the unfolded form alone.
+# On a CPU autocast supports convolutions of several networks only in the unfolded form.
 @pytest.mark.parametrize(("name", "convolution"), [("mlp", "grouped"), ("cnn", "unfolded")])
 def test_training_with_copies_has_the_bits_of_autocast(monkeypatch, name, convolution):
     stand_in = types.SimpleNamespace(momentum_step_=momentum_step_)
@@ -69,17 +69,17 @@ needs_triton = pytest.mark.skipif(
 
 @needs_triton
 @pytest.mark.parametrize("has_copy", [False, True])
-def test_one_pass_by_triton_agrees(has_copy):
+def test_the_triton_kernel_agrees_with_pytorch(has_copy):
     pytest.importorskip("triton")
     from fedcb2o.nn import fused_momentum
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter lacks it
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter lacks bfloat16
     draw = torch.Generator().manual_seed(0)
     theta, m, g = (torch.randn(3, 1001, generator=draw).to(device) for _ in range(3))
-    g = g.to(kind)
-    expected = [theta.clone(), m.clone(), theta.to(kind) if has_copy else None]
-    found = [tensor if tensor is None else tensor.clone() for tensor in expected]
+    g = g.to(dtype)
+    expected = [theta.clone(), m.clone(), theta.to(dtype) if has_copy else None]
+    result = [tensor if tensor is None else tensor.clone() for tensor in expected]
     momentum_step_(expected[0], expected[1], g, expected[2], 0.1, 0.9)
-    fused_momentum.momentum_step_(found[0], found[1], g, found[2], 0.1, 0.9)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    fused_momentum.momentum_step_(result[0], result[1], g, result[2], 0.1, 0.9)
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)

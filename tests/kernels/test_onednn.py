@@ -36,68 +36,68 @@ def test_a_layer_and_its_gradients_agree_to_rounding(layout, bias):
     x = LAYOUTS[layout](torch.randn(6, WIDE[0], generator=draw)).requires_grad_()
     weight = torch.randn(WIDE[1], WIDE[0], generator=draw).requires_grad_()
     inputs = x, weight, torch.randn(WIDE[1], generator=draw).requires_grad_() if bias else None
-    y, found = gradients(inputs, "onednn")
+    y, result = gradients(inputs, "onednn")
     assert "_LinearFunction" in type(y.grad_fn).__name__
     assert y.is_contiguous()
     expected_y, expected = gradients(inputs, "torch")
     torch.testing.assert_close(y, expected_y, rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-3)
 
 
-def test_what_is_small_of_another_type_or_shape_is_pytorchs():
+def test_small_layers_and_other_types_or_shapes_use_pytorch():
     x, weight = torch.randn(6, WIDE[0]), torch.randn(*WIDE[::-1], requires_grad=True)
     with dispatch.use_kernels("onednn"):
-        found = [
+        outputs = [
             F.linear(x[:, :8], weight[:8, :8]),
             F.linear(x.double(), weight.double()),
             F.linear(x[None], weight),
             F.linear(input=x[0], weight=weight),
         ]
         with torch.autocast("cpu", torch.bfloat16):
-            found.append(F.linear(x, weight))
-    assert all("Products" not in type(y.grad_fn).__name__ for y in found)
-    assert found[-1].dtype == torch.bfloat16
+            outputs.append(F.linear(x, weight))
+    assert all("_LinearFunction" not in type(y.grad_fn).__name__ for y in outputs)
+    assert outputs[-1].dtype == torch.bfloat16
 
 
-def test_a_layer_that_is_used_twice_trains_right():
+def test_a_layer_used_twice_has_the_right_gradients():
     layer = nn.Linear(1100, 1100)
     x = torch.randn(4, 1100, generator=torch.Generator().manual_seed(0))
-    found = []
+    results = []
     for linear in ("torch", "onednn"):
         with dispatch.use_kernels(linear):
             y = layer(layer(x).relu())
-        found.append(torch.autograd.grad(y.square().sum(), list(layer.parameters())))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-3)
+        results.append(torch.autograd.grad(y.square().sum(), list(layer.parameters())))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_second_derivatives(layout):
-    """Of what a layer says of a sample's gradient, as a network of scores asks."""
+def test_second_derivatives_agree(layout):
+    """Differentiate the gradient of a layer by its input, as score networks do."""
     draw = torch.Generator().manual_seed(0)
     x, weight = (
         torch.randn(6, WIDE[0], generator=draw),
         torch.randn(WIDE[1], WIDE[0], generator=draw) / 30,
     )
-    found = []
+    results = []
     for linear in ("torch", "onednn"):
         inputs = [t.clone().requires_grad_() for t in (x, weight, torch.zeros(WIDE[1]))]
         with dispatch.use_kernels(linear):
-            seen = LAYOUTS[layout](inputs[0])
-            energy = F.linear(seen, *inputs[1:]).tanh().sum()
+            arranged = LAYOUTS[layout](inputs[0])
+            energy = F.linear(arranged, *inputs[1:]).tanh().sum()
             slope, *_ = torch.autograd.grad(energy, inputs[0], create_graph=True)
-            found.append(torch.autograd.grad(slope.square().sum(), inputs))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-3)
-    assert all(g.abs().max() > 0.1 for g in found[0])
+            results.append(torch.autograd.grad(slope.square().sum(), inputs))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-3)
+    assert all(g.abs().max() > 0.1 for g in results[0])
 
 
-def test_several_networks_at_once_are_pytorchs():
+def test_several_networks_at_once_use_pytorch():
     module = nn.Sequential(nn.Linear(1100, 1000), nn.Tanh(), nn.Linear(1000, 2))
     thetas = torch.stack([parameters.flatten(module)] * 2)
     x = torch.randn(1, 3, 1100, generator=torch.Generator().manual_seed(0))
-    found = []
+    results = []
     for linear in ("torch", "onednn"):
         with dispatch.use_kernels(linear):
             leaves = [p.requires_grad_() for p in parameters.unstack_views(module, thetas)]
             y = batched_forward(module, thetas.shape[1])(leaves, x)
-        found.append(torch.autograd.grad(y.sum(), leaves))
-    assert all(map(torch.equal, *found))
+        results.append(torch.autograd.grad(y.sum(), leaves))
+    assert all(map(torch.equal, *results))

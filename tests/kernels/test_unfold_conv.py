@@ -18,29 +18,33 @@ from fedcb2o.nn import architectures, parameters
 from fedcb2o.rng import stream
 
 
-def drawn(*shape, seed=0, dtype=torch.float64):
+def random_tensor(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def of_each(convolve, x, parameters):
-    """What several networks find, their gradients, and how many convolutions PyTorch computed."""
+def batched_outputs(convolve, x, parameters):
+    """Return outputs and gradients of several networks, and the number of PyTorch convolutions."""
     inputs = [t.clone().requires_grad_() for t in (x, *parameters)]
-    with Seen() as seen, dispatch.use_kernels(convolution="unfolded"):
+    with Seen() as counter, dispatch.use_kernels(convolution="unfolded"):
         y = vmap(convolve)(*inputs)
-    return y, torch.autograd.grad(y, inputs, drawn(*y.shape, seed=9).to(y.dtype)), seen.convolutions
+    return (
+        y,
+        torch.autograd.grad(y, inputs, random_tensor(*y.shape, seed=9).to(y.dtype)),
+        counter.convolutions,
+    )
 
 
-def agree(convolve, x, parameters):
-    """Several networks at once have each network's outputs and gradients."""
-    y, found, convolutions = of_each(convolve, x, parameters)
+def assert_agrees_with_single_networks(convolve, x, parameters):
+    """Compare outputs and gradients of several networks with those of each network."""
+    y, gradients, convolutions = batched_outputs(convolve, x, parameters)
     assert convolutions == 0
     assert y.is_contiguous()
-    for i, g in enumerate(drawn(*y.shape, seed=9)):
+    for i, g in enumerate(random_tensor(*y.shape, seed=9)):
         inputs = [t[i].clone().requires_grad_() for t in (x, *parameters)]
-        alone = convolve(*inputs)
-        torch.testing.assert_close(y[i], alone)
+        expected = convolve(*inputs)
+        torch.testing.assert_close(y[i], expected)
         torch.testing.assert_close(
-            [gradient[i] for gradient in found], list(torch.autograd.grad(alone, inputs, g))
+            [gradient[i] for gradient in gradients], list(torch.autograd.grad(expected, inputs, g))
         )
 
 
@@ -60,45 +64,45 @@ def one_or_two(least, most):
     image=st.tuples(st.integers(7, 9), st.integers(7, 9)),
 )
 @settings(max_examples=150, deadline=None)
-def test_any_convolution_and_its_gradients_agree_with_each_networks_own(
+def test_any_convolution_and_its_gradients_agree_with_single_networks(
     kernel, stride, padding, dilation, bias, sizes, image
 ):
     m, n, into, out = sizes
     if padding == "same":
         stride = 1
-    x, weight = drawn(m, n, into, *image), drawn(m, out, into, *kernel, seed=1)
-    parameters = [weight, drawn(m, out, seed=2)] if bias else [weight]
-    agree(
+    x, weight = random_tensor(m, n, into, *image), random_tensor(m, out, into, *kernel, seed=1)
+    parameters = [weight, random_tensor(m, out, seed=2)] if bias else [weight]
+    assert_agrees_with_single_networks(
         lambda x, weight, bias=None: F.conv2d(x, weight, bias, stride, padding, dilation),
         x,
         parameters,
     )
 
 
-def test_a_layer_is_found_whatever_its_margins_are_filled_with():
+def test_layers_with_any_padding_mode_are_unfolded():
     for mode in ("zeros", "reflect", "circular"):
         layer = nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode).double()
-        agree(
+        assert_agrees_with_single_networks(
             lambda x, weight, bias, layer=layer: torch.func.functional_call(
                 layer, {"weight": weight, "bias": bias}, x
             ),
-            drawn(2, 4, 2, 6, 6),
-            [drawn(2, 3, 2, 3, 3, seed=1), drawn(2, 3, seed=2)],
+            random_tensor(2, 4, 2, 6, 6),
+            [random_tensor(2, 3, 2, 3, 3, seed=1), random_tensor(2, 3, seed=2)],
         )
 
 
-def test_by_hand():
+def test_outputs_and_gradients_by_hand():
     x = torch.tensor(
         [[[[[1.0, 2.0], [3.0, 4.0]]]], [[[[5.0, 6.0], [7.0, 8.0]]]]]
     )  # two networks, an image of 2x2 each
     weight = torch.tensor([[[[[1.0, 0.0], [0.0, 10.0]]]], [[[[0.0, 1.0], [1.0, 0.0]]]]])
-    y, (_, by_weight), _ = of_each(F.conv2d, x, [weight])
+    y, (_, by_weight), _ = batched_outputs(F.conv2d, x, [weight])
     assert y.flatten().tolist() == [41.0, 13.0]
-    g = drawn(2, 1, 1, 1, 1, seed=9).float()
+    g = random_tensor(2, 1, 1, 1, 1, seed=9).float()
     torch.testing.assert_close(by_weight, g * x)
 
 
-OTHERS = {
+OTHER_CONVOLUTIONS = {
     "the same images": lambda x, w: vmap(F.conv2d, (None, 0))(x[0], w),
     "the same weights": lambda x, w: vmap(F.conv2d, (0, None))(x, w[0]),
     "one network": lambda x, w: F.conv2d(x[0], w[0]),
@@ -109,37 +113,39 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_all_else_is_pytorchs_to_the_bit(name):
-    x, weight = drawn(2, 3, 2, 5, 5), drawn(2, 4, 2, 3, 3, seed=1)
-    expected = OTHERS[name](x, weight)
-    with Seen() as seen, dispatch.use_kernels(convolution="unfolded"):
-        found = OTHERS[name](x, weight)
-    assert seen.convolutions == 1
-    assert torch.equal(found, expected)
+@pytest.mark.parametrize("name", OTHER_CONVOLUTIONS)
+def test_other_convolutions_have_pytorchs_bits(name):
+    x, weight = random_tensor(2, 3, 2, 5, 5), random_tensor(2, 4, 2, 3, 3, seed=1)
+    expected = OTHER_CONVOLUTIONS[name](x, weight)
+    with Seen() as counter, dispatch.use_kernels(convolution="unfolded"):
+        result = OTHER_CONVOLUTIONS[name](x, weight)
+    assert counter.convolutions == 1
+    assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("padding", ["same", "nonsense"])
-def test_what_pytorch_refuses_is_refused_alike(padding):
-    told = []
+def test_errors_equal_pytorchs_errors(padding):
+    messages = []
     for convolution in ("grouped", "unfolded"):
         with pytest.raises(RuntimeError) as caught, dispatch.use_kernels(convolution=convolution):
             vmap(lambda x, w: F.conv2d(x, w, stride=2, padding=padding))(
-                drawn(2, 3, 2, 5, 5), drawn(2, 4, 2, 3, 3)
+                random_tensor(2, 3, 2, 5, 5), random_tensor(2, 4, 2, 3, 3)
             )
-        told.append(str(caught.value))
-    assert told[0] == told[1]
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
 
 
-def test_products_are_in_bfloat16_where_that_is_asked_for():
-    x, weight = (drawn(2, *shape, dtype=torch.float32) for shape in ((8, 3, 9, 9), (5, 3, 3, 3)))
-    bias = drawn(2, 5, seed=2, dtype=torch.float32)
-    exact, gradients, _ = of_each(F.conv2d, x, [weight, bias])
+def test_products_are_in_bfloat16_under_autocast():
+    x, weight = (
+        random_tensor(2, *shape, dtype=torch.float32) for shape in ((8, 3, 9, 9), (5, 3, 3, 3))
+    )
+    bias = random_tensor(2, 5, seed=2, dtype=torch.float32)
+    exact, gradients, _ = batched_outputs(F.conv2d, x, [weight, bias])
     with torch.autocast("cpu", torch.bfloat16):
-        y, found, convolutions = of_each(F.conv2d, x, [weight, bias])
+        y, rough_gradients, convolutions = batched_outputs(F.conv2d, x, [weight, bias])
     assert (y.dtype, convolutions) == (torch.bfloat16, 0)
-    assert [gradient.dtype for gradient in found] == [torch.float32] * 3
-    for rough, fine in zip((y.float(), *found), (exact, *gradients), strict=True):
+    assert [gradient.dtype for gradient in rough_gradients] == [torch.float32] * 3
+    for rough, fine in zip((y.float(), *rough_gradients), (exact, *gradients), strict=True):
         assert 1e-5 < (rough - fine).norm() / fine.norm() < 2e-2
 
 
@@ -160,24 +166,24 @@ NETWORKS = {
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("way", ["unfolded", "mixed"])
-def test_networks_agree_to_rounding(name, shared, way):
+@pytest.mark.parametrize("form", ["unfolded", "mixed"])
+def test_networks_agree_to_rounding(name, shared, form):
     module = parameters.initialise(lambda: NETWORKS[name]((3, 8, 8)), stream(0, "test"))
-    thetas = parameters.flatten(module) + 0.01 * drawn(3, 1, dtype=torch.float32)
-    x = drawn(1 if shared else 3, 5, 3, 8, 8, dtype=torch.float32)
-    found = []
-    for convolution in ("grouped", way):
+    thetas = parameters.flatten(module) + 0.01 * random_tensor(3, 1, dtype=torch.float32)
+    x = random_tensor(1 if shared else 3, 5, 3, 8, 8, dtype=torch.float32)
+    results = []
+    for convolution in ("grouped", form):
         leaves = [p.requires_grad_() for p in parameters.unstack_views(module, thetas)]
-        with Seen() as seen, dispatch.use_kernels(convolution=convolution):
+        with Seen() as counter, dispatch.use_kernels(convolution=convolution):
             y = batched_forward(module, thetas.shape[1])(leaves, x)
-        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
-    most = sum(
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
+    num_wide = sum(
         isinstance(part, nn.Conv2d) and part.in_channels >= FEW_CHANNELS
         for part in module.modules()
     )
-    first = 1 if shared else 0  # on the same images the first layer has m times the channels
-    assert seen.convolutions == first + (most if way == "mixed" else 0)
-    for other, grouped in zip(*found, strict=True):
+    num_shared = 1 if shared else 0  # on the same images the first layer has m times the channels
+    assert counter.convolutions == num_shared + (num_wide if form == "mixed" else 0)
+    for other, grouped in zip(*results, strict=True):
         torch.testing.assert_close(
             other, grouped, rtol=1e-4, atol=1e-4 * float(grouped.abs().max())
         )

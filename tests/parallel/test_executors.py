@@ -52,29 +52,29 @@ def fail(world, kind):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def who(world):
+def process_id(world):
     return os.getpid()
 
 
-def same(tensors):
+def identity(tensors):
     return tensors
 
 
 class TwoWordsError(Exception):
-    """Goes to bytes, but not back: pickle gives it one of its two arguments."""
+    """An exception that pickles but does not unpickle: pickle passes one of two arguments."""
 
     def __init__(self, one, two):
         super().__init__(one)
 
 
-def odd(world, kind):
+def raise_or_return_unpicklable(world, kind):
     if kind == "error":
         raise TwoWordsError(1, 2)
     return threading.Lock()
 
 
-def stuck(world, path):
-    """A worker whose own child holds its pipe open, and which then dies."""
+def die_with_child(world, path):
+    """Start a child that holds the pipe of the worker open, and kill the worker."""
     if (child := os.fork()) == 0:
         time.sleep(60)
         os._exit(0)
@@ -85,14 +85,14 @@ def stuck(world, path):
 @pytest.fixture(scope="module")
 def pool():
     with _shared_memory.allocate_shared(SPECS) as shared:
-        yield PoolExecutor(2, shared, same)
+        yield PoolExecutor(2, shared, identity)
 
 
 def test_workers_change_the_tensors_in_place_with_one_thread_each(pool):
-    found = pool.map(fill, [(0, 1.0), (1, 2.0), (2, 3.0)])
+    results = pool.map(fill, [(0, 1.0), (1, 2.0), (2, 3.0)])
     assert pool.shared_tensors.tensors()["models"].tolist() == [[1.0] * 5, [2.0] * 5, [3.0] * 5]
-    assert all(pid != os.getpid() for pid, _ in found)
-    assert {threads for _, threads in found} == {1}
+    assert all(pid != os.getpid() for pid, _ in results)
+    assert {threads for _, threads in results} == {1}
 
 
 def test_results_come_in_the_order_of_the_tasks(pool):
@@ -106,7 +106,7 @@ def test_results_come_in_the_order_of_the_tasks(pool):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "value",
     [
         torch.zeros(3, dtype=torch.bfloat16),
         torch.ones(2, 3, requires_grad=True),
@@ -117,25 +117,25 @@ def test_results_come_in_the_order_of_the_tasks(pool):
         torch.tensor([True, False]),
     ],
 )
-def test_any_tensor_goes_there_and_back(pool, given):
-    """Users' functions may hold what NumPy has not."""
-    (found,) = pool.map(slowly, [(0, given)])
-    assert (found.dtype, found.layout, found.requires_grad) == (
-        given.dtype,
-        given.layout,
-        given.requires_grad,
+def test_tensors_survive_the_round_trip(pool, value):
+    """User functions may hold tensors that NumPy does not support."""
+    (result,) = pool.map(slowly, [(0, value)])
+    assert (result.dtype, result.layout, result.requires_grad) == (
+        value.dtype,
+        value.layout,
+        value.requires_grad,
     )
-    assert found.shape == given.shape
-    assert found.to_dense().equal(given.to_dense())
+    assert result.shape == value.shape
+    assert result.to_dense().equal(value.to_dense())
 
 
-def test_an_error_arrives_as_it_is_and_the_pool_works_on(pool):
+def test_an_error_keeps_its_type_and_the_pool_keeps_working(pool):
     with pytest.raises(ConfigError, match=r"^the rule returned nonsense$"):
         pool.map(fail, [("config",)])
     assert pool.map(slowly, [(0.0, 1)]) == [1]
 
 
-def test_a_dead_worker_is_a_run_error_and_the_next_map_has_new_ones(pool):
+def test_a_dead_worker_is_a_run_error_and_is_replaced(pool):
     with pytest.raises(
         RunError, match="a worker process was killed, perhaps because memory is short"
     ):
@@ -144,20 +144,20 @@ def test_a_dead_worker_is_a_run_error_and_the_next_map_has_new_ones(pool):
 
 
 def pids(pool):
-    return set(pool.map(who, [()] * 8))
+    return set(pool.map(process_id, [()] * 8))
 
 
-def gone(pid):
+def has_ended(pid):
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 @pytest.mark.slow
-def test_a_worker_killed_while_it_has_nothing_to_do_is_replaced(pool):
+def test_an_idle_worker_that_is_killed_is_replaced(pool):
     pool.map(slowly, [(0.2, 0)] * 2)
     victim, other = current_pool().workers
     os.kill(victim.process.pid, signal.SIGKILL)
-    assert victim.pipe.poll(10)  # all of its threads are gone, and not its first one alone
+    assert victim.pipe.poll(10)  # wait for the end of all its threads, not only of the first one
     assert pool.map(slowly, [(0.2, k) for k in range(4)]) == [0, 1, 2, 3]
     assert len(current_pool().workers) == 2
     assert other in current_pool().workers
@@ -166,39 +166,37 @@ def test_a_worker_killed_while_it_has_nothing_to_do_is_replaced(pool):
 
 @pytest.mark.slow
 @needs_proc
-def test_a_worker_with_a_child_of_its_own_that_dies_is_missed_and_its_child_goes_with_it(
-    pool, tmp_path
-):
+def test_a_dead_worker_is_detected_and_its_child_is_ended(pool, tmp_path):
     with pytest.raises(RunError, match="a worker process was killed"):
-        pool.map(stuck, [(tmp_path / "child",)])
+        pool.map(die_with_child, [(tmp_path / "child",)])
     child, deadline = int((tmp_path / "child").read_text()), time.monotonic() + 3
-    while not gone(child) and time.monotonic() < deadline:
+    while not has_ended(child) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert gone(child)
+    assert has_ended(child)
 
 
 @pytest.mark.parametrize("kind", ["error", pytest.param("result", marks=pytest.mark.slow)])
-def test_what_cannot_come_back_is_told(pool, kind):
+def test_results_that_cannot_be_returned_are_errors(pool, kind):
     expected = {
         "error": (RuntimeError, "^TwoWordsError: 1$"),
         "result": (RunError, "cannot be sent to another process"),
     }
-    error, words = expected[kind]
-    with pytest.raises(error, match=words):
-        pool.map(odd, [(kind,)])
+    error, message = expected[kind]
+    with pytest.raises(error, match=message):
+        pool.map(raise_or_return_unpicklable, [(kind,)])
 
 
-def test_what_cannot_be_sent_is_told(pool):
+def test_arguments_that_cannot_be_sent_are_errors(pool):
     deep = functools.reduce(lambda inner, _: [inner], range(100_000), [])
-    for what in (threading.Lock(), deep):
+    for argument in (threading.Lock(), deep):
         with pytest.raises(
             RunError, match=r"cannot be sent to another process .*: take --workers 1"
         ):
-            pool.map(slowly, [(0, what)])
+            pool.map(slowly, [(0, argument)])
 
 
 @pytest.mark.slow
-def test_after_a_second_ctrl_c_that_stops_the_end_of_workers_others_come(pool, monkeypatch):
+def test_new_workers_start_after_an_interrupted_termination(pool, monkeypatch):
     before = pids(pool)
 
     def interrupt(member):
@@ -235,30 +233,28 @@ with shared_memory.allocate_shared({"models": (torch.uint8, (9,))}) as shared:
 
 
 @pytest.mark.slow
-def test_a_worker_that_prints_is_not_stopped_by_a_terminal_that_stops_the_background():
-    ours, theirs = os.openpty()
+def test_a_printing_worker_is_not_stopped_by_a_tostop_terminal():
+    controller, terminal = os.openpty()
     try:
-        done = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", TERMINAL],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
             start_new_session=True,
         )
         try:
-            assert done.wait(60) == 0
+            assert process.wait(60) == 0
         finally:
-            done.kill()
-        assert b"said" in os.read(ours, 10_000)
+            process.kill()
+        assert b"said" in os.read(controller, 10_000)
     finally:
-        os.close(ours)
-        os.close(theirs)
+        os.close(controller)
+        os.close(terminal)
 
 
 @pytest.mark.slow
-def test_workers_stay_for_the_next_run_and_with_another_path_others_come(
-    pool, monkeypatch, tmp_path
-):
+def test_workers_are_reused_until_the_import_path_changes(pool, monkeypatch, tmp_path):
     pool.map(slowly, [(0.1, 0)] * 2)
     before = {member.process.pid for member in current_pool().workers}
     assert pids(pool) <= before
@@ -267,30 +263,30 @@ def test_workers_stay_for_the_next_run_and_with_another_path_others_come(
 
 
 @pytest.mark.slow
-def test_a_module_that_is_loaded_again_is_the_new_one_in_workers_too(tmp_path, monkeypatch):
+def test_a_reloaded_module_is_reloaded_in_workers(tmp_path, monkeypatch):
     file = tmp_path / "own_part_loaded_again.py"
     file.write_text("def value(world):\n    return 'old'\n")
     monkeypatch.syspath_prepend(tmp_path)
-    own = importlib.import_module(file.stem)
+    module = importlib.import_module(file.stem)
     with _shared_memory.allocate_shared(SPECS) as shared:
-        assert PoolExecutor(1, shared, same).map(own.value, [()]) == ["old"]
-        before = pids(PoolExecutor(1, shared, same))
-        assert PoolExecutor(1, shared, same).map(own.value, [()]) == ["old"]
-        assert pids(PoolExecutor(1, shared, same)) == before
+        assert PoolExecutor(1, shared, identity).map(module.value, [()]) == ["old"]
+        before = pids(PoolExecutor(1, shared, identity))
+        assert PoolExecutor(1, shared, identity).map(module.value, [()]) == ["old"]
+        assert pids(PoolExecutor(1, shared, identity)) == before
         file.write_text("def value(world):\n    return 'another'\n")
-        importlib.reload(own)
-        assert PoolExecutor(1, shared, same).map(own.value, [()]) == ["another"]
+        importlib.reload(module)
+        assert PoolExecutor(1, shared, identity).map(module.value, [()]) == ["another"]
 
 
 @pytest.mark.slow
-def test_a_fork_has_workers_of_its_own_and_ends_none_of_ours(pool):
+def test_a_fork_has_its_own_workers_and_keeps_its_parents_workers(pool):
     before = pids(pool)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        own = pids(pool)
+        child_pids = pids(pool)
         current_pool().terminate()
-        os.write(write, bytes([not own & before]))
+        os.write(write, bytes([not child_pids & before]))
         os._exit(0)
     os.close(write)
     assert os.read(read, 1) == b"\1"
@@ -300,19 +296,19 @@ def test_a_fork_has_workers_of_its_own_and_ends_none_of_ours(pool):
     assert before & {member.process.pid for member in current_pool().workers}
 
 
-def test_one_process_gives_the_same_and_both_are_workers(pool):
+def test_the_serial_executor_works_like_a_pool(pool):
     world = {"models": torch.zeros(3, 5)}
     before = torch.get_num_threads()
-    one = SerialExecutor(world)
-    assert one.map(fill, [(1, 2.0)]) == [(os.getpid(), 1)]
+    serial = SerialExecutor(world)
+    assert serial.map(fill, [(1, 2.0)]) == [(os.getpid(), 1)]
     assert torch.get_num_threads() == before
     assert world["models"][1].tolist() == [2.0] * 5
-    assert isinstance(one, Executor)
+    assert isinstance(serial, Executor)
     assert isinstance(pool, Executor)
-    assert (one.count, pool.count) == (1, 2)
+    assert (serial.count, pool.count) == (1, 2)
 
 
-def test_one_thread_puts_back_what_was_there():
+def test_one_thread_restores_the_number_of_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -325,20 +321,20 @@ def test_one_thread_puts_back_what_was_there():
 
 
 def mapped_by(path):
-    """The processes that map a file, its name gone or not."""
+    """Return the ids of the processes that map a file, deleted or not."""
     maps = {maps.parent.name: maps for maps in Path("/proc").glob("[0-9]*/maps")}
-    found = set()
-    for pid, each in maps.items():
+    process_ids = set()
+    for pid, maps_file in maps.items():
         with contextlib.suppress(OSError):
-            found |= {int(pid)} if str(path) in each.read_text() else set()
-    return found
+            process_ids |= {int(pid)} if str(path) in maps_file.read_text() else set()
+    return process_ids
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells what is mapped")
-def test_workers_let_go_of_an_arena_that_is_gone():
+def test_workers_unmap_removed_shared_memory():
     with _shared_memory.allocate_shared(SPECS) as shared:
-        found = PoolExecutor(2, shared, same).map(slowly, [(0.1, 0)] * 4)
-        assert found == [0] * 4
+        results = PoolExecutor(2, shared, identity).map(slowly, [(0.1, 0)] * 4)
+        assert results == [0] * 4
         assert mapped_by(shared.path) - {os.getpid()}
     end = time.monotonic() + 10
     while mapped_by(shared.path) and time.monotonic() < end:
@@ -346,7 +342,7 @@ def test_workers_let_go_of_an_arena_that_is_gone():
     assert not mapped_by(shared.path)
 
 
-class Slow:
+class SlowContext:
     """A context that is slow to delete, like mapped memory, and records start and end."""
 
     def __init__(self, folder):
@@ -359,25 +355,27 @@ class Slow:
 
 
 def slow(tensors, folder):
-    return Slow(folder)
+    return SlowContext(folder)
 
 
 @pytest.mark.slow
-def test_a_worker_that_ends_first_gives_back_what_it_is_giving_back(tmp_path):
-    """A thread that is cut short within PyTorch takes its process down: "terminate called"."""
+def test_an_ending_worker_finishes_deleting_its_context(tmp_path):
+    """A thread that is interrupted within PyTorch aborts its process: "terminate called"."""
     with _shared_memory.allocate_shared(SPECS) as shared:
-        pids = set(
-            PoolExecutor(2, shared, functools.partial(slow, folder=tmp_path)).map(who, [()] * 4)
+        worker_pids = set(
+            PoolExecutor(2, shared, functools.partial(slow, folder=tmp_path)).map(
+                process_id, [()] * 4
+            )
         )
     end = time.monotonic() + 30
-    while len(list(tmp_path.glob("begun-*"))) < len(pids) and time.monotonic() < end:
+    while len(list(tmp_path.glob("begun-*"))) < len(worker_pids) and time.monotonic() < end:
         time.sleep(0.01)
-    current_pool().map_unordered(0, who, [], print)
-    assert {int(path.name.removeprefix("gone-")) for path in tmp_path.glob("gone-*")} == pids
+    current_pool().map_unordered(0, process_id, [], print)
+    assert {int(path.name.removeprefix("gone-")) for path in tmp_path.glob("gone-*")} == worker_pids
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 50))
-def test_blocks_hold_every_agent_once_in_fair_shares(costs, count):
+def test_balanced_shares_hold_every_agent_once(costs, count):
     shares = balance_load(range(len(costs)), costs, count)
     assert sorted(j for share in shares for j in share) == list(range(len(costs)))
     assert len(shares) == min(count, len(costs))
@@ -385,7 +383,7 @@ def test_blocks_hold_every_agent_once_in_fair_shares(costs, count):
     assert max(loads) <= sum(costs) / len(shares) + max(costs)
 
 
-def test_an_arena_holds_zeros_shared_and_aligned_and_is_removed():
+def test_shared_memory_is_zeroed_aligned_and_removed():
     with _shared_memory.allocate_shared(SPECS) as shared:
         first, second = shared.tensors(), shared.tensors()
         assert {name: (t.dtype, tuple(t.shape)) for name, t in first.items()} == SPECS
@@ -401,33 +399,31 @@ def test_an_arena_holds_zeros_shared_and_aligned_and_is_removed():
     assert first["models"][1, 2] == 7  # a mapping outlives its file
 
 
-def test_an_arena_that_is_gone_is_not_made_again(tmp_path):
+def test_removed_shared_memory_is_not_created_again(tmp_path):
     with _shared_memory.allocate_shared(SPECS, tmp_path) as shared:
         pass
-    with pytest.raises(
-        FileNotFoundError
-    ):  # a worker that starts while its run ends is late, and is heard by nobody
+    with pytest.raises(FileNotFoundError):  # a worker that starts while its run ends is too late
         shared.tensors()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_arena_is_removed_after_an_error():
+def test_shared_memory_is_removed_after_an_error():
     with pytest.raises(KeyError), _shared_memory.allocate_shared(SPECS) as shared:
         raise KeyError
     assert not shared.path.exists()
 
 
-def test_sweeping_takes_what_was_left_and_nothing_that_is_used(tmp_path, monkeypatch):
+def test_cleanup_removes_only_unused_files(tmp_path, monkeypatch):
     monkeypatch.setattr(_shared_memory, "_candidate_folders", lambda: [tmp_path])
-    left, used, other = (
+    stale, used, other = (
         tmp_path / f"fedcb2o-{name}" for name in ("1-a.tensors", "2-b.tensors", "notes.txt")
     )
-    for path in (left, used, other):
+    for path in (stale, used, other):
         path.write_bytes(b"x")
     with used.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with _shared_memory.allocate_shared(SPECS) as shared:
-            assert not left.exists()
+            assert not stale.exists()
             assert used.exists()
             assert other.exists()
             _shared_memory.remove_stale()  # as another run does
@@ -449,27 +445,27 @@ for _ in range(100):
 
 
 @pytest.mark.slow
-def test_runs_that_start_at_once_in_one_folder_do_not_sweep_what_another_is_making(tmp_path):
+def test_concurrent_starts_do_not_remove_new_files_of_each_other(tmp_path):
     command = [sys.executable, "-c", RACE, str(tmp_path)]
     runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     assert [run.communicate()[1] for run in runs] == ["", "", ""]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_whatever_is_made_goes_again_that_is_an_error_in_the_end(tmp_path, monkeypatch):
+def test_files_that_always_disappear_are_an_error(tmp_path, monkeypatch):
     flock = fcntl.flock
 
-    def swept(file, how):
-        flock(file, how)
+    def lock_and_remove(file, operation):
+        flock(file, operation)
         for path in tmp_path.iterdir():
             path.unlink()
 
-    monkeypatch.setattr(fcntl, "flock", swept)
+    monkeypatch.setattr(fcntl, "flock", lock_and_remove)
     with pytest.raises(RunError, match="no room to share"):
         _shared_memory.allocate_shared(SPECS, tmp_path).__enter__()
 
 
-def test_no_room_is_one_clear_error_and_leaves_nothing(tmp_path, monkeypatch):
+def test_insufficient_space_is_an_error_and_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(_shared_memory, "_candidate_folders", lambda: [tmp_path])
     with pytest.raises(
         RunError, match=r"no room to share 4194304\.00 GiB of models and data between processes: "

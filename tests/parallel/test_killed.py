@@ -13,7 +13,7 @@ from tests.tiny import bits, here, write
 from fedcb2o.parallel import _shared_memory
 from fedcb2o.rng import stream
 
-# A user's module that kills its own or the other process at a moment in the environment.
+# A user module that kills its own or the other process at a point set in the environment.
 SABOTEUR = '''
 import atexit
 import os
@@ -112,7 +112,7 @@ ROUNDS = 6
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The experiment, and the bits of a run of it that nobody disturbed."""
+    """Return an experiment, and the bits of an undisturbed run of it."""
     folder = tmp_path_factory.mktemp("killed")
     (folder / "saboteur.py").write_text(SABOTEUR)
     path = write(
@@ -131,7 +131,7 @@ def undisturbed(tmp_path_factory):
 
 
 def start_run(path, out, sabotage="nowhere parent 0"):
-    """`fedcb2o run` with two workers."""
+    """Start `fedcb2o run` with two workers."""
     return start(
         "run", path, "--out", out, "--workers", 2, "--resume", cwd=path.parent, SABOTAGE=sabotage
     )
@@ -148,7 +148,7 @@ def left_by(pid: int) -> set[Path]:
 
 
 PLACES = {"training": 40, "judging": 8, "mixing": 3, "writing": 2, "renaming": 2}
-"""A moment to kill in, and how often a process passes it at least before the last round."""
+"""Points to kill at, and the least number of passes of a process before the last round."""
 
 QUICK = {("mixing", "worker")}
 
@@ -174,9 +174,7 @@ def test_a_kill_in_the_middle_changes_no_bit(undisturbed, tmp_path, place, victi
     _, errors = process.communicate(timeout=100)
     if victim == "parent":
         assert process.returncode == -signal.SIGKILL, errors
-    elif (
-        process.returncode == 0
-    ):  # it had nothing to do, and others took its place before it was missed
+    elif process.returncode == 0:  # the idle worker was replaced before its death was noticed
         assert place in ("writing", "renaming"), errors
         assert bits(out) == expected
         return
@@ -186,11 +184,11 @@ def test_a_kill_in_the_middle_changes_no_bit(undisturbed, tmp_path, place, victi
         assert "Traceback" not in errors
     assert_gone(process.pid)
     assert not (out / "seed-1000" / "summary.json").exists()
-    goes_on_to(expected, path, out)
+    assert_resumes_to(expected, path, out)
     assert not left_by(process.pid)
 
 
-def goes_on_to(expected: dict[str, bytes], path: Path, out: Path) -> None:
+def assert_resumes_to(expected: dict[str, bytes], path: Path, out: Path) -> None:
     """Resume the run in `out` with one worker, and compare its bits."""
     done = here("run", path, "--out", out, "--workers", 1, "--resume")
     assert (done.status, "Error" in done.err) == (0, False), done.err
@@ -210,7 +208,7 @@ def test_kills_at_any_time_change_no_bit(undisturbed, tmp_path, seed):
         process.kill()
         process.communicate()
         assert_gone(process.pid)
-    goes_on_to(expected, path, out)
+    assert_resumes_to(expected, path, out)
 
 
 WAYS = {
@@ -252,7 +250,7 @@ def test_a_run_that_starts_with_sigint_ignored_ignores_it(undisturbed, tmp_path)
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=() if "SIGINT" in way else pytest.mark.slow) for way in WAYS]
 )
-def test_what_stops_a_run_is_one_line_and_leaves_nothing(undisturbed, tmp_path, way):
+def test_a_signal_ends_a_run_with_one_line_and_leaves_no_files(undisturbed, tmp_path, way):
     path, expected = undisturbed
     out = tmp_path / "run"
     process = start_run(path, out, "slowly nobody 0")
@@ -262,14 +260,14 @@ def test_what_stops_a_run_is_one_line_and_leaves_nothing(undisturbed, tmp_path, 
     output, errors = process.communicate(timeout=60)
     status, word = WAYS[way]
     assert process.returncode == status, errors
-    said = [line for line in errors.splitlines() if not line.startswith("tiny seed")]
-    assert said == [
+    messages = [line for line in errors.splitlines() if not line.startswith("tiny seed")]
+    assert messages == [
         f"{word}. What is written stays; a run goes on from its last checkpoint with --resume."
     ]
     assert output == ""
     assert_gone(process.pid)
     assert left_by(process.pid) == set()
-    goes_on_to(expected, path, out)
+    assert_resumes_to(expected, path, out)
 
 
 @needs_proc
@@ -280,7 +278,7 @@ def test_what_stops_a_run_is_one_line_and_leaves_nothing(undisturbed, tmp_path, 
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )
-def test_a_group_that_ends_while_workers_start_leaves_nothing(undisturbed, tmp_path, number, after):
+def test_a_group_killed_while_workers_start_leaves_no_files(undisturbed, tmp_path, number, after):
     path, _ = undisturbed
     out = tmp_path / "run"
     process = start_run(path, out)
@@ -301,7 +299,7 @@ def test_a_group_that_ends_while_workers_start_leaves_nothing(undisturbed, tmp_p
 
 @needs_proc
 @pytest.mark.slow
-def test_a_worker_that_does_not_leave_holds_up_nobody(undisturbed, tmp_path):
+def test_a_worker_that_does_not_exit_does_not_delay_the_run(undisturbed, tmp_path):
     path, expected = undisturbed
     process = start_run(path, tmp_path / "run", "leaving nobody 0")
     process.communicate(timeout=60)
@@ -314,7 +312,7 @@ def test_a_worker_that_does_not_leave_holds_up_nobody(undisturbed, tmp_path):
 @needs_proc
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0.0, 0.05, 0.1, 0.15, 0.2])
-def test_a_worker_killed_after_the_end_holds_up_nobody(undisturbed, tmp_path, after):
+def test_a_worker_killed_after_the_end_does_not_delay_the_run(undisturbed, tmp_path, after):
     path, expected = undisturbed
     process = start_run(path, tmp_path / "run")
     children: list[str] = []
@@ -336,16 +334,16 @@ def test_a_worker_killed_after_the_end_holds_up_nobody(undisturbed, tmp_path, af
 
 @needs_proc
 @pytest.mark.slow
-def test_the_next_start_sweeps_what_a_killed_one_left(undisturbed, tmp_path):
+def test_the_next_start_removes_files_of_a_killed_run(undisturbed, tmp_path):
     path, expected = undisturbed
-    left = (
+    stale = (
         _shared_memory._candidate_folders()[0]
         / f"{_shared_memory.PREFIX}0-left{_shared_memory.SUFFIX}"
     )
-    left.write_bytes(bytes(64))
+    stale.write_bytes(bytes(64))
     process = start_run(path, tmp_path / "run")
     process.communicate(timeout=100)
     assert process.returncode == 0
-    assert not left.exists()
+    assert not stale.exists()
     assert not left_by(process.pid)
     assert bits(tmp_path / "run") == expected

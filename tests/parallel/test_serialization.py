@@ -1,4 +1,4 @@
-"""Functions that travel to other processes: they work there, or one line names them."""
+"""Functions sent to other processes: they work, or a one-line error names them."""
 
 import functools
 import sys
@@ -43,8 +43,8 @@ class Maker:
 """
 
 
-def main():
-    """The names of a script, whose process is another one."""
+def run_script():
+    """Return the namespace of a script that ran as `__main__`."""
     names = {"__name__": "__main__"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated, and in use
@@ -60,7 +60,7 @@ def closure(factor):
     return lambda x: inner(x) + 0
 
 
-SCRIPT = main()
+SCRIPT = run_script()
 
 
 @pytest.mark.parametrize(
@@ -77,15 +77,15 @@ SCRIPT = main()
         (lambda x: abs(x) * 2, 6),
     ],
 )
-def test_functions_of_a_script_work_elsewhere(function, expected):
+def test_functions_of_a_script_work_in_other_processes(function, expected):
     assert unwrap_result(execute(serialize((function, (3,))))) == expected
 
 
-def test_a_cache_stays_one_with_its_size():
-    found = cloudpickle.loads(serialize(SCRIPT.small))
-    assert found.cache_parameters() == {"maxsize": 3, "typed": True}
-    assert [found(1), found(1), found.cache_info().hits] == [3, 3, 1]
-    assert cloudpickle.loads(serialize(cached_here)) is cached_here  # which others can import
+def test_a_cached_function_keeps_its_cache_settings():
+    function = cloudpickle.loads(serialize(SCRIPT.small))
+    assert function.cache_parameters() == {"maxsize": 3, "typed": True}
+    assert [function(1), function(1), function.cache_info().hits] == [3, 3, 1]
+    assert cloudpickle.loads(serialize(cached_here)) is cached_here  # importable, so sent by name
 
 
 @functools.cache
@@ -108,13 +108,13 @@ def cached_here():
         ),
     ],
 )
-def test_functions_that_cannot_travel_are_named_in_one_line(content, message):
+def test_functions_that_cannot_be_sent_are_named_in_a_one_line_error(content, message):
     with pytest.raises(RunError, match=message) as raised:
         serialize(content)
     assert "\n" not in str(raised.value)
 
 
-def test_functions_that_do_not_arrive_are_one_line(monkeypatch):
+def test_functions_of_a_missing_module_are_a_run_error(monkeypatch):
     module = types.ModuleType("made_here")
     exec("def make(x): return x", module.__dict__)
     monkeypatch.setitem(sys.modules, "made_here", module)

@@ -1,4 +1,4 @@
-"""The problem of most tests: the unit circle as L, and the squared distance from (2, 0) as G."""
+"""The problem of most tests: L is least on the unit circle, G at (2, 0)."""
 
 import functools
 

@@ -1,5 +1,4 @@
-"""Every adversary does what its docstring says, and the facts on capture and cure (eq:dyn_macro,
-prop:attack)."""
+"""Built-in adversaries, capture of the consensus point and its cure (eq:dyn_macro, prop:attack)."""
 
 import math
 import warnings
@@ -16,7 +15,7 @@ from fedcb2o.particles import adversaries
 from fedcb2o.particles.dynamics import ConsensusParams, consensus_point, evaluate_objectives
 from fedcb2o.particles.objectives import circle, last_coordinate, norm, paraboloid
 
-LURE = paraboloid(2.0, 0.0)  # the minimiser (2, 0) of G; among those of L it is (1, 0)
+LURE = paraboloid(2.0, 0.0)  # G is least at (2, 0); among the minimisers of L, at (1, 0)
 SETTINGS = {
     "num_particles": 60,
     "alpha": 30.0,
@@ -28,41 +27,41 @@ SETTINGS = {
 }
 
 
-def watched(adversary, lower=circle, upper=LURE, **settings):
-    """theta_m [steps + 1, n_m, d] and x [steps + 1, d] of a run, and its result."""
-    seen = []
+def record_run(adversary, lower=circle, upper=LURE, **settings):
+    """Return theta_m [steps + 1, n_m, d], x [steps + 1, d] and the result of a run."""
+    states = []
 
-    def watch(state):
-        seen.append((state.theta_m.clone(), state.x.clone()))
+    def record(state):
+        states.append((state.theta_m.clone(), state.x.clone()))
 
     result = minimize(
-        lower, upper, 2, adversaries=adversary, callback=watch, **{**SETTINGS, **settings}
+        lower, upper, 2, adversaries=adversary, callback=record, **{**SETTINGS, **settings}
     )
-    theta_m, x = zip(*seen, strict=True)
+    theta_m, x = zip(*states, strict=True)
     assert torch.equal(theta_m[-1], result.theta_m)
     return torch.stack(theta_m), torch.stack(x), result
 
 
-# ---- each of the built-in ones ----
+# ---- built-in adversaries ----
 
 
-def test_static_stands_still():
-    theta_m, _, _ = watched(adversaries.static(5, (-1.0, 0.0)))
+def test_static_particles_do_not_move():
+    theta_m, _, _ = record_run(adversaries.static(5, (-1.0, 0.0)))
     assert torch.equal(theta_m, double([-1.0, 0.0]).expand(13, 5, 2))
-    places = np.arange(6.0).reshape(3, 2)
-    theta_m, _, _ = watched(adversaries.static(3, places))
-    assert torch.equal(theta_m[-1], torch.from_numpy(places))
+    positions = np.arange(6.0).reshape(3, 2)
+    theta_m, _, _ = record_run(adversaries.static(3, positions))
+    assert torch.equal(theta_m[-1], torch.from_numpy(positions))
 
 
-def test_tracking_stands_at_the_consensus_point_and_an_offset():
-    theta_m, x, _ = watched(adversaries.tracking(4, [0.5, -1.0]))
+def test_tracking_follows_the_consensus_point_with_an_offset():
+    theta_m, x, _ = record_run(adversaries.tracking(4, [0.5, -1.0]))
     offset = double([0.5, -1.0])
     assert_close(theta_m[1:], (x[:-1] + offset).unsqueeze(1).expand(-1, 4, -1))
 
 
-def test_oscillating_swings_with_its_period():
+def test_oscillating_repeats_with_its_period():
     a, b = double([-1.0, 0.0]), double([1.0, 2.0])
-    theta_m, _, _ = watched(adversaries.oscillating(3, (a, b), period=0.08), maxiter=24)
+    theta_m, _, _ = record_run(adversaries.oscillating(3, (a, b), period=0.08), maxiter=24)
     assert_close(theta_m[0], a.expand(3, 2))
     assert_close(theta_m[4], b.expand(3, 2))  # half a period of 8 steps
     assert_close(theta_m[2], ((a + b) / 2).expand(3, 2))
@@ -74,30 +73,31 @@ def test_oscillating_swings_with_its_period():
 
 @pytest.mark.parametrize("goal", [circle, LURE, lambda x: -last_coordinate(x)])
 def test_gradient_flow_descends(goal):
-    theta_m, _, _ = watched(adversaries.gradient_flow(6, goal, rate=0.5), maxiter=50)
-    worth = goal(theta_m)
-    assert (worth.diff(dim=0) <= 1e-9).all()
-    assert (worth[-1] < worth[0]).all()
+    theta_m, _, _ = record_run(adversaries.gradient_flow(6, goal, rate=0.5), maxiter=50)
+    values = goal(theta_m)
+    assert (values.diff(dim=0) <= 1e-9).all()
+    assert (values[-1] < values[0]).all()
 
 
-def test_gradient_flow_is_the_flow():
-    """d theta = -rate 2 theta dt from (1, 1): a factor 1 - 2 rate dt each step."""
+def test_gradient_flow_takes_euler_steps():
+    """For d theta = -2 rate theta dt each step multiplies theta by 1 - 2 rate dt."""
     flow = adversaries.gradient_flow(1, paraboloid(0.0, 0.0), rate=3.0, initial=[1.0, 1.0])
-    theta_m, _, _ = watched(flow)
+    theta_m, _, _ = record_run(flow)
     assert_close(theta_m[:, 0, 0], (1 - 0.06) ** torch.arange(13).double())
 
 
 def test_random_diffuses():
-    """After a time t the variance is sigma^2 t in each coordinate: of 8,000 known to 5 standard
-    errors of 1.6%."""
+    """After a time t the variance is sigma^2 t, within five standard errors of 1.6%."""
     start = [3.0, -1.0]
-    theta_m, _, _ = watched(
+    theta_m, _, _ = record_run(
         adversaries.random(4000, sigma=1.5, initial=start, mass=0.1), maxiter=40
     )
     for n in (1, 10, 40):
-        away = theta_m[n] - double(start)
-        assert away.var().item() == pytest.approx(1.5**2 * n * 0.01, rel=0.08)
-        assert away.mean().item() == pytest.approx(0, abs=5 * 1.5 * math.sqrt(n * 0.01 / 8000))
+        displacement = theta_m[n] - double(start)
+        assert displacement.var().item() == pytest.approx(1.5**2 * n * 0.01, rel=0.08)
+        assert displacement.mean().item() == pytest.approx(
+            0, abs=5 * 1.5 * math.sqrt(n * 0.01 / 8000)
+        )
     steps = theta_m.diff(dim=0)
     assert abs(np.corrcoef(steps[0].flatten(), steps[1].flatten())[0, 1]) < 0.05
     assert theta_m[5].unique().numel() == 8000
@@ -107,13 +107,13 @@ def test_matrix_diffusion():
     """A_t dB has the covariance A A^T dt."""
     A = double([[1.0, 0.0], [2.0, 0.5]])
     adversary = Adversary(lambda view: (0.0, A.expand(1, 5000, 2, 2)), 5000, [0.0, 0.0], 0.1)
-    theta_m, _, _ = watched(adversary, maxiter=1)
+    theta_m, _, _ = record_run(adversary, maxiter=1)
     covariance = torch.from_numpy(np.cov(theta_m[1].T.numpy()))
     assert_close(covariance, A @ A.T * 0.01, rtol=0.1, atol=0.001)
-    # The same for each coordinate by vectors: a diagonal matrix.
+    # A vector, one value per coordinate, is a diagonal matrix.
     diagonal = double([2.0, 0.5])
     runs = [
-        watched(Adversary(lambda view, A=A: (0.0, A), 7, [0.0, 0.0]))[0]
+        record_run(Adversary(lambda view, A=A: (0.0, A), 7, [0.0, 0.0]))[0]
         for A in (
             diagonal,
             diagonal.expand(1, 7, 2),
@@ -125,16 +125,14 @@ def test_matrix_diffusion():
         assert_close(other, runs[0])
 
 
-def moved_by(view, points):
-    """How far all the adversary's particles at one of these points [r, c, d] move the consensus
-    points."""
+def squared_shift(view, points):
+    """Return the squared shift of the consensus points by an adversary at points [r, c, d]."""
     return (view.m_if(points) - view.m_without().unsqueeze(1)).square().sum((-2, -1))
 
 
 @pytest.mark.parametrize("clusters", [1, 2])
-def test_greedy_is_better_than_chance(clusters):
-    """It moves the consensus point at least as far as where it stood, and nearly always farther
-    than random places."""
+def test_greedy_moves_the_consensus_point_farther_than_random_points(clusters):
+    """A move is at least as effective as no move, and nearly always more than a random one."""
     wins = []
     attack = adversaries.greedy(15, candidates=48)
     rng = np.random.default_rng(0)
@@ -144,17 +142,17 @@ def test_greedy_is_better_than_chance(clusters):
         assert diffusion == 0
         chosen = view.theta_m + drift * view.dt
         assert_close(chosen, chosen[:, :1].expand_as(chosen))  # all at one point
-        # Where benign particles are, and anywhere.
-        places = torch.cat(
+        # Positions of benign particles, and random points.
+        points = torch.cat(
             [
                 view.theta[:, rng.integers(60, size=20)],
                 torch.from_numpy(rng.uniform(-3, 3, (2, 20, 2))),
             ],
             1,
         )
-        reached = moved_by(view, chosen[:, :1])
-        assert (reached >= moved_by(view, view.theta_m[:, :1]) - 1e-9).all() or view.n == 0
-        wins.append((reached >= moved_by(view, places)).double().mean().item())
+        shift = squared_shift(view, chosen[:, :1])
+        assert (shift >= squared_shift(view, view.theta_m[:, :1]) - 1e-9).all() or view.n == 0
+        wins.append((shift >= squared_shift(view, points)).double().mean().item())
         return drift, diffusion
 
     lowers = circle if clusters == 1 else (circle, LURE)
@@ -178,36 +176,38 @@ def test_greedy_is_better_than_chance(clusters):
         {},
         {"radius": 2.5, "quantile": "averaged"},
         {"batch": 30},
-        {"batch": 80},  # all of them, in a random order
+        {"batch": 80},  # all particles, in a random order
         {"batch": 30, "lambda2": 0.1},
     ],
     ids=steady,
 )
-def test_what_an_adversary_may_ask(upper, mass, settings):
-    """`m_if` and `m_without` are the consensus points of ensembles that are really so."""
-    asked = []
-    by = ConsensusParams(30.0, 0.4, 0.1, settings.get("radius", math.inf), "quantile" in settings)
+def test_adversaries_can_evaluate_hypothetical_consensus_points(upper, mass, settings):
+    """`m_if` and `m_without` equal the consensus points of ensembles with these particles."""
+    steps = []
+    params = ConsensusParams(
+        30.0, 0.4, 0.1, settings.get("radius", math.inf), "quantile" in settings
+    )
 
     def m_of(theta, masses):
         return consensus_point(
-            theta, evaluate_objectives(theta, circle, upper, radius=by.radius), by, masses
+            theta, evaluate_objectives(theta, circle, upper, radius=params.radius), params, masses
         )
 
     def move(view):
-        asked.append(view.n)
-        if len(asked) == 1:
+        steps.append(view.n)
+        if len(steps) == 1:
             assert (view.t, view.dt) == (0, 0.01)
         n_m = view.theta_m.shape[1]
         w_m = n_m / (n_m + 60) if mass is None else mass
         masses = double([(1 - w_m) / 60] * 60 + [w_m / n_m] * n_m).unsqueeze(0)
         points = torch.from_numpy(np.random.default_rng(view.n).uniform(-1, 1, (2, 4, 2)))
-        found, without = view.m_if(points), view.m_without()
-        assert found.shape == (2, 4, 1, 2)
+        shifted, without = view.m_if(points), view.m_without()
+        assert shifted.shape == (2, 4, 1, 2)
         assert without.shape == (2, 1, 2)
         assert_close(without[:, 0], m_of(view.theta, masses[:, :60]))
         for c in range(4):
             theta = torch.cat([view.theta, points[:, c : c + 1].expand(-1, n_m, -1)], 1)
-            assert_close(found[:, c, 0], m_of(theta, masses))
+            assert_close(shifted[:, c, 0], m_of(theta, masses))
         if "batch" not in settings:
             assert_close(view.m[:, 0], m_of(torch.cat([view.theta, view.theta_m], 1), masses))
         return 0.0, 0.0
@@ -216,11 +216,11 @@ def test_what_an_adversary_may_ask(upper, mass, settings):
     minimize(
         circle, upper, 2, adversaries=adversary, runs=2, **{**SETTINGS, **settings, "maxiter": 3}
     )
-    assert asked == [0, 1, 2]
+    assert steps == [0, 1, 2]
 
 
-def test_several_adversaries_and_their_masses():
-    """Masses add up: the consensus point with alpha = 0 and beta = 1 is the mean under them."""
+def test_masses_of_several_adversaries_add_up():
+    """With alpha = 0 and beta = 1 the consensus point is the mean under the masses."""
     groups = [
         adversaries.static(3, (1.0, 0.0), mass=0.2),
         adversaries.static(5, (0.0, 1.0)),
@@ -230,7 +230,7 @@ def test_several_adversaries_and_their_masses():
     result = minimize(
         circle, last_coordinate, initial=start, adversaries=groups, alpha=0.0, beta=1.0, maxiter=0
     )
-    # The remaining 0.5 is shared by 15 benign particles at 0 and 5 malicious ones at (0, 1).
+    # 15 benign particles at 0 and 5 malicious ones at (0, 1) share the remaining 0.5.
     assert result.x.tolist() == pytest.approx([0.2, 0.5 * 5 / 20 - 0.3])
     assert result.theta.shape == (15, 2)
     assert result.theta_m.shape == (10, 2)
@@ -238,16 +238,16 @@ def test_several_adversaries_and_their_masses():
         minimize(circle, dim=2, adversaries=[adversaries.static(1, (0.0, 0.0), mass=0.55)] * 2)
 
 
-def test_without_mass_it_is_as_if_nobody_were_there():
+def test_an_adversary_without_mass_has_no_effect():
     settings = {"num_particles": 40, "maxiter": 20, "xtol": 0.0, "dynamics": "paper"}
-    alone = minimize(circle, LURE, 2, **settings)
-    ghosts = adversaries.static(10, (1.0, 0.0), mass=0.0)
-    attacked = minimize(circle, LURE, 2, adversaries=ghosts, **settings)
-    assert_close(attacked.x, alone.x)
-    assert_close(attacked.theta, alone.theta)
+    expected = minimize(circle, LURE, 2, **settings)
+    massless = adversaries.static(10, (1.0, 0.0), mass=0.0)
+    attacked = minimize(circle, LURE, 2, adversaries=massless, **settings)
+    assert_close(attacked.x, expected.x)
+    assert_close(attacked.theta, expected.theta)
 
 
-# ---- what does not fit ----
+# ---- invalid adversaries ----
 
 
 @pytest.mark.parametrize(
@@ -265,12 +265,12 @@ def test_without_mass_it_is_as_if_nobody_were_there():
     ],
     ids=steady,
 )
-def test_moves_that_do_not_fit(answer):
+def test_invalid_moves_are_refused(answer):
     with pytest.raises(ConfigError, match="adversary's"):
         minimize(circle, dim=2, adversaries=Adversary(lambda view: answer, 5), maxiter=2)
 
 
-def test_adversaries_that_cannot_be():
+def test_invalid_adversaries_are_refused():
     for settings, message in (
         ({"num_particles": 0}, "`num_particles` must be a whole number, at least 1, got 0"),
         ({"num_particles": 2, "mass": -0.1}, "`mass`.*got -0.1"),
@@ -291,7 +291,7 @@ def test_adversaries_that_cannot_be():
             minimize(circle, dim=2, adversaries=adversaries.tracking(5, offset), maxiter=2)
     for other in ([1.0], [1.0, 2.0, 3.0]):
         with pytest.raises(ConfigError, match="between"):
-            watched(adversaries.oscillating(5, ([1.0, 2.0], other), period=1.0))
+            record_run(adversaries.oscillating(5, ([1.0, 2.0], other), period=1.0))
 
 
 def bounded(x):
@@ -299,7 +299,7 @@ def bounded(x):
 
 
 @pytest.mark.parametrize(
-    ("lower", "where"),
+    ("lower", "coordinate"),
     [
         (circle, math.inf),
         (circle, math.nan),
@@ -308,10 +308,10 @@ def bounded(x):
         (bounded, math.nan),
     ],
 )
-def test_particles_that_go_to_infinity_do_no_harm(lower, where):
-    """Also where the objectives are bounded, so that they find a number for them."""
-    away = Adversary(lambda view: (where, 0.0), 5, [1.0, 1.0])
-    result = minimize(lower, bounded, 2, adversaries=away, **SETTINGS)
+def test_particles_at_infinity_are_excluded(lower, coordinate):
+    """Bounded objectives, which have finite values at infinity, are included."""
+    adversary = Adversary(lambda view: (coordinate, 0.0), 5, [1.0, 1.0])
+    result = minimize(lower, bounded, 2, adversaries=adversary, **SETTINGS)
     assert result.x.isfinite().all()
     assert result.theta.isfinite().all()
     assert result.excluded == 12 * 5
@@ -329,9 +329,8 @@ FACTS = {
 }
 
 
-def attacked(at, w_m, **settings):
-    """The distance of the answer to the target (1, 0), w_m of N = 2,000 particles standing at a
-    point."""
+def attacked_error(point, w_m, **settings):
+    """Return the error if a share w_m of N = 2,000 particles is static at a point."""
     n_m = round(2000 * w_m)
 
     def normal(generator, n, d):
@@ -343,7 +342,7 @@ def attacked(at, w_m, **settings):
         2,
         initial=normal,
         num_particles=2000 - n_m,
-        adversaries=[adversaries.static(n_m, at)] if n_m else (),
+        adversaries=[adversaries.static(n_m, point)] if n_m else (),
         record_every=600,
         **{**FACTS, **settings},
     )
@@ -351,31 +350,29 @@ def attacked(at, w_m, **settings):
 
 
 def test_capture_at_delta_q_0():
-    """From w_m = beta on, attackers on a minimiser of L are all of the sub-level set."""
-    assert attacked((-1.0, 0.0), 0.0) < 5e-3
-    assert attacked((-1.0, 0.0), 0.045, maxiter=300) < 0.1
+    """If w_m >= beta, attackers at a minimiser of L fill the sub-level set."""
+    assert attacked_error((-1.0, 0.0), 0.0) < 5e-3
+    assert attacked_error((-1.0, 0.0), 0.045, maxiter=300) < 0.1
     for w_m in (0.05, 0.5):
-        assert attacked((-1.0, 0.0), w_m, maxiter=100) == pytest.approx(2.0, abs=1e-6)
+        assert attacked_error((-1.0, 0.0), w_m, maxiter=100) == pytest.approx(2.0, abs=1e-6)
 
 
-def test_the_cure_and_its_price():
-    """delta_q = 0.01 lets benign particles into the set again; the price is about sqrt(delta_q) /
-    2."""
-    assert attacked((-1.0, 0.0), 0.5, delta_q=0.01) == pytest.approx(0.048, abs=0.015)
-    assert attacked((-1.0, 0.0), 0.0, delta_q=0.01) == pytest.approx(0.06, abs=0.02)
+def test_delta_q_prevents_capture_at_a_small_error():
+    """delta_q = 0.01 admits benign particles again; the error is about sqrt(delta_q) / 2."""
+    assert attacked_error((-1.0, 0.0), 0.5, delta_q=0.01) == pytest.approx(0.048, abs=0.015)
+    assert attacked_error((-1.0, 0.0), 0.0, delta_q=0.01) == pytest.approx(0.06, abs=0.02)
 
 
-def test_beta_against_attackers_at_the_minimiser_of_g():
-    """They are bad for L: filtered for small beta; at large beta the sub-level set has to hold
-    them."""
-    errors = [attacked((2.0, 0.0), 0.3, beta=beta, maxiter=500) for beta in (0.05, 0.3, 0.6)]
+def test_a_small_beta_filters_attackers_at_the_minimiser_of_g():
+    """L is large at the attackers, but with a large beta the sub-level set includes them."""
+    errors = [attacked_error((2.0, 0.0), 0.3, beta=beta, maxiter=500) for beta in (0.05, 0.3, 0.6)]
     assert errors[0] < 5e-3
     assert errors[1] == pytest.approx(0.058, abs=0.03)
     assert errors[2] == pytest.approx(0.75, abs=0.1)
 
 
-def test_the_averaged_quantile_and_mass_instead_of_numbers():
-    """What decides is the mass: 10 attackers with w_m = 0.3 capture, 600 with w_m = 0.01 do not."""
+def test_mass_decides_capture_not_the_number_of_attackers():
+    """10 attackers with w_m = 0.3 capture the run; 600 with w_m = 0.01 do not."""
     few, many = (
         adversaries.static(10, (-1.0, 0.0), mass=0.3),
         adversaries.static(600, (-1.0, 0.0), mass=0.01),
@@ -398,7 +395,7 @@ def test_the_averaged_quantile_and_mass_instead_of_numbers():
         (60, 40, {"beta": 0.3, "delta_q": 0.01}, True),  # w_b / 2
         (60, 40, {"beta": 0.05, "mass": 0.03}, False),  # a benign particle has 0.97/60
         (60, 40, {"beta": 0.05, "mass": 0.04}, True),
-        # Captured, or not, in every run of the border in docs/particles.md.
+        # docs/particles.md: with these settings every run is captured, or none is.
         (191, 9, {"beta": 0.05}, True),
         (191, 9, {"beta": 0.05, "quantile": "averaged"}, True),
         (182, 18, {"beta": 0.1, "quantile": "averaged"}, True),
@@ -407,7 +404,7 @@ def test_the_averaged_quantile_and_mass_instead_of_numbers():
         (194, 6, {"beta": 0.05, "quantile": "averaged"}, False),
         (186, 14, {"beta": 0.1, "quantile": "averaged"}, False),
         (9050, 950, {"beta": 0.1, "quantile": "averaged"}, False),
-        # A random batch leaves as many of its own.
+        # A random batch leaves the same number of benign particles.
         (1920, 80, {"beta": 0.05, "batch": 200}, False),
         (1910, 90, {"beta": 0.05, "batch": 200}, True),
         (1930, 70, {"beta": 0.05, "batch": 200, "quantile": "averaged"}, True),
@@ -418,7 +415,9 @@ def test_the_averaged_quantile_and_mass_instead_of_numbers():
         (60, 40, {"beta": 0.05, "upper": None}, False),  # CBO has no sub-level set
     ],
 )
-def test_capture_warning_where_it_should_be(num_benign, num_malicious, settings, warned):
+def test_capture_warning_depends_on_the_benign_particles_left(
+    num_benign, num_malicious, settings, warned
+):
     settings = {"upper": LURE, "mass": None, **settings}
     mass = settings.pop("mass")
     group = [adversaries.static(num_malicious, (-1.0, 0.0), mass=mass)] if num_malicious else ()
@@ -427,13 +426,13 @@ def test_capture_warning_where_it_should_be(num_benign, num_malicious, settings,
         result = minimize(
             circle, dim=2, num_particles=num_benign, adversaries=group, maxiter=0, **settings
         )
-    assert [each.category for each in caught if each.category is not CaptureWarning] == []
+    assert [warning.category for warning in caught if warning.category is not CaptureWarning] == []
     assert bool(caught) == warned
     assert bool(result.notes) == warned
-    assert all(str(each.message) in result.notes for each in caught)
+    assert all(str(warning.message) in result.notes for warning in caught)
 
 
-def test_capture_warning_is_a_user_warning_that_says_what_to_do():
+def test_capture_warning_is_a_user_warning_that_names_the_cure():
     with pytest.warns(CaptureWarning, match="take delta_q > 0"):
         minimize(
             circle,

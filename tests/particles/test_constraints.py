@@ -1,4 +1,4 @@
-"""Constraints in SciPy's form: violations by hand, known solutions, units, several runs, ask and tell."""
+"""Constraints in SciPy's form: violations, known solutions, units, several runs, ask and tell."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from .problems import double
 BOX = (-3.0, 3.0)
 
 
-def level(constraints, points, **settings):
+def violation(constraints, points, **settings):
     return Constraints(parse_constraints(constraints), **settings)(double(points)).tolist()
 
 
@@ -32,42 +32,42 @@ DISC = NonlinearConstraint(lambda x: x @ x, -np.inf, 1.0)
 
 
 def test_violations_by_hand():
-    """Violations of c: 0, 3, 1, of which the median of the positive ones is 1 (the lower one)."""
-    assert level(DISC, [[0, 0.5], [0, 2], [1, 1]]) == [0, 3, 1]
+    """The disc is violated by 0, 3 and 1. The scale is the lower median of the positive ones, 1."""
+    assert violation(DISC, [[0, 0.5], [0, 2], [1, 1]]) == [0, 3, 1]
     ring = NonlinearConstraint(lambda x: x @ x, 1.0, 4.0)
-    assert level(ring, [[0, 0], [0, 1.5], [0, 3], [0, 3]]) == [0.2, 0, 1, 1]
+    assert violation(ring, [[0, 0], [0, 1.5], [0, 3], [0, 3]]) == [0.2, 0, 1, 1]
     at_least = {"type": "ineq", "fun": lambda x, a: x[0] - a, "args": (1.0,)}
-    assert level(at_least, [[0, 0], [1, 0], [-1, 0], [3, 0]]) == [1, 0, 2, 0]
+    assert violation(at_least, [[0, 0], [1, 0], [-1, 0], [3, 0]]) == [1, 0, 2, 0]
     plane = LinearConstraint([[1, 1], [1, -1]], [-np.inf, 0], [1, np.inf])
-    assert level(plane, [[1, 1], [1, 0], [0, 1], [0, 4]]) == [1, 0, 1, 3 + 4]
+    assert violation(plane, [[1, 1], [1, 0], [0, 1], [0, 4]]) == [1, 0, 1, 3 + 4]
     box = optimize.Bounds([0, 0], [1, 1])
-    assert level(box, [[0.5, 0.5], [2, 0.5], [0.5, -4], [0.5, -4]]) == [0, 1, 1, 1]
+    assert violation(box, [[0.5, 0.5], [2, 0.5], [0.5, -4], [0.5, -4]]) == [0, 1, 1, 1]
 
 
-def test_an_equality_counts_as_met_within_the_tolerance():
+def test_an_equality_is_met_within_the_tolerance():
     line = {"type": "eq", "fun": lambda x: x[0]}
     points = [[0.0], [0.05], [1.0], [1.0], [-1.0]]
-    assert level(line, points, tol=0.1) == pytest.approx([0, 0, 0.9, 0.9, 0.9])
+    assert violation(line, points, tol=0.1) == pytest.approx([0, 0, 0.9, 0.9, 0.9])
 
 
 @pytest.mark.parametrize("unit", [1e-9, 1e6])
-def test_units_do_not_matter(unit):
-    """A constraint in other units has the same L, next to others and without a violation at the start."""
+def test_units_of_a_constraint_do_not_change_the_violation(unit):
+    """L is the same in other units, next to another constraint and without an initial violation."""
     points = np.random.default_rng(0).uniform(-2, 2, (40, 2))
-    bowl = LinearConstraint([[1.0, 0.0]], 0.5, 0.5)
+    line = LinearConstraint([[1.0, 0.0]], 0.5, 0.5)
 
     def with_unit(unit):
-        return [NonlinearConstraint(lambda x: unit * (x @ x), -np.inf, unit), bowl]
+        return [NonlinearConstraint(lambda x: unit * (x @ x), -np.inf, unit), line]
 
-    assert level(with_unit(unit), points) == pytest.approx(level(with_unit(1.0), points))
-    calm = Constraints(parse_constraints(with_unit(unit)[0]))
-    calm(double(points / 10))
+    assert violation(with_unit(unit), points) == pytest.approx(violation(with_unit(1.0), points))
+    scaled = Constraints(parse_constraints(with_unit(unit)[0]))
+    scaled(double(points / 10))
     plain = Constraints(parse_constraints(DISC))
     plain(double(points / 10))
-    assert calm(double([[2, 0]])).item() == pytest.approx(plain(double([[2, 0]])).item())
+    assert scaled(double([[2, 0]])).item() == pytest.approx(plain(double([[2, 0]])).item())
 
 
-def test_each_run_has_its_scale():
+def test_each_run_has_its_own_scale():
     constraints = Constraints(parse_constraints(DISC))
     x = double([[[0, 2], [0, 1]], [[0, 3], [0, 1]]])
     assert constraints(x).tolist() == [[1, 0], [1, 0]]
@@ -114,22 +114,22 @@ def test_known_solutions(name):
 
 
 @pytest.mark.parametrize("name", ["disc", "two", "equality"])
-def test_scipy_has_the_same_result(name):
+def test_the_scipy_method_returns_the_same_result(name):
     objective, constraints, _ = KNOWN[name]
     settings = {"num_particles": 40, "maxiter": 100}
-    found = optimize.minimize(
+    result = optimize.minimize(
         objective, [0.0, 0.0], method=fedcb2o.cb2o, bounds=[BOX] * 2, constraints=constraints,
         options=settings,
     )  # fmt: skip
-    same = minimize(objective, x0=[0.0, 0.0], bounds=BOX, constraints=constraints, **settings)
-    assert found.x == pytest.approx(same.x.numpy())
-    assert found.fun == objective(found.x)
-    assert found.constr_violation == same.constr_violation
-    assert [part.tolist() for part in found.constr] == [part.tolist() for part in same.constr]
+    expected = minimize(objective, x0=[0.0, 0.0], bounds=BOX, constraints=constraints, **settings)
+    assert result.x == pytest.approx(expected.x.numpy())
+    assert result.fun == objective(result.x)
+    assert result.constr_violation == expected.constr_violation
+    assert [part.tolist() for part in result.constr] == [part.tolist() for part in expected.constr]
 
 
-def test_two_levels_among_the_feasible():
-    """Of the points with x[0] = 0, a minimiser of L, G wants x[1] = 3, and the constraint x[1] <= 1."""
+def test_two_levels_within_the_feasible_set():
+    """L is least at x[0] = 0. There G is least at x[1] = 3, but the constraint is x[1] <= 1."""
     result = minimize(
         lambda x: x[..., 0].square(), lambda x: (x[..., 1] - 3).square(), dim=2, bounds=(-4, 4),
         constraints=LinearConstraint([[0.0, 1.0]], -np.inf, 1.0), **QUICK,
@@ -141,16 +141,16 @@ def test_two_levels_among_the_feasible():
 def test_each_run_equals_the_run_of_its_seed():
     settings = {"dim": 2, "bounds": BOX, "constraints": KNOWN["two"][1], "num_particles": 30}
     settings |= {"xtol": 0.01, "maxiter": 300, "dt": 0.1, "record_every": 2}
-    many = minimize(distance, runs=3, seed=5, **settings)
-    assert len(set(many.nit.tolist())) > 1  # runs that end apart
-    assert many.constr[1].shape == (3, 1)
-    for run, seed in enumerate(many.seed):
-        one = minimize(distance, seed=seed, **settings)
-        assert torch.equal(one.x, many.x[run])
-        assert one.constr_violation == many.constr_violation[run]
+    batch = minimize(distance, runs=3, seed=5, **settings)
+    assert len(set(batch.nit.tolist())) > 1  # the runs stop at different steps
+    assert batch.constr[1].shape == (3, 1)
+    for run, seed in enumerate(batch.seed):
+        single = minimize(distance, seed=seed, **settings)
+        assert torch.equal(single.x, batch.x[run])
+        assert single.constr_violation == batch.constr_violation[run]
 
 
-def test_keep_feasible_spares_the_objective():
+def test_keep_feasible_does_not_evaluate_infeasible_points():
     """sqrt is not defined for x[0] < 0; particles there are excluded and not evaluated."""
 
     def root(x):
@@ -163,7 +163,7 @@ def test_keep_feasible_spares_the_objective():
     assert result.excluded > 0
 
 
-def test_ask_and_tell_with_a_measured_constraint():
+def test_search_accepts_a_measured_constraint():
     settings = {"dim": 2, "bounds": BOX, "num_particles": 30, "maxiter": 100}
     measured = NonlinearConstraint(None, -np.inf, 1.0)
     half = LinearConstraint([[0.0, 1.0]], -np.inf, 0.5)
@@ -171,15 +171,15 @@ def test_ask_and_tell_with_a_measured_constraint():
     while not search.done:
         points = search.ask()
         search.tell(points.sum(-1), constraints=[points.square().sum(-1)])
-    whole = minimize(
+    expected = minimize(
         lambda x: x.sum(-1), constraints=[half, NonlinearConstraint(lambda x: x.square().sum(-1), -np.inf, 1)],
         **settings,
     )  # fmt: skip
-    assert torch.equal(search.result.theta, whole.theta)
-    assert search.result.constr_violation == whole.constr_violation
-    again = fedcb2o.Search(constraints=measured, **settings)
+    assert torch.equal(search.result.theta, expected.theta)
+    assert search.result.constr_violation == expected.constr_violation
+    unmeasured = fedcb2o.Search(constraints=measured, **settings)
     with pytest.raises(ConfigError, match="constraint 1 needs a value per component and point"):
-        again.tell(again.ask().sum(-1))
+        unmeasured.tell(unmeasured.ask().sum(-1))
 
 
 @pytest.mark.parametrize(
@@ -193,11 +193,11 @@ def test_ask_and_tell_with_a_measured_constraint():
         (NonlinearConstraint(lambda x: "a", 0, 1), "accepts neither many points nor one"),
     ],
 )
-def test_wrong_constraints(constraints, message):
+def test_invalid_constraints_are_refused(constraints, message):
     with pytest.raises(ConfigError, match=message):
         minimize(distance, dim=2, constraints=constraints, maxiter=3)
 
 
-def test_clusters_have_no_constraints():
+def test_constraints_are_refused_for_several_clusters():
     with pytest.raises(ConfigError, match="`constraints` need one objective"):
         minimize([distance, distance], dim=2, constraints=DISC)

@@ -1,5 +1,4 @@
-"""The steps and the consensus point of an ensemble: against known solutions, by hand, and by their
-invariances."""
+"""Steps and consensus point of an ensemble: known solutions, values by hand, invariances."""
 
 import math
 
@@ -44,8 +43,7 @@ def ensemble(*points):
 
 
 def final_error(normals, dt, *, lambda1=1.0, sigma1=1.0):
-    """The mean distance |X_1 - exact| of geometric Brownian motions about m that see these finest
-    increments."""
+    """Return the mean |X_1 - exact| of geometric Brownian motions around m driven by `normals`."""
     steps, paths, dim = normals.shape
     merged = round(dt * steps)
     m = double([[3.0, -5.0]])
@@ -53,19 +51,26 @@ def final_error(normals, dt, *, lambda1=1.0, sigma1=1.0):
     exact = (theta - m) * torch.exp(
         -(lambda1 + sigma1**2 / 2) + sigma1 * normals.sum(0) / math.sqrt(steps)
     ) + m
-    for each in normals.reshape(steps // merged, merged, paths, dim).sum(1) / math.sqrt(merged):
+    for increments in normals.reshape(steps // merged, merged, paths, dim).sum(1) / math.sqrt(
+        merged
+    ):
         consensus_step_(
-            theta, m, each.unsqueeze(0), lambda1=lambda1, sigma1=sigma1, dt=dt, noise="anisotropic"
+            theta,
+            m,
+            increments.unsqueeze(0),
+            lambda1=lambda1,
+            sigma1=sigma1,
+            dt=dt,
+            noise="anisotropic",
         )
     return (theta - exact).abs().mean().item()
 
 
-def test_the_step_has_strong_order_one_half():
+def test_a_step_has_strong_order_one_half():
     """dX = -lambda X dt + sigma X dB has X = X_0 exp(-(lambda + sigma^2/2) t + sigma B_t).
 
-    With 4,000 paths of 2 coordinates the slope is 0.533 with a deviation of 0.007 over seeds: the
-    term of order dt in the error lifts it above 1/2 at these dt. 0.45 to 0.58 is far from 0 (a
-    wrong limit) and 1 (additive noise).
+    The slope is 0.533 (deviation 0.007); the error of order dt lifts it above 1/2. It would be 0
+    for a wrong limit and 1 for additive noise.
     """
     normals = torch.from_numpy(np.random.default_rng(0).standard_normal((512, 4000, 2)))
     dts = [2.0**-k for k in range(5, 10)]
@@ -77,23 +82,22 @@ def test_the_step_has_strong_order_one_half():
 
 @pytest.mark.parametrize(("noise", "share"), [("isotropic", 3), ("anisotropic", 1)])
 def test_moments_of_a_step(noise, share):
-    """One step has mean X - lambda X dt, and in a coordinate the variance sigma^2 dt |X|^2 or
-    sigma^2 dt X_k^2.
+    """A step has mean X - lambda X dt and variance sigma^2 dt |X|^2 or sigma^2 dt X_k^2.
 
-    Over 400,000 draws the mean square of a step is known to 0.4%.
+    400,000 draws determine the mean square of a step to 0.4%.
     """
     n, dt, lambda1, sigma1 = 400_000, 0.1, 2.0, 0.7
     m, start = double([[1.0, 2.0, 3.0]]), double([0.5, 0.5, 0.5])
     theta = (m + start).expand(1, n, 3).clone()
     normals = torch.from_numpy(np.random.default_rng(1).standard_normal((1, n, 3)))
     consensus_step_(theta, m, normals, lambda1=lambda1, sigma1=sigma1, dt=dt, noise=noise)
-    away = (theta - m)[0]
-    assert_close(away.mean(0), start * (1 - lambda1 * dt), rtol=0, atol=0.005)
+    displacement = (theta - m)[0]
+    assert_close(displacement.mean(0), start * (1 - lambda1 * dt), rtol=0, atol=0.005)
     var = sigma1**2 * dt * 0.25 * share
-    assert_close(away.var(0), torch.full((3,), var).double(), rtol=0.015, atol=0)
+    assert_close(displacement.var(0), torch.full((3,), var).double(), rtol=0.015, atol=0)
 
 
-def test_the_four_terms_by_hand():
+def test_four_terms_of_a_step_by_hand():
     theta, m = ensemble([3.0, 4.0]), torch.zeros(1, 2, dtype=torch.float64)
     consensus_step_(
         theta, m, ensemble([1.0, -1.0]), lambda1=2.0, sigma1=0.5, dt=0.25, noise="isotropic"
@@ -138,11 +142,11 @@ def test_consensus_point_by_hand():
     assert consensus_point(theta, v, ConsensusParams(1.0, 0.75))[0].tolist() == pytest.approx(
         [4 / 5, 8 / 5]
     )
-    by = ConsensusParams(1.0, 0.75, averaged=True)
-    assert consensus_point(theta, v, by)[0].tolist() == pytest.approx([4 / 3, 0])
-    # delta_q = 1/3 and a little takes that to 2.
-    by = ConsensusParams(1.0, 0.75, 0.334, averaged=True)
-    assert consensus_point(theta, v, by)[0].tolist() == pytest.approx([4 / 5, 8 / 5])
+    params = ConsensusParams(1.0, 0.75, averaged=True)
+    assert consensus_point(theta, v, params)[0].tolist() == pytest.approx([4 / 3, 0])
+    # delta_q slightly above 1/3 raises this level to 2.
+    params = ConsensusParams(1.0, 0.75, 0.334, averaged=True)
+    assert consensus_point(theta, v, params)[0].tolist() == pytest.approx([4 / 5, 8 / 5])
 
 
 def test_consensus_point_with_masses_by_hand():
@@ -163,7 +167,7 @@ def test_consensus_point_with_masses_by_hand():
     assert consensus_point(theta, v, ConsensusParams(1.0, 0.5, 0.21, averaged=True), mass)[
         0
     ].tolist() == pytest.approx([0.8, 2.4])
-    # Without G all count (eq:fedcbo_ConsensusPoint): 0.1, 0.2, 0.3 e^-1, 0.4 e^-2.
+    # Without G all particles count (eq:fedcbo_ConsensusPoint): 0.1, 0.2, 0.3 e^-1, 0.4 e^-2.
     weights = double([0.1, 0.2, 0.3 / math.e, 0.4 / math.e**2])
     expected = (weights / weights.sum()) @ theta[0]
     assert_close(
@@ -182,7 +186,7 @@ def test_ties_at_the_quantile_are_kept():
         ).item() == pytest.approx(2.5)
 
 
-def test_the_ball_cuts_the_sublevel_set_but_not_its_level():
+def test_the_ball_restricts_the_sublevel_set_but_not_its_level():
     theta = ensemble([5.0], [1.0], [2.0], [3.0])
     v = evaluate_objectives(theta, lambda x: -x[..., 0], lambda x: x[..., 0] * 0, radius=2.5)
     assert v.in_ball.tolist() == [[False, True, True, False]]
@@ -194,8 +198,8 @@ def test_the_ball_cuts_the_sublevel_set_but_not_its_level():
     assert on_the_sphere.in_ball.item()  # B_R is closed here
 
 
-def test_only_excluded_particles_inside_the_ball():
-    """The level is infinite, so Q_beta holds all; who is inside is excluded."""
+def test_a_ball_with_only_excluded_particles_is_an_error():
+    """The level is infinite, so Q_beta holds all; the particle inside the ball is excluded."""
     theta = ensemble([0.0], [3.0], [4.0])
     v = evaluate_objectives(
         theta,
@@ -207,7 +211,7 @@ def test_only_excluded_particles_inside_the_ball():
         consensus_point(theta, v, ConsensusParams(1.0, 1.0, radius=1.0))
 
 
-def test_nobody_with_mass_in_the_ball():
+def test_a_ball_without_mass_is_an_error():
     theta = ensemble([0.0], [3.0], [4.0])
     v = evaluate_objectives(theta, lambda x: x[..., 0], lambda x: x[..., 0], radius=1.0)
     mass = double([[0.0, 0.5, 0.5]])
@@ -235,9 +239,8 @@ filters = st.builds(
 )
 
 
-def drawn(rng, *, exact=False):
-    """An ensemble with its L, G and masses; L has ties and no other coincidences, or is `exact`
-    under shifts."""
+def random_ensemble(rng, *, exact=False):
+    """Return an ensemble with L, G and masses; L has ties, or is `exact` under shifts."""
     n, d = int(rng.integers(1, 13)), int(rng.integers(1, 4))
     theta = torch.from_numpy(rng.standard_normal((1, n, d)))
     lower = (
@@ -250,12 +253,12 @@ def drawn(rng, *, exact=False):
 
 
 @given(ensembles, filters)
-def test_no_order_of_the_particles_changes_it(rng, by):
-    theta, lower, upper, mass = drawn(rng)
+def test_the_consensus_point_does_not_depend_on_the_order(rng, params):
+    theta, lower, upper, mass = random_ensemble(rng)
     order = rng.permutation(theta.shape[1])
-    m = consensus_point(theta, Values(lower, upper), by, mass)
+    m = consensus_point(theta, Values(lower, upper), params, mass)
     mass = None if mass is None else mass[:, order]
-    other = consensus_point(theta[:, order], Values(lower[:, order], upper[:, order]), by, mass)
+    other = consensus_point(theta[:, order], Values(lower[:, order], upper[:, order]), params, mass)
     assert_close(other, m)
 
 
@@ -265,55 +268,59 @@ def test_no_order_of_the_particles_changes_it(rng, by):
     st.sampled_from([-1e5, -0.5, 3.0, 1e6]),
     st.sampled_from([-64.0, 0.25, 1024.0]),
 )
-def test_no_shift_of_g_or_l_or_scale_of_the_mass_changes_it(rng, by, shift, other_shift):
-    theta, lower, upper, mass = drawn(rng, exact=True)
-    m = consensus_point(theta, Values(lower, upper), by, mass)
-    assert_close(consensus_point(theta, Values(lower, upper + shift), by, mass), m)
-    if not by.averaged:  # a mean of shifted numbers rounds anew
-        assert_close(consensus_point(theta, Values(lower + other_shift, upper), by, mass), m)
+def test_the_consensus_point_ignores_shifts_of_l_or_g_and_scales_of_mass(
+    rng, params, shift, other_shift
+):
+    theta, lower, upper, mass = random_ensemble(rng, exact=True)
+    m = consensus_point(theta, Values(lower, upper), params, mass)
+    assert_close(consensus_point(theta, Values(lower, upper + shift), params, mass), m)
+    if not params.averaged:  # a mean of shifted numbers rounds anew
+        assert_close(consensus_point(theta, Values(lower + other_shift, upper), params, mass), m)
     if mass is not None:
-        assert_close(consensus_point(theta, Values(lower, upper), by, mass * 4), m)
+        assert_close(consensus_point(theta, Values(lower, upper), params, mass * 4), m)
 
 
 @given(ensembles, filters, st.floats(-1e3, 1e3))
-def test_it_moves_with_the_ensemble(rng, by, shift):
-    theta, lower, upper, mass = drawn(rng)
-    m = consensus_point(theta, Values(lower, upper), by, mass)
-    moved = consensus_point(theta + shift, Values(lower, upper), by, mass)
+def test_the_consensus_point_moves_with_the_ensemble(rng, params, shift):
+    theta, lower, upper, mass = random_ensemble(rng)
+    m = consensus_point(theta, Values(lower, upper), params, mass)
+    moved = consensus_point(theta + shift, Values(lower, upper), params, mass)
     assert_close(moved, m + shift, rtol=1e-10, atol=1e-10)
     hull = (theta.amin(1) - 1e-12 <= m) & (m <= theta.amax(1) + 1e-12)
     assert hull.all()
 
 
 @given(ensembles, filters)
-def test_equal_masses_are_no_masses(rng, by):
-    theta, lower, upper, _ = drawn(rng)
+def test_equal_masses_have_the_result_without_masses(rng, params):
+    theta, lower, upper, _ = random_ensemble(rng)
     mass = torch.full_like(lower, 1 / lower.shape[1])
     v = Values(lower, upper)
-    assert_close(consensus_point(theta, v, by, mass), consensus_point(theta, v, by))
+    assert_close(consensus_point(theta, v, params, mass), consensus_point(theta, v, params))
 
 
 @given(ensembles, filters)
-def test_it_is_that_of_the_oracle(rng, by):
-    theta, lower, upper, mass = drawn(rng)
+def test_the_consensus_point_equals_the_reference(rng, params):
+    theta, lower, upper, mass = random_ensemble(rng)
     shares = [1.0] * theta.shape[1] if mass is None else mass[0].tolist()
-    # The oracle judges points: these are known by their first coordinates, almost surely different.
+    # The reference evaluates points; the first coordinate, almost surely unique, names a point.
     rows = {point[0]: i for i, point in enumerate(theta[0].tolist())}
     cluster = reference.Cluster(
         lambda x: lower[0, rows[x[0]]].item(), list, lambda x: upper[0, rows[x[0]]].item()
     )
     particles = [reference.Particle(p, w) for p, w in zip(theta[0].tolist(), shares, strict=True)]
-    sde = reference.SDE(alpha=by.alpha, beta=by.beta, delta_q=by.delta_q, averaged=by.averaged)
+    sde = reference.SDE(
+        alpha=params.alpha, beta=params.beta, delta_q=params.delta_q, averaged=params.averaged
+    )
     expected = reference.consensus_point(particles, cluster, sde)
-    assert consensus_point(theta, Values(lower, upper), by, mass)[0].tolist() == pytest.approx(
+    assert consensus_point(theta, Values(lower, upper), params, mass)[0].tolist() == pytest.approx(
         expected, abs=1e-9
     )
 
 
 @given(st.floats(-1e3, 1e3), st.sampled_from([0.05, 0.1, 0.3, 0.7, 1.0]))
 @example(51.0, 0.7)  # 2/beta * beta/2 * 51 is less than 51
-def test_an_ensemble_of_one_value_is_whole(value, beta):
-    """All particles tie at the level, however the averaged level rounds."""
+def test_equal_values_have_equal_weights(value, beta):
+    """Every particle ties at the level, for any rounding of the averaged level."""
     theta = torch.ones(1, 7, 2, dtype=torch.float64)
     lower = torch.full((1, 7), value, dtype=torch.float64)
     for averaged in (False, True):
@@ -327,10 +334,10 @@ def test_an_ensemble_of_one_value_is_whole(value, beta):
         assert point[0].tolist() == pytest.approx([1.0, 1.0])
 
 
-# ---- judging ----
+# ---- evaluation ----
 
 
-def test_what_is_not_finite_is_excluded():
+def test_non_finite_values_are_excluded():
     theta = ensemble([1.0], [2.0], [3.0], [4.0])
     bad = {1.0: torch.nan, 2.0: torch.inf, 3.0: 0.5, 4.0: 0.25}
     v = evaluate_objectives(
@@ -359,45 +366,45 @@ def test_values_whose_sum_overflows_are_finite():
     assert consensus_point(theta, v, ConsensusParams(0.0, 0.5)).item() == 1.5
 
 
-@pytest.mark.parametrize("where", [torch.inf, -torch.inf, torch.nan])
-def test_overflown_coordinates_do_not_poison_the_consensus_point(where):
-    theta = ensemble([1.0, 1.0], [where, 2.0], [3.0, 3.0])
+@pytest.mark.parametrize("coordinate", [torch.inf, -torch.inf, torch.nan])
+def test_non_finite_coordinates_do_not_affect_the_consensus_point(coordinate):
+    theta = ensemble([1.0, 1.0], [coordinate, 2.0], [3.0, 3.0])
     v = evaluate_objectives(theta, circle, G)
     m = consensus_point(theta, v, ConsensusParams(0.0, 1.0))
     assert m[0].tolist() == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("where", [torch.inf, torch.nan])
-def test_nor_where_the_objectives_are_bounded(where):
-    """A particle that is nowhere has no part, also if the objectives find a number for it."""
-    theta = ensemble([1.0, 1.0], [where, 2.0], [1.0, 1.0])
+@pytest.mark.parametrize("coordinate", [torch.inf, torch.nan])
+def test_non_finite_coordinates_are_excluded_with_bounded_objectives(coordinate):
+    """A non-finite particle is excluded even if its objectives are finite."""
+    theta = ensemble([1.0, 1.0], [coordinate, 2.0], [1.0, 1.0])
 
     def bounded(x):
         return torch.exp(-x.square().sum(-1)).nan_to_num(nan=1.0)
 
     for lower in (bounded, lambda x: -bounded(x)):
-        for by in (ConsensusParams(0.0, 0.4), ConsensusParams(5.0, 1.0)):
-            assert consensus_point(theta, evaluate_objectives(theta, lower, bounded), by)[
+        for params in (ConsensusParams(0.0, 0.4), ConsensusParams(5.0, 1.0)):
+            assert consensus_point(theta, evaluate_objectives(theta, lower, bounded), params)[
                 0
             ].tolist() == pytest.approx([1.0, 1.0])
 
 
-def test_gradients():
+def test_gradients_by_autograd_and_by_a_function():
     theta = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 5, 3)))
     expected = 4 * (theta.square().sum(-1, keepdim=True) - 1) * theta
     v = evaluate_objectives(theta, circle, None, gradient=True)
     assert_close(v.gradient, expected)
     assert not v.lower.requires_grad
-    given = evaluate_objectives(
+    explicit = evaluate_objectives(
         theta, circle, None, gradient=lambda x: 4 * (x.square().sum(-1, keepdim=True) - 1) * x
     )
-    assert_close(given.gradient, expected)
+    assert_close(explicit.gradient, expected)
     flat = evaluate_objectives(theta[:1], circle, None, flat=True, gradient=True)
     assert_close(flat.gradient, expected[:1])
     assert evaluate_objectives(theta, circle, None).gradient is None
 
 
-def test_objectives_that_do_not_fit():
+def test_invalid_objectives_are_refused():
     theta = torch.ones(1, 4, 2)
     for lower, message in (
         (lambda x: x, r"`lower` must return one value a particle: shape \[1, 4\].*got \[1, 4, 2\]"),
@@ -423,7 +430,7 @@ def test_objectives_that_do_not_fit():
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float16])
-def test_values_of_other_types_are_numbers(dtype):
+def test_values_of_other_types_are_converted_to_float64(dtype):
     theta = torch.tensor([[[0.0], [1.0], [3.0]]], dtype=torch.float64)
     values = evaluate_objectives(theta, lambda x: x[..., 0].to(dtype), None)
     assert values.lower.dtype == torch.float64

@@ -1,4 +1,4 @@
-"""Functions as users write them: recognised forms, numbers of any kind, failures at points."""
+"""User functions: recognised forms, numeric types, failures at single points."""
 
 import concurrent.futures
 import math
@@ -26,9 +26,9 @@ def test_from_numpy():
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, 3)))
     assert_close(wrapped(x), objectives.circle(x))
     settings = {"num_particles": 20, "maxiter": 15, "seed": 3, "dt": 0.01}
-    plain = minimize(objectives.circle, objectives.last_coordinate, 2, **settings)
-    other = minimize(wrapped, fedcb2o.from_numpy(lambda x: x[..., -1]), 2, **settings)
-    assert_close(other.x, plain.x)
+    expected = minimize(objectives.circle, objectives.last_coordinate, 2, **settings)
+    result = minimize(wrapped, fedcb2o.from_numpy(lambda x: x[..., -1]), 2, **settings)
+    assert_close(result.x, expected.x)
     with pytest.raises(ConfigError, match="`lower` has no gradient by autograd"):
         minimize(wrapped, dim=2, lambda2=1.0)
     descent = minimize(
@@ -42,17 +42,17 @@ def test_from_numpy():
 
 
 def test_from_point():
-    seen = []
+    shapes = []
 
     def one_point(x):
-        seen.append(x.shape)
+        shapes.append(x.shape)
         return float(numpy_circle(x))
 
     wrapped = fedcb2o.from_point(one_point)
     assert wrapped.__name__ == "one_point"
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, 3)))
     assert_close(wrapped(x), objectives.circle(x))
-    assert seen == [(3,)] * 8
+    assert shapes == [(3,)] * 8
     assert wrapped(x.float()).dtype == torch.float32
     assert wrapped(x[0, 0]).shape == ()
     integers = fedcb2o.from_point(lambda x: int(x[0] > 0))
@@ -60,25 +60,25 @@ def test_from_point():
     runs = minimize(
         wrapped, fedcb2o.from_point(lambda x: x[-1]), 2, runs=2, num_particles=10, maxiter=4
     )
-    plain = minimize(
+    expected = minimize(
         objectives.circle, objectives.last_coordinate, 2, runs=2, num_particles=10, maxiter=4
     )
-    assert_close(runs.x, plain.x)
+    assert_close(runs.x, expected.x)
 
 
-def test_from_point_by_a_pool():
+def test_from_point_uses_a_thread_pool():
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         wrapped = fedcb2o.from_point(numpy_circle, workers=pool.map)
         x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, 3)))
         assert_close(wrapped(x), objectives.circle(x))
     arrays = fedcb2o.from_point(
         lambda x: x[:1]
-    )  # one number in an array, as many of SciPy's users return
+    )  # an array of one number, as SciPy users often return
     assert_close(arrays(x), x[..., 0])
 
 
 def number_forms(values):
-    """The values as arrays of other kinds, all equal."""
+    """Return the same values in several array types."""
     strided = np.repeat(values, 2)[::2]
     strided.setflags(write=False)
     return {
@@ -98,13 +98,13 @@ def number_forms(values):
 
 
 @pytest.mark.parametrize("form", number_forms(np.zeros(1)))
-def test_from_numpy_takes_numbers_of_any_kind(form):
+def test_from_numpy_accepts_numbers_of_any_type(form):
     x = torch.tensor([[0.1], [2.0], [-3.25]], dtype=torch.float64)
     wrapped = fedcb2o.from_numpy(lambda x: number_forms(x[:, 0])[form])
     assert torch.equal(wrapped(x), x[:, 0])
 
 
-def test_from_numpy_copies_what_the_function_returns():
+def test_from_numpy_copies_the_returned_array():
     buffer = np.zeros(3)
     wrapped = fedcb2o.from_numpy(lambda x: np.copyto(buffer, x[:, 0]) or buffer)
     x = torch.tensor([[0.0], [1.0], [2.0]], dtype=torch.float64)
@@ -160,7 +160,7 @@ def test_values_that_are_not_numbers_are_refused(value, message):
 
 
 @pytest.mark.parametrize("value", [np.zeros(2), [], [[1.0, 2.0]], torch.zeros(3)], ids=str)
-def test_a_function_of_a_point_returns_one_number(value):
+def test_a_function_of_a_point_must_return_one_number(value):
     with pytest.raises(ConfigError, match="of a point must return a number, got the shape"):
         fedcb2o.from_point(lambda x: value)(torch.zeros(1, 1))
 
@@ -169,7 +169,7 @@ def log_squared(point):
     return math.log(point[0]) ** 2
 
 
-def test_a_point_at_which_a_function_fails():
+def test_errors_name_the_point_at_which_a_function_fails():
     x = torch.tensor([[1.0], [-2.0], [math.e], [-1.0]], dtype=torch.float64)
     with pytest.raises(ValueError, match="math domain error") as caught:
         fedcb2o.from_point(log_squared)(x)
@@ -231,7 +231,7 @@ def test_the_form_of_a_function_is_recognised(form, x):
         assert_close(function(points), points.square().sum(-1))
 
 
-def test_integers_are_values():
+def test_integer_values_are_accepted():
     result = minimize(lambda x: np.abs(x).astype(int).sum(axis=-1), dim=2, maxiter=5)
     assert result.fun == int(result.x.abs().int().sum())
 
@@ -245,51 +245,51 @@ def test_integers_are_values():
     ],
     ids=["many", "one", "tensor"],
 )
-def test_functions_with_several_values(function):
+def test_functions_may_return_several_values(function):
     converted = UserFunction("c", function, vector=True)
     for points in (POINTS, POINTS[0], POINTS[0, :3], POINTS[0, :2]):
-        wanted = torch.stack([points[..., 0] - 1, points[..., 1] * points[..., 2]], -1)
-        assert_close(converted(points), wanted)
+        expected = torch.stack([points[..., 0] - 1, points[..., 1] * points[..., 2]], -1)
+        assert_close(converted(points), expected)
     assert_close(UserFunction("c", lambda x: x[0], vector=True)(POINTS), POINTS[..., :1])
 
 
-def test_a_gradient_for_one_point_is_not_taken_for_one_of_many():
-    """SciPy's rosen_der accepts [n, d], and means another axis."""
+def test_a_gradient_of_one_point_is_not_mistaken_for_a_batched_one():
+    """SciPy's rosen_der accepts [n, d] but reads the first axis as coordinates."""
     from scipy import optimize
 
     converted = UserFunction("`gradient`", optimize.rosen_der, vector=True)
-    wanted = np.stack([optimize.rosen_der(point) for point in POINTS[0].numpy()])
-    assert_close(converted(POINTS[0]), torch.from_numpy(wanted))
+    expected = np.stack([optimize.rosen_der(point) for point in POINTS[0].numpy()])
+    assert_close(converted(POINTS[0]), torch.from_numpy(expected))
 
 
-def test_calls_of_a_recognised_function():
-    """A function of many points is called once a step; failing calls come before the first step."""
-    seen = []
+def test_a_function_is_probed_only_before_the_first_step():
+    """The probing calls take many points at once; all later calls take one point."""
+    shapes = []
 
     def one_point(x):
-        seen.append(x.shape)
+        shapes.append(x.shape)
         return x[0] ** 2 + x[1] ** 2
 
     minimize(one_point, dim=2, num_particles=10, maxiter=2)
-    points = [shape for shape in seen if shape == (2,)]
-    assert len(seen) - len(points) == 2  # as a tensor and as an array of many points
+    points = [shape for shape in shapes if shape == (2,)]
+    assert len(shapes) - len(points) == 2  # as a tensor and as an array of many points
     assert len(points) == 3 * 10 + 1
 
 
-def test_a_function_that_accepts_nothing():
+def test_a_function_that_fails_in_every_form_is_refused():
     with pytest.raises(ConfigError, match=r"1 / 0|ZeroDivisionError") as caught:
         minimize(lambda x: 1 / 0, dim=2)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert "\n" not in str(caught.value)
 
 
-def test_a_function_that_writes_into_its_tensor():
+def test_a_function_that_writes_into_its_tensor_is_refused():
     with pytest.raises(ConfigError, match="writes into the particles"):
         minimize(lambda x: x.mul_(2).sum(-1), dim=2)
 
 
 def fails_left(x):
-    """Raise an exception left of 0: for one point, or for many."""
+    """Raise an exception left of 0, for one point or many."""
     if np.any(np.asarray(x)[..., 0] < 0):
         raise FloatingPointError("left of 0")
     return ((np.asarray(x) - 1) ** 2).sum(-1)

@@ -1,4 +1,4 @@
-"""The adaptive dynamics: convergence, restarts, what counts as success, and the best judged point."""
+"""The adaptive dynamics: convergence, restarts, criterion of success, best evaluated point."""
 
 import math
 
@@ -29,18 +29,18 @@ def rosenbrock(x):
         (rosenbrock, None, (1.0, 1.0)),
         # A feasible set with an interior, in which G falls towards a corner (1, 1).
         (lambda x: (x - 1).clamp(min=0).square().sum(-1), lambda x: -x.sum(-1), (1.0, 1.0)),
-        # L that has one side only.
+        # L is infinite on one side.
         (lambda x: torch.where(x[..., 0] < 0, torch.inf, x[..., 0]), lambda x: x[..., 1].square(), (0.0, 0.0)),
     ],
     ids=["circle", "ackley", "parabola", "rosenbrock", "corner", "one side"],
 )  # fmt: skip
-def test_it_finds_the_minimiser_of_g_among_those_of_l(lower, upper, target):
-    found = minimize(lower, upper, 2, maxfev=6000, seed=2)
-    assert torch.allclose(found.x, double(target), atol=1e-3), found
+def test_the_result_minimises_g_among_the_minimisers_of_l(lower, upper, target):
+    result = minimize(lower, upper, 2, maxfev=6000, seed=2)
+    assert torch.allclose(result.x, double(target), atol=1e-3), result
 
 
-def test_the_budget_does_not_end_outside_of_a_narrow_feasible_set():
-    """G falls away from a corner of four half-spaces in d = 5, so that its points come late."""
+def test_the_result_is_inside_a_narrow_feasible_set():
+    """G falls away from the corner of four half-spaces, so feasible points come late."""
     generator = np.random.default_rng(3)
     normals = double(generator.standard_normal((4, 5)))
 
@@ -50,76 +50,76 @@ def test_the_budget_does_not_end_outside_of_a_narrow_feasible_set():
     def upper(x):
         return -1e3 * (x @ normals.sum(0)) + x.square().sum(-1)
 
-    found = minimize(lower, upper, 5, maxfev=2000, bounds=(-5, 5))
-    assert found.lower == 0
+    result = minimize(lower, upper, 5, maxfev=2000, bounds=(-5, 5))
+    assert result.lower == 0
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1e6])
-def test_units_of_l_and_g_do_not_matter(factor):
-    plain = minimize(objectives.circle, G, 2, **BUDGET)
-    scaled = minimize(lambda x: factor * objectives.circle(x), G, 2, **BUDGET)
-    other = minimize(objectives.circle, lambda x: factor * G(x) + 3, 2, **BUDGET)
-    for found in (plain, scaled, other):
-        assert torch.allclose(found.x, double([1.0, 0.0]), atol=1e-3)
+def test_scaling_l_or_g_does_not_change_the_solution(factor):
+    original = minimize(objectives.circle, G, 2, **BUDGET)
+    scaled_l = minimize(lambda x: factor * objectives.circle(x), G, 2, **BUDGET)
+    scaled_g = minimize(objectives.circle, lambda x: factor * G(x) + 3, 2, **BUDGET)
+    for result in (original, scaled_l, scaled_g):
+        assert torch.allclose(result.x, double([1.0, 0.0]), atol=1e-3)
 
 
-def test_success_is_the_agreement_of_independent_ensembles():
-    found = minimize(objectives.circle, G, 2, seed=1)
-    assert found.success
-    assert found.message == "2 of 2 independent ensembles ended at x"
-    alone = minimize(lambda x: x.square().sum(-1), dim=2, seed=1)
-    assert alone.success
-    assert alone.message == "3 of 3 independent ensembles ended at x"
-    short = minimize(objectives.circle, G, 2, maxfev=500)
-    assert not short.success
-    assert short.message.endswith("0 of 0 independent ensembles ended at x, and 2 are needed")
+def test_success_requires_agreement_of_independent_ensembles():
+    two_levels = minimize(objectives.circle, G, 2, seed=1)
+    assert two_levels.success
+    assert two_levels.message == "2 of 2 independent ensembles ended at x"
+    one_level = minimize(lambda x: x.square().sum(-1), dim=2, seed=1)
+    assert one_level.success
+    assert one_level.message == "3 of 3 independent ensembles ended at x"
+    short_run = minimize(objectives.circle, G, 2, maxfev=500)
+    assert not short_run.success
+    assert short_run.message.endswith("0 of 0 independent ensembles ended at x, and 2 are needed")
 
 
-def test_two_minimisers_of_equal_value_are_no_agreement():
-    def two(x):  # -1 and 1
+def test_two_minimisers_of_equal_value_do_not_agree():
+    def double_well(x):  # minimisers -1 and 1
         return (x[..., 0].square() - 1).square()
 
     hopper = Hopper(0, np.array([-3.0]), np.array([3.0]), 16)
     while len({round(float(end.x[0])) for end in hopper.ends}) < 2:
         points = hopper.points()
-        hopper.update(points, two(torch.from_numpy(points)).numpy(), None)
+        hopper.update(points, double_well(torch.from_numpy(points)).numpy(), None)
     best = hopper.ranked_ends()[0]
     assert hopper.num_agreeing(best) < len(hopper.ends)
 
 
-def test_without_a_feasible_point_there_is_no_success():
-    nowhere = NonlinearConstraint(lambda x: x[0] ** 2, -math.inf, -1.0)
-    found = minimize(lambda x: x[0] ** 2, constraints=nowhere, dim=1, maxfev=2000)
-    assert not found.success
-    assert found.message.endswith("no point meets the constraints")
-    assert found.constr_violation == pytest.approx(1.0, abs=1e-3)
+def test_a_run_without_a_feasible_point_fails():
+    infeasible = NonlinearConstraint(lambda x: x[0] ** 2, -math.inf, -1.0)
+    result = minimize(lambda x: x[0] ** 2, constraints=infeasible, dim=1, maxfev=2000)
+    assert not result.success
+    assert result.message.endswith("no point meets the constraints")
+    assert result.constr_violation == pytest.approx(1.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_batch_of_runs_is_its_runs(dtype):
+def test_a_batch_of_runs_equals_its_single_runs(dtype):
     settings = {"maxfev": 1500, "dtype": dtype}
-    many = minimize(objectives.circle, G, 2, runs=3, seed=4, **settings)
-    third = minimize(objectives.circle, G, 2, seed=6, **settings)
-    assert torch.equal(many.x[2], third.x)
-    assert (many.nfev[2], many.message[2]) == (third.nfev, third.message)
+    batch = minimize(objectives.circle, G, 2, runs=3, seed=4, **settings)
+    single = minimize(objectives.circle, G, 2, seed=6, **settings)
+    assert torch.equal(batch.x[2], single.x)
+    assert (batch.nfev[2], batch.message[2]) == (single.nfev, single.message)
 
 
 @pytest.mark.parametrize("budget", [1, 40, 100, 333])
-def test_nfev_is_what_the_objectives_saw_and_at_most_maxfev(budget):
-    seen = []
+def test_nfev_counts_the_evaluations_and_is_at_most_maxfev(budget):
+    counts = []
 
     def lower(x):
-        seen.append(len(x))
+        counts.append(len(x))
         return objectives.circle(x)
 
-    found = minimize(lower, G, 2, maxfev=budget)
-    assert found.nfev == sum(seen)
-    assert found.nfev <= max(budget, 25)  # the first ensemble and x
-    assert found.lower.isfinite()
+    result = minimize(lower, G, 2, maxfev=budget)
+    assert result.nfev == sum(counts)
+    assert result.nfev <= max(budget, 25)  # the first ensemble and x
+    assert result.lower.isfinite()
 
 
-def test_an_evaluation_that_does_not_repeat_is_not_the_answer():
-    """One wrong evaluation promises the best value of all."""
+def test_an_evaluation_that_does_not_repeat_is_not_the_result():
+    """One wrong evaluation of G returns the smallest value."""
     count = 0
 
     def upper(x):
@@ -130,26 +130,28 @@ def test_an_evaluation_that_does_not_repeat_is_not_the_answer():
         count += 1
         return values
 
-    found = minimize(objectives.circle, upper, 2, **BUDGET)
-    assert torch.allclose(found.x, double([1.0, 0.0]), atol=0.05)
+    result = minimize(objectives.circle, upper, 2, **BUDGET)
+    assert torch.allclose(result.x, double([1.0, 0.0]), atol=0.05)
 
 
-def test_settings_of_the_paper_choose_its_dynamics():
-    plain = minimize(objectives.circle, G, 2, maxiter=5, dynamics="paper")
-    same = minimize(objectives.circle, G, 2, maxiter=5, alpha=1000.0)
-    assert torch.equal(plain.theta, same.theta)
-    assert torch.equal(plain.x, plain.consensus)
+def test_a_setting_of_the_paper_selects_its_dynamics():
+    explicit = minimize(objectives.circle, G, 2, maxiter=5, dynamics="paper")
+    implied = minimize(objectives.circle, G, 2, maxiter=5, alpha=1000.0)
+    assert torch.equal(explicit.theta, implied.theta)
+    assert torch.equal(explicit.x, explicit.consensus)
     with pytest.raises(ConfigError, match="`dt` is a setting of dynamics='paper'"):
         minimize(objectives.circle, G, 2, dt=0.1, dynamics="adaptive")
 
 
-def test_bounds_and_fixed_coordinates_hold():
-    inside = {"bounds": [(0.5, 2.0), (0.25, 0.25), (-1.0, None)], "maxfev": 2000}
-    found = minimize(lambda x: x.square().sum(-1), callback=lambda state: _check(state), **inside)
-    assert found.x.tolist() == pytest.approx([0.5, 0.25, 0.0], abs=1e-5)
+def test_particles_respect_bounds_and_fixed_coordinates():
+    settings = {"bounds": [(0.5, 2.0), (0.25, 0.25), (-1.0, None)], "maxfev": 2000}
+    result = minimize(
+        lambda x: x.square().sum(-1), callback=lambda state: assert_inside_bounds(state), **settings
+    )
+    assert result.x.tolist() == pytest.approx([0.5, 0.25, 0.0], abs=1e-5)
 
 
-def _check(state):
+def assert_inside_bounds(state):
     low, high = double([0.5, 0.25, -1.0]), double([2.0, 0.25, math.inf])
     assert (state.theta >= low).all()
     assert (state.theta <= high).all()
@@ -159,11 +161,11 @@ def test_polish_never_leaves_the_feasible_set():
     def lower(x):
         return (x.square().sum(-1) - 1).clamp(min=0)
 
-    rough = minimize(lower, G, 2, maxfev=150)
-    fine = minimize(lower, G, 2, maxfev=150, polish=True)
-    assert fine.lower <= rough.lower == 0
-    assert fine.upper < rough.upper
-    assert torch.allclose(fine.x, double([1.0, 0.0]), atol=1e-3)
+    unpolished = minimize(lower, G, 2, maxfev=150)
+    polished = minimize(lower, G, 2, maxfev=150, polish=True)
+    assert polished.lower <= unpolished.lower == 0
+    assert polished.upper < unpolished.upper
+    assert torch.allclose(polished.x, double([1.0, 0.0]), atol=1e-3)
 
 
 def test_a_cloud_learns_the_shape_of_a_valley():
@@ -180,7 +182,7 @@ def test_a_cloud_learns_the_shape_of_a_valley():
 
 
 def test_smooth_quantile():
-    """q_beta = 3 and q_{beta/2} = 2: a particle in the middle is half a member."""
+    """With q_beta = 3 and q_{beta/2} = 2, a particle at 2.5 is half a member."""
     lower = torch.tensor([1.0, 2.0, 2.5, 3.0])
     params = dynamics.ConsensusParams(alpha=1.0, beta=1.0, smooth=True)
     assert dynamics.smooth_membership(lower, params).tolist() == [1.0, 1.0, 0.5, 0.0]
@@ -189,20 +191,20 @@ def test_smooth_quantile():
     assert mu.tolist() == pytest.approx([0.4, 0.4, 0.2, 0.0])
 
 
-def test_an_ensemble_looks_for_a_smaller_g_before_it_agrees():
+def test_ensembles_search_for_a_smaller_g_before_they_agree():
     """L has 36 equal minimisers in the box, and G decides among them."""
     waves = objectives.problem("waves-2d")
-    found = minimize(waves.lower, waves.upper, 2, bounds=waves.box, maxfev=20_000, seed=3)
-    assert found.success
-    assert found.x.tolist() == pytest.approx([0.1 - math.sqrt(3 * math.pi), 0.0], abs=1e-4)
+    result = minimize(waves.lower, waves.upper, 2, bounds=waves.box, maxfev=20_000, seed=3)
+    assert result.success
+    assert result.x.tolist() == pytest.approx([0.1 - math.sqrt(3 * math.pi), 0.0], abs=1e-4)
 
 
-def test_l_where_g_is_infinite_prevents_a_success():
+def test_a_smaller_l_where_g_is_infinite_prevents_success():
     """The only minimiser of L = -x is x = 1, where G is infinite (Mitsos and Barton, 3.2)."""
 
     def upper(x):
         return torch.where(x[..., 0] <= 0, x[..., 0], torch.inf)
 
-    found = minimize(lambda x: -x[..., 0], upper, bounds=[(-1, 1)], maxfev=3000)
-    assert not found.success
-    assert found.message.startswith("L is smaller at points where G is infinite")
+    result = minimize(lambda x: -x[..., 0], upper, bounds=[(-1, 1)], maxfev=3000)
+    assert not result.success
+    assert result.message.startswith("L is smaller at points where G is infinite")

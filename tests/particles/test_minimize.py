@@ -1,5 +1,4 @@
-"""`minimize` against the plain loops, batches against single runs, the result's conventions, and
-bad input."""
+"""`minimize`: reference loops, batches and single runs, form of the result, invalid input."""
 
 import dataclasses
 import itertools
@@ -24,26 +23,28 @@ from fedcb2o.particles import adversaries
 from fedcb2o.particles.noise import Normals
 from fedcb2o.particles.objectives import circle, circle_about, last_coordinate, problem
 
-# What ends a run, and how often it looks, is none of the dynamics.
+# Settings of the stopping test and of records do not change the dynamics.
 STEADY = {"xtol": 0.0, "record_every": 1}
 
 
-# ---- against the plain loops of tests/reference.py ----
+# ---- the reference loops of tests/reference.py ----
 
 
 def plain_circle(cx=0.0, cy=0.0, upper=lambda x: (x[0] - 2) ** 2 + x[1] ** 2):
-    """circle_about(cx, cy), its gradient, and a G."""
+    """Return circle_about(cx, cy), its gradient and a G."""
 
-    def off(x):
+    def excess(x):
         return (x[0] - cx) ** 2 + (x[1] - cy) ** 2 - 1
 
     return reference.Cluster(
-        lambda x: off(x) ** 2, lambda x: [4 * off(x) * (x[0] - cx), 4 * off(x) * (x[1] - cy)], upper
+        lambda x: excess(x) ** 2,
+        lambda x: [4 * excess(x) * (x[0] - cx), 4 * excess(x) * (x[1] - cy)],
+        upper,
     )
 
 
 def spiral(view):
-    """(a_t, A_t) that depend on theta and m, with a matrix."""
+    """Return (a_t, A_t) that depend on theta and m, with a matrix A_t."""
     matrix = torch.tensor([[0.5, 0.2], [-0.1, 0.3]], dtype=view.theta_m.dtype)
     drift = 2 * (view.m[:, :1] - view.theta_m) + view.theta_m.flip(-1)
     return drift, matrix.expand(*view.theta_m.shape, 2)
@@ -53,30 +54,29 @@ def plain_spiral(theta, m):
     return [2 * (m[0][k] - theta[k]) + theta[1 - k] for k in (0, 1)], [[0.5, 0.2], [-0.1, 0.3]]
 
 
-def still(theta, m):
+def plain_static(theta, m):
     return [0.0, 0.0], [[0.0, 0.0], [0.0, 0.0]]
 
 
 @dataclasses.dataclass
 class Groups:
-    """Adversaries for both: (theirs, the plain move, n_m, mass)."""
+    """Adversaries of both implementations: (move, plain move, n_m, initial, mass)."""
 
     entries: list
 
     @property
-    def theirs(self):
-        return [Adversary(move, n, at, mass) for move, _, n, at, mass in self.entries]
+    def for_minimize(self):
+        return [Adversary(move, n, initial, mass) for move, _, n, initial, mass in self.entries]
 
 
 SPIRAL = (spiral, plain_spiral, 4, [0.5, 1.0])
-STATIC = (adversaries.static(1, (0.0, 0.0)).move, still, 3, [-1.0, 0.0])
+STATIC = (adversaries.static(1, (0.0, 0.0)).move, plain_static, 3, [-1.0, 0.0])
 CENTRES = ((0.0, 0.0), (1.5, 0.5), (-1.0, 1.0))
 
 
-def by_loops(settings, sizes, groups, steps, with_g, seed):
-    """The same run by the oracle: all particles, and the consensus points before each step and at
-    the end."""
-    at = {
+def run_reference(settings, sizes, groups, steps, with_g, seed):
+    """Run the reference; return its particles and the consensus points at every step."""
+    schedules = {
         name: settings.get(name, default)
         for name, default in (("alpha", 30.0), ("beta", 0.3), ("sigma1", 1.0))
     }
@@ -84,27 +84,31 @@ def by_loops(settings, sizes, groups, steps, with_g, seed):
     n_m = sum(group[2] for group in groups.entries)
     upper = (lambda x: (x[0] - 2) ** 2 + x[1] ** 2) if with_g else None
     clusters = [plain_circle(*centre, upper=upper) for centre in CENTRES[: len(sizes)]]
-    given = sum(mass for *_, mass in groups.entries if mass is not None)
-    alike = (1 - given) / (
+    total_mass = sum(mass for *_, mass in groups.entries if mass is not None)
+    equal_mass = (1 - total_mass) / (
         n + sum(count for _, _, count, _, mass in groups.entries if mass is None)
     )
     low, high = settings.get("bounds", (-3.0, 3.0))
     start = fedcb2o.stream(seed, "particles", "initial").uniform(low, high, (n, d)).tolist()
-    of = [k for k, size in enumerate(sizes) for _ in range(size)]
-    particles = [reference.Particle(theta, alike, k) for theta, k in zip(start, of, strict=True)]
-    for _, move, count, where, mass in groups.entries:
+    cluster_of = [k for k, size in enumerate(sizes) for _ in range(size)]
+    particles = [
+        reference.Particle(theta, equal_mass, k) for theta, k in zip(start, cluster_of, strict=True)
+    ]
+    for _, move, count, position, mass in groups.entries:
         particles += [
-            reference.Particle(list(where), alike if mass is None else mass / count, attack=move)
+            reference.Particle(
+                list(position), equal_mass if mass is None else mass / count, attack=move
+            )
             for _ in range(count)
         ]
     noise = Normals(
         [seed], "particles noise", n, d, dtype=torch.float64, device=torch.device("cpu")
     )
-    shake = Normals(
+    gradient_noise = Normals(
         [seed], "particles gradient noise", n, d, dtype=torch.float64, device=torch.device("cpu")
     )
     ends = list(itertools.accumulate((group[2] for group in groups.entries), initial=n))
-    theirs = [
+    attack_noise = [
         Normals(
             [seed],
             f"particles adversary {first}",
@@ -118,7 +122,9 @@ def by_loops(settings, sizes, groups, steps, with_g, seed):
     order, orders = [], fedcb2o.stream(seed, "particles", "batches")
     records = []
     for step in range(steps + 1):
-        now = {name: value(step) if callable(value) else value for name, value in at.items()}
+        values = {
+            name: value(step) if callable(value) else value for name, value in schedules.items()
+        }
         sde = reference.SDE(
             lambda1=settings.get("lambda1", 1.0),
             lambda2=settings.get("lambda2", 0.0),
@@ -129,7 +135,7 @@ def by_loops(settings, sizes, groups, steps, with_g, seed):
             R=settings.get("radius", math.inf),
             averaged=settings.get("quantile") == "averaged",
             box=([low] * d, [high] * d) if "bounds" in settings else None,
-            **now,
+            **values,
         )
         records.append([reference.consensus_point(particles, cluster, sde) for cluster in clusters])
         if step == steps:
@@ -139,17 +145,23 @@ def by_loops(settings, sizes, groups, steps, with_g, seed):
             if len(order) < size:
                 order = orders.permutation(n + n_m).tolist()
             batch, order = order[:size], order[size:]
-        moving = None if settings.get("update", "batch") == "all" else batch
+        moved = None if settings.get("update", "batch") == "all" else batch
         B = noise.next()[0].tolist()
-        for each in theirs:
-            B += each.next()[0].tolist()
+        for normals in attack_noise:
+            B += normals.next()[0].tolist()
         reference.particle_step(
-            particles, clusters, sde, B, shake.next()[0].tolist() + [[0.0] * d] * n_m, batch, moving
+            particles,
+            clusters,
+            sde,
+            B,
+            gradient_noise.next()[0].tolist() + [[0.0] * d] * n_m,
+            batch,
+            moved,
         )
     raise AssertionError
 
 
-NOBODY = Groups([])
+NO_ADVERSARIES = Groups([])
 CASES = {
     "as it comes": {},
     "isotropic": {"noise": "isotropic"},
@@ -173,7 +185,7 @@ CASES = {
     "batch of all": {"batch": 20, "delta_q": 0.1},
 }  # fmt: skip
 ATTACKS = {
-    "nobody": NOBODY,
+    "nobody": NO_ADVERSARIES,
     "alike": Groups([(*STATIC, None)]),
     "with mass": Groups([(*STATIC, 0.35), (*SPIRAL, 0.2)]),
     "both": Groups([(*SPIRAL, None), (*STATIC, 0.3)]),
@@ -185,60 +197,60 @@ ATTACKS = {
     [("nobody", 1), ("alike", 1), ("with mass", 1), ("both", 1), ("with mass", 2), ("both", 3)],
 )
 @pytest.mark.parametrize("case", CASES)
-def test_the_plain_loops_find_the_same(case, attack, clusters):
+def test_minimize_equals_the_reference_loops(case, attack, clusters):
     settings, groups, steps = CASES[case], ATTACKS[attack], 3
     sizes = {1: [20], 2: [12, 8], 3: [7, 7, 6]}[clusters]
     seed = 3 + clusters
-    plain, m = by_loops(settings, sizes, groups, steps, True, seed)
+    plain, m = run_reference(settings, sizes, groups, steps, True, seed)
     lowers = [circle_about(*centre) for centre in CENTRES[:clusters]]
-    seen = []
+    states = []
     result = minimize(
         lowers if clusters > 1 else lowers[0],
         G,
         2,
         **{"alpha": 30.0, "beta": 0.3, **STEADY, **settings},
         num_particles=sizes if clusters > 1 else 20,
-        adversaries=groups.theirs,
+        adversaries=groups.for_minimize,
         maxiter=steps,
         seed=seed,
-        callback=lambda state: seen.append(state.theta.clone()),
+        callback=lambda state: states.append(state.theta.clone()),
     )
-    check(result, plain, m, clusters)
-    assert len(seen) >= steps
+    assert_equals_reference(result, plain, m, clusters)
+    assert len(states) >= steps
 
 
 @pytest.mark.parametrize("clusters", [1, 2])
 @pytest.mark.parametrize("attack", ["nobody", "with mass"])
 @pytest.mark.parametrize("case", ["as it comes", "radius", "gradient", "batch"])
-def test_the_plain_loops_find_the_same_without_g(case, attack, clusters):
+def test_minimize_equals_the_reference_loops_without_g(case, attack, clusters):
     """CBO and FedCBO (eq:fedcbo_dynamic)."""
     settings, groups, steps = CASES[case], ATTACKS[attack], 3
     sizes = {1: [20], 2: [12, 8]}[clusters]
-    plain, m = by_loops(settings, sizes, groups, steps, False, 1)
+    plain, m = run_reference(settings, sizes, groups, steps, False, 1)
     lowers = [circle_about(*centre) for centre in CENTRES[:clusters]]
     result = minimize(
         lowers if clusters > 1 else lowers[0],
         dim=2,
         **{"alpha": 30.0, "beta": 0.3, **STEADY, **settings},
         num_particles=sizes if clusters > 1 else 20,
-        adversaries=groups.theirs,
+        adversaries=groups.for_minimize,
         maxiter=steps,
         seed=1,
     )
-    check(result, plain, m, clusters)
+    assert_equals_reference(result, plain, m, clusters)
     assert result.upper is None
 
 
-def check(result, plain, m, clusters):
+def assert_equals_reference(result, plain, m, clusters):
     n = len(result.theta)
-    close = {"rtol": 1e-9, "atol": 1e-10}
-    assert_close(result.theta, double([p.theta for p in plain[:n]]), **close)
+    tolerances = {"rtol": 1e-9, "atol": 1e-10}
+    assert_close(result.theta, double([p.theta for p in plain[:n]]), **tolerances)
     malicious = double([p.theta for p in plain[n:]]).reshape(-1, 2)
-    assert_close(result.theta_m, malicious, **close)
+    assert_close(result.theta_m, malicious, **tolerances)
     m = double(m)
     m = m if clusters > 1 else m[:, 0]
-    assert_close(result.history.x, m, **close)
-    assert_close(result.x, m[-1], **close)
+    assert_close(result.history.x, m, **tolerances)
+    assert_close(result.x, m[-1], **tolerances)
     x = result.x.reshape(-1, 2)
     lower = torch.stack(
         [circle_about(*centre)(x[k]) for k, centre in enumerate(CENTRES[:clusters])]
@@ -246,13 +258,13 @@ def check(result, plain, m, clusters):
     assert_close(result.lower.reshape(-1), lower)
     if result.upper is not None:
         assert_close(result.upper.reshape(-1), G(x))
-    of = torch.tensor([p.cluster for p in plain[:n]])
-    squares = (result.theta - x[of]).square().sum(-1)
-    spread = torch.stack([squares[of == k].mean() for k in range(clusters)]).sqrt()
+    cluster_of = torch.tensor([p.cluster for p in plain[:n]])
+    squares = (result.theta - x[cluster_of]).square().sum(-1)
+    spread = torch.stack([squares[cluster_of == k].mean() for k in range(clusters)]).sqrt()
     assert_close(result.spread.reshape(-1), spread)
 
 
-def test_a_given_gradient_is_as_good_as_autograd():
+def test_an_explicit_gradient_equals_autograd():
     def slope(x):
         return 4 * (x.square().sum(-1, keepdim=True) - 1) * x
 
@@ -264,12 +276,12 @@ def test_a_given_gradient_is_as_good_as_autograd():
         "runs": 2,
         "bounds": (-1.5, 1.5),
     }
-    found = minimize_on_circle(**settings)
-    assert_close(minimize_on_circle(gradient=slope, **settings).theta, found.theta)
-    two = minimize([circle, circle_about(1.0, 0.0)], G, 2, **settings)
+    expected = minimize_on_circle(**settings)
+    assert_close(minimize_on_circle(gradient=slope, **settings).theta, expected.theta)
+    expected_clusters = minimize([circle, circle_about(1.0, 0.0)], G, 2, **settings)
     slopes = [slope, lambda x: slope(x - x.new_tensor([1.0, 0.0]))]
-    given = minimize([circle, circle_about(1.0, 0.0)], G, 2, gradient=slopes, **settings)
-    assert_close(given.theta, two.theta)
+    result = minimize([circle, circle_about(1.0, 0.0)], G, 2, gradient=slopes, **settings)
+    assert_close(result.theta, expected_clusters.theta)
 
 
 def test_each_cluster_may_have_its_own_g():
@@ -277,8 +289,8 @@ def test_each_cluster_may_have_its_own_g():
     result = minimize(
         [circle, circle], uppers, 2, num_particles=50, alpha=100.0, maxiter=600, runs=20
     )
-    middle = result.x.median(0).values  # seven runs of ten find both
-    assert_close(middle, double([[0.0, -1.0], [0.0, 1.0]]), rtol=0, atol=0.1)
+    typical = result.x.median(0).values  # seven runs of ten find both
+    assert_close(typical, double([[0.0, -1.0], [0.0, 1.0]]), rtol=0, atol=0.1)
 
 
 # ---- a batch equals its runs one by one, bit by bit ----
@@ -326,7 +338,7 @@ BATCHES = {
 }  # fmt: skip
 
 
-# In float32 some, and all in the slow tests.
+# Cases in float32; the slow tests run all cases.
 SINGLE = (
     "circle",
     "stops, with batches and attackers",
@@ -349,61 +361,65 @@ def test_a_batch_equals_its_runs(case, dtype):
     lower, upper, dim, settings = BATCHES[case]
     settings = {**COMMON, **settings, "dtype": dtype}
     seeds = [5, 2, 9]
-    together = minimize(lower, upper, dim, seed=seeds, **settings)
+    batch = minimize(lower, upper, dim, seed=seeds, **settings)
     if "stops" in case:
-        assert len(set(together.nit.tolist())) > 1
+        assert len(set(batch.nit.tolist())) > 1
     for run in (0, 2):
-        alone = minimize(lower, upper, dim, seed=seeds[run], **settings)
-        same(together, alone, run, bit_by_bit if dtype == torch.float64 or WIDE else nearly)
+        single = minimize(lower, upper, dim, seed=seeds[run], **settings)
+        assert_same_run(
+            batch,
+            single,
+            run,
+            assert_bits_equal if dtype == torch.float64 or WIDE else assert_nearly_equal,
+        )
 
 
-# With AVX2 alone PyTorch computes the last numbers of a tensor by other functions than the rest,
-# and in float32 these round differently: which numbers are last depends on the number of runs.
+# With AVX2 PyTorch computes the last numbers of a tensor by functions that round differently in
+# float32. The number of runs decides which numbers are last.
 WIDE = torch.backends.cpu.get_cpu_capability() != "AVX2"
 
 
-def bit_by_bit(one, other):
+def assert_bits_equal(one, other):
     assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def nearly(one, other):
+def assert_nearly_equal(one, other):
     assert_close(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def same(together, alone, run, alike=bit_by_bit):
-    """Every number of one run, bit by bit."""
+def assert_same_run(batch, single_run, run, compare=assert_bits_equal):
+    """Compare every number of one run of a batch with a single run."""
     for name in ("x", "lower", "upper", "spread", "theta", "theta_m"):
-        batched, single = getattr(together, name), getattr(alone, name)
-        assert (batched is None) == (single is None)
-        if single is not None:
-            alike(batched[run], single)
+        of_batch, of_run = getattr(batch, name), getattr(single_run, name)
+        assert (of_batch is None) == (of_run is None)
+        if of_run is not None:
+            compare(of_batch[run], of_run)
     for name in ("success", "nit", "nfev", "excluded", "seed"):
-        assert getattr(together, name)[run] == getattr(alone, name), name
-    assert together.message[run] == alone.message
-    records = len(alone.history.n)
-    assert torch.equal(together.history.n[:records], alone.history.n)
-    alike(together.history.x[:records, run], alone.history.x)
-    alike(together.history.spread[:records, run], alone.history.spread)
-    assert together.history.x[records:, run].isnan().all()
+        assert getattr(batch, name)[run] == getattr(single_run, name), name
+    assert batch.message[run] == single_run.message
+    records = len(single_run.history.n)
+    assert torch.equal(batch.history.n[:records], single_run.history.n)
+    compare(batch.history.x[:records, run], single_run.history.x)
+    compare(batch.history.spread[:records, run], single_run.history.spread)
+    assert batch.history.x[records:, run].isnan().all()
 
 
 @pytest.mark.parametrize("n", [3, 50, 1000])
 @pytest.mark.parametrize("dim", [1, 7, 100])
 def test_a_batch_equals_its_runs_at_any_size(n, dim):
-    """The library chooses its ways of summing by the size: they must not depend on the number of
-    runs."""
+    """The method of summation depends on the size, but not on the number of runs."""
     settings = {**COMMON, "num_particles": n, "maxiter": 3}
-    together = minimize(
+    batch = minimize(
         rastrigin, G if dim == 2 else last_coordinate, dim, runs=5, seed=10, **settings
     )
     for run in (0, 4):
-        alone = minimize(
+        single = minimize(
             rastrigin, G if dim == 2 else last_coordinate, dim, seed=10 + run, **settings
         )
-        same(together, alone, run)
+        assert_same_run(batch, single, run)
 
 
-def test_two_threads_find_the_same_noise():
+def test_noise_does_not_depend_on_the_number_of_threads():
     before = torch.get_num_threads()
     settings = {
         "num_particles": 40_000,
@@ -413,31 +429,31 @@ def test_two_threads_find_the_same_noise():
         "alpha": 30.0,
         "beta": 0.2,
     }
-    found = []
+    results = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(minimize(circle, G_of_any_dim, **settings))
+            results.append(minimize(circle, G_of_any_dim, **settings))
     finally:
         torch.set_num_threads(before)
-    assert_close(found[0].theta, found[1].theta, rtol=1e-12, atol=1e-12)
+    assert_close(results[0].theta, results[1].theta, rtol=1e-12, atol=1e-12)
 
 
 def G_of_any_dim(x):  # noqa: N802
     return (x - 1).square().sum(-1)
 
 
-def test_seed_of_a_run_repeats_it():
+def test_the_seed_of_a_run_reproduces_it():
     settings = {"num_particles": 20, "maxiter": 10}
     result = minimize_on_circle(runs=5, seed=40, **settings)
     assert [int(seed) for seed in result.seed] == [40, 41, 42, 43, 44]
-    again = minimize_on_circle(seed=result.seed[3], **settings)
-    assert torch.equal(again.x, result.x[3])
-    assert int(again.seed) == 43
-    every = minimize_on_circle(seed=result.seed, **settings)
-    assert torch.equal(every.x, result.x)
+    repeated = minimize_on_circle(seed=result.seed[3], **settings)
+    assert torch.equal(repeated.x, result.x[3])
+    assert int(repeated.seed) == 43
+    all_repeated = minimize_on_circle(seed=result.seed, **settings)
+    assert torch.equal(all_repeated.x, result.x)
     other = minimize_on_circle(seed=44, **settings)
-    assert not torch.equal(other.x, again.x)
+    assert not torch.equal(other.x, repeated.x)
 
 
 def test_a_generator_draws_the_seed():
@@ -456,7 +472,7 @@ def test_a_generator_draws_the_seed():
     assert several.seed[1] == several.seed[0] + 1
 
 
-def test_no_seed_is_another_one_each_time():
+def test_runs_without_a_seed_differ():
     settings = {"num_particles": 20, "maxiter": 5}
     first, second = (minimize_on_circle(seed=None, **settings) for _ in range(2))
     assert first.seed != second.seed
@@ -498,26 +514,25 @@ def test_shapes_of_one_run():
 def test_shapes_of_runs_and_clusters():
     lowers = [circle, circle_about(1.0, 0.0), circle_about(-1.0, 0.0)]
     settings = {"num_particles": [5, 6, 7], "maxiter": 4, "record_every": 2, "xtol": 0.0}
-    many = minimize(lowers, G, 2, runs=2, **settings)
-    assert many.x.shape == (2, 3, 2)
-    assert many.lower.shape == many.upper.shape == many.spread.shape == (2, 3)
-    assert many.theta.shape == (2, 18, 2)
-    assert many.theta_m.shape == (2, 0, 2)
-    assert many.success.tolist() == [False, False]
-    assert many.nit.tolist() == [4, 4]
+    batch = minimize(lowers, G, 2, runs=2, **settings)
+    assert batch.x.shape == (2, 3, 2)
+    assert batch.lower.shape == batch.upper.shape == batch.spread.shape == (2, 3)
+    assert batch.theta.shape == (2, 18, 2)
+    assert batch.theta_m.shape == (2, 0, 2)
+    assert batch.success.tolist() == [False, False]
+    assert batch.nit.tolist() == [4, 4]
     # 18 particles before 4 steps and at the end, and x, by every cluster's L.
-    assert many.nfev.tolist() == [3 * 91, 3 * 91]
-    assert many.excluded.tolist() == [0, 0]
-    assert many.message == ["maxiter = 4 steps were taken"] * 2
-    assert many.history.x.shape == (3, 2, 3, 2)
-    assert many.history.spread.shape == (3, 2, 3)
-    one = minimize(lowers, G, 2, **settings)
-    assert one.x.shape == (3, 2)
-    assert one.lower.shape == one.spread.shape == (3,)
-    assert one.history.x.shape == (3, 3, 2)
-    assert one.history.spread.shape == (3, 3)
-    # A list of one keeps the axis of clusters, runs = 1 that of runs, also in one dimension and
-    # with two particles.
+    assert batch.nfev.tolist() == [3 * 91, 3 * 91]
+    assert batch.excluded.tolist() == [0, 0]
+    assert batch.message == ["maxiter = 4 steps were taken"] * 2
+    assert batch.history.x.shape == (3, 2, 3, 2)
+    assert batch.history.spread.shape == (3, 2, 3)
+    one_run = minimize(lowers, G, 2, **settings)
+    assert one_run.x.shape == (3, 2)
+    assert one_run.lower.shape == one_run.spread.shape == (3,)
+    assert one_run.history.x.shape == (3, 3, 2)
+    assert one_run.history.spread.shape == (3, 3)
+    # A list of one function keeps the axis of clusters, and runs=1 the axis of runs.
     single = minimize([lambda x: x[..., 0]], None, 1, runs=1, num_particles=2, maxiter=2)
     assert single.x.shape == (1, 1, 1)
     assert single.theta.shape == (1, 2, 1)
@@ -532,12 +547,12 @@ def test_shapes_of_runs_and_clusters():
 @pytest.mark.parametrize(
     "settings", [{}, {"batch": 7}, {"batch": 7, "lambda2": 0.1, "update": "all"}], ids=steady
 )
-def test_nfev_is_what_the_objectives_saw(clusters, settings):
-    seen = {"lower": 0, "upper": 0}
+def test_nfev_counts_the_evaluations(clusters, settings):
+    counts = {"lower": 0, "upper": 0}
 
     def counted(name, objective):
         def counting(x):
-            seen[name] += x.shape[:-1].numel()
+            counts[name] += x.shape[:-1].numel()
             return objective(x)
 
         return counting
@@ -553,33 +568,33 @@ def test_nfev_is_what_the_objectives_saw(clusters, settings):
         xtol=0.0,
         **settings,
     )
-    assert (result.nfev, result.nfev) == (seen["lower"], seen["upper"])
+    assert (result.nfev, result.nfev) == (counts["lower"], counts["upper"])
 
 
-def test_excluded_are_counted_as_nfev_is():
+def test_excluded_values_are_counted_per_cluster():
     result = minimize(
         [lambda x: torch.where(x[..., 0] > 0, torch.nan, circle(x)), circle], G, 2, initial=[[1.0, 0.0], [-1.0, 0.5]],
         maxiter=0,
     )  # fmt: skip
-    # Both clusters judge both particles, one is bad for one; each judges its x.
+    # Both clusters evaluate both particles and their own x; one value is NaN.
     assert (result.nfev, result.excluded) == (6, 1)
 
 
-def test_what_objectives_see():
-    seen = []
+def test_objectives_receive_the_ensemble_and_the_answer():
+    shapes = []
 
     def lower(x):
-        seen.append(tuple(x.shape))
+        shapes.append(tuple(x.shape))
         return circle(x)
 
     minimize(lower, dim=2, num_particles=7, maxiter=0)
-    assert set(seen) == {(7, 2), (1, 2)}  # the ensemble, and the answer
-    seen.clear()
+    assert set(shapes) == {(7, 2), (1, 2)}  # the ensemble, and the answer
+    shapes.clear()
     minimize(lower, dim=2, num_particles=7, maxiter=0, runs=3)
-    assert set(seen) == {(3, 7, 2), (3, 1, 2)}
+    assert set(shapes) == {(3, 7, 2), (3, 1, 2)}
 
 
-def test_consensus_and_success():
+def test_a_run_succeeds_when_the_spread_reaches_xtol():
     settings = {
         "num_particles": 50,
         "alpha": 30.0,
@@ -595,12 +610,12 @@ def test_consensus_and_success():
     assert result.nit % 7 == 0
     assert (result.history.spread[:-1] > 0.01).all()
     assert_close(result.x, double([1.0, 0.0]), rtol=0, atol=0.2)
-    # A wider xtol stops earlier, on the same way.
-    early = minimize_on_circle(xtol=0.1, record_every=7, **settings)
-    assert early.nit < result.nit
-    assert torch.equal(early.history.x, result.history.x[: len(early.history.n)])
-    distance = (early.theta - early.x).square().sum(-1).mean().sqrt()
-    assert_close(early.spread, distance)
+    # A wider xtol stops earlier, on the same path.
+    early_run = minimize_on_circle(xtol=0.1, record_every=7, **settings)
+    assert early_run.nit < result.nit
+    assert torch.equal(early_run.history.x, result.history.x[: len(early_run.history.n)])
+    distance = (early_run.theta - early_run.x).square().sum(-1).mean().sqrt()
+    assert_close(early_run.spread, distance)
 
 
 def test_all_clusters_must_agree():
@@ -611,7 +626,7 @@ def test_all_clusters_must_agree():
     assert (quick.spread <= 0.01).all()
 
 
-def test_maxiter_0_judges_the_first_ensemble():
+def test_maxiter_0_evaluates_the_first_ensemble():
     """The answer is the consensus point, not the best particle."""
     start = [[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [9.0, 9.0]]
     result = minimize(circle, last_coordinate, initial=start, alpha=0.0, beta=0.75, maxiter=0)
@@ -640,32 +655,32 @@ def test_a_result_is_a_mapping():
 @pytest.mark.parametrize(
     "settings", [{}, {"batch": 7}, {"batch": 7, "record_every": 3}, {"batch": 7, "lambda2": 0.1}]
 )
-def test_maxfev(settings):
+def test_maxfev_limits_the_evaluations(settings):
     common = {"num_particles": 20, "xtol": 0.0, "runs": 2, "dynamics": "paper", **settings}
     for maxfev in range(60, 200, 7):
         result = minimize_on_circle(maxfev=maxfev, **common)
-        assert max(result.nfev) <= maxfev + 1  # x comes on top
+        assert max(result.nfev) <= maxfev + 1  # plus one for x
         assert (
             result.message[0]
             == f"another step would evaluate more than maxfev = {maxfev} particles"
         )
-        further = minimize_on_circle(maxiter=int(result.nit[0]) + 1, **common)
-        assert max(further.nfev) > maxfev + 1
-    few = minimize_on_circle(maxfev=60, maxiter=2, num_particles=20, dynamics="paper")
-    assert few.message.startswith("maxiter")
+        longer_run = minimize_on_circle(maxiter=int(result.nit[0]) + 1, **common)
+        assert max(longer_run.nfev) > maxfev + 1
+    short_run = minimize_on_circle(maxfev=60, maxiter=2, num_particles=20, dynamics="paper")
+    assert short_run.message.startswith("maxiter")
 
 
-def test_further_arguments():
+def test_args_are_passed_to_the_functions():
     def about(x, centre, scale=1.0):
         return scale * (x - centre).square().sum(-1)
 
-    found = minimize(about, dim=2, args=(torch.tensor([1.0, 2.0]), 3.0))
-    assert_close(found.x, double([1.0, 2.0]), rtol=0, atol=0.01)
+    result = minimize(about, dim=2, args=(torch.tensor([1.0, 2.0]), 3.0))
+    assert_close(result.x, double([1.0, 2.0]), rtol=0, atol=0.01)
     assert torch.equal(minimize(about, None, 2, args=1.0, maxiter=5).x,
                        minimize(lambda x: about(x, 1.0), None, 2, maxiter=5).x)  # fmt: skip
-    both = minimize([circle_of, circle_of], G_of, 2, args=(0.5,), maxiter=5)
-    plain = minimize([lambda x: circle_of(x, 0.5)] * 2, lambda x: G_of(x, 0.5), 2, maxiter=5)
-    assert torch.equal(both.theta, plain.theta)
+    result_of_clusters = minimize([circle_of, circle_of], G_of, 2, args=(0.5,), maxiter=5)
+    expected = minimize([lambda x: circle_of(x, 0.5)] * 2, lambda x: G_of(x, 0.5), 2, maxiter=5)
+    assert torch.equal(result_of_clusters.theta, expected.theta)
     for adapter, function in (
         (fedcb2o.from_numpy, lambda x, a: ((x - a) ** 2).sum(-1)),
         (fedcb2o.from_point, lambda x, a: ((x - a) ** 2).sum()),
@@ -721,20 +736,20 @@ def test_repr_of_many_runs():
     assert len(text.splitlines()) < 12
 
 
-@pytest.mark.parametrize("how", ["True", "StopIteration"])
-def test_callback_stops(how):
-    seen = []
+@pytest.mark.parametrize("way", ["True", "StopIteration"])
+def test_a_callback_stops_the_run(way):
+    steps = []
 
-    def watch(state):
-        seen.append(state.n)
+    def record(state):
+        steps.append(state.n)
         if state.n == 4:
-            if how == "True":
+            if way == "True":
                 return True
             raise StopIteration
         return None
 
-    result = minimize_on_circle(num_particles=10, callback=watch, xtol=0.0, record_every=3)
-    assert seen == [0, 1, 2, 3, 4]
+    result = minimize_on_circle(num_particles=10, callback=record, xtol=0.0, record_every=3)
+    assert steps == [0, 1, 2, 3, 4]
     assert result.nit == 4
     assert result.message.startswith("the callback stopped the run")
     assert result.success is False
@@ -747,7 +762,7 @@ def test_callback_stops(how):
      (True, 0), (np.True_, 0), (np.array(True), 0), (torch.tensor(True), 0)],
     ids=str,
 )  # fmt: skip
-def test_callback_answers(answer, steps):
+def test_callbacks_may_return_any_truth_value(answer, steps):
     assert minimize_on_circle(callback=lambda state: answer, maxiter=3).nit == steps
 
 
@@ -756,12 +771,12 @@ def test_callback_answers(answer, steps):
     [np.zeros(2), np.array([True]), torch.zeros(2), torch.tensor(0.5), "go on", [], {"x": 1}, 0.25, 1],
     ids=str,
 )  # fmt: skip
-def test_callback_answers_that_are_not_truth_values(answer):
+def test_callback_results_that_are_not_truth_values_are_refused(answer):
     with pytest.raises(ConfigError, match="`callback` must return whether to stop, True or False"):
         minimize_on_circle(callback=lambda state: answer)
 
 
-def test_callback_errors_are_the_users():
+def test_callback_errors_propagate():
     def fail(state):
         raise KeyError("mine")
 
@@ -769,10 +784,10 @@ def test_callback_errors_are_the_users():
         minimize_on_circle(callback=fail)
 
 
-def test_what_a_callback_sees():
+def test_a_callback_receives_the_state():
     states = []
 
-    def watch(state):
+    def record(state):
         states.append(dataclasses.replace(state, theta=state.theta.clone()))
 
     settings = {
@@ -782,7 +797,7 @@ def test_what_a_callback_sees():
         "adversaries": adversaries.random(2),
         "beta": 0.5,
     }
-    result = minimize_on_circle(callback=watch, **settings)
+    result = minimize_on_circle(callback=record, **settings)
     first = states[0]
     assert (first.n, first.t, states[2].n, states[2].t) == (0, 0.0, 2, 0.02)
     assert first.x.shape == (2,)
@@ -794,36 +809,36 @@ def test_what_a_callback_sees():
     assert first.runs.tolist() == [0]
     assert_close(first.x, result.history.x[0])
     states.clear()
-    minimize([circle, circle_about(1.0, 0.0)], None, 2, runs=3, callback=watch, **settings)
+    minimize([circle, circle_about(1.0, 0.0)], None, 2, runs=3, callback=record, **settings)
     assert states[0].x.shape == (3, 2, 2)
     assert states[0].theta.shape == (3, 16, 2)
     assert states[0].theta_m.shape == (3, 2, 2)
     assert states[0].lower.shape == (3, 16)
     assert states[0].upper is None
-    own = torch.cat(
+    own_values = torch.cat(
         [circle(states[0].theta[:, :8]), circle_about(1.0, 0.0)(states[0].theta[:, 8:])], 1
     )
-    assert_close(states[0].lower, own)
+    assert_close(states[0].lower, own_values)
     states.clear()
-    minimize_on_circle(batch=4, callback=watch, **settings)
+    minimize_on_circle(batch=4, callback=record, **settings)
     assert states[0].lower is states[0].upper is None
 
 
-def test_callback_sees_the_runs_that_go_on():
-    seen = []
+def test_a_callback_receives_only_active_runs():
+    states = []
     settings = {"num_particles": 20, "sigma1": 0.3, "lambda1": 5.0, "xtol": 0.05, "maxiter": 500}
     result = minimize_on_circle(
         runs=6,
-        callback=lambda state: seen.append((state.n, state.runs.tolist(), len(state.x))),
+        callback=lambda state: states.append((state.n, state.runs.tolist(), len(state.x))),
         **settings,
     )
-    for n, runs, count in seen:
+    for n, runs, count in states:
         assert count == len(runs)
-        # A run's last sight is at the step where it stops.
+        # A run appears for the last time at the step where it stops.
         assert runs == [run for run, nit in enumerate(result.nit.tolist()) if nit >= n]
 
 
-def test_time_limit():
+def test_a_time_limit_stops_the_run():
     def slow(x):
         time.sleep(0.005)
         return circle(x)
@@ -835,8 +850,7 @@ def test_time_limit():
     assert not result.success.any()
 
 
-def test_an_outline_of_the_options():
-    """float32, infinite radius, samplers, arrays of each kind."""
+def test_dtype_samplers_and_initial_arrays():
     result = minimize_on_circle(dtype=torch.float32, maxiter=3)
     assert (
         result.x.dtype
@@ -862,8 +876,8 @@ def test_an_outline_of_the_options():
     ):
         result = minimize(circle, G, initial=initial, runs=3, maxiter=0)
         assert_close(result.theta, torch.from_numpy(start), rtol=1e-6, atol=1e-6)
-    alike = minimize(circle, G, initial=start[0], runs=2, maxiter=0).theta
-    assert torch.equal(alike[0], alike[1])
+    shared = minimize(circle, G, initial=start[0], runs=2, maxiter=0).theta
+    assert torch.equal(shared[0], shared[1])
     split = minimize([circle, circle], G, initial=start[0], maxiter=0, num_particles=[3, 7])
     assert split.theta.shape == (10, 2)
     assert minimize([circle, circle], G, initial=start[0], maxiter=0).theta.shape == (10, 2)
@@ -896,25 +910,25 @@ def test_initial_is_not_changed():
 )
 def test_particles_stay_inside_the_bounds(bounds, dim, low, high):
     low, high = double(low), double(high)
-    seen = []
+    states = []
     minimize(
         circle, G, dim, bounds=bounds, sigma1=5.0, num_particles=30, maxiter=30,
-        callback=lambda state: seen.append(torch.cat([state.theta, state.x[None]])),
+        callback=lambda state: states.append(torch.cat([state.theta, state.x[None]])),
     )  # fmt: skip
-    every = torch.stack(seen)
-    assert ((every >= low - 1e-12) & (every <= high + 1e-12)).all()
-    # They start all over the box, and the noise takes them to the walls.
-    assert (every[0].amin(0) < low + (high - low) / 5).all()
-    assert (every == high).any()
+    positions = torch.stack(states)
+    assert ((positions >= low - 1e-12) & (positions <= high + 1e-12)).all()
+    # The initial particles cover the box, and noise moves particles to its walls.
+    assert (positions[0].amin(0) < low + (high - low) / 5).all()
+    assert (positions == high).any()
 
 
 @pytest.mark.parametrize("initial", ["array", "sampler"])
-def test_also_where_they_start(initial):
+def test_initial_particles_are_inside_the_bounds(initial):
     start = np.random.default_rng(0).normal(size=(20, 2)) * 3
-    given = (
+    ensemble = (
         start if initial == "array" else lambda generator, n, d: generator.normal(size=(n, d)) * 3
     )
-    result = minimize_on_circle(bounds=(-1.0, 1.0), initial=given, num_particles=20, maxiter=0)
+    result = minimize_on_circle(bounds=(-1.0, 1.0), initial=ensemble, num_particles=20, maxiter=0)
     assert (result.theta.abs() <= 1).all()
     assert (result.x.abs() <= 1).all()
 
@@ -927,11 +941,11 @@ def test_also_where_they_start(initial):
         ({"x0": 5, "dim": 2, "spread": 0.5}, [4.5, 4.5], [5.5, 5.5]),
         ({"x0": np.array([1.0, 2.0]), "spread": [0.5, 1.0]}, [0.5, 1], [1.5, 3]),
         ({"dim": 2, "spread": 10.0}, [-10, -10], [10, 10]),
-        # Between two bounds everywhere, or about x0 half as far as they lie apart.
+        # Everywhere between two bounds, or within half their distance of x0.
         ({"bounds": [(-1.0, 0.5), (10.0, 30.0)]}, [-1, 10], [0.5, 30]),
         ({"bounds": [(-1.0, 0.5), (10.0, 30.0)], "x0": [-1.0, 25.0]}, [-1, 15], [-0.25, 30]),
         ({"bounds": [(-1.0, 0.5), (10.0, 30.0)], "spread": 0.25}, [-0.5, 19.75], [0, 20.25]),
-        # One bound: as near to [-3, 3] as it allows.
+        # One bound: as close to [-3, 3] as it allows.
         ({"bounds": (0, None), "dim": 2}, [0, 0], [6, 6]),
         ({"bounds": [(10.0, math.inf), (-math.inf, 1.0)]}, [10, -5], [16, 1]),
         ({"bounds": [(-50, None), (None, None)]}, [-3, -3], [3, 3]),
@@ -943,7 +957,7 @@ def test_also_where_they_start(initial):
     ],
     ids=steady,
 )
-def test_where_particles_start(settings, low, high):
+def test_initial_region_from_bounds_x0_and_spread(settings, low, high):
     low, high = double(low), double(high)
     start = minimize(circle, G, num_particles=2000, maxiter=0, **settings).theta
     assert ((start >= low) & (start <= high)).all()
@@ -972,12 +986,12 @@ def test_where_particles_start(settings, low, high):
         ({"maxfev": 0, "dim": 2}, "`maxfev` must be a whole number, at least 1"),
     ],
 )
-def test_starts_that_cannot_be(settings, message):
+def test_invalid_starts_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         minimize(circle, G, **settings)
 
 
-def test_half_open_bounds():
+def test_half_open_bounds_hold():
     start = np.random.default_rng(0).uniform(1, 2, (20, 2))
     result = minimize(
         circle, G, initial=start, bounds=[(0.0, math.inf), (-math.inf, 1.5)], sigma1=9.0, maxiter=40
@@ -995,7 +1009,7 @@ def test_half_open_bounds():
     ],
     ids=["schedule", "sampler", "adversary"],
 )
-def test_an_exhausted_iterator_does_not_end_the_steps(settings):
+def test_stop_iteration_in_a_user_function_is_an_error(settings):
     with pytest.raises(ConfigError, match="raised StopIteration, as an exhausted iterator does"):
         minimize(circle, G, 2, **settings)
 
@@ -1010,40 +1024,40 @@ def test_a_complex_drift_is_refused():
 
 @pytest.mark.parametrize("noise", ["isotropic", "anisotropic"])
 def test_equal_bounds_fix_a_coordinate(noise):
-    """The free coordinate is at the minimum along the line x1 = 0.1, as SciPy has it."""
+    """The free coordinate is at the minimum along the line x1 = 0.1, as in SciPy."""
 
     def lower(x):
         assert (x[..., 1] == 0.1).all()
         return (x[..., 0] - 1 - x[..., 1]).square()
 
-    seen = []
+    fixed_values = []
     result = minimize(
         lower, bounds=[(-2, 2), (0.1, 0.1)], noise=noise, seed=1,
-        callback=lambda state: seen.append(state.x[1].item()),
+        callback=lambda state: fixed_values.append(state.x[1].item()),
     )  # fmt: skip
     assert result.success
     assert result.x[1].item() == 0.1
-    assert set(seen) == {0.1}
+    assert set(fixed_values) == {0.1}
     assert result.x[0].item() == pytest.approx(1.1, abs=0.03)
     with pytest.raises(ConfigError, match=r"`x0` = .* is not within the `bounds`"):
         minimize(lower, bounds=[(-2, 2), (0.1, 0.1)], x0=[0.0, 0.2])
-    about = minimize(lower, bounds=[(-2, 2), (0.1, 0.1)], x0=[0, 0.1], spread=[1, 0], maxiter=1)
-    assert (about.theta[:, 0].abs() <= 1.5).all()
+    near_x0 = minimize(lower, bounds=[(-2, 2), (0.1, 0.1)], x0=[0, 0.1], spread=[1, 0], maxiter=1)
+    assert (near_x0.theta[:, 0].abs() <= 1.5).all()
 
 
 @pytest.mark.parametrize("xtol", [0.0, 1e-4])
-def test_bounds_that_fix_all_coordinates(xtol, caplog):
+def test_bounds_that_fix_all_coordinates_give_the_answer(xtol, caplog):
     result = minimize(circle, G, bounds=[(0.1, 0.1), (0.7, 0.7)], xtol=xtol, num_particles=7)
     assert (result.x.tolist(), result.success, result.nit) == ([0.1, 0.7], True, 0)
     assert "`bounds` fix all coordinates" in caplog.text
-    other = optimize.minimize(
+    scipy_result = optimize.minimize(
         lambda x: float(x.sum()), [1, 2], bounds=[(1, 1), (2, 2)], method=fedcb2o.cb2o
     )
-    assert (other.x.tolist(), other.fun) == ([1.0, 2.0], 3.0)
+    assert (scipy_result.x.tolist(), scipy_result.fun) == ([1.0, 2.0], 3.0)
 
 
-def test_bounds_and_points_of_any_type():
-    """Big-endian, strided, integer and object arrays and columns are the same box."""
+def test_bounds_and_points_may_have_any_type():
+    """Big-endian, strided, integer and object arrays define the same box."""
     expected = minimize(circle, G, bounds=[(0, 2), (-1, 3)], x0=[1, 0], maxiter=2)
     forms = [
         np.array([[0, 2], [-1, 3]], ">i4"),
@@ -1052,15 +1066,15 @@ def test_bounds_and_points_of_any_type():
         [torch.tensor([0, 2]), np.array([-1, 3])],
     ]
     for bounds in forms:
-        found = minimize(circle, G, bounds=bounds, x0=np.array([0, 1], ">f4")[::-1], maxiter=2)
-        assert torch.equal(found.theta, expected.theta)
+        result = minimize(circle, G, bounds=bounds, x0=np.array([0, 1], ">f4")[::-1], maxiter=2)
+        assert torch.equal(result.theta, expected.theta)
     with pytest.raises(ConfigError, match=r"`spread` = 1e.308 is too large"):
         minimize(circle, G, 2, spread=1e308)
     with pytest.raises(ConfigError, match=r"`x0` must be a point .* finite numbers"):
         minimize(circle, G, x0=np.ma.array([0.0, 1.0], mask=[0, 1]))
 
 
-def test_a_bound_is_kept_to_the_bit():
+def test_bounds_hold_exactly():
     """The mean of particles at a bound may round to a number beyond it."""
     result = minimize(lambda x: x.sum(-1), bounds=[(0.1, 1.0)] * 3, dt=0.1, sigma1=5.0, maxiter=400)
     assert (result.x >= 0.1).all()
@@ -1108,22 +1122,22 @@ def test_a_tiny_beta_selects_the_best_particle(quantile, beta):
     ],
     ids=steady,
 )
-def test_bounds_that_cannot_be(bounds, dim):
+def test_invalid_bounds_are_refused(bounds, dim):
     with pytest.raises(ConfigError, match="`bounds`"):
         minimize(circle, G, dim, bounds=bounds, maxiter=1)
 
 
-# ---- values that are no numbers ----
+# ---- NaN and infinite values ----
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("lower", "upper"), [(circle, G), (G, circle)])
 def test_bad_values_are_excluded_and_counted(lower, upper, bad):
     start = np.random.default_rng(0).standard_normal((40, 2))
-    right = start[:, 0] > 0.5
+    is_bad = start[:, 0] > 0.5
     settings = {"beta": 0.2, "alpha": 5.0, "maxiter": 0}
 
-    def answer(value, of_lower=True, initial=start):
+    def run(value, of_lower=True, initial=start):
         def broken(x):
             return torch.where(x[..., 0] > 0.5, value, (lower if of_lower else upper)(x))
 
@@ -1131,20 +1145,18 @@ def test_bad_values_are_excluded_and_counted(lower, upper, bad):
             *((broken, upper) if of_lower else (lower, broken)), initial=initial, **settings
         )
 
-    result = answer(bad)
-    assert result.excluded == right.sum()
-    # Where they are is of no influence: it is as if they had the worst L of all, and no weight.
-    assert torch.equal(
-        answer(bad, initial=np.where(right[:, None], start + 7.0, start)).x, result.x
-    )
-    assert_close(answer(1e9).x, result.x)
-    # Nor does it matter which of the two is bad.
-    other = answer(bad, of_lower=False)
-    assert other.excluded == right.sum()
+    result = run(bad)
+    assert result.excluded == is_bad.sum()
+    # The positions of excluded particles do not matter: they have the largest L and no weight.
+    assert torch.equal(run(bad, initial=np.where(is_bad[:, None], start + 7.0, start)).x, result.x)
+    assert_close(run(1e9).x, result.x)
+    # The result is the same if the other objective is bad.
+    other = run(bad, of_lower=False)
+    assert other.excluded == is_bad.sum()
     assert torch.equal(other.x, result.x)
 
 
-def test_the_run_goes_on_with_the_others():
+def test_a_run_continues_with_the_finite_particles():
     def broken(x):
         return torch.where(x[..., 1] > 0.5, torch.nan, circle(x))
 
@@ -1153,13 +1165,13 @@ def test_the_run_goes_on_with_the_others():
     assert_close(result.x, double([1.0, 0.0]), rtol=0, atol=0.1)
     assert result.excluded > 0
     assert result.theta.isfinite().all()
-    both = minimize(broken, G, 2, runs=2, **settings)
-    assert torch.equal(both.x[0], result.x)
-    assert both.excluded.shape == (2,)
+    batch = minimize(broken, G, 2, runs=2, **settings)
+    assert torch.equal(batch.x[0], result.x)
+    assert batch.excluded.shape == (2,)
 
 
-def test_bad_values_with_beta_1():
-    """The level is infinite: all others are in the sub-level set."""
+def test_beta_1_includes_all_finite_particles():
+    """The level is infinite: all finite particles are in the sub-level set."""
     start = [[0.0, 0.0], [1.0, 0.0], [2.0, 0.0]]
     for quantile in ("plain", "averaged"):
         result = minimize(
@@ -1169,8 +1181,8 @@ def test_bad_values_with_beta_1():
         assert result.x.tolist() == [0.5, 0.0]
 
 
-def test_a_bad_gradient_is_the_particles_own_affair():
-    """sqrt has no gradient at 0: the particle there is lost or stays, the others agree."""
+def test_a_bad_gradient_affects_only_its_particle():
+    """sqrt has no gradient at 0; only the particle there may be lost."""
     start = np.random.default_rng(0).uniform(0.5, 1.5, (30, 1))
     start[0] = 0.0
     result = minimize(
@@ -1186,23 +1198,22 @@ def test_a_bad_gradient_is_the_particles_own_affair():
 
 
 @pytest.mark.parametrize("runs", [None, 3])
-def test_all_bad_is_a_run_error(runs):
+def test_only_bad_values_are_a_run_error(runs):
     with pytest.raises(RunError, match=r"all \d+ particles have NaN or infinite objectives"):
         minimize(lambda x: x[..., 0] * torch.nan, G, 2, num_particles=20, runs=runs)
     with pytest.raises(RunError, match=r"all \d+ particles have NaN or infinite objectives"):
         minimize(circle, lambda x: x[..., 0] / 0, 2, num_particles=20, runs=runs)
 
 
-def test_a_run_that_overflows():
-    """Far too long a step: what is left is the particle at the consensus point, and all others
-    count as excluded."""
+def test_a_diverging_run_excludes_its_particles():
+    """A far too large step excludes all particles except the one at the consensus point."""
     result = minimize_on_circle(dt=1e6, sigma1=10.0, maxiter=300)
     assert result.x.isfinite().all()
     assert not result.success
     assert result.excluded > 0.9 * result.nfev
 
 
-def test_nobody_inside_the_radius():
+def test_an_empty_radius_is_a_run_error():
     start = [[3.0, 0.0], [0.0, 4.0], [0.5, 0.0]]
     for upper in (G, None):
         with pytest.raises(RunError, match=r"`radius` = 0\.1"):
@@ -1212,7 +1223,7 @@ def test_nobody_inside_the_radius():
         minimize(lambda x: -circle(x), G, initial=start, radius=1.0, beta=0.3, maxiter=1)
 
 
-# ---- settings that cannot be ----
+# ---- invalid settings ----
 
 
 @pytest.mark.parametrize(
@@ -1284,7 +1295,7 @@ def test_nobody_inside_the_radius():
     ],
     ids=steady,
 )
-def test_settings_that_cannot_be(settings, message):
+def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         minimize(circle, G, **{"dim": 2, "maxiter": 2, **settings})
 
@@ -1300,17 +1311,17 @@ def test_settings_that_cannot_be(settings, message):
         ({"beta": lambda n: torch.ones(3)}, "`beta`"),
     ],
 )
-def test_schedules_that_return_what_cannot_be(schedule, message):
+def test_invalid_schedule_values_are_refused(schedule, message):
     with pytest.raises(ConfigError, match=message):
         minimize_on_circle(maxiter=10, num_particles=10, **schedule)
 
 
-def test_schedules_may_return_any_number():
-    plain = minimize_on_circle(maxiter=3, alpha=20.0, sigma1=1.0)
-    other = minimize_on_circle(
+def test_schedules_may_return_any_numeric_type():
+    expected = minimize_on_circle(maxiter=3, alpha=20.0, sigma1=1.0)
+    result = minimize_on_circle(
         maxiter=3, alpha=lambda n: np.int64(20), sigma1=lambda n: torch.tensor(1.0)
     )
-    assert torch.equal(plain.x, other.x)
+    assert torch.equal(expected.x, result.x)
 
 
 @pytest.mark.parametrize(
@@ -1333,12 +1344,12 @@ def test_schedules_may_return_any_number():
         ),
     ],
 )
-def test_wrong_objectives(lower, upper, message):
+def test_invalid_objectives_are_refused(lower, upper, message):
     with pytest.raises(ConfigError, match=message):
         minimize(lower, upper, 2)
 
 
-def test_dimension_that_the_objectives_do_not_have():
+def test_a_wrong_dimension_is_refused():
     with pytest.raises(ConfigError, match=r"`upper`.*size of tensor") as caught:
         minimize(circle, G, 3, maxiter=1)
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -1348,20 +1359,20 @@ def test_dimension_that_the_objectives_do_not_have():
 
 
 def test_isotropic_noise_outside_the_theorem_is_noted():
-    for dim, sigma1, noise, noted in (
+    for dim, sigma1, noise, is_noted in (
         (2, 1.0, "isotropic", True),
         (2, 0.99, "isotropic", False),
         (3, 0.9, "isotropic", True),
         (2, 5.0, "anisotropic", False),
     ):
         result = minimize(circle, last_coordinate, dim, sigma1=sigma1, noise=noise, maxiter=0)
-        assert any("2 lambda1" in note for note in result.notes) == noted
+        assert any("2 lambda1" in note for note in result.notes) == is_noted
     assert (
         "(thm:main)" in minimize(circle, last_coordinate, 9, noise="isotropic", maxiter=0).notes[0]
     )
 
 
-def test_the_warning_points_at_the_caller():
+def test_capture_warnings_are_issued_and_noted():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = minimize_on_circle(
@@ -1370,7 +1381,8 @@ def test_the_warning_points_at_the_caller():
             maxiter=0,
             adversaries=adversaries.static(1000, (-1.0, 0.0)),
         )
-    assert [each.category for each in caught] == [CaptureWarning, CaptureWarning]
+    assert [warning.category for warning in caught] == [CaptureWarning, CaptureWarning]
+    assert {warning.filename for warning in caught} == {__file__}
     assert len(result.notes) == 3
 
 
@@ -1384,7 +1396,7 @@ def test_the_warning_points_at_the_caller():
     ],
 )
 @pytest.mark.skipif(VARIABLE in os.environ, reason="type checks refuse them first")
-def test_settings_may_be_numbers_of_other_libraries(settings):
+def test_settings_may_be_numbers_of_numpy_and_torch(settings):
     plain = {"dim": 2, "num_particles": 40, "seed": 3, "maxiter": 20, "dt": 0.25, "sigma1": 0.5}
     expected = minimize(square, **plain)
     result = minimize(square, **{**plain, **settings})

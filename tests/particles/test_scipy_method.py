@@ -1,5 +1,4 @@
-"""`scipy.optimize.minimize(f, x0, method=fedcb2o.cb2o)`: what SciPy gives a method, and what it
-expects of one."""
+"""`scipy.optimize.minimize(f, x0, method=fedcb2o.cb2o)`: arguments and results in SciPy's form."""
 
 import numpy as np
 import pytest
@@ -20,8 +19,8 @@ def circle(x):
     return float((x @ x - 1) ** 2)
 
 
-def test_it_is_minimize_with_names_of_scipy():
-    found = optimize.minimize(
+def test_the_method_returns_the_result_of_minimize_in_scipys_form():
+    result = optimize.minimize(
         quartic,
         [0.0, 0.5],
         (0.5,),
@@ -30,7 +29,7 @@ def test_it_is_minimize_with_names_of_scipy():
         tol=1e-9,
         options={"seed": 4, **QUICK},
     )
-    same = fedcb2o.minimize(
+    expected = fedcb2o.minimize(
         fedcb2o.from_point(quartic),
         x0=[0.0, 0.5],
         args=(0.5,),
@@ -39,96 +38,95 @@ def test_it_is_minimize_with_names_of_scipy():
         seed=4,
         **QUICK,
     )
-    assert isinstance(found, optimize.OptimizeResult)
-    assert isinstance(found.x, np.ndarray)
-    assert np.array_equal(found.x, same.x.numpy())
-    assert found.fun == quartic(found.x, 0.5) == float(same.fun)
-    assert type(found.fun) is float
-    assert (found.nit, found.nfev, found.seed) == (60, 61 * 40 + 1, 4)
-    assert (found.success, found.status, found.message) == (
+    assert isinstance(result, optimize.OptimizeResult)
+    assert isinstance(result.x, np.ndarray)
+    assert np.array_equal(result.x, expected.x.numpy())
+    assert result.fun == quartic(result.x, 0.5) == float(expected.fun)
+    assert type(result.fun) is float
+    assert (result.nit, result.nfev, result.seed) == (60, 61 * 40 + 1, 4)
+    assert (result.success, result.status, result.message) == (
         False,
         1,
         "maxiter = 60 steps were taken",
     )
-    assert "upper" not in found
+    assert "upper" not in result
 
 
-def test_two_levels():
-    """What is allowed as the minimisers of `fun`."""
+def test_upper_is_minimised_among_the_minimisers_of_fun():
     options = {"upper": lambda x: float(x[0]), "num_particles": 100, "dt": 0.03}
-    found = optimize.minimize(circle, [0.0, 0.0], method=fedcb2o.cb2o, options=options)
-    assert found.x == pytest.approx([-1, 0], abs=0.2)
-    assert found.success
-    assert found.status == 0
-    assert found.upper == found.x[0]
+    result = optimize.minimize(circle, [0.0, 0.0], method=fedcb2o.cb2o, options=options)
+    assert result.x == pytest.approx([-1, 0], abs=0.2)
+    assert result.success
+    assert result.status == 0
+    assert result.upper == result.x[0]
 
 
-def test_callbacks_of_both_kinds():
-    seen = []
+def test_callbacks_of_both_signatures_stop_the_run():
+    states = []
 
     def by_x(x):
-        seen.append(x)
-        return len(seen) == 3
+        states.append(x)
+        return len(states) == 3
 
     def by_result(*, intermediate_result):
-        seen.append(intermediate_result)
-        if len(seen) == 3:
+        states.append(intermediate_result)
+        if len(states) == 3:
             raise StopIteration
 
     for callback in (by_x, by_result):
-        seen.clear()
-        found = optimize.minimize(
+        states.clear()
+        result = optimize.minimize(
             quartic, [0.0, 0.0], method=fedcb2o.cb2o, callback=callback, options=QUICK
         )
-        assert (found.nit, found.message) == (2, "the callback stopped the run")
-    assert seen[2].x == pytest.approx(found.x)
-    assert seen[2].fun == found.fun
+        assert (result.nit, result.message) == (2, "the callback stopped the run")
+    assert states[2].x == pytest.approx(result.x)
+    assert states[2].fun == result.fun
 
 
-def test_a_gradient_is_for_lambda2():
+def test_jac_is_used_with_lambda2():
     def slope(x, a):
         return 4 * (x - a) ** 3
 
     options = {"lambda2": 0.5, **QUICK}
-    found = optimize.minimize(quartic, [0.0, 0.0], 0.5, fedcb2o.cb2o, jac=slope, options=options)
-    plain = fedcb2o.minimize(
+    result = optimize.minimize(quartic, [0.0, 0.0], 0.5, fedcb2o.cb2o, jac=slope, options=options)
+    expected = fedcb2o.minimize(
         lambda x: (x - 0.5).pow(4).sum(-1),
         x0=[0.0, 0.0],
         gradient=lambda x: slope(x, 0.5),
         **options,
     )
-    assert found.x == pytest.approx(plain.x.numpy())
-    both = optimize.minimize(lambda x: (quartic(x), slope(x, 1.0)), [0.0, 0.0], method=fedcb2o.cb2o, jac=True,
+    assert result.x == pytest.approx(expected.x.numpy())
+    combined = optimize.minimize(lambda x: (quartic(x), slope(x, 1.0)), [0.0, 0.0], method=fedcb2o.cb2o, jac=True,
                              options=options)  # fmt: skip
-    assert both.nit == 60
+    assert combined.nit == 60
 
 
 def test_masked_values_of_scipy_functions_are_excluded():
-    """The function is masked left of 1; a callback sees the same values as the particles."""
-    seen = []
+    """The function is masked left of 1; a callback receives floats."""
+    values = []
 
     def masked(x):
         return np.ma.masked if x[0] < 1 else (x[0] - 2) ** 2
 
-    def note(intermediate_result):
-        seen.append(intermediate_result.fun)
+    def record(intermediate_result):
+        values.append(intermediate_result.fun)
 
-    found = optimize.minimize(masked, np.ma.array([2.0]), method=fedcb2o.cb2o, callback=note,
+    result = optimize.minimize(masked, np.ma.array([2.0]), method=fedcb2o.cb2o, callback=record,
                               bounds=[(0, 4)], options={"maxiter": 300})  # fmt: skip
-    assert found.x == pytest.approx([2.0], abs=0.01)
-    assert all(isinstance(value, float) for value in seen)
+    assert result.x == pytest.approx([2.0], abs=0.01)
+    assert all(isinstance(value, float) for value in values)
     replay = iter([1.0] * 200)
     with pytest.raises(ConfigError, match="StopIteration"):
-        optimize.minimize(lambda x: next(replay), [0.0], method=fedcb2o.cb2o, callback=note)
+        optimize.minimize(lambda x: next(replay), [0.0], method=fedcb2o.cb2o, callback=record)
 
 
-def test_as_the_local_method_of_basinhopping():
+def test_the_method_works_in_basinhopping():
     kwargs = {"method": fedcb2o.cb2o, "options": {**QUICK, "maxfev": 1000}}
-    found = optimize.basinhopping(quartic, [0.0, 0.0], niter=2, minimizer_kwargs=kwargs, rng=0)
-    assert found.fun < 0.1
+    result = optimize.basinhopping(quartic, [0.0, 0.0], niter=2, minimizer_kwargs=kwargs, rng=0)
+    assert result.fun < 0.1
 
 
-def test_disp_prints(capsys):
+def test_disp_prints_the_result(capsys):
     optimize.minimize(quartic, [0.0, 0.0], method=fedcb2o.cb2o, options={"disp": True, **QUICK})
     assert "message: maxiter = 60 steps were taken" in capsys.readouterr().out
 
@@ -148,6 +146,6 @@ def test_disp_prints(capsys):
         ),
     ],
 )
-def test_what_it_has_not_is_told(arguments, message):
+def test_unsupported_options_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         optimize.minimize(quartic, [0.0, 0.0], method=fedcb2o.cb2o, **arguments)

@@ -1,4 +1,4 @@
-"""Ask and tell come to what `minimize` comes to, bit for bit, and what is told is checked."""
+"""Ask and tell: the bits of `minimize`, and validation of the values passed to `tell`."""
 
 import concurrent.futures
 import math
@@ -20,7 +20,7 @@ def slope(x):
     return 4 * (x.square().sum(-1, keepdim=True) - 1) * x
 
 
-def holed(x):
+def nan_right_of_one(x):
     return torch.where(x[..., 0] > 1, torch.nan, circle(x))
 
 
@@ -28,17 +28,19 @@ def far(x):
     return (x - 9).square().sum(-1)
 
 
-def told(lower, upper, **settings):
-    """What a search comes to that is told the values of these functions, and how often it was."""
+def run_search(lower, upper, **settings):
+    """Run a search with the values of these functions; return its result and number of calls."""
     search = fedcb2o.Search(upper=upper is not None, **settings)
-    times = 0
+    num_calls = 0
     while not search.done:
-        x, times = search.ask(), times + 1
-        moving = (
+        x, num_calls = search.ask(), num_calls + 1
+        has_gradient = (
             settings.get("lambda2") and x.shape[-2] > 3
-        )  # the last ensemble is the last that has a gradient
-        search.tell(lower(x), None if upper is None else upper(x), slope(x) if moving else None)
-    return search.result, times
+        )  # the answer, the last request, needs no gradient
+        search.tell(
+            lower(x), None if upper is None else upper(x), slope(x) if has_gradient else None
+        )
+    return search.result, num_calls
 
 
 CASES = {
@@ -53,64 +55,64 @@ CASES = {
         circle, G,
         {"adversaries": [adversaries.static(3, (-1.0, 0.0), mass=0.1), adversaries.random(4)], "radius": 9.0},
     ),
-    "excluded": (holed, G, {"sigma1": 2.0}),
+    "excluded": (nan_right_of_one, G, {"sigma1": 2.0}),
     "at the edge": (far, None, {"dt": 0.1, "xtol": 0.01, "maxiter": 500}),
     "maxfev": (circle, G, {"maxfev": 500}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bits_are_those_of_minimize(case):
+def test_search_returns_the_bits_of_minimize(case):
     lower, upper, settings = CASES[case]
     settings = {"dim": 2, "num_particles": 40, "beta": 0.2, "maxiter": 40, "seed": 3, **settings}
     if "gradient" in case:
         settings["gradient"] = slope
-    whole = fedcb2o.minimize(lower, upper, **settings)
+    expected = fedcb2o.minimize(lower, upper, **settings)
     settings.pop("gradient", None)
-    result, times = told(lower, upper, **settings)
-    assert times > 10
-    assert dict(result).keys() == dict(whole).keys()
+    result, num_calls = run_search(lower, upper, **settings)
+    assert num_calls > 10
+    assert dict(result).keys() == dict(expected).keys()
     for name in ("x", "lower", "upper", "spread", "theta", "theta_m"):
-        assert (result[name] is None) == (whole[name] is None)
-        if whole[name] is not None:
-            assert_close(result[name], whole[name], rtol=0, atol=0, equal_nan=True)
-    assert_close(result.history.x, whole.history.x, rtol=0, atol=0, equal_nan=True)
+        assert (result[name] is None) == (expected[name] is None)
+        if expected[name] is not None:
+            assert_close(result[name], expected[name], rtol=0, atol=0, equal_nan=True)
+    assert_close(result.history.x, expected.history.x, rtol=0, atol=0, equal_nan=True)
     for name in ("message", "notes", "seed"):
-        assert result[name] == whole[name]
+        assert result[name] == expected[name]
     for name in ("success", "nit", "nfev", "excluded"):
-        assert torch.equal(torch.as_tensor(result[name]), torch.as_tensor(whole[name]))
+        assert torch.equal(torch.as_tensor(result[name]), torch.as_tensor(expected[name]))
     if case == "at the edge":
         assert not result.success
         assert "further out" in result.message
 
 
-def test_a_pool_of_workers():
-    """As one would: lists of numbers, of NumPy's points."""
+def test_values_may_come_from_a_thread_pool():
+    """`tell` accepts a list of numbers, computed from NumPy points."""
     search = fedcb2o.Search(x0=[0.0, 0.0], upper=True, num_particles=20, maxiter=6, dt=0.01)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         while not search.done:
             points = search.ask().numpy()
             lower = list(pool.map(lambda x: float(((x**2).sum() - 1) ** 2), points))
             search.tell(lower, points[:, 1])
-    plain = fedcb2o.minimize(
+    expected = fedcb2o.minimize(
         circle, last_coordinate, x0=[0.0, 0.0], num_particles=20, maxiter=6, dt=0.01
     )
-    assert_close(search.result.x, plain.x)
+    assert_close(search.result.x, expected.x)
 
 
-def test_told_again_it_goes_on_where_it_was():
+def test_a_replayed_log_restores_the_search():
     log, settings = [], {"dim": 2, "num_particles": 20, "maxiter": 10, "seed": 5}
-    first = fedcb2o.Search(**settings)
+    original = fedcb2o.Search(**settings)
     for _ in range(6):
-        log.append(circle(first.ask()).tolist())
-        first.tell(log[-1])
-    again = fedcb2o.Search(**settings)
+        log.append(circle(original.ask()).tolist())
+        original.tell(log[-1])
+    replayed = fedcb2o.Search(**settings)
     for values in log:
-        again.tell(values)
-    assert torch.equal(again.ask(), first.ask())
+        replayed.tell(values)
+    assert torch.equal(replayed.ask(), original.ask())
 
 
-def test_what_is_asked_is_the_callers():
+def test_requested_points_are_copies():
     search = fedcb2o.Search(2, num_particles=20)
     before = search.ask()
     search.ask().zero_()
@@ -119,17 +121,17 @@ def test_what_is_asked_is_the_callers():
     assert search.result is None
 
 
-def test_what_does_not_fit_is_told_and_can_be_told_again():
+def test_invalid_values_are_refused_and_can_be_corrected():
     search = fedcb2o.Search(2, num_particles=20, maxiter=0, dynamics="paper")
-    for wrong in (np.zeros(19), np.zeros((1, 20)), 0.0, ["x"] * 20, None):
+    for invalid in (np.zeros(19), np.zeros((1, 20)), 0.0, ["x"] * 20, None):
         with pytest.raises(ConfigError, match=r"`lower` (must|holds words)"):
-            search.tell(wrong)
+            search.tell(invalid)
     with pytest.raises(ConfigError, match=r"`upper` was not requested.*upper=True"):
         search.tell(np.zeros(20), np.zeros(20))
     with pytest.raises(ConfigError, match="`gradient` was not requested"):
         search.tell(np.zeros(20), gradient=np.zeros((20, 2)))
     search.tell(range(20))
-    search.tell([math.nan])  # the answer's L: nobody knows it
+    search.tell([math.nan])  # L of the answer is unknown
     assert search.done
     assert search.result.lower.isnan() or search.result.lower.isinf()
     for call in (search.ask, lambda: search.tell([0.0])):
@@ -146,8 +148,8 @@ def test_what_does_not_fit_is_told_and_can_be_told_again():
 @pytest.mark.parametrize(
     "missing", [np.ma.masked, None, float("nan")], ids=["masked", "None", "NaN"]
 )
-def test_values_of_any_type_exclude_what_is_missing(missing):
-    """The point without a value is excluded; the number under its mask does not count."""
+def test_missing_values_of_any_type_are_excluded(missing):
+    """A point without a value is excluded; the number under its mask is ignored."""
     values = [9.0, 8.0, missing, 7.0]
     forms = [values, np.array(values, dtype=object)]
     if missing is np.ma.masked:
@@ -176,7 +178,7 @@ def test_values_are_copied():
     assert search.result.lower.item() == 1.0
 
 
-def test_nothing_but_nan_is_a_run_error():
+def test_only_nan_values_are_a_run_error():
     search = fedcb2o.Search(2, num_particles=20)
     for _ in range(4):  # the first ensemble has five steps
         search.tell([math.nan] * 20)
@@ -186,7 +188,7 @@ def test_nothing_but_nan_is_a_run_error():
         search.ask()
 
 
-def test_an_adversary_that_asks_needs_functions():
+def test_an_adversary_that_evaluates_objectives_needs_functions():
     search = fedcb2o.Search(2, num_particles=20, adversaries=adversaries.greedy(3))
     with pytest.raises(ConfigError, match="an adversary requests L and G at further points"):
         search.tell(circle(search.ask()))

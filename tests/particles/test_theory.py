@@ -1,5 +1,4 @@
-"""Every inequality of the theory, both its sides, on ensembles of problems whose constants are
-known by hand."""
+"""Both sides of every inequality of the theory, on problems whose constants are known by hand."""
 
 import dataclasses
 import math
@@ -23,17 +22,17 @@ def normal(seed, *shape):
 
 # ---- problems ----
 
-# L = (|x|^2 - 1)^2, G = |x - (2,0)|^2: Theta is the unit circle, the target (1,0). With rho = |x|,
-# v = x - target: A2: |rho - 1| <= |v| and rho + 1 <= 2 + |v|, so L <= 2.5^2 |v|^2 for |v| <= 0.5.
-# A3: L >= (rho - 1)^2 = dist^2, everywhere. A4: G - 1 = |v|^2 - 2 v_1, so |G - 1| <= 2.5 |v| for
-# |v| <= 0.5. A5: p = (1 + r_G, 0). On the whole ring |rho - 1| <= r_G, G - G(p) >= 2 / (1 + r_G) |x
-# - p|^2 (in polar coordinates),
-#     so nu = 1/2, eta = sqrt(2/1.5) for r_G <= 0.5. The circle goes on at the target, so A5 to the
-# letter is out of
-#     reach. Nothing lacks in the bound for all that: G - 1 >= 2 |v|^2 - 2 r_G - r_G^2 on the ring,
-# so that |v| > `near`
-#     gives G - 1 > 1.5 (u + G_r) + 3.75 r_G - 2 r_G - r_G^2 >= u + G_r, which is what the proof
-# needs. A6: the same with R_G = 0.5: G - 1 >= 2 |v|^2 - 1.25 >= |v|^2 where |v|^2 >= 1.25.
+# L = (|x|^2 - 1)^2, G = |x - (2,0)|^2. Theta is the unit circle, the target (1,0).
+# Let rho = |x| and v = x - target.
+# A2: |rho - 1| <= |v| and rho + 1 <= 2 + |v|, so L <= 2.5^2 |v|^2 for |v| <= 0.5.
+# A3: L >= (rho - 1)^2 = dist^2 everywhere.
+# A4: G - 1 = |v|^2 - 2 v_1, so |G - 1| <= 2.5 |v| for |v| <= 0.5.
+# A5: p = (1 + r_G, 0). On the ring |rho - 1| <= r_G, in polar coordinates,
+#     G - G(p) >= 2 / (1 + r_G) |x - p|^2, so nu = 1/2, eta = sqrt(2/1.5) for r_G <= 0.5.
+#     The circle continues at the target, so A5 does not hold literally. The bound still holds:
+#     on the ring G - 1 >= 2 |v|^2 - 2 r_G - r_G^2, so |v| > `near` gives
+#     G - 1 > 1.5 (u + G_r) + 3.75 r_G - 2 r_G - r_G^2 >= u + G_r, as the proof needs.
+# A6: the same with R_G = 0.5 gives G - 1 >= 2 |v|^2 - 1.25 >= |v|^2 for |v|^2 >= 1.25.
 CIRCLE = Constants(
     L_low=0, H_L=6.25, h_L=2, R_H_L=0.5, L_inf=INF, eta_L=1, nu_L=0.5,
     H_G=2.5, h_G=1, R_H_G=0.5, G_inf=INF, R_G=0.5, eta_G=math.sqrt(2 / 1.5), nu_G=0.5,
@@ -54,18 +53,20 @@ def circle(theta, theta_m=None, w_m=0.0):
     )
 
 
-# L = ||x| - 1|, G = (x - 2)^2 on R: Theta = {-1, 1}, the target 1, and all of A1 to A6 hold to the
-# letter. v = x - 1. A2, A3: L = dist <= |v|. A4: |v^2 - 2v| <= 2.5 |v| for |v| <= 0.5. A5: p = 1 +
-# r_G; e = p - x in [0, 2 r_G] gives G - G(p) = e (2 (1 - r_G) + e) >= e for r_G <= 0.5; near -1,
+# L = ||x| - 1|, G = (x - 2)^2 on R. Theta = {-1, 1}, the target is 1; A1 to A6 hold literally.
+# Let v = x - 1.
+# A2, A3: L = dist <= |v|.
+# A4: |v^2 - 2v| <= 2.5 |v| for |v| <= 0.5.
+# A5: p = 1 + r_G and e = p - x in [0, 2 r_G]. For r_G <= 0.5,
+#     G - G(p) = e (2 (1 - r_G) + e) >= e; near -1,
 #     G - G(p) >= (3 - r_G)^2 - (1 - r_G)^2 = 8 - 4 r_G >= 6 > 5.9.
-# A6: near -1, |v| >= 1.5 and G - 1 = |v|^2 + 2|v| >= |v|^2. With R_K_G = 2.5 there is nothing
-# beyond.
+# A6: near -1, |v| >= 1.5 and G - 1 = |v|^2 + 2|v| >= |v|^2. Beyond R_K_G = 2.5 is no minimiser.
 POINTS = Constants(
     L_low=0, H_L=1, h_L=1, R_H_L=INF, L_inf=INF, eta_L=1, nu_L=1,
     H_G=2.5, h_G=1, R_H_G=0.5, G_inf=5.9, R_G=0.5, eta_G=1, nu_G=1,
     K_G=1, k_G=2, R_K_G=1.5,
 )  # fmt: skip
-WIDE = dataclasses.replace(POINTS, R_K_G=2.5)  # the attackers at -1 are inside
+WIDE = dataclasses.replace(POINTS, R_K_G=2.5)  # the ball contains the attackers at -1
 ON_A_LINE = Setting(alpha=20, beta=0.04, delta_q=0.1, r_G=0.2, r=0.0625, u=0.5)
 
 
@@ -80,27 +81,28 @@ def points(theta, theta_m=None, w_m=0.0):
     )
 
 
-def benign(problem, how, seed):
+def benign(problem, placement, seed):
     d = 2 if problem is circle else 1
     z, target = normal(seed, 20_000, d), torch.eye(d, dtype=torch.float64)[0]
     return {
         "near": target + 0.1 * z,
         "at large": z,
         "some near": torch.where(z[:, :1] > 0.5, target + 0.02 * z, 3 * z),
-    }[how]
+    }[placement]
 
 
-def malicious(problem, how, seed):
-    """Attackers at a minimiser of L far from the target or near it, off them all, or anywhere about
-    them."""
+def malicious(problem, placement, seed):
+    """Return attackers at a far or near minimiser of L, away from all, or around them."""
     if problem is points:
-        at = {"behind": -1.0, "beside": 0.95, "nowhere": 9.0}
+        positions = {"behind": -1.0, "beside": 0.95, "nowhere": 9.0}
         return (
-            torch.full((3, 1), at[how]).double() if how in at else -1 + 0.2 * normal(seed, 300, 1)
+            torch.full((3, 1), positions[placement]).double()
+            if placement in positions
+            else -1 + 0.2 * normal(seed, 300, 1)
         )
-    at = {"behind": (math.pi, 1.0), "beside": (0.8, 1.0), "nowhere": (0.0, 5.0)}
-    anywhere = (3 * normal(seed, 300), 1 + 0.02 * normal(seed + 1, 300))
-    angle, rho = (double([x]) for x in at[how]) if how in at else anywhere
+    positions = {"behind": (math.pi, 1.0), "beside": (0.8, 1.0), "nowhere": (0.0, 5.0)}
+    spread = (3 * normal(seed, 300), 1 + 0.02 * normal(seed + 1, 300))
+    angle, rho = (double([x]) for x in positions[placement]) if placement in positions else spread
     return torch.stack([rho * angle.cos(), rho * angle.sin()], -1)
 
 
@@ -111,14 +113,14 @@ CASES = [
 ]
 
 
-# ---- the constants themselves ----
+# ---- constants ----
 
 
 @pytest.mark.parametrize(
     ("problem", "constants", "r_G"),
     [(circle, CIRCLE, 0.2), (circle, CIRCLE, 0.5), (points, POINTS, 0.2)],
 )
-def test_the_constants_are_right(problem, constants, r_G):
+def test_constants_satisfy_the_assumptions(problem, constants, r_G):
     x = benign(problem, "at large", 0)
     k, rho = problem(x), x.norm(dim=-1)
     L, G, v = k.lower(x), k.upper(x) - k.upper(k.target[None]), (x - k.target).norm(dim=-1)
@@ -127,12 +129,12 @@ def test_the_constants_are_right(problem, constants, r_G):
     assert ((rho - 1).abs() <= L**constants.nu_L / constants.eta_L + rounding).all()
     assert (G.abs() <= constants.H_G * v**constants.h_G + rounding)[v <= constants.R_H_G].all()
     p = k.target * (1 + r_G)
-    over = (k.upper(x) - k.upper(p[None])).clamp(min=0)
-    first = (x - p).norm(dim=-1) <= over**constants.nu_G / constants.eta_G + rounding
-    assert (first | (over > constants.G_inf))[near_theta].all()
-    if problem is points:  # to the letter
-        assert first[near_theta & (v <= r_G)].all()
-        assert (over > constants.G_inf)[near_theta & (v > r_G)].all()
+    excess = (k.upper(x) - k.upper(p[None])).clamp(min=0)
+    first_part = (x - p).norm(dim=-1) <= excess**constants.nu_G / constants.eta_G + rounding
+    assert (first_part | (excess > constants.G_inf))[near_theta].all()
+    if problem is points:  # literally
+        assert first_part[near_theta & (v <= r_G)].all()
+        assert (excess > constants.G_inf)[near_theta & (v > r_G)].all()
     beyond = near_theta & (v > constants.R_K_G)
     assert beyond.any()
     assert (constants.K_G * v**constants.k_G <= G)[beyond].all()
@@ -142,10 +144,10 @@ def test_the_constants_are_right(problem, constants, r_G):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("how", ["near", "at large", "some near"])
+@pytest.mark.parametrize("placement", ["near", "at large", "some near"])
 @pytest.mark.parametrize(("problem", "setting", "constants"), CASES)
-def test_laplace_bound_without_attack(problem, setting, constants, how, seed):
-    mixture = problem(benign(problem, how, seed))
+def test_laplace_bound_without_attack(problem, setting, constants, placement, seed):
+    mixture = problem(benign(problem, placement, seed))
     bound = bounds.laplace_bound(mixture, setting, constants)
     assert bound.applies, bound.hypotheses
     assert 0 < bound.distance <= bound.total < INF
@@ -161,11 +163,10 @@ def test_laplace_bound_without_attack(problem, setting, constants, how, seed):
 @pytest.mark.parametrize("attack", ["behind", "beside", "nowhere", "anywhere"])
 @pytest.mark.parametrize(("problem", "setting", "constants"), CASES)
 def test_bounds_under_attack(problem, setting, constants, attack, w_m):
-    # A smaller beta, so that benign particles alone can hold the quantile down: beta is
-    # proportional to w_b.
+    # beta is proportional to w_b, so that benign particles alone keep the quantile low.
     setting = dataclasses.replace(setting, beta=setting.beta * (1 - w_m))
-    for seed, how in enumerate(["near", "at large", "some near"]):
-        mixture = problem(benign(problem, how, seed), malicious(problem, attack, seed), w_m)
+    for seed, placement in enumerate(["near", "at large", "some near"]):
+        mixture = problem(benign(problem, placement, seed), malicious(problem, attack, seed), w_m)
         bound = bounds.laplace_bound(mixture, setting, constants)
         assert bound.applies, bound.hypotheses
         assert bound.distance <= bound.total < INF
@@ -173,24 +174,27 @@ def test_bounds_under_attack(problem, setting, constants, attack, w_m):
         assert control.applies, control.hypotheses
         assert control.inside <= control.inside_bound
         assert control.outside <= control.outside_bound
-        # prop:attack is on the terms of prop:QQLP.
+        # prop:attack bounds the terms of prop:QQLP.
         factor = w_m / (1 - w_m) / bounds.ball_mass(mixture.theta, mixture.target, setting.r)
         assert bound.inside == pytest.approx(
             factor * math.exp(-setting.alpha * setting.u) * control.inside, rel=1e-9
         )
         assert bound.outside == pytest.approx(factor * control.outside, rel=1e-9)
-        far = constants is WIDE, constants is not WIDE  # on which side of R_K_G what is behind lies
-        there = (control.inside > 0, control.outside > 0)
+        behind_sides = constants is WIDE, constants is not WIDE  # is -1 inside or outside R_K_G
+        sides = (control.inside > 0, control.outside > 0)
         if attack != "anywhere":
             assert (
-                there == {"behind": far, "beside": (True, False), "nowhere": (False, False)}[attack]
+                sides
+                == {"behind": behind_sides, "beside": (True, False), "nowhere": (False, False)}[
+                    attack
+                ]
             )
         else:
-            assert there == ((True, True) if problem is circle else far)
+            assert sides == ((True, True) if problem is circle else behind_sides)
 
 
-def test_attack_bounds_are_nearly_reached():
-    """Attackers at the rim of the ball, to either side of it."""
+def test_attack_bounds_are_nearly_attained():
+    """Attackers are on the sphere, and just outside the ball."""
     R = POINTS.R_K_G
     setting = dataclasses.replace(
         ON_A_LINE, alpha=0.5, u=0.875, G_r=0.125
@@ -202,7 +206,7 @@ def test_attack_bounds_are_nearly_reached():
         )
         control = bounds.attack_bounds(
             mixture, setting, POINTS
-        )  # here L = 0: the attackers are in Q_beta
+        )  # L = 0, so the attackers are in Q_beta
         assert control.applies
         assert control.inside == (R if side == "inside" else 0)
         expected = R * math.exp(0.5 * (0.125 - R**2)) if side == "outside" else 0
@@ -214,8 +218,8 @@ def test_terms_by_hand():
     theta = double([[1.0], [1 + 1 / 32], [-1.0], [3.0]])
     attackers = double([[-1.0]])
     setting = dataclasses.replace(ON_A_LINE, alpha=2, beta=0.5)
-    # L = 0, 1/32, 0, 2 and 0: both halves of the quantile are 0, the level is delta_q = 0.1, and 3
-    # is out. Two of four benign particles are within r = 1/16; G_r = 2.5/16.
+    # L = 0, 1/32, 0, 2 and 0: the quantile is 0, the level delta_q = 0.1, and x = 3 is excluded.
+    # Two of four benign particles are within r = 1/16; G_r = 2.5/16.
     weight = {
         x: mass * math.exp(-2 * (x - 2) ** 2)
         for x, mass in ((1, 0.1875), (1 + 1 / 32, 0.1875), (-1, 0.4375))
@@ -239,8 +243,8 @@ def test_attackers_without_mass_change_nothing():
     without = bounds.laplace_bound(points(theta), ON_A_LINE, POINTS)
     massless = bounds.laplace_bound(points(theta, attackers, 0.0), ON_A_LINE, POINTS)
     nearly = bounds.laplace_bound(points(theta, attackers, 1e-12), ON_A_LINE, POINTS)
-    for one in (massless, nearly):
-        assert (one.distance, one.total) == pytest.approx(
+    for bound in (massless, nearly):
+        assert (bound.distance, bound.total) == pytest.approx(
             (without.distance, without.total), abs=1e-9
         )
     assert bounds.attack_bounds(
@@ -249,7 +253,7 @@ def test_attackers_without_mass_change_nothing():
 
 
 @pytest.mark.parametrize(
-    ("change", "fails"),
+    ("change", "failed"),
     [
         ({"r_G": 0.45}, {"r_G", "u"}),
         ({"delta_q": 0.03}, {"delta_q"}),
@@ -261,18 +265,18 @@ def test_attackers_without_mass_change_nothing():
         ({"alpha": 0.39}, {"alpha"}),  # of prop:attack only: at least 1 / (2 * 1.25)
     ],
 )
-def test_each_hypothesis_is_told(change, fails):
+def test_failed_hypotheses_are_named(change, failed):
     mixture = circle(benign(circle, "at large", 0), malicious(circle, "nowhere", 0), 0.1)
     setting = dataclasses.replace(AROUND, **change)
     bound = bounds.laplace_bound(mixture, setting, CIRCLE)
-    assert {name for name, held in bound.hypotheses.items() if not held} == fails - {"alpha"}
-    control = bounds.attack_bounds(mixture, setting, CIRCLE)
-    assert {name for name, held in control.hypotheses.items() if not held} == fails
-    assert bound.applies == (fails == {"alpha"})
-    assert not control.applies
+    assert {name for name, held in bound.hypotheses.items() if not held} == failed - {"alpha"}
+    attack_bound = bounds.attack_bounds(mixture, setting, CIRCLE)
+    assert {name for name, held in attack_bound.hypotheses.items() if not held} == failed
+    assert bound.applies == (failed == {"alpha"})
+    assert not attack_bound.applies
 
 
-def test_nobody_near_the_target():
+def test_the_bound_is_infinite_without_mass_near_the_target():
     theta = benign(circle, "at large", 0)
     theta = theta[(theta - torch.tensor([1.0, 0.0])).norm(dim=-1) > 0.05]
     bound = bounds.laplace_bound(circle(theta), AROUND, CIRCLE)
@@ -286,12 +290,11 @@ def test_a_large_beta_breaks_a_hypothesis_and_the_bound():
         mixture, dataclasses.replace(AROUND, beta=0.95, alpha=400, u=0.1), CIRCLE
     )
     assert [name for name, held in bound.hypotheses.items() if not held] == ["beta"]
-    assert bound.distance > bound.total  # the consensus point is near (2,0), where G is least
+    assert bound.distance > bound.total  # the consensus point is near (2,0), the minimiser of G
 
 
 def test_holder_continuity_must_be_two_sided():
-    """A4 as printed, G - G(target) <= H_G |v|^h_G, is met with H_G = 1 here, and prop:QQLP is
-    false."""
+    """The printed A4, G - G(target) <= H_G |v|^h_G, holds for H_G = 1, and prop:QQLP is false."""
     # L = |x| on R, G = 2 - 5x right of the target 0 and 2 - x left of it; p = r_G, and G - G(p) >=
     # 3 |x - p|.
     theta = double([0.0] * 2 + [0.25] * 100 + [0.5] * 98)[:, None]
@@ -312,9 +315,8 @@ def test_holder_continuity_must_be_two_sided():
     assert two_sided.distance <= two_sided.total
 
 
-def test_what_the_bound_may_lack_beyond_the_ball():
-    """`near` is a distance from p, not from the target: with A5's first part beyond r_G, it may
-    lack |p - target|."""
+def test_the_bound_may_be_too_small_by_the_distance_to_p():
+    """`near` is a distance to p. With A5's first part beyond r_G, the bound omits |p - target|."""
     # L = |x_2| on R^2, G = |x - p| with p = (0, 0.5), the target 0, r_G = 0.5: H_G = eta_G = nu_G =
     # 1.
     theta = double([[0.0, 0.0]] * 2 + [[-3.0, 0.25]] * 120 + [[0.495, 0.5]] * 78)
@@ -332,10 +334,11 @@ def test_what_the_bound_may_lack_beyond_the_ball():
     assert bound.total < bound.distance <= bound.total + setting.r_G
 
 
-def test_float32_and_empty_ball():
+def test_bounds_in_float32_and_with_an_empty_ball():
     theta = benign(points, "at large", 0)
     single, double = (
-        bounds.laplace_bound(points(each), ON_A_LINE, POINTS) for each in (theta.float(), theta)
+        bounds.laplace_bound(points(particles), ON_A_LINE, POINTS)
+        for particles in (theta.float(), theta)
     )
     assert single.total == pytest.approx(double.total, rel=1e-2)
     with pytest.raises(ConfigError, match=r"`radius` = 0\.1"):
@@ -370,8 +373,8 @@ def test_rates_and_times_by_hand():
 
 
 def test_closeness_by_hand():
-    # 2 lambda - d sigma^2 = 1.5 and lambda + d sigma^2 = 1.5; the other side is sqrt(0.5 * 1.5 /
-    # 0.5) = 1.22.
+    # 2 lambda - d sigma^2 = 1.5 and lambda + d sigma^2 = 1.5; the other term is
+    # sqrt(0.5 * 1.5 / 0.5) = 1.22.
     assert theory.closeness(vartheta=0.5, lambda1=1, sigma1=0.5, dim=2) == pytest.approx(
         0.25 / math.sqrt(2)
     )
@@ -382,15 +385,14 @@ def test_closeness_by_hand():
     assert theory.closeness(vartheta=0.5, lambda1=7, sigma1=0, dim=3) == pytest.approx(
         0.5 / math.sqrt(2)
     )
-    # An hour in place of a second changes nothing.
+    # The result does not depend on the unit of time.
     assert theory.closeness(vartheta=0.2, lambda1=32, sigma1=4, dim=3) == pytest.approx(
         0.02 / math.sqrt(2)
     )
 
 
-def slope(v, w, lambda1, sigma1):
-    """dV/dt of benign particles (eq:dyn_macro) for v = theta - target and w = m - target, in units
-    of V."""
+def relative_decay(v, w, lambda1, sigma1):
+    """Return dV/dt / V of benign particles (eq:dyn_macro); v = theta - target, w = m - target."""
     drift = -lambda1 * (v * (v - w)).sum(-1).mean()
     diffusion = v.shape[-1] * sigma1**2 / 2 * (v - w).square().sum(-1).mean()
     return (drift + diffusion) / theory.V(v, torch.zeros_like(w))
@@ -398,7 +400,7 @@ def slope(v, w, lambda1, sigma1):
 
 @pytest.mark.parametrize("sigma1", [0.0, 0.2, 0.5, 0.8])
 @pytest.mark.parametrize("vartheta", [0.1, 0.5, 0.9])
-def test_within_closeness_v_decays_as_the_theorem_says(vartheta, sigma1):
+def test_v_decays_at_the_stated_rates_within_closeness(vartheta, sigma1):
     lambda1, dim, rounding = 1.3, 3, 1e-9
     rate = theory.contraction_rate(lambda1=lambda1, sigma1=sigma1, dim=dim)
     c = theory.closeness(vartheta=vartheta, lambda1=lambda1, sigma1=sigma1, dim=dim)
@@ -407,24 +409,28 @@ def test_within_closeness_v_decays_as_the_theorem_says(vartheta, sigma1):
         (1.0, 0.0),
         (0.3, 1.0),
         (1e-6, 1.0),
-    ):  # about the target, beside it, and all in one point
+    ):  # around the target, next to it, and at one point
         v = shift + spread * normal(3, 5000, dim)
         size = theory.V(v, torch.zeros(dim).double()).sqrt()
         for direction in (*normal(4, 20, dim), v.mean(0), -v.mean(0)):
             w = c * size * direction / direction.norm()
             for share in (0.0, 0.5, 1.0):
-                assert fast - rounding <= slope(v, share * w, lambda1, sigma1) <= slow + rounding
-    # Now v is one point and w behind the target: without noise that is the fastest that c allows.
+                assert (
+                    fast - rounding
+                    <= relative_decay(v, share * w, lambda1, sigma1)
+                    <= slow + rounding
+                )
+    # At one point, with w behind the target and without noise, the decay is the fastest.
     if sigma1 == 0:
-        assert slope(v, w, lambda1, sigma1).item() == pytest.approx(fast, rel=1e-4)
-    assert not fast <= slope(v, 20 * w, lambda1, sigma1) <= slow
+        assert relative_decay(v, w, lambda1, sigma1).item() == pytest.approx(fast, rel=1e-4)
+    assert not fast <= relative_decay(v, 20 * w, lambda1, sigma1) <= slow
 
 
 def test_fit_is_exact_on_an_exponential():
     t = torch.linspace(0, 3, 50).double()
     values = torch.stack([2 * torch.exp(-1.5 * t), 7 * torch.exp(0.25 * t)])
     assert theory.fit_decay_rate(t, values).tolist() == pytest.approx([1.5, -0.25])
-    values[0, [3, 8, 20]] = double([0.0, torch.nan, torch.inf])  # left out
+    values[0, [3, 8, 20]] = double([0.0, torch.nan, torch.inf])  # ignored
     assert theory.fit_decay_rate(t, values[0]).item() == pytest.approx(1.5)
     values[0, 1:] = torch.nan
     assert theory.fit_decay_rate(t, values).isnan().tolist() == [True, False]
@@ -460,7 +466,7 @@ def test_decay_with_the_consensus_at_the_target(noise):
 C, EPS = (
     0.5,
     0.04,
-)  # the theorem asks |m - target| < c sqrt(V) as long as V > eps; at V = eps that is 0.1
+)  # thm:main needs |m - target| < c sqrt(V) while V > eps, so 0.1 at V = eps
 
 
 def test_scales_by_hand():
@@ -469,19 +475,19 @@ def test_scales_by_hand():
     assert s.G_inf == 1.5  # of 5.9, 1.5 and 1.5^2
     assert (s.r_G, s.u) == pytest.approx((level / 5, level / 4))
     assert (s.delta_q, s.xi_L, s.r_H) == pytest.approx((level / 10, level / 10, level / 10))
-    less = theory.scales(POINTS, c=C, eps=EPS, delta_q=level / 50)
-    assert (less.xi_L, less.r_H) == pytest.approx((level / 5 - level / 50,) * 2)
-    far = theory.scales(CIRCLE, c=100, eps=1)  # all is capped
-    assert (far.G_inf, far.r_G, far.u) == pytest.approx((1.25, 0.25, 1.25 / 4))
-    assert far.delta_q == pytest.approx(0.25**2 / 2)
-    assert far.r_H == pytest.approx(math.sqrt(0.25**2 / 2 / 6.25))
+    with_delta_q = theory.scales(POINTS, c=C, eps=EPS, delta_q=level / 50)
+    assert (with_delta_q.xi_L, with_delta_q.r_H) == pytest.approx((level / 5 - level / 50,) * 2)
+    capped = theory.scales(CIRCLE, c=100, eps=1)  # all values are capped
+    assert (capped.G_inf, capped.r_G, capped.u) == pytest.approx((1.25, 0.25, 1.25 / 4))
+    assert capped.delta_q == pytest.approx(0.25**2 / 2)
+    assert capped.r_H == pytest.approx(math.sqrt(0.25**2 / 2 / 6.25))
 
 
 def test_beta_0_and_alpha_0_by_hand():
     assert theory.beta_0(w_m=0.25, ball_mass=0.2, p_H=0.5, end_time=2) == pytest.approx(
         0.375 * 0.2 * math.exp(-1)
     )
-    given = {
+    settings = {
         "ball_mass": 0.1,
         "V0": 1.0,
         "eps": 0.01,
@@ -491,18 +497,18 @@ def test_beta_0_and_alpha_0_by_hand():
         "u": 0.25,
     }
     # log(12/0.12) + log 10 + max(1/2, p / 1) log 100 + max(0, log(w_m/w_b 1.5 / 0.1)), over u.
-    assert theory.alpha_0(POINTS, w_m=0, p=0, **given) == pytest.approx(4 * math.log(1e4))
-    assert theory.alpha_0(POINTS, w_m=0, p=2, **given) == pytest.approx(4 * math.log(1e7))
-    assert theory.alpha_0(POINTS, w_m=0.4, p=0, **given) == pytest.approx(4 * math.log(1e5))
-    assert theory.alpha_0(POINTS, w_m=0.05, p=0, **given) == theory.alpha_0(
-        POINTS, w_m=0, p=0, **given
+    assert theory.alpha_0(POINTS, w_m=0, p=0, **settings) == pytest.approx(4 * math.log(1e4))
+    assert theory.alpha_0(POINTS, w_m=0, p=2, **settings) == pytest.approx(4 * math.log(1e7))
+    assert theory.alpha_0(POINTS, w_m=0.4, p=0, **settings) == pytest.approx(4 * math.log(1e5))
+    assert theory.alpha_0(POINTS, w_m=0.05, p=0, **settings) == theory.alpha_0(
+        POINTS, w_m=0, p=0, **settings
     )
-    # The other side of the maximum: 1 / (2 * 1 * 1.5^2).
-    assert theory.alpha_0(POINTS, w_m=0.4, p=0, **{**given, "u": 1e3}) == pytest.approx(1 / 4.5)
+    # The other term of the maximum: 1 / (2 * 1 * 1.5^2).
+    assert theory.alpha_0(POINTS, w_m=0.4, p=0, **{**settings, "u": 1e3}) == pytest.approx(1 / 4.5)
 
 
-def test_how_they_move_with_the_share():
-    given = {
+def test_alpha_0_grows_and_beta_0_falls_with_the_share_of_attackers():
+    settings = {
         "ball_mass": 0.1,
         "V0": 1.0,
         "eps": 0.01,
@@ -513,7 +519,7 @@ def test_how_they_move_with_the_share():
         "p": 1.0,
     }
     shares = [0.0, 1e-12, 0.01, 0.1, 0.3, 0.6, 0.9, 0.99]
-    alphas = [theory.alpha_0(POINTS, w_m=w_m, **given) for w_m in shares]
+    alphas = [theory.alpha_0(POINTS, w_m=w_m, **settings) for w_m in shares]
     assert alphas == sorted(alphas)
     assert alphas[1] == alphas[0] < alphas[-1]
     betas = [theory.beta_0(w_m=w_m, ball_mass=0.1, p_H=0.3, end_time=2) for w_m in shares]
@@ -521,27 +527,25 @@ def test_how_they_move_with_the_share():
 
 
 @pytest.mark.parametrize("w_m", [0.0, 0.3, 0.9])
-def test_below_beta_0_the_quantile_is_low(w_m):
-    """beta < beta_0 gives q_beta[rho_0] <= L_low + xi_L, whatever the attackers do."""
+def test_the_quantile_is_low_below_beta_0(w_m):
+    """beta < beta_0 gives q_beta[rho_0] <= L_low + xi_L for every attack."""
     s = theory.scales(POINTS, c=C, eps=EPS)
     mixture = points(1 + 0.5 * normal(0, 20_000, 1))
     mass = bounds.ball_mass(mixture.theta, mixture.target, s.r_H / 2)
     beta = 0.999 * theory.beta_0(w_m=w_m, ball_mass=mass, p_H=0, end_time=2)
     L = mixture.lower(mixture.theta)
-    values = torch.cat([L, torch.full((1,), 1e9)])  # the worst of attacks on the quantile
+    values = torch.cat([L, torch.full((1,), 1e9)])  # the worst attack on the quantile
     shares = torch.cat([torch.full((20_000,), (1 - w_m) / 20_000), torch.tensor([w_m])]).double()
     assert consensus.quantile(values, beta, mass=shares) <= s.xi_L
-    # Without the factor w_b there would be no such promise: all the benign mass that is low enough,
-    # times 1 / w_b.
+    # The bound fails once beta exceeds the benign mass with a low L.
     too_much = float((s.xi_L >= L).double().mean()) * (1 - w_m) + 1e-6
     assert consensus.quantile(values, too_much, mass=shares) > s.xi_L
 
 
 @pytest.mark.parametrize("w_m", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("constants", [POINTS, WIDE], ids=["attackers outside", "attackers inside"])
-def test_above_alpha_0_the_consensus_is_near(constants, w_m):
-    """The chain eq:proof:lapl1: with alpha > alpha_0 and beta < beta_0, |m - target| <= total <= c
-    sqrt(eps)."""
+def test_the_consensus_point_is_near_the_target_above_alpha_0(constants, w_m):
+    """alpha > alpha_0, beta < beta_0: |m - target| <= total <= c sqrt(eps) (eq:proof:lapl1)."""
     s = theory.scales(constants, c=C, eps=EPS)
     r = 0.99 * min(s.r_G, s.delta_q / constants.H_L, s.u / constants.H_G)  # so that G_r <= u
     attackers = torch.full((1, 1), -1.0, dtype=torch.float64) if w_m else None
@@ -558,7 +562,7 @@ def test_above_alpha_0_the_consensus_is_near(constants, w_m):
     assert bound.applies, bound.hypotheses
     assert bounds.attack_bounds(mixture, setting, constants).applies
     assert bound.distance <= bound.total <= C * math.sqrt(EPS)
-    if constants is WIDE and w_m == 0.9:  # with half of it, the attackers' term is too large
+    if constants is WIDE and w_m == 0.9:  # with alpha / 2 the attackers' term is too large
         weak = bounds.laplace_bound(
             mixture, dataclasses.replace(setting, alpha=alpha / 2), constants
         )
@@ -569,32 +573,39 @@ def test_above_alpha_0_the_consensus_is_near(constants, w_m):
 
 
 def test_suggestion_is_symbolic_without_constants():
-    found = theory.suggest_parameters(0.25, beta=0.2, alpha=100)
-    assert (found.beta_factor, found.beta) == (0.75, pytest.approx(0.15))
-    assert found.alpha_increase_in_1_over_u is found.alpha_increase is found.alpha is None
-    assert "alpha + max(0, log(0.3333 R_K_G / sqrt(eps))) / u_eps" in repr(found)
-    assert any("delta_q" in note for note in found.notes)
-    assert any("alg:localAggregation" in note for note in found.notes)
+    suggestion = theory.suggest_parameters(0.25, beta=0.2, alpha=100)
+    assert (suggestion.beta_factor, suggestion.beta) == (0.75, pytest.approx(0.15))
+    assert (
+        suggestion.alpha_increase_in_1_over_u
+        is suggestion.alpha_increase
+        is suggestion.alpha
+        is None
+    )
+    assert "alpha + max(0, log(0.3333 R_K_G / sqrt(eps))) / u_eps" in repr(suggestion)
+    assert any("delta_q" in note for note in suggestion.notes)
+    assert any("alg:localAggregation" in note for note in suggestion.notes)
 
 
 def test_suggestion_agrees_with_alpha_0_and_beta_0():
-    given = {"ball_mass": 0.1, "V0": 1.0, "vartheta": 0.5, "rate": 2, "c": 0.12, "p": 1.0}
+    settings = {"ball_mass": 0.1, "V0": 1.0, "vartheta": 0.5, "rate": 2, "c": 0.12, "p": 1.0}
     for share in (0.0, 0.05, 0.4, 0.9):
-        free = theory.alpha_0(POINTS, w_m=0, eps=0.01, u=0.25, **given)
-        found = theory.suggest_parameters(share, alpha=free, R_K_G=POINTS.R_K_G, eps=0.01, u=0.25)
-        assert found.alpha == pytest.approx(
-            theory.alpha_0(POINTS, w_m=share, eps=0.01, u=0.25, **given)
+        unattacked = theory.alpha_0(POINTS, w_m=0, eps=0.01, u=0.25, **settings)
+        suggestion = theory.suggest_parameters(
+            share, alpha=unattacked, R_K_G=POINTS.R_K_G, eps=0.01, u=0.25
         )
-        assert found.alpha_increase == pytest.approx(4 * found.alpha_increase_in_1_over_u)
-    partly = theory.suggest_parameters(0.4, alpha=10, R_K_G=1.5, eps=0.01)
-    assert partly.alpha_increase_in_1_over_u == pytest.approx(math.log(10))
-    assert partly.alpha is None
-    assert "alpha + 2.303 / u_eps" in repr(partly)
+        assert suggestion.alpha == pytest.approx(
+            theory.alpha_0(POINTS, w_m=share, eps=0.01, u=0.25, **settings)
+        )
+        assert suggestion.alpha_increase == pytest.approx(4 * suggestion.alpha_increase_in_1_over_u)
+    without_u = theory.suggest_parameters(0.4, alpha=10, R_K_G=1.5, eps=0.01)
+    assert without_u.alpha_increase_in_1_over_u == pytest.approx(math.log(10))
+    assert without_u.alpha is None
+    assert "alpha + 2.303 / u_eps" in repr(without_u)
 
 
 def test_suggestion_without_attackers_changes_nothing():
-    found = theory.suggest_parameters(0, beta=0.2, alpha=100)
-    assert (found.beta, found.alpha, found.alpha_increase) == (0.2, 100, 0)
+    suggestion = theory.suggest_parameters(0, beta=0.2, alpha=100)
+    assert (suggestion.beta, suggestion.alpha, suggestion.alpha_increase) == (0.2, 100, 0)
 
 
 def test_suggestion_warns_of_capture():
@@ -605,11 +616,11 @@ def test_suggestion_warns_of_capture():
     )
 
 
-# ---- what cannot be ----
+# ---- invalid settings ----
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (
             lambda: theory.end_time(1.0, 0.1, vartheta=0.5, rate=-18.0),
@@ -643,7 +654,7 @@ def test_suggestion_warns_of_capture():
         (lambda: theory.suggest_parameters(1.0), "`share`"),
     ],
 )
-def test_what_cannot_be_is_told(call, told):
+def test_invalid_settings_are_refused(call, message):
     with pytest.raises(ConfigError) as caught:
         call()
-    assert told in str(caught.value)
+    assert message in str(caught.value)

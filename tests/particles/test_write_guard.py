@@ -1,5 +1,4 @@
-"""A function that writes into the particles is told so by name; NumPy functions get arrays of their
-own."""
+"""Errors name a function that writes into the particles; NumPy functions receive copies."""
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ def by_numpy(x):
     return circle(x)
 
 
-def by_sorting(x):  # the sum stays
+def by_sorting(x):  # keeps the sum
     x.numpy().sort(axis=-2)
     return circle(x)
 
@@ -47,10 +46,10 @@ WRITERS = [by_torch, by_view, by_numpy, by_sorting]
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
 @pytest.mark.parametrize("runs", [None, 2])
 def test_an_objective_that_writes_into_the_particles_is_named(writer, runs):
-    told = rf"`lower`, .*{writer.__name__}, writes into the particles that it receives: let it work on a copy, such as"
-    with pytest.raises(ConfigError, match=told):
+    message = rf"`lower`, .*{writer.__name__}, writes into the particles that it receives: let it work on a copy, such as"
+    with pytest.raises(ConfigError, match=message):
         minimize(writer, circle, dim=2, runs=runs)
-    if writer in (by_torch, by_view):  # what autograd follows has no NumPy array
+    if writer in (by_torch, by_view):  # a tensor with autograd has no NumPy array
         with pytest.raises(
             ConfigError, match=rf"`lower`, .*{writer.__name__}, writes into the particles"
         ):
@@ -61,7 +60,7 @@ def test_an_objective_that_writes_into_the_particles_is_named(writer, runs):
         minimize(circle, writer, dim=2, batch=50, runs=runs)
 
 
-def test_one_that_writes_in_a_later_step_is_named():
+def test_an_objective_that_writes_in_a_later_step_is_named():
     calls = []
 
     def later(x):
@@ -81,34 +80,34 @@ def test_a_gradient_that_writes_is_named():
 
 
 @pytest.mark.parametrize("name", ["theta", "theta_m", "m"])
-@pytest.mark.parametrize("way", ["torch", "numpy"])
-def test_an_adversary_that_writes_is_named(name, way):
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_an_adversary_that_writes_is_named(name, library):
     def moves(view):
         part = getattr(view, name)
-        part.fill_(9.0) if way == "torch" else part.numpy().fill(9.0)
+        part.fill_(9.0) if library == "torch" else part.numpy().fill(9.0)
         return 0.0, 0.0
 
-    what = "consensus points" if name == "m" else "particles"
+    target = "consensus points" if name == "m" else "particles"
     with pytest.raises(
-        ConfigError, match=rf"an adversary's `move`, .*moves, writes into the {what}"
+        ConfigError, match=rf"an adversary's `move`, .*moves, writes into the {target}"
     ):
         minimize(circle, dim=2, adversaries=fedcb2o.Adversary(moves, 10, [1.0, 0.0]))
 
 
 @pytest.mark.parametrize("name", ["theta", "theta_m", "x"])
-@pytest.mark.parametrize("way", ["torch", "numpy"])
-def test_a_callback_that_writes_is_named(name, way):
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_a_callback_that_writes_is_named(name, library):
     def sees(state):
         part = getattr(state, name)
-        part.fill_(9.0) if way == "torch" else part.numpy().fill(9.0)
+        part.fill_(9.0) if library == "torch" else part.numpy().fill(9.0)
 
     still = fedcb2o.Adversary(lambda view: (0.0, 0.0), 10, [1.0, 0.0])
-    what = "consensus points" if name == "x" else "particles"
-    with pytest.raises(ConfigError, match=rf"the callback, .*sees, writes into the {what}"):
+    target = "consensus points" if name == "x" else "particles"
+    with pytest.raises(ConfigError, match=rf"the callback, .*sees, writes into the {target}"):
         minimize(circle, dim=2, adversaries=still, callback=sees)
 
 
-def test_numpy_functions_get_arrays_of_their_own():
+def test_numpy_functions_receive_copies():
     def writes(x):
         values = (np.square(x).sum(-1) - 1) ** 2
         x[...] = 7.0
@@ -119,19 +118,19 @@ def test_numpy_functions_get_arrays_of_their_own():
 
     for wrap in (fedcb2o.from_numpy, fedcb2o.from_point):
         settings = {"dim": 2, "num_particles": 20, "maxiter": 30}
-        written = minimize(wrap(writes), wrap(writes), **settings)
-        assert torch.equal(written.x, minimize(wrap(reads), wrap(reads), **settings).x)
+        result = minimize(wrap(writes), wrap(writes), **settings)
+        assert torch.equal(result.x, minimize(wrap(reads), wrap(reads), **settings).x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_shown_may_be_nan(dtype):
+def test_the_write_check_accepts_nan_coordinates(dtype):
     theta = torch.tensor([[[torch.nan, 1.0], [torch.inf, 0.0], [0.0, 2.0]]], dtype=dtype)
     assert evaluate_objectives(theta, circle, circle, check_writes=True).excluded.tolist() == [
         [True, True, False]
     ]
 
 
-def test_what_pytorch_does_not_count_is_no_fault():
+def test_inference_mode_without_write_counters_is_accepted():
     with torch.inference_mode():
         assert minimize(circle, dim=2, maxiter=20).nit == 20
 

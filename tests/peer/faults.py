@@ -1,4 +1,4 @@
-"""What goes wrong in the process of one node: functions for its `prepare`."""
+"""Faults in the process of one node, for the option `prepare` of `Nodes.start`."""
 
 import datetime
 import resource
@@ -7,57 +7,57 @@ import time
 
 
 def lease(seconds: float) -> None:
-    """A link is down after fewer seconds without a sign of life."""
+    """Consider a link as down after `seconds` without a sign of life."""
     from fedcb2o.peer.wire import _link
 
     _link.LEASE_SECONDS = seconds
 
 
 def forgiving() -> None:
-    """A link that was closed for what its member sent is opened again at once."""
+    """Reopen a link at once after it was closed because of invalid messages."""
     from fedcb2o.peer.wire import _transport
 
     _transport._ABUSE_PAUSE = 0.1
 
 
 def patient(seconds: float) -> None:
-    """Rounds may wait this long for slow members, as after many rounds without a wait."""
+    """Let rounds wait `seconds` for slow members, as after many rounds without waiting."""
     from fedcb2o.peer.wire import _patience
 
     _patience._FIRST_CREDIT_SECONDS = seconds
 
 
 def full(size: int) -> None:
-    """No file grows beyond so many bytes, as on a full disk."""
+    """Limit files to `size` bytes, as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def clock(hours: float) -> None:
-    """The clock that Python tells is off."""
-    now, wrong = time.time, datetime.timedelta(hours=hours)
+    """Shift the clock of Python by `hours`."""
+    now, offset = time.time, datetime.timedelta(hours=hours)
 
-    class Wrong(datetime.datetime):
+    class ShiftedDatetime(datetime.datetime):
         @classmethod
         def now(cls, tz=None):
-            return super().now(tz) + wrong
+            return super().now(tz) + offset
 
     time.time = lambda: now() + 3600 * hours
     time.time_ns = lambda: int(time.time() * 1e9)
     from fedcb2o.peer.membership import identity
 
-    identity.datetime = Wrong
+    identity.datetime = ShiftedDatetime
 
 
 def minor_version(minor: int) -> None:
-    """A release with this minor version of the protocol."""
+    """Run as a release with this minor version of the protocol."""
     from fedcb2o.peer.node import _preflight
 
     _preflight.MINOR_VERSION = minor
 
 
 def slow(seconds: float) -> None:
-    """The work of a round takes so much longer."""
+    """Delay the training of each round by `seconds`."""
     from fedcb2o.peer.node._engine import PeerEngine
 
     train = PeerEngine.map_batches
@@ -71,7 +71,7 @@ def slow(seconds: float) -> None:
 
 
 def command(log, *arguments: object) -> None:
-    """`fedcb2o ARGUMENTS` in this process, as a user gives it; what it says goes to a file."""
+    """Run `fedcb2o ARGUMENTS` in this process and append its output to `log`."""
     import os
     import sys
 

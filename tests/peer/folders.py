@@ -1,4 +1,4 @@
-"""Run directories of nodes with chosen or random numbers."""
+"""Run directories of nodes, with chosen or random values."""
 
 import json
 
@@ -7,10 +7,10 @@ import numpy as np
 NAMES = {0: "hospital-a", 1: "hospital-b", 2: "clinic-c", 3: "university-d"}
 
 
-def write_node(folder, lines, **about):
-    """Write a run directory with these rounds; keywords change agent.json."""
+def write_node(folder, lines, **changes):
+    """Write a run directory with the rounds `lines`; keywords change agent.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    told = {
+    agent = {
         "name": "hospital-a",
         "id": 0,
         "names": NAMES,
@@ -21,23 +21,23 @@ def write_node(folder, lines, **about):
         "num_samples": 400,
         "validation_samples": 80,
     }
-    (folder / "agent.json").write_text(json.dumps(told | about), encoding="utf-8")
+    (folder / "agent.json").write_text(json.dumps(agent | changes), encoding="utf-8")
     (folder / "rounds.jsonl").write_text(
-        "".join(json.dumps(each) + "\n" for each in lines), encoding="utf-8"
+        "".join(json.dumps(record) + "\n" for record in lines), encoding="utf-8"
     )
     return folder
 
 
 def line(n, *received, **changes):
-    """A line of rounds.jsonl; `received` are (id, seconds, bytes, weight)."""
+    """Return a line of rounds.jsonl; `received` are (id, seconds, bytes, weight)."""
     keys = ("id", "seconds", "bytes", "weight")
-    told = {
+    record = {
         "round": n,
         "train_loss": 1 / n,
         "own_loss": 1.1 / n,
         "accuracy": 1 - 0.5 / n,
         "asked": [1, 2, 3],
-        "received": [{"round": n, **dict(zip(keys, each, strict=True))} for each in received],
+        "received": [{"round": n, **dict(zip(keys, values, strict=True))} for values in received],
         "own_weight": 0.4,
         "refused": {},
         "late": [],
@@ -57,11 +57,11 @@ def line(n, *received, **changes):
             "round": 1.0,
         },
     }
-    return told | changes
+    return record | changes
 
 
 def draw_node(folder, *, agents=8, rounds=50, budget=4, seed=0):
-    """Draw a run: the last agent sends garbage, two get small weights, one is slow, one leaves."""
+    """Write a random run: a peer sends garbage, two get small weights, one is slow, one leaves."""
     rng = np.random.default_rng(seed)
     names = {i: f"organisation-{chr(97 + i % 26)}{'' if i < 26 else i}" for i in range(agents)}
     reasons = ["signature", "size", "not finite", "hash of a chunk", "round"]
@@ -81,22 +81,22 @@ def draw_node(folder, *, agents=8, rounds=50, budget=4, seed=0):
                 received.append(
                     [i, float(rng.gamma(4, 0.03) * (4 if i == 2 else 1)), 26_400_000, mu]
                 )
-        own = rng.gamma(6)
-        total = own + sum(each[3] for each in received)
+        own_mu = rng.gamma(6)
+        total = own_mu + sum(model[3] for model in received)
         train, wait = float(rng.gamma(30, 0.02)), float(rng.gamma(4, 0.05))
-        grown = 1 - np.exp(-n / 8)
+        progress = 1 - np.exp(-n / 8)
         lines.append(
             line(
                 n,
-                *[[*each[:3], each[3] / total] for each in received],
+                *[[*model[:3], model[3] / total] for model in received],
                 asked=asked,
                 refused=refused,
                 late=late,
-                own_weight=own / total,
-                train_loss=2.3 * (1 - 0.9 * grown),
-                own_loss=2.3 * (1 - 0.86 * grown),
-                accuracy=0.93 * grown + 0.01 * float(rng.random()),
-                source_accuracy=0.8 * grown,
+                own_weight=own_mu / total,
+                train_loss=2.3 * (1 - 0.9 * progress),
+                own_loss=2.3 * (1 - 0.86 * progress),
+                accuracy=0.93 * progress + 0.01 * float(rng.random()),
+                source_accuracy=0.8 * progress,
                 attack_success_rate=0.03 + 0.02 * float(rng.random()),
                 alive=[i for i in range(1, agents) if not (i == 1 and n > 0.7 * rounds)],
                 sent=int(26_400_000 * rng.integers(2, 6)),

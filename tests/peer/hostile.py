@@ -1,7 +1,7 @@
-"""Hostile member as a real process: valid keys, and another invalid answer in each round.
+"""Hostile member as a real process, with valid keys and a different invalid answer in each round.
 
-`LIES` names each fault with the reasons for which a peer may refuse it. No model that it offers may
-be received.
+`LIES` maps the name of each invalid answer to the reasons for which a peer may refuse it. Peers
+must not receive any model of this member.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ from fedcb2o.peer.wire import (
     num_chunks,
 )
 
-HEAD = 26  # bytes of an answer in which there is nothing
-LATE = "late"  # a peer that gives nothing in time counts as late, and nothing more is said
+ANSWER_HEAD_BYTES = 26  # bytes of an answer without content
+LATE = "late"  # the reason for a peer without an answer in time
 Lie: TypeAlias = (
     "Callable[[Liar, Request], Iterable[BytesLike]]"  # the answers to a request for a manifest
 )
@@ -55,25 +55,25 @@ Lie: TypeAlias = (
 LIES: dict[str, tuple[set[str], Lie]] = {}
 CHUNKS: dict[str, "Callable[[bytes, int], tuple[AnswerStatus, BytesLike] | None]"] = {}
 CONTENTS: list[str] = []
-"""The lies whose manifests are in order: two of them in one round are an equivocation."""
+"""Invalid answers with valid manifests. Two of them in one round are an equivocation."""
 
 
 class Liar:
-    """A member of a federation that keeps to nothing of it; it notes to whom it told which lie."""
+    """Member that answers every request with an invalid answer; the log has receiver and answer."""
 
     def __init__(
         self, federation: Federation, identity: Identity, log: Path, lies: Sequence[Sequence[str]]
     ) -> None:
         self.federation, self.identity, self.lies = federation, identity, lies
-        self.me = federation.id_of(identity.member)
+        self.agent_id = federation.id_of(identity.member)
         self.dim = len(parameters.flatten(build_network(federation)))
         self.transport = Zenoh(federation, identity, listen=False)
         self.session = raw.listening(identity, federation)
         self.content: dict[
             bytes, tuple[str, bytes]
-        ] = {}  # by the digest of a manifest: the lie, and what is sent
-        self.stolen: dict[int, bytes] = {}  # manifests of others
-        self.asked = threading.Event()  # since when it is asked for models
+        ] = {}  # manifest digest -> name and bytes of the invalid content
+        self.stolen: dict[int, bytes] = {}  # manifests of other members
+        self.asked = threading.Event()  # set at the first request for a model
         self.log = log.open("a", buffering=1)
 
     def serve(self) -> None:
@@ -87,7 +87,7 @@ class Liar:
 
     @property
     def key(self) -> str:
-        return raw.key(self.me)
+        return raw.key(self.agent_id)
 
     def answer(self, query: Any) -> None:
         with query:
@@ -107,45 +107,45 @@ class Liar:
             yield from LIES[name][1](self, request)
         elif request.kind is RequestKind.CHUNK and request.digest in self.content:
             name, content = self.content[request.digest]
-            how = CHUNKS.get(
+            respond = CHUNKS.get(
                 name,
                 lambda content, k: (
                     AnswerStatus.OK,
                     content[k * CHUNK_BYTES : (k + 1) * CHUNK_BYTES],
                 ),
             )
-            found = how(content, request.index)
-            if found is None:
+            response = respond(content, request.index)
+            if response is None:
                 time.sleep(60)
             else:
-                yield Answer(request.nonce, *found).encode()
-        else:  # it says of itself what it likes, and bears witness to nothing
+                yield Answer(request.nonce, *response).encode()
+        else:  # HELLO and WITNESS: random bytes
             yield Answer(request.nonce, AnswerStatus.OK, secrets.token_bytes(500)).encode()
 
     def manifest(self, request: Request, content: bytes | None = None, **changes: Any) -> Manifest:
-        """What an honest agent would say of a content in this round, but for some changes."""
+        """Return an honest agent's manifest of a content in this round, with `changes`."""
         content = bytes(4 * self.dim) if content is None else content
-        made = Manifest.from_content(
+        honest = Manifest.from_content(
             content,
             run=self.federation.run,
-            agent=self.me,
+            agent=self.agent_id,
             round=request.round,
             dim=self.dim,
             num_samples=2**63,
             encoding=0,
             base=bytes(32),
         )
-        return replace(made, **changes)
+        return replace(honest, **changes)
 
     def offered(self, request: Request, signed: bytes, digests: Sequence[Any] = ()) -> bytes:
         return Answer(request.nonce, AnswerStatus.OK, encode_offer(signed, digests)).encode()
 
-    def signed(self, request: Request, manifest: Manifest, **more: Any) -> bytes:
-        return self.offered(request, manifest.to_signed_bytes(self.identity.sign), **more)
+    def signed(self, request: Request, manifest: Manifest, **options: Any) -> bytes:
+        return self.offered(request, manifest.to_signed_bytes(self.identity.sign), **options)
 
     def others_manifest(self, request: Request) -> bytes:
-        """The newest manifest of somebody else, which this member has got as any other may."""
-        for other in self.federation.members.keys() - {self.me, request.sender}:
+        """Return the newest manifest of another member, downloaded with a valid request."""
+        for other in self.federation.members.keys() - {self.agent_id, request.sender}:
             asked = self.request(RequestKind.MANIFEST, other).encode(self.identity.sign)
             for data in self.transport.ask(other, asked, 1.0):
                 answer = decode_answer(data)
@@ -156,37 +156,37 @@ class Liar:
         )
 
     def request(self, kind: RequestKind, peer: int, **changes: Any) -> Request:
-        """A request that is in order, but for some changes."""
+        """Return a valid request with `changes`."""
         nonce = secrets.token_bytes(16)
-        right = Request(
-            kind=kind, run=self.federation.run, sender=self.me, receiver=peer, nonce=nonce
+        valid = Request(
+            kind=kind, run=self.federation.run, sender=self.agent_id, receiver=peer, nonce=nonce
         )
-        return replace(right, **changes)
+        return replace(valid, **changes)
 
     def pester(self, count: int) -> None:
-        """Send every invalid request `count` times to all others; note the answers with content."""
+        """Send each invalid request `count` times to all others; log the number of answers."""
         others = range(len(self.lies[0]) - 1)
         while not (self.asked.wait() and {*others} <= self.transport.connected_peers()):
             time.sleep(0.1)
-        for name, asking in REQUESTS.items():
+        for name, make_requests in REQUESTS.items():
             for peer in others:
-                began = time.monotonic()
-                waiting = [
-                    self.transport.ask(peer, data, 2.0) for data in asking(self, peer, count)
+                start_time = time.monotonic()
+                pending = [
+                    self.transport.ask(peer, data, 2.0) for data in make_requests(self, peer, count)
                 ]
-                told = [data for each in waiting for data in each]
-                given = sum(len(data) > HEAD for data in told)
+                replies = [data for stream in pending for data in stream]
+                given = sum(len(data) > ANSWER_HEAD_BYTES for data in replies)
                 self.note(
                     request=name,
                     to=peer,
-                    asked=len(waiting),
-                    answered=len(told),
+                    asked=len(pending),
+                    answered=len(replies),
                     given=given,
-                    seconds=time.monotonic() - began,
+                    seconds=time.monotonic() - start_time,
                 )
 
-    def note(self, **what: Any) -> None:
-        print(json.dumps(what), file=self.log)
+    def note(self, **fields: Any) -> None:
+        print(json.dumps(fields), file=self.log)
 
 
 def lie(name: str, *reasons: str) -> Callable[[Lie], Lie]:
@@ -198,7 +198,7 @@ def lie(name: str, *reasons: str) -> Callable[[Lie], Lie]:
 
 
 def answers(name: str, *reasons: str) -> Any:
-    """A lie in the bytes of the answer itself."""
+    """Register an invalid answer that changes the bytes of the answer itself."""
 
     def named(function: Callable[[Liar, Request, bytes], Iterable[BytesLike]]) -> Any:
         honest = lambda liar, request: liar.signed(request, liar.manifest(request))  # noqa: E731
@@ -211,7 +211,7 @@ def answers(name: str, *reasons: str) -> Any:
     return named
 
 
-# Answers that are none.
+# Malformed and missing answers.
 
 answers("random bytes", "malformed")(lambda liar, request, good: [secrets.token_bytes(1000)])
 answers("nothing", LATE)(lambda liar, request, good: [])
@@ -261,11 +261,11 @@ def _(liar: Liar, request: Request, good: bytes) -> Iterable[BytesLike]:
     yield from ()
 
 
-# Manifests.
+# Invalid manifests.
 
 
 def manifests(name: str, *reasons: str) -> Any:
-    """A lie in a manifest that is signed as it should be."""
+    """Register an invalid manifest with a valid signature."""
 
     def named(changes: Callable[[Liar, Request], dict[str, Any]]) -> None:
         lie(name, *reasons)(
@@ -278,7 +278,9 @@ def manifests(name: str, *reasons: str) -> Any:
 
 
 manifests("of no member", "member")(lambda liar, request: {"agent": 2**32 - 1})
-manifests("in another's name", "signature")(lambda liar, request: {"agent": (liar.me + 1) % 2})
+manifests("in another's name", "signature")(
+    lambda liar, request: {"agent": (liar.agent_id + 1) % 2}
+)
 manifests("another run", "run")(lambda liar, request: {"run": bytes(32)})
 manifests("round 2^32 - 1", "round")(lambda liar, request: {"round": 2**32 - 1})
 manifests("after the last round", "round")(lambda liar, request: {"round": liar.federation.rounds})
@@ -328,23 +330,23 @@ def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
     yield liar.signed(request, decode_manifest(liar.others_manifest(request))[0])
 
 
-# Contents that are what the manifest says, and no model.
+# Contents that match their manifest but are not valid models.
 
 
 def contents(name: str, *reasons: str, digests: int = 0) -> Any:
     def named(content: Callable[[int], np.ndarray]) -> None:
-        def told(liar: Liar, request: Request) -> Iterable[BytesLike]:
+        def answer(liar: Liar, request: Request) -> Iterable[BytesLike]:
             sent = content(liar.dim).tobytes()[: 4 * liar.dim]
             manifest = liar.manifest(request, sent)
             liar.content[manifest.digest] = name, sent
-            false = [
+            false_digests = [
                 (i, request.round - 1, secrets.token_bytes(32))
                 for i in range(3)
                 for _ in range(digests)
             ]
-            yield liar.signed(request, manifest, digests=false[:64])
+            yield liar.signed(request, manifest, digests=false_digests[:64])
 
-        lie(name, *reasons)(told)
+        lie(name, *reasons)(answer)
         CONTENTS.append(name)
 
     return named
@@ -364,7 +366,7 @@ contents("big-endian", "bound", "not finite")(
 contents("64 false digests", "not finite")(lambda dim: np.full(dim, -np.inf, "<f4"))
 
 
-# Chunks that are not what the manifest says.
+# Chunks that do not match their manifest.
 
 
 def chunks(name: str, *reasons: str) -> Any:
@@ -398,7 +400,7 @@ answers("1 GiB", LATE)(lambda liar, request, good: [good + bytes(2**30 - len(goo
 
 @lie("equivocation", "not finite", "equivocation")
 def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
-    """Another model for each receiver: the last lie, since nobody asks it any more."""
+    """Offer each receiver a different model. This answer comes last: peers then stop asking."""
     content = np.full(liar.dim, np.nan, "<f4")
     content[0] = request.sender
     manifest = liar.manifest(request, content.tobytes())
@@ -406,7 +408,7 @@ def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
     yield liar.signed(request, manifest)
 
 
-# Requests: of each kind the bytes of so many, for one peer. Nothing may be given for any.
+# Invalid requests by kind, for a receiver and a number. No answer may have content.
 
 REQUESTS: "dict[str, Callable[[Liar, int, int], Iterable[bytes]]]" = {
     "random bytes": lambda liar, peer, count: (
@@ -459,8 +461,8 @@ def run(
 ) -> None:
     """Run a hostile member until its process is killed.
 
-    In round n agent j gets the j-th of the n-th lies, and after the last lies the same again. With
-    `pesters` all agents but the last one get invalid requests, `pesters` times each.
+    Agent j gets the answer `lies[n][j]` in round n; the last entry repeats. All agents except the
+    last one get each invalid request `pesters` times.
     """
     liar = Liar(read_federation(federation), Identity.read(identity), log, lies)
     if pesters:
@@ -468,62 +470,66 @@ def run(
     liar.serve()
 
 
-# What is no member at all: it has no keys that count, or somebody's who lent them.
+# Attackers without membership: with invalid keys, or with the TLS keys of a member.
 
 
-def strangers(federation: Path, folder: Path, member: Path, target: int, stop: Any) -> None:
-    """Attack one node's port in every way that needs no membership, until `stop` is set.
+def strangers(path: Path, folder: Path, member: Path, target: int, stop: Any) -> None:
+    """Attack one node's port without a membership, until `stop` is set.
 
-    Also send requests over a link that a member lent, signed by another key.
+    Also send requests over a link with a member's TLS keys, signed by another key.
     """
-    agreed, rng = read_federation(federation), np.random.default_rng(0)
-    victim = agreed.members[target]
+    federation, rng = read_federation(path), np.random.default_rng(0)
+    victim = federation.members[target]
     host, port = victim.endpoint.rsplit(":", 1)
     while not _open(host, int(port)):
         time.sleep(0.1)
-    silent = [
+    silent_sockets = [
         socket.create_connection((host, int(port))) for _ in range(100)
-    ]  # slowloris: they say nothing,
-    for k, each in enumerate(silent[:50]):  # or begin to
-        each.sendall(b"\x16\x03\x01\x02\x00\x01"[: 1 + k % 6])
+    ]  # slowloris: half of them send nothing
+    for k, connection in enumerate(silent_sockets[:50]):  # the others begin a handshake
+        connection.sendall(b"\x16\x03\x01\x02\x00\x01"[: 1 + k % 6])
     outsider = Identity.make(
         folder / "outsider", name=victim.name, endpoint=victim.endpoint
-    )  # its chain is valid
+    )  # its certificate chain is valid
     lent = Identity.read(member)
     sessions = [
-        raw.dialling(outsider, agreed, target),
-        raw.dialling(replace(outsider, folder=lent.folder), agreed, target),
+        raw.dialling(outsider, federation, target),
+        raw.dialling(replace(outsider, folder=lent.folder), federation, target),
     ]
-    made = agreed.id_of(lent.member)
-    done = Counter[str]()
+    sender_id = federation.id_of(lent.member)
+    counts = Counter[str]()
     while not stop.is_set():
-        for each in silent[:50:10]:  # a byte now and then keeps the handshake going
+        for connection in silent_sockets[:50:10]:  # an occasional byte keeps the handshake open
             with contextlib.suppress(OSError):
-                each.sendall(b"\0")
+                connection.sendall(b"\0")
         for context in (_no_certificate(victim.root), None):
             with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
                 link = stack.enter_context(socket.create_connection((host, int(port)), timeout=1))
                 if context:
                     link = stack.enter_context(context.wrap_socket(link, server_hostname=host))
                 link.sendall(rng.bytes(4096))
-                done["answered"] += len(link.recv(100)) > 7  # an alert of TLS has 7 bytes
+                counts["answered"] += len(link.recv(100)) > 7  # an alert of TLS has 7 bytes
         nonce = secrets.token_bytes(16)
-        asked = Request(
-            kind=RequestKind.MANIFEST, run=agreed.run, sender=made, receiver=target, nonce=nonce
+        request = Request(
+            kind=RequestKind.MANIFEST,
+            run=federation.run,
+            sender=sender_id,
+            receiver=target,
+            nonce=nonce,
         )
-        data = asked.encode(outsider.sign)
+        data = request.encode(outsider.sign)
         for name, session in zip(("outsider", "lent"), sessions, strict=True):
-            done[f"{name} linked"] += bool(session.info.peers_zid())
-            told = session.get(raw.key(target), payload=data, timeout=0.3)
-            done[f"{name} told"] += sum(reply.ok is not None for reply in told)
-        done["times"] += 1
-    (folder / "strangers.json").write_text(json.dumps(done))
+            counts[f"{name} linked"] += bool(session.info.peers_zid())
+            replies = session.get(raw.key(target), payload=data, timeout=0.3)
+            counts[f"{name} told"] += sum(reply.ok is not None for reply in replies)
+        counts["times"] += 1
+    (folder / "strangers.json").write_text(json.dumps(counts))
     os._exit(0)
 
 
 def _open(host: str, port: int) -> bool:
-    with socket.socket() as each:
-        return each.connect_ex((host, port)) == 0
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) == 0
 
 
 def _no_certificate(root: str) -> ssl.SSLContext:

@@ -1,4 +1,4 @@
-"""Organisations on loopback: identities in folders of their own, and a federation of them."""
+"""Organisations on loopback: one folder with an identity each, and their federation."""
 
 import socket
 from collections.abc import Sequence
@@ -13,27 +13,27 @@ from fedcb2o.peer.membership import Federation, Identity, federation
 
 
 def free_ports(n: int) -> list[int]:
-    """So many ports of 127.0.0.1 that nobody listened on just now."""
+    """Return `n` ports of 127.0.0.1 without a listener."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
 
 
 def identities(folder: Path, n: int, **options: Any) -> list[Identity]:
-    """n organisations, org-0 to org-(n-1), each with its identity in a folder of its name."""
-    made = []
+    """Create the identities org-0 to org-(n-1), each in a folder of its name."""
+    organisations = []
     for j, port in enumerate(free_ports(n)):
         name = f"org-{j}"
-        made.append(
+        organisations.append(
             Identity.make(folder / name, name=name, endpoint=f"127.0.0.1:{port}", **options)
         )
-    return made
+    return organisations
 
 
 def experiment(n: int, **changes: Any) -> dict[str, Any]:
-    """The tiny experiment of n agents in one cluster, the last of them malicious."""
+    """Return the tiny experiment with n agents in one cluster; the last one is malicious."""
     agents = {
         "num_clusters": 1,
         "benign": n - 1,
@@ -45,17 +45,17 @@ def experiment(n: int, **changes: Any) -> dict[str, Any]:
 
 
 def federated(
-    who: Sequence[Identity],
+    organisations: Sequence[Identity],
     *,
     changes: dict[str, Any] | None = None,
     path: Path | None = None,
     **options: Any,
 ) -> Federation:
     """Return a federation of the tiny digits experiment, with `changes`, written to `path`."""
-    members = [identity.member for identity in who]
-    made = federation.make_federation(
-        experiment(len(who), **(changes or {})), members, dataset=digits(), **options
+    members = [identity.member for identity in organisations]
+    result = federation.make_federation(
+        experiment(len(organisations), **(changes or {})), members, dataset=digits(), **options
     )
     if path is not None:
-        federation.write_federation(made, path)
-    return made
+        federation.write_federation(result, path)
+    return result

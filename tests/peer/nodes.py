@@ -1,6 +1,6 @@
-"""Nodes as real processes on loopback, which a test may kill, stop and start again.
+"""Nodes as real processes on loopback. Tests kill, stop and restart them.
 
-They are forked from a server process that has imported everything, so that each is there at once.
+They are forked from a server process that has imported all modules, so that they start at once.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def _run(
     simulate: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> None:
-    """One node, in its process; what it says goes to node.log, in a line each."""
+    """Run one node in its process, with stdout and stderr in the log file next to `out`."""
     from fedcb2o.errors import FedCB2OError
     from fedcb2o.experiments.config.loading import load
     from fedcb2o.peer.membership import read_federation
@@ -42,11 +42,11 @@ def _run(
     log = out.with_suffix(".log").open("a", buffering=1)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    prepare = options.pop("prepare", None)  # what a test changes in this process first
+    prepare = options.pop("prepare", None)  # changes this process for a test
     if prepare is not None:
         prepare()
     inputs = {"simulate": load(simulate)}
-    if path := options.pop("data", None):  # a file.npz in place of the simulation
+    if path := options.pop("data", None):  # an npz file instead of the simulation
         inputs = {"data": load_member_dataset(path, read_federation(federation))}
     try:
         Node(federation, identity, out=out, **inputs, **options).run()
@@ -59,7 +59,7 @@ def _run(
 
 
 class Nodes:
-    """The nodes of a federation, by their ids; each writes to `folder`/out-ID."""
+    """Node processes of a federation by agent id; the run directories are `folder`/out-ID."""
 
     def __init__(
         self,
@@ -93,39 +93,39 @@ class Nodes:
             self.processes[j].start()
 
     def send(self, j: int, number: signal.Signals) -> None:
-        """A signal to one of them."""
+        """Send a signal to one node."""
         os.kill(self.processes[j].pid or 0, number)
 
     def wait(self, *ids: int, seconds: float = 120) -> list[int | None]:
-        """The exit status of some, by default of all; None of who has not ended in time."""
+        """Return exit statuses, by default of all nodes; None for a node that still runs."""
         until = time.monotonic() + seconds
-        chosen = ids or tuple(self.processes)
-        for j in chosen:
+        agents = ids or tuple(self.processes)
+        for j in agents:
             self.processes[j].join(max(0.0, until - time.monotonic()))
-        return [self.processes[j].exitcode for j in chosen]
+        return [self.processes[j].exitcode for j in agents]
 
     def lines(self, j: int) -> list[dict[str, Any]]:
-        """The whole lines of a node's rounds.jsonl."""
+        """Return the complete lines of a node's rounds.jsonl."""
         path = self.out(j) / "rounds.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def until(self, j: int, n: int, seconds: float = 60) -> None:
-        """Wait until a node has done `n` rounds."""
+        """Wait until a node has finished `n` rounds."""
         wait_for(lambda: len(self.lines(j)) >= n, seconds, lambda: self.log(j))
 
     def log(self, j: int) -> str:
-        """What a node said."""
+        """Return the output of a node."""
         path = self.out(j).with_suffix(".log")
         return path.read_text() if path.exists() else ""
 
     def peak(self, j: int) -> int:
-        """The most bytes of memory that a node had, which must have ended well."""
-        found = int(self.log(j).split("peak ")[-1])
-        return found if sys.platform == "darwin" else 2**10 * found
+        """Return the peak memory in bytes of a node that has ended without an error."""
+        max_rss = int(self.log(j).split("peak ")[-1])
+        return max_rss if sys.platform == "darwin" else 2**10 * max_rss
 
     def model(self, j: int) -> Tensor:
-        """A node's model after its last round."""
+        """Return a node's model after its last round."""
         return load_file(self.out(j) / "checkpoint.safetensors")["models"][0]
 
     def close(self) -> None:
@@ -135,10 +135,12 @@ class Nodes:
             process.join(10)
 
 
-def wait_for(true: Callable[[], bool], seconds: float, told: Callable[[], str] = str) -> None:
+def wait_for(
+    condition: Callable[[], bool], seconds: float, message: Callable[[], str] = str
+) -> None:
     until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, f"it did not happen in {seconds} s: {told()}"
+    while not condition():
+        assert time.monotonic() < until, f"it did not happen in {seconds} s: {message()}"
         time.sleep(0.05)
 
 
@@ -149,12 +151,12 @@ def nodes(
     """Yield `count` nodes of the tiny experiment, not started; all end with the test."""
     from tests.peer import members
 
-    who = members.identities(folder, count)
+    organisations = members.identities(folder, count)
     simulate = {"together": 1, **members.experiment(count, **dict(changes or {}))}
     path = folder / "federation.toml"
-    members.federated(who, changes=dict(changes or {}), path=path, **options)
-    made = Nodes(folder, path, [identity.folder for identity in who], simulate)
+    members.federated(organisations, changes=dict(changes or {}), path=path, **options)
+    group = Nodes(folder, path, [identity.folder for identity in organisations], simulate)
     try:
-        yield made
+        yield group
     finally:
-        made.close()
+        group.close()

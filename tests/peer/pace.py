@@ -1,4 +1,4 @@
-"""Measure what hostile members do to the pace of honest ones, and to the models that they hear.
+"""Measure how hostile members affect the round times and received models of honest members.
 
 `python -m tests.peer.pace` prints the table of docs/threat-model.md in about ten minutes. All nodes
 of a federation run in one process without a network; hostile members have valid identities.
@@ -109,26 +109,26 @@ def measure(n: int, f: int, strategy: str, rounds: int = 20) -> tuple[float, flo
 
     Args:
         n: Members.
-        f: Hostile ones among them.
-        strategy: What these do.
+        f: Hostile members among them.
+        strategy: Strategy of the hostile members, one of `STRATEGIES`.
         rounds: Number of rounds.
 
     Returns:
-        Mean seconds per round of honest members; models heard per round and honest other member;
-        and all messages to operators.
+        Mean seconds per round of honest members; received models per round and honest peer; and
+        all messages to operators.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        who = members.identities(folder, n)
+        organisations = members.identities(folder, n)
         federation = members.federated(
-            who,
+            organisations,
             changes={"rounds": rounds, "agents": {"benign": n, "malicious": 0}},
             round_seconds=ROUND_SECONDS,
             deadline_seconds=DEADLINE_SECONDS,
         )
         wire = Wire()
         for j in range(n - f, n):
-            wire.agent(j).serve(Hostile(federation, who[j], strategy).on_request)
+            wire.agent(j).serve(Hostile(federation, organisations[j], strategy).on_request)
         data = digits()
         honest = range(n - f)
         nodes = []
@@ -139,7 +139,7 @@ def measure(n: int, f: int, strategy: str, rounds: int = 20) -> tuple[float, flo
             nodes.append(
                 Node(
                     federation,
-                    who[j],
+                    organisations[j],
                     share,
                     out=folder / f"out-{j}",
                     connect=lambda federation, identity, j=j: wire.agent(j),
@@ -162,11 +162,11 @@ def measure(n: int, f: int, strategy: str, rounds: int = 20) -> tuple[float, flo
 
         ends = [node.observer.ends for node in nodes]
         seconds = np.mean([(times[-1] - times[0]) / (len(times) - 1) for times in ends])
-        heard = [
+        received = [
             sum(model["id"] in honest for line in lines for model in line["received"])
             for lines in records.values()
         ]
-        rate = np.mean(heard) / rounds / max(1, len(honest) - 1)
+        rate = np.mean(received) / rounds / max(1, len(honest) - 1)
         notes = [note for node in nodes for note in node.observer.notes]
         return float(seconds), float(rate), notes
 

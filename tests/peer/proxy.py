@@ -8,11 +8,10 @@ from typing import Self
 
 
 class Proxy:
-    """Proxy of 127.0.0.1:`port` at the port `proxy.port`; all attributes may change at any time.
+    """Proxy of 127.0.0.1:`target` on the port `proxy.port`; all attributes may change at any time.
 
-    `rate` is the bytes per second of each direction of a connection, `delay` the seconds that each
-    piece travels, and `drop` the rate per second of random cuts. `pause` stops everything until
-    `resume`, and `cut` ends all connections.
+    `rate` is in bytes per second, for each direction of a connection. `delay` is the travel time in
+    seconds, and `drop` the number of random cuts per second.
     """
 
     def __init__(
@@ -44,15 +43,15 @@ class Proxy:
         self._thread.join(10)
 
     def pause(self) -> None:
-        """Let nothing pass."""
+        """Stop all traffic until `resume`."""
         self._loop.call_soon_threadsafe(self._flowing.clear)
 
     def resume(self) -> None:
-        """Let all pass again."""
+        """Resume the traffic."""
         self._loop.call_soon_threadsafe(self._flowing.set)
 
     def cut(self) -> None:
-        """End all connections."""
+        """Abort all connections."""
         self._loop.call_soon_threadsafe(self._cut)
 
     def _cut(self) -> None:
@@ -90,15 +89,17 @@ class Proxy:
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._flowing.wait()
         try:
-            there, on = await asyncio.open_connection("127.0.0.1", self.target, limit=2**16)
+            target_reader, target_writer = await asyncio.open_connection(
+                "127.0.0.1", self.target, limit=2**16
+            )
         except OSError:
             writer.transport.abort()
             self._writers.discard(writer)
             return
-        self._writers.add(on)
+        self._writers.add(target_writer)
         pumps = [
-            asyncio.create_task(self._pump(reader, on, 0)),
-            asyncio.create_task(self._pump(there, writer, 1)),
+            asyncio.create_task(self._pump(reader, target_writer, 0)),
+            asyncio.create_task(self._pump(target_reader, writer, 1)),
         ]
         cutter = asyncio.create_task(self._cutter())
         try:
@@ -106,9 +107,9 @@ class Proxy:
         finally:
             for task in (*pumps, cutter):
                 task.cancel()
-            for each in (writer, on):
-                each.transport.abort()
-                self._writers.discard(each)
+            for stream in (writer, target_writer):
+                stream.transport.abort()
+                self._writers.discard(stream)
 
     async def _cutter(self) -> None:
         while True:
@@ -120,13 +121,13 @@ class Proxy:
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: int
     ) -> None:
-        """Pass on what is read, `delay` later and no faster than `rate`."""
+        """Forward data after `delay` seconds, at most `rate` bytes per second."""
         travelling: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(maxsize=64)
 
         async def arrive() -> None:
             while True:
-                when, data = await travelling.get()
-                await asyncio.sleep(max(0.0, when - self._loop.time()))
+                arrival, data = await travelling.get()
+                await asyncio.sleep(max(0.0, arrival - self._loop.time()))
                 await self._flowing.wait()
                 writer.write(data)
                 await writer.drain()

@@ -1,4 +1,4 @@
-"""Sessions of zenoh itself with a member's certificate, which keep none of our rules."""
+"""Plain Zenoh sessions with a member's certificate, without the rules of this library."""
 
 import base64
 import json
@@ -52,7 +52,7 @@ def session(identity: Identity, roots: Iterable[str], **settings: Any) -> zenoh.
 
 def member(identity: Identity, federation: Federation, **settings: Any) -> zenoh.Session:
     """Open a session that trusts all members."""
-    return session(identity, [one.root for one in federation.members.values()], **settings)
+    return session(identity, [other.root for other in federation.members.values()], **settings)
 
 
 def listening(identity: Identity, federation: Federation) -> zenoh.Session:
@@ -62,5 +62,5 @@ def listening(identity: Identity, federation: Federation) -> zenoh.Session:
 
 def dialling(identity: Identity, federation: Federation, target: int) -> zenoh.Session:
     """Open a session with a link to one agent."""
-    place = f"tls/{federation.members[target].endpoint}"
-    return member(identity, federation, connect__endpoints=[place])
+    target_endpoint = f"tls/{federation.members[target].endpoint}"
+    return member(identity, federation, connect__endpoints=[target_endpoint])

@@ -20,22 +20,26 @@ def relay_identity(folder: Path) -> Identity:
 
 
 def relayed(
-    kind: str, who: Sequence[Identity], federation: Federation, folder: Path, opened: ExitStack
+    kind: str,
+    organisations: Sequence[Identity],
+    federation: Federation,
+    folder: Path,
+    stack: ExitStack,
 ) -> list[Relayed]:
-    """One transport for each organisation, through a folder or a relay."""
+    """Return one transport per organisation, through a folder or a relay."""
     if kind == "folder":
         boxes = folder / "mailbox"
         boxes.mkdir()
-        mailboxes: list[Mailbox] = [FolderMailbox(boxes, 0.002) for _ in who]
+        mailboxes: list[Mailbox] = [FolderMailbox(boxes, 0.002) for _ in organisations]
     else:
         identity = relay_identity(folder)
-        opened.enter_context(Relay(federation, identity, folder=folder / "relay"))
-        mailboxes = [RelayMailbox(identity.member, one) for one in who]
-    opened.enter_context(mock.patch.object(_relayed, "_CARD_SECONDS", 0.03))
-    made = [
-        opened.enter_context(Relayed(federation, identity, mailbox))
-        for identity, mailbox in zip(who, mailboxes, strict=True)
+        stack.enter_context(Relay(federation, identity, folder=folder / "relay"))
+        mailboxes = [RelayMailbox(identity.member, one) for one in organisations]
+    stack.enter_context(mock.patch.object(_relayed, "_CARD_SECONDS", 0.03))
+    transports = [
+        stack.enter_context(Relayed(federation, identity, mailbox))
+        for identity, mailbox in zip(organisations, mailboxes, strict=True)
     ]
-    for one in made:
+    for one in transports:
         one.serve(lambda request, reply: reply(b""))
-    return made
+    return transports

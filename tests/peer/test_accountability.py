@@ -34,26 +34,26 @@ ROUNDS = 100
 
 @pytest.fixture(scope="module")
 def members(tmp_path_factory):
-    who = identities(tmp_path_factory.mktemp("who"), 5)
-    return who, federated(who, rounds=ROUNDS, lag=2)
+    organisations = identities(tmp_path_factory.mktemp("who"), 5)
+    return organisations, federated(organisations, rounds=ROUNDS, lag=2)
 
 
 class Members(RuleBasedStateMachine):
     """Five members. In each round every honest member asks all members for their manifests."""
 
-    who: list
+    organisations: list
     federation: object
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.n = -1
-        self.signed: list[bytes] = []  # everything that anybody signed
-        self.shown: dict[int, bytes] = {}  # text of the equivocator's model for each receiver
+        self.signed: list[bytes] = []  # all signed manifests
+        self.texts: dict[int, bytes] = {}  # text of the equivocator's model for each receiver
         self.false_digests: list[tuple[int, int, bytes]] = []
         self.flood: list[bytes] = []
         self.down: set[frozenset[int]] = set()
-        self.heard: dict[int, dict[tuple[int, int], bytes]] = {}  # since the last start
+        self.received: dict[int, dict[tuple[int, int], bytes]] = {}  # since the start
         self.servers: dict[int, Server] = {}
         self.clients: dict[int, PeerClient] = {}
         self.starts = 0
@@ -68,10 +68,12 @@ class Members(RuleBasedStateMachine):
         folder = Path(self.folder.name) / str(self.starts)
         folder.mkdir()
         ledger = Ledger(folder, self.federation)
-        self.heard[j] = {}
-        self.servers[j] = Server(self.federation, j, self.who[j], ledger, hello_content=dict)
+        self.received[j] = {}
+        self.servers[j] = Server(
+            self.federation, j, self.organisations[j], ledger, hello_content=dict
+        )
         self.clients[j] = PeerClient(
-            self.federation, self.who[j], Line(self, j), ledger, RawCodec(2), 2
+            self.federation, self.organisations[j], Line(self, j), ledger, RawCodec(2), 2
         )
 
     def sign(self, agent: int, n: int, text: bytes) -> bytes:
@@ -85,7 +87,7 @@ class Members(RuleBasedStateMachine):
             encoding=0,
             base=ZERO_DIGEST,
         )
-        signed = manifest.to_signed_bytes(self.who[agent].sign)
+        signed = manifest.to_signed_bytes(self.organisations[agent].sign)
         self.signed.append(signed)
         return signed
 
@@ -94,7 +96,7 @@ class Members(RuleBasedStateMachine):
         if receiver in HONEST:
             status, body = self.servers[receiver]._answer_content(request.sender, request)
         else:
-            status, body = AnswerStatus.OK, self._lie(receiver, request)
+            status, body = AnswerStatus.OK, self._invalid_body(receiver, request)
         if request.kind is RequestKind.MANIFEST and status is AnswerStatus.OK:
             length = int.from_bytes(bytes(body[:4]), "little")
             manifest, *_ = decode_manifest(bytes(body[4 : 4 + length]))
@@ -102,35 +104,36 @@ class Members(RuleBasedStateMachine):
             is_valid = max(last, self.n - 2) <= manifest.round < ROUNDS
             if manifest.agent == receiver and is_valid:
                 key = receiver, manifest.round
-                self.heard[request.sender].setdefault(key, manifest.digest)
+                self.received[request.sender].setdefault(key, manifest.digest)
         return Answer(request.nonce, status, body).encode()
 
-    def _lie(self, liar: int, request) -> bytes:
+    def _invalid_body(self, attacker: int, request) -> bytes:
         if request.kind is RequestKind.WITNESS:
             return secrets.choice([*self.flood, *self.signed])
-        if liar == FLOODER and self.flood:
+        if attacker == FLOODER and self.flood:
             return encode_offer(secrets.choice(self.flood), self.false_digests)
-        text = b"one" if liar == FLOODER else self.shown.get(request.sender, b"same")
-        return encode_offer(self.sign(liar, self.n, text), self.false_digests)
+        text = b"one" if attacker == FLOODER else self.texts.get(request.sender, b"same")
+        return encode_offer(self.sign(attacker, self.n, text), self.false_digests)
 
     @rule(
-        shown=st.dictionaries(st.sampled_from(HONEST), st.sampled_from([b"a", b"b"])),
+        texts=st.dictionaries(st.sampled_from(HONEST), st.sampled_from([b"a", b"b"])),
         flood=st.lists(st.tuples(st.integers(-3, 60), st.sampled_from([b"x", b"y"])), max_size=4),
-        false=st.lists(st.tuples(st.integers(0, 5), st.integers(-2, 1)), max_size=20),
+        false_offsets=st.lists(st.tuples(st.integers(0, 5), st.integers(-2, 1)), max_size=20),
         down=st.sets(st.sampled_from([frozenset({0, 1}), frozenset({1, 2}), frozenset({0, 2})])),
     )
-    def play_round(self, shown, flood, false, down) -> None:
+    def play_round(self, texts, flood, false_offsets, down) -> None:
         if self.n + 1 >= ROUNDS:
             return
-        before = {j: dict(heard) for j, heard in self.heard.items()}
+        received_before = {j: dict(received) for j, received in self.received.items()}
         self.n += 1
-        self.shown, self.down = shown, down
+        self.texts, self.down = texts, down
         self.flood = [
             self.sign(FLOODER, max(0, min(ROUNDS - 1, self.n + offset)), text)
             for offset, text in flood
         ]
         self.false_digests = [
-            (agent, max(0, self.n + offset), secrets.token_bytes(32)) for agent, offset in false
+            (agent, max(0, self.n + offset), secrets.token_bytes(32))
+            for agent, offset in false_offsets
         ]
         for j in HONEST:
             self.servers[j].publish(Snapshot(self.sign(j, self.n, b"honest"), b"\0" * 8))
@@ -138,36 +141,36 @@ class Members(RuleBasedStateMachine):
             for peer in range(5):
                 if peer != j and frozenset({j, peer}) not in down:
                     self.clients[j].compare_digests(self.n, peer)
-        self._check_found(before)
+        self._check_detection(received_before)
 
-    def _check_found(self, before) -> None:
-        """Two honest members that had heard different models know it after one more round."""
+    def _check_detection(self, received_before) -> None:
+        """Assert that honest members with different models of an agent detect it in a round."""
         for j in HONEST:
             for peer in HONEST:
                 if j == peer or frozenset({j, peer}) in self.down:
                     continue
-                for (agent, n), digest in before[j].items():
-                    other = before[peer].get((agent, n), digest)
+                for (agent, n), digest in received_before[j].items():
+                    other = received_before[peer].get((agent, n), digest)
                     if other != digest and n >= self.n - 8:
                         assert agent in self.clients[j].ledger.equivocators
 
     @rule(j=st.sampled_from(HONEST))
     def restart(self, j) -> None:
-        """An honest member loses what it held of others, and keeps its own journal."""
+        """Restart an honest member without its stored manifests of other members."""
         self._start(j)
 
     @invariant()
-    def nobody_honest_is_guilty(self) -> None:
+    def no_honest_member_is_accused(self) -> None:
         for j in HONEST:
             assert self.clients[j].ledger.equivocators <= {EQUIVOCATOR, FLOODER}
         for path in Path(self.folder.name).rglob("*.proof.toml"):
             assert "signed by org-3" in verify_proof(path, self.federation) or "org-4" in str(path)
 
     @invariant()
-    def newest_manifests_of_honest_members_stay(self) -> None:
+    def newest_manifests_of_honest_members_are_kept(self) -> None:
         for j in HONEST:
             for peer in set(HONEST) - {j}:
-                rounds = [n for agent, n in self.heard[j] if agent == peer]
+                rounds = [n for agent, n in self.received[j] if agent == peer]
                 signed = self.clients[j].ledger.get(peer, 0, ZERO_DIGEST)
                 newest = None if signed is None else decode_manifest(signed)[0].round
                 assert newest == max(rounds, default=None)
@@ -183,9 +186,9 @@ class Line:
         return iter([self.members.answer(peer, request)])
 
 
-def test_no_schedule_makes_an_honest_member_guilty(members):
-    """And two honest members that heard different models find it in the next round."""
-    Members.who, Members.federation = members
+def test_honest_members_are_never_accused_of_equivocation(members):
+    """Two honest members with different models of one agent also detect it in the next round."""
+    Members.organisations, Members.federation = members
     options = settings(
         max_examples=25,
         stateful_step_count=15,
@@ -196,8 +199,8 @@ def test_no_schedule_makes_an_honest_member_guilty(members):
 
 
 @pytest.mark.slow
-def test_no_long_schedule_makes_an_honest_member_guilty(members):
-    Members.who, Members.federation = members
+def test_honest_members_are_never_accused_in_long_schedules(members):
+    Members.organisations, Members.federation = members
     options = settings(
         max_examples=300,
         stateful_step_count=40,

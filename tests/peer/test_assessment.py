@@ -15,8 +15,8 @@ from fedcb2o.peer.report import PeerRecords, write_node_report
 from fedcb2o.peer.report._live_table import _format_scores
 
 
-def truth(b: int, c: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """n samples, b of which the first model alone predicts, and c the second."""
+def correct_predictions(b: int, c: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return correctness masks of two models: b samples only by the first, c only by the second."""
     first, second = np.ones(n, bool), np.ones(n, bool)
     second[:b] = False
     first[b : b + c] = False
@@ -32,7 +32,7 @@ def truth(b: int, c: int, n: int) -> tuple[np.ndarray, np.ndarray]:
     ],
 )
 def test_intervals_of_paired_differences(b, c, n, low, high):
-    gain = paired_gain(*truth(b, c, n))
+    gain = paired_gain(*correct_predictions(b, c, n))
     p, q = (b + 1) / (n + 2), (c + 1) / (n + 2)
     half = 1.959964 * math.sqrt((p + q - (p - q) ** 2) / (n + 2))
     assert gain.difference == pytest.approx((b - c) / n)
@@ -40,35 +40,40 @@ def test_intervals_of_paired_differences(b, c, n, low, high):
     assert (gain.low, gain.high) == pytest.approx((low, high), abs=2e-4)
 
 
-def test_gains_by_class_are_those_of_the_samples_of_a_class():
+def test_class_gains_use_the_samples_of_one_class():
     labels = np.array([0, 0, 2, 2, 2])
     first, second = np.array([1, 1, 0, 1, 1], bool), np.array([1, 0, 0, 0, 1], bool)
-    found = gain_record(first, second, labels, ["a", "b", "c"])
-    assert list(found["class_gains"]) == ["a", "c"]
-    assert found["class_gains"]["c"] == pytest.approx(vars(paired_gain(first[2:], second[2:])))
-    assert found["gain"]["accuracy"] == 0.8
+    record = gain_record(first, second, labels, ["a", "b", "c"])
+    assert list(record["class_gains"]) == ["a", "c"]
+    assert record["class_gains"]["c"] == pytest.approx(vars(paired_gain(first[2:], second[2:])))
+    assert record["gain"]["accuracy"] == 0.8
     assert gain_record(first[:0], second[:0], labels[:0], ["a"]) == {}
 
 
-def test_the_area_of_an_attack_is_the_share_of_ordered_pairs():
+def test_attack_auc_is_the_share_of_correctly_ordered_pairs():
     draw = np.random.default_rng(0)
-    members_, others = draw.integers(0, 9, 40).astype(float), draw.integers(0, 7, 30).astype(float)
-    pairs = members_[:, None] - others[None]
-    right = ((pairs > 0).mean() + (pairs == 0).mean() / 2).item()
-    assert attack_auc(members_, others) == pytest.approx(right)
+    members_, non_members = (
+        draw.integers(0, 9, 40).astype(float),
+        draw.integers(0, 7, 30).astype(float),
+    )
+    pairs = members_[:, None] - non_members[None]
+    expected = ((pairs > 0).mean() + (pairs == 0).mean() / 2).item()
+    assert attack_auc(members_, non_members) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("count", "expected"), [(99, 0.25), (100, 0.5), (250, 0.5)])
-def test_true_positives_are_counted_at_one_percent_of_false_ones(count, expected):
-    others = np.zeros(count)
-    others[:2] = [5.0, 3.0]  # one of 100 may be above the threshold
+def test_true_positive_rate_is_measured_at_one_percent_false_positives(count, expected):
+    non_members = np.zeros(count)
+    non_members[:2] = [5.0, 3.0]  # one of 100 may be above the threshold
     if count == 250:
-        others[2] = 3.0
-    assert true_positive_rate(np.array([6.0, 4.0, 1.0, -1.0])[[0, 1, 3, 3]], others) == expected
+        non_members[2] = 3.0
+    assert (
+        true_positive_rate(np.array([6.0, 4.0, 1.0, -1.0])[[0, 1, 3, 3]], non_members) == expected
+    )
 
 
-def test_a_node_shows_its_gain_over_the_model_of_local_training(tmp_path):
-    """The model alone is that of a simulation of local training; peers do not change it."""
+def test_a_node_reports_its_gain_over_local_training(tmp_path):
+    """The local baseline equals a simulation of local training; peers do not change it."""
     changes = {"rounds": 3, "agents": {"num_clusters": 1, "benign": 2, "malicious": 1, "budget": 2}}
     settings, nodes = in_memory(tmp_path, 3, changes)
     run_all(nodes)
@@ -80,13 +85,13 @@ def test_a_node_shows_its_gain_over_the_model_of_local_training(tmp_path):
         last = lines_of(tmp_path / f"out-{j}")[-1]
         assert last["gain"]["accuracy"] == pytest.approx(last["accuracy"])
         assert last["gain"]["samples"] == sum(
-            each["samples"] for each in last["class_gains"].values()
+            class_gain["samples"] for class_gain in last["class_gains"].values()
         )
         assert 0 <= last["sent_auc"] <= 1
         assert 0 <= last["kept_tpr"] <= 1
-        weighed = [model for model in last["received"] if 0 < model["weight"] < 0.99]
-        assert all(math.isfinite(model["contribution"]) for model in weighed)
-        assert weighed
+        averaged = [model for model in last["received"] if 0 < model["weight"] < 0.99]
+        assert all(math.isfinite(model["contribution"]) for model in averaged)
+        assert averaged
         assert "gain" in _format_scores(last)
     page = write_node_report(tmp_path / "out-0", membership=True).read_text()
     for words in ("Gain over training alone", "local baseline", "Sum of contributions", "TPR at"):
@@ -109,8 +114,8 @@ def last_line(folder):
     return lines_of(folder)[-1]
 
 
-def test_a_loss_is_significant_as_one_of_several():
-    """p = 1 / 22 and q = 7 / 22: the upper end is -0.048, and 0.049 as one of ten."""
+def test_significance_of_a_loss_depends_on_the_number_of_comparisons():
+    """With p = 1 / 22 and q = 7 / 22 the upper end is -0.048, or 0.049 for ten comparisons."""
     gain = paired_gain(np.arange(20) >= 6, np.ones(20, bool))
     assert gain.high == pytest.approx(-0.0480, abs=1e-4)
     assert gain.is_loss(1)

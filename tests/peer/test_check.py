@@ -28,116 +28,123 @@ from fedcb2o.peer.wire import Answer, AnswerStatus, Reply, Zenoh, decode_request
 def organisations(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[list[Identity], Federation, Path]:
-    """Three of them, and their federation in a file."""
+    """Return three identities, their federation, and the folder of its file."""
     folder = tmp_path_factory.mktemp("organisations")
-    who = identities(folder, 3)
-    return who, federated(who, path=folder / "federation.toml"), folder
+    members = identities(folder, 3)
+    return members, federated(members, path=folder / "federation.toml"), folder
 
 
 @pytest.fixture
-def opened() -> Iterator[ExitStack]:
+def exit_stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
 
 
-def says(
-    opened: ExitStack,
+def serve_hello(
+    exit_stack: ExitStack,
     federation: Federation,
     identity: Identity,
-    said: Mapping[str, Any],
+    changes: Mapping[str, Any],
     *,
     signer: Identity,
 ) -> None:
-    """Somebody who answers HELLO with what is `said`, beside or in place of the usual."""
-    one = opened.enter_context(Zenoh(federation, identity))
+    """Answer HELLO requests as `identity`, with `changes` of the usual content."""
+    transport = exit_stack.enter_context(Zenoh(federation, identity))
 
-    def hear(data: bytes, reply: Reply) -> None:
+    def on_request(data: bytes, reply: Reply) -> None:
         nonce = decode_request(data)[0].nonce
         body = encode_hello(
-            {**hello_content(federation, identity), "checking": False, **said}, nonce, signer.sign
+            {**hello_content(federation, identity), "checking": False, **changes},
+            nonce,
+            signer.sign,
         )
         threading.Thread(
             target=reply, args=(Answer(nonce, AnswerStatus.OK, body).encode(),), daemon=True
         ).start()
 
-    one.serve(hear)
+    transport.serve(on_request)
 
 
-def one(organisations: Any, **options: Any) -> dict[str, CheckResult]:
-    """What the first of them finds, by name."""
-    who, federation, _ = organisations
+def results_of_first(organisations: Any, **options: Any) -> dict[str, CheckResult]:
+    """Return the results of a check by the first member, by name."""
+    members, federation, _ = organisations
     return {
-        each.name: each for each in check_members(federation, who[0], **{"seconds": 2.0, **options})
+        result.name: result
+        for result in check_members(federation, members[0], **{"seconds": 2.0, **options})
     }
 
 
-def test_all_check_at_once(organisations: Any) -> None:
-    who, federation, _ = organisations
+def test_members_check_each_other_at_the_same_time(organisations: Any) -> None:
+    members, federation, _ = organisations
     start = time.monotonic()
     with ThreadPoolExecutor(3) as pool:
-        late = [
+        futures = [
             pool.submit(
-                lambda who=who, j=j: time.sleep(0.3 * j) or check_members(federation, who[j])
+                lambda members=members, j=j: (
+                    time.sleep(0.3 * j) or check_members(federation, members[j])
+                )
             )
             for j in range(3)
         ]
-        found = [each.result() for each in late]
-    assert time.monotonic() - start < 15  # of 20: it ends when all answered
-    for j, each in enumerate(found):
-        assert each[0].name == who[j].member.name
-        assert [one.error for one in each] == ["", "", ""]
-        assert each[0].notes == (f"the certificate in {who[j].folder} lasts 396 days",)
-        assert all("checking too" in one.notes[0] for one in each[1:])
+        checks = [check.result() for check in futures]
+    assert time.monotonic() - start < 15  # of 20 s: a check ends when all members have answered
+    for j, check in enumerate(checks):
+        assert check[0].name == members[j].member.name
+        assert [peer_result.error for peer_result in check] == ["", "", ""]
+        assert check[0].notes == (f"the certificate in {members[j].folder} lasts 396 days",)
+        assert all("checking too" in peer_result.notes[0] for peer_result in check[1:])
 
 
-def test_who_is_not_there(organisations: Any, opened: ExitStack) -> None:
-    who, federation, _ = organisations
-    says(opened, federation, who[1], {"round": 3, "rounds": 10}, signer=who[1])
-    found = one(organisations, seconds=1.0)
-    assert found["org-1"].error == ""
-    assert "3 of 10 rounds done" in found["org-1"].notes[0]
-    assert "refuses connections" in found["org-2"].error
-    assert who[2].member.endpoint in found["org-2"].error
+def test_an_unreachable_member_is_reported(organisations: Any, exit_stack: ExitStack) -> None:
+    members, federation, _ = organisations
+    serve_hello(exit_stack, federation, members[1], {"round": 3, "rounds": 10}, signer=members[1])
+    results = results_of_first(organisations, seconds=1.0)
+    assert results["org-1"].error == ""
+    assert "3 of 10 rounds done" in results["org-1"].notes[0]
+    assert "refuses connections" in results["org-2"].error
+    assert members[2].member.endpoint in results["org-2"].error
 
 
-def test_where_our_node_runs_it_only_asks(organisations: Any, opened: ExitStack) -> None:
-    who, federation, _ = organisations
-    opened.enter_context(Zenoh(federation, who[0]))
-    for each in who[1:]:
-        says(opened, federation, each, {}, signer=each)
-    found = one(organisations)
-    assert [each.error for each in found.values()] == ["", "", ""]
-    assert "our own node (or another program) has the port" in found["org-0"].notes[0]
-
-
-def test_the_certificate_of_our_running_node_is_that_of_its_start(
-    tmp_path: Path, opened: ExitStack
+def test_a_check_next_to_a_running_node_only_sends_requests(
+    organisations: Any, exit_stack: ExitStack
 ) -> None:
-    who = identities(tmp_path, 2)
-    federation = federated(who)
-    who[0].renew(days=10)
-    opened.enter_context(Zenoh(federation, who[0]))
-    assert own_notes(federation, who[0]) == ["its certificate lasts 9 days: " + RENEW]
-    who[0].renew(days=99)
-    stored = f"the certificate in {who[0].folder} lasts"
-    assert own_notes(federation, who[0]) == [
+    members, federation, _ = organisations
+    exit_stack.enter_context(Zenoh(federation, members[0]))
+    for member in members[1:]:
+        serve_hello(exit_stack, federation, member, {}, signer=member)
+    results = results_of_first(organisations)
+    assert [member.error for member in results.values()] == ["", "", ""]
+    assert "our own node (or another program) has the port" in results["org-0"].notes[0]
+
+
+def test_a_running_node_keeps_the_certificate_of_its_start(
+    tmp_path: Path, exit_stack: ExitStack
+) -> None:
+    members = identities(tmp_path, 2)
+    federation = federated(members)
+    members[0].renew(days=10)
+    exit_stack.enter_context(Zenoh(federation, members[0]))
+    assert certificate_notes(federation, members[0]) == ["its certificate lasts 9 days: " + RENEW]
+    members[0].renew(days=99)
+    stored = f"the certificate in {members[0].folder} lasts"
+    assert certificate_notes(federation, members[0]) == [
         "our running node uses a certificate that lasts 9 days, another one than that in the "
         "folder: stop the node, and start it again with --resume",
         f"{stored} 98 days",
     ]
-    opened.close()
-    assert own_notes(federation, who[0]) == [f"{stored} 98 days"]
-    who[0].renew(days=10)
-    assert own_notes(federation, who[0]) == [f"{stored} 9 days: {RENEW}"]
-    command = ["peer", "renew", "--identity", str(who[0].folder)]
+    exit_stack.close()
+    assert certificate_notes(federation, members[0]) == [f"{stored} 98 days"]
+    members[0].renew(days=10)
+    assert certificate_notes(federation, members[0]) == [f"{stored} 9 days: {RENEW}"]
+    command = ["peer", "renew", "--identity", str(members[0].folder)]
     assert "uses the former certificate until" in CliRunner().invoke(app, command).output
 
 
 RENEW = "`fedcb2o peer renew` there, soon"
 
 
-def own_notes(federation: Federation, identity: Identity) -> list[str]:
-    """What a check says of our own certificate."""
+def certificate_notes(federation: Federation, identity: Identity) -> list[str]:
+    """Return the notes of a check on our own certificate."""
     first, *_ = check_members(federation, identity, seconds=0.2)
     return [note for note in first.notes if "certificate" in note]
 
@@ -153,7 +160,7 @@ def own_notes(federation: Federation, identity: Identity) -> list[str]:
         ({"run": "00", "federation": "00"}, "holds another federation"),
     ],
 )
-def test_the_version_that_a_relay_claims(organisations: Any, claim, error) -> None:
+def test_another_version_of_a_relay_is_reported(organisations: Any, claim, error) -> None:
     _, federation, _ = organisations
     content = {
         "run": federation.run.hex(),
@@ -161,20 +168,20 @@ def test_the_version_that_a_relay_claims(organisations: Any, claim, error) -> No
         "federation": federation.digest.hex(),
         **claim,
     }
-    found = checking.describe_relay_version(federation, content)
-    assert error in found
-    assert bool(found) == bool(error)
-    assert found.isprintable()
+    message = checking.describe_relay_version(federation, content)
+    assert error in message
+    assert bool(message) == bool(error)
+    assert message.isprintable()
     assert checking.describe_relay_version(federation, {}) == ""
 
 
-def test_what_a_member_says(tmp_path: Path, opened: ExitStack) -> None:
-    who = identities(tmp_path, 2)
-    federation = federated(who)
-    said: dict[str, Any] = {}
-    says(opened, federation, who[1], said, signer=who[1])
+def test_differences_in_a_hello_answer_are_reported(tmp_path: Path, exit_stack: ExitStack) -> None:
+    members = identities(tmp_path, 2)
+    federation = federated(members)
+    content: dict[str, Any] = {}
+    serve_hello(exit_stack, federation, members[1], content, signer=members[1])
     now = time.time
-    for changes, wrong, note in (
+    for changes, problem, note in (
         (lambda: {"time": now() + 3600}, "", "clock is 3600 s ahead of ours"),
         (lambda: {"time": now() - 90}, "", "clock is 90 s behind ours"),
         (lambda: {"time": "noon"}, "", "fedcb2o"),
@@ -201,131 +208,145 @@ def test_what_a_member_says(tmp_path: Path, opened: ExitStack) -> None:
             "",
         ),
     ):
-        said.clear()
-        said.update(changes())
-        mine, found = check_members(federation, who[0], seconds=5.0)
-        assert wrong in found.error
-        assert bool(wrong) == bool(found.error)
-        assert note in "; ".join(found.notes)
-        text = "\n".join(format_results([mine, found]))
+        content.clear()
+        content.update(changes())
+        own_result, result = check_members(federation, members[0], seconds=5.0)
+        assert problem in result.error
+        assert bool(problem) == bool(result.error)
+        assert note in "; ".join(result.notes)
+        text = "\n".join(format_results([own_result, result]))
         assert text.replace("\n", "").isprintable()
         assert len(text.splitlines()) == 2
 
 
-def test_the_differing_keys_are_named(organisations: Any, opened: ExitStack) -> None:
-    who, federation, _ = organisations
-    other = federated(who, rounds=federation.rounds + 1, round_seconds=7.0)
-    says(opened, other, who[1], {}, signer=who[1])
-    found = one(organisations)
-    assert found["org-1"].error.startswith("it holds another federation, differing in ")
-    assert "round_seconds" in found["org-1"].error
-    assert "rounds" in found["org-1"].error
-
-
-def test_an_answer_of_another_key_proves_nothing(organisations: Any, opened: ExitStack) -> None:
-    who, federation, _ = organisations
-    says(opened, federation, who[1], {}, signer=who[2])
-    assert "is not signed by org-1's key" in one(organisations, seconds=0.7)["org-1"].error
-
-
-def test_what_listens_in_place_of_a_member(
-    organisations: Any, opened: ExitStack, tmp_path: Path
+def test_differing_keys_of_the_federation_are_named(
+    organisations: Any, exit_stack: ExitStack
 ) -> None:
-    """An identity made anew, and another program."""
-    who, _, _ = organisations
-    anew = Identity.make(tmp_path / "anew", name="org-1", endpoint=who[1].member.endpoint)
-    opened.enter_context(Zenoh(federated([anew, who[0]]), anew))
-    host, _, port = who[2].member.endpoint.partition(":")
-    other = opened.enter_context(socket.create_server((host, int(port))))
+    members, federation, _ = organisations
+    other = federated(members, rounds=federation.rounds + 1, round_seconds=7.0)
+    serve_hello(exit_stack, other, members[1], {}, signer=members[1])
+    results = results_of_first(organisations)
+    assert results["org-1"].error.startswith("it holds another federation, differing in ")
+    assert "round_seconds" in results["org-1"].error
+    assert "rounds" in results["org-1"].error
+
+
+def test_an_answer_signed_by_another_key_is_refused(
+    organisations: Any, exit_stack: ExitStack
+) -> None:
+    members, federation, _ = organisations
+    serve_hello(exit_stack, federation, members[1], {}, signer=members[2])
+    assert (
+        "is not signed by org-1's key"
+        in results_of_first(organisations, seconds=0.7)["org-1"].error
+    )
+
+
+def test_wrong_programs_at_the_endpoints_of_members_are_reported(
+    organisations: Any, exit_stack: ExitStack, tmp_path: Path
+) -> None:
+    """One endpoint has a new identity of the same name, another one a server without TLS."""
+    members, _, _ = organisations
+    new_identity = Identity.make(
+        tmp_path / "anew", name="org-1", endpoint=members[1].member.endpoint
+    )
+    exit_stack.enter_context(Zenoh(federated([new_identity, members[0]]), new_identity))
+    host, _, port = members[2].member.endpoint.partition(":")
+    server = exit_stack.enter_context(socket.create_server((host, int(port))))
 
     def greet() -> None:
         while True:
             try:
-                taken, _ = other.accept()
+                connection, _ = server.accept()
             except OSError:
                 return
-            with taken:
-                taken.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+            with connection:
+                connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
 
     threading.Thread(target=greet, daemon=True).start()
-    found = one(organisations, seconds=0.5)
-    assert "has no certificate of org-1" in found["org-1"].error
-    assert "speaks no TLS" in found["org-2"].error
-    other.shutdown(socket.SHUT_RDWR)
+    results = results_of_first(organisations, seconds=0.5)
+    assert "has no certificate of org-1" in results["org-1"].error
+    assert "speaks no TLS" in results["org-2"].error
+    server.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_certificate_that_ends_soon(tmp_path: Path, opened: ExitStack) -> None:
-    who = identities(tmp_path, 2)
+def test_a_certificate_that_expires_soon_is_reported(tmp_path: Path, exit_stack: ExitStack) -> None:
+    members = identities(tmp_path, 2)
     now = datetime.now(UTC)
-    who[1].renew(until=now + timedelta(days=10))
-    federation = federated(who)
-    says(opened, federation, who[1], {}, signer=who[1])
-    _, found = check_members(federation, who[0], seconds=2.0)
-    assert found.error == ""
-    assert "lasts 9 days: `fedcb2o peer renew`" in "; ".join(found.notes)
+    members[1].renew(until=now + timedelta(days=10))
+    federation = federated(members)
+    serve_hello(exit_stack, federation, members[1], {}, signer=members[1])
+    _, result = check_members(federation, members[0], seconds=2.0)
+    assert result.error == ""
+    assert "lasts 9 days: `fedcb2o peer renew`" in "; ".join(result.notes)
 
 
-def test_the_command(organisations: Any, opened: ExitStack) -> None:
-    who, federation, folder = organisations
-    for each in who[1:]:
-        says(opened, federation, each, {}, signer=each)
+def test_the_check_command(organisations: Any, exit_stack: ExitStack) -> None:
+    members, federation, folder = organisations
+    for other in members[1:]:
+        serve_hello(exit_stack, federation, other, {}, signer=other)
     command = [
         "peer",
         "check",
         str(folder / "federation.toml"),
         "--identity",
-        str(who[0].folder),
+        str(members[0].folder),
         "--seconds",
         "3",
     ]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0
-    head, *each = done.stdout.splitlines()
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0
+    head, *other = result.stdout.splitlines()
     run = federation.run.hex(" ", 2)
     assert head == f"tiny, run {run}, version 1, 3 members: compare the whole line by telephone"
-    assert len(each) == 3
-    opened.close()
+    assert len(other) == 3
+    exit_stack.close()
     command[-1] = "0.3"
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 1
-    assert done.stdout.count("WRONG") == 2
-    assert who[1].member.endpoint in done.stdout
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert result.stdout.count("WRONG") == 2
+    assert members[1].member.endpoint in result.stdout
 
 
-def test_the_command_tells_of_own_functions_and_whether_the_data_fit(tmp_path: Path) -> None:
-    who = identities(tmp_path, 2)
+def test_the_check_command_reports_user_functions_and_mismatched_data(tmp_path: Path) -> None:
+    members = identities(tmp_path, 2)
     name = "tests.peer.test_federation:own_criterion"
-    named = {"algorithm": {"criterion": {"name": name, "by": 2.0}}}
-    federated(who, changes=named, path=tmp_path / "f.toml")
+    experiment_changes = {"algorithm": {"criterion": {"name": name, "by": 2.0}}}
+    federated(members, changes=experiment_changes, path=tmp_path / "f.toml")
     command = [
         *(
             "peer",
             "check",
             str(tmp_path / "f.toml"),
             "--identity",
-            str(who[0].folder),
+            str(members[0].folder),
             "--seconds",
             "0",
         )
     ]
-    assert f"names {name}, code that would run here: read it, then --own {name}" in invoked(command)
-    assert "names" not in invoked([*command, "--own", name])
+    assert f"names {name}, code that would run here: read it, then --own {name}" in failed_output(
+        command
+    )
+    assert "names" not in failed_output([*command, "--own", name])
     x, y = torch.rand(80, 1, 8, 8).numpy(), torch.arange(80).numpy() % 10
     np.savez(tmp_path / "good.npz", x=x, y=y)
     np.savez(tmp_path / "bad.npz", x=x[:, :, 1:], y=y)
-    good = [*command, "--own", name, "--data", str(tmp_path / "good.npz")]
-    assert "the data fit: " in invoked(good)
+    complete = [*command, "--own", name, "--data", str(tmp_path / "good.npz")]
+    assert "the data fit: " in failed_output(complete)
     assert "allow it with --own" in here(*command, "--data", tmp_path / "good.npz").one_line()
-    assert "the federation agreed on (1, 8, 8)" in here(*good[:-1], tmp_path / "bad.npz").one_line()
-    assert "--data: there is no file nowhere.npz" in here(*good[:-1], "nowhere.npz").one_line()
+    assert (
+        "the federation agreed on (1, 8, 8)"
+        in here(*complete[:-1], tmp_path / "bad.npz").one_line()
+    )
+    assert "--data: there is no file nowhere.npz" in here(*complete[:-1], "nowhere.npz").one_line()
 
 
-def invoked(command: list[str]) -> str:
-    """What a command that found somebody missing says."""
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 1
-    return done.stdout
+def failed_output(command: list[str]) -> str:
+    """Return the output of a check that fails because a member is missing."""
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    return result.stdout
 
 
-def test_nothing_of_a_stranger_reaches_a_terminal() -> None:
+def test_text_of_peers_is_printed_as_short_printable_ascii() -> None:
     assert checking._printable_ascii("a\x1b]0;evil\x07\n" + "é" * 100) == "a?]0;evil??" + "?" * 49

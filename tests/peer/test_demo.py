@@ -1,4 +1,4 @@
-"""Demo: its tables, its Byzantine peer, and no process left at the end."""
+"""Demo: its tables, its Byzantine peer, and the end of its processes."""
 
 import hashlib
 import os
@@ -30,14 +30,14 @@ from fedcb2o.peer.wire import (
 )
 
 DIM = 300_000  # two chunks
-ME, LIAR = 0, 1
+ME, ATTACKER = 0, 1
 
 
 @pytest.fixture(scope="module")
 def parties(tmp_path_factory):
-    """A federation of two, and the identities of both; the second lies."""
+    """Return a federation of two and both identities; the second one is Byzantine."""
     folder = tmp_path_factory.mktemp("parties")
-    both = [
+    identities = [
         Identity.make(folder / name, name=name, endpoint=f"127.0.0.1:{port}")
         for name, port in (("hospital-a", 7001), ("hospital-b", 7002))
     ]
@@ -50,18 +50,18 @@ def parties(tmp_path_factory):
     }
     experiment = load("digits-fedassay", changes)
     return federation.make_federation(
-        experiment, [each.member for each in both], dataset=breast_cancer()
-    ), both
+        experiment, [identity.member for identity in identities], dataset=breast_cancer()
+    ), identities
 
 
-def asked(liar, kind, **keys):
-    """Return the status and body of an answer, or None for an invalid one."""
+def request_body(attacker, kind, **keys):
+    """Return the body of the answer to a request, or None for an invalid answer."""
     nonce = secrets.token_bytes(16)
     request = Request(
-        kind=kind, run=liar.federation.run, sender=ME, receiver=LIAR, nonce=nonce, **keys
+        kind=kind, run=attacker.federation.run, sender=ME, receiver=ATTACKER, nonce=nonce, **keys
     )
     try:
-        answer = _protocol.decode_answer(liar.answer(request))
+        answer = _protocol.decode_answer(attacker.answer(request))
     except _protocol.MalformedError:
         return None
     assert answer.nonce == nonce
@@ -69,39 +69,39 @@ def asked(liar, kind, **keys):
     return answer.body
 
 
-def refused(liar, n):
-    """Why what the liar offers in a round is not taken, by all that a receiver checks."""
-    body = asked(liar, RequestKind.MANIFEST, round=n)
+def refusal_reason(attacker, n):
+    """Return why a receiver refuses the attacker's model of round n."""
+    body = request_body(attacker, RequestKind.MANIFEST, round=n)
     if body is None:
         return "no answer"
     signed, _ = _protocol.decode_offer(body)
-    coding = RawCodec(DIM)
-    told = {
-        "federation": liar.federation,
-        "peer": LIAR,
+    codec = RawCodec(DIM)
+    checks = {
+        "federation": attacker.federation,
+        "peer": ATTACKER,
         "n": n,
         "min_round": 0,
         "dim": DIM,
-        "max_bytes": coding.max_bytes,
+        "max_bytes": codec.max_bytes,
     }
-    reason, manifest = _protocol.validate_manifest(signed, **told)
+    reason, manifest = _protocol.validate_manifest(signed, **checks)
     if manifest is None:
         return reason
     chunks = [
-        bytes(asked(liar, RequestKind.CHUNK, index=k, digest=manifest.digest))
+        bytes(request_body(attacker, RequestKind.CHUNK, index=k, digest=manifest.digest))
         for k in range(len(manifest.chunks))
     ]
     if [hashlib.sha256(chunk).digest() for chunk in chunks] != list(manifest.chunks):
         return "hash"
     row = torch.zeros(DIM)
-    return coding.decode_(b"".join(chunks), row) or rejection_reason(row)
+    return codec.decode_(b"".join(chunks), row) or rejection_reason(row)
 
 
-def test_each_kind_of_garbage_is_refused_for_its_own_reason(parties):
-    agreed, (_, lies) = parties
-    liar = ByzantinePeer(agreed, lies, DIM)
-    found = {kind: refused(liar, n) for n, kind in enumerate(FAULTS)}
-    assert found == {
+def test_each_kind_of_invalid_answer_is_refused_for_its_own_reason(parties):
+    agreement, (_, identity) = parties
+    attacker = ByzantinePeer(agreement, identity, DIM)
+    reasons = {kind: refusal_reason(attacker, n) for n, kind in enumerate(FAULTS)}
+    assert reasons == {
         "random bytes": "no answer",
         "NaN": "not finite",
         "unsigned": "signature",
@@ -113,30 +113,30 @@ def test_each_kind_of_garbage_is_refused_for_its_own_reason(parties):
     }
 
 
-def test_the_garbage_sender_equivocates_in_the_end(parties):
-    agreed, (_, lies) = parties
-    liar, n = ByzantinePeer(agreed, lies, 10), int(EQUIVOCATION_START * agreed.rounds)
+def test_the_byzantine_peer_equivocates_in_the_last_rounds(parties):
+    agreement, (_, identity) = parties
+    attacker, n = ByzantinePeer(agreement, identity, 10), int(EQUIVOCATION_START * agreement.rounds)
     nonce = bytes(16)
     offers = [
-        liar.answer(
+        attacker.answer(
             Request(
                 kind=RequestKind.MANIFEST,
-                run=agreed.run,
-                sender=who,
-                receiver=LIAR,
+                run=agreement.run,
+                sender=peer,
+                receiver=ATTACKER,
                 nonce=nonce,
                 round=n,
             )
         )
-        for who in (0, 5)
+        for peer in (0, 5)
     ]
-    signed = [_protocol.decode_offer(_protocol.decode_answer(each).body)[0] for each in offers]
-    found = [_protocol.verify_member_manifest(each, agreed)[1] for each in signed]
-    assert found[0].round == found[1].round == n
-    assert found[0].digest != found[1].digest
+    signed = [_protocol.decode_offer(_protocol.decode_answer(data).body)[0] for data in offers]
+    manifests = [_protocol.verify_member_manifest(data, agreement)[1] for data in signed]
+    assert manifests[0].round == manifests[1].round == n
+    assert manifests[0].digest != manifests[1].digest
 
 
-def test_the_tables_say_what_the_folders_hold(tmp_path):
+def test_result_tables_match_the_run_directories(tmp_path):
     kinds = [_demo.BENIGN, _demo.BENIGN, _demo.FLIPPER, _demo.GARBAGE]
     agents = [
         _demo.DemoAgent(name, kind, tmp_path / "keys", tmp_path / name, tmp_path / "log")
@@ -158,24 +158,26 @@ def test_the_tables_say_what_the_folders_hold(tmp_path):
     assert results.loc["a"].tolist() == [_demo.BENIGN, "5", "90.0%", "90.0%", "5.0%", "25.0%", "0"]
     assert results["weight"].tolist() == ["25.0%", "40.0%", "5.0%", "0.0%"]
     assert results.loc["d", ["rounds", "accuracy"]].tolist() == ["–", "–"]
-    assert refused.to_dict("index") == {"d": {"size": "5"}}  # what an attacker refuses is not told
+    assert refused.to_dict("index") == {"d": {"size": "5"}}  # refusals by attackers are not shown
 
 
-def pretend(monkeypatch, text):
-    """Let every node be a script instead."""
+def replace_nodes(monkeypatch, text):
+    """Replace the command of every node by a script."""
     monkeypatch.setattr(_demo, "RUN_COMMAND", (sys.executable, "-c", textwrap.dedent(text)))
 
 
-def started(monkeypatch):
-    """The processes that a demo starts, as they are."""
-    found, start = [], _demo._start_agent
-    monkeypatch.setattr(_demo, "_start_agent", lambda *a: found.append(start(*a)) or found[-1])
-    return found
+def record_processes(monkeypatch):
+    """Return a list that collects the processes of a demo."""
+    processes, start = [], _demo._start_agent
+    monkeypatch.setattr(
+        _demo, "_start_agent", lambda *a: processes.append(start(*a)) or processes[-1]
+    )
+    return processes
 
 
-def test_where_one_fails_all_are_ended(tmp_path, monkeypatch):
-    found = started(monkeypatch)
-    pretend(
+def test_all_nodes_are_stopped_after_one_fails(tmp_path, monkeypatch):
+    processes = record_processes(monkeypatch)
+    replace_nodes(
         monkeypatch,
         """
         import signal, sys, time
@@ -191,11 +193,11 @@ def test_where_one_fails_all_are_ended(tmp_path, monkeypatch):
         RunError, match="hospital-c failed with status 1: Error: no such thing: do another"
     ):
         _demo.run_demo(tmp_path / "demo", rounds=2)
-    assert len(found) == 8
-    assert all(process.returncode is not None for process in found)
+    assert len(processes) == 8
+    assert all(process.returncode is not None for process in processes)
 
 
-def test_a_folder_that_holds_anything_is_left_alone(tmp_path):
+def test_a_folder_that_is_not_empty_is_refused_unchanged(tmp_path):
     (tmp_path / "mine").touch()
     with pytest.raises(RunError, match="is not empty"):
         _demo.run_demo(tmp_path)
@@ -204,7 +206,7 @@ def test_a_folder_that_holds_anything_is_left_alone(tmp_path):
 
 @pytest.mark.slow
 @needs_proc
-def test_a_signal_leaves_no_process(tmp_path):
+def test_a_signal_ends_all_processes(tmp_path):
     script = f"""
         import sys
         from fedcb2o.cli.signals import SignalGuard
@@ -221,18 +223,18 @@ def test_a_signal_leaves_no_process(tmp_path):
     try:
         deadline = time.monotonic() + 60
         logs = tmp_path / "demo" / "logs"
-        while len(found := list(logs.glob("*.log"))) < 8 and time.monotonic() < deadline:
+        while len(log_files := list(logs.glob("*.log"))) < 8 and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert len(found) == 8
+        assert len(log_files) == 8
         time.sleep(0.3)
-        children = [int(each) for each in _children(process.pid)]
+        children = [int(number) for number in _children(process.pid)]
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=30)
+        _, error_output = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert b"KeyboardInterrupt" in said
+    assert b"KeyboardInterrupt" in error_output
     assert len(children) == 8
-    assert [living(os.getsid(child)) for child in children if _there(child)] == []
+    assert [living(os.getsid(child)) for child in children if _is_running(child)] == []
 
 
 def _children(parent):
@@ -240,7 +242,7 @@ def _children(parent):
         return file.read().split()
 
 
-def _there(process):
+def _is_running(process):
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -250,7 +252,7 @@ def _there(process):
 
 @pytest.mark.slow
 def test_the_whole_demo(tmp_path):
-    results, refused = _demo.run_demo(tmp_path / "demo", rounds=30).values()
+    results, refusals = _demo.run_demo(tmp_path / "demo", rounds=30).values()
     kinds = results.groupby("kind").size().to_dict()
     assert kinds == {_demo.BENIGN: 5, _demo.FLIPPER: 2, _demo.GARBAGE: 1}
     percent = results.replace("–", "nan%").map(
@@ -261,7 +263,7 @@ def test_the_whole_demo(tmp_path):
     assert benign.accuracy.mean() > 85
     assert benign["attack success"].mean() < 25
     assert percent[percent.kind != _demo.BENIGN]["weight"].max() < 5
-    garbage = refused.loc[percent.index[percent.kind == _demo.GARBAGE][0]].astype(int)
+    garbage = refusals.loc[percent.index[percent.kind == _demo.GARBAGE][0]].astype(int)
     assert {"signature", "size", "not finite", "bound", "hash", "run"} <= set(
         garbage[garbage > 0].index
     )

@@ -8,7 +8,7 @@ import torch
 from fedcb2o.peer._denormals import flush_, flush_denormals
 
 
-def test_all_other_numbers_stay():
+def test_only_denormal_numbers_change():
     bits = torch.from_numpy(
         np.array(
             [0x00800000, 0x80800000, 0x3F800000, 0x7F7FFFFF, 0x80000000, 0x00000000], "<u4"
@@ -19,11 +19,11 @@ def test_all_other_numbers_stay():
     flush_(row)
     assert row[: len(bits)].view(torch.int32).tolist() == bits.view(torch.int32).tolist()
     assert row[len(bits) :].tolist() == [0, 0, 0]
-    assert torch.tensor([1e-40]).item() > 0  # only inside
+    assert torch.tensor([1e-40]).item() > 0  # outside, denormals stay
 
 
-def test_products_of_tiny_numbers_take_no_longer():
-    """Numbers that are no denormals yet, whose products are."""
+def test_products_of_tiny_numbers_are_not_slow():
+    """The factors are normal numbers, their products denormal ones."""
     x = torch.rand(256, 512)
     tiny = torch.full((512, 512), 1e-25)
     plain = torch.rand(512, 512)

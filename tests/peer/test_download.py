@@ -1,4 +1,4 @@
-"""Waiting for peers' models, with times that the tests choose."""
+"""Waiting for peers' models, with simulated times."""
 
 import math
 
@@ -40,20 +40,22 @@ def test_a_peer_that_is_late_once_is_asked_again_soon():
     assert [backoff.suspended(n) for n in (20, 21, 22)] == [{1}, {1}, set()]
 
 
-def simulate(seconds: dict[int, float], rounds: int, minimum: float = 1.0, own: float = 0.5):
-    """Return the duration of each round and the peers that each round received.
+def simulate(
+    seconds: dict[int, float], rounds: int, minimum: float = 1.0, training_seconds: float = 0.5
+):
+    """Return the duration and the received peers of each round.
 
-    All peers are asked that are not suspended; each answers after its own `seconds`.
+    A round asks all peers that are not suspended. Peer i answers after `seconds[i]`.
     """
     patience, backoff, now = Patience(), Backoff(), 0.0
     durations, received = [], []
     for n in range(rounds):
-        began = now
+        round_start = now
         asked = sorted(seconds.keys() - backoff.suspended(n))
         needed = sum(not backoff.stall_counts.get(peer) for peer in asked)
-        start = began + own
+        start = round_start + training_seconds
         patience.earn(start, DEADLINE)
-        wait = Wait(patience, start, start + DEADLINE, began + minimum)
+        wait = Wait(patience, start, start + DEADLINE, round_start + minimum)
         arrived: set[int] = set()
         for peer in sorted(asked, key=seconds.__getitem__):
             if start + seconds[peer] > wait.end(needed, set(asked) - arrived):
@@ -75,14 +77,14 @@ def simulate(seconds: dict[int, float], rounds: int, minimum: float = 1.0, own: 
                 patience.record_arrival(peer, seconds[peer])
             else:
                 patience.record_missing(peer, end - start)
-        now = max(end, began + minimum)
-        durations.append(now - began)
+        now = max(end, round_start + minimum)
+        durations.append(now - round_start)
         received.append(arrived)
     return durations, received
 
 
-def test_one_late_peer_of_five_takes_less_than_a_third_of_the_time():
-    """Whatever its delay is: just before the deadline, before it is late, or in between."""
+def test_one_late_peer_adds_less_than_30_percent_to_the_time():
+    """The delays are short, just below the deadline, above it, and between these."""
     undisturbed = sum(simulate({1: 0.05, 2: 0.05, 3: 0.05, 4: 0.05}, 60)[0])
     for delay in (0.3, 0.6, 0.9, 1.5, 3.0, 10.0, 59.0, math.inf):
         durations, received = simulate({1: 0.05, 2: 0.05, 3: 0.05, 4: delay}, 60)
@@ -90,7 +92,7 @@ def test_one_late_peer_of_five_takes_less_than_a_third_of_the_time():
         assert all({1, 2, 3} <= peers for peers in received)
 
 
-def test_two_late_peers_of_five_cost_no_more():
+def test_two_late_peers_add_less_than_30_percent_to_the_time():
     undisturbed = sum(simulate({1: 0.05, 2: 0.05, 3: 0.05, 4: 0.05}, 60)[0])
     for delay in (0.9, 10.0, 59.0):
         durations, received = simulate({1: 0.05, 2: 0.05, 3: delay, 4: delay}, 60)
@@ -98,24 +100,24 @@ def test_two_late_peers_of_five_cost_no_more():
         assert all({1, 2} <= peers for peers in received)
 
 
-def test_a_slow_line_is_heard_in_every_round_that_has_time_for_it():
-    """And, where rounds have no minimum duration, again and again."""
+def test_a_slow_peer_is_received_in_every_round_that_is_long_enough():
+    """Without a minimum duration of rounds it is received repeatedly."""
     _, received = simulate({1: 0.05, 2: 0.05, 3: 0.05, 4: 8.0}, 40, minimum=10.0)
     assert all(4 in peers for peers in received)
-    _, received = simulate({1: 1.0, 2: 1.0, 3: 1.0, 4: 2.5}, 100, minimum=0.0, own=2.0)
+    _, received = simulate({1: 1.0, 2: 1.0, 3: 1.0, 4: 2.5}, 100, minimum=0.0, training_seconds=2.0)
     assert sum(4 in peers for peers in received) > 20
-    _, received = simulate({1: 1.0, 2: 1.0, 3: 1.0, 4: 5.0}, 200, minimum=0.0, own=2.0)
+    _, received = simulate({1: 1.0, 2: 1.0, 3: 1.0, 4: 5.0}, 200, minimum=0.0, training_seconds=2.0)
     assert sum(4 in peers for peers in received[100:]) >= 3
 
 
-def test_fewer_than_half_of_the_peers_do_not_change_the_usual_time():
+def test_a_minority_of_peers_does_not_change_the_median_time():
     patience = Patience()
     for peer, seconds in enumerate((2.0, 2.1, 2.2, 0.001, 59.0)):
         patience.record_arrival(peer, seconds)
     assert patience.median_seconds == 2.1
 
 
-def test_before_half_of_the_answers_a_round_waits():
+def test_a_round_waits_for_half_of_the_answers():
     wait = Wait(Patience(), 0.0, DEADLINE, 0.0)
     assert wait.end(4) == DEADLINE
     wait.record_arrival(1.0)

@@ -1,4 +1,4 @@
-"""Keys and certificates of an organisation, and what is refused of another's."""
+"""Identities: keys and certificates of an organisation, and the checks of received member files."""
 
 import json
 import random
@@ -32,41 +32,41 @@ ENDPOINT = "127.0.0.1:7447"
 
 
 @pytest.fixture
-def made(tmp_path):
+def identity(tmp_path):
     return Identity.make(tmp_path / "a", name="hospital-a", endpoint=ENDPOINT)
 
 
-def one_line(raised):
-    text = str(raised.value)
+def one_line_message(error_info):
+    text = str(error_info.value)
     assert "\n" not in text
     assert len(text) < 1000
     return text
 
 
-def test_only_the_owner_reads_the_files_of_an_identity(made):
-    modes = {path.name: path.stat().st_mode & 0o777 for path in made.folder.iterdir()}
-    assert made.folder.stat().st_mode & 0o777 == 0o700
+def test_files_of_an_identity_are_readable_by_the_owner_only(identity):
+    modes = {path.name: path.stat().st_mode & 0o777 for path in identity.folder.iterdir()}
+    assert identity.folder.stat().st_mode & 0o777 == 0o700
     assert modes == dict.fromkeys(
         ["signing.key", "root.key", "tls.key", "root.pem", "tls.pem", "hospital-a.member.toml"],
         0o600,
     )
-    again = Identity.read(made.folder)
+    again = Identity.read(identity.folder)
     again.check_certificate()
-    assert again == made
-    assert again.sign(b"x") == made.sign(b"x")
-    assert Member.read(made.folder / "hospital-a.member.toml") == made.member
+    assert again == identity
+    assert again.sign(b"x") == identity.sign(b"x")
+    assert Member.read(identity.folder / "hospital-a.member.toml") == identity.member
     assert again.expires - datetime.now(UTC) > timedelta(days=396)
-    assert [path.name for path in made.folder.parent.iterdir()] == [
+    assert [path.name for path in identity.folder.parent.iterdir()] == [
         "a"
-    ]  # nothing is left beside it
+    ]  # no temporary file is left
 
 
-def test_a_signature_is_of_one_message_by_one_key(made, tmp_path):
+def test_a_signature_is_valid_for_one_message_and_one_key(identity, tmp_path):
     other = Identity.make(tmp_path / "b", name="hospital-b", endpoint="127.0.0.1:7448")
-    signature = made.sign(b"message")
+    signature = identity.sign(b"message")
     assert len(signature) == 64
-    assert made.member.verify(b"message", signature)
-    assert not made.member.verify(b"massage", signature)
+    assert identity.member.verify(b"message", signature)
+    assert not identity.member.verify(b"massage", signature)
     assert not other.member.verify(b"message", signature)
     for wrong in (
         b"",
@@ -75,23 +75,25 @@ def test_a_signature_is_of_one_message_by_one_key(made, tmp_path):
         signature + b"\0",
         bytes([signature[0] ^ 1]) + signature[1:],
     ):
-        assert not made.member.verify(b"message", wrong)
+        assert not identity.member.verify(b"message", wrong)
 
 
-def test_a_key_under_which_anybody_can_sign_is_none(made):
+def test_the_neutral_point_is_refused_as_a_key(identity):
     neutral = bytes([1]) + bytes(31)  # the point 0: R = [S] B is a signature of every message
-    forged = neutral + bytes(32)
+    forged_signature = neutral + bytes(32)
     with pytest.raises(ConfigError, match="anybody can sign") as raised:
-        Member("hospital-a", ENDPOINT, neutral, made.member.root)
-    assert one_line(raised)
-    Ed25519PublicKey.from_public_bytes(neutral).verify(forged, b"whatever")  # it does not raise
+        Member("hospital-a", ENDPOINT, neutral, identity.member.root)
+    assert one_line_message(raised)
+    Ed25519PublicKey.from_public_bytes(neutral).verify(
+        forged_signature, b"whatever"
+    )  # accepted by the library
 
 
-def test_nothing_is_overwritten_and_a_failure_leaves_nothing(made, tmp_path):
-    before = {path: path.read_bytes() for path in made.folder.iterdir()}
+def test_make_overwrites_no_file_and_removes_partial_output(identity, tmp_path):
+    before = {path: path.read_bytes() for path in identity.folder.iterdir()}
     with pytest.raises(ConfigError, match="not empty"):
-        Identity.make(made.folder, name="hospital-a", endpoint=ENDPOINT)
-    assert {path: path.read_bytes() for path in made.folder.iterdir()} == before
+        Identity.make(identity.folder, name="hospital-a", endpoint=ENDPOINT)
+    assert {path: path.read_bytes() for path in identity.folder.iterdir()} == before
     with pytest.raises(ConfigError, match="must be between 1 and 7300"):
         Identity.make(tmp_path / "new", name="hospital-a", endpoint=ENDPOINT, days=10**9)
     (tmp_path / "file").touch()
@@ -109,13 +111,13 @@ def test_nothing_is_overwritten_and_a_failure_leaves_nothing(made, tmp_path):
 
 
 @pytest.mark.parametrize("secret", ["signing.key", "root.key", "tls.key"])
-def test_a_secret_that_others_may_read_is_refused(made, secret):
-    (made.folder / secret).chmod(0o640)
+def test_secret_files_readable_by_other_users_are_refused(identity, secret):
+    (identity.folder / secret).chmod(0o640)
     with pytest.raises(ConfigError, match=f"others may read .*{secret}: chmod 600"):
-        Identity.read(made.folder)
+        Identity.read(identity.folder)
 
 
-def test_files_that_do_not_belong_together_are_refused(made, tmp_path):
+def test_mismatched_files_of_an_identity_are_refused(identity, tmp_path):
     other = Identity.make(tmp_path / "b", name="hospital-b", endpoint="127.0.0.1:7448")
     for name, cure in (
         ("signing.key", "restore"),
@@ -123,28 +125,28 @@ def test_files_that_do_not_belong_together_are_refused(made, tmp_path):
         ("tls.key", "renew"),
         ("tls.pem", "renew"),
     ):
-        kept = (made.folder / name).read_bytes()
+        original = (identity.folder / name).read_bytes()
         for content in (
             (other.folder / name).read_bytes(),
             b"",
             b"-----BEGIN x\n",
             b"\xff" * 70_000,
         ):
-            (made.folder / name).write_bytes(content)
+            (identity.folder / name).write_bytes(content)
             with pytest.raises(ConfigError, match=cure) as raised:
-                Identity.read(made.folder).check_certificate()
-            assert name in one_line(raised)
-        (made.folder / name).write_bytes(kept)
-    Identity.read(made.folder).check_certificate()
-    (made.folder / "root.key").unlink()  # may be kept elsewhere, until the certificate is renewed
-    Identity.read(made.folder).check_certificate()
+                Identity.read(identity.folder).check_certificate()
+            assert name in one_line_message(raised)
+        (identity.folder / name).write_bytes(original)
+    Identity.read(identity.folder).check_certificate()
+    (identity.folder / "root.key").unlink()  # only needed to renew the certificate
+    Identity.read(identity.folder).check_certificate()
     with pytest.raises(ConfigError, match=r"root\.key"):
-        made.renew()
+        identity.renew()
     with pytest.raises(ConfigError, match="holds no file NAME"):
         Identity.read(tmp_path)
 
 
-def test_an_expired_certificate_is_renewed_and_nobody_has_to_be_told(tmp_path):
+def test_renewing_an_expired_certificate_leaves_the_member_file_unchanged(tmp_path):
     until = datetime.now(UTC) - timedelta(seconds=1)
     old = Identity.make(tmp_path / "a", name="hospital-a", endpoint=ENDPOINT, until=until)
     read = Identity.read(tmp_path / "a")
@@ -162,11 +164,11 @@ def test_an_expired_certificate_is_renewed_and_nobody_has_to_be_told(tmp_path):
     assert old.tls_key.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_root_that_has_ended_is_replaced(tmp_path):
-    then = datetime.now(UTC) - timedelta(days=certificates.ROOT_DAYS + 1)
-    old = Identity.make(tmp_path / "a", name="hospital-a", endpoint=ENDPOINT, now=then)
+def test_an_expired_root_certificate_is_replaced(tmp_path):
+    long_ago = datetime.now(UTC) - timedelta(days=certificates.ROOT_DAYS + 1)
+    old = Identity.make(tmp_path / "a", name="hospital-a", endpoint=ENDPOINT, now=long_ago)
     read = Identity.read(tmp_path / "a")
-    for act in (
+    for action in (
         read.check_certificate,
         read.renew,
         lambda: Member.read(tmp_path / "a" / "hospital-a.member.toml"),
@@ -174,25 +176,25 @@ def test_a_root_that_has_ended_is_replaced(tmp_path):
         with pytest.raises(
             ConfigError, match=r"expired at .* UTC: `fedcb2o peer renew --out` makes a new one"
         ):
-            act()
+            action()
     new = read.with_endpoint(tmp_path / "b", endpoint=ENDPOINT)
     new.check_certificate()
     assert new.member.key == old.member.key
 
 
-def test_a_new_endpoint_keeps_the_signing_key(made, tmp_path):
-    moved = made.with_endpoint(tmp_path / "moved", endpoint="192.0.2.7:7447")
+def test_a_new_endpoint_keeps_the_signing_key(identity, tmp_path):
+    moved = identity.with_endpoint(tmp_path / "moved", endpoint="192.0.2.7:7447")
     moved.check_certificate()
-    assert moved.member.key == made.member.key
-    assert moved.member.root != made.member.root
-    assert moved.member.verify(b"x", made.sign(b"x"))
-    made.check_certificate()  # the old one goes on to work
+    assert moved.member.key == identity.member.key
+    assert moved.member.root != identity.member.root
+    assert moved.member.verify(b"x", identity.sign(b"x"))
+    identity.check_certificate()  # the former identity stays valid
 
 
-def opened(files, roots, *, listen=(), connect=(), patience=5.0):
+def open_session(tls_files, roots, *, listen=(), connect=(), patience=5.0):
     """Open a session with a (certificate, key); fail if it cannot connect."""
     config = zenoh.Config()
-    certificate, key = map(str, files)
+    certificate, key = map(str, tls_files)
     for name, value in {
         "mode": "peer",
         "listen/endpoints": [f"tls/{endpoint}" for endpoint in listen],
@@ -213,23 +215,25 @@ def opened(files, roots, *, listen=(), connect=(), patience=5.0):
     return zenoh.open(config)
 
 
-def linked(client, server, roots, host="127.0.0.1", patience=5.0):
-    """Check that one side reaches the other over TLS on this machine."""
+def can_link(client, server, roots, host="127.0.0.1", patience=5.0):
+    """Check whether a client can open a TLS link to a server on loopback."""
     endpoint = f"{host}:{free_ports(1)[0]}"
-    with opened(server, roots, listen=[endpoint]):
+    with open_session(server, roots, listen=[endpoint]):
         try:
-            with opened(client, roots, connect=[endpoint], patience=patience) as session:
+            with open_session(client, roots, connect=[endpoint], patience=patience) as session:
                 return len(session.info.links()) == 1
         except zenoh.ZError:
             return False
 
 
-def forged(by, folder, name, endpoint):
-    """A TLS certificate by an organisation's root for any name and endpoint."""
-    (root, root_key), key, now = certificates_of(by), certificates.new_key(), datetime.now(UTC)
-    made = certificates.new_leaf(name, endpoint, key, root, root_key, now, now + timedelta(days=1))
+def forge_certificate(signer, folder, name, endpoint):
+    """Issue a TLS certificate for any name and endpoint, signed by the signer's root."""
+    (root, root_key), key, now = certificates_of(signer), certificates.new_key(), datetime.now(UTC)
+    certificate = certificates.new_leaf(
+        name, endpoint, key, root, root_key, now, now + timedelta(days=1)
+    )
     folder.mkdir()
-    (folder / "tls.pem").write_bytes(made.public_bytes(Encoding.PEM))
+    (folder / "tls.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
     (folder / "tls.key").write_bytes(
         key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     )
@@ -242,8 +246,8 @@ def certificates_of(identity):
 
 
 @pytest.fixture
-def three(tmp_path):
-    """Two members, one whose certificate has expired, and the file of all their roots."""
+def two_members_and_expired(tmp_path):
+    """Two members, a third one with an expired certificate, and the file of their roots."""
     a, b = identities(tmp_path, 2)
     ago = datetime.now(UTC) - timedelta(seconds=2)
     late = Identity.make(tmp_path / "late", name="org-2", endpoint=ENDPOINT, until=ago)
@@ -251,36 +255,38 @@ def three(tmp_path):
     return a, b, late, tmp_path / "roots.pem"
 
 
-def files(identity):
+def tls_files(identity):
     return identity.tls_certificate, identity.tls_key
 
 
-def test_members_link_each_by_its_own_root_and_nobody_else_does(three, tmp_path):
-    a, b, late, roots = three
+def test_links_need_a_valid_certificate_under_the_members_own_root(
+    two_members_and_expired, tmp_path
+):
+    a, b, late, roots = two_members_and_expired
     stranger = Identity.make(tmp_path / "stranger", name="org-0", endpoint=a.member.endpoint)
-    assert linked(files(a), files(b), roots)
-    assert linked(files(b), files(a), roots)
+    assert can_link(tls_files(a), tls_files(b), roots)
+    assert can_link(tls_files(b), tls_files(a), roots)
     for wrong in (stranger, late):
-        assert not linked(files(wrong), files(a), roots, patience=0.4)
-        assert not linked(files(a), files(wrong), roots, patience=0.4)
+        assert not can_link(tls_files(wrong), tls_files(a), roots, patience=0.4)
+        assert not can_link(tls_files(a), tls_files(wrong), roots, patience=0.4)
     late.renew()
-    assert linked(files(late), files(a), roots)
-    assert linked(files(a), files(late), roots)
+    assert can_link(tls_files(late), tls_files(a), roots)
+    assert can_link(tls_files(a), tls_files(late), roots)
 
 
 @pytest.mark.skipif(
     sys.platform == "darwin", reason="there 127.0.0.2 is no address of this machine"
 )
-def test_no_members_root_speaks_for_anothers_name_or_host(three, tmp_path):
-    a, b, _, roots = three
-    assert linked(forged(b, tmp_path / "own", "org-1", ENDPOINT), files(a), roots)
+def test_a_root_is_valid_only_for_its_members_name_and_host(two_members_and_expired, tmp_path):
+    a, b, _, roots = two_members_and_expired
+    assert can_link(forge_certificate(b, tmp_path / "own", "org-1", ENDPOINT), tls_files(a), roots)
     for name, host in (("org-0", "127.0.0.1"), ("org-1", "127.0.0.2")):
-        false = forged(b, tmp_path / f"{name}-{host}", name, f"{host}:7447")
-        assert not linked(false, files(a), roots, patience=0.4)
-        assert not linked(files(a), false, roots, host, patience=0.4)
-    assert not linked(
-        files(a), files(b), roots, "127.0.0.2", patience=0.4
-    )  # a certificate is of one host
+        forged = forge_certificate(b, tmp_path / f"{name}-{host}", name, f"{host}:7447")
+        assert not can_link(forged, tls_files(a), roots, patience=0.4)
+        assert not can_link(tls_files(a), forged, roots, host, patience=0.4)
+    assert not can_link(
+        tls_files(a), tls_files(b), roots, "127.0.0.2", patience=0.4
+    )  # the certificate names another host
 
 
 def member_table(identity, **changes):
@@ -328,21 +334,21 @@ WRONG = {
 
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
-def test_a_members_file_that_is_wrong_is_refused_in_one_line(made, tmp_path, change):
+def test_an_invalid_member_file_is_refused_with_a_one_line_error(identity, tmp_path, change):
     path = tmp_path / "x.member.toml"
-    path.write_text(tomli_w.dumps(member_table(made, **change)), encoding="utf-8")
+    path.write_text(tomli_w.dumps(member_table(identity, **change)), encoding="utf-8")
     with pytest.raises(ConfigError) as raised:
         Member.read(path)
-    assert str(path) in one_line(raised)
+    assert str(path) in one_line_message(raised)
 
 
-def test_a_root_that_is_not_a_members_own_is_refused(made, tmp_path):
-    root, key = certificates_of(made)
-    now, text = datetime.now(UTC), made.member.root
-    leaf = made.tls_certificate.read_text()
+def test_a_root_certificate_of_another_form_or_member_is_refused(identity, tmp_path):
+    root, key = certificates_of(identity)
+    now, text = datetime.now(UTC), identity.member.root
+    leaf = identity.tls_certificate.read_text()
     other = Identity.make(tmp_path / "b", name="hospital-b", endpoint=ENDPOINT)
 
-    def built(*, ca=True, tied=True, until=now + timedelta(days=9), by=key):
+    def build_root(*, ca=True, constrained=True, until=now + timedelta(days=9), signing_key=key):
         builder = x509.CertificateBuilder().subject_name(root.subject).issuer_name(root.subject)
         builder = builder.public_key(key.public_key()).serial_number(5)
         builder = builder.not_valid_before(now - timedelta(days=20)).not_valid_after(until)
@@ -352,44 +358,44 @@ def test_a_root_that_is_not_a_members_own_is_refused(made, tmp_path):
         builder = builder.add_extension(
             root.extensions.get_extension_for_class(x509.KeyUsage).value, critical=True
         )
-        if tied:
+        if constrained:
             builder = builder.add_extension(
                 certificates.name_constraints("hospital-a", ENDPOINT), critical=True
             )
-        return builder.sign(by, hashes.SHA256()).public_bytes(Encoding.PEM).decode()
+        return builder.sign(signing_key, hashes.SHA256()).public_bytes(Encoding.PEM).decode()
 
     path = tmp_path / "x.member.toml"
-    for wrong, told in (
+    for bad_root, message in (
         (leaf, "certificate"),
         (text + text, "certificate"),
         (text + "# more", "nothing else"),
         (text.replace("\n", "\r\n"), "nothing else"),
         (other.member.root, "another"),
-        (built(ca=False), "authority"),
-        (built(tied=False), "certificate"),
-        (built(by=certificates.new_key()), "certificate"),
-        (built(until=now - timedelta(days=1)), "expired at"),
+        (build_root(ca=False), "authority"),
+        (build_root(constrained=False), "certificate"),
+        (build_root(signing_key=certificates.new_key()), "certificate"),
+        (build_root(until=now - timedelta(days=1)), "expired at"),
     ):
-        path.write_text(tomli_w.dumps(member_table(made, root=wrong)), encoding="utf-8")
-        with pytest.raises(ConfigError, match=told) as raised:
+        path.write_text(tomli_w.dumps(member_table(identity, root=bad_root)), encoding="utf-8")
+        with pytest.raises(ConfigError, match=message) as raised:
             Member.read(path)
-        one_line(raised)
-    path.write_text(tomli_w.dumps(member_table(made, root=built())), encoding="utf-8")
+        one_line_message(raised)
+    path.write_text(tomli_w.dumps(member_table(identity, root=build_root())), encoding="utf-8")
     assert Member.read(path).name == "hospital-a"
 
 
-def test_a_root_with_any_byte_changed_is_refused(made):
-    der, draw = ssl.PEM_cert_to_DER_cert(made.member.root), random.Random(0)
+def test_a_root_with_any_byte_changed_is_refused(identity):
+    der, draw = ssl.PEM_cert_to_DER_cert(identity.member.root), random.Random(0)
     for _ in range(300):
         place, length = draw.randrange(len(der)), draw.choice([0, 1, 1, 1, 8])
         changed = der[:place] + draw.randbytes(length) + der[place + 1 :]
         if changed != der:
             with pytest.raises(ConfigError) as raised:
-                Member.from_table(member_table(made, root=ssl.DER_cert_to_PEM_cert(changed)))
-            one_line(raised)
+                Member.from_table(member_table(identity, root=ssl.DER_cert_to_PEM_cert(changed)))
+            one_line_message(raised)
 
 
-def test_a_file_that_is_no_members_is_refused_in_one_line(tmp_path):
+def test_an_unreadable_member_file_is_refused_with_a_one_line_error(tmp_path):
     for content in (
         b"",
         b"\xff",
@@ -401,7 +407,7 @@ def test_a_file_that_is_no_members_is_refused_in_one_line(tmp_path):
         (tmp_path / "x").write_bytes(content)
         with pytest.raises(ConfigError) as raised:
             Member.read(tmp_path / "x")
-        one_line(raised)
+        one_line_message(raised)
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match="is no member's file"):
             Member.read(path)
@@ -410,10 +416,10 @@ def test_a_file_that_is_no_members_is_refused_in_one_line(tmp_path):
 @pytest.mark.parametrize(
     "endpoint", ["node.example.org:7447", "[2001:db8::1]:7447", "192.0.2.7:1", "localhost:65535"]
 )
-def test_an_endpoint_is_a_name_or_an_address(tmp_path, endpoint):
-    made = Identity.make(tmp_path / "a", name="3rd-hospital", endpoint=endpoint)
-    assert Identity.read(made.folder).member.endpoint == endpoint
-    made.check_certificate()
+def test_endpoints_may_be_host_names_or_ip_addresses(tmp_path, endpoint):
+    identity = Identity.make(tmp_path / "a", name="3rd-hospital", endpoint=endpoint)
+    assert Identity.read(identity.folder).member.endpoint == endpoint
+    identity.check_certificate()
 
 
 @pytest.mark.parametrize(
@@ -426,13 +432,13 @@ def test_an_endpoint_is_a_name_or_an_address(tmp_path, endpoint):
         ("[2001:DB8:0::1]:7447", "[2001:db8::1]:7447"),
     ],
 )
-def test_an_endpoint_is_written_in_one_way(tmp_path, endpoint, canonical):
-    made = Identity.make(tmp_path / "a", name="a", endpoint=endpoint)
-    assert made.member.endpoint == canonical
-    assert Identity.read(made.folder).member == made.member
-    table = {**made.member.to_table(), "endpoint": endpoint}
-    assert Member.from_table(table) == made.member
-    made.check_certificate()
+def test_endpoints_are_normalised(tmp_path, endpoint, canonical):
+    identity = Identity.make(tmp_path / "a", name="a", endpoint=endpoint)
+    assert identity.member.endpoint == canonical
+    assert Identity.read(identity.folder).member == identity.member
+    table = {**identity.member.to_table(), "endpoint": endpoint}
+    assert Member.from_table(table) == identity.member
+    identity.check_certificate()
 
 
 @pytest.mark.parametrize(
@@ -447,12 +453,12 @@ def test_an_endpoint_is_written_in_one_way(tmp_path, endpoint, canonical):
         (("a", 1), "an endpoint is a text HOST:PORT, got a tuple"),
     ],
 )
-def test_a_letter_that_no_host_has_is_named(tmp_path, endpoint, message):
+def test_the_error_for_an_invalid_host_names_the_character(tmp_path, endpoint, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         Identity.make(tmp_path / "a", name="a", endpoint=endpoint)
 
 
-def test_a_name_that_no_certificate_can_hold_is_told_before_one_is_made(tmp_path):
+def test_an_invalid_member_name_is_refused_before_any_file_is_written(tmp_path):
     for name in ("Hôpital", "a b", "", "-a", "x" * 64, "7", "localhost"):
         done = here(
             "peer", "identity", "--name", name, "--endpoint", ENDPOINT, "--out", tmp_path / "a"
@@ -461,7 +467,7 @@ def test_a_name_that_no_certificate_can_hold_is_told_before_one_is_made(tmp_path
         assert not list(tmp_path.iterdir())
 
 
-def test_the_command_tells_what_to_send_and_shows_no_secret(tmp_path):
+def test_identity_and_renew_commands_print_the_member_file_and_no_secret(tmp_path):
     folder = tmp_path / "a"
     done = here("peer", "identity", "--name", "hospital-a", "--endpoint", ENDPOINT, "--out", folder)
     assert (done.status, done.err) == (0, "")
@@ -490,28 +496,28 @@ def test_the_command_tells_what_to_send_and_shows_no_secret(tmp_path):
         "give --out"
         in here("peer", "renew", "--identity", folder, "--endpoint", "127.0.0.1:7448").one_line()
     )
-    said = done.out + again.err + renewed.out + moved.out + repr(Identity.read(folder))
+    output = done.out + again.err + renewed.out + moved.out + repr(Identity.read(folder))
     for secret in ("signing.key", "root.key", "tls.key"):
         content = (folder / secret).read_text().splitlines()[1]
-        assert content[-20:] not in said
+        assert content[-20:] not in output
 
 
-def test_without_the_extra_a_command_names_it_and_help_is_given(tmp_path):
+def test_without_the_peer_extra_commands_name_it_and_help_works(tmp_path):
     program = "import sys; sys.modules['zstandard'] = None; from fedcb2o.cli import main; main()"
 
-    def said(*words):
+    def run_command(*words):
         command = [sys.executable, "-c", program, *words]
         return subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True, timeout=60)
 
-    done = said("peer", "sign", "f.toml", "--identity", str(tmp_path))
+    done = run_command("peer", "sign", "f.toml", "--identity", str(tmp_path))
     assert done.returncode == 2
     assert done.stderr == (
         "Error: real peers need the extra, of which zstandard is missing: pip install 'fedcb2o[peer]'\n"
     )
-    assert "Usage: " in said("peer", "sign", "--help").stdout
+    assert "Usage: " in run_command("peer", "sign", "--help").stdout
 
 
-def test_help_answers_before_anything_large_is_imported():
+def test_help_imports_no_large_package():
     program = (
         "import sys\nfrom fedcb2o.cli import main\ntry: main()\nfinally:\n    "
         "large = {'torch', 'cryptography', 'zenoh', 'pydantic'} & set(sys.modules)\n"
@@ -523,7 +529,7 @@ def test_help_answers_before_anything_large_is_imported():
     assert "peer " in done.stdout
 
 
-def test_members_files_are_plain_text(made):
-    content = Path(made.folder / "hospital-a.member.toml").read_text()
+def test_member_files_are_plain_toml(identity):
+    content = Path(identity.folder / "hospital-a.member.toml").read_text()
     assert content.startswith('name = "hospital-a"\nendpoint = "127.0.0.1:7447"\n')
     assert 'root = """\n-----BEGIN CERTIFICATE-----\n' in content

@@ -1,4 +1,4 @@
-"""Peers fine-tune a language model on the same frozen base, bit for bit as a simulation."""
+"""Peers that fine-tune a language model on the same frozen base reproduce a simulation exactly."""
 
 from importlib.util import find_spec
 
@@ -52,12 +52,12 @@ EXPERIMENT = {
 
 
 @pytest.mark.slow
-def test_peers_do_what_a_simulation_does(tmp_path):
+def test_peers_with_a_language_model_reproduce_the_simulation(tmp_path):
     identities = members.identities(tmp_path, 4)
     settings = load(EXPERIMENT)
-    agreed = federation.make_federation(
+    fed = federation.make_federation(
         settings,
-        [each.member for each in identities],
+        [identity.member for identity in identities],
         dataset=talk(),
         synchronous=True,
         deadline_seconds=60.0,
@@ -65,28 +65,28 @@ def test_peers_do_what_a_simulation_does(tmp_path):
     wire = Wire()
     nodes = [
         Node(
-            agreed,
-            each,
+            fed,
+            identity,
             out=tmp_path / f"out-{j}",
             simulate=settings,
             connect=joining(wire, j),
             **QUIET,
         )
-        for j, each in enumerate(identities)
+        for j, identity in enumerate(identities)
     ]
     run_all(nodes)
-    theirs, _ = simulation_of(tmp_path / "simulation", EXPERIMENT)
+    simulated, _ = simulation_of(tmp_path / "simulation", EXPERIMENT)
     for j in range(4):
-        assert_same(model_of(tmp_path / f"out-{j}"), theirs[j])
+        assert_same(model_of(tmp_path / f"out-{j}"), simulated[j])
 
 
 @pytest.mark.slow
-def test_members_agree_on_the_frozen_weights(tmp_path, monkeypatch):
-    """The checksum of the base is a part of the federation."""
-    who = [each.member for each in members.identities(tmp_path, 4)]
+def test_federations_differ_if_the_frozen_weights_differ(tmp_path, monkeypatch):
+    """The federation contains the checksum of the base model."""
+    organisations = [identity.member for identity in members.identities(tmp_path, 4)]
     experiment = load(EXPERIMENT)
-    plain = federation.make_federation(experiment, who, dataset=talk())
+    plain = federation.make_federation(experiment, organisations, dataset=talk())
     monkeypatch.setattr(pretrained, "base_checksum", lambda base: "ab" * 32)
-    agreed = federation.make_federation(experiment, who, dataset=talk())
-    assert agreed.experiment.model.parameters["checksum"] == "ab" * 32
-    assert plain.differing_keys(agreed.value_hashes()) == ["experiment.model.checksum"]
+    other = federation.make_federation(experiment, organisations, dataset=talk())
+    assert other.experiment.model.parameters["checksum"] == "ab" * 32
+    assert plain.differing_keys(other.value_hashes()) == ["experiment.model.checksum"]

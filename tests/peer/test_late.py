@@ -1,4 +1,4 @@
-"""Members that join late, are restored, or ask nobody: the distance from their own model."""
+"""Catch-up of late and restored members: rounds without the check of the distance guard."""
 
 import json
 import threading
@@ -27,10 +27,10 @@ def record(round, *weights, **keys):
     [
         ([], 0),
         ([record(1, 0.5), record(2, 0.5)], 0),
-        ([record(20)], 3),  # it began with round 20
+        ([record(20)], 3),  # the first round is round 20
         ([record(20, 0.5)], 2),
         ([record(20, 0.0, 0.0)], 3),  # no average
-        ([record(20, float("nan"))], 2),  # a median has no weights
+        ([record(20, float("nan"))], 2),  # a median records NaN as weight
         ([record(1, 0.5), record(9, 0.5), record(10, 0.0), record(11, 0.1)], 1),
         ([record(9, 0.5), record(10, 0.5), record(11, 0.5), record(12, 0.5)], 0),
         ([record(1, 0.5, catch_up=2)], 2),  # late by less than the lag
@@ -39,12 +39,12 @@ def record(round, *weights, **keys):
 )
 def test_rounds_left_follow_from_the_records(lines, left):
     catch_up = CatchUp()
-    for each in lines:
-        catch_up.add_round(each)
+    for line in lines:
+        catch_up.add_round(line)
     assert catch_up.rounds_left == left
 
 
-def test_a_model_that_was_averaged_once_is_not_late_within_the_lag():
+def test_catch_up_starts_for_a_late_model_that_was_never_averaged():
     catch_up = CatchUp()
     catch_up.start_if_late(False)
     assert catch_up.rounds_left == 0
@@ -59,11 +59,11 @@ def test_a_model_that_was_averaged_once_is_not_late_within_the_lag():
 
 
 class Federation:
-    """Nodes of a federation in this process, each in its own thread."""
+    """Nodes of a federation in this process, one thread per node."""
 
     def __init__(self, folder, *, rounds, guards=None, count=4):
         self.folder = folder
-        who = members.identities(folder, count)
+        orgs = members.identities(folder, count)
         self.changes = {
             "rounds": rounds,
             "agents": {"benign": count - 1, "malicious": 1, "budget": count - 1},
@@ -71,10 +71,10 @@ class Federation:
             "algorithm": {"name": "fedassay", **({"guards": guards} if guards else {})},
         }
         self.simulate = members.experiment(count, **self.changes)
-        self.made = members.federated(
-            who, changes=self.changes, lag=2, round_seconds=0.15, deadline_seconds=5.0
+        self.agreement = members.federated(
+            orgs, changes=self.changes, lag=2, round_seconds=0.15, deadline_seconds=5.0
         )
-        self.who = who
+        self.orgs = orgs
         self.wire = Wire()
         self.threads = []
 
@@ -83,8 +83,8 @@ class Federation:
 
     def node(self, j, *, gather=5.0, **options):
         return Node(
-            self.made,
-            self.who[j],
+            self.agreement,
+            self.orgs[j],
             simulate=load({"together": 1, **self.simulate}),
             out=self.out(j),
             connect=lambda federation, identity: self.wire.agent(j),
@@ -111,9 +111,9 @@ class Federation:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def test_a_late_member_takes_the_models_of_others_and_so_after_a_stop(tmp_path):
-    """It is stopped in the rounds in which it catches up, and goes on with those that are left."""
-    # a model of round 1 is 0.6 times its norm or more from those of round 14
+def test_a_late_member_averages_models_of_others_also_after_a_restart(tmp_path):
+    """Stop the member while it catches up. After a restart it completes the remaining rounds."""
+    # models of rounds 1 and 14 differ by at least 0.6 times their norm
     federation = Federation(tmp_path, rounds=60, guards={"max_distance": 0.5})
     federation.start(*(federation.node(j) for j in (1, 2, 3)))
     wait_for(lambda: len(federation.lines(1)) >= 14, 60)
@@ -127,30 +127,35 @@ def test_a_late_member_takes_the_models_of_others_and_so_after_a_stop(tmp_path):
     rounds.close()
     assert first["round"] > 8
     assert first["catch_up"] == 2
-    used = [model["id"] for model in first["received"] if model["weight"] > 0]
-    assert used
+    used_ids = [model["id"] for model in first["received"] if model["weight"] > 0]
+    assert used_ids
     assert not [model for model in first["received"] if model.get("admission") == FAR]
 
     late = federation.node(LATE, resume=True)
     federation.start(late)
     federation.join()
     lines = federation.lines(LATE)
-    after = [line for line in lines if line["round"] > first["round"]]
-    assert [line["catch_up"] for line in after if "catch_up" in line][-2:] == [1, 0]
-    others = np.mean([federation.lines(j)[-1]["accuracy"] for j in (1, 2)])
-    assert lines[-1]["accuracy"] > others - 0.1
+    later_lines = [line for line in lines if line["round"] > first["round"]]
+    assert [line["catch_up"] for line in later_lines if "catch_up" in line][-2:] == [1, 0]
+    mean_accuracy = np.mean([federation.lines(j)[-1]["accuracy"] for j in (1, 2)])
+    assert lines[-1]["accuracy"] > mean_accuracy - 0.1
 
 
 @pytest.mark.slow
-def test_a_member_that_asks_nobody_says_so_and_recovers_after_a_stop(tmp_path, monkeypatch):
-    """A former release checked the distance in every round: all likelihoods became 0."""
+def test_a_member_without_peers_to_ask_reports_it_and_recovers_after_a_restart(
+    tmp_path, monkeypatch
+):
+    """Disable the catch-up, as in a former release.
+
+    The distance guard then reduces all likelihoods to 0.
+    """
     federation = Federation(tmp_path, rounds=60, guards={"max_distance": 0.5})
     federation.start(*(federation.node(j) for j in (1, 2, 3)))
     wait_for(lambda: len(federation.lines(1)) >= 14, 60)
 
     late = federation.node(LATE)
-    with monkeypatch.context() as former:
-        former.setattr(CatchUp, "start", lambda self: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(CatchUp, "start", lambda self: None)
         rounds = late.rounds()
         lines = [next(rounds) for _ in range(3)]
         late.stop()
@@ -165,7 +170,7 @@ def test_a_member_that_asks_nobody_says_so_and_recovers_after_a_stop(tmp_path, m
 
     federation.start(federation.node(LATE, resume=True))
     federation.join()
-    after = federation.lines(LATE)[3:]
-    assert [line["catch_up"] for line in after if "catch_up" in line][-1] == 0
-    assert all(line["asked"] for line in after[:5])
-    assert sum(model["weight"] for model in after[0]["received"]) > 0
+    later_lines = federation.lines(LATE)[3:]
+    assert [line["catch_up"] for line in later_lines if "catch_up" in line][-1] == 0
+    assert all(line["asked"] for line in later_lines[:5])
+    assert sum(model["weight"] for model in later_lines[0]["received"]) > 0

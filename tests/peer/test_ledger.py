@@ -28,45 +28,45 @@ from fedcb2o.peer.wire import _equivocation as room
 
 
 @pytest.fixture(scope="module")
-def who(tmp_path_factory) -> list[Identity]:
+def orgs(tmp_path_factory) -> list[Identity]:
     return identities(tmp_path_factory.mktemp("who"), 4)
 
 
 @pytest.fixture(scope="module")
-def federation(who) -> Federation:
-    return federated(who, rounds=1000, lag=2)
+def federation(orgs) -> Federation:
+    return federated(orgs, rounds=1000, lag=2)
 
 
 @pytest.fixture
-def sign(who, federation):
-    """The signed manifest of an agent for a round; another `text` is another model."""
+def sign(orgs, federation):
+    """Return a function that signs the manifest of an agent for a round; `text` is the model."""
 
-    def made(
+    def sign_manifest(
         agent: int,
         n: int,
         text: bytes = b"model",
         *,
-        by: int | None = None,
+        signer: int | None = None,
         run: bytes = federation.run,
     ) -> bytes:
         manifest = Manifest.from_content(
             text, run=run, agent=agent, round=n, dim=2, num_samples=1, encoding=0, base=ZERO_DIGEST
         )
-        return manifest.to_signed_bytes(who[agent if by is None else by].sign)
+        return manifest.to_signed_bytes(orgs[agent if signer is None else signer].sign)
 
-    return made
+    return sign_manifest
 
 
 def digest(signed: bytes) -> bytes:
     return decode_manifest(signed)[0].digest
 
 
-def told(signed: bytes) -> tuple[int, int, bytes]:
+def manifest_digest(signed: bytes) -> tuple[int, int, bytes]:
     manifest = decode_manifest(signed)[0]
     return manifest.agent, manifest.round, manifest.digest
 
 
-def test_two_models_for_one_round_are_a_proof_that_anybody_can_check(tmp_path, federation, sign):
+def test_two_models_for_one_round_yield_a_publicly_verifiable_proof(tmp_path, federation, sign):
     ledger = Ledger(tmp_path, federation)
     first, second = sign(1, 5, b"to a"), sign(1, 5, b"to b")
     assert ledger.record(first) is None
@@ -88,60 +88,62 @@ def test_two_models_for_one_round_are_a_proof_that_anybody_can_check(tmp_path, f
     assert Ledger(tmp_path, federation).equivocators == {1}
 
 
-def test_peers_find_it_by_comparing_digests(tmp_path, federation, sign):
-    """Agent 3 sends 0 and 1 different models; 0, 1 and 2 find it by digests."""
-    at = [Ledger(tmp_path / str(j), federation) for j in range(3)]
+def test_peers_detect_equivocation_by_comparing_digests(tmp_path, federation, sign):
+    """Agent 3 sends different models to agents 0 and 1. Agents 0 and 2 prove it from digests."""
+    ledgers = [Ledger(tmp_path / str(j), federation) for j in range(3)]
     first, second = sign(3, 8, b"to 0"), sign(3, 8, b"to 1")
-    at[0].record(first)
-    at[1].record(second)
-    at[1].record(sign(0, 8))
-    assert at[0].find_conflicts(at[1].digests()) == [told(second)]
-    assert at[2].find_conflicts(at[1].digests()) == []
-    witness = at[1].get(*told(second))
+    ledgers[0].record(first)
+    ledgers[1].record(second)
+    ledgers[1].record(sign(0, 8))
+    assert ledgers[0].find_conflicts(ledgers[1].digests()) == [manifest_digest(second)]
+    assert ledgers[2].find_conflicts(ledgers[1].digests()) == []
+    witness = ledgers[1].get(*manifest_digest(second))
     assert witness == second
-    assert at[0].prove(3, 8, {digest(second): witness}) is not None
-    assert at[0].find_conflicts(at[1].digests()) == []
-    both = at[2].find_conflicts(at[0].digests())
-    assert sorted(both) == sorted([told(first), told(second)])
-    assert at[0].get(*told(first)) == first
-    assert at[2].prove(3, 8, {one[2]: at[0].get(*one) for one in both}) is not None
-    assert at[2].equivocators == {3}
+    assert ledgers[0].prove(3, 8, {digest(second): witness}) is not None
+    assert ledgers[0].find_conflicts(ledgers[1].digests()) == []
+    conflicts = ledgers[2].find_conflicts(ledgers[0].digests())
+    assert sorted(conflicts) == sorted([manifest_digest(first), manifest_digest(second)])
+    assert ledgers[0].get(*manifest_digest(first)) == first
+    assert ledgers[2].prove(3, 8, {one[2]: ledgers[0].get(*one) for one in conflicts}) is not None
+    assert ledgers[2].equivocators == {3}
     files = [(tmp_path / str(j) / "proofs" / "org-3-8.proof.toml").read_bytes() for j in (0, 2)]
     assert files[0] == files[1]
 
 
-def test_nothing_but_a_members_own_signature_makes_it_guilty(tmp_path, who, federation, sign):
+def test_only_manifests_with_a_members_own_signature_count_against_it(
+    tmp_path, orgs, federation, sign
+):
     ledger = Ledger(tmp_path, federation)
     ledger.record(sign(1, 5))
-    forged = sign(1, 5, b"other", by=2)
+    forged = sign(1, 5, b"other", signer=2)
     for signed in (
         forged,
         sign(1, 5, b"other", run=bytes(32)),
         sign(1, 1000),
         sign(1, 5)[:-1],
         b"",
-        dataclasses.replace(decode_manifest(sign(1, 5))[0], agent=9).to_signed_bytes(who[1].sign),
+        dataclasses.replace(decode_manifest(sign(1, 5))[0], agent=9).to_signed_bytes(orgs[1].sign),
     ):
         assert ledger.record(signed) is None
     assert ledger.equivocators == frozenset()
-    assert ledger.digests() == [told(sign(1, 5))]
+    assert ledger.digests() == [manifest_digest(sign(1, 5))]
     assert ledger.get(1, 5, digest(forged)) is None
     assert not (tmp_path / "proofs").exists()
 
 
-def test_what_is_held_is_bounded(tmp_path, federation, sign, monkeypatch):
-    """The highest rounds stay, whatever the order in which an agent shows its manifests."""
+def test_the_number_of_stored_manifests_is_bounded(tmp_path, federation, sign, monkeypatch):
+    """The manifests of the highest rounds are kept, in whatever order they arrive."""
     monkeypatch.setattr(room, "_HELD_BYTES", 0)
     ledger = Ledger(tmp_path, federation)
     for n in [*range(30, 60), *range(30)]:
         for agent in range(4):
             ledger.record(sign(agent, n))
-    kept = range(50, 60)
+    kept_rounds = range(50, 60)
     for n in range(60):
-        held = ledger.get(1, n, digest(sign(1, n)))
-        assert held == (sign(1, n) if n in kept else None)
+        stored = ledger.get(1, n, digest(sign(1, n)))
+        assert stored == (sign(1, n) if n in kept_rounds else None)
     assert ledger.get(1, 0, ZERO_DIGEST) == sign(1, 59)
-    assert ledger.digests()[0] == told(sign(3, 29))
+    assert ledger.digests()[0] == manifest_digest(sign(3, 29))
     strangers = [(agent, n, ZERO_DIGEST) for agent in (4, 2**32 - 1) for n in (0, 59, 2**32 - 1)]
     assert (
         ledger.find_conflicts([*strangers, (0, 49, ZERO_DIGEST), (0, 2**32 - 1, ZERO_DIGEST)]) == []
@@ -153,7 +155,7 @@ def test_what_is_held_is_bounded(tmp_path, federation, sign, monkeypatch):
     assert len(ledger.find_conflicts([(0, 40, bytes([k]) * 32) for k in range(64)])) == 64
 
 
-def test_small_manifests_of_a_long_run_are_all_held(tmp_path, federation, sign):
+def test_all_small_manifests_of_a_long_run_are_stored(tmp_path, federation, sign):
     ledger = Ledger(tmp_path, federation)
     for n in range(1000):
         ledger.record(sign(1, n))
@@ -161,8 +163,11 @@ def test_small_manifests_of_a_long_run_are_all_held(tmp_path, federation, sign):
     assert ledger.record(sign(1, 0, b"another")) is not None
 
 
-def test_a_witness_is_taken_for_the_manifest_that_was_asked_for(tmp_path, federation, sign):
-    """Another agent's, round's or digest's manifest enters nothing, and neither does one alone."""
+def test_a_witness_must_be_the_requested_manifest(tmp_path, federation, sign):
+    """Manifests of another agent, round or digest are not stored.
+
+    A single manifest proves nothing.
+    """
     ledger = Ledger(tmp_path, federation)
     ledger.record(sign(1, 5))
     first, second = sign(1, 5, b"a"), sign(1, 6, b"b")
@@ -171,11 +176,11 @@ def test_a_witness_is_taken_for_the_manifest_that_was_asked_for(tmp_path, federa
         {digest(second): second},
         {digest(second): first},
         {digest(sign(2, 5, b"a")): sign(2, 5, b"a")},
-        {digest(first): sign(1, 5, b"a", by=2)},
+        {digest(first): sign(1, 5, b"a", signer=2)},
     ):
         assert ledger.prove(1, 5, witnesses) is None
     assert ledger.prove(2, 5, {digest(sign(2, 5)): sign(2, 5)}) is None
-    assert ledger.digests() == [told(sign(1, 5))]
+    assert ledger.digests() == [manifest_digest(sign(1, 5))]
     assert ledger.get(2, 5, ZERO_DIGEST) is None
     assert ledger.prove(1, 5, {digest(first): first}) is not None
     pair = {digest(sign(2, 7, text)): sign(2, 7, text) for text in (b"a", b"b")}
@@ -183,9 +188,9 @@ def test_a_witness_is_taken_for_the_manifest_that_was_asked_for(tmp_path, federa
     assert ledger.equivocators == {1, 2}
 
 
-def test_at_most_64_digests_are_told_and_proofs_among_them(tmp_path, federation, sign):
-    agreed = federation.model_copy(update={"lag": 100})
-    ledger = Ledger(tmp_path, agreed)
+def test_at_most_64_digests_are_sent_and_proofs_come_first(tmp_path, federation, sign):
+    changed_federation = federation.model_copy(update={"lag": 100})
+    ledger = Ledger(tmp_path, changed_federation)
     for n in range(90):
         ledger.record(sign(0, n))
     ledger.record(sign(2, 3, b"a"))
@@ -194,10 +199,13 @@ def test_at_most_64_digests_are_told_and_proofs_among_them(tmp_path, federation,
     assert {one[0] for one in ledger.digests()[:2]} == {2}
 
 
-def test_who_claims_to_be_far_ahead_leaves_room_for_others(tmp_path, federation, sign):
-    """Two agents fill the ledger with the highest rounds; newer manifests come first."""
-    agreed = federation.model_copy(update={"lag": 100})
-    ledger = Ledger(tmp_path, agreed)
+def test_agents_far_ahead_do_not_displace_digests_of_others(tmp_path, federation, sign):
+    """Two agents fill the ledger with the highest rounds.
+
+    The manifests recorded last come first.
+    """
+    changed_federation = federation.model_copy(update={"lag": 100})
+    ledger = Ledger(tmp_path, changed_federation)
     for n in range(40, 90):
         for agent in (1, 2):
             ledger.record(sign(agent, n))
@@ -208,26 +216,26 @@ def test_who_claims_to_be_far_ahead_leaves_room_for_others(tmp_path, federation,
     ]
 
 
-def test_a_disk_that_is_full_holds_nobody_innocent(tmp_path, federation, sign, monkeypatch):
+def test_a_proof_found_while_the_disk_is_full_is_written_later(
+    tmp_path, federation, sign, monkeypatch
+):
     ledger = Ledger(tmp_path, federation)
     ledger.record(sign(1, 5, b"a"))
 
-    def full(path, content):
+    def fail_without_space(path, content):
         raise RunError("no space")
 
     with monkeypatch.context() as patch:
-        patch.setattr(room.records, "atomic_write", full)
+        patch.setattr(room.records, "atomic_write", fail_without_space)
         assert ledger.record(sign(1, 5, b"b")) is not None
     assert ledger.equivocators == {1}
     ledger.record(sign(2, 5))
     assert Ledger(tmp_path, federation).equivocators == {1}
 
 
-def test_proofs_of_other_runs_and_files_that_are_none_prove_nothing(
-    tmp_path, who, federation, sign
-):
+def test_proofs_of_other_runs_and_invalid_files_are_ignored(tmp_path, orgs, federation, sign):
     proofs = tmp_path / "proofs"
-    other = federated(who, rounds=999)
+    other = federated(orgs, rounds=999)
     ledger = Ledger(tmp_path, other)
     ledger.record(sign(1, 5, b"a", run=other.run))
     ledger.record(sign(1, 5, b"b", run=other.run))
@@ -239,23 +247,23 @@ def test_proofs_of_other_runs_and_files_that_are_none_prove_nothing(
 
 @pytest.fixture
 def path(tmp_path, federation, sign):
-    """A good proof."""
+    """Path of a valid proof."""
     ledger = Ledger(tmp_path, federation)
     ledger.record(sign(1, 5, b"a"))
     ledger.record(sign(1, 5, b"b"))
     return tmp_path / "proofs/org-1-5.proof.toml"
 
 
-def test_the_command_tells_it_in_a_line(tmp_path, path, federation, capsys):
-    agreed = tmp_path / "federation.toml"
-    write_federation(federation, agreed)
-    cli.peers.proof(path, agreed)
-    told = "two different models for round 5 of run {} are signed by org-1, agent 1 of tiny\n"
-    assert capsys.readouterr().out == told.format(federation.run.hex()[:16])
+def test_the_proof_command_prints_one_line(tmp_path, path, federation, capsys):
+    federation_path = tmp_path / "federation.toml"
+    write_federation(federation, federation_path)
+    cli.peers.proof(path, federation_path)
+    expected = "two different models for round 5 of run {} are signed by org-1, agent 1 of tiny\n"
+    assert capsys.readouterr().out == expected.format(federation.run.hex()[:16])
 
 
-def test_who_got_another_key_is_not_guilty_of_what_was_signed_by_the_old_one(
-    tmp_path, path, who, federation
+def test_a_proof_under_a_replaced_key_does_not_count_against_the_new_key(
+    tmp_path, path, orgs, federation
 ):
     (other,) = identities(tmp_path / "new", 1)
     new = Identity.make(tmp_path / "org-1", name="org-1", endpoint=other.member.endpoint)
@@ -270,12 +278,12 @@ def encoded(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def two(table: dict, manifest: str) -> None:
+def replace_second(table: dict, manifest: str) -> None:
     table["manifests"][1] = manifest
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda sign, table: table.pop("key"), "must have the keys"),
         (lambda sign, table: table.update(more=1), "must have the keys"),
@@ -293,35 +301,42 @@ def two(table: dict, manifest: str) -> None:
         (lambda sign, table: table["manifests"].pop(), "two texts"),
         (lambda sign, table: table.update(manifests=[1, 2]), "two texts"),
         (lambda sign, table: table.update(manifests=["", ""]), "cannot be read (malformed)"),
-        (lambda sign, table: two(table, table["manifests"][0]), "one and the same"),
-        (lambda sign, table: two(table, encoded(sign(1, 6))), "another agent, round or run"),
+        (lambda sign, table: replace_second(table, table["manifests"][0]), "one and the same"),
         (
-            lambda sign, table: two(table, encoded(sign(1, 5, b"c", by=2))),
+            lambda sign, table: replace_second(table, encoded(sign(1, 6))),
+            "another agent, round or run",
+        ),
+        (
+            lambda sign, table: replace_second(table, encoded(sign(1, 5, b"c", signer=2))),
             "not signed by its key",
         ),
     ],
 )
-def test_a_file_that_proves_nothing_is_told_in_a_line(path, sign, change, told):
+def test_an_invalid_proof_is_refused_with_a_one_line_error(path, sign, change, message):
     table = tomllib.loads(path.read_text())
     change(sign, table)
     path.write_text(tomli_w.dumps(table))
     with pytest.raises(DataError) as error:
         verify_proof(path)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert "\x1b" not in str(error.value)
 
 
-def test_a_proof_is_held_against_the_federation(tmp_path, path, who, federation, sign):
+def test_a_proof_is_verified_against_the_federation(tmp_path, path, orgs, federation, sign):
     with pytest.raises(DataError, match="is of run"):
-        verify_proof(path, federated(who, rounds=7))
+        verify_proof(path, federated(orgs, rounds=7))
     table = tomllib.loads(path.read_text())
     path.write_text(tomli_w.dumps({**table, "name": "org-2"}))
     assert "the file says org-2" in verify_proof(path)
     with pytest.raises(DataError, match="not of the key of org-2, agent 1"):
         verify_proof(path, federation)
-    own = [encoded(sign(1, 5, text, by=2)) for text in (b"a", b"b")]
-    path.write_text(tomli_w.dumps({**table, "key": encoded(who[2].member.key), "manifests": own}))
+    manifests_of_org_2 = [encoded(sign(1, 5, text, signer=2)) for text in (b"a", b"b")]
+    path.write_text(
+        tomli_w.dumps(
+            {**table, "key": encoded(orgs[2].member.key), "manifests": manifests_of_org_2}
+        )
+    )
     verify_proof(path)
     with pytest.raises(DataError, match="not of the key of org-1"):
         verify_proof(path, federation)
@@ -334,7 +349,7 @@ def test_a_proof_is_held_against_the_federation(tmp_path, path, who, federation,
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 2000), piece=st.binary(min_size=1, max_size=3))
-def test_no_change_of_a_proof_raises_anything_else(path, place, piece):
+def test_a_changed_proof_raises_only_data_errors(path, place, piece):
     whole = path.read_bytes()
     changed = path.with_name("changed.proof.toml")
     changed.write_bytes(
@@ -362,7 +377,7 @@ def test_a_round_is_signed_once(tmp_path):
     ]
 
 
-def test_a_kill_in_the_middle_of_a_line_loses_that_line_alone(tmp_path):
+def test_an_incomplete_last_line_of_the_journal_is_dropped(tmp_path):
     path = tmp_path / "signed.jsonl"
     journal = SigningJournal(tmp_path)
     assert journal.reserve(1, b"a" * 32)
@@ -380,21 +395,21 @@ def test_a_kill_in_the_middle_of_a_line_loses_that_line_alone(tmp_path):
         SigningJournal(tmp_path)
 
 
-def test_what_the_disk_does_not_take_is_not_signed(tmp_path, monkeypatch):
+def test_a_round_is_not_signed_if_the_journal_cannot_be_written(tmp_path, monkeypatch):
     journal = SigningJournal(tmp_path)
     assert journal.reserve(1, b"a" * 32)
 
-    def full(file, data, offset):
+    def fail_without_space(file, data, offset):
         os.lseek(file, offset, os.SEEK_SET)
         os.write(file, data[:10])
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
+        patch.setattr(os, "pwrite", fail_without_space)
         with pytest.raises(RunError, match="make room"):
             journal.reserve(2, b"b" * 32)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda file: full(file, b"", 0))
+        patch.setattr(os, "fsync", lambda file: fail_without_space(file, b"", 0))
         with pytest.raises(RunError, match="make room"):
             journal.reserve(2, b"b" * 32)
     assert journal.reserve(2, b"c" * 32)

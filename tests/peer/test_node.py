@@ -1,4 +1,4 @@
-"""Nodes compute the same as a simulation, bit for bit, as processes and in one process."""
+"""Nodes reproduce a simulation bit for bit, as processes and in one process."""
 
 import asyncio
 import dataclasses
@@ -32,59 +32,59 @@ QUIET = {"gather": 10.0, "linger": 5.0}
 
 
 def simulation_of(folder, settings):
-    """The models after the last round of a simulation, and its pairs."""
+    """Run a simulation. Return its models after the last round, and its pairs."""
     settings = {"together": 1, **settings}
     run = fedcb2o.run(settings, out=folder, workers=1, watch=lambda *_: None)
     (seed,) = settings["seeds"]
     return load_file(folder / f"seed-{seed}" / "checkpoint.safetensors")["models"], run.pairs
 
 
-def assert_same(mine, theirs):
-    assert torch.equal(mine.view(torch.int32), theirs[: len(mine)].view(torch.int32))
+def assert_same(model, expected):
+    assert torch.equal(model.view(torch.int32), expected[: len(model)].view(torch.int32))
 
 
 def model_of(out):
     return load_file(out / "checkpoint.safetensors")["models"][0]
 
 
-def run_all(made, seconds=100):
-    """Run nodes in threads of their own to the end; what they raised."""
-    raised = []
+def run_all(peers, seconds=100):
+    """Run each node in a thread until it ends; raise the first error."""
+    errors = []
 
     def run(node):
         try:
             node.run()
         except BaseException as error:
-            raised.append(error)
+            errors.append(error)
 
-    threads = [threading.Thread(target=run, args=[node], daemon=True) for node in made]
+    threads = [threading.Thread(target=run, args=[node], daemon=True) for node in peers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(seconds)
         assert not thread.is_alive()
-    if raised:
-        raise raised[0]
+    if errors:
+        raise errors[0]
 
 
 def in_memory(folder, count, changes, **options):
-    """The settings of a simulation, and the node of each of its agents on one wire."""
-    who = members.identities(folder, count)
+    """Return the settings of a simulation, and one node per agent on a common wire."""
+    orgs = members.identities(folder, count)
     settings = members.experiment(count, **changes)
-    made = members.federated(
-        who, changes=changes, synchronous=True, deadline_seconds=60.0, **options
+    fed = members.federated(
+        orgs, changes=changes, synchronous=True, deadline_seconds=60.0, **options
     )
     wire = Wire()
     return settings, [
         Node(
-            made,
+            fed,
             identity,
             out=folder / f"out-{j}",
             simulate=load(settings),
             connect=joining(wire, j),
             **QUIET,
         )
-        for j, identity in enumerate(who)
+        for j, identity in enumerate(orgs)
     ]
 
 
@@ -100,7 +100,7 @@ def joining(wire, j):
     ],
 )
 def test_processes_over_tls_reproduce_the_simulation(algorithm, tmp_path):
-    """Six, of which two flip labels and collude, in two clusters that do not know of each other."""
+    """Six agents in two clusters, two of them attackers that flip labels and collude."""
     changes = {**CHANGES, **({"algorithm": algorithm} if algorithm else {})}
     with nodes(tmp_path, 6, changes=changes, synchronous=True, deadline_seconds=60.0) as peers:
         peers.start()
@@ -109,14 +109,14 @@ def test_processes_over_tls_reproduce_the_simulation(algorithm, tmp_path):
         for j in range(6):
             assert [(line["refused"], line["late"]) for line in peers.lines(j)] == [({}, [])] * 5
             assert_same(peers.model(j), models[j])
-            theirs = (
+            simulated_peers = (
                 pairs[(pairs["agent"] == j) & (pairs["peer"] != j)]
                 .groupby("round")["peer"]
                 .apply(list)
             )
             for line in peers.lines(j):
-                assert sorted(each["id"] for each in line["received"]) == sorted(
-                    theirs[line["round"]]
+                assert sorted(entry["id"] for entry in line["received"]) == sorted(
+                    simulated_peers[line["round"]]
                 )
 
 
@@ -148,15 +148,15 @@ SLOW = ("released", "everyone", *GUARDS)
 )
 def test_every_kind_of_algorithm_reproduces_the_simulation(name, tmp_path):
     changes = {**CHANGES, "rounds": 3, "algorithm": ALGORITHMS[name]}
-    settings, made = in_memory(tmp_path, 6, changes)
-    run_all(made)
+    settings, peers = in_memory(tmp_path, 6, changes)
+    run_all(peers)
     models, _ = simulation_of(tmp_path / "simulation", settings)
     for j in range(6):
         assert_same(model_of(tmp_path / f"out-{j}"), models[j])
 
 
 @pytest.mark.parametrize("buffers", [pytest.param("shared", marks=pytest.mark.slow), "local"])
-def test_statistics_of_norms_reproduce_the_simulation_and_are_written(buffers, tmp_path):
+def test_statistics_of_normalisation_layers_reproduce_the_simulation(buffers, tmp_path):
     path = "tests.networks:with_norms"
     changes = {
         **CHANGES,
@@ -165,51 +165,51 @@ def test_statistics_of_norms_reproduce_the_simulation_and_are_written(buffers, t
         "training": {"batch_size": 7},
     }
     changes["layout"] = "contiguous"
-    settings, made = in_memory(tmp_path, 6, changes)
-    run_all(made)
+    settings, peers = in_memory(tmp_path, 6, changes)
+    run_all(peers)
     models, _ = simulation_of(tmp_path / "simulation", settings)
     simulated = fedcb2o.Run(tmp_path / "simulation")
     for j in range(6):
         assert_same(model_of(tmp_path / f"out-{j}"), models[j])
-        mine, theirs = (
+        network, expected = (
             _agent.load_model(tmp_path / f"out-{j}", allowed_functions=[path]),
             simulated.model(j),
         )
-        assert mine.state_dict().keys() == theirs.state_dict().keys()
-        for name, tensor in theirs.state_dict().items():
-            assert tensor.equal(mine.state_dict()[name]) or name.endswith("num_batches_tracked"), (
-                name
-            )
+        assert network.state_dict().keys() == expected.state_dict().keys()
+        for name, tensor in expected.state_dict().items():
+            assert tensor.equal(network.state_dict()[name]) or name.endswith(
+                "num_batches_tracked"
+            ), name
 
 
-def test_a_graph_says_whom_an_agent_may_ask(tmp_path):
+def test_a_graph_limits_the_peers_an_agent_may_ask(tmp_path):
     changes = {
         **CHANGES,
         "rounds": 3,
         "agents": {**CHANGES["agents"], "budget": 2, "graph": {"name": "ring"}},
     }
-    settings, made = in_memory(tmp_path, 6, changes)
-    run_all(made)
+    settings, peers = in_memory(tmp_path, 6, changes)
+    run_all(peers)
     models, _ = simulation_of(tmp_path / "simulation", settings)
     for j in range(6):
         assert_same(model_of(tmp_path / f"out-{j}"), models[j])
 
 
-def test_a_stopped_node_goes_on_to_the_same_bits(tmp_path):
-    """One ends after its second round and is started again, while the others wait for it."""
-    settings, made = in_memory(tmp_path, 3, {"rounds": 4})
-    others = threading.Thread(target=run_all, args=[made[1:]], daemon=True)
+def test_a_resumed_node_reproduces_the_simulation(tmp_path):
+    """A node stops after its second round and resumes, while the others wait for it."""
+    settings, peers = in_memory(tmp_path, 3, {"rounds": 4})
+    others = threading.Thread(target=run_all, args=[peers[1:]], daemon=True)
     others.start()
-    first = made[0].rounds()
+    first = peers[0].rounds()
     assert [next(first)["round"], next(first)["round"]] == [1, 2]
-    for j in (1, 2):  # they have its model of this round
+    for j in (1, 2):  # wait until the others have its model of round 2
         while len(lines_of(tmp_path / f"out-{j}")) < 2:
             time.sleep(0.01)
     first.close()
     with pytest.raises(RunError, match="--resume goes on with it"):
-        made[0].run()
-    made[0].resume = True
-    made[0].run()
+        peers[0].run()
+    peers[0].resume = True
+    peers[0].run()
     others.join(60)
     models, _ = simulation_of(tmp_path / "simulation", settings)
     assert [line["round"] for line in lines_of(tmp_path / "out-0")] == [1, 2, 3, 4]
@@ -232,42 +232,42 @@ TERMS = {"most_samples": 500, "deadline_seconds": 20.0, "encoding": "int8"}
 
 
 @pytest.fixture
-def three(tmp_path):
-    """A federation of three organisations with digits of their own."""
-    who = members.identities(tmp_path, 3)
-    return who, members.federated(who, changes=FOUR, round_seconds=0.5, **TERMS)
+def federation_of_three(tmp_path):
+    """Three organisations that each train on a third of the digits, at most one round per 0.5 s."""
+    orgs = members.identities(tmp_path, 3)
+    return orgs, members.federated(orgs, changes=FOUR, round_seconds=0.5, **TERMS)
 
 
 @pytest.fixture
-def quick(tmp_path):
-    """The same, whose rounds take no longer than their work."""
-    who = members.identities(tmp_path, 3)
-    return who, members.federated(who, changes=FOUR, **TERMS)
+def fast_federation(tmp_path):
+    """Three organisations as in `federation_of_three`, without a minimum duration of rounds."""
+    orgs = members.identities(tmp_path, 3)
+    return orgs, members.federated(orgs, changes=FOUR, **TERMS)
 
 
 def share(j):
-    """A third of the digits."""
+    """Return a third of the digits, the data of organisation j."""
     whole = digits()
     return fedcb2o.Dataset(
         fedcb2o.Shard(whole.pool.x[j::3], whole.pool.y[j::3]), whole.test, whole.class_names
     )
 
 
-def test_organisations_with_their_own_data_learn_from_each_other(three, tmp_path):
+def test_organisations_with_their_own_data_learn_from_each_other(federation_of_three, tmp_path):
     """Run three nodes with asyncio and int8 models; each final model can be loaded."""
-    who, made = three
+    orgs, fed = federation_of_three
     wire = Wire()
 
-    async def together():
-        ran = [
+    async def train_all():
+        tasks = [
             Node(
-                made, each, share(j), out=tmp_path / f"out-{j}", connect=joining(wire, j), **QUIET
+                fed, each, share(j), out=tmp_path / f"out-{j}", connect=joining(wire, j), **QUIET
             ).train()
-            for j, each in enumerate(who)
+            for j, each in enumerate(orgs)
         ]
-        return await asyncio.gather(*ran)
+        return await asyncio.gather(*tasks)
 
-    folders = asyncio.run(together())
+    folders = asyncio.run(train_all())
     assert folders == [tmp_path / f"out-{j}" for j in range(3)]
     test = digits().test
     for j, folder in enumerate(folders):
@@ -284,30 +284,30 @@ def test_organisations_with_their_own_data_learn_from_each_other(three, tmp_path
         assert all(each["bytes"] < 4 * 2410 / 2 for line in lines for each in line["received"])
 
 
-def test_a_cancelled_task_ends_the_node(three, tmp_path):
-    who, made = three
+def test_a_cancelled_task_ends_the_node(federation_of_three, tmp_path):
+    orgs, fed = federation_of_three
     node = Node(
-        made, who[0], share(0), out=tmp_path / "out", connect=joining(Wire(), 0), gather=60.0
+        fed, orgs[0], share(0), out=tmp_path / "out", connect=joining(Wire(), 0), gather=60.0
     )
 
-    async def cancelled():
+    async def cancel_training():
         task = asyncio.create_task(node.train())
         await asyncio.sleep(0.5)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(asyncio.wait_for(cancelled(), 20))
+    asyncio.run(asyncio.wait_for(cancel_training(), 20))
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_data_that_do_not_fit(three, tmp_path):
-    who, made = three
+def test_data_of_another_shape_or_with_other_classes_are_refused(federation_of_three, tmp_path):
+    orgs, fed = federation_of_three
     whole = share(0)
     wide = fedcb2o.Dataset(
         whole.pool, fedcb2o.Shard(torch.zeros(3, 1, 9, 9), whole.test.y[:3]), whole.class_names
     )
-    for data, told in (
+    for data, message in (
         (
             wide,
             r"samples of shape \(1, 9, 9\) in their test, and the federation agreed on \(1, 8, 8\)",
@@ -321,66 +321,66 @@ def test_data_that_do_not_fit(three, tmp_path):
             "have 11 classes, .* and the federation 10",
         ),
     ):
-        with pytest.raises(DataError, match=told):
-            _agent.agent_from_dataset(made, 0, data)
+        with pytest.raises(DataError, match=message):
+            _agent.agent_from_dataset(fed, 0, data)
     with pytest.raises(ConfigError, match="not both"):
-        Node(made, who[0], out=tmp_path / "out")
+        Node(fed, orgs[0], out=tmp_path / "out")
 
 
-def test_a_simulation_must_be_what_was_agreed_on(three):
-    _, made = three
+def test_a_simulation_that_differs_from_the_federation_is_refused(federation_of_three):
+    _, fed = federation_of_three
     other = load(
         members.experiment(3, agents={"benign": 3, "malicious": 0}, algorithm={"name": "fedcbo"})
     )
     with pytest.raises(
         ConfigError, match=r"differs from the federation in .*experiment\.algorithm\.name"
     ):
-        _agent.simulated_agent(made, 0, other)
+        _agent.simulated_agent(fed, 0, other)
     with pytest.raises(ConfigError, match="has 4 agents, and the federation 3 members"):
-        _agent.simulated_agent(made, 0, load(members.experiment(4)))
+        _agent.simulated_agent(fed, 0, load(members.experiment(4)))
 
 
-def test_a_folder_is_of_one_agent_and_federation(three, tmp_path):
-    who, made = three
+def test_a_run_folder_belongs_to_one_agent_and_federation(federation_of_three, tmp_path):
+    orgs, fed = federation_of_three
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
     with pytest.raises(RunError, match="is not empty and holds no peer's run"):
         Node(
-            made, who[0], share(0), out=tmp_path / "full", connect=joining(Wire(), 0), **QUIET
+            fed, orgs[0], share(0), out=tmp_path / "full", connect=joining(Wire(), 0), **QUIET
         ).run()
     (tmp_path / "mine").mkdir()
-    federation.write_federation(made, tmp_path / "mine" / "federation.toml")
+    federation.write_federation(fed, tmp_path / "mine" / "federation.toml")
     with pytest.raises(RunError, match="mine is not the folder of a peer's run"):
         Node(
-            made, who[0], share(0), out=tmp_path / "mine", connect=joining(Wire(), 0), **QUIET
+            fed, orgs[0], share(0), out=tmp_path / "mine", connect=joining(Wire(), 0), **QUIET
         ).run()
-    federation.write_federation(made, tmp_path / "federation.toml")
-    alone = Node(
+    federation.write_federation(fed, tmp_path / "federation.toml")
+    node = Node(
         tmp_path / "federation.toml",
-        who[0].folder,
+        orgs[0].folder,
         share(0),
         out=tmp_path / "out",
         connect=joining(Wire(), 0),
     )
-    alone.gather = alone.linger = 0.0
-    alone.run()
+    node.gather = node.linger = 0.0
+    node.run()
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
     federation.write_federation(
-        federation.amend_federation(made, remove=["org-2"]), tmp_path / "2.toml"
+        federation.amend_federation(fed, remove=["org-2"]), tmp_path / "2.toml"
     )
-    for each in who[:2]:
-        second = federation.sign_federation(tmp_path / "2.toml", each)
-    by_itself(second, who[0], share(0), tmp_path / "out", resume=True).run()
+    for identity in orgs[:2]:
+        second = federation.sign_federation(tmp_path / "2.toml", identity)
+    isolated_node(second, orgs[0], share(0), tmp_path / "out", resume=True).run()
     info = PeerRecords.read(tmp_path / "out").info
     assert [info.name_of(j) for j in range(3)] == ["org-0", "org-1", "org-2 (removed)"]
     with pytest.raises(
         RunError, match="went on with version 2 of the federation, and the one given is version 1"
     ):
-        by_itself(made, who[0], share(0), tmp_path / "out", resume=True).run()
+        isolated_node(fed, orgs[0], share(0), tmp_path / "out", resume=True).run()
     with pytest.raises(RunError, match="of another federation or agent"):
         Node(
-            made,
-            who[1],
+            fed,
+            orgs[1],
             share(1),
             out=tmp_path / "out",
             connect=joining(Wire(), 1),
@@ -390,7 +390,7 @@ def test_a_folder_is_of_one_agent_and_federation(three, tmp_path):
 
 
 class Notes:
-    """What a node says to its operator."""
+    """Observer that records the messages for the operator."""
 
     def __init__(self):
         self.notes = []
@@ -405,99 +405,101 @@ class Notes:
         self.notes.append(text)
 
 
-def by_itself(made, identity, data, out, **options):
-    """A node that waits for nobody."""
+def isolated_node(fed, identity, data, out, **options):
+    """Return a node that does not wait for other members."""
     return Node(
-        made, identity, data, out=out, connect=joining(Wire(), 0), gather=0.0, linger=0.0, **options
+        fed, identity, data, out=out, connect=joining(Wire(), 0), gather=0.0, linger=0.0, **options
     )
 
 
-def test_a_node_that_trains_alone_names_the_silent_members_once(quick, tmp_path, monkeypatch):
-    who, made = quick
+def test_a_node_that_trains_alone_names_unreachable_members_once(
+    fast_federation, tmp_path, monkeypatch
+):
+    orgs, fed = fast_federation
     monkeypatch.setattr(_engine, "_ROUNDS_ALONE", 2)
-    said = (
+    message = (
         "this agent has trained alone for 2 rounds: org-1 is not reachable, org-2 is not reachable"
     )
-    for seconds, expected in ((60.0, []), (0.0, [said])):
+    for seconds, expected in ((60.0, []), (0.0, [message])):
         monkeypatch.setattr(_engine, "_SECONDS_ALONE", seconds)
         notes = Notes()
         out = tmp_path / f"out-{seconds}"
-        node = by_itself(made, who[0], share(0), out, observer=notes)
+        node = isolated_node(fed, orgs[0], share(0), out, observer=notes)
         node.run()
-        (who[0].folder / "runs.toml").unlink()  # the same key in another folder
-        alone = [note.partition(". ")[0] for note in notes.notes if "trained alone" in note]
-        assert alone == expected
+        (orgs[0].folder / "runs.toml").unlink()  # the next node uses the same key in another folder
+        messages = [note.partition(". ")[0] for note in notes.notes if "trained alone" in note]
+        assert messages == expected
 
 
-def test_a_node_that_is_told_to_end_before_it_begins(quick, tmp_path):
-    who, made = quick
-    node = by_itself(made, who[0], share(0), tmp_path / "out")
+def test_a_node_stopped_before_its_start_trains_no_round(fast_federation, tmp_path):
+    orgs, fed = fast_federation
+    node = isolated_node(fed, orgs[0], share(0), tmp_path / "out")
     node.stop()
     node.run()
     assert not (tmp_path / "out" / "signed.jsonl").exists()
-    node.run()  # and the next time it was not told
+    node.run()  # a request to stop applies to one run
     assert len(lines_of(tmp_path / "out")) == 4
 
 
-def test_training_takes_no_thread_of_asyncio(quick, tmp_path):
-    """Where the program's own work has taken all of these, a node trains nevertheless."""
-    who, made = quick
-    node, free = by_itself(made, who[0], share(0), tmp_path / "out"), threading.Event()
+def test_training_uses_no_thread_of_the_asyncio_executor(fast_federation, tmp_path):
+    """A node trains even if the program's own work occupies the default executor."""
+    orgs, fed = fast_federation
+    node, release = isolated_node(fed, orgs[0], share(0), tmp_path / "out"), threading.Event()
 
-    async def busy():
+    async def train_with_busy_executor():
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        waiting = asyncio.create_task(asyncio.to_thread(free.wait, 60))
+        blocker = asyncio.create_task(asyncio.to_thread(release.wait, 60))
         await asyncio.sleep(0)
         try:
             await asyncio.wait_for(node.train(), 60)
         finally:
-            free.set()
-            await waiting
+            release.set()
+            await blocker
 
-    asyncio.run(busy())
+    asyncio.run(train_with_busy_executor())
     assert len(lines_of(tmp_path / "out")) == 4
 
 
-def test_peers_that_answer_nothing_hold_no_wait_beyond_its_time(quick):
-    _, made = quick
+def test_silent_peers_do_not_extend_a_wait(fast_federation):
+    _, fed = fast_federation
 
     class Silent(PeerClient):
         def __init__(self):
-            self.federation, self.agent_id = made, 0
+            self.federation, self.agent_id = fed, 0
 
         def hello(self, peer, seconds):
             time.sleep(seconds)
 
     stop = threading.Event()
-    company = PeerMonitor(Wire().agent(0), Silent(), stop, Notes())
+    monitor = PeerMonitor(Wire().agent(0), Silent(), stop, Notes())
     began = time.monotonic()
-    company.wait_for_rounds(lambda: range(1, 30), 0, 0.4, 0.01)
+    monitor.wait_for_rounds(lambda: range(1, 30), 0, 0.4, 0.01)
     assert 0.4 <= time.monotonic() - began < 2
     threading.Timer(0.2, stop.set).start()
-    company.wait_for_rounds(lambda: range(1, 3000), 0, 60.0, 0.01)
+    monitor.wait_for_rounds(lambda: range(1, 3000), 0, 60.0, 0.01)
     assert time.monotonic() - began < 10
 
 
-def test_other_data_and_a_damaged_checkpoint_never_lead_to_a_second_signature(quick, tmp_path):
-    who, made = quick
+def test_changed_data_or_a_damaged_checkpoint_cause_no_second_signature(fast_federation, tmp_path):
+    orgs, fed = fast_federation
     out = tmp_path / "out"
-    first = by_itself(made, who[0], share(0), out).rounds()
+    first = isolated_node(fed, orgs[0], share(0), out).rounds()
     assert [next(first)["round"], next(first)["round"]] == [1, 2]
     first.close()
     before = (out / "signed.jsonl").read_text()
     with pytest.raises(
         RunError, match=r"the data differ from those when .* never choose another --out"
     ):
-        by_itself(made, who[0], share(1), out, resume=True).run()
+        isolated_node(fed, orgs[0], share(1), out, resume=True).run()
     path = out / "checkpoint.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(
         RunError, match="or remove this file alone: --resume then begins again with round 1"
     ):
-        by_itself(made, who[0], share(0), out, resume=True).run()
+        isolated_node(fed, orgs[0], share(0), out, resume=True).run()
     path.unlink()
     notes = Notes()
-    by_itself(made, who[0], share(1), out, resume=True, observer=notes).run()
+    isolated_node(fed, orgs[0], share(1), out, resume=True, observer=notes).run()
     assert [line["round"] for line in lines_of(out)] == [1, 2, 3, 4]
     signed = (out / "signed.jsonl").read_text()
     assert signed.startswith(before)
@@ -505,54 +507,64 @@ def test_other_data_and_a_damaged_checkpoint_never_lead_to_a_second_signature(qu
     assert sum("no model up to round 2 is offered" in note for note in notes.notes) == 1
 
 
-def test_the_operator_is_told_once_who_equivocated(quick, tmp_path):
-    who, made = quick
+def test_equivocation_is_reported_to_the_operator_once(fast_federation, tmp_path):
+    orgs, fed = fast_federation
     notes = Notes()
-    node = by_itself(made, who[0], share(0), tmp_path / "out", observer=notes)
-    for guilty in ({1}, {1}, {0, 1}, {0, 1}):
-        node._report_equivocation(frozenset(guilty))
-    other, mine = notes.notes
-    assert other.startswith(
+    node = isolated_node(fed, orgs[0], share(0), tmp_path / "out", observer=notes)
+    for equivocators in ({1}, {1}, {0, 1}, {0, 1}):
+        node._report_equivocation(frozenset(equivocators))
+    peer_note, own_note = notes.notes
+    assert peer_note.startswith(
         "org-1 signed two models for one round, and is asked no more: the proof is in"
     )
-    assert "was the key stolen?" in mine
+    assert "was the key stolen?" in own_note
 
 
-def test_a_fault_of_ours_is_logged_once_and_ends_no_round(quick, tmp_path, caplog):
-    who, made = quick
-    node = by_itself(made, who[0], share(0), tmp_path / "out")
-    wire, coding = Wire().agent(0), node._build_codec()
-    downloads = PeerClient(made, who[0], wire, Ledger(tmp_path, made), coding, node.agent.spec.dim)
+def test_an_internal_error_in_downloads_is_logged_once_and_counts_as_failed(
+    fast_federation, tmp_path, caplog
+):
+    orgs, fed = fast_federation
+    node = isolated_node(fed, orgs[0], share(0), tmp_path / "out")
+    wire, codec = Wire().agent(0), node._build_codec()
+    downloads = PeerClient(fed, orgs[0], wire, Ledger(tmp_path, fed), codec, node.agent.spec.dim)
     for _ in range(2):
         broken = Future()
         broken.set_exception(KeyError("ours"))
         assert _ModelDownload(downloads, 0, 1, torch.empty(0), 0.0).result(broken) == FAILED
-    (told,) = caplog.records
-    assert "KeyError" in told.exc_text
+    (record,) = caplog.records
+    assert "KeyError" in record.exc_text
 
 
-def test_no_model_within_the_bound_ends_a_node(tmp_path):
-    """A model with outputs of zero has no loss gap and a large weight; its average cannot train."""
-    who = members.identities(tmp_path, 3)
+def test_a_node_restarts_from_the_initial_model_after_divergence(tmp_path):
+    """A received model with zero outputs gets a large weight.
+
+    Training from the average diverges.
+    """
+    orgs = members.identities(tmp_path, 3)
     changes = {**FOUR, "model": {"name": "mlp", "hidden": [32] * 4}}
-    made = members.federated(who, changes=changes, most_samples=500, deadline_seconds=5.0)
-    *hidden, weight, bias = _agent.build_network(made).parameters()
-    evil = torch.cat(
-        [torch.full((each.numel(),), 1e6) for each in hidden]
+    fed = members.federated(orgs, changes=changes, most_samples=500, deadline_seconds=5.0)
+    *hidden, weight, bias = _agent.build_network(fed).parameters()
+    malicious_model = torch.cat(
+        [torch.full((parameter.numel(),), 1e6) for parameter in hidden]
         + [torch.zeros(len(weight) * 32 + len(bias))]
     )
     wire = Wire()
-    ledger, transport = Ledger(tmp_path / "liar", made), wire.agent(1)
-    server = Server(made, 1, who[1], ledger, hello_content=dict)
+    ledger, transport = Ledger(tmp_path / "liar", fed), wire.agent(1)
+    server = Server(fed, 1, orgs[1], ledger, hello_content=dict)
     transport.serve(server.on_request)
     (tmp_path / "liar").mkdir()
     ModelPublisher(
-        made, who[1], RawCodec(len(evil)), SigningJournal(tmp_path / "liar"), server, print
-    ).publish(3, evil, 500)
+        fed,
+        orgs[1],
+        RawCodec(len(malicious_model)),
+        SigningJournal(tmp_path / "liar"),
+        server,
+        print,
+    ).publish(3, malicious_model, 500)
     notes = Notes()
     node = Node(
-        made,
-        who[0],
+        fed,
+        orgs[0],
         share(0),
         out=tmp_path / "out",
         connect=lambda federation, identity: wire.agent(0),
@@ -571,35 +583,35 @@ def test_no_model_within_the_bound_ends_a_node(tmp_path):
     )
 
 
-def test_who_holds_another_file_is_told_what_differs_and_refused(tmp_path):
-    """Of two nodes one holds a federation of six rounds where the other has three."""
-    who = members.identities(tmp_path, 2)
-    wire, told, made = Wire(), [Notes(), Notes()], []
+def test_peers_with_different_federations_report_it_and_exchange_no_models(tmp_path):
+    """One node has a federation of three rounds, the other node one of six."""
+    orgs = members.identities(tmp_path, 2)
+    wire, observers, peers = Wire(), [Notes(), Notes()], []
     for j, rounds in enumerate((3, 6)):
         changes = {"rounds": rounds, "agents": {"benign": 2, "malicious": 0, "budget": 1}}
-        agreed = members.federated(who, changes=changes, most_samples=500, deadline_seconds=20.0)
+        fed = members.federated(orgs, changes=changes, most_samples=500, deadline_seconds=20.0)
         node = Node(
-            agreed,
-            who[j],
+            fed,
+            orgs[j],
             share(j),
             out=tmp_path / f"out-{j}",
             connect=joining(wire, j),
-            observer=told[j],
+            observer=observers[j],
             **QUIET,
         )
-        made.append(node)
-    run_all(made)
+        peers.append(node)
+    run_all(peers)
     for j in range(2):
-        (note,) = [note for note in told[j].notes if "differing" in note]
+        (note,) = [note for note in observers[j].notes if "differing" in note]
         text = "it holds another federation, differing in rounds: send one file to all"
         assert note == f"org-{1 - j}: {text}"
         assert not any(line["received"] for line in lines_of(tmp_path / f"out-{j}"))
 
 
-def test_an_identity_signs_for_a_run_in_one_folder_alone(quick, tmp_path):
-    """A mistyped folder is no new start, with --resume neither; one that was moved is the same."""
-    who, made = quick
-    first = by_itself(made, who[0], share(0), tmp_path / "out").rounds()
+def test_an_identity_signs_for_a_run_in_one_folder_only(fast_federation, tmp_path):
+    """A second folder is refused, also with --resume. A moved folder is accepted."""
+    orgs, fed = fast_federation
+    first = isolated_node(fed, orgs[0], share(0), tmp_path / "out").rounds()
     assert next(first)["round"] == 1
     first.close()
     for resume in (False, True):
@@ -607,9 +619,9 @@ def test_an_identity_signs_for_a_run_in_one_folder_alone(quick, tmp_path):
             RunError,
             match=r"org-0 already signs for this run in \S+/out: give that --out and --resume",
         ):
-            by_itself(made, who[0], share(0), tmp_path / "uot", resume=resume).run()
+            isolated_node(fed, orgs[0], share(0), tmp_path / "uot", resume=resume).run()
     (tmp_path / "out").rename(tmp_path / "moved")
-    by_itself(made, who[0], share(0), tmp_path / "moved", resume=True).run()
+    isolated_node(fed, orgs[0], share(0), tmp_path / "moved", resume=True).run()
     assert [line["round"] for line in lines_of(tmp_path / "moved")] == list(
-        range(1, made.rounds + 1)
+        range(1, fed.rounds + 1)
     )

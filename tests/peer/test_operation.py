@@ -56,7 +56,7 @@ def secret(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def test_encrypted_keys_open_links_and_are_renewed_encrypted(secret, tmp_path, monkeypatch):
+def test_encrypted_keys_open_links_and_stay_encrypted_after_renewal(secret, tmp_path, monkeypatch):
     first, second = members.free_ports(2)
     words = ["peer", "identity", "--name", "org-0", "--endpoint", f"127.0.0.1:{first}", "--encrypt"]
     result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "org-0")])
@@ -70,9 +70,9 @@ def test_encrypted_keys_open_links_and_are_renewed_encrypted(secret, tmp_path, m
             assert b"ENCRYPTED" in (folder / name).read_bytes()
 
     federation = members.federated([encrypted, plain])
-    with Zenoh(federation, encrypted) as one, Zenoh(federation, plain) as other:
-        other.serve(lambda request, reply: reply(b"heard"))
-        members_are_linked(one, other)
+    with Zenoh(federation, encrypted) as client, Zenoh(federation, plain) as server:
+        server.serve(lambda request, reply: reply(b"heard"))
+        wait_until_linked(client, server)
 
     secret.write_text("another one")
     with pytest.raises(ConfigError, match="with this passphrase"):
@@ -87,27 +87,29 @@ def test_encrypted_keys_open_links_and_are_renewed_encrypted(secret, tmp_path, m
     assert Identity.read(encrypted.folder).member == encrypted.member
 
 
-def members_are_linked(one: Zenoh, other: Zenoh) -> None:
+def wait_until_linked(client: Zenoh, server: Zenoh) -> None:
     from tests.peer.nodes import wait_for
 
-    wait_for(lambda: one.connected_peers() == {1} and other.connected_peers() == {0}, 10)
-    wait_for(lambda: list(one.ask(1, b"?", 5.0)) == [b"heard"], 10)
+    wait_for(lambda: client.connected_peers() == {1} and server.connected_peers() == {0}, 10)
+    wait_for(lambda: list(client.ask(1, b"?", 5.0)) == [b"heard"], 10)
 
 
 def test_renew_encrypts_the_keys_of_an_identity(secret, tmp_path):
-    made = Identity.make(tmp_path / "keys", name="org-0", endpoint="127.0.0.1:9998")
-    result = CliRunner().invoke(app, ["peer", "renew", "--identity", str(made.folder), "--encrypt"])
+    identity = Identity.make(tmp_path / "keys", name="org-0", endpoint="127.0.0.1:9998")
+    result = CliRunner().invoke(
+        app, ["peer", "renew", "--identity", str(identity.folder), "--encrypt"]
+    )
     assert result.exit_code == 0, result.output
-    read = Identity.read(made.folder)
+    read = Identity.read(identity.folder)
     read.check_certificate()
     assert b"ENCRYPTED" in read.tls_key.read_bytes()
-    assert read.sign(b"text") == made.sign(b"text")
+    assert read.sign(b"text") == identity.sign(b"text")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="without OpenSSL's program")
 def test_an_existing_authority_signs_a_member_file_as_documented(tmp_path):
-    made = Identity.make(tmp_path / "keys", name="org-0", endpoint="127.0.0.1:9998")
-    file = made.folder / "org-0.member.toml"
+    identity = Identity.make(tmp_path / "keys", name="org-0", endpoint="127.0.0.1:9998")
+    file = identity.folder / "org-0.member.toml"
 
     def openssl(words: str) -> int:
         return subprocess.run(
@@ -129,9 +131,9 @@ def test_an_existing_authority_signs_a_member_file_as_documented(tmp_path):
 
 
 def test_health_and_metrics_follow_the_rounds(monkeypatch, tmp_path):
-    made = Identity.make(tmp_path / "keys", name="org-0", endpoint="127.0.0.1:9998")
+    identity = Identity.make(tmp_path / "keys", name="org-0", endpoint="127.0.0.1:9998")
     with NodeMetrics(
-        NullObserver(), 0, name="org-0", rounds=9, round_seconds=1.0, expires=made.expires
+        NullObserver(), 0, name="org-0", rounds=9, round_seconds=1.0, expires=identity.expires
     ) as metrics:
         url = f"http://127.0.0.1:{metrics.port}"
         metrics.on_phase(4, "training")
@@ -158,7 +160,7 @@ def test_health_and_metrics_follow_the_rounds(monkeypatch, tmp_path):
             "fedcb2o_notes_total 1.0",
         ):
             assert line in lines
-        metrics.on_round({**RECORD, "round": 9})  # its baseline has 3 rounds of training
+        metrics.on_round({**RECORD, "round": 9})  # the baseline has trained for 3 rounds
         lines = urllib.request.urlopen(f"{url}/metrics").read().decode().splitlines()
         assert {"fedcb2o_gain NaN", "fedcb2o_gain_low NaN", "fedcb2o_accuracy_alone 0.5"} <= {
             *lines
@@ -172,7 +174,7 @@ def test_health_and_metrics_follow_the_rounds(monkeypatch, tmp_path):
         with pytest.raises(RunError, match="in use"):
             NodeMetrics(
                 NullObserver(), metrics.port, name="b", rounds=1, round_seconds=1.0,
-                expires=made.expires,
+                expires=identity.expires,
             )  # fmt: skip
 
 
@@ -194,7 +196,9 @@ def test_log_lines_are_objects_with_the_records_of_rounds(tmp_path):
 
 
 @pytest.mark.parametrize("has_file", [True, False])
-def test_a_terminal_shows_the_live_view_beside_a_log_file(has_file, tmp_path, monkeypatch, capsys):
+def test_a_terminal_shows_the_live_table_in_addition_to_a_log_file(
+    has_file, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal for rich
     monkeypatch.setenv("TERM", "xterm")
     file = tmp_path / "node.log"
@@ -204,10 +208,10 @@ def test_a_terminal_shows_the_live_view_beside_a_log_file(has_file, tmp_path, mo
         with RoundLog(names, agent_id=0, rounds=9, has_table=has_log_file()) as log:
             log.on_round(RECORD)
             log.on_note("org-1 is late")
-    shown = capsys.readouterr().err
-    lines = (file.read_text() if has_file else shown).splitlines()
+    output = capsys.readouterr().err
+    lines = (file.read_text() if has_file else output).splitlines()
     assert [json.loads(line)["level"] for line in lines] == ["info", "warning"]
-    assert ("round of model" in shown) == has_file
+    assert ("round of model" in output) == has_file
 
 
 ENDS = [
@@ -221,10 +225,10 @@ ENDS = [
 
 @pytest.mark.parametrize("has_file", [True, False])
 @pytest.mark.parametrize(("error", "status", "level", "text"), ENDS)
-def test_the_end_of_a_command_is_a_log_line(
+def test_the_end_of_a_command_is_logged(
     error, status, level, text, has_file, tmp_path, monkeypatch, capsys
 ):
-    """Standard error has the line as text if the log has a file, and as JSON otherwise."""
+    """With a log file, standard error has the message as text; otherwise it has the JSON line."""
 
     def fail(*arguments, **options):
         raise error
@@ -240,18 +244,18 @@ def test_the_end_of_a_command_is_a_log_line(
         main()
     if expected is SystemExit:
         assert end.value.code == status
-    shown = capsys.readouterr().err
-    (line,) = (log.read_text() if has_file else shown).splitlines()
+    output = capsys.readouterr().err
+    (line,) = (log.read_text() if has_file else output).splitlines()
     content = json.loads(line)
     assert content["level"] == level
     assert content["message"].startswith(text)
     assert ("error" in content) == is_unexpected
     if has_file and not is_unexpected:
-        assert text in shown
-        assert shown.startswith("Error: ") == (level == "error")
+        assert text in output
+        assert output.startswith("Error: ") == (level == "error")
 
 
-def test_a_wrong_option_is_a_log_line(tmp_path, monkeypatch, capsys):
+def test_an_invalid_option_is_logged(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "sys.argv", ["fedcb2o", "--log-format", "json", "peer", "relay", "--nothing"]
     )
@@ -275,7 +279,7 @@ def test_log_files_are_rotated(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "error", "note"),
+    ("peer_version", "error", "note"),
     [
         ([1, MINOR_VERSION], "", ""),
         (None, "", "protocol 1.0 is used"),
@@ -283,21 +287,21 @@ def test_log_files_are_rotated(tmp_path, monkeypatch):
         ([1, MINOR_VERSION + 2], "update this node's release", ""),
     ],
 )
-def test_the_lower_of_two_minor_versions_is_used(theirs, error, note, tmp_path):
-    who = members.identities(tmp_path, 2)
-    federation = members.federated(who)
-    content = _preflight.hello_content(federation, who[1])
-    content["protocol"] = theirs
+def test_the_lower_of_two_minor_versions_is_used(peer_version, error, note, tmp_path):
+    orgs = members.identities(tmp_path, 2)
+    federation = members.federated(orgs)
+    content = _preflight.hello_content(federation, orgs[1])
+    content["protocol"] = peer_version
     reply = _preflight._HelloReply(content)
     result = _preflight._member_result(
-        federation, who[1].member, reply, True, _preflight.ProbeResult()
+        federation, orgs[1].member, reply, True, _preflight.ProbeResult()
     )
     assert error in result.error
     assert bool(result.error) == bool(error)
     assert note in "; ".join(result.notes)
 
 
-def test_a_backup_names_what_is_wrong(tmp_path):
+def test_backup_and_restore_errors_name_the_problem(tmp_path):
     keys, run = tmp_path / "keys", tmp_path / "run"
     Identity.make(keys, name="org-0", endpoint="127.0.0.1:9998")
     run.mkdir()
@@ -318,21 +322,21 @@ def test_a_backup_names_what_is_wrong(tmp_path):
     assert SigningJournal(run).is_complete is False
 
 
-def test_restore_says_which_version_the_backup_has(tmp_path):
-    who = members.identities(tmp_path, 3)
+def test_restore_prints_the_federation_version_of_the_backup(tmp_path):
+    orgs = members.identities(tmp_path, 3)
     run = tmp_path / "run"
     run.mkdir()
     (run / "signed.jsonl").write_text("")
     path = run / "federation.toml"
-    first = members.federated(who, path=path)
+    first = members.federated(orgs, path=path)
     for version in (1, 2):
         if version == 2:
             write_federation(amend_federation(first, remove=["org-2"]), path)
-            for one in who[:2]:
-                sign_federation(path, one)
+            for signer in orgs[:2]:
+                sign_federation(path, signer)
         backup = tmp_path / f"backup-{version}.tar.gz"
-        (who[0].folder / "runs.toml").write_text("")
-        back_up(who[0].folder, run, backup)
+        (orgs[0].folder / "runs.toml").write_text("")
+        back_up(orgs[0].folder, run, backup)
         with tarfile.open(backup) as tar:
             assert not any("runs.toml" in name for name in tar.getnames())
         new = [str(tmp_path / f"{name}-{version}") for name in ("keys", "run")]
@@ -340,11 +344,11 @@ def test_restore_says_which_version_the_backup_has(tmp_path):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
         assert f"from version {version} of the federation" in result.output
-        assert Identity.read(new[0]).member == who[0].member
+        assert Identity.read(new[0]).member == orgs[0].member
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "fedcb2o-peer@.service"])
-def test_the_service_files_name_options_that_exist(name):
+def test_service_files_use_existing_options(name):
     text = (Path(__file__).parents[2] / "deploy" / name).read_text()
     words = set(re.findall(r"(?<=[ \[=])--[a-z-]+", text)) - {"--now"}
     assert {"--identity", "--resume", "--relay"} <= words

@@ -1,4 +1,4 @@
-"""Peers with owner data sets, provided validation samples, and regression."""
+"""Peers with owner data sets, their own validation samples, and regression."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ LINES = natural(
     **{
         "name": "lines",
         "rounds": 6,
-        "data": {"name": "digits"},  # each member brings its own
+        "data": {"name": "digits"},  # each member replaces it by its own data
         "agents": {"num_clusters": 1, "benign": 3, "malicious": 0, "budget": 2, "validation": 0.3},
         "model": {"name": "logistic"},
         "training": {"gamma": 0.05, "loss": "squared_error"},
@@ -48,131 +48,138 @@ def line(j: int, **more: object) -> fedcb2o.Dataset:
     """Return the data of organisation j: three features and common slopes."""
     draw = np.random.default_rng(j)
 
-    def some(count: int) -> tuple[np.ndarray, np.ndarray]:
+    def samples(count: int) -> tuple[np.ndarray, np.ndarray]:
         x = draw.normal(loc=j, size=(count, 3)).astype(np.float32)
         return x, x @ SLOPES.numpy()
 
     return fedcb2o.datasets(
-        {"mine": {"train": some(30 + 5 * j), "validation": some(9), "test": some(8)}}, numbers=True
+        {"mine": {"train": samples(30 + 5 * j), "validation": samples(9), "test": samples(8)}},
+        numbers=True,
     )
 
 
-def agreed(who):
+def regression_federation(orgs):
     experiment = {key: value for key, value in LINES.items() if value is not None}
     return federation.make_federation(
-        experiment, [each.member for each in who], dataset=line(0), most_samples=100
+        experiment, [org.member for org in orgs], dataset=line(0), most_samples=100
     )
 
 
-def test_with_nothing_held_out_an_organisation_trains_on_all_and_judges_by_all(tmp_path):
+def test_without_hold_out_training_and_validation_use_all_samples(tmp_path):
     settings = {**{key: value for key, value in LINES.items() if value is not None}}
     settings["agents"] = {**settings["agents"], "hold_out": False, "validation": 1.0}
-    who, brought = members.identities(tmp_path, 3), line(0)
-    train, test = ((part.x.numpy(), part.y.numpy()) for part in (brought.pool, brought.test))
+    orgs, org_data = members.identities(tmp_path, 3), line(0)
+    train, test = ((part.x.numpy(), part.y.numpy()) for part in (org_data.pool, org_data.test))
     plain = fedcb2o.datasets(
         {"mine": {"train": train, "test": test}}, numbers=True
-    )  # nothing brought for validation
-    made = federation.make_federation(
-        settings, [each.member for each in who], dataset=plain, most_samples=100
+    )  # without validation samples
+    fed = federation.make_federation(
+        settings, [org.member for org in orgs], dataset=plain, most_samples=100
     )
-    holdings = _agent.agent_from_dataset(made, 1, plain).data
+    agent_data = _agent.agent_from_dataset(fed, 1, plain).data
     assert (
-        sorted(holdings.train[0].tolist())
-        == sorted(holdings.validation[0].tolist())
+        sorted(agent_data.train[0].tolist())
+        == sorted(agent_data.validation[0].tolist())
         == [*range(len(plain.pool))]
     )
 
 
-def test_a_peer_without_bfloat16_trains_in_float32_and_says_so(tmp_path, monkeypatch, caplog):
+def test_a_peer_with_slow_bfloat16_trains_in_float32_and_logs_it(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: 0.02)
     settings = load({**EXPERIMENT, "training": {**EXPERIMENT["training"], "precision": "bfloat16"}})
-    who = members.identities(tmp_path, 4)
-    made = federation.make_federation(
-        settings, [each.member for each in who], dataset=with_global()
-    )
+    orgs = members.identities(tmp_path, 4)
+    fed = federation.make_federation(settings, [org.member for org in orgs], dataset=with_global())
     node = Node(
-        made, who[0], out=tmp_path / "out", simulate=settings, connect=joining(Wire(), 0), **QUIET
+        fed, orgs[0], out=tmp_path / "out", simulate=settings, connect=joining(Wire(), 0), **QUIET
     )
     assert node.agent.spec.training.precision == "float32"
     (tmp_path / "out").mkdir()
-    open_run(tmp_path / "out", made, who[0], node.agent, resume=False)
+    open_run(tmp_path / "out", fed, orgs[0], node.agent, resume=False)
     assert "trains in float32: bfloat16 is far slower here" in caplog.text
     assert json.loads((tmp_path / "out" / "agent.json").read_text())["precision"] == "float32"
 
 
-def test_peers_do_what_a_simulation_of_owners_does(tmp_path):
-    """Sizes differ, one flips labels; each is evaluated on its own and common samples."""
-    who, settings, wire = (
+def test_peers_with_owner_data_reproduce_the_simulation(tmp_path):
+    """Sizes differ, and one agent flips labels.
+
+    Agents are evaluated on their own and on common samples.
+    """
+    orgs, settings, wire = (
         members.identities(tmp_path, 4),
         load({**EXPERIMENT, "together": 1}),
         Wire(),
     )
     terms = {"synchronous": True, "deadline_seconds": 60.0}
-    made = federation.make_federation(
-        settings, [each.member for each in who], dataset=with_global(), **terms
+    fed = federation.make_federation(
+        settings, [identity.member for identity in orgs], dataset=with_global(), **terms
     )
-    assert made.most_samples == 22
+    assert fed.most_samples == 22
     run_all(
         [
             Node(
-                made,
-                each,
+                fed,
+                identity,
                 out=tmp_path / f"out-{j}",
                 simulate=settings,
                 connect=joining(wire, j),
                 **QUIET,
             )
-            for j, each in enumerate(who)
+            for j, identity in enumerate(orgs)
         ]
     )
-    theirs, _ = simulation_of(tmp_path / "simulation", EXPERIMENT)
+    simulated, _ = simulation_of(tmp_path / "simulation", EXPERIMENT)
     run = fedcb2o.Run(tmp_path / "simulation").records
     for j in range(4):
-        assert_same(model_of(tmp_path / f"out-{j}"), theirs[j])
-        last, mine = (
+        assert_same(model_of(tmp_path / f"out-{j}"), simulated[j])
+        last_line, simulated_row = (
             lines_of(tmp_path / f"out-{j}")[-1],
             run[(run.agent == j) & (run["round"] == 2)].iloc[0],
         )
-        if not mine.malicious:
-            assert last["accuracy"] == mine.accuracy
-            assert last["global_accuracy"] == mine.global_accuracy
+        if not simulated_row.malicious:
+            assert last_line["accuracy"] == simulated_row.accuracy
+            assert last_line["global_accuracy"] == simulated_row.global_accuracy
 
 
-def test_organisations_tell_numbers(tmp_path):
-    """Three organisations find the common slopes with their own validation samples."""
-    who, wire = members.identities(tmp_path, 3), Wire()
-    made = agreed(who)
-    federation.write_federation(made, tmp_path / "f.toml")
-    again = federation.read_federation(tmp_path / "f.toml")
-    assert (again.digest, again.data.target, again.class_names) == (made.digest, (1,), ())
+def test_peers_solve_a_regression_with_their_own_validation_samples(tmp_path):
+    """Three organisations find their common slopes."""
+    orgs, wire = members.identities(tmp_path, 3), Wire()
+    fed = regression_federation(orgs)
+    federation.write_federation(fed, tmp_path / "f.toml")
+    reread = federation.read_federation(tmp_path / "f.toml")
+    assert (reread.digest, reread.data.target, reread.class_names) == (fed.digest, (1,), ())
 
-    async def together():
-        ran = [
+    async def train_all():
+        tasks = [
             Node(
-                again, each, line(j), out=tmp_path / f"out-{j}", connect=joining(wire, j), **QUIET
+                reread,
+                identity,
+                line(j),
+                out=tmp_path / f"out-{j}",
+                connect=joining(wire, j),
+                **QUIET,
             ).train()
-            for j, each in enumerate(who)
+            for j, identity in enumerate(orgs)
         ]
-        return await asyncio.gather(*ran)
+        return await asyncio.gather(*tasks)
 
-    for j, folder in enumerate(asyncio.run(together())):
+    for j, folder in enumerate(asyncio.run(train_all())):
         lines, test = lines_of(folder), line(j).test
         assert "accuracy" not in lines[-1]
         assert lines[-1]["test_loss"] < lines[0]["test_loss"]
         with torch.no_grad():
             loss = (_agent.load_model(folder)(test.x) - test.y).square().mean()
         assert loss.item() == pytest.approx(lines[-1]["test_loss"], rel=1e-4)
-        assert _agent.agent_from_dataset(again, j, line(j)).data.validation.sizes.tolist() == [9]
-        assert _agent.agent_from_dataset(again, j, line(j)).data.train.sizes.tolist() == [
+        assert _agent.agent_from_dataset(reread, j, line(j)).data.validation.sizes.tolist() == [9]
+        assert _agent.agent_from_dataset(reread, j, line(j)).data.train.sizes.tolist() == [
             30 + 5 * j
         ]
 
 
-def test_data_that_do_not_fit(tmp_path):
-    who = members.identities(tmp_path, 3)
-    made = agreed(who)
+def test_data_of_another_kind_than_agreed_are_refused(tmp_path):
+    orgs = members.identities(tmp_path, 3)
+    fed = regression_federation(orgs)
     x, y = np.zeros((20, 3), np.float32), np.zeros((20, 2), np.float32)
-    for data, told in (
+    for data, message in (
         (
             fedcb2o.datasets([(x, y[:, :1])] * 2, numbers=True),
             "the data have 2 owners, 0, 1: an organisation brings only",
@@ -186,8 +193,8 @@ def test_data_that_do_not_fit(tmp_path):
             "the data have 2 classes, 0, 1, and the federation 0",
         ),
     ):
-        with pytest.raises(DataError, match=told):
-            _agent.agent_from_dataset(made, 0, data)
+        with pytest.raises(DataError, match=message):
+            _agent.agent_from_dataset(fed, 0, data)
 
 
 @pytest.mark.parametrize(
@@ -207,39 +214,39 @@ def test_data_that_do_not_fit(tmp_path):
         (PIXELS * 1.0, PIXELS / 255 - 1, ""),
     ],
 )
-def test_members_have_samples_of_one_type_and_scale(tmp_path, agreed_x, x, message):
+def test_samples_of_another_type_or_scale_are_refused(tmp_path, agreed_x, x, message):
     y = np.arange(16) % 2
-    who = members.identities(tmp_path, 3)
+    orgs = members.identities(tmp_path, 3)
     settings = {key: value for key, value in LINES.items() if value is not None}
-    made = federation.make_federation(
+    fed = federation.make_federation(
         {**settings, "training": {"gamma": 0.05}},
-        [each.member for each in who],
+        [org.member for org in orgs],
         dataset=fedcb2o.dataset(agreed_x, y),
         most_samples=100,
     )
-    federation.write_federation(made, tmp_path / "f.toml")
-    made = federation.read_federation(tmp_path / "f.toml")
+    federation.write_federation(fed, tmp_path / "f.toml")
+    fed = federation.read_federation(tmp_path / "f.toml")
     data = fedcb2o.dataset(x, y)
     if not message:
-        _agent.agent_from_dataset(made, 0, data)
+        _agent.agent_from_dataset(fed, 0, data)
         return
     with pytest.raises(DataError, match=message):
-        _agent.agent_from_dataset(made, 0, data)
+        _agent.agent_from_dataset(fed, 0, data)
 
     text = (tmp_path / "f.toml").read_text()
     line = next(line for line in text.splitlines() if line.startswith("values = "))
     (tmp_path / "former.toml").write_text(text.replace(line + "\n", ""))
     former = federation.read_federation(tmp_path / "former.toml")
-    _agent.agent_from_dataset(former, 0, data)  # the file of a former release says nothing
+    _agent.agent_from_dataset(former, 0, data)  # files of former releases do not contain `values`
 
 
-def test_classes_or_numbers(tmp_path):
-    text = federation.make_federation(
+def test_a_federation_has_either_class_names_or_a_target(tmp_path):
+    fed = federation.make_federation(
         {key: value for key, value in LINES.items() if value is not None},
-        [each.member for each in members.identities(tmp_path, 3)],
+        [org.member for org in members.identities(tmp_path, 3)],
         dataset=line(0),
     )
-    federation.write_federation(text, tmp_path / "f.toml")
+    federation.write_federation(fed, tmp_path / "f.toml")
     both = (tmp_path / "f.toml").read_text().replace("class_names = []", 'class_names = ["a", "b"]')
     (tmp_path / "both.toml").write_text(both)
     with pytest.raises(
@@ -248,7 +255,7 @@ def test_classes_or_numbers(tmp_path):
         federation.read_federation(tmp_path / "both.toml")
 
 
-def test_classes_of_a_member_are_compared_in_one_spelling(tmp_path):
+def test_class_names_are_compared_after_unicode_normalisation(tmp_path):
     composed = "b\u00f6sartig"
     x = np.random.default_rng(0).normal(size=(40, 3))
     experiment = load(
@@ -264,15 +271,15 @@ def test_classes_of_a_member_are_compared_in_one_spelling(tmp_path):
     def data(second: str) -> fedcb2o.Dataset:
         return fedcb2o.dataset(x, np.arange(40) % 2, class_names=["gutartig", second])
 
-    agreed = federation.make_federation(
+    fed = federation.make_federation(
         experiment,
         [identity.member for identity in members.identities(tmp_path, 2)],
         dataset=data(composed),
         seed=np.int64(3),
         share=np.float32(0.25),
     )
-    assert (agreed.seed, agreed.share) == (3, 0.25)
+    assert (fed.seed, fed.share) == (3, 0.25)
     decomposed = unicodedata.normalize("NFD", composed)
-    assert _agent.agent_from_dataset(agreed, 1, data(decomposed)).spec.num_classes == 2
+    assert _agent.agent_from_dataset(fed, 1, data(decomposed)).spec.num_classes == 2
     with pytest.raises(DataError, match=r"class 1 is 'B.sartig', and must be 'b.sartig'"):
-        _agent.agent_from_dataset(agreed, 1, data(composed.capitalize()))
+        _agent.agent_from_dataset(fed, 1, data(composed.capitalize()))

@@ -1,4 +1,4 @@
-"""Pace of honest nodes among hostile members, skipped rounds, and rounds that a lost folder signed."""
+"""Pace of nodes among hostile members, skipped rounds, and nodes whose run directory was lost."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from fedcb2o.peer.wire import ZERO_DIGEST, Ledger, Manifest, PeerClient, RawCode
 
 
 class Announcements:
-    """Client that knows the rounds that others announced."""
+    """Client with fixed announcements of the other members."""
 
     def __init__(self, federation, announced, equivocators=()):
         self.federation, self.agent_id = federation, 0
@@ -28,7 +28,7 @@ class Announcements:
 
 
 def monitor_of(folder, n, announced, *, equivocators=(), rounds=40, **options):
-    """The monitor of agent 0 of `n` members, with a lag of 5."""
+    """Return the monitor of agent 0 of `n` members, with a lag of 5."""
     changes = {"rounds": rounds, "agents": {"benign": n, "malicious": 0}}
     federation = members.federated(members.identities(folder, n), changes=changes, lag=5, **options)
     client = Announcements(federation, announced, equivocators)
@@ -38,7 +38,7 @@ def monitor_of(folder, n, announced, *, equivocators=(), rounds=40, **options):
 @pytest.mark.parametrize(
     ("n", "announced", "expected"),
     [
-        (2, {1: 30}, 0),  # never a single one
+        (2, {1: 30}, 0),  # a single member never counts
         (3, {1: 40}, 0),
         (3, {1: 40, 2: 7}, 7),
         (4, {1: 40}, 0),  # silent members count as round 0
@@ -53,7 +53,7 @@ def monitor_of(folder, n, announced, *, equivocators=(), rounds=40, **options):
 def test_the_common_round_is_never_beyond_the_fastest_honest_member(
     n, announced, expected, tmp_path
 ):
-    """Fewer than half of the others are hostile where 40 is announced, except in the last line."""
+    """Hostile members announce 40. They are at most half of the others, except in the last case."""
     assert monitor_of(tmp_path, n, announced).common_round() == expected
 
 
@@ -74,7 +74,7 @@ def test_the_announcements_of_equivocators_do_not_count(tmp_path):
     ("common", "done", "expected"),
     [
         (12, 6, 12),
-        (12, 7, 7),  # 5 behind, the lag
+        (12, 7, 7),  # 5 rounds behind, which the lag allows
         (12, 20, 20),
         (36, 0, 34),  # the last lag + 1 of 40 rounds are never skipped
         (40, 33, 34),
@@ -82,7 +82,7 @@ def test_the_announcements_of_equivocators_do_not_count(tmp_path):
         (40, 39, 39),
     ],
 )
-def test_an_agent_beyond_the_lag_goes_on_with_the_round_of_the_others(
+def test_an_agent_behind_by_more_than_the_lag_skips_to_the_common_round(
     common, done, expected, tmp_path
 ):
     monitor = monitor_of(tmp_path, 4, {1: common, 2: common, 3: 0})
@@ -95,7 +95,7 @@ def test_an_agent_beyond_the_lag_goes_on_with_the_round_of_the_others(
         assert f"skips rounds {done + 1} to {expected}: " in notes[0]
 
 
-def test_nothing_is_skipped_in_a_short_run_or_a_synchronous_one(tmp_path):
+def test_short_and_synchronous_runs_skip_no_round(tmp_path):
     announced = {1: 6, 2: 6}
     assert monitor_of(tmp_path / "a", 3, announced, rounds=7).next_round(0) == 1
     assert monitor_of(tmp_path / "b", 3, announced, rounds=6).next_round(0) == 0
@@ -106,40 +106,40 @@ def test_nothing_is_skipped_in_a_short_run_or_a_synchronous_one(tmp_path):
     ("announced", "known"),
     [(30, {1: 30}), (40, {1: 40}), (41, {}), (-1, {}), (True, {}), ("30", {}), (None, {})],
 )
-def test_only_rounds_of_the_run_are_believed(announced, known, tmp_path):
-    who = members.identities(tmp_path, 2)
+def test_announced_rounds_outside_the_run_are_ignored(announced, known, tmp_path):
+    orgs = members.identities(tmp_path, 2)
     changes = {"rounds": 40, "agents": {"benign": 2, "malicious": 0, "budget": 1}}
-    federation = members.federated(who, changes=changes)
+    federation = members.federated(orgs, changes=changes)
     wire = Wire()
-    with answering(wire, tmp_path, federation, who, {1: announced}):
+    with serve_members(wire, tmp_path, federation, orgs, {1: announced}):
         ledger = Ledger(tmp_path / "ledger", federation)
-        client = PeerClient(federation, who[0], wire.agent(0), ledger, RawCodec(1), 1)
+        client = PeerClient(federation, orgs[0], wire.agent(0), ledger, RawCodec(1), 1)
         assert client.hello(1, 5.0) == {"round": announced}
         assert client.announced_rounds == known
 
 
 @contextlib.contextmanager
-def answering(wire, folder, federation, who, announced):
-    """Members that answer with a round, and have no model."""
+def serve_members(wire, folder, federation, orgs, announced):
+    """Serve members that announce a round and have no model."""
     with contextlib.ExitStack() as stack:
         for j, round in announced.items():
             ledger = Ledger(folder / f"other-{j}", federation)
             content = {"round": round}
             server = Server(
-                federation, j, who[j], ledger, hello_content=lambda content=content: content
+                federation, j, orgs[j], ledger, hello_content=lambda content=content: content
             )
             stack.callback(server.close)
             wire.agent(j).serve(server.on_request)
         yield
 
 
-def joining(folder, announced, *, resume=False, **options):
-    """The node of agent 0 of three, in a run of 14 rounds with a lag of 2."""
+def newcomer(folder, announced, *, resume=False, **options):
+    """Return agent 0 of three, in 14 rounds with a lag of 2, and the context of the others."""
     folder.mkdir(exist_ok=True)
-    who = [members.Identity.read(folder / f"org-{j}") for j in range(3)] if resume else None
-    who = who or members.identities(folder, 3)
+    orgs = [members.Identity.read(folder / f"org-{j}") for j in range(3)] if resume else None
+    orgs = orgs or members.identities(folder, 3)
     changes = {"rounds": 14, "agents": {"benign": 3, "malicious": 0}, "training": {"gamma": 0.1}}
-    federation = members.federated(who, changes=changes, lag=2, deadline_seconds=5.0)
+    federation = members.federated(orgs, changes=changes, lag=2, deadline_seconds=5.0)
     wire = Wire()
     data = digits()
     share = fedcb2o.Dataset(
@@ -147,7 +147,7 @@ def joining(folder, announced, *, resume=False, **options):
     )
     node = Node(
         federation,
-        who[0],
+        orgs[0],
         share,
         out=folder / "out",
         resume=resume,
@@ -157,7 +157,7 @@ def joining(folder, announced, *, resume=False, **options):
         linger=0.0,
         **options,
     )
-    return node, answering(wire, folder, federation, who, announced)
+    return node, serve_members(wire, folder, federation, orgs, announced)
 
 
 def rounds_of(folder):
@@ -165,9 +165,9 @@ def rounds_of(folder):
     return [json.loads(line) for line in lines]
 
 
-def test_a_newcomer_begins_with_the_round_of_the_others_and_goes_on_after_a_stop(tmp_path):
-    """Records, journal and model alone leave the skipped rounds out, also after a stop."""
-    node, others = joining(tmp_path, {1: 7, 2: 6})
+def test_a_newcomer_starts_at_the_common_round_and_resumes_after_a_stop(tmp_path):
+    """Records, journal and baseline omit the skipped rounds, also after the restart."""
+    node, others = newcomer(tmp_path, {1: 7, 2: 6})
     with others:
         rounds = node.rounds()
         assert [next(rounds)["round"] for _ in range(3)] == [7, 8, 9]
@@ -176,12 +176,12 @@ def test_a_newcomer_begins_with_the_round_of_the_others_and_goes_on_after_a_stop
         assert list(rounds) == []
     assert node.observer.notes[-1].startswith("skips rounds 1 to 6: ")
 
-    node, others = joining(tmp_path, {1: 7, 2: 6}, resume=True)
+    node, others = newcomer(tmp_path, {1: 7, 2: 6}, resume=True)
     with others:
         node.run()
     lines = rounds_of(tmp_path)
     assert [line["round"] for line in lines] == list(range(7, 15))
-    # nobody has a model; those that announced 7 and 6 rounds are too far behind from 10 and 9 on
+    # no member has a model; members that announced 7 and 6 are behind from rounds 10 and 9 on
     missing = [(line["late"], line["behind"], line["no_model"]) for line in lines]
     assert missing[:4] == [([], [], [1, 2])] * 2 + [([], [2], [1]), ([], [1, 2], [])]
     assert set(map(str, missing[4:])) == {str(([], [1, 2], []))}
@@ -190,24 +190,26 @@ def test_a_newcomer_begins_with_the_round_of_the_others_and_goes_on_after_a_stop
     assert [json.loads(line)["round"] for line in signed] == list(range(6, 14))
     with safe_open(tmp_path / "out" / BASELINE_FILE, "pt") as file:
         assert file.metadata()["rounds"] == "14"
-        alone = file.get_tensor("theta")
-    kept = load_file(tmp_path / "out" / "checkpoint.safetensors")["models"][0]
-    assert torch.equal(alone, kept[: len(alone)])  # it has trained alone
+        baseline = file.get_tensor("theta")
+    model = load_file(tmp_path / "out" / "checkpoint.safetensors")["models"][0]
+    assert torch.equal(baseline, model[: len(baseline)])  # the node received no model
     assert lines[-1]["accuracy"] > 0.5
 
 
 @pytest.mark.parametrize("announced", [{1: 14}, {1: 14, 2: 2}])
-def test_one_member_that_announces_the_last_round_makes_nobody_skip(announced, tmp_path):
-    node, others = joining(tmp_path, announced)
+def test_a_single_announcement_of_the_last_round_skips_no_round(announced, tmp_path):
+    node, others = newcomer(tmp_path, announced)
     with others:
         node.run()
     lines = rounds_of(tmp_path)
     assert [line["round"] for line in lines] == list(range(1, 15))
-    assert [line["behind"] for line in lines[:3]] == [[]] * 3  # those may just have begun
+    assert [line["behind"] for line in lines[:3]] == [
+        []
+    ] * 3  # the other members may just have begun
 
 
-def test_a_node_that_is_stopped_before_its_first_round_keeps_no_model(tmp_path):
-    node, others = joining(tmp_path, {1: 7, 2: 7})
+def test_a_node_stopped_before_its_first_round_writes_no_model(tmp_path):
+    node, others = newcomer(tmp_path, {1: 7, 2: 7})
     node.stop()
     with others:
         node.run()
@@ -218,53 +220,53 @@ def test_a_node_that_is_stopped_before_its_first_round_keeps_no_model(tmp_path):
     "strategy",
     ["claims the last round", pytest.param("just before the deadline", marks=pytest.mark.slow)],
 )
-def test_two_hostile_members_of_five_change_nothing(strategy):
-    """Rounds keep to the clock: neither the few milliseconds of their work nor the deadline."""
-    seconds, heard, notes = pace.measure(5, 2, strategy, rounds=8)
+def test_two_hostile_members_of_five_do_not_change_the_pace(strategy):
+    """Rounds take longer than the computation and less than the deadline."""
+    seconds, models_per_round, notes = pace.measure(5, 2, strategy, rounds=8)
     assert pace.ROUND_SECONDS / 2 < seconds < pace.DEADLINE_SECONDS / 2
-    assert heard > 0.5
+    assert models_per_round > 0.5
     assert not any("skips" in note for note in notes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", pace.SIZES)
 @pytest.mark.parametrize("strategy", pace.STRATEGIES)
-def test_one_hostile_member_changes_little(n, strategy):
-    seconds, heard, _ = pace.measure(n, 1, strategy)
+def test_one_hostile_member_hardly_changes_the_pace(n, strategy):
+    seconds, models_per_round, _ = pace.measure(n, 1, strategy)
     assert pace.ROUND_SECONDS / 2 < seconds < pace.DEADLINE_SECONDS / 2
-    assert heard > 0.3
+    assert models_per_round > 0.3
 
 
-LAST = 4  # of the rounds that the lost directory signed and another member holds
+LAST = 4  # last round that the lost directory signed and another member has
 
 
 @pytest.mark.parametrize(
-    ("answering", "signed_from"),
+    ("answering_members", "signed_from"),
     [pytest.param((1, 2), LAST + 3, marks=pytest.mark.slow), ((1,), None)],
 )
-def test_a_lost_directory_signs_nothing_before_a_majority_has_answered(
-    answering, signed_from, tmp_path
+def test_a_node_with_a_lost_directory_signs_nothing_before_a_majority_answered(
+    answering_members, signed_from, tmp_path
 ):
-    """Then it begins `lag` + 2 rounds after the newest model that a member holds."""
-    who = members.identities(tmp_path, 3)
+    """Then it starts `lag` + 2 rounds after its newest model that a member has."""
+    orgs = members.identities(tmp_path, 3)
     changes = {"rounds": 12, "agents": {"benign": 3, "malicious": 0}}
-    federation = members.federated(who, changes=changes, lag=1, deadline_seconds=5.0)
+    federation = members.federated(orgs, changes=changes, lag=1, deadline_seconds=5.0)
     wire = Wire()
     servers = []
-    for j in answering:
+    for j in answering_members:
         ledger = Ledger(tmp_path / f"other-{j}", federation)
         manifest = Manifest.from_content(
             b"lost",
             run=federation.run,
             agent=0,
-            round=LAST - j,  # one member holds an older one
+            round=LAST - j,  # one member has an older model
             dim=1,
             num_samples=1,
             encoding=0,
             base=ZERO_DIGEST,
         )
-        ledger.record(manifest.to_signed_bytes(who[0].sign))
-        server = Server(federation, j, who[j], ledger, hello_content=lambda: {"round": LAST + 1})
+        ledger.record(manifest.to_signed_bytes(orgs[0].sign))
+        server = Server(federation, j, orgs[j], ledger, hello_content=lambda: {"round": LAST + 1})
         wire.agent(j).serve(server.on_request)
         servers.append(server)
     data = digits()
@@ -274,7 +276,7 @@ def test_a_lost_directory_signs_nothing_before_a_majority_has_answered(
     observer = pace.Times()
     node = Node(
         federation,
-        who[0],
+        orgs[0],
         share,
         out=tmp_path / "out",
         resume=True,

@@ -18,7 +18,7 @@ from fedcb2o.peer.report._node_page import (
 from fedcb2o.peer.report._peer_records import MAX_LINE_BYTES
 from fedcb2o.report._html import SORT_SCRIPT
 
-OWN = ("#", "data:image/png;base64,")  # what a page may link to
+OWN = ("#", "data:image/png;base64,")  # allowed targets of links
 
 ROUNDS = [
     line(
@@ -33,7 +33,7 @@ ROUNDS = [
 ]
 
 
-def test_those_of_whom_nothing_was_ever_taken(tmp_path):
+def test_members_without_an_accepted_model_are_listed_with_a_reason(tmp_path):
     lines = [
         line(1, alive=[1, 2], asked=[1, 2], refused={"2": "another run"}),
         line(2, alive=[1], asked=[1]),
@@ -47,7 +47,7 @@ def test_those_of_whom_nothing_was_ever_taken(tmp_path):
     }
     assert read.missing_models([4]) == {"agent-4": "never there"}
     assert peers_table(read).loc["university-d", "behind"] == "1"
-    assert read.missing_models([1]) == {"hospital-b": "no answer"}  # those of this version alone
+    assert read.missing_models([1]) == {"hospital-b": "no answer"}  # only members of this version
     assert PeerRecords.read(write_node(tmp_path, [*ROUNDS, line(4, asked=[])])).missing_models(
         [1, 2, 3]
     ) == {"university-d": "size"}
@@ -71,21 +71,21 @@ def test_the_relay_and_members_without_a_model_have_their_own_outcome(tmp_path):
     }
 
 
-def test_the_gain_of_a_page_needs_a_baseline_of_as_many_rounds(tmp_path):
+def test_the_page_shows_a_gain_only_if_the_baseline_trained_as_many_rounds(tmp_path):
     gain = {"samples": 50, "accuracy": 0.9, "alone": 0.8, "low": 0.0, "high": 0.2}
-    about = {"gain": gain, "class_gains": {"benign": gain}}
-    late = [line(n, **about, alone_rounds=n - 86) for n in (91, 92)]
+    gains = {"gain": gain, "class_gains": {"benign": gain}}
+    late = [line(n, **gains, alone_rounds=n - 86) for n in (91, 92)]
     page = Page(write_node_report(write_node(tmp_path / "late", late)))
     assert "no gain yet: 6 rounds of training alone in round 92" in page.text
     assert ["all", "50", "90.0%", "80.0%", "–"] in page.rows
-    even = [line(n, **about, alone_rounds=n) for n in (1, 2)]
+    even = [line(n, **gains, alone_rounds=n) for n in (1, 2)]
     page = Page(write_node_report(write_node(tmp_path / "even", even)))
     assert ["all, mean of the last 2 rounds", "50", "90.0%", "80.0%", "+10.0 "] in page.rows
     assert ["benign", "50", "90.0%", "80.0%", "+10.0 "] in page.rows
     assert "points, mean of the last 2 rounds +10.0 [0.0, 20.0]." in page.text
 
 
-def test_models_that_are_not_admitted_and_a_removed_member(tmp_path):
+def test_the_page_lists_models_not_admitted_and_a_removed_member(tmp_path):
     lines = [line(n, (1, 0.5, 9, 0.6), (2, 0.5, 9, 0.0), asked=[1, 2]) for n in (1, 2, 3)]
     for record in lines[:2]:
         record["received"][1]["admission"] = "too near to it"
@@ -110,7 +110,7 @@ def test_models_that_are_not_admitted_and_a_removed_member(tmp_path):
 
 
 class Page(HTMLParser):
-    """A page's visible words, its tables by rows, and the tags that it uses."""
+    """Parser of a page: its visible text, table rows, tags and links."""
 
     def __init__(self, path):
         super().__init__()
@@ -140,7 +140,7 @@ def node(tmp_path):
     return write_node(tmp_path / "node", ROUNDS, rounds=3)
 
 
-def test_the_page_says_what_happened_and_needs_no_other_file(node):
+def test_the_page_has_exact_numbers_and_needs_no_other_file(node):
     assert write_node_report(node) == node / "report.html"
     assert sorted(path.name for path in node.iterdir()) == [
         "agent.json",
@@ -172,13 +172,13 @@ def test_the_page_says_what_happened_and_needs_no_other_file(node):
     assert "In total 5.0 kB were received, and 3.0 kB were sent in 9 answers." in page.text
 
 
-def test_the_page_says_how_many_rounds_were_skipped(tmp_path):
+def test_the_page_shows_the_number_of_skipped_rounds(tmp_path):
     lines = [line(3, (1, 0.25, 1000, 0.5)), line(9, (1, 0.25, 1000, 0.5))]
     page = Page(write_node_report(write_node(tmp_path, lines, rounds=20)))
     assert "Last round: 9 of 20. Rounds trained: 2, skipped: 7." in page.text
 
 
-def test_the_page_goes_where_it_is_asked_to(node, tmp_path):
+def test_the_page_is_written_to_the_requested_folder(node, tmp_path):
     assert write_node_report(node, tmp_path / "a" / "b") == tmp_path / "a" / "b" / "report.html"
     assert not (node / "report.html").exists()
     (tmp_path / "file").touch()
@@ -186,16 +186,16 @@ def test_the_page_goes_where_it_is_asked_to(node, tmp_path):
         write_node_report(node, tmp_path / "file" / "inside")
 
 
-def test_weights_and_what_stands_in_their_place(node):
-    recorded = PeerRecords.read(node)
-    given, marks = _figures.weights_by_round(recorded.rounds, 0, recorded.peers)
-    assert given[0].tolist() == [0.4, 0.4, 0.4]
-    assert given[1].tolist() == [0.5, 0.2, 0.3]
-    assert given[2, 0] == 0.1
+def test_weights_by_round_mark_missing_models(node):
+    records = PeerRecords.read(node)
+    weights, marks = _figures.weights_by_round(records.rounds, 0, records.peers)
+    assert weights[0].tolist() == [0.4, 0.4, 0.4]
+    assert weights[1].tolist() == [0.5, 0.2, 0.3]
+    assert weights[2, 0] == 0.1
     assert marks.tolist() == [[0, 0, 0], [0, 0, 0], [0, 1, 1], [2, 2, 0]]
 
 
-def test_a_proof_is_named_with_its_file(node):
+def test_proofs_are_listed_with_their_files(node):
     (node / "proofs").mkdir()
     (node / "proofs" / "clinic-c-2.proof.toml").write_text('name = "clinic-c"\nround = 2\n')
     (node / "proofs" / "torn.proof.toml").write_bytes(b"\xff\x00")
@@ -204,7 +204,7 @@ def test_a_proof_is_named_with_its_file(node):
     assert ["torn.proof.toml", "cannot be read"] in page.rows
 
 
-def test_what_others_chose_is_escaped(tmp_path):
+def test_text_from_peers_is_escaped(tmp_path):
     evil = "<script>alert(1)</script>$x^{"
     lines = [line(1, refused={"1": evil}, turned_away={evil: 1}, seconds={evil: 1.0, "round": 2.0})]
     node = write_node(tmp_path / "node", lines)
@@ -220,10 +220,10 @@ def test_what_others_chose_is_escaped(tmp_path):
     assert text.count("<script") == text.count(f"<script>{SORT_SCRIPT}</script>") == 1
 
 
-def test_one_round_and_no_peer(tmp_path):
+def test_pages_of_one_round_and_of_a_node_without_peers(tmp_path):
     page = Page(write_node_report(write_node(tmp_path / "one", [ROUNDS[0]])))
     assert "Last round: 1. Rounds trained: 1, skipped: 0. Accuracy 50.00%." in page.text
-    alone = line(
+    record = line(
         1,
         asked=[],
         alive=[],
@@ -234,12 +234,12 @@ def test_one_round_and_no_peer(tmp_path):
         seconds={},
     )
     page = Page(
-        write_node_report(write_node(tmp_path / "alone", [alone], names={"0": "hospital-a"}))
+        write_node_report(write_node(tmp_path / "alone", [record], names={"0": "hospital-a"}))
     )
     assert "Last round: 1." in page.text
 
 
-def test_a_run_that_still_goes_on_or_was_cut_short(node):
+def test_the_page_of_an_incomplete_run_has_the_finished_rounds(node):
     whole = (node / "rounds.jsonl").read_bytes()
     (node / "rounds.jsonl").write_bytes(whole[:-20])
     assert "Last round: 2 of 3." in Page(write_node_report(node)).text
@@ -251,7 +251,7 @@ def test_a_run_that_still_goes_on_or_was_cut_short(node):
         write_node_report(node)
 
 
-def test_a_long_run_of_many_peers_is_a_page_too(tmp_path):
+def test_the_page_of_a_long_run_with_many_peers_stays_small(tmp_path):
     node = draw_node(tmp_path / "node", agents=50, rounds=300, budget=8)
     page = Page(write_node_report(node))
     assert len([row for row in page.rows if len(row) == 11]) == 1 + 49
@@ -263,7 +263,7 @@ def damaged(field, value):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         pytest.param("[]", "line 1: ", id="no-object"),
         pytest.param("not JSON", "line 1: ", id="no-json"),
@@ -295,11 +295,11 @@ def damaged(field, value):
         pytest.param("x" * (MAX_LINE_BYTES + 1), "longer than", id="long"),
     ],
 )
-def test_a_damaged_line_is_one_clear_error(node, text, told):
+def test_a_damaged_line_is_one_clear_error(node, text, message):
     (node / "rounds.jsonl").write_text(text + "\n")
     with pytest.raises(RunError, match=r"rounds\.jsonl is damaged") as caught:
         write_node_report(node)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert len(str(caught.value)) < 500
     assert not (node / "report.html").exists()
 
@@ -320,7 +320,7 @@ def test_a_damaged_description_is_one_clear_error(tmp_path, changes):
         write_node_report(write_node(tmp_path / "node", ROUNDS, **changes))
 
 
-def test_a_folder_that_is_no_nodes(tmp_path):
+def test_a_folder_without_a_node_is_refused(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(RunError, match=r"holds no agent\.json"):
             write_node_report(folder)
@@ -335,7 +335,7 @@ def test_tables_of_very_many_reasons_stay_small(tmp_path):
     assert peers_table(PeerRecords.read(tmp_path / "node")).loc["hospital-b", "refused"] == "30"
 
 
-def test_bytes_are_told_in_units():
+def test_bytes_are_formatted_with_units():
     assert [format_bytes(n) for n in (0, 999, 1000, 26_400_000, 10**13)] == [
         "0 B",
         "999 B",
@@ -345,7 +345,7 @@ def test_bytes_are_told_in_units():
     ]
 
 
-def test_the_reasons_are_counted_by_rounds(node):
+def test_the_table_of_refusals_counts_rounds_by_reason(node):
     assert (
         re.sub(r"\s+", " ", refused_table(PeerRecords.read(node)).to_string())
         == " signature size peer university-d 1 1"

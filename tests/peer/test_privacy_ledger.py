@@ -22,17 +22,17 @@ from fedcb2o.peer.report import PeerRecords
 QUIET = {"gather": 0.0, "linger": 0.0}
 
 
-def alone(folder, out: str, privacy, **options):
-    """The node of one member of three, which hears nobody."""
+def isolated_node(folder, out: str, privacy, **options):
+    """Return the node of one of three members, without links to the others."""
     experiment = {key: value for key, value in LINES.items() if value is not None}
     experiment["training"] = {**experiment["training"], "privacy": privacy}
     experiment = {**experiment, "rounds": 3, "algorithm": {"name": "fedassay"}}
-    who = federation_of(folder)
-    made = federation.make_federation(
-        experiment, [each.member for each in who], dataset=line(0), most_samples=100
+    orgs = federation_of(folder)
+    fed = federation.make_federation(
+        experiment, [org.member for org in orgs], dataset=line(0), most_samples=100
     )
     connect = joining(Wire(), 0)
-    return Node(made, who[0], line(0), out=folder / out, connect=connect, **QUIET, **options)
+    return Node(fed, orgs[0], line(0), out=folder / out, connect=connect, **QUIET, **options)
 
 
 def federation_of(folder):
@@ -42,7 +42,7 @@ def federation_of(folder):
 
 
 def test_the_epsilon_of_a_resumed_node_counts_the_repeated_round(tmp_path):
-    node = alone(tmp_path, "out", {"noise": 2.0})
+    node = isolated_node(tmp_path, "out", {"noise": 2.0})
     rounds = node.rounds()
     first = next(rounds)
     rounds.close()
@@ -50,35 +50,37 @@ def test_the_epsilon_of_a_resumed_node_counts_the_repeated_round(tmp_path):
     assert json.loads(ledger.read_text()) == {"trained": 1}
     ledger.write_text('{"trained": 2}')  # killed in round 2, after it began to train
 
-    node = alone(tmp_path, "out", {"noise": 2.0}, resume=True)
+    node = isolated_node(tmp_path, "out", {"noise": 2.0}, resume=True)
     node.run()
     training, n = node.agent.spec.training, int(node.agent.data.train.sizes[0])
-    found = [record["epsilon"] for record in lines_of(tmp_path / "out")]
-    assert found == [spent_epsilon(training, n, 3, trained) for trained in (1, 3, 4)]
-    assert first["epsilon"] == found[0] == PeerRecords.read(tmp_path / "out").rounds[0].epsilon
+    epsilons = [record["epsilon"] for record in lines_of(tmp_path / "out")]
+    assert epsilons == [spent_epsilon(training, n, 3, trained) for trained in (1, 3, 4)]
+    assert first["epsilon"] == epsilons[0] == PeerRecords.read(tmp_path / "out").rounds[0].epsilon
 
 
-def test_noise_is_not_that_of_the_public_seed(tmp_path):
-    seeds = {alone(tmp_path, f"out-{k}", {"noise": 2.0}).agent.spec.training_seed for k in (0, 1)}
+def test_training_noise_does_not_use_the_public_seed(tmp_path):
+    seeds = {
+        isolated_node(tmp_path, f"out-{k}", {"noise": 2.0}).agent.spec.training_seed for k in (0, 1)
+    }
     assert None not in seeds
     assert len(seeds) == 2
 
 
-def test_a_node_ends_when_its_budget_is_used_up(tmp_path):
-    node = alone(tmp_path, "out", {"epsilon": 4.0})
+def test_a_node_ends_when_its_privacy_budget_is_used_up(tmp_path):
+    node = isolated_node(tmp_path, "out", {"epsilon": 4.0})
     rounds = node.rounds()
     next(rounds)
     rounds.close()
     (tmp_path / "out" / LEDGER_FILE).write_text('{"trained": 2}')
     with pytest.raises(RunError, match="budget of epsilon 4 is used up by 3 rounds"):
-        alone(tmp_path, "out", {"epsilon": 4.0}, resume=True).run()
+        isolated_node(tmp_path, "out", {"epsilon": 4.0}, resume=True).run()
     last = lines_of(tmp_path / "out")[-1]
     assert last["round"] == 2
     assert 3.98 < last["epsilon"] <= 4.0
 
 
-def test_a_node_without_privacy_keeps_the_agreed_streams_and_no_ledger(tmp_path):
-    node = alone(tmp_path, "out", None)
+def test_a_node_without_privacy_uses_the_public_seed_and_writes_no_ledger(tmp_path):
+    node = isolated_node(tmp_path, "out", None)
     assert node.agent.spec.training_seed is None
     node.run()
     assert "epsilon" not in lines_of(tmp_path / "out")[-1]
@@ -97,16 +99,16 @@ class Recorder(NullObserver):
 
 
 def test_a_restored_node_counts_the_rounds_since_its_backup(tmp_path):
-    """The others hold models of rounds of which the backup knows nothing."""
+    """The other members have models of rounds after the backup."""
     lag = 2
     wire = Wire()
-    who = members.identities(tmp_path, 3)
+    orgs = members.identities(tmp_path, 3)
     experiment = {key: value for key, value in LINES.items() if value is not None}
     experiment["training"] = {**experiment["training"], "privacy": {"noise": 2.0}}
     experiment = {**experiment, "rounds": 400, "algorithm": {"name": "fedassay"}}
-    made = federation.make_federation(
+    fed = federation.make_federation(
         experiment,
-        [each.member for each in who],
+        [org.member for org in orgs],
         dataset=line(0),
         most_samples=100,
         round_seconds=0.05,
@@ -116,18 +118,18 @@ def test_a_restored_node_counts_the_rounds_since_its_backup(tmp_path):
     def node(j: int, out: str, identity, **options):
         path = tmp_path / out
         options = {**QUIET, "assess_every": 0, "connect": joining(wire, j), **options}
-        return Node(made, identity, line(j), out=path, **options)
+        return Node(fed, identity, line(j), out=path, **options)
 
-    others = [node(j, f"out-{j}", who[j]) for j in (1, 2)]
+    others = [node(j, f"out-{j}", orgs[j]) for j in (1, 2)]
     threads = [threading.Thread(target=other.run) for other in others]
     for thread in threads:
         thread.start()
     try:
-        first = node(0, "out-0", who[0], gather=20.0)
+        first = node(0, "out-0", orgs[0], gather=20.0)
         rounds = first.rounds()
         for _ in range(4):
             next(rounds)
-        back_up(who[0].folder, tmp_path / "out-0", tmp_path / "backup.tar.gz")
+        back_up(orgs[0].folder, tmp_path / "out-0", tmp_path / "backup.tar.gz")
         for _ in range(6):
             next(rounds)
         rounds.close()
@@ -152,14 +154,14 @@ def test_a_restored_node_counts_the_rounds_since_its_backup(tmp_path):
     assert 5 <= newest <= 10
     lost = newest + lag + 1 - 4
     training, n = second.agent.spec.training, int(second.agent.data.train.sizes[0])
-    found = [record["epsilon"] for record in records]
-    assert found == [spent_epsilon(training, n, 400, 4 + lost + k) for k in (1, 2, 3)]
+    epsilons = [record["epsilon"] for record in records]
+    assert epsilons == [spent_epsilon(training, n, 400, 4 + lost + k) for k in (1, 2, 3)]
     assert json.loads(ledger.read_text()) == {"trained": 4 + lost + 3}
 
 
-def test_lost_rounds_count_from_the_checkpoint_that_was_restored(tmp_path):
-    """The node was stopped and started again before the others answered."""
-    agent = alone(tmp_path, "out", {"noise": 2.0}).agent
+def test_lost_rounds_are_counted_from_the_restored_checkpoint(tmp_path):
+    """The node restarts before the other members answer."""
+    agent = isolated_node(tmp_path, "out", {"noise": 2.0}).agent
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / LEDGER_FILE).write_text('{"trained": 5}')
@@ -169,5 +171,5 @@ def test_lost_rounds_count_from_the_checkpoint_that_was_restored(tmp_path):
     ledger.begin_recovery(5)
     ledger.end_recovery(12)
     assert json.loads((folder / LEDGER_FILE).read_text()) == {"trained": 6 + 8}
-    ledger.end_recovery(30)  # nothing is lost any more
+    ledger.end_recovery(30)  # the recovery has already ended
     assert PrivacyLedger(folder, agent).trained == 14

@@ -1,4 +1,4 @@
-"""Modes of files that hold models, keys or records of data, whatever modes existed before."""
+"""Access rights of files that contain models, keys or records of data."""
 
 import stat
 from pathlib import Path
@@ -14,7 +14,7 @@ from fedcb2o.parallel._shared_memory import _create
 
 
 def modes(folder: Path) -> dict[str, int]:
-    """Return the modes of a folder and everything in it that others may use."""
+    """Return the modes of all paths in a folder that other users may access."""
     return {
         str(path): stat.S_IMODE(path.stat().st_mode)
         for path in (folder, *folder.rglob("*"))
@@ -22,7 +22,7 @@ def modes(folder: Path) -> dict[str, int]:
     }
 
 
-def test_a_run_is_private_in_a_folder_that_was_not(tmp_path):
+def test_a_run_makes_an_existing_folder_private(tmp_path):
     out = tmp_path / "run"
     out.mkdir(mode=0o755)
     out.chmod(0o755)
@@ -36,7 +36,7 @@ def test_a_run_is_private_in_a_folder_that_was_not(tmp_path):
     }
 
 
-def test_a_node_is_private_in_a_folder_that_was_not(tmp_path):
+def test_a_node_makes_an_existing_folder_private(tmp_path):
     changes = {"rounds": 2, "agents": {"benign": 2, "malicious": 0, "budget": 1}}
     with nodes(tmp_path, 2, changes=changes, deadline_seconds=3.0) as peers:
         for j in range(2):
@@ -54,7 +54,7 @@ def test_shared_memory_is_private(tmp_path):
         assert stat.S_IMODE(Path(file.name).stat().st_mode) == 0o600
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     def refuse(self, mode):
         raise PermissionError(1, "Operation not permitted")
 
@@ -64,8 +64,8 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
         records.make_private(tmp_path)
 
 
-def test_a_guard_that_cannot_be_written_is_an_error(tmp_path):
-    """A folder in the place of the file, since root may write to read-only folders."""
+def test_a_node_ends_if_runs_toml_cannot_be_written(tmp_path):
+    """A folder takes the place of the file, since root may write to read-only folders."""
     changes = {"rounds": 1, "agents": {"benign": 2, "malicious": 0, "budget": 1}}
     with nodes(tmp_path, 2, changes=changes, deadline_seconds=3.0) as peers:
         (peers.identities[0] / "runs.toml.tmp").mkdir()

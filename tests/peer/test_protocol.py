@@ -45,13 +45,13 @@ NONCE = bytes(range(16))
 
 
 @pytest.fixture(scope="module")
-def who(tmp_path_factory) -> list[Identity]:
+def orgs(tmp_path_factory) -> list[Identity]:
     return identities(tmp_path_factory.mktemp("who"), 3)
 
 
 @pytest.fixture(scope="module")
-def federation(who) -> Federation:
-    return federated(who, rounds=20, lag=2)
+def federation(orgs) -> Federation:
+    return federated(orgs, rounds=20, lag=2)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def manifest(federation, content) -> Manifest:
     )
 
 
-def judged(data, federation, **changes) -> str:
+def refusal_reason(data, federation, **changes) -> str:
     settings = {
         "federation": federation,
         "peer": 1,
@@ -87,8 +87,8 @@ def judged(data, federation, **changes) -> str:
     return reason
 
 
-def test_a_manifest_says_what_was_sent(who, federation, manifest, content):
-    signed = manifest.to_signed_bytes(who[1].sign)
+def test_a_manifest_describes_the_sent_model(orgs, federation, manifest, content):
+    signed = manifest.to_signed_bytes(orgs[1].sign)
     assert len(signed) == manifest_bytes(len(content)) == 142 + 2 * 32 + 64
     read, body, signature = decode_manifest(signed)
     assert read == manifest
@@ -121,31 +121,35 @@ def test_a_manifest_says_what_was_sent(who, federation, manifest, content):
         ({"size": 0}, "size"),
         ({"size": 0, "chunks": ()}, "size"),
         ({"size": 4 * DIM + 1}, "size"),
-        ({"size": CHUNK_BYTES}, "size"),  # of one chunk, with two
+        ({"size": CHUNK_BYTES}, "size"),  # one chunk, but the manifest has two
         ({"size": 2**63}, "size"),
         ({"size": 2**64 - 1}, "size"),
         ({"chunks": (ZERO_DIGEST,)}, "size"),
         ({"chunks": (ZERO_DIGEST,) * 3}, "length"),
         ({"encoding": 1}, "dtype"),
         ({"base": bytes(31) + b"1"}, "dtype"),
-        ({"num_samples": 2**64 - 1}, ""),  # a claim, believed up to what the federation allows
+        ({"num_samples": 2**64 - 1}, ""),  # accepted; the federation limits the claim
         ({"round": N - 2}, ""),
         ({"round": 19}, ""),
     ],
 )
-def test_what_a_member_signs_is_refused_for_its_reason(who, federation, manifest, changed, reason):
+def test_a_signed_manifest_with_wrong_values_is_refused_with_a_reason(
+    orgs, federation, manifest, changed, reason
+):
     assert (
-        judged(dataclasses.replace(manifest, **changed).to_signed_bytes(who[1].sign), federation)
+        refusal_reason(
+            dataclasses.replace(manifest, **changed).to_signed_bytes(orgs[1].sign), federation
+        )
         == reason
     )
 
 
-def test_the_first_reason_is_told_in_the_order_of_the_page(who, federation, manifest):
+def test_the_first_reason_in_documented_order_is_returned(orgs, federation, manifest):
     stranger = dataclasses.replace(
         manifest, agent=9, run=ZERO_DIGEST, round=0, dim=1, size=2**63, encoding=1, base=b"1" * 32
     )
-    other = federated(who, rounds=20, lag=2, synchronous=True)
-    signed = stranger.to_signed_bytes(who[1].sign)
+    other = federated(orgs, rounds=20, lag=2, synchronous=True)
+    signed = stranger.to_signed_bytes(orgs[1].sign)
     changes = [
         ("malformed", lambda data: data[:6] + b"0" + bytes(10**6)),
         ("version", lambda data: data[:7] + b"\2" + bytes(10**6)),
@@ -153,58 +157,58 @@ def test_the_first_reason_is_told_in_the_order_of_the_page(who, federation, mani
         ("malformed", lambda data: data[:-1]),
         ("member", lambda data: data),
     ]
-    assert [judged(change(signed), federation) for _, change in changes] == [
+    assert [refusal_reason(change(signed), federation) for _, change in changes] == [
         reason for reason, _ in changes
     ]
-    mended = [
-        ("signature", {"agent": 2}, who[1].sign, federation),
-        ("run", {}, who[2].sign, federation),
-        ("agent", {"run": federation.run}, who[2].sign, federation),
-        ("round", {"agent": 1}, who[1].sign, federation),
+    repairs = [
+        ("signature", {"agent": 2}, orgs[1].sign, federation),
+        ("run", {}, orgs[2].sign, federation),
+        ("agent", {"run": federation.run}, orgs[2].sign, federation),
+        ("round", {"agent": 1}, orgs[1].sign, federation),
         (
             "round",
             {"round": N + 1, "run": other.run},
-            who[1].sign,
+            orgs[1].sign,
             other,
-        ),  # synchronous: this round's alone
-        ("size", {"round": N}, who[1].sign, other),
-        ("dtype", {"dim": DIM, "size": manifest.size}, who[1].sign, other),
-        ("", {"encoding": 0, "base": ZERO_DIGEST}, who[1].sign, other),
+        ),  # synchronous: only the current round
+        ("size", {"round": N}, orgs[1].sign, other),
+        ("dtype", {"dim": DIM, "size": manifest.size}, orgs[1].sign, other),
+        ("", {"encoding": 0, "base": ZERO_DIGEST}, orgs[1].sign, other),
     ]
-    for reason, change, sign, agreed in mended:
+    for reason, change, sign, fed in repairs:
         stranger = dataclasses.replace(stranger, **change)
-        assert judged(stranger.to_signed_bytes(sign), agreed) == reason
+        assert refusal_reason(stranger.to_signed_bytes(sign), fed) == reason
 
 
-def test_nothing_older_than_before_is_taken(who, federation, manifest):
-    signed = manifest.to_signed_bytes(who[1].sign)
-    assert judged(signed, federation, min_round=N) == ""
-    assert judged(signed, federation, min_round=N + 1) == "round"
-    assert judged(signed, federation, n=N + 2) == ""
-    assert judged(signed, federation, n=N + 3) == "round"
+def test_manifests_older_than_the_minimum_round_or_the_lag_are_refused(orgs, federation, manifest):
+    signed = manifest.to_signed_bytes(orgs[1].sign)
+    assert refusal_reason(signed, federation, min_round=N) == ""
+    assert refusal_reason(signed, federation, min_round=N + 1) == "round"
+    assert refusal_reason(signed, federation, n=N + 2) == ""
+    assert refusal_reason(signed, federation, n=N + 3) == "round"
 
 
-def test_another_agents_manifest_is_not_taken_for_the_one_asked(who, federation, manifest):
-    others = dataclasses.replace(manifest, agent=2).to_signed_bytes(who[2].sign)
-    assert judged(others, federation) == "agent"
-    assert judged(others, federation, peer=2) == ""
+def test_a_manifest_of_another_agent_is_refused(orgs, federation, manifest):
+    signed = dataclasses.replace(manifest, agent=2).to_signed_bytes(orgs[2].sign)
+    assert refusal_reason(signed, federation) == "agent"
+    assert refusal_reason(signed, federation, peer=2) == ""
 
 
-def test_a_signature_is_valid_for_one_context_alone(who, federation, manifest):
+def test_a_signature_is_valid_for_one_context_only(orgs, federation, manifest):
     body = manifest.body
     for prefix in (_protocol.REQUEST_CONTEXT, _protocol.HELLO_CONTEXT, b""):
-        assert judged(body + who[1].sign(prefix + body), federation) == "signature"
+        assert refusal_reason(body + orgs[1].sign(prefix + body), federation) == "signature"
     contexts = [_protocol.MANIFEST_CONTEXT, _protocol.REQUEST_CONTEXT, _protocol.HELLO_CONTEXT]
     assert not any(one != other and one.startswith(other) for one in contexts for other in contexts)
 
 
-def test_a_gigabyte_is_refused_before_anything_is_made_of_it(who, federation, manifest):
-    signed = manifest.to_signed_bytes(who[1].sign)
+def test_a_gigabyte_is_refused_without_allocating_memory(orgs, federation, manifest):
+    signed = manifest.to_signed_bytes(orgs[1].sign)
     with mmap.mmap(-1, 2**30) as memory, memoryview(memory) as huge:
         huge[: len(signed)] = signed
         struct.pack_into("<I", huge, 138, (2**30 - 142 - 64) // 32)
         tracemalloc.start()
-        assert judged(huge, federation) == "length"
+        assert refusal_reason(huge, federation) == "length"
         for read in (decode_manifest, decode_request, decode_offer):
             with pytest.raises(MalformedError):
                 read(huge)
@@ -215,8 +219,8 @@ def test_a_gigabyte_is_refused_before_anything_is_made_of_it(who, federation, ma
 @pytest.mark.parametrize(
     "data", [b"", b"fedcb2o", b"fedcb2o\1", b"fedcb2o\1\1", b"FEDCB2O\1" + bytes(100)]
 )
-def test_bytes_that_are_none_of_ours(data, federation):
-    assert judged(data, federation) == "malformed"
+def test_foreign_or_truncated_bytes_are_malformed(data, federation):
+    assert refusal_reason(data, federation) == "malformed"
     for read in (decode_manifest, decode_request, decode_answer):
         with pytest.raises(MalformedError, match="malformed"):
             read(data)
@@ -224,15 +228,15 @@ def test_bytes_that_are_none_of_ours(data, federation):
 
 @pytest.mark.parametrize("length", [8, 9, 10, 26, 170, 206, 300])
 @pytest.mark.parametrize("version", [0, 2, 255])
-def test_another_version_is_told_from_byte_7_alone(length, version, federation):
+def test_another_version_is_detected_from_byte_7_only(length, version, federation):
     data = b"fedcb2o" + bytes([version]) + bytes(length - 8)
-    assert judged(data, federation) == "version"
+    assert refusal_reason(data, federation) == "version"
     for read in (decode_manifest, decode_request, decode_answer):
         with pytest.raises(MalformedError, match="version"):
             read(data)
 
 
-def test_a_request_comes_back_and_every_change_breaks_its_signature(who, federation):
+def test_a_request_is_decoded_and_every_change_breaks_its_signature(orgs, federation):
     request = Request(
         kind=RequestKind.CHUNK,
         run=federation.run,
@@ -243,11 +247,11 @@ def test_a_request_comes_back_and_every_change_breaks_its_signature(who, federat
         index=2**32 - 1,
         digest=b"d" * 32,
     )
-    data = request.encode(who[0].sign)
+    data = request.encode(orgs[0].sign)
     assert len(data) == _protocol.REQUEST_BYTES == 170
     read, body, signature = decode_request(data)
     assert read == request
-    assert who[0].member.verify(_protocol.REQUEST_CONTEXT + body, signature)
+    assert orgs[0].member.verify(_protocol.REQUEST_CONTEXT + body, signature)
     for place in range(0, 170, 7):
         changed = bytearray(data)
         changed[place] ^= 1
@@ -255,10 +259,10 @@ def test_a_request_comes_back_and_every_change_breaks_its_signature(who, federat
             _, body, signature = decode_request(changed)
         except MalformedError:
             continue
-        assert not who[0].member.verify(_protocol.REQUEST_CONTEXT + body, signature)
+        assert not orgs[0].member.verify(_protocol.REQUEST_CONTEXT + body, signature)
 
 
-def test_an_answer_comes_back_without_a_copy():
+def test_an_answer_is_decoded_without_a_copy():
     content = bytes(CHUNK_BYTES)
     data = Answer(NONCE, AnswerStatus.OK, memoryview(content)).encode()
     assert len(data) == 26 + CHUNK_BYTES
@@ -272,12 +276,12 @@ def test_an_answer_comes_back_without_a_copy():
 
 
 def test_an_offer_has_a_manifest_and_at_most_64_digests():
-    seen = [(k, k + 1, bytes([k]) * 32) for k in range(64)]
-    assert decode_offer(encode_offer(b"signed", seen)) == (b"signed", seen)
+    digests = [(k, k + 1, bytes([k]) * 32) for k in range(64)]
+    assert decode_offer(encode_offer(b"signed", digests)) == (b"signed", digests)
     assert decode_offer(memoryview(encode_offer(b"signed"))) == (b"signed", [])
     for bad in (
-        encode_offer(b"signed", [*seen, seen[0]]),
-        encode_offer(b"signed", seen)[:-1],
+        encode_offer(b"signed", [*digests, digests[0]]),
+        encode_offer(b"signed", digests)[:-1],
         b"\xff\xff\xff\xff" + bytes(40),
         b"\3\0\0",
         b"",
@@ -286,32 +290,32 @@ def test_an_offer_has_a_manifest_and_at_most_64_digests():
             decode_offer(bad)
 
 
-def test_what_a_member_says_of_itself_is_for_who_asked_alone(who):
-    about = {"protocol": 1, "name": "org-1", "keys": {"b": "1", "a": "2"}, "time": 1.5}
-    body = encode_hello(about, NONCE, who[1].sign)
-    assert json.loads(body[:-64]) == decode_hello(body, NONCE, who[1].member) == about
+def test_a_hello_answer_is_valid_for_one_nonce_and_member(orgs):
+    hello = {"protocol": 1, "name": "org-1", "keys": {"b": "1", "a": "2"}, "time": 1.5}
+    body = encode_hello(hello, NONCE, orgs[1].sign)
+    assert json.loads(body[:-64]) == decode_hello(body, NONCE, orgs[1].member) == hello
     assert body.startswith(b'{"keys":{"a":"2","b":"1"},')
     for bad, nonce, member in [
-        (body, bytes(16), who[1].member),
-        (body, NONCE, who[0].member),
-        (body[1:], NONCE, who[1].member),
-        (b"", NONCE, who[1].member),
-        (bytes(2**20 + 1), NONCE, who[1].member),
+        (body, bytes(16), orgs[1].member),
+        (body, NONCE, orgs[0].member),
+        (body[1:], NONCE, orgs[1].member),
+        (b"", NONCE, orgs[1].member),
+        (bytes(2**20 + 1), NONCE, orgs[1].member),
     ]:
         with pytest.raises(MalformedError):
             decode_hello(bad, nonce, member)
     for text in (b"[" * 10**5, b"7", b"\xff", b"{", b"1" * 10**4):
         with pytest.raises(MalformedError, match="malformed"):
             decode_hello(
-                text + who[1].sign(_protocol.HELLO_CONTEXT + NONCE + text), NONCE, who[1].member
+                text + orgs[1].sign(_protocol.HELLO_CONTEXT + NONCE + text), NONCE, orgs[1].member
             )
 
 
-def test_no_bytes_raise_anything_else(who, federation, manifest):
-    signed = manifest.to_signed_bytes(who[1].sign)
+def test_decoders_raise_only_malformed_errors(orgs, federation, manifest):
+    signed = manifest.to_signed_bytes(orgs[1].sign)
     request = Request(
         kind=RequestKind.HELLO, run=federation.run, sender=0, receiver=1, nonce=NONCE
-    ).encode(who[0].sign)
+    ).encode(orgs[0].sign)
     answer = Answer(NONCE, AnswerStatus.OK, encode_offer(signed, [(1, 2, ZERO_DIGEST)])).encode()
     places = st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=9)), max_size=4)
 
@@ -328,7 +332,7 @@ def test_no_bytes_raise_anything_else(who, federation, manifest):
             changed[place : place + len(piece)] = piece
         for data in (bytes(changed), bytes(changed[:end]), noise, b"fedcb2o\1" + noise):
             if data != signed:
-                assert judged(data, federation)
+                assert refusal_reason(data, federation)
             for read in (decode_manifest, decode_request, decode_answer, decode_offer):
                 with suppress(MalformedError):
                     read(data)
@@ -344,8 +348,8 @@ def test_no_bytes_raise_anything_else(who, federation, manifest):
     st.integers(0, 255),
     st.lists(st.binary(min_size=32, max_size=32), max_size=5),
 )
-def test_what_was_read_is_written_alike(word, short, long, encoding, chunks):
-    """One value, one encoding: so comparing bytes compares values."""
+def test_a_decoded_manifest_encodes_to_the_same_bytes(word, short, long, encoding, chunks):
+    """Each value has one encoding, so that comparing bytes compares values."""
     manifest = Manifest(
         run=word,
         agent=short[0],
@@ -363,14 +367,14 @@ def test_what_was_read_is_written_alike(word, short, long, encoding, chunks):
     assert body == manifest.body == read.body
 
 
-# The page
+# docs/protocol.md
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
 ROUNDS, LAG, ROUND = 20, 2, 8
 
 
 def table(heading: str, first: str) -> list[list[str]]:
-    """The rows of the table under a heading whose first column is called so."""
+    """Return the rows of the table under a heading; `first` is the name of its first column."""
     part = PAGE.partition(f"\n{heading}")[2].partition(f"\n| {first} |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines()[2:]]
     assert rows, heading
@@ -387,19 +391,19 @@ def keys() -> list[Ed25519PrivateKey]:
 
 
 @pytest.fixture(scope="module")
-def described(who, keys) -> Federation:
-    """The page's federation: these keys, this run."""
-    made = federated(who, rounds=ROUNDS, lag=LAG).model_copy()
-    publics = [key.public_key().public_bytes_raw() for key in keys]
-    assert publics == [VECTORS["key-0"], VECTORS["key-1"]]
-    members = {j: dataclasses.replace(made.members[j], key=publics[j]) for j in range(2)}
-    made.__dict__.update(_members=(members,), _digests=(VECTORS["run"],))
-    assert made.run == VECTORS["run"]
-    return made
+def documented_federation(orgs, keys) -> Federation:
+    """The federation of the documented test vectors, with their keys and run id."""
+    fed = federated(orgs, rounds=ROUNDS, lag=LAG).model_copy()
+    public_keys = [key.public_key().public_bytes_raw() for key in keys]
+    assert public_keys == [VECTORS["key-0"], VECTORS["key-1"]]
+    members = {j: dataclasses.replace(fed.members[j], key=public_keys[j]) for j in range(2)}
+    fed.__dict__.update(_members=(members,), _digests=(VECTORS["run"],))
+    assert fed.run == VECTORS["run"]
+    return fed
 
 
-def sliced(heading: str, data: bytes) -> dict[str, bytes]:
-    """The fields of a message, cut out of it as the page's table says."""
+def split_fields(heading: str, data: bytes) -> dict[str, bytes]:
+    """Split a message into the fields that the documented table specifies."""
     fields, count = {}, 0
     for offset, size, field, *_ in table(heading, "offset"):
         start = sum(32 * count if "count" in term else int(term) for term in offset.split(" + "))
@@ -412,8 +416,8 @@ def sliced(heading: str, data: bytes) -> dict[str, bytes]:
     return fields
 
 
-def holds(fields: dict[str, bytes], message: object) -> None:
-    """Whether a message that was read has the values that its bytes have by the page."""
+def assert_values(fields: dict[str, bytes], message: object) -> None:
+    """Check that a decoded message has the values of its documented fields."""
     for name, data in fields.items():
         value = getattr(message, name, None)
         if isinstance(value, int):
@@ -422,11 +426,11 @@ def holds(fields: dict[str, bytes], message: object) -> None:
             assert (b"".join(value) if isinstance(value, tuple) else value) == data, name
 
 
-def test_the_pages_manifests_are_what_the_code_makes(keys, described):
+def test_documented_manifests_equal_the_encoded_ones(keys, documented_federation):
     assert hashlib.sha256(b"fedcb2o test vectors").digest() == VECTORS["run"]
     assert struct.unpack("<5f", VECTORS["content"]) == pytest.approx([0, 1, -2.5, 0.1, 1e6])
-    two = bytes(i % 251 for i in range(2**20 + 4))
-    for name, n, content in (("", 7, VECTORS["content"]), ("-of-two-chunks", 8, two)):
+    two_chunks = bytes(i % 251 for i in range(2**20 + 4))
+    for name, n, content in (("", 7, VECTORS["content"]), ("-of-two-chunks", 8, two_chunks)):
         signed = VECTORS["manifest" + name]
         values = {
             "run": VECTORS["run"],
@@ -435,32 +439,32 @@ def test_the_pages_manifests_are_what_the_code_makes(keys, described):
             "dim": len(content) // 4,
             "num_samples": 50,
         }
-        made = Manifest.from_content(content, **values, encoding=0, base=ZERO_DIGEST)
-        assert made.to_signed_bytes(keys[1].sign) == signed
-        assert made.digest == VECTORS["digest" + name] == hashlib.sha256(signed[:-64]).digest()
-        fields = sliced("## Manifest", signed)
-        holds(fields, made)
+        built = Manifest.from_content(content, **values, encoding=0, base=ZERO_DIGEST)
+        assert built.to_signed_bytes(keys[1].sign) == signed
+        assert built.digest == VECTORS["digest" + name] == hashlib.sha256(signed[:-64]).digest()
+        fields = split_fields("## Manifest", signed)
+        assert_values(fields, built)
         context = b"fedcb2o manifest v1\0"
         assert f"`{context[:-1].decode()}`" in PAGE
         keys[1].public_key().verify(fields["signature"], context + signed[:-64])
 
 
-def test_the_pages_requests_and_answers_are_what_the_code_makes(keys, described):
+def test_documented_requests_and_answers_equal_the_encoded_ones(keys, documented_federation):
     run, other = VECTORS["run"], hashlib.sha256(b"another manifest").digest()
-    asked = {
+    fields_by_kind = {
         "hello": {"digest": VECTORS["key-0"]},
         "manifest": {"round": ROUND},
         "chunk": {"index": 1, "digest": VECTORS["digest-of-two-chunks"]},
         "witness": {"round": 6, "index": 2, "digest": other},
     }
-    for kind, values in asked.items():
+    for kind, values in fields_by_kind.items():
         data = VECTORS[f"request-{kind}"]
         nonce = data[90:106]
-        made = Request(
+        request = Request(
             kind=RequestKind[kind.upper()], run=run, sender=0, receiver=1, nonce=nonce, **values
         )
-        assert made.encode(keys[0].sign) == data
-        holds(sliced("## Request", data), made)
+        assert request.encode(keys[0].sign) == data
+        assert_values(split_fields("## Request", data), request)
         keys[0].public_key().verify(data[106:], b"fedcb2o request v1\0" + data[:106])
     answers = {
         name: VECTORS[f"answer-{name}"] for name in ("hello", "manifest", "not-yet", "chunk")
@@ -468,8 +472,8 @@ def test_the_pages_requests_and_answers_are_what_the_code_makes(keys, described)
     read = {name: decode_answer(data) for name, data in answers.items()}
     for name, answer in read.items():
         assert answer.encode() == answers[name]
-        fields = sliced("## Answer", answers[name])
-        holds(fields, answer)
+        fields = split_fields("## Answer", answers[name])
+        assert_values(fields, answer)
         assert fields["content"] == answer.body
         assert (
             answer.nonce == VECTORS[f"request-{'manifest' if name == 'not-yet' else name}"][90:106]
@@ -478,20 +482,20 @@ def test_the_pages_requests_and_answers_are_what_the_code_makes(keys, described)
     assert decode_offer(read["manifest"].body) == (VECTORS["manifest"], [(2, 6, other)])
     assert encode_offer(VECTORS["manifest"], [(2, 6, other)]) == read["manifest"].body
     assert read["chunk"].body == bytes(i % 251 for i in range(2**20, 2**20 + 4))
-    about = decode_hello(read["hello"].body, read["hello"].nonce, described.members[1])
-    assert encode_hello(about, read["hello"].nonce, keys[1].sign) == read["hello"].body
+    hello = decode_hello(read["hello"].body, read["hello"].nonce, documented_federation.members[1])
+    assert encode_hello(hello, read["hello"].nonce, keys[1].sign) == read["hello"].body
 
 
-def test_the_pages_refusals_are_the_codes(keys, described):
+def test_documented_refusals_match_the_code(keys, documented_federation):
     settings = {
-        "federation": described,
+        "federation": documented_federation,
         "peer": 1,
         "n": ROUND,
         "min_round": 0,
         "dim": 5,
         "max_bytes": 20,
     }
-    assert judged(VECTORS["manifest"], **settings) == ""
+    assert refusal_reason(VECTORS["manifest"], **settings) == ""
     for case in MESSAGES["refused"]:
         changed, start = bytearray(VECTORS["manifest"]), case["offset"]
         piece = bytes.fromhex(case["bytes"])
@@ -500,10 +504,10 @@ def test_the_pages_refusals_are_the_codes(keys, described):
         if case["signed_by"] is not None:
             key = keys[case["signed_by"]]
             changed[-64:] = key.sign(_protocol.MANIFEST_CONTEXT + bytes(changed[:-64]))
-        assert judged(bytes(changed), **settings) == case["reason"], case
-    told = [row[0] for row in table("## How a manifest is checked", "reason")]
+        assert refusal_reason(bytes(changed), **settings) == case["reason"], case
+    reasons = [row[0] for row in table("## How a manifest is checked", "reason")]
     assert list(dict.fromkeys(case["reason"] for case in MESSAGES["refused"])) == [
-        reason for reason in told if reason != "length"
+        reason for reason in reasons if reason != "length"
     ]
 
 
@@ -512,10 +516,10 @@ def power(text: str) -> int:
     return int(base) ** int(exponent or 1)
 
 
-def test_the_pages_numbers_are_the_codes():
+def test_documented_limits_match_the_code():
     for heading, kinds in (("## Request", RequestKind), ("## Answer", AnswerStatus)):
         rows = table(heading, "kind" if kinds is RequestKind else "status")
-        assert [row[0] for row in rows] == [f"{each.value} {each.name}" for each in kinds]
+        assert [row[0] for row in rows] == [f"{kind.value} {kind.name}" for kind in kinds]
     limits = {row[0]: power(row[1].split()[0]) for row in table("## Limits", "what")[:7]}
     assert limits == {
         "a request": _protocol.REQUEST_BYTES,
@@ -527,10 +531,10 @@ def test_the_pages_numbers_are_the_codes():
         "nonces remembered": _server.MAX_NONCES,
     }
     assert f"{_protocol.MAX_MANIFEST_BYTES:,}" in PAGE
-    for most in (
+    for max_bytes in (
         _protocol.MAX_MANIFEST_BYTES,
         _protocol.MAX_OFFER_BYTES,
         _protocol.MAX_HELLO_BYTES,
         CHUNK_BYTES,
     ):
-        assert 26 + most <= _transport.MAX_ANSWER_BYTES
+        assert 26 + max_bytes <= _transport.MAX_ANSWER_BYTES

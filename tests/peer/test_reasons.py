@@ -17,24 +17,24 @@ LAG = 5
 @pytest.mark.parametrize(
     ("n", "announced", "reason"),
     [
-        (90, {}, "no_model"),  # nothing is known of it
+        (90, {}, "no_model"),  # it announced no round
         (90, {1: 90}, "no_model"),  # in the same round, as after a restore
         (90, {1: 86}, "no_model"),  # its model of round 85, from 0, would be accepted
-        (90, {1: 85}, "behind"),  # its newest one may be of round 84
+        (90, {1: 85}, "behind"),  # its newest model may be of round 84
         (90, {1: 20}, "behind"),
         (5, {1: 0}, "no_model"),  # it may just have begun
     ],
 )
-def test_a_member_without_a_model_is_behind_by_its_announcement(n, announced, reason):
-    found = missing_models({1: "not yet"}, announced, n=n, lag=LAG, cut_off=())
-    assert [key for key, ids in found.items() if ids] == [reason]
-    assert found[reason] == [1]
+def test_a_missing_model_is_behind_or_absent_by_the_announced_round(n, announced, reason):
+    missing = missing_models({1: "not yet"}, announced, n=n, lag=LAG, cut_off=())
+    assert [key for key, ids in missing.items() if ids] == [reason]
+    assert missing[reason] == [1]
 
 
-def test_members_cut_off_are_not_late_and_faults_stay_faults():
+def test_members_cut_off_count_as_relay_down_unless_their_answer_was_faulty():
     failures = {1: "late", 2: "no answer", 3: "hash", 4: "busy"}
-    found = missing_models(failures, {}, n=9, lag=LAG, cut_off={2, 3, 7})
-    assert found == {"late": [1, 4], "behind": [], "no_model": [], "relay_down": [2, 7]}
+    missing = missing_models(failures, {}, n=9, lag=LAG, cut_off={2, 3, 7})
+    assert missing == {"late": [1, 4], "behind": [], "no_model": [], "relay_down": [2, 7]}
 
 
 def transport(error: str, direct: set[int]) -> Mixed:
@@ -48,11 +48,11 @@ def test_members_without_a_direct_link_are_cut_off_while_the_relay_is_down():
     assert cut_off_members(SimpleNamespace(), [1, 2, 3]) == set()  # without a relay
 
 
-def test_the_operator_learns_once_that_the_relay_is_back(tmp_path):
-    who = members.identities(tmp_path, 3)
+def test_the_recovery_of_the_relay_is_reported_once(tmp_path):
+    orgs = members.identities(tmp_path, 3)
     node = Node(
-        members.federated(who),
-        who[0],
+        members.federated(orgs),
+        orgs[0],
         simulate=load({"together": 1, **members.experiment(3)}),
         out=tmp_path / "out",
         observer=pace.Times(),
@@ -76,5 +76,5 @@ def test_the_operator_learns_once_that_the_relay_is_back(tmp_path):
         ),
     ],
 )
-def test_the_reason_of_weight_0_is_that_of_the_method(section, reason):
+def test_the_reason_for_weight_0_depends_on_the_method(section, reason):
     assert zero_weight_reason(AlgorithmSection(**section).build()) == reason

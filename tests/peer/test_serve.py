@@ -1,4 +1,4 @@
-"""Server: answers within limits, and no member delays another."""
+"""Server: answers within limits, and a member cannot delay others."""
 
 import hashlib
 import os
@@ -38,30 +38,30 @@ ME = 0
 
 
 @pytest.fixture(scope="module")
-def who(tmp_path_factory) -> list[Identity]:
+def orgs(tmp_path_factory) -> list[Identity]:
     return identities(tmp_path_factory.mktemp("who"), 5)
 
 
 @pytest.fixture(scope="module")
-def federation(who) -> Federation:
+def federation(orgs) -> Federation:
     return federated(
-        who, rounds=100, lag=2, limits={"answers_per_minute": 6000, "uploads": 2, "per_peer": 2}
+        orgs, rounds=100, lag=2, limits={"answers_per_minute": 6000, "uploads": 2, "per_peer": 2}
     )
 
 
 class Scene:
-    """Servers of one agent and what they answer; everything ends with the test."""
+    """Servers of one agent, requests to them and their answers. `close` ends all of them."""
 
-    def __init__(self, folder, who, federation) -> None:
-        self.folder, self.who, self.federation = folder, who, federation
+    def __init__(self, folder, orgs, federation) -> None:
+        self.folder, self.orgs, self.federation = folder, orgs, federation
         self.servers: list[Server] = []
         self.gates: list[threading.Event] = []
 
-    def server(self, agreed=None, **options) -> Server:
-        agreed = agreed or self.federation
-        self.ledger = Ledger(self.folder, agreed)
-        settings = {"hello_content": lambda: {"round": 7, "keys": agreed.value_hashes()}, **options}
-        self.servers.append(Server(agreed, ME, self.who[ME], self.ledger, **settings))
+    def server(self, fed=None, **options) -> Server:
+        fed = fed or self.federation
+        self.ledger = Ledger(self.folder, fed)
+        settings = {"hello_content": lambda: {"round": 7, "keys": fed.value_hashes()}, **options}
+        self.servers.append(Server(fed, ME, self.orgs[ME], self.ledger, **settings))
         return self.servers[-1]
 
     def close(self) -> None:
@@ -71,9 +71,9 @@ class Scene:
             server.close()
 
     def request(self, kind: RequestKind, sender: int = 1, **fields) -> bytes:
-        by = fields.pop("by", sender)
+        signer = fields.pop("by", sender)
         settings = {"run": self.federation.run, "receiver": ME, "nonce": os.urandom(16), **fields}
-        return Request(kind=kind, sender=sender, **settings).encode(self.who[by].sign)
+        return Request(kind=kind, sender=sender, **settings).encode(self.orgs[signer].sign)
 
     def snapshot(self, n: int, text: bytes = b"model", agent: int = ME) -> Snapshot:
         settings = {
@@ -84,37 +84,37 @@ class Scene:
             "num_samples": 3,
         }
         manifest = Manifest.from_content(text, **settings, encoding=0, base=ZERO_DIGEST)
-        return Snapshot(manifest.to_signed_bytes(self.who[agent].sign), text)
+        return Snapshot(manifest.to_signed_bytes(self.orgs[agent].sign), text)
 
     def ask(self, server: Server, data: bytes, seconds: float = 5) -> Answer | None:
-        """The answer, or None where a request is turned away without one."""
-        came, found = threading.Event(), []
+        """Return the answer, or None if the request is turned away without one."""
+        arrived, answers = threading.Event(), []
 
         def reply(answer: bytes) -> None:
-            found.append(answer)
-            came.set()
+            answers.append(answer)
+            arrived.set()
 
         before = sum(server.counts.refused.values())
         server.on_request(data, reply)
         turned_away = sum(server.counts.refused.values()) > before
-        came.wait(0.03 if turned_away else seconds)
-        return decode_answer(found[0]) if found else None
+        arrived.wait(0.03 if turned_away else seconds)
+        return decode_answer(answers[0]) if answers else None
 
-    def stuck(self) -> tuple[threading.Event, list]:
-        """A reply that blocks until the gate opens, and the threads that are in it."""
-        gate, inside = threading.Event(), []
+    def blocking_reply(self) -> tuple[threading.Event, list]:
+        """Return a reply that blocks until its gate opens, and the list of blocked threads."""
+        gate, blocked_threads = threading.Event(), []
         self.gates.append(gate)
 
         def reply(answer: bytes) -> None:
-            inside.append(threading.get_ident())
+            blocked_threads.append(threading.get_ident())
             gate.wait(20)
 
-        return reply, inside
+        return reply, blocked_threads
 
 
 @pytest.fixture
-def scene(tmp_path, who, federation) -> Iterator[Scene]:
-    scene = Scene(tmp_path, who, federation)
+def scene(tmp_path, orgs, federation) -> Iterator[Scene]:
+    scene = Scene(tmp_path, orgs, federation)
     yield scene
     scene.close()
 
@@ -136,12 +136,12 @@ def test_a_model_is_downloaded_by_its_manifest_and_chunks(scene, federation):
     nonce = b"n" * 16
     answer = scene.ask(server, scene.request(RequestKind.MANIFEST, round=7, nonce=nonce))
     assert (answer.status, answer.nonce) == (AnswerStatus.OK, nonce)
-    signed, seen = decode_offer(answer.body)
+    signed, digests = decode_offer(answer.body)
     manifest = decode_manifest(signed)[0]
     assert (manifest.round, manifest.size) == (7, len(content))
-    assert seen == [
+    assert digests == [
         (3, 7, decode_manifest(other)[0].digest)
-    ]  # what it says itself is in the manifest
+    ]  # without the server's own manifest
     parts = [
         scene.ask(server, scene.request(RequestKind.CHUNK, index=k, digest=manifest.digest)).body
         for k in range(3)
@@ -152,7 +152,7 @@ def test_a_model_is_downloaded_by_its_manifest_and_chunks(scene, federation):
         answer = scene.ask(server, scene.request(RequestKind.CHUNK, index=index, digest=digest))
         assert (answer.status, answer.body) == (AnswerStatus.NOT_HERE, b"")
     for digest, status in (
-        (seen[0][2], AnswerStatus.OK),
+        (digests[0][2], AnswerStatus.OK),
         (ZERO_DIGEST, AnswerStatus.OK),
         (b"?" * 32, AnswerStatus.NOT_HERE),
     ):
@@ -170,24 +170,24 @@ def test_a_model_is_downloaded_by_its_manifest_and_chunks(scene, federation):
     assert counts.sent == {1: 26 * 10 + 4 + len(signed) + 40 + len(content) + 2 * len(other)}
 
 
-def test_this_snapshot_and_the_one_before_are_served(scene):
+def test_the_last_two_snapshots_are_served(scene):
     server = scene.server()
     snapshots = [scene.snapshot(n, b"%d" % n) for n in range(3)]
     for snapshot in snapshots:
         server.publish(snapshot)
-    found = [
+    answers = [
         scene.ask(server, scene.request(RequestKind.CHUNK, digest=snapshot.digest))
         for snapshot in snapshots
     ]
-    assert [answer.status for answer in found] == [
+    assert [answer.status for answer in answers] == [
         AnswerStatus.NOT_HERE,
         AnswerStatus.OK,
         AnswerStatus.OK,
     ]
-    assert [bytes(answer.body) for answer in found] == [b"", b"1", b"2"]
+    assert [bytes(answer.body) for answer in answers] == [b"", b"1", b"2"]
 
 
-def test_the_newest_model_goes_to_who_takes_it(scene):
+def test_the_newest_model_is_sent_unless_it_is_too_old(scene):
     server = scene.server()
     assert scene.ask(server, scene.request(RequestKind.MANIFEST)).status is AnswerStatus.NOT_YET
     server.publish(scene.snapshot(4))
@@ -205,25 +205,25 @@ def test_the_newest_model_goes_to_who_takes_it(scene):
             assert decode_manifest(decode_offer(answer.body)[0])[0].round == 5
 
 
-def test_a_synchronous_round_gets_its_own_model(scene, who, federation):
-    agreed = federation.model_copy(update={"synchronous": True})
-    server = scene.server(agreed)
+def test_synchronous_requests_get_the_model_of_their_round(scene, orgs, federation):
+    fed = federation.model_copy(update={"synchronous": True})
+    server = scene.server(fed)
     server.publish(scene.snapshot(4))
     server.publish(scene.snapshot(5))
-    found = {
+    answers = {
         n: scene.ask(server, scene.request(RequestKind.MANIFEST, round=n)) for n in (3, 4, 5, 6)
     }
-    assert [answer.status for answer in found.values()] == [
+    assert [answer.status for answer in answers.values()] == [
         AnswerStatus.NOT_HERE,
         AnswerStatus.OK,
         AnswerStatus.OK,
         AnswerStatus.NOT_YET,
     ]
     for n in (4, 5):
-        assert decode_manifest(decode_offer(found[n].body)[0])[0].round == n
+        assert decode_manifest(decode_offer(answers[n].body)[0])[0].round == n
 
 
-def test_some_members_are_shown_another_model(scene):
+def test_overrides_are_served_to_their_members_only(scene):
     server = scene.server()
     server.publish(scene.snapshot(5, b"to all"), overrides={2: scene.snapshot(5, b"to 2")})
     for sender, text in ((1, b"to all"), (2, b"to 2"), (3, b"to all")):
@@ -239,8 +239,8 @@ def test_some_members_are_shown_another_model(scene):
         )
 
 
-def test_a_simulated_attacker_publishes_twice_in_a_round(scene):
-    """An attacker publishes nothing for its victims first, then crafted models."""
+def test_a_simulated_attacker_may_publish_twice_in_a_round(scene):
+    """The attacker first publishes no model for its victims, then crafted models."""
     server = scene.server()
     before, first, second = (
         scene.snapshot(n, text) for n, text in ((4, b"4"), (5, b"5"), (5, b"again"))
@@ -275,25 +275,25 @@ def test_a_simulated_attacker_publishes_twice_in_a_round(scene):
     assert scene.ledger.equivocators == frozenset()
 
 
-def test_a_member_with_another_file_is_greeted_and_gets_nothing_else(scene, who, federation):
+def test_a_member_with_another_federation_gets_hello_only(scene, orgs, federation):
     server = scene.server()
     server.publish(scene.snapshot(5))
     nonce = b"n" * 16
     for run, sender in (
         (federation.run, 1),
         (bytes(32), 77),
-    ):  # ids may differ too: it is known by its key
+    ):  # the id may differ: the key identifies the member
         data = scene.request(
             RequestKind.HELLO,
             sender,
             by=1,
             run=run,
-            digest=who[1].member.key,
+            digest=orgs[1].member.key,
             nonce=nonce,
             receiver=ME,
         )
         answer = scene.ask(server, data)
-        assert decode_hello(answer.body, nonce, who[ME].member) == {
+        assert decode_hello(answer.body, nonce, orgs[ME].member) == {
             "round": 7,
             "keys": federation.value_hashes(),
         }
@@ -304,7 +304,7 @@ def test_a_member_with_another_file_is_greeted_and_gets_nothing_else(scene, who,
     assert server.counts.refused == {"run": 3}
 
 
-def test_what_is_not_in_order_gets_no_answer(scene, who, federation):
+def test_invalid_requests_get_no_answer(scene, orgs, federation):
     server = scene.server()
     server.publish(scene.snapshot(5))
     good = scene.request(RequestKind.MANIFEST)
@@ -316,15 +316,15 @@ def test_what_is_not_in_order_gets_no_answer(scene, who, federation):
         ("malformed", good[:9] + b"\5" + good[10:]),
         ("version", good[:7] + b"\2"),
         ("receiver", scene.request(RequestKind.MANIFEST, receiver=1)),
-        ("receiver", scene.request(RequestKind.HELLO, receiver=1, digest=who[1].member.key)),
+        ("receiver", scene.request(RequestKind.HELLO, receiver=1, digest=orgs[1].member.key)),
         ("member", scene.request(RequestKind.MANIFEST, 5, by=1)),
         ("member", scene.request(RequestKind.MANIFEST, 2**32 - 1, by=1)),
         ("member", scene.request(RequestKind.MANIFEST, ME)),
         ("member", scene.request(RequestKind.HELLO, digest=ZERO_DIGEST)),
-        ("member", scene.request(RequestKind.HELLO, by=ME, digest=who[ME].member.key)),
+        ("member", scene.request(RequestKind.HELLO, by=ME, digest=orgs[ME].member.key)),
         ("signature", scene.request(RequestKind.MANIFEST, 1, by=2)),
         ("signature", scene.request(RequestKind.MANIFEST, run=ZERO_DIGEST, by=2)),
-        ("signature", scene.request(RequestKind.HELLO, 2, by=2, digest=who[1].member.key)),
+        ("signature", scene.request(RequestKind.HELLO, 2, by=2, digest=orgs[1].member.key)),
         ("signature", good[:-64] + bytes(64)),
     ]
     for k, (reason, data) in enumerate(cases):
@@ -338,30 +338,30 @@ def test_what_is_not_in_order_gets_no_answer(scene, who, federation):
     assert server.counts.requests == len(cases) + 3
 
 
-def test_an_incompatible_member_gets_hello_only(scene, who):
+def test_an_incompatible_member_gets_hello_only(scene, orgs):
     server = scene.server()
     server.publish(scene.snapshot(5))
     server.incompatible = {1}
     answer = scene.ask(server, scene.request(RequestKind.MANIFEST))
     assert (answer.status, answer.body) == (AnswerStatus.ANOTHER_VERSION, b"")
-    hello = scene.request(RequestKind.HELLO, digest=who[1].member.key)
+    hello = scene.request(RequestKind.HELLO, digest=orgs[1].member.key)
     assert scene.ask(server, hello).status is AnswerStatus.OK
     server.incompatible = {2}
     assert scene.ask(server, scene.request(RequestKind.MANIFEST)).status is AnswerStatus.OK
 
 
-def test_requests_of_another_run_use_up_nothing(scene, who, federation):
-    """A receiver of another run replays them; members of this run are answered as before."""
+def test_requests_of_another_run_do_not_use_up_the_quota(scene, orgs, federation):
+    """A member of the other run replays them here. Members of this run are answered as before."""
     server = scene.server(clock=lambda: 0.0)
     server.publish(scene.snapshot(5))
-    answered = []
+    answers = []
     for _ in range(300):
         foreign = scene.request(RequestKind.MANIFEST, run=b"r" * 32, receiver=3)
-        server.on_request(foreign, answered.append)
-    hello = scene.request(RequestKind.HELLO, run=b"r" * 32, receiver=3, digest=who[1].member.key)
+        server.on_request(foreign, answers.append)
+    hello = scene.request(RequestKind.HELLO, run=b"r" * 32, receiver=3, digest=orgs[1].member.key)
     assert scene.ask(server, hello) is None  # 60 a minute
-    until(lambda: len(answered) >= 16)
-    assert {decode_answer(answer).status for answer in answered} <= {
+    until(lambda: len(answers) >= 16)
+    assert {decode_answer(answer).status for answer in answers} <= {
         AnswerStatus.ANOTHER_RUN,
         AnswerStatus.BUSY,
     }
@@ -386,7 +386,7 @@ def test_nonces_are_remembered_and_bounded(scene):
     assert len(peer.nonces) == MAX_NONCES
 
 
-def test_a_minute_has_so_many_answers_for_each_member(scene, federation):
+def test_answers_per_minute_are_limited_for_each_member(scene, federation):
     limits = federation.limits.model_copy(update={"answers_per_minute": 6})
     now = [0.0]
     server = scene.server(federation.model_copy(update={"limits": limits}), clock=lambda: now[0])
@@ -400,12 +400,12 @@ def test_a_minute_has_so_many_answers_for_each_member(scene, federation):
     assert statuses(2, 6) == [AnswerStatus.NOT_HERE] * 6
     now[0] = 9.9
     assert statuses(1, 1) == [AnswerStatus.BUSY]
-    now[0] = 55.0  # the three that were too many count too
+    now[0] = 55.0  # the three excess requests count too
     assert statuses(1, 3) == [AnswerStatus.NOT_HERE] * 2 + [AnswerStatus.BUSY]
     assert server.counts.refused == {"rate": 4}
 
 
-def test_who_goes_on_asking_too_often_is_not_even_told(scene, federation):
+def test_persistent_excess_requests_get_no_answer(scene, federation):
     limits = federation.limits.model_copy(update={"answers_per_minute": 60})
     now = [0.0]
     server = scene.server(federation.model_copy(update={"limits": limits}), clock=lambda: now[0])
@@ -417,7 +417,9 @@ def test_who_goes_on_asking_too_often_is_not_even_told(scene, federation):
     for _ in range(50):
         server.on_request(scene.request(RequestKind.CHUNK, by=2), answers.append)
         server.on_request(scene.request(RequestKind.CHUNK), answers.append)
-    assert server.counts.refused == {"rate": MAX_BUSY_ANSWERS + 100}  # without a look at who signed
+    assert server.counts.refused == {
+        "rate": MAX_BUSY_ANSWERS + 100
+    }  # before the signature is checked
     assert scene.ask(server, scene.request(RequestKind.CHUNK, 2)).status is AnswerStatus.NOT_HERE
     assert answers == []
     now[0] = MAX_BUSY_ANSWERS + 1.0
@@ -426,7 +428,7 @@ def test_who_goes_on_asking_too_often_is_not_even_told(scene, federation):
 
 def test_ten_thousand_requests_are_turned_away_in_bounded_memory(scene, federation):
     server = scene.server()
-    reply, inside = scene.stuck()
+    reply, blocked_threads = scene.blocking_reply()
     forged = scene.request(RequestKind.CHUNK, by=2)
     for _ in range(100):
         server.on_request(forged, reply)
@@ -436,7 +438,7 @@ def test_ten_thousand_requests_are_turned_away_in_bounded_memory(scene, federati
         server.on_request(forged, reply)
     assert len(server._quotas[1].queue) <= 2 * MAX_PENDING
     assert len(server._quotas[1].nonces) <= 2 * MAX_PENDING + federation.limits.per_peer
-    assert len(inside) <= federation.limits.per_peer
+    assert len(blocked_threads) <= federation.limits.per_peer
     assert server.counts.refused["signature"] == 100
     assert server.counts.refused["pending"] >= 9900 - MAX_PENDING - federation.limits.per_peer
     started = time.monotonic()
@@ -444,11 +446,11 @@ def test_ten_thousand_requests_are_turned_away_in_bounded_memory(scene, federati
     assert time.monotonic() - started < 3
 
 
-def test_slow_readers_delay_nobody_else(scene, federation):
+def test_slow_readers_delay_no_other_member(scene, federation):
     """Three of four members read nothing; the fourth gets its answers."""
     server = scene.server(slow_after_seconds=0.05)
     server.publish(scene.snapshot(5))
-    reply, inside = scene.stuck()
+    reply, blocked_threads = scene.blocking_reply()
     for sender in (1, 2, 3):
         for _ in range(MAX_PENDING):
             server.on_request(scene.request(RequestKind.MANIFEST, sender, round=5), reply)
@@ -457,21 +459,21 @@ def test_slow_readers_delay_nobody_else(scene, federation):
         scene.ask(server, scene.request(RequestKind.MANIFEST, 4, round=5)).status for _ in range(20)
     ] == [AnswerStatus.OK] * 20
     assert time.monotonic() - started < 3
-    assert until(lambda: len(inside) == 6)
+    assert until(lambda: len(blocked_threads) == 6)
     time.sleep(0.2)
-    assert len(inside) == 6
+    assert len(blocked_threads) == 6
     assert len(server._threads) <= 8
 
 
-def test_uploads_at_once_are_limited_and_taken_in_turn(scene):
+def test_simultaneous_uploads_are_limited_and_served_in_turn(scene):
     server = scene.server(slow_after_seconds=60.0)
-    reply, inside = scene.stuck()
+    reply, blocked_threads = scene.blocking_reply()
     server.on_request(scene.request(RequestKind.CHUNK, 1), reply)
     server.on_request(scene.request(RequestKind.CHUNK, 1), reply)
-    assert until(lambda: len(inside) == 2)
+    assert until(lambda: len(blocked_threads) == 2)
     order, threads = [], []
 
-    def noted(sender: int):
+    def recording_reply(sender: int):
         def reply(answer: bytes) -> None:
             order.append(sender)
             threads.append(threading.get_ident())
@@ -479,7 +481,7 @@ def test_uploads_at_once_are_limited_and_taken_in_turn(scene):
         return reply
 
     for sender in (2, 2, 2, 3, 3, 3, 4, 4, 4):
-        server.on_request(scene.request(RequestKind.CHUNK, sender), noted(sender))
+        server.on_request(scene.request(RequestKind.CHUNK, sender), recording_reply(sender))
     time.sleep(0.1)
     assert order == []
     server._federation = server._federation.model_copy(
@@ -491,7 +493,7 @@ def test_uploads_at_once_are_limited_and_taken_in_turn(scene):
     assert order == [2, 3, 4] * 3
 
 
-def test_what_fails_ends_one_answer_and_nothing_else(scene, who):
+def test_a_failure_ends_one_answer_only(scene, orgs):
     def broken():
         raise ValueError("about")
 
@@ -500,15 +502,15 @@ def test_what_fails_ends_one_answer_and_nothing_else(scene, who):
 
     server = scene.server(hello_content=broken)
     for _ in range(3):
-        server.on_request(scene.request(RequestKind.HELLO, digest=who[1].member.key), lost)
+        server.on_request(scene.request(RequestKind.HELLO, digest=orgs[1].member.key), lost)
         server.on_request(scene.request(RequestKind.CHUNK), lost)
     assert until(lambda: server.counts.refused.get("failed") == 6)
     assert scene.ask(server, scene.request(RequestKind.CHUNK)).status is AnswerStatus.NOT_HERE
 
 
-def test_a_request_is_heard_at_once(scene):
+def test_a_request_is_queued_without_delay(scene):
     server = scene.server()
-    reply, _ = scene.stuck()
+    reply, _ = scene.blocking_reply()
     requests = [scene.request(RequestKind.CHUNK, 1 + k % 4) for k in range(200)]
     seconds = []
     for data in requests:
@@ -518,34 +520,32 @@ def test_a_request_is_heard_at_once(scene):
     assert sorted(seconds)[len(seconds) // 2] < 0.005
 
 
-def test_it_closes_with_answers_under_way(scene):
+def test_the_server_closes_while_answers_are_sent(scene):
     server = scene.server()
-    reply, inside = scene.stuck()
+    reply, blocked_threads = scene.blocking_reply()
     for _ in range(5):
         server.on_request(scene.request(RequestKind.CHUNK), reply)
-    assert until(lambda: inside)
+    assert until(lambda: blocked_threads)
     started = time.monotonic()
     server.close()
     assert time.monotonic() - started < 4
     assert scene.ask(server, scene.request(RequestKind.CHUNK), seconds=0.1) is None
 
 
-def test_a_former_member_gets_the_signed_versions_in_hello_and_nothing_else(
-    scene, who, federation, tmp_path
-):
+def test_a_former_member_gets_only_the_signed_versions_in_hello(scene, orgs, federation, tmp_path):
     path = tmp_path / "federation.toml"
     write_federation(amend_federation(federation, remove=["org-3"]), path)
-    for one in who[:3]:
-        sign_federation(path, one)
+    for signer in orgs[:3]:
+        sign_federation(path, signer)
     server = scene.server(read_federation(path))
     server.publish(scene.snapshot(7))
 
     def hello(**fields) -> bytes:
-        return scene.request(RequestKind.HELLO, 3, digest=who[3].member.key, **fields)
+        return scene.request(RequestKind.HELLO, 3, digest=orgs[3].member.key, **fields)
 
     nonce = b"n" * 16
     answer = scene.ask(server, hello(nonce=nonce))
-    content = decode_hello(answer.body, nonce, who[ME].member)
+    content = decode_hello(answer.body, nonce, orgs[ME].member)
     assert content["file"] == path.read_text()
     assert content["round"] == 7
     assert scene.ask(server, hello(nonce=nonce)) is None  # repeated
@@ -554,9 +554,9 @@ def test_a_former_member_gets_the_signed_versions_in_hello_and_nothing_else(
     assert scene.ask(server, scene.request(RequestKind.MANIFEST, 3, round=7)) is None
     assert scene.ask(server, scene.request(RequestKind.MANIFEST, 1, round=7)) is not None
     assert server.counts.refused == {"replay": 1, "signature": 1, "member": 2}
-    present = scene.request(RequestKind.HELLO, 1, digest=who[1].member.key, nonce=nonce)
-    body = scene.ask(server, present).body
-    assert "file" not in decode_hello(body, nonce, who[ME].member)
+    member_hello = scene.request(RequestKind.HELLO, 1, digest=orgs[1].member.key, nonce=nonce)
+    body = scene.ask(server, member_hello).body
+    assert "file" not in decode_hello(body, nonce, orgs[ME].member)
 
     answers = [scene.ask(server, hello()) for _ in range(62)]
     assert 59 <= sum(answer is not None for answer in answers) <= 61  # 60 a minute

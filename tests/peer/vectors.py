@@ -1,6 +1,6 @@
-"""Test vectors of docs/protocol.md that are no messages: run id, theta_0, and bytes of a link.
+"""Test vectors of docs/protocol.md other than messages: run id, theta_0, and bytes of a link.
 
-`python -m tests.peer.vectors > tests/peer/vectors.json` writes them again.
+`python -m tests.peer.vectors > tests/peer/vectors.json` regenerates them.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ MEMBERS = [
 
 
 def run_vector() -> dict[str, Any]:
-    """A federation without meaning, and the hash of its first version."""
+    """Return a placeholder federation and the hash of its first version."""
     version = versions.Version(members=MEMBERS)
     (digest,) = versions.version_digests(FIXED, [version])
     return {"federation": {**FIXED, "version": 1, "members": MEMBERS}, "run": digest.hex()}
 
 
 def theta_vector() -> dict[str, Any]:
-    """The initial model of a network with 2 hidden units on samples of 3 numbers."""
+    """Return the initial model of a network with 2 hidden units on samples of 3 numbers."""
     build = lambda: architectures.mlp([3], 2, hidden=[2])  # noqa: E731
     theta = parameters.flatten(parameters.initialise(build, stream(7, "model")))
     name = repr((7, "model"))
@@ -44,7 +44,7 @@ def theta_vector() -> dict[str, Any]:
 
 
 def link_vector() -> dict[str, str]:
-    """Batches of a link whose first sequence number is 300, in both directions."""
+    """Return batches of a link in both directions, with 300 as the first sequence number."""
     key = b"fedcb2o/agents/1"
 
     def batches(message: bytes) -> str:
@@ -65,7 +65,7 @@ def link_vector() -> dict[str, str]:
 
 
 def all_vectors() -> dict[str, Any]:
-    """All vectors, by their kind."""
+    """Return all vectors by kind."""
     return {"run": run_vector(), "theta_0": theta_vector(), "link": link_vector()}
 
 

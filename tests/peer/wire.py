@@ -11,7 +11,7 @@ from fedcb2o.peer.wire._transport import MAX_ANSWERS
 
 
 class Wire:
-    """Wire between agents in one process, which loses or delays a share of messages."""
+    """Wire between agents in one process that loses or delays a share of the messages."""
 
     def __init__(self, *, lost: float = 0.0, late: float = 0.0, seed: int = 0) -> None:
         self.lost, self.late = lost, late
@@ -19,12 +19,12 @@ class Wire:
         self._draw, self._lock = random.Random(seed), threading.Lock()
 
     def agent(self, id: int) -> "Wired":
-        """The transport of one agent, in the place of any that was there before."""
+        """Return a new transport of one agent; it replaces an earlier one."""
         self.agents[id] = Wired(self, id)
         return self.agents[id]
 
     def passes(self) -> bool:
-        """Whether one message arrives, after its time."""
+        """Wait for the delay of one message and return whether it arrives."""
         with self._lock:
             lost, late = self._draw.random() < self.lost, self._draw.random() * self.late
         time.sleep(late)
@@ -32,7 +32,7 @@ class Wire:
 
 
 class Wired:
-    """One agent on a wire."""
+    """Transport of one agent on a wire."""
 
     def __init__(self, wire: Wire, id: int) -> None:
         self.wire, self.id, self.handler, self.closed = wire, id, None, False
@@ -53,8 +53,10 @@ class Wired:
         self.handler = handler
 
     def connected_peers(self) -> frozenset[int]:
-        there = {id for id, agent in self.wire.agents.items() if id != self.id and not agent.closed}
-        return frozenset() if self.closed else frozenset(there)
+        connected = {
+            id for id, agent in self.wire.agents.items() if id != self.id and not agent.closed
+        }
+        return frozenset() if self.closed else frozenset(connected)
 
     def close(self) -> None:
         self.closed = True

@@ -56,13 +56,13 @@ from fedcb2o.ray_backend._engine import RayEngine
 from fedcb2o.ray_backend._sharding import shard_agents
 from fedcb2o.ray_backend._worker import AgentWorker
 
-EVERYBODY = range(len(CLUSTER))
+ALL_AGENTS = range(len(CLUSTER))
 COUNTS = [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Ray on this machine with four actors, of which a run takes some."""
+    """Start Ray on this machine with four actors; a run uses some of them."""
     with (
         _connect.connected(_connect.LOCAL, 200 * 2**20, 5),
         _placement.start_workers(_placement.list_nodes() * 4) as actors,
@@ -72,7 +72,7 @@ def cluster():
 
 @dataclass(frozen=True)
 class Scene:
-    """What to run, which each process makes for itself."""
+    """Settings of a run, from which each process creates its agents."""
 
     algorithm: Callable[..., Any]
     attack: Callable[[], Attack]
@@ -81,26 +81,26 @@ class Scene:
     skewed: bool
     changes: dict[str, Any]
 
-    def block(self, tensors: Any = None, agents: Any = EVERYBODY) -> AgentGroup:
-        terms, holds = terms_of(self.algorithm(), self.network(), **self.changes), held()
-        if (
-            self.skewed
-        ):  # nobody has the classes of its own number, and some have many samples and others few
+    def block(self, tensors: Any = None, agents: Any = ALL_AGENTS) -> AgentGroup:
+        run_spec, agent_data = terms_of(self.algorithm(), self.network(), **self.changes), held()
+        if self.skewed:  # agent j lacks class j % 4, and later agents have fewer samples
             parts = [
                 [
-                    each[(holds.samples.y[each] != j % 4).numpy()][: len(each) - j]
-                    for j, each in enumerate(lists)
+                    indices[(agent_data.samples.y[indices] != j % 4).numpy()][: len(indices) - j]
+                    for j, indices in enumerate(lists)
                 ]
-                for lists in (holds.train, holds.validation)
+                for lists in (agent_data.train, agent_data.validation)
             ]
-            holds = dataclasses.replace(holds, train=parts[0], validation=parts[1])
-        return block_of(terms, attackers_of(self.attack(), own_model=self.own_model), holds, agents)
+            agent_data = dataclasses.replace(agent_data, train=parts[0], validation=parts[1])
+        return block_of(
+            run_spec, attackers_of(self.attack(), own_model=self.own_model), agent_data, agents
+        )
 
     def first(self, tensors: Any, theta: torch.Tensor, ids: Any) -> None:
         theta.copy_(first_models(self.block().spec)[list(ids)])
 
 
-def flipped(**more: Any) -> Attack:
+def flipping(**more: Any) -> Attack:
     return Attack(poison=flip, **more)
 
 
@@ -109,21 +109,21 @@ def crafting(name: str) -> Attack:
     return Attack(craft=craft, threat=craft.threat, poison=flip if name in POISONED else None)
 
 
-def clustered(actors, scene: Scene, count: int, nodes: int = 2) -> RayEngine:
+def cluster_engine(actors, scene: Scene, count: int, nodes: int = 2) -> RayEngine:
     """Create an engine of at most `count` workers on pretended nodes."""
     block = scene.block()
     shares = shard_agents(block.spec, block.data.train.sizes.tolist(), [1.0] * count)
-    on = [f"node {b % nodes}" for b in range(len(shares))]
-    engine = RayEngine(block, shares, actors[: len(shares)], on)
+    node_names = [f"node {b % nodes}" for b in range(len(shares))]
+    engine = RayEngine(block, shares, actors[: len(shares)], node_names)
     engine.build_groups(scene.block, {}, {})
     engine.init_models(scene.first)
     return engine
 
 
-def hold_equal(
+def assert_cluster_agrees(
     actors,
     algorithm,
-    attack=flipped,
+    attack=flipping,
     make=network,
     rounds=2,
     own_model=True,
@@ -131,23 +131,25 @@ def hold_equal(
     counts=COUNTS,
     **changes,
 ):
-    """Run on one machine and on clusters, and hold all that they find equal."""
-    known = {"kernels": KernelConfig(models_per_batch=2), "max_samples": 17, **changes}
-    scene = Scene(algorithm, attack, make, own_model, skewed, known)
-    here = scene.block()
-    here.models[: len(CLUSTER)] = first_models(here.spec)
-    mine, models = (
-        found_by(LocalEngine(here, SerialExecutor(here)), rounds),
-        here.models[: len(CLUSTER)],
+    """Run on one machine and on clusters; compare records, decisions and models."""
+    settings = {"kernels": KernelConfig(models_per_batch=2), "max_samples": 17, **changes}
+    scene = Scene(algorithm, attack, make, own_model, skewed, settings)
+    group = scene.block()
+    group.models[: len(CLUSTER)] = first_models(group.spec)
+    local_rounds, models = (
+        found_by(LocalEngine(group, SerialExecutor(group)), rounds),
+        group.models[: len(CLUSTER)],
     )
     for count in counts:
-        engine = clustered(actors, scene, count)
-        for n, (one, other) in enumerate(zip(mine, found_by(engine, rounds), strict=True)):
+        engine = cluster_engine(actors, scene, count)
+        for n, (one, other) in enumerate(zip(local_rounds, found_by(engine, rounds), strict=True)):
             assert one[0] == other[0], (count, n)
             assert one[1] == other[1], (count, n)
             assert one[2].keys() == other[2].keys(), (count, n)
-        theirs = torch.cat(list(engine.persistent_models()))[:, : here.spec.dim]
-        assert torch.equal(models.view(torch.int32), theirs.contiguous().view(torch.int32)), count
+        cluster_models = torch.cat(list(engine.persistent_models()))[:, : group.spec.dim]
+        assert torch.equal(
+            models.view(torch.int32), cluster_models.contiguous().view(torch.int32)
+        ), count
 
 
 def with_guard(guard: dict[str, float]) -> Any:
@@ -176,24 +178,24 @@ ALGORITHMS = {
 
 
 @pytest.mark.quick
-def test_fedcb2o_with_a_few_absent_agents(cluster):
-    hold_equal(cluster, ALGORITHMS["FedCB2O"], participation=0.6, rounds=3)
+def test_cluster_agrees_with_absent_agents(cluster):
+    assert_cluster_agrees(cluster, ALGORITHMS["FedCB2O"], participation=0.6, rounds=3)
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.6])
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
-def test_every_algorithm(cluster, algorithm, participation):
-    hold_equal(cluster, algorithm, participation=participation, rounds=3)
+def test_cluster_agrees_with_every_algorithm(cluster, algorithm, participation):
+    assert_cluster_agrees(cluster, algorithm, participation=participation, rounds=3)
 
 
 @pytest.mark.parametrize("algorithm", [algorithms.fedcb2o, algorithms.fedcbo, algorithms.dfedavgm])
-def test_agents_that_lack_classes(cluster, algorithm):
-    hold_equal(cluster, partial(algorithm), partial(flipped), skewed=True, counts=[3])
+def test_cluster_agrees_with_agents_that_lack_classes(cluster, algorithm):
+    assert_cluster_agrees(cluster, partial(algorithm), partial(flipping), skewed=True, counts=[3])
 
 
 @pytest.mark.parametrize("training", [{"precision": "bfloat16"}, {"local_steps": 3}], ids=str)
-def test_training(cluster, training):
-    hold_equal(
+def test_cluster_agrees_with_other_training_settings(cluster, training):
+    assert_cluster_agrees(
         cluster,
         partial(algorithms.fedcb2o),
         training=TRAINING.model_copy(update=training),
@@ -206,12 +208,12 @@ def test_training(cluster, training):
     [normed, partial(normed, "local"), partial(normed, "dropped"), Adapted],
     ids=["shared", "local", "dropped", "base"],
 )
-def test_statistics_and_what_is_frozen(cluster, make):
-    """Two agents at once, so that those of several models are computed in one program."""
+def test_cluster_agrees_on_batch_statistics_and_frozen_parameters(cluster, make):
+    """Two agents train at once, so that several models are computed in one program."""
     training = TRAINING.model_copy(
         update={"batch_size": 11}
     )  # a batch norm refuses a single sample
-    hold_equal(cluster, algorithms.fedcb2o, make=make, training=training, counts=[3])
+    assert_cluster_agrees(cluster, algorithms.fedcb2o, make=make, training=training, counts=[3])
 
 
 RULES = [
@@ -228,8 +230,8 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rules_under_an_attack_that_looks_at_others(cluster, rule):
-    hold_equal(
+def test_cluster_agrees_with_rules_under_a_colluding_attack(cluster, rule):
+    assert_cluster_agrees(
         cluster,
         partial(algorithms.by_rule, rule=rule, needs_losses=True),
         partial(crafting, "alie"),
@@ -238,9 +240,9 @@ def test_rules_under_an_attack_that_looks_at_others(cluster, rule):
 
 
 @pytest.mark.parametrize(("rule", "pre_step"), [("trimmed_mean", "nnm"), ("monna", "bucketing")])
-def test_pre_steps(cluster, rule, pre_step):
+def test_cluster_agrees_with_pre_steps(cluster, rule, pre_step):
     algorithm = partial(algorithms.by_rule, rule=rule, pre_step=pre_step, selection="everyone")
-    hold_equal(cluster, algorithm, malicious_share=0.4, counts=[3])
+    assert_cluster_agrees(cluster, algorithm, malicious_share=0.4, counts=[3])
 
 
 @stateful(uses_previous=True)
@@ -259,39 +261,45 @@ def by_steady():
 
 
 @pytest.mark.quick
-def test_a_rule_with_memory(cluster):
-    hold_equal(cluster, by_steady, rounds=4, participation=0.6)
+def test_cluster_agrees_with_a_stateful_rule(cluster):
+    assert_cluster_agrees(cluster, by_steady, rounds=4, participation=0.6)
 
 
-def test_what_rules_keep_stays_with_the_agents(cluster):
+def test_rule_states_stay_with_the_agents(cluster):
     """Checkpoints fetch the states, and another cluster continues from them."""
     scene = Scene(
-        by_steady, flipped, network, True, False, {"kernels": KernelConfig(models_per_batch=2)}
+        by_steady, flipping, network, True, False, {"kernels": KernelConfig(models_per_batch=2)}
     )
-    engine, again = clustered(cluster[:2], scene, 2), clustered(cluster[2:4], scene, 2)
-    *_, third = run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 3, 0)
-    state = engine.persistent_state(third.state)
-    seen = [int(kept["seen"].sum()) if kept else 0 for kept in state.rule_states]
-    assert seen == [9, 9, 9, 0, 0, 9, 9, 0, 0]
-    again.load_models_(torch.cat(list(engine.persistent_models())))
-    (there,) = run_rounds(again, state, 3, 4, 0)
-    (here,) = run_rounds(engine, third.state, 3, 4, 0)
-    pairs = [one.persistent_state(done.state) for one, done in ((engine, here), (again, there))]
-    for mine, theirs in zip(*(each.rule_states for each in pairs), strict=True):
-        assert mine.keys() == theirs.keys()
-        assert all(mine[name].equal(theirs[name]) for name in mine)
+    engine, other_engine = (
+        cluster_engine(cluster[:2], scene, 2),
+        cluster_engine(cluster[2:4], scene, 2),
+    )
+    *_, third_round = run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 3, 0)
+    state = engine.persistent_state(third_round.state)
+    counts = [int(kept["seen"].sum()) if kept else 0 for kept in state.rule_states]
+    assert counts == [9, 9, 9, 0, 0, 9, 9, 0, 0]
+    other_engine.load_models_(torch.cat(list(engine.persistent_models())))
+    (continued,) = run_rounds(other_engine, state, 3, 4, 0)
+    (expected,) = run_rounds(engine, third_round.state, 3, 4, 0)
+    pairs = [
+        one.persistent_state(done.state)
+        for one, done in ((engine, expected), (other_engine, continued))
+    ]
+    for state_a, state_b in zip(*(each.rule_states for each in pairs), strict=True):
+        assert state_a.keys() == state_b.keys()
+        assert all(state_a[name].equal(state_b[name]) for name in state_a)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 @pytest.mark.parametrize("count", [2, 3])
-def test_no_byte_goes_that_was_not_asked_for(cluster, count, nodes):
-    known = {"kernels": KernelConfig(models_per_batch=1)}
-    engine = clustered(
-        cluster, Scene(algorithms.dfedavgm, flipped, wide, True, False, known), count, nodes
+def test_only_requested_bytes_are_sent(cluster, count, nodes):
+    settings = {"kernels": KernelConfig(models_per_batch=1)}
+    engine = cluster_engine(
+        cluster, Scene(algorithms.dfedavgm, flipping, wide, True, False, settings), count, nodes
     )
     homes = {int(j): b for b, agents in enumerate(engine.sharding.agents) for j in agents}
     for done in run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 2, 0):
-        received = [(homes[j], int(i)) for j in EVERYBODY for i in done.decisions.received[j]]
+        received = [(homes[j], int(i)) for j in ALL_AGENTS for i in done.decisions.received[j]]
         between = {(b, i) for b, i in received if homes[i] != b}
         moved = {(b % nodes, i) for b, i in between if homes[i] % nodes != b % nodes}
         assert engine.actors.loaned_bytes == len(between) * 4 * engine.spec.dim
@@ -299,18 +307,20 @@ def test_no_byte_goes_that_was_not_asked_for(cluster, count, nodes):
         engine.actors.loaned_bytes = engine.actors.moved_bytes = 0
 
 
-def test_an_error_of_an_actor_is_no_loss(cluster):
+def test_an_actor_error_is_not_a_lost_worker(cluster):
     """A repeated attempt would fail too: the row does not exist."""
-    engine = clustered(cluster, Scene(algorithms.dfedavgm, flipped, network, True, False, {}), 2)
+    engine = cluster_engine(
+        cluster, Scene(algorithms.dfedavgm, flipping, network, True, False, {}), 2
+    )
     refs = [engine.actors.handles[0].export_rows.remote(np.array([10**6, 10**6 + 1]))]
-    told = r"^work on the cluster failed \(.*Error: .*\)$"
-    with pytest.raises(RunError, match=told) as raised:
+    message = r"^work on the cluster failed \(.*Error: .*\)$"
+    with pytest.raises(RunError, match=message) as raised:
         engine.actors.get(refs)
-    with pytest.raises(RunError, match=told) as there:
+    with pytest.raises(RunError, match=message) as raised_by_call:
         engine.actors.call(
             AgentWorker.import_rows, [None, (0, [np.zeros(1, np.int64)])], [[], refs]
         )
-    assert raised.type is there.type is RunError
+    assert raised.type is raised_by_call.type is RunError
 
 
 @ray.remote
@@ -323,7 +333,7 @@ GONE = ray.exceptions.WorkerCrashedError()
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "told"),
+    ("error", "kind", "message"),
     [
         (
             FULL,
@@ -333,22 +343,22 @@ GONE = ray.exceptions.WorkerCrashedError()
         (GONE, WorkerLostError, r"^a part of the cluster is lost \(WorkerCrashedError: .*\)$"),
     ],
 )
-def test_a_full_store_is_no_loss_and_what_ray_lost_is_one(cluster, error, kind, told):
-    """Here, and where a task or an actor meets it."""
-    with pytest.raises(RunError, match=told) as here, translate_ray_errors():
+def test_a_full_store_is_a_run_error_and_a_crash_is_a_lost_worker(cluster, error, kind, message):
+    """The error is raised in this process, or in a task."""
+    with pytest.raises(RunError, match=message) as raised_locally, translate_ray_errors():
         raise error
-    with pytest.raises(RunError, match=told) as there, translate_ray_errors():
+    with pytest.raises(RunError, match=message) as raised_in_task, translate_ray_errors():
         ray.get(raising.remote(error))
-    assert here.type is there.type is kind
+    assert raised_locally.type is raised_in_task.type is kind
 
 
 @pytest.mark.parametrize(
     "name", ["alie", "dissensus", "equivocation", "mimic", "not_finite", "gap_aware", "slow_drift"]
 )
-def test_attacks_on_models(cluster, name):
-    """Also those that look at others' models, and those that send each receiver another."""
+def test_cluster_agrees_under_attacks_on_models(cluster, name):
+    """Attacks that read other models, or send each receiver a different one, are included."""
     attack = partial(crafting, name)
-    hold_equal(
+    assert_cluster_agrees(
         cluster,
         partial(algorithms.fedcb2o, own_model="judged", mixing_factor=1.0),
         attack,
@@ -364,26 +374,31 @@ def sleepers() -> Attack:
     return Attack(craft=attacks.random_model, threat=attacks.random_model.threat, from_round=1)
 
 
-OTHERS = {
-    "sybils": partial(flipped, sybils=True, from_round=1),
-    "lies": partial(flipped, claimed_samples=10**9),
+OTHER_ATTACKS = {
+    "sybils": partial(flipping, sybils=True, from_round=1),
+    "lies": partial(flipping, claimed_samples=10**9),
     "backdoor": backdoor,
     "sleepers": sleepers,
     "none": Attack,
 }
 
 
-@pytest.mark.parametrize("attack", OTHERS.values(), ids=OTHERS)
-def test_other_attacks(cluster, attack):
-    hold_equal(cluster, partial(algorithms.dfedavgm), attack, own_model=False, rounds=3, counts=[3])
+@pytest.mark.parametrize("attack", OTHER_ATTACKS.values(), ids=OTHER_ATTACKS)
+def test_cluster_agrees_under_other_attacks(cluster, attack):
+    assert_cluster_agrees(
+        cluster, partial(algorithms.dfedavgm), attack, own_model=False, rounds=3, counts=[3]
+    )
 
 
 @pytest.mark.parametrize("name", ["ring", "same_cluster", "random_regular"])
-def test_graphs(cluster, name):
+def test_cluster_agrees_on_graphs(cluster, name):
     graph = partial(getattr(topology, name), **({"degree": 4} if name == "random_regular" else {}))
-    near = topology.neighbours(graph, torch.tensor(CLUSTER), stream(0, "graph"))
-    hold_equal(
-        cluster, partial(algorithms.fedcb2o, mixing_factor=1.0), neighbours=near, participation=0.8
+    neighbours_of_agents = topology.neighbours(graph, torch.tensor(CLUSTER), stream(0, "graph"))
+    assert_cluster_agrees(
+        cluster,
+        partial(algorithms.fedcb2o, mixing_factor=1.0),
+        neighbours=neighbours_of_agents,
+        participation=0.8,
     )
 
 
@@ -393,7 +408,7 @@ def channels_last() -> nn.Module:
 
 @pytest.mark.parametrize("make", [convolutional, channels_last, wide])
 @pytest.mark.parametrize("rule", ["mean", "geometric_median"])
-def test_other_networks(cluster, make, rule):
-    hold_equal(
+def test_cluster_agrees_with_other_networks(cluster, make, rule):
+    assert_cluster_agrees(
         cluster, partial(algorithms.by_rule, rule=rule), partial(crafting, "dissensus"), make
     )

@@ -9,7 +9,7 @@ from fedcb2o.report import _grid_page, _page, _statistics
 
 @pytest.fixture(scope="module")
 def intervals_of_two_seeds():
-    """Show intervals of two seeds, which are easily worked out by hand; reports need five."""
+    """Show intervals from two seeds, which are easy to calculate by hand; reports need five."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_statistics, "MIN_SEEDS", 2)
         yield

@@ -1,5 +1,4 @@
-"""Run folders with numbers at will: by hand for exact tests, or drawn to look like a real
-experiment."""
+"""Synthetic run folders: values by hand for exact tests, or random values like an experiment's."""
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -21,21 +20,25 @@ CONFIG = {
 def write_run(
     folder, config, *, agents, metrics, pairs=None, complete=True, samples=None, angles=(0,)
 ):
-    """A run whose `metrics` and `pairs` are lists of lines by seed; `config` is laid over a small
-    default."""
+    """Write a run whose `metrics` and `pairs` are lists of lines by seed.
+
+    `config` changes a small default.
+    """
     config = {"name": folder.name, **CONFIG, "seeds": list(metrics), **config}
     folder.mkdir(parents=True)
     write_toml(folder / "config.toml", config)
     for seed, lines in metrics.items():
-        inside = folder / f"seed-{seed}"
-        inside.mkdir()
-        about = {
+        seed_folder = folder / f"seed-{seed}"
+        seed_folder.mkdir()
+        metadata = {
             "class_names": [str(c) for c in range(10)],
             "num_classes": 10,
             "clusters": len(angles),
         }
-        write_json(inside / "agents.json", {**about, "angles": angles, "dim": 1000, **agents})
-        records = RoundLog(inside)
+        write_json(
+            seed_folder / "agents.json", {**metadata, "angles": angles, "dim": 1000, **agents}
+        )
+        records = RoundLog(seed_folder)
         for line in lines:
             records.append("metrics", line)
             records.append(
@@ -44,9 +47,9 @@ def write_run(
         for line in (pairs or {}).get(seed, []):
             records.append("pairs", line)
         if samples is not None:
-            save_file({"images": samples}, inside / "samples.safetensors")
+            save_file({"images": samples}, seed_folder / "samples.safetensors")
         if complete:
-            write_json(inside / "summary.json", {"rounds": len(lines)})
+            write_json(seed_folder / "summary.json", {"rounds": len(lines)})
     return Run(folder)
 
 
@@ -62,67 +65,77 @@ def draw_run(
     pull=0.5,
     hit=0.4,
 ):
-    """Like an experiment: malicious peers get `pull` of the weight of benign ones, and the attack
-    costs `hit`."""
+    """Write a run with random values like an experiment's.
+
+    Malicious peers have `pull` times the weight of benign ones; the attack costs `hit` in accuracy.
+    """
     rng = np.random.default_rng(len(folder.name))
     size = benign + malicious
     N = clusters * size
     M = min(6, N - 1)
-    cluster, bad = (
+    cluster, is_malicious = (
         np.repeat(np.arange(clusters), size),
         np.tile(np.arange(size) >= benign, clusters),
     )
-    counts = np.where(bad, 0, rng.poisson(2.0, N))
+    counts = np.where(is_malicious, 0, rng.poisson(2.0, N))
     agents = {
         "cluster": cluster,
-        "malicious": bad,
-        "num_samples": np.where(bad, 1200, 400),
-        "source_in_validation": [None if b else int(c) for b, c in zip(bad, counts, strict=True)],
+        "malicious": is_malicious,
+        "num_samples": np.where(is_malicious, 1200, 400),
+        "source_in_validation": [
+            None if b else int(c) for b, c in zip(is_malicious, counts, strict=True)
+        ],
     }
     metrics, pairs = {}, {}
     for seed in seeds:
         metrics[seed], pairs[seed] = [], []
         for n in range(1, rounds + 1):
-            ids, weights, own, mass = [], [], [], []
+            ids, weights, own_weights, malicious_weight = [], [], [], []
             for j in range(N):
-                others = np.delete(np.arange(N), j)
-                likely = np.where(cluster[others] == cluster[j], 1.0, 0.03) * np.where(
-                    bad[others], 1.4, 1.0
+                peers = np.delete(np.arange(N), j)
+                probability = np.where(cluster[peers] == cluster[j], 1.0, 0.03) * np.where(
+                    is_malicious[peers], 1.4, 1.0
                 )
-                ids.append(np.sort(rng.choice(others, M, replace=False, p=likely / likely.sum())))
+                ids.append(
+                    np.sort(rng.choice(peers, M, replace=False, p=probability / probability.sum()))
+                )
                 mu = (
                     rng.gamma(5, size=M)
-                    * np.where(bad[ids[-1]], pull, 1)
+                    * np.where(is_malicious[ids[-1]], pull, 1)
                     * np.where(cluster[ids[-1]] == cluster[j], 1.0, 0.02)
                 )
                 mu = np.append(mu, mu.max())
                 mu = mu / mu.sum()
                 weights.append(mu[:-1])
-                own.append(mu[-1])
-                mass.append(None if bad[j] else mu[:-1][bad[ids[-1]]].sum())
+                own_weights.append(mu[-1])
+                malicious_weight.append(
+                    None if is_malicious[j] else mu[:-1][is_malicious[ids[-1]]].sum()
+                )
             line = {
                 "round": n,
                 "train_loss": rng.random(N),
-                "malicious_weight": mass,
+                "malicious_weight": malicious_weight,
                 "answered": [M] * N,
             }
             if n % 5 == 0 or n == rounds:
-                grown = 1 - np.exp(-n / 12)
+                progress = 1 - np.exp(-n / 12)
                 scores = {
-                    "accuracy": 0.80 * grown - 0.02 * hit + 0.01 * rng.standard_normal(N),
-                    "source_accuracy": (0.7 - hit) * grown
+                    "accuracy": 0.80 * progress - 0.02 * hit + 0.01 * rng.standard_normal(N),
+                    "source_accuracy": (0.7 - hit) * progress
                     + 0.05 * rng.standard_normal(N)
                     + 0.02 * counts,
                     "attack_success_rate": 0.15
-                    + hit * grown
+                    + hit * progress
                     + 0.05 * rng.standard_normal(N)
                     - 0.02 * counts,
                 }
                 for key, values in scores.items():
                     values = np.clip(values + 0.01 * rng.standard_normal(), 0, 1)
-                    line[key] = [None if b else float(v) for b, v in zip(bad, values, strict=True)]
+                    line[key] = [
+                        None if b else float(v) for b, v in zip(is_malicious, values, strict=True)
+                    ]
             metrics[seed].append(line)
-            pairs[seed].append({"round": n, "ids": ids, "weights": weights, "own": own})
+            pairs[seed].append({"round": n, "ids": ids, "weights": weights, "own": own_weights})
     angles = [360 * c // clusters for c in range(clusters)]
     images = load_digits().images[10:20].astype(np.uint8)
     samples = np.stack([np.rot90(images, angle // 90, axes=(1, 2)) for angle in angles])

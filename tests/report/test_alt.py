@@ -1,4 +1,4 @@
-"""What is said of a figure is what is drawn."""
+"""Alternative texts of figures describe the drawn values."""
 
 import math
 
@@ -11,7 +11,7 @@ from fedcb2o.report._alt_text import describe_figure
 from fedcb2o.report._figures import percent_formatter
 
 
-def test_lines_begin_and_end():
+def test_lines_are_described_by_their_ends():
     figure = Figure()
     left, right = figure.subplots(1, 2)
     left.plot([1, 2, 3, 4], [math.nan, 0.25, 0.1, 0.5], label="$T_G = 3$")
@@ -26,7 +26,7 @@ def test_lines_begin_and_end():
     )
 
 
-def test_bars_are_told_by_group():
+def test_bars_are_described_by_group():
     figure = Figure()
     ax = figure.subplots()
     for name, heights in (("FedCBO", [0.5, math.nan]), ("FedCB2O", [0.25, 1.0])):
@@ -37,7 +37,7 @@ def test_bars_are_told_by_group():
     assert describe_figure(figure) == "Rate: none: FedCBO 50%, FedCB2O 25%; one: FedCB2O 100%."
 
 
-def test_very_many_bars_are_told_as_ranges():
+def test_many_bars_are_described_as_ranges():
     figure = Figure()
     ax = figure.subplots()
     ax.barh(range(40), range(40), label="taken")
@@ -57,20 +57,20 @@ def run(tmp_path_factory):
     )
 
 
-def test_weights_are_told_by_who_gives_them_to_whom(run):
-    words = describe_figure(weight_matrix(run))
-    assert words.startswith("run, weights between agents. Benign agents of cluster 1 give ")
-    assert "0% to malicious ones of it" in words
-    assert "Benign agents of cluster 2" in words
+def test_weights_are_described_by_group_of_agents(run):
+    text = describe_figure(weight_matrix(run))
+    assert text.startswith("run, weights between agents. Benign agents of cluster 1 give ")
+    assert "0% to malicious ones of it" in text
+    assert "Benign agents of cluster 2" in text
     shares = [
         int(word.strip("%"))
-        for word in words.split(" give ")[1].split(".")[0].split()
+        for word in text.split(" give ")[1].split(".")[0].split()
         if word.endswith("%")
     ]
     assert sum(shares) == pytest.approx(100, abs=2)
 
 
-def test_every_figure_says_something(run):
+def test_samples_and_source_counts_have_a_description(run):
     assert (
         describe_figure(sample_images(run)) == "10 sample images, the same as 2 clusters see them."
     )

@@ -1,5 +1,6 @@
-"""Pages in a browser, narrow and wide, light and dark: nothing overflows, contrast is sufficient,
-tables sort, and the results explorer computes the statistics of the reports.
+"""Pages in a browser, at two widths, light and dark: layout, contrast and sorting of tables.
+
+The results explorer computes the statistics of the reports.
 
 The tests need Chromium (Debian: apt-get install chromium), and are skipped without it.
 """
@@ -29,8 +30,8 @@ BROWSER = next(
 WIDTHS = (420, 1400)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
 
-# Each page in a frame of its own for each width, looked at from outside: its policy lets no other
-# script into it.
+# Each page in one frame per width, measured by this page, because the policy of a report forbids
+# other scripts.
 PROBE = """
 <!doctype html><pre id="seen"></pre><script>
 const frames = %s, seen = {};
@@ -93,14 +94,14 @@ for (const [name, address, width] of frames) {
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
-    few = {"rounds": 10, "seeds": (0, 1), "benign": 3, "malicious": 1}
+    options = {"rounds": 10, "seeds": (0, 1), "benign": 3, "malicious": 1}
     runs = [
-        draw_run(folder / f"run-{i}", {"title": f"FedCB2O, variant {i}"}, **few, hit=i / 5)
+        draw_run(folder / f"run-{i}", {"title": f"FedCB2O, variant {i}"}, **options, hit=i / 5)
         for i in range(2)
     ]
     with pytest.MonkeyPatch.context() as patch:
         for module in (_page, _grid_page):
-            patch.setattr(module, "to_png", lambda _: b"")  # the files beside the page
+            patch.setattr(module, "to_png", lambda _: b"")  # files next to the page
         report(runs, folder / "runs")
         patch.setattr(_grid_page, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
         report_grid(read_grid(make_grid(folder / "grid")), folder / "matrices")
@@ -111,13 +112,13 @@ def pages(tmp_path_factory):
 
 def browse(address, folder, *options):
     """Return the DOM of a page after its scripts have run."""
-    own = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
-    own += ["--timeout=30000", "--virtual-time-budget=10000", "--dump-dom"]
-    command = [BROWSER, *own, f"--user-data-dir={folder / 'profile'}", *options, address]
+    arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    arguments += ["--timeout=30000", "--virtual-time-budget=10000", "--dump-dom"]
+    command = [BROWSER, *arguments, f"--user-data-dir={folder / 'profile'}", *options, address]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def seen(pages, folder, *options):
+def measure_pages(pages, folder, *options):
     """Return the measurements of the probe for each page at each width."""
     frames = [
         (f"{name} {width}", path.as_uri(), width)
@@ -126,45 +127,45 @@ def seen(pages, folder, *options):
     ]
     (folder / "probe.html").write_text(PROBE % json.dumps(frames))
     done = browse((folder / "probe.html").as_uri(), folder, *options)
-    found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found, done.stderr
-    return json.loads(html.unescape(found[1]))
+    match = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert match, done.stderr
+    return json.loads(html.unescape(match[1]))
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_pages_are_legible_at_any_width(pages, tmp_path, dark):
-    for name, found in seen(
+    for name, measured in measure_pages(
         pages, tmp_path, *["--blink-settings=preferredColorScheme=0"] * dark
     ).items():
-        assert (found["paper"] < 0.1) == dark, name
-        assert found["wider"] <= 0, name
-        assert found["out"] == 0, name
-        assert min(found["contrasts"]) > 4.5, name
-        assert min((scale for _, scale in found["figures"]), default=1) > 0.8, (
+        assert (measured["paper"] < 0.1) == dark, name
+        assert measured["wider"] <= 0, name
+        assert measured["out"] == 0, name
+        assert min(measured["contrasts"]) > 4.5, name
+        assert min((scale for _, scale in measured["figures"]), default=1) > 0.8, (
             name
-        )  # pixels for each point of letters
-        assert all(len(told) > 30 for told, _ in found["figures"]), name
-        assert set(found["frames"]) == {0}, name  # they scroll by keys
-        assert found["lost"] == 0, name
-        assert found["unnamed"] == 0, name
-        if found["moved"]:
-            is_next_cell, detail = found["moved"]
+        )  # pixels per point of text
+        assert all(len(text) > 30 for text, _ in measured["figures"]), name
+        assert set(measured["frames"]) == {0}, name  # the frames scroll by keys
+        assert measured["lost"] == 0, name
+        assert measured["unnamed"] == 0, name
+        if measured["moved"]:
+            is_next_cell, detail = measured["moved"]
             assert is_next_cell, name
             assert re.search(
                 r"Median, Attackers clean: 87\.5; too few seeds for an interval", detail
             )
-        (_, up), (_, down), (_, again) = found["orders"]
-        assert [way for way, _ in found["orders"]] == ["ascending", "descending", None], name
-        assert list(map(number, up)) == sorted(map(number, up)), name
-        assert list(map(number, down)) == sorted(map(number, up), reverse=True), name
-        assert again == found["before"], name
+        (_, up), (_, down), (_, unsorted) = measured["orders"]
+        assert [order for order, _ in measured["orders"]] == ["ascending", "descending", None], name
+        assert list(map(first_number, up)) == sorted(map(first_number, up)), name
+        assert list(map(first_number, down)) == sorted(map(first_number, up), reverse=True), name
+        assert unsorted == measured["before"], name
 
 
-def number(cell):
+def first_number(cell):
     return float(re.match(r"[\d.]+", cell)[0])
 
 
-def explored(folder, **state):
+def explorer_table(folder, **state):
     """Return the texts of the explorer's table by row and column, with plain minus signs."""
     address = (
         f"{results.EXPLORER.as_uri()}#{urlencode({'grid': 'attacks-all-data', 'ci': 1, **state})}"
@@ -188,7 +189,7 @@ def numbers(text):
 @pytest.mark.parametrize("value", ["accuracy", "attack_success_rate"])
 def test_the_explorer_computes_the_differences_of_the_reports(tmp_path, value):
     view = SettingResults(results.grid_results("attacks-all-data"), "")
-    table = explored(tmp_path, measure=value, show="difference")
+    table = explorer_table(tmp_path, measure=value, show="difference")
     complete = results._complete_defences(view)
     rows = view.rows[view.rows.defence.isin(complete)]
     expected = paired_differences(rows, value, view.results.reference)
@@ -197,8 +198,8 @@ def test_the_explorer_computes_the_differences_of_the_reports(tmp_path, value):
     assert len(expected) >= 60
     for (defence, attack), row in expected.iterrows():
         text = table[defence][attack]
-        wanted = [100 * row[name] for name in ("mean", "low", "high")]
-        assert numbers(text) == pytest.approx(wanted, abs=0.11), (defence, attack)
+        percentages = [100 * row[name] for name in ("mean", "low", "high")]
+        assert numbers(text) == pytest.approx(percentages, abs=0.11), (defence, attack)
         if abs(p[defence, attack] - 0.05) > 0.001:  # the page has rounded values
             assert ("*" in text) == (p[defence, attack] < 0.05), (defence, attack)
 
@@ -210,10 +211,10 @@ def test_the_explorer_computes_the_intervals_and_regrets_of_the_reports(tmp_path
     statistics = seed_statistics(view.rows, "accuracy")
     if show == "regret":
         statistics = regrets(view.shortfalls("accuracy"))
-    for defence, cells in explored(tmp_path, show=show).items():
+    for defence, cells in explorer_table(tmp_path, show=show).items():
         for attack in view.columns("accuracy"):
             if cells[attack].startswith("best"):
                 continue
             row = statistics.loc[defence, attack]
-            wanted = [100 * row[name] for name in ("mean", "low", "high")]
-            assert numbers(cells[attack]) == pytest.approx(wanted, abs=0.11), (defence, attack)
+            percentages = [100 * row[name] for name in ("mean", "low", "high")]
+            assert numbers(cells[attack]) == pytest.approx(percentages, abs=0.11), (defence, attack)

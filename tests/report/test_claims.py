@@ -1,4 +1,4 @@
-"""Verdicts of `paper/claims.py`, by hand, and the published matrix from the committed values."""
+"""Verdicts of `paper/claims.py`, by hand, and the published matrix, from the committed values."""
 
 import math
 from types import SimpleNamespace
@@ -20,26 +20,28 @@ def claim(low, high):
     return claims.Claim("", "", "", (), lambda known: pd.Series(dtype=float), low, high)
 
 
-def that(says, *, statistic=""):
-    """The claim of these words."""
-    (found,) = (
-        each for each in claims.all_claims() if each.text == says and statistic in each.statistic
+def claim_with_text(wording, *, statistic=""):
+    """Return the claim with a text."""
+    (match,) = (
+        candidate
+        for candidate in claims.all_claims()
+        if candidate.text == wording and statistic in candidate.statistic
     )
-    return found
+    return match
 
 
 def table(**columns):
     return pd.DataFrame(columns, index=range(len(next(iter(columns.values())))))
 
 
-def test_two_seeds_decide_nothing(monkeypatch):
+def test_two_seeds_are_undecided(monkeypatch):
     monkeypatch.setattr(_statistics, "MIN_SEEDS", 3)
     mean, low, high = claims.mean_interval(pd.Series([1.0, 2.0, math.nan]))
     assert (mean, low, high) == (1.5, -math.inf, math.inf)
     assert claims.verdict(claim(0.0, 9.0), low, high) == "undecided"
 
 
-def test_the_interval_is_students():
+def test_the_interval_is_students_t_interval():
     mean, low, high = claims.mean_interval(pd.Series([1.0, 2.0, 3.0, math.nan]))
     assert mean == pytest.approx(2.0)
     assert high - 2.0 == pytest.approx(
@@ -48,77 +50,85 @@ def test_the_interval_is_students():
     assert mean - low == pytest.approx(high - mean)
 
 
-def test_one_seed_says_nothing():
+def test_one_seed_is_undecided():
     mean, low, high = claims.mean_interval(pd.Series([5.0]))
     assert (mean, low, high) == (5.0, -math.inf, math.inf)
     assert claims.verdict(claim(0.0, math.inf), low, high) == "undecided"
 
 
-def test_a_claim_is_held_by_the_whole_interval():
-    positive, alike = claim(0.0, math.inf), claim(-8.0, 8.0)
+def test_a_claim_is_held_if_the_interval_is_inside_its_range():
+    positive, similar = claim(0.0, math.inf), claim(-8.0, 8.0)
     assert claims.verdict(positive, 0.5, 9.0) == "held"
     assert claims.verdict(positive, -0.5, 9.0) == "undecided"
     assert claims.verdict(positive, -9.0, -0.5) == "opposite"
-    assert claims.verdict(alike, -7.0, 3.0) == "held"
-    assert claims.verdict(alike, -9.0, 3.0) == "undecided"
-    assert claims.verdict(alike, 8.5, 20.0) == "opposite"
+    assert claims.verdict(similar, -7.0, 3.0) == "held"
+    assert claims.verdict(similar, -9.0, 3.0) == "undecided"
+    assert claims.verdict(similar, 8.5, 20.0) == "opposite"
 
 
-def test_what_does_not_degrade_may_improve():
-    source, success = that("the source class does not degrade"), that("nor does ASR")
+def test_a_metric_that_does_not_degrade_may_improve():
+    source, success = (
+        claim_with_text("the source class does not degrade"),
+        claim_with_text("nor does ASR"),
+    )
     assert claims.verdict(source, 9.0, 12.0) == claims.verdict(success, -12.0, -9.0) == "held"
     assert claims.verdict(source, -12.0, -9.0) == claims.verdict(success, 9.0, 12.0) == "opposite"
 
 
-def test_margins_are_the_papers_words():
-    """Wide enough for every difference that the paper calls alike, by less than half a point, and
-    for no other one."""
+def test_margins_contain_the_differences_that_the_paper_calls_similar():
+    """A margin contains the differences that the paper calls similar, and no other one.
+
+    It exceeds the largest of them by less than half a point.
+    """
     for metric, margin in claims.MARGIN.items():
-        named = [
+        comparisons = [
             c
             for c in claims.all_claims()
             if c.statistic.startswith(claims.METRIC_NAMES[metric]) and not math.isnan(c.paper)
         ]
-        alike = [abs(c.paper) for c in named if (c.low, c.high) == (-margin, margin)]
-        apart = [
-            abs(c.paper) for c in named if 0.0 in (c.low, c.high) and c.section in ("(ii)", "(iii)")
+        similar = [abs(c.paper) for c in comparisons if (c.low, c.high) == (-margin, margin)]
+        different = [
+            abs(c.paper)
+            for c in comparisons
+            if 0.0 in (c.low, c.high) and c.section in ("(ii)", "(iii)")
         ]
-        assert margin - 0.5 < max(alike) <= margin < min(apart, default=math.inf)
+        assert margin - 0.5 < max(similar) <= margin < min(different, default=math.inf)
 
 
 def test_the_paper_meets_its_own_claims():
-    for each in claims.all_claims():
-        assert math.isnan(each.paper) or claims.verdict(each, each.paper, each.paper) == "held", (
-            each.says
-        )
+    for claimed in claims.all_claims():
+        assert (
+            math.isnan(claimed.paper)
+            or claims.verdict(claimed, claimed.paper, claimed.paper) == "held"
+        ), claimed.says
 
 
 def test_differences_are_between_runs_of_one_seed():
-    known = {
+    values = {
         "FedCBO": pd.DataFrame({"source_accuracy": [40.0, 20.0, 7.0]}, index=[0, 1, 2]),
         "FedCB2O": pd.DataFrame({"source_accuracy": [30.0, 50.0]}, index=[1, 0]),
     }
-    better = that("FedCB2O is significantly higher on the source class")
-    assert better.compute(known).dropna().to_dict() == {0: 10.0, 1: 10.0}
+    better = claim_with_text("FedCB2O is significantly higher on the source class")
+    assert better.compute(values).dropna().to_dict() == {0: 10.0, 1: 10.0}
     assert better.paper == pytest.approx(55.73 - 40.23)
 
 
-def test_second_best_lets_one_be_better():
-    known = {
+def test_second_best_is_compared_with_the_second_best_of_the_others():
+    values = {
         "Oracle Max": table(attack_success_rate=[4.0, 4.0]),
         "Oracle Min": table(attack_success_rate=[1.0, 3.0]),
         "FedCB2O": table(attack_success_rate=[9.0, 2.0]),
         "FedCBO": table(attack_success_rate=[30.0, 40.0]),
     }
-    success = that("and in ASR", statistic="second best")
-    assert success.compute(known).tolist() == [
+    success = claim_with_text("and in ASR", statistic="second best")
+    assert success.compute(values).tolist() == [
         5.0,
         -1.0,
-    ]  # behind one, ahead of 9; behind two, by 1 of the second
+    ]  # second best of the others minus Oracle Max: 9 - 4 and 3 - 4
     assert success.paper == pytest.approx(38.73 - 32.19)
 
 
-def test_roles_are_of_the_runs_that_there_are():
+def test_roles_are_assigned_to_existing_runs():
     switched = [f"fedcb2o-released-tg{start}" for start in (3, 10, 5)]
     names = ["fedcbo", "fedcbo-alpha10", "fedcbo-paper", "oracle-max", *claims.FEDCB2O, *switched]
     values = dict.fromkeys(names, pd.DataFrame())
@@ -135,16 +145,16 @@ def test_roles_are_of_the_runs_that_there_are():
     assert (text["FedCBO"], text["FedCB2O of Fig. 6"]) == ("fedcbo-paper", "fedcb2o-paper")
 
 
-@pytest.mark.parametrize(("seeds", "beside"), [(2, "fedcbo"), (3, "fedcbo-released")])
-def test_a_fedcbo_with_fewer_seeds_does_not_hide_the_other(seeds, beside):
-    known = {name: table(loss=[0.0] * 3) for name in ("fedcbo", "fedcb2o-released")}
-    known["fedcbo-released"] = table(loss=[0.0] * seeds)
-    assert claims.runs_by_role(known)["FedCBO"] == beside
+@pytest.mark.parametrize(("seeds", "expected"), [(2, "fedcbo"), (3, "fedcbo-released")])
+def test_a_fedcbo_with_fewer_seeds_does_not_hide_the_other(seeds, expected):
+    values = {name: table(loss=[0.0] * 3) for name in ("fedcbo", "fedcb2o-released")}
+    values["fedcbo-released"] = table(loss=[0.0] * seeds)
+    assert claims.runs_by_role(values)["FedCBO"] == expected
 
 
-def test_weight_that_went_elsewhere_is_of_the_last_fifth():
-    # Agents 0 and 1 of cluster 0, agent 2 of cluster 1; all benign but 1. Ten rounds: the last two
-    # count.
+def test_the_weight_of_other_clusters_is_of_the_last_fifth():
+    # Agents 0 and 1 of cluster 0, agent 2 of cluster 1; agent 1 is malicious. The last two of ten
+    # rounds count.
     rows = [(0, n, 0, 2, 1.0) for n in range(1, 9)] + [(0, n, 0, 1, 0.6) for n in (9, 10)]
     rows += [(0, 10, 0, 2, 0.3), (0, 10, 0, 0, 5.0), (0, 10, 1, 2, 9.0)]
     run = SimpleNamespace(
@@ -156,9 +166,9 @@ def test_weight_that_went_elsewhere_is_of_the_last_fifth():
     assert claims._other_cluster_share(run).to_dict() == pytest.approx({0: 0.3 / 1.5})
 
 
-def test_weights_of_fedcbo_tell_how_losses_differ():
-    # Agents 0 and 1 benign and 2 malicious in cluster 0, agent 3 in cluster 1; each agent's weights
-    # have a factor.
+def test_differences_of_losses_follow_from_the_weights_of_fedcbo():
+    # Agents 0 and 1 (benign) and 2 (malicious) of cluster 0, agent 3 of cluster 1. The weights of
+    # each agent have a common factor.
     losses = [(1, 0, 1, 0.5, 3.0), (1, 0, 2, 0.7, 3.0), (1, 0, 3, 0.1, 3.0), (2, 0, 2, 9.0, 1.0)]
     losses += [(2, 1, 0, 0.4, 0.2), (2, 1, 2, 0.3, 0.2), (2, 2, 0, 0.1, 1.0), (2, 2, 1, 0.2, 1.0)]
     pairs = pd.DataFrame(losses, columns=["round", "agent", "peer", "loss", "factor"]).assign(
@@ -175,7 +185,7 @@ def test_weights_of_fedcbo_tell_how_losses_differ():
     assert claims._malicious_loss(run).to_dict() == pytest.approx({0: (0.2 - 0.1) / 2})
 
 
-def test_the_published_matrix_is_made_from_the_committed_values(monkeypatch):
+def test_the_published_matrix_equals_the_committed_values(monkeypatch):
     monkeypatch.setattr(_statistics, "MIN_SEEDS", 5)
     text = claims.PAGE.read_text(encoding="utf-8")
     assert claims.MARKER.search(text)
@@ -187,20 +197,20 @@ def test_a_cell_has_a_verdict_and_its_statistic():
         "FedCB2O": table(source_accuracy=[40.0, 41.0, 42.0]),
         "FedCBO": table(source_accuracy=[30.0, 31.0, 32.0]),
     }
-    found = that("FedCB2O is significantly higher on the source class")
-    assert claims._cell(found, values) == {
+    comparison = claim_with_text("FedCB2O is significantly higher on the source class")
+    assert claims._cell(comparison, values) == {
         "verdict": "held", "statistic": "+10.00 [+10.00,+10.00]", "seeds": 3,
     }  # fmt: skip
-    one = {role: rows.iloc[:1] for role, rows in values.items()}
-    assert claims._cell(found, one) == {
+    first_seed = {role: rows.iloc[:1] for role, rows in values.items()}
+    assert claims._cell(comparison, first_seed) == {
         "verdict": "agrees", "statistic": "+10.00", "seeds": 1,
     }  # fmt: skip
-    assert claims._cell(that("and in ASR", statistic="second best"), values) is None
+    assert claims._cell(claim_with_text("and in ASR", statistic="second best"), values) is None
 
 
 def test_bars_are_by_cluster_and_seed(tmp_path):
     run = draw_run(tmp_path / "fedcbo", benign=3, malicious=1, rounds=10)
-    found, bars = (
+    values, bars = (
         claims.seed_values(run),
         pair_statistics(run).set_index(["seed", "cluster", "relation", "peer"]),
     )
@@ -209,19 +219,24 @@ def test_bars_are_by_cluster_and_seed(tmp_path):
             benign, malicious = (
                 bars.loc[seed, cluster, "same", peer] for peer in ("benign", "malicious")
             )
-            mine = found.loc[seed].filter(like=f"_{cluster + 1}")
-            assert mine[f"benign_picked_{cluster + 1}"] == benign.frequency
-            assert mine[f"malicious_picked_{cluster + 1}"] == pytest.approx(
+            own = values.loc[seed].filter(like=f"_{cluster + 1}")
+            assert own[f"benign_picked_{cluster + 1}"] == benign.frequency
+            assert own[f"malicious_picked_{cluster + 1}"] == pytest.approx(
                 malicious.frequency / benign.frequency
             )
-            assert mine[f"malicious_share_{cluster + 1}"] == pytest.approx(
+            assert own[f"malicious_share_{cluster + 1}"] == pytest.approx(
                 malicious.share / benign.share
             )
 
 
-def test_seeds_of_one_run_may_lie_in_several_folders(tmp_path):
-    for seed, rounds, more in ((0, 10, {}), (3, 10, {}), (4, 8, {}), (5, 10, {"device": "cuda"})):
-        settings = {"rounds": 10, **more}
+def test_seeds_of_one_run_may_be_in_several_folders(tmp_path):
+    for seed, rounds, changes in (
+        (0, 10, {}),
+        (3, 10, {}),
+        (4, 8, {}),
+        (5, 10, {"device": "cuda"}),
+    ):
+        settings = {"rounds": 10, **changes}
         draw_run(
             tmp_path / f"by-{seed}" / "x-fedcb2o-released",
             settings,
@@ -230,34 +245,34 @@ def test_seeds_of_one_run_may_lie_in_several_folders(tmp_path):
             rounds=rounds,
             seeds=[seed],
         )
-    into = tmp_path / "into"
-    into.mkdir()
-    runs = claims.gather_runs(sorted(tmp_path.glob("by-*")), into)
-    assert {name: [run.seeds for run in each] for name, each in runs.items()} == {
-        "fedcb2o-released": [(0, 3), (5,)]
-    }
-    whole = Run(tmp_path / "by-3" / "x-fedcb2o-released")
+    target = tmp_path / "into"
+    target.mkdir()
+    runs = claims.gather_runs(sorted(tmp_path.glob("by-*")), target)
+    assert {
+        name: [run.seeds for run in runs_of_method] for name, runs_of_method in runs.items()
+    } == {"fedcb2o-released": [(0, 3), (5,)]}
+    single = Run(tmp_path / "by-3" / "x-fedcb2o-released")
     pd.testing.assert_frame_equal(
-        claims.seed_values(runs["fedcb2o-released"][0]).loc[[3]], claims.seed_values(whole)
+        claims.seed_values(runs["fedcb2o-released"][0]).loc[[3]], claims.seed_values(single)
     )
 
 
-def test_the_picture_has_all_methods_or_the_main_ones_and_marks_the_switch():
+def test_the_figure_has_all_methods_or_the_main_ones_and_marks_the_switch():
     index = pd.MultiIndex.from_product([(0, 1), (5, 10)], names=["seed", "round"])
-    one = pd.DataFrame({"accuracy": [50.0, 60.0, 70.0, 80.0]}, index=index)
+    table_of_curve = pd.DataFrame({"accuracy": [50.0, 60.0, 70.0, 80.0]}, index=index)
     eight = [*claims.MAIN_METHODS[:6], "fedcb2o-released-tg10", "fedcbo-clean"]
-    drawn = claims.select_curves(dict.fromkeys(eight, one))
-    assert [curve.name for curve in drawn] == eight
+    selected = claims.select_curves(dict.fromkeys(eight, table_of_curve))
+    assert [curve.name for curve in selected] == eight
     assert {
-        curve.name: curve.criterion_from_round for curve in drawn if curve.criterion_from_round
+        curve.name: curve.criterion_from_round for curve in selected if curve.criterion_from_round
     } == {"fedcb2o-released-tg10": 10}
-    ax = _figures.draw_panels(_figures.curve_panels(drawn)).axes[0]
+    ax = _figures.draw_panels(_figures.curve_panels(selected)).axes[0]
     assert ax.lines[0].get_ydata() == pytest.approx([0.6, 0.7])
-    nine = claims.select_curves(dict.fromkeys([*eight, "fedcb2o-held-out"], one))
+    nine = claims.select_curves(dict.fromkeys([*eight, "fedcb2o-held-out"], table_of_curve))
     assert [curve.name for curve in nine] == [*claims.MAIN_METHODS[:6]]
 
 
-def test_the_picture_is_drawn_anew_without_runs(tmp_path, monkeypatch):
+def test_the_figure_is_drawn_without_runs(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["claims.py", "--out", str(tmp_path)])
     with pytest.raises(SystemExit):
         claims.main()

@@ -21,15 +21,15 @@ PAGES = [results.PAGE, results.DOCS / "criteria.md"]
 def cell(tables, values, measure, defence, column):
     """Return the values by seed of one cell of the first table."""
     table = tables[0]
-    found = next(each for each in table["measures"] if each["name"] == measure)
-    place = table["defences"].index(defence) * len(table["columns"]) + table["columns"].index(
+    entry = next(candidate for candidate in table["measures"] if candidate["name"] == measure)
+    position = table["defences"].index(defence) * len(table["columns"]) + table["columns"].index(
         column
     )
-    start = found["offset"] + place * len(table["seeds"])
-    return found["step"] * values[start : start + len(table["seeds"])].astype(float)
+    start = entry["offset"] + position * len(table["seeds"])
+    return entry["step"] * values[start : start + len(table["seeds"])].astype(float)
 
 
-def test_a_page_has_the_value_of_every_seed(tmp_path):
+def test_a_page_has_the_value_of_every_seed_of_a_cell(tmp_path):
     page = explorer_page([read_grid(make_grid(tmp_path / "grid"))], "Hand")
     tables, values = unpack(page)
     assert tables[0]["seeds"] == [0, 1]
@@ -39,7 +39,7 @@ def test_a_page_has_the_value_of_every_seed(tmp_path):
     rate = cell(tables, values, "attack_success_rate", MEAN, FLIP)
     assert rate == pytest.approx([0.8, 0.5], abs=3e-4)
     assert cell(tables, values, "seconds", MEAN, FLIP) == pytest.approx([2.1, 2.1], abs=1e-3)
-    measures = {each["name"]: each for each in tables[0]["measures"]}
+    measures = {entry["name"]: entry for entry in tables[0]["measures"]}
     start = measures["attack_success_rate"]["offset"]
     missing = cell(tables, values, "attack_success_rate", MEDIAN, "Attackers clean")
     assert (np.round(missing / measures["attack_success_rate"]["step"]) == 65535).all()
@@ -49,19 +49,19 @@ def test_a_page_has_the_value_of_every_seed(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_published_explorer_is_made_from_the_committed_values():
-    made = results.make_explorer()
+def test_the_published_explorer_equals_the_committed_values():
+    page = results.make_explorer()
     published = results.EXPLORER.read_text(encoding="utf-8")
     assert len(published.encode()) < MAX_BYTES
-    assert DATA.sub("", made) == DATA.sub("", published)
-    tables, values = unpack(made)
+    assert DATA.sub("", page) == DATA.sub("", published)
+    tables, values = unpack(page)
     published_tables, published_values = unpack(published)
     assert tables == published_tables
     assert np.array_equal(values, published_values)
 
 
 @pytest.mark.slow
-def test_the_published_tables_are_made_from_the_committed_values():
+def test_the_published_tables_equal_the_committed_values():
     assert results.rewrite_page() == results.PAGE.read_text(encoding="utf-8")
 
 
@@ -78,18 +78,18 @@ def test_a_committed_grid_can_be_run_again(name):
     assert set(rows.seed) == set(grid.seeds)
 
 
-def test_links_into_the_explorer_lead_to_its_rows():
+def test_links_to_the_explorer_name_existing_rows():
     tables, _ = unpack(results.EXPLORER.read_text(encoding="utf-8"))
-    known = {table["id"]: table for table in tables}
+    tables_by_id = {table["id"]: table for table in tables}
     for page in PAGES:
         links = LINK.findall(page.read_text(encoding="utf-8"))
         assert links
         for link in links:
             state = {key: values[0] for key, values in parse_qs(link).items()}
-            table = known[state["grid"]]
+            table = tables_by_id[state["grid"]]
             assert state.get("row", table["defences"][0]) in table["defences"], link
             measure = state.get("measure", "accuracy")
-            assert measure in {each["name"] for each in table["measures"]}, link
+            assert measure in {entry["name"] for entry in table["measures"]}, link
 
 
 def test_the_preregistered_test_comes_first(tmp_path, monkeypatch):
@@ -100,23 +100,23 @@ def test_the_preregistered_test_comes_first(tmp_path, monkeypatch):
     grid = read_grid(make_grid(tmp_path / "grid"))
     monkeypatch.setattr(results, "GRIDS", (results.PREREGISTERED,))
     monkeypatch.setattr(results, "grid_results", lambda name: grid)
-    made = results.rewrite_page(page)
-    before, _, after = made.partition("## The pre-registered test\n\n")
+    text = results.rewrite_page(page)
+    before, _, after = text.partition("## The pre-registered test\n\n")
     assert before.endswith("-->\n\n")
     assert after.endswith("|\n\n<!-- end -->\n\nText.\n")
-    # Accuracy under noise: medians 50 and 70, means 10 and 20, so that the mean is 45 points behind.
+    # Accuracy under noise: 50 and 70 of the median, 10 and 20 of the mean; a regret of 45 points.
     assert re.search(rf"^\| {MEAN} \| 45\.0 \| .*Noise, accuracy \|", after, re.MULTILINE)
     assert re.search(r"87\.5/60\.0", after)
     assert re.search(r"96\.0/15\.0", after)
-    page.write_text(made)
-    assert results.rewrite_page(page) == made
+    page.write_text(text)
+    assert results.rewrite_page(page) == text
 
 
-def test_variants_without_a_part_stand_beside_the_method(tmp_path, monkeypatch):
+def test_variants_without_a_part_are_listed_with_the_method(tmp_path, monkeypatch):
     grid = read_grid(make_grid(tmp_path / "grid"))
     monkeypatch.setattr(results, "GRIDS", ("settings",))
     monkeypatch.setattr(results, "grid_results", lambda name: grid)
     monkeypatch.setattr(results, "METHOD", MEAN)
     table = results.parts_table()
-    # The mean is 45 points behind the median under noise; this grid has no variants.
+    # The mean has a regret of 45 points under noise; this grid has no variants.
     assert table.to_numpy().tolist() == [["45.0", "–", "–", "–"]]

@@ -1,4 +1,4 @@
-"""`paper/full_size.py` at tiny sizes: which entries run, what is kept, and going on after a stop."""
+"""`paper/full_size.py` at tiny sizes: order of entries, kept values, and resuming after a stop."""
 
 import pandas as pd
 import pytest
@@ -22,11 +22,11 @@ TINY = {
 }
 
 
-def tiny(folder):
+def tiny_runner(folder):
     return lambda entry: full_size.run_entry(entry, folder / "runs", folder, TINY, None)
 
 
-def test_entries_are_the_tables_of_the_paper():
+def test_entries_cover_the_tables_of_the_paper():
     assert len(full_size.ENTRIES) == 21
     assert full_size.ENTRIES[0] == ("fedcbo-released", 0)
     for method, row in full_size.ROWS.items():
@@ -37,19 +37,19 @@ def test_entries_are_the_tables_of_the_paper():
 
 def test_the_next_entry_runs_and_is_copied(tmp_path):
     assert full_size.missing(tmp_path) == list(full_size.ENTRIES)
-    ended = full_size.run_missing(1, 9, tmp_path, tiny(tmp_path), copy=tmp_path / "copy")
-    assert ended == [full_size.ENTRIES[0]]
+    finished = full_size.run_missing(1, 9, tmp_path, tiny_runner(tmp_path), copy=tmp_path / "copy")
+    assert finished == [full_size.ENTRIES[0]]
     assert full_size.missing(tmp_path) == list(full_size.ENTRIES[1:])
     (tmp_path / "values.csv").unlink()
-    shown = full_size.read_values(tmp_path / "copy")
+    values = full_size.read_values(tmp_path / "copy")
     run = fedcb2o.Run(tmp_path / "runs" / "fedcbo-released-0")
     last = run.records[~run.records.malicious & (run.records["round"] == 2)]
-    assert shown.accuracy.iloc[0] == pytest.approx(100 * last.accuracy.mean(), abs=1e-4)
+    assert values.accuracy.iloc[0] == pytest.approx(100 * last.accuracy.mean(), abs=1e-4)
     curves = pd.read_csv(tmp_path / "copy" / "curves.csv")
     assert curves["round"].tolist() == [1, 2]
 
 
-def test_a_stopped_entry_goes_on(tmp_path, monkeypatch):
+def test_a_stopped_entry_resumes(tmp_path, monkeypatch):
     half = {**TINY, "rounds": 1}
     entry = full_size.ENTRIES[1]
     full_size.run_entry(entry, tmp_path / "runs", tmp_path / "half", half, None)
@@ -57,11 +57,11 @@ def test_a_stopped_entry_goes_on(tmp_path, monkeypatch):
     run = fedcb2o.run
     watch = lambda experiment, seed, record: rounds.append(record["round"])  # noqa: E731
     monkeypatch.setattr(fedcb2o, "run", lambda *a, **k: run(*a, watch=watch, **k))
-    tiny(tmp_path)(entry)
+    tiny_runner(tmp_path)(entry)
     assert rounds == [2]
 
 
-def test_no_entry_starts_that_would_end_too_late(tmp_path):
+def test_an_entry_that_would_end_too_late_does_not_start(tmp_path):
     now = [0.0]
 
     def run(entry):
@@ -71,12 +71,12 @@ def test_no_entry_starts_that_would_end_too_late(tmp_path):
         for name in ("values.csv", "curves.csv"):
             full_size.add_rows(tmp_path / name, rows)
 
-    ended = full_size.run_missing(9, 10, tmp_path, run, clock=lambda: now[0])
-    assert len(ended) == 3
+    finished = full_size.run_missing(9, 10, tmp_path, run, clock=lambda: now[0])
+    assert len(finished) == 3
     assert full_size.missing(tmp_path) == list(full_size.ENTRIES[3:])
 
 
-def test_tables_have_deviations_from_two_seeds_on(tmp_path):
+def test_tables_have_deviations_if_there_are_two_seeds(tmp_path):
     for seed, accuracy in enumerate((80.0, 82.0)):
         row = pd.DataFrame([[accuracy, 50.0, 40.0]], columns=[*METRICS], index=[seed])
         rows = pd.concat({"fedcb2o-released": row.rename_axis("seed")}, names=["method"])
@@ -92,6 +92,6 @@ def test_the_page_shows_the_committed_values():
     assert "| FedCBO (150 rounds) | 1 | 84.42 | 84.26 |" in table
 
 
-def test_from_the_command_line(tmp_path, capsys):
+def test_the_command_line_lists_missing_entries(tmp_path, capsys):
     full_size.main(["--folder", str(tmp_path)])
     assert "21 of 21 entries are missing: fedcbo-released (0), " in capsys.readouterr().out

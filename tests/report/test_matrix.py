@@ -1,4 +1,4 @@
-"""Matrices of a grid against numbers worked out by hand, and the files of its report."""
+"""Matrices of a grid compared with values by hand, and the files of its report."""
 
 import json
 import math
@@ -41,7 +41,7 @@ from fedcb2o.report.grid_tables import (
 
 pytestmark = pytest.mark.usefixtures("intervals_of_two_seeds")
 
-# Two clusters of two benign agents and a malicious one; the benign are 0, 1, 3 and 4.
+# Two clusters of two benign agents and a malicious one; agents 0, 1, 3 and 4 are benign.
 AGENTS = {
     "cluster": [0, 0, 0, 1, 1, 1],
     "malicious": [False, False, True] * 2,
@@ -51,7 +51,7 @@ AGENTS = {
 FLIP, NOISE = "Label flip", "Noise"
 MEDIAN, MEAN = "Median", "DFedAvgM"
 
-# (defence, attack, seed): accuracy, source accuracy and attack success rate of the four benign agents.
+# (defence, attack, seed): accuracy, source accuracy and attack success rate of the benign agents.
 CELLS = {
     (MEDIAN, FLIP, 0): ([0.8, 0.6, 0.7, 0.7], [0.5, 0.5, 0.5, 0.5], [0.4, 0.2, 0.3, 0.3]),
     (MEDIAN, FLIP, 1): ([0.8, 0.8, 0.8, 0.8], [0.7, 0.7, 0.7, 0.7], [0.2, 0.2, 0.1, 0.1]),
@@ -62,7 +62,7 @@ CELLS = {
     (MEAN, NOISE, 0): ([0.1, 0.1, 0.1, 0.1], None, None),
     (MEAN, NOISE, 1): ([0.2, 0.2, 0.2, 0.2], None, None),
 }
-FLOORS = {
+BASELINES = {
     (MEDIAN, FLIP, 0): ([0.9, 0.9, 0.8, 0.8], [0.8, 0.8, 0.8, 0.8], [0.1, 0.1, 0.1, 0.1]),
     (MEDIAN, FLIP, 1): ([0.9, 0.9, 0.9, 0.9], [0.8, 0.8, 0.8, 0.8], [0.0, 0.1, 0.0, 0.1]),
     (MEDIAN, NOISE, 0): ([0.9, 0.9, 0.8, 0.8], None, None),
@@ -85,7 +85,7 @@ REMOVED = {
 
 
 def rate(*seeds):
-    """Text of the mean of rates with its interval: Student's on the logit scale (delta method)."""
+    """Format the mean of rates with Student's interval on the logit scale (delta method)."""
     mean, deviation = np.mean(seeds), np.std(seeds, ddof=1)
     logit = np.log(mean / (1 - mean))
     half = stats.t.ppf(0.975, len(seeds) - 1) * deviation / len(seeds) ** 0.5 / (mean * (1 - mean))
@@ -96,23 +96,24 @@ def rate(*seeds):
 KINDS = {"clean": "clean", "removed": "removed", "cell": "cells"}
 
 
-def six(values):
-    """The values of the four benign agents among all six."""
+def of_all_agents(values):
+    """Return the values of the four benign agents in a list of all six."""
     return (
         [None] * 6 if values is None else [values[0], values[1], None, values[2], values[3], None]
     )
 
 
 def line(scores, *, answered=2, weight=0.25):
-    accuracy, source, rate = map(six, scores)
-    share = [None if bad else weight for bad in AGENTS["malicious"]]
+    accuracy, source, rate = map(of_all_agents, scores)
+    share = [None if is_malicious else weight for is_malicious in AGENTS["malicious"]]
     return {
         "round": 1, "accuracy": accuracy, "source_accuracy": source, "attack_success_rate": rate,
         "malicious_weight": share, "answered": [answered] * 6,
     }  # fmt: skip
 
 
-# Agent 0 receives 1 (same cluster) and 2 (malicious), agent 1 the malicious 5 of the other cluster, and so on.
+# Agent 0 receives 1 (same cluster) and 2 (malicious); agent 1 receives 5 (malicious, other
+# cluster), and so on.
 PAIRS = {
     "round": 1,
     "ids": [[1, 2], [5], [0], [4, 5], [0], [3]],
@@ -125,14 +126,14 @@ def make_grid(
     folder,
     *,
     cells=CELLS,
-    floors=FLOORS,
+    floors=BASELINES,
     removed=REMOVED,
     errors=None,
     weights=True,
     f=None,
     **table,
 ):
-    """A grid's folder with the runs in `cells`, `floors` and `removed`, and messages for what failed."""
+    """Write the folder of a grid with the runs of three tables, and the errors of failed runs."""
     defences = {
         MEDIAN: {"algorithm": {"name": "by_rule"}},
         MEAN: {"algorithm": {"name": "dfedavgm"}},
@@ -146,17 +147,17 @@ def make_grid(
     }
     folder.mkdir()
     write_toml(folder / "grid.toml", grid)
-    lines = []
+    cell_rows = []
     for defence in (MEDIAN, MEAN):
         for kind, runs in (("clean", floors), ("removed", removed), ("cell", cells)):
             for attack in (FLIP, NOISE):
                 place = f"{KINDS[kind]}/{defence}/{attack}"
-                found = {
+                scores_by_seed = {
                     seed: scores
                     for (d, a, seed), scores in runs.items()
                     if (d, a) == (defence, attack)
                 }
-                if found:
+                if scores_by_seed:
                     (folder / place).parent.mkdir(parents=True, exist_ok=True)
                     pairs = (
                         PAIRS
@@ -166,18 +167,21 @@ def make_grid(
                     if f is not None:
                         pairs = {**pairs, "f": [f] * 6}
                     share = 0.25 if weights else None
-                    metrics = {seed: [line(scores, weight=share)] for seed, scores in found.items()}
+                    metrics = {
+                        seed: [line(scores, weight=share)]
+                        for seed, scores in scores_by_seed.items()
+                    }
                     run = write_run(
                         folder / place,
                         {},
                         agents=AGENTS,
                         metrics=metrics,
-                        pairs={seed: [pairs] for seed in found},
+                        pairs={seed: [pairs] for seed in scores_by_seed},
                     )
-                    for seed in found:
+                    for seed in scores_by_seed:
                         row = summary(run.records_of(seed)).iloc[0].to_dict()
                         write_json(folder / place / f"seed-{seed}" / "summary.json", row)
-                known = {
+                row_of_cell = {
                     "kind": kind,
                     "setting": "",
                     "defence": defence,
@@ -185,13 +189,19 @@ def make_grid(
                     "rounds": 1,
                     "seconds": None,
                 }
-                of = (
+                attack_columns = (
                     {"attack": attack, "floor": attack}
                     if kind == "cell"
                     else {"attack": None, "floor": None}
                 )
-                lines.append({**known, **of, "error": (errors or {}).get((kind, defence, attack))})
-    write_json(folder / "cells.json", {"cells": lines})
+                cell_rows.append(
+                    {
+                        **row_of_cell,
+                        **attack_columns,
+                        "error": (errors or {}).get((kind, defence, attack)),
+                    }
+                )
+    write_json(folder / "cells.json", {"cells": cell_rows})
     return folder
 
 
@@ -213,11 +223,12 @@ def test_accuracy_is_the_mean_over_agents_and_then_over_seeds(view):
 def test_effects_of_attacks_are_net_of_the_better_baseline(view):
     lost, success = metric_matrix(view, "lost"), metric_matrix(view, "success")
     assert list(lost.columns) == [FLIP, NOISE, "Worst"]
-    assert list(success.columns) == [FLIP, "Worst"]  # the other has no target
-    # Median's accuracy is better with clean attackers: 0.85 - 0.7 and 0.9 - 0.8; its rate without: 0.3 and 0.15 - 0.05.
+    assert list(success.columns) == [FLIP, "Worst"]  # the other attack has no target
+    # Median: accuracy is better with clean attackers: 0.85 - 0.7 and 0.9 - 0.8; the success rate
+    # is better without attackers: 0.3 - 0.05 and 0.15 - 0.05.
     assert lost.loc[MEDIAN, FLIP] == "12.5 [-19.3, 44.3]"
     assert success.loc[MEDIAN, FLIP] == "17.5 [-77.8, 112.8]"
-    # DFedAvgM's the other way round: 0.97 - 0.6 and 0.99 - 0.9; 0.8 - 0 and 0.5 - 0.1.
+    # DFedAvgM: the opposite baselines: 0.97 - 0.6 and 0.99 - 0.9; 0.8 - 0 and 0.5 - 0.1.
     assert lost.loc[MEAN, FLIP] == "23.0 [-154.9, 200.9]"
     assert success.loc[MEAN, FLIP] == "60.0 [-194.1, 314.1]"
     rates = metric_matrix(view, "attack_success_rate")
@@ -227,7 +238,7 @@ def test_effects_of_attacks_are_net_of_the_better_baseline(view):
     }
 
 
-def test_regret_is_behind_the_best_of_each_column(view):
+def test_regret_is_the_distance_to_the_best_of_each_column(view):
     table = regret_matrix(view, "accuracy")
     assert table.loc[MEDIAN, "Attackers clean"] == "8.5 [-10.6, 27.6]"  # 0.95 - 0.85 and 0.97 - 0.9
     assert table.loc[MEDIAN, "Attackers removed"] == "18.0 [5.3, 30.7]"  # 0.97 - 0.8 and 0.99 - 0.8
@@ -259,14 +270,14 @@ def test_worst_regrets_with_and_without_attacks_set_aside(tmp_path):
         table.loc[MEAN, "Regret in either, worst but Noise"]
         == "42.5 [-52.8, 137.8] (Label flip, attack success)"
     )
-    # Each in its own worst column: 0.4 - 0.17 and 0.5 - 0.19.
+    # Each defence in its own worst column: 0.4 - 0.17 and 0.5 - 0.19.
     assert (
         worst_regret_differences(view).loc[MEAN, "Regret in accuracy, worst"]
         == "+27.0 [-23.8, +77.8]"
     )
 
 
-def test_the_worst_effects_of_attacks_are_against_the_better_baseline(tmp_path):
+def test_the_worst_effects_of_attacks_are_net_of_the_better_baseline(tmp_path):
     view = SettingResults(read_grid(make_grid(tmp_path / "grid", set_aside=[NOISE])), "")
     assert (
         losses_against_baselines(view).loc[MEDIAN].to_dict()
@@ -289,14 +300,14 @@ def test_a_defence_that_lacks_a_column_has_no_worst_regret(tmp_path):
     assert worst_regret_differences(view).loc[MEAN, "Regret in accuracy, worst"] == "–"
 
 
-def test_holms_correction_and_students_p():
+def test_holms_correction_and_students_p_values_by_hand():
     p = pd.Series([0.01, 0.04, math.nan, 0.03])
     assert holm_correction(p).tolist() == pytest.approx([0.03, 0.06, math.nan, 0.06], nan_ok=True)
     rows = pd.DataFrame({"defence": "a", "attack": ["b"] * 3 + ["c"] * 3 + ["d"] * 3 + ["e"]})
-    found = seed_statistics(rows.assign(lost=[1.0, 2, 3, 0, 0, 0, 2, 2, 2, 1]), "lost").droplevel(
-        "defence"
-    )
-    assert found.p.to_dict() == pytest.approx(
+    statistics = seed_statistics(
+        rows.assign(lost=[1.0, 2, 3, 0, 0, 0, 2, 2, 2, 1]), "lost"
+    ).droplevel("defence")
+    assert statistics.p.to_dict() == pytest.approx(
         {"b": 0.0741799, "c": 1, "d": 0, "e": math.nan}, rel=1e-5, nan_ok=True
     )
 
@@ -308,16 +319,16 @@ def test_holms_correction_and_students_p():
             (0.44, -0.0134, 0.8934),
             1,
             "0.44 [-0.01, 0.89]",
-        ),  # 0 lies in it, which "0.4 [0.0, 0.9]" does not show
+        ),  # "0.4 [0.0, 0.9]" would not show that the interval contains 0
         ((-0.3, -0.604, 0.004), 1, "-0.300 [-0.604, 0.004]"),
-        ((0.45, 0.0066, 0.8934), 1, "0.5 [0.0, 0.9]"),  # here it does not
+        ((0.45, 0.0066, 0.8934), 1, "0.5 [0.0, 0.9]"),  # this interval does not contain 0
         ((0.45, 0.0, 0.9), 1, "0.5 [0.0, 0.9]"),
         ((0.0, -1e-17, 1e-17), 2, "0.00 [0.00, 0.00]"),
         ((0.2, -math.inf, math.inf), 1, "0.2"),
         ((0.2, math.nan, math.nan), 1, "0.2"),
     ],
 )
-def test_whether_0_lies_in_an_interval_can_be_seen(ends, digits, text):
+def test_a_formatted_interval_shows_if_it_contains_0(ends, digits, text):
     assert format_interval(*ends, digits=digits) == text
 
 
@@ -327,19 +338,19 @@ def test_more_malicious_models_than_a_rule_assumes_are_marked(tmp_path, f, excee
     attacked = view.rows[view.rows.attack == FLIP]
     assert (
         attacked.malicious_most.tolist() == [1.0] * 4
-    )  # agents 0, 1 and 3 receive one, agent 4 none
+    )  # agents 0, 1 and 3 receive one malicious model
     assert attacked.f_exceeded.tolist() == pytest.approx([exceeded] * 4, nan_ok=True)
     assert (metric_matrix(view, "accuracy").loc[MEDIAN, FLIP][-1] == "†") is (f == 0)
     worst = worst_regrets(view).loc[MEAN, ["Regret in accuracy, worst", "Regret in either, worst"]]
     assert [text.endswith(") †") for text in worst] == [f == 0] * 2
-    drawn = [text.get_text() for text in regret_figure(view, "accuracy").axes[0].texts]
+    cell_texts = [text.get_text() for text in regret_figure(view, "accuracy").axes[0].texts]
     cells = view.exceeded_cells(view.columns("accuracy")).to_numpy().sum()
     assert (
-        sum(text.endswith("†") for text in drawn) == cells + (f == 0) * 2
-    )  # and where each is worst
+        sum(text.endswith("†") for text in cell_texts) == cells + (f == 0) * 2
+    )  # and the worst column of each defence
 
 
-def test_source_accuracy_is_there_where_an_attack_has_a_source(view):
+def test_attacks_with_a_source_have_a_source_accuracy(view):
     table = metric_matrix(view, "source_accuracy")
     assert table.loc[MEDIAN].to_dict() == {
         FLIP: rate(0.5, 0.7),
@@ -347,7 +358,7 @@ def test_source_accuracy_is_there_where_an_attack_has_a_source(view):
     }
 
 
-def test_worst_agent_worst_tenth_and_clusters(view):
+def test_matrices_of_worst_agents_worst_tenths_and_clusters_by_hand(view):
     assert metric_matrix(view, "accuracy_worst").loc[MEDIAN, FLIP] == rate(0.6, 0.8)  # 0.6 and 0.8
     assert metric_matrix(view, "accuracy_worst_tenth").loc[MEDIAN, FLIP] == rate(0.6, 0.8)
     assert metric_matrix(view, "attack_success_rate_worst").loc[MEAN, FLIP] == rate(
@@ -362,7 +373,7 @@ def test_worst_agent_worst_tenth_and_clusters(view):
     )  # 0.8 and 0.9
 
 
-def test_received_models_weights_seconds_and_megabytes(view):
+def test_received_models_weights_seconds_and_megabytes_by_hand(view):
     row = (
         add_attack_effects(view.results, "")
         .set_index(["defence", "attack", "seed"])
@@ -403,12 +414,12 @@ def test_two_seeds_have_no_interval_in_a_report(monkeypatch):
     assert three["low"] == pytest.approx(2 - 4.302653 / 3**0.5)
 
 
-def test_differences_are_paired_by_seed_and_intervals_are_students(view):
-    found = paired_differences(view.rows, "accuracy", MEDIAN).loc[(MEAN, FLIP)]
+def test_differences_are_paired_by_seed_with_students_interval(view):
+    difference = paired_differences(view.rows, "accuracy", MEDIAN).loc[(MEAN, FLIP)]
     # Seed 0: 0.6 - 0.7, seed 1: 0.9 - 0.8; two seeds, so one degree of freedom: t = 12.706.
-    assert found["mean"] == pytest.approx(0)
-    assert found.deviation == pytest.approx(0.2 / math.sqrt(2))
-    assert found.high == pytest.approx(12.7062 * 0.1, rel=1e-4)
+    assert difference["mean"] == pytest.approx(0)
+    assert difference.deviation == pytest.approx(0.2 / math.sqrt(2))
+    assert difference.high == pytest.approx(12.7062 * 0.1, rel=1e-4)
     assert (
         difference_matrix(view, "accuracy").loc[MEAN, NOISE] == "-45.0 [-108.5, +18.5]"
     )  # -0.4 and -0.5
@@ -429,7 +440,7 @@ def test_differences_are_paired_by_seed_and_intervals_are_students(view):
     )
 
 
-def test_the_overview(view):
+def test_the_overview_by_hand(view):
     table = defence_overview(view)
     assert table.loc[MEDIAN, "Attackers removed"] == "80.0 [80.0, 80.0]"
     assert table.loc[MEAN, "Accuracy, worst attack"] == f"{rate(0.1, 0.2)} ({NOISE})"
@@ -438,10 +449,10 @@ def test_the_overview(view):
     )  # (0.7 + 0.5) / 2, (0.8 + 0.7) / 2
     assert table.loc[MEDIAN, "Attack success, mean over attacks"] == rate(
         0.3, 0.15
-    )  # of the one that has a rate
+    )  # of the attack that has a rate
 
 
-def test_the_page_and_its_files(view, tmp_path):
+def test_a_report_writes_the_page_and_its_files(view, tmp_path):
     before = dict(mpl.rcParams)
     paths = report_grid(view.results, tmp_path / "out")
     assert dict(mpl.rcParams) == before
@@ -476,16 +487,16 @@ def test_the_page_and_its_files(view, tmp_path):
     )
     assert cells[MEAN, FLIP, 0, "success"] == pytest.approx(0.8)
     assert cells[MEAN, "Attackers clean", 0, "accuracy"] == pytest.approx(0.95)
-    found = pd.read_csv(tmp_path / "out" / "statistics.csv").set_index(
+    statistics = pd.read_csv(tmp_path / "out" / "statistics.csv").set_index(
         ["defence", "attack", "metric"]
     )
-    assert found.loc[(MEAN, FLIP, "accuracy"), "difference_high"] == pytest.approx(
+    assert statistics.loc[(MEAN, FLIP, "accuracy"), "difference_high"] == pytest.approx(
         1.27062, rel=1e-4
     )
 
 
 @pytest.mark.usefixtures("no_figures")
-def test_a_report_is_made_again_from_its_summary_alone(view, tmp_path):
+def test_a_report_can_be_made_from_its_summary_alone(view, tmp_path):
     report_grid(view.results, tmp_path / "first")
     (tmp_path / "kept").mkdir()
     for name in ("grid.toml", "summary.csv"):
@@ -499,7 +510,7 @@ def test_a_report_is_made_again_from_its_summary_alone(view, tmp_path):
         assert (tmp_path / "kept" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
-def test_names_that_pandas_takes_for_missing_survive_the_summary(tmp_path):
+def test_names_that_pandas_reads_as_missing_are_kept(tmp_path):
     folder = make_grid(tmp_path / "grid")
     results = read_grid(folder)
     rows = results.rows.replace({NOISE: "None", MEAN: "NA"})
@@ -518,7 +529,7 @@ def test_a_partial_grid_names_missing_runs(tmp_path):
         for key, scores in CELLS.items()
         if key not in ((MEAN, NOISE, 0), (MEAN, NOISE, 1))
     }
-    floors = {key: scores for key, scores in FLOORS.items() if key != (MEDIAN, NOISE, 1)}
+    floors = {key: scores for key, scores in BASELINES.items() if key != (MEDIAN, NOISE, 1)}
     folder = make_grid(
         tmp_path / "grid",
         cells=cells,
@@ -541,7 +552,7 @@ def test_a_partial_grid_names_missing_runs(tmp_path):
     ]
 
 
-def test_a_seed_that_has_not_done_all_rounds_does_not_count(tmp_path):
+def test_a_seed_with_missing_rounds_does_not_count(tmp_path):
     folder = make_grid(tmp_path / "grid")
     path = folder / "cells" / MEDIAN / FLIP / "seed-0" / "summary.json"
     path.write_text('{"rounds": 0}')
@@ -557,8 +568,10 @@ def test_a_seed_that_has_not_done_all_rounds_does_not_count(tmp_path):
 def test_an_entry_without_attack_has_accuracy_and_no_success(tmp_path):
     folder = make_grid(tmp_path / "grid")
     cells = json.loads((folder / "cells.json").read_text())["cells"]
-    calm = [{**cell, "floor": None} if cell["attack"] == NOISE else cell for cell in cells]
-    write_json(folder / "cells.json", {"cells": calm})
+    without_attack = [
+        {**cell, "floor": None} if cell["attack"] == NOISE else cell for cell in cells
+    ]
+    write_json(folder / "cells.json", {"cells": without_attack})
     view = SettingResults(read_grid(folder), "")
     assert metric_matrix(view, "accuracy").loc[MEAN, NOISE] == rate(0.1, 0.2)
     assert list(metric_matrix(view, "lost").columns) == [FLIP, "Worst"]
@@ -566,7 +579,7 @@ def test_an_entry_without_attack_has_accuracy_and_no_success(tmp_path):
 
 
 @pytest.mark.usefixtures("no_figures")
-def test_a_setting_without_results_is_left_out(tmp_path):
+def test_a_setting_without_results_is_omitted(tmp_path):
     results = read_grid(make_grid(tmp_path / "grid"))
     results.rows["setting"] = "Few"
     results.table["settings"] = {"Few": {}, "Many": {}}
@@ -578,7 +591,7 @@ def test_a_setting_without_results_is_left_out(tmp_path):
     assert "partial: 8 of 16 runs" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_seeds_that_left_the_grid_do_not_count(tmp_path):
+def test_seeds_removed_from_the_grid_do_not_count(tmp_path):
     folder = make_grid(tmp_path / "grid", seeds=[1])
     assert metric_matrix(SettingResults(read_grid(folder), ""), "accuracy").loc[
         MEDIAN
@@ -592,7 +605,7 @@ def test_seeds_that_left_the_grid_do_not_count(tmp_path):
 
 
 @pytest.mark.usefixtures("no_figures")
-def test_settings_have_matrices_of_their_own(view, tmp_path):
+def test_each_setting_has_its_matrices(view, tmp_path):
     results = view.results
     results.rows.loc[results.rows.defence != "", "setting"] = "Few"
     many = results.rows.assign(setting="Many, $ & <b>", accuracy=results.rows.accuracy / 2)
@@ -614,8 +627,8 @@ def test_settings_have_matrices_of_their_own(view, tmp_path):
 
 
 @pytest.mark.usefixtures("no_figures")
-def test_the_candidates_and_the_choice_are_on_the_page(tmp_path):
-    asked = {
+def test_the_page_has_the_tuning_candidates_and_the_choice(tmp_path):
+    request = {
         "seeds": [9],
         "setting": "",
         "attacks": {FLIP: {}},
@@ -627,10 +640,10 @@ def test_the_candidates_and_the_choice_are_on_the_page(tmp_path):
             "at_end": True,
             "scores": [0.5, None],
             "by_attack": [{FLIP: [0.5]}, None],
-            "asked": asked,
+            "asked": request,
         }
     }
-    defences = {MEDIAN: {"tune": asked["candidates"]}, MEAN: {}}
+    defences = {MEDIAN: {"tune": request["candidates"]}, MEAN: {}}
     folder = make_grid(
         tmp_path / "grid", tuning={"seeds": [9], "attacks": [FLIP]}, defences=defences
     )
@@ -650,16 +663,16 @@ def test_the_candidates_and_the_choice_are_on_the_page(tmp_path):
 
 
 @pytest.mark.parametrize("missing", [True, False], ids=["seeds", "none"])
-def test_the_mean_over_attacks_is_over_seeds_that_have_them_all(view, missing):
+def test_the_mean_over_attacks_is_over_seeds_with_all_attacks(view, missing):
     rows = view.rows
     if missing:
         rows = rows[~((rows.defence == MEDIAN) & (rows.attack == NOISE) & (rows.seed == 1))]
-    found = attack_mean_statistics(rows, "accuracy", [FLIP, NOISE])
-    assert found.loc[MEDIAN, "seeds"] == (1 if missing else 2)
-    assert found.loc[MEDIAN, "mean"] == pytest.approx(0.6 if missing else 0.675)
+    means = attack_mean_statistics(rows, "accuracy", [FLIP, NOISE])
+    assert means.loc[MEDIAN, "seeds"] == (1 if missing else 2)
+    assert means.loc[MEDIAN, "mean"] == pytest.approx(0.6 if missing else 0.675)
 
 
-def test_a_heat_map_of_twenty_by_twenty_has_a_number_in_every_cell():
+def test_a_large_heat_map_has_a_number_in_every_cell():
     draw = np.random.default_rng(0)
     names = [f"A defence with $ and a rather long name {i}" for i in range(20)]
     means = pd.DataFrame(
@@ -695,7 +708,7 @@ def test_the_command_reports_a_grid(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_figures")
-def test_several_grids_have_one_page_and_a_folder_each(tmp_path):
+def test_several_grids_have_one_page_and_one_folder_per_grid(tmp_path):
     grids = []
     for name in ("first", "second"):
         grids.append(read_grid(make_grid(tmp_path / name, title=name)))
@@ -709,17 +722,17 @@ def test_several_grids_have_one_page_and_a_folder_each(tmp_path):
 def test_the_command_compares_with_a_reference(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     results = read_grid(make_grid(tmp_path / "grid"))
-    ours, theirs = (
+    with_median, with_mean = (
         difference_matrix(
-            SettingResults(replace(results, table={**results.table, "reference": each}), ""),
+            SettingResults(replace(results, table={**results.table, "reference": defence}), ""),
             "accuracy",
         )
-        for each in (MEDIAN, MEAN)
+        for defence in (MEDIAN, MEAN)
     )
-    for reference, expected in ((MEDIAN, ours), (MEAN, theirs)):
+    for reference, expected in ((MEDIAN, with_median), (MEAN, with_mean)):
         assert here("report", "grid", "--out", "out", "--reference", reference).status == 0
         assert (tmp_path / "out/matrices/accuracy-difference.csv").read_text() == expected.to_csv()
-    assert list(theirs.index) == [MEDIAN]
+    assert list(with_mean.index) == [MEDIAN]
     assert (
         "has no defence `Medain`. Did you mean `Median`?"
         in here("report", "grid", "--reference", "Medain").one_line()
@@ -731,7 +744,7 @@ def test_the_command_compares_with_a_reference(tmp_path, monkeypatch):
     )
 
 
-def test_a_folder_without_results_is_one_line(tmp_path):
+def test_a_folder_without_results_is_refused(tmp_path):
     make_grid(tmp_path / "grid", cells={}, floors={}, removed={})
     with pytest.raises(RunError, match=r"no run in .* is done yet, so there is nothing to report"):
         report_grid(read_grid(tmp_path / "grid"), tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Columns in which nothing happens, by hand."""
+"""Attacks without a significant effect on any defence, by hand."""
 
 import numpy as np
 import pandas as pd
@@ -10,11 +10,11 @@ pytestmark = pytest.mark.usefixtures("intervals_of_two_seeds")
 
 
 def rows(**harm):
-    """Successes by seed of two defences under each attack; `lost` where there is any."""
-    found = []
+    """Return a table with the successes by seed of two defences under each attack."""
+    lines = []
     for attack, (a, b) in harm.items():
         for defence, values in (("A", a), ("B", b)):
-            found += [
+            lines += [
                 {
                     "defence": defence,
                     "attack": attack,
@@ -24,20 +24,23 @@ def rows(**harm):
                 }
                 for seed, value in enumerate(values)
             ]
-    return pd.DataFrame(found)
+    return pd.DataFrame(lines)
 
 
-# Three seeds with deviation 0.01: two intervals at once take Student's quantile of 1 - 0.05 / 4
-# with 2 degrees of freedom, sqrt(2 q^2 / (4 p (1 - p))) with q = 2 p - 1 and p = 0.9875: 6.2053.
-HALF = 6.2053 * 0.01 / np.sqrt(3)
+# Half the width of an interval of three seeds with deviation 0.01. Two simultaneous intervals have
+# Student's quantile of p = 1 - 0.05 / 4 with 2 degrees of freedom:
+# sqrt(2 q^2 / (4 p (1 - p))) = 6.2053, where q = 2 p - 1.
+HALF_WIDTH = 6.2053 * 0.01 / np.sqrt(3)
 
 
-def test_bounds_hold_for_all_defences_at_once():
-    found = harm_bounds(rows(Quiet=([0.01, 0.02, 0.03], [-0.01, 0.0, 0.01])), ["Quiet", "Not done"])
-    assert list(found.index) == ["Quiet"]
-    assert found.loc["Quiet", "low"] == pytest.approx(0.02 - HALF, abs=1e-6)
-    assert found.loc["Quiet", "high"] == pytest.approx(0.02 + HALF, abs=1e-6)
-    assert found.loc["Quiet", "intervals"] == 2
+def test_bounds_hold_simultaneously_for_all_defences():
+    bounds = harm_bounds(
+        rows(Quiet=([0.01, 0.02, 0.03], [-0.01, 0.0, 0.01])), ["Quiet", "Not done"]
+    )
+    assert list(bounds.index) == ["Quiet"]
+    assert bounds.loc["Quiet", "low"] == pytest.approx(0.02 - HALF_WIDTH, abs=1e-6)
+    assert bounds.loc["Quiet", "high"] == pytest.approx(0.02 + HALF_WIDTH, abs=1e-6)
+    assert bounds.loc["Quiet", "intervals"] == 2
 
 
 def test_only_an_attack_that_harms_no_defence_is_ineffective():
@@ -52,7 +55,7 @@ def test_only_an_attack_that_harms_no_defence_is_ineffective():
     ]
 
 
-def test_what_costs_accuracy_is_not_quiet_though_it_has_no_success():
+def test_an_attack_that_costs_accuracy_is_effective_without_success():
     table = rows(Flip=([0.0, 0.0, 0.01], [0.0, 0.0, 0.01]))
     assert len(list(ineffective_attack_notes(table, ["Flip"]))) == 1
     table["lost"] = [0.5, 0.51, 0.52, 0.0, 0.01, 0.0]

@@ -1,4 +1,4 @@
-"""Figures and the page are written, whatever the runs hold, and show what the records say."""
+"""Figures and the page of runs of all shapes, with the values of the records."""
 
 import re
 
@@ -38,7 +38,7 @@ def runs(tmp_path_factory):
     ]
 
 
-def test_report_writes_everything_and_one_page_that_stands_alone(runs, tmp_path):
+def test_a_report_writes_all_files_and_a_page_that_needs_no_other_file(runs, tmp_path):
     before = dict(mpl.rcParams)
     paths = report(runs, tmp_path / "out")
     assert dict(mpl.rcParams) == before
@@ -66,7 +66,7 @@ def test_report_writes_everything_and_one_page_that_stands_alone(runs, tmp_path)
     ids = re.findall(r' id="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'href="#([^"]+)"', page)) <= set(ids)
-    assert {*re.findall(r'xlink:href="(.)', page)} <= {"#", "d"}  # of the page itself
+    assert {*re.findall(r'xlink:href="(.)', page)} <= {"#", "d"}  # targets in the page
     assert "://" not in page
     assert "incomplete" not in page
     assert "agents.budget" in page
@@ -90,13 +90,13 @@ def test_figure6_shows_the_statistics(runs):
     assert at_random == pytest.approx(6 / 7)
 
 
-def test_a_curve_is_of_benign_agents_under_the_title_of_its_run(runs):
-    found = learning_curves(runs)
-    assert [(curve.name, curve.criterion_from_round) for curve in found] == [
+def test_a_curve_has_benign_agents_and_the_title_of_its_run(runs):
+    curve_list = learning_curves(runs)
+    assert [(curve.name, curve.criterion_from_round) for curve in curve_list] == [
         ("FedCBO", 0),
         ("FedCB2O ($T_G = 30$)", 5),
     ]
-    assert not any(curve.table.malicious.any() for curve in found)
+    assert not any(curve.table.malicious.any() for curve in curve_list)
 
 
 def test_curves_are_the_mean_over_benign_agents_and_mark_the_switch(runs):
@@ -110,7 +110,7 @@ def test_curves_are_the_mean_over_benign_agents_and_mark_the_switch(runs):
     assert [text.get_text() for text in ax.texts] == ["$T_G = 5$"]
 
 
-def test_weight_matrix_has_the_own_weight_on_the_diagonal_and_rows_that_sum_to_one(runs):
+def test_rows_of_the_weight_matrix_sum_to_one_with_own_weights_on_the_diagonal(runs):
     figure = weight_matrix(runs[0])
     matrix = np.asarray(figure.axes[0].images[0].get_array())
     assert matrix.shape == (8, 8)
@@ -127,7 +127,7 @@ def test_weight_matrix_has_the_own_weight_on_the_diagonal_and_rows_that_sum_to_o
     ]
 
 
-def test_weight_matrix_leaves_out_seeds_with_other_attackers(tmp_path):
+def test_the_weight_matrix_omits_seeds_with_other_attackers(tmp_path):
     def seed(folder, malicious):
         agents = {
             "cluster": [0, 0],
@@ -145,7 +145,7 @@ def test_weight_matrix_leaves_out_seeds_with_other_attackers(tmp_path):
     assert matrix.sum(axis=1) == pytest.approx(1)
 
 
-def test_a_bar_of_height_0_has_a_number_and_a_missing_bar_none(tmp_path):
+def test_only_existing_bars_have_a_number(tmp_path):
     agents = {
         "cluster": [0, 0],
         "malicious": [False] * 2,
@@ -172,7 +172,7 @@ def test_a_bar_of_height_0_has_a_number_and_a_missing_bar_none(tmp_path):
 
 
 @pytest.mark.usefixtures("no_figures")
-def test_the_worst_tenth_is_there_where_it_is_not_the_worst(tmp_path):
+def test_the_worst_tenth_is_shown_if_it_has_more_than_one_agent(tmp_path):
     few, many = (
         draw_run(tmp_path / str(n), rounds=5, seeds=(0,), clusters=1, benign=n) for n in (10, 11)
     )
@@ -180,7 +180,7 @@ def test_the_worst_tenth_is_there_where_it_is_not_the_worst(tmp_path):
     assert "worst-tenth.csv" in {path.name for path in report([many], tmp_path / "many")}
 
 
-def test_samples_have_a_row_a_cluster(runs):
+def test_samples_have_one_row_per_cluster(runs):
     figure = sample_images(runs[0])
     assert len(figure.axes) == 20
     labels = [ax.get_ylabel() for ax in figure.axes if ax.get_ylabel()]
@@ -198,7 +198,7 @@ def test_any_shape_of_run_is_drawn(tmp_path, shape):
     assert "<b> " not in (tmp_path / "out" / "report.html").read_text().replace("<b>$", "")
 
 
-def bare(folder, *, rounds=1, complete=False, **config):
+def write_bare_run(folder, *, rounds=1, complete=False, **config):
     agents = {
         "cluster": [0, 0],
         "malicious": [False] * 2,
@@ -212,8 +212,8 @@ def bare(folder, *, rounds=1, complete=False, **config):
 
 
 @pytest.mark.usefixtures("no_figures")
-def test_no_source_no_pairs_no_images_and_not_complete(tmp_path):
-    run = bare(tmp_path / "bare", evaluate_on="tuning")
+def test_an_incomplete_run_without_source_pairs_and_images_is_reported(tmp_path):
+    run = write_bare_run(tmp_path / "bare", evaluate_on="tuning")
     names = {path.name for path in report([run], tmp_path / "out")}
     assert "samples.png" not in names
     assert "source-count.png" not in names
@@ -227,18 +227,18 @@ def test_no_source_no_pairs_no_images_and_not_complete(tmp_path):
 
 
 @pytest.mark.usefixtures("no_figures")
-def test_runs_without_results_are_named_and_left_out(tmp_path):
-    empty = bare(tmp_path / "empty", rounds=0)
+def test_runs_without_results_are_named_and_omitted(tmp_path):
+    empty = write_bare_run(tmp_path / "empty", rounds=0)
     with pytest.raises(RunError, match="no run here has an evaluated round yet"):
         report([empty], tmp_path / "out")
     with pytest.raises(RunError, match="no round was evaluated yet"):
         curves([empty])
-    report([empty, bare(tmp_path / "full")], tmp_path / "out")
+    report([empty, write_bare_run(tmp_path / "full")], tmp_path / "out")
     page = (tmp_path / "out" / "report.html").read_text()
     assert "empty (empty) is incomplete: 1 of 1 seeds begun, no round was evaluated yet" in page
 
 
-def test_a_folder_that_cannot_be_made(runs, tmp_path):
+def test_a_report_into_a_file_is_refused(runs, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         RunError, match=r"cannot make the folder .*file: |cannot make the folder .*File exists"
@@ -246,7 +246,7 @@ def test_a_folder_that_cannot_be_made(runs, tmp_path):
         report(runs, tmp_path / "file")
 
 
-def test_no_two_methods_have_one_colour():
+def test_all_methods_have_different_colours():
     assert len({method_colour(i) for i in range(80)}) == 80
 
 
@@ -257,8 +257,8 @@ def test_a_page_of_many_runs_has_a_short_title():
 
 
 @pytest.mark.parametrize("count", range(1, 8))
-def test_panels_fill_rows_and_leave_no_empty_axes(count):
-    drawn = []
-    panels = Panels([lambda ax: drawn.append(ax)] * count, (2.0, 2.0), 3)
-    assert draw_panels(panels).axes == drawn
-    assert len(drawn) == count
+def test_panels_fill_rows_without_empty_axes(count):
+    drawn_axes = []
+    panels = Panels([lambda ax: drawn_axes.append(ax)] * count, (2.0, 2.0), 3)
+    assert draw_panels(panels).axes == drawn_axes
+    assert len(drawn_axes) == count

@@ -1,4 +1,4 @@
-"""What a report shows of the strengths that were tried."""
+"""Attack strengths in a report: all trials and the chosen ones."""
 
 import tomllib
 from itertools import product
@@ -24,32 +24,32 @@ STRENGTHS = [{}, {"attack": {"z": 2.0}}, {"attack": {"z": 8.0}}]
 
 
 def choice(defence, attack, worst, rates=None):
-    tried = [
+    trials = [
         {"harm": 0.1, "accuracy": [0.9, 0.8], "attack_success_rate": rates},
         {"harm": 0.4, "accuracy": [0.5, 0.7], "attack_success_rate": rates},
         {"harm": None},
     ]
-    asked = {"seeds": [7, 8], "strengths": STRENGTHS}
+    request = {"seeds": [7, 8], "strengths": STRENGTHS}
     return {
         "setting": "",
         "defence": defence,
         "attack": attack,
         "worst": worst,
-        "tried": tried,
-        "asked": asked,
+        "tried": trials,
+        "asked": request,
     }
 
 
 CHOICES = [choice(MEDIAN, NOISE, 1), choice(MEDIAN, FLIP, 2, [0.25, 0.5]), choice(MEAN, NOISE, 0)]
 
 
-def test_what_was_chosen_is_told_for_each_defence_and_attack():
+def test_the_chosen_strength_is_listed_for_each_defence_and_attack():
     table = chosen_strengths_table(CHOICES, "")
     assert table.loc[MEDIAN].to_dict() == {NOISE: "z = 2.0", FLIP: "z = 8.0"}
     assert table.loc[MEAN].to_dict() == {NOISE: "unchanged", FLIP: "–"}
 
 
-def test_everything_tried_is_kept():
+def test_all_trials_are_listed():
     table = strength_trials_table(CHOICES)
     assert len(table) == 9
     second = table[(table.defence == MEDIAN) & (table.attack == FLIP)].iloc[1]
@@ -63,19 +63,19 @@ def test_everything_tried_is_kept():
 @pytest.fixture
 def folder(tmp_path):
     attacks = {FLIP: {}, NOISE: {"strengths": STRENGTHS}}
-    made = make_grid(tmp_path / "grid", attacks=attacks, adversary={"seeds": [7, 8]})
-    write_json_with_checksum(made / "strengths.json", {"choices": CHOICES})
-    return made
+    grid = make_grid(tmp_path / "grid", attacks=attacks, adversary={"seeds": [7, 8]})
+    write_json_with_checksum(grid / "strengths.json", {"choices": CHOICES})
+    return grid
 
 
-def test_a_report_can_be_made_again_with_its_strengths(folder, tmp_path, monkeypatch):
+def test_a_report_made_from_a_report_has_the_same_strengths(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(_grid_page, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
     report_grid(read_grid(folder), tmp_path / "once")
-    again = read_grid(tmp_path / "once")
-    report_grid(again, tmp_path / "twice")
+    first_report = read_grid(tmp_path / "once")
+    report_grid(first_report, tmp_path / "twice")
     assert len(pd.read_csv(tmp_path / "once" / "strengths.csv")) == 9
     assert (
-        chosen_strengths_table(read_choices(again), "").to_csv()
+        chosen_strengths_table(read_choices(first_report), "").to_csv()
         == (tmp_path / "once" / "matrices" / "strengths.csv").read_text()
     )
     for name in ("strengths.csv", "strengths.json", "matrices/strengths.md"):
@@ -85,18 +85,18 @@ def test_a_report_can_be_made_again_with_its_strengths(folder, tmp_path, monkeyp
 @pytest.mark.parametrize(
     "file", sorted(DOCS.glob("benchmark/*/strengths.json")), ids=lambda file: file.parent.name
 )
-def test_kept_choices_are_over_what_the_grid_lists(file):
+def test_committed_choices_cover_the_strengths_of_the_grid(file):
     grid = tomllib.loads((file.parent / "grid.toml").read_text())
     strengths = {
         name: attack["strengths"]
         for name, attack in grid["attacks"].items()
         if "strengths" in attack
     }
-    asked = {
-        (each["defence"], each["attack"]): each["asked"]
-        for each in read_json_with_checksum(file)["choices"]
+    requests = {
+        (choice_of_grid["defence"], choice_of_grid["attack"]): choice_of_grid["asked"]
+        for choice_of_grid in read_json_with_checksum(file)["choices"]
     }
-    assert asked == {
-        (defence, attack): {"seeds": grid["adversary"]["seeds"], "strengths": listed}
-        for defence, (attack, listed) in product(grid["defences"], strengths.items())
+    assert requests == {
+        (defence, attack): {"seeds": grid["adversary"]["seeds"], "strengths": values}
+        for defence, (attack, values) in product(grid["defences"], strengths.items())
     }

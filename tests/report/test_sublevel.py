@@ -1,4 +1,4 @@
-"""Counts of `paper/sublevel.py` by hand, and the page's figure from the committed values."""
+"""Counts of `paper/sublevel.py` by hand, and the figure of the page, from the committed values."""
 
 import itertools
 import re
@@ -17,13 +17,13 @@ RUNS = pd.read_csv(DOCS / "benchmark" / "sublevel" / "runs.csv")
 @pytest.mark.parametrize(
     ("f", "near", "k"), [(0, 4, 2), (1, 5, 2), (2, 5, 2), (4, 6, 3), (3, 3, 5), (2, 3, 5)]
 )
-def test_capture_by_chance_is_the_share_of_orders_in_which_attackers_come_first(f, near, k):
+def test_capture_probability_is_the_share_of_orders_with_attackers_first(f, near, k):
     orders = list(itertools.permutations(["attacker"] * f + ["benign"] * (near - f)))
     first = sum(set(order[:k]) == {"attacker"} for order in orders)
     assert sublevel.capture_probability(f, near, k) == pytest.approx(first / len(orders))
 
 
-def test_a_line_counts_what_the_run_recorded(tmp_path):
+def test_a_line_has_the_counts_of_the_records(tmp_path):
     setting = sublevel.border("flip", 4, "excluded", 0.5)
     short = fedcb2o.load(setting.experiment([3000]), {"rounds": sublevel.FIRST_ROUND + 1})
     run = fedcb2o.run(short, out=tmp_path / "run", workers=1)
@@ -32,15 +32,17 @@ def test_a_line_counts_what_the_run_recorded(tmp_path):
     cases = {f: [] for f in range(sublevel_page.BUDGET + 1)}
     received = []
     pairs = run.pairs[run.pairs["round"] >= sublevel.FIRST_ROUND]
-    for (_, agent), mine in pairs[pairs.agent != pairs.peer].groupby(["round", "agent"]):
-        if malicious[agent] or len(mine) != sublevel_page.BUDGET:
+    for (_, agent), peers_of_agent in pairs[pairs.agent != pairs.peer].groupby(["round", "agent"]):
+        if malicious[agent] or len(peers_of_agent) != sublevel_page.BUDGET:
             continue
-        received.append(sum(malicious[peer] for peer in mine.peer))
-        near = sum(malicious[peer] and cluster[peer] == cluster[agent] for peer in mine.peer)
+        received.append(sum(malicious[peer] for peer in peers_of_agent.peer))
+        near = sum(
+            malicious[peer] and cluster[peer] == cluster[agent] for peer in peers_of_agent.peer
+        )
         cases[near].append(
             sum(
                 weight
-                for peer, weight in zip(mine.peer, mine.weight, strict=True)
+                for peer, weight in zip(peers_of_agent.peer, peers_of_agent.weight, strict=True)
                 if malicious[peer]
             )
         )
@@ -52,7 +54,7 @@ def test_a_line_counts_what_the_run_recorded(tmp_path):
             assert line[f"weight{f}"] == pytest.approx(sum(weights) / len(weights))
 
 
-def test_the_mean_weight_is_that_of_all_cases():
+def test_the_mean_weight_is_over_all_cases():
     rows = pd.DataFrame(
         {
             "seed": [0, 1],
@@ -68,7 +70,7 @@ def test_the_mean_weight_is_that_of_all_cases():
 
 
 def test_all_settings_were_run_with_all_seeds():
-    runs = {(each.defence, each.attack, each.malicious) for each in sublevel.settings()}
+    runs = {(setting.defence, setting.attack, setting.malicious) for setting in sublevel.settings()}
     assert set(RUNS.groupby(["defence", "attack", "malicious"]).groups) == runs
     assert all(
         sorted(seeds) == list(sublevel.SEEDS)
@@ -76,7 +78,7 @@ def test_all_settings_were_run_with_all_seeds():
     )
 
 
-def test_the_pages_figure_is_drawn_from_the_committed_runs(tmp_path):
+def test_the_figure_of_the_page_equals_the_committed_runs(tmp_path):
     sublevel.draw_figure(RUNS, tmp_path / "border.svg")
     drawn, published = (
         re.findall(r' d="([^"]+)"', path.read_text())

@@ -1,4 +1,4 @@
-"""Tables against numbers worked out by hand."""
+"""Tables compared with values by hand."""
 
 import io
 import math
@@ -34,15 +34,15 @@ AGENTS = {
 }
 
 
-def scores(accuracy, source, attack, *, n=1, mass=(0.5, 0.25, 0.0)):
-    def spaced(values):
+def scores(accuracy, source, attack, *, n=1, malicious_weight=(0.5, 0.25, 0.0)):
+    def of_all_agents(values):
         return None if values is None else [values[0], values[1], None, values[2], None]
 
-    line = {"round": n, "malicious_weight": spaced(mass)}
+    line = {"round": n, "malicious_weight": of_all_agents(malicious_weight)}
     return line | {
-        "accuracy": spaced(accuracy),
-        "source_accuracy": spaced(source),
-        "attack_success_rate": spaced(attack),
+        "accuracy": of_all_agents(accuracy),
+        "source_accuracy": of_all_agents(source),
+        "attack_success_rate": of_all_agents(attack),
     }
 
 
@@ -54,15 +54,21 @@ def run_of(folder, metrics, pairs=None, **config):
 def attacked(tmp_path):
     best = scores([1, 1, 1], [1, 1, 1], [0, 0, 0], n=1)
     first = scores(
-        [0.5, 0.75, 0.25], [0.5, 0.5, 0.2], [0.125, 0.5, 0.125], n=2, mass=(0.3, 0.0, 0.0)
+        [0.5, 0.75, 0.25],
+        [0.5, 0.5, 0.2],
+        [0.125, 0.5, 0.125],
+        n=2,
+        malicious_weight=(0.3, 0.0, 0.0),
     )
-    second = scores([0.5, 0.5, 0.5], [0.2, 0.2, 0.2], [0.75, 0.75, 0.75], n=2, mass=(0.0, 0.0, 0.3))
+    second = scores(
+        [0.5, 0.5, 0.5], [0.2, 0.2, 0.2], [0.75, 0.75, 0.75], n=2, malicious_weight=(0.0, 0.0, 0.3)
+    )
     return run_of(
         tmp_path / "attacked", {0: [best, first], 1: [best, second]}, title="FedCBO", rounds=2
     )
 
 
-def test_summary_is_the_last_round_over_benign_agents(attacked):
+def test_the_summary_is_of_the_last_round_and_benign_agents(attacked):
     first = summary(attacked.records).iloc[0]
     assert (first.seed, first["round"], first.rounds) == (0, 2, 2)
     assert first.accuracy == pytest.approx(0.5)
@@ -81,12 +87,12 @@ def test_the_worst_tenth_is_of_ceil_n_over_10_agents(tmp_path):
     assert summary(run.records).attack_success_rate_worst_tenth[0] == pytest.approx(highest)
 
 
-def test_the_last_fifth_of_the_rounds():
+def test_the_last_fifth_of_the_rounds_is_rounded_up():
     table = pd.DataFrame({"seed": [0] * 11 + [1], "round": [*range(1, 12), 1]})
     assert last_fifth(table)["round"].tolist() == [9, 10, 11, 1]
 
 
-def test_the_interval_of_a_rate_is_students_on_the_logit_scale_and_needs_five_seeds():
+def test_the_interval_of_a_rate_is_on_the_logit_scale_and_needs_five_seeds():
     five = pd.Series([0.25, 0.75, 0.5, 0.5, 0.5])
     # Mean 0.5, deviation 0.1768; 2.7764 * 0.1768 / sqrt(5) / 0.25 = 0.878 on the logit scale.
     assert format_mean_interval(five) == "50.0 [29.4, 70.6]"
@@ -119,7 +125,7 @@ def test_the_caption_has_the_seeds_or_their_numbers(attacked, tmp_path):
     assert seed_caption([other]) == "Percent, at the last round of seed 7."
 
 
-def test_conditions_in_which_runs_differ_are_named(attacked, tmp_path):
+def test_different_conditions_of_runs_are_named(attacked, tmp_path):
     lines = [scores([0.5] * 3, None, None)]
     same = run_of(tmp_path / "same", {0: lines * 2, 1: lines * 2}, title="Same", rounds=2)
     assert comparability_notes([attacked, same]) == []
@@ -144,7 +150,7 @@ def test_a_printed_table_hides_no_column(attacked, tmp_path):
     assert "..." not in text
 
 
-def test_compare_is_the_papers_table(attacked, tmp_path):
+def test_compare_gives_the_table_of_the_paper(attacked, tmp_path):
     other = run_of(tmp_path / "other", {0: [scores([0.5] * 3, None, None)]}, title="Oracle")
     table = compare([attacked, other])
     assert table.columns.tolist() == ["FedCBO", "Oracle"]
@@ -157,9 +163,9 @@ def test_compare_is_the_papers_table(attacked, tmp_path):
     assert worst.loc["Attack success rate", "FedCBO"] == "62.5"
 
 
-def test_runs_of_one_title_are_told_apart(attacked, tmp_path):
-    again = run_of(tmp_path / "again", {0: [scores([0.5] * 3, None, None)]}, title="FedCBO")
-    assert compare([attacked, again]).columns.tolist() == ["FedCBO (attacked)", "FedCBO (again)"]
+def test_runs_with_equal_titles_are_distinguished(attacked, tmp_path):
+    other = run_of(tmp_path / "again", {0: [scores([0.5] * 3, None, None)]}, title="FedCBO")
+    assert compare([attacked, other]).columns.tolist() == ["FedCBO (attacked)", "FedCBO (again)"]
 
 
 def clean_twin(folder, seeds=(1, 2), **config):
@@ -181,23 +187,25 @@ def test_net_attack_success_is_paired_by_seed(attacked, tmp_path):
     assert compare([twin]).columns.tolist() == ["FedCBO clean"]
 
 
-def test_the_twin_is_found_beside_the_run_and_only_if_its_settings_match(attacked, tmp_path):
+def test_the_clean_twin_is_found_next_to_the_run_if_its_settings_match(attacked, tmp_path):
     assert find_clean_counterpart(attacked) is None
-    beside = clean_twin(tmp_path / "attacked-clean")
+    twin = clean_twin(tmp_path / "attacked-clean")
     assert compare([attacked]).loc["Net attack success", "FedCBO"] == "50.0"
-    assert find_clean_counterpart(attacked) == beside
-    write_toml(beside.folder / "config.toml", {**beside.config, "rounds": 3})
+    assert find_clean_counterpart(attacked) == twin
+    write_toml(twin.folder / "config.toml", {**twin.config, "rounds": 3})
     assert find_clean_counterpart(attacked) is None
-    (beside.folder / "config.toml").unlink()
+    (twin.folder / "config.toml").unlink()
     assert find_clean_counterpart(attacked) is None
 
 
 def test_the_gain_over_training_alone_is_paired_by_agent(attacked, tmp_path):
     assert local_gains(attacked).empty
-    alone = [scores([0.25, 0.5, 0.5], None, None, n=2)]
+    baseline = [scores([0.25, 0.5, 0.5], None, None, n=2)]
     changes = {"algorithm": {"name": "local_training"}, "training": {"gamma": 1.0}, "rounds": 2}
     agents = attacked.config["agents"]
-    other = run_of(tmp_path / "attacked-local", {0: alone, 1: alone}, agents=agents, **changes)
+    other = run_of(
+        tmp_path / "attacked-local", {0: baseline, 1: baseline}, agents=agents, **changes
+    )
     assert local_gains(attacked).empty  # another step size
     config = {**other.config, "training": attacked.config.get("training", {})}
     write_toml(other.folder / "config.toml", {**config, "name": "attacked-local"})
@@ -209,17 +217,17 @@ def test_the_gain_over_training_alone_is_paired_by_agent(attacked, tmp_path):
     assert column["Gain over training alone"] == "8.3"
 
 
-def test_nobody_has_a_malicious_weight_where_nobody_attacks(attacked, tmp_path):
-    calm = run_of(
+def test_a_run_without_attack_has_no_malicious_weight(attacked, tmp_path):
+    without_attack = run_of(
         tmp_path / "calm",
         {0: [scores([1] * 3, [1] * 3, [0] * 3)]},
         agents={"malicious_role": "benign"},
     )
-    assert by_source_count(calm).malicious_weight.isna().all()
-    assert compare([attacked, calm]).loc["Malicious weight", "calm"] == "–"
+    assert by_source_count(without_attack).malicious_weight.isna().all()
+    assert compare([attacked, without_attack]).loc["Malicious weight", "calm"] == "–"
 
 
-def test_by_source_count(attacked):
+def test_scores_by_source_count_by_hand(attacked):
     table = by_source_count(attacked).set_index("samples")
     assert table.index.tolist() == ["0", "2", "3 or more"]
     assert table.agents.tolist() == [2, 2, 2]
@@ -244,8 +252,7 @@ def test_pair_statistics_by_hand(tmp_path):
     pairs[1]["own"] = [0.25, 0.45, 0.0, 1.0, 1.0]
     run = run_of(tmp_path / "run", {0: [scores([1] * 3, None, None)]}, pairs={0: pairs})
     table = pair_statistics(run).set_index(["cluster", "relation", "peer"])
-    # Cluster 1 (here 0) has two benign agents, over two rounds: four chances for each available
-    # peer.
+    # Cluster 1 (index 0) has two benign agents in two rounds, so each peer may be asked four times.
     first = table.loc[0]
     order = [("same", "benign"), ("same", "malicious"), ("other", "benign"), ("other", "malicious")]
     assert first.loc[order].available.tolist() == [1, 1, 1, 1]
@@ -255,8 +262,8 @@ def test_pair_statistics_by_hand(tmp_path):
     assert first.loc[order].share.tolist() == pytest.approx(
         [0.75 / total, 1.5 / total, 0.1 / total, 0.3 / total]
     )
-    # Cluster 2 has one benign agent, so no benign peer in its own cluster; it met one, whom it gave
-    # nothing.
+    # Cluster 2 has one benign agent, so that it has no benign peer in its own cluster. It received
+    # one model, with weight 0.
     second = table.loc[1]
     assert second.index.tolist() == [
         ("same", "malicious"),
@@ -269,7 +276,7 @@ def test_pair_statistics_by_hand(tmp_path):
     assert second.share.isna().all()
 
 
-def test_uniform_choice_is_seen_as_budget_over_peers(tmp_path):
+def test_the_frequency_of_uniform_selection_is_budget_over_peers(tmp_path):
     pairs = {
         0: [
             {
@@ -288,7 +295,7 @@ def test_uniform_choice_is_seen_as_budget_over_peers(tmp_path):
     assert table[table.cluster == 0].share.tolist() == pytest.approx([0.25] * 4)
 
 
-def test_an_incomplete_run_says_so(tmp_path):
+def test_an_incomplete_run_has_a_note(tmp_path):
     metrics = {0: [scores([1] * 3, None, None)]}
     config = {"seeds": [0, 1], "rounds": 9, "title": "FedCBO"}
     run = write_run(tmp_path / "half", config, agents=AGENTS, metrics=metrics, complete=False)
@@ -302,7 +309,7 @@ TABLE = pd.DataFrame(
 )
 
 
-def test_markdown_latex_and_html():
+def test_tables_are_written_as_markdown_latex_and_html():
     assert _table_formats.to_markdown(TABLE).splitlines() == [
         "|  | A & B | FedCB2O (T_G = 30) |",
         "| --- | ---: | ---: |",
@@ -345,13 +352,13 @@ def test_no_number_is_cut_off_on_a_narrow_terminal(runs):
     assert text.count("84.3") == text.count("[74.1, 94.4]") == 5 * runs
 
 
-def test_readable_is_in_percent_and_counts_clusters_from_one():
+def test_a_readable_table_is_in_percent_and_counts_clusters_from_one():
     table = pd.DataFrame(
         {"cluster": [0], "frequency": [0.125], "share": [math.nan], "accuracy": [math.nan]}
     )
-    shown = _table_formats.to_readable(table, empty=["accuracy"])
-    assert shown.index.name == "Selecting cluster"
-    assert shown.reset_index().to_numpy().tolist() == [["1", "12.50", "–"]]
+    readable = _table_formats.to_readable(table, empty=["accuracy"])
+    assert readable.index.name == "Selecting cluster"
+    assert readable.reset_index().to_numpy().tolist() == [["1", "12.50", "–"]]
 
 
 def test_metrics_of_the_configuration_are_in_compare_and_report(tmp_path):
@@ -375,5 +382,5 @@ def test_metrics_of_the_configuration_are_in_compare_and_report(tmp_path):
 
 
 def test_standard_metrics_are_in_percent():
-    # The page of a run says "In percent" of them, without looking at each.
+    # The page of a run states "In percent" for all of them.
     assert all(METRICS[name].is_percent for name in STANDARD_METRICS)

@@ -1,4 +1,4 @@
-"""Titles of people: one line, file names of a size that file systems take, labels that fit."""
+"""Titles from users: one line, file names of a valid length, short labels."""
 
 import numpy as np
 import pandas as pd
@@ -10,7 +10,7 @@ from fedcb2o.report._table_formats import shorten_label, to_latex, to_rich
 from fedcb2o.safe_stdio import encodable
 
 
-def test_a_long_title_is_cut_in_file_names_and_two_do_not_collide():
+def test_long_titles_have_short_and_different_file_names():
     first = slug("Long title " * 40 + "A")
     second = slug("Long title " * 40 + "B")
     assert len(first) == len(second) == 200
@@ -29,7 +29,7 @@ def test_a_long_title_is_cut_in_file_names_and_two_do_not_collide():
         ("\n", ""),
     ],
 )
-def test_a_title_is_one_line(text, line):
+def test_a_title_becomes_one_line(text, line):
     assert one_line(text) == line
 
 
@@ -70,6 +70,6 @@ def test_characters_that_an_encoding_lacks_are_escaped(text, encoding, expected)
     assert encodable(text, encoding) == expected
 
 
-def test_escaping_takes_any_number_of_characters():
+def test_escaping_handles_many_different_characters():
     text = "".join(map(chr, np.arange(0x4E00, 0x4E00 + 5000).tolist()))
     assert len(encodable(text, "ascii")) == 6 * 5000

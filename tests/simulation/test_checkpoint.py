@@ -1,4 +1,4 @@
-"""Checkpoints: saved whole, read whole or not at all, and only by the run that they belong to."""
+"""Checkpoints: complete files, detection of damage, and refusal of other configurations."""
 
 import json
 import math
@@ -21,10 +21,10 @@ from fedcb2o.records import Manifest
 from fedcb2o.simulation import checkpoint
 
 MODELS = torch.arange(12.0).view(3, 4) / 7
-MET = ContactTable(
+CONTACTS = ContactTable(
     Ragged(np.array([0, 2, 1]), np.array([0, 2, 1])), np.array([0.25, np.nan, 5e-324])
 )
-MEMORY = AgentState(MET, ({}, {}, {}))
+MEMORY = AgentState(CONTACTS, ({}, {}, {}))
 STATES = (
     {
         "sums": torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3),
@@ -49,114 +49,121 @@ STATES = (
         },
     },
 )
-STATEFUL = AgentState(MET, STATES)
+STATEFUL = AgentState(CONTACTS, STATES)
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same to the bit, in type and shape too."""
-    alike = (a.dtype, a.shape) == (b.dtype, b.shape)
-    return alike and (
+def have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if two tensors have the same type, shape and bits."""
+    is_same_kind = (a.dtype, a.shape) == (b.dtype, b.shape)
+    return is_same_kind and (
         not a.numel() or a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8))
     )
 
 
-def assert_same_memory(found: AgentState, expected: AgentState) -> None:
-    assert found.contacts.ids.values.tolist() == expected.contacts.ids.values.tolist()
-    assert found.contacts.ids.sizes.tolist() == expected.contacts.ids.sizes.tolist()
-    assert found.contacts.likelihood.tobytes() == expected.contacts.likelihood.tobytes()
-    assert len(found.rule_states) == len(expected.rule_states)
-    for mine, theirs in zip(found.rule_states, expected.rule_states, strict=True):
-        assert mine.keys() == theirs.keys()
-        assert all(same(mine[name], theirs[name]) for name in theirs), (mine, theirs)
+def assert_same_memory(memory: AgentState, expected: AgentState) -> None:
+    assert memory.contacts.ids.values.tolist() == expected.contacts.ids.values.tolist()
+    assert memory.contacts.ids.sizes.tolist() == expected.contacts.ids.sizes.tolist()
+    assert memory.contacts.likelihood.tobytes() == expected.contacts.likelihood.tobytes()
+    assert len(memory.rule_states) == len(expected.rule_states)
+    for state, expected_state in zip(memory.rule_states, expected.rule_states, strict=True):
+        assert state.keys() == expected_state.keys()
+        assert all(have_same_bits(state[name], expected_state[name]) for name in expected_state), (
+            state,
+            expected_state,
+        )
 
 
 @pytest.mark.parametrize(
     "memory", [MEMORY, STATEFUL, AgentState.initial(3)], ids=["contacts", "states", "nothing"]
 )
-def test_what_is_saved_is_loaded(tmp_path, memory):
+def test_a_saved_checkpoint_is_loaded(tmp_path, memory):
     checkpoint.save(tmp_path, 5, [MODELS], memory, "mine")
-    found = torch.zeros(3, 4)
-    rounds, remembered = checkpoint.load_models_(tmp_path, found, "mine")
+    models = torch.zeros(3, 4)
+    rounds, loaded = checkpoint.load_models_(tmp_path, models, "mine")
     assert rounds == 5
-    assert found.equal(MODELS)
-    assert_same_memory(remembered, memory)
+    assert models.equal(MODELS)
+    assert_same_memory(loaded, memory)
 
 
-def test_a_state_may_be_a_number(tmp_path):
+def test_a_state_may_be_a_scalar_tensor(tmp_path):
     memory = AgentState(
-        MET, ({}, {"n": torch.tensor(3), "mean": torch.tensor(2.5, dtype=torch.float64)}, {})
+        CONTACTS, ({}, {"n": torch.tensor(3), "mean": torch.tensor(2.5, dtype=torch.float64)}, {})
     )
     checkpoint.save(tmp_path, 5, [MODELS], memory, "mine")
-    _, remembered = checkpoint.load_models_(tmp_path, torch.zeros(3, 4), "mine")
-    assert_same_memory(remembered, memory)
+    _, loaded = checkpoint.load_models_(tmp_path, torch.zeros(3, 4), "mine")
+    assert_same_memory(loaded, memory)
 
 
-def test_models_in_parts_are_the_same_file(tmp_path):
+def test_models_saved_in_parts_give_the_same_file(tmp_path):
     checkpoint.save(tmp_path, 5, [MODELS], STATEFUL, "mine")
-    whole = (tmp_path / checkpoint.FILE).read_bytes()
-    apart = torch.zeros(3, 16)[:, :4].copy_(MODELS)  # rows that do not follow each other in memory
+    expected = (tmp_path / checkpoint.FILE).read_bytes()
+    strided = torch.zeros(3, 16)[:, :4].copy_(
+        MODELS
+    )  # rows that do not follow each other in memory
     for parts in (
         MODELS.split(1),
         [MODELS[:2], MODELS[2:]],
         [MODELS[:0], MODELS],
-        iter(apart.split(2)),
+        iter(strided.split(2)),
     ):
         checkpoint.save(tmp_path, 5, parts, STATEFUL, "mine")
-        assert (tmp_path / checkpoint.FILE).read_bytes() == whole
+        assert (tmp_path / checkpoint.FILE).read_bytes() == expected
 
 
-def test_some_rows_are_loaded(tmp_path):
+def test_selected_rows_are_loaded(tmp_path):
     checkpoint.save(tmp_path, 5, [MODELS], STATEFUL, "mine")
     for rows in (slice(1, 3), slice(0, 1), slice(None, None, 2), slice(2, 2)):
-        found = torch.full_like(MODELS[rows], math.nan)
-        rounds, remembered = checkpoint.load_models_(tmp_path, found, "mine", rows)
+        models = torch.full_like(MODELS[rows], math.nan)
+        rounds, loaded = checkpoint.load_models_(tmp_path, models, "mine", rows)
         assert rounds == 5
-        assert found.equal(MODELS[rows])
-        assert_same_memory(remembered, STATEFUL)
+        assert models.equal(MODELS[rows])
+        assert_same_memory(loaded, STATEFUL)
     with pytest.raises(RunError, match="is damaged"):
         checkpoint.load_models_(tmp_path, torch.zeros(2, 4), "mine", slice(2, 4))
 
 
-def test_other_programs_can_read_the_file(tmp_path):
+def test_safetensors_can_read_the_file(tmp_path):
     checkpoint.save(tmp_path, 5, [MODELS], STATEFUL, "mine")
     tensors = load_file(tmp_path / checkpoint.FILE)
     states = {
-        f"state.{j}.{name}": each for j, state in enumerate(STATES) for name, each in state.items()
+        f"state.{j}.{name}": tensor
+        for j, state in enumerate(STATES)
+        for name, tensor in state.items()
     }
     assert tensors.keys() == {"models", "met", "ids", "likelihood", *states}
     assert tensors["models"].equal(MODELS)
     assert (tensors["met"].tolist(), tensors["ids"].tolist()) == ([0, 2, 1], [0, 2, 1])
-    assert tensors["likelihood"].numpy().tobytes() == MET.likelihood.tobytes()
-    assert all(same(tensors[name], each) for name, each in states.items())
+    assert tensors["likelihood"].numpy().tobytes() == CONTACTS.likelihood.tobytes()
+    assert all(have_same_bits(tensors[name], tensor) for name, tensor in states.items())
     with safe_open(tmp_path / checkpoint.FILE, framework="pt") as file:
         header = file.metadata()
         assert all(
-            file.get_tensor(name).data_ptr() % each.element_size() == 0
-            for name, each in tensors.items()
+            file.get_tensor(name).data_ptr() % tensor.element_size() == 0
+            for name, tensor in tensors.items()
         )
     assert header.keys() == {"rounds", "fingerprint", "lines", "sums"}
     assert (header["rounds"], header["fingerprint"]) == ("5", "mine")
 
 
-def test_a_checkpoint_of_before_rules_had_a_memory_is_loaded(tmp_path):
-    """As the library wrote it until then, by another way."""
+def test_a_checkpoint_without_rule_states_is_loaded(tmp_path):
+    """The test writes the file as older versions of the library did."""
     tensors = {
         "models": MODELS,
-        "met": torch.from_numpy(MET.ids.sizes),
-        "ids": torch.from_numpy(MET.ids.values),
-        "likelihood": torch.from_numpy(MET.likelihood),
+        "met": torch.from_numpy(CONTACTS.ids.sizes),
+        "ids": torch.from_numpy(CONTACTS.ids.values),
+        "likelihood": torch.from_numpy(CONTACTS.likelihood),
     }
     sums = {name: f"{t.dtype} {zlib.crc32(t.numpy().tobytes())}" for name, t in tensors.items()}
     header = {"rounds": "5", "fingerprint": "mine", "sums": json.dumps({"rounds": 5, **sums})}
     save_file(tensors, tmp_path / checkpoint.FILE, metadata=header)
-    found = torch.zeros(3, 4)
-    rounds, remembered = checkpoint.load_models_(tmp_path, found, "mine")
+    models = torch.zeros(3, 4)
+    rounds, loaded = checkpoint.load_models_(tmp_path, models, "mine")
     assert rounds == 5
-    assert found.equal(MODELS)
-    assert_same_memory(remembered, MEMORY)
+    assert models.equal(MODELS)
+    assert_same_memory(loaded, MEMORY)
 
 
-def test_no_checkpoint_is_none(tmp_path):
+def test_a_missing_checkpoint_is_none(tmp_path):
     assert checkpoint.load_models_(tmp_path, torch.zeros(3, 4), "mine") is None
     (tmp_path / f"{checkpoint.FILE}.tmp").write_bytes(b"half")
     assert checkpoint.load_models_(tmp_path, torch.zeros(3, 4), "mine") is None
@@ -175,10 +182,12 @@ def test_another_fingerprint_or_shape_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "states", [({}, {}, {}), ({}, {"sums": torch.ones(2)}, {})], ids=["contacts", "states"]
 )
-def test_every_flipped_byte_and_every_truncation_is_found(tmp_path, states):
-    checkpoint.save(tmp_path, 5, [torch.arange(12.0).view(3, 4)], AgentState(MET, states), "mine")
+def test_every_flipped_byte_and_every_truncation_is_detected(tmp_path, states):
+    checkpoint.save(
+        tmp_path, 5, [torch.arange(12.0).view(3, 4)], AgentState(CONTACTS, states), "mine"
+    )
     path = tmp_path / checkpoint.FILE
-    whole = path.read_bytes()
+    content = path.read_bytes()
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
     assert names == {
@@ -189,35 +198,37 @@ def test_every_flipped_byte_and_every_truncation_is_found(tmp_path, states):
         *(["state.1.sums"] if any(states) else []),
     }
     expected = checkpoint.load_models_(tmp_path, torch.zeros(3, 4), "mine")
-    for at in range(len(whole)):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    for position in range(len(content)):
+        path.write_bytes(
+            content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
+        )
         models = torch.zeros(3, 4)
         try:
-            found = checkpoint.load_models_(tmp_path, models, "mine")
+            loaded = checkpoint.load_models_(tmp_path, models, "mine")
         except RunError:
-            assert not models.any(), at
-        else:  # a change that means the same, if any
-            assert models.equal(torch.arange(12.0).view(3, 4)), at
-            assert found is not None
-            assert found[0] == expected[0], at
-            assert_same_memory(found[1], expected[1])
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
+            assert not models.any(), position
+        else:  # a change without effect, if any
+            assert models.equal(torch.arange(12.0).view(3, 4)), position
+            assert loaded is not None
+            assert loaded[0] == expected[0], position
+            assert_same_memory(loaded[1], expected[1])
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
         with pytest.raises(RunError, match="is damaged"):
             checkpoint.load_models_(tmp_path, torch.zeros(3, 4), "mine")
 
 
 @pytest.fixture
-def stopped(tmp_path):
-    """A run that lacks its last two rounds, and its bits if it were whole."""
+def interrupted(tmp_path):
+    """Return files of a run of 4 rounds and of its first 2, a folder, and the bits of 4 rounds."""
     path = write(tmp_path / "tiny.toml", rounds=4, evaluate_every=9)
     assert here("run", path, "--out", tmp_path / "whole", "--workers", 1).status == 0
     short = write(tmp_path / "short.toml", rounds=2, evaluate_every=9)
     return path, short, tmp_path / "run", bits(tmp_path / "whole")
 
 
-def stop(short, out):
-    """Two rounds, as if the machine had stopped after the checkpoint."""
+def run_two_rounds(short, out):
+    """Run two rounds and leave the files as if interrupted after the checkpoint."""
     assert here("run", short, "--out", out, "--workers", 1).status == 0
     seed = out / "seed-1000"
     (seed / "summary.json").unlink()
@@ -228,20 +239,20 @@ def resume(path, out):
     return here("run", path, "--out", out, "--workers", 1, "--resume")
 
 
-def without_scores(found):
-    """The bits but for the metrics, which a run of fewer rounds evaluates in its last."""
-    return {name: content for name, content in found.items() if name != "metrics.jsonl"}
+def without_scores(files):
+    """Return the bits without metrics, which a shorter run also evaluates in its last round."""
+    return {name: content for name, content in files.items() if name != "metrics.jsonl"}
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "garbage"])
-def test_a_damaged_checkpoint_is_one_line_and_the_cure_works(stopped, damage):
-    path, short, out, expected = stopped
-    stop(short, out)
+def test_a_damaged_checkpoint_is_a_one_line_error_and_its_cure_works(interrupted, damage):
+    path, short, out, expected = interrupted
+    run_two_rounds(short, out)
     file = out / "seed-1000" / checkpoint.FILE
-    whole = file.read_bytes()
+    content = file.read_bytes()
     broken = {
-        "flip": whole[:-100] + bytes([whole[-100] ^ 4]) + whole[-99:],
-        "truncate": whole[: len(whole) // 2],
+        "flip": content[:-100] + bytes([content[-100] ^ 4]) + content[-99:],
+        "truncate": content[: len(content) // 2],
         "empty": b"",
         "garbage": b"garbage" * 1000,
     }
@@ -249,14 +260,14 @@ def test_a_damaged_checkpoint_is_one_line_and_the_cure_works(stopped, damage):
     metrics = (out / "seed-1000/metrics.jsonl").read_bytes()
     assert "is damaged" in resume(path, out).one_line()
     assert (out / "seed-1000/metrics.jsonl").read_bytes() == metrics
-    (out / "seed-1000").rename(out / "away")  # what the message says
+    (out / "seed-1000").rename(out / "away")  # the cure in the message
     assert resume(path, out).status == 0
     assert bits(out) == expected
 
 
-def test_half_written_files_of_a_killed_run_do_not_count(stopped):
-    path, short, out, expected = stopped
-    stop(short, out)
+def test_half_written_files_of_a_killed_run_are_ignored(interrupted):
+    path, short, out, expected = interrupted
+    run_two_rounds(short, out)
     (out / "seed-1000/checkpoint.safetensors.tmp").write_bytes(b"half")
     (out / "config.toml.tmp").write_bytes(b"half")
     with (out / "seed-1000/metrics.jsonl").open("ab") as file:
@@ -268,43 +279,43 @@ def test_half_written_files_of_a_killed_run_do_not_count(stopped):
     assert not list(out.rglob("*.tmp"))
 
 
-def test_a_run_killed_before_its_first_file_can_start_again(stopped):
-    path, _, out, expected = stopped
+def test_a_run_killed_before_its_first_file_can_restart(interrupted):
+    path, _, out, expected = interrupted
     out.mkdir()
     (out / "config.toml.tmp").write_bytes(b"half")
     assert here("run", path, "--out", out, "--workers", 1).status == 0
     assert bits(out) == expected
 
 
-def test_a_flip_in_what_a_checkpoint_belongs_to_is_damage(stopped):
-    path, short, out, _ = stopped
-    stop(short, out)
+def test_a_changed_fingerprint_in_a_checkpoint_is_damage(interrupted):
+    path, short, out, _ = interrupted
+    run_two_rounds(short, out)
     file = out / "seed-1000" / checkpoint.FILE
     file.write_bytes(file.read_bytes().replace(b"batch_size", b"batch_sizf", 1))
     assert "is damaged: its header does not add up" in resume(path, out).one_line()
 
 
-def test_lost_metrics_are_told_and_not_made_up(stopped):
-    path, short, out, _ = stopped
-    stop(short, out)
+def test_lost_metrics_are_an_error(interrupted):
+    path, short, out, _ = interrupted
+    run_two_rounds(short, out)
     (out / "seed-1000/metrics.jsonl").write_text("garbage\n")
-    lacks = (
+    message = (
         "metrics.jsonl is damaged: it lacks rounds before the checkpoint's round 2, "
         "or has some twice"
     )
-    assert lacks in resume(path, out).one_line()
+    assert message in resume(path, out).one_line()
 
 
-def test_another_configuration_is_refused_by_the_setting_that_differs(stopped):
-    path, short, out, expected = stopped
-    stop(short, out)
+def test_another_configuration_is_refused_with_the_differing_setting(interrupted):
+    path, short, out, expected = interrupted
+    run_two_rounds(short, out)
     other = here(
         "run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3"
     )
     assert other.one_line() == (
         f"{out} holds another run (`algorithm.alpha` is 2.0 there and 3 here): choose another --out"
     )
-    # Its configuration exchanged behind its back: the checkpoint itself knows.
+    # With a replaced configuration file, the checkpoint itself detects the change.
     config = out / "config.toml"
     config.write_text(config.read_text().replace("alpha = 2.0", "alpha = 3"))
     other = here(
@@ -318,28 +329,28 @@ def test_another_configuration_is_refused_by_the_setting_that_differs(stopped):
     assert without_scores(bits(out)) == without_scores(expected)
 
 
-def test_another_data_set_behind_the_same_name_is_refused(stopped, monkeypatch):
-    path, short, out, _ = stopped
-    stop(short, out)
+def test_a_changed_data_set_of_the_same_name_is_refused(interrupted, monkeypatch):
+    path, short, out, _ = interrupted
+    run_two_rounds(short, out)
 
     def changed(*, data_dir: None = None, test_per_class: int = 24) -> Dataset:
-        digits = made(test_per_class=test_per_class)
+        digits = original(test_per_class=test_per_class)
         digits.pool.x[0, 0, 0, 0] += 0.5
         return digits
 
-    made = sets.digits
+    original = sets.digits
     monkeypatch.setattr(sets, "digits", changed)
     assert "is the checkpoint of another configuration" in resume(path, out).one_line()
 
 
-def test_fewer_rounds_than_there_are_is_refused(stopped):
-    path, short, out, _ = stopped
-    stop(short, out)
+def test_fewer_rounds_than_recorded_are_refused(interrupted):
+    path, short, out, _ = interrupted
+    run_two_rounds(short, out)
     fewer = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=1")
     assert "holds this run with `rounds` = 2: it can only be made longer" in fewer.one_line()
 
 
-# Full disks. RLIMIT_FSIZE limits every file of a process, so that writing fails as on a full disk.
+# Full disks: RLIMIT_FSIZE limits every file of a process, so writing fails as on a full disk.
 
 LIMITED = """
 import resource, runpy, signal, sys
@@ -359,21 +370,21 @@ main()
         (100_000, "checkpoint.safetensors"),
     ],
 )
-def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, limit, file):
+def test_a_full_disk_is_a_one_line_error_without_data_loss(tmp_path, limit, file):
     # A checkpoint of 6 agents has 4 kB with 1 hidden unit, 150 kB with 80; a metrics line 0.5 kB.
     hidden, rounds = (80, 2) if file == "checkpoint.safetensors" else (1, 16)
     path = write(tmp_path / "tiny.toml", rounds=rounds, model={"hidden": [hidden]})
     out = tmp_path / "run"
-    words = ["run", path, "--out", out, "--workers", "1"]
+    arguments = ["run", path, "--out", out, "--workers", "1"]
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(limit), "fedcb2o", *words],
+        [sys.executable, "-c", LIMITED, str(limit), "fedcb2o", *arguments],
         env=ENVIRONMENT, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
-    said = [line for line in done.stderr.splitlines() if not line.startswith("tiny seed")]
+    messages = [line for line in done.stderr.splitlines() if not line.startswith("tiny seed")]
     assert done.returncode == 2, done.stderr
-    assert len(said) == 1, done.stderr
-    assert said[0].startswith(f"Error: cannot write {out}/seed-1000/{file}: ")
-    assert said[0].endswith(
+    assert len(messages) == 1, done.stderr
+    assert messages[0].startswith(f"Error: cannot write {out}/seed-1000/{file}: ")
+    assert messages[0].endswith(
         "make room (or repair the folder) and give the command again, that of a run with --resume"
     )
     for text in (out / "seed-1000/metrics.jsonl").read_text().splitlines():
@@ -385,7 +396,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, limit, file):
 
 
 @pytest.mark.slow
-def test_a_full_standard_output_is_one_line(tmp_path):
+def test_a_full_standard_output_is_a_one_line_error(tmp_path):
     with open("/dev/full", "w") as full:  # noqa: PTH123 (a device)
         done = command("presets", stdout=full)
     assert done.one_line() == "cannot write the output: No space left on device"
@@ -397,7 +408,7 @@ def test_a_full_standard_output_is_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reader_that_left_is_no_error():
+def test_a_closed_pipe_of_the_output_prints_no_error():
     reader = subprocess.Popen(
         [FEDCB2O, "presets"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -1,4 +1,4 @@
-"""Equal seed and settings give equal bits, for any workers, after an interruption or not."""
+"""Equal seeds and settings give equal bits, for any number of workers and interruptions."""
 
 import json
 
@@ -25,14 +25,14 @@ VARIANTS = {
     ),
     "all guards": tiny(algorithm={"own_model": "judged", "beta": 0.6, "guards": ALL_GUARDS}),
     "dropout": tiny(model={"name": with_dropout}, agents={"initialisation": "independent"}),
-    # So large that each agent is a task of its own and mixing has several tiles.
+    # Large enough that each agent is one task and mixing has several tiles.
     "large": tiny(rounds=2, model={"hidden": [2000]}, training={"precision": "bfloat16"}),
     "onednn": tiny(rounds=2, linear="onednn", model={"hidden": [1100, 1000]}),
 }
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
+def runs_folder(tmp_path_factory):
     """Run every variant with 1, 2 and 3 workers, in this order, so that workers are reused."""
     folder = tmp_path_factory.mktemp("workers")
     with pytest.MonkeyPatch.context() as patched:
@@ -47,8 +47,8 @@ def done(tmp_path_factory):
 
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_number_of_workers_changes_no_bit(done, variant, workers):
-    assert bits(done / f"{variant}-{workers}") == bits(done / f"{variant}-1")
+def test_the_number_of_workers_changes_no_bit(runs_folder, variant, workers):
+    assert bits(runs_folder / f"{variant}-{workers}") == bits(runs_folder / f"{variant}-1")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_an_interruption_changes_no_bit(tmp_path, checkpoint_every, first, secon
         2,
         4,
         7,
-    ):  # before the first checkpoint of every three rounds, on one, and after one
+    ):  # before the first three-round checkpoint, at one, and after one
         with pytest.raises(StopError):
             run(
                 experiment,
@@ -77,13 +77,13 @@ def test_an_interruption_changes_no_bit(tmp_path, checkpoint_every, first, secon
 def test_other_seeds_of_the_run_change_no_bit(tmp_path):
     run(tiny(), out=tmp_path / "alone", seeds=[1001], workers=1)
     run(tiny(), out=tmp_path / "both", seeds=[1000, 1001], workers=1)
-    alone, both = bits(tmp_path / "alone", 1001), bits(tmp_path / "both", 1001)
-    del alone["config.toml"], both["config.toml"]
-    assert both == alone
-    assert bits(tmp_path / "both")["checkpoint models"] != both["checkpoint models"]
+    single_seed, two_seeds = bits(tmp_path / "alone", 1001), bits(tmp_path / "both", 1001)
+    del single_seed["config.toml"], two_seeds["config.toml"]
+    assert two_seeds == single_seed
+    assert bits(tmp_path / "both")["checkpoint models"] != two_seeds["checkpoint models"]
 
 
-def test_how_often_is_evaluated_and_saved_changes_no_model(tmp_path):
+def test_intervals_of_evaluation_and_checkpoints_change_no_model(tmp_path):
     run(tiny(rounds=4), out=tmp_path / "often", workers=1)
     run(tiny(rounds=4, evaluate_every=3, checkpoint_every=3), out=tmp_path / "seldom", workers=1)
     often, seldom = bits(tmp_path / "often"), bits(tmp_path / "seldom")
@@ -96,14 +96,14 @@ def test_how_often_is_evaluated_and_saved_changes_no_model(tmp_path):
     assert [line["round"] for line in lines if "accuracy" in line] == [3, 4]
 
 
-def test_a_finished_run_can_be_taken_further(tmp_path):
+def test_a_finished_run_can_be_extended(tmp_path):
     run(tiny(rounds=2), out=tmp_path / "further", workers=1)
     run(tiny(rounds=4), out=tmp_path / "further", workers=1, resume=True)
     run(tiny(rounds=4), out=tmp_path / "at once", workers=1)
     assert bits(tmp_path / "further") == bits(tmp_path / "at once")
 
 
-def test_the_clean_twin_holds_the_same_samples_and_starts_alike(tmp_path):
+def test_the_clean_twin_has_the_same_samples_and_first_losses(tmp_path):
     attacked = run(tiny(rounds=1), out=tmp_path / "attacked", workers=1)
     clean = run(
         tiny(rounds=1, agents={"malicious_role": "clean"}), out=tmp_path / "clean", workers=1
@@ -121,7 +121,7 @@ def test_the_clean_twin_holds_the_same_samples_and_starts_alike(tmp_path):
     assert not models[0].equal(models[1])
 
 
-# A crowd of the smallest models
+# Many agents with the smallest model
 
 
 def points(*, samples: int) -> fedcb2o.Dataset:
@@ -131,41 +131,42 @@ def points(*, samples: int) -> fedcb2o.Dataset:
     return fedcb2o.dataset(x[30:], y[30:], x_test=x[:30], y_test=y[:30])
 
 
-def many(num: int, **changes):
-    """Agents of the smallest model, 3 of 10 malicious."""
+def large_experiment(num: int, **changes):
+    """Return an experiment of `num` agents with the smallest model, 30% malicious."""
     agents = {"num_clusters": 1, "benign": num * 7 // 10, "malicious": num * 3 // 10, "budget": 4}
     agents |= {"benign_samples": 5, "malicious_samples": 4}
-    changed = {
+    settings = {
         "data": {"name": points, "samples": 5 * num},
         "agents": agents,
         "rounds": 2,
         "evaluate_every": 9,
     }
-    changed |= {
+    settings |= {
         "model": {"name": "logistic"},
         "attack": {"name": "label_flip", "source": 1, "target": 2},
     }
-    return tiny(**{**changed, **changes})
+    return tiny(**{**settings, **changes})
 
 
 @pytest.fixture(scope="module")
-def crowd(tmp_path_factory):
+def large_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("crowd")
-    run(many(2000), out=folder, workers=1)
+    run(large_experiment(2000), out=folder, workers=1)
     return folder
 
 
-def test_two_processes_find_the_bits_of_one(crowd, tmp_path):
-    fedcb2o.run(many(2000), out=tmp_path, workers=2)
-    assert bits(tmp_path) == bits(crowd)
+def test_two_processes_compute_the_bits_of_one(large_run, tmp_path):
+    fedcb2o.run(large_experiment(2000), out=tmp_path, workers=2)
+    assert bits(tmp_path) == bits(large_run)
 
 
-def test_a_crowd_goes_on_from_its_checkpoint(crowd, tmp_path):
-    fedcb2o.run(many(2000, rounds=1), out=tmp_path, workers=1)
-    fedcb2o.run(many(2000), out=tmp_path, workers=1, resume=True)
-    found, whole = (
-        load_file(folder / "seed-1000/checkpoint.safetensors") for folder in (tmp_path, crowd)
+def test_a_large_run_continues_from_its_checkpoint(large_run, tmp_path):
+    fedcb2o.run(large_experiment(2000, rounds=1), out=tmp_path, workers=1)
+    fedcb2o.run(large_experiment(2000), out=tmp_path, workers=1, resume=True)
+    resumed, expected = (
+        load_file(folder / "seed-1000/checkpoint.safetensors") for folder in (tmp_path, large_run)
     )
     assert all(
-        tensor.numpy().tobytes() == whole[name].numpy().tobytes() for name, tensor in found.items()
+        tensor.numpy().tobytes() == expected[name].numpy().tobytes()
+        for name, tensor in resumed.items()
     )

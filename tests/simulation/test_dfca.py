@@ -1,4 +1,4 @@
-"""DFCA in whole rounds against plain loops; what is on record; the same bits always."""
+"""Rounds of DFCA: reference loops, records, and equal bits."""
 
 import copy
 import json
@@ -25,30 +25,30 @@ K = 3
 DFCA = {"name": "dfca", "models": 2}
 
 
-# The oracle: plain loops, K networks for each agent
+# The reference: plain loops, K networks for each agent
 
 
-def best_of(engine, held):
-    """For each agent, which of its K networks has the least loss on its own training data."""
+def best_of(engine, agent_modules):
+    """Return for each agent its network, 0 to K - 1, of least loss on its training data."""
     best = []
-    for j, own in enumerate(held):
+    for j, modules in enumerate(agent_modules):
         x, y = true_data(engine, j)
         with torch.no_grad():
-            losses = [float(F.cross_entropy(module(x), y)) for module in own]
+            losses = [float(F.cross_entropy(module(x), y)) for module in modules]
         best.append(losses.index(min(losses)))
     return best
 
 
-def oracle_round(engine, agents, held, n, asked, published):
+def oracle_round(engine, agents, agent_modules, n, asked, published):
     """Average each of the agents' K networks with the received ones (Eq. 7)."""
-    best = best_of(engine, held)
-    for agent, own, k in zip(agents, held, best, strict=True):
-        agent.module = copy.deepcopy(own[k])
+    best = best_of(engine, agent_modules)
+    for agent, modules, k in zip(agents, agent_modules, best, strict=True):
+        agent.module = copy.deepcopy(modules[k])
     reference.local_updates(agents, n, seed=SEED, training=PLAIN)
     online = stream(SEED, "online", n).random(len(agents)) < engine.spec.agents.participation
     trained = [parameters.flatten(agent.module).double() for agent in agents]
-    for j, own in enumerate(held):
-        for k, module in enumerate(own):
+    for j, modules in enumerate(agent_modules):
+        for k, module in enumerate(modules):
             parts = [trained[j] if best[j] == k else parameters.flatten(module).double()]
             parts += [published(i, j, trained[i]) for i in asked[j] if online[i] and best[i] == k]
             parameters.bind_(module, (sum(parts) / len(parts)).float())
@@ -56,29 +56,29 @@ def oracle_round(engine, agents, held, n, asked, published):
 
 
 def engine_of(attack=ours.FLIP, **changes):
-    """All agents, each with K models so alike that not everybody chooses the same."""
+    """Return an engine whose agents hold K similar models, so that agents choose differently."""
     engine = ours.together(algorithms.dfca(models=K), attack=attack, collude=False, **changes)
-    kept = held_of(engine)
-    kept[:] = torch.from_numpy(
+    thetas = agent_models_of(engine)
+    thetas[:] = torch.from_numpy(
         stream(SEED, "theta").normal(size=(K, engine.spec.dim)) * 0.3
     ).float()
-    kept.copy_(kept[:, :1].lerp(kept, 0.1))
+    thetas.copy_(thetas[:, :1].lerp(thetas, 0.1))
     return engine
 
 
-def held_of(engine):
-    """The models that agents hold, K each."""
+def agent_models_of(engine):
+    """Return the K models of each agent, shape [agents, K, dim]."""
     count = len(CLUSTER)
     return engine.group.models[count : count * (1 + K)].view(count, K, -1)
 
 
-def compare(engine, published=lambda i, j, theta: theta, num_rounds=4):
-    """Run both, and hold all models and every weight equal after every round."""
-    held = [[network() for _ in range(K)] for _ in CLUSTER]
-    for own, thetas in zip(held, held_of(engine), strict=True):
-        for module, theta in zip(own, thetas, strict=True):
+def assert_equals_reference(engine, published=lambda i, j, theta: theta, num_rounds=4):
+    """Run both; compare all models and weights after every round, and return the choices."""
+    agent_modules = [[network() for _ in range(K)] for _ in CLUSTER]
+    for modules, thetas in zip(agent_modules, agent_models_of(engine), strict=True):
+        for module, theta in zip(modules, thetas, strict=True):
             parameters.bind_(module, theta.clone())
-    agents, seen = oracle_agents(engine, network, reference.FEDCB2O), []
+    agents, choices = oracle_agents(engine, network, reference.FEDCB2O), []
     for done in dfca.run_rounds(
         engine,
         AgentState.initial(len(CLUSTER)),
@@ -88,32 +88,32 @@ def compare(engine, published=lambda i, j, theta: theta, num_rounds=4):
         lambda n, phase: None,
     ):
         asked = [chosen(done.decisions, j).asked for j in range(len(CLUSTER))]
-        best, online = oracle_round(engine, agents, held, done.n, asked, published)
-        seen.append(best)
-        for own, thetas in zip(held, held_of(engine), strict=True):
-            for module, theta in zip(own, thetas, strict=True):
+        best, online = oracle_round(engine, agents, agent_modules, done.n, asked, published)
+        choices.append(best)
+        for modules, thetas in zip(agent_modules, agent_models_of(engine), strict=True):
+            for module, theta in zip(modules, thetas, strict=True):
                 torch.testing.assert_close(theta, parameters.flatten(module), rtol=1e-4, atol=2e-5)
                 parameters.bind_(module, theta.clone())  # a ReLU at its kink magnifies rounding
-        for j, k in enumerate(best_of(engine, held)):
+        for j, k in enumerate(best_of(engine, agent_modules)):
             mixed = chosen(done.decisions, j)
-            assert ours.models_of(engine)[j].equal(held_of(engine)[j, k]), (done.n, j)
+            assert ours.models_of(engine)[j].equal(agent_models_of(engine)[j, k]), (done.n, j)
             assert len(mixed.asked) == (3 if online[j] else 0)
             assert mixed.ids == [i for i in mixed.asked if online[i]]
-            there = [i for i in mixed.ids if best[i] == k]
+            peers = [i for i in mixed.ids if best[i] == k]
             assert mixed.weights == pytest.approx(
-                [(i in there) / (1 + len(there)) for i in mixed.ids]
+                [(i in peers) / (1 + len(peers)) for i in mixed.ids]
             )
-            assert mixed.own_weight == pytest.approx(1 / (1 + len(there)))
-    return seen
+            assert mixed.own_weight == pytest.approx(1 / (1 + len(peers)))
+    return choices
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
-def test_rounds_equal_the_plain_loops(participation):
-    seen = compare(engine_of(participation=participation))
-    assert len(set(seen[0])) > 1
+def test_rounds_equal_the_reference_loops(participation):
+    choices = assert_equals_reference(engine_of(participation=participation))
+    assert len(set(choices[0])) > 1
 
 
-def test_what_attackers_publish_is_averaged_by_whom_they_deceive():
+def test_models_crafted_per_receiver_are_averaged_by_the_receiver():
     @knows(each_receiver=True)
     def numbered(view, draw):
         return torch.stack(
@@ -123,12 +123,12 @@ def test_what_attackers_publish_is_averaged_by_whom_they_deceive():
     def published(i, j, theta):
         return torch.full_like(theta, i / 10 + j) if i in BAD and j in GOOD else theta
 
-    compare(
+    assert_equals_reference(
         engine_of(attack=Attack(craft=numbered, threat=numbered.threat)), published, num_rounds=2
     )
 
 
-def test_what_is_not_finite_never_arrives():
+def test_non_finite_models_are_not_received():
     engine = engine_of(attack=Attack(craft=lambda view, draw: torch.full_like(view.own, torch.nan)))
     for done in dfca.run_rounds(
         engine, AgentState.initial(len(CLUSTER)), 0, 3, 0, lambda n, phase: None
@@ -136,7 +136,7 @@ def test_what_is_not_finite_never_arrives():
         received = [i for j in GOOD for i in chosen(done.decisions, j).ids]
         assert received
         assert not set(received) & set(BAD)
-        assert held_of(engine).isfinite().all()
+        assert agent_models_of(engine).isfinite().all()
 
 
 # Runs
@@ -153,7 +153,7 @@ def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
 
 
 @pytest.mark.parametrize("initialisation", ["common", "independent"])
-def test_what_is_kept_and_on_record(tmp_path, initialisation):
+def test_a_run_saves_all_models_and_records_weights(tmp_path, initialisation):
     experiment = tiny(
         rounds=1, agents={**TEAM, "initialisation": initialisation, "budget": 1}, algorithm=DFCA
     )
@@ -161,13 +161,14 @@ def test_what_is_kept_and_on_record(tmp_path, initialisation):
     done = run(experiment, out=tmp_path, workers=1)
     saved = load_file(tmp_path / "seed-1000/checkpoint.safetensors")["models"]
     assert len(saved) == 8 + 8 * 2
-    held = saved[8:].view(8, 2, -1)
+    agent_models = saved[8:].view(8, 2, -1)
     assert all(
-        any(theta.equal(each) for each in own) for theta, own in zip(saved[:8], held, strict=True)
+        any(theta.equal(model) for model in own)
+        for theta, own in zip(saved[:8], agent_models, strict=True)
     )
-    assert all(not own[0].equal(own[1]) for own in held)
-    # In one round with one peer, most agents have a model that nobody trained: the initial one.
-    rows = {tuple(theta[:8].tolist()) for theta in held.flatten(0, 1)}
+    assert all(not own[0].equal(own[1]) for own in agent_models)
+    # After one round with one peer, most agents still hold an initial model.
+    rows = {tuple(theta[:8].tolist()) for theta in agent_models.flatten(0, 1)}
     assert (len(rows) == 16) == (initialisation == "independent")
     (line,) = [
         json.loads(text) for text in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()
@@ -178,6 +179,6 @@ def test_what_is_kept_and_on_record(tmp_path, initialisation):
     assert benign.accuracy.notna().all()
 
 
-def test_what_does_not_fit_is_told(tmp_path):
+def test_an_invalid_number_of_models_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="`models` must be 1 or more, got 0"):
         run(tiny(agents=TEAM, algorithm={"name": "dfca", "models": 0}), out=tmp_path, workers=1)

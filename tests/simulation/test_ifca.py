@@ -1,4 +1,4 @@
-"""IFCA in whole rounds against plain loops: models, records, and equal bits."""
+"""Rounds of IFCA: reference loops, records, and equal bits."""
 
 import copy
 import functools
@@ -32,12 +32,12 @@ TEAM = {"benign": 2, "malicious": 2, "benign_samples": 20, "malicious_samples": 
 IFCA = {"name": "ifca", "models": 2}
 
 
-# The oracle: plain loops, an `nn.Module` for each agent and each of the K models
+# The reference: plain loops, an `nn.Module` for each agent and each of the K models
 
 
 def true_data(engine, j):
-    samples, mine = engine.group.data.samples, engine.group.data.train[j]
-    return torch.rot90(samples.x[mine], 2 * CLUSTER[j], (-2, -1)), samples.y[mine]
+    samples, indices = engine.group.data.samples, engine.group.data.train[j]
+    return torch.rot90(samples.x[indices], 2 * CLUSTER[j], (-2, -1)), samples.y[indices]
 
 
 def best_of(engine, centres):
@@ -54,14 +54,14 @@ def best_of(engine, centres):
 def oracle_round(engine, agents, centres, n, published=lambda j, theta: theta):
     """Run a round of IFCA: train the chosen models, then average those of each cluster.
 
-    Gives whose models make up each of the K, with their weights.
+    Returns the weights of the members of each of the K models.
     """
     best = best_of(engine, centres)
     for agent, k in zip(agents, best, strict=True):
         agent.module = copy.deepcopy(centres[k])
     reference.local_updates(agents, n, seed=SEED, training=PLAIN)
     online = stream(SEED, "online", n).random(len(agents)) < engine.spec.agents.participation
-    made = []
+    member_weights = []
     for k, centre in enumerate(centres):
         members = [j for j in range(len(agents)) if best[j] == k and online[j]]
         size = {
@@ -75,132 +75,134 @@ def oracle_round(engine, agents, centres, n, published=lambda j, theta: theta):
                 for j in members
             )
             parameters.bind_(centre, theta.float())
-        made.append(weights)
-    return made
+        member_weights.append(weights)
+    return member_weights
 
 
 def engine_of(num_models, weights="equal", attack=ours.FLIP, settings=None, **changes):
     """Return an engine whose K models are similar, so that agents choose differently."""
     algorithm = algorithms.ifca(models=num_models, weights=weights, **(settings or {}))
     engine = ours.together(algorithm, attack=attack, collude=False, **changes)
-    kept = len(kept_of(engine))
-    kept_of(engine)[:] = torch.from_numpy(
-        stream(SEED, "theta").normal(size=(kept, engine.spec.dim)) * 0.3
+    num_stored = len(stored_models_of(engine))
+    stored_models_of(engine)[:] = torch.from_numpy(
+        stream(SEED, "theta").normal(size=(num_stored, engine.spec.dim)) * 0.3
     ).float()
     centres = centres_of(engine)
     centres.copy_(centres[0].lerp(centres, 0.1))
     return engine
 
 
-def kept_of(engine):
-    """The models of the agents and then the coordinator's, in the engine's pool."""
+def stored_models_of(engine):
+    """Return the models of the agents, followed by those of the coordinator."""
     return engine.group.models[
         : len(CLUSTER) + engine.spec.algorithm.clusters.num_rows(len(CLUSTER))
     ]
 
 
 def centres_of(engine):
-    return kept_of(engine)[len(CLUSTER) :]
+    return stored_models_of(engine)[len(CLUSTER) :]
 
 
 def modules_of(engine):
-    made = []
+    modules = []
     for theta in centres_of(engine):
-        made.append(network())
-        parameters.bind_(made[-1], theta.clone())
-    return made
+        modules.append(network())
+        parameters.bind_(modules[-1], theta.clone())
+    return modules
 
 
-def one_by_one(engine, count):
-    """Some rounds, each when it is asked for."""
+def lazy_rounds(engine, count):
+    """Iterate over the rounds lazily."""
     return ifca.run_rounds(
         engine, AgentState.initial(len(CLUSTER)), 0, count, 0, lambda n, phase: None
     )
 
 
-def compare(engine, published=lambda j, theta: theta, num_rounds=5):
+def assert_equals_reference(engine, published=lambda j, theta: theta, num_rounds=5):
     """Run both; compare the K models, the agents' models and the weights of every round."""
     centres = modules_of(engine)
     agents = oracle_agents(engine, network, reference.FEDCB2O)
-    seen = [best_of(engine, centres)]
-    for done in one_by_one(engine, num_rounds):
-        made = oracle_round(engine, agents, centres, done.n, published)
+    choices = [best_of(engine, centres)]
+    for done in lazy_rounds(engine, num_rounds):
+        member_weights = oracle_round(engine, agents, centres, done.n, published)
         for k, centre in enumerate(centres):
-            held = centres_of(engine)[k]
-            torch.testing.assert_close(held, parameters.flatten(centre), rtol=1e-4, atol=2e-5)
-            parameters.bind_(centre, held.clone())  # a ReLU at its kink magnifies rounding
-        seen.append(best_of(engine, centres))
-        for j, k in enumerate(seen[-1]):
+            model = centres_of(engine)[k]
+            torch.testing.assert_close(model, parameters.flatten(centre), rtol=1e-4, atol=2e-5)
+            parameters.bind_(centre, model.clone())  # a ReLU at its kink magnifies rounding
+        choices.append(best_of(engine, centres))
+        for j, k in enumerate(choices[-1]):
             mixed = chosen(done.decisions, j)
             assert ours.models_of(engine)[j].equal(centres_of(engine)[k]), (done.n, j)
-            found = dict(zip(mixed.ids, mixed.weights, strict=True))
-            assert j not in found
-            assert mixed.own_weight == pytest.approx(made[k].get(j, 0.0))
-            assert found == pytest.approx({i: w for i, w in made[k].items() if i != j})
+            peer_weights = dict(zip(mixed.ids, mixed.weights, strict=True))
+            assert j not in peer_weights
+            assert mixed.own_weight == pytest.approx(member_weights[k].get(j, 0.0))
+            assert peer_weights == pytest.approx(
+                {i: w for i, w in member_weights[k].items() if i != j}
+            )
             assert len(mixed.asked) == 0
-    return seen
+    return choices
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 @pytest.mark.parametrize("weights", ["equal", "samples"])
 @pytest.mark.parametrize("num_models", [1, 3])
-def test_rounds_equal_the_plain_loops(num_models, weights, participation):
-    seen = compare(engine_of(num_models, weights, participation=participation))
-    assert len(set(seen[0])) == (1 if num_models == 1 else 2)
+def test_rounds_equal_the_reference_loops(num_models, weights, participation):
+    choices = assert_equals_reference(engine_of(num_models, weights, participation=participation))
+    assert len(set(choices[0])) == (1 if num_models == 1 else 2)
 
 
 @pytest.mark.parametrize("each_receiver", [False, True])
-def test_what_attackers_publish_is_averaged(each_receiver):
-    """The coordinator stands in the place of the first benign agent."""
+def test_crafted_models_are_averaged(each_receiver):
+    """The coordinator receives the model crafted for the first benign agent."""
 
     @knows(each_receiver=each_receiver)
     def numbered(view, draw):
-        many = [torch.full_like(view.own, view.agent / 10 + i) for i in view.receivers.tolist()]
-        return torch.stack(many) if each_receiver else many[0]
+        crafted = [torch.full_like(view.own, view.agent / 10 + i) for i in view.receivers.tolist()]
+        return torch.stack(crafted) if each_receiver else crafted[0]
 
     def published(j, theta):
         return torch.full_like(theta, j / 10) if j in BAD else theta
 
     assert GOOD[0] == 0
     engine = engine_of(3, attack=Attack(craft=numbered, threat=numbered.threat))
-    compare(engine, published, num_rounds=3)
+    assert_equals_reference(engine, published, num_rounds=3)
 
 
-def test_attackers_choose_by_their_true_data_and_begin_with_what_they_chose():
-    seen = {}
+def test_attackers_choose_by_clean_data_and_train_the_chosen_model():
+    starts = {}
 
     @knows()
-    def watch(view, draw):
-        seen[view.agent] = view.previous.clone()
+    def record(view, draw):
+        starts[view.agent] = view.previous.clone()
         return view.own
 
-    engine = engine_of(3, attack=Attack(craft=watch, threat=watch.threat))
+    engine = engine_of(3, attack=Attack(craft=record, threat=record.threat))
     centres = centres_of(engine).clone()
     expected = best_of(engine, modules_of(engine))
     assert len(set(expected)) == 2
     run_rounds(engine)
-    assert sorted(seen) == BAD
-    assert all(before.equal(centres[expected[j]]) for j, before in seen.items())
+    assert sorted(starts) == BAD
+    assert all(before.equal(centres[expected[j]]) for j, before in starts.items())
 
 
-def test_what_is_not_finite_never_arrives():
+def test_non_finite_models_are_not_received():
     broken = Attack(craft=lambda view, draw: torch.full_like(view.own, torch.nan))
     engine = engine_of(3, attack=broken)
-    for done in one_by_one(engine, 3):
+    for done in lazy_rounds(engine, 3):
         assert not set(done.decisions.received.values.tolist()) & set(BAD)
-        assert kept_of(engine).isfinite().all()
+        assert stored_models_of(engine).isfinite().all()
 
 
-def test_a_model_that_nobody_chooses_stays():
+def test_an_unchosen_model_is_unchanged():
     engine = engine_of(3)
     centres_of(engine)[-1] *= 100
     before = centres_of(engine)[-1].clone()
-    seen = compare(engine, num_rounds=3)
-    assert all(2 not in best for best in seen)
+    choices = assert_equals_reference(engine, num_rounds=3)
+    assert all(2 not in best for best in choices)
     assert centres_of(engine)[-1].equal(before)
 
 
-def test_an_average_of_nobody_online_stays():
+def test_models_are_unchanged_without_online_agents():
     engine = engine_of(2, participation=1e-9)
     before = centres_of(engine).clone()
     (done,) = run_rounds(engine)
@@ -210,7 +212,7 @@ def test_an_average_of_nobody_online_stays():
 
 
 @pytest.mark.parametrize("rule", ["trimmed_mean", "krum", {"name": "trimmed_mean", "f": 1}])
-def test_a_robust_rule_takes_the_place_of_the_average(rule):
+def test_a_robust_rule_replaces_the_average(rule):
     engine = engine_of(3, settings={"rule": rule}, malicious_share=0.4)
     before, best = modules_of(engine), best_of(engine, modules_of(engine))
     agents = oracle_agents(engine, network, reference.FEDCB2O)
@@ -231,23 +233,23 @@ def test_a_robust_rule_takes_the_place_of_the_average(rule):
     assert rule != "krum" or all(max([*each, 0.0]) in (0.0, 1.0) for each in weights)
 
 
-def test_of_several_starts_the_one_that_fits_best_is_taken():
-    several = {"restarts": 3, "trial_rounds": 2}
-    engine = engine_of(2, settings=several)
+def test_the_best_of_several_restarts_is_kept():
+    restarts = {"restarts": 3, "trial_rounds": 2}
+    engine = engine_of(2, settings=restarts)
     centres_of(engine)[2:] *= torch.linspace(1.0, 0.5, 4).unsqueeze(1)  # sets that differ
     sets, losses, ends = centres_of(engine).clone().view(3, 2, -1), [], []
     for centres in sets:
-        one = engine_of(2)
-        centres_of(one).copy_(centres)
-        run_rounds(one, 2)
-        found = modules_of(one)
-        best, each = best_of(one, found), []
+        single = engine_of(2)
+        centres_of(single).copy_(centres)
+        run_rounds(single, 2)
+        modules = modules_of(single)
+        best, agent_losses = best_of(single, modules), []
         for j, k in enumerate(best):
-            x, y = true_data(one, j)
+            x, y = true_data(single, j)
             with torch.no_grad():
-                each.append(float(F.cross_entropy(found[k](x), y)))
-        losses.append(sum(each) / len(each))
-        ends.append(centres_of(one).clone())
+                agent_losses.append(float(F.cross_entropy(modules[k](x), y)))
+        losses.append(sum(agent_losses) / len(agent_losses))
+        ends.append(centres_of(single).clone())
     best = losses.index(min(losses))
     run_rounds(engine, 2)
     assert centres_of(engine)[:2].equal(ends[best])
@@ -273,7 +275,7 @@ def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
     bits_however(tmp_path, VARIANTS[variant])
 
 
-def test_what_is_kept_and_on_record(tmp_path):
+def test_a_run_saves_all_models_and_records_weights(tmp_path):
     experiment = tiny(agents=TEAM, algorithm=IFCA)
     assert load(experiment).num_models == 8 + 2
     assert load(tiny(agents=TEAM, algorithm=IFCA, attack={"name": "alie"})).num_models == 8 + 2 + 4
@@ -326,7 +328,7 @@ def test_what_is_kept_and_on_record(tmp_path):
         ({"name": "icfa", "models": 2}, "there is no algorithm `icfa`. Did you mean `ifca`?"),
     ],
 )
-def test_what_does_not_fit_is_told(tmp_path, algorithm, message):
+def test_invalid_settings_are_refused(tmp_path, algorithm, message):
     with pytest.raises(ConfigError) as caught:
         run(tiny(agents=TEAM, algorithm=algorithm), out=tmp_path, workers=1)
     assert message in str(caught.value)

@@ -43,13 +43,13 @@ from fedcb2o.rng import stream
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import Engine, run_rounds
 
-EVERYBODY = range(len(CLUSTER))
+ALL_AGENTS = range(len(CLUSTER))
 
 
 BLOCKS = {
-    "each alone": [[j] for j in EVERYBODY],
+    "each alone": [[j] for j in ALL_AGENTS],
     "three by three": [[0, 4, 8], [1, 2, 5], [3, 6, 7]],
-    "all": [list(EVERYBODY)],
+    "all": [list(ALL_AGENTS)],
 }
 
 
@@ -58,44 +58,44 @@ def flip(shard, draw):
 
 
 def found_by(engine: Engine, count: int) -> list[tuple[str, dict, dict]]:
-    """The records of some rounds, what agents chose and remember, to the bit."""
-    found = []
+    """Return the records, decisions and states of each round, as bytes."""
+    rounds = []
     for done in run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, count, count):
-        choices, memory = done.decisions, engine.persistent_state(done.state)
+        chosen, state_after = done.decisions, engine.persistent_state(done.state)
         lines = (
             metrics_record(AttackGoal((1,), (2,)), engine.adversary.malicious, done),
             pairs_record(done),
         )
         arrays = {
-            "asked": choices.asked.values,
-            "received": choices.received.values,
+            "asked": chosen.asked.values,
+            "received": chosen.received.values,
             **{
-                name: getattr(choices, name)
+                name: getattr(chosen, name)
                 for name in ("weights", "own_weight", "factor", "own_loss", "previous_weight", "f")
             },
-            "met": memory.contacts.ids.values,
-            "sizes": memory.contacts.ids.sizes,
-            "likelihood": memory.contacts.likelihood,
+            "met": state_after.contacts.ids.values,
+            "sizes": state_after.contacts.ids.sizes,
+            "likelihood": state_after.contacts.likelihood,
             **{
-                f"{j} {name}": each.numpy()
-                for j, state in enumerate(memory.rule_states)
-                for name, each in state.items()
+                f"{j} {name}": array.numpy()
+                for j, state in enumerate(state_after.rule_states)
+                for name, array in state.items()
             },
         }
-        found.append(
+        rounds.append(
             (
                 json.dumps(lines),
-                {name: each.tobytes() for name, each in arrays.items()},
-                choices.reductions,
+                {name: array.tobytes() for name, array in arrays.items()},
+                chosen.reductions,
             )
         )
-    return found
+    return rounds
 
 
 FLIP = Attack(poison=flip)
 
 
-def hold_equal(
+def assert_engines_agree(
     algorithm,
     attack=FLIP,
     make=network,
@@ -104,25 +104,25 @@ def hold_equal(
     choices=("three by three",),
     **changes,
 ):
-    """Run both engines, with each choice of blocks, and hold all that they find equal."""
-    attackers, holds, ours = attackers_of(attack, own_model=own_model), held(), {}
+    """Run both engines, with each choice of blocks, and compare records, decisions and models."""
+    attackers, agent_data, local_results = attackers_of(attack, own_model=own_model), held(), {}
     for name in choices:
         blocks = BLOCKS[name]
-        together = None if name == "all" else 1  # who trains in one program may change bits
-        terms = functools.partial(
-            terms_of, algorithm, kernels=KernelConfig(models_per_batch=together), max_samples=17
+        batch_size = None if name == "all" else 1  # batched training may change bits
+        make_spec = functools.partial(
+            terms_of, algorithm, kernels=KernelConfig(models_per_batch=batch_size), max_samples=17
         )
-        if together not in ours:
-            of_shared = terms(make(), **changes)
-            block = block_of(of_shared, attackers, holds)
-            block.models[: len(CLUSTER)] = first_models(of_shared)
-            ours[together] = (
+        if batch_size not in local_results:
+            spec = make_spec(make(), **changes)
+            block = block_of(spec, attackers, agent_data)
+            block.models[: len(CLUSTER)] = first_models(spec)
+            local_results[batch_size] = (
                 found_by(LocalEngine(block, SerialExecutor(block)), count),
                 block.models[: len(CLUSTER)],
             )
-        posted = Posted(terms(make(), **changes), attackers, holds, blocks)
-        theirs, (mine, models) = found_by(posted, count), ours[together]
-        for n, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        posted = Posted(make_spec(make(), **changes), attackers, agent_data, blocks)
+        posted_rounds, (local_rounds, models) = found_by(posted, count), local_results[batch_size]
+        for n, (one, other) in enumerate(zip(local_rounds, posted_rounds, strict=True)):
             assert one[0] == other[0], (name, n)
             assert one[1] == other[1], (name, n)
             assert one[2].keys() == other[2].keys(), (name, n)
@@ -183,34 +183,36 @@ ALGORITHMS = {
 @pytest.mark.parametrize(
     ("participation", "choices"), [(1.0, ["three by three"]), (0.6, BLOCKS)], ids=["all", "absent"]
 )
-def test_every_algorithm(algorithm, participation, choices):
-    hold_equal(algorithm, count=3, participation=participation, choices=choices)
+def test_engines_agree_with_every_algorithm(algorithm, participation, choices):
+    assert_engines_agree(algorithm, count=3, participation=participation, choices=choices)
 
 
 @pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
-def test_every_guard(guard):
+def test_engines_agree_with_every_guard(guard):
     algorithm = algorithms.fedcb2o(beta=0.6, own_model="judged", mixing_factor=1.0)
-    hold_equal(guarded(algorithm, **guard), count=3, participation=0.6, choices=BLOCKS)
+    assert_engines_agree(guarded(algorithm, **guard), count=3, participation=0.6, choices=BLOCKS)
 
 
 @pytest.mark.parametrize(
     "make", [normed, functools.partial(normed, "local"), Adapted], ids=["shared", "local", "base"]
 )
-def test_statistics_and_what_is_frozen(make):
+def test_engines_agree_on_batch_statistics_and_frozen_parameters(make):
     training = TRAINING.model_copy(update={"batch_size": 11})
-    hold_equal(algorithms.fedcb2o(own_model="judged"), make=make, training=training)
+    assert_engines_agree(algorithms.fedcb2o(own_model="judged"), make=make, training=training)
 
 
 @pytest.mark.parametrize("name", sorted(set(aggregation.__all__) - {"by_num_samples", "clair"}))
-def test_every_rule_under_an_attack_that_looks_at_others(name):
+def test_engines_agree_with_every_rule_under_a_colluding_attack(name):
     attack = Attack(craft=functools.partial(attacks.alie, z=0.5), threat=attacks.alie.threat)
-    hold_equal(algorithms.by_rule(rule=name, needs_losses=True), attack, malicious_share=0.4)
+    assert_engines_agree(
+        algorithms.by_rule(rule=name, needs_losses=True), attack, malicious_share=0.4
+    )
 
 
 @pytest.mark.parametrize("pre_step", ["nnm", "bucketing"])
 @pytest.mark.parametrize("name", ["mean", "trimmed_mean", "monna"])
-def test_pre_steps(name, pre_step):
-    hold_equal(
+def test_engines_agree_with_pre_steps(name, pre_step):
+    assert_engines_agree(
         algorithms.by_rule(rule=name, pre_step=pre_step, selection="everyone"), malicious_share=0.4
     )
 
@@ -218,19 +220,19 @@ def test_pre_steps(name, pre_step):
 POISONED = {"boosting", "echo", "gap_aware", "neurotoxin", "slow_drift"}
 
 
-ON_MODELS = [
+ATTACKS_ON_MODELS = [
     name
     for name in attacks.__all__
     if hasattr(getattr(attacks, name), "threat") and name != "factor_mixing"
 ]
 
 
-@pytest.mark.parametrize("name", ON_MODELS)
-def test_every_attack_on_models(name):
-    """Also those that look at others' models, and those that send each receiver another."""
+@pytest.mark.parametrize("name", ATTACKS_ON_MODELS)
+def test_engines_agree_under_every_attack_on_models(name):
+    """Attacks that read other models, or send each receiver a different one, are included."""
     craft = getattr(attacks, name)
     attack = Attack(craft=craft, threat=craft.threat, poison=flip if name in POISONED else None)
-    hold_equal(algorithms.fedcb2o(own_model="judged", mixing_factor=1.0), attack, count=3)
+    assert_engines_agree(algorithms.fedcb2o(own_model="judged", mixing_factor=1.0), attack, count=3)
 
 
 @pytest.mark.parametrize(
@@ -242,9 +244,9 @@ def test_every_attack_on_models(name):
     ],
     ids=["clair", "products", "TAD-LoRA"],
 )
-def test_adapters(algorithm):
+def test_engines_agree_with_adapters(algorithm):
     craft = attacks.factor_mixing
-    hold_equal(
+    assert_engines_agree(
         algorithm,
         Attack(craft=craft, threat=craft.threat),
         make=functools.partial(networks.Adapted, 9, CLASSES),
@@ -264,20 +266,22 @@ def test_adapters(algorithm):
     ],
     ids=["random labels", "backdoor", "sybils", "lies", "sleepers", "none"],
 )
-def test_other_attacks(attack):
-    hold_equal(algorithms.fedcb2o(own_model="trusted", mixing_factor=1.0), attack, count=4)
-    hold_equal(algorithms.dfedavgm(), attack, own_model=False)
+def test_engines_agree_under_other_attacks(attack):
+    assert_engines_agree(
+        algorithms.fedcb2o(own_model="trusted", mixing_factor=1.0), attack, count=4
+    )
+    assert_engines_agree(algorithms.dfedavgm(), attack, own_model=False)
 
 
 @pytest.mark.parametrize("name", topology.__all__)
-def test_every_graph(name):
+def test_engines_agree_on_every_graph(name):
     graph = functools.partial(
         getattr(topology, name), **({"degree": 4} if name == "random_regular" else {})
     )
-    near = topology.neighbours(graph, torch.tensor(CLUSTER), stream(0, "graph"))
-    hold_equal(
+    neighbours_of_agents = topology.neighbours(graph, torch.tensor(CLUSTER), stream(0, "graph"))
+    assert_engines_agree(
         algorithms.fedcb2o(mixing_factor=1.0, own_model="trusted"),
-        neighbours=near,
+        neighbours=neighbours_of_agents,
         count=3,
         participation=0.8,
     )
@@ -285,27 +289,27 @@ def test_every_graph(name):
 
 @pytest.mark.parametrize("make", [convolutional, wide], ids=["convolutions", "several tiles"])
 @pytest.mark.parametrize("rule", ["mean", "trimmed_mean", "geometric_median", "fltrust"])
-def test_other_networks(make, rule):
+def test_engines_agree_with_other_networks(make, rule):
     dissensus = Attack(craft=attacks.dissensus, threat=attacks.dissensus.threat)
-    hold_equal(algorithms.by_rule(rule=rule), dissensus, make)
-    hold_equal(algorithms.fedcb2o(mixing_factor=1.0), dissensus, make)
+    assert_engines_agree(algorithms.by_rule(rule=rule), dissensus, make)
+    assert_engines_agree(algorithms.fedcb2o(mixing_factor=1.0), dissensus, make)
 
 
-def test_a_rule_with_memory_keeps_it_from_round_to_round():
+def test_a_stateful_rule_keeps_its_state_between_rounds():
     @stateful(uses_previous=True)
     def steady(state, judged):
-        """Whoever was here before counts as often as it was; `before` is a row of the pool."""
+        """Weigh peers by the number of their messages; `previous` is a row of `models`."""
         assert not judged.models[judged.previous].equal(judged.theta)
-        seen = state.get("seen", torch.zeros(len(CLUSTER))).clone()
-        seen[judged.received.ids] += 1
-        weights = seen[judged.received.ids].double()
-        return {"seen": seen}, weights / weights.sum().clamp(min=1)
+        counts = state.get("seen", torch.zeros(len(CLUSTER))).clone()
+        counts[judged.received.ids] += 1
+        weights = counts[judged.received.ids].double()
+        return {"seen": counts}, weights / weights.sum().clamp(min=1)
 
     algorithm = algorithms.by_rule(rule=steady, needs_losses=False)
-    hold_equal(algorithm, count=4)
-    terms = terms_of(algorithm, network())
-    block = block_of(terms, attackers_of())
-    block.models[: len(CLUSTER)] = first_models(terms)
+    assert_engines_agree(algorithm, count=4)
+    spec = terms_of(algorithm, network())
+    block = block_of(spec, attackers_of())
+    block.models[: len(CLUSTER)] = first_models(spec)
     *_, done = run_rounds(
         LocalEngine(block, SerialExecutor(block)),
         AgentState.initial(len(CLUSTER)),

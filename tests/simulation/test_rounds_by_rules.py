@@ -1,4 +1,4 @@
-"""Whole rounds by robust rules: outputs equal the rule of the inputs; equal bits."""
+"""Rounds with robust rules: new models are the rule of the received models; equal bits."""
 
 import functools
 import json
@@ -61,51 +61,53 @@ def one_round(algorithm, attack=None, **changes):
 @pytest.mark.parametrize("name", ROBUST)
 def test_the_new_model_is_the_rule_of_the_received_models(name, own_model):
     rule = getattr(aggregation, name)
-    form = signature_of(rule)
+    signature = signature_of(rule)
     algorithm = algorithms.by_rule(
         rule=name, own_model=own_model, mixing_factor=0.75, needs_losses=True
     )
     before, trained, engine, mixed = one_round(algorithm)
     for j in GOOD:
         f = math.ceil(SHARE * len(mixed[j].ids))
-        last = list(form.own_rows)
+        extra_rows = list(signature.own_rows)
         rows = [trained[i] for i in mixed[j].ids]
-        if own_model == "judged" or "own" in last:
+        if own_model == "judged" or "own" in extra_rows:
             rows.append(trained[j])
-        rows += [before[j] for each in last if each == "before"]
+        rows += [before[j] for row in extra_rows if row == "before"]
         x = torch.stack(rows)
-        received = mixed[j].ids + [j] * (len(x) - len(mixed[j].ids) - ("before" in last))
-        whole = torch.tensor(received)
+        senders = mixed[j].ids + [j] * (len(x) - len(mixed[j].ids) - ("before" in extra_rows))
+        sender_ids = torch.tensor(senders)
         engine.group.models[: len(trained)], after = trained, ours.models_of(engine).clone()
         losses = ValidationOracle(engine.group, j).losses(
-            Received(whole, whole, torch.ones(len(whole)).double(), whole), None
+            Received(sender_ids, sender_ids, torch.ones(len(sender_ids)).double(), sender_ids), None
         )
         ours.models_of(engine).copy_(after)
-        given = {
+        values = {
             "losses": losses.mean,
             "entropies": losses.entropy,
-            "num_samples": torch.tensor([float(len(held().train[i])) for i in received]),
+            "num_samples": torch.tensor([float(len(held().train[i])) for i in senders]),
             "progress": 0.0,
             "draw": stream(SEED, "rule", 0, j),
             "heads": torch.cat([x[:, -28:-4].view(len(x), 4, 6), x[:, -4:].view(len(x), 4, 1)], -1),
         }
-        bound = functools.partial(rule, f=f) if form.max_byzantine else functools.partial(rule)
+        bound = functools.partial(rule, f=f) if signature.max_byzantine else functools.partial(rule)
         try:
-            inputs = [given[one] for one in robust_rule.extra_inputs(bound)]
+            inputs = [values[one] for one in robust_rule.extra_inputs(bound)]
             expected = apply(bound, x, None, *inputs, clip_f=True)
-        except ConfigError:  # it trusts none of them: then an agent keeps its model
+        except ConfigError:  # the rule trusts no model, so the agent keeps its own
             assert name == "sageflow"
             expected = trained[j]
         torch.testing.assert_close(after[j], trained[j].lerp(expected, 0.75), rtol=1e-5, atol=1e-6)
         assert mixed[j].f == pytest.approx(
-            math.nan if form.max_byzantine is None else min(f, form.max_byzantine(len(x))),
+            math.nan
+            if signature.max_byzantine is None
+            else min(f, signature.max_byzantine(len(x))),
             nan_ok=True,
         )
 
 
 @pytest.mark.parametrize("pre_step", ["nnm", {"name": "bucketing", "size": 2}])
 @pytest.mark.parametrize("name", ["mean", "krum", "trimmed_mean", "bulyan", "monna"])
-def test_a_pre_step_goes_before_the_rule(name, pre_step):
+def test_a_pre_step_is_applied_before_the_rule(name, pre_step):
     algorithm = algorithms.by_rule(rule=name, pre_step=pre_step, selection="everyone")
     _, trained, engine, mixed = one_round(algorithm)
     rule = getattr(aggregation, name)
@@ -125,19 +127,19 @@ def test_a_pre_step_goes_before_the_rule(name, pre_step):
         )
 
 
-def test_with_nothing_trimmed_the_trimmed_mean_is_the_mean_and_dfedavgm():
+def test_the_trimmed_mean_without_trimming_equals_the_mean():
     trimmed = algorithms.by_rule(rule={"name": "trimmed_mean", "f": 0})
     _, _, a, mixed = one_round(trimmed)
-    _, _, b, weighed = one_round(algorithms.by_rule(rule="mean"))
+    _, _, b, mixed_by_mean = one_round(algorithms.by_rule(rule="mean"))
     torch.testing.assert_close(ours.models_of(a), ours.models_of(b), rtol=1e-5, atol=1e-6)
     assert [one.f for one in mixed if not math.isnan(one.f)] == [0] * len(GOOD)
     assert all(math.isnan(weight) for j in GOOD for weight in mixed[j].weights)
-    assert all(len(set(one.weights)) == 1 for one in (weighed[j] for j in GOOD))
+    assert all(len(set(one.weights)) == 1 for one in (mixed_by_mean[j] for j in GOOD))
 
 
-def test_a_reduction_that_is_nearly_an_average_shows_its_weights():
-    everyone = {"name": "sentinel", "similarity": 0.0}  # they began apart
-    _, trained, engine, mixed = one_round(algorithms.by_rule(rule=everyone))
+def test_a_weighted_reduction_records_its_weights():
+    sentinel = {"name": "sentinel", "similarity": 0.0}  # initial models differ
+    _, trained, engine, mixed = one_round(algorithms.by_rule(rule=sentinel))
     for j in GOOD:
         assert sum(mixed[j].weights) + mixed[j].own_weight == pytest.approx(1)
         assert mixed[j].own_weight > 0
@@ -145,7 +147,7 @@ def test_a_reduction_that_is_nearly_an_average_shows_its_weights():
     before, trained, engine, mixed = one_round(
         algorithms.by_rule(rule={"name": "flame", "noise": 0.0})
     )
-    for j in GOOD:  # what is missing to 1 is that of the model before the round
+    for j in GOOD:  # the rest is the weight of the model before the round
         rest = 1 - sum(mixed[j].weights) - mixed[j].own_weight
         average = sum(w * trained[i] for w, i in zip(mixed[j].weights, mixed[j].ids, strict=True))
         average += mixed[j].own_weight * trained[j] + rest * before[j]
@@ -153,7 +155,7 @@ def test_a_reduction_that_is_nearly_an_average_shows_its_weights():
         assert 0 < rest < 1
 
 
-def test_who_trains_alone_keeps_its_model():
+def test_local_training_keeps_the_trained_model():
     _, trained, engine, mixed = one_round(algorithms.local_training())
     assert torch.equal(ours.models_of(engine)[GOOD], trained[GOOD])
     assert all(len(mixed[j].asked) == 0 for j in GOOD)
@@ -193,7 +195,7 @@ def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
     bits_however(tmp_path, VARIANTS[variant])
 
 
-def test_what_is_on_record_of_a_rule(tmp_path):
+def test_records_contain_f_and_the_weights_of_a_rule(tmp_path):
     done = run(tiny(agents=TEAM, algorithm=by_rule("trimmed_mean")), out=tmp_path, workers=1)
     lines = [
         json.loads(line) for line in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()
@@ -202,7 +204,7 @@ def test_what_is_on_record_of_a_rule(tmp_path):
         [2, 2, 2, None, None] * 2
     ] * 3  # 2 = ceil(0.4 * 4) of 5 models
     benign = done.records[~done.records.malicious]
-    assert benign.malicious_weight.isna().all()  # a rule by columns has no weights
+    assert benign.malicious_weight.isna().all()  # a coordinate-wise rule has no weights
     assert benign.accuracy.notna().all()
     pairs = done.pairs[done.pairs.agent.isin([0, 1, 2])]
     assert pairs.weight.isna().all()
@@ -210,7 +212,7 @@ def test_what_is_on_record_of_a_rule(tmp_path):
     assert krum.records[~krum.records.malicious].malicious_weight.notna().all()
 
 
-# Bad input
+# Invalid input
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_what_is_on_record_of_a_rule(tmp_path):
         ({"algorithm": by_rule("mean", pre_step="krum")}, "there is no pre-step `krum`"),
     ],
 )
-def test_what_does_not_fit_is_told(tmp_path, changes, message):
+def test_invalid_rules_are_refused(tmp_path, changes, message):
     with pytest.raises(ConfigError) as caught:
         run(tiny(**{"agents": TEAM, **changes}), out=tmp_path, workers=1)
     assert message in str(caught.value)
@@ -252,11 +254,11 @@ def test_what_does_not_fit_is_told(tmp_path, changes, message):
 
 @stateful(uses_previous=True)
 def momentum(state, judged):
-    """Whoever is nearest to where the own model was; it keeps a row of the pool as it is."""
+    """Weigh peers by the distance to the last model; the state holds a view of `models`."""
     models = judged.models[judged.received.rows]
-    far = (models - state.get("last", judged.models[judged.previous])).norm(dim=1)
-    return {"zeta": judged.theta[:1], "last": judged.theta, "alpha": far}, torch.softmax(
-        -far.double(), 0
+    distances = (models - state.get("last", judged.models[judged.previous])).norm(dim=1)
+    return {"zeta": judged.theta[:1], "last": judged.theta, "alpha": distances}, torch.softmax(
+        -distances.double(), 0
     )
 
 
@@ -268,11 +270,11 @@ def shrinking(state, judged):
 
 @stateful()
 @batched
-def both(state, judged):
+def stateful_and_batched(state, judged):
     return state, torch.zeros(judged.received.ids.shape)
 
 
-def test_what_a_rule_keeps_is_a_copy_whatever_the_workers_and_stops(tmp_path):
+def test_rule_states_are_copied_for_any_workers_and_interruptions(tmp_path):
     experiment = tiny(
         agents=TEAM, algorithm={"name": "by_rule", "rule": momentum, "needs_losses": False}
     )
@@ -291,10 +293,10 @@ def test_what_a_rule_keeps_is_a_copy_whatever_the_workers_and_stops(tmp_path):
             shrinking,
             "the rule gave weight to the model before the round, and did not declare to use it",
         ),
-        (both, "a rule with memory is evaluated for one agent at a time"),
+        (stateful_and_batched, "a rule with memory is evaluated for one agent at a time"),
     ],
 )
-def test_a_memory_that_does_not_fit_is_told(tmp_path, rule, message):
+def test_invalid_stateful_rules_are_refused(tmp_path, rule, message):
     with pytest.raises(ConfigError, match=message):
         run(
             tiny(agents=TEAM, algorithm={"name": "by_rule", "rule": rule, "needs_losses": False}),

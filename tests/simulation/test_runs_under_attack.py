@@ -1,4 +1,4 @@
-"""Whole runs under attack: attacks start in their round; configurations; equal bits."""
+"""Runs under attack: start rounds, configurations, and equal bits."""
 
 import json
 
@@ -88,7 +88,7 @@ def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
     bits_however(tmp_path, VARIANTS[variant])
 
 
-def test_what_is_crafted_is_in_no_checkpoint(tmp_path):
+def test_crafted_models_are_not_in_the_checkpoint(tmp_path):
     run(with_attack("dissensus"), out=tmp_path, workers=1)
     assert load(with_attack("dissensus")).num_models == 8 + 4 * 4
     assert load(with_attack("alie")).num_models == 8 + 4
@@ -100,10 +100,10 @@ def test_what_is_crafted_is_in_no_checkpoint(tmp_path):
     assert load_file(tmp_path / "seed-1000/checkpoint.safetensors")["models"].shape[0] == 8
 
 
-def test_a_sleeper_is_honest_until_it_wakes(tmp_path):
-    asleep = with_attack("not_finite", section={"from_round": 2, "data": FLIP})
+def test_a_delayed_attacker_is_honest_before_its_start_round(tmp_path):
+    delayed = with_attack("not_finite", section={"from_round": 2, "data": FLIP})
     honest = with_attack("label_flip", agents={**TEAM, "malicious_role": "clean"})
-    for name, experiment in (("asleep", asleep), ("honest", honest)):
+    for name, experiment in (("asleep", delayed), ("honest", honest)):
         run(experiment, out=tmp_path / name, workers=1)
     lines = [
         (tmp_path / name / "seed-1000/pairs.jsonl").read_text().splitlines()
@@ -113,7 +113,7 @@ def test_a_sleeper_is_honest_until_it_wakes(tmp_path):
     assert lines[0][2] != lines[1][2]
     for j, ids in enumerate(
         json.loads(lines[0][2])["ids"]
-    ):  # awake: benign agents receive nothing from attackers
+    ):  # active: benign agents receive no models of attackers
         if j in (0, 1, 4, 5):
             assert not set(ids) & {2, 3, 6, 7}
     timing = [
@@ -176,12 +176,12 @@ def undeclared(view, draw):
         ({"name": curious}, r'write @fedcb2o.knows\("benign"\) above it'),
     ],
 )
-def test_attacks_that_do_not_fit_are_told(tmp_path, attack, message):
+def test_invalid_attacks_are_refused(tmp_path, attack, message):
     with pytest.raises(ConfigError, match=message):
         run(tiny(attack=attack), out=tmp_path, workers=1)
 
 
-def test_a_configuration_is_written_whole(tmp_path):
+def test_a_written_configuration_has_all_attack_settings(tmp_path):
     experiment = load(tiny(attack={"name": "boosting", "factor": 3, "data": FLIP, "from_round": 1}))
     settings = experiment.settings()["attack"]
     assert settings == {"name": "boosting", "factor": 3, "data": FLIP, "from_round": 1}
@@ -193,31 +193,33 @@ def test_a_configuration_is_written_whole(tmp_path):
     run(tmp_path / "config.toml", out=tmp_path, workers=1, resume=True)
 
 
-def test_who_sends_a_receivers_own_model_back_gets_little_weight_for_it(tmp_path):
+def test_attackers_that_return_the_receivers_model_get_little_weight(tmp_path):
     changes = {"rounds": 6, "seeds": [0], "agents.benign": 7, "agents.malicious": 3}
     weights = {}
-    for apart in (0.75, 1e-9):
+    for min_distance in (0.75, 1e-9):
         experiment = load(
             "digits-fedassay",
             {
                 **changes,
                 "attack": {"name": "dissensus", "eps": 0.1},
-                "algorithm.guards.min_distance": apart,
-                "name": f"near-{apart}",
+                "algorithm.guards.min_distance": min_distance,
+                "name": f"near-{min_distance}",
             },
         )
-        done = run(experiment, out=tmp_path / f"{apart}", workers=1)
+        done = run(experiment, out=tmp_path / f"{min_distance}", workers=1)
         bad = done.agents.set_index(["seed", "agent"]).malicious
         pairs = done.pairs.join(bad, on=["seed", "agent"]).join(
             bad.rename("from_bad"), on=["seed", "peer"]
         )
-        weights[apart] = pairs[~pairs.malicious.astype(bool) & pairs.from_bad.astype(bool)].weight
-        assert len(weights[apart]) > 50
+        weights[min_distance] = pairs[
+            ~pairs.malicious.astype(bool) & pairs.from_bad.astype(bool)
+        ].weight
+        assert len(weights[min_distance]) > 50
     assert (weights[0.75] > 0).mean() < 0.4 < (weights[1e-9] > 0).mean()
     assert weights[0.75].mean() < 0.5 * weights[1e-9].mean()
 
 
-def test_benign_peers_that_begin_alike_go_on_exchanging(tmp_path):
+def test_benign_peers_with_similar_models_continue_to_exchange(tmp_path):
     """Equal samples give similar first steps; later steps differ."""
     team = {"agents.num_clusters": 1, "agents.benign": 4, "agents.malicious": 0, "agents.budget": 3}
     experiment = load(

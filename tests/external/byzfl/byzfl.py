@@ -1,8 +1,8 @@
-"""ByzFL's classes, backed by fedcb2o: a stand-in for `import byzfl` in ByzFL's own tests.
+"""ByzFL's classes, implemented by fedcb2o: a replacement for `import byzfl` in ByzFL's tests.
 
-Aggregators and pre-aggregators are those of `fedcb2o.aggregators`; Krum and Multi-Krum by ByzFL's
-definition. An attack sees the honest vectors as models of benign agents, and 0 as its own model
-before the round.
+Aggregators and pre-aggregators come from `fedcb2o.aggregators`; Krum and Multi-Krum follow ByzFL's
+definition. For an attack, the honest vectors are models of benign agents, and its own model before
+the round is 0.
 """
 
 import functools
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedcb2o import Shard, aggregators
-from fedcb2o.aggregators import (  # noqa: F401  # the names that ByzFL's tests use
+from fedcb2o.aggregators import (  # noqa: F401  # names that ByzFL's tests use
     CAF,
     MDA,
     SMEA,
@@ -33,7 +33,7 @@ MultiKrum = functools.partial(aggregators.MultiKrum, definition="byzfl")
 
 
 class _Stacked:
-    """A pre-aggregator that returns one tensor or array, as ByzFL does; fedcb2o returns a list."""
+    """A pre-aggregator that returns one tensor or array, like ByzFL; fedcb2o returns a list."""
 
     kind = aggregators.NNM
 
@@ -65,7 +65,7 @@ class Bucketing(_Stacked):
 
 
 def rows_of(vectors):
-    """The vectors as a tensor [m, d], and a function to the caller's type."""
+    """Return the vectors as a tensor [m, d], and a function that restores the caller's type."""
     first = vectors[0]
     if isinstance(first, torch.Tensor):
         return torch.stack(list(vectors)), lambda row: row
@@ -73,7 +73,7 @@ def rows_of(vectors):
 
 
 def view_of(models):
-    """What an attacker sees: m benign agents, and itself."""
+    """Return the view of an attacker among m benign agents."""
     m = len(models)
     return AttackView(
         n=0,
@@ -100,7 +100,7 @@ def craft(attack, vectors, **parameters):
 
 
 class SignFlipping:
-    """Minus the mean: the reversed update from 0 to the mean."""
+    """Minus the mean, the reversed update from 0 to the mean."""
 
     def __call__(self, vectors):
         return craft(attacks.ipm, vectors, eps=1.0)
