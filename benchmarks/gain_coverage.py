@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedcb2o.data import Shard
 from fedcb2o.federated import Training, local_update_
-from fedcb2o.federated.gain import Gain, paired_gain
+from fedcb2o.federated.evaluation.gain import Gain, paired_gain
 from fedcb2o.nn.parameters import bind_, flatten
 from fedcb2o.rng import stream
 

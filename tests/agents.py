@@ -27,10 +27,10 @@ from fedcb2o.federated import (
     algorithms,
 )
 from fedcb2o.federated.attacks import label_flip
-from fedcb2o.federated.guards import Guards
+from fedcb2o.federated.guards.checks import Guards
 from fedcb2o.federated.sections import AgentsSection
 from fedcb2o.nn import batch_norm, parameters
-from fedcb2o.parallel._executors import SerialExecutor
+from fedcb2o.parallel import SerialExecutor
 from fedcb2o.rng import stream
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import Engine, Round

@@ -8,7 +8,7 @@ from fedcb2o import _former_keys, load
 from fedcb2o.experiments.config import tables
 from fedcb2o.federated import algorithms, attacks, criteria
 from fedcb2o.plugins import bind, parameters, resolve
-from fedcb2o.records._checksums import settings_digest
+from fedcb2o.records import settings_digest
 from tests.tiny import tiny
 
 

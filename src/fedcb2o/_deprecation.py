@@ -35,6 +35,7 @@ FORMER_MODULES: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "fedcb2o.federated.gossip_attacks": ("fedcb2o.federated.attacks.per_receiver", {}),
     "fedcb2o.federated.graphs": ("fedcb2o.federated.topology", {}),
+    "fedcb2o.federated.metrics": ("fedcb2o.federated.evaluation.metrics", {}),
     "fedcb2o.federated.pre_steps": ("fedcb2o.federated.aggregation.preaggregation", {}),
     "fedcb2o.federated.robust": (
         "fedcb2o.federated.aggregation.gram_rules",

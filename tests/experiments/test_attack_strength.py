@@ -10,8 +10,7 @@ from tests.tiny import here
 
 from fedcb2o import _former_keys, bench, records
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.grid import _attack_strength
-from fedcb2o.experiments.grid._loading import load_grid
+from fedcb2o.experiments.grid import _attack_strength, load_grid
 from fedcb2o.records import Run
 
 Z = [{"attack": {"z": z}} for z in (0.5, 2.0)]

@@ -17,7 +17,7 @@ from fedcb2o.experiments.config.datasets import check_attack_goal
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.config.tables import parse_value, presets
-from fedcb2o.federated.guards import NO_GUARDS
+from fedcb2o.federated.guards.checks import NO_GUARDS
 from fedcb2o.federated.sections import AgentsSection
 from fedcb2o.nn import architectures
 

@@ -18,11 +18,11 @@ from tests.tiny import bits, here, tiny
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.grid import _grid_runner, _tuning
+from fedcb2o.experiments.grid import _grid_runner, _tuning, grids, load_grid
 from fedcb2o.experiments.grid._baseline import baseline_table
 from fedcb2o.experiments.grid._eta import TimeEstimate, format_duration
 from fedcb2o.experiments.grid._grid_runner import _open_grid
-from fedcb2o.experiments.grid._loading import _parse_grid, _read_built_in, grids, load_grid
+from fedcb2o.experiments.grid._loading import _parse_grid, _read_built_in
 
 FLIP = {"attack": {"name": "label_flip", "source": 9, "target": 4}}
 ALIE = {"attack": {"name": "alie"}}

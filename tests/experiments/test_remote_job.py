@@ -11,7 +11,7 @@ from tests.tiny import tiny
 from fedcb2o.experiments import run
 from fedcb2o.experiments.config.datasets import load_dataset
 from fedcb2o.experiments.config.loading import load
-from fedcb2o.experiments.runs import _provenance
+from fedcb2o.experiments.runs import _provenance, exclusive_lock
 from fedcb2o.experiments.runs._remote_job import (
     FOLDER_PREFIX,
     JobUpdate,
@@ -23,7 +23,7 @@ from fedcb2o.experiments.runs._remote_job import (
     read_bytes,
     write_files,
 )
-from fedcb2o.experiments.runs._run_directory import exclusive_lock, open_run
+from fedcb2o.experiments.runs._run_directory import open_run
 
 pytest.importorskip("ray")
 

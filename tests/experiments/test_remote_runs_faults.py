@@ -15,7 +15,7 @@ from tests.tiny import tiny
 
 import fedcb2o
 from fedcb2o.experiments import run
-from fedcb2o.experiments.grid._eta import GridProgress
+from fedcb2o.experiments.grid import GridProgress
 from fedcb2o.experiments.runs import _remote_runs
 
 pytest.importorskip("ray")

@@ -11,8 +11,7 @@ from rich.text import Text
 from tests.tiny import bits, here, tiny, write
 
 from fedcb2o.experiments import load, run
-from fedcb2o.experiments.runs import _provenance
-from fedcb2o.experiments.runs._progress import Progress
+from fedcb2o.experiments.runs import Progress, _provenance
 from fedcb2o.report import compare, summary
 
 FILES = (

@@ -10,11 +10,11 @@ from tests.tiny import empty_models
 from fedcb2o.federated import (
     MAX_VALUE,
     Message,
-    admission,
     is_admissible,
     max_abs,
     rejection_reason,
 )
+from fedcb2o.federated.guards import admission
 from fedcb2o.rng import stream
 
 DIM = 6

@@ -9,7 +9,8 @@ from tests.views import models
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregation import _flame as module
-from fedcb2o.federated.aggregation._flame import flame, majority_cluster
+from fedcb2o.federated.aggregation import flame
+from fedcb2o.federated.aggregation._flame import majority_cluster
 from fedcb2o.federated.aggregation.base import apply
 from fedcb2o.federated.aggregation.gram_matrix import gram
 from fedcb2o.rng import stream

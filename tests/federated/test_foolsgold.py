@@ -13,7 +13,8 @@ from tests.views import local, no_losses, received
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import AgentState, Contacts, CriterionInput, algorithms, train_
-from fedcb2o.federated.aggregation._foolsgold import foolsgold, learning_rates
+from fedcb2o.federated.aggregation import foolsgold
+from fedcb2o.federated.aggregation._foolsgold import learning_rates
 from fedcb2o.rng import stream
 
 

@@ -8,7 +8,8 @@ from tests.views import local, no_losses, received
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import CriterionInput
-from fedcb2o.federated.aggregation._lightyear import lightyear, prediction_scores
+from fedcb2o.federated.aggregation import lightyear
+from fedcb2o.federated.aggregation._lightyear import prediction_scores
 from fedcb2o.rng import stream
 
 

@@ -13,8 +13,8 @@ from tests import views
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import CriterionInput, algorithms
-from fedcb2o.federated.aggregation import apply, dnc, gram, loss_clustering, lpe_tsr
-from fedcb2o.federated.aggregation._signguard import largest_sign_cluster, signguard
+from fedcb2o.federated.aggregation import apply, dnc, gram, loss_clustering, lpe_tsr, signguard
+from fedcb2o.federated.aggregation._signguard import largest_sign_cluster
 
 INF, NAN = math.inf, math.nan
 

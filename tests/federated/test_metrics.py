@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import AttackGoal, false_positive_share, metrics
+from fedcb2o.federated import AttackGoal, false_positive_share
+from fedcb2o.federated.evaluation import metrics
 
 
 def test_metrics_by_hand():

@@ -30,7 +30,7 @@ from fedcb2o.federated import (
     craft_models_,
     make_outbox,
 )
-from fedcb2o.parallel._executors import SerialExecutor
+from fedcb2o.parallel import SerialExecutor
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import run_rounds as simulate
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedcb2o.federated.sensitivity import IMAGES, class_sensitivities, noise_images, rises
+from fedcb2o.federated.guards.sensitivity import IMAGES, class_sensitivities, noise_images, rises
 
 
 @pytest.mark.parametrize("shape", [(5, 6), (3, 8, 8)])

@@ -9,7 +9,8 @@ from tests.views import local, models, no_losses, received
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import Contacts, CriterionInput
-from fedcb2o.federated.aggregation._sentinel import layer_statistics, sentinel
+from fedcb2o.federated.aggregation import sentinel
+from fedcb2o.federated.aggregation._sentinel import layer_statistics
 
 LAYERS = (torch.Size([2, 2]), torch.Size([2]))
 OWN = torch.tensor([1.0, 0.0, 0.0, 2.0, 0.0, 3.0])

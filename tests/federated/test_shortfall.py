@@ -9,7 +9,7 @@ from tests.tiny import tiny
 from fedcb2o.experiments import run as run_experiment
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.guards import Guards
+from fedcb2o.federated.guards.checks import Guards
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.shortfall import Shortfall, beta_note
 

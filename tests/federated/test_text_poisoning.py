@@ -18,7 +18,12 @@ from fedcb2o.federated.attacks import (
     wanted_answers,
 )
 from fedcb2o.federated.criteria import _prompt_sensitivity, prompt_sensitivity
-from fedcb2o.federated.metrics import AttackGoal, EvaluationResult, Score, compute_metrics
+from fedcb2o.federated.evaluation.metrics import (
+    AttackGoal,
+    EvaluationResult,
+    Score,
+    compute_metrics,
+)
 
 LENGTHS = (6, 4)
 TINY = {"answer": 4, "base": "tiny"}

@@ -9,7 +9,8 @@ from tests.views import local, models, no_losses, received
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import Contacts, CriterionInput
-from fedcb2o.federated.aggregation._wfagg import distances_from_median, is_steady, movement, wfagg
+from fedcb2o.federated.aggregation import wfagg
+from fedcb2o.federated.aggregation._wfagg import distances_from_median, is_steady, movement
 from fedcb2o.rng import stream
 
 

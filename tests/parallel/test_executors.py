@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from tests.processes import needs_proc
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.parallel import _shared_memory
-from fedcb2o.parallel._executors import (
+from fedcb2o.parallel import (
     Executor,
     PoolExecutor,
     SerialExecutor,
+    _shared_memory,
     balance_load,
+    current_pool,
     one_thread,
 )
-from fedcb2o.parallel._process_pool import current_pool
 
 SPECS = {
     "models": (torch.float32, (3, 5)),

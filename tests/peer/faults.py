@@ -58,7 +58,7 @@ def minor_version(minor: int) -> None:
 
 def slow(seconds: float) -> None:
     """Delay the training of each round by `seconds`."""
-    from fedcb2o.peer.node._engine import PeerEngine
+    from fedcb2o.peer.node import PeerEngine
 
     train = PeerEngine.map_batches
 

@@ -36,8 +36,7 @@ def _run(
     from fedcb2o.errors import FedCB2OError
     from fedcb2o.experiments.config.loading import load
     from fedcb2o.peer.membership import read_federation
-    from fedcb2o.peer.node import Node
-    from fedcb2o.peer.node._agent import load_member_dataset
+    from fedcb2o.peer.node import Node, load_member_dataset
 
     log = out.with_suffix(".log").open("a", buffering=1)
     os.dup2(log.fileno(), 1)

@@ -8,9 +8,8 @@ from unittest import mock
 from tests.peer.members import free_ports
 
 from fedcb2o.peer.membership import Federation, Identity
-from fedcb2o.peer.wire import _relayed
+from fedcb2o.peer.wire import Relay, _relayed
 from fedcb2o.peer.wire._mailbox import FolderMailbox, Mailbox, RelayMailbox
-from fedcb2o.peer.wire._relay import Relay
 from fedcb2o.peer.wire._relayed import Relayed
 
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from tests.peer.test_node import in_memory, lines_of, run_all, simulation_of
 
-from fedcb2o.federated.gain import gain_record, paired_gain
-from fedcb2o.federated.membership import attack_auc, true_positive_rate
+from fedcb2o.federated.evaluation.gain import gain_record, paired_gain
+from fedcb2o.federated.evaluation.membership import attack_auc, true_positive_rate
 from fedcb2o.peer.node._assessment import BASELINE_FILE
 from fedcb2o.peer.report import PeerRecords, write_node_report
 from fedcb2o.peer.report._live_table import _format_scores

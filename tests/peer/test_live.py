@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from tests.peer.folders import NAMES, line
 
-from fedcb2o.federated.gain import paired_gain
+from fedcb2o.federated.evaluation.gain import paired_gain
 from fedcb2o.peer.report import LiveTable
 
 ROUNDS = [

@@ -31,10 +31,9 @@ from fedcb2o.peer.membership import (
     sign_federation,
     write_federation,
 )
-from fedcb2o.peer.node import _preflight
+from fedcb2o.peer.node import NullObserver, _preflight
 from fedcb2o.peer.node._backup import back_up, restore
 from fedcb2o.peer.node._metrics import NodeMetrics
-from fedcb2o.peer.node._observer import NullObserver
 from fedcb2o.peer.report._round_log import RoundLog
 from fedcb2o.peer.wire import SigningJournal, Zenoh
 from fedcb2o.peer.wire._protocol import MINOR_VERSION

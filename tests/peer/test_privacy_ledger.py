@@ -13,9 +13,8 @@ from tests.peer.wire import Wire
 from fedcb2o.errors import RunError
 from fedcb2o.federated.privacy import spent_epsilon
 from fedcb2o.peer.membership import federation
-from fedcb2o.peer.node import Node
+from fedcb2o.peer.node import Node, NullObserver
 from fedcb2o.peer.node._backup import back_up, restore
-from fedcb2o.peer.node._observer import NullObserver
 from fedcb2o.peer.node._privacy_ledger import LEDGER_FILE, PrivacyLedger
 from fedcb2o.peer.report import PeerRecords
 
@@ -130,8 +129,7 @@ def test_a_restored_node_counts_the_rounds_since_its_backup(tmp_path):
         for _ in range(4):
             next(rounds)
         back_up(orgs[0].folder, tmp_path / "out-0", tmp_path / "backup.tar.gz")
-        for _ in range(6):
-            next(rounds)
+        newest_published = [next(rounds)["round"] for _ in range(6)][-1]
         rounds.close()
 
         restore(tmp_path / "backup.tar.gz", tmp_path / "keys", tmp_path / "new")
@@ -151,7 +149,7 @@ def test_a_restored_node_counts_the_rounds_since_its_backup(tmp_path):
 
     (note,) = (note for note in observer.notes if "newest known model" in note)
     newest = int(note.partition("org-0: round ")[2].partition(";")[0])
-    assert 5 <= newest <= 10
+    assert 5 <= newest <= newest_published
     lost = newest + lag + 1 - 4
     training, n = second.agent.spec.training, int(second.agent.data.train.sizes[0])
     epsilons = [record["epsilon"] for record in records]

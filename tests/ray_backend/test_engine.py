@@ -41,7 +41,7 @@ from fedcb2o.federated import (
     topology,
 )
 from fedcb2o.nn.memory_layout import ChannelsLast
-from fedcb2o.parallel._executors import SerialExecutor
+from fedcb2o.parallel import SerialExecutor
 from fedcb2o.rng import stream
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import WorkerLostError, run_rounds

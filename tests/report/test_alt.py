@@ -6,8 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 from tests.report.synthetic import draw_run
 
-from fedcb2o.report import sample_images, source_counts, weight_matrix
-from fedcb2o.report._alt_text import describe_figure
+from fedcb2o.report import describe_figure, sample_images, source_counts, weight_matrix
 from fedcb2o.report._figures import percent_formatter
 
 

@@ -8,7 +8,7 @@ import pytest
 from paper import results
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, make_grid
 
-from fedcb2o.experiments.grid._loading import load_grid
+from fedcb2o.experiments.grid import load_grid
 from fedcb2o.report import explorer_page, read_grid
 from fedcb2o.report._explorer import unpack
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedcb2o.report._decay import Decay
-from fedcb2o.report._particle_figures import Scene, draw_landscape, write_animation
+from fedcb2o.report import Decay, Scene, draw_landscape, write_animation
 
 
 def scene(*, dim=2, clusters=1, runs=1, malicious=3, upper=True, target=True, band=True, frames=8):

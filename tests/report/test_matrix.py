@@ -15,9 +15,8 @@ from tests.tiny import here
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import summary, write_json, write_toml
-from fedcb2o.report import _statistics, grid_notes, read_grid, report_grid
+from fedcb2o.report import _statistics, grid_notes, read_grid, regret_figure, report_grid
 from fedcb2o.report._explorer import unpack
-from fedcb2o.report._grid_page import regret_figure
 from fedcb2o.report._heat_map import draw_heat_map
 from fedcb2o.report._statistics import (
     add_attack_effects,

@@ -11,6 +11,7 @@ from tests.report.synthetic import draw_run, write_run
 from fedcb2o.errors import RunError
 from fedcb2o.report import (
     curves,
+    draw_panels,
     figure6,
     pair_statistics,
     report,
@@ -19,7 +20,7 @@ from fedcb2o.report import (
     weight_matrix,
 )
 from fedcb2o.report._figures import learning_curves
-from fedcb2o.report._panels import Panels, draw_panels, method_colour
+from fedcb2o.report._panels import Panels, method_colour
 from fedcb2o.report.run_page import _page_title
 
 SMALL = {"rounds": 10, "seeds": (0, 1), "benign": 3, "malicious": 1}

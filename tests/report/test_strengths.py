@@ -10,13 +10,8 @@ from matplotlib.figure import Figure
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
 
 from fedcb2o.records import read_json_with_checksum, write_json_with_checksum
-from fedcb2o.report import _grid_page
-from fedcb2o.report._attack_strengths import (
-    chosen_strengths_table,
-    read_choices,
-    strength_trials_table,
-)
-from fedcb2o.report._grid_page import report_grid
+from fedcb2o.report import _grid_page, chosen_strengths_table, read_choices, report_grid
+from fedcb2o.report._attack_strengths import strength_trials_table
 from fedcb2o.report.grid_results import read_grid
 
 DOCS = Path(__file__).parents[2] / "docs"

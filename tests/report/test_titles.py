@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from fedcb2o.records import one_line, slug
-from fedcb2o.report._table_formats import shorten_label, to_latex, to_rich
+from fedcb2o.report import to_latex, to_rich
+from fedcb2o.report._table_formats import shorten_label
 from fedcb2o.safe_stdio import encodable
 
 

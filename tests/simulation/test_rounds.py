@@ -38,7 +38,7 @@ from fedcb2o.federated import (
     stateful,
     topology,
 )
-from fedcb2o.parallel._executors import SerialExecutor
+from fedcb2o.parallel import SerialExecutor
 from fedcb2o.rng import stream
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import Engine, run_rounds

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedcb2o.federated import Algorithm, CriterionInput, Decisions
-from fedcb2o.federated.guards import ADMITTED, OUTCOMES
+from fedcb2o.federated.guards.checks import ADMITTED, OUTCOMES
 from fedcb2o.federated.types import CriterionValues
 
 SELF = "itself"

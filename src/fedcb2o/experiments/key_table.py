@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from fedcb2o.experiments.config.settings import Experiment, ModelSection
 from fedcb2o.federated.algorithms.section import AlgorithmSection
 from fedcb2o.federated.attacks.section import AttackSection
-from fedcb2o.federated.guards import Guards
+from fedcb2o.federated.guards.checks import Guards
 from fedcb2o.federated.sections import AgentsSection, Privacy, TrainingSection
 
 _SECTIONS: dict[str, type[BaseModel]] = {

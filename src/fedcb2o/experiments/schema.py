@@ -38,14 +38,14 @@ from fedcb2o.federated import (
     attacks,
     criteria,
     losses,
-    metrics,
     optimisers,
     selection,
     topology,
 )
 from fedcb2o.federated.aggregation import preaggregation
 from fedcb2o.federated.criteria import combinations
-from fedcb2o.federated.guards import Guards
+from fedcb2o.federated.evaluation import metrics
+from fedcb2o.federated.guards.checks import Guards
 from fedcb2o.federated.sections import AgentsSection, Component, Privacy, TrainingSection
 from fedcb2o.nn import architectures
 

@@ -2,8 +2,8 @@
 
 Nothing in this package knows files, sockets or processes. `algorithm2` is Algorithm 2 for one
 agent; `batched_aggregation` has the same lines for many. The catalogues are `algorithms`,
-`criteria`, `aggregation` and `attacks`; `selection`, `losses`, `optimisers`, `metrics` and
-`topology` are small ones.
+`criteria`, `aggregation` and `attacks`; `selection`, `losses`, `optimisers`, `topology` and
+`evaluation.metrics` are small ones. `guards` has the checks of received models.
 
 Words:
 
@@ -20,13 +20,6 @@ Words:
 - decisions: weights and mixing factors of a round, before they are applied.
 """
 
-from fedcb2o.federated.admission import (
-    MAX_VALUE,
-    Message,
-    is_admissible,
-    max_abs,
-    rejection_reason,
-)
 from fedcb2o.federated.adversary import (
     THREAT,
     Adversary,
@@ -49,13 +42,25 @@ from fedcb2o.federated.decisions import (
     Decisions,
     Inbox,
 )
-from fedcb2o.federated.evaluation import (
+from fedcb2o.federated.evaluation.metrics import (
+    AttackGoal,
+    EvaluationResult,
+    false_positive_share,
+)
+from fedcb2o.federated.evaluation.models import (
     agent_network,
     confusion_matrices,
     evaluate_models,
     measure_samples,
     predicted_class,
     sample_loss,
+)
+from fedcb2o.federated.guards.admission import (
+    MAX_VALUE,
+    Message,
+    is_admissible,
+    max_abs,
+    rejection_reason,
 )
 from fedcb2o.federated.inference import (
     SAMPLES_PER_PASS,
@@ -75,11 +80,6 @@ from fedcb2o.federated.local_update import (
     plan_training_batches,
     train_,
     training_batches,
-)
-from fedcb2o.federated.metrics import (
-    AttackGoal,
-    EvaluationResult,
-    false_positive_share,
 )
 from fedcb2o.federated.mixing import (
     REDUCTION_TILE_COLUMNS,

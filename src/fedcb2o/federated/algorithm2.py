@@ -32,7 +32,7 @@ from fedcb2o import consensus
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.guards import ADMITTED, counted_losses
+from fedcb2o.federated.guards.checks import ADMITTED, counted_losses
 from fedcb2o.federated.mixing import mix_, mixing_matrix
 from fedcb2o.federated.plugin_outputs import validated_selection, validated_state
 from fedcb2o.federated.ragged import Ragged

@@ -30,7 +30,7 @@ from fedcb2o.federated.algorithm2 import (
 )
 from fedcb2o.federated.contacts import AgentState, CandidatePeers, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.guards import ADMITTED, counted_losses
+from fedcb2o.federated.guards.checks import ADMITTED, counted_losses
 from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.run_spec import Algorithm, RunSpec
 from fedcb2o.federated.selection import BATCHED_SELECTION, select_colluding_peers

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.guards import ADMITTED
+from fedcb2o.federated.guards.checks import ADMITTED
 from fedcb2o.federated.plugin_outputs import validated_reduction, validated_weights
 from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.run_spec import RunSpec

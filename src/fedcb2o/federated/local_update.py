@@ -32,8 +32,8 @@ from torch.optim.sgd import sgd
 from fedcb2o import plugins
 from fedcb2o.data import Shard, features
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.admission import max_abs
 from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.guards.admission import max_abs
 from fedcb2o.federated.inference import batched_forward, dense_layers, per_sample_losses
 from fedcb2o.federated.optimisers import make_step, optimiser_name
 from fedcb2o.federated.privacy import noise_multiplier, poisson_batches, private_gradients

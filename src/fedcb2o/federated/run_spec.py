@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from fedcb2o.federated import selection
-from fedcb2o.federated.guards import NO_GUARDS, Guards
+from fedcb2o.federated.guards.checks import NO_GUARDS, Guards
 from fedcb2o.federated.losses import Loss
 from fedcb2o.federated.optimisers import Optimiser
 from fedcb2o.federated.sections import AgentsSection, LocalUpdateKeys

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Int
 
 from fedcb2o.federated.aggregation import base, robust_rule
 from fedcb2o.federated.decisions import Decisions
-from fedcb2o.federated.guards import NO_GUARDS
+from fedcb2o.federated.guards.checks import NO_GUARDS
 from fedcb2o.federated.run_spec import Algorithm
 
 _LOGGER = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.contacts import ContactTable
 from fedcb2o.federated.decisions import Inbox
-from fedcb2o.federated.guards import ADMITTED, TOO_SENSITIVE, distance_check, tolerated
+from fedcb2o.federated.guards.checks import ADMITTED, TOO_SENSITIVE, distance_check, tolerated
+from fedcb2o.federated.guards.sensitivity import class_sensitivities, noise_images, rises
 from fedcb2o.federated.inference import (
     Interpolation,
     Reference,
@@ -29,7 +30,6 @@ from fedcb2o.federated.inference import (
 from fedcb2o.federated.plugin_outputs import apply_sample_transform
 from fedcb2o.federated.ragged import Indices
 from fedcb2o.federated.run_spec import Algorithm, RunSpec
-from fedcb2o.federated.sensitivity import class_sensitivities, noise_images, rises
 from fedcb2o.federated.types import (
     AgentContext,
     Contacts,

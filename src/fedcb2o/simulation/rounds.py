@@ -3,7 +3,7 @@
 An engine computes the agents in batches and transports their models: `exchange` for all agents,
 `peek` for attackers. `federated` explains *group*, *batch* and *members*. An engine
 
-- checks all received models (`federated.admission`);
+- checks all received models (`federated.guards.admission`);
 - uses no knowledge that a receiver does not have;
 - raises no error because of a peer's fault;
 - gives the same bits for every order of arrival.

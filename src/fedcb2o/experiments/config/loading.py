@@ -19,7 +19,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.settings import COMPONENT_SECTIONS, Experiment
 from fedcb2o.experiments.config.tables import apply_changes, preset, read_table, resolve_extends
 from fedcb2o.experiments.config.titles import algorithm_title
-from fedcb2o.federated.guards import Guards
+from fedcb2o.federated.guards.checks import Guards
 from fedcb2o.federated.sections import AgentsSection, Privacy, TrainingSection
 
 _PRINTABLE_TYPES = (str, int, float, list, tuple, date, time, type(None))

@@ -32,12 +32,12 @@ from fedcb2o.federated import (
     algorithms,
     attacks,
     losses,
-    metrics,
     optimisers,
     topology,
 )
 from fedcb2o.federated.algorithms.section import RECOMMENDED, AlgorithmSection
 from fedcb2o.federated.attacks.section import AttackSection
+from fedcb2o.federated.evaluation import metrics
 from fedcb2o.federated.sections import (
     AgentsSection,
     Component,

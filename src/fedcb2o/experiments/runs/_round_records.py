@@ -15,8 +15,9 @@ from jaxtyping import Bool
 
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import Decisions, Ragged, metrics
-from fedcb2o.federated.guards import TOO_FAR, TOO_NEAR, TOO_SENSITIVE
+from fedcb2o.federated import Decisions, Ragged
+from fedcb2o.federated.evaluation import metrics
+from fedcb2o.federated.guards.checks import TOO_FAR, TOO_NEAR, TOO_SENSITIVE
 from fedcb2o.simulation.rounds import Round
 
 Metric = Callable[[torch.Tensor], Any]

@@ -16,7 +16,7 @@ from fedcb2o.experiments.config.datasets import dataset_digest, load_dataset
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.prepared_seed import PreparedSeed, prepare_seed
 from fedcb2o.federated import AgentGroup, agent_network, evaluate_models, local_update_
-from fedcb2o.federated.membership import leakage
+from fedcb2o.federated.evaluation.membership import leakage
 from fedcb2o.federated.privacy import noise_multiplier
 from fedcb2o.nn import architectures, low_rank, parameters
 from fedcb2o.records import Run

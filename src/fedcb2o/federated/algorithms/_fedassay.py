@@ -10,7 +10,7 @@ Example:
 """
 
 from fedcb2o.federated.algorithms._fedcb2o import fedcb2o
-from fedcb2o.federated.guards import Guards
+from fedcb2o.federated.guards.checks import Guards
 from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.plugins import PluginChoice
 

@@ -14,7 +14,7 @@ from fedcb2o import _former_keys
 from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.federated import algorithms, selection
 from fedcb2o.federated.algorithms._fedassay import DEFAULT_GUARDS
-from fedcb2o.federated.guards import NO_GUARDS, Guards
+from fedcb2o.federated.guards.checks import NO_GUARDS, Guards
 from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.federated.sections import Component, key_field
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregation
-from fedcb2o.federated.admission import is_admissible, max_abs
 from fedcb2o.federated.adversary import AttackView, knows
 from fedcb2o.federated.aggregation import base, gram_rules, preaggregation, robust_rule
 from fedcb2o.federated.aggregation.gram_matrix import gram
+from fedcb2o.federated.guards.admission import is_admissible, max_abs
 from fedcb2o.plugins import PluginChoice
 
 __all__ = ["fang_krum", "fang_trimmed_mean", "optimal_alie", "optimal_ipm"]

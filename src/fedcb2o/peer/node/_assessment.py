@@ -17,9 +17,9 @@ from torch import Tensor
 from fedcb2o import records
 from fedcb2o.data import Shard
 from fedcb2o.federated import AgentGroup, Decisions, local_update_
-from fedcb2o.federated.evaluation import measure_samples, predicted_class
-from fedcb2o.federated.gain import gain_record
-from fedcb2o.federated.membership import leakage, sample_losses
+from fedcb2o.federated.evaluation.gain import gain_record
+from fedcb2o.federated.evaluation.membership import leakage, sample_losses
+from fedcb2o.federated.evaluation.models import measure_samples, predicted_class
 from fedcb2o.kernels import dispatch
 from fedcb2o.rng import stream
 

@@ -37,7 +37,7 @@ from fedcb2o.federated import (
     mixing_matrix,
     train_,
 )
-from fedcb2o.federated.guards import ADMITTED, OUTCOMES
+from fedcb2o.federated.guards.checks import ADMITTED, OUTCOMES
 from fedcb2o.kernels import dispatch
 from fedcb2o.peer._denormals import flush_denormals
 from fedcb2o.peer.node._catch_up import CatchUp

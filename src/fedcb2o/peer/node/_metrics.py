@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from fedcb2o.federated.gain import is_comparable
+from fedcb2o.federated.evaluation.gain import is_comparable
 from fedcb2o.peer._metrics_server import MetricsServer
 from fedcb2o.peer.node._observer import NodeObserver
 

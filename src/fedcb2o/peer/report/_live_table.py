@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedcb2o.federated.gain import is_comparable
+from fedcb2o.federated.evaluation.gain import is_comparable
 from fedcb2o.peer.report._peer_records import MEAN_ROUNDS, GainRecord, mean_gain_record
 
 _OTHER_LINES = 6  # lines of a terminal that are not rows of peers

@@ -16,7 +16,7 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated.gain import Gain, is_comparable, mean_gain
+from fedcb2o.federated.evaluation.gain import Gain, is_comparable, mean_gain
 from fedcb2o.records._files import damaged_error, read_error
 
 MEAN_ROUNDS = 20  # last rounds with a gain, over which it is averaged

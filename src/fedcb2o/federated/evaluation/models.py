@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedcb2o import plugins
 from fedcb2o.data import Shard, features
 from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.evaluation.metrics import Confusion, EvaluationResult, Score
 from fedcb2o.federated.inference import (
     SAMPLES_PER_PASS,
     Reference,
@@ -22,7 +23,6 @@ from fedcb2o.federated.inference import (
     per_sample_losses,
 )
 from fedcb2o.federated.losses import Loss, predicts_labels
-from fedcb2o.federated.metrics import Confusion, EvaluationResult, Score
 from fedcb2o.federated.plugin_outputs import apply_sample_transform
 from fedcb2o.federated.ragged import Indices
 from fedcb2o.nn.batch_norm import estimate_statistics_

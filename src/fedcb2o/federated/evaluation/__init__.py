@@ -1,0 +1,1 @@
+"""Evaluation of models: on test samples, against training alone, and for membership inference."""

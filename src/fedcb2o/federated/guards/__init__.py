@@ -1,0 +1,1 @@
+"""Checks of received models: those of every agent (`admission`), and optional ones (`checks`)."""
