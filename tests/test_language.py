@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CODE = sorted(
-    path for folder in ("src", "benchmarks", "paper") for path in (ROOT / folder).rglob("*.py")
+    path
+    for folder in ("src", "benchmarks", "paper", "tests")
+    for path in (ROOT / folder).rglob("*.py")
 )
 NAMES = "architecture extending configuration runs peers cluster protocol threat-model performance"
 PAGES = [ROOT / "docs" / f"{name}.md" for name in (*NAMES.split(), "equations")]
@@ -28,6 +30,9 @@ PRIVATE_WORDS = re.compile(
     r"|those who|whom|nobody|whose own|the own \w+|one's own|but for|besides?|a line each"
     r"|without a word|lies? (in|at|there)|errands?|crews?|muster|parcels?|mend(ed|ing|s)?)\b",
     re.IGNORECASE,
+)
+PRIVATE_NAMES = re.compile(
+    r"_(who|whom|what|nobody|told|tells?|whoever|those|ones_own|there_(is|are)|said|says)(_|$)"
 )
 INTERVAL = re.compile(r"\[-?\d+(?:\.\d+)?, -?\d+(?:\.\d+)?\]")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -57,10 +62,13 @@ def sentences(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_open_with_a_verb_or_noun_and_use_standard_words(path):
+def test_names_and_docstrings_use_standard_words(path):
     faults = [(line, text[:60]) for line, text in docstrings(path) if OPENINGS.match(text)]
     for line, text in [*docstrings(path), *comments(path)]:
         faults += [(line, match[0]) for match in PRIVATE_WORDS.finditer(text)]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and PRIVATE_NAMES.search(node.name):
+            faults.append((node.lineno, node.name))
     assert not faults
 
 

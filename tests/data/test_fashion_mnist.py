@@ -132,7 +132,7 @@ def test_the_files_of_the_package_are_balanced_and_upright():
 @pytest.mark.skipif(
     not PACKAGED.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed"
 )
-def test_the_files_of_the_package_equal_those_of_the_release():
+def test_files_of_the_package_equal_the_release():
     """With the gzip headers of the release, the files have its MD5 sums."""
     for part, date in (("train", 1504176606), ("t10k", 1504176627)):
         for name in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"):

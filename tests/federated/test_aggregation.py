@@ -184,7 +184,7 @@ def test_the_gram_matrix_of_any_rows_in_blocks_of_any_size(dtype, size):
         )
 
 
-def test_rows_and_mixing_equal_those_of_a_copied_matrix(monkeypatch):
+def test_rows_and_mixing_equal_a_copied_matrix(monkeypatch):
     monkeypatch.setattr(gram_matrix, "_block_width", lambda m, device: 7)
     buffer = models(9, 31)
     rows = torch.tensor([6, 1, 4, 3, 8])

@@ -37,7 +37,7 @@ def address_of(identity: Identity) -> tuple[str, int]:
 
 
 def test_silent_connections_displace_each_other_and_no_member(organisations, exit_stack):
-    """Of 1,200 connections that send no data, a bounded number stays open."""
+    """A bounded number of 1,200 connections that send no data stays open."""
     orgs, federation = organisations
     server = exit_stack.enter_context(Zenoh(federation, orgs[0]))
     server.serve(answering())

@@ -76,7 +76,7 @@ def test_an_entry_that_would_end_too_late_does_not_start(tmp_path):
     assert full_size.missing(tmp_path) == list(full_size.ENTRIES[3:])
 
 
-def test_tables_have_deviations_if_there_are_two_seeds(tmp_path):
+def test_tables_of_two_seeds_have_deviations(tmp_path):
     for seed, accuracy in enumerate((80.0, 82.0)):
         row = pd.DataFrame([[accuracy, 50.0, 40.0]], columns=[*METRICS], index=[seed])
         rows = pd.concat({"fedcb2o-released": row.rename_axis("seed")}, names=["method"])
