@@ -49,10 +49,10 @@ CLUSTER = [0] * 5 + [1] * 4
 MALICIOUS = [False, False, False, True, True, False, False, True, True]
 
 
-BAD = [j for j, bad in enumerate(MALICIOUS) if bad]
+MALICIOUS_IDS = [j for j, bad in enumerate(MALICIOUS) if bad]
 
 
-GOOD = [j for j, bad in enumerate(MALICIOUS) if not bad]
+BENIGN_IDS = [j for j, bad in enumerate(MALICIOUS) if not bad]
 
 
 ROTATION = ClusterTransform(functools.partial(transforms.rotation), 2, CLASSES, (0.0, 1.0))
@@ -116,7 +116,7 @@ class Adapted(nn.Module):
 
 
 @dataclass(frozen=True)
-class Held:
+class AgentSamples:
     """Samples, with the indices of each agent's training and validation data."""
 
     samples: Shard
@@ -124,7 +124,7 @@ class Held:
     validation: list[np.ndarray]
 
 
-def held() -> Held:
+def agent_samples() -> AgentSamples:
     """Give an attacker 20 samples, and a benign agent 13 for training and 11 for validation."""
     draw = stream(SEED, "data")
     y = torch.from_numpy(draw.integers(CLASSES, size=300))
@@ -138,13 +138,13 @@ def held() -> Held:
         indices[:0] if is_malicious else indices[13:24]
         for indices, is_malicious in zip(order, MALICIOUS, strict=False)
     ]
-    return Held(Shard(x, y), train, validation)
+    return AgentSamples(Shard(x, y), train, validation)
 
 
 AGENTS = AgentsSection(benign=3, malicious=2, budget=BUDGET)
 
 
-def terms_of(algorithm: algorithms.Algorithm, module: nn.Module, **changes: Any) -> RunSpec:
+def run_spec_of(algorithm: algorithms.Algorithm, module: nn.Module, **changes: Any) -> RunSpec:
     keys = {key: changes.pop(key) for key in list(changes) if key in AgentsSection.model_fields}
     settings = {
         "seed": SEED,
@@ -162,7 +162,7 @@ def terms_of(algorithm: algorithms.Algorithm, module: nn.Module, **changes: Any)
     return RunSpec(**{**settings, **changes})
 
 
-def attackers_of(
+def adversary_of(
     attack: Attack = FLIP, *, own_model: bool = True, collude: bool = True
 ) -> Adversary:
     return Adversary(
@@ -175,10 +175,10 @@ def attackers_of(
     )
 
 
-def block_of(
-    terms: RunSpec,
-    attackers: Adversary,
-    holds: Held | None = None,
+def agent_group_of(
+    spec: RunSpec,
+    adversary: Adversary,
+    data: AgentSamples | None = None,
     agents: Sequence[int] = range(len(CLUSTER)),
     own: Sequence[int] | None = None,
     inbox: int = 0,
@@ -187,36 +187,36 @@ def block_of(
 
     Their own models have the rows `own`; the last `inbox` rows are for received models.
     """
-    holds, ids = holds or held(), np.array(agents)
+    data, ids = data or agent_samples(), np.array(agents)
     agent_data = AgentData(
         agents=ids,
-        samples=holds.samples,
-        test=holds.samples,
-        train=Ragged.from_arrays([holds.train[j] for j in agents]),
-        validation=Ragged.from_arrays([holds.validation[j] for j in agents]),
-        cluster=attackers.cluster[ids],
+        samples=data.samples,
+        test=data.samples,
+        train=Ragged.from_arrays([data.train[j] for j in agents]),
+        validation=Ragged.from_arrays([data.validation[j] for j in agents]),
+        cluster=adversary.cluster[ids],
         view=ROTATION,
         num_classes=CLASSES,
-        malicious=attackers.malicious[ids],
-        attack=attackers.attack,
-        seed=terms.seed,
+        malicious=adversary.malicious[ids],
+        attack=adversary.attack,
+        seed=spec.seed,
     )
     rows = np.array(range(len(ids)) if own is None else own)
-    clusters = terms.algorithm.clusters
+    clusters = spec.algorithm.clusters
     num_kept = int(rows.max()) + 1 + (0 if clusters is None else clusters.num_rows(len(ids)))
-    models_per_attacker = attackers.attack.num_published(1, len(GOOD))
+    models_per_attacker = adversary.attack.num_published(1, len(BENIGN_IDS))
     layout = BufferLayout.create(
-        rows, num_kept, agent_data.malicious, models_per_attacker, terms.algorithm.keeps_previous
+        rows, num_kept, agent_data.malicious, models_per_attacker, spec.algorithm.keeps_previous
     )
     return AgentGroup(
-        terms, agent_data, attackers, layout, empty_models(layout.first_received + inbox, terms.dim)
+        spec, agent_data, adversary, layout, empty_models(layout.first_received + inbox, spec.dim)
     )
 
 
-def first_models(terms: RunSpec, size: int = len(CLUSTER)) -> Tensor:
+def initial_models(spec: RunSpec, size: int = len(CLUSTER)) -> Tensor:
     """Return a different model for each agent."""
-    theta = torch.from_numpy(stream(SEED, "theta").normal(size=(size, terms.dim)) * 0.3).float()
-    count = sum(map(len, batch_norm.statistics(terms.module, "shared").values()))
+    theta = torch.from_numpy(stream(SEED, "theta").normal(size=(size, spec.dim)) * 0.3).float()
+    count = sum(map(len, batch_norm.statistics(spec.module, "shared").values()))
     theta[:, :count] = 1 + theta[:, :count] ** 2  # variances are positive
     return theta
 
@@ -233,27 +233,27 @@ GUARDS: dict[str, dict[str, float]] = {
 ALL_GUARDS = {key: value for guard in GUARDS.values() for key, value in guard.items()}
 
 
-def guarded(algorithm: algorithms.Algorithm, **guards: Any) -> algorithms.Algorithm:
+def with_guards(algorithm: algorithms.Algorithm, **guards: Any) -> algorithms.Algorithm:
     """Return the algorithm with these guards."""
     return algorithm.with_guards(Guards(**guards))
 
 
-def together(
+def local_engine(
     algorithm: algorithms.Algorithm,
     module: nn.Module | None = None,
     attack: Attack = FLIP,
     *,
-    holds: Held | None = None,
+    data: AgentSamples | None = None,
     theta: Tensor | None = None,
     own_model: bool = True,
     collude: bool = True,
     **changes: Any,
 ) -> LocalEngine:
     """Return an engine with all agents in this process."""
-    terms = terms_of(algorithm, network() if module is None else module, **changes)
-    block = block_of(terms, attackers_of(attack, own_model=own_model, collude=collude), holds)
-    block.models[: len(CLUSTER)] = first_models(terms) if theta is None else theta
-    return LocalEngine(block, SerialExecutor(block))
+    spec = run_spec_of(algorithm, network() if module is None else module, **changes)
+    group = agent_group_of(spec, adversary_of(attack, own_model=own_model, collude=collude), data)
+    group.models[: len(CLUSTER)] = initial_models(spec) if theta is None else theta
+    return LocalEngine(group, SerialExecutor(group))
 
 
 def models_of(engine: LocalEngine) -> Tensor:
@@ -283,19 +283,20 @@ class AgentDecisions:
     reduction: Reduction | None
 
 
-def chosen(choices: Decisions, j: int) -> AgentDecisions:
+def decisions_of(decisions: Decisions, j: int) -> AgentDecisions:
     """Return the decisions of agent j."""
-    k = choices.agents.tolist().index(j)
+    k = decisions.agents.tolist().index(j)
     rows, weights = (
-        Ragged(values, choices.received.sizes)[k].tolist()
-        for values in (choices.rows, choices.weights)
+        Ragged(values, decisions.received.sizes)[k].tolist()
+        for values in (decisions.rows, decisions.weights)
     )
     own_weight, before, f = (
-        float(values[k]) for values in (choices.own_weight, choices.previous_weight, choices.f)
+        float(values[k])
+        for values in (decisions.own_weight, decisions.previous_weight, decisions.f)
     )
-    received, asked = choices.received[k].tolist(), choices.asked[k].tolist()
+    received, asked = decisions.received[k].tolist(), decisions.asked[k].tolist()
     return AgentDecisions(
-        asked, received, rows, weights, own_weight, before, f, choices.reductions.get(j)
+        asked, received, rows, weights, own_weight, before, f, decisions.reductions.get(j)
     )
 
 

@@ -12,7 +12,7 @@ from fedcb2o.rng import stream
 from tests.tiny import empty_models
 
 
-class Seen(TorchDispatchMode):
+class CountConvolutions(TorchDispatchMode):
     """Context that counts the calls of PyTorch's convolution in `convolutions`."""
 
     convolutions = 0

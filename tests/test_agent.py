@@ -105,7 +105,7 @@ class ComparisonEngine(LocalEngine):
 
         states, decisions, finite = super().aggregate_(n, states, active, deadline, on_step)
         states_after = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
-        expected = agent_helpers.chosen(Decisions.concatenate(decisions), FIRST)
+        expected = agent_helpers.decisions_of(Decisions.concatenate(decisions), FIRST)
         peers = [i for i in expected.ids if i != FIRST]
         inbox = self.receive(n, Ragged.from_arrays([np.array(peers, int)]), np.array([FIRST]))
         samples = dict(zip(peers, inbox.num_samples.tolist(), strict=True))
@@ -126,7 +126,7 @@ class ComparisonEngine(LocalEngine):
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: "")
 def test_an_agent_decides_exactly_as_in_a_simulation(method):
     section = AlgorithmSection(**(method if isinstance(method, dict) else {"name": method}))
-    engine = agent_helpers.together(section.build())
+    engine = agent_helpers.local_engine(section.build())
     comparison = ComparisonEngine(engine.group, engine.executor)
     comparison.method = method
     agent_helpers.run_rounds(comparison, 5)

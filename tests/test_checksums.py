@@ -13,7 +13,7 @@ import tomli_w
 from fedcb2o.errors import RunError
 from fedcb2o.experiments import load, run
 from fedcb2o.records import NON_RESULT_SETTINGS, Manifest, Run, checksum_file
-from tests.tiny import here, write
+from tests.tiny import run_cli, write
 
 SEED = "seed-1000"
 
@@ -23,7 +23,7 @@ def finished(tmp_path_factory):
     """A finished run of two seeds, with its configuration file."""
     folder = tmp_path_factory.mktemp("checksums")
     path = write(folder / "tiny.toml", rounds=4, seeds=[1000, 1001], checkpoint_every=2)
-    assert here("run", path, "--out", folder / "run", "--workers", 1).status == 0
+    assert run_cli("run", path, "--out", folder / "run", "--workers", 1).status == 0
     return path, folder / "run"
 
 
@@ -36,7 +36,7 @@ def copy(finished, tmp_path):
 
 
 def resume(path, out, *changes):
-    return here("run", path, "--out", out, "--workers", 1, "--resume", *changes)
+    return run_cli("run", path, "--out", out, "--workers", 1, "--resume", *changes)
 
 
 def contents(folder):
@@ -109,7 +109,7 @@ def test_a_damaged_file_is_named_refused_and_not_changed(copy, tmp_path, name, d
     expected = contents(out)
     if name in READ_BY:
         options = ["--out", tmp_path / "page"] if READ_BY[name] == "report" else []
-        assert str(out / SEED) in here(READ_BY[name], out, *options).one_line()
+        assert str(out / SEED) in run_cli(READ_BY[name], out, *options).one_line()
     with pytest.raises(RunError, match=SEED):
         Run(out).check()
     assert str(out / SEED) in resume(path, out).one_line()
@@ -144,7 +144,7 @@ def test_times_and_samples_may_be_removed(copy):
 def test_a_report_omits_damaged_samples(copy, tmp_path):
     _, out = copy
     (out / SEED / "samples.safetensors").write_bytes(b"no")
-    done = here("report", out, "--out", tmp_path / "page")
+    done = run_cli("report", out, "--out", tmp_path / "page")
     assert done.status == 0
     assert "Note: the page shows no samples: " in done.err
     assert "samples.safetensors is damaged" in (tmp_path / "page" / "report.html").read_text()
@@ -157,14 +157,14 @@ def test_a_seed_with_another_number_or_from_another_run_is_refused(copy, tmp_pat
     shutil.copytree(out / SEED, out / "seed-7")
     assert (
         f"{out / 'seed-7'} holds seed 1000, by its sums.json: put back what was there, or move "
-        "seed-7 away" in here("compare", out).one_line()
+        "seed-7 away" in run_cli("compare", out).one_line()
     )
     shutil.rmtree(out / "seed-7")
     other = write(tmp_path / "other.toml", rounds=4, seeds=[1000], algorithm={"alpha": 3.0})
-    assert here("run", other, "--out", tmp_path / "other", "--workers", 1).status == 0
+    assert run_cli("run", other, "--out", tmp_path / "other", "--workers", 1).status == 0
     shutil.rmtree(out / SEED)
     shutil.copytree(tmp_path / "other" / SEED, out / SEED)
-    assert "was run with other settings than those in" in here("compare", out).one_line()
+    assert "was run with other settings than those in" in run_cli("compare", out).one_line()
     assert "holds another seed or another run, by its sums.json" in resume(path, out).one_line()
 
 
@@ -172,7 +172,7 @@ def test_settings_changed_by_hand_are_refused(copy):
     path, out = copy
     config = out / "config.toml"
     config.write_text(config.read_text().replace("alpha = 2.0", "alpha = 2.1"))
-    assert "was run with other settings than those in" in here("compare", out).one_line()
+    assert "was run with other settings than those in" in run_cli("compare", out).one_line()
     assert "holds another run (`algorithm.alpha`" in resume(path, out).one_line()
 
 
@@ -184,7 +184,7 @@ def test_the_error_of_wrong_types_in_a_config_is_one_line(copy, line):
     settings = tomllib.loads(config.read_text())
     del settings[key]
     config.write_text(f"{line}\n{tomli_w.dumps(settings)}")
-    assert "config.toml is damaged" in here("compare", out).one_line()
+    assert "config.toml is damaged" in run_cli("compare", out).one_line()
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, null])
@@ -192,7 +192,7 @@ def test_a_missing_or_damaged_config_is_refused_and_not_changed(copy, damage):
     path, out = copy
     damage(out / "config.toml")
     damaged = contents(out)
-    for refused in (here("compare", out), resume(path, out)):
+    for refused in (run_cli("compare", out), resume(path, out)):
         assert "config.toml" in refused.one_line()
         assert "restore it" in refused.err
     assert contents(out) == damaged
@@ -206,7 +206,7 @@ def test_equal_settings_may_be_written_differently(copy):
     for name, content in before.items():
         if name.name != "config.toml":
             assert after[name] == content
-    assert here("compare", out).status == 0
+    assert run_cli("compare", out).status == 0
 
 
 def test_an_unreadable_file_is_not_reported_as_damaged(copy, monkeypatch):
@@ -221,7 +221,7 @@ def test_an_unreadable_file_is_not_reported_as_damaged(copy, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_bytes", refuse)
-            for done in (here("compare", out), resume(path, out)):
+            for done in (run_cli("compare", out), resume(path, out)):
                 if done.status:
                     assert f"{name}: Too many open files" in done.one_line()
                 assert "damaged" not in done.err
@@ -233,7 +233,7 @@ def test_a_manifest_without_its_own_checksum_is_refused(copy):
     path = out / SEED / "sums.json"
     keys = json.loads(path.read_text()).keys() - {"sha256"}
     path.write_text(json.dumps(dict.fromkeys(keys, 3)))
-    assert "sums.json is damaged" in here("compare", out).one_line()
+    assert "sums.json is damaged" in run_cli("compare", out).one_line()
     assert "damaged" in repr(Run(out))
 
 
@@ -265,7 +265,7 @@ def test_a_running_seed_with_damaged_rounds_is_refused(copy, tmp_path, name):
     cut(out / SEED / name)
     options = ["report", out, "--out", tmp_path / "page"] if name == "pairs.jsonl" else ["compare"]
     refused = f"{out / SEED / name} is damaged: it does not hold what was written"
-    assert refused in here(*options, *([out] if len(options) == 1 else [])).one_line()
+    assert refused in run_cli(*options, *([out] if len(options) == 1 else [])).one_line()
     assert f"{out / SEED / name} is damaged" in resume(path, out, "--set", "rounds=5").one_line()
 
 
@@ -280,7 +280,7 @@ def test_a_missing_or_older_checkpoint_of_a_running_seed_is_refused(copy):
     short = write(
         out.with_name("short.toml"), rounds=3, seeds=[1000], checkpoint_every=2, evaluate_every=1
     )
-    assert here("run", short, "--out", out.with_name("short"), "--workers", 1).status == 0
+    assert run_cli("run", short, "--out", out.with_name("short"), "--workers", 1).status == 0
     shutil.copy(out.with_name("short") / SEED / checkpoint.name, checkpoint)
     assert "is damaged" in resume(path, out, "--set", "rounds=5").one_line()
     assert (out / SEED / "metrics.jsonl").read_bytes() == metrics
@@ -297,7 +297,7 @@ def test_an_open_run_can_be_extended(copy):
 def test_a_seed_without_a_manifest_is_read_with_a_note(copy):
     _, out = copy
     (out / SEED / "sums.json").unlink()
-    done = here("compare", out)
+    done = run_cli("compare", out)
     assert done.status == 0
     assert "the files of seed 1000 are not verified, because there is no sums.json" in done.err
 

@@ -19,7 +19,7 @@ import fedcb2o
 from fedcb2o.cli import runs, signals
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.tables import presets
-from tests.tiny import ENVIRONMENT, FEDCB2O, bits, command, here, tiny, write
+from tests.tiny import ENVIRONMENT, FEDCB2O, bits, command, run_cli, tiny, write
 
 COMMANDS = {
     "": "run bench compare report track new presets keys schema minimize data peer --install-completion",
@@ -45,27 +45,27 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_each_command_contains_its_words(command):
     words = command.split()
-    done = here(*words, "--help")
+    done = run_cli(*words, "--help")
     assert (done.status, done.err) == (0, "")
     for word in ("Usage: fedcb2o", "--help", *COMMANDS[command].split()):
         assert word in done.out
-    assert here(*words, "-h").out == done.out
+    assert run_cli(*words, "-h").out == done.out
     assert len(done.out.splitlines()) <= 45  # one screen
 
 
 def test_help_lists_rare_options_separately_and_no_types_of_flags():
-    text = here("run", "--help").out
+    text = run_cli("run", "--help").out
     assert "<bool>" not in text
     assert "Rarely needed" in text
 
 
 def test_new_writes_an_experiment_that_runs_from_toml_and_python(tmp_path, monkeypatch):
-    assert here("new", str(tmp_path)).status == 0
-    assert "exists: choose another folder" in here("new", str(tmp_path)).one_line()
+    assert run_cli("new", str(tmp_path)).status == 0
+    assert "exists: choose another folder" in run_cli("new", str(tmp_path)).one_line()
     monkeypatch.chdir(tmp_path)
     text = (tmp_path / "mine.toml").read_text().replace("rounds = 15", "rounds = 2")
     (tmp_path / "mine.toml").write_text(text)
-    assert here("run", "mine.toml", "--seeds", "0", "--quiet").status == 0
+    assert run_cli("run", "mine.toml", "--seeds", "0", "--quiet").status == 0
 
     settings = tomllib.loads(text) | {"name": "mine", "seeds": [0]}
     run = fedcb2o.run(settings, out="python")
@@ -76,21 +76,21 @@ def test_new_writes_an_experiment_that_runs_from_toml_and_python(tmp_path, monke
 
 
 def test_keys_and_parts_are_listed_and_described():
-    keys = here("keys").out
+    keys = run_cli("keys").out
     assert "agents.budget: 1 to N - 1 (default: needed)\n    M, the number of models" in keys
     assert "](" not in keys
-    attacks = here("keys", "attack").out
+    attacks = run_cli("keys", "attack").out
     assert "ipm: eps = 0.5\n    Reverse the mean update" in attacks
-    assert "data_dir" not in here("keys", "data").out
-    assert "Blanchard et al." in here("keys", "krum").out
-    message = here("keys", "krumm").one_line()
+    assert "data_dir" not in run_cli("keys", "data").out
+    assert "Blanchard et al." in run_cli("keys", "krum").out
+    message = run_cli("keys", "krumm").one_line()
     assert "'krumm' is no built-in part" in message
     assert "Did you mean `krum`" in message
 
 
 def test_the_error_of_a_parameter_names_its_algorithm(tmp_path):
     words = ("run", "digits-fedcbo", "--set", "algorithm.rule=krum", "--out", str(tmp_path))
-    assert "It is a parameter of `by_rule`" in here(*words).one_line()
+    assert "It is a parameter of `by_rule`" in run_cli(*words).one_line()
 
 
 def test_a_signal_interrupts_again_a_few_seconds_after_an_ignored_one(monkeypatch):
@@ -112,8 +112,8 @@ def test_a_signal_interrupts_again_a_few_seconds_after_an_ignored_one(monkeypatc
 
 
 def test_a_call_without_a_command_prints_help():
-    assert "Usage: fedcb2o" in here().out
-    assert here("--version").out.strip() == version("fedcb2o")
+    assert "Usage: fedcb2o" in run_cli().out
+    assert run_cli("--version").out.strip() == version("fedcb2o")
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,11 @@ def test_a_call_without_a_command_prints_help():
     ],
 )
 def test_the_error_of_a_wrong_command_is_one_line_with_its_help(words, line):
-    assert line in here(*words).one_line()
+    assert line in run_cli(*words).one_line()
 
 
 def test_presets_have_one_line_per_preset_with_recommended_ones_first():
-    done = here("presets")
+    done = run_cli("presets")
     assert done.status == 0
     lines = done.out.splitlines()
     named = [line.split() for line in lines if line.startswith("  ")]
@@ -145,14 +145,14 @@ def test_presets_have_one_line_per_preset_with_recommended_ones_first():
 
 
 def test_the_printed_file_of_a_preset_is_the_same_experiment(tmp_path):
-    (tmp_path / "copy.toml").write_text(here("presets", "digits-fedcb2o-released").out)
+    (tmp_path / "copy.toml").write_text(run_cli("presets", "digits-fedcb2o-released").out)
     assert (
         fedcb2o.load(tmp_path / "copy.toml").settings()
         == fedcb2o.load("digits-fedcb2o-released").settings()
     )
-    assert "Did you mean `digits-fedassay`?" in here("presets", "digit-fedassay").one_line()
-    assert "Did you mean `digits-fedassay`?" in here("presets", "digits").one_line()
-    assert "Did you mean `digits-fedassay` or" in here("presets", "fedassay").one_line()
+    assert "Did you mean `digits-fedassay`?" in run_cli("presets", "digit-fedassay").one_line()
+    assert "Did you mean `digits-fedassay`?" in run_cli("presets", "digits").one_line()
+    assert "Did you mean `digits-fedassay` or" in run_cli("presets", "fedassay").one_line()
 
 
 def test_the_version_is_printed_by_the_module():
@@ -211,13 +211,13 @@ def test_the_error_of_wrong_seeds_is_one_line(tmp_path, text):
     path = write(tmp_path / "tiny.toml")
     assert (
         "--seeds needs whole numbers"
-        in here("run", path, "--seeds", text, "--out", tmp_path / "run").one_line()
+        in run_cli("run", path, "--seeds", text, "--out", tmp_path / "run").one_line()
     )
 
 
 @pytest.mark.parametrize("change", ["rounds", "=3", "", "rounds:3"])
 def test_set_needs_a_key_and_a_value(tmp_path, change):
-    line = here(
+    line = run_cli(
         "run", write(tmp_path / "tiny.toml"), "--set", change, "--out", tmp_path / "run"
     ).one_line()
     assert line == f"--set needs KEY=VALUE, got {change!r}"
@@ -225,7 +225,7 @@ def test_set_needs_a_key_and_a_value(tmp_path, change):
 
 def test_a_run_has_a_clean_twin_a_local_baseline_and_a_table(tmp_path):
     path, out = write(tmp_path / "tiny.toml"), tmp_path / "run"
-    done = here("run", path, "--set", "rounds=2", "--set", "agents.budget = 2", "--seeds", "5,1001", "--clean-twin", "--local-baseline",
+    done = run_cli("run", path, "--set", "rounds=2", "--set", "agents.budget = 2", "--seeds", "5,1001", "--clean-twin", "--local-baseline",
                 "--out", out, "--workers", 1)  # fmt: skip
     assert (done.status, done.out) == (0, "")
     assert "tiny seed 1001: round 2/2 accuracy" in done.err
@@ -236,7 +236,7 @@ def test_a_run_has_a_clean_twin_a_local_baseline_and_a_table(tmp_path):
     assert set(run.records["round"]) == {1, 2}
     assert fedcb2o.Run(tmp_path / "run-clean").config["agents"]["malicious_role"] == "clean"
     assert fedcb2o.Run(tmp_path / "run-local").config["algorithm"] == {"name": "local_training"}
-    table = here("compare", out, tmp_path / "run-clean")
+    table = run_cli("compare", out, tmp_path / "run-clean")
     assert table.status == 0
     assert "Gain over training alone" in table.out
     assert "Attack success rate" in table.out
@@ -245,15 +245,15 @@ def test_a_run_has_a_clean_twin_a_local_baseline_and_a_table(tmp_path):
 def test_quiet_prints_results_and_errors_only(tmp_path):
     path = write(tmp_path / "tiny.toml", rounds=1, agents={"malicious_role": "clean"})
     out = tmp_path / "run"
-    done = here("run", path, "--clean-twin", "--out", out, "--workers", 1)
+    done = run_cli("run", path, "--clean-twin", "--out", out, "--workers", 1)
     assert "Note: tiny has no clean counterpart" in done.err
     assert "Done. For a table: fedcb2o compare" in done.err
     for words in (("--quiet", "run", path), ("run", path, "--quiet", "--clean-twin")):
-        quiet = here(*words, "--out", out, "--workers", 1, "--resume")
+        quiet = run_cli(*words, "--out", out, "--workers", 1, "--resume")
         assert (quiet.status, quiet.out, quiet.err) == (0, "", "")
-    assert here("--quiet", "compare", out).out == here("compare", out).out != ""
-    assert here("--quiet", "run", path, "--out", out).one_line().startswith(str(out))
-    assert "processes" in here("--verbose", "run", path, "--out", out, "--seeds", "3").err
+    assert run_cli("--quiet", "compare", out).out == run_cli("compare", out).out != ""
+    assert run_cli("--quiet", "run", path, "--out", out).one_line().startswith(str(out))
+    assert "processes" in run_cli("--verbose", "run", path, "--out", out, "--seeds", "3").err
 
 
 def test_a_former_name_in_a_file_logs_one_line(tmp_path):
@@ -263,17 +263,17 @@ def test_a_former_name_in_a_file_logs_one_line(tmp_path):
     assert (done.status, done.err.count("\n")) == (0, 1)
     assert done.err.startswith("Note: `judged_at` of `fedcb2o` is now `guards.interpolation`;")
     assert "interpolation = 0.5" in done.out
-    assert here("--quiet", "presets", path).err == ""
+    assert run_cli("--quiet", "presets", path).err == ""
 
 
 def test_several_experiments_each_have_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = [write(tmp_path / f"{name}.toml", name=name, rounds=1) for name in ("one", "two")]
-    assert here("run", *paths, "--out", "both", "--workers", 1).status == 0
+    assert run_cli("run", *paths, "--out", "both", "--workers", 1).status == 0
     assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["one", "two"]
-    assert here("run", paths[0], "--workers", 1).status == 0
+    assert run_cli("run", paths[0], "--workers", 1).status == 0
     assert fedcb2o.Run(tmp_path / "runs" / "one").complete
-    nested = here("compare", "both")
+    nested = run_cli("compare", "both")
     assert nested.one_line().endswith("it holds the runs one, two: name those")
 
 
@@ -367,7 +367,7 @@ def test_a_users_functions_give_the_same_bits_in_a_script_and_a_configuration(
     (tmp_path / "parts.py").write_text(PARTS)
     (tmp_path / "mine.toml").write_text(tomli_w.dumps(FILE))
     (tmp_path / "script.py").write_text(PARTS + SCRIPT)
-    done = here("run", "mine.toml", "--out", "configured", "--workers", 1)
+    done = run_cli("run", "mine.toml", "--out", "configured", "--workers", 1)
     assert done.status == 0, done.err
     del sys.modules["parts"]
     with (tmp_path / "script.py").open() as script:

@@ -14,7 +14,7 @@ from fedcb2o.cli.minimize import summary
 from fedcb2o.cli.minimize.problem import resolve_problem
 from fedcb2o.cli.minimize.recorder import run_recorded
 from fedcb2o.particles import adversaries, problem, problems, theory
-from tests.tiny import command, here
+from tests.tiny import command, run_cli
 
 CIRCLE = problem("circle")
 SMALL = ("--num-particles", 40, "--maxiter", 60)
@@ -55,7 +55,7 @@ def read(path):
 
 
 def test_a_run_has_the_results_of_python(folder):
-    done = here("minimize", "circle", *SMALL, "--seed", 3, "--delta-q", 0.001)
+    done = run_cli("minimize", "circle", *SMALL, "--seed", 3, "--delta-q", 0.001)
     assert done.status == 0, done.err
     table = read(folder / "runs" / "minimize-circle" / "result.json")
     expected = fedcb2o.minimize(
@@ -184,7 +184,9 @@ def test_v_of_stopped_runs_is_constant_and_memory_is_bounded():
 
 
 def test_an_unknown_target_is_the_last_consensus_point(folder):
-    done = here("minimize", "--lower", "minimise_mine:counted", "--dim", 3, *SMALL, "--no-figure")
+    done = run_cli(
+        "minimize", "--lower", "minimise_mine:counted", "--dim", 3, *SMALL, "--no-figure"
+    )
     assert done.status == 0, done.err
     table = read(folder / "runs" / "minimize-own" / "result.json")
     assert (table["target"], table["error"], table["success_rate"], table["upper"]) == (None,) * 4
@@ -210,7 +212,7 @@ def test_a_users_functions_may_have_a_target(folder):
         "--target",
         "-1,0",
     )
-    done = here(
+    done = run_cli(
         "minimize", *words, *SMALL, "--bounds", "-2,2", "--out", "out", "--no-figure", "--beta", 0.3
     )
     assert done.status == 0, done.err
@@ -221,7 +223,9 @@ def test_a_users_functions_may_have_a_target(folder):
 
 
 def test_the_success_rate_counts_runs_near_the_target(folder):
-    done = here("minimize", "waves-1d", "--runs", 4, "--maxiter", 40, "--tol", 0.5, "--out", "out")
+    done = run_cli(
+        "minimize", "waves-1d", "--runs", 4, "--maxiter", 40, "--tol", 0.5, "--out", "out"
+    )
     assert done.status == 0, done.err
     table = read(folder / "out" / "result.json")
     assert len(table["x"]) == len(table["error"]) == 4
@@ -232,7 +236,7 @@ def test_the_success_rate_counts_runs_near_the_target(folder):
 
 @pytest.mark.parametrize("name", ["waves-1d", "parabola-ackley", "rastrigin", "two-circles"])
 def test_problems_of_each_shape_have_a_figure(folder, name):
-    done = here(
+    done = run_cli(
         "minimize", name, "--num-particles", 30, "--batch", 30, "--maxiter", 12, "--out", "out"
     )
     assert done.status == 0, done.err
@@ -254,7 +258,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_adversaries_equal_the_ones_of_python(folder, kind):
     adversary, options = KINDS[kind]
-    done = here(
+    done = run_cli(
         "minimize",
         "circle",
         *SMALL,
@@ -288,7 +292,9 @@ def test_adversaries_equal_the_ones_of_python(folder, kind):
 
 
 def test_a_note_is_one_line_of_the_error_stream(folder):
-    done = here("minimize", "circle", *SMALL, "--noise", "isotropic", "--sigma1", 2, "--no-figure")
+    done = run_cli(
+        "minimize", "circle", *SMALL, "--noise", "isotropic", "--sigma1", 2, "--no-figure"
+    )
     assert [line.split(":")[0] for line in done.err.splitlines()] == [
         "Note",
         "Wrote runs/minimize-circle/result.json",
@@ -299,7 +305,7 @@ def test_a_note_is_one_line_of_the_error_stream(folder):
 
 @pytest.mark.parametrize("kind", ["gif", "html"])
 def test_an_animation_is_written_on_request(folder, kind):
-    done = here(
+    done = run_cli(
         "minimize", "waves-1d", "--maxiter", 6, "--animate", kind, "--no-figure", "--out", "out"
     )
     assert done.status == 0, done.err
@@ -312,13 +318,15 @@ def test_an_animation_is_written_on_request(folder, kind):
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_run_without_steps_has_a_result(folder, steps):
-    done = here("minimize", "circle", "--maxiter", steps, "--out", "out", "--adversary", "random")
+    done = run_cli(
+        "minimize", "circle", "--maxiter", steps, "--out", "out", "--adversary", "random"
+    )
     assert done.status == 0, done.err
     assert read(folder / "out" / "result.json")["nit"] == steps
 
 
 def test_diverging_particles_are_drawn_without_warnings(folder):
-    done = here(
+    done = run_cli(
         "minimize",
         "two-circles",
         "--lambda2",
@@ -339,14 +347,14 @@ def test_diverging_particles_are_drawn_without_warnings(folder):
 
 
 def test_the_list_has_one_line_per_problem():
-    done = here("minimize", "--list")
+    done = run_cli("minimize", "--list")
     assert (done.status, done.err) == (0, "")
     assert [line.split()[0] for line in done.out.splitlines()] == list(problems())
     assert all(len(line.split()) > 3 for line in done.out.splitlines())
 
 
 def test_help_contains_the_options():
-    done = here("minimize", "--help")
+    done = run_cli("minimize", "--help")
     assert done.status == 0
     for word in (
         "[PROBLEM]",
@@ -393,19 +401,21 @@ def test_help_contains_the_options():
     ],
 )  # fmt: skip
 def test_the_error_of_bad_input_is_one_line(words, line):
-    assert line in here("minimize", *words).one_line()
+    assert line in run_cli("minimize", *words).one_line()
 
 
 @pytest.mark.parametrize(
     "words", [["--radius", "1e308"], ["--sigma1", "1e200"], ["--xtol", "1e308"], ["--seed", 10**30]]
 )
 def test_huge_numbers_are_accepted(words):
-    done = here("minimize", "circle", "--maxiter", 1, "--num-particles", 20, "--no-figure", *words)
+    done = run_cli(
+        "minimize", "circle", "--maxiter", 1, "--num-particles", 20, "--no-figure", *words
+    )
     assert (done.status, done.err.splitlines()[-1]) == (0, "Wrote runs/minimize-circle/result.json")
 
 
 def test_start_and_number_of_evaluations_are_options(folder):
-    done = here("minimize", "circle", *SMALL, "--x0=-1,0.5", "--spread", 0.5, "--maxfev", 1000)
+    done = run_cli("minimize", "circle", *SMALL, "--x0=-1,0.5", "--spread", 0.5, "--maxfev", 1000)
     assert done.status == 0, done.err
     table = read(folder / "runs" / "minimize-circle" / "result.json")
     expected = fedcb2o.minimize(
@@ -443,7 +453,7 @@ def test_the_command_runs_as_a_process(folder):
 def test_the_error_of_delta_q_is_stated():
     """G is least at sqrt(1 + sqrt(delta_q)) if L <= delta_q: 0.0488 from the target."""
     words = ["minimize", "circle", "--adversary", "static", "--delta-q", 0.01, "--no-figure"]
-    done = here(*words, "--maxfev", 6000)
+    done = run_cli(*words, "--maxfev", 6000)
     assert "error 0.0488" in done.out
     assert (
         "G at x is 0.0952 less than at the target, and L 0.01 more: a smaller delta_q" in done.out
@@ -455,7 +465,7 @@ def test_the_objective_may_be_a_function_of_one_point(folder):
     (folder / "one_point.py").write_text(
         "def lower(x):\n    return (x[0] - 1) ** 2 + abs(x[1])\n", encoding="utf-8"
     )
-    done = here("minimize", "--lower", "one_point:lower", "--dim", 2, "--maxfev", 3000)
+    done = run_cli("minimize", "--lower", "one_point:lower", "--dim", 2, "--maxfev", 3000)
     assert done.status == 0, done.err
     table = read(folder / "runs" / "minimize-own" / "result.json")
     assert table["x"] == pytest.approx([1, 0], abs=1e-3)

@@ -9,7 +9,7 @@ import pytest
 
 import fedcb2o
 from tests import test_docs
-from tests.tiny import here
+from tests.tiny import run_cli
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted((DOCS / "howto").glob("*.md"))
@@ -42,7 +42,7 @@ def test_the_tutorial_has_the_same_numbers_from_toml_and_python(tmp_path, monkey
     (tmp_path / "mine.py").write_text(parts)
     (tmp_path / "wine.toml").write_text(toml.replace("rounds = 10", "rounds = 2"))
     monkeypatch.chdir(tmp_path)
-    assert here("run", "wine.toml", "--seeds", "0", "--quiet", "--out", "toml").status == 0
+    assert run_cli("run", "wine.toml", "--seeds", "0", "--quiet", "--out", "toml").status == 0
 
     names = {}
     exec(parts + python.replace("[0, 1, 2]", "[0]").replace('"rounds": 10', '"rounds": 2'), names)

@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 
 from fedcb2o.safe_stdio import SafeStream, safe_streams
-from tests.tiny import ENVIRONMENT, FEDCB2O, TINY, bits, here, tiny, write
+from tests.tiny import ENVIRONMENT, FEDCB2O, TINY, bits, run_cli, tiny, write
 
 # A user's function that prints more than a buffer holds, in the main process and in workers.
 PRINTING_CRITERION = textwrap.dedent("""
@@ -73,7 +73,7 @@ def printing_run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
-        assert here("run", path, "--out", folder / "said", "--workers", 1).status == 0
+        assert run_cli("run", path, "--out", folder / "said", "--workers", 1).status == 0
     return folder, bits(folder / "said")
 
 

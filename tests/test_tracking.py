@@ -10,7 +10,7 @@ from fedcb2o.cli import completion
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.records import read_lines
 from fedcb2o.tracking import round_scalars, sync, trackers
-from tests.tiny import StopError, here, stop_after, tiny, write
+from tests.tiny import StopError, run_cli, stop_after, tiny, write
 
 LINE = {
     "round": 3,
@@ -119,7 +119,7 @@ def test_mlflow_has_every_round_once_after_a_stop_and_a_resume(tmp_path):
         assert status == "FINISHED"
     assert not list(tmp_path.glob("mlruns"))
     other = fedcb2o.run(tiny(rounds=1, training={"gamma": 0.06}), out=tmp_path / "other", workers=1)
-    assert here("track", other.folder, "--to", f"mlflow={uri}").status == 0
+    assert run_cli("track", other.folder, "--to", f"mlflow={uri}").status == 0
     assert metrics(uri)["other seed 1000"][0] == approx_float32(expected(other, 1000))
     assert not list(other.folder.glob("mlflow.db"))
 
@@ -129,12 +129,12 @@ def test_the_command_copies_a_finished_run_to_another_folder(tmp_path, monkeypat
     path = write(tmp_path / "tiny.toml", rounds=2)
     for name, gamma in (("a", 0.05), ("b", 0.06)):
         assert (
-            here("run", path, "--out", f"{name}/mine", "--set", f"training.gamma={gamma}").status
+            run_cli("run", path, "--out", f"{name}/mine", "--set", f"training.gamma={gamma}").status
             == 0
         )
     run = fedcb2o.Run("a/mine")
     assert (
-        here(
+        run_cli(
             "track",
             "a/mine",
             "--to",
@@ -142,10 +142,10 @@ def test_the_command_copies_a_finished_run_to_another_folder(tmp_path, monkeypat
         ).status
         == 0
     )
-    assert here("track", "a/mine", "--to", "tensorboard=logs").status == 0
+    assert run_cli("track", "a/mine", "--to", "tensorboard=logs").status == 0
     assert scalars("logs/mine/seed-1000") == approx_float32(expected(run, 1000))
     assert len(list((tmp_path / "logs/mine/seed-1000").glob("*tfevents*"))) == 1
-    line = here("track", "b/mine", "--to", "tensorboard=logs").one_line()
+    line = run_cli("track", "b/mine", "--to", "tensorboard=logs").one_line()
     assert (
         line
         == "logs/mine/seed-1000 holds the events of another run: name another folder, tensorboard=DIR"
@@ -188,7 +188,7 @@ def test_a_grid_tracks_each_cell_and_baseline(tmp_path):
 )
 def test_a_wrong_tracker_is_refused_before_the_run(tmp_path, target, line):
     path, out = write(tmp_path / "tiny.toml"), tmp_path / "run"
-    assert here("run", path, "--out", out, "--track", target).one_line().startswith(line)
+    assert run_cli("run", path, "--out", out, "--track", target).one_line().startswith(line)
     assert not out.exists()
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import fedcb2o
 from fedcb2o.federated.criteria import universal_perturbation
 from tests import reference
-from tests.whole import Done, Whole, turned
+from tests.whole import RoundResult, WholeRun, turned
 
 SEED = 1000
 
@@ -283,7 +283,7 @@ def test_a_run_of_a_built_in_network_equals_plain_loops(changes, tmp_path):
 def check_run(changes: dict[str, Any], tmp_path: Path, tolerances: Tolerances) -> None:
     path = write(tmp_path / "whole.toml", changes)
     folder = fedcb2o.run(path, out=tmp_path / "run", workers=1).folder / f"seed-{SEED}"
-    whole = Whole(path, SEED, margin=tolerances.margin)
+    whole = WholeRun(path, SEED, margin=tolerances.margin)
     check_population(whole, json.loads((folder / "agents.json").read_text()))
     records = list(zip(lines(folder, "metrics"), lines(folder, "pairs"), strict=True))
     assert len(records) == whole.settings["rounds"]
@@ -294,7 +294,7 @@ def check_run(changes: dict[str, Any], tmp_path: Path, tolerances: Tolerances) -
     check_state(whole, load_file(folder / "checkpoint.safetensors"), tolerances)
 
 
-def check_population(whole: Whole, about: dict[str, Any]) -> None:
+def check_population(whole: WholeRun, about: dict[str, Any]) -> None:
     shares, y = whole.shares, whole.dataset.pool.y
     source, agents = whole.settings["attack"]["source"], whole.settings["agents"]
     K = agents["num_clusters"]
@@ -318,7 +318,7 @@ def check_population(whole: Whole, about: dict[str, Any]) -> None:
     assert about["source_in_validation"] == expected
 
 
-def check_decisions(done: Done, pairs: dict[str, Any], tolerances: Tolerances) -> None:
+def check_decisions(done: RoundResult, pairs: dict[str, Any], tolerances: Tolerances) -> None:
     assert pairs["round"] == done.n + 1
     assert pairs["asked"] == [info.asked for info in done.infos], done.n
     assert pairs["ids"] == [info.received for info in done.infos], done.n
@@ -333,7 +333,7 @@ def check_decisions(done: Done, pairs: dict[str, Any], tolerances: Tolerances) -
 
 
 def check_metrics(
-    whole: Whole, done: Done, metrics: dict[str, Any], tolerances: Tolerances
+    whole: WholeRun, done: RoundResult, metrics: dict[str, Any], tolerances: Tolerances
 ) -> None:
     expected: dict[str, list[float | None]] = {"validation_loss": [], "malicious_weight": []}
     for j, (agent, info) in enumerate(zip(whole.agents, done.infos, strict=True)):
@@ -357,7 +357,7 @@ def numbers(values: list[float | None]) -> list[float]:
     return [math.nan if value is None else value for value in values]
 
 
-def check_scores(whole: Whole, done: Done, metrics: dict[str, Any]) -> None:
+def check_scores(whole: WholeRun, done: RoundResult, metrics: dict[str, Any]) -> None:
     for name, uncertainty in (
         ("accuracy", "unsure"),
         ("source_accuracy", "source_unsure"),
@@ -377,7 +377,7 @@ def check_scores(whole: Whole, done: Done, metrics: dict[str, Any]) -> None:
                 )
 
 
-def check_state(whole: Whole, state: dict[str, torch.Tensor], tolerances: Tolerances) -> None:
+def check_state(whole: WholeRun, state: dict[str, torch.Tensor], tolerances: Tolerances) -> None:
     start = 0
     for j, agent in enumerate(whole.agents):
         theta = torch.cat([p.detach().flatten() for p in agent.module.parameters()])

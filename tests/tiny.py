@@ -69,7 +69,7 @@ def write(path: Path, **changes: Any) -> Path:
 
 
 @dataclass(frozen=True)
-class Done:
+class CommandResult:
     """Exit status and output of a command."""
 
     status: int
@@ -87,7 +87,7 @@ class Done:
         return lines[0].removeprefix("Error: ")
 
 
-def here(*arguments: object) -> Done:
+def run_cli(*arguments: object) -> CommandResult:
     """Run `fedcb2o ARGUMENTS` in this process, which saves seconds."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -100,19 +100,19 @@ def here(*arguments: object) -> Done:
             status = error.code if isinstance(error.code, int) else int(error.code is not None)
         finally:
             sys.argv = before
-    return Done(status, out.getvalue(), err.getvalue())
+    return CommandResult(status, out.getvalue(), err.getvalue())
 
 
 def command(
     *arguments: object, cwd: Path | None = None, program: str | Path = FEDCB2O, **options: Any
-) -> Done:
+) -> CommandResult:
     """Run `fedcb2o ARGUMENTS` as a process."""
     done = subprocess.run(
         [program, *map(str, arguments)],
         cwd=cwd, env=ENVIRONMENT, text=True, timeout=120,
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options},
     )  # fmt: skip
-    return Done(done.returncode, done.stdout or "", done.stderr or "")
+    return CommandResult(done.returncode, done.stdout or "", done.stderr or "")
 
 
 class StopError(Exception):
@@ -145,7 +145,7 @@ def bits(folder: Path, seed: int = 1000) -> dict[str, bytes]:
     return content
 
 
-def bits_however(folder: Path, experiment: Mapping[str, Any]) -> dict[str, bytes]:
+def bits_for_any_workers(folder: Path, experiment: Mapping[str, Any]) -> dict[str, bytes]:
     """Run with one process, and resume after round 1 with two; the bits must be equal.
 
     The interrupted run has one or two processes. The worker pool stays for later tests.

@@ -31,7 +31,7 @@ def received(ids: torch.Tensor, num_samples: torch.Tensor | None = None) -> Rece
     return Received(ids, ids, counts, torch.zeros_like(ids))
 
 
-def local(**changes) -> AgentContext:
+def context_without_contacts(**changes) -> AgentContext:
     """Return the context of an agent without contacts."""
     contacts = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
     defaults = {
@@ -56,7 +56,7 @@ def losses(mean, by_class, present) -> Losses:
     return Losses(mean, by_class, present, entropy, by_class[:, present], labels)
 
 
-def judged(by_class, own_by_class, present=None, n=0) -> CriterionInput:
+def criterion_input(by_class, own_by_class, present=None, n=0) -> CriterionInput:
     """Return a view with given class losses; the mean loss is their mean over present classes."""
     by_class = torch.tensor(by_class, dtype=torch.float64).reshape(-1, len(own_by_class))
     own = torch.tensor([own_by_class], dtype=torch.float64)
@@ -70,11 +70,11 @@ def judged(by_class, own_by_class, present=None, n=0) -> CriterionInput:
         received(torch.arange(m)),
         received(torch.tensor([m])),
         no_losses,
-        local(),
+        context_without_contacts(),
     )
 
 
-def weigh(algorithm: Algorithm, view: CriterionInput) -> RuleOutput:
+def apply_algorithm(algorithm: Algorithm, view: CriterionInput) -> RuleOutput:
     """Compute lines 5 and 6 of Algorithm 2 for one agent."""
     G = algorithm.criterion_values(view)
     return consensus_weights(algorithm, view, G, {})[0]
@@ -96,7 +96,7 @@ def ten_models(d=5, seed=0):
     return torch.from_numpy(stream(seed, "models").normal(size=(10, d))).float()
 
 
-def complete():
+def complete_links():
     """Return links of each agent to all others of its cluster."""
     cluster = np.array([0, 0, 0, 0, 1, 1])
     return (cluster[:, None] == cluster) & ~np.eye(6, dtype=bool)
@@ -109,7 +109,7 @@ def view_of(
     agent=4,
     losses=None,
     see=("fellows", "benign"),
-    links=complete,
+    links=complete_links,
     factor_pairs=(),
 ):
     """Return the view of an attacker in a round."""

@@ -93,7 +93,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Done:
+class RoundResult:
     """One round: mean training losses and decisions of all agents, scores of the benign ones."""
 
     n: int
@@ -102,7 +102,7 @@ class Done:
     scores: dict[int, Scores] | None  # by agent id; None in rounds without evaluation
 
 
-class Whole:
+class WholeRun:
     """A run of one seed by the settings of a TOML file."""
 
     def __init__(self, path: Path, seed: int, *, margin: float) -> None:
@@ -119,7 +119,7 @@ class Whole:
         clusters = range(len(counts_of(self.settings["agents"], "benign")))
         self.scored_on = [self._scored_on(cluster) for cluster in clusters]
 
-    def rounds(self) -> Iterator[Done]:
+    def rounds(self) -> Iterator[RoundResult]:
         """Run Algorithm 1; yield the result of each round."""
         for n in range(self.settings["rounds"]):
             self._poison(n)
@@ -134,7 +134,7 @@ class Whole:
             )
             interval, last = self.settings["evaluate_every"], self.settings["rounds"] - 1
             is_evaluated = (n + 1) % interval == 0 or n == last
-            yield Done(
+            yield RoundResult(
                 n,
                 [sum(losses) / len(losses) for losses in steps],
                 infos,

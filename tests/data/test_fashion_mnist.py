@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.data.image_files import at, contents, md5, names, served, write
-from tests.tiny import here
+from tests.tiny import run_cli
 
 from fedcb2o.data import fashion_mnist, mnist
 from fedcb2o.data.downloads import download, import_files
@@ -82,10 +82,10 @@ def test_files_of_a_package_are_read_unless_own_files_exist(tmp_path, monkeypatc
     monkeypatch.setenv("FEDCB2O_DATA", str(own_folder))
     monkeypatch.setattr(MODULE, "RELEASE", replace(RELEASE, system_folder=packaged))
     assert len(fashion_mnist().pool) == 20
-    assert f"4 files in {packaged}" in here("data", "fashion_mnist").out  # nothing is fetched
+    assert f"4 files in {packaged}" in run_cli("data", "fashion_mnist").out  # nothing is fetched
     assert (
         f"4 files in {own_folder}"
-        in here("data", "fashion_mnist", "--from", write(tmp_path / "mine", contents())).out
+        in run_cli("data", "fashion_mnist", "--from", write(tmp_path / "mine", contents())).out
     )
     assert len(fashion_mnist().pool) == 30
     (own_folder / LABELS).unlink()
@@ -109,7 +109,7 @@ def test_download(tmp_path, monkeypatch):
         monkeypatch.setattr(
             MODULE, "RELEASE", at(replace(RELEASE, system_folder=None), address, bodies)
         )
-        result = here("data", "fashion_mnist")
+        result = run_cli("data", "fashion_mnist")
     assert result.status == 0
     assert f"4 files in {tmp_path}" in result.out
     assert "fedcb2o run digits-fedassay --set data.name=fashion_mnist" in result.out

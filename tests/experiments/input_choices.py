@@ -141,10 +141,6 @@ CHANNELS: Table = {
 }
 
 
-def renamed(samples: Any, values: Array) -> Any:
-    return frame(values.reshape(len(values), -1)).rename(columns={"f0": "other"})
-
-
 def other_bytes(samples: Any, values: Array) -> Any:
     return values * 255.0 if values.dtype == np.uint8 else np.minimum(abs(values * 15.0), 255).astype(np.uint8)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.networks import with_norms
-from tests.tiny import bits_however, tiny
+from tests.tiny import bits_for_any_workers, tiny
 from torch import nn
 
 from fedcb2o.errors import ConfigError
@@ -67,7 +67,7 @@ def experiment(model, **options):
 
 @pytest.mark.parametrize("buffers", ["shared", "local", "dropped"])
 def test_batch_norms_give_the_same_bits_in_one_and_two_processes(tmp_path, buffers):
-    bits_however(tmp_path, experiment(with_norms, buffers=buffers))
+    bits_for_any_workers(tmp_path, experiment(with_norms, buffers=buffers))
     models = load_file(tmp_path / "one" / "seed-1000" / "checkpoint.safetensors")["models"]
     parameters = sum(p.numel() for p in with_norms((1, 8, 8), 10).parameters())
     assert models[:, parameters + 24 * (buffers == "shared") :].eq(0).all()
@@ -77,7 +77,7 @@ def test_batch_norms_give_the_same_bits_in_one_and_two_processes(tmp_path, buffe
 
 
 def test_agents_do_not_exchange_a_frozen_base(tmp_path):
-    bits_however(tmp_path, experiment(adapted, rank=3))
+    bits_for_any_workers(tmp_path, experiment(adapted, rank=3))
     models = load_file(tmp_path / "one" / "seed-1000" / "checkpoint.safetensors")["models"]
     assert models.shape[1] == -(-3 * (64 + 32 + 32 + 10) // 16) * 16
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import tomli_w
 from tests.experiments.test_grid import ALIE, FLIP, MEAN, grid
-from tests.tiny import here
+from tests.tiny import run_cli
 
 from fedcb2o import _former_keys, bench, records
 from fedcb2o.errors import ConfigError, RunError
@@ -187,7 +187,7 @@ def test_a_grid_runs_each_defence_under_its_worst_strength(tmp_path):
             grid_with_strengths(name="mine", attacks=attacks, adversary={"seeds": [1002]})
         )
     )
-    assert here("bench", path, "--out", out, "--jobs", 1).status == 0
+    assert run_cli("bench", path, "--out", out, "--jobs", 1).status == 0
     choices = json.loads((out / "strengths.json").read_text())["choices"]
     assert {choice["defence"] for choice in choices} == {"FedCB2O", "DFedAvgM"}
     for choice in choices:
@@ -200,9 +200,9 @@ def test_a_grid_runs_each_defence_under_its_worst_strength(tmp_path):
             probed = Run(out / "strengths" / choice["defence"].lower() / "alie" / str(number))
             assert result["accuracy"] == [probed.summary_of(1002)["accuracy"]]
     before = {p: p.read_bytes() for p in out.rglob("summary.json")}
-    assert here("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
+    assert run_cli("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
     (out / "strengths.json").unlink()  # a lost file is written again from the runs
-    assert here("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
+    assert run_cli("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
     assert json.loads((out / "strengths.json").read_text())["choices"] == choices
     assert {p: p.read_bytes() for p in out.rglob("summary.json")} == before
 

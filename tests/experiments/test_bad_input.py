@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.tiny import ENVIRONMENT, Done, bits, here, tiny, write
+from tests.tiny import ENVIRONMENT, CommandResult, bits, run_cli, tiny, write
 from torch import nn
 
 from fedcb2o.errors import ConfigError, RunError
@@ -29,7 +29,7 @@ def path(tmp_path):
     "change", ["roundz=3", "algorithm.alfa=1", "agents.budget=6", "training.gamma=nan"]
 )
 def test_a_wrong_setting_gives_a_one_line_error(tmp_path, path, change):
-    line = here("run", path, "--out", tmp_path / "run", "--set", change).one_line()
+    line = run_cli("run", path, "--out", tmp_path / "run", "--set", change).one_line()
     assert line.startswith(f"{path} with changes: ")
     key, _, value = change.partition("=")
     with pytest.raises(ConfigError, match=re.escape(line)):
@@ -80,7 +80,7 @@ def test_an_unreadable_experiment_gives_a_one_line_error(tmp_path, monkeypatch, 
     Path("number.toml").write_text("extends = 3")
     Path("old").mkdir()
     Path("old/config.toml").write_text("rounds = 3")
-    assert NAMES[name] in here("run", name).one_line()
+    assert NAMES[name] in run_cli("run", name).one_line()
     assert not Path("runs").exists()
 
 
@@ -107,13 +107,13 @@ DATA = {
 def test_settings_that_do_not_fit_the_data_give_a_one_line_error(tmp_path, path, change):
     out = tmp_path / "run"
     step = ["--set", "algorithm.mixing_factor=1.0"]
-    line = here("run", path, "--out", out, "--workers", 1, "--set", change, *step).one_line()
+    line = run_cli("run", path, "--out", out, "--workers", 1, "--set", change, *step).one_line()
     assert DATA[change] in line
     if change.startswith("training"):
         assert " is not finite in round 1; a smaller `training.gamma` usually helps" in line
     else:  # the folder stays free for the corrected experiment
         assert not out.exists()
-        assert here("run", path, "--out", out, "--workers", 1).status == 0
+        assert run_cli("run", path, "--out", out, "--workers", 1).status == 0
 
 
 def test_later_divergence_names_agent_and_round_and_keeps_finished_rounds(tmp_path):
@@ -140,17 +140,19 @@ def test_later_divergence_names_agent_and_round_and_keeps_finished_rounds(tmp_pa
 
 
 def test_missing_and_wrong_data_files_give_a_one_line_error(tmp_path):
-    missing = here(
+    missing = run_cli(
         "run", "emnist-fedassay", "--data-dir", tmp_path, "--out", tmp_path / "run"
     ).one_line()
     assert "EMNIST: no file emnist-balanced-train-images-idx3-ubyte" in missing
     assert "get the files with `fedcb2o data emnist`" in missing
     for part in ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1"):
         (tmp_path / f"emnist-balanced-{part}-ubyte").write_bytes(b"no IDX file")
-    assert "is not an IDX file" in here("run", "emnist-fedassay", "--data-dir", tmp_path).one_line()
+    assert (
+        "is not an IDX file" in run_cli("run", "emnist-fedassay", "--data-dir", tmp_path).one_line()
+    )
     (tmp_path / "bare").mkdir()
     for source, note in (("nowhere", " (there is no such folder)"), ("bare", "")):
-        line = here(
+        line = run_cli(
             "data", "emnist", "--from", tmp_path / source, "--data-dir", tmp_path / "x"
         ).one_line()
         assert line.startswith(
@@ -170,10 +172,10 @@ def test_a_folder_locked_by_another_process_is_refused(tmp_path, path):
     out.mkdir()
     descriptor = os.open(out, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    assert "another process is writing to" in here("run", path, "--out", out).one_line()
+    assert "another process is writing to" in run_cli("run", path, "--out", out).one_line()
     assert not list(out.iterdir())
     os.close(descriptor)
-    assert here("run", path, "--out", out).status == 0
+    assert run_cli("run", path, "--out", out).status == 0
 
 
 def test_output_paths_with_other_content_are_refused_and_kept(tmp_path, path):
@@ -181,18 +183,18 @@ def test_output_paths_with_other_content_are_refused_and_kept(tmp_path, path):
     (tmp_path / "file").write_text("mine")
     assert (
         "file is not a folder: choose another"
-        in here("run", path, "--out", tmp_path / "file").one_line()
+        in run_cli("run", path, "--out", tmp_path / "file").one_line()
     )
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
     assert (
         f"{out} is not empty and holds no run: choose another"
-        in here("run", path, "--out", out).one_line()
+        in run_cli("run", path, "--out", out).one_line()
     )
     assert [entry.name for entry in out.iterdir()] == ["thesis.txt"]
     assert (
         "cannot create the folder"
-        in here("run", path, "--out", tmp_path / "file" / "run").one_line()
+        in run_cli("run", path, "--out", tmp_path / "file" / "run").one_line()
     )
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -227,7 +229,7 @@ VALUES = {
 
 @pytest.mark.parametrize("change", VALUES, ids=lambda change: change[:40])
 def test_an_invalid_value_gives_a_one_line_error(tmp_path, path, change):
-    line = here("run", path, "--out", tmp_path / "run", "--set", change).one_line()
+    line = run_cli("run", path, "--out", tmp_path / "run", "--set", change).one_line()
     assert VALUES[change] in line
     assert len(line) < 400
     assert not (tmp_path / "run").exists()
@@ -235,7 +237,7 @@ def test_an_invalid_value_gives_a_one_line_error(tmp_path, path, change):
 
 def test_the_error_of_an_unknown_rule_suggests_names(tmp_path, path):
     change = ["--set", "algorithm={name='by_rule', rule='median'}"]
-    line = here("run", path, "--out", tmp_path / "run", *change).one_line()
+    line = run_cli("run", path, "--out", tmp_path / "run", *change).one_line()
     assert (
         "there is no rule `median`. Did you mean `geometric_median` or `coordinate_median`?" in line
     )
@@ -243,20 +245,20 @@ def test_the_error_of_an_unknown_rule_suggests_names(tmp_path, path):
 
 def test_a_deeply_nested_run_configuration_gives_a_one_line_error(tmp_path, path):
     out = tmp_path / "run"
-    assert here("run", path, "--out", out, "--workers", 1).status == 0
+    assert run_cli("run", path, "--out", out, "--workers", 1).status == 0
     (out / "config.toml").write_text(f"a = {'[' * 100_000}{']' * 100_000}")
     for arguments in (
         ("run", path, "--out", out, "--resume"),
         ("compare", out),
         ("report", out, "--out", tmp_path / "page"),
     ):
-        assert "config.toml" in (line := here(*arguments).one_line())
+        assert "config.toml" in (line := run_cli(*arguments).one_line())
         assert "nested too deeply" in line
 
 
 def test_compare_refuses_the_folder_of_a_grid(tmp_path):
     (tmp_path / "grid.toml").write_text("rounds = 3")
-    line = here("compare", tmp_path).one_line()
+    line = run_cli("compare", tmp_path).one_line()
     assert line.endswith(
         f"it is that of a grid: `fedcb2o report {tmp_path}` shows it, and its runs are in "
         f"its cells/"
@@ -265,9 +267,9 @@ def test_compare_refuses_the_folder_of_a_grid(tmp_path):
 
 def test_the_error_of_an_unwritable_report_suggests_the_command_again(tmp_path, path):
     out, page = tmp_path / "run", tmp_path / "page"
-    assert here("run", path, "--out", out, "--workers", 1).status == 0
+    assert run_cli("run", path, "--out", out, "--workers", 1).status == 0
     (page / "report.html").mkdir(parents=True)
-    line = here("report", out, "--out", page).one_line()
+    line = run_cli("report", out, "--out", page).one_line()
     assert "report.html: Is a directory" in line
     assert line.endswith(
         "make room (or repair the folder) and give the command again, that of a run with --resume"
@@ -280,42 +282,42 @@ def test_the_error_of_an_unwritable_report_suggests_the_command_again(tmp_path, 
 )
 def test_an_unreadable_grid_file_gives_a_one_line_error(tmp_path, damage):
     (tmp_path / "grid.toml").write_bytes(damage.encode("latin-1"))
-    assert f"{tmp_path}/grid.toml cannot be read (" in here("report", tmp_path).one_line()
+    assert f"{tmp_path}/grid.toml cannot be read (" in run_cli("report", tmp_path).one_line()
 
 
 def test_an_existing_run_is_not_overwritten(tmp_path, path):
     out = tmp_path / "run"
-    assert here("run", path, "--out", out, "--workers", 1).status == 0
+    assert run_cli("run", path, "--out", out, "--workers", 1).status == 0
     before = bits(out)
-    again = here("run", path, "--out", out, "--workers", 1).one_line()
+    again = run_cli("run", path, "--out", out, "--workers", 1).one_line()
     assert again == (
         f"{out} already holds seed 1000 of this run: --resume continues it, or choose another --out"
     )
-    other = here("run", path, "--out", out, "--set", "agents.budget=2").one_line()
+    other = run_cli("run", path, "--out", out, "--set", "agents.budget=2").one_line()
     assert (
         other
         == f"{out} holds another run (`agents.budget` is 3 there and 2 here): choose another --out"
     )
     assert bits(out) == before
-    assert here("run", path, "--out", out, "--workers", 1, "--resume").status == 0
+    assert run_cli("run", path, "--out", out, "--workers", 1, "--resume").status == 0
     assert bits(out) == before
     assert (
-        here("run", path, "--out", out, "--workers", 1, "--seeds", "1001").status == 0
+        run_cli("run", path, "--out", out, "--workers", 1, "--seeds", "1001").status == 0
     )  # another seed is added
     for name, content in bits(out).items():
         assert name == "config.toml" or content == before[name]
     (out / "config.toml").write_text("rounds = = 3")
-    assert "config.toml cannot be read" in here("run", path, "--out", out).one_line()
-    assert "config.toml cannot be read" in here("compare", out).one_line()
-    assert "config.toml cannot be read" in here("run", path, "--out", out, "--resume").one_line()
+    assert "config.toml cannot be read" in run_cli("run", path, "--out", out).one_line()
+    assert "config.toml cannot be read" in run_cli("compare", out).one_line()
+    assert "config.toml cannot be read" in run_cli("run", path, "--out", out, "--resume").one_line()
     assert (out / "config.toml").read_text() == "rounds = = 3"
 
 
 def test_unreadable_runs_give_a_one_line_error(tmp_path, path):
-    assert "there is no run in " in here("compare", tmp_path / "nowhere").one_line()
+    assert "there is no run in " in run_cli("compare", tmp_path / "nowhere").one_line()
     assert (
         "was not written by `fedcb2o run`"
-        in here("report", tmp_path, "--out", tmp_path / "report").one_line()
+        in run_cli("report", tmp_path, "--out", tmp_path / "report").one_line()
     )
     assert not (tmp_path / "report").exists()
 
@@ -569,11 +571,11 @@ def change_for(name: str) -> dict[str, object]:
 
 DRIVER = """
 import json, sys, traceback
-from tests.tiny import here
+from tests.tiny import run_cli
 found = {}
 for name in json.load(open("cases.json")):
     try:
-        done = here("run", name + ".toml", "--out", "run-" + name, "--workers", 1)
+        done = run_cli("run", name + ".toml", "--out", "run-" + name, "--workers", 1)
         found[name] = [done.status, done.out, done.err]
     except BaseException:
         found[name] = [-1, "", traceback.format_exc()]
@@ -604,7 +606,7 @@ def case_outcomes(tmp_path_factory):
 @pytest.mark.parametrize("name", WRONG_FUNCTIONS)
 def test_a_wrong_user_function_gives_a_one_line_error(case_outcomes, name):
     folder, outcomes = case_outcomes
-    done = Done(*outcomes[name])
+    done = CommandResult(*outcomes[name])
     assert done.out == ""
     line = next(
         (

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 from tests.language import TALK
-from tests.tiny import ENVIRONMENT, here, tiny
+from tests.tiny import ENVIRONMENT, run_cli, tiny
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
@@ -358,7 +358,7 @@ def test_blocks_need_a_cluster(tmp_path):
     ],
 )
 def test_an_invalid_address_is_refused(arguments, message):
-    assert message in here(*arguments).one_line()
+    assert message in run_cli(*arguments).one_line()
 
 
 @pytest.fixture
@@ -440,7 +440,7 @@ def test_a_server_other_than_ray_is_refused(outside_cluster):
 )
 def test_the_default_address_is_this_machine(tmp_path, monkeypatch, arguments):
     monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs._runner"], "run", run_mock := Mock())
-    assert here("run", "digits-fedassay", *arguments).status == 0
+    assert run_cli("run", "digits-fedassay", *arguments).status == 0
     assert run_mock.call_args.kwargs["cluster"] == "local"
     assert run_mock.call_args.kwargs["blocks"] == (2 if "--blocks" in arguments else None)
 

@@ -14,7 +14,7 @@ import pytest
 import tomli_w
 import torch
 from tests.processes import assert_gone, needs_proc, start
-from tests.tiny import bits, here, tiny
+from tests.tiny import bits, run_cli, tiny
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
@@ -363,18 +363,18 @@ def test_an_unknown_grid_name_gives_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert (
         "there is no grid `quik`. Did you mean `quick`? Built in: "
-        in here("bench", "quik").one_line()
+        in run_cli("bench", "quik").one_line()
     )
-    assert here("bench").one_line().startswith("which grid? Name its file")
-    listed = here("bench", "--list")
+    assert run_cli("bench").one_line().startswith("which grid? Name its file")
+    listed = run_cli("bench", "--list")
     assert [line.split()[0] for line in listed.out.splitlines()] == list(grids())
-    assert "cannot read no.toml" in here("bench", "no.toml").one_line()
+    assert "cannot read no.toml" in run_cli("bench", "no.toml").one_line()
     Path("mine").mkdir()
     Path("mine/grid.toml").write_text("")
     assert (
         "mine is a grid's folder: `fedcb2o bench mine/grid.toml --out mine --resume` continues "
         "the grid"
-    ) in here("bench", "mine").one_line()
+    ) in run_cli("bench", "mine").one_line()
 
 
 def test_a_folder_with_other_files_gives_a_one_line_error(tmp_path):
@@ -384,7 +384,7 @@ def test_a_folder_with_other_files_gives_a_one_line_error(tmp_path):
     (full / "file").write_text("")
     assert (
         "full is not empty and holds no grid: choose another --out"
-        in here("bench", path, "--out", full).one_line()
+        in run_cli("bench", path, "--out", full).one_line()
     )
 
 
@@ -584,7 +584,7 @@ def bench_here(*arguments):
     """Run `fedcb2o bench ARGUMENTS` with all cells in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_grid_runner, "current_pool", NoWorkers)
-        return here("bench", *arguments, "--jobs", 1)
+        return run_cli("bench", *arguments, "--jobs", 1)
 
 
 @pytest.fixture(scope="module")
@@ -629,7 +629,7 @@ def test_a_grid_has_the_same_bits_as_separate_runs_of_its_cells(reference_grid, 
     for cell in (cells[0], cells[-1]):
         fedcb2o.run(cell.experiment, out=tmp_path / cell.kind, workers=1)
         assert bits(tmp_path / cell.kind) == bits(folder / cell.folder)
-    assert here("report", folder, "--out", tmp_path / "report").status == 0
+    assert run_cli("report", folder, "--out", tmp_path / "report").status == 0
     page = (tmp_path / "report" / "report.html").read_text()
     assert "partial" not in page
 
@@ -655,7 +655,7 @@ def test_the_command_line_changes_the_settings_that_cells_share(tmp_path):
         "--seeds",
         "4,7",
     )
-    assert here(*arguments, "--jobs", 1).status == 0
+    assert run_cli(*arguments, "--jobs", 1).status == 0
     table = tomllib.loads((out / "grid.toml").read_text())
     assert (table["seeds"], table["rounds"], table["training"]["batch_size"]) == ([4, 7], 1, 16)
     paths = {path.parent.parent.name: path for path in out.glob("cells/*/alie/config.toml")}
@@ -678,7 +678,7 @@ def test_the_command_line_changes_the_settings_that_cells_share(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
 def test_a_missing_device_gives_a_one_line_error_before_the_grid_starts(tmp_path):
-    message = here("bench", "quick", "--device", "cuda", "--out", tmp_path / "grid").one_line()
+    message = run_cli("bench", "quick", "--device", "cuda", "--out", tmp_path / "grid").one_line()
     assert message.startswith("`device` = 'cuda' is not a device that PyTorch")
     assert not list(tmp_path.glob("grid/*"))
 
@@ -687,7 +687,7 @@ def test_a_folder_with_runs_needs_resume_and_the_same_grid(reference_grid, tmp_p
     path, folder = reference_grid
     assert (
         "already holds runs of this grid: --resume continues it"
-        in here("bench", path, "--out", folder).one_line()
+        in run_cli("bench", path, "--out", folder).one_line()
     )
     other = tmp_path / "other.toml"
     changes = {
@@ -709,7 +709,7 @@ def test_a_folder_with_runs_needs_resume_and_the_same_grid(reference_grid, tmp_p
     }
     for message, change in changes.items():
         other.write_text(tomli_w.dumps(tuned(**{"name": "mine", "rounds": 6, **change})))
-        assert message in here("bench", other, "--out", folder, "--resume").one_line()
+        assert message in run_cli("bench", other, "--out", folder, "--resume").one_line()
     plan = load_grid(
         tuned(name="mine", rounds=6, attacks={"Label flip": FLIP, "ALIE": ALIE, "Gap": GAP})
     )
@@ -736,7 +736,7 @@ def test_a_damaged_file_in_a_grid_fails_only_its_cell(reference_grid, tmp_path):
     metrics = changed / "seed-1000" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace("0.1", "0.2", 1))
     (out / "cells.json").write_text("[]")
-    assert "cells.json is damaged" in here("report", out, "--out", tmp_path / "page").one_line()
+    assert "cells.json is damaged" in run_cli("report", out, "--out", tmp_path / "page").one_line()
     done = bench_here(path, "--out", out, "--resume")
     assert done.status == 1
     assert "3 of 15 cells failed" in done.err
@@ -757,7 +757,7 @@ def test_a_damaged_file_in_a_grid_fails_only_its_cell(reference_grid, tmp_path):
         ("report", out, "--out", tmp_path / "page"),
         ("bench", path, "--out", out, "--resume"),
     ):
-        assert "tuning.json is damaged" in here(*arguments).one_line()
+        assert "tuning.json is damaged" in run_cli(*arguments).one_line()
 
 
 def start_bench(path, out, jobs=2):
@@ -845,12 +845,12 @@ def test_a_failed_cell_is_reported_does_not_stop_others_and_is_tried_again(tmp_p
     (tmp_path / "mine.toml").write_text(
         tomli_w.dumps(grid(attacks=attacks, defences={"DFedAvgM": MEAN}))
     )
-    done = here("bench", "mine.toml", "--out", "out", "--jobs", 1)
+    done = run_cli("bench", "mine.toml", "--out", "out", "--jobs", 1)
     assert (done.status, done.out) == (1, "")
     assert "Failed: DFedAvgM, Mine: the tide is out" in done.err
     assert done.err.splitlines()[-1].startswith("1 of 4 cells failed; --resume tries them again.")
     assert fedcb2o.Run(tmp_path / "out/cells/dfedavgm/alie").complete
-    report = here("report", tmp_path / "out", "--out", tmp_path / "report")
+    report = run_cli("report", tmp_path / "out", "--out", tmp_path / "report")
     assert "Note: DFedAvgM, Mine failed: the tide is out." in report.err
     assert "failed" in (tmp_path / "report/matrices/accuracy.md").read_text()
     (tmp_path / "ready").write_text("")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.tiny import here, tiny, write
+from tests.tiny import run_cli, tiny, write
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import run
@@ -48,16 +48,16 @@ def test_an_unknown_convolution_is_an_error():
 
 def test_verbose_shows_the_chosen_kernels(tmp_path):
     path = write(tmp_path / "tiny.toml", rounds=1)
-    done = here("run", path, "--out", tmp_path / "run", "--workers", 1, "--verbose")
+    done = run_cli("run", path, "--out", tmp_path / "run", "--workers", 1, "--verbose")
     assert "tiny seed 1000: processes 1, large dense layers by torch" in done.err
     path = write(path, rounds=1, model=IMAGES, together=3, convolution="unfolded")
-    done = here("run", path, "--out", tmp_path / "more", "--workers", 1, "--verbose")
+    done = run_cli("run", path, "--out", tmp_path / "more", "--workers", 1, "--verbose")
     assert (
         "tiny seed 1000: processes 1, 3 agents at once, convolutions unfolded, large dense "
         "layers by torch"
     ) in done.err
     path = write(path, rounds=1, model=IMAGES, convolution="fourier")
-    done = here("run", path, "--out", tmp_path / "spectra", "--workers", 1, "--verbose")
+    done = run_cli("run", path, "--out", tmp_path / "spectra", "--workers", 1, "--verbose")
     assert (
         "tiny seed 1000: processes 1, convolutions fourier, large dense layers by torch" in done.err
     )

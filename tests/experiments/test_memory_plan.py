@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.processes import needs_proc
-from tests.tiny import FEDCB2O, bits, command, here, tiny, write
+from tests.tiny import FEDCB2O, bits, command, run_cli, tiny, write
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
@@ -243,7 +243,7 @@ def test_full_memory_gives_a_one_line_error(tmp_path, monkeypatch):
         )
         assert (
             "memory is full"
-            in here("run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run").one_line()
+            in run_cli("run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run").one_line()
         )
 
 
@@ -286,7 +286,7 @@ def test_sizes_are_parsed(text, expected):
 def test_an_invalid_size_gives_a_one_line_error(tmp_path, text):
     with pytest.raises(ConfigError, match="needs a size such as 24GiB"):
         _memory_plan.parse_size(text)
-    line = here(
+    line = run_cli(
         "run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run", f"--memory={text}"
     ).one_line()
     assert "needs a size such as 24GiB" in line
@@ -294,13 +294,13 @@ def test_an_invalid_size_gives_a_one_line_error(tmp_path, text):
 
 
 def test_the_help_explains_sizes():
-    help_text = " ".join(here("run", "--help").out.replace("│", " ").split())
+    help_text = " ".join(run_cli("run", "--help").out.replace("│", " ").split())
     assert "24GiB (1024^3 bytes each)" in help_text
 
 
 def test_a_refused_run_writes_nothing_and_its_folder_can_be_used(tmp_path):
     path, out = write(tmp_path / "tiny.toml"), tmp_path / "run"
-    line = here(
+    line = run_cli(
         "run", path, "--set", "rounds=4", "--out", out, "--memory", "1MiB", "--workers", 1
     ).one_line()
     assert "need" in line
@@ -308,7 +308,7 @@ def test_a_refused_run_writes_nothing_and_its_folder_can_be_used(tmp_path):
     with pytest.raises(RunError, match=r"agents need .* of 1\.0 MiB of memory"):
         fedcb2o.run(path, out=out, memory="1MiB")
     assert not out.exists()
-    assert here("run", path, "--set", "agents.budget=2", "--out", out).status == 0
+    assert run_cli("run", path, "--set", "agents.budget=2", "--out", out).status == 0
 
 
 def test_a_finished_run_needs_no_memory(tmp_path):

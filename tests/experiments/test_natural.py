@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 import torch
 from safetensors.torch import load_file
-from tests.tiny import here
+from tests.tiny import run_cli
 from torch import nn
 
 import fedcb2o
@@ -199,13 +199,13 @@ def test_the_command_line_runs_reports_and_resumes(tmp_path):
     settings = natural(data={"name": "arrays", "path": "mine.npz"})
     (tmp_path / "natural.toml").write_text(tomli_w.dumps(settings))
     out = tmp_path / "run"
-    done = here("run", tmp_path / "natural.toml", "--data-dir", tmp_path, "--out", out)
+    done = run_cli("run", tmp_path / "natural.toml", "--data-dir", tmp_path, "--out", out)
     assert done.status == 0, done.err
     assert fedcb2o.Run(out).about(1)["names"] == sorted(SIZES)
     assert "global_accuracy" not in fedcb2o.Run(out).records
-    done = here("report", out, "--out", tmp_path / "report")
+    done = run_cli("report", out, "--out", tmp_path / "report")
     assert done.status == 0, done.err
-    done = here(
+    done = run_cli(
         "run",
         tmp_path / "natural.toml",
         "--data-dir",
@@ -221,8 +221,8 @@ def test_the_command_line_runs_reports_and_resumes(tmp_path):
 
 def test_a_report_of_regression_shows_the_test_loss(tmp_path):
     run(tmp_path / "run", **NUMBERS)
-    assert here("report", tmp_path / "run", "--out", tmp_path / "report").status == 0
-    compared = here("compare", tmp_path / "run")
+    assert run_cli("report", tmp_path / "run", "--out", tmp_path / "report").status == 0
+    compared = run_cli("compare", tmp_path / "run")
     assert "Test loss" in compared.out
     assert "Overall accuracy" not in compared.out
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.networks import Tied
-from tests.tiny import bits_however, tiny
+from tests.tiny import bits_for_any_workers, tiny
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, weight_norm
@@ -455,7 +455,7 @@ def dropping(input_shape, num_classes):
 @pytest.mark.slow
 def test_random_evaluation_gives_the_same_bits_in_one_and_two_processes(tmp_path):
     experiment = tiny(model={"name": dropping, "random_evaluation": True}, rounds=2)
-    bits_however(tmp_path, experiment)
+    bits_for_any_workers(tmp_path, experiment)
     with pytest.warns(UserWarning, match=r"the model `.*dropping` draws random numbers"):
         warned = run(tiny(model={"name": dropping}, rounds=2), out=tmp_path / "warned")
     configured = run(experiment, out=tmp_path / "meant")

@@ -10,7 +10,7 @@ import pytest
 from tests.experiments.test_grid import tuned
 from tests.experiments.user_functions import broken
 from tests.processes import needs_proc
-from tests.tiny import here, tiny, write
+from tests.tiny import run_cli, tiny, write
 
 import fedcb2o
 from fedcb2o import records
@@ -167,7 +167,7 @@ def test_failed_seeds_are_reported_at_the_end(cluster, tmp_path):
     for path in damaged:
         path.write_text("nothing\n")
     settings = write(tmp_path / "tiny.toml")
-    done = here(
+    done = run_cli(
         "run",
         settings,
         "--out",

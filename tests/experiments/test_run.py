@@ -8,7 +8,7 @@ from importlib.metadata import version
 import pytest
 from rich.console import Console
 from rich.text import Text
-from tests.tiny import bits, here, tiny, write
+from tests.tiny import bits, run_cli, tiny, write
 
 from fedcb2o.experiments import load, run
 from fedcb2o.experiments.runs import Progress, _provenance
@@ -105,12 +105,12 @@ def test_files_of_a_run_are_private(tmp_path):
 
 def test_other_versions_on_resume_give_a_note(tmp_path, monkeypatch):
     path, out = write(tmp_path / "tiny.toml", rounds=2), tmp_path / "run"
-    assert here("run", path, "--out", out, "--workers", 1).status == 0
-    same = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=3")
+    assert run_cli("run", path, "--out", out, "--workers", 1).status == 0
+    same = run_cli("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=3")
     assert (same.status, "Note: " in same.err) == (0, False)
     versions = {"fedcb2o": version("fedcb2o"), "numpy": version("numpy"), "torch": "99.0"}
     monkeypatch.setattr(_provenance, "version", versions.get)
-    other = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=4")
+    other = run_cli("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=4")
     assert other.status == 0
     notes = [line for line in other.err.splitlines() if line.startswith("Note: ")]
     assert notes == [
@@ -119,7 +119,7 @@ def test_other_versions_on_resume_give_a_note(tmp_path, monkeypatch):
             f"rounds may differ in bits."
         )
     ]
-    finished = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=4")
+    finished = run_cli("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=4")
     assert "Note: " not in finished.err  # nothing is left to run
 
 

@@ -6,7 +6,7 @@ import tomllib
 import pytest
 from jsonschema import Draft7Validator
 from tests.test_docs import ROOT, blocks
-from tests.tiny import here, tiny
+from tests.tiny import run_cli, tiny
 
 import fedcb2o
 from fedcb2o.experiments import schema
@@ -38,7 +38,7 @@ def errors(validator, table):
 def test_the_command_prints_the_schema(experiments, grids):
     for options, validator in (([], experiments), (["--grid"], grids)):
         Draft7Validator.check_schema(validator.schema)
-        assert json.loads(here("schema", *options).out) == validator.schema
+        assert json.loads(run_cli("schema", *options).out) == validator.schema
 
 
 def test_every_preset_is_valid_as_written_and_as_resolved(experiments):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny import ENVIRONMENT, Done, bits, tiny, write
+from tests.tiny import ENVIRONMENT, CommandResult, bits, tiny, write
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
@@ -512,12 +512,12 @@ def change_for(name: str) -> dict[str, Any]:
 DRIVER = """
 import json, sys, traceback
 from pathlib import Path
-from tests.tiny import bits, here
+from tests.tiny import bits, run_cli
 found, workers = {}, int(sys.argv[1])
 for name in sys.argv[2:]:
     out = f"run-{workers}-{name}"
     try:
-        done = here("run", name + ".toml", "--out", out, "--workers", workers)
+        done = run_cli("run", name + ".toml", "--out", out, "--workers", workers)
         found[name] = [done.status, done.out, done.err]
         if done.status == 0:
             kept = bits(Path(out))
@@ -567,7 +567,7 @@ def assert_outcome(name: str, folder: Path, outcomes: dict[str, list[Any]]) -> N
     message = expected.replace("{line+1}", str(line + 1)).format(
         folder=folder, line=line, part=f"the {kind} `own:{name}`"
     )
-    assert message in Done(status, out, err).one_line()
+    assert message in CommandResult(status, out, err).one_line()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from tests.networks import Adapted
-from tests.views import local, no_losses, received, view_of
+from tests.views import context_without_contacts, no_losses, received, view_of
 
 from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
@@ -78,7 +78,7 @@ def adapter_view(models, own=-1):
         received(ids),
         received(torch.tensor([me])),
         no_losses,
-        local(factor_pairs=PAIRS, malicious_share=0.25),
+        context_without_contacts(factor_pairs=PAIRS, malicious_share=0.25),
     )
 
 
@@ -119,7 +119,9 @@ def test_a_rule_on_products_is_immune_to_factor_mixing():
 
 
 def test_products_need_adapters_and_a_robust_rule():
-    view = dataclasses.replace(adapter_view(adapter_models(0)), agent_context=local())
+    view = dataclasses.replace(
+        adapter_view(adapter_models(0)), agent_context=context_without_contacts()
+    )
     with pytest.raises(ConfigError, match='`space` = "products" needs a model'):
         algorithms.by_rule(rule="mean", space="products").rule(view)
     with pytest.raises(ConfigError, match="go with robust rules"):

@@ -12,18 +12,18 @@ import torch
 from tests import agents as ours
 from tests import reference
 from tests.agents import (
-    BAD,
+    BENIGN_IDS,
     BUDGET,
     CLASSES,
     CLUSTER,
-    GOOD,
     MALICIOUS,
+    MALICIOUS_IDS,
     SEED,
     TRAINING,
     Adapted,
-    chosen,
+    agent_samples,
     convolutional,
-    held,
+    decisions_of,
     network,
     normed,
     oracle_agents,
@@ -54,7 +54,7 @@ LARGE = ours.TRAINING.model_copy(update={"batch_size": 11})
 
 def compare(algorithm, options, *, num_rounds=6, make=network, statistics="shared", **changes):
     """Run the library and the oracle; compare models, peers, weights, likelihoods in each round."""
-    engine = ours.together(algorithm, make(), **changes)
+    engine = ours.local_engine(algorithm, make(), **changes)
     run_spec = engine.spec
     options = dataclasses.replace(
         options, budget=BUDGET, validation_loss=run_spec.agents.validation_loss
@@ -76,7 +76,7 @@ def compare(algorithm, options, *, num_rounds=6, make=network, statistics="share
             participation=run_spec.agents.participation,
         )
         for j, (met, info) in enumerate(zip(result.state.contacts, infos, strict=True)):
-            mixed = chosen(result.decisions, j)
+            mixed = decisions_of(result.decisions, j)
             assert mixed.ids == info.received, (result.n, j)
             weights = dict.fromkeys(info.weights, 0.0)
             for i, weight in zip(mixed.ids, mixed.weights, strict=True):
@@ -160,13 +160,13 @@ GUARDS = {**ours.GUARDS, "noise": {"max_sensitivity": 2.0}, "all": ours.ALL_GUAR
 )
 def test_guards_equal_the_oracle(choice, guards):
     options = dataclasses.replace(reference.FEDCB2O, **choice, **guards)
-    compare(ours.guarded(algorithms.fedcb2o(**choice), **guards), options)
+    compare(ours.with_guards(algorithms.fedcb2o(**choice), **guards), options)
 
 
 @pytest.mark.parametrize("guards", ["newcomers", "far", "near", "tolerance", "all"])
 def test_guards_of_an_average_equal_the_oracle(guards):
     options = dataclasses.replace(reference.DFEDAVGM, **GUARDS[guards])
-    compare(ours.guarded(algorithms.dfedavgm(), **GUARDS[guards]), options)
+    compare(ours.with_guards(algorithms.dfedavgm(), **GUARDS[guards]), options)
 
 
 @pytest.mark.parametrize("own_model", ["excluded", "judged"])
@@ -191,7 +191,7 @@ def test_batch_norms_equal_the_oracle(statistics, own_model):
 def test_adapters_on_a_frozen_base_equal_the_oracle():
     """Agents share one base, which is not part of theta. Tied parameters count once."""
     compare(algorithms.fedcb2o(), reference.FEDCB2O, make=Adapted, num_rounds=3)
-    assert ours.together(algorithms.fedcb2o(), Adapted()).spec.dim == 2 * 9 + 9 * 2 + 9 * 4 + 4
+    assert ours.local_engine(algorithms.fedcb2o(), Adapted()).spec.dim == 2 * 9 + 9 * 2 + 9 * 4 + 4
 
 
 def test_fedcbo_has_the_defaults_of_the_paper():
@@ -200,13 +200,15 @@ def test_fedcbo_has_the_defaults_of_the_paper():
 
 @pytest.mark.parametrize("absent", ["masked", "zero"])
 def test_absent_classes_equal_the_oracle(absent):
-    y = held().samples.y.numpy()  # no validation data of class 1, so that masked and zero differ
-    validation = [ids[y[ids] != 1] for ids in held().validation]
+    y = (
+        agent_samples().samples.y.numpy()
+    )  # no validation data of class 1, so that masked and zero differ
+    validation = [ids[y[ids] != 1] for ids in agent_samples().validation]
     criterion = {"name": "class_loss_gap", "absent": absent}
     compare(
         algorithms.fedcb2o(criterion=criterion),
         dataclasses.replace(reference.FEDCB2O, absent=absent),
-        holds=dataclasses.replace(held(), validation=validation),
+        data=dataclasses.replace(agent_samples(), validation=validation),
     )
 
 
@@ -253,20 +255,23 @@ INF = float("inf")
 
 
 def engine_of(attack, algorithm=None):
-    return ours.together(algorithm or algorithms.dfedavgm(selection="everyone"), attack=attack)
+    return ours.local_engine(algorithm or algorithms.dfedavgm(selection="everyone"), attack=attack)
 
 
 def test_broken_models_are_refused_and_benign_models_stay_finite():
     """The attackers' models are NaN, infinite or huge. All benign models stay finite and change."""
-    engine = ours.together(algorithms.fedcb2o(own_model="trusted", mixing_factor=1.0))
+    engine = ours.local_engine(algorithms.fedcb2o(own_model="trusted", mixing_factor=1.0))
     theta = ours.models_of(engine)
     start = theta.clone()
-    for j, value in zip(BAD, (float("nan"), INF, 1e30, -INF), strict=True):
+    for j, value in zip(MALICIOUS_IDS, (float("nan"), INF, 1e30, -INF), strict=True):
         theta[j] = value
     for result in ours.run_rounds(engine, 5):
-        assert all(not set(ours.chosen(result.decisions, j).ids) & set(BAD) for j in GOOD)
-        assert theta[GOOD].isfinite().all()
-    assert (theta[GOOD] != start[GOOD]).any(1).all()
+        assert all(
+            not set(ours.decisions_of(result.decisions, j).ids) & set(MALICIOUS_IDS)
+            for j in BENIGN_IDS
+        )
+        assert theta[BENIGN_IDS].isfinite().all()
+    assert (theta[BENIGN_IDS] != start[BENIGN_IDS]).any(1).all()
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "huge"])
@@ -280,11 +285,14 @@ def test_broken_crafted_models_have_no_effect(value, has_criterion):
         engine = engine_of(attack if kind == "crafted" else Attack(), algorithm)
         models[kind] = ours.models_of(engine)
         if kind == "silent":
-            models[kind][BAD] = torch.nan
+            models[kind][MALICIOUS_IDS] = torch.nan
         for result in run_rounds(engine, 3):
-            assert all(not set(chosen(result.decisions, j).ids) & set(BAD) for j in GOOD)
-    assert models["crafted"][GOOD].equal(models["silent"][GOOD])
-    assert models["crafted"][BAD].isfinite().all()
+            assert all(
+                not set(decisions_of(result.decisions, j).ids) & set(MALICIOUS_IDS)
+                for j in BENIGN_IDS
+            )
+    assert models["crafted"][BENIGN_IDS].equal(models["silent"][BENIGN_IDS])
+    assert models["crafted"][MALICIOUS_IDS].isfinite().all()
 
 
 def test_a_benign_model_broken_by_an_attack_is_no_error_and_is_not_received():
@@ -303,7 +311,7 @@ def test_a_benign_model_broken_by_an_attack_is_no_error_and_is_not_received():
     theta[0] = torch.nan
     for result in run_rounds(engine, 3):
         assert 0 not in result.decisions.received.values
-        assert not chosen(result.decisions, 0).ids
+        assert not decisions_of(result.decisions, 0).ids
     assert theta[0].isnan().all()
     assert theta[1:].isfinite().all()
     assert (
@@ -334,7 +342,7 @@ def test_non_finite_outputs_of_a_rule_and_of_mixing_are_errors():
         Attack(craft=lambda view, draw: view.own),
     ):  # the rule is at fault, with and without crafted models
         with pytest.raises(ConfigError, match=message):
-            ours.run_rounds(ours.together(algorithm, attack=attack))
+            ours.run_rounds(ours.local_engine(algorithm, attack=attack))
 
     def weigh(judged):
         return RuleOutput(Reduction(judged.received.rows, rule))
@@ -344,7 +352,7 @@ def test_non_finite_outputs_of_a_rule_and_of_mixing_are_errors():
         RunError,
         match="the model of benign agent 0 is not finite after mixing finite models in round 1",
     ):
-        ours.run_rounds(ours.together(algorithm, attack=Attack()))
+        ours.run_rounds(ours.local_engine(algorithm, attack=Attack()))
 
 
 # Single and batched aggregation
@@ -356,7 +364,7 @@ class ComparingEngine(LocalEngine):
     def aggregate_(self, n, states, active, deadline, on_step):
         before = self.group.models.clone()
         state = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
-        alone = {j: self.alone(j, n, state, before.clone()) for j in GOOD}
+        alone = {j: self.alone(j, n, state, before.clone()) for j in BENIGN_IDS}
         states, decisions, finite = super().aggregate_(n, states, active, deadline, on_step)
         after = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
         for j, (theta, own, decided) in alone.items():
@@ -365,7 +373,10 @@ class ComparingEngine(LocalEngine):
             bits = [x.contacts[k].likelihood.view(torch.int64) for x, k in ((own, 0), (after, j))]
             assert bits[0].equal(bits[1])
             assert own.rule_states[0].keys() == after.rule_states[j].keys()
-            single, batched = chosen(decided, j), chosen(Decisions.concatenate(decisions), j)
+            single, batched = (
+                decisions_of(decided, j),
+                decisions_of(Decisions.concatenate(decisions), j),
+            )
             assert single.asked == batched.asked
             assert single.ids == batched.ids
             np.testing.assert_equal(single.weights, batched.weights)
@@ -406,14 +417,14 @@ class ComparingEngine(LocalEngine):
         algorithms.fedcb2o(),
         algorithms.fedcb2o(own_candidate=True, own_likelihood="every_round"),
         algorithms.fedassay(),
-        ours.guarded(
+        ours.with_guards(
             algorithms.fedcb2o(criterion="distance", own_candidate=True),
             min_distance=1.1,
             max_sensitivity=2.0,
             loss_tolerance=1.0,
             newcomer_share=0.4,
         ),
-        ours.guarded(algorithms.by_rule(rule="krum"), max_distance=0.9, loss_tolerance=1.0),
+        ours.with_guards(algorithms.by_rule(rule="krum"), max_distance=0.9, loss_tolerance=1.0),
         algorithms.dfedavgm(),
         algorithms.by_rule(rule="krum", pre_step="nnm"),
         algorithms.by_rule(rule="coordinate_median", selection="prob_sampling"),
@@ -422,5 +433,5 @@ class ComparingEngine(LocalEngine):
     ids=lambda algorithm: "",
 )
 def test_single_and_batched_aggregation_are_equal_to_the_bit(algorithm):
-    engine = ours.together(algorithm)
+    engine = ours.local_engine(algorithm)
     run_rounds(ComparingEngine(engine.group, engine.executor), 5)

@@ -77,7 +77,7 @@ def test_sybils_are_new_peers_in_every_round(tmp_path):
 
 def sampled_peers(algorithm, members, n=0, **changes):
     """Peers that these agents, without contacts, ask among nine agents."""
-    agent_group = ours.together(algorithm, **changes).group
+    agent_group = ours.local_engine(algorithm, **changes).group
     active = np.ones(len(CLUSTER), dtype=bool)
     no_contacts = ContactTable.empty(len(members))
     return sample_peers(agent_group, np.array(members), no_contacts, n, active).tolist()
@@ -121,12 +121,12 @@ def test_candidates_are_the_neighbours_and_optionally_the_agent():
 
 @pytest.mark.parametrize("collude", [True, False])
 def test_colluders_ask_their_cluster_and_absent_agents_ask_no_peer(collude):
-    group = ours.together(algorithms.fedcb2o(), collude=collude).group
+    group = ours.local_engine(algorithms.fedcb2o(), collude=collude).group
     members = np.array([8, 0, 4, 1, 3])
     active = np.arange(len(CLUSTER)) != 1
     no_contacts = ContactTable.empty(len(members))
     sampled = sample_peers(group, members, no_contacts, 0, active).tolist()
-    honest = ours.together(algorithms.fedcb2o(), collude=False).group
+    honest = ours.local_engine(algorithms.fedcb2o(), collude=False).group
     benign = sample_peers(honest, members, no_contacts, 0, active).tolist()
     assert sampled[3] == benign[3] == []
     assert sampled[1] == benign[1]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tests import reference
-from tests.views import judged, weigh
+from tests.views import apply_algorithm, criterion_input
 
 from fedcb2o.federated import ContactTable, Losses, Ragged, algorithms
 from fedcb2o.federated.aggregation import by_num_samples
@@ -17,8 +17,8 @@ INF, NAN = float("inf"), float("nan")
 @pytest.mark.parametrize("own_model", ["excluded", "judged", "trusted"])
 def test_huge_losses_of_all_peers_still_give_weights(own_model):
     """In the first rounds, every peer may be bad. The best of them have weight, without 0 / 0."""
-    view = judged([[1e6, 1e6], [1e300, 0.0], [1e6, 1e6]], [0.5, 0.5])
-    mu = weigh(algorithms.fedcb2o(own_model=own_model), view).outcome
+    view = criterion_input([[1e6, 1e6], [1e300, 0.0], [1e6, 1e6]], [0.5, 0.5])
+    mu = apply_algorithm(algorithms.fedcb2o(own_model=own_model), view).outcome
     expected = {
         "excluded": [0.5, 0, 0.5, 0],
         "judged": [0, 0, 0, 1],
@@ -31,8 +31,8 @@ def test_huge_losses_of_all_peers_still_give_weights(own_model):
     ("own_model", "total"), [("excluded", 0.0), ("judged", 1.0), ("trusted", 0.0)]
 )
 def test_the_model_is_kept_without_a_trusted_peer(own_model, total):
-    view = judged([[INF, 1.0], [2.0, INF]], [0.5, 0.5])
-    mu = weigh(algorithms.fedcb2o(own_model=own_model), view).outcome
+    view = criterion_input([[INF, 1.0], [2.0, INF]], [0.5, 0.5])
+    mu = apply_algorithm(algorithms.fedcb2o(own_model=own_model), view).outcome
     assert mu[:2].tolist() == [0.0, 0.0]
     assert mu.sum().item() == total
 
@@ -40,10 +40,12 @@ def test_the_model_is_kept_without_a_trusted_peer(own_model, total):
 @pytest.mark.parametrize("own_model", ["excluded", "judged", "trusted"])
 @pytest.mark.parametrize("beta", [None, 0.5])
 def test_weights_without_received_models(own_model, beta):
-    mu = weigh(algorithms.fedcb2o(own_model=own_model, beta=beta), judged([], [0.5, 0.5])).outcome
+    mu = apply_algorithm(
+        algorithms.fedcb2o(own_model=own_model, beta=beta), criterion_input([], [0.5, 0.5])
+    ).outcome
     assert mu[:-1].tolist() == []
     assert mu.sum().item() == (own_model != "excluded")
-    assert by_num_samples(judged([], [0.5, 0.5]), own_model="excluded").tolist() == []
+    assert by_num_samples(criterion_input([], [0.5, 0.5]), own_model="excluded").tolist() == []
 
 
 VALUES = {
@@ -61,14 +63,14 @@ VALUES = {
 def test_a_non_finite_value_has_weight_0(own_model, bad, case, combined):
     values, beta = VALUES[case]
     values = [bad if value is None else value for value in values]
-    view = judged([[1.0, 1.0], [0.5, 0.5], [2.0, 2.0], [3.0, 3.0]], [1.5, 1.5])
+    view = criterion_input([[1.0, 1.0], [0.5, 0.5], [2.0, 2.0], [3.0, 3.0]], [1.5, 1.5])
 
     def criterion(inputs):
         return torch.tensor(values) if len(inputs.received.ids) == 4 else torch.tensor([1.125])
 
     named = {"name": "largest", "of": [criterion, criterion]} if combined else criterion
     options = {"alpha": 2.0, "beta": beta, "own_model": own_model}
-    mu = weigh(algorithms.fedcb2o(criterion=named, **options), view).outcome.tolist()
+    mu = apply_algorithm(algorithms.fedcb2o(criterion=named, **options), view).outcome.tolist()
     G = dict(enumerate(values)) | ({} if own_model == "excluded" else {4: 1.125})
     losses = {
         i: reference.Loss(loss, {}) for i, loss in enumerate([1.0, 0.5, 2.0, 3.0, 1.5]) if i in G
@@ -89,12 +91,14 @@ def test_an_agent_of_few_classes_relies_less_on_its_losses():
 
     Q_0.5 of six models has three members. Of the three other models, 0.75 * 3, rounded to 2, join.
     """
-    view = judged([[k, 0, 0, 0] for k in (1, 2, 3, 4, 5)], [0.5, 0, 0, 0], [True, *[False] * 3])
+    view = criterion_input(
+        [[k, 0, 0, 0] for k in (1, 2, 3, 4, 5)], [0.5, 0, 0, 0], [True, *[False] * 3]
+    )
     options = {"own_model": "judged", "alpha": 2.0, "beta": 0.5}
-    mu = weigh(algorithms.fedcb2o(label_coverage=0.5, **options), view).outcome
+    mu = apply_algorithm(algorithms.fedcb2o(label_coverage=0.5, **options), view).outcome
     expected = torch.tensor([-0.5, -1.5, -2.5, -3.5, -torch.inf, 0.0]).exp()
     torch.testing.assert_close(mu, (expected / expected.sum()).double())
-    mu = weigh(algorithms.fedcb2o(label_coverage=0.25, **options), view).outcome
+    mu = apply_algorithm(algorithms.fedcb2o(label_coverage=0.25, **options), view).outcome
     expected = torch.tensor([-1.0, -3.0, *[-torch.inf] * 3, 0.0]).exp()
     torch.testing.assert_close(mu, (expected / expected.sum()).double())
 
@@ -122,9 +126,11 @@ def test_confidence_follows_the_effective_number_of_classes(labels, num_classes,
 
 @pytest.mark.parametrize("criterion", ["class_loss_gap", "average_loss", "worst_class_loss"])
 def test_an_agent_with_a_broken_model_trusts_finite_models(criterion):
-    view = judged([[1.0, 2.0], [INF, 1.0], [1.0, 2.0]], [INF, INF])
+    view = criterion_input([[1.0, 2.0], [INF, 1.0], [1.0, 2.0]], [INF, INF])
     for own_model, own in (("excluded", 0.0), ("judged", 0.0), ("trusted", None)):
-        mu = weigh(algorithms.fedcb2o(criterion=criterion, own_model=own_model), view).outcome
+        mu = apply_algorithm(
+            algorithms.fedcb2o(criterion=criterion, own_model=own_model), view
+        ).outcome
         assert mu[0] == mu[2] > 0 == mu[1]
         assert own is None or mu[3] == own
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests import views
 from tests.tiny import bits, tiny
-from tests.views import judged, weigh
+from tests.views import apply_algorithm, criterion_input
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
@@ -74,7 +74,7 @@ def brightness_view(thetas, x, rows=None, by_class=None):
 
     all_rows = torch.arange(m + 1) if rows is None else rows
     received, me = views.received(all_rows[:-1]), views.received(all_rows[-1:])
-    view = judged([[1.0, 1.0]] * m, [1.0, 1.0])
+    view = criterion_input([[1.0, 1.0]] * m, [1.0, 1.0])
     return dataclasses.replace(
         view,
         models=thetas,
@@ -83,7 +83,7 @@ def brightness_view(thetas, x, rows=None, by_class=None):
         received=received,
         own_entry=me,
         losses_of=losses_of,
-        agent_context=views.local(
+        agent_context=views.context_without_contacts(
             outputs=outputs_of,
             samples=first_samples,
             outputs_per_model=outputs_at,
@@ -96,13 +96,13 @@ def brightness_view(thetas, x, rows=None, by_class=None):
 
 
 def test_class_loss_gap_by_hand():
-    view = judged([[1.0, 5.0], [0.5, 0.25]], [0.75, 1.0])
+    view = criterion_input([[1.0, 5.0], [0.5, 0.25]], [0.75, 1.0])
     assert criteria.class_loss_gap(view).tolist() == [4.0, -0.25]
     assert criteria.average_loss(view).tolist() == [3.0, 0.375]
 
 
 def test_an_absent_class_is_masked_or_zero():
-    view = judged([[1.0, 0.0], [0.25, 0.0]], [0.75, 0.0], present=[True, False])
+    view = criterion_input([[1.0, 0.0], [0.25, 0.0]], [0.75, 0.0], present=[True, False])
     assert criteria.class_loss_gap(view).tolist() == [0.25, -0.5]
     assert criteria.class_loss_gap(view, absent="zero").tolist() == [0.25, 0.0]
 
@@ -115,7 +115,7 @@ def test_standard_errors_by_hand():
 
 
 def test_worst_class_loss():
-    view = judged(
+    view = criterion_input(
         [[1.0, 5.0, 9.0], [2.0, 0.25, 0.0], [INF, 0.0, 0.0]],
         [0.0, 0.0, 0.0],
         present=[True, True, False],
@@ -125,18 +125,18 @@ def test_worst_class_loss():
 
 def test_class_loss_entropy():
     """Equal class losses give 0, whatever their size. All loss on one of two classes is log 2."""
-    view = judged(
+    view = criterion_input(
         [[2.0, 2.0], [0.0, 0.0], [3.0, 0.0], [3.0, 1.0], [INF, 1.0], [INF, INF]], [1.0, 1.0]
     )
     uneven = math.log(2) + 0.75 * math.log(0.75) + 0.25 * math.log(0.25)
     assert criteria.class_loss_entropy(view).tolist() == pytest.approx(
         [0, 0, math.log(2), uneven, INF, INF]
     )
-    absent = judged(
+    absent = criterion_input(
         [[2.0, 2.0, 0.0], [4.0, 0.0, 0.0]], [1.0, 1.0, 0.0], present=[True, True, False]
     )
     assert criteria.class_loss_entropy(absent).tolist() == pytest.approx([0, math.log(2)])
-    one_class = judged([[2.0, 0.0]], [1.0, 0.0], present=[True, False])
+    one_class = criterion_input([[2.0, 0.0]], [1.0, 0.0], present=[True, False])
     assert criteria.class_loss_entropy(one_class).tolist() == [0.0]
 
 
@@ -380,8 +380,8 @@ def test_the_criterion_starts_in_round_t_g(own_model):
     always = algorithms.fedcb2o(criterion="distance", own_model=own_model)
     for n in range(4):
         view = dataclasses.replace(random_view(), n=n)
-        assert weigh(algorithm, view).outcome.equal(
-            weigh(always if n >= 2 else average, view).outcome
+        assert apply_algorithm(algorithm, view).outcome.equal(
+            apply_algorithm(always if n >= 2 else average, view).outcome
         )
 
 
@@ -389,7 +389,7 @@ def test_the_criterion_starts_in_round_t_g(own_model):
 
 
 def test_largest_and_weighted_sum_by_hand():
-    view = judged(
+    view = criterion_input(
         [[1.0, 5.0], [4.0, 4.0], [INF, 0.0]], [1.0, 1.0]
     )  # gaps 4, 3, inf; means 3, 4, inf
     of = [{"name": "class_loss_gap"}, {"name": "average_loss", "scale": 2.0}]
@@ -404,8 +404,8 @@ def test_largest_and_weighted_sum_by_hand():
     assert criteria.weighted_sum(view, of=nested).tolist() == [6.0, 8.0, INF]
 
 
-def constant(judged, *, value: float = 1.0):
-    return torch.full((len(judged.received.ids),), value)
+def constant(criterion_input, *, value: float = 1.0):
+    return torch.full((len(criterion_input.received.ids),), value)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ def test_invalid_parts_of_a_combination_are_refused_before_a_run(of, message):
 
 
 def test_a_part_with_a_wrong_output_shape_is_refused():
-    def two(judged):
+    def two(criterion_input):
         return torch.zeros(2)
 
     with pytest.raises(
@@ -446,8 +446,8 @@ def test_a_part_with_a_wrong_output_shape_is_refused():
 
 
 @batched
-def own_gap(judged, *, power: float = 1.0):
-    return criteria.class_loss_gap(judged) ** power
+def own_gap(criterion_input, *, power: float = 1.0):
+    return criteria.class_loss_gap(criterion_input) ** power
 
 
 PARTS = {

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests import agents as ours
-from tests.agents import GOOD, chosen, run_rounds
-from tests.tiny import bits_however, tiny
-from tests.views import local, no_losses, received
+from tests.agents import BENIGN_IDS, decisions_of, run_rounds
+from tests.tiny import bits_for_any_workers, tiny
+from tests.views import context_without_contacts, no_losses, received
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import AgentState, Contacts, CriterionInput, algorithms, train_
@@ -127,7 +127,10 @@ def agent_view(me, ids, models, before, contact_ids, n=0):
     contacts = Contacts(
         torch.tensor(contact_ids, dtype=torch.int64), none.new_ones(len(contact_ids))
     )
-    context, start = local(contacts_of=lambda: contacts, last_layer=(C, H)), torch.tensor(before)
+    context, start = (
+        context_without_contacts(contacts_of=lambda: contacts, last_layer=(C, H)),
+        torch.tensor(before),
+    )
     peer_models, own_model = received(torch.tensor(ids)), received(torch.tensor([me]))
     return CriterionInput(
         n, models, None, None, peer_models, own_model, no_losses, context, previous=start
@@ -222,7 +225,7 @@ def test_a_network_without_a_last_dense_layer_is_refused():
                 peer_model,
                 own_model,
                 no_losses,
-                local(),
+                context_without_contacts(),
                 previous=torch.tensor(5),
             ),
         )
@@ -234,8 +237,8 @@ def test_a_network_without_a_last_dense_layer_is_refused():
 def test_whole_rounds_equal_the_plain_loop():
     """Updates are relative to the agent's model before the round. Some peers are absent."""
     algorithm = algorithms.by_rule(rule="foolsgold", needs_losses=False)
-    engine, shadow = (ours.together(algorithm, participation=0.7) for _ in range(2))
-    histories, memory = {j: {} for j in GOOD}, AgentState.initial(len(ours.CLUSTER))
+    engine, shadow = (ours.local_engine(algorithm, participation=0.7) for _ in range(2))
+    histories, memory = {j: {} for j in BENIGN_IDS}, AgentState.initial(len(ours.CLUSTER))
 
     def tail(theta):
         return torch.cat([theta[-28:-4].view(4, 6), theta[-4:].view(4, 1)], 1).flatten().double()
@@ -248,8 +251,8 @@ def test_whole_rounds_equal_the_plain_loop():
         trained = ours.models_of(shadow)
         (result,) = run_rounds(engine, 1, memory, n)
         memory = result.state
-        for j in GOOD:
-            decision = chosen(result.decisions, j)
+        for j in BENIGN_IDS:
+            decision = decisions_of(result.decisions, j)
             assert set(memory.rule_states[j]) == (
                 {"ids", "sums"} if histories[j] or decision.asked else set()
             )
@@ -286,5 +289,5 @@ def test_neither_workers_nor_interruptions_change_a_bit(tmp_path):
         },
         attack={"name": "label_flip", "source": 9, "target": 4, "sybils": True},
     )
-    digests = bits_however(tmp_path, experiment)
+    digests = bits_for_any_workers(tmp_path, experiment)
     assert {"checkpoint state.0.ids", "checkpoint state.0.sums"} <= digests.keys()

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from tests.agents import held, network
+from tests.agents import agent_samples, network
 from tests.networks import NETWORKS, different, fresh, shards
 from torch import nn
 
@@ -24,7 +24,7 @@ def test_a_model_with_non_finite_outputs_has_infinite_losses():
     models = torch.zeros(3, parameters.dimension(module))
     models[1] = torch.nan
     models[2] = 3e38
-    shard = held().samples
+    shard = agent_samples().samples
     losses = model_losses(module, models, torch.arange(3), shard, 4)
     assert losses.mean.isfinite().tolist() == [True, False, False]
     assert not losses.mean.isnan().any()
@@ -36,7 +36,7 @@ def test_batch_means_by_hand():
     models = torch.randn(
         2, parameters.dimension(module), generator=torch.Generator().manual_seed(0)
     )
-    shard = held().samples
+    shard = agent_samples().samples
     part = dataclasses.replace(shard, x=shard.x[:11], y=shard.y[:11])
     one_by_one = torch.stack(
         [model_losses(module, models, torch.arange(2), dataclasses.replace(part, x=x[None], y=y[None]), 4).mean

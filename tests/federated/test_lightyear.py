@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.views import local, no_losses, received
+from tests.views import context_without_contacts, no_losses, received
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import CriterionInput
@@ -79,7 +79,9 @@ def view(outputs, labels, n=0, own=None):
         received(ids),
         received(torch.tensor([m if own is None else own])),
         no_losses,
-        local(outputs=lambda models, change=None: (outputs[models.rows], labels)),
+        context_without_contacts(
+            outputs=lambda models, change=None: (outputs[models.rows], labels)
+        ),
     )
 
 

@@ -108,7 +108,7 @@ def signguard_output(buffer, received, own, previous):
         views.received(torch.tensor(received, dtype=torch.int64)),
         views.received(torch.tensor([own])),
         views.no_losses,
-        views.local(),
+        views.context_without_contacts(),
         previous=torch.tensor(previous),
     )
     state, output = signguard({}, view, sampled=1.0)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from tests.agents import attackers_of, block_of, terms_of
+from tests.agents import adversary_of, agent_group_of, run_spec_of
 from tests.tiny import tiny
 from torch import nn
 
@@ -24,7 +24,9 @@ def test_planted_canaries_are_recognised():
     training_set = Shard(torch.cat([x[:20], x[40:]]), torch.cat([y[:20], y[40:]]))
     torch.manual_seed(0)
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    group = block_of(terms_of(algorithms.fedcb2o(), module, num_classes=10), attackers_of())
+    group = agent_group_of(
+        run_spec_of(algorithms.fedcb2o(), module, num_classes=10), adversary_of()
+    )
     theta = flatten(module)
     before = theta.clone()
     training = Training(gamma=0.1, batch_size=20, local_epochs=60)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 from tests import agents as ours
-from tests.agents import BAD, CLUSTER, GOOD
+from tests.agents import BENIGN_IDS, CLUSTER, MALICIOUS_IDS
 
 from fedcb2o.federated import (
     Attack,
@@ -23,7 +23,7 @@ from fedcb2o.rng import stream
 def test_mixing_equals_a_plain_loop():
     """Rows beyond the agents' are crafted models; each agent mixes the rows that it received."""
     attack = Attack(craft=attacks.dissensus, threat=attacks.dissensus.threat)
-    engine_group = ours.together(
+    engine_group = ours.local_engine(
         algorithms.fedcb2o(own_model="judged", mixing_factor=0.7), attack=attack
     ).group
     draw, n = stream(3, "pool"), len(CLUSTER)
@@ -31,7 +31,7 @@ def test_mixing_equals_a_plain_loop():
     ids = Ragged.from_arrays([draw.permutation(n)[:4] for _ in range(n)])
     rows = make_outbox(engine_group, 0).rows(ids.values, ids.row_ids)
     for j, i, row in zip(ids.row_ids, ids.values, rows, strict=True):
-        assert (row >= n) == (j in GOOD and i in BAD)
+        assert (row >= n) == (j in BENIGN_IDS and i in MALICIOUS_IDS)
     weights = draw.dirichlet([1.0] * 5, size=n)
     decisions = Decisions.empty(
         np.arange(n), Ragged.empty(n), Inbox(ids, rows, np.ones(4 * n), np.zeros(4 * n, np.int64))
@@ -43,7 +43,7 @@ def test_mixing_equals_a_plain_loop():
     )
     before = engine_group.models.clone()
     matrix = mixing_matrix(decisions, engine_group.layout.own)
-    assert len(engine_group.models) == n + len(BAD) * len(GOOD)
+    assert len(engine_group.models) == n + len(MALICIOUS_IDS) * len(BENIGN_IDS)
     for a in range(0, engine_group.models.shape[1], 10):  # tiles of ten columns
         mix_(engine_group.models, matrix, a, min(a + 10, engine_group.models.shape[1]))
     for j in range(n):

@@ -207,4 +207,4 @@ def test_an_invalid_state_of_a_rule_is_refused(returned, message):
 def test_an_invalid_model_of_an_attack_is_refused(returned, message):
     attack = Attack(craft=lambda view, draw: returned(view))
     with pytest.raises(ConfigError, match=message):
-        run_rounds(ours.together(algorithms.dfedavgm(selection="everyone"), attack=attack))
+        run_rounds(ours.local_engine(algorithms.dfedavgm(selection="everyone"), attack=attack))

@@ -7,16 +7,16 @@ import pytest
 import torch
 from tests import agents as ours
 from tests.agents import (
-    BAD,
+    BENIGN_IDS,
     CLUSTER,
-    GOOD,
-    Held,
-    attackers_of,
-    block_of,
-    held,
+    MALICIOUS_IDS,
+    AgentSamples,
+    adversary_of,
+    agent_group_of,
+    agent_samples,
     network,
     run_rounds,
-    terms_of,
+    run_spec_of,
 )
 
 from fedcb2o import knows
@@ -36,7 +36,7 @@ from fedcb2o.simulation.rounds import run_rounds as simulate
 
 
 def engine_of(attack, algorithm=None):
-    return ours.together(algorithm or algorithms.dfedavgm(selection="everyone"), attack=attack)
+    return ours.local_engine(algorithm or algorithms.dfedavgm(selection="everyone"), attack=attack)
 
 
 def test_each_receiver_gets_its_own_crafted_model_and_fellows_get_the_true_ones(monkeypatch):
@@ -67,12 +67,12 @@ def test_each_receiver_gets_its_own_crafted_model_and_fellows_get_the_true_ones(
     algorithm = algorithms.by_rule(rule=equal, selection="everyone", needs_losses=False)
     engine = engine_of(Attack(craft=numbered, threat=numbered.threat), algorithm)
     run_rounds(engine)
-    assert targets == dict.fromkeys(BAD, GOOD)
-    assert sorted(received) == sorted(GOOD + BAD)
+    assert targets == dict.fromkeys(MALICIOUS_IDS, BENIGN_IDS)
+    assert sorted(received) == sorted(BENIGN_IDS + MALICIOUS_IDS)
     for j, (ids, rows, thetas) in received.items():
-        assert j in BAD or set(BAD) < set(ids)
+        assert j in MALICIOUS_IDS or set(MALICIOUS_IDS) < set(ids)
         for i, row, theta in zip(ids, rows, thetas, strict=True):
-            is_deceived = i in BAD and j in GOOD
+            is_deceived = i in MALICIOUS_IDS and j in BENIGN_IDS
             assert (row == i) == (not is_deceived)
             assert (theta.tolist() == [100.0 * i + j] * len(theta)) == is_deceived
 
@@ -97,10 +97,10 @@ def test_an_attacker_sees_models_clean_data_and_losses():
     engine = engine_of(Attack(poison=poison, craft=record_view, threat=record_view.threat))
     before = ours.models_of(engine).clone()
     run_rounds(engine)
-    assert sorted(views) == BAD
-    assert len({draw for *_, draw in views.values()}) == len(BAD)
+    assert sorted(views) == MALICIOUS_IDS
+    assert len({draw for *_, draw in views.values()}) == len(MALICIOUS_IDS)
     for j, (view, fellows, benign, _) in views.items():
-        cluster_attackers = [i for i in BAD if CLUSTER[i] == CLUSTER[j]]
+        cluster_attackers = [i for i in MALICIOUS_IDS if CLUSTER[i] == CLUSTER[j]]
         assert view.previous.equal(before[j])
         assert fellows[cluster_attackers.index(j)].equal(view.own)
         assert not view.own.equal(view.previous)
@@ -117,11 +117,13 @@ def test_claimed_samples_are_capped_at_max_samples():
     """Benign agents have 13 samples and attackers 20. A receiver believes at most 17."""
     weights = {}
     for name, claims in (("truth", None), ("lie", 10**9), ("understatement", 1)):
-        run_spec = terms_of(algorithms.dfedavgm(selection="everyone"), network(), max_samples=17)
-        agent_group = block_of(
+        run_spec = run_spec_of(algorithms.dfedavgm(selection="everyone"), network(), max_samples=17)
+        agent_group = agent_group_of(
             run_spec,
-            attackers_of(Attack(claimed_samples=claims)),
-            Held(held().samples, held().train, held().validation),
+            adversary_of(Attack(claimed_samples=claims)),
+            AgentSamples(
+                agent_samples().samples, agent_samples().train, agent_samples().validation
+            ),
         )
         (result,) = simulate(
             LocalEngine(agent_group, SerialExecutor(agent_group)),
@@ -193,13 +195,15 @@ def test_claimed_samples_by_hand():
 def test_an_outbox_deceives_from_the_first_round_of_the_attack(n):
     attack = Attack(craft=lambda view, draw: view.own, claimed_samples=7, from_round=1)
     outbox = make_outbox(engine_of(attack).group, n)
-    assert outbox.receivers.tolist() == GOOD
-    assert np.flatnonzero(outbox.is_attacking).tolist() == (BAD if n >= 1 else [])
+    assert outbox.receivers.tolist() == BENIGN_IDS
+    assert np.flatnonzero(outbox.is_attacking).tolist() == (MALICIOUS_IDS if n >= 1 else [])
     for counts, of_attackers in (
         (outbox.num_samples, 20),
         (outbox.claimed_samples, 7 if n >= 1 else 20),
     ):
-        assert counts.tolist() == [of_attackers if j in BAD else 13 for j in range(len(CLUSTER))]
+        assert counts.tolist() == [
+            of_attackers if j in MALICIOUS_IDS else 13 for j in range(len(CLUSTER))
+        ]
 
 
 def test_crafted_models_are_in_the_rows_of_their_attacker():
@@ -214,11 +218,11 @@ def test_crafted_models_are_in_the_rows_of_their_attacker():
     agent_group = engine_of(Attack(craft=numbered, threat=numbered.threat)).group
     before, finite = agent_group.models.clone(), np.arange(len(CLUSTER)) != 4
     magnitudes = craft_models_(
-        agent_group, np.array(BAD), 0, finite, lambda ids: agent_group.models[ids]
+        agent_group, np.array(MALICIOUS_IDS), 0, finite, lambda ids: agent_group.models[ids]
     )
-    assert np.isnan(magnitudes[BAD.index(4)]).all()
-    for j, values in zip(BAD, magnitudes, strict=True):
+    assert np.isnan(magnitudes[MALICIOUS_IDS.index(4)]).all()
+    for j, values in zip(MALICIOUS_IDS, magnitudes, strict=True):
         if j != 4:
-            assert values.tolist() == [100 * j + i for i in GOOD]
+            assert values.tolist() == [100 * j + i for i in BENIGN_IDS]
             before[agent_group.layout.crafted_rows(j)] = torch.tensor(values).float().unsqueeze(1)
     assert agent_group.models.equal(before)

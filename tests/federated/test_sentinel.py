@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from tests import views
-from tests.views import local, models, no_losses, received
+from tests.views import context_without_contacts, models, no_losses, received
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import Contacts, CriterionInput
@@ -29,7 +29,7 @@ def inputs_of(buffer, ids, losses, own_loss, contact_ids=(), layers=LAYERS):
         torch.tensor(contact_ids, dtype=torch.int64),
         torch.ones(len(contact_ids), dtype=torch.float64),
     )
-    context = local(contacts_of=lambda: contacts, layer_shapes=layers)
+    context = context_without_contacts(contacts_of=lambda: contacts, layer_shapes=layers)
     own_entry = received(torch.tensor([own_row]))
     return CriterionInput(
         0,

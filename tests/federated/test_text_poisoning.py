@@ -128,5 +128,5 @@ def test_a_model_that_depends_on_single_tokens_is_sensitive():
         mean = torch.tensor([0.5 + rise[i] for i in models.ids.tolist()]).double()
         return views.losses(mean, mean[:, None], torch.tensor([True]))
 
-    view = dataclasses.replace(views.judged([[0.5], [0.5]], [0.5]), losses_of=losses_of)
+    view = dataclasses.replace(views.criterion_input([[0.5], [0.5]], [0.5]), losses_of=losses_of)
     assert prompt_sensitivity(view, answer=4).tolist() == [-1.0, 3.0]

@@ -26,7 +26,7 @@ def context_of(outputs_of, x, labels, **known):
         inputs = x.clone().requires_grad_()
         return torch.autograd.grad(of(outputs_at(models, inputs)).sum(), inputs)[0]
 
-    return views.local(
+    return views.context_without_contacts(
         samples=lambda count: (x, labels),
         outputs_per_model=outputs_at,
         input_gradients=gradients_of,

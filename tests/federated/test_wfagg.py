@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.views import local, models, no_losses, received
+from tests.views import context_without_contacts, models, no_losses, received
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import Contacts, CriterionInput
@@ -19,7 +19,7 @@ def inputs_of(buffer, ids, own_row, contact_ids=(), n=0, share=0.0):
         torch.tensor(contact_ids, dtype=torch.int64),
         torch.ones(len(contact_ids), dtype=torch.float64),
     )
-    context = local(contacts_of=lambda: contacts, malicious_share=share)
+    context = context_without_contacts(contacts_of=lambda: contacts, malicious_share=share)
     return CriterionInput(
         n,
         buffer,

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.pretend import pretended
+from tests.simulated_device import simulated_device
 from tests.tiny import StopError, bits, stop_after, tiny
 from torch import nn
 
@@ -266,7 +266,7 @@ def test_a_layout_that_a_network_cannot_read_is_an_error(tmp_path):
 def test_a_resumed_run_on_a_device_keeps_its_convolutions(tmp_path, monkeypatch):
     experiment = tiny(model=IMAGES, device="meta")
     choose = Mock(return_value="unfolded")
-    with pretended(monkeypatch):
+    with simulated_device(monkeypatch):
         for convolution in ("unfolded", "grouped"):
             run({**experiment, "convolution": convolution}, out=tmp_path / convolution)
         monkeypatch.setattr(_autotune, "fastest_batched_convolution", choose)

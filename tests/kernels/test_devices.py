@@ -1,12 +1,12 @@
-"""Models and data on another device: a GPU, or a pretended device that computes on the CPU."""
+"""Models and data on another device: a GPU, or a simulated device that computes on the CPU."""
 
 import contextlib
 import json
 
 import pytest
 import torch
-from tests.pretend import pretended
-from tests.tiny import StopError, bits, first_quick, here, stop_after, tiny, write
+from tests.simulated_device import simulated_device
+from tests.tiny import StopError, bits, first_quick, run_cli, stop_after, tiny, write
 from torch import nn
 
 import fedcb2o
@@ -101,8 +101,8 @@ DEVICES = ["meta", pytest.param("cuda", marks=no_gpu)]
 
 
 def device_context(device, monkeypatch):
-    """Return a context in which the device exists: a real or the pretended one."""
-    return pretended(monkeypatch) if device == "meta" else contextlib.nullcontext()
+    """Return a context in which the device exists: a real or the simulated one."""
+    return simulated_device(monkeypatch) if device == "meta" else contextlib.nullcontext()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -128,7 +128,7 @@ def test_a_run_on_a_device_agrees_with_the_cpu_to_rounding(tmp_path, monkeypatch
 @pytest.mark.slow
 def test_a_round_waits_for_the_device_only_a_few_times(tmp_path, monkeypatch):
     def waits(**changes):
-        with pretended(monkeypatch) as mode:
+        with simulated_device(monkeypatch) as mode:
             run(
                 tiny(device="meta", rounds=1, **changes),
                 out=tmp_path / f"run{len(list(tmp_path.iterdir()))}",
@@ -244,14 +244,14 @@ def test_unfolded_patches_count_as_memory():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
 def test_a_missing_device_is_a_one_line_error(tmp_path, name):
     path = write(tmp_path / "tiny.toml")
-    message = here("run", path, "--out", tmp_path / "run", "--device", name).one_line()
+    message = run_cli("run", path, "--out", tmp_path / "run", "--device", name).one_line()
     assert message.startswith(f"`device` = '{name}' is not a device that PyTorch")
     assert not (tmp_path / "run").exists()
 
 
 def test_the_cpu_by_name_is_the_default(tmp_path):
     path = write(tmp_path / "tiny.toml", rounds=1)
-    assert here("run", path, "--out", tmp_path / "run", "--device", "cpu").status == 0
+    assert run_cli("run", path, "--out", tmp_path / "run", "--device", "cpu").status == 0
     assert "device" not in (tmp_path / "run/config.toml").read_text()
 
 
@@ -262,7 +262,7 @@ def test_settings_incompatible_with_a_device_are_refused(tmp_path, monkeypatch):
         fedcb2o.load(tiny(training={"precision": "tf32"}, device="cuda:1")).training.precision
         == "tf32"
     )
-    with pretended(monkeypatch):
+    with simulated_device(monkeypatch):
         with pytest.raises(
             ConfigError, match="one process works on `device` = 'meta', and `workers` is 2"
         ):
@@ -280,7 +280,7 @@ def test_a_full_device_is_a_run_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr("fedcb2o.federated.local_update.batched_local_update_", full)
     with (
-        pretended(monkeypatch),
+        simulated_device(monkeypatch),
         pytest.raises(RunError, match=r"meta is out of memory: .* by `together`"),
     ):
         run(tiny(device="meta"), out=tmp_path / "run")

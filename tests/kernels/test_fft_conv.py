@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from tests.networks import Seen
+from tests.networks import CountConvolutions
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,7 +27,7 @@ SIZES = [
 
 
 def counted(compute):
-    with Seen() as counter, dispatch.use_kernels(convolution="fourier"):
+    with CountConvolutions() as counter, dispatch.use_kernels(convolution="fourier"):
         result = compute()
     return result, counter.convolutions
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.networks import Seen
+from tests.networks import CountConvolutions
 from torch import nn
 from torch.func import vmap
 from torch.nn import functional as F
@@ -25,7 +25,7 @@ def random_tensor(*shape, seed=0, dtype=torch.float64):
 def batched_outputs(convolve, x, parameters):
     """Return outputs and gradients of several networks, and the number of PyTorch convolutions."""
     inputs = [t.clone().requires_grad_() for t in (x, *parameters)]
-    with Seen() as counter, dispatch.use_kernels(convolution="unfolded"):
+    with CountConvolutions() as counter, dispatch.use_kernels(convolution="unfolded"):
         y = vmap(convolve)(*inputs)
     return (
         y,
@@ -117,7 +117,7 @@ OTHER_CONVOLUTIONS = {
 def test_other_convolutions_have_pytorchs_bits(name):
     x, weight = random_tensor(2, 3, 2, 5, 5), random_tensor(2, 4, 2, 3, 3, seed=1)
     expected = OTHER_CONVOLUTIONS[name](x, weight)
-    with Seen() as counter, dispatch.use_kernels(convolution="unfolded"):
+    with CountConvolutions() as counter, dispatch.use_kernels(convolution="unfolded"):
         result = OTHER_CONVOLUTIONS[name](x, weight)
     assert counter.convolutions == 1
     assert torch.equal(result, expected)
@@ -174,7 +174,7 @@ def test_networks_agree_to_rounding(name, shared, form):
     results = []
     for convolution in ("grouped", form):
         leaves = [p.requires_grad_() for p in parameters.unstack_views(module, thetas)]
-        with Seen() as counter, dispatch.use_kernels(convolution=convolution):
+        with CountConvolutions() as counter, dispatch.use_kernels(convolution=convolution):
             y = batched_forward(module, thetas.shape[1])(leaves, x)
         results.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
     num_wide = sum(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.processes import assert_gone, needs_proc, start
-from tests.tiny import bits, here, write
+from tests.tiny import bits, run_cli, write
 
 from fedcb2o.parallel import _shared_memory
 from fedcb2o.rng import stream
@@ -126,7 +126,7 @@ def undisturbed(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
-        assert here("run", path, "--out", folder / "undisturbed", "--workers", 1).status == 0
+        assert run_cli("run", path, "--out", folder / "undisturbed", "--workers", 1).status == 0
         yield path, bits(folder / "undisturbed")
 
 
@@ -190,7 +190,7 @@ def test_a_kill_in_the_middle_changes_no_bit(undisturbed, tmp_path, place, victi
 
 def assert_resumes_to(expected: dict[str, bytes], path: Path, out: Path) -> None:
     """Resume the run in `out` with one worker, and compare its bits."""
-    done = here("run", path, "--out", out, "--workers", 1, "--resume")
+    done = run_cli("run", path, "--out", out, "--workers", 1, "--resume")
     assert (done.status, "Error" in done.err) == (0, False), done.err
     assert bits(out) == expected
     assert not list(out.rglob("*.tmp"))

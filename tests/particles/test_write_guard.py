@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.tiny import here
+from tests.tiny import run_cli
 
 import fedcb2o
 from fedcb2o import minimize
@@ -138,5 +138,5 @@ def test_inference_mode_without_write_counters_is_accepted():
 def test_the_command_names_the_objective(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "writes_mine.py").write_text("def lower(x):\n    x += 1\n    return x.sum(-1)\n")
-    line = here("minimize", "--lower", "writes_mine:lower", "--dim", 2).one_line()
+    line = run_cli("minimize", "--lower", "writes_mine:lower", "--dim", 2).one_line()
     assert line.startswith("`lower`, writes_mine:lower, writes into the particles that it receives")

@@ -15,7 +15,7 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.peer.members import experiment, federated, identities
-from tests.tiny import here
+from tests.tiny import run_cli
 from torch import nn
 
 from fedcb2o.data import digits
@@ -763,7 +763,7 @@ def test_commands_from_keys_to_a_signed_version(tmp_path):
     files = []
     for number, folder in enumerate(folders):
         endpoint = f"127.0.0.1:{7001 + number}"
-        here(
+        run_cli(
             "peer",
             "identity",
             "--name",
@@ -778,9 +778,9 @@ def test_commands_from_keys_to_a_signed_version(tmp_path):
     source = write_experiment(tmp_path / "tiny.toml", agents=agents)
     one, two = tmp_path / "federation.toml", tmp_path / "federation-2.toml"
     members = [word for file in files for word in ("--member", file)]
-    too_few = here("peer", "federation", source, *members[:4], "--out", one)
+    too_few = run_cli("peer", "federation", source, *members[:4], "--out", one)
     assert "has 3 agents, and there are 2 members" in too_few.one_line()
-    created = here(
+    created = run_cli(
         "peer",
         "federation",
         source,
@@ -803,25 +803,25 @@ def test_commands_from_keys_to_a_signed_version(tmp_path):
         f"adds hospital-a (127.0.0.1:7001, key {' '.join(key[k : k + 4] for k in range(0, 32, 4))})"
         in created.out
     )
-    assert here("peer", "sign", one).out in created.out
+    assert run_cli("peer", "sign", one).out in created.out
     assert (
         "choose another --out"
-        in here("peer", "federation", source, *members, "--out", one).one_line()
+        in run_cli("peer", "federation", source, *members, "--out", one).one_line()
     )
-    changed = here("peer", "amend", one, "--remove", "hospital-c", "--out", two)
+    changed = run_cli("peer", "amend", one, "--remove", "hospital-c", "--out", two)
     assert "- removes hospital-c" in changed.out
     assert (
         "It counts when 2 more of hospital-a, hospital-b, hospital-c have signed it" in changed.out
     )
-    inspected = here("peer", "sign", two)
+    inspected = run_cli("peer", "sign", two)
     assert (inspected.status, inspected.out) == (0, changed.out)
-    assert "give --identity too" in here("peer", "sign", two, "--merge", two).one_line()
-    signed_once = here("peer", "sign", two, "--identity", folders[0]).out
+    assert "give --identity too" in run_cli("peer", "sign", two, "--merge", two).one_line()
+    signed_once = run_cli("peer", "sign", two, "--identity", folders[0]).out
     assert "Signed by: hospital-a.\nIt counts when 1 more of hospital-b, hospital-c" in signed_once
     assert_refused(two, "lacks 1")
     assert (
         "It counts. Send it to all members of this version"
-        in here("peer", "sign", two, "--identity", folders[1]).out
+        in run_cli("peer", "sign", two, "--identity", folders[1]).out
     )
     assert list(read_federation(two).members) == [0, 1]
     second = read_federation(two)
@@ -833,12 +833,14 @@ def test_commands_from_keys_to_a_signed_version(tmp_path):
         tmp_path / "b-new",
         tmp_path / "federation-3.toml",
     )  # the key of hospital-b was stolen
-    here("peer", "identity", "--name", "hospital-b", "--endpoint", "127.0.0.1:7002", "--out", new)
-    here("peer", "amend", one, "--replace", new / "hospital-b.member.toml", "--out", three)
+    run_cli(
+        "peer", "identity", "--name", "hospital-b", "--endpoint", "127.0.0.1:7002", "--out", new
+    )
+    run_cli("peer", "amend", one, "--replace", new / "hospital-b.member.toml", "--out", three)
     for folder in (folders[0], folders[2]):
-        here("peer", "sign", three, "--identity", folder)
+        run_cli("peer", "sign", three, "--identity", folder)
     assert read_federation(three).id_of(Identity.read(new).member) == 1
-    assert "needs no signature" in here("peer", "sign", one, "--identity", folders[0]).one_line()
+    assert "needs no signature" in run_cli("peer", "sign", one, "--identity", folders[0]).one_line()
     assert Path(one).read_text().startswith("# What the members of tiny agree on.")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.peer import faults, hostile
 from tests.peer.nodes import FORKED, Nodes, nodes
-from tests.tiny import here
+from tests.tiny import run_cli
 
 from fedcb2o.peer.membership import read_federation
 from fedcb2o.peer.wire import Ledger, verify_proof
@@ -247,7 +247,7 @@ def test_an_equivocating_member_is_detected(tmp_path):
             assert federation.members[4].name in verify_proof(proof, federation)
             assert (
                 f"agent 4 of {federation.name}"
-                in here("peer", "proof", proof, "--federation", peers.federation).out
+                in run_cli("peer", "proof", proof, "--federation", peers.federation).out
             )
             assert 4 not in peers.lines(j)[-1]["asked"]
         assert all(n is not None and n <= 6 for n in detection_rounds(peers, 4)), detection_rounds(

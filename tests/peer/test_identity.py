@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 from tests.peer.members import free_ports, identities
-from tests.tiny import ENVIRONMENT, here
+from tests.tiny import ENVIRONMENT, run_cli
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import Identity, Member, certificates
@@ -460,7 +460,7 @@ def test_the_error_for_an_invalid_host_names_the_character(tmp_path, endpoint, m
 
 def test_an_invalid_member_name_is_refused_before_any_file_is_written(tmp_path):
     for name in ("Hôpital", "a b", "", "-a", "x" * 64, "7", "localhost"):
-        done = here(
+        done = run_cli(
             "peer", "identity", "--name", name, "--endpoint", ENDPOINT, "--out", tmp_path / "a"
         )
         assert "a member's name has up to 63 letters from a to z" in done.one_line()
@@ -469,18 +469,20 @@ def test_an_invalid_member_name_is_refused_before_any_file_is_written(tmp_path):
 
 def test_identity_and_renew_commands_print_the_member_file_and_no_secret(tmp_path):
     folder = tmp_path / "a"
-    done = here("peer", "identity", "--name", "hospital-a", "--endpoint", ENDPOINT, "--out", folder)
+    done = run_cli(
+        "peer", "identity", "--name", "hospital-a", "--endpoint", ENDPOINT, "--out", folder
+    )
     assert (done.status, done.err) == (0, "")
     assert done.out.splitlines()[-1] == str(folder / "hospital-a.member.toml")
     assert tomllib.loads((folder / "hospital-a.member.toml").read_text())["name"] == "hospital-a"
-    again = here(
+    again = run_cli(
         "peer", "identity", "--name", "hospital-a", "--endpoint", ENDPOINT, "--out", folder
     )
     assert "not empty" in again.one_line()
-    renewed = here("peer", "renew", "--identity", folder, "--days", 2)
+    renewed = run_cli("peer", "renew", "--identity", folder, "--days", 2)
     assert renewed.status == 0
     assert Identity.read(folder).expires - datetime.now(UTC) < timedelta(days=2, seconds=1)
-    moved = here(
+    moved = run_cli(
         "peer",
         "renew",
         "--identity",
@@ -494,7 +496,7 @@ def test_identity_and_renew_commands_print_the_member_file_and_no_secret(tmp_pat
     assert Identity.read(tmp_path / "b").member.endpoint == "127.0.0.1:7448"
     assert (
         "give --out"
-        in here("peer", "renew", "--identity", folder, "--endpoint", "127.0.0.1:7448").one_line()
+        in run_cli("peer", "renew", "--identity", folder, "--endpoint", "127.0.0.1:7448").one_line()
     )
     output = done.out + again.err + renewed.out + moved.out + repr(Identity.read(folder))
     for secret in ("signing.key", "root.key", "tls.key"):

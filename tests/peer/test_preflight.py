@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.peer.members import federated, identities
-from tests.tiny import here
+from tests.tiny import run_cli
 from typer.testing import CliRunner
 
 from fedcb2o.cli import app
@@ -333,12 +333,14 @@ def test_the_check_command_reports_user_functions_and_mismatched_data(tmp_path: 
     np.savez(tmp_path / "bad.npz", x=x[:, :, 1:], y=y)
     complete = [*command, "--own", name, "--data", str(tmp_path / "good.npz")]
     assert "the data fit: " in failed_output(complete)
-    assert "allow it with --own" in here(*command, "--data", tmp_path / "good.npz").one_line()
+    assert "allow it with --own" in run_cli(*command, "--data", tmp_path / "good.npz").one_line()
     assert (
         "the federation agreed on (1, 8, 8)"
-        in here(*complete[:-1], tmp_path / "bad.npz").one_line()
+        in run_cli(*complete[:-1], tmp_path / "bad.npz").one_line()
     )
-    assert "--data: there is no file nowhere.npz" in here(*complete[:-1], "nowhere.npz").one_line()
+    assert (
+        "--data: there is no file nowhere.npz" in run_cli(*complete[:-1], "nowhere.npz").one_line()
+    )
 
 
 def failed_output(command: list[str]) -> str:

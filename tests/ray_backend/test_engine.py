@@ -15,16 +15,16 @@ from tests.agents import (
     GUARDS,
     TRAINING,
     Adapted,
-    attackers_of,
-    block_of,
+    adversary_of,
+    agent_group_of,
+    agent_samples,
     convolutional,
-    first_models,
-    guarded,
-    held,
+    initial_models,
     network,
     normed,
-    terms_of,
+    run_spec_of,
     wide,
+    with_guards,
 )
 from tests.simulation.test_rounds import POISONED, flip, found_by
 from torch import nn
@@ -82,7 +82,10 @@ class Scene:
     changes: dict[str, Any]
 
     def block(self, tensors: Any = None, agents: Any = ALL_AGENTS) -> AgentGroup:
-        run_spec, agent_data = terms_of(self.algorithm(), self.network(), **self.changes), held()
+        run_spec, agent_data = (
+            run_spec_of(self.algorithm(), self.network(), **self.changes),
+            agent_samples(),
+        )
         if self.skewed:  # agent j lacks class j % 4, and later agents have fewer samples
             parts = [
                 [
@@ -92,12 +95,12 @@ class Scene:
                 for lists in (agent_data.train, agent_data.validation)
             ]
             agent_data = dataclasses.replace(agent_data, train=parts[0], validation=parts[1])
-        return block_of(
-            run_spec, attackers_of(self.attack(), own_model=self.own_model), agent_data, agents
+        return agent_group_of(
+            run_spec, adversary_of(self.attack(), own_model=self.own_model), agent_data, agents
         )
 
     def first(self, tensors: Any, theta: torch.Tensor, ids: Any) -> None:
-        theta.copy_(first_models(self.block().spec)[list(ids)])
+        theta.copy_(initial_models(self.block().spec)[list(ids)])
 
 
 def flipping(**more: Any) -> Attack:
@@ -110,7 +113,7 @@ def crafting(name: str) -> Attack:
 
 
 def cluster_engine(actors, scene: Scene, count: int, nodes: int = 2) -> RayEngine:
-    """Create an engine of at most `count` workers on pretended nodes."""
+    """Create an engine of at most `count` workers on simulated nodes."""
     block = scene.block()
     shares = shard_agents(block.spec, block.data.train.sizes.tolist(), [1.0] * count)
     node_names = [f"node {b % nodes}" for b in range(len(shares))]
@@ -135,7 +138,7 @@ def assert_cluster_agrees(
     settings = {"kernels": KernelConfig(models_per_batch=2), "max_samples": 17, **changes}
     scene = Scene(algorithm, attack, make, own_model, skewed, settings)
     group = scene.block()
-    group.models[: len(CLUSTER)] = first_models(group.spec)
+    group.models[: len(CLUSTER)] = initial_models(group.spec)
     local_rounds, models = (
         found_by(LocalEngine(group, SerialExecutor(group)), rounds),
         group.models[: len(CLUSTER)],
@@ -153,7 +156,7 @@ def assert_cluster_agrees(
 
 
 def with_guard(guard: dict[str, float]) -> Any:
-    return guarded(algorithms.fedcb2o(beta=0.6, own_model="judged", mixing_factor=1.0), **guard)
+    return with_guards(algorithms.fedcb2o(beta=0.6, own_model="judged", mixing_factor=1.0), **guard)
 
 
 ALGORITHMS = {
@@ -162,7 +165,7 @@ ALGORITHMS = {
     "DFedAvgM": partial(algorithms.dfedavgm),
     "alone": partial(algorithms.local_training),
     "FedAssay": algorithms.fedassay,
-    "all guards, krum": lambda: guarded(
+    "all guards, krum": lambda: with_guards(
         algorithms.by_rule(rule="krum", selection="prob_sampling"), **ALL_GUARDS
     ),
     **{name: partial(with_guard, guard) for name, guard in GUARDS.items()},

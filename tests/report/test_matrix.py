@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 from tests.report.synthetic import write_run
-from tests.tiny import here
+from tests.tiny import run_cli
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import summary, write_json, write_toml
@@ -698,12 +698,12 @@ def test_a_large_heat_map_has_a_number_in_every_cell():
 def test_the_command_reports_a_grid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_grid(tmp_path / "grid")
-    done = here("report", "grid", "--out", "out")
+    done = run_cli("report", "grid", "--out", "out")
     assert (done.status, done.err) == (0, "")
     assert "Attackers" in done.out
     assert "Regret" in done.out
     assert re.search(r"The page is out/report.html; the matrices .* are in out/matrices", done.out)
-    assert "runs or of grids" in here("report", "grid", "grid/cells").one_line()
+    assert "runs or of grids" in run_cli("report", "grid", "grid/cells").one_line()
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -729,17 +729,17 @@ def test_the_command_compares_with_a_reference(tmp_path, monkeypatch):
         for defence in (MEDIAN, MEAN)
     )
     for reference, expected in ((MEDIAN, with_median), (MEAN, with_mean)):
-        assert here("report", "grid", "--out", "out", "--reference", reference).status == 0
+        assert run_cli("report", "grid", "--out", "out", "--reference", reference).status == 0
         assert (tmp_path / "out/matrices/accuracy-difference.csv").read_text() == expected.to_csv()
     assert list(with_mean.index) == [MEDIAN]
     assert (
         "has no defence `Medain`. Did you mean `Median`?"
-        in here("report", "grid", "--reference", "Medain").one_line()
+        in run_cli("report", "grid", "--reference", "Medain").one_line()
     )
-    assert "has no defence ``" in here("report", "grid", "--reference", "").one_line()
+    assert "has no defence ``" in run_cli("report", "grid", "--reference", "").one_line()
     assert (
         "is for the folder of a grid"
-        in here("report", "grid/" + KINDS["cell"], "--reference", MEAN).one_line()
+        in run_cli("report", "grid/" + KINDS["cell"], "--reference", MEAN).one_line()
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.tiny import ENVIRONMENT, FEDCB2O, bits, command, here, write
+from tests.tiny import ENVIRONMENT, FEDCB2O, bits, command, run_cli, write
 
 from fedcb2o.data import Dataset, sets
 from fedcb2o.errors import RunError
@@ -222,21 +222,21 @@ def test_every_flipped_byte_and_every_truncation_is_detected(tmp_path, states):
 def interrupted(tmp_path):
     """Return files of a run of 4 rounds and of its first 2, a folder, and the bits of 4 rounds."""
     path = write(tmp_path / "tiny.toml", rounds=4, evaluate_every=9)
-    assert here("run", path, "--out", tmp_path / "whole", "--workers", 1).status == 0
+    assert run_cli("run", path, "--out", tmp_path / "whole", "--workers", 1).status == 0
     short = write(tmp_path / "short.toml", rounds=2, evaluate_every=9)
     return path, short, tmp_path / "run", bits(tmp_path / "whole")
 
 
 def run_two_rounds(short, out):
     """Run two rounds and leave the files as if interrupted after the checkpoint."""
-    assert here("run", short, "--out", out, "--workers", 1).status == 0
+    assert run_cli("run", short, "--out", out, "--workers", 1).status == 0
     seed = out / "seed-1000"
     (seed / "summary.json").unlink()
     Manifest.create(seed, 1000, load(str(short)).settings(), 2)
 
 
 def resume(path, out):
-    return here("run", path, "--out", out, "--workers", 1, "--resume")
+    return run_cli("run", path, "--out", out, "--workers", 1, "--resume")
 
 
 def without_scores(files):
@@ -283,7 +283,7 @@ def test_a_run_killed_before_its_first_file_can_restart(interrupted):
     path, _, out, expected = interrupted
     out.mkdir()
     (out / "config.toml.tmp").write_bytes(b"half")
-    assert here("run", path, "--out", out, "--workers", 1).status == 0
+    assert run_cli("run", path, "--out", out, "--workers", 1).status == 0
     assert bits(out) == expected
 
 
@@ -309,7 +309,7 @@ def test_lost_metrics_are_an_error(interrupted):
 def test_another_configuration_is_refused_with_the_differing_setting(interrupted):
     path, short, out, expected = interrupted
     run_two_rounds(short, out)
-    other = here(
+    other = run_cli(
         "run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3"
     )
     assert other.one_line() == (
@@ -318,7 +318,7 @@ def test_another_configuration_is_refused_with_the_differing_setting(interrupted
     # With a replaced configuration file, the checkpoint itself detects the change.
     config = out / "config.toml"
     config.write_text(config.read_text().replace("alpha = 2.0", "alpha = 3"))
-    other = here(
+    other = run_cli(
         "run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3"
     )
     assert "seed-1000 holds another seed or another run, by its sums.json" in other.one_line()
@@ -346,7 +346,7 @@ def test_a_changed_data_set_of_the_same_name_is_refused(interrupted, monkeypatch
 def test_fewer_rounds_than_recorded_are_refused(interrupted):
     path, short, out, _ = interrupted
     run_two_rounds(short, out)
-    fewer = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=1")
+    fewer = run_cli("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=1")
     assert "holds this run with `rounds` = 2: it can only be made longer" in fewer.one_line()
 
 
@@ -391,7 +391,7 @@ def test_a_full_disk_is_a_one_line_error_without_data_loss(tmp_path, limit, file
         json.loads(text)
     assert not list(out.rglob("*.tmp"))
     assert resume(path, out).status == 0
-    assert here("run", path, "--out", tmp_path / "whole", "--workers", 1).status == 0
+    assert run_cli("run", path, "--out", tmp_path / "whole", "--workers", 1).status == 0
     assert bits(out) == bits(tmp_path / "whole")
 
 
@@ -401,7 +401,7 @@ def test_a_full_standard_output_is_a_one_line_error(tmp_path):
         done = command("presets", stdout=full)
     assert done.one_line() == "cannot write the output: No space left on device"
     path = write(tmp_path / "tiny.toml", rounds=1)
-    assert here("run", path, "--out", tmp_path / "run", "--workers", 1).status == 0
+    assert run_cli("run", path, "--out", tmp_path / "run", "--workers", 1).status == 0
     with open("/dev/full", "w") as full:  # noqa: PTH123
         done = command("compare", tmp_path / "run", stdout=full)
     assert done.one_line() == "cannot write the output: No space left on device"

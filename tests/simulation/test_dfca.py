@@ -8,9 +8,17 @@ import torch
 from safetensors.torch import load_file
 from tests import agents as ours
 from tests import reference
-from tests.agents import BAD, CLUSTER, GOOD, SEED, chosen, network, oracle_agents
+from tests.agents import (
+    BENIGN_IDS,
+    CLUSTER,
+    MALICIOUS_IDS,
+    SEED,
+    decisions_of,
+    network,
+    oracle_agents,
+)
 from tests.simulation.test_ifca import PLAIN, TEAM, true_data
-from tests.tiny import bits_however, first_quick, tiny
+from tests.tiny import bits_for_any_workers, first_quick, tiny
 from torch.nn import functional as F
 
 from fedcb2o import knows
@@ -57,7 +65,7 @@ def oracle_round(engine, agents, agent_modules, n, asked, published):
 
 def engine_of(attack=ours.FLIP, **changes):
     """Return an engine whose agents hold K similar models, so that agents choose differently."""
-    engine = ours.together(algorithms.dfca(models=K), attack=attack, collude=False, **changes)
+    engine = ours.local_engine(algorithms.dfca(models=K), attack=attack, collude=False, **changes)
     thetas = agent_models_of(engine)
     thetas[:] = torch.from_numpy(
         stream(SEED, "theta").normal(size=(K, engine.spec.dim)) * 0.3
@@ -87,7 +95,7 @@ def assert_equals_reference(engine, published=lambda i, j, theta: theta, num_rou
         0,
         lambda n, phase: None,
     ):
-        asked = [chosen(done.decisions, j).asked for j in range(len(CLUSTER))]
+        asked = [decisions_of(done.decisions, j).asked for j in range(len(CLUSTER))]
         best, online = oracle_round(engine, agents, agent_modules, done.n, asked, published)
         choices.append(best)
         for modules, thetas in zip(agent_modules, agent_models_of(engine), strict=True):
@@ -95,7 +103,7 @@ def assert_equals_reference(engine, published=lambda i, j, theta: theta, num_rou
                 torch.testing.assert_close(theta, parameters.flatten(module), rtol=1e-4, atol=2e-5)
                 parameters.bind_(module, theta.clone())  # a ReLU at its kink magnifies rounding
         for j, k in enumerate(best_of(engine, agent_modules)):
-            mixed = chosen(done.decisions, j)
+            mixed = decisions_of(done.decisions, j)
             assert ours.models_of(engine)[j].equal(agent_models_of(engine)[j, k]), (done.n, j)
             assert len(mixed.asked) == (3 if online[j] else 0)
             assert mixed.ids == [i for i in mixed.asked if online[i]]
@@ -121,7 +129,9 @@ def test_models_crafted_per_receiver_are_averaged_by_the_receiver():
         )
 
     def published(i, j, theta):
-        return torch.full_like(theta, i / 10 + j) if i in BAD and j in GOOD else theta
+        return (
+            torch.full_like(theta, i / 10 + j) if i in MALICIOUS_IDS and j in BENIGN_IDS else theta
+        )
 
     assert_equals_reference(
         engine_of(attack=Attack(craft=numbered, threat=numbered.threat)), published, num_rounds=2
@@ -133,9 +143,9 @@ def test_non_finite_models_are_not_received():
     for done in dfca.run_rounds(
         engine, AgentState.initial(len(CLUSTER)), 0, 3, 0, lambda n, phase: None
     ):
-        received = [i for j in GOOD for i in chosen(done.decisions, j).ids]
+        received = [i for j in BENIGN_IDS for i in decisions_of(done.decisions, j).ids]
         assert received
-        assert not set(received) & set(BAD)
+        assert not set(received) & set(MALICIOUS_IDS)
         assert agent_models_of(engine).isfinite().all()
 
 
@@ -149,7 +159,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", first_quick(VARIANTS))
 def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
-    bits_however(tmp_path, VARIANTS[variant])
+    bits_for_any_workers(tmp_path, VARIANTS[variant])
 
 
 @pytest.mark.parametrize("initialisation", ["common", "independent"])

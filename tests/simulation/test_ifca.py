@@ -10,8 +10,17 @@ import torch
 from safetensors.torch import load_file
 from tests import agents as ours
 from tests import reference
-from tests.agents import BAD, CLUSTER, GOOD, SEED, chosen, network, oracle_agents, run_rounds
-from tests.tiny import bits_however, tiny
+from tests.agents import (
+    BENIGN_IDS,
+    CLUSTER,
+    MALICIOUS_IDS,
+    SEED,
+    decisions_of,
+    network,
+    oracle_agents,
+    run_rounds,
+)
+from tests.tiny import bits_for_any_workers, tiny
 from torch.nn import functional as F
 
 from fedcb2o import knows
@@ -82,7 +91,7 @@ def oracle_round(engine, agents, centres, n, published=lambda j, theta: theta):
 def engine_of(num_models, weights="equal", attack=ours.FLIP, settings=None, **changes):
     """Return an engine whose K models are similar, so that agents choose differently."""
     algorithm = algorithms.ifca(models=num_models, weights=weights, **(settings or {}))
-    engine = ours.together(algorithm, attack=attack, collude=False, **changes)
+    engine = ours.local_engine(algorithm, attack=attack, collude=False, **changes)
     num_stored = len(stored_models_of(engine))
     stored_models_of(engine)[:] = torch.from_numpy(
         stream(SEED, "theta").normal(size=(num_stored, engine.spec.dim)) * 0.3
@@ -131,7 +140,7 @@ def assert_equals_reference(engine, published=lambda j, theta: theta, num_rounds
             parameters.bind_(centre, model.clone())  # a ReLU at its kink magnifies rounding
         choices.append(best_of(engine, centres))
         for j, k in enumerate(choices[-1]):
-            mixed = chosen(done.decisions, j)
+            mixed = decisions_of(done.decisions, j)
             assert ours.models_of(engine)[j].equal(centres_of(engine)[k]), (done.n, j)
             peer_weights = dict(zip(mixed.ids, mixed.weights, strict=True))
             assert j not in peer_weights
@@ -161,9 +170,9 @@ def test_crafted_models_are_averaged(each_receiver):
         return torch.stack(crafted) if each_receiver else crafted[0]
 
     def published(j, theta):
-        return torch.full_like(theta, j / 10) if j in BAD else theta
+        return torch.full_like(theta, j / 10) if j in MALICIOUS_IDS else theta
 
-    assert GOOD[0] == 0
+    assert BENIGN_IDS[0] == 0
     engine = engine_of(3, attack=Attack(craft=numbered, threat=numbered.threat))
     assert_equals_reference(engine, published, num_rounds=3)
 
@@ -181,7 +190,7 @@ def test_attackers_choose_by_clean_data_and_train_the_chosen_model():
     expected = best_of(engine, modules_of(engine))
     assert len(set(expected)) == 2
     run_rounds(engine)
-    assert sorted(starts) == BAD
+    assert sorted(starts) == MALICIOUS_IDS
     assert all(before.equal(centres[expected[j]]) for j, before in starts.items())
 
 
@@ -189,7 +198,7 @@ def test_non_finite_models_are_not_received():
     broken = Attack(craft=lambda view, draw: torch.full_like(view.own, torch.nan))
     engine = engine_of(3, attack=broken)
     for done in lazy_rounds(engine, 3):
-        assert not set(done.decisions.received.values.tolist()) & set(BAD)
+        assert not set(done.decisions.received.values.tolist()) & set(MALICIOUS_IDS)
         assert stored_models_of(engine).isfinite().all()
 
 
@@ -228,7 +237,7 @@ def test_a_robust_rule_replaces_the_average(rule):
         expected = base.apply(functools.partial(used, f=f), torch.stack(members), clip_f=True)
         torch.testing.assert_close(centres_of(engine)[k], expected, rtol=1e-4, atol=2e-5)
         assert not expected.equal(parameters.flatten(before[k]))
-    weights = [chosen(done.decisions, j).weights for j in GOOD]
+    weights = [decisions_of(done.decisions, j).weights for j in BENIGN_IDS]
     assert all(math.isnan(w) for each in weights for w in each) == (rule != "krum")
     assert rule != "krum" or all(max([*each, 0.0]) in (0.0, 1.0) for each in weights)
 
@@ -272,7 +281,7 @@ VARIANTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
-    bits_however(tmp_path, VARIANTS[variant])
+    bits_for_any_workers(tmp_path, VARIANTS[variant])
 
 
 def test_a_run_saves_all_models_and_records_weights(tmp_path):

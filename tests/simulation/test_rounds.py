@@ -13,18 +13,18 @@ from tests.agents import (
     GUARDS,
     TRAINING,
     Adapted,
-    attackers_of,
-    block_of,
+    adversary_of,
+    agent_group_of,
+    agent_samples,
     convolutional,
-    first_models,
-    guarded,
-    held,
+    initial_models,
     network,
     normed,
-    terms_of,
+    run_spec_of,
     wide,
+    with_guards,
 )
-from tests.posted import Posted
+from tests.plain_engine import PlainEngine
 
 from fedcb2o.experiments.runs._round_records import metrics_record, pairs_record
 from fedcb2o.federated import (
@@ -105,22 +105,29 @@ def assert_engines_agree(
     **changes,
 ):
     """Run both engines, with each choice of blocks, and compare records, decisions and models."""
-    attackers, agent_data, local_results = attackers_of(attack, own_model=own_model), held(), {}
+    attackers, agent_data, local_results = (
+        adversary_of(attack, own_model=own_model),
+        agent_samples(),
+        {},
+    )
     for name in choices:
         blocks = BLOCKS[name]
         batch_size = None if name == "all" else 1  # batched training may change bits
         make_spec = functools.partial(
-            terms_of, algorithm, kernels=KernelConfig(models_per_batch=batch_size), max_samples=17
+            run_spec_of,
+            algorithm,
+            kernels=KernelConfig(models_per_batch=batch_size),
+            max_samples=17,
         )
         if batch_size not in local_results:
             spec = make_spec(make(), **changes)
-            block = block_of(spec, attackers, agent_data)
-            block.models[: len(CLUSTER)] = first_models(spec)
+            block = agent_group_of(spec, attackers, agent_data)
+            block.models[: len(CLUSTER)] = initial_models(spec)
             local_results[batch_size] = (
                 found_by(LocalEngine(block, SerialExecutor(block)), count),
                 block.models[: len(CLUSTER)],
             )
-        posted = Posted(make_spec(make(), **changes), attackers, agent_data, blocks)
+        posted = PlainEngine(make_spec(make(), **changes), attackers, agent_data, blocks)
         posted_rounds, (local_rounds, models) = found_by(posted, count), local_results[batch_size]
         for n, (one, other) in enumerate(zip(local_rounds, posted_rounds, strict=True)):
             assert one[0] == other[0], (name, n)
@@ -148,19 +155,19 @@ ALGORITHMS = {
         mixing_factor=1.0,
     ),
     "FedAssay": algorithms.fedassay(),
-    "all guards": guarded(
+    "all guards": with_guards(
         algorithms.fedcb2o(beta=0.75, own_model="judged", mixing_factor=1.0), **ALL_GUARDS
     ),
-    "all guards, patches": guarded(
+    "all guards, patches": with_guards(
         algorithms.fedcb2o(
             criterion={"name": "trigger_sensitivity"}, own_model="judged", mixing_factor=1.0
         ),
         **ALL_GUARDS,
     ),
-    "all guards, krum": guarded(
+    "all guards, krum": with_guards(
         algorithms.by_rule(rule="krum", selection="prob_sampling", pre_step="nnm"), **ALL_GUARDS
     ),
-    "all guards, DFedAvgM": guarded(algorithms.dfedavgm(), **ALL_GUARDS),
+    "all guards, DFedAvgM": with_guards(algorithms.dfedavgm(), **ALL_GUARDS),
     "perturbations": algorithms.fedcb2o(
         criterion={
             "name": "perturbation_gap",
@@ -190,7 +197,9 @@ def test_engines_agree_with_every_algorithm(algorithm, participation, choices):
 @pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
 def test_engines_agree_with_every_guard(guard):
     algorithm = algorithms.fedcb2o(beta=0.6, own_model="judged", mixing_factor=1.0)
-    assert_engines_agree(guarded(algorithm, **guard), count=3, participation=0.6, choices=BLOCKS)
+    assert_engines_agree(
+        with_guards(algorithm, **guard), count=3, participation=0.6, choices=BLOCKS
+    )
 
 
 @pytest.mark.parametrize(
@@ -307,9 +316,9 @@ def test_a_stateful_rule_keeps_its_state_between_rounds():
 
     algorithm = algorithms.by_rule(rule=steady, needs_losses=False)
     assert_engines_agree(algorithm, count=4)
-    spec = terms_of(algorithm, network())
-    block = block_of(spec, attackers_of())
-    block.models[: len(CLUSTER)] = first_models(spec)
+    spec = run_spec_of(algorithm, network())
+    block = agent_group_of(spec, adversary_of())
+    block.models[: len(CLUSTER)] = initial_models(spec)
     *_, done = run_rounds(
         LocalEngine(block, SerialExecutor(block)),
         AgentState.initial(len(CLUSTER)),

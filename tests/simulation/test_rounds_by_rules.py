@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 from tests import agents as ours
-from tests.agents import GOOD, SEED, chosen, held, run_rounds
-from tests.tiny import StopError, bits, bits_however, first_quick, stop_after, tiny
+from tests.agents import BENIGN_IDS, SEED, agent_samples, decisions_of, run_rounds
+from tests.tiny import StopError, bits, bits_for_any_workers, first_quick, stop_after, tiny
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
@@ -47,13 +47,13 @@ def by_rule(name, **more):
 def one_round(algorithm, attack=None, **changes):
     """Return the models before the round and after LocalUpdate, the engine and the choices."""
     engines = [
-        ours.together(algorithm, attack=attack or Attack(), malicious_share=SHARE, **changes)
+        ours.local_engine(algorithm, attack=attack or Attack(), malicious_share=SHARE, **changes)
         for _ in range(2)
     ]
     before = ours.models_of(engines[0]).clone()
     engines[0].map_batches(train_, 0)
     (done,) = run_rounds(engines[1])
-    mixed = [chosen(done.decisions, j) for j in range(len(before))]
+    mixed = [decisions_of(done.decisions, j) for j in range(len(before))]
     return before, ours.models_of(engines[0]).clone(), engines[1], mixed
 
 
@@ -66,7 +66,7 @@ def test_the_new_model_is_the_rule_of_the_received_models(name, own_model):
         rule=name, own_model=own_model, mixing_factor=0.75, needs_losses=True
     )
     before, trained, engine, mixed = one_round(algorithm)
-    for j in GOOD:
+    for j in BENIGN_IDS:
         f = math.ceil(SHARE * len(mixed[j].ids))
         extra_rows = list(signature.own_rows)
         rows = [trained[i] for i in mixed[j].ids]
@@ -84,7 +84,7 @@ def test_the_new_model_is_the_rule_of_the_received_models(name, own_model):
         values = {
             "losses": losses.mean,
             "entropies": losses.entropy,
-            "num_samples": torch.tensor([float(len(held().train[i])) for i in senders]),
+            "num_samples": torch.tensor([float(len(agent_samples().train[i])) for i in senders]),
             "progress": 0.0,
             "draw": stream(SEED, "rule", 0, j),
             "heads": torch.cat([x[:, -28:-4].view(len(x), 4, 6), x[:, -4:].view(len(x), 4, 1)], -1),
@@ -111,7 +111,7 @@ def test_a_pre_step_is_applied_before_the_rule(name, pre_step):
     algorithm = algorithms.by_rule(rule=name, pre_step=pre_step, selection="everyone")
     _, trained, engine, mixed = one_round(algorithm)
     rule = getattr(aggregation, name)
-    for j in GOOD:
+    for j in BENIGN_IDS:
         f = math.ceil(SHARE * len(mixed[j].ids))
         x = torch.cat([trained[mixed[j].ids], trained[j : j + 1]])
         own = len(signature_of(rule).own_rows)
@@ -132,22 +132,22 @@ def test_the_trimmed_mean_without_trimming_equals_the_mean():
     _, _, a, mixed = one_round(trimmed)
     _, _, b, mixed_by_mean = one_round(algorithms.by_rule(rule="mean"))
     torch.testing.assert_close(ours.models_of(a), ours.models_of(b), rtol=1e-5, atol=1e-6)
-    assert [one.f for one in mixed if not math.isnan(one.f)] == [0] * len(GOOD)
-    assert all(math.isnan(weight) for j in GOOD for weight in mixed[j].weights)
-    assert all(len(set(one.weights)) == 1 for one in (mixed_by_mean[j] for j in GOOD))
+    assert [one.f for one in mixed if not math.isnan(one.f)] == [0] * len(BENIGN_IDS)
+    assert all(math.isnan(weight) for j in BENIGN_IDS for weight in mixed[j].weights)
+    assert all(len(set(one.weights)) == 1 for one in (mixed_by_mean[j] for j in BENIGN_IDS))
 
 
 def test_a_weighted_reduction_records_its_weights():
     sentinel = {"name": "sentinel", "similarity": 0.0}  # initial models differ
     _, trained, engine, mixed = one_round(algorithms.by_rule(rule=sentinel))
-    for j in GOOD:
+    for j in BENIGN_IDS:
         assert sum(mixed[j].weights) + mixed[j].own_weight == pytest.approx(1)
         assert mixed[j].own_weight > 0
         assert not torch.equal(ours.models_of(engine)[j], trained[j])
     before, trained, engine, mixed = one_round(
         algorithms.by_rule(rule={"name": "flame", "noise": 0.0})
     )
-    for j in GOOD:  # the rest is the weight of the model before the round
+    for j in BENIGN_IDS:  # the rest is the weight of the model before the round
         rest = 1 - sum(mixed[j].weights) - mixed[j].own_weight
         average = sum(w * trained[i] for w, i in zip(mixed[j].weights, mixed[j].ids, strict=True))
         average += mixed[j].own_weight * trained[j] + rest * before[j]
@@ -157,8 +157,8 @@ def test_a_weighted_reduction_records_its_weights():
 
 def test_local_training_keeps_the_trained_model():
     _, trained, engine, mixed = one_round(algorithms.local_training())
-    assert torch.equal(ours.models_of(engine)[GOOD], trained[GOOD])
-    assert all(len(mixed[j].asked) == 0 for j in GOOD)
+    assert torch.equal(ours.models_of(engine)[BENIGN_IDS], trained[BENIGN_IDS])
+    assert all(len(mixed[j].asked) == 0 for j in BENIGN_IDS)
 
 
 VARIANTS = {
@@ -192,7 +192,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", first_quick(VARIANTS))
 def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
-    bits_however(tmp_path, VARIANTS[variant])
+    bits_for_any_workers(tmp_path, VARIANTS[variant])
 
 
 def test_records_contain_f_and_the_weights_of_a_rule(tmp_path):

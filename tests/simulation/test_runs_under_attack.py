@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.tiny import bits_however, first_quick, tiny
+from tests.tiny import bits_for_any_workers, first_quick, tiny
 
 from fedcb2o import knows
 from fedcb2o.errors import ConfigError
@@ -85,7 +85,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", first_quick(VARIANTS))
 def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
-    bits_however(tmp_path, VARIANTS[variant])
+    bits_for_any_workers(tmp_path, VARIANTS[variant])
 
 
 def test_crafted_models_are_not_in_the_checkpoint(tmp_path):

@@ -50,10 +50,10 @@ class DeviceTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        raise AssertionError(f"{func} outside of the pretended device")
+        raise AssertionError(f"{func} outside of the simulated device")
 
 
-class Pretend(TorchDispatchMode):
+class SimulatedDevice(TorchDispatchMode):
     """Context in which the device "meta" is simulated; `waits` counts synchronisations by kind."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Pretend(TorchDispatchMode):
             if isinstance(t, Tensor) and not isinstance(t, DeviceTensor)
         ):
             raise RuntimeError(
-                f"{func}: a list as an index, whose numbers the pretended device does not see"
+                f"{func}: a list as an index, whose numbers the simulated device does not see"
             )
         if device_tensors and func not in CROSS_DEVICE:
             for i, other in enumerate(
@@ -133,12 +133,12 @@ class Pretend(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def pretended(monkeypatch) -> Iterator[Pretend]:
+def simulated_device(monkeypatch) -> Iterator[SimulatedDevice]:
     """Simulate a device "meta" of 1 GiB, without timing of kernels."""
     from fedcb2o.kernels import _autotune, devices
 
     monkeypatch.setattr(devices, "device_memory", lambda device: 2**30)
-    monkeypatch.setattr(devices, "device_name", lambda device: "a pretended device")
+    monkeypatch.setattr(devices, "device_name", lambda device: "a simulated device")
     monkeypatch.setattr(_autotune, "fastest_batched_convolution", lambda *_: "grouped")
-    with Pretend() as mode:
+    with SimulatedDevice() as mode:
         yield mode

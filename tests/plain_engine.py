@@ -28,25 +28,29 @@ from fedcb2o.federated import (
     rejection_reason,
 )
 from fedcb2o.rng import stream
-from tests.agents import Held, block_of, first_models
+from tests.agents import AgentSamples, agent_group_of, initial_models
 
 
-class Posted:
+class PlainEngine:
     """Agents in groups, each with a buffer whose rows are in random order."""
 
     def __init__(
-        self, spec: RunSpec, adversary: Adversary, data: Held, shares: Sequence[Sequence[int]]
+        self,
+        spec: RunSpec,
+        adversary: Adversary,
+        data: AgentSamples,
+        shares: Sequence[Sequence[int]],
     ) -> None:
         self.spec = spec
         self.adversary = adversary
         self.agent_groups: list[AgentGroup] = []
         self.batches: list[np.ndarray] = []
         self.members: list[tuple[int, np.ndarray]] = []  # agent group and members of each group
-        theta = first_models(spec)
+        theta = initial_models(spec)
         for b, agents in enumerate(shares):
             own = stream(b, "rows").permutation(2 * len(agents) + 1)[: len(agents)]
             inbox = 3 * spec.num_agents * len(agents)
-            group = block_of(spec, adversary, data, agents, own.tolist(), inbox=inbox)
+            group = agent_group_of(spec, adversary, data, agents, own.tolist(), inbox=inbox)
             group.models[torch.from_numpy(group.layout.own)] = theta[list(agents)]
             self.agent_groups.append(group)
             for batch in plan_training_batches(spec, group.data.train.sizes.tolist()):
