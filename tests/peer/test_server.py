@@ -427,7 +427,7 @@ def test_persistent_excess_requests_get_no_answer(scene, federation):
 
 
 def test_ten_thousand_requests_are_turned_away_in_bounded_memory(scene, federation):
-    server = scene.server()
+    server = scene.server(slow_after_seconds=2.0)
     reply, blocked_threads = scene.blocking_reply()
     forged = scene.request(RequestKind.CHUNK, by=2)
     for _ in range(100):
@@ -443,7 +443,7 @@ def test_ten_thousand_requests_are_turned_away_in_bounded_memory(scene, federati
     assert server.counts.refused["pending"] >= 9900 - MAX_PENDING - federation.limits.per_peer
     started = time.monotonic()
     assert scene.ask(server, scene.request(RequestKind.CHUNK, 2)).status is AnswerStatus.NOT_HERE
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 6
 
 
 def test_slow_readers_delay_no_other_member(scene, federation):

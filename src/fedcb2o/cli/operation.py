@@ -63,17 +63,18 @@ def relay(
 
     federation = read_federation(file)
     keys = Identity.read(identity)
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(Relay(federation, keys, listen=listen, folder=folder))
-        if metrics is not None:
-            stack.enter_context(RelayMetrics(server, metrics, expires=keys.expires))
-        _LOGGER.info("Relays for %s at %s.", federation.verification_phrase, keys.member.endpoint)
-        try:
+    try:
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(Relay(federation, keys, listen=listen, folder=folder))
+            if metrics is not None:
+                stack.enter_context(RelayMetrics(server, metrics, expires=keys.expires))
+            endpoint = keys.member.endpoint
+            _LOGGER.info("Relays for %s at %s.", federation.verification_phrase, endpoint)
             server.run(threading.Event())
-        except KeyboardInterrupt as error:
-            raise ServiceEndedError(
-                "The nodes connect again by themselves when the relay runs again."
-            ) from error
+    except KeyboardInterrupt as error:
+        raise ServiceEndedError(
+            "The nodes connect again by themselves when the relay runs again."
+        ) from error
 
 
 def backup(
