@@ -63,13 +63,20 @@ def sentences(page: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_and_docstrings_use_standard_words(path):
-    faults = [(line, text[:60]) for line, text in docstrings(path) if OPENINGS.match(text)]
+    faults = [
+        f"line {line}: the docstring opens with {match[0]!r}; see OPENINGS in this file"
+        for line, text in docstrings(path)
+        if (match := OPENINGS.match(text))
+    ]
     for line, text in [*docstrings(path), *comments(path)]:
-        faults += [(line, match[0]) for match in PRIVATE_WORDS.finditer(text)]
+        faults += [
+            f"line {line}: {match[0]!r} is one of PRIVATE_WORDS in this file"
+            for match in PRIVATE_WORDS.finditer(text)
+        ]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and PRIVATE_NAMES.search(node.name):
-            faults.append((node.lineno, node.name))
-    assert not faults
+            faults.append(f"line {node.lineno}: {node.name} has one of PRIVATE_NAMES in this file")
+    assert not faults, "\n".join(faults)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

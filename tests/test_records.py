@@ -1,9 +1,11 @@
 """Records: written and read without loss, also after a full disk, a power cut or a partial line."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,18 @@ import torch
 from safetensors.numpy import save_file
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import RoundLog, Run, atomic_write, write_json, write_toml
+from fedcb2o.federated import AttackGoal, EvaluationResult
+from fedcb2o.federated.evaluation.metrics import Score, compute_metrics
+from fedcb2o.peer.report._peer_records import RoundRecord
+from fedcb2o.records import (
+    METRICS,
+    OPTIONAL_METRICS,
+    RoundLog,
+    Run,
+    atomic_write,
+    write_json,
+    write_toml,
+)
 from tests.report.synthetic import write_run
 
 
@@ -331,3 +344,21 @@ def test_damaged_records_are_named(tmp_path):
     (seed / "agents.json").write_text("{}")
     with pytest.raises(RunError, match=r"agents\.json is damaged"):
         _ = Run(run.folder).agents
+
+
+def test_computed_metrics_have_an_entry():
+    score = Score(torch.eye(3, dtype=torch.int64), 0.5, None)
+    computed = compute_metrics(EvaluationResult(score, None, score, None), AttackGoal())
+    assert set(computed) == set(METRICS) - {"malicious_weight", "epsilon"}
+
+
+@pytest.mark.parametrize("page", ["runs.md", "operation.md"])
+def test_metrics_are_documented(page):
+    text = (Path(__file__).parents[1] / "docs" / page).read_text(encoding="utf-8")
+    documented = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\|.*", text, re.MULTILINE))))
+    recorded_by_nodes = set(METRICS) - {"malicious_weight"}
+    assert documented >= (set(METRICS) if page == "runs.md" else recorded_by_nodes)
+
+
+def test_nodes_record_all_metrics_of_an_evaluation():
+    assert set(RoundRecord.model_fields) >= {"accuracy", "source_accuracy", *OPTIONAL_METRICS}

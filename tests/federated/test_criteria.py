@@ -470,6 +470,22 @@ PARTS = {
 }
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in IMAGE_CRITERIA
+        if name not in REQUIRED and criteria.is_batched(getattr(criteria, name))
+    ],
+)
+def test_a_batched_criterion_computes_the_bits_of_one_agent_at_a_time(tmp_path, name, monkeypatch):
+    experiment = tiny(algorithm={"criterion": name, "own_model": "trusted"})
+    run(experiment, out=tmp_path / "batched", workers=1)
+    monkeypatch.setattr(criteria, "is_batched", lambda criterion: False)
+    run(experiment, out=tmp_path / "single", workers=1)
+    assert bits(tmp_path / "batched") == bits(tmp_path / "single")
+
+
 @pytest.mark.parametrize("criterion", PARTS.values(), ids=PARTS)
 def test_a_combination_of_batched_criteria_is_batched(tmp_path, criterion, monkeypatch):
     experiment = tiny(algorithm={"criterion": criterion, "own_model": "trusted"})

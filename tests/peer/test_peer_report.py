@@ -151,7 +151,9 @@ def test_the_page_has_exact_numbers_and_needs_no_other_file(node):
     assert page.links
     assert all(link.startswith(OWN) for link in page.links)
     assert "Agent 0 of run 9f9f9f9f9f9f9f9f, version 1" in page.text
-    assert "Last round: 3 of 3. Rounds trained: 3, skipped: 0. Accuracy 83.33%." in page.text
+    assert (
+        "Last round: 3 of 3. Rounds trained: 3, skipped: 0. Overall accuracy 83.33%." in page.text
+    )
     peers = {row[0]: row[1:] for row in page.rows if len(row) == 11}
     assert peers["hospital-b"] == [
         "3",
@@ -222,7 +224,7 @@ def test_text_from_peers_is_escaped(tmp_path):
 
 def test_pages_of_one_round_and_of_a_node_without_peers(tmp_path):
     page = Page(write_node_report(write_node(tmp_path / "one", [ROUNDS[0]])))
-    assert "Last round: 1. Rounds trained: 1, skipped: 0. Accuracy 50.00%." in page.text
+    assert "Last round: 1. Rounds trained: 1, skipped: 0. Overall accuracy 50.00%." in page.text
     record = line(
         1,
         asked=[],

@@ -46,8 +46,9 @@ from fedcb2o.records._files import (
 from fedcb2o.records._jsonl import REPRODUCIBLE_LOGS, RoundLog, read_lines
 from fedcb2o.records._summary import agent_statistics, last_fifth, last_round, summary
 from fedcb2o.records.metrics import (
-    CONDITIONAL_METRICS,
+    MATRIX_METRICS,
     METRICS,
+    OPTIONAL_METRICS,
     SOURCE_METRICS,
     STANDARD_METRICS,
     Metric,
@@ -67,12 +68,13 @@ from fedcb2o.records.toml import parse_toml, read_toml
 __all__ = [
     "AGENT_COLUMNS",
     "CHECKPOINT_FILE",
-    "CONDITIONAL_METRICS",
     "FILE_SUFFIXES",
     "INITIAL_FILES",
     "LOG_FILES",
+    "MATRIX_METRICS",
     "METRICS",
     "NON_RESULT_SETTINGS",
+    "OPTIONAL_METRICS",
     "REPRODUCIBLE_LOGS",
     "RESERVED_COLUMNS",
     "SOURCE_METRICS",

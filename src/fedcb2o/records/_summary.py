@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from fedcb2o.records.metrics import CONDITIONAL_METRICS, METRICS, STANDARD_METRICS
+from fedcb2o.records.metrics import METRICS, OPTIONAL_METRICS, STANDARD_METRICS
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
@@ -24,9 +24,9 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     Returns:
         One row per seed with the columns seed, round, rounds (number of finished rounds), accuracy,
         accuracy_worst, accuracy_worst_tenth, the same of the other evaluated metrics and of the
-        measured ones of `CONDITIONAL_METRICS`, and malicious_weight. Values are over benign agents.
+        measured ones of `OPTIONAL_METRICS`, and malicious_weight. Values are over benign agents.
     """
-    metrics = [*STANDARD_METRICS, *(name for name in CONDITIONAL_METRICS if name in table)]
+    metrics = [*STANDARD_METRICS, *(name for name in OPTIONAL_METRICS if name in table)]
     rows = []
     for seed, last in last_round(table).groupby("seed"):
         records = table[table.seed == seed]
@@ -80,7 +80,7 @@ def last_round(table: pd.DataFrame) -> pd.DataFrame:
     Returns:
         The selected rows; empty if no round was evaluated.
     """
-    metrics = [name for name in (*STANDARD_METRICS, *CONDITIONAL_METRICS) if name in table]
+    metrics = [name for name in (*STANDARD_METRICS, *OPTIONAL_METRICS) if name in table]
     measured = table[metrics].notna().any(axis=1)
     evaluated = table[~table.malicious.astype(bool) & measured]
     return evaluated[evaluated["round"] == evaluated.groupby("seed")["round"].transform("max")]

@@ -21,6 +21,7 @@ class Metric:
         short_label: Word in lines of progress.
         worse_direction: Direction in which the values of a benign agent become worse.
         is_percent: True for a fraction of 1 that tables show in percent.
+        caption: Description of a cell of a grid's matrix; without it grids do not show the metric.
     """
 
     name: str
@@ -28,26 +29,46 @@ class Metric:
     short_label: str
     worse_direction: Literal["low", "high"]
     is_percent: bool = True
+    caption: str = ""
 
+    def format_short(self, value: float) -> str:
+        """Format a value for a line of progress, such as "accuracy 91.3%".
 
-STANDARD_METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
-"""The paper's metrics, in percent, which every evaluation records."""
+        Args:
+            value: Value of the metric.
 
-SOURCE_METRICS = STANDARD_METRICS[1:]
-"""Those that reports also show by the number of source-class samples."""
+        Returns:
+            The short label and the value.
+        """
+        number = f"{100 * value:.1f}%" if self.is_percent else f"{value:.4g}"
+        return f"{self.short_label} {number}"
 
-CONDITIONAL_METRICS = ("test_loss", "global_accuracy", "global_loss", "epsilon")
-"""All other metrics; reports show those that a run has.
-
-A new metric of every run belongs here, since older runs lack it.
-"""
 
 METRICS = {
     metric.name: metric
     for metric in (
-        Metric("accuracy", "Overall accuracy", "accuracy", "low"),
-        Metric("source_accuracy", "Source class accuracy", "source", "low"),
-        Metric("attack_success_rate", "Attack success rate", "attack", "high"),
+        Metric(
+            "accuracy",
+            "Overall accuracy",
+            "accuracy",
+            "low",
+            caption="The share of all test samples that benign agents classify correctly.",
+        ),
+        Metric(
+            "source_accuracy",
+            "Source class accuracy",
+            "source",
+            "low",
+            caption="The share of source-class samples that are classified correctly.",
+        ),
+        Metric(
+            "attack_success_rate",
+            "Attack success rate",
+            "attack",
+            "high",
+            caption="The share of the samples of the attack's goal that are classified as the "
+            "target.",
+        ),
         Metric("test_loss", "Test loss", "loss", "high", is_percent=False),
         Metric("global_accuracy", "Accuracy, global test set", "on the global test set", "low"),
         Metric(
@@ -58,7 +79,28 @@ METRICS = {
             is_percent=False,
         ),
         Metric("epsilon", "Privacy loss epsilon", "epsilon", "high", is_percent=False),
-        Metric("malicious_weight", "Malicious weight", "malicious weight", "high"),
+        Metric(
+            "malicious_weight",
+            "Malicious weight",
+            "malicious weight",
+            "high",
+            caption="The weight of malicious agents' models in the averages of benign agents, over "
+            "the last fifth of the rounds. Some rules give no weights.",
+        ),
     )
 }
-"""The standard and conditional metrics, and the weight of malicious peers, by name."""
+"""All metrics by name. A new metric of every run is entered here and in `compute_metrics`."""
+
+STANDARD_METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
+"""The paper's metrics, in percent, which every evaluation records."""
+
+SOURCE_METRICS = STANDARD_METRICS[1:]
+"""Those that reports also show by the number of source-class samples."""
+
+OPTIONAL_METRICS = tuple(
+    name for name in METRICS if name not in (*STANDARD_METRICS, "malicious_weight")
+)
+"""The other metrics of an evaluation; older runs may lack them, and reports show those of a run."""
+
+MATRIX_METRICS = tuple(name for name, metric in METRICS.items() if metric.caption)
+"""Metrics that have a column in the results of a grid, and a matrix."""

@@ -24,7 +24,7 @@ from fedcb2o.records._files import (
     rerun_advice,
 )
 from fedcb2o.records._jsonl import read_lines
-from fedcb2o.records.metrics import CONDITIONAL_METRICS, STANDARD_METRICS
+from fedcb2o.records.metrics import OPTIONAL_METRICS, STANDARD_METRICS
 from fedcb2o.records.names import one_line
 from fedcb2o.records.toml import read_toml
 
@@ -37,7 +37,7 @@ RESERVED_COLUMNS = (
     *AGENT_COLUMNS,
     *_ROUND_METRICS,
     *STANDARD_METRICS,
-    *CONDITIONAL_METRICS,
+    *OPTIONAL_METRICS,
 )
 """Columns of the records, which are no names for the metrics of an experiment."""
 _CONFIG_TYPES = {
@@ -275,7 +275,7 @@ class Run:
         tables = [self.records_of(seed) for seed in self.seeds]
         if tables:
             return pd.concat(tables, ignore_index=True)
-        names = [name for name in RESERVED_COLUMNS if name not in CONDITIONAL_METRICS]
+        names = [name for name in RESERVED_COLUMNS if name not in OPTIONAL_METRICS]
         return pd.DataFrame(columns=[*names, *self.custom_metrics])
 
     @property
@@ -308,7 +308,7 @@ class Run:
 
         path = self._verified_path(seed, "metrics.jsonl")
         for _, line in read_lines(path):
-            for name in CONDITIONAL_METRICS:
+            for name in OPTIONAL_METRICS:
                 if name in line and name not in columns:
                     columns[name] = [None] * (len(rounds) * count)
             rounds.append(line["round"])

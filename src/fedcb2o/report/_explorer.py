@@ -15,21 +15,25 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from fedcb2o.records import slug
+from fedcb2o.records import MATRIX_METRICS, slug
 from fedcb2o.report._grid_metrics import metric_info
 from fedcb2o.report._html import render_block, render_explorer
 from fedcb2o.report.grid_results import GridResults
 from fedcb2o.report.grid_tables import SettingResults, describe_changes
 
-MEASURES = (
-    "accuracy",
-    "attack_success_rate",
-    "source_accuracy",
-    "accuracy_worst",
-    "attack_success_rate_worst",
-    "malicious_weight",
-    "seconds",
-    "megabytes",
+MEASURES = tuple(
+    dict.fromkeys(
+        (
+            "accuracy",
+            "attack_success_rate",
+            "source_accuracy",
+            "accuracy_worst",
+            "attack_success_rate_worst",
+            *MATRIX_METRICS,
+            "seconds",
+            "megabytes",
+        )
+    )
 )
 """Measures of a page, where a grid has values of them."""
 _RATE_STEP = 1 / 10000

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import CONDITIONAL_METRICS, METRICS, SOURCE_METRICS, STANDARD_METRICS, Run
+from fedcb2o.records import METRICS, OPTIONAL_METRICS, SOURCE_METRICS, STANDARD_METRICS, Run
 from fedcb2o.report._panels import LINE_STYLES, MARKERS, Panels, draw_panels, method_colour
 from fedcb2o.report._table_formats import shorten_label
 from fedcb2o.report.tables import LABELS, by_source_count, pair_statistics, run_labels
@@ -146,7 +146,7 @@ def curve_panels(lines: Sequence[Curve]) -> Panels:
     """
     tables = [line.table for line in lines]
     custom = [metric for line in lines for metric in line.custom_metrics]
-    names = dict.fromkeys((*STANDARD_METRICS, *CONDITIONAL_METRICS, *custom))
+    names = dict.fromkeys((*STANDARD_METRICS, *OPTIONAL_METRICS, *custom))
     metrics = [metric for metric in names if _is_measured(metric, tables)]
     if not metrics:
         raise RunError(

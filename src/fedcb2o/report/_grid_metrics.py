@@ -27,34 +27,21 @@ class GridMetric:
 
 
 _LATE_ROUNDS = "over the last fifth of the rounds"
+_RECORDED = {
+    name: GridMetric(metric.label, metric.caption, metric.worse_direction, metric.is_percent)
+    for name, metric in METRICS.items()
+    if metric.caption
+}
 GRID_METRICS = {
-    "accuracy": GridMetric(
-        METRICS["accuracy"].label,
-        "The share of all test samples that benign agents classify correctly.",
-        "low",
-    ),
-    "attack_success_rate": GridMetric(
-        METRICS["attack_success_rate"].label,
-        "The share of the samples of the attack's goal that are classified as the target.",
-        "high",
-    ),
+    "accuracy": _RECORDED["accuracy"],
+    "attack_success_rate": _RECORDED["attack_success_rate"],
     "lost": GridMetric(
         "Accuracy lost", "The accuracy of the better of the two baselines minus this one.", "high"
     ),
     "success": GridMetric(
         "Attack success, net", "The rate minus that of the better of the two baselines.", "high"
     ),
-    "source_accuracy": GridMetric(
-        METRICS["source_accuracy"].label,
-        "The share of source-class samples that are classified correctly.",
-        "low",
-    ),
-    "malicious_weight": GridMetric(
-        "Weight of malicious models",
-        "The weight of malicious agents' models in the averages of benign agents, "
-        f"{_LATE_ROUNDS}. Some rules give no weights.",
-        "high",
-    ),
+    **_RECORDED,
     "accuracy_worst": GridMetric(
         "Overall accuracy, worst agent", "Of the benign agent with the lowest.", "low"
     ),

@@ -16,6 +16,7 @@ import pandas as pd
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.plugins import did_you_mean
 from fedcb2o.records import (
+    MATRIX_METRICS,
     STANDARD_METRICS,
     Run,
     last_fifth,
@@ -29,7 +30,7 @@ KEY_COLUMNS = ["setting", "defence", "attack", "role", "floor", "seed"]
 _SUMMARY_SUFFIXES = ("", "_worst", "_worst_tenth")
 RUN_METRICS = [
     *(metric + suffix for metric in STANDARD_METRICS for suffix in _SUMMARY_SUFFIXES),
-    "malicious_weight",
+    *(name for name in MATRIX_METRICS if name not in STANDARD_METRICS),
     "malicious_received",
     "malicious_most",
     "f_exceeded",

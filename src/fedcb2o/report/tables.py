@@ -15,9 +15,9 @@ import pandas as pd
 from fedcb2o._deprecation import warn_renamed
 from fedcb2o.errors import RunError
 from fedcb2o.records import (
-    CONDITIONAL_METRICS,
     METRICS,
     NON_RESULT_SETTINGS,
+    OPTIONAL_METRICS,
     STANDARD_METRICS,
     Run,
     last_fifth,
@@ -35,7 +35,7 @@ from fedcb2o.report._statistics import (
 _ATTACK_METRIC = "attack_success_rate"
 _MAX_SOURCE_SAMPLES = 3  # agents with more are in one group
 LABELS = {
-    **{name: METRICS[name].label for name in (*STANDARD_METRICS, *CONDITIONAL_METRICS)},
+    **{name: METRICS[name].label for name in (*STANDARD_METRICS, *OPTIONAL_METRICS)},
     "local": "Local baseline",
     "gain": "Gain over training alone",
     "net": "Net attack success",
@@ -110,7 +110,7 @@ def _compare_column(run: Run, runs: Sequence[Run], over: AgentSummary) -> dict[s
     table = summary(run.records)
     suffix = f"_{over}".removesuffix("_mean")
     cells = {}
-    for name in (*STANDARD_METRICS, *CONDITIONAL_METRICS):
+    for name in (*STANDARD_METRICS, *OPTIONAL_METRICS):
         if name in STANDARD_METRICS or name in table:
             values = table[name + suffix]
             cells[LABELS[name]] = format_mean_interval(values, percent=METRICS[name].is_percent)
@@ -452,7 +452,7 @@ def _unit_caption(runs: Sequence[Run], over: AgentSummary) -> str:
     """Describe the unit of the rows of `compare`; name those that are not in percent."""
     plain: dict[str, None] = {}
     for run in runs:
-        losses = [name for name in CONDITIONAL_METRICS if name in run.records]
+        losses = [name for name in OPTIONAL_METRICS if name in run.records]
         plain |= {LABELS[name]: None for name in losses if not METRICS[name].is_percent}
         if over == "mean":
             plain |= dict.fromkeys(run.custom_metrics)

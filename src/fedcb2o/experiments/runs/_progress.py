@@ -12,7 +12,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.records import CONDITIONAL_METRICS, METRICS, STANDARD_METRICS
+from fedcb2o.records import METRICS, OPTIONAL_METRICS, STANDARD_METRICS
 
 RoundCallback = Callable[[Experiment, int, Mapping[str, Any]], None]
 """A function called after every round with the experiment, the seed, and the metrics record."""
@@ -118,13 +118,9 @@ def _format_status(rounds: int, n: int, scores: str, current: int, phase: str) -
 def _format_scores(line: Mapping[str, Any]) -> str:
     """Return the means over agents as text."""
     scores = []
-    for name in (*STANDARD_METRICS, *CONDITIONAL_METRICS):
+    for name in (*STANDARD_METRICS, *OPTIONAL_METRICS):
         known = [value for value in line.get(name, ()) if value is not None]
         if not known:
             continue
-        mean = fmean(known)
-        value = f"{100 * mean:.1f}%"
-        if not METRICS[name].is_percent:
-            value = f"{mean:.4g}"
-        scores.append(f"{METRICS[name].short_label} {value}")
+        scores.append(METRICS[name].format_short(fmean(known)))
     return ", ".join(scores)

@@ -19,6 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from fedcb2o.peer.report._peer_records import PeerRecords, RoundRecord
+from fedcb2o.records import METRICS
 from fedcb2o.report._agent_figures import WEIGHT_COLOURMAP, add_weight_colorbar, weight_norm
 from fedcb2o.report._panels import LINE_STYLES, MARKERS, PALETTE, STYLE
 
@@ -39,10 +40,11 @@ OUTCOME_COLOURS = {
 }
 """Outcomes of asking a peer, with their colours."""
 SCORES = {
-    "accuracy": "accuracy",
-    "source_accuracy": "source class",
-    "attack_success_rate": "attack success",
+    name: metric.label
+    for name, metric in METRICS.items()
+    if metric.is_percent and name in RoundRecord.model_fields
 }
+"""Metrics in percent of an agent's own model, with their labels."""
 
 
 def outcomes(record: RoundRecord) -> dict[int, str]:

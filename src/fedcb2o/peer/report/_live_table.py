@@ -16,6 +16,7 @@ from rich.text import Text
 
 from fedcb2o.federated.evaluation.gain import is_comparable
 from fedcb2o.peer.report._peer_records import MEAN_ROUNDS, GainRecord, mean_gain_record
+from fedcb2o.records import METRICS
 
 _OTHER_LINES = 6  # lines of a terminal that are not rows of peers
 _MAX_NAMES = 5  # names in a list
@@ -242,18 +243,13 @@ def _is_comparable(line: Mapping[str, Any]) -> bool:
 
 def _format_scores(line: Mapping[str, Any], gains: Sequence[GainRecord] = ()) -> str:
     """Format the scores of a round, and the mean of the last gains."""
-    labels = {"accuracy": "accuracy", "source_accuracy": "source", "attack_success_rate": "attack"}
     parts = [
-        f"{label} {100 * line[key]:.1f}%"
-        for key, label in labels.items()
-        if line.get(key) is not None
+        metric.format_short(line[name])
+        for name, metric in METRICS.items()
+        if line.get(name) is not None
     ]
-    if (loss := line.get("test_loss")) is not None:
-        parts.append(f"loss {loss:.4g}")
     if line.get("gain") is not None:
         parts.extend(_format_gain(line, gains))
-    if (epsilon := line.get("epsilon")) is not None:
-        parts.append(f"epsilon {epsilon:.3g}")
     return ", ".join(parts)
 
 
