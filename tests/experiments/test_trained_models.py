@@ -200,7 +200,7 @@ def test_user_metrics_are_columns_of_the_records(tmp_path):
             ["balanced_accuracy", "balanced_accuracy"],
             "`metrics` has one called `balanced_accuracy`, as another column",
         ),
-        (["accuracy"], "there is no metric `accuracy`"),
+        (["accuracy"], "`metrics` names `accuracy`, which every run records: leave it out"),
         ([], "`metrics`: .*at least 1 item"),
     ],
 )

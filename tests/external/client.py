@@ -211,8 +211,8 @@ class Client:
                 return None
             content += chunk
         theta = np.frombuffer(bytes(content), "<f4")
-        is_admissible = len(content) == size and np.isfinite(theta).all()
-        if hashlib.sha256(content).digest() != whole or not is_admissible:
+        is_acceptable = len(content) == size and np.isfinite(theta).all()
+        if hashlib.sha256(content).digest() != whole or not is_acceptable:
             return None
         if np.abs(theta).max(initial=0) > 1e6:
             return None

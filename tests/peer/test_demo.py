@@ -26,7 +26,7 @@ from fedcb2o.peer.wire import (
     Request,
     RequestKind,
     _protocol,
-    rejection_reason,
+    number_fault,
 )
 
 DIM = 300_000  # two chunks
@@ -94,7 +94,7 @@ def refusal_reason(attacker, n):
     if [hashlib.sha256(chunk).digest() for chunk in chunks] != list(manifest.chunks):
         return "hash"
     row = torch.zeros(DIM)
-    return codec.decode_(b"".join(chunks), row) or rejection_reason(row)
+    return codec.decode_(b"".join(chunks), row) or number_fault(row)
 
 
 def test_each_kind_of_invalid_answer_is_refused_for_its_own_reason(parties):

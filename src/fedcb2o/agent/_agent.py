@@ -27,7 +27,7 @@ from fedcb2o.errors import ConfigError, RunError, describe_type
 from fedcb2o.federated import AgentState, Inbox, Ragged, RunSpec, algorithm2
 from fedcb2o.federated.algorithms.parameter_checks import require
 from fedcb2o.federated.algorithms.section import RECOMMENDED
-from fedcb2o.federated.guards.admission import Message, max_abs, rejection_reason
+from fedcb2o.federated.guards.acceptance import Message, max_abs, rejection_reason
 from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.nn import parameters
 from fedcb2o.plugins import PluginChoice, to_python

@@ -8,6 +8,8 @@ agent; `batched_aggregation` has the same lines for many. The catalogues are `al
 Words:
 
 - agent: a participant; peer: another agent, from the view of one.
+- malicious agents are attackers. They collude, if the configuration says so. Fellows of an attacker
+  are the other attackers of its cluster.
 - group: the agents of one process (`AgentGroup`), with a model buffer.
 - model buffer: one tensor; a row is a model. `BufferLayout` assigns the rows.
 - members: agents as indices into a group; batch: members that one call computes.
@@ -55,10 +57,10 @@ from fedcb2o.federated.evaluation.models import (
     predicted_class,
     sample_loss,
 )
-from fedcb2o.federated.guards.admission import (
+from fedcb2o.federated.guards.acceptance import (
     MAX_VALUE,
     Message,
-    is_admissible,
+    is_acceptable,
     max_abs,
     rejection_reason,
 )
@@ -197,7 +199,7 @@ __all__ = [
     "evaluate_models",
     "false_positive_share",
     "input_gradients",
-    "is_admissible",
+    "is_acceptable",
     "knows",
     "local_update_",
     "logits",

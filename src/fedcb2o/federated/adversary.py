@@ -201,7 +201,9 @@ Craft = Callable[[AttackView, np.random.Generator], Float[Tensor, "..."]]
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """Behaviour of malicious agents; before `from_round` they behave like benign agents.
+    """Behaviour of malicious agents (attackers).
+
+    Before `from_round` they train and publish as benign agents do, but they collude.
 
     Only benign agents receive crafted models and false claims. Attackers exchange the models that
     they trained.

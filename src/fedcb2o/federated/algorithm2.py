@@ -11,8 +11,8 @@ In round n, agent j asks at most M peers for their models and moves towards thei
     7  theta   <- theta - lambda1 gamma (theta - m)         m = sum_i mu^i theta^i
 
 `local_aggregation_` is the algorithm, which a real peer runs, with one function per line. A
-simulation runs `batched_aggregation`, the same functions with an axis over agents; a test holds the
-two equal to the bit.
+simulation runs `batched_aggregation`, with an axis over agents. Both have the same criterion and
+`consensus_weights`; lines 1 to 4 and 7 have counterparts. A test holds the two equal to the bit.
 
 >>> from fedcb2o.federated import algorithms
 >>> algorithm = algorithms.fedcb2o(kappa=1.0, zeta=0.5)
@@ -103,7 +103,7 @@ def local_aggregation_(
     # Line 5: G^i <- G_j(theta^i), and Q_beta
     G = algorithm.criterion_values(inputs)
     # Line 6: mu^i <- exp(-alpha G^i) / sum_k exp(-alpha G^k)
-    # (an agent of few classes has a smaller G already: label_confidence)
+    # (criterion_values has multiplied G by the confidence of an agent of few classes)
     mu, rule_state = consensus_weights(algorithm, inputs, G, rule_state)
     on_step("aggregate")
     # Line 7: theta <- theta - lambda1 gamma (theta - sum_i mu^i theta^i)
@@ -222,7 +222,7 @@ def update_likelihoods(
     """Average the likelihoods of the peers whose models were received (line 4).
 
     A peer that was asked becomes a contact. Its likelihood is NaN until its first answer. Models
-    that are not admitted count as `guards.counted_losses` says.
+    that are not admitted count as `guards.checks.counted_losses` says.
 
     Args:
         spec: Run specification, with kappa, zeta and the number of classes.

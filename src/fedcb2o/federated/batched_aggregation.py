@@ -1,8 +1,8 @@
 """Algorithm 2, LocalAggregation, with an axis over agents, for a simulation.
 
 The lines are those of `algorithm2`. Every function takes an agent group and the members of a batch.
-The result of one agent does not depend on the others of its batch. Colluding attackers
-(sec:experiments) ask each other first and average by numbers of samples.
+The result of one agent does not depend on the others of its batch, except the rounding of training.
+Colluding attackers (sec:experiments) ask each other first and average by numbers of samples.
 
 >>> from fedcb2o.federated import algorithms
 >>> asked = Ragged.from_arrays([np.array([3, 7])])
@@ -34,7 +34,7 @@ from fedcb2o.federated.guards.checks import ADMITTED, counted_losses
 from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.run_spec import Algorithm, RunSpec
 from fedcb2o.federated.selection import BATCHED_SELECTION, select_colluding_peers
-from fedcb2o.federated.validation import admit, own_models, validate
+from fedcb2o.federated.validation import admit, own_models, validate_batches
 from fedcb2o.rng import agent_streams
 
 
@@ -52,7 +52,7 @@ class Engine(Protocol):
 
         Args:
             function: Function of a group, members, arguments and shared values.
-            shared: Values for all batches.
+            shared: Values for all batches; the first one is the round.
             arguments: Lists of values, one value per batch.
 
         Returns:
@@ -139,7 +139,7 @@ def decide(
 
     Args:
         group: Group of the agents.
-        members: The batch, as positions in the group.
+        members: The batch, as indices into the group.
         state: Their state.
         sampled: Peers that they asked.
         inbox: Models that they received.
@@ -161,7 +161,7 @@ def decide(
     admitted_index = np.flatnonzero(is_admitted)
     decisions = Decisions.empty(agents, sampled, inbox, admission)
     L = counted_losses(admission, spec.num_classes)
-    for call in validate(  # line 3: L^i
+    for call in validate_batches(  # line 3: L^i
         group, members, positions, known, inbox.filter(is_admitted), n
     ):
         index = admitted_index[call.index]
@@ -214,7 +214,7 @@ def sample_peers(
 
     Args:
         group: Group of the agents.
-        members: The batch, as positions in the group.
+        members: The batch, as indices into the group.
         contacts: Their contacts.
         n: Round.
         active: For each of the N agents, whether it is active.

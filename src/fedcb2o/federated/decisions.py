@@ -106,8 +106,8 @@ class Decisions:
         asked: Peers that each agent asked.
         received: Peers whose models arrived.
         rows: Row of the model buffer that holds each received model.
-        admission: Whether each received model was admitted, or why not: `guards.ADMITTED`,
-            `TOO_FAR` or `TOO_NEAR`.
+        admission: Whether the guards admitted each received model: an index into
+            `guards.checks.OUTCOMES`.
         weights: Weights mu_j^i of the received models in m_j, before the mixing factor; NaN where a
             reduction has no weights.
         own_weight: Weight of each agent's own model.

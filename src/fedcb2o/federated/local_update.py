@@ -7,7 +7,7 @@ experiments. The optimiser is new in every round: no momentum is carried over.
 `batched_local_update_` those of several agents in one program. On a CPU the program pays for small
 dense networks, whose calls cost more than their arithmetic; on other devices for any network. The
 agents of a batch have equally many mini-batches. With `training.privacy` every agent trains alone,
-with the gradients of `privacy`. Bits may depend on the other agents of a batch, so
+with the gradients of `privacy`. In training, bits may depend on the other agents of a batch, so
 that batches are planned once, from all agents alone.
 
 >>> training = Training(gamma=0.1, lambda2=1.0, momentum=0.9, batch_size=4, local_epochs=2)
@@ -33,7 +33,7 @@ from fedcb2o import plugins
 from fedcb2o.data import Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.agent_group import AgentGroup
-from fedcb2o.federated.guards.admission import max_abs
+from fedcb2o.federated.guards.acceptance import max_abs
 from fedcb2o.federated.inference import batched_forward, dense_layers, per_sample_losses
 from fedcb2o.federated.optimisers import make_step, optimiser_name
 from fedcb2o.federated.privacy import noise_multiplier, poisson_batches, private_gradients

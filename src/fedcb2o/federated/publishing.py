@@ -27,7 +27,7 @@ from fedcb2o.data import Shard
 from fedcb2o.federated.adversary import AttackView, Knowledge
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.decisions import Inbox
-from fedcb2o.federated.guards.admission import max_abs
+from fedcb2o.federated.guards.acceptance import max_abs
 from fedcb2o.federated.plugin_outputs import validated_crafted_models, validated_queries
 from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.types import Losses

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
 Indices = Int[np.ndarray, " _indices"]
-"""Positions of agents in a group, or of rows in a list."""
+"""Indices of agents in a group, or of lists in a `Ragged`."""
 
 
 @dataclass(frozen=True)

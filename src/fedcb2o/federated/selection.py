@@ -78,8 +78,8 @@ def prob_sampling(
     likelihood underflowed to 0 is never drawn, so that fewer than `budget` peers may be drawn. A
     peer that was asked and never answered counts as an average one.
 
-    `newcomer_share` (`guards.Guards`, beyond the paper) limits unknown peers to a share of the
-    budget, so that an attacker with a new identity in every round does not fill it. Unknown peers
+    The guard `newcomer_share` (beyond the paper) limits unknown peers to a share of the budget, so
+    that an attacker with a new identity in every round does not fill it. Unknown peers
     fill up the budget where too few are known.
 
     Args:

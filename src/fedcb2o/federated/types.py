@@ -228,7 +228,8 @@ class CriterionInput:
         own_entry: The agent's own model as if it was received.
         losses_of: (models, transform) -> losses of any models on the validation data.
         agent_context: Further knowledge; None for several agents.
-        in_sublevel_set: Members of the sub-level set; None for all.
+        in_sublevel_set: Models that may be weighed; None for all. Before line 5 these are the
+            models within `loss_tolerance`, and the criterion adds the members of Q_beta.
         previous: Row of the model before the round; None where it is not kept.
     """
 
@@ -363,7 +364,7 @@ class CriterionValues:
 Criterion = Callable[[CriterionInput], Float[Tensor, "*a m"]]
 """View -> one value per received model, low is trusted: G, or the average loss."""
 
-BATCHED = Declaration[bool]("together")
+BATCHED = Declaration[bool]("batched")
 batched = BATCHED(True)
 """Declare that a criterion or a rule takes several agents and does not use `context`."""
 

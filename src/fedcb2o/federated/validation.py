@@ -201,7 +201,7 @@ def admit(
 
     Args:
         group: Group of the agents.
-        members: The batch, as positions in the group.
+        members: The batch, as indices into the group.
         positions: The active agents, as positions in `members`.
         inbox: Models that the members received.
         n: Round.
@@ -279,7 +279,7 @@ def sensitivity_rises(
 def tolerated_models(
     algorithm: Algorithm, losses: Losses | None, own_losses: Losses | None
 ) -> Bool[Tensor, "*a m"] | None:
-    """Return the models that may be weighed by their losses (`guards.Guards.loss_tolerance`).
+    """Return the models that may be weighed by their losses (guard `loss_tolerance`).
 
     Args:
         algorithm: Settings, with the guards.
@@ -312,7 +312,7 @@ class RuleCall:
     inputs: CriterionInput
 
 
-def validate(
+def validate_batches(
     group: AgentGroup,
     members: Indices,
     positions: Indices,
@@ -326,7 +326,7 @@ def validate(
 
     Args:
         group: Group of the agents.
-        members: The batch, as positions in the group.
+        members: The batch, as indices into the group.
         positions: The active agents, as positions in `members`.
         contacts: Contacts of the members.
         inbox: Models that the members received.
@@ -338,12 +338,12 @@ def validate(
     algorithm = group.spec.algorithm
     sizes = group.data.validation.sizes[members]
     for equal, index, received in inbox.group_by_size(positions, sizes):
-        agents = members[equal]
-        own = own_models(group, agents, n)
+        equal_members = members[equal]
+        own = own_models(group, equal_members, n)
 
         losses = own_losses = None
         if algorithm.needs_losses:
-            both = validation_losses(group, agents, received.with_own(own))
+            both = validation_losses(group, equal_members, received.with_own(own))
             losses, own_losses = both.select(slice(None, -1)), both.select(slice(-1, None))
 
         inputs = CriterionInput(
@@ -353,17 +353,17 @@ def validate(
             own_losses=own_losses,
             received=received,
             own_entry=own,
-            losses_of=functools.partial(validation_losses, group, agents),
+            losses_of=functools.partial(validation_losses, group, equal_members),
             agent_context=None,
             in_sublevel_set=tolerated_models(algorithm, losses, own_losses),
-            previous=group.previous_rows(agents),
+            previous=group.previous_rows(equal_members),
         )
         if algorithm.is_batched and (algorithm.rule is None or inputs.in_sublevel_set is None):
             yield RuleCall(equal, index, inputs)
             continue
 
-        indices = index.reshape(len(agents), -1)  # of each agent's models
-        for a, k in enumerate(agents.tolist()):
+        indices = index.reshape(len(equal_members), -1)  # of each agent's models
+        for a, k in enumerate(equal_members.tolist()):
             oracle = ValidationOracle(group, k)
             position = int(equal[a])
             context = agent_context(oracle, n, functools.partial(contacts.__getitem__, position))

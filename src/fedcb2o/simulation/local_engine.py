@@ -37,7 +37,7 @@ from fedcb2o.federated import (
     batched_aggregation,
     craft_models_,
     evaluate_models,
-    is_admissible,
+    is_acceptable,
     make_outbox,
     max_abs,
     mix_,
@@ -74,10 +74,10 @@ def publish_models_(
     """
     layout = engine.group.layout
     engine.is_receivable = np.zeros(layout.first_received, dtype=bool)
-    engine.is_receivable[layout.own] = is_admissible(max_abs) & online
+    engine.is_receivable[layout.own] = is_acceptable(max_abs) & online
     if engine.adversary.attack.is_crafting(n):
         for j, crafted_max_abs in engine.craft_models_(n, np.isfinite(max_abs)).items():
-            is_sent = is_admissible(crafted_max_abs) & online[j]
+            is_sent = is_acceptable(crafted_max_abs) & online[j]
             engine.is_receivable[layout.crafted_rows(j)] = is_sent
     engine.outbox = make_outbox(engine.group, n)
 
@@ -92,8 +92,8 @@ class LocalEngine:
         user_functions: Names of user functions that receive models, by kind.
         spec: The run.
         adversary: The attackers.
-        batches: Agents that one function call computes together, as positions in `group`. In a
-            group of all agents, the positions are the ids.
+        batches: Agents that one function call computes together, as indices into `group`. In a
+            group of all agents, the indices are the ids.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class LocalEngine:
 
         Args:
             function: A function that returns one result per member.
-            members: Positions of the agents in the group.
+            members: Indices of the agents in the group.
             shared: Further arguments.
 
         Returns:
@@ -177,7 +177,7 @@ class LocalEngine:
             peek: Returns the models of agents by their ids; by default, rows of the buffer.
 
         Returns:
-            The largest absolute values of each attacker's models, by its position in the group.
+            The largest absolute values of each attacker's models, by its index in the group.
         """
         attackers = np.flatnonzero(self.group.data.malicious)
         with self._forbid_writes("attack", "model", crafted=attackers):

@@ -3,7 +3,7 @@
 An engine computes the agents in batches and transports their models: `exchange` for all agents,
 `peek` for attackers. `federated` explains *group*, *batch* and *members*. An engine
 
-- checks all received models (`federated.guards.admission`);
+- checks all received models (`federated.guards.acceptance`);
 - uses no knowledge that a receiver does not have;
 - raises no error because of a peer's fault;
 - gives the same bits for every order of arrival.
@@ -28,7 +28,7 @@ from fedcb2o.federated import (
     Decisions,
     EvaluationResult,
     RunSpec,
-    is_admissible,
+    is_acceptable,
     train_,
 )
 from fedcb2o.federated.batched_aggregation import Engine as AggregationEngine
@@ -235,7 +235,7 @@ def train_and_publish_(
             f"finite in round {n + 1}; a smaller `training.gamma` usually helps"
         )
     timer.stop("train")
-    is_refused = is_finite & ~is_admissible(max_abs) & ~adversary.malicious
+    is_refused = is_finite & ~is_acceptable(max_abs) & ~adversary.malicious
     _warn_of_size(engine, n, agents[is_refused[agents]])
 
     online = (

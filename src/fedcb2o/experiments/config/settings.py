@@ -51,7 +51,7 @@ from fedcb2o.federated.sections import (
 from fedcb2o.nn import architectures
 from fedcb2o.nn.batch_norm import StatisticsMode
 from fedcb2o.nn.memory_layout import MemoryLayout
-from fedcb2o.records import RESERVED_COLUMNS, metric_name, result_settings
+from fedcb2o.records import METRICS, RESERVED_COLUMNS, metric_name, result_settings
 
 _BatchOfModels = Annotated[int, Field(ge=1, le=2**31)]
 _Metrics = Annotated[tuple[Component, ...], Field(min_length=1, strict=False)]
@@ -372,6 +372,10 @@ class Experiment(Section):
         found: dict[str, Callable[..., Any]] = {}
         for component in self.metrics or ():
             name = metric_name(plugins.label(component.name))
+            if component.name in METRICS:
+                raise ConfigError(
+                    f"`metrics` names `{name}`, which every run records: leave it out"
+                )
             metric = component.bind("metric", metrics)
             if name in (*RESERVED_COLUMNS, *found):
                 raise ConfigError(

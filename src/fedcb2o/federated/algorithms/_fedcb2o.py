@@ -128,7 +128,7 @@ def fedcb2o(
         own_model=own_model,
         level=_level(beta, delta_q, quantile),
         label_coverage=_coverage(label_coverage),
-        together=criteria.is_batched(robust),
+        batched=criteria.is_batched(robust),
     )
 
     factor = None
@@ -188,7 +188,7 @@ class SublevelCriterion:
         own_model: Role of the agent's own model, see `fedcb2o`.
         level: Test of the losses against the level (eq:Q_beta); None for no level.
         label_coverage: Share of the classes for full confidence in an agent's losses.
-        together: Whether several agents are evaluated in one call (`types.BATCHED`).
+        batched: Whether several agents are evaluated in one call (`types.BATCHED`).
     """
 
     criterion: Criterion
@@ -196,7 +196,7 @@ class SublevelCriterion:
     own_model: OwnModel
     level: LevelTest | None
     label_coverage: float
-    together: bool
+    batched: bool
 
     def __call__(self, inputs: CriterionInput) -> CriterionValues:
         """Compute G of the received models and of the agent's own.

@@ -25,7 +25,7 @@ from fedcb2o.federated import aggregation
 from fedcb2o.federated.adversary import AttackView, knows
 from fedcb2o.federated.aggregation import base, gram_rules, preaggregation, robust_rule
 from fedcb2o.federated.aggregation.gram_matrix import gram
-from fedcb2o.federated.guards.admission import is_admissible, max_abs
+from fedcb2o.federated.guards.acceptance import is_acceptable, max_abs
 from fedcb2o.plugins import PluginChoice
 
 __all__ = ["fang_krum", "fang_trimmed_mean", "optimal_alie", "optimal_ipm"]
@@ -263,7 +263,7 @@ def _most_harmful(
 
     def harm(factor: float) -> float:
         crafted = origin + factor * direction
-        if not is_admissible(max_abs(crafted.unsqueeze(0), [0])).all():
+        if not is_acceptable(max_abs(crafted.unsqueeze(0), [0])).all():
             return 0.0
         return float((defence(crafted, models) - mean).norm())
 

@@ -1,1 +1,1 @@
-"""Checks of received models: those of every agent (`admission`), and optional ones (`checks`)."""
+"""Checks of received models: those of every agent (`acceptance`), and optional ones (`checks`)."""

@@ -295,14 +295,14 @@ class PeerEngine:
         own_row = int(self.group.layout.own[0])
         received = {i: (own_samples, n, own_row) for i in ids if i == self.agent_id}
         for i, arrival in self.arrivals.items():
-            received[i] = (arrival.num_samples, arrival.round, rows[arrival.row])
+            received[i] = (arrival.num_samples, arrival.round, rows[arrival.row_owner])
         entries = [received[i] for i in sorted(received)]
         claims = np.array([claim for claim, _, _ in entries], dtype=float)
         rounds = np.array([round for _, round, _ in entries], np.int64)
-        positions = np.array([row for _, _, row in entries], np.int64)
+        buffer_rows = np.array([row for _, _, row in entries], np.int64)
         num_samples = np.minimum(claims, self.spec.max_samples)
         senders = Ragged.from_arrays([np.array(sorted(received), np.int64)])
-        return Inbox(senders, positions, num_samples, rounds)
+        return Inbox(senders, buffer_rows, num_samples, rounds)
 
     def _warn_if_alone(self) -> None:
         """Name the members that did not answer, after some rounds without any answer."""

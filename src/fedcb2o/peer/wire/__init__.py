@@ -1,6 +1,6 @@
 """Messages between peers: their bytes, links, server, client, and checks."""
 
-from fedcb2o.peer.wire._client import FAILED, PeerClient, rejection_reason
+from fedcb2o.peer.wire._client import FAILED, PeerClient, number_fault
 from fedcb2o.peer.wire._compression import Codec, Int8Codec, RawCodec
 from fedcb2o.peer.wire._equivocation import Ledger, Proof, SigningJournal, verify_proof
 from fedcb2o.peer.wire._patience import Backoff, Patience, Wait
@@ -72,8 +72,8 @@ __all__ = [
     "encode_offer",
     "manifest_bytes",
     "num_chunks",
+    "number_fault",
     "open_transport",
-    "rejection_reason",
     "validate_manifest",
     "verify_proof",
 ]

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o.federated import is_admissible, max_abs
+from fedcb2o.federated import is_acceptable, max_abs
 from fedcb2o.peer._denormals import flush_
 from fedcb2o.peer.membership.federation import Federation, removal_notice
 from fedcb2o.peer.membership.identity import Identity
@@ -73,14 +73,14 @@ class Arrival:
         num_samples: Claimed number of training samples.
         size: Received bytes.
         seconds: Duration of the download and its checks.
-        row: Peer whose row holds the model: its own, or the one in whose place it was asked.
+        row_owner: Peer whose row holds the model: itself, or the one in whose place it was asked.
     """
 
     round: int
     num_samples: int
     size: int
     seconds: float
-    row: int
+    row_owner: int
 
 
 class PeerClient:
@@ -597,7 +597,7 @@ class _Exchange:
             elif free:
                 slot = free.pop(0)
                 self.rows[slot].copy_(self.tasks[peer].row)
-                placed[peer] = replace(arrival, row=slot)
+                placed[peer] = replace(arrival, row_owner=slot)
         return placed
 
     def close(self) -> None:
@@ -674,12 +674,12 @@ class _ModelDownload:
                 return _LATE
             if self.client.codec.decode_(buffer, self.row):
                 return "content"
-            if reason := rejection_reason(self.row):
+            if reason := number_fault(self.row):
                 return reason
             flush_(self.row)
         seconds = time.monotonic() - start
         size = self.session.received_bytes
-        return Arrival(manifest.round, manifest.num_samples, size, seconds, row=self.peer)
+        return Arrival(manifest.round, manifest.num_samples, size, seconds, row_owner=self.peer)
 
     def _fetch_chunks(self, manifest: Manifest, buffer: memoryview) -> str:
         """Fill the buffer by chunks; return an empty text or a reason."""
@@ -728,7 +728,7 @@ class _ModelDownload:
         return self.session.ask(RequestKind.CHUNK, index=k, digest=manifest.digest)
 
 
-def rejection_reason(theta: Float[Tensor, " d"]) -> str:
+def number_fault(theta: Float[Tensor, " d"]) -> str:
     """Check the numbers of a received model.
 
     Args:
@@ -738,7 +738,7 @@ def rejection_reason(theta: Float[Tensor, " d"]) -> str:
         An empty text, "bound" or "not finite".
     """
     largest = float(max_abs(theta.unsqueeze(0), [0])[0])
-    if is_admissible(np.array([largest])).all():
+    if is_acceptable(np.array([largest])).all():
         return ""
     return "bound" if math.isfinite(largest) else "not finite"
 

@@ -1,4 +1,4 @@
-"""Admission of received messages: reasons for refusal, and the bound on absolute values."""
+"""Acceptance of received messages: reasons for refusal, and the bound on absolute values."""
 
 import math
 
@@ -10,11 +10,11 @@ from tests.tiny import empty_models
 from fedcb2o.federated import (
     MAX_VALUE,
     Message,
-    is_admissible,
+    is_acceptable,
     max_abs,
     rejection_reason,
 )
-from fedcb2o.federated.guards import admission
+from fedcb2o.federated.guards import acceptance
 from fedcb2o.rng import stream
 
 DIM = 6
@@ -112,12 +112,12 @@ def test_largest_absolute_values_of_any_rows(name, numbers_per_call, monkeypatch
     np.testing.assert_array_equal(np.isfinite(result), np.isfinite(expected))
     is_finite = np.isfinite(expected)
     np.testing.assert_array_equal(result[is_finite], expected[is_finite])
-    assert is_admissible(result).tolist() == [i not in (3, 4, 5) for i in rows]
+    assert is_acceptable(result).tolist() == [i not in (3, 4, 5) for i in rows]
     assert torch.equal(models.nan_to_num(), before.nan_to_num())
 
 
 def test_values_up_to_the_bound_are_admissible():
-    assert is_admissible(
+    assert is_acceptable(
         np.array([0.0, MAX_VALUE, np.nextafter(MAX_VALUE, np.inf), np.inf, np.nan])
     ).tolist() == [
         *(True, True),

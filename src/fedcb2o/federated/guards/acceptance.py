@@ -1,8 +1,12 @@
 """Checks of received models: a received model is hostile until it has passed here.
 
-An engine that receives messages from outside asks for the `rejection_reason` of each. On one
-machine, shape, type and round are known: each published row is checked once, by `max_abs`.
-`validation.admit` applies these checks and the guards, whose outcomes are in `guards`.
+An agent in another program's loop asks for the `rejection_reason` of each message. Real peers check
+shape, type and round in their protocol. On one machine these are known. Everywhere `max_abs` and
+`is_acceptable` check the numbers, in a simulation once for each published row.
+
+A model that is not accepted counts as not received: its sender has no likelihood before its first
+answer, and keeps its likelihood later. The guards (`checks`) come next, in `validation.admit`. A
+model that they do not admit was received, and lowers the likelihood of its sender.
 
 >>> import torch
 >>> rejection_reason(Message(torch.zeros(3), 10, 4), dim=3, n=4)
@@ -103,8 +107,10 @@ def max_abs(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[np.ndarr
     return largest
 
 
-def is_admissible(largest: Float[np.ndarray, " m"]) -> Bool[np.ndarray, " m"]:
+def is_acceptable(largest: Float[np.ndarray, " m"]) -> Bool[np.ndarray, " m"]:
     """Return whether models with these largest absolute values are received.
+
+    A model that is not counts as not downloaded (alg:localAggregation, line 2).
 
     Args:
         largest: Largest absolute value of each model, from `max_abs`.
@@ -112,5 +118,5 @@ def is_admissible(largest: Float[np.ndarray, " m"]) -> Bool[np.ndarray, " m"]:
     Returns:
         One truth value per model, shape [m].
     """
-    admissible: np.ndarray = largest <= MAX_VALUE
-    return admissible
+    acceptable: np.ndarray = largest <= MAX_VALUE
+    return acceptable
