@@ -99,7 +99,7 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_largest_absolute_values_of_any_rows(name, numbers_per_call, monkeypatch):
     """The result does not depend on how many numbers one call examines."""
-    monkeypatch.setattr(admission, "_NUMBERS_PER_CALL", numbers_per_call)
+    monkeypatch.setattr(acceptance, "_NUMBERS_PER_CALL", numbers_per_call)
     models, rows = empty_models(7, 11), ROWS[name]
     models.copy_(torch.from_numpy(stream(0, "pool").normal(size=(7, 11))))
     models[3, 10], models[4, 0], models[6] = -1e30, math.nan, 0.0
@@ -116,7 +116,7 @@ def test_largest_absolute_values_of_any_rows(name, numbers_per_call, monkeypatch
     assert torch.equal(models.nan_to_num(), before.nan_to_num())
 
 
-def test_values_up_to_the_bound_are_admissible():
+def test_values_up_to_the_bound_are_acceptable():
     assert is_acceptable(
         np.array([0.0, MAX_VALUE, np.nextafter(MAX_VALUE, np.inf), np.inf, np.nan])
     ).tolist() == [

@@ -27,7 +27,7 @@ from torch import Tensor
 from fedcb2o.nn.parameters import gather_rows
 
 MAX_VALUE = 1e6
-"""Largest absolute value in an admissible model."""
+"""Largest absolute value in an acceptable model."""
 
 _NUMBERS_PER_CALL = 2**19  # numbers of small models that are checked in one call
 
