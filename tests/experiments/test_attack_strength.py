@@ -216,7 +216,7 @@ def test_a_grid_with_former_names_is_resumed_with_current_names(tmp_path):
             "strengths": [{"attack": {"kept_share": share}} for share in (0.1, 0.5)],
         },
     }
-    candidates = [{"algorithm": {"max_distance": distance}} for distance in (1.0, 2.0)]
+    candidates = [{"algorithm": {"guards": {"max_distance": distance}}} for distance in (1.0, 2.0)]
     table = grid(
         rounds=1,
         attacks=attacks,
