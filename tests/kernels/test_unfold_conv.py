@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import vmap
 from torch.nn import functional as F
 
-from fedcb2o.federated import batched_forward
+from fedcb2o.federated import batched_forward, dense_layers
 from fedcb2o.kernels import dispatch
 from fedcb2o.kernels._unfold_conv import FEW_CHANNELS
 from fedcb2o.nn import architectures, parameters
@@ -175,7 +175,7 @@ def test_networks_agree_to_rounding(name, shared, form):
     for convolution in ("grouped", form):
         leaves = [p.requires_grad_() for p in parameters.unstack_views(module, thetas)]
         with CountConvolutions() as counter, dispatch.use_kernels(convolution=convolution):
-            y = batched_forward(module, thetas.shape[1])(leaves, x)
+            y = batched_forward(module, dense_layers(module, thetas.shape[1]))(leaves, x)
         results.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
     num_wide = sum(
         isinstance(part, nn.Conv2d) and part.in_channels >= FEW_CHANNELS

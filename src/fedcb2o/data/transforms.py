@@ -55,7 +55,12 @@ def rotation(
     Raises:
         ConfigError: The images are not square, or the number of angles is not K.
     """
-    degrees = rotation_angles(num_clusters, angles)[cluster]
+    if angles is not None and len(angles) != num_clusters:
+        raise ConfigError(
+            f"`angles` has {len(angles)} numbers, and `num_clusters` is {num_clusters}: give one"
+            " angle for each cluster"
+        )
+    degrees = cluster * 360 / num_clusters if angles is None else angles[cluster]
     x = samples.x
     if num_clusters > 1 and (x.ndim < 3 or x.shape[-1] != x.shape[-2]):
         cure = channels_last_hint(x.shape[1:]) or "set `num_clusters` = 1 for them"
@@ -236,29 +241,6 @@ def rotate(
         ConfigError: The images are not square.
     """
     return rotation(Shard(x, torch.zeros(len(x))), cluster, num_clusters).x
-
-
-def rotation_angles(num_clusters: int, angles: Sequence[float] | None = None) -> list[float]:
-    """Return the angle of each cluster in degrees.
-
-    Args:
-        num_clusters: Number K of clusters.
-        angles: The angles; by default cluster * 360 / K.
-
-    Returns:
-        K angles.
-
-    Raises:
-        ConfigError: The number of angles is not K.
-    """
-    if angles is None:
-        return [k * 360 / num_clusters for k in range(num_clusters)]
-    if len(angles) != num_clusters:
-        raise ConfigError(
-            f"`angles` has {len(angles)} numbers, and `num_clusters` is {num_clusters}: give one"
-            " angle for each cluster"
-        )
-    return list(angles)
 
 
 def _interpolated(x: Tensor, degrees: float) -> Tensor:

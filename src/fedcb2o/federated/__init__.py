@@ -67,6 +67,7 @@ from fedcb2o.federated.guards.acceptance import (
 from fedcb2o.federated.inference import (
     SAMPLES_PER_PASS,
     batched_forward,
+    dense_layers,
     input_gradients,
     logits,
     logits_per_model,
@@ -195,6 +196,7 @@ __all__ = [
     "batched_local_update_",
     "confusion_matrices",
     "craft_models_",
+    "dense_layers",
     "dense_product",
     "evaluate_models",
     "false_positive_share",

@@ -201,8 +201,9 @@ def bound_networks(
         k, and a function of samples [1, n, ...] or [k, n, ...], valid until the next one.
     """
     dim = models.shape[1]
+    layers = dense_layers(module, dim)
     if models_per_batch is None:
-        models_per_batch = _MAX_BATCH_PARAMETERS // dim if dense_layers(module, dim) else 1
+        models_per_batch = _MAX_BATCH_PARAMETERS // dim if layers else 1
     module.eval()
 
     if models_per_batch < 2:
@@ -216,7 +217,7 @@ def bound_networks(
             yield 1, lambda x: module(x[0]).unsqueeze(0)
         return
 
-    forward = batched_forward(module, dim)
+    forward = batched_forward(module, layers)
     local = batch_norm.statistics(module, "local").values()
     for chunk in torch.split(rows, models_per_batch):
         thetas = gather_rows(models, chunk.tolist())
@@ -230,7 +231,7 @@ def bound_networks(
         yield len(chunk), functools.partial(forward, tensors)
 
 
-def batched_forward(module: nn.Module, dim: int) -> _BatchedForward:
+def batched_forward(module: nn.Module, layers: list[nn.Module]) -> _BatchedForward:
     """Return the forward pass of m networks at once.
 
     Dense networks take one batched product per layer, other networks `torch.func.vmap`, under which
@@ -238,12 +239,11 @@ def batched_forward(module: nn.Module, dim: int) -> _BatchedForward:
 
     Args:
         module: The network.
-        dim: Length d of a model.
+        layers: Its `dense_layers`.
 
     Returns:
         A function of the tensors of m networks and of samples.
     """
-    layers = dense_layers(module, dim)
     return functools.partial(_dense_logits, layers) if layers else _vmapped(module)
 
 
@@ -510,9 +510,9 @@ def _per_agent_logits(
 ) -> Float[Tensor, "a m n *C"]:
     """Compute the outputs of m models of each agent on its own samples."""
     (a, m), dim = rows.shape, models.shape[1]
-    is_dense = bool(dense_layers(module, dim))
+    layers = dense_layers(module, dim)
     agents_per_batch = (models_per_batch or 1) // m
-    if is_dense:
+    if layers:
         num_models = models_per_batch
         if num_models is None:
             num_models = _MAX_BATCH_PARAMETERS // dim
@@ -533,7 +533,7 @@ def _per_agent_logits(
     # 2. Several agents in one program.
     module.eval()
     with torch.no_grad():
-        forward = batched_forward(module, dim)
+        forward = batched_forward(module, layers)
         for start in range(0, a, agents_per_batch):
             chunk = slice(start, start + agents_per_batch)
             thetas = models.index_select(0, rows[chunk].flatten().to(models.device))
@@ -542,7 +542,7 @@ def _per_agent_logits(
                 thetas = Interpolation(own, interpolation.share).points(models, thetas)
             parameters = unstack_views(module, thetas)
             samples = features(x[chunk]).repeat_interleave(m, 0)
-            parts = (samples,) if is_dense else torch.split(samples, SAMPLES_PER_PASS, 1)
+            parts = (samples,) if layers else torch.split(samples, SAMPLES_PER_PASS, 1)
             joined = torch.cat([forward(parameters, part) for part in parts], 1)
             outputs.append(joined.view(-1, m, *joined.shape[1:]))
         return torch.cat(outputs)

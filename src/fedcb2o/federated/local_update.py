@@ -259,7 +259,7 @@ def batched_local_update_(
     counts = counts or [x.shape[1]] * len(x)
     x = features(x)
     agents = torch.arange(len(x), device=device).unsqueeze(1)
-    forward = batched_forward(module, thetas.shape[1])
+    forward = batched_forward(module, dense_layers(module, thetas.shape[1]))
     batches = batched_mini_batches(counts, training, draws, device)  # before the seed is drawn
     losses = []
 

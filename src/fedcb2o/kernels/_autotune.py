@@ -32,6 +32,7 @@ from fedcb2o.federated import (
     allow_tf32,
     autocast,
     batched_forward,
+    dense_layers,
 )
 from fedcb2o.kernels import _onednn
 from fedcb2o.kernels.devices import deterministic
@@ -264,7 +265,7 @@ def fastest_batched_convolution(
         ):
             network = copy.deepcopy(module).to(device)  # not rows of the model buffer
             batch_norm.train_(network)
-            outputs = batched_forward(network, len(theta))
+            outputs = batched_forward(network, dense_layers(network, len(theta)))
             buffer = torch.empty(agents, row_stride(len(theta)), device=device)
             thetas = buffer[:, : len(theta)].copy_(theta)
             tensors = contiguous_leaves(trainable_stack(network, thetas))

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from fedcb2o.data import features
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import SAMPLES_PER_PASS, ConvolutionKernel, allow_tf32, batched_forward
+from fedcb2o.federated import (
+    SAMPLES_PER_PASS,
+    ConvolutionKernel,
+    allow_tf32,
+    batched_forward,
+    dense_layers,
+)
 from fedcb2o.kernels.dispatch import use_kernels
 from fedcb2o.nn import batch_norm
 from fedcb2o.nn.parameters import flatten, trainable_stack
@@ -177,8 +183,11 @@ def training_bytes(
     tensors = trainable_stack(module, theta.unsqueeze(0))
     batch_norm.train_(module)
     hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+    forward = batched_forward(module, dense_layers(module, len(theta)))
     with torch.random.fork_rng(devices=[]), use_kernels(convolution=convolution), hooks:
-        batched_forward(module, len(theta))(tensors, features(sample).unsqueeze(0))
+        batched_forward(module, dense_layers(module, len(theta)))(
+            tensors, features(sample).unsqueeze(0)
+        )
 
     own = {tensor.data_ptr() for tensor in tensors}
     activations = sum(size for address, size in saved.items() if address not in own)
@@ -201,11 +210,14 @@ def batching_obstacle(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> st
     batch_norm.train_(module)
     shared_samples = features(x).unsqueeze(0)
     separate_samples = torch.stack([features(x)] * 2)
+    forward = batched_forward(module, dense_layers(module, len(theta)))
     try:
         for samples in (shared_samples, separate_samples):
             tensors = trainable_stack(module, torch.stack([theta, theta]))
             with torch.random.fork_rng(devices=[]):
-                outputs = batched_forward(module, len(theta))(tensors, samples)
+                outputs = batched_forward(module, dense_layers(module, len(theta)))(
+                    tensors, samples
+                )
             parameters = [tensor for tensor in tensors if tensor.requires_grad]
             torch.autograd.grad(outputs.sum(), parameters, allow_unused=True)
     except Exception as error:  # a user's network may fail in any way

@@ -11,7 +11,6 @@ from safetensors.torch import save
 
 from fedcb2o import records
 from fedcb2o.data import features
-from fedcb2o.data.transforms import rotation_angles
 from fedcb2o.experiments.config.datasets import attack_goal, shared_pool
 from fedcb2o.experiments.config.prepared_seed import PreparedSeed
 from fedcb2o.experiments.runs._kernel_config import ENVIRONMENT
@@ -68,10 +67,12 @@ def _angles(prepared: PreparedSeed) -> dict[str, list[float]]:
     transform = prepared.experiment.agents.cluster_transform
     if transform is not None and transform.name != "rotation":
         return {}
-    given = None if transform is None else transform.parameters.get("angles")
+    num_clusters = prepared.population.num_clusters
+    angles = [k * 360 / num_clusters for k in range(num_clusters)]
     if prepared.population.tests is not None:
-        given = [0] * prepared.population.num_clusters
-    angles = rotation_angles(prepared.population.num_clusters, given)
+        angles = [0.0] * num_clusters
+    elif transform is not None:
+        angles = transform.parameters.get("angles", angles)
     return {"angles": [int(a) if a == int(a) else a for a in angles]}
 
 

@@ -6,7 +6,7 @@
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -43,59 +43,63 @@ def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResul
         For each member the results on its test set; on that set with a backdoor's trigger, or with
         an attacker's answers; and on the common test set, where agents have test sets of their own.
     """
-    trigger, loss = group.adversary.trigger, group.spec.training.loss
-    wanted_answers = group.adversary.wanted_answers
-    own = dict[int, Score]()
-    triggered = dict[int, Confusion | None]()
-    wanted = dict[int, float | None]()
-    for test_members, test in group.data.test_sets(members):
-        own |= _score(group, test_members, test, loss)
-        if trigger is not None:
-            name = plugins.display_name("trigger", trigger)
-            marked = apply_sample_transform(name, trigger, test, group.data.value_range)
-            for k, score in _score(group, test_members, marked, None).items():
-                triggered[k] = score.confusion
-        if wanted_answers is not None:
-            probe = wanted_answers(test.to("cpu")).to(test.x.device)
-            if len(probe):
-                for k, score in _score(group, test_members, probe, loss).items():
-                    wanted[k] = score.exact
-
-    common = dict[int, Score]()
-    common_test = group.data.common_test_set()
-    if common_test is not None:
-        common = _score(group, members, common_test, loss)
+    spec = group.spec
+    results: dict[int, dict[str, Score]] = {k: {} for k in members.tolist()}
+    for name, tested, test, loss in _tests(group, members):
+        measure = functools.partial(
+            measure_samples,
+            spec.module,
+            group.models,
+            torch.from_numpy(group.layout.own[tested]),
+            test,
+            models_per_batch=spec.kernels.models_per_batch,
+            references=group.references(tested),
+        )
+        losses: list[float | None] = [None] * len(tested)
+        exact: list[float | None] = [None] * len(tested)
+        counts: list[Confusion | None] = [None] * len(tested)
+        with plugins.attribute_errors("model", spec.model):
+            if not predicts_labels(loss):
+                # A language model returns the log-likelihood of an answer, and whether it is exact.
+                scores = measure(lambda outputs, _: outputs.double()).mean(1)
+                losses, exact = _finite_or_inf(-scores[:, 0]).tolist(), scores[:, 1].tolist()
+            elif loss is not None:
+                losses = measure(sample_loss(loss)).mean(1).tolist()
+            if spec.num_classes > 1 and predicts_labels(loss):
+                predicted = measure(predicted_class)
+                counts = list(confusion_matrices(predicted, test.y, spec.num_classes))
+        for i, k in enumerate(tested.tolist()):
+            results[k][name] = Score(counts[i], losses[i], exact[i])
     return [
-        EvaluationResult(own[k], triggered.get(k), common.get(k), wanted.get(k))
-        for k in members.tolist()
+        EvaluationResult(
+            scores["own"],
+            scores["triggered"].confusion if "triggered" in scores else None,
+            scores.get("common"),
+            scores["wanted"].exact if "wanted" in scores else None,
+        )
+        for scores in results.values()
     ]
 
 
-def _score(group: AgentGroup, members: Indices, test: Shard, loss: Loss | None) -> dict[int, Score]:
-    """Evaluate the members' models on one test set; return scores by index."""
-    spec = group.spec
-    measure = functools.partial(
-        measure_samples,
-        spec.module,
-        group.models,
-        torch.from_numpy(group.layout.own[members]),
-        test,
-        models_per_batch=spec.kernels.models_per_batch,
-        references=group.references(members),
-    )
-    losses: list[float | None] = [None] * len(members)
-    exact: list[float | None] = [None] * len(members)
-    counts: list[Confusion | None] = [None] * len(members)
-    with plugins.attribute_errors("model", spec.model):
-        if not predicts_labels(loss):
-            # A language model returns the log-likelihood of each answer, and whether it is exact.
-            scores = measure(lambda outputs, _: outputs.double()).mean(1)
-            losses, exact = _finite_or_inf(-scores[:, 0]).tolist(), scores[:, 1].tolist()
-        elif loss is not None:
-            losses = measure(sample_loss(loss)).mean(1).tolist()
-        if spec.num_classes > 1 and predicts_labels(loss):
-            counts = list(confusion_matrices(measure(predicted_class), test.y, spec.num_classes))
-    return {k: Score(counts[i], losses[i], exact[i]) for i, k in enumerate(members.tolist())}
+def _tests(
+    group: AgentGroup, members: Indices
+) -> Iterator[tuple[str, Indices, Shard, Loss | None]]:
+    """Yield the name of each test, the members that take it, its samples and its loss."""
+    trigger, loss = group.adversary.trigger, group.spec.training.loss
+    wanted_answers = group.adversary.wanted_answers
+    for tested, test in group.data.test_sets(members):
+        yield "own", tested, test, loss
+        if trigger is not None:
+            name = plugins.display_name("trigger", trigger)
+            marked = apply_sample_transform(name, trigger, test, group.data.value_range)
+            yield "triggered", tested, marked, None
+        if wanted_answers is not None:
+            probe = wanted_answers(test.to("cpu")).to(test.x.device)
+            if len(probe):
+                yield "wanted", tested, probe, loss
+    common_test = group.data.common_test_set()
+    if common_test is not None:
+        yield "common", members, common_test, loss
 
 
 def _finite_or_inf(losses: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
