@@ -185,9 +185,7 @@ def training_bytes(
     hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
     forward = batched_forward(module, dense_layers(module, len(theta)))
     with torch.random.fork_rng(devices=[]), use_kernels(convolution=convolution), hooks:
-        batched_forward(module, dense_layers(module, len(theta)))(
-            tensors, features(sample).unsqueeze(0)
-        )
+        forward(tensors, features(sample).unsqueeze(0))
 
     own = {tensor.data_ptr() for tensor in tensors}
     activations = sum(size for address, size in saved.items() if address not in own)
@@ -215,9 +213,7 @@ def batching_obstacle(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> st
         for samples in (shared_samples, separate_samples):
             tensors = trainable_stack(module, torch.stack([theta, theta]))
             with torch.random.fork_rng(devices=[]):
-                outputs = batched_forward(module, dense_layers(module, len(theta)))(
-                    tensors, samples
-                )
+                outputs = forward(tensors, samples)
             parameters = [tensor for tensor in tensors if tensor.requires_grad]
             torch.autograd.grad(outputs.sum(), parameters, allow_unused=True)
     except Exception as error:  # a user's network may fail in any way
