@@ -208,8 +208,8 @@ def batching_obstacle(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> st
     batch_norm.train_(module)
     shared_samples = features(x).unsqueeze(0)
     separate_samples = torch.stack([features(x)] * 2)
-    forward = batched_forward(module, dense_layers(module, len(theta)))
     try:
+        forward = batched_forward(module, dense_layers(module, len(theta)))
         for samples in (shared_samples, separate_samples):
             tensors = trainable_stack(module, torch.stack([theta, theta]))
             with torch.random.fork_rng(devices=[]):
