@@ -29,7 +29,7 @@ COMMANDS = {
     "report": "{RUN_OR_GRID}... --out --reference",
     "presets": "[PRESET]",
     "track": "{RUN}... --to TRACKER",
-    "keys": "[KIND_OR_PART]",
+    "keys": "[NAME]",
     "schema": "--grid #:schema",
     "minimize": "[PROBLEM] --list --lower --upper --dynamics --alpha --tol",
     "data": "emnist mnist fashion_mnist cifar10",
@@ -83,9 +83,25 @@ def test_keys_and_parts_are_listed_and_described():
     assert "ipm: eps = 0.5\n    Reverse the mean update" in attacks
     assert "data_dir" not in run_cli("keys", "data").out
     assert "Blanchard et al." in run_cli("keys", "krum").out
+    budget = run_cli("keys", "agents.budget").out
+    assert budget == run_cli("keys", "budget").out
+    assert budget.startswith("agents.budget: 1 to N - 1 (default: needed)\n    M, the number")
     message = run_cli("keys", "krumm").one_line()
-    assert "'krumm' is no built-in part" in message
+    assert "'krumm' is no key, no built-in part" in message
     assert "Did you mean `krum`" in message
+
+
+def test_a_file_of_another_kind_is_named(tmp_path):
+    experiment = write(tmp_path / "mine.toml")
+    message = run_cli("bench", experiment).one_line()
+    assert "mine.toml has no `defences`: an experiment is run by `fedcb2o run`" in message
+    grid = tmp_path / "grid.toml"
+    grid.write_text("[attacks.Flip]\n[defences.Mean]\n", encoding="utf-8")
+    assert "grid.toml is a grid: `fedcb2o bench` runs it" in run_cli("run", grid).one_line()
+    child = tmp_path / "child.toml"
+    child.write_text('extends = "mine.toml"\n', encoding="utf-8")
+    message = run_cli("run", child).one_line()
+    assert "`extends` = 'mine.toml' must be the name of a preset, not a file" in message
 
 
 def test_the_error_of_a_parameter_names_its_algorithm(tmp_path):
@@ -220,7 +236,7 @@ def test_set_needs_a_key_and_a_value(tmp_path, change):
     line = run_cli(
         "run", write(tmp_path / "tiny.toml"), "--set", change, "--out", tmp_path / "run"
     ).one_line()
-    assert line == f"--set needs KEY=VALUE, got {change!r}"
+    assert line == f"--set needs KEY=VALUE, such as rounds=10, got {change!r}"
 
 
 def test_a_run_has_a_clean_twin_a_local_baseline_and_a_table(tmp_path):

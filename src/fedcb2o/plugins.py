@@ -173,10 +173,19 @@ def _import_function(kind: str, name: str) -> PluginFunction:
 
     try:
         module = importlib.import_module(module_name)
-        function = functools.reduce(getattr, attribute.split("."), module)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way at import
+        hint = ""
+        if isinstance(error, ModuleNotFoundError):
+            hint = f". Modules are looked for in the current folder, {folder}, and on Python's path"
         raise ConfigError(
-            f"the {kind} `{name}` cannot be imported: {type(error).__name__}: {error}"
+            f"the {kind} `{name}` cannot be imported: {type(error).__name__}: {error}{hint}"
+        ) from error
+    try:
+        function = functools.reduce(getattr, attribute.split("."), module)
+    except AttributeError as error:
+        names = [key for key in dir(module) if not key.startswith("_")]
+        raise ConfigError(
+            f"the {kind} `{name}` cannot be imported: {error}.{did_you_mean(attribute, names)}"
         ) from error
     if not callable(function):
         raise ConfigError(

@@ -540,7 +540,7 @@ WRONG_FUNCTIONS = {
     + SEVERAL,
     "algorithm_none": "the algorithm returned None, expected an Algorithm",
     "notes": "the model `parts:notes` is of type int, not a function",
-    "nothing": "the model `parts:nothing` cannot be imported: AttributeError: ",
+    "nothing": "the model `parts:nothing` cannot be imported: module 'parts' has no attribute",
     "no_module:f": (
         "the model `no_module:f` cannot be imported: ModuleNotFoundError: No module "
         "named 'no_module'"

@@ -198,7 +198,7 @@ def test_user_metrics_are_columns_of_the_records(tmp_path):
         ([a_word], "the metric `.*a_word` returned no number: 'good'"),
         (
             ["balanced_accuracy", "balanced_accuracy"],
-            "`metrics` has one called `balanced_accuracy`, as another column",
+            "`metrics` names `balanced_accuracy` twice: leave one out",
         ),
         (["accuracy"], "`metrics` names `accuracy`, which every run records: leave it out"),
         ([], "`metrics`: .*at least 1 item"),

@@ -88,7 +88,7 @@ def test_the_page_shows_a_gain_only_if_the_baseline_trained_as_many_rounds(tmp_p
 def test_the_page_lists_models_not_admitted_and_a_removed_member(tmp_path):
     lines = [line(n, (1, 0.5, 9, 0.6), (2, 0.5, 9, 0.0), asked=[1, 2]) for n in (1, 2, 3)]
     for record in lines[:2]:
-        record["received"][1]["admission"] = "too near to it"
+        record["received"][1]["admission"] = "too near to the agent's own model"
     lines[2]["received"][1]["not_averaged"] = "loss above the quantile"
     node = write_node(tmp_path, lines, removed=[2])
     read = PeerRecords.read(node)
@@ -97,7 +97,7 @@ def test_the_page_lists_models_not_admitted_and_a_removed_member(tmp_path):
     assert table.loc["clinic-c (removed)", ["averaged", "not averaged"]].tolist() == ["0", "3"]
     assert table.loc["hospital-b", ["averaged", "not averaged"]].tolist() == ["3", "0"]
     assert not_averaged_table(read).to_dict() == {
-        "too near to it": {"clinic-c (removed)": "2"},
+        "too near to the agent's own model": {"clinic-c (removed)": "2"},
         "loss above the quantile": {"clinic-c (removed)": "1"},
     }
     page = Page(write_node_report(node))
@@ -106,7 +106,7 @@ def test_the_page_lists_models_not_admitted_and_a_removed_member(tmp_path):
     assert "hospital-b (1), clinic-c (removed) (2), university-d (3)." in page.text
     # a member whose models were never admitted
     read = PeerRecords.read(write_node(tmp_path, lines[:2]))
-    assert read.missing_models([1, 2]) == {"clinic-c": "too near to it"}
+    assert read.missing_models([1, 2]) == {"clinic-c": "too near to the agent's own model"}
 
 
 class Page(HTMLParser):

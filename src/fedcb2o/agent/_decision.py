@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedcb2o.federated import Algorithm, CriterionInput, Decisions
-from fedcb2o.federated.guards.checks import ADMITTED, OUTCOMES
+from fedcb2o.federated.guards.checks import ADMITTED, GUARDS_OF_OUTCOMES, OUTCOMES
 from fedcb2o.federated.types import CriterionValues
 
 SELF = "itself"
@@ -84,7 +84,8 @@ def decision_of(
     admitted = [name for name, outcome in outcomes if outcome == ADMITTED]
     for name, outcome in outcomes:
         if outcome != ADMITTED:
-            refused = {**refused, name: f"the guards say that it is {OUTCOMES[outcome]}"}
+            guard = GUARDS_OF_OUTCOMES[outcome]
+            refused = {**refused, name: f"it is {OUTCOMES[outcome]} (guard `{guard}`)"}
     losses: dict[Any, float] = {}
     criterion: dict[Any, float] = {}
     outside: tuple[Any, ...] = ()

@@ -51,14 +51,15 @@ def keys(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[KIND_OR_PART]",
+            metavar="[NAME]",
             help="A kind: data, model, algorithm, attack, criterion, rule, pre_step, selection, "
-            "graph, skew, cluster_transform, loss, optimiser, metric. Or a part, such as krum.",
+            "graph, skew, cluster_transform, loss, optimiser, metric. Or a part, such as krum, or "
+            "a key, such as agents.budget.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """List the keys of a configuration or the built-in parts of a kind; describe a part.
+    """List the keys of a configuration or the built-in parts of a kind; describe a key or a part.
 
     Example: fedcb2o keys, and: fedcb2o keys attack, and: fedcb2o keys krum
     """
@@ -66,18 +67,25 @@ def keys(
     from fedcb2o.experiments import key_table
     from fedcb2o.experiments import schema as catalogues
 
-    if name is None:
-        for key, values, default, meaning in key_table.key_rows():
-            _print_entry(f"{key}: {values} (default: {default})", meaning)
-    elif name in catalogues.KINDS:
+    rows = list(key_table.key_rows())
+    if name is not None:
+        rows = [row for row in rows if f".{row[0]}".endswith(f".{name}")]
+    if name in catalogues.KINDS:
         for part, parameters, summary in catalogues.part_rows(name):
             _print_entry(": ".join(filter(None, [part, parameters])), summary)
-    elif text := catalogues.describe_part(name):
+    elif name is not None and (text := catalogues.describe_part(name)):
         print(text)
+    elif rows:
+        for key, values, default, meaning in rows:
+            _print_entry(f"{key}: {values} (default: {default})", meaning)
     else:
         kinds = ", ".join(catalogues.KINDS)
-        similar = plugins.did_you_mean(name, catalogues.part_names())
-        raise ConfigError(f"{name!r} is no built-in part, and no kind of parts ({kinds}).{similar}")
+        names = [*catalogues.part_names(), *(row[0] for row in key_table.key_rows())]
+        raise ConfigError(
+            f"{name!r} is no key, no built-in part, and no kind of parts ({kinds})."
+            f"{plugins.did_you_mean(str(name), names)} A part shows its parameters: `fedcb2o keys "
+            "fedassay`"
+        )
 
 
 def _print_entry(head: str, text: str) -> None:

@@ -236,7 +236,7 @@ def parse_settings(changes: Sequence[str] | None) -> dict[str, Any]:
     for change in changes or []:
         key, equals, value = change.partition("=")
         if not equals or not key:
-            raise ConfigError(f"--set needs KEY=VALUE, got {change!r}")
+            raise ConfigError(f"--set needs KEY=VALUE, such as rounds=10, got {change!r}")
         settings[key.strip()] = parse_value(value.strip())
     return settings
 

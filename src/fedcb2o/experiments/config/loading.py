@@ -64,6 +64,8 @@ def load(
         if any(key.split(".")[0] in _METHOD_SECTIONS for key in changes or {}):
             table["title"] = ""
 
+    if "defences" in table and "attacks" in table:
+        raise ConfigError(f"{where} is a grid: `fedcb2o bench` runs it")
     table = apply_changes(table, changes or {}, where)
     if changes:
         where += " with changes"

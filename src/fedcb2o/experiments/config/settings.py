@@ -377,7 +377,9 @@ class Experiment(Section):
                     f"`metrics` names `{name}`, which every run records: leave it out"
                 )
             metric = component.bind("metric", metrics)
-            if name in (*RESERVED_COLUMNS, *found):
+            if name in found:
+                raise ConfigError(f"`metrics` names `{name}` twice: leave one out")
+            if name in RESERVED_COLUMNS:
                 raise ConfigError(
                     f"`metrics` has one called `{name}`, as another column of the records: rename "
                     "it"

@@ -175,11 +175,13 @@ def resolve_extends(table: dict[str, Any]) -> dict[str, Any]:
         title is empty unless the table has one: the algorithm decides it.
 
     Raises:
-        ConfigError: If there is no such preset.
+        ConfigError: If there is no such preset, or `extends` names a file.
     """
     name = table.pop("extends", None)
     if name is None:
         return table
+    if str(name).endswith(".toml"):
+        raise ConfigError(f"`extends` = {name!r} must be the name of a preset, not a file")
     base = preset(str(name))
     for key in ("name", "title", "description"):
         base.pop(key, None)

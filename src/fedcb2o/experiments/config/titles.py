@@ -68,7 +68,9 @@ def _details(algorithm: AlgorithmSection, given: Mapping[str, Any]) -> Iterator[
 def _text(value: Any) -> str:
     """Return a value of a configuration in a word."""
     if isinstance(value, Mapping):
-        return plugins.label(value.get("name", "..."))
+        name = plugins.label(value.get("name", "..."))
+        parameters = [f"{key} = {_text(item)}" for key, item in value.items() if key != "name"]
+        return " with ".join([name, *filter(None, [", ".join(parameters)])])
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):

@@ -68,6 +68,8 @@ def load_grid(
             table["defences"] = {
                 name: _keep_seeds(entry, changes["seeds"]) for name, entry in defences.items()
             }
+    if "rounds" in table and "defences" not in table:
+        raise ConfigError(f"{where} has no `defences`: an experiment is run by `fedcb2o run`")
     try:
         grid = _parse_grid(table)
         _check_grid(grid)

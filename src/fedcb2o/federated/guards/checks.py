@@ -29,10 +29,13 @@ Share = Annotated[float, Field(gt=0, le=1)]
 ADMITTED, TOO_FAR, TOO_NEAR, TOO_SENSITIVE = range(4)
 """Outcomes of the step "admit", as `Decisions.admission` records them."""
 
+GUARDS_OF_OUTCOMES = ("", "max_distance", "min_distance", "max_sensitivity")
+"""The guard behind each outcome."""
+
 OUTCOMES = (
     "admitted",
     "too far from the agent's own model",
-    "too near to it",
+    "too near to the agent's own model",
     "too sensitive to noise in one class",
 )
 """The outcomes in words."""
