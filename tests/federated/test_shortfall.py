@@ -9,7 +9,7 @@ from tests.tiny import tiny
 from fedcb2o.experiments import run as run_experiment
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.guards.checks import Guards
+from fedcb2o.federated.guards.checks import TOO_NEAR, Guards
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.shortfall import Shortfall, beta_note
 
@@ -127,3 +127,15 @@ def test_a_run_logs_once_which_guarantee_does_not_hold(tmp_path, caplog):
     run_experiment(table, out=tmp_path / "b", workers=1)
     (message,) = [text for text in caplog.messages if "w_b" in text]
     assert message.startswith("`beta` = 0.5 is not below w_b / 2 = 0.333")
+
+
+def test_models_that_are_all_too_near_are_reported_above_a_tenth():
+    one = decisions([3, 3, 0], [np.nan] * 3)
+    one.admission[:] = [TOO_NEAR] * 3 + [TOO_NEAR, TOO_NEAR, 0]
+    shortfall = Shortfall(algorithms.fedassay(), 0.0)
+    shortfall.add([one], np.ones(3, dtype=bool))
+    (message,) = shortfall.messages()
+    assert "`min_distance` refused all models of a round in 1 of 2 cases" in message
+    for _ in range(4):
+        shortfall.add([decisions([3, 3, 0], [np.nan] * 3)], np.ones(3, dtype=bool))
+    assert shortfall.messages() == []  # 1 of 10

@@ -1,4 +1,4 @@
-"""Guarantees that a run cannot keep: too few models for a rule, or a beta that is too large.
+"""Reports on what a run cannot keep: too few models for a rule, a large beta, no trusted models.
 
 A run clips the number f of assumed attackers to the largest that the received models admit, and
 goes on. The guarantee of the rule does not hold there, and the log says so once.
@@ -23,10 +23,12 @@ from jaxtyping import Bool, Int
 
 from fedcb2o.federated.aggregation import base, robust_rule
 from fedcb2o.federated.decisions import Decisions
-from fedcb2o.federated.guards.checks import NO_GUARDS
+from fedcb2o.federated.guards.checks import NO_GUARDS, TOO_NEAR
 from fedcb2o.federated.run_spec import Algorithm
 
 _LOGGER = logging.getLogger(__name__)
+
+_MIN_NEAR_SHARE = 0.1  # of receivers whose models are all too near, from which it is reported
 
 
 def beta_note(algorithm: Algorithm, malicious_share: float) -> str:
@@ -65,7 +67,7 @@ class _Shortage:
 
 
 class Shortfall:
-    """Counter of rounds in which a rule assumed fewer attackers, or an agent trusted no model."""
+    """Counter of rounds in which a rule assumed fewer attackers, or an agent used no model."""
 
     def __init__(self, algorithm: Algorithm, malicious_share: float) -> None:
         """Start with no rounds.
@@ -77,6 +79,8 @@ class Shortfall:
         self._share = malicious_share
         self._rounds = 0
         self._rounds_without_trust = 0
+        self._num_receivers = 0
+        self._num_all_near = 0
         self._rule: Any = None
         self._pre_step: Any = None
         self._num_own = 0
@@ -102,15 +106,19 @@ class Shortfall:
             is_counted: For each receiver, by its id, whether it counts: benign agents do.
         """
         self._rounds += 1
-        received, assumed, counted, totals = [], [], [], []
+        received, assumed, counted, totals, near = [], [], [], [], []
         for decisions in batches:
             received.append(decisions.received.sizes)
             assumed.append(decisions.f)
             counted.append(is_counted[decisions.agents])
             weights = np.bincount(decisions.received.row_ids, decisions.weights, len(decisions))
             totals.append(weights + decisions.own_weight + np.nan_to_num(decisions.previous_weight))
+            is_near = decisions.admission == TOO_NEAR
+            near.append(np.bincount(decisions.received.row_ids, is_near, len(decisions)))
         sizes = np.concatenate(received)
         is_receiver = np.concatenate(counted) & (sizes > 0)
+        self._num_receivers += int(is_receiver.sum())
+        self._num_all_near += int((is_receiver & (np.concatenate(near) == sizes)).sum())
         self._rounds_without_trust += bool((is_receiver & (np.concatenate(totals) == 0)).any())
         if self._rule is None:
             return
@@ -130,8 +138,9 @@ class Shortfall:
         """Describe the shortages of all rounds so far.
 
         Returns:
-            One sentence for the rule and one for the step, none for one that had enough models; and
-            one for agents that trusted no received model.
+            One sentence for the rule and one for the step, none for one that had enough models; one
+            for agents that trusted no received model; and one for agents whose models were all too
+            near.
         """
         messages = []
         if self._rounds_without_trust:
@@ -139,6 +148,12 @@ class Shortfall:
                 f"in {self._rounds_without_trust} of {self._rounds} rounds an agent trusted none of"
                 " the models that it received (an empty sub-level set, or no finite value of the"
                 " criterion), and kept its own"
+            )
+        if self._num_all_near > _MIN_NEAR_SHARE * self._num_receivers:
+            messages.append(
+                f"the guard `min_distance` refused all models of a round in {self._num_all_near} of"
+                f" {self._num_receivers} cases: where agents have much the same data, honest models"
+                " can be so near, and `guards.min_distance = false` admits them"
             )
         messages += [
             f"{base.rule_name(function)} with f = {shortage.f} needs"
