@@ -294,6 +294,15 @@ def test_an_open_run_can_be_extended(copy):
     assert opened.records["round"].max() == 5
 
 
+def test_a_run_with_a_damaged_summary_is_not_extended(copy):
+    path, out = copy
+    summary = out / SEED / "summary.json"
+    cut(summary)
+    damaged = summary.read_bytes()
+    assert f"{summary} is damaged" in resume(path, out, "--set", "rounds=5").one_line()
+    assert summary.read_bytes() == damaged
+
+
 def test_a_seed_without_a_manifest_is_read_with_a_note(copy):
     _, out = copy
     (out / SEED / "sums.json").unlink()

@@ -64,7 +64,9 @@ def verify_seed(folder: Path, rounds: int) -> Manifest | None:
         if (folder / CHECKPOINT_FILE).exists() or (folder / _SUMMARY).exists():
             raise damaged_error(folder / "sums.json", "it is gone")
         return None
-    names = manifest.files if manifest.has_finished(rounds) else INITIAL_FILES
+    names = list(manifest.files)
+    if not manifest.has_finished(rounds):
+        names = [*INITIAL_FILES, *({_SUMMARY} & manifest.files.keys())]  # of fewer rounds
     for name in names:
         manifest.verify(folder, name)
     return manifest
