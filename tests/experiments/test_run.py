@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 from tests.tiny import bits, run_cli, tiny, write
 
+from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
 from fedcb2o.experiments.runs import Progress, _provenance
 from fedcb2o.report import compare, summary
@@ -193,3 +194,20 @@ def test_progress_is_not_truncated_at_80_columns(tmp_path):
         for word in ("digits-fedassay seed 1000 ", " 4/300 0:00", "12.5%", "second.example")
     )
     assert "…" not in text
+
+
+def test_a_run_that_failed_in_its_first_round_is_repeated_without_resume(tmp_path):
+    has_error = [True]
+
+    def criterion(inputs):
+        if has_error[0]:
+            raise ValueError("wrong")
+        return inputs.losses.mean
+
+    experiment = tiny(algorithm={"criterion": criterion})
+    with pytest.raises(ConfigError, match="wrong"):
+        run(experiment, out=tmp_path / "run", workers=1)
+    has_error[0] = False
+    assert run(experiment, out=tmp_path / "run", workers=1).complete
+    with pytest.raises(RunError, match="already holds seed 1000"):
+        run(experiment, out=tmp_path / "run", workers=1)

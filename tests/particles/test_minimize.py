@@ -1382,7 +1382,8 @@ def test_capture_warnings_are_issued_and_noted():
             adversaries=adversaries.static(1000, (-1.0, 0.0)),
         )
     assert [warning.category for warning in caught] == [CaptureWarning, CaptureWarning]
-    assert {warning.filename for warning in caught} == {__file__}
+    if VARIABLE not in os.environ:  # type checks call in between
+        assert {warning.filename for warning in caught} == {__file__}
     assert len(result.notes) == 3
 
 

@@ -89,9 +89,10 @@ def _check_existing(
         raise RunError(f"{folder} holds another run ({difference}): choose another --out")
     begun = records.find_seeds(folder)
     common = [seed for seed in experiment.seeds if seed in begun]
-    if common and not resume:
+    with_rounds = [seed for seed in common if _has_rounds(begun[seed])]
+    if with_rounds and not resume:
         raise RunError(
-            f"{folder} already holds seed {common[0]} of this run: --resume continues it, or "
+            f"{folder} already holds seed {with_rounds[0]} of this run: --resume continues it, or "
             "choose another --out"
         )
     rounds = existing.get("rounds", 0)
@@ -102,6 +103,12 @@ def _check_existing(
         )
     for seed in common:
         _check_seed_folder(begun[seed], settings)
+
+
+def _has_rounds(folder: Path) -> bool:
+    """Return whether a seed has recorded a round; one that failed in its first round has not."""
+    names = (records.CHECKPOINT_FILE, "metrics.jsonl", "summary.json")
+    return any((folder / name).exists() for name in names)
 
 
 def _check_seed_folder(folder: Path, settings: Mapping[str, Any]) -> None:
