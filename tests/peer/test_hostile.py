@@ -28,12 +28,15 @@ QUIET, LIAR = 2, 3  # the node without invalid answers, and the hostile member
 
 
 def turns() -> list[list[str]]:
-    """Return the answers to nodes 0, 1 and 2 in each round; equivocation comes last."""
+    """Return the answers to nodes 0, 1 and 2 in each round; equivocation comes last.
+
+    It has many rounds, because a node may have suspended the member after its stalls.
+    """
     pairs = [*zip(CONTENTS, OTHERS, strict=False)]
     remaining = OTHERS[len(CONTENTS) :]
     pairs += zip(remaining[::2], remaining[1::2], strict=True)
     ordered = [*(pair if n % 2 else pair[::-1] for n, pair in enumerate(pairs)), *STALLS]
-    return [[*pair, "busy"] for pair in ordered] + [["equivocation"] * 2 + ["busy"]] * 6
+    return [[*pair, "busy"] for pair in ordered] + [["equivocation"] * 2 + ["busy"]] * 15
 
 
 TURNS = turns()
