@@ -1,9 +1,12 @@
 """Limits of links: unauthenticated connections, links per member, declarations and request rate."""
 
 import contextlib
+import errno
+import gc
 import os
 import resource
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,3 +188,26 @@ def test_requests_beyond_the_pace_wait(monkeypatch):
     for _ in range(45):
         pace.wait(closed)
     assert 0.08 < time.monotonic() - began < 5  # 40 requests at 400 per second
+
+
+def test_a_peer_that_resets_the_connection_leaves_no_socket_open(monkeypatch):
+    """The reset arrives while `wrap_socket` runs."""
+    descriptors = []
+
+    def disconnected(self):
+        descriptors.append(self.fileno())
+        raise OSError(errno.ENOTCONN, "not connected")
+
+    def reset(self, count):
+        raise ConnectionResetError(errno.ECONNRESET, "reset by the peer")
+
+    monkeypatch.setattr(ssl.SSLSocket, "getpeername", disconnected)
+    monkeypatch.setattr(ssl.SSLSocket, "recv", reset)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = socket.create_connection(server.getsockname())
+        with pytest.raises(ConnectionResetError):
+            _link.TlsStream(connection, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+    (descriptor,) = set(descriptors)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    gc.collect()  # a socket that is not closed would be a warning, which is an error

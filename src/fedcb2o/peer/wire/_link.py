@@ -11,6 +11,7 @@ import socket
 import ssl
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -58,6 +59,14 @@ class Allowance:
             raise ZenohError("the remote sends too much that it was not asked for")
 
 
+def _close_wrapped(error: OSError) -> None:
+    """Close the socket that `wrap_socket` made and leaves open where it fails (Python 3.11)."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        wrapped = frame.f_locals.get("self")
+        if isinstance(wrapped, ssl.SSLSocket):
+            wrapped.close()
+
+
 class TlsStream:
     """Stream of bytes over TLS, for one reader and several writers.
 
@@ -76,17 +85,18 @@ class TlsStream:
         connection.setblocking(False)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:  # `wrap_socket` leaves the socket of a peer that is gone open
+        try:
             connection.getpeername()
-        except OSError:
+            self.socket = context.wrap_socket(
+                connection,
+                server_side=server_hostname is None,
+                do_handshake_on_connect=False,
+                server_hostname=server_hostname,
+            )
+        except OSError as error:  # the peer is gone
             connection.close()
+            _close_wrapped(error)
             raise
-        self.socket = context.wrap_socket(
-            connection,
-            server_side=server_hostname is None,
-            do_handshake_on_connect=False,
-            server_hostname=server_hostname,
-        )
         self._tls_lock = threading.Lock()  # OpenSSL is not safe in two threads at once
         self._write_lock = threading.Lock()
         self._can_write = select.poll()
