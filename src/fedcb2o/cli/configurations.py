@@ -67,9 +67,8 @@ def keys(
     from fedcb2o.experiments import key_table
     from fedcb2o.experiments import schema as catalogues
 
-    rows = list(key_table.key_rows())
-    if name is not None:
-        rows = [row for row in rows if f".{row[0]}".endswith(f".{name}")]
+    all_rows = list(key_table.key_rows())
+    rows = [row for row in all_rows if name is None or f".{row[0]}".endswith(f".{name}")]
     if name in catalogues.KINDS:
         for part, parameters, summary in catalogues.part_rows(name):
             _print_entry(": ".join(filter(None, [part, parameters])), summary)
@@ -80,7 +79,7 @@ def keys(
             _print_entry(f"{key}: {values} (default: {default})", meaning)
     else:
         kinds = ", ".join(catalogues.KINDS)
-        names = [*catalogues.part_names(), *(row[0] for row in key_table.key_rows())]
+        names = [*catalogues.part_names(), *(row[0] for row in all_rows)]
         raise ConfigError(
             f"{name!r} is no key, no built-in part, and no kind of parts ({kinds})."
             f"{plugins.did_you_mean(str(name), names)} A part shows its parameters: `fedcb2o keys "

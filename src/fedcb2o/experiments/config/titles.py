@@ -70,7 +70,7 @@ def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         name = plugins.label(value.get("name", "..."))
         parameters = [f"{key} = {_text(item)}" for key, item in value.items() if key != "name"]
-        return " with ".join([name, *filter(None, [", ".join(parameters)])])
+        return f"{name} with {', '.join(parameters)}" if parameters else name
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):

@@ -66,7 +66,9 @@ def verify_seed(folder: Path, rounds: int) -> Manifest | None:
         return None
     names = list(manifest.files)
     if not manifest.has_finished(rounds):
-        names = [*INITIAL_FILES, *({_SUMMARY} & manifest.files.keys())]  # of fewer rounds
+        names = list(INITIAL_FILES)
+        if _SUMMARY in manifest.files:  # the seed had finished fewer rounds
+            names.append(_SUMMARY)
     for name in names:
         manifest.verify(folder, name)
     return manifest

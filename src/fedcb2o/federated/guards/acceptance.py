@@ -108,9 +108,9 @@ def max_abs(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[np.ndarr
 
 
 def is_acceptable(largest: Float[np.ndarray, " m"]) -> Bool[np.ndarray, " m"]:
-    """Return whether models with these largest absolute values are received.
+    """Return whether models with these largest absolute values are acceptable.
 
-    A model that is not counts as not downloaded (alg:localAggregation, line 2).
+    Any other model counts as not downloaded (alg:localAggregation, line 2).
 
     Args:
         largest: Largest absolute value of each model, from `max_abs`.
