@@ -1,0 +1,140 @@
+"""Access to files in places that others can write to.
+
+Another user of such a place can put a link, a FIFO, a device or a huge file under any name. These
+functions open regular files only. They never wait for a writer, and they read within a bound.
+
+Example:
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> (folder / "link").symlink_to("/etc/passwd")
+    >>> try:
+    ...     read_regular(folder / "link", 100)
+    ... except OSError as error:
+    ...     print(error.strerror)
+    it is a link, not a regular file
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+_KINDS = {
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFBLK: "a device",
+    stat.S_IFCHR: "a device",
+}
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def describe_kind(mode: int) -> str:
+    """Return the kind of a directory entry for messages, such as "a FIFO".
+
+    `mode` is `st_mode`.
+    """
+    return _KINDS.get(stat.S_IFMT(mode), "a regular file")
+
+
+def open_regular(
+    path: Path | str, *, follow_links: bool = False, folder: int | None = None
+) -> BinaryIO:
+    """Open a regular file for reading, without waiting.
+
+    The kind is checked before and after opening, because opening a device has effects of its own.
+
+    Args:
+        path: The file.
+        follow_links: Accept a link to a regular file, for a path that the user named. The link in
+            a folder of others is refused.
+        folder: Descriptor of an open folder, to which `path` is relative.
+
+    Returns:
+        The open file.
+
+    Raises:
+        OSError: The file cannot be opened, or is not a regular file. `strerror` says which.
+    """
+    _check_regular(os.stat(path, dir_fd=folder, follow_symlinks=follow_links), path)
+    descriptor = os.open(path, _READ | (0 if follow_links else os.O_NOFOLLOW), dir_fd=folder)
+    try:
+        _check_regular(os.fstat(descriptor), path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(
+    path: Path | str, max_bytes: int, *, follow_links: bool = False, folder: int | None = None
+) -> bytes:
+    """Read a regular file as a whole.
+
+    Args:
+        path: The file.
+        max_bytes: Largest accepted size.
+        follow_links: As in `open_regular`.
+        folder: As in `open_regular`.
+
+    Returns:
+        The content.
+
+    Raises:
+        OSError: The file cannot be read, is not a regular file, or is too large.
+    """
+    with open_regular(path, follow_links=follow_links, folder=folder) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is longer than {max_bytes} bytes", str(path))
+    return content
+
+
+def create_exclusive(path: Path | str, mode: int = 0o600, *, folder: int | None = None) -> int:
+    """Create a file and open it for writing.
+
+    An existing entry of this name, also a link to nowhere, is an error.
+
+    Args:
+        path: The new file.
+        mode: Its mode, before the umask.
+        folder: As in `open_regular`.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: The file cannot be created.
+    """
+    return os.open(path, _CREATE, mode, dir_fd=folder)
+
+
+def open_folder(path: Path | str, *, follow_links: bool = False, folder: int | None = None) -> int:
+    """Open a folder, as the base of relative paths that no exchanged link can redirect.
+
+    Args:
+        path: The folder.
+        follow_links: Accept a link to a folder, for a path that the user named.
+        folder: As in `open_regular`.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: The folder cannot be opened, or is not a folder.
+    """
+    status = os.stat(path, dir_fd=folder, follow_symlinks=follow_links)
+    if not stat.S_ISDIR(status.st_mode):
+        kind = describe_kind(status.st_mode)
+        raise OSError(errno.ENOTDIR, f"it is {kind}, not a folder", str(path))
+    flags = _READ | os.O_DIRECTORY | (0 if follow_links else os.O_NOFOLLOW)
+    return os.open(path, flags, dir_fd=folder)
+
+
+def _check_regular(status: os.stat_result, path: Path | str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = describe_kind(status.st_mode)
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
