@@ -1,13 +1,19 @@
-"""Language of code and documentation: docstring openings, private words, long sentences."""
+"""Language of code and documentation: docstrings, private words, long sentences."""
 
 import ast
+import functools
+import inspect
 import io
+import pkgutil
 import re
+import textwrap
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from fedcb2o.experiments import schema
 
 ROOT = Path(__file__).parents[1]
 CODE = sorted(
@@ -35,7 +41,11 @@ PRIVATE_NAMES = re.compile(
     r"_(who|whom|what|nobody|told|tells?|whoever|those|ones_own|there_(is|are)|said|says)(_|$)"
 )
 INTERVAL = re.compile(r"\[-?\d+(?:\.\d+)?, -?\d+(?:\.\d+)?\]")
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
+DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (\S+)\n((?:   :.*\n)*)", re.MULTILINE)
+SECTION = r"^%s:\n((?: +.*\n|\n)*)"
+ENTRY = re.compile(r"^    \*{0,2}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
@@ -59,6 +69,65 @@ def sentences(page: Path) -> Iterator[str]:
     lines = [line for line in text.splitlines() if not re.match(r"\s*(\||#|!\[|<!--)", line)]
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", "\n".join(lines)):
         yield from re.split(r"(?<=[.!?])\s+(?=[A-Z`*\[])", " ".join(paragraph.split()))
+
+
+def functions_of(thing: object, members: list[str] | None) -> Iterator[Callable[..., object]]:
+    """Yield a function, or the methods of a class that an autodoc directive lists."""
+    thing = inspect.unwrap(getattr(thing, "func", thing))
+    if inspect.isfunction(thing):
+        yield thing
+    elif inspect.isclass(thing) and members is not None:
+        for name, value in vars(thing).items():
+            method = getattr(value, "__func__", value)
+            is_listed = name in members if members else not name.startswith("_")
+            if is_listed and inspect.isfunction(method):
+                yield method
+
+
+@functools.cache
+def public_functions() -> dict[str, Callable[..., object]]:
+    """Return the functions and methods that docs/reference lists, by their full names."""
+    found: list[Callable[..., object]] = []
+    for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for kind, name, options in DIRECTIVE.findall(text):
+            thing = pkgutil.resolve_name(name)
+            match = re.search(r":members:(.*)", options)
+            members = match and re.findall(r"\w+", match[1])
+            if kind != "module":
+                found += functions_of(thing, members)
+            elif match:
+                for member in members or getattr(thing, "__all__", vars(thing)):
+                    value = getattr(thing, member)
+                    is_listed = member in members or hasattr(thing, "__all__")
+                    if is_listed or (getattr(value, "__module__", "") == name and member[0] != "_"):
+                        found += functions_of(value, [])
+        for kind in re.findall(r"^```\{keys\} (\w+)", text, re.MULTILINE):
+            for function in schema._catalogue(kind).values():
+                found += functions_of(function, None)
+    names = {f"{function.__module__}.{function.__qualname__}": function for function in found}
+    return {name: function for name, function in names.items() if "<locals>" not in name}
+
+
+def section(text: str, name: str) -> str:
+    """Return a section of a docstring in Google style; empty if it has none."""
+    match = re.search(SECTION % name, f"{text}\n", re.MULTILINE)
+    return match[1] if match else ""
+
+
+@pytest.mark.parametrize("name", sorted(public_functions()))
+def test_public_functions_are_documented_in_full(name):
+    function = public_functions()[name]
+    text = inspect.getdoc(function) or ""
+    signature = inspect.signature(function)
+    parameters = [key for key in signature.parameters if key not in ("self", "cls")]
+    lacking = set(parameters) - {key for key, _ in ENTRY.findall(section(text, "Args"))}
+    assert not lacking, f"Args of the docstring lack {sorted(lacking)}"
+    if signature.return_annotation not in (None, "None"):
+        assert section(text, "Returns") or section(text, "Yields"), "Returns is missing"
+    code = textwrap.dedent(inspect.getsource(function))
+    if any(isinstance(node, ast.Raise) and node.exc for node in ast.walk(ast.parse(code))):
+        assert section(text, "Raises"), "Raises is missing"
 
 
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))

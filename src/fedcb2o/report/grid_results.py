@@ -125,6 +125,9 @@ class GridResults:
 
         Args:
             defence: Name of the defence.
+
+        Returns:
+            The seeds of the defence, by default those of the grid.
         """
         return [*self.table["defences"][defence].get("seeds", self.seeds)]
 
@@ -151,6 +154,9 @@ class GridResults:
 
         Args:
             defence: Name of the defence.
+
+        Returns:
+            The name as in a configuration.
         """
         shared = self.table.get("algorithm", {})
         algorithm = {**shared, **self.table["defences"][defence].get("algorithm", {})}

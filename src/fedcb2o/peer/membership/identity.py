@@ -250,7 +250,14 @@ class Member:
 
     @classmethod
     def of_table(cls, table: Mapping[str, Any]) -> "Member":
-        """Call `from_table`, the new name of this method."""
+        """Call `from_table`, the new name of this method.
+
+        Args:
+            table: A member's table in the federation file.
+
+        Returns:
+            The member.
+        """
         warn_renamed("Member.of_table", "Member.from_table", stacklevel=3)
         return cls.from_table(table)
 
