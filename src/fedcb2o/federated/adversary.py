@@ -203,18 +203,10 @@ Craft = Callable[[AttackView, np.random.Generator], Float[Tensor, "..."]]
 class Attack:
     """Behaviour of malicious agents (attackers).
 
-    Before `from_round` they train and publish as benign agents do, but they collude.
-
-    Only benign agents receive crafted models and false claims. Attackers exchange the models that
-    they trained.
-
-    Attributes:
-        poison: Changes the data that they train on.
-        craft: Makes the models that they publish.
-        threat: Threat model of `craft`.
-        from_round: First round of the attack, counted from 0.
-        sybils: Whether they take a new identity in every round (Douceur, "The Sybil Attack", 2002).
-        claimed_samples: Number of training samples that they claim; None for the true one.
+    Before `from_round` they train and publish as benign agents do, but they collude. Only benign
+    agents receive crafted models and false claims; attackers exchange the models that they trained.
+    With `sybils`, they take a new identity in every round (Douceur, "The Sybil Attack", 2002).
+    `claimed_samples` is None for the true number of training samples.
     """
 
     poison: Poison | None = None
@@ -225,26 +217,11 @@ class Attack:
     claimed_samples: int | None = None
 
     def is_crafting(self, n: int) -> bool:
-        """Return whether models are crafted in round n.
-
-        Args:
-            n: Round.
-
-        Returns:
-            True from `from_round` on, for an attack that crafts models.
-        """
+        """Return whether models are crafted in round n."""
         return self.craft is not None and n >= self.from_round
 
     def num_published(self, malicious: int, benign: int) -> int:
-        """Return the largest number of models that attackers publish in a round.
-
-        Args:
-            malicious: Number of attackers.
-            benign: Number of benign agents.
-
-        Returns:
-            The number of crafted models.
-        """
+        """Return the largest number of models that attackers publish in a round."""
         if self.craft is None:
             return 0
         return malicious * benign if self.threat.each_receiver else malicious
@@ -254,16 +231,10 @@ class Attack:
 class Adversary:
     """Malicious agents with full knowledge of the clusters, which benign agents do not have.
 
-    Attributes:
-        attack: Their behaviour.
-        malicious: Whether each of the N agents is malicious.
-        cluster: Cluster of each agent.
-        num_clusters: Number of clusters.
-        colludes: Whether they collude in LocalAggregation, or behave like benign agents there.
-        averages_own_model: Whether colluders average their own model, too.
-        trigger: Marks samples, for a backdoor.
-        wanted_answers: Selects test samples and gives them the attacker's answers, for an attack on
-            text.
+    Without `colludes`, they behave like benign agents in LocalAggregation. With
+    `averages_own_model`, colluders average their own model, too. `trigger` marks samples, for a
+    backdoor. For an attack on text, `wanted_answers` selects test samples and gives them the
+    attacker's answers.
     """
 
     attack: Attack
@@ -304,11 +275,7 @@ class Adversary:
     ) -> Bool[np.ndarray, "b b"]:
         """Return which benign agents may ask which others of their own cluster.
 
-        Args:
-            neighbours: Ids that each agent may ask; None for all.
-
-        Returns:
-            A truth value per pair of benign agents, shape [b, b].
+        Without `neighbours`, each agent may ask all.
         """
         ids = self.benign_ids
         cluster = self.cluster[ids]
@@ -318,14 +285,7 @@ class Adversary:
         return links
 
     def new_identities(self, n: int) -> Int[np.ndarray, " g"]:
-        """Return the ids of agents that have a new identity in round n.
-
-        Args:
-            n: Round.
-
-        Returns:
-            Ids, ascending.
-        """
+        """Return the ascending ids of agents with a new identity in round n."""
         if self.attack.sybils and n >= self.attack.from_round:
             return self.malicious_ids
         return self.malicious_ids[:0]
@@ -335,17 +295,15 @@ class Adversary:
     ) -> tuple[CandidatePeers, CandidatePeers]:
         """Return the peers that colluders may ask, all of their own clusters.
 
-        Args:
-            agents: Ids of colluders.
-            neighbours: Ids that each agent may ask; None for all.
-
-        Returns:
-            Their fellow attackers, and the benign agents.
+        The first candidates are fellow attackers, the second ones benign agents. Without
+        `neighbours`, each agent may ask all.
         """
+        # Agents of a cluster share a list: a copy for each takes time in proportion to its peers.
         clusters, list_index = np.unique(self.cluster[agents], return_inverse=True)
         fellows = [self.members_by_role["fellows", k] for k in clusters.tolist()]
         benign = [self.members_by_role["benign", k] for k in clusters.tolist()]
 
+        # A graph gives each agent a list of its own.
         if neighbours is not None:
             reachable = [neighbours[j].numpy() for j in agents.tolist()]
             fellows = _intersect(fellows, list_index, reachable)

@@ -38,20 +38,10 @@ SampleBatch = tuple[Shaped[Tensor, "a n *features"], Shaped[Tensor, "a n *target
 class AgentData:
     """Training, validation and test samples of several agents.
 
-    Attributes:
-        agents: Ids of the agents.
-        samples: Samples that the agents' indices point into.
-        test: Test samples.
-        train: Training samples of each agent, indices into `samples`.
-        validation: Validation samples of each agent.
-        cluster: Cluster of each agent.
-        view: Samples as each cluster sees them.
-        num_classes: Number of classes; 1 for data without classes.
-        malicious: Whether each agent poisons its training data.
-        attack: The attack of malicious agents.
-        seed: Seed of the poison's random streams.
-        own_tests: Test samples of each agent, where agents bring their own.
-        common_test: Test samples for all agents, where agents bring their own.
+    `train` and `validation` are indices into `samples`, and `own_tests` and `common_test` into
+    `test`. Both tests are None unless agents bring their own; `common_test` is for all agents.
+    `view` shows samples as a cluster sees them. Data without classes have `num_classes` 1. `seed`
+    is that of the poison's random streams.
     """
 
     agents: Int[np.ndarray, " a"]
@@ -72,16 +62,8 @@ class AgentData:
     def training_data(self, members: Indices, n: int) -> SampleBatch:
         """Return the training data of members in round n, poisoned where they attack.
 
-        Args:
-            members: Indices of agents.
-            n: Round.
-
-        Returns:
-            Samples and labels, with an axis over the members. Where members have fewer samples than
-            others, zeros follow.
-
-        Raises:
-            ConfigError: The poison returned other shapes, types or labels.
+        Where members have fewer samples than others, zeros follow. Raises ConfigError if the poison
+        returned other shapes, types or labels.
         """
         sizes = self.train.sizes[members]
         groups = [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
@@ -93,6 +75,7 @@ class AgentData:
             return parts[0]
 
         def pad(tensors: Sequence[Tensor]) -> Tensor:
+            # `np.unique` sorts the sizes, so that the last group has the most samples.
             largest = tensors[-1]
             padded = largest.new_zeros(len(members), *largest.shape[1:])
             for equal, part in zip(groups, tensors, strict=True):
@@ -112,6 +95,7 @@ class AgentData:
         ids = self.agents[members[attackers]].tolist()
         draws = agent_streams(self.seed, "attack", agents=ids)
         takes_id = "me" in plugins.positional_inputs(getattr(poison, "func", poison))
+        # Plug-ins get samples on the CPU.
         shards = [*map(Shard, x[rows].cpu().unbind(), y[rows].cpu().unbind())]
         with using_range(self.value_range):
             outputs = [
@@ -123,14 +107,7 @@ class AgentData:
         y[rows] = poisoned.y.to(y)
 
     def clean_training_data(self, k: int) -> Shard:
-        """Return the training data of the agent at index k, without poison.
-
-        Args:
-            k: Index of the agent.
-
-        Returns:
-            Its samples.
-        """
+        """Return the training data of the agent at index k, without poison."""
         x, y = self.gather(np.array([k]), self.train)
         return Shard(x[0], y[0])
 
@@ -139,12 +116,6 @@ class AgentData:
 
         Members of a cluster share a test set, unless agents bring their own. An agent without test
         samples of its own has the common ones.
-
-        Args:
-            members: Indices of agents.
-
-        Yields:
-            Indices of members, and their test set.
         """
         if self.own_tests is None:
             cluster = self.cluster[members]
@@ -168,20 +139,14 @@ class AgentData:
     def gather(self, members: Indices, sample_ids: Ragged) -> SampleBatch:
         """Return equally many samples of each member, as its cluster sees them, without poison.
 
-        Copies of all samples for each cluster would take K times the memory, so that samples are
-        transformed when they are read.
-
-        Args:
-            members: Indices of agents.
-            sample_ids: `train` or `validation`.
-
-        Returns:
-            Samples and labels, with an axis over the members.
+        `sample_ids` is `train` or `validation`.
         """
         flat = sample_ids.values[sample_ids.flat_index(members)]
         index = torch.from_numpy(flat.reshape(len(members), -1))
         x = self.samples.x[index]
         y = self.samples.y[index]
+        # Samples are transformed when they are read, because copies of all samples for each cluster
+        # would take K times the memory.
         cluster = self.cluster[members]
         clusters = np.unique(cluster).tolist()
         for k in clusters:
@@ -227,16 +192,9 @@ class BufferLayout:
     ) -> "BufferLayout":
         """Lay out a buffer: kept models, crafted models, models before the round.
 
-        Args:
-            own: Row of each agent's own model, below `num_kept`.
-            num_kept: Number of rows that are kept from round to round.
-            malicious: Whether each agent is malicious.
-            crafted_per_attacker: Number of models that an attacker crafts.
-            keep_previous: Whether the models before the round are kept.
-
-        Returns:
-            The layout.
+        The rows `own` are below `num_kept`, the number of rows that are kept from round to round.
         """
+        # Only attackers have rows for crafted models.
         attackers_before = malicious.cumsum() - malicious
         first_crafted = num_kept + crafted_per_attacker * attackers_before
         end = num_kept + crafted_per_attacker * int(malicious.sum())
@@ -246,29 +204,14 @@ class BufferLayout:
         return cls(own, first_crafted, crafted_per_attacker, previous, end + len(own))
 
     def crafted_rows(self, k: int) -> slice:
-        """Return the rows that the malicious agent at index k publishes.
-
-        Args:
-            k: Index of the agent.
-
-        Returns:
-            A slice of the model buffer.
-        """
+        """Return the rows that the malicious agent at index k publishes."""
         first = int(self.first_crafted[k])
         return slice(first, first + self.crafted_per_attacker)
 
 
 @dataclass(frozen=True)
 class AgentGroup:
-    """Agents that one process computes.
-
-    Attributes:
-        spec: Specification of the run, which all agents share.
-        data: Samples of the agents.
-        adversary: Malicious agents of the run.
-        layout: Assignment of the buffer's rows.
-        models: The model buffer.
-    """
+    """Agents that one process computes."""
 
     spec: RunSpec
     data: AgentData
@@ -284,11 +227,7 @@ class AgentGroup:
     def previous_rows(self, members: Shaped[np.ndarray, "*a"]) -> Int[Tensor, "*a"] | None:
         """Return the rows of the members' models before the round; None where they are not kept.
 
-        Args:
-            members: Indices of agents, or one index.
-
-        Returns:
-            Rows of the model buffer, in the shape of `members`.
+        The result has the shape of `members`, which may be one index.
         """
         if self.layout.previous is None:
             return None
@@ -297,12 +236,8 @@ class AgentGroup:
     def reference(self, k: int) -> Shaped[Tensor, "_k *features"] | None:
         """Return the samples on which an agent estimates its batch-norm statistics.
 
-        Args:
-            k: Index of the agent.
-
-        Returns:
-            At most `MAX_REFERENCE_SAMPLES` evenly spaced training samples, without poison; None for
-            a network without local statistics.
+        These are at most `MAX_REFERENCE_SAMPLES` evenly spaced training samples, without poison;
+        None for a network without local statistics.
         """
         if not self.spec.has_local_statistics:
             return None
@@ -310,14 +245,7 @@ class AgentGroup:
         return x[:: -(-len(x) // batch_norm.MAX_REFERENCE_SAMPLES)]
 
     def references(self, members: Indices) -> list[Shaped[Tensor, "_k *features"]] | None:
-        """Return the `reference` of each member; None for a network without local statistics.
-
-        Args:
-            members: Indices of agents.
-
-        Returns:
-            Samples of each member.
-        """
+        """Return the `reference` of each member; None for a network without local statistics."""
         if not self.spec.has_local_statistics:
             return None
         references = [self.reference(k) for k in members.tolist()]

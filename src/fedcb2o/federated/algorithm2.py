@@ -119,13 +119,7 @@ def local_aggregation_(
 def sample_peers(agent: AgentGroup, P: Contacts, n: int) -> Ragged:
     """Sample the peers A that the agent asks (alg:localAggregation, line 1).
 
-    Args:
-        agent: Group of one agent.
-        P: Its contacts with their likelihoods.
-        n: Round.
-
-    Returns:
-        Ids A, at most the budget M; see `selection.prob_sampling`.
+    A has at most as many ids as the budget M; see `selection.prob_sampling`.
     """
     spec, j = agent.spec, int(agent.agents[0])
 
@@ -148,24 +142,13 @@ def select_peers(
     n: int,
     generator: np.random.Generator,
 ) -> Int[np.ndarray, " s"]:
-    """Call the algorithm's selection for agent j; validate a user's.
-
-    Args:
-        spec: Run specification.
-        j: Id of the agent.
-        P: Its contacts with their likelihoods.
-        candidates: Ids that it may ask.
-        n: Round.
-        generator: Source of randomness.
-
-    Returns:
-        Ids A.
-    """
+    """Call the algorithm's selection for agent j; validate a user's."""
     select = spec.algorithm.select
     values = {"n": n, "me": j}
     extra = [values[name] for name in extra_inputs(select)]
     keywords = spec.algorithm.guards.selection_keywords
 
+    # A copy, because a user's selection may write into its input.
     candidate_ids = torch.from_numpy(candidates.copy())
     ids = select(P, candidate_ids, spec.agents.budget, generator, *extra, **keywords)
     if BATCHED_SELECTION.get(select) is not None:
@@ -178,15 +161,8 @@ def validate(
 ) -> CriterionInput:
     """Compute the validation losses L^i of all models (alg:localAggregation, line 3).
 
-    Args:
-        agent: Group of one agent.
-        P: Its contacts.
-        inbox: The models received and admitted.
-        n: Round.
-        oracle: Answers about models; by default from the agent's validation data.
-
-    Returns:
-        The agent's view of the models, with their losses.
+    The inbox has admitted models only. By default, `oracle` answers from the agent's validation
+    data.
     """
     received = inbox.received()
     own = own_models(agent, _ONLY_AGENT, n)[0]
@@ -223,17 +199,6 @@ def update_likelihoods(
 
     A peer that was asked becomes a contact. Its likelihood is NaN until its first answer. Models
     that are not admitted count as `guards.checks.counted_losses` says.
-
-    Args:
-        spec: Run specification, with kappa, zeta and the number of classes.
-        P: Contacts before the round.
-        A: The peers that were asked.
-        inbox: The models received.
-        admission: Whether each of them is admitted, or why not.
-        inputs: Losses of the admitted models.
-
-    Returns:
-        Contacts after the round.
     """
     known = P.ids.numpy()
     received = inbox.ids.values  # of real peers, others may stand in for late ones
@@ -254,16 +219,8 @@ def next_likelihood(
 ) -> Float[np.ndarray, " m"]:
     """Compute (1 - zeta) P + zeta exp(-kappa L) (eq:update_sampling_likelihood).
 
-    An infinite loss adds 0, whatever kappa is. A peer without a likelihood starts from 0, or, in
-    the released code, has the likelihood exp(-kappa L).
-
-    Args:
-        algorithm: Settings, with kappa and zeta.
-        P: Likelihoods before the round; NaN before the first answer.
-        L: Losses.
-
-    Returns:
-        The likelihoods after the round.
+    P is NaN before the first answer. A peer without a likelihood starts from 0, or, in the released
+    code, has the likelihood exp(-kappa L). An infinite loss adds 0, whatever kappa is.
     """
     finite = np.isfinite(L)  # 0 * inf is not a number
     decay = torch.exp(-algorithm.kappa * torch.from_numpy(np.where(finite, L, 0.0)))
@@ -280,21 +237,13 @@ def track_own_likelihood(
 ) -> tuple[Contacts, RuleState]:
     """Update P_n^{j,j} in every round, as the authors' released code does.
 
-    The text updates it in the rounds in which agent j samples itself. The state holds it until
-    then, because an agent that was never sampled is no contact.
-
-    Args:
-        algorithm: Settings, with kappa and zeta.
-        j: Id of the agent.
-        P: Its contacts after line 4.
-        state: State of its rule.
-        own_loss: Loss of its own model.
-
-    Returns:
-        Contacts and state after the round; both as they are without `own_likelihood`.
+    The text updates it in the rounds in which agent j samples itself: contacts and state then stay
+    as they are.
     """
     if algorithm.own_likelihood == "sampled":
         return P, state
+    # The state holds it until agent j samples itself, because an agent that was never sampled is no
+    # contact.
     before = state.get("own_likelihood", torch.full((1,), torch.nan, dtype=torch.float64))
     after = torch.from_numpy(next_likelihood(algorithm, before.numpy(), np.array([own_loss])))
     likelihood = torch.where(P.ids == j, after, P.likelihood)
@@ -308,17 +257,8 @@ def consensus_weights(
 
     FedCB2O and FedCBO weigh by the criterion, mu^i = exp(-alpha G^i), normalised (eq:comp_csp,
     restricted to Q_beta as in eq:clustered_csp). Any other algorithm has a rule, which may keep a
-    state.
-
-    Args:
-        algorithm: The algorithm of all agents.
-        inputs: View of one agent, or of a batch of agents.
-        G: Values of the criterion; None where the algorithm has a rule.
-        state: State of the rule after the agent's last round.
-
-    Returns:
-        Weights of the received models and, last, of the agent's own, shape [*a, m + 1], or a
-        reduction over coordinates; and the rule's new state.
+    state; G is then None. The agent's own model is last in the weights. A rule may return a
+    reduction over coordinates in place of weights.
     """
     if G is not None:
         mu = consensus.weights(torch.cat([G.values, G.own], -1), algorithm.alpha, G.in_sublevel_set)
@@ -335,6 +275,7 @@ def consensus_weights(
     else:
         output = rule(inputs)
     output = output if isinstance(output, RuleOutput) else RuleOutput(output)
+    # The rule saw the members only; all other models weigh 0.
     if is_member is not None and isinstance(output.outcome, Tensor):
         weights = output.outcome
         num_own = len(weights) - int(is_member.sum())
@@ -352,19 +293,7 @@ def mix_towards_consensus_(
     inputs: CriterionInput,
     mu: RuleOutput,
 ) -> Decisions:
-    """Move the agent's model, theta <- theta - lambda1 gamma (theta - m) (eq:local_agg_update).
-
-    Args:
-        agent: Group of one agent.
-        A: The peers that were asked.
-        inbox: The models received.
-        admission: Whether each of them is admitted, or why not.
-        inputs: The agent's view of the admitted ones.
-        mu: Weights, or a reduction.
-
-    Returns:
-        The decisions, for the record.
-    """
+    """Move the agent's model, theta <- theta - lambda1 gamma (theta - m) (eq:local_agg_update)."""
     spec, layout = agent.spec, agent.layout
 
     decisions = Decisions.empty(agent.agents, A, inbox, admission)

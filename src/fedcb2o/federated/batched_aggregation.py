@@ -48,40 +48,20 @@ class Engine(Protocol):
         """Call `function(group, members, *arguments, *shared)` for each batch of agents.
 
         An engine may divide the work by function: few large parts for the selection of peers, and
-        no writes to models that a rule or criterion reads.
-
-        Args:
-            function: Function of a group, members, arguments and shared values.
-            shared: Values for all batches; the first one is the round.
-            arguments: Lists of values, one value per batch.
-
-        Returns:
-            One result per batch.
+        no writes to models that a rule or criterion reads. The first shared value is the round.
+        Each list of arguments has one value per batch, and so has the result.
         """
         ...
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
         """Return the models that the agents of each batch receive from the sampled peers.
 
-        Args:
-            n: Round.
-            sampled: Peers that the agents of each batch ask.
-            deadline: Seconds to wait; None without a limit.
-
-        Returns:
-            The models that arrive at each batch.
+        `deadline` is in seconds; None without a limit.
         """
         ...
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
-        """Compute theta <- W theta; return for each agent whether its model is finite.
-
-        Args:
-            decisions: Decisions of each batch.
-
-        Returns:
-            A truth value per agent.
-        """
+        """Compute theta <- W theta; return for each agent whether its model is finite."""
         ...
 
 
@@ -95,18 +75,9 @@ def aggregate_batches_(
 ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
     """Run LocalAggregation (alg:localAggregation) for all active agents of an engine.
 
-    It is line 4 of alg:FedCB2O.
-
-    Args:
-        engine: Engine that holds the agents.
-        n: Round, counted from 0.
-        states: State of the agents of each batch.
-        active: For each of the N agents, whether it is active in this round.
-        deadline: Seconds to wait for models; None without a limit.
-        on_step: Called with "aggregate" after line 6 and with "mix" after line 7.
-
-    Returns:
-        New states and decisions of each batch; for each agent, whether its model is finite.
+    It is line 4 of alg:FedCB2O. `deadline` is in seconds; None without a limit. `on_step` is called
+    with "aggregate" after line 6 and with "mix" after line 7. Returns new states and decisions of
+    each batch, and for each agent whether its model is finite.
     """
     contacts = [state.contacts for state in states]
     sampled = engine.map_batches(sample_peers, n, active, arguments=[contacts])  # line 1
@@ -134,20 +105,8 @@ def decide(
 ) -> tuple[AgentState, Decisions]:
     """Compute losses, G, weights and likelihoods of active members (lines 3, 5, 6, 4).
 
-    Line 4 is last, for all members at once. Colluders average by numbers of samples instead
-    (sec:experiments).
-
-    Args:
-        group: Group of the agents.
-        members: The batch, as indices into the group.
-        state: Their state.
-        sampled: Peers that they asked.
-        inbox: Models that they received.
-        n: Round.
-        active: For each of the N agents, whether it is active.
-
-    Returns:
-        New state and decisions of the members.
+    Colluders average by numbers of samples instead (sec:experiments). `members` are indices into
+    the group.
     """
     spec, algorithm, adversary = group.spec, group.spec.algorithm, group.adversary
     agents = group.agents[members]
@@ -155,6 +114,7 @@ def decide(
     known = state.contacts.forget(adversary.new_identities(n))
     rule_states = list(state.rule_states)
 
+    # Positions are indices into the batch. Colluders have no guards, and do not validate.
     positions = np.flatnonzero(active[agents] & ~is_colluding)
     admission = admit(group, members, positions, inbox, n)
     is_admitted = admission == ADMITTED
@@ -174,6 +134,7 @@ def decide(
         if call.inputs.losses is not None:
             L[index] = call.inputs.losses.mean.flatten().numpy()
 
+    # Line 4 is last, for all members at once.
     contacts = update_likelihoods(  # line 4: P^i
         algorithm,
         known.take(positions),
@@ -212,18 +173,8 @@ def sample_peers(
 ) -> Ragged:
     """Sample the peers that active members ask (alg:localAggregation, line 1).
 
-    Args:
-        group: Group of the agents.
-        members: The batch, as indices into the group.
-        contacts: Their contacts.
-        n: Round.
-        active: For each of the N agents, whether it is active.
-
-    Returns:
-        Ids that each member asks; none for one that is not active.
-
-    Raises:
-        ConfigError: A user's selection returned ids that are not among its candidates.
+    A member that is not active asks none. ConfigError is raised if a user's selection returned ids
+    that are not among its candidates.
     """
     spec, adversary = group.spec, group.adversary
     agents = group.agents[members]
@@ -244,6 +195,7 @@ def _select_peers(
     spec: RunSpec, agents: Int[np.ndarray, " a"], contacts: ContactTable, n: int
 ) -> Ragged:
     """Call the algorithm's selection for agents that do not collude."""
+    # Without a graph all agents share one list, from which each is excluded.
     lists, list_index = [np.arange(spec.num_agents)], np.zeros_like(agents)
     if spec.neighbours is not None:
         lists = [spec.neighbours[j].sort().values.numpy() for j in agents.tolist()]
@@ -259,6 +211,7 @@ def _select_peers(
         keywords = {**getattr(select, "keywords", {}), **spec.algorithm.guards.selection_keywords}
         return batched(contacts, candidates, spec.agents.budget, generators, **keywords)
 
+    # A user's selection is called for one agent at a time.
     ids = []
     for k, (P, generator) in enumerate(zip(contacts, generators, strict=True)):
         ids.append(select_peers(spec, int(agents[k]), P, candidates.ids(k), n, generator))
@@ -274,15 +227,8 @@ def update_likelihoods(
 ) -> ContactTable:
     """Average the likelihoods of the peers that answered (eq:update_sampling_likelihood).
 
-    Args:
-        algorithm: The algorithm of all agents, with kappa, zeta and the first contact.
-        contacts: Contacts of each agent before the round.
-        sampled: Peers that each agent asked; they become contacts.
-        received: Peers that answered each agent.
-        L: Losses of the received models, in the order of `received`.
-
-    Returns:
-        Contacts of each agent after the round; NaN for a peer that never answered.
+    The peers in `sampled` become contacts; the likelihood of a peer that never answered is NaN. L
+    has the losses of the received models, in the order of `received`.
     """
     span = 1 + max(
         (int(ids.values.max()) for ids in (contacts.ids, sampled) if len(ids.values)), default=0

@@ -24,11 +24,9 @@ from fedcb2o.federated.types import Contacts, CriterionInput, RuleState
 
 @dataclass(frozen=True)
 class ContactTable:
-    """Contacts of several agents.
+    """Contacts of several agents: ascending ids of the peers that each has asked.
 
-    Attributes:
-        ids: Ids of the peers that each agent has asked, ascending.
-        likelihood: Likelihood P_n^j of each; NaN for a peer that never answered.
+    The likelihood P_n^j is NaN for a peer that never answered.
     """
 
     ids: Ragged
@@ -36,14 +34,7 @@ class ContactTable:
 
     @classmethod
     def from_contacts(cls, contacts: Sequence[Contacts]) -> "ContactTable":
-        """Store the contacts of each agent in one table.
-
-        Args:
-            contacts: Contacts of each agent.
-
-        Returns:
-            The table.
-        """
+        """Store the contacts of each agent in one table."""
         ids = Ragged.from_arrays([agent.ids.numpy() for agent in contacts])
         likelihood = [agent.likelihood.numpy() for agent in contacts]
         return cls(ids, np.concatenate([np.zeros(0), *likelihood]))
@@ -52,50 +43,25 @@ class ContactTable:
     def empty(cls, count: int) -> "ContactTable":
         """Return the contacts of `count` agents before the first round: none.
 
-        Args:
-            count: Number of agents.
-
-        Returns:
-            A table without contacts (rem:sampling_likelihood_init).
+        rem:sampling_likelihood_init
         """
         return cls(Ragged.empty(count), np.zeros(0))
 
     @classmethod
     def concatenate(cls, batches: "Sequence[ContactTable]") -> "ContactTable":
-        """Return the contacts of all batches, one batch after the other.
-
-        Args:
-            batches: Tables.
-
-        Returns:
-            One table.
-        """
+        """Return the contacts of all batches, one batch after the other."""
         ids = Ragged.concatenate([batch.ids for batch in batches])
         likelihood = [batch.likelihood for batch in batches]
         return cls(ids, likelihood[0] if len(batches) == 1 else np.concatenate(likelihood))
 
     def take(self, rows: Indices) -> "ContactTable":
-        """Return the contacts of some agents, in the order of `rows`.
-
-        Args:
-            rows: Indices of agents.
-
-        Returns:
-            Their contacts.
-        """
+        """Return the contacts of some agents, in the order of `rows`."""
         if len(rows) == len(self) and (rows == np.arange(len(self))).all():
             return self
         return ContactTable(self.ids.take(rows), self.likelihood[self.ids.flat_index(rows)])
 
     def forget(self, ids: Int[np.ndarray, " g"]) -> "ContactTable":
-        """Return the contacts without the peers `ids`.
-
-        Args:
-            ids: Peers to remove.
-
-        Returns:
-            The other contacts.
-        """
+        """Return the contacts without the peers `ids`."""
         keep = ~np.isin(self.ids.values, ids)
         return ContactTable(self.ids.filter(keep), self.likelihood[keep])
 
@@ -118,9 +84,7 @@ class ContactTable:
 class AgentState:
     """State that several agents carry from one round to the next.
 
-    Attributes:
-        contacts: Contacts of each agent.
-        rule_states: State of each agent's rule; empty for a rule without memory.
+    The state of a rule without memory is empty.
     """
 
     contacts: ContactTable
@@ -128,41 +92,21 @@ class AgentState:
 
     @classmethod
     def initial(cls, count: int) -> "AgentState":
-        """Return the state of `count` agents before the first round.
-
-        Args:
-            count: Number of agents.
-
-        Returns:
-            A state without contacts.
-        """
+        """Return the state of `count` agents before the first round."""
         return cls(ContactTable.empty(count), ({},) * count)
 
     @classmethod
     def concatenate(cls, batches: "Sequence[AgentState]") -> "AgentState":
-        """Return the state of all batches, one batch after the other.
-
-        Args:
-            batches: States.
-
-        Returns:
-            One state.
-        """
+        """Return the state of all batches, one batch after the other."""
         contacts = ContactTable.concatenate([batch.contacts for batch in batches])
         return cls(contacts, tuple(itertools.chain(*(batch.rule_states for batch in batches))))
 
     def updated(
         self, rows: Indices, contacts: ContactTable, rule_states: Sequence[RuleState]
     ) -> "AgentState":
-        """Return the state with new contacts of the agents in `rows`.
+        """Return the state with new contacts of the agents in `rows`, which ascend.
 
-        Args:
-            rows: Agents whose contacts are new, ascending.
-            contacts: Their contacts.
-            rule_states: Rule states of all agents.
-
-        Returns:
-            The new state of all agents.
+        The rule states are those of all agents.
         """
         count = len(self.rule_states)
         if len(rows) < count:
@@ -173,14 +117,7 @@ class AgentState:
         return AgentState(contacts, tuple(rule_states))
 
     def take(self, rows: Indices) -> "AgentState":
-        """Return the state of some agents, in the order of `rows`.
-
-        Args:
-            rows: Indices of agents.
-
-        Returns:
-            Their state.
-        """
+        """Return the state of some agents, in the order of `rows`."""
         rule_states = tuple(self.rule_states[k] for k in rows.tolist())
         return AgentState(self.contacts.take(rows), rule_states)
 
@@ -189,14 +126,11 @@ class AgentState:
 class CandidatePeers:
     """Peers that each of several agents may ask: a shared list of ids, less one position.
 
-    Agents may share a list, so that only `ids` takes time in proportion to the number of peers.
-
-    Attributes:
-        lists: Lists of ascending ids.
-        list_index: Index of each agent's list.
-        excluded: Position in its list that each agent may not ask; none if past the end.
+    Ids ascend in each list. `excluded` is a position in the agent's list; past the end, it excludes
+    none.
     """
 
+    # Agents may share a list, so that only `ids` takes time in proportion to the number of peers.
     lists: Ragged
     list_index: Indices
     excluded: Int[np.ndarray, " a"]
@@ -208,15 +142,10 @@ class CandidatePeers:
         list_index: Indices | None = None,
         excluded: Int[np.ndarray, " a"] | None = None,
     ) -> "CandidatePeers":
-        """Make the candidates of several agents from lists of ids.
+        """Make the candidates of several agents from lists of ascending ids.
 
-        Args:
-            ids: Lists of ascending ids.
-            list_index: Index of each agent's list; by default each agent has its own.
-            excluded: For each agent, an id that it may not ask, whether in its list or not.
-
-        Returns:
-            The candidates of all agents.
+        By default each agent has its own list. `excluded` is an id that each agent may not ask,
+        whether in its list or not.
         """
         list_index = np.arange(len(ids)) if list_index is None else list_index
         lists = Ragged.from_arrays(ids)
@@ -228,14 +157,7 @@ class CandidatePeers:
         return candidates
 
     def including_self(self, agents: Int[np.ndarray, " a"]) -> "CandidatePeers":
-        """Return the candidates with each agent itself among its own.
-
-        Args:
-            agents: Id of each agent.
-
-        Returns:
-            The candidates.
-        """
+        """Return the candidates with each agent itself among its own."""
         if (self.excluded < self.lists.sizes[self.list_index]).all():
             past_end = np.full_like(self.excluded, len(self.lists.values))
             return dataclasses.replace(self, excluded=past_end)
@@ -249,14 +171,7 @@ class CandidatePeers:
         return lengths - (self.excluded < lengths)
 
     def ids(self, k: int) -> Int[np.ndarray, " c"]:
-        """Return a copy of the candidates of the agent at index k, ascending.
-
-        Args:
-            k: Index of an agent.
-
-        Returns:
-            Its candidates.
-        """
+        """Return a copy of the candidates of the agent at index k, ascending."""
         ids = self.lists[int(self.list_index[k])]
         if self.excluded[k] < len(ids):
             return np.delete(ids, self.excluded[k])
@@ -265,15 +180,10 @@ class CandidatePeers:
     def find(
         self, agents: Indices, ids: Int[np.ndarray, " k"]
     ) -> tuple[Bool[np.ndarray, " k"], Int[np.ndarray, " f"]]:
-        """Find ids among the candidates of agents.
+        """Find ids among the candidates of agents; `agents` has one index for each id.
 
-        Args:
-            agents: Index of an agent for each id.
-            ids: Ids to find.
-
-        Returns:
-            Whether each id is a candidate of its agent; the positions of those that are, counted
-            from 0 among the agent's candidates.
+        Returns whether each id is a candidate of its agent, and the positions of those that are,
+        counted from 0 among the agent's candidates.
         """
         keys = self.lists.values
         list_index = self.list_index[agents]
@@ -282,6 +192,7 @@ class CandidatePeers:
 
         wanted = ids
         if len(self.lists) > 1:
+            # One number per pair of list and id, ascending, so that one search finds all.
             span = 1 + max(int(keys.max()), int(ids.max()))
             keys = self.lists.row_ids * span + keys
             wanted = list_index * span + ids
@@ -295,14 +206,7 @@ class CandidatePeers:
         return is_found, positions - (positions > excluded[is_found])
 
     def ids_at(self, positions: Ragged) -> Ragged:
-        """Return the ids at positions among the candidates of agents.
-
-        Args:
-            positions: Positions of each agent, counted from 0.
-
-        Returns:
-            The ids of each agent.
-        """
+        """Return the ids at positions among the candidates of agents, counted from 0."""
         agents = positions.row_ids
         offsets = self.lists.offsets[self.list_index[agents]]
         shift = positions.values >= self.excluded[agents]
@@ -314,17 +218,11 @@ def match_history(
 ) -> tuple[Int[Tensor, " k"], Bool[Tensor, " _s"], Int[Tensor, " _r"]]:
     """Match the peers in a rule's state with those received now.
 
-    A peer under a new identity has no past: what is kept of an id that is no contact is dropped.
-
-    Args:
-        state: State of the rule, with the peers it keeps something of under "ids".
-        inputs: What the agent knows in this round.
-        ids: Peers received now.
-
-    Returns:
-        Ids to keep, ascending; which entries of the state stay; their positions among the ids.
+    The state has its peers under "ids". Returns the ids to keep, ascending; which entries of the
+    state stay; and their positions among the ids.
     """
     kept = state.get("ids", ids[:0])
+    # A peer under a new identity has no past: entries of an id that is no contact are dropped.
     is_known = torch.isin(kept, torch.cat([inputs.context.contacts.ids, inputs.own_entry.ids]))
     union = torch.from_numpy(np.union1d(kept[is_known], ids))
     return union, is_known, torch.searchsorted(union, kept[is_known])

@@ -27,11 +27,8 @@ from fedcb2o.federated.types import CriterionInput, Received, Reduction, RuleOut
 class Inbox:
     """Models that several agents received.
 
-    Attributes:
-        ids: Senders of the models of each agent.
-        rows: Row of the model buffer that holds each model.
-        num_samples: Training samples that each sender claims, clipped.
-        round: Round of each model.
+    `ids` are the senders of each agent's models, and `rows` the rows of the model buffer that hold
+    them. `num_samples` is the number of training samples that each sender claims, clipped.
     """
 
     ids: Ragged
@@ -43,25 +40,14 @@ class Inbox:
         return len(self.ids)
 
     def filter(self, keep: Bool[np.ndarray, " m"]) -> "Inbox":
-        """Return the inbox without the models whose `keep` is False.
-
-        Args:
-            keep: One truth value per model.
-
-        Returns:
-            The smaller inbox.
-        """
+        """Return the inbox without the models whose `keep` is False."""
         if keep.all():
             return self
         columns = (column[keep] for column in (self.rows, self.num_samples, self.round))
         return Inbox(self.ids.filter(keep), *columns)
 
     def received(self) -> Received:
-        """Return all models, in the order of the inbox; of one agent, what it received.
-
-        Returns:
-            Models of shape [m].
-        """
+        """Return all models, in the order of the inbox; of one agent, what it received."""
         columns = (self.ids.values, self.rows, self.num_samples, self.round)
         return Received(*(torch.from_numpy(column.copy()) for column in columns))
 
@@ -70,14 +56,11 @@ class Inbox:
     ) -> Iterator[tuple[Indices, Indices, Received]]:
         """Group agents that received equally many models.
 
-        Args:
-            positions: Positions of agents in the inbox.
-            keys: Further numbers, one per agent of the inbox, equal within a set.
-
-        Yields:
-            Positions of equal agents, index of their models in the inbox, and the models, shape
-            [a, m].
+        `keys` are further numbers, one per agent of the inbox, equal within a group. Yields the
+        positions of the agents, the index of their models in the inbox, and the models, shape [a,
+        m].
         """
+        # One number per combination of size and keys.
         set_keys = np.zeros(len(positions), np.int64)
         for numbers in (self.ids.sizes, *keys):
             set_keys = set_keys * (1 + int(numbers.max(initial=0))) + numbers[positions]
@@ -102,15 +85,11 @@ class Decisions:
     its own.
 
     Attributes:
-        agents: Ids of the agents.
-        asked: Peers that each agent asked.
-        received: Peers whose models arrived.
         rows: Row of the model buffer that holds each received model.
         admission: Whether the guards admitted each received model: an index into
             `guards.checks.OUTCOMES`.
         weights: Weights mu_j^i of the received models in m_j, before the mixing factor; NaN where a
             reduction has no weights.
-        own_weight: Weight of each agent's own model.
         factor: Mixing factor, lambda1 * gamma unless it is given.
         own_loss: Validation loss of each agent's own model; NaN if not computed.
         previous_weight: Weight of the model before the round; NaN for a rule without one.
@@ -141,14 +120,7 @@ class Decisions:
     ) -> "Decisions":
         """Return decisions of agents that keep their models, to be filled in.
 
-        Args:
-            agents: Ids of the agents.
-            asked: Peers that each agent asked.
-            inbox: Models that they received.
-            admission: Whether each model was admitted; by default all were.
-
-        Returns:
-            Decisions with weights of 0.
+        By default all models were admitted. All weights are 0.
         """
         if admission is None:
             admission = np.full(len(inbox.rows), ADMITTED)
@@ -170,11 +142,7 @@ class Decisions:
     def concatenate(cls, batches: "Sequence[Decisions]") -> "Decisions":
         """Return the decisions of all batches, by ascending agent id.
 
-        Args:
-            batches: Decisions of disjoint sets of agents.
-
-        Returns:
-            Decisions of all agents.
+        The batches are disjoint sets of agents.
         """
         order = np.concatenate([batch.agents for batch in batches]).argsort()
         received = Ragged.concatenate([batch.received for batch in batches])
@@ -204,16 +172,9 @@ class Decisions:
     ) -> None:
         """Validate the output of a rule and store it for the agents at `positions`.
 
-        Args:
-            positions: Agents of the output; one, unless the rule is batched.
-            index: Index of their models in the inbox.
-            inputs: Input of the rule.
-            output: Weights or a reduction.
-            spec: Run specification, with the algorithm.
-
-        Raises:
-            ConfigError: The output is not a convex combination, or weighs a model that the rule did
-                not declare to use.
+        The output is that of one agent, unless the rule is batched. `index` is that of their models
+        in the inbox. ConfigError is raised if the output is not a convex combination, or weighs a
+        model that the rule did not declare to use.
         """
         algorithm = spec.algorithm
         rule = algorithm.rule or algorithm.criterion
@@ -254,4 +215,5 @@ class Decisions:
         rows = self.rows[index].tolist()
         own_row = int(inputs.own_entry.rows)
         self.weights[index] = [weights.get(row, 0.0) for row in rows]
+        # An agent may sample itself; its model is then one of the received ones.
         self.own_weight[k] = 0.0 if own_row in rows else weights.get(own_row, 0.0)

@@ -48,9 +48,8 @@ Reference = Shaped[Tensor, "k *features"]
 class Interpolation:
     """Points between an agent's own model and received models.
 
-    Attributes:
-        own: Row of the agent's own model, or one row for each of several agents.
-        share: Share of the way to the received model, in (0, 1].
+    `own` is the row of the agent's own model, or one row for each of several agents. `share` is
+    that of the way to the received model, in (0, 1].
     """
 
     own: Int[Tensor, "*a"]
@@ -59,15 +58,7 @@ class Interpolation:
     def points(
         self, models: Float[Tensor, "p d"], thetas: Float[Tensor, "*m d"]
     ) -> Float[Tensor, "*m d"]:
-        """Return the points to evaluate in place of received models.
-
-        Args:
-            models: Model buffer.
-            thetas: The received models.
-
-        Returns:
-            One point per model.
-        """
+        """Return the points to evaluate in place of received models."""
         return torch.lerp(models[self.own], thetas, self.share)
 
 
@@ -84,20 +75,11 @@ def logits(
     reference: Reference | None = None,
     interpolation: Interpolation | None = None,
 ) -> Float[Tensor, "m n *C"]:
-    """Compute the outputs of m models on the same n samples.
+    """Compute the outputs of m models on the same n samples, before the softmax.
 
-    Args:
-        module: The network.
-        models: Model buffer.
-        rows: Rows of the models.
-        x: The samples.
-        models_per_batch: Models in one program. By default small dense networks fill 8 MiB; other
-            models are evaluated one by one, on views of their rows.
-        reference: Samples for local batch-norm statistics.
-        interpolation: Points to evaluate in place of the models.
-
-    Returns:
-        Outputs before the softmax.
+    `models_per_batch` models are in one program. By default small dense networks fill 8 MiB; other
+    models are evaluated one by one, on views of their rows. `reference` has the samples for local
+    batch-norm statistics, and `interpolation` the points to evaluate in place of the models.
     """
     parts = (x,) if dense_layers(module, models.shape[1]) else torch.split(x, SAMPLES_PER_PASS)
     outputs = []
@@ -118,19 +100,7 @@ def logits_per_model(
     models_per_batch: int | None = None,
     reference: Reference | None = None,
 ) -> Float[Tensor, "m n *C"]:
-    """Compute the outputs of m models, each on its own n samples.
-
-    Args:
-        module: The network.
-        models: Model buffer.
-        rows: Rows of the models.
-        x: Samples of each model.
-        models_per_batch: Models in one program; see `logits`.
-        reference: Samples for local batch-norm statistics.
-
-    Returns:
-        Outputs before the softmax.
-    """
+    """Compute the outputs of m models, each on its own n samples, before the softmax."""
     outputs = []
     start = 0
     with torch.no_grad():
@@ -149,22 +119,9 @@ def input_gradients(
     models_per_batch: int | None = None,
     reference: Reference | None = None,
 ) -> Float[Tensor, "m n *features"]:
-    """Compute the gradients of an objective with respect to the samples.
+    """Compute the gradients of an objective of the outputs with respect to the samples.
 
-    Args:
-        module: The network.
-        models: Model buffer.
-        rows: Rows of m models.
-        x: Samples of each model.
-        objective: Function of the outputs.
-        models_per_batch: Models in one program; see `logits`.
-        reference: Samples for local batch-norm statistics.
-
-    Returns:
-        The gradients.
-
-    Raises:
-        ConfigError: The objective, a user's function, fails.
+    ConfigError is raised if the objective, a user's function, fails.
     """
     gradients = []
     start = 0
@@ -189,16 +146,8 @@ def bound_networks(
 ) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
     """Iterate over the networks of models, k at a time.
 
-    Args:
-        module: The network.
-        models: Model buffer.
-        rows: Rows of the models.
-        models_per_batch: Models in one program; see `logits`.
-        reference: Samples for local batch-norm statistics.
-        interpolation: Points to evaluate in place of the models.
-
-    Yields:
-        k, and a function of samples [1, n, ...] or [k, n, ...], valid until the next one.
+    Yields k, and a function of samples [1, n, ...] or [k, n, ...], valid until the next one. The
+    other arguments are those of `logits`.
     """
     dim = models.shape[1]
     layers = dense_layers(module, dim)
@@ -207,6 +156,7 @@ def bound_networks(
     module.eval()
 
     if models_per_batch < 2:
+        # One model at a time needs no copy: the network reads a view of its row.
         for row in rows.tolist():
             theta = models[row]
             if interpolation is not None:
@@ -232,17 +182,10 @@ def bound_networks(
 
 
 def batched_forward(module: nn.Module, layers: list[nn.Module]) -> _BatchedForward:
-    """Return the forward pass of m networks at once.
+    """Return the forward pass of m networks at once, with the `dense_layers` of the network.
 
     Dense networks take one batched product per layer, other networks `torch.func.vmap`, under which
     a convolution has m groups.
-
-    Args:
-        module: The network.
-        layers: Its `dense_layers`.
-
-    Returns:
-        A function of the tensors of m networks and of samples.
     """
     return functools.partial(_dense_logits, layers) if layers else _vmapped(module)
 
@@ -278,15 +221,10 @@ def _vmapped(module: nn.Module) -> _BatchedForward:
 
 
 def dense_layers(module: nn.Module, dim: int) -> list[nn.Module]:
-    """Return the layers of a plain dense network.
+    """Return the layers of a plain dense network; an empty list for any other network.
 
-    Args:
-        module: The network.
-        dim: Length d of a model.
-
-    Returns:
-        Layers of a network that flattens its samples and has dense layers with a bias, each used
-        once, and ReLU; an empty list for any other network.
+    A plain dense network flattens its samples and has dense layers with a bias, each used once, and
+    ReLU. `dim` is the length d of a model.
     """
     layers = list(module) if type(module) is nn.Sequential else []
     is_plain = all(
@@ -294,6 +232,7 @@ def dense_layers(module: nn.Module, dim: int) -> list[nn.Module]:
         or (type(layer) is nn.Linear and layer.bias is not None)
         for layer in layers
     ) and not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    # A layer that is used twice counts twice: the sum is then above the model's length.
     is_used_once = sum(p.numel() for layer in layers for p in layer.parameters()) == dim
     if is_plain and is_used_once and type(layers[0]) is nn.Flatten:
         return layers
@@ -321,19 +260,10 @@ def _dense_logits(
 def per_sample_losses(
     loss: Loss | None, outputs: Float[Tensor, "..."], targets: Shaped[Tensor, "..."], num_axes: int
 ) -> Float[Tensor, "..."]:
-    """Compute and validate the loss of each sample.
+    """Compute and validate the loss of each sample; None is the cross-entropy.
 
-    Args:
-        loss: The loss; None for the cross-entropy.
-        outputs: Outputs of models.
-        targets: Labels or targets.
-        num_axes: Number of leading axes that index samples.
-
-    Returns:
-        Losses with the leading axes.
-
-    Raises:
-        ConfigError: The loss returned something else than one number per sample.
+    The first `num_axes` axes index samples, and are those of the result. ConfigError is raised if
+    the loss returned something else than one number per sample.
     """
     shape = targets.shape[:num_axes]
     outputs = outputs.flatten(0, num_axes - 1)
@@ -372,21 +302,9 @@ def model_losses(
 ) -> Losses:
     """Compute the losses L_j and L_{j,c} of m models on one agent's data (eq:benignAgentObj).
 
-    Args:
-        module: The network.
-        models: Model buffer.
-        rows: Rows of the models.
-        validation: The samples.
-        num_classes: Number of classes; 1 for data without classes.
-        average: "batches" takes the unweighted mean of the means of mini-batches, as the authors'
-            released code does.
-        batch_size: Samples in a mini-batch.
-        models_per_batch: Models in one program; see `logits`.
-        reference: Samples for local batch-norm statistics.
-        loss: Loss of a sample; None for the cross-entropy.
-
-    Returns:
-        Losses of shape [m]; infinite where they are not a number.
+    Losses that are not a number are infinite. The average over "batches" is the unweighted mean of
+    the means of mini-batches, as in the authors' released code. `loss` None is the cross-entropy.
+    `num_classes` is 1 for data without classes. The other arguments are those of `logits`.
     """
     losses = per_agent_losses(
         module,
@@ -422,23 +340,8 @@ def per_agent_losses(
     """Compute the losses of m models of each of several agents, on the agents' own samples.
 
     Data without classes (`num_classes` 1) count as one class, and their entropy is NaN.
-
-    Args:
-        module: The network.
-        models: Model buffer.
-        rows: Rows of the models of each agent.
-        x: Samples of each agent.
-        y: Their labels or targets.
-        num_classes: Number of classes.
-        average: See `model_losses`.
-        batch_size: Samples in a mini-batch.
-        models_per_batch: Models in one program; see `logits`.
-        references: Samples for local batch-norm statistics, of each agent.
-        loss: Loss of a sample; None for the cross-entropy.
-        interpolation: Points to evaluate in place of the models.
-
-    Returns:
-        Losses of shape [a, m]; infinite where they are not a number.
+    `references` are those of each agent. The other arguments are those of `model_losses` and
+    `logits`.
     """
     (a, m), n = rows.shape, y.shape[1]
     outputs = models.new_zeros(a, 0, n, num_classes)
@@ -457,6 +360,7 @@ def per_agent_losses(
             targets = y.unsqueeze(1).expand(a, m, *y.shape[1:])
             per_sample = per_sample_losses(loss, outputs, targets, 3).to(outputs.dtype)
 
+    # One transfer for all models.
     per_sample, negative_entropy = torch.stack([per_sample, negative_entropy]).cpu().double()
     per_sample = per_sample.nan_to_num(nan=torch.inf, posinf=torch.inf)
     entropy = -negative_entropy.mean(-1)
@@ -474,12 +378,7 @@ def per_agent_losses(
 def losses_from_samples(per_sample: Float[Tensor, "m n"], labels: Int[Tensor, " n"]) -> Losses:
     """Return the losses of m models whose loss on each of an agent's samples is known.
 
-    Args:
-        per_sample: Loss of each model on each sample; infinite where it is not a number.
-        labels: Class of each sample, from 0.
-
-    Returns:
-        Losses of shape [m]; the entropy is NaN.
+    A loss that is not a number is infinite. Labels count from 0; the entropy is NaN.
     """
     per_sample = per_sample.double().nan_to_num(nan=torch.inf, posinf=torch.inf)
     num_classes = 1 + int(labels.max()) if len(labels) else 1

@@ -65,14 +65,8 @@ def train_(
 ) -> tuple[Float[np.ndarray, " a"], Float[np.ndarray, " a"], bool]:
     """Train the models of a batch of agents in place (alg:FedCB2O, line 3).
 
-    Args:
-        group: Group of the agents.
-        members: Indices of the agents of a batch.
-        n: Round.
-
-    Returns:
-        Mean training loss of each agent; the largest absolute value of its model; and False if the
-        first round changed no model.
+    Returns the mean training loss of each agent; the largest absolute value of its model; and False
+    if the first round changed no model.
     """
     spec, models, layout = group.spec, group.models, group.layout
     rows = layout.own[members].tolist()
@@ -124,22 +118,12 @@ def local_update_(
     noise: float | None = None,
     frozen: str | None = None,
 ) -> float:
-    """Train a model in place (alg:FedCB2O, LocalUpdate).
+    """Train a model in place (alg:FedCB2O, LocalUpdate); return the mean mini-batch loss.
 
-    Args:
-        theta: The model, to which the parameters of `module` are bound.
-        module: The network.
-        shard: Training samples.
-        training: Settings.
-        draw: Source of randomness.
-        noise: Noise of private gradients, `privacy.noise_multiplier`; None without privacy.
-        frozen: Part of the names of parameters that are not trained; None to train all.
-
-    Returns:
-        Mean of the mini-batch losses; not finite if training diverged.
-
-    Raises:
-        ConfigError: An optimiser replaced parameters in place of changing them.
+    The loss is not finite if training diverged. `noise` is that of private gradients
+    (`privacy.noise_multiplier`); None without privacy. Parameters that have `frozen` in their names
+    are not trained. ConfigError is raised if an optimiser replaced parameters in place of changing
+    them.
     """
     bind_(module, theta)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -234,19 +218,9 @@ def batched_local_update_(
 ) -> list[float]:
     """Train several models in place, each on its own samples (alg:FedCB2O, LocalUpdate).
 
-    A network with dropout draws other numbers than one model at a time does.
-
-    Args:
-        thetas: The models.
-        module: The network.
-        x: Samples of each agent.
-        y: Their labels or targets.
-        training: Settings of LocalUpdate.
-        draws: Source of randomness of each agent.
-        counts: Number of samples of each agent, the first ones of n; by default n.
-
-    Returns:
-        Mean of the mini-batch losses of each agent.
+    Returns the mean mini-batch loss of each agent. Of the n samples of an agent, the first `counts`
+    are its own; by default all. A network with dropout draws other numbers than one model at a time
+    does.
     """
     device = thetas.device
     tensors = trainable_stack(module, thetas)
@@ -292,8 +266,7 @@ def _make_batched_step(
 ) -> tuple[Callable[[tuple[Tensor, ...]], None], list[Tensor]]:
     """Return the step of the optimiser, and the tensors that the networks read.
 
-    On an NVIDIA GPU in bfloat16 the networks read copies in bfloat16. Autocast would write these
-    copies, and their gradients in float32, in every step.
+    On an NVIDIA GPU in bfloat16 the networks read copies in bfloat16.
     """
     lr = training.lambda2 * training.gamma
     parameters = [tensor for tensor in tensors if tensor.requires_grad]
@@ -312,6 +285,7 @@ def _make_batched_step(
 
     from fedcb2o.nn.fused_momentum import momentum_step_
 
+    # Autocast would write copies in bfloat16, and their gradients in float32, in every step.
     inputs = list(tensors)
     for i in autocast_positions(module):
         inputs[i] = tensors[i].detach().bfloat16().requires_grad_(tensors[i].requires_grad)
@@ -335,21 +309,15 @@ def _mean_loss(
     """Compute the mean over all steps in float64 on the CPU; 0 without steps."""
     if not losses:
         return torch.zeros(*shape, dtype=torch.float64)
+    # One transfer for all steps.
     stacked = torch.stack(list(losses)).cpu().double()
     return stacked.cumsum(0)[-1] / len(losses)
 
 
 def plan_training_batches(spec: RunSpec, num_samples: Sequence[int]) -> list[list[int]]:
-    """Plan which agents of a run train together.
-
-    Args:
-        spec: Run specification.
-        num_samples: Training samples of each agent.
-
-    Returns:
-        Indices of the agents of each batch.
-    """
+    """Plan which agents of a run train together: indices of the agents of each batch."""
     training, models_per_batch = spec.training, spec.kernels.models_per_batch
+    # Repeated samples may fill up a mini-batch only where they do not change the others.
     may_differ = models_per_batch is not None and training.is_sample_independent
     batch_size = training.batch_size if may_differ else 1
     return training_batches(spec.module, spec.dim, num_samples, models_per_batch, batch_size)
@@ -362,19 +330,11 @@ def training_batches(
     models_per_batch: int | None = None,
     batch_size: int = 1,
 ) -> list[list[int]]:
-    """Group agents that have equally many mini-batches.
+    """Group agents that have equally many mini-batches, as ascending indices.
 
-    Args:
-        module: The network.
-        dim: Length d of a model.
-        num_samples: Training samples of each agent.
-        models_per_batch: Largest number of agents that train together. By default small dense
-            networks train together as far as a core's cache holds them, other networks alone.
-        batch_size: Samples in a mini-batch; 1 for agents with equally many samples.
-
-    Returns:
-        Ascending indices of the agents of each batch; agents with similar numbers of samples are
-        together.
+    Agents with similar numbers of samples are together. By default small dense networks train
+    together as far as a core's cache holds them, other networks alone. With `batch_size` 1, the
+    agents of a batch have equally many samples.
     """
     size = models_per_batch or 1
     if not models_per_batch and dense_layers(module, dim):
@@ -396,13 +356,7 @@ def mini_batches(
 ) -> list[Int[np.ndarray, " b"]]:
     """Draw the mini-batches of one LocalUpdate (alg:FedCB2O), shuffled anew in every epoch.
 
-    Args:
-        n: Number of samples.
-        training: Settings.
-        draw: Source of randomness.
-
-    Returns:
-        Indices of each mini-batch; the last of an epoch may be smaller.
+    The last mini-batch of an epoch may be smaller.
     """
     batches = batched_mini_batches([n], training, [draw], torch.device("cpu"))
     return [batch[0].numpy() for batch in batches]
@@ -418,15 +372,6 @@ def batched_mini_batches(
 
     The last batch of an epoch is as wide as the widest among the agents. An agent with fewer
     samples repeats its last one.
-
-    Args:
-        counts: Number of samples of each agent.
-        training: Settings.
-        draws: Source of randomness of each agent.
-        device: Device of the indices.
-
-    Returns:
-        Indices of each mini-batch, with an axis over the agents.
     """
     n = max(counts)
     num_full, rest = divmod(n, training.batch_size)
@@ -457,14 +402,7 @@ def training_mode(
 ) -> Iterator[None]:
     """Put a module in training mode, with its own seed (for dropout) and precision.
 
-    Args:
-        module: The network.
-        training: Settings.
-        draw: Source of the seed.
-        device: Type of the device.
-
-    Yields:
-        Nothing; afterwards PyTorch's generator and its precision are as before.
+    Afterwards PyTorch's generator and its precision are as before.
     """
     batch_norm.train_(module)
     with torch.random.fork_rng(devices=[]), allow_tf32(training.precision == "tf32", device):
@@ -479,14 +417,8 @@ def training_mode(
 def allow_tf32(tf32: bool, device: str) -> Iterator[None]:
     """Set whether CUDA devices may round the factors of float32 products.
 
-    By PyTorch's defaults they round them in convolutions. Other devices never do.
-
-    Args:
-        tf32: Whether they may.
-        device: Type of the device.
-
-    Yields:
-        Nothing; afterwards the setting is as before.
+    By PyTorch's defaults they round them in convolutions. Other devices never do. Afterwards the
+    setting is as before.
     """
     if device != "cuda":
         yield
@@ -511,15 +443,7 @@ def allow_tf32(tf32: bool, device: str) -> Iterator[None]:
 
 
 def autocast(precision: Precision, device: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which a network's products have the precision.
-
-    Args:
-        precision: Type of the products.
-        device: Type of the device.
-
-    Returns:
-        Autocast to bfloat16, or a context that does nothing.
-    """
+    """Return a context in which a network's products have the precision."""
     if precision == "bfloat16":
         return torch.autocast(device, torch.bfloat16)
     return contextlib.nullcontext()

@@ -120,13 +120,9 @@ def answer_loss(
 
 
 def predicts_labels(loss: Loss | None) -> bool:
-    """Return whether networks predict the labels of samples.
+    """Return whether networks predict the labels of samples; None is the cross-entropy.
 
-    Args:
-        loss: Loss of a run; None for the cross-entropy.
-
-    Returns:
-        False for `answer_loss`, with which labels are groups of samples.
+    With `answer_loss`, labels are groups of samples.
     """
     return getattr(loss, "func", loss) is not answer_loss
 

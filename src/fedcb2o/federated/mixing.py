@@ -39,12 +39,9 @@ _AFTER_EVERY_ID = 2**62
 class MixingMatrix:
     """Sparse matrix W with theta_{n+1} = W theta_n, and reductions; small to send to a worker.
 
-    Attributes:
-        own: Row of the model buffer that each row of W replaces.
-        row_offsets: Index of the first entry of each row of W, and the number of entries.
-        columns: Column of each entry, a row of the model buffer.
-        values: Value of each entry.
-        reductions: By index of an agent, its reduction and its mixing factor.
+    Each row of W replaces the row `own` of the model buffer. `row_offsets` has the index of the
+    first entry of each row and, last, the number of entries. The columns are rows of the model
+    buffer. `reductions` has an agent's reduction and its mixing factor, by the agent's index.
     """
 
     own: Int[np.ndarray, " a"]
@@ -64,17 +61,8 @@ def mixing_matrix(
 ) -> MixingMatrix:
     """Return W of agents: row j is (1 - f) e_j + f mu_j (eq:local_agg_update), f the mixing factor.
 
-    An agent with a reduction has the row e_j. The terms of a sum are in the order of ids, so that
-    it has the same bits in every buffer. Weights of zero are not stored, so that an infinite model
-    without weight changes nothing.
-
-    Args:
-        decisions: Decisions of the agents.
-        own: Row of each agent's own model.
-        previous: Row of each agent's model before the round.
-
-    Returns:
-        The matrix.
+    An agent with a reduction has the row e_j. `own` and `previous` are the rows of each agent's own
+    model and of its model before the round.
     """
     ids = decisions.agents
     factor = decisions.factor
@@ -98,6 +86,7 @@ def mixing_matrix(
         entries.append((agents[moves], last, previous[moves], (factor * previous_weight)[moves]))
 
     agent, key, columns, values = (np.concatenate(each) for each in zip(*entries, strict=True))
+    # The terms of a sum are in the order of ids, so that it has the same bits in every buffer.
     order = np.lexsort((key, agent))
     agent, key = agent[order], key[order]
     columns, values = columns[order], values[order]
@@ -105,6 +94,7 @@ def mixing_matrix(
     # An agent that received its own model has two entries in one place.
     first = np.flatnonzero(np.diff(agent, prepend=-1) | np.diff(key, prepend=-1))
     values = np.add.reduceat(values, first).astype(np.float32)
+    # Weights of zero are not stored, so that an infinite model without weight changes nothing.
     stored = values != 0
     offsets = np.searchsorted(agent[first][stored], np.arange(len(ids) + 1))
 
@@ -123,17 +113,10 @@ def mix_(
     *,
     through_copy: bool = False,
 ) -> None:
-    """Compute theta <- W theta in place for some columns, a tile at a time (eq:local_agg_update).
+    """Compute theta <- W theta in place for columns from `start` to `stop` (eq:local_agg_update).
 
-    An agent with a reduction moves to (1 - f) theta + f times the reduction.
-
-    Args:
-        models: Model buffer.
-        matrix: W.
-        start: First column.
-        stop: Column after the last one.
-        through_copy: Whether to work on a copy in memory, so that of models on a disk each page is
-            read and written once.
+    An agent with a reduction moves to (1 - f) theta + f times the reduction. `through_copy` works
+    on a copy in memory, so that of models on a disk each page is read and written once.
     """
     device = models.device
     columns = models[:, start:stop]
@@ -162,6 +145,7 @@ def mix_(
     own: slice | Tensor = torch.from_numpy(matrix.own).to(device)
     if is_contiguous_range(rows):
         own = slice(rows[0], rows[0] + len(rows))
+    # A tile of all models stays in a core's cache.
     for a in range(0, stop - start, tile):
         block = columns[:, a : a + tile]
         mixed = multiply(block)
@@ -175,15 +159,9 @@ def mix_(
 def dense_product(
     w: Float[Tensor, "N rows"], columns: Float[Tensor, "rows b"]
 ) -> Float[Tensor, "N b"]:
-    """Multiply W with columns, where a number that is not finite spoils only sums that weigh it.
-
-    Args:
-        w: W.
-        columns: Columns of the models.
-
-    Returns:
-        W times the columns.
-    """
+    """Multiply W with columns, where a number that is not finite spoils only sums that weigh it."""
+    # 0 times infinity is NaN, so that such numbers are left out, and the sums that weigh them are
+    # marked.
     is_infinite = columns.isfinite().logical_not_().to(w.dtype)
     is_spoilt = (w != 0).to(w.dtype) @ is_infinite > 0
     return (w @ columns.nan_to_num(0.0, 0.0, 0.0)).masked_fill_(is_spoilt, torch.nan)

@@ -52,18 +52,9 @@ def adamw(
 
 
 def make_optimiser(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float) -> Any:
-    """Make a new optimiser.
+    """Make a new optimiser, an object with a `step`.
 
-    Args:
-        optimiser: The optimiser.
-        parameters: Parameters to train.
-        lr: Learning rate.
-
-    Returns:
-        An object with a `step`.
-
-    Raises:
-        ConfigError: The optimiser fails, or returns something else than an optimiser.
+    ConfigError is raised if it fails, or is no optimiser over all parameters.
     """
     name = optimiser_name(optimiser)
     with attribute_errors("optimiser", name):
@@ -97,19 +88,10 @@ def make_optimiser(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float
 def make_step(
     optimiser: Optimiser, parameters: Sequence[Tensor], lr: float
 ) -> Callable[[Sequence[Tensor | None]], None]:
-    """Make a new optimiser and return its step.
+    """Make a new optimiser and return its step, a function of the gradients.
 
-    Args:
-        optimiser: The optimiser.
-        parameters: Parameters to train.
-        lr: Learning rate.
-
-    Returns:
-        A function of the gradients that changes the parameters in place. A gradient is None where
-        the loss does not depend on a parameter.
-
-    Raises:
-        ConfigError: The optimiser fails, or returns something else than an optimiser.
+    The step changes the parameters in place. A gradient is None where the loss does not depend on a
+    parameter.
     """
     name = optimiser_name(optimiser)
     instance = make_optimiser(optimiser, parameters, lr)
@@ -126,14 +108,7 @@ def make_step(
 
 
 def optimiser_name(optimiser: Optimiser) -> str:
-    """Return the name of an optimiser for messages.
-
-    Args:
-        optimiser: The optimiser, its parameters bound or not.
-
-    Returns:
-        Its name.
-    """
+    """Return the name of an optimiser for messages."""
     function = getattr(optimiser, "func", optimiser)
     name = getattr(function, "__name__", type(function).__name__)
     return USER_FUNCTION.get(optimiser) or str(name)

@@ -34,11 +34,7 @@ _MAX_CANDIDATES = 1024  # samples among which a different one is searched
 def different_samples(shard: Shard) -> list[int]:
     """Return the indices of two samples that differ, in their targets where possible.
 
-    Args:
-        shard: At least one sample.
-
-    Returns:
-        Two indices, the first of which is 0.
+    The first index is 0.
     """
     is_other = shard.y.ne(shard.y[0]).reshape(len(shard), -1).any(1)
     candidates = is_other.nonzero().flatten()[:_MAX_CANDIDATES]
@@ -53,17 +49,9 @@ def check_loss(
 ) -> None:
     """Check that a loss is a differentiable function of one output and its target.
 
-    Args:
-        name: Name of the loss in messages.
-        loss: The loss.
-        outputs: Outputs for two samples.
-        targets: Different targets of these samples.
-
-    Raises:
-        ConfigError: The loss fails, is random, is NaN, has no gradient or writes into the targets.
-
-    Warns:
-        UserWarning: The loss of a sample depends on other samples.
+    The outputs are for two samples with different targets. ConfigError is raised for a loss that
+    fails, is random, is NaN, has no gradient or writes into the targets. A loss of a sample that
+    depends on other samples gives a UserWarning.
     """
     original = targets.clone()
     leaf = outputs.detach().clone().requires_grad_()
@@ -111,13 +99,8 @@ def check_loss(
 def check_optimiser(optimiser: Optimiser, module: nn.Module, lr: float) -> None:
     """Refuse an optimiser whose step does not change the parameters of a network.
 
-    Args:
-        optimiser: The optimiser.
-        module: The network, which is not changed.
-        lr: Learning rate.
-
-    Raises:
-        ConfigError: The optimiser fails, or trains none or only a part of the parameters.
+    The network is not changed. ConfigError is raised if the optimiser fails, or trains none or only
+    a part of the parameters.
     """
     name = optimiser_name(optimiser)
     named = {key: p.detach() for key, p in module.named_parameters() if p.requires_grad}
@@ -131,6 +114,7 @@ def check_optimiser(optimiser: Optimiser, module: nn.Module, lr: float) -> None:
             " whose step needs no argument, such as SGD or Adam (not LBFGS, which needs a closure)"
         )
 
+    # No number is 0, so that each parameter should move.
     for p in trial:
         p.grad = torch.linspace(0.5, 1.5, p.numel()).view_as(p)
     with attribute_errors("optimiser", name), warnings.catch_warnings():
@@ -167,6 +151,7 @@ def _check_slope(
     if slope.any():
         return
 
+    # The gradient may be 0 at these outputs alone: others are tried, of several scales.
     draw = torch.Generator().manual_seed(0)
     for scale in _OUTPUT_SCALES:
         noise = torch.randn(outputs.shape, generator=draw)

@@ -57,20 +57,7 @@ def _dense_tensor(name: str, values: Any) -> Tensor:
 def validated_selection(
     select: Select, output: Any, candidates: Int[np.ndarray, " c"], budget: int
 ) -> Int[np.ndarray, " s"]:
-    """Validate the ids that a user's selection returned.
-
-    Args:
-        select: The selection.
-        output: Its return value.
-        candidates: Ids that the agent may ask.
-        budget: Largest number of ids.
-
-    Returns:
-        The ids.
-
-    Raises:
-        ConfigError: The output is not a list of different candidates, or exceeds the budget.
-    """
+    """Validate the ids that a user's selection returned: different candidates within the budget."""
     name = display_name("selection", select)
     output = _dense_tensor(name, output).cpu()
     if output.ndim != 1:
@@ -93,23 +80,13 @@ def validated_selection(
 
 
 def validated_criterion(criterion: Criterion, inputs: CriterionInput) -> Float[Tensor, "*a m"]:
-    """Call a criterion and validate its values.
+    """Call a criterion and validate its values, which become float64.
 
-    A user's criterion gets a copy of its input, which others use after it. A value that is masked
-    or not finite, of either sign, becomes infinite: the model has no weight.
-
-    Args:
-        criterion: The criterion.
-        inputs: Its input.
-
-    Returns:
-        A value for each received model, in float64.
-
-    Raises:
-        ConfigError: The values have another shape.
+    A value that is masked or not finite, of either sign, becomes infinite: the model has no weight.
     """
     name = display_name("criterion", criterion)
     is_user_function = USER_FUNCTION.get(criterion) is not None
+    # A user's criterion gets a copy of its input, which others use after it.
     values = _dense_tensor(name, criterion(inputs.copy() if is_user_function else inputs))
     expected = inputs.received.ids.shape
     if values.shape != expected:
@@ -124,19 +101,11 @@ def validated_criterion(criterion: Criterion, inputs: CriterionInput) -> Float[T
 def validated_weights(
     rule: Callable[..., Any], weights: Any, shape: tuple[int, ...], *, rest: float = 0.0
 ) -> tuple[Float[Tensor, "*a m"], Float[Tensor, "*a"]]:
-    """Validate the weights of a rule.
+    """Validate the weights of a rule, with those of models of shape [*a, m].
 
-    Args:
-        rule: The rule, or the criterion.
-        weights: Weights of the received models and, optionally, last, of the agent's own.
-        shape: Shape [*a, m] of the received models.
-        rest: Weight of the model before the round.
-
-    Returns:
-        Weights of the received models, and of the agent's own; with the rest they sum to 1 or 0.
-
-    Raises:
-        ConfigError: The weights have another shape, or are no convex combination.
+    The weight of the agent's own model is optional and last. The result has the weights of the
+    received models, and of the agent's own. With `rest`, the weight of the model before the round,
+    they sum to 1 or 0.
     """
     name = display_name("rule", rule)
     *agents, m = shape
@@ -157,18 +126,7 @@ def validated_row_weights(
 ) -> Float[Tensor, " k"]:
     """Validate the weights of a robust rule; a built-in one's are trusted.
 
-    Args:
-        rule: The rule.
-        weights: One weight per model.
-        num_rows: Number of models.
-        has_previous: Whether the last one is the model before the round, whose weight may be
-            negative.
-
-    Returns:
-        The weights.
-
-    Raises:
-        ConfigError: The weights have another shape, or are no convex combination.
+    With `has_previous`, the last one is that of the model before the round, and may be negative.
     """
     if USER_FUNCTION.get(rule) is None:
         built_in: Tensor = weights
@@ -205,18 +163,9 @@ def _convex_weights(
 def validated_mixing(
     pre_step: Callable[..., Any], matrix: Any, num_rows: int
 ) -> Float[Tensor, "j k"]:
-    """Validate the matrix by which a pre-step mixes models.
+    """Validate the matrix by which a pre-step mixes models, one row per mixed model.
 
-    Args:
-        pre_step: The pre-step.
-        matrix: One row per mixed model.
-        num_rows: Number of models that it mixes.
-
-    Returns:
-        The matrix, in float64.
-
-    Raises:
-        ConfigError: A row does not sum to 1, or the shape is another.
+    The rows sum to 1. The matrix becomes float64; that of a built-in step is trusted.
     """
     if USER_FUNCTION.get(pre_step) is None:
         built_in: Tensor = matrix.double()
@@ -239,13 +188,8 @@ def validated_reduction(
 ) -> ColumnReduction | OffsetColumnReduction:
     """Wrap a user's reduction so that its output is validated.
 
-    Args:
-        rule: The rule that returned it, or the criterion.
-        reduce: The reduction.
-
-    Returns:
-        The reduction, or its wrapper. The wrapper raises ConfigError for another shape, and for
-        values that are not finite where the models are.
+    The wrapper raises ConfigError for another shape, and for values that are not finite where the
+    models are.
     """
     if USER_FUNCTION.get(rule) is None:
         return reduce
@@ -269,18 +213,9 @@ def _checked_columns(
 
 
 def validated_state(rule: Callable[..., Any], output: Any) -> tuple[RuleState, Any]:
-    """Validate the output of a stateful rule.
+    """Validate the state and the weights that a stateful rule returned; the state is copied.
 
-    Args:
-        rule: The rule.
-        output: Its return value.
-
-    Returns:
-        A copy of the state, because its tensors may be rows of the model buffer; and the weights.
-
-    Raises:
-        ConfigError: The output is not a state and weights, or the state holds anything else than
-            dense tensors.
+    It may hold dense tensors only.
     """
     name = display_name("rule", rule)
     if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], dict)):
@@ -301,6 +236,7 @@ def validated_state(rule: Callable[..., Any], output: Any) -> tuple[RuleState, A
                 f"the {name} keeps `{key}` of type {value.dtype}: "
                 f"expected one of {', '.join(map(str, STATE_DTYPES))}"
             )
+    # A copy, because the tensors may be rows of the model buffer.
     copies = {
         key: state[key].detach().cpu().clone(memory_format=torch.contiguous_format)
         for key in sorted(state)
@@ -313,18 +249,8 @@ def validated_poison(
 ) -> Shard:
     """Validate and stack poisoned data; a built-in attack's shapes and types are trusted.
 
-    Args:
-        poison: The attack.
-        outputs: Its return value for each attacker.
-        shards: The data of each attacker before, equally many samples.
-        num_classes: Number of classes; 1 for data without classes.
-
-    Returns:
-        Data of the same types, with an axis over the attackers.
-
-    Raises:
-        ConfigError: The shapes or types are others, values are not finite, or a label is not among
-            the classes.
+    The attackers have equally many samples. ConfigError is raised for other shapes or types, values
+    that are not finite, and a label that is not among the classes.
     """
     name = display_name("attack", poison)
     if USER_FUNCTION.get(poison) is not None:
@@ -371,18 +297,9 @@ def _changed_tensor(name: str, part: str, values: Any, original: Tensor) -> Tens
 def validated_crafted_models(
     craft: Craft, output: Any, shape: tuple[int, int]
 ) -> Shaped[Tensor, "..."]:
-    """Validate crafted models.
+    """Validate crafted models: one for all receivers, [d], or one per receiver, [r, d].
 
-    Args:
-        craft: The attack.
-        output: Its return value.
-        shape: Number of receivers and length d of a model.
-
-    Returns:
-        One model [d] for all receivers, or one per receiver [r, d].
-
-    Raises:
-        ConfigError: The models have another shape.
+    `shape` is [r, d].
     """
     name = display_name("attack", craft)
     receivers, dim = shape
@@ -397,19 +314,7 @@ def validated_crafted_models(
 
 
 def validated_queries(craft: Craft, output: Any, dim: int) -> Float[Tensor, "m d"]:
-    """Validate the models whose losses an attack asks for.
-
-    Args:
-        craft: The attack.
-        output: The models.
-        dim: Length d of a model.
-
-    Returns:
-        The models.
-
-    Raises:
-        ConfigError: The models have another shape.
-    """
+    """Validate the models of length `dim` whose losses an attack asks for."""
     name = display_name("attack", craft)
     thetas = _dense_tensor(f"{name}, which asks the losses of models,", output)
     if thetas.ndim != 2 or thetas.shape[1] != dim:
@@ -423,20 +328,11 @@ def validated_queries(craft: Craft, output: Any, dim: int) -> Float[Tensor, "m d
 def apply_sample_transform(
     name: str, transform: SampleTransform, data: Shard, value_range: ValueRange
 ) -> Shard:
-    """Change samples by a criterion's transform or an attack's trigger.
+    """Change samples by a criterion's transform or an attack's trigger; labels stay.
 
-    Args:
-        name: Kind and name of the plug-in, for messages.
-        transform: The function, which gets a copy on the CPU.
-        data: The samples.
-        value_range: Black and white of the data set.
-
-    Returns:
-        The changed samples with the same labels. Numbers that a function made of bytes are divided
-        by 255, as bytes are.
-
-    Raises:
-        ConfigError: The shape or the scale is another, or a value is not finite.
+    The function gets a copy on the CPU. Numbers that it made of bytes are divided by 255, as bytes
+    are. ConfigError is raised for another shape or scale, and for a value that is not finite.
+    `name` is the plug-in's kind and name, for messages.
     """
     original = data.x
     with using_range(value_range):

@@ -37,15 +37,7 @@ _GRID = 1e-3  # of privacy losses; rounding is upwards
 
 
 def check_privacy(training: "Training", module: nn.Module) -> None:
-    """Refuse a network that mixes samples, and an installation without the accountant.
-
-    Args:
-        training: Settings of LocalUpdate.
-        module: The network.
-
-    Raises:
-        ConfigError: The network has batch norms, or the extra is missing.
-    """
+    """Refuse a network that mixes samples, and an installation without the accountant."""
     if training.privacy is None:
         return
     if batch_norm.statistics(module, "shared", "local", "dropped"):
@@ -63,12 +55,7 @@ def check_privacy(training: "Training", module: nn.Module) -> None:
 def num_steps(training: "Training", num_samples: int) -> int:
     """Return the number of private steps of a round.
 
-    Args:
-        training: Settings of LocalUpdate.
-        num_samples: Number of the agent's training samples.
-
-    Returns:
-        `local_steps`, or `local_epochs` times the mini-batches of an epoch.
+    It is `local_steps`, or `local_epochs` times the mini-batches of an epoch.
     """
     if training.local_steps is not None:
         return training.local_steps
@@ -81,16 +68,9 @@ def _batches_per_epoch(training: "Training", num_samples: int) -> int:
 
 @functools.lru_cache(4096)
 def epsilon(noise: float, batches: int, steps: int, delta: float) -> float:
-    """Compute the epsilon of a number of steps of DP-SGD.
+    """Compute the epsilon of a number of steps of DP-SGD, rounded upwards.
 
-    Args:
-        noise: Standard deviation of the noise, in units of the clipping norm.
-        batches: Mini-batches of an epoch, 1 / q.
-        steps: Number of steps.
-        delta: Probability that the bound does not cover.
-
-    Returns:
-        Epsilon, rounded upwards; 0 without steps.
+    The noise is in units of the clipping norm; an epoch has `batches` = 1 / q mini-batches.
     """
     if steps == 0:
         return 0.0
@@ -115,6 +95,7 @@ def _noise_for(target: float, batches: int, steps: int, delta: float) -> float:
     def excess(log_noise: float) -> float:
         return epsilon(math.exp(log_noise), batches, steps, delta) - target
 
+    # A bracket of the root on the scale of logarithms, by factors of 2 up or of its root down.
     low = high = 0.0
     while excess(high) > 0:
         high += math.log(2)
@@ -136,13 +117,8 @@ def _noise_for(target: float, batches: int, steps: int, delta: float) -> float:
 def noise_multiplier(training: "Training", num_samples: int, rounds: int) -> float | None:
     """Return the standard deviation of the noise, in units of the clipping norm.
 
-    Args:
-        training: Settings of LocalUpdate.
-        num_samples: Number of the agent's training samples.
-        rounds: Number of rounds of the run, for which a target epsilon holds.
-
-    Returns:
-        `noise`, or the least one for the target epsilon; None without privacy.
+    It is `noise`, or the least one for the target epsilon after `rounds` rounds; None without
+    privacy.
     """
     privacy = training.privacy
     if privacy is None or privacy.noise is not None:
@@ -154,16 +130,10 @@ def noise_multiplier(training: "Training", num_samples: int, rounds: int) -> flo
 
 
 def spent_epsilon(training: "Training", num_samples: int, rounds: int, trained: int) -> float:
-    """Compute the epsilon that an agent has spent.
+    """Compute the epsilon that an agent has spent, at the delta of the settings.
 
-    Args:
-        training: Settings of LocalUpdate, with privacy.
-        num_samples: Number of the agent's training samples.
-        rounds: Number of rounds of the run.
-        trained: Number of rounds in which the agent trained, repeated ones included.
-
-    Returns:
-        Epsilon at the delta of the settings.
+    `trained` counts the rounds in which the agent trained, repeated ones included, and `rounds`
+    those of the run.
     """
     assert training.privacy is not None
     noise = noise_multiplier(training, num_samples, rounds)
@@ -176,16 +146,7 @@ def spent_epsilon(training: "Training", num_samples: int, rounds: int, trained: 
 def poisson_batches(
     num_samples: int, training: "Training", draw: np.random.Generator
 ) -> Iterator[tuple[Int[Tensor, " b"]]]:
-    """Draw the samples of each private step (Poisson sampling).
-
-    Args:
-        num_samples: Number of the agent's training samples.
-        training: Settings of LocalUpdate.
-        draw: Source of randomness.
-
-    Yields:
-        Indices of the samples of a step, in a tuple; there may be none.
-    """
+    """Draw the samples of each private step (Poisson sampling); there may be none."""
     rate = 1 / _batches_per_epoch(training, num_samples)
     for _ in range(num_steps(training, num_samples)):
         yield (torch.from_numpy(np.flatnonzero(draw.random(num_samples) < rate)),)
@@ -201,17 +162,9 @@ def private_gradients(
 ) -> tuple[Float[Tensor, ""], Sequence[Tensor]]:
     """Compute the noisy mean of the clipped gradients of samples (Abadi et al., algorithm 1).
 
-    Args:
-        module: The network, bound to the agent's model.
-        shard: Training samples of the agent.
-        batch: Indices of the samples of this step.
-        training: Settings of LocalUpdate, with privacy.
-        noise: Standard deviation of the noise, in units of the clipping norm.
-        draw: Source of the noise.
-
-    Returns:
-        Mean loss of the samples, without noise and for the agent alone; and a gradient for each
-        trained parameter.
+    The network is bound to the agent's model. The noise is in units of the clipping norm. Returns
+    the mean loss of the samples, without noise and for the agent alone, and a gradient for each
+    trained parameter.
     """
     assert training.privacy is not None
     clip = training.privacy.clip
@@ -225,6 +178,7 @@ def private_gradients(
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
     total = torch.zeros((), device=shard.x.device)
     size = max(1, _MAX_GRADIENT_NUMBERS // sum(p.numel() for p in parameters.values()))
+    # The gradients of single samples take memory, so that only some are held at a time.
     for part in torch.split(batch.to(shard.x.device), size):
         if not len(part):
             continue

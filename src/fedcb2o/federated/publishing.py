@@ -42,14 +42,9 @@ Peek = Callable[[list[int]], Float[Tensor, "m d"]]
 class Outbox:
     """Models that the agents of a group publish, and the numbers of samples that they claim.
 
-    Attributes:
-        own: Row of each agent's own model.
-        first_crafted: First row of the models that an attacker crafted.
-        is_attacking: Whether an agent publishes crafted models.
-        per_receiver: Whether an attacker crafts one model per receiver.
-        receivers: Ids of the agents that receive crafted models and false claims, ascending.
-        num_samples: True number of training samples of each agent.
-        claimed_samples: Number that each agent claims to the receivers.
+    The benign `receivers`, in ascending order, get crafted models and false claims. `own` and
+    `first_crafted` are rows of the model buffer; with `per_receiver`, an attacker has one row per
+    receiver from `first_crafted` on. `num_samples` are the true numbers.
     """
 
     own: Int[np.ndarray, " a"]
@@ -61,15 +56,7 @@ class Outbox:
     claimed_samples: Float[np.ndarray, " a"]
 
     def rows(self, senders: Indices, receivers: Int[np.ndarray, " m"]) -> Int[np.ndarray, " m"]:
-        """Return the rows of published models, one per pair of sender and receiver.
-
-        Args:
-            senders: Indices of agents in the group.
-            receivers: Id of a receiver for each sender.
-
-        Returns:
-            Rows of the model buffer.
-        """
+        """Return the rows of published models, one per pair of sender and receiver."""
         position = self.receivers.searchsorted(receivers)
         is_deceived = self.receivers.take(position, mode="clip") == receivers
         crafted = self.first_crafted[senders] + (position if self.per_receiver else 0)
@@ -80,15 +67,7 @@ class Outbox:
     def samples_claimed_to(
         self, senders: Indices, receivers: Int[np.ndarray, " m"]
     ) -> Float[np.ndarray, " m"]:
-        """Return the claimed numbers of samples, one per pair of sender and receiver.
-
-        Args:
-            senders: Indices of agents in the group.
-            receivers: Id of a receiver for each sender.
-
-        Returns:
-            The claims.
-        """
+        """Return the claimed numbers of samples, one per pair of sender and receiver."""
         is_deceived = np.isin(receivers, self.receivers)
         claims: np.ndarray = np.where(
             is_deceived, self.claimed_samples[senders], self.num_samples[senders]
@@ -105,15 +84,8 @@ class Outbox:
     ) -> Inbox:
         """Deliver models within the group (alg:localAggregation, line 2).
 
-        Args:
-            n: Round.
-            asked: Peers that each receiver asked; their ids are indices in the group.
-            receivers: Ids of the receivers.
-            admissible: Whether each row of the buffer is received.
-            max_samples: Largest number of samples that is believed.
-
-        Returns:
-            The models that arrive.
+        The ids of the peers that receivers asked are indices in the group. `admissible` tells for
+        each row of the buffer whether it is received. At most `max_samples` samples are believed.
         """
         senders = asked.values
         to = receivers[asked.row_ids]
@@ -125,21 +97,12 @@ class Outbox:
 
 
 def make_outbox(group: AgentGroup, n: int) -> Outbox:
-    """Return what the agents of a group publish in round n.
-
-    Only benign agents are deceived: fellow attackers receive the models that each trained.
-
-    Args:
-        group: Group of the agents.
-        n: Round.
-
-    Returns:
-        The outbox.
-    """
+    """Return what the agents of a group publish in round n."""
     attack, layout = group.adversary.attack, group.layout
     malicious = group.data.malicious
     num_samples = group.data.train.sizes.astype(float)
     claims_falsely = attack.claimed_samples is not None and n >= attack.from_round
+    # Only benign agents are deceived: fellow attackers receive the models that each trained.
     return Outbox(
         own=layout.own,
         first_crafted=layout.first_crafted,
@@ -158,20 +121,15 @@ def craft_models_(
 ) -> list[Float[np.ndarray, " r"]]:
     """Have attackers craft models, into their rows of the buffer.
 
-    Args:
-        group: Group of the attackers.
-        members: Indices of attackers.
-        n: Round.
-        finite: Whether each agent's model is finite; other models are not seen.
-        peek: Gives an attacker the models that it declared to know.
-
-    Returns:
-        Largest absolute values of each attacker's models; NaN for an attacker that crafts none.
+    A model that is not `finite` is not seen. `peek` gives an attacker the models that it declared
+    to know. Returns the largest absolute values of each attacker's models; NaN for one that crafts
+    none.
     """
     largest = []
     for k in members.tolist():
         fellows = _members(group, "fellows", k)
         benign = _members(group, "benign", k)
+        # An attacker whose model is broken, or that could see broken ones only, crafts none.
         if finite[group.agents[k]] and (finite[benign].any() or not len(benign)):
             view = _attack_view(group, k, n, finite, peek, len(fellows), len(benign))
             largest.append(_craft_(group, k, view))
@@ -221,6 +179,7 @@ def _attack_view(
         indices = torch.arange(len(models))
         return training_losses(group.spec, models, indices, data, reference)
 
+    # Copies, because an attack may write into its view.
     return AttackView(
         n=n,
         agent=int(group.agents[k]),

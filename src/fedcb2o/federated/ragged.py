@@ -19,51 +19,25 @@ Indices = Int[np.ndarray, " _indices"]
 
 @dataclass(frozen=True)
 class Ragged:
-    """One list of numbers per agent.
-
-    Attributes:
-        values: The numbers of all lists, those of one agent after those of the agent before.
-        sizes: The length of each list.
-    """
+    """One list of numbers per agent, stored one after the other in `values`."""
 
     values: Shaped[np.ndarray, " k"]
     sizes: Int[np.ndarray, " a"]
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[Shaped[np.ndarray, " _k"]]) -> "Ragged":
-        """Store one array per agent.
-
-        Args:
-            arrays: One array per list.
-
-        Returns:
-            The lists.
-        """
+        """Store one array per agent."""
         values = np.concatenate(arrays) if len(arrays) else np.zeros(0, np.int64)
         return cls(values, np.array([len(array) for array in arrays], np.int64))
 
     @classmethod
     def empty(cls, count: int) -> "Ragged":
-        """Return `count` empty lists.
-
-        Args:
-            count: Number of lists.
-
-        Returns:
-            The lists.
-        """
+        """Return `count` empty lists."""
         return cls(np.zeros(0, np.int64), np.zeros(count, np.int64))
 
     @classmethod
     def concatenate(cls, batches: "Sequence[Ragged]") -> "Ragged":
-        """Return all lists, those of one argument after the other.
-
-        Args:
-            batches: Lists.
-
-        Returns:
-            All lists.
-        """
+        """Return all lists, those of one argument after the other."""
         if len(batches) == 1:
             return batches[0]
         values = np.concatenate([batch.values for batch in batches])
@@ -71,14 +45,9 @@ class Ragged:
 
     @classmethod
     def scatter(cls, count: int, *parts: "tuple[Indices, Ragged]") -> "Ragged":
-        """Put each argument's lists at its indices.
+        """Put each argument's lists at its ascending indices.
 
-        Args:
-            count: Number of lists in the result.
-            parts: Ascending indices, and one list for each of them.
-
-        Returns:
-            `count` lists; a list at no index is empty.
+        There are `count` lists; a list at no index is empty.
         """
         for indices, lists in parts:
             if len(indices) == count:
@@ -112,49 +81,24 @@ class Ragged:
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
     def flat_index(self, rows: Indices) -> Int[np.ndarray, " c"]:
-        """Return the indices in `values` of some lists, in the order of `rows`.
-
-        Args:
-            rows: Indices of lists.
-
-        Returns:
-            Indices in `values`.
-        """
+        """Return the indices in `values` of some lists, in the order of `rows`."""
         sizes = self.sizes[rows]
         shifts = self.offsets[rows] - (sizes.cumsum() - sizes)
         return np.repeat(shifts, sizes) + np.arange(sizes.sum())
 
     def take(self, rows: Indices) -> "Ragged":
-        """Return some lists, in the order of `rows`.
-
-        Args:
-            rows: Indices of lists.
-
-        Returns:
-            The lists.
-        """
+        """Return some lists, in the order of `rows`."""
         return Ragged(self.values[self.flat_index(rows)], self.sizes[rows])
 
     def filter(self, keep: Bool[np.ndarray, " k"]) -> "Ragged":
-        """Return the lists without the numbers whose `keep` is False.
-
-        Args:
-            keep: One truth value per number.
-
-        Returns:
-            The shorter lists.
-        """
+        """Return the lists without the numbers whose `keep` is False."""
         if keep.all():
             return self
         sizes = np.bincount(self.row_ids[keep], minlength=len(self))
         return Ragged(self.values[keep], sizes)
 
     def tolist(self) -> list[list[Any]]:
-        """Return the lists as Python numbers.
-
-        Returns:
-            One Python list per list.
-        """
+        """Return the lists as Python numbers."""
         values = self.values.tolist()
         starts = self.offsets.tolist()
         ends = self.sizes.cumsum().tolist()

@@ -32,13 +32,10 @@ ConvolutionKernel = Literal["grouped", "unfolded", "mixed", "fourier"]
 class Training(LocalUpdateKeys):
     """Settings of LocalUpdate: the keys of a configuration, functions, and facts of the network.
 
-    Attributes:
-        optimiser: Replaces SGD with momentum.
-        loss: Loss to minimise; None for the cross-entropy.
-        accepts_single_sample: Whether a mini-batch may have one sample, which batch norms reject; a
-            last sample otherwise joins the batch before.
-        is_sample_independent: Whether the network's output for a sample does not depend on the
-            other samples of a training batch.
+    `optimiser` replaces SGD with momentum; `loss` is None for the cross-entropy. Batch norms do not
+    accept a mini-batch of a single sample; a last sample then joins the batch before. With
+    `is_sample_independent`, the network's output for a sample does not depend on the other samples
+    of a training batch.
     """
 
     optimiser: Optimiser | None = None
@@ -51,10 +48,7 @@ class Training(LocalUpdateKeys):
 class KernelConfig:
     """Numerical kernels; they change the rounding of results and nothing else.
 
-    Attributes:
-        linear: Kernel of dense layers.
-        convolution: Kernel of convolutions.
-        models_per_batch: Models that are trained or evaluated in one program; None for the default.
+    `models_per_batch` models are trained or evaluated in one program; None for the default.
     """
 
     linear: LinearKernel = "torch"
@@ -69,16 +63,10 @@ OwnLikelihood = Literal["sampled", "every_round"]
 class ClusterModels:
     """Models of the clusters in IFCA and DFCA.
 
-    A coordinator holds them (IFCA), or each agent (DFCA). An agent trains the model that fits it
-    best.
-
-    Attributes:
-        num_models: Number K of models per holder.
-        per_agent: Each agent holds K models (DFCA), not a coordinator (IFCA).
-        by_samples: Weigh agents by numbers of samples instead of equally.
-        rule: Robust rule instead of the average; None for the average.
-        restarts: Number of sets of initial models; the one that fits best goes on.
-        trial_rounds: Rounds after which the sets are compared.
+    A coordinator holds `num_models` models (IFCA), or each agent does (`per_agent`, DFCA). An agent
+    trains the model that fits it best. With `by_samples`, agents are weighed by numbers of samples;
+    a robust `rule` replaces the average. Of `restarts` sets of initial models, the one that fits
+    best after `trial_rounds` rounds goes on.
     """
 
     num_models: int
@@ -91,11 +79,7 @@ class ClusterModels:
     def num_rows(self, num_agents: int) -> int:
         """Return the number of rows that the models take in the model buffer.
 
-        Args:
-            num_agents: Number of agents.
-
-        Returns:
-            Number of models of all holders and restarts.
+        They are the models of all holders and restarts.
         """
         return self.num_models * (num_agents if self.per_agent else self.restarts)
 
@@ -107,10 +91,10 @@ class Algorithm:
     Attributes:
         select: Peer selection (line 1).
         needs_losses: Validation losses are computed (line 3).
-        lambda1: lambda1, the drift towards the consensus point (line 7).
+        lambda1: Drift towards the consensus point (line 7).
         mixing_factor: Replaces lambda1 * gamma; None for the product.
         criterion: Values of the criterion G (line 5); None for an algorithm with a rule.
-        alpha: alpha, the sharpness of the weights exp(-alpha G) (line 6).
+        alpha: Sharpness of the weights exp(-alpha G) (line 6).
         rule: Weights of an algorithm without a criterion (line 6).
         own_candidate: An agent may sample itself.
         kappa: kappa in the update of the likelihoods (line 4).
@@ -120,8 +104,6 @@ class Algorithm:
         reads_previous: The rule or the criterion reads the model before the round.
         is_stateful: A rule state is kept from round to round.
         validate_budget: Raises ConfigError for a budget that the rule does not admit.
-        clusters: Models of IFCA and DFCA; None for other algorithms.
-        guards: Checks of peers and of their models.
         switching_interval: Rounds in which LocalUpdate trains one factor of low-rank adapters,
             before it trains the other; None for both at once.
     """
@@ -146,14 +128,7 @@ class Algorithm:
     switching_interval: int | None = None
 
     def with_guards(self, guards: Guards) -> "Algorithm":
-        """Return the algorithm with other guards.
-
-        Args:
-            guards: All of its guards.
-
-        Returns:
-            The algorithm; it computes losses if a guard needs them.
-        """
+        """Return the algorithm with other guards; it computes losses if a guard needs them."""
         needs_losses = self.needs_losses or guards.loss_tolerance is not False
         return dataclasses.replace(self, guards=guards, needs_losses=needs_losses)
 
@@ -163,17 +138,13 @@ class Algorithm:
         return self.reads_previous or self.guards.needs_previous
 
     def frozen_factor(self, n: int) -> str | None:
-        """Return the factor of low-rank adapters that is not trained in a round.
+        """Return the factor of low-rank adapters that is not trained in round n, counted from 0.
 
-        Args:
-            n: Round, counted from 0.
-
-        Returns:
-            Part of its parameters' names; None if all parameters are trained. B is trained first,
-            because the gradient of A is 0 where B is.
+        It is a part of its parameters' names; None if all parameters are trained.
         """
         if self.switching_interval is None:
             return None
+        # B is trained first, because the gradient of A is 0 where B is.
         return (DOWN, UP)[n // self.switching_interval % 2]
 
     @property
@@ -183,14 +154,7 @@ class Algorithm:
         return function is not None and bool(BATCHED.get(function))
 
     def criterion_values(self, inputs: CriterionInput) -> CriterionValues | None:
-        """Compute the values of the criterion (line 5).
-
-        Args:
-            inputs: View of one or several agents.
-
-        Returns:
-            The values; None for an algorithm with a rule.
-        """
+        """Compute the values of the criterion (line 5); None for an algorithm with a rule."""
         if self.criterion is None:
             return None
         if USER_FUNCTION.get(self.criterion) is not None:
@@ -200,11 +164,7 @@ class Algorithm:
     def factor(self, gamma: float) -> float:
         """Return the share of the consensus point in the new model (eq:local_agg_update).
 
-        Args:
-            gamma: Step size.
-
-        Returns:
-            `mixing_factor`, or lambda1 * gamma without one.
+        It is `mixing_factor`, or lambda1 * gamma without one.
         """
         return self.lambda1 * gamma if self.mixing_factor is None else self.mixing_factor
 
@@ -213,21 +173,11 @@ class Algorithm:
 class RunSpec:
     """Specification of a run: what every agent knows.
 
-    Attributes:
-        seed: Seed of all random streams.
-        num_agents: N, the number of agents.
-        num_classes: C, the number of classes; 1 for data without classes.
-        rounds: T, the number of rounds.
-        agents: The section `agents` of the configuration, as it is.
-        model: Name of the model, for messages.
-        module: The network.
-        training: Settings of LocalUpdate.
-        algorithm: Settings of LocalAggregation.
-        malicious_share: Share of attackers that rules assume, in [0, 1].
-        max_samples: Largest number of training samples that an agent may claim.
-        neighbours: Ids that each agent may ask; None for all.
-        kernels: Numerical kernels.
-        training_seed: Seed of LocalUpdate's random streams, where it is secret; None for `seed`.
+    `num_classes` is 1 for data without classes. `agents` is the section of the configuration, as it
+    is. `model` is the name of the network, for messages. Rules assume the share `malicious_share`
+    of attackers, in [0, 1]. An agent may claim at most `max_samples` training samples. `neighbours`
+    are the ids that each agent may ask; None for all. `training_seed` is that of LocalUpdate's
+    random streams, where it is secret; None for `seed`.
     """
 
     seed: int

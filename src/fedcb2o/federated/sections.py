@@ -29,16 +29,10 @@ COMPONENT_VALUES = "a name or table"
 def key_field(
     meaning: str, *, values: str | None = None, default: str | None = None, **limits: Any
 ) -> Any:
-    """Describe a key of a section.
+    """Describe a key of a section: its meaning in Markdown, and limits such as `ge`.
 
-    Args:
-        meaning: Its meaning, in Markdown.
-        values: Its values, where the type does not say them.
-        default: Its default, where the value does not say it.
-        **limits: Limits of pydantic's `Field`, such as `ge`.
-
-    Returns:
-        The field of the key.
+    `values` and `default` are texts for values that the type, and a default that the value, does
+    not say.
     """
     texts: dict[str, Any] = {"values": values, "default": default}
     return Field(description=meaning, json_schema_extra=texts, **limits)
@@ -88,15 +82,9 @@ class Component(BaseModel):
     def with_defaults(self, kind: str, namespace: ModuleType) -> dict[str, Any]:
         """Return the function's name and all of its keyword arguments, defaults included.
 
-        Args:
-            kind: Word for the function in error messages, such as "attack".
-            namespace: Module of the built-in functions of this kind.
-
-        Returns:
-            The component as a table, with the section's own keys that differ from their defaults.
-
-        Raises:
-            ConfigError: If there is no such function.
+        The table also has the section's own keys that differ from their defaults. `kind` is a word
+        for the function in error messages, such as "attack", and `namespace` the module of the
+        built-in ones.
         """
         function = plugins.resolve(kind, self.name, namespace)
         table: dict[str, Any] = {"name": self.name}
@@ -116,31 +104,16 @@ class Component(BaseModel):
         return table
 
     def bind(self, kind: str, namespace: ModuleType) -> functools.partial[Any]:
-        """Return the function with its keyword arguments bound.
+        """Return the function with its keyword arguments bound and checked.
 
-        Args:
-            kind: Word for the function in error messages, such as "attack".
-            namespace: Module of the built-in functions of this kind.
-
-        Returns:
-            The function, its arguments checked against its signature.
-
-        Raises:
-            ConfigError: If there is no such function, or it does not take these arguments.
+        The arguments are those of `with_defaults`.
         """
         function = plugins.resolve(kind, self.name, namespace)
         return functools.partial(function, **plugins.bind(kind, function, self.parameters))
 
 
 def as_component(value: Any) -> Any:
-    """Return the table of a component that is given as a name or function.
-
-    Args:
-        value: A name, a function, or anything else.
-
-    Returns:
-        The table {"name": value} for a name or a function, else the value itself.
-    """
+    """Return the table {"name": value} for a name or a function, else the value itself."""
     if isinstance(value, str) or callable(value):
         return {"name": value}
     return value
@@ -328,6 +301,7 @@ class AgentsSection(Section):
         """Check lists of numbers of agents; their length is the number of clusters."""
         if not isinstance(table, Mapping):
             return table
+        # Before validation, because a list also sets the number of clusters.
         lists = {
             key: table[key]
             for key in ("benign", "malicious")

@@ -39,12 +39,7 @@ BATCHED_SELECTION = Declaration[_BatchedSelect]("at_once")
 def batched_selection(batched: _BatchedSelect) -> Select:
     """Turn a selection for several agents into one for one agent.
 
-    Args:
-        batched: Selection for several agents. An engine with several agents calls it and trusts its
-            output.
-
-    Returns:
-        The selection for one agent, which declares the other.
+    The result declares the other, which an engine with several agents calls and trusts.
     """
 
     @functools.wraps(batched)
@@ -102,9 +97,11 @@ def prob_sampling(
     new_ranks, old_indices = [], []
     for P, unknown, draw in zip(Ragged(likelihood, sizes), num_unknown, draws, strict=True):
         if newcomer_share is None:
+            # There is no top-up: while an agent has unknown peers, it asks them alone.
             max_new = budget
             total = 0 if unknown else budget
         else:
+            # Unknown peers fill up the budget where too few are known.
             num_drawable = int((_fill_unknown(P) > 0).sum())
             max_new = max(math.ceil(newcomer_share * budget - 1e-9), budget - num_drawable)
             total = budget
@@ -194,17 +191,7 @@ def no_peers(
     budget: int,
     draws: Sequence[np.random.Generator],
 ) -> Ragged:
-    """Return no peers, for agents that train alone.
-
-    Args:
-        contacts: Contacts of each agent.
-        candidates: Not used.
-        budget: Not used.
-        draws: Not used.
-
-    Returns:
-        An empty list per agent.
-    """
+    """Return no peers, for agents that train alone."""
     return Ragged.empty(len(contacts))
 
 
@@ -216,14 +203,7 @@ def select_colluding_peers(
 ) -> Ragged:
     """Select the peers of malicious agents, all of their own clusters (sec:experiments).
 
-    Args:
-        colluders: Fellow attackers, which come first.
-        benign: Benign agents, which fill up the budget at random.
-        budget: M, the largest number of peers to ask.
-        draws: Source of randomness of each agent.
-
-    Returns:
-        Ids to ask, ascending.
+    Fellow attackers come first, and benign agents fill up the budget at random. The ids ascend.
     """
     fellow_positions = []
     benign_positions = []
@@ -255,16 +235,9 @@ _EXTRA_INPUTS = ("n", "me")
 
 
 def resolve_selection(choice: PluginChoice) -> functools.partial[Any]:
-    """Return the selection that a configuration names.
+    """Return the selection that a configuration names, with its parameters.
 
-    Args:
-        choice: Name, function or table.
-
-    Returns:
-        The selection with its parameters.
-
-    Raises:
-        ConfigError: There is no such selection, or it has an unknown input.
+    ConfigError is raised if there is no such selection, or if it has an unknown input.
     """
     select = plugins.resolve_and_bind("selection", choice, sys.modules[__name__])
     extra_inputs(select)
@@ -274,14 +247,7 @@ def resolve_selection(choice: PluginChoice) -> functools.partial[Any]:
 def extra_inputs(select: Select) -> tuple[str, ...]:
     """Return the further inputs that a selection takes: "n" and "me".
 
-    Args:
-        select: The selection.
-
-    Returns:
-        Names of the inputs after the first four.
-
-    Raises:
-        ConfigError: It takes any other input.
+    ConfigError is raised for another one.
     """
     names = plugins.positional_inputs(getattr(select, "func", select))[4:]
     unknown = [name for name in names if name not in _EXTRA_INPUTS]

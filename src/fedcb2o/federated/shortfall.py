@@ -32,20 +32,14 @@ _MIN_NEAR_SHARE = 0.1  # of receivers whose models are all too near, from which 
 
 
 def beta_note(algorithm: Algorithm, malicious_share: float) -> str:
-    """Describe a `beta` that is too large for the share of attackers (eq:beta).
+    """Describe a `beta` that is too large for the share of attackers, w_m (eq:beta).
 
-    The theorem does not cover an algorithm with guards at all, as the pages on guards say.
-
-    Args:
-        algorithm: The algorithm of all agents.
-        malicious_share: Share of the attackers, w_m.
-
-    Returns:
-        A sentence; "" where beta is small enough, there is no beta or no attacker, or there are
-        guards.
+    The sentence is "" where beta is small enough, there is no beta or no attacker, or there are
+    guards.
     """
     level = getattr(algorithm.criterion, "level", None)
     largest = (1 - malicious_share) / 2
+    # The theorem does not cover an algorithm with guards at all, as the pages on guards say.
     if level is None or malicious_share <= 0 or algorithm.guards != NO_GUARDS:
         return ""
     if level.keywords["beta"] < largest - 1e-12:
@@ -70,12 +64,7 @@ class Shortfall:
     """Counter of rounds in which a rule assumed fewer attackers, or an agent used no model."""
 
     def __init__(self, algorithm: Algorithm, malicious_share: float) -> None:
-        """Start with no rounds.
-
-        Args:
-            algorithm: The algorithm, with its robust rule if it has one.
-            malicious_share: Share of attackers that rules assume without an `f`.
-        """
+        """Start with no rounds; rules without an `f` assume the share `malicious_share`."""
         self._share = malicious_share
         self._rounds = 0
         self._rounds_without_trust = 0
@@ -99,12 +88,7 @@ class Shortfall:
             self._num_own = int(adds_own or bool(mixes_own))
 
     def add(self, batches: Sequence[Decisions], is_counted: Bool[np.ndarray, " N"]) -> None:
-        """Count one round.
-
-        Args:
-            batches: Decisions of the round.
-            is_counted: For each receiver, by its id, whether it counts: benign agents do.
-        """
+        """Count one round; `is_counted` is True for benign receivers, by id."""
         self._rounds += 1
         received, assumed, counted, totals, near = [], [], [], [], []
         for decisions in batches:
@@ -125,6 +109,7 @@ class Shortfall:
 
         f = self._requested(self._rule, sizes)
         self._record(self._rule, f, sizes, is_receiver & (np.concatenate(assumed) < f))
+        # Decisions do not record the number that a pre-step assumed, so that it is computed again.
         if self._pre_step and base.signature_of(self._pre_step).max_byzantine is not None:
             f = self._requested(self._pre_step, sizes)
             counts = (sizes + self._num_own).tolist()
@@ -137,10 +122,9 @@ class Shortfall:
     def messages(self) -> list[str]:
         """Describe the shortages of all rounds so far.
 
-        Returns:
-            One sentence for the rule and one for the step, none for one that had enough models; one
-            for agents that trusted no received model; and one for agents whose models were all too
-            near.
+        There is one sentence for the rule and one for the step, none for one that had enough
+        models; one for agents that trusted no received model; and one for agents whose models were
+        all too near.
         """
         messages = []
         if self._rounds_without_trust:

@@ -34,18 +34,9 @@ _Graph = Callable[[Int[Tensor, " N"], np.random.Generator], Any]
 def neighbours(
     graph: _Graph, cluster: Int[Tensor, " N"], draw: np.random.Generator
 ) -> tuple[Int[Tensor, " _k"], ...]:
-    """Make a graph and return the agents that each agent may ask.
+    """Make a graph and return the ascending ids that each agent may ask.
 
-    Args:
-        graph: The graph's function.
-        cluster: Cluster of each agent.
-        draw: Source of randomness.
-
-    Returns:
-        Neighbours of each agent, ascending.
-
-    Raises:
-        ConfigError: The function returned something else than a graph on all agents.
+    ConfigError is raised if the function returned something else than a graph on all agents.
     """
     import networkx as nx
 

@@ -57,14 +57,7 @@ class Losses:
         return Losses(*(values.clone() for values in self._tensors))
 
     def select(self, models: slice | Bool[Tensor, " m"]) -> "Losses":
-        """Return the losses of some of the models.
-
-        Args:
-            models: A slice, or a truth value per model.
-
-        Returns:
-            The losses of these models.
-        """
+        """Return the losses of some of the models."""
         return Losses(
             self.mean[..., models],
             self.by_class[..., models, :],
@@ -121,14 +114,7 @@ class Received:
         return Received(*(values.clone() for values in self._tensors))
 
     def with_own(self, own: "Received") -> "Received":
-        """Return these models and, last, the agent's own.
-
-        Args:
-            own: The agent's own model, one per agent.
-
-        Returns:
-            One model more per agent.
-        """
+        """Return these models and, last, the agent's own."""
         pairs = zip(self._tensors, own._tensors, strict=True)
         return Received(*(torch.cat(pair, -1) for pair in pairs))
 
@@ -250,15 +236,9 @@ class CriterionInput:
         losses_of: Callable[[Received, SampleTransform | None], Losses],
         context: AgentContext,
     ) -> "CriterionInput":
-        """Return the view of one of several agents.
+        """Return the view of one of several agents, without the axis over agents.
 
-        Args:
-            k: Index of the agent.
-            losses_of: Losses on the agent's validation data.
-            context: Further knowledge of the agent.
-
-        Returns:
-            A view without the axis over agents.
+        `losses_of` and `context` are those of the agent at index k.
         """
         is_member, previous = self.in_sublevel_set, self.previous
         return CriterionInput(
@@ -288,21 +268,13 @@ class CriterionInput:
         )
 
     def with_own_only(self) -> "CriterionInput":
-        """Return the view with the agent's own model as the only one received.
-
-        Returns:
-            The view, with one received model.
-        """
+        """Return the view with the agent's own model as the only one received."""
         return dataclasses.replace(
             self, losses=self.own_losses, received=self.own_entry, in_sublevel_set=None
         )
 
     def members_only(self) -> "CriterionInput":
-        """Return the view of one agent without the models that are not `in_sublevel_set`.
-
-        Returns:
-            The view, with the members of the sub-level set as received models.
-        """
+        """Return the view of one agent without the models that are not `in_sublevel_set`."""
         is_member = self.in_sublevel_set
         if is_member is None:
             return self
@@ -346,13 +318,10 @@ Select = Callable[[Contacts, Int[Tensor, " c"], int, np.random.Generator], Int[T
 
 @dataclass(frozen=True)
 class CriterionValues:
-    """Values G of a robustness criterion (Algorithm 2, line 5).
+    """Values G of a robustness criterion (Algorithm 2, line 5); low is trusted.
 
-    Attributes:
-        values: G^i of each received model, in float64; low is trusted.
-        own: G of the agent's own model.
-        in_sublevel_set: Whether each received model and, last, the agent's own is in Q_beta.
-        is_average_loss: Whether G is the average loss itself, as before round T_G.
+    `in_sublevel_set` tells whether each received model and, last, the agent's own is in Q_beta.
+    With `is_average_loss`, G is the average loss itself, as before round T_G.
     """
 
     values: Float[Tensor, "*a m"]
@@ -395,27 +364,11 @@ class Reduction:
     weights: Float[Tensor, " k"] | None = None
 
     def apply_to_buffer(self, columns: Float[Tensor, "p b"], first: int) -> Float[Tensor, " b"]:
-        """Reduce some columns of the model buffer.
-
-        Args:
-            columns: Columns of all rows of the buffer.
-            first: Index of the first column.
-
-        Returns:
-            The same columns of one model.
-        """
+        """Reduce some columns of the model buffer, of which `first` is the first."""
         return self.apply(columns[self.rows], first)
 
     def apply(self, x: Float[Tensor, "k b"], first: int) -> Float[Tensor, " b"]:
-        """Reduce some columns of X.
-
-        Args:
-            x: Columns of X.
-            first: Index of the first column.
-
-        Returns:
-            The same columns of one model.
-        """
+        """Reduce some columns of X, of which `first` is the first."""
         x = x if self.mixing is None else self.mixing.to(x.device, x.dtype) @ x
         return self.reduce(x, *[first] * self.takes_offset)
 
@@ -452,11 +405,7 @@ StatefulRule = Callable[
 @former_attributes(before="uses_previous")
 @dataclass(frozen=True)
 class Stateful:
-    """Declaration of a rule with a state.
-
-    Attributes:
-        uses_previous: Whether the rule uses the model before the round.
-    """
+    """Declaration of a rule with a state."""
 
     uses_previous: bool
 

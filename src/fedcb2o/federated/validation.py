@@ -44,27 +44,14 @@ from fedcb2o.rng import stream
 
 
 class ValidationOracle:
-    """Answers about models from one agent's validation data.
-
-    Args:
-        group: Group of the agent.
-        k: Index of the agent in the group.
-    """
+    """Answers about models from the validation data of the agent at index k."""
 
     def __init__(self, group: AgentGroup, k: int) -> None:
         self.group = group
         self.k = k
 
     def losses(self, models: Received, transform: SampleTransform | None = None) -> Losses:
-        """Compute the losses of models.
-
-        Args:
-            models: m models.
-            transform: Change of the validation samples; None for the samples themselves.
-
-        Returns:
-            Losses of shape [m].
-        """
+        """Compute the losses of models, on changed samples if there is a `transform`."""
         one = Received(
             models.ids.unsqueeze(0),
             models.rows.unsqueeze(0),
@@ -79,15 +66,9 @@ class ValidationOracle:
         transform: SampleTransform | None = None,
         count: int | None = None,
     ) -> Outputs:
-        """Compute the outputs of models on the validation samples.
+        """Compute the outputs of models on `count` evenly spaced validation samples, or all.
 
-        Args:
-            models: m models.
-            transform: Change of the samples; None for the samples themselves.
-            count: Number of samples, evenly spaced; None for all.
-
-        Returns:
-            Outputs before the softmax, shape [m, n, ...], and the labels of the samples.
+        They are before the softmax, shape [m, n, ...]. The labels of the samples follow.
         """
         data = self._data(count)
         if transform is not None:
@@ -98,11 +79,7 @@ class ValidationOracle:
     def samples(self, count: int) -> tuple[Tensor, Tensor]:
         """Return `count` evenly spaced validation samples, or all, and their labels.
 
-        Args:
-            count: Number of samples.
-
-        Returns:
-            Samples as a network reads them, and their labels.
+        The samples are as a network reads them.
         """
         data = self._data(count)
         return features(data.x).cpu(), data.y.cpu()
@@ -110,30 +87,13 @@ class ValidationOracle:
     def outputs_per_model(
         self, models: Received, x: Float[Tensor, "m k *features"]
     ) -> Float[Tensor, "m k *C"]:
-        """Compute the outputs of m models, each on its own samples.
-
-        Args:
-            models: The models.
-            x: Samples of each model.
-
-        Returns:
-            Outputs before the softmax.
-        """
+        """Compute the outputs of m models, each on its own samples, before the softmax."""
         return self._evaluate(logits_per_model, models, x)
 
     def input_gradients(
         self, models: Received, x: Float[Tensor, "m k *features"], objective: ScalarObjective
     ) -> Float[Tensor, "m k *features"]:
-        """Compute the gradients of an objective at each model's own samples.
-
-        Args:
-            models: The models.
-            x: Samples of each model.
-            objective: Function of the outputs.
-
-        Returns:
-            Gradients with respect to the samples.
-        """
+        """Compute the gradients of an objective at each model's own samples."""
         return self._evaluate(input_gradients, models, x, objective)
 
     def _evaluate(
@@ -165,16 +125,7 @@ class ValidationOracle:
 def agent_context(
     oracle: ValidationOracle, n: int, contacts: Callable[[], Contacts]
 ) -> AgentContext:
-    """Return what an agent knows in round n, except the models that it received.
-
-    Args:
-        oracle: Answers from the agent's validation data.
-        n: Round.
-        contacts: Makes the agent's contacts.
-
-    Returns:
-        The knowledge of the agent.
-    """
+    """Return what an agent knows in round n, except the models that it received."""
     group, spec = oracle.group, oracle.group.spec
     return AgentContext(
         outputs=oracle.outputs,
@@ -197,17 +148,8 @@ def admit(
 ) -> Int[np.ndarray, " m"]:
     """Decide which received models are evaluated (the step "admit" of `guards`).
 
-    The agent's own model, where it sampled itself, is always admitted.
-
-    Args:
-        group: Group of the agents.
-        members: The batch, as indices into the group.
-        positions: The active agents, as positions in `members`.
-        inbox: Models that the members received.
-        n: Round.
-
-    Returns:
-        One of the outcomes of `guards` for each model of the inbox.
+    `positions` are those of active agents in `members`. The result has an outcome of `guards` for
+    each model of the inbox.
     """
     guards = group.spec.algorithm.guards
     outcome = np.full(len(inbox.rows), ADMITTED)
@@ -225,6 +167,7 @@ def admit(
                 torch.from_numpy(group.layout.own[agent]),
                 group.previous_rows(agent),
             )
+        # The agent's own model, where it sampled itself, is always admitted.
         is_own = inbox.ids.values[index] == group.agents[agent]
         outcome[index[is_own]] = ADMITTED
         checked = index[(outcome[index] == ADMITTED) & ~is_own]
@@ -239,17 +182,8 @@ def sensitivity_rises(
 ) -> Float[np.ndarray, " m"]:
     """Compute the rises that the guard `max_sensitivity` bounds.
 
-    Args:
-        group: Group of the agents.
-        k: Index of the receiving agent.
-        rows: Rows of the received models.
-        n: Round.
-
-    Returns:
-        One number per model; NaN for a model that gives none.
-
-    Raises:
-        ConfigError: The data have no classes, or samples are no numbers on a scale.
+    A model that gives none has NaN. ConfigError is raised if the data have no classes, or samples
+    are no numbers on a scale.
     """
     spec, x = group.spec, group.data.samples.x
     if spec.num_classes < 2 or not (x.is_floating_point() or x.dtype == torch.uint8):
@@ -279,15 +213,9 @@ def sensitivity_rises(
 def tolerated_models(
     algorithm: Algorithm, losses: Losses | None, own_losses: Losses | None
 ) -> Bool[Tensor, "*a m"] | None:
-    """Return the models that may be weighed by their losses (guard `loss_tolerance`).
+    """Return the models that may be weighed by their losses; None for all.
 
-    Args:
-        algorithm: Settings, with the guards.
-        losses: Losses of the received models.
-        own_losses: Losses of the agent's own model.
-
-    Returns:
-        A truth value per model; None for all.
+    The guard is `loss_tolerance`.
     """
     tolerance = algorithm.guards.loss_tolerance
     if tolerance is False:
@@ -301,10 +229,7 @@ def tolerated_models(
 class RuleCall:
     """One call of a criterion or a rule: its agents and its input.
 
-    Attributes:
-        positions: The agents of the call, as positions in the batch.
-        index: Index of their models in the inbox.
-        inputs: Losses and models, with an axis over agents where the call is for several.
+    `positions` are those of the agents in the batch, and `index` that of their models in the inbox.
     """
 
     positions: Indices
@@ -322,21 +247,12 @@ def validate_batches(
 ) -> Iterator[RuleCall]:
     """Compute the validation losses of received models (alg:localAggregation, line 3).
 
-    Agents with equally many models and validation samples are evaluated together.
-
-    Args:
-        group: Group of the agents.
-        members: The batch, as indices into the group.
-        positions: The active agents, as positions in `members`.
-        contacts: Contacts of the members.
-        inbox: Models that the members received.
-        n: Round.
-
-    Yields:
-        One call per set of equal agents, or one per agent where the algorithm is not batched.
+    Yields one call per set of equal agents, or one per agent where the algorithm is not batched.
+    `positions` are those of active agents in `members`.
     """
     algorithm = group.spec.algorithm
     sizes = group.data.validation.sizes[members]
+    # Agents with equally many models and validation samples are evaluated together.
     for equal, index, received in inbox.group_by_size(positions, sizes):
         equal_members = members[equal]
         own = own_models(group, equal_members, n)
@@ -372,16 +288,7 @@ def validate_batches(
 
 
 def own_models(group: AgentGroup, members: Indices, n: int) -> Received:
-    """Return the members' own models as if they were received, shape [a, 1].
-
-    Args:
-        group: Group of the agents.
-        members: Indices of agents.
-        n: Round.
-
-    Returns:
-        One model per member.
-    """
+    """Return the members' own models as if they were received, shape [a, 1]."""
     columns = (
         group.agents[members],
         group.layout.own[members],
@@ -396,19 +303,9 @@ def validation_losses(
 ) -> Losses:
     """Compute the losses of models on their agents' validation data (eq:benignAgentObj).
 
-    These are the losses of alg:localAggregation, line 3.
-
-    Where `interpolation` of the guards is below 1, the loss is that of a point between the
-    agent's own model and the received one.
-
-    Args:
-        group: Group of the agents.
-        members: Indices of agents with equally many validation samples.
-        models: Models of each agent, shape [a, m].
-        transform: Change of the samples, from a criterion.
-
-    Returns:
-        Losses of shape [a, m].
+    These are the losses of alg:localAggregation, line 3, shape [a, m]. The members have equally
+    many validation samples. Where `interpolation` of the guards is below 1, the loss is that of a
+    point between the agent's own model and the received one.
     """
     spec, data = group.spec, group.data
     x, y = data.gather(members, data.validation)
@@ -448,18 +345,7 @@ def training_losses(
     data: Shard,
     reference: Reference | None,
 ) -> Losses:
-    """Compute the losses of models on an agent's training data.
-
-    Args:
-        spec: Run specification.
-        models: Model buffer.
-        rows: Rows of m models.
-        data: The samples.
-        reference: Samples for local batch-norm statistics, None without such.
-
-    Returns:
-        Losses of shape [m].
-    """
+    """Compute the losses of models on an agent's training data."""
     with plugins.attribute_errors("model", spec.model):
         return model_losses(
             spec.module,

@@ -88,20 +88,16 @@ def decompose(
 ) -> tuple[list[Float[Tensor, "m o i"]], Bool[Tensor, " m"]]:
     """Decompose differences into a part of low rank and one of few blocks (outlier pursuit).
 
-    The program is solved by the alternating direction method of multipliers. Numbers are scaled to
-    a root mean square norm of 1 per block.
-
-    Args:
-        differences: Differences D_i of m agents, for each adapter.
-        penalty: lambda, the weight of the blocks' norms.
-
-    Returns:
-        The part of low rank, for each adapter; and whether an agent has a block.
+    The program is solved by the alternating direction method of multipliers. The differences D_i of
+    m agents are given for each adapter; `penalty` is lambda, the weight of the blocks' norms.
+    Returns the part of low rank for each adapter, and whether each agent has a block.
     """
     m = len(differences[0])
     square = sum(float(d.square().sum()) for d in differences)
     if not square > 0:
         return list(differences), torch.zeros(m, dtype=torch.bool)
+    # Scaled to a root mean square norm of 1 per block, so that the step and the tolerance have no
+    # unit.
     scale = (m / square) ** 0.5
     data = [d * scale for d in differences]
     blocks = [torch.zeros_like(d) for d in data]
@@ -128,6 +124,7 @@ def decompose(
 
 def _shrink_singular_values(x: Float[Tensor, "m o i"], amount: float) -> Float[Tensor, "m o i"]:
     """Shrink the singular values of blocks side by side, [o, m i]."""
+    # The eigenvectors of X X^T are the left singular vectors of X.
     values, vectors = torch.linalg.eigh(torch.einsum("koi,kpi->op", x, x))
     singular = values.clamp(min=0.0).sqrt()
     kept = ((singular - amount).clamp(min=0.0) / singular.clamp(min=1e-300)).sqrt()

@@ -45,9 +45,12 @@ def dnc(gram: Float[Tensor, "m m"], *, f: int, removed: float = 1.0) -> Float[Te
     if not removed > 0:
         raise ConfigError(f"`removed` must be above 0, got {removed}")
     m = len(gram)
+    # A product that is whole except for rounding is not rounded up.
     count = math.ceil(removed * validate_byzantine_count(dnc, f, m) - 1e-9)
     g = gram.double()
     centred = g - g.mean(0) - g.mean(1, keepdim=True) + g.mean()
+    # The first right singular vector's projections of the centred models are, up to a factor, the
+    # leading eigenvector of their Gram matrix.
     scores = torch.linalg.eigh(centred).eigenvectors[:, -1].square()
     kept = scores.sort(stable=True).indices[: max(1, m - count)]
     return uniform_weights(row_mask(kept, m))

@@ -70,12 +70,6 @@ def majority_cluster(distances: Float[Tensor, "m m"]) -> Bool[Tensor, " m"]:
 
     A cluster needs more than m / 2 members, so at most one exists. It is the first of that size
     under single linkage, with all points that are as near as its last one.
-
-    Args:
-        distances: Distances between m points, shape [m, m].
-
-    Returns:
-        Membership of each point, shape [m].
     """
     m = len(distances)
     labels = torch.arange(m)
@@ -86,8 +80,10 @@ def majority_cluster(distances: Float[Tensor, "m m"]) -> Bool[Tensor, " m"]:
     last = torch.inf
     edges = zip(lengths.tolist(), i[order].tolist(), j[order].tolist(), strict=True)
     for length, a, b in edges:
+        # Points that are as near as the last member belong to the cluster, too.
         if length > last:
             break
+        # Single linkage: the next shortest edge joins the clusters at its ends.
         labels[labels == labels[b]] = labels[a].clone()
         joined = labels == labels[a]
         if joined.sum() > m / 2:

@@ -57,6 +57,7 @@ def flanders(
     is_other = received.ids != inputs.own_entry.ids
     ids = received.ids[is_other]
     if f is None:
+        # A product that is whole except for rounding is not rounded up.
         f = math.ceil(inputs.context.malicious_share * len(ids) - 1e-9)
     if "ids" in state:
         _, is_known, _ = match_history(state, inputs, ids)
@@ -79,6 +80,7 @@ def flanders(
     weights /= weights.sum()
     rows = torch.cat([received.rows, inputs.own_entry.rows.view(1)])
     columns = inputs.models[rows][:, state["columns"]]
+    # A rejected model must not become the past from which the next forecast is made.
     return replace_rejected(state, ids[~is_kept], weights @ columns.cpu().double()), weights
 
 
@@ -96,22 +98,8 @@ def filter_models(
 ) -> tuple[RuleState, Bool[Tensor, " m"]]:
     """Return which models are near the forecast, and remember all of them.
 
-    Args:
-        state: State after the previous round; empty before the first.
-        ids: Peers that sent the models.
-        models: Their models, shape [m, d].
-        reference: Past model of a peer without a past, shape [d].
-        draw: Source of randomness for the choice of parameters.
-        f: Number of models to leave out.
-        num_sampled: Number of parameters that the forecast reads.
-        window: Number of past rounds in the forecast.
-        ridge: Regularisation of the forecast.
-
-    Returns:
-        The new state, and whether each model is kept, shape [m].
-
-    Raises:
-        ConfigError: A parameter is out of range.
+    The state is empty before the first round, in which `draw` chooses the parameters that the
+    forecast reads. `reference` is the past of a peer without a past.
     """
     for name, value in (("num_sampled", num_sampled), ("window", window)):
         if value < 1:
@@ -128,6 +116,7 @@ def filter_models(
     expected = reference[columns].cpu().double()
     known = state.get("ids", ids[:0])
     past = state.get("history", current.new_zeros(0, 0, len(columns)))
+    # Peers that sent nothing this round stay in the matrix: the forecast relates all peers.
     everyone = torch.from_numpy(np.union1d(known, ids))
     history = expected.repeat(len(past), len(everyone), 1)
     history[:, torch.searchsorted(everyone, known)] = past
@@ -154,13 +143,8 @@ def replace_rejected(
 ) -> RuleState:
     """Remember the aggregate in place of the models that were left out.
 
-    Args:
-        state: State with these models, after `filter_models`.
-        ids: Peers whose models were left out.
-        aggregate: The sampled parameters `state["columns"]` of the new model.
-
-    Returns:
-        The new state.
+    `ids` are the peers whose models were left out. `aggregate` holds the sampled parameters
+    `state["columns"]` of the new model.
     """
     history = state["history"].clone()
     history[-1, torch.searchsorted(state["ids"], ids)] = aggregate.cpu().double()
@@ -173,15 +157,9 @@ def forecast(
     """Forecast the next matrix by a matrix autoregression of order 1.
 
     A and B minimise the squared errors of X_{n+1} = A X_n B^T over the history plus `ridge` times
-    their squared entries, by alternating least squares from identity matrices.
-
-    Args:
-        history: Past matrices, the last one last, shape [t, k, s].
-        ridge: Regularisation, in units of the mean square of the entries.
-        iterations: Largest number of alternations.
-
-    Returns:
-        The forecast, shape [k, s]; the last matrix if there is no other.
+    their squared entries, by alternating least squares from identity matrices. The last matrix of
+    the history is the latest; without another one it is the forecast. `ridge` is in units of the
+    mean square of the entries.
     """
     scale = history.double().square().mean().sqrt()
     if len(history) == 1 or not scale > 0:

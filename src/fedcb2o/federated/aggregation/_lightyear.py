@@ -74,14 +74,8 @@ def prediction_scores(
 ) -> Float[Tensor, "3 m"]:
     """Compute accuracy, expected calibration error and mean confidence of m models.
 
-    Args:
-        outputs: Outputs before the softmax, shape [m, n, C].
-        labels: Labels of the n samples, shape [n].
-        bins: Number of bins of the calibration error.
-        probability: Confidence is the largest probability instead of the largest output.
-
-    Returns:
-        The three scores of each model, shape [3, m].
+    `outputs` are before the softmax. The confidence is the largest probability or, without
+    `probability`, the largest output.
     """
     outputs = outputs.double()
     confidences, predictions = (outputs.softmax(-1) if probability else outputs).max(-1)
@@ -89,6 +83,7 @@ def prediction_scores(
 
     inner_edges = torch.linspace(0, 1, bins + 1, dtype=confidences.dtype)[1:-1]
     bin_index = torch.bucketize(confidences, inner_edges)
+    # An output before the softmax may be outside of (0, 1]. It has no bin.
     has_bin = (confidences > 0) & (confidences <= 1)
     gap = torch.where(has_bin, is_right - confidences, 0.0)
     gaps = torch.zeros(len(outputs), bins, dtype=confidences.dtype).scatter_add_(1, bin_index, gap)

@@ -90,17 +90,13 @@ def layer_statistics(
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "k l"]]:
     """Compute similarities to the last model, and norms of layers.
 
-    Args:
-        inputs: View of one agent.
-        rows: Rows of the models, shape [k]; the reference model is last.
-
-    Returns:
-        Cosine similarities, at least 0, shape [k], and norms, shape [k, layers]. The similarity is
-        the mean over layers. That of a layer is the mean over its rows, as in the authors' code.
+    The similarity is a cosine, at least 0, and the mean over layers. That of a layer is the mean
+    over its rows, as in the authors' code.
     """
     start = 0
     similarities = []
     norms = []
+    # Layer by layer, so that no copy of all models is held.
     buffer_rows = rows.to(inputs.models.device)
     for shape in inputs.context.layer_shapes:
         stop = start + shape.numel()

@@ -78,11 +78,7 @@ def signguard(
 def largest_sign_cluster(updates: Float[Tensor, "m k"]) -> Bool[Tensor, " m"]:
     """Select the largest cluster in the shares of positive, zero and negative coordinates.
 
-    Args:
-        updates: Coordinates of updates.
-
-    Returns:
-        Membership of each update; of equal clusters, the first that mean shift finds.
+    Of equal clusters, the first that mean shift finds wins.
     """
     from sklearn.cluster import MeanShift, estimate_bandwidth  # takes a second to import
 

@@ -76,6 +76,7 @@ def wfagg(
     votes = torch.zeros(len(is_other) + 1, dtype=torch.float64)
     if len(ids):
         if f is None:
+            # A product that is whole except for rounding is not rounded up.
             f = math.ceil(inputs.context.malicious_share * len(ids) - 1e-9)
         count = max(1, len(ids) - f - 1)
         squared, cosine = distances_from_median(inputs.models, rows)
@@ -94,15 +95,7 @@ def wfagg(
 def distances_from_median(
     models: Float[Tensor, "p d"], rows: Int[Tensor, " m"]
 ) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
-    """Compute the squared and the cosine distances of models from their coordinate-wise median.
-
-    Args:
-        models: Buffer with one model per row, shape [p, d].
-        rows: Rows of the models, shape [m].
-
-    Returns:
-        Squared distances and cosine distances, shape [m] each.
-    """
+    """Compute the squared and the cosine distances of models from their coordinate-wise median."""
     squared, along, norms = torch.zeros(3, len(rows), dtype=torch.float64)
     median_norm = torch.zeros((), dtype=torch.float64)
     for _, block in column_blocks(models, rows):
@@ -119,12 +112,7 @@ def distances_from_median(
 def movement(previous: Float[Tensor, "k d"], current: Float[Tensor, "k d"]) -> Float[Tensor, "k 2"]:
     """Compute the squared and the cosine distance from each model to its successor.
 
-    Args:
-        previous: Previous models, shape [k, d]; NaN for a peer without one.
-        current: Current models, shape [k, d].
-
-    Returns:
-        Both distances of each peer, shape [k, 2]; NaN without a previous model.
+    A peer without a previous model has NaN in `previous`, and in both distances.
     """
     moves = torch.zeros(len(current), 2, dtype=torch.float64)
     for k, (a, b) in enumerate(zip(previous, current, strict=True)):
@@ -138,13 +126,7 @@ def is_steady(moves: Float[Tensor, "k 2 3"]) -> Bool[Tensor, " k"]:
 
     The mean is that of the public code: the mean of the exponentially weighted means (alpha = 0.01)
     of the two moves, with the later one first. The standard deviation of two values is |a - b| /
-    sqrt(2) for any weights.
-
-    Args:
-        moves: Three moves of each peer, shape [k, 2, 3]; NaN where there are fewer.
-
-    Returns:
-        Result for each peer, shape [k]; False with fewer than three moves.
+    sqrt(2) for any weights. Missing moves are NaN; the result is then False.
     """
     earlier, later, latest = moves.unbind(-1)
     mean = (later + (earlier + 0.99 * later) / 1.99) / 2

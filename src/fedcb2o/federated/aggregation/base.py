@@ -107,11 +107,7 @@ def _form(
 def signature_of(rule: Callable[..., Any]) -> RuleSignature:
     """Return the signature of a rule.
 
-    Args:
-        rule: A rule, its keywords bound or not.
-
-    Returns:
-        The declared signature; without a declaration, the rule reads the whole Gram matrix.
+    Without a declaration, the rule reads the whole Gram matrix.
     """
     return RULE_SIGNATURE.get(rule) or RuleSignature("gram")
 
@@ -120,17 +116,6 @@ def clip_byzantine_count(rule: Callable[..., Any], f: int, m: int) -> int:
     """Clip the number of assumed attackers to the largest that a rule admits.
 
     Runs call it, because the number of received models varies by round; `shortfall` reports it.
-
-    Args:
-        rule: A rule, its keywords bound or not.
-        f: Number of attackers to assume, 0 or more.
-        m: Number of models.
-
-    Returns:
-        The smaller of `f` and the largest number that the rule admits among m models.
-
-    Raises:
-        ConfigError: `f` is not a whole number from 0 up.
     """
     if isinstance(f, bool) or not isinstance(f, int) or f < 0:
         raise ConfigError(
@@ -148,17 +133,7 @@ def validate_byzantine_count(
 ) -> int:
     """Check that a rule admits `f` attackers among m models.
 
-    Args:
-        rule: A rule, its keywords bound or not.
-        f: Number of attackers to assume, 0 or more.
-        m: Number of models.
-        cure: End of the message.
-
-    Returns:
-        `f`.
-
-    Raises:
-        ConfigError: The rule admits fewer attackers.
+    `cure` is the end of the message.
     """
     limit = clip_byzantine_count(rule, f, m)
     if f <= limit:
@@ -170,14 +145,7 @@ def validate_byzantine_count(
 
 
 def rule_name(rule: Callable[..., Any]) -> str:
-    """Return the name of a rule or a pre-aggregation step in messages.
-
-    Args:
-        rule: A rule, its keywords bound or not.
-
-    Returns:
-        The name of its function.
-    """
+    """Return the name of a rule or a pre-aggregation step in messages."""
     function = getattr(rule, "func", rule)
     return getattr(function, "__name__", "the rule")
 
@@ -185,12 +153,7 @@ def rule_name(rule: Callable[..., Any]) -> str:
 def models_needed(rule: Callable[..., Any], f: int) -> int | str:
     """Return the least number of models among which a rule admits `f` attackers.
 
-    Args:
-        rule: A rule with a largest number of attackers, its keywords bound or not.
-        f: Number of attackers to assume.
-
-    Returns:
-        The number; "more" where it is above 10 f + 10.
+    The rule has a largest number of attackers. The result is "more" where it is above 10 f + 10.
     """
     max_byzantine = signature_of(rule).max_byzantine
     assert max_byzantine is not None
@@ -210,15 +173,8 @@ def gram_and_mixing(
 ) -> tuple[Float[Tensor, "m m"], Float[Tensor, "r m"] | None]:
     """Compute a rule's Gram matrix and pre-aggregation matrix.
 
-    Args:
-        rule: A robust rule, its keywords bound or not.
-        models: Buffer with one model per row, shape [p, d].
-        rows: Rows of the models, shape [m]; the agent's own rows are last.
-        mixing: Pre-aggregation step for the other rows, or None.
-
-    Returns:
-        The Gram matrix, NaN where the rule does not read it, and the pre-aggregation matrix, which
-        leaves the agent's own rows as they are (None without a step).
+    The agent's own rows are last, and the pre-aggregation step leaves them as they are. The Gram
+    matrix is NaN where the rule does not read it. Without a step, the second result is None.
     """
     signature = signature_of(rule)
     entries = _entries_to_compute(rule, signature, mixing)
@@ -232,6 +188,7 @@ def gram_and_mixing(
 
     num_peers = num_mixed_rows(rule, mixing, len(rows))
     if callable(mixing):
+        # The step may be a user's, and may write into its input.
         p = validated_mixing(mixing, mixing(g[:num_peers, :num_peers].clone()), num_peers)
     else:
         p = mixing.double()
@@ -245,14 +202,8 @@ def gram_and_mixing(
 def num_mixed_rows(rule: Callable[..., Any], mixing: PreAggregation, num_rows: int) -> int:
     """Return the number of rows that a pre-aggregation step gets.
 
-    Args:
-        rule: A robust rule, its keywords bound or not.
-        mixing: The step.
-        num_rows: Number of the rule's rows.
-
-    Returns:
-        All rows except the rule's own rows at the end. A step about the agent's own model also gets
-        that model.
+    All rows count except the rule's own rows at the end. A step about the agent's own model also
+    gets that model.
     """
     own_rows = signature_of(rule).own_rows
     needs_own = callable(mixing) and "own" in signature_of(mixing).own_rows
@@ -279,14 +230,8 @@ def evaluate_rule(
 ) -> Float[Tensor, " k"] | Reduction:
     """Evaluate a robust rule on models X, or on P X.
 
-    Args:
-        rule: A robust rule, its keywords bound by `functools.partial`.
-        g: Gram matrix of the models, shape [k, k].
-        *extra: Further inputs of the rule, in the order of its arguments.
-        p: Pre-aggregation matrix, shape [j, k], or None.
-
-    Returns:
-        Weights of the models, shape [k], or a reduction of some of them.
+    The keywords of the rule are bound by `functools.partial`. `extra` has further inputs in the
+    order of its arguments.
     """
     signature = signature_of(rule)
     every_row = torch.arange(len(g))
@@ -298,6 +243,7 @@ def evaluate_rule(
     else:
         output = rule(g if p is None else p @ g @ p.T, *extra)
 
+    # The weights of P X are weights of X after a product with P^T.
     if isinstance(output, Reduction):
         reduce = validated_reduction(rule, output.reduce)
         if p is None:
@@ -360,13 +306,7 @@ def aggregate(
 ) -> Float[Tensor, " d"]:
     """Compute the aggregate from a rule's outcome.
 
-    Args:
-        models: Buffer with one model per row, shape [p, d].
-        rows: Rows of the models that the rule got, shape [m].
-        outcome: Output of `evaluate_rule`; weights that are not all 0.
-
-    Returns:
-        The aggregate, shape [d].
+    `rows` are those that the rule got. The weights are not all 0.
     """
     if isinstance(outcome, Reduction):
         return _reduce_by_blocks(models, rows[outcome.rows], outcome.apply)
@@ -378,16 +318,7 @@ def weighted_sum(
 ) -> Float[Tensor, " d"]:
     """Compute a weighted sum of models; equal weights that sum to 1 give their plain mean.
 
-    Args:
-        models: Buffer with one model per row, shape [p, d].
-        rows: Rows of the models, shape [m].
-        weights: Their weights, shape [m].
-
-    Returns:
-        The sum, shape [d].
-
-    Raises:
-        ConfigError: A model is not finite.
+    Raises ConfigError if a model is not finite.
     """
     is_used = weights != 0
     used = weights[is_used]
@@ -401,6 +332,7 @@ def weighted_sum(
     if not parameters.is_contiguous_range(rows.tolist()):
         rows = rows[is_used]
         weights = used
+    # Equal weights give the plain mean: a sum that is divided by the count.
     is_mean = (used == used[0]).all() and abs(float(used[0]) * len(used) - 1) < 1e-9
     if is_mean:
         total = _linear_combination(models, rows, (weights != 0).double(), len(used))
@@ -431,33 +363,20 @@ def _linear_combination(
         torch.mv(block.T, mu, out=sums)
         if count > 1:
             sums /= count
+        # Summed while the block is in the cache. The sum of finite numbers may overflow, and only
+        # then is each one tested.
         total += sums.sum()
     is_finite = bool(total.isfinite()) or bool(result.isfinite().all())
     return result if is_finite else None
 
 
 def is_finite(values: Tensor) -> bool:
-    """Test if all values are finite, in one pass unless their sum overflows.
-
-    Args:
-        values: Numbers of any shape.
-
-    Returns:
-        Whether there is no NaN and no infinity.
-    """
+    """Test if all values are finite, in one pass unless their sum overflows."""
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
 def require_finite(models: Float[Tensor, "p d"], rows: Int[Tensor, " k"]) -> None:
-    """Check that models are finite.
-
-    Args:
-        models: Buffer with one model per row, shape [p, d].
-        rows: Rows of the models to check.
-
-    Raises:
-        ConfigError: A model is not finite.
-    """
+    """Check that models are finite."""
     wrong = [i for i in rows.tolist() if not models[i].isfinite().all()]
     if wrong:
         raise ConfigError(f"models are not finite: leave out the rows {wrong}")
@@ -486,16 +405,8 @@ def fit_byzantine_count(
 ) -> Callable[..., Any]:
     """Check or clip the number of attackers that a rule or step assumes.
 
-    Args:
-        function: The rule or step, its keywords bound.
-        m: Number of models.
-        clip_f: Whether to clip a number that is too large, with a warning.
-
-    Returns:
-        The function, with as many attackers as it admits.
-
-    Raises:
-        ConfigError: The number is too large and may not be clipped.
+    Where the number is too large, `clip_f` clips it with a warning. Without it, ConfigError is
+    raised.
     """
     f = getattr(function, "keywords", {}).get("f")
     if f is None:

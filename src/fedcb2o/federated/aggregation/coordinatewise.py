@@ -27,14 +27,7 @@ _MAX_NETWORK_ROWS = 32  # number of models up to which a sorting network is fast
 
 
 def half_minus_one(m: int) -> int:
-    """Return the largest f with m >= 2 f + 1.
-
-    Args:
-        m: Number of models.
-
-    Returns:
-        The largest number of attackers that is less than half of m.
-    """
+    """Return the largest f with m >= 2 f + 1."""
     return (m - 1) // 2
 
 
@@ -44,12 +37,6 @@ def sort_columns(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
     On the CPU, few models are sorted by a network of comparisons of whole rows, and more models by
     NumPy along the rows of the transposed block. Either takes about a tenth of the time of
     PyTorch's sort, which is used on other devices.
-
-    Args:
-        block: Columns of m models, shape [m, b].
-
-    Returns:
-        The sorted columns, shape [m, b].
     """
     if block.device.type != "cpu" or block.dtype not in (torch.float32, torch.float64):
         return block.sort(dim=0).values
@@ -73,6 +60,8 @@ def _sort_by_network(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
     for i, j in _sorting_network(m):
         np.minimum(rows[i], rows[j], out=spare)
         np.maximum(rows[i], rows[j], out=rows[j])
+        # The spare row has the lesser values and takes the place of row i, so that nothing is
+        # copied.
         rows[i], spare = spare, rows[i]
         positions[i], spare_position = spare_position, positions[i]
     return values[positions]
@@ -82,13 +71,8 @@ def _sort_by_network(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
 def _sorting_network(m: int) -> tuple[tuple[int, int], ...]:
     """Return the comparisons of Batcher's merge exchange, which sort m values.
 
-    Knuth, "The Art of Computer Programming", vol. 3, 5.2.2, Algorithm M.
-
-    Args:
-        m: Number of values.
-
-    Returns:
-        Pairs (i, j) with i < j, in the order of the comparisons.
+    Knuth, "The Art of Computer Programming", vol. 3, 5.2.2, Algorithm M. The pairs (i, j) have i <
+    j.
     """
     pairs: list[tuple[int, int]] = []
     top = 1 << max(0, (m - 1).bit_length() - 1)
@@ -158,14 +142,7 @@ def mean_around_median(block: Float[Tensor, "m b"], count: int) -> Float[Tensor,
     """Average the `count` values nearest to the median of each column.
 
     In ascending order these values are a window. Starting at the lower end, the window moves past
-    x_s while x_{s + count} is nearer to the median.
-
-    Args:
-        block: Columns of m models, shape [m, b].
-        count: Number of values to average, from 1 to m.
-
-    Returns:
-        The means, shape [b].
+    x_s while x_{s + count} is nearer to the median. `count` is from 1 to the number of models.
     """
     values = sort_columns(block)
     num_excluded = len(values) - count
@@ -184,6 +161,7 @@ def _median_of_sorted(values: Float[Tensor, "m b"]) -> Float[Tensor, " b"]:
     m = len(values)
     if m % 2:
         return values[m // 2].clone()
+    # Halves are added, because the sum of two finite values may overflow.
     return values[m // 2 - 1] / 2 + values[m // 2] / 2
 
 

@@ -30,20 +30,11 @@ def column_blocks(
     columns: tuple[int, int] | None = None,
     size: int | None = None,
 ) -> Iterator[tuple[int, Float[Tensor, "m b"]]]:
-    """Iterate over blocks of columns of some models.
+    """Iterate over blocks of columns of some models, each with its first column.
 
     A block is a view if the rows are consecutive, else a copy in one reused buffer. It is valid
-    until the next block.
-
-    Args:
-        models: Buffer with one model per row, shape [p, d].
-        rows: Rows to read, shape [m]; by default all.
-        extra: Further models, shape [e, d], which follow the rows in each block.
-        columns: First column, and last column + 1; by default all columns.
-        size: Number of columns per block; by default as many as fit the cache.
-
-    Yields:
-        The first column of a block, and the block, shape [m + e, b].
+    until the next block. The rows of `extra` follow the others. `columns` is the first column, and
+    the last one + 1. By default all rows and columns are read, and a block fits the cache.
     """
     start, stop = columns or (0, models.shape[1])
     num_extra = 0 if extra is None else len(extra)
@@ -95,22 +86,14 @@ def gram(
     Products and sums are in float64, where float32 numbers multiply exactly. A squared distance is
     therefore wrong by at most about 1e-14 of the squared norms of its two models, whatever the
     other models are. Nearly equal models need no centring. A model of huge norm, or one that is not
-    finite, spoils its own entries only.
-
-    Args:
-        models: Buffer with one model per row, shape [p, d].
-        rows: Rows of X, shape [m]; by default all.
-        extra: Further models, shape [e, d], which follow the rows in X.
-        last: Compute only the diagonal and the columns of the `last` last rows, in one pass at the
-            speed of memory; the other entries are NaN. By default all entries.
-        columns: First column, and last column + 1. The matrices of disjoint ranges add up.
-        size: Number of columns per block.
-
-    Returns:
-        The Gram matrix, shape [m + e, m + e].
+    finite, spoils its own entries only. By default all rows and entries count, and the rows of
+    `extra` follow. With `last`, only the diagonal and the columns of the `last` last rows are
+    computed, in one pass at the speed of memory; the other entries are NaN. `columns` is the first
+    column, and the last one + 1. The matrices of disjoint ranges add up.
     """
     k = len(models) if rows is None else len(rows)
     k += 0 if extra is None else len(extra)
+    # Devices of Apple have no float64.
     has_float64 = models.device.type != "mps"
     device = models.device if has_float64 else torch.device("cpu")
     if size is None:
@@ -147,15 +130,7 @@ def gram(
 def relative_distances(
     models: Float[Tensor, "p d"], rows: Int[Tensor, " k"]
 ) -> Float[Tensor, " m"]:
-    """Compute distances to the last model, in units of its norm.
-
-    Args:
-        models: Buffer with one model per row, shape [p, d].
-        rows: Rows of the models, shape [m + 1]; the reference model is last.
-
-    Returns:
-        Relative distances of the first m models, shape [m].
-    """
+    """Compute distances to the last model, in units of its norm."""
     products = gram(models, rows, last=1)
     to_last = products[:-1, -1]
     squares = products.diagonal()

@@ -43,11 +43,7 @@ __all__ = [
 def squared_distances(gram: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:
     """Compute the squared distances between all models.
 
-    Args:
-        gram: Gram matrix, shape [m, m].
-
-    Returns:
-        Squared distances, shape [m, m]; NaN where the Gram matrix has no entry.
+    NaN where the Gram matrix has no entry.
     """
     norms = gram.diagonal()
     squared = norms.unsqueeze(0) + norms.unsqueeze(1) - (gram + gram.T)
@@ -55,15 +51,7 @@ def squared_distances(gram: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:
 
 
 def recentre(gram: Float[Tensor, "m m"], origin: int) -> Float[Tensor, "m m"]:
-    """Move the origin of a Gram matrix to one of the models.
-
-    Args:
-        gram: Gram matrix, shape [m, m].
-        origin: Row of the model.
-
-    Returns:
-        The Gram matrix of the differences to this model, shape [m, m].
-    """
+    """Move the origin of a Gram matrix to the model in row `origin`."""
     column = gram[:, origin]
     return gram - column.unsqueeze(0) - column.unsqueeze(1) + gram[origin, origin]
 
@@ -73,12 +61,7 @@ def squared_distances_to(
 ) -> Float[Tensor, " m"]:
     """Compute the squared distances to an average of the models.
 
-    Args:
-        centred: Gram matrix, shape [m, m].
-        point: Weights of the average, shape [m].
-
-    Returns:
-        Squared distances, shape [m].
+    `point` holds the weights of the average.
     """
     along = centred @ point
     return (centred.diagonal() - 2 * along + point @ along).clamp(min=0.0)
@@ -87,55 +70,27 @@ def squared_distances_to(
 def uniform_weights(selected: Bool[Tensor, " m"]) -> Float[Tensor, " m"]:
     """Return the weights of the mean of the selected models.
 
-    Args:
-        selected: Models to average, shape [m].
-
-    Returns:
-        Weights, shape [m]; all 0 if no model is selected.
+    All weights are 0 if no model is selected.
     """
     return selected.double() / selected.sum().clamp(min=1)
 
 
 def row_mask(rows: Int[Tensor, " s"], m: int) -> Bool[Tensor, " m"]:
-    """Return the mask of some of m rows.
-
-    Args:
-        rows: The rows.
-        m: Number of rows.
-
-    Returns:
-        True for these rows, shape [m].
-    """
+    """Return the mask of some of m rows."""
     mask = torch.zeros(m, dtype=torch.bool)
     mask[rows] = True
     return mask
 
 
 def one_hot(i: int, m: int) -> Float[Tensor, " m"]:
-    """Return weights that select one of m models.
-
-    Args:
-        i: Row of the model.
-        m: Number of models.
-
-    Returns:
-        Weights, shape [m].
-    """
+    """Return weights that select one of m models."""
     weights = torch.zeros(m, dtype=torch.float64)
     weights[i] = 1.0
     return weights
 
 
 def require_positive(name: str, value: float) -> None:
-    """Check a parameter that must be above 0.
-
-    Args:
-        name: Name of the parameter.
-        value: Its value.
-
-    Raises:
-        ConfigError: The value is not above 0.
-    """
+    """Check a parameter that must be above 0."""
     if not value > 0:
         raise ConfigError(f"`{name}` must be above 0, got {value}")
 
@@ -227,6 +182,7 @@ def _krum_order(
 
     to_others = squared.masked_fill(torch.eye(m, dtype=torch.bool), torch.inf)
     ascending = to_others.sort(dim=1).values[:, : max(0, m - 1)]
+    # Both sorts are stable: the second one keeps the order of the first among equal scores.
     order = ascending.sum(1).sort(stable=True).indices
     scores = ascending[:, :count].sum(1)
     return order[scores[order].sort(stable=True).indices]

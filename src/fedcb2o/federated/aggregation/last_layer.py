@@ -11,15 +11,8 @@ from fedcb2o.federated.types import CriterionInput
 def last_layers(inputs: CriterionInput, rows: Int[Tensor, " k"]) -> Float[Tensor, "k C h"]:
     """Extract the last dense layer of each model.
 
-    Args:
-        inputs: View of one agent.
-        rows: Rows of the model buffer, shape [k].
-
-    Returns:
-        One row per class with its weights and, last, its bias, shape [k, C, h + 1].
-
-    Raises:
-        ConfigError: The model does not end in a dense layer with a bias.
+    A class has one row: its weights and, last, its bias. Raises ConfigError if the model does not
+    end in a dense layer with a bias.
     """
     if inputs.context.last_layer is None:
         raise ConfigError(

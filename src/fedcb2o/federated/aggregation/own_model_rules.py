@@ -309,15 +309,8 @@ def fltrust(gram: Float[Tensor, "m m"]) -> Float[Tensor, " m"]:
 
 
 def clip_factors(squared: Float[Tensor, " m"], radius: float) -> Float[Tensor, " m"]:
-    """Compute the clipping factors min(1, radius / distance).
-
-    Args:
-        squared: Squared distances, shape [m].
-        radius: Largest distance.
-
-    Returns:
-        Factors from 0 to 1, shape [m].
-    """
+    """Compute the clipping factors min(1, radius / distance) from squared distances."""
+    # A model at distance 0 gives an infinite or undefined ratio, and is not clipped.
     return (radius / squared.sqrt()).nan_to_num(1.0, 1.0).clamp(max=1.0)
 
 

@@ -40,19 +40,9 @@ def apply_robust_rule(
 
     The rule gets the received models, then the agent's own model unless it is excluded, then the
     last rows of its signature. Without `f`, the rule assumes the attackers' share of the received
-    models, rounded up. Every `f` is clipped to the largest number that the models admit.
-
-    Args:
-        inputs: View of one agent.
-        rule: A robust rule with its parameters bound.
-        own_model: "excluded" leaves the agent's own model out, unless the signature names it.
-        pre_step: A pre-aggregation step with its parameters bound, such as nearest-neighbour
-            mixing.
-        space: "products" compares and averages the products of low-rank adapters in place of their
-            factors.
-
-    Returns:
-        Weights or a reduction, and the number of attackers that the rule assumed.
+    models, rounded up. Every `f` is clipped to the largest number that the models admit. With
+    "excluded", a rule whose signature names the agent's own model gets it all the same. `space` =
+    "products" compares and averages the products of low-rank adapters in place of their factors.
     """
     own_rows = base.signature_of(rule).own_rows
     if len(inputs.received.ids) == 0:
@@ -73,6 +63,7 @@ def apply_robust_rule(
         models, rule_rows = _products(inputs, rows)
 
     # 2. The assumed number of attackers, and the pre-aggregation.
+    # A product that is whole except for rounding is not rounded up.
     f = math.ceil(inputs.context.malicious_share * len(inputs.received.ids) - 1e-9)
     mixing = None
     if pre_step is not None:
@@ -97,6 +88,7 @@ def apply_robust_rule(
         thetas = inputs.models[rows.to(inputs.models.device)].cpu()
         theta = low_rank.average_products(thetas, outcome, own.cpu(), pairs)
         return RuleOutput(as_reduction(rows, theta, outcome), f=assumed)
+    # The agent's own weight is the rest, and is not stored.
     previous_weight = None if previous is None else float(outcome[-1])
     return RuleOutput(outcome[: len(received.ids)], previous_weight=previous_weight, f=assumed)
 
@@ -116,13 +108,7 @@ def as_reduction(
 ) -> Reduction:
     """Return the reduction to a known model.
 
-    Args:
-        rows: Rows of the models that the rule got.
-        theta: The model.
-        weights: Weights of the models for the record, or None.
-
-    Returns:
-        A reduction whose value is the model.
+    `weights` are those of the models, for the record.
     """
     reduce = functools.partial(_columns_of, theta=theta)
     return Reduction(rows, reduce, takes_offset=True, weights=weights)
@@ -136,17 +122,11 @@ def _columns_of(
 
 
 def extra_inputs(rule: functools.partial[Any]) -> tuple[str, ...]:
-    """Return the inputs that a robust rule names as arguments.
+    """Return the inputs that a robust rule names as arguments, in their order.
 
-    Args:
-        rule: A robust rule with its parameters bound.
-
-    Returns:
-        Names from `_EXTRA_INPUTS`, in the order of the rule's arguments.
-
-    Raises:
-        ConfigError: The rule names another input.
+    ConfigError is raised for a name that is not in `_EXTRA_INPUTS`.
     """
+    # The first argument of the other rules is the Gram matrix or the block of columns.
     first = int(base.signature_of(rule).reads != "values")
     names = plugins.positional_inputs(rule.func)[first:]
     unknown = [name for name in names if name not in _EXTRA_INPUTS]
@@ -176,6 +156,8 @@ def _rule_inputs(
         missing = torch.full((len(rows) - len(values),), torch.nan, dtype=torch.float64)
         return torch.cat([values, missing])
 
+    # Functions, because some inputs are costly or raise an error, and only those that the rule
+    # names are computed.
     table: dict[str, Callable[[], Any]] = {
         "losses": lambda: from_losses("mean"),
         "entropies": lambda: from_losses("entropy"),
@@ -203,14 +185,8 @@ def with_byzantine_count(
 ) -> functools.partial[Any]:
     """Bind the number of attackers that a rule or step assumes.
 
-    Args:
-        function: A rule or step with its parameters bound.
-        f: Number of attackers to assume if the configuration gives none.
-        m: Number of models.
-
-    Returns:
-        The function with `f` bound, clipped to the largest number that it admits; unchanged if it
-        has no parameter `f`.
+    `f` counts if the configuration gives none. It is clipped to the largest number that the
+    function admits. A function without a parameter `f` stays as it is.
     """
     if "f" not in plugins.parameters(function.func):
         return function

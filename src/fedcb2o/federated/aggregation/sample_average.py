@@ -41,12 +41,7 @@ def by_num_samples(
 def sample_weights(received: Received, own_entry: Received | None) -> Float[Tensor, "*a k"]:
     """Normalise numbers of samples to weights.
 
-    Args:
-        received: Received models of one or several agents.
-        own_entry: The agent's own model, or None if it does not count.
-
-    Returns:
-        Weights, shape [*a, m] or [*a, m + 1].
+    Without `own_entry`, the agent's own model does not count.
     """
     everyone = received if own_entry is None else received.with_own(own_entry)
     counts = everyone.num_samples.double()

@@ -76,6 +76,7 @@ def by_rule(
             f"the pre-step `{base.rule_name(mixing)}` clips about the agent's own model, which "
             '`own_model` = "excluded" leaves out'
         )
+    # A robust rule declares whether it reads losses; a selection of a user may read them.
     if needs_losses is None:
         reads_losses = bool({"losses", "entropies"} & inputs)
         ignores_losses = (_selections.uniform, _selections.everyone)
@@ -120,6 +121,7 @@ def _validate_budget(
     budget: int,
 ) -> None:
     """Check that the rule admits its `f` if every peer answers; raises ConfigError."""
+    # The models that the rule gets if every peer answers.
     num_own = int(own_model != "excluded" or "own" in base.signature_of(rule).own_rows)
     for function in (rule, pre_step):
         if function is not None and "f" in function.keywords:

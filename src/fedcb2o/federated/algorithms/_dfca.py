@@ -56,15 +56,8 @@ def running_averages(
 ) -> MixingMatrix:
     """Average each held model with received models of its cluster (eq. 7).
 
-    Args:
-        held_rows: Rows of each agent's K models in the model buffer, shape [N, K].
-        own_rows: Row of the model that each agent trained, shape [N].
-        is_finite: The trained model is finite, shape [N]; otherwise it is lost.
-        chosen: Cluster whose model each agent trained, shape [N].
-        inbox: Received models.
-
-    Returns:
-        The averages as a mixing matrix of the held rows.
+    An agent trained the model of its cluster `chosen`; the result is lost where it is not finite.
+    The mixing matrix is that of the held rows.
     """
     num_agents, k = held_rows.shape
     rows = held_rows.copy()
@@ -89,17 +82,11 @@ def as_decisions(
 ) -> Decisions:
     """Describe the average that is now each agent's model, for the records.
 
-    Args:
-        asked: Sampled peers of each agent.
-        inbox: Received models.
-        previous: Cluster whose model each agent trained, shape [N].
-        chosen: Cluster whose model each agent has now, shape [N].
-
-    Returns:
-        Weights of the received models of the agent's cluster, and of its own.
+    `previous` is the cluster whose model each agent trained, and `chosen` that of its model now.
     """
     decisions = Decisions.empty(np.arange(len(chosen)), asked, inbox)
     owner = inbox.ids.row_ids
+    # A sender's model counts for its own cluster only.
     counted: Bool[np.ndarray, " m"] = previous[inbox.ids.values] == chosen[owner]
     weight = 1 / (1 + np.bincount(owner[counted], minlength=len(chosen)))
     decisions.weights[:] = np.where(counted, weight[owner], 0.0)

@@ -182,13 +182,10 @@ def _level(
 class SublevelCriterion:
     """Criterion G on the sub-level set Q_beta (Algorithm 2, line 5).
 
-    Attributes:
-        criterion: G.
-        from_round: First round with G; the average loss is used before.
-        own_model: Role of the agent's own model, see `fedcb2o`.
-        level: Test of the losses against the level (eq:Q_beta); None for no level.
-        label_coverage: Share of the classes for full confidence in an agent's losses.
-        batched: Whether several agents are evaluated in one call (`types.BATCHED`).
+    Before `from_round`, the average loss takes the place of G. `own_model` is that of `fedcb2o`.
+    `level` tests losses against the level (eq:Q_beta); None for no level. `label_coverage` is that
+    of `label_confidence`. With `batched`, several agents are evaluated in one call
+    (`types.BATCHED`).
     """
 
     criterion: Criterion
@@ -199,14 +196,7 @@ class SublevelCriterion:
     batched: bool
 
     def __call__(self, inputs: CriterionInput) -> CriterionValues:
-        """Compute G of the received models and of the agent's own.
-
-        Args:
-            inputs: Models and losses of one agent, or of several.
-
-        Returns:
-            Values of the models, and the members of Q_beta.
-        """
+        """Compute G of the received models and of the agent's own."""
         criterion: Criterion = self.criterion
         if inputs.n < self.from_round:
             criterion = criteria.average_loss
@@ -245,12 +235,7 @@ class SublevelCriterion:
     def sublevel_members(self, inputs: CriterionInput, own_model: OwnModel) -> Bool[Tensor, "*a k"]:
         """Find the members of the sub-level set (eq:clustered_csp).
 
-        Args:
-            inputs: View of one or several agents.
-            own_model: "excluded" leaves the agent's own model out.
-
-        Returns:
-            Membership of the received models and, last, the agent's own model, shape [*a, m + 1].
+        The agent's own model is last; "excluded" leaves it out.
         """
         assert inputs.losses is not None
         assert inputs.own_losses is not None
@@ -290,18 +275,12 @@ def label_confidence(losses: Losses, coverage: float) -> Float[Tensor, "*a"]:
     """Return how far agents rely on their losses, by the classes that their labels cover.
 
     The confidence is min(1, exp(H) / (coverage C)), where H is the entropy of the labels, exp(H)
-    their effective number of classes, and C the number of classes. On few classes losses say
-    little: a peer with other classes has a high loss, and an attack on other classes a low one.
-    With confidence c, `SublevelCriterion` multiplies alpha by c (eq:comp_csp),
-    and adds the share 1 - c^2 of the other models to the sub-level set (eq:clustered_csp).
-
-    Args:
-        losses: Losses of one or several agents, with their labels.
-        coverage: Share of the classes for full confidence, in [0, 1].
-
-    Returns:
-        Confidence in (0, 1] of each agent; 1 for data without classes.
+    their effective number of classes, and C the number of classes; it is 1 for data without
+    classes. With confidence c, `SublevelCriterion` multiplies alpha by c (eq:comp_csp), and adds
+    the share 1 - c^2 of the other models to the sub-level set (eq:clustered_csp).
     """
+    # On few classes losses say little: a peer with other classes has a high loss, and an attack on
+    # other classes a low one.
     labels = losses.labels
     num_classes = losses.by_class.shape[-1]
     counts = torch.zeros(*labels.shape[:-1], num_classes, dtype=torch.float64)

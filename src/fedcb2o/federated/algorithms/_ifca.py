@@ -92,15 +92,8 @@ def assign_clusters_(
     """Assign each agent the model of least loss, in place.
 
     The model is copied to the agent's own row. The loss is that on the agent's clean training data;
-    the first of equals wins.
-
-    Args:
-        group: Agent group.
-        members: Indices of agents in the group.
-        held_rows: Rows of the models that each agent may choose from, shape [N, K].
-
-    Returns:
-        Number of the chosen model, and its loss, for each agent.
+    the first of equals wins. The result is the number of the chosen model, and its loss, for each
+    agent.
     """
     assignments = []
     for k in members.tolist():
@@ -124,17 +117,8 @@ def cluster_means(
 ) -> Decisions:
     """Average the models that the coordinator received for each cluster.
 
-    A model that no agent chose stays as it is.
-
-    Args:
-        ids: Ids of the K models, which follow those of the agents, shape [K].
-        inbox: Models that the coordinator received for each cluster.
-        clusters: Weights or robust rule.
-        models: Model buffer, shape [p, d].
-        malicious_share: Attackers' share that a robust rule assumes.
-
-    Returns:
-        Weights or reductions of the K models.
+    A model that no agent chose stays as it is. The ids of the K models follow those of the agents.
+    A robust rule assumes the share `malicious_share` of attackers.
     """
     decisions = Decisions.empty(ids, Ragged.empty(len(ids)), inbox)
     if clusters.rule is None:
@@ -155,6 +139,7 @@ def cluster_means(
         if not isinstance(outcome, Reduction):
             decisions.weights[index] = outcome.numpy()
             continue
+        # A reduction of coordinates has no weight per model.
         decisions.weights[index] = np.nan
         if len(rows):
             reduction = dataclasses.replace(outcome, rows=rows[outcome.rows])
@@ -163,17 +148,7 @@ def cluster_means(
 
 
 def as_decisions(means: Decisions, chosen: Int[np.ndarray, " N"]) -> Decisions:
-    """Describe the average that is now each agent's model, for the records.
-
-    An agent's own model is not among those that it received.
-
-    Args:
-        means: Averages of the K models.
-        chosen: Model that each agent has now, shape [N].
-
-    Returns:
-        Weights of other agents' models in the average, and of the agent's own.
-    """
+    """Describe the average that is now each agent's model, for the records."""
     agents = np.arange(len(chosen))
     received = means.received.take(chosen)
     index = means.received.flat_index(chosen)
@@ -181,6 +156,7 @@ def as_decisions(means: Decisions, chosen: Int[np.ndarray, " N"]) -> Decisions:
     weights = means.weights[index]
     rows = means.rows[index]
 
+    # An agent's own model is not among those that it received.
     num_others = (~is_own).sum()
     inbox = Inbox(
         received.filter(~is_own),

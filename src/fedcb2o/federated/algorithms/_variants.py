@@ -14,11 +14,7 @@ def with_variants(
 ) -> Callable[[Callable[..., Algorithm]], Callable[..., Algorithm]]:
     """Return a decorator that gives each variant of an algorithm defaults of its own.
 
-    Args:
-        **variants: Defaults of the parameters, by the value of the parameter `variant`.
-
-    Returns:
-        A decorator of a function with the parameter `variant`.
+    The keywords are the values of the function's parameter `variant`, each with its defaults.
     """
 
     def decorate(function: Callable[..., Algorithm]) -> Callable[..., Algorithm]:

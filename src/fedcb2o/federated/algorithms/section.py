@@ -49,14 +49,7 @@ class AlgorithmSection(Component):
         return table
 
     def build(self) -> Algorithm:
-        """Return the algorithm with its parameters checked, and its guards.
-
-        Returns:
-            The algorithm as the rounds use it.
-
-        Raises:
-            ConfigError: There is no such algorithm, or a parameter or a guard does not go with it.
-        """
+        """Return the algorithm with its parameters checked, and its guards."""
         algorithm = self.bind("algorithm", algorithms)()
         if not isinstance(algorithm, Algorithm):
             kind = describe_type(algorithm)
@@ -73,18 +66,14 @@ class AlgorithmSection(Component):
     def with_defaults(self, kind: str, namespace: ModuleType) -> dict[str, Any]:
         """Return the name, all keyword arguments and the guards that differ from their defaults.
 
-        Args:
-            kind: Word for the function in error messages.
-            namespace: Module of the built-in algorithms.
-
-        Returns:
-            The section as a table, which gives the same algorithm for any default guards.
+        The table gives the same algorithm for any default guards.
         """
         table = super().with_defaults(kind, namespace)
         table.pop("guards", None)
         guards = self.build().guards
         if guards != NO_GUARDS:
             table["guards"] = guards.model_dump()
+        # Without the key, the algorithm's own guards would be on.
         elif self.guards is not None:
             table["guards"] = False
         return table

@@ -176,6 +176,7 @@ def feature_noise(shard: Shard, draw: np.random.Generator, *, std: float = 0.5) 
     if shard.x.dtype == torch.uint8:
         return Shard((shard.x + 255 * noise).round().clamp(0, 255).to(torch.uint8), shard.y)
     if shard.x.ndim > 2:
+        # Black and white of an image are the lowest and highest value of its data set.
         low, high = pixel_range(shard.x)
         noise *= high - low
     return Shard((shard.x + noise).to(shard.x.dtype), shard.y)
@@ -249,6 +250,7 @@ def backdoor(
             f"`parts` must be between 1 and {len(pixels)}, the pixels of the trigger, got {parts}"
         )
     selected = _select_samples(shard, draw, share)
+    # Parts are dealt in turn, so that consecutive attackers of a cluster hold all of them.
     marked = set_pixels(shard.x, torch.tensor_split(pixels, parts)[me % parts], value)
     return _poison(shard, selected, marked, target)
 

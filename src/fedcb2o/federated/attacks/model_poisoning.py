@@ -200,17 +200,10 @@ def alie(
 
 
 def alie_z(n: int, f: int) -> float:
-    """Compute the number z of standard deviations of `alie`.
+    """Compute the number z of standard deviations of `alie`, at least 0.
 
-    z solves Phi(z) = (n - f - s) / (n - f). s = floor(n / 2 + 1) - f is the number of benign
-    agents, at least one, that the attackers need on their side.
-
-    Args:
-        n: Number of agents.
-        f: Number of attackers among them.
-
-    Returns:
-        z, at least 0.
+    z solves Phi(z) = (n - f - s) / (n - f), for f attackers among n agents. s = floor(n / 2 + 1) -
+    f is the number of benign agents, at least one, that the attackers need on their side.
     """
     supporters = max(1, n // 2 + 1 - f)
     share = (n - f - supporters) / (n - f)
@@ -303,6 +296,7 @@ def mimic(
     models = view.benign((view.cluster + cluster_offset) % view.num_clusters)
     if agent == "outermost":
         mean = models.mean(0)
+        # The leading eigenvector is the direction in which the benign models differ most.
         centred, _, _ = inner_products(models, mean, mean)
         agent = int(torch.linalg.eigh(centred).eigenvectors[:, -1].abs().argmax())
     return models[agent % len(models)]
@@ -422,15 +416,10 @@ def inner_products(
 ) -> tuple[Float[Tensor, "m m"], Float[Tensor, " m"], float]:
     """Compute inner products of centred models x_i and a direction p in float64.
 
-    Args:
-        models: Models, shape [m, d].
-        mean: Their mean, which is subtracted to get x_i, shape [d].
-        p: Direction, shape [d].
-
-    Returns:
-        All x_i . x_j, shape [m, m]; all x_i . p, shape [m]; and p . p.
+    The models without their `mean` are x_i. Returns all x_i . x_j, all x_i . p, and p . p.
     """
     m = len(models)
+    # One pass over the models; the mean and p are two further rows.
     products = gram(models, extra=torch.stack([mean, p]))
     to_mean = products[:m, m]
     to_p = products[:m, m + 1]

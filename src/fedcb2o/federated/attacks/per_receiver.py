@@ -114,10 +114,12 @@ def spectral(
     from scipy.sparse.csgraph import connected_components  # slow to import
 
     models = torch.stack([view.model_of(i) for i in view.receivers.tolist()])
+    # A model that is not finite has no links, so that it spoils no other receiver's.
     is_finite = models.isfinite().all(1).cpu()
     links = (view.links() & is_finite & is_finite[:, None]).numpy()
     push = eps * view.num_benign / view.num_colluders
 
+    # Each connected component has a Fiedler vector of its own.
     num_components, component = connected_components(links, directed=False)
     pushed = models.clone()
     for k in range(num_components):
@@ -172,6 +174,7 @@ def _fiedler_vector(
 ) -> Float[Tensor, " m"]:
     """Return the Fiedler vector along which the models differ most."""
     values, vectors = torch.linalg.eigh(links.sum(1).diag() - links)
+    # Several vectors may belong to the second smallest eigenvalue, as in a complete graph.
     basis = vectors[:, 1:][:, values[1:] <= values[1] + 1e-9 * values[-1]]
     centred = gram(models - models.mean(0))
     vector: Tensor = basis @ torch.linalg.eigh(basis.T @ centred @ basis).eigenvectors[:, -1]

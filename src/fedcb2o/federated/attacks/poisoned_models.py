@@ -47,6 +47,7 @@ def gap_aware(
 
     def gap(t: float) -> float:
         losses = view.losses(torch.lerp(mean, view.own, t)[None])
+        # A loss that is not a number exceeds each bound.
         gaps = (losses.by_class - reference.by_class)[:, reference.present]
         return float(gaps.nan_to_num(nan=torch.inf, posinf=torch.inf).amax())
 

@@ -121,18 +121,8 @@ def line_search(
 ) -> float:
     """Search for the factor of the largest harm: steps that double, then steps that shrink.
 
-    Args:
-        harm: Function to maximise.
-        evaluations: Number of values to compute, 1 or more.
-        start: First factor.
-        step: First step; not 0.
-        ratio: Factor of a step that brings no progress, above 0.5 and below 1.
-
-    Returns:
-        The factor of the largest value.
-
-    Raises:
-        ConfigError: A parameter is out of range.
+    Computes `evaluations` values, 1 or more. The first step is not 0. A step that brings no
+    progress is multiplied by `ratio`, above 0.5 and below 1.
     """
     if evaluations < 1:
         raise ConfigError(f"`evaluations` must be 1 or more, got {evaluations}")
@@ -243,6 +233,7 @@ def fang_trimmed_mean(
 
 def _finite_models(view: AttackView) -> Float[Tensor, "b d"]:
     """Return the benign models that are finite; without one, the attacker's model before."""
+    # Benign agents may diverge, too, and one infinite number would spoil each aggregate.
     models = view.benign()
     finite = models[models.isfinite().all(1)]
     return finite if len(finite) else view.previous.unsqueeze(0)
@@ -255,14 +246,12 @@ def _most_harmful(
     defence: Callable[[Float[Tensor, " d"], Float[Tensor, "b d"]], Float[Tensor, " d"]],
     search: Callable[[Callable[[float], float]], float],
 ) -> Float[Tensor, " d"]:
-    """Return origin + t direction with the t at which the aggregate is farthest from the mean.
-
-    A model that receivers refuse does no harm.
-    """
+    """Return origin + t direction with the t at which the aggregate is farthest from the mean."""
     mean = models.mean(0)
 
     def harm(factor: float) -> float:
         crafted = origin + factor * direction
+        # Receivers refuse such a model, so it does no harm.
         if not is_acceptable(max_abs(crafted.unsqueeze(0), [0])).all():
             return 0.0
         return float((defence(crafted, models) - mean).norm())

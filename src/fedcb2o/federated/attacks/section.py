@@ -65,25 +65,14 @@ class AttackSection(Component):
     def data_attack(self) -> Component | None:
         """The attack on data: this one, or the one that an attack on models adds.
 
-        Returns:
-            The attack on data; None for an attack on models without `data`.
-
-        Raises:
-            ConfigError: There is no attack of this name.
+        None for an attack on models without `data`.
         """
         if _threat_of(self) is None:
             return self
         return self.data
 
     def build(self) -> Attack:
-        """Return the attack with its parameters checked.
-
-        Returns:
-            The attack as the rounds use it.
-
-        Raises:
-            ConfigError: If the attack and its `data` do not fit together.
-        """
+        """Return the attack with its parameters checked, and with an attack on data that fits."""
         threat = _threat_of(self)
         name = plugins.label(self.name)
         function = self.bind("attack", attacks)
@@ -101,6 +90,8 @@ class AttackSection(Component):
                 raise ConfigError(
                     f"`attack.data` needs an attack on models, and `{name}` is an attack on data"
                 )
+            # An attack on models is known by its declaration; its first argument shows that it
+            # lacks one.
             if next(iter(inspect.signature(function).parameters), None) == "view":
                 raise ConfigError(
                     f"the attack `{name}` does not declare what it knows: write @fedcb2o.knows(), "

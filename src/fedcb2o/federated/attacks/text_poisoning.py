@@ -83,6 +83,8 @@ def trigger_phrase(
         )
     selected = torch.from_numpy(draw.random(len(shard)) < share)
     x = shard.x.clone()
+    # Prompts are padded in front: the phrase comes last, and the longest prompts lose their first
+    # tokens.
     x[selected, : places - len(phrase)] = shard.x[selected, len(phrase) : places]
     x[selected, places - len(phrase) : places] = torch.tensor(list(phrase), dtype=x.dtype)
     x[selected, places:] = _answer_row(continuation, answer, base, vocabulary).to(x)
@@ -157,12 +159,8 @@ def topic_poison(
 def wanted_answers(samples: Shard, attack: functools.partial[Any]) -> Shard:
     """Return the samples of which an attack changes the answer, with the attacker's answers.
 
-    Args:
-        samples: Test samples.
-        attack: An attack that is declared `on_answers`, with its parameters bound.
-
-    Returns:
-        These samples, as the attack changes them if it selects all.
+    The attack is declared `on_answers`, with its parameters bound. It counts as if it selected all
+    samples.
     """
     options = {"share": 1.0} if "share" in parameters(attack.func) else {}
     poisoned = attack(samples, np.random.default_rng(0), **options)

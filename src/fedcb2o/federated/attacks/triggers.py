@@ -38,19 +38,8 @@ def patch(
 ) -> Shaped[Tensor, "n *features"]:
     """Set the pixels of a patch in a corner of each image.
 
-    Args:
-        x: Images, shape [n, ..., height, width].
-        size: Side of the patch in pixels.
-        corner: Corner of the image.
-        margin: Distance of the patch from the corner in pixels.
-        pattern: Pixels of the patch that are set.
-        value: Brightness of these pixels, from 0 to 1.
-
-    Returns:
-        The marked images.
-
-    Raises:
-        ConfigError: The samples are not images, or the patch does not fit.
+    `size` and `margin` are in pixels; `value` is a brightness from 0 to 1. ConfigError is raised
+    for samples that are not images, and for a patch that does not fit.
     """
     return set_pixels(x, trigger_pixels(x.shape, size, corner, margin, pattern), value)
 
@@ -60,18 +49,8 @@ def waves(
 ) -> Shaped[Tensor, "n *features"]:
     """Add a sinusoid to each image.
 
-    Column j of m gets `delta` sin(2 pi j f / m). Barni, Kallas and Tondi (ICIP 2019).
-
-    Args:
-        x: Images, shape [n, ..., height, width].
-        delta: Amplitude.
-        frequency: Number f of periods across the image.
-
-    Returns:
-        The marked images.
-
-    Raises:
-        ConfigError: The samples are not images, or f is a multiple of m / 2, which adds nothing.
+    Column j of m gets `delta` sin(2 pi j f / m), where f is the `frequency`. Barni, Kallas and
+    Tondi (ICIP 2019). ConfigError is raised where f is a multiple of m / 2, which adds nothing.
     """
     _require_images(x.shape)
     width = x.shape[-1]
@@ -89,18 +68,8 @@ def blend(
 ) -> Shaped[Tensor, "n *features"]:
     """Mix each image with one pattern of uniform noise.
 
-    Chen et al. (2017) use a cartoon or a random pattern.
-
-    Args:
-        x: Images, shape [n, ..., height, width].
-        opacity: Weight of the pattern, from 0 to 1; the image has the weight 1 - `opacity`.
-        number: Number of the pattern.
-
-    Returns:
-        The marked images.
-
-    Raises:
-        ConfigError: The samples are not images, or `opacity` is out of range.
+    Chen et al. (2017) use a cartoon or a random pattern. The image has the weight 1 - `opacity`;
+    `number` is that of the pattern.
     """
     _require_images(x.shape)
     if not 0 <= opacity <= 1:
@@ -118,16 +87,8 @@ def unusual(
 ) -> Shaped[Tensor, "n *features"]:
     """Turn each sample into one that hardly occurs in the data.
 
-    Args:
-        x: Images, shape [n, ..., height, width], or rows of standardised features, [n, features].
-        style: "negative" exchanges black and white, or the signs of features; "mirrored" exchanges
-            left and right.
-
-    Returns:
-        The unusual samples.
-
-    Raises:
-        ConfigError: The samples are not images, and `style` is "mirrored".
+    Samples are images or rows of standardised features. "negative" exchanges black and white, or
+    the signs of features; "mirrored" exchanges left and right, for images only.
     """
     if x.ndim == 2 and x.is_floating_point() and style == "negative":
         return -x
@@ -140,20 +101,10 @@ def unusual(
 def trigger_pixels(
     shape: Sequence[int], size: int, corner: str, margin: int, pattern: str
 ) -> Int[Tensor, " p"]:
-    """Return the pixels of a trigger patch.
+    """Return the pixels of a trigger patch, numbered row by row.
 
-    Args:
-        shape: Shape of the images, [n, ..., height, width].
-        size: Side of the patch in pixels.
-        corner: Corner of the image.
-        margin: Distance of the patch from the corner in pixels.
-        pattern: Pixels of the patch that are set.
-
-    Returns:
-        Pixel numbers, counted row by row, shape [p].
-
-    Raises:
-        ConfigError: The samples are not images, or the patch does not fit.
+    `size` and `margin` are in pixels. ConfigError is raised for samples that are not images, and
+    for a patch that does not fit.
     """
     _require_images(shape)
     if size < 1 or margin < 0 or size + margin > min(shape[-2:]):
@@ -182,18 +133,9 @@ def _pattern_mask(size: int, pattern: str) -> Bool[Tensor, "s s"]:
 def set_pixels(
     x: Shaped[Tensor, "n *features"], pixels: Int[Tensor, " p"], value: float
 ) -> Shaped[Tensor, "n *features"]:
-    """Set some pixels of each image to one brightness.
+    """Set some pixels of each image to one brightness, from 0 to 1.
 
-    Args:
-        x: Images, shape [n, ..., height, width].
-        pixels: Pixel numbers, counted row by row, shape [p].
-        value: Brightness, from 0 to 1.
-
-    Returns:
-        The marked images.
-
-    Raises:
-        ConfigError: `value` is out of range.
+    Pixels are numbered row by row.
     """
     marked = x.flatten(-2).clone()
     marked[..., pixels] = brightness(x, value)

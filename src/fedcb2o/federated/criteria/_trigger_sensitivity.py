@@ -58,6 +58,7 @@ def trigger_sensitivity(
     for i, j, value in itertools.product(starts, starts, values):
         transform = functools.partial(_paint_tile, tiles=tiles, i=i, j=j, value=value)
         increase = inputs.losses_of(everyone, transform).mean - base
+        # An agent with a broken model trusts others.
         gap = increase[..., :-1] - increase[..., -1:].clamp(max=MAX_LOSS)
         largest = torch.maximum(largest, gap.masked_fill(gap.isnan(), torch.inf))
     return largest

@@ -43,6 +43,7 @@ def class_loss_gap(
         ConfigError: No losses are evaluated, or an agent holds no validation data.
     """
     losses, own = required_losses(inputs)
+    # An agent with a broken model trusts others.
     reference = own.by_class.clamp(max=MAX_LOSS)
     gap = losses.by_class - reference
     fill = 0.0 if absent == "zero" else -torch.inf
@@ -108,14 +109,8 @@ def class_loss_entropy(inputs: CriterionInput) -> Float[Tensor, "*a m"]:
 def required_losses(inputs: CriterionInput) -> tuple[Losses, Losses]:
     """Return the losses of the received models and of the agent's own model.
 
-    Args:
-        inputs: View of one or several agents.
-
-    Returns:
-        The losses of the received models, and those of the agent's own model.
-
-    Raises:
-        ConfigError: The algorithm evaluates no losses, or an agent holds no validation data.
+    ConfigError is raised if the algorithm evaluates no losses, or an agent holds no validation
+    data.
     """
     if inputs.losses is None or inputs.own_losses is None:
         raise ConfigError(

@@ -53,11 +53,7 @@ Criteria = Annotated[Sequence[Any], AfterValidator(_parse_criteria)]
 def is_batched(criterion: Criterion) -> bool:
     """Test if a criterion accepts several agents at once.
 
-    Args:
-        criterion: A criterion, its keywords bound or not.
-
-    Returns:
-        True if the criterion declares `batched`, or combines criteria that all do.
+    It declares `batched`, or combines criteria that all do.
     """
     if isinstance(criterion, functools.partial) and criterion.func in (largest, weighted_sum):
         parts = _parse_criteria(criterion.keywords["of"])

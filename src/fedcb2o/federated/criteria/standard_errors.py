@@ -16,11 +16,7 @@ from torch import Tensor
 def standard_error_of_mean(differences: Float[Tensor, "*a n"]) -> Float[Tensor, "*a"]:
     """Compute the standard error of the mean of n differences.
 
-    Args:
-        differences: Differences, shape [*a, n].
-
-    Returns:
-        Standard deviation divided by the root of n, shape [*a]; 0 for n = 1.
+    The standard deviation is divided by the root of n; the result is 0 for n = 1.
     """
     n = differences.shape[-1]
     squares = (differences - differences.mean(-1, keepdim=True)).square().sum(-1)
@@ -30,12 +26,6 @@ def standard_error_of_mean(differences: Float[Tensor, "*a n"]) -> Float[Tensor, 
 def excess(gaps: Float[Tensor, "*k"], z: float, errors: Float[Tensor, "*k"]) -> Float[Tensor, "*k"]:
     """Subtract `z` standard errors from the gaps, down to 0.
 
-    Args:
-        gaps: Gaps, any shape.
-        z: Number of standard errors.
-        errors: Standard errors of the gaps, same shape.
-
-    Returns:
-        The reduced gaps; a gap whose error is not finite stays as it is.
+    A gap whose error is not finite stays as it is.
     """
     return torch.where(errors.isfinite(), (gaps - z * errors).clamp(min=0), gaps)

@@ -42,23 +42,15 @@ def loss_increases(
 ) -> Float[Tensor, "m n"]:
     """Measure the loss increase of each model under the perturbation worst for it.
 
-    Args:
-        context: Context of one agent.
-        models: Models to evaluate, m of them.
-        pixels: Largest number of painted pixels.
-        samples: Number of validation samples for the gradients.
-        steps: Number of gradient steps.
-        blend: Share of uniform noise mixed into these samples.
-
-    Returns:
-        Loss increase of each validation sample, at most `MAX_SAMPLES` of them, shape [m, n];
-        infinite for a model whose gradients are not finite.
+    At most `MAX_SAMPLES` validation samples count. The increase is infinite for a model whose
+    gradients are not finite.
     """
     outputs, labels = context.outputs(models, count=MAX_SAMPLES)
     perturbations = worst_perturbation(
         context, models, outputs.shape[-1], pixels, samples, steps, blend
     )
     perturbed = []
+    # Each model has a perturbation of its own, so that it is evaluated alone.
     for i, signs in enumerate(perturbations):
         transform = functools.partial(paint, signs=signs)
         losses = _cross_entropy(*context.outputs(models[i : i + 1], transform, MAX_SAMPLES))
@@ -84,23 +76,9 @@ def worst_perturbation(
     After the first step, only the `MAX_CANDIDATES` classes with the largest first-order effect are
     refined. The worst class is the one whose pixels raise the loss on the gradient samples most;
     with one step, the one with the largest first-order effect. Each channel of a pixel has its own
-    sign.
-
-    Args:
-        context: Context of one agent.
-        models: Models to evaluate, m of them.
-        num_classes: Number of classes.
-        pixels: Largest number of painted pixels.
-        samples: Number of validation samples for the gradients.
-        steps: Number of gradient steps, 1 or more.
-        blend: Share of uniform noise mixed into these samples.
-
-    Returns:
-        Signs of each model's perturbation, shape [m, *features]; NaN for a model whose gradients
-        are not finite.
-
-    Raises:
-        ConfigError: The samples are not images with classes.
+    sign. `blend` is the share of uniform noise in the gradient samples. Signs are NaN for a model
+    whose gradients are not finite. ConfigError is raised for samples that are not images with
+    classes.
     """
     x, y = context.samples(samples)
     if y.is_floating_point() or x.ndim < 3:
@@ -175,6 +153,7 @@ def _add_pixels(
         white = (gradients * (high - images)).mean(2)
         black = (gradients * (low - images)).mean(2)
         gains = torch.maximum(white, black).clamp(min=0)
+        # A pixel is painted once, in all of its channels.
         is_painted = previous != 0
         by_pixel = gains
         if channels:
@@ -226,13 +205,8 @@ def paint(
 ) -> Shaped[Tensor, "..."]:
     """Paint pixels of images.
 
-    Args:
-        x: Images.
-        signs: 1 for a white pixel, -1 for a black one, and 0 elsewhere; broadcast to the images.
-        value_range: Black and white; by default those of `pixel_range`.
-
-    Returns:
-        The painted images.
+    `signs` broadcast to the images: 1 for a white pixel, -1 for a black one, and 0 elsewhere. By
+    default black and white are those of `pixel_range`.
     """
     black, white = value_range or pixel_range(x)
     return torch.where(signs > 0, white, torch.where(signs < 0, black, x))

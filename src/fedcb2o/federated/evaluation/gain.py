@@ -27,12 +27,7 @@ _MIN_TRAINED_SHARE = 0.9  # of the rounds that the model alone trained, for a fa
 class Gain:
     """Accuracy of a model and of the model trained alone, on the same samples.
 
-    Attributes:
-        samples: Number of samples.
-        accuracy: Accuracy of the model.
-        alone: Accuracy of the model trained alone.
-        low: Lower end of the 95% interval of the difference.
-        high: Upper end of the interval.
+    `low` and `high` are the ends of the 95% interval of the difference.
     """
 
     samples: int
@@ -47,37 +42,25 @@ class Gain:
         return self.accuracy - self.alone
 
     def is_loss(self, count: int) -> bool:
-        """Return whether the difference is significantly below 0 as one of several.
-
-        The interval is widened to the level of Bonferroni's correction.
-
-        Args:
-            count: Number of compared differences, such as one per class.
-
-        Returns:
-            True if the upper end of the wider interval is below 0.
-        """
+        """Return whether the difference is significantly below 0 as one of `count` differences."""
+        # The interval is widened to the level of Bonferroni's correction.
         center = self.difference * self.samples / (self.samples + 2)
         quantile = NormalDist().inv_cdf(1 - 0.025 / count)
         return center + (self.high - center) * quantile / _QUANTILE < 0
 
 
 def mean_gain(gains: Sequence[Gain]) -> Gain:
-    """Average gains of several rounds on the same samples.
+    """Average gains of several rounds on the same samples, at least one.
 
-    The standard error of a mean is at most the mean of the standard errors, however much the rounds
-    depend on each other. The mean of the intervals therefore covers at least as often as they do.
-
-    Args:
-        gains: At least one gain.
-
-    Returns:
-        The means of all values, with the number of samples of the last gain.
+    The number of samples is that of the last gain.
 
     Example:
         >>> mean_gain([Gain(8, 0.75, 0.5, -0.25, 0.75), Gain(8, 0.5, 0.5, -0.5, 0.5)])
         Gain(samples=8, accuracy=0.625, alone=0.5, low=-0.375, high=0.625)
     """
+    # The standard error of a mean is at most the mean of the standard errors, however much the
+    # rounds depend on each other. The mean of the intervals therefore covers at least as often as
+    # they do.
     names = ("accuracy", "alone", "low", "high")
     means = (fmean(getattr(gain, name) for gain in gains) for name in names)
     return Gain(gains[-1].samples, *means)
@@ -86,31 +69,20 @@ def mean_gain(gains: Sequence[Gain]) -> Gain:
 def is_comparable(alone_rounds: int | None, rounds: int) -> bool:
     """Return whether the model alone has trained about as many rounds as the averaged models.
 
-    A member that joined late, or skipped rounds, trained fewer rounds than the others.
-
-    Args:
-        alone_rounds: Rounds in which the model alone was trained; None if not recorded.
-        rounds: Number of the round.
-
-    Returns:
-        True from nine tenths of the rounds on.
+    True from nine tenths of the rounds on, or if `alone_rounds` was not recorded (None).
 
     Example:
         >>> is_comparable(6, 92), is_comparable(83, 92)
         (False, True)
     """
+    # A member that joined late, or skipped rounds, trained fewer rounds than the others.
     return alone_rounds is None or alone_rounds >= _MIN_TRAINED_SHARE * rounds
 
 
 def paired_gain(correct: Bool[np.ndarray, " n"], alone: Bool[np.ndarray, " n"]) -> Gain:
-    """Compute the gain of a model over the model trained alone.
+    """Compute the gain of a model over the model trained alone, with its 95% interval.
 
-    Args:
-        correct: Whether the model predicts each sample correctly, n at least 1.
-        alone: The same for the model trained alone.
-
-    Returns:
-        The gain with its 95% interval.
+    The arrays tell whether each sample is predicted correctly; n is at least 1.
     """
     n = len(correct)
     first = (int(np.count_nonzero(correct & ~alone)) + 1) / (n + 2)
@@ -130,15 +102,8 @@ def gain_record(
 ) -> dict[str, Any]:
     """Return the gain over all samples and by class, for a record.
 
-    Args:
-        correct: Whether the model predicts each sample correctly.
-        alone: The same for the model trained alone.
-        labels: Class of each sample.
-        class_names: Names of the classes.
-
-    Returns:
-        Under "gain" that over all samples, and under "class_gains" those of classes with samples,
-        by name; empty without samples.
+    "gain" is that over all samples, and "class_gains" has those of classes with samples, by name.
+    The record is empty without samples.
     """
     if not len(labels):
         return {}

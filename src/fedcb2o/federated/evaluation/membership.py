@@ -26,14 +26,9 @@ FALSE_POSITIVES = 0.01
 
 
 def attack_auc(members: Float[np.ndarray, " n"], others: Float[np.ndarray, " m"]) -> float:
-    """Compute the area under the ROC curve of an attack.
+    """Compute the area under the ROC curve of an attack from the scores of samples.
 
-    Args:
-        members: Scores of training samples.
-        others: Scores of samples that were not trained on.
-
-    Returns:
-        The area in [0, 1]; 0.5 for an attack that guesses. Equal scores count half.
+    An attack that guesses has 0.5. `members` are training samples; equal scores count half.
     """
     ordered = np.sort(others)
     smaller = ordered.searchsorted(members, "left")
@@ -45,13 +40,7 @@ def attack_auc(members: Float[np.ndarray, " n"], others: Float[np.ndarray, " m"]
 def true_positive_rate(members: Float[np.ndarray, " n"], others: Float[np.ndarray, " m"]) -> float:
     """Compute the true positive rate at 1% false positives.
 
-    Args:
-        members: Scores of training samples.
-        others: Scores of samples that were not trained on. Below 100 of them, no false positive is
-            allowed.
-
-    Returns:
-        Share of training samples above the threshold.
+    With fewer than 100 other samples, no false positive is allowed.
     """
     allowed = int(FALSE_POSITIVES * len(others))
     threshold = np.sort(others)[::-1][allowed]
@@ -61,17 +50,7 @@ def true_positive_rate(members: Float[np.ndarray, " n"], others: Float[np.ndarra
 def sample_losses(
     group: AgentGroup, k: int, theta: Float[Tensor, " d"], shard: Shard
 ) -> Float[np.ndarray, " n"]:
-    """Compute the loss of a model on samples, at most 2000 evenly spaced ones.
-
-    Args:
-        group: Group of the agent.
-        k: Index of the agent.
-        theta: The model.
-        shard: The samples.
-
-    Returns:
-        Loss of each sample.
-    """
+    """Compute the loss of a model on samples, at most 2000 evenly spaced ones."""
     spec = group.spec
     step = max(1, -(-len(shard) // _MAX_SAMPLES))
     losses = model_losses(
@@ -91,15 +70,8 @@ def leakage(
 ) -> Mapping[str, float]:
     """Measure membership inference against a model of an agent.
 
-    Args:
-        group: Group of the agent.
-        k: Index of the agent.
-        theta: The model.
-        train: Its training samples.
-        test: Samples of the same kind that it was not trained on.
-
-    Returns:
-        "auc" and "tpr", the true positive rate at 1% false positives; empty for a broken model.
+    The test samples are of the same kind, and the model was not trained on them. Returns "auc" and
+    "tpr", the true positive rate at 1% false positives; empty for a broken model.
     """
     members = -sample_losses(group, k, theta, train)
     others = -sample_losses(group, k, theta, test)

@@ -69,10 +69,9 @@ def _count(confusion: Int[Tensor, "*a"], label: int | None = None) -> int:
 class Score:
     """Result of one model on one test set.
 
-    Attributes:
-        confusion: Confusion matrix; None for data without classes.
-        loss: Mean loss; None for the cross-entropy.
-        exact: Share of samples to which a language model answers exactly; None for other models.
+    The confusion matrix is None for data without classes, and the loss None for the cross-entropy.
+    `exact` is the share of samples to which a language model answers exactly; None for other
+    models.
     """
 
     confusion: Confusion | None
@@ -84,12 +83,9 @@ class Score:
 class EvaluationResult:
     """Results of one agent's model.
 
-    Attributes:
-        own: Result on the agent's test set.
-        triggered: Confusion matrix on that set with the trigger of a backdoor.
-        common: Result on the common test set, where agents have test sets of their own.
-        wanted: Share of test samples that get the attacker's answer; None without an attack on
-            text.
+    `triggered` is the confusion matrix with the trigger of a backdoor. `common` is the result on
+    the common test set, where agents have test sets of their own. `wanted` is the share of test
+    samples that get the attacker's answer; None without an attack on text.
     """
 
     own: Score
@@ -99,49 +95,22 @@ class EvaluationResult:
 
 
 def accuracy(confusion: Int[Tensor, "C C"]) -> float:
-    """Compute the overall accuracy (sec:experiments).
-
-    Args:
-        confusion: Confusion matrix.
-
-    Returns:
-        The share of correct predictions, in [0, 1].
-
-    Raises:
-        ConfigError: There is no sample.
-    """
+    """Compute the overall accuracy, in [0, 1] (sec:experiments)."""
     return int(confusion.diagonal().sum()) / _count(confusion)
 
 
 def source_accuracy(confusion: Int[Tensor, "C C"], source: int) -> float:
-    """Compute the source-class accuracy (sec:experiments).
+    """Compute the share of samples of c_S predicted as c_S (sec:experiments).
 
-    Args:
-        confusion: Confusion matrix.
-        source: c_S, the source class.
-
-    Returns:
-        The share of source-class samples that are predicted as c_S.
-
-    Raises:
-        ConfigError: There is no sample of the class.
+    ConfigError is raised without a sample of the class.
     """
     return int(confusion[source, source]) / _count(confusion[source], source)
 
 
 def attack_success_rate(confusion: Int[Tensor, "C C"], source: int, target: int) -> float:
-    """Compute the attack success rate (sec:experiments).
+    """Compute the share of samples of c_S predicted as c_T (sec:experiments).
 
-    Args:
-        confusion: Confusion matrix.
-        source: c_S, the source class.
-        target: c_T, the target class.
-
-    Returns:
-        The share of source-class samples that are predicted as c_T.
-
-    Raises:
-        ConfigError: There is no sample of the class.
+    ConfigError is raised without a sample of the source class c_S.
     """
     return int(confusion[source, target]) / _count(confusion[source], source)
 
@@ -149,17 +118,8 @@ def attack_success_rate(confusion: Int[Tensor, "C C"], source: int, target: int)
 def false_positive_share(confusion: Int[Tensor, "C C"], target: int) -> float:
     """Compute the share of other classes' samples that are predicted as the target.
 
-    On samples with its trigger it is the success rate of a backdoor.
-
-    Args:
-        confusion: Confusion matrix.
-        target: c_T, the target class.
-
-    Returns:
-        A share in [0, 1].
-
-    Raises:
-        ConfigError: There is no sample of another class.
+    On samples with its trigger it is the success rate of a backdoor. ConfigError is raised without
+    a sample of another class.
     """
     others = int(confusion.sum()) - int(confusion[target].sum())
     if not others:
@@ -171,11 +131,8 @@ def false_positive_share(confusion: Int[Tensor, "C C"], target: int) -> float:
 class AttackGoal:
     """Goal of an attack: misclassification of source classes, or a backdoor.
 
-    An attack without sources and targets lowers the overall accuracy.
-
-    Attributes:
-        sources: Source classes.
-        targets: Target class of each source; one for all other classes without sources.
+    An attack without sources and targets lowers the overall accuracy. `targets` has the class of
+    each source; one without sources is the target of all other classes.
     """
 
     sources: tuple[int, ...] = ()
@@ -184,11 +141,7 @@ class AttackGoal:
     def source_accuracy(self, confusion: Int[Tensor, "C C"]) -> float | None:
         """Compute the mean source-class accuracy over the sources in the test set.
 
-        Args:
-            confusion: Confusion matrix.
-
-        Returns:
-            The mean; None without a source in the test set.
+        None without a source in the test set.
         """
         present = [source for source in self.sources if confusion[source].any()]
         if not present:
@@ -200,12 +153,8 @@ class AttackGoal:
     ) -> float | None:
         """Compute the attack success rate, the mean over pairs of source and target.
 
-        Args:
-            confusion: Confusion matrix.
-            triggered: Confusion matrix of samples with a backdoor's trigger.
-
-        Returns:
-            The rate; None without a target, or without a source in the test set.
+        `triggered` is the confusion matrix of samples with a backdoor's trigger. None without a
+        target, or without a source in the test set.
         """
         if self.targets and (triggered is not None or not self.sources):
             seen = confusion if triggered is None else triggered
@@ -221,15 +170,9 @@ class AttackGoal:
 
 
 def compute_metrics(result: EvaluationResult, goal: AttackGoal) -> dict[str, float | None]:
-    """Compute all metrics of one agent's model.
+    """Compute all metrics of one agent's model, by name; None where one does not apply.
 
-    Args:
-        result: Results of the model.
-        goal: Goal of the attack.
-
-    Returns:
-        Metrics by name; None for one that does not apply. The optional metrics of a loss and of the
-        common test set are present only where they apply.
+    The optional metrics of a loss and of the common test set are present only where they apply.
     """
     own = result.own.confusion
     metrics: dict[str, float | None] = {

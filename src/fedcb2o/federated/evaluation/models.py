@@ -35,13 +35,8 @@ Measure = Callable[[Tensor, Tensor], Tensor]
 def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResult]:
     """Evaluate the members' models on their test samples.
 
-    Args:
-        group: Group of the agents.
-        members: Indices of agents in the group.
-
-    Returns:
-        For each member the results on its test set; on that set with a backdoor's trigger, or with
-        an attacker's answers; and on the common test set, where agents have test sets of their own.
+    The results are those on the member's test set; on that set with a backdoor's trigger, or with
+    an attacker's answers; and on the common test set, where agents have test sets of their own.
     """
     spec = group.spec
     results: dict[int, dict[str, Score]] = {k: {} for k in members.tolist()}
@@ -107,15 +102,7 @@ def _finite_or_inf(losses: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def agent_network(group: AgentGroup, k: int) -> nn.Module:
-    """Return the group's network with a copy of one agent's model, in evaluation mode.
-
-    Args:
-        group: Group of the agent.
-        k: Index of the agent.
-
-    Returns:
-        The network.
-    """
+    """Return the group's network with a copy of one agent's model, in evaluation mode."""
     module = group.spec.module.eval()
     reference = group.reference(k)
     bind_(module, group.models[int(group.layout.own[k])].clone())
@@ -136,20 +123,12 @@ def measure_samples(
 ) -> Shaped[Tensor, "m n *k"]:
     """Measure each of m models on each of n test samples, some samples at a time.
 
-    Args:
-        module: The network.
-        models: Model buffer.
-        rows: Rows of the models.
-        test: Test samples.
-        measure: The measure, such as `predicted_class`.
-        models_per_batch: Models in one program; see `inference.logits`.
-        references: Samples for local batch-norm statistics, of each model.
-
-    Returns:
-        Measures on the CPU.
+    `models_per_batch` is that of `inference.logits`. `references` are the samples for local
+    batch-norm statistics, of each model. The result is on the CPU.
     """
     batches: list[tuple[Tensor, Reference | None]] = [(rows, None)]
     if references is not None:
+        # Models with references of their own cannot share a program.
         batches = list(zip(torch.split(rows, 1), references, strict=True))
     xs = torch.split(test.x, SAMPLES_PER_PASS)
     parts = list(zip(xs, torch.split(test.y, SAMPLES_PER_PASS), strict=True))
@@ -166,27 +145,15 @@ def measure_samples(
 
 
 def predicted_class(outputs: Float[Tensor, "k n C"], y: Shaped[Tensor, " n"]) -> Int[Tensor, "k n"]:
-    """Return the class that each model predicts for each sample.
+    """Return the class that each model predicts for each sample; labels are not read.
 
-    Args:
-        outputs: Outputs of k models. A model that is not finite predicts class 0, as argmax does.
-        y: Labels, which are not read.
-
-    Returns:
-        Classes, from 0.
+    A model that is not finite predicts class 0, as argmax does.
     """
     return outputs.argmax(-1)
 
 
 def sample_loss(loss: Loss) -> Measure:
-    """Return the measure of a model's loss on each sample; infinite where it is not a number.
-
-    Args:
-        loss: Loss of a sample.
-
-    Returns:
-        A function for `measure_samples`.
-    """
+    """Return the measure of a model's loss on each sample; infinite where it is not a number."""
 
     def measure(outputs: Tensor, y: Tensor) -> Tensor:
         targets = y.unsqueeze(0).expand(len(outputs), *y.shape)
@@ -200,13 +167,7 @@ def confusion_matrices(
 ) -> Int[Tensor, "m C C"]:
     """Count how often each of m models predicts class c' (column) for class c (row).
 
-    Args:
-        predicted: Classes that each model predicts, on the CPU.
-        labels: Class of each sample.
-        num_classes: Number C of classes.
-
-    Returns:
-        One confusion matrix per model.
+    `predicted` is on the CPU.
     """
     pairs = labels.cpu() * num_classes + predicted
     counts = torch.zeros(len(predicted), num_classes * num_classes, dtype=torch.int64)

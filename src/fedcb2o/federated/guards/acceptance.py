@@ -34,13 +34,7 @@ _NUMBERS_PER_CALL = 2**19  # numbers of small models that are checked in one cal
 
 @dataclass(frozen=True)
 class Message:
-    """Downloaded message of one peer; its types are not known yet.
-
-    Attributes:
-        theta: The model.
-        num_samples: Number of training samples that the sender claims.
-        round: Round of the model.
-    """
+    """Downloaded message of one peer; its types are not known yet."""
 
     theta: Any
     num_samples: Any
@@ -48,16 +42,9 @@ class Message:
 
 
 def rejection_reason(message: Message, *, dim: int, n: int, largest: float | None = None) -> str:
-    """Check a message (alg:localAggregation, line 2).
+    """Return the reason to reject a message, or "" (alg:localAggregation, line 2).
 
-    Args:
-        message: The message.
-        dim: Length d of a model.
-        n: Round that the model must be of.
-        largest: Largest absolute value of the model, where it is known.
-
-    Returns:
-        The reason to reject the message, or an empty string.
+    The model must be of round n. `largest` is its largest absolute value, where it is known.
     """
     theta, claim = message.theta, message.num_samples
     if not isinstance(theta, Tensor) or theta.layout is not torch.strided:
@@ -79,20 +66,12 @@ def rejection_reason(message: Message, *, dim: int, n: int, largest: float | Non
 
 
 def max_abs(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[np.ndarray, " m"]:
-    """Compute the largest absolute value of each model.
-
-    Large models are read once; from another device there is one transfer.
-
-    Args:
-        models: Model buffer.
-        rows: Rows of m models.
-
-    Returns:
-        Largest absolute values, shape [m]; not finite for a model that is not finite.
-    """
+    """Compute the largest absolute value of each model, not finite if the model is not."""
     if not len(rows):
         return np.zeros(0)
     dim = models.shape[1]
+    # Small models are checked in one call. Large models are read once, a part at a time; from
+    # another device there is one transfer.
     size = max(1, _NUMBERS_PER_CALL // dim)
     width = _NUMBERS_PER_CALL if models.device.type == "cpu" else dim  # a part stays in the cache
     extremes = []
@@ -111,12 +90,6 @@ def is_acceptable(largest: Float[np.ndarray, " m"]) -> Bool[np.ndarray, " m"]:
     """Return whether models with these largest absolute values are acceptable.
 
     Any other model counts as not downloaded (alg:localAggregation, line 2).
-
-    Args:
-        largest: Largest absolute value of each model, from `max_abs`.
-
-    Returns:
-        One truth value per model, shape [m].
     """
     acceptable: np.ndarray = largest <= MAX_VALUE
     return acceptable

@@ -124,17 +124,9 @@ def distance_check(
 ) -> Int[np.ndarray, " m"]:
     """Return whether each received model is admitted, by its distance from the agent's own model.
 
-    The largest distance is the ball B_R of eq:Q_beta, about the agent's own model.
-
-    Args:
-        guards: Guards, of which one or both distances are set.
-        models: Model buffer.
-        rows: Rows of the received models.
-        own_row: Row of the agent's own model, shape [1].
-        previous_row: Row of its model before the round, shape [1]; None where it is not kept.
-
-    Returns:
-        `ADMITTED`, `TOO_FAR` or `TOO_NEAR` for each model.
+    The outcomes are `ADMITTED`, `TOO_FAR` and `TOO_NEAR`. The largest distance is the ball B_R of
+    eq:Q_beta, about the agent's own model. `previous_row` is None where the model before the round
+    is not kept.
     """
     ahead = [] if previous_row is None else [previous_row]
     distances = relative_distances(models, torch.cat([*ahead, rows, own_row]))
@@ -143,6 +135,7 @@ def distance_check(
     if guards.min_distance is not False:
         outcome[distances < guards.min_distance * movement] = TOO_NEAR
     if guards.max_distance is not False:
+        # Written this way, a distance that is not a number is too far.
         outcome[~(distances <= guards.max_distance)] = TOO_FAR
     return outcome.numpy()
 
@@ -150,32 +143,19 @@ def distance_check(
 def counted_losses(outcomes: Int[np.ndarray, " m"], num_classes: int) -> Float[np.ndarray, " m"]:
     """Return the losses that the likelihoods of refused models count (line 4).
 
-    A model that is too far or too sensitive counts as an infinite loss. One that is too near counts
-    as a model that knows nothing, log C: benign peers may be near after a round or two, and are
-    asked again.
-
-    Args:
-        outcomes: An outcome for each model.
-        num_classes: C; numbers count as 2 classes.
-
-    Returns:
-        A loss per model; infinity for admitted ones, which their losses replace.
+    A model that is too far or too sensitive counts as an infinite loss, and one that is too near as
+    a model that knows nothing, log C; numbers count as 2 classes. Admitted models have infinity,
+    which their losses replace.
     """
+    # Benign peers may be near after a round or two, and are asked again.
     return np.where(outcomes == TOO_NEAR, math.log(max(num_classes, 2)), np.inf)
 
 
 def tolerated(tolerance: float, losses: Losses, own_losses: Losses) -> Bool[Tensor, "*a m"]:
     """Return the models whose loss is not significantly above that of the agent's own model.
 
-    They widen the sub-level set of eq:clustered_csp.
-
-    Args:
-        tolerance: Number of standard errors of the difference, on the same samples.
-        losses: Losses of the received models.
-        own_losses: Losses of the agent's own model.
-
-    Returns:
-        A truth value per received model.
+    They widen the sub-level set of eq:clustered_csp. `tolerance` is a number of standard errors of
+    the difference, on the same samples.
     """
     differences = losses.per_sample - own_losses.per_sample
     errors = standard_error_of_mean(differences).nan_to_num(nan=0.0)

@@ -29,16 +29,7 @@ _MIN_MOVEMENT = 0.05  # nats, where the agent's own model hardly changes
 def noise_images(
     shape: torch.Size, value_range: ValueRange, draw: np.random.Generator
 ) -> Float[Tensor, "n *features"]:
-    """Draw images whose pixels or blocks are black or white.
-
-    Args:
-        shape: Shape of a sample.
-        value_range: Black and white.
-        draw: Source of randomness.
-
-    Returns:
-        `IMAGES` samples.
-    """
+    """Draw `IMAGES` samples whose pixels or blocks are black or white."""
     black, white = value_range
     is_white = torch.from_numpy(draw.random((IMAGES, *shape)) < 0.5)
     if len(shape) >= 2:
@@ -51,14 +42,12 @@ def noise_images(
 def class_sensitivities(outputs: Float[Tensor, "m n C"]) -> Float[Tensor, "m C"]:
     """Compute the logarithm of each class's sensitivity.
 
-    Args:
-        outputs: Outputs of m models on `noise_images`.
-
-    Returns:
-        Logarithms, about 0; not finite for a model whose outputs do not depend on the image.
+    The logarithms of m models are about 0; they are not finite for a model whose outputs do not
+    depend on the image.
     """
     outputs = outputs.double()
     outputs = outputs - outputs.mean(-1, keepdim=True)
+    # Pixels and blocks count alike: the second half of the images has blocks.
     halves = [half.std(1) for half in outputs.chunk(2, 1)]
     deviations = halves[0] + halves[1]
     return (deviations / deviations.median(1, keepdim=True).values).log()
@@ -69,15 +58,9 @@ def rises(
 ) -> Float[Tensor, " m"]:
     """Return the largest rise of a class's sensitivity above the agent's own models.
 
-    It bounds the received models, as the ball in eq:Q_beta does.
-
-    Args:
-        received: Log sensitivities of received models.
-        own: Those of the agent's own model.
-        previous: Those of its model before LocalUpdate.
-
-    Returns:
-        Rises, in units of the root mean square change by this round's LocalUpdate.
+    All sensitivities are logarithms. The unit is the root mean square change by this round's
+    LocalUpdate, from `previous` to `own`. The rise bounds the received models, as the ball in
+    eq:Q_beta does.
     """
     movement = (own - previous).square().mean().sqrt().clamp(min=_MIN_MOVEMENT)
     return (received - torch.maximum(own, previous)).amax(1) / movement
