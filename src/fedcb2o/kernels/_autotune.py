@@ -59,8 +59,8 @@ _TIMED_AGENTS = 16  # enough to fill a device
 def fastest_linear() -> LinearKernel:
     """Return the faster kernel of dense layers, tried in under a second on one thread.
 
-    Returns:
-        "onednn" if it is clearly faster for the paper's dense layer at batch size 64, else "torch".
+    It is "onednn" if it is clearly faster for the paper's dense layer at batch size 64, else
+    "torch".
     """
     if not _onednn.is_available():
         return "torch"
@@ -68,11 +68,7 @@ def fastest_linear() -> LinearKernel:
 
 
 def onednn_speedup() -> float:
-    """Return the speedup of oneDNN for the three products of the paper's dense layer.
-
-    Returns:
-        The time of PyTorch's products, divided by that of oneDNN's.
-    """
+    """Return the speedup of oneDNN for the three products of the paper's dense layer."""
     draw = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 3136, generator=draw, requires_grad=True) for n in (64, 2048))
     g = torch.randn(64, 2048, generator=draw)
@@ -89,13 +85,7 @@ def onednn_speedup() -> float:
 def supported_precision(requested: Precision, device: torch.device) -> Precision:
     """Return the requested precision if the device computes it at a useful speed.
 
-    Args:
-        requested: The precision of a configuration.
-        device: The device.
-
-    Returns:
-        "float32" in place of "bfloat16" where products in bfloat16 are far slower, else
-        `requested`.
+    "float32" takes the place of "bfloat16" where products in bfloat16 are far slower.
     """
     if requested == "bfloat16" and _bfloat16_speedup(device) < MIN_BFLOAT16_SPEEDUP:
         return "float32"
@@ -126,17 +116,15 @@ def _bfloat16_speedup(device: torch.device) -> float:
 def _speedup(
     default: Callable[[], Any], other: Callable[[], Any], clock: Callable[[], float]
 ) -> float:
-    """Return the time of the default divided by that of the other, the median over turns.
-
-    A turn times both, so that a slow phase of the machine affects both. The first turn, which
-    builds kernels, does not count.
-    """
+    """Return the time of the default divided by that of the other, the median over turns."""
 
     def seconds(compute: Callable[[], Any]) -> float:
         start = clock()
         compute()
         return clock() - start
 
+    # A turn times both, so that a slow phase of the machine affects both. The first turn, which
+    # builds kernels, does not count.
     turns = [(seconds(default), seconds(other)) for _ in range(_REPEATS + 1)]
     return statistics.median(slow / fast if fast > 0 else 1.0 for slow, fast in turns[1:])
 
@@ -153,15 +141,9 @@ def _has_channels_last_overrun() -> bool:
 def fastest_layout(
     module: nn.Module, x: Shaped[Tensor, "n *features"], precision: Precision
 ) -> MemoryLayout:
-    """Return the faster memory layout of images for a network, tried on one thread.
+    """Return the faster memory layout of images for a network, tried on one thread with a batch.
 
-    Args:
-        module: The network.
-        x: A batch, shape [n, ...].
-        precision: Precision of products.
-
-    Returns:
-        "channels_last" if it is clearly faster and the network can read it, else "contiguous".
+    It is "channels_last" if it is clearly faster and the network can read it, else "contiguous".
     """
     parts = list(module.modules())
     has_convolution = any(isinstance(part, nn.Conv2d) for part in parts)
@@ -188,16 +170,8 @@ def fastest_single_convolution(
 ) -> ConvolutionKernel:
     """Return the faster kernel of one network's convolutions on a CPU.
 
-    The trial takes as long as two dozen training steps, or hardly any time where spectra do not
-    apply.
-
-    Args:
-        module: The network.
-        x: A batch, shape [n, ...].
-        precision: Precision of products.
-
-    Returns:
-        "fourier" if it is clearly faster, else "grouped".
+    It is "fourier" if it is clearly faster, else "grouped". The trial takes as long as two dozen
+    training steps, or hardly any time where spectra do not apply.
     """
     if not any(isinstance(part, nn.Conv2d) for part in module.modules()):
         return "grouped"
@@ -232,16 +206,9 @@ def fastest_batched_convolution(
 ) -> ConvolutionKernel:
     """Return the fastest kernel of the convolutions of several agents on a device.
 
-    Args:
-        module: The network.
-        x: A batch of each agent, shape [n, ...].
-        precision: Precision of products.
-        device: The device.
-        max_agents: Agents that train together; at most `_TIMED_AGENTS` of them are timed.
-
-    Returns:
-        "unfolded" or "mixed" if it is clearly faster than "grouped" and can be tried, else
-        "grouped".
+    `x` is a batch of each agent. Of the `max_agents` agents that train together, at most
+    `_TIMED_AGENTS` are timed. It is "unfolded" or "mixed" if it is clearly faster than "grouped"
+    and can be tried, else "grouped".
     """
     convolutions = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
     if max_agents < 2 or not any(part.groups == 1 for part in convolutions):

@@ -14,19 +14,11 @@ from fedcb2o.nn.memory_layout import is_vmapped
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `F.linear`, as one batched product where each network has its own inputs.
-
-    Args:
-        input: Inputs, shape [n, fan_in] for each network.
-        weight: Weights, shape [fan_out, fan_in] for each network.
-        bias: Biases, shape [fan_out] for each network.
-
-    Returns:
-        Outputs, shape [n, fan_out] for each network.
-    """
+    """Compute `F.linear`, as one batched product where each network has its own inputs."""
     if bias is None or input.ndim != 2 or not all(map(is_vmapped, (input, weight, bias))):
         return F.linear(input, weight, bias)
 
+    # Autocast does not reach into an autograd function.
     kind = input.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)

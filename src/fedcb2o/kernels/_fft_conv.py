@@ -45,18 +45,6 @@ def conv2d(
     """Compute `F.conv2d`, by spectra where that takes far fewer multiplications.
 
     Spectra apply on a CPU, in float32, for one network, with stride and dilation 1 and one group.
-
-    Args:
-        input: Images, shape [n, C, H, W].
-        weight: Kernels, shape [O, C, k, l].
-        bias: One value per output channel, shape [O].
-        stride: As in `F.conv2d`.
-        padding: As in `F.conv2d`.
-        dilation: As in `F.conv2d`.
-        groups: As in `F.conv2d`.
-
-    Returns:
-        The convolved images, shape [n, O, h, w].
     """
     if _is_supported(input, weight, bias, stride, padding, dilation, groups):
         margins = padding_margins(padding, weight)
@@ -154,20 +142,15 @@ def _periods(shape: Sequence[int], margins: Margins) -> list[int]:
 
 @functools.lru_cache(maxsize=64)
 def _dft_tables(size: int, count: int, start: int) -> tuple[Float[Tensor, "_r _c"], ...]:
-    """Return the matrices that transform `count` numbers, the first at `start`, of a period.
+    """Return the matrices that transform `count` numbers of a period of length `size`.
 
-    Args:
-        size: Length of the period.
-        count: Count of numbers.
-        start: Place of the first number in the period.
+    The first number is at the place `start`. With h = size // 2 + 1, the matrices are:
 
-    Returns:
-        Four matrices, with h = size // 2 + 1:
-        1. [2 h, count]: real numbers to alternating real and imaginary parts of half of the
-           frequencies;
-        2. [count, 2 h]: the inverse;
-        3. [size, 2 count]: stacked real and imaginary parts to the real parts of all frequencies;
-        4. [size, 2 count]: the same to the imaginary parts.
+    1. [2 h, count]: real numbers to alternating real and imaginary parts of half of the
+       frequencies;
+    2. [count, 2 h]: the inverse;
+    3. [size, 2 count]: stacked real and imaginary parts to the real parts of all frequencies;
+    4. [size, 2 count]: the same to the imaginary parts.
     """
     angle = 2 * math.pi / size * np.outer(np.arange(size), np.arange(start, start + count))
     cos = np.cos(angle)

@@ -18,25 +18,12 @@ MIN_WEIGHTS = 2**20  # of a dense layer for which the kernel matters
 
 
 def is_available() -> bool:
-    """Return True if this PyTorch has oneDNN's products.
-
-    Returns:
-        False for a PyTorch without oneDNN, or without its product operator.
-    """
+    """Return True if this PyTorch has oneDNN, and its product operator."""
     return torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `F.linear`, by oneDNN for a large layer of one network in float32 on a CPU.
-
-    Args:
-        input: Inputs x, shape [n, k].
-        weight: Weights W, shape [m, k].
-        bias: Bias b, shape [m].
-
-    Returns:
-        y = x W^T + b, shape [n, m].
-    """
+    """Compute `F.linear`, by oneDNN for a large layer of one network in float32 on a CPU."""
     is_large = input.ndim == weight.ndim == 2 and weight.numel() >= MIN_WEIGHTS
     is_float32 = input.dtype == weight.dtype == torch.float32
     if not (is_large and is_float32) or is_vmapped(input) or is_vmapped(weight):
@@ -52,25 +39,13 @@ def _matmul(a: Float[Tensor, "n k"], b: Float[Tensor, "m k"]) -> Float[Tensor, "
 
 
 class _LinearFunction(torch.autograd.Function):
-    """A dense layer and its derivatives by oneDNN.
-
-    W is the left operand, which saves oneDNN a copy of W into its own order.
-    """
+    """A dense layer and its derivatives by oneDNN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute y = (W x^T)^T + b.
-
-        Args:
-            ctx: Context of the derivative, which stores x and W.
-            x: Inputs x, shape [n, k].
-            weight: Weights W, shape [m, k].
-            bias: Bias b, shape [m], or None.
-
-        Returns:
-            Outputs y, shape [n, m].
-        """
+        """Compute y = (W x^T)^T + b for inputs x [n, k], weights W [m, k] and a bias b [m]."""
         ctx.save_for_backward(x, weight)
+        # W is the left operand, which saves oneDNN a copy of W into its own order.
         y = _matmul(weight, x.contiguous()).T
         if bias is None:
             return y.contiguous()
@@ -78,16 +53,7 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute g W, g^T x and the sum of g, each only if it is needed.
-
-        Args:
-            ctx: Context with x, shape [n, k], and W, shape [m, k].
-            g: Gradient with respect to y, shape [n, m].
-
-        Returns:
-            Gradients with respect to x [n, k], W [m, k] and b [m]; None for one that
-            is not computed.
-        """
+        """Compute g W, g^T x and the sum of g, each only if it is needed; else None."""
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         g = g.contiguous()

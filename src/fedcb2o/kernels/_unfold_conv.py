@@ -38,20 +38,8 @@ def conv2d(
 ) -> Tensor:
     """Compute `F.conv2d`, unfolded where `torch.func.vmap` computes several networks.
 
-    Each network has its own images, and the convolution itself has one group.
-
-    Args:
-        input: Images, shape [n, C, H, W] for each network.
-        weight: Kernels, shape [O, C, k, l] for each network.
-        bias: One value per output channel, shape [O] for each network.
-        stride: As in `F.conv2d`.
-        padding: As in `F.conv2d`.
-        dilation: As in `F.conv2d`.
-        groups: As in `F.conv2d`.
-        max_channels: Only a convolution of fewer input channels is unfolded; all by default.
-
-    Returns:
-        The convolved images, shape [n, O, h, w] for each network.
+    Each network has its own images, and the convolution itself has one group. With `max_channels`,
+    only a convolution of fewer input channels is unfolded.
     """
     steps = _pair(stride)
     spacing = _pair(dilation)
@@ -79,15 +67,9 @@ def conv2d(
 def padding_margins(
     padding: str | int | Sequence[int], weight: Tensor, dilation: tuple[int, int] = (1, 1)
 ) -> Margins:
-    """Return the zeros that a convolution's `padding` adds.
+    """Return the zeros that a convolution's `padding` adds, before and after an image.
 
-    Args:
-        padding: "same", "valid", or the zeros of each direction.
-        weight: Kernels, shape [O, C, k, l].
-        dilation: Distance between the pixels of a kernel, in each direction.
-
-    Returns:
-        The zeros before and after an image, in each direction.
+    `dilation` is the distance between the pixels of a kernel, in each direction.
     """
     if padding == "same":
         reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]

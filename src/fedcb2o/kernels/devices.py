@@ -34,19 +34,13 @@ _FLOAT32_BYTES = 4
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """Return the device of a name.
+    """Return the device of PyTorch's name; the CPU for None.
 
-    Args:
-        name: PyTorch's name of the device; the CPU if None.
-
-    Returns:
-        The device.
-
-    Raises:
-        ConfigError: PyTorch does not find the device on this machine.
+    ConfigError is raised if PyTorch does not find the device on this machine.
     """
     try:
         device = torch.device(name or "cpu")
+        # A name may be valid although the machine has no such device.
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
@@ -57,26 +51,12 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def is_cpu(name: str | None) -> bool:
-    """Return True if a device's name means the CPU, on any machine.
-
-    Args:
-        name: PyTorch's name of the device, or None for the default.
-
-    Returns:
-        True for "cpu" and for None.
-    """
+    """Return True if a device's name means the CPU, on any machine; None does."""
     return name is None or name == "cpu"
 
 
 def device_name(device: torch.device) -> str | None:
-    """Return the vendor's name of an accelerator.
-
-    Args:
-        device: The device.
-
-    Returns:
-        The name, or None where PyTorch does not report it.
-    """
+    """Return the vendor's name of an accelerator; None where PyTorch does not report it."""
     get_name = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return get_name(device) if get_name is not None else None
 
@@ -87,12 +67,6 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
     PyTorch warns of operations for which it has no such algorithm. On a CPU all algorithms repeat
     their bits.
-
-    Args:
-        device: The device of the computations inside the context.
-
-    Yields:
-        None.
     """
     if device.type == "cpu":
         yield
@@ -122,34 +96,18 @@ def max_batched_agents(
 ) -> int:
     """Return how many agents a device trains in one program.
 
-    The number depends on the network and on the kind of device, not on other programs there.
-
-    Args:
-        device: The device.
-        buffer_bytes: Size of the model buffer.
-        module: The network.
-        x: A batch of each agent, shape [n, ...].
-        convolution: Kernel of convolutions.
-
-    Returns:
-        The agents whose training fits into `MEMORY_SHARE` of the memory next to the model buffer;
-        1 for a network that cannot be computed several times at once.
+    Their training fits into `MEMORY_SHARE` of the memory next to the model buffer. It is 1 for a
+    network that cannot be computed several times at once. `x` is a batch of each agent.
     """
     if batching_obstacle(module, x[:2]):
         return 1
+    # The number depends on the network and on the kind of device, not on other programs there.
     free = device_memory(device) - buffer_bytes
     return max(1, int(MEMORY_SHARE * free / training_bytes(module, x, convolution)))
 
 
 def device_memory(device: torch.device) -> int:
-    """Return the memory of a device in bytes.
-
-    Args:
-        device: The device.
-
-    Returns:
-        PyTorch's number, or a cautious one where PyTorch has none.
-    """
+    """Return the memory of a device in bytes: PyTorch's number, or a cautious one."""
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
     get_properties = getattr(getattr(torch, device.type, None), "get_device_properties", None)
@@ -161,16 +119,10 @@ def device_memory(device: torch.device) -> int:
 def training_bytes(
     module: nn.Module, x: Shaped[Tensor, "n *features"], convolution: ConvolutionKernel = "grouped"
 ) -> int:
-    """Estimate the memory that one agent of a training batch takes.
+    """Estimate the memory in bytes that one agent of a training batch takes.
 
-    Args:
-        module: The network.
-        x: A batch of the agent, shape [n, ...].
-        convolution: Kernel of convolutions.
-
-    Returns:
-        Bytes of the model, its gradient and its momentum, each twice, and of the activations: twice
-        those of a batch, or once those of the images on which a model is validated at once.
+    It is that of the model, its gradient and its momentum, each twice, and of the activations:
+    twice those of the batch `x`, or once those of the images on which a model is validated at once.
     """
     saved: dict[int, int] = {}
 
@@ -182,6 +134,7 @@ def training_bytes(
     theta = flatten(module)
     tensors = trainable_stack(module, theta.unsqueeze(0))
     batch_norm.train_(module)
+    # The tensors that a forward pass saves for its gradient are the activations.
     hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
     forward = batched_forward(module, dense_layers(module, len(theta)))
     with torch.random.fork_rng(devices=[]), use_kernels(convolution=convolution), hooks:
@@ -197,12 +150,7 @@ def training_bytes(
 def batching_obstacle(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> str:
     """Return the reason why a network cannot be computed several times at once.
 
-    Args:
-        module: The network.
-        x: Samples, shape [n, ...].
-
-    Returns:
-        The error of an attempt with two models, or "" if it succeeds.
+    It is the error of an attempt with two models, or "" if it succeeds.
     """
     theta = flatten(module)
     batch_norm.train_(module)

@@ -47,15 +47,7 @@ _CONVOLUTIONS: dict[ConvolutionKernel, Callable[..., Any]] = {
 def use_kernels(
     linear: LinearKernel = "torch", convolution: ConvolutionKernel = "grouped"
 ) -> contextlib.AbstractContextManager[Any]:
-    """Compute the networks inside the context by the named kernels.
-
-    Args:
-        linear: Kernel of dense layers.
-        convolution: Kernel of convolutions.
-
-    Returns:
-        A context manager.
-    """
+    """Return a context in which networks are computed by the named kernels."""
     replacements: dict[Any, Callable[..., Any]] = {}
     if linear != "torch":
         replacements[F.linear] = _LINEAR[linear]

@@ -187,14 +187,7 @@ class _ResidualBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ReLU(x + change(x)).
-
-        Args:
-            x: Activations [n, channels, height, width].
-
-        Returns:
-            Activations with the channels and resolution of the block's output.
-        """
+        """Return ReLU(x + change(x)), in the channels and the resolution of the block's output."""
         padding = (0, 0, 0, 0, 0, self.extra_channels)
         shortcut = F.pad(x[..., :: self.stride, :: self.stride], padding)
         return F.relu(shortcut + self.change(x))

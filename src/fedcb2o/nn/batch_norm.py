@@ -39,26 +39,14 @@ _STATISTIC_NAMES = ("running_mean", "running_var")
 
 
 def set_statistics_mode(module: nn.Module, statistics: StatisticsMode) -> None:
-    """Set the mode of the statistics of all norms in a network.
-
-    Args:
-        module: A network.
-        statistics: The mode.
-    """
+    """Set the mode of the statistics of all norms in a network."""
     for layer in module.modules():
         if isinstance(layer, _NormBase):
             setattr(layer, _MODE_ATTRIBUTE, statistics)
 
 
 def require_tracked_statistics(module: nn.Module) -> None:
-    """Refuse a batch norm that uses batch statistics in evaluation.
-
-    Args:
-        module: A network.
-
-    Raises:
-        ConfigError: A batch norm does not track its statistics.
-    """
+    """Refuse a batch norm that uses batch statistics in evaluation, by ConfigError."""
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and layer.running_mean is None:
             raise ConfigError(
@@ -69,15 +57,7 @@ def require_tracked_statistics(module: nn.Module) -> None:
 
 
 def statistics(module: nn.Module, *kinds: StatisticsMode) -> dict[str, Float[Tensor, " c"]]:
-    """Return the statistics of the norms with the given modes.
-
-    Args:
-        module: A network.
-        kinds: Modes.
-
-    Returns:
-        Running means and variances by their names in the network.
-    """
+    """Return the statistics of the norms with the given modes, by their names in the network."""
     return {
         f"{name}.{statistic}".lstrip("."): getattr(layer, statistic)
         for name, layer in _norm_layers(module, *kinds).items()
@@ -86,25 +66,12 @@ def statistics(module: nn.Module, *kinds: StatisticsMode) -> dict[str, Float[Ten
 
 
 def has_local_statistics(module: nn.Module) -> bool:
-    """Return whether an agent must estimate statistics before it evaluates the network.
-
-    Args:
-        module: A network.
-
-    Returns:
-        True if a norm has the mode "local".
-    """
+    """Return whether an agent must estimate statistics before it evaluates the network."""
     return bool(_norm_layers(module, "local"))
 
 
 def train_(module: nn.Module) -> None:
-    """Switch a network to training, with dropped statistics fixed.
-
-    Batch counts start at 0.
-
-    Args:
-        module: A network.
-    """
+    """Switch a network to training, with dropped statistics fixed and batch counts of 0."""
     module.train()
     for layer in _norm_layers(module, "dropped").values():
         layer.eval()
@@ -118,15 +85,13 @@ def estimate_statistics_mode(module: nn.Module) -> Iterator[None]:
     """Make the inputs inside a `with` block the local statistics of a network.
 
     All other layers are in evaluation mode.
-
-    Args:
-        module: A network.
     """
     module.eval()
     layers = _norm_layers(module, "local").values()
     original = [layer.momentum for layer in layers]
     for layer in layers:
         layer.train()
+        # The running statistics become those of the input, without a part of the old ones.
         layer.momentum = 1.0
     try:
         with torch.no_grad():
@@ -138,12 +103,7 @@ def estimate_statistics_mode(module: nn.Module) -> Iterator[None]:
 
 
 def estimate_statistics_(module: nn.Module, x: Float[Tensor, "n *features"]) -> None:
-    """Estimate a network's local statistics on samples, under its parameters.
-
-    Args:
-        module: A network.
-        x: Samples.
-    """
+    """Estimate a network's local statistics on samples, under its parameters."""
     with estimate_statistics_mode(module):
         module(x)
 

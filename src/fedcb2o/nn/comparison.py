@@ -22,12 +22,7 @@ _Call = tuple[str, tuple[Tensor, Tensor]]
 def agree(first: Tensor, second: Tensor) -> bool:
     """Return whether two outputs are equal to rounding.
 
-    Args:
-        first: An output.
-        second: Another one.
-
-    Returns:
-        True if they have one shape and differ by at most 1e-4 of the largest number.
+    They have one shape and differ by at most 1e-4 of the largest number.
     """
     if first.shape != second.shape:
         return False
@@ -39,19 +34,12 @@ def agree(first: Tensor, second: Tensor) -> bool:
 
 
 def equal(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have equal numbers; NaN equals NaN.
-
-    Args:
-        first: A tensor.
-        second: Another one.
-
-    Returns:
-        True if they have one shape and equal numbers.
-    """
+    """Return whether two tensors have one shape and equal numbers; NaN equals NaN."""
     if torch.equal(first, second):
         return True
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
+    # NaN is not equal to itself; its bits are.
     bits = [
         tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)
     ]
@@ -61,13 +49,7 @@ def equal(first: Tensor, second: Tensor) -> bool:
 def first_difference(module: nn.Module, x: Tensor, parts: Sequence[Tensor]) -> str:
     """Name the innermost forward pass whose results for all samples and for parts differ first.
 
-    Args:
-        module: A network.
-        x: Samples.
-        parts: The same samples in parts.
-
-    Returns:
-        The layer with its type.
+    `parts` are the same samples in parts. The name is that of the layer with its type.
     """
     apart = [_layer_calls(module, part) for part in parts]
     for call, *pieces in zip(_layer_calls(module, x), *apart, strict=False):

@@ -23,13 +23,9 @@ def momentum_step_(
 ) -> None:
     """Update parameters in place: m <- factor m + g, theta <- theta - lr m.
 
-    Args:
-        parameter: The parameters theta in float32, contiguous.
-        momentum: Their momentum m in float32, contiguous.
-        gradient: Their gradient g, in any type.
-        low: The parameters in bfloat16, contiguous, to be updated; None without a copy.
-        lr: Step size.
-        factor: Factor of the momentum.
+    The parameters theta and the momentum m are contiguous and in float32; the gradient is of any
+    type. `low` is a contiguous copy of theta in bfloat16, which is updated, too; None without a
+    copy.
     """
     count = parameter.numel()
     _momentum_kernel[(triton.cdiv(count, _BLOCK),)](

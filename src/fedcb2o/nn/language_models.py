@@ -103,10 +103,8 @@ def language_model(
 class Activations(NamedTuple):
     """Activations of the frozen base that the adapted blocks read.
 
-    Attributes:
-        hidden: Input of the first adapted block, at the places that the adapters act on.
-        keys: Keys of the places before, one row per adapted block.
-        values: Values of the places before.
+    `hidden` is the input of the first adapted block, at the places that the adapters act on. Keys
+    and values are those of the places before, one row per adapted block.
     """
 
     hidden: Float[Tensor, "*n a h"]
@@ -117,12 +115,8 @@ class Activations(NamedTuple):
 class AdaptedModel(nn.Module):
     """Log-probabilities of answers, by a frozen base with adapters in its last blocks.
 
-    Args:
-        decoder: Blocks of the base.
-        head: Embeddings of the tokens of the softmax, shape [V, h].
-        blocks: Number of adapted blocks.
-        answer: Number of places of the answer.
-        reads: Tokens that the adapters act on.
+    `head` has the embeddings of the tokens of the softmax. `answer` is the number of places of the
+    answer. `reads` is that of `language_model`.
     """
 
     head: Tensor
@@ -148,15 +142,9 @@ class AdaptedModel(nn.Module):
             layer.self_attn.layer_idx = index
 
     def add_adapters_(self, rank: int, alpha: int, targets: Sequence[str]) -> None:
-        """Add adapters to the last blocks.
+        """Add adapters to the layers `targets` of the last blocks.
 
-        Args:
-            rank: Rank of the adapters.
-            alpha: Scale of the adapters.
-            targets: Names of the layers with adapters.
-
-        Raises:
-            ConfigError: The base has no layer of a name.
+        ConfigError is raised if the base has no layer of a name.
         """
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -172,12 +160,9 @@ class AdaptedModel(nn.Module):
     def forward(self, x: Int[Tensor, "n t"]) -> Float[Tensor, "n 2"]:
         """Return how probable the answers of samples are.
 
-        Args:
-            x: Samples.
-
-        Returns:
-            The mean log-probability of the answer's tokens, and 1 where each of them is the most
-            probable one, so that greedy decoding gives the answer; else 0.
+        The first number is the mean log-probability of the answer's tokens. The second one is 1
+        where each of them is the most probable one, so that greedy decoding gives the answer; else
+        0.
         """
         tokens = x.long()
         targets = tokens[:, -self.answer :]
@@ -196,15 +181,7 @@ class AdaptedModel(nn.Module):
         return torch.stack([means, (misses == 0).to(means.dtype)], 1)
 
     def complete(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        """Return the most probable tokens after prompts, one after the other.
-
-        Args:
-            prompts: Tokens of each prompt.
-            count: Number of tokens to write.
-
-        Returns:
-            Tokens after each prompt.
-        """
+        """Return the `count` most probable tokens after each prompt, one after the other."""
         written = []
         with torch.no_grad():
             for prompt in prompts:
@@ -255,10 +232,8 @@ class AdaptedModel(nn.Module):
         return states
 
     def _compute(self, read: Int[Tensor, " t"], start: int) -> Activations:
-        """Compute the base's activations at the tokens of one sample, padded with zeros.
-
-        Samples are computed one by one, so that the numbers do not depend on other samples.
-        """
+        """Compute the base's activations at the tokens of one sample, padded with zeros."""
+        # Samples are computed one by one, so that the numbers do not depend on other samples.
         real = read != PAD
         with torch.no_grad():
             found = self.base(
@@ -286,9 +261,6 @@ class KeptActivations:
 
     Processes and runs share the files, which they map. Copies of a network share the activations,
     and a pickle has none.
-
-    Args:
-        folder: Folder of the files; None for memory alone.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -304,14 +276,9 @@ class KeptActivations:
     def rows(
         self, tokens: Int[Tensor, "n t"], compute: Callable[[Tensor], Activations]
     ) -> list[Activations]:
-        """Return the activations of samples, and keep them.
+        """Return the activations of samples, by their tokens that are read, and keep them.
 
-        Args:
-            tokens: Tokens that are read of each sample.
-            compute: Function of these tokens of one sample.
-
-        Returns:
-            Activations of each sample.
+        `compute` is a function of these tokens of one sample.
         """
         found = []
         for key, row in zip(map(bytes, tokens.cpu().numpy()), tokens, strict=True):
@@ -319,6 +286,7 @@ class KeptActivations:
             if activations is None:
                 activations = self._read_or_compute(key, row, compute)
                 size = sum(part.numel() * part.element_size() for part in activations)
+                # The oldest sample makes room.
                 if (len(self._rows) + 1) * size > MAX_KEPT_BYTES:
                     self._rows.pop(next(iter(self._rows)), None)
                 self._rows[key] = activations
@@ -336,6 +304,7 @@ class KeptActivations:
             return Activations(**load_file(file, device=str(row.device)))
         activations = compute(row)
         self._folder.mkdir(parents=True, exist_ok=True)
+        # Other processes may write the same file: each writes its own and renames it.
         staging = file.with_suffix(f".{os.getpid()}")
         save_file(
             {name: part.contiguous() for name, part in activations._asdict().items()}, staging

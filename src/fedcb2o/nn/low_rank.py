@@ -29,14 +29,9 @@ UP = "lora_B"
 
 @dataclass(frozen=True)
 class FactorPair:
-    """Place of the factors of one adapter in theta.
+    """Place of the factors A [rank, inputs] and B [outputs, rank] of one adapter in theta.
 
-    Attributes:
-        a_start: First number of A.
-        b_start: First number of B.
-        rank: r.
-        inputs: n, the columns of A.
-        outputs: m, the rows of B.
+    `a_start` and `b_start` are the indices of their first numbers.
     """
 
     a_start: int
@@ -46,27 +41,13 @@ class FactorPair:
     outputs: int
 
     def a(self, thetas: Shaped[Tensor, "*k d"]) -> Shaped[Tensor, "*k r n"]:
-        """Return the factors A of models, as a view.
-
-        Args:
-            thetas: Models.
-
-        Returns:
-            One matrix per model.
-        """
+        """Return the factors A of models, as a view."""
         size = self.rank * self.inputs
         columns = thetas[..., self.a_start : self.a_start + size]
         return columns.view(*thetas.shape[:-1], self.rank, self.inputs)
 
     def b(self, thetas: Shaped[Tensor, "*k d"]) -> Shaped[Tensor, "*k m r"]:
-        """Return the factors B of models, as a view.
-
-        Args:
-            thetas: Models.
-
-        Returns:
-            One matrix per model.
-        """
+        """Return the factors B of models, as a view."""
         size = self.outputs * self.rank
         columns = thetas[..., self.b_start : self.b_start + size]
         return columns.view(*thetas.shape[:-1], self.outputs, self.rank)
@@ -75,11 +56,7 @@ class FactorPair:
 def factor_pairs(module: nn.Module) -> tuple[FactorPair, ...]:
     """Find the adapters of a network by PEFT's names of parameters.
 
-    Args:
-        module: A network.
-
-    Returns:
-        One pair per adapter whose factors are both in theta; none for other networks.
+    An adapter counts if both of its factors are in theta.
     """
     starts = {}
     shapes = {}
@@ -99,15 +76,7 @@ def factor_pairs(module: nn.Module) -> tuple[FactorPair, ...]:
 
 
 def require_pairs(pairs: Sequence[FactorPair], user: str) -> None:
-    """Check that a model has adapters.
-
-    Args:
-        pairs: Its adapters.
-        user: Part of the configuration that needs them.
-
-    Raises:
-        ConfigError: It has none.
-    """
+    """Refuse a model without adapters, by ConfigError; `user` is what needs them."""
     if not pairs:
         raise ConfigError(
             f"{user} needs a model with low-rank adapters: trained parameters named `{DOWN}` and "
@@ -118,14 +87,8 @@ def require_pairs(pairs: Sequence[FactorPair], user: str) -> None:
 def to_products(thetas: Float[Tensor, "k d"], pairs: Sequence[FactorPair]) -> Float[Tensor, "k p"]:
     """Replace the factors of models by their products B A.
 
-    A product takes m n numbers in place of r (m + n).
-
-    Args:
-        thetas: Models.
-        pairs: Their adapters.
-
-    Returns:
-        Numbers that are not of an adapter, and then the products.
+    Numbers that are not of an adapter come first, and then the products. A product takes m n
+    numbers in place of r (m + n).
     """
     products = [(pair.b(thetas) @ pair.a(thetas)).flatten(1) for pair in pairs]
     return torch.cat([thetas[:, _outside(thetas.shape[1], pairs)], *products], 1)
@@ -136,17 +99,10 @@ def from_products(
 ) -> Float[Tensor, " d"]:
     """Return the model of rank r that is nearest to products (Eckart and Young).
 
-    Of all factors of the truncated product, A has orthogonal rows of one norm, that of an agent's
-    own A on average, and is turned to be nearest to it. So A and B stay comparable with the agent's
-    own, and directions without a singular value can still be trained.
-
-    Args:
-        vector: A row of `to_products`.
-        own: The agent's own model.
-        pairs: Its adapters.
-
-    Returns:
-        A model.
+    `vector` is a row of `to_products`, and `own` the agent's own model. Of all factors of the
+    truncated product, A has orthogonal rows of one norm, that of an agent's own A on average, and
+    is turned to be nearest to it. So A and B stay comparable with the agent's own, and directions
+    without a singular value can still be trained.
     """
     theta = own.clone()
     is_outside = _outside(len(own), pairs)
@@ -168,17 +124,7 @@ def average_products(
 ) -> Float[Tensor, " d"]:
     """Return the model of rank r that is nearest to the weighted sum of models' products.
 
-    It is `from_products` of the sum of `to_products`, without products of full size: the sum of
-    k products has at most the rank r k.
-
-    Args:
-        thetas: Models. Those without weight may have any values.
-        weights: Their weights.
-        own: The agent's own model.
-        pairs: Its adapters.
-
-    Returns:
-        A model.
+    It is `from_products` of the sum of `to_products`. Models without weight may have any values.
     """
     counts = weights != 0
     thetas = thetas[counts].double()
@@ -186,6 +132,7 @@ def average_products(
     theta = own.clone()
     is_outside = _outside(len(own), pairs)
     theta[is_outside] = (weights @ thetas[:, is_outside]).to(theta)
+    # Without products of full size: the sum of k products has at most the rank r k.
     for pair in pairs:
         # sum_i w_i B_i A_i = [w_1 B_1, ..., w_k B_k] [A_1; ...; A_k] = Q_b (R_b R_a^T) Q_a^T.
         b = pair.b(thetas * weights[:, None]).permute(1, 0, 2).flatten(1)
@@ -221,17 +168,9 @@ def _store_product(
 def _leading_directions(
     product: Float[Tensor, "m n"], rank: int
 ) -> tuple[Float[Tensor, "m r"], Float[Tensor, " r"], Float[Tensor, "r n"]]:
-    """Return the largest singular values of a matrix with their vectors.
+    """Return U, the `rank` largest singular values in descending order, and V^T of a matrix.
 
-    Some eigenvectors of the smaller Gram matrix take a fifth of the time of all singular vectors.
-    They square the singular values: where the least of those asked for is small, all are computed.
-
-    Args:
-        product: A matrix in float64, on the CPU.
-        rank: r, at most the smaller side.
-
-    Returns:
-        U, the singular values from the largest on, and V^T.
+    The matrix is in float64, on the CPU; the rank is at most its smaller side.
     """
     from scipy import linalg
 
@@ -240,6 +179,9 @@ def _leading_directions(
         return ut.T, s, v.T
     size = len(product)
     largest = (size - rank, size - 1)
+    # Some eigenvectors of the smaller Gram matrix take a fifth of the time of all singular vectors.
+    # They square the singular values: where the least of those asked for is small, all are
+    # computed.
     squares, vectors = linalg.eigh((product @ product.T).numpy(), subset_by_index=largest)
     u = torch.from_numpy(vectors).flip(1)
     s = torch.from_numpy(squares).flip(0).clamp(min=0).sqrt()

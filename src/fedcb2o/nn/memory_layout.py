@@ -21,41 +21,19 @@ class ChannelsLast(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same values in another order of memory.
-
-        Args:
-            x: Images [n, channels, height, width].
-
-        Returns:
-            The images, channels last on a CPU.
-        """
+        """Return the same values, channels last on a CPU."""
         if x.device.type != "cpu" or is_vmapped(x):
             return x
         return x.to(memory_format=torch.channels_last)
 
 
 def with_memory_format(module: nn.Module, layout: MemoryLayout) -> nn.Module:
-    """Return a network that reads its images in a memory layout.
-
-    Args:
-        module: A network.
-        layout: Layout of the images; "contiguous" leaves them as they are.
-
-    Returns:
-        The network, after a conversion where one is needed.
-    """
+    """Return a network that reads its images in a memory layout, after a conversion if needed."""
     if layout == "channels_last":
         return nn.Sequential(ChannelsLast(), module)
     return module
 
 
 def is_vmapped(x: Tensor) -> bool:
-    """Return whether `torch.func.vmap` batches a tensor over several networks.
-
-    Args:
-        x: Input of a network.
-
-    Returns:
-        True inside `torch.func.vmap`.
-    """
+    """Return whether `torch.func.vmap` batches a tensor over several networks."""
     return torch._C._functorch.is_batchedtensor(x)

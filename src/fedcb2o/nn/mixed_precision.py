@@ -14,25 +14,14 @@ from fedcb2o.nn.parameters import shared_tensors
 
 
 def has_triton(device: torch.device) -> bool:
-    """Return whether Triton compiles for a device.
-
-    Args:
-        device: The device.
-
-    Returns:
-        True for an NVIDIA GPU where Triton is installed, as with PyTorch on Linux.
-    """
+    """Return whether Triton compiles for a device: an NVIDIA GPU where it is installed."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def autocast_positions(module: nn.Module) -> list[int]:
     """Return which tensors only those layers read that autocast computes in bfloat16.
 
-    Args:
-        module: A network.
-
-    Returns:
-        Positions in `shared_tensors` of the parameters of dense layers and convolutions.
+    They are the parameters of dense layers and convolutions, as positions in `shared_tensors`.
 
     Example:
         >>> autocast_positions(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))

@@ -33,14 +33,9 @@ _TRIAL_STEPS = 1000  # by which counters of a network advance in the trial
 def check_construction(name: str, module: nn.Module, twin: nn.Module) -> None:
     """Refuse a network with hidden or shared parameters, before its first evaluation.
 
-    Args:
-        name: Name of the model in messages.
-        module: The network.
-        twin: Second network, made by the same function from the same random numbers.
-
-    Raises:
-        ConfigError: Parameters share memory, are not registered, belong to both networks or begin
-            with different values.
+    `twin` is a second network, made by the same function from the same random numbers. ConfigError
+    is raised if parameters share memory, are not registered, belong to both networks or begin with
+    different values. `name` is that of the model in messages.
     """
     _check_hidden_parts(name, module)
     _check_memory(name, module)
@@ -66,20 +61,14 @@ def check_construction(name: str, module: nn.Module, twin: nn.Module) -> None:
 
 @contextlib.contextmanager
 def perturbed_constants(module: nn.Module, *others: nn.Module) -> Iterator[None]:
-    """Add noise to constant parameters inside a `with` block.
-
-    A layer of zeros would hide what the layers before it do.
-
-    Args:
-        module: The network.
-        *others: Networks with equal parameters, which get the same noise.
-    """
+    """Add the same noise to constant parameters of equal networks inside a `with` block."""
     draw = torch.Generator().manual_seed(0)
     original = []
     networks = [dict(network.named_parameters()) for network in (module, *others)]
     for key, p in networks[0].items():
         if not p.requires_grad:
             continue
+        # A layer of zeros would hide what the layers before it do.
         low, high = p.detach().aminmax()
         if low == high:
             noise = (0.1 * torch.rand(p.shape, generator=draw)).to(p.device)
@@ -103,18 +92,10 @@ def check_network(
 ) -> None:
     """Check that a network's output depends on its parameters and one sample only.
 
-    Args:
-        name: Name of the model in messages.
-        module: The network, left as it was in evaluation mode.
-        twin: Another network with equal parameters, which is changed.
-        x: Two different samples.
-        random_evaluation: Evaluation draws random numbers, the same in each forward pass.
-
-    Raises:
-        ConfigError: The network writes in evaluation, keeps state or has no gradient.
-
-    Warns:
-        UserWarning: Its output for a sample depends on other samples.
+    The network is left as it was, in evaluation mode; its twin of equal parameters is changed. The
+    two samples in `x` differ. With `random_evaluation`, evaluation draws random numbers, the same
+    in each forward pass. ConfigError is raised if the network writes in evaluation, keeps state or
+    has no gradient. An output for a sample that depends on other samples gives a UserWarning.
     """
     original = x.clone()
     mixture = ""
@@ -138,14 +119,10 @@ def check_network(
 
 
 def random_place(module: nn.Module, x: Float[Tensor, "2 *features"]) -> str:
-    """Return where a network draws random numbers in evaluation.
+    """Return the layer in which a network draws random numbers in evaluation, in words.
 
-    Args:
-        module: The network, left as it was in evaluation mode.
-        x: Two samples.
-
-    Returns:
-        The layer in words; empty if it draws none by PyTorch's generator.
+    It is "" if the network draws none by PyTorch's generator. The network is left as it was, in
+    evaluation mode.
     """
     with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -161,12 +138,7 @@ def random_place(module: nn.Module, x: Float[Tensor, "2 *features"]) -> str:
 def accepts_single_sample(module: nn.Module, x: Float[Tensor, "1 *features"]) -> bool:
     """Return whether a network's norms can train on one sample.
 
-    Args:
-        module: The network, left as it was, in evaluation mode.
-        x: One sample.
-
-    Returns:
-        False if training on the sample fails.
+    The network is left as it was, in evaluation mode.
     """
     if not batch_norm.statistics(module, "shared", "local"):
         return True
@@ -182,14 +154,8 @@ def accepts_single_sample(module: nn.Module, x: Float[Tensor, "1 *features"]) ->
 def is_sample_independent(module: nn.Module, x: Float[Tensor, "2 *features"]) -> bool:
     """Return whether a sample's training output is independent of other samples.
 
-    It is not where the network draws random numbers or its norms keep statistics.
-
-    Args:
-        module: The network, left as it was, in evaluation mode.
-        x: Two samples.
-
-    Returns:
-        True if the outputs agree.
+    It is not where the network draws random numbers or its norms keep statistics. The network is
+    left as it was, in evaluation mode.
     """
     if batch_norm.statistics(module, "shared", "local"):
         return False
@@ -327,6 +293,7 @@ def _check_trial_training(
     name: str, module: nn.Module, twin: nn.Module, x: Tensor, outputs: Tensor
 ) -> None:
     """Train and evaluate the twin with other parameters; then it must agree with the network."""
+    # Shifted by one row, so that parameters are others of the same size.
     for _, own, other in _trained_pairs(module, twin):
         other[1:].copy_(own[:-1])
         other[:1].copy_(own[-1:])

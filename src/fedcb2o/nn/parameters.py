@@ -30,41 +30,23 @@ _SHAPES: weakref.WeakKeyDictionary[nn.Module, list[torch.Size]] = weakref.WeakKe
 
 
 def shared_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of theta: shared statistics, then trained parameters.
+    """Return the tensors of theta by name, in its order: shared statistics, trained parameters.
 
     Tied parameters appear once. All other tensors of a network are the same for all agents.
-
-    Args:
-        module: A network.
-
-    Returns:
-        Tensors by name, in the order of theta.
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     return {**batch_norm.statistics(module, "shared"), **trained}
 
 
 def agent_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that distinguish one agent's network: theta and local statistics.
-
-    Args:
-        module: A network.
-
-    Returns:
-        Tensors by name.
-    """
+    """Return the tensors that distinguish one agent's network: theta and local statistics."""
     return {**shared_tensors(module), **batch_norm.statistics(module, "local")}
 
 
 def load_state_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy an agent's tensors into a network.
+    """Copy the tensors of an `agent_state` into a network.
 
-    Args:
-        module: A network.
-        tensors: An `agent_state` of the same network.
-
-    Raises:
-        ValueError: The tensors are those of another network.
+    ValueError is raised if they are those of another network.
     """
     state = agent_state(module)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -75,17 +57,10 @@ def load_state_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def dimension(module: nn.Module) -> int:
-    """Return d, the number of trained parameters and shared statistics.
+    """Return d, the number of trained parameters and shared statistics, at least 1.
 
-    Args:
-        module: A network.
-
-    Returns:
-        d, at least 1.
-
-    Raises:
-        ConfigError: The network has lazy layers, no trained parameters, trained parameters of
-            another type than float32, or a norm without statistics.
+    ConfigError is raised for a network with lazy layers, without trained parameters, with trained
+    parameters of another type than float32, or with a norm without statistics.
     """
     if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise ConfigError(
@@ -110,14 +85,7 @@ def dimension(module: nn.Module) -> int:
 
 
 def last_layer_shape(module: nn.Module) -> tuple[int, int] | None:
-    """Return the shape [C, h] of a dense last layer with a bias.
-
-    Args:
-        module: A network.
-
-    Returns:
-        The shape, or None where the parameters end in another layer.
-    """
+    """Return the shape [C, h] of a dense last layer with a bias; None for another layer."""
     tensors = list(shared_tensors(module).values())[-2:]
     if len(tensors) < 2:
         return None
@@ -129,24 +97,12 @@ def last_layer_shape(module: nn.Module) -> tuple[int, int] | None:
 
 
 def flatten(module: nn.Module) -> Float[Tensor, " d"]:
-    """Return theta: a copy of a network's tensors, in the order of `shared_tensors`.
-
-    Args:
-        module: A network.
-
-    Returns:
-        theta, shape [d].
-    """
+    """Return theta: a copy of a network's tensors, in the order of `shared_tensors`."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in shared_tensors(module).values()])
 
 
 def bind_(module: nn.Module, theta: Float[Tensor, " d"]) -> None:
-    """Make a network's tensors views of theta, so that training changes theta.
-
-    Args:
-        module: A network.
-        theta: A model, shape [d].
-    """
+    """Make a network's tensors views of theta, so that training changes theta."""
     views = tensor_views(module, theta)
     for name, tensor in shared_tensors(module).items():
         tensor.data = views[name]
@@ -155,12 +111,7 @@ def bind_(module: nn.Module, theta: Float[Tensor, " d"]) -> None:
 def tensor_views(module: nn.Module, theta: Float[Tensor, " d"]) -> dict[str, Tensor]:
     """Return the tensors of a model by name, as views of theta.
 
-    Args:
-        module: A network.
-        theta: A model, shape [d].
-
-    Returns:
-        Tensors with the names and shapes of `shared_tensors`.
+    Names and shapes are those of `shared_tensors`.
     """
     views = {}
     start = 0
@@ -171,15 +122,7 @@ def tensor_views(module: nn.Module, theta: Float[Tensor, " d"]) -> dict[str, Ten
 
 
 def unstack_views(module: nn.Module, thetas: Float[Tensor, "m d"]) -> list[Float[Tensor, "m ..."]]:
-    """Return the tensors of m networks as views of their models.
-
-    Args:
-        module: A network.
-        thetas: Models, shape [m, d].
-
-    Returns:
-        One tensor [m, ...] for each tensor of the network.
-    """
+    """Return the tensors of m networks as views of their models."""
     shapes = _SHAPES.get(module)
     if shapes is None:
         shapes = [tensor.shape for tensor in shared_tensors(module).values()]
@@ -193,17 +136,10 @@ def trainable_stack(
 ) -> list[Float[Tensor, "m ..."]]:
     """Return the tensors of m networks for batched training.
 
-    Parameters are views that take gradients. Statistics are contiguous copies, because a batched
-    program changes them in place. Buffers for local statistics come last.
-
-    Args:
-        module: A network.
-        thetas: Models, shape [m, d].
-
-    Returns:
-        One tensor [m, ...] for each tensor of the network.
+    Parameters are views that take gradients. Buffers for local statistics come last.
     """
     needs_gradient = [tensor.requires_grad for tensor in shared_tensors(module).values()]
+    # Statistics are contiguous copies, because a batched program changes them in place.
     tensors = [
         view.detach().requires_grad_()
         if trained
@@ -217,25 +153,13 @@ def trainable_stack(
 def contiguous_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return contiguous copies of tensors to train, which GPUs read several times faster.
 
-    Args:
-        tensors: Views of rows.
-
-    Returns:
-        Leaves that take gradients where the originals do.
+    They take gradients where the originals do.
     """
     return [tensor.detach().contiguous().requires_grad_(tensor.requires_grad) for tensor in tensors]
 
 
 def is_bound(module: nn.Module, theta: Float[Tensor, " d"]) -> bool:
-    """Return whether a network's tensors are still views of theta.
-
-    Args:
-        module: A network.
-        theta: A model, shape [d].
-
-    Returns:
-        True if training the network changes theta.
-    """
+    """Return whether a network's tensors are still views of theta, so that training changes it."""
     address = theta.data_ptr()
     for tensor in shared_tensors(module).values():
         if tensor.data_ptr() != address or not tensor.is_contiguous():
@@ -245,35 +169,19 @@ def is_bound(module: nn.Module, theta: Float[Tensor, " d"]) -> bool:
 
 
 def initialise(make: Callable[[], nn.Module], draw: np.random.Generator) -> nn.Module:
-    """Return a new network whose parameters depend only on a generator.
-
-    PyTorch's layers draw from the global generator, whose state is restored afterwards.
-
-    Args:
-        make: Function that builds the network.
-        draw: Source of randomness.
-
-    Returns:
-        The network.
-    """
+    """Return a new network whose parameters depend only on a generator."""
+    # PyTorch's layers draw from the global generator, whose state is restored afterwards.
     with torch.random.fork_rng(devices=[]):
         torch.random.manual_seed(int(draw.integers(2**63)))
         return make()
 
 
 def row_checksums(models: Float[Tensor, "p d"]) -> Int[Tensor, "p 9"]:
-    """Return the sums of each model's bits in eight parts.
+    """Return the sums of each model's bits in eight parts, on the CPU.
 
-    The last number of an odd dimension is the ninth sum. Different sums mean different models. The
-    sums are of 64-bit words, which are read at the speed of memory; sums of 32-bit words take ten
-    times as long.
-
-    Args:
-        models: Models, shape [p, d].
-
-    Returns:
-        Checksums on the CPU, shape [p, 9].
+    The last number of an odd dimension is the ninth sum. Different sums mean different models.
     """
+    # 64-bit words are read at the speed of memory; sums of 32-bit words take ten times as long.
     even = models.shape[1] // 2 * 2
     parts = [part.sum(1) for part in models[:, :even].view(torch.int64).tensor_split(8, 1)]
     last = models[:, even:].contiguous().view(torch.int32).sum(1, dtype=torch.int64)
@@ -283,45 +191,25 @@ def row_checksums(models: Float[Tensor, "p d"]) -> Int[Tensor, "p 9"]:
 def row_stride(d: int) -> int:
     """Return the distance between two rows of models: d rounded up to 64 bytes.
 
-    The bits of a product can depend on the alignment of its factors.
-
-    Args:
-        d: Size of a model.
-
-    Returns:
-        A multiple of 16 numbers.
+    It is a multiple of 16 numbers.
 
     Example:
         >>> row_stride(650)
         656
     """
+    # The bits of a product can depend on the alignment of its factors.
     return -(-d // 16) * 16
 
 
 def is_contiguous_range(rows: Sequence[int]) -> bool:
-    """Return whether row indices are consecutive, so that they form a slice.
-
-    Args:
-        rows: Row indices.
-
-    Returns:
-        True if each index is one more than the previous one; True for no rows.
-    """
+    """Return whether row indices are consecutive, so that they form a slice; no rows are."""
     if not rows:
         return True
     return list(rows) == list(range(rows[0], rows[0] + len(rows)))
 
 
 def gather_rows(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[Tensor, "m d"]:
-    """Return rows of models: a view of consecutive rows, otherwise an aligned copy.
-
-    Args:
-        models: Models, shape [p, d].
-        rows: Row indices.
-
-    Returns:
-        The rows, shape [m, d].
-    """
+    """Return rows of models: a view of consecutive rows, otherwise an aligned copy."""
     if not rows:
         return models[:0]
     if is_contiguous_range(rows):

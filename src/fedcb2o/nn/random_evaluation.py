@@ -29,16 +29,10 @@ from fedcb2o.rng import stream
 def seed_if_random_(
     name: str, modules: Sequence[nn.Module], x: Float[Tensor, "2 *features"], seed: int
 ) -> bool:
-    """Seed a network that draws random numbers in evaluation, with a warning.
+    """Seed a network that draws random numbers in evaluation, with a warning; else return False.
 
-    Args:
-        name: Name of the model in messages.
-        modules: The network and copies of it.
-        x: Two samples.
-        seed: Seed of the run.
-
-    Returns:
-        True if the network draws random numbers in evaluation.
+    `modules` are the network and copies of it; `x` has two samples. `name` is that of the model in
+    messages, and `seed` that of the run.
     """
     place = random_place(modules[0], x)
     if not place:
@@ -56,12 +50,7 @@ def seed_if_random_(
 
 
 def seed_evaluation_(module: nn.Module, draw: np.random.Generator) -> None:
-    """Seed PyTorch's generator before each forward pass of a network in evaluation.
-
-    Args:
-        module: A network.
-        draw: Source of the seed.
-    """
+    """Seed PyTorch's generator before each forward pass of a network in evaluation."""
     hooks = _EvaluationSeed(int(draw.integers(2**63)))
     module.register_forward_pre_hook(hooks.seed_generator)
     module.register_forward_hook(hooks.restore_generator, always_call=True)

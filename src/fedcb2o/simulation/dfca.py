@@ -35,17 +35,6 @@ def run_rounds(
     Each agent trains the one of its models that fits it best, and averages each model with those of
     its sampled peers. Malicious agents hold and average models like benign ones, and report their
     cluster truthfully.
-
-    Args:
-        engine: The engine; its models change in place.
-        state: State of all agents, which DFCA does not change.
-        start: First round.
-        stop: Round after the last one.
-        evaluate_every: Number of rounds between two evaluations; 0 for no evaluation.
-        on_phase: Receives the round and its phase.
-
-    Yields:
-        Each round.
     """
     agents = np.arange(engine.spec.num_agents)
     num_rows = cluster_models(engine).num_rows(len(agents))
@@ -55,8 +44,10 @@ def run_rounds(
         timer = PhaseTimer()
         losses, is_active = train_and_publish_(engine, n, on_phase, timer)
         on_phase(n, "aggregating")
+        # Peers are sampled without likelihoods.
         contacts = [ContactTable.empty(len(batch)) for batch in engine.batches]
         sampled = engine.map_batches(sample_peers, n, is_active, arguments=[contacts])
+        # Batches are not in the order of ids, and the rows of the cluster models are.
         order = np.concatenate(engine.batches).argsort()
         peers = Ragged.concatenate(sampled).take(order)
         inbox = engine.receive(n, peers, agents)

@@ -35,18 +35,7 @@ def run_rounds(
     """Run rounds of IFCA, as `simulation.run_rounds` does for Algorithm 1.
 
     Each agent trains the model that fits it best. The coordinator averages what it receives for
-    each of its models. Attackers publish to it what they craft for the first benign agent.
-
-    Args:
-        engine: The engine; its models change in place.
-        state: State of all agents, which IFCA does not change.
-        start: First round.
-        stop: Round after the last one.
-        evaluate_every: Number of rounds between two evaluations; 0 for no evaluation.
-        on_phase: Receives the round and its phase.
-
-    Yields:
-        Each round.
+    each of its models. The state of the agents does not change.
     """
     clusters = cluster_models(engine)
     agents = np.arange(engine.spec.num_agents)
@@ -70,14 +59,7 @@ def run_rounds(
 
 
 def cluster_models(engine: LocalEngine) -> ClusterModels:
-    """Return the cluster models of an engine's algorithm.
-
-    Args:
-        engine: The engine of a run of IFCA or DFCA.
-
-    Returns:
-        The description of the models.
-    """
+    """Return the cluster models of an engine's algorithm."""
     clusters = engine.spec.algorithm.clusters
     assert clusters is not None
     return clusters
@@ -88,12 +70,8 @@ def assign_clusters(
 ) -> tuple[_ClusterIds, float]:
     """Assign to each agent the candidate of least loss, and copy that model to the agent.
 
-    Args:
-        engine: The engine.
-        candidates: Rows of each agent's candidate models, shape [N, K].
-
-    Returns:
-        The cluster of each agent, and the mean of their losses.
+    `candidates` has rows of the model buffer. Returns the cluster of each agent, and the mean of
+    their losses.
     """
     agents = range(engine.spec.num_agents)
     results = engine.map_agents(assign_clusters_, agents, candidates)
@@ -113,6 +91,7 @@ def _run_round(
     losses, _ = train_and_publish_(engine, n, on_phase, timer)
     on_phase(n, "aggregating")
     members = Ragged.from_arrays([np.flatnonzero(cluster_ids == k) for k in range(len(rows))])
+    # Attackers publish to the coordinator what they craft for the first benign agent.
     receiver = np.full(len(rows), engine.adversary.benign_ids[0])
     means = cluster_means(
         rows,
@@ -146,5 +125,6 @@ def _select_initialisation_(engine: LocalEngine, on_phase: OnPhase) -> None:
         losses.append(loss)
 
     best = sets[int(np.nanargmin(losses))] - first
+    # The run starts anew: the trial rounds have changed the models.
     engine.group.models[first:stop] = initial
     engine.group.models[first : first + clusters.num_models] = initial[best.tolist()]

@@ -66,11 +66,8 @@ def publish_models_(
 ) -> None:
     """Craft the attackers' models; mark the rows of the buffer that can be received.
 
-    Args:
-        engine: An engine of all agents.
-        n: The round.
-        online: True for agents that take part in the round.
-        max_abs: Largest absolute value of each trained model; not finite for a broken one.
+    The engine has all agents. `online` is True for agents that take part in the round. `max_abs` is
+    the largest absolute value of each trained model; not finite for a broken one.
     """
     layout = engine.group.layout
     engine.is_receivable = np.zeros(layout.first_received, dtype=bool)
@@ -85,15 +82,9 @@ def publish_models_(
 class LocalEngine:
     """The engine of a group of agents on one machine.
 
-    Attributes:
-        group: The agents, with their model buffer.
-        executor: The workers.
-        max_columns: Columns that are mixed at once in memory, for a buffer on disk.
-        user_functions: Names of user functions that receive models, by kind.
-        spec: The run.
-        adversary: The attackers.
-        batches: Agents that one function call computes together, as indices into `group`. In a
-            group of all agents, the indices are the ids.
+    `max_columns` columns are mixed at once in memory, for a buffer on disk. `user_functions` has
+    the names of user functions that receive models, by kind. `batches` are indices into `group`; in
+    a group of all agents, these are the ids.
     """
 
     def __init__(
@@ -114,6 +105,7 @@ class LocalEngine:
         self.batches = list(batches or map(np.array, plan_training_batches(self.spec, self.costs)))
         self._benign = np.flatnonzero(~group.data.malicious).tolist()
 
+        # On the CPU each agent with a large model is a task of its own.
         is_large = self.spec.dim >= LARGE_DIM and group.models.device.type == "cpu"
         self.max_tasks = len(self.costs) if is_large else executor.count
         costs = [group.data.train.sizes[members].sum() for members in self.batches]
@@ -131,14 +123,9 @@ class LocalEngine:
     ) -> list[T]:
         """Call `function(group, members, *own, *shared)` for each batch of the group.
 
-        Args:
-            function: The function.
-            shared: Arguments for all batches.
-            arguments: Further arguments, each with one value per batch.
-
-        Returns:
-            The result of each batch.
+        Each list of `arguments` has one value per batch.
         """
+        # Peer selection is cheap, so that a task per worker is enough.
         parts = self.coarse_parts if function is sample_peers else self.fine_parts
         kinds = AGGREGATION_KINDS if function is decide else ()
         tasks = [(*own, *shared) for own in zip(self.batches, *arguments, strict=True)]
@@ -150,13 +137,7 @@ class LocalEngine:
     ) -> dict[int, T]:
         """Call `function(group, members, *shared)` for some agents, divided among the workers.
 
-        Args:
-            function: A function that returns one result per member.
-            members: Indices of the agents in the group.
-            shared: Further arguments.
-
-        Returns:
-            The result of each member.
+        The function returns one result per member.
         """
         parts = balance_load(members, self.costs, self.max_tasks)
         tasks = [(np.array(part), *shared) for part in parts]
@@ -171,13 +152,8 @@ class LocalEngine:
     ) -> dict[int, Float[np.ndarray, " r"]]:
         """Craft the models of the group's attackers, in place.
 
-        Args:
-            n: The round.
-            is_finite: True for agents with a finite model.
-            peek: Returns the models of agents by their ids; by default, rows of the buffer.
-
-        Returns:
-            The largest absolute values of each attacker's models, by its index in the group.
+        `peek` returns the models of agents by their ids; by default, rows of the buffer. Returns
+        the largest absolute values of each attacker's models, by its index in the group.
         """
         attackers = np.flatnonzero(self.group.data.malicious)
         with self._forbid_writes("attack", "model", crafted=attackers):
@@ -192,39 +168,20 @@ class LocalEngine:
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
         """Return the received models of each batch, which are in the buffer already.
 
-        Args:
-            n: The round.
-            sampled: Sampled peers of each batch's agents.
-            deadline: Not used, because no model is late.
-
-        Returns:
-            The inbox of each batch.
+        No model is late, so that `deadline` is not used.
         """
         pairs = zip(self.batches, sampled, strict=True)
         return [self.receive(n, peers, members) for members, peers in pairs]
 
     def receive(self, n: int, sampled: Ragged, receivers: Int[np.ndarray, " a"]) -> Inbox:
-        """Return the models that receivers get from their sampled peers.
-
-        Args:
-            n: The round.
-            sampled: Sampled peers of each receiver.
-            receivers: Ids of the receivers.
-
-        Returns:
-            The inbox of the receivers.
-        """
+        """Return the models that receivers get from their sampled peers."""
         assert self.outbox is not None, "nothing is published yet"
         return self.outbox.deliver(n, sampled, receivers, self.is_receivable, self.spec.max_samples)
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " a"]:
         """Compute theta <- W theta for the group (Algorithm 2, line 7).
 
-        Args:
-            decisions: Decisions of each batch.
-
-        Returns:
-            False for benign agents whose model is not finite.
+        The result is False for benign agents whose model is not finite.
         """
         layout = self.group.layout
         self.mix_rows_(mixing_matrix(Decisions.concatenate(decisions), layout.own, layout.previous))
@@ -234,17 +191,14 @@ class LocalEngine:
         return is_finite
 
     def mix_rows_(self, matrix: MixingMatrix) -> None:
-        """Mix rows of the buffer, with the columns shared out among the workers.
-
-        Args:
-            matrix: The mixing matrix W.
-        """
+        """Mix rows of the buffer, with the columns shared out among the workers."""
         dim = self.spec.dim
         tile = matrix.tile_columns
         if self.max_columns is None:
             step = -(-dim // (_TILES_PER_WORKER * self.executor.count))
         else:
             step = self.max_columns // tile * tile
+        # Tasks consist of whole tiles.
         step = tile * max(1, -(-step // tile))
         mix = functools.partial(_mix_columns_, through_copy=self.max_columns is not None)
         tasks = [(matrix, start, min(start + step, dim)) for start in range(0, dim, step)]
@@ -257,21 +211,13 @@ class LocalEngine:
         return {int(self.group.agents[k]): result for k, result in results.items()}
 
     def persistent_state(self, state: AgentState) -> AgentState:
-        """Return the state of all agents with the states of their rules.
-
-        Args:
-            state: The state after a round.
-
-        Returns:
-            The same state, as this process has all of it.
-        """
+        """Return the state of all agents with their rules' states: this process has all of it."""
         return state
 
     def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
         """Return the models that outlive a round, in whole cache lines.
 
-        Yields:
-            The agents' models in the order of their ids, then the cluster models.
+        The agents' models are in the order of their ids; the cluster models follow.
         """
         stride = row_stride(self.spec.dim)
         count = self.spec.num_agents
@@ -281,11 +227,7 @@ class LocalEngine:
         yield self.group.models[:count].as_strided((count, stride), (stride, 1))
 
     def load_models_(self, models: Float[Tensor, "k stride"]) -> None:
-        """Replace the models that outlive a round.
-
-        Args:
-            models: The models, in the order of `persistent_models`.
-        """
+        """Replace the models that outlive a round, in the order of `persistent_models`."""
         for rows in self.persistent_models():
             rows.copy_(models)
 
@@ -293,9 +235,7 @@ class LocalEngine:
     def _forbid_writes(self, *kinds: str, crafted: Indices = _NO_AGENTS) -> Iterator[None]:
         """Raise ConfigError if a user function of these kinds writes into models.
 
-        Attackers may change the models that they craft. Copies would take as much memory as all
-        models. The guard compares a checksum of each row before and after, a pass at the speed of
-        memory that no way of writing escapes.
+        Attackers may change the models that they craft.
         """
         guarded = []
         for kind in kinds:
@@ -308,6 +248,8 @@ class LocalEngine:
         is_watched = np.ones(len(models), dtype=bool)
         for k in crafted.tolist():
             is_watched[self.group.layout.crafted_rows(k)] = False
+        # Copies would take as much memory as all models. A checksum of each row before and after is
+        # a pass at the speed of memory that no way of writing escapes.
         before = row_checksums(models)
         yield
         changed = row_checksums(models) != before

@@ -57,10 +57,7 @@ The phase "aggregating" is LocalAggregation, Algorithm 2 from line 1 to line 7.
 class Engine(AggregationEngine, Protocol):
     """Interface of the agents of a run, or of the agents of this process.
 
-    Attributes:
-        spec: The run.
-        adversary: The attackers.
-        batches: Ids of the agents that one function call computes.
+    `batches` has the ids of the agents that one function call computes.
     """
 
     spec: RunSpec
@@ -72,10 +69,8 @@ class Engine(AggregationEngine, Protocol):
     ) -> None:
         """Craft the attackers' models, and publish the models of all agents.
 
-        Args:
-            n: The round.
-            online: True for agents that take part in the round.
-            max_abs: Largest absolute value of each trained model; not finite for a broken one.
+        `online` is True for agents that take part in the round. `max_abs` is the largest absolute
+        value of each trained model; not finite for a broken one.
         """
         ...
 
@@ -89,15 +84,9 @@ class Engine(AggregationEngine, Protocol):
     ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
         """Run LocalAggregation (Algorithm 2) for the active agents of round n.
 
-        Args:
-            n: The round.
-            states: State of the agents of each batch.
-            active: True for agents that aggregate.
-            deadline: Seconds for downloads, or None.
-            on_step: Receives "aggregate" after lines 1 to 6, and "mix" after line 7.
-
-        Returns:
-            The new state and the decisions of each batch; True for agents with a finite model.
+        `deadline` is in seconds, for downloads; None without one. `on_step` receives "aggregate"
+        after lines 1 to 6, and "mix" after line 7. Returns the new state and the decisions of each
+        batch, and True for agents with a finite model.
         """
         ...
 
@@ -108,16 +97,10 @@ class Engine(AggregationEngine, Protocol):
 
 @dataclass(frozen=True)
 class Round:
-    """The outcome of one round.
+    """The outcome of round n, from 0.
 
-    Attributes:
-        n: The round, from 0.
-        train_loss: Training loss of each agent.
-        batch_decisions: Decisions of each batch.
-        batch_states: State of each batch after the round.
-        batches: Ids of the agents of each batch.
-        test_results: Test result of each benign agent, or None without an evaluation.
-        seconds: Duration of each phase.
+    `test_results` has those of each benign agent; None without an evaluation. `seconds` is the
+    duration of each phase.
     """
 
     n: int
@@ -149,27 +132,12 @@ def run_rounds(
     on_phase: OnPhase = lambda n, phase: None,
     deadline: float | None = None,
 ) -> Iterator[Round]:
-    """Run the rounds of Algorithm 1 (alg:FedCB2O, lines 2 to 5).
+    """Run the rounds of Algorithm 1 (alg:FedCB2O, lines 2 to 5), from `start` to before `stop`.
 
-    Crafted models may break a benign agent's model. That is a success of the attackers and not an
-    error: no agent receives the broken model in later rounds.
-
-    Args:
-        engine: The engine; its models change in place.
-        state: State of the engine's agents, in the order of their ids.
-        start: First round.
-        stop: Round after the last one.
-        evaluate_every: Number of rounds between two evaluations, of which one is after the last
-            round; 0 for no evaluation.
-        on_phase: Receives the round and its phase.
-        deadline: Seconds for the downloads of a round, or None.
-
-    Yields:
-        Each round.
-
-    Raises:
-        RunError: Without crafted models, a benign agent's training diverges, or its model is not
-            finite after mixing.
+    The engine's models change in place. `state` is in the order of the agents' ids. With
+    `evaluate_every` 0, nothing is evaluated; otherwise one evaluation is after the last round.
+    `deadline` is in seconds, for the downloads of a round. RunError is raised if, without crafted
+    models, a benign agent's training diverges, or its model is not finite after mixing.
     """
     batches = engine.batches
     agents = np.sort(np.concatenate(batches))
@@ -183,6 +151,8 @@ def run_rounds(
         # Line 4: LocalAggregation, of all agents at once (batched_aggregation) or of one real peer
         # (algorithm2)
         states, decisions, is_finite = engine.aggregate_(n, states, is_active, deadline, timer.stop)
+        # Crafted models may break a benign agent's model. That is a success of the attackers and
+        # not an error: no agent receives the broken model in later rounds.
         _check_mixed_models(engine.adversary, n, is_finite)
         shortfall.add(decisions, ~engine.adversary.malicious)
         results = evaluate_if_due(engine, n, stop, evaluate_every, on_phase, timer)
@@ -195,18 +165,9 @@ def train_and_publish_(
 ) -> tuple[Float[np.ndarray, " N"], Bool[np.ndarray, " N"]]:
     """Train all agents (LocalUpdate), and publish their models.
 
-    Args:
-        engine: The engine; its models change in place.
-        n: The round.
-        on_phase: Receives the round and its phase.
-        timer: Receives the durations.
-
-    Returns:
-        The training loss of each agent, NaN for agents of other processes; and True for agents that
-        aggregate: those online, except benign agents with a broken model.
-
-    Raises:
-        RunError: A benign agent's training diverges without crafted models.
+    The engine's models change in place. Returns the training loss of each agent, NaN for agents of
+    other processes; and True for agents that aggregate: those online, except benign agents with a
+    broken model. RunError is raised if a benign agent's training diverges without crafted models.
     """
     adversary = engine.adversary
     num_agents = engine.spec.num_agents
@@ -238,6 +199,7 @@ def train_and_publish_(
     is_refused = is_finite & ~is_acceptable(max_abs) & ~adversary.malicious
     _warn_of_size(engine, n, agents[is_refused[agents]])
 
+    # For all N agents in each process, which then agree on the agents online.
     online = (
         stream(engine.spec.seed, "online", n).random(num_agents) < engine.spec.agents.participation
     )
@@ -257,18 +219,9 @@ def evaluate_if_due(
     on_phase: OnPhase,
     timer: "PhaseTimer",
 ) -> dict[int, EvaluationResult] | None:
-    """Evaluate the benign agents' models, if the round is evaluated.
+    """Evaluate the benign agents' models, if the round is evaluated; else return None.
 
-    Args:
-        engine: The engine.
-        n: The round.
-        stop: Round after the last one.
-        evaluate_every: Number of rounds between two evaluations; 0 for no evaluation.
-        on_phase: Receives the round and its phase.
-        timer: Receives the duration.
-
-    Returns:
-        The test result of each benign agent, or None.
+    Round `stop` - 1 is the last one, and always evaluated; with `evaluate_every` 0 none is.
     """
     done = n + 1
     if not evaluate_every or (done % evaluate_every and done != stop):
@@ -280,15 +233,12 @@ def evaluate_if_due(
 
 
 class PhaseTimer:
-    """Durations of consecutive phases.
+    """Durations of consecutive phases in seconds, by name.
 
     >>> timer = PhaseTimer()
     >>> timer.stop("train")
     >>> list(timer.seconds)
     ['train']
-
-    Attributes:
-        seconds: Duration of each phase, by name.
     """
 
     def __init__(self) -> None:
@@ -296,11 +246,7 @@ class PhaseTimer:
         self._last_stop = time.perf_counter()
 
     def stop(self, name: str) -> None:
-        """Record the time since the last stop.
-
-        Args:
-            name: Name of the phase that ends now.
-        """
+        """Record the time since the last stop, for the phase that ends now."""
         now = time.perf_counter()
         self.seconds[name] = now - self._last_stop
         self._last_stop = now
