@@ -171,15 +171,9 @@ class Dataset:
 def hold_out(
     samples: Shard, per_class: Sequence[int], draw: np.random.Generator
 ) -> tuple[Shard, Shard]:
-    """Split samples into a pool and a class-balanced test set.
+    """Split samples into a pool and a class-balanced test set, both in the original order.
 
-    Args:
-        samples: Samples with classes.
-        per_class: Number of random test samples of each class.
-        draw: Source of randomness.
-
-    Returns:
-        The pool and the test set, both in the original order.
+    `per_class` is the number of random test samples of each class.
     """
     is_test = stratified_mask(samples.y.numpy(), per_class, draw)
     return samples.part(np.flatnonzero(~is_test)), samples.part(np.flatnonzero(is_test))
@@ -190,13 +184,7 @@ def stratified_mask(
 ) -> Bool[np.ndarray, " n"]:
     """Select random samples, a given number of each group.
 
-    Args:
-        groups: Group of each sample; -1 for samples without a group.
-        counts: Number of samples to select of each group.
-        draw: Source of randomness.
-
-    Returns:
-        True for each selected sample.
+    Samples without a group have -1 in `groups`.
     """
     mask = np.zeros(len(groups), dtype=bool)
     for members, count in zip(group_members(groups, len(counts)), counts, strict=True):
@@ -205,14 +193,9 @@ def stratified_mask(
 
 
 def group_members(groups: Int[np.ndarray, " n"], count: int) -> list[Int[np.ndarray, " _m"]]:
-    """Return the indices of each group's members.
+    """Return the ascending indices of each group's members, one array per group.
 
-    Args:
-        groups: Group of each sample; -1 for samples without a group.
-        count: Number of groups.
-
-    Returns:
-        Ascending indices, one array per group.
+    Samples without a group have -1 in `groups`.
     """
     order = np.argsort(groups, kind="stable")
     return np.split(order, np.searchsorted(groups[order], np.arange(count + 1)))[1:-1]
@@ -221,12 +204,8 @@ def group_members(groups: Int[np.ndarray, " n"], count: int) -> list[Int[np.ndar
 def features(x: Shaped[Tensor, "n *features"]) -> Float[Tensor, "n *features"]:
     """Convert samples to the input of a network.
 
-    Args:
-        x: Samples.
-
-    Returns:
-        Pixels (uint8) scaled to [0, 1], tokens (int32, int64) as they are, other features in
-        floating point.
+    Pixels (uint8) are scaled to [0, 1], tokens (int32, int64) stay as they are, and other features
+    become floating point.
     """
     if x.dtype == torch.uint8:
         return x.float() / 255

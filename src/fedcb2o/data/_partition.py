@@ -24,19 +24,12 @@ _Skew = Callable[[NDArray[np.int64], NDArray[np.int64], np.random.Generator], ND
 
 @dataclass(frozen=True)
 class Population:
-    """The agents and their samples.
+    """The agents and their samples, as indices into the pool.
 
     Agents are in the order: cluster 0 benign, cluster 0 malicious, cluster 1 benign, and so on.
-
-    Attributes:
-        cluster: Cluster of each agent [N].
-        malicious: True for malicious agents [N].
-        train: Indices of training samples in the pool, one tensor per agent.
-        validation: Indices of validation samples, one tensor per agent; none for malicious agents.
-        tuning: Indices of samples that no agent holds.
-        num_clusters: Number of clusters K.
-        tests: Indices of each agent's own test samples, if agents bring their own data.
-        names: Names of the agents, if agents bring their own data.
+    Malicious agents have no validation samples. `tuning` are samples that no agent holds. Where
+    agents bring their own data, `tests` are the indices of each agent's own test samples, and
+    `names` the agents' names.
     """
 
     cluster: Int[Tensor, " N"]
@@ -78,31 +71,15 @@ def partition(
     - "released": int(validation * n_c) samples of each class, and the whole class where that is 0
       (the authors' code).
 
-    Args:
-        labels: Labels of the pool.
-        num_clusters: Number of clusters.
-        benign: Number of benign agents in each cluster, or one number per cluster.
-        malicious: Number of malicious agents in each cluster, or one number per cluster.
-        benign_samples: Samples of a benign agent, at least 2.
-        malicious_samples: Samples of a malicious agent.
-        validation: Fraction of a benign agent's samples that validate, in (0, 1].
-        split: "random", "stratified" or "released".
-        skew: Function (labels, sizes of agents, generator) -> agent of each sample; at random
-            without it.
-        hold_out: Whether to exclude validation samples from training. Without it, all samples may
-            validate.
-        remove_malicious: Whether to leave out the malicious agents and change nothing else.
-        num_classes: Number of classes C.
-        seed: Seed of the run.
-        tuning_size: Largest number of samples outside all agents, in random order.
+    `benign` and `malicious` are numbers of agents in each cluster, or one number per cluster.
+    `validation` is the fraction of a benign agent's samples, in (0, 1]. Without `hold_out`,
+    validation samples are trained on as well, and all samples may validate. A skew is a function
+    (labels, sizes of agents, generator) -> agent of each sample. At most `tuning_size` samples
+    outside all agents are kept, in random order.
 
-    Returns:
-        The agents and their samples.
-
-    Raises:
-        ConfigError: A setting is out of range, the pool is too small, the skew returns other
-            numbers of samples, or an agent has no training or validation data.
-        DataError: A label is not a class.
+    ConfigError is raised if a setting is out of range, the pool is too small, the skew returns
+    other numbers of samples, or an agent has no training or validation data. DataError is raised
+    for a label that is not a class.
 
     Example:
         >>> agents = partition(
@@ -209,20 +186,8 @@ def validation_mask(
 ) -> NDArray[np.bool_]:
     """Select an agent's validation samples, as described in `partition`.
 
-    Args:
-        y: Labels of the agent's samples.
-        agent: Number of the agent.
-        fraction: Fraction of validation samples, in (0, 1].
-        split: "random", "stratified" or "released".
-        seed: Seed of the run.
-        hold_out: Whether validation samples are excluded from training.
-        name: Name of the agent in messages.
-
-    Returns:
-        True for each validation sample.
-
-    Raises:
-        ConfigError: The agent has no training or no validation data.
+    `name` is that of the agent in messages. ConfigError is raised if the agent has no training or
+    no validation data.
     """
     order = stream(seed, "split", agent).permutation(len(y))
     mask = np.zeros(len(y), bool)

@@ -49,20 +49,10 @@ _RANGE: contextvars.ContextVar[ValueRange | None] = contextvars.ContextVar(
 
 
 def match_samples(names: Sequence[str], samples: Sequence[Tensor]) -> list[Tensor]:
-    """Check that samples have one shape, one type and one scale.
+    """Check that samples have one shape, one type and one scale; return them in one type.
 
-    The first part decides the type. Whole numbers from 0 to 255 are the same pixels as bytes, so
-    they are converted, with a warning.
-
-    Args:
-        names: Name of each part in messages, such as "`x_test`".
-        samples: Samples of each part, bytes or finite floating-point numbers.
-
-    Returns:
-        The samples of each part, all bytes or all numbers.
-
-    Raises:
-        DataError: The shapes, types or scales of two parts differ.
+    `names` are those of the parts in messages, such as "`x_test`". DataError is raised if shapes,
+    types or scales of two parts differ.
     """
     first = samples[0]
     shape = tuple(first.shape[1:])
@@ -73,6 +63,8 @@ def match_samples(names: Sequence[str], samples: Sequence[Tensor]) -> list[Tenso
                 f" {tuple(part.shape[1:])}"
             )
 
+    # The first part decides the type. Whole numbers from 0 to 255 are the same pixels as bytes, so
+    # they are converted, with a warning.
     if len({part.dtype == torch.uint8 for part in samples if part.numel()}) > 1:
         samples = _match_types(names, samples)
     _check_scales(names, samples)
@@ -131,14 +123,8 @@ class _Numbers(NamedTuple):
     mean: float
 
     def is_far_from(self, other: "_Numbers") -> bool:
-        """Return whether the mean is far outside the other part's range.
-
-        Args:
-            other: Statistics of the other part.
-
-        Returns:
-            False for parts of fewer than 20 samples.
-        """
+        """Return whether the mean is far outside the other part's range."""
+        # The range of few samples says little.
         if min(self.num_samples, other.num_samples) < _MIN_COMPARED:
             return False
         distance = max(other.low - self.mean, self.mean - other.high)
@@ -183,14 +169,7 @@ def _check_scales(names: Sequence[str], samples: Sequence[Tensor]) -> None:
 
 
 def sample_values(x: Shaped[Tensor, "n *features"]) -> SampleValues:
-    """Return the type and scale of samples.
-
-    Args:
-        x: Samples.
-
-    Returns:
-        "bytes", "unit" for numbers from 0 to 1, or "numbers".
-    """
+    """Return the type and scale of samples: "unit" is for numbers from 0 to 1."""
     if x.dtype == torch.uint8:
         return "bytes"
     return "unit" if value_range(x) == (0.0, 1.0) else "numbers"
@@ -199,11 +178,7 @@ def sample_values(x: Shaped[Tensor, "n *features"]) -> SampleValues:
 def value_range(x: Shaped[Tensor, "n *features"]) -> ValueRange:
     """Return black and white of samples, as a network reads them.
 
-    Args:
-        x: Samples, bytes or finite numbers.
-
-    Returns:
-        0 and 1 for bytes and for numbers from 0 to 1; else the lowest and the highest number.
+    These are 0 and 1 for bytes and for numbers from 0 to 1; else the lowest and the highest number.
     """
     if x.dtype == torch.uint8 or not x.numel():
         return 0.0, 1.0
@@ -215,14 +190,7 @@ def value_range(x: Shaped[Tensor, "n *features"]) -> ValueRange:
 
 @contextlib.contextmanager
 def using_range(value_range: ValueRange) -> Iterator[None]:
-    """Set black and white of a data set for functions that change its samples.
-
-    Args:
-        value_range: `value_range` of the data set's pool.
-
-    Yields:
-        Nothing.
-    """
+    """Set black and white of a data set for functions that change its samples."""
     token = _RANGE.set(value_range)
     try:
         yield
@@ -233,11 +201,7 @@ def using_range(value_range: ValueRange) -> Iterator[None]:
 def pixel_range(x: Shaped[Tensor, "*features"]) -> ValueRange:
     """Return black and white in the units of some samples.
 
-    Args:
-        x: Samples.
-
-    Returns:
-        0 and 255 for bytes; else the range of the data set in a run, or of these samples.
+    These are 0 and 255 for bytes; else the range of the data set in a run, or of these samples.
     """
     if x.dtype == torch.uint8:
         return 0, 255
@@ -245,17 +209,9 @@ def pixel_range(x: Shaped[Tensor, "*features"]) -> ValueRange:
 
 
 def brightness(x: Shaped[Tensor, "*features"], value: float) -> float:
-    """Convert a brightness to the units of some samples.
+    """Convert a brightness from 0 (black) to 1 (white) to the units of some samples.
 
-    Args:
-        x: Samples.
-        value: Brightness, from 0 (black) to 1 (white).
-
-    Returns:
-        A whole number for bytes.
-
-    Raises:
-        ConfigError: `value` is out of range.
+    It is a whole number for bytes.
     """
     if not 0 <= value <= 1:
         raise ConfigError(
@@ -270,11 +226,7 @@ def brightness(x: Shaped[Tensor, "*features"], value: float) -> float:
 def channels_last_hint(shape: Sequence[int]) -> str:
     """Describe the cure for images that seem to have their channels last.
 
-    Args:
-        shape: Shape of a sample.
-
-    Returns:
-        A sentence, or an empty text where the last axis is not one of channels.
+    `shape` is that of a sample. The text is empty where the last axis is not one of channels.
     """
     if len(shape) != 3:
         return ""
@@ -291,14 +243,7 @@ def channels_last_hint(shape: Sequence[int]) -> str:
 
 
 def is_nearly_black(samples: Sequence[Tensor]) -> bool:
-    """Return whether samples are bytes that are only 0 and 1.
-
-    Args:
-        samples: Samples of each part of a data set.
-
-    Returns:
-        True if the largest byte is 1.
-    """
+    """Return whether samples are bytes of 0 and 1 only."""
     if any(part.dtype != torch.uint8 for part in samples):
         return False
     parts = [part for part in samples if part.numel()]

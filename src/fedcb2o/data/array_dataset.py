@@ -133,20 +133,8 @@ def build_dataset(
 ) -> Dataset:
     """Make a data set, holding out missing test samples.
 
-    Args:
-        pool: Samples.
-        test: Test samples, if there are any.
-        class_names: Names of the classes; empty for regression.
-        owners: Owners of the samples, if agents bring their own data.
-        test_share: Share that is held out where test samples are missing.
-        standardise: Whether to standardise the features.
-
-    Returns:
-        The data set.
-
-    Raises:
-        ConfigError: `test_share` is out of range.
-        DataError: A class or an owner has too few samples.
+    `class_names` are empty for a regression. ConfigError is raised for a share that is out of
+    range, and DataError if a class or an owner has too few samples.
     """
     test_share = to_python(test_share)
     # With owners and common test samples, holding out is optional.
@@ -225,13 +213,11 @@ def _hold_out_mask(
 
 
 def _standardise(pool: Shard, test: Shard) -> tuple[Shard, Shard]:
-    """Scale features to mean 0 and standard deviation 1 over the pool.
-
-    Constant features become 0.
-    """
+    """Scale features to mean 0 and standard deviation 1 over the pool."""
     rounded = features(pool.x).double()
     mean = rounded.mean(0)
     std = rounded.std(0, correction=0)
+    # Constant features become 0.
     divisor = torch.where(rounded.amax(0) > rounded.amin(0), std, 1.0)
     pool_x, test_x = (((features(part.x) - mean) / divisor).float() for part in (pool, test))
 
@@ -250,15 +236,8 @@ def _standardise(pool: Shard, test: Shard) -> tuple[Shard, Shard]:
 def _standardise_exactly(pool: Tensor, test: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Standardise the features that float32 is too coarse for, before they are rounded.
 
-    These are features whose rounding error is above a millionth of their standard deviation. The
-    others are left out, so that results stay the same bits as in earlier versions.
-
-    Args:
-        pool: Samples [n, d] in float64.
-        test: Test samples [t, d].
-
-    Returns:
-        The features of this kind, True of d; the standardised pool and test samples.
+    These are features whose rounding error is above a millionth of their standard deviation.
+    Returns which of the d features they are, and their columns of the pool and of the test samples.
     """
     # Differences from one sample are exact where values are close to each other.
     differences = pool - pool[:1]
@@ -271,6 +250,7 @@ def _standardise_exactly(pool: Tensor, test: Tensor) -> tuple[Tensor, Tensor, Te
     limit = _MAX_ROUNDING_ERROR * ((differences - mean).abs() + std)
     is_coarse = (error > limit).any(0)
     test_differences = test - pool[:1]
+    # The others are left out, so that results stay the same bits as in earlier versions.
     scaled = [
         ((part - mean) / std).float()[:, is_coarse] for part in (differences, test_differences)
     ]

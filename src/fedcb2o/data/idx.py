@@ -31,20 +31,10 @@ def read_dataset(
     test_per_class: int | None,
     transposed: bool = False,
 ) -> Dataset:
-    """Read the first images of each class from a release's four files.
+    """Read the first images of each class from a release's four files; None reads all.
 
-    Args:
-        release: A data set.
-        data_dir: Folder of the files; None for the default folder.
-        train_per_class: Training images per class; None for all.
-        test_per_class: Test images per class; None for all.
-        transposed: Whether the files store images by columns.
-
-    Returns:
-        The data set.
-
-    Raises:
-        DataError: A file is missing, damaged or of another format, or a class has too few images.
+    `transposed` files store images by columns. DataError is raised if a file is missing, damaged or
+    of another format, or a class has too few images.
     """
     check_per_class(release, train_per_class=train_per_class, test_per_class=test_per_class)
     train_images, train_labels, test_images, test_labels = find_files(release, data_dir)
@@ -73,15 +63,8 @@ def read_dataset(
 
 
 def identify_lookalike(release: Release, test_labels: Path) -> str | None:
-    """Identify labels of another data set with the same file names.
-
-    Args:
-        release: A data set.
-        test_labels: File of test labels.
-
-    Returns:
-        The title, or None.
-    """
+    """Return the title of another data set whose test labels these are, or None."""
+    # Data sets in this format have files of the same names.
     with suppress(DataError), open_plain_or_gzip(test_labels, release.advice) as file:
         start = file.read(64)[8:]  # after the header
         for title, labels in release.lookalikes:

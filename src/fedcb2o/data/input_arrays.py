@@ -36,15 +36,10 @@ _MAX_LISTED_NAMES = 5
 def to_array(name: str, values: Any) -> NDArray[Any]:
     """Convert values from a user to an array without missing values.
 
-    Args:
-        name: Name of the values in messages.
-        values: An array, a tensor, a table, or a list of these or of numbers or words.
-
-    Returns:
-        The array. It holds numbers, truth values, words or dates, never objects.
-
-    Raises:
-        DataError: The values are masked, missing, sparse, of several kinds, or no array.
+    The values are an array, a tensor, a table, or a list of these or of numbers or words. The array
+    holds numbers, truth values, words or dates, never objects. DataError is raised if they are
+    masked, missing, sparse, of several kinds, or no array. `name` is that of the values in
+    messages.
     """
     table = as_table(values)
     if table is not None:
@@ -76,17 +71,7 @@ def to_array(name: str, values: Any) -> NDArray[Any]:
 def to_numbers(name: str, values: Any) -> NDArray[Any]:
     """Convert numbers from a user to an array of real numbers or truth values.
 
-    Columns of several types, such as numbers and truth values, become float64.
-
-    Args:
-        name: Name of the values in messages.
-        values: An array, a tensor, a table or a list.
-
-    Returns:
-        The array.
-
-    Raises:
-        DataError: The values are no real numbers, or are masked, missing or sparse.
+    DataError is raised if the values are no real numbers, or are masked, missing or sparse.
     """
     table = as_table(values)
     if table is None:
@@ -108,6 +93,7 @@ def to_numbers(name: str, values: Any) -> NDArray[Any]:
                 f" {array.shape}: give an array of these values (numpy.stack)"
             )
         columns.append(array)
+    # Columns of several types, such as numbers and truth values, become float64.
     if len({array.dtype for array in columns}) > 1:
         columns = [array.astype(np.float64) for array in columns]
     if not columns:
@@ -116,13 +102,9 @@ def to_numbers(name: str, values: Any) -> NDArray[Any]:
 
 
 def as_table(values: Any) -> pd.DataFrame | None:
-    """Return a table with named columns as a data frame of pandas.
+    """Return a table with named columns as a data frame of pandas; None for anything else.
 
-    Args:
-        values: Anything.
-
-    Returns:
-        A data frame for tables of pandas, Polars or Arrow and for structured arrays, else None.
+    Tables are those of pandas, Polars and Arrow, and structured arrays.
     """
     if isinstance(values, pd.DataFrame):
         return values
@@ -143,14 +125,7 @@ def as_table(values: Any) -> pd.DataFrame | None:
 
 
 def is_dataset(values: Any) -> bool:
-    """Return whether an object has a length and items, and is neither array nor list.
-
-    Args:
-        values: Anything.
-
-    Returns:
-        True for map-style data sets.
-    """
+    """Return whether an object has a length and items, and is neither array nor list."""
     if isinstance(values, Sequence) or not hasattr(values, "__getitem__"):
         return False
     interfaces = ("__array__", "__array_interface__", "__array_struct__")
@@ -161,15 +136,8 @@ def is_dataset(values: Any) -> bool:
 def match_columns(names: Sequence[str], parts: Sequence[Any]) -> list[Any]:
     """Order the columns of several tables as in the first table.
 
-    Args:
-        names: Name of each part in messages.
-        parts: Tables, or anything else.
-
-    Returns:
-        The parts. Tables come as data frames whose columns have one order.
-
-    Raises:
-        DataError: The tables have columns of different names.
+    Other values than tables stay as they are. `names` are those of the parts in messages. DataError
+    is raised if tables have columns of different names.
     """
     tables = {k: table for k, part in enumerate(parts) if (table := as_table(part)) is not None}
     if not tables:
@@ -231,21 +199,13 @@ def _column_order(
 def check_rows_match(name: str, x: Any, label: str, y: Any) -> None:
     """Check that the row labels of two pandas objects do not contradict each other.
 
-    Rows are matched by position. Labels 0 to n - 1 in ascending order say nothing about rows.
-
-    Args:
-        name: Name of the samples in messages.
-        x: Samples.
-        label: Name of the other values in messages.
-        y: One value per sample.
-
-    Raises:
-        DataError: Both have row labels, and these differ.
+    DataError is raised if both have row labels, and these differ.
     """
     is_pandas = isinstance(x, pd.DataFrame | pd.Series) and isinstance(y, pd.DataFrame | pd.Series)
     if not is_pandas or len(x) != len(y) or x.index.equals(y.index):
         return
 
+    # Rows are matched by position. Labels 0 to n - 1 in ascending order say nothing about rows.
     default = pd.RangeIndex(len(x))
     has_default = x.index.equals(default) or y.index.equals(default)
     same_labels = len(x.index.symmetric_difference(y.index)) == 0
@@ -266,17 +226,12 @@ def check_rows_match(name: str, x: Any, label: str, y: Any) -> None:
 def warn_of_merged_values(source: str, values: NDArray[Any], cure: str) -> None:
     """Warn if different values become equal in float32.
 
-    At most 65,536 samples and a million values are looked at, so that the check is fast. Rare
-    coincidences among many random numbers are not worth a warning.
-
-    Args:
-        source: Start of the message, such as "`x` holds".
-        values: Finite numbers [n, ...].
-        cure: Advice at the end of the message.
+    `source` is the start of the message, such as "`x` holds", and `cure` its end.
     """
     if values.dtype.kind not in "iuf" or values.dtype.itemsize < 4 or values.dtype == np.float32:
         return
 
+    # Some samples are looked at, so that the check is fast.
     columns = values[:_MAX_CHECKED_ROWS].reshape(min(len(values), _MAX_CHECKED_ROWS), -1)
     columns = columns[: max(2, _MAX_CHECKED_VALUES // max(1, columns.shape[1]))]
     if columns.dtype.kind in "iu" and abs(columns.astype(np.float64)).max() <= 2**24:
@@ -288,6 +243,7 @@ def warn_of_merged_values(source: str, values: NDArray[Any], cure: str) -> None:
     is_merged = differs & (rounded[1:] == rounded[:-1])
     num_distinct = 1 + differs.sum(0)
     num_merged = is_merged.sum(0)
+    # Rare coincidences among many random numbers are not worth a warning.
     affected = np.flatnonzero(num_merged > _MAX_MERGED_SHARE * num_distinct)
     if not affected.size:
         return

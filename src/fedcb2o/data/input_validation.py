@@ -22,21 +22,10 @@ from fedcb2o.errors import DataError
 def check_samples_and_labels(
     name: str, x: Any, label: str, y: Any, *, numbers: bool = False, exact: bool = False
 ) -> tuple[Tensor, NDArray[Any]]:
-    """Check samples and their labels.
+    """Check samples and their labels, of which there are as many.
 
-    Args:
-        name: Name of the samples in messages.
-        x: Samples.
-        label: Name of the labels in messages.
-        y: Labels, or targets.
-        numbers: Whether `y` holds the targets of a regression.
-        exact: Whether samples keep the precision of float64.
-
-    Returns:
-        Samples as a tensor and labels as an array of the same length.
-
-    Raises:
-        DataError: The samples or labels are invalid, or their lengths differ.
+    `name` and `label` are the words for them in messages. With `numbers`, `y` holds the targets of
+    a regression. With `exact`, samples keep the precision of float64.
     """
     samples = check_samples(name, x, exact=exact)
     labels = _check_numbers(label, y) if numbers else _check_labels(label, y)
@@ -58,17 +47,9 @@ def to_shards(
 ) -> tuple[list[Shard], tuple[str, ...]]:
     """Convert checked samples and labels to shards with classes from 0 on.
 
-    Args:
-        parts: Samples and labels, such as those of the pool and of the test set.
-        label_names: Names of the labels of each part in messages.
-        class_names: Names of the classes, or None.
-        numbers: Whether labels are the targets of a regression.
-
-    Returns:
-        One shard per part, and the names of the classes (none for a regression).
-
-    Raises:
-        DataError: The labels of the parts do not fit together or do not fit `class_names`.
+    There is one shard per part, such as the pool and the test set. With `numbers`, labels are the
+    targets of a regression, without classes. DataError is raised if the labels of the parts do not
+    fit together or do not fit `class_names`.
     """
     if not numbers:
         values, classes = _resolve_classes(
@@ -92,18 +73,10 @@ def to_shards(
 
 
 def check_samples(name: str, x: Any, *, exact: bool = False) -> Tensor:
-    """Check samples.
+    """Check samples [n, ...]; pixels stay uint8, and other values become float32.
 
-    Args:
-        name: Name of the samples in messages.
-        x: Samples [n, ...].
-        exact: Whether to return float64 in place of float32, for differences between samples.
-
-    Returns:
-        Pixels as uint8, other values as float32 or float64.
-
-    Raises:
-        DataError: The samples have a wrong shape or type, or values that are not finite.
+    With `exact` they become float64, for differences between samples. DataError is raised for a
+    wrong shape or type, and for values that are not finite.
     """
     samples = input_arrays.to_numbers(name, x)
     if samples.ndim < 2 or not samples.size:
@@ -254,18 +227,9 @@ def check_owners(
 ) -> tuple[tuple[str, ...], Int[Tensor, " n"], Int[Tensor, " t"]]:
     """Check the owners of samples and of test samples.
 
-    Args:
-        owner: Owner of each sample.
-        owner_test: Owner of each test sample; None for samples that test every agent.
-        samples: Number of samples.
-        tests: Number of test samples.
-
-    Returns:
-        Names of the owners in ascending order; the owner of each sample as an index; the owner of
-        each test sample, -1 where it tests every agent.
-
-    Raises:
-        DataError: A length or type is wrong, or `owner_test` names an unknown owner.
+    Returns the ascending names of the owners, the owner of each of `samples` samples as an index,
+    and that of each of `tests` test samples, -1 where it tests every agent. DataError is raised if
+    a length or type is wrong, or `owner_test` names an unknown owner.
     """
     labels = _check_owner_labels("owner", owner, samples)
     values = np.unique(labels)

@@ -34,26 +34,12 @@ _MAX_LISTED = 5
 
 
 def to_nfc(text: str) -> str:
-    """Return a text in Unicode's composed form.
-
-    Args:
-        text: The text.
-
-    Returns:
-        The text in NFC.
-    """
+    """Return a text in Unicode's composed form."""
     return unicodedata.normalize("NFC", text)
 
 
 def normalise_words(words: NDArray[np.str_]) -> NDArray[np.str_]:
-    """Return words in Unicode's composed form.
-
-    Args:
-        words: Array of text.
-
-    Returns:
-        The same words in NFC.
-    """
+    """Return words in Unicode's composed form."""
     words = np.ascontiguousarray(words.astype(words.dtype.newbyteorder("="), copy=False))
     if not words.size or not words.itemsize or words.view(np.uint32).max() < 128:
         return words
@@ -62,17 +48,11 @@ def normalise_words(words: NDArray[np.str_]) -> NDArray[np.str_]:
 
 
 def by_label(class_names: Any, *, words: bool) -> dict[int | str, str]:
-    """Return the name of the class of each label.
+    """Return the name of the class of each label, in ascending order of the labels.
 
-    Args:
-        class_names: Names of the classes 0 to C - 1 in order, or a mapping {label: name}.
-        words: Whether labels are words.
-
-    Returns:
-        Names by label, in ascending order of the labels.
-
-    Raises:
-        DataError: The names have no order, are not words, or are not different.
+    `class_names` are those of the classes 0 to C - 1 in order, or a mapping {label: name}. With
+    `words`, labels are words. DataError is raised if the names have no order, are not words, or are
+    not different.
     """
     if isinstance(class_names, set | frozenset):
         raise DataError(
@@ -103,16 +83,9 @@ def by_label(class_names: Any, *, words: bool) -> dict[int | str, str]:
 
 
 def by_owner(parts: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return values by the name of an owner.
+    """Return values by the name of an owner, in the same order.
 
-    Args:
-        parts: Values by owner.
-
-    Returns:
-        The values in the same order, by names in Unicode's composed form.
-
-    Raises:
-        DataError: Two owners have one name.
+    Names are in Unicode's composed form. DataError is raised if two owners have one name.
     """
     named: dict[str, Any] = {}
     for owner, part in parts.items():
@@ -151,14 +124,7 @@ def _to_name(name: Any) -> str:
 
 
 def look_alikes(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the groups of names that differ only in case, spaces or the form of a number.
-
-    Args:
-        names: Names.
-
-    Returns:
-        Groups of two names or more.
-    """
+    """Return the groups of names that differ only in case, spaces or the form of a number."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_comparison_key(name), []).append(name)
@@ -176,33 +142,20 @@ def _comparison_key(name: str) -> str:
 
 
 def number_in(name: str) -> Decimal | None:
-    """Return the number that a name is.
-
-    Args:
-        name: Name of a class.
-
-    Returns:
-        The number; None for a word.
-    """
+    """Return the number that a name is; None for a word."""
     return Decimal(name) if _NUMBER.fullmatch(name) else None
 
 
 def check_labels(dataset: Dataset) -> None:
     """Check the classes that were found in the labels of users.
 
-    Labels are doubtful, and give a warning, where
+    An empty label is a DataError. Labels are doubtful, and give a warning, where
 
     - they look missing, such as "nan",
     - they are numbers written as words, which sort otherwise,
     - two classes, or two owners, differ only in case, spaces or the form of a number,
     - test samples have labels that no other sample has,
     - owners seem to write the same labels in different ways.
-
-    Args:
-        dataset: A data set whose class names are its labels.
-
-    Raises:
-        DataError: A label is empty.
     """
     names = dataset.class_names
     if not all(name.strip() for name in names):
@@ -270,16 +223,11 @@ def _warn_of_look_alikes(dataset: Dataset, seen: NDArray[np.bool_]) -> None:
 
 
 def _owner_groups(seen: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
-    """Group the owners that seem to write labels in different ways.
+    """Group the owners that seem to write labels in different ways; empty where labels agree.
 
-    Groups that share no class are such groups. So are two or three equally large sets of labels,
-    such as -1 and 1 next to 0 and 1, where all other owners have a part of one of them.
-
-    Args:
-        seen: Classes of each owner [owners, C].
-
-    Returns:
-        Owners of each group; empty where labels agree.
+    `seen` has the classes of each owner, shape [owners, C]. Groups that share no class are such
+    groups. So are two or three equally large sets of labels, such as -1 and 1 next to 0 and 1,
+    where all other owners have a part of one of them.
     """
     from scipy.sparse.csgraph import connected_components  # slow to import
 

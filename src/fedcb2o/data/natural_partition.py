@@ -33,30 +33,14 @@ def partition_by_owner(
 ) -> Population:
     """Make the owners of a data set the agents, in their order.
 
-    The malicious agents, and with more owners than agents the participants, are drawn anew for
-    each seed. A benign agent validates on its owner's validation samples, or else on a share of
-    its samples, as in `partition`.
+    The malicious agents, and with more owners than agents the participants, are drawn anew for each
+    seed. A benign agent validates on its owner's validation samples, or else on a share of its
+    samples, as in `partition`. Numbers of samples are the largest ones of an agent; None for all
+    its samples. `clusters` has the names of the owners in each cluster; None for one cluster. With
+    `remove_malicious`, the malicious agents are left out and nothing else changes.
 
-    Args:
-        dataset: The data set.
-        owners: Its owners.
-        benign: Number of benign agents.
-        malicious: Number of malicious agents.
-        benign_samples: Largest number of samples of a benign agent; None for all its samples.
-        malicious_samples: Largest number of samples of a malicious agent.
-        validation: Fraction of validation samples, in (0, 1].
-        split: Method of the split, as in `partition`.
-        hold_out: Whether to exclude validation samples from training.
-        remove_malicious: Whether to leave out the malicious agents and change nothing else.
-        clusters: Names of the owners in each cluster; None for one cluster.
-        seed: Seed of the run.
-
-    Returns:
-        The agents and their samples.
-
-    Raises:
-        ConfigError: There are fewer owners than agents, or an owner is not in one cluster.
-        DataError: An agent has no training, validation or test samples.
+    ConfigError is raised if there are fewer owners than agents, or an owner is not in one cluster,
+    and DataError if an agent has no training, validation or test samples.
 
     Example:
         >>> from fedcb2o.data import typefaces
@@ -90,6 +74,7 @@ def partition_by_owner(
     train = []
     held_out = []
     tests = []
+    # A removed agent keeps its number, so that the others hold the same samples.
     for agent, owner in enumerate(participants.tolist()):
         if is_malicious[agent] and remove_malicious:
             continue

@@ -28,17 +28,9 @@ _HOW = "give columns=(samples, labels)"
 def samples_and_labels(label: str, source: Any, columns: Any = None) -> tuple[Any, Any]:
     """Return the samples and the labels of a source.
 
-    Args:
-        label: Name of the source in messages.
-        source: A pair (x, y), a table, a mapping, a data set or a loader.
-        columns: Name of the column of samples, or a list of columns, and name of the column of
-            labels; None for pairs, and for `data` and `target` of scikit-learn.
-
-    Returns:
-        Samples and labels as arrays, tables or lists.
-
-    Raises:
-        DataError: The source has neither pairs nor these columns.
+    `columns` names the column of samples, or a list of columns, and the column of labels. It is
+    None for pairs, and for `data` and `target` of scikit-learn. DataError is raised if the source
+    has neither pairs nor these columns. `label` is the name of the source in messages.
     """
     is_pair = isinstance(source, tuple) and not any(isinstance(k, Mapping) for k in source)
     if columns is not None and not is_pair and not isinstance(source, Shard):
@@ -75,18 +67,10 @@ def samples_and_labels(label: str, source: Any, columns: Any = None) -> tuple[An
 
 
 def select_columns(label: str, source: Any, keys: Sequence[Any]) -> list[Any]:
-    """Return columns of a source.
+    """Return columns of a source: a table, a mapping, rows that are mappings, or a loader.
 
-    Args:
-        label: Name of the source in messages.
-        source: A table, a mapping, a data set of rows that are mappings, or a loader of these.
-        keys: Names of columns. A list of names stands for the table of these columns.
-
-    Returns:
-        Values of each column. Images become arrays [channels, height, width].
-
-    Raises:
-        DataError: The source has no such columns.
+    A list of names stands for the table of these columns. Images become arrays [channels, height,
+    width].
     """
     table: Any = as_table(source)
     if table is None:

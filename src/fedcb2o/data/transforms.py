@@ -145,15 +145,7 @@ def permute_labels(samples: Shard, cluster: int, num_classes: int, *, shift: int
 
 
 def unchanged(samples: Shard, cluster: int) -> Shard:
-    """Return the samples as they are, for agents that bring their own data.
-
-    Args:
-        samples: Samples.
-        cluster: Cluster of the agent.
-
-    Returns:
-        The same samples.
-    """
+    """Return the samples as they are, for agents that bring their own data."""
     return samples
 
 
@@ -161,11 +153,7 @@ def unchanged(samples: Shard, cluster: int) -> Shard:
 class ClusterTransform:
     """A transform with its inputs: the view of each cluster on the samples.
 
-    Attributes:
-        function: The transform with its parameters.
-        num_clusters: Number K of clusters.
-        num_classes: Number C of classes; 1 for data without classes.
-        value_range: Black and white of the data set.
+    `num_classes` is 1 for data without classes. `value_range` is black and white of the data set.
     """
 
     function: functools.partial[Any]
@@ -176,15 +164,8 @@ class ClusterTransform:
     def __call__(self, samples: Shard, cluster: int) -> Shard:
         """Return samples as a cluster sees them.
 
-        Args:
-            samples: Samples.
-            cluster: The cluster.
-
-        Returns:
-            Samples of the same shapes and types, on the same device.
-
-        Raises:
-            ConfigError: A user's transform returned anything else.
+        They have the same shapes and types, on the same device. ConfigError is raised if a user's
+        transform returned anything else.
         """
         known = {"num_clusters": self.num_clusters, "num_classes": self.num_classes}
         names = plugins.positional_inputs(self.function.func)[2:]
@@ -199,6 +180,7 @@ class ClusterTransform:
             if plugins.USER_FUNCTION.get(self.function) is None:
                 seen: Shard = self.function(samples, cluster, *inputs)
                 return seen
+            # A user's function gets copies on the CPU, which it may change.
             copies = Shard(samples.x.cpu().clone(), samples.y.cpu().clone())
             result = self.function(copies, cluster, *inputs)
         return self._validated(result, samples)
@@ -227,18 +209,9 @@ class ClusterTransform:
 def rotate(
     x: Shaped[Tensor, "n *features"], cluster: int, num_clusters: int
 ) -> Shaped[Tensor, "n *features"]:
-    """Rotate images counter-clockwise by cluster * 360 / num_clusters degrees (sec:experiments).
+    """Rotate square images by cluster * 360 / num_clusters degrees (sec:experiments).
 
-    Args:
-        x: Images [n, ..., s, s].
-        cluster: Cluster of the agent.
-        num_clusters: Number of clusters.
-
-    Returns:
-        The images as the cluster sees them.
-
-    Raises:
-        ConfigError: The images are not square.
+    The rotation is counter-clockwise.
     """
     return rotation(Shard(x, torch.zeros(len(x))), cluster, num_clusters).x
 

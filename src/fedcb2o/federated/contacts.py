@@ -43,7 +43,7 @@ class ContactTable:
     def empty(cls, count: int) -> "ContactTable":
         """Return the contacts of `count` agents before the first round: none.
 
-        rem:sampling_likelihood_init
+        This is the start of rem:sampling_likelihood_init.
         """
         return cls(Ragged.empty(count), np.zeros(0))
 

@@ -30,11 +30,7 @@ class Executor(Protocol):
 
     @property
     def count(self) -> int:
-        """Number of tasks that run at once.
-
-        Returns:
-            Number of tasks, at least 1.
-        """
+        """Number of tasks that run at once, at least 1."""
         ...
 
     def map(
@@ -44,29 +40,18 @@ class Executor(Protocol):
         parts: Sequence[Sequence[int]] | None = None,
         settings: Settings = contextlib.nullcontext,
     ) -> list[Result]:
-        """Return `function(context, *task)` for every task.
+        """Return `function(context, *task)` for every task, in the order of the tasks.
 
-        Args:
-            function: Function of the context and a task's arguments.
-            tasks: The arguments of each task.
-            parts: Indices of the tasks that a process computes one after the other, for each part;
-                by default each task is a part.
-            settings: Returns the context manager in which the tasks are computed.
-
-        Returns:
-            The results, in the order of the tasks.
+        `parts` has the indices of the tasks that a process computes one after the other, for each
+        part; by default each task is a part. `settings` returns the context manager in which the
+        tasks are computed.
         """
         ...
 
 
 @dataclass(frozen=True)
 class SerialExecutor(Generic[Context]):
-    """An executor in this process.
-
-    Attributes:
-        context: First argument of every function.
-        count: Number of tasks that run at once, 1.
-    """
+    """An executor in this process; `context` is the first argument of every function."""
 
     context: Context
     count: int = 1
@@ -80,14 +65,7 @@ class SerialExecutor(Generic[Context]):
     ) -> list[Result]:
         """Return `function(context, *task)` for every task, one after the other.
 
-        Args:
-            function: Function of the context and a task's arguments.
-            tasks: The arguments of each task.
-            parts: Not used, as there is one process.
-            settings: Returns the context manager in which the tasks are computed.
-
-        Returns:
-            The results, in the order of the tasks.
+        There is one process, so that `parts` is not used.
         """
         with one_thread(), settings():
             return [function(self.context, *task) for task in tasks]
@@ -97,10 +75,7 @@ class SerialExecutor(Generic[Context]):
 class PoolExecutor(Generic[Context]):
     """An executor in `count` worker processes.
 
-    Attributes:
-        count: Number of worker processes.
-        shared_tensors: The tensors that all workers map.
-        make_context: Builds each worker's context from these tensors, once.
+    All workers map the shared tensors. `make_context` builds each worker's context from them, once.
     """
 
     count: int
@@ -118,20 +93,10 @@ class PoolExecutor(Generic[Context]):
         parts: Sequence[Sequence[int]] | None = None,
         settings: Settings = contextlib.nullcontext,
     ) -> list[Result]:
-        """Return `function(context, *task)` for every task, as workers come free.
+        """Return `function(context, *task)` for every task, in the order of the tasks.
 
-        Args:
-            function: Function of the context and a task's arguments.
-            tasks: The arguments of each task.
-            parts: Indices of the tasks that a worker computes one after the other, for each part;
-                by default each task is a part.
-            settings: Returns the context manager in which a worker computes its tasks.
-
-        Returns:
-            The results, in the order of the tasks.
-
-        Raises:
-            RunError: A worker cannot start or was killed, often because memory is short.
+        Workers compute parts as they come free; the arguments are those of `Executor.map`. RunError
+        is raised if a worker cannot start or was killed, often because memory is short.
         """
         if parts is None:
             parts = [[index] for index in range(len(tasks))]
@@ -150,11 +115,7 @@ class PoolExecutor(Generic[Context]):
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one intra-op thread inside, and the previous number of threads afterwards.
-
-    Yields:
-        None, while PyTorch uses one intra-op thread.
-    """
+    """Use one intra-op thread inside, and the previous number of threads afterwards."""
     previous = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -171,14 +132,8 @@ def balance_load(
 ) -> list[list[int]]:
     """Partition items into parts of similar duration (longest processing time first).
 
-    Args:
-        items: Indices into `costs`.
-        costs: Cost of each item.
-        count: Largest number of parts.
-        speeds: Relative speed of each part's processor; all equal by default.
-
-    Returns:
-        The items of each part. A part is empty only where its processor is too slow.
+    Items are indices into `costs`. `speeds` are those of the parts' processors, relative to each
+    other. A part is empty only where its processor is too slow.
 
     >>> balance_load([0, 1, 2], [5, 3, 2], count=2)
     [[0], [1, 2]]

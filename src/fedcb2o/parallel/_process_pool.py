@@ -77,18 +77,11 @@ class ProcessPool:
     ) -> None:
         """Compute `function(*arguments)` for every task on `count` workers.
 
-        If the call ends early, by an error or a signal, all workers are killed.
-
-        Args:
-            count: Number of worker processes.
-            function: Function of a task's arguments.
-            tasks: Pairs (task id, arguments). The next one is drawn when a worker is free.
-            on_result: Receives each task id with its result, in order of completion.
-            on_idle: Called after each result, and every second without one.
-
-        Raises:
-            WorkerProcessError: A worker could not start or was killed.
-            Exception: The error of a task, as it was raised.
+        A task is a pair (task id, arguments); the next one is drawn when a worker is free.
+        `on_result` receives each task id with its result, in order of completion. `on_idle` is
+        called after each result, and every second without one. The error of a task is raised as it
+        was, and WorkerProcessError if a worker could not start or was killed. If the call ends
+        early, by an error or a signal, all workers are killed.
         """
         remaining = iter(tasks)
         try:
@@ -113,14 +106,14 @@ class ProcessPool:
     def reload_if_stale(self) -> None:
         """Kill the workers if this process has reloaded a module since the last call.
 
-        Workers may hold the module's old code. A module whose file was edited, but that was not
-        reloaded, is old here too.
+        A module whose file was edited, but that was not reloaded, is old here too.
         """
         specs = {
             name: getattr(module, "__dict__", {}).get("__spec__")
             for name, module in sys.modules.copy().items()
         }
         known = specs.keys() & self._module_specs
+        # Workers may hold the module's old code.
         if any(specs[name] is not self._module_specs[name] for name in known):
             self.terminate()
         self._module_specs |= specs
@@ -164,6 +157,8 @@ class _WorkerProcess:
             self.pipe, worker_end = Pipe()
             with worker_end, _blocked_signals():
                 arguments = map(str, (os.getpid(), worker_end.fileno(), *sys.path))
+                # A process group of its own: signals of the terminal do not reach the worker, and
+                # its children can be killed with it.
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", "-c", _BOOTSTRAP, *arguments],
                     stdin=subprocess.DEVNULL,
@@ -180,20 +175,15 @@ class _WorkerProcess:
     def is_reusable(self) -> bool:
         """Return True if the process lives and will not exit soon.
 
-        Returns:
-            False if the pipe is closed or has data to read, or if the process was idle for 80% of
-            `IDLE_SECONDS`.
+        It will if it was idle for 80% of `IDLE_SECONDS`. Its pipe is closed, or has data to read,
+        if it is dead.
         """
         if self.pipe.closed or time.monotonic() - self.idle_since >= 0.8 * IDLE_SECONDS:
             return False
         return not self.pipe.poll()
 
     def has_exited(self) -> bool:
-        """Return True if the process is dead; kill its children, which hold copies of its pipe.
-
-        Returns:
-            False while the process runs.
-        """
+        """Return True if the process is dead; kill its children, which hold copies of its pipe."""
         if self.process.returncode is None and self.process.poll() is not None:
             with contextlib.suppress(OSError):  # without children there is no such group
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -204,13 +194,7 @@ class _WorkerProcess:
     ) -> None:
         """Send a task; `receive` reports a worker that is already dead.
 
-        Args:
-            task_id: Id of the task, which `receive` returns.
-            function: Function of the task.
-            arguments: Positional arguments of the function.
-
-        Raises:
-            RunError: The function or an argument cannot be pickled.
+        RunError is raised if the function or an argument cannot be pickled.
         """
         content = serialize((function, arguments))
         self.busy = True
@@ -219,14 +203,9 @@ class _WorkerProcess:
             self.pipe.send_bytes(content)
 
     def receive(self) -> tuple[Any, Any]:
-        """Return the task id and the result; raise the task's error.
+        """Return the task id and the result; raise the task's error as it was.
 
-        Returns:
-            Id of the current task, and the result of its function.
-
-        Raises:
-            WorkerProcessError: The worker could not start or was killed.
-            Exception: The error of the task, as it was raised.
+        WorkerProcessError is raised if the worker could not start or was killed.
         """
         try:
             content = self.pipe.recv_bytes()
@@ -247,8 +226,7 @@ class _WorkerProcess:
 def current_pool() -> ProcessPool:
     """Return the pool of this thread.
 
-    Returns:
-        The pool of the last call, or a new one in a forked process and after `sys.path` changed.
+    It is that of the last call, or a new one in a forked process and after `sys.path` changed.
     """
     pool: ProcessPool | None = getattr(_thread_local, "pool", None)
     if pool is None or pool.key != _pool_key():

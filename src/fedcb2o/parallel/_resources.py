@@ -37,12 +37,8 @@ _OUT_OF_MEMORY_PHRASES = (  # of libraries; and the traceback of an error in a w
 def available_processors(root: Path = _ROOT) -> int:
     """Return the number of processes that may compute at once.
 
-    Args:
-        root: Root of the file system.
-
-    Returns:
-        The processors that this process may run on, or its control group's quota of processor
-        time, rounded up, if that is smaller.
+    It is that of the processors that this process may run on, or its control group's quota of
+    processor time, rounded up, if that is smaller.
     """
     count = _affinity_count()
     for group in _control_groups("cpu", root):
@@ -60,12 +56,8 @@ def available_processors(root: Path = _ROOT) -> int:
 def free_memory(root: Path = _ROOT) -> int:
     """Return the bytes of memory that this process may still take.
 
-    Args:
-        root: Root of the file system.
-
-    Returns:
-        The smallest of the system's and the control groups' free memory; half of the machine's
-        memory where none of them is known, as on macOS.
+    It is the smallest of the system's and the control groups' free memory; half of the machine's
+    memory where none of them is known, as on macOS.
     """
     limits = [*_system_free_memory(root)]
     for group in _control_groups("memory", root):
@@ -76,14 +68,7 @@ def free_memory(root: Path = _ROOT) -> int:
 
 
 def processor_model(root: Path = _ROOT) -> str:
-    """Return the system's name for the processor model, on which bits of results may depend.
-
-    Args:
-        root: Root of the file system.
-
-    Returns:
-        The model's name.
-    """
+    """Return the system's name for the processor model, on which bits of results may depend."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")
@@ -95,11 +80,7 @@ def processor_model(root: Path = _ROOT) -> str:
 def free_address_space(root: Path = _ROOT) -> float:
     """Return the bytes that this process may still map (`ulimit -v`), files included.
 
-    Args:
-        root: Root of the file system.
-
-    Returns:
-        A number of bytes, or infinity without a limit.
+    Infinite without a limit.
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
@@ -112,12 +93,9 @@ def free_address_space(root: Path = _ROOT) -> float:
 
 
 def check_address_space() -> None:
-    """Check that this process may map what the libraries alone need.
-
-    Raises:
-        RunError: It may map less, with which some libraries fail in obscure ways.
-    """
+    """Refuse an address space smaller than the libraries alone need, by RunError."""
     free = free_address_space()
+    # With less, some libraries fail in obscure ways.
     if free < _MIN_ADDRESS_SPACE:
         raise RunError(
             f"this process may map {format_bytes(int(free))} more (`ulimit -v`), "
@@ -126,26 +104,17 @@ def check_address_space() -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an error reports that memory is exhausted.
-
-    Args:
-        error: The error, of any library or of a worker process.
-
-    Returns:
-        True for such an error, False for another one and for None.
-    """
+    """Return True if an error, of any library or worker process, reports exhausted memory."""
     if isinstance(error, MemoryError):
         return True
     return any(phrase in str(error) for phrase in _OUT_OF_MEMORY_PHRASES)
 
 
 def retain_freed_memory() -> None:
-    """Make this process retain the memory that it frees (glibc).
-
-    The gradients of a large layer are allocated and freed in every step. If the system got their
-    pages back, it would clear and map them anew each time, and a step of the paper's network would
-    take 11% longer in float32 and 22% in bfloat16.
-    """
+    """Make this process retain the memory that it frees (glibc)."""
+    # The gradients of a large layer are allocated and freed in every step. If the system got their
+    # pages back, it would clear and map them anew each time, and a step of the paper's network
+    # would take 11% longer in float32 and 22% in bfloat16.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-4, 0)  # M_MMAP_MAX: no separate mappings
@@ -153,14 +122,7 @@ def retain_freed_memory() -> None:
 
 
 def format_bytes(count: int) -> str:
-    """Format a number of bytes for people.
-
-    Args:
-        count: Number of bytes, 0 or more.
-
-    Returns:
-        The number in GiB, MiB or KiB.
-    """
+    """Format a number of bytes for people, in GiB, MiB or KiB."""
     if count >= 2**27:
         return f"{count / 2**30:.2f} GiB"
     if count >= 2**18:
@@ -188,6 +150,7 @@ def _group_free_memory(group: Path) -> Iterator[int]:
     with contextlib.suppress(OSError, ValueError):
         lines = (group / "memory.stat").read_text().splitlines()
         values = dict(line.partition(" ")[::2] for line in lines)
+        # The system reclaims the cache of files before memory is short.
         cache = int(values.get("inactive_file", 0)) + int(values.get("active_file", 0))
     for limit, usage in (
         ("memory.max", "memory.current"),

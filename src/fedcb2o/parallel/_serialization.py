@@ -26,16 +26,9 @@ _MAX_DEPTH = 10  # of the search for a function that cannot be sent
 
 
 def serialize(content: object) -> bytes:
-    """Serialize any object; functions that `__main__` defines travel by value.
+    """Pickle any object; functions that `__main__` defines travel by value.
 
-    Args:
-        content: The object.
-
-    Returns:
-        Its pickle.
-
-    Raises:
-        RunError: The object cannot be pickled. The error names the function that cannot.
+    RunError is raised if the object cannot be pickled, and names the function that cannot.
     """
     try:
         return _dump(content)
@@ -83,14 +76,10 @@ def _unsendable_function(content: Any, name: str = "", depth: int = _MAX_DEPTH) 
 
 
 def execute(content: bytes, *context: object) -> bytes:
-    """Run a serialized task and serialize its outcome.
+    """Run a serialized pair (function, arguments) and serialize its outcome.
 
-    Args:
-        content: A serialized pair (function, arguments).
-        context: Leading arguments of the function, known to this process.
-
-    Returns:
-        The serialized pair (True, result), or (False, (error, traceback as text)).
+    The context has leading arguments of the function, known to this process. The outcome is (True,
+    result), or (False, (error, traceback as text)).
     """
     try:
         function, arguments = _deserialize_task(content)
@@ -118,14 +107,7 @@ def _deserialize_task(content: bytes) -> Any:
 def unwrap_result(content: bytes) -> Any:
     """Return the result in an outcome of `execute`.
 
-    Args:
-        content: The serialized outcome.
-
-    Returns:
-        The task's result.
-
-    Raises:
-        Exception: The task's error, with the remote traceback as its cause.
+    The task's error is raised with the remote traceback as its cause.
     """
     succeeded, result = pickle.loads(content)
     if succeeded:
@@ -142,10 +124,8 @@ class _RemoteTraceback(Exception):  # noqa: N818 (shown as the cause of an error
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    """Reduce a small tensor to bytes.
-
-    PyTorch's own way between processes takes ten times as long, and more memory for views.
-    """
+    """Reduce a small tensor to bytes."""
+    # PyTorch's own way between processes takes ten times as long, and more memory for views.
     try:
         content = tensor.contiguous().numpy().tobytes()
     except (RuntimeError, TypeError):  # NumPy lacks bfloat16, gradients and sparse tensors

@@ -35,9 +35,7 @@ _contexts: dict[Path, Any] = {}  # by the file of the shared tensors
 def run_worker(parent: int, pipe: Connection) -> None:
     """Serve the tasks of a pipe while the parent process lives.
 
-    Args:
-        parent: Process id of the parent.
-        pipe: The worker's end of its pipe.
+    `parent` is its process id.
     """
     gc.freeze()  # the imported modules stay, so that no collection examines them
     gc.enable()
@@ -63,15 +61,8 @@ def run_tasks(
 ) -> list[Result]:
     """Compute `function(context, *task)` for each task, in a worker.
 
-    Args:
-        shared_tensors: The tensors that all workers of the run share.
-        make_context: Builds the context from these tensors, once per run.
-        settings: Returns the context manager in which the tasks are computed.
-        function: Function of the context and a task's arguments.
-        tasks: The arguments of each task.
-
-    Returns:
-        The result of each task.
+    `make_context` builds the context from the run's shared tensors, once per run. `settings`
+    returns the context manager in which the tasks are computed.
     """
     context = _contexts.get(shared_tensors.path)
     if context is None:
@@ -98,7 +89,8 @@ def _serve_tasks(pipe: Connection) -> None:
 
 
 def _drop_stale_contexts() -> None:
-    """Drop the contexts whose shared file is removed; a mapping would keep its memory."""
+    """Drop the contexts whose shared file is removed."""
+    # A mapping would keep the memory of a removed file.
     for path in list(_contexts):
         if not path.exists():
             _contexts.pop(path, None)
@@ -117,10 +109,8 @@ def _watch_parent(parent: int, is_done: threading.Event) -> None:
 
 
 def _stop_watcher(watcher: threading.Thread, is_done: threading.Event) -> None:
-    """Stop the watcher before Python ends.
-
-    PyTorch releases the interpreter while it unmaps memory. A thread that finds the interpreter
-    gone would abort the whole process.
-    """
+    """Stop the watcher before Python ends."""
+    # PyTorch releases the interpreter while it unmaps memory. A thread that finds the interpreter
+    # gone would abort the whole process.
     is_done.set()
     watcher.join()

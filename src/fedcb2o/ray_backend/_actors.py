@@ -26,10 +26,8 @@ _FULL_ERRORS = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskErr
 class LoanedRows:
     """Rows of other workers that a worker may read.
 
-    Attributes:
-        refs: References to transfers.
-        positions: For each transfer, the positions of the worker's rows in it.
-        rows: For each transfer, these rows' numbers in the buffer of all agents.
+    For each transfer in `refs`, `positions` are those of the worker's rows in it, and `rows` their
+    numbers in the buffer of all agents.
     """
 
     refs: list[Any] = field(default_factory=list)
@@ -41,13 +39,8 @@ class LoanedRows:
 def translate_ray_errors() -> Iterator[None]:
     """Raise Ray's errors as errors of this package.
 
-    Yields:
-        None.
-
-    Raises:
-        RunError: An error that a second attempt would repeat: a full store, or an error of the
-            work itself.
-        WorkerLostError: Ray lost a process or node that the work needs.
+    RunError is one that a second attempt would repeat: a full store, or an error of the work
+    itself. WorkerLostError means that Ray lost a process or node that the work needs.
     """
     try:
         yield
@@ -70,14 +63,9 @@ def translate_ray_errors() -> Iterator[None]:
 class WorkerActors:
     """The actors of all workers.
 
-    Attributes:
-        handles: Ray's handle of each actor.
-        sharding: The place of each row among the workers.
-        nodes: The node of each worker.
-        row_bytes: Size of a model.
-        loaned_bytes: Bytes of models that workers took of each other since the last reset.
-        moved_bytes: Bytes of these that went from one node to another.
-        seconds: Working time of each worker.
+    `loaned_bytes` are those of models that workers took of each other since the last reset, and
+    `moved_bytes` those of them that went from one node to another. `seconds` is the working time of
+    each worker.
     """
 
     def __init__(
@@ -103,17 +91,9 @@ class WorkerActors:
     ) -> list[Any]:
         """Call a method of `AgentWorker` on every worker that has a task.
 
-        Args:
-            method: The method.
-            tasks: Arguments for each worker, or None for a worker without a task.
-            loans: References to transfers, for each worker.
-
-        Returns:
-            The result of each worker, None without a task.
-
-        Raises:
-            WorkerLostError: A worker is gone.
-            Exception: The error of a worker, as it was raised.
+        A task is the arguments for a worker, or None; the result is then None, too. `loans` are
+        references to transfers, for each worker. The error of a worker is raised as it was, and
+        WorkerLostError if a worker is gone.
         """
         results: list[Any] = [None] * len(self.handles)
         with translate_ray_errors():
@@ -132,25 +112,13 @@ class WorkerActors:
         return results
 
     def broadcast(self, method: Callable[..., Any], *task: Any) -> list[Any]:
-        """Call a method of `AgentWorker` on all workers with the same arguments.
-
-        Args:
-            method: The method.
-            task: Its arguments.
-
-        Returns:
-            The result of each worker.
-        """
+        """Call a method of `AgentWorker` on all workers with the same arguments."""
         return self.call(method, [task] * len(self.handles))
 
     def loan_rows(self, wanted: Sequence[Int[np.ndarray, " _r"]]) -> list[LoanedRows]:
-        """Put rows into the store for other workers.
+        """Put rows into the store for other workers, and return the loans of each worker.
 
-        Args:
-            wanted: The rows that each worker wants, none of which is its own.
-
-        Returns:
-            The loans of each worker.
+        None of the rows that a worker wants is its own.
         """
         transfers = plan_transfers(self.sharding.owner, wanted, self.nodes, self.row_bytes)
         refs = self.row_refs([(transfer.owner, transfer.rows) for transfer in transfers])
@@ -168,19 +136,16 @@ class WorkerActors:
         return loans
 
     def row_refs(self, transfers: Sequence[tuple[int, Int[np.ndarray, " _k"]]]) -> list[Any]:
-        """Put rows into the store.
+        """Put the rows of pairs (owner, rows of that owner) into the store.
 
-        Args:
-            transfers: Pairs (owner, rows of that owner).
-
-        Returns:
-            A reference for each transfer.
+        Returns a reference for each pair.
         """
         refs: list[Any] = [None] * len(transfers)
         by_owner: dict[int, list[int]] = {}
         for index, (owner, _) in enumerate(transfers):
             by_owner.setdefault(owner, []).append(index)
         with translate_ray_errors():
+            # One call per owner, whatever the number of its transfers.
             for owner, indices in by_owner.items():
                 export = self.handles[owner].export_rows.options(num_returns=len(indices))
                 result = export.remote(*(self.sharding.row[transfers[k][1]] for k in indices))
@@ -190,27 +155,13 @@ class WorkerActors:
         return refs
 
     def get(self, refs: Sequence[Any]) -> list[Any]:
-        """Return the content of references.
-
-        Args:
-            refs: References.
-
-        Returns:
-            The content of each.
-        """
+        """Return the content of references."""
         with translate_ray_errors():
             content: list[Any] = ray.get(list(refs))
         return content
 
     def put(self, content: Any) -> Any:
-        """Put content into the store.
-
-        Args:
-            content: The content.
-
-        Returns:
-            A reference to it.
-        """
+        """Put content into the store."""
         with translate_ray_errors():
             return ray.put(content)
 

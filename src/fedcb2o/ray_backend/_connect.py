@@ -43,17 +43,9 @@ def connected(
 ) -> Iterator[None]:
     """Connect this process to a cluster; an existing connection is used and kept.
 
-    Args:
-        address: "host:port" of the head, "auto" for the cluster of this machine, or "local" to
-            start Ray on this machine.
-        store: Size in bytes of the object store that "local" starts.
-        processors: Number of processors that "local" may use.
-
-    Yields:
-        None.
-
-    Raises:
-        RunError: No cluster can be reached, or it has other versions.
+    The address is "host:port" of the head, "auto" for the cluster of this machine, or "local" to
+    start Ray on this machine, with an object store of `store` bytes and `processors` processors.
+    RunError is raised if no cluster can be reached, or it has other versions.
     """
     if ray.is_initialized():
         with _suppress_stdout():
@@ -116,11 +108,12 @@ def _describe(address: str) -> str:
 
 
 def _probe(address: str) -> None:
-    """Raise RunError if no cluster answers at an address; Ray would take minutes to say so."""
+    """Raise RunError if no cluster answers at an address."""
     if address == AUTO:
         address = os.environ.get("RAY_ADDRESS") or AUTO
     if address in (LOCAL, AUTO):
         return
+    # Ray would take minutes to say that no cluster answers.
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as connection:
@@ -146,13 +139,11 @@ def _probe(address: str) -> None:
 
 @contextlib.contextmanager
 def _defer_signals() -> Iterator[None]:
-    """Defer a first SIGINT or SIGTERM, and restore the handlers that Ray replaces.
-
-    Ray loses track of the processes that it started if its start is interrupted.
-    """
+    """Defer a first SIGINT or SIGTERM, and restore the handlers that Ray replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # Ray loses track of the processes that it started if its start is interrupted.
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     received: list[int] = []
 

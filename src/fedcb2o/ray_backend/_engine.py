@@ -38,14 +38,8 @@ STREAM_BYTES = 2**26  # of models that are on their way from or to a checkpoint 
 class RayEngine:
     """The engine of all agents of a run, on the workers of a cluster.
 
-    Attributes:
-        group: The group of all agents, with an empty model buffer.
-        spec: The run.
-        adversary: The attackers.
-        sharding: The place of each agent and row among the workers.
-        actors: The actors of the workers.
-        batches: Ids of the agents that one function call computes together.
-        batches_by_worker: Numbers of the batches of each worker.
+    The model buffer of `group` is empty. `batches` has the ids of the agents that one function call
+    computes, and `batches_by_worker` the numbers of the batches of each worker.
     """
 
     def __init__(
@@ -80,10 +74,7 @@ class RayEngine:
     ) -> None:
         """Build the groups of the workers, from data that each node gets once.
 
-        Args:
-            make: Builds a worker's group.
-            data: The data set.
-            user_functions: Names of user functions that receive models, by kind.
+        `user_functions` has the names of user functions that receive models, by kind.
         """
         loans = [self.actors.put({name: tensor.numpy() for name, tensor in data.items()})]
         tasks = []
@@ -93,11 +84,7 @@ class RayEngine:
         self.actors.call(AgentWorker.build_group, tasks, [loans] * len(tasks))
 
     def init_models(self, init: InitModels) -> None:
-        """Fill the rows of all agents with their initial models.
-
-        Args:
-            init: Fills rows of a worker's buffer.
-        """
+        """Fill the rows of all agents with their initial models."""
         self.actors.broadcast(AgentWorker.init_models, init)
 
     def map_batches(
@@ -105,13 +92,7 @@ class RayEngine:
     ) -> list[Any]:
         """Call a function for each group, in its worker.
 
-        Args:
-            function: The function.
-            shared: Arguments for all groups.
-            arguments: Further arguments, each with one value per group.
-
-        Returns:
-            The result of each group.
+        Each list of `arguments` has one value per group.
         """
         tasks = []
         for numbers in self.batches_by_worker:
@@ -134,13 +115,8 @@ class RayEngine:
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
         """Transfer the received models to the workers that need them.
 
-        Args:
-            n: The round.
-            sampled: Sampled peers of each group's agents.
-            deadline: Not used, because the engine waits for every worker.
-
-        Returns:
-            The inbox of each group, with rows of its worker's buffer.
+        The engine waits for every worker, so that `deadline` is not used. The inbox of a group has
+        rows of its worker's buffer.
         """
         assert self.outbox is not None, "nothing is published yet"
         max_samples = self.spec.max_samples
@@ -168,11 +144,7 @@ class RayEngine:
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
         """Compute theta <- W theta (Algorithm 2, line 7), in each worker for its agents.
 
-        Args:
-            decisions: Decisions of each group.
-
-        Returns:
-            False for benign agents whose model is not finite.
+        The result is False for benign agents whose model is not finite.
         """
         tasks = []
         for numbers in self.batches_by_worker:
@@ -184,25 +156,14 @@ class RayEngine:
         return is_finite
 
     def evaluate(self) -> dict[int, EvaluationResult]:
-        """Return the test result of each benign agent, by its id.
-
-        Returns:
-            Results of all workers' agents; each worker evaluates the agents that it holds.
-        """
+        """Return the test result of each benign agent, by its id."""
         results: dict[int, EvaluationResult] = {}
         for own in self.actors.broadcast(AgentWorker.call_engine, LocalEngine.evaluate):
             results |= own
         return results
 
     def persistent_state(self, state: AgentState) -> AgentState:
-        """Return the state of all agents with the states of their rules, which workers keep.
-
-        Args:
-            state: The state after the last round.
-
-        Returns:
-            The state with the rules' states.
-        """
+        """Return the state of all agents with the states of their rules, which workers keep."""
         if not self.spec.algorithm.is_stateful:
             return state
         states: dict[int, RuleState] = {}
@@ -212,10 +173,9 @@ class RayEngine:
         return dataclasses.replace(state, rule_states=rule_states)
 
     def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
-        """Return the models of all agents, in whole cache lines.
+        """Yield parts of the models of all agents, in whole cache lines.
 
-        Yields:
-            Parts of the models, in the order of the agents' ids.
+        They are in the order of the agents' ids.
         """
         max_rows = max(1, MAX_TRANSFER_BYTES // self.actors.row_bytes)
         for ids in self._chunks():
@@ -232,11 +192,7 @@ class RayEngine:
             yield models
 
     def load_models_(self, models: Float[Tensor, "N stride"]) -> None:
-        """Replace the models of all agents.
-
-        Args:
-            models: The models, in the order of the agents' ids.
-        """
+        """Replace the models of all agents, given in the order of their ids."""
         for ids in self._chunks():
             owners = self.sharding.owner[ids]
             tasks: list[tuple[int, list[None]] | None] = []
@@ -257,12 +213,7 @@ class RayEngine:
     ) -> dict[int, Float[np.ndarray, " r"]]:
         """Craft the attackers' models, in the buffers of their workers.
 
-        Args:
-            n: The round.
-            is_finite: True for agents with a finite model.
-
-        Returns:
-            The largest absolute values of each attacker's models, by its id.
+        Returns the largest absolute values of each attacker's models, by its id.
         """
         adversary = self.adversary
         knowledge = adversary.attack.threat.knows
@@ -275,6 +226,8 @@ class RayEngine:
         seen = seen[is_finite[seen]]
 
         attackers = [agents[adversary.malicious[agents]] for agents in self.sharding.agents]
+        # Only the models that the attack declared to know travel, and only to workers with an
+        # attacker.
         wanted = [
             np.setdiff1d(seen, agents) if len(own) else seen[:0]
             for agents, own in zip(self.sharding.agents, attackers, strict=True)

@@ -19,21 +19,15 @@ _MAX_MISSED_PROBES = 5  # consecutive ones, after which the head counts as gone
 def watch_cluster() -> Iterator[None]:
     """Interrupt the work inside when the cluster's head or this process's node is gone.
 
-    Ray would end the process without a message. In a thread other than the main one nothing is
-    watched. The interruption is a SIGURG, which has no other use and does nothing by default; a
-    command in the background ignores SIGINT.
-
-    Yields:
-        None.
-
-    Raises:
-        RunError: The head or the node is gone.
+    RunError is then raised. In a thread other than the main one nothing is watched.
     """
     main = threading.main_thread()
     if threading.current_thread() is not main:
         yield
         return
 
+    # Ray would end the process without a message. The interruption is a SIGURG, which has no other
+    # use and does nothing by default; a command in the background ignores SIGINT.
     is_done = threading.Event()
     lost: list[str] = []
     context = ray.get_runtime_context()

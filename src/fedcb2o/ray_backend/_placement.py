@@ -51,14 +51,9 @@ _log = logging.getLogger(__name__)
 class Node:
     """A machine of the cluster.
 
-    Attributes:
-        id: Ray's id of the node.
-        name: Its host name.
-        processors: Number of agent groups at once, one for each processor or GPU.
-        memory: Free memory in bytes.
-        store: Size of Ray's store in bytes.
-        model: Model of its processors.
-        speed: Speed relative to the fastest node.
+    `processors` is the number of agent groups at once, one for each processor or GPU. Its free
+    memory, and the size of Ray's store, are in bytes. `model` is that of its processors, and
+    `speed` relative to the fastest node.
     """
 
     id: str
@@ -84,16 +79,9 @@ class _NodeReport:
 def list_nodes(user_functions: Sequence[str] = (), device: str | None = None) -> list[Node]:
     """Return the nodes that answer and have what a device needs.
 
-    Args:
-        user_functions: Names of user functions, as "module:function".
-        device: PyTorch's name of the device; the CPU by default.
-
-    Returns:
-        The nodes.
-
-    Raises:
-        RunError: A node has other versions, or cannot import the modules of user functions; or no
-            node answers that has what is needed.
+    User functions are given as "module:function", and the device by PyTorch's name; the CPU by
+    default. RunError is raised if a node has other versions, or cannot import the modules of user
+    functions; or if no node answers that has what is needed.
     """
     pending = _ask_nodes(user_functions, device)
     nodes: list[Node] = []
@@ -128,29 +116,22 @@ def list_nodes(user_functions: Sequence[str] = (), device: str | None = None) ->
 
 
 def relative_speeds(seconds: Sequence[float]) -> list[float]:
-    """Return the speeds of nodes relative to the fastest; small differences are noise.
+    """Return the speeds of nodes relative to the fastest, in (0, 1].
 
-    Args:
-        seconds: Time of each node for the same work.
-
-    Returns:
-        One speed per node, in (0, 1].
+    `seconds` are the times of the nodes for the same work.
 
     >>> relative_speeds([1.0, 1.1, 2.0])
     [1.0, 1.0, 0.5]
     """
+    # Small differences are noise.
     return [1.0 if min(seconds) > _EQUAL_SPEED * s else min(seconds) / s for s in seconds]
 
 
 def place_groups(count: int, nodes: Sequence[Node]) -> list[Node]:
-    """Place agent groups in proportion to the speed of nodes.
+    """Place `count` agent groups in proportion to the speed of nodes.
 
-    Args:
-        count: Number of groups, at most the processors of all nodes.
-        nodes: The nodes.
-
-    Returns:
-        One node per group. The first entries are the placement of fewer groups.
+    There are at most as many groups as processors of all nodes. The first entries are the placement
+    of fewer groups.
     """
     used = dict.fromkeys(nodes, 0)
     placement: list[Node] = []
@@ -168,17 +149,8 @@ def start_workers(
 ) -> Iterator[list[Any]]:
     """Start one worker actor per entry of `nodes`; kill the actors at the end.
 
-    Args:
-        nodes: The node of each worker.
-        device: PyTorch's name of the device; the CPU by default.
-        user_functions: Names of user functions, as "module:function".
-
-    Yields:
-        The handles of the actors.
-
-    Raises:
-        RunError: The nodes have no free processor for the actors.
-        WorkerLostError: Actors cannot start, or are gone.
+    Yields the handles of the actors. RunError is raised if the nodes have no free processor for the
+    actors, and WorkerLostError if actors cannot start, or are gone.
     """
     handles: list[Any] = []
     actor = ray.remote(AgentWorker)

@@ -14,15 +14,8 @@ from fedcb2o.parallel._executors import balance_load
 def shard_agents(spec: RunSpec, costs: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
     """Distribute agents over workers so that all workers take about as long.
 
-    Agents that train together stay together.
-
-    Args:
-        spec: The run.
-        costs: Cost of each agent.
-        speeds: Relative speed of each worker.
-
-    Returns:
-        The ids of each worker's agents, ascending. A worker that would always be last has none.
+    Agents that train together stay together. The ids of a worker's agents ascend; a worker that
+    would always be last has none.
     """
     batches = plan_training_batches(spec, costs)
     batch_costs = []
@@ -40,14 +33,7 @@ def max_received(
 ) -> int:
     """Return the largest number of models that agents receive from other workers in a round.
 
-    Args:
-        spec: The run.
-        adversary: The attackers.
-        agents: Ids of a worker's agents.
-        crafted_per_attacker: Number of models that every attacker crafts.
-
-    Returns:
-        A number of models, each of which is counted once.
+    Each model is counted once. `agents` are those of a worker.
     """
     others = spec.num_agents - len(agents)
     is_malicious = adversary.malicious
@@ -60,11 +46,8 @@ def max_received(
 class Sharding:
     """The workers of all agents and of all rows of the buffer of all agents.
 
-    Attributes:
-        agents: Ids of each worker's agents, ascending.
-        layouts: Layout of each worker's buffer.
-        owner: Worker of each row.
-        row: Row number in that worker's buffer.
+    The ids of a worker's agents ascend. `owner` is the worker of each row, and `row` its number in
+    that worker's buffer.
     """
 
     agents: list[Int[np.ndarray, " _a"]]
@@ -74,15 +57,7 @@ class Sharding:
 
     @classmethod
     def from_group(cls, group: AgentGroup, shares: Sequence[Sequence[int]]) -> "Sharding":
-        """Create the sharding of a group of all agents.
-
-        Args:
-            group: The group of all agents.
-            shares: Ids of each worker's agents, ascending.
-
-        Returns:
-            The sharding.
-        """
+        """Create the sharding of a group of all agents."""
         whole = group.layout
         agents = [np.array(share) for share in shares]
         owner = np.zeros(whole.first_received, np.int64)
@@ -110,15 +85,10 @@ class Sharding:
     def local_rows(
         self, worker: int, rows: Int[np.ndarray, " m"], received: Int[np.ndarray, " r"]
     ) -> Int[np.ndarray, " m"]:
-        """Return the row numbers in a worker's buffer.
+        """Return the row numbers in a worker's buffer of rows in the buffer of all agents.
 
-        Args:
-            worker: The worker.
-            rows: Row numbers in the buffer of all agents: its own rows, and received ones.
-            received: The rows that the worker has received, in the order of its inbox.
-
-        Returns:
-            The row numbers in the worker's buffer.
+        These are the worker's own rows and received ones. `received` are the rows that the worker
+        has received, in the order of its inbox.
         """
         order = received.argsort()
         position = np.zeros(len(rows), np.int64)

@@ -30,11 +30,7 @@ RETRY_SECONDS = 10.0  # before a failed task starts again; a node on which all f
 class Task:
     """A call `function(*arguments, *loans)` of a generator function.
 
-    Attributes:
-        function: The generator function.
-        arguments: Its leading arguments.
-        loans: Arrays that go through Ray's store and are read-only, or references to them.
-        gpus: Number of GPUs.
+    Loans are arrays that go through Ray's store and are read-only, or references to them.
     """
 
     function: Callable[..., Iterator[Any]]
@@ -44,11 +40,7 @@ class Task:
 
 
 class TaskPool:
-    """A pool of Ray's tasks with one processor each, on any node that has one free.
-
-    Attributes:
-        user_functions: Names of the user functions that the tasks need.
-    """
+    """A pool of Ray's tasks with one processor each, on any node that has one free."""
 
     def __init__(self, user_functions: Sequence[str] = ()) -> None:
         self.user_functions = user_functions
@@ -62,16 +54,13 @@ class TaskPool:
         on_failure: Callable[[TaskId, RunError], bool],
         on_idle: Callable[[], object] = lambda: None,
     ) -> None:
-        """Run the task of every id. If the call ends early, all tasks are cancelled.
+        """Run the task of every id, at most `count` at once.
 
-        Args:
-            count: Largest number of tasks at once.
-            task_ids: Ids. The next one is drawn when a processor is free for it.
-            task: Returns the task of an id.
-            on_result: Receives an id with each value that its task yields.
-            on_failure: Receives an id and its task's error: WorkerLostError if the process or node
-                is gone. The task starts again, after `RETRY_SECONDS`, if it returns True.
-            on_idle: Called after each result, and every second without one.
+        The next id is drawn when a processor is free for it. `on_result` receives an id with each
+        value that its task yields. `on_failure` receives an id and its task's error:
+        WorkerLostError if the process or node is gone. The task starts again, after
+        `RETRY_SECONDS`, if it returns True. `on_idle` is called after each result, and every second
+        without one. If the call ends early, all tasks are cancelled.
         """
         remaining = iter(task_ids)
         active = _ActiveTasks(task, self.user_functions)
@@ -90,14 +79,7 @@ class TaskPool:
             active.cancel()
 
     def put(self, content: Any) -> Any:
-        """Put content into the store, from which each node copies it once.
-
-        Args:
-            content: The content.
-
-        Returns:
-            A reference to it.
-        """
+        """Return a reference to content in the store, from which each node copies it once."""
         with translate_ray_errors():
             return ray.put(content)
 
@@ -139,16 +121,13 @@ class _ActiveTasks(Generic[TaskId]):
             self.start(self.retries.popleft()[1])
 
     def ready(self) -> list[Any]:
-        """Wait up to `POLL_SECONDS`; return the streams that have a value or have ended.
-
-        Returns:
-            Streams of `running` that can be read without waiting; empty if there are none.
-        """
+        """Wait up to `POLL_SECONDS`; return the streams that have a value or have ended."""
         if not self.running:
             time.sleep(POLL_SECONDS)
             return []
         streams = list(self.running)
         ray.wait(streams, num_returns=1, timeout=POLL_SECONDS)
+        # After the first one, all that are ready, without waiting.
         ready, _ = ray.wait(streams, num_returns=len(streams), timeout=0)
         return list(ready)
 

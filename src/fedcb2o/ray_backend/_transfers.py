@@ -21,10 +21,8 @@ OBJECT_OVERHEAD_BYTES = 2**22  # whose copying takes as long as creating and fin
 class RowTransfer:
     """Rows of one worker that are put into the store as one object.
 
-    Attributes:
-        owner: The worker that has the rows.
-        rows: Row numbers in the buffer of all agents, shape [k].
-        receivers: For each receiving worker, the positions in `rows` that it takes.
+    `rows` are numbers in the buffer of all agents. `receivers` has the positions in `rows` that
+    each receiving worker takes.
     """
 
     owner: int
@@ -40,18 +38,8 @@ def plan_transfers(
 ) -> list[RowTransfer]:
     """Plan the transfers of all rows that workers want of each other.
 
-    Rows that several nodes want are put into the store once if they are worth an object, as a large
-    model is. Other rows are put into the store once for each node, so that an owner has few
-    transfers however many nodes there are.
-
-    Args:
-        owner: The worker that has each row.
-        wanted: The rows that each worker wants, none of which is its own.
-        nodes: The node of each worker. The workers on one node share a store.
-        row_bytes: Size of a row.
-
-    Returns:
-        The transfers.
+    `owner` is the worker that has each row, and `nodes` the node of each worker. The workers on one
+    node share a store. None of the rows that a worker wants is its own.
     """
     requested = np.unique(np.concatenate(wanted))
     wants = np.stack([np.isin(requested, rows) for rows in wanted])
@@ -80,10 +68,14 @@ def _destinations(
     goes = np.stack([wants[nodes == node].any(0) for node in range(nodes.max() + 1)])
     groups: list[tuple[Indices, list[int]]] = []
     for positions in _group_by_keys(np.arange(len(owner)), owner, *np.packbits(goes, axis=0)):
+        # Rows that several nodes want are put into the store once if they are worth an object, as a
+        # large model is.
         if len(positions) * row_bytes >= OBJECT_OVERHEAD_BYTES:
             groups.append((positions, np.flatnonzero(goes[:, positions[0]]).tolist()))
             goes[:, positions] = False
 
+    # Other rows are put into the store once for each node, so that an owner has few transfers
+    # however many nodes there are.
     for node, rows in enumerate(goes):
         for positions in _group_by_keys(np.flatnonzero(rows), owner):
             groups.append((positions, [node]))

@@ -46,11 +46,8 @@ MAX_PINNED_BYTES = 2**28  # of rows that a worker reads from the store at once
 class AgentWorker:
     """The actor of a group of agents.
 
-    Attributes:
-        engine: The engine of the group.
-        rows: The model buffer, in whole cache lines.
-        states: State of each agent's rule, by its id.
-        loans: References to transfers of other workers' rows, during a call.
+    `rows` is the model buffer, in whole cache lines. `states` has the state of each agent's rule,
+    by its id. `loans` are references to transfers of other workers' rows, during a call.
     """
 
     engine: LocalEngine
@@ -63,14 +60,10 @@ class AgentWorker:
         torch.set_num_threads(1)
 
     def execute(self, content: bytes, loans: Sequence[Any] = ()) -> tuple[bytes, float]:
-        """Call a method of this worker.
+        """Call a method of this worker, serialized with its arguments.
 
-        Args:
-            content: The serialized method and its arguments.
-            loans: References to transfers of other workers' rows.
-
-        Returns:
-            The serialized outcome, and the seconds of the call.
+        Returns the serialized outcome, and the seconds of the call. `loans` are references to
+        transfers of other workers' rows.
         """
         start = time.perf_counter()
         self.loans = loans
@@ -86,13 +79,10 @@ class AgentWorker:
         batches: Sequence[Indices],
         user_functions: Mapping[str, Sequence[str]],
     ) -> None:
-        """Build the engine of the agents from the loaned data.
+        """Build the engine of the agents, given by ascending ids, from the loaned data.
 
-        Args:
-            make: Builds the group.
-            agents: Ids of the agents, ascending.
-            batches: Indices of the agents that one function call computes together.
-            user_functions: Names of user functions that receive models, by kind.
+        `batches` are indices of the agents. `user_functions` has the names of user functions that
+        receive models, by kind.
         """
         self.tensors = {name: as_tensor(array) for name, array in ray.get(self.loans[0]).items()}
         self.states = {}
@@ -116,11 +106,7 @@ class AgentWorker:
         self.engine = LocalEngine(group, executor, user_functions=user_functions, batches=batches)
 
     def init_models(self, init: InitModels) -> None:
-        """Fill the rows of the agents with their initial models.
-
-        Args:
-            init: Fills the rows.
-        """
+        """Fill the rows of the agents with their initial models."""
         agents = self.engine.group.agents.tolist()
         init(self.tensors, self.engine.group.models[: len(agents)], agents)
 
@@ -132,13 +118,7 @@ class AgentWorker:
     ) -> list[Any]:
         """Call `LocalEngine.map_batches`; the states of rules stay in this worker.
 
-        Args:
-            function: The function.
-            shared: Arguments for all groups.
-            arguments: Further arguments, each with one value per group.
-
-        Returns:
-            The result of each batch.
+        Each list of `arguments` has one value per group.
         """
         if function is not decide or not self.engine.spec.algorithm.is_stateful:
             return self.engine.map_batches(function, *shared, arguments=arguments)
@@ -161,14 +141,9 @@ class AgentWorker:
     ) -> list[Float[np.ndarray, " r"]]:
         """Craft the models of this worker's attackers, who see loaned rows.
 
-        Args:
-            n: The round.
-            is_finite: True for agents with a finite model.
-            ids: Agents of other workers whose models each transfer contains.
-            positions: Positions of these models in each transfer.
-
-        Returns:
-            The largest absolute values of each attacker's models, in the order of their ids.
+        For each transfer, `ids` are the agents of other workers whose models it contains, and
+        `positions` those of their models in it. Returns the largest absolute values of each
+        attacker's models, in the order of their ids.
         """
         group = self.engine.group
         source = np.full(group.spec.num_agents, -1)  # the transfer of each model; -1: the buffer
@@ -190,14 +165,7 @@ class AgentWorker:
         return [max_abs[k] for k in sorted(max_abs)]
 
     def export_rows(self, *transfers: Int[np.ndarray, " _k"]) -> Any:
-        """Return rows of the buffer for the store.
-
-        Args:
-            transfers: Row numbers of each transfer.
-
-        Returns:
-            The array of a single transfer, or a list of arrays.
-        """
+        """Return rows of the buffer for the store: one array, or a list for several transfers."""
         models = self.engine.group.models
         arrays = []
         for rows in transfers:
@@ -207,11 +175,9 @@ class AgentWorker:
         return arrays if len(arrays) > 1 else arrays[0]
 
     def import_rows(self, first: int, positions: Sequence[Indices | None]) -> None:
-        """Copy loaned rows to consecutive rows of the buffer.
+        """Copy loaned rows to consecutive rows of the buffer, from `first` on.
 
-        Args:
-            first: The first row of the buffer.
-            positions: Positions of the rows in each transfer; None for all its rows.
+        `positions` are those of the rows in each transfer; None for all its rows.
         """
         models = self.engine.group.models
         step = max(1, MAX_PINNED_BYTES // max(MAX_TRANSFER_BYTES, 4 * models.shape[1]))
@@ -225,15 +191,7 @@ class AgentWorker:
                 first += len(received)
 
     def call_engine(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of this worker's engine.
-
-        Args:
-            method: Method of `LocalEngine`.
-            arguments: Its arguments.
-
-        Returns:
-            Its result.
-        """
+        """Call a method of this worker's engine."""
         return method(self.engine, *arguments)
 
     def _with_states(self, members: Indices, state: AgentState) -> AgentState:
@@ -244,21 +202,15 @@ class AgentWorker:
         return dataclasses.replace(state, rule_states=rule_states)
 
     def _without_states(self, members: Indices, state: AgentState) -> AgentState:
-        """Keep the states of rules, which can be large, and replace them by empty ones."""
+        """Keep the states of rules, and replace them by empty ones."""
+        # The states can be large, so that they do not travel in each round.
         agents = self.engine.group.agents[members].tolist()
         self.states.update(zip(agents, state.rule_states, strict=True))
         return dataclasses.replace(state, rule_states=({},) * len(agents))
 
 
 def as_tensor(array: Any) -> Tensor:
-    """Return a read-only array of Ray's store as a tensor.
-
-    Args:
-        array: The array.
-
-    Returns:
-        The tensor, which must not be written to.
-    """
+    """Return a read-only array of Ray's store as a tensor, which must not be written to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)

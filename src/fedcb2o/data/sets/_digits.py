@@ -46,10 +46,8 @@ def digits(*, data_dir: Path | None = None, test_per_class: int = 24) -> Dataset
 
 
 def _read_table() -> NDArray[np.float64]:
-    """Return a row per image, 64 pixels and the label, from the file in scikit-learn.
-
-    The function `load_digits` reads the same file, but to import it takes as long as a short run.
-    """
+    """Return a row per image, 64 pixels and the label, from the file in scikit-learn."""
+    # The function `load_digits` reads the same file, but to import it takes as long as a short run.
     spec = find_spec("sklearn")
     assert spec is not None
     assert spec.origin is not None

@@ -80,16 +80,14 @@ def docstrings(
 
 
 def _docstrings(library: str, count: int) -> list[_Docstring]:
-    """Return docstrings of a library's public functions and classes, each sentence once.
-
-    Files are read in a random order, until they have enough.
-    """
+    """Return docstrings of a library's public functions and classes, each sentence once."""
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:
         raise DataError(f"the library {library!r} is not installed (`data.libraries`)")
     root = Path(spec.origin).parent
     files = [file for file in sorted(root.rglob("*.py")) if not _IS_TEST.search(file.as_posix())]
     found: dict[str, _Docstring] = {}
+    # Files are read in a random order, until they have enough.
     for index in stream(0, "docstrings", library).permutation(len(files)).tolist():
         for name, sentence in _sentences(files[index]):
             found.setdefault(sentence, _Docstring(name, sentence))

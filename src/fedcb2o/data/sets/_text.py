@@ -23,11 +23,9 @@ _COLUMNS = ("prompt", "answer", "text", "owner", "group")
 class Passage(NamedTuple):
     """A text of an owner.
 
-    Attributes:
-        answer: Text to learn.
-        prompt: Text before it; None where each part of the text follows the part before it.
-        group: Topic or language.
-        owner: Name of the owner; empty where agents share out the samples.
+    `answer` is the text to learn, and `prompt` that before it; None where each part of the text
+    follows the part before it. `group` is a topic or language. `owner` is empty where agents share
+    out the samples.
     """
 
     answer: str
