@@ -32,6 +32,12 @@ def identities(folder: Path, n: int, **options: Any) -> list[Identity]:
     return organisations
 
 
+def forget_signed_versions(organisations: Sequence[Identity]) -> None:
+    """Remove the journals of signed versions, as in copies of the keys."""
+    for identity in organisations:
+        (identity.folder / "signed-versions.toml").unlink(missing_ok=True)
+
+
 def experiment(n: int, **changes: Any) -> dict[str, Any]:
     """Return the tiny experiment with n agents in one cluster; the last one is malicious."""
     agents = {

@@ -14,7 +14,7 @@ import pytest
 import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.peer.members import experiment, federated, identities
+from tests.peer.members import experiment, federated, forget_signed_versions, identities
 from tests.tiny import run_cli
 from torch import nn
 
@@ -55,8 +55,9 @@ def federation_bytes(identity_folder, organisations):
 
 
 @pytest.fixture
-def path(tmp_path, federation_bytes):
-    """Return the federation file of the first four organisations."""
+def path(tmp_path, federation_bytes, organisations):
+    """Return the federation file of the first four organisations, which signed no version."""
+    forget_signed_versions(organisations)
     (tmp_path / "federation.toml").write_bytes(federation_bytes)
     return tmp_path / "federation.toml"
 
@@ -440,12 +441,80 @@ def test_signatures_of_separate_copies_are_merged(path, organisations, tmp_path)
 def test_members_that_signed_two_successors_are_identified(path, organisations, tmp_path):
     signers = []
     for name, group in (("org-3", organisations[:3]), ("org-0", organisations[1:4])):
+        forget_signed_versions(organisations)
         fork = tmp_path / f"without-{name}.toml"
         write_federation(amend_federation(read_federation(path), remove=[name]), fork)
         signers.append(
             {signature.name for signature in sign_and_read(fork, group).versions[-1].signatures}
         )
     assert signers[0] & signers[1] == {"org-1", "org-2"}
+
+
+def test_a_member_signs_one_successor_of_each_version(path, organisations, tmp_path):
+    signer, others = organisations[0], organisations[1:4]
+    two, fork = tmp_path / "2.toml", tmp_path / "fork.toml"
+    first = read_federation(path)
+    write_federation(amend_federation(first, remove=["org-3"]), two)
+    write_federation(amend_federation(first, add=[organisations[4].member]), fork)
+    second = sign_federation(two, signer)
+    assert sign_federation(two, Identity.read(signer.folder)) == second
+    journal = signer.folder / "signed-versions.toml"
+    assert journal.stat().st_mode & 0o777 == 0o600
+    content, signed = journal.read_bytes(), fork.read_bytes()
+    message = (
+        f"org-0 has signed another version 2 of this run, {second.digest[:8].hex(' ', 2)} "
+        r"\(removes org-3\).* by version 3.*remove its entry from .*signed-versions.toml"
+    )
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=message):
+            sign_federation(fork, signer)
+        assert (journal.read_bytes(), fork.read_bytes()) == (content, signed)
+
+    # the same member by other keys of the same organisation, made later
+    moved = signer.with_endpoint(tmp_path / "moved", endpoint="127.0.0.1:9999")
+    with pytest.raises(ConfigError, match=message):
+        sign_federation(fork, moved)
+
+    # the next version, and the same number in another run
+    third = sign_and_read(two, others[:2])
+    write_federation(amend_federation(third, add=[organisations[5].member]), two)
+    sign_federation(two, signer)
+    other_run = federated(organisations[:4], changes={"rounds": 9})
+    write_federation(amend_federation(other_run, remove=["org-1"]), fork)
+    sign_federation(fork, signer)
+
+
+def test_a_version_is_in_the_journal_before_it_is_signed(
+    path, organisations, tmp_path, monkeypatch
+):
+    """The process is killed between both; the same version can be signed afterwards."""
+    two, fork = tmp_path / "2.toml", tmp_path / "fork.toml"
+    write_federation(amend_federation(read_federation(path), remove=["org-3"]), two)
+    write_federation(amend_federation(read_federation(path), remove=["org-2"]), fork)
+
+    def kill(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Identity, "sign", kill)
+        with pytest.raises(KeyboardInterrupt):
+            sign_federation(two, organisations[0])
+    with pytest.raises(ConfigError, match="has signed another version 2"):
+        sign_federation(fork, organisations[0])
+    assert sign_federation(two, organisations[0]).missing_signatures == 2
+
+
+@pytest.mark.parametrize("content", [b"[", b"\xff", b"%s = 7", b"%s.2 = 7", b"%s.2.digest = 'x'"])
+def test_a_damaged_journal_of_versions_signs_nothing(content, path, organisations, tmp_path):
+    two = tmp_path / "2.toml"
+    first = read_federation(path)
+    write_federation(amend_federation(first, remove=["org-3"]), two)
+    unsigned = two.read_bytes()
+    journal = organisations[0].folder / "signed-versions.toml"
+    journal.write_bytes(content.replace(b"%s", first.run.hex().encode()))
+    with pytest.raises(ConfigError, match=r"signed-versions\.toml cannot be read .*: restore it"):
+        sign_federation(two, organisations[0])
+    assert two.read_bytes() == unsigned
 
 
 def test_signed_versions_cannot_be_changed(path, organisations, tmp_path):
@@ -837,6 +906,10 @@ def test_commands_from_keys_to_a_signed_version(tmp_path):
         "peer", "identity", "--name", "hospital-b", "--endpoint", "127.0.0.1:7002", "--out", new
     )
     run_cli("peer", "amend", one, "--replace", new / "hospital-b.member.toml", "--out", three)
+    refused = run_cli("peer", "sign", three, "--identity", folders[0])
+    assert "has signed another version 2 of this run" in refused.one_line()
+    assert "(removes hospital-c)" in refused.one_line()
+    (Path(folders[0]) / "signed-versions.toml").unlink()
     for folder in (folders[0], folders[2]):
         run_cli("peer", "sign", three, "--identity", folder)
     assert read_federation(three).id_of(Identity.read(new).member) == 1

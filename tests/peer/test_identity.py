@@ -348,12 +348,14 @@ def test_a_root_certificate_of_another_form_or_member_is_refused(identity, tmp_p
     leaf = identity.tls_certificate.read_text()
     other = Identity.make(tmp_path / "b", name="hospital-b", endpoint=ENDPOINT)
 
-    def build_root(*, ca=True, constrained=True, until=now + timedelta(days=9), signing_key=key):
+    def build_root(
+        *, ca=True, path_length=0, constrained=True, until=now + timedelta(days=9), signing_key=key
+    ):
         builder = x509.CertificateBuilder().subject_name(root.subject).issuer_name(root.subject)
         builder = builder.public_key(key.public_key()).serial_number(5)
         builder = builder.not_valid_before(now - timedelta(days=20)).not_valid_after(until)
         builder = builder.add_extension(
-            x509.BasicConstraints(ca=ca, path_length=None), critical=True
+            x509.BasicConstraints(ca=ca, path_length=path_length if ca else None), critical=True
         )
         builder = builder.add_extension(
             root.extensions.get_extension_for_class(x509.KeyUsage).value, critical=True
@@ -372,6 +374,8 @@ def test_a_root_certificate_of_another_form_or_member_is_refused(identity, tmp_p
         (text.replace("\n", "\r\n"), "nothing else"),
         (other.member.root, "another"),
         (build_root(ca=False), "authority"),
+        (build_root(path_length=None), "length is None, not 0.*`fedcb2o peer renew --out`"),
+        (build_root(path_length=1), "length is 1, not 0.*`fedcb2o peer amend` with --replace"),
         (build_root(constrained=False), "certificate"),
         (build_root(signing_key=certificates.new_key()), "certificate"),
         (build_root(until=now - timedelta(days=1)), "expired at"),

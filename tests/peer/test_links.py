@@ -17,7 +17,7 @@ from tests.peer.members import federated, identities
 from tests.peer.test_transport import answering, until
 
 from fedcb2o.peer.membership import Federation, Identity
-from fedcb2o.peer.wire import Zenoh, _link, _listener, _transport
+from fedcb2o.peer.wire import Zenoh, _link, _listener, _tls, _transport
 from fedcb2o.peer.wire._link import Allowance
 from fedcb2o.peer.wire._zenoh_messages import ZenohError
 
@@ -74,12 +74,12 @@ def test_a_member_is_linked_during_a_flood_of_handshakes(organisations, exit_sta
     client = None
     end = time.monotonic() + 4
     count = 0
-    context = _listener.client_context(orgs[2], federation.members[0])
+    context = _tls.client_context(orgs[2], federation.members[0])
     while time.monotonic() < end:
         with socket.create_connection(address_of(orgs[0])) as stranger:
-            incoming, outgoing = _listener.ssl.MemoryBIO(), _listener.ssl.MemoryBIO()
+            incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
             tls = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
-            with contextlib.suppress(_listener.ssl.SSLWantReadError):
+            with contextlib.suppress(ssl.SSLWantReadError):
                 tls.do_handshake()
             stranger.sendall(outgoing.read())
         count += 1

@@ -344,6 +344,12 @@ def test_restore_prints_the_federation_version_of_the_backup(tmp_path):
         assert result.exit_code == 0, result.output
         assert f"from version {version} of the federation" in result.output
         assert Identity.read(new[0]).member == orgs[0].member
+    journal = tmp_path / "keys-2" / "signed-versions.toml"
+    assert journal.read_bytes() == (orgs[0].folder / "signed-versions.toml").read_bytes()
+    assert journal.stat().st_mode & 0o777 == 0o600
+    write_federation(amend_federation(first, remove=["org-1"]), path)
+    with pytest.raises(ConfigError, match="has signed another version 2"):
+        sign_federation(path, Identity.read(tmp_path / "keys-2"))
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "fedcb2o-peer@.service"])

@@ -52,11 +52,11 @@ from fedcb2o.peer.wire import (
     _sealing,
     open_transport,
 )
-from fedcb2o.peer.wire._listener import client_context
 from fedcb2o.peer.wire._mailbox import FolderMailbox, FormerMemberError, RelayMailbox
 from fedcb2o.peer.wire._relay_metrics import RelayMetrics
 from fedcb2o.peer.wire._relayed import Relayed
 from fedcb2o.peer.wire._sealing import CARD_BYTES, Replays, SealedKind, Session
+from fedcb2o.peer.wire._tls import client_context
 
 
 def behind_nat(folder: Path, count: int, listening: int = 0) -> list[Identity]:
@@ -330,6 +330,7 @@ def test_a_closed_connection_to_the_relay_has_a_plain_message(error) -> None:
 
 def next_version(path: Path, signers: list[Identity], **changes: Any) -> Federation:
     """Replace the federation in a file by its next version, signed, and return it."""
+    members.forget_signed_versions(signers)  # tests share them
     write_federation(amend_federation(read_federation(path), **changes), path)
     for signer in signers:
         sign_federation(path, signer)

@@ -159,6 +159,7 @@ def renew(
         own_identity = own_identity.with_endpoint(out, endpoint=new_endpoint, days=days)
         path = own_identity.folder / own_identity.member.name
         print(f"The others take {path}.member.toml by `fedcb2o peer amend --replace`.")
+        print(f"Sign versions of federations with {out} from now on, not with {identity}.")
     expiry = f"{own_identity.expires:%Y-%m-%d %H:%M} UTC"
     print(f"{own_identity.tls_certificate} is valid until {expiry}.")
     if out is None:

@@ -3,8 +3,9 @@
 A bundle with the roots of several members would let each of them sign for any name. Name
 constraints therefore bind a root to its member: it may sign only for the member's name and host. A
 client that connects to a host accepts no certificate of another member. The common name stays
-unconstrained, because rustls, which checks the links, refuses every certificate under a root that
-constrains it. A link therefore proves membership only; the signing key identifies the member.
+unconstrained, because rustls refuses every certificate under a root that constrains it. An
+authority under a root could therefore carry the name of another member. So a root may sign no
+authorities, and a link belongs to the member whose root issued its certificate directly.
 
 Example:
     >>> parse_endpoint("peer.hospital-a.example:7447")
@@ -181,13 +182,16 @@ def new_leaf(
     return builder.add_extension(issuer, critical=False).sign(root_key, hashes.SHA256())
 
 
-def validate_root(pem: str, name: str, endpoint: str) -> x509.Certificate:
+def validate_root(
+    pem: str, name: str, endpoint: str, *, is_former: bool = False
+) -> x509.Certificate:
     """Validate a root certificate that another organisation sent.
 
     Args:
         pem: The certificate as PEM, and nothing else.
         name: The member's name.
         endpoint: The member's "HOST:PORT".
+        is_former: Accept a root that may sign authorities, so that another one can replace it.
 
     Returns:
         The parsed certificate.
@@ -223,7 +227,31 @@ def validate_root(pem: str, name: str, endpoint: str) -> x509.Certificate:
         raise ConfigError(
             f"`root` of {name} is not constrained to exactly this name and the host of {endpoint}"
         )
+    if basic.value.path_length != 0 and not is_former:
+        raise ConfigError(
+            f"`root` of {name} may sign authorities, which could carry any member's name (its path "
+            f"length is {basic.value.path_length}, not 0): `fedcb2o peer renew --out` at {name} "
+            "makes another root, and `fedcb2o peer amend` with --replace (or --remove) a version "
+            "of the federation without this one"
+        )
     return root
+
+
+def is_direct_issuer(pem: str, certificate: x509.Certificate) -> bool:
+    """Return True if a root itself signed a certificate, without an authority in between.
+
+    Args:
+        pem: The root, already validated.
+        certificate: A certificate that anybody sent.
+
+    Returns:
+        True if it did.
+    """
+    try:
+        certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(pem.encode()))
+    except Exception:  # a foreign certificate can be wrong in any way
+        return False
+    return True
 
 
 def name_constraints(name: str, endpoint: str) -> x509.NameConstraints:

@@ -479,7 +479,8 @@ def read_federation(
         path: The file.
         allowed_functions: Functions outside fedcb2o ("package.module:function") that it may name.
             A file that names others can be read and signed, but has no `experiment`.
-        allow_unsigned: The last version may lack signatures.
+        allow_unsigned: The last version may lack signatures, and have roots that a later version
+            must replace.
 
     Returns:
         The federation.
@@ -668,13 +669,18 @@ def amend_federation(
     if remaining == current:
         raise ConfigError("the new version would be the same as the last one")
     versions = (*federation.versions, {"members": remaining})
-    return _check_topology(_with_versions(federation, *versions))
+    amended = _with_versions(federation, *versions)
+    _check_roots(amended)
+    return _check_topology(amended)
 
 
 def sign_federation(
     path: Path | str, identity: Identity, *, merge: Sequence[Path | str] = ()
 ) -> Federation:
     """Add this member's signature to a file; a second call changes nothing.
+
+    The folder of the identity has a journal of the signed versions. It allows one successor of each
+    version.
 
     Args:
         path: The file.
@@ -685,13 +691,19 @@ def sign_federation(
         The signed federation.
 
     Raises:
-        ConfigError: The file needs no signature of this member, or a copy differs.
+        ConfigError: The file needs no signature of this member, a copy differs, or this member
+            signed another version of this number.
+        RunError: The journal or the file cannot be written.
     """
     federation = read_federation(path, allow_unsigned=True)
     if federation.version == 1:
         raise ConfigError(
             f"{path} is version 1, which needs no signature: running with it is agreement"
         )
+    try:
+        _check_roots(federation)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     version = federation.versions[-1]
     for other in merge:
         copy = read_federation(other, allow_unsigned=True)
@@ -700,7 +712,7 @@ def sign_federation(
             keys = ", ".join(f"`{key}`" for key in differing)
             raise ConfigError(f"{other} is another version than {path}, which differs in {keys}")
         version = chain.merge_signatures(version, copy.versions[-1].signatures)
-    version = chain.add_signature(version, federation.digest, federation._members[-2], identity)
+    version = chain.add_signature(version, federation._digests, federation._members, identity)
     signed = _with_versions(federation, *federation.versions[:-1], version.model_dump())
     write_federation(signed, path)
     return signed
@@ -712,6 +724,12 @@ def _check_topology(federation: Federation) -> Federation:
         clusters = torch.zeros(federation.num_agents, dtype=torch.int64)
         build_neighbours(federation.experiment, federation.seed, clusters)
     return federation
+
+
+def _check_roots(federation: Federation) -> None:
+    """Raise ConfigError if the root of a present member may sign authorities."""
+    for member in federation.members.values():
+        member.check_root()
 
 
 def _with_versions(federation: Federation, *versions: Any) -> Federation:
@@ -736,6 +754,8 @@ def _validated_federation(
         chain.validate_versions(versions, federation._members, federation._digests)
         signed = versions[:-1] if allow_unsigned else versions
         chain.validate_signatures(signed, federation._members)
+        if not allow_unsigned:
+            _check_roots(federation)
         if not set(federation.user_functions) - federation.allowed_functions:
             federation.experiment  # noqa: B018
     except ConfigError as error:

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ from fedcb2o.peer.membership.passphrase import read_passphrase
 _MAX_MEMBER_FILE_BYTES = 2**16
 MAX_LINE_BYTES = 2000
 """Length of the longest line: the time to parse TOML is quadratic in the parts of a key."""
+SIGNED_VERSIONS_FILE = "signed-versions.toml"
+"""Versions of federations that this organisation signed, see `version_journal`."""
 _SECRET_FILES = ("signing.key", "root.key", "tls.key")
 _ENCRYPTED = b"ENCRYPTED PRIVATE KEY"
 _P = 2**255 - 19
@@ -121,6 +123,7 @@ class Member:
         endpoint: "HOST:PORT" at which others reach it.
         key: Public Ed25519 key, 32 bytes.
         root: Root certificate as PEM.
+        allow_former_root: Accept a root that may sign authorities, so that it can be replaced.
 
     Raises:
         ConfigError: The values cannot be those of a member.
@@ -130,8 +133,9 @@ class Member:
     endpoint: str
     key: bytes
     root: str
+    allow_former_root: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, allow_former_root: bool) -> None:
         _check_name(self.name)
         endpoint = certificates.canonical_endpoint(self.endpoint)
         object.__setattr__(self, "endpoint", endpoint)
@@ -141,7 +145,7 @@ class Member:
             raise ConfigError(
                 f"`key` of {self.name} is one under which anybody can sign: make another identity"
             )
-        certificates.validate_root(self.root, self.name, self.endpoint)
+        self.check_root(allow_former=allow_former_root)
 
     @property
     def is_outbound_only(self) -> bool:
@@ -157,6 +161,17 @@ class Member:
     def expires(self) -> datetime:
         """Expiry of the root; a new version must replace it before."""
         return x509.load_pem_x509_certificate(self.root.encode()).not_valid_after_utc
+
+    def check_root(self, *, allow_former: bool = False) -> None:
+        """Check that the root is that of this member, and signs no authorities.
+
+        Args:
+            allow_former: Accept a root that may sign authorities.
+
+        Raises:
+            ConfigError: It is another one.
+        """
+        certificates.validate_root(self.root, self.name, self.endpoint, is_former=allow_former)
 
     def check_not_expired(self, now: datetime | None = None) -> None:
         """Check that the root has not expired.
@@ -197,7 +212,8 @@ class Member:
 
         Args:
             path: The file.
-            allow_expired: Accept a member whose root has expired.
+            allow_expired: Accept a root that has to be replaced, because it has expired or may
+                sign authorities.
 
         Returns:
             The member.
@@ -206,7 +222,8 @@ class Member:
             ConfigError: The file is no member's file, or the root has expired.
         """
         try:
-            member = cls.from_table(read_bounded_toml(path, _MAX_MEMBER_FILE_BYTES))
+            table = read_bounded_toml(path, _MAX_MEMBER_FILE_BYTES)
+            member = cls.from_table(table, allow_former_root=allow_expired)
             if not allow_expired:
                 member.check_not_expired()
         except (OSError, ValueError) as error:
@@ -215,11 +232,12 @@ class Member:
         return member
 
     @classmethod
-    def from_table(cls, table: Mapping[str, Any]) -> "Member":
+    def from_table(cls, table: Mapping[str, Any], *, allow_former_root: bool = False) -> "Member":
         """Parse a table of four texts.
 
         Args:
             table: The keys `name`, `endpoint`, `key` (base64) and `root` (PEM).
+            allow_former_root: Accept a root that may sign authorities.
 
         Returns:
             The member.
@@ -246,7 +264,8 @@ class Member:
             raise ConfigError(f"`key` of a member is no base64: {error}") from error
         if base64.b64encode(public).decode() != table["key"]:
             raise ConfigError("`key` of a member must be base64 in canonical form")
-        return cls(table["name"], table["endpoint"], public, table["root"])
+        name, endpoint, root = table["name"], table["endpoint"], table["root"]
+        return cls(name, endpoint, public, root, allow_former_root)
 
     @classmethod
     def of_table(cls, table: Mapping[str, Any]) -> "Member":
@@ -332,7 +351,8 @@ class Identity:
         """Create an identity with the same signing key and another endpoint.
 
         The other members must sign a version of the federation with it. Until they run with that
-        version, the old identity continues to work.
+        version, the old identity continues to open links. The new one knows the versions that the
+        old one signed so far, and signs from now on.
 
         Args:
             folder: An empty or missing folder.
@@ -347,7 +367,10 @@ class Identity:
         """
         name = self.member.name
         folder = Path(folder)
-        return self._make(folder, name, endpoint, self._key, days, None, None, self.passphrase)
+        journal = self.folder / SIGNED_VERSIONS_FILE
+        return self._make(
+            folder, name, endpoint, self._key, days, None, None, self.passphrase, journal
+        )
 
     @classmethod
     def _make(
@@ -360,6 +383,7 @@ class Identity:
         now: datetime | None,
         until: datetime | None,
         passphrase: bytes | None,
+        journal: Path | None = None,
     ) -> "Identity":
         _check_name(name)  # before the name enters a certificate
         now = now or datetime.now(UTC)
@@ -381,6 +405,8 @@ class Identity:
             _write_secret(temporary / "root.key", _private_key_pem(root_key, passphrase))
             records.atomic_write(temporary / "root.pem", member.root.encode())
             member.write(temporary / f"{name}.member.toml")
+            if journal is not None and journal.exists():
+                records.atomic_write(temporary / journal.name, journal.read_bytes())
             cls(temporary, member, key, passphrase).renew(days=days, now=now, until=until)
             temporary.rename(folder)
         except OSError as error:
@@ -451,6 +477,7 @@ class Identity:
             raise ConfigError(f"{path} is not signed by root.pem: {remedy}") from error
 
         now = datetime.now(UTC)
+        self.member.check_root()
         self.member.check_not_expired(now)
         if now >= certificate.not_valid_after_utc:
             expiry = _format_time(certificate.not_valid_after_utc)

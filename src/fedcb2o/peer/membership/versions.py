@@ -25,6 +25,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated.sections import Section
 from fedcb2o.peer.membership.certificates import canonical_endpoint
 from fedcb2o.peer.membership.identity import Identity, Member
+from fedcb2o.peer.membership.version_journal import reserve_version
 
 _SIGNATURE_CONTEXT = b"fedcb2o federation 1\n"
 """Prefix of the signed hash, so that the signature is valid for no other purpose."""
@@ -67,7 +68,7 @@ class Version(Section):
 
 
 def parse_members(versions: Sequence[Version]) -> tuple[MembersById, ...]:
-    """Parse the members of each version.
+    """Parse the members of each version, also those with a root that a later version replaces.
 
     Args:
         versions: All versions, the first one first.
@@ -85,7 +86,8 @@ def parse_members(versions: Sequence[Version]) -> tuple[MembersById, ...]:
         for entry in sorted(version.members, key=lambda entry: entry.id):
             if entry not in cache:
                 try:
-                    cache[entry] = Member.from_table(entry.model_dump(exclude={"id"}))
+                    table = entry.model_dump(exclude={"id"})
+                    cache[entry] = Member.from_table(table, allow_former_root=True)
                 except ConfigError as error:
                     raise ConfigError(f"version {number}, agent {entry.id}: {error}") from error
             members[entry.id] = cache[entry]
@@ -280,29 +282,37 @@ def unsigned_members(version: Version, previous: MembersById) -> list[str]:
 
 
 def add_signature(
-    version: Version, hash: bytes, previous: MembersById, identity: Identity
+    version: Version,
+    hashes: Sequence[bytes],
+    members: Sequence[MembersById],
+    identity: Identity,
 ) -> Version:
-    """Sign a version.
+    """Sign the last version, after an entry in the journal of the identity.
 
     Args:
-        version: The version.
-        hash: Its hash.
-        previous: The members of the version before it.
+        version: The last version, with its other signatures.
+        hashes: Hashes of all versions.
+        members: Members of all versions.
         identity: The signing organisation.
 
     Returns:
         The version with the additional signature.
 
     Raises:
-        ConfigError: The organisation was no member of the previous version.
+        ConfigError: The organisation was no member of the previous version, or signed another
+            version of this number.
+        RunError: The journal cannot be written.
     """
+    previous, current = members[-2:]
     signers = [member.name for member in previous.values() if member.key == identity.member.key]
     if not signers:
         raise ConfigError(
             f"the key in {identity.folder} belongs to no member of the version before, and only "
             "these sign"
         )
-    content = identity.sign(_SIGNATURE_CONTEXT + hash)
+    changes = describe_changes(previous, current)
+    reserve_version(identity, hashes[0], len(hashes), hashes[-1], changes)
+    content = identity.sign(_SIGNATURE_CONTEXT + hashes[-1])
     signature = Signature(name=signers[0], signature=base64.b64encode(content).decode())
     return merge_signatures(version, (signature,))
 

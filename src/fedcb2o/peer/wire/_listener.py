@@ -11,21 +11,18 @@ import os
 import resource
 import selectors
 import socket
-import ssl
 import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-
-from cryptography import x509
-from cryptography.x509.oid import NameOID
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._link import HANDSHAKE_SECONDS, TlsStream
+from fedcb2o.peer.wire._tls import remote_member, server_context
 
 _MAX_PENDING = 256
 """Connections that have not shown a member's certificate."""
@@ -37,7 +34,7 @@ _DESCRIPTORS_SECONDS = 0.1
 """Pause after a connection that finds no free descriptor."""
 _RESET = struct.pack("ii", 1, 0)
 
-OnLink = Callable[[TlsStream, str, float], None]
+OnLink = Callable[[TlsStream, Member, float], None]
 
 
 def raise_descriptor_limit() -> None:
@@ -47,45 +44,6 @@ def raise_descriptor_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def server_context(identity: Identity, members: Iterable[Member]) -> ssl.SSLContext:
-    """Return the certificates of a listening end, which accepts those of members only.
-
-    Args:
-        identity: This organisation.
-        members: The members.
-
-    Returns:
-        The context.
-    """
-    context = _context(ssl.PROTOCOL_TLS_SERVER, identity, (member.root for member in members))
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.num_tickets = 0
-    return context
-
-
-def client_context(identity: Identity, member: Member) -> ssl.SSLContext:
-    """Return the certificates of a dialling end, which accepts those of one member only.
-
-    Args:
-        identity: This organisation.
-        member: The member.
-
-    Returns:
-        The context.
-    """
-    return _context(ssl.PROTOCOL_TLS_CLIENT, identity, [member.root])
-
-
-def _context(protocol: int, identity: Identity, roots: Iterable[str]) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_verify_locations(cadata="".join(roots))
-    # without a password, OpenSSL would ask for one on the terminal
-    password = identity.passphrase or b""
-    context.load_cert_chain(identity.tls_certificate, identity.tls_key, password)
-    return context
 
 
 def open_listening_socket(address: str) -> socket.socket:
@@ -139,14 +97,22 @@ class Listener:
 
     Args:
         listening: The listening socket.
-        context: Certificates of this end.
-        on_link: Called in the listener's thread with each stream that showed a member's
-            certificate, the name of the authority that signed it, and its expiry.
+        identity: This organisation.
+        members: Members whose links are accepted.
+        on_link: Called in the listener's thread with each stream of a member, the member, and the
+            expiry of its certificate. Other streams are closed.
     """
 
-    def __init__(self, listening: socket.socket, context: ssl.SSLContext, on_link: OnLink) -> None:
+    def __init__(
+        self,
+        listening: socket.socket,
+        identity: Identity,
+        members: Sequence[Member],
+        on_link: OnLink,
+    ) -> None:
         self._listening = listening
-        self._context = context
+        self._context = server_context(identity, members)
+        self._members = members
         self._on_link = on_link
         self._selector = selectors.DefaultSelector()
         self._pending: dict[int, _Pending] = {}  # by descriptor, the oldest first
@@ -244,14 +210,12 @@ class Listener:
                 one.stream = TlsStream(one.connection, self._context)
             if not one.stream.advance_handshake():
                 return
-            certificate = x509.load_der_x509_certificate(one.stream.certificate)
-            (issuer,) = certificate.issuer.get_attributes_for_oid(NameOID.COMMON_NAME)
+            member, expires = remote_member(one.stream, self._members)
         except (OSError, ValueError):
             self._drop(descriptor)
             return
         self._forget(descriptor)
-        expires = certificate.not_valid_after_utc.timestamp()
-        self._on_link(one.stream, str(issuer.value), expires)
+        self._on_link(one.stream, member, expires.timestamp())
 
     def _drop_expired(self) -> None:
         now = time.monotonic()

@@ -12,7 +12,6 @@ import json
 import re
 import secrets
 import shutil
-import socket
 import ssl
 import stat
 import threading
@@ -24,11 +23,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.membership.certificates import parse_endpoint
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._link import TlsStream
-from fedcb2o.peer.wire._listener import client_context
 from fedcb2o.peer.wire._protocol import BytesLike
+from fedcb2o.peer.wire._tls import dial
 
 MAX_MESSAGE_BYTES = 2**21 + 2**12
 """Longest message: an answer, sealed."""
@@ -348,16 +346,8 @@ class RelayMailbox:
         return content
 
     def _connect(self, end: float) -> TlsStream:
-        host, port = parse_endpoint(self.relay.endpoint)
-        context = client_context(self._identity, self.relay)
         left = min(_CONNECT_SECONDS, max(0.01, end - time.monotonic()))
-        connection = socket.create_connection((str(host), port), timeout=left)
-        stream = TlsStream(connection, context, str(host))
-        try:
-            stream.handshake(time.monotonic() + left)
-        except BaseException:
-            stream.release()
-            raise
+        stream, _ = dial(self._identity, self.relay, left)
         self._open.add(stream)
         return stream
 

@@ -16,17 +16,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.exceptions import InvalidSignature
-
 from fedcb2o.peer.membership.federation import Federation, file_content
-from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._link import TlsStream
 from fedcb2o.peer.wire._listener import (
     Listener,
     open_listening_socket,
     raise_descriptor_limit,
-    server_context,
 )
 from fedcb2o.peer.wire._mailbox import (
     BOX_NAME,
@@ -94,11 +90,8 @@ class Relay:
         self._links: dict[str, list[TlsStream]] = {
             member.name: [] for member in federation.members.values()
         }
-        self._roots = {
-            member.name: x509.load_pem_x509_certificate(member.root.encode())
-            for member in federation.members.values()
-        }
-        roots = {member.root for member in federation.members.values()}
+        self._roots = {member.name: member.root for member in federation.members.values()}
+        roots = {*self._roots.values()}
         former = [one for _, one in federation.former_members() if one.root not in roots]
         self._former_links = Counter[str]()
         self._former_seen: dict[str, float] = {}
@@ -117,9 +110,9 @@ class Relay:
         ]()  # senders and receivers, of which the log has a line
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        context = server_context(identity, [*federation.members.values(), *former])
         socket = open_listening_socket(listen or identity.member.endpoint)
-        self._listener = Listener(socket, context, self._on_link)
+        accepted = [*federation.members.values(), *former]
+        self._listener = Listener(socket, identity, accepted, self._on_link)
         self._listener.start()
 
     @property
@@ -171,12 +164,13 @@ class Relay:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _on_link(self, stream: TlsStream, name: str, expires: float) -> None:
+    def _on_link(self, stream: TlsStream, member: Member, expires: float) -> None:
         """Serve a connection of a member; its newest ones replace older ones."""
         if self._closed.is_set():
             stream.release()
             return
-        if not self._is_member(stream, name):
+        name = member.name
+        if member.root != self._roots.get(name):
             self._on_former_link(stream, name)
             return
         streams = self._links[name]
@@ -191,17 +185,6 @@ class Relay:
         threading.Thread(
             target=self._serve_link, args=(stream, name, expires), name="relay-link", daemon=True
         ).start()
-
-    def _is_member(self, stream: TlsStream, name: str) -> bool:
-        """Check that the root of a present member signed the certificate of a connection."""
-        root = self._roots.get(name)
-        try:
-            certificate = x509.load_der_x509_certificate(stream.certificate)
-            if root is not None:
-                certificate.verify_directly_issued_by(root)
-        except (InvalidSignature, TypeError, ValueError):
-            return False
-        return root is not None
 
     def _on_former_link(self, stream: TlsStream, name: str) -> None:
         """Show a former member the versions of the federation."""

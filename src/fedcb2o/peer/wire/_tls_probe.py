@@ -6,12 +6,9 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 
-from cryptography import x509
-
-from fedcb2o.peer.membership.certificates import parse_endpoint
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._link import TlsStream
-from fedcb2o.peer.wire._listener import client_context
+from fedcb2o.peer.wire._tls import dial
 
 _TIMEOUT_SECONDS = 5.0
 """Time for a connection, and for a handshake."""
@@ -66,15 +63,10 @@ def probe_member(
             f"{member.name} can be reached through a relay only: give --relay, and start "
             "`fedcb2o peer run` or `peer check` there with the same one"
         )
-    address, port = parse_endpoint(member.endpoint)
-    context = client_context(identity, member)
     expires = None
     try:
-        connection = socket.create_connection((str(address), port), timeout=_TIMEOUT_SECONDS)
-        stream = TlsStream(connection, context, str(address))
+        stream, expires = dial(identity, member, _TIMEOUT_SECONDS)
         try:
-            stream.handshake(time.monotonic() + _TIMEOUT_SECONDS)
-            expires = x509.load_der_x509_certificate(stream.certificate).not_valid_after_utc
             if not is_linked:
                 _await_refusal(stream)
         finally:

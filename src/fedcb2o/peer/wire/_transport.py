@@ -14,7 +14,6 @@ read here, because zenoh keeps what a remote declares and accepts links of stran
 
 import logging
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,22 +22,18 @@ from functools import partial
 from queue import Empty, Queue
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from cryptography import x509
-
 from fedcb2o.errors import FedCB2OError, RunError
-from fedcb2o.peer.membership.certificates import parse_endpoint
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire import _zenoh_messages as messages
 from fedcb2o.peer.wire._link import HANDSHAKE_SECONDS, LEASE_SECONDS, Link, TlsStream
 from fedcb2o.peer.wire._listener import (
     Listener,
-    client_context,
     open_listening_socket,
     raise_descriptor_limit,
-    server_context,
 )
 from fedcb2o.peer.wire._protocol import BytesLike
+from fedcb2o.peer.wire._tls import dial
 from fedcb2o.peer.wire._zenoh_messages import (
     Final,
     Interest,
@@ -162,8 +157,8 @@ class Zenoh:
         self._dialers_by_name = {members[id].name: one for id, one in self._dialers.items()}
         if listen:
             address = identity.member.endpoint if listen is True else listen
-            context = server_context(identity, members.values())
-            self._listener = Listener(open_listening_socket(address), context, self._on_link)
+            listening = open_listening_socket(address)
+            self._listener = Listener(listening, identity, [*members.values()], self._on_link)
             self._listener.start()
         for dialer in self._dialers.values():
             dialer.start()
@@ -224,12 +219,13 @@ class Zenoh:
             for link in self._open_links():
                 link.keep_alive()
 
-    def _on_link(self, stream: TlsStream, name: str, expires: float) -> None:
+    def _on_link(self, stream: TlsStream, member: Member, expires: float) -> None:
         """Serve a link of a member; its newest links replace older ones."""
-        links = self._links_in.get(name)
-        if links is None or self._closed.is_set():
+        if self._closed.is_set():
             stream.release()
             return
+        name = member.name
+        links = self._links_in[name]
         link = Link(stream, MAX_REQUEST_BYTES + _MESSAGE_HEAD_BYTES, self._own_key, expires)
         with self._lock:
             links.append(link)
@@ -486,14 +482,8 @@ class _Dialer:
             replies.put(None)
 
     def _connect(self) -> Link:
-        """Open a link; the member's root alone is trusted."""
-        host, port = parse_endpoint(self._member.endpoint)
-        context = client_context(self._identity, self._member)
-        connection = socket.create_connection((str(host), port), timeout=_DIAL_SECONDS)
-        stream = TlsStream(connection, context, str(host))
+        stream, expires = dial(self._identity, self._member, _DIAL_SECONDS)
         try:
-            stream.handshake(time.monotonic() + _DIAL_SECONDS)
-            expires = x509.load_der_x509_certificate(stream.certificate).not_valid_after_utc
             link = Link(stream, MAX_ANSWER_BYTES + _MESSAGE_HEAD_BYTES, expires=expires.timestamp())
             link.open(_DIAL_SECONDS, is_listening=False)
         except BaseException:

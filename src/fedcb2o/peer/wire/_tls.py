@@ -1,0 +1,108 @@
+"""TLS ends of a link: certificates of both ends, and the member at the other end.
+
+TLS accepts any certificate under a trusted root. The member of a link is the one whose root issued
+the certificate directly. No other name in a certificate counts.
+"""
+
+import socket
+import ssl
+import time
+from collections.abc import Iterable
+from datetime import datetime
+
+from cryptography import x509
+from cryptography.x509.oid import NameOID
+
+from fedcb2o.peer.membership.certificates import is_direct_issuer, parse_endpoint
+from fedcb2o.peer.membership.identity import Identity, Member
+from fedcb2o.peer.wire._link import TlsStream
+
+
+def server_context(identity: Identity, members: Iterable[Member]) -> ssl.SSLContext:
+    """Return the certificates of a listening end, which accepts those of members only.
+
+    Args:
+        identity: This organisation.
+        members: The members.
+
+    Returns:
+        The context.
+    """
+    context = _context(ssl.PROTOCOL_TLS_SERVER, identity, (member.root for member in members))
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.num_tickets = 0
+    return context
+
+
+def client_context(identity: Identity, member: Member) -> ssl.SSLContext:
+    """Return the certificates of a dialling end, which accepts those of one member only.
+
+    Args:
+        identity: This organisation.
+        member: The member.
+
+    Returns:
+        The context.
+    """
+    return _context(ssl.PROTOCOL_TLS_CLIENT, identity, [member.root])
+
+
+def _context(protocol: int, identity: Identity, roots: Iterable[str]) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_verify_locations(cadata="".join(roots))
+    # without a password, OpenSSL would ask for one on the terminal
+    password = identity.passphrase or b""
+    context.load_cert_chain(identity.tls_certificate, identity.tls_key, password)
+    return context
+
+
+def remote_member(stream: TlsStream, members: Iterable[Member]) -> tuple[Member, datetime]:
+    """Return the member at the other end of a stream, after its handshake.
+
+    Args:
+        stream: The stream.
+        members: The members that it may be, among them former ones at a relay.
+
+    Returns:
+        The first member whose root issued the certificate directly, and the certificate's expiry.
+
+    Raises:
+        ConnectionError: No root of a member did.
+    """
+    try:
+        certificate = x509.load_der_x509_certificate(stream.certificate)
+        (issuer,) = certificate.issuer.get_attributes_for_oid(NameOID.COMMON_NAME)
+    except ValueError as error:
+        raise ConnectionAbortedError("its certificate is malformed") from error
+    for member in members:
+        if member.name == issuer.value and is_direct_issuer(member.root, certificate):
+            return member, certificate.not_valid_after_utc
+    raise ConnectionAbortedError("its certificate was not issued by a member's root directly")
+
+
+def dial(identity: Identity, member: Member, seconds: float) -> tuple[TlsStream, datetime]:
+    """Connect to a member's endpoint; its root alone is trusted.
+
+    Args:
+        identity: This organisation.
+        member: The member.
+        seconds: Longest time for the connection, and again for the handshake.
+
+    Returns:
+        The stream, and the expiry of the member's certificate.
+
+    Raises:
+        OSError: There is no connection, the handshake failed, or the certificate is not that of
+            the member.
+    """
+    host, port = parse_endpoint(member.endpoint)
+    context = client_context(identity, member)
+    connection = socket.create_connection((str(host), port), timeout=seconds)
+    stream = TlsStream(connection, context, str(host))
+    try:
+        stream.handshake(time.monotonic() + seconds)
+        return stream, remote_member(stream, [member])[1]
+    except BaseException:
+        stream.release()
+        raise

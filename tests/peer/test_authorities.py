@@ -1,0 +1,239 @@
+"""Attacks by a member whose root signs an authority with the name of somebody else."""
+
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from tests.peer import relays
+from tests.peer.authorities import (
+    impostor_context,
+    is_closed_by_remote,
+    root_with_path_length,
+    use_root,
+)
+from tests.peer.members import federated, identities
+from tests.peer.test_transport import answering, until
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.peer.membership import (
+    Federation,
+    Identity,
+    Member,
+    amend_federation,
+    certificates,
+    read_federation,
+    sign_federation,
+    write_federation,
+)
+from fedcb2o.peer.wire import Relay, Zenoh
+from fedcb2o.peer.wire._link import TlsStream
+from fedcb2o.peer.wire._mailbox import RelayMailbox
+
+
+@pytest.fixture
+def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accept every root, so that only the check of the link is left."""
+
+    def load(pem: str, *arguments: Any, **options: Any) -> x509.Certificate:
+        return x509.load_pem_x509_certificate(pem.encode())
+
+    monkeypatch.setattr(certificates, "validate_root", load)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[Identity]:
+    return identities(tmp_path, 3)
+
+
+def open_stream(context: ssl.SSLContext, target: Member) -> TlsStream:
+    """Open a TLS stream to a member, with any certificate."""
+    host, _, port = target.endpoint.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=5)
+    stream = TlsStream(connection, context, host)
+    try:
+        stream.handshake(time.monotonic() + 5)
+    except BaseException:
+        stream.release()
+        raise
+    return stream
+
+
+def stack_of_streams(
+    stack: ExitStack, count: int, context: ssl.SSLContext, target: Member
+) -> list[TlsStream]:
+    streams = [open_stream(context, target) for _ in range(count)]
+    for stream in streams:
+        stack.callback(stream.release)
+    return streams
+
+
+def test_links_of_an_authority_with_another_members_name_displace_no_link(
+    three, lenient, tmp_path
+) -> None:
+    """Honest members exchange 60 messages while the hostile one opens 24 links in the name of one."""
+    server, honest, hostile = three
+    hostile = use_root(hostile, root_with_path_length(hostile, None))
+    agreed = federated([server, honest, hostile])
+    context = impostor_context(hostile, "org-1", server.member, tmp_path / "impostor")
+    with (
+        Zenoh(agreed, server) as node,
+        Zenoh(agreed, honest) as client,
+        ExitStack() as stack,
+    ):
+        node.serve(answering())
+        assert until(lambda: list(client.ask(0, b"hello", 5.0))) == [b"heard hello"]
+        (link,) = node._links_in["org-1"]
+        attempts = client._dialers[0].attempts
+        answers = 0
+        for _ in range(3):
+            streams = stack_of_streams(stack, 8, context, server.member)
+            for _ in range(20):
+                answers += list(client.ask(0, b"hello", 5.0)) == [b"heard hello"]
+            assert all(map(is_closed_by_remote, streams))
+        assert answers == 60
+        assert client._dialers[0].attempts == attempts
+        assert node._links_in["org-1"] == [link]
+        assert not link.closed.is_set()
+        assert not node._links_in["org-2"]
+
+
+def test_a_dialled_member_cannot_answer_by_an_authority(three, lenient, tmp_path) -> None:
+    """Only the certificate of another authority under the trusted root is at the listening end."""
+    node, _, hostile = three
+    hostile = use_root(hostile, root_with_path_length(hostile, None))
+    agreed = federated([node, three[1], hostile])
+    impostor_context(hostile, "org-1", node.member, tmp_path / "impostor")
+    for name in ("tls.pem", "tls.key"):
+        (hostile.folder / name).write_bytes((tmp_path / "impostor" / name).read_bytes())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(hostile.tls_certificate, hostile.tls_key)
+    host, _, port = hostile.member.endpoint.rpartition(":")
+    with socket.create_server((host, int(port))) as listening, Zenoh(agreed, node) as client:
+        connection, _ = listening.accept()
+        stream = TlsStream(connection, context)
+        stream.handshake(time.monotonic() + 5)
+        assert is_closed_by_remote(stream)
+        stream.release()
+        assert not client.connected_peers()
+
+
+def test_the_length_of_a_path_ends_an_authority_in_tls(three, tmp_path) -> None:
+    """Without any check of the link, the roots that a federation accepts suffice."""
+    server, _, hostile = three
+    agreed = federated(three)
+    context = impostor_context(hostile, "org-1", server.member, tmp_path / "impostor")
+    with Zenoh(agreed, server) as node:
+        stream = open_stream(context, server.member)
+        with pytest.raises(ssl.SSLError, match="ALERT"):
+            stream.read_exactly(1, time.monotonic() + 5)
+        stream.release()
+        assert not any(node._links_in.values())
+
+
+def test_the_certificate_of_an_authority_counts_as_that_of_its_issuer(three, tmp_path) -> None:
+    """The root issued it directly, whatever its own name is."""
+    server, _, hostile = three
+    agreed = federated(three)
+    folder = tmp_path / "impostor"
+    context = impostor_context(hostile, "org-1", server.member, folder, is_authority=True)
+    with Zenoh(agreed, server) as node, ExitStack() as stack:
+        stack_of_streams(stack, 1, context, server.member)
+        until(lambda: node._links_in["org-2"])
+        assert not node._links_in["org-1"]
+
+
+@pytest.mark.parametrize("name", ["org-1", "org-0", "stranger", "relay\nNote: org-1 cheats\x1b[2J"])
+def test_a_relay_closes_links_of_authorities_without_a_line_or_a_trace(
+    name, three, lenient, tmp_path, caplog
+) -> None:
+    """org-0 is a former member, and its root would sign for any name."""
+    caplog.set_level(logging.INFO, "fedcb2o")
+    hostile = use_root(three[0], root_with_path_length(three[0], None))
+    path = tmp_path / "federation.toml"
+    federated([hostile, *three[1:]], path=path)
+    write_federation(amend_federation(read_federation(path), remove=["org-0"]), path)
+    for signer in three[1:]:
+        sign_federation(path, signer)
+    keys = relays.relay_identity(tmp_path)
+    context = impostor_context(hostile, name, keys.member, tmp_path / "impostor")
+    with Relay(read_federation(path), keys) as relay, ExitStack() as stack:
+        honest = RelayMailbox(keys.member, three[1])
+        stack.callback(honest.close)
+        honest.cards()
+        for _ in range(2):
+            streams = stack_of_streams(stack, 20, context, keys.member)
+            assert all(map(is_closed_by_remote, streams))
+            honest.cards()
+        assert relay.connections() == {"org-1": 1, "org-2": 0}
+        assert not relay._former_seen
+        assert not relay._former_links
+        lines = [record.getMessage() for record in caplog.records]
+        assert lines == ["relay: org-1 is connected"]
+
+
+def federation_of_former_release(
+    three: list[Identity], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Federation:
+    """Write a federation in which the root of org-2 may sign authorities."""
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            certificates,
+            "validate_root",
+            lambda pem, *_, **__: x509.load_pem_x509_certificate(pem.encode()),
+        )
+        hostile = use_root(three[2], root_with_path_length(three[2], None))
+        return federated([*three[:2], hostile], path=path)
+
+
+Cure = Callable[[Federation, Identity], Federation]
+CURES: dict[str, Cure] = {
+    "replace": lambda former, new: amend_federation(former, replace=[new.member]),
+    "remove": lambda former, new: amend_federation(former, remove=["org-2"]),
+}
+
+
+@pytest.mark.parametrize("cure", CURES)
+def test_a_root_that_signs_authorities_stops_a_federation_until_it_is_replaced(
+    cure, three, tmp_path, monkeypatch
+) -> None:
+    path = tmp_path / "federation.toml"
+    federation_of_former_release(three, path, monkeypatch)
+    message = "`root` of org-2 may sign authorities.*renew --out.*amend` with --replace"
+    with pytest.raises(ConfigError, match=message) as raised:
+        read_federation(path)
+    assert str(path) in str(raised.value)
+    former = read_federation(path, allow_unsigned=True)
+    with pytest.raises(ConfigError, match=message):
+        amend_federation(former, remove=["org-1"])
+
+    old = Identity.read(three[2].folder)  # its owner makes another root
+    with pytest.raises(ConfigError, match="may sign authorities"):
+        old.check_certificate()
+    new = old.with_endpoint(tmp_path / "new", endpoint=old.member.endpoint)
+    new.check_certificate()
+    second = tmp_path / "federation-2.toml"
+    write_federation(CURES[cure](former, new), second)
+    for signer in three[:2]:
+        sign_federation(second, signer)
+    read_federation(second)
+
+
+def test_a_version_with_a_root_that_signs_authorities_is_not_signed(three, tmp_path) -> None:
+    path = tmp_path / "federation.toml"
+    write_federation(amend_federation(federated(three), remove=["org-2"]), path)
+    root = three[1].member.root
+    bad_root = root_with_path_length(three[1], None)
+    head, history = path.read_text().split("[[history]]", 1)
+    path.write_text("[[history]]".join((head.replace(root, bad_root), history)))
+    assert bad_root in path.read_text()
+    with pytest.raises(ConfigError, match=r"federation.toml: `root` of org-1 may sign authorities"):
+        sign_federation(path, three[0])
+    with pytest.raises(ConfigError, match="may sign authorities"):
+        Member("org-1", three[1].member.endpoint, three[1].member.key, bad_root)
