@@ -197,6 +197,7 @@ def group_members(groups: Int[np.ndarray, " n"], count: int) -> list[Int[np.ndar
 
     Samples without a group have -1 in `groups`.
     """
+    # The first part of the split has the samples without a group.
     order = np.argsort(groups, kind="stable")
     return np.split(order, np.searchsorted(groups[order], np.arange(count + 1)))[1:-1]
 

@@ -89,6 +89,7 @@ def partition(
         >>> [len(train) for train in agents.train]
         [15, 15, 15, 10, 15, 15, 15, 10]
     """
+    # 1. The settings, and labels that are classes.
     benign_counts = _per_cluster(benign, num_clusters)
     malicious_counts = _per_cluster(malicious, num_clusters)
     for name, value, minimum in (
@@ -126,12 +127,14 @@ def partition(
             f"labels must be between 0 and {num_classes - 1}, got {y.min()} to {y.max()}"
         )
 
+    # 2. The pool, once for all clusters, so that their number changes no agent of cluster 0.
     drawn = stream(seed, "partition", "pool").permutation(n)
     first = 0  # number of the cluster's first agent in the full population
     cluster = []
     is_malicious = []
     train = []
     held_out = []
+    # 3. Each cluster deals out the same samples anew; one of fewer agents holds a part of them.
     for c, (b, m) in enumerate(zip(benign_counts, malicious_counts, strict=True)):
         sizes = np.array([benign_samples] * b + [malicious_samples] * m)
         roles = [False] * b + [True] * m

@@ -119,6 +119,7 @@ def dataset(
         owners = Owners(owner_names, pool_owners, test_owners, reserved)
     built = build_dataset(pool, test, classes, owners, test_share, standardise)
     if class_names is None and not numbers:
+        # Labels to which the user gave no names may be doubtful.
         names.check_labels(built)
     return built
 
@@ -172,6 +173,7 @@ def _hold_out_by_owner(
     groups = {owner: f"owner {owners.names[owner]!r}" for owner in untested}
 
     if groups and test_share:
+        # Reserved samples validate. Owners with test samples keep all others.
         is_excluded = owners.validates.numpy() | ~np.isin(pool_owners, untested)
         group_of_sample = np.where(is_excluded, -1, pool_owners)
         cure = ": give it test samples of its own, or leave it out"

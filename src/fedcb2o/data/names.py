@@ -41,6 +41,7 @@ def to_nfc(text: str) -> str:
 def normalise_words(words: NDArray[np.str_]) -> NDArray[np.str_]:
     """Return words in Unicode's composed form."""
     words = np.ascontiguousarray(words.astype(words.dtype.newbyteorder("="), copy=False))
+    # ASCII has one form only.
     if not words.size or not words.itemsize or words.view(np.uint32).max() < 128:
         return words
     spellings, index = np.unique(words, return_inverse=True)
@@ -135,6 +136,7 @@ def _comparison_key(name: str) -> str:
     text = name
     if not name.isascii():
         letters = unicodedata.normalize("NFKC", name)
+        # Characters of the category Cf are invisible.
         text = "".join(letter for letter in letters if unicodedata.category(letter) != "Cf")
     text = " ".join(text.split()).casefold()
     number = number_in(text)

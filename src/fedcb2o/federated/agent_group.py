@@ -71,6 +71,7 @@ class AgentData:
         if n >= self.attack.from_round:
             for equal, (x, y) in zip(groups, parts, strict=True):
                 self._poison_(members[equal], x, y)
+        # Without a copy where all have equally many samples.
         if len(parts) == 1:
             return parts[0]
 
@@ -155,6 +156,7 @@ class AgentData:
                 rows = torch.from_numpy(np.flatnonzero(cluster == k))
             part = Shard(x[rows].flatten(0, 1), y[rows].flatten(0, 1))
             seen = self.view(part, k)
+            # A transform that changes nothing returns its input.
             if seen is not part:
                 x[rows] = seen.x.view(x[rows].shape)
                 y[rows] = seen.y.view(y[rows].shape)
@@ -163,17 +165,7 @@ class AgentData:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Assignment of the rows of a model buffer.
-
-    Attributes:
-        own: Row of each agent's own model.
-        first_crafted: First row of the models that each malicious agent crafts. While the agent
-            trains, the row holds its model before the round.
-        crafted_per_attacker: Number of these models.
-        previous: Row of each agent's model before the round; None where it is not kept.
-        first_received: First row for models that arrive from outside the buffer, and the number of
-            rows before them.
-    """
+    """Assignment of the rows of a model buffer."""
 
     own: Int[np.ndarray, " a"]
     first_crafted: Int[np.ndarray, " a"]

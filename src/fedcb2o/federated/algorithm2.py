@@ -73,17 +73,6 @@ def local_aggregation_(
     """Run LocalAggregation (alg:localAggregation) for one agent; its model changes in place.
 
     It is line 4 of alg:FedCB2O.
-
-    Args:
-        agent: Group of one agent, after LocalUpdate.
-        n: Round, counted from 0.
-        state: The agent's contacts with their likelihoods P, and the state of its rule.
-        download: Line 2, the only communication.
-        on_step: Called with "aggregate" after line 6 and with "mix" after line 7.
-        oracle: Answers about models; by default from the agent's validation data.
-
-    Returns:
-        The agent's state after the round, and its decisions for the record.
     """
     algorithm = agent.spec.algorithm
     P = state.contacts[0]
@@ -127,6 +116,7 @@ def sample_peers(agent: AgentGroup, P: Contacts, n: int) -> Ragged:
     if spec.neighbours is not None:
         candidates = spec.neighbours[j].sort().values.numpy()
     candidates = candidates[candidates != j]
+    # In the released code an agent may sample itself.
     if spec.algorithm.own_candidate:
         candidates = np.union1d(candidates, [j])
 
@@ -170,6 +160,7 @@ def validate(
 
     losses = own_losses = None
     if agent.spec.algorithm.needs_losses:
+        # One evaluation for all models; the agent's own is last.
         both = oracle.losses(received.with_own(own))
         losses, own_losses = both.select(slice(None, -1)), both.select(slice(-1, None))
 

@@ -111,6 +111,7 @@ def decide(
     spec, algorithm, adversary = group.spec, group.spec.algorithm, group.adversary
     agents = group.agents[members]
     is_colluding = adversary.colluding[agents]
+    # No agent has met an attacker under its new identity.
     known = state.contacts.forget(adversary.new_identities(n))
     rule_states = list(state.rule_states)
 
@@ -126,6 +127,7 @@ def decide(
     ):
         index = admitted_index[call.index]
         G = algorithm.criterion_values(call.inputs)  # line 5: Q_beta, G^i
+        # A rule with memory is called for one agent at a time.
         first = call.positions[0]
         mu, rule_states[first] = consensus_weights(  # line 6: mu^i
             algorithm, call.inputs, G, rule_states[first]
@@ -237,6 +239,7 @@ def update_likelihoods(
     # One number per pair of agent and peer, ascending.
     known = contacts.ids.row_ids * span + contacts.ids.values
     new = sampled.row_ids * span + sampled.values
+    # Only peers that were never asked become new contacts.
     if len(known):
         new = new[known.take(known.searchsorted(new), mode="clip") != new]
 

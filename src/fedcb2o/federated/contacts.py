@@ -110,6 +110,7 @@ class AgentState:
         """
         count = len(self.rule_states)
         if len(rows) < count:
+            # Agents that are not in `rows` keep their contacts.
             others = np.setdiff1d(np.arange(count), rows, assume_unique=True)
             order = np.concatenate([rows, others]).argsort()
             both = ContactTable.concatenate([contacts, self.contacts.take(others)])
@@ -158,6 +159,7 @@ class CandidatePeers:
 
     def including_self(self, agents: Int[np.ndarray, " a"]) -> "CandidatePeers":
         """Return the candidates with each agent itself among its own."""
+        # Each agent is in its own list, and was only left out of it.
         if (self.excluded < self.lists.sizes[self.list_index]).all():
             past_end = np.full_like(self.excluded, len(self.lists.values))
             return dataclasses.replace(self, excluded=past_end)

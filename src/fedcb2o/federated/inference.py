@@ -174,6 +174,7 @@ def bound_networks(
         if interpolation is not None:
             thetas = interpolation.points(models, thetas)
         tensors = unstack_views(module, thetas)
+        # Each network has statistics of its own, which an estimate changes.
         tensors += [statistic.expand(len(chunk), -1).contiguous() for statistic in local]
         if reference is not None:
             with batch_norm.estimate_statistics_mode(module):
@@ -419,6 +420,7 @@ def _per_agent_logits(
     outputs = []
 
     # 1. One agent after the other.
+    # Local statistics are estimated for one agent at a time, too.
     if a == 1 or agents_per_batch < 2 or references is not None:
         for k in range(a):
             reference = None if references is None else references[k]

@@ -82,6 +82,7 @@ def train_(
     # 2. Train.
     before = None
     if n == 0:
+        # A first round that changes no model is reported: nothing would be trained.
         before = row_checksums(gather_rows(models, rows))
     x, y = group.data.training_data(members, n)
     counts = group.data.train.sizes[members].tolist()
@@ -226,6 +227,7 @@ def batched_local_update_(
     tensors = trainable_stack(module, thetas)
     is_copied = device.type != "cpu"
     if is_copied:
+        # GPUs read contiguous copies several times faster than views of rows.
         tensors = contiguous_leaves(tensors)
     step, inputs = _make_batched_step(module, tensors, training, device)
     leaves = [tensor for tensor in inputs if tensor.requires_grad]
@@ -377,6 +379,7 @@ def batched_mini_batches(
     num_full, rest = divmod(n, training.batch_size)
     epoch = [training.batch_size] * num_full + [rest] * (rest > 0)
     if num_full and rest == 1 and not training.accepts_single_sample:
+        # Batch norms reject a mini-batch of a single sample: it joins the one before.
         epoch[-2:] = [training.batch_size + 1]
 
     steps = training.local_steps

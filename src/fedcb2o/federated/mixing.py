@@ -82,6 +82,7 @@ def mixing_matrix(
     senders = decisions.received.values[counts]
     entries.append((agent[counts], senders, decisions.rows[counts], received_value))
     if previous is not None:
+        # The model before the round is the last term of a sum.
         last = np.full(moves.sum(), _AFTER_EVERY_ID)
         entries.append((agents[moves], last, previous[moves], (factor * previous_weight)[moves]))
 

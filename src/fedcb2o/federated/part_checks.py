@@ -55,6 +55,7 @@ def check_loss(
     """
     original = targets.clone()
     leaf = outputs.detach().clone().requires_grad_()
+    # Twice together and once apart, to find random numbers, state and mixed samples.
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
             together = per_sample_losses(loss, leaf.clone(), targets, 1)

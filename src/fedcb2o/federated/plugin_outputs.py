@@ -289,6 +289,7 @@ def _changed_tensor(name: str, part: str, values: Any, original: Tensor) -> Tens
         raise ConfigError(
             f"the {name} returned {part} that are no numbers of type {original.dtype}"
         )
+    # The sum of finite numbers may overflow, and only then is each one tested.
     if not math.isfinite(float(tensor.sum())) and not tensor.isfinite().all():
         raise ConfigError(f"the {name} returned {part} that are not finite")
     return tensor.to(original)
@@ -343,6 +344,7 @@ def apply_sample_transform(
         return Shard(_changed_tensor(name, "samples", changed, original), data.y)
 
     changed = _changed_tensor(name, "samples", changed, original.float())
+    # Bytes that became numbers up to 1 are on another scale.
     if changed.numel() and changed.max() <= 1 < original.max():
         raise ConfigError(
             f"the {name} changed bytes from 0 to {int(original.max())} into numbers up to "

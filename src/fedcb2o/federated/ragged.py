@@ -49,6 +49,7 @@ class Ragged:
 
         There are `count` lists; a list at no index is empty.
         """
+        # A part with all lists is the result.
         for indices, lists in parts:
             if len(indices) == count:
                 return lists
@@ -83,6 +84,7 @@ class Ragged:
     def flat_index(self, rows: Indices) -> Int[np.ndarray, " c"]:
         """Return the indices in `values` of some lists, in the order of `rows`."""
         sizes = self.sizes[rows]
+        # From the place in the result to that in `values`.
         shifts = self.offsets[rows] - (sizes.cumsum() - sizes)
         return np.repeat(shifts, sizes) + np.arange(sizes.sum())
 

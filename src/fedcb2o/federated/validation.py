@@ -274,6 +274,7 @@ def validate_batches(
             in_sublevel_set=tolerated_models(algorithm, losses, own_losses),
             previous=group.previous_rows(equal_members),
         )
+        # A rule sees the tolerated models alone, of which agents have different numbers.
         if algorithm.is_batched and (algorithm.rule is None or inputs.in_sublevel_set is None):
             yield RuleCall(equal, index, inputs)
             continue

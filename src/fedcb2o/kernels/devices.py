@@ -140,6 +140,7 @@ def training_bytes(
     with torch.random.fork_rng(devices=[]), use_kernels(convolution=convolution), hooks:
         forward(tensors, features(sample).unsqueeze(0))
 
+    # The tensors of the model are saved, too, and count once.
     own = {tensor.data_ptr() for tensor in tensors}
     activations = sum(size for address, size in saved.items() if address not in own)
     images = max(2 * len(x), SAMPLES_PER_PASS)
@@ -154,6 +155,7 @@ def batching_obstacle(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> st
     """
     theta = flatten(module)
     batch_norm.train_(module)
+    # In evaluation the models share samples; in training each one has its own.
     shared_samples = features(x).unsqueeze(0)
     separate_samples = torch.stack([features(x)] * 2)
     try:

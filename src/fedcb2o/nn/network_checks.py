@@ -200,6 +200,7 @@ def _check_memory(name: str, module: nn.Module) -> None:
         extents.setdefault(tensor.untyped_storage().data_ptr(), []).append(extent)
 
     for shared in extents.values():
+        # In the order of addresses, neighbours overlap if any two do.
         for first, second in itertools.pairwise(sorted(shared)):
             if second[0] < first[1] and {first[2], second[2]} & trained.keys():
                 raise ConfigError(

@@ -94,6 +94,7 @@ class ProcessPool:
 
                 on_idle()
                 ready = wait(list(busy), LIVENESS_SECONDS)
+                # A dead worker's pipe stays open while one of its children has a copy.
                 if not ready and any(worker.has_exited() for worker in busy.values()):
                     raise _killed_error()
                 for pipe, worker in busy.items():
@@ -270,6 +271,7 @@ def _stop_at_exit(workers: Sequence[_WorkerProcess], parent: int) -> None:
 def _stop_workers(workers: Sequence[_WorkerProcess], timeout: float) -> None:
     """Let workers exit within `timeout` seconds, then kill them and their children."""
     deadline = time.monotonic() + timeout
+    # A worker exits when its pipe is closed.
     for worker in workers:
         worker.pipe.close()
     try:

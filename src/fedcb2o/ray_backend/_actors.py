@@ -55,6 +55,7 @@ def translate_ray_errors() -> Iterator[None]:
                 f"Ray's store or disk is full on a node ({text}): take more nodes, fewer agents or "
                 "a smaller model, or start nodes by `ray start --object-store-memory BYTES ...`"
             ) from error
+        # A second attempt would repeat an error of the work itself.
         if cause is not error and not _is_ray_error(cause):
             raise RunError(f"work on the cluster failed ({text})") from error
         raise WorkerLostError(f"a part of the cluster is lost ({text})") from error

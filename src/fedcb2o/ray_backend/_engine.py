@@ -120,11 +120,14 @@ class RayEngine:
         """
         assert self.outbox is not None, "nothing is published yet"
         max_samples = self.spec.max_samples
+        # 1. The models that arrive, as rows of the buffer of all agents.
         inboxes = [
             self.outbox.deliver(n, peers, agents, self.is_receivable, max_samples)
             for agents, peers in zip(self.batches, sampled, strict=True)
         ]
+        # 2. The transfer of those that another worker has.
         wanted = []
+        # 3. Their rows in the buffer of the receiving worker.
         for worker, numbers in enumerate(self.batches_by_worker):
             rows = np.unique(np.concatenate([inboxes[g].rows for g in numbers]))
             wanted.append(rows[self.sharding.owner[rows] != worker])

@@ -183,6 +183,7 @@ def start_workers(
         yield handles
     finally:
         for handle in handles:
+            # The cluster itself may be gone.
             with contextlib.suppress(Exception):
                 ray.kill(handle)
 

@@ -168,6 +168,7 @@ def _rows(
     """Return the samples of a passage."""
     if passage.prompt is not None:
         return [pretrained.encode(tokens, passage.prompt, passage.answer, places)]
+    # Each part of a text without a prompt follows the part before it.
     width, length = places
     ids = [tokens.end, *tokens.encode(passage.answer)]
     rows = []

@@ -51,6 +51,7 @@ def clair(
     """
     pairs = inputs.context.factor_pairs
     low_rank.require_pairs(pairs, "the rule `clair`")
+    # Without weights the agent keeps its own model.
     if not len(inputs.received.ids):
         return RuleOutput(torch.zeros(0, dtype=torch.float64))
 
@@ -107,14 +108,17 @@ def decompose(
     factor = torch.ones(m, dtype=torch.float64)
 
     for _ in range(_STEPS):
+        # The part of low rank: singular values shrink by 1 / step.
         low = [
             _shrink_singular_values(d - s + y / step, 1 / step)
             for d, s, y in zip(data, blocks, dual, strict=True)
         ]
+        # The blocks: the norm of each shrinks by penalty / step.
         rest = [d - part + y / step for d, part, y in zip(data, low, dual, strict=True)]
         norms = sum(r.square().sum((1, 2)) for r in rest).sqrt()
         factor = (1 - penalty / (step * norms)).nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0)
         blocks = [factor.view(-1, 1, 1) * r for r in rest]
+        # The multipliers of L + S = D.
         gap = [d - part - s for d, part, s in zip(data, low, blocks, strict=True)]
         dual = [y + step * g for y, g in zip(dual, gap, strict=True)]
         if sum(float(g.square().sum()) for g in gap) < _TOLERANCE**2 * m:

@@ -50,6 +50,7 @@ def flame(
     if not noise >= 0:
         raise ConfigError(f"`noise` must be 0 or more, got {noise}")
     m = len(gram) - 1
+    # A model of zeros has no angle, and must not divide by 0.
     norms = gram.diagonal()[:m].clamp(min=torch.finfo(gram.dtype).tiny).sqrt()
     cosines = gram[:m, :m] / (norms.unsqueeze(0) * norms.unsqueeze(1))
     members = majority_cluster(1 - cosines)
@@ -58,6 +59,7 @@ def flame(
     median = float(squared.sqrt().quantile(0.5)) if m else 0.0
     factor = clip_factors(squared[members], median) / max(1, int(members.sum()))
     rows = torch.cat([members.nonzero().flatten(), torch.tensor([m])])
+    # Updates are counted from the model before the round, which has the rest of the weight.
     weights = torch.cat([factor, 1 - factor.sum().unsqueeze(0)])
 
     seed = int(draw.integers(2**63))

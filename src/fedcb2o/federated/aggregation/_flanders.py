@@ -54,11 +54,13 @@ def flanders(
         The new state, and the weights of the received models and the agent's own, shape [m + 1].
     """
     received = inputs.received
+    # An agent may sample itself. Its own model is not compared with a forecast.
     is_other = received.ids != inputs.own_entry.ids
     ids = received.ids[is_other]
     if f is None:
         # A product that is whole except for rounding is not rounded up.
         f = math.ceil(inputs.context.malicious_share * len(ids) - 1e-9)
+    # A peer under a new identity has no past.
     if "ids" in state:
         _, is_known, _ = match_history(state, inputs, ids)
         history = state["history"][:, is_known]

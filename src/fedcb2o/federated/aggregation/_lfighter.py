@@ -40,8 +40,10 @@ def lfighter(heads: Float[Tensor, "m C h"]) -> Float[Tensor, " m"]:
         return torch.cat([torch.ones(m, dtype=torch.float64), zero])
 
     change = updates[:, :, :-1].norm(dim=-1).sum(0) + updates[:, :, -1].abs().sum(0)
+    # The two classes that change most, by their weights without the bias.
     points = updates[:, change.argsort()[-2:], :-1].flatten(1)
     first = _two_means(points)
+    # The cluster that is large and less similar counts.
     selected = max(first, ~first, key=lambda members: _dissimilarity(points[members], m))
     return torch.cat([uniform_weights(selected), zero])
 

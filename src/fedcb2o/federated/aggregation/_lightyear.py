@@ -61,6 +61,7 @@ def lightyear(
 
     is_other = inputs.own_entry.ids != everyone.ids  # an agent that sampled itself counts once
     selected = (agreement >= threshold) & is_other
+    # Agents train alone in the end.
     weights = decay**inputs.n * selected.double() / (1 + selected.sum())
     weights[-1] = 1 - weights.sum()
     return weights

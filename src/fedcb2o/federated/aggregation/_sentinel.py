@@ -135,6 +135,7 @@ def _layerwise_average(
     average = x.new_empty(x.shape[1])
     start = 0
     for weight, size in zip(weights.T.to(x.device, x.dtype), sizes, strict=True):
+        # A block of columns may begin or end within a layer.
         a = max(start - first, 0)
         b = min(start + size - first, x.shape[1])
         if a < b:

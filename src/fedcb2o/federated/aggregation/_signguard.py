@@ -71,6 +71,7 @@ def signguard(
         factors = (median / norms).nan_to_num(1.0, posinf=1.0).clamp(max=1.0)
         weights[counts] = (factors * passed) / passed.sum()
     else:
+        # Without an update that passes, the agent's own model stays.
         weights[-1] = 1.0
     return state, RuleOutput(weights, previous_weight=float(1 - weights.sum()))
 

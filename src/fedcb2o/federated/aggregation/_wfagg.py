@@ -59,6 +59,7 @@ def wfagg(
         raise ConfigError(
             f"`smoothing`, the share of the received models, must be from 0 to 1, got {smoothing}"
         )
+    # An agent may sample itself; its own model needs no vote.
     is_other = inputs.received.ids != inputs.own_entry.ids
     ids = inputs.received.ids[is_other]
     rows = inputs.received.rows[is_other]

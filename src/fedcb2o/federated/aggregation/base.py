@@ -192,6 +192,7 @@ def gram_and_mixing(
         p = validated_mixing(mixing, mixing(g[:num_peers, :num_peers].clone()), num_peers)
     else:
         p = mixing.double()
+    # The step mixes the peers' rows; the agent's own rows stay as they are.
     num_kept = len(rows) - num_peers
     whole = torch.zeros(len(p) + num_kept, len(rows), dtype=torch.float64)
     whole[: len(p), :num_peers] = p
@@ -216,6 +217,7 @@ def _entries_to_compute(
     entries = signature.gram_entries
     if callable(entries):
         entries = entries(getattr(rule, "keywords", {}))
+    # A pre-step that is a function reads the matrix itself, whatever the rule reads.
     if signature.reads != "gram" or entries == "none":
         mixes_gram = mixing is not None and signature.reads == "gram"
         return "all" if callable(mixing) or mixes_gram else "none"
@@ -235,6 +237,7 @@ def evaluate_rule(
     """
     signature = signature_of(rule)
     every_row = torch.arange(len(g))
+    # Columns are reduced later, block by block.
     if signature.reads == "columns":
         return Reduction(every_row, validated_reduction(rule, rule), p)
 
@@ -322,6 +325,7 @@ def weighted_sum(
     """
     is_used = weights != 0
     used = weights[is_used]
+    # A single model is copied, without rounding.
     if len(used) == 1 and used[0] == 1:
         result = models[int(rows[is_used])].clone()
         if not is_finite(result):

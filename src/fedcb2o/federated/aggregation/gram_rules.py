@@ -264,6 +264,7 @@ def sageflow(
         Weights, shape [m]; all 0 if no model counts.
     """
     is_confident = (entropies < threshold) & losses.isfinite()
+    # The softmax of -delta log(loss) is 1 / loss^delta, normalised.
     scores = -delta * losses.double().clamp(min=1e-12).log()
     if by_samples:
         scores = scores + num_samples.double().log()
@@ -302,6 +303,7 @@ def bulyan(gram: Float[Tensor, "m m"], *, f: int) -> Reduction:
     if f == 0:
         return Reduction(remaining, functools.partial(mean_around_median, count=m))
 
+    # Krum selects one model after the other; the others remain.
     for _ in range(m - 2 * f):
         best = _krum_order(squared[remaining][:, remaining], f)[0]
         remaining = torch.cat([remaining[:best], remaining[best + 1 :]])

@@ -44,6 +44,7 @@ __all__ = [
 
 
 def _clipping_entries(parameters: dict[str, Any]) -> GramEntries:
+    # The first iteration reads the distances to the agent's own model alone.
     return "last" if parameters.get("iterations", 1) == 1 else "all"
 
 
@@ -298,6 +299,7 @@ def fltrust(gram: Float[Tensor, "m m"]) -> Float[Tensor, " m"]:
     """
     m = len(gram) - 2
     last = gram[:, m:]  # the only entries that are read, next to the diagonal
+    # The norms of the updates x_j - b, and their products with the agent's own update.
     norms = (gram.diagonal() - 2 * last[:, 1] + gram[-1, -1]).clamp(min=0.0).sqrt()
     along = last[:, 0] - last[:, 1] - last[-1, 0] + gram[-1, -1]
     trust = (along / (norms * norms[m])).nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 1.0)[:m]

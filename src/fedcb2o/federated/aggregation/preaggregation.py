@@ -41,6 +41,7 @@ def nnm(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, "m m"]:
     """
     m = len(gram)
     count = m - validate_byzantine_count(nnm, f, m)
+    # Each model is the nearest to itself, even next to copies of it.
     squared = squared_distances(gram).fill_diagonal_(-1.0)
     nearest = squared.sort(dim=1, stable=True).indices[:, :count]
     matrix = torch.zeros(m, m, dtype=torch.float64)

@@ -84,6 +84,7 @@ def apply_robust_rule(
             return RuleOutput(as_reduction(rows, theta, outcome.weights), f=assumed)
         reduction = dataclasses.replace(outcome, rows=rows[outcome.rows])
         return RuleOutput(reduction, f=assumed)
+    # The nearest adapters of the same rank take the place of the average product.
     if space == "products" and outcome.any():
         thetas = inputs.models[rows.to(inputs.models.device)].cpu()
         theta = low_rank.average_products(thetas, outcome, own.cpu(), pairs)

@@ -87,6 +87,7 @@ def _is_resolvable(conflicts: list[int], remaining: int, budget: int) -> bool:
     largest = max(degrees, default=0)
     if largest == 0:
         return True
+    # Each removal ends at most `largest` conflicts, which count at both ends.
     if sum(degrees) > 2 * budget * largest:
         return False
     i = degrees.index(largest)
@@ -106,6 +107,7 @@ def _first_subset(is_conflict: Bool[Tensor, "m m"], f: int) -> Int[Tensor, " s"]
     for i in range(m):
         if not remaining >> i & 1:
             continue
+        # Model i is selected if the others can still be freed of conflicts within the budget.
         others = remaining & ~conflicts[i]
         left = budget - (remaining & conflicts[i]).bit_count()
         if left >= 0 and _is_resolvable(conflicts, others, left):
@@ -151,6 +153,8 @@ def smea(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     best = torch.arange(m - f)
     for subsets in _subsets(m, m - f):
         within = centred[subsets.unsqueeze(2), subsets.unsqueeze(1)]
+        # The centred Gram matrix of a subset has the eigenvalues of its covariance matrix, up to a
+        # factor.
         means = within.mean(2, keepdim=True)
         within = within - means - means.mT + within.mean((1, 2), keepdim=True)
         largest = torch.linalg.eigvalsh(within)[:, -1]
@@ -198,12 +202,14 @@ def caf(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
         share = weights / weights.sum()
         along = centred @ share
         about_mean = centred - along.unsqueeze(0) - along.unsqueeze(1) + share @ along
+        # This matrix has the eigenvalues of the weighted covariance matrix.
         root = share.sqrt()
         values, vectors = torch.linalg.eigh(root.unsqueeze(0) * about_mean * root.unsqueeze(1))
         if values[-1] < least:
             least = float(values[-1])
             best = share
 
+        # The t_i, up to a factor; models without weight do not count.
         squares = (about_mean @ (root * vectors[:, -1])).square() * (weights > 0)
         if not squares.max() > 0:
             break

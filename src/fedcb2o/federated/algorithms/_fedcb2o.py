@@ -220,6 +220,8 @@ class SublevelCriterion:
         if own_model == "judged":
             own = validated_criterion(criterion, inputs.with_own_only())
         elif own_model == "trusted":
+            # As in the released code: the agent's own model has the weight of the most trusted
+            # peer.
             trusted = values.masked_fill(~is_member, torch.inf)
             best = torch.cat([trusted, torch.full_like(own, torch.inf)], -1).amin(-1, keepdim=True)
             own = torch.where(is_member.any(-1, keepdim=True), best, own)
@@ -298,4 +300,5 @@ def _widen(
     num_added = round((1 - confidence**2) * (len(losses) - num_members))
     if not num_added:
         return is_member
+    # Models of equal loss are treated alike.
     return is_member | (losses <= losses.sort().values[num_members + num_added - 1])

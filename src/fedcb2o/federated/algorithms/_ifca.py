@@ -131,6 +131,7 @@ def cluster_means(
     for k, cluster_id in enumerate(ids.tolist()):
         index = inbox.ids.flat_index(np.array([k]))
         rows = torch.from_numpy(inbox.rows[index])
+        # A product that is whole except for rounding is not rounded up.
         f = math.ceil(malicious_share * len(rows) - 1e-9)
         rule = robust_rule.with_byzantine_count(clusters.rule, f, len(rows))
         gram, _ = base.gram_and_mixing(rule, models, rows, None)

@@ -139,6 +139,7 @@ def line_search(
         if is_better:
             best += step
             largest = value
+        # Steps double until one brings no progress; later ones shrink whatever they bring.
         is_expanding = is_expanding and is_better
         step *= 2 if is_expanding else ratio
     return best
@@ -286,6 +287,7 @@ def _defence(
         mixing = robust_rule.with_byzantine_count(step, f, num_mixed)
         if "gram" not in plugins.positional_inputs(step.func):
             mixing = mixing(num_mixed, draw)
+            # A step such as bucketing leaves other numbers of rows to the rule.
             m += len(mixing) - num_mixed
     bound = robust_rule.with_byzantine_count(bound, f, m)
 

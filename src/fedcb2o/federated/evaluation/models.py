@@ -85,6 +85,7 @@ def _tests(
     for tested, test in group.data.test_sets(members):
         yield "own", tested, test, loss
         if trigger is not None:
+            # A backdoor is measured by predictions, without a loss.
             name = plugins.display_name("trigger", trigger)
             marked = apply_sample_transform(name, trigger, test, group.data.value_range)
             yield "triggered", tested, marked, None

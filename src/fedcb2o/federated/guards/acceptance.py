@@ -60,6 +60,7 @@ def rejection_reason(message: Message, *, dim: int, n: int, largest: float | Non
         largest = float(max_abs(theta.unsqueeze(0), [0])[0])
     if not largest <= MAX_VALUE:
         return f"its model holds numbers that are not finite, or beyond {MAX_VALUE:g}"
+    # True and False are numbers in Python, and no claims.
     if isinstance(claim, bool) or not isinstance(claim, int | float) or not 0 <= claim < np.inf:
         return f"it claims {claim!r:.40} samples"
     return ""
