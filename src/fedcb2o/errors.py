@@ -59,12 +59,6 @@ def describe_type(value: object) -> str:
 
     A function without `return` returns None, so that None is called by its name.
 
-    Args:
-        value: Any value.
-
-    Returns:
-        "None", or the name of the type.
-
     Example:
         >>> describe_type(None), describe_type([])
         ('None', 'a list')

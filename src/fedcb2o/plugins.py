@@ -56,15 +56,10 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     """Return ' Did you mean `x`?' for the words most similar to `word`.
 
     The search tries, in this order: words with a typing error; up to three words that contain
-    `word`, have a part like it, or are abbreviated by it ("geomed": `geometric_median`); words
-    that are only roughly similar. Only the last part of a dotted word counts.
-
-    Args:
-        word: Unknown word.
-        words: Known words. Of dotted words with the same last part, the last one is suggested.
-
-    Returns:
-        A sentence that begins with a space, or "" where no word is similar.
+    `word`, have a part like it, or are abbreviated by it ("geomed": `geometric_median`); words that
+    are only roughly similar. Only the last part of a dotted word counts. Of dotted words with the
+    same last part, the last one is suggested. The sentence begins with a space; it is empty where
+    no word is similar.
 
     Example:
         >>> did_you_mean("medain", ["mean", "median"])
@@ -115,14 +110,7 @@ def _abbreviates(word: str, parts: Sequence[str]) -> bool:
 
 
 def label(function: str | PluginFunction) -> str:
-    """Return a function's name in a configuration: built-in name or import path.
-
-    Args:
-        function: A name or a function.
-
-    Returns:
-        The name itself, or "package.module:function".
-    """
+    """Return a function's name in a configuration: built-in name or "package.module:function"."""
     if isinstance(function, str):
         return function
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
@@ -131,16 +119,9 @@ def label(function: str | PluginFunction) -> str:
 def resolve(kind: str, name: str | PluginFunction, namespace: types.ModuleType) -> PluginFunction:
     """Return the function that a configuration names.
 
-    Args:
-        kind: Word for the plug-in in messages, such as "attack".
-        name: A public name of `namespace`, "package.module:function", or a function.
-        namespace: Module whose `__all__` lists the built-in functions.
-
-    Returns:
-        The built-in function, or the user's function with its errors attributed to it.
-
-    Raises:
-        ConfigError: There is no such function, or its import fails.
+    `name` is a name in the `__all__` of `namespace`, "package.module:function", or a function.
+    `kind` is a word for messages, such as "attack". Raises ConfigError where there is no such
+    function or its import fails.
     """
     if not isinstance(name, str):
         if not callable(name):
@@ -197,13 +178,7 @@ def _import_function(kind: str, name: str) -> PluginFunction:
 def wrap_user_function(kind: str, name: str, function: PluginFunction) -> PluginFunction:
     """Return a user's function whose failures are ConfigErrors with its name and line.
 
-    Args:
-        kind: Word for the plug-in in messages.
-        name: Name of the function in the configuration.
-        function: The function, or a `functools.partial` of it.
-
-    Returns:
-        A function with the same signature.
+    The result has the same signature. `function` may be a `functools.partial`.
     """
     if isinstance(function, functools.partial):
         wrapped = wrap_user_function(kind, name, function.func)
@@ -221,12 +196,7 @@ def wrap_user_function(kind: str, name: str, function: PluginFunction) -> Plugin
 def display_name(kind: str, function: PluginFunction) -> str:
     """Return the name of a plug-in in messages.
 
-    Args:
-        kind: Word for the plug-in.
-        function: The function, or a `functools.partial` of it.
-
-    Returns:
-        `kind`, and the name of a user's function.
+    It is `kind`, followed by the name if the function is a user's.
     """
     name = USER_FUNCTION.get(function)
     return kind if name is None else f"{kind} `{name}`"
@@ -236,16 +206,9 @@ def display_name(kind: str, function: PluginFunction) -> str:
 def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[None]:
     """Turn failures inside a `with` block into ConfigErrors that name the plug-in.
 
-    SystemExit and other silent exits count as failures; Ctrl-C does not. PyTorch settings that
-    the block changes are restored, because the bits of other results depend on them.
-
-    Args:
-        kind: Word for the plug-in in messages.
-        name: Name of the plug-in.
-        file: Source file whose line the message names.
-
-    Raises:
-        ConfigError: The block failed.
+    SystemExit and other silent exits count as failures; Ctrl-C does not. PyTorch settings that the
+    block changes are restored, because the bits of other results depend on them. The message names
+    the failing line of `file`, the source of the plug-in.
     """
     original = [getter() for getter, _ in PYTORCH_SETTINGS]
     try:
@@ -281,14 +244,7 @@ class Declaration(Generic[T]):
     name: str
 
     def __call__(self, value: T) -> Callable[[F], F]:
-        """Return a decorator that sets the property.
-
-        Args:
-            value: Value of the property.
-
-        Returns:
-            A decorator that returns the same function.
-        """
+        """Return a decorator that sets the property and returns the same function."""
 
         def decorate(function: F) -> F:
             setattr(function, self.name, value)
@@ -297,14 +253,7 @@ class Declaration(Generic[T]):
         return decorate
 
     def get(self, function: PluginFunction) -> T | None:
-        """Return the property of a function.
-
-        Args:
-            function: The function, or a `functools.partial` of it.
-
-        Returns:
-            The value, or None where the function has none.
-        """
+        """Return the property of a function, or of the function in a `functools.partial`."""
         return getattr(getattr(function, "func", function), self.name, None)
 
 
@@ -328,14 +277,7 @@ def _cached(inspector: Callable[[PluginFunction], T]) -> Callable[[PluginFunctio
 
 @_cached
 def parameters(function: PluginFunction) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a plug-in, which are its keyword-only arguments.
-
-    Args:
-        function: A plug-in.
-
-    Returns:
-        Each parameter by its name.
-    """
+    """Return the parameters of a plug-in, which are its keyword-only arguments."""
     try:
         # Evaluates annotations that are strings, as under `from __future__ import annotations`.
         signature = inspect.signature(function, eval_str=True)
@@ -353,14 +295,7 @@ def parameters(function: PluginFunction) -> Mapping[str, inspect.Parameter]:
 
 @_cached
 def positional_inputs(function: PluginFunction) -> tuple[str, ...]:
-    """Return the names of a plug-in's positional arguments without a default.
-
-    Args:
-        function: A plug-in.
-
-    Returns:
-        Names of its inputs, in order.
-    """
+    """Return the names of a plug-in's positional arguments without a default, in order."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(
         name
@@ -378,17 +313,8 @@ def bind(
 ) -> dict[str, Any]:
     """Check parameter values from a configuration against a function's signature.
 
-    Args:
-        kind: Word for the plug-in in messages.
-        function: The plug-in.
-        values: Parameter values by name.
-        deferred: Parameters that may be missing, because the program sets them later.
-
-    Returns:
-        The checked values by name.
-
-    Raises:
-        ConfigError: A parameter is unknown, of a wrong type, or missing.
+    Parameters of `deferred` may be missing, because the program sets them later. An unknown or
+    missing parameter, and one of a wrong type, is a ConfigError.
     """
     function_name = getattr(function, "__name__", None)
     if not function_name:
@@ -451,17 +377,8 @@ def resolve_and_bind(
 ) -> functools.partial[Any]:
     """Return the function of a choice with its checked parameters.
 
-    Args:
-        kind: Word for the plug-in in messages.
-        choice: A name, a function, or a table {name = ..., parameter = ...}.
-        namespace: Module whose `__all__` lists the built-in functions.
-        deferred: Parameters that may be missing.
-
-    Returns:
-        The function with its parameters bound.
-
-    Raises:
-        ConfigError: The choice has no name, or the name or a parameter is invalid.
+    A choice is a name, a function, or a table {name = ..., parameter = ...}. See `resolve` and
+    `bind` for the other arguments and the errors.
     """
     table: dict[str, Any] = {"name": choice}
     if isinstance(choice, Mapping):
@@ -476,13 +393,8 @@ def resolve_and_bind(
 def to_python(value: Any, *, arrays: bool = True) -> Any:
     """Return settings with Python's numbers, texts and lists in place of other types.
 
-    Args:
-        value: A value, list or table. Numbers of NumPy, arrays and tensors of one number, and paths
-            are converted.
-        arrays: Whether arrays and tensors become lists and numbers.
-
-    Returns:
-        Numbers, texts, lists and tables; values of all other types as they are.
+    Numbers of NumPy, arrays and tensors of one number, and paths are converted. Arrays and tensors
+    stay without `arrays`, and values of all other types always do.
 
     Example:
         >>> import numpy as np

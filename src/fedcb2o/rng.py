@@ -35,16 +35,7 @@ def stream(seed: int, *key: str | int) -> np.random.Generator:
 
 
 def agent_streams(seed: int, *key: str | int, agents: Iterable[int]) -> list[np.random.Generator]:
-    """Return `stream(seed, *key, j)` for every agent j.
-
-    Args:
-        seed: Seed of the run.
-        key: Name of the streams without the agent.
-        agents: Agent ids.
-
-    Returns:
-        One generator per agent, in their order.
-    """
+    """Return `stream(seed, *key, j)` for every agent j."""
     prefix = _stream_name(seed, *key).removesuffix(")").removesuffix(",")
     return [_generator(f"{prefix}, {j})") for j in agents]
 
@@ -72,12 +63,7 @@ class _Key(ISeedSequence):
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
         """Return the words of the key.
 
-        Args:
-            n_words: Number of words.
-            dtype: Ignored; Philox reads 64-bit words.
-
-        Returns:
-            The digest as `n_words` unsigned 64-bit integers.
+        The words are unsigned 64-bit integers, as Philox reads them, whatever `dtype` says.
         """
         return np.frombuffer(self.digest, _WORD, n_words)
 

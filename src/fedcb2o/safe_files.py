@@ -46,18 +46,9 @@ def open_regular(
     """Open a regular file for reading, without waiting.
 
     The kind is checked before and after opening, because opening a device has effects of its own.
-
-    Args:
-        path: The file.
-        follow_links: Accept a link to a regular file, for a path that the user named. The link in
-            a folder of others is refused.
-        folder: Descriptor of an open folder, to which `path` is relative.
-
-    Returns:
-        The open file.
-
-    Raises:
-        OSError: The file cannot be opened, or is not a regular file. `strerror` says which.
+    With `follow_links`, for a path that the user named, a link to a regular file is accepted. The
+    link in a folder of others is refused. `folder` is the descriptor of an open folder, to which
+    `path` is relative. `strerror` of an OSError says which check failed.
     """
     _check_regular(os.stat(path, dir_fd=folder, follow_symlinks=follow_links), path)
     descriptor = os.open(path, _READ | (0 if follow_links else os.O_NOFOLLOW), dir_fd=folder)
@@ -72,19 +63,9 @@ def open_regular(
 def read_regular(
     path: Path | str, max_bytes: int, *, follow_links: bool = False, folder: int | None = None
 ) -> bytes:
-    """Read a regular file as a whole.
+    """Read a regular file as a whole; an OSError if it has more than `max_bytes`.
 
-    Args:
-        path: The file.
-        max_bytes: Largest accepted size.
-        follow_links: As in `open_regular`.
-        folder: As in `open_regular`.
-
-    Returns:
-        The content.
-
-    Raises:
-        OSError: The file cannot be read, is not a regular file, or is too large.
+    See `open_regular` for the other arguments.
     """
     with open_regular(path, follow_links=follow_links, folder=folder) as file:
         content = file.read(max_bytes + 1)
@@ -96,18 +77,8 @@ def read_regular(
 def create_exclusive(path: Path | str, mode: int = 0o600, *, folder: int | None = None) -> int:
     """Create a file and open it for writing.
 
-    An existing entry of this name, also a link to nowhere, is an error.
-
-    Args:
-        path: The new file.
-        mode: Its mode, before the umask.
-        folder: As in `open_regular`.
-
-    Returns:
-        The descriptor.
-
-    Raises:
-        OSError: The file cannot be created.
+    An existing entry of this name, also a link to nowhere, is an error. `mode` is before the umask.
+    `folder` is as in `open_regular`.
     """
     return os.open(path, _CREATE, mode, dir_fd=folder)
 
@@ -115,16 +86,7 @@ def create_exclusive(path: Path | str, mode: int = 0o600, *, folder: int | None 
 def open_folder(path: Path | str, *, follow_links: bool = False, folder: int | None = None) -> int:
     """Open a folder, as the base of relative paths that no exchanged link can redirect.
 
-    Args:
-        path: The folder.
-        follow_links: Accept a link to a folder, for a path that the user named.
-        folder: As in `open_regular`.
-
-    Returns:
-        The descriptor.
-
-    Raises:
-        OSError: The folder cannot be opened, or is not a folder.
+    The arguments are as in `open_regular`.
     """
     status = os.stat(path, dir_fd=folder, follow_symlinks=follow_links)
     if not stat.S_ISDIR(status.st_mode):

@@ -24,13 +24,8 @@ _ERROR_HANDLER = "fedcb2o_escape"
 def encodable(text: str, encoding: str | None) -> str:
     r"""Return a text in which characters that an encoding lacks are escaped.
 
-    Args:
-        text: The text.
-        encoding: Name of the encoding; None for a stream of text without one.
-
-    Returns:
-        The text with \uXXXX or \UXXXXXXXX for such characters, as strings of TOML and Python have
-        them.
+    They become \uXXXX or \UXXXXXXXX, as in strings of TOML and Python. A stream of text has no
+    encoding: None.
 
     Example:
         >>> print(encodable("±2 %", "ascii"))
@@ -55,9 +50,7 @@ codecs.register_error(_ERROR_HANDLER, _escape_characters)
 class SafeStream:
     """A text stream that never fails to write.
 
-    Attributes:
-        stream: The wrapped stream.
-        error: First error that caused text to be dropped, or None.
+    `error` is the first error that caused text to be dropped.
     """
 
     def __init__(self, stream: Any, error: OSError | None = None) -> None:
@@ -70,11 +63,7 @@ class SafeStream:
     def write(self, text: str) -> int:
         """Write text, escaped where the encoding lacks a character, or drop it.
 
-        Args:
-            text: Text to write.
-
-        Returns:
-            The number of characters, even of dropped text.
+        Returns the number of characters, even of dropped text.
         """
         self._try("write", text)
         return len(text)
@@ -124,11 +113,8 @@ def install_safe_streams() -> None:
 def safe_streams() -> Iterator[None]:
     """Use safe streams in a `with` block, or in a function by `@safe_streams()`.
 
-    Of blocks that overlap, nested or in several threads, the first one replaces the streams and
-    the last one restores them.
-
-    Yields:
-        None, while standard output and error are safe streams.
+    Of blocks that overlap, nested or in several threads, the first one replaces the streams and the
+    last one restores them.
     """
     with _blocks.lock:
         if not _blocks.depth:
@@ -168,11 +154,7 @@ def _restore() -> None:
 
 
 def write_error() -> OSError | None:
-    """Return the error that caused standard output to drop text, if any.
-
-    Returns:
-        The first error of a safe standard output; None where all text was written.
-    """
+    """Return the error that caused standard output to drop text, if any."""
     sys.stdout.flush()
     return getattr(sys.stdout, "error", None)
 

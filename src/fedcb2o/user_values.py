@@ -35,17 +35,9 @@ _MISSING = {"NAType", "NaTType"}  # types of pandas's missing values
 def to_tensor(source: str, values: Any) -> Tensor:
     """Convert values to a dense tensor of real numbers, without gradient history.
 
-    Types of PyTorch stay as they are; other number types become float64 or int64.
-
-    Args:
-        source: Start of messages, such as "`x0` holds" or "the function m:f returned".
-        values: A tensor, an array, a masked array, a column, a list or a number.
-
-    Returns:
-        The values. Only tensors share their memory with the user's.
-
-    Raises:
-        ConfigError: The values are not real numbers, or not in a dense array.
+    Types of PyTorch stay as they are; other number types become float64 or int64. Only tensors
+    share their memory with the user's. `source` starts the message of a ConfigError, such as "`x0`
+    holds" or "the function m:f returned".
     """
     if type(values) is np.ndarray and values.dtype is _FLOAT64:
         return torch.from_numpy(values.copy())
@@ -69,15 +61,7 @@ def to_tensor(source: str, values: Any) -> Tensor:
 def to_array(source: str, values: Any) -> np.ndarray:
     """Convert values to a NumPy array of real numbers, as `to_tensor` does.
 
-    Args:
-        source: Start of messages.
-        values: An array, a masked array, a column, a list or a number.
-
-    Returns:
-        A new array in the order of C and of a type that PyTorch has.
-
-    Raises:
-        ConfigError: The values are not real numbers, or a list is not rectangular.
+    The array is new, in the order of C and of a type that PyTorch has.
     """
     if values is None:
         raise ConfigError(f"{source} None, expected numbers: is a `return` missing?")

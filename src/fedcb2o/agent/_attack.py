@@ -18,16 +18,10 @@ from fedcb2o.nn import parameters
 
 
 def build_attack(choice: Any) -> Attack | None:
-    """Return the attack of an agent.
+    """Return the attack of an agent; None for no attack.
 
-    Args:
-        choice: A name, a function or a table, as in the section `attack`; None for no attack.
-
-    Returns:
-        The attack, or None.
-
-    Raises:
-        ConfigError: There is no such attack, or it changes more than models and data.
+    `choice` is a name, a function or a table, as in the section `attack`. An attack that changes
+    more than models and data is a ConfigError.
     """
     if choice is None:
         return None
@@ -41,22 +35,16 @@ def build_attack(choice: Any) -> Attack | None:
 
 
 class Attacker(NamedTuple):
-    """An agent that crafts the models which it publishes in one round.
+    """An agent that crafts the models which it publishes in one round."""
 
-    Attributes:
-        spec: Specification of the round; the ids of all agents are below its number of agents.
-        data: Data of the attacker, with its attack.
-        model_format: Format of models.
-        n: Round.
-        own: Model of the attacker.
-        previous: Its model before the round.
-    """
-
+    # Specification of the round; the ids of all agents are below its number of agents.
     spec: RunSpec
+    # Data of the attacker, with its attack.
     data: AgentData
     model_format: ModelFormat
     n: int
     own: Float[Tensor, " d"]
+    # Its model before the round.
     previous: Float[Tensor, " d"]
 
     def publish(
@@ -64,16 +52,9 @@ class Attacker(NamedTuple):
     ) -> Any:
         """Craft the models that the attacker publishes.
 
-        Args:
-            ids: Id of each benign agent, then of each other attacker.
-            benign: Models of benign agents by name.
-            fellows: Models of other attackers by name.
-
-        Returns:
-            One model, or one per benign agent by name.
-
-        Raises:
-            ConfigError: The attack knows models that are missing or invalid.
+        `ids` has the benign agents first, then the other attackers. An attack that distinguishes
+        its receivers returns one model per benign agent, by name. Missing or invalid models that
+        the attack knows are a ConfigError.
         """
         threat = self.data.attack.threat
         if not benign and ("benign" in threat.knows or threat.each_receiver):

@@ -43,11 +43,7 @@ class Decision:
 
 
 class Observer:
-    """Algorithm whose criterion stores its last input and values.
-
-    Args:
-        algorithm: The algorithm.
-    """
+    """Algorithm whose criterion stores its last input and values."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._original = algorithm
@@ -70,14 +66,7 @@ def decision_of(
 ) -> Decision:
     """Return the decision of an agent by the names of its peers.
 
-    Args:
-        decisions: Decisions of a group of one.
-        observer: Input and values of the criterion.
-        names: Name of each id, the agent's own included.
-        refused: Reason for each model that was refused.
-
-    Returns:
-        The decision.
+    `names` includes the agent's own id. `refused` has the reason for each refused model.
     """
     received = [names[id] for id in decisions.received.values.tolist()]
     outcomes = list(zip(received, decisions.admission.tolist(), strict=True))

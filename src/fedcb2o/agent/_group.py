@@ -24,15 +24,7 @@ def data_of_one(
 ) -> AgentData:
     """Return the data of one agent.
 
-    Args:
-        spec: Specification of the agent.
-        id: Id of the agent.
-        samples: Samples that it validates on.
-        num_training: Number of its training samples, which are these samples again.
-        attack: The attack of a malicious agent.
-
-    Returns:
-        The data.
+    The agent validates on `samples`. They also stand for its `num_training` training samples.
     """
     indices = np.arange(len(samples))
     return AgentData(
@@ -60,15 +52,7 @@ def group_of_one(
 ) -> AgentGroup:
     """Return a group with the buffer [own | crafted | before the round | received].
 
-    Args:
-        spec: Specification of the round.
-        data: Data of the agent.
-        models: The buffer.
-        adversary: Attackers, for an agent that crafts models.
-        num_crafted: Number of models that it crafts.
-
-    Returns:
-        The group.
+    Without `adversary` it crafts no models.
     """
     keeps_previous = spec.algorithm.keeps_previous and not num_crafted
     layout = BufferLayout.create(
@@ -86,13 +70,7 @@ def adversary_of(
 ) -> Adversary:
     """Return attackers that do not collude when they aggregate.
 
-    Args:
-        attack: Their attack.
-        malicious: Whether each agent attacks.
-        cluster: Cluster of each agent, 0 or 1; None for one cluster.
-
-    Returns:
-        The adversary.
+    Without `cluster` all agents are in one.
     """
     return Adversary(
         attack=attack,
@@ -109,15 +87,7 @@ def with_candidates(
 ) -> RunSpec:
     """Return a specification in which an agent may ask some peers.
 
-    Args:
-        spec: A specification.
-        id: Id of the agent.
-        num_agents: Number of agents.
-        candidates: Ids of the peers, ascending.
-        budget: M, the largest number of peers to ask.
-
-    Returns:
-        The specification.
+    The ids are ascending. `budget` is M.
     """
     neighbours = [torch.zeros(0, dtype=torch.int64)] * num_agents
     neighbours[id] = torch.from_numpy(candidates)

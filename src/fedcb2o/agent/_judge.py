@@ -22,13 +22,7 @@ The models are a list of state dicts or, for an agent without a network, an arra
 
 
 class JudgeOracle(ValidationOracle):
-    """Losses from a user's function.
-
-    Args:
-        group: Group of one agent.
-        judge: The function.
-        model_format: Format of the models that it receives.
-    """
+    """Losses from a user's function."""
 
     def __init__(self, group: AgentGroup, judge: Judge, model_format: ModelFormat) -> None:
         super().__init__(group, 0)
@@ -38,15 +32,8 @@ class JudgeOracle(ValidationOracle):
     def losses(self, models: Received, transform: Any = None) -> Losses:
         """Return the losses that the function returns; see `ValidationOracle.losses`.
 
-        Args:
-            models: m models.
-            transform: None; the function evaluates on samples of its own.
-
-        Returns:
-            Losses of shape [m].
-
-        Raises:
-            ConfigError: A criterion changes samples, or the function fails.
+        The function evaluates on samples of its own, so a criterion that transforms samples is a
+        ConfigError.
         """
         if transform is not None:
             raise ConfigError("a criterion that changes samples needs `validation` samples")

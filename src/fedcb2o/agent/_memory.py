@@ -16,26 +16,18 @@ _RULE = "rule."
 
 
 class Memory(NamedTuple):
-    """Memory of an agent.
-
-    Attributes:
-        round: Number of finished rounds.
-        peers: Names of peers by their ids.
-        state: Contacts with their likelihoods, and the state of the rule.
-        previous: The model after the last round.
-    """
+    """Memory of an agent."""
 
     round: int
+    # Names of peers by their ids.
     peers: list[Any]
+    # Contacts with their likelihoods, and the state of the rule.
     state: AgentState
+    # The model after the last round.
     previous: Tensor
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return the memory as tensors by name.
-
-        Returns:
-            Tensors for a safetensors file.
-        """
+        """Return the memory as tensors by name."""
         contacts = self.state.contacts[0]
         content = json.dumps({"round": self.round, "peers": self.peers}).encode()
         tensors = {
@@ -50,14 +42,7 @@ class Memory(NamedTuple):
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Memory":
         """Return the memory that tensors hold.
 
-        Args:
-            tensors: The result of `to_tensors`.
-
-        Returns:
-            The memory.
-
-        Raises:
-            RunError: They hold no memory.
+        Tensors of anything else are a RunError.
         """
         try:
             memory = json.loads(bytes(tensors["memory"].numpy()))

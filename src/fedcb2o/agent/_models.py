@@ -27,11 +27,7 @@ Model = Mapping[str, Any] | Tensor | np.ndarray
 
 
 class FlatModel(nn.Module):
-    """Stand-in for a network where the model is an array that a function evaluates.
-
-    Args:
-        theta: The model, shape [d].
-    """
+    """Stand-in for a network where the model is an array that a function evaluates."""
 
     def __init__(self, theta: Tensor) -> None:
         super().__init__()
@@ -41,14 +37,8 @@ class FlatModel(nn.Module):
 def as_network(model: Any) -> tuple[nn.Module, bool]:
     """Return a network, or the stand-in for an array.
 
-    Args:
-        model: A network, or a flat array.
-
-    Returns:
-        The network, and whether the user's arrays are those of NumPy.
-
-    Raises:
-        ConfigError: The array is not flat, empty or holds numbers that are not finite.
+    The second value tells if the user's arrays are those of NumPy. An array that is empty, not flat
+    or not finite is a ConfigError.
     """
     if isinstance(model, nn.Module):
         return model, False
@@ -64,9 +54,7 @@ def as_network(model: Any) -> tuple[nn.Module, bool]:
 class ModelFormat:
     """Names and shapes of the tensors of theta.
 
-    Args:
-        network: A network.
-        is_numpy: Whether flat arrays are those of NumPy.
+    `is_numpy` tells if flat arrays are those of NumPy.
     """
 
     def __init__(self, network: nn.Module, is_numpy: bool = False) -> None:
@@ -88,12 +76,8 @@ class ModelFormat:
     def read_(self, model: Model, row: Float[Tensor, " d"]) -> str:
         """Copy a received model into a row.
 
-        Args:
-            model: The model.
-            row: A row of a buffer.
-
-        Returns:
-            The reason to refuse the model, or an empty text. The row is then undefined.
+        Returns the reason to refuse the model, or an empty text. The row of a refused model is
+        undefined.
         """
         if _address(model, row) == row.data_ptr():
             return ""
@@ -114,24 +98,13 @@ class ModelFormat:
         return ""
 
     def views(self, theta: Float[Tensor, " d"]) -> dict[str, Tensor]:
-        """Return the tensors of a model by name, as views.
-
-        Args:
-            theta: A model.
-
-        Returns:
-            Tensors with the names and shapes of the network's.
-        """
+        """Return the tensors of a model by name, as views."""
         return {name: theta[self.columns[name]].view(shape) for name, shape in self.shapes.items()}
 
     def to_user(self, thetas: Float[Tensor, "m d"]) -> Any:
         """Return models as their user writes them.
 
-        Args:
-            thetas: Models.
-
-        Returns:
-            A list of state dicts; for an agent without a network, an array [m, d].
+        They are a list of state dicts or, for an agent without a network, an array [m, d].
         """
         if not self.is_flat:
             return [self.views(theta) for theta in thetas]
@@ -141,13 +114,8 @@ class ModelFormat:
 def placed_rows(models: Sequence[Model], buffer: Float[Tensor, "p d"], first_row: int) -> list[int]:
     """Return the row of a buffer for each model.
 
-    Args:
-        models: Models, of which some may be rows of the buffer.
-        buffer: The buffer, with a row for each model.
-        first_row: First row for models.
-
-    Returns:
-        The row that a model is, or a row that no model is.
+    A model that is a row of the buffer keeps it. The others get rows from `first_row` on that no
+    model is.
     """
     addresses = {row.data_ptr(): k for k, row in enumerate(buffer[first_row:], first_row)}
     rows = [addresses.get(_address(model, buffer[0]), -1) for model in models]

@@ -22,17 +22,8 @@ class PeerIds:
     """Ids of the peers of an agent.
 
     The agent has id 0, and peers get the next ids in the order in which they appear. Where the
-    agent has a number of its own, the numbers of all peers are their ids.
-
-    Args:
-        own: Number of the agent, or None.
-
-    Attributes:
-        own: Id of the agent.
-        names: Names of the peers by id, without the agent; empty where numbers are ids.
-
-    Raises:
-        ConfigError: The number is not a whole number from 0.
+    agent has a number of its own, the numbers of all peers are their ids. `names` has the peers by
+    id without the agent, and is empty where numbers are ids.
     """
 
     def __init__(self, own: int | None) -> None:
@@ -49,16 +40,9 @@ class PeerIds:
         return 1 + max(self.own, self._largest, len(self.names))
 
     def ids(self, peers: Iterable[Peer]) -> list[int]:
-        """Return the ids of peers.
+        """Return the ids of peers, in their order.
 
-        Args:
-            peers: Their names.
-
-        Returns:
-            Ids in the same order.
-
-        Raises:
-            ConfigError: A name is invalid or occurs twice.
+        An invalid or repeated name is a ConfigError.
         """
         peers = list(peers)
         if len(set(peers)) < len(peers):
@@ -81,14 +65,7 @@ class PeerIds:
         return [known[peer] for peer in peers]
 
     def name(self, id: int) -> Any:
-        """Return the name of a peer.
-
-        Args:
-            id: Its id.
-
-        Returns:
-            The name.
-        """
+        """Return the name of a peer."""
         return id if self._are_numbers else self.names[id - 1]
 
     def _number(self, peer: Any) -> int:

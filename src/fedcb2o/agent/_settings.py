@@ -19,8 +19,7 @@ from fedcb2o.federated.sections import AgentsSection, Component, as_component
 class Settings:
     """Settings of an agent; see `Agent`.
 
-    Raises:
-        ConfigError: A number is out of range.
+    Numbers out of range are a ConfigError.
     """
 
     method: Any
@@ -45,15 +44,7 @@ class Settings:
     def spec(self, name: str, module: nn.Module) -> RunSpec:
         """Return the specification of a run of two agents.
 
-        Args:
-            name: Name of the network in messages.
-            module: The network.
-
-        Returns:
-            The specification.
-
-        Raises:
-            ConfigError: There is no such method or loss, or its parameters are invalid.
+        An unknown method or loss, or an invalid parameter, is a ConfigError.
         """
         section = AlgorithmSection.model_validate(as_component(self.method))
         algorithm = section.build()
@@ -79,24 +70,12 @@ class Settings:
     def with_classes(self, num_classes: int) -> "Settings":
         """Return the same settings for a number of classes.
 
-        Args:
-            num_classes: Number of classes; 1 without classes.
-
-        Returns:
-            The settings.
+        1 means no classes.
         """
         return dataclasses.replace(self, num_classes=num_classes)
 
 
 def is_whole(value: Any, least: int) -> bool:
-    """Return whether a value is a whole number.
-
-    Args:
-        value: Anything.
-        least: Smallest number.
-
-    Returns:
-        True for whole numbers of Python and NumPy from `least` on.
-    """
+    """Return whether a value is a whole number of Python or NumPy, at least `least`."""
     is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
     return is_number and bool(value >= least)

@@ -18,14 +18,7 @@ from fedcb2o.user_values import to_tensor
 
 
 def evaluation_copy(network: nn.Module) -> nn.Module:
-    """Copy a network for evaluation; its frozen parameters stay shared.
-
-    Args:
-        network: A network.
-
-    Returns:
-        The copy.
-    """
+    """Copy a network for evaluation; its frozen parameters stay shared."""
     frozen = {id(p): p for p in network.parameters() if not p.requires_grad}
     return copy.deepcopy(network, dict(frozen)).eval()
 
@@ -33,12 +26,7 @@ def evaluation_copy(network: nn.Module) -> nn.Module:
 def check_parts(spec: RunSpec, validation: Shard) -> None:
     """Check that the network and the loss are functions of one sample.
 
-    Args:
-        spec: Specification with the network and the loss.
-        validation: Validation samples.
-
-    Raises:
-        ConfigError: The network or the loss is not such a function.
+    A network or loss that mixes samples is a ConfigError.
     """
     module = spec.module
     twin = evaluation_copy(module)
@@ -59,17 +47,9 @@ def check_parts(spec: RunSpec, validation: Shard) -> None:
 def validation_shard(network: nn.Module, validation: Any, columns: Any, has_loss: bool) -> Shard:
     """Return checked validation samples.
 
-    Args:
-        network: The network, whose device they are moved to.
-        validation: Samples and labels, as in `Agent`; None where a judge evaluates models.
-        columns: Columns of the samples and of the labels, or None.
-        has_loss: Whether labels may be the targets of a regression.
-
-    Returns:
-        The samples; a single one of zeros where a judge evaluates models.
-
-    Raises:
-        DataError: The samples or labels are invalid.
+    They are on the network's device. Where a judge evaluates models there is no validation data,
+    and a single sample of zeros takes its place. `has_loss` admits labels that are the targets of a
+    regression.
     """
     device = next(network.parameters()).device
     if validation is None:
@@ -86,16 +66,8 @@ def validation_shard(network: nn.Module, validation: Any, columns: Any, has_loss
 def num_classes(network: nn.Module, validation: Shard, loss: PluginChoice | None) -> int:
     """Return the number of the network's outputs for labels, or 1 without classes.
 
-    Args:
-        network: The network.
-        validation: Validation samples.
-        loss: Loss of a sample. With `answer_loss` labels are groups, which nothing predicts.
-
-    Returns:
-        Number of classes.
-
-    Raises:
-        DataError: A label has no output.
+    With `answer_loss` labels are groups, which nothing predicts. A label without an output is a
+    DataError.
     """
     if validation.y.is_floating_point():
         return 1

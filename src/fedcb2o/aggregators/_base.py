@@ -58,12 +58,7 @@ def function_of(
 def function_of(name: str, aggregator: Any) -> Any:
     """Make the function of a class of aggregators.
 
-    Args:
-        name: Name of the function.
-        aggregator: The class.
-
-    Returns:
-        A function of the inputs of a call and the parameters of the class.
+    Its arguments are the inputs of a call and the parameters of the class.
     """
     inputs = list(inspect.signature(aggregator.__call__).parameters.values())[1:]
     settings = list(inspect.signature(aggregator).parameters.values())
@@ -91,16 +86,8 @@ def aggregate(
 ) -> Any:
     """Aggregate a caller's models by a robust rule.
 
-    Args:
-        rule: The rule.
-        models: The caller's models.
-        *extra: Further inputs of the rule.
-        own: Models of the rule's own rows, such as the agent's own model.
-        clip_f: Whether to clip `f` to what the models admit, with a warning.
-        **parameters: Parameters of the rule.
-
-    Returns:
-        The aggregate, of the caller's type.
+    `own` are models of the rule's own rows, such as the agent's own model. With `clip_f`, an `f`
+    larger than the models admit is lowered, with a warning. The aggregate has the caller's type.
     """
     stacked = with_own(stack(models), own)
     bound = functools.partial(rule, **parameters)
@@ -110,15 +97,7 @@ def aggregate(
 def with_own(stacked: Stack, own: tuple[Any, ...]) -> Stack:
     """Append an agent's own models as the last rows.
 
-    Args:
-        stacked: Models of others.
-        own: Models of the same type.
-
-    Returns:
-        All models.
-
-    Raises:
-        ConfigError: A model has another length.
+    A model of another length is a ConfigError.
     """
     if not own:
         return stacked
@@ -143,16 +122,8 @@ def finite_gram(
 ) -> Float[Tensor, "m m"]:
     """Compute the Gram matrix of models that must be finite.
 
-    Args:
-        rows: One model per row, shape [p, d].
-        order: Numbers of the rows, shape [m]; by default all.
-        last: See `gram`; 0 for the diagonal only.
-
-    Returns:
-        The Gram matrix, shape [m, m].
-
-    Raises:
-        ConfigError: A model is not finite.
+    `order` selects and orders the rows. `last` is that of `gram`; 0 means the diagonal only. A
+    model that is not finite is a ConfigError.
     """
     if order is None:
         order = torch.arange(len(rows))
@@ -176,31 +147,15 @@ def _squared_norms(rows: Float[Tensor, "p d"]) -> Float[Tensor, " p"]:
 
 
 def with_origin(g: Float[Tensor, "m m"]) -> Float[Tensor, "k k"]:
-    """Append a model of zeros to a Gram matrix.
-
-    Args:
-        g: Gram matrix, shape [m, m].
-
-    Returns:
-        Gram matrix, shape [m + 1, m + 1].
-    """
+    """Append a model of zeros to a Gram matrix."""
     return torch.nn.functional.pad(g, (0, 1, 0, 1))
 
 
 def fit_f(rule: Callable[..., Any], f: int, m: int, *, clip_f: bool) -> int:
     """Return the number of attackers to assume among m models.
 
-    Args:
-        rule: The rule or step that assumes them.
-        f: The number to assume.
-        m: Number of models.
-        clip_f: Whether to clip it to what the models admit, with a warning.
-
-    Returns:
-        The number.
-
-    Raises:
-        ConfigError: It is too large and may not be clipped.
+    A number too large for `rule` is lowered with a warning if `clip_f`, and a ConfigError
+    otherwise.
     """
     bound: Any = base.fit_byzantine_count(functools.partial(rule, f=f), m, clip_f=clip_f)
     return int(bound.keywords["f"])

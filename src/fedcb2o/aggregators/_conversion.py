@@ -28,27 +28,17 @@ _COMPUTED = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Stack:
-    """Models of a caller.
+    """Models of a caller."""
 
-    Attributes:
-        rows: One model per row, in float32 or float64, shape [m, d].
-        restore: Function from one row [d] to a model of the caller's type.
-        is_list: Whether the caller's models are a list, and not one tensor or array.
-    """
-
+    # One model per row, in float32 or float64, shape [m, d].
     rows: Float[Tensor, "m d"]
+    # Function from one row [d] to a model of the caller's type.
     restore: Callable[[Float[Tensor, " d"]], Any]
+    # Whether the caller's models are a list, and not one tensor or array.
     is_list: bool
 
     def restore_all(self, rows: Float[Tensor, "j d"]) -> Any:
-        """Return several models as the caller's type.
-
-        Args:
-            rows: One model per row, shape [j, d].
-
-        Returns:
-            A list of models, or a tensor or array [j, ...].
-        """
+        """Return several models as the caller's type: a list, or a tensor or array [j, ...]."""
         if self.is_list:
             return [self.restore(row) for row in rows]
         return self.restore(rows)
@@ -57,14 +47,7 @@ class Stack:
 def stack(models: Models) -> Stack:
     """Convert a caller's models.
 
-    Args:
-        models: See `Models`.
-
-    Returns:
-        The models as rows.
-
-    Raises:
-        ConfigError: There is no model, or they differ in shape, type or names.
+    Models that differ in shape, type or names are a ConfigError.
     """
     if isinstance(models, Tensor | np.ndarray):
         if models.ndim < 2:
@@ -127,12 +110,7 @@ def _from_tensor(models: Tensor | np.ndarray) -> Stack:
 def shares_memory(models: Models, rows: Float[Tensor, "m d"]) -> bool:
     """Return whether rows are the memory of a caller's tensor or array.
 
-    Args:
-        models: The caller's models.
-        rows: Their rows in `Stack`.
-
-    Returns:
-        False for a list, for models that were copied, and for rows with gaps.
+    A list, models that were copied and rows with gaps do not share it.
     """
     if isinstance(models, np.ndarray):
         return rows.is_contiguous() and bool(models.ctypes.data == rows.data_ptr())

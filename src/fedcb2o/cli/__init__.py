@@ -125,9 +125,6 @@ def main() -> None:
     `--log-format json` or `--log-file` the end is a log line too. A command that makes files
     returns their paths, and succeeds even if its output is lost. A command that only prints fails
     if its output is lost.
-
-    Raises:
-        SystemExit: The command failed or was interrupted, or its result is an exit status above 0.
     """
     signals = SignalGuard()
     try:

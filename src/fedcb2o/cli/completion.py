@@ -11,38 +11,17 @@ _TRACKERS = ("tensorboard", "mlflow")
 
 
 def presets(incomplete: str) -> list[str]:
-    """Complete the name of a preset or a TOML file.
-
-    Args:
-        incomplete: Beginning of the word.
-
-    Returns:
-        Possible words.
-    """
+    """Complete the name of a preset or a TOML file."""
     return _builtin_names("presets", incomplete) + _toml_files(incomplete)
 
 
 def grids(incomplete: str) -> list[str]:
-    """Complete the name of a built-in grid or a TOML file.
-
-    Args:
-        incomplete: Beginning of the word.
-
-    Returns:
-        Possible words.
-    """
+    """Complete the name of a built-in grid or a TOML file."""
     return _builtin_names("grids", incomplete) + _toml_files(incomplete)
 
 
 def trackers(incomplete: str) -> list[str]:
-    """Complete the name of a tracker.
-
-    Args:
-        incomplete: Beginning of the word.
-
-    Returns:
-        Possible words.
-    """
+    """Complete the name of a tracker."""
     return [name for name in _TRACKERS if name.startswith(incomplete)]
 
 

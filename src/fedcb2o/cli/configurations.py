@@ -128,11 +128,7 @@ def _print_groups(descriptions: Mapping[str, str]) -> None:
 
 
 def print_descriptions(descriptions: Mapping[str, str]) -> None:
-    """Print names and descriptions, one per line.
-
-    Args:
-        descriptions: Description by name.
-    """
+    """Print names and descriptions, one per line."""
     width = max(map(len, descriptions))
     for name, description in descriptions.items():
         print(f"{name:{width}}  {description}")

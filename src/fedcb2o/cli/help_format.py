@@ -23,14 +23,7 @@ class Command(TyperCommand):
     """A command whose help shows flags without `<bool>`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters of the command.
-
-        Args:
-            ctx: Context of the call.
-
-        Returns:
-            Its arguments and options.
-        """
+        """Return the parameters of the command."""
         return _without_flag_types(super().get_params(ctx))
 
 
@@ -38,12 +31,5 @@ class Group(TyperGroup):
     """A group of commands whose help shows flags without `<bool>`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters of the group.
-
-        Args:
-            ctx: Context of the call.
-
-        Returns:
-            Its options.
-        """
+        """Return the parameters of the group."""
         return _without_flag_types(super().get_params(ctx))

@@ -80,11 +80,7 @@ _RelayOption = Annotated[
 
 
 def require_extra() -> None:
-    """Import the extra `peer`, except for help.
-
-    Raises:
-        ConfigError: The extra is missing.
-    """
+    """Import the extra `peer`, except for help."""
     if not {"-h", "--help"} & set(sys.argv):
         import fedcb2o.peer  # noqa: F401
 

@@ -219,17 +219,7 @@ def _command_settings(
 
 
 def parse_settings(changes: Sequence[str] | None) -> dict[str, Any]:
-    """Parse texts of the form KEY=VALUE.
-
-    Args:
-        changes: Texts, or None.
-
-    Returns:
-        Value by key.
-
-    Raises:
-        ConfigError: A text has another form.
-    """
+    """Parse texts of the form KEY=VALUE."""
     from fedcb2o.experiments.config.tables import parse_value
 
     settings = {}

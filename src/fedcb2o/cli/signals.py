@@ -20,11 +20,6 @@ class SignalGuard:
     A signal with another handler keeps it. A command that has begun to end ignores signals for a
     few seconds. Later it obeys again, because a user's function may have swallowed the first one
     (`except:`).
-
-    Attributes:
-        received: Last signal.
-        received_at: Time of the last signal, in seconds of the monotonic clock.
-        previous_handlers: Replaced handlers by signal.
     """
 
     def __init__(self) -> None:
@@ -47,8 +42,7 @@ class SignalGuard:
     def outcome(self) -> str:
         """The end of the command in one word.
 
-        Returns:
-            "Interrupted" after SIGINT and before any signal; "Terminated" after another signal.
+        "Interrupted" after SIGINT and before any signal; "Terminated" after another signal.
         """
         return "Interrupted" if self.received is signal.SIGINT else "Terminated"
 
@@ -56,8 +50,7 @@ class SignalGuard:
     def exit_status(self) -> int:
         """The exit status for the signal.
 
-        Returns:
-            128 plus the number of the last signal, by the convention of shells.
+        By the convention of shells it is 128 plus the number of the last signal.
         """
         return 128 + self.received
 

@@ -34,8 +34,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 def key_rows() -> Iterator[tuple[str, str, str, str]]:
     """Yield all keys in the order of a file.
 
-    Yields:
-        Key, range, default, and meaning in Markdown, with links as from a page in docs.
+    Rows have key, range, default, and meaning in Markdown, with links as from a page in docs.
     """
     for prefix, section in _SECTIONS.items():
         for name, field in section.model_fields.items():
@@ -46,11 +45,7 @@ def key_rows() -> Iterator[tuple[str, str, str, str]]:
 def value_range(field: FieldInfo) -> str:
     """Describe the values of a key.
 
-    Args:
-        field: The key.
-
-    Returns:
-        A text such as "from 1", "above 0, to 1" or '"random", "stratified"'.
+    Such as "from 1", "above 0, to 1" or '"random", "stratified"'.
     """
     text = _texts(field).get("values")
     if text:
@@ -71,14 +66,7 @@ def _texts(field: FieldInfo) -> dict[str, Any]:
 
 
 def default_text(field: FieldInfo) -> str:
-    """Describe the default of a key.
-
-    Args:
-        field: The key.
-
-    Returns:
-        "needed", "none", or the value as TOML has it.
-    """
+    """Describe the default of a key: "needed", "none", or the value as TOML has it."""
     text = _texts(field).get("default")
     if text:
         return str(text)

@@ -83,11 +83,7 @@ _USER_FUNCTION = {
 
 
 def schema() -> _Schema:
-    """Return the JSON Schema of an experiment's file.
-
-    Returns:
-        The schema, draft 7.
-    """
+    """Return the JSON Schema of an experiment's file, draft 7."""
     properties = {"extends": _extends(), **_section_properties(Experiment)}
     needs: _Schema = {key: {"$ref": f"#/definitions/{key}.needs"} for key in _SECTION_NAMES}
     needs["agents"] = {"required": _required_keys(AgentsSection)}
@@ -105,12 +101,9 @@ def schema() -> _Schema:
 
 
 def grid_schema() -> _Schema:
-    """Return the JSON Schema of a grid's file.
+    """Return the JSON Schema of a grid's file, draft 7.
 
     Missing keys of a cell are left to the run, which merges the changes of the cell.
-
-    Returns:
-        The schema, draft 7.
     """
     keys = _section_properties(Experiment)
     varied = {key: keys[key] for key in CELL_KEYS}
@@ -152,11 +145,8 @@ def grid_schema() -> _Schema:
 def part_rows(kind: str) -> Iterator[tuple[str, str, str]]:
     """Yield the built-in functions of a kind.
 
-    Args:
-        kind: One of `KINDS`.
-
-    Yields:
-        Name, parameters with their defaults, and the first sentences of the docstring.
+    Rows have the name, the parameters with their defaults, and the first sentences of the
+    docstring.
     """
     for name, function in _catalogue(kind).items():
         parameters = plugins.parameters(function).items()
@@ -169,22 +159,14 @@ def part_rows(kind: str) -> Iterator[tuple[str, str, str]]:
 
 
 def part_names() -> list[str]:
-    """Return the names of all built-in functions, after those of their kinds.
-
-    Returns:
-        Names as in a configuration.
-    """
+    """Return the names of all built-in functions, after those of their kinds."""
     return [*KINDS, *(name for kind in KINDS for name in _catalogue(kind))]
 
 
 def describe_part(name: str) -> str:
-    """Return the descriptions of the built-in functions with a name: sources and parameters.
+    """Return the docstrings of the built-in functions with a name, after their kinds.
 
-    Args:
-        name: Name of the function.
-
-    Returns:
-        Docstrings, the kind first; empty if there is no such function.
+    It is empty if there is no such function.
     """
     texts = [
         f"{kind} {name}\n\n{_docstring(_catalogue(kind)[name])}"
@@ -228,11 +210,7 @@ def _section_properties(section: type[BaseModel], name: str = "") -> dict[str, _
 
 
 def plain_text(markdown: str) -> str:
-    """Replace the links in a text by their words.
-
-    Args:
-        markdown: The text.
-    """
+    """Replace the links in a text by their words."""
     return _LINK.sub(r"\1", markdown)
 
 

@@ -149,7 +149,6 @@ class AttackMod:
         attack: An attack by name, or a table with its parameters, as in the section `attack` of a
             configuration. A client knows no other models, so the attack must not need any.
         is_malicious: Function of Flower's context; by default every client attacks.
-        seed: Seed of the attack.
 
     Raises:
         ConfigError: The attack, or a parameter of it, is unknown, or needs more than one client
@@ -204,12 +203,7 @@ class AttackMod:
 def training_data(x: Any, y: Any) -> tuple[Any, Any]:
     """Return the samples that this client trains on: poisoned ones under an attack on data.
 
-    Args:
-        x: Samples, an array or tensor [n, ...].
-        y: Their labels [n].
-
-    Returns:
-        Samples and labels: those of the arguments, unless an `AttackMod` poisons them.
+    Samples and labels are those of the arguments unless an `AttackMod` poisons them.
     """
     return _TRAINING_DATA.get()(x, y)
 

@@ -24,12 +24,8 @@ UNREADABLE = (ValueError, TypeError, KeyError, OSError, EOFError, SyntaxError)
 def usable_updates(replies: Iterable[Message], key: str) -> Iterator[tuple[str, RecordDict]]:
     """Yield sender and content of each reply with one model and a number of samples.
 
-    Args:
-        replies: Replies of the clients.
-        key: Name of the number of samples in a reply's metrics.
-
-    Yields:
-        Id of a sender, and the content of its reply.
+    `key` is the metric of a reply that holds its number of samples. Yields the sender's id and its
+    content.
     """
     for reply in replies:
         sender = str(reply.metadata.src_node_id)
@@ -44,15 +40,7 @@ def usable_updates(replies: Iterable[Message], key: str) -> Iterator[tuple[str, 
 
 
 def has_sample_count(content: RecordDict, key: str) -> bool:
-    """Test if a reply has one record of metrics, with a positive number of samples.
-
-    Args:
-        content: Content of a reply.
-        key: Name of the number of samples.
-
-    Returns:
-        True for one record of metrics, with a finite number above 0.
-    """
+    """Test if a reply has one record of metrics with a finite, positive sample count."""
     metrics = list(content.metric_records.values())
     if len(metrics) != 1:
         return False
@@ -71,12 +59,8 @@ def _floats(state: TensorsByName) -> TensorsByName:
 def as_row(record: ArrayRecord, like: TensorsByName) -> tuple[str, Float[Tensor, " d"]]:
     """Return the reason to refuse a model, or an empty text, and its floating-point numbers.
 
-    Args:
-        record: The received arrays.
-        like: Tensors of the expected model by name.
-
-    Returns:
-        The reason, empty for an admissible model; and the model as a row.
+    The expected names, shapes and types are those of `like`. The row is undefined for a refused
+    model.
     """
     nothing = torch.zeros(0)
     try:
@@ -93,27 +77,12 @@ def as_row(record: ArrayRecord, like: TensorsByName) -> tuple[str, Float[Tensor,
 
 
 def to_row(state: TensorsByName) -> Float[Tensor, " d"]:
-    """Return the floating-point numbers of a model.
-
-    Args:
-        state: Tensors of a model by name.
-
-    Returns:
-        All floating-point numbers, shape [d].
-    """
+    """Return the floating-point numbers of a model."""
     return torch.cat([tensor.reshape(-1).float() for tensor in _floats(state).values()])
 
 
 def from_row(theta: Float[Tensor, " d"], like: TensorsByName) -> TensorsByName:
-    """Return a model by names; arrays of whole numbers are those of `like`.
-
-    Args:
-        theta: The floating-point numbers, shape [d].
-        like: Tensors of a model with these names and shapes.
-
-    Returns:
-        Tensors by name.
-    """
+    """Return a model by names; arrays of whole numbers are those of `like`."""
     tensors = dict(like)
     start = 0
     for name, tensor in _floats(like).items():

@@ -49,14 +49,7 @@ class PeerRelay(FedAvg):
     ) -> Iterable[Message]:
         """Ask clients to train and to choose peers.
 
-        Args:
-            server_round: Round, from 1.
-            arrays: The initial model.
-            config: Flower's settings for the clients.
-            grid: Flower's grid.
-
-        Returns:
-            One message per client.
+        Rounds count from 1, as in all methods of a strategy.
         """
         messages = list(super().configure_train(server_round, arrays, config, grid))
         self._candidates = sorted(str(message.metadata.dst_node_id) for message in messages)
@@ -67,12 +60,7 @@ class PeerRelay(FedAvg):
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[None, Any]:
         """Keep the models of the clients until they are forwarded.
 
-        Args:
-            server_round: Round, from 1.
-            replies: The replies of the clients.
-
-        Returns:
-            None in place of a global model, and the averaged metrics.
+        None takes the place of a global model.
         """
         self._updates = dict(usable_updates(replies, self.weighted_by_key))
         contents = list(self._updates.values())
@@ -83,17 +71,7 @@ class PeerRelay(FedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any
     ) -> Iterable[Message]:
-        """Forward models to the clients that trained.
-
-        Args:
-            server_round: Round, from 1.
-            arrays: Not used.
-            config: Flower's settings for the clients.
-            grid: Not used.
-
-        Returns:
-            One message per client.
-        """
+        """Forward models to the clients that trained."""
         config["server-round"] = server_round
         messages = []
         for receiver, content in self._updates.items():
@@ -112,15 +90,7 @@ class PeerRelay(FedAvg):
         return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> Any:
-        """Average the metrics of the clients, and keep their decisions.
-
-        Args:
-            server_round: Round, from 1.
-            replies: The replies of the clients.
-
-        Returns:
-            The averaged metrics.
-        """
+        """Average the metrics of the clients, and keep their decisions."""
         contents = {}
         for reply in replies:
             sender = str(reply.metadata.src_node_id)

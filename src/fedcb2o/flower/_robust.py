@@ -57,17 +57,7 @@ class RobustStrategy(FedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any
     ) -> Iterable[Message]:
-        """Ask clients to train the global model.
-
-        Args:
-            server_round: Round, from 1.
-            arrays: The global model.
-            config: Flower's settings for the clients.
-            grid: Flower's grid.
-
-        Returns:
-            One message per client.
-        """
+        """Ask clients to train the global model."""
         self._start = arrays.to_torch_state_dict()
         messages: Iterable[Message] = super().configure_train(server_round, arrays, config, grid)
         return messages
@@ -77,15 +67,7 @@ class RobustStrategy(FedAvg):
     ) -> tuple[ArrayRecord | None, Any]:
         """Aggregate the models of the clients.
 
-        Args:
-            server_round: Round, from 1.
-            replies: The replies of the clients.
-
-        Returns:
-            The new global model, and the averaged metrics.
-
-        Raises:
-            ConfigError: The rule needs more models than there are.
+        Raises ConfigError where the rule needs more models than there are.
         """
         rows: dict[int, Tensor] = {}
         contents: dict[int, RecordDict] = {}
@@ -104,15 +86,7 @@ class RobustStrategy(FedAvg):
         return arrays, metrics
 
     def aggregate(self, ids: list[int], models: Float[Tensor, "m d"]) -> Float[Tensor, " d"]:
-        """Aggregate models.
-
-        Args:
-            ids: Node ids of the clients.
-            models: Their models, shape [m, d].
-
-        Returns:
-            The aggregate, shape [d].
-        """
+        """Aggregate models."""
         return to_tensor("the rule returned", self.rule(models)).to(models)
 
 
@@ -120,12 +94,8 @@ class FlandersStrategy(RobustStrategy):
     """Server strategy with the filter FLANDERS before a robust rule.
 
     Args:
-        f: Number of models to leave out.
         rule: Rule for the models that are kept; by default their mean.
         num_sampled: Number of parameters that the forecast reads.
-        window: Number of past rounds in the forecast.
-        ridge: Regularisation of the forecast.
-        seed: Seed of the choice of parameters.
         keywords: Arguments of Flower's `FedAvg`.
     """
 
@@ -148,15 +118,7 @@ class FlandersStrategy(RobustStrategy):
         self._draw = stream(seed, "flanders")
 
     def aggregate(self, ids: list[int], models: Float[Tensor, "m d"]) -> Float[Tensor, " d"]:
-        """Leave models out, aggregate the others, and remember both.
-
-        Args:
-            ids: Node ids of the clients.
-            models: Their models, shape [m, d].
-
-        Returns:
-            The aggregate, shape [d].
-        """
+        """Leave models out, aggregate the others, and remember both."""
         # Flower's ids are unsigned, and PyTorch's numbers are not.
         senders = torch.from_numpy(np.array(ids, np.uint64).view(np.int64))
         reference = to_row(self._start)

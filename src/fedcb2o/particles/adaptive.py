@@ -32,8 +32,7 @@ _CONFIRMED = 1e-6  # relative difference of two evaluations of a point that coun
 class AdaptiveDynamics:
     """The hopping ensembles of the active runs.
 
-    Attributes:
-        hoppers: One per active run.
+    There is one hopper per active run.
     """
 
     def __init__(
@@ -47,12 +46,8 @@ class AdaptiveDynamics:
     ) -> None:
         """Start the ensembles.
 
-        Args:
-            system: The first ensembles.
-            box: Box in which ensembles start; by default that of the first ensemble of a run.
-            delta_q: Tolerance for L.
-            xtol: Spread of a collapsed ensemble; None for the precision of the dtype.
-            maxfev: Largest number of evaluations of a run.
+        Ensembles start in `box`, by default in that of the first ensemble of a run. Without `xtol`
+        an ensemble has collapsed at the precision of the dtype. `maxfev` is per run.
         """
         walls = None
         if system.bounds is not None:
@@ -78,15 +73,7 @@ class AdaptiveDynamics:
             )
 
     def update(self, system: System, evaluation: Evaluation) -> Evaluation:
-        """Move the consensus points of all runs.
-
-        Args:
-            system: The particles.
-            evaluation: Their values.
-
-        Returns:
-            The evaluation with the consensus points.
-        """
+        """Move the consensus points of all runs."""
         values = evaluation.values[0]
         for run, hopper in enumerate(self.hoppers):
             upper = None
@@ -110,30 +97,19 @@ class AdaptiveDynamics:
     ) -> None:
         """Draw the particles of the next step.
 
-        Args:
-            system: The particles, changed in place.
-            n: Step.
-            evaluation: Their values.
-            params: Parameters of the consensus point in the view of adversaries.
+        They replace those of `system` in place. `params` are those of the consensus point in the
+        view of adversaries.
         """
         points = np.stack([hopper.points() for hopper in self.hoppers])
         system.replace_(n, evaluation, params, torch.from_numpy(points).to(system.theta), DT)
 
     def keep_runs(self, kept: Tensor) -> None:
-        """Continue with a part of the runs.
-
-        Args:
-            kept: Positions of the remaining runs.
-        """
+        """Continue with a part of the runs."""
         self.hoppers = [self.hoppers[run] for run in kept.tolist()]
         self._barred = [self._barred[run] for run in kept.tolist()]
 
     def agreed(self) -> Tensor:
-        """Return whether independent ensembles of each run agree on the best end.
-
-        Returns:
-            Truth values [runs].
-        """
+        """Return whether independent ensembles of each run [runs] agree on the best end."""
         return torch.tensor(
             [_num_agreeing(hopper) >= _num_needed(hopper) for hopper in self.hoppers]
         )
@@ -141,13 +117,10 @@ class AdaptiveDynamics:
     def fields(self, like: Tensor) -> dict[str, Tensor]:
         """Return the fields of the result of all active runs.
 
-        Args:
-            like: Tensor with the dtype and device of the particles.
-
-        Returns:
-            Best points `x`, their recorded values `judged`, further `candidates`, consensus points,
-            the numbers of agreeing, of needed and of all ended ensembles, and whether L is less at
-            a point where G is infinite (`barred`).
+        They are the best points `x`, their recorded values `judged`, further `candidates`,
+        consensus points, the numbers of agreeing, of needed and of all ended ensembles, and whether
+        L is less at a point where G is infinite (`barred`). Their dtype and device are those of
+        `like`.
         """
         rows: list[tuple[Any, ...]] = []
         barred = []
@@ -180,16 +153,8 @@ def confirm_(
     """Replace x where a second evaluation differs from the first and another point is better.
 
     Objectives may be noisy, or corrupted in some evaluations. A point counts by the worse of its
-    values.
-
-    Args:
-        final: Fields of the ended runs; `x` changes in place.
-        at_x: Second evaluation at x.
-        cluster: The objectives.
-        flat: Whether user functions receive [n, d].
-
-    Returns:
-        A generator of requests whose result is whether points were judged again.
+    values. `x` of `final`, the fields of the ended runs, changes in place. `at_x` is the second
+    evaluation. The result tells if points were judged again.
     """
     x = final["x"]
     judged = final["judged"].to(x.device)

@@ -44,21 +44,13 @@ class EvaluationRequest:
 
     @property
     def user_points(self) -> Tensor:
-        """The points as a user's function receives them: [n, d] of a single run.
-
-        Returns:
-            Points [n, d] if `flat` is set, else [runs, n, d].
-        """
+        """The points as a user's function receives them: [n, d] if `flat`, else [runs, n, d]."""
         if self.flat:
             return self.theta[0]
         return self.theta
 
     def evaluate(self) -> Values:
-        """Answer the request by its functions.
-
-        Returns:
-            The values of the objectives.
-        """
+        """Answer the request by its functions."""
         return evaluate_objectives(**vars(self))
 
 
@@ -68,11 +60,7 @@ EvaluationSteps = Generator[EvaluationRequest, Values, _T]
 def run_with_objectives(steps: Callable[_P, EvaluationSteps[_T]]) -> Callable[_P, _T]:
     """Turn a generator of requests into a function that answers them.
 
-    Args:
-        steps: Generator function of requests.
-
-    Returns:
-        A function with the same arguments that returns the generator's result.
+    The function has the same arguments and returns the generator's result.
     """
 
     @functools.wraps(steps)

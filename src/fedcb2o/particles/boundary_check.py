@@ -36,20 +36,10 @@ def is_boundary_consensus(
 ) -> EvaluationSteps[Bool[Tensor, "r K"]]:
     """Find consensus points at the edge of the start region that improve outside.
 
-    L improves where it falls. G improves where it falls and L rises by at most delta_q. A side
-    with a bound is not an edge. Points where L or G fails count as no improvement, with a warning.
-
-    Args:
-        x: Consensus points.
-        at_x: Values of the objectives at `x`, for each cluster.
-        start: Smallest and largest coordinates of the first ensemble.
-        clusters: The clusters.
-        walls: Bounds of the particles, if there are any.
-        delta_q: Tolerance for L (eq:Q_beta).
-        flat: Whether user functions receive [n, d].
-
-    Returns:
-        A generator of requests whose result is True for each such consensus point.
+    L improves where it falls. G improves where it falls and L rises by at most delta_q. A side with
+    a bound is not an edge. Points where L or G fails count as no improvement, with a warning.
+    `at_x` has the values at `x` for each cluster, `start` the smallest and largest coordinates of
+    the first ensemble, and `walls` the bounds of the particles, if there are any.
     """
     low, high = (side.unsqueeze(1) for side in start)
     middle = (low + high) / 2

@@ -196,21 +196,14 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class _Bound:
-    """A bound with its hypotheses.
+    """A bound with its hypotheses."""
 
-    Attributes:
-        hypotheses: Whether each hypothesis holds.
-    """
-
+    # Whether each hypothesis holds.
     hypotheses: Mapping[str, bool]
 
     @property
     def applies(self) -> bool:
-        """True if all hypotheses hold.
-
-        Returns:
-            False if a hypothesis fails, so that the bound need not hold.
-        """
+        """True if all hypotheses hold; otherwise the bound need not hold."""
         return all(self.hypotheses.values())
 
 

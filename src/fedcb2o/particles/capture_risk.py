@@ -51,17 +51,7 @@ def benign_left(
 
 
 def explain(params: ConsensusParams, w_m: float, num_benign: int, dim: int) -> str:
-    """Describe the risk of capture, with its cure.
-
-    Args:
-        params: Settings of the consensus point.
-        w_m: Share of the malicious particles.
-        num_benign: Number of benign particles.
-        dim: d.
-
-    Returns:
-        A sentence; "" where attackers leave enough benign particles.
-    """
+    """Describe the risk of capture, with its cure; empty where enough benign particles are left."""
     left = benign_left(
         beta=params.beta, w_m=w_m, num_benign=num_benign, dim=dim, averaged=params.averaged
     )

@@ -21,19 +21,12 @@ _MAX_FULL = 100  # coordinates from which the covariance is diagonal
 
 
 class Cloud:
-    """The normal distribution N(0, s^2 C) of the particles about m, in units of the box.
-
-    Attributes:
-        step: Step size s.
-    """
+    """The normal distribution N(0, s^2 C) of the particles about m, in units of the box."""
 
     def __init__(self, dim: int, count: int, step: float = _START_STEP) -> None:
         """Start with the identity as C.
 
-        Args:
-            dim: d.
-            count: Particles that count, those of the better half.
-            step: First step size.
+        Of a generation the better half counts, `count` particles.
         """
         weights = math.log(count + 0.5) - np.log(np.arange(1, count + 1))
         self.weights = weights / weights.sum()
@@ -62,14 +55,7 @@ class Cloud:
         self._longest = math.sqrt(dim) + 2 * dim / (dim + 2)
 
     def stretch(self, normals: Array) -> Array:
-        """Turn standard normals [n, d] into particles about m.
-
-        Args:
-            normals: Standard normal numbers, shape [n, d].
-
-        Returns:
-            Offsets from m, shape [n, d].
-        """
+        """Turn standard normals [n, d] into offsets [n, d] from m."""
         if self._is_full:
             return self.step * (normals @ self._root.T)
         return self.step * normals * self._root
@@ -82,14 +68,7 @@ class Cloud:
         return float(self.step * self._root.max())
 
     def whiten(self, offset: Array) -> Array:
-        """Divide an offset [d] by the standard deviations.
-
-        Args:
-            offset: Offset from m, shape [d].
-
-        Returns:
-            The offset in standard deviations, shape [d].
-        """
+        """Divide an offset [d] by the standard deviations."""
         if self._is_full:
             return self._inverse_root @ offset / self.step
         return self._inverse_root * offset / self.step
@@ -97,11 +76,7 @@ class Cloud:
     def update(self, offsets: Array) -> Array:
         """Adapt s and C to the better half of a generation.
 
-        Args:
-            offsets: Its particles relative to m, best first, in units of the box.
-
-        Returns:
-            The move of m.
+        `offsets` are its particles relative to m, best first, in units of the box.
         """
         moves = offsets / self.step
         if self._is_full:

@@ -30,34 +30,22 @@ _SCIPY_CLASSES = (optimize.NonlinearConstraint, optimize.LinearConstraint, optim
 
 
 class Constraint(NamedTuple):
-    """One constraint low <= c(x) <= high.
-
-    Attributes:
-        name: Name in messages.
-        function: c, points [..., d] -> [..., m]; None if a user of `Search` tells the values.
-        low: Lower ends, [m] or one for all components.
-        high: Upper ends.
-        keep_feasible: True for inequalities whose violation excludes a particle.
-    """
+    """One constraint low <= c(x) <= high."""
 
     name: str
+    # c, points [..., d] -> [..., m]; None if a user of `Search` tells the values.
     function: Callable[[Tensor], Tensor] | None
+    # Lower ends, [m] or one for all components.
     low: Tensor
     high: Tensor
+    # True for inequalities whose violation excludes a particle.
     keep_feasible: Tensor
 
     def values(self, x: Tensor, measured: Tensor | None = None) -> Tensor:
         """Return c at points, and check its shape.
 
-        Args:
-            x: Points [..., d].
-            measured: The values of a constraint without a function.
-
-        Returns:
-            Values [..., m].
-
-        Raises:
-            ConfigError: The shape is wrong.
+        Points [..., d] have values [..., m]. `measured` replaces them for a constraint without a
+        function. A wrong shape is a ConfigError.
         """
         values = measured if self.function is None else self.function(x)
         ends = max(self.low.numel(), self.high.numel())
@@ -77,36 +65,22 @@ class Constraints:
 
     With an objective `inner` that is minimised among the feasible points, L is `inner` at feasible
     points. At all others it is the largest value of `inner` in the first ensemble plus the sum of
-    the scaled violations.
-
-    Attributes:
-        items: The constraints.
-        tol: Violation up to which an equality is met, in units of its typical violation.
-        inner: An objective that is minimised among the feasible points, or None.
-        latest: Violations at the points of the latest call, [..., m] of each constraint.
+    the scaled violations. `tol` is the violation up to which an equality is met, in units of its
+    typical violation.
     """
 
+    # Violations at the points of the latest call, [..., m] of each constraint.
     latest: list[Tensor]
 
     @property
     def latest_violation(self) -> Tensor:
-        """Largest violation at each point of the latest call.
-
-        Returns:
-            Violations [...], in the constraints' own units.
-        """
+        """Largest violation [...] at each point of the latest call, in the constraints' units."""
         return torch.cat(self.latest, -1).amax(-1)
 
     def __init__(
         self, items: Sequence[Constraint], tol: float = 1e-4, inner: Objective | None = None
     ) -> None:
-        """Wait for the first ensemble.
-
-        Args:
-            items: The constraints.
-            tol: Violation up to which an equality is met, in units of its typical violation.
-            inner: An objective that is minimised among the feasible points.
-        """
+        """Wait for the first ensemble."""
         self.items = list(items)
         self.tol = tol
         self.inner = inner
@@ -116,11 +90,7 @@ class Constraints:
     def for_runs(self, runs: Tensor) -> "Constraints":
         """Return the objective for the ensembles of a part of the runs.
 
-        Args:
-            runs: Indices of the runs.
-
-        Returns:
-            The objective, with the runs' scales.
+        It has the scales of these runs.
         """
         if self._scale is None or len(runs) == len(self._scale):
             return self
@@ -139,18 +109,9 @@ class Constraints:
     def level(
         self, x: Tensor, measured: Sequence[Tensor] = (), inner: Tensor | None = None
     ) -> Tensor:
-        """Return L of points.
+        """Return L of points [..., d].
 
-        Args:
-            x: Points [..., d].
-            measured: Values [..., m] of the constraints without a function, in their order.
-            inner: Values of the inner objective.
-
-        Returns:
-            Values [...].
-
-        Raises:
-            ConfigError: A constraint has values of a wrong shape.
+        `measured` has the values [..., m] of the constraints without a function, in their order.
         """
         # 1. The violations, and their typical size at the first call.
         told = iter(measured)
@@ -188,11 +149,7 @@ class Constraints:
     def feasible_only(self, objective: Objective) -> Objective:
         """Return an objective that is not evaluated at points that `keep_feasible` excludes.
 
-        Args:
-            objective: Objective of points [..., d].
-
-        Returns:
-            The objective itself, or one that is infinite at those points.
+        It is infinite at those points.
         """
         kept = [item for item in self.items if item.keep_feasible.any()]
         if not kept or any(item.function is None for item in kept):
@@ -213,19 +170,9 @@ def with_constraints(
 ) -> tuple[Any, Any]:
     """Return L and G of a problem with constraints.
 
-    Args:
-        lower: The first objective.
-        upper: The second objective, or None.
-        constraints: The user's constraints.
-        tol: Violation up to which an equality is met, in units of its typical violation.
-        errors: "exclude" takes an exception of a constraint as NaN at that point.
-
-    Returns:
-        The objectives themselves without constraints. Otherwise a `Constraints` and the last
-        objective.
-
-    Raises:
-        ConfigError: A constraint is invalid, or `lower` is a sequence.
+    Without constraints they are the objectives themselves. Otherwise L is a `Constraints` and G the
+    last objective. See `parse_constraints` for `errors`, and `Constraints` for `tol`. A sequence as
+    `lower` is a ConfigError.
     """
     items = parse_constraints(constraints, errors)
     if not items:
@@ -242,17 +189,10 @@ def with_constraints(
 def parse_constraints(constraints: Any, errors: str = "raise") -> list[Constraint]:
     """Convert constraints in SciPy's form.
 
-    Args:
-        constraints: A `NonlinearConstraint`, `LinearConstraint` or `Bounds` of `scipy.optimize`, a
-            dictionary with the keys "type", "fun" and "args", or a sequence of these. A `fun` is
-            a function of one point or of many.
-        errors: "exclude" takes an exception of a constraint as NaN at that point.
-
-    Returns:
-        The constraints.
-
-    Raises:
-        ConfigError: A constraint has another form.
+    They are a `NonlinearConstraint`, `LinearConstraint` or `Bounds` of `scipy.optimize`, a
+    dictionary with the keys "type", "fun" and "args", or a sequence of these. A `fun` is a function
+    of one point or of many. With `errors` "exclude" an exception of a constraint is NaN at that
+    point.
     """
     is_single = isinstance(constraints, (*_SCIPY_CLASSES, Mapping))
     if constraints is None or callable(constraints) or not isinstance(constraints, Iterable):

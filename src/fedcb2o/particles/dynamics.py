@@ -32,35 +32,24 @@ _FLOAT_TYPES = (torch.float64, torch.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """Values of the objectives of one cluster for an ensemble.
-
-    Attributes:
-        lower: L of each particle.
-        upper: G of each particle; None without G.
-        gradient: Gradient of L; None where it is not needed.
-        in_ball: True for particles in the ball B_R(0); None for all.
-        excluded: True for particles with a NaN or infinite value, whose L and G read as infinity;
-            None for no such particle.
-        barred_lower: L of particles whose G alone is +infinity, otherwise +infinity; None for no
-            excluded particle, or without G.
-    """
+    """Values of the objectives of one cluster for an ensemble."""
 
     lower: Float[Tensor, "*a n"]
+    # G of each particle; None without G.
     upper: Float[Tensor, "*a n"] | None
+    # Gradient of L; None where it is not needed.
     gradient: Float[Tensor, "*a n d"] | None = None
+    # True for particles in the ball B_R(0); None for all.
     in_ball: Bool[Tensor, "*a n"] | None = None
+    # True for particles with a NaN or infinite value, whose L and G read as infinity; None for no
+    # such particle.
     excluded: Bool[Tensor, "*a n"] | None = None
+    # L of particles whose G alone is +infinity, otherwise +infinity; None for no excluded particle,
+    # or without G.
     barred_lower: Float[Tensor, "*a n"] | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Values":
-        """Apply a function to each tensor.
-
-        Args:
-            function: A function of a tensor.
-
-        Returns:
-            Values of its results; None stays None.
-        """
+        """Apply a function to each tensor; None stays None."""
         tensors = (getattr(self, field.name) for field in dataclasses.fields(self))
         results = (None if tensor is None else function(tensor) for tensor in tensors)
         return Values(*results)  # type: ignore[arg-type]
@@ -68,22 +57,18 @@ class Values:
 
 @dataclasses.dataclass(frozen=True)
 class ConsensusParams:
-    """Parameters of the consensus point at a step.
+    """Parameters of the consensus point at a step."""
 
-    Attributes:
-        alpha: Weight parameter of exp(-alpha G).
-        beta: Share of the ensemble in Q_beta (eq:Q_beta).
-        delta_q: Addition to the quantile.
-        radius: R of the ball B_R(0).
-        averaged: Whether Q_beta uses the averaged quantile.
-        smooth: Whether a slope replaces the edge of Q_beta (`smooth_membership`).
-    """
-
+    # Weight parameter of exp(-alpha G).
     alpha: float
+    # Share of the ensemble in Q_beta (eq:Q_beta).
     beta: float
     delta_q: float = 0.0
+    # R of the ball B_R(0).
     radius: float = math.inf
+    # Whether Q_beta uses the averaged quantile.
     averaged: bool = False
+    # Whether a slope replaces the edge of Q_beta (`smooth_membership`).
     smooth: bool = False
 
 
@@ -99,23 +84,10 @@ def evaluate_objectives(
 ) -> Values:
     """Evaluate L, G and the gradient of L for every particle.
 
-    Particles with a NaN or infinite value or coordinate are excluded.
-
-    Args:
-        theta: Particles.
-        lower: L.
-        upper: G, or None.
-        flat: Whether the objectives receive [n, d] in place of [1, n, d].
-        gradient: True for autograd, a function for its gradient, False for none.
-        radius: R of the ball B_R(0) (eq:Q_beta).
-        check_writes: Whether to notice writes into the particles by way of NumPy too.
-
-    Returns:
-        The values.
-
-    Raises:
-        ConfigError: A function returns values of a wrong shape or kind, or writes into the
-            particles.
+    Particles with a NaN or infinite value or coordinate are excluded. So are those outside the ball
+    B_R(0) of `radius` R (eq:Q_beta). With `flat` the objectives receive [n, d] in place of [1, n,
+    d]. A `gradient` of True means autograd. `check_writes` notices writes into the particles by way
+    of NumPy too, which are a ConfigError as values of a wrong shape or kind are.
     """
     points = theta[0] if flat else theta
     copy = None
@@ -160,15 +132,7 @@ def to_values(
 ) -> Values:
     """Combine L, G and the gradient of L, and mark the excluded particles.
 
-    Args:
-        theta: Particles.
-        low: L of each particle, [r, n] or, with one run, [n].
-        up: G of each particle, or None.
-        slope: Gradient of L, [r, n, d] or [n, d], or None.
-        radius: R of the ball B_R(0).
-
-    Returns:
-        The values.
+    With one run, tensors may lack its axis. `radius` is R of the ball B_R(0).
     """
     if low.ndim == 1:  # a single run
         low = low.unsqueeze(0)
@@ -203,18 +167,8 @@ def consensus_weights(
     """Compute the weights of the particles in m_{alpha,beta} (eq:consensus_point).
 
     Without G they are exp(-alpha L) of all particles (eq:fedcbo_dynamic, eq:fedcbo_ConsensusPoint).
-
-    Args:
-        values: Values of the objectives.
-        params: Parameters of the consensus point.
-        mass: Share of each particle in the measure; None for equal shares.
-
-    Returns:
-        Weights in float64.
-
-    Raises:
-        RunError: No particle is left: all values are non-finite, or no particle of Q_beta is
-            in the ball B_R(0).
+    `mass` is the share of each particle in the measure; None for equal shares. Weights are float64.
+    It is a RunError if all values are non-finite, or no particle of Q_beta is in the ball B_R(0).
     """
     mask = values.in_ball
     if values.upper is not None and params.smooth:
@@ -254,13 +208,6 @@ def smooth_membership(
     quantile in the manner of SCB2O (Chao, Sun, Riedl, Khadiv and Etesami, "Convergence of
     Consensus-Based Particle Methods for Nonconvex Bi-Level Optimization", arXiv 2605.19667). Where
     both quantiles are equal, the edge is sharp.
-
-    Args:
-        lower: L of each particle.
-        params: Parameters of the consensus point.
-
-    Returns:
-        Numbers in [0, 1].
     """
     level = consensus.quantile(lower, params.beta).unsqueeze(-1)
     width = level - consensus.quantile(lower, params.beta / 2).unsqueeze(-1)
@@ -277,17 +224,7 @@ def consensus_point(
 ) -> Float[Tensor, "r d"]:
     """Compute m_{alpha,beta} of every run (eq:consensus_point, eq:clustered_csp).
 
-    Args:
-        theta: Particles.
-        values: Values of the objectives.
-        params: Parameters of the consensus point.
-        mass: Share of each particle in the measure; None for equal shares.
-
-    Returns:
-        Consensus points.
-
-    Raises:
-        RunError: No particle is left.
+    See `consensus_weights` for `mass` and the RunError.
     """
     mu = consensus_weights(values, params, mass)
     if values.excluded is not None:
@@ -308,16 +245,8 @@ def consensus_step_(
     """Take an Euler-Maruyama step of eq:dyn_micro2, drift and noise.
 
     D(theta - m) is |theta - m| Id for "isotropic" noise, as in the paper, and diag(theta - m) for
-    "anisotropic" noise.
-
-    Args:
-        theta: Particles, changed in place.
-        m: Consensus points.
-        normals: Standard normals, whose memory is overwritten; None for no noise.
-        lambda1: Drift.
-        sigma1: Noise.
-        dt: Step of time.
-        noise: "isotropic" or "anisotropic".
+    "anisotropic" noise. `theta` changes in place, and the memory of `normals` is overwritten.
+    Without normals there is no noise.
     """
     m = m.unsqueeze(-2)
     size = sigma1 * math.sqrt(dt)
@@ -343,15 +272,8 @@ def gradient_step_(
 ) -> None:
     """Add the gradient terms of eq:fedcb2o_dynamics.
 
-    They are -lambda2 grad L dt and sigma2 |grad L| dB.
-
-    Args:
-        theta: Particles, changed in place.
-        gradient: Gradient of L.
-        normals: Standard normals; None for no noise.
-        lambda2: Drift.
-        sigma2: Noise.
-        dt: Step of time.
+    They are -lambda2 grad L dt and sigma2 |grad L| dB. `theta` changes in place. Without normals
+    there is no noise.
     """
     theta.sub_(gradient, alpha=lambda2 * dt)
     if normals is not None:

@@ -33,14 +33,7 @@ _Call = Callable[[Tensor], Any]
 
 
 def takes_tensors(function: _Call) -> _Call:
-    """Mark a function of tensors of points, so that no other form is tried.
-
-    Args:
-        function: Function of points [..., d].
-
-    Returns:
-        The function.
-    """
+    """Mark a function of tensors of points, so that no other form is tried."""
     setattr(function, _CONVERTED, True)
     return function
 
@@ -102,16 +95,8 @@ def from_point(
 def evaluate_point(function: Callable[..., Any], args: tuple[Any, ...], point: Any) -> float:
     """Return the number that a user's function of a point returns.
 
-    Args:
-        function: The function.
-        args: Further arguments of the function.
-        point: The point [d].
-
-    Returns:
-        The number, NaN for a masked or missing one.
-
-    Raises:
-        ConfigError: The function returns no number, or raises StopIteration.
+    A masked or missing number is NaN. A function that returns no number, or raises StopIteration,
+    is a ConfigError.
     """
     value = _call_at_point(function, args, point)
     if isinstance(value, float):
@@ -129,12 +114,7 @@ def evaluate_point(function: Callable[..., Any], args: tuple[Any, ...], point: A
 def with_args(objective: Any, args: Any) -> Any:
     """Bind further arguments to an objective: objective(x, *args).
 
-    Args:
-        objective: An objective, several, or None.
-        args: A tuple, or a single argument.
-
-    Returns:
-        The objective or objectives of the ensemble alone.
+    `args` is a tuple, or a single argument.
     """
     if not isinstance(args, tuple):
         args = (args,)
@@ -155,15 +135,8 @@ def convert_functions(
 ) -> Any:
     """Convert one function or several, with further arguments bound.
 
-    Args:
-        name: Name of their role in messages.
-        functions: A function, a sequence of functions and None, or None.
-        args: Further arguments: a tuple, or a single argument.
-        errors: "raise" or "exclude", as of `UserFunction`.
-        vector: Whether they have several values per point.
-
-    Returns:
-        The converted functions, in the same form.
+    Those of several functions keep their order and form. `args` is a tuple, or a single argument;
+    `errors` and `vector` are those of `UserFunction`.
     """
     if functions is None or isinstance(functions, UserFunction):
         return functions
@@ -190,12 +163,9 @@ class UserFunction:
     ) -> None:
         """Prepare the first call.
 
-        Args:
-            name: Name of the function's role in messages.
-            function: The function.
-            vector: Whether it has several values per point, in a last axis.
-            errors: "raise", or "exclude" for NaN at points where the function raises an exception.
-            arrays_only: Whether to call it with arrays alone, as SciPy does.
+        A `vector` function has several values per point, in a last axis. With `errors` "exclude"
+        points where the function raises an exception are NaN. `arrays_only` calls it with arrays
+        alone, as SciPy does.
         """
         self._name = name
         self._function = function
@@ -375,10 +345,8 @@ class _Failures:
 class _Form:
     """A form of calling a function: with tensors or arrays, of all points or of each.
 
-    Attributes:
-        name: Name in messages.
-        of_rows: Whether the function receives points [n, d] without further leading axes.
-        is_pointwise: Whether it calls the user's function for each point.
+    `of_rows` forms receive points [n, d] without further leading axes. `is_pointwise` ones call the
+    user's function for each point.
     """
 
     def __init__(

@@ -59,48 +59,32 @@ _L_TOLERANCE = 1e-6  # equal L of two ends, relative to the spread of L in the f
 
 
 def default_num_particles(dim: int) -> int:
-    """Return the number of particles for d coordinates, 4 (4 + 3 log d).
-
-    Args:
-        dim: d.
-
-    Returns:
-        The number.
-    """
+    """Return the number of particles for d coordinates, 4 (4 + 3 log d)."""
     return int(4 * (4 + 3 * math.log(dim)))
 
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The end of one ensemble.
+    """The end of one ensemble."""
 
-    Attributes:
-        x: Best judged point [d].
-        lower: L at x.
-        upper: G at x; L without G.
-        m: Consensus point [d].
-        radius: Largest standard deviation of the particles about m, relative to the box.
-        settled: Whether the ensemble collapsed, or its best value did not change any more.
-    """
-
+    # Best judged point [d].
     x: Array
     lower: float
+    # G at x; L without G.
     upper: float
+    # Consensus point [d].
     m: Array
+    # Largest standard deviation of the particles about m, relative to the box.
     radius: float
+    # Whether the ensemble collapsed, or its best value did not change any more.
     settled: bool
 
 
 class Hopper:
     """The ensembles of one run, one after the other.
 
-    Attributes:
-        m: Consensus point [d].
-        width: Widths of the box [d].
-        ends: Ends of earlier ensembles.
-        count: Particles of an ensemble.
-        has_value: Whether a particle of the first ensemble had finite values.
-        has_upper: Whether there is a G.
+    `m` is the consensus point [d], `width` has the widths of the box [d]. `has_value` tells if a
+    particle of the first ensemble had finite values, `has_upper` if there is a G.
     """
 
     def __init__(
@@ -119,17 +103,8 @@ class Hopper:
     ) -> None:
         """Start the first ensemble.
 
-        Args:
-            seed: Seed of the run.
-            low: Low end of the box of the ensembles [d].
-            high: High end.
-            n: Particles of a step.
-            num_malicious: Further particles that `update` receives.
-            walls: Bounds of the particles.
-            delta_q: Tolerance for L.
-            precision: Spread of a collapsed ensemble, relative to the box.
-            xtol: Spread of a collapsed ensemble.
-            budget: Evaluations of the run.
+        `low` is the low end of their box [d]. `update` receives `num_malicious` further particles.
+        `precision` is the spread of a collapsed ensemble, relative to the box.
         """
         self._budget = budget
         self._evaluated = 0
@@ -159,11 +134,7 @@ class Hopper:
         self._restart()
 
     def points(self) -> Array:
-        """Draw the particles of the next step.
-
-        Returns:
-            Particles [n, d].
-        """
+        """Draw the particles [n, d] of the next step."""
         shape = (self._n, len(self._low))
         if self._has_ended:
             self._frozen = min(2 * self._frozen, _MAX_FROZEN)
@@ -184,10 +155,7 @@ class Hopper:
     def update(self, points: Array, lower: Array, upper: Array | None) -> None:
         """Receive the values of a step, and move m at the end of a generation.
 
-        Args:
-            points: Particles [n, d], malicious ones included.
-            lower: L, infinite for excluded particles.
-            upper: G, or None.
+        `points` include the malicious ones. `lower` is infinite for excluded particles.
         """
         self.has_upper = upper is not None
         if upper is None:  # CBO: L is the objective, and every point is feasible
@@ -220,13 +188,10 @@ class Hopper:
             self._hop(points, lower, violation, upper)
 
     def ranked_ends(self) -> list[End]:
-        """Return the ends, best first.
+        """Return the ends in ascending order of L, and of G where L is equal.
 
         An unfinished ensemble has not yet balanced L and G within the tolerance for L. It counts if
         the set of minimisers has an interior, or if its L is smaller.
-
-        Returns:
-            Ends in the order of L, and of G where L is equal.
         """
         tolerance = self.lower_tolerance
         ends = list(self.ends)
@@ -238,14 +203,7 @@ class Hopper:
         return sorted(ends, key=lambda end: (max(0.0, end.lower - least), end.upper))
 
     def num_agreeing(self, best: End) -> int:
-        """Count the ensembles that ended at the same point.
-
-        Args:
-            best: An end.
-
-        Returns:
-            The number.
-        """
+        """Count the ensembles that ended at the same point."""
         nearest = _AGREEMENT * self.width
         return sum(
             end.settled and bool((abs(end.x - best.x) <= nearest).all()) for end in self.ends
@@ -253,11 +211,7 @@ class Hopper:
 
     @property
     def lower_tolerance(self) -> float:
-        """Difference of L that does not count between two ends.
-
-        Returns:
-            The difference, at least that of rounding.
-        """
+        """Difference of L that does not count between two ends, at least that of rounding."""
         if self._is_attained:
             return self._rounding
         return max(self._rounding, _L_TOLERANCE * self._scale)

@@ -30,29 +30,15 @@ _DEFAULT_SPREAD = 3.0  # distance of the particles from their middle without bou
 
 
 def has_many_seeds(seed: Any) -> bool:
-    """Return whether `seed` is a sequence of seeds, one per run.
-
-    Args:
-        seed: The argument `seed` of `minimize`.
-
-    Returns:
-        True for a sequence or an array.
-    """
+    """Return whether `seed` is a sequence or an array of seeds, one per run."""
     return isinstance(to_python(seed), Sequence) and not isinstance(seed, str | bytes)
 
 
 def resolve_seeds(seed: Seed | Sequence[int], runs: int | None) -> list[int]:
     """Return the seed of every run.
 
-    Args:
-        seed: Seed of the first run, seeds of all runs, a generator, or None.
-        runs: Number of runs; None for a single run.
-
-    Returns:
-        Seeds; without a sequence they are consecutive numbers.
-
-    Raises:
-        ConfigError: A seed is not a whole number, or their number differs from `runs`.
+    A single seed, or a generator's, is that of the first run, and consecutive numbers follow.
+    Without `runs` there is one. Their number must match a sequence of seeds.
     """
     if not has_many_seeds(seed):
         first = _draw_seed(seed)
@@ -82,17 +68,7 @@ def _draw_seed(seed: Any) -> int:
 
 
 def check_adversaries(adversaries: Adversary | Sequence[Adversary]) -> list[Adversary]:
-    """Return the adversaries as a list.
-
-    Args:
-        adversaries: One adversary or several.
-
-    Returns:
-        The adversaries.
-
-    Raises:
-        ConfigError: An item is not an `Adversary`.
-    """
+    """Return the adversaries as a list."""
     groups: list[Any] = [adversaries]
     if isinstance(adversaries, Sequence):
         groups = list(adversaries)
@@ -107,18 +83,7 @@ def check_adversaries(adversaries: Adversary | Sequence[Adversary]) -> list[Adve
 
 
 def check_ensemble(initial: Any, runs: int) -> Tensor:
-    """Return a first ensemble as a tensor.
-
-    Args:
-        initial: An ensemble [n, d], or one per run [runs, n, d].
-        runs: Number of runs.
-
-    Returns:
-        The ensemble in float64.
-
-    Raises:
-        ConfigError: The shape is wrong.
-    """
+    """Return a first ensemble [n, d], or one per run [runs, n, d], as a tensor in float64."""
     ensemble = _array("`initial`", initial)
     if ensemble.ndim not in (2, 3) or not ensemble.shape[-1]:
         raise ConfigError(
@@ -140,20 +105,9 @@ def build_clusters(
 ) -> list[Cluster]:
     """Assign objectives and rows to the clusters.
 
-    Args:
-        lower: L, or one per cluster.
-        upper: G, one per cluster, or None.
-        gradient: Gradient of L, one per cluster, None for autograd, or False for none.
-        num_particles: Number of particles of each cluster; None for a share of `initial`, or the
-            default.
-        initial: A first ensemble, a sampler or None.
-        default: Default number.
-
-    Returns:
-        The clusters.
-
-    Raises:
-        ConfigError: The numbers of objectives or particles do not fit together.
+    Each of the arguments is one for all clusters or one per cluster. A `gradient` of None means
+    autograd, of False no gradient. By default the particles are a share of `initial`, or `default`
+    without an ensemble. Numbers that do not fit together are a ConfigError.
     """
     lowers: list[Objective] = []
     if callable(lower):
@@ -208,20 +162,9 @@ def build_box(
     """Return the bounds and the box in which the particles start.
 
     The box is x0 +- spread within the bounds. Where both bounds of a coordinate are finite, it is
-    by default the interval between them, and otherwise as near to [-3, 3] as the bounds allow.
-
-    Args:
-        bounds: Bounds as in `minimize`.
-        initial: A first ensemble, a sampler or None.
-        x0: Middle of the box, or None.
-        spread: Half width of the box, or None.
-        dim: d, or None.
-
-    Returns:
-        The bounds, infinite at open sides, or None; the box.
-
-    Raises:
-        ConfigError: The arguments do not fit together, or d is unknown.
+    by default the interval between them, and otherwise as near to [-3, 3] as the bounds allow. The
+    bounds are None, or infinite at open sides. Arguments that do not fit together, and an unknown
+    d, are a ConfigError.
     """
     if initial is not None and not (x0 is None and spread is None):
         raise ConfigError(
@@ -337,20 +280,9 @@ def draw_ensembles(
 ) -> Tensor:
     """Return the first ensemble of every run, benign particles first.
 
-    The particles of each adversary follow.
-
-    Args:
-        initial: An ensemble, a sampler, or None for the uniform distribution in the box.
-        box: Low and high ends of the box.
-        num_benign: Number of benign particles.
-        adversaries: The adversaries.
-        seeds: Seed of each run.
-
-    Returns:
-        Ensembles [runs, n, d] in float64.
-
-    Raises:
-        ConfigError: A shape is wrong, a coordinate is not finite, or the memory is too small.
+    The particles of each adversary follow. They are [runs, n, d] in float64. `initial` is an
+    ensemble, a sampler, or None for the uniform distribution in the box. A wrong shape, a
+    coordinate that is not finite, and too little memory are a ConfigError.
     """
     low, high = box
     dim = len(low)

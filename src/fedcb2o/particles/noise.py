@@ -45,16 +45,7 @@ class Normals:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Open the streams.
-
-        Args:
-            seeds: Seed of each run.
-            purpose: Name of the streams.
-            n: Particles of a run.
-            dim: Coordinates of a particle.
-            dtype: float32 or float64.
-            device: Device of the normals.
-        """
+        """Open the streams."""
         self._shape = (n, dim)
         size = -(n * dim) % _GROUP + n * dim
         on_cpu = device.type == "cpu"
@@ -82,11 +73,7 @@ class Normals:
         self._used = ahead
 
     def next(self) -> Tensor:
-        """Return the normals of the next step.
-
-        Returns:
-            A view [runs, n, d] that later calls overwrite.
-        """
+        """Return the normals of the next step, a view [runs, n, d] that later calls overwrite."""
         if self._used == len(self._steps):
             self._used = 0
             if self._pool is None or self._buffer.numel() < _MIN_THREADED:
@@ -98,11 +85,7 @@ class Normals:
         return self._steps[self._used - 1]
 
     def keep_runs(self, runs: Sequence[int]) -> None:
-        """Continue with a part of the runs.
-
-        Args:
-            runs: Indices of the remaining runs.
-        """
+        """Continue with a part of the runs."""
         self._buffer = self._buffer[list(runs)]
         self._sources = [self._sources[run] for run in runs]
         self._build_views()

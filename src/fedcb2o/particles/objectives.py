@@ -58,11 +58,7 @@ class Problem:
 
     @property
     def num_clusters(self) -> int:
-        """Number of clusters, one per objective in `lower`.
-
-        Returns:
-            1 if `lower` is a single objective, else its length.
-        """
+        """Number of clusters, one per objective in `lower`."""
         if callable(self.lower):
             return 1
         return len(self.lower)
@@ -187,26 +183,12 @@ def problems() -> dict[str, Problem]:
 
 
 def circle(x: Tensor) -> Tensor:
-    """Compute (|x|^2 - 1)^2, whose minimisers are the unit circle.
-
-    Args:
-        x: Points in the plane, shape [..., 2].
-
-    Returns:
-        Values, shape [...].
-    """
+    """Compute (|x|^2 - 1)^2, whose minimisers are the unit circle."""
     return (x.square().sum(-1) - 1).square()
 
 
 def circle_about(*centre: float) -> Objective:
-    """Return `circle` about another centre.
-
-    Args:
-        centre: The d coordinates of the centre.
-
-    Returns:
-        A function of points [..., d].
-    """
+    """Return `circle` about another centre."""
 
     def objective(x: Tensor) -> Tensor:
         return circle(x - x.new_tensor(centre))
@@ -215,26 +197,12 @@ def circle_about(*centre: float) -> Objective:
 
 
 def parabola(x: Tensor) -> Tensor:
-    """Compute (x1^2 - x2)^2, whose minimisers are a parabola.
-
-    Args:
-        x: Points in the plane, shape [..., 2].
-
-    Returns:
-        Values, shape [...].
-    """
+    """Compute (x1^2 - x2)^2, whose minimisers are a parabola."""
     return (x[..., 0].square() - x[..., 1]).square()
 
 
 def paraboloid(*centre: float) -> Objective:
-    """Return the function |x - centre|^2.
-
-    Args:
-        centre: The d coordinates of the centre.
-
-    Returns:
-        A function of points [..., d].
-    """
+    """Return the function |x - centre|^2."""
 
     def objective(x: Tensor) -> Tensor:
         return (x - x.new_tensor(centre)).square().sum(-1)
@@ -243,27 +211,13 @@ def paraboloid(*centre: float) -> Objective:
 
 
 def norm(x: Tensor) -> Tensor:
-    """Compute |x|.
-
-    Args:
-        x: Points, shape [..., d].
-
-    Returns:
-        Lengths, shape [...].
-    """
+    """Compute |x|."""
     length: Tensor = torch.linalg.vector_norm(x, dim=-1)
     return length
 
 
 def last_coordinate(x: Tensor) -> Tensor:
-    """Return the last coordinate.
-
-    Args:
-        x: Points, shape [..., d].
-
-    Returns:
-        Values, shape [...].
-    """
+    """Return the last coordinate."""
     return x[..., -1]
 
 
@@ -271,15 +225,6 @@ def ackley(*centre: float, A: float = 20.0, a: float = 0.2, b: float = 3.0) -> O
     """Return Ackley's function about a centre v, where it is 0.
 
     It is -A exp(-a sqrt(b^2/d |x - v|^2)) - exp(sum cos(2 pi b (x - v)) / d) + e + A.
-
-    Args:
-        centre: The d coordinates of v.
-        A: Depth of the minimum.
-        a: Slope of the bowl.
-        b: Frequency of the waves.
-
-    Returns:
-        A function of points [..., d].
     """
 
     def objective(x: Tensor) -> Tensor:
@@ -293,52 +238,22 @@ def ackley(*centre: float, A: float = 20.0, a: float = 0.2, b: float = 3.0) -> O
 
 
 def rastrigin(x: Tensor) -> Tensor:
-    """Compute sum (x_k^2 + 10 - 10 cos(2 pi x_k)), with the minimiser 0.
-
-    Args:
-        x: Points, shape [..., d].
-
-    Returns:
-        Values, shape [...].
-    """
+    """Compute sum (x_k^2 + 10 - 10 cos(2 pi x_k)), with the minimiser 0."""
     return norm(x).square() - 10 * torch.cos(2 * math.pi * x).sum(-1) + 10 * x.shape[-1]
 
 
 def waves_1d(x: Tensor) -> Tensor:
-    """Compute (sin 3x + cos(x - 1)) / 2.
-
-    Args:
-        x: Points on the line, shape [..., 1].
-
-    Returns:
-        Values, shape [...].
-    """
+    """Compute (sin 3x + cos(x - 1)) / 2."""
     return (torch.sin(3 * x[..., 0]) + torch.cos(x[..., 0] - 1)) / 2
 
 
 def waves_2d(x: Tensor) -> Tensor:
-    """Compute sin((x1 - 0.1)^2 / 2) + cos(x2 - pi).
-
-    Args:
-        x: Points in the plane, shape [..., 2].
-
-    Returns:
-        Values, shape [...].
-    """
+    """Compute sin((x1 - 0.1)^2 / 2) + cos(x2 - pi)."""
     return torch.sin((x[..., 0] - 0.1).square() / 2) + torch.cos(x[..., 1] - math.pi)
 
 
 def far_box(generator: np.random.Generator, n: int, dim: int) -> Any:
-    """Sample points uniformly in [-10, 10]^d.
-
-    Args:
-        generator: Source of randomness.
-        n: Number of points.
-        dim: Dimension d.
-
-    Returns:
-        Points, shape [n, d].
-    """
+    """Sample points uniformly in [-10, 10]^d."""
     return generator.uniform(-10, 10, (n, dim))
 
 

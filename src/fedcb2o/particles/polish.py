@@ -36,18 +36,9 @@ def polish_points(
 ) -> tuple[Tensor, Tensor]:
     """Decrease G by Nelder and Mead's method within the points whose L is not above that at x.
 
-    Without G, L decreases.
-
-    Args:
-        x: Points [runs, clusters, d].
-        at_x: Values at these points.
-        clusters: The clusters.
-        walls: Bounds, if there are any.
-        start: Smallest and largest coordinates of the first ensembles [runs, d].
-        flat: Whether user functions receive [n, d].
-
-    Returns:
-        Points with values at most those at x, and the number of evaluations of each run.
+    Without G, L decreases. `start` has the smallest and largest coordinates of the first ensembles
+    [runs, d], `walls` the bounds, if there are any. Returns points with values at most those at x,
+    and the number of evaluations of each run.
     """
     better = x.clone()
     counts = torch.zeros(len(x), dtype=torch.long)

@@ -161,25 +161,15 @@ class Result(Mapping[str, Any]):
 
 @dataclasses.dataclass(frozen=True)
 class OutputShape:
-    """Leading axes of the result.
+    """Leading axes of the result."""
 
-    Attributes:
-        single_run: Whether the axis of runs is dropped.
-        single_cluster: Whether the axis of clusters is dropped.
-    """
-
+    # Whether the axis of runs is dropped.
     single_run: bool
+    # Whether the axis of clusters is dropped.
     single_cluster: bool
 
     def squeeze_runs(self, values: Tensor) -> Any:
-        """Drop the axis of a single run.
-
-        Args:
-            values: A tensor [runs, ...].
-
-        Returns:
-            The values; a plain number where no other axis is left.
-        """
+        """Drop the axis of a single run; a value without other axes becomes a plain number."""
         if not self.single_run:
             return values
         if values.ndim == 1:
@@ -187,16 +177,7 @@ class OutputShape:
         return values[0]
 
     def squeeze(self, values: Tensor, runs: int = 0, clusters: int = 1) -> Tensor:
-        """Drop the axes of a single run and of a single cluster.
-
-        Args:
-            values: A tensor.
-            runs: Axis of runs.
-            clusters: Axis of clusters.
-
-        Returns:
-            The values.
-        """
+        """Drop the axes of a single run and of a single cluster."""
         if self.single_cluster:
             values = values.squeeze(clusters)
         if self.single_run:
@@ -215,17 +196,8 @@ def finish_runs(
 ) -> dict[str, Tensor]:
     """Record the runs that end at a step.
 
-    Args:
-        system: All active runs.
-        m: Consensus points.
-        spread: Distances of the particles from them.
-        n: Step.
-        agreed: Whether a run reached a consensus.
-        ending: Whether a run ends.
-        fields: Further fields, `x` among them if it is not the consensus point.
-
-    Returns:
-        Fields of the result for the ending runs, and the indices `runs`.
+    `agreed` tells of each active run if it reached a consensus, `ending` if it ends. `fields` has
+    `x` if it is not the consensus point. The fields of the ending runs get the indices `runs`.
     """
     tensors = {
         "x": system.clamp(m),
@@ -267,24 +239,10 @@ def build_result(
 ) -> EvaluationSteps[Result]:
     """Combine the ended runs in their original order.
 
-    Args:
-        ends: Fields of the ended runs, as `finish_runs` returns them.
-        records: Step, runs, consensus points and spreads of each record.
-        shape: Shape for the user.
-        clusters: The clusters.
-        seeds: Seed of each run.
-        start: Smallest and largest coordinates of the first ensemble.
-        walls: Bounds of the particles, if there are any.
-        delta_q: Tolerance for L (eq:Q_beta).
-        dt: Step of time.
-        xtol: Largest spread of a consensus.
-        reason: Reason of the stop for runs without a consensus.
-        notes: Remarks of the theory.
-        seconds: Wall time.
-        polish: Whether to improve x by a local search.
-
-    Returns:
-        A generator of requests whose result is that of `minimize`.
+    `ends` are results of `finish_runs`. Each of `records` has the step, runs, consensus points and
+    spreads. `start` has the smallest and largest coordinates of the first ensemble, `walls` the
+    bounds of the particles, if there are any. `reason` is that of runs without a consensus.
+    `polish` improves x by a local search. The generator's result is that of `minimize`.
     """
     final = ends[0]
     if len(ends) > 1:
@@ -362,11 +320,7 @@ def build_result(
 def count_points(steps: EvaluationSteps[Result]) -> EvaluationSteps[Result]:
     """Add the points that the end of a run evaluates to `nfev`.
 
-    Args:
-        steps: Requests of `build_result`.
-
-    Returns:
-        A generator of the same requests whose result has the count.
+    The requests stay the same.
     """
     count = 0
     try:

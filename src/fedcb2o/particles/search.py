@@ -76,8 +76,7 @@ class Search:
     def done(self) -> bool:
         """True after the end of the search, when `result` is available.
 
-        Returns:
-            False before the end, and for a search that failed.
+        It is False for a search that failed.
         """
         return self.result is not None
 

@@ -38,16 +38,7 @@ _ENSEMBLE_COPIES = 4
 def check_number(name: str, value: Any, where: str = "") -> float:
     """Convert a setting to a number.
 
-    Args:
-        name: Name in messages.
-        value: Value of the setting.
-        where: Addition to the message, such as the step.
-
-    Returns:
-        The number.
-
-    Raises:
-        ConfigError: The value is not a number.
+    `where` is added to the message, such as the step.
     """
     try:
         value = to_python(value)
@@ -61,16 +52,7 @@ def check_number(name: str, value: Any, where: str = "") -> float:
 def check_count(name: str, value: Any, least: int | None = 1) -> int:
     """Convert a setting to a whole number.
 
-    Args:
-        name: Name in messages.
-        value: Value of the setting.
-        least: Smallest valid number; None for no limit.
-
-    Returns:
-        The number.
-
-    Raises:
-        ConfigError: The value is not a whole number, or below `least`.
+    `least` is the smallest valid number; None for no limit.
     """
     value = to_python(value)
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
@@ -85,16 +67,7 @@ def check_positive(
 ) -> dict[str, float]:
     """Return settings as numbers, and refuse those that are not above 0.
 
-    Args:
-        values: Values by name.
-        finite: Whether to refuse infinity.
-        or_zero: Whether to accept 0.
-
-    Returns:
-        Numbers by name.
-
-    Raises:
-        ConfigError: A value is not a number, or out of range.
+    `finite` refuses infinity too; `or_zero` accepts 0.
     """
     numbers = {}
     for name, value in values.items():
@@ -110,11 +83,7 @@ def check_positive(
 def check_choices(choices: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
     """Refuse a setting that is not one of its choices.
 
-    Args:
-        choices: By name, the value of a setting and its valid values.
-
-    Raises:
-        ConfigError: A value is invalid.
+    Each name has the value of a setting and its valid values.
     """
     for name, (value, valid) in choices.items():
         is_word = isinstance(value, str)
@@ -127,17 +96,9 @@ def check_choices(choices: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
 def choose_dynamics(dynamics: str | None, chosen: Mapping[str, Any], is_clustered: bool) -> str:
     """Return the dynamics of a run.
 
-    Args:
-        dynamics: "adaptive", "paper", or None: "paper" if one of its own settings is chosen, or
-            with several clusters, otherwise "adaptive".
-        chosen: Settings by name; None for the default.
-        is_clustered: Whether `lower` is a sequence.
-
-    Returns:
-        "adaptive" or "paper".
-
-    Raises:
-        ConfigError: A setting of the paper's dynamics is chosen for the adaptive ones.
+    By default they are "paper" if one of its own settings is chosen, or with several clusters, and
+    otherwise "adaptive". A value of None in `chosen` is the default. A setting of the paper's
+    dynamics that is chosen for the adaptive ones is a ConfigError.
     """
     check_choices({"`dynamics`": (dynamics, (None, "adaptive", "paper"))})
     names = [name for name in chosen if chosen[name] is not None and name not in _GENERAL]
@@ -152,16 +113,7 @@ def choose_dynamics(dynamics: str | None, chosen: Mapping[str, Any], is_clustere
 def schedule_value(name: str, value: Schedule, n: int) -> float:
     """Return the value of a parameter at a step.
 
-    Args:
-        name: Name of the parameter, such as alpha or beta.
-        value: A number, or a function of the step.
-        n: The step.
-
-    Returns:
-        The number.
-
-    Raises:
-        ConfigError: The number is negative or infinite, or beta is not in (0, 1].
+    A value that is negative or infinite, and a beta outside (0, 1], are a ConfigError.
     """
     if callable(value):
         value = value(n)
@@ -175,17 +127,7 @@ def schedule_value(name: str, value: Schedule, n: int) -> float:
 
 
 def check_functions(name: str, value: Any, *, or_none: bool = False, hint: str = "") -> None:
-    """Refuse a setting that is not a function or a sequence of functions.
-
-    Args:
-        name: Name in messages.
-        value: Value of the setting.
-        or_none: Whether None is valid in place of a function.
-        hint: Cure in messages.
-
-    Raises:
-        ConfigError: An item is not a function.
-    """
+    """Refuse a setting that is not a function or a sequence of functions."""
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     for item in value if is_sequence else [value]:
         if not (callable(item) or (or_none and item is None)):
@@ -196,31 +138,13 @@ def check_functions(name: str, value: Any, *, or_none: bool = False, hint: str =
 
 
 def check_function(name: str, value: Any) -> None:
-    """Refuse a setting that is not a function.
-
-    Args:
-        name: Name in messages.
-        value: Value of the setting.
-
-    Raises:
-        ConfigError: The value is not a function.
-    """
+    """Refuse a setting that is not a function."""
     if not callable(value):
         raise ConfigError(f"{name} must be a function, got {_short_repr(value)}")
 
 
 def check_device(name: Any) -> torch.device:
-    """Return a device by its name.
-
-    Args:
-        name: Name of a PyTorch device; None for the CPU.
-
-    Returns:
-        The device.
-
-    Raises:
-        ConfigError: PyTorch does not find the device.
-    """
+    """Return a PyTorch device by its name; None for the CPU."""
     try:
         device = torch.device("cpu" if name is None else name)
         torch.zeros(1, device=device).cpu()
@@ -235,13 +159,7 @@ def check_device(name: Any) -> torch.device:
 def check_memory(runs: int, num_particles: int, dim: int) -> None:
     """Refuse ensembles that need more memory than the machine has.
 
-    Args:
-        runs: Number of runs.
-        num_particles: Particles of each run.
-        dim: Coordinates of a particle.
-
-    Raises:
-        ConfigError: The ensembles do not fit. (A control group may allow less.)
+    A control group may allow less.
     """
     needed = 8 * _ENSEMBLE_COPIES * runs * num_particles * dim
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

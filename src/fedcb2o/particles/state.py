@@ -48,21 +48,9 @@ def callback_requests_stop(
     n: int,
     dt: float,
 ) -> bool:
-    """Call a callback with the state before step n.
+    """Call a callback before step n; return whether all runs shall stop.
 
-    Args:
-        callback: The user's function.
-        shape: Shape of the user's view.
-        system: All particles.
-        evaluation: Their values.
-        n: Step.
-        dt: Step of time.
-
-    Returns:
-        Whether all runs shall stop.
-
-    Raises:
-        ConfigError: The callback writes into the particles, or returns no truth value.
+    A callback that writes into the particles, or returns no truth value, is a ConfigError.
     """
     lower = None
     upper = None

@@ -41,46 +41,30 @@ _PLAIN = ConsensusParams(alpha=0.0, beta=1.0)  # of requests whose values alone 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The benign particles of one cluster: their objectives and their rows.
-
-    Attributes:
-        lower: L.
-        upper: G, or None.
-        gradient: Gradient of L: a function, True for autograd, False for none.
-        rows: Rows of the particles.
-    """
+    """The benign particles of one cluster: their objectives and their rows."""
 
     lower: Objective
+    # G, or None.
     upper: Objective | None
+    # Gradient of L: a function, True for autograd, False for none.
     gradient: Objective | bool
     rows: slice
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Values and consensus points before a step.
-
-    Attributes:
-        values: Values for each cluster.
-        m: Consensus points [runs, clusters, d].
-        batch: Rows of the random batch behind the consensus points [runs, M]; None for all.
-        covers_all: Whether the values are those of all particles, not only of the batch.
-    """
+    """Values and consensus points before a step."""
 
     values: list[Values]
+    # Consensus points [runs, clusters, d].
     m: Tensor
+    # Rows of the random batch behind the consensus points [runs, M]; None for all.
     batch: Tensor | None
+    # Whether the values are those of all particles, not only of the batch.
     covers_all: bool
 
     def for_runs(self, kept: Tensor) -> "Evaluation":
-        """Return the evaluation of a part of the runs.
-
-        Args:
-            kept: Indices of runs.
-
-        Returns:
-            Their evaluation.
-        """
+        """Return the evaluation of a part of the runs."""
         batch = self.batch
         if batch is not None:
             batch = batch[kept]
@@ -91,20 +75,10 @@ class Evaluation:
 class System:
     """The ensembles and random streams of the active runs.
 
-    Steps change the ensembles in place.
-
-    Attributes:
-        theta: All particles [runs, n, d].
-        clusters: The clusters.
-        seeds: Seed of each active run.
-        runs: Index of each active run.
-        num_benign: Number of benign particles.
-        adversaries: Adversaries with the rows of their particles.
-        mass: Share of each particle in the measure; None for equal shares.
-        num_evaluated: Evaluated particles of each run, counted once per cluster.
-        excluded: Number of excluded particles of each run.
-        bounds: Low and high ends for the benign particles, or None.
-        check_writes: Whether to notice writes of user functions by way of NumPy too.
+    Steps change the ensembles in place. `theta` has all particles [runs, n, d]. `mass` is the share
+    of each particle in the measure; None for equal shares. `num_evaluated` counts evaluated
+    particles of each run, once per cluster. `bounds` are the low and high ends for the benign
+    particles. `check_writes` notices writes of user functions by way of NumPy too.
     """
 
     def __init__(
@@ -117,16 +91,7 @@ class System:
         flat: bool,
         bounds: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """Start the runs.
-
-        Args:
-            theta: First ensembles [runs, n, d].
-            clusters: The clusters.
-            adversaries: The adversaries.
-            seeds: Seed of each run.
-            flat: Whether user functions receive [n, d].
-            bounds: Low and high ends for the benign particles, or None.
-        """
+        """Start the runs."""
         self.theta = theta
         self.clusters = clusters
         self.seeds = list(seeds)
@@ -155,29 +120,20 @@ class System:
 
     @property
     def benign(self) -> Tensor:
-        """The benign particles, [runs, n, d].
-
-        Returns:
-            View of the first `num_benign` particles of `theta`.
-        """
+        """The benign particles, a view [runs, n, d] of the first rows of `theta`."""
         return self.theta[:, : self.num_benign]
 
     @property
     def malicious(self) -> Tensor:
-        """The malicious particles, [runs, n_m, d].
+        """The malicious particles, a view [runs, n_m, d] of the last rows of `theta`.
 
-        Returns:
-            View of the last particles of `theta`, with n_m = 0 without adversaries.
+        n_m is 0 without adversaries.
         """
         return self.theta[:, self.num_benign :]
 
     @property
     def malicious_mass(self) -> float:
-        """Share w_m of the malicious particles in the measure.
-
-        Returns:
-            Sum of the shares, between 0 and 1; n_m / n with equal shares.
-        """
+        """Share w_m of the malicious particles in the measure; n_m / n with equal shares."""
         if self.mass is None:
             n: int = self.theta.shape[1]
             return (n - self.num_benign) / n
@@ -191,13 +147,8 @@ class System:
         Batches are parts of a random order of the particles. The order is drawn anew when fewer
         particles than a batch are left (Carrillo, Jin, Li and Zhu, "A consensus-based global
         optimization method for high dimensional machine learning problems", 2021, Algorithm 2.1).
-
-        Args:
-            params: Parameters of the consensus points; None for no consensus points, only values.
-            batch: Size M of a batch; None for all particles.
-
-        Returns:
-            A generator of requests whose result is the evaluation.
+        `batch` is its size M; None means all particles. Without `params` there are no consensus
+        points, only values.
         """
         rows = None
         counted = self.theta
@@ -234,14 +185,7 @@ class System:
         return Evaluation(all_values, m, rows, covers_all)
 
     def evaluation_cost(self, batch: int | None = None) -> int:
-        """Return the number of particles of each run in the next evaluation.
-
-        Args:
-            batch: Size M of a batch; None for all particles.
-
-        Returns:
-            The number, counted once per cluster.
-        """
+        """Return the particles of each run in the next evaluation, counted once per cluster."""
         if batch is None or self._evaluates_all(batch):
             batch = self.theta.shape[1]
         return len(self.clusters) * batch
@@ -253,11 +197,7 @@ class System:
     def spread(self, m: Tensor) -> Tensor:
         """Return the root mean squared distance of each cluster from its consensus point.
 
-        Args:
-            m: Consensus points [runs, clusters, d].
-
-        Returns:
-            Distances [runs, clusters].
+        Consensus points [runs, clusters, d] have distances [runs, clusters].
         """
         squares = [
             (theta - m[:, k : k + 1]).square_().sum(-1).mean(-1)
@@ -281,19 +221,8 @@ class System:
     ) -> None:
         """Take an Euler-Maruyama step of all particles (eq:fedcb2o_dynamics, eq:dyn_macro).
 
-        All particles, benign and malicious, move from the same theta_t.
-
-        Args:
-            n: Step.
-            evaluation: Values and consensus points before the step.
-            params: Parameters of the consensus points.
-            lambda1: Drift to the consensus point.
-            sigma1: Its noise.
-            lambda2: Drift down the gradient of L.
-            sigma2: Its noise.
-            dt: Step of time.
-            noise: "isotropic" or "anisotropic".
-            batch_only: Whether only the particles of the batch move.
+        All particles, benign and malicious, move from the same theta_t. `evaluation` is that before
+        the step. With `batch_only` only the particles of the batch move.
         """
         moves = self._malicious_moves(n, evaluation, params, dt)
         before = None
@@ -346,12 +275,8 @@ class System:
     ) -> None:
         """Replace the benign particles, and move the malicious ones.
 
-        Args:
-            n: Step.
-            evaluation: Values and consensus points before the step.
-            params: Parameters of the consensus points in the view of adversaries.
-            points: New benign particles.
-            dt: Step of time.
+        `evaluation` is that before the step. `params` are those of the consensus points in the view
+        of adversaries.
         """
         moves = self._malicious_moves(n, evaluation, params, dt)
         self.benign.copy_(points)
@@ -361,12 +286,6 @@ class System:
         """Return consensus points inside the bounds, which rounding may have left.
 
         Those that malicious particles moved outside stay there.
-
-        Args:
-            m: Consensus points [runs, clusters, d].
-
-        Returns:
-            The points.
         """
         return m if self._m_bounds is None else m.clamp(*self._m_bounds)
 
@@ -374,13 +293,7 @@ class System:
     def forbid_writes(self, name: str, function: Callable[..., Any], m: Tensor) -> Iterator[None]:
         """Refuse writes into particles or consensus points inside a `with` block.
 
-        Args:
-            name: Role of the function in messages.
-            function: The user's function that the block calls.
-            m: Consensus points.
-
-        Raises:
-            ConfigError: The function wrote into a tensor.
+        A write is a ConfigError that names `function`.
         """
         guarded = ((self.theta, "particles"), (m, "consensus points"))
         before = [(write_count(x), x.clone() if self.check_writes else None) for x, _ in guarded]
@@ -389,11 +302,7 @@ class System:
             require_unwritten(name, function, x, count, copy, kind)
 
     def keep_runs(self, kept: Tensor) -> None:
-        """Continue with a part of the active runs.
-
-        Args:
-            kept: Positions of the remaining runs.
-        """
+        """Continue with a part of the active runs."""
         chosen = kept.tolist()
         self.theta = self.theta[kept.to(self.theta.device)]
         self.runs = self.runs[kept]

@@ -24,11 +24,7 @@ from fedcb2o.errors import ConfigError
 def write_count(x: Tensor) -> int:
     """Return the number of PyTorch's writes into a tensor or its views.
 
-    Args:
-        x: A tensor.
-
-    Returns:
-        The count; 0 in inference mode, where PyTorch does not count.
+    It is 0 in inference mode, where PyTorch does not count.
     """
     return 0 if x.is_inference() else x._version
 
@@ -43,16 +39,8 @@ def require_unwritten(
 ) -> None:
     """Refuse a function that wrote into its input.
 
-    Args:
-        name: Role of the function in messages.
-        function: The function.
-        x: Its input.
-        before: `write_count` of the input before the call.
-        copy: Copy of the input from before the call, if there is one.
-        kind: Word for the input in messages.
-
-    Raises:
-        ConfigError: The input has changed.
+    `before` is the `write_count` before the call, `copy` the input's copy from before the call, if
+    there is one.
     """
     if write_count(x) != before or (copy is not None and not _same_bits(x, copy)):
         raise ConfigError(

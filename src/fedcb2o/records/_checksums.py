@@ -49,19 +49,14 @@ Checksum = tuple[int, str]
 
 @dataclass(frozen=True)
 class Manifest:
-    """The checksums of one seed.
-
-    Attributes:
-        seed: Seed of the run.
-        settings: Digest of the settings that determine the results.
-        rounds: Number of rounds that are certainly finished.
-        complete: True for a seed that has finished all its rounds.
-        files: Checksum of each file.
-    """
+    """The checksums of one seed."""
 
     seed: int
+    # Digest of the settings that determine the results.
     settings: str
+    # Number of rounds that are certainly finished.
     rounds: int
+    # True for a seed that has finished all its rounds.
     complete: bool
     files: Mapping[str, Checksum]
 
@@ -71,43 +66,19 @@ class Manifest:
     ) -> "Manifest":
         """Write the manifest of a seed that starts or continues.
 
-        Args:
-            folder: Folder of the seed, with its initial files.
-            seed: Seed of the run.
-            settings: Settings of the run.
-            rounds: Number of finished rounds.
-
-        Returns:
-            The manifest.
+        The folder has its initial files already.
         """
         files = _checksum_files(folder, INITIAL_FILES)
         return cls(seed, settings_digest(settings), rounds, False, files)._write(folder)
 
     def record_checkpoint(self, folder: Path, rounds: int) -> "Manifest":
-        """Record the first checkpoint of the seed.
-
-        Args:
-            folder: Folder of the seed.
-            rounds: Round of the checkpoint.
-
-        Returns:
-            The manifest.
-        """
+        """Record the first checkpoint of the seed."""
         if self.rounds:
             return self
         return replace(self, rounds=rounds)._write(folder)
 
     def finish(self, folder: Path, rounds: int, logs: Mapping[str, Checksum]) -> "Manifest":
-        """Write the manifest of a seed that has finished all its rounds.
-
-        Args:
-            folder: Folder of the seed.
-            rounds: Number of finished rounds.
-            logs: Checksums of the logs.
-
-        Returns:
-            The manifest.
-        """
+        """Write the manifest of a seed that has finished all its rounds."""
         files = {**self.files, **logs, **_checksum_files(folder, _FINAL_FILES)}
         return replace(self, rounds=rounds, complete=True, files=files)._write(folder)
 
@@ -117,26 +88,12 @@ class Manifest:
 
     @staticmethod
     def remove(folder: Path) -> None:
-        """Remove sums.json before its files are written anew.
-
-        Args:
-            folder: Folder of the seed.
-        """
+        """Remove sums.json before its files are written anew."""
         (folder / MANIFEST_FILE).unlink(missing_ok=True)
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest | None":
-        """Read sums.json.
-
-        Args:
-            folder: Folder of the seed.
-
-        Returns:
-            The manifest, or None if the file does not exist.
-
-        Raises:
-            DamagedError: The file has another content.
-        """
+        """Read sums.json; None if it does not exist."""
         path = folder / MANIFEST_FILE
         if not path.exists():
             return None
@@ -153,43 +110,21 @@ class Manifest:
             raise damaged_error(path, "it holds no sums") from error
 
     def has_finished(self, rounds: int) -> bool:
-        """Return True if the seed has finished a number of rounds.
-
-        Args:
-            rounds: Number of rounds of the run.
-        """
+        """Return True if the seed has finished a number of rounds."""
         return self.complete and self.rounds >= rounds
 
     def matches(self, settings: Mapping[str, Any]) -> bool:
-        """Return True if the seed belongs to a run with these settings.
-
-        Args:
-            settings: Settings of the run.
-        """
+        """Return True if the seed belongs to a run with these settings."""
         return self.settings == settings_digest(settings)
 
     def can_resume(self, settings: Mapping[str, Any]) -> bool:
-        """Return True if a run with these settings may continue.
-
-        Args:
-            settings: Settings of the run.
-        """
+        """Return True if a run with these settings may continue."""
         return self.matches(settings) and self.rounds <= settings.get("rounds", self.rounds)
 
     def verify(self, folder: Path, name: str) -> Path:
         """Verify one file of the seed.
 
         A log of an unfinished seed must begin with its content at the last checkpoint.
-
-        Args:
-            folder: Folder of the seed.
-            name: Name of the file.
-
-        Returns:
-            Path of the file.
-
-        Raises:
-            DamagedError: The file is missing or has another content.
         """
         path = folder / name
         is_growing = name in LOG_FILES and not self.complete
@@ -212,15 +147,7 @@ class Manifest:
         return path
 
     def verify_all(self, folder: Path, *, exclude: Container[str] = ()) -> None:
-        """Verify every file of the seed.
-
-        Args:
-            folder: Folder of the seed.
-            exclude: Names of files to skip.
-
-        Raises:
-            DamagedError: A file is missing or has another content.
-        """
+        """Verify every file of the seed."""
         for name in (*self.files, *LOG_FILES):
             if name not in exclude:
                 self.verify(folder, name)
@@ -229,16 +156,8 @@ class Manifest:
 def read_checkpoint_header(path: Path) -> dict[str, str]:
     """Read and verify the header of a checkpoint.
 
-    Args:
-        path: Path of the checkpoint.
-
-    Returns:
-        The metadata of the safetensors file. Its `sums` contain a CRC-32 of the header, which old
-        checkpoints lack.
-
-    Raises:
-        RunError: The file cannot be read now.
-        DamagedError: The header has another content than was written.
+    Its `sums` contain a CRC-32 of the header, which old checkpoints lack. Another content than was
+    written is a DamagedError; a file that cannot be read now is a RunError.
     """
     try:
         with safe_open(path, framework="np") as file:
@@ -254,14 +173,7 @@ def read_checkpoint_header(path: Path) -> dict[str, str]:
 
 
 def header_crc(header: Mapping[str, str]) -> int:
-    """Compute the CRC-32 of the header of a checkpoint, without its `sums`.
-
-    Args:
-        header: Metadata of the safetensors file.
-
-    Returns:
-        The CRC-32.
-    """
+    """Compute the CRC-32 of the header of a checkpoint, without its `sums`."""
     content = {name: header[name] for name in sorted(header) if name != "sums"}
     return zlib.crc32(json.dumps(content).encode())
 
@@ -269,14 +181,7 @@ def header_crc(header: Mapping[str, str]) -> int:
 def log_checksums(folder: Path) -> dict[str, Checksum]:
     """Return the checksums of the logs at the last checkpoint.
 
-    Args:
-        folder: Folder of the seed.
-
-    Returns:
-        Checksum for each log; empty without a checkpoint, or with an old one.
-
-    Raises:
-        DamagedError: The header of the checkpoint has another content than was written.
+    They are empty without a checkpoint, or with an old one.
     """
     path = folder / CHECKPOINT_FILE
     if not path.exists():
@@ -293,27 +198,12 @@ def _checksum_files(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
 
 
 def checksum_bytes(content: bytes) -> Checksum:
-    """Compute the checksum of a file with this content.
-
-    Args:
-        content: Content of the file.
-
-    Returns:
-        Size and SHA-256.
-    """
+    """Compute the checksum of a file with this content."""
     return len(content), hashlib.sha256(content).hexdigest()
 
 
 def checksum_file(path: Path, size: int | None = None) -> Checksum:
-    """Compute the checksum of a file or of its beginning.
-
-    Args:
-        path: File to read.
-        size: Number of bytes to read; by default all.
-
-    Returns:
-        Number of bytes read, at most `size`, and their SHA-256.
-    """
+    """Compute the checksum of a file or of its first `size` bytes."""
     digest = hashlib.sha256()
     count = 0
     limit = math.inf if size is None else size
@@ -327,14 +217,9 @@ def checksum_file(path: Path, size: int | None = None) -> Checksum:
 def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Select the settings that determine the results of a run.
 
-    A resume requires the same values.
-
-    Args:
-        settings: Settings of the run.
-
-    Returns:
-        The settings without `rounds` and `NON_RESULT_SETTINGS`, renamed ones under their old names.
-        The number of rounds is one of them where a target epsilon decides the noise.
+    A resume requires the same values. They are all but `rounds` and `NON_RESULT_SETTINGS`, with
+    renamed ones under their old names. The number of rounds is one of them where a target epsilon
+    decides the noise.
     """
     excluded = list(NON_RESULT_SETTINGS)
     privacy = settings.get("training", {}).get("privacy", {})
@@ -348,12 +233,6 @@ def canonical_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Convert settings to one form for equal values.
 
     Equal are 2 and 2.0, a list and a tuple, a missing key and a key without a value.
-
-    Args:
-        settings: Settings of the run.
-
-    Returns:
-        The converted settings.
 
     Example:
         >>> canonical_settings({"alpha": 2.0, "seeds": (1,), "title": None})
@@ -381,12 +260,6 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
     """Compute the SHA-256 of the settings that determine the results.
 
     The digest is the same before the settings are written as TOML and after.
-
-    Args:
-        settings: Settings of the run.
-
-    Returns:
-        Hexadecimal digest.
     """
     return _content_digest(canonical_settings(result_settings(settings)))
 
@@ -394,12 +267,7 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Convert nested tables to one table with dotted keys.
 
-    Args:
-        table: Nested table.
-        prefix: Beginning of every key.
-
-    Returns:
-        The flat table.
+    Every key begins with `prefix`.
 
     Example:
         >>> flatten({"agents": {"budget": 6}})
@@ -417,12 +285,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def write_json_with_checksum(path: Path, content: Mapping[str, object]) -> None:
     """Replace a file by JSON that contains its own checksum, atomically.
 
-    Args:
-        path: File to replace.
-        content: Object to write; NaN and infinities become null.
-
-    Raises:
-        RunError: The file cannot be written.
+    NaN and infinities become null.
     """
     plain = to_plain(content)
     atomic_write(path, to_json({**plain, "sha256": _content_digest(plain)}))
@@ -431,16 +294,8 @@ def write_json_with_checksum(path: Path, content: Mapping[str, object]) -> None:
 def read_json_with_checksum(path: Path, *, require_checksum: bool = False) -> dict[str, Any]:
     """Read and verify a file that `write_json_with_checksum` wrote.
 
-    Args:
-        path: File to read.
-        require_checksum: Refuse a file without a checksum, which old versions wrote.
-
-    Returns:
-        The object without its checksum.
-
-    Raises:
-        RunError: The file cannot be read now.
-        DamagedError: The file is missing or has another content than was written.
+    The checksum is not in the result. `require_checksum` refuses a file without one, which old
+    versions wrote. A missing file is a DamagedError, and one that cannot be read now is a RunError.
     """
     content = read_json(path)
     checksum = content.pop("sha256", None)
@@ -452,17 +307,7 @@ def read_json_with_checksum(path: Path, *, require_checksum: bool = False) -> di
 
 
 def read_cells(path: Path) -> list[dict[str, Any]]:
-    """Read the cells.json of a grid.
-
-    Args:
-        path: File to read.
-
-    Returns:
-        One dict per run of the grid.
-
-    Raises:
-        DamagedError: The file has another content.
-    """
+    """Read the cells.json of a grid: one dict per run."""
     cells = read_json_with_checksum(path).get("cells")
     keys = {
         "folder",

@@ -23,36 +23,20 @@ REPRODUCIBLE_LOGS = ("metrics", "pairs")
 
 
 class RoundLog:
-    """The growing logs of one seed, by default metrics, pairs and timing.
-
-    Attributes:
-        folder: Folder of the seed.
-    """
+    """The growing logs of one seed, by default metrics, pairs and timing."""
 
     def __init__(self, folder: Path, names: Sequence[str] = LOG_NAMES) -> None:
         self.folder = folder
         self._hashes = {name: (0, hashlib.sha256()) for name in names}
 
     def path(self, name: str) -> Path:
-        """Return the path of one log.
-
-        Args:
-            name: Name of the log.
-
-        Returns:
-            Path of the .jsonl file.
-        """
+        """Return the path of one log."""
         return self.folder / f"{name}.jsonl"
 
     def append(self, name: str, line: Mapping[str, object]) -> None:
         """Append one line, as a whole or not at all.
 
-        Args:
-            name: Name of the log.
-            line: Object to write; NaN and infinities become null.
-
-        Raises:
-            RunError: The line cannot be written.
+        NaN and infinities become null.
         """
         path = self.path(name)
         try:
@@ -83,11 +67,7 @@ class RoundLog:
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, Checksum]:
         """Return the checksums of the logs as written so far.
 
-        Args:
-            names: Names of the logs; by default all.
-
-        Returns:
-            Size in bytes and SHA-256 for each file name.
+        By default of all logs.
         """
         selected = self._hashes if names is None else names
         checksums = {}
@@ -100,9 +80,6 @@ class RoundLog:
         """Force all lines to the disk.
 
         A checkpoint follows, so that it never contains more rounds than the logs.
-
-        Raises:
-            RunError: A file cannot be synchronised.
         """
         for path in filter(Path.exists, map(self.path, self._hashes)):
             try:
@@ -113,11 +90,8 @@ class RoundLog:
     def truncate(self, rounds: int) -> None:
         """Truncate every log after a round, for a resume from its checkpoint.
 
-        Args:
-            rounds: Last round to keep.
-
-        Raises:
-            RunError: A log with one line per round lacks one, or has a damaged line up to `rounds`.
+        `rounds` is the last one to keep. A log that lacks one of its lines up to there, or has a
+        damaged one, is a RunError.
         """
         for name in self._hashes:
             path = self.path(name)
@@ -147,18 +121,8 @@ def read_lines(
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Read the finished lines of a .jsonl file.
 
-    A last line without a line end was never finished and is left out.
-
-    Args:
-        path: File to read; a missing file has no lines.
-        skip: Number of lines to skip at the start.
-        stop_at_damage: Treat a damaged line as the end of the file.
-
-    Yields:
-        The bytes of a line and its object.
-
-    Raises:
-        RunError: A line is damaged and `stop_at_damage` is False.
+    A last line without a line end was never finished and is left out. A missing file has no lines.
+    `stop_at_damage` treats a damaged line as the end of the file; otherwise it is a RunError.
     """
     if not path.exists():
         return

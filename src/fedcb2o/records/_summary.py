@@ -18,13 +18,9 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     agents gave to malicious peers. It is averaged over the last fifth of the rounds, because an
     agent meets few peers in a single round.
 
-    Args:
-        table: `Run.records`.
-
-    Returns:
-        One row per seed with the columns seed, round, rounds (number of finished rounds), accuracy,
-        accuracy_worst, accuracy_worst_tenth, the same of the other evaluated metrics and of the
-        measured ones of `OPTIONAL_METRICS`, and malicious_weight. Values are over benign agents.
+    There is one row per seed. Columns are seed, round, rounds (number of finished rounds),
+    accuracy, accuracy_worst, accuracy_worst_tenth, the same of the other evaluated metrics and of
+    the measured ones of `OPTIONAL_METRICS`, and malicious_weight. Values are over benign agents.
     """
     metrics = [*STANDARD_METRICS, *(name for name in OPTIONAL_METRICS if name in table)]
     rows = []
@@ -46,14 +42,9 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def agent_statistics(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, float]:
-    """Compute the mean, the worst and the worst tenth over agents.
+    """Compute "mean", "worst" and "worst_tenth" over agents; NaN without agents.
 
-    Args:
-        metric: Name of a metric in `METRICS`, which has the direction of worse values.
-        values: One value per benign agent, shape [n].
-
-    Returns:
-        The values of "mean", "worst" and "worst_tenth"; NaN for n = 0.
+    The direction of worse values is that of the metric in `METRICS`.
 
     Example:
         >>> agent_statistics("accuracy", np.array([0.5, 1.0]))
@@ -74,11 +65,7 @@ def agent_statistics(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, 
 def last_round(table: pd.DataFrame) -> pd.DataFrame:
     """Select benign agents at the last evaluated round of each seed.
 
-    Args:
-        table: `Run.records`.
-
-    Returns:
-        The selected rows; empty if no round was evaluated.
+    The result is empty if no round was evaluated.
     """
     metrics = [name for name in (*STANDARD_METRICS, *OPTIONAL_METRICS) if name in table]
     measured = table[metrics].notna().any(axis=1)
@@ -87,14 +74,7 @@ def last_round(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def last_fifth(table: pd.DataFrame) -> pd.DataFrame:
-    """Select the last fifth of the rounds of each seed.
-
-    Args:
-        table: Records with the columns `seed` and `round`.
-
-    Returns:
-        The selected rows.
-    """
+    """Select the last fifth of the rounds of each seed."""
     last: pd.Series[Any] = table.groupby("seed")["round"].transform("max")
     selected: pd.DataFrame = table[table["round"] > last - np.ceil(last / 5)]
     return selected

@@ -13,33 +13,21 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Metric:
-    """One recorded metric.
-
-    Attributes:
-        name: Column of the records.
-        label: Heading in tables, figures and legends.
-        short_label: Word in lines of progress.
-        worse_direction: Direction in which the values of a benign agent become worse.
-        is_percent: True for a fraction of 1 that tables show in percent.
-        caption: Description of a cell of a grid's matrix; without it grids do not show the metric.
-    """
+    """One recorded metric."""
 
     name: str
+    # Heading in tables, figures and legends.
     label: str
     short_label: str
+    # Direction in which the values of a benign agent become worse.
     worse_direction: Literal["low", "high"]
+    # True for a fraction of 1 that tables show in percent.
     is_percent: bool = True
+    # Description of a cell of a grid's matrix; without it grids do not show the metric.
     caption: str = ""
 
     def format_short(self, value: float) -> str:
-        """Format a value for a line of progress, such as "accuracy 91.3%".
-
-        Args:
-            value: Value of the metric.
-
-        Returns:
-            The short label and the value.
-        """
+        """Format a value for a line of progress, such as "accuracy 91.3%"."""
         number = f"{100 * value:.1f}%" if self.is_percent else f"{value:.4g}"
         return f"{self.short_label} {number}"
 

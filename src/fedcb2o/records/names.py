@@ -17,13 +17,9 @@ _NOT_SHOWN = ("Cc", "Cs")
 
 
 def slug(text: str) -> str:
-    """Convert a title or a name to a part of a file name.
+    """Convert a title or a name to lower-case letters, digits and hyphens for a file name.
 
-    Args:
-        text: The title or name.
-
-    Returns:
-        Lower-case letters, digits and hyphens. A long one is cut, and ends in a hash of the text.
+    A long one is cut, and ends in a hash of the text.
     """
     words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if len(words) <= _MAX_SLUG:
@@ -33,13 +29,6 @@ def slug(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text as one line, with single spaces and without control characters.
-
-    Args:
-        text: The text.
-
-    Returns:
-        The line.
-    """
+    """Return a text as one line, with single spaces and without control characters."""
     line = " ".join(text.split())
     return "".join(letter for letter in line if unicodedata.category(letter) not in _NOT_SHOWN)

@@ -55,24 +55,16 @@ _REMEDY = "restore it, or run the experiment again with another --out"
 def set_model_reader(loader: Callable[[], Any]) -> None:
     """Set the reader of trained models behind `Run.model` and `Run.confusion`.
 
-    Reading models needs the code that builds an experiment, which records do not import.
-
-    Args:
-        loader: Function without arguments. Returns an object with the functions `load_model`,
-            `confusion_matrix` and `generated_texts`, with the parameters run, agent, seed and
-            data_dir, and `membership`, with run, seed and data_dir.
+    Reading models needs the code that builds an experiment, which records do not import. Reading
+    models needs the code that builds an experiment, which records do not import. The loader returns
+    an object with the functions `load_model`, `confusion_matrix` and `generated_texts`, with the
+    parameters run, agent, seed and data_dir, and `membership`, with run, seed and data_dir.
     """
     _model_readers[:] = [loader]
 
 
 def metric_name(label: str) -> str:
-    """Return the column name of a metric of an experiment.
-
-    Args:
-        label: Name or import path of the metric's function.
-
-    Returns:
-        Name of the function without its module.
+    """Return the column name of a metric: the name of its function without the module.
 
     Example:
         >>> metric_name("my_package.metrics:recall")
@@ -564,14 +556,7 @@ def _append_pairs(columns: dict[str, list[Any]], seed: int, line: dict[str, Any]
 
 
 def find_seeds(folder: Path) -> dict[int, Path]:
-    """Find the seeds of a run that have begun.
-
-    Args:
-        folder: Folder of the run.
-
-    Returns:
-        Folder of each seed, in ascending order of seeds.
-    """
+    """Find the folders of the seeds of a run that have begun, in ascending order of seeds."""
     folders: dict[str, Path] = {}
     for name in ("agents.json", MANIFEST_FILE):
         for path in folder.glob(f"seed-*/{name}"):
@@ -583,15 +568,7 @@ def find_seeds(folder: Path) -> dict[int, Path]:
 def read_config(path: Path) -> dict[str, Any]:
     """Read the config.toml of a run.
 
-    Args:
-        path: File to read.
-
-    Returns:
-        The settings.
-
-    Raises:
-        RunError: The file cannot be read now.
-        DamagedError: The file is missing or does not contain the settings of a run.
+    A missing file, or one without the settings of a run, is a DamagedError.
     """
     try:
         config = read_toml(path)

@@ -12,14 +12,8 @@ from typing import Any
 def parse_toml(content: bytes) -> dict[str, Any]:
     """Parse the content of a TOML file.
 
-    Args:
-        content: Bytes of the file; a byte-order mark at the start is allowed.
-
-    Returns:
-        The table.
-
-    Raises:
-        ValueError: The content is not UTF-8 or not TOML.
+    A byte-order mark at the start is allowed. Content that is not UTF-8 or not TOML is a
+    ValueError.
     """
     try:
         return tomllib.loads(content.decode("utf-8-sig"))
@@ -35,14 +29,6 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file.
 
-    Args:
-        path: File to read.
-
-    Returns:
-        The table.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The content is not UTF-8 or not TOML.
+    The errors are OSError and those of `parse_toml`.
     """
     return parse_toml(path.read_bytes())

@@ -25,22 +25,12 @@ def weight_norm() -> PowerNorm:
 
     It is that of a cube root. On a linear scale the weight of an agent's own model would hide the
     weights of its peers.
-
-    Returns:
-        Norm from 0 to 1.
     """
     return PowerNorm(1 / 3, vmin=0, vmax=1, clip=True)
 
 
 def add_weight_colorbar(figure: Figure, ax: Axes, drawn: Any, **options: Any) -> None:
-    """Add the colour scale of weights to a figure.
-
-    Args:
-        figure: Figure to change.
-        ax: Axes to take the space from.
-        drawn: Image with the colours.
-        options: Further options of `Figure.colorbar`.
-    """
+    """Add the colour scale of weights to a figure."""
     bar = figure.colorbar(drawn, ax=ax, ticks=_WEIGHT_TICKS, label="weight", **options)
     bar.ax.yaxis.set_major_formatter(percent_formatter())
     bar.ax.minorticks_off()

@@ -23,11 +23,7 @@ _MIN_CURVE_POINTS = 3  # a line with fewer points is described by its first valu
 def describe_figure(figure: Figure) -> str:
     """Describe each panel of a figure in one sentence.
 
-    Args:
-        figure: Figure to describe; its label replaces the description.
-
-    Returns:
-        Plain text without marks of mathematics.
+    A label of the figure replaces the description. The text has no marks of mathematics.
     """
     label = str(figure.get_label())
     if label:

@@ -12,14 +12,7 @@ from fedcb2o.report.grid_tables import describe_changes
 
 
 def read_choices(results: GridResults) -> list[dict[str, Any]]:
-    """Read the tested and chosen strengths of a grid.
-
-    Args:
-        results: Results of the grid.
-
-    Returns:
-        One dict for each setting, defence and attack of the grid in strengths.json.
-    """
+    """Read the tested and chosen strengths of a grid, one dict for each cell of strengths.json."""
     path = results.folder / "strengths.json"
     if not path.is_file():
         return []
@@ -34,12 +27,7 @@ def read_choices(results: GridResults) -> list[dict[str, Any]]:
 def chosen_strengths_table(choices: list[dict[str, Any]], setting: str) -> pd.DataFrame:
     """Build the table of chosen strengths in one setting.
 
-    Args:
-        choices: Result of `read_choices`.
-        setting: Name of the setting.
-
-    Returns:
-        Text, defences by attacks: changes of the chosen strength.
+    Its cells are the changes of the chosen strength, defences by attacks.
     """
     selected = [choice for choice in choices if choice["setting"] == setting]
     texts = {}
@@ -56,11 +44,7 @@ def chosen_strengths_table(choices: list[dict[str, Any]], setting: str) -> pd.Da
 def strength_trials_table(choices: list[dict[str, Any]]) -> pd.DataFrame:
     """Build the table of tested strengths.
 
-    Args:
-        choices: Result of `read_choices`.
-
-    Returns:
-        One row per strength: values of each seed, the choice, and the harm.
+    Each strength has a row: the values of each seed, the choice, and the harm.
     """
     rows = []
     for choice in choices:
@@ -80,13 +64,7 @@ def strength_trials_table(choices: list[dict[str, Any]]) -> pd.DataFrame:
 def write_strengths(page: Page, results: GridResults, start: str) -> None:
     """Write strengths.csv, strengths.json and the matrices of the chosen strengths.
 
-    Args:
-        page: Page of the grid; unchanged for a grid without strengths.
-        results: Results of the grid.
-        start: Beginning of the paths of the files.
-
-    Raises:
-        RunError: A file cannot be written.
+    A grid without strengths adds nothing to the page.
     """
     choices = read_choices(results)
     if not choices:

@@ -23,37 +23,28 @@ _MAX_DRAWN_VALUE = 1e100  # V of diverged particles; larger values overflow in m
 
 @dataclasses.dataclass(frozen=True)
 class Decay:
-    """V over time, its fitted rates and the theory.
+    """V over time, its fitted rates and the theory."""
 
-    Attributes:
-        t: Times, shape [s].
-        V: Values, shape [s, runs, clusters].
-        fitted_rates: Rate of the median over runs for each cluster.
-        fit_windows: First and last time of each fit.
-        legend_label: Text about the theory in the legend.
-        theory: Exponentials of the theory, shape [s, clusters]; None without a promised decay or
-            rate. thm:main is about one cluster with a G and without gradient terms.
-        theory_bounds: Lower and upper bound of V by thm:main, each of shape [s, clusters].
-        reference_name: Name of the point that V is measured from.
-    """
-
+    # Times, shape [s].
     t: np.ndarray
+    # Values, shape [s, runs, clusters].
     V: np.ndarray
+    # Rate of the median over runs for each cluster.
     fitted_rates: Sequence[float]
+    # First and last time of each fit.
     fit_windows: Sequence[tuple[float, float]]
     legend_label: str
+    # Exponentials of the theory, shape [s, clusters]; None without a promised decay or rate.
+    # thm:main is about one cluster with a G and without gradient terms.
     theory: np.ndarray | None = None
+    # Lower and upper bound of V by thm:main, each of shape [s, clusters].
     theory_bounds: tuple[np.ndarray, np.ndarray] | None = None
+    # Name of the point that V is measured from.
     reference_name: str = "the target"
 
 
 def draw_decay(ax: Axes, decay: Decay) -> None:
-    """Draw V over time, with the theory and the fit.
-
-    Args:
-        ax: Axes to draw on.
-        decay: Data to draw.
-    """
+    """Draw V over time, with the theory and the fit."""
     clusters = decay.V.shape[2]
     medians = []
     for k in range(clusters):
@@ -144,12 +135,6 @@ def _draw_fit(ax: Axes, decay: Decay, median: np.ndarray, k: int) -> None:
 
 def format_time(t: float) -> str:
     """Format a time with three significant digits.
-
-    Args:
-        t: Time.
-
-    Returns:
-        Text.
 
     Example:
         >>> format_time(0.123456)

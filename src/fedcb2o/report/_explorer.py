@@ -93,14 +93,8 @@ def explorer_tables(
 ) -> tuple[list[dict[str, Any]], np.ndarray]:
     """Collect the tables of the explorer and their values.
 
-    Args:
-        grids: Results of the grids.
-        measures: Names of metrics.
-
-    Returns:
-        A description of each table, and all values as integers of 16 bits. A measure of a table
-        begins at its `offset`, in the order defence, column, seed; a value is `step` times its
-        integer, and 65535 stands for a missing one.
+    All values are integers of 16 bits. A measure of a table begins at its `offset`, in the order
+    defence, column, seed. A value is `step` times its integer; 65535 stands for a missing one.
     """
     tables = []
     parts: list[np.ndarray] = []
@@ -125,12 +119,8 @@ def explorer_tables(
 def pack(tables: list[dict[str, Any]], values: np.ndarray) -> str:
     """Compress the data of the explorer.
 
-    Args:
-        tables: Descriptions of the tables.
-        values: Integers of 16 bits.
-
-    Returns:
-        Text in base64: the deflated length of the JSON, JSON, low bytes and high bytes.
+    The text is base64 of the deflated length of the JSON, JSON, low bytes and high bytes. Separate
+    halves of the integers compress better.
     """
     text = json.dumps(tables, ensure_ascii=False, separators=(",", ":")).encode()
     low = (values & 255).astype(np.uint8).tobytes()
@@ -142,11 +132,7 @@ def pack(tables: list[dict[str, Any]], values: np.ndarray) -> str:
 def unpack(page: str) -> tuple[list[dict[str, Any]], np.ndarray]:
     """Read the data of an explorer from its page.
 
-    Args:
-        page: The HTML document.
-
-    Returns:
-        Descriptions of the tables and their values, as `explorer_tables` returns them.
+    It is the inverse of `pack`.
     """
     start = page.index('id="data">') + len('id="data">')
     data = zlib.decompress(base64.b64decode(page[start : page.index("<", start)]))

@@ -29,19 +29,15 @@ _MAX_NUMBERED_CLUSTERS = 2  # with more clusters, bars have no numbers and short
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve over the rounds.
-
-    Attributes:
-        name: Name in the legend.
-        table: Rows with a `round`, a `seed` and metrics as fractions of 1; the mean over rows is
-            drawn for each round and seed.
-        criterion_from_round: T_G; 0 for none.
-        custom_metrics: Names of the metrics that the run's configuration chose.
-    """
+    """A curve over the rounds."""
 
     name: str
+    # Rows with a `round`, a `seed` and metrics as fractions of 1; the mean over rows is drawn for
+    # each round and seed.
     table: pd.DataFrame
+    # T_G; 0 for none.
     criterion_from_round: int = 0
+    # Names of the metrics that the run's configuration chose.
     custom_metrics: Sequence[str] = ()
 
 
@@ -93,14 +89,7 @@ def source_counts(runs: Sequence[Run]) -> Figure | None:
 
 
 def peer_panels(runs: Sequence[Run]) -> Panels:
-    """Build the panels of `figure6`, two per run.
-
-    Args:
-        runs: Runs to draw.
-
-    Returns:
-        Frequency and weight of received peers for each run.
-    """
+    """Build the panels of `figure6`, two per run."""
     tables = [pair_statistics(run) for run in runs]
     panels: list[Callable[[Axes], None]] = []
     for run, label, statistics in zip(runs, run_labels(runs), tables, strict=True):
@@ -116,14 +105,7 @@ def peer_panels(runs: Sequence[Run]) -> Panels:
 
 
 def learning_curves(runs: Sequence[Run]) -> list[Curve]:
-    """Select the curves of benign agents, one per run.
-
-    Args:
-        runs: Runs to draw.
-
-    Returns:
-        One curve per run, under the title of the run.
-    """
+    """Select the curves of benign agents, one per run."""
     selected = []
     for run, label in zip(runs, run_labels(runs), strict=True):
         benign = run.records[~run.records.malicious.astype(bool)]
@@ -135,14 +117,7 @@ def learning_curves(runs: Sequence[Run]) -> list[Curve]:
 def curve_panels(lines: Sequence[Curve]) -> Panels:
     """Build one panel for each metric over the rounds; see `curves`.
 
-    Args:
-        lines: Curves to draw.
-
-    Returns:
-        One panel per measured metric.
-
-    Raises:
-        RunError: No round was evaluated.
+    Without an evaluated round it is a RunError.
     """
     tables = [line.table for line in lines]
     custom = [metric for line in lines for metric in line.custom_metrics]
@@ -158,11 +133,7 @@ def curve_panels(lines: Sequence[Curve]) -> Panels:
 def source_count_panels(runs: Sequence[Run]) -> Panels:
     """Build one panel for each metric of the source class; see `source_counts`.
 
-    Args:
-        runs: Runs to draw.
-
-    Returns:
-        The panels; none if the number of source-class samples is unknown for all agents.
+    There are none if the number of source-class samples is unknown for all agents.
     """
     tables = [by_source_count(run) for run in runs]
     groups = sorted({str(name) for table in tables for name in table["samples"]})
@@ -338,9 +309,6 @@ def _annotate_values(
 def percent_formatter() -> FuncFormatter:
     """Return a formatter of ticks in percent, with the necessary decimals.
 
-    Returns:
-        A formatter of fractions of 1.
-
     Example:
         >>> percent_formatter()(0.125)
         '12.5%'
@@ -356,12 +324,7 @@ def _criterion_round(run: Run) -> int:
 def figure_title(run: Run, label: str) -> str:
     """Return the title of a run in a figure, with T_G typeset.
 
-    Args:
-        run: Run with the value of T_G.
-        label: Label of the run; T_G is added if the label lacks it.
-
-    Returns:
-        Title with mathematics in dollar signs.
+    T_G is added if the label lacks it. Mathematics are in dollar signs.
     """
     label = shorten_label(label)
     if _criterion_round(run) and "T_G" not in label:

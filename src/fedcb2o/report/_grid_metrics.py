@@ -11,18 +11,13 @@ COMPARED_METRICS = {"accuracy": "Accuracy", "attack_success_rate": "Attack succe
 
 @dataclass(frozen=True)
 class GridMetric:
-    """A metric of a matrix.
-
-    Attributes:
-        title: Heading of the matrix.
-        caption: Description of a cell.
-        worse_direction: Direction in which values become worse.
-        is_percent: True for a fraction of 1 that the matrix shows in percent.
-    """
+    """A metric of a matrix."""
 
     title: str
     caption: str
+    # Direction in which values become worse.
     worse_direction: Literal["low", "high", "neither"] = "neither"
+    # True for a fraction of 1 that the matrix shows in percent.
     is_percent: bool = True
 
 
@@ -105,12 +100,6 @@ GRID_METRICS = {
 
 def metric_info(value: str) -> GridMetric:
     """Return the description of a metric, also of one cluster.
-
-    Args:
-        value: Name such as "accuracy" or "accuracy_cluster_1".
-
-    Returns:
-        The description.
 
     Example:
         >>> metric_info("accuracy_cluster_2").title

@@ -105,11 +105,7 @@ def _write_files(
 def grid_notes(results: GridResults) -> Iterator[str]:
     """Describe missing runs, failed runs, and measurements on tuning data.
 
-    Args:
-        results: Results of the grid.
-
-    Yields:
-        Sentences without a full stop.
+    A note is a sentence without a full stop.
     """
     views = [SettingResults(results, setting).rows for setting in results.settings]
     attacked = pd.concat([rows[rows.role == "attack"] for rows in views])
@@ -206,15 +202,7 @@ def _measured(view: SettingResults) -> list[str]:
 
 
 def regret_figure(view: SettingResults, value: str) -> Figure:
-    """Draw the regrets in a metric, with the worst ones.
-
-    Args:
-        view: Results in one setting.
-        value: Name of the metric.
-
-    Returns:
-        The heat map of the report.
-    """
+    """Draw the regrets in a metric, with the worst ones."""
     statistics = regrets(view.shortfalls(value))
     columns = view.columns(value)
     worst_columns = {}

@@ -40,15 +40,9 @@ def draw_heat_map(
 ) -> Figure:
     """Draw a matrix in percent, with half the interval below means.
 
-    Args:
-        means: Distances to the best, rows by columns; cells with NaN are blank.
-        half_widths: Half the widths of their intervals.
-        failed: True for cells without a value because the run failed.
-        marked: True for cells with a dagger.
-        separated: Columns with a gap to the others.
-
-    Returns:
-        The figure.
+    `means` are distances to the best; cells with NaN are blank. `failed` cells have no value
+    because the run failed, `marked` cells have a dagger, and `separated` columns have a gap to the
+    others.
     """
     names = [str(name) for name in means.columns]
     rows = _shorten(means.index)

@@ -41,13 +41,7 @@ _EMPTY_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 @dataclass
 class Section:
-    """A heading in the contents of a page.
-
-    Attributes:
-        text: Text of the heading.
-        id: Anchor of the heading.
-        children: Headings one level below.
-    """
+    """A heading in the contents of a page."""
 
     text: str
     id: str
@@ -55,14 +49,7 @@ class Section:
 
 
 def content_policy(script: str) -> Markup:
-    """Return the content policy of a page, which lets a browser run one script only.
-
-    Args:
-        script: Text of the script.
-
-    Returns:
-        Value of the header Content-Security-Policy.
-    """
+    """Return the content policy of a page, which lets a browser run one script only."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Markup(
         "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
@@ -71,14 +58,7 @@ def content_policy(script: str) -> Markup:
 
 
 def typeset(text: str | Markup) -> Markup:
-    """Escape text for HTML and set T_G as the paper does.
-
-    Args:
-        text: Text, or markup that needs no escape.
-
-    Returns:
-        Markup.
-    """
+    """Escape text for HTML and set T_G as the paper does."""
     return Markup(escape(text).replace("T_G", Markup("<i>T</i><sub>G</sub>")))
 
 
@@ -103,12 +83,7 @@ def _blocks() -> Any:
 def render_block(name: str, *arguments: object) -> Markup:
     """Render one macro of `templates/blocks.html.jinja`.
 
-    Args:
-        name: Name of the macro.
-        arguments: Its arguments; text is escaped, markup is not.
-
-    Returns:
-        Markup of the block.
+    Text among the arguments is escaped, markup is not.
 
     Example:
         >>> render_block("paragraph", "2 < 3", "note")
@@ -120,13 +95,7 @@ def render_block(name: str, *arguments: object) -> Markup:
 def render_page(title: str, blocks: Sequence[Markup], sections: Sequence[Section] = ()) -> str:
     """Render a whole page.
 
-    Args:
-        title: Title and first heading.
-        blocks: Blocks of the page, in order.
-        sections: Headings for the contents; none for a page without contents.
-
-    Returns:
-        The HTML document.
+    The title is also the first heading. A page without sections has no contents.
     """
     return (
         _environment()
@@ -145,11 +114,7 @@ def render_page(title: str, blocks: Sequence[Markup], sections: Sequence[Section
 def render_explorer(**values: Any) -> str:
     """Render the page of the results explorer.
 
-    Args:
-        values: Values of `templates/explorer.html.jinja`, except its style and script.
-
-    Returns:
-        The HTML document.
+    `values` lack the style and the script of the page, which are added.
     """
     template = _environment().get_template("explorer.html.jinja")
     return template.render(
@@ -161,15 +126,7 @@ def render_explorer(**values: Any) -> str:
 
 
 def render_animation(title: str, player: str) -> str:
-    """Render the page of an animation.
-
-    Args:
-        title: Title and first heading.
-        player: HTML of matplotlib's player.
-
-    Returns:
-        The HTML document.
-    """
+    """Render the page of an animation."""
     template = _environment().get_template("animation.html.jinja")
     return template.render(title=title, player=Markup(player), stylesheet=STYLESHEET)
 
@@ -183,14 +140,7 @@ def _without_glyph_warnings() -> Iterator[None]:
 
 
 def to_png(figure: Figure) -> bytes:
-    """Draw a figure as a PNG file.
-
-    Args:
-        figure: Figure to draw.
-
-    Returns:
-        Content of the file.
-    """
+    """Draw a figure as a PNG file."""
     buffer = io.BytesIO()
     with _without_glyph_warnings():
         figure.savefig(buffer, format="png", dpi=200)
@@ -200,12 +150,7 @@ def to_png(figure: Figure) -> bytes:
 def figure_row(figures: Sequence[Figure], name: str) -> Markup:
     """Render figures in a row that wraps on narrow pages.
 
-    Args:
-        figures: Figures to draw.
-        name: Prefix of the ids in the SVG; unique on the page.
-
-    Returns:
-        Markup of the row.
+    `name` begins the ids in the SVG, so it must be unique on the page.
     """
     items = []
     for number, figure in enumerate(figures, start=1):

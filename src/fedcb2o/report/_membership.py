@@ -17,13 +17,9 @@ from fedcb2o.report.tables import (
 def membership_table(runs: Sequence[Run], data_dir: Any = None) -> pd.DataFrame:
     """Tabulate membership inference against the models of runs.
 
-    Args:
-        runs: Runs with a checkpoint.
-        data_dir: Folder of the data sets.
-
-    Returns:
-        Text in percent, mean over seeds of the means over benign agents, with its interval: AUC and
-        true positive rate at 1% false positives (rows), by run and by model, sent or kept.
+    Runs need a checkpoint. Cells are texts in percent: the mean over seeds of the means over benign
+    agents, with its interval. Rows are AUC and true positive rate at 1% false positives, columns
+    run and model, sent or kept.
     """
     columns: dict[str, dict[str, str]] = {}
     for label, run in zip(run_labels(runs), runs, strict=True):
@@ -40,13 +36,9 @@ def membership_table(runs: Sequence[Run], data_dir: Any = None) -> pd.DataFrame:
 def class_gain_table(runs: Sequence[Run], data_dir: Any = None) -> pd.DataFrame:
     """Tabulate the gain over training alone by class.
 
-    Args:
-        runs: Runs with a checkpoint; those without a local baseline are left out.
-        data_dir: Folder of the data sets.
-
-    Returns:
-        Text in percent, over the test samples of all benign agents, mean over seeds with its
-        interval: class (rows) by accuracy, local baseline and gain of each run (columns).
+    Runs need a checkpoint; those without a local baseline are left out. Cells are texts in percent
+    over the test samples of all benign agents: mean over seeds with its interval. Rows are classes;
+    columns are accuracy, local baseline and gain of each run.
     """
     columns: dict[str, pd.Series[str]] = {}
     for label, run in zip(run_labels(runs), runs, strict=True):

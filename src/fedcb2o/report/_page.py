@@ -31,17 +31,12 @@ _MANY_COLUMNS = 6  # a table with more columns has smaller letters
 
 @dataclass
 class Page:
-    """An HTML page under construction, and the files written so far.
-
-    Attributes:
-        out: Folder of the page and its files.
-        blocks: Blocks of the page, in order.
-        sections: Headings, for the contents.
-        paths: Files written so far.
-    """
+    """An HTML page under construction, and the files written so far."""
 
     out: Path
+    # Blocks of the page, in order.
     blocks: list[Markup] = field(default_factory=list)
+    # Headings, for the contents.
     sections: list[Section] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
     _level: int = _TOP_LEVEL
@@ -51,12 +46,7 @@ class Page:
     def write_file(self, name: str, content: str | bytes) -> None:
         """Write a file into the folder of the page.
 
-        Args:
-            name: Path in the folder; missing folders are made.
-            content: Text in UTF-8, or bytes.
-
-        Raises:
-            RunError: The file cannot be written.
+        Missing folders are made.
         """
         path = self.out / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,12 +58,7 @@ class Page:
     def write_table(self, name: str, table: pd.DataFrame) -> None:
         """Write a table as CSV, Markdown and LaTeX.
 
-        Args:
-            name: Path of the files in the folder, without suffix.
-            table: Table of text; the index is its first column.
-
-        Raises:
-            RunError: A file cannot be written.
+        `name` has no suffix. The index becomes the first column.
         """
         self.write_file(f"{name}.csv", table.to_csv())
         self.write_file(f"{name}.md", to_markdown(table))
@@ -82,9 +67,7 @@ class Page:
     def add_heading(self, title: str, *, is_section: bool = False) -> None:
         """Add a heading to the page and to its contents.
 
-        Args:
-            title: Text of the heading.
-            is_section: Start a section; the following headings are one level below it.
+        After the heading of a section the following ones are one level below it.
         """
         if is_section:
             self._level = _TOP_LEVEL
@@ -101,43 +84,25 @@ class Page:
     def add_text(self, text: str | Markup) -> None:
         """Add a paragraph.
 
-        Args:
-            text: Text, or markup that needs no escape.
+        Text is escaped, markup is not.
         """
         self.blocks.append(render_block("paragraph", text))
 
     def add_warning(self, text: str) -> None:
-        """Add a highlighted paragraph.
-
-        Args:
-            text: Text of the warning.
-        """
+        """Add a highlighted paragraph."""
         self.blocks.append(render_block("paragraph", text, "warning"))
 
     def add_warnings(self, texts: Sequence[str]) -> None:
-        """Add highlighted paragraphs, folded into one line if there are more than two.
-
-        Args:
-            texts: Texts of the warnings.
-        """
+        """Add highlighted paragraphs, folded into one line if there are more than two."""
         if texts:
             self.blocks.append(render_block("warnings", list(texts)))
 
     def add_note(self, text: str) -> None:
-        """Add a small paragraph below a table or a figure.
-
-        Args:
-            text: Text of the note.
-        """
+        """Add a small paragraph below a table or a figure."""
         self.blocks.append(render_block("paragraph", text, "note"))
 
     def add_details(self, title: str, texts: Sequence[str]) -> None:
-        """Add paragraphs that are hidden until a click on their title.
-
-        Args:
-            title: Title of the paragraphs.
-            texts: Text of each paragraph.
-        """
+        """Add paragraphs that are hidden until a click on their title."""
         content = Markup("").join(render_block("paragraph", text) for text in texts)
         self.blocks.append(render_block("details", title, content))
 
@@ -151,11 +116,7 @@ class Page:
     ) -> None:
         """Add a table to the page, without files and without a heading.
 
-        Args:
-            table: Table of text; the index is its first column.
-            name: Name of the table for screen readers; also the title of a collapsed one.
-            caption: Note below the table.
-            collapsed: Hide the table until a click on its title.
+        Screen readers read `name`. It is also the title of a collapsed table, which a click opens.
         """
         has_many_columns = table.shape[1] > _MANY_COLUMNS
         content = render_block("frame", to_html(table), name, has_many_columns)
@@ -168,10 +129,7 @@ class Page:
     def show_figures(self, figures: Sequence[Figure], name: str, *, caption: str = "") -> None:
         """Add figures to the page, without files and without a heading.
 
-        Args:
-            figures: Figures to draw side by side.
-            name: Prefix of the ids in the SVG; unique on the page.
-            caption: Note below the figures.
+        They are side by side. `name` begins the ids in the SVG, so it must be unique on the page.
         """
         self.blocks.append(figure_row(figures, name))
         if caption:
@@ -189,16 +147,7 @@ class Page:
     ) -> None:
         """Add a table under a heading and write its files.
 
-        Args:
-            title: Heading.
-            name: Path of the files in the folder, without suffix.
-            table: Table of text; the index is its first column.
-            caption: Note below the table.
-            collapsed: Hide the table on the page until a click on its title.
-            transposed: Transpose the table on the page.
-
-        Raises:
-            RunError: A file cannot be written.
+        `name` is a path in the folder without suffix. A click on the title opens a collapsed table.
         """
         self.write_table(name, table)
         if not collapsed:
@@ -210,13 +159,7 @@ class Page:
     def add_figures(self, title: str, figures: Mapping[str, Figure | None], caption: str) -> None:
         """Add figures under a heading and write them as PNG.
 
-        Args:
-            title: Heading.
-            figures: Figure for each file name without suffix; None is skipped.
-            caption: Note below the figures.
-
-        Raises:
-            RunError: A file cannot be written.
+        Keys are file names without suffix; None in place of a figure is skipped.
         """
         drawn = {name: figure for name, figure in figures.items() if figure is not None}
         for name, figure in drawn.items():
@@ -228,14 +171,7 @@ class Page:
     def add_panels(self, title: str, name: str, panels: Panels, caption: str) -> None:
         """Add panels under a heading and write them as one PNG.
 
-        Args:
-            title: Heading.
-            name: File name without suffix.
-            panels: Panels to draw; nothing is added without any.
-            caption: Note below the panels.
-
-        Raises:
-            RunError: The file cannot be written.
+        `name` is a file name without suffix. Empty panels add nothing.
         """
         if not panels.draw_functions:
             return
@@ -256,30 +192,12 @@ class Page:
         self.show_figures([legend], f"{name}-legend")
 
     def write_page(self, name: str, title: str) -> None:
-        """Write the page itself.
-
-        Args:
-            name: File name of the page.
-            title: Title of the page.
-
-        Raises:
-            RunError: The file cannot be written.
-        """
+        """Write the page itself."""
         self.write_file(name, render_page(title, self.blocks, self.sections))
 
 
 def create_page(out: Path) -> Page:
-    """Create an empty page and its folder.
-
-    Args:
-        out: Folder of the page.
-
-    Returns:
-        The page.
-
-    Raises:
-        RunError: The folder cannot be made.
-    """
+    """Create an empty page and its folder."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -291,12 +209,6 @@ def create_page(out: Path) -> Page:
 
 def flatten_to_text(config: Mapping[str, Any]) -> dict[str, str]:
     """Convert nested settings to text with dotted keys.
-
-    Args:
-        config: Nested settings.
-
-    Returns:
-        Text of each value.
 
     Example:
         >>> flatten_to_text({"agents": {"budget": 6}})

@@ -55,25 +55,20 @@ _LEGEND_WIDTH = 7.8  # inches
 
 @dataclass(frozen=True)
 class Panels:
-    """Panels of a figure.
+    """Panels of a figure."""
 
-    Attributes:
-        draw_functions: One function per panel, in the order of rows.
-        size: Width and height of a panel in inches.
-        columns: Number of panels per row.
-    """
-
+    # One function per panel, in the order of rows.
     draw_functions: Sequence[Callable[[Axes], None]]
+    # Width and height of a panel in inches.
     size: tuple[float, float]
+    # Number of panels per row.
     columns: int
 
 
 def method_colour(i: int) -> str:
     """Return the colour of the method in position i, different for every position.
 
-    Args:
-        i: Position of the method, from 0. Colours beyond `PALETTE` have hues at equal distances by
-            the golden ratio.
+    Colours beyond `PALETTE` have hues at equal distances by the golden ratio.
 
     Example:
         >>> method_colour(0)
@@ -92,13 +87,8 @@ def draw_panels(
 ) -> Figure:
     """Draw panels above one legend of all their entries.
 
-    Args:
-        panels: Panels to draw.
-        single: The only one to draw; by default all.
-        with_legend: Draw the legend; see `draw_legend` for a figure of its own.
-
-    Returns:
-        The figure.
+    `single` is the only panel to draw; by default all are. See `draw_legend` for a legend of its
+    own.
     """
     functions = list(panels.draw_functions)
     if single is not None:
@@ -122,11 +112,7 @@ def draw_panels(
 def draw_legend(figure: Figure) -> Figure | None:
     """Draw the legend of a figure as a figure of its own.
 
-    Args:
-        figure: Figure with named lines or bars.
-
-    Returns:
-        The legend, with its entries as label; None for a figure without entries.
+    It has its entries as label. None stands for a figure without entries.
     """
     entries = _legend_entries(figure)
     if not entries:

@@ -62,52 +62,40 @@ _ICONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """Particles in d dimensions and K clusters, of one run.
-
-    Attributes:
-        title: Title of the figure.
-        dim: d; the arrays below, except on the grid, have min(d, 2) coordinates.
-        box: Ends of the square that is shown.
-        grid: Coordinates at which L and G are known, equal along each axis; None for d > 2.
-        lower_values: L on the grid, shape [K, s] or [K, s, s], with the first coordinate along the
-            last axis; None for d > 2.
-        upper_values: G on the grid, shape [s] or [s, s]; None without a G.
-        times: Times of the frames, shape [f].
-        theta: Benign particles, shape [f, n, min(d, 2)].
-        cluster: Cluster of each benign particle, shape [n].
-        theta_m: Malicious particles, shape [f, n_m, min(d, 2)].
-        m: Consensus points, shape [f, K, min(d, 2)].
-        final_points: Final consensus points of all runs, shape [runs, K, min(d, 2)].
-        target: Target of each cluster, shape [K, min(d, 2)]; None if unknown.
-        decay: V over time.
-    """
+    """Particles in d dimensions and K clusters, of one run."""
 
     title: str
+    # d; the arrays below, except on the grid, have min(d, 2) coordinates.
     dim: int
+    # Ends of the square that is shown.
     box: tuple[float, float]
+    # Coordinates at which L and G are known, equal along each axis; None for d > 2.
     grid: np.ndarray | None
+    # L on the grid, shape [K, s] or [K, s, s], with the first coordinate along the last axis; None
+    # for d > 2.
     lower_values: np.ndarray | None
+    # G on the grid, shape [s] or [s, s]; None without a G.
     upper_values: np.ndarray | None
+    # Times of the frames, shape [f].
     times: np.ndarray
+    # Benign particles, shape [f, n, min(d, 2)].
     theta: np.ndarray
+    # Cluster of each benign particle, shape [n].
     cluster: np.ndarray
+    # Malicious particles, shape [f, n_m, min(d, 2)].
     theta_m: np.ndarray
+    # Consensus points, shape [f, K, min(d, 2)].
     m: np.ndarray
+    # Final consensus points of all runs, shape [runs, K, min(d, 2)].
     final_points: np.ndarray
+    # Target of each cluster, shape [K, min(d, 2)]; None if unknown.
     target: np.ndarray | None
     decay: Decay
 
 
 @mpl.rc_context(STYLE)
 def draw_landscape(scene: Scene) -> Figure:
-    """Draw the particles at several times, and the decay of V.
-
-    Args:
-        scene: Data to draw.
-
-    Returns:
-        A figure of two panels.
-    """
+    """Draw the particles at several times, and the decay of V."""
     figure = Figure(figsize=(10.6, 5.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.12, 1.0))
     figure.suptitle(scene.title, x=0.01, ha="left", fontsize=11)
@@ -131,11 +119,8 @@ def draw_landscape(scene: Scene) -> Figure:
 def write_animation(scene: Scene, path: Path, *, frames: int = 48, fps: int = 12) -> None:
     """Write the landscape with moving particles.
 
-    Args:
-        scene: Data to draw.
-        path: File to write: a GIF, or for another suffix an HTML page with a player.
-        frames: Largest number of frames.
-        fps: Frames per second.
+    A `path` with another suffix than .gif gets an HTML page with a player. `frames` is the largest
+    number of frames, `fps` their number per second.
     """
     figure, axes = _still_landscape(scene)
     artists: list[Any] = []

@@ -16,15 +16,8 @@ def shortfalls(rows: pd.DataFrame, value: str, *, highest: bool) -> pd.DataFrame
     """Compute the regret of each run against the best defence.
 
     The best defence of a column has the best mean over seeds among the defences with the most
-    seeds.
-
-    Args:
-        rows: One row per run.
-        value: Metric to compare.
-        highest: True if a high value is the worse one.
-
-    Returns:
-        The columns defence, attack, seed, best (name of the best defence) and regret.
+    seeds. `highest` means that a high value is the worse one. `best` is the name of the best
+    defence in the columns defence, attack, seed, best and regret.
     """
     known = rows.dropna(subset=value)
     means = known.groupby(["attack", "defence"])[value].agg(["count", "mean"]).reset_index()
@@ -44,11 +37,7 @@ def shortfalls(rows: pd.DataFrame, value: str, *, highest: bool) -> pd.DataFrame
 def regrets(short: pd.DataFrame) -> pd.DataFrame:
     """Compute statistics over seeds of the regrets in each column.
 
-    Args:
-        short: Result of `shortfalls`.
-
-    Returns:
-        One row per defence and attack (the index), in the columns of `group_statistics`.
+    The index is defence and attack, the columns are those of `group_statistics`.
     """
     return group_statistics(short.groupby(["defence", "attack"]).regret)
 
@@ -57,15 +46,8 @@ def worst_regret(short: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     """Find the worst column of each defence and the regret in it.
 
     The interval is that of the paired differences in this column. It takes the column, and the best
-    defence in it, as given.
-
-    Args:
-        short: Result of `shortfalls`.
-        columns: Columns to choose from.
-
-    Returns:
-        One row for each defence (the index) with a value in all columns: statistics of the regret,
-        and `attack`, the name of the column.
+    defence in it, as given. The index is the defences with a value in all columns. `attack` is the
+    name of the worst column.
     """
     groups = _rows_at_worst(short, columns).groupby("defence")
     return group_statistics(groups.regret).join(groups.attack.first())
@@ -76,13 +58,7 @@ def worst_regret_differences(
 ) -> pd.DataFrame:
     """Compare the worst regret of each defence with a reference's.
 
-    Args:
-        short: Result of `shortfalls`.
-        columns: Columns to choose from; each defence has its own worst one.
-        reference: Name of the reference defence.
-
-    Returns:
-        One row per other defence (the index): statistics of the difference.
+    Each defence has its own worst column. The index is the other defences.
     """
     rows = _rows_at_worst(short, columns)
     base = rows[rows.defence == reference].set_index("seed").regret

@@ -38,15 +38,8 @@ def add_attack_effects(results: GridResults, setting: str) -> pd.DataFrame:
     `lost` is the accuracy of the better baseline minus that of the attacked run with the same seed.
     `success` is the attack success rate minus that of the better baseline. The better baseline of a
     metric is the one with the better mean over seeds. All baselines of a defence with one role are
-    the same training, so any of them serves.
-
-    Args:
-        results: Results of a grid.
-        setting: Name of the setting.
-
-    Returns:
-        The rows of attacked cells with `lost` and `success`, and the rows of each defence without
-        attack under the names in `BASELINES`.
+    the same training, so any of them serves. The rows of each defence without attack come under the
+    names in `BASELINES`.
     """
     rows = results.rows[results.rows.setting == setting]
     baselines = rows[rows.attack == ""]
@@ -82,14 +75,8 @@ def _better_baseline(baselines: pd.DataFrame, value: str, *, highest: bool) -> "
 def seed_statistics(rows: pd.DataFrame, value: str, *keys: str) -> pd.DataFrame:
     """Compute statistics over seeds of one column.
 
-    Args:
-        rows: One row per run.
-        value: Column to summarise.
-        keys: Further columns that distinguish rows.
-
-    Returns:
-        One row per defence, attack and further key (the index), in the columns of
-        `group_statistics`.
+    `keys` are further columns that distinguish rows. The index is defence, attack and `keys`, the
+    columns are those of `group_statistics`.
     """
     groups = rows.dropna(subset=value).groupby(["defence", "attack", *keys])
     table = group_statistics(groups[value])
@@ -102,15 +89,8 @@ def seed_statistics(rows: pd.DataFrame, value: str, *keys: str) -> pd.DataFrame:
 def paired_differences(rows: pd.DataFrame, value: str, reference: str, *keys: str) -> pd.DataFrame:
     """Compute statistics over seeds of the differences to a reference defence.
 
-    Args:
-        rows: One row per run.
-        value: Column to compare.
-        reference: Name of the reference defence.
-        keys: Further columns that distinguish rows.
-
-    Returns:
-        One row per other defence, attack and further key (the index). Differences are between runs
-        with the same attack and seed.
+    Differences are between runs with the same attack and seed. The index is as in
+    `seed_statistics`.
     """
     pair_keys = ["attack", *keys, "seed"]
     base = rows[rows.defence == reference].set_index(pair_keys)[value].rename("base")
@@ -120,15 +100,9 @@ def paired_differences(rows: pd.DataFrame, value: str, reference: str, *keys: st
 
 
 def attack_mean_statistics(rows: pd.DataFrame, value: str, attacks: Sequence[str]) -> pd.DataFrame:
-    """Compute statistics over seeds of the mean over attacks.
+    """Compute statistics of each defence over seeds of the mean over attacks.
 
-    Args:
-        rows: One row per run.
-        value: Column to summarise.
-        attacks: Attacks to average over; a seed without all of them is left out.
-
-    Returns:
-        One row per defence (the index).
+    A seed without all of the attacks is left out.
     """
     selected = rows[rows.attack.isin(attacks)]
     table = selected.pivot(index=["defence", "seed"], columns="attack", values=value)
@@ -141,13 +115,7 @@ def worst_attack(
 ) -> dict[str, str]:
     """Find the attack with the worst mean for each defence.
 
-    Args:
-        statistics: Result of `seed_statistics`.
-        attacks: Attacks to choose from.
-        highest: True if a high value is the worse one.
-
-    Returns:
-        Attack for each defence that has a value for all attacks.
+    `highest` means that a high value is the worse one.
     """
     means = statistics["mean"].unstack("attack").reindex(columns=list(attacks)).dropna()
     choose = max if highest else min
@@ -161,17 +129,8 @@ def worst_attack(
 def format_interval(mean: float, low: float, high: float, digits: int = 1, sign: str = "") -> str:
     """Format a mean with its interval.
 
-    Decimals are added if 0 is in the interval and rounding would hide that.
-
-    Args:
-        mean: Mean.
-        low: Lower end of the interval; NaN for no interval.
-        high: Upper end of the interval.
-        digits: Number of decimals.
-        sign: "+" to write the sign of positive numbers.
-
-    Returns:
-        Text such as "84.3 [83.9, 84.6]".
+    Decimals are added if 0 is in the interval and rounding would hide that. A `low` of NaN means no
+    interval. `sign` "+" writes the sign of positive numbers.
 
     Example:
         >>> format_interval(0.44, -0.01, 0.89)
@@ -190,13 +149,7 @@ def format_interval(mean: float, low: float, high: float, digits: int = 1, sign:
 def interval_half_width(count: Any, deviation: Any, confidence: Any = CONFIDENCE) -> Any:
     """Compute half the width of Student's interval for a mean.
 
-    Args:
-        count: Number of values.
-        deviation: Their sample standard deviation.
-        confidence: Probability that the interval contains the mean.
-
-    Returns:
-        Half the width; NaN for fewer than `MIN_SEEDS` values.
+    It is NaN for fewer than `MIN_SEEDS` values.
     """
     half = stdtrit(count - 1, (1 + confidence) / 2) * deviation / np.sqrt(count)
     return half * np.where(np.asarray(count) >= MIN_SEEDS, 1.0, np.nan)
@@ -205,16 +158,9 @@ def interval_half_width(count: Any, deviation: Any, confidence: Any = CONFIDENCE
 def rate_interval(count: Any, mean: Any, deviation: Any) -> tuple[Any, Any]:
     """Compute the interval for a mean of rates, on the logit scale.
 
-    The half width on that scale is Student's, divided by the derivative of the mean
-    (mean * (1 - mean)). A mean of values that are all equal has an interval of width 0.
-
-    Args:
-        count: Number of values.
-        mean: Their mean, from 0 to 1.
-        deviation: Their sample standard deviation.
-
-    Returns:
-        Lower and upper end, both from 0 to 1; NaN for fewer than `MIN_SEEDS` values.
+    The half width on that scale is Student's, divided by the derivative of the mean (mean * (1 -
+    mean)). A mean of values that are all equal has an interval of width 0. The rates and both ends
+    are from 0 to 1. The ends are NaN for fewer than `MIN_SEEDS` values.
 
     Example:
         >>> low, high = rate_interval(5, 0.5, 0.0)
@@ -231,12 +177,7 @@ def rate_interval(count: Any, mean: Any, deviation: Any) -> tuple[Any, Any]:
 def bound_rates(table: pd.DataFrame, is_rate: Any = True) -> pd.DataFrame:
     """Replace the intervals of rates by those on the logit scale.
 
-    Args:
-        table: Result of `group_statistics`.
-        is_rate: True for the rows of rates; one value for all rows or one per row.
-
-    Returns:
-        The table with its columns low and high replaced.
+    `table` is a result of `group_statistics`. `is_rate` is one value for all rows or one per row.
     """
     low, high = rate_interval(table.seeds, table["mean"].clip(0.0, 1.0), table.deviation)
     keep = np.broadcast_to(~np.asarray(is_rate, dtype=bool), len(table))
@@ -246,13 +187,9 @@ def bound_rates(table: pd.DataFrame, is_rate: Any = True) -> pd.DataFrame:
 def group_statistics(groups: Any) -> pd.DataFrame:
     """Compute statistics of each group of values.
 
-    Args:
-        groups: Grouped series of pandas.
-
-    Returns:
-        One row per group with the columns seeds (number of values), mean, deviation, low and high
-        (95% interval), and p (two-sided, Student's, for a mean of 0). The last three are NaN for
-        fewer than `MIN_SEEDS` values.
+    Columns are seeds (number of values), mean, deviation, low and high (95% interval), and p
+    (two-sided, Student's, for a mean of 0). The last three are NaN for fewer than `MIN_SEEDS`
+    values.
     """
     table = pd.DataFrame(
         {"seeds": groups.count(), "mean": groups.mean(), "deviation": groups.std(ddof=1)}
@@ -271,13 +208,8 @@ def holm_correction(p: "pd.Series[float]") -> "pd.Series[float]":
     """Correct p-values for their number by Holm's method.
 
     A corrected value bounds the probability of a single false finding among all (Holm, "A simple
-    sequentially rejective multiple test procedure", 1979).
-
-    Args:
-        p: p-values; NaN stays NaN and does not count.
-
-    Returns:
-        Corrected values, at most 1, with the same index.
+    sequentially rejective multiple test procedure", 1979). NaN stays NaN and does not count.
+    Corrected values are at most 1.
 
     Example:
         >>> holm_correction(pd.Series([0.01, 0.5, 0.02])).tolist()

@@ -67,14 +67,7 @@ def to_readable(table: pd.DataFrame, *, empty: Sequence[str] = ()) -> pd.DataFra
 
 
 def shorten_label(label: str) -> str:
-    """Leave out the middle of a long label, which figures and terminals have no room for.
-
-    Args:
-        label: Label of a run.
-
-    Returns:
-        At most 60 characters.
-    """
+    """Cut a label to 60 characters for figures and terminals by leaving out its middle."""
     if len(label) <= _MAX_LABEL:
         return label
     return f"{label[: _MAX_LABEL - 20]} … {label[-17:]}"

@@ -172,11 +172,7 @@ class GridResults:
 
 
 def is_grid(folder: Path) -> bool:
-    """Return True if a folder has a grid or its summary.
-
-    Args:
-        folder: Folder to inspect.
-    """
+    """Return True if a folder has a grid or its summary."""
     return (folder / "grid.toml").is_file()
 
 
@@ -254,11 +250,7 @@ def _rows_from_runs(folder: Path, cells: list[dict[str, Any]], seeds: list[int])
 
 
 def metric_names(rows: pd.DataFrame) -> list[str]:
-    """Return the names of metrics, single clusters included.
-
-    Args:
-        rows: Rows of `GridResults`.
-    """
+    """Return the names of metrics, single clusters included."""
     return [str(name) for name in rows if name not in (*KEY_COLUMNS, "error")]
 
 

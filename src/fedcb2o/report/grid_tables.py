@@ -30,74 +30,44 @@ _EXCEEDED_MARK = " †"
 
 @dataclass(frozen=True)
 class SettingResults:
-    """The results of a grid in one setting.
-
-    Attributes:
-        results: Results of the grid.
-        setting: Name of the setting.
-    """
+    """The results of a grid in one setting."""
 
     results: GridResults
     setting: str
 
     @cached_property
     def rows(self) -> pd.DataFrame:
-        """The rows of the setting; see `add_attack_effects`.
-
-        Returns:
-            Rows of attacked cells, with their `lost` and `success`, and rows of the baselines.
-        """
+        """The rows of the setting; see `add_attack_effects`."""
         return add_attack_effects(self.results, self.setting)
 
     @property
     def attacks(self) -> list[str]:
-        """The attacks in the order of the grid.
-
-        Returns:
-            Names of the attacks, without the baselines.
-        """
+        """The attacks in the order of the grid, without the baselines."""
         return self.results.attacks
 
     @cached_property
     def baselines(self) -> list[str]:
         """The columns without attack, which come before those of the attacks.
 
-        Returns:
-            Values of `BASELINES` that have rows in this setting.
+        They are the values of `BASELINES` that have rows in this setting.
         """
         names = [name for name in BASELINES.values() if name not in self.attacks]
         return [name for name in names if (self.rows.attack == name).any()]
 
     def attacks_with(self, value: str) -> list[str]:
-        """Return the attacks except finished ones without a value of a metric.
-
-        Args:
-            value: Name of the metric.
-        """
+        """Return the attacks except finished ones without a value of a metric."""
         finished = set(self.rows.dropna(subset="accuracy").attack)
         measured = set(self.rows.dropna(subset=value).attack)
         return [name for name in self.attacks if name in measured or name not in finished]
 
     def columns(self, value: str) -> list[str]:
-        """Return the columns of a metric: baselines with values, then attacks.
-
-        Args:
-            value: Name of the metric.
-        """
+        """Return the columns of a metric: baselines with values, then attacks."""
         measured = set(self.rows.dropna(subset=value).attack)
         baselines = [name for name in self.baselines if name in measured]
         return [*baselines, *self.attacks_with(value)]
 
     def pivot(self, values: "pd.Series[Any]", columns: Sequence[str]) -> pd.DataFrame:
-        """Arrange values by defence and attack, in the grid's order.
-
-        Args:
-            values: Values with the index levels `defence` and `attack`.
-            columns: Columns of the table.
-
-        Returns:
-            One row per defence.
-        """
+        """Arrange values by defence and attack, in the grid's order."""
         table = pd.DataFrame()
         if len(values):
             table = values.unstack("attack")
@@ -105,59 +75,29 @@ class SettingResults:
         return table.rename_axis("Defence")
 
     def worst_attacks(self, statistics: pd.DataFrame, value: str) -> dict[str, str]:
-        """Find the worst attack on each defence by a metric.
-
-        Args:
-            statistics: Result of `seed_statistics` for the metric.
-            value: Name of the metric.
-
-        Returns:
-            Attack by defence.
-        """
+        """Find the worst attack on each defence by a metric."""
         return worst_attack(statistics, self.attacks_with(value), highest=_is_high_worse(value))
 
     def shortfalls(self, value: str) -> pd.DataFrame:
-        """Compute the regret of each run; see `regret.shortfalls`.
-
-        Args:
-            value: Name of the metric.
-
-        Returns:
-            One row per run.
-        """
+        """Compute the regret of each run; see `regret.shortfalls`."""
         return _regret.shortfalls(self.rows, value, highest=_is_high_worse(value))
 
     @cached_property
     def has_worst_tenth(self) -> bool:
         """True if the worst tenth has more agents than the worst one.
 
-        Returns:
-            False if the accuracies of the worst tenth and the worst agent are equal in every run.
+        It is False if their accuracies are equal in every run.
         """
         measured = self.rows.dropna(subset="accuracy_worst_tenth")
         return not measured.accuracy_worst_tenth.equals(measured.accuracy_worst)
 
     def failed_cells(self, columns: Sequence[str]) -> pd.DataFrame:
-        """Find failed cells.
-
-        Args:
-            columns: Columns of the table.
-
-        Returns:
-            True for a failed cell, defences by columns.
-        """
+        """Return True for each failed cell, defences by columns."""
         rows = self.rows[(self.rows.error != "") & self.rows.accuracy.isna()]
         return self.pivot(rows.groupby(["defence", "attack"]).size(), columns).notna()
 
     def exceeded_cells(self, columns: Sequence[str]) -> pd.DataFrame:
-        """Find cells with more malicious models than a rule assumes.
-
-        Args:
-            columns: Columns of the table.
-
-        Returns:
-            True for such a cell, defences by columns.
-        """
+        """Return True for cells with more malicious models than a rule assumes."""
         exceeded = self.rows.groupby(["defence", "attack"]).f_exceeded.max()
         return self.pivot(exceeded, columns).gt(0)
 
@@ -165,9 +105,7 @@ class SettingResults:
     def worst_column_exclusions(self) -> dict[str, list[str]]:
         """The worst columns: titles, and the attacks that each one leaves out.
 
-        Returns:
-            Names of attacks by column title. The first column leaves out no attack. A second one
-            exists if the grid sets attacks aside.
+        The first column leaves out no attack. A second one exists if the grid sets attacks aside.
         """
         excluded = [name for name in self.attacks if name in self.results.set_aside]
         if not excluded:
@@ -185,12 +123,7 @@ def _is_high_worse(value: str) -> bool:
 def metric_matrix(view: SettingResults, value: str) -> pd.DataFrame:
     """Build the matrix of one metric, with the worst attack last.
 
-    Args:
-        view: Results in one setting.
-        value: Name of the metric.
-
-    Returns:
-        Text, one row per defence: mean and 95% interval over seeds.
+    Cells are texts: mean and 95% interval over seeds.
     """
     statistics = seed_statistics(view.rows, value)
     columns = view.columns(value)
@@ -207,12 +140,7 @@ def metric_matrix(view: SettingResults, value: str) -> pd.DataFrame:
 def regret_matrix(view: SettingResults, value: str) -> pd.DataFrame:
     """Build the matrix of regrets in one metric, with the worst columns.
 
-    Args:
-        view: Results in one setting.
-        value: Name of the metric.
-
-    Returns:
-        Text, one row per defence; "best" for the best defence of a column.
+    Cells are texts; "best" for the best defence of a column.
     """
     short = view.shortfalls(value)
     columns = view.columns(value)
@@ -230,13 +158,8 @@ def worst_regrets(view: SettingResults) -> pd.DataFrame:
     """Build the table of worst regrets in accuracy and attack success.
 
     A dagger marks a rule that received more malicious models than it assumes in that column.
-
-    Args:
-        view: Results in one setting.
-
-    Returns:
-        Text, one row per defence, with paired intervals; the second half of the columns leaves out
-        the attacks that the grid sets aside.
+    Intervals are paired. The second half of the columns leaves out the attacks that the grid sets
+    aside.
     """
     columns = {}
     for title, (short, names) in regret_contests(view).items():
@@ -247,12 +170,8 @@ def worst_regrets(view: SettingResults) -> pd.DataFrame:
 def losses_against_baselines(view: SettingResults) -> pd.DataFrame:
     """Build the table of the worst effects of attacks.
 
-    Args:
-        view: Results in one setting.
-
-    Returns:
-        Text, one row per defence: largest loss of accuracy and largest net success, with and
-        without the attacks that the grid sets aside.
+    They are the largest loss of accuracy and the largest net success, with and without the attacks
+    that the grid sets aside.
     """
     columns = {}
     for value in ("lost", "success"):
@@ -268,12 +187,6 @@ def worst_regret_differences(view: SettingResults) -> pd.DataFrame:
     """Build the table of worst regrets minus those of the reference.
 
     An asterisk marks significant differences after Holm's correction over a column.
-
-    Args:
-        view: Results in one setting.
-
-    Returns:
-        Text, one row per other defence.
     """
     reference = view.results.reference
     columns: dict[str, pd.Series[Any]] = {}
@@ -286,11 +199,7 @@ def worst_regret_differences(view: SettingResults) -> pd.DataFrame:
 def regret_contests(view: SettingResults) -> dict[str, tuple[pd.DataFrame, list[str]]]:
     """Collect the regrets and columns behind each column of `worst_regrets`.
 
-    Args:
-        view: Results in one setting.
-
-    Returns:
-        For each title the regret of each run, and the columns to choose the worst from.
+    Each title has the regret of each run and the columns to choose the worst from.
     """
     contests: dict[str, tuple[pd.DataFrame, list[str]]] = {}
     metrics = {value: title for value, title in COMPARED_METRICS.items() if view.columns(value)}
@@ -317,14 +226,8 @@ def _lower_first(text: str) -> str:
 def difference_matrix(view: SettingResults, value: str) -> pd.DataFrame:
     """Build the matrix of differences to the reference, paired by seeds.
 
-    An asterisk marks significant differences after Holm's correction over the table.
-
-    Args:
-        view: Results in one setting.
-        value: Name of the metric.
-
-    Returns:
-        Text, one row per other defence: mean and 95% interval.
+    An asterisk marks significant differences after Holm's correction over the table. Cells are
+    texts: mean and 95% interval.
     """
     reference = view.results.reference
     texts = _format_differences(paired_differences(view.rows, value, reference), value)
@@ -335,13 +238,7 @@ def difference_matrix(view: SettingResults, value: str) -> pd.DataFrame:
 def compare_settings(results: GridResults, value: str, column: str) -> pd.DataFrame:
     """Build the table of one column of a metric in all settings.
 
-    Args:
-        results: Results of the grid.
-        value: Name of the metric.
-        column: Attack or baseline.
-
-    Returns:
-        Text, one row per defence, one column per setting.
+    `column` is an attack or a baseline. Rows are defences, columns settings.
     """
     columns = {}
     for setting in results.settings:
@@ -381,13 +278,9 @@ def _shorten_contest(title: str) -> str:
 def defence_overview(view: SettingResults) -> pd.DataFrame:
     """Build the overview of defences.
 
-    Args:
-        view: Results in one setting.
-
-    Returns:
-        Text, one row per defence: accuracy without attack; accuracy and attack success in the mean
-        over attacks, under the worst attack and for its worst tenth of the agents; weight of
-        malicious models; costs of a round.
+    Columns are the accuracy without attack; accuracy and attack success in the mean over attacks,
+    under the worst attack and for its worst tenth of the agents; weight of malicious models; costs
+    of a round.
     """
     texts = _format_rows(seed_statistics(view.rows, "accuracy"), "accuracy")
     columns = {name: texts.xs(name, level="attack") for name in view.baselines}
@@ -407,11 +300,7 @@ def defence_overview(view: SettingResults) -> pd.DataFrame:
 def tuning_table(results: GridResults) -> pd.DataFrame:
     """Build the table of tuning candidates.
 
-    Args:
-        results: Results of the grid.
-
-    Returns:
-        Text, one row per candidate: changes, score, and the choice.
+    Each candidate has a row: changes, score, and the choice.
     """
     rows = []
     for defence, choice in results.tuning.items():
@@ -431,11 +320,7 @@ def tuning_table(results: GridResults) -> pd.DataFrame:
 def tuning_rows(results: GridResults) -> pd.DataFrame:
     """Build the table of all tuning scores.
 
-    Args:
-        results: Results of the grid.
-
-    Returns:
-        One row per defence, candidate, attack and seed.
+    Each defence, candidate, attack and seed has a row.
     """
     rows = []
     for defence, choice in results.tuning.items():
@@ -449,12 +334,6 @@ def tuning_rows(results: GridResults) -> pd.DataFrame:
 
 def describe_changes(changes: object) -> str:
     """Describe changes of an experiment on one line.
-
-    Args:
-        changes: Nested settings.
-
-    Returns:
-        Text such as "algorithm.alpha = 2, agents.budget = 4".
 
     Example:
         >>> describe_changes({"agents": {"budget": 4}})

@@ -55,11 +55,7 @@ class ResultTable(pd.DataFrame):
         return ResultTable
 
     def __repr__(self) -> str:
-        """Return all rows and columns as text.
-
-        Returns:
-            One line per row, without a limit of the width.
-        """
+        """Return all rows and columns as text, without a limit of the width."""
         return self.to_string()
 
 
@@ -141,12 +137,7 @@ def _gain_cells(run: Run, runs: Sequence[Run]) -> dict[str, str]:
 def find_local_baseline(run: Run, among: Sequence[Run] = ()) -> Run | None:
     """Return the run in which every agent trains alone.
 
-    Args:
-        run: Run to compare.
-        among: Runs to search, before the folder next to the run.
-
-    Returns:
-        The local baseline, or None.
+    Runs of `among` come before the folder next to the run.
     """
     return _find_counterpart(run, among, "local", _is_local_baseline)
 
@@ -154,13 +145,9 @@ def find_local_baseline(run: Run, among: Sequence[Run] = ()) -> Run | None:
 def local_gains(run: Run, among: Sequence[Run] = ()) -> pd.DataFrame:
     """Pair the accuracy of each benign agent with that of its training alone.
 
-    Args:
-        run: Run to compare.
-        among: Runs to search for the local baseline, before the folder next to the run.
-
-    Returns:
-        One row per seed and agent at the last round of both: seed, agent, accuracy and
-        accuracy_local; empty without a local baseline.
+    Rows are seeds and agents at the last round of both runs; columns seed, agent, accuracy and
+    accuracy_local. The table is empty without a local baseline. See `find_local_baseline` for
+    `among`.
     """
     baseline = find_local_baseline(run, among)
     columns = ["seed", "agent", "accuracy"]
@@ -174,14 +161,9 @@ def local_gains(run: Run, among: Sequence[Run] = ()) -> pd.DataFrame:
 
 
 def custom_metric_means(run: Run) -> pd.DataFrame:
-    """Compute the means of the metrics that the configuration chose by its key `metrics`.
+    """Compute means over benign agents of the metrics of the key `metrics`.
 
-    Args:
-        run: Run to summarise.
-
-    Returns:
-        One row per seed (the index) and one column per metric: the mean over benign agents at the
-        last evaluated round.
+    They are those of the last evaluated round, one row per seed and one column per metric.
     """
     return last_round(run.records).groupby("seed")[run.custom_metrics].mean()
 
@@ -309,11 +291,7 @@ def _cluster_pairs(
 
 
 def is_attacked(run: Run) -> bool:
-    """Return True if malicious agents attack in a run.
-
-    Args:
-        run: Run to inspect.
-    """
+    """Return True if malicious agents attack in a run."""
     role = run.config.get("agents", {}).get("malicious_role")
     return role == "attack" and bool(run.agents.malicious.any())
 
@@ -321,12 +299,7 @@ def is_attacked(run: Run) -> bool:
 def find_clean_counterpart(run: Run, among: Sequence[Run] = ()) -> Run | None:
     """Find the same run with malicious agents that train cleanly.
 
-    Args:
-        run: Run under attack.
-        among: Runs to search, before the folder with the name of the run plus "-clean".
-
-    Returns:
-        The clean counterpart, or None.
+    Runs of `among` come before the folder with the name of the run plus "-clean".
     """
     if not is_attacked(run):
         return None
@@ -346,11 +319,7 @@ def _find_counterpart(
 
 
 def without_counterparts(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs except the clean counterparts of others.
-
-    Args:
-        runs: Runs to filter.
-    """
+    """Return the runs except the clean counterparts of others."""
     kept = []
     for run in runs:
         if not any(_is_counterpart(other, run) for other in runs):
@@ -359,11 +328,7 @@ def without_counterparts(runs: Sequence[Run]) -> list[Run]:
 
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
-    """Return a unique title for each run.
-
-    Args:
-        runs: Runs to label.
-    """
+    """Return a unique title for each run."""
     titles = [run.title for run in runs]
     labels = []
     for run, title in zip(runs, titles, strict=True):
@@ -384,15 +349,9 @@ def format_mean_interval(
     """Format the mean of values over seeds with its 95% interval.
 
     The interval of a rate is computed on the logit scale and stays between 0 and 100. Other
-    intervals are Student's.
-
-    Args:
-        values: One value per seed; NaN is skipped.
-        percent: Format fractions of 1 in percent with one decimal; otherwise three decimals.
-        is_difference: True for differences of rates, which may be negative.
-
-    Returns:
-        Text such as "84.3 [83.9, 84.6]"; "84.3" for fewer than 5 values, "–" for none.
+    intervals are Student's. NaN is skipped. Without `percent` a number has three decimals.
+    Differences of rates may be negative, and theirs is Student's interval too. There is no interval
+    for fewer than 5 values, and "–" stands for none.
 
     Example:
         >>> format_mean_interval(pd.Series([0.5]))
@@ -417,12 +376,7 @@ def format_mean_interval(
 def seed_caption(runs: Sequence[Run], *, over: AgentSummary = "mean") -> str:
     """Describe the unit and the seeds behind the numbers of `compare`.
 
-    Args:
-        runs: Runs of the table.
-        over: Summary over benign agents in the table.
-
-    Returns:
-        One sentence with the seeds, or with their number for each run if runs differ.
+    If runs differ in their seeds, it has their number for each run.
     """
     shown = without_counterparts(runs)
     seeds = [last_round(run.records).seed.unique().tolist() for run in shown]
@@ -511,11 +465,7 @@ _CONDITIONS: dict[str, Callable[[Run], str]] = {
 def incomplete_note(run: Run) -> str | None:
     """Describe the missing seeds and rounds of a run.
 
-    Args:
-        run: Run to inspect.
-
-    Returns:
-        One sentence without a full stop; None for a complete run.
+    It is a sentence without a full stop; None for a complete run.
     """
     if run.complete:
         return None
@@ -537,11 +487,7 @@ def incomplete_note(run: Run) -> str | None:
 def unverified_note(run: Run) -> str | None:
     """Name the seeds of a run without checksums.
 
-    Args:
-        run: Run to inspect.
-
-    Returns:
-        One sentence without a full stop; None if all seeds have checksums.
+    It is a sentence without a full stop; None if all seeds have checksums.
     """
     if not run.unchecked:
         return None

@@ -31,11 +31,8 @@ class MlflowWriter:
     """A writer to the MLflow experiment of a run or grid.
 
     Each seed is the MLflow run with its settings and seed, which is made if it does not exist.
-    Copied rounds are not sent again.
-
-    Args:
-        root: Folder of the run or the grid.
-        uri: Tracking URI; by default a database in `root`.
+    Copied rounds are not sent again. By default `uri` is a database in `root`, the folder of the
+    run or the grid.
     """
 
     def __init__(self, root: Path, uri: str | None) -> None:
@@ -53,14 +50,7 @@ class MlflowWriter:
         self.experiment = self.client.create_experiment(name, artifacts)
 
     def begin(self, seed_run: SeedRun) -> int:
-        """Find or make the MLflow run of a seed.
-
-        Args:
-            seed_run: Seed to copy.
-
-        Returns:
-            Last round that MLflow already has.
-        """
+        """Find or make the MLflow run of a seed."""
         settings = records.result_settings(seed_run.settings())
         identity = f"{records.settings_digest(settings)} seed {seed_run.seed}"
         query = f"tags.`{_IDENTITY_TAG}` = '{identity}'"
@@ -82,11 +72,9 @@ class MlflowWriter:
         return 0
 
     def write(self, seed_run: SeedRun, scalars: Sequence[Scalar]) -> None:
-        """Add metrics, then the last round.
+        """Add metrics, then the number of the last round.
 
-        Args:
-            seed_run: Seed of the scalars.
-            scalars: Scalars of whole rounds.
+        An interrupted copy is thereby repeated, not shortened.
         """
         run_id = self.ids[seed_run]
         now = int(1000 * time.time())
@@ -97,12 +85,7 @@ class MlflowWriter:
         self.client.log_batch(run_id, tags=[RunTag(_ROUND_TAG, str(last))])
 
     def end(self, seed_run: SeedRun, complete: bool) -> None:
-        """Set the status of the MLflow run.
-
-        Args:
-            seed_run: Seed that has no more scalars.
-            complete: True if the seed has finished all its rounds.
-        """
+        """Set the status of the MLflow run."""
         status = "KILLED"
         if complete:
             status = "FINISHED"

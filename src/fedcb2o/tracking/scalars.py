@@ -16,36 +16,20 @@ Scalar = tuple[int, str, float]
 
 @dataclass(frozen=True)
 class SeedRun:
-    """One seed of a run.
-
-    Attributes:
-        run: Folder of the run.
-        seed: Seed.
-        name: Path of the run in its grid; empty for a run outside a grid.
-    """
+    """One seed of a run."""
 
     run: Path
     seed: int
+    # Path of the run in its grid; empty for a run outside a grid.
     name: str = ""
 
     @property
     def folder(self) -> Path:
-        """The folder with the records of the seed.
-
-        Returns:
-            The folder seed-SEED in the folder of the run.
-        """
+        """The folder seed-SEED in the folder of the run, with the records of the seed."""
         return self.run / f"seed-{self.seed}"
 
     def settings(self) -> dict[str, Any]:
-        """Read the current config.toml of the run.
-
-        Returns:
-            The settings.
-
-        Raises:
-            RunError: The file is damaged or cannot be read.
-        """
+        """Read the current config.toml of the run."""
         return records.read_config(self.run / "config.toml")
 
 
@@ -53,14 +37,8 @@ def round_scalars(line: Mapping[str, Any], malicious: Sequence[bool]) -> Iterato
     """Compute the scalars of one line of metrics.jsonl.
 
     Each metric has its mean over the benign agents with a value. Evaluated metrics also have the
-    worst agent and the mean of the worst tenth, as in summary.json.
-
-    Args:
-        line: One line of metrics.jsonl.
-        malicious: True for each malicious agent.
-
-    Yields:
-        Scalars with names such as "accuracy/mean", "accuracy/worst" and "accuracy/worst_tenth".
+    worst agent and the mean of the worst tenth, as in summary.json. Names are such as
+    "accuracy/mean", "accuracy/worst" and "accuracy/worst_tenth".
 
     Example:
         >>> list(round_scalars({"round": 3, "train_loss": [1.0, 2.0, 9.0]}, [False, False, True]))

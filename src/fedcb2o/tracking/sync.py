@@ -22,17 +22,7 @@ _MAX_REASON_LENGTH = 300  # characters
 
 
 class TrackerSync:
-    """The copy of a run or a grid in one tracker.
-
-    Attributes:
-        root: Folder of the run or the grid.
-        target: Validated target.
-        copied_rounds: Last copied round of each seed.
-        finished: Seeds that have nothing more to copy.
-
-    Raises:
-        RunError: The tracker cannot be opened.
-    """
+    """The copy of a run or a grid in one tracker."""
 
     def __init__(self, root: Path, target: str) -> None:
         self.root = root
@@ -42,21 +32,13 @@ class TrackerSync:
         self.finished: set[SeedRun] = set()
 
     def sync(self) -> None:
-        """Copy the rounds since the last call.
-
-        Raises:
-            RunError: The tracker fails, or a record is damaged.
-        """
+        """Copy the rounds since the last call."""
         for seed_run in find_seed_runs(self.root):
             if seed_run not in self.finished:
                 self._sync_seed(seed_run)
 
     def close(self) -> None:
-        """End the copies of the seeds that have not finished.
-
-        Raises:
-            RunError: The tracker fails.
-        """
+        """End the copies of the seeds that have not finished."""
         for seed_run in self.copied_rounds.keys() - self.finished:
             self._end(seed_run, complete=False)
 
@@ -100,11 +82,7 @@ class TrackerSync:
 def find_seed_runs(root: Path) -> Iterator[SeedRun]:
     """Find the begun seeds of a run or a grid.
 
-    Args:
-        root: Folder of the run or the grid.
-
-    Yields:
-        Seeds with an agents.json.
+    A seed has begun when it has an agents.json.
     """
     names = [""]
     if (root / _GRID_FILE).exists():
@@ -151,17 +129,7 @@ def follow(root: Path, targets: Sequence[str]) -> Iterator[None]:
     """Copy a run or a grid while this context writes it.
 
     A thread copies, so that no tracker delays a round. A tracker that fails later is logged, and
-    the run continues without it.
-
-    Args:
-        root: Folder of the run or the grid.
-        targets: Validated targets.
-
-    Yields:
-        Nothing; the copies end with the context.
-
-    Raises:
-        RunError: A tracker cannot be opened.
+    the run continues without it. A tracker that cannot be opened is an error before the run.
     """
     copies = [TrackerSync(root, target) for target in targets]
     if not copies:

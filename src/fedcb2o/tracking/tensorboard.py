@@ -23,8 +23,7 @@ _IDENTITY_FILE = "of.json"  # digest of the settings of the run
 class TensorBoardWriter:
     """A writer of `folder`/NAME/seed-S/events.out.tfevents.*, which begins a new file each time.
 
-    Args:
-        folder: Folder of the event files; NAME is the name of a run in its grid.
+    NAME is the name of a run in its grid.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,16 +31,9 @@ class TensorBoardWriter:
         self.files: dict[SeedRun, Path] = {}
 
     def begin(self, seed_run: SeedRun) -> int:
-        """Begin a new file and remove those of earlier copies.
+        """Begin a new file and remove those of earlier copies; all rounds are written again.
 
-        Args:
-            seed_run: Seed to copy.
-
-        Returns:
-            0: all rounds are written again.
-
-        Raises:
-            RunError: The folder has the events of another run.
+        Events of another run in the folder are a RunError.
         """
         folder = self.folder / seed_run.name / seed_run.folder.name
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,12 +58,7 @@ class TensorBoardWriter:
         return 0
 
     def write(self, seed_run: SeedRun, scalars: Sequence[Scalar]) -> None:
-        """Add scalars of one seed.
-
-        Args:
-            seed_run: Seed of the scalars.
-            scalars: Scalars to add.
-        """
+        """Add scalars of one seed."""
         events = []
         for n, name, value in scalars:
             summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
@@ -79,12 +66,7 @@ class TensorBoardWriter:
         self._add(seed_run, events)
 
     def end(self, seed_run: SeedRun, complete: bool) -> None:
-        """Do nothing: event files have no end.
-
-        Args:
-            seed_run: Seed that has no more scalars.
-            complete: True if the seed has finished all its rounds.
-        """
+        """Do nothing: event files have no end."""
 
     def _add(self, seed_run: SeedRun, events: Sequence[Event]) -> None:
         with self.files[seed_run].open("ab") as file:

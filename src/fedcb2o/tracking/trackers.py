@@ -22,43 +22,22 @@ class TrackerWriter(Protocol):
     """A writer of scalars to one tracker."""
 
     def begin(self, seed_run: SeedRun) -> int:
-        """Prepare the tracker for a seed.
-
-        Args:
-            seed_run: Seed to copy.
-
-        Returns:
-            Last round that the tracker already has.
-        """
+        """Prepare the tracker for a seed and return the last round that it already has."""
 
     def write(self, seed_run: SeedRun, scalars: Sequence[Scalar]) -> None:
-        """Add scalars of one seed.
-
-        Args:
-            seed_run: Seed of the scalars.
-            scalars: Scalars of whole rounds, in order.
-        """
+        """Add scalars of whole rounds of one seed, in order."""
 
     def end(self, seed_run: SeedRun, complete: bool) -> None:
         """End the copy of a seed for now.
 
-        Args:
-            seed_run: Seed that has no more scalars.
-            complete: True if the seed has finished all its rounds.
+        It may continue later unless it is `complete`, which means that all its rounds are finished.
         """
 
 
 def validate_targets(targets: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Validate the targets of tracking.
+    """Return the targets of tracking without repetition.
 
-    Args:
-        targets: One target, several, or None.
-
-    Returns:
-        The targets without repetition.
-
-    Raises:
-        ConfigError: A target is unknown, or its extra is missing.
+    An unknown target, or one whose extra is missing, is a ConfigError.
     """
     if targets is None:
         return ()
@@ -86,15 +65,7 @@ def _validate_target(name: str) -> None:
 
 
 def open_writer(target: str, root: Path) -> TrackerWriter:
-    """Open the writer of a target.
-
-    Args:
-        target: Validated target.
-        root: Folder of the run or the grid.
-
-    Returns:
-        The writer.
-    """
+    """Open the writer of a target."""
     kind, _, location = target.partition("=")
     if kind == "tensorboard":
         from fedcb2o.tracking.tensorboard import TensorBoardWriter

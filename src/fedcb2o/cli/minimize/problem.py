@@ -18,22 +18,7 @@ def resolve_problem(
     target: Sequence[float] | None = None,
     box: Sequence[float] | None = None,
 ) -> Problem:
-    """Return a built-in problem, or the user's own.
-
-    Args:
-        name: Name of a built-in problem.
-        lower: Import path of the user's L.
-        upper: Import path of the user's G.
-        dim: d of the user's problem.
-        target: Solution of the user's problem.
-        box: Sides of the square in figures.
-
-    Returns:
-        The problem.
-
-    Raises:
-        ConfigError: An argument is missing, superfluous or invalid.
-    """
+    """Return a built-in problem, or the user's own."""
     if (name is None) == (lower is None):
         hint = "name a problem, or give --lower for your own"
         if name:
@@ -81,20 +66,10 @@ def build_adversaries(
     at: Sequence[float] | None,
     problem: Problem,
 ) -> list[Adversary]:
-    """Return the adversaries of a problem.
+    """Return at most one adversary of a problem.
 
-    Args:
-        kind: Name of an adversary; None for no attack.
-        num_malicious: Number of malicious particles; None for 10.
-        mass: Share of the malicious particles.
-        at: Position or offset of the particles; None for the problem's own.
-        problem: The problem.
-
-    Returns:
-        At most one adversary.
-
-    Raises:
-        ConfigError: An option is superfluous, or the position is unknown or of a wrong length.
+    Without `kind` no particle is malicious. By default 10 particles are, at the problem's own
+    position. An option without effect is a ConfigError.
     """
     if kind is None:
         for option, value in (("--num-malicious", num_malicious), ("--mass", mass), ("--at", at)):

@@ -37,11 +37,7 @@ class RecordedRun(NamedTuple):
 
 
 def default_settings() -> dict[str, Any]:
-    """Return the defaults of the settings of `minimize`.
-
-    Returns:
-        Defaults by name.
-    """
+    """Return the defaults of the settings of `minimize`."""
     return {
         name: parameter.default
         for name, parameter in inspect.signature(minimize).parameters.items()
@@ -52,12 +48,7 @@ def default_settings() -> dict[str, Any]:
 def resolve_settings(problem: Problem, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run with the defaults of its dynamics.
 
-    Args:
-        problem: The problem.
-        chosen: Settings by name.
-
-    Returns:
-        All settings. A setting that the adaptive dynamics choose on the way is None.
+    A setting that the adaptive dynamics choose on the way is None.
     """
     own = {name: chosen.get(name) for name in PAPER}
     dynamics = choose_dynamics(chosen.get("dynamics"), own, not callable(problem.lower))
@@ -74,14 +65,7 @@ def run_recorded(
 ) -> RecordedRun:
     """Run `minimize` and record it.
 
-    Args:
-        problem: The problem.
-        groups: The adversaries.
-        overrides: Settings in place of the problem's own.
-        progress: Whether to show progress on a terminal.
-
-    Returns:
-        The run.
+    `overrides` replaces settings of the problem.
     """
     chosen = {**problem.settings, **overrides}
     if overrides.get("dynamics") == "adaptive":  # in place of the published settings
@@ -125,12 +109,7 @@ class Recorder:
     """A callback of `minimize` that records the data of figures in bounded memory."""
 
     def __init__(self, problem: Problem, runs: int) -> None:
-        """Start a recording.
-
-        Args:
-            problem: The problem.
-            runs: Number of runs.
-        """
+        """Start a recording."""
         self.clusters = problem.num_clusters
         self.runs = runs
         self.frames = _DownsampledSeries(128)
@@ -165,17 +144,7 @@ class Recorder:
     def scene(
         self, problem: Problem, result: Result, settings: Mapping[str, Any], title: str
     ) -> Scene:
-        """Return the content of the figures.
-
-        Args:
-            problem: The problem.
-            result: The result.
-            settings: All settings of the run.
-            title: Title of the figures.
-
-        Returns:
-            The scene.
-        """
+        """Return the content of the figures."""
         # 1. The recorded frames, and the last ensemble of the first run.
         flat = result.theta.ndim == 2
         last_step = torch.as_tensor(result.nit).reshape(-1).tolist()[0]
@@ -218,14 +187,6 @@ class Recorder:
         """Compute V over time, its fitted rates and the theory.
 
         V is the distance from the target, or without one from the last consensus point.
-
-        Args:
-            problem: The problem.
-            result: The result.
-            settings: All settings of the run.
-
-        Returns:
-            The decay.
         """
         # 1. The recorded moments, and those of the last ensembles.
         K = self.clusters

@@ -23,15 +23,7 @@ from fedcb2o.report._particle_figures import Scene, draw_landscape, write_animat
 
 
 def target_errors(problem: Problem, result: Result) -> np.ndarray | None:
-    """Return each run's largest error of a coordinate, over all clusters.
-
-    Args:
-        problem: The problem.
-        result: The result.
-
-    Returns:
-        Errors [runs]; None without a target.
-    """
+    """Return each run's largest error of a coordinate, over all clusters; None without target."""
     if not problem.target:
         return None
     runs = len(result.message) if isinstance(result.message, list) else 1
@@ -47,18 +39,7 @@ def figure_title(
     groups: Sequence[Adversary],
     kind: str | None,
 ) -> str:
-    """Return a figure's title: the problem and its most important settings.
-
-    Args:
-        problem: The problem.
-        result: The result.
-        settings: All settings of the run.
-        groups: The adversaries.
-        kind: Name of the adversary.
-
-    Returns:
-        Two lines.
-    """
+    """Return a figure's title: the problem and its most important settings."""
     clusters = problem.num_clusters
     N = result.theta.shape[-2]
     size = f"N = {N}"
@@ -87,14 +68,7 @@ def figure_title(
 def describe(problem: Problem, result: Result, decay: Decay, tol: float) -> str:
     """Describe the result, its error and the fitted rate.
 
-    Args:
-        problem: The problem.
-        result: The result.
-        decay: V over time.
-        tol: Largest error of a successful run.
-
-    Returns:
-        Lines of text.
+    A run is successful if its error is at most `tol`.
     """
     lines = [repr(dataclasses.replace(result, notes=()))]
     errors = target_errors(problem, result)
@@ -148,16 +122,7 @@ def to_json_table(
 ) -> dict[str, Any]:
     """Return the result for a JSON file, without ensembles.
 
-    Args:
-        problem: The problem.
-        result: The result.
-        settings: All settings of the run.
-        decay: V over time.
-        tol: Largest error of a successful run.
-        attack: Description of the adversary.
-
-    Returns:
-        A table of plain values: settings, solutions, V, and the history of a single run.
+    It has the settings, the solutions, V, and the history of a single run.
     """
     errors = target_errors(problem, result)
     has_runs = isinstance(result.message, list)
@@ -210,14 +175,7 @@ def to_json_table(
 
 
 def make_folder(out: Path) -> None:
-    """Make the folder of the output files.
-
-    Args:
-        out: The folder.
-
-    Raises:
-        RunError: The folder cannot be made.
-    """
+    """Make the folder of the output files."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -236,15 +194,7 @@ def write_files(
 ) -> list[Path]:
     """Write the JSON file, the figure and the animation.
 
-    Args:
-        out: An existing folder.
-        table: Content of the JSON file.
-        make_scene: Function that returns the content of the figures.
-        figure: Whether to draw a figure.
-        animation: Format of an animation, or None.
-
-    Returns:
-        Paths of the files.
+    `make_scene` is called only for a figure or an animation, which takes seconds.
     """
     paths = [out / "result.json"]
     text = json.dumps(table, indent=1, allow_nan=False, ensure_ascii=False)

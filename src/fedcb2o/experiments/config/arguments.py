@@ -15,43 +15,20 @@ from fedcb2o.plugins import to_python
 
 
 def check_count(name: str, value: Any) -> None:
-    """Check that an argument is None or a positive whole number.
-
-    Args:
-        name: Name of the argument.
-        value: Its value.
-
-    Raises:
-        ConfigError: If it is something else.
-    """
+    """Check that an argument is None or a positive whole number."""
     value = to_python(value)
     if value is not None and (not _is_integer(value) or value < 1):
         raise ConfigError(f"`{name}` must be a whole number, at least 1, got {value!r}")
 
 
 def check_path(name: str, value: Any) -> None:
-    """Check that an argument is None or a path.
-
-    Args:
-        name: Name of the argument.
-        value: Its value.
-
-    Raises:
-        ConfigError: If it is something else.
-    """
+    """Check that an argument is None or a path."""
     if not isinstance(value, str | os.PathLike | None):
         raise ConfigError(f"`{name}` must be a folder's path, got a {type(value).__name__}")
 
 
 def check_callback(value: Any) -> None:
-    """Check that the argument `watch` is None or a function.
-
-    Args:
-        value: The argument.
-
-    Raises:
-        ConfigError: If it is something else.
-    """
+    """Check that the argument `watch` is None or a function."""
     if not (value is None or callable(value)):
         kind = type(value).__name__
         raise ConfigError(f"`watch` must be a function of (experiment, seed, line), got a {kind}")
@@ -60,11 +37,7 @@ def check_callback(value: Any) -> None:
 def check_address(value: Any) -> None:
     """Check that an argument is None or the address of a Ray cluster.
 
-    Args:
-        value: "local", "auto", "HOST:PORT" or None.
-
-    Raises:
-        ConfigError: If it is something else.
+    Addresses are "local", "auto" and "HOST:PORT".
     """
     if value is None or value in ("local", "auto"):
         return
@@ -86,17 +59,7 @@ def check_address(value: Any) -> None:
 
 
 def parse_seeds(value: Any) -> tuple[int, ...]:
-    """Convert seeds to whole numbers.
-
-    Args:
-        value: An iterable of whole numbers.
-
-    Returns:
-        The seeds as a tuple.
-
-    Raises:
-        ConfigError: If it is something else.
-    """
+    """Convert an iterable of whole numbers to seeds."""
     value = to_python(value)
     is_listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     seeds: list[Any] = list(value) if is_listed else []

@@ -24,19 +24,7 @@ _MODEL_READING_KEYS = {"criterion": "criterion", "rule": "rule", "pre_step": "pr
 def build_neighbours(
     experiment: Experiment, seed: int, cluster: Int[Tensor, " N"]
 ) -> tuple[Tensor, ...] | None:
-    """Build the graph of contacts.
-
-    Args:
-        experiment: The experiment.
-        seed: The seed of the graph.
-        cluster: The cluster of each agent.
-
-    Returns:
-        The neighbours of each agent, or None where every agent may ask all others.
-
-    Raises:
-        ConfigError: If the graph's function fails or returns no valid graph.
-    """
+    """Build the graph of contacts; None where every agent may ask all others."""
     if experiment.agents.graph is None:
         return None
     graph = experiment.agents.graph.bind("graph", topology)
@@ -46,14 +34,7 @@ def build_neighbours(
 def build_algorithm(experiment: Experiment) -> algorithms.Algorithm:
     """Build the algorithm of an experiment.
 
-    Args:
-        experiment: The experiment.
-
-    Returns:
-        The algorithm. Errors in the functions of a user's own algorithm name it.
-
-    Raises:
-        ConfigError: If there is no such algorithm.
+    Errors in the functions of a user's own algorithm name it.
     """
     algorithm = experiment.algorithm.build()
     name = plugins.USER_FUNCTION.get(experiment.algorithm.bind("algorithm", algorithms))
@@ -72,13 +53,9 @@ def build_algorithm(experiment: Experiment) -> algorithms.Algorithm:
 
 
 def user_functions(experiment: Experiment) -> dict[str, list[str]]:
-    """List the functions of users that read models.
+    """List the users' functions that read models: import paths by kind.
 
-    Args:
-        experiment: The experiment.
-
-    Returns:
-        Import paths of attacks, criteria, rules, algorithms and models, by kind.
+    Kinds are attacks, criteria, rules, algorithms and models.
     """
     settings = experiment.settings()
     found: dict[str, list[str]] = {}
@@ -104,11 +81,7 @@ def user_functions(experiment: Experiment) -> dict[str, list[str]]:
 def imported_names(experiment: Experiment) -> list[str]:
     """List all values of an experiment of the form "module:function".
 
-    Args:
-        experiment: The experiment.
-
-    Returns:
-        The sorted values. A value that only looks alike, such as the device "cuda:1", is included.
+    They are sorted. A value that only looks alike, such as the device "cuda:1", is included.
     """
 
     def names(value: Any) -> Iterator[str]:

@@ -50,17 +50,9 @@ _OWNER_TENSORS = ("pool", "test", "validates")
 def load_dataset(experiment: Experiment, data_dir: Path | None) -> Dataset:
     """Load and validate the data set of an experiment.
 
-    Args:
-        experiment: The experiment.
-        data_dir: Folder of downloaded data sets, by default the one of the user.
-
-    Returns:
-        The data set, without gradients.
-
-    Raises:
-        ConfigError: If the data set's function returns something else than a valid data set.
-        DataError: If the files of the data set are missing or damaged, or its test samples have
-            another shape, type or scale than its pool.
+    By default `data_dir` is the user's. The data set has no gradients. Missing or damaged files,
+    and test samples of another shape, type or scale than the pool, are a DataError; an invalid
+    result of the data set's function is a ConfigError.
     """
     function = experiment.data.bind("data set", sets)
     options = {}
@@ -83,17 +75,9 @@ def load_dataset(experiment: Experiment, data_dir: Path | None) -> Dataset:
 
 
 def match_dataset(where: str, dataset: Dataset) -> Dataset:
-    """Check that the pool and the test samples of a data set have one format.
+    """Return a data set with its test samples in the type of the pool.
 
-    Args:
-        where: Name of the data set in messages.
-        dataset: The data set.
-
-    Returns:
-        The data set, its test samples in the type of the pool.
-
-    Raises:
-        DataError: Shapes, types or scales differ.
+    Other differences of shape, type or scale are a DataError.
     """
     pool = dataset.pool
     names = [f"the pool of {where}", "its test set"]
@@ -120,15 +104,7 @@ def _check_class_names(where: str, dataset: Dataset, experiment: Experiment) -> 
 
 
 def check_attack_goal(experiment: Experiment, dataset: Dataset) -> None:
-    """Check that the data set has the classes of the attack.
-
-    Args:
-        experiment: The experiment.
-        dataset: Its data set.
-
-    Raises:
-        ConfigError: If a source or target class does not exist.
-    """
+    """Check that the data set has the classes of the attack."""
     names = dataset.class_names
     goal = attack_goal(experiment)
     meanings: list[str] = []
@@ -159,12 +135,7 @@ def check_attack_goal(experiment: Experiment, dataset: Dataset) -> None:
 def shared_pool(experiment: Experiment, dataset: Dataset) -> Shard:
     """Return the samples that are dealt out to the agents.
 
-    Args:
-        experiment: The experiment.
-        dataset: Its data set.
-
-    Returns:
-        The pool, with the test set where each seed draws its test samples from both.
+    The test set is part of it where each seed draws its test samples from both.
     """
     pool = dataset.pool
     test = dataset.test
@@ -176,16 +147,8 @@ def shared_pool(experiment: Experiment, dataset: Dataset) -> Shard:
 def validate_shard(where: str, shard: Shard, num_classes: int) -> Shard:
     """Validate the samples of a part of a data set.
 
-    Args:
-        where: Name of the part in error messages.
-        shard: The samples and labels.
-        num_classes: Number of classes; 0 where targets are numbers.
-
-    Returns:
-        The samples and labels, detached from gradients.
-
-    Raises:
-        ConfigError: If they are not dense tensors on the CPU of valid type, shape and range.
+    `num_classes` is 0 where targets are numbers. Samples and labels must be dense tensors on the
+    CPU; they are detached from gradients.
     """
     if not isinstance(shard, Shard):
         raise ConfigError(f"{where} is a {type(shard).__name__}, expected a fedcb2o.Shard")
@@ -260,11 +223,7 @@ def _check_owners(where: str, dataset: Dataset) -> None:
 def attack_goal(experiment: Experiment) -> AttackGoal:
     """Return the classes that the attack on data is about.
 
-    Args:
-        experiment: The experiment.
-
-    Returns:
-        Its source and target classes, by the parameters `source` and `target`, or `pairs`.
+    They are given by the parameters `source` and `target`, or `pairs`.
     """
     attack = experiment.attack
     poison = None if attack is None else attack.data_attack
@@ -279,16 +238,9 @@ def _class_labels(values: tuple[object, ...]) -> tuple[int, ...]:
 
 
 def backdoor_trigger(experiment: Experiment) -> Callable[[Tensor], Tensor] | None:
-    """Return the trigger that marks the test samples of a backdoor.
+    """Return the trigger that marks the test samples of a backdoor; None without a backdoor.
 
-    Args:
-        experiment: The experiment.
-
-    Returns:
-        The trigger with the parameters of the attack, or None without a backdoor.
-
-    Raises:
-        ConfigError: If there is no such trigger.
+    The parameters of the attack are bound.
     """
     attack = experiment.attack
     if attack is None or attack.data_attack is None:
@@ -310,11 +262,7 @@ def backdoor_trigger(experiment: Experiment) -> Callable[[Tensor], Tensor] | Non
 def answer_probe(experiment: Experiment) -> Callable[[Shard], Shard] | None:
     """Return the function that gives test samples the answers that an attack on text wants.
 
-    Args:
-        experiment: The experiment.
-
-    Returns:
-        A function of test samples, or None without an attack on text.
+    It is None without an attack on text.
     """
     attack = experiment.attack
     if attack is None or attack.data_attack is None:
@@ -328,16 +276,7 @@ def answer_probe(experiment: Experiment) -> Callable[[Shard], Shard] | None:
 def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Population:
     """Deal the samples out to the agents.
 
-    Args:
-        experiment: The experiment.
-        seed: The seed of the partition.
-        dataset: The data set.
-
-    Returns:
-        The samples of each agent. Where a seed draws its own test samples, `tuning` holds them.
-
-    Raises:
-        ConfigError: If the settings do not fit the data.
+    Where a seed draws its own test samples, `tuning` holds them.
     """
     agents = experiment.agents
     if not dataset.class_names and (agents.split != "random" or agents.skew is not None):
@@ -391,15 +330,7 @@ def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Pop
 def build_view(experiment: Experiment, dataset: Dataset) -> ClusterView:
     """Return the view of each cluster on the samples.
 
-    Args:
-        experiment: The experiment.
-        dataset: Its data set.
-
-    Returns:
-        The transform of the configuration; no change where agents bring their own data.
-
-    Raises:
-        ConfigError: If there is no such transform.
+    Agents that bring their own data see it unchanged.
     """
     if dataset.owners is not None:
         return transforms.unchanged
@@ -444,17 +375,7 @@ def _population_of_owners(
 
 
 def samples_per_agent(experiment: Experiment) -> tuple[int, int]:
-    """Return the numbers of samples that agents hold of a pool.
-
-    Args:
-        experiment: The experiment.
-
-    Returns:
-        The samples of a benign agent, and of a malicious one.
-
-    Raises:
-        ConfigError: If `benign_samples` is missing.
-    """
+    """Return the pool samples of a benign agent, and of a malicious one."""
     benign = experiment.agents.benign_samples
     if benign is None:
         raise ConfigError(
@@ -465,15 +386,7 @@ def samples_per_agent(experiment: Experiment) -> tuple[int, int]:
 
 
 def max_samples(experiment: Experiment, dataset: Dataset) -> int:
-    """Return the largest number of samples that an agent may hold.
-
-    Args:
-        experiment: The experiment.
-        dataset: Its data set.
-
-    Returns:
-        The largest number over all agents.
-    """
+    """Return the largest number of samples that an agent may hold."""
     if dataset.owners is None:
         return max(samples_per_agent(experiment))
     largest = int(torch.bincount(dataset.owners.pool).max())
@@ -490,14 +403,7 @@ def _draw_test_samples(labels: Int[Tensor, " n"], dataset: Dataset, seed: int) -
 
 
 def dataset_tensors(dataset: Dataset) -> dict[str, Tensor]:
-    """Return the tensors of a data set.
-
-    Args:
-        dataset: The data set.
-
-    Returns:
-        Samples, labels and owners by name.
-    """
+    """Return the tensors of a data set."""
     tensors = {
         "pool_x": dataset.pool.x,
         "pool_y": dataset.pool.y,
@@ -513,25 +419,13 @@ def dataset_tensors(dataset: Dataset) -> dict[str, Tensor]:
 def dataset_digest(dataset: Dataset) -> str:
     """Return a checksum of a data set.
 
-    Args:
-        dataset: The data set.
-
-    Returns:
-        The CRC-32 of each tensor in hexadecimal digits, joined by hyphens.
+    It is the CRC-32 of each tensor in hexadecimal digits, joined by hyphens.
     """
     return "-".join(f"{tensor_crc32(tensor):08x}" for tensor in dataset_tensors(dataset).values())
 
 
 def dataset_from_tensors(names: DatasetNames, tensors: Mapping[str, Tensor]) -> Dataset:
-    """Build a data set from its tensors, the inverse of `dataset_tensors`.
-
-    Args:
-        names: Names of classes and owners.
-        tensors: Samples, labels and owners by name.
-
-    Returns:
-        The data set.
-    """
+    """Build a data set from its tensors, the inverse of `dataset_tensors`."""
     pool = Shard(tensors["pool_x"], tensors["pool_y"])
     test = Shard(tensors["test_x"], tensors["test_y"])
     owners = None

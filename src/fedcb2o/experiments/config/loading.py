@@ -84,15 +84,7 @@ _UNION_BRANCHES = ("constrained-int", "constrained-float", "Guards")
 
 
 def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
-    """Describe the first problem of a configuration in one line.
-
-    Args:
-        error: The error of pydantic.
-        table: The configuration.
-
-    Returns:
-        The key, the problem and the cure.
-    """
+    """Describe the first problem of a configuration in one line: key, problem and cure."""
     problem = error.errors()[0]
     path = [str(part) for part in problem["loc"] if part not in _UNION_BRANCHES]
     if path[-2:-1] == ["name"]:  # another branch of a union

@@ -29,17 +29,7 @@ from fedcb2o.rng import stream
 def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int) -> nn.Module:
     """Build a freshly initialised network and check it, and the loss, on two samples.
 
-    Args:
-        experiment: The experiment.
-        seed: The seed of the parameters.
-        dataset: The data set.
-        *key: Further key of the random stream: the id of an agent with a model of its own.
-
-    Returns:
-        The network.
-
-    Raises:
-        ConfigError: If the network cannot be built or does not fit the data.
+    `key` continues the key of the random stream: the id of an agent with a model of its own.
     """
     name = plugins.label(experiment.model.name)
     module = _initialised_module(experiment, seed, dataset, key)
@@ -144,11 +134,7 @@ def _check_output_shape(
 def frozen_bytes(experiment: Experiment) -> int:
     """Return the bytes of a language model's frozen base, which all processes share.
 
-    Args:
-        experiment: The experiment.
-
-    Returns:
-        Bytes; 0 for other models.
+    It is 0 for other models.
     """
     base = _base(experiment)
     return 0 if base is None else pretrained.base_bytes(base)
@@ -157,11 +143,7 @@ def frozen_bytes(experiment: Experiment) -> int:
 def frozen_checksum(experiment: Experiment) -> str:
     """Return the SHA-256 of a language model's frozen base.
 
-    Args:
-        experiment: The experiment.
-
-    Returns:
-        64 hexadecimal digits; an empty text for other models, and for a base without a file.
+    It is empty for other models, and for a base without a file.
     """
     base = _base(experiment)
     return "" if base is None else pretrained.base_checksum(base)
@@ -176,17 +158,7 @@ def _base(experiment: Experiment) -> str | None:
 
 
 def build_loss(experiment: Experiment) -> losses.Loss | None:
-    """Return the loss, or None for the cross-entropy.
-
-    Args:
-        experiment: Experiment with the key `training.loss`, or without it.
-
-    Returns:
-        The loss function with its parameters bound.
-
-    Raises:
-        ConfigError: There is no such loss, or it does not take the parameters.
-    """
+    """Return the loss, or None for the cross-entropy."""
     loss = experiment.training.loss
     if loss is None:
         return None
@@ -198,14 +170,7 @@ def initial_model(
 ) -> Float[Tensor, " d"]:
     """Return the initial model of a checked network.
 
-    Args:
-        experiment: The experiment.
-        seed: The seed of the parameters.
-        dataset: The data set.
-        *key: Further key of the random stream: the id of an agent with a model of its own.
-
-    Returns:
-        The model, shape [d].
+    `key` is that of `build_module`.
     """
     return parameters.flatten(_initialised_module(experiment, seed, dataset, key))
 
@@ -222,13 +187,6 @@ def init_models_(
     All agents have one model, or one each with `agents.initialisation` = "independent". The ids of
     clusters follow those of the agents. Clusters have different models. Where each agent has the
     models of all clusters and the initialisation is common, all agents start with the same ones.
-
-    Args:
-        theta: Rows to fill, shape [a, d].
-        experiment: The experiment.
-        seed: The seed.
-        dataset: The data set.
-        ids: The id of each row.
     """
     is_independent = experiment.agents.initialisation == "independent"
     num_agents = experiment.agents.num_agents
@@ -249,14 +207,5 @@ def init_models_from_tensors_(
     theta: Float[Tensor, "a d"],
     ids: Sequence[int],
 ) -> None:
-    """Fill rows with initial models, as `init_models_` does, from the tensors of the data set.
-
-    Args:
-        experiment: The experiment.
-        seed: The seed.
-        names: Names of classes and owners.
-        tensors: The tensors of the data set.
-        theta: Rows to fill, shape [a, d].
-        ids: The id of each row.
-    """
+    """Fill rows with initial models, as `init_models_` does, from the tensors of the data set."""
     init_models_(theta, experiment, seed, dataset_from_tensors(names, tensors), ids)

@@ -68,21 +68,13 @@ class PreparedSeed:
 
     @property
     def num_persistent_rows(self) -> int:
-        """The rows of a model buffer that outlive a round: agents, then clusters.
-
-        Returns:
-            N, plus the number of cluster models of an algorithm with clusters.
-        """
+        """The rows of a model buffer that outlive a round: agents, then clusters."""
         clusters = self.spec.algorithm.clusters
         num_agents = self.spec.num_agents
         return num_agents + (0 if clusters is None else clusters.num_rows(num_agents))
 
     def scored_samples(self) -> Shard:
-        """Return the samples that agents are scored on.
-
-        Returns:
-            The test set, or samples of the pool that the seed drew.
-        """
+        """Return the samples that agents are scored on: the test set, or the seed's draw."""
         if self.experiment.evaluate_on == "test":
             return self.dataset.test
         pool = shared_pool(self.experiment, self.dataset)
@@ -99,15 +91,7 @@ class PreparedSeed:
     ) -> "PreparedSeed":
         """Return the same seed, computed by other kernels.
 
-        Args:
-            precision: The type of products in training.
-            linear: The kernel of dense layers.
-            layout: The memory layout of images.
-            convolution: The kernel of convolutions.
-            together: The number of agents that train in one program, or None.
-
-        Returns:
-            The seed with these kernels.
+        `together` is the number of agents that train in one program.
         """
         kernels = {
             "linear": linear,
@@ -131,12 +115,7 @@ class PreparedSeed:
     def build_agent_data(self, agents: Sequence[int], device: torch.device) -> AgentData:
         """Return the data of some agents.
 
-        Args:
-            agents: Ids in ascending order.
-            device: The device of the samples.
-
-        Returns:
-            The samples of the agents.
+        Ids are ascending.
         """
         population = self.population
         adversary = self.adversary
@@ -162,13 +141,8 @@ class PreparedSeed:
     ) -> BufferLayout:
         """Return the layout of a model buffer.
 
-        Args:
-            agents: Ids of the agents in the buffer.
-            own_rows: The row of each agent's model.
-            num_persistent_rows: Number of first rows that outlive a round.
-
-        Returns:
-            The layout, with rows for crafted models and for models before the round.
+        The first `num_persistent_rows` rows outlive a round. Rows for crafted models and for models
+        before the round follow.
         """
         crafted = self.adversary.attack.num_published(1, len(self.adversary.benign_ids))
         return BufferLayout.create(
@@ -180,14 +154,7 @@ class PreparedSeed:
         )
 
     def build_agent_group(self, model_buffer: Float[Tensor, "rows d"]) -> AgentGroup:
-        """Return all agents as one group.
-
-        Args:
-            model_buffer: The models, shape [rows, d].
-
-        Returns:
-            The group, on the device of the buffer.
-        """
+        """Return all agents as one group, on the device of the buffer."""
         agents = range(self.spec.num_agents)
         agent_data = self.build_agent_data(agents, model_buffer.device)
         layout = self.build_layout(agents, np.array(agents), self.num_persistent_rows)
@@ -219,20 +186,9 @@ def build_run_spec(
 ) -> RunSpec:
     """Build the specification that all agents of a run share.
 
-    Args:
-        experiment: The experiment.
-        seed: The seed.
-        dataset: A data set with samples like those of the agents.
-        num_agents: Number of agents.
-        malicious_share: The share of attackers that rules assume.
-        max_samples: Largest number of samples that an agent may claim.
-        neighbours: The neighbours of each agent, or None for all others.
-
-    Returns:
-        The specification.
-
-    Raises:
-        ConfigError: If the network does not fit the data.
+    `dataset` only has samples like those of the agents. `malicious_share` is the share of attackers
+    that rules assume, `max_samples` the largest number of samples that an agent may claim. Without
+    `neighbours` agents may ask all others.
     """
     module = build_module(experiment, seed, dataset)
     x = features(dataset.pool.x[:2])
@@ -278,16 +234,7 @@ def build_run_spec(
 def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> PreparedSeed:
     """Build everything that a seed's rounds need, and check it.
 
-    Args:
-        experiment: The experiment.
-        seed: The seed.
-        dataset: The data set of the experiment.
-
-    Returns:
-        The prepared seed.
-
-    Raises:
-        ConfigError: If the experiment does not fit its data.
+    An experiment that does not fit its data is a ConfigError.
     """
     agents = experiment.agents
     population = build_population(experiment, seed, dataset)
@@ -361,13 +308,7 @@ def tensor_specs(
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return types and shapes of the tensors that the processes of a run share.
 
-    Args:
-        dataset: The data set.
-        num_models: Rows of the model buffer.
-        dim: d, the length of a model.
-
-    Returns:
-        Type and shape by name: the models, in rows of whole cache lines, and the data.
+    They are the models, in rows of whole cache lines, and the data.
     """
     specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "models": (torch.float32, (num_models, parameters.row_stride(dim)))
@@ -386,15 +327,8 @@ def build_full_group(
 ) -> AgentGroup:
     """Build the group of all agents from shared tensors.
 
-    Args:
-        experiment: The experiment.
-        seed: The seed.
-        names: Names of classes and owners.
-        dim: d, the length of a model.
-        tensors: The models, under "models", and the tensors of the data set.
-
-    Returns:
-        The group. Its samples are on the device of the models.
+    `tensors` has the models under "models", and the tensors of the data set. The group's samples
+    are on the device of the models.
     """
     prepared = prepare_seed(experiment, seed, dataset_from_tensors(names, tensors))
     return prepared.build_agent_group(tensors["models"][:, :dim])
@@ -409,15 +343,7 @@ def build_group(
 ) -> AgentGroup:
     """Build the group of some agents from the tensors of the data set.
 
-    Args:
-        experiment: The experiment.
-        seed: The seed.
-        names: Names of classes and owners.
-        tensors: The tensors of the data set.
-        agents: Ids in ascending order.
-
-    Returns:
-        The group, with a model buffer of no rows yet.
+    Ids are ascending. The model buffer has no rows yet.
     """
     prepared = prepare_seed(experiment, seed, dataset_from_tensors(names, tensors))
     device = devices.resolve_device(experiment.device)

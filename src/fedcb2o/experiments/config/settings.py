@@ -363,11 +363,7 @@ class Experiment(Section):
     def user_metrics(self) -> dict[str, Callable[..., Any]]:
         """Return the metrics of `metrics` by the names of their columns.
 
-        Returns:
-            Functions of a confusion matrix, by name.
-
-        Raises:
-            ConfigError: If a name is already a column of the records.
+        A name that is already a column of the records is a ConfigError.
         """
         found: dict[str, Callable[..., Any]] = {}
         for component in self.metrics or ():
@@ -404,18 +400,13 @@ class Experiment(Section):
     def attacked(self) -> bool:
         """True if malicious agents attack.
 
-        Returns:
-            False without malicious agents, or if their role is not "attack".
+        False without malicious agents, or if their role is not "attack".
         """
         return self.agents.num_malicious > 0 and self.agents.malicious_role == "attack"
 
     @property
     def active_attack(self) -> Attack:
-        """The attack of the malicious agents; one without effect where they do not attack.
-
-        Returns:
-            The attack as the rounds use it; `Attack()` if no agent attacks.
-        """
+        """The attack of the malicious agents; one without effect where they do not attack."""
         if self.attacked and self.attack is not None:
             return self.attack.build()
         return Attack()
@@ -426,9 +417,6 @@ class Experiment(Section):
 
         That is N + P: a model per agent, and those that attackers craft. There are N more where the
         models before the round are kept, and those of clusters.
-
-        Returns:
-            Number of models, at least N.
         """
         agents = self.agents
         algorithm = self.algorithm.build()
@@ -446,8 +434,7 @@ class Experiment(Section):
     def clean_counterpart(self) -> "Experiment":
         """Return the same experiment with malicious agents that train on true labels.
 
-        Returns:
-            The counterpart, named NAME-clean.
+        Its name is NAME-clean.
         """
         agents = self.agents.model_copy(update={"malicious_role": "clean"})
         description = f"Malicious agents train on true labels: {self.description}"
@@ -461,8 +448,7 @@ class Experiment(Section):
     def local_baseline(self) -> "Experiment":
         """Return the same experiment with agents that train alone, without privacy.
 
-        Returns:
-            The baseline, named NAME-local.
+        Its name is NAME-local.
         """
         names = {
             "name": f"{self.name}-local",
@@ -478,11 +464,7 @@ class Experiment(Section):
         )
 
     def clean_twin(self) -> "Experiment":
-        """Return `clean_counterpart()`, under its former name.
-
-        Returns:
-            The counterpart, named NAME-clean.
-        """
+        """Return `clean_counterpart()`, under its former name."""
         warnings.warn(
             "Experiment.clean_twin is now called clean_counterpart",
             DeprecationWarning,

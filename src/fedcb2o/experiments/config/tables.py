@@ -25,11 +25,7 @@ _MAX_KEY_DEPTH = 20  # the longest key of an experiment has 4 parts
 def to_plain(value: Any) -> Any:
     """Return a value as TOML has it.
 
-    Args:
-        value: A table, list or value, with functions, tensors and arrays in it.
-
-    Returns:
-        The value, with import paths for functions and lists for tensors and arrays.
+    Functions become import paths, tensors and arrays become lists.
     """
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
@@ -57,15 +53,7 @@ def presets() -> dict[str, str]:
 def preset(name: str) -> dict[str, Any]:
     """Return the table of a preset.
 
-    Args:
-        name: The name of the preset.
-
-    Returns:
-        The table, with the preset that it extends worked in. A former preset gives a
-        DeprecationWarning.
-
-    Raises:
-        ConfigError: If there is no such preset. The message names the most similar one.
+    The preset that it extends is worked in. A former preset gives a DeprecationWarning.
     """
     folder = resources.files("fedcb2o.experiments") / "presets"
     path = folder / f"{name}.toml"
@@ -112,14 +100,7 @@ def _former_preset(name: str) -> dict[str, Any] | None:
 
 
 def raise_if_grid_folder(name: str) -> None:
-    """Refuse the folder of a grid, given in place of a configuration.
-
-    Args:
-        name: A name or path.
-
-    Raises:
-        ConfigError: If `name` is the folder of a grid.
-    """
+    """Refuse the folder of a grid, given in place of a configuration."""
     grid = Path(name) / "grid.toml"
     if grid.is_file():
         raise ConfigError(
@@ -131,14 +112,7 @@ def raise_if_grid_folder(name: str) -> None:
 def read_table(path: Path) -> dict[str, Any]:
     """Read the table in a TOML file.
 
-    Args:
-        path: The file.
-
-    Returns:
-        The table, with the preset that it extends worked in.
-
-    Raises:
-        ConfigError: If the file cannot be read or is not TOML.
+    The preset that it extends is worked in.
     """
     try:
         table = records.read_toml(path)
@@ -167,15 +141,9 @@ def _names_of_file(path: Path) -> dict[str, str]:
 def resolve_extends(table: dict[str, Any]) -> dict[str, Any]:
     """Merge a table over the preset that its key `extends` names.
 
-    Args:
-        table: A configuration. Its key `extends` is removed.
-
-    Returns:
-        The merged table, section by section, without the preset's own name and description. Its
-        title is empty unless the table has one: the algorithm decides it.
-
-    Raises:
-        ConfigError: If there is no such preset, or `extends` names a file.
+    The key is removed from `table`. The merge is section by section, without the preset's own name
+    and description. The title is empty unless `table` has one: the algorithm decides it. A file as
+    `extends` is a ConfigError.
     """
     name = table.pop("extends", None)
     if name is None:
@@ -192,13 +160,8 @@ def resolve_extends(table: dict[str, Any]) -> dict[str, Any]:
 def merge(base: Any, value: Any) -> Any:
     """Merge a value over another.
 
-    Args:
-        base: The value below.
-        value: The value above.
-
-    Returns:
-        The merged table where both are tables, else `value`. A table that names another function
-        than `base` replaces it.
+    Tables are merged, any other value replaces `base`. So does a table that names another function
+    than `base`.
     """
     if not (isinstance(base, Mapping) and isinstance(value, Mapping)):
         return value
@@ -210,16 +173,7 @@ def merge(base: Any, value: Any) -> Any:
 def apply_changes(table: dict[str, Any], changes: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a table with new values for some keys.
 
-    Args:
-        table: The configuration.
-        changes: New values by dotted key, such as {"algorithm.alpha": 2}.
-        where: Name of the configuration in error messages.
-
-    Returns:
-        The changed table.
-
-    Raises:
-        ConfigError: If a key has too many parts.
+    Keys are dotted, such as {"algorithm.alpha": 2}.
     """
     for key, value in changes.items():
         path = key.split(".")
@@ -232,13 +186,7 @@ def apply_changes(table: dict[str, Any], changes: Mapping[str, Any], where: str)
 def with_value(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
     """Return a table with a new value at a path of keys.
 
-    Args:
-        table: The configuration.
-        path: One or more keys. A function's name on the way becomes a table with that `name`.
-        value: The new value.
-
-    Returns:
-        The changed table.
+    A function's name on the way becomes a table with that `name`.
     """
     head, *rest = path
     if not rest:
@@ -256,14 +204,7 @@ def with_value(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dic
 def parse_value(text: str) -> Any:
     """Parse the value of `--set key=value`.
 
-    Args:
-        text: A value in TOML, or a plain word.
-
-    Returns:
-        The value; text that is no TOML value as a string.
-
-    Raises:
-        ConfigError: If the value has too many digits or levels.
+    Text that is no TOML value is a string. A value with too many digits or levels is a ConfigError.
     """
     try:
         table = tomllib.loads(f"value = {text}")

@@ -28,11 +28,7 @@ _NAMES = {
 def algorithm_title(algorithm: AlgorithmSection) -> str:
     """Return the title of a run: its algorithm, and the parameters that differ from its defaults.
 
-    Args:
-        algorithm: The algorithm.
-
-    Returns:
-        A title such as "FedCB2O (text, T_G = 20)".
+    Such as "FedCB2O (text, T_G = 20)".
     """
     given = dict(algorithm.parameters)
     name = plugins.label(algorithm.name)

@@ -22,16 +22,7 @@ _Choices = dict[StrengthKey, dict[str, Any]]
 def read_choices(folder: Path, plan: Grid) -> _Choices:
     """Read the choices in strengths.json.
 
-    Args:
-        folder: Folder of the grid.
-        plan: The grid.
-
-    Returns:
-        The choices by setting, defence and attack.
-
-    Raises:
-        RunError: If a choice was made over other strengths or seeds.
-        DamagedError: If the file is damaged.
+    A choice that was made over other strengths or seeds is a RunError.
     """
     path = folder / _FILE
     recorded: _Choices = {}
@@ -56,11 +47,7 @@ def read_choices(folder: Path, plan: Grid) -> _Choices:
 def worst_strengths(choices: Mapping[StrengthKey, Mapping[str, Any]]) -> dict[StrengthKey, int]:
     """Return the chosen strengths.
 
-    Args:
-        choices: The choices in strengths.json.
-
-    Returns:
-        The number of the strength for each setting, defence and attack, from 0.
+    Strengths are numbers from 0.
     """
     return {key: choice["worst"] for key, choice in choices.items()}
 
@@ -71,16 +58,9 @@ def choose(
     """Choose a strength for each attack without a choice, and write strengths.json.
 
     The harm is the attack success rate where an attack has a target, else one minus the accuracy,
-    as a mean over seeds. Of equal strengths the first is chosen.
-
-    Args:
-        folder: Folder of the grid, with the runs of all strengths.
-        plan: The grid.
-        choices: The choices that were made; new ones are added.
-        errors: The messages of runs that failed, by folder.
-
-    Returns:
-        The reason for each attack without a choice, which failed at all strengths.
+    as a mean over seeds. Of equal strengths the first is chosen. New choices are added to
+    `choices`. `errors` has the messages of runs that failed, by folder. Returns the reason for each
+    attack without a choice, which failed at all strengths.
     """
     tried: dict[StrengthKey, list[dict[str, Any]]] = {}
     failed: dict[StrengthKey, str] = {}

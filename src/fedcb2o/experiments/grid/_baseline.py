@@ -30,13 +30,6 @@ def baseline_table(experiment: Experiment, role: BaselineRole) -> Changes:
 
     The effect of the attack is measured as in the experiment. An agent whose budget exceeds the
     number of remaining peers asks all of them.
-
-    Args:
-        experiment: The attacked experiment.
-        role: The role of the malicious agents.
-
-    Returns:
-        The baseline as a table.
     """
     table = experiment.model_dump(exclude_unset=True, exclude={"title", "description", "attack"})
     agents = experiment.agents.model_copy(update={"malicious_role": role})
@@ -52,12 +45,8 @@ def baseline_table(experiment: Experiment, role: BaselineRole) -> Changes:
 def goal_of_attack(experiment: Experiment) -> Changes | None:
     """Return the attack on data with the goal of an experiment's attack, and nothing else.
 
-    Args:
-        experiment: The experiment.
-
-    Returns:
-        An attack with the sources, targets and trigger; equal for equal goals. None where the
-        attack reduces the accuracy alone.
+    It has the sources, targets and trigger, and is equal for equal goals. None means that the
+    attack reduces the accuracy alone.
     """
     poison = None if experiment.attack is None else experiment.attack.data_attack
     if poison is None:

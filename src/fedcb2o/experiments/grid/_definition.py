@@ -88,12 +88,7 @@ class AdversarySection(Section):
 
 
 class Grid(Section):
-    """A grid, with the keys of its experiment in `shared`.
-
-    Attributes:
-        shared: The keys that all cells share.
-        added_candidates: Candidates by defence, added to those of the file.
-    """
+    """A grid, with the keys of its experiment in `shared`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     title: str = ""
@@ -105,16 +100,14 @@ class Grid(Section):
     attacks: Annotated[dict[str, Changes], Field(min_length=1)]
     tuning: TuningSection | None = None
     adversary: AdversarySection | None = None
+    # The keys that all cells share.
     shared: Changes
+    # Candidates by defence, added to those of the file.
     added_candidates: dict[str, list[Changes]] = Field(default_factory=dict)
     _cache: dict[str, Experiment] = PrivateAttr(default_factory=dict)
 
     def to_table(self) -> dict[str, Any]:
-        """Return the grid as plain values, its preset worked in.
-
-        Returns:
-            The content of `grid.toml`.
-        """
+        """Return the grid as plain values for `grid.toml`, its preset worked in."""
         table = self.model_dump(
             exclude={"shared", "added_candidates"}, exclude_none=True, exclude_defaults=True
         )
@@ -125,19 +118,14 @@ class Grid(Section):
     def seeds(self) -> list[int]:
         """The seeds of every cell.
 
-        Returns:
-            Seeds in the order of the file; the default of an experiment if the file has no `seeds`.
+        They are in the order of the file, by default those of an experiment.
         """
         return list(self.shared.get("seeds", Experiment.model_fields["seeds"].default))
 
     def seeds_of(self, defence: str) -> list[int]:
         """Return the seeds of a defence.
 
-        Args:
-            defence: Its name.
-
-        Returns:
-            Its own `seeds`, where a few are enough, else those of the grid.
+        Its own `seeds`, where a few are enough, come before those of the grid.
         """
         return list(self.defences[defence].get("seeds", self.seeds))
 
@@ -145,9 +133,7 @@ class Grid(Section):
     def candidates(self) -> dict[str, list[Changes]]:
         """The candidates of each tuned defence: those of the file, then the added ones.
 
-        Returns:
-            Changes of each candidate, in the order of their numbers, by defence. Defences without
-            `tune` are left out.
+        Candidates are in the order of their numbers. Defences without `tune` are left out.
         """
         found = {}
         for name, entry in self.defences.items():
@@ -159,8 +145,7 @@ class Grid(Section):
     def strengths(self) -> dict[str, list[Changes]]:
         """The strengths of each attack that has several.
 
-        Returns:
-            Changes of each strength, in the order of their numbers, by attack.
+        Strengths are in the order of their numbers.
         """
         attacks = self.attacks.items()
         return {name: entry["strengths"] for name, entry in attacks if "strengths" in entry}
@@ -174,14 +159,7 @@ class Grid(Section):
 
         Cells share baselines where they differ only in the attack, and the attacks have equal
         goals. The folder of a baseline does not depend on the candidate, nor any folder on the
-        strength.
-
-        Args:
-            candidates: The chosen candidate of each tuned defence, from 0.
-            strengths: The chosen strength of each attack, from 0.
-
-        Returns:
-            The cells.
+        strength. Numbers of `candidates` and `strengths`, the chosen ones, count from 0.
         """
         found: dict[str, Cell] = {}
         for setting, defence, attack in product(self.settings or [""], self.defences, self.attacks):
@@ -214,11 +192,7 @@ class Grid(Section):
         return cells
 
     def trials(self) -> list["Cell"]:
-        """Return every run that the choice among candidates needs.
-
-        Returns:
-            A run per defence, candidate and attack of the tuning.
-        """
+        """Return a run per defence, candidate and attack for the choice among candidates."""
         cells = []
         for defence, candidates in self.candidates.items():
             for number in range(len(candidates)):
@@ -229,13 +203,9 @@ class Grid(Section):
         return cells
 
     def probes(self, candidates: Mapping[str, int] | None = None) -> list["Cell"]:
-        """Return every run that the choice among strengths needs.
+        """Return a run per setting, defence, attack and strength for the choice among strengths.
 
-        Args:
-            candidates: The chosen candidate of each tuned defence, from 0.
-
-        Returns:
-            A run per setting, defence, attack and strength.
+        Numbers of `candidates`, the chosen ones, count from 0.
         """
         if self.adversary is None:
             return []
@@ -254,14 +224,7 @@ class Grid(Section):
         return cells
 
     def strength_key(self, key: "CellKey") -> StrengthKey:
-        """Return the key under which the strength of a cell's attack is chosen.
-
-        Args:
-            key: The key of the cell.
-
-        Returns:
-            Setting, defence and attack.
-        """
+        """Return the key under which the strength of a cell's attack is chosen."""
         setting = key.setting
         if self.adversary is not None and self.adversary.setting:
             setting = self.adversary.setting
@@ -271,8 +234,7 @@ class Grid(Section):
     def tuning_setting(self) -> str:
         """The setting in which candidates are compared.
 
-        Returns:
-            `tuning.setting`, else the first setting of the grid, else "".
+        It is `tuning.setting`, else the first setting of the grid, else "".
         """
         if self.tuning is not None and self.tuning.setting:
             return self.tuning.setting
@@ -282,8 +244,7 @@ class Grid(Section):
     def tuning_attacks(self) -> dict[str, Changes]:
         """The attacks that candidates are compared against. A table without a name is numbered.
 
-        Returns:
-            Changes by attack, in the order of the file; empty without a `tuning` section.
+        They are in the order of the file, and empty without a `tuning` section.
         """
         found: dict[str, Changes] = {}
         if self.tuning is None:
@@ -312,18 +273,7 @@ class Grid(Section):
     ) -> Experiment:
         """Return the experiment of one cell.
 
-        Args:
-            setting: Name of the setting, or "".
-            defence: Name of the defence.
-            attack: Name of the attack.
-            candidate: Number of the defence's candidate, from 0.
-            strength: Number of the attack's strength, from 0.
-
-        Returns:
-            The experiment.
-
-        Raises:
-            ConfigError: If it is not valid. The message names the entries of the grid.
+        `candidate` and `strength` are numbers from 0. A ConfigError names the entries of the grid.
         """
         key = CellKey(setting, defence, attack, candidate, strength)
         final = {"seeds": self.seeds_of(defence)}
@@ -384,31 +334,25 @@ def _changes_of_entry(axis: str, entry: Changes) -> Changes:
 
 @dataclass(frozen=True)
 class CellKey:
-    """The position of a run in a grid.
-
-    Attributes:
-        setting: Name of the setting, or "".
-        defence: Name of the defence.
-        attack: Name of the attack; None for a baseline.
-        candidate: Number of the defence's candidate, from 0.
-        strength: Number of the attack's strength, from 0.
-        baseline_of: For a baseline, the attack and the role of the malicious agents.
-    """
+    """The position of a run in a grid."""
 
     setting: str
     defence: str
+    # Name of the attack; None for a baseline.
     attack: str | None
+    # Number of the defence's candidate, from 0.
     candidate: int | None = None
+    # Number of the attack's strength, from 0.
     strength: int | None = None
+    # For a baseline, the attack and the role of the malicious agents.
     baseline_of: str = ""
 
     @property
     def slugs(self) -> list[str]:
         """The parts of its folder and of its experiment's name.
 
-        Returns:
-            Slugs of setting, defence, candidate, attack and strength, as far as they exist. Numbers
-            count from 1.
+        They are of setting, defence, candidate, attack and strength, as far as they exist. Numbers
+        count from 1.
         """
         parts = [slug(name) for name in (self.setting, self.defence) if name]
         if self.candidate is not None:
@@ -422,9 +366,7 @@ class CellKey:
     def title(self) -> str:
         """The name in messages.
 
-        Returns:
-            Setting, defence, candidate, attack and strength, as far as they exist, separated by
-            commas. Numbers count from 1.
+        Its parts are those of `slugs`, separated by commas.
         """
         parts = [self.setting, self.defence]
         if self.candidate is not None:
@@ -437,18 +379,12 @@ class CellKey:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a grid.
+    """One run of a grid."""
 
-    Attributes:
-        kind: The kind of the run; "tuning" for a choice of a candidate or a strength.
-        key: The position in the grid.
-        folder: The folder in that of the grid.
-        experiment: The experiment.
-        baseline: Name of the folders of its baselines.
-    """
-
+    # The kind of the run; "tuning" for a choice of a candidate or a strength.
     kind: Literal["cell", "clean", "removed", "tuning"]
     key: CellKey
+    # The folder in that of the grid.
     folder: str
     experiment: Experiment
     baseline: str | None = None

@@ -26,33 +26,19 @@ class TimeEstimate:
     """
 
     def __init__(self, jobs: int) -> None:
-        """Create an estimate.
-
-        Args:
-            jobs: Number of processes.
-        """
+        """Create an estimate."""
         self.jobs = jobs
         self.seconds: dict[tuple[str, str], list[float]] = {}
         self.pending: dict[str, tuple[Cell, int]] = {}
 
     def add(self, cell: Cell, seeds: int) -> None:
-        """Add a cell that will be run.
-
-        Args:
-            cell: The cell.
-            seeds: Number of its seeds.
-        """
+        """Add a cell that will be run."""
         self.pending[cell.folder] = cell, seeds
 
     def finish(self, cell: Cell, seconds: float | None) -> float | None:
-        """Record that a cell has ended.
+        """Record that a cell has ended; return the seconds of one of its seeds.
 
-        Args:
-            cell: The cell.
-            seconds: Its time; None if it failed.
-
-        Returns:
-            The seconds of one of its seeds.
+        A cell that failed has no seconds.
         """
         _, seeds = self.pending.pop(cell.folder)
         if seconds is None:
@@ -61,22 +47,14 @@ class TimeEstimate:
         return seconds / seeds
 
     def record(self, cell: Cell, seconds: float) -> None:
-        """Record the time of a seed.
-
-        Args:
-            cell: The cell.
-            seconds: The seconds of one of its seeds.
-        """
+        """Record the time of a seed."""
         self.seconds.setdefault((cell.key.setting, cell.key.defence), []).append(seconds)
 
     def weight(self, cell: Cell) -> float:
         """Return the priority of a cell.
 
-        Args:
-            cell: The cell.
-
-        Returns:
-            Its expected seconds; infinity where nothing is known of its defence.
+        It is the expected seconds; infinity where nothing is known of its defence, so that it
+        starts first.
         """
         seconds = self.seconds.get((cell.key.setting, cell.key.defence))
         if seconds is None:
@@ -84,11 +62,7 @@ class TimeEstimate:
         return fmean(seconds) * self.pending[cell.folder][1]
 
     def remaining(self) -> float | None:
-        """Return the expected time until the last cell has ended.
-
-        Returns:
-            The seconds, or None where nothing is known.
-        """
+        """Return the expected seconds until the last cell has ended; None if unknown."""
         if not self.seconds:
             return None
         mean = fmean(value for values in self.seconds.values() for value in values)
@@ -103,11 +77,7 @@ class GridProgress:
     """A display of the finished cells, the running cells and the remaining time."""
 
     def __init__(self, console: Console | None = None) -> None:
-        """Create the display.
-
-        Args:
-            console: The terminal, by default standard error.
-        """
+        """Create the display, by default on standard error."""
         self.console = console or Console(stderr=True)
         self.total = 0
         self.done = 0
@@ -132,34 +102,19 @@ class GridProgress:
         self._bar.stop()
 
     def start(self, total: int, done: int) -> None:
-        """Show the size of the grid.
-
-        Args:
-            total: Number of cells.
-            done: Number of cells that were done before.
-        """
+        """Show the size of the grid and the number of cells that were done before."""
         self.add(total, done)
         if done and not self.console.is_terminal:
             self._print(f"{done} of {total} cells were done before")
 
     def add(self, total: int, done: int) -> None:
-        """Add cells.
-
-        Args:
-            total: Number of new cells.
-            done: Number of these that were done before.
-        """
+        """Add cells, of which `done` were done before."""
         self.total += total
         self.done += done
         self._bar.update(self._task, total=self.total, completed=self.done)
 
     def refresh(self, remaining: float | None, running: Sequence[Cell]) -> None:
-        """Show the running cells, on a terminal.
-
-        Args:
-            remaining: Expected seconds, if known.
-            running: The running cells.
-        """
+        """Show the running cells and the expected seconds, on a terminal."""
         names = "; ".join(cell.key.title for cell in running)
         status = ": ".join(filter(None, [_format_remaining(remaining), names]))
         self._bar.update(self._task, status=status)
@@ -167,14 +122,7 @@ class GridProgress:
     def finish(
         self, cell: Cell, seconds: float, error: str | None, remaining: float | None
     ) -> None:
-        """Show that a cell has ended.
-
-        Args:
-            cell: The cell.
-            seconds: Its time.
-            error: Why it failed, if it did.
-            remaining: Expected seconds for the others, if known.
-        """
+        """Show that a cell has ended."""
         self.done += error is None
         self._bar.update(self._task, completed=self.done)
         if error is not None:
@@ -193,14 +141,7 @@ class GridProgress:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration for a reader.
-
-    Args:
-        seconds: The duration.
-
-    Returns:
-        A text such as "8 s", "12 min" or "3.5 h".
-    """
+    """Format a duration for a reader, such as "8 s", "12 min" or "3.5 h"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     if seconds < 6000:

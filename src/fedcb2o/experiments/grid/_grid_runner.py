@@ -325,13 +325,8 @@ class _GridState:
     def record(self, cell: Cell, seconds: float | None, error: str | None) -> None:
         """Record the end of a cell: the seconds of each seed, or its error.
 
-        Args:
-            cell: The cell that has ended.
-            seconds: Seconds of each seed; None if they are not known.
-            error: Error message; None after success, which removes an earlier error.
-
-        Raises:
-            RunError: cells.json cannot be written.
+        Seconds are those of each seed; None if they are not known. A success removes an earlier
+        error.
         """
         self.cells[cell.folder] = cell
         self.errors.pop(cell.folder, None)
@@ -342,11 +337,7 @@ class _GridState:
         self.write()
 
     def write(self) -> None:
-        """Replace cells.json. Trials come first, sorted, so that added ones have their place.
-
-        Raises:
-            RunError: The file cannot be written.
-        """
+        """Replace cells.json. Trials come first, sorted, so that added ones have their place."""
         lines = []
         for folder in sorted(self.cells, key=self._order):
             cell = self.cells[folder]
@@ -373,14 +364,8 @@ class _GridState:
     def missing_seeds(self, cell: Cell) -> list[int]:
         """Return the seeds of a cell that have not ended or are not whole.
 
-        Args:
-            cell: A cell of the grid, which need not have begun.
-
-        Returns:
-            Seeds in the order of the experiment; every seed if config.toml is missing or damaged.
-
-        Raises:
-            RunError: config.toml cannot be read now.
+        The cell need not have begun. Every seed is missing if config.toml is missing or damaged;
+        one that cannot be read now is a RunError.
         """
         folder = self.folder / cell.folder
         seeds = cell.experiment.seeds
@@ -444,14 +429,7 @@ class _GridScheduler:
         progress.start(total, total - len(self.estimate.pending))
 
     def add(self, cells: Sequence[Cell]) -> None:
-        """Add those of some cells that are new.
-
-        Args:
-            cells: Cells. Known cells are ignored.
-
-        Raises:
-            RunError: A file of the grid cannot be read or written now.
-        """
+        """Add those of some cells that are new."""
         new = [cell for cell in cells if cell.folder not in self.state.cells]
         self.state.cells.update({cell.folder: cell for cell in new})
         self.state.write()
@@ -462,22 +440,11 @@ class _GridScheduler:
         self.progress.add(len(new), len(new) - len(self.pending(new)))
 
     def pending(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Return those of some cells that have not ended.
-
-        Args:
-            cells: Cells to select from.
-
-        Returns:
-            The pending cells, in the given order.
-        """
+        """Return those of some cells that have not ended."""
         return [cell for cell in cells if cell.folder in self.estimate.pending]
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run the pending cells: one of each defence first, then the longest.
-
-        Args:
-            cells: Cells to run. Cells that have ended are ignored.
-        """
+        """Run the pending cells: one of each defence first, then the longest."""
         queue = {cell.folder: cell for cell in self.pending(cells)}
         running: dict[str, Cell] = {}
 
@@ -499,9 +466,7 @@ class _GridScheduler:
     def fail_pending(self, cells: Sequence[Cell], reason: Callable[[CellKey], str | None]) -> None:
         """Record the failure of pending cells for which there is a reason.
 
-        Args:
-            cells: Cells to inspect.
-            reason: Returns the error message of a cell, or None for a cell that may run.
+        `reason` returns the error message of a cell, or None for a cell that may run.
         """
         for cell in self.pending(cells):
             message = reason(cell.key)
@@ -511,10 +476,7 @@ class _GridScheduler:
     def finish(self, cell: Cell, seconds: float, error: str | None) -> None:
         """Record the end of a cell.
 
-        Args:
-            cell: A pending cell.
-            seconds: Duration of the run of the cell in seconds, over all seeds that were missing.
-            error: Error message, or None after success.
+        `seconds` is the duration over all seeds that were missing.
         """
         per_seed = self.estimate.finish(cell, None if error else seconds)
         self.state.record(cell, per_seed, error)

@@ -29,16 +29,7 @@ _Scores = list[dict[str, list[float]] | None]
 def read_choices(folder: Path, plan: Grid) -> dict[str, Any]:
     """Read the choices in tuning.json.
 
-    Args:
-        folder: Folder of the grid.
-        plan: The grid.
-
-    Returns:
-        The choice of each of the grid's defences that has one.
-
-    Raises:
-        RunError: If a choice was made over other candidates, attacks or seeds.
-        DamagedError: If the file is damaged.
+    A choice that was made over other candidates, attacks or seeds is a RunError.
     """
     path = folder / "tuning.json"
     recorded = {}
@@ -63,25 +54,13 @@ def read_choices(folder: Path, plan: Grid) -> dict[str, Any]:
 def best_candidates(choices: Mapping[str, Any]) -> dict[str, int]:
     """Return the chosen candidates.
 
-    Args:
-        choices: The choices in tuning.json.
-
-    Returns:
-        The number of the candidate of each defence, from 0.
+    Candidates are numbers from 0.
     """
     return {defence: choice["best"] for defence, choice in choices.items()}
 
 
 def with_added_candidates(plan: Grid, choices: Mapping[str, Any]) -> Grid:
-    """Return the grid with the candidates that were added for the choices.
-
-    Args:
-        plan: The grid as its file has it.
-        choices: The choices in tuning.json.
-
-    Returns:
-        The extended grid.
-    """
+    """Return the grid with the candidates that were added for the choices."""
     added = {}
     for defence, choice in choices.items():
         given = len(plan.candidates[defence])
@@ -92,14 +71,8 @@ def with_added_candidates(plan: Grid, choices: Mapping[str, Any]) -> Grid:
 def extend(folder: Path, plan: Grid, choices: Mapping[str, Any], errors: Mapping[str, str]) -> Grid:
     """Add a candidate for each defence whose best one so far is at an end.
 
-    Args:
-        folder: Folder of the grid, with the runs of all candidates.
-        plan: The grid.
-        choices: The choices that were made.
-        errors: The messages of runs that failed, by folder.
-
-    Returns:
-        The extended grid; the same object where no candidate is added.
+    Without an addition it returns the same grid object. `errors` has the messages of runs that
+    failed, by folder.
     """
     if plan.tuning is None:
         return plan
@@ -115,16 +88,11 @@ def extend(folder: Path, plan: Grid, choices: Mapping[str, Any], errors: Mapping
 
 
 def extrapolate(candidates: Sequence[Changes], scores: Sequence[float | None]) -> Changes | None:
-    """Return the candidate beyond the best one.
+    """Return the candidate beyond the best one; None where the best has two neighbours.
 
-    Args:
-        candidates: The candidates, which differ in one number.
-        scores: The score of each; None for one that could not run.
-
-    Returns:
-        A candidate as far from the best as that is from its neighbour, as a ratio where both
-        numbers are above 0. None where the best has two neighbours, or candidates differ in more
-        than one number.
+    It is as far from the best as that is from its neighbour, as a ratio where both numbers are
+    above 0. None is also for candidates that differ in more than one number. A candidate that could
+    not run has the score None.
     """
     known = [score for score in scores if score is not None]
     if not known:
@@ -169,16 +137,9 @@ def choose(
 
     The score of a run is its accuracy minus its attack success rate; the latter is 0 where an
     attack has no target. `tuning.score` says how the scores of a candidate's runs are combined. Of
-    equal candidates the first is chosen.
-
-    Args:
-        folder: Folder of the grid, with the runs of all candidates.
-        plan: The grid.
-        choices: The choices that were made; new ones are added.
-        errors: The messages of runs that failed, by folder.
-
-    Returns:
-        The reason for each defence without a choice, all of whose candidates failed.
+    equal candidates the first is chosen. New choices are added to `choices`. `errors` has the
+    messages of runs that failed, by folder. Returns the reason for each defence without a choice,
+    all of whose candidates failed.
     """
     unfit: dict[str, str] = {}
     pending = [defence for defence in plan.candidates if defence not in choices]
@@ -205,14 +166,10 @@ def choose(
 def _candidate_scores(
     scores: _Scores, best: Mapping[str, float] | None = None
 ) -> list[float | None]:
-    """Return the score of each candidate.
+    """Return the score of each candidate: the mean over attacks and seeds.
 
-    Args:
-        scores: Scores of the candidates' runs.
-        best: Best mean of any candidate by attack, for the worst regret; None for the mean.
-
-    Returns:
-        The mean over attacks and seeds, or minus the worst regret over attacks.
+    With `best`, the best mean of any candidate by attack, it is minus the worst regret over
+    attacks.
     """
     found: list[float | None] = []
     for by_attack in scores:
@@ -301,18 +258,7 @@ def _seed_scores(folder: Path, seeds: Sequence[int]) -> list[float]:
 
 
 def seed_summaries(folder: Path, seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Read the summaries of a run that has ended.
-
-    Args:
-        folder: Folder of the run.
-        seeds: Its seeds.
-
-    Returns:
-        The summary of each seed.
-
-    Raises:
-        DamagedError: If one is missing or damaged.
-    """
+    """Read the summaries of a run that has ended."""
     run = records.Run(folder)
     summaries = []
     for seed in seeds:

@@ -44,31 +44,20 @@ MIN_STORE_BYTES = 2**28  # of Ray's object store
 
 @dataclass(frozen=True)
 class ClusterBackend:
-    """A Ray cluster as the place of a run.
-
-    Attributes:
-        address: Address of the cluster.
-        blocks: Number of groups of agents; None for one per processor.
-        memory: Bytes that each node gives; None for its free memory.
-    """
+    """A Ray cluster as the place of a run."""
 
     address: str
+    # Number of groups of agents; None for one per processor.
     blocks: int | None = None
+    # Bytes that each node gives; None for its free memory.
     memory: int | None = None
 
     @contextlib.contextmanager
     def connect(self, prepared: Sequence[PreparedSeed]) -> Iterator[None]:
         """Connect to the cluster, if there are seeds to run.
 
-        Args:
-            prepared: The seeds to run.
-
-        Yields:
-            None, while this process is connected.
-
-        Raises:
-            ConfigError: If Ray is missing, or a setting is not for clusters.
-            RunError: If the cluster cannot be reached, or a node lacks memory.
+        A setting that is not for clusters is a ConfigError; a node without enough memory is a
+        RunError.
         """
         if not prepared:
             yield
@@ -93,15 +82,7 @@ class ClusterBackend:
     def place(self, prepared: PreparedSeed, folder: Path) -> "Placement":
         """Distribute the agents over the nodes of the cluster.
 
-        Args:
-            prepared: The seed.
-            folder: Folder of the seed.
-
-        Returns:
-            The node of each group of agents.
-
-        Raises:
-            RunError: If a node lacks memory, or no node has the device.
+        A RunError says that a node lacks memory, or that no node has the device.
         """
         from fedcb2o.ray_backend._placement import list_nodes, place_groups
         from fedcb2o.ray_backend._sharding import shard_agents
@@ -128,15 +109,7 @@ class ClusterBackend:
 
     @contextlib.contextmanager
     def open_engine(self, prepared: PreparedSeed, placement: "Placement") -> Iterator["RayEngine"]:
-        """Open the engine of a seed.
-
-        Args:
-            prepared: The seed.
-            placement: The node of each group of agents.
-
-        Yields:
-            The engine.
-        """
+        """Open the engine of a seed."""
         from fedcb2o.ray_backend._engine import RayEngine
         from fedcb2o.ray_backend._placement import start_workers
 
@@ -153,12 +126,7 @@ class ClusterBackend:
             yield engine
 
     def init_models(self, engine: "RayEngine", prepared: PreparedSeed) -> None:
-        """Set the initial models of all agents.
-
-        Args:
-            engine: The engine of the seed.
-            prepared: The seed.
-        """
+        """Set the initial models of all agents."""
         names = prepared.dataset.names
         fill = functools.partial(
             init_models_from_tensors_, prepared.experiment, prepared.seed, names
@@ -168,12 +136,7 @@ class ClusterBackend:
     def status(self, placement: "Placement", measured: Mapping[str, Any]) -> str:
         """Describe the traffic and the slowest group of the last round.
 
-        Args:
-            placement: The node of each group of agents.
-            measured: The traffic of the last round; empty before the first.
-
-        Returns:
-            The text, to follow the phase of a round.
+        The text follows the phase of a round. `measured` is empty before the first round.
         """
         if not measured:
             return ""
@@ -185,11 +148,7 @@ class ClusterBackend:
     def traffic(self, engine: "RayEngine") -> dict[str, Any]:
         """Return the traffic of the last round, and reset its counters.
 
-        Args:
-            engine: The engine of the seed.
-
-        Returns:
-            Bytes between groups and nodes, and the seconds of each group.
+        It has the bytes between groups and nodes, and the seconds of each group.
         """
         actors = engine.actors
         measured = {
@@ -204,11 +163,7 @@ class ClusterBackend:
 
 
 def log_other_processors(nodes: "Iterable[Node]") -> None:
-    """Log the nodes with other processors than this machine, which may round differently.
-
-    Args:
-        nodes: The nodes.
-    """
+    """Log the nodes with other processors than this machine, which may round differently."""
     here = _resources.processor_model()
     others = {node.id: node.model for node in nodes if node.model != here}
     if others:
@@ -224,54 +179,30 @@ def log_other_processors(nodes: "Iterable[Node]") -> None:
 
 @dataclass(frozen=True)
 class Placement:
-    """The agents of each group, and its node.
-
-    Attributes:
-        shares: Ids of the agents of each group.
-        nodes: The node of each group.
-        fewer_note: Why there are fewer groups than requested, or "".
-        folder: None, since the models are in memory.
-    """
+    """The agents of each group, and its node."""
 
     shares: list[list[int]]
     nodes: "list[Node]"
+    # Why there are fewer groups than requested, or "".
     fewer_note: str = ""
+    # None, since the models are in memory.
     folder: None = None
 
     @classmethod
     def from_shares(cls, shares: "Sequence[list[int]]", nodes: "Sequence[Node]") -> "Placement":
-        """Return the placement of the groups that have agents.
-
-        Args:
-            shares: Ids of the agents of each group.
-            nodes: The node of each group.
-
-        Returns:
-            The placement.
-        """
+        """Return the placement of the groups that have agents."""
         placed = [(share, node) for share, node in zip(shares, nodes, strict=False) if share]
         return cls([share for share, _ in placed], [node for _, node in placed])
 
     @property
     def processes(self) -> int:
-        """The number of processes.
-
-        Returns:
-            Number of groups, since each group has one process.
-        """
+        """The number of processes, one per group."""
         return len(self.shares)
 
     def check(self, prepared: PreparedSeed, node: "Node", memory: int, *, local: bool) -> None:
         """Check that a node has the memory for its groups.
 
-        Args:
-            prepared: The seed.
-            node: The node.
-            memory: Bytes that it gives.
-            local: Whether the object store is part of that memory.
-
-        Raises:
-            RunError: If memory or object store are too small.
+        `memory` is in bytes. `local` means that the object store is part of it.
         """
         rows, stored = self.required_bytes(prepared, node)
         groups = pluralize(self.nodes.count(node), "block")
@@ -291,13 +222,8 @@ class Placement:
     def required_bytes(self, prepared: PreparedSeed, node: "Node") -> tuple[int, int]:
         """Return the memory that a node needs.
 
-        Args:
-            prepared: The seed.
-            node: The node.
-
-        Returns:
-            Bytes of processes and models; bytes of the object store for the data, for loaned rows
-            and for copies of rows of other nodes.
+        The second number is that of the object store, for the data, for loaned rows and for copies
+        of rows of other nodes. The first one is for processes and models.
         """
         from fedcb2o.ray_backend._sharding import max_received
         from fedcb2o.ray_backend._transfers import OBJECT_OVERHEAD_BYTES
@@ -352,11 +278,7 @@ def _explain_fewer(
 def check_device(device: str | None) -> None:
     """Check that a device may be used on a cluster.
 
-    Args:
-        device: The device of an experiment.
-
-    Raises:
-        ConfigError: If it is one of several of a machine, such as "cuda:1".
+    One of several devices of a machine, such as "cuda:1", is a ConfigError.
     """
     if device is not None and ":" in device:
         kind = device.split(":")[0]
@@ -364,15 +286,7 @@ def check_device(device: str | None) -> None:
 
 
 def check_process_memory(memory: int | None, prepared: PreparedSeed) -> None:
-    """Check that a limit of memory is large enough for one process.
-
-    Args:
-        memory: The limit in bytes, or None.
-        prepared: A seed of the run.
-
-    Raises:
-        RunError: If it is too small.
-    """
+    """Check that a limit of memory is large enough for one process."""
     least = PROCESS_BYTES + 12 * prepared.spec.dim
     if memory is not None and memory < least:
         raise RunError(
@@ -382,11 +296,7 @@ def check_process_memory(memory: int | None, prepared: PreparedSeed) -> None:
 
 
 def require_ray() -> None:
-    """Check that Ray is installed, in a version that works.
-
-    Raises:
-        ConfigError: If it is not. The message names the extra.
-    """
+    """Check that Ray is installed, in a version that works."""
     if find_spec("ray") is None:
         raise ConfigError(
             "a cluster needs the extra, of which ray is missing: pip install 'fedcb2o[cluster]'"
@@ -401,27 +311,12 @@ def require_ray() -> None:
 
 
 def pluralize(count: int, word: str) -> str:
-    """Return a count with its noun, such as "1 node" or "2 nodes".
-
-    Args:
-        count: The number.
-        word: The noun in the singular.
-
-    Returns:
-        The text.
-    """
+    """Return a count with its noun, such as "1 node" or "2 nodes"."""
     return f"{count} {word}{'s' * (count != 1)}"
 
 
 def processor_unit(device: str | None) -> str:
-    """Return the word for the processors that a run occupies.
-
-    Args:
-        device: The device of an experiment.
-
-    Returns:
-        "processor" for the CPU, else "GPU".
-    """
+    """Return "processor" for the CPU, else "GPU", for messages."""
     return "processor" if is_cpu(device) else "GPU"
 
 

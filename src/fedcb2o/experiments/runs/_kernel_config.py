@@ -22,17 +22,10 @@ _DEFAULTS = {"linear": "torch", "layout": "contiguous", "convolution": "grouped"
 
 
 def choose_kernels(folder: Path, prepared: PreparedSeed) -> dict[str, Any]:
-    """Choose the kernels of a seed.
+    """Choose `precision`, `linear`, `layout`, `convolution` and `together` of a seed.
 
-    Args:
-        folder: Folder of the seed, with the kernels that it began with, if it has begun.
-        prepared: The seed.
-
-    Returns:
-        The values of `precision`, `linear`, `layout`, `convolution` and `together`.
-
-    Raises:
-        RunError: If this PyTorch lacks a kernel.
+    A seed that has begun keeps those recorded in its folder. It is a RunError if this PyTorch lacks
+    one.
     """
     choice = _KernelChoice(folder, prepared)
     precision = choice.precision()
@@ -71,13 +64,7 @@ class _KernelChoice:
     def resolve(self, name: str, fastest: Callable[[], Any]) -> Any:
         """Return the experiment's value, else the recorded one, else the fastest.
 
-        Args:
-            name: Key of the experiment: "linear", "layout", "convolution" or "together".
-            fastest: Returns the fastest value. It is called only if the experiment has no value and
-                there is no record.
-
-        Returns:
-            The value of the key.
+        `fastest` is called only if the experiment has no value and there is no record.
         """
         requested = getattr(self.experiment, name)
         if requested is not None:
@@ -87,11 +74,7 @@ class _KernelChoice:
         return self.recorded.get(name, _DEFAULTS[name])
 
     def precision(self) -> Any:
-        """Return the recorded precision, else the one that this machine supports.
-
-        Returns:
-            Name of the precision, such as "float32".
-        """
+        """Return the recorded precision, else the one that this machine supports."""
         requested = self.experiment.training.precision
         if self.recorded is None:
             return _autotune.supported_precision(requested, self.device)
@@ -100,9 +83,8 @@ class _KernelChoice:
     def fastest_linear(self) -> LinearKernel:
         """Return the fastest kernel of dense layers.
 
-        Returns:
-            "torch" or "onednn" on the CPU, the latter for large layers alone; "batched" on another
-            device.
+        It is "torch" or "onednn" on the CPU, the latter for large layers alone, and "batched" on
+        another device.
         """
         if self.experiment.training.privacy is not None:
             return "torch"
@@ -113,12 +95,7 @@ class _KernelChoice:
     def fastest_layout(self, precision: Any) -> memory_layout.MemoryLayout:
         """Return the faster layout on the CPU. vmap supports only one for some layers.
 
-        Args:
-            precision: Precision of products in the timing.
-
-        Returns:
-            "contiguous" or "channels_last"; "contiguous" on another device, or if `together`
-            is set.
+        It is "contiguous" on another device, or if `together` is set.
         """
         is_batched = self.experiment.together is not None
         if self.device.type != "cpu" or is_batched or self.experiment.training.privacy is not None:
@@ -128,12 +105,8 @@ class _KernelChoice:
     def fastest_convolution(self, precision: Any, layout: Any) -> ConvolutionKernel:
         """Return the fastest kernel of convolutions.
 
-        Args:
-            precision: Precision of products in the timing.
-            layout: Memory layout of images in the timing, used on the CPU only.
-
-        Returns:
-            "grouped" or "fourier" on the CPU; "grouped", "unfolded" or "mixed" on another device.
+        It is "grouped" or "fourier" on the CPU, where `layout` is that of images in the timing. On
+        another device it is "grouped", "unfolded" or "mixed".
         """
         together = self.experiment.together
         if self.experiment.training.privacy is not None:
@@ -154,12 +127,8 @@ class _KernelChoice:
     def largest_batch(self, convolution: ConvolutionKernel) -> int | None:
         """Return the number of agents in one program; None for small dense networks on the CPU.
 
-        Args:
-            convolution: Kernel of convolutions, on which the memory of an agent depends.
-
-        Returns:
-            None on the CPU; else the number that the device's memory allows, at most the number of
-            agents.
+        On another device it is the number that memory allows, at most that of agents. The memory of
+        an agent depends on `convolution`.
         """
         return None if self.device.type == "cpu" else self._max_agents(convolution)
 

@@ -21,40 +21,19 @@ from fedcb2o.simulation.local_engine import LocalEngine
 
 @dataclass(frozen=True)
 class LocalBackend:
-    """The place of a run on one machine.
+    """The place of a run on one machine."""
 
-    Attributes:
-        workers: Number of processes; None for a choice by the work and the memory.
-        memory: Bytes that the run may take; None for the free memory.
-    """
-
+    # Number of processes; None for a choice by the work and the memory.
     workers: int | None
+    # Bytes that the run may take; None for the free memory.
     memory: int | None
 
     def connect(self, prepared: Sequence[PreparedSeed]) -> contextlib.AbstractContextManager[None]:
-        """Return a context without effect, as no cluster is needed.
-
-        Args:
-            prepared: The seeds to run.
-
-        Returns:
-            The context.
-        """
+        """Return a context without effect, as no cluster is needed."""
         return contextlib.nullcontext()
 
     def place(self, prepared: PreparedSeed, folder: Path) -> MemoryPlan:
-        """Plan the memory of a seed.
-
-        Args:
-            prepared: The seed.
-            folder: Folder of the seed.
-
-        Returns:
-            The place of the models and the number of processes.
-
-        Raises:
-            RunError: If the models do not fit.
-        """
+        """Plan the memory of a seed."""
         dim = prepared.spec.dim
         return plan_memory(
             prepared.experiment, prepared.dataset, dim, self.workers, self.memory, folder
@@ -62,49 +41,21 @@ class LocalBackend:
 
     @contextlib.contextmanager
     def open_engine(self, prepared: PreparedSeed, plan: MemoryPlan) -> Iterator[LocalEngine]:
-        """Open the engine of a seed.
-
-        Args:
-            prepared: The seed.
-            plan: The place of the models and the number of processes.
-
-        Yields:
-            The engine.
-        """
+        """Open the engine of a seed."""
         with contextlib.ExitStack() as stack:
             yield open_local_engine(stack, prepared, plan)
 
     def init_models(self, engine: LocalEngine, prepared: PreparedSeed) -> None:
-        """Fill the rows of all agents and clusters with their initial models.
-
-        Args:
-            engine: The engine of the seed.
-            prepared: The seed.
-        """
+        """Fill the rows of all agents and clusters with their initial models."""
         rows = engine.group.models[: prepared.num_persistent_rows]
         init_models_(rows, prepared.experiment, prepared.seed, prepared.dataset, range(len(rows)))
 
     def status(self, plan: MemoryPlan, measured: Mapping[str, Any]) -> str:
-        """Return an empty text, as there is no traffic to show.
-
-        Args:
-            plan: The place of the models.
-            measured: The traffic of the last round.
-
-        Returns:
-            The text.
-        """
+        """Return an empty text, as there is no traffic to show."""
         return ""
 
     def traffic(self, engine: LocalEngine) -> dict[str, Any]:
-        """Return an empty table, as there is no traffic to record.
-
-        Args:
-            engine: The engine of the seed.
-
-        Returns:
-            The table.
-        """
+        """Return an empty table, as there is no traffic to record."""
         return {}
 
 
@@ -113,13 +64,8 @@ def open_local_engine(
 ) -> LocalEngine:
     """Open the engine of a seed on this machine.
 
-    Args:
-        stack: Receives the shared memory, to be released with it.
-        prepared: The seed.
-        plan: The place of the models and the number of processes.
-
-    Returns:
-        The engine, with models in memory or in a mapped file.
+    `stack` receives the shared memory, to be released with it. Models are in memory or in a mapped
+    file.
     """
     experiment = prepared.experiment
     dataset = prepared.dataset

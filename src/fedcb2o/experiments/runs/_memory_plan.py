@@ -41,20 +41,15 @@ for _power, _prefix in enumerate("kmgt", start=1):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The processes, the memory and the place of the models of a run.
-
-    Attributes:
-        processes: Number of processes.
-        model_bytes: Bytes of the models.
-        other_bytes: Bytes of data and processes.
-        folder: Folder of the models' file; None for models in memory.
-        columns_per_mix: Number of columns in the file that each process mixes at once.
-    """
+    """The processes, the memory and the place of the models of a run."""
 
     processes: int
     model_bytes: int
+    # Bytes of data and processes.
     other_bytes: int
+    # Folder of the models' file; None for models in memory.
     folder: Path | None = None
+    # Number of columns in the file that each process mixes at once.
     columns_per_mix: int | None = None
 
     def __str__(self) -> str:
@@ -75,22 +70,10 @@ def plan_memory(
     """Plan the place of the models and the number of processes.
 
     Models on another device than the CPU stay there. Others are in memory where they fit, else on
-    disk. For memory, which is far faster, up to half of the processes are given up.
-
-    Args:
-        experiment: The experiment.
-        dataset: Its data set.
-        dim: d, the length of a model.
-        count: Number of processes; None for the number that is worth it and fits.
-        memory: Bytes that the run may take; None for the free memory.
-        folder: Folder of the seed.
-
-    Returns:
-        The plan.
-
-    Raises:
-        RunError: If the models fit neither in memory nor on disk. The message names the number of
-            agents or processes that would fit.
+    disk. For memory, which is far faster, up to half of the processes are given up. `count`
+    processes, or by default the number that is worth it and fits, share `memory` bytes, by default
+    the free memory. The message of a RunError names the number of agents or processes that would
+    fit.
     """
     most = _default_workers(experiment, dataset, dim) if count is None else count
     needs = _Needs(experiment, dataset, dim)
@@ -162,26 +145,15 @@ class _Needs:
         self.mix_bytes = self.column_bytes * min(dim, REDUCTION_TILE_COLUMNS)
 
     def other_bytes(self, processes: int) -> int:
-        """Return the bytes of data and processes.
-
-        Args:
-            processes: Number of processes, from 1.
-
-        Returns:
-            Bytes without the models.
-        """
+        """Return the bytes of data and processes."""
         shared = PROCESS_BYTES + self.data_bytes if processes > 1 else 0
         private = processes * (PROCESS_BYTES + self.training_bytes)
         return self.data_bytes + self.frozen_bytes + private + shared
 
     def disk_bytes(self, folder: Path) -> int:
-        """Return the bytes on disk, checkpoints included.
+        """Return the bytes on disk: a file of models and one or two checkpoints.
 
-        Args:
-            folder: Folder of the seed, which may hold a checkpoint.
-
-        Returns:
-            Bytes of a file of models and of one or two checkpoints.
+        The folder of the seed may hold a checkpoint already.
         """
         has_checkpoint = (folder / checkpoint.FILE).exists()
         is_saved_once = self.experiment.checkpoint_every >= self.experiment.rounds
@@ -189,11 +161,7 @@ class _Needs:
         return self.model_bytes + self.num_agents * self.row_bytes * checkpoints
 
     def check_address_space(self) -> None:
-        """Raise RunError where a limit of addresses is too small for the models.
-
-        Raises:
-            RunError: Models, data and training need more addresses than the process may map.
-        """
+        """Raise RunError where a limit of addresses is too small for the models."""
         available = _resources.free_address_space()
         if self.model_bytes + self.data_bytes + self.training_bytes > available:
             raise RunError(
@@ -205,14 +173,9 @@ class _Needs:
     def largest_fit(self, left: int, processes: int, disk: int, disk_bytes: int) -> str:
         """Return the advice of a plan that does not fit.
 
-        Args:
-            left: Bytes of memory that data and processes leave.
-            processes: Number of processes, from 1.
-            disk: Free bytes on disk.
-            disk_bytes: Bytes that the run needs on disk.
-
-        Returns:
-            Number of agents that would fit, or another advice if at most one agent would fit.
+        `left` bytes of memory remain for models, `disk` bytes on disk are free, and
+        `disk_bytes` are needed. It names the number of agents that would fit, or says another cure
+        if at most one would.
         """
         by_mixing = left * self.num_agents // (processes * self.mix_bytes)
         by_disk = disk * self.num_agents // disk_bytes
@@ -239,14 +202,7 @@ def _default_workers(experiment: Experiment, dataset: Dataset, dim: int) -> int:
 def clip_workers(requested: int, tasks: int, task_word: str, processors: int | None = None) -> int:
     """Limit a number of processes to the processors and the tasks, with a log message.
 
-    Args:
-        requested: Number of processes.
-        tasks: Number of tasks.
-        task_word: Word for the tasks in the message, in the plural.
-        processors: Number of processors, by default those of this machine.
-
-    Returns:
-        The number of processes.
+    `task_word` is a plural. By default `processors` is that of this machine.
     """
     processors = processors or _resources.available_processors()
     largest = max(1, min(processors, tasks))
@@ -265,15 +221,7 @@ def clip_workers(requested: int, tasks: int, task_word: str, processors: int | N
 def parse_size(text: str | int) -> int:
     """Convert a size to bytes.
 
-    Args:
-        text: A size such as "24GiB" (or "24G", 24 * 1024^3) or "500 MB" (500 * 1000^2), in upper or
-            lower case.
-
-    Returns:
-        The number of bytes.
-
-    Raises:
-        ConfigError: If the text is not a size.
+    Such as "24GiB" (or "24G", 24 * 1024^3) or "500 MB" (500 * 1000^2), in upper or lower case.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower())
     if match is None or match[2] not in _SIZE_UNITS or len(match[1]) > 20:

@@ -26,10 +26,8 @@ class Progress:
     ) -> None:
         """Create the display.
 
-        Args:
-            console: The terminal, by default standard error.
-            every: Seconds between two lines where there is no terminal.
-            verbose: Whether `log` prints.
+        By default it is standard error. Without a terminal there are `every` seconds between two
+        lines. `verbose` makes `log` print.
         """
         self.console = console or Console(stderr=True)
         self.every = every
@@ -57,36 +55,19 @@ class Progress:
         self._bars.stop()
 
     def __call__(self, experiment: Experiment, seed: int, line: Mapping[str, Any]) -> None:
-        """Show that a round is done.
-
-        Args:
-            experiment: The experiment.
-            seed: The seed.
-            line: The metrics record of the round.
-        """
+        """Show that a round is done."""
         done = int(line["round"])
         if "accuracy" in line:
             self._scores[experiment.name, seed] = done, _format_scores(line)
         self._show(experiment, seed, done, "", now=done == experiment.rounds)
 
     def log(self, line: str) -> None:
-        """Print a line if the display is verbose.
-
-        Args:
-            line: The text.
-        """
+        """Print a line if the display is verbose."""
         if self.verbose:
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def phase(self, experiment: Experiment, seed: int, n: int, phase: str) -> None:
-        """Show the phase of the current round.
-
-        Args:
-            experiment: The experiment.
-            seed: The seed.
-            n: The round, counted from 1.
-            phase: The phase.
-        """
+        """Show the phase of the current round n, counted from 1."""
         is_first = (experiment.name, seed) not in self._tasks
         self._show(experiment, seed, n - 1, phase, now=is_first)
 

@@ -24,15 +24,7 @@ def write_provenance(
     kernels: Mapping[str, Any],
     device: torch.device,
 ) -> None:
-    """Write environment.json, agents.json and, for images, samples.safetensors.
-
-    Args:
-        folder: Folder of the seed.
-        prepared: The seed.
-        workers: Number of processes.
-        kernels: The chosen kernels.
-        device: The device of the models.
-    """
+    """Write environment.json, agents.json and, for images, samples.safetensors."""
     write_environment(folder, prepared.seed, workers, kernels, device)
     records.atomic_write(folder / "agents.json", records.to_json(_participants(prepared)))
     if prepared.dataset.pool.x.ndim == 4:
@@ -120,15 +112,7 @@ def write_environment(
     kernels: Mapping[str, Any],
     device: torch.device,
 ) -> None:
-    """Write environment.json: versions, machine and kernels.
-
-    Args:
-        folder: Folder of the seed.
-        seed: The seed.
-        workers: Number of processes.
-        kernels: The chosen kernels.
-        device: The device of the models.
-    """
+    """Write environment.json: versions, machine and kernels."""
     environment = {
         "seed": seed,
         **_versions(device),
@@ -150,12 +134,7 @@ def _versions(device: torch.device) -> dict[str, Any]:
 def describe_changed_versions(folder: Path, device: torch.device) -> str:
     """Describe the versions that changed since a seed began.
 
-    Args:
-        folder: Folder of the seed.
-        device: The device of the models.
-
-    Returns:
-        A text such as "torch 2.5.0, now 2.6.0"; empty where nothing changed.
+    Such as "torch 2.5.0, now 2.6.0"; empty where nothing changed.
     """
     path = folder / ENVIRONMENT
     if not path.exists():

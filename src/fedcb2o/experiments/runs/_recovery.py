@@ -22,14 +22,8 @@ _SUMMARY = "summary.json"
 def has_ended(folder: Path, rounds: int, *, whole: bool = False) -> bool:
     """Return whether a seed has run all rounds.
 
-    Args:
-        folder: Folder of the seed.
-        rounds: Number of rounds.
-        whole: Whether to verify each file too. Of the checkpoint, which may be large, only the size
-            is compared.
-
-    Returns:
-        True if the manifest says so, and the files are whole.
+    `whole` verifies each file too. Of the checkpoint, which may be large, only the size is
+    compared.
     """
     try:
         manifest = Manifest.read(folder)
@@ -45,19 +39,9 @@ def has_ended(folder: Path, rounds: int, *, whole: bool = False) -> bool:
 
 
 def verify_seed(folder: Path, rounds: int) -> Manifest | None:
-    """Verify the files of a seed.
+    """Verify the files of a seed; return its manifest, or None if it has not begun.
 
     Logs that still grow are verified where the seed is resumed.
-
-    Args:
-        folder: Folder of the seed.
-        rounds: Number of rounds of the run.
-
-    Returns:
-        The manifest, or None if the seed has not begun.
-
-    Raises:
-        DamagedError: If a file is damaged or missing.
     """
     manifest = Manifest.read(folder)
     if manifest is None:
@@ -75,11 +59,7 @@ def verify_seed(folder: Path, rounds: int) -> Manifest | None:
 
 
 def write_summary(folder: Path) -> None:
-    """Write a seed's summary.json from its records.
-
-    Args:
-        folder: Folder of the seed.
-    """
+    """Write a seed's summary.json from its records."""
     seed = int(folder.name.removeprefix("seed-"))
     scores = records.summary(Run(folder.parent).records_of(seed))
     content = records.to_json({str(name): scores[name].iloc[0] for name in scores})

@@ -49,54 +49,41 @@ _Files = Mapping[str, Bytes]
 
 @dataclass(frozen=True)
 class RemoteJob:
-    """The seeds of an experiment to run on a node.
+    """The seeds of an experiment to run on a node."""
 
-    Attributes:
-        experiment: The experiment, with the seeds of this job.
-        names: Names of the classes and owners of the data set.
-        dtypes: The types of its tensors.
-        memory: Bytes that the job may take; None for the free memory.
-        checkpoint_interval: Seconds between two transfers of files.
-        sends_rounds: Whether updates contain the records of rounds.
-        local_folder: The folder that receives the files, as messages name it.
-    """
-
+    # The experiment, with the seeds of this job.
     experiment: Experiment
+    # Names of the classes and owners of the data set.
     names: DatasetNames
     dtypes: Mapping[str, torch.dtype]
+    # Bytes that the job may take; None for the free memory.
     memory: int | None
+    # Seconds between two transfers of files.
     checkpoint_interval: float
+    # Whether updates contain the records of rounds.
     sends_rounds: bool
+    # The folder that receives the files, as messages name it.
     local_folder: str
 
 
 @dataclass(frozen=True)
 class JobUpdate:
-    """One progress update of a remote job.
+    """One progress update of a remote job."""
 
-    Attributes:
-        rounds: The finished rounds: seed and metrics record.
-        files: The changed files.
-        stderr: Text on standard error, and log messages.
-        result: In the last update, elapsed seconds and the error, if any.
-    """
-
+    # The finished rounds: seed and metrics record.
     rounds: Sequence[tuple[int, Mapping[str, Any]]] = ()
+    # The changed files.
     files: _Files = field(default_factory=dict)
+    # Text on standard error, and log messages.
     stderr: str = ""
+    # In the last update, elapsed seconds and the error, if any.
     result: tuple[float, str | None] | None = None
 
 
 def execute(job: RemoteJob, files: _Files, arrays: Mapping[str, Bytes]) -> Iterator[JobUpdate]:
     """Run a job.
 
-    Args:
-        job: The job.
-        files: The files of its run, from which it continues.
-        arrays: The tensors of the data set as bytes.
-
-    Yields:
-        Its updates.
+    It continues from the files of its run. `arrays` are the tensors of the data set.
     """
     with _temporary_folder() as folder:
         write_files(folder, files)
@@ -146,13 +133,7 @@ class _JobThread:
         self._report(files, (time.monotonic() - self._started, message))
 
     def on_round(self, experiment: Experiment, seed: int, line: Mapping[str, Any]) -> None:
-        """Report a round after some time, if the last update was sent.
-
-        Args:
-            experiment: Experiment of the job.
-            seed: Seed of the round.
-            line: Metrics record of the round.
-        """
+        """Report a round after some time, if the last update was sent."""
         if self.job.sends_rounds:
             self.rounds.append((seed, line))
         now = time.monotonic()
@@ -217,11 +198,7 @@ def _temporary_folder() -> Iterator[Path]:
 def format_error(error: BaseException) -> str:
     """Format an error as one line.
 
-    Args:
-        error: The error.
-
-    Returns:
-        The message. For an error of the program or of a user's function, its type and place too.
+    It is the message. For an error of the program or of a user's function, its type and place too.
     """
     line = " ".join(str(error).split())
     if isinstance(error, FedCB2OError):
@@ -237,13 +214,9 @@ def format_error(error: BaseException) -> str:
 def file_stamps(folder: Path) -> dict[Path, tuple[int, ...]]:
     """Return the files of a run in a folder, with stamps that change with every write.
 
-    Other files are left out: a user's notes, or the models of a killed process.
-
-    Args:
-        folder: The folder.
-
-    Returns:
-        Inode, size and time of modification, by path.
+    Other files are left out: a user's notes, or the models of a killed process. A stamp is inode,
+    size and time of modification. Other files are left out: a user's notes, or the models of a
+    killed process.
     """
     stamps: dict[Path, tuple[int, ...]] = {}
     for path in folder.rglob("*"):
@@ -254,25 +227,13 @@ def file_stamps(folder: Path) -> dict[Path, tuple[int, ...]]:
 
 
 def read_bytes(path: Path) -> Bytes:
-    """Read a file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its bytes as an array.
-    """
+    """Read a file."""
     content: Bytes = np.fromfile(path, np.uint8)
     return content
 
 
 def write_files(folder: Path, files: _Files) -> None:
-    """Write files into a run's folder, so that a run can resume after a kill at any moment.
-
-    Args:
-        folder: The folder.
-        files: The contents, by path in the folder.
-    """
+    """Write files into a run's folder, so that a run can resume after a kill at any moment."""
     for name in sorted(files, key=_write_order):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         records.atomic_write(folder / name, files[name].tofile)
@@ -287,27 +248,13 @@ def _write_order(name: str) -> tuple[int, str]:
 
 
 def dataset_bytes(dataset: Dataset) -> dict[str, Bytes]:
-    """Return the tensors of a data set as bytes, since NumPy lacks some types of PyTorch.
-
-    Args:
-        dataset: The data set.
-
-    Returns:
-        The bytes, by name.
-    """
+    """Return the tensors of a data set as bytes, since NumPy lacks some types of PyTorch."""
     tensors = dataset_tensors(dataset)
     return {name: x.contiguous().view(torch.uint8).numpy() for name, x in tensors.items()}
 
 
 def dataset_dtypes(dataset: Dataset) -> dict[str, torch.dtype]:
-    """Return the types of the tensors of a data set.
-
-    Args:
-        dataset: The data set.
-
-    Returns:
-        The types, by name.
-    """
+    """Return the types of the tensors of a data set."""
     return {name: tensor.dtype for name, tensor in dataset_tensors(dataset).items()}
 
 

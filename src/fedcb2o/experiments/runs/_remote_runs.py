@@ -82,11 +82,8 @@ class RemoteExecutor:
     ) -> None:
         """Send the data sets to the cluster.
 
-        Args:
-            tasks: The tasks of the cluster.
-            processors: Number of processors or GPUs.
-            sets: The data sets.
-            memory: Bytes that a run may take; None for the free memory.
+        `processors` are processors or GPUs. `memory` is the bytes that a run may take, by default
+        the free memory.
         """
         self.tasks = tasks
         self.processors = processors
@@ -105,15 +102,10 @@ class RemoteExecutor:
         *,
         is_locked: bool = False,
     ) -> None:
-        """Run or continue experiments.
+        """Run or continue experiments, each with its id and its folder.
 
-        Args:
-            count: Number of runs at once.
-            runs: The id, the experiment and the folder of each run.
-            on_result: Called with the id, the seconds and the error of each ended run.
-            on_idle: Called every second.
-            on_round: Called after each finished round.
-            is_locked: Whether the caller holds the locks of the folders.
+        `on_result` gets the id, the seconds and the error of each ended run. `on_idle` is called
+        every second. `is_locked` means that the caller holds the locks of the folders.
         """
         with contextlib.ExitStack() as locks:
             batch = _Batch(locks, on_result, on_round, is_locked)
@@ -175,12 +167,8 @@ class _Batch(Generic[_JobId]):
     ) -> Iterator[_Run[_JobId]]:
         """Yield the runs whose folders can be opened, one at a time.
 
-        Args:
-            runs: The id, the experiment and the folder of each run.
-
-        Yields:
-            Runs with open folders, locked by this batch unless the caller holds the locks. A run
-            whose folder cannot be opened ends with its error instead.
+        They are locked by this batch unless the caller holds the locks. A run whose folder cannot
+        be opened ends with its error instead.
         """
         for job_id, (experiment, folder) in runs:
             lock = self._locks.enter_context(contextlib.ExitStack())
@@ -195,12 +183,7 @@ class _Batch(Generic[_JobId]):
                 yield run
 
     def receive(self, run: _Run[_JobId], update: JobUpdate) -> None:
-        """Write the files of an update, and pass its messages on.
-
-        Args:
-            run: The run of the update.
-            update: Changed files, messages, finished rounds and, in the last update, the result.
-        """
+        """Write the files of an update, and pass its messages on."""
         from fedcb2o.ray_backend._code_shipping import localize_paths
 
         write_files(run.folder, update.files)
@@ -216,14 +199,9 @@ class _Batch(Generic[_JobId]):
             self._end(run, (seconds, error and localize_paths(error)))
 
     def on_failure(self, run: _Run[_JobId], error: RunError) -> bool:
-        """Return whether a run that failed is retried.
+        """Return whether a run that failed continues; otherwise it has ended.
 
-        Args:
-            run: The run that failed.
-            error: Error of its task; only a `WorkerLostError` is retried.
-
-        Returns:
-            True if the run continues. Otherwise it has ended.
+        Only a `WorkerLostError` is retried.
         """
         if run.ended:
             return False
@@ -250,21 +228,10 @@ def connect_executor(
     datasets: _DataSets,
     memory: int | None = None,
 ) -> Iterator[RemoteExecutor | None]:
-    """Connect to a cluster, and print its size.
+    """Connect to a cluster, and print its size; None without an address.
 
-    Args:
-        address: Address of the cluster, or None.
-        description: The work, in the message.
-        experiments: The experiments to run. Nodes without their functions or devices are left out.
-        datasets: The data sets of the experiments.
-        memory: Bytes that a run may take; None for the free memory.
-
-    Yields:
-        The executor; None without an address.
-
-    Raises:
-        ConfigError: If Ray is missing, or a device cannot be used on a cluster.
-        RunError: If the cluster cannot be reached, or no node is suitable.
+    Nodes without the functions or devices of the experiments are left out. `description` is the
+    work, in the message. `memory` is the bytes that a run may take, by default the free memory.
     """
     if address is None:
         yield None

@@ -33,16 +33,8 @@ def metrics_record(
     """Return the record of a round in metrics.jsonl.
 
     `malicious_weight` is the weight in m_j, before the mixing factor. The share in the new model is
-    that weight times the factor.
-
-    Args:
-        goal: Source and target classes of the attack.
-        malicious: Whether each agent is malicious, shape [N].
-        result: The round.
-        user_metrics: Further metrics, by the names of their columns.
-
-    Returns:
-        Lists over agents by name: losses, weights, numbers of answers, and scores if evaluated.
+    that weight times the factor. It has lists over agents by name: losses, weights, numbers of
+    answers, and scores if evaluated.
     """
     decisions = result.decisions
     own_loss = decisions.own_loss.tolist()
@@ -72,12 +64,7 @@ def metrics_record(
 def check_user_metrics(user_metrics: Mapping[str, Metric], num_classes: int) -> None:
     """Check the metrics of an experiment on a confusion matrix of ones, before a run begins.
 
-    Args:
-        user_metrics: Metrics by the names of their columns.
-        num_classes: Number of classes; 0 where targets are numbers.
-
-    Raises:
-        ConfigError: If a metric returns no number, or there are no classes.
+    `num_classes` is 0 where targets are numbers, which is a ConfigError.
     """
     if user_metrics and num_classes < 2:
         raise ConfigError("`metrics` need classes, and the data have none: leave them out")
@@ -113,15 +100,11 @@ def _malicious_weights(
 def pairs_record(result: Round) -> dict[str, Any]:
     """Return the record of a round in pairs.jsonl.
 
-    Args:
-        result: The round.
-
-    Returns:
-        Per agent the peers that it asked, the models that it received and their weights. `before`
-        is the weight of the agent's model before the round, and `f` the number of attackers that
-        its rule assumed; both are left out where no agent has one. `too_far`, `too_near` and
-        `too_sensitive` list the senders of models that the guards did not admit; they are left out
-        where there are none.
+    It has per agent the peers that it asked, the models that it received and their weights.
+    `before` is the weight of the agent's model before the round, and `f` the number of attackers
+    that its rule assumed; both are left out where no agent has one. `too_far`, `too_near` and
+    `too_sensitive` list the senders of models that the guards did not admit; they are left out
+    where there are none.
     """
     decisions = result.decisions
     weights = np.array(_rounded(decisions.weights))

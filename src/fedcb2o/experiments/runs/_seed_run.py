@@ -123,15 +123,7 @@ def run_seeds_locally(
 ) -> None:
     """Run the seeds of an experiment in this process alone.
 
-    Args:
-        experiment: The experiment.
-        dataset: Its data set.
-        folder: Folder of the run, locked.
-        memory: Bytes that the run may take; None for the free memory.
-        watch: Called after every round.
-
-    Raises:
-        FedCB2OError: If a seed cannot be run.
+    The folder is locked. `memory` is the bytes that the run may take, by default the free memory.
     """
     seeds = [validate_seed(experiment, seed, dataset) for seed in experiment.seeds]
     backend = LocalBackend(1, memory)
@@ -140,19 +132,7 @@ def run_seeds_locally(
 
 
 def validate_seed(experiment: Experiment, seed: int, dataset: Dataset) -> PreparedSeed:
-    """Prepare a seed and check the functions of users that its rounds call.
-
-    Args:
-        experiment: The experiment.
-        seed: The seed.
-        dataset: The data set of the experiment.
-
-    Returns:
-        The prepared seed.
-
-    Raises:
-        ConfigError: If the settings do not fit each other or the data.
-    """
+    """Prepare a seed and check the functions of users that its rounds call."""
     prepared = prepare_seed(experiment, seed, dataset)
     module = prepared.spec.module
     if (experiment.together or 1) > 1:
@@ -171,14 +151,7 @@ def run_seed_with_retries(
 ) -> None:
     """Run a seed on a cluster, and retry where a part of the cluster is lost.
 
-    Args:
-        prepared: The seed.
-        folder: Folder of the seed.
-        backend: The cluster.
-        watch: Called after every round.
-
-    Raises:
-        WorkerLostError: If a part is lost `MAX_RETRIES` times from one checkpoint.
+    A part that is lost `MAX_RETRIES` times from one checkpoint is a WorkerLostError.
     """
     losses = 0
     known = -1
@@ -200,17 +173,7 @@ def run_seed_with_retries(
 def run_seed(
     prepared: PreparedSeed, folder: Path, backend: Backend[P, E], watch: RoundCallback
 ) -> None:
-    """Run a seed from its last checkpoint, or from the start, to the last round.
-
-    Args:
-        prepared: The seed.
-        folder: Folder of the seed.
-        backend: This machine or a cluster.
-        watch: Called after every round.
-
-    Raises:
-        RunError: If the seed cannot be started, continued or finished.
-    """
+    """Run a seed from its last checkpoint, or from the start, to the last round."""
     experiment = prepared.experiment
     manifest = verify_seed(folder, experiment.rounds)
     if manifest is not None and manifest.has_finished(experiment.rounds):
@@ -328,16 +291,8 @@ def run_algorithm(
 ) -> Iterator[Round]:
     """Run the rounds of Algorithm 1, or those of an algorithm with models of clusters.
 
-    Args:
-        engine: The engine of the seed; its models change in place.
-        state: State of all agents.
-        start: First round.
-        stop: Round after the last one.
-        evaluate_every: Number of rounds between two evaluations; 0 for no evaluation.
-        on_phase: Receives the round and its phase.
-
-    Returns:
-        The rounds.
+    `stop` is the round after the last one. The models of the engine change in place.
+    `evaluate_every` is in rounds; 0 means no evaluation.
     """
     clusters = engine.spec.algorithm.clusters
     if clusters is None:

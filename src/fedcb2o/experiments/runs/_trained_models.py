@@ -31,17 +31,7 @@ def load_model(
 ) -> nn.Module:
     """Load the model of an agent from the last checkpoint of a seed.
 
-    Args:
-        run: The run.
-        agent: The agent's id.
-        seed: The seed, by default the first.
-        data_dir: Folder of downloaded data sets.
-
-    Returns:
-        The network that the configuration names, in evaluation mode.
-
-    Raises:
-        RunError: If there is no checkpoint, seed or agent.
+    By default `seed` is the first. The network is in evaluation mode.
     """
     group, _, _ = _restore_agents(run, agent, seed, data_dir)
     return agent_network(group, 0)
@@ -52,17 +42,8 @@ def confusion_matrix(
 ) -> pd.DataFrame:
     """Compute the confusion matrix of an agent's model on its test samples.
 
-    Args:
-        run: The run.
-        agent: The agent's id, or None for the sum over the benign agents.
-        seed: The seed, by default the first.
-        data_dir: Folder of downloaded data sets.
-
-    Returns:
-        Numbers of samples by true class (rows) and predicted class (columns).
-
-    Raises:
-        RunError: If there is no checkpoint, seed or agent, or the data have no classes.
+    Rows are true classes, columns predicted ones. Without `agent` it is the sum over the benign
+    agents, without `seed` that of the first.
     """
     group, prepared, _ = _restore_agents(run, agent, seed, data_dir)
     members = np.zeros(1, np.int64)
@@ -81,18 +62,10 @@ def confusion_matrix(
 def membership(run: Run, seed: int | None = None, data_dir: _OptionalPath = None) -> pd.DataFrame:
     """Measure membership inference against the models of the benign agents.
 
-    Args:
-        run: The run.
-        seed: The seed, by default the first.
-        data_dir: Folder of downloaded data sets.
-
-    Returns:
-        One row per agent and model: agent, model ("sent" or "kept"), auc and tpr, the true
-        positive rate at 1% false positives. The kept model is that of the last checkpoint; the sent
-        one is the next that the agent would send, after another LocalUpdate.
-
-    Raises:
-        RunError: If there is no checkpoint or seed.
+    Rows are agents and models, columns agent, model ("sent" or "kept"), auc and tpr, the true
+    positive rate at 1% false positives. The kept model is that of the last checkpoint; the sent one
+    is the next that the agent would send, after another LocalUpdate. By default `seed` is the
+    first.
     """
     group, prepared, done = _restore_agents(run, None, seed, data_dir)
     spec = prepared.spec
@@ -121,19 +94,9 @@ def generated_texts(
 ) -> pd.DataFrame:
     """Let an agent's language model answer held-out prompts.
 
-    Args:
-        run: The run.
-        agent: The agent's id.
-        seed: The seed, by default the first.
-        data_dir: Folder of downloaded data sets.
-        count: Number of prompts, and of prompts that an attack on text is about.
-
-    Returns:
-        One row per prompt: prompt, whether the attack is about it, the expected answer (the
-        attacker's for such prompts), and the answers of the base and of the model.
-
-    Raises:
-        RunError: If there is no checkpoint, seed or agent, or the model writes no text.
+    Rows are `count` prompts, and as many that an attack on text is about. Columns are the prompt,
+    whether the attack is about it, the expected answer (the attacker's for such prompts), and the
+    answers of the base and of the model. By default `seed` is the first.
     """
     group, prepared, _ = _restore_agents(run, agent, seed, data_dir)
     network: Any = agent_network(group, 0)
