@@ -90,6 +90,8 @@ def _match_types(names: Sequence[str], samples: Sequence[Tensor]) -> list[Tensor
         if part.dtype == torch.uint8 or not part.numel():
             continue
         low, high = _extremes(part)
+        # Whole numbers may be the same pixels, unless they are those of another scale: 0 and 1 next
+        # to brighter bytes.
         has_bytes = low >= 0 and high <= 255 and bool((part == part.round()).all())
         if not has_bytes or (high <= 1 < largest_byte):
             raise DataError(
@@ -142,6 +144,7 @@ def _check_scales(names: Sequence[str], samples: Sequence[Tensor]) -> None:
     parts = []
     for name, x in zip(names, samples, strict=True):
         if x.numel():
+            # Some samples are enough to see the scale.
             x = x[:: -(-len(x) // _MAX_COMPARED)]
             parts.append(_Numbers(name, len(x), *_extremes(x), float(x.mean())))
 

@@ -211,6 +211,7 @@ def _hold_out_mask(
         min(max(round(share * count), 1), count - 1) if group in names else 0
         for group, count in enumerate(counts)
     ]
+    # The test set is the same for every seed.
     return stratified_mask(groups, sizes, stream(0, "dataset", "test"))
 
 

@@ -365,6 +365,7 @@ def _resolve_objects(name: str, values: NDArray[Any]) -> NDArray[Any]:
         )
 
     kinds = set(map(type, items))
+    # The narrowest kind that holds all items comes first.
     candidates: list[tuple[tuple[type, ...], type]] = [
         ((str,), str),
         ((bool, np.bool_), bool),

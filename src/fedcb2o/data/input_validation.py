@@ -141,6 +141,7 @@ def _check_labels(
     if labels.dtype.kind == "b":
         return labels
 
+    # Whole numbers that int64 holds, also where they are written as 1.0.
     is_whole = np.array([False])
     if labels.dtype.kind in "iuf":
         is_whole = (abs(labels) < 2**63) & (labels == np.round(labels))

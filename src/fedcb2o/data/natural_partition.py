@@ -60,6 +60,7 @@ def partition_by_owner(
             " owners: take at most as many"
         )
     cluster = _owner_clusters(owners.names, clusters or [owners.names])
+    # Sorted, because agents are in the order of the owners.
     participants = np.sort(stream(seed, "owners").permutation(num_owners)[:num_agents])
     malicious_agents = stream(seed, "owners", "malicious").permutation(num_agents)[:malicious]
     is_malicious = np.isin(np.arange(num_agents), malicious_agents)

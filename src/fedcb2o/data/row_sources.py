@@ -32,6 +32,7 @@ def samples_and_labels(label: str, source: Any, columns: Any = None) -> tuple[An
     None for pairs, and for `data` and `target` of scikit-learn. DataError is raised if the source
     has neither pairs nor these columns. `label` is the name of the source in messages.
     """
+    # A tuple of mappings is a data set of rows.
     is_pair = isinstance(source, tuple) and not any(isinstance(k, Mapping) for k in source)
     if columns is not None and not is_pair and not isinstance(source, Shard):
         if isinstance(columns, str) or not isinstance(columns, Sequence) or len(columns) != 2:

@@ -81,6 +81,8 @@ def logits(
     models are evaluated one by one, on views of their rows. `reference` has the samples for local
     batch-norm statistics, and `interpolation` the points to evaluate in place of the models.
     """
+    # A network other than a dense one reads few samples at a time, whose activations fit a core's
+    # cache.
     parts = (x,) if dense_layers(module, models.shape[1]) else torch.split(x, SAMPLES_PER_PASS)
     outputs = []
     with torch.no_grad():
@@ -228,6 +230,7 @@ def dense_layers(module: nn.Module, dim: int) -> list[nn.Module]:
     ReLU. `dim` is the length d of a model.
     """
     layers = list(module) if type(module) is nn.Sequential else []
+    # Batched products would skip hooks, so that a network with hooks is not plain.
     is_plain = all(
         type(layer) in (nn.Flatten, nn.ReLU)
         or (type(layer) is nn.Linear and layer.bias is not None)

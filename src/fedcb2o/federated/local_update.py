@@ -348,6 +348,7 @@ def training_batches(
 
     batches = []
     for agents in equal.values():
+        # Agents of similar numbers of samples repeat few of them.
         agents.sort(key=lambda j: num_samples[j])
         batches += [sorted(agents[i : i + size]) for i in range(0, len(agents), size)]
     return batches

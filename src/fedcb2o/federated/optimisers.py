@@ -68,6 +68,7 @@ def make_optimiser(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float
     groups = getattr(instance, "param_groups", None)
     if groups is None:
         return instance
+    # A parameter that the optimiser does not hold would never be trained.
     held = {id(p) for group in groups for p in group["params"]}
     missing = [p for p in parameters if id(p) not in held]
     kind = f"the optimiser `{name}` returned a {type(instance).__name__}"

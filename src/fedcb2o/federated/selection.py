@@ -153,6 +153,7 @@ def uniform(
         Ids to ask, ascending.
     """
     if newcomer_share is not None:
+        # With equal likelihoods, ProbSampling is uniform among the known peers.
         equal = ContactTable(contacts.ids, np.ones_like(contacts.likelihood))
         batched = BATCHED_SELECTION.get(prob_sampling)
         assert batched is not None

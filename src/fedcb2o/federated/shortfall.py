@@ -74,6 +74,7 @@ class Shortfall:
         self._pre_step: Any = None
         self._num_own = 0
         self._shortages: dict[Any, _Shortage] = {}
+        # Rules other than robust ones assume no number of attackers.
         if algorithm.clusters is not None:
             self._rule = algorithm.clusters.rule
         elif isinstance(algorithm.rule, functools.partial) and (

@@ -47,6 +47,7 @@ def neighbours(
             f"the {display_name('graph', graph)} must be a networkx graph whose nodes are the "
             f"agents 0 to {n - 1}, got {result}"
         )
+    # A loop is no link to a peer.
     ids = [sorted(set(result[j]) - {j}) for j in range(n)]
     return tuple(torch.tensor(peers, dtype=torch.int64) for peers in ids)
 

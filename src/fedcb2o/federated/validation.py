@@ -311,6 +311,7 @@ def validation_losses(
     spec, data = group.spec, group.data
     x, y = data.gather(members, data.validation)
     if transform is not None:
+        # A plug-in gets the samples of one agent at a time.
         shards = [
             apply_sample_transform("criterion", transform, Shard(*one), data.value_range)
             for one in zip(x, y, strict=True)

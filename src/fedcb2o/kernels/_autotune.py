@@ -147,6 +147,7 @@ def fastest_layout(
     """
     parts = list(module.modules())
     has_convolution = any(isinstance(part, nn.Conv2d) for part in parts)
+    # Such a network converts its images itself.
     is_converted = any(isinstance(part, ChannelsLast) for part in parts)
     if x.ndim != 4 or not has_convolution or is_converted or _has_channels_last_overrun():
         return "contiguous"

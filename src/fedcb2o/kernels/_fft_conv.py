@@ -96,6 +96,7 @@ def _is_faster(images: Sequence[int], weight: Sequence[int], margins: Margins) -
 
     spectra = channels * (n * transform(*shape) + filters * transform(*kernel))
     spectra += n * filters * transform(*output)
+    # A complex product takes four real ones.
     spectra += 4 * half * t * n * channels * filters
     direct = n * channels * filters * math.prod(output) * math.prod(kernel)
     return MIN_SAVING * spectra < direct
@@ -112,6 +113,7 @@ def _fft_conv2d(
     real, imaginary = _transform(x, periods)
     starts = [-before for before, _ in margins]
     kernel_real, kernel_imaginary = (part.mT for part in _transform(weight, periods, starts))
+    # X conj(W), in real and imaginary parts.
     product = (
         torch.baddbmm(torch.bmm(real, kernel_real), imaginary, kernel_imaginary),
         torch.baddbmm(torch.bmm(imaginary, kernel_real), real, kernel_imaginary, alpha=-1),

@@ -120,6 +120,7 @@ def _norm_layers(module: nn.Module, *kinds: StatisticsMode) -> dict[str, _NormBa
 
 def _statistics_mode(layer: _NormBase) -> StatisticsMode:
     own_parameters = list(layer.parameters(recurse=False))
+    # A norm with frozen parameters is frozen as a whole.
     if own_parameters and not any(p.requires_grad for p in own_parameters):
         return "dropped"
     mode: StatisticsMode = getattr(layer, _MODE_ATTRIBUTE, "shared")

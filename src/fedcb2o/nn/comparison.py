@@ -28,6 +28,7 @@ def agree(first: Tensor, second: Tensor) -> bool:
         return False
     a = first.detach().double()
     b = second.detach().double()
+    # An infinite output sets no scale.
     finite = a[a.isfinite()].abs()
     scale = float(finite.max()) if len(finite) else 0.0
     return torch.allclose(a, b, rtol=0.0, atol=_TOLERANCE * scale, equal_nan=True)

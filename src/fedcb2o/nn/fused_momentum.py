@@ -27,6 +27,7 @@ def momentum_step_(
     type. `low` is a contiguous copy of theta in bfloat16, which is updated, too; None without a
     copy.
     """
+    # Without a copy the kernel gets a pointer that it does not use.
     count = parameter.numel()
     _momentum_kernel[(triton.cdiv(count, _BLOCK),)](
         parameter,

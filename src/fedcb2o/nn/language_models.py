@@ -215,6 +215,7 @@ class AdaptedModel(nn.Module):
 
         mask = tokens[:, :-1] != PAD
         count = inputs.hidden.shape[1]
+        # Padding has no position: tokens count from the first one of the prompt.
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -count:]
         options = {}
         if inputs.keys.shape[-2]:

@@ -69,6 +69,7 @@ def factor_pairs(module: nn.Module) -> tuple[FactorPair, ...]:
     pairs = []
     for name, (rank, *inputs) in shapes.items():
         other = name.replace(DOWN, UP)
+        # Dense layers only: factors of convolutions have more axes.
         if DOWN in name and other in shapes and len(inputs) == 1:
             outputs = shapes[other][0]
             pairs.append(FactorPair(starts[name], starts[other], rank, inputs[0], outputs))
@@ -158,6 +159,7 @@ def _store_product(
     A is scale R V^T, where the rotation R minimises the distance to the agent's own A.
     """
     reference = pair.a(own).double()
+    # An A of zeros sets no scale.
     scale = float(reference.norm()) / len(s) ** 0.5 or 1.0
     left, _, right = torch.linalg.svd(reference @ vt.T, full_matrices=False)
     rotation = left @ right
@@ -174,6 +176,7 @@ def _leading_directions(
     """
     from scipy import linalg
 
+    # The Gram matrix is that of the smaller side.
     if product.shape[0] > product.shape[1]:
         v, s, ut = _leading_directions(product.T, rank)
         return ut.T, s, v.T

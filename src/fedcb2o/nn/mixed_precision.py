@@ -32,5 +32,6 @@ def autocast_positions(module: nn.Module) -> list[int]:
     for part in module.modules():
         kind = low if type(part) in (nn.Linear, nn.Conv2d) else others
         kind.update(id(parameter) for parameter in part.parameters(recurse=False))
+    # A tensor that another layer reads, too, stays in float32.
     tensors = shared_tensors(module).values()
     return [i for i, tensor in enumerate(tensors) if id(tensor) in low - others]

@@ -49,6 +49,7 @@ def check_construction(name: str, module: nn.Module, twin: nn.Module) -> None:
                 " return copy.deepcopy(network))"
             )
     for key, first, second in _tensor_pairs(module, twin):
+        # The twin is changed later, which must not change the network.
         if first is not second and first.data_ptr() == second.data_ptr():
             second.data = second.data.clone()
         if not equal(first, second):
@@ -218,6 +219,7 @@ def _hidden_part(value: Any, registered: set[int]) -> Any:
     elif isinstance(value, dict):
         values = list(value.values())
     for part in values:
+        # A registered layer may be in a plain list, too.
         if id(part) in registered:
             continue
         if isinstance(part, nn.Module) and any(

@@ -160,6 +160,7 @@ def contiguous_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def is_bound(module: nn.Module, theta: Float[Tensor, " d"]) -> bool:
     """Return whether a network's tensors are still views of theta, so that training changes it."""
+    # The tensors follow each other in theta without gaps.
     address = theta.data_ptr()
     for tensor in shared_tensors(module).values():
         if tensor.data_ptr() != address or not tensor.is_contiguous():

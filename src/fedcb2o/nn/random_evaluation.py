@@ -53,6 +53,7 @@ def seed_evaluation_(module: nn.Module, draw: np.random.Generator) -> None:
     """Seed PyTorch's generator before each forward pass of a network in evaluation."""
     hooks = _EvaluationSeed(int(draw.integers(2**63)))
     module.register_forward_pre_hook(hooks.seed_generator)
+    # Also after an error in the forward pass.
     module.register_forward_hook(hooks.restore_generator, always_call=True)
 
 

@@ -104,6 +104,7 @@ class WorkerActors:
                     extra = [list(loans[index])] if loans else []
                     ref = self.handles[index].execute.remote(serialize((method, task)), *extra)
                     waiting[ref] = index
+            # In short waits, between which Python handles signals.
             while waiting:
                 ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_SECONDS)
                 for ref, (answer, seconds) in zip(ready, ray.get(ready), strict=True):
@@ -131,6 +132,7 @@ class WorkerActors:
                 loan.positions.append(positions)
                 loan.rows.append(transfer.rows[positions])
                 self.loaned_bytes += self.row_bytes * len(positions)
+            # The workers on one node share a store.
             destinations = {int(self.nodes[worker]) for worker in transfer.receivers}
             destinations -= {int(self.nodes[transfer.owner])}
             self.moved_bytes += self.row_bytes * len(transfer.rows) * len(destinations)

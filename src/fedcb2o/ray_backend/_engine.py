@@ -183,6 +183,7 @@ class RayEngine:
         max_rows = max(1, MAX_TRANSFER_BYTES // self.actors.row_bytes)
         for ids in self._chunks():
             owners = self.sharding.owner[ids]
+            # Objects of at most `MAX_TRANSFER_BYTES`.
             transfers = []
             for worker in np.unique(owners).tolist():
                 own = ids[owners == worker]

@@ -136,6 +136,7 @@ def place_groups(count: int, nodes: Sequence[Node]) -> list[Node]:
     used = dict.fromkeys(nodes, 0)
     placement: list[Node] = []
     for _ in range(count):
+        # The next group goes to the node that would then be the least busy for its speed.
         free = [node for node in nodes if used[node] < node.processors]
         node = min(free, key=lambda n: (used[n] + 1) / (n.processors * n.speed))
         placement.append(node)

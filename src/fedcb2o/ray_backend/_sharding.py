@@ -39,6 +39,7 @@ def max_received(
     is_malicious = adversary.malicious
     attackers_elsewhere = int(is_malicious.sum() - is_malicious[list(agents)].sum())
     crafted = crafted_per_attacker * attackers_elsewhere
+    # Each agent asks as many peers as it may, or each model of another worker arrives.
     return min(len(agents) * spec.max_asked, others + crafted)
 
 

@@ -180,6 +180,7 @@ class AgentWorker:
         `positions` are those of the rows in each transfer; None for all its rows.
         """
         models = self.engine.group.models
+        # The store keeps the rows that are being read, so that only some are read at once.
         step = max(1, MAX_PINNED_BYTES // max(MAX_TRANSFER_BYTES, 4 * models.shape[1]))
         for start in range(0, len(positions), step):
             arrays = ray.get(list(self.loans[start : start + step]))

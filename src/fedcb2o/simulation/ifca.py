@@ -49,6 +49,7 @@ def run_rounds(
     for n in range(start, stop):
         timer = PhaseTimer()
         losses, means = _run_round(engine, n, rows, cluster_ids, on_phase, timer)
+        # The receivers are the averages, whose ids follow those of the agents.
         shortfall.add([means], np.ones(rows[-1] + 1, dtype=bool))
         cluster_ids, _ = assign_clusters(engine, candidates)
         timer.stop("choose")
@@ -124,6 +125,7 @@ def _select_initialisation_(engine: LocalEngine, on_phase: OnPhase) -> None:
             cluster_ids, loss = assign_clusters(engine, candidates)
         losses.append(loss)
 
+    # A set whose training diverged has no loss.
     best = sets[int(np.nanargmin(losses))] - first
     # The run starts anew: the trial rounds have changed the models.
     engine.group.models[first:stop] = initial

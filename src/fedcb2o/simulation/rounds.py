@@ -254,6 +254,7 @@ class PhaseTimer:
 
 def _warn_of_size(engine: Engine, n: int, agents: Int[np.ndarray, " a"]) -> None:
     """Log once for an engine that peers refuse the models of benign agents."""
+    # The models of agents that train alone are not sent.
     if len(agents) and engine.spec.algorithm.select is not no_peers and engine not in _WARNED:
         _WARNED.add(engine)
         _LOG.warning(

@@ -68,6 +68,7 @@ def column_blocks(
 
 
 def _block_width(m: int, device: torch.device) -> int:
+    # Off the CPU calls cost more and caches less.
     elements = _BLOCK_ELEMENTS if device.type == "cpu" else 64 * _BLOCK_ELEMENTS
     return max(1024, elements // max(1, m) // 1024 * 1024)
 

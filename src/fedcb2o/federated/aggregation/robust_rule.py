@@ -153,6 +153,7 @@ def _rule_inputs(
                 "the rule reads the entropy of class predictions, and the data have no classes"
             )
         both = (getattr(inputs.losses, name), getattr(inputs.own_losses, name))
+        # Without the agent's own value where its model is excluded.
         values = torch.cat(both)[: len(received.ids)]
         missing = torch.full((len(rows) - len(values),), torch.nan, dtype=torch.float64)
         return torch.cat([values, missing])

@@ -351,6 +351,8 @@ def hybrid_sparse(
     drift = std.index_fill(0, sensitive, 0.0)
 
     if z is None:
+        # The squared distances to the benign models sum to those of their mean, plus a multiple of
+        # |strong|^2 + z^2 |drift|^2. For benign model i, |x_i - mean|^2 takes its place.
         centred, _, square = inner_products(models, mean, strong)
         margin = float(centred.diagonal().min()) - square
         drift_square = float(drift.double().square().sum())

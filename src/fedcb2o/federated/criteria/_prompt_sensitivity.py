@@ -51,6 +51,7 @@ def _exchange_tokens(x: Int[Tensor, "n t"], *, answer: int, every: int) -> Int[T
     last = x.shape[1] - answer - 1
     right = torch.arange(last, 0, -every, device=x.device)
     left = right - 1
+    # Padding stays where it is.
     is_exchanged = (x[:, left] != PAD) & (x[:, right] != PAD)
     changed = x.clone()
     changed[:, left] = torch.where(is_exchanged, x[:, right], x[:, left])

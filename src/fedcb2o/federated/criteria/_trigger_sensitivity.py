@@ -52,6 +52,7 @@ def trigger_sensitivity(
     everyone = inputs.received.with_own(inputs.own_entry)
     base = torch.cat([losses.mean, own.mean], -1)
 
+    # In tiles; with overlap one starts at every half tile.
     step = 1 if overlap else 2
     starts = [k / 2 for k in range(0, 2 * tiles - 1, step)]
     largest = torch.full_like(losses.mean, -torch.inf)

@@ -33,6 +33,7 @@ def _parse_criterion(choice: Any) -> _ScaledCriterion:
     scale = table.pop("scale", 1.0)
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0:
         raise ConfigError(f"the `scale` of a criterion must be a number above 0, got {scale!r}")
+    # The package imports this module, which therefore cannot import it.
     namespace = sys.modules["fedcb2o.federated.criteria"]
     criterion = plugins.resolve_and_bind("criterion", table, namespace)
     return _ScaledCriterion(criterion, float(scale))

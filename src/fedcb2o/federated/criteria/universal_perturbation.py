@@ -92,6 +92,7 @@ def worst_perturbation(
         noise = torch.from_numpy(context.draw.random(tuple(x.shape))).to(x)
         x = torch.lerp(x, noise * (high - low) + low, blend)
     pixels = min(pixels, x.shape[-2:].numel())
+    # The number of painted pixels after each step.
     ends = sorted({math.ceil(pixels * step / steps) for step in range(1, steps + 1)})
 
     # 1. The first step, for all classes.

@@ -43,6 +43,7 @@ def true_positive_rate(members: Float[np.ndarray, " n"], others: Float[np.ndarra
     With fewer than 100 other samples, no false positive is allowed.
     """
     allowed = int(FALSE_POSITIVES * len(others))
+    # At most `allowed` of the other samples have a higher score.
     threshold = np.sort(others)[::-1][allowed]
     return float((members > threshold).mean())
 

@@ -156,6 +156,7 @@ class AttackGoal:
         `triggered` is the confusion matrix of samples with a backdoor's trigger. None without a
         target, or without a source in the test set.
         """
+        # A backdoor, or an attack on all other classes, has one target.
         if self.targets and (triggered is not None or not self.sources):
             seen = confusion if triggered is None else triggered
             others = seen.sum() - seen[self.targets[0]].sum()

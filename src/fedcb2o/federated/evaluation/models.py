@@ -131,6 +131,7 @@ def measure_samples(
     if references is not None:
         # Models with references of their own cannot share a program.
         batches = list(zip(torch.split(rows, 1), references, strict=True))
+    # The activations of one pass fit a core's cache.
     xs = torch.split(test.x, SAMPLES_PER_PASS)
     parts = list(zip(xs, torch.split(test.y, SAMPLES_PER_PASS), strict=True))
 

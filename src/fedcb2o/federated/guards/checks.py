@@ -128,6 +128,7 @@ def distance_check(
     eq:Q_beta, about the agent's own model. `previous_row` is None where the model before the round
     is not kept.
     """
+    # One pass over the models gives the agent's own movement, too.
     ahead = [] if previous_row is None else [previous_row]
     distances = relative_distances(models, torch.cat([*ahead, rows, own_row]))
     movement, distances = distances[: len(ahead)], distances[len(ahead) :]

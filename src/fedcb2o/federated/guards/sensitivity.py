@@ -32,6 +32,7 @@ def noise_images(
     """Draw `IMAGES` samples whose pixels or blocks are black or white."""
     black, white = value_range
     is_white = torch.from_numpy(draw.random((IMAGES, *shape)) < 0.5)
+    # The second half has blocks in place of single pixels.
     if len(shape) >= 2:
         row, column = (torch.arange(side) * _BLOCKS // side for side in shape[-2:])
         blocks = is_white[IMAGES // 2 :, ..., :_BLOCKS, :_BLOCKS]
