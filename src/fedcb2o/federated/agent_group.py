@@ -165,7 +165,17 @@ class AgentData:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Assignment of the rows of a model buffer."""
+    """Assignment of the rows of a model buffer.
+
+    Attributes:
+        own: Row of each agent's own model.
+        first_crafted: First row of the models that each malicious agent crafts. While the agent
+            trains, the row holds its model before the round.
+        crafted_per_attacker: Number of these models.
+        previous: Row of each agent's model before the round; None where it is not kept.
+        first_received: First row for models that arrive from outside the buffer, and the number of
+            rows before them.
+    """
 
     own: Int[np.ndarray, " a"]
     first_crafted: Int[np.ndarray, " a"]

@@ -73,6 +73,17 @@ def local_aggregation_(
     """Run LocalAggregation (alg:localAggregation) for one agent; its model changes in place.
 
     It is line 4 of alg:FedCB2O.
+
+    Args:
+        agent: Group of one agent, after LocalUpdate.
+        n: Round, counted from 0.
+        state: The agent's contacts with their likelihoods P, and the state of its rule.
+        download: Line 2, the only communication.
+        on_step: Called with "aggregate" after line 6 and with "mix" after line 7.
+        oracle: Answers about models; by default from the agent's validation data.
+
+    Returns:
+        The agent's state after the round, and its decisions for the record.
     """
     algorithm = agent.spec.algorithm
     P = state.contacts[0]

@@ -116,6 +116,7 @@ def clip_byzantine_count(rule: Callable[..., Any], f: int, m: int) -> int:
     """Clip the number of assumed attackers to the largest that a rule admits.
 
     Runs call it, because the number of received models varies by round; `shortfall` reports it.
+    Raises ConfigError unless `f` is a whole number from 0 up.
     """
     if isinstance(f, bool) or not isinstance(f, int) or f < 0:
         raise ConfigError(

@@ -43,7 +43,8 @@ def loss_increases(
     """Measure the loss increase of each model under the perturbation worst for it.
 
     At most `MAX_SAMPLES` validation samples count. The increase is infinite for a model whose
-    gradients are not finite.
+    gradients are not finite. `samples` of them, with the share `blend` of uniform noise, are for
+    the gradients.
     """
     outputs, labels = context.outputs(models, count=MAX_SAMPLES)
     perturbations = worst_perturbation(
