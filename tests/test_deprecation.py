@@ -1,66 +1,10 @@
-"""Former names of modules, functions and fields work, with a warning that names the new ones."""
+"""Former names of federations and members work, with a warning that names the new ones."""
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 
-from fedcb2o._deprecation import FORMER_MODULES, former_fields, former_names
 from tests.peer import members
-
-
-@pytest.mark.parametrize("former", FORMER_MODULES)
-def test_a_former_module_has_the_objects_of_the_new_one(former):
-    new, names = FORMER_MODULES[former]
-    sys.modules.pop(former, None)
-    with pytest.warns(DeprecationWarning, match=new.replace(".", r"\.")):
-        module = importlib.import_module(former)
-    replacement = importlib.import_module(new)
-    for name, new_name in names.items():
-        home, _, last = new_name.rpartition(".")
-        home_module = importlib.import_module(home) if home else replacement
-        assert getattr(module, name) is getattr(home_module, last)
-    for name in getattr(replacement, "__all__", ()):
-        assert getattr(module, name) is getattr(replacement, name)
-
-
-def test_a_former_module_warns_a_script():
-    code = "from fedcb2o.streams import streams; print(streams.__name__)"
-    done = subprocess.run(
-        [sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "agent_streams\n"
-    assert "`fedcb2o.streams` is now `fedcb2o.rng`" in done.stderr
-
-
-def test_a_module_finds_its_former_functions():
-    getattr_former = former_names(
-        "fedcb2o.errors", {"Wrong": "ConfigError", "Gen": "fedcb2o.rng.stream"}
-    )
-    errors = importlib.import_module("fedcb2o.errors")
-    rng = importlib.import_module("fedcb2o.rng")
-    with pytest.warns(DeprecationWarning, match=r"fedcb2o\.errors\.ConfigError"):
-        assert getattr_former("Wrong") is errors.ConfigError
-    with pytest.warns(DeprecationWarning, match=r"fedcb2o\.rng\.stream"):
-        assert getattr_former("Gen") is rng.stream
-    with pytest.raises(AttributeError, match="no attribute 'other'"):
-        getattr_former("other")
-
-
-def test_former_fields_can_be_read_and_passed():
-    @former_fields(own="own_losses")
-    class Input:
-        def __init__(self, own_losses: int) -> None:
-            self.own_losses = own_losses
-
-    with pytest.warns(DeprecationWarning, match="own_losses"):
-        inputs = Input(own=3)
-    with pytest.warns(DeprecationWarning, match="own_losses"):
-        assert inputs.own == 3
-    with pytest.raises(AttributeError, match="other"):
-        _ = inputs.other
-
 
 FORMER_FEDERATION = {
     "own": "allowed_functions",

@@ -13,7 +13,7 @@ Example:
 import importlib
 from typing import TYPE_CHECKING
 
-from fedcb2o import _deprecation, _mkl
+from fedcb2o import _mkl
 
 _mkl.set_reproducible()  # before the first product
 
@@ -101,8 +101,6 @@ _HOMES = {
 }
 
 _MODEL_READER = "fedcb2o.experiments.runs._trained_models"
-
-_deprecation.install()
 
 
 def __getattr__(name: str) -> object:

@@ -445,11 +445,6 @@ def test_former_names_keep_working_with_the_former_fingerprint():
     assert '"trash"' in experiment.fingerprint(0)
 
 
-def test_the_former_name_of_clean_counterpart_is_deprecated():
-    with pytest.warns(DeprecationWarning, match="clean_counterpart"):
-        assert load(tiny()).clean_twin().name == "tiny-clean"
-
-
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [

@@ -22,7 +22,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o._deprecation import former_attributes
 from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.contacts import CandidatePeers
@@ -80,7 +79,6 @@ def knows(
     return THREAT(Threat(frozenset(models), each_receiver, on_poisoned_data))
 
 
-@former_attributes(fellows="colluders", num_fellows="num_colluders", before="previous")
 @dataclass(frozen=True, kw_only=True)
 class AttackView:
     """Input of an attack on models: the view of one attacker in round n, after LocalUpdate.

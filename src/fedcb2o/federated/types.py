@@ -21,13 +21,11 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from fedcb2o._deprecation import former_attributes, former_fields, former_names
 from fedcb2o.data import ValueRange
 from fedcb2o.nn.low_rank import FactorPair
 from fedcb2o.plugins import Declaration, F
 
 
-@former_attributes(each="per_sample", copied="copy", part="select")
 @dataclass(frozen=True)
 class Losses:
     """Losses of m models on one agent's data (eq:benignAgentObj), or on those of several agents.
@@ -85,7 +83,6 @@ class Contacts:
     likelihood: Float[Tensor, " k"]
 
 
-@former_attributes(copied="copy")
 @dataclass(frozen=True)
 class Received:
     """Models that one agent received (alg:localAggregation, line 2), or several agents.
@@ -133,15 +130,6 @@ ScalarObjective = Callable[[Float[Tensor, "k n *C"]], Float[Tensor, "k n"]]
 """Outputs of models on samples -> one number per sample, independent of the other samples."""
 
 
-@former_attributes(
-    outputs_of="outputs",
-    some_samples="samples",
-    outputs_at="outputs_per_model",
-    gradients_of="input_gradients",
-    share="malicious_share",
-    head="last_layer",
-    layers="layer_shapes",
-)
 @dataclass(frozen=True, kw_only=True)
 class AgentContext:
     """Knowledge of an agent other than the models that it received.
@@ -187,18 +175,6 @@ class AgentContext:
         return self.draw_of()
 
 
-@former_attributes(
-    pool="models",
-    own="own_losses",
-    me="own_entry",
-    knows="agent_context",
-    among="in_sublevel_set",
-    before="previous",
-    local="context",
-    one="for_agent",
-    copied="copy",
-    itself="with_own_only",
-)
 @dataclass(frozen=True)
 class CriterionInput:
     """Input of a criterion or a rule: the view of one agent in round n.
@@ -344,7 +320,6 @@ OffsetColumnReduction = Callable[[Float[Tensor, "k b"], int], Float[Tensor, " b"
 """Some columns of k models, and the index of the first -> the same columns of one model."""
 
 
-@former_fields(placed="takes_offset", of="apply_to_buffer", on="apply")
 @dataclass(frozen=True)
 class Reduction:
     """A reduction over coordinates, for a rule that is no weighted mean.
@@ -373,7 +348,6 @@ class Reduction:
         return self.reduce(x, *[first] * self.takes_offset)
 
 
-@former_attributes(before="previous_weight")
 @dataclass(frozen=True)
 class RuleOutput:
     """Output of a rule with more than weights.
@@ -402,7 +376,6 @@ StatefulRule = Callable[
 """(state, view) -> (new state, weights)."""
 
 
-@former_attributes(before="uses_previous")
 @dataclass(frozen=True)
 class Stateful:
     """Declaration of a rule with a state."""
@@ -423,38 +396,3 @@ def stateful(*, uses_previous: bool = False) -> Callable[[F], F]:
         A decorator of the rule.
     """
     return STATEFUL(Stateful(uses_previous))
-
-
-def _weighed(
-    outcome: Float[Tensor, "*a k"] | Reduction,
-    before: float | None = None,
-    f: int | None = None,
-    values: Float[Tensor, "*a m"] | None = None,
-) -> RuleOutput:
-    return RuleOutput(outcome, before, f)
-
-
-def _remembers(*, before: bool = False) -> Callable[[F], F]:
-    return stateful(uses_previous=before)
-
-
-__getattr__ = former_names(
-    __name__,
-    {
-        "Judged": "CriterionInput",
-        "Local": "AgentContext",
-        "Weighed": "_weighed",
-        "Attack": "fedcb2o.federated.adversary.Attack",
-        "Threat": "fedcb2o.federated.adversary.Threat",
-        "THREAT": "fedcb2o.federated.adversary.THREAT",
-        "View": "fedcb2o.federated.adversary.AttackView",
-        "knows": "fedcb2o.federated.adversary.knows",
-        "Change": "SampleTransform",
-        "Slope": "ScalarObjective",
-        "State": "RuleState",
-        "Columns": "ColumnReduction",
-        "ColumnsAt": "OffsetColumnReduction",
-        "together": "batched",
-        "remembers": "_remembers",
-    },
-)

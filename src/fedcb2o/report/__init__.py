@@ -1,6 +1,5 @@
 """Reports: tables, figures and pages from records, without training."""
 
-from fedcb2o._deprecation import former_names
 from fedcb2o.records import summary
 from fedcb2o.report._agent_figures import (
     WEIGHT_COLOURMAP,
@@ -83,14 +82,3 @@ __all__ = [
     "weight_norm",
     "write_animation",
 ]
-
-__getattr__ = former_names(
-    __name__,
-    {
-        "briefs": "terminal_tables",
-        "readable": "to_readable",
-        "told_seeds": "seed_caption",
-        "unchecked": "unverified_note",
-        "unfinished": "incomplete_note",
-    },
-)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pandas as pd
 
-from fedcb2o._deprecation import former_names
 from fedcb2o.report import _regret
 from fedcb2o.report._grid_metrics import COMPARED_METRICS, metric_info
 from fedcb2o.report._page import flatten_to_text
@@ -411,6 +410,3 @@ def _defence_table(view: SettingResults, columns: dict[str, "pd.Series[Any]"]) -
     defences = view.results.defences
     table = pd.DataFrame({name: texts.reindex(defences) for name, texts in columns.items()})
     return table.fillna("–").rename_axis("Defence")
-
-
-__getattr__ = former_names(__name__, {"View": "SettingResults", "matrix": "metric_matrix"})

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from fedcb2o._deprecation import warn_renamed
 from fedcb2o.errors import RunError
 from fedcb2o.records import (
     METRICS,
@@ -64,7 +63,6 @@ def compare(
     *,
     over: AgentSummary = "mean",
     with_counterparts: bool = False,
-    twins: bool | None = None,
 ) -> pd.DataFrame:
     """Build Tables 1 and 2 (tab:baselines, tab:FedCB2O_T_G), metrics by runs.
 
@@ -79,15 +77,11 @@ def compare(
         runs: Runs to compare.
         over: Summary over benign agents: mean, worst agent, or mean of the worst tenth.
         with_counterparts: Include a column for each clean counterpart.
-        twins: Former name of `with_counterparts`.
 
     Returns:
         Text: mean over seeds with its 95% interval, which needs 5 seeds; in percent except
         for losses and for metrics of the key `metrics`. `print` shows the whole table.
     """
-    if twins is not None:
-        warn_renamed("compare(twins=...)", "with_counterparts=...")
-        with_counterparts = twins
     shown = [*runs]
     if not with_counterparts:
         shown = without_counterparts(runs)

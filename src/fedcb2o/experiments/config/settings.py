@@ -13,7 +13,6 @@ keys are those that `fedcb2o keys` prints. The sections that rounds read are in
 """
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Annotated, Any, Literal
@@ -462,12 +461,3 @@ class Experiment(Section):
                 "training": self.training.model_copy(update={"privacy": None}),
             }
         )
-
-    def clean_twin(self) -> "Experiment":
-        """Return `clean_counterpart()`, under its former name."""
-        warnings.warn(
-            "Experiment.clean_twin is now called clean_counterpart",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.clean_counterpart()

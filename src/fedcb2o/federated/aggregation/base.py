@@ -93,17 +93,6 @@ def rule_signature(
     return RULE_SIGNATURE(RuleSignature(reads, gram_entries, own_rows, max_byzantine))
 
 
-def _form(
-    of: Literal["gram", "columns", "values"],
-    *,
-    pairs: GramEntries | Callable[[dict[str, Any]], GramEntries] = "all",
-    last: tuple[_OwnRow, ...] = (),
-    largest: Callable[[int], int] | None = None,
-) -> Callable[[F], F]:
-    """Declare a robust rule by the former keywords of `rule_signature`."""
-    return rule_signature(of, gram_entries=pairs, own_rows=last, max_byzantine=largest)
-
-
 def signature_of(rule: Callable[..., Any]) -> RuleSignature:
     """Return the signature of a rule.
 
