@@ -9,7 +9,8 @@ from tests.peer.members import free_ports
 
 from fedcb2o.peer.membership import Federation, Identity
 from fedcb2o.peer.wire import Relay, _relayed
-from fedcb2o.peer.wire._mailbox import FolderMailbox, Mailbox, RelayMailbox
+from fedcb2o.peer.wire._folder_mailbox import FolderMailbox
+from fedcb2o.peer.wire._mailbox import Mailbox, RelayMailbox
 from fedcb2o.peer.wire._relayed import Relayed
 
 
@@ -29,7 +30,11 @@ def relayed(
     if kind == "folder":
         boxes = folder / "mailbox"
         boxes.mkdir()
-        mailboxes: list[Mailbox] = [FolderMailbox(boxes, 0.002) for _ in organisations]
+        names = [member.name for member in federation.members.values()]
+        mailboxes: list[Mailbox] = [
+            FolderMailbox(boxes, names, owner=one.member.name, poll_seconds=0.002)
+            for one in organisations
+        ]
     else:
         identity = relay_identity(folder)
         stack.enter_context(Relay(federation, identity, folder=folder / "relay"))

@@ -52,7 +52,7 @@ from fedcb2o.peer.wire import (
     _sealing,
     open_transport,
 )
-from fedcb2o.peer.wire._mailbox import FolderMailbox, FormerMemberError, RelayMailbox
+from fedcb2o.peer.wire._mailbox import FormerMemberError, RelayMailbox
 from fedcb2o.peer.wire._relay_metrics import RelayMetrics
 from fedcb2o.peer.wire._relayed import Relayed
 from fedcb2o.peer.wire._sealing import CARD_BYTES, Replays, SealedKind, Session
@@ -563,40 +563,12 @@ def test_members_with_the_next_version_notify_a_removed_member(
         server.close()
 
 
-def test_mailbox_files_have_the_access_rights_of_the_folder(tmp_path) -> None:
-    for mode in (0o777, 0o700):
-        folder = tmp_path / oct(mode)
-        folder.mkdir()
-        folder.chmod(mode)
-        mailbox = FolderMailbox(folder)
-        box = f"org-0/{'0' * 32}"
-        mailbox.take(box, 0.0)
-        mailbox.put(box, b"text", 0.0)
-        modes = {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_dir()}
-        assert modes == {mode}
-        (file,) = (path for path in folder.rglob("*") if path.is_file())
-        assert file.stat().st_mode & 0o777 == mode & 0o666
-
-
 def test_a_member_without_an_endpoint_needs_a_relay(federation_of_three, tmp_path) -> None:
     orgs, federation = federation_of_three
     with pytest.raises(ConfigError, match="--relay"):
         open_transport(federation, orgs[0])
     with pytest.raises(ConfigError, match="member's file"):
         open_transport(federation, orgs[0], relay=tmp_path / "missing")
-
-
-def test_invalid_files_in_a_mailbox_folder_are_ignored(federation_of_three, tmp_path) -> None:
-    orgs, federation = federation_of_three
-    with ExitStack() as exit_stack:
-        transports = relays.relayed("folder", orgs[:2], federation, tmp_path, exit_stack)
-        transports[1].serve(lambda request, reply: reply(b"heard " + request))
-        (tmp_path / "mailbox" / "cards" / "org-1.check").write_bytes(os.urandom(CARD_BYTES))
-        box = FolderMailbox(tmp_path / "mailbox")
-        box.put(transports[0]._box, os.urandom(2**22), 0.0)
-        box.put(transports[0]._box, os.urandom(300), 0.0)
-        wait_for(lambda: transports[0].connected_peers() == {1}, 10)
-        assert list(transports[0].ask(1, b"hello", 5.0)) == [b"heard hello"]
 
 
 @pytest.mark.slow

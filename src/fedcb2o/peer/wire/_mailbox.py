@@ -10,34 +10,25 @@ Example:
 
 import json
 import re
-import secrets
-import shutil
 import ssl
-import stat
 import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
-from pathlib import Path
 from typing import Any, Protocol
 
-from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._link import TlsStream
-from fedcb2o.peer.wire._protocol import BytesLike
 from fedcb2o.peer.wire._tls import dial
 
 MAX_MESSAGE_BYTES = 2**21 + 2**12
 """Longest message: an answer, sealed."""
-_MAX_TAKEN_BYTES = 2**23
-MAX_REPLY_BYTES = _MAX_TAKEN_BYTES + MAX_MESSAGE_BYTES
+MAX_TAKEN_BYTES = 2**23
+"""Size of the messages that one call returns, except the last one."""
+MAX_REPLY_BYTES = MAX_TAKEN_BYTES + MAX_MESSAGE_BYTES
 """Longest reply of a relay."""
-_MAX_CARD_BYTES = 2**9
 _MAX_VERSION_BYTES = 2**10
-_STALE_SECONDS = 600.0
-"""Age from which cards and boxes of ended sessions are removed."""
-_POLL_SECONDS = 0.02
 _CONNECT_SECONDS = 4.0
 _FULL_SECONDS = 0.05
 """Pause before a message is sent to a full box again."""
@@ -48,7 +39,6 @@ FORMER = "former"
 """Status of a relay's reply to a former member; the federation's file follows."""
 BOX_NAME = re.compile(r"[a-z0-9-]{1,63}/[0-9a-f]{32}")
 CARD_NAME = re.compile(r"[a-z0-9-]{1,63}\.(run|check)")
-_MESSAGE_NAME = re.compile(r"[0-9]{20}-[0-9a-f]{8}(-[a-z0-9-]{1,63})?")
 
 
 class FormerMemberError(PermissionError):
@@ -108,135 +98,6 @@ class Mailbox(Protocol):
     def close(self) -> None:
         """Close all connections."""
         ...
-
-
-class FolderMailbox:
-    """Mailbox in a folder that all members reach, such as a network drive or a mounted store.
-
-    Each message is a file, written under another name first. The receiver removes it. Files and
-    folders get the rights of the folder, because members may be different users.
-
-    Args:
-        folder: The folder.
-        poll_seconds: Time between two looks for messages of other processes.
-    """
-
-    def __init__(self, folder: Path, poll_seconds: float = _POLL_SECONDS) -> None:
-        self._folder = folder
-        self._poll_seconds = poll_seconds
-        self._stored = threading.Condition()
-        self._num_stored = 0
-        self._closed = False
-        self._mode = stat.S_IMODE(folder.stat().st_mode)
-        for name in ("cards", "boxes"):
-            self._make(folder / name)
-
-    def publish_card(self, name: str, card: bytes) -> None:
-        path = self._folder / "cards" / name
-        if card:
-            self._write(path, card)
-        else:
-            path.unlink(missing_ok=True)
-
-    def cards(self) -> dict[str, bytes]:
-        found = {}
-        for path in (self._folder / "cards").iterdir():
-            if CARD_NAME.fullmatch(path.name):
-                with suppress(FileNotFoundError), path.open("rb") as file:
-                    found[path.name] = file.read(_MAX_CARD_BYTES)
-        return found
-
-    def put(self, box: str, message: BytesLike, seconds: float, sender: str = "") -> None:
-        name = f"{time.time_ns():020}-{secrets.token_hex(4)}-{sender}".rstrip("-")
-        self._write(self._folder / "boxes" / box / name, message)
-        with self._stored:
-            self._num_stored += 1
-            self._stored.notify_all()
-
-    def take(self, box: str, seconds: float) -> list[bytes]:
-        folder = self._folder / "boxes" / box
-        self._make(folder.parent)
-        self._make(folder)
-        folder.touch()
-        end = time.monotonic() + seconds
-        while True:
-            num_stored = self._num_stored
-            messages = self._take_now(folder)
-            left = end - time.monotonic()
-            if messages or left <= 0 or self._closed:
-                return messages
-            with self._stored:
-                if self._num_stored == num_stored:
-                    self._stored.wait(min(self._poll_seconds, left))
-
-    def _make(self, folder: Path) -> None:
-        if not folder.exists():
-            folder.mkdir(exist_ok=True)
-            with suppress(OSError):  # another user made it at the same time
-                folder.chmod(self._mode)
-
-    def _write(self, path: Path, content: BytesLike) -> None:
-        temporary = path.with_name(f"{path.name}-{secrets.token_hex(4)}.tmp")
-        temporary.write_bytes(content)
-        temporary.chmod(self._mode & 0o666)
-        temporary.rename(path)
-
-    def _take_now(self, folder: Path) -> list[bytes]:
-        messages = []
-        size = 0
-        paths = (path for path in folder.iterdir() if _MESSAGE_NAME.fullmatch(path.name))
-        for path in sorted(paths):
-            if size > _MAX_TAKEN_BYTES:
-                break
-            with path.open("rb") as file:
-                message = file.read(MAX_MESSAGE_BYTES + 1)
-            path.unlink()
-            if len(message) <= MAX_MESSAGE_BYTES:
-                messages.append(message)
-                size += len(message)
-        return messages
-
-    def stored_bytes(self, box: str, sender: str) -> int:
-        """Return the size of the messages of one sender in a box.
-
-        Args:
-            box: "MEMBER/SESSION".
-            sender: The sender.
-
-        Returns:
-            Number of bytes.
-
-        Raises:
-            OSError: There is no such box.
-        """
-        size = 0
-        for path in (self._folder / "boxes" / box).glob(f"????????????????????-????????-{sender}"):
-            with suppress(FileNotFoundError):  # taken in the meantime
-                size += path.stat().st_size
-        return size
-
-    def sweep(self) -> None:
-        """Remove cards and boxes of sessions that ended without `close`."""
-        oldest = time.time() - _STALE_SECONDS
-        for path in [*(self._folder / "cards").iterdir(), *(self._folder / "boxes").glob("*/*")]:
-            with suppress(OSError):
-                if path.stat().st_mtime > oldest:
-                    continue
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-
-    def remove_box(self, box: str) -> None:
-        """Remove a box and its messages.
-
-        Args:
-            box: "MEMBER/SESSION".
-        """
-        shutil.rmtree(self._folder / "boxes" / box, ignore_errors=True)
-
-    def close(self) -> None:
-        self._closed = True
 
 
 class RelayMailbox:
@@ -360,27 +221,6 @@ def _raise_alert(stream: TlsStream) -> None:
         raise
     except OSError:
         return
-
-
-def open_mailbox(place: Path, identity: Identity) -> Mailbox:
-    """Open a mailbox.
-
-    Args:
-        place: A folder, or the file RELAY.member.toml of a relay.
-        identity: This organisation.
-
-    Returns:
-        The mailbox.
-
-    Raises:
-        ConfigError: There is neither a folder nor a member file.
-    """
-    if place.is_dir():
-        try:
-            return FolderMailbox(place)
-        except OSError as error:
-            raise ConfigError(f"cannot write to {place}: {error.strerror or error}") from error
-    return RelayMailbox(Member.read(place), identity)
 
 
 def write_frame(stream: TlsStream, end: float, *parts: bytes) -> None:

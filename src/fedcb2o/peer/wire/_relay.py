@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fedcb2o.peer.membership.federation import Federation, file_content
 from fedcb2o.peer.membership.identity import Identity, Member
+from fedcb2o.peer.wire._folder_mailbox import FolderMailbox
 from fedcb2o.peer.wire._link import TlsStream
 from fedcb2o.peer.wire._listener import (
     Listener,
@@ -29,7 +30,6 @@ from fedcb2o.peer.wire._mailbox import (
     CARD_NAME,
     FORMER,
     MAX_MESSAGE_BYTES,
-    FolderMailbox,
     join_messages,
     read_frame,
     split_head,
@@ -86,7 +86,8 @@ class Relay:
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="fedcb2o-relay-")
         place = folder or Path(self._temporary.name if self._temporary else "")
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._mailbox = FolderMailbox(place, _STORE_POLL_SECONDS)
+        names = [member.name for member in federation.members.values()]
+        self._mailbox = FolderMailbox(place, names, poll_seconds=_STORE_POLL_SECONDS)
         self._links: dict[str, list[TlsStream]] = {
             member.name: [] for member in federation.members.values()
         }

@@ -17,14 +17,10 @@ from queue import Empty, Queue
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership.federation import Federation, removal_notice
-from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.membership.identity import Identity, Member
+from fedcb2o.peer.wire._folder_mailbox import FolderMailbox
 from fedcb2o.peer.wire._link import LEASE_SECONDS, SEND_SECONDS
-from fedcb2o.peer.wire._mailbox import (
-    FolderMailbox,
-    FormerMemberError,
-    Mailbox,
-    open_mailbox,
-)
+from fedcb2o.peer.wire._mailbox import FormerMemberError, Mailbox, RelayMailbox
 from fedcb2o.peer.wire._protocol import BytesLike, MalformedError
 from fedcb2o.peer.wire._sealing import Card, Sealed, SealedKind, Session
 from fedcb2o.peer.wire._transport import (
@@ -219,10 +215,7 @@ class Relayed:
             logging.getLogger(__name__).warning("%s", self.error)
 
     def _exchange_cards(self) -> None:
-        """Write this member's card, and read those of others."""
-        if self._handler is not None:
-            card = self._session.card(time.monotonic_ns())
-            self.mailbox.publish_card(self._card_name, card)
+        """Read the cards of others, and write this member's card."""
         cards = self.mailbox.cards()
         for name in self._presences.keys() - cards.keys():
             del self._presences[name]
@@ -230,6 +223,9 @@ class Relayed:
             with suppress(MalformedError):
                 self._note_card(name, self._session.read_card(content))
         self._end_lost_requests()
+        if self._handler is not None:  # last: others can be asked even if this fails
+            card = self._session.card(time.monotonic_ns())
+            self.mailbox.publish_card(self._card_name, card)
         self._closed.wait(_CARD_SECONDS)
 
     def _note_card(self, name: str, card: Card) -> None:
@@ -310,6 +306,8 @@ def _describe(error: OSError) -> str:
         error, ConnectionRefusedError
     ):
         return "the relay closes the connections of this member, and is tried again"
+    if isinstance(error.filename, str):
+        return f"{error.filename}: {error.strerror}: the folder cannot be used, and is tried again"
     return f"the relay cannot be reached, and is tried again: {error.strerror or error}"
 
 
@@ -400,9 +398,17 @@ def open_transport(
                 f"{identity.member.name} has no endpoint, so that no other member can reach it: "
                 "give --relay, a folder or the member file of a relay"
             )
-    mailbox = None if relay is None else open_mailbox(Path(relay), identity)
+    mailbox = None if relay is None else _open_mailbox(Path(relay), federation, identity)
     direct = Zenoh(federation, identity, listen=listen)
     if mailbox is None:
         return direct
     relayed = Relayed(federation, identity, mailbox, is_checking=is_checking, on_removal=on_removal)
     return Mixed(direct, relayed)
+
+
+def _open_mailbox(place: Path, federation: Federation, identity: Identity) -> Mailbox:
+    """Open a folder, or the relay of a member file."""
+    if not place.is_dir():
+        return RelayMailbox(Member.read(place), identity)
+    members = (member.name for member in federation.members.values())
+    return FolderMailbox(place, members, owner=identity.member.name)
