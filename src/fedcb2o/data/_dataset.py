@@ -171,7 +171,7 @@ class Dataset:
 def hold_out(
     samples: Shard, per_class: Sequence[int], draw: np.random.Generator
 ) -> tuple[Shard, Shard]:
-    """Split samples into a pool and a class-balanced test set, both in the original order.
+    """Split samples into a pool and a class-balanced test set, in their order.
 
     `per_class` is the number of random test samples of each class.
     """

@@ -49,7 +49,7 @@ _RANGE: contextvars.ContextVar[ValueRange | None] = contextvars.ContextVar(
 
 
 def match_samples(names: Sequence[str], samples: Sequence[Tensor]) -> list[Tensor]:
-    """Check that samples have one shape, one type and one scale; return them in one type.
+    """Check shape, type and scale of samples; return them in one type.
 
     `names` are those of the parts in messages, such as "`x_test`". DataError is raised if shapes,
     types or scales of two parts differ.
@@ -172,7 +172,7 @@ def _check_scales(names: Sequence[str], samples: Sequence[Tensor]) -> None:
 
 
 def sample_values(x: Shaped[Tensor, "n *features"]) -> SampleValues:
-    """Return the type and scale of samples: "unit" is for numbers from 0 to 1."""
+    """Return type and scale of samples; "unit" is numbers from 0 to 1."""
     if x.dtype == torch.uint8:
         return "bytes"
     return "unit" if value_range(x) == (0.0, 1.0) else "numbers"
@@ -212,7 +212,7 @@ def pixel_range(x: Shaped[Tensor, "*features"]) -> ValueRange:
 
 
 def brightness(x: Shaped[Tensor, "*features"], value: float) -> float:
-    """Convert a brightness from 0 (black) to 1 (white) to the units of some samples.
+    """Convert a brightness, 0 black to 1 white, to units of samples.
 
     It is a whole number for bytes.
     """

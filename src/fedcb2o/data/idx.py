@@ -31,10 +31,11 @@ def read_dataset(
     test_per_class: int | None,
     transposed: bool = False,
 ) -> Dataset:
-    """Read the first images of each class from a release's four files; None reads all.
+    """Read the first images of each class from a release's four files.
 
-    `transposed` files store images by columns. DataError is raised if a file is missing, damaged or
-    of another format, or a class has too few images.
+    With None as their number, all images are read. `transposed` files store images by columns.
+    DataError is raised if a file is missing, damaged or of another format, or a class has too few
+    images.
     """
     check_per_class(release, train_per_class=train_per_class, test_per_class=test_per_class)
     train_images, train_labels, test_images, test_labels = find_files(release, data_dir)

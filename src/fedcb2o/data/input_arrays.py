@@ -102,7 +102,7 @@ def to_numbers(name: str, values: Any) -> NDArray[Any]:
 
 
 def as_table(values: Any) -> pd.DataFrame | None:
-    """Return a table with named columns as a data frame of pandas; None for anything else.
+    """Return a table with named columns as a data frame, else None.
 
     Tables are those of pandas, Polars and Arrow, and structured arrays.
     """

@@ -49,7 +49,7 @@ def normalise_words(words: NDArray[np.str_]) -> NDArray[np.str_]:
 
 
 def by_label(class_names: Any, *, words: bool) -> dict[int | str, str]:
-    """Return the name of the class of each label, in ascending order of the labels.
+    """Return the class name of each label, in ascending order of labels.
 
     `class_names` are those of the classes 0 to C - 1 in order, or a mapping {label: name}. With
     `words`, labels are words. DataError is raised if the names have no order, are not words, or are
@@ -225,11 +225,11 @@ def _warn_of_look_alikes(dataset: Dataset, seen: NDArray[np.bool_]) -> None:
 
 
 def _owner_groups(seen: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
-    """Group the owners that seem to write labels in different ways; empty where labels agree.
+    """Group the owners that seem to write labels in different ways.
 
-    `seen` has the classes of each owner, shape [owners, C]. Groups that share no class are such
-    groups. So are two or three equally large sets of labels, such as -1 and 1 next to 0 and 1,
-    where all other owners have a part of one of them.
+    There are no groups where labels agree. `seen` has the classes of each owner, shape [owners, C].
+    Groups that share no class are such groups. So are two or three equally large sets of labels,
+    such as -1 and 1 next to 0 and 1, where all other owners have a part of one of them.
     """
     from scipy.sparse.csgraph import connected_components  # slow to import
 

@@ -68,10 +68,10 @@ def samples_and_labels(label: str, source: Any, columns: Any = None) -> tuple[An
 
 
 def select_columns(label: str, source: Any, keys: Sequence[Any]) -> list[Any]:
-    """Return columns of a source: a table, a mapping, rows that are mappings, or a loader.
+    """Return columns of a table, a mapping, a loader or rows.
 
-    A list of names stands for the table of these columns. Images become arrays [channels, height,
-    width].
+    Rows are mappings. A list of names stands for the table of these columns. Images become arrays
+    [channels, height, width].
     """
     table: Any = as_table(source)
     if table is None:

@@ -185,10 +185,10 @@ def bound_networks(
 
 
 def batched_forward(module: nn.Module, layers: list[nn.Module]) -> _BatchedForward:
-    """Return the forward pass of m networks at once, with the `dense_layers` of the network.
+    """Return the forward pass of m networks at once.
 
-    Dense networks take one batched product per layer, other networks `torch.func.vmap`, under which
-    a convolution has m groups.
+    `layers` are the network's `dense_layers`. Dense networks take one batched product per layer,
+    other networks `torch.func.vmap`, under which a convolution has m groups.
     """
     return functools.partial(_dense_logits, layers) if layers else _vmapped(module)
 
@@ -224,7 +224,7 @@ def _vmapped(module: nn.Module) -> _BatchedForward:
 
 
 def dense_layers(module: nn.Module, dim: int) -> list[nn.Module]:
-    """Return the layers of a plain dense network; an empty list for any other network.
+    """Return the layers of a plain dense network; otherwise an empty list.
 
     A plain dense network flattens its samples and has dense layers with a bias, each used once, and
     ReLU. `dim` is the length d of a model.

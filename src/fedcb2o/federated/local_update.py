@@ -317,7 +317,7 @@ def _mean_loss(
 
 
 def plan_training_batches(spec: RunSpec, num_samples: Sequence[int]) -> list[list[int]]:
-    """Plan which agents of a run train together: indices of the agents of each batch."""
+    """Plan which agents of a run train together, as lists of indices."""
     training, models_per_batch = spec.training, spec.kernels.models_per_batch
     # Repeated samples may fill up a mini-batch only where they do not change the others.
     may_differ = models_per_batch is not None and training.is_sample_independent

@@ -213,7 +213,7 @@ def _checked_columns(
 
 
 def validated_state(rule: Callable[..., Any], output: Any) -> tuple[RuleState, Any]:
-    """Validate the state and the weights that a stateful rule returned; the state is copied.
+    """Validate and copy the state that a stateful rule returned, with weights.
 
     It may hold dense tensors only.
     """

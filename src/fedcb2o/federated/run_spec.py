@@ -138,7 +138,7 @@ class Algorithm:
         return self.reads_previous or self.guards.needs_previous
 
     def frozen_factor(self, n: int) -> str | None:
-        """Return the factor of low-rank adapters that is not trained in round n, counted from 0.
+        """Return the low-rank factor that is not trained in round n.
 
         It is a part of its parameters' names; None if all parameters are trained.
         """

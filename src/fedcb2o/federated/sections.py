@@ -29,7 +29,7 @@ COMPONENT_VALUES = "a name or table"
 def key_field(
     meaning: str, *, values: str | None = None, default: str | None = None, **limits: Any
 ) -> Any:
-    """Describe a key of a section: its meaning in Markdown, and limits such as `ge`.
+    """Describe a key: its meaning in Markdown, and limits such as `ge`.
 
     `values` and `default` are texts for values that the type, and a default that the value, does
     not say.
@@ -113,7 +113,7 @@ class Component(BaseModel):
 
 
 def as_component(value: Any) -> Any:
-    """Return the table {"name": value} for a name or a function, else the value itself."""
+    """Return {"name": value} for a name or a function, else the value."""
     if isinstance(value, str) or callable(value):
         return {"name": value}
     return value

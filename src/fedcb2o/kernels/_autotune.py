@@ -141,9 +141,10 @@ def _has_channels_last_overrun() -> bool:
 def fastest_layout(
     module: nn.Module, x: Shaped[Tensor, "n *features"], precision: Precision
 ) -> MemoryLayout:
-    """Return the faster memory layout of images for a network, tried on one thread with a batch.
+    """Return the faster memory layout of a network's images, by a trial.
 
-    It is "channels_last" if it is clearly faster and the network can read it, else "contiguous".
+    The trial reads a batch on one thread. It is "channels_last" if it is clearly faster and the
+    network can read it, else "contiguous".
     """
     parts = list(module.modules())
     has_convolution = any(isinstance(part, nn.Conv2d) for part in parts)

@@ -57,7 +57,7 @@ def require_tracked_statistics(module: nn.Module) -> None:
 
 
 def statistics(module: nn.Module, *kinds: StatisticsMode) -> dict[str, Float[Tensor, " c"]]:
-    """Return the statistics of the norms with the given modes, by their names in the network."""
+    """Return the statistics of norms with given modes, by their names."""
     return {
         f"{name}.{statistic}".lstrip("."): getattr(layer, statistic)
         for name, layer in _norm_layers(module, *kinds).items()

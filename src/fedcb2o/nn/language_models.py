@@ -277,7 +277,7 @@ class KeptActivations:
     def rows(
         self, tokens: Int[Tensor, "n t"], compute: Callable[[Tensor], Activations]
     ) -> list[Activations]:
-        """Return the activations of samples, by their tokens that are read, and keep them.
+        """Return and keep the activations of samples, by their read tokens.
 
         `compute` is a function of these tokens of one sample.
         """

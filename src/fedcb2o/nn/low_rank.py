@@ -29,9 +29,10 @@ UP = "lora_B"
 
 @dataclass(frozen=True)
 class FactorPair:
-    """Place of the factors A [rank, inputs] and B [outputs, rank] of one adapter in theta.
+    """Place of one adapter's factors A and B in theta.
 
-    `a_start` and `b_start` are the indices of their first numbers.
+    A is [rank, inputs] and B [outputs, rank]. `a_start` and `b_start` are the indices of their
+    first numbers.
     """
 
     a_start: int
@@ -170,7 +171,7 @@ def _store_product(
 def _leading_directions(
     product: Float[Tensor, "m n"], rank: int
 ) -> tuple[Float[Tensor, "m r"], Float[Tensor, " r"], Float[Tensor, "r n"]]:
-    """Return U, the `rank` largest singular values in descending order, and V^T of a matrix.
+    """Return leading U, singular values (descending) and V^T of a matrix.
 
     The matrix is in float64, on the CPU; the rank is at most its smaller side.
     """

@@ -28,7 +28,7 @@ class ChannelsLast(nn.Module):
 
 
 def with_memory_format(module: nn.Module, layout: MemoryLayout) -> nn.Module:
-    """Return a network that reads its images in a memory layout, after a conversion if needed."""
+    """Return a network that reads images in a layout, converted if needed."""
     if layout == "channels_last":
         return nn.Sequential(ChannelsLast(), module)
     return module

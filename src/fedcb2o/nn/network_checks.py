@@ -62,7 +62,7 @@ def check_construction(name: str, module: nn.Module, twin: nn.Module) -> None:
 
 @contextlib.contextmanager
 def perturbed_constants(module: nn.Module, *others: nn.Module) -> Iterator[None]:
-    """Add the same noise to constant parameters of equal networks inside a `with` block."""
+    """Add equal noise to constant parameters of networks inside a block."""
     draw = torch.Generator().manual_seed(0)
     original = []
     networks = [dict(network.named_parameters()) for network in (module, *others)]

@@ -30,7 +30,7 @@ _SHAPES: weakref.WeakKeyDictionary[nn.Module, list[torch.Size]] = weakref.WeakKe
 
 
 def shared_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of theta by name, in its order: shared statistics, trained parameters.
+    """Return theta's tensors by name: shared statistics, then trained parameters.
 
     Tied parameters appear once. All other tensors of a network are the same for all agents.
     """
@@ -85,7 +85,7 @@ def dimension(module: nn.Module) -> int:
 
 
 def last_layer_shape(module: nn.Module) -> tuple[int, int] | None:
-    """Return the shape [C, h] of a dense last layer with a bias; None for another layer."""
+    """Return the shape [C, h] of a dense last layer with a bias, else None."""
     tensors = list(shared_tensors(module).values())[-2:]
     if len(tensors) < 2:
         return None
@@ -159,7 +159,7 @@ def contiguous_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def is_bound(module: nn.Module, theta: Float[Tensor, " d"]) -> bool:
-    """Return whether a network's tensors are still views of theta, so that training changes it."""
+    """Return whether tensors are still views of theta, which training changes."""
     # The tensors follow each other in theta without gaps.
     address = theta.data_ptr()
     for tensor in shared_tensors(module).values():
@@ -203,7 +203,7 @@ def row_stride(d: int) -> int:
 
 
 def is_contiguous_range(rows: Sequence[int]) -> bool:
-    """Return whether row indices are consecutive, so that they form a slice; no rows are."""
+    """Return whether row indices, or no rows, form a slice."""
     if not rows:
         return True
     return list(rows) == list(range(rows[0], rows[0] + len(rows)))

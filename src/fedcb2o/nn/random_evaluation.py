@@ -29,10 +29,10 @@ from fedcb2o.rng import stream
 def seed_if_random_(
     name: str, modules: Sequence[nn.Module], x: Float[Tensor, "2 *features"], seed: int
 ) -> bool:
-    """Seed a network that draws random numbers in evaluation, with a warning; else return False.
+    """Seed a network that is random in evaluation, with a warning.
 
-    `modules` are the network and copies of it; `x` has two samples. `name` is that of the model in
-    messages, and `seed` that of the run.
+    Returns False for another network. `modules` are the network and copies of it; `x` has two
+    samples. `name` is that of the model in messages, and `seed` that of the run.
     """
     place = random_place(modules[0], x)
     if not place:

@@ -118,7 +118,7 @@ class WorkerActors:
         return self.call(method, [task] * len(self.handles))
 
     def loan_rows(self, wanted: Sequence[Int[np.ndarray, " _r"]]) -> list[LoanedRows]:
-        """Put rows into the store for other workers, and return the loans of each worker.
+        """Put rows into the store for other workers; return their loans.
 
         None of the rows that a worker wants is its own.
         """

@@ -86,10 +86,10 @@ class Sharding:
     def local_rows(
         self, worker: int, rows: Int[np.ndarray, " m"], received: Int[np.ndarray, " r"]
     ) -> Int[np.ndarray, " m"]:
-        """Return the row numbers in a worker's buffer of rows in the buffer of all agents.
+        """Return the rows of a worker's buffer that hold given rows.
 
-        These are the worker's own rows and received ones. `received` are the rows that the worker
-        has received, in the order of its inbox.
+        `rows` are those of the buffer of all agents. These are the worker's own rows and received
+        ones. `received` are the rows that the worker has received, in the order of its inbox.
         """
         order = received.argsort()
         position = np.zeros(len(rows), np.int64)

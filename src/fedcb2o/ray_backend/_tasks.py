@@ -79,7 +79,7 @@ class TaskPool:
             active.cancel()
 
     def put(self, content: Any) -> Any:
-        """Return a reference to content in the store, from which each node copies it once."""
+        """Put content into the store, once per node; return its reference."""
         with translate_ray_errors():
             return ray.put(content)
 

@@ -165,7 +165,7 @@ class AgentWorker:
         return [max_abs[k] for k in sorted(max_abs)]
 
     def export_rows(self, *transfers: Int[np.ndarray, " _k"]) -> Any:
-        """Return rows of the buffer for the store: one array, or a list for several transfers."""
+        """Return rows of the buffer: one array, or one per transfer."""
         models = self.engine.group.models
         arrays = []
         for rows in transfers:
@@ -211,7 +211,7 @@ class AgentWorker:
 
 
 def as_tensor(array: Any) -> Tensor:
-    """Return a read-only array of Ray's store as a tensor, which must not be written to."""
+    """Return a read-only array of Ray's store as a read-only tensor."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)

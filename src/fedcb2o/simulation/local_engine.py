@@ -211,7 +211,7 @@ class LocalEngine:
         return {int(self.group.agents[k]): result for k, result in results.items()}
 
     def persistent_state(self, state: AgentState) -> AgentState:
-        """Return the state of all agents with their rules' states: this process has all of it."""
+        """Return the state of all agents, which this process has entirely."""
         return state
 
     def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:

@@ -72,7 +72,7 @@ class AttackSection(Component):
         return self.data
 
     def build(self) -> Attack:
-        """Return the attack with its parameters checked, and with an attack on data that fits."""
+        """Return the attack, checked with its parameters and its attack on data."""
         threat = _threat_of(self)
         name = plugins.label(self.name)
         function = self.bind("attack", attacks)

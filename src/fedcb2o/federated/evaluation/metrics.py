@@ -171,9 +171,10 @@ class AttackGoal:
 
 
 def compute_metrics(result: EvaluationResult, goal: AttackGoal) -> dict[str, float | None]:
-    """Compute all metrics of one agent's model, by name; None where one does not apply.
+    """Compute all metrics of one agent's model by name.
 
-    The optional metrics of a loss and of the common test set are present only where they apply.
+    A metric that does not apply is None. The optional metrics of a loss and of the common test set
+    are present only where they apply.
     """
     own = result.own.confusion
     metrics: dict[str, float | None] = {

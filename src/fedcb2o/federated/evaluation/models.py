@@ -147,7 +147,7 @@ def measure_samples(
 
 
 def predicted_class(outputs: Float[Tensor, "k n C"], y: Shaped[Tensor, " n"]) -> Int[Tensor, "k n"]:
-    """Return the class that each model predicts for each sample; labels are not read.
+    """Return each model's class for each sample; labels are not read.
 
     A model that is not finite predicts class 0, as argmax does.
     """

@@ -67,7 +67,7 @@ def rejection_reason(message: Message, *, dim: int, n: int, largest: float | Non
 
 
 def max_abs(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[np.ndarray, " m"]:
-    """Compute the largest absolute value of each model, not finite if the model is not."""
+    """Return each model's largest absolute value, not finite if it is not."""
     if not len(rows):
         return np.zeros(0)
     dim = models.shape[1]
