@@ -1,5 +1,7 @@
 """Operation of a node: encrypted keys, backups, metrics, log lines, versions of the protocol."""
 
+import contextlib
+import http.client
 import json
 import logging
 import re
@@ -177,6 +179,38 @@ def test_health_and_metrics_follow_the_rounds(monkeypatch, tmp_path):
             )  # fmt: skip
 
 
+def status_of(port: int, path: str, *hosts: str) -> int:
+    """Return the status of a request with these headers `Host`."""
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    ) as connection:
+        connection.putrequest("GET", path, skip_host=True)
+        for host in hosts:
+            connection.putheader("Host", host)
+        connection.endheaders()
+        return connection.getresponse().status
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/health", "/nothing"])
+def test_metrics_are_served_to_a_host_of_loopback_only(path, tmp_path):
+    """The name of an attacker's web page leads to 127.0.0.1 in the browser of the operator."""
+    identity = Identity.make(tmp_path / "keys", name="org-0", endpoint="127.0.0.1:9998")
+    with NodeMetrics(
+        NullObserver(), 0, name="org-0", rounds=9, round_seconds=1.0, expires=identity.expires
+    ) as metrics:
+        port = metrics.port
+        for host in ("127.0.0.1", "localhost", "LocalHost", "[::1]"):
+            for text in (host, f"{host}:{port}", f"{host}:80"):
+                assert status_of(port, path, text) == (404 if path == "/nothing" else 200), text
+        for host in (
+            "evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil.example",
+            "evil.example#localhost", "127.0.0.11", "[::11]", "localhost:", "localhost:x", "",
+        ):  # fmt: skip
+            assert status_of(port, path, host) == 421, host
+        assert status_of(port, path) == 421
+        assert status_of(port, path, "localhost", "evil.example") == 421
+
+
 def test_log_lines_are_objects_with_the_records_of_rounds(tmp_path):
     file = tmp_path / "node.log"
     with stderr_logging():
@@ -238,18 +272,19 @@ def test_the_end_of_a_command_is_logged(
     words = ["peer", "run", "federation.toml", "--identity", "keys", "--data", "a.npz"]
     monkeypatch.setattr("sys.argv", ["fedcb2o", *options, *words, "--out", "run"])
     is_unexpected = isinstance(error, ValueError) and not isinstance(error, ConfigError)
-    expected = type(error) if is_unexpected and has_file else SystemExit
-    with pytest.raises(expected) as end:
+    with pytest.raises(SystemExit) as end:
         main()
-    if expected is SystemExit:
-        assert end.value.code == status
+    assert end.value.code == status
     output = capsys.readouterr().err
     (line,) = (log.read_text() if has_file else output).splitlines()
     content = json.loads(line)
     assert content["level"] == level
     assert content["message"].startswith(text)
     assert ("error" in content) == is_unexpected
-    if has_file and not is_unexpected:
+    if has_file and is_unexpected:
+        assert output.startswith("Traceback")
+        assert output.endswith("ValueError: why\n")
+    elif has_file:
         assert text in output
         assert output.startswith("Error: ") == (level == "error")
 

@@ -192,6 +192,11 @@ def test_differences_in_a_hello_answer_are_reported(tmp_path: Path, exit_stack: 
             "",
         ),
         (
+            lambda: {"federation": "00", "version": 10**99},
+            f"it holds version 1{'0' * 59} of the federation, and we 1: get its file",
+            "",
+        ),
+        (
             lambda: {"federation": "00", "version": 0},
             "it holds version 0 of the federation, and we 1: send it ours",
             "",

@@ -26,6 +26,7 @@ from fedcb2o.cli.new import new
 from fedcb2o.cli.signals import ServiceEndedError, SignalGuard
 from fedcb2o.errors import FedCB2OError
 from fedcb2o.parallel import _resources
+from fedcb2o.printable import format_traceback, one_line
 from fedcb2o.safe_stdio import safe_streams, write_error
 
 _INTERRUPT_STATUS = 130  # typer's result of Ctrl-C
@@ -139,7 +140,7 @@ def main() -> None:
         if error and not result:
             raise error
     except FedCB2OError as error:
-        _exit_with_error(_one_line(error), error.exit_status)
+        _exit_with_error(one_line(str(error)), error.exit_status)
     except _UsageError as error:
         _exit_with_error(_usage_message(error), 2)
     except (KeyboardInterrupt, ServiceEndedError) as error:
@@ -151,21 +152,22 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         subject = error.filename or "cannot write the output"
-        _exit_with_error(f"{subject}: {error.strerror or error}", 2)
+        _exit_with_error(one_line(f"{subject}: {error.strerror or error}"), 2)
     except Exception as error:
+        text = one_line(str(error))
         if not _resources.is_out_of_memory(error):
             name = type(error).__name__
-            if log_end(f"unexpected {name}: {_one_line(error)}", logging.ERROR, error):
-                sys.exit(1)
-            raise
-        _exit_with_error(f"memory is full ({_one_line(error)}): {_resources.MEMORY_CURES}", 2)
+            if not log_end(f"unexpected {name}: {text}", logging.ERROR, error):
+                print(format_traceback(error), file=sys.stderr, flush=True)
+            sys.exit(1)
+        _exit_with_error(f"memory is full ({text}): {_resources.MEMORY_CURES}", 2)
     finally:
         signals.restore()
 
 
 def _usage_message(error: Any) -> str:
     """Return the message of a usage error; empty after help."""
-    text = _one_line(error.format_message()).replace(": Value error, ", ": ")
+    text = one_line(error.format_message()).replace(": Value error, ", ": ")
     if not text:
         return ""
     if not text.endswith((".", "?")):
@@ -184,10 +186,6 @@ def _with_cluster_address(words: Sequence[str]) -> list[str]:
         if word == "--cluster" and following.startswith("-"):
             completed.append("local")
     return completed
-
-
-def _one_line(message: object) -> str:
-    return " ".join(str(message).split())
 
 
 def _exit_with_error(message: str, status: int) -> None:

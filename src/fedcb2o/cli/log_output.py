@@ -3,15 +3,20 @@
 import contextlib
 import json
 import logging
+import os
 import re
 import sys
 import warnings
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from enum import StrEnum
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
+
+from fedcb2o.printable import PrintableFormatter, printable_record
+from fedcb2o.safe_files import open_regular
 
 _LOGGER = logging.getLogger("fedcb2o")
 _RENAMED_PATTERN = ".* minor version$"  # end of every warning about a former name
@@ -34,6 +39,7 @@ class _JsonFormatter(logging.Formatter):
     """Formatter of one JSON object per log line."""
 
     def format(self, record: logging.LogRecord) -> str:
+        record = printable_record(record)
         content = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -41,18 +47,53 @@ class _JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             **getattr(record, "data", {}),
         }
-        if record.exc_info:
-            content["error"] = self.formatException(record.exc_info)
+        if record.exc_text:
+            content["error"] = record.exc_text
         return json.dumps(content, default=str)
 
 
 class _StderrHandler(logging.Handler):
     """A handler that prints to the current standard error."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(PrintableFormatter())
+
     def emit(self, record: logging.LogRecord) -> None:
         is_json = isinstance(self.formatter, _JsonFormatter)
         prefix = "" if is_json else _PREFIXES.get(record.levelno, "")
         print(f"{prefix}{self.format(record)}", file=sys.stderr, flush=True)
+
+
+class _PrivateFileHandler(RotatingFileHandler):
+    """A handler that writes to a regular file that only its owner may read, and its old files."""
+
+    def __init__(self, file: Path) -> None:
+        for number in range(1, _OLD_LOG_FILES + 1):  # of a former release, others may read them
+            with contextlib.suppress(FileNotFoundError):
+                os.close(_open_private(f"{file}.{number}", os.O_RDONLY))
+        super().__init__(file, maxBytes=_MAX_LOG_BYTES, backupCount=_OLD_LOG_FILES)
+
+    def _open(self) -> TextIOWrapper:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        descriptor = _open_private(self.baseFilename, flags)
+        return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a regular file, and let only its owner read it.
+
+    Raises:
+        OSError: It cannot be opened, or is a link or no regular file.
+    """
+    from fedcb2o.records import open_private  # slow to import
+
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            open_regular(path).close()
+        return open_private(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:  # that of a descriptor names no file
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 @contextlib.contextmanager
@@ -106,16 +147,17 @@ def configure_logs(log_format: LogFormat, file: Path | None) -> None:
 
     Args:
         log_format: The format.
-        file: File in place of standard error; a file of 10 MiB is renamed, and five are kept.
+        file: File in place of standard error; a file of 10 MiB is renamed, and five are kept. Only
+            its owner may read them.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: The file cannot be written, or is a link or no regular file.
     """
     (handler,) = [one for one in _LOGGER.handlers if isinstance(one, _StderrHandler)]
     chosen: logging.Handler = handler
     if file is not None:
-        chosen = RotatingFileHandler(file, maxBytes=_MAX_LOG_BYTES, backupCount=_OLD_LOG_FILES)
-        chosen.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        chosen = _PrivateFileHandler(file)
+        chosen.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
         _LOGGER.addHandler(chosen)
         _LOGGER.removeHandler(handler)
     if log_format is LogFormat.json:

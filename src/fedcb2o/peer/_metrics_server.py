@@ -1,6 +1,7 @@
 """Server of /metrics and /health on a loopback port (extra `metrics`)."""
 
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -12,12 +13,15 @@ from fedcb2o.errors import ConfigError, RunError
 
 _HOST = "127.0.0.1"
 _REQUEST_SECONDS = 10.0
+_LOCAL_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
+"""Host of a request to this machine. A web page whose name leads to loopback has another one."""
 
 
 class MetricsServer:
     """Server of the metrics and the health of a process.
 
-    /health answers 503 if the process is not healthy.
+    /health answers 503 if the process is not healthy. A request to another host than loopback gets
+    421.
 
     Args:
         port: Port of 127.0.0.1; 0 for any.
@@ -98,7 +102,10 @@ class MetricsServer:
             timeout = _REQUEST_SECONDS
 
             def do_GET(self) -> None:
-                if self.path == "/metrics":
+                hosts = self.headers.get_all("Host", [])
+                if len(hosts) != 1 or not _LOCAL_HOST.fullmatch(hosts[0].strip()):
+                    self.send_error(421, explain="the host must be localhost, 127.0.0.1 or [::1]")
+                elif self.path == "/metrics":
                     metrics._before_metrics()
                     self._send(200, metrics._generate(), "text/plain; version=0.0.4")
                 elif self.path == "/health":

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from fedcb2o.errors import RunError
+from fedcb2o.printable import one_line
 from fedcb2o.ray_backend._liveness import watch_cluster
 
 LOCAL = "local"  # the address of a cluster on this machine alone
@@ -93,7 +94,7 @@ def _start(options: dict[str, Any]) -> None:
                 "this machine is in no cluster: `ray start` starts or joins one, and --cluster "
                 "without an address needs none"
             ) from error
-        text = " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
+        text = one_line(str(error))[:_MAX_ERROR_CHARACTERS]
         raise RunError(
             f"cannot join the cluster at {address!r} ({text}): see `ray status` there"
         ) from error

@@ -5,6 +5,7 @@ logs are appended as a whole, other files are replaced as a whole, and a failed 
 content. `docs/runs.md` describes every file and every name in it.
 """
 
+from fedcb2o.printable import one_line
 from fedcb2o.records._checksums import (
     CHECKPOINT_FILE,
     INITIAL_FILES,
@@ -32,6 +33,7 @@ from fedcb2o.records._files import (
     damaged_error,
     fsync,
     make_private,
+    open_private,
     read_error,
     read_json,
     remove_temporaries,
@@ -53,7 +55,7 @@ from fedcb2o.records.metrics import (
     STANDARD_METRICS,
     Metric,
 )
-from fedcb2o.records.names import one_line, slug
+from fedcb2o.records.names import slug
 from fedcb2o.records.run import (
     AGENT_COLUMNS,
     RESERVED_COLUMNS,
@@ -101,6 +103,7 @@ __all__ = [
     "make_private",
     "metric_name",
     "one_line",
+    "open_private",
     "parse_toml",
     "read_cells",
     "read_checkpoint_header",

@@ -1,19 +1,14 @@
-r"""Titles and names of people as one line of text, and as parts of file names.
+"""Titles and names of people as parts of file names.
 
 >>> slug("Label flip, T_G = 5")
 'label-flip-t-g-5'
->>> one_line("two\n lines")
-'two lines'
 """
 
 import hashlib
 import re
-import unicodedata
 
 _MAX_SLUG = 200
 """Characters of a part of a file name. File systems allow 255 bytes, suffixes included."""
-_NOT_SHOWN = ("Cc", "Cs")
-"""Unicode's categories of control characters and of halves of characters."""
 
 
 def slug(text: str) -> str:
@@ -26,9 +21,3 @@ def slug(text: str) -> str:
         return words
     digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
     return f"{words[: _MAX_SLUG - 9]}-{digest}"
-
-
-def one_line(text: str) -> str:
-    """Return a text as one line, with single spaces and without control characters."""
-    line = " ".join(text.split())
-    return "".join(letter for letter in line if unicodedata.category(letter) not in _NOT_SHOWN)

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from fedcb2o.errors import RunError
+from fedcb2o.printable import one_line
 from fedcb2o.records._checksums import MANIFEST_FILE, Manifest
 from fedcb2o.records._files import (
     DamagedError,
@@ -25,7 +26,6 @@ from fedcb2o.records._files import (
 )
 from fedcb2o.records._jsonl import read_lines
 from fedcb2o.records.metrics import OPTIONAL_METRICS, STANDARD_METRICS
-from fedcb2o.records.names import one_line
 from fedcb2o.records.toml import read_toml
 
 AGENT_COLUMNS = ("cluster", "malicious", "num_samples", "source_in_validation")

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from fedcb2o import records
 from fedcb2o.errors import ConfigError, FedCB2OError, RunError
+from fedcb2o.printable import one_line
 from fedcb2o.records import Manifest, Run
 from fedcb2o.tracking.scalars import SeedRun, round_scalars
 from fedcb2o.tracking.trackers import TrackerWriter, open_writer, validate_targets
@@ -72,7 +73,7 @@ class TrackerSync:
         except FedCB2OError:
             raise
         except Exception as error:  # of a library, a disk or a server
-            reason = " ".join(str(error).split())[:_MAX_REASON_LENGTH]
+            reason = one_line(str(error))[:_MAX_REASON_LENGTH]
             raise RunError(
                 f"cannot track {self.root} by {self.target} ({type(error).__name__}: {reason}): "
                 "make it reachable, or run without it and call `fedcb2o track` later"

@@ -35,6 +35,7 @@ from fedcb2o.experiments.config.datasets import (
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs._run_directory import exclusive_lock
 from fedcb2o.experiments.runs._seed_run import run_seeds_locally
+from fedcb2o.printable import PrintableFormatter, one_line
 
 REPORT_INTERVAL = 1.0  # seconds between two updates
 FOLDER_PREFIX = "fedcb2o-run-"  # of the temporary folders of jobs
@@ -176,6 +177,7 @@ def _log_to(stream: io.StringIO) -> Iterator[None]:
     """Write the log messages of the library to a stream."""
     logger = logging.getLogger("fedcb2o")
     handler = logging.StreamHandler(stream)
+    handler.setFormatter(PrintableFormatter())
     logger.addHandler(handler)
     try:
         yield
@@ -200,7 +202,7 @@ def format_error(error: BaseException) -> str:
 
     It is the message. For an error of the program or of a user's function, its type and place too.
     """
-    line = " ".join(str(error).split())
+    line = one_line(str(error))
     if isinstance(error, FedCB2OError):
         return line
     frames = traceback.extract_tb(error.__traceback__)

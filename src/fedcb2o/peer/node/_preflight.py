@@ -484,12 +484,13 @@ def describe_disagreement(federation: Federation, content: Mapping[str, Any]) ->
 
     theirs = content.get("version")
     own = federation.version
+    held = f"it holds version {_printable_ascii(theirs)} of the federation"
     if isinstance(theirs, int) and theirs < own:
-        return f"it holds version {theirs} of the federation, and we {own}: send it ours"
+        return f"{held}, and we {own}: send it ours"
     if isinstance(theirs, int) and theirs > own and "file" in content:  # it takes us for former
-        return f"it holds version {theirs} of the federation, in which we are removed or changed"
+        return f"{held}, in which we are removed or changed"
     if isinstance(theirs, int) and theirs > own:
-        return f"it holds version {theirs} of the federation, and we {own}: get its file"
+        return f"{held}, and we {own}: get its file"
     return f"it holds another version {own}: compare the two files and their signatures"
 
 

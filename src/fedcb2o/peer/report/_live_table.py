@@ -16,6 +16,7 @@ from rich.text import Text
 
 from fedcb2o.federated.evaluation.gain import is_comparable
 from fedcb2o.peer.report._peer_records import MEAN_ROUNDS, GainRecord, mean_gain_record
+from fedcb2o.printable import one_line
 from fedcb2o.records import METRICS
 
 _OTHER_LINES = 6  # lines of a terminal that are not rows of peers
@@ -140,7 +141,7 @@ class LiveTable:
 
     def _print(self, line: str) -> None:
         file = sys.stderr if self.console.stderr else self.console.file
-        print(_printable(line), file=file, flush=True)
+        print(one_line(line), file=file, flush=True)
 
     def _describe_answers(self, line: Mapping[str, Any]) -> str:
         """Describe the received models, the missing peers and the refused models."""
@@ -234,7 +235,7 @@ def _table_row(name: str, status: _PeerStatus) -> tuple[str, ...]:
 
 
 def _plain_cell(text: str) -> Text:
-    return Text(_printable(text))  # without markup: names and reasons come from others
+    return Text(one_line(text))  # without markup: names and reasons come from others
 
 
 def _is_comparable(line: Mapping[str, Any]) -> bool:
@@ -277,8 +278,3 @@ def _format_gain(line: Mapping[str, Any], gains: Sequence[GainRecord]) -> list[s
 def _format_duration(line: Mapping[str, Any]) -> str:
     seconds = line.get("seconds", {}).get("round")
     return "" if seconds is None else f"{seconds:.1f} s of work"
-
-
-def _printable(text: str) -> str:
-    """Replace control characters, which text of others may contain."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

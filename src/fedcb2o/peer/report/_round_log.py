@@ -40,5 +40,4 @@ class RoundLog(LiveTable):
     def _print(self, line: str) -> None:
         level = logging.WARNING if self._record is None else logging.INFO
         data = {"member": self._own_name, "record": self._record}
-        text = "".join(letter if letter.isprintable() else "?" for letter in line)
-        _LOGGER.log(level, "%s", text, extra={"data": data})
+        _LOGGER.log(level, "%s", line, extra={"data": data})
