@@ -125,7 +125,6 @@ def _select_initialisation_(engine: LocalEngine, on_phase: OnPhase) -> None:
             cluster_ids, loss = assign_clusters(engine, candidates)
         losses.append(loss)
 
-    # A set whose training diverged has no loss.
     best = sets[int(np.nanargmin(losses))] - first
     # The run starts anew: the trial rounds have changed the models.
     engine.group.models[first:stop] = initial

@@ -129,7 +129,7 @@ def measure_samples(
     """
     batches: list[tuple[Tensor, Reference | None]] = [(rows, None)]
     if references is not None:
-        # Models with references of their own cannot share a program.
+        # A program estimates the statistics of its models on one reference.
         batches = list(zip(torch.split(rows, 1), references, strict=True))
     # The activations of one pass fit a core's cache.
     xs = torch.split(test.x, SAMPLES_PER_PASS)
