@@ -36,12 +36,10 @@ class Release:
     Attributes:
         name: Name of the data set's function, of `fedcb2o data NAME` and of its folder.
         title: Name in messages.
-        class_names: Names of the classes.
         shape: Shape of an image, [channels, height, width].
         prefixes: Beginnings of file names, one per set of files. A folder holds one set.
         file_names: Ends of file names. Files are plain or gzip.
         optional_files: Further files of the release.
-        url: Address of the files.
         md5: Checksum of each file at `url`: the files themselves, or an archive of them.
         system_folder: Folder of the operating system's package, if there is one.
         lookalikes: Data sets with the same file names: their titles, and the beginning of their
@@ -62,21 +60,12 @@ class Release:
 
     @property
     def archive(self) -> str | None:
-        """Name of the archive that holds the files, if there is one.
-
-        Returns:
-            First name in `md5` that ends with .zip or .tar.gz; None if `url` offers the files
-            themselves.
-        """
+        """Name of the archive that holds the files; None if `url` offers the files themselves."""
         return next((name for name in self.md5 if name.endswith((".zip", ".tar.gz"))), None)
 
     @property
     def advice(self) -> str:
-        """Cure for files that are missing or damaged.
-
-        Returns:
-            Text for the end of an error message, without a period.
-        """
+        """Cure for files that are missing or damaged, at the end of an error message."""
         return (
             f"get the files with `fedcb2o data {self.name}`, or name the folder that holds them"
             " with `--data-dir`"
@@ -86,11 +75,7 @@ class Release:
 def user_folder(release: Release) -> Path:
     """Return the folder for downloaded files: $FEDCB2O_DATA, or the user's cache.
 
-    Args:
-        release: A data set.
-
-    Returns:
-        The folder, which need not exist.
+    It need not exist.
     """
     import pooch  # type: ignore[import-untyped]
 
@@ -103,11 +88,7 @@ def user_folder(release: Release) -> Path:
 def default_folder(release: Release) -> Path:
     """Return the folder that is read by default.
 
-    Args:
-        release: A data set.
-
-    Returns:
-        `user_folder`, or the system's folder where only that one holds files.
+    It is `user_folder`, or the system's folder where only that one holds files.
     """
     folder = user_folder(release)
     system = release.system_folder
@@ -118,17 +99,10 @@ def default_folder(release: Release) -> Path:
 
 
 def find_files(release: Release, folder: Path | None) -> tuple[Path, ...]:
-    """Return the files of the one complete set in a folder.
+    """Return the files of the one complete set in a folder, in the order of `file_names`.
 
-    Args:
-        release: A data set.
-        folder: The folder; None for `default_folder`.
-
-    Returns:
-        The files in the order of `release.file_names`.
-
-    Raises:
-        DataError: A file is missing, or the folder holds two complete sets.
+    The folder is `default_folder` for None. DataError is raised if a file is missing, or the folder
+    holds two complete sets.
     """
     if folder is None:
         folder = default_folder(release)
@@ -166,32 +140,17 @@ def _files_by_prefix(release: Release, folder: Path) -> dict[str, list[Path | No
 
 
 def find_plain_or_gzip(folder: Path, name: str) -> Path | None:
-    """Return a file, or its gzip form.
-
-    Args:
-        folder: The folder.
-        name: Name of the plain file.
-
-    Returns:
-        The path, or None where neither form exists.
-    """
+    """Return a file, given by its plain name, or its gzip form; None without either."""
     candidates = (folder / name, folder / f"{name}.gz")
     return next((path for path in candidates if path.is_file()), None)
 
 
 @contextmanager
 def open_plain_or_gzip(path: Path, advice: str) -> Iterator[gzip.GzipFile | BufferedReader]:
-    """Open a plain or gzip file for reading.
+    """Open a plain or gzip file for reading, uncompressed.
 
-    Args:
-        path: The file.
-        advice: Cure in messages.
-
-    Yields:
-        The uncompressed file.
-
-    Raises:
-        DataError: The file cannot be read, is damaged or is truncated.
+    `advice` is the cure in messages. DataError is raised if the file cannot be read, is damaged or
+    is truncated.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -209,15 +168,7 @@ def open_plain_or_gzip(path: Path, advice: str) -> Iterator[gzip.GzipFile | Buff
 
 
 def check_per_class(release: Release, **counts: int | None) -> None:
-    """Refuse a number of images per class below 1.
-
-    Args:
-        release: A data set.
-        counts: Numbers by parameter name; None for all images.
-
-    Raises:
-        ConfigError: A number is below 1.
-    """
+    """Refuse a number of images per class below 1; None is all images."""
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"`{name}` of {release.name} must be at least 1, got {value}")
@@ -233,23 +184,11 @@ def select_per_class(
     labels: Path,
     images: Path,
 ) -> Shard:
-    """Read the first images of each class.
+    """Read the first `per_class` images of each class, in the order of the files; None for all.
 
-    Args:
-        release: A data set.
-        y: Labels of all images.
-        blocks: Blocks of images, in the order of the labels.
-        per_class: Number of images per class; None for all.
-        parameter: Name of `per_class` in messages.
-        labels: File of the labels, for messages.
-        images: File of the images, for messages.
-
-    Returns:
-        The selected images and their labels, in the order of the files.
-
-    Raises:
-        DataError: A label is not a class, the number of images differs from that of labels, or a
-            class has too few images.
+    `blocks` are blocks of images, in the order of the labels `y` of all images. The other arguments
+    are for messages. DataError is raised if a label is not a class, the number of images differs
+    from that of labels, or a class has too few images.
     """
     names = release.class_names
     if len(y) and y.max() >= len(names):
