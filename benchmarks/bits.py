@@ -224,7 +224,7 @@ def algorithms() -> Changes:
         yield f"ifca: {weights}", {"algorithm": algorithm}
         clean = {"malicious_role": "clean"}
         yield f"ifca: {weights}, clean", {"algorithm": algorithm, "agents": clean}
-    for attack in ("label_flips", "alie", "dissensus", "trash"):
+    for attack in ("label_flips", "alie", "dissensus", "random_model"):
         poison = {"name": attack, **ATTACK_PARAMETERS.get(attack, {})}
         yield f"fedassay: {attack}", {"algorithm": FEDASSAY, "attack": poison}
     kept = {"hold_out": False, "validation": 1.0}
@@ -276,7 +276,7 @@ RULE_VARIANTS: dict[str, Table] = {
     "trimmed_mean of everyone": by_rule("trimmed_mean", selection="everyone"),
     "geometric_median half way": by_rule("geometric_median", mixing_factor=0.5),
     "by_num_samples": by_rule("by_num_samples"),
-    "by_num_samples, unjudged": by_rule("by_num_samples", judges=False),
+    "by_num_samples, unjudged": by_rule("by_num_samples", needs_losses=False),
 }
 
 
@@ -307,7 +307,7 @@ ATTACK_PARAMETERS: dict[str, Table] = {
 }
 EVERY_ATTACK = (
     *("label_flips", "random_labels", "spread_flip", "rarest_flip", "shifted_labels", "backdoor"),
-    *("clean_label", "feature_noise", "sign_flip", "gaussian_noise", "trash", "boosting"),
+    *("clean_label", "feature_noise", "sign_flip", "gaussian_noise", "random_model", "boosting"),
     *("free_rider", "not_finite", "alie", "ipm", "min_max", "min_sum", "mimic", "dissensus"),
     *("equivocation", "gap_aware", "slow_drift", "signal", "blended", "hybrid_sparse", "spectral"),
     "echo",
@@ -350,8 +350,8 @@ def attacks() -> Changes:
         yield f"sleeper: {name}", {"attack": sleeper}
     sybils = {**FLIP, "sybils": True}
     yield "sybils: label_flip", {"attack": sybils}
-    random_models = {"name": "trash", "sybils": True, "from_round": 1}
-    yield "sybils: trash, from round 1", {"attack": random_models}
+    random_models = {"name": "random_model", "sybils": True, "from_round": 1}
+    yield "sybils: random models, from round 1", {"attack": random_models}
     whole = {"first_contact": "whole", "own_candidate": True}
     yield "sybils: first contact whole", {"attack": sybils, "algorithm": whole}
     for defence, algorithm in ATTACKED.items():

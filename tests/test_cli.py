@@ -272,16 +272,6 @@ def test_quiet_prints_results_and_errors_only(tmp_path):
     assert "processes" in run_cli("--verbose", "run", path, "--out", out, "--seeds", "3").err
 
 
-def test_a_former_name_in_a_file_logs_one_line(tmp_path):
-    former = {"name": "fedcb2o", "alpha": 2.0, "judged_at": 0.5, "own_model": "trusted"}
-    path = write(tmp_path / "tiny.toml", algorithm=former)
-    done = command("presets", path)
-    assert (done.status, done.err.count("\n")) == (0, 1)
-    assert done.err.startswith("Note: `judged_at` of `fedcb2o` is now `guards.interpolation`;")
-    assert "interpolation = 0.5" in done.out
-    assert run_cli("--quiet", "presets", path).err == ""
-
-
 def test_several_experiments_each_have_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = [write(tmp_path / f"{name}.toml", name=name, rounds=1) for name in ("one", "two")]

@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from fedcb2o import _former_keys
 from fedcb2o.errors import ConfigError, FedCB2OError
 
 PluginFunction = Callable[..., Any]
@@ -130,9 +129,8 @@ def resolve(kind: str, name: str | PluginFunction, namespace: types.ModuleType) 
         return wrap_user_function(kind, label(name), name)
     if ":" in name:
         return wrap_user_function(kind, name, _import_function(kind, name))
-    current = name if name in namespace.__all__ else _former_keys.current_name(name)
-    if current in namespace.__all__ and callable(getattr(namespace, current)):
-        return getattr(namespace, current)  # type: ignore[no-any-return]
+    if name in namespace.__all__ and callable(getattr(namespace, name)):
+        return getattr(namespace, name)  # type: ignore[no-any-return]
 
     names = sorted(key for key in namespace.__all__ if callable(getattr(namespace, key)))
     hint = did_you_mean(name, names)
@@ -321,7 +319,6 @@ def bind(
         function_name = getattr(getattr(function, "func", None), "__name__", kind)
 
     valid = parameters(function)
-    values = _former_keys.current_parameters(function_name, values, valid)
     for name in values:
         if name not in valid:
             has = " It has none (parameters are keyword-only arguments)"

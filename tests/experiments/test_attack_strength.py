@@ -8,10 +8,10 @@ import tomli_w
 from tests.experiments.test_grid import ALIE, FLIP, MEAN, grid
 from tests.tiny import run_cli
 
-from fedcb2o import _former_keys, bench, records
+from fedcb2o import bench, records
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.grid import _attack_strength, load_grid
-from fedcb2o.records import Run
+from fedcb2o.records import Run, _former_settings
 
 Z = [{"attack": {"z": z}} for z in (0.5, 2.0)]
 LATE = {**FLIP, "strengths": [{}, {"attack": {"from_round": 1}}]}
@@ -231,11 +231,11 @@ def test_a_grid_with_former_names_is_resumed_with_current_names(tmp_path):
     shutil.rmtree(tmp_path / "cells/fedcb2o/sparse")
     for name in ("tuning.json", "strengths.json"):
         content = records.read_json_with_checksum(tmp_path / name)
-        former = _former_keys.original_changes(content)
+        former = _former_settings.original_changes(content)
         assert former != content
         records.write_json_with_checksum(tmp_path / name, former)
     for path in tmp_path.rglob("config.toml"):
-        former = _former_keys.original_settings(records.read_config(path))
+        former = _former_settings.original_settings(records.read_config(path))
         assert former.get("attack", {}).get("name") != "random_model"
         records.write_toml(path, former)
 

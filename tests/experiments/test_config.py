@@ -437,14 +437,6 @@ def test_a_consensus_step_above_1_is_refused():
         load({**table, "algorithm": {"name": "fedcbo"}})
 
 
-def test_former_names_keep_working_with_the_former_fingerprint():
-    current = tiny(attack={"name": "random_model"})
-    with pytest.warns(DeprecationWarning, match="is now called `random_model`"):
-        experiment = load(tiny(attack={"name": "trash"}))
-    assert experiment.settings() == load(current).settings()
-    assert '"trash"' in experiment.fingerprint(0)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from fedcb2o import _former_keys, plugins
+from fedcb2o import plugins
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 LossAverage = Literal["samples", "batches"]
@@ -64,15 +64,14 @@ class Component(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _rename(cls, table: Any) -> Any:
-        """Replace former names of the function and of its parameters."""
+    def _to_python(cls, table: Any) -> Any:
+        """Replace numbers and lists of other libraries by Python's."""
         if not isinstance(table, Mapping) or "name" not in table:
             return table
         table = plugins.to_python(table, arrays=False)
         for key in cls.model_fields.keys() & table.keys():
             table[key] = plugins.to_python(table[key], arrays=not isinstance(table[key], Mapping))
-        name = _former_keys.current_name(table["name"])
-        return {**_former_keys.current_parameters(name, table), "name": name}
+        return table
 
     @property
     def parameters(self) -> dict[str, Any]:

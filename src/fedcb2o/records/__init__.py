@@ -45,6 +45,7 @@ from fedcb2o.records._files import (
     write_json,
     write_toml,
 )
+from fedcb2o.records._former_settings import current_settings, original_changes
 from fedcb2o.records._jsonl import REPRODUCIBLE_LOGS, RoundLog, read_lines
 from fedcb2o.records._summary import agent_statistics, last_fifth, last_round, summary
 from fedcb2o.records.metrics import (
@@ -92,6 +93,7 @@ __all__ = [
     "canonical_settings",
     "checksum_bytes",
     "checksum_file",
+    "current_settings",
     "damaged_error",
     "find_seeds",
     "flatten",
@@ -104,6 +106,7 @@ __all__ = [
     "metric_name",
     "one_line",
     "open_private",
+    "original_changes",
     "parse_toml",
     "read_cells",
     "read_checkpoint_header",

@@ -19,7 +19,6 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from fedcb2o import _former_keys
 from fedcb2o.records._files import (
     atomic_write,
     damaged_error,
@@ -29,6 +28,7 @@ from fedcb2o.records._files import (
     to_json,
     to_plain,
 )
+from fedcb2o.records._former_settings import original_settings
 
 MANIFEST_FILE = "sums.json"
 CHECKPOINT_FILE = "checkpoint.safetensors"
@@ -226,7 +226,7 @@ def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "epsilon" not in privacy:  # whose noise depends on the number of rounds
         excluded.append("rounds")
     selected = {key: value for key, value in settings.items() if key not in excluded}
-    return _former_keys.original_settings(selected)
+    return original_settings(selected)
 
 
 def canonical_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@
 {'name': 'adam'}
 """
 
-import functools
 import os
 import re
 import tomllib
@@ -16,9 +15,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fedcb2o import _former_keys, plugins, records
+from fedcb2o import plugins, records
 from fedcb2o.errors import ConfigError
 
+_RECORDED_FILES = ("config.toml", "grid.toml")
 _MAX_KEY_DEPTH = 20  # the longest key of an experiment has 4 parts
 
 
@@ -51,18 +51,11 @@ def presets() -> dict[str, str]:
 
 
 def preset(name: str) -> dict[str, Any]:
-    """Return the table of a preset.
-
-    The preset that it extends is worked in. A former preset gives a DeprecationWarning.
-    """
+    """Return the table of a preset; the preset that it extends is worked in."""
     folder = resources.files("fedcb2o.experiments") / "presets"
     path = folder / f"{name}.toml"
     if path.is_file():
         return resolve_extends({"name": name, **records.parse_toml(path.read_bytes())})
-    former = _former_preset(name)
-    if former is not None:
-        _former_keys.warn_former_preset(name, former["extends"])
-        return resolve_extends({"name": name, **former})
 
     config = Path(name) / "config.toml"
     if config.is_file():
@@ -78,25 +71,6 @@ def preset(name: str) -> dict[str, Any]:
         f"there is no preset `{name}`.{hint} `fedcb2o presets` lists them; a file's name ends in "
         ".toml"
     )
-
-
-@functools.cache
-def _former_presets() -> dict[str, Any]:
-    path = resources.files("fedcb2o.experiments") / "former_presets.toml"
-    return records.parse_toml(path.read_bytes())
-
-
-def _former_preset(name: str) -> dict[str, Any] | None:
-    """Return a former preset as changes of a present one; None if there was none of this name."""
-    former = _former_presets().get(name)
-    if former is not None:
-        return dict(former)
-    match = re.fullmatch(r"((?:digits|emnist|emnist-small)-fedcb2o-\w+)-tg(\d+)", name)
-    if match is None:
-        return None
-    algorithm = {"criterion_from_round": int(match[2])}
-    base = _former_presets().get(match[1], {"extends": match[1]})
-    return {**base, "algorithm": {**base.get("algorithm", {}), **algorithm}}
 
 
 def raise_if_grid_folder(name: str) -> None:
@@ -119,6 +93,9 @@ def read_table(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read {path}: {reason}") from error
+    # A run or a grid of an earlier version has original names of plug-ins and parameters.
+    if path.name in _RECORDED_FILES:
+        table = records.current_settings(table)
     if "name" not in table:
         table = {**_names_of_file(path), **table}
     return resolve_extends(table)

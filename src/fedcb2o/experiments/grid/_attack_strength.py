@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fedcb2o import _former_keys, records
+from fedcb2o import records
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.config import tables
 from fedcb2o.experiments.grid._definition import Grid, StrengthKey
@@ -34,8 +34,8 @@ def read_choices(folder: Path, plan: Grid) -> _Choices:
         key = plan.strength_key(probe.key)
         if key not in recorded or key in found:
             continue
-        asked = _former_keys.original_changes(recorded[key]["asked"])
-        if asked != _former_keys.original_changes(_question(plan, key)):
+        asked = records.original_changes(recorded[key]["asked"])
+        if asked != records.original_changes(_question(plan, key)):
             raise RunError(
                 f"{path} holds the choice for `{key[2]}` against `{key[1]}` over other strengths "
                 "or seeds: choose another --out"

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fedcb2o import _former_keys, records
+from fedcb2o import records
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config import tables
 from fedcb2o.experiments.grid._baseline import Changes
@@ -42,7 +42,7 @@ def read_choices(folder: Path, plan: Grid) -> dict[str, Any]:
         asked = recorded[defence]["asked"]
         first = {**asked, "candidates": asked["candidates"][: len(given)]}
         question = _question(plan, defence)
-        if _former_keys.original_changes(first) != _former_keys.original_changes(question):
+        if records.original_changes(first) != records.original_changes(question):
             raise RunError(
                 f"{path} holds the choice for `{defence}` over other candidates, attacks or seeds: "
                 "choose another --out"

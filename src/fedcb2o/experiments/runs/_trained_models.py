@@ -19,7 +19,7 @@ from fedcb2o.federated import AgentGroup, agent_network, evaluate_models, local_
 from fedcb2o.federated.evaluation.membership import leakage
 from fedcb2o.federated.privacy import noise_multiplier
 from fedcb2o.nn import architectures, low_rank, parameters
-from fedcb2o.records import Run
+from fedcb2o.records import Run, current_settings
 from fedcb2o.rng import stream
 from fedcb2o.simulation import checkpoint
 
@@ -151,7 +151,7 @@ def _restore_agents(
     if not run.seeds or seed not in (None, *run.seeds):
         raise RunError(f"{run.folder} holds the seeds {list(run.seeds)}, and not {seed}")
     seed = run.seeds[0] if seed is None else seed
-    experiment = load(run.config)
+    experiment = load(current_settings(run.config))
     dataset = load_dataset(experiment, None if data_dir is None else Path(data_dir))
     # The network in its own layout, in whichever one the run computed.
     plain = experiment.model_copy(update={"layout": None})

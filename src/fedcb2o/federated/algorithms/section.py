@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from pydantic import StrictBool, model_validator
 
-from fedcb2o import _former_keys
 from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.federated import algorithms, selection
 from fedcb2o.federated.algorithms._fedassay import DEFAULT_GUARDS
@@ -39,10 +38,10 @@ class AlgorithmSection(Component):
     @model_validator(mode="before")
     @classmethod
     def _current(cls, table: Any) -> Any:
-        """Return the section with a name, and guards in place of former parameters."""
+        """Return the section with a name."""
         if not isinstance(table, Mapping):
             return table
-        table = _former_keys.current_algorithm({"name": RECOMMENDED, **table})
+        table = {"name": RECOMMENDED, **table}
         for key in table.keys() & Guards.model_fields:
             if str(table["name"]) in algorithms.__all__:
                 raise ConfigError(f"`algorithm.{key}` is a guard: write `algorithm.guards.{key}`")

@@ -167,7 +167,7 @@ class Federation(Section):
                 f"`experiment` names {forbidden[0][:100]!r}, which is no part of fedcb2o and would "
                 "run here: read its code, install it, and allow it with --own"
             )
-        settings = self.settings.model_dump(exclude_none=True)
+        settings = records.current_settings(self.settings.model_dump(exclude_none=True))
         for key in settings["agents"]:
             if key not in AGREED_AGENT_KEYS:
                 hint = plugins.did_you_mean(key, AGREED_AGENT_KEYS)
