@@ -13,9 +13,6 @@ def set_reproducible(processors: Path = Path("/proc/cpuinfo")) -> None:
     There the rounding of a product depends on the alignment of its factors, so that one agent alone
     and in a group of agents would differ. The products take up to a tenth longer. MKL reads the
     variable when it first computes; a value that is set already stays.
-
-    Args:
-        processors: File in which the kernel describes the processors.
     """
     try:
         text = processors.read_text(encoding="utf-8", errors="replace")

@@ -191,14 +191,7 @@ def point(mu: Float[Tensor, "*a m"], models: Float[Tensor, "*b m d"]) -> Float[T
 
 
 def validate_beta(beta: float) -> None:
-    """Check that beta is a valid share of the mass.
-
-    Args:
-        beta: Share of the mass.
-
-    Raises:
-        ConfigError: `beta` is not above 0 and at most 1.
-    """
+    """Check that beta is above 0 and at most 1, a share of the mass."""
     if not 0 < beta <= 1:
         raise ConfigError(f"`beta` must be above 0 and at most 1, got {beta}")
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from fedcb2o.printable import PrintableFormatter, printable_record
 from fedcb2o.safe_files import open_regular
 
 _LOGGER = logging.getLogger("fedcb2o")
-_RENAMED_PATTERN = ".* minor version$"  # end of every warning about a former name
 _PACKAGE_FOLDER = str(Path(__file__).parents[1])
 _PREFIXES = {logging.WARNING: "Note: ", logging.ERROR: "Error: ", logging.CRITICAL: "Error: "}
 
@@ -83,8 +81,7 @@ class _PrivateFileHandler(RotatingFileHandler):
 def _open_private(path: str, flags: int) -> int:
     """Open a regular file, and let only its owner read it.
 
-    Raises:
-        OSError: It cannot be opened, or is a link or no regular file.
+    A link, and anything that is no regular file, is an OSError.
     """
     from fedcb2o.records import open_private  # slow to import
 
@@ -100,12 +97,7 @@ def _open_private(path: str, flags: int) -> int:
 def stderr_logging() -> Iterator[None]:
     """Print log lines to standard error within this context.
 
-    The package's own warnings are log lines too. A warning about a former name is one, once for
-    each name. Python itself would hide it. The option `-W` of Python and PYTHONWARNINGS keep their
-    effect.
-
-    Yields:
-        Nothing.
+    The package's own warnings are log lines too.
     """
     level = _LOGGER.level
     handlers = list(_LOGGER.handlers)
@@ -113,10 +105,7 @@ def stderr_logging() -> Iterator[None]:
     _LOGGER.setLevel(logging.INFO)
     try:
         with warnings.catch_warnings():
-            if not sys.warnoptions:
-                for category in (DeprecationWarning, FutureWarning):
-                    warnings.filterwarnings("once", _RENAMED_PATTERN, category)
-            warnings.showwarning = _log_deprecation(warnings.showwarning)
+            warnings.showwarning = _log_own_warnings(warnings.showwarning)
             yield
     finally:
         for handler in set(_LOGGER.handlers) - set(handlers):
@@ -125,16 +114,13 @@ def stderr_logging() -> Iterator[None]:
         _LOGGER.setLevel(level)
 
 
-def _log_deprecation(show_other: Any) -> Any:
+def _log_own_warnings(show_other: Any) -> Any:
     """Return a function for `warnings.showwarning` that logs the package's own warnings."""
 
     def show(
         message: Warning | str, category: type[Warning], filename: str, *arguments: Any
     ) -> None:
-        is_deprecation = issubclass(category, DeprecationWarning | FutureWarning)
-        is_renamed = is_deprecation and re.match(_RENAMED_PATTERN, str(message))
-        is_own = category is UserWarning and filename.startswith(_PACKAGE_FOLDER)
-        if is_renamed or is_own:
+        if category is UserWarning and filename.startswith(_PACKAGE_FOLDER):
             _LOGGER.warning("%s.", message)
         else:
             show_other(message, category, filename, *arguments)
@@ -145,13 +131,7 @@ def _log_deprecation(show_other: Any) -> Any:
 def configure_logs(log_format: LogFormat, file: Path | None) -> None:
     """Choose the format of log lines and a file for them.
 
-    Args:
-        log_format: The format.
-        file: File in place of standard error; a file of 10 MiB is renamed, and five are kept. Only
-            its owner may read them.
-
-    Raises:
-        OSError: The file cannot be written, or is a link or no regular file.
+    A `file` takes the place of standard error. It is renamed at 10 MiB, and five old ones are kept.
     """
     (handler,) = [one for one in _LOGGER.handlers if isinstance(one, _StderrHandler)]
     chosen: logging.Handler = handler
@@ -167,13 +147,7 @@ def configure_logs(log_format: LogFormat, file: Path | None) -> None:
 def log_end(message: str, level: int, error: BaseException | None = None) -> bool:
     """Log the end of a command, if log lines are JSON or go to a file.
 
-    Args:
-        message: The message.
-        level: Level of the line.
-        error: Exception whose traceback the line has.
-
-    Returns:
-        True if the line went to standard error.
+    Returns True if the line went to standard error.
     """
     if not has_log_settings():
         return False
@@ -182,20 +156,12 @@ def log_end(message: str, level: int, error: BaseException | None = None) -> boo
 
 
 def has_log_file() -> bool:
-    """Return True if log lines go to a file.
-
-    Returns:
-        True after `configure_logs` with a file.
-    """
+    """Return True if log lines go to a file."""
     return any(isinstance(one, RotatingFileHandler) for one in _LOGGER.handlers)
 
 
 def has_log_settings() -> bool:
-    """Return True if log lines are JSON or go to a file.
-
-    Returns:
-        True after `configure_logs` with either.
-    """
+    """Return True if log lines are JSON or go to a file."""
     is_json = any(isinstance(one.formatter, _JsonFormatter) for one in _LOGGER.handlers)
     return is_json or has_log_file()
 
@@ -203,9 +169,7 @@ def has_log_settings() -> bool:
 def set_verbosity(*, verbose: bool = False, quiet: bool = False) -> None:
     """Choose the log lines that are printed.
 
-    Args:
-        verbose: Print all lines.
-        quiet: Print errors only; wins over `verbose`.
+    `quiet` wins over `verbose`: only errors are printed.
     """
     if quiet:
         _LOGGER.setLevel(logging.ERROR)
@@ -216,16 +180,11 @@ def set_verbosity(*, verbose: bool = False, quiet: bool = False) -> None:
 def is_quiet() -> bool:
     """Return True if only errors are printed.
 
-    Returns:
-        True after `set_verbosity(quiet=True)`, when progress lines are dropped.
+    Progress lines are dropped then.
     """
     return not _LOGGER.isEnabledFor(logging.INFO)
 
 
 def is_verbose() -> bool:
-    """Return True if all log lines are printed.
-
-    Returns:
-        True after `set_verbosity(verbose=True)`, unless `quiet` was set too.
-    """
+    """Return True if all log lines are printed: `verbose` was set, and `quiet` was not."""
     return _LOGGER.isEnabledFor(logging.DEBUG)

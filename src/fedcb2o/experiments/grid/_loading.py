@@ -32,18 +32,11 @@ _OWN_KEYS = [key for key in Grid.model_fields if key not in ("shared", "added_ca
 def load_grid(
     source: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | None = None
 ) -> Grid:
-    """Load a grid and validate every cell.
+    """Load a built-in grid, a TOML file or a mapping, and validate every cell.
 
-    Args:
-        source: The name of a built-in grid, a TOML file or a mapping.
-        changes: New values by dotted key, such as {"rounds": 5}; entries may overrule them. With
-            other `seeds` defences with seeds of their own keep those that remain.
-
-    Returns:
-        The grid.
-
-    Raises:
-        ConfigError: With one line that names the problem, the entry and the nearest valid name.
+    `changes` has new values by dotted key, such as {"rounds": 5}; entries may overrule them. With
+    other `seeds` defences with seeds of their own keep those that remain. A ConfigError names the
+    problem, the entry and the nearest valid name in one line.
     """
     if not isinstance(source, str | Path | Mapping):
         kind = type(source).__name__
@@ -91,11 +84,7 @@ def _keep_seeds(defence: Any, seeds: Any) -> Any:
 
 
 def grids() -> dict[str, str]:
-    """Return the built-in grids.
-
-    Returns:
-        The description of each grid, by its name.
-    """
+    """Return the built-in grids: the description of each by its name."""
     folder = resources.files("fedcb2o.experiments") / "grids"
     files = [path.name for path in folder.iterdir() if path.name.endswith(".toml")]
     names = sorted(name.removesuffix(".toml") for name in files)
