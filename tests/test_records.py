@@ -1,6 +1,7 @@
 """Records: written and read without loss, also after a full disk, a power cut or a partial line."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from fedcb2o.errors import RunError
 from fedcb2o.federated import AttackGoal, EvaluationResult
@@ -137,7 +138,7 @@ except RunError as error:
 try:
     import numpy, safetensors.numpy
     model = {"theta": numpy.zeros(10000)}
-    atomic_write(records.folder / "summary.json", lambda path: safetensors.numpy.save_file(model, path))
+    atomic_write(records.folder / "summary.json", safetensors.numpy.save(model))
 except RunError as error:
     print(error)
 """
@@ -161,8 +162,9 @@ def test_a_full_disk_raises_one_error_and_loses_no_record(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
 
 
-def test_a_device_without_space_raises_an_error(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+def test_a_device_without_space_raises_an_error(tmp_path, monkeypatch):
+    full = lambda path, flags: os.open("/dev/full", os.O_WRONLY)  # noqa: E731
+    monkeypatch.setattr("fedcb2o.records._jsonl.open_private", full)
     with pytest.raises(
         RunError, match=r"metrics\.jsonl: No space left on device; nothing already written is lost"
     ):
@@ -179,13 +181,13 @@ def test_atomic_write_removes_its_temporary_file_and_keeps_the_old_content(tmp_p
     atomic_write(path, b"old")
 
     def fails(temporary):
-        temporary.write_bytes(b"half")
+        temporary.write(b"half")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         atomic_write(path, fails)
     assert path.read_bytes() == b"old"
-    atomic_write(path, lambda temporary: save_file({"x": np.ones(2)}, temporary))
+    atomic_write(path, save({"x": np.ones(2)}))
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
     with pytest.raises(RunError, match="cannot write"):
         atomic_write(tmp_path / "missing" / "file", b"")

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ import torch
 from torch import nn
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.safe_files import check_regular, read_regular
 
 _LOG = logging.getLogger(__name__)
 _EXTRA = ("transformers", "peft", "gguf")
@@ -325,6 +327,7 @@ def base_bytes(base: str) -> int:
     return 0 if base == TINY else (base_folder(base) / _WEIGHTS).stat().st_size
 
 
+@functools.cache
 def base_checksum(base: str) -> str:
     """Return the SHA-256 of the weights of a base.
 
@@ -333,8 +336,21 @@ def base_checksum(base: str) -> str:
 
     Returns:
         64 hexadecimal digits; an empty text for "tiny", which has no file.
+
+    Raises:
+        ConfigError: The weights in the cache are damaged, or the extra or the base is missing.
     """
-    return "" if base == TINY else (base_folder(base) / _CHECKSUM).read_text()
+    if base == TINY:
+        return ""
+    folder = base_folder(base)
+    checksum = read_regular(folder / _CHECKSUM, 64).decode()
+    with (folder / _WEIGHTS).open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
+            raise ConfigError(
+                f"{folder / _WEIGHTS} is damaged, by its SHA-256: remove {folder}, and it is "
+                "written again"
+            )
+    return checksum
 
 
 def activation_folder(base: str) -> Path | None:
@@ -371,7 +387,8 @@ def base_folder(base: str) -> Path:
     name, options, identity = _locate(base)
     key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     folder = Path(pooch.os_cache("fedcb2o")) / "models" / key
-    if (folder / _CHECKSUM).is_file():
+    if os.path.lexists(folder):
+        _check_cached(folder)
         return folder
 
     _LOG.warning("The weights of %s are converted once, into %s: a minute.", base, folder)
@@ -379,14 +396,31 @@ def base_folder(base: str) -> Path:
     staging = Path(tempfile.mkdtemp(prefix=".incoming-", dir=folder.parent))
     try:
         _convert(base, name, options, staging)
-        try:
+        with contextlib.suppress(OSError):  # another process was faster
             staging.replace(folder)
-        except OSError:
-            if not (folder / _CHECKSUM).is_file():  # else another process was faster
-                raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+    _check_cached(folder)
     return folder
+
+
+def _check_cached(folder: Path) -> None:
+    """Refuse a folder of the cache that somebody else made or may change."""
+    remedy = "remove it, or set XDG_CACHE_HOME to a folder of your own"
+    status = folder.lstat()
+    user = os.geteuid()
+    is_trusted = user == 0 or (status.st_uid in (user, 0) and not status.st_mode & 0o022)
+    if not (stat.S_ISDIR(status.st_mode) and is_trusted):
+        raise ConfigError(
+            f"{folder} is no folder of this user, or others may write to it: {remedy}"
+        )
+    for name in (_CHECKSUM, _WEIGHTS):
+        try:
+            check_regular(folder / name)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder / name} cannot be used: {error.strerror}; {remedy}"
+            ) from error
 
 
 def _locate(base: str) -> tuple[str, dict[str, Any], tuple[Any, ...]]:

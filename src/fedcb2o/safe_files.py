@@ -17,6 +17,7 @@ Example:
 import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,6 +30,15 @@ _KINDS = {
     stat.S_IFCHR: "a device",
 }
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_APPEND = (
+    os.O_WRONLY
+    | os.O_CREAT
+    | os.O_APPEND
+    | os.O_NOFOLLOW
+    | os.O_NONBLOCK
+    | os.O_NOCTTY
+    | os.O_CLOEXEC
+)
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -60,6 +70,11 @@ def open_regular(
         raise
 
 
+def check_regular(path: Path | str, *, follow_links: bool = False) -> None:
+    """Raise OSError unless a file is regular, before a library opens it by its name."""
+    _check_regular(Path(path).stat(follow_symlinks=follow_links), path)
+
+
 def read_regular(
     path: Path | str, max_bytes: int, *, follow_links: bool = False, folder: int | None = None
 ) -> bytes:
@@ -81,6 +96,53 @@ def create_exclusive(path: Path | str, mode: int = 0o600, *, folder: int | None 
     `folder` is as in `open_regular`.
     """
     return os.open(path, _CREATE, mode, dir_fd=folder)
+
+
+def open_append(path: Path | str, mode: int = 0o600) -> int:
+    """Open a regular file for appending, and create it where it is missing.
+
+    A file with a second name is refused: what is appended would change another file.
+    """
+    try:
+        descriptor = os.open(path, _APPEND, mode)
+    except OSError:
+        if os.path.lexists(path):
+            check_regular(path)  # the better message
+        raise
+    try:
+        status = os.fstat(descriptor)
+        _check_regular(status, path)
+        if status.st_nlink > 1:
+            raise OSError(errno.EMLINK, "it has another name too (a hard link)", str(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def owner_of_new_files(folder: Path | str) -> int | None:
+    """Return the user that owns the files that this process creates in a folder.
+
+    It is this process's user; a network mount may store another one. None stands for the superuser,
+    who may work in the folders of all users.
+    """
+    user = os.geteuid()
+    if user == 0:
+        return None
+    if Path(folder).stat().st_uid == user:
+        return user
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_uid
+
+
+def is_own_folder(path: Path | str) -> bool:
+    """Return True for a real folder of this user that others cannot change."""
+    try:
+        status = Path(path).lstat()
+    except OSError:
+        return False
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return is_own and not status.st_mode & 0o022
 
 
 def open_folder(path: Path | str, *, follow_links: bool = False, folder: int | None = None) -> int:

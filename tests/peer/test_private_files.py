@@ -1,5 +1,6 @@
 """Access rights of files that contain models, keys or records of data."""
 
+import os
 import stat
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     tmp_path.chmod(0o755)
-    monkeypatch.setattr(Path, "chmod", refuse)
+    monkeypatch.setattr(os, "fchmod", refuse)
     with pytest.raises(RunError, match="cannot keep others out"):
         records.make_private(tmp_path)
 

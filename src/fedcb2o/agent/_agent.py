@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from fedcb2o import records
@@ -31,6 +31,7 @@ from fedcb2o.federated.guards.acceptance import Message, max_abs, rejection_reas
 from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.nn import parameters
 from fedcb2o.plugins import PluginChoice, to_python
+from fedcb2o.safe_files import check_regular
 
 _REBUILT = (
     "_spec",
@@ -357,7 +358,7 @@ class Agent:
             path: A file, such as "agent.safetensors"; it is replaced as a whole.
         """
         state = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        records.atomic_write(Path(path), lambda temporary: save_file(state, temporary))
+        records.atomic_write(Path(path), save(state))
 
     def load(self, path: Path | str) -> None:
         """Restore what an agent with the same network and method wrote with `save`.
@@ -369,6 +370,7 @@ class Agent:
             RunError: The file is missing or damaged, or of another network.
         """
         try:
+            check_regular(path, follow_links=True)
             state = load_file(path)
         except (OSError, SafetensorError) as error:
             raise RunError(f"the memory of an agent in {path} cannot be read: {error}") from error

@@ -32,11 +32,14 @@ from fedcb2o.data.idx import identify_lookalike
 from fedcb2o.data.release import Release, find_files, find_plain_or_gzip
 from fedcb2o.data.sets import cifar10, emnist, fashion_mnist, mnist
 from fedcb2o.errors import DataError
+from fedcb2o.safe_files import is_own_folder
 from fedcb2o.safe_stdio import safe_streams
 
 _STAGING_PREFIX = ".incoming-"  # beginning of the names of staging folders
 _READERS = {"cifar10": cifar10, "emnist": emnist, "fashion_mnist": fashion_mnist, "mnist": mnist}
+_MAX_FILE_BYTES = 2**31  # of a file in an archive; the longest of EMNIST has 2**29
 _ARCHIVE_ERRORS = (
+    FileExistsError,
     zipfile.BadZipFile,
     tarfile.TarError,
     gzip.BadGzipFile,
@@ -155,14 +158,14 @@ def _optional_files(release: Release, folder: Path) -> list[Path]:
 def _staging(release: Release, target: Path) -> Iterator[Path]:
     """Create a temporary folder inside `target`, for renames out of it.
 
-    After a kill, the next call removes it.
+    After a kill, the user's next call removes it.
     """
     try:
         target.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             # The lock on `target` protects a new folder until it has its own lock.
             with _folder_lock(target):
-                for abandoned in target.glob(f"{_STAGING_PREFIX}*"):
+                for abandoned in filter(is_own_folder, target.glob(f"{_STAGING_PREFIX}*")):
                     with (
                         suppress(BlockingIOError, FileNotFoundError),
                         _folder_lock(abandoned, fcntl.LOCK_NB),
@@ -264,8 +267,15 @@ def _unpack(release: Release, archive: Path, folder: Path, name: str, advice: st
     folder.mkdir()
     try:
         for base, packed in members(archive, wanted):
-            with packed, (folder / base).open("wb") as unpacked:
-                shutil.copyfileobj(packed, unpacked, 2**20)
+            with packed, (folder / base).open("xb") as unpacked:
+                size = 0
+                while block := packed.read(2**20):
+                    size += len(block)
+                    if size > _MAX_FILE_BYTES:
+                        raise DataError(
+                            f"{base} in {name} is longer than {_MAX_FILE_BYTES} bytes; {advice}"
+                        )
+                    unpacked.write(block)
     except _ARCHIVE_ERRORS as error:
         kind = "zip" if is_zip else "tar"
         raise DataError(

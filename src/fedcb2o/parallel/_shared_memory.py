@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedcb2o.errors import RunError
 from fedcb2o.parallel._resources import format_bytes
+from fedcb2o.safe_files import open_regular
 
 PREFIX = "fedcb2o-"
 SUFFIX = ".tensors"
@@ -96,16 +97,17 @@ def allocate_shared(specs: TensorSpecs, folder: Path | None = None) -> Iterator[
 
 
 def remove_stale(*folders: Path) -> None:
-    """Remove the files of killed runs, which no living process has locked.
+    """Remove the files of killed runs of this user, which no living process has locked.
 
     Args:
         folders: Folders to search, in addition to memory and the temporary folder.
     """
     for folder in {*_candidate_folders(), *folders}:
         for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
-            with contextlib.suppress(OSError), path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
+            with contextlib.suppress(OSError), open_regular(path) as file:
+                if os.fstat(file.fileno()).st_uid == os.geteuid():
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
 
 
 def _layout(specs: TensorSpecs) -> tuple[dict[str, int], int]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fedcb2o.errors import RunError
+from fedcb2o.safe_files import is_own_folder
 
 MAX_ARCHIVE_BYTES = 2**28
 
@@ -166,8 +167,11 @@ def _unpack(archive: bytes) -> Path:
             partial.rename(folder)
         except OSError:  # another process was first
             shutil.rmtree(partial)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
+    if not is_own_folder(folder):
+        raise PermissionError(
+            f"{folder} is no folder of this user, or others may write to it: remove it, or set "
+            "TMPDIR to a folder of your own"
+        )
     return folder
 
 

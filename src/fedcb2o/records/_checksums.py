@@ -14,7 +14,7 @@ import math
 import zlib
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -29,6 +29,7 @@ from fedcb2o.records._files import (
     to_plain,
 )
 from fedcb2o.records._former_settings import original_settings
+from fedcb2o.safe_files import check_regular, open_regular
 
 MANIFEST_FILE = "sums.json"
 CHECKPOINT_FILE = "checkpoint.safetensors"
@@ -141,6 +142,10 @@ class Manifest:
                 raise damaged_error(path, "it is gone")
             return path
 
+        try:
+            check_regular(path)
+        except OSError as error:
+            raise read_error(path, error) from error
         has_other_size = not is_growing and path.stat().st_size != size
         if has_other_size or checksum_file(path, size) != expected:
             raise damaged_error(path, "it does not hold what was written, by its SHA-256")
@@ -160,6 +165,7 @@ def read_checkpoint_header(path: Path) -> dict[str, str]:
     written is a DamagedError; a file that cannot be read now is a RunError.
     """
     try:
+        check_regular(path)
         with safe_open(path, framework="np") as file:
             header = file.metadata() or {}
         crc = header_crc(header)
@@ -207,7 +213,11 @@ def checksum_file(path: Path, size: int | None = None) -> Checksum:
     digest = hashlib.sha256()
     count = 0
     limit = math.inf if size is None else size
-    with path.open("rb") as file:
+    try:
+        file = open_regular(path)
+    except OSError as error:
+        raise read_error(path, error) from error
+    with file:
         while part := file.read(int(min(limit - count, 2**20))):
             digest.update(part)
             count += len(part)
@@ -321,10 +331,23 @@ def read_cells(path: Path) -> list[dict[str, Any]]:
         "error",
     }
     if not isinstance(cells, list) or not all(
-        isinstance(cell, dict) and keys <= cell.keys() for cell in cells
+        isinstance(cell, dict) and keys <= cell.keys() and is_inside(cell["folder"])
+        for cell in cells
     ):
-        raise damaged_error(path, "it holds no list of runs")
+        raise damaged_error(path, "it holds no list of runs in this folder")
     return cells
+
+
+def is_inside(name: object) -> bool:
+    """Return True for a relative path that does not lead out of its folder.
+
+    Args:
+        name: Path of a file or folder, from others.
+    """
+    if not isinstance(name, str) or "\0" in name:
+        return False
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def _content_digest(content: Mapping[str, Any]) -> str:

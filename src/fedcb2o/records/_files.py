@@ -10,46 +10,63 @@ import math
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import tomli_w
 from safetensors import SafetensorError
 
 from fedcb2o.errors import RunError
+from fedcb2o.safe_files import (
+    create_exclusive,
+    describe_kind,
+    open_append,
+    open_folder,
+    owner_of_new_files,
+    read_regular,
+)
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 """Modes of everything that holds models, keys or records of data."""
 _DESCRIPTOR_SECONDS = 30.0
 """Time to wait for a free descriptor."""
 _TEMPORARY_SUFFIX = ".tmp"
+_MAX_JSON_BYTES = 2**28
+_HARD_LINK_REMEDY = (
+    "which would change with it: copy it to a new file (`cp`), and rename the copy to this name"
+)
 FILE_SUFFIXES = (".json", ".jsonl", ".safetensors", ".toml")
 """Suffixes of the files of a run."""
 
 
-def atomic_write(path: Path, content: bytes | Callable[[Path], None]) -> None:
+def atomic_write(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
     """Replace a file as a whole, readable for its owner only.
 
-    At any time, also after a power failure, the file has either the old or the new content.
+    At any time, also after a power failure, the file has either the old or the new content. A link
+    of this name is replaced, not followed.
 
     Args:
         path: File to replace.
-        content: Bytes, or a function that writes the content to the temporary path it receives.
+        content: Bytes, or a function that writes the content to the open file it receives.
 
     Raises:
         RunError: The file cannot be written. The old content stays.
     """
     temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
     try:
-        os.close(_wait_for_descriptor(lambda: open_private(temporary, os.O_WRONLY | os.O_CREAT)))
-        if isinstance(content, bytes):
-            temporary.write_bytes(content)
-        else:
-            content(temporary)
-        temporary.chmod(PRIVATE_FILE)  # where a library made the file anew
-        fsync(temporary)
+        temporary.unlink(missing_ok=True)  # of a killed process
+        descriptor = _wait_for_descriptor(lambda: create_exclusive(temporary, PRIVATE_FILE))
+        with os.fdopen(descriptor, "wb") as file:
+            if stat.S_IMODE(os.fstat(descriptor).st_mode) != PRIVATE_FILE:  # by the umask
+                os.fchmod(descriptor, PRIVATE_FILE)
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                content(file)
+            file.flush()
+            os.fsync(descriptor)
         temporary.replace(path)
         fsync(path.parent)
     except BaseException as error:
@@ -60,20 +77,9 @@ def atomic_write(path: Path, content: bytes | Callable[[Path], None]) -> None:
         raise
 
 
-def open_private(path: Path | str, flags: int) -> int:
-    """Open a file that only its owner may read, whatever mode it had.
-
-    Args:
-        path: The file.
-        flags: Flags of `os.open`.
-
-    Returns:
-        The descriptor.
-
-    Raises:
-        OSError: The file cannot be opened, or belongs to somebody else.
-    """
-    file = os.open(path, flags, PRIVATE_FILE)
+def open_private(path: Path | str, _flags: int = 0) -> int:
+    """Open a file for appending that only its owner may read, whatever mode it had."""
+    file = open_append(path, PRIVATE_FILE)
     try:
         if stat.S_IMODE(os.fstat(file).st_mode) != PRIVATE_FILE:
             os.fchmod(file, PRIVATE_FILE)
@@ -93,8 +99,12 @@ def make_private(folder: Path) -> None:
         RunError: The mode cannot be changed.
     """
     try:
-        if stat.S_IMODE(folder.stat().st_mode) != PRIVATE_FOLDER:
-            folder.chmod(PRIVATE_FOLDER)
+        descriptor = open_folder(folder, follow_links=True)
+        try:
+            if stat.S_IMODE(os.fstat(descriptor).st_mode) != PRIVATE_FOLDER:
+                os.fchmod(descriptor, PRIVATE_FOLDER)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise RunError(
             f"cannot keep others out of {folder}: {error.strerror or error}; models reveal "
@@ -124,7 +134,48 @@ def remove_temporaries(folder: Path) -> None:
     """
     for suffix in FILE_SUFFIXES:
         for path in folder.glob(f"*{suffix}{_TEMPORARY_SUFFIX}"):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # a folder of this name: the next write of the file reports it
+                path.unlink()
+
+
+def check_parts(folder: Path, subfolders: Iterable[Path]) -> None:
+    """Refuse a folder of a run in which somebody else could redirect the run's files.
+
+    The records in it and in its own subfolders must be regular files, and belong to the user who
+    writes in the folder. The superuser may continue the runs of others. Other entries are ignored.
+    `subfolders` has outer folders first; missing ones are skipped.
+    """
+    try:
+        owner = owner_of_new_files(folder)
+        places = [folder]
+        for path in subfolders:
+            if os.path.lexists(path):
+                _check_part(path, owner)
+                places.append(path)
+        for place in filter(Path.is_dir, places):
+            for path in place.iterdir():
+                name = path.name.removesuffix(_TEMPORARY_SUFFIX)
+                if name.endswith(FILE_SUFFIXES):
+                    with suppress(FileNotFoundError):  # a killed process's worker may still end
+                        _check_part(path, owner)
+    except OSError as error:
+        raise read_error(folder, error) from error
+
+
+def _check_part(path: Path, owner: int | None) -> None:
+    status = path.lstat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise RunError(
+            f"{path} is {describe_kind(status.st_mode)}, and a run writes to files and folders of "
+            "its own only: put in its place what belongs there, or choose another --out"
+        )
+    if owner is not None and status.st_uid != owner:
+        raise RunError(
+            f"{path} belongs to another user ({status.st_uid}), who could redirect what is written "
+            "there: copy the folder with `cp -r`, and give the copy as --out"
+        )
+    if path.suffix == ".jsonl" and stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+        raise RunError(f"{path} has another name too (a hard link), {_HARD_LINK_REMEDY}")
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
@@ -191,7 +242,7 @@ def read_json(path: Path) -> dict[str, Any]:
         DamagedError: The file is missing or does not contain a JSON object.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path, _MAX_JSON_BYTES))
     except FileNotFoundError as error:
         raise damaged_error(path, "it is gone") from error
     except OSError as error:
@@ -255,7 +306,7 @@ def fsync(path: Path) -> None:
     Raises:
         OSError: The path cannot be opened or synchronised.
     """
-    file = os.open(path, os.O_RDONLY)
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(file)
     finally:
@@ -276,6 +327,8 @@ def write_error(path: Path, error: Exception) -> RunError:
     if isinstance(error, OSError) and error.strerror:
         reason = error.strerror
     remedy = "make room (or repair the folder)"
+    if isinstance(error, OSError) and error.errno == errno.EMLINK:
+        remedy = _HARD_LINK_REMEDY.partition(": ")[2]
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         remedy = "raise the limit of open files (ulimit -n)"
     return RunError(

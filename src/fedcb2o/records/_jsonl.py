@@ -13,10 +13,13 @@ from fedcb2o.records._files import (
     damaged_error,
     fsync,
     open_private,
+    read_error,
     to_plain,
     write_error,
 )
+from fedcb2o.safe_files import open_regular
 
+_MAX_LINE_BYTES = 2**28
 LOG_NAMES = ("metrics", "pairs", "timing")
 REPRODUCIBLE_LOGS = ("metrics", "pairs")
 """Logs that the seed and the settings determine, with one line for every round."""
@@ -126,10 +129,17 @@ def read_lines(
     """
     if not path.exists():
         return
-    with path.open("rb") as file:
-        for number, text in enumerate(file, start=1):
+    try:
+        file = open_regular(path)
+    except OSError as error:
+        raise read_error(path, error) from error
+    with file:
+        for number, text in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1):
             if not text.endswith(b"\n"):
-                return
+                if len(text) < _MAX_LINE_BYTES or stop_at_damage:
+                    return
+                reason = f"line {number} is longer than {_MAX_LINE_BYTES} bytes"
+                raise damaged_error(path, reason)
             if number <= skip:
                 continue
             try:

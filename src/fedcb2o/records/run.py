@@ -1,9 +1,11 @@
 """The records of a run, read from its folder."""
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from fedcb2o.records._files import (
 from fedcb2o.records._jsonl import read_lines
 from fedcb2o.records.metrics import OPTIONAL_METRICS, STANDARD_METRICS
 from fedcb2o.records.toml import read_toml
+from fedcb2o.safe_files import check_regular
 
 AGENT_COLUMNS = ("cluster", "malicious", "num_samples", "source_in_validation")
 _ROUND_METRICS = ("train_loss", "validation_loss", "malicious_weight", "answered")
@@ -48,6 +51,9 @@ _CONFIG_TYPES = {
     "seeds": list,
     "agents": dict,
 }
+_SEED = re.compile("[0-9]{1,20}")
+_MAX_SEEDS = 10_000
+_MAX_NAMES = 20
 _model_readers: list[Callable[[], Any]] = []
 _REMEDY = "restore it, or run the experiment again with another --out"
 
@@ -103,7 +109,8 @@ class Run:
         _ = self.config, self.seeds
 
     def _no_run_error(self) -> RunError:
-        names = sorted(path.parent.name for path in self.folder.glob("*/config.toml"))
+        found = self.folder.glob("*/config.toml")
+        names = sorted(path.parent.name for path in islice(found, _MAX_NAMES))
         remedy = "give a folder written by it"
         if (self.folder / "grid.toml").is_file():
             remedy = (
@@ -523,6 +530,7 @@ class Run:
         if not path.exists():
             return None
         try:
+            check_regular(path)
             return load_file(path)["images"]
         except OSError as error:
             raise read_error(path, error) from error
@@ -556,13 +564,25 @@ def _append_pairs(columns: dict[str, list[Any]], seed: int, line: dict[str, Any]
 
 
 def find_seeds(folder: Path) -> dict[int, Path]:
-    """Find the folders of the seeds of a run that have begun, in ascending order of seeds."""
-    folders: dict[str, Path] = {}
-    for name in ("agents.json", MANIFEST_FILE):
-        for path in folder.glob(f"seed-*/{name}"):
-            folders[path.parent.name.removeprefix("seed-")] = path.parent
-    seeds = sorted(filter(str.isdecimal, folders), key=int)
-    return {int(seed): folders[seed] for seed in seeds}
+    """Find the folders of the seeds of a run that have begun, in ascending order of seeds.
+
+    A seed whose folder is a link is refused, and so are too many seeds.
+    """
+    folders: dict[int, Path] = {}
+    for path in folder.glob("seed-*"):
+        seed = path.name.removeprefix("seed-")
+        if not _SEED.fullmatch(seed):
+            continue
+        if path.is_symlink():
+            raise RunError(
+                f"{path} is a link, and the files of a run are in its own folder: put in its place "
+                "the folder that it refers to"
+            )
+        if any((path / name).is_file() for name in ("agents.json", MANIFEST_FILE)):
+            folders[int(seed)] = path
+        if len(folders) > _MAX_SEEDS:
+            raise RunError(f"{folder} holds more than {_MAX_SEEDS} seeds: read them in parts")
+    return dict(sorted(folders.items()))
 
 
 def read_config(path: Path) -> dict[str, Any]:

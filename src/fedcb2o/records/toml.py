@@ -8,6 +8,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from fedcb2o.safe_files import read_regular
+
+_MAX_BYTES = 2**24
+
 
 def parse_toml(content: bytes) -> dict[str, Any]:
     """Parse the content of a TOML file.
@@ -26,9 +30,9 @@ def parse_toml(content: bytes) -> dict[str, Any]:
         raise ValueError("its lists or tables are nested too deeply") from error
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
     """Read a TOML file.
 
     The errors are OSError and those of `parse_toml`.
     """
-    return parse_toml(path.read_bytes())
+    return parse_toml(read_regular(path, _MAX_BYTES, follow_links=follow_links))

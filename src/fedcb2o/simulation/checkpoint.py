@@ -13,7 +13,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from fedcb2o.federated import STATE_DTYPES, AgentState, ContactTable, Ragged
 from fedcb2o.records import CHECKPOINT_FILE, atomic_write, canonical_settings, damaged_error
 from fedcb2o.records._checksums import Checksum, header_crc, read_checkpoint_header
 from fedcb2o.records._files import read_error
+from fedcb2o.safe_files import check_regular
 
 FILE = CHECKPOINT_FILE
 
@@ -74,7 +75,7 @@ def save(
         "fingerprint": fingerprint,
         "lines": json.dumps(lines or {}),
     }
-    atomic_write(folder / CHECKPOINT_FILE, lambda path: _write(path, header, parts))
+    atomic_write(folder / CHECKPOINT_FILE, lambda file: _write(file, header, parts))
 
 
 def load_models_(
@@ -171,7 +172,7 @@ def tensor_crc32(tensor: Tensor) -> int:
 
 
 def _write(
-    path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Iterable[Tensor]]
+    file: BinaryIO, metadata: Mapping[str, str], tensors: Mapping[str, Iterable[Tensor]]
 ) -> None:
     """Write a safetensors file of tensors that come in parts [k, ...], one after the other.
 
@@ -188,24 +189,23 @@ def _write(
         "rounds": int(metadata["rounds"]),
         "header": header_crc(metadata),
     }
-    with path.open("wb") as file:
-        data_start = file.seek(8 + room)
-        for name, parts in tensors.items():
-            start = file.tell() - data_start
-            rows = 0
-            crc = 0
-            for part in parts:
-                data = _content(part)
-                crc = zlib.crc32(data, crc)
-                rows += len(part) if part.ndim else 0
-                file.write(data)
-            shape = [rows, *part.shape[1:]] if part.ndim else []  # a scalar has no shape
-            stop = file.tell() - data_start
-            entries[name] = _entry(STATE_DTYPES[part.dtype], shape, start, stop)
-            checksums[name] = f"{part.dtype} {crc}"
-        file.seek(0)
-        header = _header(metadata, entries, checksums).ljust(room)
-        file.write(room.to_bytes(8, "little") + header)
+    data_start = file.seek(8 + room)
+    for name, parts in tensors.items():
+        start = file.tell() - data_start
+        rows = 0
+        crc = 0
+        for part in parts:
+            data = _content(part)
+            crc = zlib.crc32(data, crc)
+            rows += len(part) if part.ndim else 0
+            file.write(data)
+        shape = [rows, *part.shape[1:]] if part.ndim else []  # a scalar has no shape
+        stop = file.tell() - data_start
+        entries[name] = _entry(STATE_DTYPES[part.dtype], shape, start, stop)
+        checksums[name] = f"{part.dtype} {crc}"
+    file.seek(0)
+    header = _header(metadata, entries, checksums).ljust(room)
+    file.write(room.to_bytes(8, "little") + header)
 
 
 def _entry(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
@@ -220,6 +220,7 @@ def _header(
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
+    check_regular(path)
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
 

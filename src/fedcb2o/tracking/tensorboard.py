@@ -4,6 +4,7 @@ The files are written in TensorBoard's record format, without its own writer, wh
 and looks for TensorFlow.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from fedcb2o import records
 from fedcb2o.errors import RunError
+from fedcb2o.safe_files import open_append
 from fedcb2o.tracking.scalars import Scalar, SeedRun
 
 _EVENT_PATTERN = "*tfevents*"
@@ -36,6 +38,12 @@ class TensorBoardWriter:
         Events of another run in the folder are a RunError.
         """
         folder = self.folder / seed_run.name / seed_run.folder.name
+        for part in (folder, *folder.parents):
+            if part != self.folder and part.is_relative_to(self.folder) and part.is_symlink():
+                raise RunError(
+                    f"{part} is a link, and old events in it are removed: name another folder, "
+                    "tensorboard=DIR"
+                )
         folder.mkdir(parents=True, exist_ok=True)
         identity_path = folder / _IDENTITY_FILE
         identity = {"settings": records.settings_digest(seed_run.settings())}
@@ -69,7 +77,7 @@ class TensorBoardWriter:
         """Do nothing: event files have no end."""
 
     def _add(self, seed_run: SeedRun, events: Sequence[Event]) -> None:
-        with self.files[seed_run].open("ab") as file:
+        with os.fdopen(open_append(self.files[seed_run], 0o666), "ab") as file:
             for event in events:
                 event.wall_time = time.time()
                 RecordWriter(file).write(event.SerializeToString())

@@ -220,7 +220,7 @@ def _passage(entry: Mapping[str, Any], where: str) -> Passage:
 
 
 def _read_folder(folder: Path) -> list[Passage]:
-    files: Sequence[Path] = sorted(folder.rglob("*.txt"))
+    files: Sequence[Path] = sorted(filter(Path.is_file, folder.rglob("*.txt")))
     if not files:
         raise DataError(f"the folder {folder} has no .txt files")
     return [

@@ -89,7 +89,7 @@ def read_table(path: Path) -> dict[str, Any]:
     The preset that it extends is worked in.
     """
     try:
-        table = records.read_toml(path)
+        table = records.read_toml(path, follow_links=True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read {path}: {reason}") from error

@@ -129,6 +129,7 @@ def bench(
             devices.resolve_device(device)
 
     with exclusive_lock(folder):
+        records.check_parts(folder, ())
         candidates = _tuning.read_choices(folder, plan)
         plan = _tuning.with_added_candidates(plan, candidates)
         strengths = _attack_strength.read_choices(folder, plan)
@@ -251,6 +252,8 @@ def _open_grid(
 ) -> None:
     """Write grid.toml, or check that the folder holds this grid; cells may be added."""
     path = folder / "grid.toml"
+    parts = {part for cell in cells for part in Path(cell.folder, "_").parents} - {Path()}
+    records.check_parts(folder, [folder / part for part in sorted(parts)])
     if not path.exists() and any(file.name != f"{path.name}.tmp" for file in folder.iterdir()):
         raise RunError(f"{folder} is not empty and holds no grid: choose another --out")
     begun = [cell for cell in cells if (folder / cell.folder / "config.toml").is_file()]

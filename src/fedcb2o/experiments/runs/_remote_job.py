@@ -11,6 +11,7 @@ import io
 import logging
 import queue
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -36,6 +37,7 @@ from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs._run_directory import exclusive_lock
 from fedcb2o.experiments.runs._seed_run import run_seeds_locally
 from fedcb2o.printable import PrintableFormatter, one_line
+from fedcb2o.safe_files import is_own_folder, open_regular
 
 REPORT_INTERVAL = 1.0  # seconds between two updates
 FOLDER_PREFIX = "fedcb2o-run-"  # of the temporary folders of jobs
@@ -190,7 +192,8 @@ def _temporary_folder() -> Iterator[Path]:
     """Create a temporary folder, and remove those of killed jobs."""
     for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError, RunError):
-            if time.time() - path.stat().st_mtime > _STALE_AFTER:
+            is_stale = time.time() - path.lstat().st_mtime > _STALE_AFTER
+            if is_stale and is_own_folder(path):
                 with exclusive_lock(path):
                     shutil.rmtree(path)
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name, exclusive_lock(Path(name)):
@@ -222,23 +225,30 @@ def file_stamps(folder: Path) -> dict[Path, tuple[int, ...]]:
     """
     stamps: dict[Path, tuple[int, ...]] = {}
     for path in folder.rglob("*"):
-        if path.is_file() and path.suffix in records.FILE_SUFFIXES:
-            stat = path.stat()
-            stamps[path] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and path.suffix in records.FILE_SUFFIXES:
+            stamps[path] = (status.st_ino, status.st_size, status.st_mtime_ns)
     return stamps
 
 
 def read_bytes(path: Path) -> Bytes:
     """Read a file."""
-    content: Bytes = np.fromfile(path, np.uint8)
+    with open_regular(path) as file:
+        content: Bytes = np.fromfile(file, np.uint8)
     return content
 
 
 def write_files(folder: Path, files: _Files) -> None:
     """Write files into a run's folder, so that a run can resume after a kill at any moment."""
     for name in sorted(files, key=_write_order):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        records.atomic_write(folder / name, files[name].tofile)
+        path = folder / name
+        if not records.is_inside(name) or path.suffix not in records.FILE_SUFFIXES:
+            raise RunError(
+                f"a node of the cluster sent {name[:200]!r}, which is no file of a run in "
+                f"{folder}: use a cluster that you trust"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        records.atomic_write(path, files[name].tofile)
 
 
 def _write_order(name: str) -> tuple[int, str]:

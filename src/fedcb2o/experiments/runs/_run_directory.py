@@ -59,10 +59,12 @@ def open_run(folder: Path, experiment: Experiment, resume: bool) -> None:
         resume: Whether seeds that have begun may be continued.
 
     Raises:
-        RunError: If the folder holds something else, or seeds have begun and `resume` is false.
+        RunError: If the folder holds something else, a part of it is a link or belongs to another
+            user, or seeds have begun and `resume` is false.
         DamagedError: If config.toml is damaged.
     """
     path = folder / "config.toml"
+    records.check_parts(folder, folder.glob("seed-*"))
     settings = experiment.settings()
     seeds = list(experiment.seeds)
     if path.exists():
@@ -75,7 +77,9 @@ def open_run(folder: Path, experiment: Experiment, resume: bool) -> None:
         raise RunError(f"{folder} is not empty and holds no run: choose another --out")
     records.make_private(folder)
     records.write_toml(path, {**settings, "seeds": seeds})
-    for directory in (folder, *folder.glob("seed-*")):
+    records.remove_temporaries(folder)
+    for directory in filter(Path.is_dir, folder.glob("seed-*")):
+        records.make_private(directory)
         records.remove_temporaries(directory)
 
 

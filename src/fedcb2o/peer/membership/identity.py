@@ -9,7 +9,6 @@ import base64
 import binascii
 import contextlib
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -401,8 +400,8 @@ class Identity:
             folder.parent.mkdir(parents=True, exist_ok=True)
             # mkdtemp sets mode 0700
             temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-            _write_secret(temporary / "signing.key", _private_key_pem(key, passphrase))
-            _write_secret(temporary / "root.key", _private_key_pem(root_key, passphrase))
+            records.atomic_write(temporary / "signing.key", _private_key_pem(key, passphrase))
+            records.atomic_write(temporary / "root.key", _private_key_pem(root_key, passphrase))
             records.atomic_write(temporary / "root.pem", member.root.encode())
             member.write(temporary / f"{name}.member.toml")
             if journal is not None and journal.exists():
@@ -527,7 +526,7 @@ class Identity:
             now,
             until or now + timedelta(days=days),
         )
-        _write_secret(self.tls_key, _private_key_pem(leaf_key, self.passphrase))
+        records.atomic_write(self.tls_key, _private_key_pem(leaf_key, self.passphrase))
         records.atomic_write(self.tls_certificate, _to_pem(leaf).encode())
 
     def encrypt(self, passphrase: bytes) -> "Identity":
@@ -542,7 +541,7 @@ class Identity:
         for name in _SECRET_FILES:
             path = self.folder / name
             key = _read_key(path, self.passphrase)
-            _write_secret(path, _private_key_pem(key, passphrase))
+            records.atomic_write(path, _private_key_pem(key, passphrase))
         return Identity(self.folder, self.member, self._key, passphrase)
 
     @property
@@ -576,16 +575,6 @@ def _private_key_pem(
     if passphrase is not None:
         encryption = BestAvailableEncryption(passphrase)
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
-
-
-def _write_secret(path: Path, content: bytes) -> None:
-    def write(temporary: Path) -> None:
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-
-    records.atomic_write(path, write)
 
 
 def _read_file(path: Path) -> bytes:

@@ -51,6 +51,7 @@ from fedcb2o.federated.sections import Component
 from fedcb2o.kernels import _autotune
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership.federation import Federation, make_federation, read_federation
+from fedcb2o.safe_files import check_regular
 
 
 @dataclass(frozen=True)
@@ -323,6 +324,7 @@ def load_model(folder: Path | str, *, allowed_functions: Collection[str] = ()) -
             "is stopped in order"
         )
     try:
+        check_regular(path)
         parameters.load_state_(module, load_file(path))
     except (SafetensorError, ValueError, OSError) as error:
         raise records.damaged_error(path, str(error)) from error

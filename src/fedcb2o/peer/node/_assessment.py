@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from fedcb2o import records
@@ -22,6 +22,7 @@ from fedcb2o.federated.evaluation.membership import leakage, sample_losses
 from fedcb2o.federated.evaluation.models import measure_samples, predicted_class
 from fedcb2o.kernels import dispatch
 from fedcb2o.rng import stream
+from fedcb2o.safe_files import check_regular
 
 BASELINE_FILE = "baseline.safetensors"
 _MAX_SHARE = 0.99  # of a model in the average, beyond which the rest says nothing
@@ -58,6 +59,7 @@ class SelfAssessment:
         tests = list(group.data.test_sets(self._members))
         self.test = tests[0][1] if tests else Shard(group.data.test.x[:0], group.data.test.y[:0])
         if self.path.exists():
+            check_regular(self.path)
             with safe_open(self.path, "pt") as file:
                 self.alone.copy_(file.get_tensor("theta"))
                 metadata = file.metadata()
@@ -132,7 +134,7 @@ class SelfAssessment:
             self.trained += 1
         metadata = {"rounds": str(self.trained), "skipped": str(self.skipped)}
         tensors = {"theta": self.alone}
-        records.atomic_write(self.path, lambda path: save_file(tensors, path, metadata))
+        records.atomic_write(self.path, save(tensors, metadata))
 
     def _gain(self) -> dict[str, Any]:
         spec = self.group.spec

@@ -4,25 +4,39 @@ A backup may be older than the last signature. A restored node therefore signs n
 than half of the other members have said which of its models they hold (`_recovery`).
 """
 
+import contextlib
 import os
+import shutil
 import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, Self
 
 from fedcb2o import records
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.peer.membership.federation import read_federation
 from fedcb2o.peer.node._run_directory import RUNS_FILE
 from fedcb2o.peer.wire._equivocation import JOURNAL_FILE, RESTORED_FILE
+from fedcb2o.safe_files import create_exclusive, open_regular
 
-_KEYS, _RUN = "keys", "run"
+_KEYS, _RUN, _PROOFS = "keys", "run", "proofs"
 _FIRST_FILES = ("checkpoint.safetensors", "rounds.jsonl", JOURNAL_FILE)
 """Order in which files are read: each one is at least as new as the file before it."""
 _SKIPPED_FILES = ("model.safetensors", "report.html")
-_MAX_BYTES = 2**40
+_MAX_FILES = 100_000
+_MAX_KEY_BYTES = 2**20
+_MAX_HEADER_BYTES = 2**16  # of a long name or another extension of the format
+_STAGING_PREFIX = ".restore-"
+_BLOCK = 2**20
 
 
 def back_up(keys: Path, run: Path, out: Path) -> None:
     """Write keys and run directory to a file that only its owner may read.
+
+    Links in the folder of the keys are followed, as secrets of a container are links. The run
+    directory has no links.
 
     Args:
         keys: Folder of the identity.
@@ -31,38 +45,60 @@ def back_up(keys: Path, run: Path, out: Path) -> None:
 
     Raises:
         ConfigError: There is such a file, or there are no keys or no run.
-        RunError: The file cannot be written.
+        RunError: The file cannot be written, or a file is no regular one.
     """
-    if out.exists():
+    if os.path.lexists(out):
         raise ConfigError(f"{out} exists, and backups are never overwritten: choose another --out")
     if not list(keys.glob("*.member.toml")) or not (run / "federation.toml").exists():
         raise ConfigError(f"{keys} must hold keys, and {run} a peer's run")
-    names = sorted(path.name for path in run.iterdir() if path.is_file())
+    names = sorted(path.name for path in run.iterdir() if not path.is_dir() or path.is_symlink())
     ordered = [name for name in _FIRST_FILES if name in names]
     ordered += [
         name
         for name in names
         if name not in (*ordered, *_SKIPPED_FILES) and not name.endswith(".tmp")
     ]
-    partial = out.with_name(f"{out.name}.tmp")
-    try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
+    proofs = run / _PROOFS
+    if proofs.is_symlink():
+        raise RunError(f"{proofs} is a link: put in its place what it refers to, or move it away")
+    ordered += [f"{_PROOFS}/{path.name}" for path in sorted(proofs.glob("*"))]
+
+    def write(file: BinaryIO) -> None:
+        with tarfile.open(fileobj=file, mode="w:gz") as tar:
             for path in sorted(keys.iterdir()):
                 if path.is_file() and path.name != RUNS_FILE:  # it names a folder of this machine
-                    tar.add(path, f"{_KEYS}/{path.name}")
+                    _add(tar, path, f"{_KEYS}/{path.name}", follow_links=True)
             for name in ordered:
-                tar.add(run / name, f"{_RUN}/{name}")
-            for path in sorted(run.glob("proofs/*")):
-                tar.add(path, f"{_RUN}/proofs/{path.name}")
-        partial.rename(out)
+                _add(tar, run / name, f"{_RUN}/{name}")
+
+    for name in ordered:  # before the file begins
+        _open(run / name).close()
+    records.atomic_write(out, write)
+
+
+def _open(path: Path, *, follow_links: bool = False) -> BinaryIO:
+    try:
+        return open_regular(path, follow_links=follow_links)
     except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise RunError(f"cannot write {out}: {error.strerror or error}") from error
+        raise RunError(
+            f"cannot back up {path}: {error.strerror or error}; put a regular file in its place, "
+            "or move it away"
+        ) from error
+
+
+def _add(tar: tarfile.TarFile, path: Path, name: str, *, follow_links: bool = False) -> None:
+    """Add a file as long as it is now; it may grow meanwhile."""
+    with _open(path, follow_links=follow_links) as file:
+        status = os.fstat(file.fileno())
+        entry = tarfile.TarInfo(name)
+        entry.size = status.st_size
+        entry.mtime = int(status.st_mtime)
+        entry.mode = records.PRIVATE_FILE
+        tar.addfile(entry, file)
 
 
 def restore(backup: Path, keys: Path, run: Path) -> int:
-    """Restore keys and run directory from a file that `back_up` wrote.
+    """Restore keys and run directory from a file that `back_up` wrote, as a whole or not at all.
 
     Args:
         backup: The file.
@@ -77,29 +113,97 @@ def restore(backup: Path, keys: Path, run: Path) -> int:
         RunError: A folder cannot be written.
     """
     for folder in (keys, run):
-        if folder.exists() and any(folder.iterdir()):
+        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is not empty: give new folders, and remove nothing there")
-    folders = {_KEYS: keys, _RUN: run}
     try:
-        with tarfile.open(backup, "r:gz") as tar:
-            for entry in tar:
-                kind, _, name = entry.name.partition("/")
-                parts = Path(name).parts
-                is_plain = entry.isfile() and 1 <= len(parts) <= 2 and ".." not in parts
-                if kind not in folders or not is_plain or entry.size > _MAX_BYTES:
-                    raise ConfigError(f"{backup} is no backup: it holds {entry.name[:100]!r}")
-                entry.name = name
-                folders[kind].mkdir(parents=True, exist_ok=True, mode=0o700)
-                tar.extract(entry, folders[kind], filter="data")
-        if not (run / "federation.toml").exists():
-            raise ConfigError(f"{backup} is no backup: it holds no run")
+        with contextlib.ExitStack() as stack:
+            staged = {
+                kind: stack.enter_context(_staging(folder))
+                for kind, folder in ((_RUN, run), (_KEYS, keys))
+            }
+            (staged[_RUN] / _PROOFS).mkdir(mode=records.PRIVATE_FOLDER)
+            with open_regular(backup, follow_links=True) as file:
+                _extract(backup, file, staged)
+            if not (staged[_RUN] / "federation.toml").exists():
+                raise ConfigError(f"{backup} is no backup: it holds no run")
+            version = read_federation(staged[_RUN] / "federation.toml", allow_unsigned=True).version
+
+            # The mark comes first: without it a node would sign rounds a second time.
+            (staged[_RUN] / RESTORED_FILE).touch(mode=records.PRIVATE_FILE)
+            (staged[_RUN] / RESTORED_FILE).rename(run / RESTORED_FILE)
+            for kind, folder in ((_RUN, run), (_KEYS, keys)):
+                for path in sorted(staged[kind].iterdir()):
+                    path.rename(folder / path.name)
+                records.fsync(folder)
         records.make_private(run)
-        (run / RESTORED_FILE).touch(mode=0o600)
-        for path in keys.iterdir():
-            path.chmod(0o600)
-        (keys / RUNS_FILE).unlink(missing_ok=True)  # of a backup by an earlier release
-        return read_federation(run / "federation.toml", allow_unsigned=True).version
-    except tarfile.TarError as error:
+        return version
+    except (tarfile.TarError, EOFError, zlib.error) as error:
         raise ConfigError(f"{backup} is no backup, or damaged: {error}") from error
     except OSError as error:
         raise RunError(f"cannot restore {backup}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _staging(folder: Path) -> Iterator[Path]:
+    """Create a private folder in a folder, and remove whatever is left in the end."""
+    existed = folder.is_dir()
+    folder.mkdir(parents=True, exist_ok=True, mode=records.PRIVATE_FOLDER)
+    staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=folder))
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        if not existed:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+class _Entry(tarfile.TarInfo):
+    """Entry of a backup, whose header is bounded."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """Parse a header; a long one would be read into memory as a whole."""
+        entry = super().frombuf(buf, encoding, errors)
+        is_file = entry.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
+        if not is_file and not 0 <= entry.size <= _MAX_HEADER_BYTES:
+            raise tarfile.TarError(f"a header of {entry.size} bytes")
+        return entry
+
+
+def _extract(backup: Path, file: BinaryIO, folders: dict[str, Path]) -> None:
+    """Write the files of a backup into new folders."""
+    count = 0
+    with tarfile.open(fileobj=file, mode="r:gz", tarinfo=_Entry) as tar:
+        for entry in tar:
+            kind, _, name = entry.name.partition("/")
+            parts = name.split("/")
+            is_file = entry.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not entry.issparse()
+            is_known = len(parts) == 1 or (kind == _RUN and len(parts) == 2 and parts[0] == _PROOFS)
+            is_name = name.isprintable() and parts[-1] not in ("", ".", "..", _PROOFS)
+            is_bounded = kind != _KEYS or entry.size <= _MAX_KEY_BYTES
+            if kind not in folders or not (is_file and is_known and is_name and is_bounded):
+                raise ConfigError(f"{backup} is no backup: it holds {entry.name[:100]!r}")
+            count += 1
+            if count > _MAX_FILES:
+                raise ConfigError(f"{backup} is no backup: it holds more than {_MAX_FILES} files")
+            free = shutil.disk_usage(folders[kind]).free
+            if entry.size > free:
+                raise RunError(
+                    f"cannot restore {backup}: {entry.name} has {entry.size} bytes, and "
+                    f"{free} are free: make room"
+                )
+            if (kind, name) == (_KEYS, RUNS_FILE):  # of a backup by an earlier release
+                continue
+            try:
+                descriptor = create_exclusive(folders[kind] / name)
+            except FileExistsError as error:
+                raise ConfigError(f"{backup} is no backup: it holds {name!r} twice") from error
+            with os.fdopen(descriptor, "wb") as target:
+                packed = tar.extractfile(entry)
+                if packed is not None:  # a file always has content
+                    shutil.copyfileobj(packed, target, _BLOCK)
+                os.fsync(descriptor)
+        end = tar.fileobj
+        if end is not None and len(end.read(_BLOCK)) == _BLOCK:  # which verifies the checksum too
+            raise ConfigError(f"{backup} is no backup: it goes on after its end")

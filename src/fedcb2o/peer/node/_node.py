@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from fedcb2o import records
@@ -502,7 +502,7 @@ class Node:
         """Write the final model: trained parameters and local statistics, by name."""
         state = parameters.agent_state(agent_network(group, 0))
         tensors = {name: tensor.detach() for name, tensor in state.items()}
-        records.atomic_write(self.out / _MODEL_FILE, lambda path: save_file(tensors, path))
+        records.atomic_write(self.out / _MODEL_FILE, save(tensors))
 
     def _round_record(
         self, result: Round, engine: PeerEngine, traffic: "_TrafficCounter"

@@ -35,6 +35,7 @@ def open_run(
         RunError: The directory holds something else, or another directory signs for this run.
     """
     info = _node_info(federation, identity, agent)
+    records.check_parts(out, [out / "proofs"])
     if (out / _FEDERATION_FILE).exists():
         _check_same_run(out, federation, info, resume=resume)
     else:
