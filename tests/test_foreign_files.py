@@ -20,7 +20,9 @@ from fedcb2o.experiments import run
 from fedcb2o.experiments.grid import bench
 from fedcb2o.parallel import _shared_memory
 from fedcb2o.ray_backend import _code_shipping
-from tests.tiny import bits, tiny
+from fedcb2o.report import read_grid
+from fedcb2o.report._page import create_page
+from tests.tiny import bits, run_cli, tiny
 
 SECRET = b"a file of the user\n"
 
@@ -229,6 +231,38 @@ def test_cells_of_a_grid_are_in_its_folder(tmp_path):
         records.write_json_with_checksum(tmp_path / "cells.json", content)
         with pytest.raises(RunError, match="in this folder"):
             records.read_cells(tmp_path / "cells.json")
+
+
+def test_a_report_is_not_written_through_links(tmp_path, secret):
+    target = tmp_path / "target"
+    target.mkdir()
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "matrices").symlink_to(target)
+    (tmp_path / "report" / "seeds.csv").symlink_to(secret)
+    page = create_page(tmp_path / "report")
+    with pytest.raises(RunError, match="matrices is a link"):
+        page.write_file("matrices/all.csv", "x")
+    page.write_file("seeds.csv", "x")
+    assert is_intact(secret)
+    assert not list(target.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["link", "FIFO"])
+def test_a_summary_of_a_grid_is_a_regular_file(tmp_path, secret, kind):
+    definition = {"defences": {"A": {}}, "attacks": {"B": {}}, "seeds": [1]}
+    records.write_toml(tmp_path / "grid.toml", definition)
+    (tmp_path / "summary.csv").symlink_to(secret)
+    if kind == "FIFO":
+        (tmp_path / "summary.csv").unlink()
+        os.mkfifo(tmp_path / "summary.csv")
+    with pytest.raises(RunError, match=r"it is a link|no run and no summary\.csv"):
+        read_grid(tmp_path)
+
+
+def test_new_files_replace_no_link(tmp_path):
+    (tmp_path / "mine.py").symlink_to(tmp_path / "nowhere")
+    assert "mine.py exists" in run_cli("new", tmp_path).one_line()
+    assert not (tmp_path / "nowhere").exists()
 
 
 # Temporary folders of all users

@@ -1,5 +1,6 @@
 """The command `new`: a small experiment to start from."""
 
+import os
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
@@ -21,12 +22,13 @@ def new(
     Example: fedcb2o new lab && cd lab && fedcb2o run mine.toml
     """
     for name in _FILES:
-        if (folder / name).exists():
+        if os.path.lexists(folder / name):
             raise ConfigError(f"{folder / name} exists: choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     templates = resources.files("fedcb2o") / "cli" / "templates"
     for name in _FILES:
-        (folder / name).write_text((templates / f"{name}.txt").read_text("utf-8"), "utf-8")
+        with (folder / name).open("x", encoding="utf-8") as file:
+            file.write((templates / f"{name}.txt").read_text("utf-8"))
     print(f"Wrote {folder / 'mine.py'} and {folder / 'mine.toml'}. Next:")
     print(f"cd {folder} && fedcb2o run mine.toml && fedcb2o report runs/mine")
     return folder

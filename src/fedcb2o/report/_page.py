@@ -49,6 +49,12 @@ class Page:
         Missing folders are made.
         """
         path = self.out / name
+        for parent in path.relative_to(self.out).parents:
+            if parent != Path() and (self.out / parent).is_symlink():
+                raise RunError(
+                    f"{self.out / parent} is a link, and a report writes into its own folder only: "
+                    "remove it, or choose another --out"
+                )
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, str):
             content = content.encode()

@@ -5,6 +5,7 @@ exist ("removed"). The row of a baseline has no attack; the row of an attacked c
 baselines in the column `floor`. Both have the metrics of the attack's goal.
 """
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from fedcb2o.records import (
     read_json_with_checksum,
     read_toml,
 )
+from fedcb2o.safe_files import read_regular
 
 KEY_COLUMNS = ["setting", "defence", "attack", "role", "floor", "seed"]
 _SUMMARY_SUFFIXES = ("", "_worst", "_worst_tenth")
@@ -48,6 +50,7 @@ _SIGNIFICANT_DIGITS = 5
 BASELINES = {"clean": "Attackers clean", "removed": "Attackers removed"}
 """Columns without attack, by the role of malicious agents."""
 
+_MAX_CSV_BYTES = 2**28
 _SUMMARY_FILES = ("summary.csv", "summary.csv.gz")
 
 UNTIMED_PHASES = ("evaluate", "checkpoint")
@@ -262,7 +265,8 @@ def _order_columns(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _rows_from_csv(path: Path) -> pd.DataFrame:
     try:
-        rows = pd.read_csv(path, dtype=str, keep_default_na=False)
+        content = io.BytesIO(read_regular(path, _MAX_CSV_BYTES))
+        rows = pd.read_csv(content, dtype=str, keep_default_na=False)
         numbers = rows.drop(columns=[*KEY_COLUMNS[:-1], "error"]).apply(pd.to_numeric)
         rows = rows.assign(**{str(name): numbers[name] for name in numbers})
         return _order_columns(rows.astype({"seed": int}))

@@ -206,10 +206,11 @@ def write_files(
     if figure:
         paths.append(out / "landscape.png")
         atomic_write(
-            paths[-1], lambda path: draw_landscape(scene).savefig(path, format="png", dpi=100)
+            paths[-1], lambda file: draw_landscape(scene).savefig(file, format="png", dpi=100)
         )
     if animation:
         paths.append(out / f"landscape.{animation}")
+        paths[-1].unlink(missing_ok=True)  # a link of this name is not followed
         write_animation(scene, paths[-1])
     return paths
 

@@ -36,6 +36,7 @@ from fedcb2o._deprecation import former_attributes, former_parameters, warn_rena
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import certificates
 from fedcb2o.peer.membership.passphrase import read_passphrase
+from fedcb2o.safe_files import open_regular
 
 _MAX_MEMBER_FILE_BYTES = 2**16
 MAX_LINE_BYTES = 2000
@@ -64,7 +65,7 @@ def read_bounded_toml(path: Path, max_bytes: int) -> dict[str, Any]:
         ValueError: The file is no TOML, too large, or has a line that takes long to parse.
         OSError: The file cannot be read.
     """
-    with path.open("rb") as file:
+    with open_regular(path, follow_links=True) as file:
         return parse_bounded_toml(file.read(max_bytes + 1), max_bytes)
 
 
@@ -579,7 +580,8 @@ def _private_key_pem(
 
 def _read_file(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        # Secrets of a container are links.
+        with open_regular(path, follow_links=True) as file:
             return file.read(_MAX_MEMBER_FILE_BYTES)
     except OSError as error:
         reason = error.strerror or error

@@ -32,7 +32,8 @@ def read_passphrase(*, is_new: bool = False) -> bytes:
     path, text = os.environ.get(FILE_VARIABLE), os.environ.get(VARIABLE)
     if path:
         try:
-            content = Path(path).read_bytes()[:_MAX_BYTES].rstrip(b"\r\n")
+            with Path(path).open("rb") as file:  # a pipe too, such as <(pass show fedcb2o)
+                content = file.read(_MAX_BYTES).rstrip(b"\r\n")
         except OSError as error:
             raise ConfigError(
                 f"cannot read {path} ({FILE_VARIABLE}): {error.strerror or error}"

@@ -6,10 +6,12 @@ Example:
     2.0
 """
 
+import errno
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -18,9 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fedcb2o.errors import RunError
 from fedcb2o.federated.evaluation.gain import Gain, is_comparable, mean_gain
 from fedcb2o.records._files import damaged_error, read_error
+from fedcb2o.safe_files import open_regular, read_regular
 
 MEAN_ROUNDS = 20  # last rounds with a gain, over which it is averaged
 MAX_LINE_BYTES = 2**24  # of a line, a proof or agent.json; a node writes far less
+_MAX_PROOFS = 10_000  # of all members
 _MAX_INT = 2**63
 
 _Id = Annotated[int, Field(ge=0, lt=2**32)]
@@ -278,7 +282,7 @@ class PeerRecords:
     @cached_property
     def proofs(self) -> list[_ProofSummary]:
         """Proofs of equivocation, sorted by file name."""
-        paths = (self.folder / "proofs").glob("*.proof.toml")
+        paths = islice((self.folder / "proofs").glob("*.proof.toml"), _MAX_PROOFS)
         return [_read_proof(path) for path in sorted(paths)]
 
     @cached_property
@@ -317,7 +321,7 @@ def _read_rounds(path: Path) -> Iterator[RoundRecord]:
     """Yield the rounds in order, without a partial last line."""
     last_round = 0
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for number in range(1, _MAX_INT):
                 line = file.readline(MAX_LINE_BYTES + 1)
                 if len(line) > MAX_LINE_BYTES:
@@ -339,13 +343,11 @@ def _read_rounds(path: Path) -> Iterator[RoundRecord]:
 
 def _read_bounded(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_LINE_BYTES + 1)
+        return read_regular(path, MAX_LINE_BYTES)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise damaged_error(path, str(error.strerror)) from error
         raise read_error(path, error) from error
-    if len(content) > MAX_LINE_BYTES:
-        raise damaged_error(path, f"it is longer than {MAX_LINE_BYTES} bytes")
-    return content
 
 
 def _read_proof(path: Path) -> _ProofSummary:

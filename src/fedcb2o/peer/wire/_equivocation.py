@@ -46,6 +46,7 @@ from fedcb2o.peer.wire._protocol import (
     verify_member_manifest,
 )
 from fedcb2o.records._files import fsync, write_error
+from fedcb2o.safe_files import open_regular, read_regular
 
 _EXTRA_ROUNDS = 8  # manifests of each agent that are kept beyond the lag, whatever their size
 _HELD_BYTES = 2**20  # further manifests of each agent
@@ -121,10 +122,7 @@ class Proof:
             DataError: The file is no valid proof.
         """
         try:
-            with path.open("rb") as file:
-                content = file.read(_MAX_PROOF_BYTES + 1)
-            if len(content) > _MAX_PROOF_BYTES:
-                raise ValueError(f"it is longer than {_MAX_PROOF_BYTES} bytes")
+            content = read_regular(path, _MAX_PROOF_BYTES, follow_links=True)
             proof = _parse_proof(records.parse_toml(content))
             proof.verify()
         except OSError as error:
@@ -410,7 +408,10 @@ class SigningJournal:
         self._signed: dict[int, bytes] = {}
         self._size = 0  # of the complete lines; a partial last line is overwritten
         try:
-            content = self._path.read_bytes() if self._path.exists() else b""
+            content = b""
+            if os.path.lexists(self._path):
+                with open_regular(self._path) as file:
+                    content = file.read()
         except OSError as error:
             raise RunError(f"cannot read {self._path}: {error.strerror or error}") from error
         for number, line in enumerate(content.splitlines(keepends=True), start=1):
@@ -476,7 +477,7 @@ class SigningJournal:
 
     def _append(self, line: bytes) -> None:
         """Write a whole line after the complete lines, or none of it."""
-        file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             is_complete = os.pwrite(file, line, self._size) == len(line)
             os.ftruncate(file, self._size + len(line) * is_complete)
