@@ -178,6 +178,7 @@ def wrap_user_function(kind: str, name: str, function: PluginFunction) -> Plugin
 
     The result has the same signature. `function` may be a `functools.partial`.
     """
+    # The function inside is wrapped, so that the result is a partial with the same keywords.
     if isinstance(function, functools.partial):
         wrapped = wrap_user_function(kind, name, function.func)
         return functools.partial(wrapped, *function.args, **function.keywords)
@@ -360,6 +361,7 @@ def _having_parameter(name: str, function: PluginFunction) -> str:
         for other, sibling in siblings.items()
         if callable(sibling) and name in parameters(sibling)
     ]
+    # A common name such as `f` would list half of the functions.
     if not having or len(having) > 3:
         return ""
     return f" It is a parameter of {' and '.join(having)}: is this the `name` that you want?"
@@ -428,6 +430,7 @@ def _validate(annotation: Any, value: Any) -> Any:
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
+        # A function or a module has no JSON. Arrays are kept for a parameter that takes them.
         with contextlib.suppress(ValidationError):
             return adapter.validate_python(value, strict=True)
         plain = to_python(value)

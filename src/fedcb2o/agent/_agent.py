@@ -223,6 +223,7 @@ class Agent:
             ConfigError: The budget is below 1, or a name is invalid.
         """
         require("budget", budget, is_whole(budget, 1), "a whole number from 1")
+        # Sorted, so that the order of the caller's table changes no bit.
         self._selected = (tuple(sorted(self._peers.ids(candidates))), int(budget))
         group = group_of_one(self._round_spec(), self._data, self._previous.unsqueeze(0))
         asked = algorithm2.sample_peers(group, self._state.contacts[0], self.round)
@@ -262,8 +263,10 @@ class Agent:
 
         refused: dict[Any, str] = {}
         entries: list[tuple[int, int, float]] = []
+        # The sums of the aggregation depend on the order of the models.
         ids = sorted(names)
         by_id = [models[names[id]] for id in ids]
+        # Models that a transport wrote into the buffer stay where they are.
         rows = placed_rows(by_id, buffer, first_row)
         buffer = buffer[: max([first_row, *(row + 1 for row in rows)])]
         reasons = [
@@ -281,6 +284,7 @@ class Agent:
                 refused[name] = reason
             else:
                 entries.append((id, row, float(claim)))
+        # Without `select` the models that arrived are those that were asked for.
         if self._selected is None:
             self._selected = (tuple(ids), max(1, len(names)))
 
@@ -301,6 +305,7 @@ class Agent:
         self._load(self._previous)
         self._selected = None
         self.round += 1
+        # One warning is enough for all rounds.
         if not self._shortfall.messages():
             self._shortfall.add([decisions], np.ones(decisions.agents.max() + 1, dtype=bool))
             self._shortfall.log()

@@ -73,6 +73,7 @@ class Attacker(NamedTuple):
         models = self.model_format.to_user(self._craft(list(benign_ids), rows))
         if not threat.each_receiver:
             return models[0]
+        # Crafted models are in the ascending order of their receivers' ids.
         ordered = [benign_ids[id] for id in sorted(benign_ids)]
         return dict(zip(ordered, models, strict=True))
 

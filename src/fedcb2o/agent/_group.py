@@ -89,6 +89,7 @@ def with_candidates(
 
     The ids are ascending. `budget` is M.
     """
+    # A graph in which this agent alone has neighbours: no other agent selects here.
     neighbours = [torch.zeros(0, dtype=torch.int64)] * num_agents
     neighbours[id] = torch.from_numpy(candidates)
     return dataclasses.replace(

@@ -48,6 +48,7 @@ def as_network(model: Any) -> tuple[nn.Module, bool]:
             "the model must be an nn.Module, or a flat array of finite numbers [d], got shape "
             f"{tuple(theta.shape)}"
         )
+    # A copy, because the agent changes its model in place.
     return FlatModel(theta.float().clone()), not isinstance(model, Tensor)
 
 
@@ -79,6 +80,7 @@ class ModelFormat:
         Returns the reason to refuse the model, or an empty text. The row of a refused model is
         undefined.
         """
+        # The model is this row of the buffer already.
         if _address(model, row) == row.data_ptr():
             return ""
         if not isinstance(model, Mapping):

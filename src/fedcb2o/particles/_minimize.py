@@ -261,6 +261,7 @@ def minimize(
     seeds = resolve_seeds(seed, runs)
     if initial is not None and not callable(initial):
         initial = check_ensemble(initial, len(seeds))
+    # A gradient that no term reads would cost a backward pass in each step.
     needs_gradient = lambda2 > 0 or sigma2 > 0
     default = settings.PAPER["num_particles"]
     is_default = num_particles is None and not isinstance(initial, Tensor)
@@ -313,6 +314,7 @@ def minimize(
             xtol=xtol,
             maxfev=maxfev,
         )
+        # Hopping has no time of its own. Adversaries and the history need one.
         step_time = adaptive.DT
     elif maxiter is None:
         maxiter = settings.PAPER["maxiter"]
@@ -334,6 +336,7 @@ def minimize(
             params = params_at(n)
         is_late = time.monotonic() - started > time_limit
         is_recorded = is_late or n == maxiter or n % record_every == 0
+        # Copies for the check cost memory and time, so that only some steps have them.
         system.check_writes = is_recorded
         evaluation = yield from system.evaluate(None if hopping else params, batch)
         if hopping is not None:
@@ -367,6 +370,7 @@ def minimize(
         if is_recorded or (agreed is not None and agreed.any()):
             whole = evaluation
             if batch is not None:
+                # A record is of the whole ensemble, so that records do not depend on the batch.
                 whole = yield from system.evaluate(params)
             distance = system.spread(whole.m)
             records.append((n, system.runs, whole.m, distance))
@@ -380,6 +384,7 @@ def minimize(
                 ends.append(finish_runs(system, whole.m, distance, n, agreed, ending, fields))
                 if ending.all():
                     break
+                # Runs that have ended cost nothing from here on.
                 kept = (~ending).nonzero().squeeze(1)
                 system.keep_runs(kept)
                 if hopping is not None:

@@ -168,6 +168,7 @@ def confirm_(
     scores = _stack(values)
     scores[:, 0] = torch.maximum(torch.maximum(scores[:, 0], judged), second)
     for run in differs.any(1).nonzero().flatten().tolist():
+        # The last key of lexsort decides first, so L does, and G where it is equal.
         order = np.lexsort(scores[run].T.flip(0).cpu().numpy())
         x[run, 0] = candidates[run, order[0]]
     return True

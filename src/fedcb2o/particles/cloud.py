@@ -83,6 +83,7 @@ class Cloud:
             length = np.linalg.norm(moves @ self._inverse_root.T, axis=1, keepdims=True)
         else:
             length = np.linalg.norm(moves * self._inverse_root, axis=1, keepdims=True)
+        # Malicious particles may be anywhere. A cut length bounds their effect on s and C.
         moves = moves * np.minimum(1.0, self._longest / length.clip(1e-300))
         move = self.weights @ moves
 

@@ -94,6 +94,8 @@ def evaluate_objectives(
     if check_writes:
         copy = points.clone()
 
+    # `clone` below keeps in-place operations of a user's function away from the leaves, where
+    # autograd forbids them.
     slope: Tensor | None = None
     if gradient is True:
         leaves = points.detach().requires_grad_()
@@ -154,6 +156,7 @@ def to_values(
     excluded = ~(low.isfinite() & theta.isfinite().all(-1))
     barred_lower = None
     if up is not None:
+        # An infinite G is a bound of the user's. Smaller L behind it makes a result doubtful.
         barred_lower = low.masked_fill(excluded | ~up.isposinf(), torch.inf)
         excluded = excluded | ~up.isfinite()
         up = up.masked_fill(excluded, torch.inf)
@@ -228,6 +231,7 @@ def consensus_point(
     """
     mu = consensus_weights(values, params, mass)
     if values.excluded is not None:
+        # Their weight is 0, and 0 * inf would be NaN.
         theta = theta.masked_fill(values.excluded.unsqueeze(-1), 0.0)
     return consensus.point(mu, theta)
 

@@ -182,6 +182,7 @@ class UserFunction:
         """Return the values of points [..., d]: [...], or [..., m] of a vector function."""
         if self._form is None:
             return self._first_call(x)
+        # One point that fails must not exclude the others, so each is called by itself.
         if self._errors == "exclude" and self._form.is_pointwise:
             return self._call_rows(self._form, x)
         try:
@@ -197,6 +198,8 @@ class UserFunction:
         is_ambiguous = x.shape[-2] == x.shape[-1]
         sample = self._sample(rows[0]) if self._vector else None
         failures = _Failures()
+        # A function that reduces the wrong axis of a square would return a result of the right
+        # shape.
         points = torch.cat([rows, rows[:1]]) if is_ambiguous else x
         for form in self._forms(points.ndim):
             values = self._attempt(form, points, sample, failures)
@@ -245,6 +248,7 @@ class UserFunction:
         self, form: "_Form", x: Tensor, sample: Tensor | None, failures: "_Failures"
     ) -> Tensor | None:
         """Return the values of points, or None where the form does not fit."""
+        # A form that does not fit may have written into the points, and the next one needs them.
         copy = x.clone()
         before = write_count(copy)
         try:

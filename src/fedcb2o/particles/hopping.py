@@ -137,6 +137,8 @@ class Hopper:
         """Draw the particles [n, d] of the next step."""
         shape = (self._n, len(self._low))
         if self._has_ended:
+            # A frozen m for twice as many steps is an ensemble of twice the size with the same
+            # memory.
             self._frozen = min(2 * self._frozen, _MAX_FROZEN)
             self._restart()
         if self._cloud is None:
@@ -145,6 +147,7 @@ class Hopper:
         points = np.repeat(self.m[None], self._n, 0)
         points[:, self._is_free] += self._cloud.stretch(normals) * self.width[self._is_free]
         if not self._batches:
+            # m itself is judged, because w adapts to its violation.
             points[0] = self.m
             if self._repair is not None and self._n > 1:
                 points[1] = self.m + self._generator.uniform(*_OVERSHOOT) * self._repair
@@ -175,6 +178,8 @@ class Hopper:
         points, lower, upper = (np.concatenate(parts) for parts in zip(*self._batches, strict=True))
         self._batches = []
         violation = self._violation(lower)
+        # Two separate points of least L mean that the minimisers have an interior, and that min L
+        # is reached.
         if self._least < math.inf and not self._is_attained:
             tied = points[violation == 0]
             is_far = abs(tied - self._minimiser) > self._interior
@@ -241,6 +246,8 @@ class Hopper:
 
     def _place(self, points: Array, lower: Array, violation: Array, upper: Array) -> None:
         """Place the consensus point at the better particles of a first ensemble."""
+        # All of the share count alike in L, so that G decides where more points than that are good
+        # for L.
         count = max(1, int(_START_SHARE * len(points)))
         level = np.partition(violation, count - 1)[count - 1]
         excess = violation
@@ -293,10 +300,13 @@ class Hopper:
         self.m[free] += cloud.update(offsets[half]) * self.width[free]
         if self._walls is not None:
             self.m = self.m.clip(*self._walls)
+        # The challenge has found a region. From here L and G are balanced as in every other
+        # ensemble.
         if self._is_challenging and cloud.radius <= _CHALLENGE_RADIUS:
             self._goal = math.inf
             self._cloud = Cloud(offsets.shape[1], len(cloud.weights), _CHALLENGE_RADIUS)
             return
+        # Limits of generations and of flat ones are those of the CMA-ES.
         longest = 100 + 50 * (len(self.m) + 3) ** 2 / math.sqrt(len(points))
         self._recent.append(merit[order[0]])
         count = round(10 + 30 * len(self.m) / len(points))
@@ -318,6 +328,7 @@ class Hopper:
         """Let w grow or fall by the violation of m and of the particles around it."""
         is_finite = np.isfinite(violation)
         others = violation[1:][is_finite[1:]]
+        # Without violations w has no effect, and its size would drift.
         if not others.any() and violation[0] <= 0:
             return
         rate = 1 / math.sqrt(len(self.m))

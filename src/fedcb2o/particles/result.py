@@ -245,6 +245,7 @@ def build_result(
     `polish` improves x by a local search. The generator's result is that of `minimize`.
     """
     final = ends[0]
+    # Runs end at different steps.
     if len(ends) > 1:
         order = torch.cat([end["runs"] for end in ends]).argsort()
         final = {
@@ -258,6 +259,7 @@ def build_result(
     at_x = yield from _evaluate_at(x, clusters, flat)
     if "judged" in final and (yield from confirm_(final, at_x[0], clusters[0], flat)):
         at_x = yield from _evaluate_at(x, clusters, flat)
+    # The polished x has values of its own, so the objectives are evaluated anew.
     if polish:
         x, count = polish_points(x, at_x, clusters, walls, start, flat)
         final["nfev"] = final["nfev"] + count
@@ -367,6 +369,7 @@ def _judge_agreement(
     is_met = torch.ones(len(final["agreeing"]), dtype=torch.bool)
     if isinstance(cluster.lower, Constraints) and cluster.lower.inner is None:
         is_met = (at_x.lower[:, 0] == 0).cpu()
+    # Noise may exclude x in the second evaluation.
     is_met &= at_x.lower[:, 0].isfinite().cpu()
     success = final["success"] & is_met & ~final["barred"]
     messages = []

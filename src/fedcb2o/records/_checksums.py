@@ -128,6 +128,7 @@ class Manifest:
         A log of an unfinished seed must begin with its content at the last checkpoint.
         """
         path = folder / name
+        # A log grows without new checksums. The checkpoint has those of its beginning.
         is_growing = name in LOG_FILES and not self.complete
         checksums = log_checksums(folder) if is_growing else self.files
         expected = checksums.get(name)
@@ -138,6 +139,7 @@ class Manifest:
 
         size, _ = expected
         if not path.exists():
+            # An empty log and a missing one have the same lines.
             if size and name not in _OPTIONAL_FILES:
                 raise damaged_error(path, "it is gone")
             return path
@@ -146,6 +148,7 @@ class Manifest:
             check_regular(path)
         except OSError as error:
             raise read_error(path, error) from error
+        # The size is compared first, because a large file takes long to read.
         has_other_size = not is_growing and path.stat().st_size != size
         if has_other_size or checksum_file(path, size) != expected:
             raise damaged_error(path, "it does not hold what was written, by its SHA-256")
@@ -180,6 +183,7 @@ def read_checkpoint_header(path: Path) -> dict[str, str]:
 
 def header_crc(header: Mapping[str, str]) -> int:
     """Compute the CRC-32 of the header of a checkpoint, without its `sums`."""
+    # safetensors keeps no order of the metadata.
     content = {name: header[name] for name in sorted(header) if name != "sums"}
     return zlib.crc32(json.dumps(content).encode())
 
@@ -259,6 +263,7 @@ def _canonical_value(value: Any) -> Any:
         return [_canonical_value(item) for item in value]
     if isinstance(value, float) and value.is_integer():
         return int(value)
+    # bool is an int in Python, so that it passes here and stays true or false.
     if isinstance(value, str | bool | int | None):
         return value
     if isinstance(value, float) and math.isfinite(value):

@@ -52,9 +52,11 @@ class RoundLog:
             with open(path, "ab", buffering=0, opener=open_private) as file:
                 size = file.tell()
                 try:
+                    # An unbuffered write may be short, as on a disk that is nearly full.
                     while rest:
                         rest = rest[file.write(rest) :]
                 except BaseException:
+                    # Half a line would be followed by the next one after a resume.
                     with suppress(OSError):
                         file.truncate(size)
                     raise
@@ -113,6 +115,7 @@ class RoundLog:
                 raise damaged_error(path, f"{reason} ({len(line_rounds)} lines)")
 
             content = b"".join(texts)
+            # A rewrite of equal logs would cost the disk, and risk them, without need.
             if path.exists() and path.stat().st_size != len(content):
                 atomic_write(path, content)
             self._hashes[name] = (0, hashlib.sha256())

@@ -61,10 +61,10 @@ _REMEDY = "restore it, or run the experiment again with another --out"
 def set_model_reader(loader: Callable[[], Any]) -> None:
     """Set the reader of trained models behind `Run.model` and `Run.confusion`.
 
-    Reading models needs the code that builds an experiment, which records do not import. Reading
-    models needs the code that builds an experiment, which records do not import. The loader returns
-    an object with the functions `load_model`, `confusion_matrix` and `generated_texts`, with the
-    parameters run, agent, seed and data_dir, and `membership`, with run, seed and data_dir.
+    Reading models needs the code that builds an experiment, which records do not import. The loader
+    returns an object with the functions `load_model`, `confusion_matrix` and `generated_texts`,
+    with the parameters run, agent, seed and data_dir, and `membership`, with run, seed and
+    data_dir.
     """
     _model_readers[:] = [loader]
 
@@ -252,6 +252,8 @@ class Run:
         try:
             return manifest.verify(folder, name)
         except DamagedError:
+            # A run that continues replaces files while they are read. Only a stable manifest proves
+            # damage.
             if Manifest.read(folder) == manifest:
                 raise
             return self._verified_path(seed, name)  # the run has continued in the meantime
@@ -308,6 +310,7 @@ class Run:
         path = self._verified_path(seed, "metrics.jsonl")
         for _, line in read_lines(path):
             for name in OPTIONAL_METRICS:
+                # A metric may begin in a later round of a run that was continued with it.
                 if name in line and name not in columns:
                     columns[name] = [None] * (len(rounds) * count)
             rounds.append(line["round"])

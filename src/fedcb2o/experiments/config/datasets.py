@@ -122,6 +122,7 @@ def check_attack_goal(experiment: Experiment, dataset: Dataset) -> None:
                 raise ConfigError(
                     f"`attack.{key}` must be between 0 and {len(names) - 1}, got {label}{hint}"
                 )
+            # A class called "7" in place 6 is a trap for who writes `target = 7`.
             is_other_number = number_in(names[label]) not in (None, label)
             if is_other_number or str(label) in (*names[:label], *names[label + 1 :]):
                 meanings.append(f"`attack.{key}` = {label} is the class called {names[label]!r}")
@@ -177,6 +178,7 @@ def validate_shard(where: str, shard: Shard, num_classes: int) -> Shard:
             f"{where} must hold samples of pixels (uint8), tokens (int32 or int64) or finite "
             "floating-point features"
         )
+    # Models compute in float32, where distinct large numbers may become equal.
     if x.dtype == torch.float64:
         cure = "shift or scale the samples in float64 first"
         input_arrays.warn_of_merged_values(f"{where} holds", input_arrays.to_array("x", x), cure)
@@ -249,6 +251,7 @@ def backdoor_trigger(experiment: Experiment) -> Callable[[Tensor], Tensor] | Non
     trigger = data_poisoning.TRIGGER.get(backdoor)
     if trigger is None:
         return None
+    # A user's attack names its trigger as text, which may be a user's function too.
     if plugins.USER_FUNCTION.get(backdoor):
         trigger = plugins.resolve("trigger", trigger, attacks)
     arguments = {
@@ -300,6 +303,7 @@ def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Pop
     test = None
     if experiment.evaluate_on == "redrawn":
         test = _draw_test_samples(labels, dataset, seed)
+        # No agent may hold a sample that the seed is scored on.
         available = available[~torch.isin(available, test)]
     population = partition(
         labels[available],

@@ -34,11 +34,13 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
     name = plugins.label(experiment.model.name)
     module = _initialised_module(experiment, seed, dataset, key)
     is_own = plugins.USER_FUNCTION.get(experiment.model.bind("model", architectures)) is not None
+    # Two equal samples would hide a network that mixes them.
     rows = part_checks.different_samples(dataset.pool)
     x = features(dataset.pool.x[rows].clone())
 
     twins = []
     if is_own:
+        # A second network from the same stream must be equal, or processes would differ.
         twins.append(_initialised_module(experiment, seed, dataset, key))
         with plugins.attribute_errors("model", name):
             network_checks.check_construction(name, module, twins[0])
@@ -194,6 +196,7 @@ def init_models_(
     theta[:] = initial_model(experiment, seed, dataset)
     for row, j in enumerate(ids):
         if j >= num_agents and clusters is not None and clusters.per_agent and not is_independent:
+            # The k-th cluster model of every agent is the same at the start.
             j = num_agents + (j - num_agents) % clusters.num_models
         if is_independent or j >= num_agents:
             theta[row] = initial_model(experiment, seed, dataset, j)

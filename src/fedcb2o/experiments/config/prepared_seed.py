@@ -195,6 +195,7 @@ def build_run_spec(
     # On a device, or with `together` set, several agents share one program.
     is_batched = experiment.together is not None or not devices.is_cpu(experiment.device)
     accepts_single_sample = network_checks.accepts_single_sample(module, x[:1])
+    # The check takes time, and only several agents in one program need it.
     is_independent = is_batched and network_checks.is_sample_independent(module, x)
     section = experiment.training
     optimiser = None

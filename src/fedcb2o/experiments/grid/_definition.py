@@ -211,6 +211,7 @@ class Grid(Section):
             return []
         final: Changes = {"seeds": self.adversary.seeds, "evaluate_on": "tuning"}
         own_setting = self.adversary.setting
+        # One setting may choose the strengths for all, which saves runs.
         settings = [own_setting] if own_setting else self.settings or [""]
         cells = []
         for setting, defence, attack in product(settings, self.defences, self.strengths):
@@ -299,6 +300,7 @@ class Grid(Section):
 
     def _merge_layers(self, layers: Mapping[str, Changes], final: Changes) -> Experiment:
         """Return the experiment of layers. Name those that are to blame for an error."""
+        # Names of cells come last, so that equal experiments share one entry of the cache.
         base = {"name": "cell", **self.shared}
 
         def merged(without: str | None = None) -> Changes:
@@ -401,6 +403,7 @@ def _with_name(experiment: Experiment, key: CellKey) -> Experiment:
 
 
 def _digest(experiment: Experiment) -> str:
+    # Titles and other settings without an effect must not give a baseline another folder.
     settings = result_settings(experiment.settings())
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

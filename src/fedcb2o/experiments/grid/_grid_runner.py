@@ -196,6 +196,7 @@ def _run_phases(
     # 1. Candidates.
     scheduler.run([cell for cell in plan.trials() if cell.key.defence not in candidates])
     while True:
+        # A better candidate at the end of a range calls for one beyond it, until the limit `widen`.
         extended = _tuning.extend(folder, plan, candidates, errors)
         if extended is plan:
             break
@@ -321,6 +322,7 @@ class _GridState:
                 continue
             if line["seconds"]:
                 self.seconds[name] = line["seconds"]
+            # A cell that was repaired by a run of its own has no error any more.
             if line["error"] and self.missing_seeds(self.cells[name]):
                 self.errors[name] = line["error"]
         self.write()
@@ -397,6 +399,7 @@ def _cell_workers(
         yield remote.processors, remote.map
         return
     pool = current_pool()
+    # Workers import modules once. Sources that changed since would run in their old version.
     pool.reload_if_stale()
 
     def map_cells(count: int, cells: Iterable[Any], *callbacks: Callable[..., object]) -> None:
@@ -448,6 +451,7 @@ class _GridScheduler:
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Run the pending cells: one of each defence first, then the longest."""
+        # Longest first: a long cell at the end would run alone while other processors wait.
         queue = {cell.folder: cell for cell in self.pending(cells)}
         running: dict[str, Cell] = {}
 
@@ -507,6 +511,7 @@ def _run_cell(data: Path | None, experiment: Experiment, folder: Path) -> tuple[
 
 def _wait_for_lock(folder: Path) -> None:
     """Wait for a process of a killed grid that still writes; it ends within a moment."""
+    # A cell that has not begun has no folder.
     with suppress(FileNotFoundError):
         descriptor = os.open(folder, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX)

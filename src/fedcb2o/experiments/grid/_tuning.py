@@ -40,6 +40,7 @@ def read_choices(folder: Path, plan: Grid) -> dict[str, Any]:
         if defence not in recorded:
             continue
         asked = recorded[defence]["asked"]
+        # Candidates that the grid added itself are no part of the question.
         first = {**asked, "candidates": asked["candidates"][: len(given)]}
         question = _question(plan, defence)
         if records.original_changes(first) != records.original_changes(question):
@@ -117,6 +118,7 @@ def extrapolate(candidates: Sequence[Changes], scores: Sequence[float | None]) -
     neighbour = ordered[-2]
     if value == ordered[0]:
         neighbour = ordered[1]
+    # A ratio keeps positive numbers positive and fits learning rates. A difference fits all others.
     smallest = -inf
     following = 2 * value - neighbour
     if value > 0 and neighbour > 0:
@@ -125,6 +127,7 @@ def extrapolate(candidates: Sequence[Changes], scores: Sequence[float | None]) -
     following = float(f"{following:.4g}")
     if all(isinstance(number, int) for number in values):
         following = max(round(following), smallest)
+    # Rounding has led back to a known candidate.
     if following in values:
         return None
     return tables.with_value(candidates[best], key.split("."), following)
@@ -207,6 +210,7 @@ def _trial_scores(
         number = cell.key.candidate or 0
         by_attack = scores[number]
         if cell.folder in errors:
+            # A candidate that failed once is unfit, whatever its other runs achieved.
             scores[number] = None
             error = errors[cell.folder]
             message = f"none of its candidates could run; {cell.key.title}: {error}"

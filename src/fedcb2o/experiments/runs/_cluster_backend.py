@@ -71,6 +71,7 @@ class ClusterBackend:
                     "ifca and dfca, which have models of clusters, run on one machine: no --cluster"
                 )
             check_device(seed.experiment.device)
+        # Ray's store has one size for its life, so it must fit the largest seed.
         needed = max(2 * _model_bytes(seed) + _data_bytes(seed) for seed in prepared)
         store = min(MIN_STORE_BYTES + needed, _resources.free_memory() // 2)
         processors = max(_resources.available_processors(), self.blocks or 1)
@@ -235,6 +236,7 @@ class Placement:
         crafted_per_attacker = layout.crafted_per_attacker
         row = 4 * parameters.row_stride(spec.dim)
         num_nodes = len(set(self.nodes))
+        # The store holds a large row once, and a small one once for each node.
         copies_per_loan = 1 if row >= OBJECT_OVERHEAD_BYTES else num_nodes
         rows = 0
         stored = _data_bytes(prepared)

@@ -71,6 +71,7 @@ class _KernelChoice:
             return requested
         if self.recorded is None:
             return fastest()
+        # A record without the key is of an earlier version, which had this kernel only.
         return self.recorded.get(name, _DEFAULTS[name])
 
     def precision(self) -> Any:
@@ -117,6 +118,7 @@ class _KernelChoice:
             if together:
                 return "grouped"
             return _autotune.fastest_single_convolution(module, self.x, precision)
+        # Unfolded images take the most memory, so they bound the number of agents.
         largest = self._max_agents("unfolded")
         if (together or 1) > largest:
             return "grouped"

@@ -85,6 +85,7 @@ def plan_memory(
     budget = _resources.free_memory() if memory is None else memory
     disk = shutil.disk_usage(_nearest_folder(folder)).free
     disk_bytes = needs.disk_bytes(folder)
+    # What is free now is an estimate. Small models run even where it seems too little.
     is_small = memory is None and needs.model_bytes <= needs.data_bytes + needs.training_bytes
 
     def in_memory(processes: int) -> MemoryPlan | None:
@@ -108,11 +109,14 @@ def plan_memory(
         return next(filter(None, plans), None)
 
     candidates = range(most, 0, -1)
+    # Memory is tried with up to half of the processes before any file, and a file before fewer
+    # processes.
     preferred = candidates[:1] if count else candidates[: (most + 1) // 2]
     plan = first_fit(preferred) or first_fit(candidates)
     if plan is not None and count in (None, plan.processes):
         return plan
 
+    # Numbers in the message are those of the user's request, or of the smallest run.
     requested = count or 1
     cure = needs.largest_fit(budget - needs.other_bytes(requested), requested, disk, disk_bytes)
     if plan is not None:
@@ -146,6 +150,7 @@ class _Needs:
 
     def other_bytes(self, processes: int) -> int:
         """Return the bytes of data and processes."""
+        # Workers read the data in shared memory, in addition to those of this process.
         shared = PROCESS_BYTES + self.data_bytes if processes > 1 else 0
         private = processes * (PROCESS_BYTES + self.training_bytes)
         return self.data_bytes + self.frozen_bytes + private + shared

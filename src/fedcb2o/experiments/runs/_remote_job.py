@@ -140,10 +140,12 @@ class _JobThread:
         if self.job.sends_rounds:
             self.rounds.append((seed, line))
         now = time.monotonic()
+        # Waiting for the receiver here would delay the rounds.
         if now - self._last_report < REPORT_INTERVAL or not self.updates.empty():
             return
         files: _Files = {}
         is_due = now - self._last_files >= self.job.checkpoint_interval
+        # Files between two checkpoints would not help a resume.
         if is_due and self._has_new_checkpoint():
             files = self._changed_files()
             self._last_files = now
@@ -190,6 +192,7 @@ def _log_to(stream: io.StringIO) -> Iterator[None]:
 @contextlib.contextmanager
 def _temporary_folder() -> Iterator[Path]:
     """Create a temporary folder, and remove those of killed jobs."""
+    # A killed process could not remove its folder. Its lock is free, that of a running job is not.
     for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError, RunError):
             is_stale = time.time() - path.lstat().st_mtime > _STALE_AFTER
@@ -219,9 +222,8 @@ def format_error(error: BaseException) -> str:
 def file_stamps(folder: Path) -> dict[Path, tuple[int, ...]]:
     """Return the files of a run in a folder, with stamps that change with every write.
 
-    Other files are left out: a user's notes, or the models of a killed process. A stamp is inode,
-    size and time of modification. Other files are left out: a user's notes, or the models of a
-    killed process.
+    A stamp is inode, size and time of modification. Other files are left out: a user's notes, or
+    the models of a killed process.
     """
     stamps: dict[Path, tuple[int, ...]] = {}
     for path in folder.rglob("*"):

@@ -130,6 +130,7 @@ class RemoteExecutor:
                 seeds.append(seed)
                 paths += file_stamps(seed_folder)
         files = {str(path.relative_to(folder)): read_bytes(path) for path in paths}
+        # One copy of each data set is in the store, whatever number of runs reads it.
         dataset, arrays = next(
             (dataset, reference)
             for settings, dataset, reference in self._datasets
@@ -187,6 +188,7 @@ class _Batch(Generic[_JobId]):
         from fedcb2o.ray_backend._code_shipping import localize_paths
 
         write_files(run.folder, update.files)
+        # Losses count from the last checkpoint that came back.
         if any(Path(name).name == records.CHECKPOINT_FILE for name in update.files):
             run.losses = 0
         if update.stderr:
@@ -248,6 +250,7 @@ def connect_executor(
         data_bytes += sum(tensor.nbytes for tensor in dataset_tensors(dataset).values())
     store = min(MIN_STORE_BYTES + 2 * data_bytes, _resources.free_memory() // 2)
     with _connect.connected(address, store, _resources.available_processors()):
+        # Runs on CPUs and GPUs together may use every node.
         device = devices.pop() if len(devices) == 1 else None
         nodes = _placement.list_nodes(names, device)
         if not nodes:

@@ -160,6 +160,7 @@ def run_seed_with_retries(
             return run_seed(prepared, folder, backend, watch)
         except WorkerLostError as error:
             done = checkpoint.rounds_done(folder)
+            # A new checkpoint is progress: losses count from it, so that a long run survives many.
             losses = losses + 1 if done == known else 1
             known = done
             if losses > MAX_RETRIES:
@@ -179,6 +180,7 @@ def run_seed(
     if manifest is not None and manifest.has_finished(experiment.rounds):
         return
     fingerprint = f"{experiment.fingerprint(prepared.seed)} data {dataset_digest(prepared.dataset)}"
+    # A run that does not fit must leave no folder behind.
     place = backend.place(prepared, folder)
     make_folder(folder)
     log = RoundLog(folder)
@@ -198,9 +200,11 @@ def run_seed(
         shape = (prepared.num_persistent_rows, parameters.row_stride(prepared.spec.dim))
         saved = checkpoint.read_checkpoint(folder, fingerprint, shape)
         if saved is None:
+            # Starting again would silently replace rounds that were finished.
             if manifest is not None and manifest.rounds:
                 raise damaged_error(folder / checkpoint.FILE, "it is gone")
             backend.init_models(engine, prepared)
+            # Files are written anew. Old checksums would call them damaged after a kill.
             Manifest.remove(folder)
             write_provenance(folder, prepared, place.processes, kernels, device)
             start = 0
@@ -213,6 +217,7 @@ def run_seed(
                 )
             start, state, models = saved
             engine.load_models_(models)
+            # The copy of all models would otherwise live during the rounds.
             del models
         del saved
         _resume_logs(folder, log, start, manifest)
@@ -241,6 +246,7 @@ def run_seed(
             seconds = dict(result.seconds)
             if done % experiment.checkpoint_every == 0 or done == experiment.rounds:
                 began = time.perf_counter()
+                # Lines of a checkpoint's rounds are on disk before it, or a resume could miss them.
                 log.sync()
                 checkpoint.save(
                     folder,
@@ -261,6 +267,7 @@ def run_seed(
 
 def _resume_logs(folder: Path, log: RoundLog, start: int, manifest: Manifest | None) -> None:
     """Cut the logs to the checkpoint. Raise DamagedError where they do not fit it."""
+    # An older checkpoint than the recorded one was put back by hand.
     path = folder / checkpoint.FILE
     if manifest is not None and start < manifest.rounds:
         raise damaged_error(
