@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import stat
+import threading
 
 import pytest
 
@@ -65,6 +66,19 @@ def test_log_lines_have_no_control_characters(log_format, has_file, tmp_path, ca
     assert "Traceback (most recent call last):" in text
     assert f'"{__file__}", line' in text
     assert "ValueError: [2J2Jorg-1" in text
+
+
+def test_the_error_of_a_thread_is_a_log_line(capsys) -> None:
+    def fail() -> None:
+        raise ValueError(EVIL)
+
+    with stderr_logging():
+        thread = threading.Thread(target=fail, name="fedcb2o-dial")
+        thread.start()
+        thread.join()
+    output = capsys.readouterr().err
+    assert output.startswith("Error: an error ended fedcb2o-dial\n  Traceback")
+    assert all(line.isprintable() for line in output.split("\n"))
 
 
 def test_a_traceback_of_another_formatter_is_not_printed(capsys) -> None:

@@ -5,7 +5,8 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from fedcb2o.peer.membership import (
 from fedcb2o.peer.wire import Relay, Zenoh
 from fedcb2o.peer.wire._link import TlsStream
 from fedcb2o.peer.wire._mailbox import RelayMailbox
+from fedcb2o.peer.wire._relayed import Relayed
+from fedcb2o.peer.wire._tls_probe import probe_member
 
 
 @pytest.fixture
@@ -115,13 +118,33 @@ def test_a_dialled_member_cannot_answer_by_an_authority(three, lenient, tmp_path
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(hostile.tls_certificate, hostile.tls_key)
     host, _, port = hostile.member.endpoint.rpartition(":")
-    with socket.create_server((host, int(port))) as listening, Zenoh(agreed, node) as client:
-        connection, _ = listening.accept()
-        stream = TlsStream(connection, context)
-        stream.handshake(time.monotonic() + 5)
+
+    def serve_one() -> None:
+        while True:
+            connection, _ = listening.accept()
+            with suppress(OSError):  # of a transport that is closed in the meantime
+                stream = TlsStream(connection, context)
+                try:
+                    stream.handshake(time.monotonic() + 5)
+                    break
+                except OSError:
+                    stream.release()
         assert is_closed_by_remote(stream)
         stream.release()
-        assert not client.connected_peers()
+
+    with socket.create_server((host, int(port))) as listening, ThreadPoolExecutor() as pool:
+        with Zenoh(agreed, node) as client:
+            serve_one()
+            assert not client.connected_peers()
+        served = pool.submit(serve_one)
+        result = probe_member(hostile.member, node)
+        served.result()
+        assert "has no certificate of org-2 (no root of a member issued the" in result.error
+        served = pool.submit(serve_one)  # as a relay
+        with Relayed(agreed, node, RelayMailbox(hostile.member, node)) as transport:
+            served.result()
+            until(lambda: transport.error)
+            assert "certificate of the relay is not accepted (no root" in transport.error
 
 
 def test_the_length_of_a_path_ends_an_authority_in_tls(three, tmp_path) -> None:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from fedcb2o.printable import PrintableFormatter, printable_record
-from fedcb2o.safe_files import open_regular
 
 _LOGGER = logging.getLogger("fedcb2o")
 _PACKAGE_FOLDER = str(Path(__file__).parents[1])
@@ -68,27 +68,20 @@ class _PrivateFileHandler(RotatingFileHandler):
 
     def __init__(self, file: Path) -> None:
         for number in range(1, _OLD_LOG_FILES + 1):  # of a former release, others may read them
-            with contextlib.suppress(FileNotFoundError):
-                os.close(_open_private(f"{file}.{number}", os.O_RDONLY))
+            if os.path.lexists(f"{file}.{number}"):
+                os.close(_open_private(f"{file}.{number}"))
         super().__init__(file, maxBytes=_MAX_LOG_BYTES, backupCount=_OLD_LOG_FILES)
 
     def _open(self) -> TextIOWrapper:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        descriptor = _open_private(self.baseFilename, flags)
-        return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
+        file = _open_private(self.baseFilename)
+        return os.fdopen(file, "a", encoding="utf-8", errors="backslashreplace")
 
 
-def _open_private(path: str, flags: int) -> int:
-    """Open a regular file, and let only its owner read it.
-
-    A link, and anything that is no regular file, is an OSError.
-    """
+def _open_private(path: str) -> int:
     from fedcb2o.records import open_private  # slow to import
 
     try:
-        with contextlib.suppress(FileNotFoundError):
-            open_regular(path).close()
-        return open_private(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_private(path)
     except OSError as error:  # that of a descriptor names no file
         raise OSError(error.errno, error.strerror, path) from error
 
@@ -97,21 +90,31 @@ def _open_private(path: str, flags: int) -> int:
 def stderr_logging() -> Iterator[None]:
     """Print log lines to standard error within this context.
 
-    The package's own warnings are log lines too.
+    The package's own warnings, and errors that end a thread, are log lines too.
     """
     level = _LOGGER.level
     handlers = list(_LOGGER.handlers)
     _LOGGER.addHandler(_StderrHandler())
     _LOGGER.setLevel(logging.INFO)
+    thread_hook = threading.excepthook
+    threading.excepthook = _log_thread_error
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _log_own_warnings(warnings.showwarning)
             yield
     finally:
+        threading.excepthook = thread_hook
         for handler in set(_LOGGER.handlers) - set(handlers):
             _LOGGER.removeHandler(handler)
             handler.close()
         _LOGGER.setLevel(level)
+
+
+def _log_thread_error(error: threading.ExceptHookArgs) -> None:
+    """Log the error that ended a thread, which Python would print as it is."""
+    if error.exc_type is not SystemExit and error.exc_value is not None:
+        name = error.thread.name if error.thread else "a thread"
+        _LOGGER.error("an error ended %s", name, exc_info=error.exc_value)
 
 
 def _log_own_warnings(show_other: Any) -> Any:

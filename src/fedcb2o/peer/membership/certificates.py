@@ -238,15 +238,7 @@ def validate_root(
 
 
 def is_direct_issuer(pem: str, certificate: x509.Certificate) -> bool:
-    """Return True if a root itself signed a certificate, without an authority in between.
-
-    Args:
-        pem: The root, already validated.
-        certificate: A certificate that anybody sent.
-
-    Returns:
-        True if it did.
-    """
+    """Return True if a validated root itself signed a certificate that anybody sent."""
     try:
         certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(pem.encode()))
     except Exception:  # a foreign certificate can be wrong in any way

@@ -19,18 +19,9 @@ _PURPOSE = "it keeps this organisation from signing two successors of one versio
 def reserve_version(
     identity: Identity, run: bytes, version: int, digest: bytes, changes: Sequence[str]
 ) -> None:
-    """Write down that a version will be signed.
+    """Write down that a version will be signed, unless another one of its number was.
 
-    Args:
-        identity: The signing organisation.
-        run: The run's id.
-        version: Number of the version.
-        digest: Hash of the version.
-        changes: Descriptions of its changes, for a later error.
-
-    Raises:
-        ConfigError: Another version of this number was signed, or the journal is damaged.
-        RunError: The journal cannot be written, or another process signs now.
+    A later error shows `changes`, the descriptions of what the version changes.
     """
     from fedcb2o.experiments.runs import exclusive_lock  # slow to import
 

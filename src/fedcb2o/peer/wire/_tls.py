@@ -19,15 +19,7 @@ from fedcb2o.peer.wire._link import TlsStream
 
 
 def server_context(identity: Identity, members: Iterable[Member]) -> ssl.SSLContext:
-    """Return the certificates of a listening end, which accepts those of members only.
-
-    Args:
-        identity: This organisation.
-        members: The members.
-
-    Returns:
-        The context.
-    """
+    """Return the certificates of a listening end, which accepts those of members only."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, identity, (member.root for member in members))
     context.verify_mode = ssl.CERT_REQUIRED
     context.num_tickets = 0
@@ -35,15 +27,7 @@ def server_context(identity: Identity, members: Iterable[Member]) -> ssl.SSLCont
 
 
 def client_context(identity: Identity, member: Member) -> ssl.SSLContext:
-    """Return the certificates of a dialling end, which accepts those of one member only.
-
-    Args:
-        identity: This organisation.
-        member: The member.
-
-    Returns:
-        The context.
-    """
+    """Return the certificates of a dialling end, which accepts those of one member only."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, identity, [member.root])
 
 
@@ -58,43 +42,27 @@ def _context(protocol: int, identity: Identity, roots: Iterable[str]) -> ssl.SSL
 
 
 def remote_member(stream: TlsStream, members: Iterable[Member]) -> tuple[Member, datetime]:
-    """Return the member at the other end of a stream, after its handshake.
+    """Return the member at the other end of a stream, and the expiry of its certificate.
 
-    Args:
-        stream: The stream.
-        members: The members that it may be, among them former ones at a relay.
-
-    Returns:
-        The first member whose root issued the certificate directly, and the certificate's expiry.
-
-    Raises:
-        ConnectionError: No root of a member did.
+    It is the first one whose root issued the certificate directly. Without one, the error is that
+    of a certificate that TLS refuses.
     """
-    try:
-        certificate = x509.load_der_x509_certificate(stream.certificate)
-        (issuer,) = certificate.issuer.get_attributes_for_oid(NameOID.COMMON_NAME)
-    except ValueError as error:
-        raise ConnectionAbortedError("its certificate is malformed") from error
+    certificate = x509.load_der_x509_certificate(stream.certificate)
+    names = certificate.issuer.get_attributes_for_oid(NameOID.COMMON_NAME)
     for member in members:
-        if member.name == issuer.value and is_direct_issuer(member.root, certificate):
+        is_issuer = [name.value for name in names] == [member.name]
+        if is_issuer and is_direct_issuer(member.root, certificate):
             return member, certificate.not_valid_after_utc
-    raise ConnectionAbortedError("its certificate was not issued by a member's root directly")
+    error = ssl.SSLCertVerificationError()
+    error.verify_message = "no root of a member issued the certificate directly"
+    error.reason = "CERTIFICATE_VERIFY_FAILED"
+    raise error
 
 
 def dial(identity: Identity, member: Member, seconds: float) -> tuple[TlsStream, datetime]:
-    """Connect to a member's endpoint; its root alone is trusted.
+    """Connect to a member's endpoint, and return the expiry of its certificate too.
 
-    Args:
-        identity: This organisation.
-        member: The member.
-        seconds: Longest time for the connection, and again for the handshake.
-
-    Returns:
-        The stream, and the expiry of the member's certificate.
-
-    Raises:
-        OSError: There is no connection, the handshake failed, or the certificate is not that of
-            the member.
+    Its root alone is trusted. The connection and the handshake may take `seconds` each.
     """
     host, port = parse_endpoint(member.endpoint)
     context = client_context(identity, member)
