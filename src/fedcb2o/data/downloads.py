@@ -54,18 +54,8 @@ _ARCHIVE_ERRORS = (
 def download(release: Release, target: Path, *, progress: bool = True) -> list[Path]:
     """Download the files of a data set, unless the folder holds a complete set.
 
-    Downloads are checked by their MD5. Archives are not kept.
-
-    Args:
-        release: The data set.
-        target: Folder for the files.
-        progress: Whether to show progress bars on standard error.
-
-    Returns:
-        Paths of the files.
-
-    Raises:
-        DataError: A download, its check or its unpacking failed. No new files are left.
+    Downloads are checked by their MD5. Archives are not kept. Progress bars are on standard error.
+    DataError is raised if a download, its check or its unpacking failed; no new files are left.
     """
     target = target.expanduser()
     try:
@@ -100,16 +90,8 @@ def download(release: Release, target: Path, *, progress: bool = True) -> list[P
 def import_files(release: Release, source: Path, target: Path) -> list[Path]:
     """Read through local files of a data set and copy them into a folder.
 
-    Args:
-        release: The data set.
-        source: The release's archive, or a folder that holds it or the files, plain or gzip.
-        target: Folder for the files.
-
-    Returns:
-        Paths of the files.
-
-    Raises:
-        DataError: Files are missing or damaged. No new files are left.
+    `source` is the release's archive, or a folder that holds it or the files, plain or gzip.
+    DataError is raised if files are missing or damaged; no new files are left.
     """
     source = source.expanduser()
     target = target.expanduser()
@@ -255,11 +237,9 @@ class _ProgressBar:
 
 
 def _unpack(release: Release, archive: Path, folder: Path, name: str, advice: str) -> list[Path]:
-    """Unpack the files of a data set from an archive, called `name` in messages.
-
-    Only regular files with expected names are unpacked, never to a path from the archive. (On
-    Python 3.11 pooch's `Untar` follows the paths and links of an archive.)
-    """
+    """Unpack the files of a data set from an archive, called `name` in messages."""
+    # Only regular files with expected names are unpacked, never to a path from the archive. (On
+    # Python 3.11 pooch's `Untar` follows the paths and links of an archive.)
     files = [release.prefixes[0] + file_name for file_name in release.file_names]
     wanted = {*files, *(f"{file}.gz" for file in files), *release.optional_files}
     is_zip = str(release.archive).endswith(".zip")

@@ -36,24 +36,16 @@ _ALIGNMENT = 64  # bytes, a cache line
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """A file of named tensors, cheap to send to another process, which then maps it.
-
-    Attributes:
-        path: The file.
-        specs: The tensors in it.
-    """
+    """A file of named tensors, cheap to send to another process, which then maps it."""
 
     path: Path
     specs: TensorSpecs
 
     def tensors(self) -> dict[str, Tensor]:
-        """Map the tensors, which outlive the file's name.
+        """Map the tensors, which outlive the file's name, by name.
 
-        Returns:
-            The tensors by name, shared with every process that maps the file.
-
-        Raises:
-            FileNotFoundError: The run has ended and removed the file.
+        Each process that maps the file shares them. FileNotFoundError is raised if the run has
+        ended and removed the file.
         """
         offsets, size = _layout(self.specs)
         # Opened here, because `torch.from_file` would create a missing file.
@@ -74,15 +66,8 @@ class SharedTensors:
 def allocate_shared(specs: TensorSpecs, folder: Path | None = None) -> Iterator[SharedTensors]:
     """Allocate shared tensors of zeros; remove their file at the end.
 
-    Args:
-        specs: The tensors.
-        folder: Folder of the file. By default memory, or the temporary folder without room there.
-
-    Yields:
-        The shared tensors.
-
-    Raises:
-        RunError: Neither memory nor disk has room.
+    By default the file is in memory, or in the temporary folder without room there. RunError is
+    raised if neither has room.
     """
     folders = _candidate_folders() if folder is None else [folder]
     remove_stale(*folders)
@@ -99,8 +84,7 @@ def allocate_shared(specs: TensorSpecs, folder: Path | None = None) -> Iterator[
 def remove_stale(*folders: Path) -> None:
     """Remove the files of killed runs of this user, which no living process has locked.
 
-    Args:
-        folders: Folders to search, in addition to memory and the temporary folder.
+    The folders are searched in addition to memory and the temporary folder.
     """
     for folder in {*_candidate_folders(), *folders}:
         for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
@@ -164,7 +148,8 @@ def _create(size: int, folder: Path) -> BinaryIO:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Reserve the room now: a write to a mapped page without disk space kills the process."""
+    """Reserve the room of a file now."""
+    # A write to a mapped page without disk space kills the process.
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
         return

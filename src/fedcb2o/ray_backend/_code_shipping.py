@@ -37,15 +37,8 @@ def pack_modules(names: Iterable[str]) -> bytes:
     """Pack the modules that user functions need into a ZIP archive.
 
     These are the loaded modules next to those of the functions, unless they are installed.
-
-    Args:
-        names: User functions, as "module:function".
-
-    Returns:
-        The archive; empty bytes if there is nothing to send.
-
-    Raises:
-        RunError: The modules cannot be read, or are too large.
+    Functions are given as "module:function". The archive is empty bytes if there is nothing to
+    send. RunError is raised if the modules cannot be read, or are too large.
     """
     folders = set()
     for module in _loaded_modules(names):
@@ -74,13 +67,9 @@ def pack_modules(names: Iterable[str]) -> bytes:
 
 
 def runtime_environment(archive: bytes) -> dict[str, Any]:
-    """Return the options that give an archive's code processes of its own.
+    """Return the options of Ray that give an archive's code processes of its own.
 
-    Args:
-        archive: Archive of `pack_modules`.
-
-    Returns:
-        Options of Ray's tasks and actors; none for an empty archive.
+    There are none for an empty archive.
     """
     if not archive:
         return {}
@@ -90,11 +79,7 @@ def runtime_environment(archive: bytes) -> dict[str, Any]:
 def user_modules(names: Iterable[str]) -> list[str]:
     """Return the modules of user functions that nodes must be able to import.
 
-    Args:
-        names: User functions, as "module:function".
-
-    Returns:
-        Names of modules. Functions that `__main__` defines travel by value.
+    Functions are given as "module:function". Those that `__main__` defines travel by value.
     """
     return sorted(_loaded_modules(names) - {"__main__"})
 
@@ -102,9 +87,7 @@ def user_modules(names: Iterable[str]) -> list[str]:
 def extend_sys_path(path: Sequence[str], archive: bytes) -> None:
     """Import modules from an archive, then as the process that sent the work does.
 
-    Args:
-        path: `sys.path` of the process that sent the work.
-        archive: Archive of `pack_modules`.
+    `path` is `sys.path` of that process.
     """
     unpacked = [str(_unpack(archive))] if archive else []
     own = [entry for entry in sys.path if entry not in (*path, *unpacked)]
@@ -112,14 +95,7 @@ def extend_sys_path(path: Sequence[str], archive: bytes) -> None:
 
 
 def localize_paths(text: str) -> str:
-    """Replace paths of unpacked files in an error by the paths of their originals.
-
-    Args:
-        text: Text from a process of the cluster.
-
-    Returns:
-        The text with paths of this machine.
-    """
+    """Replace paths of unpacked files in an error by the paths of their originals here."""
 
     def localize(match: re.Match[str]) -> str:
         for folder in sys.path:

@@ -43,18 +43,11 @@ def save(
     fingerprint: str,
     lines: Mapping[str, Checksum] | None = None,
 ) -> None:
-    """Write the state after some rounds, atomically.
+    """Write the state after some finished rounds into a seed's folder, atomically.
 
-    Args:
-        folder: Folder of the seed.
-        rounds: Number of finished rounds.
-        models: The models of all agents in their order, in parts of shape [k, d].
-        state: The contacts and rule states of all agents.
-        fingerprint: The configuration and the data.
-        lines: Checksums of the record files up to this round.
-
-    Raises:
-        RunError: The file cannot be written.
+    The models of all agents come in their order, in parts of shape [k, d]. `fingerprint` is that of
+    the configuration and the data, and `lines` has checksums of the record files up to this round.
+    RunError is raised if the file cannot be written.
     """
     states = {
         f"{_STATE_PREFIX}{agent}.{name}": tensor
@@ -81,19 +74,11 @@ def save(
 def load_models_(
     folder: Path, models: Tensor, fingerprint: str, rows: slice = slice(None)
 ) -> tuple[int, AgentState] | None:
-    """Read models of the last checkpoint into a buffer.
+    """Read models of the last checkpoint into a buffer of shape [k, d].
 
-    Args:
-        folder: Folder of the seed.
-        models: The buffer, shape [k, d].
-        fingerprint: The configuration and the data.
-        rows: Rows of the checkpoint to read, all by default.
-
-    Returns:
-        The finished rounds and the state of all agents, or None without a checkpoint.
-
-    Raises:
-        RunError: The file is damaged or belongs to another configuration.
+    `rows` are those of the checkpoint; by default all. Returns the finished rounds and the state of
+    all agents, or None without a checkpoint. RunError is raised if the file is damaged or belongs
+    to another configuration.
     """
     checkpoint = read_checkpoint(folder, fingerprint, tuple(models.shape), rows)
     if checkpoint is None:
@@ -108,17 +93,9 @@ def read_checkpoint(
 ) -> tuple[int, AgentState, Tensor] | None:
     """Read the last checkpoint; the models are mapped from the file.
 
-    Args:
-        folder: Folder of the seed.
-        fingerprint: The configuration and the data.
-        shape: Expected shape of the models.
-        rows: Rows of the checkpoint to read, all by default.
-
-    Returns:
-        The finished rounds, the state of all agents, and the models; None without a checkpoint.
-
-    Raises:
-        RunError: The file is damaged or belongs to another configuration.
+    `shape` is the expected one of the models in `rows`, by default all. Returns the finished
+    rounds, the state of all agents, and the models; None without a checkpoint. RunError is raised
+    if the file is damaged or belongs to another configuration.
     """
     path = folder / CHECKPOINT_FILE
     if not path.exists():
@@ -147,27 +124,13 @@ def read_checkpoint(
 
 
 def rounds_done(folder: Path) -> int:
-    """Return the finished rounds of the last checkpoint, by its header.
-
-    Args:
-        folder: Folder of the seed.
-
-    Returns:
-        A number of rounds; 0 without a checkpoint.
-    """
+    """Return the finished rounds of the last checkpoint, by its header; 0 without one."""
     path = folder / CHECKPOINT_FILE
     return int(read_checkpoint_header(path).get("rounds", 0)) if path.exists() else 0
 
 
 def tensor_crc32(tensor: Tensor) -> int:
-    """Return the CRC-32 of a tensor's content.
-
-    Args:
-        tensor: The tensor, of any shape and dtype.
-
-    Returns:
-        The checksum.
-    """
+    """Return the CRC-32 of a tensor's content, of any shape and dtype."""
     return zlib.crc32(_content(tensor))
 
 
@@ -176,14 +139,15 @@ def _write(
 ) -> None:
     """Write a safetensors file of tensors that come in parts [k, ...], one after the other.
 
-    The format is 8 bytes with the length of the header, the header as JSON, and the data. The
-    header is written last, when shapes and checksums are known, into the room reserved for it.
+    The format is 8 bytes with the length of the header, the header as JSON, and the data.
     """
     entries: dict[str, Any] = {
         name: _entry("BF16", [_LARGEST_ENTRY] * 8, _LARGEST_ENTRY, _LARGEST_ENTRY)
         for name in tensors
     }
     longest = dict.fromkeys(["rounds", "header", *tensors], _LONGEST_CHECKSUM)
+    # The header is written last, when shapes and checksums are known, into the room reserved for
+    # it.
     room = len(_header(metadata, entries, longest)) // 8 * 8 + 64
     checksums: dict[str, int | str] = {
         "rounds": int(metadata["rounds"]),
