@@ -1,5 +1,6 @@
 """Public aggregators: input and output types, errors, and comparison with plain loops."""
 
+import inspect
 import itertools
 import pickle
 
@@ -364,6 +365,19 @@ def test_centred_clipping_continues_from_its_start():
     first = aggregators.CenteredClipping(tau=1.0)([[3.0, 4.0], [0.0, 0.5]])
     expected = aggregators.CenteredClipping(m=first, tau=1.0)([[3.0, 4.0], [0.0, 0.5]])
     assert twice([[3.0, 4.0], [0.0, 0.5]]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_describes_its_rule_and_all_parameters(name):
+    """The formula and the source come from the rule, and so do the parameters."""
+    kind = CLASSES[name]
+    parts = inspect.getdoc(kind).split("\n\n")
+    assert len(parts[1]) > 60
+    assert parts[-1].startswith("Example:\n    >>> ")
+    entries = {line.split(":")[0].strip() for part in parts for line in part.splitlines()[1:]}
+    assert set(inspect.signature(kind).parameters) <= entries
+    # The agent's inputs of a rule by the Gram matrix are not those of a class.
+    assert not {"gram", "block", "losses"} & entries
 
 
 def test_the_rules_are_a_lazy_part_of_the_package():

@@ -44,6 +44,9 @@ PYTORCH_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 """Getter and setter of every process-wide setting that changes how PyTorch computes."""
 
+_SECTION = re.compile(r"^(Args|Attributes|Example|Raises|Returns|Yields):\n", re.MULTILINE)
+_ENTRY = re.compile(r"^    (\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
+
 # Similarity (difflib) of words that differ by a typing error; "median" and "mean" have 0.8.
 _TYPO_CUTOFF = 0.81
 
@@ -290,6 +293,24 @@ def parameters(function: PluginFunction) -> Mapping[str, inspect.Parameter]:
         for name, parameter in signature.parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
+
+
+def docstring_sections(function: PluginFunction) -> dict[str, str]:
+    """Return the sections of a docstring in Google style; "" names the text before them."""
+    whole = function.func if isinstance(function, functools.partial) else function
+    text, *sections = _SECTION.split(inspect.getdoc(whole) or "")
+    return {
+        "": text,
+        "Args": "",
+        "Example": "",
+        **dict(zip(sections[::2], sections[1::2], strict=True)),
+    }
+
+
+def argument_descriptions(function: PluginFunction) -> dict[str, str]:
+    """Return the descriptions of the arguments in a docstring in Google style."""
+    entries = _ENTRY.findall(docstring_sections(function)["Args"])
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 @_cached

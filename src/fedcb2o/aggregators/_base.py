@@ -1,24 +1,36 @@
-"""Base class of aggregators, and functions made from them."""
+"""Classes of aggregators made from robust rules, and functions made from these classes."""
 
+import dataclasses
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Concatenate, ParamSpec, overload
+from dataclasses import dataclass
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, dataclass_transform, overload
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fedcb2o import plugins
 from fedcb2o.aggregators._conversion import Models, Stack, stack
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregation
 from fedcb2o.federated.aggregation import base
 from fedcb2o.federated.aggregation.gram_matrix import gram
+from fedcb2o.user_values import to_tensor
 
 P = ParamSpec("P")
+A = TypeVar("A", bound="Aggregator")
 
 _CHUNK = 4096  # the rounding of a sum grows with its length
+
+# Parameters of classes that rules do not have.
+_PARAMETERS = {
+    "clip_f": "Assume fewer if there are too few models, with a warning, instead of an error.",
+    "rng": "Source of randomness; by default a new one in each call.",
+    "in_place": "Write into the tensor or array of the caller, without new memory.",
+}
 
 
 @dataclass(frozen=True)
@@ -29,10 +41,67 @@ class Aggregator:
         ConfigError: `f` is not a whole number from 0 up.
     """
 
+    _rule: ClassVar[Callable[..., Any]]
+
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.name == "f":
+        for one in dataclasses.fields(self):
+            if one.name == "f":
                 base.clip_byzantine_count(aggregation.mean, getattr(self, "f"), 0)  # noqa: B009
+
+
+@dataclass(frozen=True)
+class Robust(Aggregator):
+    """Base class of aggregators whose only parameters are the number of attackers and `clip_f`."""
+
+    f: int = 0
+    clip_f: bool = dataclasses.field(default=False, kw_only=True)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def aggregator(rule: Callable[..., Any], **keywords: str) -> Callable[[type[A]], type[A]]:
+    """Make an immutable class of aggregators from a robust rule or a pre-aggregation step.
+
+    The body of its docstring, and an entry of Args that the class lacks, are those of the rule.
+    `keywords` has the rule's keyword for each field with ByzFL's name.
+    """
+
+    def make(kind: type[A]) -> type[A]:
+        own = plugins.docstring_sections(kind)
+        summary, _, body = own[""].strip().partition("\n\n")
+        body = body or plugins.docstring_sections(rule)[""].strip().partition("\n\n")[2]
+        texts = {**_PARAMETERS, **plugins.argument_descriptions(rule)}
+        texts |= {name: texts[keyword] for name, keyword in keywords.items()}
+        texts |= plugins.argument_descriptions(kind)
+
+        made = dataclass(frozen=True)(kind)
+        entries = [_entry(one.name, texts[one.name]) for one in dataclasses.fields(made)]
+        sections = {"Args": "".join(entries), "Example": own["Example"]}
+        whole = [f"{name}:\n{text}".rstrip() for name, text in sections.items() if text]
+        made.__doc__ = "\n\n".join([summary, body, *whole])
+        made._rule = staticmethod(rule)
+        return made
+
+    return make
+
+
+def _entry(name: str, text: str) -> str:
+    wrapped = textwrap.fill(f"    {name}: {text}", 96, subsequent_indent=" " * 8)
+    return f"{wrapped}\n"
+
+
+def of_models(self: Aggregator, models: Models) -> Any:
+    """Aggregate models; the result has their type."""
+    return aggregate(self, models)
+
+
+def of_received(self: Aggregator, models: Models, own: Any) -> Any:
+    """Aggregate received models with the agent's own model."""
+    return aggregate(self, models, own=(own,))
+
+
+def of_losses(self: Aggregator, models: Models, losses: Any) -> Any:
+    """Aggregate models by their losses on validation data."""
+    return aggregate(self, models, losses=losses)
 
 
 @overload
@@ -77,21 +146,37 @@ def function_of(name: str, aggregator: Any) -> Any:
 
 
 def aggregate(
-    rule: Callable[..., Any],
-    models: Models,
-    *extra: Any,
-    own: tuple[Any, ...] = (),
-    clip_f: bool = False,
-    **parameters: Any,
+    settings: Aggregator, models: Models, *extra: Any, own: tuple[Any, ...] = (), **values: Any
 ) -> Any:
-    """Aggregate a caller's models by a robust rule.
+    """Aggregate a caller's models by the rule of a class.
 
-    `own` are models of the rule's own rows, such as the agent's own model. With `clip_f`, an `f`
-    larger than the models admit is lowered, with a warning. The aggregate has the caller's type.
+    `own` are models of the rule's own rows, such as the agent's own model. `extra` and then
+    `values`, one number per row, are its further inputs. With `clip_f`, an `f` larger than the
+    models admit is lowered, with a warning. The aggregate has the caller's type.
     """
     stacked = with_own(stack(models), own)
-    bound = functools.partial(rule, **parameters)
-    return stacked.restore(base.apply(bound, stacked.rows, None, *extra, clip_f=clip_f))
+    parameters = {
+        one.name: getattr(settings, one.name)
+        for one in dataclasses.fields(settings)
+        if one.name not in _PARAMETERS
+    }
+    row = base.apply(
+        functools.partial(type(settings)._rule, **parameters),
+        stacked.rows,
+        None,
+        *extra,
+        *(row_values(name, value, len(stacked.rows)) for name, value in values.items()),
+        clip_f=getattr(settings, "clip_f", False),
+    )
+    return stacked.restore(row)
+
+
+def row_values(name: str, values: Any, m: int) -> Float[Tensor, " m"]:
+    """Return one number per model. Raise ConfigError for another length."""
+    tensor = to_tensor(f"`{name}` holds", values).double()
+    if tensor.shape != (m,):
+        raise ConfigError(f"`{name}` must hold one number per model, {m}, got {[*tensor.shape]}")
+    return tensor
 
 
 def with_own(stacked: Stack, own: tuple[Any, ...]) -> Stack:

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError, describe_type
+from fedcb2o.federated.aggregation import base
 from fedcb2o.user_values import to_tensor
 
 Models = Any
@@ -36,6 +37,11 @@ class Stack:
     restore: Callable[[Float[Tensor, " d"]], Any]
     # Whether the caller's models are a list, and not one tensor or array.
     is_list: bool
+
+    def weighted(self, weights: Float[Tensor, " m"]) -> Any:
+        """Return the weighted sum as one model of the caller's type."""
+        every_row = torch.arange(len(self.rows))
+        return self.restore(base.weighted_sum(self.rows, every_row, weights))
 
     def restore_all(self, rows: Float[Tensor, "j d"]) -> Any:
         """Return several models as the caller's type: a list, or a tensor or array [j, ...]."""

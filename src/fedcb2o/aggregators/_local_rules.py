@@ -9,38 +9,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from fedcb2o.aggregators._base import Aggregator, aggregate
+from fedcb2o.aggregators._base import (
+    Aggregator,
+    Robust,
+    aggregate,
+    aggregator,
+    of_losses,
+    of_received,
+    row_values,
+)
 from fedcb2o.aggregators._conversion import Models, stack
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregation
 from fedcb2o.federated.aggregation import base
 from fedcb2o.user_values import to_tensor
-
-__all__ = [
-    "FLAME",
-    "LPETSR",
-    "UBAR",
-    "Balance",
-    "CSPlus",
-    "ClippedGossip",
-    "FLTrust",
-    "LFighter",
-    "LossClustering",
-    "NormClipping",
-    "Sageflow",
-    "WeightedAverage",
-]
-
-
-def _values(name: str, values: Any, m: int) -> Float[Tensor, " m"]:
-    """Return one number per model. Raise ConfigError for another length."""
-    tensor = to_tensor(f"`{name}` holds", values).double()
-    if tensor.shape != (m,):
-        raise ConfigError(f"`{name}` must hold one number per model, {m}, got {[*tensor.shape]}")
-    return tensor
 
 
 @dataclass(frozen=True)
@@ -59,26 +42,17 @@ class WeightedAverage(Aggregator):
         """Aggregate models; `num_samples` holds one positive number per model."""
         stacked = stack(models)
         rows = stacked.rows
-        counts = _values("num_samples", num_samples, len(rows))
+        counts = row_values("num_samples", num_samples, len(rows))
         if not ((counts >= 0) & counts.isfinite()).all() or not counts.sum() > 0:
             raise ConfigError(f"`num_samples` must be 0 or more, got {counts.tolist()}")
         base.require_finite(rows, (counts == 0).nonzero().flatten())
         weights = counts / counts.sum()
-        return stacked.restore(base.weighted_sum(rows, torch.arange(len(rows)), weights))
+        return stacked.weighted(weights)
 
 
-@dataclass(frozen=True)
+@aggregator(aggregation.clipped_gossip)
 class ClippedGossip(Aggregator):
     """Agent's own model plus the mean of the clipped differences to it.
-
-    x + (1/(m+1)) sum_j min(1, r / ||x_j - x||) (x_j - x) for m received models x_j and the agent's
-    own x. By default r^2 = (1/f) times the sum of the m - f smallest ||x_j - x||^2. He, Karimireddy
-    and Jaggi, "Byzantine-robust decentralized learning via ClippedGossip" (2022).
-
-    Args:
-        f: Number of attackers to assume.
-        radius: Largest norm r of a difference, above 0; by default the paper's.
-        clip_f: Assume fewer if there are too few models, with a warning, instead of an error.
 
     Example:
         >>> ClippedGossip(radius=1.0)([[3.0, 4.0], [0.0, 0.5]], [0.0, 0.0])
@@ -89,56 +63,24 @@ class ClippedGossip(Aggregator):
     radius: float | None = None
     clip_f: bool = field(default=False, kw_only=True)
 
-    def __call__(self, models: Models, own: Any) -> Any:
-        """Aggregate received models with the agent's own model."""
-        return aggregate(
-            aggregation.clipped_gossip,
-            models,
-            own=(own,),
-            f=self.f,
-            radius=self.radius,
-            clip_f=self.clip_f,
-        )
+    __call__ = of_received
 
 
-@dataclass(frozen=True)
-class CSPlus(Aggregator):
+@aggregator(aggregation.cs_plus)
+class CSPlus(Robust):
     """Agent's own model plus differences that are clipped at the 2 f + 1 farthest model.
-
-    As `ClippedGossip`, with r the distance of the farthest model without the 2 f farthest, or 0 for
-    at most 2 f models. Gaucher, Dieuleveut and Hendrikx, "Unified breakdown analysis for Byzantine
-    robust gossip" (ICML 2025).
-
-    Args:
-        f: Number of attackers to assume.
-        clip_f: Assume fewer if there are too few models, with a warning, instead of an error.
 
     Example:
         >>> CSPlus(f=1)([[8.0], [0.0], [4.0]], [0.0])
         [0.0]
     """
 
-    f: int = 0
-    clip_f: bool = field(default=False, kw_only=True)
-
-    def __call__(self, models: Models, own: Any) -> Any:
-        """Aggregate received models with the agent's own model."""
-        return aggregate(aggregation.cs_plus, models, own=(own,), f=self.f, clip_f=self.clip_f)
+    __call__ = of_received
 
 
-@dataclass(frozen=True)
+@aggregator(aggregation.balance)
 class Balance(Aggregator):
     """Mixture of the agent's own model and the mean of near models.
-
-    A model x_j is near if ||x_j - x|| <= gamma exp(-kappa t) ||x||, where x is the agent's own
-    model and t the finished part of the training. The result is alpha x + (1 - alpha) times the
-    mean of the near models, or x without one. Fang et al., "Byzantine-robust decentralized
-    federated learning" (CCS 2024).
-
-    Args:
-        gamma: Largest relative distance at the start, above 0.
-        kappa: Decay rate of the largest relative distance.
-        alpha: Weight of the agent's own model, from 0 to 1.
 
     Example:
         >>> Balance()([[1.1, 0.0], [9.0, 9.0]], [1.0, 0.0], 0.0)
@@ -151,29 +93,12 @@ class Balance(Aggregator):
 
     def __call__(self, models: Models, own: Any, progress: float) -> Any:
         """Aggregate received models; `progress` is t, from 0 to 1."""
-        return aggregate(
-            aggregation.balance,
-            models,
-            progress,
-            own=(own,),
-            gamma=self.gamma,
-            kappa=self.kappa,
-            alpha=self.alpha,
-        )
+        return aggregate(self, models, progress, own=(own,))
 
 
-@dataclass(frozen=True)
+@aggregator(aggregation.ubar)
 class UBAR(Aggregator):
     """Mixture of the agent's own model and near models of low loss.
-
-    Of the m - f models nearest to the agent's own, those that lose at most as much as it are
-    averaged; without one, the model of least loss counts. The result is alpha x + (1 - alpha) times
-    that mean. Guo et al., "Byzantine-resilient decentralized stochastic gradient descent" (2021).
-
-    Args:
-        f: Number of attackers to assume.
-        alpha: Weight of the agent's own model, from 0 to 1.
-        clip_f: Assume fewer if there are too few models, with a warning, instead of an error.
 
     Example:
         >>> UBAR(f=1)([[1.0], [2.0], [9.0]], [0.0], [0.3, 0.9, 0.1, 0.5])
@@ -186,25 +111,12 @@ class UBAR(Aggregator):
 
     def __call__(self, models: Models, own: Any, losses: Any) -> Any:
         """Aggregate received models; the last of `losses` is that of the agent's own."""
-        stacked = stack(models)
-        return aggregate(
-            aggregation.ubar,
-            models,
-            _values("losses", losses, len(stacked.rows) + 1),
-            own=(own,),
-            f=self.f,
-            alpha=self.alpha,
-            clip_f=self.clip_f,
-        )
+        return aggregate(self, models, own=(own,), losses=losses)
 
 
-@dataclass(frozen=True)
+@aggregator(aggregation.fltrust)
 class FLTrust(Aggregator):
     """Mean of scaled updates, weighted by their cosine to the agent's own update.
-
-    With updates g_j = x_j - b since the model b before the round and the agent's own update g_0:
-    b + sum_j w_j (||g_0|| / ||g_j||) g_j / sum_j w_j, w_j = max(0, cos(g_j, g_0)). Cao, Fang, Liu
-    and Gong, "FLTrust" (NDSS 2021). If no model is trusted, the agent's own model is the result.
 
     Example:
         >>> FLTrust()([[2.0, 0.0], [-1.0, 0.0]], [1.0, 0.0], [0.0, 0.0])
@@ -213,18 +125,12 @@ class FLTrust(Aggregator):
 
     def __call__(self, models: Models, own: Any, previous: Any) -> Any:
         """Aggregate received models; `own` and `previous` are after and before local training."""
-        return aggregate(aggregation.fltrust, models, own=(own, previous))
+        return aggregate(self, models, own=(own, previous))
 
 
-@dataclass(frozen=True)
+@aggregator(aggregation.norm_clipping)
 class NormClipping(Aggregator):
     """Mean of clipped updates since the model before the round.
-
-    b + (1/m) sum_j min(1, r / ||x_j - b||) (x_j - b); r is the median norm by default. Sun,
-    Kairouz, Suresh and McMahan, "Can you really backdoor federated learning?" (2019).
-
-    Args:
-        radius: Largest norm r of an update, above 0; by default the median of the norms.
 
     Example:
         >>> NormClipping(radius=1.0)([[3.0, 4.0], [0.0, 0.5]], [0.0, 0.0])
@@ -235,20 +141,12 @@ class NormClipping(Aggregator):
 
     def __call__(self, models: Models, previous: Any) -> Any:
         """Aggregate models; `previous` is the model before the round."""
-        return aggregate(aggregation.norm_clipping, models, own=(previous,), radius=self.radius)
+        return aggregate(self, models, own=(previous,))
 
 
-@dataclass(frozen=True)
+@aggregator(aggregation.flame)
 class FLAME(Aggregator):
     """Mean of clipped updates of the majority's cluster, with noise.
-
-    The cluster has more than half of the models, by cosine distance. Their updates are clipped to
-    the median norm S of all updates, and Gaussian noise of standard deviation `noise` S is added.
-    Nguyen et al., "FLAME: taming backdoors in federated learning" (USENIX Security 2022).
-
-    Args:
-        noise: Standard deviation of the noise in units of S, 0 or more.
-        rng: Source of randomness; by default a new one in each call.
 
     Example:
         >>> FLAME(noise=0.0)([[1.0, 0.0], [2.0, 0.0], [0.0, -1.0]], [0.0, 0.0])
@@ -260,17 +158,12 @@ class FLAME(Aggregator):
 
     def __call__(self, models: Models, previous: Any) -> Any:
         """Aggregate models; `previous` is the model before the round."""
-        rng = self.rng or np.random.default_rng()
-        return aggregate(aggregation.flame, models, rng, own=(previous,), noise=self.noise)
+        return aggregate(self, models, self.rng or np.random.default_rng(), own=(previous,))
 
 
-@dataclass(frozen=True)
+@aggregator(aggregation.lfighter)
 class LFighter(Aggregator):
     """Mean of the models in one of two clusters of last-layer updates.
-
-    Against label flips: the last layers are clustered by k-means in the two classes that change
-    most, and the large, dissimilar cluster counts. Jebreel, Domingo-Ferrer, Sánchez and
-    Blanco-Justicia, "LFighter" (Neural Networks 2024).
 
     Example:
         >>> heads = [[[1.0, 0.0], [0.0, 0.0]], [[1.1, 0.0], [0.1, 0.0]], [[-1.0, 0.0], [2.0, 0.0]]]
@@ -291,20 +184,12 @@ class LFighter(Aggregator):
             )
         weights = aggregation.lfighter(torch.cat([layers, before.unsqueeze(0)]))[:m]
         base.require_finite(stacked.rows, torch.arange(m))
-        return stacked.restore(base.weighted_sum(stacked.rows, torch.arange(m), weights))
+        return stacked.weighted(weights)
 
 
-@dataclass(frozen=True)
+@aggregator(aggregation.sageflow)
 class Sageflow(Aggregator):
     """Mean of confident models, weighted by 1 / loss^delta.
-
-    Models whose predictions have a mean entropy of `threshold` or more do not count. Park, Han,
-    Choi and Moon, "Sageflow: robust federated learning against both stragglers and adversaries"
-    (NeurIPS 2021).
-
-    Args:
-        threshold: Entropy in nats from which a model does not count.
-        delta: Exponent of the loss.
 
     Example:
         >>> Sageflow()([[0.0], [3.0], [9.0]], [1.0, 2.0, 0.1], [0.5, 0.5, 2.0])
@@ -316,46 +201,25 @@ class Sageflow(Aggregator):
 
     def __call__(self, models: Models, losses: Any, entropies: Any) -> Any:
         """Aggregate models by their losses and mean prediction entropies on validation data."""
-        m = len(stack(models).rows)
-        return aggregate(
-            aggregation.sageflow,
-            models,
-            _values("losses", losses, m),
-            _values("entropies", entropies, m),
-            torch.ones(m),
-            threshold=self.threshold,
-            delta=self.delta,
-        )
+        num_samples = torch.ones(len(stack(models).rows))
+        return aggregate(self, models, losses=losses, entropies=entropies, num_samples=num_samples)
 
 
-@dataclass(frozen=True)
+@aggregator(aggregation.loss_clustering)
 class LossClustering(Aggregator):
     """Mean of the models in the better one of two clusters of losses.
-
-    K-means with two clusters, from the least and the largest loss. Kritharakis, Jakovetic, Makris
-    and Tserpes, "Robust federated learning under adversarial attacks via loss-based client
-    clustering" (2025).
 
     Example:
         >>> LossClustering()([[0.0], [2.0], [90.0]], [0.1, 0.2, 5.0])
         [1.0]
     """
 
-    def __call__(self, models: Models, losses: Any) -> Any:
-        """Aggregate models by their losses on validation data."""
-        m = len(stack(models).rows)
-        return aggregate(aggregation.loss_clustering, models, _values("losses", losses, m))
+    __call__ = of_losses
 
 
-@dataclass(frozen=True)
+@aggregator(aggregation.lpe_tsr)
 class LPETSR(Aggregator):
     """Mean of the models, weighted by exp(-loss / temperature).
-
-    Local performance evaluation with temperature-scaled softmax reweighting, the rule of DB-Robust
-    DSGD (https://openreview.net/forum?id=WeDc8CiLSn).
-
-    Args:
-        temperature: Above 0; a lower one concentrates the weights on the best models.
 
     Example:
         >>> LPETSR(temperature=0.001)([[1.0], [90.0]], [0.1, 5.0])
@@ -364,12 +228,4 @@ class LPETSR(Aggregator):
 
     temperature: float = 1.0
 
-    def __call__(self, models: Models, losses: Any) -> Any:
-        """Aggregate models by their losses on validation data."""
-        m = len(stack(models).rows)
-        return aggregate(
-            aggregation.lpe_tsr,
-            models,
-            _values("losses", losses, m),
-            temperature=self.temperature,
-        )
+    __call__ = of_losses

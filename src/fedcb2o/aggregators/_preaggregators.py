@@ -4,7 +4,7 @@
 [[0.6000000000000001, 0.8], [0.0, 0.5]]
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o.aggregators._base import Aggregator, finite_gram, fit_f, with_origin
+from fedcb2o.aggregators._base import (
+    Aggregator,
+    Robust,
+    aggregator,
+    finite_gram,
+    fit_f,
+    with_origin,
+)
 from fedcb2o.aggregators._conversion import Models, Stack, shares_memory, stack
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregation import base, preaggregation
@@ -20,24 +27,14 @@ from fedcb2o.federated.aggregation import base, preaggregation
 __all__ = ["ARC", "NNM", "Bucketing", "Clipping"]
 
 
-@dataclass(frozen=True)
-class NNM(Aggregator):
+@aggregator(preaggregation.nnm)
+class NNM(Robust):
     """Nearest-neighbour mixing: each model becomes the mean of its m - f nearest models.
-
-    A model is among its nearest ones. Needs m >= 2 f + 1. Allouah, Farhadkhani, Guerraoui, Gupta,
-    Pinot and Stephan, "Fixing by mixing" (AISTATS 2023).
-
-    Args:
-        f: Number of attackers to assume.
-        clip_f: Assume fewer if there are too few models, with a warning, instead of an error.
 
     Example:
         >>> NNM(f=1)([[0.0], [1.0], [9.0]])
         [[0.5], [0.5], [5.0]]
     """
-
-    f: int = 0
-    clip_f: bool = field(default=False, kw_only=True)
 
     def __call__(self, models: Models) -> Any:
         """Return as many models, of the same type."""
@@ -46,7 +43,7 @@ class NNM(Aggregator):
         return _mixed(models, stacked, preaggregation.nnm(finite_gram(stacked.rows), f=f))
 
 
-@dataclass(frozen=True)
+@aggregator(preaggregation.bucketing, s="size")
 class Bucketing(Aggregator):
     """Means of random groups of s models.
 
@@ -55,7 +52,6 @@ class Bucketing(Aggregator):
 
     Args:
         s: Number of models per group, 1 or more.
-        rng: Source of randomness; by default a new one in each call.
 
     Example:
         >>> Bucketing(s=2)([[0.0], [4.0]])
@@ -74,7 +70,7 @@ class Bucketing(Aggregator):
         )
 
 
-@dataclass(frozen=True)
+@aggregator(preaggregation.clipping, c="radius")
 class Clipping(Aggregator):
     """Each vector scaled down to a norm of at most c.
 
@@ -82,7 +78,6 @@ class Clipping(Aggregator):
 
     Args:
         c: Largest norm, above 0.
-        in_place: Write into the tensor or array of the caller, without new memory.
 
     Example:
         >>> Clipping(c=5.0)([[6.0, 8.0], [1.0, 0.0]])
@@ -100,18 +95,13 @@ class Clipping(Aggregator):
         return _scaled(models, stacked, factors, in_place=self.in_place)
 
 
-@dataclass(frozen=True)
+@aggregator(preaggregation.arc)
 class ARC(Aggregator):
     """Adaptive robust clipping: the largest vectors scaled down to the norm of the next one.
 
     The floor(2 f (m - f) / m) largest vectors are clipped. Needs m >= 2 f + 1. Allouah, Guerraoui,
     Gupta, Jellouli, Rizk and Stephan, "Adaptive gradient clipping for robust federated learning"
     (ICLR 2025). For updates or gradients: models are clipped about 0.
-
-    Args:
-        f: Number of attackers to assume.
-        clip_f: Assume fewer if there are too few models, with a warning, instead of an error.
-        in_place: Write into the tensor or array of the caller, without new memory.
 
     Example:
         >>> ARC(f=1)([[1.0, 0.0], [0.0, 2.0], [6.0, 8.0]])

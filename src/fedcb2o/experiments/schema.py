@@ -74,7 +74,6 @@ KINDS = tuple(_CATALOGUES)
 _SECTION_NAMES = tuple(key for key, _, _ in COMPONENT_SECTIONS)
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # the latest that editors of TOML know
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
-_ARGUMENT = re.compile(r"^    (\w+): (.*)$")
 _USER_FUNCTION = {
     "type": "string",
     "pattern": "^[^:]+:[^:]+$",
@@ -366,7 +365,7 @@ def _catalogue(key: str) -> dict[str, Callable[..., Any]]:
 
 def _parameter_schemas(function: Callable[..., Any]) -> dict[str, _Schema]:
     """Return the schemas of a function's parameters, described by its docstring."""
-    descriptions = _argument_descriptions(function)
+    descriptions = plugins.argument_descriptions(function)
     found: dict[str, _Schema] = {}
     for name, parameter in plugins.parameters(function).items():
         choices = (plugins.PluginChoice, plugins.PluginChoice | None)
@@ -379,21 +378,6 @@ def _parameter_schemas(function: Callable[..., Any]) -> dict[str, _Schema]:
             found[name] = _value_schema(parameter.annotation, parameter.default)
         if name in descriptions:
             found[name] = {**found[name], "description": descriptions[name]}
-    return found
-
-
-def _argument_descriptions(function: Callable[..., Any]) -> dict[str, str]:
-    """Return the descriptions of the arguments in a docstring of Google's style."""
-    _, _, section = _docstring(function).partition("\nArgs:\n")
-    found: dict[str, str] = {}
-    name = ""
-    for line in section.split("\n\n")[0].splitlines():
-        match = _ARGUMENT.match(line)
-        if match:
-            name = match[1]
-            found[name] = match[2]
-        elif name:
-            found[name] += f" {line.strip()}"
     return found
 
 

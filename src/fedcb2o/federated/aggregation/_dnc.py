@@ -30,6 +30,8 @@ def dnc(gram: Float[Tensor, "m m"], *, f: int, removed: float = 1.0) -> Float[Te
 
     A score is the squared projection of the centred model onto the first right singular vector of
     all centred models. The largest ceil(`removed` * f) scores are removed, at most m - 1.
+    Shejwalkar and Houmansadr, "Manipulating the Byzantine" (NDSS 2021), with all coordinates and
+    one iteration.
 
     Args:
         gram: Gram matrix, shape [m, m].

@@ -34,6 +34,7 @@ def flame(
 
     HDBSCAN by cosine distance finds one cluster of more than half of the models. Their updates
     since the agent's model before the round are clipped to S, the median norm of all updates.
+    Nguyen et al., "FLAME: taming backdoors in federated learning" (USENIX Security 2022).
 
     Args:
         gram: Gram matrix, shape [m, m]; the model before the round is last.

@@ -88,8 +88,8 @@ def _sorting_network(m: int) -> tuple[tuple[int, int], ...]:
 def coordinate_median(block: Float[Tensor, "m b"]) -> Float[Tensor, " b"]:
     """Compute the median of each coordinate.
 
-    For even m, it is the mean of the middle two values. Yin et al., "Byzantine-robust distributed
-    learning: towards optimal statistical rates" (ICML 2018).
+    For even m, it is the mean of the middle two values. Yin, Chen, Ramchandran and Bartlett,
+    "Byzantine-robust distributed learning: towards optimal statistical rates" (ICML 2018).
 
     Args:
         block: Columns of m models, shape [m, b].
@@ -104,7 +104,8 @@ def coordinate_median(block: Float[Tensor, "m b"]) -> Float[Tensor, " b"]:
 def trimmed_mean(block: Float[Tensor, "m b"], *, f: int) -> Float[Tensor, " b"]:
     """Average each coordinate without its f largest and f smallest values.
 
-    Yin et al. (2018). Needs m >= 2 f + 1.
+    With sorted values v_1 <= ... <= v_m of a coordinate: (v_{f+1} + ... + v_{m-f}) / (m - 2 f).
+    Needs m >= 2 f + 1. Yin, Chen, Ramchandran and Bartlett (ICML 2018).
 
     Args:
         block: Columns of m models, shape [m, b].

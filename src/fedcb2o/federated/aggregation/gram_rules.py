@@ -99,8 +99,8 @@ def require_positive(name: str, value: float) -> None:
 def mean(gram: Float[Tensor, "m m"]) -> Float[Tensor, " m"]:
     """Average all models with equal weights.
 
-    McMahan et al., "Communication-efficient learning of deep networks from decentralized data"
-    (2017).
+    (x_1 + ... + x_m) / m. McMahan et al., "Communication-efficient learning of deep networks from
+    decentralized data" (AISTATS 2017). One attacker can move it anywhere.
 
     Args:
         gram: Gram matrix, shape [m, m]; only its size is used.
@@ -121,9 +121,9 @@ def krum(
 ) -> Float[Tensor, " m"]:
     """Select the model nearest to its nearest models (Krum).
 
-    The score is the sum of squared distances. Blanchard et al., "Machine learning with adversaries"
-    (NeurIPS 2017). Needs m >= 2 f + 3. Among models of equal score, the one nearest to all models
-    wins.
+    The score is the sum of squared distances to the m - f - 2 nearest models. Blanchard, El Mhamdi,
+    Guerraoui and Stainer, "Machine learning with adversaries" (NeurIPS 2017). Needs m >= 2 f + 3.
+    Among models of equal score, the one nearest to all models wins.
 
     Args:
         gram: Gram matrix, shape [m, m].
@@ -148,7 +148,8 @@ def multi_krum(
 ) -> Float[Tensor, " m"]:
     """Average the models with the least Krum scores (Multi-Krum).
 
-    Blanchard et al. (2017).
+    The score is the sum of squared distances to the m - f - 2 nearest models. Needs m >= 2 f + 3.
+    Blanchard, El Mhamdi, Guerraoui and Stainer (NeurIPS 2017).
 
     Args:
         gram: Gram matrix, shape [m, m].
@@ -248,15 +249,15 @@ def sageflow(
 ) -> Float[Tensor, " m"]:
     """Weigh the models with confident predictions by 1 / loss^delta (Sageflow).
 
-    Park et al., "Sageflow: robust federated learning against both stragglers and adversaries"
-    (NeurIPS 2021), after the authors' released code, whose agents hold equally many samples. The
-    agent's validation data replace the server's public data.
+    Park, Han, Choi and Moon, "Sageflow: robust federated learning against both stragglers and
+    adversaries" (NeurIPS 2021), after the authors' released code, whose agents hold equally many
+    samples. The agent's validation data replace the server's public data.
 
     Args:
         losses: Losses on the agent's validation data, shape [m].
         entropies: Mean entropy of each model's predictions, in nats, shape [m].
         num_samples: Number of training samples that each peer claims, shape [m].
-        threshold: Models of this entropy or more do not count.
+        threshold: Entropy in nats from which a model does not count.
         delta: Exponent of the loss.
         by_samples: Multiply each weight by the number of samples.
 

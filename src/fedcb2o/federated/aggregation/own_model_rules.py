@@ -94,10 +94,11 @@ def norm_clipping(
 ) -> Float[Tensor, " m"]:
     """Average clipped updates since the agent's model before the round.
 
-    Sun et al., "Can you really backdoor federated learning?" (2019); the median norm as radius is
-    from Nguyen et al., "FLAME" (USENIX Security 2022). In both, all clients start the round at the
-    server's model. Here other agents started at models of their own, and that distance counts as
-    update.
+    The result is b + (1/m) sum_j min(1, radius / ||x_j - b||) (x_j - b), where b is the model
+    before the round. Sun, Kairouz, Suresh and McMahan, "Can you really backdoor federated
+    learning?" (2019); the median norm as radius is from Nguyen et al., "FLAME" (USENIX Security
+    2022). In both, all clients start the round at the server's model. Here other agents started at
+    models of their own, and that distance counts as update.
 
     Args:
         gram: Gram matrix, shape [m, m]; the model before the round is last.
@@ -131,11 +132,11 @@ def clipped_gossip(
 ) -> Float[Tensor, " m"]:
     """Add the clipped differences to the agent's own model (ClippedGossip).
 
-    Computes x + sum_j W_j clip(x_j - x, radius), where x is the agent's own model and all W_j =
-    1/m. He, Karimireddy and Jaggi, "Byzantine-robust decentralized learning via ClippedGossip"
-    (2022). The paper's radius is radius^2 = 1/delta sum_j W_j ||x_j - x||^2 over the benign j, with
-    delta = f W. The nearest m - 1 - f models stand for the benign ones. With f = 0 nothing is
-    clipped.
+    The result is x + sum_j W_j min(1, radius / ||x_j - x||) (x_j - x), where x is the agent's own
+    model and all W_j = 1/m for m models, its own among them. He, Karimireddy and Jaggi,
+    "Byzantine-robust decentralized learning via ClippedGossip" (2022). The paper's radius is
+    radius^2 = 1/delta sum_j W_j ||x_j - x||^2 over the benign j, with delta = f W. The nearest
+    m - 1 - f models stand for the benign ones. With f = 0 nothing is clipped.
 
     Args:
         gram: Gram matrix, shape [m, m]; the agent's own model is last.
@@ -166,11 +167,11 @@ def clipped_gossip(
 def cs_plus(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     """Add differences clipped at the 2 f + 1 farthest model (CS+-RG).
 
-    Computes x + sum_j W_j clip(x_j - x, radius), where x is the agent's own model and all W_j =
-    1/m. The radius is the distance of the farthest model after the 2 f farthest; it is 0 if there
-    are at most 2 f other models. Gaucher, Dieuleveut and Hendrikx, "Unified breakdown analysis for
-    Byzantine robust gossip" (ICML 2025), after the authors' released code. The weights, theirs
-    times their step size, are those of a complete graph of m agents.
+    The result is x + sum_j W_j clip(x_j - x, radius) with all W_j = 1/m for m models, the agent's
+    own x among them. The radius is the distance of the farthest model after the 2 f farthest; it is
+    0 if there are at most 2 f other models. Gaucher, Dieuleveut and Hendrikx, "Unified breakdown
+    analysis for Byzantine robust gossip" (ICML 2025), after the authors' released code. The
+    weights, theirs times their step size, are those of a complete graph of m agents.
 
     Args:
         gram: Gram matrix, shape [m, m]; the agent's own model is last.
@@ -202,9 +203,9 @@ def balance(
     """Mix the agent's own model with the mean of near models (BALANCE).
 
     A model x_j is near if ||x_j - x|| <= gamma exp(-kappa t/T) ||x||, where x is the agent's own
-    model. Fang et al., "Byzantine-robust decentralized federated learning" (CCS 2024); the defaults
-    are theirs. Without a near model, the agent's own model stays. Tune gamma: a suitable value
-    depends on the distance that local training covers.
+    model. The result is alpha x + (1 - alpha) times the mean of the near models, or x without one.
+    Fang et al., "Byzantine-robust decentralized federated learning" (CCS 2024); the defaults are
+    theirs. Tune gamma: a suitable value depends on the distance that local training covers.
 
     Args:
         gram: Gram matrix, shape [m, m]; the agent's own model is last.
@@ -229,8 +230,8 @@ def balance(
 def monna(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     """Average the m - f models nearest to the agent's own (MoNNA).
 
-    The agent's own model is among them. Farhadkhani et al., "Robust collaborative learning with
-    linear gradient overhead" (ICML 2023). Needs m >= 2 f + 1.
+    The agent's own model is among them. Farhadkhani, Guerraoui, Gupta, Hoang, Pinot and Stephan,
+    "Robust collaborative learning with linear gradient overhead" (ICML 2023). Needs m >= 2 f + 1.
 
     Args:
         gram: Gram matrix, shape [m, m]; the agent's own model is last.
@@ -253,8 +254,9 @@ def ubar(
     """Mix the agent's own model with near models of low loss (UBAR).
 
     Candidates are all models except the f farthest from the agent's own. Those whose loss is at
-    most the agent's own loss are averaged; without any, the candidate of least loss is taken. Guo
-    et al., "Byzantine-resilient decentralized stochastic gradient descent" (2021).
+    most the agent's own loss are averaged; without any, the candidate of least loss is taken. The
+    result is alpha times the agent's own model plus (1 - alpha) times that mean. Guo et al.,
+    "Byzantine-resilient decentralized stochastic gradient descent" (2021).
 
     Args:
         gram: Gram matrix, shape [m, m]; the agent's own model is last.
@@ -283,12 +285,13 @@ def ubar(
 def fltrust(gram: Float[Tensor, "m m"]) -> Float[Tensor, " m"]:
     """Average scaled updates by their cosine to the agent's own (FLTrust).
 
-    Cao et al., "FLTrust" (NDSS 2021), with the agent's own data instead of the server's. The
-    trust, and the weight, is max(0, cos(g_j, g_0)). The updates are g_j = x_j - b since the agent's
-    model b before the round, scaled to the norm of the agent's own update g_0. In the paper all
-    clients start the round at b. Here other agents started elsewhere, and that distance counts as
-    update: cosines are smaller, and the scaled sum moves towards the other models as well as down
-    their losses. If no model is trusted, the agent's own model has all the weight.
+    Cao, Fang, Liu and Gong, "FLTrust" (NDSS 2021), with the agent's own data instead of the
+    server's: b + sum_j w_j (||g_0|| / ||g_j||) g_j / sum_j w_j with w_j = max(0, cos(g_j, g_0)).
+    The updates are g_j = x_j - b since the agent's model b before the round, scaled to the norm of
+    the agent's own update g_0. In the paper all clients start the round at b. Here other agents
+    started elsewhere, and that distance counts as update: cosines are smaller, and the scaled sum
+    moves towards the other models as well as down their losses. If no model is trusted, the agent's
+    own model has all the weight.
 
     Args:
         gram: Gram matrix, shape [m, m]; the last two rows are the agent's own model after

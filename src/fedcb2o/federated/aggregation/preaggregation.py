@@ -27,10 +27,10 @@ __all__ = ["arc", "bucketing", "clipping", "nnm"]
 
 @rule_signature("gram", max_byzantine=half_minus_one)
 def nnm(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, "m m"]:
-    """Replace each model by the mean of its nearest models.
+    """Replace each model by the mean of its nearest models (nearest-neighbour mixing).
 
-    Nearest-neighbour mixing: each model has m - f nearest models, and is among them. Allouah et
-    al., "Fixing by mixing" (AISTATS 2023). Needs m >= 2 f + 1.
+    Each model has m - f nearest models, and is among them. Needs m >= 2 f + 1. Allouah,
+    Farhadkhani, Guerraoui, Gupta, Pinot and Stephan, "Fixing by mixing" (AISTATS 2023).
 
     Args:
         gram: Gram matrix, shape [m, m].
