@@ -11,7 +11,7 @@ INSTALL := $(PIP) install --constraint constraints.txt --no-build-isolation
 # Compiled modules are kept: the tests start many processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo demo-peers test slow hostile inputs external typecheck-runtime lint format docs linkcheck wheel flower test-flower clean
+.PHONY: help install demo demo-peers test slow hostile fuzz inputs external typecheck-runtime lint format docs linkcheck wheel lock sbom flower test-flower clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,11 @@ slow: $(STAMP) ## Run the slow tests alone
 
 hostile: $(STAMP) ## Attack four nodes on this machine with the independent hostile client, for half an hour
 	$(BIN)/python -m tests.hostile.run 40
+
+MINUTES := 60
+fuzz: $(STAMP) ## Fuzz every parser of bytes of others with coverage, for an hour or MINUTES=5
+	$(INSTALL) --quiet atheris
+	nice -n 19 $(BIN)/python -m tests.fuzz.run --minutes $(MINUTES) $(TARGETS)
 
 inputs: $(STAMP) ## Compare 1,000 random inputs with a plain PyTorch loop: equal numbers, or one line that says why not
 	$(BIN)/python -m tests.experiments.random_inputs 1000
@@ -81,6 +86,29 @@ wheel: $(STAMP) ## Build the wheel into dist, and use it from another folder
 		"run digits-fedassay --seeds 0 --set rounds=2" "report runs/digits-fedassay --out report" "schema" "presets"; do \
 		../../$(BIN)/python -m fedcb2o $$job > said.txt || { cat said.txt; exit 1; }; done && \
 		../../$(BIN)/python -c "import fedcb2o; assert 'build/wheel' in fedcb2o.__file__, fedcb2o.__file__"
+
+# Hashes of all files, for all platforms, of the pinned packages that a node needs. PyTorch and its CUDA packages are apart,
+# because another index has a build for processors.
+lock: build/tools/.installed ## Write deploy/locked*.txt: the SHA-256 of each file of the packages that a node needs
+	echo hatchling | build/tools/bin/uv pip compile --quiet --extra peer --extra metrics --extra privacy \
+		--constraint constraints.txt --python-version 3.11 --universal --generate-hashes --no-annotate --no-header \
+		pyproject.toml - --output-file build/tools/locked.txt
+	awk '/^[^ ]/ { file = /^(torch|triton|nvidia-|cuda-)/ ? "-torch" : "" } { print > "deploy/locked" file ".txt" }' \
+		build/tools/locked.txt
+
+ENVIRONMENT := build/node
+sbom: build/tools/.installed ## Write dist/fedcb2o.cdx.json: all packages of a node, or of ENVIRONMENT=/opt/fedcb2o, as CycloneDX
+	if [ "$(ENVIRONMENT)" = build/node ]; then "$(PYTHON)" -m venv --clear build/node && build/node/bin/python -m pip \
+		--disable-pip-version-check install --quiet --constraint constraints.txt '.[peer,metrics,privacy]'; fi
+	mkdir -p dist
+	build/tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --validate \
+		--output-file dist/fedcb2o.cdx.json "$(ENVIRONMENT)"
+
+# Tools of a release have an environment of their own: they are not among the packages that they list.
+build/tools/.installed: Makefile
+	"$(PYTHON)" -m venv --clear build/tools
+	build/tools/bin/python -m pip --disable-pip-version-check install --quiet uv==0.13.9 cyclonedx-bom==7.5.0
+	@touch $@
 
 # Flower pins other versions of what this project uses, so that it has an environment of its own.
 FLOWER_PINS := torch|numpy|scipy|pandas|scikit-learn|matplotlib|pydantic|safetensors|hatchling|hypothesis|pytest|pytest-timeout

@@ -1,4 +1,4 @@
-"""Plain text in place of links to folders, which only a forge can show."""
+"""Links that only a forge can show: text for a folder, the including page for SECURITY.md."""
 
 from pathlib import Path
 
@@ -8,9 +8,11 @@ from sphinx.application import Sphinx
 
 
 def without_links(app: Sphinx, page: nodes.document) -> None:
-    """Replace each link to a folder by its text."""
+    """Replace links to folders by their text, and to SECURITY.md by the page that includes it."""
     here = Path(app.env.doc2path(app.env.docname)).parent
     for link in list(page.findall(pending_xref)):
+        if Path(link["reftarget"]).stem == "SECURITY":
+            link.attributes |= {"refdomain": "doc", "reftarget": "security", "reftargetid": None}
         if link["refdomain"] is None and (here / link["reftarget"]).is_dir():
             link.replace_self(link.children)
 

@@ -165,6 +165,14 @@ def overwrite_bytes(path):
     path.write_bytes(body)
 
 
+def set_flag(path, flag):
+    """Set a flag of the first entry of an archive, in both of its headers."""
+    content = bytearray(path.read_bytes())
+    for signature, offset in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        content[content.index(signature) + offset] |= flag
+    path.write_bytes(content)
+
+
 FILES = {
     "missing": (
         lambda path: path.unlink(),
@@ -179,6 +187,8 @@ FILES = {
         overwrite_bytes,
         "my.npz cannot be read .* it must hold arrays of numbers and words only",
     ),
+    "encrypted": (lambda path: set_flag(path, 1), "my.npz cannot be read .*encrypted"),
+    "another compression": (lambda path: set_flag(path, 0x20), "my.npz cannot be read .*patched"),
     "no y": (lambda path: np.savez(path, x=X), "my.npz holds no `y`"),
     "another key": (
         lambda path: np.savez(path, x=X, y=Y, X_test=X),

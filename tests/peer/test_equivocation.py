@@ -323,6 +323,17 @@ def test_an_invalid_proof_is_refused_with_a_one_line_error(path, sign, change, m
     assert "\x1b" not in str(error.value)
 
 
+def test_a_proof_is_read_in_any_layout_and_refused_if_it_is_slow_to_parse(path):
+    table = tomllib.loads(path.read_text())
+    first, second = table["manifests"]
+    lines = [f"{key} = {json.dumps(table[key])}" for key in table if key != "manifests"]
+    path.write_text("\n".join([*lines, f'manifests = ["{first}", "{second}"]']))
+    assert "two different models for round 5" in verify_proof(path)
+    path.write_text("\n".join([*lines, ".".join(["a"] * 10**6) + " = 1"]))
+    with pytest.raises(DataError, match="is no proof: it has a line of more than 2000 bytes"):
+        verify_proof(path)
+
+
 def test_a_proof_is_verified_against_the_federation(tmp_path, path, orgs, federation, sign):
     with pytest.raises(DataError, match="is of run"):
         verify_proof(path, federated(orgs, rounds=7))

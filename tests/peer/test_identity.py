@@ -27,6 +27,7 @@ from tests.tiny import ENVIRONMENT, run_cli
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import Identity, Member, certificates
+from fedcb2o.peer.membership.identity import parse_bounded_toml
 
 ENDPOINT = "127.0.0.1:7447"
 
@@ -415,6 +416,32 @@ def test_an_unreadable_member_file_is_refused_with_a_one_line_error(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match="is no member's file"):
             Member.read(path)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [b"a", b'"a b"', b"'='", b'"\\" . #"', b"a ", b'"a.a"', b"-"],
+    ids=lambda part: part.decode(),
+)
+def test_a_key_of_more_than_20_parts_is_refused_before_it_is_parsed(part):
+    """The time and the memory of the parser are quadratic in the parts."""
+    for start in (b"", b"[", b"x = {", b"x = 'a.b'\n", b'x = """\n"""\n'):
+        with pytest.raises(ValueError, match="a key of more than 20 parts"):
+            parse_bounded_toml(start + b".".join([part] * 21) + b" = 1", 2**20)
+
+
+def test_tables_with_many_dots_and_long_texts_in_base64_are_read():
+    text = "/9+=" * 10_000
+    content = f"""
+numbers = [{", ".join(f"{n}.5" for n in range(200))}]
+names = ["{'a.b.c", "d.e' * 20}"]
+key = ["{text}", "{text}"]
+{".".join("a" * 20)} = 1
+"""
+    table = parse_bounded_toml(content.encode(), 2**20)
+    assert len(table["numbers"]) == 200
+    assert table["key"] == [text, text]
+    assert isinstance(table["a"], dict)
 
 
 @pytest.mark.parametrize(

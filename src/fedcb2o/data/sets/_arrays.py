@@ -60,9 +60,11 @@ def _load(file: Path) -> dict[str, Any]:
         raise DataError(f"{file} is no .npz file: write it with numpy.savez(path, x=x, y=y)")
 
     try:
-        with np.load(file, allow_pickle=False) as opened:
+        # an open file, because NumPy does not close one that is no archive
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as opened:
             contents = {key: opened[key] for key in opened.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    # RuntimeError: encrypted, or compressed in an unknown way
+    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(
             f"{file} cannot be read ({error}): it must hold arrays of numbers and words only"
         ) from error

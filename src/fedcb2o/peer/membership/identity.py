@@ -9,6 +9,7 @@ import base64
 import binascii
 import contextlib
 import hashlib
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -40,7 +41,14 @@ from fedcb2o.safe_files import open_regular
 
 _MAX_MEMBER_FILE_BYTES = 2**16
 MAX_LINE_BYTES = 2000
-"""Length of the longest line: the time to parse TOML is quadratic in the parts of a key."""
+"""Length of the longest line, texts in base64 apart."""
+_MAX_KEY_PARTS = 20
+"""Parts of the longest key: time and memory to parse TOML are quadratic in them."""
+_BASE64_TEXT = re.compile(rb'"[A-Za-z0-9+/=]*+"')
+_KEY_PART = rb"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_LONG_KEY = re.compile(
+    rb"(?<![A-Za-z0-9_-])%b(?:[ \t]*+\.[ \t]*+%b){%d}" % (_KEY_PART, _KEY_PART, _MAX_KEY_PARTS)
+)
 SIGNED_VERSIONS_FILE = "signed-versions.toml"
 """Versions of federations that this organisation signed, see `version_journal`."""
 _SECRET_FILES = ("signing.key", "root.key", "tls.key")
@@ -84,8 +92,12 @@ def parse_bounded_toml(content: bytes, max_bytes: int) -> dict[str, Any]:
     """
     if len(content) > max_bytes:
         raise ValueError(f"it is longer than {max_bytes} bytes")
-    if max(map(len, content.splitlines()), default=0) > MAX_LINE_BYTES:
-        raise ValueError(f"it has a line of more than {MAX_LINE_BYTES} bytes")
+    for line in _BASE64_TEXT.sub(b'""', content).splitlines():
+        if len(line) > MAX_LINE_BYTES:
+            raise ValueError(f"it has a line of more than {MAX_LINE_BYTES} bytes")
+        # an escape could hide the end of a quoted part
+        if line.count(b".") >= _MAX_KEY_PARTS and (b"\\" in line or _LONG_KEY.search(line)):
+            raise ValueError(f"it has a key of more than {_MAX_KEY_PARTS} parts")
     return records.parse_toml(content)
 
 

@@ -7,7 +7,6 @@ Example:
 """
 
 import errno
-import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -19,11 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedcb2o.errors import RunError
 from fedcb2o.federated.evaluation.gain import Gain, is_comparable, mean_gain
+from fedcb2o.peer.membership.identity import parse_bounded_toml
 from fedcb2o.records._files import damaged_error, read_error
 from fedcb2o.safe_files import open_regular, read_regular
 
 MEAN_ROUNDS = 20  # last rounds with a gain, over which it is averaged
-MAX_LINE_BYTES = 2**24  # of a line, a proof or agent.json; a node writes far less
+MAX_LINE_BYTES = 2**24  # of a line or agent.json; a node writes far less
+_MAX_PROOF_BYTES = 2**21
 _MAX_PROOFS = 10_000  # of all members
 _MAX_INT = 2**63
 
@@ -352,8 +353,8 @@ def _read_bounded(path: Path) -> bytes:
 
 def _read_proof(path: Path) -> _ProofSummary:
     try:
-        table = tomllib.loads(_read_bounded(path).decode())
-    except (RunError, ValueError, RecursionError):  # a page lists every file
+        table = parse_bounded_toml(read_regular(path, _MAX_PROOF_BYTES), _MAX_PROOF_BYTES)
+    except (OSError, ValueError):  # a page lists every file
         return _ProofSummary(path.name, "cannot be read", "")
     agent = str(table.get("name", ""))[:200]
     round = str(table.get("round", ""))[:20]

@@ -34,6 +34,7 @@ from fedcb2o import records
 from fedcb2o.errors import DataError, RunError
 from fedcb2o.peer.membership.certificates import DNS_LABEL
 from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.identity import read_bounded_toml
 from fedcb2o.peer.membership.versions import parse_members
 from fedcb2o.peer.wire._protocol import (
     MANIFEST_CONTEXT,
@@ -46,7 +47,7 @@ from fedcb2o.peer.wire._protocol import (
     verify_member_manifest,
 )
 from fedcb2o.records._files import fsync, write_error
-from fedcb2o.safe_files import open_regular, read_regular
+from fedcb2o.safe_files import open_regular
 
 _EXTRA_ROUNDS = 8  # manifests of each agent that are kept beyond the lag, whatever their size
 _HELD_BYTES = 2**20  # further manifests of each agent
@@ -122,8 +123,7 @@ class Proof:
             DataError: The file is no valid proof.
         """
         try:
-            content = read_regular(path, _MAX_PROOF_BYTES, follow_links=True)
-            proof = _parse_proof(records.parse_toml(content))
+            proof = _parse_proof(read_bounded_toml(path, _MAX_PROOF_BYTES))
             proof.verify()
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror or error}") from error
