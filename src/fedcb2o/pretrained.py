@@ -43,51 +43,23 @@ PAD = -1
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Conversion between text and tokens.
+    """Conversion between text and tokens."""
 
-    Attributes:
-        end: Token that ends a text.
-    """
-
+    # Token that ends a text.
     end: int
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text that is learned, without special ones.
-
-        Args:
-            text: A text.
-
-        Returns:
-            Tokens, from 0.
-        """
+        """Return the tokens of a text that is learned, without special ones."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the tokens of a text that is read, without special ones.
-
-        Args:
-            text: A text.
-
-        Returns:
-            Tokens, from 0.
-        """
+        """Return the tokens of a text that is read, without special ones."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens.
-
-        Args:
-            tokens: Tokens, from 0.
-
-        Returns:
-            The text.
-        """
+        """Return the text of tokens."""
 
 
 def require_extra() -> None:
-    """Check that the modules of the extra `llm` are installed.
-
-    Raises:
-        ConfigError: A module is missing.
-    """
+    """Check that the modules of the extra `llm` are installed."""
     for name in _EXTRA:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -102,27 +74,13 @@ class ByteTokenizer:
     end = 0
 
     def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text.
-
-        Args:
-            text: The text.
-
-        Returns:
-            Numbers from 0 to 255.
-        """
+        """Return the bytes of a text, from 0 to 255."""
         return list(text.encode())
 
     encode_prompt = encode
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes.
-
-        Args:
-            tokens: Numbers from 0 to 255.
-
-        Returns:
-            The text; invalid bytes are replaced.
-        """
+        """Return the text of bytes, from 0 to 255; invalid ones are replaced."""
         return bytes(token for token in tokens if token != self.end).decode(errors="replace")
 
 
@@ -130,11 +88,8 @@ class PieceTokenizer:
     """The byte-pair tokens of a base, in answers optionally the first ones only.
 
     With fewer tokens, a rarer token is split into the two from which it was merged, and so on. This
-    is the byte-pair encoding of the shorter list of merges.
-
-    Args:
-        folder: Folder of the base, with `tokenizer.json`.
-        vocabulary: Number of tokens of answers; None for all.
+    is the byte-pair encoding of the shorter list of merges. `folder` holds the `tokenizer.json` of
+    the base. Without `vocabulary` answers have all tokens.
     """
 
     def __init__(self, folder: Path, vocabulary: int | None) -> None:
@@ -156,14 +111,7 @@ class PieceTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text.
 
-        Args:
-            text: The text.
-
-        Returns:
-            Tokens, without special ones.
-
-        Raises:
-            ConfigError: A token beyond the vocabulary cannot be split.
+        A token beyond the vocabulary that cannot be split is a ConfigError.
         """
         ids = self.encode_prompt(text)
         if self._vocabulary is None:
@@ -171,14 +119,7 @@ class PieceTokenizer:
         return [part for token in ids for part in self._split(token, self._vocabulary)]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the tokens of a text that is read.
-
-        Args:
-            text: The text.
-
-        Returns:
-            Tokens of the whole vocabulary, without special ones.
-        """
+        """Return the tokens of a text that is read, of the whole vocabulary."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -194,14 +135,7 @@ class PieceTokenizer:
         return [*self._split(left, vocabulary), *self._split(right, vocabulary)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens.
-
-        Args:
-            tokens: The tokens.
-
-        Returns:
-            The text, without special tokens.
-        """
+        """Return the text of tokens."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
@@ -210,15 +144,7 @@ class PieceTokenizer:
 def tokenizer(base: str, vocabulary: int | None = None) -> Tokenizer:
     """Return the tokenizer of a base.
 
-    Args:
-        base: The base, see the module.
-        vocabulary: Number of tokens of answers, the most frequent ones; None for all.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        ConfigError: The extra or the base is missing.
+    `vocabulary` is the number of tokens of answers, the most frequent ones; None means all.
     """
     if base == TINY:
         return ByteTokenizer()
@@ -226,17 +152,11 @@ def tokenizer(base: str, vocabulary: int | None = None) -> Tokenizer:
 
 
 def encode(tokens: Tokenizer, prompt: str, answer: str, places: tuple[int, int]) -> list[int]:
-    """Return a sample: the tokens of a prompt and of its answer.
+    """Return a sample: the tokens of a prompt that is read and of its answer that is learned.
 
-    Args:
-        tokens: The tokenizer.
-        prompt: Text that the model reads.
-        answer: Text that the model learns to write.
-        places: Number of tokens of the prompt, of which the last ones stay, and of the answer, of
-            which the first ones stay. A shorter answer is ended.
-
-    Returns:
-        Tokens; the prompt is padded on the left and the answer on the right.
+    `places` has the numbers of tokens of the prompt, of which the last ones stay, and of the
+    answer, of which the first ones stay. A shorter answer is ended. The prompt is padded on the
+    left and the answer on the right.
 
     Example:
         >>> encode(ByteTokenizer(), "abc", "de", (4, 4))
@@ -250,13 +170,7 @@ def encode(tokens: Tokenizer, prompt: str, answer: str, places: tuple[int, int])
 def pad_answer(tokens: Tokenizer, answer: Sequence[int], length: int) -> list[int]:
     """Return the places of an answer: its tokens, the end of the text, and padding.
 
-    Args:
-        tokens: The tokenizer.
-        answer: Tokens of the answer, of which the first ones stay.
-        length: Number of places.
-
-    Returns:
-        One token per place.
+    The first tokens of a longer answer stay.
 
     Example:
         >>> pad_answer(ByteTokenizer(), [100, 101], 4)
@@ -267,15 +181,7 @@ def pad_answer(tokens: Tokenizer, answer: Sequence[int], length: int) -> list[in
 
 
 def split_row(row: Sequence[int], answer: int) -> tuple[list[int], list[int]]:
-    """Return the prompt and the answer of a sample, without padding.
-
-    Args:
-        row: Tokens of the sample.
-        answer: Number of places of the answer.
-
-    Returns:
-        Tokens of the prompt, and of the answer.
-    """
+    """Return the prompt and the answer of a sample, without padding."""
     kept = [int(token) for token in row]
     return (
         [token for token in kept[:-answer] if token != PAD],
@@ -286,14 +192,8 @@ def split_row(row: Sequence[int], answer: int) -> tuple[list[int], list[int]]:
 def base_model(base: str) -> nn.Module:
     """Return a base as a frozen network in float32, whose weights all processes share.
 
-    Args:
-        base: The base, see the module.
-
-    Returns:
-        A causal language model of `transformers`, in evaluation mode.
-
-    Raises:
-        ConfigError: The extra or the base is missing.
+    The module describes bases. The network is a causal language model of `transformers`, in
+    evaluation mode.
     """
     require_extra()
     model: Any
@@ -316,14 +216,7 @@ def base_model(base: str) -> nn.Module:
 
 
 def base_bytes(base: str) -> int:
-    """Return the size of a base in memory, which all processes of a machine share.
-
-    Args:
-        base: The base.
-
-    Returns:
-        Bytes of its weights.
-    """
+    """Return the size of a base in memory, which all processes of a machine share."""
     return 0 if base == TINY else (base_folder(base) / _WEIGHTS).stat().st_size
 
 
@@ -331,14 +224,7 @@ def base_bytes(base: str) -> int:
 def base_checksum(base: str) -> str:
     """Return the SHA-256 of the weights of a base.
 
-    Args:
-        base: The base.
-
-    Returns:
-        64 hexadecimal digits; an empty text for "tiny", which has no file.
-
-    Raises:
-        ConfigError: The weights in the cache are damaged, or the extra or the base is missing.
+    It is empty for "tiny", which has no file. Damaged weights in the cache are a ConfigError.
     """
     if base == TINY:
         return ""
@@ -356,13 +242,8 @@ def base_checksum(base: str) -> str:
 def activation_folder(base: str) -> Path | None:
     """Return the folder in which activations of a base are kept, which may be deleted.
 
-    Activations depend on the version of PyTorch and on the instructions of the processor.
-
-    Args:
-        base: The base.
-
-    Returns:
-        A folder in the user's cache; None for "tiny".
+    It is None for "tiny". Activations depend on the version of PyTorch and on the instructions of
+    the processor.
     """
     if base == TINY:
         return None
@@ -374,14 +255,7 @@ def activation_folder(base: str) -> Path | None:
 def base_folder(base: str) -> Path:
     """Return the folder of a base in the user's cache, and write it where it is missing.
 
-    Args:
-        base: The base.
-
-    Returns:
-        The folder, with configuration, tokens and weights in float32.
-
-    Raises:
-        ConfigError: The extra or the base is missing.
+    It has the configuration, the tokens, and the weights in float32.
     """
     require_extra()
     name, options, identity = _locate(base)

@@ -344,11 +344,7 @@ def read_cells(path: Path) -> list[dict[str, Any]]:
 
 
 def is_inside(name: object) -> bool:
-    """Return True for a relative path that does not lead out of its folder.
-
-    Args:
-        name: Path of a file or folder, from others.
-    """
+    """Return True for a relative path that does not lead out of its folder."""
     if not isinstance(name, str) or "\0" in name:
         return False
     path = PurePosixPath(name)

@@ -45,14 +45,8 @@ def atomic_write(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
     """Replace a file as a whole, readable for its owner only.
 
     At any time, also after a power failure, the file has either the old or the new content. A link
-    of this name is replaced, not followed.
-
-    Args:
-        path: File to replace.
-        content: Bytes, or a function that writes the content to the open file it receives.
-
-    Raises:
-        RunError: The file cannot be written. The old content stays.
+    of this name is replaced, not followed. `content` may be a function that writes to the open file
+    it receives. On a RunError the old content stays.
     """
     temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
     try:
@@ -90,14 +84,7 @@ def open_private(path: Path | str, _flags: int = 0) -> int:
 
 
 def make_private(folder: Path) -> None:
-    """Let only its owner look into a folder, whatever mode it had.
-
-    Args:
-        folder: Folder of models, keys or records of data.
-
-    Raises:
-        RunError: The mode cannot be changed.
-    """
+    """Let only its owner look into a folder, whatever mode it had."""
     try:
         descriptor = open_folder(folder, follow_links=True)
         try:
@@ -127,10 +114,8 @@ def _wait_for_descriptor(function: Callable[[], int]) -> int:
 def remove_temporaries(folder: Path) -> None:
     """Remove the temporary files that killed processes left in a folder.
 
-    Only names with a suffix of `FILE_SUFFIXES` before the temporary suffix are removed.
-
-    Args:
-        folder: Folder of a run or of a seed that no process writes to.
+    Only names with a suffix of `FILE_SUFFIXES` before the temporary suffix are removed. No process
+    may be writing to the folder.
     """
     for suffix in FILE_SUFFIXES:
         for path in folder.glob(f"*{suffix}{_TEMPORARY_SUFFIX}"):
@@ -181,37 +166,20 @@ def _check_part(path: Path, owner: int | None) -> None:
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Replace a file by JSON, atomically.
 
-    Args:
-        path: File to replace.
-        content: Object to write; NaN and infinities become null.
-
-    Raises:
-        RunError: The file cannot be written.
+    NaN and infinities become null.
     """
     atomic_write(path, to_json(content))
 
 
 def to_json(content: Mapping[str, object]) -> bytes:
-    """Return an object as JSON.
-
-    Args:
-        content: Object to write; NaN and infinities become null.
-
-    Returns:
-        UTF-8 bytes with a final line end.
-    """
+    """Return an object as UTF-8 JSON with a final line end; NaN and infinities become null."""
     return (json.dumps(to_plain(content), indent=1, allow_nan=False) + "\n").encode()
 
 
 def write_toml(path: Path, content: Mapping[str, object]) -> None:
     """Replace a file by TOML, atomically.
 
-    Args:
-        path: File to replace.
-        content: Table to write; keys with the value None are left out, as TOML has no null.
-
-    Raises:
-        RunError: The file cannot be written.
+    Keys with the value None are left out, as TOML has no null.
     """
     atomic_write(path, to_toml(content).encode())
 
@@ -219,11 +187,7 @@ def write_toml(path: Path, content: Mapping[str, object]) -> None:
 def to_toml(content: Mapping[str, object]) -> str:
     """Return a table as TOML.
 
-    Args:
-        content: Table to write; keys with the value None are left out.
-
-    Returns:
-        The text of the TOML file.
+    Keys with the value None are left out.
     """
     return tomli_w.dumps(drop_none(content))
 
@@ -231,15 +195,8 @@ def to_toml(content: Mapping[str, object]) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file.
 
-    Args:
-        path: File to read.
-
-    Returns:
-        The object.
-
-    Raises:
-        RunError: The file exists and cannot be read now.
-        DamagedError: The file is missing or does not contain a JSON object.
+    A missing file, or one without a JSON object, is a DamagedError; one that cannot be read now is
+    a RunError.
     """
     try:
         content = json.loads(read_regular(path, _MAX_JSON_BYTES))
@@ -257,11 +214,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def to_plain(value: object) -> Any:
     """Convert arrays, tensors and mappings to the types of JSON.
 
-    Args:
-        value: Value to convert.
-
-    Returns:
-        Lists, dicts, numbers and text; None for a number that is not finite.
+    A number that is not finite becomes None.
     """
     kind = type(value)  # most values are numbers in lists, so these types come first
     if kind is float:
@@ -284,11 +237,7 @@ def to_plain(value: object) -> Any:
 def drop_none(value: Any) -> Any:
     """Return a table without keys of the value None.
 
-    Args:
-        value: Table, list or scalar.
-
-    Returns:
-        A copy of tables and lists; other values as they are.
+    Tables and lists are copied.
     """
     if isinstance(value, Mapping):
         return {key: drop_none(item) for key, item in value.items() if item is not None}
@@ -298,14 +247,7 @@ def drop_none(value: Any) -> Any:
 
 
 def fsync(path: Path) -> None:
-    """Force a file or a folder's list of files to disk.
-
-    Args:
-        path: File or folder.
-
-    Raises:
-        OSError: The path cannot be opened or synchronised.
-    """
+    """Force a file or a folder's list of files to disk."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(file)
@@ -314,15 +256,7 @@ def fsync(path: Path) -> None:
 
 
 def write_error(path: Path, error: Exception) -> RunError:
-    """Return the error of a file that cannot be written.
-
-    Args:
-        path: File that could not be written.
-        error: Cause.
-
-    Returns:
-        RunError with the cause and the remedy.
-    """
+    """Return the error of a file that cannot be written."""
     reason = str(error)
     if isinstance(error, OSError) and error.strerror:
         reason = error.strerror
@@ -358,14 +292,7 @@ _REMEDIES = {
 
 
 def rerun_advice(folder: Path) -> str:
-    """Return the remedy for a seed that has to be run again.
-
-    Args:
-        folder: Folder of the seed.
-
-    Returns:
-        One clause without a full stop.
-    """
+    """Return the remedy for a seed that has to be run again, a clause without a full stop."""
     return _RERUN_ADVICE.format(seed=folder.name)
 
 
@@ -377,27 +304,11 @@ class DamagedError(RunError):
 
 
 def damaged_error(path: Path, reason: str) -> DamagedError:
-    """Return the error of a file with another content than was written.
-
-    Args:
-        path: Damaged file.
-        reason: Evidence of the damage.
-
-    Returns:
-        DamagedError with the remedy for this file.
-    """
+    """Return the error of a file with another content than was written."""
     remedy = _REMEDIES.get(path.name, "restore it").format(seed=path.parent.name)
     return DamagedError(f"{path} is damaged: {reason}; {remedy}")
 
 
 def read_error(path: Path, error: OSError) -> RunError:
-    """Return the error of an existing file that cannot be read.
-
-    Args:
-        path: File that could not be read.
-        error: Cause.
-
-    Returns:
-        RunError with the cause.
-    """
+    """Return the error of an existing file that cannot be read."""
     return RunError(f"cannot read {path}: {error.strerror or error}")

@@ -24,15 +24,8 @@ def exclusive_lock(
 ) -> Iterator[None]:
     """Create a folder and lock it against other processes.
 
-    Args:
-        folder: The folder.
-        cure: The advice in the message where another process holds the lock.
-
-    Yields:
-        None, while the lock is held.
-
-    Raises:
-        RunError: If another process writes to the folder, or it is not a folder.
+    `cure` is the advice in the message where another process holds the lock. A path that is not a
+    folder is a RunError.
     """
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is not a folder: choose another --out")
@@ -51,17 +44,9 @@ def exclusive_lock(
 def open_run(folder: Path, experiment: Experiment, resume: bool) -> None:
     """Write the run's config.toml, or check that the folder holds this run.
 
-    Temporary files of a killed process are removed.
-
-    Args:
-        folder: The folder of the run, locked.
-        experiment: The experiment.
-        resume: Whether seeds that have begun may be continued.
-
-    Raises:
-        RunError: If the folder holds something else, a part of it is a link or belongs to another
-            user, or seeds have begun and `resume` is false.
-        DamagedError: If config.toml is damaged.
+    Temporary files of a killed process are removed. The folder is locked. `resume` says if seeds
+    that have begun may be continued; without it they are a RunError. So is a folder of something
+    else, or with a part that is a link or belongs to another user.
     """
     path = folder / "config.toml"
     records.check_parts(folder, folder.glob("seed-*"))
@@ -132,14 +117,7 @@ def _check_seed_folder(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents.
-
-    Args:
-        folder: The folder.
-
-    Raises:
-        RunError: If that fails.
-    """
+    """Create a folder and its parents."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -149,14 +127,9 @@ def make_folder(folder: Path) -> None:
 
 
 def describe_difference(existing: Mapping[str, Any], requested: Mapping[str, Any]) -> str | None:
-    """Describe the first difference between the settings of two runs.
+    """Describe the first difference between the settings of two runs: key and both values.
 
-    Args:
-        existing: Settings of the run in the folder.
-        requested: Settings of the experiment.
-
-    Returns:
-        The key and both values, or None where no result depends on a difference.
+    None means that no result depends on a difference.
     """
     was = records.result_settings(existing)
     now = records.result_settings(requested)
