@@ -22,7 +22,6 @@ def measure(preset: str, changes: Mapping[str, Any], seed: int) -> tuple[float, 
     Args:
         preset: Preset of the experiment.
         changes: Changes of it, by dotted key.
-        seed: Seed.
 
     Returns:
         Accuracy and attack success in percent, means over benign agents after the last round.

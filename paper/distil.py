@@ -107,14 +107,7 @@ class Setting(NamedTuple):
 
 
 def skewed(concentration: float) -> Changes:
-    """Return digits with label proportions from a Dirichlet distribution.
-
-    Args:
-        concentration: Its concentration.
-
-    Returns:
-        Changes of the preset.
-    """
+    """Return digits with label proportions from a Dirichlet distribution."""
     return {**DIGITS, "agents.skew": {"name": "dirichlet", "concentration": concentration}}
 
 

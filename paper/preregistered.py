@@ -28,9 +28,6 @@ LEVEL = 0.95
 def scores(results: GridResults) -> pd.DataFrame:
     """Return the score of every defence in every column, by seed, in percent; more is better.
 
-    Args:
-        results: Results of the grid.
-
     Returns:
         One row per column and seed, one column per defence. Success rates have a minus sign.
     """
@@ -63,7 +60,6 @@ def answer(results: GridResults, *, resamples: int = RESAMPLES) -> pd.DataFrame:
     """Compare the worst regret of the grid's reference with that of every other defence.
 
     Args:
-        results: Results of the grid.
         resamples: Number of bootstrap samples of the seeds.
 
     Returns:

@@ -91,7 +91,6 @@ def explorer_link(results: GridResults, setting: str = "", **state: str) -> str:
     """Return the link from a page in docs to a state of the explorer.
 
     Args:
-        results: Results of the grid.
         setting: Name of the setting.
         state: Keys of the fragment, such as measure, show, to and row.
     """

@@ -46,6 +46,12 @@ DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (\S+)\n((?:   :.*\n)*)", re.MULTILINE)
 SECTION = r"^%s:\n((?: +.*\n|\n)*)"
 ENTRY = re.compile(r"^    \*{0,2}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
+RARE_WORDS = (
+    "a all an and are as at be by each for from if in is it its none not of on one or that the"
+    " their they this to where which with"
+)
+UNREAD = ROOT / "src" / "fedcb2o" / "peer"
+"""The package whose docstrings have still to be shortened."""
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
@@ -115,6 +121,25 @@ def section(text: str, name: str) -> str:
     return match[1] if match else ""
 
 
+def stems(text: str) -> set[str]:
+    """Return the words of a text or a name without their endings."""
+    text = re.sub(r"([a-z])([A-Z])", r"\1 \2", text)
+    words = re.findall(r"[a-z0-9]+", text.lower().replace("_", " "))
+    kept = (word for word in words if word not in RARE_WORDS.split())
+    return {re.sub(r"(ies|es|s|ing|ed)$", "", word) if len(word) > 4 else word for word in kept}
+
+
+def repetitions(path: Path) -> Iterator[str]:
+    """Yield the entries of Args of a file that repeat the name or the type of the argument."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, FUNCTIONS) and (text := ast.get_docstring(node)):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            types = {a.arg: ast.unparse(a.annotation) for a in arguments if a.annotation}
+            for name, meaning in ENTRY.findall(section(text, "Args")):
+                if stems(meaning) <= stems(name) | stems(types.get(name, "")):
+                    yield f"line {node.lineno}: {name}: {meaning}"
+
+
 @pytest.mark.parametrize("name", sorted(public_functions()))
 def test_public_functions_are_documented_in_full(name):
     function = public_functions()[name]
@@ -128,6 +153,24 @@ def test_public_functions_are_documented_in_full(name):
     code = textwrap.dedent(inspect.getsource(function))
     if any(isinstance(node, ast.Raise) and node.exc for node in ast.walk(ast.parse(code))):
         assert section(text, "Raises"), "Raises is missing"
+
+
+def test_an_entry_that_repeats_its_name_or_type_is_found(tmp_path):
+    path = tmp_path / "module.py"
+    entries = "    num_agents: The agents.
+    limit: Seconds to wait.
+"
+    path.write_text(f'def f(num_agents: int, limit: int):
+    """Do.\n\nArgs:
+{entries}"""
+')
+    assert list(repetitions(path)) == ["line 1: num_agents: The agents."]
+
+
+def test_entries_say_more_than_the_name_and_the_type():
+    read = [path for path in CODE if not path.is_relative_to(UNREAD)]
+    faults = [f"{path.relative_to(ROOT)}, {text}" for path in read for text in repetitions(path)]
+    assert not faults, "\n".join(faults)
 
 
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))

@@ -252,7 +252,7 @@ def terminal_tables(results: GridResults) -> dict[str, pd.DataFrame]:
     """Build a table for the terminal for each setting.
 
     Args:
-        results: Results of the grid.
+        results: A grid, such as from `read_grid`.
 
     Returns:
         Text, one row per defence: accuracies without attack and worst regrets, without intervals.

@@ -386,7 +386,7 @@ class Experiment(Section):
         """Return the text that identifies the checkpoints of a seed.
 
         Args:
-            seed: The seed.
+            seed: Seed of the checkpoints, which need not be one of `seeds`.
 
         Returns:
             JSON of all settings that the state of the seed depends on. Renamed parameters have
