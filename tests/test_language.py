@@ -157,13 +157,9 @@ def test_public_functions_are_documented_in_full(name):
 
 def test_an_entry_that_repeats_its_name_or_type_is_found(tmp_path):
     path = tmp_path / "module.py"
-    entries = "    num_agents: The agents.
-    limit: Seconds to wait.
-"
-    path.write_text(f'def f(num_agents: int, limit: int):
-    """Do.\n\nArgs:
-{entries}"""
-')
+    lines = ["def f(num_agents: int, limit: int):", '    """Do.', "", "    Args:"]
+    lines += ["        num_agents: The agents.", "        limit: Seconds to wait.", '    """']
+    path.write_text("\n".join(lines))
     assert list(repetitions(path)) == ["line 1: num_agents: The agents."]
 
 
