@@ -297,6 +297,7 @@ def greedy(
 
         # 3. Choose the candidate that moves the consensus points furthest.
         shift = (view.m_if(points) - view.m_without().unsqueeze(1)).square().sum((-2, -1))
+        # A candidate without a consensus point is the worst choice.
         best = shift.nan_to_num(nan=-1.0).argmax(1)
         return view.to(points[torch.arange(runs), best].unsqueeze(1)), 0.0
 

@@ -47,6 +47,7 @@ def is_boundary_consensus(
     offset = x - middle
     at_edge = (offset.abs() > _EDGE_SHARE * half) & (half > 0)
     if walls is not None:
+        # Beyond a bound no point is admissible, so that it cannot improve.
         at_edge &= torch.where(offset > 0, walls[1], walls[0]).isinf()
     improves = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
     if not at_edge.any():

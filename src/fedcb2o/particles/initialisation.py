@@ -130,6 +130,7 @@ def build_clusters(
         return values
 
     uppers = per_cluster("upper", upper)
+    # Their results are tensors with an axis of clusters, which has G or has not.
     if any((item is None) != (uppers[0] is None) for item in uppers):
         raise ConfigError("`upper` must be there for all clusters or for none")
 
@@ -223,6 +224,7 @@ def _bounds_of_coordinates(bounds: Any, dim: int | None) -> _Box:
     if hasattr(bounds, "lb"):  # scipy.optimize.Bounds
         ends = np.broadcast_arrays(np.atleast_1d(bounds.lb), np.atleast_1d(bounds.ub))
         bounds = np.stack(ends, -1)
+        # SciPy's bounds of one pair hold for every coordinate.
         if len(bounds) == 1:
             bounds = bounds[0]
 
@@ -312,6 +314,8 @@ def draw_ensembles(
 
     for k, adversary in enumerate(adversaries):
         if adversary.initial is None:
+            # A stream of its own, so that benign particles are the same with and without the
+            # attack.
             parts.append(draw(f"initial adversary {k}", adversary.num_particles))
             continue
         points = _array("an adversary's `initial`", adversary.initial)

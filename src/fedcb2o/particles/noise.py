@@ -117,6 +117,7 @@ class Normals:
 def _source(seed: int, purpose: str, start: int, device: torch.device) -> _Source:
     bits = stream(seed, purpose, start)
     if device.type == "cpu":
+        # The named stream gives the seed, so that the streams of runs and purposes are independent.
         return np.random.Generator(np.random.SFC64(bits.integers(2**63, size=2)))
     return torch.Generator(device).manual_seed(int(bits.integers(2**63)))
 

@@ -54,6 +54,7 @@ def polish_points(
                 values = EvaluationRequest(theta, cluster.lower, cluster.upper, flat).evaluate()
                 if values.upper is None:
                     return float(values.lower)
+                # A point with a larger L is outside of the set in which G decreases.
                 if float(values.lower) > least:
                     return math.inf
                 return float(values.upper)

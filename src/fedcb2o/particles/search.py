@@ -61,6 +61,7 @@ class Search:
                 )
         self.result: Result | None = None
         self._request: EvaluationRequest | None = None
+        # The generator behind `minimize`: requests go to the user in place of functions.
         steps = inspect.unwrap(minimize)
         self._steps: EvaluationSteps[Result] = steps(
             _unavailable_objective,

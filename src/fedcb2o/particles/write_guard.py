@@ -51,5 +51,6 @@ def require_unwritten(
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal, where NaN equals NaN."""
+    # As integers, because NaN differs from itself and -0 equals 0.
     words = torch.int64 if a.dtype == torch.float64 else torch.int32
     return torch.equal(a.detach().contiguous().view(words), b.contiguous().view(words))

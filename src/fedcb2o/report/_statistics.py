@@ -54,6 +54,7 @@ def add_attack_effects(results: GridResults, setting: str) -> pd.DataFrame:
     clean = baselines.dropna(subset="accuracy").drop_duplicates(["defence", "role", "seed"])
     clean = clean.assign(attack=clean.role.map(BASELINES))
     clean = clean[~clean.attack.isin(results.attacks)]
+    # Without an attack the rates of an attack are those of chance.
     attack_metrics = ("source_accuracy", "attack_success_rate")
     clean = clean.drop(
         columns=[name for name in metric_names(clean) if name.startswith(attack_metrics)]
@@ -106,6 +107,7 @@ def attack_mean_statistics(rows: pd.DataFrame, value: str, attacks: Sequence[str
     """
     selected = rows[rows.attack.isin(attacks)]
     table = selected.pivot(index=["defence", "seed"], columns="attack", values=value)
+    # A mean over fewer attacks would not compare with the others.
     means = table.reindex(columns=list(attacks)).mean(axis="columns", skipna=False).dropna()
     return bound_rates(group_statistics(means.groupby("defence")), value not in UNBOUNDED_METRICS)
 
@@ -137,6 +139,7 @@ def format_interval(mean: float, low: float, high: float, digits: int = 1, sign:
         '0.44 [-0.01, 0.89]'
     """
     if low < -_ROUNDING_ERROR and high > _ROUNDING_ERROR:
+        # "0.0" as an end would look like an interval without 0.
         while 0 in (round(low, digits), round(high, digits)):
             digits += 1
     spec = f"{sign}z.{digits}f"
@@ -169,6 +172,7 @@ def rate_interval(count: Any, mean: Any, deviation: Any) -> tuple[Any, Any]:
     """
     half = interval_half_width(count, deviation)
     slope = np.asarray(mean * (1 - mean), dtype=float)
+    # The slope is 0 for rates of 0 and 1, where a division would be undefined.
     is_constant = np.asarray(deviation) <= _ROUNDING_ERROR
     scaled = np.where(is_constant, 0.0 * half, half / np.where(slope > 0, slope, 1.0))
     return expit(logit(mean) - scaled), expit(logit(mean) + scaled)
@@ -197,6 +201,7 @@ def group_statistics(groups: Any) -> pd.DataFrame:
     half = interval_half_width(table.seeds, table.deviation)
     with np.errstate(divide="ignore", invalid="ignore"):
         t = (table["mean"] / (table.deviation / np.sqrt(table.seeds))).abs()
+    # A mean of 0 with a deviation of 0 is no difference, and not an undefined one.
     t = t.where(table["mean"] != 0, 0.0)
     p = 2 * stdtr(table.seeds - 1, -t.where(half.notna()))
     low = table["mean"] - half

@@ -90,6 +90,7 @@ def compare(
         columns[label] = _compare_column(run, runs, over)
     labels = {label for cells in columns.values() for label in cells}
     custom = dict.fromkeys(name for run in shown for name in run.custom_metrics)
+    # Rows are in the same order whatever runs are compared.
     index = [label for label in (*LABELS.values(), *custom) if label in labels]
     table = ResultTable(columns, index=index).fillna("–")
     return table[(table != "–").any(axis="columns")]
@@ -197,6 +198,7 @@ def by_source_count(run: Run) -> pd.DataFrame:
         without an attack); means over all benign agents of all seeds.
     """
     last = last_round(run.records).dropna(subset="source_in_validation")
+    # An agent meets few peers in a round, so the weight of a single round is noise.
     late = last_fifth(run.records).groupby(["seed", "agent"]).malicious_weight.mean()
     last = last.merge(late.rename("late"), on=["seed", "agent"])
     counts = last.source_in_validation.clip(upper=_MAX_SOURCE_SAMPLES)
@@ -229,6 +231,7 @@ def pair_statistics(run: Run) -> pd.DataFrame:
     """
     rows: list[dict[str, Any]] = []
     for seed, agents in run.agents.groupby("seed"):
+        # An agent always has its own model, which is no choice of a peer.
         is_pair = (run.pairs.seed == seed) & (run.pairs.agent != run.pairs.peer)
         pairs = run.pairs[is_pair]
         for cluster in np.unique(agents.cluster.to_numpy()):
@@ -307,6 +310,7 @@ def _find_counterpart(
     candidates = [*among]
     folder = run.folder.with_name(f"{run.folder.name}-{suffix}")
     if folder.is_dir():
+        # A folder of this name that is no run is somebody else's.
         with suppress(RunError):
             candidates.append(Run(folder))
     return next((other for other in candidates if matches(run, other)), None)

@@ -74,6 +74,7 @@ def check_user_metrics(user_metrics: Mapping[str, Metric], num_classes: int) -> 
 
 def _evaluate_metric(metric: Metric, confusion: torch.Tensor) -> float | None:
     """Return a metric of a confusion matrix, or None where it is not finite."""
+    # A user's metric may write into its input.
     value = metric(confusion.clone())
     try:
         number = float(value)
@@ -90,6 +91,7 @@ def _malicious_weights(
     received = decisions.received
     weights = decisions.weights * malicious[received.values]
     sums = np.bincount(received.row_ids, weights, len(decisions))
+    # A reduction over coordinates has no weights.
     is_unknown = malicious | np.isnan(sums)
     return [
         None if unknown else weight
@@ -115,6 +117,7 @@ def pairs_record(result: Round) -> dict[str, Any]:
         "weights": Ragged(weights, decisions.received.sizes).tolist(),
         "own": _rounded(decisions.own_weight),
     }
+    # Most rules have neither, and the lines of a long run are many.
     if not np.isnan(decisions.previous_weight).all():
         record["before"] = np.nan_to_num(decisions.previous_weight).tolist()
     if not np.isnan(decisions.f).all():

@@ -97,6 +97,7 @@ def run(
     targets = tracking.validate_targets(track)
     experiment = load(experiment)
     if seeds is not None:
+        # Loaded again, because other settings are checked against the seeds.
         table = experiment.model_dump(exclude_unset=True)
         experiment = load({**table, "seeds": arguments.parse_seeds(seeds)})
     folder = Path("runs") / experiment.name if out is None else Path(out)
@@ -124,6 +125,7 @@ def run(
     elif unfinished:
         check_process_memory(limit, prepared[unfinished[0]])
 
+    # A finished run needs no cluster, and may be read without one.
     address = cluster if blocks is None and unfinished else None
     with (
         backend.connect([prepared[seed] for seed in unfinished]),
@@ -134,6 +136,7 @@ def run(
         open_run(folder, experiment, resume)
         with tracking.follow(folder, targets):
             remote_seeds = [] if remote is None else unfinished
+            # One machine loses no worker, so a failure there has a cause that stays.
             run_one = run_seed if blocks is None else run_seed_with_retries
             for seed in experiment.seeds:
                 if seed not in remote_seeds:  # a finished seed is verified
@@ -206,6 +209,7 @@ def _run_remotely(
         on_round=lambda _, seed, line: watch(experiment, seed, line),
         is_locked=True,
     )
+    # Seeds that succeeded are complete, and stay so.
     if errors:
         reasons = "; ".join(f"seed {seed}: {error}" for seed, error in sorted(errors.items()))
         raise RunError(
