@@ -51,6 +51,7 @@ class JudgeOracle(ValidationOracle):
                 f"the judge returned losses of shape {tuple(per_sample.shape)} for {len(thetas)} "
                 "models, expected [m, n]: one row per model, one column per sample"
             )
+        # A mean over no samples would be NaN, and every model untrusted.
         if not per_sample.shape[1]:
             raise ConfigError("the judge returned losses on 0 samples, expected 1 or more")
         return losses_from_samples(per_sample, _classes(labels, per_sample.shape[1]))

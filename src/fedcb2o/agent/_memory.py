@@ -29,6 +29,7 @@ class Memory(NamedTuple):
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the memory as tensors by name."""
         contacts = self.state.contacts[0]
+        # Names are texts and numbers, and a safetensors file holds tensors only.
         content = json.dumps({"round": self.round, "peers": self.peers}).encode()
         tensors = {
             "memory": torch.frombuffer(bytearray(content), dtype=torch.uint8),

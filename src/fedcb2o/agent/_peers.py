@@ -58,6 +58,7 @@ class PeerIds:
             if isinstance(peer, bool) or not isinstance(peer, str | int):
                 raise ConfigError(f"a peer has a name, a text or a whole number, got {peer!r}")
         known = {peer: id for id, peer in enumerate(self.names, 1)}
+        # Sorted, so that ids do not depend on the order in which a transport lists its peers.
         new = set(peers) - known.keys()
         for peer in sorted(new, key=lambda peer: (isinstance(peer, str), peer)):
             self.names.append(peer)

@@ -58,12 +58,14 @@ class Settings:
             num_agents=2,
             num_classes=self.num_classes,
             rounds=int(self.rounds),
+            # Numbers of agents and budget are set anew in every round.
             agents=AgentsSection(benign=2, malicious=0, budget=1, num_clusters=1),
             model=name,
             module=module,
             training=Training(gamma=float(self.gamma), loss=loss),
             algorithm=algorithm,
             malicious_share=self.malicious_share,
+            # Claims of peers are compared as float64, which is exact up to here.
             max_samples=2**53,
         )
 

@@ -74,6 +74,7 @@ def num_classes(network: nn.Module, validation: Shard, loss: PluginChoice | None
     name = loss["name"] if isinstance(loss, Mapping) else loss
     if name in (losses.answer_loss, losses.answer_loss.__name__):
         return 1 + int(validation.y.max())
+    # The user's network is as before, whatever the evaluation does.
     was_training = network.training
     try:
         with torch.no_grad(), attribute_errors("model", type(network).__name__):

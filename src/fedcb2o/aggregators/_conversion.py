@@ -102,6 +102,7 @@ def _from_tensor(models: Tensor | np.ndarray) -> Stack:
     shape = tensor.shape[1:]
     rows = tensor.reshape(len(tensor), -1)
     if not tensor.is_floating_point():
+        # Sums of whole numbers must not wrap around.
         rows = rows.double()
     elif dtype not in _COMPUTED:
         rows = rows.float()
@@ -164,6 +165,7 @@ def _from_state_dicts(models: Sequence[Mapping[str, Any]]) -> Stack:
         raise ConfigError("the models have no tensor of real numbers to aggregate")
 
     parts = [part.rows for part in numbers.values()]
+    # One matrix has one type: the smallest that holds all tensors exactly.
     dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts])
     rows = torch.cat([part.to(dtype) for part in parts], 1)
     sizes = [part.shape[1] for part in parts]
@@ -176,6 +178,7 @@ def _from_state_dicts(models: Sequence[Mapping[str, Any]]) -> Stack:
                 value = numbers[name].restore(values[name])
                 result[name] = value.reshape(models[0][name].shape)
             else:
+                # A caller may change the result, and ask for several.
                 result[name] = copy.deepcopy(whole[name])
         return result
 

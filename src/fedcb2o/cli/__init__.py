@@ -132,11 +132,13 @@ def main() -> None:
         result = app(
             _with_cluster_address(sys.argv[1:]), prog_name="fedcb2o", standalone_mode=False
         )
+        # typer turns Ctrl-C into a result in this mode.
         if result == _INTERRUPT_STATUS:
             raise KeyboardInterrupt
         if isinstance(result, int) and result:
             sys.exit(result)
         error = write_error()
+        # Files were written, so lost output is no failure; without files output was all there is.
         if error and not result:
             raise error
     except FedCB2OError as error:

@@ -156,6 +156,8 @@ def run(
     set_verbosity(verbose=verbose, quiet=quiet)
     settings = _command_settings(changes, seeds, device)
     loaded = [load(name, settings) for name in experiments]
+    # All experiments are loaded first: a typing error in the last one must not follow hours of
+    # runs.
     jobs = _plan_runs(loaded, out, with_counterparts=clean_twin, with_baselines=local_baseline)
     progress = Progress(Console(stderr=True, quiet=is_quiet()), verbose=is_verbose())
     with progress:
@@ -375,6 +377,7 @@ def report(
             "`--reference` is for the folder of a grid, which compares defences with one of them"
         )
     opened = [Run(folder) for folder in runs]
+    # The import takes seconds, and most reports read no models.
     if membership or any(find_local_baseline(run, opened) for run in opened):
         importlib.import_module("fedcb2o.experiments")  # which reads models for the records
     write_report(opened, out, membership=membership, data_dir=data_dir)

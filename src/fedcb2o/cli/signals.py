@@ -26,6 +26,7 @@ class SignalGuard:
         self.received = signal.SIGINT
         self.received_at = -math.inf
         self.previous_handlers: dict[int, Any] = {}
+        # Python sets handlers in the main thread only. Tests run commands in others.
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -71,6 +71,7 @@ class RobustStrategy(FedAvg):
         """
         rows: dict[int, Tensor] = {}
         contents: dict[int, RecordDict] = {}
+        # Replies arrive in any order, and the sums of a rule depend on it.
         for sender, content in sorted(usable_updates(replies, self.weighted_by_key)):
             reason, theta = as_row(first_arrays(content), self._start)
             if reason:
@@ -78,6 +79,7 @@ class RobustStrategy(FedAvg):
             else:
                 rows[int(sender)] = theta
                 contents[int(sender)] = content
+        # Flower keeps the global model when there is none.
         if not rows:
             return None, None
         theta = self.aggregate(list(rows), torch.stack(list(rows.values())))

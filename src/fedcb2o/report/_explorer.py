@@ -102,6 +102,7 @@ def explorer_tables(
     for results in grids:
         for setting in results.settings:
             view = SettingResults(results, setting)
+            # A setting whose runs have not begun would be an empty table.
             if not view.rows.accuracy.notna().any():
                 continue
             table = _describe_table(view)
@@ -187,6 +188,8 @@ def _measure_values(
     index = pd.MultiIndex.from_product([table["defences"], table["columns"], table["seeds"]])
     values = rows.set_index(["defence", "attack", "seed"])[name].reindex(index).to_numpy(float)
     largest = float(np.nanmax(values))
+    # Rates are exact to the decimals that tables show. Others use all integers up to their largest
+    # value.
     step = _RATE_STEP if metric.is_percent else max(largest, 1e-12) / (_MISSING - 1)
     integers = np.where(np.isnan(values), _MISSING, np.round(np.nan_to_num(values) / step))
     description = {

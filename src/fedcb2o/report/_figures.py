@@ -99,6 +99,7 @@ def peer_panels(runs: Sequence[Run]) -> Panels:
             chance = None
             if value == "frequency" and len(statistics):
                 chance = _chance_frequency(run)
+            # Equal axes, so that runs compare by eye.
             top = _axis_maximum(tables, value)
             panels.append(partial(_draw_peer_kinds, statistics, value, title, chance, top))
     return Panels(panels, (4.75, 3.1), 2)

@@ -168,10 +168,12 @@ def figure_row(figures: Sequence[Figure], name: str) -> Markup:
 def _to_svg(figure: Figure, name: str) -> Markup:
     """Draw a figure as SVG; `name` is the prefix of its ids."""
     buffer = io.StringIO()
+    # A salt and empty metadata make the same figure the same bytes each time.
     with mpl.rc_context({"svg.hashsalt": name}), _without_glyph_warnings():
         figure.savefig(buffer, format="svg", dpi=2 * _PIXELS_PER_INCH, metadata=_EMPTY_METADATA)
 
     text = buffer.getvalue()
+    # Inside HTML an XML declaration is no markup.
     text = text[text.index("<svg") :]
     text = re.sub(
         r"<!--.*?-->|\n\s*",
@@ -180,6 +182,7 @@ def _to_svg(figure: Figure, name: str) -> Markup:
         flags=re.DOTALL,
     )
     text = re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"{name}-", text)
+    # Greys follow the reader's light or dark mode; colours of data stay.
     text = re.sub(r"#([0-9a-f]{2})\1\1\b", lambda match: _css_grey(int(match[1], 16) / 255), text)
 
     width, height = figure.get_size_inches()

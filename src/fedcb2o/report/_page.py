@@ -186,6 +186,7 @@ class Page:
         figures = [
             draw_panels(panels, function, with_legend=False) for function in panels.draw_functions
         ]
+        # One legend for all panels: on a narrow page each panel is in a row of its own.
         self._show_legend(draw_panels(panels), slug(title))
         self.show_figures(figures, slug(title), caption=caption)
 

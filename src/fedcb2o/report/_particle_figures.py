@@ -146,6 +146,7 @@ def write_animation(scene: Scene, path: Path, *, frames: int = 48, fps: int = 12
     if is_gif:
         movie.save(path, writer=PillowWriter(fps=fps), dpi=80)
         return
+    # Megabytes; the default of matplotlib would leave out the last frames.
     with mpl.rc_context({"animation.embed_limit": 50}):
         player = movie.to_jshtml(fps=fps, default_mode="once")
     page = render_animation(scene.title.splitlines()[0], _standalone_player(player, scene))

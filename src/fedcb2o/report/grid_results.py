@@ -206,6 +206,7 @@ def read_grid(folder: Path, reference: str | None = None) -> GridResults:
         choices = read_json_with_checksum(folder / "tuning.json")
         tuning = {name: choice for name, choice in choices.items() if name in table["defences"]}
 
+    # Runs are the source, and the summary stands for them where only it was published.
     if (folder / "cells.json").is_file():
         rows = _rows_from_runs(folder, read_cells(folder / "cells.json"), table["seeds"])
     elif summaries := [path for name in _SUMMARY_FILES if (path := folder / name).is_file()]:

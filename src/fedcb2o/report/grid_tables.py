@@ -55,6 +55,7 @@ class SettingResults:
 
     def attacks_with(self, value: str) -> list[str]:
         """Return the attacks except finished ones without a value of a metric."""
+        # An attack that is still running keeps its column.
         finished = set(self.rows.dropna(subset="accuracy").attack)
         measured = set(self.rows.dropna(subset=value).attack)
         return [name for name in self.attacks if name in measured or name not in finished]
@@ -145,6 +146,7 @@ def regret_matrix(view: SettingResults, value: str) -> pd.DataFrame:
     columns = view.columns(value)
     texts = _format_rows(_regret.regrets(short), value)
     best = pd.MultiIndex.from_frame(short[["best", "attack"]].drop_duplicates())
+    # The regret of the best is 0 by definition, which is no measurement.
     texts.update(pd.Series("best", index=best))
     table = _mark_exceeded(view, _text_table(view, texts, columns), columns)
     for title, excluded in view.worst_column_exclusions.items():

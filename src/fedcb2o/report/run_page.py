@@ -146,6 +146,7 @@ def report(
         for number, (name, run) in enumerate(zip(names, shown, strict=True), start=1)
     }
     page.add_figures("Weights between agents", weights, _WEIGHT_MATRIX_CAPTION)
+    # The run with the most clusters shows the images of all others too.
     samples = _draw_samples(page, max(shown, key=_count_clusters))
     page.add_figures("Samples", {"samples": samples}, _SAMPLES_CAPTION)
     _add_texts(page, names, shown, data_dir)

@@ -52,6 +52,7 @@ class MlflowWriter:
     def begin(self, seed_run: SeedRun) -> int:
         """Find or make the MLflow run of a seed."""
         settings = records.result_settings(seed_run.settings())
+        # By settings and not by folder, so that a moved run continues its copy.
         identity = f"{records.settings_digest(settings)} seed {seed_run.seed}"
         query = f"tags.`{_IDENTITY_TAG}` = '{identity}'"
         matches = self.client.search_runs([self.experiment], query, max_results=1)

@@ -89,6 +89,7 @@ def find_seed_runs(root: Path) -> Iterator[SeedRun]:
     if (root / _GRID_FILE).exists():
         path = root / "cells.json"
         cells = records.read_cells(path) if path.exists() else []
+        # Runs of a choice are many, short, and of no interest afterwards.
         names = [cell["folder"] for cell in cells if cell["kind"] != "tuning"]
     for name in names:
         if (root / name / "config.toml").exists():

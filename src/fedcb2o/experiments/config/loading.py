@@ -62,6 +62,7 @@ def load(
         table = preset(str(source))
         where = f"preset `{source}`"
         if any(key.split(".")[0] in _METHOD_SECTIONS for key in changes or {}):
+            # The title of the preset would name a method that the changes have replaced.
             table["title"] = ""
 
     if "defences" in table and "attacks" in table:
@@ -86,6 +87,7 @@ _UNION_BRANCHES = ("constrained-int", "constrained-float", "Guards")
 def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
     """Describe the first problem of a configuration in one line: key, problem and cure."""
     problem = error.errors()[0]
+    # Users know the keys of a file, and not the branches of pydantic's unions.
     path = [str(part) for part in problem["loc"] if part not in _UNION_BRANCHES]
     if path[-2:-1] == ["name"]:  # another branch of a union
         path.pop()
@@ -98,6 +100,7 @@ def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
     if kind == "value_error":
         return str(problem["ctx"]["error"])
 
+    # A message is one line, however large the value is.
     got = _short_repr(problem["input"])
     if kind == "string_pattern_mismatch":
         return (

@@ -339,6 +339,8 @@ class Experiment(Section):
         Returns:
             A table of tables, defaults included, functions by their import path.
         """
+        # Defaults are written out, so that a later version with other defaults reads the run as it
+        # was.
         settings = self.model_dump(mode="python", exclude_none=True)
         for key, kind, namespace in COMPONENT_SECTIONS:
             component = getattr(self, key)
@@ -392,6 +394,7 @@ class Experiment(Section):
             JSON of all settings that the state of the seed depends on. Renamed parameters have
             their former names, so that the checkpoints of earlier versions are still read.
         """
+        # Titles, rounds and paths may change between a start and a resume.
         settings = result_settings(self.settings())
         return json.dumps({"seed": seed, **settings}, sort_keys=True, default=str)
 

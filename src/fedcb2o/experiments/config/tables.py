@@ -66,6 +66,8 @@ def preset(name: str) -> dict[str, Any]:
     raise_if_grid_folder(name)
     names = [file.name.removesuffix(".toml") for file in folder.iterdir()]
     recommended = f"{name}-fedassay"
+    # The name of a data set alone is the most frequent error, and FedAssay the method to begin
+    # with.
     hint = plugins.did_you_mean(recommended if recommended in names else name, sorted(names))
     raise ConfigError(
         f"there is no preset `{name}`.{hint} `fedcb2o presets` lists them; a file's name ends in "
@@ -142,6 +144,7 @@ def merge(base: Any, value: Any) -> Any:
     """
     if not (isinstance(base, Mapping) and isinstance(value, Mapping)):
         return value
+    # Parameters of one function would be unknown to another.
     if "name" in value and value["name"] != base.get("name"):
         return value
     return {**base, **{key: merge(base.get(key), item) for key, item in value.items()}}
@@ -189,6 +192,7 @@ def parse_value(text: str) -> Any:
         return text
     except (ValueError, RecursionError) as error:  # thousands of digits, or of nested lists
         raise ConfigError(f"--set cannot read the value {text[:40]} ...: {error}") from error
+    # The text had a line break and further keys, so it is no single value.
     if len(table) > 1:
         return text
     return table["value"]

@@ -78,6 +78,7 @@ def _keep_seeds(defence: Any, seeds: Any) -> Any:
     if not isinstance(defence.get("seeds"), list):
         return defence
     kept = [seed for seed in defence["seeds"] if seed in seeds]
+    # A defence without any of the seeds would silently be missing from the grid.
     if kept:
         return {**defence, "seeds": kept}
     return {key: value for key, value in defence.items() if key != "seeds"}
@@ -134,6 +135,7 @@ def _check_axis(axis: str, entries: Mapping[str, Mapping[str, Any]]) -> None:
                 f"{kind} `{name}` needs a letter or a digit in its name, for its folder's"
             )
         other = folders.setdefault(folder, name)
+        # Names differ in case or punctuation that folders do not keep.
         if other != name:
             raise ConfigError(
                 f"{axis} `{other}` and `{name}` would share the folder {folder}: rename one"
@@ -156,6 +158,7 @@ def _check_grid(grid: Grid) -> None:
         _check_change_list(f"attack `{name}`: `strengths`", label, strengths)
     _check_tuning(grid)
     _check_adversary(grid)
+    # Every cell is validated here, so that an error is found before hours of work.
     grid.cells()
     grid.trials()
     for defence, candidates in grid.candidates.items():  # any of them may be chosen
