@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import os
+import resource
 import tomllib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -34,6 +35,7 @@ from fedcb2o.peer.membership import (
     sign_federation,
     write_federation,
 )
+from fedcb2o.peer.node._agent import agent_from_dataset, build_network
 
 
 @pytest.fixture(scope="module")
@@ -622,13 +624,102 @@ def test_code_named_in_a_file_runs_only_if_allowed(path, organisations, tmp_path
     edit(path, lambda table: table["experiment"].update(algorithm=own))
     agreement = read_federation(path)  # the file can be read, hashed and signed
     with pytest.raises(
-        ConfigError, match="names 'os:system', which is no part of fedcb2o and would run here"
+        ConfigError, match=r"names 'os:system', code that would run here: .*with --own"
     ):
         agreement.experiment  # noqa: B018
     criterion = {"name": "fedcb2o", "criterion": {"name": "os:system"}, "alpha": 2.0}
     edit(path, lambda table: table["experiment"].update(algorithm=criterion))
     assert read_federation(path).user_functions == ("os:system",)
     assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    "base", ["~/model", "/etc", "../model.gguf", "gpt2", "somebody/model", "http://x/y"]
+)
+def test_a_model_named_in_a_file_is_read_or_fetched_only_if_allowed(
+    path, organisations, monkeypatch, base
+):
+    def fail(*_):
+        raise AssertionError("a base is read")
+
+    for name in ("base_folder", "base_model", "base_checksum", "base_bytes"):
+        monkeypatch.setattr(f"fedcb2o.pretrained.{name}", fail)
+    model = {"name": "language_model", "base": base, "answer": 4, "checksum": "0" * 64}
+
+    def change(table):
+        table["experiment"]["model"] = model
+        table["data"]["shape"] = [12]
+
+    edit(path, change)
+    agreement = read_federation(path)
+    assert agreement.user_functions == (base,)
+    with pytest.raises(
+        ConfigError, match=rf"names '{base}', a model that would be read or downloaded.*--own"
+    ):
+        agreement.experiment  # noqa: B018
+    with pytest.raises(ConfigError, match="--own"):
+        build_network(agreement)
+    allowed = read_federation(path, allowed_functions=[base])
+    with pytest.raises(AssertionError, match="a base is read"):
+        build_network(allowed)
+
+
+@pytest.mark.parametrize("base", ["tiny", "smollm2"])
+def test_built_in_bases_need_no_permission(path, base):
+    model = {"name": "language_model", "base": base, "answer": 4}
+    edit(path, lambda table: table["experiment"].update(model=model))
+    assert read_federation(path).experiment.model.parameters["base"] == base
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experiment.model.hidden": [200_000_000]}, "`experiment.model.hidden` is 200000000, and"),
+        ({"experiment.model.hidden": [10**6] * 3}, "has 2,000,.* parameters, and at most"),
+        ({"experiment.model.hidden": [1] * 1001}, "more than 1000 values"),
+        ({"experiment.model": {"name": "resnet", "blocks": 10**6}}, "`blocks` must be .* at most"),
+        ({"experiment.model": {"name": "resnet", "width": 10**9}}, "model.width` is 1000000000"),
+        ({"experiment.training.local_epochs": 10**12}, "local_epochs` is 1000000000000, and at"),
+        ({"experiment.algorithm.alpha": 10**12}, "algorithm.alpha` is"),
+        (
+            {
+                "experiment.algorithm": {
+                    "name": "by_rule",
+                    "rule": {"name": "geometric_median", "iterations": 10**12},
+                }
+            },
+            "rule.iterations` is 1000000000000, and at most 10000",
+        ),
+        ({"data.shape": [2**20, 2**20, 2**20]}, "`data.shape`.* more than 134217728 values"),
+        ({"data.shape": [2**31 - 1] * 8}, "`data.shape`.* more than 134217728 values"),
+    ],
+)
+def test_sizes_are_refused_before_anything_is_built(path, changes, message):
+    def change(table):
+        for key, value in changes.items():
+            *sections, last = key.split(".")
+            section = table
+            for name in sections:
+                section = section[name]
+            section[last] = value
+
+    edit(path, change)
+    limit = 2**30
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with pytest.raises(ConfigError, match=message) as raised:
+        read_federation(path).experiment  # noqa: B018
+    assert "\n" not in str(raised.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < before + limit
+
+
+def test_a_node_refuses_a_model_that_needs_more_than_the_free_memory(path, monkeypatch):
+    edit(path, lambda table: table["experiment"].update(model={"name": "mlp", "hidden": [1000]}))
+    agreement = read_federation(path)
+    dim = 64 * 1000 + 1000 + 1000 * 10 + 10
+    monkeypatch.setattr("fedcb2o.parallel._resources.free_memory", lambda: 5 * 4 * dim)
+    build_network(agreement)  # one copy fits
+    with pytest.raises(ConfigError, match=r"75,010 parameters and needs .* free memory"):
+        agent_from_dataset(agreement, 0, digits())
 
 
 def own_criterion(losses, local, *, by: float = 1.0):

@@ -40,7 +40,7 @@ _UserFunctionsOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="MODULE:FUNCTION",
-        help="Allow this function. Repeatable.",
+        help="Allow this function, or this base of a language model. Repeatable.",
     ),
 ]
 _DataOption = Annotated[
@@ -435,6 +435,7 @@ def check(
     fails.
     """
     from fedcb2o.peer.membership.federation import read_federation
+    from fedcb2o.peer.membership.federation_schema import describe_effect
     from fedcb2o.peer.membership.identity import Identity
     from fedcb2o.peer.node import _preflight
 
@@ -444,7 +445,7 @@ def check(
     print(f"{federation.verification_phrase}: compare the whole line by telephone")
     for name in federation.user_functions:
         if name not in federation.allowed_functions:
-            print(f"names {name}, code that would run here: read it, then --own {name}")
+            print(f"names {name}, {describe_effect(name)}, then --own {name}")
     if data is not None:
         _print_data_sizes(federation, agent_id, data, data_dir)
     results = _preflight.check_members(

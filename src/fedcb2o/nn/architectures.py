@@ -22,6 +22,8 @@ from fedcb2o.nn.memory_layout import ChannelsLast
 
 __all__ = ["cnn", "language_model", "logistic", "mlp", "resnet"]
 
+_MAX_LAYERS = 1000
+
 
 def cnn(
     input_shape: Sequence[int],
@@ -151,8 +153,10 @@ def resnet(
         raise ConfigError(
             f"model `resnet`: `width` must be a multiple of 8, the channels of a group, got {width}"
         )
-    if blocks < 1:
-        raise ConfigError(f"model `resnet`: `blocks` must be at least 1, got {blocks}")
+    if not 1 <= blocks <= _MAX_LAYERS:
+        raise ConfigError(
+            f"model `resnet`: `blocks` must be at least 1 and at most {_MAX_LAYERS}, got {blocks}"
+        )
 
     widths = [width] + [factor * width for factor in (1, 2, 4) for _ in range(blocks)]
     # Layers draw their initial parameters in this order.
@@ -212,6 +216,10 @@ def _image_shape(name: str, input_shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _check_widths(name: str, hidden: Sequence[int]) -> None:
+    if len(hidden) > _MAX_LAYERS:
+        raise ConfigError(
+            f"model `{name}`: `hidden` must have at most {_MAX_LAYERS} layers, got {len(hidden)}"
+        )
     if any(width < 1 for width in hidden):
         raise ConfigError(
             f"model `{name}`: `hidden` needs layers of 1 unit or more, got {list(hidden)}"

@@ -83,13 +83,13 @@ def language_model(
         )
     model: Any = pretrained.base_model(base)
     num_blocks = len(_decoder(model).layers)
-    limits = {"blocks": (blocks, num_blocks), "rank": (rank, None)}
+    limits = {"blocks": (blocks, num_blocks), "rank": (rank, model.config.hidden_size)}
     limits["vocabulary"] = (vocabulary or 1, model.config.vocab_size)
     for name, (value, largest) in limits.items():
-        if value < 1 or (largest is not None and value > largest):
-            limit = "" if largest is None else f" and at most {largest}"
+        if not 1 <= value <= largest:
             raise ConfigError(
-                f"model `language_model`: `{name}` must be at least 1{limit}, got {value}"
+                f"model `language_model`: `{name}` must be at least 1 and at most {largest}, "
+                f"got {value}"
             )
     head = model.get_output_embeddings().weight[:vocabulary]
     network = AdaptedModel(_decoder(model), head, blocks, answer, reads)

@@ -22,6 +22,7 @@ from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import losses, part_checks
 from fedcb2o.nn import architectures, batch_norm, memory_layout, network_checks, parameters
 from fedcb2o.nn.random_evaluation import seed_evaluation_, seed_if_random_
+from fedcb2o.parallel import _resources
 from fedcb2o.rng import stream
 
 
@@ -32,6 +33,7 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
     `key` continues the key of the random stream: the id of an agent with a model of its own.
     """
     name = plugins.label(experiment.model.name)
+    check_model_memory(experiment, dataset.pool.x.shape[1:], dataset.num_outputs)
     module = _initialised_module(experiment, seed, dataset, key)
     is_own = plugins.USER_FUNCTION.get(experiment.model.bind("model", architectures)) is not None
     # Two equal samples would hide a network that mixes them.
@@ -64,6 +66,40 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
     return module
 
 
+def count_parameters(experiment: Experiment, shape: Sequence[int], num_outputs: int) -> int | None:
+    """Return d of a built-in network without memory for it.
+
+    None stands for a user's network, and for a language model, whose base is read at first.
+    """
+    name = experiment.model.name
+    if name not in architectures.__all__ or name == architectures.language_model.__name__:
+        return None
+    make = experiment.model.bind("model", architectures)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            module: nn.Module = make(list(shape), num_outputs)
+    except (RuntimeError, OverflowError, TypeError, MemoryError) as error:
+        raise ConfigError(f"the model `{name}` cannot be built: {error}") from error
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def check_model_memory(
+    experiment: Experiment, shape: Sequence[int], num_outputs: int, *, copies: int = 1
+) -> None:
+    """Raise ConfigError if a number of copies of the model need more than the free memory."""
+    dim = count_parameters(experiment, shape, num_outputs)
+    if dim is None:
+        return
+    needed = 4 * dim * copies
+    free = _resources.free_memory()
+    if needed > free:
+        raise ConfigError(
+            f"the model `{experiment.model.name}` has {dim:,} parameters and needs at least "
+            f"{_resources.format_bytes(needed)}, of {_resources.format_bytes(free)} of free "
+            "memory: take a smaller model"
+        )
+
+
 def _initialised_module(
     experiment: Experiment, seed: int, dataset: Dataset, key: tuple[int, ...]
 ) -> nn.Module:
@@ -92,7 +128,7 @@ def _initialised_module(
 
     try:
         module = parameters.initialise(build, stream(seed, "model", *key))
-    except (RuntimeError, MemoryError) as error:  # too large for this machine
+    except (RuntimeError, OverflowError, MemoryError) as error:  # too large for this machine
         raise ConfigError(f"the model `{name}` cannot be built: {error}") from error
     parameters.dimension(module)
     return module

@@ -11,6 +11,7 @@ show which member did.
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -26,7 +27,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import loading
 from fedcb2o.experiments.config.build import build_neighbours
 from fedcb2o.experiments.config.datasets import max_samples as experiment_max_samples
-from fedcb2o.experiments.config.network import build_module, frozen_checksum
+from fedcb2o.experiments.config.network import build_module, count_parameters, frozen_checksum
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated.sections import Section
 from fedcb2o.nn import parameters
@@ -37,6 +38,7 @@ from fedcb2o.peer.membership.federation_schema import (
     AgreedSettings,
     Limits,
     SampleSchema,
+    describe_effect,
     user_functions_in,
     validate_plain,
 )
@@ -51,6 +53,7 @@ from fedcb2o.peer.membership.versions import Version
 
 _PROTOCOL_VERSION: Final = 1
 MAX_FILE_BYTES = 2**20
+_MAX_PARAMETERS = 2**31
 
 _Seconds = Annotated[float, Field(ge=0, le=1e7)]
 
@@ -164,8 +167,8 @@ class Federation(Section):
         forbidden = [name for name in self.user_functions if name not in self.allowed_functions]
         if forbidden:
             raise ConfigError(
-                f"`experiment` names {forbidden[0][:100]!r}, which is no part of fedcb2o and would "
-                "run here: read its code, install it, and allow it with --own"
+                f"`experiment` names {forbidden[0][:100]!r}, {describe_effect(forbidden[0])}, and "
+                "allow it with --own"
             )
         settings = records.current_settings(self.settings.model_dump(exclude_none=True))
         for key in settings["agents"]:
@@ -192,11 +195,18 @@ class Federation(Section):
             }
         )
         _check_supported(experiment)
+        outputs = len(self.class_names) or math.prod(self.data.target or ())
+        dim = count_parameters(experiment, self.shape, outputs)
+        if dim is not None and dim > _MAX_PARAMETERS:
+            raise ConfigError(
+                f"`experiment.model` has {dim:,} parameters, and at most {_MAX_PARAMETERS:,} in a "
+                "federation"
+            )
         return experiment
 
     @functools.cached_property
     def user_functions(self) -> tuple[str, ...]:
-        """Functions outside fedcb2o that the experiment names by their import path."""
+        """Functions and models outside fedcb2o that the experiment names."""
         settings = self.settings.model_dump(exclude_none=True)
         return tuple(dict.fromkeys(user_functions_in(settings)))
 

@@ -27,6 +27,18 @@ AGREED_AGENT_KEYS = (
 """Keys of an experiment's [agents] that peers agree on; the others describe simulated agents."""
 KERNEL_KEYS = ("linear", "layout", "convolution")
 
+BUILT_IN_BASES = ("tiny", "smollm2")
+"""Bases of language models that are in fedcb2o or in an installed package."""
+_MAX_SAMPLE_VALUES = 2**27
+_MAX_NUMBER = 10**6
+_MAX_LAYERS = 1000
+_LIMITS = {
+    **dict.fromkeys(("bins", "iterations", "steps", "tiles", "window"), 10**4),
+    **dict.fromkeys(("criterion_from_round", "checkpoint_every"), 2**31),
+    **dict.fromkeys(("local_steps", "batch_size"), 2**31),
+}
+"""Largest whole numbers of parameters for which another limit than `_MAX_NUMBER` holds."""
+
 _PositiveInt32 = Annotated[int, Field(ge=1, lt=2**31)]
 _Shape = Annotated[tuple[_PositiveInt32, ...], Field(strict=False, max_length=8)]
 
@@ -74,6 +86,13 @@ class SampleSchema(Section):
     class_names: Annotated[tuple[str, ...], Field(strict=False, max_length=100_000)] = ()
     target: _Shape | None = None
 
+    @field_validator("shape", "target")
+    @classmethod
+    def _check_size(cls, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if shape is not None and math.prod(shape) > _MAX_SAMPLE_VALUES:
+            raise ValueError(f"it has more than {_MAX_SAMPLE_VALUES} values")
+        return shape
+
     @field_validator("class_names")
     @classmethod
     def _check_class_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -106,6 +125,33 @@ class AgreedSettings(Section):
     model: dict[str, Any]
     training: Annotated[dict[str, Any], Field(default_factory=dict)]
     algorithm: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> "AgreedSettings":
+        for key in ("agents", "model", "training", "algorithm"):
+            _check_numbers(getattr(self, key), f"experiment.{key}")
+        return self
+
+
+def _check_numbers(value: Any, key: str) -> None:
+    """Refuse numbers and lists of built-in functions that would take all memory or never end.
+
+    The parameters of a function that its member allows by --own are not limited.
+    """
+    if isinstance(value, Mapping):
+        is_own = ":" in str(value.get("name"))
+        for name, inner in value.items():
+            if not is_own or isinstance(inner, Mapping):
+                _check_numbers(inner, f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        if len(value) > _MAX_LAYERS:
+            raise ValueError(f"`{key}` has more than {_MAX_LAYERS} values")
+        for inner in value:
+            _check_numbers(inner, key)
+    elif isinstance(value, int):
+        limit = _LIMITS.get(key.rpartition(".")[2], _MAX_NUMBER)
+        if abs(value) > limit:
+            raise ValueError(f"`{key}` is {value}, and at most {limit} in a federation")
 
 
 def validate_plain(value: Any, key: str = "", depth: int = 0) -> None:
@@ -147,18 +193,25 @@ def _validate_scalar(value: Any, key: str) -> None:
 
 
 def user_functions_in(value: Any) -> Iterator[str]:
-    """Yield every text in tables that may be an import path.
+    """Yield every text in tables that may be an import path, a file, or a model to download.
 
-    Args:
-        value: Tables, lists and plain values.
-
-    Yields:
-        Texts that contain a colon, such as "package.module:function".
+    Such texts have a colon, as in "package.module:function", a slash or a tilde, or are the `base`
+    of a language model.
     """
     if isinstance(value, Mapping):
+        base = value.get("base")
+        if isinstance(base, str) and base not in BUILT_IN_BASES:
+            yield base
         value = list(value.values())
     if isinstance(value, list | tuple):
         for inner in value:
             yield from user_functions_in(inner)
-    elif isinstance(value, str) and ":" in value:
+    elif isinstance(value, str) and set(value) & set(":/\\~"):
         yield value
+
+
+def describe_effect(name: str) -> str:
+    """Describe the effect of a text of `user_functions_in`, and what to do before it is allowed."""
+    if ":" in name and not set(name) & set("/\\~"):
+        return "code that would run here: read it"
+    return "a model that would be read or downloaded here: check it"

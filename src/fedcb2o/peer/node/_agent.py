@@ -34,7 +34,7 @@ from fedcb2o.data.names import to_nfc
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config import datasets
 from fedcb2o.experiments.config.build import build_neighbours
-from fedcb2o.experiments.config.network import build_module, initial_model
+from fedcb2o.experiments.config.network import build_module, check_model_memory, initial_model
 from fedcb2o.experiments.config.prepared_seed import build_run_spec, prepare_seed
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import (
@@ -52,6 +52,9 @@ from fedcb2o.kernels import _autotune
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership.federation import Federation, make_federation, read_federation
 from fedcb2o.safe_files import check_regular
+
+_MODEL_COPIES = 7
+"""Initial, own, published and received models of a node, and three times as much to train."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) 
         colludes=False,
         averages_own_model=False,
     )
+    _check_memory(experiment, dataset)
     spec = build_run_spec(
         experiment,
         seed,
@@ -220,6 +224,7 @@ def simulated_agent(
             "simulations"
         )
     experiment = _with_single_process(experiment)
+    _check_memory(experiment, dataset)
     prepared = prepare_seed(experiment, seed, _check_dataset(federation, dataset))
     spec = dataclasses.replace(prepared.spec, rounds=federation.rounds)
     data = prepared.build_agent_data([agent_id], torch.device("cpu"))
@@ -329,6 +334,12 @@ def load_model(folder: Path | str, *, allowed_functions: Collection[str] = ()) -
     except (SafetensorError, ValueError, OSError) as error:
         raise records.damaged_error(path, str(error)) from error
     return module.eval()
+
+
+def _check_memory(experiment: Experiment, dataset: Dataset) -> None:
+    """Raise ConfigError if the models of a node do not fit into memory, before they take it."""
+    shape = dataset.pool.x.shape[1:]
+    check_model_memory(experiment, shape, dataset.num_outputs, copies=_MODEL_COPIES)
 
 
 def _with_single_process(experiment: Experiment) -> Experiment:
