@@ -265,6 +265,28 @@ def test_new_files_replace_no_link(tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
+@pytest.mark.parametrize("options", [(), ("--membership",)])
+def test_a_report_runs_no_code_that_a_run_names(tmp_path, options):
+    """Two runs, one of them without communication, have a table that needs their models."""
+    trap = tmp_path / "trap"
+    folders = [started(tmp_path / name) for name in ("run", "alone")]
+    for folder, name in zip(folders, ("fedcb2o", "local_training"), strict=True):
+        config = records.read_toml(folder / "config.toml")
+        algorithm = {"name": name, **({"alpha": 2.0} if name == "fedcb2o" else {})}
+        data = {"name": "os:system", "command": f"touch {trap}"}
+        records.write_toml(folder / "config.toml", {**config, "data": data, "algorithm": algorithm})
+        (folder / "seed-1000" / "sums.json").unlink()
+    result = run_cli("report", *folders, "--out", tmp_path / "report", *options)
+    assert not trap.exists()
+    if options:
+        assert "names 'os:system', code that would run here: read it, and allow it with --own" in (
+            result.one_line()
+        )
+    else:
+        assert result.status == 0, result.err
+        assert "&#39;os:system&#39;" in (tmp_path / "report" / "report.html").read_text()
+
+
 # Temporary folders of all users
 
 

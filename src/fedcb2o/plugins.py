@@ -50,6 +50,9 @@ _ENTRY = re.compile(r"^    (\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 # Similarity (difflib) of words that differ by a typing error; "median" and "mean" have 0.8.
 _TYPO_CUTOFF = 0.81
 
+_BUILT_IN_BASES = ("tiny", "smollm2")
+"""Bases of language models that are in fedcb2o or in an installed package."""
+
 F = TypeVar("F", bound=PluginFunction)
 T = TypeVar("T")
 
@@ -229,6 +232,34 @@ def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[
         for (getter, setter), value in zip(PYTORCH_SETTINGS, original, strict=True):
             if getter() != value:
                 setter(value)
+
+
+def foreign_names_in(value: Any) -> Iterator[str]:
+    """Yield every text in tables that may be an import path, a file, or a model to download.
+
+    Such texts have a colon, as in "package.module:function", a slash or a tilde, or are the `base`
+    of a language model.
+
+    >>> list(foreign_names_in({"model": {"name": "mlp"}, "rules": ["mine:rule"]}))
+    ['mine:rule']
+    """
+    if isinstance(value, Mapping):
+        base = value.get("base")
+        if isinstance(base, str) and base not in _BUILT_IN_BASES:
+            yield base
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from foreign_names_in(inner)
+    elif isinstance(value, str) and set(value) & set(":/\\~"):
+        yield value
+
+
+def describe_effect(name: str) -> str:
+    """Describe the effect of a text of `foreign_names_in`, and what to do before it is allowed."""
+    if ":" in name and not set(name) & set("/\\~"):
+        return "code that would run here: read it"
+    return "a model that would be read or downloaded here: check it"
 
 
 @dataclass(frozen=True)

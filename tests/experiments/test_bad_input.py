@@ -43,7 +43,7 @@ NAMES = {
         "there is no preset `nothing-like-it-at-all`. `fedcb2o presets` lists them"
     ),
     "missing.toml": "cannot read missing.toml: No such file or directory",
-    "folder.toml": "cannot read folder.toml: Is a directory",
+    "folder.toml": "cannot read folder.toml: it is a folder, not a regular file",
     "binary.toml": (
         "cannot read binary.toml: it is not text in UTF-8 (byte 0xff at position 0): "
         "save it in this"
@@ -98,7 +98,7 @@ DATA = {
     "data.test_per_class=500": "`test_per_class` of digits must be between 1 and 173, got 500",
     "model.hidden=[0]": "model `mlp`: `hidden` needs layers of 1 unit or more, got [0]",
     "model.hidden=[-1]": "model `mlp`: `hidden` needs layers of 1 unit or more, got [-1]",
-    "model.hidden=[1000000000000]": "the model `mlp` cannot be built: ",
+    "model.hidden=[1000000000000]": "75,000,000,000,010 parameters and needs at least ",
     "training.gamma=1e30": "training diverged: the model or the loss of benign agent ",
 }
 

@@ -434,8 +434,8 @@ def check(
     compare it by telephone. With --data, the data are checked too. The exit status is 1 if a check
     fails.
     """
+    from fedcb2o import plugins
     from fedcb2o.peer.membership.federation import read_federation
-    from fedcb2o.peer.membership.federation_schema import describe_effect
     from fedcb2o.peer.membership.identity import Identity
     from fedcb2o.peer.node import _preflight
 
@@ -445,7 +445,7 @@ def check(
     print(f"{federation.verification_phrase}: compare the whole line by telephone")
     for name in federation.user_functions:
         if name not in federation.allowed_functions:
-            print(f"names {name}, {describe_effect(name)}, then --own {name}")
+            print(f"names {name}, {plugins.describe_effect(name)}, then --own {name}")
     if data is not None:
         _print_data_sizes(federation, agent_id, data, data_dir)
     results = _preflight.check_members(

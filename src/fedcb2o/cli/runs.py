@@ -1,5 +1,6 @@
 """The commands for runs and grids: run, bench, compare, report, track."""
 
+import contextlib
 import importlib
 import logging
 import sys
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from fedcb2o.records import Run
 
 _LOGGER = logging.getLogger(__name__)
+_CODE_SECTIONS = ("agents", "algorithm", "attack", "data", "metrics", "model", "training")
+"""Sections of a run that may name functions."""
 _MAX_SEEDS = 100_000
 """Largest number of seeds in a range."""
 
@@ -359,9 +362,16 @@ def report(
         bool, typer.Option("--membership", help="Measure membership inference against the models.")
     ] = False,
     data_dir: _DataDirOption = None,
+    own: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Allow this function, or this base of a language model, of the runs. Repeatable.",
+        ),
+    ] = None,
 ) -> Path:
     """Write the report of runs, or the results explorer of grids; print the main table."""
-    from fedcb2o.records import Run
+    from fedcb2o.records import Run, refuse_models
     from fedcb2o.report import is_grid
     from fedcb2o.report import report as write_report
     from fedcb2o.report.tables import find_local_baseline
@@ -377,16 +387,37 @@ def report(
             "`--reference` is for the folder of a grid, which compares defences with one of them"
         )
     opened = [Run(folder) for folder in runs]
+    foreign = _foreign_name(opened, own or [])
     # The import takes seconds, and most reports read no models.
-    if membership or any(find_local_baseline(run, opened) for run in opened):
+    if foreign or membership or any(find_local_baseline(run, opened) for run in opened):
         importlib.import_module("fedcb2o.experiments")  # which reads models for the records
-    write_report(opened, out, membership=membership, data_dir=data_dir)
+    with refuse_models(foreign) if foreign else contextlib.nullcontext():
+        write_report(opened, out, membership=membership, data_dir=data_dir)
     _print_table(opened, _AgentSummary.mean)
     print(
         f"\nThe page is {out / 'report.html'}; tables (CSV, Markdown, LaTeX) and figures (PNG) are "
         "in the same folder."
     )
     return out
+
+
+def _foreign_name(runs: list["Run"], allowed: list[str]) -> str:
+    """Describe the first name in the runs' settings that is not allowed; empty without one.
+
+    Reading models builds the network and the data again, by functions that the sender of a run's
+    folder chose.
+    """
+    from fedcb2o import plugins
+
+    for run in runs:
+        settings = [run.config.get(key) for key in _CODE_SECTIONS]
+        bases = [{"base": part.get("base")} for part in settings if isinstance(part, dict)]
+        code = [name for name in plugins.foreign_names_in(settings) if "/" not in name]
+        for name in (*(name for name in code if ":" in name), *plugins.foreign_names_in(bases)):
+            if name not in allowed:
+                effect = plugins.describe_effect(name)
+                return f"{run.folder} names {name[:100]!r}, {effect}, and allow it with --own"
+    return ""
 
 
 def _report_grids(folders: list[Path], out: Path, reference: str | None) -> None:

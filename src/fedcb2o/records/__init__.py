@@ -68,6 +68,7 @@ from fedcb2o.records.run import (
     find_seeds,
     metric_name,
     read_config,
+    refuse_models,
     set_model_reader,
 )
 from fedcb2o.records.toml import parse_toml, read_toml
@@ -124,6 +125,7 @@ __all__ = [
     "read_json_with_checksum",
     "read_lines",
     "read_toml",
+    "refuse_models",
     "remove_temporaries",
     "rerun_advice",
     "result_settings",

@@ -1,8 +1,8 @@
 """The records of a run, read from its folder."""
 
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -16,7 +16,7 @@ from jaxtyping import UInt8
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from fedcb2o.errors import RunError
+from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.printable import one_line
 from fedcb2o.records._checksums import MANIFEST_FILE, Manifest
 from fedcb2o.records._files import (
@@ -67,6 +67,21 @@ def set_model_reader(loader: Callable[[], Any]) -> None:
     data_dir.
     """
     _model_readers[:] = [loader]
+
+
+@contextmanager
+def refuse_models(message: str) -> Iterator[None]:
+    """Let `Run.model` and its like raise ConfigError, because they would run code of others."""
+    previous = list(_model_readers)
+
+    def refuse() -> None:
+        raise ConfigError(message)
+
+    _model_readers[:] = [refuse]
+    try:
+        yield
+    finally:
+        _model_readers[:] = previous
 
 
 def metric_name(label: str) -> str:

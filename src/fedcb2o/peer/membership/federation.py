@@ -38,8 +38,6 @@ from fedcb2o.peer.membership.federation_schema import (
     AgreedSettings,
     Limits,
     SampleSchema,
-    describe_effect,
-    user_functions_in,
     validate_plain,
 )
 from fedcb2o.peer.membership.identity import (
@@ -166,9 +164,9 @@ class Federation(Section):
         """
         forbidden = [name for name in self.user_functions if name not in self.allowed_functions]
         if forbidden:
+            effect = plugins.describe_effect(forbidden[0])
             raise ConfigError(
-                f"`experiment` names {forbidden[0][:100]!r}, {describe_effect(forbidden[0])}, and "
-                "allow it with --own"
+                f"`experiment` names {forbidden[0][:100]!r}, {effect}, and allow it with --own"
             )
         settings = records.current_settings(self.settings.model_dump(exclude_none=True))
         for key in settings["agents"]:
@@ -208,7 +206,7 @@ class Federation(Section):
     def user_functions(self) -> tuple[str, ...]:
         """Functions and models outside fedcb2o that the experiment names."""
         settings = self.settings.model_dump(exclude_none=True)
-        return tuple(dict.fromkeys(user_functions_in(settings)))
+        return tuple(dict.fromkeys(plugins.foreign_names_in(settings)))
 
     def id_of(self, member: Member) -> int:
         """Return a member's id.
@@ -432,7 +430,7 @@ def make_federation(
         },
         "experiment": records.canonical_settings(agreed),
         "versions": [{"members": entries}],
-        "allowed_functions": list(user_functions_in(agreed)),
+        "allowed_functions": list(plugins.foreign_names_in(agreed)),
     }
     federation = _validated_federation({**table, **options}, "the federation")
     if "limits" not in options:

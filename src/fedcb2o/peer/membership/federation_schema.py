@@ -1,12 +1,7 @@
-"""Sections of federation.toml as plain values; the file's sender is not trusted.
-
-Example:
-    >>> list(user_functions_in({"model": {"name": "mlp"}, "rules": ["mine:rule"]}))
-    ['mine:rule']
-"""
+"""Sections of federation.toml as plain values; the file's sender is not trusted."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
@@ -27,8 +22,6 @@ AGREED_AGENT_KEYS = (
 """Keys of an experiment's [agents] that peers agree on; the others describe simulated agents."""
 KERNEL_KEYS = ("linear", "layout", "convolution")
 
-BUILT_IN_BASES = ("tiny", "smollm2")
-"""Bases of language models that are in fedcb2o or in an installed package."""
 _MAX_SAMPLE_VALUES = 2**27
 _MAX_NUMBER = 10**6
 _MAX_LAYERS = 1000
@@ -190,28 +183,3 @@ def _validate_scalar(value: Any, key: str) -> None:
         raise ValueError(f"`{key}` is a {type(value).__name__}")
     elif key != "root" and (len(value) > 1000 or not value.isprintable()):
         raise ValueError(f"`{key}` is too long, or no text of one line: {value[:100]!r}")
-
-
-def user_functions_in(value: Any) -> Iterator[str]:
-    """Yield every text in tables that may be an import path, a file, or a model to download.
-
-    Such texts have a colon, as in "package.module:function", a slash or a tilde, or are the `base`
-    of a language model.
-    """
-    if isinstance(value, Mapping):
-        base = value.get("base")
-        if isinstance(base, str) and base not in BUILT_IN_BASES:
-            yield base
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for inner in value:
-            yield from user_functions_in(inner)
-    elif isinstance(value, str) and set(value) & set(":/\\~"):
-        yield value
-
-
-def describe_effect(name: str) -> str:
-    """Describe the effect of a text of `user_functions_in`, and what to do before it is allowed."""
-    if ":" in name and not set(name) & set("/\\~"):
-        return "code that would run here: read it"
-    return "a model that would be read or downloaded here: check it"
