@@ -22,6 +22,7 @@ import argparse
 import functools
 import math
 import re
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -478,11 +479,11 @@ def rewrite_page(page: Path) -> str:
 
 
 def gather_runs(folders: Sequence[Path], target: Path) -> dict[str, list[Run]]:
-    """Merge runs with the same name and settings, by symbolic links to their finished seeds.
+    """Merge runs with the same name and settings, by copies of the records of finished seeds.
 
     Args:
         folders: Folders of runs.
-        target: Empty folder for the links.
+        target: Empty folder for the copies.
 
     Returns:
         Runs by the part of their names after the prefix, those with the most seeds first.
@@ -500,9 +501,11 @@ def gather_runs(folders: Sequence[Path], target: Path) -> dict[str, list[Run]]:
         merged = target / settings_digest(run.config) / config.parent.name
         merged.mkdir(parents=True, exist_ok=True)
         if not (merged / "config.toml").exists():
-            (merged / "config.toml").symlink_to(config.resolve())
+            shutil.copyfile(config, merged / "config.toml")
         for seed in seeds:
-            (merged / f"seed-{seed}").symlink_to(config.parent.resolve() / f"seed-{seed}")
+            name = f"seed-{seed}"
+            without_models = shutil.ignore_patterns("*.safetensors")
+            shutil.copytree(config.parent / name, merged / name, ignore=without_models)
 
     runs: dict[str, list[Run]] = {}
     for path in sorted(target.glob("*/*")):

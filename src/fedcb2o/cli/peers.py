@@ -40,7 +40,7 @@ _UserFunctionsOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="MODULE:FUNCTION",
-        help="Allow this function, or this base of a language model. Repeatable.",
+        help="Allow this function or base model.",
     ),
 ]
 _DataOption = Annotated[
