@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 
 _MAX_SUM_ELEMENTS = 2**12  # ensembles below this size: a sum is faster than a matrix product
 _ROUNDING = 1e-9  # tolerance of a cumulated mass, relative to the share beta
@@ -192,8 +192,7 @@ def point(mu: Float[Tensor, "*a m"], models: Float[Tensor, "*b m d"]) -> Float[T
 
 def validate_beta(beta: float) -> None:
     """Check that beta is above 0 and at most 1, a share of the mass."""
-    if not 0 < beta <= 1:
-        raise ConfigError(f"`beta` must be above 0 and at most 1, got {beta}")
+    require("beta", beta, 0 < beta <= 1, "above 0 and at most 1")
 
 
 def _require_values(lower: Tensor) -> None:

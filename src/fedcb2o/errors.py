@@ -23,6 +23,10 @@ Example:
     `budget` must be between 1 and num_agents - 1 = 29, got 40
 """
 
+from typing import TypeVar
+
+T = TypeVar("T")
+
 
 class FedCB2OError(Exception):
     """An error that the user can correct.
@@ -66,3 +70,13 @@ def describe_type(value: object) -> str:
     if value is None:
         return "None"
     return f"a {type(value).__name__}"
+
+
+def require(name: str, value: T, is_valid: bool, requirement: str) -> T:
+    """Return a valid value of a parameter; raise ConfigError for an invalid one.
+
+    `requirement` has the valid values in words, after "must be".
+    """
+    if not is_valid:
+        raise ConfigError(f"`{name}` must be {requirement}, got {value}")
+    return value

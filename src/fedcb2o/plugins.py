@@ -355,6 +355,23 @@ def positional_inputs(function: PluginFunction) -> tuple[str, ...]:
     )
 
 
+def extra_inputs(
+    kind: str, function: PluginFunction, known: Iterable[str], first: int
+) -> tuple[str, ...]:
+    """Return the positional inputs from number `first` on.
+
+    ConfigError is raised for one that is not among the known ones.
+    """
+    names = positional_inputs(function)[first:]
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"the {kind} reads `{name}`, which is not an input.{did_you_mean(name, known)} "
+                f"The inputs are: {', '.join(known)}"
+            )
+    return names
+
+
 def bind(
     kind: str,
     function: PluginFunction,

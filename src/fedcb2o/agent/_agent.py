@@ -23,9 +23,8 @@ from fedcb2o.agent._peers import Peer, PeerIds
 from fedcb2o.agent._settings import Settings, is_whole
 from fedcb2o.agent._validation import check_parts, evaluation_copy, num_classes, validation_shard
 from fedcb2o.data import Shard, input_validation
-from fedcb2o.errors import ConfigError, RunError, describe_type
+from fedcb2o.errors import ConfigError, RunError, describe_type, require
 from fedcb2o.federated import AgentState, Inbox, Ragged, RunSpec, algorithm2
-from fedcb2o.federated.algorithms.parameter_checks import require
 from fedcb2o.federated.algorithms.section import RECOMMENDED
 from fedcb2o.federated.guards.acceptance import Message, max_abs, rejection_reason
 from fedcb2o.federated.shortfall import Shortfall

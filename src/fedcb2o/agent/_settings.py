@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated import RunSpec, losses
-from fedcb2o.federated.algorithms.parameter_checks import require
 from fedcb2o.federated.algorithms.section import AlgorithmSection
 from fedcb2o.federated.run_spec import Training
 from fedcb2o.federated.sections import AgentsSection, Component, as_component

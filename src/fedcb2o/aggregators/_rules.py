@@ -20,9 +20,8 @@ from fedcb2o.aggregators._base import (
     with_own,
 )
 from fedcb2o.aggregators._conversion import Models, stack
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated import aggregation
-from fedcb2o.federated.aggregation.gram_rules import require_positive
 
 Definition = Literal["paper", "byzfl"]
 
@@ -100,7 +99,7 @@ class GeometricMedian(Aggregator):
 
     def __call__(self, models: Models) -> Any:
         """Aggregate models; the result has their type."""
-        require_positive("nu", self.nu)
+        require("nu", self.nu, self.nu > 0, "above 0")
         stacked = stack(models)
         if self.T == 0:
             return stacked.restore(torch.zeros_like(stacked.rows[0]))

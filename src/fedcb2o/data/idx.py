@@ -23,6 +23,12 @@ from fedcb2o.data.release import (
 from fedcb2o.errors import DataError
 
 
+def file_names(*parts: str) -> tuple[str, ...]:
+    """Return the names of the images and labels of each part of a release."""
+    kinds = ("images-idx3", "labels-idx1")
+    return tuple(f"{part}-{kind}-ubyte" for part in parts for kind in kinds)
+
+
 def read_dataset(
     release: Release,
     data_dir: Path | None,

@@ -168,13 +168,7 @@ class ClusterTransform:
         transform returned anything else.
         """
         known = {"num_clusters": self.num_clusters, "num_classes": self.num_classes}
-        names = plugins.positional_inputs(self.function.func)[2:]
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise ConfigError(
-                f"the cluster transform looks at `{unknown[0]}`."
-                f"{plugins.did_you_mean(unknown[0], known)} There is: {', '.join(known)}"
-            )
+        names = plugins.extra_inputs("cluster transform", self.function.func, known, 2)
         inputs = [known[name] for name in names]
         with using_range(self.value_range):
             if plugins.USER_FUNCTION.get(self.function) is None:

@@ -20,7 +20,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fedcb2o import plugins
-from fedcb2o.errors import ConfigError
 from fedcb2o.federated.contacts import CandidatePeers, ContactTable
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.types import Contacts, Select
@@ -250,15 +249,7 @@ def extra_inputs(select: Select) -> tuple[str, ...]:
 
     ConfigError is raised for another one.
     """
-    names = plugins.positional_inputs(getattr(select, "func", select))[4:]
-    unknown = [name for name in names if name not in _EXTRA_INPUTS]
-    if unknown:
-        suggestion = plugins.did_you_mean(unknown[0], _EXTRA_INPUTS)
-        raise ConfigError(
-            f"the selection looks at `{unknown[0]}`.{suggestion} There is: "
-            f"{', '.join(_EXTRA_INPUTS)}"
-        )
-    return names
+    return plugins.extra_inputs("selection", getattr(select, "func", select), _EXTRA_INPUTS, 4)
 
 
 def _draw_indices(n: int, size: int, draw: np.random.Generator) -> Int[np.ndarray, " s"]:

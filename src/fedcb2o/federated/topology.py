@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.plugins import display_name
 
 if TYPE_CHECKING:
@@ -142,8 +142,7 @@ def erdos_renyi(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, p: flo
     """
     import networkx as nx
 
-    if not 0 <= p <= 1:
-        raise ConfigError(f"`p` must be between 0 and 1, got {p}")
+    require("p", p, 0 <= p <= 1, "between 0 and 1")
     return nx.fast_gnp_random_graph(len(cluster), p, seed=_seed(draw))
 
 
@@ -170,8 +169,7 @@ def small_world(
 
     n = len(cluster)
     _require_between("near", near, 1, (n - 1) // 2, n)
-    if not 0 <= p <= 1:
-        raise ConfigError(f"`p` must be between 0 and 1, got {p}")
+    require("p", p, 0 <= p <= 1, "between 0 and 1")
     return _shuffled(nx.watts_strogatz_graph(n, 2 * near, p, seed=_seed(draw)), draw)
 
 

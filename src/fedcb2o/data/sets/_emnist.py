@@ -17,12 +17,7 @@ RELEASE = Release(
     class_names=tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt"),
     shape=(1, 28, 28),
     prefixes=("emnist-balanced-", "emnist47-"),
-    file_names=(
-        "train-images-idx3-ubyte",
-        "train-labels-idx1-ubyte",
-        "test-images-idx3-ubyte",
-        "test-labels-idx1-ubyte",
-    ),
+    file_names=idx.file_names("train", "test"),
     optional_files=("emnist-balanced-mapping.txt",),
     url="https://biometrics.nist.gov/cs_links/EMNIST",
     md5={"gzip.zip": "58c8d27c78d21e728a6bc7b3cc06412e"},

@@ -27,12 +27,7 @@ RELEASE = Release(
     ),
     shape=(1, 28, 28),
     prefixes=("",),
-    file_names=(
-        "train-images-idx3-ubyte",
-        "train-labels-idx1-ubyte",
-        "t10k-images-idx3-ubyte",
-        "t10k-labels-idx1-ubyte",
-    ),
+    file_names=idx.file_names("train", "t10k"),
     url="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
     md5={
         "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",

@@ -15,12 +15,7 @@ RELEASE = Release(
     class_names=tuple("0123456789"),
     shape=(1, 28, 28),
     prefixes=("",),
-    file_names=(
-        "train-images-idx3-ubyte",
-        "train-labels-idx1-ubyte",
-        "t10k-images-idx3-ubyte",
-        "t10k-labels-idx1-ubyte",
-    ),
+    file_names=idx.file_names("train", "t10k"),
     url="https://ossci-datasets.s3.amazonaws.com/mnist",  # PyTorch's copy of the four files
     md5={
         "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import require
 from fedcb2o.federated.aggregation.base import rule_signature, validate_byzantine_count
 from fedcb2o.federated.aggregation.gram_rules import row_mask, uniform_weights
 
@@ -44,8 +44,7 @@ def dnc(gram: Float[Tensor, "m m"], *, f: int, removed: float = 1.0) -> Float[Te
     Raises:
         ConfigError: `removed` is not above 0.
     """
-    if not removed > 0:
-        raise ConfigError(f"`removed` must be above 0, got {removed}")
+    require("removed", removed, removed > 0, "above 0")
     m = len(gram)
     # A product that is whole except for rounding is not rounded up.
     count = math.ceil(removed * validate_byzantine_count(dnc, f, m) - 1e-9)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import require
 from fedcb2o.federated.aggregation.base import rule_signature
 from fedcb2o.federated.aggregation.gram_rules import squared_distances
 from fedcb2o.federated.aggregation.own_model_rules import clip_factors
@@ -48,8 +48,7 @@ def flame(
     Raises:
         ConfigError: `noise` is negative.
     """
-    if not noise >= 0:
-        raise ConfigError(f"`noise` must be 0 or more, got {noise}")
+    require("noise", noise, noise >= 0, "0 or more")
     m = len(gram) - 1
     # A model of zeros has no angle, and must not divide by 0.
     norms = gram.diagonal()[:m].clamp(min=torch.finfo(gram.dtype).tiny).sqrt()

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated.types import CriterionInput
 
 __all__ = ["lightyear"]
@@ -49,8 +49,7 @@ def lightyear(
     for name, value in (("threshold", threshold), ("decay", decay)):
         if not 0 <= value <= 1:
             raise ConfigError(f"`{name}` must be from 0 to 1, got {value}")
-    if bins < 1:
-        raise ConfigError(f"`bins` must be 1 or more, got {bins}")
+    require("bins", bins, bins >= 1, "1 or more")
 
     everyone = inputs.received.with_own(inputs.own_entry)
     outputs, labels = inputs.context.outputs(everyone)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import require
 from fedcb2o.federated.types import CriterionInput, RuleOutput, RuleState, stateful
 
 __all__ = ["signguard"]
@@ -51,8 +51,7 @@ def signguard(
     Raises:
         ConfigError: `sampled` is out of range.
     """
-    if not 0 < sampled <= 1:
-        raise ConfigError(f"`sampled` must be above 0 and at most 1, got {sampled}")
+    require("sampled", sampled, 0 < sampled <= 1, "above 0 and at most 1")
     assert inputs.previous is not None
     models = inputs.models[inputs.received.with_own(inputs.own_entry).rows]
     is_own = inputs.received.ids == inputs.own_entry.ids  # an agent may sample itself

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated.aggregation.base import (
     rule_signature,
     validate_byzantine_count,
@@ -87,12 +87,6 @@ def one_hot(i: int, m: int) -> Float[Tensor, " m"]:
     weights = torch.zeros(m, dtype=torch.float64)
     weights[i] = 1.0
     return weights
-
-
-def require_positive(name: str, value: float) -> None:
-    """Check a parameter that must be above 0."""
-    if not value > 0:
-        raise ConfigError(f"`{name}` must be above 0, got {value}")
 
 
 @rule_signature("gram", gram_entries="none")
@@ -215,7 +209,7 @@ def geometric_median(
     Raises:
         ConfigError: `smoothing` is not above 0.
     """
-    require_positive("smoothing", smoothing)
+    require("smoothing", smoothing, smoothing > 0, "above 0")
     m = len(gram)
     weights = mean(gram) if start is None else start.double()
     if m == 0:

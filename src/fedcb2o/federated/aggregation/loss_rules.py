@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import require
 from fedcb2o.federated.aggregation.base import rule_signature
 from fedcb2o.federated.aggregation.gram_rules import uniform_weights
 
@@ -36,8 +36,7 @@ def lpe_tsr(losses: Float[Tensor, " m"], *, temperature: float = 1.0) -> Float[T
     Raises:
         ConfigError: `temperature` is not above 0.
     """
-    if not temperature > 0:
-        raise ConfigError(f"`temperature` must be above 0, got {temperature}")
+    require("temperature", temperature, temperature > 0, "above 0")
     scores = (-losses.double() / temperature).where(losses.isfinite(), -torch.inf)
     return torch.softmax(scores, 0).nan_to_num(0.0)
 

@@ -18,13 +18,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated.aggregation.base import GramEntries, rule_signature, validate_byzantine_count
 from fedcb2o.federated.aggregation.coordinatewise import half_minus_one
 from fedcb2o.federated.aggregation.gram_rules import (
     one_hot,
     recentre,
-    require_positive,
     row_mask,
     squared_distances,
     squared_distances_to,
@@ -70,7 +69,7 @@ def centred_clipping(
     Raises:
         ConfigError: `radius` is not above 0.
     """
-    require_positive("radius", radius)
+    require("radius", radius, radius > 0, "above 0")
     m = len(gram) - 1
     weights = one_hot(m, m + 1)
     if m == 0:
@@ -117,7 +116,7 @@ def norm_clipping(
     if radius is None:
         radius = float(squared.sqrt().quantile(0.5))
     else:
-        require_positive("radius", radius)
+        require("radius", radius, radius > 0, "above 0")
     return _with_remainder(clip_factors(squared, radius) / m)
 
 
@@ -155,7 +154,7 @@ def clipped_gossip(
     squared = squared_distances(gram)[m, :m]
     f = validate_byzantine_count(clipped_gossip, f, m + 1)
     if radius is not None:
-        require_positive("radius", radius)
+        require("radius", radius, radius > 0, "above 0")
     elif f == 0:
         radius = torch.inf
     else:
@@ -220,7 +219,7 @@ def balance(
     Raises:
         ConfigError: `gamma` or `alpha` is out of range.
     """
-    require_positive("gamma", gamma)
+    require("gamma", gamma, gamma > 0, "above 0")
     m = len(gram) - 1
     max_distance = gamma * float(np.exp(-kappa * progress)) * gram[m, m].sqrt()
     return _mix_with_own(squared_distances(gram)[m, :m].sqrt() <= max_distance, alpha)

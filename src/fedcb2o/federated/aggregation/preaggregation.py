@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated.aggregation.base import rule_signature, validate_byzantine_count
 from fedcb2o.federated.aggregation.coordinatewise import half_minus_one
-from fedcb2o.federated.aggregation.gram_rules import require_positive, squared_distances
+from fedcb2o.federated.aggregation.gram_rules import squared_distances
 from fedcb2o.federated.aggregation.own_model_rules import clip_factors
 
 __all__ = ["arc", "bucketing", "clipping", "nnm"]
@@ -91,7 +91,7 @@ def clipping(gram: Float[Tensor, "m m"], *, radius: float = 2.0) -> Float[Tensor
     Raises:
         ConfigError: `radius` is not above 0.
     """
-    require_positive("radius", radius)
+    require("radius", radius, radius > 0, "above 0")
     return _clipping_matrix(squared_distances(gram)[-1, :-1], radius)
 
 

@@ -129,15 +129,7 @@ def extra_inputs(rule: functools.partial[Any]) -> tuple[str, ...]:
     """
     # The first argument of the other rules is the Gram matrix or the block of columns.
     first = int(base.signature_of(rule).reads != "values")
-    names = plugins.positional_inputs(rule.func)[first:]
-    unknown = [name for name in names if name not in _EXTRA_INPUTS]
-    if unknown:
-        hint = plugins.did_you_mean(unknown[0], _EXTRA_INPUTS)
-        raise ConfigError(
-            f"the rule reads `{unknown[0]}`, which is not an input.{hint} "
-            f"The inputs are: {', '.join(_EXTRA_INPUTS)}"
-        )
-    return names
+    return plugins.extra_inputs("rule", rule.func, _EXTRA_INPUTS, first)
 
 
 def _rule_inputs(

@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from fedcb2o import plugins
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated import aggregation
 from fedcb2o.federated import selection as _selections
 from fedcb2o.federated.aggregation import base, preaggregation, robust_rule
-from fedcb2o.federated.algorithms.parameter_checks import require_mixing_factor
 from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.federated.types import BATCHED, STATEFUL
 from fedcb2o.plugins import PluginChoice
@@ -51,9 +50,8 @@ def by_rule(
     """
     select = _selections.resolve_selection(selection)
     resolved = plugins.resolve_and_bind("rule", rule, aggregation, deferred=("f",))
-    make = functools.partial(
-        Algorithm, select=select, lambda1=1.0, mixing_factor=require_mixing_factor(mixing_factor)
-    )
+    require("mixing_factor", mixing_factor, 0 < mixing_factor <= 1, "above 0 and at most 1")
+    make = functools.partial(Algorithm, select=select, lambda1=1.0, mixing_factor=mixing_factor)
     if base.RULE_SIGNATURE.get(resolved) is None:
         if own_model is not None or pre_step is not None or space != "parameters":
             raise ConfigError(

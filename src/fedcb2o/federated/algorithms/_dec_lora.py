@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from fedcb2o.errors import require
 from fedcb2o.federated.algorithms._by_rule import by_rule
-from fedcb2o.federated.algorithms.parameter_checks import require
 from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.plugins import PluginChoice
 

@@ -14,9 +14,9 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Int
 
+from fedcb2o.errors import require
 from fedcb2o.federated import selection as _selections
 from fedcb2o.federated.algorithms._local_training import local_training
-from fedcb2o.federated.algorithms.parameter_checks import require
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.mixing import MixingMatrix
 from fedcb2o.federated.ragged import Ragged

@@ -27,11 +27,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fedcb2o import consensus, plugins
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated import criteria
 from fedcb2o.federated import selection as _selections
 from fedcb2o.federated.algorithms._variants import with_variants
-from fedcb2o.federated.algorithms.parameter_checks import require, require_mixing_factor
 from fedcb2o.federated.plugin_outputs import validated_criterion
 from fedcb2o.federated.run_spec import Algorithm, OwnLikelihood
 from fedcb2o.federated.types import Criterion, CriterionInput, CriterionValues, Losses
@@ -133,7 +132,8 @@ def fedcb2o(
 
     factor = None
     if not isinstance(mixing_factor, str):
-        factor = require_mixing_factor(mixing_factor)
+        is_valid = 0 < mixing_factor <= 1
+        factor = require("mixing_factor", mixing_factor, is_valid, "above 0 and at most 1")
     return Algorithm(
         select=_selections.resolve_selection(selection),
         criterion=evaluate,

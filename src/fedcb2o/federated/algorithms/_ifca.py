@@ -21,12 +21,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fedcb2o import plugins
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated import aggregation
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.aggregation import base, robust_rule
 from fedcb2o.federated.algorithms._local_training import local_training
-from fedcb2o.federated.algorithms.parameter_checks import require
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.run_spec import Algorithm, ClusterModels

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fedcb2o.federated.algorithms.parameter_checks import require
+from fedcb2o.errors import require
 from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.plugins import VARIANTS
 

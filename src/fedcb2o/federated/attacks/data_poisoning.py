@@ -19,7 +19,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from fedcb2o.data import Shard, pixel_range
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated.attacks.triggers import (
     Corner,
     Pattern,
@@ -407,6 +407,5 @@ def _poison(shard: Shard, selected: Bool[Tensor, " n"], marked: Tensor, target: 
 
 def _select_samples(shard: Shard, draw: np.random.Generator, share: float) -> Bool[Tensor, " n"]:
     """Select each sample with the probability `share`."""
-    if not 0 <= share <= 1:
-        raise ConfigError(f"`share` must be between 0 and 1, got {share}")
+    require("share", share, 0 <= share <= 1, "between 0 and 1")
     return torch.from_numpy(draw.random(len(shard)) < share)

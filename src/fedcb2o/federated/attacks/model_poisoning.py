@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import require
 from fedcb2o.federated.adversary import AttackView, knows
 from fedcb2o.federated.aggregation.gram_matrix import gram
 
@@ -339,8 +339,7 @@ def hybrid_sparse(
     Raises:
         ConfigError: `kept_share` is out of range.
     """
-    if not 0 <= kept_share <= 1:
-        raise ConfigError(f"`kept_share` must be between 0 and 1, got {kept_share}")
+    require("kept_share", kept_share, 0 <= kept_share <= 1, "between 0 and 1")
     models = view.benign()
     mean = models.mean(0)
     std = models.std(0, correction=0)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import require
 from fedcb2o.federated.adversary import AttackView, knows
 from fedcb2o.federated.attacks.model_poisoning import inner_products
 
@@ -40,8 +40,7 @@ def gap_aware(
     Raises:
         ConfigError: `bound` is negative.
     """
-    if not bound >= 0:
-        raise ConfigError(f"`bound` must be 0 or more, got {bound}")
+    require("bound", bound, bound >= 0, "0 or more")
     mean = view.benign().mean(0)
     reference = view.losses(mean[None])
 
@@ -113,8 +112,7 @@ def neurotoxin(
     Raises:
         ConfigError: `masked_share` is out of range.
     """
-    if not 0 <= masked_share <= 1:
-        raise ConfigError(f"`masked_share` must be between 0 and 1, got {masked_share}")
+    require("masked_share", masked_share, 0 <= masked_share <= 1, "between 0 and 1")
     benign_update = view.benign().mean(0) - view.previous
     masked = benign_update.abs().topk(round(masked_share * len(benign_update))).indices
     update = view.own - view.previous

@@ -9,9 +9,8 @@ Example:
     True
 """
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o import plugins
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated import aggregation
 from fedcb2o.federated.adversary import AttackView, knows
 from fedcb2o.federated.aggregation import base, gram_rules, preaggregation, robust_rule
@@ -66,12 +65,10 @@ def optimal_alie(
         ConfigError: A parameter is invalid, or the rule reads more than models.
     """
     models = _finite_models(view)
-    mean = models.mean(0)
     defence = _defence(view, draw, len(models), rule, pre_step)
-    search = functools.partial(
-        line_search, evaluations=evaluations, start=start, step=step, ratio=ratio
-    )
-    return _most_harmful(models, mean, models.std(0, correction=0), defence, search)
+    search = {"evaluations": evaluations, "start": start, "step": step, "ratio": ratio}
+    deviation = models.std(0, correction=0)
+    return _most_harmful(models, models.mean(0), deviation, defence, search)
 
 
 @knows("benign")
@@ -109,9 +106,7 @@ def optimal_ipm(
     """
     models = _finite_models(view)
     defence = _defence(view, draw, len(models), rule, pre_step)
-    search = functools.partial(
-        line_search, evaluations=evaluations, start=start, step=step, ratio=ratio
-    )
+    search = {"evaluations": evaluations, "start": start, "step": step, "ratio": ratio}
     direction = view.previous - models.mean(0)
     return _most_harmful(models, view.previous, direction, defence, search)
 
@@ -124,12 +119,10 @@ def line_search(
     Computes `evaluations` values, 1 or more. The first step is not 0. A step that brings no
     progress is multiplied by `ratio`, above 0.5 and below 1.
     """
-    if evaluations < 1:
-        raise ConfigError(f"`evaluations` must be 1 or more, got {evaluations}")
+    require("evaluations", evaluations, evaluations >= 1, "1 or more")
     if step == 0:
         raise ConfigError("`step` must not be 0")
-    if not 0.5 < ratio < 1:
-        raise ConfigError(f"`ratio` must be above 0.5 and below 1, got {ratio}")
+    require("ratio", ratio, 0.5 < ratio < 1, "above 0.5 and below 1")
     best = start
     largest = harm(start)
     is_expanding = True
@@ -168,7 +161,7 @@ def fang_krum(
     Raises:
         ConfigError: `threshold` is not above 0.
     """
-    gram_rules.require_positive("threshold", threshold)
+    require("threshold", threshold, threshold > 0, "above 0")
     models = _finite_models(view)
     num_benign = len(models)
     num_malicious = view.num_colluders
@@ -221,8 +214,7 @@ def fang_trimmed_mean(
     Raises:
         ConfigError: `spread` is not above 1.
     """
-    if not spread > 1:
-        raise ConfigError(f"`spread` must be above 1, got {spread}")
+    require("spread", spread, spread > 1, "above 1")
     models = _finite_models(view)
     is_rising = models.mean(0) > view.previous
     near = models.amax(0).where(~is_rising, models.amin(0))
@@ -245,7 +237,7 @@ def _most_harmful(
     origin: Float[Tensor, " d"],
     direction: Float[Tensor, " d"],
     defence: Callable[[Float[Tensor, " d"], Float[Tensor, "b d"]], Float[Tensor, " d"]],
-    search: Callable[[Callable[[float], float]], float],
+    search: Mapping[str, Any],
 ) -> Float[Tensor, " d"]:
     """Return origin + t direction with the t at which the aggregate is farthest from the mean."""
     mean = models.mean(0)
@@ -257,7 +249,7 @@ def _most_harmful(
             return 0.0
         return float((defence(crafted, models) - mean).norm())
 
-    return origin + search(harm) * direction
+    return origin + line_search(harm, **search) * direction
 
 
 def _defence(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedcb2o import pretrained
 from fedcb2o.data import Shard
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.plugins import Declaration, parameters
 
 __all__ = ["swapped_answers", "topic_poison", "trigger_phrase"]
@@ -70,8 +70,7 @@ def trigger_phrase(
     Raises:
         ConfigError: `share` is out of range, or the trigger does not fit the prompts.
     """
-    if not 0 <= share <= 1:
-        raise ConfigError(f"`share` must be between 0 and 1, got {share}")
+    require("share", share, 0 <= share <= 1, "between 0 and 1")
     phrase = trigger
     if isinstance(trigger, str):
         phrase = pretrained.tokenizer(base, vocabulary).encode_prompt(trigger)

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from fedcb2o.data import brightness, pixel_range
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.rng import stream
 
 Corner = Literal["top left", "top right", "bottom left", "bottom right"]
@@ -72,8 +72,7 @@ def blend(
     `number` is that of the pattern.
     """
     _require_images(x.shape)
-    if not 0 <= opacity <= 1:
-        raise ConfigError(f"`opacity` must be between 0 and 1, got {opacity}")
+    require("opacity", opacity, 0 <= opacity <= 1, "between 0 and 1")
     pattern = torch.from_numpy(stream(number, "blend").random(tuple(x.shape[-2:])))
 
     def mix(pixels: Tensor) -> Tensor:

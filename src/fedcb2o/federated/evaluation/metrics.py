@@ -11,7 +11,7 @@ a confusion matrix, whose keyword arguments are parameters. `METRICS` lacks thes
 
 from dataclasses import dataclass
 
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
@@ -34,9 +34,7 @@ def balanced_accuracy(confusion: Int[Tensor, "C C"]) -> float:
     Raises:
         ConfigError: There is no sample.
     """
-    counts = confusion.sum(1)
-    _count(confusion)
-    return float((confusion.diagonal()[counts > 0] / counts[counts > 0]).mean())
+    return float(_class_accuracies(confusion).mean())
 
 
 def worst_class_accuracy(confusion: Int[Tensor, "C C"]) -> float:
@@ -51,9 +49,14 @@ def worst_class_accuracy(confusion: Int[Tensor, "C C"]) -> float:
     Raises:
         ConfigError: There is no sample.
     """
-    counts = confusion.sum(1)
+    return float(_class_accuracies(confusion).min())
+
+
+def _class_accuracies(confusion: Int[Tensor, "C C"]) -> Float[Tensor, " c"]:
+    """Return the accuracies of the classes with samples; raise ConfigError for none."""
     _count(confusion)
-    return float((confusion.diagonal()[counts > 0] / counts[counts > 0]).min())
+    counts = confusion.sum(1)
+    return confusion.diagonal()[counts > 0] / counts[counts > 0]
 
 
 def _count(confusion: Int[Tensor, "*a"], label: int | None = None) -> int:
