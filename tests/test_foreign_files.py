@@ -222,6 +222,21 @@ def test_the_number_of_seeds_is_bounded(tmp_path, monkeypatch):
         records.find_seeds(tmp_path)
 
 
+def test_a_seed_that_is_a_link_is_not_read(tmp_path):
+    out = started(tmp_path / "run")
+    (out / "seed-1000").rename(tmp_path / "elsewhere")
+    (out / "seed-1000").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match="seed-1000 is a link"):
+        records.Run(out)
+
+
+def test_short_lines_fill_no_huge_table(tmp_path, monkeypatch):
+    out = started(tmp_path / "run")  # three agents, two rounds
+    monkeypatch.setattr("fedcb2o.records.run._MAX_ROWS", 5)
+    with pytest.raises(RunError, match="more than 5 values"):
+        _ = records.Run(out).records
+
+
 def test_cells_of_a_grid_are_in_its_folder(tmp_path):
     cell = dict.fromkeys(
         ["kind", "setting", "defence", "attack", "floor", "rounds", "seconds", "error"]

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from tests.peer import members
 from tests.peer.folders import line, write_node
 from tests.processes import living, needs_proc
 
@@ -279,3 +280,17 @@ def test_another_experiment_has_one_organisation_per_agent(tmp_path):
     assert federation.read_federation(file).deadline_seconds == 60
     with pytest.raises(RunError, match="at most 26"):
         _demo.run_demo(tmp_path / "many", experiment="emnist-fedassay")
+
+
+@pytest.mark.parametrize("kind", [_demo.BENIGN, _demo.GARBAGE])
+def test_agents_may_use_what_the_experiment_names(tmp_path, monkeypatch, kind):
+    name = "tests.peer.test_federation:own_criterion"
+    algorithm = {"name": "fedcb2o", "criterion": {"name": name}, "alpha": 2.0}
+    path = tmp_path / "federation.toml"
+    orgs = members.identities(tmp_path, 2)
+    members.federated(orgs, changes={"algorithm": algorithm}, path=path)
+    commands = []
+    monkeypatch.setattr(_demo.subprocess, "Popen", lambda words, **_: commands.append(words))
+    agent = _demo.DemoAgent("org-0", kind, orgs[0].folder, tmp_path / "out", tmp_path / "log")
+    _demo._start_agent(agent, path, tmp_path)
+    assert (name if kind == _demo.GARBAGE else f"--own={name}") in commands[0]

@@ -53,6 +53,7 @@ _CONFIG_TYPES = {
 }
 _SEED = re.compile("[0-9]{1,20}")
 _MAX_SEEDS = 10_000
+_MAX_ROWS = 2**26  # rounds times agents; a line of a few bytes has a value for each agent
 _MAX_NAMES = 20
 _model_readers: list[Callable[[], Any]] = []
 _REMEDY = "restore it, or run the experiment again with another --out"
@@ -329,6 +330,11 @@ class Run:
                 if name in line and name not in columns:
                     columns[name] = [None] * (len(rounds) * count)
             rounds.append(line["round"])
+            if len(rounds) * count > _MAX_ROWS:
+                raise RunError(
+                    f"{path} has more than {_MAX_ROWS} values of each metric, which do not fit "
+                    "into a table"
+                )
             for name, column in columns.items():
                 values = line.get(name) or [None] * count
                 if len(values) != count:

@@ -132,14 +132,15 @@ class ByzantinePeer:
         return signed
 
 
-def main(federation_path: str, folder: str) -> None:
+def main(federation_path: str, folder: str, *allowed: str) -> None:
     """Take part until standard input ends.
 
     Args:
         federation_path: File of the federation.
         folder: Folder of the identity.
+        *allowed: Functions and models outside fedcb2o that the federation may name.
     """
-    federation = read_federation(federation_path)
+    federation = read_federation(federation_path, allowed_functions=allowed)
     identity = Identity.read(Path(folder))
     dim = len(parameters.flatten(build_network(federation)))
     transport = Zenoh(federation, identity)

@@ -32,7 +32,11 @@ from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.datasets import build_population, load_dataset
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.peer.membership.federation import make_federation, write_federation
+from fedcb2o.peer.membership.federation import (
+    make_federation,
+    read_federation,
+    write_federation,
+)
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.report._peer_records import PeerRecords, RoundRecord
 from fedcb2o.records import write_toml
@@ -188,6 +192,7 @@ def free_ports(count: int) -> list[int]:
 
 def _start_agent(agent: DemoAgent, federation: Path, out: Path) -> "subprocess.Popen[bytes]":
     """Start an agent in a process group without the terminal's signals."""
+    allowed = read_federation(federation).user_functions  # the user named the experiment
     command: Sequence[object] = (
         *RUN_COMMAND,
         federation,
@@ -199,10 +204,11 @@ def _start_agent(agent: DemoAgent, federation: Path, out: Path) -> "subprocess.P
         agent.out,
         "--linger",
         _LINGER_SECONDS,
+        *(f"--own={name}" for name in allowed),
     )
     if agent.kind == GARBAGE:
         module = "fedcb2o.peer.node._byzantine_peer"
-        command = (sys.executable, "-m", module, federation, agent.keys)
+        command = (sys.executable, "-m", module, federation, agent.keys, *allowed)
     with agent.log.open("wb") as log:
         return subprocess.Popen(
             [*map(str, command)],
