@@ -1,5 +1,8 @@
 """Data sets from arrays and .npz files: their contents, and errors that name the fault."""
 
+import io
+import zipfile
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -173,6 +176,15 @@ def set_flag(path, flag):
     path.write_bytes(content)
 
 
+def write_huge_shape(path):
+    """Write an archive whose `x` has a header of 8 PB, and 8 bytes."""
+    content = io.BytesIO()
+    header = {"descr": "<f4", "fortran_order": False, "shape": (10**15, 2)}
+    np.lib.format.write_array_header_1_0(content, header)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", content.getvalue() + bytes(8))
+
+
 FILES = {
     "missing": (
         lambda path: path.unlink(),
@@ -189,6 +201,7 @@ FILES = {
     ),
     "encrypted": (lambda path: set_flag(path, 1), "my.npz cannot be read .*encrypted"),
     "another compression": (lambda path: set_flag(path, 0x20), "my.npz cannot be read .*patched"),
+    "huge": (write_huge_shape, "my.npz cannot be read .*Unable to allocate"),
     "no y": (lambda path: np.savez(path, x=X), "my.npz holds no `y`"),
     "another key": (
         lambda path: np.savez(path, x=X, y=Y, X_test=X),

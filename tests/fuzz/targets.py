@@ -26,6 +26,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import tomli_w
 import torch
 import zstandard
 from cryptography import x509
@@ -41,7 +42,7 @@ from fedcb2o.nn import parameters
 from fedcb2o.peer import _metrics_server
 from fedcb2o.peer.membership import Federation, Identity, amend_federation, certificates
 from fedcb2o.peer.membership import federation as federation_files
-from fedcb2o.peer.membership.identity import Member, parse_bounded_toml
+from fedcb2o.peer.membership.identity import SIGNED_VERSIONS_FILE, Member, parse_bounded_toml
 from fedcb2o.peer.node import _agent, _backup, _preflight
 from fedcb2o.peer.report import _peer_records
 from fedcb2o.peer.wire import _equivocation, _mailbox, _protocol, _relay, _sealing
@@ -69,6 +70,7 @@ class World:
 
     folder: Path
     organisations: list[Identity]
+    stranger: Member
     first: Federation
     second: Federation
     sessions: list[_sealing.Session]
@@ -108,7 +110,8 @@ def world() -> World:
     for identity in organisations[:2]:
         second = federation_files.sign_federation(path, identity)
     sessions = [_sealing.Session(first, identity) for identity in organisations[:2]]
-    return World(folder, organisations, first, second, sessions)
+    stranger = Identity.make(folder / "stranger", name="stranger", endpoint="192.0.2.1:7447")
+    return World(folder, organisations, stranger.member, first, second, sessions)
 
 
 def _remove(folder: Path, process: int) -> None:
@@ -180,6 +183,37 @@ def former_notice(data: bytes) -> None:
     # a signature of both remaining members is the only way to a removal
     assert not notice or b"[[signatures]]" in data
     assert not federation_files.removal_notice(world().first, world().own.member, data)
+
+
+def later_version(data: bytes) -> None:
+    """Members and other keys of a version 2, which both remaining members sign."""
+    first = world().first
+    try:
+        last = parse_bounded_toml(data, 2**16)
+        second = federation_files._with_versions(first, first.versions[0].model_dump(), last)
+    except ValueError:
+        return
+    path = world().folder / "later.toml"
+    federation_files.write_federation(second, path)
+    with suppress(ConfigError):
+        for identity in world().organisations[:2]:
+            journal = identity.folder / SIGNED_VERSIONS_FILE
+            journal.unlink(missing_ok=True)  # another successor was signed before
+            federation_files.sign_federation(path, identity)
+        read = federation_files.read_federation(path)
+        assert (read.version, read.run) == (2, first.run)
+        known = {id: member.name for id, member in first.members.items()}
+        for id, member in read.members.items():
+            assert known.get(id, member.name) == member.name
+            assert id in known or (id >= len(known) and member.name not in known.values())
+
+
+def later_version_seeds() -> list[bytes]:
+    table = world().second.to_table()
+    stranger = world().stranger.to_table()
+    joined = [*table["members"], {"id": 3, **stranger}]
+    versions = [{"members": table["members"]}, {"members": joined}]
+    return [tomli_w.dumps(version, multiline_strings=True).encode() for version in versions]
 
 
 _EXTENSIONS = {
@@ -700,6 +734,7 @@ TARGETS: dict[str, tuple[Target, Callable[[], list[bytes]]]] = {
     "root": (root_certificate, root_seeds),
     "saved-model": (saved_model, saved_model_seeds),
     "sealed": (sealed, sealed_seeds),
+    "versions": (later_version, later_version_seeds),
     "wire": (wire_messages, wire_seeds),
     "witnesses": (witnesses, witness_seeds),
 }

@@ -14,6 +14,16 @@ from fedcb2o.errors import DataError
 
 _KEYS = ("x", "y", "owner", "x_test", "y_test", "owner_test", "class_names")
 
+_READ_ERRORS = (
+    OSError,
+    ValueError,
+    EOFError,
+    MemoryError,  # a shape beyond the memory
+    RuntimeError,  # encrypted, or compressed in an unknown way
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
 
 def arrays(
     *,
@@ -63,8 +73,7 @@ def _load(file: Path) -> dict[str, Any]:
         # an open file, because NumPy does not close one that is no archive
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as opened:
             contents = {key: opened[key] for key in opened.files}
-    # RuntimeError: encrypted, or compressed in an unknown way
-    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+    except _READ_ERRORS as error:
         raise DataError(
             f"{file} cannot be read ({error}): it must hold arrays of numbers and words only"
         ) from error
