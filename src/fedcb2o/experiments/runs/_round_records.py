@@ -33,8 +33,8 @@ def metrics_record(
     """Return the record of a round in metrics.jsonl.
 
     `malicious_weight` is the weight in m_j, before the mixing factor. The share in the new model is
-    that weight times the factor. It has lists over agents by name: losses, weights, numbers of
-    answers, and scores if evaluated.
+    that weight times the factor. The record has lists over agents by name: losses, weights, numbers
+    of answers, and scores if evaluated.
     """
     decisions = result.decisions
     own_loss = decisions.own_loss.tolist()
