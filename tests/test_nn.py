@@ -95,7 +95,7 @@ def test_the_residual_network_reads_small_images(shape, blocks):
     [
         ({"width": 12}, "`width` must be a multiple of 8, the channels of a group, got 12"),
         ({"width": 0}, "`width` must be a multiple of 8, .* got 0"),
-        ({"blocks": 0}, "`blocks` must be at least 1 and at most 1000, got 0"),
+        ({"blocks": 0}, "`blocks` must be at least 1 and at most 200, got 0"),
     ],
 )
 def test_an_invalid_residual_network_is_refused(change, message):

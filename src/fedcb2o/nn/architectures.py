@@ -23,6 +23,7 @@ from fedcb2o.nn.memory_layout import ChannelsLast
 __all__ = ["cnn", "language_model", "logistic", "mlp", "resnet"]
 
 _MAX_LAYERS = 1000
+_MAX_BLOCKS = 200  # the deepest network of He et al. (2016) has 1202 layers
 
 
 def cnn(
@@ -153,9 +154,9 @@ def resnet(
         raise ConfigError(
             f"model `resnet`: `width` must be a multiple of 8, the channels of a group, got {width}"
         )
-    if not 1 <= blocks <= _MAX_LAYERS:
+    if not 1 <= blocks <= _MAX_BLOCKS:
         raise ConfigError(
-            f"model `resnet`: `blocks` must be at least 1 and at most {_MAX_LAYERS}, got {blocks}"
+            f"model `resnet`: `blocks` must be at least 1 and at most {_MAX_BLOCKS}, got {blocks}"
         )
 
     widths = [width] + [factor * width for factor in (1, 2, 4) for _ in range(blocks)]
