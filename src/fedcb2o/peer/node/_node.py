@@ -53,7 +53,6 @@ from fedcb2o.peer.node._recovery import SigningRecovery
 from fedcb2o.peer.node._run_directory import open_run
 from fedcb2o.peer.wire._client import (
     BLAMELESS_REASONS,
-    NOT_YET,
     PeerClient,
     StoppedError,
 )
@@ -350,14 +349,15 @@ class Node:
                 if rounds_done < federation.rounds:  # after the last one, peers may have ended
                     recovery.update()
                     monitor.probe_unreachable(self.identity)
-                    is_ahead = not engine.arrivals and NOT_YET in engine.failures.values()
-                    monitor.throttle(rounds_done, start, is_ahead)
+                    monitor.throttle(rounds_done, start)
                 self._check_running()
                 start = time.monotonic()
                 # the rest of the round, after its exchange, takes about as long as in this one
                 seconds = record["seconds"]
                 rest = seconds["round"] - seconds["train"] - seconds["exchange"]
                 engine.free_until = start + federation.round_seconds - rest
+                if monitor.is_late(rounds_done):
+                    engine.free_until = start
                 # Without a minimum duration there is no common pace that an agent could miss.
                 if federation.round_seconds and self._skip_rounds(engine):
                     break

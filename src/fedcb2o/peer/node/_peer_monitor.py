@@ -11,7 +11,7 @@ from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.node._observer import NodeObserver
 from fedcb2o.peer.node._preflight import describe_disagreement, describe_version_gap
 from fedcb2o.peer.wire._client import HELLO_SECONDS, PeerClient, StoppedError
-from fedcb2o.peer.wire._patience import Backoff
+from fedcb2o.peer.wire._patience import Credit
 from fedcb2o.peer.wire._tls_probe import probe_member
 from fedcb2o.peer.wire._transport import Transport
 
@@ -19,6 +19,8 @@ _POLL_SECONDS = 0.2  # between two looks at the links
 _REJOIN_SECONDS = 3.0  # in which a running member is reached
 _SYNCHRONOUS_POLL_SECONDS = 0.02  # between two looks at rounds in a synchronous federation
 _MIN_ANNOUNCEMENTS = 2  # of rounds: no single member makes another one skip rounds
+_FRESH_SECONDS = HELLO_SECONDS + 1.0  # in which a member that is waited for must answer again
+_MAX_PAUSE_SECONDS = 5.0  # between two questions to members that are behind
 _FIRST_PROBE_SECONDS = 5.0  # after the start
 _PROBE_SECONDS = 60.0  # between two looks at members without a link
 _LAST_SECONDS = 1.0  # for members that compare digests with an agent that has finished
@@ -47,7 +49,7 @@ class PeerMonitor:
         self.observer = observer
         self.federation = client.federation
         self.agent_id = client.agent_id
-        self._ahead = Backoff()
+        self._ahead = Credit(client.federation.deadline_seconds)  # for members that are behind
         self._refusing = set[int]()
         self._compared = set[int]()  # members with a link whose version of the protocol is known
         self._next_probe = time.monotonic() + _FIRST_PROBE_SECONDS
@@ -286,35 +288,69 @@ class PeerMonitor:
         )
         return chosen
 
-    def throttle(self, rounds_done: int, start: float, is_ahead: bool) -> None:
-        """Wait for the round's minimum duration.
+    def throttle(self, rounds_done: int, start: float) -> None:
+        """Wait for the round's minimum duration, unless this agent is late.
 
         The minimum holds for each round by itself, so that an agent that was suspended and finds no
         other member does not race to the end.
 
-        An agent that is ahead of all peers that it asked waits for half of the reachable members.
-        In a synchronous federation an agent waits until all others have finished the previous
-        round, because a model is offered in two rounds only.
+        An agent waits for members that are behind (`_wait_for_others`). In a synchronous federation
+        it waits until all others have finished the previous round, because a model is offered in
+        two rounds only.
 
         Args:
             rounds_done: Rounds that this agent has finished.
             start: Time at which the last round began.
-            is_ahead: All asked peers answered that they have no model yet.
         """
         federation = self.federation
-        deadline = federation.deadline_seconds
         if federation.synchronous:
             self.wait_for_rounds(
-                lambda: self.other_members, rounds_done, deadline, _SYNCHRONOUS_POLL_SECONDS
+                lambda: self.other_members,
+                rounds_done,
+                federation.deadline_seconds,
+                _SYNCHRONOUS_POLL_SECONDS,
             )
-        elif is_ahead and 0 not in self._ahead.suspended(rounds_done):
-            n = rounds_done - federation.lag
-            if not self.wait_for_rounds(self.reachable, n, deadline, _POLL_SECONDS, 0.5):
-                self._ahead.record_stall(0, rounds_done)
+        else:
+            self._wait_for_others(rounds_done, start + federation.round_seconds)
 
         left = start + federation.round_seconds - time.monotonic()
-        if left > 0:
+        if left > 0 and not self.is_late(rounds_done):
             self.stop.wait(left)
+
+    def _wait_for_others(self, rounds_done: int, free_until: float) -> None:
+        """Wait while at least half of the reachable members say that they are behind.
+
+        A member is behind from half of the lag on, so that its models still arrive. Without a
+        minimum duration there is no common pace, and the whole lag counts. The wait costs nothing
+        within the minimum duration, and further credit: one deadline, and a share of all time.
+        """
+        federation = self.federation
+        allowed = federation.lag // 2 if federation.round_seconds else federation.lag
+        n = rounds_done - max(1, allowed)
+        start = time.monotonic()
+        self._ahead.earn(start, federation.deadline_seconds)
+        end = max(start, free_until) + self._ahead.credit
+        pause = min(federation.round_seconds / 5 or _POLL_SECONDS, _MAX_PAUSE_SECONDS)
+        while (left := end - time.monotonic()) > 0:
+            reachable = self.reachable()
+            behind = self._behind(reachable, n, start)
+            if not behind or len(behind) < max(min(2, len(reachable)), len(reachable) / 2):
+                break
+            self.client.inquire(behind)
+            if self.stop.wait(min(left, pause)):
+                break
+        self._ahead.spend(max(0.0, time.monotonic() - max(start, free_until)))
+
+    def _behind(self, peers: Collection[int], n: int, start: float) -> set[int]:
+        """Return the peers that announced a round before `n`, and still answer."""
+        now = time.monotonic()
+        announced = dict(self.client.announced_rounds)
+        times = dict(self.client.announcement_times)
+        oldest = max(start, now - _FRESH_SECONDS)
+        is_new = now < start + _FRESH_SECONDS  # they had no time to answer
+        return {
+            i for i in peers if announced.get(i, n) < n and (is_new or times.get(i, 0.0) > oldest)
+        }
 
     def linger(self, rounds_done: int, seconds: float) -> None:
         """Wait until all reachable members have finished, as they may need models.
@@ -353,21 +389,19 @@ class PeerMonitor:
         n: int,
         seconds: float,
         pause: float,
-        share: float = 1.0,
         on_finished: Callable[[int], None] = lambda i: None,
     ) -> bool:
-        """Wait until a share of some peers has finished `n` rounds.
+        """Wait until some peers have finished `n` rounds.
 
         Args:
             peers: Function that returns the peers, which may change.
             n: Number of rounds.
             seconds: Longest time to wait.
             pause: Time between two questions to a peer.
-            share: Share of the peers to wait for.
             on_finished: Called once with each peer that has finished them.
 
         Returns:
-            True if the share has finished them.
+            True if all have finished them.
         """
         end = time.monotonic() + seconds
         finished = set[int]()
@@ -381,8 +415,7 @@ class PeerMonitor:
                 if isinstance(rounds, int) and rounds >= n:
                     finished.add(i)
                     on_finished(i)
-            current = set(peers())
-            if len(current & finished) >= share * len(current):
+            if finished.issuperset(peers()):
                 return True
             if self.stop.wait(min(left, pause)):
                 return False

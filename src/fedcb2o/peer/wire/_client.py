@@ -100,6 +100,7 @@ class PeerClient:
         last_rounds: Round of the last manifest accepted from each peer; older ones are refused.
         announced_rounds: Round that each peer announced last, by a manifest or a hello. Nothing
             proves it.
+        announcement_times: Monotonic time of that announcement.
         backoff: Peers that delayed rounds.
         patience: Usual times of downloads.
         incompatible: Members whose protocol is more than one minor version apart.
@@ -126,6 +127,7 @@ class PeerClient:
         self.agent_id = federation.id_of(identity.member)
         self.last_rounds: dict[int, int] = {}
         self.announced_rounds: dict[int, int] = {}
+        self.announcement_times: dict[int, float] = {}
         self.backoff = Backoff()
         self.patience = Patience()
         self.incompatible: set[int] = set()
@@ -220,12 +222,16 @@ class PeerClient:
     def compare_digests(self, n: int, peer: int, seconds: float = _AUDIT_SECONDS) -> None:
         """Compare a member's digests of manifests with this agent's, and keep its manifest.
 
+        A member that is too far behind to have one says its round.
+
         Args:
             n: The agent's round.
             peer: The member.
             seconds: Time to wait.
         """
-        _PeerSession(self, peer, time.monotonic() + seconds).fetch_manifest(n)
+        session = _PeerSession(self, peer, time.monotonic() + seconds)
+        if session.fetch_manifest(n) == NOT_YET:
+            self.hello(peer, HELLO_SECONDS)
 
     def note_manifest(self, peer: int, round: int) -> None:
         """Note the round of a manifest.
@@ -236,14 +242,19 @@ class PeerClient:
         """
         with self.lock:
             self.last_rounds[peer] = max(round, self.last_rounds.get(peer, 0))
-            self.announced_rounds[peer] = round
+            self._note_round(peer, round)
+
+    def _note_round(self, peer: int, round: int) -> None:
+        """Note the round that a peer announces; the caller holds the lock."""
+        self.announced_rounds[peer] = round
+        self.announcement_times[peer] = time.monotonic()
 
     def _note_hello(self, peer: int, content: Mapping[str, Any]) -> None:
         """Note the round in a hello, if it is one of this run."""
         round = content.get("round")
         if type(round) is int and 0 <= round <= self.federation.rounds:
             with self.lock:
-                self.announced_rounds[peer] = round
+                self._note_round(peer, round)
 
     def _note_file(self, peer: int, file: object) -> None:
         """Read the versions of the federation that a member sends to a former member."""

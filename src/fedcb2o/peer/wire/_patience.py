@@ -85,7 +85,41 @@ class Backoff:
         return {peer for peer, end in self.suspended_until.items() if n < end}
 
 
-class Patience:
+class Credit:
+    """Seconds that an agent may wait for others: a share of the time that passes.
+
+    Args:
+        credit: Seconds at the start.
+
+    Attributes:
+        credit: Seconds that are left.
+    """
+
+    def __init__(self, credit: float) -> None:
+        self.credit = credit
+        self._updated = math.inf
+
+    def earn(self, now: float, maximum: float) -> None:
+        """Add a share of the passed time to the credit.
+
+        Args:
+            now: Time of a monotonic clock.
+            maximum: Largest credit.
+        """
+        passed = max(0.0, now - self._updated)
+        self.credit = min(max(maximum, self.credit), self.credit + _CREDIT_SHARE * passed)
+        self._updated = now
+
+    def spend(self, seconds: float) -> None:
+        """Subtract a wait from the credit.
+
+        Args:
+            seconds: Its duration.
+        """
+        self.credit = max(0.0, self.credit - seconds)
+
+
+class Patience(Credit):
     """Usual download times of peers, and credit to wait for slow ones.
 
     The median counts every peer once, so that fewer than half of the peers can neither raise it
@@ -94,14 +128,12 @@ class Patience:
     Attributes:
         seconds: Duration of the last download from each peer.
         expected: The same, or for a peer that a round did not wait for a longer time.
-        credit: Seconds that rounds may wait for the slower half of the models.
     """
 
     def __init__(self) -> None:
+        super().__init__(_FIRST_CREDIT_SECONDS)
         self.seconds: dict[int, float] = {}
         self.expected: dict[int, float] = {}
-        self.credit = _FIRST_CREDIT_SECONDS
-        self._updated = math.inf
 
     def record_arrival(self, peer: int, seconds: float) -> None:
         """Note the duration of a peer's last download.
@@ -128,25 +160,6 @@ class Patience:
         if not self.seconds:
             return math.inf
         return statistics.median_low(self.seconds.values())
-
-    def earn(self, now: float, maximum: float) -> None:
-        """Add a share of the passed time to the credit.
-
-        Args:
-            now: Time of a monotonic clock.
-            maximum: Largest credit.
-        """
-        passed = max(0.0, now - self._updated)
-        self.credit = min(max(maximum, self.credit), self.credit + _CREDIT_SHARE * passed)
-        self._updated = now
-
-    def spend(self, seconds: float) -> None:
-        """Subtract a wait from the credit.
-
-        Args:
-            seconds: Its duration.
-        """
-        self.credit = max(0.0, self.credit - seconds)
 
 
 class Wait:
