@@ -122,6 +122,7 @@ def test_cards_without_a_valid_seal_displace_no_session(
 
 def test_every_changed_byte_is_refused(sessions: list[Session]) -> None:
     first, second, _ = sessions
+    second.introduce(second.read_card(first.card(1)))
     message = seal_request(first, second)
     for position in range(len(message)):
         changed = bytearray(message)

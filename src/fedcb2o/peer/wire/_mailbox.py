@@ -4,7 +4,7 @@ A mailbox stores sealed messages for sessions of members, and a card for each me
 not trusted: it can delay or drop messages, and sees senders, receivers and sizes.
 
 Example:
-    >>> split_messages(join_messages([b"first", b""]))
+    >>> split_messages(join_messages([b"first", b""]), max_count=10)
     [b'first', b'']
 """
 
@@ -18,6 +18,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any, Protocol
 
+from fedcb2o.peer.membership.federation import MAX_FILE_BYTES
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._link import TlsStream
 from fedcb2o.peer.wire._tls import dial
@@ -28,6 +29,15 @@ MAX_TAKEN_BYTES = 2**23
 """Size of the messages that one call returns, except the last one."""
 MAX_REPLY_BYTES = MAX_TAKEN_BYTES + MAX_MESSAGE_BYTES
 """Longest reply of a relay."""
+MIN_COUNTED_BYTES = 2**16
+"""Size as which a shorter message counts in a box."""
+MAX_TAKEN_MESSAGES = 2**10
+"""Messages in one reply of a relay; further ones wait in the box."""
+_MAX_CARDS = 2**13
+"""Cards in one reply of a relay: two of each member."""
+_MAX_CARDS_BYTES = 2**21
+_MAX_STATUS_BYTES = 2**10
+_MAX_FORMER_BYTES = MAX_FILE_BYTES + 2**8
 _MAX_VERSION_BYTES = 2**10
 _CONNECT_SECONDS = 4.0
 _FULL_SECONDS = 0.05
@@ -120,7 +130,8 @@ class RelayMailbox:
         self._call(f"card {name}", card, _CONNECT_SECONDS)
 
     def cards(self) -> dict[str, bytes]:
-        entries = split_messages(self._call("cards", b"", _CONNECT_SECONDS))
+        reply = self._call("cards", b"", _CONNECT_SECONDS, _MAX_CARDS_BYTES)
+        entries = split_messages(reply, 2 * _MAX_CARDS)
         names = [entry.decode("ascii", "replace") for entry in entries[::2]]
         return dict(zip(names, entries[1::2], strict=False))
 
@@ -149,8 +160,9 @@ class RelayMailbox:
                 time.sleep(_FULL_SECONDS)
 
     def take(self, box: str, seconds: float) -> list[bytes]:
-        reply = self._call(f"take {box} {seconds:.3f}", b"", seconds + _CONNECT_SECONDS)
-        return split_messages(reply)
+        head = f"take {box} {seconds:.3f}"
+        reply = self._call(head, b"", seconds + _CONNECT_SECONDS, MAX_REPLY_BYTES)
+        return split_messages(reply, MAX_TAKEN_MESSAGES)
 
     def close(self) -> None:
         self._closed = True
@@ -163,7 +175,9 @@ class RelayMailbox:
         self._open.discard(stream)
         stream.release()
 
-    def _call(self, head: str, body: bytes, seconds: float) -> memoryview:
+    def _call(
+        self, head: str, body: bytes, seconds: float, max_bytes: int = _MAX_STATUS_BYTES
+    ) -> memoryview:
         """Send one request; try once more if a kept connection was lost."""
         end = time.monotonic() + seconds
         if self._closed:
@@ -173,33 +187,39 @@ class RelayMailbox:
         try:
             if self._idle:
                 with suppress(ConnectionError, ssl.SSLError, IndexError):
-                    return self._exchange(self._idle.pop(), head, body, end)
+                    return self._exchange(self._idle.pop(), head, body, end, max_bytes)
             if self._closed:
                 raise ConnectionError("the mailbox is closed")
-            return self._exchange(self._connect(end), head, body, end)
+            return self._exchange(self._connect(end), head, body, end, max_bytes)
         finally:
             self._free.release()
 
-    def _exchange(self, stream: TlsStream, head: str, body: bytes, end: float) -> memoryview:
+    def _exchange(
+        self, stream: TlsStream, head: str, body: bytes, end: float, max_bytes: int
+    ) -> memoryview:
+        """Send a request on a connection; the reply to a former member may be longer."""
         try:
             try:
                 write_frame(stream, end, head.encode(), b"\n", body)
             except (ConnectionError, ssl.SSLError):
                 _raise_alert(stream)
                 raise
-            status, content = split_head(read_frame(stream, MAX_REPLY_BYTES, end))
+            longest = max(max_bytes, _MAX_FORMER_BYTES)
+            status, content = split_head(read_frame(stream, longest, end))
         except ValueError as error:
             self._release(stream)
             raise ConnectionAbortedError("the relay sends no frame") from error
         except BaseException:
             self._release(stream)
             raise
-        if self._closed or status == FORMER:
+        if self._closed or status == FORMER or len(content) > max_bytes:
             self._release(stream)
         else:
             self._idle.append(stream)
         if status == FORMER:
             raise FormerMemberError(bytes(content))
+        if len(content) > max_bytes:
+            raise ConnectionAbortedError("the reply is too long")
         if status == "full":
             raise BlockingIOError("the box is full")
         if status != "ok":
@@ -287,18 +307,19 @@ def join_messages(messages: Iterable[bytes]) -> bytes:
     return b"".join(chain.from_iterable(pairs))
 
 
-def split_messages(content: bytes | memoryview) -> list[bytes]:
+def split_messages(content: bytes | memoryview, max_count: int) -> list[bytes]:
     """Split what `join_messages` made; an incomplete end is left out.
 
     Args:
         content: The bytes.
+        max_count: Largest number of messages; further ones are left out.
 
     Returns:
         The messages.
     """
-    messages = []
+    messages = list[bytes]()
     position = 0
-    while position + 4 <= len(content):
+    while position + 4 <= len(content) and len(messages) < max_count:
         start = position + 4
         position = start + int.from_bytes(content[position:start], "little")
         if position <= len(content):

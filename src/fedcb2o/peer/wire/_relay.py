@@ -11,7 +11,7 @@ import math
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -30,18 +30,25 @@ from fedcb2o.peer.wire._mailbox import (
     CARD_NAME,
     FORMER,
     MAX_MESSAGE_BYTES,
+    MAX_TAKEN_MESSAGES,
+    MIN_COUNTED_BYTES,
     join_messages,
     read_frame,
     split_head,
     write_frame,
 )
 from fedcb2o.peer.wire._sealing import CARD_BYTES
+from fedcb2o.peer.wire._transport import Pace
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_STORED_BYTES = 2**23
-"""Size of the messages of one sender that wait in one box."""
+"""Size of the messages of one sender that wait in one box; a short one counts as 64 KiB."""
 _MAX_BOXES = 4
 """Boxes of one member, one for each of its processes."""
+_MAX_WAITING = 4
+"""Requests of one member that wait for messages at once; further ones get a reply at once."""
+_CARDS_SECONDS = 0.02
+"""Age at which cards are read again."""
 _MAX_LINKS = 32
 """Connections of one member; the newest remain."""
 _MAX_FORMER_LINKS = 4
@@ -105,6 +112,11 @@ class Relay:
             }
         ).encode()
         self._boxes: dict[str, dict[str, None]] = {name: {} for name in self._links}
+        self._paces = {name: Pace() for name in self._links}
+        self._waiting = Counter[str]()  # requests that wait for messages, by member
+        self._stored = _StoredBytes(self._mailbox)
+        self._cards = b""
+        self._cards_read = -math.inf  # monotonic time
         self._counts = Counter[str]()
         self._overfilled = set[
             tuple[str, str]
@@ -147,6 +159,7 @@ class Relay:
         """
         while not stop.wait(_SWEEP_SECONDS):
             self._mailbox.sweep()
+            self._stored.forget()
 
     def close(self) -> None:
         """Close all connections and remove a temporary folder."""
@@ -225,6 +238,7 @@ class Relay:
         try:
             while time.time() < expires and not self._closed.is_set():
                 frame = read_frame(stream, MAX_MESSAGE_BYTES, time.monotonic() + _IDLE_SECONDS)
+                self._paces[name].wait(self._closed)
                 parts = self._reply(name, frame)
                 write_frame(stream, time.monotonic() + _REPLY_SECONDS, *parts)
         except (OSError, ValueError):
@@ -249,7 +263,7 @@ class Relay:
         head, body = split_head(frame)
         command, place, seconds = (*head.split(" "), "", "")[:3]
         if command == "cards":
-            return b"ok\n", join_messages(self._card_entries())
+            return b"ok\n", self._all_cards()
         if command == "federation":
             return b"ok\n", self._version
         if command == "put" and BOX_NAME.fullmatch(place):
@@ -260,9 +274,31 @@ class Relay:
             return (b"ok\n",)
         if command == "take" and BOX_NAME.fullmatch(place) and place.partition("/")[0] == name:
             self._keep_box(name, place)
-            wait = min(max(0.0, float(seconds)), _MAX_TAKE_SECONDS)
-            return b"ok\n", join_messages(self._mailbox.take(place, wait))
+            return b"ok\n", join_messages(self._take(name, place, float(seconds)))
         raise ValueError("no such request, or not of this member")
+
+    def _all_cards(self) -> bytes:
+        """Return all cards, which many members ask for at once."""
+        now = time.monotonic()
+        if now > self._cards_read + _CARDS_SECONDS:
+            self._cards = join_messages(self._card_entries())
+            self._cards_read = now
+        return self._cards
+
+    def _take(self, name: str, box: str, seconds: float) -> list[bytes]:
+        """Take the messages of a box; few requests of a member wait for the first one."""
+        with self._lock:
+            may_wait = self._waiting[name] < _MAX_WAITING
+            self._waiting[name] += may_wait
+        try:
+            wait = min(max(0.0, seconds), _MAX_TAKE_SECONDS) if may_wait else 0.0
+            messages = self._mailbox.take(box, wait)
+        finally:
+            with self._lock:
+                self._waiting[name] -= may_wait
+        if messages:
+            self._stored.forget(box)
+        return messages
 
     def _card_entries(self) -> Iterable[bytes]:
         for name, card in self._mailbox.cards().items():
@@ -277,8 +313,7 @@ class Relay:
             outcome = "no box"
         else:
             with suppress(OSError):
-                if self._mailbox.stored_bytes(box, sender) + len(message) <= _MAX_STORED_BYTES:
-                    self._mailbox.put(box, message, 0.0, sender)
+                if self._stored.put(box, message, sender):
                     outcome = "stored"
         with self._lock:
             self._counts[outcome] += 1
@@ -303,3 +338,54 @@ class Relay:
                 del boxes[old]
         for old in surplus:
             self._mailbox.remove_box(old)
+            self._stored.forget(old)
+
+
+class _StoredBytes:
+    """Sizes of stored messages by box and sender, read from the folder once between two takes."""
+
+    def __init__(self, mailbox: FolderMailbox) -> None:
+        self._mailbox = mailbox
+        self._sizes: dict[str, dict[str, int]] = {}
+        self._lock = threading.Lock()
+        self._sender_locks = defaultdict[str, threading.Lock](threading.Lock)
+
+    def put(self, box: str, message: memoryview, sender: str) -> bool:
+        """Store a message, unless the box has too many of this sender.
+
+        Args:
+            box: "MEMBER/SESSION" of the receiver.
+            message: The message.
+            sender: The sender.
+
+        Returns:
+            True if it was stored.
+
+        Raises:
+            OSError: The folder cannot be written, or has no such box.
+        """
+        with self._lock:
+            sender_lock = self._sender_locks[sender]
+        with sender_lock:
+            with self._lock:
+                sizes = self._sizes.setdefault(box, {})
+            if sender not in sizes:
+                sizes[sender] = self._mailbox.stored_bytes(box, sender)
+            size = max(len(message), MIN_COUNTED_BYTES)
+            if sizes[sender] + size > _MAX_STORED_BYTES:
+                return False
+            self._mailbox.put(box, message, 0.0, sender)
+            sizes[sender] += size
+            return True
+
+    def forget(self, box: str | None = None) -> None:
+        """Read sizes from the folder again, because messages were removed.
+
+        Args:
+            box: The box; by default all.
+        """
+        with self._lock:
+            if box is None:
+                self._sizes.clear()
+            else:
+                self._sizes.pop(box, None)

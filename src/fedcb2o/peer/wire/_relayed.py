@@ -5,6 +5,7 @@ card changes. Requests and answers are sealed (`_sealing`) for one session and p
 relay is not trusted.
 """
 
+import hashlib
 import logging
 import ssl
 import threading
@@ -39,6 +40,17 @@ _RETRY_SECONDS = 0.5
 """Pause after a mailbox that cannot be reached."""
 _FORMER_SECONDS = 5.0
 """Pause after a relay that says that this member is none any more."""
+_OUTAGE_SECONDS = 2.0
+"""Time without a valid reply, after which requests end and the relay is asked less often."""
+_CPU_SHARE = 0.1
+"""Largest share of one processor that each thread spends on useless replies of a relay."""
+_READING_SHARE = 0.01
+"""The same for versions of the federation that it shows to a member that is none any more."""
+_MESSAGE_COST = 2**14
+"""Bytes that can be decrypted in the time that a message takes besides."""
+_WARNINGS = 4
+"""Lines of the log at once about a relay, then one in a minute."""
+_WARNINGS_PER_SECOND = 1 / 60
 _FORMER_MEMBER = -1
 """Key of the pace of all former members together."""
 
@@ -49,6 +61,15 @@ class _Presence:
 
     card: Card
     changed: float = 0.0
+
+
+@dataclass
+class _Question:
+    """A request that waits for its answer: the asked session, and the end of the waiting."""
+
+    card: Card
+    answers: "Queue[bytes | None]"
+    end: float
 
 
 class Relayed:
@@ -79,6 +100,7 @@ class Relayed:
         self.mailbox = mailbox
         self._federation = federation
         self._member = identity.member
+        self._agent_id = federation.id_of(identity.member)
         self._on_removal = on_removal
         entries = [*federation.former_members(), *federation.members.items()]
         self._names = {id: member.name for id, member in entries}
@@ -87,12 +109,21 @@ class Relayed:
         self._card_name = f"{identity.member.name}.{'check' if is_checking else 'run'}"
         self._handler: RequestHandler | None = None
         self._paces = {id: Pace() for id in (*federation.members, _FORMER_MEMBER)}
+        self._card_names = {
+            f"{member.name}.{kind}"
+            for id, member in federation.members.items()
+            if id != self._agent_id
+            for kind in ("run", "check")
+        }
         self._presences: dict[str, _Presence] = {}
-        # by the number of the question: the asked session, and its answer
-        self._waiting: dict[int, tuple[Card, Queue[bytes | None]]] = {}
+        self._waiting: dict[int, _Question] = {}  # by their number
         self._next_id = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._warnings = Pace(_WARNINGS, _WARNINGS_PER_SECOND)
+        self._reading = threading.Lock()
+        self._next_reading = 0.0  # monotonic time
+        self._refused_file = b""  # its hash
         self.error = ""
         self.removal = ""
         if isinstance(mailbox, FolderMailbox):
@@ -114,7 +145,7 @@ class Relayed:
         with self._lock:
             self._next_id += 1
             id = self._next_id
-            self._waiting[id] = (card, answers)
+            self._waiting[id] = _Question(card, answers, end)
         try:
             self._put(card, SealedKind.REQUEST, id, request, min(timeout, ASK_SECONDS))
         except (OSError, MalformedError):
@@ -181,52 +212,81 @@ class Relayed:
         self.mailbox.put(f"{self._names[card.agent]}/{card.session}", message, seconds)
 
     def _repeat(self, step: Callable[[], None]) -> None:
-        """Repeat a step until the end, whatever the mailbox does."""
+        """Repeat a step until the end, whatever the mailbox does.
+
+        A single failure ends no request, because a relay may fail at one step and carry on.
+        """
+        last_success = time.monotonic()
         while not self._closed.is_set():
             error_before = self.error
+            pause = _RETRY_SECONDS
             try:
                 step()
+                last_success = time.monotonic()
                 if self.error == error_before:  # otherwise the other thread failed meanwhile
                     self.error = ""
+                continue
             except FormerMemberError as error:
-                self._end_requests()
                 self._note_removal(error.file)
-                self._closed.wait(_FORMER_SECONDS)
+                if time.monotonic() > last_success + _OUTAGE_SECONDS:
+                    pause = _FORMER_SECONDS
             except OSError as error:
-                self._end_requests()
                 message = _describe(error)
                 is_new = not self.error or (_is_refusal(error) and message != self.error)
                 if is_new and not self._closed.is_set():
                     self.error = message
-                    logging.getLogger(__name__).warning("%s", self.error)
-                self._closed.wait(_RETRY_SECONDS)
-            except Exception:  # the thread must go on
-                logging.getLogger(__name__).exception("a message of the relay cannot be handled")
-                self._closed.wait(_RETRY_SECONDS)
+                    self._warn(message)
+            except Exception as error:  # the thread must go on
+                self._warn("a message of the relay cannot be handled", error)
+            if time.monotonic() > last_success + _OUTAGE_SECONDS:
+                self._end_requests()
+            self._closed.wait(pause)
+
+    def _warn(self, message: str, error: Exception | None = None) -> None:
+        """Log a line, unless the relay caused too many before."""
+        if self._warnings.take():
+            logging.getLogger(__name__).warning("%s", message, exc_info=error)
 
     def _note_removal(self, file: bytes) -> None:
-        """Read the versions that the relay shows; only signatures of members count."""
-        notice = removal_notice(self._federation, self._member, file)
+        """Note the versions that the relay shows; only signatures of members count."""
+        notice = self._read_versions(file)
         if notice and not self.removal:
             self.removal = self.error = notice
             self._on_removal(notice)
         elif not notice and self.error != _UNPROVED:
             self.error = _UNPROVED
-            logging.getLogger(__name__).warning("%s", self.error)
+            self._warn(self.error)
+
+    def _read_versions(self, file: bytes) -> str:
+        """Return the notice in a file; a file that was refused, or comes too soon, is not read."""
+        with self._reading:
+            if self.removal or time.monotonic() < self._next_reading:
+                return self.removal
+            digest = hashlib.sha256(file).digest()
+            if digest == self._refused_file:
+                return ""
+            began = time.thread_time()
+            notice = removal_notice(self._federation, self._member, file)
+            seconds = time.thread_time() - began
+            self._next_reading = time.monotonic() + seconds / _READING_SHARE
+            self._refused_file = digest
+            return notice
 
     def _exchange_cards(self) -> None:
         """Read the cards of others, and write this member's card."""
+        began = time.thread_time()
         cards = self.mailbox.cards()
         for name in self._presences.keys() - cards.keys():
             del self._presences[name]
-        for name, content in cards.items():
+        for name in self._card_names & cards.keys():
             with suppress(MalformedError):
-                self._note_card(name, self._session.read_card(content))
+                self._note_card(name, self._session.read_card(cards[name]))
         self._end_lost_requests()
+        seconds = time.thread_time() - began
         if self._handler is not None:  # last: others can be asked even if this fails
             card = self._session.card(time.monotonic_ns())
             self.mailbox.publish_card(self._card_name, card)
-        self._closed.wait(_CARD_SECONDS)
+        self._closed.wait(max(_CARD_SECONDS, seconds / _CPU_SHARE))
 
     def _note_card(self, name: str, card: Card) -> None:
         """Note a valid card; only a change within one session is a sign of life."""
@@ -234,51 +294,70 @@ class Relayed:
             return
         known = self._presences.get(name)
         if known is None or known.card.key != card.key:
+            self._session.introduce(card)
             self._presences[name] = _Presence(card)
         elif card.count > known.card.count:
             self._presences[name] = _Presence(card, time.monotonic())
 
     def _receive(self) -> None:
-        """Handle the messages of this session's box."""
+        """Handle the messages of this session's box, and pause after useless ones."""
+        began = time.thread_time()
+        cost = useless = 1  # a reply without messages is useless
         for message in self.mailbox.take(self._box, _TAKE_SECONDS):
-            try:
-                sealed = self._session.open(message)
-            except MalformedError:
-                continue
-            if sealed.kind is SealedKind.REQUEST:
-                self._on_request(sealed)
-            elif not sealed.card.is_former:
-                self._on_answer(sealed)
+            cost += len(message) + _MESSAGE_COST
+            if not self._handle(message):
+                useless += len(message) + _MESSAGE_COST
+        seconds = (time.thread_time() - began) * useless / cost
+        self._closed.wait(seconds * (1 / _CPU_SHARE - 1))
 
-    def _on_request(self, sealed: Sealed) -> None:
+    def _handle(self, message: bytes) -> bool:
+        """Handle a message; return False if it was useless."""
+        try:
+            sealed = self._session.open(message)
+        except MalformedError:
+            return False
+        if sealed.kind is SealedKind.REQUEST:
+            return self._on_request(sealed)
+        return not sealed.card.is_former and self._on_answer(sealed)
+
+    def _on_request(self, sealed: Sealed) -> bool:
         is_long = len(sealed.content) > MAX_REQUEST_BYTES
         pace = self._paces[_FORMER_MEMBER if sealed.card.is_former else sealed.card.agent]
         if self._handler is None or is_long or not pace.take():
-            return
+            return False
         reply = _Reply(self, sealed)
         try:
             self._handler(sealed.content, reply)
         except Exception:
             logging.getLogger(__name__).exception("a request could not be handled")
             reply(b"")
+        return True
 
-    def _on_answer(self, sealed: Sealed) -> None:
-        card, answers = self._waiting.get(sealed.id, (None, None))
-        is_asked = card is not None and card.agent == sealed.card.agent
-        if answers is not None and is_asked and answers.empty():
-            answers.put(sealed.content)
+    def _on_answer(self, sealed: Sealed) -> bool:
+        question = self._waiting.get(sealed.id)
+        if question is None or question.card.agent != sealed.card.agent:
+            return False
+        if question.answers.empty():
+            question.answers.put(sealed.content)
+        return True
 
     def _end_requests(self) -> None:
-        for _, answers in list(self._waiting.values()):
-            answers.put(None)
+        for question in list(self._waiting.values()):
+            question.answers.put(None)
 
     def _end_lost_requests(self) -> None:
-        """End the requests to sessions that ended, or that show no sign of life any more."""
-        oldest = time.monotonic() - LEASE_SECONDS
+        """End the requests to sessions that ended, or that show no sign of life any more.
+
+        Forget those whose time is over; some answers are never read.
+        """
+        now = time.monotonic()
+        oldest = now - LEASE_SECONDS
         keys = {one.card.key for one in self._presences.values() if one.changed > oldest}
-        for card, answers in list(self._waiting.values()):
-            if card.key not in keys:
-                answers.put(None)
+        for id, question in list(self._waiting.items()):
+            if question.card.key not in keys:
+                question.answers.put(None)
+            if question.end < now:
+                self._waiting.pop(id, None)
 
 
 _UNPROVED = (

@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._protocol import SIGNATURE_BYTES, BytesLike, MalformedError
+from fedcb2o.peer.wire._transport import Pace
 
 _CARD_CONTEXT = b"fedcb2o relay card v1\0"
 _KEY_CONTEXT = b"fedcb2o relay keys v1\0"
@@ -40,6 +41,11 @@ SEALED_OVERHEAD = _HEAD_BYTES + 16
 """Bytes of a sealed message around its content."""
 _MAX_SESSIONS = 64
 """Remembered sessions of one member; the newest remain. A forgotten one forgets its replays."""
+_MAX_SHOWN = 4
+"""Sessions of one member that are known by their cards alone; the newest remain."""
+_INTRODUCTIONS = 64
+"""Messages of unknown sessions of one member that are verified at once."""
+_INTRODUCTIONS_PER_SECOND = 4.0
 _REPLAY_WINDOW = 1024
 _MAX_FORMER_KEYS = 3
 """Former keys of one member that are recognised; the newest remain."""
@@ -50,6 +56,9 @@ class SealedKind(IntEnum):
 
     REQUEST = 0
     ANSWER = 1  # empty for a request without an answer
+
+
+_KINDS = frozenset(SealedKind)
 
 
 @dataclass(frozen=True)
@@ -154,6 +163,10 @@ class Session:
         # by identity key, so that former keys displace no session of the present one
         self._channels: dict[bytes, dict[bytes, _Channel]] = {}
         self._cards: dict[bytes, Card] = {}
+        # by agent and session key
+        self._shown: dict[int, dict[bytes, tuple[Card, _Channel]]] = {}
+        ids = (*federation.members, *self._former_members)
+        self._paces = {id: Pace(_INTRODUCTIONS, _INTRODUCTIONS_PER_SECOND) for id in ids}
         self._own_card = self.card(0)
         self.name = Card(self._agent_id, self._key, 0, self._identity_key).session
 
@@ -207,6 +220,24 @@ class Session:
             self._cards[content] = card
         return card
 
+    def introduce(self, card: Card) -> None:
+        """Derive the keys of a session before its first message.
+
+        Its messages need no budget then, which a relay could use up with forged ones.
+
+        Args:
+            card: A verified card of a member's present key.
+
+        Raises:
+            MalformedError: The card's key is not valid.
+        """
+        channel = self._channel(card)
+        with self._lock:
+            shown = self._shown.setdefault(card.agent, {})
+            shown.setdefault(card.key, (card, channel))
+            if len(shown) > _MAX_SHOWN:
+                del shown[next(iter(shown))]
+
     def seal(self, card: Card, kind: SealedKind, id: int, content: BytesLike) -> bytes:
         """Encrypt a message for one session of another member.
 
@@ -246,10 +277,11 @@ class Session:
         magic, version, message, kind, sender, receiver, id, count = _SEALED.unpack_from(view)
         if (magic, version, message) != (_MAGIC, _VERSION, 5):
             raise MalformedError("version" if magic == _MAGIC else "malformed")
-        card = self.read_card(view[_SEALED.size : _HEAD_BYTES])
-        if card.agent != sender or receiver != self._agent_id or kind not in set(SealedKind):
+        if receiver != self._agent_id or kind not in _KINDS:
             raise MalformedError("receiver")
-        channel = self._channel(card)
+        card, channel = self._sender(sender, bytes(view[_SEALED.size : _HEAD_BYTES]))
+        if card.agent != sender:
+            raise MalformedError("receiver")
         head = bytes(view[:_HEAD_BYTES])
         try:
             content = channel.receiving.decrypt(_nonce(count), view[_HEAD_BYTES:], head)
@@ -261,6 +293,24 @@ class Session:
             if not channel.replays.accept(count):
                 raise MalformedError("replay")
         return Sealed(SealedKind(kind), card, id, content)
+
+    def _sender(self, agent: int, content: bytes) -> tuple[Card, _Channel]:
+        """Return the session that claims to send a message, and its keys.
+
+        A session whose card was shown is recognised by its key, because only its owner can seal.
+        Every other new card costs a verification, and counts against the pace of its member.
+        """
+        key = _CARD.unpack_from(content)[5]
+        if shown := self._shown.get(agent, {}).get(key):
+            return shown
+        card = self._cards.get(content)
+        channels = self._channels.get(card.identity, {}) if card else {}
+        if card is None or key not in channels:
+            pace = self._paces.get(agent)
+            if pace is None or not pace.take():
+                raise MalformedError("member" if pace is None else "rate")
+            card = self.read_card(content)
+        return card, self._channel(card)
 
     def _channel(self, card: Card) -> _Channel:
         known = self._channels.get(card.identity, {}).get(card.key)

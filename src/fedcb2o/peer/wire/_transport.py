@@ -297,10 +297,17 @@ class _Reply:
 
 
 class Pace:
-    """Pace of one member's requests: a member that asks faster delays itself only."""
+    """Pace of one member's requests: a member that asks faster delays itself only.
 
-    def __init__(self) -> None:
-        self._left = float(_REQUEST_BURST)
+    Args:
+        burst: Requests at once; by default those of a member.
+        per_second: Further requests per second; by default those of a member.
+    """
+
+    def __init__(self, burst: float | None = None, per_second: float | None = None) -> None:
+        self._burst = float(_REQUEST_BURST if burst is None else burst)
+        self._per_second = _REQUESTS_PER_SECOND if per_second is None else per_second
+        self._left = self._burst
         self._updated = time.monotonic()
         self._lock = threading.Lock()
 
@@ -311,7 +318,7 @@ class Pace:
             closed: Event that ends the waiting.
         """
         with self._lock:
-            delay = (1 - self._grow()) / _REQUESTS_PER_SECOND
+            delay = (1 - self._grow()) / self._per_second
             self._left -= 1
         if delay > 0:
             closed.wait(delay)
@@ -330,8 +337,8 @@ class Pace:
     def _grow(self) -> float:
         """Return the number of requests that may be read now; the caller holds the lock."""
         now = time.monotonic()
-        grown = self._left + (now - self._updated) * _REQUESTS_PER_SECOND
-        self._left = min(float(_REQUEST_BURST), grown)
+        grown = self._left + (now - self._updated) * self._per_second
+        self._left = min(self._burst, grown)
         self._updated = now
         return self._left
 
