@@ -37,8 +37,9 @@ test: $(STAMP) ## Run the tests, all but the slow ones, on all processors
 slow: $(STAMP) ## Run the slow tests alone
 	$(BIN)/python -m pytest -m slow
 
-hostile: $(STAMP) ## Attack four nodes on this machine with the independent hostile client, for half an hour
+hostile: $(STAMP) ## Attack nodes on this machine, directly and through a relay, for three quarters of an hour
 	$(BIN)/python -m tests.hostile.run 40
+	$(BIN)/python -m tests.hostile.relay 40
 
 MINUTES := 60
 fuzz: $(STAMP) ## Fuzz every parser of bytes of others with coverage, for an hour or MINUTES=5

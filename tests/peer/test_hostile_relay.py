@@ -13,11 +13,13 @@ from tests.peer.nodes import wait_for
 
 from fedcb2o.peer.membership import Identity, Member
 from fedcb2o.peer.wire import MalformedError, Relay, _relay, _relayed, _transport
-from fedcb2o.peer.wire._mailbox import FolderMailbox, FormerMemberError, RelayMailbox
+from fedcb2o.peer.wire._folder_mailbox import FolderMailbox
+from fedcb2o.peer.wire._mailbox import FormerMemberError, RelayMailbox
 from fedcb2o.peer.wire._relayed import Relayed
 from fedcb2o.peer.wire._sealing import CARD_BYTES, SealedKind, Session
 
 BOX = f"org-0/{'0' * 32}"
+NAMES = ("org-0", "org-1", "org-2")
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +98,7 @@ def test_versions_that_a_relay_shows_again_and_again_are_read_once(three, monkey
 
 def test_only_cards_of_other_members_are_verified(three, monkeypatch):
     cards = {f"org-9{k}.run": secrets.token_bytes(CARD_BYTES) for k in range(20_000)}
-    names = ("org-0", "org-1", "org-2")
-    cards |= {f"{name}.{kind}": secrets.token_bytes(CARD_BYTES) for name in names for kind in
+    cards |= {f"{name}.{kind}": secrets.token_bytes(CARD_BYTES) for name in NAMES for kind in
               ("run", "check", "other")}  # fmt: skip
     verified = []
     read_card = Session.read_card
@@ -268,12 +269,12 @@ def test_the_folder_is_read_once_between_two_takes(three, relay, monkeypatch):
 def test_sums_are_right_after_a_restart_a_sweep_and_a_removed_box(tmp_path, monkeypatch):
     monkeypatch.setattr(_relay, "_MAX_STORED_BYTES", 2**20)
     content = memoryview(bytes(2**19))
-    mailbox = FolderMailbox(tmp_path)
+    mailbox = FolderMailbox(tmp_path, NAMES)
     mailbox.take(BOX, 0.0)
     sums = _relay._StoredBytes(mailbox)
     assert [sums.put(BOX, content, "org-1") for _ in range(3)] == [True, True, False]
     assert sums.put(BOX, content, "org-2")
-    restarted = _relay._StoredBytes(FolderMailbox(tmp_path))
+    restarted = _relay._StoredBytes(FolderMailbox(tmp_path, NAMES))
     assert not restarted.put(BOX, content, "org-1")
     assert restarted.put(BOX, content, "org-2")
     for forget in (lambda: sums.forget(BOX), sums.forget):

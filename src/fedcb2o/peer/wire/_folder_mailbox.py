@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.wire._mailbox import MAX_MESSAGE_BYTES, MAX_TAKEN_BYTES
+from fedcb2o.peer.wire._mailbox import MAX_MESSAGE_BYTES, MAX_TAKEN_BYTES, MIN_COUNTED_BYTES
 from fedcb2o.peer.wire._protocol import BytesLike
 from fedcb2o.safe_files import create_exclusive, describe_kind, open_folder, read_regular
 
@@ -53,7 +53,8 @@ class FolderMailbox:
 
     `owner` is the member of this process: only its cards and boxes are removed. Without it, those
     of all members are, because a relay is the only user of its folder. ConfigError names a folder
-    that cannot be used, and a part of the owner that is a link or belongs to another user.
+    that cannot be used, and a part of the owner that is a link or belongs to another user. At most
+    `max_messages` are taken at once.
     """
 
     def __init__(
@@ -63,11 +64,13 @@ class FolderMailbox:
         *,
         owner: str | None = None,
         poll_seconds: float = _POLL_SECONDS,
+        max_messages: int = _MAX_ENTRIES + 1,
     ) -> None:
         self._folder = folder
         self._members = tuple(members)
         self._owned = self._members if owner is None else (owner,)
         self._poll_seconds = poll_seconds
+        self._max_messages = max_messages
         self._stored = threading.Condition()
         self._num_stored = 0
         self._closed = False
@@ -188,9 +191,9 @@ class FolderMailbox:
                     # The name of a message is that of its time: only the box is named.
                     self._note_ignored(self._folder / "boxes" / box, f"an entry: {error.strerror}")
                 _remove(folder, name)
-                if size > MAX_TAKEN_BYTES:
+                if size > MAX_TAKEN_BYTES or len(messages) == self._max_messages:
                     break
-        if len(entries) == _MAX_ENTRIES:
+        if len(entries) == _MAX_ENTRIES and len(messages) < self._max_messages:
             self._put_aside(box)
         return messages
 
@@ -203,13 +206,14 @@ class FolderMailbox:
         self._keep(box)
 
     def stored_bytes(self, box: str, sender: str) -> int:
-        """Return the size of the messages of one sender in a box.
+        """Return the size of the messages of one sender in a box; a short one counts as 64 KiB.
 
         Raises OSError if there is no such box.
         """
         with self._open("boxes", *box.split("/")) as folder:
             entries = _list(folder)
-        return sum(one.st_size for name, one in entries.items() if name.endswith(f"-{sender}"))
+        found = [one for name, one in entries.items() if name.endswith(f"-{sender}")]
+        return sum(max(one.st_size, MIN_COUNTED_BYTES) for one in found)
 
     def sweep(self) -> None:
         """Remove own cards and boxes of sessions that ended without `close`."""

@@ -94,7 +94,9 @@ class Relay:
         place = folder or Path(self._temporary.name if self._temporary else "")
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         names = [member.name for member in federation.members.values()]
-        self._mailbox = FolderMailbox(place, names, poll_seconds=_STORE_POLL_SECONDS)
+        self._mailbox = FolderMailbox(
+            place, names, poll_seconds=_STORE_POLL_SECONDS, max_messages=MAX_TAKEN_MESSAGES
+        )
         self._links: dict[str, list[TlsStream]] = {
             member.name: [] for member in federation.members.values()
         }

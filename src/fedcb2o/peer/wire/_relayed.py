@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Empty, Queue
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.membership.federation import Federation, removal_notice
+from fedcb2o.peer.membership.federation import Federation, file_content, removal_notice
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._folder_mailbox import FolderMailbox
 from fedcb2o.peer.wire._link import LEASE_SECONDS, SEND_SECONDS
@@ -46,6 +46,10 @@ _CPU_SHARE = 0.1
 """Largest share of one processor that each thread spends on useless replies of a relay."""
 _READING_SHARE = 0.01
 """The same for versions of the federation that it shows to a member that is none any more."""
+_MAX_VERSIONS_BYTES = 2**16
+"""Longest file with such versions that is read, unless this member's own file is long."""
+_MAX_GROWTH = 8
+"""Factor by which such a file may be longer than this member's own."""
 _MESSAGE_COST = 2**14
 """Bytes that can be decrypted in the time that a message takes besides."""
 _WARNINGS = 4
@@ -124,6 +128,8 @@ class Relayed:
         self._reading = threading.Lock()
         self._next_reading = 0.0  # monotonic time
         self._refused_file = b""  # its hash
+        own_bytes = len(file_content(federation))
+        self._max_file_bytes = max(_MAX_VERSIONS_BYTES, _MAX_GROWTH * own_bytes)
         self.error = ""
         self.removal = ""
         if isinstance(mailbox, FolderMailbox):
@@ -258,9 +264,14 @@ class Relayed:
             self._warn(self.error)
 
     def _read_versions(self, file: bytes) -> str:
-        """Return the notice in a file; a file that was refused, or comes too soon, is not read."""
+        """Return the notice in a file.
+
+        A file that was refused, comes too soon or is too long is not read. The interpreter does
+        little else while it parses TOML.
+        """
         with self._reading:
-            if self.removal or time.monotonic() < self._next_reading:
+            is_long = len(file) > self._max_file_bytes
+            if self.removal or is_long or time.monotonic() < self._next_reading:
                 return self.removal
             digest = hashlib.sha256(file).digest()
             if digest == self._refused_file:
