@@ -37,7 +37,7 @@ _CARD_SECONDS = 0.5
 """Time between two cards of one member."""
 _TAKE_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
-"""Pause after a mailbox that cannot be reached."""
+"""Longest pause after a mailbox that cannot be reached; the first one is a tenth of it."""
 _FORMER_SECONDS = 5.0
 """Pause after a relay that says that this member is none any more."""
 _OUTAGE_SECONDS = 2.0
@@ -223,19 +223,20 @@ class Relayed:
         A single failure ends no request, because a relay may fail at one step and carry on.
         """
         last_success = time.monotonic()
+        pause = _RETRY_SECONDS / 10
         while not self._closed.is_set():
             error_before = self.error
-            pause = _RETRY_SECONDS
             try:
                 step()
                 last_success = time.monotonic()
+                pause = _RETRY_SECONDS / 10
                 if self.error == error_before:  # otherwise the other thread failed meanwhile
                     self.error = ""
                 continue
             except FormerMemberError as error:
                 self._note_removal(error.file)
                 if time.monotonic() > last_success + _OUTAGE_SECONDS:
-                    pause = _FORMER_SECONDS
+                    self._closed.wait(_FORMER_SECONDS - pause)
             except OSError as error:
                 message = _describe(error)
                 is_new = not self.error or (_is_refusal(error) and message != self.error)
@@ -247,6 +248,7 @@ class Relayed:
             if time.monotonic() > last_success + _OUTAGE_SECONDS:
                 self._end_requests()
             self._closed.wait(pause)
+            pause = min(2 * pause, _RETRY_SECONDS)
 
     def _warn(self, message: str, error: Exception | None = None) -> None:
         """Log a line, unless the relay caused too many before."""
