@@ -16,6 +16,7 @@ from fedcb2o.federated import (
     Received,
     RuleOutput,
     Threat,
+    attacks,
 )
 from fedcb2o.federated.algorithm2 import consensus_weights
 from fedcb2o.nn.parameters import gather_rows
@@ -138,3 +139,13 @@ def view_of(
         _peek=lambda chosen: gather_rows(models, chosen),
         _links=links,
     )
+
+
+def craft(name, *, view=None, seed=0, **parameters):
+    """Return the models that a built-in attack publishes."""
+    attack = getattr(attacks, name)
+    return attack(view or view_of(attack), stream(seed, "draw"), **parameters)
+
+
+def assert_near(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

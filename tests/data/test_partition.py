@@ -130,11 +130,14 @@ def test_invariants_of_every_population(tuning_size, **settings):
     )
 
 
-@given(
+every_draw = given(
     seed=st.integers(0, 2**32),
     split=st.sampled_from(["random", "stratified", "released"]),
     skew=st.sampled_from(SKEWS),
 )
+
+
+@every_draw
 def test_cluster_0_is_the_same_for_one_cluster_and_for_two(seed, split, skew):
     settings = SMALL | {"seed": seed, "split": split, "skew": skew}
     one, two = (partition(LABELS, **(settings | {"num_clusters": K})) for K in (1, 2))
@@ -143,11 +146,7 @@ def test_cluster_0_is_the_same_for_one_cluster_and_for_two(seed, split, skew):
     assert torch.equal(one.tuning, two.tuning)
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    split=st.sampled_from(["random", "stratified", "released"]),
-    skew=st.sampled_from(SKEWS),
-)
+@every_draw
 def test_removal_of_attackers_keeps_the_benign_agents(seed, split, skew):
     settings = SMALL | {"seed": seed, "split": split, "skew": skew}
     full, reduced = (

@@ -103,7 +103,9 @@ def test_a_selection_with_an_unknown_parameter_is_refused():
     def unknown(contacts, candidates, budget, draw, n, clusters):
         return candidates[:budget]
 
-    with pytest.raises(ConfigError, match=r"reads `clusters`, which is not an input. The inputs are: n, me"):
+    with pytest.raises(
+        ConfigError, match=r"reads `clusters`, which is not an input. The inputs are: n, me"
+    ):
         sampled_peers(algorithms.fedcb2o(selection=unknown), [0])
 
 

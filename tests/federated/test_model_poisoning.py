@@ -8,21 +8,11 @@ import numpy as np
 import pytest
 import torch
 from tests import views
-from tests.views import BENIGN, FELLOWS, ten_models, view_of
+from tests.views import BENIGN, FELLOWS, assert_near, craft, ten_models, view_of
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import attacks
 from fedcb2o.federated.attacks.model_poisoning import alie_z
-from fedcb2o.rng import stream
-
-
-def craft(name, *, view=None, **parameters):
-    attack = getattr(attacks, name)
-    return attack(view or view_of(attack), stream(0, "draw"), **parameters)
-
-
-def assert_near(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_attacks_of_a_single_agent_by_hand():

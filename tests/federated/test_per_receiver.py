@@ -4,19 +4,7 @@ import math
 
 import numpy as np
 import torch
-from tests.views import BENIGN, ten_models, view_of
-
-from fedcb2o.federated import attacks
-from fedcb2o.rng import stream
-
-
-def craft(name, *, view=None, **parameters):
-    attack = getattr(attacks, name)
-    return attack(view or view_of(attack), stream(0, "draw"), **parameters)
-
-
-def assert_near(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+from tests.views import BENIGN, assert_near, craft, ten_models, view_of
 
 
 def test_dissensus_keeps_each_receiver_at_its_own_model():

@@ -5,23 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tests.views import BENIGN, ten_models, view_of
+from tests.views import BENIGN, assert_near, craft, ten_models, view_of
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import attacks
 from fedcb2o.federated.aggregation import gram_rules
 from fedcb2o.federated.aggregation.gram_matrix import gram
 from fedcb2o.federated.attacks.rule_attacks import line_search
-from fedcb2o.rng import stream
-
-
-def craft(name, *, view=None, seed=0, **parameters):
-    attack = getattr(attacks, name)
-    return attack(view or view_of(attack), stream(seed, "draw"), **parameters)
-
-
-def assert_near(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def line_view(values, previous, colluders=1):
