@@ -46,6 +46,9 @@ from fedcb2o.parallel._executors import one_thread
 # by a tenth, or by more on a busy machine, so each limit is where few measured networks were:
 # dense layers 0.84 to 0.95 on one processor and 1.17 on another, `resnet` 0.86 to
 # 1.26, plain convolutions 1.3 to 1.7, the paper's network by spectra 1.7 to 2.
+# A table by instruction set would not hold: on a third processor, with AVX-512, dense layers gained
+# 2.2, plain convolutions 0.75 to 0.94 and spectra 0.6 to 1.2. Limited to AVX2, it gained 1.2 by
+# dense layers and 0.9 to 2.1 by spectra, depending on the network.
 MIN_SPEEDUP = 1.05
 MIN_CONV_SPEEDUP = 1.3
 MIN_BFLOAT16_SPEEDUP = 1 / 3  # about 2 on a processor with bfloat16, 0.02 to 0.03 without
