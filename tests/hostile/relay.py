@@ -34,9 +34,10 @@ from fedcb2o.peer.wire._relayed import Relayed
 from fedcb2o.peer.wire._sealing import _SEALED, CARD_BYTES, SealedKind, Session
 
 COUNT = 5
-TIMES = {"lag": 4, "deadline_seconds": 12.0, "round_seconds": 3.0}
+TIMES = {"lag": 4, "deadline_seconds": 15.0, "round_seconds": 5.0}
 CHANGES = {"rounds": 10**6, "agents": {"benign": COUNT, "malicious": 0, "budget": COUNT - 1}}
 MAX_PACE = 1.3
+MIN_SECONDS = 30.0  # of an attack that is judged by itself: a shorter one has few rounds
 MIN_EXCHANGED = 0.95
 BY_RELAY, BY_MEMBER = {}, {}
 
@@ -350,8 +351,12 @@ def run(folder, seconds, honest, attacks, out):
             print(json.dumps(record), file=out, flush=True)
         if any(not peers.processes[j].is_alive() for j in honest):
             messages.append(f"a node ended: {[peers.log(j)[-500:] for j in honest]}")
-    undisturbed = records[0]
-    for record in records[1:]:
+    undisturbed, *disturbed = records
+    if seconds < MIN_SECONDS:
+        keys = ("seconds_a_round", "exchanged")
+        means = {key: sum(record[key] for record in disturbed) / len(disturbed) for key in keys}
+        disturbed = [{"attack": "all attacks together", **means}]
+    for record in disturbed:
         if record["seconds_a_round"] > MAX_PACE * undisturbed["seconds_a_round"]:
             messages.append(f"{record['attack']}: {record['seconds_a_round']} s a round")
         if record["exchanged"] < MIN_EXCHANGED * undisturbed["exchanged"]:

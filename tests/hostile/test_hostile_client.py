@@ -1,7 +1,7 @@
 """Short attacks of the independent hostile client on four nodes."""
 
 import pytest
-from tests.hostile import run
+from tests.hostile import relay, run
 from tests.hostile.attacks import ATTACKS
 
 
@@ -12,3 +12,9 @@ from tests.hostile.attacks import ATTACKS
 def test_no_attack_ends_a_node_or_slows_the_rounds(tmp_path):
     assert len(ATTACKS) >= 30
     assert run.run_all(tmp_path, 2.0) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_hostile_relay_and_a_member_behind_one_slow_no_round(tmp_path):
+    assert relay.run_all(tmp_path, 15.0) == []

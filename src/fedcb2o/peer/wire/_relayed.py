@@ -37,7 +37,7 @@ _CARD_SECONDS = 0.5
 """Time between two cards of one member."""
 _TAKE_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
-"""Longest pause after a mailbox that cannot be reached; the first one is a tenth of it."""
+"""Longest pause after a mailbox that cannot be reached; the first one is a fifth of it."""
 _FORMER_SECONDS = 5.0
 """Pause after a relay that says that this member is none any more."""
 _OUTAGE_SECONDS = 2.0
@@ -223,13 +223,13 @@ class Relayed:
         A single failure ends no request, because a relay may fail at one step and carry on.
         """
         last_success = time.monotonic()
-        pause = _RETRY_SECONDS / 10
+        pause = _RETRY_SECONDS / 5
         while not self._closed.is_set():
             error_before = self.error
             try:
                 step()
                 last_success = time.monotonic()
-                pause = _RETRY_SECONDS / 10
+                pause = _RETRY_SECONDS / 5
                 if self.error == error_before:  # otherwise the other thread failed meanwhile
                     self.error = ""
                 continue
