@@ -18,11 +18,7 @@ from torch import Tensor
 
 @contextmanager
 def flush_denormals() -> Iterator[None]:
-    """Compute with zeros in place of denormal numbers, in this thread.
-
-    Yields:
-        None, while this holds.
-    """
+    """Compute with zeros in place of denormal numbers, in this thread."""
     torch.set_flush_denormal(True)
     try:
         yield
@@ -31,14 +27,12 @@ def flush_denormals() -> Iterator[None]:
 
 
 def flush_(row: Float[Tensor, " d"]) -> None:
-    """Replace the denormal numbers of a received model by zeros; all others stay.
-
-    Args:
-        row: The model, shape [d].
-    """
+    """Replace the denormal numbers of a received model by zeros; all others stay."""
+    # The mode of the processor does not concern other devices.
     if row.device.type != "cpu":
         row[row.abs() < torch.finfo(row.dtype).tiny] = 0
         return
     numbers = row.numpy()
+    # In this mode a product of a denormal number is 0, and needs no mask in memory.
     with flush_denormals():
         np.multiply(numbers, np.float32(1), out=numbers)

@@ -21,20 +21,9 @@ class MetricsServer:
     """Server of the metrics and the health of a process.
 
     /health answers 503 if the process is not healthy. A request to another host than loopback gets
-    421.
-
-    Args:
-        port: Port of 127.0.0.1; 0 for any.
-        expires: Expiry of the TLS certificate, which is a metric.
-        health: Function that returns the state: `healthy`, and other keys.
-        before_metrics: Called before the metrics are read.
-
-    Attributes:
-        port: The port.
-
-    Raises:
-        ConfigError: The extra is missing.
-        RunError: The port cannot be used.
+    421. Port 0 takes any free port. `expires`, the expiry of the TLS certificate, is a metric.
+    `health` returns the state: the key `healthy`, and others. `before_metrics` is called before the
+    metrics are read.
     """
 
     def __init__(
@@ -74,10 +63,7 @@ class MetricsServer:
     def gauge(self, key: str, text: str, *labels: str) -> Any:
         """Return a new gauge of prometheus-client.
 
-        Args:
-            key: Its name without "fedcb2o_".
-            text: Its description.
-            *labels: Names of its labels.
+        `key` is its name without "fedcb2o_".
         """
         from prometheus_client import Gauge
 
@@ -86,10 +72,7 @@ class MetricsServer:
     def counter(self, key: str, text: str, *labels: str) -> Any:
         """Return a new counter of prometheus-client.
 
-        Args:
-            key: Its name without "fedcb2o_" and "_total".
-            text: Its description.
-            *labels: Names of its labels.
+        `key` is its name without "fedcb2o_" and "_total".
         """
         from prometheus_client import Counter
 

@@ -12,11 +12,7 @@ _MODULES = ("cryptography", "zstandard")
 
 
 def require_peer_extra() -> None:
-    """Check that the modules of the extra are installed.
-
-    Raises:
-        ConfigError: A module is missing.
-    """
+    """Check that the modules of the extra are installed."""
     for name in _MODULES:
         if find_spec(name) is None:
             raise ConfigError(

@@ -39,16 +39,9 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_endpoint(endpoint: str) -> tuple[str | _Address, int]:
-    """Parse "HOST:PORT".
+    """Parse "HOST:PORT", with a name, an IPv4 address or an [IPv6 address] as host.
 
-    Args:
-        endpoint: A host name, IPv4 address or [IPv6 address], then a port from 1 to 65535.
-
-    Returns:
-        The host, as a name in small letters without a final dot or as an address, and the port.
-
-    Raises:
-        ConfigError: The text is no endpoint.
+    The host is returned as an address, or as a name in small letters without a final dot.
     """
     if not isinstance(endpoint, str):
         raise ConfigError(f"an endpoint is a text HOST:PORT, got a {type(endpoint).__name__}")
@@ -67,6 +60,7 @@ def parse_endpoint(endpoint: str) -> tuple[str | _Address, int]:
         return host, int(port)
 
     is_ipv6 = address.version == 6
+    # A zone such as fe80::1%eth0 has a meaning on one machine only.
     if is_bracketed != is_ipv6 or "%" in host or address.is_unspecified or address.is_multicast:
         raise ConfigError(
             f"the host of {endpoint[:100]!r} must be the address of one machine, an IPv6 address"
@@ -78,15 +72,7 @@ def parse_endpoint(endpoint: str) -> tuple[str | _Address, int]:
 def canonical_endpoint(endpoint: str) -> str:
     """Return the one way to write an endpoint.
 
-    Args:
-        endpoint: "HOST:PORT".
-
-    Returns:
-        The endpoint with its host in small letters, without a final dot, and an IPv6 address in
-        its shortest form.
-
-    Raises:
-        ConfigError: The text is no endpoint.
+    The host is in small letters, without a final dot, an IPv6 address in its shortest form.
 
     Example:
         >>> canonical_endpoint("Hospital-A.example.:7447")
@@ -106,6 +92,7 @@ def _check_host_name(host: str, endpoint: str) -> None:
             " a to z, digits, dots, hyphens and underscores (international names begin with xn--)"
         ) from None
     labels = host.split(".")
+    # Programs read a name that ends in a number as an IPv4 address.
     if len(host) > 253 or not all(map(_HOST_LABEL.fullmatch, labels)) or labels[-1].isdigit():
         raise ConfigError(
             f"the host of {endpoint[:100]!r} must be a name, an IPv4 address or an [IPv6 address];"
@@ -115,11 +102,7 @@ def _check_host_name(host: str, endpoint: str) -> None:
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:
-    """Create the private key of a certificate.
-
-    Returns:
-        A key on the curve P-256.
-    """
+    """Create the private key of a certificate, on the curve P-256."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
@@ -128,14 +111,7 @@ def new_root(
 ) -> x509.Certificate:
     """Create the root certificate of a member's own authority.
 
-    Args:
-        name: The member's name.
-        endpoint: The member's "HOST:PORT".
-        key: The authority's private key.
-        now: Time of creation.
-
-    Returns:
-        A certificate that may sign only for this name and host.
+    It may sign only for this name and host.
     """
     builder = _certificate_builder(name, _subject(name), key, now, now + timedelta(days=ROOT_DAYS))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -155,17 +131,7 @@ def new_leaf(
 ) -> x509.Certificate:
     """Create a member's TLS certificate, for both ends of a link.
 
-    Args:
-        name: The member's name.
-        endpoint: The member's "HOST:PORT".
-        key: The private key of the new certificate.
-        root: The member's root certificate.
-        root_key: The private key of the root.
-        now: Time of creation.
-        until: Time of expiry; at the latest that of the root.
-
-    Returns:
-        The signed certificate.
+    It expires at `until`, at the latest with the root.
     """
     expiry = min(until, root.not_valid_after_utc)
     builder = _certificate_builder(name, root.subject, key, now, expiry)
@@ -187,17 +153,8 @@ def validate_root(
 ) -> x509.Certificate:
     """Validate a root certificate that another organisation sent.
 
-    Args:
-        pem: The certificate as PEM, and nothing else.
-        name: The member's name.
-        endpoint: The member's "HOST:PORT".
-        is_former: Accept a root that may sign authorities, so that another one can replace it.
-
-    Returns:
-        The parsed certificate.
-
-    Raises:
-        ConfigError: The text is not the root of exactly this name and host.
+    `pem` must be the root of exactly this name and host, and nothing else. A former root may sign
+    authorities, so that another one can replace it.
     """
     try:
         (root,) = x509.load_pem_x509_certificates(pem.encode())
@@ -247,20 +204,14 @@ def is_direct_issuer(pem: str, certificate: x509.Certificate) -> bool:
 
 
 def name_constraints(name: str, endpoint: str) -> x509.NameConstraints:
-    """Return the names that a member's root may sign for.
-
-    Args:
-        name: The member's name.
-        endpoint: The member's "HOST:PORT".
-
-    Returns:
-        Constraints that permit this name and host only.
-    """
+    """Return constraints that permit this name and host only."""
     host = parse_endpoint(endpoint)[0]
     permitted: list[x509.GeneralName] = [x509.DNSName(name)]
     if isinstance(host, str):
         if host != name:
             permitted.append(x509.DNSName(host))
+        # A kind of name without constraint is free: without these the root could sign for any
+        # address.
         networks = map(ipaddress.ip_network, ("0.0.0.0/0", "::/0"))
         return x509.NameConstraints(
             permitted_subtrees=permitted, excluded_subtrees=[*map(x509.IPAddress, networks)]

@@ -159,8 +159,8 @@ class Federation(Section):
     def experiment(self) -> Experiment:
         """The agreed experiment, with one cluster and without attackers.
 
-        Raises:
-            ConfigError: The settings are invalid, or name a function that is not allowed here.
+        A ConfigError says that the settings are invalid, or name a function that is not allowed
+        here.
         """
         forbidden = [name for name in self.user_functions if name not in self.allowed_functions]
         if forbidden:
@@ -211,14 +211,7 @@ class Federation(Section):
     def id_of(self, member: Member) -> int:
         """Return a member's id.
 
-        Args:
-            member: The member; its key decides.
-
-        Returns:
-            The id.
-
-        Raises:
-            ConfigError: The key is not that of a member, or the member has other values here.
+        Its key decides. A member with other values in this file is a ConfigError.
         """
         title = f"{self.name}, version {self.version}"
         ids = [id for id, other in self.members.items() if other.key == member.key]
@@ -244,11 +237,7 @@ class Federation(Section):
         return ids[0]
 
     def value_hashes(self) -> dict[str, str]:
-        """Return a short hash of each value, to compare two files.
-
-        Returns:
-            Hashes by dotted key.
-        """
+        """Return a short hash of each value by dotted key, to compare two files."""
         return dict(self._value_hashes)
 
     @functools.cached_property
@@ -266,23 +255,15 @@ class Federation(Section):
         return {key: _short_hash(value) for key, value in flat}
 
     def differing_keys(self, other: Mapping[str, str]) -> list[str]:
-        """Compare this file with another one.
+        """Return the keys that differ from `value_hashes` of another file.
 
-        Args:
-            other: The other file's `value_hashes`.
-
-        Returns:
-            Dotted keys that are missing in one of them or have different values, sorted.
+        These are sorted dotted keys that are missing in one of the files or have different values.
         """
         own = self.value_hashes()
         return sorted(key for key in {*own, *other} if own.get(key) != other.get(key))
 
     def unsigned_members(self) -> list[str]:
-        """Return the members that did not sign this version but may.
-
-        Returns:
-            Their names.
-        """
+        """Return the members that did not sign this version but may."""
         if self.version == 1:
             return []
         return chain.unsigned_members(self.versions[-1], self._members[-2])
@@ -296,10 +277,9 @@ class Federation(Section):
         return max(0, required - len(self.versions[-1].signatures))
 
     def describe_changes(self) -> list[str]:
-        """Describe the difference from the previous version.
+        """Return one phrase per difference from the previous version.
 
-        Returns:
-            One phrase per change; the first version adds all its members.
+        The first version adds all its members.
         """
         previous = self._members[-2] if self.version > 1 else {}
         return chain.describe_changes(previous, self.members)
@@ -307,8 +287,7 @@ class Federation(Section):
     def former_members(self) -> list[tuple[int, Member]]:
         """Return members of earlier versions that this version removed or changed.
 
-        Returns:
-            Their ids and former entries, the oldest first.
+        Each has its id and its former entry, the oldest first.
         """
         former = dict.fromkeys(
             (id, member) for members in self._members[:-1] for id, member in members.items()
@@ -316,23 +295,14 @@ class Federation(Section):
         return [(id, member) for id, member in former if self.members.get(id) != member]
 
     def is_successor_of(self, earlier: "Federation") -> bool:
-        """Check that this version is, or follows, another one.
-
-        Args:
-            earlier: The other one.
-
-        Returns:
-            True if the other version is in this file.
-        """
+        """Check that this version is, or follows, another one, by the hashes in this file."""
+        # A file with fewer versions ends with another hash.
         return self._digests[: earlier.version][-1] == earlier.digest
 
     def fixed_content(self) -> dict[str, Any]:
         """Return what no version changes, as in the file.
 
         Unset keys are left out, so that a later release with more keys finds the same hash.
-
-        Returns:
-            The table.
         """
         return self.model_dump(
             by_alias=True,
@@ -342,11 +312,7 @@ class Federation(Section):
         )
 
     def to_table(self) -> dict[str, Any]:
-        """Return the content of federation.toml.
-
-        Returns:
-            The table.
-        """
+        """Return the content of federation.toml."""
         *previous, last = (version.model_dump() for version in self.versions)
         return {
             "protocol": self.protocol,
@@ -438,7 +404,7 @@ def make_federation(
         limits = Limits.for_model(size, federation.round_seconds)
         federation = federation.model_copy(update={"limits": limits})
 
-    # once more, with the defaults written out
+    # Once more, with the defaults written out: a later release may have other ones.
     table = federation.model_dump(by_alias=True, exclude_none=True)
     return _check_topology(_validated_federation(table, "the federation"))
 
@@ -469,11 +435,7 @@ def _target_schema(dataset: Dataset) -> dict[str, Any]:
 
 
 def missing_dataset() -> Dataset:
-    """Stand for the data set, which each member provides.
-
-    Raises:
-        ConfigError: Always.
-    """
+    """Stand for the data set, which each member provides; a call is a ConfigError."""
     raise ConfigError("a federation's file holds no data: each member brings its own, with --data")
 
 
@@ -553,14 +515,7 @@ def write_federation(federation: Federation, path: Path | str) -> None:
 
 
 def file_content(federation: Federation) -> bytes:
-    """Return the content of federation.toml.
-
-    Args:
-        federation: The federation.
-
-    Returns:
-        TOML in UTF-8.
-    """
+    """Return the content of federation.toml."""
     head = (
         f"# What the members of {federation.name} agree on. All hold the same; `fedcb2o peer check`"
         " compares.\n\n"
@@ -572,15 +527,8 @@ def removal_notice(federation: Federation, member: Member, content: bytes) -> st
     """Describe how a later version that somebody sent removes or changes a member.
 
     The sender is not trusted. Only the versions in the content are read. They count if they follow
-    the known version, each signed by more than half of the members before.
-
-    Args:
-        federation: The version that this organisation holds.
-        member: This organisation.
-        content: Content of a federation.toml.
-
-    Returns:
-        The notice; empty if no valid later version removes or changes the member.
+    the known version, each signed by more than half of the members before. The notice is empty if
+    no such version removes or changes the member.
     """
     try:
         later = _parse_versions(federation, content)
@@ -599,6 +547,7 @@ def removal_notice(federation: Federation, member: Member, content: bytes) -> st
     name = member.name
     removals = [number for number, entry in entries.items() if entry is None]
     changes = [number for number, entry in entries.items() if entry != member]
+    # A version may have undone an earlier change.
     if not changes or entries[later.version] == member:
         return ""
     number = (removals or changes)[0]
@@ -615,8 +564,7 @@ def removal_notice(federation: Federation, member: Member, content: bytes) -> st
 def _parse_versions(federation: Federation, content: bytes) -> Federation:
     """Return the federation with the versions of a file that somebody sent.
 
-    Raises:
-        ValueError: The content has no valid versions.
+    A ValueError says that they are invalid.
     """
     table = parse_bounded_toml(content, MAX_FILE_BYTES)
     validate_plain(table)

@@ -48,14 +48,7 @@ class Limits(Section):
         """Compute limits that allow to download a model twice a round.
 
         At least 300 answers a minute are allowed, because a peer that is behind does not wait for
-        the end of a round.
-
-        Args:
-            size: Size of the encoded model in bytes.
-            round_seconds: Minimum duration of a round.
-
-        Returns:
-            The limits.
+        the end of a round. `size` is the number of bytes of the encoded model.
         """
         per_round = 2 * (size // 2**20 + 5)  # chunks and other requests
         maximum = cls.model_fields["answers_per_minute"].default
@@ -65,16 +58,10 @@ class Limits(Section):
 
 
 class SampleSchema(Section):
-    """Format of all samples: classes, or the shape of predicted numbers.
-
-    Attributes:
-        shape: Shape of a sample.
-        values: Type and scale of samples; None in the file of a former release.
-        class_names: Names of the classes.
-        target: Shape of the numbers to predict.
-    """
+    """Format of all samples: classes, or the shape of predicted numbers."""
 
     shape: _Shape
+    # Type and scale of samples; None in the file of a former release.
     values: SampleValues | None = None
     class_names: Annotated[tuple[str, ...], Field(strict=False, max_length=100_000)] = ()
     target: _Shape | None = None
@@ -148,16 +135,7 @@ def _check_numbers(value: Any, key: str) -> None:
 
 
 def validate_plain(value: Any, key: str = "", depth: int = 0) -> None:
-    """Check that a value can be hashed and shown safely.
-
-    Args:
-        value: A parsed TOML value.
-        key: Its key, for the error.
-        depth: Its nesting depth.
-
-    Raises:
-        ValueError: The value does not belong into a federation file.
-    """
+    """Check that a value can be hashed and shown safely, else raise ValueError."""
     if depth > 20:
         raise ValueError("its tables or lists are nested too deeply")
     if isinstance(value, Mapping):
@@ -181,5 +159,6 @@ def _validate_scalar(value: Any, key: str) -> None:
             raise ValueError(f"`{key}` is not finite: {value}")
     elif not isinstance(value, str):
         raise ValueError(f"`{key}` is a {type(value).__name__}")
+    # A root is PEM, which has several lines; `Member` checks it.
     elif key != "root" and (len(value) > 1000 or not value.isprintable()):
         raise ValueError(f"`{key}` is too long, or no text of one line: {value[:100]!r}")

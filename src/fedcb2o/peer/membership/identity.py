@@ -62,16 +62,7 @@ _SMALL_ORDER_Y = frozenset({0, 1, _P - 1, _P, _P + 1, _Y8, _P - _Y8})
 def read_bounded_toml(path: Path, max_bytes: int) -> dict[str, Any]:
     """Read a TOML file that another organisation sent.
 
-    Args:
-        path: The file.
-        max_bytes: Largest accepted size.
-
-    Returns:
-        The parsed table.
-
-    Raises:
-        ValueError: The file is no TOML, too large, or has a line that takes long to parse.
-        OSError: The file cannot be read.
+    Content that is no TOML, too large, or has a line that takes long to parse, is a ValueError.
     """
     with open_regular(path, follow_links=True) as file:
         return parse_bounded_toml(file.read(max_bytes + 1), max_bytes)
@@ -80,15 +71,7 @@ def read_bounded_toml(path: Path, max_bytes: int) -> dict[str, Any]:
 def parse_bounded_toml(content: bytes, max_bytes: int) -> dict[str, Any]:
     """Parse TOML that another organisation sent.
 
-    Args:
-        content: The bytes.
-        max_bytes: Largest accepted size.
-
-    Returns:
-        The parsed table.
-
-    Raises:
-        ValueError: The content is no TOML, too large, or has a line that takes long to parse.
+    Content that is no TOML, too large, or has a line that takes long to parse, is a ValueError.
     """
     if len(content) > max_bytes:
         raise ValueError(f"it is longer than {max_bytes} bytes")
@@ -103,12 +86,6 @@ def parse_bounded_toml(content: bytes, max_bytes: int) -> dict[str, Any]:
 
 def spelled_hex(content: bytes) -> str:
     """Format bytes for reading aloud.
-
-    Args:
-        content: The bytes.
-
-    Returns:
-        Hexadecimal digits in groups of four.
 
     Example:
         >>> spelled_hex(bytes(range(4)))
@@ -153,6 +130,7 @@ class Member:
         object.__setattr__(self, "endpoint", endpoint)
         if len(self.key) != 32:
             raise ConfigError(f"`key` of {self.name} must have 32 bytes, got {len(self.key)}")
+        # The highest bit is the sign of x, on which the order does not depend.
         if int.from_bytes(self.key, "little") % 2**255 in _SMALL_ORDER_Y:
             raise ConfigError(
                 f"`key` of {self.name} is one under which anybody can sign: make another identity"
@@ -274,6 +252,7 @@ class Member:
             public = base64.b64decode(table["key"].encode(), validate=True)
         except (binascii.Error, ValueError) as error:
             raise ConfigError(f"`key` of a member is no base64: {error}") from error
+        # With two texts of one key, two members could have it: versions compare the texts.
         if base64.b64encode(public).decode() != table["key"]:
             raise ConfigError("`key` of a member must be base64 in canonical form")
         name, endpoint, root = table["name"], table["endpoint"], table["root"]
@@ -417,9 +396,12 @@ class Identity:
             records.atomic_write(temporary / "root.key", _private_key_pem(root_key, passphrase))
             records.atomic_write(temporary / "root.pem", member.root.encode())
             member.write(temporary / f"{name}.member.toml")
+            # The signing key stays the same, so it still may not sign two successors of one
+            # version.
             if journal is not None and journal.exists():
                 records.atomic_write(temporary / journal.name, journal.read_bytes())
             cls(temporary, member, key, passphrase).renew(days=days, now=now, until=until)
+            # A rename shows all files at once. After a failure the folder is as before.
             temporary.rename(folder)
         except OSError as error:
             raise ConfigError(f"cannot make {folder}: {error.strerror or error}") from error
@@ -457,6 +439,7 @@ class Identity:
                 f"{folder} holds {count} NAME.member.toml: `fedcb2o peer identity` makes an "
                 "identity"
             )
+        # `peer renew --out` replaces an expired root, and needs this identity.
         member = Member.read(files[0], allow_expired=True)
 
         path = folder / "signing.key"

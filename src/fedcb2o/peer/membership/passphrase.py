@@ -19,15 +19,9 @@ _MAX_BYTES = 1024
 def read_passphrase(*, is_new: bool = False) -> bytes:
     """Return the passphrase of this organisation's keys.
 
-    Args:
-        is_new: Ask for it twice on a terminal, because it will encrypt keys.
-
-    Returns:
-        Its bytes, from the file that FEDCB2O_PASSPHRASE_FILE names, from FEDCB2O_PASSPHRASE, or
-        from the terminal, where it is asked for once.
-
-    Raises:
-        ConfigError: There is none, or it is empty.
+    It is read from the file that FEDCB2O_PASSPHRASE_FILE names, from FEDCB2O_PASSPHRASE, or from
+    the terminal, which is asked once per process. A new one, which will encrypt keys, is typed
+    twice there. A missing or empty one is a ConfigError.
     """
     path, text = os.environ.get(FILE_VARIABLE), os.environ.get(VARIABLE)
     if path:

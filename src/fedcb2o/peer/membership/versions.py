@@ -68,16 +68,9 @@ class Version(Section):
 
 
 def parse_members(versions: Sequence[Version]) -> tuple[MembersById, ...]:
-    """Parse the members of each version, also those with a root that a later version replaces.
+    """Parse the members of each version by ascending id.
 
-    Args:
-        versions: All versions, the first one first.
-
-    Returns:
-        For each version its members by ascending id.
-
-    Raises:
-        ConfigError: An entry is not that of a member.
+    A root that a later version replaces may have the form of former roots.
     """
     cache: dict[_MemberEntry, Member] = {}  # most members stay from version to version
     parsed = []
@@ -98,18 +91,11 @@ def parse_members(versions: Sequence[Version]) -> tuple[MembersById, ...]:
 def version_digests(
     fixed_content: Mapping[str, Any], versions: Sequence[Version]
 ) -> tuple[bytes, ...]:
-    """Hash each version.
+    """Return the SHA-256 of each version.
 
     The hashed text is JSON in ASCII with sorted keys and without blanks, in which 2.0 is written as
     2. It contains the fixed content, the version's number and members, and the hexadecimal hash of
-    the previous version.
-
-    Args:
-        fixed_content: The part of the file that no version changes.
-        versions: All versions, the first one first.
-
-    Returns:
-        The SHA-256 of each version.
+    the previous version. The fixed content is the part of the file that no version changes.
     """
     hashes: list[bytes] = []
     for number, version in enumerate(versions, start=1):
@@ -136,15 +122,8 @@ def validate_versions(
 ) -> None:
     """Check that each version is consistent and may follow the previous one.
 
-    A member keeps its id and its name. Neither is used again after the member was removed.
-
-    Args:
-        versions: All versions, the first one first.
-        members: Their members, from `parse_members`.
-        hashes: Their hashes, from `version_digests`.
-
-    Raises:
-        ConfigError: A version is inconsistent, or has an invalid signature.
+    A member keeps its id and its name. Neither is used again after the member was removed. The
+    number of signatures is not checked; see `validate_signatures`.
     """
     names: dict[int, str] = {}
     for number, version in enumerate(versions, start=1):
@@ -194,7 +173,7 @@ def _check_signatures(number: int, version: Version, previous: MembersById, hash
                 f"version {number} has an invalid signature of {signature.name!r}: was the file "
                 "changed? Ask for it again, or remove this signature"
             )
-    # compare names: one key can make several valid signatures
+    # Compare names: one key can make several valid signatures
     if repeated := _duplicates(signature.name for signature in version.signatures):
         raise ConfigError(
             f"version {number} has two signatures of {repeated[0]!r}, but a member has one vote: "
@@ -203,15 +182,7 @@ def _check_signatures(number: int, version: Version, previous: MembersById, hash
 
 
 def describe_changes(previous: MembersById, current: MembersById) -> list[str]:
-    """Describe the differences between two versions.
-
-    Args:
-        previous: The members before.
-        current: The members after.
-
-    Returns:
-        One phrase per change, with the fingerprints of new keys.
-    """
+    """Return one phrase per difference between two versions, with new fingerprints."""
     changes = [f"removes {previous[id].name}" for id in previous if id not in current]
     for id, member in current.items():
         if id not in previous:
@@ -232,27 +203,12 @@ def describe_changes(previous: MembersById, current: MembersById) -> list[str]:
 
 
 def required_signatures(previous: MembersById) -> int:
-    """Return the number of signatures that the next version needs.
-
-    Args:
-        previous: The members of the version before it.
-
-    Returns:
-        More than half of their number.
-    """
+    """Return the number of signatures for the next version, more than half of these members."""
     return len(previous) // 2 + 1
 
 
 def validate_signatures(versions: Sequence[Version], members: Sequence[MembersById]) -> None:
-    """Check that each version has enough signatures.
-
-    Args:
-        versions: All versions, already checked by `validate_versions`.
-        members: Their members.
-
-    Raises:
-        ConfigError: A version has too few signatures.
-    """
+    """Check that each version has enough signatures, after `validate_versions`."""
     for number, version in enumerate(versions[1:], start=2):
         previous = members[number - 2]
         required = required_signatures(previous)
@@ -268,15 +224,7 @@ def validate_signatures(versions: Sequence[Version], members: Sequence[MembersBy
 
 
 def unsigned_members(version: Version, previous: MembersById) -> list[str]:
-    """Return the members that did not sign this version but may.
-
-    Args:
-        version: The version.
-        previous: The members of the version before it.
-
-    Returns:
-        Their names, by ascending id.
-    """
+    """Return the members that did not sign this version but may, by ascending id."""
     signers = {signature.name for signature in version.signatures}
     return [member.name for member in previous.values() if member.name not in signers]
 
@@ -289,19 +237,7 @@ def add_signature(
 ) -> Version:
     """Sign the last version, after an entry in the journal of the identity.
 
-    Args:
-        version: The last version, with its other signatures.
-        hashes: Hashes of all versions.
-        members: Members of all versions.
-        identity: The signing organisation.
-
-    Returns:
-        The version with the additional signature.
-
-    Raises:
-        ConfigError: The organisation was no member of the previous version, or signed another
-            version of this number.
-        RunError: The journal cannot be written.
+    Only a member of the previous version can sign, and only one version of a number.
     """
     previous, current = members[-2:]
     signers = [member.name for member in previous.values() if member.key == identity.member.key]
@@ -311,6 +247,8 @@ def add_signature(
             "these sign"
         )
     changes = describe_changes(previous, current)
+    # The entry comes first: after a crash in between, a signature without an entry could get a
+    # rival.
     reserve_version(identity, hashes[0], len(hashes), hashes[-1], changes)
     content = identity.sign(_SIGNATURE_CONTEXT + hashes[-1])
     signature = Signature(name=signers[0], signature=base64.b64encode(content).decode())
@@ -318,15 +256,7 @@ def add_signature(
 
 
 def merge_signatures(version: Version, signatures: Sequence[Signature]) -> Version:
-    """Add signatures to a version.
-
-    Args:
-        version: The version.
-        signatures: Further signatures; a member's existing one stays.
-
-    Returns:
-        The version with all signatures, sorted by name.
-    """
+    """Add signatures to a version, sorted by name; a member's existing one stays."""
     by_name = {signature.name: signature for signature in (*signatures, *version.signatures)}
     merged = tuple(by_name[name] for name in sorted(by_name))
     return Version(members=version.members, signatures=merged)

@@ -48,14 +48,7 @@ SCORES = {
 
 
 def outcomes(record: RoundRecord) -> dict[int, str]:
-    """Classify the outcome of asking each peer in a round.
-
-    Args:
-        record: The round.
-
-    Returns:
-        A key of `OUTCOME_COLOURS` for each asked peer.
-    """
+    """Return the outcome of asking each peer in a round, a key of `OUTCOME_COLOURS`."""
     result = dict.fromkeys(record.asked, "no answer")
     groups = {
         "late": record.late,
@@ -82,11 +75,7 @@ def _busiest_peers(records: PeerRecords) -> list[int]:
 def draw_scores(rounds: Sequence[RoundRecord]) -> Figure | None:
     """Draw the accuracy and the metrics of a simulated attack.
 
-    Args:
-        rounds: The rounds.
-
-    Returns:
-        The figure, or None without values.
+    None without values.
     """
     values = {name: [getattr(record, key) for record in rounds] for key, name in SCORES.items()}
     gains = [record.comparable_gain for record in rounds]
@@ -101,11 +90,7 @@ def draw_scores(rounds: Sequence[RoundRecord]) -> Figure | None:
 def draw_losses(rounds: Sequence[RoundRecord]) -> Figure | None:
     """Draw the training loss and the validation loss.
 
-    Args:
-        rounds: The rounds.
-
-    Returns:
-        The figure, or None without values.
+    None without values.
     """
     values = {
         "training": [record.train_loss for record in rounds],
@@ -118,11 +103,7 @@ def draw_losses(rounds: Sequence[RoundRecord]) -> Figure | None:
 def draw_contributions(records: PeerRecords) -> Figure | None:
     """Draw the summed contributions of the peers that contributed most, of either sign.
 
-    Args:
-        records: The node's records.
-
-    Returns:
-        The figure, or None without contributions.
+    None without contributions.
     """
     sums: dict[int, list[float]] = {peer: [0.0] for peer in records.peers}
     for record in records.rounds:
@@ -140,11 +121,7 @@ def draw_contributions(records: PeerRecords) -> Figure | None:
 def draw_traffic(rounds: Sequence[RoundRecord]) -> Figure | None:
     """Draw the total received and sent megabytes.
 
-    Args:
-        rounds: The rounds.
-
-    Returns:
-        The figure, or None without values.
+    None without values.
     """
     received = np.cumsum([record.incoming_bytes / 1e6 for record in rounds])
     sent = np.cumsum([record.sent / 1e6 for record in rounds])
@@ -159,11 +136,7 @@ def draw_traffic(rounds: Sequence[RoundRecord]) -> Figure | None:
 def draw_phases(rounds: Sequence[RoundRecord]) -> Figure | None:
     """Draw the duration of each round by phase.
 
-    Args:
-        rounds: The rounds.
-
-    Returns:
-        The figure, or None without durations.
+    None without durations.
     """
     recorded = dict.fromkeys(name for record in rounds for name in record.seconds)
     names = [name for name in recorded if name != "round"][: len(PALETTE)]
@@ -186,6 +159,7 @@ def draw_phases(rounds: Sequence[RoundRecord]) -> Figure | None:
     bottom = np.zeros(len(rounds))
     colours = [*PALETTE[: len(names)], _REST]
     for (name, height), colour in zip(phases.items(), colours, strict=False):
+        # Matplotlib reads text between dollars as mathematics.
         label = name.replace("$", r"\$")
         top = bottom + height
         ax.stairs(top, edges, baseline=bottom, fill=True, color=colour, label=label)
@@ -200,11 +174,7 @@ def draw_phases(rounds: Sequence[RoundRecord]) -> Figure | None:
 def draw_outcomes(records: PeerRecords) -> Figure | None:
     """Draw how often each peer was asked, by outcome.
 
-    Args:
-        records: The node's records.
-
-    Returns:
-        The figure, or None if no peer was asked.
+    None if no peer was asked.
     """
     peers = _busiest_peers(records)
     by_round = [outcomes(record) for record in records.rounds]
@@ -235,12 +205,7 @@ def draw_response_times(
 ) -> Figure | None:
     """Draw each peer's median response time with its 10% to 90% range.
 
-    Args:
-        records: The node's records.
-        seconds: Response times by peer.
-
-    Returns:
-        The figure, or None without response times.
+    None without response times.
     """
     peers = _busiest_peers(records)
     if not any(seconds.get(peer) for peer in peers):
@@ -270,13 +235,7 @@ def draw_response_times(
 def draw_weights(records: PeerRecords) -> Figure | None:
     """Draw the weight of each model in each round, its own first.
 
-    Neighbouring rounds are averaged if there are too many for a page.
-
-    Args:
-        records: The node's records.
-
-    Returns:
-        The figure, or None without rounds or peers.
+    Neighbouring rounds are averaged if there are too many for a page. None without rounds or peers.
     """
     rounds = records.rounds
     peers = _busiest_peers(records)
@@ -286,6 +245,7 @@ def draw_weights(records: PeerRecords) -> Figure | None:
     weights, marks = weights_by_round(rounds, records.info.id, peers)
     rounds_per_column = -(-len(rounds) // _MAX_COLUMNS)
     starts = np.arange(0, len(rounds), rounds_per_column)
+    # Rounds without a weight do not count in the mean of a column.
     count = np.add.reduceat(np.isfinite(weights), starts, axis=1)
     mean = np.add.reduceat(np.nan_to_num(weights), starts, axis=1) / np.maximum(count, 1)
     mean[count == 0] = np.nan
@@ -327,16 +287,10 @@ def draw_weights(records: PeerRecords) -> Figure | None:
 def weights_by_round(
     rounds: Sequence[RoundRecord], agent_id: int, peers: Sequence[int]
 ) -> tuple[Float[np.ndarray, "p n"], Float[np.ndarray, "p n"]]:
-    """Collect the weights of all models.
+    """Return the weights of all models, and marks of missing ones.
 
-    Args:
-        rounds: The rounds.
-        agent_id: The agent; its own model is the first row.
-        peers: The peers of the other rows.
-
-    Returns:
-        The weights, NaN where there is none; and where there is none, 2 for a refused model, 1 for
-        a model that was asked for in vain, otherwise 0.
+    The first row is the agent's own model. A missing weight is NaN. Its mark is 2 for a refused
+    model, 1 for a model that was asked for in vain, otherwise 0.
     """
     rows = {peer: row for row, peer in enumerate([agent_id, *peers])}
     shape = (len(rows), len(rounds))

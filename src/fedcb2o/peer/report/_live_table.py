@@ -46,12 +46,7 @@ class _PeerStatus:
 class LiveTable:
     """Display of a node's rounds on standard error; safe in any thread.
 
-    Args:
-        names: Names of all agents by id.
-        agent_id: This agent.
-        rounds: Number of rounds.
-        done: Finished rounds of a resumed node.
-        console: Console; by default standard error.
+    `names` has the names of all agents by id.
     """
 
     def __init__(
@@ -77,6 +72,7 @@ class LiveTable:
         self._peers = {peer: _PeerStatus() for peer in sorted(names) if peer != agent_id}
         self._live = Live(
             console=self.console,
+            # Rich calls it in a thread of its own.
             get_renderable=self._table,
             refresh_per_second=4,
             auto_refresh=True,
@@ -93,22 +89,13 @@ class LiveTable:
             self._live.stop()
 
     def on_phase(self, n: int, name: str) -> None:
-        """Show the current phase.
-
-        Args:
-            n: The round, from 1.
-            name: The phase.
-        """
+        """Show the current phase of round `n`, counted from 1."""
         with self._lock:
             self._n = n
             self._phase = name
 
     def on_round(self, line: Mapping[str, Any]) -> None:
-        """Show a finished round.
-
-        Args:
-            line: Its record in rounds.jsonl.
-        """
+        """Show a finished round."""
         if line.get("gain") is not None and _is_comparable(line):
             self._gains.append(GainRecord(**line["gain"]))
         scores = _format_scores(line, self._gains)
@@ -124,11 +111,7 @@ class LiveTable:
             self._print(f"{self._own_name}: round {line['round']}/{self.rounds}: {text}")
 
     def on_note(self, text: str) -> None:
-        """Print a message that stays.
-
-        Args:
-            text: The message.
-        """
+        """Print a message that stays."""
         message = f"{self._own_name}: {text}"
         if self.is_live:
             self.console.print(_plain_cell(message), soft_wrap=True)

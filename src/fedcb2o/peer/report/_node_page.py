@@ -69,16 +69,8 @@ _PROOFS_NOTE = (
 def write_node_report(folder: Path, out: Path | None = None, *, membership: bool = False) -> Path:
     """Write the page `report.html` of a run, which may still go on.
 
-    Args:
-        folder: The run directory.
-        out: Folder of the page; by default the run directory.
-        membership: Show membership inference against the sent and the kept model.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        RunError: The run has no finished round, is damaged, or the page cannot be written.
+    It is written to the run directory, or to the folder `out`. `membership` shows membership
+    inference against the sent and the kept model. A run without a finished round is a RunError.
     """
     records = PeerRecords.read(folder)
     if not records.rounds:
@@ -130,12 +122,8 @@ def _add_gain(page: Page, records: PeerRecords) -> None:
 def gain_table(records: PeerRecords) -> pd.DataFrame:
     """Tabulate the gain over training alone, over all samples and by class.
 
-    Args:
-        records: The node's records, with a gain.
-
-    Returns:
-        One row for the mean of the last rounds, one for all samples in the last assessed round, and
-        one per class.
+    One row is the mean of the last rounds, one has all samples in the last assessed round, and each
+    class has one. The records must have a gain.
     """
     record = records.last_assessed
     assert record is not None
@@ -160,11 +148,7 @@ def gain_table(records: PeerRecords) -> pd.DataFrame:
 def leakage_table(rounds: Iterable[RoundRecord]) -> pd.DataFrame:
     """Tabulate membership inference in the last assessed round.
 
-    Args:
-        rounds: The rounds.
-
-    Returns:
-        One row per model, sent and kept; empty without a measurement.
+    One row per model, sent and kept; empty without a measurement.
     """
     rows = {}
     for record in rounds:
@@ -290,14 +274,7 @@ def _response_times(rounds: Iterable[RoundRecord]) -> dict[int, list[float]]:
 
 
 def peers_table(records: PeerRecords) -> pd.DataFrame:
-    """Tabulate the peers.
-
-    Args:
-        records: The node's records.
-
-    Returns:
-        One row per peer: requests, outcomes, response times, bytes, weight and last link.
-    """
+    """Tabulate requests, outcomes, response times, bytes, weight and last link by peer."""
     seconds = _response_times(records.rounds)
     outcomes = [_figures.outcomes(record) for record in records.rounds]
     counts = Counter(item for round_outcomes in outcomes for item in round_outcomes.items())
@@ -345,26 +322,18 @@ def _format_contribution(values: Sequence[float]) -> str:
 
 
 def refused_table(records: PeerRecords) -> pd.DataFrame:
-    """Tabulate the refused models.
+    """Tabulate the rounds with a refused model by peer and reason.
 
-    Args:
-        records: The node's records.
-
-    Returns:
-        Number of rounds by peer and reason, without peers that were never refused.
+    Peers that were never refused have no row.
     """
     reasons = (item for record in records.rounds for item in record.refused.items())
     return _reasons_table(records, reasons)
 
 
 def not_averaged_table(records: PeerRecords) -> pd.DataFrame:
-    """Tabulate the received models with weight 0.
+    """Tabulate the rounds with a received model of weight 0 by peer and reason.
 
-    Args:
-        records: The node's records.
-
-    Returns:
-        Number of rounds by peer and reason, without peers whose models were always averaged.
+    Peers with models that were always averaged have no row.
     """
     received = (model for record in records.rounds for model in record.received)
     return _reasons_table(
@@ -408,12 +377,6 @@ def _describe_totals(rounds: Iterable[RoundRecord]) -> str:
 
 def format_bytes(count: int) -> str:
     """Format a number of bytes.
-
-    Args:
-        count: The number.
-
-    Returns:
-        A short text with a unit.
 
     Example:
         >>> format_bytes(26_400_000)

@@ -56,32 +56,24 @@ class _NodeInfo(_Record):
     rounds: Annotated[int, Field(ge=1, lt=_MAX_INT)] | None = None
 
     def name_of(self, agent: int) -> str:
-        """Return an agent's name.
+        """Return an agent's name, or a substitute for an id that the file does not contain.
 
-        Args:
-            agent: Its id.
-
-        Returns:
-            The name, or a substitute for an id that the file does not contain. Removed members are
-            marked.
+        Removed members are marked.
         """
         name = self.names.get(agent, f"agent-{agent}")
         return f"{name} (removed)" if agent in self.removed else name
 
 
 class ReceivedModel(_Record):
-    """Model received in a round, and its weight.
-
-    Attributes:
-        admission: Reason why a guard did not admit it; empty for an admitted model.
-        not_averaged: Reason why an admitted model has weight 0; empty for an averaged model.
-    """
+    """Model received in a round, and its weight."""
 
     id: _Id
     seconds: _Seconds
     bytes: _Count
     weight: float | None = None
+    # Reason why a guard did not admit it; empty for an admitted model.
     admission: _Word = ""
+    # Reason why an admitted model has weight 0; empty for an averaged model.
     not_averaged: _Word = ""
     contribution: float | None = None
 
@@ -113,13 +105,9 @@ class GainRecord(_Record):
 
 
 def mean_gain_record(gains: Sequence[GainRecord]) -> tuple[GainRecord, int] | None:
-    """Average gains of several rounds.
+    """Average gains of several rounds; return the mean and the number of rounds.
 
-    Args:
-        gains: The gains.
-
-    Returns:
-        The mean and the number of rounds; None for less than two rounds.
+    None for less than two rounds.
     """
     if len(gains) < 2:
         return None
@@ -191,13 +179,7 @@ class RoundRecord(_Record):
 
 @dataclass(frozen=True)
 class _ProofSummary:
-    """Unverified content of a proof; `fedcb2o peer proof FILE` verifies it.
-
-    Attributes:
-        file: Name of its file.
-        agent: Name of the accused agent.
-        round: The round, as text.
-    """
+    """Unverified content of a proof; `fedcb2o peer proof FILE` verifies it."""
 
     file: str
     agent: str
@@ -206,13 +188,7 @@ class _ProofSummary:
 
 @dataclass(frozen=True)
 class PeerRecords:
-    """Records of a node's run.
-
-    Attributes:
-        folder: The run directory.
-        info: The node.
-        rounds: Its finished rounds.
-    """
+    """Records of a node's run."""
 
     folder: Path
     info: _NodeInfo
@@ -222,14 +198,7 @@ class PeerRecords:
     def read(cls, folder: Path) -> "PeerRecords":
         """Read the records of a run, which may still go on.
 
-        Args:
-            folder: The run directory.
-
-        Returns:
-            The records.
-
-        Raises:
-            RunError: The folder is not that of a node, or damaged.
+        A folder that is not that of a node, or is damaged, is a RunError.
         """
         path = folder / "agent.json"
         if not path.is_file():
@@ -250,18 +219,15 @@ class PeerRecords:
         return sorted(ids - {self.info.id})
 
     def missing_models(self, peers: Iterable[int]) -> dict[str, str]:
-        """Find peers without any admitted model.
+        """Return by name the reason why a peer has no admitted model.
 
-        Args:
-            peers: The peers to check; a peer that was linked and never asked is left out.
-
-        Returns:
-            By name the reason: that of a refusal or of a guard, "too far behind", "offers no
-            model", "relay down", "no answer" or "never there".
+        The reason is that of a refusal or of a guard, "too far behind", "offers no model", "relay
+        down", "no answer" or "never there". A peer that was linked and never asked is left out.
         """
         received = [model for record in self.rounds for model in record.received]
         admitted = {model.id for model in received if not model.admission}
         linked = {peer for record in self.rounds for peer in record.alive}
+        # From the vaguest reason to the most exact one, which replaces the others.
         reasons = {peer: "never there" for peer in peers if peer not in linked}
         for record in self.rounds:
             reasons.update(dict.fromkeys(record.asked, "no answer"))
@@ -328,6 +294,7 @@ def _read_rounds(path: Path) -> Iterator[RoundRecord]:
                 if len(line) > MAX_LINE_BYTES:
                     reason = f"line {number} is longer than {MAX_LINE_BYTES} bytes"
                     raise damaged_error(path, reason)
+                # The node may be writing this line.
                 if not line.endswith(b"\n"):
                     return
                 record = _validated(RoundRecord, path, line, f"line {number}: ")

@@ -12,11 +12,7 @@ _LOGGER = logging.getLogger(__name__)
 class RoundLog(LiveTable):
     """Progress of a node as log lines, with the record of each round as their data.
 
-    Args:
-        names: Names of all agents by id.
-        agent_id: This agent.
-        rounds: Number of rounds.
-        has_table: Show the live table too, because log lines go to a file.
+    `has_table` shows the live table too, because log lines go to a file.
     """
 
     def __init__(
@@ -28,11 +24,7 @@ class RoundLog(LiveTable):
         self._record: Mapping[str, Any] | None = None
 
     def on_round(self, line: Mapping[str, Any]) -> None:
-        """Log a finished round.
-
-        Args:
-            line: Its record in rounds.jsonl.
-        """
+        """Log a finished round."""
         self._record = line
         super().on_round(line)
         self._record = None
