@@ -65,3 +65,8 @@ def federated(
     if path is not None:
         federation.write_federation(result, path)
     return result
+
+
+def own_criterion(losses, local, *, by: float = 1.0):
+    """Criterion of a user."""
+    return losses.mean * by

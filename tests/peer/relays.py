@@ -1,17 +1,73 @@
 """Relays and members behind them, on loopback."""
 
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+from tests.peer import members
 from tests.peer.members import free_ports
+from tests.peer.nodes import FORKED, wait_for
 
-from fedcb2o.peer.membership import Federation, Identity
+from fedcb2o.peer.membership import (
+    Federation,
+    Identity,
+    amend_federation,
+    read_federation,
+    sign_federation,
+    write_federation,
+)
 from fedcb2o.peer.wire import Relay, _relayed
 from fedcb2o.peer.wire._folder_mailbox import FolderMailbox
 from fedcb2o.peer.wire._mailbox import Mailbox, RelayMailbox
 from fedcb2o.peer.wire._relayed import Relayed
+
+
+def behind_nat(folder: Path, count: int, listening: int = 0) -> list[Identity]:
+    """Return organisations: the first ones listen, the others have no reachable endpoint."""
+    orgs = members.identities(folder, listening)
+    for j in range(listening, count):
+        name = f"org-{j}"
+        orgs.append(Identity.make(folder / name, name=name, endpoint=f"{name}.invalid:1"))
+    return orgs
+
+
+def next_version(path: Path, signers: list[Identity], **changes: Any) -> Federation:
+    """Replace the federation in a file by its next version, signed, and return it."""
+    members.forget_signed_versions(signers)  # tests share them
+    write_federation(amend_federation(read_federation(path), **changes), path)
+    for signer in signers:
+        sign_federation(path, signer)
+    return read_federation(path)
+
+
+def serve_relay(federation: Path, keys: Path, store: Path, ready: Path) -> None:
+    """Run a relay in its own process."""
+    with Relay(read_federation(federation), Identity.read(keys), folder=store) as relay:
+        ready.touch()
+        relay.run(threading.Event())
+
+
+class RelayProcess:
+    """Process of a relay, which a test may kill and start again."""
+
+    def __init__(self, federation: Path, keys: Identity, store: Path) -> None:
+        self.location = keys.folder / "relay.member.toml"
+        self.ready = keys.folder / "ready"
+        self.work = (federation, keys.folder, store, self.ready)
+        self.start()
+
+    def start(self) -> None:
+        self.ready.unlink(missing_ok=True)
+        self.process = FORKED.Process(target=serve_relay, args=self.work, daemon=True)
+        self.process.start()
+        wait_for(self.ready.exists, 30)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
 def relay_identity(folder: Path) -> Identity:

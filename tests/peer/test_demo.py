@@ -284,7 +284,7 @@ def test_another_experiment_has_one_organisation_per_agent(tmp_path):
 
 @pytest.mark.parametrize("kind", [_demo.BENIGN, _demo.GARBAGE])
 def test_agents_get_permission_for_the_names_of_the_experiment(tmp_path, monkeypatch, kind):
-    name = "tests.peer.test_federation:own_criterion"
+    name = "tests.peer.members:own_criterion"
     algorithm = {"name": "fedcb2o", "criterion": {"name": name}, "alpha": 2.0}
     path = tmp_path / "federation.toml"
     orgs = members.identities(tmp_path, 2)

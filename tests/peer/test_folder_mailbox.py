@@ -13,10 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.peer import members, relays, shared_folder
 from tests.peer.nodes import Nodes, wait_for
-from tests.peer.test_relay import behind_nat
+from tests.peer.relays import behind_nat
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.membership import Federation, Identity
 from fedcb2o.peer.wire import _folder_mailbox, open_transport
 from fedcb2o.peer.wire._folder_mailbox import FolderMailbox
 from fedcb2o.peer.wire._sealing import CARD_BYTES
@@ -24,14 +23,6 @@ from fedcb2o.peer.wire._sealing import CARD_BYTES
 NAMES = ("org-0", "org-1", "org-2")
 BOX = f"org-0/{'a' * 32}"
 FIRST, SECOND = f"{1:020}-{1:08x}", f"{2:020}-{1:08x}"
-
-
-@pytest.fixture(scope="module")
-def federation_of_three(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[list[Identity], Federation]:
-    orgs = behind_nat(tmp_path_factory.mktemp("three"), 3)
-    return orgs, members.federated(orgs)
 
 
 @pytest.fixture

@@ -315,7 +315,7 @@ def test_the_check_command(organisations: Any, exit_stack: ExitStack) -> None:
 
 def test_the_check_command_reports_user_functions_and_mismatched_data(tmp_path: Path) -> None:
     members = identities(tmp_path, 2)
-    name = "tests.peer.test_federation:own_criterion"
+    name = "tests.peer.members:own_criterion"
     experiment_changes = {"algorithm": {"criterion": {"name": name, "by": 2.0}}}
     federated(members, changes=experiment_changes, path=tmp_path / "f.toml")
     command = [
