@@ -323,8 +323,8 @@ ATTACKS: dict[str, Table] = {
     "alie from the benign": {"name": "alie", "z": 1.5, "estimated_from": "benign"},
     "min_max by sign": {"name": "min_max", "direction": "sign"},
     "min_sum by unit": {"name": "min_sum", "direction": "unit"},
-    "mimic of the outermost": {"name": "mimic", "whom": "outermost"},
-    "mimic across": {"name": "mimic", "whom": 1, "clusters_on": 1},
+    "mimic of the outermost": {"name": "mimic", "agent": "outermost"},
+    "mimic across": {"name": "mimic", "agent": 1, "cluster_offset": 1},
     "boosted backdoor": {"name": "boosting", "factor": 3.0, "data": BACKDOOR},
     "sign_flip of poisoned": {"name": "sign_flip", "scale": 2.0, "data": FLIP},
 }

@@ -27,7 +27,7 @@ from limits import best_rates, process_tree, processor_seconds
 
 import fedcb2o
 from fedcb2o.experiments.config import network, prepared_seed
-from fedcb2o.experiments.config.datasets import attack_goal, load_dataset
+from fedcb2o.experiments.config.datasets import load_dataset
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs._local_backend import open_local_engine
@@ -106,7 +106,7 @@ def measure(experiment: Experiment, count: int, num_rounds: int) -> dict[str, fl
         network.init_models_(models, experiment, 0, dataset, range(rows))
         log = RoundLog(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         state = AgentState.initial(prepared.spec.num_agents)
-        goal = attack_goal(experiment)
+        goal = experiment.resolved.goal
         marks: list[float] = []
         clock = TreeClock()
 

@@ -207,6 +207,12 @@ def display_name(kind: str, function: PluginFunction) -> str:
     return kind if name is None else f"{kind} `{name}`"
 
 
+def function_name(function: PluginFunction) -> str:
+    """Return the name of a plug-in in a configuration; that of its class without a name."""
+    whole = getattr(function, "func", function)
+    return USER_FUNCTION.get(function) or str(getattr(whole, "__name__", type(whole).__name__))
+
+
 @contextlib.contextmanager
 def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[None]:
     """Turn failures inside a `with` block into ConfigErrors that name the plug-in.

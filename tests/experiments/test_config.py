@@ -19,7 +19,6 @@ from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.config.tables import parse_value, presets
 from fedcb2o.federated.guards.checks import NO_GUARDS
 from fedcb2o.federated.sections import AgentsSection
-from fedcb2o.nn import architectures
 
 
 @pytest.mark.parametrize("name", presets())
@@ -499,7 +498,7 @@ def test_parameters_of_a_user_function_may_be_arrays_and_paths():
     rates = np.array([0.5, 1.0])
     parameters = {"widths": np.arange(2), "rates": rates, "path": Path("x"), "free": rates}
     experiment = load("digits-fedassay", {"model": {"name": network, **parameters}})
-    bound = experiment.model.bind("model", architectures).keywords
+    bound = experiment.resolved.model.keywords
     assert isinstance(bound["widths"], np.ndarray)
     assert bound["rates"] == [0.5, 1.0]
     assert bound["path"] == Path("x")

@@ -12,7 +12,6 @@ from torch import nn
 
 from fedcb2o.data import digits
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config.build import build_algorithm
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.tables import presets
 from fedcb2o.peer.membership import (
@@ -103,8 +102,8 @@ def test_every_preset_can_be_a_federation(organisations, tmp_path):
             again = read_federation(tmp_path / "f.toml")
             assert again.digest == agreement.digest
             assert (
-                build_algorithm(again.experiment).mixing_factor
-                == build_algorithm(simulated).mixing_factor
+                again.experiment.resolved.algorithm.mixing_factor
+                == simulated.resolved.algorithm.mixing_factor
             )
 
 

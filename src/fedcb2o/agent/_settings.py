@@ -51,7 +51,7 @@ class Settings:
             raise ConfigError(f"the algorithm `{section.name}` has models of clusters")
         loss = None
         if self.loss is not None:
-            loss = Component.model_validate(as_component(self.loss)).bind("loss", losses)
+            loss = Component.model_validate(as_component(self.loss)).resolve("loss", losses).bound
         return RunSpec(
             seed=int(self.seed),
             num_agents=2,

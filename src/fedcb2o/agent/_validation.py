@@ -13,7 +13,7 @@ from fedcb2o.errors import DataError
 from fedcb2o.federated import RunSpec, losses, part_checks
 from fedcb2o.nn import network_checks
 from fedcb2o.nn.random_evaluation import seed_if_random_
-from fedcb2o.plugins import USER_FUNCTION, PluginChoice, attribute_errors
+from fedcb2o.plugins import PluginChoice, attribute_errors, function_name
 from fedcb2o.user_values import to_tensor
 
 
@@ -40,8 +40,7 @@ def check_parts(spec: RunSpec, validation: Shard) -> None:
             network_checks.check_network(spec.model, module, twin, x, random_evaluation=is_random)
     loss = spec.training.loss
     if loss is not None:
-        name = USER_FUNCTION.get(loss) or getattr(loss, "func", loss).__name__
-        part_checks.check_loss(name, loss, outputs, validation.y[rows])
+        part_checks.check_loss(function_name(loss), loss, outputs, validation.y[rows])
 
 
 def validation_shard(network: nn.Module, validation: Any, columns: Any, has_loss: bool) -> Shard:

@@ -22,7 +22,8 @@ from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerati
 
 from fedcb2o import plugins
 from fedcb2o.data import sets, skews, transforms
-from fedcb2o.experiments.config.settings import COMPONENT_SECTIONS, Experiment
+from fedcb2o.experiments.config.resolved import COMPONENT_SECTIONS
+from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.config.tables import presets
 from fedcb2o.experiments.grid._definition import (
     AXIS_KEYS,

@@ -35,7 +35,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.guards.acceptance import max_abs
 from fedcb2o.federated.inference import batched_forward, dense_layers, per_sample_losses
-from fedcb2o.federated.optimisers import make_step, optimiser_name
+from fedcb2o.federated.optimisers import make_step
 from fedcb2o.federated.privacy import noise_multiplier, poisson_batches, private_gradients
 from fedcb2o.federated.ragged import Indices
 from fedcb2o.federated.run_spec import RunSpec, Training
@@ -162,8 +162,9 @@ def local_update_(
             losses.append(loss.detach())
 
     if training.optimiser is not None and not is_bound(module, theta):
+        name = plugins.function_name(training.optimiser)
         raise ConfigError(
-            f"the optimiser `{optimiser_name(training.optimiser)}` puts new tensors in the place "
+            f"the optimiser `{name}` puts new tensors in the place "
             "of parameters: let it write into those that it is given, by `p.add_()` or `p.copy_()`"
         )
     assert is_bound(module, theta), "training moved a parameter out of its row"

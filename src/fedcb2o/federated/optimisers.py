@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError, describe_type
-from fedcb2o.plugins import USER_FUNCTION, attribute_errors
+from fedcb2o.plugins import attribute_errors, function_name
 
 __all__ = ["adamw"]
 
@@ -56,7 +56,7 @@ def make_optimiser(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float
 
     ConfigError is raised if it fails, or is no optimiser over all parameters.
     """
-    name = optimiser_name(optimiser)
+    name = function_name(optimiser)
     with attribute_errors("optimiser", name):
         instance = optimiser(parameters, lr)
     if not callable(getattr(instance, "step", None)):
@@ -94,7 +94,7 @@ def make_step(
     The step changes the parameters in place. A gradient is None where the loss does not depend on a
     parameter.
     """
-    name = optimiser_name(optimiser)
+    name = function_name(optimiser)
     instance = make_optimiser(optimiser, parameters, lr)
 
     def step(gradients: Sequence[Tensor | None]) -> None:
@@ -106,10 +106,3 @@ def make_step(
             parameter.grad = None
 
     return step
-
-
-def optimiser_name(optimiser: Optimiser) -> str:
-    """Return the name of an optimiser for messages."""
-    function = getattr(optimiser, "func", optimiser)
-    name = getattr(function, "__name__", type(function).__name__)
-    return USER_FUNCTION.get(optimiser) or str(name)

@@ -20,9 +20,9 @@ from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.inference import per_sample_losses
 from fedcb2o.federated.losses import Loss
-from fedcb2o.federated.optimisers import Optimiser, make_optimiser, optimiser_name
+from fedcb2o.federated.optimisers import Optimiser, make_optimiser
 from fedcb2o.nn.comparison import agree, equal
-from fedcb2o.plugins import attribute_errors
+from fedcb2o.plugins import attribute_errors, function_name
 
 _LOG = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def check_optimiser(optimiser: Optimiser, module: nn.Module, lr: float) -> None:
     The network is not changed. ConfigError is raised if the optimiser fails, or trains none or only
     a part of the parameters.
     """
-    name = optimiser_name(optimiser)
+    name = function_name(optimiser)
     named = {key: p.detach() for key, p in module.named_parameters() if p.requires_grad}
     trial = [p.clone().requires_grad_() for p in named.values()]
     instance = make_optimiser(optimiser, trial, lr)

@@ -9,6 +9,7 @@ settings of an experiment contain it, and the specification of a run holds the s
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
@@ -55,6 +56,19 @@ class Section(BaseModel):
         }
 
 
+@dataclass(frozen=True)
+class Part:
+    """A function that a configuration names, resolved and checked once.
+
+    `bound` is `function` with the keyword arguments that the configuration gives. `settings` has
+    the name and all keyword arguments, defaults included, as a run's configuration records them.
+    """
+
+    function: Callable[..., Any]
+    bound: functools.partial[Any]
+    settings: dict[str, Any]
+
+
 class Component(BaseModel):
     """A function by name, and its keyword arguments."""
 
@@ -78,37 +92,28 @@ class Component(BaseModel):
         """The keyword arguments that the configuration gives."""
         return dict(self.model_extra or {})
 
-    def with_defaults(self, kind: str, namespace: ModuleType) -> dict[str, Any]:
-        """Return the function's name and all of its keyword arguments, defaults included.
-
-        The table also has the section's own keys that differ from their defaults. `kind` is a word
-        for the function in error messages, such as "attack", and `namespace` the module of the
-        built-in ones.
-        """
-        function = plugins.resolve(kind, self.name, namespace)
-        table: dict[str, Any] = {"name": self.name}
-        for name, parameter in plugins.parameters(function).items():
-            if parameter.default not in (None, parameter.empty):
-                table[name] = parameter.default
-        variants = plugins.VARIANTS.get(function)
-        if variants is not None:
-            table.update(variants.get(self.parameters.get("variant", table["variant"]), {}))
-        table.update(self.parameters)
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if isinstance(value, Component):
-                table[name] = value.with_defaults(kind, namespace)
-            elif not field.is_required() and value != field.default:
-                table[name] = value
-        return table
-
-    def bind(self, kind: str, namespace: ModuleType) -> functools.partial[Any]:
+    def resolve(self, kind: str, namespace: ModuleType) -> Part:
         """Return the function with its keyword arguments bound and checked.
 
-        The arguments are those of `with_defaults`.
+        `kind` is a word for the function in error messages, such as "attack", and `namespace` the
+        module of the built-in ones.
         """
         function = plugins.resolve(kind, self.name, namespace)
-        return functools.partial(function, **plugins.bind(kind, function, self.parameters))
+        bound = functools.partial(function, **plugins.bind(kind, function, self.parameters))
+        settings: dict[str, Any] = {"name": self.name}
+        for name, parameter in plugins.parameters(function).items():
+            if parameter.default not in (None, parameter.empty):
+                settings[name] = parameter.default
+        variants = plugins.VARIANTS.get(function)
+        if variants is not None:
+            settings.update(variants.get(self.parameters.get("variant", settings["variant"]), {}))
+        settings.update(self.parameters)
+        # The section's own keys that differ from their defaults.
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if not field.is_required() and value != field.default:
+                settings[name] = value
+        return Part(function, bound, settings)
 
 
 def as_component(value: Any) -> Any:

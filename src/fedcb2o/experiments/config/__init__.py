@@ -1,8 +1,6 @@
 """Configurations: sections and their keys, TOML tables, and what a seed's rounds are built from."""
 
-from fedcb2o.experiments.config.build import build_neighbours, user_functions
 from fedcb2o.experiments.config.datasets import (
-    attack_goal,
     build_population,
     dataset_digest,
     dataset_tensors,
@@ -22,9 +20,7 @@ __all__ = [
     "Experiment",
     "PreparedSeed",
     "Section",
-    "attack_goal",
     "build_module",
-    "build_neighbours",
     "build_population",
     "build_run_spec",
     "dataset_digest",
@@ -35,6 +31,5 @@ __all__ = [
     "parse_value",
     "prepare_seed",
     "presets",
-    "user_functions",
     "validate_shard",
 ]

@@ -6,9 +6,8 @@
 """
 
 import dataclasses
-import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -29,17 +28,12 @@ from fedcb2o.data import (
     match_samples,
     partition,
     partition_by_owner,
-    sets,
-    skews,
     transforms,
 )
 from fedcb2o.data._sample_format import TOKEN_TYPES
 from fedcb2o.data.names import number_in
 from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.federated import AttackGoal, attacks
-from fedcb2o.federated.attacks import data_poisoning
-from fedcb2o.federated.sections import Component
 from fedcb2o.rng import stream
 from fedcb2o.simulation.checkpoint import tensor_crc32
 
@@ -54,12 +48,12 @@ def load_dataset(experiment: Experiment, data_dir: Path | None) -> Dataset:
     and test samples of another shape, type or scale than the pool, are a DataError; an invalid
     result of the data set's function is a ConfigError.
     """
-    function = experiment.data.bind("data set", sets)
+    function = experiment.resolved.data
     options = {}
     if "data_dir" in plugins.parameters(function):
         options["data_dir"] = data_dir
     dataset = function(**options)
-    where = f"the data set `{plugins.label(experiment.data.name)}`"
+    where = f"the data set `{plugins.function_name(function)}`"
     if not isinstance(dataset, Dataset):
         kind = describe_type(dataset)
         raise ConfigError(f"{where} returned {kind}, expected a fedcb2o.Dataset")
@@ -106,7 +100,7 @@ def _check_class_names(where: str, dataset: Dataset, experiment: Experiment) -> 
 def check_attack_goal(experiment: Experiment, dataset: Dataset) -> None:
     """Check that the data set has the classes of the attack."""
     names = dataset.class_names
-    goal = attack_goal(experiment)
+    goal = experiment.resolved.goal
     meanings: list[str] = []
     for key, labels in (("source", goal.sources), ("target", goal.targets)):
         for label in labels:
@@ -222,60 +216,6 @@ def _check_owners(where: str, dataset: Dataset) -> None:
         raise ConfigError(f"{where} must mark the validation samples of its pool: bool, shape [n]")
 
 
-def attack_goal(experiment: Experiment) -> AttackGoal:
-    """Return the classes that the attack on data is about.
-
-    They are given by the parameters `source` and `target`, or `pairs`.
-    """
-    attack = experiment.attack
-    poison = None if attack is None else attack.data_attack
-    parameters = {} if poison is None else poison.with_defaults("attack", attacks)
-    pairs = parameters.get("pairs") or [(parameters.get("source"), parameters.get("target"))]
-    sources, targets = zip(*pairs, strict=True)
-    return AttackGoal(_class_labels(sources), _class_labels(targets))
-
-
-def _class_labels(values: tuple[object, ...]) -> tuple[int, ...]:
-    return tuple(value for value in values if isinstance(value, int))
-
-
-def backdoor_trigger(experiment: Experiment) -> Callable[[Tensor], Tensor] | None:
-    """Return the trigger that marks the test samples of a backdoor; None without a backdoor.
-
-    The parameters of the attack are bound.
-    """
-    attack = experiment.attack
-    if attack is None or attack.data_attack is None:
-        return None
-    backdoor = attack.data_attack.bind("attack", attacks)
-    trigger = data_poisoning.TRIGGER.get(backdoor)
-    if trigger is None:
-        return None
-    # A user's attack names its trigger as text, which may be a user's function too.
-    if plugins.USER_FUNCTION.get(backdoor):
-        trigger = plugins.resolve("trigger", trigger, attacks)
-    arguments = {
-        name: backdoor.keywords[name]
-        for name in plugins.parameters(trigger)
-        if name in backdoor.keywords
-    }
-    return functools.partial(trigger, **arguments)
-
-
-def answer_probe(experiment: Experiment) -> Callable[[Shard], Shard] | None:
-    """Return the function that gives test samples the answers that an attack on text wants.
-
-    It is None without an attack on text.
-    """
-    attack = experiment.attack
-    if attack is None or attack.data_attack is None:
-        return None
-    poison = attack.data_attack.bind("attack", attacks)
-    if not attacks.ON_ANSWERS.get(poison):
-        return None
-    return functools.partial(attacks.wanted_answers, attack=poison)
-
-
 def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Population:
     """Deal the samples out to the agents.
 
@@ -297,9 +237,6 @@ def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Pop
     labels = dataset.labels(shared_pool(experiment, dataset))
     benign_samples, malicious_samples = samples_per_agent(experiment)
     available = torch.arange(len(labels))
-    skew = None
-    if agents.skew is not None:
-        skew = agents.skew.bind("skew", skews)
     test = None
     if experiment.evaluate_on == "redrawn":
         test = _draw_test_samples(labels, dataset, seed)
@@ -314,7 +251,7 @@ def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Pop
         malicious_samples=malicious_samples,
         validation=agents.validation,
         split=agents.split,
-        skew=skew,
+        skew=experiment.resolved.skew,
         hold_out=agents.hold_out,
         remove_malicious=agents.malicious_role == "removed",
         num_classes=dataset.num_classes,
@@ -339,9 +276,10 @@ def build_view(experiment: Experiment, dataset: Dataset) -> ClusterView:
     if dataset.owners is not None:
         return transforms.unchanged
     agents = experiment.agents
-    component = agents.cluster_transform or Component(name="rotation")
-    function = component.bind("cluster transform", transforms)
-    return ClusterTransform(function, agents.num_clusters, dataset.num_classes, dataset.value_range)
+    transform = experiment.resolved.cluster_transform
+    return ClusterTransform(
+        transform, agents.num_clusters, dataset.num_classes, dataset.value_range
+    )
 
 
 def _population_of_owners(

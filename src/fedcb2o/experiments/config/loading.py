@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config.settings import COMPONENT_SECTIONS, Experiment
+from fedcb2o.experiments.config.resolved import COMPONENT_SECTIONS
+from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.config.tables import apply_changes, preset, read_table, resolve_extends
 from fedcb2o.experiments.config.titles import algorithm_title
 from fedcb2o.federated.guards.checks import Guards
@@ -77,7 +78,9 @@ def load(
         raise ConfigError(f"{where}: {describe_error(error, table)}") from None
     if experiment.title:
         return experiment
-    return experiment.model_copy(update={"title": algorithm_title(experiment.algorithm)})
+    resolved = experiment.resolved
+    title = algorithm_title(experiment.algorithm, resolved.method, resolved.algorithm)
+    return experiment.model_copy(update={"title": title})
 
 
 _UNION_BRANCHES = ("constrained-int", "constrained-float", "Guards")

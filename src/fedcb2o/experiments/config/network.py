@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from fedcb2o import plugins, pretrained
 from fedcb2o.data import Dataset, DatasetNames, channels_last_hint, features
 from fedcb2o.errors import ConfigError, describe_type
-from fedcb2o.experiments.config.build import build_algorithm
 from fedcb2o.experiments.config.datasets import dataset_from_tensors
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import losses, part_checks
@@ -32,10 +31,10 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
 
     `key` continues the key of the random stream: the id of an agent with a model of its own.
     """
-    name = plugins.label(experiment.model.name)
+    name = plugins.function_name(experiment.resolved.model)
     check_model_memory(experiment, dataset.pool.x.shape[1:], dataset.num_outputs)
     module = _initialised_module(experiment, seed, dataset, key)
-    is_own = plugins.USER_FUNCTION.get(experiment.model.bind("model", architectures)) is not None
+    is_own = plugins.USER_FUNCTION.get(experiment.resolved.model) is not None
     # Two equal samples would hide a network that mixes them.
     rows = part_checks.different_samples(dataset.pool)
     x = features(dataset.pool.x[rows].clone())
@@ -50,7 +49,7 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
     is_random = experiment.model.random_evaluation
     with network_checks.perturbed_constants(module, *twins):
         outputs = _evaluate_on_samples(experiment, module, x.clone())
-        loss = build_loss(experiment)
+        loss = experiment.resolved.loss
         predicts_labels = losses.predicts_labels(loss)
         _check_output_shape(name, outputs, dataset, predicts_labels=predicts_labels)
         if is_own and not is_random:
@@ -60,9 +59,10 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
             with plugins.attribute_errors("model", name):
                 network_checks.check_network(name, module, twin, x, random_evaluation=is_random)
 
-    if loss is not None and experiment.training.loss is not None:
-        loss_name = plugins.label(experiment.training.loss.name)
-        part_checks.check_loss(loss_name, loss, outputs, dataset.pool.y[rows].clone())
+    if loss is not None:
+        part_checks.check_loss(
+            plugins.function_name(loss), loss, outputs, dataset.pool.y[rows].clone()
+        )
     return module
 
 
@@ -74,7 +74,7 @@ def count_parameters(experiment: Experiment, shape: Sequence[int], num_outputs: 
     name = experiment.model.name
     if name not in architectures.__all__ or name == architectures.language_model.__name__:
         return None
-    make = experiment.model.bind("model", architectures)
+    make = experiment.resolved.model
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             module: nn.Module = make(list(shape), num_outputs)
@@ -105,13 +105,13 @@ def _initialised_module(
 ) -> nn.Module:
     """Build the network with parameters from the random stream of the seed."""
     shape = list(dataset.pool.x.shape[1:])
-    name = plugins.label(experiment.model.name)
+    make = experiment.resolved.model
+    name = plugins.function_name(make)
     if isinstance(experiment.model.name, nn.Module):
         raise ConfigError(
             "`model.name` must be a function (input_shape, num_classes) that builds the network, "
             "and is a network: let the function build it, since each process has its own"
         )
-    make = experiment.model.bind("model", architectures)
     hint = channels_last_hint(shape)
     if hint and name in ("cnn", "resnet"):
         raise ConfigError(f"the model `{name}` has convolutions: {hint}")
@@ -136,7 +136,7 @@ def _initialised_module(
 
 def _evaluate_on_samples(experiment: Experiment, module: nn.Module, x: Tensor) -> Any:
     """Return the outputs for samples. Raise ConfigError if the network fails."""
-    name = plugins.label(experiment.model.name)
+    name = plugins.function_name(experiment.resolved.model)
     try:
         with torch.no_grad():
             return module.eval()(x)
@@ -191,16 +191,8 @@ def _base(experiment: Experiment) -> str | None:
     """Return the name of a language model's base; None for other models."""
     if experiment.model.name != architectures.language_model.__name__:
         return None
-    base: str = experiment.model.with_defaults("model", architectures)["base"]
+    base: str = experiment.resolved.settings["model"]["base"]
     return base
-
-
-def build_loss(experiment: Experiment) -> losses.Loss | None:
-    """Return the loss, or None for the cross-entropy."""
-    loss = experiment.training.loss
-    if loss is None:
-        return None
-    return loss.bind("loss", losses)
 
 
 def initial_model(
@@ -228,7 +220,7 @@ def init_models_(
     """
     is_independent = experiment.agents.initialisation == "independent"
     num_agents = experiment.agents.num_agents
-    clusters = build_algorithm(experiment).clusters
+    clusters = experiment.resolved.algorithm.clusters
     theta[:] = initial_model(experiment, seed, dataset)
     for row, j in enumerate(ids):
         if j >= num_agents and clusters is not None and clusters.per_agent and not is_independent:

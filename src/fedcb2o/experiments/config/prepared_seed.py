@@ -19,11 +19,7 @@ from torch import Tensor
 from fedcb2o import plugins
 from fedcb2o.data import ClusterView, Dataset, DatasetNames, Population, Shard, features
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config.build import build_algorithm, build_neighbours
 from fedcb2o.experiments.config.datasets import (
-    answer_probe,
-    attack_goal,
-    backdoor_trigger,
     build_population,
     build_view,
     dataset_from_tensors,
@@ -31,7 +27,7 @@ from fedcb2o.experiments.config.datasets import (
     max_samples,
     shared_pool,
 )
-from fedcb2o.experiments.config.network import build_loss, build_module
+from fedcb2o.experiments.config.network import build_module
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import (
     Adversary,
@@ -46,7 +42,6 @@ from fedcb2o.federated import (
     RunSpec,
     Training,
     apply_sample_transform,
-    optimisers,
     part_checks,
     privacy,
 )
@@ -198,14 +193,14 @@ def build_run_spec(
     # The check takes time, and only several agents in one program need it.
     is_independent = is_batched and network_checks.is_sample_independent(module, x)
     section = experiment.training
-    optimiser = None
-    if section.optimiser is not None:
-        optimiser = section.optimiser.bind("optimiser", optimisers)
+    resolved = experiment.resolved
+    optimiser = resolved.optimiser
+    if optimiser is not None:
         part_checks.check_optimiser(optimiser, module, section.lambda2 * section.gamma)
     training = Training(
         **section.model_dump(exclude={"optimiser", "loss"}),
         optimiser=optimiser,
-        loss=build_loss(experiment),
+        loss=resolved.loss,
         accepts_single_sample=accepts_single_sample,
         is_sample_independent=is_independent,
     )
@@ -221,10 +216,10 @@ def build_run_spec(
         num_classes=dataset.num_classes,
         rounds=experiment.rounds,
         agents=experiment.agents,
-        model=plugins.label(experiment.model.name),
+        model=plugins.function_name(resolved.model),
         module=module,
         training=training,
-        algorithm=build_algorithm(experiment),
+        algorithm=resolved.algorithm,
         malicious_share=malicious_share,
         max_samples=max_samples,
         neighbours=neighbours,
@@ -238,8 +233,9 @@ def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepare
     An experiment that does not fit its data is a ConfigError.
     """
     agents = experiment.agents
+    resolved = experiment.resolved
     population = build_population(experiment, seed, dataset)
-    has_clusters = build_algorithm(experiment).clusters is not None
+    has_clusters = resolved.algorithm.clusters is not None
     adversary = Adversary(
         attack=experiment.active_attack,
         malicious=population.malicious.numpy(),
@@ -247,8 +243,8 @@ def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepare
         num_clusters=population.num_clusters,
         colludes=agents.malicious_role in ("attack", "clean") and not has_clusters,
         averages_own_model=agents.colluders_own_model,
-        trigger=backdoor_trigger(experiment),
-        wanted_answers=answer_probe(experiment),
+        trigger=resolved.trigger,
+        wanted_answers=resolved.wanted_answers,
     )
     spec = build_run_spec(
         experiment,
@@ -257,7 +253,7 @@ def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepare
         num_agents=len(population.cluster),
         malicious_share=agents.malicious_share,
         max_samples=max_samples(experiment, dataset),
-        neighbours=build_neighbours(experiment, seed, population.cluster),
+        neighbours=resolved.neighbours(seed, population.cluster),
     )
     view = build_view(experiment, dataset)
     prepared = PreparedSeed(experiment, seed, dataset, population, spec, adversary, view)
@@ -277,7 +273,7 @@ def _check_scored_samples(experiment: Experiment, test: Shard) -> None:
         raise ConfigError(
             '`evaluate_on` = "tuning" needs pool samples that no agent holds, and there are none'
         )
-    for source in attack_goal(experiment).sources:
+    for source in experiment.resolved.goal.sources:
         if not torch.eq(test.y, source).any():
             raise ConfigError(
                 f"the {experiment.evaluate_on} samples hold none of class {source} "

@@ -12,31 +12,18 @@ keys are those that `fedcb2o keys` prints. The sections that rounds read are in
 20
 """
 
+import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from fedcb2o import plugins
-from fedcb2o.data import sets, skews, transforms
-from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.config.resolved import Resolved, resolve
 from fedcb2o.experiments.config.tables import to_plain
-from fedcb2o.federated import (
-    Algorithm,
-    Attack,
-    ConvolutionKernel,
-    LinearKernel,
-    algorithms,
-    attacks,
-    losses,
-    optimisers,
-    topology,
-)
+from fedcb2o.federated import Algorithm, Attack, ConvolutionKernel, LinearKernel
 from fedcb2o.federated.algorithms.section import RECOMMENDED, AlgorithmSection
 from fedcb2o.federated.attacks.section import AttackSection
-from fedcb2o.federated.evaluation import metrics
 from fedcb2o.federated.sections import (
     AgentsSection,
     Component,
@@ -47,10 +34,9 @@ from fedcb2o.federated.sections import (
     as_component,
     key_field,
 )
-from fedcb2o.nn import architectures
 from fedcb2o.nn.batch_norm import StatisticsMode
 from fedcb2o.nn.memory_layout import MemoryLayout
-from fedcb2o.records import METRICS, RESERVED_COLUMNS, metric_name, result_settings
+from fedcb2o.records import result_settings
 
 _BatchOfModels = Annotated[int, Field(ge=1, le=2**31)]
 _Metrics = Annotated[tuple[Component, ...], Field(min_length=1, strict=False)]
@@ -76,24 +62,6 @@ class ModelSection(Component):
             strict=True,
         ),
     ] = False
-
-
-COMPONENT_SECTIONS = (
-    ("data", "data set", sets),
-    ("model", "model", architectures),
-    ("algorithm", "algorithm", algorithms),
-    ("attack", "attack", attacks),
-)
-"""The sections that name a function: key, word for it in messages, module of the built-in ones."""
-
-_OPTIONAL_COMPONENTS = (
-    ("agents", "graph", topology),
-    ("agents", "skew", skews),
-    ("agents", "cluster_transform", transforms),
-    ("training", "optimiser", optimisers),
-    ("training", "loss", losses),
-)
-"""The optional keys that name a function: section, key, module of the built-in ones."""
 
 
 class Experiment(Section):
@@ -256,15 +224,46 @@ class Experiment(Section):
     def _check_consistency(self) -> "Experiment":
         self._check_agents()
         self._check_precision()
-        self.data.bind("data set", sets)
-        self.model.bind("model", architectures)
-        for _, key, namespace, component in self._optional_components():
-            component.bind(key.replace("_", " "), namespace)
-        self.user_metrics()
-        self._check_algorithm()
-        if self.attack is not None:
-            self.attack.build()
+        self._check_algorithm(self.resolved.algorithm)
         return self
+
+    @functools.cached_property
+    def resolved(self) -> Resolved:
+        """The functions that the experiment names, with their checked parameters; made once."""
+        return resolve(
+            self.data,
+            self.model,
+            self.agents,
+            self.training,
+            self.algorithm,
+            self.attack,
+            self.metrics,
+        )
+
+    def model_copy(
+        self, *, update: Mapping[str, Any] | None = None, deep: bool = False
+    ) -> "Experiment":
+        """Copy the experiment with other values; what it resolved stays, unless they change it."""
+        copy = super().model_copy(update=update, deep=deep)
+        if any(a is not b for a, b in zip(self._components(), copy._components(), strict=True)):
+            copy.__dict__.pop("resolved", None)
+        return copy
+
+    def _components(self) -> tuple[Any, ...]:
+        """Return the settings that name functions."""
+        agents = self.agents
+        training = self.training
+        return (
+            *(self.data, self.model, self.algorithm, self.attack, self.metrics),
+            *(agents.graph, agents.skew, agents.cluster_transform),
+            *(training.optimiser, training.loss),
+        )
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Return the state for a pickle; another process resolves the names again."""
+        state = super().__getstate__()
+        values = {key: value for key, value in state["__dict__"].items() if key != "resolved"}
+        return {**state, "__dict__": values}
 
     def _check_agents(self) -> None:
         """Raise ValueError if the numbers of agents, their budget or the seeds do not fit."""
@@ -297,10 +296,9 @@ class Experiment(Section):
                 'take "float32" or "bfloat16", or another `device`'
             )
 
-    def _check_algorithm(self) -> None:
+    def _check_algorithm(self, algorithm: Algorithm) -> None:
         """Raise ValueError if the algorithm does not fit the agents or the step size."""
         agents = self.agents
-        algorithm = self.algorithm.build()
         factor = algorithm.factor(self.training.gamma)
         if algorithm.needs_losses and agents.num_malicious and agents.malicious_role == "benign":
             raise ValueError(
@@ -341,48 +339,11 @@ class Experiment(Section):
         """
         # Defaults are written out, so that a later version with other defaults reads the run as it
         # was.
-        settings = self.model_dump(mode="python", exclude_none=True)
-        for key, kind, namespace in COMPONENT_SECTIONS:
-            component = getattr(self, key)
-            if component is not None:
-                settings[key] = component.with_defaults(kind, namespace)
-        for section, key, namespace, component in self._optional_components():
-            settings[section][key] = component.with_defaults(key, namespace)
-        if self.metrics is not None:
-            settings["metrics"] = [
-                metric.with_defaults("metric", metrics) for metric in self.metrics
-            ]
-        return to_plain(settings)  # type: ignore[no-any-return]
-
-    def _optional_components(self) -> Iterator[tuple[str, str, ModuleType, Component]]:
-        """Yield section, key, built-in module and component of the optional keys that are set."""
-        for section, key, namespace in _OPTIONAL_COMPONENTS:
-            component = getattr(getattr(self, section), key)
-            if component is not None:
-                yield section, key, namespace, component
-
-    def user_metrics(self) -> dict[str, Callable[..., Any]]:
-        """Return the metrics of `metrics` by the names of their columns.
-
-        A name that is already a column of the records is a ConfigError.
-        """
-        found: dict[str, Callable[..., Any]] = {}
-        for component in self.metrics or ():
-            name = metric_name(plugins.label(component.name))
-            if component.name in METRICS:
-                raise ConfigError(
-                    f"`metrics` names `{name}`, which every run records: leave it out"
-                )
-            metric = component.bind("metric", metrics)
-            if name in found:
-                raise ConfigError(f"`metrics` names `{name}` twice: leave one out")
-            if name in RESERVED_COLUMNS:
-                raise ConfigError(
-                    f"`metrics` has one called `{name}`, as another column of the records: rename "
-                    "it"
-                )
-            found[name] = metric
-        return found
+        settings: dict[str, Any] = to_plain(self.model_dump(mode="python", exclude_none=True))
+        for key, table in self.resolved.settings.items():
+            section, _, name = key.rpartition(".")
+            (settings[section] if section else settings)[name] = to_plain(table)
+        return settings
 
     def fingerprint(self, seed: int) -> str:
         """Return the text that identifies the checkpoints of a seed.
@@ -409,9 +370,7 @@ class Experiment(Section):
     @property
     def active_attack(self) -> Attack:
         """The attack of the malicious agents; one without effect where they do not attack."""
-        if self.attacked and self.attack is not None:
-            return self.attack.build()
-        return Attack()
+        return (self.attacked and self.resolved.attack) or Attack()
 
     @property
     def num_models(self) -> int:
@@ -421,7 +380,7 @@ class Experiment(Section):
         models before the round are kept, and those of clusters.
         """
         agents = self.agents
-        algorithm = self.algorithm.build()
+        algorithm = self.resolved.algorithm
         extra = 0
         if algorithm.clusters is not None:
             extra += algorithm.clusters.num_rows(agents.num_agents)

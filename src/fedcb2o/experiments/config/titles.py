@@ -1,7 +1,8 @@
 """Titles of runs by the algorithm that they run.
 
 >>> from fedcb2o.federated.algorithms.section import AlgorithmSection
->>> algorithm_title(AlgorithmSection(name="fedcb2o", variant="released", alpha=5.0))
+>>> section = AlgorithmSection(name="fedcb2o", variant="released", alpha=5.0)
+>>> algorithm_title(section, *section.resolve_algorithm())
 'FedCB2O (released, alpha = 5)'
 """
 
@@ -9,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fedcb2o import plugins
-from fedcb2o.federated import algorithms
 from fedcb2o.federated.algorithms.section import AlgorithmSection
+from fedcb2o.federated.run_spec import Algorithm
+from fedcb2o.federated.sections import Part
 
 _NAMES = {
     "fedassay": "FedAssay",
@@ -25,25 +27,27 @@ _NAMES = {
 }
 
 
-def algorithm_title(algorithm: AlgorithmSection) -> str:
+def algorithm_title(section: AlgorithmSection, method: Part, algorithm: Algorithm) -> str:
     """Return the title of a run: its algorithm, and the parameters that differ from its defaults.
 
-    Such as "FedCB2O (text, T_G = 20)".
+    Such as "FedCB2O (text, T_G = 20)". `method` is the function that returned the algorithm.
     """
-    given = dict(algorithm.parameters)
-    name = plugins.label(algorithm.name)
+    given = dict(section.parameters)
+    name = plugins.label(section.name)
     title = _NAMES.get(name, name)
     if "rule" in given:
         title = _text(given.pop("rule"))
-    details = list(_details(algorithm, given))
+    details = list(_details(section, method, algorithm, given))
     if details:
         return f"{title} ({', '.join(details)})"
     return title
 
 
-def _details(algorithm: AlgorithmSection, given: Mapping[str, Any]) -> Iterator[str]:
+def _details(
+    section: AlgorithmSection, method: Part, algorithm: Algorithm, given: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield the variant, and the parameters and guards that differ from the defaults."""
-    function = plugins.resolve("algorithm", algorithm.name, algorithms)
+    function = method.function
     values = {name: p.default for name, p in plugins.parameters(function).items()}
     variant = given.get("variant", values.get("variant"))
     if variant is not None:
@@ -52,11 +56,11 @@ def _details(algorithm: AlgorithmSection, given: Mapping[str, Any]) -> Iterator[
     for key, value in given.items():
         if key != "variant" and value != values.get(key):
             yield f"{'T_G' if key == 'criterion_from_round' else key} = {_text(value)}"
-    if isinstance(algorithm.guards, bool):
-        yield "with guards" if algorithm.guards else "without guards"
+    if isinstance(section.guards, bool):
+        yield "with guards" if section.guards else "without guards"
         return
-    usual = algorithm.model_copy(update={"guards": None}).build().guards
-    for key, value in algorithm.build().guards.model_dump().items():
+    usual = method.bound().guards
+    for key, value in algorithm.guards.model_dump().items():
         if value != getattr(usual, key):
             yield f"{key} = {_text(value)}"
 

@@ -13,9 +13,7 @@ In one, "clean", the malicious agents train on true labels and share their model
 from typing import Any, Literal, get_args
 
 from fedcb2o import plugins
-from fedcb2o.experiments.config.datasets import answer_probe, attack_goal, backdoor_trigger
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.federated import attacks
 
 Changes = dict[str, Any]
 """Keys of an experiment and their values, as in its file."""
@@ -48,13 +46,14 @@ def goal_of_attack(experiment: Experiment) -> Changes | None:
     It has the sources, targets and trigger, and is equal for equal goals. None means that the
     attack reduces the accuracy alone.
     """
-    poison = None if experiment.attack is None else experiment.attack.data_attack
+    resolved = experiment.resolved
+    poison = resolved.poison
     if poison is None:
         return None
-    if answer_probe(experiment) is not None:
-        return poison.with_defaults("attack", attacks)
-    goal = attack_goal(experiment)
-    trigger = backdoor_trigger(experiment)
+    if resolved.wanted_answers is not None:
+        return poison.settings
+    goal = resolved.goal
+    trigger = resolved.trigger
     pairs = [list(pair) for pair in zip(goal.sources, goal.targets, strict=False)]
     if trigger is None and len(pairs) == 1:
         return {"name": "label_flip", "source": pairs[0][0], "target": pairs[0][1]}
@@ -63,10 +62,9 @@ def goal_of_attack(experiment: Experiment) -> Changes | None:
     if trigger is None and not goal.sources:
         return {"name": "spread_flip", "target": goal.targets[0]} if goal.targets else None
 
-    parameters = plugins.parameters(plugins.resolve("attack", poison.name, attacks))
+    parameters = plugins.parameters(poison.function)
     kept = {"name", "source", "target"}
     kept |= {name for name, p in parameters.items() if p.default is p.empty}
     if trigger is not None:
         kept |= set(plugins.parameters(trigger))
-    settings = poison.with_defaults("attack", attacks)
-    return {key: value for key, value in settings.items() if key in kept}
+    return {key: value for key, value in poison.settings.items() if key in kept}

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.config.build import imported_names, user_functions
 from fedcb2o.experiments.config.datasets import dataset_tensors
 from fedcb2o.experiments.config.network import init_models_from_tensors_
 from fedcb2o.experiments.config.prepared_seed import PreparedSeed, build_group
@@ -89,7 +88,7 @@ class ClusterBackend:
         from fedcb2o.ray_backend._sharding import shard_agents
 
         device = prepared.experiment.device
-        nodes = list_nodes(imported_names(prepared.experiment), device)
+        nodes = list_nodes(prepared.experiment.resolved.imported_names(), device)
         processors = sum(node.processors for node in nodes)
         if not processors:
             raise RunError(
@@ -119,11 +118,13 @@ class ClusterBackend:
         group = prepared.build_agent_group(torch.zeros(0, prepared.spec.dim))
         node_ids = [node.id for node in placement.nodes]
         print(f"{experiment.name} seed {prepared.seed}: {placement}", file=sys.stderr)
-        names = imported_names(experiment)
+        names = experiment.resolved.imported_names()
         with start_workers(placement.nodes, experiment.device, names) as workers:
             engine = RayEngine(group, placement.shares, workers, node_ids)
             make = functools.partial(build_group, experiment, prepared.seed, dataset.names)
-            engine.build_groups(make, dataset_tensors(dataset), user_functions(experiment))
+            engine.build_groups(
+                make, dataset_tensors(dataset), experiment.resolved.user_functions()
+            )
             yield engine
 
     def init_models(self, engine: "RayEngine", prepared: PreparedSeed) -> None:

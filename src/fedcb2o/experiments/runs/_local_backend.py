@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from fedcb2o.experiments.config.build import user_functions
 from fedcb2o.experiments.config.datasets import dataset_tensors
 from fedcb2o.experiments.config.network import init_models_
 from fedcb2o.experiments.config.prepared_seed import PreparedSeed, build_full_group, tensor_specs
@@ -71,7 +70,7 @@ def open_local_engine(
     dataset = prepared.dataset
     dim = prepared.spec.dim
     specs = tensor_specs(dataset, experiment.num_models, dim)
-    functions = user_functions(experiment)
+    functions = experiment.resolved.user_functions()
     if plan.processes == 1 and dim >= _onednn.MIN_WEIGHTS:
         _resources.retain_freed_memory()
     if plan.processes == 1 and plan.folder is None:

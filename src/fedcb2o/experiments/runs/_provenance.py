@@ -11,7 +11,7 @@ from safetensors.torch import save
 
 from fedcb2o import records
 from fedcb2o.data import features
-from fedcb2o.experiments.config.datasets import attack_goal, shared_pool
+from fedcb2o.experiments.config.datasets import shared_pool
 from fedcb2o.experiments.config.prepared_seed import PreparedSeed
 from fedcb2o.experiments.runs._kernel_config import ENVIRONMENT
 from fedcb2o.kernels import devices
@@ -71,7 +71,7 @@ def _angles(prepared: PreparedSeed) -> dict[str, list[float]]:
 def _source_counts(prepared: PreparedSeed) -> list[int | None]:
     """Return the number of source-class samples that each agent validates on."""
     experiment = prepared.experiment
-    sources = torch.tensor(attack_goal(experiment).sources, dtype=torch.int64)
+    sources = torch.tensor(experiment.resolved.goal.sources, dtype=torch.int64)
     pool = shared_pool(experiment, prepared.dataset)
     population = prepared.population
     counts: list[int | None] = []

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from fedcb2o import records
 from fedcb2o.data import Dataset
 from fedcb2o.errors import FedCB2OError, RunError
-from fedcb2o.experiments.config.build import imported_names
 from fedcb2o.experiments.config.datasets import dataset_tensors
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs._cluster_backend import (
@@ -241,7 +240,7 @@ def connect_executor(
     require_ray()
     from fedcb2o.ray_backend import _connect, _placement, _tasks
 
-    names = sorted({name for experiment in experiments for name in imported_names(experiment)})
+    names = sorted({name for one in experiments for name in one.resolved.imported_names()})
     devices = {experiment.device for experiment in experiments}
     for device in devices:
         check_device(device)

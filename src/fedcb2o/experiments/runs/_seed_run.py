@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o import plugins, records
+from fedcb2o import records
 from fedcb2o.data import Dataset, features
 from fedcb2o.errors import ConfigError, FedCB2OError, RunError
-from fedcb2o.experiments.config.datasets import attack_goal, dataset_digest
+from fedcb2o.experiments.config.datasets import dataset_digest
 from fedcb2o.experiments.config.prepared_seed import PreparedSeed, prepare_seed
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs._kernel_config import ENVIRONMENT, choose_kernels
@@ -139,10 +139,10 @@ def validate_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepar
         obstacle = devices.batching_obstacle(module, features(dataset.pool.x[:2]))
         if obstacle:
             raise ConfigError(
-                f"the model `{plugins.label(experiment.model.name)}` cannot be computed for "
+                f"the model `{prepared.spec.model}` cannot be computed for "
                 f"several agents at once: leave out `together` ({obstacle})"
             )
-    check_user_metrics(experiment.user_metrics(), len(dataset.class_names))
+    check_user_metrics(experiment.resolved.metrics, len(dataset.class_names))
     return prepared
 
 
@@ -225,8 +225,8 @@ def run_seed(
 
         # Run the rounds.
         measured: Mapping[str, Any] = {}
-        goal = attack_goal(experiment)
-        user_metrics = experiment.user_metrics()
+        goal = experiment.resolved.goal
+        user_metrics = experiment.resolved.metrics
 
         def on_phase(n: int, phase: str) -> None:
             if isinstance(watch, Progress):

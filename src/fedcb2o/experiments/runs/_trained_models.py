@@ -18,7 +18,7 @@ from fedcb2o.experiments.config.prepared_seed import PreparedSeed, prepare_seed
 from fedcb2o.federated import AgentGroup, agent_network, evaluate_models, local_update_
 from fedcb2o.federated.evaluation.membership import leakage
 from fedcb2o.federated.privacy import noise_multiplier
-from fedcb2o.nn import architectures, low_rank, parameters
+from fedcb2o.nn import low_rank, parameters
 from fedcb2o.records import Run, current_settings
 from fedcb2o.rng import stream
 from fedcb2o.simulation import checkpoint
@@ -102,7 +102,7 @@ def generated_texts(
     network: Any = agent_network(group, 0)
     if not hasattr(network, "complete"):
         raise RunError(f"{run.folder} has no language model, so that there are no texts")
-    options = prepared.experiment.model.with_defaults("model", architectures)
+    options = prepared.experiment.resolved.settings["model"]
     length = options["answer"]
     tokens = pretrained.tokenizer(options["base"], options.get("vocabulary"))
 

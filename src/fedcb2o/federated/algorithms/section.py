@@ -4,18 +4,19 @@
 False
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Annotated, Any
 
 from pydantic import StrictBool, model_validator
 
+from fedcb2o import plugins
 from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.federated import algorithms, selection
 from fedcb2o.federated.algorithms._fedassay import DEFAULT_GUARDS
 from fedcb2o.federated.guards.checks import NO_GUARDS, Guards
 from fedcb2o.federated.run_spec import Algorithm
-from fedcb2o.federated.sections import Component, key_field
+from fedcb2o.federated.sections import Component, Part, key_field
 
 RECOMMENDED = "fedassay"
 """Algorithm of a user who names none."""
@@ -49,7 +50,16 @@ class AlgorithmSection(Component):
 
     def build(self) -> Algorithm:
         """Return the algorithm with its parameters checked, and its guards."""
-        algorithm = self.bind("algorithm", algorithms)()
+        return self.resolve_algorithm()[1]
+
+    def resolve_algorithm(self) -> tuple[Part, Algorithm]:
+        """Return the function of the algorithm and its result, with the guards.
+
+        The settings of the function give the same algorithm for any default guards. Errors in the
+        functions of a user's algorithm name it.
+        """
+        part = self.resolve("algorithm", algorithms)
+        algorithm = part.bound()
         if not isinstance(algorithm, Algorithm):
             kind = describe_type(algorithm)
             raise ConfigError(f"the algorithm returned {kind}, expected an Algorithm")
@@ -60,22 +70,32 @@ class AlgorithmSection(Component):
             guards = DEFAULT_GUARDS
         elif self.guards is not None:
             guards = guards.model_copy(update=self.guards.model_dump(exclude_unset=True))
-        return _with_guards(algorithm, guards)
 
-    def with_defaults(self, kind: str, namespace: ModuleType) -> dict[str, Any]:
-        """Return the name, all keyword arguments and the guards that differ from their defaults.
-
-        The table gives the same algorithm for any default guards.
-        """
-        table = super().with_defaults(kind, namespace)
-        table.pop("guards", None)
-        guards = self.build().guards
+        settings = {**part.settings}
         if guards != NO_GUARDS:
-            table["guards"] = guards.model_dump()
+            settings["guards"] = guards.model_dump()
         # Without the key, the algorithm's own guards would be on.
         elif self.guards is not None:
-            table["guards"] = False
-        return table
+            settings["guards"] = False
+        algorithm = _with_named_errors(_with_guards(algorithm, guards), part.function)
+        return dataclasses.replace(part, settings=settings), algorithm
+
+
+def _with_named_errors(algorithm: Algorithm, function: Callable[..., Any]) -> Algorithm:
+    """Return an algorithm whose functions name the user's algorithm in their errors."""
+    name = plugins.USER_FUNCTION.get(function)
+    if name is None:
+        return algorithm
+    functions = {
+        "select": algorithm.select,
+        "criterion": algorithm.criterion,
+        "rule": algorithm.rule,
+    }
+    wrapped: dict[str, Any] = {}
+    for key, inner in functions.items():
+        if inner is not None:
+            wrapped[key] = plugins.wrap_user_function("algorithm", name, inner)
+    return dataclasses.replace(algorithm, **wrapped)
 
 
 def _with_guards(algorithm: Algorithm, guards: Guards) -> Algorithm:

@@ -4,7 +4,9 @@
 True
 """
 
+import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
@@ -13,7 +15,7 @@ from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import attacks
 from fedcb2o.federated.adversary import THREAT, Attack, Threat
-from fedcb2o.federated.sections import COMPONENT_VALUES, Component, as_component, key_field
+from fedcb2o.federated.sections import COMPONENT_VALUES, Component, Part, as_component, key_field
 
 _StrictPositiveInt = Annotated[int, Field(ge=1, strict=True)]
 
@@ -61,32 +63,41 @@ class AttackSection(Component):
     def _as_component(cls, data: Any) -> Any:
         return as_component(data)
 
-    @property
-    def data_attack(self) -> Component | None:
-        """The attack on data: this one, or the one that an attack on models adds.
-
-        None for an attack on models without `data`.
-        """
-        if _threat_of(self) is None:
-            return self
-        return self.data
-
     def build(self) -> Attack:
         """Return the attack, checked with its parameters and its attack on data."""
-        threat = _threat_of(self)
-        name = plugins.label(self.name)
-        function = self.bind("attack", attacks)
-        poison = None
-        if self.data is not None:
-            poison = self.data.bind("attack", attacks)
-        schedule: dict[str, Any] = {
-            "from_round": self.from_round,
-            "sybils": self.sybils,
-            "claimed_samples": self.claims,
-        }
+        return self.resolve_attack()[1]
 
+    def resolve_attack(self) -> tuple[Part, Attack, Part | None]:
+        """Return the function of the attack, the attack, and the function of its attack on data.
+
+        The last one is the function itself, the one in `data`, or None for an attack on models
+        alone.
+        """
+        part = self.resolve("attack", attacks)
+        threat = THREAT.get(part.function)
+        data = None
+        if self.data is not None:
+            data = self.data.resolve("attack", attacks)
+            part = dataclasses.replace(part, settings={**part.settings, "data": data.settings})
+        poison = part if threat is None else data
+        self._check_kinds(part.function, threat, None if data is None else data.function)
+        attack = Attack(
+            poison=None if poison is None else poison.bound,
+            craft=None if threat is None else part.bound,
+            threat=threat or Threat(),
+            from_round=self.from_round,
+            sybils=self.sybils,
+            claimed_samples=self.claims,
+        )
+        return part, attack, poison
+
+    def _check_kinds(
+        self, function: Callable[..., Any], threat: Threat | None, data: Callable[..., Any] | None
+    ) -> None:
+        """Raise ConfigError unless `data` is an attack on data, next to one on models."""
+        name = plugins.label(self.name)
         if threat is None:
-            if self.data is not None:
+            if data is not None:
                 raise ConfigError(
                     f"`attack.data` needs an attack on models, and `{name}` is an attack on data"
                 )
@@ -97,20 +108,14 @@ class AttackSection(Component):
                     f"the attack `{name}` does not declare what it knows: write @fedcb2o.knows(), "
                     'with "fellows" or "benign" in it for what it sees, above the function'
                 )
-            return Attack(poison=function, **schedule)
-
-        if self.data is None and threat.on_poisoned_data:
+            return
+        if data is None and threat.on_poisoned_data:
             raise ConfigError(
                 f"the attack `{name}` publishes a model trained on poisoned data: name an attack "
                 'on data, such as data = { name = "label_flip", source = 9, target = 4 }'
             )
-        if self.data is not None and _threat_of(self.data) is not None:
+        if self.data is not None and data is not None and THREAT.get(data) is not None:
             inner = plugins.label(self.data.name)
             raise ConfigError(
                 f"`attack.data` needs an attack on data, and `{inner}` is one on models"
             )
-        return Attack(poison=poison, craft=function, threat=threat, **schedule)
-
-
-def _threat_of(attack: Component) -> Threat | None:
-    return THREAT.get(plugins.resolve("attack", attack.name, attacks))

@@ -25,7 +25,6 @@ from fedcb2o._deprecation import former_attributes, former_parameters
 from fedcb2o.data import Dataset, sample_values
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import loading
-from fedcb2o.experiments.config.build import build_neighbours
 from fedcb2o.experiments.config.datasets import max_samples as experiment_max_samples
 from fedcb2o.experiments.config.network import build_module, count_parameters, frozen_checksum
 from fedcb2o.experiments.config.settings import Experiment
@@ -678,7 +677,7 @@ def _check_topology(federation: Federation) -> Federation:
     """Raise ConfigError if the graph does not allow this federation's size."""
     if not set(federation.user_functions) - federation.allowed_functions:
         clusters = torch.zeros(federation.num_agents, dtype=torch.int64)
-        build_neighbours(federation.experiment, federation.seed, clusters)
+        federation.experiment.resolved.neighbours(federation.seed, clusters)
     return federation
 
 
@@ -753,7 +752,7 @@ def _format_validation_error(error: ValidationError) -> str:
 
 def _check_supported(experiment: Experiment) -> None:
     """Raise ConfigError for an algorithm that real peers cannot run."""
-    clusters = experiment.algorithm.build().clusters
+    clusters = experiment.resolved.algorithm.clusters
     if clusters is not None:
         why = "has models of clusters" if clusters.per_agent else "has a coordinator"
         name = plugins.label(experiment.algorithm.name)

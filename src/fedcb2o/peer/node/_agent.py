@@ -33,7 +33,6 @@ from fedcb2o.data import (
 from fedcb2o.data.names import to_nfc
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config import datasets
-from fedcb2o.experiments.config.build import build_neighbours
 from fedcb2o.experiments.config.network import build_module, check_model_memory, initial_model
 from fedcb2o.experiments.config.prepared_seed import build_run_spec, prepare_seed
 from fedcb2o.experiments.config.settings import Experiment
@@ -149,7 +148,7 @@ def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) 
         num_agents=federation.num_agents,
         malicious_share=federation.share,
         max_samples=federation.most_samples,
-        neighbours=build_neighbours(experiment, seed, torch.from_numpy(cluster)),
+        neighbours=experiment.resolved.neighbours(seed, torch.from_numpy(cluster)),
     )
     if spec.training.privacy is not None:  # the federation's seed is public
         training_seed = secrets.randbits(128)
@@ -228,7 +227,7 @@ def simulated_agent(
     prepared = prepare_seed(experiment, seed, _check_dataset(federation, dataset))
     spec = dataclasses.replace(prepared.spec, rounds=federation.rounds)
     data = prepared.build_agent_data([agent_id], torch.device("cpu"))
-    goal = datasets.attack_goal(experiment)
+    goal = experiment.resolved.goal
     adversary = prepared.adversary
     return _build_setup(experiment, federation, agent_id, dataset, spec, adversary, data, goal)
 

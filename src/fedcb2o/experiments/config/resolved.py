@@ -1,0 +1,238 @@
+"""The functions that an experiment names, each resolved and checked once.
+
+>>> from fedcb2o.experiments.config import load
+>>> resolved = load("digits-fedassay").resolved
+>>> resolved.algorithm.needs_losses, resolved.goal.sources, resolved.user_functions()
+(True, (9,), {})
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+
+from fedcb2o import plugins
+from fedcb2o.data import Shard, sets, skews, transforms
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.config.tables import to_plain
+from fedcb2o.federated import (
+    Algorithm,
+    Attack,
+    AttackGoal,
+    algorithms,
+    attacks,
+    losses,
+    optimisers,
+    topology,
+)
+from fedcb2o.federated.algorithms.section import AlgorithmSection
+from fedcb2o.federated.attacks import data_poisoning
+from fedcb2o.federated.attacks.section import AttackSection
+from fedcb2o.federated.evaluation import metrics
+from fedcb2o.federated.sections import AgentsSection, Component, Part, TrainingSection
+from fedcb2o.nn import architectures
+from fedcb2o.records import METRICS, RESERVED_COLUMNS, metric_name
+from fedcb2o.rng import stream
+
+COMPONENT_SECTIONS = (
+    ("data", "data set", sets),
+    ("model", "model", architectures),
+    ("algorithm", "algorithm", algorithms),
+    ("attack", "attack", attacks),
+)
+"""The sections that name a function: key, word for it in messages, module of the built-in ones."""
+
+_MODEL_READING_KEYS = {"criterion": "criterion", "rule": "rule", "pre_step": "pre-step"}
+"""The keys of an algorithm whose functions read models, with their words in messages."""
+
+_Function = functools.partial[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """The functions of an experiment with checked parameters, and what they declare.
+
+    `method` is the function that returns `algorithm`, and `poison` the attack on data: the attack
+    itself, or the one that an attack on models adds. `goal` has the classes that it is about.
+    `trigger` marks the test samples of a backdoor, and `wanted_answers` gives test samples the
+    answers that an attack on text wants. `settings` has the tables of a run's `config.toml` by
+    dotted key, defaults included.
+    """
+
+    data: _Function
+    model: _Function
+    graph: _Function | None
+    skew: _Function | None
+    cluster_transform: _Function
+    optimiser: _Function | None
+    loss: _Function | None
+    metrics: Mapping[str, _Function]
+    method: Part
+    algorithm: Algorithm
+    attack: Attack | None
+    poison: Part | None
+    goal: AttackGoal
+    trigger: Callable[[Tensor], Tensor] | None
+    wanted_answers: Callable[[Shard], Shard] | None
+    settings: Mapping[str, Any]
+
+    def neighbours(self, seed: int, cluster: Int[Tensor, " N"]) -> tuple[Tensor, ...] | None:
+        """Make the graph of contacts; None where every agent may ask all others."""
+        if self.graph is None:
+            return None
+        return topology.neighbours(self.graph, cluster, stream(seed, "graph"))
+
+    def user_functions(self) -> dict[str, list[str]]:
+        """List the users' functions that read models: import paths by kind.
+
+        Kinds are attacks, criteria, rules, algorithms and models.
+        """
+        found: dict[str, list[str]] = {}
+
+        def collect(kind: str, value: Any) -> None:
+            if isinstance(value, str):
+                if ":" in value and value not in found.setdefault(kind, []):
+                    found[kind].append(value)
+            elif isinstance(value, Mapping):
+                collect(kind, value.get("name"))
+                for key, inner in value.items():
+                    # "of": the parts of a combination
+                    if key in _MODEL_READING_KEYS or key == "of":
+                        collect(_MODEL_READING_KEYS.get(key, kind), inner)
+            elif isinstance(value, list):
+                for inner in value:
+                    collect(kind, inner)
+
+        for kind in ("attack", "algorithm", "model"):
+            collect(kind, self.settings.get(kind))
+        return found
+
+    def imported_names(self) -> list[str]:
+        """List all values of the functions' settings of the form "module:function", sorted.
+
+        A value that only looks alike is included.
+        """
+
+        def names(value: Any) -> Iterator[str]:
+            if isinstance(value, str) and ":" in value:
+                yield value
+            elif isinstance(value, Mapping | list):
+                for inner in value.values() if isinstance(value, Mapping) else value:
+                    yield from names(inner)
+
+        return sorted(set(names(self.settings)))
+
+
+def resolve(
+    data: Component,
+    model: Component,
+    agents: AgentsSection,
+    training: TrainingSection,
+    algorithm: AlgorithmSection,
+    attack: AttackSection | None,
+    metrics: Sequence[Component] | None,
+) -> Resolved:
+    """Resolve the functions that the sections of an experiment name, and check their parameters.
+
+    An unknown function or parameter, or one of a wrong type, is a ConfigError.
+    """
+    settings: dict[str, Any] = {}
+
+    def part(key: str, kind: str, component: Component | None, namespace: Any) -> Any:
+        if component is None:
+            return None
+        resolved = component.resolve(kind, namespace)
+        settings[key] = resolved.settings
+        return resolved.bound
+
+    functions = {
+        "data": part("data", "data set", data, sets),
+        "model": part("model", "model", model, architectures),
+        "graph": part("agents.graph", "graph", agents.graph, topology),
+        "skew": part("agents.skew", "skew", agents.skew, skews),
+        "cluster_transform": part(
+            "agents.cluster_transform", "cluster transform", agents.cluster_transform, transforms
+        )
+        or functools.partial(transforms.rotation),
+        "optimiser": part("training.optimiser", "optimiser", training.optimiser, optimisers),
+        "loss": part("training.loss", "loss", training.loss, losses),
+    }
+    measured = _resolve_metrics(metrics or ())
+    if metrics is not None:
+        settings["metrics"] = [metric.settings for metric in measured.values()]
+    method, built = algorithm.resolve_algorithm()
+    settings["algorithm"] = method.settings
+    assault = poison = None
+    if attack is not None:
+        attacking, assault, poison = attack.resolve_attack()
+        settings["attack"] = attacking.settings
+    return Resolved(
+        **functions,
+        metrics={name: metric.bound for name, metric in measured.items()},
+        method=method,
+        algorithm=built,
+        attack=assault,
+        poison=poison,
+        goal=_attack_goal({} if poison is None else poison.settings),
+        trigger=None if poison is None else _backdoor_trigger(poison.bound),
+        wanted_answers=None if poison is None else _answer_probe(poison.bound),
+        settings=to_plain(settings),
+    )
+
+
+def _resolve_metrics(components: Sequence[Component]) -> dict[str, Part]:
+    """Return the metrics by the names of their columns.
+
+    A name that is already a column of the records is a ConfigError.
+    """
+    found: dict[str, Part] = {}
+    for component in components:
+        name = metric_name(plugins.label(component.name))
+        if component.name in METRICS:
+            raise ConfigError(f"`metrics` names `{name}`, which every run records: leave it out")
+        metric = component.resolve("metric", metrics)
+        if name in found:
+            raise ConfigError(f"`metrics` names `{name}` twice: leave one out")
+        if name in RESERVED_COLUMNS:
+            raise ConfigError(
+                f"`metrics` has one called `{name}`, as another column of the records: rename it"
+            )
+        found[name] = metric
+    return found
+
+
+def _attack_goal(parameters: Mapping[str, Any]) -> AttackGoal:
+    """Return the classes of an attack: its parameters `source` and `target`, or `pairs`."""
+    pairs = parameters.get("pairs") or [(parameters.get("source"), parameters.get("target"))]
+    sources, targets = zip(*pairs, strict=True)
+    return AttackGoal(_class_labels(sources), _class_labels(targets))
+
+
+def _class_labels(values: tuple[object, ...]) -> tuple[int, ...]:
+    return tuple(value for value in values if isinstance(value, int))
+
+
+def _backdoor_trigger(backdoor: _Function) -> Callable[[Tensor], Tensor] | None:
+    """Return the trigger of an attack with its parameters; None without a backdoor."""
+    trigger = data_poisoning.TRIGGER.get(backdoor)
+    if trigger is None:
+        return None
+    # A user's attack names its trigger as text, which may be a user's function too.
+    if plugins.USER_FUNCTION.get(backdoor):
+        trigger = plugins.resolve("trigger", trigger, attacks)
+    arguments = {
+        name: backdoor.keywords[name]
+        for name in plugins.parameters(trigger)
+        if name in backdoor.keywords
+    }
+    return functools.partial(trigger, **arguments)
+
+
+def _answer_probe(poison: _Function) -> Callable[[Shard], Shard] | None:
+    """Return the answers that an attack on text wants; None for another attack."""
+    if not attacks.ON_ANSWERS.get(poison):
+        return None
+    return functools.partial(attacks.wanted_answers, attack=poison)
