@@ -60,14 +60,8 @@ _MODEL_COPIES = 7
 class AgentSetup:
     """Parts of one agent.
 
-    Attributes:
-        spec: Run specification.
-        adversary: Malicious agents; empty outside simulations.
-        data: The agent's samples.
-        goal: Goal of the attack, for metrics.
-        initial_model: The agent's initial model, shape [d].
-        shared_initial_model: theta_0, known to all agents, shape [d].
-        data_digest: Hash of the data.
+    The adversary has no malicious agents outside simulations. `goal` is that of the attack, for
+    metrics. All agents know `shared_initial_model`, theta_0.
     """
 
     spec: RunSpec
@@ -79,11 +73,7 @@ class AgentSetup:
     data_digest: str
 
     def build_group(self) -> AgentGroup:
-        """Build a group of one, with memory for a round's models.
-
-        Returns:
-            The group.
-        """
+        """Build a group of one, with memory for a round's models."""
         num_crafted = self.adversary.attack.num_published(1, len(self.adversary.benign_ids))
         layout = BufferLayout.create(
             np.zeros(1, np.int64),
@@ -102,17 +92,8 @@ class AgentSetup:
 def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) -> AgentSetup:
     """Set up an agent with its organisation's own data.
 
-    Args:
-        federation: The federation.
-        agent_id: The agent.
-        dataset: Its data; a part or all of the training samples validate models.
-
-    Returns:
-        The setup.
-
-    Raises:
-        DataError: The data do not fit the federation.
-        ConfigError: The federation's experiment is invalid.
+    Some or all of the training samples validate models. Data that do not fit the federation are a
+    DataError.
     """
     experiment = _with_single_process(federation.experiment)
     seed = federation.seed
@@ -193,17 +174,7 @@ def simulated_agent(
 ) -> AgentSetup:
     """Set up an agent of a simulation.
 
-    Args:
-        federation: The federation.
-        agent_id: The agent.
-        experiment: The simulation.
-        data_dir: Directory of data sets.
-
-    Returns:
-        The setup.
-
-    Raises:
-        ConfigError: The simulation differs from the federation.
+    A simulation that differs from the federation is a ConfigError.
     """
     seed = federation.seed
     dataset = datasets.load_dataset(experiment, data_dir)
@@ -235,17 +206,7 @@ def simulated_agent(
 def load_member_dataset(name: str, federation: Federation, data_dir: Path | None = None) -> Dataset:
     """Load an organisation's data.
 
-    Args:
-        name: "module:function" of a function that returns a data set, or a file.npz.
-        federation: The federation.
-        data_dir: Directory of data sets.
-
-    Returns:
-        The data.
-
-    Raises:
-        DataError: The file is missing, or the data are invalid.
-        ConfigError: The name has neither form.
+    `name` is "module:function", a built-in data set, or a file.npz in `data_dir`.
     """
     if name.endswith(".npz"):
         path = Path(data_dir or ".").expanduser() / Path(name).expanduser()
@@ -264,16 +225,7 @@ def load_member_dataset(name: str, federation: Federation, data_dir: Path | None
 
 
 def differing_keys(federation: Federation, experiment: Experiment, dataset: Dataset) -> list[str]:
-    """Compare a simulation with a federation.
-
-    Args:
-        federation: The federation.
-        experiment: The simulation.
-        dataset: The simulation's data.
-
-    Returns:
-        The keys of the experiment and the data that differ.
-    """
+    """Return the keys of a simulation and its data that differ from a federation."""
     members = list(federation.members.values())
     simulated = make_federation(experiment, members, dataset=dataset, seed=federation.seed)
     keys = federation.differing_keys(simulated.value_hashes())
@@ -293,14 +245,7 @@ def _placeholder_dataset(federation: Federation) -> Dataset:
 
 
 def build_network(federation: Federation) -> nn.Module:
-    """Build the federation's network.
-
-    Args:
-        federation: The federation.
-
-    Returns:
-        The network with its initial parameters, theta_0.
-    """
+    """Build the federation's network with its initial parameters, theta_0."""
     dataset = _placeholder_dataset(federation)
     return build_module(federation.experiment, federation.seed, dataset)
 

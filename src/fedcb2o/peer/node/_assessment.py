@@ -29,14 +29,9 @@ _MAX_SHARE = 0.99  # of a model in the average, beyond which the rest says nothi
 
 
 class SelfAssessment:
-    """Assessment of a node's model on its own samples, every `every` rounds.
+    """Assessment of a node's model on its own samples, every `every` rounds; 0 for none.
 
-    Args:
-        folder: The run directory.
-        group: The group of this agent.
-        class_names: Names of the classes.
-        initial_model: The agent's model before all rounds, shape [d].
-        every: Rounds between two assessments; 0 for none.
+    `initial_model` is the agent's model before all rounds.
     """
 
     def __init__(
@@ -67,21 +62,15 @@ class SelfAssessment:
                 self.skipped = int(metadata.get("skipped", 0))
 
     def is_due(self, n: int) -> bool:
-        """Return whether round `n` is assessed.
-
-        Args:
-            n: Round, counted from 0.
-        """
+        """Return whether round `n`, counted from 0, is assessed."""
         if self.every == 0 or not len(self.test):
             return False
         return (n + 1) % self.every == 0 or n + 1 == self.group.spec.rounds
 
     def skip_rounds(self, start: int, stop: int) -> None:
-        """Leave out the rounds from `start` to `stop`, which this agent does not train.
+        """Leave out the rounds from `start` to `stop` - 1, which this agent does not train.
 
-        Args:
-            start: First skipped round, counted from 0.
-            stop: Round after the last skipped one.
+        They are counted from 0.
         """
         if self.every == 0 or not len(self.test):
             return
@@ -92,24 +81,15 @@ class SelfAssessment:
         self.trained = max(self.trained, stop)
 
     def before_exchange(self, n: int) -> None:
-        """Measure the leakage of the model that is sent in a round.
-
-        Args:
-            n: Round, counted from 0.
-        """
+        """Measure the leakage of the model that is sent in round `n`, counted from 0."""
         if self.is_due(n):
             self._sent = self._leakage("sent", n)
 
     def assess(self, n: int, decisions: Decisions) -> tuple[dict[str, Any], dict[int, float]]:
-        """Assess the model after round `n`.
+        """Assess the model after round `n`, counted from 0.
 
-        Args:
-            n: Round, counted from 0.
-            decisions: Decisions of the round.
-
-        Returns:
-            Entries of the round's record; and the contribution of each peer's model: the loss on
-            test samples without it minus the loss with it.
+        The entries of the round's record are returned with the contribution of each peer's model. A
+        contribution is the loss on test samples without the model minus the loss with it.
         """
         if not self.is_due(n):
             return {}, {}
@@ -157,6 +137,7 @@ class SelfAssessment:
     def _contributions(self, decisions: Decisions) -> dict[int, float]:
         peers = decisions.received.values.tolist()
         shares = decisions.factor[0] * decisions.weights
+        # A reduction over coordinates gives no model a weight.
         if decisions.reductions or not np.isfinite(shares).all():
             return {}
         theta = self._own()
@@ -164,6 +145,7 @@ class SelfAssessment:
         contributions = {}
         for peer, row, share in zip(peers, decisions.rows.tolist(), shares.tolist(), strict=True):
             if 0 < share < _MAX_SHARE:
+                # The other models keep their proportions.
                 without = (theta - share * self.group.models[row]) / (1 - share)
                 contributions[peer] = self._test_loss(without) - with_all
         return {peer: value for peer, value in contributions.items() if np.isfinite(value)}

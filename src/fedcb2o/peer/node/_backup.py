@@ -36,16 +36,8 @@ def back_up(keys: Path, run: Path, out: Path) -> None:
     """Write keys and run directory to a file that only its owner may read.
 
     Links in the folder of the keys are followed, as secrets of a container are links. The run
-    directory has no links.
-
-    Args:
-        keys: Folder of the identity.
-        run: The run directory, whose node may run.
-        out: The new file.
-
-    Raises:
-        ConfigError: There is such a file, or there are no keys or no run.
-        RunError: The file cannot be written, or a file is no regular one.
+    directory has no links. The node may run. An existing file is not overwritten, which is a
+    ConfigError.
     """
     if os.path.lexists(out):
         raise ConfigError(f"{out} exists, and backups are never overwritten: choose another --out")
@@ -98,19 +90,10 @@ def _add(tar: tarfile.TarFile, path: Path, name: str, *, follow_links: bool = Fa
 
 
 def restore(backup: Path, keys: Path, run: Path) -> int:
-    """Restore keys and run directory from a file that `back_up` wrote, as a whole or not at all.
+    """Restore keys and run directory from a file that `back_up` wrote, all or nothing.
 
-    Args:
-        backup: The file.
-        keys: New folder of the identity.
-        run: New run directory.
-
-    Returns:
-        Version of the federation in the backup, which may be older than the one in force.
-
-    Raises:
-        ConfigError: A folder is not empty, or the file is no backup.
-        RunError: A folder cannot be written.
+    The folders must be new or empty. The version of the federation in the backup is returned; it
+    may be older than the one in force.
     """
     for folder in (keys, run):
         if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
@@ -187,6 +170,7 @@ def _extract(backup: Path, file: BinaryIO, folders: dict[str, Path]) -> None:
             count += 1
             if count > _MAX_FILES:
                 raise ConfigError(f"{backup} is no backup: it holds more than {_MAX_FILES} files")
+            # A small compressed file can hold a huge one.
             free = shutil.disk_usage(folders[kind]).free
             if entry.size > free:
                 raise RunError(

@@ -16,22 +16,9 @@ _MIN_STALE_SECONDS = 600.0
 class NodeMetrics:
     """Observer that passes a node's progress on and serves it at /metrics and /health.
 
-    /health answers 503 if the node began no phase of a round for a long time.
-
-    Args:
-        inner: The next observer.
-        port: Port of 127.0.0.1; 0 for any.
-        name: The member's name.
-        rounds: Number of rounds.
-        round_seconds: Longest usual duration of a round without its training.
-        expires: Expiry of the TLS certificate.
-
-    Attributes:
-        port: The port.
-
-    Raises:
-        ConfigError: The extra is missing.
-        RunError: The port cannot be used.
+    /health answers 503 if the node began no phase of a round for a long time. The port is that of
+    127.0.0.1; 0 takes any free one. `round_seconds` is the longest usual duration of a round
+    without its training.
     """
 
     def __init__(

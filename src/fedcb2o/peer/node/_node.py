@@ -150,14 +150,9 @@ class Node:
         self._stop.set()
 
     def run(self) -> Path:
-        """Run all rounds.
+        """Run all rounds; return the run directory with the final model.
 
-        Returns:
-            The run directory with the final model.
-
-        Raises:
-            RemovedError: The other members have removed or changed this member.
-            RunError: The run cannot start or continue.
+        A RemovedError says that the other members have removed or changed this member.
         """
         for _ in self.rounds():
             pass
@@ -232,6 +227,7 @@ class Node:
                 self._on_removal,
             )
             server.incompatible = client.incompatible
+            # After a restart too, a peer's older models are refused.
             client.last_rounds.update(self._last_received_rounds())
             publisher = ModelPublisher(
                 federation, self.identity, codec, journal, server, self.observer.on_note
@@ -298,6 +294,7 @@ class Node:
 
     def _check_journal(self, journal: SigningJournal) -> None:
         """Raise RunError if the journal lacks rounds of the checkpoint."""
+        # A simulated attacker may sign two models for one round.
         if self.agent.adversary.malicious[self.agent_id]:
             return
         if self.rounds_done > journal.last_round + 1:
@@ -335,6 +332,7 @@ class Node:
             for result in rounds:
                 state = result.state
                 record = self._build_record(result, engine, traffic)
+                # The log comes first, because the checkpoint contains its checksum.
                 log.append("rounds", record)
                 log.sync()
                 rows = [model, *(tensor.unsqueeze(0) for tensor in codec.state().values())]
@@ -585,12 +583,7 @@ class Node:
 
 
 class _TrafficCounter:
-    """Counter of a node's traffic since the last call.
-
-    Args:
-        server: Server of the node.
-        client: Client of the node.
-    """
+    """Counter of a node's traffic since the last call."""
 
     def __init__(self, server: Server, client: PeerClient) -> None:
         self.server = server
@@ -600,8 +593,7 @@ class _TrafficCounter:
     def delta(self) -> dict[str, Any]:
         """Return the difference from the last call.
 
-        Returns:
-            Sent and received bytes, answered requests, and refused requests by reason.
+        It has sent and received bytes, answered requests, and refused requests by reason.
         """
         previous = self.last
         current = self._totals()

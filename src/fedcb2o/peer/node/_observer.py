@@ -14,28 +14,15 @@ class NodeObserver(Protocol):
     """Receiver of a node's progress."""
 
     def on_phase(self, n: int, name: str) -> None:
-        """Handle the start of a phase.
-
-        Args:
-            n: The round, from 1.
-            name: The phase: "training", "aggregating" ...
-        """
+        """Handle the start of a phase ("training", "aggregating" ...) of round `n` from 1."""
         ...
 
     def on_round(self, line: Mapping[str, Any]) -> None:
-        """Handle the end of a round.
-
-        Args:
-            line: Its record in rounds.jsonl.
-        """
+        """Handle the end of a round."""
         ...
 
     def on_note(self, text: str) -> None:
-        """Handle a message for the operator.
-
-        Args:
-            text: The message.
-        """
+        """Handle a message for the operator."""
         ...
 
 

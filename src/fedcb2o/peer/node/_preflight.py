@@ -51,10 +51,7 @@ _MAX_SHOWN_KEYS = 5
 class CheckResult:
     """Result of the check of one member.
 
-    Attributes:
-        name: The member's name.
-        error: The problem and how to repair it, or an empty text.
-        notes: Further information.
+    `error` is the problem with its repair, or an empty text.
     """
 
     name: str
@@ -83,20 +80,9 @@ def check_members(
     """Check that every member can be reached and holds the same federation.
 
     If the port is in use, for example by the running node, this program asks but is not asked.
-
-    Args:
-        federation: The federation.
-        identity: This organisation.
-        seconds: Time after which missing answers are given up.
-        listen: Listen at this node's endpoint, or at this "HOST:PORT".
-        relay: A folder, or the member file of a relay.
-
-    Returns:
-        One result per member, this organisation first, then the relay.
-
-    Raises:
-        ConfigError: The identity or the relay cannot be used.
-        RunError: The transport cannot listen.
+    After `seconds`, missing answers are given up. `listen` is this node's endpoint, or another
+    "HOST:PORT". `relay` is a folder, or the member file of a relay. The results have one entry per
+    member, this organisation first, then the relay.
     """
     agent_id = federation.id_of(identity.member)
     end = time.monotonic() + seconds
@@ -190,12 +176,8 @@ def _relay_result(federation: Federation, relayed: Relayed, identity: Identity) 
 def describe_relay_version(federation: Federation, content: Mapping[str, Any]) -> str:
     """Compare the version of the federation that a relay claims with ours.
 
-    Args:
-        federation: Our federation.
-        content: The relay's claim, which is not trusted; empty if it makes none.
-
-    Returns:
-        The difference and how to repair it, or an empty text.
+    The claim is not trusted, and empty if the relay makes none. The difference is returned with its
+    repair; an empty text if there is none.
     """
     if not content or content.get("federation") == federation.digest.hex():
         return ""
@@ -213,13 +195,7 @@ def describe_relay_version(federation: Federation, content: Mapping[str, Any]) -
 
 
 def format_results(results: list[CheckResult]) -> list[str]:
-    """Format the results of a check.
-
-    Args:
-        results: The results.
-
-    Returns:
-        One line per member.
+    """Format the results of a check, one line per member.
 
     Example:
         >>> format_results([CheckResult("clinic-c", "", ("its certificate lasts 90 days",))])
@@ -237,13 +213,7 @@ def format_results(results: list[CheckResult]) -> list[str]:
 def hello_content(federation: Federation, identity: Identity, **more: object) -> dict[str, Any]:
     """Return this organisation's description of itself in the answer to HELLO.
 
-    Args:
-        federation: The federation.
-        identity: This organisation.
-        **more: Further keys of a node or a check.
-
-    Returns:
-        Plain values.
+    `more` has further keys of a node or a check.
     """
     return {
         "software": version("fedcb2o"),
@@ -269,6 +239,7 @@ def _open_transport(
     try:
         return open_links(listen=listen), notes, False
     except RunError as error:
+        # Most often our own node has the port, and a check need not stop it.
         if "in use" not in str(error):
             raise
         address = "" if listen is True else f" ({listen})"
@@ -381,6 +352,7 @@ def _decode_reply(data: BytesLike, nonce: bytes, member: Member, sent: float) ->
     clock_offset = 0.0
     remote_time = content.get("time")
     if isinstance(remote_time, int | float) and abs(remote_time) < 1e11:
+        # The peer wrote its time about halfway between request and answer.
         clock_offset = remote_time - (sent + time.time()) / 2
     return _HelloReply(content, clock_offset=clock_offset)
 
@@ -424,12 +396,7 @@ def _member_result(
 def describe_version_gap(federation: Federation, content: Mapping[str, Any]) -> str:
     """Compare a member's version of the protocol with ours.
 
-    Args:
-        federation: Our federation.
-        content: The member's description of itself.
-
-    Returns:
-        The refusal and how to repair it, or an empty text within one minor version.
+    The refusal is returned with its repair; an empty text within one minor version.
     """
     minor = _minor_version(content)
     if abs(minor - MINOR_VERSION) <= 1:
@@ -470,12 +437,7 @@ def _describe_unreadable(member: Member, reason: str) -> str:
 def describe_disagreement(federation: Federation, content: Mapping[str, Any]) -> str:
     """Compare a member's federation with ours.
 
-    Args:
-        federation: Our federation.
-        content: The member's description of itself.
-
-    Returns:
-        The difference and how to repair it, or an empty text.
+    The difference is returned with its repair; an empty text if there is none.
     """
     if content.get("federation") == federation.digest.hex():
         return ""

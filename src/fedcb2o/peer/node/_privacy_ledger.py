@@ -18,13 +18,8 @@ _MARGIN = 1.001  # of a target epsilon, for rounding
 class PrivacyLedger:
     """Ledger of the rounds in which a node trained, repeated ones included.
 
-    Args:
-        folder: The run directory.
-        agent: The agent.
-
-    Attributes:
-        trained: Number of counted rounds.
-        restored_rounds: Rounds of the restored checkpoint until lost rounds are counted, else None.
+    `restored_rounds` are the rounds of a restored checkpoint until lost rounds are counted, else
+    None.
     """
 
     def __init__(self, folder: Path, agent: AgentSetup) -> None:
@@ -40,11 +35,7 @@ class PrivacyLedger:
             self.restored_rounds = content.get("restored_rounds")
 
     def before_training(self) -> None:
-        """Count a round, before it trains.
-
-        Raises:
-            RunError: The round would exceed the target epsilon.
-        """
+        """Count a round before it trains, or raise RunError at the target epsilon."""
         privacy = self.training.privacy
         if privacy is None:
             return
@@ -61,8 +52,7 @@ class PrivacyLedger:
     def begin_recovery(self, rounds_done: int) -> None:
         """Note which rounds the ledger covers, because later ones may have been lost.
 
-        Args:
-            rounds_done: Rounds of the checkpoint. Later calls before `end_recovery` change nothing.
+        `rounds_done` are those of the checkpoint. Later calls before `end_recovery` change nothing.
         """
         if self.training.privacy is not None and self.restored_rounds is None:
             self.restored_rounds = rounds_done
@@ -71,8 +61,7 @@ class PrivacyLedger:
     def end_recovery(self, possible_rounds: int) -> None:
         """Count the rounds that may have been trained and lost.
 
-        Args:
-            possible_rounds: Rounds from the first one that this agent may have published.
+        `possible_rounds` counts from the first round that this agent may have published.
         """
         if self.restored_rounds is None:
             return

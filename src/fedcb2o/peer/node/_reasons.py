@@ -24,17 +24,10 @@ def missing_models(
 ) -> dict[str, list[int]]:
     """Sort members without a model, and without a fault, by reason.
 
-    Args:
-        failures: Reason of each missing model, by member.
-        announced: Number of rounds that each member announced as finished.
-        n: The round, from 0.
-        lag: Number of rounds that a model may be behind.
-        cut_off: Members that cannot be reached because the relay is down.
-
-    Returns:
-        The members by reason: "late", "behind" (it announced a round that is too old), "no_model"
-        (it answered that it has none, and is not behind) and "relay_down", which has all members
-        that are cut off, asked or not, except those with a fault.
+    `failures` has the reason of each missing model, and `announced` the number of rounds that a
+    member announced as finished. Round `n` counts from 0. A member is "behind" if it announced a
+    round that is too old. It has "no_model" if it answered that it has none, and is not behind.
+    "relay_down" has all members that are cut off, asked or not, except those with a fault.
     """
     faults = {i for i, reason in failures.items() if reason not in BLAMELESS_REASONS}
     reasons: dict[str, list[int]] = {
@@ -54,40 +47,21 @@ def missing_models(
 
 
 def relay_error(transport: Transport) -> str:
-    """Return why the relay cannot be reached.
-
-    Args:
-        transport: The transport of a node.
-
-    Returns:
-        The reason; empty if the relay can be reached, or without a relay.
-    """
+    """Return why the relay cannot be reached; empty if it can, or without a relay."""
     return transport.relayed.error if isinstance(transport, Mixed) else ""
 
 
 def cut_off_members(transport: Transport, members: Collection[int]) -> set[int]:
-    """Return the members that cannot be reached while the relay is down.
-
-    Args:
-        transport: The transport of a node.
-        members: Ids of the other members.
-
-    Returns:
-        Those without a direct link; none if the relay can be reached.
-    """
+    """Return the members without a direct link while the relay is down, else none."""
     if not isinstance(transport, Mixed) or not transport.relayed.error:
         return set()
     return set(members) - transport.direct.connected_peers()
 
 
 def zero_weight_reason(algorithm: Algorithm) -> str:
-    """Describe why an admitted model has weight 0.
+    """Return why an admitted model has weight 0.
 
-    Args:
-        algorithm: The algorithm of the agent.
-
-    Returns:
-        The condition of the sub-level set Q, where the algorithm has one.
+    It is the condition of the sub-level set Q, where the algorithm has one.
     """
     if getattr(algorithm.criterion, "level", None) is not None:
         return "loss above the quantile"

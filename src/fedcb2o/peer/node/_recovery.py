@@ -21,14 +21,7 @@ _REPEAT_SECONDS = 0.5  # time for answers in later rounds
 class SigningRecovery:
     """Recovery of the rounds that an agent must not sign again.
 
-    Args:
-        journal: The journal of this run directory.
-        monitor: Monitor of the other members.
-        name: Name of this agent.
-        privacy: Count of private rounds, to which lost ones are added.
-        rounds_done: Rounds of the checkpoint.
-        is_resumed: The operator continues a run.
-        notify: Function that shows a message to the operator.
+    Lost private rounds are added to `privacy`. `notify` shows a message to the operator.
     """
 
     def __init__(
@@ -56,8 +49,7 @@ class SigningRecovery:
     def start(self) -> None:
         """Ask the reachable members what this agent signed.
 
-        Raises:
-            RunError: A member holds a model of which a new run directory knows nothing.
+        A RunError says that a member holds a model of which a new run directory knows nothing.
         """
         self._ask(HELLO_SECONDS)
         if self.newest_round > self.journal.last_round:

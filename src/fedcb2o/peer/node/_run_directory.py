@@ -24,15 +24,7 @@ def open_run(
 ) -> None:
     """Create the run directory, or check that it holds the same run.
 
-    Args:
-        out: The directory.
-        federation: The federation.
-        identity: This organisation.
-        agent: The agent.
-        resume: Continue an existing run.
-
-    Raises:
-        RunError: The directory holds something else, or another directory signs for this run.
+    A directory with something else, or another directory that signs for this run, is a RunError.
     """
     info = _node_info(federation, identity, agent)
     records.check_parts(out, [out / "proofs"])
@@ -123,6 +115,7 @@ def _claim_run(out: Path, federation: Federation, identity: Identity) -> None:
             "--resume (or, if it is a copy of that folder, remove the other one). Two folders "
             "would sign two models for one round, which the others take for fraud"
         )
+    # After the first start, the folder of the keys may be read-only.
     if other == directory and run in noted:
         return
     try:

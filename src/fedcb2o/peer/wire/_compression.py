@@ -44,11 +44,8 @@ _SLICE_SIZE = 64 * BLOCK_SIZE  # numbers per step, so that they stay in the cach
 class Codec(Protocol):
     """Interface of an encoding of models.
 
-    Attributes:
-        encoding: Number of the codec in the manifest.
-        base: Digest in the manifest of the model that the encoding refers to.
-        min_bytes: Smallest size of an encoded model.
-        max_bytes: Largest size of an encoded model.
+    `base` is the digest in the manifest of the model that the encoding refers to. The sizes are
+    those of an encoded model.
     """
 
     @property
@@ -61,66 +58,37 @@ class Codec(Protocol):
     def max_bytes(self) -> int: ...
 
     def encode(self, theta: Float[Tensor, " d"]) -> bytes:
-        """Encode a model.
-
-        Args:
-            theta: The model, shape [d]; it may be trained further afterwards.
-
-        Returns:
-            A copy as bytes.
-        """
+        """Encode a model as a copy; it may be trained further afterwards."""
         ...
 
     def buffer(self, size: int, into: Float[Tensor, " d"]) -> memoryview:
-        """Return memory for a received model.
+        """Return writable memory for `size` received bytes, at most `max_bytes`.
 
-        Args:
-            size: Number of encoded bytes, at most `max_bytes`.
-            into: The tensor that `decode_` will fill.
-
-        Returns:
-            Writable memory of `size` bytes.
+        `into` is the tensor that `decode_` will fill.
         """
         ...
 
     def decode_(self, content: BytesLike, into: Float[Tensor, " d"]) -> str:
         """Decode a received model in place; its bytes may be hostile.
 
-        Args:
-            content: The received bytes.
-            into: The tensor to fill, shape [d].
-
-        Returns:
-            An empty text, or the reason why the bytes are no model.
+        The result is empty, or the reason why the bytes are no model.
         """
         ...
 
     def state(self) -> dict[str, Tensor]:
         """Return the state that the next `encode` depends on, for a checkpoint.
 
-        Returns:
-            Tensors by name; `encode` changes them.
+        `encode` changes the tensors.
         """
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a state.
-
-        Args:
-            state: The result of `state`.
-
-        Raises:
-            RunError: The state is that of another codec or model.
-        """
+        """Restore a state; that of another codec or model is a RunError."""
         ...
 
 
 class RawCodec:
-    """Little-endian float32 numbers.
-
-    Args:
-        dim: Number of parameters.
-    """
+    """Little-endian float32 numbers."""
 
     encoding = 0
     base = bytes(32)
@@ -132,15 +100,7 @@ class RawCodec:
         return _little_endian(theta).tobytes()
 
     def buffer(self, size: int, into: Float[Tensor, " d"]) -> memoryview:
-        """Return the memory of `into` itself if its format is right.
-
-        Args:
-            size: Number of encoded bytes.
-            into: The tensor that `decode_` will fill.
-
-        Returns:
-            Writable memory of `size` bytes.
-        """
+        """Return the memory of `into` itself if its format is right."""
         if size == self.max_bytes and sys.byteorder == "little" and into.device.type == "cpu":
             return into.numpy().data.cast("B")
         return memoryview(bytearray(size))
@@ -171,9 +131,6 @@ class Int8Codec:
     A single model is off by at most one step, 1/127 of its block's largest difference; without
     feedback it would be half a step. In exchange no rounding error is lost for good. Without
     feedback a model that moves by less than half a step per round would seem to stand still.
-
-    Args:
-        origin: theta_0, shape [d].
     """
 
     encoding = 1
@@ -189,14 +146,7 @@ class Int8Codec:
         self.max_bytes = self._size + self._size // 256 + 1024
 
     def encode(self, theta: Float[Tensor, " d"]) -> bytes:
-        """Encode a model and keep its rounding error for the next one.
-
-        Args:
-            theta: The model, shape [d].
-
-        Returns:
-            One zstandard frame.
-        """
+        """Encode a model and keep its rounding error for the next one."""
         theta = theta.detach().cpu()
         content = np.empty(self._size, np.uint8)
         scales = content[: 4 * self._num_blocks].view("<f4")
@@ -224,27 +174,11 @@ class Int8Codec:
         return zstandard.ZstdCompressor(compression_params=parameters).compress(content.data)
 
     def buffer(self, size: int, into: Float[Tensor, " d"]) -> memoryview:
-        """Return new memory, about a quarter of the model's.
-
-        Args:
-            size: Number of encoded bytes.
-            into: The tensor that `decode_` will fill.
-
-        Returns:
-            Writable memory of `size` bytes.
-        """
+        """Return new memory, about a quarter of the model's."""
         return memoryview(bytearray(size))
 
     def decode_(self, content: BytesLike, into: Float[Tensor, " d"]) -> str:
-        """Decode a received model in place, with one byte per number.
-
-        Args:
-            content: The received bytes, whatever they claim.
-            into: The tensor to fill, shape [d].
-
-        Returns:
-            An empty text, or the reason why the bytes are no model.
-        """
+        """Decode a received model in place, with one byte per number."""
         if len(content) > self.max_bytes:
             return f"it has {len(content)} bytes, expected at most {self.max_bytes}"
         try:
@@ -277,11 +211,7 @@ class Int8Codec:
         return ""
 
     def state(self) -> dict[str, Tensor]:
-        """Return the accumulated rounding error.
-
-        Returns:
-            The tensor by its name in checkpoints.
-        """
+        """Return the accumulated rounding error by its name in checkpoints."""
         return {"owed": self._residual}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

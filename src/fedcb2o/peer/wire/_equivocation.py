@@ -62,13 +62,7 @@ RESTORED_FILE = "restored"
 class Proof:
     """Two different manifests of one agent, run and round, signed alike.
 
-    Attributes:
-        name: The agent's name in the federation.
-        agent: The agent.
-        round: The round, from 0.
-        run: The run's id.
-        key: The public key.
-        manifests: The signed manifests, sorted.
+    The round counts from 0. The signed manifests are sorted.
     """
 
     name: str
@@ -84,14 +78,7 @@ class Proof:
         return f"{self.name}-{self.round}{_PROOF_SUFFIX}"
 
     def write(self, folder: Path) -> None:
-        """Write the proof, unless a file of its name exists.
-
-        Args:
-            folder: The folder.
-
-        Raises:
-            RunError: The file cannot be written.
-        """
+        """Write the proof, unless a file of its name exists."""
         path = folder / self.file
         if path.exists():
             return
@@ -111,17 +98,7 @@ class Proof:
 
     @classmethod
     def read(cls, path: Path) -> "Proof":
-        """Read and verify a proof of any origin.
-
-        Args:
-            path: Its file.
-
-        Returns:
-            The proof.
-
-        Raises:
-            DataError: The file is no valid proof.
-        """
+        """Read and verify a proof of any origin; a DataError says why it is none."""
         try:
             proof = _parse_proof(read_bounded_toml(path, _MAX_PROOF_BYTES))
             proof.verify()
@@ -132,10 +109,9 @@ class Proof:
         return proof
 
     def verify(self) -> None:
-        """Check both manifests and signatures; the name is not checked.
+        """Check both manifests and signatures, or raise ValueError.
 
-        Raises:
-            ValueError: The proof is invalid.
+        The name is not checked.
         """
         decoded: list[Manifest] = []
         for signed in self.manifests:
@@ -153,17 +129,10 @@ class Proof:
 
 
 def verify_proof(path: Path, federation: Federation | None = None) -> str:
-    """Verify the proof in a file.
+    """Verify the proof in a file, and describe in one line what it proves.
 
-    Args:
-        path: The file.
-        federation: The federation whose member it should accuse, if known.
-
-    Returns:
-        One line that describes what it proves.
-
-    Raises:
-        DataError: The file is no valid proof, or none of this federation.
+    With a federation, it must accuse one of its members. A DataError says that it is no valid
+    proof.
     """
     proof = Proof.read(path)
     summary = (
@@ -198,10 +167,6 @@ class Ledger:
 
     Proofs are stored in `folder`/proofs, one per agent. A proof that cannot be written is valid
     until the process ends, and writing is tried again.
-
-    Args:
-        folder: The run folder.
-        federation: The federation.
     """
 
     def __init__(self, folder: Path, federation: Federation) -> None:
@@ -227,18 +192,13 @@ class Ledger:
             return frozenset(self._proofs)
 
     def record(self, signed: bytes) -> Proof | None:
-        """Keep a manifest that came from the agent that signed it.
+        """Keep a manifest that came from the agent that signed it; ignore an invalid one.
 
-        The manifests of the highest rounds stay: `lag` + 8 of each agent, and as many more as have
-        1 MiB together.
-
-        Args:
-            signed: The signed manifest; an invalid one is ignored.
-
-        Returns:
-            The proof, if the agent signed another one for this round.
+        The proof is returned if the agent signed another one for this round. The manifests of the
+        highest rounds stay: `lag` + 8 of each agent, and as many more as have 1 MiB together.
         """
         _, manifest = verify_member_manifest(signed, self._federation)
+        # Rounds after the end would only displace manifests that matter.
         if manifest is None or manifest.round >= self._federation.rounds:
             return None
         with self._lock:
@@ -260,16 +220,9 @@ class Ledger:
     def prove(self, agent: int, n: int, witnesses: Mapping[bytes, bytes]) -> Proof | None:
         """Compare manifests from other agents with each other and with the recorded one.
 
-        They are kept only if they prove something.
-
-        Args:
-            agent: The agent that should have signed them.
-            n: Their round.
-            witnesses: Signed manifests from any sender, by the digests that were asked for; those
-                of another agent, round or digest are ignored.
-
-        Returns:
-            The proof, if the agent signed two models for this round.
+        `witnesses` has signed manifests from any sender by the digests that were asked for. Those
+        of another agent, round or digest are ignored. They are kept only if they prove that the
+        agent signed two models for round `n`; then the proof is returned.
         """
         signed_by_digest: dict[bytes, bytes] = {}
         for digest, signed in witnesses.items():
@@ -290,14 +243,7 @@ class Ledger:
             return self._prove(decode_manifest(first)[0], first, second)
 
     def digests(self) -> list[ManifestDigest]:
-        """Return digests for other agents to compare.
-
-        Both digests of each proof come first, then the manifests recorded last. The highest rounds
-        are not preferred: a few agents that claim to be far ahead would displace all others.
-
-        Returns:
-            At most 64 digests.
-        """
+        """Return at most 64 digests for other agents to compare."""
         with self._lock:
             proven = list(self._proven())[: MAX_DIGESTS // 2]
             newest = [one for one in reversed(self._recent) if one[0] not in self._proofs]
@@ -306,11 +252,7 @@ class Ledger:
     def find_conflicts(self, digests: Iterable[ManifestDigest]) -> list[ManifestDigest]:
         """Find digests that differ from recorded manifests, or from each other.
 
-        Args:
-            digests: A peer's digests.
-
-        Returns:
-            The digests whose manifests should be requested.
+        Their manifests should be requested.
         """
         conflicts: dict[ManifestDigest, None] = {}
         first_digests: dict[tuple[int, int], bytes] = {}
@@ -331,15 +273,9 @@ class Ledger:
         return list(conflicts)
 
     def get(self, agent: int, n: int, digest: bytes) -> bytes | None:
-        """Return a recorded manifest.
+        """Return the signed manifest of a digest, None if it is not recorded.
 
-        Args:
-            agent: The agent that signed it.
-            n: Its round.
-            digest: Its digest, or zeros for the agent's newest manifest.
-
-        Returns:
-            The signed manifest, or None.
+        A digest of zeros stands for the agent's newest manifest.
         """
         with self._lock:
             held = self._held.get(agent, {})
@@ -389,16 +325,8 @@ class SigningJournal:
     A line reaches the disk before its signature is made. An agent that was killed and trains a
     round again with another result therefore signs nothing, rather than a second model. It signs
     rounds in ascending order only: a round without a line before the last line may have been signed
-    too.
-
-    Args:
-        folder: The run folder.
-
-    Attributes:
-        suspension: Reason why nothing may be signed for now, or an empty text.
-
-    Raises:
-        RunError: The journal cannot be read, or is damaged.
+    too. `suspension` is the reason why nothing may be signed for now, or an empty text. A damaged
+    journal is a RunError.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -440,21 +368,15 @@ class SigningJournal:
     def reserve(self, n: int, digest: bytes) -> bool:
         """Write down that a manifest will be signed, if it may be.
 
-        Args:
-            n: Its round.
-            digest: Its digest.
-
-        Returns:
-            True if this manifest was reserved before, or no manifest of this or a later round was.
-
-        Raises:
-            RunError: The line cannot be written.
+        It may if this manifest was reserved before, or none of this or a later round was.
         """
         if n <= self.last_round:
+            # The same bytes again are no second model.
             return self._signed.get(n) == digest
         line = json.dumps({"round": n, "digest": digest.hex()}).encode() + b"\n"
         try:
             self._append(line)
+            # A new file survives a power failure only with its folder.
             if not self._size:
                 fsync(self._path.parent)
         except OSError as error:
@@ -466,11 +388,7 @@ class SigningJournal:
     def complete(self, n: int) -> None:
         """Sign no round up to `n`, and take the journal as complete from then on.
 
-        Args:
-            n: The last round that this agent may have signed.
-
-        Raises:
-            RunError: The line cannot be written.
+        `n` is the last round that this agent may have signed.
         """
         self.reserve(n, ZERO_DIGEST)
         self._restored.unlink(missing_ok=True)

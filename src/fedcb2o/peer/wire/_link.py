@@ -43,14 +43,7 @@ class Allowance:
     updated: float = field(default_factory=time.monotonic)
 
     def charge(self, size: int) -> None:
-        """Take bytes of a message from the allowance.
-
-        Args:
-            size: Its number of bytes.
-
-        Raises:
-            ZenohError: The allowance is used up.
-        """
+        """Take a message's bytes from the allowance; ZenohError if it is used up."""
         now = time.monotonic()
         grown = self.bytes_left + (now - self.updated) * _ALLOWANCE_PER_SECOND
         self.bytes_left = min(_ALLOWANCE_BYTES, grown) - max(size, _MIN_CHARGE)
@@ -70,10 +63,8 @@ def _close_wrapped(error: OSError) -> None:
 class TlsStream:
     """Stream of bytes over TLS, for one reader and several writers.
 
-    Args:
-        connection: A connected socket, which the stream takes over.
-        context: Certificates of both ends.
-        server_hostname: Name of the dialled host; by default this end listens.
+    The stream takes over the connected socket. Without the `server_hostname` of a dialled host,
+    this end listens.
     """
 
     def __init__(
@@ -86,6 +77,7 @@ class TlsStream:
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
+            # A connection that has ended fails here, before OpenSSL sees it.
             connection.getpeername()
             self.socket = context.wrap_socket(
                 connection,
@@ -114,11 +106,8 @@ class TlsStream:
     def advance_handshake(self) -> bool:
         """Continue the handshake with the bytes that have arrived, without waiting.
 
-        Returns:
-            True if it is complete.
-
-        Raises:
-            OSError: It failed, or the remote ended it.
+        True is returned if it is complete. An OSError says that it failed, or that the remote ended
+        it.
         """
         try:
             self.socket.do_handshake()
@@ -127,30 +116,12 @@ class TlsStream:
         return True
 
     def handshake(self, end: float) -> None:
-        """Complete the handshake.
-
-        Args:
-            end: Time at which it is given up.
-
-        Raises:
-            OSError: It failed.
-        """
+        """Complete the handshake, or raise OSError at the time `end` at the latest."""
         while not self.advance_handshake():
             self._wait_readable(end - time.monotonic())
 
     def read_exactly(self, count: int, end: float) -> bytes:
-        """Read bytes.
-
-        Args:
-            count: Number of bytes.
-            end: Time at which reading is given up.
-
-        Returns:
-            The bytes.
-
-        Raises:
-            OSError: The stream ended, or the time is over.
-        """
+        """Read `count` bytes, or raise OSError at the time `end` at the latest."""
         while len(self._plain) < count:
             self.receive(end - time.monotonic())
         with memoryview(self._plain) as view:
@@ -159,10 +130,9 @@ class TlsStream:
         return content
 
     def take_batches(self) -> list[memoryview]:
-        """Return the whole batches that were received.
+        """Return the contents of the whole batches that were received.
 
-        Returns:
-            Views of their contents, without the lengths. Each keeps all bytes of its call alive.
+        They are views without the lengths. Each keeps all bytes of its call alive.
         """
         batches = []
         position = 0
@@ -180,11 +150,7 @@ class TlsStream:
     def receive(self, seconds: float) -> None:
         """Wait for bytes, and decrypt all that have arrived.
 
-        Args:
-            seconds: Longest time to wait.
-
-        Raises:
-            OSError: The stream ended, or nothing arrived in time.
+        An OSError says that the stream ended, or that nothing arrived within `seconds`.
         """
         if self._decrypt():
             return
@@ -208,12 +174,7 @@ class TlsStream:
     def write(self, data: bytes, seconds: float) -> None:
         """Encrypt and send bytes, after those of other threads.
 
-        Args:
-            data: The bytes.
-            seconds: Longest time to send them. The stream cannot be used after a failure.
-
-        Raises:
-            OSError: The stream is closed or the remote reads too slowly.
+        The stream cannot be used after an OSError: it is closed, or the remote read too slowly.
         """
         with self._write_lock:
             end = time.monotonic() + seconds
@@ -228,11 +189,7 @@ class TlsStream:
                         raise TimeoutError("the remote does not read") from None
 
     def is_writable(self) -> bool:
-        """Return True if nothing is being sent and the remote reads.
-
-        Returns:
-            The state now.
-        """
+        """Return True if nothing is being sent and the remote reads."""
         return not self._write_lock.locked() and bool(self._can_write.poll(0))
 
     def _wait_readable(self, seconds: float) -> None:
@@ -255,11 +212,9 @@ class TlsStream:
 class Link:
     """Link to one member.
 
-    Args:
-        stream: The stream, after its TLS handshake.
-        max_bytes: Longest accepted message.
-        own_key: Key of this agent at a listening end, in ASCII.
-        expires: Time of the system clock at which the remote's certificate expires.
+    The stream must have completed its handshake. Messages of more than `max_bytes` are refused.
+    `own_key` is the key of this agent at a listening end, in ASCII. The remote's certificate
+    expires at `expires` of the system clock.
     """
 
     def __init__(
@@ -276,15 +231,10 @@ class Link:
         self._last_sent = math.inf  # nothing is sent by itself before the link is open
 
     def open(self, seconds: float, *, is_listening: bool) -> None:
-        """Exchange the first messages.
+        """Exchange the first messages within `seconds`.
 
-        Args:
-            seconds: Longest time for them.
-            is_listening: True at the listening end.
-
-        Raises:
-            OSError: The remote ended the link or is too slow.
-            ZenohError: It sent something else.
+        An OSError says that the remote ended the link or is too slow, a ZenohError that it sent
+        something else.
         """
         end = time.monotonic() + seconds
         lease = round(LEASE_SECONDS)
@@ -313,12 +263,7 @@ class Link:
     def send(self, *parts: bytes, seconds: float = SEND_SECONDS) -> None:
         """Send network messages, each in batches of its own.
 
-        Args:
-            *parts: The messages.
-            seconds: Longest time to send them.
-
-        Raises:
-            OSError: The link is closed, or the remote reads too slowly; then it is closed.
+        An OSError says that the link is closed, also because the remote read too slowly.
         """
         with self._order:
             if self.closed.is_set():
@@ -336,6 +281,7 @@ class Link:
         if time.time() >= self.expires:
             self.close()
         is_due = time.monotonic() - self._last_sent >= _KEEP_ALIVE_SECONDS
+        # A thread that sends shows life itself, and the heartbeat must not wait for it.
         if is_due and not self._order.locked() and self.stream.is_writable():
             try:
                 self.stream.write(messages.with_length(messages.KEEP_ALIVE), 0.0)
@@ -344,14 +290,7 @@ class Link:
                 self.close()
 
     def run(self, on_message: Callable[[Message], None]) -> bool:
-        """Read until the link ends.
-
-        Args:
-            on_message: Called with every message.
-
-        Returns:
-            True if it ended because of what the remote sent.
-        """
+        """Read until the link ends; return whether what the remote sent ended it."""
         is_abusive = False
         try:
             while not self.closed.is_set():

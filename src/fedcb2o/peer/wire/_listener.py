@@ -47,18 +47,7 @@ def raise_descriptor_limit() -> None:
 
 
 def open_listening_socket(address: str) -> socket.socket:
-    """Listen at an address.
-
-    Args:
-        address: "HOST:PORT" of this machine.
-
-    Returns:
-        The listening socket.
-
-    Raises:
-        ConfigError: The text is no address.
-        RunError: The address cannot be used.
-    """
+    """Listen at "HOST:PORT" of this machine."""
     host, _, port = address.rpartition(":")
     try:
         if not host or not 0 < int(port) < 2**16:
@@ -95,12 +84,8 @@ def _listen_error(address: str, error: OSError) -> RunError:
 class Listener:
     """Listener of one agent.
 
-    Args:
-        listening: The listening socket.
-        identity: This organisation.
-        members: Members whose links are accepted.
-        on_link: Called in the listener's thread with each stream of a member, the member, and the
-            expiry of its certificate. Other streams are closed.
+    `on_link` is called in the listener's thread with each stream of a member, the member, and the
+    expiry of its certificate. Other streams are closed.
     """
 
     def __init__(
@@ -206,6 +191,7 @@ class Listener:
         """Continue a handshake; pass the stream on after its end."""
         one = self._pending[descriptor]
         try:
+            # Before its first bytes a connection costs no memory of OpenSSL.
             if one.stream is None:
                 one.stream = TlsStream(one.connection, self._context)
             if not one.stream.advance_handshake():
@@ -238,11 +224,8 @@ class Listener:
 class _Pending:
     """Connection before the end of its handshake.
 
-    Attributes:
-        connection: The socket, until the stream takes it over.
-        address: Its source address.
-        end: Time after which it is closed.
-        stream: The stream, after the first bytes have arrived.
+    The stream takes the socket over after the first bytes have arrived. The connection is closed at
+    the time `end`.
     """
 
     connection: socket.socket

@@ -42,80 +42,43 @@ class Backoff:
         self._misses: dict[int, int] = {}
 
     def record_miss(self, peer: int, n: int) -> None:
-        """Note that round `n` went on without a peer before it was late.
-
-        Args:
-            peer: The peer.
-            n: The round.
-        """
+        """Note that round `n` went on without a peer before it was late."""
         self._misses[peer] = self._misses.get(peer, 0) + 1
         if self._misses[peer] >= _MAX_MISSES:
             self.record_stall(peer, n)
 
     def record_stall(self, peer: int, n: int) -> None:
-        """Note that a peer answered round `n` late or never.
-
-        Args:
-            peer: The peer.
-            n: The round.
-        """
+        """Note that a peer answered round `n` late or never."""
         self._misses.pop(peer, None)
         count = min(_MAX_STALLS, self.stall_counts.get(peer, 0) + 1)
         self.stall_counts[peer] = count
         self.suspended_until[peer] = n + 2**count
 
     def record_arrival(self, peer: int) -> None:
-        """Note that a peer's model arrived in time.
-
-        Args:
-            peer: The peer.
-        """
+        """Note that a peer's model arrived in time."""
         self._misses.pop(peer, None)
         self.stall_counts[peer] = max(0, self.stall_counts.get(peer, 0) - 1)
 
     def suspended(self, n: int) -> set[int]:
-        """Return the peers that are not asked in a round.
-
-        Args:
-            n: The round.
-
-        Returns:
-            Their ids.
-        """
+        """Return the peers that are not asked in a round."""
         return {peer for peer, end in self.suspended_until.items() if n < end}
 
 
 class Credit:
-    """Seconds that an agent may wait for others: a share of the time that passes.
-
-    Args:
-        credit: Seconds at the start.
-
-    Attributes:
-        credit: Seconds that are left.
-    """
+    """Seconds that an agent may wait for others: a share of the time that passes."""
 
     def __init__(self, credit: float) -> None:
         self.credit = credit
         self._updated = math.inf
 
     def earn(self, now: float, maximum: float) -> None:
-        """Add a share of the passed time to the credit.
-
-        Args:
-            now: Time of a monotonic clock.
-            maximum: Largest credit.
-        """
+        """Add a share of the passed time to the credit, up to `maximum`."""
         passed = max(0.0, now - self._updated)
         self.credit = min(max(maximum, self.credit), self.credit + _CREDIT_SHARE * passed)
         self._updated = now
 
     def spend(self, seconds: float) -> None:
-        """Subtract a wait from the credit.
-
-        Args:
-            seconds: Its duration.
-        """
+        """Subtract a wait from the credit."""
         self.credit = max(0.0, self.credit - seconds)
 
 
@@ -123,11 +86,9 @@ class Patience(Credit):
     """Usual download times of peers, and credit to wait for slow ones.
 
     The median counts every peer once, so that fewer than half of the peers can neither raise it
-    above nor lower it below the times of the others.
-
-    Attributes:
-        seconds: Duration of the last download from each peer.
-        expected: The same, or for a peer that a round did not wait for a longer time.
+    above nor lower it below the times of the others. `seconds` has the duration of the last
+    download from each peer. `expected` has the same, or a longer time for a peer that a round did
+    not wait for.
     """
 
     def __init__(self) -> None:
@@ -136,21 +97,14 @@ class Patience(Credit):
         self.expected: dict[int, float] = {}
 
     def record_arrival(self, peer: int, seconds: float) -> None:
-        """Note the duration of a peer's last download.
-
-        Args:
-            peer: The peer.
-            seconds: Seconds until its model had arrived.
-        """
+        """Note the seconds until a peer's last model had arrived."""
         self.seconds[peer] = seconds
         self.expected[peer] = seconds
 
     def record_missing(self, peer: int, seconds: float) -> None:
-        """Note that a round went on without a peer; the next wait for it is longer, and rarer.
+        """Note that a round went on without a peer after waiting for `seconds`.
 
-        Args:
-            peer: The peer.
-            seconds: Seconds that the round waited.
+        The next wait for it is longer, and rarer.
         """
         self.expected[peer] = max(self.expected.get(peer, 0.0), _WAIT_FACTOR * seconds)
 
@@ -165,11 +119,8 @@ class Patience(Credit):
 class Wait:
     """Rules by which one round waits for models.
 
-    Args:
-        patience: Usual times and credit.
-        start: Time at which the peers were asked.
-        deadline: Time after which models are missing.
-        free_until: Time until which waiting costs nothing.
+    The peers were asked at `start`. Models are missing after `deadline`. Waiting costs nothing
+    until `free_until`.
 
     Example:
         >>> wait = Wait(Patience(), start=0.0, deadline=60.0, free_until=0.0)
@@ -192,11 +143,7 @@ class Wait:
         self.num_answers = 0
 
     def record_arrival(self, now: float) -> None:
-        """Note that a model arrived.
-
-        Args:
-            now: Time of its arrival.
-        """
+        """Note that a model arrived."""
         self.arrivals.append(now - self.start)
         self.num_answers += 1
 
@@ -214,8 +161,7 @@ class Wait:
     def late_after(self) -> float:
         """Return the time after which an answer is late.
 
-        Returns:
-            Three times the median, at most half of the deadline, and at least the free time.
+        It is three times the median, at most half of the deadline, and at least the free time.
         """
         usual = min([self.median_seconds, *self.arrivals])
         if math.isfinite(self.median_seconds):
@@ -226,22 +172,15 @@ class Wait:
     def has_enough(self, asked: int) -> bool:
         """Check that half of the asked peers answered, with or without a model.
 
-        Args:
-            asked: Number of asked peers, without those that stalled before.
-
-        Returns:
-            True if the round may go on.
+        Peers that stalled before do not count in `asked`.
         """
         return self.num_answers >= math.ceil(asked / 2)
 
     def uncharged_end(self, asked: int) -> float:
         """Return the time after which further waiting is charged.
 
-        Args:
-            asked: Number of asked peers, without those that stalled before.
-
-        Returns:
-            The deadline, until half of the peers answered.
+        It is the deadline, until half of the peers answered. Peers that stalled before do not count
+        in `asked`.
         """
         if not self.has_enough(asked):
             return self.deadline
@@ -254,18 +193,14 @@ class Wait:
     def end(self, asked: int, pending: Iterable[int] = ()) -> float:
         """Return the time at which the round goes on without the missing models.
 
-        Credit is spent only if it is likely to suffice for one of them.
-
-        Args:
-            asked: Number of asked peers, without those that stalled before.
-            pending: Peers whose models are missing.
-
-        Returns:
-            The deadline, until half of the peers answered.
+        Credit is spent only if it is likely to suffice for one of them. It is the deadline, until
+        half of the peers answered. Peers that stalled before do not count in `asked`. `pending` has
+        the peers with missing models.
         """
         uncharged_end = self.uncharged_end(asked)
         end = min(uncharged_end + self.patience.credit, self.deadline)
         expected = (self.patience.expected.get(peer, 0.0) for peer in pending)
+        # Credit that does not suffice would be spent for nothing.
         if any(min(self.start + seconds, self.deadline) <= end for seconds in expected):
             return end
         return uncharged_end

@@ -85,11 +85,7 @@ class AnswerStatus(IntEnum):
 
 
 class MalformedError(ValueError):
-    """Bytes that are no valid message.
-
-    Attributes:
-        reason: The label under which they are counted.
-    """
+    """Bytes that are no valid message, with the reason under which they are counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -100,17 +96,8 @@ class MalformedError(ValueError):
 class Manifest:
     """Signed description of a published model, by its encoded bytes.
 
-    Attributes:
-        run: The run's id.
-        agent: The publishing agent.
-        round: The round, from 0.
-        dim: Number of parameters.
-        num_samples: Claimed number of training samples.
-        encoding: Number of the codec.
-        base: Digest of the model that the encoding refers to.
-        size: Number of encoded bytes.
-        sha256: Hash of the encoded bytes.
-        chunks: Hash of each chunk.
+    `round` counts from 0. `base` is the digest of the model that the encoding refers to. `size` and
+    `sha256` are those of the encoded bytes.
     """
 
     run: bytes
@@ -137,21 +124,7 @@ class Manifest:
         encoding: int,
         base: bytes,
     ) -> "Manifest":
-        """Create the manifest of an encoded model.
-
-        Args:
-            content: The encoded model.
-            run: The run's id.
-            agent: The publishing agent.
-            round: The round, from 0.
-            dim: Number of parameters.
-            num_samples: Claimed number of training samples.
-            encoding: Number of the codec.
-            base: Digest of the model that the encoding refers to.
-
-        Returns:
-            The manifest.
-        """
+        """Create the manifest of an encoded model; `round` counts from 0."""
         view = memoryview(content).cast("B")
         chunks = (view[k : k + CHUNK_BYTES] for k in range(0, len(view), CHUNK_BYTES))
         return cls(
@@ -193,39 +166,18 @@ class Manifest:
         return hashlib.sha256(self.body).digest()
 
     def to_signed_bytes(self, sign: _Signer) -> bytes:
-        """Encode and sign.
-
-        Args:
-            sign: Function that signs bytes.
-
-        Returns:
-            The body, then its signature.
-        """
+        """Return the body, then its signature."""
         body = self.body
         return body + sign(MANIFEST_CONTEXT + body)
 
 
 def manifest_bytes(size: int) -> int:
-    """Return the length of the signed manifest of a model.
-
-    Args:
-        size: Number of encoded bytes of the model.
-
-    Returns:
-        Number of bytes.
-    """
+    """Return the length of the signed manifest of a model of `size` encoded bytes."""
     return _MANIFEST.size + 32 * num_chunks(size) + SIGNATURE_BYTES
 
 
 def num_chunks(size: int) -> int:
-    """Return the number of chunks of a model.
-
-    Args:
-        size: Number of encoded bytes of the model.
-
-    Returns:
-        The size divided by `CHUNK_BYTES`, rounded up.
-    """
+    """Return the number of chunks of a model of `size` encoded bytes."""
     return -(-size // CHUNK_BYTES)
 
 
@@ -234,15 +186,7 @@ def decode_manifest(
 ) -> tuple[Manifest, bytes, bytes]:
     """Decode a signed manifest; only its layout is checked.
 
-    Args:
-        data: The received bytes.
-        max_bytes: Largest accepted length.
-
-    Returns:
-        The manifest, its body and its unverified signature.
-
-    Raises:
-        MalformedError: The bytes are no manifest.
+    Its body and unverified signature are returned too.
     """
     encoding = _decode_header(data, _MessageType.MANIFEST)
     if len(data) > max_bytes:
@@ -276,15 +220,9 @@ def decode_manifest(
 def verify_member_manifest(
     data: BytesLike, federation: Federation, *, max_bytes: int = MAX_MANIFEST_BYTES
 ) -> tuple[str, Manifest | None]:
-    """Decode a manifest and verify its signature for this run.
+    """Decode a manifest from any sender, and verify its signature for this run.
 
-    Args:
-        data: The received bytes, from any sender.
-        federation: The federation.
-        max_bytes: Largest accepted length.
-
-    Returns:
-        An empty text and the manifest, or the reason of the rejection and None.
+    A rejected one is returned as its reason and None, another one with an empty text.
     """
     try:
         manifest, body, signature = decode_manifest(data, max_bytes=max_bytes)
@@ -315,23 +253,13 @@ def validate_manifest(
 ) -> tuple[str, Manifest | None]:
     """Decode a manifest and check that its model can be accepted.
 
-    The reasons of a rejection, in this order: malformed, version, length (bytes that cannot be
-    decoded), member, signature, run, agent, round, size, dtype. `max_bytes` bounds time and memory.
+    A rejected one is returned as its reason and None, another one with an empty text. The reasons
+    are, in this order: malformed, version, length (bytes that cannot be decoded), member,
+    signature, run, agent, round, size, dtype.
 
-    Args:
-        data: The received bytes.
-        federation: The federation.
-        peer: The agent that was asked.
-        n: The receiver's round.
-        min_round: Round of the last model accepted from that agent.
-        dim: Expected number of parameters.
-        max_bytes: Largest size of an encoded model.
-        min_bytes: Smallest size of an encoded model.
-        encoding: Expected number of the codec.
-        base: Expected digest of the model that the encoding refers to.
-
-    Returns:
-        An empty text and the manifest, or the reason of the rejection and None.
+    `max_bytes` and `min_bytes` bound an encoded model, and `max_bytes` time and memory. `min_round`
+    is the round of the last model accepted from the asked agent. `base` is the expected digest of
+    the model that the encoding refers to.
     """
     longest = min(manifest_bytes(max_bytes), MAX_MANIFEST_BYTES)
     reason, manifest = verify_member_manifest(data, federation, max_bytes=longest)
@@ -367,15 +295,7 @@ class Request:
     | WITNESS  | the manifest's | its agent      | of the manifest in doubt   |
     | WITNESS  |                | an agent       | zeros: its newest manifest |
 
-    Attributes:
-        kind: The requested content.
-        run: The run's id.
-        sender: The asking agent.
-        receiver: The asked agent.
-        nonce: 16 random bytes, never used twice.
-        round: See the table.
-        index: See the table.
-        digest: See the table.
+    The nonce has 16 random bytes, which are never used twice.
     """
 
     kind: RequestKind
@@ -405,14 +325,7 @@ class Request:
         )
 
     def encode(self, sign: _Signer) -> bytes:
-        """Encode and sign.
-
-        Args:
-            sign: Function that signs bytes.
-
-        Returns:
-            The body, then its signature.
-        """
+        """Return the body, then its signature."""
         body = self.body
         return body + sign(REQUEST_CONTEXT + body)
 
@@ -420,14 +333,7 @@ class Request:
 def decode_request(data: BytesLike) -> tuple[Request, bytes, bytes]:
     """Decode a signed request; only its layout is checked.
 
-    Args:
-        data: The received bytes.
-
-    Returns:
-        The request, its body and its unverified signature.
-
-    Raises:
-        MalformedError: The bytes are no request.
+    Its body and unverified signature are returned too.
     """
     kind = _decode_header(data, _MessageType.REQUEST)
     if len(data) != REQUEST_BYTES:
@@ -448,40 +354,20 @@ def decode_request(data: BytesLike) -> tuple[Request, bytes, bytes]:
 
 @dataclass(frozen=True)
 class Answer:
-    """Unsigned answer to the request with the same nonce.
-
-    Attributes:
-        nonce: The request's nonce.
-        status: The outcome.
-        body: The content.
-    """
+    """Unsigned answer to the request with the same nonce."""
 
     nonce: bytes
     status: AnswerStatus
     body: BytesLike = b""
 
     def encode(self) -> bytes:
-        """Encode the answer.
-
-        Returns:
-            The bytes to send.
-        """
+        """Encode the answer."""
         head = _ANSWER.pack(_MAGIC, _VERSION, _MessageType.ANSWER, self.status, self.nonce)
         return b"".join((head, self.body))
 
 
 def decode_answer(data: BytesLike) -> Answer:
-    """Decode an answer.
-
-    Args:
-        data: The received bytes.
-
-    Returns:
-        The answer; its body is a view of `data`.
-
-    Raises:
-        MalformedError: The bytes are no answer.
-    """
+    """Decode an answer; its body is a view of `data`."""
     status = _decode_header(data, _MessageType.ANSWER)
     if len(data) < _ANSWER.size:
         raise MalformedError("malformed")
@@ -492,29 +378,14 @@ def decode_answer(data: BytesLike) -> Answer:
 def encode_offer(signed: bytes, digests: Iterable[ManifestDigest] = ()) -> bytes:
     """Encode the content of an answer to MANIFEST.
 
-    Args:
-        signed: The signed manifest.
-        digests: At most 64 digests of other agents' manifests.
-
-    Returns:
-        The bytes.
+    It has at most 64 digests of other agents' manifests.
     """
     packed = (_DIGEST.pack(*digest) for digest in digests)
     return b"".join((_LENGTH.pack(len(signed)), signed, *packed))
 
 
 def decode_offer(body: BytesLike) -> tuple[bytes, list[ManifestDigest]]:
-    """Decode the content of an answer to MANIFEST.
-
-    Args:
-        body: The received bytes.
-
-    Returns:
-        The signed manifest, and the digests of other agents' manifests.
-
-    Raises:
-        MalformedError: The bytes are no offer.
-    """
+    """Return the signed manifest in an answer to MANIFEST, and digests of others."""
     if not _LENGTH.size <= len(body) <= MAX_OFFER_BYTES:
         raise MalformedError("malformed")
     (length,) = _LENGTH.unpack_from(body)
@@ -528,32 +399,14 @@ def decode_offer(body: BytesLike) -> tuple[bytes, list[ManifestDigest]]:
 def encode_hello(content: Mapping[str, Any], nonce: bytes, sign: _Signer) -> bytes:
     """Encode and sign the content of an answer to HELLO.
 
-    Args:
-        content: The agent's description of itself, plain values.
-        nonce: The request's nonce.
-        sign: Function that signs bytes.
-
-    Returns:
-        JSON with sorted keys and without spaces, then the signature.
+    It is JSON with sorted keys and without spaces, then the signature.
     """
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     return text + sign(HELLO_CONTEXT + nonce + text)
 
 
 def decode_hello(body: BytesLike, nonce: bytes, member: Member) -> dict[str, Any]:
-    """Verify and decode the content of an answer to HELLO.
-
-    Args:
-        body: The received bytes.
-        nonce: The request's nonce.
-        member: The member that should have signed it.
-
-    Returns:
-        The member's description of itself, which may be false.
-
-    Raises:
-        MalformedError: The bytes are no content signed by this member.
-    """
+    """Verify and decode the content of an answer to HELLO; it may be false."""
     if not SIGNATURE_BYTES < len(body) <= MAX_HELLO_BYTES:
         raise MalformedError("length")
     text = bytes(body[:-SIGNATURE_BYTES])

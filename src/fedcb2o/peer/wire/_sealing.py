@@ -65,12 +65,8 @@ _KINDS = frozenset(SealedKind)
 class Card:
     """A member's signed session key.
 
-    Attributes:
-        agent: The member's id.
-        key: Public X25519 key of the session.
-        count: A number that grows within a session.
-        identity: The member's identity key.
-        is_former: A later version of the federation removed the member or replaced this key.
+    The key is a public X25519 key. The count grows within a session. A former key is one that a
+    later version of the federation removed or replaced.
     """
 
     agent: int
@@ -87,14 +83,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Sealed:
-    """An opened message.
-
-    Attributes:
-        kind: Its content.
-        card: Card of the sending session.
-        id: Number of the question.
-        content: The decrypted bytes.
-    """
+    """An opened message with its decrypted content."""
 
     kind: SealedKind
     card: Card
@@ -113,11 +102,7 @@ class Replays:
     def accept(self, count: int) -> bool:
         """Remember a number.
 
-        Args:
-            count: The number.
-
-        Returns:
-            False if it was seen before, or is older than all remembered numbers.
+        False if it was seen before, or is older than all remembered numbers.
         """
         if count <= self._floor or count in self._known:
             return False
@@ -139,12 +124,7 @@ class _Channel:
 
 
 class Session:
-    """End of all encrypted channels of a process; safe in any thread.
-
-    Args:
-        federation: The federation.
-        identity: This organisation.
-    """
+    """End of all encrypted channels of a process; safe in any thread."""
 
     def __init__(self, federation: Federation, identity: Identity) -> None:
         self._federation = federation
@@ -171,34 +151,18 @@ class Session:
         self.name = Card(self._agent_id, self._key, 0, self._identity_key).session
 
     def card(self, count: int) -> bytes:
-        """Return this session's signed card.
-
-        Args:
-            count: A number above those of earlier cards.
-
-        Returns:
-            The bytes.
-        """
+        """Return this session's signed card."""
         body = _CARD.pack(
             _MAGIC, _VERSION, 4, self._federation.run, self._agent_id, self._key, count
         )
         return body + self._sign(_CARD_CONTEXT + body)
 
     def read_card(self, data: BytesLike) -> Card:
-        """Verify a card of a member or former member.
-
-        Args:
-            data: The received bytes.
-
-        Returns:
-            The card.
-
-        Raises:
-            MalformedError: The bytes are no card of a member of this run.
-        """
+        """Verify a card of a member or former member of this run."""
         if len(data) != CARD_BYTES:
             raise MalformedError("malformed")
         content = bytes(data)
+        # Each message has its card, which is verified once only.
         if content in self._cards:
             return self._cards[content]
         magic, version, message, run, agent, key, count = _CARD.unpack_from(content)
@@ -223,13 +187,8 @@ class Session:
     def introduce(self, card: Card) -> None:
         """Derive the keys of a session before its first message.
 
-        Its messages need no budget then, which a relay could use up with forged ones.
-
-        Args:
-            card: A verified card of a member's present key.
-
-        Raises:
-            MalformedError: The card's key is not valid.
+        The card must be a verified one of a member's present key. Its messages need no budget then,
+        which a relay could use up with forged ones.
         """
         channel = self._channel(card)
         with self._lock:
@@ -239,20 +198,7 @@ class Session:
                 del shown[next(iter(shown))]
 
     def seal(self, card: Card, kind: SealedKind, id: int, content: BytesLike) -> bytes:
-        """Encrypt a message for one session of another member.
-
-        Args:
-            card: The session's card.
-            kind: The content.
-            id: Number of the question.
-            content: The bytes.
-
-        Returns:
-            The sealed message.
-
-        Raises:
-            MalformedError: The card's key is not valid.
-        """
+        """Encrypt a message for one session of another member."""
         channel = self._keep(card, self._channel(card))
         count = next(self._counts)
         head = _SEALED.pack(_MAGIC, _VERSION, 5, kind, self._agent_id, card.agent, id, count)
@@ -260,16 +206,9 @@ class Session:
         return head + channel.sending.encrypt(_nonce(count), content, head)
 
     def open(self, data: BytesLike) -> Sealed:
-        """Verify and decrypt a message.
+        """Verify and decrypt a message from a member to this session.
 
-        Args:
-            data: The received bytes.
-
-        Returns:
-            The message.
-
-        Raises:
-            MalformedError: The message is not from a member to this session, or is repeated.
+        A repeated one is a MalformedError.
         """
         view = memoryview(data)
         if len(view) < SEALED_OVERHEAD:
@@ -332,6 +271,7 @@ class Session:
             raise MalformedError("key") from None
         own = self._key + self._identity_key
         remote = card.key + card.identity
+        # Both ends derive the same keys, and each finds its own direction.
         first, second = sorted((own, remote))
         derived = HKDF(SHA256(), 64, self._federation.run, _KEY_CONTEXT + first + second)
         keys = derived.derive(shared)

@@ -72,14 +72,7 @@ class Snapshot:
         return self.decoded_manifest.digest
 
     def chunk(self, k: int) -> memoryview:
-        """Return a chunk without copying it.
-
-        Args:
-            k: Its number, from 0.
-
-        Returns:
-            A view of its bytes; empty after the last chunk.
-        """
+        """Return chunk `k` from 0 without copying it; empty after the last chunk."""
         return memoryview(self.content).cast("B")[k * CHUNK_BYTES : (k + 1) * CHUNK_BYTES]
 
 
@@ -87,11 +80,7 @@ class Snapshot:
 class _ServerCounts:
     """Totals of a server.
 
-    Attributes:
-        requests: Received requests.
-        answered: Requests answered with OK.
-        sent: Sent bytes by member.
-        refused: Refused requests by reason.
+    `answered` requests have OK. Sent bytes are by member, refused requests by reason.
     """
 
     requests: int
@@ -113,14 +102,7 @@ class _ClientQuota:
     nonces: dict[bytes, None] = field(default_factory=dict)  # the oldest first
 
     def accept_nonce(self, nonce: bytes) -> bool:
-        """Remember a nonce.
-
-        Args:
-            nonce: The nonce.
-
-        Returns:
-            False if it was used before.
-        """
+        """Remember a nonce; return False if it was used before."""
         if nonce in self.nonces:
             return False
         self.nonces[nonce] = None
@@ -129,14 +111,7 @@ class _ClientQuota:
         return True
 
     def remaining(self, now: float) -> float:
-        """Return the remaining answers; BUSY answers make it negative.
-
-        Args:
-            now: Time of the clock.
-
-        Returns:
-            Answers left of the limit per minute.
-        """
+        """Return the answers left of the limit per minute; BUSY makes them negative."""
         maximum = float(self.limits.answers_per_minute)
         self.tokens = min(maximum, self.tokens + (now - self.updated) * maximum / 60)
         self.updated = now
@@ -146,18 +121,9 @@ class _ClientQuota:
 class Server:
     """Server of one agent's description, last two snapshots and received manifests.
 
-    Args:
-        federation: The federation.
-        agent_id: This agent.
-        identity: This organisation.
-        ledger: Manifests seen so far.
-        hello_content: Function that returns this agent's description of itself.
-        slow_after_seconds: Duration after which an upload no longer counts among the simultaneous
-            ones.
-        clock: Monotonic clock.
-
-    Attributes:
-        incompatible: Members that get only this agent's description of itself.
+    `hello_content` returns this agent's description of itself. An upload that takes longer than
+    `slow_after_seconds` no longer counts among the simultaneous ones. Members in `incompatible` get
+    only this agent's description of itself.
     """
 
     def __init__(
@@ -227,10 +193,8 @@ class Server:
     ) -> None:
         """Serve a snapshot, and continue to serve that of the previous round.
 
-        Args:
-            snapshot: The snapshot.
-            overrides: For simulated attackers: other snapshots for some members, or None for none
-                yet. Attackers may publish twice in one round.
+        Simulated attackers give `overrides`: other snapshots for some members, or None for none
+        yet. They may publish twice in one round.
         """
         if overrides is None:
             self._ledger.record(snapshot.manifest)  # detects another user of the same key
@@ -246,9 +210,7 @@ class Server:
     def on_request(self, request: bytes, reply: Reply) -> None:
         """Check a request and queue its answer, without waiting or raising.
 
-        Args:
-            request: The received bytes; unsigned ones get no answer.
-            reply: Function that sends the answer.
+        Unsigned bytes get no answer.
         """
         try:
             reason = self._turn_away_or_queue(request, reply)
@@ -302,6 +264,7 @@ class Server:
                 return "rate"  # before the signature, so that a flood is cheap
             if len(quota.queue) >= 2 * MAX_PENDING:
                 return "pending"
+        # Only a signed request counts: others could use up a member's limit.
         if not member.verify(REQUEST_CONTEXT + body, signature):
             return "signature"
 

@@ -22,6 +22,7 @@ def server_context(identity: Identity, members: Iterable[Member]) -> ssl.SSLCont
     """Return the certificates of a listening end, which accepts those of members only."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, identity, (member.root for member in members))
     context.verify_mode = ssl.CERT_REQUIRED
+    # Without resumption every link shows a certificate that is valid now.
     context.num_tickets = 0
     return context
 

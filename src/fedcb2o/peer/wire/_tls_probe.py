@@ -19,10 +19,8 @@ _REFUSAL_SECONDS = 0.5
 class ProbeResult:
     """Result of a probe.
 
-    Attributes:
-        error: Why no link can be made and how to repair it; empty if a link can be made.
-        expires: Expiry of the member's certificate, if it was seen.
-        is_refused: The member refuses our certificate.
+    `error` says why no link can be made and how to repair it; it is empty if one can be made.
+    `expires` is None if the member's certificate was not seen.
     """
 
     error: str = ""
@@ -49,14 +47,8 @@ def probe_member(
 ) -> ProbeResult:
     """Connect to a member as a link does, trusting only its root.
 
-    Args:
-        member: The member.
-        identity: This organisation.
-        is_linked: A link exists, so that only the certificate's expiry is of interest.
-        program: The command that listens there, for the remedy.
-
-    Returns:
-        The result; an unreachable member raises nothing.
+    An unreachable member raises nothing. If a link exists (`is_linked`), only the certificate's
+    expiry is of interest. The remedy names `program` as the command that listens there.
     """
     if member.is_outbound_only:
         return ProbeResult(
@@ -68,6 +60,8 @@ def probe_member(
         stream, expires = dial(identity, member, _TIMEOUT_SECONDS)
         try:
             if not is_linked:
+                # In TLS 1.3 the dialling end completes its handshake before the other one has
+                # checked it.
                 _await_refusal(stream)
         finally:
             stream.release()

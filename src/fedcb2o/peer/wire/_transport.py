@@ -85,35 +85,24 @@ class Transport(Protocol):
     """Interface to exchange requests and answers; safe in any thread."""
 
     def ask(self, peer: int, request: bytes, timeout: float) -> Iterable[BytesLike]:
-        """Send a request now.
+        """Send a request now; return a few unchecked answers as they arrive.
 
-        Args:
-            peer: The receiving agent.
-            request: The encoded request.
-            timeout: Time in seconds after which the answers end.
-
-        Returns:
-            A few answers, unchecked, as they arrive. They end early if the link is lost or the peer
-            has sent all of them.
+        They end after `timeout` seconds, or early if the link is lost or the peer has sent all of
+        them.
         """
         ...
 
     def serve(self, handler: RequestHandler) -> None:
         """Handle incoming requests from now on.
 
-        Args:
-            handler: Called in any thread with each request and its `reply`; must return at once.
-                `reply` may be called later, once, from any thread. An empty reply means no answer.
-                It may block on a slow reader.
+        The handler is called in any thread with each request and its `reply`; it must return at
+        once. `reply` may be called later, once, from any thread. An empty reply means no answer. It
+        may block on a slow reader.
         """
         ...
 
     def connected_peers(self) -> frozenset[int]:
-        """Return the agents with a working link.
-
-        Returns:
-            Their ids.
-        """
+        """Return the agents with a working link."""
         ...
 
     def close(self) -> None:
@@ -124,14 +113,7 @@ class Transport(Protocol):
 class Zenoh:
     """Transport over TLS in zenoh's wire protocol, with links kept in the background.
 
-    Args:
-        federation: The federation.
-        identity: This organisation.
-        listen: Accept requests, at the member's own endpoint or at this "HOST:PORT".
-
-    Raises:
-        ConfigError: The identity cannot be used.
-        RunError: The transport cannot listen.
+    Requests are accepted at the member's own endpoint, or at another "HOST:PORT".
     """
 
     def __init__(
@@ -235,6 +217,7 @@ class Zenoh:
         threading.Thread(
             target=self._serve_link, args=(link, name), name="fedcb2o-hear", daemon=True
         ).start()
+        # A member that dials is there, so that no pause is needed.
         if name in self._dialers_by_name:
             self._dialers_by_name[name].wake()
 
@@ -299,9 +282,7 @@ class _Reply:
 class Pace:
     """Pace of one member's requests: a member that asks faster delays itself only.
 
-    Args:
-        burst: Requests at once; by default those of a member.
-        per_second: Further requests per second; by default those of a member.
+    Both numbers are those of a member's requests by default.
     """
 
     def __init__(self, burst: float | None = None, per_second: float | None = None) -> None:
@@ -312,11 +293,7 @@ class Pace:
         self._lock = threading.Lock()
 
     def wait(self, closed: threading.Event) -> None:
-        """Wait until one more request may be read.
-
-        Args:
-            closed: Event that ends the waiting.
-        """
+        """Wait until one more request may be read, or until `closed`."""
         with self._lock:
             delay = (1 - self._grow()) / self._per_second
             self._left -= 1
@@ -324,11 +301,7 @@ class Pace:
             closed.wait(delay)
 
     def take(self) -> bool:
-        """Count one more request, if it may be read now.
-
-        Returns:
-            True if it may.
-        """
+        """Count one more request, and return True, if it may be read now."""
         with self._lock:
             may_read = self._grow() >= 1
             self._left -= may_read
@@ -478,6 +451,7 @@ class _Dialer:
                 abuses = min(_MAX_FAILURES, abuses + 1)
                 self._stopped.wait(_ABUSE_PAUSE * abuses)
             else:
+                # Many members that start together would else dial in step.
                 self._woken.wait(pause * random.uniform(0.8, 1.2))
             self._stopped.wait(_FIRST_PAUSE)
 

@@ -41,13 +41,7 @@ class ZenohError(ValueError):
 
 @dataclass(frozen=True)
 class Query:
-    """Question of a remote.
-
-    Attributes:
-        id: Its number, chosen by the remote.
-        is_own_key: True if it is for the key of this agent.
-        payload: Its content.
-    """
+    """Question of a remote, which chose its number; it may be for another key."""
 
     id: int
     is_own_key: bool
@@ -56,12 +50,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Reply:
-    """Reply to a question; without content it is an error.
-
-    Attributes:
-        id: Number of the question.
-        payload: Its content, or None.
-    """
+    """Reply to a question; without content (None) it is an error."""
 
     id: int
     payload: BytesLike | None
@@ -69,33 +58,21 @@ class Reply:
 
 @dataclass(frozen=True)
 class Final:
-    """End of the replies to a question.
-
-    Attributes:
-        id: Number of the question.
-    """
+    """End of the replies to a question."""
 
     id: int
 
 
 @dataclass(frozen=True)
 class Interest:
-    """Question for the declarations of this agent.
-
-    Attributes:
-        id: Its number.
-    """
+    """Question for the declarations of this agent."""
 
     id: int
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """Declaration or other message of which nothing is kept.
-
-    Attributes:
-        size: Number of its bytes.
-    """
+    """Declaration or other message of which nothing is kept."""
 
     size: int
 
@@ -104,14 +81,7 @@ Message = Query | Reply | Final | Interest | Ignored
 
 
 def encode_number(number: int) -> bytes:
-    """Encode a number of at most 64 bits.
-
-    Args:
-        number: The number, not negative.
-
-    Returns:
-        One to nine bytes.
-    """
+    """Encode a number from 0 to 64 bits in one to nine bytes."""
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)
@@ -125,14 +95,7 @@ def _sized(content: bytes) -> bytes:
 
 
 def with_length(message: bytes) -> bytes:
-    """Return a batch with one transport message.
-
-    Args:
-        message: The message.
-
-    Returns:
-        Its length, then the message.
-    """
+    """Return a batch with one transport message: its length, then the message."""
     return len(message).to_bytes(2, "little") + message
 
 
@@ -174,14 +137,7 @@ class _Reader:
         return self.take(self.number())
 
     def extensions(self) -> dict[int, BytesLike]:
-        """Read extensions; return the content of those with bytes by their number.
-
-        Returns:
-            Content by number of the extension.
-
-        Raises:
-            ZenohError: An extension has an unknown form.
-        """
+        """Read extensions; return the content of those with bytes by their number."""
         found = {}
         while True:
             header = self.byte()
@@ -196,14 +152,7 @@ class _Reader:
                 return found
 
     def key(self, flags: int) -> tuple[int, BytesLike]:
-        """Read a key expression: the number of its start, and the rest.
-
-        Args:
-            flags: Flags of the message.
-
-        Returns:
-            Number of the start, and the rest.
-        """
+        """Read a key expression: the number of its start, and the rest."""
         scope = self.number()
         return scope, self.sized() if flags & 0x20 else b""
 
@@ -212,9 +161,8 @@ class _Reader:
 class Init:
     """First message of each end.
 
-    Attributes:
-        batch_bytes: Longest message that the remote accepts.
-        cookie: Bytes that the answer must contain; empty in the first message.
+    `batch_bytes` is the longest message that the remote accepts. The answer must contain the
+    cookie, which is empty in the first message.
     """
 
     batch_bytes: int
@@ -222,14 +170,7 @@ class Init:
 
 
 def encode_init(cookie: bytes = b"") -> bytes:
-    """Encode the first message.
-
-    Args:
-        cookie: The listening end's cookie; empty at the dialling end.
-
-    Returns:
-        The message.
-    """
+    """Encode the first message; the cookie is empty at the dialling end."""
     header = _INIT | 0x40 | (0x20 if cookie else 0)
     zid = bytes([(_ZID_BYTES - 1) << 4 | _PEER]) + secrets.token_bytes(_ZID_BYTES)
     limits = bytes([_RESOLUTION]) + BATCH_BYTES.to_bytes(2, "little")
@@ -237,18 +178,7 @@ def encode_init(cookie: bytes = b"") -> bytes:
 
 
 def decode_init(message: bytes, *, is_answer: bool) -> Init:
-    """Decode the first message of a remote.
-
-    Args:
-        message: The received bytes.
-        is_answer: Expect the message of a listening end.
-
-    Returns:
-        What later messages depend on.
-
-    Raises:
-        ZenohError: The bytes are no such message, or of another version.
-    """
+    """Decode the first message of a remote; one of another version is a ZenohError."""
     reader = _Reader(message)
     header = reader.byte()
     if header & _ID_MASK != _INIT or bool(header & 0x20) != is_answer:
@@ -269,15 +199,9 @@ def decode_init(message: bytes, *, is_answer: bool) -> Init:
 
 
 def encode_open(sequence: int, lease_seconds: int, cookie: bytes = b"") -> bytes:
-    """Encode the second message.
+    """Encode the second message; the cookie is empty at the listening end.
 
-    Args:
-        sequence: First sequence number.
-        lease_seconds: Time without a message after which the link is down.
-        cookie: The listening end's cookie; empty at the listening end.
-
-    Returns:
-        The message.
+    The link is down after `lease_seconds` without a message. Its messages count from `sequence`.
     """
     header = bytes([_OPEN | 0x40 | (0 if cookie else 0x20)])
     body = header + encode_number(lease_seconds) + encode_number(sequence)
@@ -287,12 +211,7 @@ def encode_open(sequence: int, lease_seconds: int, cookie: bytes = b"") -> bytes
 def decode_open(message: bytes, cookie: bytes = b"") -> None:
     """Check the second message of a remote.
 
-    Args:
-        message: The received bytes.
-        cookie: The cookie that it must contain; empty for the message of a listening end.
-
-    Raises:
-        ZenohError: The bytes are no such message.
+    It must contain the cookie, which is empty for the message of a listening end.
     """
     reader = _Reader(message)
     header = reader.byte()
@@ -305,19 +224,14 @@ def decode_open(message: bytes, cookie: bytes = b"") -> None:
 
 
 def new_cookie() -> bytes:
-    """Return a cookie of a listening end.
-
-    Returns:
-        Random bytes.
-    """
+    """Return random bytes, the cookie of a listening end."""
     return secrets.token_bytes(_COOKIE_BYTES)
 
 
 class BatchEncoder:
     """Encoder of network messages into batches of one link, in order.
 
-    Args:
-        batch_bytes: Longest message that the remote accepts.
+    `batch_bytes` is the longest message that the remote accepts.
     """
 
     def __init__(self, batch_bytes: int = BATCH_BYTES) -> None:
@@ -325,13 +239,9 @@ class BatchEncoder:
         self.sequence = secrets.randbelow(_SEQUENCE_MASK)
 
     def encode(self, message: bytes) -> list[BytesLike]:
-        """Return the batches of some network messages, in pieces to be joined.
+        """Return the batches of network messages in a row, in pieces to be joined.
 
-        Args:
-            message: The messages, one after the other.
-
-        Returns:
-            One frame, or the fragments of a long message.
+        They are one frame, or the fragments of a long message.
         """
         head = self._head(_FRAME | 0x20)
         if len(head) + len(message) <= self.batch_bytes:
@@ -360,9 +270,7 @@ class BatchEncoder:
 class BatchDecoder:
     """Decoder of the batches of one link.
 
-    Args:
-        max_bytes: Longest accepted message; a longer one is skipped.
-        own_key: Key of this agent, in ASCII.
+    A message of more than `max_bytes` is skipped. `own_key` is the key of this agent, in ASCII.
     """
 
     def __init__(self, max_bytes: int, own_key: bytes = b"") -> None:
@@ -372,17 +280,9 @@ class BatchDecoder:
         self._is_skipping = False
 
     def decode(self, batch: BytesLike) -> Iterator[Message]:
-        """Decode one transport message.
+        """Decode one transport message without its length.
 
-        Args:
-            batch: The message, without its length. No result keeps a view of it.
-
-        Returns:
-            The network messages in it.
-
-        Raises:
-            ZenohError: The bytes are no message.
-            ConnectionError: The remote closes the link.
+        No result keeps a view of it. A ConnectionError says that the remote closes the link.
         """
         reader = _Reader(batch)
         header = reader.byte()
@@ -397,6 +297,7 @@ class BatchDecoder:
         if header & _EXTENSIONS:
             reader.extensions()
         if kind == _FRAME:
+            # A copy, because results must not keep a view of all that was received.
             frame = _Reader(bytes(batch[reader.position :]))
             while not frame.is_at_end:
                 yield self._message(frame)
@@ -529,16 +430,9 @@ def _reply(reader: _Reader, header: int) -> Reply:
 
 
 def encode_query(id: int, key: bytes, payload: bytes, timeout: float) -> bytes:
-    """Encode a question.
+    """Encode a question; no other open question has its number.
 
-    Args:
-        id: A number that no other open question has.
-        key: The receiver's key.
-        payload: The content.
-        timeout: Time in seconds after which the receiver need not reply.
-
-    Returns:
-        The network message.
+    The receiver need not reply after `timeout` seconds.
     """
     milliseconds = encode_number(max(1, round(1000 * timeout)))
     head = bytes([_REQUEST | 0x20 | 0x80]) + encode_number(id) + b"\0" + _sized(key)
@@ -548,41 +442,21 @@ def encode_query(id: int, key: bytes, payload: bytes, timeout: float) -> bytes:
 
 
 def encode_reply(id: int, key: bytes, payload: bytes) -> bytes:
-    """Encode a reply and the end of replies.
-
-    Args:
-        id: Number of the question.
-        key: This agent's key.
-        payload: The content; empty for no reply.
-
-    Returns:
-        The network messages, in separate parts.
-    """
+    """Encode a reply and the end of replies."""
     head = bytes([_RESPONSE | 0x20 | 0x40 | 0x80]) + encode_number(id) + b"\0" + _sized(key)
     return b"".join((head, b"\x21\x0d\x04\x01", encode_number(len(payload)), payload))
 
 
 def encode_final(id: int) -> bytes:
-    """Encode the end of replies.
-
-    Args:
-        id: Number of the question.
-
-    Returns:
-        The network message.
-    """
+    """Encode the end of replies."""
     return bytes([_RESPONSE_FINAL | 0x80]) + encode_number(id) + b"\x21\x0d"
 
 
 def encode_declarations(key: bytes = b"", interest: int = 0) -> bytes:
-    """Encode that this agent answers questions for a key, and that it declares nothing else.
+    """Encode that this agent answers for a key, and that it declares nothing else.
 
-    Args:
-        key: The key; empty at an end that only asks.
-        interest: Number of the question for declarations; 0 at the start of a link.
-
-    Returns:
-        The network messages.
+    The key is empty at an end that only asks. `interest` is the number of the question for
+    declarations, 0 at the start of a link.
     """
     final = bytes([_DECLARE | 0x20 | 0x80]) + encode_number(interest) + b"\x21\x08\x1a"
     if not key:
