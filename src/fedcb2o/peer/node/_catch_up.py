@@ -20,8 +20,7 @@ ROUNDS = 3
 class CatchUp:
     """Count of the rounds that a late member still needs.
 
-    Attributes:
-        rounds_left: Rounds with an average that are left; 0 if the distance is checked.
+    `rounds_left` counts rounds with an average; 0 if the distance is checked.
     """
 
     def __init__(self) -> None:
@@ -35,20 +34,12 @@ class CatchUp:
         self._has_average = False
 
     def start_if_late(self, is_late: bool) -> None:
-        """Begin if the others are ahead of a model that was never averaged.
-
-        Args:
-            is_late: More than half of the others are ahead.
-        """
+        """Begin if the others are ahead of a model that was never averaged."""
         if is_late and not self._has_average:
             self.start()
 
     def add_round(self, record: Mapping[str, Any]) -> None:
-        """Count a finished round.
-
-        Args:
-            record: The round in rounds.jsonl.
-        """
+        """Count a finished round by its record in rounds.jsonl."""
         if record["round"] > self._last_round + 1:
             self.start()
         self._last_round = record["round"]

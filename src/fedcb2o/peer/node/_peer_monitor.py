@@ -29,11 +29,7 @@ _LAST_SECONDS = 1.0  # for members that compare digests with an agent that has f
 class PeerMonitor:
     """Monitor of the members that an agent trains with.
 
-    Args:
-        transport: Carrier of requests, which knows the links.
-        client: Client that asks members for their round.
-        stop: Event after which nothing is waited for.
-        observer: Receiver of messages for the operator.
+    Nothing is waited for after `stop`. The observer gets messages for the operator.
     """
 
     def __init__(
@@ -61,25 +57,15 @@ class PeerMonitor:
         return members - self.client.ledger.equivocators - {self.agent_id}
 
     def reachable(self) -> frozenset[int]:
-        """Return the other members with a working link.
-
-        Returns:
-            Their ids.
-        """
+        """Return the other members with a working link."""
         return self.other_members & self.transport.connected_peers()
 
     def candidates(self, n: int) -> list[int]:
-        """Return the members that may be asked in a round.
+        """Return the members that may be asked in a round, by ascending id.
 
         In a synchronous federation these are all other members, otherwise the reachable ones that
         did not delay recent rounds. Members whose protocol is more than one minor version apart are
         never asked.
-
-        Args:
-            n: The round.
-
-        Returns:
-            Ascending ids.
         """
         self._compare_new_links()
         incompatible = self.client.incompatible
@@ -122,25 +108,15 @@ class PeerMonitor:
 
         Their digests, taken together, are of all members, so that digests do not tell whose models
         an agent downloads. A synchronous federation, which is for tests, does without.
-
-        Args:
-            n: The round.
-            asked: Members that are asked for models.
         """
         if not self.federation.synchronous:
             self.client.audit(n, self.reachable() - set(asked))
 
     def wait_for_members(self, seconds: float, rounds_done: int) -> None:
-        """Wait until all members are reachable.
+        """Wait until all members are reachable, at most for `seconds`.
 
-        A resumed node waits only a few seconds if at least one member is reachable.
-
-        Args:
-            seconds: Longest time to wait.
-            rounds_done: Rounds that this agent has finished.
-
-        Raises:
-            StoppedError: The agent was asked to stop.
+        A resumed node waits only a few seconds if at least one member is reachable. A StoppedError
+        says that the agent was asked to stop.
         """
         others = self.federation.members.keys() - {self.agent_id}
         start = time.monotonic()
@@ -179,11 +155,7 @@ class PeerMonitor:
                     self.observer.on_note(f"{members[i].name}: {error}")
 
     def probe_unreachable(self, identity: Identity) -> None:
-        """Find out in the background, once a minute, which members refuse our certificate.
-
-        Args:
-            identity: This organisation.
-        """
+        """Find out in the background, once a minute, which members refuse our certificate."""
         if time.monotonic() < self._next_probe or self.other_members <= self.reachable():
             return
         self._next_probe = time.monotonic() + _PROBE_SECONDS
@@ -209,14 +181,7 @@ class PeerMonitor:
             return {i for i, result in zip(ids, results, strict=True) if result.is_refused}
 
     def check_membership(self, identity: Identity) -> None:
-        """Raise an error if this member was removed.
-
-        Args:
-            identity: This organisation.
-
-        Raises:
-            RemovedError: More than half of the other members refuse its certificate.
-        """
+        """Raise RemovedError if more than half of the others refuse our certificate."""
         others = self.other_members
         unreachable = others - self.reachable()
         if 2 * len(unreachable) <= len(others):
@@ -235,10 +200,7 @@ class PeerMonitor:
 
         Members that announced nothing count as being in round 0. Fewer than half of the others can
         therefore not raise the result beyond the round of the fastest honest member. At least two
-        announcements are needed.
-
-        Returns:
-            The round, from 0.
+        announcements are needed. The round counts from 0.
         """
         announced = dict(self.client.announced_rounds)
         rounds = sorted((announced.get(i, 0) for i in self.other_members), reverse=True)
@@ -251,11 +213,7 @@ class PeerMonitor:
     def is_late(self, rounds_done: int) -> bool:
         """Return whether more than half of the other members are ahead by at least two rounds.
 
-        Args:
-            rounds_done: Rounds that this agent has finished or skipped.
-
-        Returns:
-            True if they are; False in a synchronous federation.
+        Skipped rounds count as done. False in a synchronous federation.
         """
         return not self.federation.synchronous and self.common_round() > rounds_done + 1
 
@@ -264,13 +222,8 @@ class PeerMonitor:
 
         An agent more than `lag` rounds behind `common_round` skips the rounds between, because the
         others would not accept its models. It never skips the last `lag` + 1 rounds of a run. In a
-        synchronous federation no round is skipped.
-
-        Args:
-            rounds_done: Rounds that this agent has finished or skipped.
-
-        Returns:
-            The round, from 0; `rounds_done` if none is skipped.
+        synchronous federation no round is skipped. Without skipped rounds, `rounds_done` is
+        returned.
         """
         federation = self.federation
         common = self.common_round()
@@ -296,11 +249,7 @@ class PeerMonitor:
 
         An agent waits for members that are behind (`_wait_for_others`). In a synchronous federation
         it waits until all others have finished the previous round, because a model is offered in
-        two rounds only.
-
-        Args:
-            rounds_done: Rounds that this agent has finished.
-            start: Time at which the last round began.
+        two rounds only. `start` is the time at which the last round began.
         """
         federation = self.federation
         if federation.synchronous:
@@ -334,6 +283,7 @@ class PeerMonitor:
         while (left := end - time.monotonic()) > 0:
             reachable = self.reachable()
             behind = self._behind(reachable, n, start)
+            # A single member is waited for only if it is the only reachable one.
             if not behind or len(behind) < max(min(2, len(reachable)), len(reachable) / 2):
                 break
             self.client.inquire(behind)
@@ -355,12 +305,8 @@ class PeerMonitor:
     def linger(self, rounds_done: int, seconds: float) -> None:
         """Wait until all reachable members have finished, as they may need models.
 
-        Digests are compared with each member as soon as it has finished, and with all at the end:
-        no later round would show two models of the last one.
-
-        Args:
-            rounds_done: Rounds that they should have finished.
-            seconds: Longest time to wait.
+        At most `seconds` are waited. Digests are compared with each member as soon as it has
+        finished, and with all at the end: no later round would show two models of the last one.
         """
         if seconds <= 0 or not self.reachable():
             return
@@ -391,17 +337,11 @@ class PeerMonitor:
         pause: float,
         on_finished: Callable[[int], None] = lambda i: None,
     ) -> bool:
-        """Wait until some peers have finished `n` rounds.
+        """Wait until some peers have finished `n` rounds, and return whether all have.
 
-        Args:
-            peers: Function that returns the peers, which may change.
-            n: Number of rounds.
-            seconds: Longest time to wait.
-            pause: Time between two questions to a peer.
-            on_finished: Called once with each peer that has finished them.
-
-        Returns:
-            True if all have finished them.
+        `peers` returns the peers, which may change. At most `seconds` are waited, with a pause
+        between two questions to a peer. `on_finished` is called once with each peer that has
+        finished them.
         """
         end = time.monotonic() + seconds
         finished = set[int]()

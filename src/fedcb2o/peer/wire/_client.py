@@ -68,12 +68,8 @@ class StoppedError(Exception):
 class Arrival:
     """A model that arrived.
 
-    Attributes:
-        round: Its round.
-        num_samples: Claimed number of training samples.
-        size: Received bytes.
-        seconds: Duration of the download and its checks.
-        row_owner: Peer whose row holds the model: itself, or the one in whose place it was asked.
+    `num_samples` is claimed by the sender. `seconds` includes the checks of the model. `row_owner`
+    is the peer whose row holds the model: itself, or the one in whose place it was asked.
     """
 
     round: int
@@ -86,25 +82,13 @@ class Arrival:
 class PeerClient:
     """Client that asks other members for models and descriptions.
 
-    Args:
-        federation: The federation.
-        identity: This organisation.
-        transport: Carrier of requests and answers.
-        ledger: Manifests seen so far.
-        codec: Encoding of models.
-        dim: Number of parameters.
-        stop: Event after which a download ends with StoppedError.
-        on_removal: Called with a notice if a signed later version removes or changes this member.
+    After `stop`, a download ends with StoppedError. `on_removal` is called with a notice if a
+    signed later version removes or changes this member.
 
-    Attributes:
-        last_rounds: Round of the last manifest accepted from each peer; older ones are refused.
-        announced_rounds: Round that each peer announced last, by a manifest or a hello. Nothing
-            proves it.
-        announcement_times: Monotonic time of that announcement.
-        backoff: Peers that delayed rounds.
-        patience: Usual times of downloads.
-        incompatible: Members whose protocol is more than one minor version apart.
-        received_bytes: Bytes received so far.
+    `last_rounds` has the round of the last manifest accepted from each peer; older ones are
+    refused. `announced_rounds` has the round that each peer announced last, by a manifest or a
+    hello, and `announcement_times` its monotonic time. Nothing proves it. Members in `incompatible`
+    have a protocol that is more than one minor version apart.
     """
 
     def __init__(
@@ -149,24 +133,14 @@ class PeerClient:
         spares: Sequence[int] = (),
         free_until: float = 0.0,
     ) -> tuple[dict[int, Arrival], dict[int, str]]:
-        """Download the models of some peers at once.
+        """Download the models of some peers at once into their rows.
 
-        `_patience` says how long the round waits. Spare peers are asked in place of late ones.
-        A synchronous round waits for all models until its deadline. Nothing is written to the rows
-        after the return.
+        `_patience` says how long the round waits. Spare peers are asked in place of late ones, the
+        first ones first. A synchronous round waits for all models until its deadline, by default
+        that of the federation. Waiting costs nothing until the monotonic time `free_until`.
 
-        Args:
-            n: The agent's round.
-            rows: For each peer the tensor to fill, shape [d].
-            deadline: Time in seconds; by default that of the federation.
-            spares: Other peers, the first ones first.
-            free_until: Monotonic time until which waiting costs nothing.
-
-        Returns:
-            The arrivals by peer, and for the other peers the reasons, both by ascending id.
-
-        Raises:
-            StoppedError: The agent was asked to stop.
+        The arrivals, and the reasons of the missing models, are by ascending id. Nothing is written
+        to the rows after the return.
         """
         if not rows:
             return {}, {}
@@ -182,11 +156,8 @@ class PeerClient:
         """Ask members for their manifests in the background.
 
         Nothing waits for the answers. Each member has its own thread, and gets no second question
-        before the first one has ended.
-
-        Args:
-            n: The agent's round.
-            peers: The members; of more than 32 another part in each round.
+        before the first one has ended. Of more than 32 members, another part is asked in each
+        round.
         """
         ids = sorted(peers)
         start = n * _MAX_AUDITS % max(1, len(ids))
@@ -223,23 +194,13 @@ class PeerClient:
         """Compare a member's digests of manifests with this agent's, and keep its manifest.
 
         A member that is too far behind to have one says its round.
-
-        Args:
-            n: The agent's round.
-            peer: The member.
-            seconds: Time to wait.
         """
         session = _PeerSession(self, peer, time.monotonic() + seconds)
         if session.fetch_manifest(n) == NOT_YET:
             self.hello(peer, HELLO_SECONDS)
 
     def note_manifest(self, peer: int, round: int) -> None:
-        """Note the round of a manifest.
-
-        Args:
-            peer: The peer that signed it.
-            round: The round in the manifest.
-        """
+        """Note the round of a manifest that a peer signed."""
         with self.lock:
             self.last_rounds[peer] = max(round, self.last_rounds.get(peer, 0))
             self._note_round(peer, round)
@@ -270,34 +231,20 @@ class PeerClient:
         """Ask members that gave no model for their description, in the background.
 
         A member with a later version of the federation, which removes this one, sends that version.
-
-        Args:
-            peers: The members; one that was asked and has not answered is not asked again.
+        A member that was asked and has not answered is not asked again.
         """
         for peer in peers:
             ask = functools.partial(self.hello, peer, HELLO_SECONDS)
             self._ask_in_background(peer, self._inquired, "fedcb2o-inquire", ask)
 
     def log_error(self, error: BaseException) -> None:
-        """Log the first unexpected error only.
-
-        Args:
-            error: The error.
-        """
+        """Log the first unexpected error only."""
         if not self.has_logged_error:
             self.has_logged_error = True
             logging.getLogger(__name__).error("a model could not be downloaded", exc_info=error)
 
     def hello(self, peer: int, seconds: float) -> dict[str, Any] | None:
-        """Ask a peer for its description of itself.
-
-        Args:
-            peer: The peer.
-            seconds: Time to wait.
-
-        Returns:
-            The signed description, or None if none came in time.
-        """
+        """Return a peer's signed description of itself, None if none came in time."""
         member = self.federation.members[peer]
         session = _PeerSession(self, peer, time.monotonic() + seconds)
         for answer in session.ask(RequestKind.HELLO, digest=self.identity.member.key):
@@ -313,12 +260,7 @@ class PeerClient:
     ) -> tuple[set[int], Manifest | None]:
         """Ask peers for the newest manifest that this agent signed.
 
-        Args:
-            peers: The peers.
-            seconds: Time to wait.
-
-        Returns:
-            The peers that answered, and the newest manifest that any of them holds.
+        The peers that answered are returned, with the newest manifest that any of them holds.
         """
         end = time.monotonic() + seconds
         silent = set(peers)
@@ -346,15 +288,7 @@ class PeerClient:
         return manifest.agent == self.agent_id and manifest.round < self.federation.rounds
 
     def peek(self, n: int, ids: Iterable[int]) -> dict[int, Float[Tensor, " d"]]:
-        """Download models for an attacker of a simulation.
-
-        Args:
-            n: The agent's round.
-            ids: The peers.
-
-        Returns:
-            The models that arrived, by peer.
-        """
+        """Download models for an attacker of a simulation; missing ones are left out."""
         rows = {i: torch.empty(self.dim) for i in ids}
         arrivals, _ = self.fetch(n, rows, None)
         return {i: rows[i] for i in arrivals}
@@ -477,13 +411,7 @@ class _PeerSession:
 class _Exchange:
     """Downloads of one round, and the wait for them.
 
-    Args:
-        client: The client.
-        n: The round.
-        rows: For each asked peer the tensor to fill, shape [d].
-        seconds: Time after which models are missing.
-        spares: Other peers.
-        free_until: Monotonic time until which waiting costs nothing.
+    Models are missing after `seconds`. Waiting costs nothing until the monotonic time `free_until`.
     """
 
     def __init__(
@@ -517,11 +445,7 @@ class _Exchange:
         self.futures[peer] = self.pool.submit(task.run)
 
     def wait(self) -> None:
-        """Wait until all models arrived, or the round goes on without the missing ones.
-
-        Raises:
-            StoppedError: The agent was asked to stop.
-        """
+        """Wait until all models arrived, or the round goes on without the missing ones."""
         rules = self.rules
         charged_from = math.inf
         stalls = self.client.backoff.stall_counts
@@ -568,8 +492,7 @@ class _Exchange:
     def results(self) -> tuple[dict[int, Arrival], dict[int, str]]:
         """End all downloads.
 
-        Returns:
-            The arrivals, and the reasons of the missing models, both by ascending id.
+        The arrivals, and the reasons of the missing models, are by ascending id.
         """
         self._update()
         client = self.client
@@ -594,6 +517,7 @@ class _Exchange:
             elif isinstance(result, Arrival):
                 client.backoff.record_arrival(peer)
         arrivals = self._place(arrivals)
+        # A silent member may have removed this one, and tells so in its description.
         client.inquire(peer for peer, why in failures.items() if why in (*SILENT_REASONS, NOT_YET))
         failures = {peer: reason for peer, reason in failures.items() if peer in self.rows}
         return dict(sorted(arrivals.items())), dict(sorted(failures.items()))
@@ -687,6 +611,7 @@ class _ModelDownload:
                 return "content"
             if reason := number_fault(self.row):
                 return reason
+            # Denormal numbers would make every computation with the model slow.
             flush_(self.row)
         seconds = time.monotonic() - start
         size = self.session.received_bytes
@@ -740,14 +665,7 @@ class _ModelDownload:
 
 
 def number_fault(theta: Float[Tensor, " d"]) -> str:
-    """Check the numbers of a received model.
-
-    Args:
-        theta: The model, shape [d].
-
-    Returns:
-        An empty text, "bound" or "not finite".
-    """
+    """Return the fault of a received model's numbers: "", "bound" or "not finite"."""
     largest = float(max_abs(theta.unsqueeze(0), [0])[0])
     if is_acceptable(np.array([largest])).all():
         return ""

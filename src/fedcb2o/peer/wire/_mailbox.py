@@ -54,8 +54,7 @@ CARD_NAME = re.compile(r"[a-z0-9-]{1,63}\.(run|check)")
 class FormerMemberError(PermissionError):
     """The relay no longer serves this member.
 
-    Attributes:
-        file: What it shows as a later version of federation.toml, unchecked.
+    `file` is what it shows as a later version of federation.toml, unchecked.
     """
 
     def __init__(self, file: bytes) -> None:
@@ -67,41 +66,27 @@ class Mailbox(Protocol):
     """Interface of a mailbox; its methods raise OSError if it cannot be reached."""
 
     def publish_card(self, name: str, card: bytes) -> None:
-        """Store this member's card.
+        """Store this member's card, which replaces an earlier one; an empty one removes it.
 
-        Args:
-            name: "MEMBER.run" of a node, "MEMBER.check" of a check.
-            card: The card, which replaces an earlier one; empty to remove it.
+        The name is "MEMBER.run" of a node, "MEMBER.check" of a check.
         """
         ...
 
     def cards(self) -> dict[str, bytes]:
-        """Return all cards.
-
-        Returns:
-            The cards by name.
-        """
+        """Return all cards by name."""
         ...
 
     def put(self, box: str, message: bytes, seconds: float) -> None:
-        """Store a message for a session.
+        """Store a message for a session within `seconds`.
 
-        Args:
-            box: "MEMBER/SESSION" of the receiver.
-            message: The message.
-            seconds: Longest time to store it.
+        `box` is "MEMBER/SESSION" of the receiver.
         """
         ...
 
     def take(self, box: str, seconds: float) -> list[bytes]:
-        """Return and remove the messages of a session.
+        """Return and remove the messages of a session, the oldest first.
 
-        Args:
-            box: "MEMBER/SESSION" of this process.
-            seconds: Longest time to wait for the first message.
-
-        Returns:
-            The messages, the oldest first.
+        `box` is "MEMBER/SESSION" of this process. The first message is waited for up to `seconds`.
         """
         ...
 
@@ -111,12 +96,7 @@ class Mailbox(Protocol):
 
 
 class RelayMailbox:
-    """Mailbox of a relay, over TLS connections that this member opens.
-
-    Args:
-        relay: The relay's member file.
-        identity: This organisation.
-    """
+    """Mailbox of a relay, over TLS connections that this member opens."""
 
     def __init__(self, relay: Member, identity: Identity) -> None:
         self.relay = relay
@@ -138,8 +118,8 @@ class RelayMailbox:
     def federation(self) -> dict[str, Any]:
         """Ask which version of the federation the relay holds; its answer is not trusted.
 
-        Returns:
-            "run", "version" and "federation" (the hash of the version); empty if it does not say.
+        It has the keys "run", "version" and "federation" (the hash of the version), and is empty if
+        the relay does not say.
         """
         try:
             reply = self._call("federation", b"", _CONNECT_SECONDS)
@@ -246,13 +226,7 @@ def _raise_alert(stream: TlsStream) -> None:
 def write_frame(stream: TlsStream, end: float, *parts: bytes) -> None:
     """Send one frame between a member and a relay.
 
-    Args:
-        stream: The stream.
-        end: Monotonic time at which sending is given up.
-        *parts: Parts of the frame.
-
-    Raises:
-        OSError: The stream is closed, or the time is over.
+    Sending is given up at the monotonic time `end`.
     """
     length = sum(map(len, parts)).to_bytes(4, "little")
     stream.write(b"".join((length, *parts)), max(0.0, end - time.monotonic()))
@@ -261,14 +235,7 @@ def write_frame(stream: TlsStream, end: float, *parts: bytes) -> None:
 def split_head(frame: bytes) -> tuple[str, memoryview]:
     """Split a frame after its first line, without a copy.
 
-    Args:
-        frame: The frame.
-
-    Returns:
-        The line, at most 200 characters of ASCII, and the bytes after it.
-
-    Raises:
-        ValueError: The frame does not begin with such a line.
+    A frame without such a line of at most 200 characters of ASCII is a ValueError.
     """
     end = frame.index(b"\n", 0, 201)
     return frame[:end].decode("ascii"), memoryview(frame)[end + 1 :]
@@ -277,16 +244,8 @@ def split_head(frame: bytes) -> tuple[str, memoryview]:
 def read_frame(stream: TlsStream, max_bytes: int, end: float) -> bytes:
     """Receive one frame.
 
-    Args:
-        stream: The stream.
-        max_bytes: Longest accepted frame.
-        end: Monotonic time at which waiting is given up.
-
-    Returns:
-        The frame.
-
-    Raises:
-        OSError: The stream ended, the time is over, or the frame is too long.
+    An OSError says that the stream ended, that the monotonic time is `end`, or that the frame is
+    too long.
     """
     length = int.from_bytes(stream.read_exactly(4, end), "little")
     if length > max_bytes:
@@ -295,27 +254,15 @@ def read_frame(stream: TlsStream, max_bytes: int, end: float) -> bytes:
 
 
 def join_messages(messages: Iterable[bytes]) -> bytes:
-    """Join messages, each with its length before it.
-
-    Args:
-        messages: The messages.
-
-    Returns:
-        The bytes.
-    """
+    """Join messages, each with its length before it."""
     pairs = ((len(message).to_bytes(4, "little"), message) for message in messages)
     return b"".join(chain.from_iterable(pairs))
 
 
 def split_messages(content: bytes | memoryview, max_count: int) -> list[bytes]:
-    """Split what `join_messages` made; an incomplete end is left out.
+    """Split what `join_messages` made.
 
-    Args:
-        content: The bytes.
-        max_count: Largest number of messages; further ones are left out.
-
-    Returns:
-        The messages.
+    An incomplete end is left out, and messages beyond `max_count`.
     """
     messages = list[bytes]()
     position = 0

@@ -67,17 +67,10 @@ _STORE_POLL_SECONDS = 1.0
 
 
 class Relay:
-    """Relay of one federation.
+    """Relay of one federation, whose members may connect.
 
-    Args:
-        federation: The federation; its members may connect.
-        identity: The relay's own identity, which is no member.
-        listen: "HOST:PORT" to bind; by default the endpoint of the identity.
-        folder: Folder of the messages; by default a temporary one.
-
-    Raises:
-        ConfigError: The identity cannot be used.
-        RunError: The address cannot be used.
+    The relay's identity is its own, and no member. It listens at "HOST:PORT", by default the
+    endpoint of the identity. Its messages are in a folder, by default a temporary one.
     """
 
     def __init__(
@@ -136,29 +129,21 @@ class Relay:
         return self._listener.is_alive
 
     def connections(self) -> dict[str, int]:
-        """Return the number of connections of each member.
-
-        Returns:
-            The numbers by name.
-        """
+        """Return the number of connections of each member by name."""
         with self._lock:
             return {name: len(streams) for name, streams in self._links.items()}
 
     def counts(self) -> Counter[str]:
         """Return what was passed on so far.
 
-        Returns:
-            Messages "stored", refused as "full" or for "no box", and "bytes" of stored messages.
+        Messages are "stored", or refused as "full" or for "no box". "bytes" are those of stored
+        messages.
         """
         with self._lock:
             return self._counts.copy()
 
     def run(self, stop: threading.Event) -> None:
-        """Serve until an event.
-
-        Args:
-            stop: The event.
-        """
+        """Serve until an event."""
         while not stop.wait(_SWEEP_SECONDS):
             self._mailbox.sweep()
             self._stored.forget()
@@ -259,8 +244,7 @@ class Relay:
     def _reply(self, name: str, frame: bytes) -> tuple[bytes, ...]:
         """Carry out one request of a member.
 
-        Raises:
-            ValueError: The request is malformed, or for a box of another member.
+        A malformed one, or one for a box of another member, is a ValueError.
         """
         head, body = split_head(frame)
         command, place, seconds = (*head.split(" "), "", "")[:3]
@@ -353,21 +337,13 @@ class _StoredBytes:
         self._sender_locks = defaultdict[str, threading.Lock](threading.Lock)
 
     def put(self, box: str, message: memoryview, sender: str) -> bool:
-        """Store a message, unless the box has too many of this sender.
+        """Store a message and return True, unless the box has too many of this sender.
 
-        Args:
-            box: "MEMBER/SESSION" of the receiver.
-            message: The message.
-            sender: The sender.
-
-        Returns:
-            True if it was stored.
-
-        Raises:
-            OSError: The folder cannot be written, or has no such box.
+        `box` is "MEMBER/SESSION" of the receiver.
         """
         with self._lock:
             sender_lock = self._sender_locks[sender]
+        # One message of a sender at a time: together several could pass the limit.
         with sender_lock:
             with self._lock:
                 sizes = self._sizes.setdefault(box, {})
@@ -381,11 +357,7 @@ class _StoredBytes:
             return True
 
     def forget(self, box: str | None = None) -> None:
-        """Read sizes from the folder again, because messages were removed.
-
-        Args:
-            box: The box; by default all.
-        """
+        """Read the sizes of a box, or of all, again, because messages were removed."""
         with self._lock:
             if box is None:
                 self._sizes.clear()

@@ -11,17 +11,8 @@ from fedcb2o.peer.wire._relay import Relay
 class RelayMetrics:
     """Metrics and health of a relay, read when they are asked for.
 
-    Args:
-        relay: The relay.
-        port: Port of 127.0.0.1; 0 for any.
-        expires: Expiry of the TLS certificate.
-
-    Attributes:
-        port: The port.
-
-    Raises:
-        ConfigError: The extra is missing.
-        RunError: The port cannot be used.
+    The port is that of 127.0.0.1; 0 takes any free one. `expires` is the expiry of the TLS
+    certificate.
     """
 
     def __init__(self, relay: Relay, port: int, *, expires: datetime) -> None:

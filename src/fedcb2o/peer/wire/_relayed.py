@@ -79,17 +79,12 @@ class _Question:
 class Relayed:
     """Transport through a mailbox; safe in any thread.
 
-    Args:
-        federation: The federation.
-        identity: This organisation.
-        mailbox: The mailbox.
-        is_checking: This process only checks, while a node of the same member may run.
-        on_removal: Called with a notice if the relay shows a later version of the federation, with
-            all signatures, that removes or changes this member.
+    A process that only checks (`is_checking`) may run while a node of the same member does.
+    `on_removal` is called with a notice if the relay shows a later version of the federation, with
+    all signatures, that removes or changes this member.
 
-    Attributes:
-        error: Why the mailbox cannot be reached at present, or an empty text.
-        removal: The notice of this member's removal or change, or an empty text.
+    `error` says why the mailbox cannot be reached at present. `removal` is the notice of this
+    member's removal or change. Both may be empty.
     """
 
     def __init__(
@@ -184,6 +179,7 @@ class Relayed:
         end = time.monotonic() + CLOSE_SECONDS
         if self._handler is not None:
             with suppress(OSError):
+                # Without its card the others know at once that this process ends.
                 self.mailbox.publish_card(self._card_name, b"")
         self.mailbox.close()
         self._end_requests()
@@ -426,12 +422,7 @@ class _Reply:
 
 
 class Mixed:
-    """Transport over direct links where they exist, and through a mailbox elsewhere.
-
-    Args:
-        direct: The direct links.
-        relayed: The transport through the mailbox.
-    """
+    """Transport over direct links where they exist, and through a mailbox elsewhere."""
 
     def __init__(self, direct: Zenoh, relayed: Relayed) -> None:
         self.direct = direct
@@ -467,21 +458,9 @@ def open_transport(
 ) -> Zenoh | Mixed:
     """Open direct links, and a mailbox if one is given.
 
-    Args:
-        federation: The federation.
-        identity: This organisation.
-        listen: Accept links, at the member's own endpoint or at this "HOST:PORT".
-        relay: A folder, or the member file of a relay.
-        is_checking: This process only checks.
-        on_removal: Called with a notice if a relay shows a signed later version of the federation
-            that removes or changes this member.
-
-    Returns:
-        The transport.
-
-    Raises:
-        ConfigError: The identity or the relay cannot be used.
-        RunError: The transport cannot listen.
+    `listen` is the member's own endpoint, or another "HOST:PORT". `relay` is a folder, or the
+    member file of a relay. `on_removal` is called with a notice if a relay shows a signed later
+    version of the federation that removes or changes this member.
     """
     if identity.member.is_outbound_only:
         listen = False
