@@ -21,7 +21,6 @@ import torch
 from pydantic import Field, ValidationError
 
 from fedcb2o import plugins, records
-from fedcb2o._deprecation import former_attributes, former_parameters
 from fedcb2o.data import Dataset, sample_values
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import loading
@@ -55,19 +54,6 @@ _MAX_PARAMETERS = 2**31
 _Seconds = Annotated[float, Field(ge=0, le=1e7)]
 
 
-@former_attributes(
-    own="allowed_functions",
-    told="verification_phrase",
-    parts="user_functions",
-    keys="value_hashes",
-    differing="differing_keys",
-    unsigned="unsigned_members",
-    lacking="missing_signatures",
-    changes="describe_changes",
-    follows="is_successor_of",
-    terms="fixed_content",
-    table="to_table",
-)
 class Federation(Section):
     """Settings and members that all agree on, in one version.
 
@@ -438,7 +424,6 @@ def missing_dataset() -> Dataset:
     raise ConfigError("a federation's file holds no data: each member brings its own, with --data")
 
 
-@former_parameters(own="allowed_functions", unsigned="allow_unsigned")
 def read_federation(
     path: Path | str, *, allowed_functions: Collection[str] = (), allow_unsigned: bool = False
 ) -> Federation:

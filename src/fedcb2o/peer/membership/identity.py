@@ -33,7 +33,6 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedcb2o import records
-from fedcb2o._deprecation import former_attributes, former_parameters, warn_renamed
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import certificates
 from fedcb2o.peer.membership.passphrase import read_passphrase
@@ -102,7 +101,6 @@ def _check_name(name: str) -> None:
         )
 
 
-@former_attributes(check_time="check_not_expired", table="to_table")
 @dataclass(frozen=True)
 class Member:
     """Public half of an organisation.
@@ -196,7 +194,6 @@ class Member:
         return True
 
     @classmethod
-    @former_parameters(expired="allow_expired")
     def read(cls, path: Path, *, allow_expired: bool = False) -> "Member":
         """Read a file NAME.member.toml.
 
@@ -258,19 +255,6 @@ class Member:
         name, endpoint, root = table["name"], table["endpoint"], table["root"]
         return cls(name, endpoint, public, root, allow_former_root)
 
-    @classmethod
-    def of_table(cls, table: Mapping[str, Any]) -> "Member":
-        """Call `from_table`, the new name of this method.
-
-        Args:
-            table: A member's table in the federation file.
-
-        Returns:
-            The member.
-        """
-        warn_renamed("Member.of_table", "Member.from_table", stacklevel=3)
-        return cls.from_table(table)
-
     def to_table(self) -> dict[str, str]:
         """Return this member as a table of texts.
 
@@ -290,7 +274,6 @@ class Member:
         records.atomic_write(path, content.encode())
 
 
-@former_attributes(moved="with_endpoint", check="check_certificate")
 @dataclass(frozen=True)
 class Identity:
     """Keys and certificates of one organisation, in a private folder.

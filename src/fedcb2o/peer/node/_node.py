@@ -22,7 +22,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fedcb2o import records
-from fedcb2o._deprecation import former_fields
 from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError, RemovedError, RunError
 from fedcb2o.experiments.config.settings import Experiment
@@ -69,7 +68,6 @@ _MODEL_FILE = "model.safetensors"
 _ALREADY_RUNNING = "this identity is running already (never run it twice): stop that one first"
 
 
-@former_fields(watch="observer", me="agent_id", done="rounds_done")
 class Node:
     """One agent of a federation, with the data of its organisation.
 
