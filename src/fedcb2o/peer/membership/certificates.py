@@ -114,6 +114,7 @@ def new_root(
     It may sign only for this name and host.
     """
     builder = _certificate_builder(name, _subject(name), key, now, now + timedelta(days=ROOT_DAYS))
+    # An authority below this root could carry the name of another member.
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(_key_usage(sign=False), critical=True)
     builder = builder.add_extension(name_constraints(name, endpoint), critical=True)
@@ -139,6 +140,7 @@ def new_leaf(
         x509.BasicConstraints(ca=False, path_length=None), critical=True
     )
     builder = builder.add_extension(_key_usage(sign=True), critical=True)
+    # A member listens and dials with the same certificate.
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
     builder = builder.add_extension(

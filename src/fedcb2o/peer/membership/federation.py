@@ -449,6 +449,7 @@ def read_federation(
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{path} is no federation's file: {reason}") from error
+    # A file of another kind has its own error, before its keys are called unknown.
     if "protocol" not in table and (description := _describe_other_file(table)):
         raise ConfigError(f"{path} is {description}")
     for key in table:
@@ -610,6 +611,7 @@ def amend_federation(
         raise ConfigError("the new version would be the same as the last one")
     versions = (*federation.versions, {"members": remaining})
     amended = _with_versions(federation, *versions)
+    # A version without enough signatures may keep a former root, but a new one must not add one.
     _check_roots(amended)
     return _check_topology(amended)
 
@@ -696,6 +698,7 @@ def _validated_federation(
         chain.validate_signatures(signed, federation._members)
         if not allow_unsigned:
             _check_roots(federation)
+        # A file that names other functions can be read and signed, but has no experiment.
         if not set(federation.user_functions) - federation.allowed_functions:
             federation.experiment  # noqa: B018
     except ConfigError as error:

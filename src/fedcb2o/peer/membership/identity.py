@@ -505,6 +505,7 @@ class Identity:
             now,
             until or now + timedelta(days=days),
         )
+        # After a crash in between, `check_certificate` reports a key without its certificate.
         records.atomic_write(self.tls_key, _private_key_pem(leaf_key, self.passphrase))
         records.atomic_write(self.tls_certificate, _to_pem(leaf).encode())
 

@@ -38,6 +38,7 @@ def reserve_version(
             raise ConfigError(
                 f"{path} cannot be read ({error}), and {_PURPOSE}: restore it"
             ) from error
+        # The same version may be signed again.
         if previous == digest:
             return
         if previous is not None:

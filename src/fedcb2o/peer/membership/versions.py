@@ -145,6 +145,7 @@ def _check_ids_and_names(
 ) -> None:
     """Check one version; add its members to `names`, all names by id."""
     new_ids = [id for id in members if id not in previous]
+    # Records of earlier rounds name members by their ids.
     if new_ids != list(range(len(names), len(names) + len(new_ids))):
         raise ConfigError(
             f"version {number} gives ids out of order: those of new members follow all earlier "

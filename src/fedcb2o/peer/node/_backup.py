@@ -63,7 +63,8 @@ def back_up(keys: Path, run: Path, out: Path) -> None:
             for name in ordered:
                 _add(tar, run / name, f"{_RUN}/{name}")
 
-    for name in ordered:  # before the file begins
+    # A file that cannot be read is reported before anything is written.
+    for name in ordered:
         _open(run / name).close()
     records.atomic_write(out, write)
 

@@ -76,6 +76,7 @@ class PeerMonitor:
     def _compare_new_links(self) -> None:
         """Ask members with a new link for their version of the protocol, in the background."""
         linked = self.transport.connected_peers() & self.federation.members.keys()
+        # A member that comes back may run another release.
         self._compared &= linked
         for i in linked - self._compared:
             self._compared.add(i)
@@ -159,6 +160,7 @@ class PeerMonitor:
         if time.monotonic() < self._next_probe or self.other_members <= self.reachable():
             return
         self._next_probe = time.monotonic() + _PROBE_SECONDS
+        # A probe takes seconds, for which no round should wait.
         thread = threading.Thread(target=self._note_refusals, args=[identity], daemon=True)
         thread.start()
 
@@ -186,6 +188,7 @@ class PeerMonitor:
         unreachable = others - self.reachable()
         if 2 * len(unreachable) <= len(others):
             return
+        # Members that refused this one before may have ended since.
         refusing = self._refusing_members(identity) | (self._refusing & unreachable)
         if 2 * len(refusing) > len(others):
             raise RemovedError(

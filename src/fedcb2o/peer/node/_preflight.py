@@ -113,6 +113,7 @@ def check_members(
         if member.is_outbound_only and relay_results:
             probe = ProbeResult(_describe_unrelayed(relay_results[0]))
         result = _member_result(federation, member, replies.get(id), id in linked, probe)
+        # The signed notice explains why this member is refused.
         if removal and _holds_later_version(federation, replies.get(id), probe):
             error = f"it holds a later version: see the line of {identity.member.name}"
             result = replace(result, error=error)

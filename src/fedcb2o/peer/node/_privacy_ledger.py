@@ -46,6 +46,7 @@ class PrivacyLedger:
                 "rounds of training, repeated and possibly lost ones included: the model of the "
                 "last round is in the checkpoint, and this node trains no more"
             )
+        # A crash after this counts a round too many, but never one too few.
         self.trained += 1
         self._write()
 

@@ -91,6 +91,7 @@ class SigningRecovery:
             self.journal.suspension = self._describe_wait()
             return
         federation = self.monitor.federation
+        # Newer models may have reached only members that have not answered.
         last = min(federation.rounds - 1, self.newest_round + federation.lag + 1)
         self.privacy.end_recovery(last + 1)
         self.journal.complete(last)

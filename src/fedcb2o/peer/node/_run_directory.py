@@ -31,6 +31,7 @@ def open_run(
     if (out / _FEDERATION_FILE).exists():
         _check_same_run(out, federation, info, resume=resume)
     else:
+        # A start that was killed leaves these files.
         partial = {f"{_FEDERATION_FILE}.tmp", "agent.json", "agent.json.tmp"}
         if {path.name for path in out.iterdir()} - partial:
             raise RunError(f"{out} is not empty and holds no peer's run: choose another --out")
@@ -44,6 +45,7 @@ def open_run(
     _claim_run(out, federation, identity)
     records.remove_temporaries(out)
     records.write_json(out / "agent.json", info)
+    # The last file of a new directory, by which a complete one is recognised.
     write_federation(federation, out / _FEDERATION_FILE)
 
 
@@ -109,6 +111,7 @@ def _claim_run(out: Path, federation: Federation, identity: Identity) -> None:
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read ({error}), and {_GUARD}: restore it") from error
     other = noted.get(run, directory)
+    # A directory without a journal signed nothing, or is gone.
     if isinstance(other, str) and other != directory and (Path(other) / JOURNAL_FILE).exists():
         raise RunError(
             f"{identity.member.name} already signs for this run in {other}: give that --out and "

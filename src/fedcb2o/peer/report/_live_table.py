@@ -128,9 +128,8 @@ class LiveTable:
 
     def _describe_answers(self, line: Mapping[str, Any]) -> str:
         """Describe the received models, the missing peers and the refused models."""
-        asked = [
-            peer for peer in line["asked"] if peer != self.agent_id
-        ]  # attackers ask themselves
+        # Attackers of a simulation ask themselves, too.
+        asked = [peer for peer in line["asked"] if peer != self.agent_id]
         received = line["received"]
         averaged = [model for model in received if model["weight"] != 0]
         count = f"{len(received)} of {len(asked)} received, {len(averaged)} averaged"

@@ -213,6 +213,7 @@ class PeerClient:
     def _note_hello(self, peer: int, content: Mapping[str, Any]) -> None:
         """Note the round in a hello, if it is one of this run."""
         round = content.get("round")
+        # JSON's true is an int in Python, but no round.
         if type(round) is int and 0 <= round <= self.federation.rounds:
             with self.lock:
                 self._note_round(peer, round)
@@ -220,6 +221,7 @@ class PeerClient:
     def _note_file(self, peer: int, file: object) -> None:
         """Read the versions of the federation that a member sends to a former member."""
         with self.lock:
+            # Each file takes time to parse, which a hostile member could use up.
             may_read = isinstance(file, str) and self._files_read[peer] < _MAX_FILES
             self._files_read[peer] += may_read
         if may_read:
@@ -385,6 +387,7 @@ class _PeerSession:
         self._fetch_witnesses(client.ledger.find_conflicts(digests)[:_MAX_WITNESSES])
         if self.peer in client.ledger.equivocators:
             return _EQUIVOCATION
+        # The manifest of such a peer still counts as evidence of equivocation.
         if self.peer in client.incompatible:
             return _INCOMPATIBLE
         return manifest
@@ -449,7 +452,8 @@ class _Exchange:
         rules = self.rules
         charged_from = math.inf
         stalls = self.client.backoff.stall_counts
-        asked = sum(not stalls.get(peer) for peer in self.rows)  # none that stalled before
+        # A peer that stalled before must not delay this round, too.
+        asked = sum(not stalls.get(peer) for peer in self.rows)
         while pending := self._update():
             now = time.monotonic()
             end = rules.end(asked, pending)
@@ -485,6 +489,7 @@ class _Exchange:
         """Ask as many other peers as models are missing."""
         chosen = self.spares[: len(pending)]
         self.spares = []
+        # A spare's model has memory of its own until it is known which row stays free.
         row = next(iter(self.rows.values()))
         for peer in chosen:
             self._submit(peer, torch.empty_like(row))
@@ -539,6 +544,7 @@ class _Exchange:
         """Write nothing from now on."""
         for task in self.tasks.values():
             task.cancel()
+        # The threads end at their deadline, for which no round should wait.
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -621,6 +627,7 @@ class _ModelDownload:
         """Fill the buffer by chunks; return an empty text or a reason."""
         count = len(manifest.chunks)
         whole = hashlib.sha256()
+        # Several chunks are requested at once, so that the link never idles.
         pending = deque(
             self._request_chunk(manifest, k) for k in range(min(count, _CHUNKS_IN_FLIGHT))
         )
@@ -629,10 +636,12 @@ class _ModelDownload:
             size = min(_protocol.CHUNK_BYTES, manifest.size - start)
 
             chunk, reason = self._first_valid_chunk(pending.popleft(), size, expected)
+            # Once more, because a message may be lost.
             if chunk is None and time.monotonic() < self.deadline:
                 answers = self._request_chunk(manifest, k)
                 chunk, reason = self._first_valid_chunk(answers, size, expected)
             if chunk is None:
+                # After the deadline a missing answer is no fault of the peer.
                 return _LATE if time.monotonic() > self.deadline else reason
 
             if k + _CHUNKS_IN_FLIGHT < count:

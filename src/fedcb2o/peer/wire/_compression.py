@@ -160,9 +160,8 @@ class Int8Codec:
             numbers[part] = levels.to(torch.int8).numpy()
             scales[blocks] = scale.numpy()
             self._residual[part] = wanted - _dequantize(levels, scale)
-            if (
-                not scale.isfinite().all()
-            ):  # every receiver refuses it; the next model may be finite
+            # Every receiver refuses such a model, but the next one may be finite again.
+            if not scale.isfinite().all():
                 self._residual[part] = 0
 
         parameters = zstandard.ZstdCompressionParameters.from_level(
@@ -199,6 +198,7 @@ class Int8Codec:
             return f"it holds {len(plain)} bytes, expected {self._size}"
 
         scales = _to_tensor(np.frombuffer(plain, "<f4", self._num_blocks))
+        # NaN fails both comparisons.
         if not ((scales >= 0) & (scales <= MAX_SCALE)).all():
             return f"it has scales that are not finite, negative, or above {MAX_SCALE:g}"
 
@@ -223,6 +223,7 @@ def _quantize(x: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor
     """Return integers from -127 to 127 and the scale of each block."""
     blocks = _blocks(x)
     scale = blocks.abs().amax(1) / _MAX_LEVEL
+    # A block of zeros has scale 0.
     steps = scale.where(scale > 0, 1)
     # tiny numbers, of which the scale itself is rounded, may need more steps than a byte holds
     levels = (blocks / steps[:, None]).round_().clamp_(-_MAX_LEVEL, _MAX_LEVEL)

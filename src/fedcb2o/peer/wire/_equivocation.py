@@ -292,6 +292,7 @@ class Ledger:
 
     def _prove(self, manifest: Manifest, *signed: bytes) -> Proof:
         member = self._federation.members[manifest.agent]
+        # In this order, members that received them in another one write the same file.
         first, second = sorted(signed)
         proof = Proof(
             name=member.name,
@@ -302,6 +303,7 @@ class Ledger:
             manifests=(first, second),
         )
         self._proofs[manifest.agent] = proof
+        # Two manifests prove it, and no further one is of use.
         self._held.pop(manifest.agent, None)
         self._unwritten.append(proof)
         self._write()

@@ -99,6 +99,7 @@ class FolderMailbox:
                 self._make(boxes, name, self._mode & ~_OTHERS_WRITE)
                 with self._open("boxes", name) as box:
                     self._check_user(os.fstat(box), self._folder / "boxes" / name)
+                    # Others must not put a link or a folder of their own in place of a session.
                     os.fchmod(box, self._mode & ~_OTHERS_WRITE)
 
     def _own_cards(self) -> list[str]:
@@ -165,6 +166,7 @@ class FolderMailbox:
             if messages or left <= 0 or self._closed:
                 return messages
             with self._stored:
+                # Otherwise a message arrived since the folder was read.
                 if self._num_stored == num_stored:
                     self._stored.wait(min(self._poll_seconds, left))
 
@@ -175,6 +177,7 @@ class FolderMailbox:
             self._make(parent, session, self._mode)
         with self._open("boxes", member, session) as folder:
             self._check_user(os.fstat(folder), self._folder / "boxes" / box)
+            # `sweep` takes a box that is not touched for some time as that of an ended session.
             os.utime(folder)
 
     def _take_now(self, box: str) -> list[bytes]:
@@ -190,6 +193,7 @@ class FolderMailbox:
                 except OSError as error:
                     # The name of a message is that of its time: only the box is named.
                     self._note_ignored(self._folder / "boxes" / box, f"an entry: {error.strerror}")
+                # An entry that cannot be read goes too, because it would hide messages.
                 _remove(folder, name)
                 if size > MAX_TAKEN_BYTES or len(messages) == self._max_messages:
                     break
@@ -287,6 +291,7 @@ class FolderMailbox:
                 os.fchmod(file.fileno(), self._mode & 0o666)
                 file.write(content)
                 file.flush()
+                # Readers see whole messages only.
                 os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with suppress(OSError):

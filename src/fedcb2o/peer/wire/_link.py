@@ -75,6 +75,7 @@ class TlsStream:
     ) -> None:
         connection.setblocking(False)
         with suppress(OSError):
+            # A small request must not wait for the acknowledgement of the message before it.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             # A connection that has ended fails here, before OpenSSL sees it.
@@ -124,6 +125,7 @@ class TlsStream:
         """Read `count` bytes, or raise OSError at the time `end` at the latest."""
         while len(self._plain) < count:
             self.receive(end - time.monotonic())
+        # The view ends before `del`: a bytearray with views cannot shrink.
         with memoryview(self._plain) as view:
             content = bytes(view[:count])
         del self._plain[:count]
@@ -144,6 +146,7 @@ class TlsStream:
             batches.append(plain[position + 2 : end])
             position = end
         if batches:
+            # A new buffer, because the batches are views of the old one.
             self._plain = bytearray(plain[position:])
         return batches
 
@@ -284,6 +287,7 @@ class Link:
         # A thread that sends shows life itself, and the heartbeat must not wait for it.
         if is_due and not self._order.locked() and self.stream.is_writable():
             try:
+                # Without waiting, because one thread keeps all links alive.
                 self.stream.write(messages.with_length(messages.KEEP_ALIVE), 0.0)
                 self._last_sent = time.monotonic()
             except (OSError, ValueError):

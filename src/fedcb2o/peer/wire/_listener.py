@@ -32,6 +32,7 @@ _ACCEPTS_PER_TURN = 32
 _POLL_SECONDS = 0.25
 _DESCRIPTORS_SECONDS = 0.1
 """Pause after a connection that finds no free descriptor."""
+# Value of SO_LINGER: on, with 0 seconds. Closing the socket then resets its connection.
 _RESET = struct.pack("ii", 1, 0)
 
 OnLink = Callable[[TlsStream, Member, float], None]
@@ -103,6 +104,7 @@ class Listener:
         self._pending: dict[int, _Pending] = {}  # by descriptor, the oldest first
         self._closed = threading.Event()
         self._has_logged = False
+        # Without a free descriptor a connection cannot even be refused: `_shed` uses this one.
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
         listening.setblocking(False)
         self._selector.register(listening, selectors.EVENT_READ)
@@ -131,6 +133,8 @@ class Listener:
                     if key.fileobj is self._listening:
                         self._accept()
                     elif key.fd in self._pending:
+                        # An earlier event of this turn may have closed other connections, hence the
+                        # check.
                         self._advance(key.fd)
                 self._drop_expired()
             except Exception:  # the listener must go on

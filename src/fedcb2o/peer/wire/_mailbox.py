@@ -166,6 +166,7 @@ class RelayMailbox:
             raise TimeoutError("all connections to the relay are busy")
         try:
             if self._idle:
+                # A relay closes idle connections, and another thread may take the last one.
                 with suppress(ConnectionError, ssl.SSLError, IndexError):
                     return self._exchange(self._idle.pop(), head, body, end, max_bytes)
             if self._closed:
@@ -182,6 +183,7 @@ class RelayMailbox:
             try:
                 write_frame(stream, end, head.encode(), b"\n", body)
             except (ConnectionError, ssl.SSLError):
+                # In TLS 1.3 a refusal arrives only when something is read.
                 _raise_alert(stream)
                 raise
             longest = max(max_bytes, _MAX_FORMER_BYTES)

@@ -113,6 +113,7 @@ class Patience(Credit):
         """Median of all peers; infinite before the first model."""
         if not self.seconds:
             return math.inf
+        # Of an even number of peers the lower one, so that half of them cannot raise it.
         return statistics.median_low(self.seconds.values())
 
 
@@ -163,6 +164,7 @@ class Wait:
 
         It is three times the median, at most half of the deadline, and at least the free time.
         """
+        # Before the first median, the fastest arrival of this round stands for it.
         usual = min([self.median_seconds, *self.arrivals])
         if math.isfinite(self.median_seconds):
             usual = self.median_seconds

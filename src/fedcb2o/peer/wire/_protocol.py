@@ -402,6 +402,7 @@ def encode_hello(content: Mapping[str, Any], nonce: bytes, sign: _Signer) -> byt
     It is JSON with sorted keys and without spaces, then the signature.
     """
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    # The nonce is signed too, so that an old answer cannot be sent again.
     return text + sign(HELLO_CONTEXT + nonce + text)
 
 
@@ -426,6 +427,7 @@ def _decode_header(data: BytesLike, message: _MessageType) -> int:
     """Check the common header, the version first; return the next byte."""
     if len(data) <= len(_MAGIC) or data[: len(_MAGIC)] != _MAGIC:
         raise MalformedError("malformed")
+    # Another version may have another header, of which nothing else is read.
     if data[len(_MAGIC)] != _VERSION:
         raise MalformedError("version")
     if len(data) < _HEAD.size or data[8] != message:

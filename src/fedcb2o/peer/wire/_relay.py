@@ -113,9 +113,8 @@ class Relay:
         self._cards = b""
         self._cards_read = -math.inf  # monotonic time
         self._counts = Counter[str]()
-        self._overfilled = set[
-            tuple[str, str]
-        ]()  # senders and receivers, of which the log has a line
+        # Senders and receivers, of which the log has a line.
+        self._overfilled = set[tuple[str, str]]()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         socket = open_listening_socket(listen or identity.member.endpoint)

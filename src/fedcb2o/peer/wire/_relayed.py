@@ -200,9 +200,8 @@ class Relayed:
         if self._closed.is_set():
             return cards
         oldest = time.monotonic() - LEASE_SECONDS
-        for _, presence in sorted(
-            self._presences.copy().items()
-        ):  # NAME.check comes before NAME.run
+        # Sorted, because NAME.run comes after NAME.check and replaces it.
+        for _, presence in sorted(self._presences.copy().items()):
             if presence.changed > oldest:
                 cards[presence.card.agent] = presence.card
         return cards
@@ -291,6 +290,7 @@ class Relayed:
             with suppress(MalformedError):
                 self._note_card(name, self._session.read_card(cards[name]))
         self._end_lost_requests()
+        # The time of this thread alone, because waiting for the relay costs nothing.
         seconds = time.thread_time() - began
         if self._handler is not None:  # last: others can be asked even if this fails
             card = self._session.card(time.monotonic_ns())
@@ -346,6 +346,7 @@ class Relayed:
         question = self._waiting.get(sealed.id)
         if question is None or question.card.agent != sealed.card.agent:
             return False
+        # A relay could send the same answer any number of times.
         if question.answers.empty():
             question.answers.put(sealed.content)
         return True

@@ -179,6 +179,7 @@ class Session:
             raise MalformedError("signature")
         card = Card(agent, key, count, signer.key, is_former=signer is not member)
         with self._lock:
+            # A member signs another card twice a second, so that old ones have to go.
             if len(self._cards) >= 2 * _MAX_SESSIONS * len(self._federation.members):
                 self._cards.clear()
             self._cards[content] = card

@@ -184,6 +184,7 @@ class Server:
     def counts(self) -> _ServerCounts:
         """Totals so far."""
         with self._changed:
+            # `+` leaves out members and reasons with 0.
             sent = dict(+self._sent)
             refused = dict(+self._refused)
             return _ServerCounts(self._requests, self._answered, sent, refused)
@@ -259,6 +260,7 @@ class Server:
 
         quota = self._quotas[sender] if is_same_run else self._foreign_quotas[sender]
         with self._changed:
+            # A few BUSY answers beyond the limit let an honest member ask less often.
             fewest = 1 - MAX_BUSY_ANSWERS if is_same_run else 1
             if quota.remaining(self._clock()) < fewest:
                 return "rate"  # before the signature, so that a flood is cheap
@@ -321,6 +323,7 @@ class Server:
             if quota.remaining(self._clock()) >= 1:
                 quota.tokens -= 1
                 content = partial(_empty_answer, AnswerStatus.ANOTHER_VERSION)
+                # The layout of the request is unknown, and so is its nonce.
                 self._enqueue(quota, bytes(16), reply, content)
 
     def _log_failure(self) -> str:

@@ -361,6 +361,7 @@ class _Dialer:
             return iter(())
         replies: Queue[BytesLike | None] = Queue()
         with self._lock:
+            # Request ids have 32 bits.
             self._next_id = self._next_id % (2**31) + 1
             id = self._next_id
             self._waiting[id] = replies
@@ -413,6 +414,7 @@ class _Dialer:
                     replies.put(payload)
                 return
             with self._lock:
+                # An answer to a question that was given up is no fault of the remote.
                 is_late = self._ended.pop(message.id, 0) is None
             if not is_late:
                 link.allowance.charge(len(payload))
@@ -443,6 +445,8 @@ class _Dialer:
                 link.stream.release()
                 self.link = None
                 self._end_requests()
+                # A link that ends at once counts as a failure, or it would be opened without
+                # pauses.
                 if time.monotonic() - started > LEASE_SECONDS and not is_abusive:
                     failures = 0
             failures = min(_MAX_FAILURES, failures + 1)
@@ -453,6 +457,7 @@ class _Dialer:
             else:
                 # Many members that start together would else dial in step.
                 self._woken.wait(pause * random.uniform(0.8, 1.2))
+            # Also after `wake`, so that a member that dials again and again costs little.
             self._stopped.wait(_FIRST_PAUSE)
 
     def _end_requests(self) -> None:

@@ -247,6 +247,7 @@ class BatchEncoder:
         if len(head) + len(message) <= self.batch_bytes:
             return [with_length(head + message)]
 
+        # The rest is for the header and the sequence number.
         size = self.batch_bytes - 16
         content = memoryview(message)
         pieces: list[BytesLike] = []
