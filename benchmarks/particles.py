@@ -59,10 +59,9 @@ def rastrigin_numpy(x: np.ndarray) -> np.ndarray:
 
 def run_fedcb2o(start: torch.Tensor, steps: int) -> None:
     """Run this library."""
-    settings: dict[str, Any] = {"alpha": ALPHA, "sigma1": SIGMA, "dt": DT, "xtol": 0.0}
-    fedcb2o.minimize(
-        rastrigin, initial=start, runs=len(start), maxiter=steps, dtype=start.dtype, **settings
-    )
+    dynamics = fedcb2o.Paper(alpha=ALPHA, sigma1=SIGMA, dt=DT, xtol=0.0)
+    settings: dict[str, Any] = {"initial": start, "runs": len(start), "dtype": start.dtype}
+    fedcb2o.minimize(rastrigin, maxiter=steps, dynamics=dynamics, **settings)
 
 
 def _cbx_settings(steps: int) -> dict[str, Any]:

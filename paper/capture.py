@@ -15,6 +15,7 @@ and the averaged quantile.
 """
 
 import argparse
+import dataclasses
 import math
 import warnings
 from pathlib import Path
@@ -36,28 +37,24 @@ BETAS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 SIZES = (200, 1000, 10_000)
 BENIGN_LEFT = (0, 1, 2, 3, 4, 5, 6, 8, 10, 16, 24, 32, 50, 100, 250, 500)  # (beta - w_m) N
 RATIO_TICKS = (0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998)
-SETTINGS: dict[str, Any] = {
-    "alpha": 1000.0,
-    "beta": 0.05,
-    "sigma1": 0.5,
-    "noise": "isotropic",
-    "maxiter": 600,
-    "xtol": 0.0,
-}
+BETA = 0.05
+PAPER = fedcb2o.Paper(beta=BETA, sigma1=0.5, noise="isotropic", xtol=0.0)
 Border = dict[
     str, dict[int, dict[int, tuple[torch.Tensor, bool]]]
 ]  # by quantile, N and benign left
 Rows = dict[str, list[torch.Tensor]]
 
 
-def run(**settings: Any) -> Result:
-    """Minimise on the circle with the default settings, changed by keyword."""
+def run(changes: dict[str, Any], **settings: Any) -> Result:
+    """Minimise on the circle, with changes of the default parameters."""
     return fedcb2o.minimize(
         CIRCLE.lower,
         CIRCLE.upper,
         2,
         initial=lambda draw, n, d: draw.standard_normal((n, d)),
-        **{**SETTINGS, **settings},
+        dynamics=dataclasses.replace(PAPER, **changes),
+        maxiter=600,
+        **settings,
     )
 
 
@@ -67,22 +64,22 @@ def distance(result: Result) -> torch.Tensor:
 
 
 def errors(
-    point: tuple[float, ...], w_m: float, *, num_particles: int, runs: int, **settings: float
+    point: tuple[float, ...], w_m: float, *, num_particles: int, runs: int, **changes: float
 ) -> torch.Tensor:
     """Return the error of every run, shape [runs], with attackers of mass w_m at a point."""
     attack = [adversaries.static(1, point, mass=w_m)] if w_m else []
-    return distance(run(adversaries=attack, num_particles=num_particles, runs=runs, **settings))
+    return distance(run(changes, adversaries=attack, num_particles=num_particles, runs=runs))
 
 
 def border(quantile: str, num_particles: int, left: int, runs: int) -> tuple[torch.Tensor, bool]:
     """Return the errors if `left` benign particles are in the set, and whether `minimize` warns."""
-    num_malicious = round(SETTINGS["beta"] * num_particles) - left
+    num_malicious = round(BETA * num_particles) - left
     attack = [adversaries.static(num_malicious, CIRCLE.bad)] if num_malicious else []
     result = run(
+        {"quantile": quantile},
         adversaries=attack,
         num_particles=num_particles - num_malicious,
         runs=runs,
-        quantile=quantile,
     )
     return distance(result), bool(result.notes)
 
@@ -152,7 +149,7 @@ def measure_border(runs: int) -> Border:
         for quantile, sizes in measured.items():
             for n, rows in sizes.items():
                 cell = ""
-                if left <= SETTINGS["beta"] * n:
+                if left <= BETA * n:
                     rows[left] = border(quantile, n, left, runs)
                     cell = format_errors(rows[left][0]) + " \\*" * rows[left][1]
                 cells.append(cell)
@@ -194,7 +191,7 @@ def draw_border(path: Path, measured: Border) -> None:
 
 def _draw_border_line(ax: Axes, k: int, n: int, rows: dict[int, tuple[torch.Tensor, bool]]) -> None:
     """Draw medians and ranges for one N, with hollow markers where `minimize` warns."""
-    x = [_ratio_position(1 - left / (SETTINGS["beta"] * n)) for left in rows]
+    x = [_ratio_position(1 - left / (BETA * n)) for left in rows]
     low, middle, high = (
         [float(getattr(values, name)()) for values, _ in rows.values()]
         for name in ("min", "median", "max")

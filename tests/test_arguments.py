@@ -21,6 +21,7 @@ from fedcb2o.experiments import load
 from fedcb2o.particles import adversaries
 from fedcb2o.plugins import did_you_mean, resolve_and_bind
 from tests.names import steady
+from tests.particles.problems import with_dynamics
 from tests.tiny import ENVIRONMENT, tiny
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +32,8 @@ def lower(x):
 
 
 def minimize(**settings):
-    return fedcb2o.minimize(**{"lower": lower, "dim": 2, "maxiter": 3, **settings})
+    flat = {"lower": lower, "dim": 2, "maxiter": 3, **settings}
+    return fedcb2o.minimize(**with_dynamics(flat))
 
 
 def run(**arguments):
@@ -39,17 +41,19 @@ def run(**arguments):
 
 
 def numpy_numbers_are_accepted():
-    plain = minimize(dim=2, seed=3, num_particles=20, maxiter=5, dt=0.5)
+    plain = minimize(dim=2, seed=3, num_particles=20, maxiter=5, dynamics=fedcb2o.Paper(dt=0.5))
     with_numpy = minimize(
         dim=np.int64(2),
         seed=np.int64(3),
         num_particles=np.int32(20),
         maxiter=np.int64(5),
-        dt=np.float32(0.5),
+        dynamics=fedcb2o.Paper(dt=np.float32(0.5)),
     )
     assert torch.equal(plain.x, with_numpy.x)
     assert (plain.success, plain.seed) == (with_numpy.success, with_numpy.seed)
-    several = minimize(dim=2, seed=np.array([3, 4]), num_particles=20, maxiter=5, dt=0.5)
+    several = minimize(
+        dim=2, seed=np.array([3, 4]), num_particles=20, maxiter=5, dynamics=fedcb2o.Paper(dt=0.5)
+    )
     assert torch.equal(several.x[0], plain.x)
 
 

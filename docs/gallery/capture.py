@@ -16,8 +16,8 @@ for delta_q, style in ((0.0, "o-"), (0.01, "s--")):
     errors = []
     for bad in shares:
         group = [adversaries.static(bad, at=circle.bad)] if bad else []
-        settings = {"num_particles": 200 - bad, "adversaries": group, "delta_q": delta_q}
-        settings["dynamics"] = "paper"
+        settings = {"num_particles": 200 - bad, "adversaries": group}
+        settings["dynamics"] = fedcb2o.Paper(delta_q=delta_q)
         problem = (circle.lower, circle.upper, circle.dim)
         result = fedcb2o.minimize(*problem, maxiter=300, runs=3, **settings)
         errors.append((result.x - torch.tensor(circle.target)).norm(dim=-1).median())

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from fedcb2o.experiments.runs._runner import run
     from fedcb2o.federated import knows
     from fedcb2o.particles import (
+        Adaptive,
         Adversary,
         CaptureWarning,
+        Paper,
         Search,
         cb2o,
         from_numpy,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "Adaptive",
     "Adversary",
     "Agent",
     "CaptureWarning",
@@ -54,6 +57,7 @@ __all__ = [
     "Experiment",
     "FedCB2OError",
     "Owners",
+    "Paper",
     "Run",
     "RunError",
     "Search",
@@ -87,8 +91,10 @@ _HOMES = {
     "experiments.runs._runner": ("run",),
     "federated.adversary": ("knows",),
     "particles": (
+        "Adaptive",
         "Adversary",
         "CaptureWarning",
+        "Paper",
         "Search",
         "cb2o",
         "from_numpy",

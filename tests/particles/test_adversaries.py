@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from tests.names import steady
-from tests.particles.problems import double
+from tests.particles.problems import double, with_dynamics
 from torch.testing import assert_close
 
-from fedcb2o import Adversary, CaptureWarning, ConfigError, minimize
+from fedcb2o import Adversary, CaptureWarning, ConfigError, Paper, minimize
 from fedcb2o.particles import adversaries
 from fedcb2o.particles.dynamics import ConsensusParams, consensus_point, evaluate_objectives
 from fedcb2o.particles.objectives import circle, last_coordinate, norm, paraboloid
@@ -35,7 +35,12 @@ def record_run(adversary, lower=circle, upper=LURE, **settings):
         states.append((state.theta_m.clone(), state.x.clone()))
 
     result = minimize(
-        lower, upper, 2, adversaries=adversary, callback=record, **{**SETTINGS, **settings}
+        lower,
+        upper,
+        2,
+        adversaries=adversary,
+        callback=record,
+        **with_dynamics({**SETTINGS, **settings}),
     )
     theta_m, x = zip(*states, strict=True)
     assert torch.equal(theta_m[-1], result.theta_m)
@@ -162,7 +167,7 @@ def test_greedy_moves_the_consensus_point_farther_than_random_points(clusters):
         2,
         adversaries=Adversary(move, 15),
         runs=2,
-        **SETTINGS,
+        **with_dynamics(SETTINGS),
     )
     assert len(wins) == 12
     assert np.mean(wins) > 0.9
@@ -214,7 +219,12 @@ def test_adversaries_can_evaluate_hypothetical_consensus_points(upper, mass, set
 
     adversary = Adversary(move, 20, [-1.0, 0.0], mass)
     minimize(
-        circle, upper, 2, adversaries=adversary, runs=2, **{**SETTINGS, **settings, "maxiter": 3}
+        circle,
+        upper,
+        2,
+        adversaries=adversary,
+        runs=2,
+        **with_dynamics({**SETTINGS, **settings, "maxiter": 3}),
     )
     assert steps == [0, 1, 2]
 
@@ -228,7 +238,12 @@ def test_masses_of_several_adversaries_add_up():
     ]
     start = np.zeros((15, 2))
     result = minimize(
-        circle, last_coordinate, initial=start, adversaries=groups, alpha=0.0, beta=1.0, maxiter=0
+        circle,
+        last_coordinate,
+        initial=start,
+        adversaries=groups,
+        dynamics=Paper(alpha=0.0, beta=1.0),
+        maxiter=0,
     )
     # 15 benign particles at 0 and 5 malicious ones at (0, 1) share the remaining 0.5.
     assert result.x.tolist() == pytest.approx([0.2, 0.5 * 5 / 20 - 0.3])
@@ -239,7 +254,7 @@ def test_masses_of_several_adversaries_add_up():
 
 
 def test_an_adversary_without_mass_has_no_effect():
-    settings = {"num_particles": 40, "maxiter": 20, "xtol": 0.0, "dynamics": "paper"}
+    settings = {"num_particles": 40, "maxiter": 20, "dynamics": Paper(xtol=0.0)}
     expected = minimize(circle, LURE, 2, **settings)
     massless = adversaries.static(10, (1.0, 0.0), mass=0.0)
     attacked = minimize(circle, LURE, 2, adversaries=massless, **settings)
@@ -311,7 +326,7 @@ def bounded(x):
 def test_particles_at_infinity_are_excluded(lower, coordinate):
     """Bounded objectives, which have finite values at infinity, are included."""
     adversary = Adversary(lambda view: (coordinate, 0.0), 5, [1.0, 1.0])
-    result = minimize(lower, bounded, 2, adversaries=adversary, **SETTINGS)
+    result = minimize(lower, bounded, 2, adversaries=adversary, **with_dynamics(SETTINGS))
     assert result.x.isfinite().all()
     assert result.theta.isfinite().all()
     assert result.excluded == 12 * 5
@@ -344,7 +359,7 @@ def attacked_error(point, w_m, **settings):
         num_particles=2000 - n_m,
         adversaries=[adversaries.static(n_m, point)] if n_m else (),
         record_every=600,
-        **{**FACTS, **settings},
+        **with_dynamics({**FACTS, **settings}),
     )
     return (result.x - double([1.0, 0.0])).norm().item()
 
@@ -380,7 +395,13 @@ def test_mass_decides_capture_not_the_number_of_attackers():
     settings = {**FACTS, "num_particles": 500, "maxiter": 200}
     for adversary, error in ((few, 2.0), (many, 0.0)):
         for quantile in ("plain", "averaged"):
-            result = minimize(circle, LURE, 2, adversaries=adversary, quantile=quantile, **settings)
+            result = minimize(
+                circle,
+                LURE,
+                2,
+                adversaries=adversary,
+                **with_dynamics({**settings, "quantile": quantile}),
+            )
             assert (result.x - double([1.0, 0.0])).norm().item() == pytest.approx(error, abs=0.1)
 
 
@@ -418,7 +439,7 @@ def test_mass_decides_capture_not_the_number_of_attackers():
 def test_capture_warning_depends_on_the_benign_particles_left(
     num_benign, num_malicious, settings, warned
 ):
-    settings = {"upper": LURE, "mass": None, **settings}
+    settings = with_dynamics({"upper": LURE, "mass": None, **settings})
     mass = settings.pop("mass")
     group = [adversaries.static(num_malicious, (-1.0, 0.0), mass=mass)] if num_malicious else ()
     with warnings.catch_warnings(record=True) as caught:

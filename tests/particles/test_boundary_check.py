@@ -1,5 +1,6 @@
 """A consensus at the edge of the initial region is no success if L or G is smaller further out."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import fedcb2o
-from fedcb2o import minimize
+from fedcb2o import Paper, minimize
 from fedcb2o.errors import ConfigError
 
 FAR = "the particles agreed at the edge of where they started, and L or G is less further out: let them start in a la"
@@ -17,7 +18,7 @@ def squared_distance_to(*centre):
     return lambda x: (x - x.new_tensor(centre)).square().sum(-1)
 
 
-QUICK = {"dt": 0.05, "xtol": 0.01}
+QUICK = {"dynamics": Paper(dt=0.05, xtol=0.01)}
 
 
 def zero(x):
@@ -40,7 +41,7 @@ def test_a_minimum_far_outside_the_initial_region_is_no_success(dim, upper):
 
 @pytest.mark.parametrize("centre", [0.0, 2.5, 2.9, 3.0, -2.9])
 def test_a_minimum_near_the_edge_is_a_success(centre):
-    result = minimize(squared_distance_to(centre), dim=1, seed=2, dt=0.05)
+    result = minimize(squared_distance_to(centre), dim=1, seed=2, dynamics=Paper(dt=0.05))
     assert result.success
     assert result.x.item() == pytest.approx(centre, abs=0.1)
     assert result.message == "consensus: spread at most xtol = 0.0001"
@@ -52,7 +53,8 @@ def test_one_improving_coordinate_prevents_success():
     def lower(x):
         return 100 * (x[..., 0] - 2.9).square()
 
-    result = minimize(lower, lambda x: (x[..., 1] - 40).square(), dim=2, beta=0.02, **QUICK)
+    dynamics = Paper(dt=0.05, xtol=0.01, beta=0.02)
+    result = minimize(lower, lambda x: (x[..., 1] - 40).square(), dim=2, dynamics=dynamics)
     assert result.spread <= 0.01
     assert result.x[0].item() == pytest.approx(2.9, abs=0.1)
     assert not result.success
@@ -85,12 +87,10 @@ def test_an_error_outside_the_domain_does_not_prevent_success(domain, success, u
             raise ValueError("outside of the domain")
         return squared_distance_to(100.0)(x)
 
-    start = {
-        "initial": torch.linspace(-3.0, 3.0, 100, dtype=torch.float64).unsqueeze(1),
-        "sigma1": 0.1,
-    }
+    start = torch.linspace(-3.0, 3.0, 100, dtype=torch.float64).unsqueeze(1)
     objectives = (zero, bounded) if upper else (bounded, None)
-    assert minimize(*objectives, **start, **QUICK).success == success
+    dynamics = Paper(dt=0.05, xtol=0.01, sigma1=0.1)
+    assert minimize(*objectives, initial=start, dynamics=dynamics).success == success
 
 
 def test_success_requires_every_cluster():
@@ -107,9 +107,10 @@ def test_delta_q_is_the_tolerated_rise_of_l():
     def upper(x):
         return -x[..., 0]
 
-    settings = {"dim": 1, "alpha": 1000.0, "beta": 0.9, "seed": 1, **QUICK}
-    assert not minimize(lower, upper, delta_q=0.1, **settings).success
-    strict = minimize(lower, upper, **settings)
+    strict_dynamics = Paper(beta=0.9, dt=0.05, xtol=0.01)
+    tolerant_dynamics = dataclasses.replace(strict_dynamics, delta_q=0.1)
+    assert not minimize(lower, upper, 1, seed=1, dynamics=tolerant_dynamics).success
+    strict = minimize(lower, upper, 1, seed=1, dynamics=strict_dynamics)
     assert strict.success
     assert strict.x.item() == pytest.approx(2.7, abs=0.3)
 
@@ -149,7 +150,7 @@ def test_one_particle_per_cluster_is_enough():
             initial=np.zeros((5, 2)),
             adversaries=attacked,
             maxiter=5,
-            dt=0.1,
+            dynamics=Paper(dt=0.1),
         ).nit
         == 5
     )
@@ -161,6 +162,6 @@ def test_a_function_that_fails_further_out_warns(caplog):
             raise ValueError("outside of the table")
         return -x[..., 0].clamp(-2.9, 2.9)
 
-    result = minimize(lower, dim=1, dt=0.1, xtol=0.01, sigma1=0.5)
+    result = minimize(lower, dim=1, dynamics=Paper(dt=0.1, xtol=0.01, sigma1=0.5))
     assert result.success
     assert caplog.text.count("further out L or G failed (ValueError('outside of the table'))") == 1

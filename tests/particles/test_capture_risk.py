@@ -1,31 +1,33 @@
 """Benign particles left in Q_beta (eq:Q_beta): by hand, on ensembles, and their effect on runs."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import fedcb2o
-from fedcb2o import consensus
+from fedcb2o import Paper, consensus
 from fedcb2o.particles import adversaries, capture_risk, problem
 from fedcb2o.rng import stream
 
 CIRCLE = problem("circle")
-FACTS = {
-    "alpha": 1e3,
-    "beta": 0.05,
-    "sigma1": 0.5,
-    "noise": "isotropic",
-    "maxiter": 600,
-    "xtol": 0.0,
-}
+FACTS = Paper(alpha=1e3, beta=0.05, sigma1=0.5, noise="isotropic", xtol=0.0)
 
 
 def attacked_errors(quantile, num_malicious, runs=5):
     """Return the errors of runs with N = 200 and `num_malicious` particles at (-1, 0)."""
     result = fedcb2o.minimize(
-        CIRCLE.lower, CIRCLE.upper, 2, num_particles=200 - num_malicious, quantile=quantile, runs=runs,
-        initial=lambda generator, n, d: generator.standard_normal((n, d)), record_every=600,
-        adversaries=adversaries.static(num_malicious, CIRCLE.bad), **FACTS,
-    )  # fmt: skip
+        CIRCLE.lower,
+        CIRCLE.upper,
+        2,
+        num_particles=200 - num_malicious,
+        dynamics=dataclasses.replace(FACTS, quantile=quantile),
+        maxiter=600,
+        runs=runs,
+        initial=lambda generator, n, d: generator.standard_normal((n, d)),
+        record_every=600,
+        adversaries=adversaries.static(num_malicious, CIRCLE.bad),
+    )
     return (result.x - torch.tensor(CIRCLE.target).double()).norm(dim=-1)
 
 

@@ -8,7 +8,7 @@ from scipy.optimize import LinearConstraint, NonlinearConstraint
 from torch.testing import assert_close
 
 import fedcb2o
-from fedcb2o import minimize
+from fedcb2o import Paper, minimize
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles.constraints import Constraints, parse_constraints
 
@@ -83,7 +83,7 @@ def test_constraints_come_before_the_lower_objective():
 # ---- minimize ----
 
 ROOT = np.sqrt(0.5)
-QUICK = {"num_particles": 60, "dt": 0.1, "maxiter": 200, "seed": 1}
+QUICK = {"num_particles": 60, "dynamics": Paper(dt=0.1), "maxiter": 200, "seed": 1}
 KNOWN = {
     "disc": (distance, DISC, [1, 0]),
     "two": (
@@ -140,7 +140,7 @@ def test_two_levels_within_the_feasible_set():
 
 def test_each_run_equals_the_run_of_its_seed():
     settings = {"dim": 2, "bounds": BOX, "constraints": KNOWN["two"][1], "num_particles": 30}
-    settings |= {"xtol": 0.01, "maxiter": 300, "dt": 0.1, "record_every": 2}
+    settings |= {"dynamics": Paper(dt=0.1, xtol=0.01), "maxiter": 300, "record_every": 2}
     batch = minimize(distance, runs=3, seed=5, **settings)
     assert len(set(batch.nit.tolist())) > 1  # the runs stop at different steps
     assert batch.constr[1].shape == (3, 1)
@@ -148,6 +148,14 @@ def test_each_run_equals_the_run_of_its_seed():
         single = minimize(distance, seed=seed, **settings)
         assert torch.equal(single.x, batch.x[run])
         assert single.constr_violation == batch.constr_violation[run]
+
+
+def test_polish_keeps_the_scale_of_each_run():
+    settings = {"dim": 2, "bounds": BOX, "constraints": KNOWN["two"][1], "maxfev": 300}
+    many = minimize(distance, runs=3, polish=True, **settings)
+    single = minimize(distance, seed=2, polish=True, **settings)
+    assert torch.equal(many.x[2], single.x)
+    assert (many.fun <= minimize(distance, runs=3, **settings).fun).all()
 
 
 def test_keep_feasible_does_not_evaluate_infeasible_points():

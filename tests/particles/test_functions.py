@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 import fedcb2o
-from fedcb2o import minimize
+from fedcb2o import Paper, minimize
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import objectives
 from fedcb2o.particles.functions import UserFunction
@@ -25,14 +25,18 @@ def test_from_numpy():
     assert wrapped.__name__ == "numpy_circle"
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, 3)))
     assert_close(wrapped(x), objectives.circle(x))
-    settings = {"num_particles": 20, "maxiter": 15, "seed": 3, "dt": 0.01}
+    settings = {"num_particles": 20, "maxiter": 15, "seed": 3, "dynamics": "paper"}
     expected = minimize(objectives.circle, objectives.last_coordinate, 2, **settings)
     result = minimize(wrapped, fedcb2o.from_numpy(lambda x: x[..., -1]), 2, **settings)
     assert_close(result.x, expected.x)
     with pytest.raises(ConfigError, match="`lower` has no gradient by autograd"):
-        minimize(wrapped, dim=2, lambda2=1.0)
+        minimize(wrapped, dim=2, dynamics=Paper(lambda2=1.0))
     descent = minimize(
-        wrapped, dim=2, lambda2=1.0, gradient=fedcb2o.from_numpy(lambda x: 2 * x), maxiter=3
+        wrapped,
+        dim=2,
+        dynamics=Paper(lambda2=1.0),
+        gradient=fedcb2o.from_numpy(lambda x: 2 * x),
+        maxiter=3,
     )
     assert descent.nit == 3
     single = minimize(
@@ -301,7 +305,9 @@ def fails_left(x):
     ids=["either", "many", "one"],
 )
 def test_errors_exclude_single_points(function, caplog):
-    result = minimize(function, dim=2, errors="exclude", num_particles=40, maxiter=100, dt=0.1)
+    result = minimize(
+        function, dim=2, errors="exclude", num_particles=40, maxiter=100, dynamics=Paper(dt=0.1)
+    )
     assert_close(result.x, torch.ones(2).double(), atol=0.1, rtol=0)
     assert result.excluded > 0
     assert caplog.text.count("such points are excluded") == 1

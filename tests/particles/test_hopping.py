@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import NonlinearConstraint
 from tests.particles.problems import G, double
 
-from fedcb2o import ConfigError, minimize
+from fedcb2o import Adaptive, ConfigError, Paper, minimize
 from fedcb2o.particles import dynamics, objectives
 from fedcb2o.particles.cloud import Cloud
 from fedcb2o.particles.hopping import Hopper
@@ -134,13 +134,34 @@ def test_an_evaluation_that_does_not_repeat_is_not_the_result():
     assert torch.allclose(result.x, double([1.0, 0.0]), atol=0.05)
 
 
-def test_a_setting_of_the_paper_selects_its_dynamics():
-    explicit = minimize(objectives.circle, G, 2, maxiter=5, dynamics="paper")
-    implied = minimize(objectives.circle, G, 2, maxiter=5, alpha=1000.0)
-    assert torch.equal(explicit.theta, implied.theta)
-    assert torch.equal(explicit.x, explicit.consensus)
-    with pytest.raises(ConfigError, match="`dt` is a setting of dynamics='paper'"):
-        minimize(objectives.circle, G, 2, dt=0.1, dynamics="adaptive")
+def test_dynamics_by_name_have_the_default_parameters():
+    named = minimize(objectives.circle, G, 2, maxiter=5, dynamics="paper")
+    explicit = minimize(objectives.circle, G, 2, maxiter=5, dynamics=Paper(alpha=1000.0))
+    assert torch.equal(named.theta, explicit.theta)
+    assert torch.equal(named.x, named.consensus)
+    default = minimize(objectives.circle, G, 2, maxiter=5)
+    assert torch.equal(
+        default.theta, minimize(objectives.circle, G, 2, maxiter=5, dynamics=Adaptive()).theta
+    )
+    assert not torch.equal(default.theta, named.theta[:24])
+    clusters = [objectives.circle] * 2
+    implied = minimize(clusters, G, 2, maxiter=3)
+    assert torch.equal(implied.theta, minimize(clusters, G, 2, maxiter=3, dynamics=Paper()).theta)
+
+
+@pytest.mark.parametrize(
+    ("lower", "dynamics", "message"),
+    [
+        ([objectives.circle] * 2, "adaptive", "several clusters need `dynamics` = 'paper'"),
+        ([objectives.circle] * 2, Adaptive(), "several clusters need `dynamics` = 'paper'"),
+        (objectives.circle, "papper", "`dynamics` must be .*, got 'papper'"),
+        (objectives.circle, Paper, "`dynamics` must be .*, got <class"),
+        (objectives.circle, {"alpha": 3.0}, "`dynamics` must be .*, got {'alpha': 3.0}"),
+    ],
+)
+def test_invalid_dynamics_are_refused(lower, dynamics, message):
+    with pytest.raises(ConfigError, match=message):
+        minimize(lower, G, 2, dynamics=dynamics)
 
 
 def test_particles_respect_bounds_and_fixed_coordinates():

@@ -13,12 +13,12 @@ import torch
 from scipy import optimize
 from tests import reference
 from tests.names import steady
-from tests.particles.problems import G, double, minimize_on_circle
+from tests.particles.problems import G, double, minimize_on_circle, with_dynamics
 from tests.type_checks import VARIABLE
 from torch.testing import assert_close
 
 import fedcb2o
-from fedcb2o import Adversary, CaptureWarning, ConfigError, RunError, minimize
+from fedcb2o import Adaptive, Adversary, CaptureWarning, ConfigError, Paper, RunError, minimize
 from fedcb2o.particles import adversaries
 from fedcb2o.particles.noise import Normals
 from fedcb2o.particles.objectives import circle, circle_about, last_coordinate, problem
@@ -208,7 +208,7 @@ def test_minimize_equals_the_reference_loops(case, attack, clusters):
         lowers if clusters > 1 else lowers[0],
         G,
         2,
-        **{"alpha": 30.0, "beta": 0.3, **STEADY, **settings},
+        **with_dynamics({"alpha": 30.0, "beta": 0.3, **STEADY, **settings}),
         num_particles=sizes if clusters > 1 else 20,
         adversaries=groups.for_minimize,
         maxiter=steps,
@@ -231,7 +231,7 @@ def test_minimize_equals_the_reference_loops_without_g(case, attack, clusters):
     result = minimize(
         lowers if clusters > 1 else lowers[0],
         dim=2,
-        **{"alpha": 30.0, "beta": 0.3, **STEADY, **settings},
+        **with_dynamics({"alpha": 30.0, "beta": 0.3, **STEADY, **settings}),
         num_particles=sizes if clusters > 1 else 20,
         adversaries=groups.for_minimize,
         maxiter=steps,
@@ -278,16 +278,24 @@ def test_an_explicit_gradient_equals_autograd():
     }
     expected = minimize_on_circle(**settings)
     assert_close(minimize_on_circle(gradient=slope, **settings).theta, expected.theta)
-    expected_clusters = minimize([circle, circle_about(1.0, 0.0)], G, 2, **settings)
+    expected_clusters = minimize([circle, circle_about(1.0, 0.0)], G, 2, **with_dynamics(settings))
     slopes = [slope, lambda x: slope(x - x.new_tensor([1.0, 0.0]))]
-    result = minimize([circle, circle_about(1.0, 0.0)], G, 2, gradient=slopes, **settings)
+    result = minimize(
+        [circle, circle_about(1.0, 0.0)], G, 2, gradient=slopes, **with_dynamics(settings)
+    )
     assert_close(result.theta, expected_clusters.theta)
 
 
 def test_each_cluster_may_have_its_own_g():
     uppers = (last_coordinate, lambda x: -last_coordinate(x))
     result = minimize(
-        [circle, circle], uppers, 2, num_particles=50, alpha=100.0, maxiter=600, runs=20
+        [circle, circle],
+        uppers,
+        2,
+        num_particles=50,
+        dynamics=Paper(alpha=100.0),
+        maxiter=600,
+        runs=20,
     )
     typical = result.x.median(0).values  # seven runs of ten find both
     assert_close(typical, double([[0.0, -1.0], [0.0, 1.0]]), rtol=0, atol=0.1)
@@ -359,7 +367,7 @@ SINGLE = (
 )
 def test_a_batch_equals_its_runs(case, dtype):
     lower, upper, dim, settings = BATCHES[case]
-    settings = {**COMMON, **settings, "dtype": dtype}
+    settings = with_dynamics({**COMMON, **settings, "dtype": dtype})
     seeds = [5, 2, 9]
     batch = minimize(lower, upper, dim, seed=seeds, **settings)
     if "stops" in case:
@@ -408,7 +416,7 @@ def assert_same_run(batch, single_run, run, compare=assert_bits_equal):
 @pytest.mark.parametrize("dim", [1, 7, 100])
 def test_a_batch_equals_its_runs_at_any_size(n, dim):
     """The method of summation depends on the size, but not on the number of runs."""
-    settings = {**COMMON, "num_particles": n, "maxiter": 3}
+    settings = with_dynamics({**COMMON, "num_particles": n, "maxiter": 3})
     batch = minimize(
         rastrigin, G if dim == 2 else last_coordinate, dim, runs=5, seed=10, **settings
     )
@@ -426,8 +434,7 @@ def test_noise_does_not_depend_on_the_number_of_threads():
         "dim": 4,
         "maxiter": 2,
         "runs": 2,
-        "alpha": 30.0,
-        "beta": 0.2,
+        "dynamics": Paper(alpha=30.0, beta=0.2),
     }
     results = []
     try:
@@ -513,7 +520,8 @@ def test_shapes_of_one_run():
 
 def test_shapes_of_runs_and_clusters():
     lowers = [circle, circle_about(1.0, 0.0), circle_about(-1.0, 0.0)]
-    settings = {"num_particles": [5, 6, 7], "maxiter": 4, "record_every": 2, "xtol": 0.0}
+    settings = {"num_particles": [5, 6, 7], "maxiter": 4, "record_every": 2}
+    settings["dynamics"] = Paper(xtol=0.0)
     batch = minimize(lowers, G, 2, runs=2, **settings)
     assert batch.x.shape == (2, 3, 2)
     assert batch.lower.shape == batch.upper.shape == batch.spread.shape == (2, 3)
@@ -565,8 +573,7 @@ def test_nfev_counts_the_evaluations(clusters, settings):
         num_particles=9,
         maxiter=12,
         record_every=5,
-        xtol=0.0,
-        **settings,
+        dynamics=Paper(xtol=0.0, **settings),
     )
     assert (result.nfev, result.nfev) == (counts["lower"], counts["upper"])
 
@@ -620,7 +627,11 @@ def test_a_run_succeeds_when_the_spread_reaches_xtol():
 
 def test_all_clusters_must_agree():
     quick = minimize(
-        [circle, circle_about(9.0, 0.0)], G, 2, num_particles=20, sigma1=0.1, lambda1=5.0, xtol=0.01
+        [circle, circle_about(9.0, 0.0)],
+        G,
+        2,
+        num_particles=20,
+        dynamics=Paper(sigma1=0.1, lambda1=5.0, xtol=0.01),
     )
     assert quick.nit < 2000
     assert (quick.spread <= 0.01).all()
@@ -629,13 +640,21 @@ def test_all_clusters_must_agree():
 def test_maxiter_0_evaluates_the_first_ensemble():
     """The answer is the consensus point, not the best particle."""
     start = [[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [9.0, 9.0]]
-    result = minimize(circle, last_coordinate, initial=start, alpha=0.0, beta=0.75, maxiter=0)
+    result = minimize(
+        circle, last_coordinate, initial=start, dynamics=Paper(alpha=0.0, beta=0.75), maxiter=0
+    )
     # L is 1, 9, 9, large: three of four are in the sub-level set.
     assert result.x.tolist() == pytest.approx([2 / 3, 2 / 3])
     assert (result.nit, result.nfev) == (0, 5)
     assert result.history.n.tolist() == [0]
     assert result.theta.tolist() == start
-    best = minimize(circle, last_coordinate, initial=start, alpha=math.log(2), beta=0.75, maxiter=0)
+    best = minimize(
+        circle,
+        last_coordinate,
+        initial=start,
+        dynamics=Paper(alpha=math.log(2), beta=0.75),
+        maxiter=0,
+    )
     # weights 1, 1, 1/4
     assert best.x.tolist() == pytest.approx([2 / 2.25, 0.5 / 2.25])
     assert best.lower.item() == pytest.approx(circle(best.x).item())
@@ -724,7 +743,9 @@ def test_repr_of_one_run():
     assert len({line.index(":") for line in lines}) == 1  # aligned
     assert "upper" not in repr(minimize(circle, dim=2, maxiter=1))
     lowers = [circle, circle_about(1.0, 0.0)]
-    assert "note" in repr(minimize(lowers, G, 2, noise="isotropic", sigma1=2.0, maxiter=1))
+    assert "note" in repr(
+        minimize(lowers, G, 2, dynamics=Paper(noise="isotropic", sigma1=2.0), maxiter=1)
+    )
     assert "excluded: " in repr(minimize(lambda x: circle(x) / (x[..., 0] > 0), dim=2, maxiter=1))
 
 
@@ -809,7 +830,8 @@ def test_a_callback_receives_the_state():
     assert first.runs.tolist() == [0]
     assert_close(first.x, result.history.x[0])
     states.clear()
-    minimize([circle, circle_about(1.0, 0.0)], None, 2, runs=3, callback=record, **settings)
+    lowers = [circle, circle_about(1.0, 0.0)]
+    minimize(lowers, None, 2, runs=3, callback=record, **with_dynamics(settings))
     assert states[0].x.shape == (3, 2, 2)
     assert states[0].theta.shape == (3, 16, 2)
     assert states[0].theta_m.shape == (3, 2, 2)
@@ -843,7 +865,7 @@ def test_a_time_limit_stops_the_run():
         time.sleep(0.005)
         return circle(x)
 
-    result = minimize(slow, dim=2, time_limit=0.05, runs=2, xtol=0.0)
+    result = minimize(slow, dim=2, time_limit=0.05, runs=2, dynamics=Adaptive(xtol=0.0))
     assert [message[:31] for message in result.message] == ["the time limit of 0.05 s passed"] * 2
     assert 0 < result.nit[0] < 100
     assert result.history.n[-1] == result.nit[0]
@@ -911,10 +933,7 @@ def test_initial_is_not_changed():
 def test_particles_stay_inside_the_bounds(bounds, dim, low, high):
     low, high = double(low), double(high)
     states = []
-    minimize(
-        circle, G, dim, bounds=bounds, sigma1=5.0, num_particles=30, maxiter=30,
-        callback=lambda state: states.append(torch.cat([state.theta, state.x[None]])),
-    )  # fmt: skip
+    minimize(circle, G, dim, bounds=bounds, dynamics=Paper(sigma1=5.0), num_particles=30, maxiter=30, callback=lambda state: states.append(torch.cat([state.theta, state.x[None]])))  # fmt: skip
     positions = torch.stack(states)
     assert ((positions >= low - 1e-12) & (positions <= high + 1e-12)).all()
     # The initial particles cover the box, and noise moves particles to its walls.
@@ -994,7 +1013,12 @@ def test_invalid_starts_are_refused(settings, message):
 def test_half_open_bounds_hold():
     start = np.random.default_rng(0).uniform(1, 2, (20, 2))
     result = minimize(
-        circle, G, initial=start, bounds=[(0.0, math.inf), (-math.inf, 1.5)], sigma1=9.0, maxiter=40
+        circle,
+        G,
+        initial=start,
+        bounds=[(0.0, math.inf), (-math.inf, 1.5)],
+        dynamics=Paper(sigma1=9.0),
+        maxiter=40,
     )
     assert (result.theta[:, 0] >= 0).all()
     assert (result.theta[:, 1] <= 1.5).all()
@@ -1011,7 +1035,7 @@ def test_half_open_bounds_hold():
 )
 def test_stop_iteration_in_a_user_function_is_an_error(settings):
     with pytest.raises(ConfigError, match="raised StopIteration, as an exhausted iterator does"):
-        minimize(circle, G, 2, **settings)
+        minimize(circle, G, 2, **with_dynamics(settings))
 
 
 def test_a_complex_drift_is_refused():
@@ -1031,10 +1055,7 @@ def test_equal_bounds_fix_a_coordinate(noise):
         return (x[..., 0] - 1 - x[..., 1]).square()
 
     fixed_values = []
-    result = minimize(
-        lower, bounds=[(-2, 2), (0.1, 0.1)], noise=noise, seed=1,
-        callback=lambda state: fixed_values.append(state.x[1].item()),
-    )  # fmt: skip
+    result = minimize(lower, bounds=[(-2, 2), (0.1, 0.1)], dynamics=Paper(noise=noise), seed=1, callback=lambda state: fixed_values.append(state.x[1].item()))  # fmt: skip
     assert result.success
     assert result.x[1].item() == 0.1
     assert set(fixed_values) == {0.1}
@@ -1047,7 +1068,9 @@ def test_equal_bounds_fix_a_coordinate(noise):
 
 @pytest.mark.parametrize("xtol", [0.0, 1e-4])
 def test_bounds_that_fix_all_coordinates_give_the_answer(xtol, caplog):
-    result = minimize(circle, G, bounds=[(0.1, 0.1), (0.7, 0.7)], xtol=xtol, num_particles=7)
+    result = minimize(
+        circle, G, bounds=[(0.1, 0.1), (0.7, 0.7)], dynamics=Adaptive(xtol=xtol), num_particles=7
+    )
     assert (result.x.tolist(), result.success, result.nit) == ([0.1, 0.7], True, 0)
     assert "`bounds` fix all coordinates" in caplog.text
     scipy_result = optimize.minimize(
@@ -1076,7 +1099,12 @@ def test_bounds_and_points_may_have_any_type():
 
 def test_bounds_hold_exactly():
     """The mean of particles at a bound may round to a number beyond it."""
-    result = minimize(lambda x: x.sum(-1), bounds=[(0.1, 1.0)] * 3, dt=0.1, sigma1=5.0, maxiter=400)
+    result = minimize(
+        lambda x: x.sum(-1),
+        bounds=[(0.1, 1.0)] * 3,
+        dynamics=Paper(dt=0.1, sigma1=5.0),
+        maxiter=400,
+    )
     assert (result.x >= 0.1).all()
 
 
@@ -1099,7 +1127,9 @@ def test_an_objective_that_is_constant_warns(lower, upper, message, caplog):
 @pytest.mark.parametrize("quantile", ["plain", "averaged"])
 def test_a_tiny_beta_selects_the_best_particle(quantile, beta):
     start = torch.tensor([[2.0, 0.0], [1.1, 0.0], [0.0, 0.0], [3.0, 0.0]], dtype=torch.float64)
-    result = minimize(circle, G, initial=start, quantile=quantile, beta=beta, maxiter=0)
+    result = minimize(
+        circle, G, initial=start, dynamics=Paper(quantile=quantile, beta=beta), maxiter=0
+    )
     assert result.x.tolist() == [1.1, 0.0]
 
 
@@ -1135,7 +1165,7 @@ def test_invalid_bounds_are_refused(bounds, dim):
 def test_bad_values_are_excluded_and_counted(lower, upper, bad):
     start = np.random.default_rng(0).standard_normal((40, 2))
     is_bad = start[:, 0] > 0.5
-    settings = {"beta": 0.2, "alpha": 5.0, "maxiter": 0}
+    settings = {"dynamics": Paper(beta=0.2, alpha=5.0), "maxiter": 0}
 
     def run(value, of_lower=True, initial=start):
         def broken(x):
@@ -1160,7 +1190,8 @@ def test_a_run_continues_with_the_finite_particles():
     def broken(x):
         return torch.where(x[..., 1] > 0.5, torch.nan, circle(x))
 
-    settings = {"num_particles": 100, "beta": 0.2, "alpha": 100.0, "sigma1": 0.5, "maxiter": 500}
+    settings = {"num_particles": 100, "maxiter": 500}
+    settings["dynamics"] = Paper(beta=0.2, alpha=100.0, sigma1=0.5)
     result = minimize(broken, G, 2, **settings)
     assert_close(result.x, double([1.0, 0.0]), rtol=0, atol=0.1)
     assert result.excluded > 0
@@ -1174,10 +1205,7 @@ def test_beta_1_includes_all_finite_particles():
     """The level is infinite: all finite particles are in the sub-level set."""
     start = [[0.0, 0.0], [1.0, 0.0], [2.0, 0.0]]
     for quantile in ("plain", "averaged"):
-        result = minimize(
-            lambda x: torch.where(x[..., 0] > 1.5, torch.nan, x[..., 0]), last_coordinate, initial=start, alpha=0.0, beta=1.0,
-            maxiter=0, quantile=quantile,
-        )  # fmt: skip
+        result = minimize(lambda x: torch.where(x[..., 0] > 1.5, torch.nan, x[..., 0]), last_coordinate, initial=start, dynamics=Paper(alpha=0.0, beta=1.0, quantile=quantile), maxiter=0)  # fmt: skip
         assert result.x.tolist() == [0.5, 0.0]
 
 
@@ -1189,8 +1217,7 @@ def test_a_bad_gradient_affects_only_its_particle():
         lambda x: (x[..., 0].square()).sqrt(),
         None,
         initial=start,
-        lambda2=0.1,
-        sigma1=0.3,
+        dynamics=Paper(lambda2=0.1, sigma1=0.3),
         maxiter=20,
     )
     assert result.x.isfinite().all()
@@ -1217,10 +1244,12 @@ def test_an_empty_radius_is_a_run_error():
     start = [[3.0, 0.0], [0.0, 4.0], [0.5, 0.0]]
     for upper in (G, None):
         with pytest.raises(RunError, match=r"`radius` = 0\.1"):
-            minimize(circle, upper, initial=start, radius=0.1, maxiter=1)
+            minimize(circle, upper, initial=start, dynamics=Paper(radius=0.1), maxiter=1)
     # Inside, but not in Q_beta: L is 64, 225 and 0.56.
     with pytest.raises(RunError, match="`radius` = 1"):
-        minimize(lambda x: -circle(x), G, initial=start, radius=1.0, beta=0.3, maxiter=1)
+        minimize(
+            lambda x: -circle(x), G, initial=start, dynamics=Paper(radius=1.0, beta=0.3), maxiter=1
+        )
 
 
 # ---- invalid settings ----
@@ -1297,7 +1326,7 @@ def test_an_empty_radius_is_a_run_error():
 )
 def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        minimize(circle, G, **{"dim": 2, "maxiter": 2, **settings})
+        minimize(circle, G, **with_dynamics({"dim": 2, "maxiter": 2, **settings}))
 
 
 @pytest.mark.parametrize(
@@ -1365,22 +1394,24 @@ def test_isotropic_noise_outside_the_theorem_is_noted():
         (3, 0.9, "isotropic", True),
         (2, 5.0, "anisotropic", False),
     ):
-        result = minimize(circle, last_coordinate, dim, sigma1=sigma1, noise=noise, maxiter=0)
+        result = minimize(
+            circle, last_coordinate, dim, dynamics=Paper(sigma1=sigma1, noise=noise), maxiter=0
+        )
         assert any("2 lambda1" in note for note in result.notes) == is_noted
     assert (
-        "(thm:main)" in minimize(circle, last_coordinate, 9, noise="isotropic", maxiter=0).notes[0]
+        "(thm:main)"
+        in minimize(circle, last_coordinate, 9, dynamics=Paper(noise="isotropic"), maxiter=0).notes[
+            0
+        ]
     )
 
 
 def test_capture_warnings_are_issued_and_noted():
+    attack = adversaries.static(1000, (-1.0, 0.0))
+    dynamics = Paper(noise="isotropic", sigma1=9.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = minimize_on_circle(
-            noise="isotropic",
-            sigma1=9.0,
-            maxiter=0,
-            adversaries=adversaries.static(1000, (-1.0, 0.0)),
-        )
+        result = minimize(circle, G, 2, maxiter=0, adversaries=attack, dynamics=dynamics)
     assert [warning.category for warning in caught] == [CaptureWarning, CaptureWarning]
     if VARIABLE not in os.environ:  # type checks call in between
         assert {warning.filename for warning in caught} == {__file__}
@@ -1399,8 +1430,8 @@ def test_capture_warnings_are_issued_and_noted():
 @pytest.mark.skipif(VARIABLE in os.environ, reason="type checks refuse them first")
 def test_settings_may_be_numbers_of_numpy_and_torch(settings):
     plain = {"dim": 2, "num_particles": 40, "seed": 3, "maxiter": 20, "dt": 0.25, "sigma1": 0.5}
-    expected = minimize(square, **plain)
-    result = minimize(square, **{**plain, **settings})
+    expected = minimize(square, **with_dynamics(plain))
+    result = minimize(square, **with_dynamics({**plain, **settings}))
     assert torch.equal(result.x, expected.x)
     assert result.seed == 3
 
@@ -1408,8 +1439,10 @@ def test_settings_may_be_numbers_of_numpy_and_torch(settings):
 @pytest.mark.skipif(VARIABLE in os.environ, reason="type checks refuse them first")
 def test_a_step_in_float32_is_computed_in_float64():
     step = np.float32(0.1)  # 0.10000000149011612
-    result = minimize(square, dim=2, maxiter=5, dt=step, lambda1=np.float32(0.7))
-    expected = minimize(square, dim=2, maxiter=5, dt=float(step), lambda1=float(np.float32(0.7)))
+    result = minimize(square, dim=2, maxiter=5, dynamics=Paper(dt=step, lambda1=np.float32(0.7)))
+    expected = minimize(
+        square, dim=2, maxiter=5, dynamics=Paper(dt=float(step), lambda1=float(np.float32(0.7)))
+    )
     assert torch.equal(result.x, expected.x)
 
 

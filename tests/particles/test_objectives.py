@@ -8,7 +8,7 @@ import torch
 from scipy import optimize
 from torch.testing import assert_close
 
-from fedcb2o import minimize
+from fedcb2o import Paper, minimize
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import objectives, problem, problems
 
@@ -190,10 +190,7 @@ def test_decay_in_the_mean_field_regime(sigma1):
         )
 
     settings = {
-        "alpha": 1e3,
-        "beta": 0.05,
-        "sigma1": sigma1,
-        "noise": "isotropic",
+        "dynamics": Paper(alpha=1e3, beta=0.05, sigma1=sigma1, noise="isotropic"),
         "num_particles": 10_000,
     }
     settings |= {

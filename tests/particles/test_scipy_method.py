@@ -5,6 +5,7 @@ import pytest
 from scipy import optimize
 
 import fedcb2o
+from fedcb2o import Paper
 from fedcb2o.errors import ConfigError
 
 QUICK = {"num_particles": 40, "maxiter": 60, "dynamics": "paper"}
@@ -34,9 +35,8 @@ def test_the_method_returns_the_result_of_minimize_in_scipys_form():
         x0=[0.0, 0.5],
         args=(0.5,),
         bounds=[(0, None), (-1, 1)],
-        xtol=1e-9,
         seed=4,
-        **QUICK,
+        **{**QUICK, "dynamics": Paper(xtol=1e-9)},
     )
     assert isinstance(result, optimize.OptimizeResult)
     assert isinstance(result.x, np.ndarray)
@@ -53,7 +53,8 @@ def test_the_method_returns_the_result_of_minimize_in_scipys_form():
 
 
 def test_upper_is_minimised_among_the_minimisers_of_fun():
-    options = {"upper": lambda x: float(x[0]), "num_particles": 100, "dt": 0.03}
+    options = {"upper": lambda x: float(x[0]), "num_particles": 100}
+    options["dynamics"] = fedcb2o.Paper(dt=0.03)
     result = optimize.minimize(circle, [0.0, 0.0], method=fedcb2o.cb2o, options=options)
     assert result.x == pytest.approx([-1, 0], abs=0.2)
     assert result.success
@@ -87,7 +88,7 @@ def test_jac_is_used_with_lambda2():
     def slope(x, a):
         return 4 * (x - a) ** 3
 
-    options = {"lambda2": 0.5, **QUICK}
+    options = {**QUICK, "dynamics": Paper(lambda2=0.5)}
     result = optimize.minimize(quartic, [0.0, 0.0], 0.5, fedcb2o.cb2o, jac=slope, options=options)
     expected = fedcb2o.minimize(
         lambda x: (x - 0.5).pow(4).sum(-1),
@@ -139,9 +140,10 @@ def test_disp_prints_the_result(capsys):
         ({"options": {"seed": [1, 2]}}, "cb2o takes one seed"),
         ({"constraints": [{"type": "eq"}]}, "constraint 1 needs the keys"),
         ({"bounds": [(1, 2), (1, 2)]}, "`x0` = .* is not within the `bounds`"),
-        ({"options": {"lambda2": 1.0}}, "`lower` has no gradient by autograd"),
+        ({"options": {"alpha": 1.0}}, "cb2o has no option `alpha`.* dynamics=fedcb2o.Paper"),
+        ({"options": {"dynamics": Paper(lambda2=1.0)}}, "`lower` has no gradient by autograd"),
         (
-            {"options": {"lambda2": 1.0}, "jac": np.sum},
+            {"options": {"dynamics": Paper(lambda2=1.0)}, "jac": np.sum},
             r"`gradient` must return a tensor of shape \[200, 2\], got a tensor of shape \[200, 1\]",
         ),
     ],

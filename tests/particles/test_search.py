@@ -6,9 +6,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.particles.problems import with_dynamics
 from torch.testing import assert_close
 
 import fedcb2o
+from fedcb2o import Paper
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.particles import adversaries
 from fedcb2o.particles.objectives import circle, last_coordinate, paraboloid
@@ -35,7 +37,7 @@ def run_search(lower, upper, **settings):
     while not search.done:
         x, num_calls = search.ask(), num_calls + 1
         has_gradient = (
-            settings.get("lambda2") and x.shape[-2] > 3
+            settings["dynamics"].needs_gradient and x.shape[-2] > 3
         )  # the answer, the last request, needs no gradient
         search.tell(
             lower(x), None if upper is None else upper(x), slope(x) if has_gradient else None
@@ -65,6 +67,7 @@ CASES = {
 def test_search_returns_the_bits_of_minimize(case):
     lower, upper, settings = CASES[case]
     settings = {"dim": 2, "num_particles": 40, "beta": 0.2, "maxiter": 40, "seed": 3, **settings}
+    settings = with_dynamics(settings)
     if "gradient" in case:
         settings["gradient"] = slope
     expected = fedcb2o.minimize(lower, upper, **settings)
@@ -88,14 +91,16 @@ def test_search_returns_the_bits_of_minimize(case):
 
 def test_values_may_come_from_a_thread_pool():
     """`tell` accepts a list of numbers, computed from NumPy points."""
-    search = fedcb2o.Search(x0=[0.0, 0.0], upper=True, num_particles=20, maxiter=6, dt=0.01)
+    search = fedcb2o.Search(
+        x0=[0.0, 0.0], upper=True, num_particles=20, maxiter=6, dynamics=Paper(dt=0.01)
+    )
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         while not search.done:
             points = search.ask().numpy()
             lower = list(pool.map(lambda x: float(((x**2).sum() - 1) ** 2), points))
             search.tell(lower, points[:, 1])
     expected = fedcb2o.minimize(
-        circle, last_coordinate, x0=[0.0, 0.0], num_particles=20, maxiter=6, dt=0.01
+        circle, last_coordinate, x0=[0.0, 0.0], num_particles=20, maxiter=6, dynamics=Paper(dt=0.01)
     )
     assert_close(search.result.x, expected.x)
 
@@ -142,7 +147,7 @@ def test_invalid_values_are_refused_and_can_be_corrected():
     with pytest.raises(ConfigError, match="`upper` must be given, in the shape"):
         fedcb2o.Search(2, upper=True).tell(np.zeros(24))
     with pytest.raises(ConfigError, match=r"`gradient` must be given, in the shape \[20, 2\]"):
-        fedcb2o.Search(2, lambda2=1.0, num_particles=20).tell(np.zeros(20))
+        fedcb2o.Search(2, dynamics=Paper(lambda2=1.0), num_particles=20).tell(np.zeros(20))
 
 
 @pytest.mark.parametrize(

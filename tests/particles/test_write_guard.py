@@ -6,7 +6,7 @@ import torch
 from tests.tiny import run_cli
 
 import fedcb2o
-from fedcb2o import minimize
+from fedcb2o import Paper, minimize
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles.dynamics import evaluate_objectives
 
@@ -53,11 +53,11 @@ def test_an_objective_that_writes_into_the_particles_is_named(writer, runs):
         with pytest.raises(
             ConfigError, match=rf"`lower`, .*{writer.__name__}, writes into the particles"
         ):
-            minimize([circle, writer], dim=2, lambda2=0.1, runs=runs)
+            minimize([circle, writer], dim=2, dynamics=Paper(lambda2=0.1), runs=runs)
     with pytest.raises(
         ConfigError, match=rf"`upper`, .*{writer.__name__}, writes into the particles"
     ):
-        minimize(circle, writer, dim=2, batch=50, runs=runs)
+        minimize(circle, writer, dim=2, dynamics=Paper(batch=50), runs=runs)
 
 
 def test_an_objective_that_writes_in_a_later_step_is_named():
@@ -76,7 +76,7 @@ def test_an_objective_that_writes_in_a_later_step_is_named():
 
 def test_a_gradient_that_writes_is_named():
     with pytest.raises(ConfigError, match=r"`gradient`, .*slope, writes into the particles"):
-        minimize(circle, dim=2, lambda2=0.1, gradient=slope)
+        minimize(circle, dim=2, dynamics=Paper(lambda2=0.1), gradient=slope)
 
 
 @pytest.mark.parametrize("name", ["theta", "theta_m", "m"])

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles.dynamics import Values, evaluate_objectives
-from fedcb2o.particles.objectives import Objective
+from fedcb2o.particles.dynamics import Objective, Values, evaluate_objectives
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -7,6 +7,7 @@ compared with points further out.
 
 import itertools
 import logging
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -28,7 +29,7 @@ def is_boundary_consensus(
     x: Float[Tensor, "r K d"],
     at_x: list[Values],
     start: tuple[Float[Tensor, "r d"], Float[Tensor, "r d"]],
-    clusters: list[Cluster],
+    clusters: Sequence[Cluster],
     *,
     walls: tuple[Tensor, Tensor] | None,
     delta_q: float,

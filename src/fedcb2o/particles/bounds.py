@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles.objectives import Objective
+from fedcb2o.particles.dynamics import Objective
 from fedcb2o.particles.settings import check_positive
 
 Number = float | int

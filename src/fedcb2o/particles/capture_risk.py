@@ -14,6 +14,10 @@ from fedcb2o.particles.dynamics import ConsensusParams
 _MIN_BENIGN = 2  # benign particles that G needs in Q_beta to choose among
 
 
+class CaptureWarning(UserWarning):
+    """A warning that malicious particles may capture the consensus point."""
+
+
 def benign_left(
     *, beta: float, w_m: float, num_benign: int, dim: int, averaged: bool = False
 ) -> int:

@@ -22,8 +22,8 @@ from scipy import optimize
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.particles.dynamics import Objective
 from fedcb2o.particles.functions import UserFunction, with_args
-from fedcb2o.particles.objectives import Objective
 from fedcb2o.user_values import to_array
 
 _SCIPY_CLASSES = (optimize.NonlinearConstraint, optimize.LinearConstraint, optimize.Bounds)

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError, RunError, describe_type
-from fedcb2o.particles.objectives import Objective
 from fedcb2o.particles.write_guard import require_unwritten, write_count
+
+Objective = Callable[[Tensor], Tensor]
+"""A function of points [..., d] that returns a value [...] for each."""
 
 _FLOAT_TYPES = (torch.float64, torch.float32)
 

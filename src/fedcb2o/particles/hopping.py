@@ -84,7 +84,8 @@ class Hopper:
     """The ensembles of one run, one after the other.
 
     `m` is the consensus point [d], `width` has the widths of the box [d]. `has_value` tells if a
-    particle of the first ensemble had finite values, `has_upper` if there is a G.
+    particle of the first ensemble had finite values, `has_upper` if there is a G. `least_barred` is
+    the least L where G is infinite.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Hopper:
         self._scale = 0.0
         self._upper_scale = 0.0
         self.has_upper = False
+        self.least_barred = math.inf
         self._frozen = 1
         self.has_value = True
         self._weight = 1.0

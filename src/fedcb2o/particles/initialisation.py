@@ -5,10 +5,12 @@ Example:
     [3, 4]
 """
 
+import dataclasses
 import itertools
+import logging
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,16 +19,153 @@ from torch import Tensor
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import settings
 from fedcb2o.particles.adversaries import Adversary
-from fedcb2o.particles.objectives import Objective
-from fedcb2o.particles.system import Cluster
+from fedcb2o.particles.dynamics import Objective
+from fedcb2o.particles.system import Cluster, Ensembles, Streams, System
 from fedcb2o.plugins import to_python
 from fedcb2o.rng import stream
 from fedcb2o.user_values import to_tensor
+
+_LOGGER = logging.getLogger(__name__)
 
 Seed = int | np.random.Generator | np.random.RandomState | torch.Generator | None
 _Box = tuple[Tensor, Tensor]
 """Low and high ends, [d] each."""
 _DEFAULT_SPREAD = 3.0  # distance of the particles from their middle without bounds
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputShape:
+    """Leading axes of the result."""
+
+    # Whether the axis of runs is dropped.
+    single_run: bool
+    # Whether the axis of clusters is dropped.
+    single_cluster: bool
+
+    def squeeze_runs(self, values: Tensor) -> Any:
+        """Drop the axis of a single run; a value without other axes becomes a plain number."""
+        if not self.single_run:
+            return values
+        if values.ndim == 1:
+            return values.item()
+        return values[0]
+
+    def squeeze(self, values: Tensor, runs: int = 0, clusters: int = 1) -> Tensor:
+        """Drop the axes of a single run and of a single cluster."""
+        if self.single_cluster:
+            values = values.squeeze(clusters)
+        if self.single_run:
+            values = values.squeeze(runs)
+        return values
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A problem with the first ensembles of all runs."""
+
+    system: System
+    # First ensembles [runs, n, d]; the steps change them in place.
+    theta: Tensor
+    seeds: list[int]
+    shape: OutputShape
+    # Box in which later ensembles start; None for that of the run's first one.
+    box: _Box | None
+    # Smallest and largest coordinates of the first benign particles [runs, d].
+    extent: _Box
+    # Whether the bounds leave a single point.
+    is_fixed: bool
+
+    def ensembles(self) -> Ensembles:
+        """Return the state before the first step."""
+        return Ensembles(
+            0,
+            self.theta,
+            torch.arange(len(self.seeds)),
+            Streams(self.seeds, self.theta.shape[-1], self.theta),
+            torch.zeros(len(self.seeds), dtype=torch.long),
+        )
+
+
+class _Dynamics(Protocol):
+    """The part of the dynamics that the first ensembles depend on."""
+
+    def default_num_particles(self, dim: int) -> int:
+        """Return the default number of particles of a cluster."""
+
+    @property
+    def needs_gradient(self) -> bool:
+        """True if a step uses the gradient of L."""
+
+    @property
+    def can_split(self) -> bool:
+        """True if particles at one point may move apart."""
+
+
+def start_runs(
+    functions: tuple[Any, Any, Any],
+    dim: Any,
+    dynamics: _Dynamics,
+    seed: Seed | Sequence[int],
+    *,
+    bounds: Any,
+    x0: Any,
+    spread: Any,
+    initial: Any,
+    num_particles: Any,
+    runs: Any,
+    adversaries: Adversary | Sequence[Adversary],
+    dtype: torch.dtype,
+    device: Any,
+) -> Start:
+    """Draw the first ensembles of all runs.
+
+    The arguments are those of `minimize`; `functions` are L, G and the gradient.
+    """
+    # 1. Check the arguments.
+    dim = settings.check_optional_count("`dim`", dim)
+    runs = settings.check_optional_count("`runs`", runs)
+    settings.check_choices({"`dtype`": (dtype, (torch.float64, torch.float32))})
+    settings.check_memory(runs or 1, 1, dim or 1)
+    device = settings.check_device(device)
+    groups = check_adversaries(adversaries)
+    single_run = runs is None and not has_many_seeds(seed)
+    seeds = resolve_seeds(seed, runs)
+    if initial is not None and not callable(initial):
+        initial = check_ensemble(initial, len(seeds))
+    is_default = num_particles is None and not isinstance(initial, Tensor)
+    if is_default and dim is not None:  # before a box of a great many coordinates
+        settings.check_memory(len(seeds), dynamics.default_num_particles(dim), dim)
+
+    # 2. Draw the particles.
+    walls, box = build_box(bounds, initial, x0, spread, dim)
+    default = dynamics.default_num_particles(len(box[0]))
+    lower, upper, gradient = functions
+    # A gradient that no term reads would cost a backward pass in each step.
+    if not dynamics.needs_gradient:
+        gradient = False
+    clusters = build_clusters(lower, upper, gradient, num_particles, initial, default)
+    num_benign = clusters[-1].rows.stop
+    theta = draw_ensembles(initial, box, num_benign, groups, seeds).to(device, dtype)
+    if walls is not None:
+        walls = (walls[0].to(theta), walls[1].to(theta))
+        theta[:, :num_benign].clamp_(*walls)
+    is_fixed = walls is not None and bool(walls[0].eq(walls[1]).all())
+    if is_fixed:
+        _LOGGER.warning("`bounds` fix all coordinates: the result is the only point within them.")
+    elif not dynamics.can_split and theta.eq(theta[:, :1]).all(2).all(1).any():
+        raise ConfigError(
+            "all particles start at one point, and agree before the first step: spread `initial`"
+        )
+    extent = theta[:, :num_benign].aminmax(dim=1)
+    return Start(
+        System(theta, clusters, groups, flat=single_run, bounds=walls),
+        theta,
+        seeds,
+        OutputShape(single_run, callable(lower)),
+        None if initial is not None else box,
+        (extent.min, extent.max),
+        is_fixed,
+    )
 
 
 def has_many_seeds(seed: Any) -> bool:
@@ -101,7 +240,7 @@ def build_clusters(
     gradient: Objective | Sequence[Objective] | bool | None,
     num_particles: int | Sequence[int] | None,
     initial: Any,
-    default: int = 200,
+    default: int,
 ) -> list[Cluster]:
     """Assign objectives and rows to the clusters.
 

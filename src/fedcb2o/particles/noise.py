@@ -12,6 +12,7 @@ Example:
 
 import concurrent.futures
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,12 +66,10 @@ class Normals:
         self._sources = [
             [_source(seed, purpose, start, device) for start in starts] for seed in seeds
         ]
-        self._pool = None
-        if threads > 1:
-            self._pool = concurrent.futures.ThreadPoolExecutor(threads)
         self._threads = threads
-        self._build_views()
         self._used = ahead
+        self._start_threads()
+        self._build_views()
 
     def next(self) -> Tensor:
         """Return the normals of the next step, a view [runs, n, d] that later calls overwrite."""
@@ -89,6 +88,21 @@ class Normals:
         self._buffer = self._buffer[list(runs)]
         self._sources = [self._sources[run] for run in runs]
         self._build_views()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without threads and views, which a copy builds anew."""
+        built = ("_pool", "_work", "_steps")
+        return {name: value for name, value in vars(self).items() if name not in built}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start_threads()
+        self._build_views()
+
+    def _start_threads(self) -> None:
+        self._pool = None
+        if self._threads > 1:
+            self._pool = concurrent.futures.ThreadPoolExecutor(self._threads)
 
     def _build_views(self) -> None:
         """Assign parts of the buffer to sources, and to steps."""

@@ -11,7 +11,7 @@ Example:
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.particles._paper import Paper
+from fedcb2o.particles.dynamics import Objective
 from fedcb2o.plugins import did_you_mean
-
-Objective = Callable[[Tensor], Tensor]
 
 __all__ = ["Problem", "problem", "problems"]
 
@@ -146,7 +146,7 @@ def problems() -> dict[str, Problem]:
             (-10.0, 10.0),
             bad=(3.71,),
             lure=(0.0,),
-            settings={**_PUBLISHED_WAVES, "beta": 0.15, "maxiter": 201},
+            settings=_published_waves(beta=0.15, maxiter=201),
         ),
         Problem(
             "waves-2d",
@@ -157,7 +157,7 @@ def problems() -> dict[str, Problem]:
             (-2.97, 0.0),
             (-10.0, 10.0),
             lure=(0.0, 0.0),
-            settings={**_PUBLISHED_WAVES, "beta": 0.10, "maxiter": 1001},
+            settings=_published_waves(beta=0.10, maxiter=1001),
         ),
         Problem(
             "rastrigin",
@@ -166,7 +166,7 @@ def problems() -> dict[str, Problem]:
             None,
             10,
             (0.0,) * 10,
-            settings={"sigma1": 4.0, "dt": 0.05, "maxiter": 1000},
+            settings={"dynamics": Paper(sigma1=4.0, dt=0.05), "maxiter": 1000},
         ),
         Problem(
             "two-circles",
@@ -176,7 +176,7 @@ def problems() -> dict[str, Problem]:
             2,
             ((-1.5, -1.0), (1.5, -1.0)),
             bad=(-1.5, 1.0),
-            settings={"lambda2": 0.1, "sigma2": 0.01},
+            settings={"dynamics": Paper(lambda2=0.1, sigma2=0.01)},
         ),
     )
     return {item.name: item for item in all_problems}
@@ -258,12 +258,14 @@ def far_box(generator: np.random.Generator, n: int, dim: int) -> Any:
 
 
 # Settings of the published CB2O experiments.
-_PUBLISHED = {"num_particles": 50, "alpha": 30.0, "beta": 1 / 20, "maxiter": 300, "xtol": 0.0}
-_PUBLISHED_WAVES = {
-    "initial": far_box,
-    "num_particles": 200,
-    "batch": 100,
-    "sigma1": 10.0,
-    "alpha": 20.0,
-    "xtol": 0.0,
+_PUBLISHED = {
+    "dynamics": Paper(alpha=30.0, beta=1 / 20, xtol=0.0),
+    "num_particles": 50,
+    "maxiter": 300,
 }
+
+
+def _published_waves(*, beta: float, maxiter: int) -> dict[str, Any]:
+    dynamics = Paper(alpha=20.0, beta=beta, sigma1=10.0, batch=100, xtol=0.0)
+    place = {"initial": far_box, "num_particles": 200}
+    return {"dynamics": dynamics, **place, "maxiter": maxiter}

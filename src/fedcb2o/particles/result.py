@@ -1,9 +1,4 @@
-"""The result of `minimize` and its history, in the user's shapes.
-
-Example:
-    >>> OutputShape(single_run=True, single_cluster=True).squeeze(torch.zeros(1, 1, 3)).shape
-    torch.Size([3])
-"""
+"""The result of `minimize` and its history, in the user's shapes."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -13,23 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcb2o.particles.adaptive import confirm_
+from fedcb2o.particles._adaptive import Adaptive
+from fedcb2o.particles._paper import Paper
 from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
-from fedcb2o.particles.boundary_check import is_boundary_consensus
 from fedcb2o.particles.constraints import Constraints
 from fedcb2o.particles.dynamics import Values
+from fedcb2o.particles.initialisation import Start
 from fedcb2o.particles.polish import polish_points
-from fedcb2o.particles.system import Cluster, System
+from fedcb2o.particles.system import Ensembles, System
 
-_CONSENSUS_MESSAGE = "consensus: spread at most xtol = {:g}"
-_BARRED_MESSAGE = (
-    "L is smaller at points where G is infinite, so x does not minimise L: if these points are"
-    " invalid, let L be infinite there too"
-)
-_BOUNDARY_MESSAGE = (
-    "the particles agreed at the edge of where they started, and L or G is less further out:"
-    " let them start in a larger box, by `spread`, `bounds` or `initial`"
-)
+Dynamics = Paper | Adaptive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,37 +147,11 @@ class Result(Mapping[str, Any]):
         return lines
 
 
-@dataclasses.dataclass(frozen=True)
-class OutputShape:
-    """Leading axes of the result."""
-
-    # Whether the axis of runs is dropped.
-    single_run: bool
-    # Whether the axis of clusters is dropped.
-    single_cluster: bool
-
-    def squeeze_runs(self, values: Tensor) -> Any:
-        """Drop the axis of a single run; a value without other axes becomes a plain number."""
-        if not self.single_run:
-            return values
-        if values.ndim == 1:
-            return values.item()
-        return values[0]
-
-    def squeeze(self, values: Tensor, runs: int = 0, clusters: int = 1) -> Tensor:
-        """Drop the axes of a single run and of a single cluster."""
-        if self.single_cluster:
-            values = values.squeeze(clusters)
-        if self.single_run:
-            values = values.squeeze(runs)
-        return values
-
-
 def finish_runs(
     system: System,
+    state: Ensembles,
     m: Tensor,
     spread: Tensor,
-    n: int,
     agreed: Tensor,
     ending: Tensor,
     fields: dict[str, Tensor],
@@ -203,35 +165,29 @@ def finish_runs(
         "x": system.clamp(m),
         "consensus": system.clamp(m),
         "spread": spread,
-        "theta": system.benign,
-        "theta_m": system.malicious,
+        "theta": system.benign(state.theta),
+        "theta_m": system.malicious(state.theta),
         **fields,
     }
     if not ending.all():
         tensors = {name: tensor[ending.to(tensor.device)] for name, tensor in tensors.items()}
-    runs = system.runs[ending]
+    runs = state.runs[ending]
     return {
         **tensors,
         "runs": runs,
         "success": agreed[ending],
-        "nit": torch.full_like(runs, n),
-        "nfev": torch.full_like(runs, system.num_evaluated),
-        "excluded": system.excluded[ending],
+        "nit": torch.full_like(runs, state.n),
+        "nfev": torch.full_like(runs, state.num_evaluated),
+        "excluded": state.excluded[ending],
     }
 
 
 def build_result(
     ends: list[dict[str, Tensor]],
     records: list[tuple[int, Tensor, Tensor, Tensor]],
-    shape: OutputShape,
-    clusters: list[Cluster],
-    seeds: list[int],
+    start: Start,
+    dynamics: Dynamics,
     *,
-    start: tuple[Tensor, Tensor],
-    walls: tuple[Tensor, Tensor] | None,
-    delta_q: float,
-    dt: float,
-    xtol: float,
     reason: str,
     notes: tuple[str, ...],
     seconds: float,
@@ -240,12 +196,11 @@ def build_result(
     """Combine the ended runs in their original order.
 
     `ends` are results of `finish_runs`. Each of `records` has the step, runs, consensus points and
-    spreads. `start` has the smallest and largest coordinates of the first ensemble, `walls` the
-    bounds of the particles, if there are any. `reason` is that of runs without a consensus.
-    `polish` improves x by a local search. The generator's result is that of `minimize`.
+    spreads. `reason` is that of runs without a consensus. `polish` improves x by a local search.
+    The generator's result is that of `minimize`.
     """
-    final = ends[0]
     # Runs end at different steps.
+    final = ends[0]
     if len(ends) > 1:
         order = torch.cat([end["runs"] for end in ends]).argsort()
         final = {
@@ -254,21 +209,22 @@ def build_result(
         }
 
     # 1. Evaluate the objectives at x.
-    flat = shape.single_run
-    x = final["x"]
-    at_x = yield from _evaluate_at(x, clusters, flat)
-    if "judged" in final and (yield from confirm_(final, at_x[0], clusters[0], flat)):
-        at_x = yield from _evaluate_at(x, clusters, flat)
-    # The polished x has values of its own, so the objectives are evaluated anew.
+    shape = start.shape
+    system = start.system
+    at_x = yield from _evaluate_at(final["x"], system)
+    if (yield from dynamics.confirm_(final, at_x, start)):
+        at_x = yield from _evaluate_at(final["x"], system)
     if polish:
-        x, count = polish_points(x, at_x, clusters, walls, start, flat)
+        final["x"], count = polish_points(final["x"], at_x, system, start.extent)
         final["nfev"] = final["nfev"] + count
-        at_x = yield from _evaluate_at(x, clusters, flat)
+        # The polished x has values of its own, so the objectives are evaluated anew.
+        at_x = yield from _evaluate_at(final["x"], system)
+    x = final["x"]
     uppers = [values.upper for values in at_x if values.upper is not None]
     upper = shape.squeeze(torch.cat(uppers, 1)) if uppers else None
     lower = shape.squeeze(torch.cat([values.lower for values in at_x], 1))
     fields: dict[str, Any] = {"lower": lower, "upper": upper, "fun": lower}
-    constraints = clusters[0].lower
+    constraints = system.clusters[0].lower
     if isinstance(constraints, Constraints):
         fields["constr"] = [
             shape.squeeze(part.reshape(len(x), 1, -1)) for part in constraints.latest
@@ -278,18 +234,7 @@ def build_result(
             fields["fun"] = upper
 
     # 2. Decide which runs succeeded.
-    agreed = final["success"]
-    success = agreed
-    messages: list[str] = []
-    if "agreeing" in final:
-        success, messages = _judge_agreement(final, at_x[0], clusters[0], reason)
-    elif agreed.any():
-        at_boundary = yield from is_boundary_consensus(
-            x, at_x, start, clusters, walls=walls, delta_q=delta_q, flat=shape.single_run
-        )
-        success = agreed & ~at_boundary.any(1).cpu()
-    if "agreeing" not in final:
-        messages = _consensus_messages(success.tolist(), agreed.tolist(), xtol, reason)
+    success, messages = yield from dynamics.judge(final, at_x, start, reason)
 
     # 3. Assemble the history.
     steps = torch.tensor([n for n, *_ in records])
@@ -297,11 +242,12 @@ def build_result(
     spreads = path[..., 0].clone()
     for row, (_, runs, m, spread) in enumerate(records):
         recorded: Any = slice(None)
-        if len(runs) < len(seeds):
+        if len(runs) < len(start.seeds):
             recorded = runs.to(x.device)
         path[row, recorded] = m
         spreads[row, recorded] = spread
-    history = History(steps, steps * dt, shape.squeeze(path, 1, 2), shape.squeeze(spreads, 1, 2))
+    t = steps * dynamics.dt
+    history = History(steps, t, shape.squeeze(path, 1, 2), shape.squeeze(spreads, 1, 2))
 
     per_run = ("nit", "nfev", "excluded", "theta", "theta_m")
     return Result(
@@ -314,7 +260,7 @@ def build_result(
         **{name: shape.squeeze_runs(final[name]) for name in per_run},
         history=history,
         notes=notes,
-        seed=seeds[0] if shape.single_run else seeds,
+        seed=start.seeds[0] if shape.single_run else start.seeds,
         seconds=seconds,
     )
 
@@ -340,49 +286,10 @@ def count_points(steps: EvaluationSteps[Result]) -> EvaluationSteps[Result]:
     return dataclasses.replace(result, nfev=result.nfev + count)
 
 
-def _evaluate_at(x: Tensor, clusters: list[Cluster], flat: bool) -> EvaluationSteps[list[Values]]:
+def _evaluate_at(x: Tensor, system: System) -> EvaluationSteps[list[Values]]:
     """Evaluate each cluster's objectives at its own point of x [runs, clusters, d]."""
     at_x = []
-    for k, cluster in enumerate(clusters):
-        at_x.append((yield EvaluationRequest(x[:, k : k + 1], cluster.lower, cluster.upper, flat)))
+    for k, cluster in enumerate(system.clusters):
+        points = x[:, k : k + 1]
+        at_x.append((yield EvaluationRequest(points, cluster.lower, cluster.upper, system.flat)))
     return at_x
-
-
-def _consensus_messages(
-    success: list[bool], agreed: list[bool], xtol: float, reason: str
-) -> list[str]:
-    messages = []
-    for run, succeeded in enumerate(success):
-        message = reason
-        if succeeded:
-            message = _CONSENSUS_MESSAGE.format(xtol)
-        elif agreed[run]:
-            message = _BOUNDARY_MESSAGE
-        messages.append(message)
-    return messages
-
-
-def _judge_agreement(
-    final: dict[str, Tensor], at_x: Values, cluster: Cluster, reason: str
-) -> tuple[Tensor, list[str]]:
-    """Decide by the number of ensembles that agree on x, and by the constraints."""
-    is_met = torch.ones(len(final["agreeing"]), dtype=torch.bool)
-    if isinstance(cluster.lower, Constraints) and cluster.lower.inner is None:
-        is_met = (at_x.lower[:, 0] == 0).cpu()
-    # Noise may exclude x in the second evaluation.
-    is_met &= at_x.lower[:, 0].isfinite().cpu()
-    success = final["success"] & is_met & ~final["barred"]
-    messages = []
-    for run, succeeded in enumerate(success.tolist()):
-        count = int(final["agreeing"][run])
-        total = int(final["ensembles"][run])
-        message = f"{count} of {total} independent ensembles ended at x"
-        if not succeeded:
-            needed = int(final["needed"][run])
-            message = f"{reason or 'the ensembles agreed'}: {message}, and {needed} are needed"
-        if not is_met[run]:
-            message = f"{reason or 'the ensembles agreed'}: no point meets the constraints"
-        elif final["barred"][run]:
-            message = _BARRED_MESSAGE
-        messages.append(message)
-    return success, messages

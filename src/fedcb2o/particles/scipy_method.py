@@ -7,6 +7,7 @@ Example:
     True
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from scipy.optimize import OptimizeResult
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles._minimize import minimize
+from fedcb2o.particles._minimize import minimize, resolve_dynamics
 from fedcb2o.particles.functions import UserFunction, evaluate_point, with_args
 from fedcb2o.particles.initialisation import has_many_seeds
 from fedcb2o.particles.result import Result
@@ -58,7 +59,7 @@ def cb2o(
         bounds: As SciPy's; particles stay inside.
         callback: Called before every step with the consensus point, callback(x), or as
             callback(intermediate_result=r) with r.x and r.fun; True or StopIteration stops.
-        tol: `xtol` of `minimize`.
+        tol: `xtol` of the dynamics.
         jac: Gradient of `fun`, for `lambda2` and `sigma2`.
         hess: Not used.
         hessp: Not used.
@@ -79,12 +80,13 @@ def cb2o(
         if name not in valid:
             raise ConfigError(
                 f"cb2o has no option `{name}`.{did_you_mean(name, valid)} It has those of"
-                " fedcb2o.minimize"
+                " fedcb2o.minimize, such as dynamics=fedcb2o.Paper(...)"
             )
     if has_many_seeds(options.get("seed")):
         raise ConfigError("cb2o takes one seed; many runs at once are fedcb2o.minimize's")
     if tol is not None:
-        options.setdefault("xtol", tol)
+        dynamics = resolve_dynamics(options.get("dynamics"), is_single=True)
+        options["dynamics"] = dataclasses.replace(dynamics, xtol=tol)
 
     if not isinstance(args, tuple):
         args = (args,)

@@ -7,7 +7,6 @@ Example:
     10
 """
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
@@ -21,15 +20,6 @@ from fedcb2o.plugins import to_python
 
 Schedule = float | Callable[[int], float]
 """A parameter, or a function of the step n."""
-
-PAPER: Mapping[str, Any] = {
-    **{"alpha": 1000.0, "beta": 0.1, "lambda1": 1.0, "sigma1": 1.0, "lambda2": 0.0, "sigma2": 0.0},
-    **{"dt": 0.01, "noise": "anisotropic", "radius": math.inf, "quantile": "plain"},
-    **{"batch": None, "update": "batch"},
-    **{"num_particles": 200, "maxiter": 2000, "xtol": 1e-4},
-}
-"""Defaults of `minimize` for the dynamics of the paper."""
-_GENERAL = ("num_particles", "maxiter", "xtol")  # settings of both dynamics
 
 # Approximate float64 copies of an ensemble in memory: particles, as drawn, noise, and a step's.
 _ENSEMBLE_COPIES = 4
@@ -62,6 +52,13 @@ def check_count(name: str, value: Any, least: int | None = 1) -> int:
     return int(value)
 
 
+def check_optional_count(name: str, value: Any, least: int = 1) -> int | None:
+    """Convert a setting to a whole number; None stays None."""
+    if value is None:
+        return None
+    return check_count(name, value, least)
+
+
 def check_positive(
     values: Mapping[str, Any], *, finite: bool = True, or_zero: bool = False
 ) -> dict[str, float]:
@@ -91,23 +88,6 @@ def check_choices(choices: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
             raise ConfigError(
                 f"{name} must be {' or '.join(map(repr, valid))}, got {_short_repr(value)}"
             )
-
-
-def choose_dynamics(dynamics: str | None, chosen: Mapping[str, Any], is_clustered: bool) -> str:
-    """Return the dynamics of a run.
-
-    By default they are "paper" if one of its own settings is chosen, or with several clusters, and
-    otherwise "adaptive". A value of None in `chosen` is the default. A setting of the paper's
-    dynamics that is chosen for the adaptive ones is a ConfigError.
-    """
-    check_choices({"`dynamics`": (dynamics, (None, "adaptive", "paper"))})
-    names = [name for name in chosen if chosen[name] is not None and name not in _GENERAL]
-    if dynamics == "adaptive" and (names or is_clustered):
-        reason = f"`{names[0]}` is a setting" if names else "several clusters are"
-        raise ConfigError(f"{reason} of dynamics='paper': the adaptive dynamics choose their own")
-    if dynamics is None:
-        return "paper" if names or is_clustered else "adaptive"
-    return dynamics
 
 
 def schedule_value(name: str, value: Schedule, n: int) -> float:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles.result import OutputShape
-from fedcb2o.particles.system import Evaluation, System
+from fedcb2o.particles.initialisation import OutputShape
+from fedcb2o.particles.system import Ensembles, Evaluation, System
+from fedcb2o.particles.write_guard import forbid_writes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +45,11 @@ def callback_requests_stop(
     callback: Callable[[State], Any],
     shape: OutputShape,
     system: System,
+    ensembles: Ensembles,
     evaluation: Evaluation,
-    n: int,
     dt: float,
 ) -> bool:
-    """Call a callback before step n; return whether all runs shall stop.
+    """Call a callback before a step; return whether all runs shall stop.
 
     A callback that writes into the particles, or returns no truth value, is a ConfigError.
     """
@@ -67,16 +68,17 @@ def callback_requests_stop(
             upper = shape.squeeze_runs(torch.cat(uppers, 1))
 
     state = State(
-        n=n,
-        t=n * dt,
+        n=ensembles.n,
+        t=ensembles.n * dt,
         x=shape.squeeze(evaluation.m),
-        theta=shape.squeeze_runs(system.benign),
-        theta_m=shape.squeeze_runs(system.malicious),
+        theta=shape.squeeze_runs(system.benign(ensembles.theta)),
+        theta_m=shape.squeeze_runs(system.malicious(ensembles.theta)),
         lower=lower,
         upper=upper,
-        runs=system.runs,
+        runs=ensembles.runs,
     )
-    with system.forbid_writes("the callback", callback, evaluation.m):
+    guarded = ((ensembles.theta, "particles"), (evaluation.m, "consensus points"))
+    with forbid_writes("the callback", callback, guarded, evaluation.check_writes):
         try:
             answer = callback(state)
         except StopIteration:

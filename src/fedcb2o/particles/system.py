@@ -2,16 +2,16 @@
 
 Benign particles come first, cluster by cluster, then the malicious ones.
 
-The system applies the mathematics of `dynamics`. Stopping, recording and validation of settings
-belong to `minimize`.
+A `System` has the fixed parts of a problem and applies the mathematics of `dynamics`. `Ensembles`
+are the state. Stopping and recording belong to the driver.
 """
 
-import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,11 @@ from torch import Tensor
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles.adversaries import Adversary, View
-from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
+from fedcb2o.particles.ask_tell import EvaluationRequest
 from fedcb2o.particles.constraints import Constraints
 from fedcb2o.particles.dynamics import (
     ConsensusParams,
+    Objective,
     Values,
     consensus_point,
     consensus_step_,
@@ -32,11 +33,8 @@ from fedcb2o.particles.dynamics import (
     gradient_step_,
 )
 from fedcb2o.particles.noise import Normals
-from fedcb2o.particles.objectives import Objective
-from fedcb2o.particles.write_guard import require_unwritten, write_count
+from fedcb2o.particles.write_guard import forbid_writes
 from fedcb2o.rng import stream
-
-_PLAIN = ConsensusParams(alpha=0.0, beta=1.0)  # of requests whose values alone count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,34 +49,132 @@ class Cluster:
     rows: slice
 
 
+class Streams:
+    """Named random streams, one per active run and purpose; draws advance them."""
+
+    def __init__(self, seeds: Sequence[int], dim: int, like: Tensor) -> None:
+        """Open no stream yet."""
+        self._seeds = list(seeds)
+        self._dim = dim
+        self._dtype = like.dtype
+        self._device = like.device
+        self._generators: dict[str, list[np.random.Generator]] = {}
+        self._normals: dict[str, Normals] = {}
+
+    def generators(self, purpose: str) -> list[np.random.Generator]:
+        """Return the generators of a purpose, one per run."""
+        if purpose not in self._generators:
+            self._generators[purpose] = [stream(seed, "particles", purpose) for seed in self._seeds]
+        return self._generators[purpose]
+
+    def normals(self, purpose: str, n: int) -> Tensor:
+        """Return the next normals [runs, n, d] of a purpose, a view that later calls overwrite."""
+        if purpose not in self._normals:
+            self._normals[purpose] = Normals(
+                self._seeds,
+                f"particles {purpose}",
+                n,
+                self._dim,
+                dtype=self._dtype,
+                device=self._device,
+            )
+        return self._normals[purpose].next()
+
+    def for_runs(self, kept: Sequence[int]) -> "Streams":
+        """Return the streams of a part of the runs, which share these generators."""
+        part = copy.copy(self)
+        part._seeds = [self._seeds[run] for run in kept]
+        part._generators = {
+            name: [generators[run] for run in kept] for name, generators in self._generators.items()
+        }
+        for normals in part._normals.values():
+            normals.keep_runs(kept)
+        return part
+
+
+@dataclasses.dataclass(frozen=True)
+class Ensembles:
+    """The state before a step: the ensembles of all active runs.
+
+    A step changes `theta` in place, and advances `streams`. Use only the latest state.
+    """
+
+    # Step.
+    n: int
+    # All particles [runs, n, d].
+    theta: Tensor
+    # Indices of the active runs.
+    runs: Tensor
+    streams: Streams
+    # Particles with a NaN or infinite objective so far, of each run.
+    excluded: Tensor
+    # Evaluated particles of each run so far, counted once per cluster.
+    num_evaluated: int = 0
+    # Rows of the random batch behind the consensus points of this step [runs, M]; None for all.
+    batch: Tensor | None = None
+    # Rest of the random order of the particles from which the next batches come.
+    order: Tensor | None = None
+    # Memory of the dynamics, one entry per run.
+    memory: tuple[Any, ...] = ()
+
+    def for_runs(self, kept: Tensor) -> "Ensembles":
+        """Return the state of a part of the active runs."""
+        chosen = kept.tolist()
+
+        def part(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[kept.to(values.device)]
+
+        return dataclasses.replace(
+            self,
+            theta=self.theta[kept.to(self.theta.device)],
+            runs=self.runs[kept],
+            streams=self.streams.for_runs(chosen),
+            excluded=self.excluded[kept],
+            batch=part(self.batch),
+            order=part(self.order),
+            memory=tuple(self.memory[run] for run in chosen) if self.memory else (),
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Values and consensus points before a step."""
+    """Values and consensus points of an ensemble before a step."""
 
     values: list[Values]
-    # Consensus points [runs, clusters, d].
-    m: Tensor
+    # Consensus point of each cluster [runs, d].
+    points: list[Tensor]
+    # Parameters of the consensus points, those in the view of adversaries.
+    params: ConsensusParams
     # Rows of the random batch behind the consensus points [runs, M]; None for all.
-    batch: Tensor | None
+    batch: Tensor | None = None
     # Whether the values are those of all particles, not only of the batch.
-    covers_all: bool
+    covers_all: bool = True
+    # Whether writes of user functions by way of NumPy are noticed too.
+    check_writes: bool = True
+    # Whether a run may end before the next record.
+    may_end: bool = False
+
+    @functools.cached_property
+    def m(self) -> Tensor:
+        """Consensus points [runs, clusters, d]; most steps do not need them in one tensor."""
+        return torch.stack(self.points, 1)
 
     def for_runs(self, kept: Tensor) -> "Evaluation":
         """Return the evaluation of a part of the runs."""
         batch = self.batch
         if batch is not None:
-            batch = batch[kept]
-        values = [item.map(lambda tensor: tensor[kept]) for item in self.values]
-        return Evaluation(values, self.m[kept], batch, self.covers_all)
+            batch = batch[kept.to(batch.device)]
+        values = [item.map(lambda tensor: tensor[kept.to(tensor.device)]) for item in self.values]
+        points = [m[kept.to(m.device)] for m in self.points]
+        return dataclasses.replace(self, values=values, points=points, batch=batch)
 
 
 class System:
-    """The ensembles and random streams of the active runs.
+    """The fixed parts of a particle system: clusters, adversaries, masses and bounds.
 
-    Steps change the ensembles in place. `theta` has all particles [runs, n, d]. `mass` is the share
-    of each particle in the measure; None for equal shares. `num_evaluated` counts evaluated
-    particles of each run, once per cluster. `bounds` are the low and high ends for the benign
-    particles. `check_writes` notices writes of user functions by way of NumPy too.
+    `mass` is the share of each particle in the measure; None for equal shares. `bounds` are the low
+    and high ends for the benign particles. With `flat`, objectives receive the points of a single
+    run as [n, d].
     """
 
     def __init__(
@@ -86,16 +182,12 @@ class System:
         theta: Tensor,
         clusters: Sequence[Cluster],
         adversaries: Sequence[Adversary],
-        seeds: Sequence[int],
         *,
         flat: bool,
         bounds: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """Start the runs."""
-        self.theta = theta
+        """Assign the particles of the first ensembles `theta` to clusters and adversaries."""
         self.clusters = clusters
-        self.seeds = list(seeds)
-        self.runs = torch.arange(len(seeds))
         self.num_benign: int = clusters[-1].rows.stop
         sizes = (adversary.num_particles for adversary in adversaries)
         ends = itertools.accumulate(sizes, initial=self.num_benign)
@@ -104,112 +196,124 @@ class System:
             for adversary, rows in zip(adversaries, itertools.pairwise(ends), strict=True)
         ]
         self.mass = _mass(theta, self.num_benign, adversaries)
-        self.num_evaluated = 0
-        self.excluded = torch.zeros(len(seeds), dtype=torch.long)
-        self.check_writes = True
-        self._flat = flat
+        self.num_particles: int = theta.shape[1]
+        self.needs_gradient = any(cluster.gradient for cluster in clusters)
+        self.flat = flat
         self.bounds = bounds
         self._m_bounds = None if adversaries else bounds
         self._is_fixed: Tensor | None = None
         if self._m_bounds is not None and self._m_bounds[0].eq(self._m_bounds[1]).any():
             self._is_fixed = self._m_bounds[0] == self._m_bounds[1]
-        self._normals: dict[str, Normals] = {}
-        self._streams: dict[str, list[np.random.Generator]] = {}
-        self._order = torch.empty(len(seeds), 0, dtype=torch.long)
-        self._split_clusters()
 
-    @property
-    def benign(self) -> Tensor:
-        """The benign particles, a view [runs, n, d] of the first rows of `theta`."""
-        return self.theta[:, : self.num_benign]
+    def benign(self, theta: Tensor) -> Tensor:
+        """Return the benign particles, a view [runs, n, d] of the first rows."""
+        return theta[:, : self.num_benign]
 
-    @property
-    def malicious(self) -> Tensor:
-        """The malicious particles, a view [runs, n_m, d] of the last rows of `theta`.
+    def malicious(self, theta: Tensor) -> Tensor:
+        """Return the malicious particles, a view [runs, n_m, d] of the last rows.
 
         n_m is 0 without adversaries.
         """
-        return self.theta[:, self.num_benign :]
+        return theta[:, self.num_benign :]
 
     @property
     def malicious_mass(self) -> float:
         """Share w_m of the malicious particles in the measure; n_m / n with equal shares."""
         if self.mass is None:
-            n: int = self.theta.shape[1]
-            return (n - self.num_benign) / n
+            return (self.num_particles - self.num_benign) / self.num_particles
         return float(self.mass[self.num_benign :].sum())
 
-    def evaluate(
-        self, params: ConsensusParams | None, batch: int | None = None
-    ) -> EvaluationSteps[Evaluation]:
-        """Evaluate all particles or the next batch, and find the consensus points.
+    def ask(
+        self, state: Ensembles, check_writes: bool, radius: float = math.inf
+    ) -> list[EvaluationRequest]:
+        """Return the requests for the values of the ensemble or its batch, one per cluster."""
+        theta = state.theta
+        if state.batch is not None and not self.needs_gradient:
+            theta = _gather_rows(theta, state.batch)
+        return [
+            self._request(theta, cluster, state, check_writes, radius, cluster.gradient)
+            for cluster in self.clusters
+        ]
+
+    def count(self, state: Ensembles, values: Sequence[Values]) -> Ensembles:
+        """Return the state with the evaluated and the excluded particles of a step counted."""
+        excluded = state.excluded
+        for item in values:
+            if item.excluded is not None:
+                excluded = excluded + item.excluded.sum(-1).cpu()
+        return Ensembles(  # dataclasses.replace takes a twentieth of a small ensemble's step
+            state.n,
+            state.theta,
+            state.runs,
+            state.streams,
+            excluded,
+            state.num_evaluated + self.evaluation_cost(state.batch),
+            state.batch,
+            state.order,
+            state.memory,
+        )
+
+    def consensus(
+        self, state: Ensembles, values: list[Values], params: ConsensusParams, check_writes: bool
+    ) -> Evaluation:
+        """Return the consensus points of the ensemble, or of its batch."""
+        rows = state.batch
+        counted = state.theta
+        mass = self.mass
+        covers_all = rows is None or self.needs_gradient
+        if rows is not None:
+            counted = _gather_rows(state.theta, rows)
+            if mass is not None:
+                mass = mass[rows]
+        points = []
+        for item in values:
+            if rows is not None and covers_all:
+                item = item.map(functools.partial(_gather_rows, rows=rows))
+            m = consensus_point(counted, item, params, mass)
+            if self._is_fixed is not None:  # an average of equal numbers may round to another one
+                m = torch.where(self._is_fixed, state.theta[:, 0], m)
+            points.append(m)
+        return Evaluation(values, points, params, rows, covers_all, check_writes)
+
+    def draw_batch(self, state: Ensembles, size: int) -> Ensembles:
+        """Return the state with the next random batch of `size` particles.
 
         Batches are parts of a random order of the particles. The order is drawn anew when fewer
         particles than a batch are left (Carrillo, Jin, Li and Zhu, "A consensus-based global
         optimization method for high dimensional machine learning problems", 2021, Algorithm 2.1).
-        `batch` is its size M; None means all particles. Without `params` there are no consensus
-        points, only values.
         """
-        rows = None
-        counted = self.theta
-        mass = self.mass
-        if batch is not None:
-            rows = self._next_batch(batch)
-            counted = _gather_rows(self.theta, rows)
-            if mass is not None:
-                mass = mass[rows]
+        order = state.order
+        if order is None or order.shape[1] < size:
+            generators = state.streams.generators("batches")
+            orders = [
+                torch.from_numpy(generator.permutation(self.num_particles))
+                for generator in generators
+            ]
+            order = torch.stack(orders).to(state.theta.device)
+        return dataclasses.replace(state, batch=order[:, :size], order=order[:, size:])
 
-        # 1. Request the values.
-        covers_all = self._evaluates_all(batch)
-        evaluated = self.theta if covers_all else counted
-        all_values = []
-        for cluster in self.clusters:
-            request = self._request(evaluated, cluster, params or _PLAIN, cluster.gradient)
-            all_values.append((yield request))
-        self.num_evaluated += self.evaluation_cost(batch)
-
-        # 2. Compute the consensus points.
-        points = []
-        for values in all_values:
-            if values.excluded is not None:
-                self.excluded += values.excluded.sum(-1).cpu()
-            if rows is not None and covers_all:
-                values = values.map(functools.partial(_gather_rows, rows=rows))
-            if params is None:
-                points.append(self.theta[:, 0])
-                continue
-            points.append(consensus_point(counted, values, params, mass))
-        m = torch.stack(points, 1) if len(points) > 1 else points[0].unsqueeze(1)
-        if self._is_fixed is not None:  # an average of equal numbers may round to another one
-            m = torch.where(self._is_fixed, self.theta[:, :1], m)
-        return Evaluation(all_values, m, rows, covers_all)
-
-    def evaluation_cost(self, batch: int | None = None) -> int:
-        """Return the particles of each run in the next evaluation, counted once per cluster."""
-        if batch is None or self._evaluates_all(batch):
-            batch = self.theta.shape[1]
-        return len(self.clusters) * batch
-
-    def _evaluates_all(self, batch: int | None) -> bool:
+    def evaluation_cost(self, batch: Tensor | None = None) -> int:
+        """Return the particles of each run in an evaluation, counted once per cluster."""
         # Every particle needs its gradient. Without gradients, only the batch is evaluated.
-        return batch is None or any(cluster.gradient for cluster in self.clusters)
+        if batch is None or self.needs_gradient:
+            return len(self.clusters) * self.num_particles
+        return len(self.clusters) * batch.shape[1]
 
-    def spread(self, m: Tensor) -> Tensor:
+    def spread(self, theta: Tensor, m: Tensor) -> Tensor:
         """Return the root mean squared distance of each cluster from its consensus point.
 
         Consensus points [runs, clusters, d] have distances [runs, clusters].
         """
         squares = [
-            (theta - m[:, k : k + 1]).square_().sum(-1).mean(-1)
-            for k, (theta, _) in enumerate(self._parts)
+            (theta[:, cluster.rows] - m[:, k : k + 1]).square_().sum(-1).mean(-1)
+            for k, cluster in enumerate(self.clusters)
         ]
         return torch.stack(squares, 1).sqrt()
 
     def step_(
         self,
-        n: int,
+        state: Ensembles,
         evaluation: Evaluation,
-        params: ConsensusParams,
         *,
         lambda1: float,
         sigma1: float,
@@ -218,28 +322,33 @@ class System:
         dt: float,
         noise: str,
         batch_only: bool = False,
-    ) -> None:
+    ) -> Ensembles:
         """Take an Euler-Maruyama step of all particles (eq:fedcb2o_dynamics, eq:dyn_macro).
 
         All particles, benign and malicious, move from the same theta_t. `evaluation` is that before
-        the step. With `batch_only` only the particles of the batch move.
+        the step. With `batch_only` only the particles of the batch move. The particles change in
+        place; the next state is returned.
         """
-        moves = self._malicious_moves(n, evaluation, params, dt)
+        moves, evaluated = self._malicious_moves(state, evaluation, dt)
+        benign = self.benign(state.theta) if self.adversaries else state.theta
         before = None
         if batch_only and evaluation.batch is not None:
-            before = self.benign.clone()
+            before = benign.clone()
         normals = None
         if sigma1:
-            normals = self._draw("noise", self.num_benign)
+            normals = state.streams.normals("noise", self.num_benign)
         gradient_normals = None
         if sigma2:
-            gradient_normals = self._draw("gradient noise", self.num_benign)
+            gradient_normals = state.streams.normals("gradient noise", self.num_benign)
 
         # 1. Move the benign particles of each cluster.
-        for k, (theta, rows) in enumerate(self._parts):
+        is_single = len(self.clusters) == 1
+        for k, cluster in enumerate(self.clusters):
+            rows = None if is_single else cluster.rows
+            theta = benign if is_single else benign[:, cluster.rows]
             consensus_step_(
                 theta,
-                evaluation.m.select(1, k),
+                evaluation.points[k],
                 _rows_or_all(normals, rows),
                 lambda1=lambda1,
                 sigma1=sigma1,
@@ -250,7 +359,7 @@ class System:
             if gradient is not None:
                 gradient_step_(
                     theta,
-                    gradient[:, self.clusters[k].rows],
+                    gradient[:, cluster.rows],
                     _rows_or_all(gradient_normals, rows),
                     lambda2=lambda2,
                     sigma2=sigma2,
@@ -259,28 +368,23 @@ class System:
 
         # 2. Restore those outside the batch.
         if before is not None and evaluation.batch is not None:
-            still = torch.ones(self.theta.shape[:2], dtype=torch.bool, device=self.theta.device)
+            still = torch.ones(state.theta.shape[:2], dtype=torch.bool, device=state.theta.device)
             still = still.scatter(1, evaluation.batch, False)
             still = still[:, : self.num_benign].unsqueeze(-1)
-            self.benign.copy_(torch.where(still, before, self.benign))
-        self._finish_step_(moves)
+            benign.copy_(torch.where(still, before, benign))
+        return self._finish_step_(state, moves, evaluated)
 
     def replace_(
-        self,
-        n: int,
-        evaluation: Evaluation,
-        params: ConsensusParams,
-        points: Tensor,
-        dt: float,
-    ) -> None:
+        self, state: Ensembles, evaluation: Evaluation, points: Tensor, dt: float
+    ) -> Ensembles:
         """Replace the benign particles, and move the malicious ones.
 
-        `evaluation` is that before the step. `params` are those of the consensus points in the view
-        of adversaries.
+        `evaluation` is that before the step. The particles change in place; the next state is
+        returned.
         """
-        moves = self._malicious_moves(n, evaluation, params, dt)
-        self.benign.copy_(points)
-        self._finish_step_(moves)
+        moves, evaluated = self._malicious_moves(state, evaluation, dt)
+        self.benign(state.theta).copy_(points)
+        return self._finish_step_(state, moves, evaluated)
 
     def clamp(self, m: Tensor) -> Tensor:
         """Return consensus points inside the bounds, which rounding may have left.
@@ -289,132 +393,87 @@ class System:
         """
         return m if self._m_bounds is None else m.clamp(*self._m_bounds)
 
-    @contextlib.contextmanager
-    def forbid_writes(self, name: str, function: Callable[..., Any], m: Tensor) -> Iterator[None]:
-        """Refuse writes into particles or consensus points inside a `with` block.
-
-        A write is a ConfigError that names `function`.
-        """
-        guarded = ((self.theta, "particles"), (m, "consensus points"))
-        before = [(write_count(x), x.clone() if self.check_writes else None) for x, _ in guarded]
-        yield
-        for (x, kind), (count, copy) in zip(guarded, before, strict=True):
-            require_unwritten(name, function, x, count, copy, kind)
-
-    def keep_runs(self, kept: Tensor) -> None:
-        """Continue with a part of the active runs."""
-        chosen = kept.tolist()
-        self.theta = self.theta[kept.to(self.theta.device)]
-        self.runs = self.runs[kept]
-        self.excluded = self.excluded[kept]
-        self.seeds = [self.seeds[run] for run in chosen]
-        self._order = self._order[kept.to(self._order.device)]
-        for name, generators in self._streams.items():
-            self._streams[name] = [generators[run] for run in chosen]
-        self._split_clusters()
-        for normals in self._normals.values():
-            normals.keep_runs(chosen)
-
-    def _next_batch(self, size: int) -> Tensor:
-        if self._order.shape[1] < size:
-            n = self.theta.shape[1]
-            orders = [
-                torch.from_numpy(generator.permutation(n))
-                for generator in self._generators("batches")
-            ]
-            self._order = torch.stack(orders).to(self.theta.device)
-        rows = self._order[:, :size]
-        self._order = self._order[:, size:]
-        return rows
-
     def _request(
         self,
         theta: Tensor,
         cluster: Cluster,
-        params: ConsensusParams,
+        state: Ensembles,
+        check_writes: bool,
+        radius: float,
         gradient: Objective | bool = False,
     ) -> EvaluationRequest:
         lower = cluster.lower
         if isinstance(lower, Constraints):
-            lower = lower.for_runs(self.runs)
+            lower = lower.for_runs(state.runs)
         return EvaluationRequest(
-            theta,
-            lower,
-            cluster.upper,
-            self._flat,
-            gradient,
-            params.radius,
-            self.check_writes,
+            theta, lower, cluster.upper, self.flat, gradient, radius, check_writes
         )
 
-    def _split_clusters(self) -> None:
-        """Set each cluster's particles and their rows (None for all)."""
-        is_single = len(self.clusters) == 1
-        self._parts = [
-            (self.theta[:, cluster.rows], None if is_single else cluster.rows)
-            for cluster in self.clusters
-        ]
-
-    def _generators(self, name: str) -> list[np.random.Generator]:
-        """Return the generators of a purpose, one per run."""
-        if name not in self._streams:
-            self._streams[name] = [stream(seed, "particles", name) for seed in self.seeds]
-        return self._streams[name]
-
-    def _draw(self, purpose: str, n: int) -> Tensor:
-        if purpose not in self._normals:
-            self._normals[purpose] = Normals(
-                self.seeds,
-                f"particles {purpose}",
-                n,
-                self.theta.shape[-1],
-                dtype=self.theta.dtype,
-                device=self.theta.device,
-            )
-        return self._normals[purpose].next()
-
     def _malicious_moves(
-        self, n: int, evaluation: Evaluation, params: ConsensusParams, dt: float
-    ) -> list[Tensor]:
-        """Return each adversary's particles after the step."""
-        return [
-            self._move(n, evaluation, params, adversary, rows, dt)
+        self, state: Ensembles, evaluation: Evaluation, dt: float
+    ) -> tuple[list[Tensor], int]:
+        """Return each adversary's particles after the step, and the evaluations of adversaries."""
+        if not self.adversaries:
+            return [], 0
+        evaluated: list[int] = []
+        moves = [
+            self._move(state, evaluation, adversary, rows, dt, evaluated)
             for adversary, rows in self.adversaries
         ]
+        return moves, sum(evaluated)
 
-    def _finish_step_(self, moves: list[Tensor]) -> None:
+    def _finish_step_(self, state: Ensembles, moves: list[Tensor], evaluated: int) -> Ensembles:
         """Apply the bounds, and move the malicious particles."""
         if self.bounds is not None:
-            self.benign.clamp_(*self.bounds)
+            self.benign(state.theta).clamp_(*self.bounds)
         for (_, rows), moved in zip(self.adversaries, moves, strict=True):
-            self.theta[:, rows] = moved
+            state.theta[:, rows] = moved
+        return Ensembles(
+            state.n + 1,
+            state.theta,
+            state.runs,
+            state.streams,
+            state.excluded,
+            state.num_evaluated + evaluated,
+            state.batch,
+            state.order,
+            state.memory,
+        )
 
     def _move(
         self,
-        n: int,
+        state: Ensembles,
         evaluation: Evaluation,
-        params: ConsensusParams,
         adversary: Adversary,
         rows: slice,
         dt: float,
+        evaluated: list[int],
     ) -> Tensor:
-        """Return an adversary's particles after the step (eq:dyn_macro_m)."""
-        theta_m = self.theta[:, rows]
+        """Return an adversary's particles after the step (eq:dyn_macro_m).
+
+        Each evaluation that the adversary asks for appends its number of particles to `evaluated`.
+        """
+        theta_m = state.theta[:, rows]
+
+        def consensus_if(points: Tensor | None) -> Tensor:
+            return self._consensus_if(points, state, evaluation, rows, evaluated)
+
         view = View(
-            n=n,
-            t=n * dt,
+            n=state.n,
+            t=state.n * dt,
             dt=dt,
-            theta=self.benign,
+            theta=self.benign(state.theta),
             theta_m=theta_m,
             m=evaluation.m,
-            m_if=lambda points: self._consensus_if(points, evaluation, params, rows),
-            m_without=lambda: self._consensus_if(None, evaluation, params, rows)[:, 0],
-            generators=self._generators("adversaries"),
+            m_if=consensus_if,
+            m_without=lambda: consensus_if(None)[:, 0],
+            generators=state.streams.generators("adversaries"),
         )
 
         # 1. Call the user's function and check its result.
         name = "an adversary's `move`"
-        with self.forbid_writes(name, adversary.move, evaluation.m):
+        guarded = ((state.theta, "particles"), (evaluation.m, "consensus points"))
+        with forbid_writes(name, adversary.move, guarded, evaluation.check_writes):
             pair = adversary.move(view)
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ConfigError(
@@ -436,7 +495,8 @@ class System:
             moved = theta_m + torch.as_tensor(drift).to(theta_m) * dt
             if isinstance(diffusion, Tensor) or diffusion:
                 matrix = torch.as_tensor(diffusion).to(theta_m)
-                normals = self._draw(f"adversary {rows.start}", theta_m.shape[1]) * math.sqrt(dt)
+                normals = state.streams.normals(f"adversary {rows.start}", theta_m.shape[1])
+                normals = normals * math.sqrt(dt)
                 if matrix.ndim == theta_m.ndim + 1:
                     increment = (matrix @ normals.unsqueeze(-1)).squeeze(-1)
                 else:
@@ -456,9 +516,10 @@ class System:
     def _consensus_if(
         self,
         points: Tensor | None,
+        state: Ensembles,
         evaluation: Evaluation,
-        params: ConsensusParams,
         rows: slice,
+        evaluated: list[int],
     ) -> Tensor:
         """Return the consensus points with all particles of `rows` at each point.
 
@@ -466,19 +527,24 @@ class System:
         [runs, 1, clusters, d].
         """
         size = rows.stop - rows.start
-        n = self.theta.shape[1]
+        params = evaluation.params
+        n = self.num_particles
         remaining = [row for row in range(n) if not rows.start <= row < rows.stop]
         mass = None if self.mass is None else self.mass[remaining]
         if mass is not None and points is not None:
             mass = torch.cat([mass, self.mass[rows]])  # type: ignore[index]
 
+        def evaluate(theta: Tensor, cluster: Cluster) -> Values:
+            evaluated.append(theta.shape[1])
+            check_writes = evaluation.check_writes
+            return self._request(theta, cluster, state, check_writes, params.radius).evaluate()
+
         results = []
         for cluster, values in zip(self.clusters, evaluation.values, strict=True):
             if not evaluation.covers_all:
-                values = self._request(self.theta, cluster, params).evaluate()
-                self.num_evaluated += n
+                values = evaluate(state.theta, cluster)
             values = values.map(lambda tensor: tensor[:, remaining].unsqueeze(1))
-            others = self.theta[:, remaining].unsqueeze(1)
+            others = state.theta[:, remaining].unsqueeze(1)
             if values.excluded is not None:
                 others = others.masked_fill(values.excluded.unsqueeze(-1), 0.0)
             if points is None:
@@ -486,9 +552,9 @@ class System:
                 results.append(consensus.point(mu, others))
                 continue
 
-            at_points = self._request(points, cluster, params).evaluate()
-            self.num_evaluated += points.shape[1]
-            at_points = at_points.map(lambda tensor: tensor.unsqueeze(2).expand(-1, -1, size))
+            at_points = evaluate(points, cluster).map(
+                lambda tensor: tensor.unsqueeze(2).expand(-1, -1, size)
+            )
             mu = consensus_weights(_concatenate(values, at_points), params, mass)
             moved_mass = mu[..., -size:].sum(-1, keepdim=True)
             results.append(consensus.point(mu[..., :-size], others) + moved_mass * points)

@@ -11,7 +11,8 @@ Example:
     1
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,24 @@ def require_unwritten(
             f"{name}, {plugins.label(function)}, writes into the {kind} that it receives: let it"
             " work on a copy, such as x.clone()"
         )
+
+
+@contextlib.contextmanager
+def forbid_writes(
+    name: str,
+    function: Callable[..., Any],
+    guarded: Sequence[tuple[Tensor, str]],
+    check_writes: bool,
+) -> Iterator[None]:
+    """Refuse writes into tensors inside a `with` block.
+
+    Each tensor has the name of its contents. A write is a ConfigError that names `function`.
+    `check_writes` notices writes by way of NumPy too.
+    """
+    before = [(write_count(x), x.clone() if check_writes else None) for x, _ in guarded]
+    yield
+    for (x, kind), (count, copy) in zip(guarded, before, strict=True):
+        require_unwritten(name, function, x, count, copy, kind)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,274 @@
+"""The adaptive dynamics: consensus hopping with restarts, for all active runs.
+
+    theta^i ~ N(m, s^2 C)                                     for every particle i
+    m, s, C <- weighted average, step size and covariance of the better half of the ensemble
+    after a collapse a larger ensemble starts in the box, and looks for a smaller G
+
+Each run has a `Hopper` (`particles.hopping`), the memory of the state. It changes in place.
+
+Example:
+    >>> Adaptive(delta_q=0.01).xtol is None
+    True
+"""
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedcb2o.errors import RunError
+from fedcb2o.particles import settings
+from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
+from fedcb2o.particles.constraints import Constraints
+from fedcb2o.particles.dynamics import ConsensusParams, Values
+from fedcb2o.particles.hopping import Hopper, default_num_particles
+from fedcb2o.particles.initialisation import Start
+from fedcb2o.particles.system import Ensembles, Evaluation, System
+
+_NUM_AGREEING = 2  # independent ensembles behind a success
+_NUM_AGREEING_WITHOUT_G = 3  # there no ensemble challenges another
+_EVALUATIONS_PER_DIM = 20_000  # default of maxfev, per coordinate
+_PRECISION = {torch.float64: 1e-8, torch.float32: 1e-5}
+_NUM_CANDIDATES = 3  # ends whose points are judged again if the best one is not confirmed
+_CONFIRMED = 1e-6  # relative difference of two evaluations of a point that counts as rounding
+_BARRED_MESSAGE = (
+    "L is smaller at points where G is infinite, so x does not minimise L: if these points are"
+    " invalid, let L be infinite there too"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive:
+    """Parameters of the adaptive dynamics, which choose all others on the way.
+
+    Particles are drawn about the consensus point. After a collapse a larger ensemble starts anew in
+    the box, and looks for a smaller G (Fornasier, Huang, Klemenc and Malaspina, "From
+    Consensus-Based Optimization to Evolution Strategies", arXiv 2602.11677).
+
+    Attributes:
+        delta_q: Points with L up to min L + delta_q count as minimisers.
+        xtol: Spread at which an ensemble has collapsed, the root mean squared distance of the
+            benign particles from the consensus point. By default, and at least, 1e-7 of the box
+            (1e-5 for float32).
+
+    Raises:
+        ConfigError: A parameter is out of its range.
+    """
+
+    delta_q: float = 0.0
+    xtol: float | None = None
+
+    # Hopping has no time of its own. Adversaries and the history need one.
+    dt: ClassVar[float] = 0.1
+    num_final: ClassVar[int] = 2 + 2 * _NUM_CANDIDATES  # evaluations after the last step
+    needs_gradient: ClassVar[bool] = False
+    can_split: ClassVar[bool] = False  # particles at one point stay together
+
+    def __post_init__(self) -> None:
+        """Check the parameters, and convert them to plain numbers."""
+        given = {"delta_q": self.delta_q}
+        if self.xtol is not None:
+            given["xtol"] = self.xtol
+        for name, value in settings.check_positive(given, or_zero=True).items():
+            object.__setattr__(self, name, value)
+
+    def default_num_particles(self, dim: int) -> int:
+        """Return the default number of particles, 4 (4 + 3 log d)."""
+        return default_num_particles(dim)
+
+    def default_limits(
+        self, maxiter: int | None, maxfev: int | None, dim: int
+    ) -> tuple[int | None, int | None]:
+        """Return the largest numbers of steps and of evaluations."""
+        if maxfev is None and maxiter is None:
+            maxfev = _EVALUATIONS_PER_DIM * dim
+        return maxiter, maxfev
+
+    def init(self, start: Start, maxfev: int | None) -> tuple[Ensembles, tuple[str, ...]]:
+        """Return the state before the first step, without remarks."""
+        system = start.system
+        walls = None
+        if system.bounds is not None:
+            walls = (_to_array(system.bounds[0]), _to_array(system.bounds[1]))
+        hoppers = []
+        for seed, benign in zip(start.seeds, system.benign(start.theta), strict=True):
+            low, high = start.box or benign.aminmax(dim=0)
+            hoppers.append(
+                Hopper(
+                    seed,
+                    _to_array(low),
+                    _to_array(high),
+                    system.num_benign,
+                    num_malicious=system.num_particles - system.num_benign,
+                    walls=walls,
+                    delta_q=self.delta_q,
+                    precision=_PRECISION[start.theta.dtype],
+                    xtol=self.xtol or 0.0,
+                    budget=float(maxfev or math.inf),
+                )
+            )
+        return dataclasses.replace(start.ensembles(), memory=tuple(hoppers)), ()
+
+    def ask(self, system: System, state: Ensembles, check_writes: bool) -> list[EvaluationRequest]:
+        """Return the request for the values of the particles."""
+        return system.ask(state, check_writes)
+
+    def tell(
+        self, system: System, state: Ensembles, values: list[Values], check_writes: bool
+    ) -> tuple[Ensembles, Evaluation]:
+        """Receive the values, and move the consensus points of all runs."""
+        (item,) = values
+        for run, hopper in enumerate(state.memory):
+            lower = _to_array(item.lower[run])
+            upper = None if item.upper is None else _to_array(item.upper[run])
+            barred = None if item.barred_lower is None else item.barred_lower[run]
+            hopper.update(_to_array(state.theta[run]), lower, upper)
+            if barred is not None:
+                hopper.least_barred = min(hopper.least_barred, float(barred.min()))
+            if not hopper.has_value:
+                raise RunError(
+                    f"all {hopper.count} particles have NaN or infinite objectives: correct the"
+                    " objectives, or start nearer"
+                )
+        m = np.stack([hopper.m for hopper in state.memory])
+        info = Evaluation(
+            values,
+            [torch.from_numpy(m).to(state.theta)],
+            # Adversaries see the consensus point of the paper's default parameters.
+            ConsensusParams(alpha=1000.0, beta=0.1, delta_q=self.delta_q),
+            check_writes=check_writes,
+            may_end=any(_agrees(hopper) for hopper in state.memory),
+        )
+        return system.count(state, values), info
+
+    def terminate(self, state: Ensembles, spread: Tensor) -> Tensor:
+        """Return whether independent ensembles of each run [runs] agree on the best end."""
+        return torch.tensor([_agrees(hopper) for hopper in state.memory])
+
+    def step(self, system: System, state: Ensembles, info: Evaluation) -> Ensembles:
+        """Draw the particles of the next step."""
+        points = np.stack([hopper.points() for hopper in state.memory])
+        return system.replace_(state, info, torch.from_numpy(points).to(state.theta), self.dt)
+
+    def fields(self, state: Ensembles) -> dict[str, Tensor]:
+        """Return further fields of all active runs.
+
+        They are the best points `x`, their recorded values `judged`, further `candidates`,
+        consensus points, the numbers of agreeing, of needed and of all ended ensembles, and whether
+        L is less at a point where G is infinite (`barred`).
+        """
+        rows: list[tuple[Any, ...]] = []
+        barred = []
+        for hopper in state.memory:
+            ranked = hopper.ranked_ends()
+            best = ranked[0]
+            ends = (ranked + [best] * _NUM_CANDIDATES)[:_NUM_CANDIDATES]
+            points = [point for end in ends for point in (end.x, end.m)]
+            barred.append(hopper.least_barred < best.lower - hopper.lower_tolerance)
+            widest = best.radius * hopper.width.max()
+            rows.append((best.x, [best.lower, best.upper], np.stack(points), best.m, [widest]))
+        columns = [np.stack(column) for column in zip(*rows, strict=True)]
+        x, judged, candidates, m, spread = columns
+        like = state.theta
+        return {
+            "x": torch.from_numpy(x).to(like).unsqueeze(1),
+            "judged": torch.from_numpy(judged),
+            "candidates": torch.from_numpy(candidates).to(like),
+            "consensus": torch.from_numpy(m).to(like).unsqueeze(1),
+            "spread": torch.from_numpy(spread).to(like),
+            "agreeing": torch.tensor([_num_agreeing(hopper) for hopper in state.memory]),
+            "needed": torch.tensor([_num_needed(hopper) for hopper in state.memory]),
+            "barred": torch.tensor(barred),
+            "ensembles": torch.tensor([len(hopper.ends) for hopper in state.memory]),
+        }
+
+    def confirm_(
+        self, final: dict[str, Tensor], at_x: list[Values], start: Start
+    ) -> EvaluationSteps[bool]:
+        """Replace x where a second evaluation differs from the first and another point is better.
+
+        Objectives may be noisy, or corrupted in some evaluations. A point counts by the worse of
+        its values. `x` of `final`, the fields of the ended runs, changes in place. `at_x` is the
+        second evaluation. The result tells if points were judged again.
+        """
+        x = final["x"]
+        judged = final["judged"].to(x.device)
+        second = _stack(at_x[0])[:, 0]
+        differs = (second - judged).abs() > _CONFIRMED * (1 + judged.abs())
+        if not differs.any():
+            return False
+
+        candidates = final["candidates"]
+        (cluster,) = start.system.clusters
+        values = yield EvaluationRequest(
+            candidates, cluster.lower, cluster.upper, start.system.flat
+        )
+        scores = _stack(values)
+        scores[:, 0] = torch.maximum(torch.maximum(scores[:, 0], judged), second)
+        for run in differs.any(1).nonzero().flatten().tolist():
+            # The last key of lexsort decides first, so L does, and G where it is equal.
+            order = np.lexsort(scores[run].T.flip(0).cpu().numpy())
+            x[run, 0] = candidates[run, order[0]]
+        return True
+
+    def judge(
+        self, final: dict[str, Tensor], at_x: list[Values], start: Start, reason: str
+    ) -> EvaluationSteps[tuple[Tensor, list[str]]]:
+        """Return whether each run succeeded [runs], and the messages.
+
+        The number of ensembles that agree on x decides, and the constraints.
+        """
+        yield from ()
+        lower = at_x[0].lower[:, 0]
+        level = start.system.clusters[0].lower
+        is_met = torch.ones(len(final["agreeing"]), dtype=torch.bool)
+        if isinstance(level, Constraints) and level.inner is None:
+            is_met = (lower == 0).cpu()
+        # Noise may exclude x in the second evaluation.
+        is_met &= lower.isfinite().cpu()
+        success = final["success"] & is_met & ~final["barred"]
+        messages = []
+        stop = reason or "the ensembles agreed"
+        for run, succeeded in enumerate(success.tolist()):
+            count = int(final["agreeing"][run])
+            total = int(final["ensembles"][run])
+            message = f"{count} of {total} independent ensembles ended at x"
+            if not succeeded:
+                message = f"{stop}: {message}, and {int(final['needed'][run])} are needed"
+            if not is_met[run]:
+                message = f"{stop}: no point meets the constraints"
+            elif final["barred"][run]:
+                message = _BARRED_MESSAGE
+            messages.append(message)
+        return success, messages
+
+
+def _stack(values: Values) -> Tensor:
+    """Return L and G [..., 2]; without G, 0 and L, as every point is feasible."""
+    lower = values.lower.double()
+    if values.upper is None:
+        return torch.stack([torch.zeros_like(lower), lower], -1)
+    return torch.stack([lower, values.upper.double()], -1)
+
+
+def _num_needed(hopper: Hopper) -> int:
+    """Return the number of agreeing ensembles behind a success."""
+    return _NUM_AGREEING if hopper.has_upper else _NUM_AGREEING_WITHOUT_G
+
+
+def _num_agreeing(hopper: Hopper) -> int:
+    if len(hopper.ends) < _NUM_AGREEING:
+        return 0
+    return hopper.num_agreeing(hopper.ranked_ends()[0])
+
+
+def _agrees(hopper: Hopper) -> bool:
+    return _num_agreeing(hopper) >= _num_needed(hopper)
+
+
+def _to_array(values: Tensor) -> np.ndarray:
+    """Copy values, because the particles change in place."""
+    return values.double().cpu().numpy().copy()

@@ -1,0 +1,123 @@
+"""The dynamics as functions of a state: ask, tell, terminate, step."""
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from tests.particles.problems import G
+
+from fedcb2o import Adaptive, ConfigError, Paper, minimize
+from fedcb2o.particles import adversaries
+from fedcb2o.particles.initialisation import start_runs
+from fedcb2o.particles.objectives import circle
+
+
+def start(dynamics, **settings):
+    """Return the start of three runs on the circle."""
+    place = {"bounds": None, "x0": None, "spread": None, "initial": None}
+    size = {"num_particles": 20, "runs": 3, "adversaries": (), **settings}
+    objectives = (circle, G, None)
+    return start_runs(
+        objectives, 2, dynamics, 4, **place, **size, dtype=torch.float64, device="cpu"
+    )
+
+
+def take_steps(first, dynamics, state, count):
+    """Take steps by hand; return the state and the consensus points."""
+    path = []
+    for _ in range(count):
+        values = [request.evaluate() for request in dynamics.ask(first.system, state, True)]
+        state, info = dynamics.tell(first.system, state, values, True)
+        path.append(info.m.clone())
+        state = dynamics.step(first.system, state, info)
+    return state, torch.stack(path)
+
+
+DYNAMICS = {
+    "paper": Paper(beta=0.3, alpha=30.0, xtol=0.0),
+    "schedule": Paper(beta=lambda n: 0.5 - 0.001 * n, sigma1=lambda n: 1.0 + 0.1 * n, xtol=0.0),
+    "batch": Paper(batch=7, xtol=0.0),
+    "adaptive": Adaptive(delta_q=0.01),
+}
+ATTACKS = {"none": (), "greedy": adversaries.greedy(3, candidates=4)}
+
+
+@pytest.mark.filterwarnings("ignore::fedcb2o.CaptureWarning")
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("name", DYNAMICS)
+def test_steps_by_hand_equal_those_of_minimize(name, attack):
+    dynamics = DYNAMICS[name]
+    settings = {"num_particles": 20, "runs": 3, "adversaries": ATTACKS[attack]}
+    first = start(dynamics, **settings)
+    with torch.no_grad():
+        state, _ = dynamics.init(first, None)
+        state, path = take_steps(first, dynamics, state, 12)
+    seen = []
+    result = minimize(
+        circle, G, 2, seed=4, dynamics=dynamics, maxiter=12, record_every=100, **settings,
+        callback=lambda state: seen.append(state.x.clone()),
+    )  # fmt: skip
+    assert torch.equal(path.squeeze(2), torch.stack(seen[:12]))
+    assert torch.equal(first.system.benign(state.theta), result.theta)
+    assert state.n == result.nit[0] == 12
+
+
+@pytest.mark.parametrize("name", DYNAMICS)
+def test_the_state_and_the_parameters_are_frozen(name):
+    dynamics = DYNAMICS[name]
+    state, notes = dynamics.init(start(dynamics), None)
+    assert notes == ()
+    for frozen, field in ((state, "n"), (dynamics, "xtol")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(frozen, field, 3)
+
+
+@pytest.mark.parametrize("name", DYNAMICS)
+def test_a_pickled_state_continues_with_the_same_bits(name):
+    dynamics = DYNAMICS[name]
+    first = start(dynamics)
+    with torch.no_grad():
+        state, _ = take_steps(first, dynamics, dynamics.init(first, None)[0], 5)
+        copy = pickle.loads(pickle.dumps(state))
+        # Normals for 64 steps are drawn at once.
+        state, path = take_steps(first, dynamics, state, 80)
+        copy, path_of_copy = take_steps(first, dynamics, copy, 80)
+    assert torch.equal(path, path_of_copy)
+    assert torch.equal(state.theta, copy.theta)
+    assert (copy.n, copy.num_evaluated) == (85, state.num_evaluated)
+
+
+@pytest.mark.parametrize("name", DYNAMICS)
+def test_a_part_of_the_runs_continues_alone(name):
+    dynamics = DYNAMICS[name]
+    first = start(dynamics)
+    with torch.no_grad():
+        state, _ = take_steps(first, dynamics, dynamics.init(first, None)[0], 3)
+        copy = pickle.loads(pickle.dumps(state))
+        _, path = take_steps(first, dynamics, state, 4)
+        kept = torch.tensor([0, 2])
+        part, path_of_part = take_steps(first, dynamics, copy.for_runs(kept), 4)
+    assert torch.equal(path[:, kept], path_of_part)
+    assert part.runs.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Paper(beta=0.0), "`beta` must be above 0"),
+        (lambda: Paper(noise="loud"), "`noise` must be"),
+        (lambda: Paper(batch=1.5), "`batch` must be a whole number"),
+        (lambda: Adaptive(delta_q=-1.0), "`delta_q` must be at least 0"),
+        (lambda: Adaptive(xtol=float("nan")), "`xtol` must be at least 0"),
+    ],
+)
+def test_parameters_are_checked_at_once(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+def test_parameters_become_plain_numbers():
+    dynamics = Paper(alpha=torch.tensor(30), dt=torch.tensor(0.5), batch=torch.tensor(7))
+    assert dynamics == Paper(alpha=30.0, dt=0.5, batch=7)
+    assert (type(dynamics.alpha), type(dynamics.batch)) == (float, int)
