@@ -31,7 +31,7 @@ COMMANDS = {
     "track": "{RUN}... --to TRACKER",
     "keys": "[NAME]",
     "schema": "--grid #:schema",
-    "minimize": "[PROBLEM] --list --lower --upper --dynamics --alpha --tol",
+    "minimize": "[PROBLEM] --list --lower --upper --dynamics --set --tol --out",
     "data": "emnist mnist fashion_mnist cifar10",
     "data emnist": "--from --data-dir",
     "peer": "identity renew federation amend sign check run report proof demo",

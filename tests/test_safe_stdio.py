@@ -122,7 +122,7 @@ def test_a_script_continues_after_a_run_without_an_error_stream(printing_run, tm
 
 @pytest.mark.parametrize("fault", [pytest.param("closed", marks=pytest.mark.slow), "broken"])
 def test_minimize_writes_its_result_without_standard_streams(tmp_path, fault):
-    words = [FEDCB2O, "minimize", "circle", "--no-figure", "--out", tmp_path]
+    words = [FEDCB2O, "minimize", "circle", "--out", tmp_path / "result.json"]
     assert run_with_fault(words, fault, tmp_path)[0] == 0
     assert (tmp_path / "result.json").is_file()
 

@@ -21,7 +21,7 @@ from fedcb2o.cli.log_output import (
     set_verbosity,
     stderr_logging,
 )
-from fedcb2o.cli.minimize import command
+from fedcb2o.cli.minimize import minimize
 from fedcb2o.cli.new import new
 from fedcb2o.cli.signals import ServiceEndedError, SignalGuard
 from fedcb2o.errors import FedCB2OError
@@ -50,7 +50,7 @@ for _function in (
     configurations.presets,
     configurations.keys,
     configurations.schema,
-    command.minimize,
+    minimize,
 ):
     app.command(cls=Command)(_function)
 

@@ -10,13 +10,11 @@ from fedcb2o.report._agent_figures import (
 )
 from fedcb2o.report._alt_text import describe_figure
 from fedcb2o.report._attack_strengths import chosen_strengths_table, read_choices
-from fedcb2o.report._decay import Decay
 from fedcb2o.report._explorer import explorer_page
 from fedcb2o.report._figures import Curve, curve_panels, curves, figure6, source_counts
 from fedcb2o.report._grid_page import grid_notes, regret_figure, report_grid
 from fedcb2o.report._page import Page, create_page
 from fedcb2o.report._panels import LINE_STYLES, MARKERS, PALETTE, STYLE, draw_panels
-from fedcb2o.report._particle_figures import Scene, draw_landscape, write_animation
 from fedcb2o.report._table_formats import to_html, to_latex, to_markdown, to_readable, to_rich
 from fedcb2o.report.grid_results import GridResults, is_grid, read_grid
 from fedcb2o.report.grid_tables import SettingResults, terminal_tables
@@ -39,10 +37,8 @@ __all__ = [
     "STYLE",
     "WEIGHT_COLOURMAP",
     "Curve",
-    "Decay",
     "GridResults",
     "Page",
-    "Scene",
     "SettingResults",
     "add_weight_colorbar",
     "by_source_count",
@@ -53,7 +49,6 @@ __all__ = [
     "curve_panels",
     "curves",
     "describe_figure",
-    "draw_landscape",
     "draw_panels",
     "explorer_page",
     "figure6",
@@ -80,5 +75,4 @@ __all__ = [
     "unverified_note",
     "weight_matrix",
     "weight_norm",
-    "write_animation",
 ]

@@ -125,12 +125,6 @@ def render_explorer(**values: Any) -> str:
     )
 
 
-def render_animation(title: str, player: str) -> str:
-    """Render the page of an animation."""
-    template = _environment().get_template("animation.html.jinja")
-    return template.render(title=title, player=Markup(player), stylesheet=STYLESHEET)
-
-
 @contextlib.contextmanager
 def _without_glyph_warnings() -> Iterator[None]:
     """Draw characters that the font lacks, such as emoji, as boxes and without a warning each."""
