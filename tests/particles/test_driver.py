@@ -24,7 +24,7 @@ def start(dynamics, **settings):
 
 
 def take_steps(first, dynamics, state, count):
-    """Take steps by hand; return the state and the consensus points."""
+    """Take steps; return the state and the consensus points."""
     path = []
     for _ in range(count):
         values = [request.evaluate() for request in dynamics.ask(first.system, state, True)]
@@ -46,7 +46,7 @@ ATTACKS = {"none": (), "greedy": adversaries.greedy(3, candidates=4)}
 @pytest.mark.filterwarnings("ignore::fedcb2o.CaptureWarning")
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("name", DYNAMICS)
-def test_steps_by_hand_equal_those_of_minimize(name, attack):
+def test_steps_one_by_one_equal_the_steps_of_minimize(name, attack):
     dynamics = DYNAMICS[name]
     settings = {"num_particles": 20, "runs": 3, "adversaries": ATTACKS[attack]}
     first = start(dynamics, **settings)

@@ -143,7 +143,10 @@ class Paper:
                 f" got {self.batch}"
             )
         notes: tuple[str, ...] = self._notes(system, start.theta.shape[-1])
-        return self._with_batch(system, start.ensembles()), notes
+        state = start.ensembles()
+        if self.batch is not None:
+            state = system.draw_batch(state, self.batch)
+        return state, notes
 
     def ask(self, system: System, state: Ensembles, check_writes: bool) -> list[EvaluationRequest]:
         """Return the requests for the values of the particles."""
@@ -165,7 +168,7 @@ class Paper:
         sigma1 = self.sigma1
         if callable(sigma1):
             sigma1 = settings.schedule_value("sigma1", sigma1, state.n)
-        state = system.step_(
+        moved = system.step_(
             state,
             info,
             lambda1=self.lambda1,
@@ -176,7 +179,7 @@ class Paper:
             noise=self.noise,
             batch_only=self.update == "batch",
         )
-        return self._with_batch(system, state)
+        return moved if self.batch is None else system.draw_batch(moved, self.batch)
 
     def fields(self, state: Ensembles) -> dict[str, Tensor]:
         """Return further fields of the ended runs: x is the consensus point."""
@@ -218,11 +221,6 @@ class Paper:
                 message = _BOUNDARY_MESSAGE
             messages.append(message)
         return success, messages
-
-    def _with_batch(self, system: System, state: Ensembles) -> Ensembles:
-        if self.batch is None:
-            return state
-        return system.draw_batch(state, self.batch)
 
     def _params_at(self, n: int) -> ConsensusParams:
         if callable(self.alpha) or callable(self.beta):

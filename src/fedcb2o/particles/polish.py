@@ -4,6 +4,7 @@ Example:
     >>> x = torch.zeros(1, 1, 1, dtype=torch.float64)
     >>> def hill(x):
     ...     return (x[..., 0] - 0.1) ** 2
+    >>> from fedcb2o.particles.system import Cluster
     >>> cluster = Cluster(lambda x: 0 * x[..., 0], hill, False, slice(0, 1))
     >>> at_x = [EvaluationRequest(x, cluster.lower, cluster.upper).evaluate()]
     >>> system = System(x, [cluster], (), flat=False, bounds=None)

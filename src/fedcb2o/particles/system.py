@@ -117,6 +117,14 @@ class Ensembles:
     # Memory of the dynamics, one entry per run.
     memory: tuple[Any, ...] = ()
 
+    def advance(self, n: int, excluded: Tensor, evaluated: int) -> "Ensembles":
+        """Return the state at step n, after the evaluation of a number of particles."""
+        total = self.num_evaluated + evaluated
+        # As dataclasses.replace does, which would take a twentieth of a small ensemble's step.
+        state = object.__new__(Ensembles)
+        vars(state).update(vars(self), n=n, excluded=excluded, num_evaluated=total)
+        return state
+
     def for_runs(self, kept: Tensor) -> "Ensembles":
         """Return the state of a part of the active runs."""
         chosen = kept.tolist()
@@ -241,17 +249,7 @@ class System:
         for item in values:
             if item.excluded is not None:
                 excluded = excluded + item.excluded.sum(-1).cpu()
-        return Ensembles(  # dataclasses.replace takes a twentieth of a small ensemble's step
-            state.n,
-            state.theta,
-            state.runs,
-            state.streams,
-            excluded,
-            state.num_evaluated + self.evaluation_cost(state.batch),
-            state.batch,
-            state.order,
-            state.memory,
-        )
+        return state.advance(state.n, excluded, self.evaluation_cost(state.batch))
 
     def consensus(
         self, state: Ensembles, values: list[Values], params: ConsensusParams, check_writes: bool
@@ -329,8 +327,12 @@ class System:
         the step. With `batch_only` only the particles of the batch move. The particles change in
         place; the next state is returned.
         """
-        moves, evaluated = self._malicious_moves(state, evaluation, dt)
-        benign = self.benign(state.theta) if self.adversaries else state.theta
+        benign = state.theta
+        moves: list[Tensor] = []
+        evaluated = 0
+        if self.adversaries:
+            benign = self.benign(state.theta)
+            moves, evaluated = self._malicious_moves(state, evaluation, dt)
         before = None
         if batch_only and evaluation.batch is not None:
             before = benign.clone()
@@ -413,8 +415,6 @@ class System:
         self, state: Ensembles, evaluation: Evaluation, dt: float
     ) -> tuple[list[Tensor], int]:
         """Return each adversary's particles after the step, and the evaluations of adversaries."""
-        if not self.adversaries:
-            return [], 0
         evaluated: list[int] = []
         moves = [
             self._move(state, evaluation, adversary, rows, dt, evaluated)
@@ -428,17 +428,7 @@ class System:
             self.benign(state.theta).clamp_(*self.bounds)
         for (_, rows), moved in zip(self.adversaries, moves, strict=True):
             state.theta[:, rows] = moved
-        return Ensembles(
-            state.n + 1,
-            state.theta,
-            state.runs,
-            state.streams,
-            state.excluded,
-            state.num_evaluated + evaluated,
-            state.batch,
-            state.order,
-            state.memory,
-        )
+        return state.advance(state.n + 1, state.excluded, evaluated)
 
     def _move(
         self,
