@@ -132,6 +132,7 @@ def _mixed(models: Models, stacked: Stack, matrix: Float[Tensor, "j m"]) -> Any:
     rows = stacked.rows
     mixed = _new_rows(models, rows, len(matrix))
     torch.mm(matrix.to(rows), rows, out=mixed)
+    # A finite mixture needs finite models, which are read again for the error only.
     if not base.is_finite(mixed):
         base.require_finite(rows, torch.arange(len(rows)))
     return stacked.restore_all(mixed)

@@ -104,6 +104,7 @@ class GeometricMedian(Aggregator):
         if self.T == 0:
             return stacked.restore(torch.zeros_like(stacked.rows[0]))
         g = finite_gram(stacked.rows, last=0 if self.T == 1 else None)
+        # The first iteration begins at 0, where distances are norms.
         start = 1 / g.diagonal().sqrt().clamp(min=self.nu)
         weights = aggregation.geometric_median(
             g, smoothing=self.nu, iterations=self.T - 1, start=start / start.sum()
@@ -167,6 +168,7 @@ def _by_krum_scores(settings: Krum | MultiKrum, models: Models, selected: int | 
     f = fit_f(limit, settings.f, m, clip_f=settings.clip_f)
     weights = aggregation.multi_krum(
         finite_gram(stacked.rows),
+        # `neighbours` and `selected` contain f already.
         f=0,
         neighbours=max(1, m - f - num_others),
         selected=m - f if selected is None else selected,
@@ -269,6 +271,7 @@ class CenteredClipping(Aggregator):
             g = finite_gram(stacked.rows, last=1 if is_short else None)
         weights = aggregation.centred_clipping(g, radius=self.tau, iterations=self.L)
         weights = weights[: len(stacked.rows)]
+        # The result is the start, 0, which is no row of the models.
         if not weights.any():
             return stacked.restore(torch.zeros_like(stacked.rows[0]))
         return stacked.weighted(weights)
@@ -298,6 +301,7 @@ class MoNNA(Aggregator):
             raise ConfigError(f"`idx` must be from 0 to {m - 1}, got {self.idx}")
         f = fit_f(aggregation.monna, self.f, m, clip_f=self.clip_f)
         others = [i for i in range(m) if i != self.idx]
+        # The rule takes its own model in the last row.
         order = torch.tensor([*others, self.idx])
         weights = torch.zeros(m, dtype=torch.float64)
         weights[order] = aggregation.monna(finite_gram(stacked.rows, order, last=1), f=f)

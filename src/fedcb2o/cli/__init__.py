@@ -56,9 +56,8 @@ for _function in (
 
 _data_app = typer.Typer(cls=Group, help="Get data sets.", no_args_is_help=True)
 for _download in (data.emnist, data.mnist, data.fashion_mnist, data.cifar10):
-    _data_app.command(_download.__name__, cls=Command)(
-        _download
-    )  # with underscores, as in a configuration
+    # The name has underscores, as in a configuration; typer would write hyphens.
+    _data_app.command(_download.__name__, cls=Command)(_download)
 app.add_typer(_data_app, name="data")
 
 _peer_app = typer.Typer(
@@ -151,6 +150,7 @@ def main() -> None:
             print(message, file=sys.stderr, flush=True)
         sys.exit(signals.exit_status)
     except BrokenPipeError:
+        # The reader of the output has ended, such as `head`.
         sys.exit(1)
     except OSError as error:
         subject = error.filename or "cannot write the output"
@@ -183,6 +183,7 @@ def _usage_message(error: Any) -> str:
 def _with_cluster_address(words: Sequence[str]) -> list[str]:
     """Insert the address `local` after a `--cluster` without one."""
     completed = []
+    # typer has no option with an optional value.
     for word, following in zip(words, [*words[1:], "--"], strict=False):
         completed.append(word)
         if word == "--cluster" and following.startswith("-"):

@@ -111,6 +111,7 @@ def schema(
     if grid:
         content = grid_schema()
     text = json.dumps(content, indent=1, ensure_ascii=False)
+    # Output that cannot show all characters gets escapes, which mean the same in JSON.
     if text != encodable(text, sys.stdout.encoding):
         text = json.dumps(content, indent=1)
     print(text)

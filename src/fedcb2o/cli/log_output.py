@@ -67,7 +67,8 @@ class _PrivateFileHandler(RotatingFileHandler):
     """A handler that writes to a regular file that only its owner may read, and its old files."""
 
     def __init__(self, file: Path) -> None:
-        for number in range(1, _OLD_LOG_FILES + 1):  # of a former release, others may read them
+        # Others may be able to read old files of a former release.
+        for number in range(1, _OLD_LOG_FILES + 1):
             if os.path.lexists(f"{file}.{number}"):
                 os.close(_open_private(f"{file}.{number}"))
         super().__init__(file, maxBytes=_MAX_LOG_BYTES, backupCount=_OLD_LOG_FILES)

@@ -27,6 +27,7 @@ def new(
     folder.mkdir(parents=True, exist_ok=True)
     templates = resources.files("fedcb2o") / "cli" / "templates"
     for name in _FILES:
+        # Mode "x" refuses a file that appeared after the check.
         with (folder / name).open("x", encoding="utf-8") as file:
             file.write((templates / f"{name}.txt").read_text("utf-8"))
     print(f"Wrote {folder / 'mine.py'} and {folder / 'mine.toml'}. Next:")

@@ -70,6 +70,7 @@ def relay(
                 stack.enter_context(RelayMetrics(server, metrics, expires=keys.expires))
             endpoint = keys.member.endpoint
             _LOGGER.info("Relays for %s at %s.", federation.verification_phrase, endpoint)
+            # The event is never set: a signal ends the relay.
             server.run(threading.Event())
     except KeyboardInterrupt as error:
         raise ServiceEndedError(

@@ -107,6 +107,7 @@ def identity(
     from fedcb2o.peer.membership.identity import Identity
     from fedcb2o.peer.membership.passphrase import read_passphrase
 
+    # A name that never exists (RFC 2606) marks a member that only connects to others.
     place = endpoint or f"{name}.invalid:1"
     passphrase = read_passphrase(is_new=True) if encrypt else None
     made = Identity.make(out, name=name, endpoint=place, days=days, passphrase=passphrase)

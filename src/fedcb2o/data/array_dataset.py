@@ -90,6 +90,7 @@ def dataset(
 
     x, x_test = input_arrays.match_columns(["x", "x_test"], [x, x_test])
     y, y_test = input_arrays.match_columns(["y", "y_test"], [y, y_test])
+    # Standardising subtracts before it rounds, and needs float64 until then.
     check = functools.partial(
         input_validation.check_samples_and_labels, numbers=numbers, exact=standardise
     )
@@ -226,6 +227,7 @@ def _standardise(pool: Shard, test: Shard) -> tuple[Shard, Shard]:
 
     if pool.x.dtype == torch.float64:
         largest = torch.maximum(pool.x.amax(0), -pool.x.amin(0))
+        # An error of float32: half a unit in the last place, plus half of the smallest number.
         may_be_coarse = largest * 2**-24 + 2**-150 > _MAX_ROUNDING_ERROR * std
         if may_be_coarse.any():
             columns = _standardise_exactly(pool.x[:, may_be_coarse], test.x[:, may_be_coarse])

@@ -61,6 +61,7 @@ def download(release: Release, target: Path, *, progress: bool = True) -> list[P
     try:
         return _verify_files(release, target)
     except DataError:
+        # Damaged files are replaced, but never those of another set.
         _require_single_set(release, target, release.prefixes[0])
 
     advice = (
@@ -104,6 +105,7 @@ def import_files(release: Release, source: Path, target: Path) -> list[Path]:
                 return _install(release, files, target)
 
         try:
+            # Looked for first, so that the error names the files that `--from` needs.
             find_files(release, source)
         except DataError as error:
             message = str(error).replace(release.advice, _required_files(release))

@@ -51,6 +51,7 @@ def to_array(name: str, values: Any) -> NDArray[Any]:
         _check_none_is_missing(name, values)
     values_are_items = is_dataset(values)
     try:
+        # By its length, because not every data set ends an iteration with IndexError.
         if values_are_items:
             values = [values[k] for k in range(len(values))]
         array = np.asarray(_plain(name, values))
@@ -234,6 +235,7 @@ def warn_of_merged_values(source: str, values: NDArray[Any], cure: str) -> None:
     # Some samples are looked at, so that the check is fast.
     columns = values[:_MAX_CHECKED_ROWS].reshape(min(len(values), _MAX_CHECKED_ROWS), -1)
     columns = columns[: max(2, _MAX_CHECKED_VALUES // max(1, columns.shape[1]))]
+    # float32 holds all whole numbers up to 2**24.
     if columns.dtype.kind in "iu" and abs(columns.astype(np.float64)).max() <= 2**24:
         return
 

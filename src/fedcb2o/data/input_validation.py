@@ -87,6 +87,7 @@ def check_samples(name: str, x: Any, *, exact: bool = False) -> Tensor:
             f"`{name}` must hold samples [n, features] or images [n, channels, height, width],"
             f" got shape {samples.shape}{hint}"
         )
+    # A copy, because the caller may change its array. Other types are converted anyway.
     if samples.dtype == np.uint8:
         return torch.from_numpy(samples.copy())
 

@@ -81,6 +81,7 @@ def partition_by_owner(
             continue
         samples = pool[owner]
         limit = malicious_samples if is_malicious[agent] else benign_samples
+        # Before the limit: an owner that reserved samples never validates on other ones.
         has_reserved = reserved[samples].any()
         if limit is not None and len(samples) > limit:
             draw = stream(seed, "owners", "samples", owner)

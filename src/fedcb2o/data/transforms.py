@@ -220,6 +220,7 @@ def _interpolated(x: Tensor, degrees: float) -> Tensor:
     # Positions in the image with a black border of one pixel.
     row = (math.sin(theta) * u + math.cos(theta) * v + (height + 1) / 2).clamp(0, height + 1)
     column = (math.cos(theta) * u - math.sin(theta) * v + (width + 1) / 2).clamp(0, width + 1)
+    # At most `height`, so that the next row is still in the bordered image.
     top = row.floor().clamp(max=height).long()
     left = column.floor().clamp(max=width).long()
     down = (row - top).float().to(x.device)

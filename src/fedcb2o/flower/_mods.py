@@ -133,6 +133,7 @@ class AgentMod:
         if MEMORY in context.state:
             agent.load_state_dict(context.state[MEMORY].to_torch_state_dict())
         else:
+            # Before the first round, the previous model is the initial one.
             start = {"previous": parameters.flatten(agent.network)}
             agent.load_state_dict({**agent.state_dict(), **start})
         return agent

@@ -76,6 +76,7 @@ class PeerRelay(FedAvg):
         messages = []
         for receiver, content in self._updates.items():
             answer = content.config_records.get(REQUEST, ConfigRecord())
+            # A client may write anything: only peers that trained count, up to the budget.
             chosen = [str(peer) for peer in _as_list(answer.get("peers"))]
             peers = [peer for peer in chosen if peer in self._updates and peer != receiver]
             peers = sorted(set(peers))[: self.budget]

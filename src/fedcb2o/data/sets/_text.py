@@ -184,6 +184,7 @@ def _frequency_bands(answers: np.ndarray, bands: int) -> np.ndarray:
     counts = np.bincount(answers[answers >= 0])
     logs = np.log(np.maximum(counts, 1))[np.maximum(answers, 0)]
     means = np.ma.masked_array(logs, answers < 0).mean(1).filled(0.0)
+    # By rank, so that all bands are about equally large.
     ranks = np.argsort(np.argsort(means, kind="stable"), kind="stable")
     return np.asarray(ranks * bands // len(means))
 
