@@ -168,7 +168,8 @@ def validate_root(
         names = extensions.get_extension_for_class(x509.NameConstraints)
         is_exact = root.public_bytes(Encoding.PEM).decode() == pem
         has_subject = root.subject == _subject(name)
-    except Exception as error:  # a foreign certificate can be wrong in any way
+    except Exception as error:
+        # A foreign certificate can be wrong in any way.
         raise ConfigError(
             f"`root` of {name} is no certificate, or damaged: get {name}.member.toml again"
         ) from error
@@ -200,7 +201,8 @@ def is_direct_issuer(pem: str, certificate: x509.Certificate) -> bool:
     """Return True if a validated root itself signed a certificate that anybody sent."""
     try:
         certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(pem.encode()))
-    except Exception:  # a foreign certificate can be wrong in any way
+    except Exception:
+        # A foreign certificate can be wrong in any way.
         return False
     return True
 

@@ -77,7 +77,7 @@ def parse_bounded_toml(content: bytes, max_bytes: int) -> dict[str, Any]:
     for line in _BASE64_TEXT.sub(b'""', content).splitlines():
         if len(line) > MAX_LINE_BYTES:
             raise ValueError(f"it has a line of more than {MAX_LINE_BYTES} bytes")
-        # an escape could hide the end of a quoted part
+        # An escape could hide the end of a quoted part.
         if line.count(b".") >= _MAX_KEY_PARTS and (b"\\" in line or _LONG_KEY.search(line)):
             raise ValueError(f"it has a key of more than {_MAX_KEY_PARTS} parts")
     return records.parse_toml(content)
@@ -359,7 +359,8 @@ class Identity:
         passphrase: bytes | None,
         journal: Path | None = None,
     ) -> "Identity":
-        _check_name(name)  # before the name enters a certificate
+        # Before the name enters a certificate.
+        _check_name(name)
         now = now or datetime.now(UTC)
         root_key = certificates.new_key()
         root = certificates.new_root(name, endpoint, root_key, now)
@@ -373,7 +374,7 @@ class Identity:
                     "(`fedcb2o peer renew` makes a new TLS certificate for an existing identity)"
                 )
             folder.parent.mkdir(parents=True, exist_ok=True)
-            # mkdtemp sets mode 0700
+            # `mkdtemp` sets mode 0700.
             temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
             records.atomic_write(temporary / "signing.key", _private_key_pem(key, passphrase))
             records.atomic_write(temporary / "root.key", _private_key_pem(root_key, passphrase))
@@ -390,7 +391,8 @@ class Identity:
             raise ConfigError(f"cannot make {folder}: {error.strerror or error}") from error
         finally:
             if temporary is not None:
-                shutil.rmtree(temporary, ignore_errors=True)  # unless it was renamed
+                # After a success it was renamed, and is gone.
+                shutil.rmtree(temporary, ignore_errors=True)
         return cls(folder, member, key, passphrase)
 
     @classmethod
@@ -601,7 +603,8 @@ def _read_key(
     kind = "without a passphrase" if passphrase is None else "with this passphrase"
     try:
         key = load_pem_private_key(content, passphrase)
-    except Exception:  # any damage is possible, and the error must not show the content
+    except Exception:
+        # Any damage is possible, and an error must not show the content of a key.
         raise ConfigError(f"{path} holds no key {kind}: {_remedy(path)}") from None
     if isinstance(key, Ed25519PrivateKey | ec.EllipticCurvePrivateKey):
         return key

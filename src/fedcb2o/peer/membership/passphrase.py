@@ -26,7 +26,8 @@ def read_passphrase(*, is_new: bool = False) -> bytes:
     path, text = os.environ.get(FILE_VARIABLE), os.environ.get(VARIABLE)
     if path:
         try:
-            with Path(path).open("rb") as file:  # a pipe too, such as <(pass show fedcb2o)
+            # It may be a pipe, too, such as <(pass show fedcb2o).
+            with Path(path).open("rb") as file:
                 content = file.read(_MAX_BYTES).rstrip(b"\r\n")
         except OSError as error:
             raise ConfigError(

@@ -72,7 +72,8 @@ def parse_members(versions: Sequence[Version]) -> tuple[MembersById, ...]:
 
     A root that a later version replaces may have the form of former roots.
     """
-    cache: dict[_MemberEntry, Member] = {}  # most members stay from version to version
+    # Most members stay from version to version.
+    cache: dict[_MemberEntry, Member] = {}
     parsed = []
     for number, version in enumerate(versions, start=1):
         members = {}

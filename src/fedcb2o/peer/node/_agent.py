@@ -83,7 +83,7 @@ class AgentSetup:
             self.spec.algorithm.keeps_previous,
         )
         num_rows = layout.first_received + self.spec.max_asked
-        # not zeros: only rows that are written to take memory, and none is read before
+        # Not zeros: only rows that are written to take memory, and none is read before.
         stride = parameters.row_stride(self.spec.dim)
         models = torch.empty(num_rows, stride)[:, : self.spec.dim]
         return AgentGroup(self.spec, self.data, self.adversary, layout, models)

@@ -58,7 +58,8 @@ def back_up(keys: Path, run: Path, out: Path) -> None:
     def write(file: BinaryIO) -> None:
         with tarfile.open(fileobj=file, mode="w:gz") as tar:
             for path in sorted(keys.iterdir()):
-                if path.is_file() and path.name != RUNS_FILE:  # it names a folder of this machine
+                # That file names a folder of this machine.
+                if path.is_file() and path.name != RUNS_FILE:
                     _add(tar, path, f"{_KEYS}/{path.name}", follow_links=True)
             for name in ordered:
                 _add(tar, run / name, f"{_RUN}/{name}")
@@ -178,7 +179,8 @@ def _extract(backup: Path, file: BinaryIO, folders: dict[str, Path]) -> None:
                     f"cannot restore {backup}: {entry.name} has {entry.size} bytes, and "
                     f"{free} are free: make room"
                 )
-            if (kind, name) == (_KEYS, RUNS_FILE):  # of a backup by an earlier release
+            # Backups of an earlier release contain this file.
+            if (kind, name) == (_KEYS, RUNS_FILE):
                 continue
             try:
                 descriptor = create_exclusive(folders[kind] / name)
@@ -190,5 +192,6 @@ def _extract(backup: Path, file: BinaryIO, folders: dict[str, Path]) -> None:
                     shutil.copyfileobj(packed, target, _BLOCK)
                 os.fsync(descriptor)
         end = tar.fileobj
-        if end is not None and len(end.read(_BLOCK)) == _BLOCK:  # which verifies the checksum too
+        # Reading to the end verifies the checksum, too.
+        if end is not None and len(end.read(_BLOCK)) == _BLOCK:
             raise ConfigError(f"{backup} is no backup: it goes on after its end")

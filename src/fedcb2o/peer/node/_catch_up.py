@@ -43,7 +43,7 @@ class CatchUp:
         if record["round"] > self._last_round + 1:
             self.start()
         self._last_round = record["round"]
-        # a rule without weights, such as a median, records NaN
+        # A rule without weights, such as a median, records NaN.
         if any(model["weight"] != 0 for model in record["received"]):
             self._has_average = True
             self.rounds_left = max(0, self.rounds_left - 1)

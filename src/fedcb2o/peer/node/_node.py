@@ -138,7 +138,7 @@ class Node:
         self.rounds_done = 0
         self._stop = threading.Event()
         self._removal = ""  # notice of a later version that removes or changes this member
-        # expiry of the TLS certificate in use
+        # Expiry of the TLS certificate in use.
         self._expires = datetime.max.replace(tzinfo=UTC)
         self._reported_equivocators = frozenset[int]()
         self._relay_down_since: float | None = None  # monotonic time
@@ -165,7 +165,7 @@ class Node:
         Raises:
             RunError: The run cannot start or continue.
         """
-        # not asyncio's own pool, whose threads may be busy for days
+        # Not asyncio's own pool, whose threads may be busy for days.
         pool = ThreadPoolExecutor(1, thread_name_prefix="fedcb2o-node")
         running = asyncio.wrap_future(pool.submit(self.run))
         pool.shutdown(wait=False)
@@ -348,7 +348,7 @@ class Node:
                     monitor.throttle(rounds_done, start)
                 self._check_running()
                 start = time.monotonic()
-                # the rest of the round, after its exchange, takes about as long as in this one
+                # The rest of the round, after its exchange, takes about as long as in this one.
                 seconds = record["seconds"]
                 rest = seconds["round"] - seconds["train"] - seconds["exchange"]
                 engine.free_until = start + federation.round_seconds - rest

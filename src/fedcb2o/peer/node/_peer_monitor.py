@@ -86,10 +86,12 @@ class PeerMonitor:
         content = None
         try:
             content = self.client.hello(i, HELLO_SECONDS)
-        except Exception as error:  # must not end the process with a message of Python
+        except Exception as error:
+            # An error in the background must not end as a message of Python.
             self.client.log_error(error)
         if content is None:
-            self._compared.discard(i)  # asked again in the next round
+            # It is asked again in the next round.
+            self._compared.discard(i)
         else:
             self._note_version(i, content)
 
@@ -134,7 +136,8 @@ class PeerMonitor:
                 self.observer.on_note(f"waits for {self._names(absent)}, up to {seconds:.0f} s")
             if self.stop.wait(_POLL_SECONDS):
                 raise StoppedError
-        if absent and seconds > 0:  # without a wait, most links are not there yet
+        # Without a wait, most links do not exist yet.
+        if absent and seconds > 0:
             self.observer.on_note(
                 f"begins without {self._names(absent)}, not reachable within {waited:.0f} s"
             )
@@ -300,7 +303,8 @@ class PeerMonitor:
         announced = dict(self.client.announced_rounds)
         times = dict(self.client.announcement_times)
         oldest = max(start, now - _FRESH_SECONDS)
-        is_new = now < start + _FRESH_SECONDS  # they had no time to answer
+        # At the start, the members had no time to answer.
+        is_new = now < start + _FRESH_SECONDS
         return {
             i for i in peers if announced.get(i, n) < n and (is_new or times.get(i, 0.0) > oldest)
         }
@@ -350,7 +354,8 @@ class PeerMonitor:
         finished = set[int]()
         while (left := end - time.monotonic()) > 0:
             for i in sorted(set(peers()) - finished):
-                left = end - time.monotonic()  # each answer may take its time
+                # Each answer may take its time.
+                left = end - time.monotonic()
                 if left <= 0 or self.stop.is_set():
                     return False
                 content = self.client.hello(i, min(left, HELLO_SECONDS)) or {}

@@ -450,7 +450,8 @@ def describe_disagreement(federation: Federation, content: Mapping[str, Any]) ->
     held = f"it holds version {_printable_ascii(theirs)} of the federation"
     if isinstance(theirs, int) and theirs < own:
         return f"{held}, and we {own}: send it ours"
-    if isinstance(theirs, int) and theirs > own and "file" in content:  # it takes us for former
+    # The file is sent to former members only.
+    if isinstance(theirs, int) and theirs > own and "file" in content:
         return f"{held}, in which we are removed or changed"
     if isinstance(theirs, int) and theirs > own:
         return f"{held}, and we {own}: get its file"

@@ -51,7 +51,8 @@ def open_run(
 
 def _node_info(federation: Federation, identity: Identity, agent: AgentSetup) -> dict[str, Any]:
     """Return the content of agent.json."""
-    names = {  # of removed members too, which are in earlier rounds
+    # With removed members, which are in earlier rounds.
+    names = {
         str(id): member.name
         for members in parse_members(federation.versions)
         for id, member in members.items()

@@ -147,7 +147,8 @@ def draw_phases(rounds: Sequence[RoundRecord]) -> Figure | None:
     }
     if phases.keys() >= {"exchange", "aggregate"}:
         without_exchange = phases["aggregate"] - phases["exchange"]
-        if (without_exchange >= 0).all():  # the exchange is part of the aggregation
+        # The exchange is part of the aggregation.
+        if (without_exchange >= 0).all():
             phases["aggregate"] = without_exchange
     total = np.array([record.duration_seconds for record in rounds])
     rest = np.maximum(total - sum(phases.values()), 0)

@@ -201,7 +201,8 @@ def _updated_status(status: _PeerStatus, peer: int, line: Mapping[str, Any]) -> 
         if peer in line.get(key, ()):
             status = replace(status, not_used=words)
     refused = line.get("refused", {})
-    reason = refused.get(str(peer), refused.get(peer))  # keys of JSON are texts
+    # Keys of JSON are texts.
+    reason = refused.get(str(peer), refused.get(peer))
     if reason is None:
         return status
     return replace(status, refused=status.refused + 1, reason=reason)
@@ -217,7 +218,8 @@ def _table_row(name: str, status: _PeerStatus) -> tuple[str, ...]:
 
 
 def _plain_cell(text: str) -> Text:
-    return Text(one_line(text))  # without markup: names and reasons come from others
+    # Without markup, because names and reasons come from others.
+    return Text(one_line(text))
 
 
 def _is_comparable(line: Mapping[str, Any]) -> bool:

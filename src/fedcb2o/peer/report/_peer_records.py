@@ -82,7 +82,8 @@ class ReceivedModel(_Record):
         """Reason why it has weight 0; empty for an averaged model."""
         if self.admission or self.not_averaged or self.weight != 0:
             return self.admission or self.not_averaged
-        return "weight 0"  # a former release wrote no reason
+        # A former release wrote no reason.
+        return "weight 0"
 
 
 class GainRecord(_Record):
@@ -165,7 +166,7 @@ class RoundRecord(_Record):
     @property
     def duration_seconds(self) -> float:
         """Duration of the round, at least the sum of its phases."""
-        # the exchange is part of another phase
+        # The exchange is part of another phase.
         phases = (seconds for name, seconds in self.seconds.items() if name != "exchange")
         return self.seconds.get("round", sum(phases))
 
@@ -321,7 +322,8 @@ def _read_bounded(path: Path) -> bytes:
 def _read_proof(path: Path) -> _ProofSummary:
     try:
         table = parse_bounded_toml(read_regular(path, _MAX_PROOF_BYTES), _MAX_PROOF_BYTES)
-    except (OSError, ValueError):  # a page lists every file
+    except (OSError, ValueError):
+        # The page lists every file, also one that cannot be read.
         return _ProofSummary(path.name, "cannot be read", "")
     agent = str(table.get("name", ""))[:200]
     round = str(table.get("round", ""))[:20]

@@ -182,7 +182,8 @@ class PeerClient:
         def run() -> None:
             try:
                 ask()
-            except Exception as error:  # must not end the process with a message of Python
+            except Exception as error:
+                # An error in the background must not end as a message of Python.
                 self.log_error(error)
             finally:
                 with self.lock:
@@ -282,7 +283,8 @@ class PeerClient:
                         answered.add(peer)
                         manifests.append(manifest)
             silent -= answered
-            if silent:  # a new link may not lead to the other agent yet
+            # A new link may not lead to the other agent yet.
+            if silent:
                 self.stop.wait(_RETRY_SECONDS[1])
         return answered, max(manifests, key=lambda manifest: manifest.round, default=None)
 
@@ -395,7 +397,8 @@ class _PeerSession:
     def _fetch_witnesses(self, conflicts: Iterable[_protocol.ManifestDigest]) -> None:
         """Ask for the manifests of conflicting digests; the ledger keeps proofs only."""
         client = self.client
-        longest = _protocol.manifest_bytes(client.codec.max_bytes)  # no peer accepts a longer one
+        # No peer accepts a longer manifest.
+        longest = _protocol.manifest_bytes(client.codec.max_bytes)
         end = min(self.end, time.monotonic() + _WITNESS_SECONDS)
         session = _PeerSession(client, self.peer, end)
         pending = [
@@ -659,7 +662,8 @@ class _ModelDownload:
         """Return the first chunk with the expected hash, or a reason."""
         reason = _NO_ANSWER
         for answer in answers:
-            if answer.status is not AnswerStatus.OK:  # the peer may have replaced the snapshot
+            # The peer may have replaced the snapshot.
+            if answer.status is not AnswerStatus.OK:
                 reason = answer.status.label
             elif len(answer.body) == size and _sha256(answer.body) == expected:
                 return answer.body, ""

@@ -142,7 +142,7 @@ class Int8Codec:
         self._residual = torch.zeros_like(self._origin)  # accumulated rounding error
         self._num_blocks = -(-len(origin) // BLOCK_SIZE)
         self._size = 4 * self._num_blocks + len(origin)
-        # incompressible data grow by less
+        # Incompressible data grow by less.
         self.max_bytes = self._size + self._size // 256 + 1024
 
     def encode(self, theta: Float[Tensor, " d"]) -> bytes:
@@ -181,7 +181,7 @@ class Int8Codec:
         if len(content) > self.max_bytes:
             return f"it has {len(content)} bytes, expected at most {self.max_bytes}"
         try:
-            # the decompressor allocates the size that a frame claims, whatever its limit
+            # The decompressor allocates the size that a frame claims, whatever its limit.
             frame = zstandard.get_frame_parameters(content)
             is_expected = frame.content_size == self._size and not frame.dict_id
             if not is_expected or frame.window_size > MAX_WINDOW_BYTES:
@@ -194,7 +194,8 @@ class Int8Codec:
             plain = decompressor.decompress(content, allow_extra_data=False)
         except zstandard.ZstdError as error:
             return f"it cannot be decompressed: {error}"
-        if len(plain) != self._size:  # a skippable frame is empty
+        # A skippable frame is empty, whatever size it claims.
+        if len(plain) != self._size:
             return f"it holds {len(plain)} bytes, expected {self._size}"
 
         scales = _to_tensor(np.frombuffer(plain, "<f4", self._num_blocks))
@@ -225,7 +226,7 @@ def _quantize(x: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor
     scale = blocks.abs().amax(1) / _MAX_LEVEL
     # A block of zeros has scale 0.
     steps = scale.where(scale > 0, 1)
-    # tiny numbers, of which the scale itself is rounded, may need more steps than a byte holds
+    # Tiny numbers, of which the scale itself is rounded, may need more steps than a byte holds.
     levels = (blocks / steps[:, None]).round_().clamp_(-_MAX_LEVEL, _MAX_LEVEL)
     return levels.flatten()[: len(x)], scale
 

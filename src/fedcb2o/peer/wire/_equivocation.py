@@ -173,13 +173,14 @@ class Ledger:
         self._folder = folder / "proofs"
         self._federation = federation
         self._lock = threading.Lock()
-        # agent -> round -> digest, signed manifest
+        # By agent, then by round: digest and signed manifest.
         self._held: dict[int, dict[int, tuple[bytes, bytes]]] = {}
         self._recent: deque[ManifestDigest] = deque(maxlen=2 * MAX_DIGESTS)
         self._proofs: dict[int, Proof] = {}
         self._unwritten: list[Proof] = []
         for path in sorted(self._folder.glob(f"*{_PROOF_SUFFIX}")):
-            with suppress(DataError):  # of another run, or no proof
+            # Files of another run, or without a proof, are ignored.
+            with suppress(DataError):
                 verify_proof(path, federation)
                 proof = Proof.read(path)
                 if _is_current_key(proof, federation):
@@ -310,7 +311,8 @@ class Ledger:
         return proof
 
     def _write(self) -> None:
-        with suppress(RunError):  # a full disk: the next manifest tries again
+        # On a full disk, the next manifest tries again.
+        with suppress(RunError):
             while self._unwritten:
                 self._unwritten[-1].write(self._folder)
                 self._unwritten.pop()

@@ -132,7 +132,7 @@ class FolderMailbox:
     def cards(self) -> dict[str, bytes]:
         found = {}
         with self._open("cards") as cards:
-            # by name, because a list of the folder may have millions of other entries
+            # By name, because a list of the folder may have millions of other entries.
             for member, kind in itertools.product(self._members, _CARD_KINDS):
                 name = f"{member}.{kind}"
                 try:
@@ -149,7 +149,8 @@ class FolderMailbox:
             with self._open("boxes", *box.split("/")) as session:
                 self._write(session, name, message)
         except OSError as error:
-            if not isinstance(error, FileNotFoundError):  # otherwise the session has ended
+            # Without its folder the session has ended, which is no fault.
+            if not isinstance(error, FileNotFoundError):
                 self._note_ignored(self._folder / "boxes" / box, error.strerror)
             raise
         with self._stored:

@@ -166,7 +166,8 @@ class TlsStream:
         record = memoryview(self._record)
         with suppress(ssl.SSLWantReadError):
             for _ in range(_RECORDS_PER_TURN):
-                with self._tls_lock:  # for one record, because others want to write
+                # For one record at a time, because other threads want to write.
+                with self._tls_lock:
                     count = self.socket.recv_into(record)
                 if not count:
                     raise ConnectionError("the remote closed the connection")
@@ -186,7 +187,8 @@ class TlsStream:
                 try:
                     with self._tls_lock:
                         pending = pending[self.socket.send(pending[:_RECORD_BYTES]) :]
-                except ssl.SSLWantWriteError:  # OpenSSL wants the same record again
+                except ssl.SSLWantWriteError:
+                    # OpenSSL wants the same record again, so `pending` stays.
                     left = end - time.monotonic()
                     if left <= 0 or not self._can_write.poll(1000 * left):
                         raise TimeoutError("the remote does not read") from None

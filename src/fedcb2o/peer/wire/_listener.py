@@ -137,7 +137,8 @@ class Listener:
                         # check.
                         self._advance(key.fd)
                 self._drop_expired()
-            except Exception:  # the listener must go on
+            except Exception:
+                # The listener must go on.
                 if not self._has_logged:
                     self._has_logged = True
                     logging.getLogger(__name__).exception("a connection could not be accepted")

@@ -134,7 +134,8 @@ class RelayMailbox:
             try:
                 self._call(f"put {box}", message, max(0.0, end - time.monotonic()))
                 return
-            except BlockingIOError:  # the receiver has not taken earlier messages yet
+            except BlockingIOError:
+                # The receiver has not taken earlier messages yet.
                 if time.monotonic() + _FULL_SECONDS > end:
                     raise
                 time.sleep(_FULL_SECONDS)

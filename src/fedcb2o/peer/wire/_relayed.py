@@ -225,7 +225,8 @@ class Relayed:
                 step()
                 last_success = time.monotonic()
                 pause = _RETRY_SECONDS / 5
-                if self.error == error_before:  # otherwise the other thread failed meanwhile
+                # Otherwise the other thread has failed meanwhile.
+                if self.error == error_before:
                     self.error = ""
                 continue
             except FormerMemberError as error:
@@ -238,7 +239,8 @@ class Relayed:
                 if is_new and not self._closed.is_set():
                     self.error = message
                     self._warn(message)
-            except Exception as error:  # the thread must go on
+            except Exception as error:
+                # The thread must go on.
                 self._warn("a message of the relay cannot be handled", error)
             if time.monotonic() > last_success + _OUTAGE_SECONDS:
                 self._end_requests()
@@ -292,7 +294,8 @@ class Relayed:
         self._end_lost_requests()
         # The time of this thread alone, because waiting for the relay costs nothing.
         seconds = time.thread_time() - began
-        if self._handler is not None:  # last: others can be asked even if this fails
+        # Last, so that others can be asked even if this fails.
+        if self._handler is not None:
             card = self._session.card(time.monotonic_ns())
             self.mailbox.publish_card(self._card_name, card)
         self._closed.wait(max(_CARD_SECONDS, seconds / _CPU_SHARE))
@@ -311,7 +314,8 @@ class Relayed:
     def _receive(self) -> None:
         """Handle the messages of this session's box, and pause after useless ones."""
         began = time.thread_time()
-        cost = useless = 1  # a reply without messages is useless
+        # A reply without messages is useless.
+        cost = useless = 1
         for message in self.mailbox.take(self._box, _TAKE_SECONDS):
             cost += len(message) + _MESSAGE_COST
             if not self._handle(message):

@@ -140,10 +140,10 @@ class Session:
         self._key = self._private.public_key().public_bytes_raw()
         self._counts = itertools.count()  # of all channels, so that no nonce is used twice
         self._lock = threading.Lock()
-        # by identity key, so that former keys displace no session of the present one
+        # By identity key, so that former keys displace no session of the present one.
         self._channels: dict[bytes, dict[bytes, _Channel]] = {}
         self._cards: dict[bytes, Card] = {}
-        # by agent and session key
+        # By agent and session key.
         self._shown: dict[int, dict[bytes, tuple[Card, _Channel]]] = {}
         ids = (*federation.members, *self._former_members)
         self._paces = {id: Pace(_INTRODUCTIONS, _INTRODUCTIONS_PER_SECOND) for id in ids}

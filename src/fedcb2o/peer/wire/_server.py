@@ -151,7 +151,7 @@ class Server:
             for _, member in federation.former_members()
             if member.key not in self._ids
         }
-        # the newest first, with other snapshots for some members
+        # The newest first, with other snapshots for some members.
         self._published: tuple[tuple[Snapshot, Mapping[int, Snapshot | None]], ...] = ()
 
         limits: dict[int | None, Limits] = {
@@ -170,7 +170,7 @@ class Server:
         full = float(_FOREIGN_LIMITS.answers_per_minute)
         self._former_quota = _ClientQuota(_FOREIGN_LIMITS, None, full, now)
         self._changed = threading.Condition()  # its lock guards what follows, and the quotas
-        # quotas with a queue that is not empty, in turn, by their identity
+        # Quotas with a queue that is not empty, in turn, by their identity.
         self._waiting: dict[int, _ClientQuota] = {}
         self._busy_since: dict[int, float] = {}  # start time of each busy thread
         self._threads: list[threading.Thread] = []
@@ -198,7 +198,8 @@ class Server:
         yet. They may publish twice in one round.
         """
         if overrides is None:
-            self._ledger.record(snapshot.manifest)  # detects another user of the same key
+            # The ledger finds another user of the same key.
+            self._ledger.record(snapshot.manifest)
         published = ((snapshot, dict(overrides or {})), *self._published)
         rounds = {entry.decoded_manifest.round for entry, _ in published}
         served_rounds = sorted(rounds)[-2:]
@@ -215,7 +216,8 @@ class Server:
         """
         try:
             reason = self._turn_away_or_queue(request, reply)
-        except Exception:  # the transport's thread must continue
+        except Exception:
+            # The transport's thread must go on.
             reason = self._log_failure()
         with self._changed:
             self._requests += 1
@@ -249,7 +251,8 @@ class Server:
         if is_same_run and request.receiver != self._agent_id:
             return "receiver"
         sender = request.sender
-        if request.kind is RequestKind.HELLO:  # ids may differ between two files
+        # The sender of a HELLO is found by its key: ids may differ between two files.
+        if request.kind is RequestKind.HELLO:
             sender = self._ids.get(request.digest, self._agent_id)
             former = self._former_members.get(request.digest)
             if former is not None and is_same_run:
@@ -263,7 +266,8 @@ class Server:
             # A few BUSY answers beyond the limit let an honest member ask less often.
             fewest = 1 - MAX_BUSY_ANSWERS if is_same_run else 1
             if quota.remaining(self._clock()) < fewest:
-                return "rate"  # before the signature, so that a flood is cheap
+                # Before the signature is verified, so that a flood is cheap.
+                return "rate"
             if len(quota.queue) >= 2 * MAX_PENDING:
                 return "pending"
         # Only a signed request counts: others could use up a member's limit.
@@ -358,7 +362,8 @@ class Server:
     def _serve_queue(self, thread_id: int) -> None:
         while (task := self._dequeue(thread_id)) is not None:
             self._send_answer(thread_id, *task)
-            del task  # and with it the transport's end of the request
+            # With it goes the transport's end of the request.
+            del task
 
     def _send_answer(
         self,
@@ -374,7 +379,8 @@ class Server:
             status, body = content()
             answer = Answer(nonce, status, body).encode()
             reply(answer)
-        except Exception:  # ends this answer, not the thread
+        except Exception:
+            # It ends this answer, but not the thread.
             status, answer = None, b""
             self._log_failure()
         with self._changed:

@@ -36,7 +36,7 @@ def _context(protocol: int, identity: Identity, roots: Iterable[str]) -> ssl.SSL
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata="".join(roots))
-    # without a password, OpenSSL would ask for one on the terminal
+    # Without a password, OpenSSL would ask for one on the terminal.
     password = identity.passphrase or b""
     context.load_cert_chain(identity.tls_certificate, identity.tls_key, password)
     return context

@@ -371,7 +371,8 @@ class _Dialer:
         except OSError:
             self._forget(id)
             return iter(())
-        if self.link is not link:  # lost in the meantime
+        # The link was lost in the meantime.
+        if self.link is not link:
             replies.put(None)
         return self._iterate_answers(id, replies, end)
 

@@ -253,7 +253,7 @@ class BatchEncoder:
         pieces: list[BytesLike] = []
         for start in range(0, len(message), size):
             has_more = start + size < len(message)
-            # the first fragment has the sequence number of the frame that was too long
+            # The first fragment has the sequence number of the frame that was too long.
             if start:
                 head = self._head(_FRAGMENT | 0x20)
             flags = _FRAGMENT | 0x20 | (0x40 if has_more else 0)
@@ -437,7 +437,7 @@ def encode_query(id: int, key: bytes, payload: bytes, timeout: float) -> bytes:
     """
     milliseconds = encode_number(max(1, round(1000 * timeout)))
     head = bytes([_REQUEST | 0x20 | 0x80]) + encode_number(id) + b"\0" + _sized(key)
-    # the importance of data, blocking; all matching receivers; the timeout
+    # The importance of data, blocking; all matching receivers; the timeout.
     extensions = b"\xa1\x0d\xb4\x01\x26" + milliseconds
     return head + extensions + b"\xa3\x01\x43" + _sized(b"\0" + payload)
 
