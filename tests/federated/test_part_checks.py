@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import importlib
+import re
 
 import pytest
 import torch
@@ -12,7 +14,14 @@ from torch.nn import functional as F
 from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
-from fedcb2o.federated import Training, local_update_, losses, optimisers
+from fedcb2o.federated import (
+    Training,
+    local_update_,
+    losses,
+    optimisers,
+    part_checks,
+    plugin_outputs,
+)
 from fedcb2o.federated.part_checks import check_loss, check_optimiser
 from fedcb2o.nn import parameters
 from fedcb2o.rng import stream
@@ -268,3 +277,27 @@ def test_sparse_gradients_of_an_embedding_train_like_dense_ones(functional, opti
         models.append(theta)
     torch.testing.assert_close(*models)
     assert not models[0].equal(before)
+
+
+def _checks_in_the_table():
+    rows = re.findall(r"^\| [\w ,-]+ \| [\w ]+ \| `([\w.]+)` \|", part_checks.__doc__, re.MULTILINE)
+    return [name.removeprefix("plugin_outputs.") for name in rows]
+
+
+def test_the_table_of_checks_names_each_check_of_users_functions():
+    checks = [
+        name
+        for module in (part_checks, plugin_outputs)
+        for name, function in vars(module).items()
+        if getattr(function, "__module__", "") == module.__name__
+        and name.startswith(("check_", "validated_", "metric_value", "apply_"))
+    ]
+    assert sorted(checks) == sorted(name for name in _checks_in_the_table() if "." not in name)
+
+
+@pytest.mark.parametrize("name", [name for name in _checks_in_the_table() if "." in name])
+def test_the_table_of_checks_names_existing_functions_of_other_modules(name):
+    module, function = name.split(".")
+    packages = {"datasets": "experiments.config", "transforms": "data"}
+    path = f"fedcb2o.{packages.get(module, 'federated')}.{module}"
+    assert callable(getattr(importlib.import_module(path), function))

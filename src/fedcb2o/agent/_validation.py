@@ -11,9 +11,7 @@ from torch import nn
 from fedcb2o.data import Shard, features, input_validation, match_samples, samples_and_labels
 from fedcb2o.errors import DataError
 from fedcb2o.federated import RunSpec, losses, part_checks
-from fedcb2o.nn import network_checks
-from fedcb2o.nn.random_evaluation import seed_if_random_
-from fedcb2o.plugins import PluginChoice, attribute_errors, function_name
+from fedcb2o.plugins import PluginChoice, attribute_errors
 from fedcb2o.user_values import to_tensor
 
 
@@ -28,19 +26,14 @@ def check_parts(spec: RunSpec, validation: Shard) -> None:
 
     A network or loss that mixes samples is a ConfigError.
     """
-    module = spec.module
-    twin = evaluation_copy(module)
-    rows = part_checks.different_samples(validation)
-    x = features(validation.x[rows])
-    with attribute_errors("model", spec.model):
-        network_checks.check_construction(spec.model, module, twin)
-        is_random = seed_if_random_(spec.model, [module, twin], x, spec.seed)
-        with network_checks.perturbed_constants(module, twin), torch.no_grad():
-            outputs = module(x)
-            network_checks.check_network(spec.model, module, twin, x, random_evaluation=is_random)
-    loss = spec.training.loss
-    if loss is not None:
-        part_checks.check_loss(function_name(loss), loss, outputs, validation.y[rows])
+    part_checks.check_model(
+        spec.model,
+        [spec.module, evaluation_copy(spec.module)],
+        validation,
+        spec.seed,
+        num_classes=spec.num_classes,
+        loss=spec.training.loss,
+    )
 
 
 def validation_shard(network: nn.Module, validation: Any, columns: Any, has_loss: bool) -> Shard:

@@ -167,17 +167,32 @@ class ClusterTransform:
         They have the same shapes and types, on the same device. ConfigError is raised if a user's
         transform returned anything else.
         """
-        known = {"num_clusters": self.num_clusters, "num_classes": self.num_classes}
-        names = plugins.extra_inputs("cluster transform", self.function.func, known, 2)
-        inputs = [known[name] for name in names]
+        inputs = self._inputs
         with using_range(self.value_range):
-            if plugins.USER_FUNCTION.get(self.function) is None:
+            if not self._is_own:
                 seen: Shard = self.function(samples, cluster, *inputs)
                 return seen
             # A user's function gets copies on the CPU, which it may change.
             copies = Shard(samples.x.cpu().clone(), samples.y.cpu().clone())
             result = self.function(copies, cluster, *inputs)
         return self._validated(result, samples)
+
+    @functools.cached_property
+    def _is_own(self) -> bool:
+        return plugins.USER_FUNCTION.get(self.function) is not None
+
+    @functools.cached_property
+    def _inputs(self) -> list[int]:
+        """Inputs after samples and cluster that the function asks for by name."""
+        known = {"num_clusters": self.num_clusters, "num_classes": self.num_classes}
+        names = plugins.positional_inputs(self.function.func)[2:]
+        for name in names:
+            if name not in known:
+                raise ConfigError(
+                    f"the cluster transform looks at `{name}`."
+                    f"{plugins.did_you_mean(name, known)} There is: {', '.join(known)}"
+                )
+        return [known[name] for name in names]
 
     def _validated(self, result: object, samples: Shard) -> Shard:
         """Return a user's samples on the device of the original, or raise ConfigError."""

@@ -1,28 +1,60 @@
-"""Checks of users' losses and optimisers, before a run begins.
+"""Checks of users' functions: one door, and one table of what is checked, when and why.
 
-A loss must be a differentiable function of one output and one target. An optimiser must change all
-parameters that it receives.
+When a configuration is loaded, `Component.resolve` checks the name, import and parameters of each
+function. Every call turns a failure into an error with the function's name and line
+(`wrap_user_function`). The other checks are in the table. Those of the start tell a fault before
+the first training; those of a round are where the function is called.
+
+| part | when | check | reason |
+|---|---|---|---|
+| data set | start | `datasets.load_dataset` | samples, labels and owners belong together |
+| cluster transform | each use | `transforms.ClusterTransform` | samples stay of one kind |
+| graph | start | `plugin_outputs.validated_graph` | neighbours are agents |
+| model | start | `check_model` | agents exchange parameters alone |
+| loss | start | `check_loss` | mixed samples or no slope would train something else |
+| loss | each batch | `inference.per_sample_losses` | one number for each sample |
+| metric | start | `check_metrics` | it is first computed after a training |
+| trigger | start | `check_trigger` | it is first applied after a training |
+| optimiser | start | `check_optimiser` | a step without effect would look like a run |
+| optimiser | each round | `optimisers.make_optimiser` | it holds all parameters |
+| attack on data | each round | `plugin_outputs.validated_poison` | samples stay of one kind |
+| attack on models | each round | `plugin_outputs.validated_queries` | losses are of models |
+| attack on models | each round | `plugin_outputs.validated_crafted_models` | it fills a row |
+| selection | each round | `plugin_outputs.validated_selection` | the budget bounds traffic |
+| criterion | each round | `plugin_outputs.validated_criterion` | not finite means no weight |
+| transform, trigger | each use | `plugin_outputs.apply_sample_transform` | pixels keep a scale |
+| rule | each round | `plugin_outputs.validated_weights` | the new model is a mean |
+| robust rule | each round | `plugin_outputs.validated_row_weights` | the new model is a mean |
+| rule by coordinates | each block | `plugin_outputs.validated_reduction` | numbers stay finite |
+| pre-step | each round | `plugin_outputs.validated_mixing` | mixed models are means |
+| rule with memory | each round | `plugin_outputs.validated_state` | a checkpoint holds tensors |
+| metric | each evaluation | `plugin_outputs.metric_value` | records hold numbers |
 
 >>> check_loss("squared", lambda o, y: (o - y).square(), torch.rand(2), torch.zeros(2))
 """
 
+import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from fedcb2o.data import Shard
-from fedcb2o.errors import ConfigError
+from fedcb2o.data import Shard, ValueRange, features
+from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.federated.inference import per_sample_losses
-from fedcb2o.federated.losses import Loss
+from fedcb2o.federated.losses import Loss, predicts_labels
 from fedcb2o.federated.optimisers import Optimiser, make_optimiser
+from fedcb2o.federated.plugin_outputs import Metric, apply_sample_transform, metric_value
+from fedcb2o.federated.types import SampleTransform
+from fedcb2o.nn import network_checks
 from fedcb2o.nn.comparison import agree, equal
-from fedcb2o.plugins import attribute_errors, function_name
+from fedcb2o.nn.random_evaluation import seed_if_random_
+from fedcb2o.plugins import attribute_errors, display_name, function_name
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,6 +74,74 @@ def different_samples(shard: Shard) -> list[int]:
         candidates = torch.arange(len(shard))[:_MAX_CANDIDATES]
     differs = shard.x[candidates].ne(shard.x[0]).reshape(len(candidates), -1).any(1)
     return [0, int(candidates[differs.int().argmax()])]
+
+
+def check_model(
+    name: str,
+    networks: Sequence[nn.Module],
+    samples: Shard,
+    seed: int,
+    *,
+    num_classes: int,
+    loss: Loss | None,
+    layout: str | None = None,
+    random_evaluation: bool = False,
+) -> None:
+    """Check on two samples that a network and a loss are functions of one sample.
+
+    `networks` are the network and, for a user's, a second one that was made in the same way.
+    `num_classes` is 1 without classes, and `loss` None for the cross-entropy. `layout` is the
+    memory layout of the network, for messages. A network that draws random numbers in evaluation
+    is seeded, with a warning unless `random_evaluation` is set.
+    """
+    # Two equal samples would hide a network that mixes them.
+    rows = different_samples(samples)
+    x = features(samples.x[rows].clone())
+    is_own = len(networks) > 1
+    with contextlib.ExitStack() as stack:
+        if is_own:
+            module, twin = networks
+            stack.enter_context(attribute_errors("model", name))
+            network_checks.check_construction(name, module, twin)
+        stack.enter_context(network_checks.perturbed_constants(*networks))
+        outputs = _evaluate(name, networks[0], x.clone(), layout)
+        _check_output_shape(name, outputs, num_classes if predicts_labels(loss) else 1)
+        if is_own:
+            is_random = random_evaluation or seed_if_random_(name, networks, x, seed)
+            network_checks.check_network(name, module, twin, x, random_evaluation=is_random)
+    if loss is not None:
+        loss_name = function_name(loss)
+        check_loss(loss_name, loss, outputs, samples.y[rows].clone())
+
+
+def _evaluate(name: str, module: nn.Module, x: Tensor, layout: str | None) -> Any:
+    """Return the outputs for samples. Raise ConfigError if the network fails."""
+    try:
+        with torch.no_grad():
+            return module.eval()(x)
+    except (Exception, SystemExit) as error:  # a user's network may fail in any way
+        by_layout = ' with `layout` = "channels_last"' if layout == "channels_last" else ""
+        shape = tuple(x.shape[1:])
+        raise ConfigError(
+            f"the model `{name}` cannot read samples of shape {shape}{by_layout}: {error}"
+        ) from error
+
+
+def _check_output_shape(name: str, outputs: Any, num_classes: int) -> None:
+    """Raise ConfigError unless there is one row of outputs per sample, one column per class.
+
+    Without classes, 1, the loss restricts the outputs.
+    """
+    got: Any = describe_type(outputs)
+    shape: tuple[int, ...] = ()
+    if isinstance(outputs, Tensor):
+        got = shape = tuple(outputs.shape)
+    is_valid = shape == (2, num_classes) if num_classes > 1 else shape[:1] == (2,)
+    if not is_valid:
+        expected = (2, num_classes) if num_classes > 1 else "(2, ...)"
+        raise ConfigError(
+            f"the model `{name}` returned {got} for 2 samples, expected shape {expected}"
+        )
 
 
 def check_loss(
@@ -103,10 +203,10 @@ def check_optimiser(optimiser: Optimiser, module: nn.Module, lr: float) -> None:
     The network is not changed. ConfigError is raised if the optimiser fails, or trains none or only
     a part of the parameters.
     """
-    name = function_name(optimiser)
     named = {key: p.detach() for key, p in module.named_parameters() if p.requires_grad}
     trial = [p.clone().requires_grad_() for p in named.values()]
     instance = make_optimiser(optimiser, trial, lr)
+    name = function_name(optimiser)
     kind = f"the optimiser `{name}` returned a {type(instance).__name__}"
     needed = _required_arguments(instance.step)
     if needed:
@@ -131,6 +231,21 @@ def check_optimiser(optimiser: Optimiser, module: nn.Module, lr: float) -> None:
         f"{kind}, whose step changes no parameter: return a torch.optim.Optimizer over"
         " `parameters` (not a learning-rate scheduler)"
     )
+
+
+def check_metrics(metrics: Mapping[str, Metric], num_classes: int) -> None:
+    """Check metrics on a confusion matrix of ones; targets without classes are a ConfigError."""
+    if metrics and num_classes < 2:
+        raise ConfigError("`metrics` need classes, and the data have none: leave them out")
+    for metric in metrics.values():
+        metric_value(metric, torch.ones(num_classes, num_classes, dtype=torch.int64))
+
+
+def check_trigger(trigger: SampleTransform | None, samples: Shard, value_range: ValueRange) -> None:
+    """Check on the first sample that samples can bear the trigger of a backdoor."""
+    if trigger is not None:
+        first = Shard(samples.x[:1], samples.y[:1])
+        apply_sample_transform(display_name("trigger", trigger), trigger, first, value_range)
 
 
 def _slope(losses: Tensor, outputs: Tensor) -> Tensor | None:

@@ -46,12 +46,28 @@ STATE_DTYPES = {
 """Types of tensors in a rule's state, with their names in a checkpoint."""
 
 
+Metric = Callable[[Tensor], Any]
+"""A function of a confusion matrix."""
+
+
 def _dense_tensor(name: str, values: Any) -> Tensor:
     """Convert a return value to a dense real tensor; masked and missing values are NaN."""
     tensor = to_tensor(f"the {name} returned", values)
     if not isinstance(values, Tensor | np.ndarray) and tensor.dtype == torch.float64:
         return tensor.to(torch.get_default_dtype())  # as PyTorch converts a list
     return tensor
+
+
+def validated_graph(graph: Callable[..., Any], output: Any, num_agents: int) -> Any:
+    """Return the graph that a function made. ConfigError for anything but one on all agents."""
+    import networkx as nx  # slow to import
+
+    if not isinstance(output, nx.Graph) or set(output.nodes) != set(range(num_agents)):
+        raise ConfigError(
+            f"the {display_name('graph', graph)} must be a networkx graph whose nodes are the "
+            f"agents 0 to {num_agents - 1}, got {output}"
+        )
+    return output
 
 
 def validated_selection(
@@ -324,6 +340,17 @@ def validated_queries(craft: Craft, output: Any, dim: int) -> Float[Tensor, "m d
             f"expected (m, {dim})"
         )
     return thetas
+
+
+def metric_value(metric: Metric, confusion: Tensor) -> float | None:
+    """Return a metric of a confusion matrix, or None where it is not finite."""
+    value = metric(confusion.clone())
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        name = display_name("metric", metric)
+        raise ConfigError(f"the {name} returned no number: {value!r:.60}") from error
+    return number if math.isfinite(number) else None
 
 
 def apply_sample_transform(

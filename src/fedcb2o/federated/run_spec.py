@@ -147,7 +147,7 @@ class Algorithm:
         # B is trained first, because the gradient of A is 0 where B is.
         return (DOWN, UP)[n // self.switching_interval % 2]
 
-    @property
+    @functools.cached_property
     def is_batched(self) -> bool:
         """True if the criterion or the rule accepts several agents at once."""
         function = self.criterion or self.rule

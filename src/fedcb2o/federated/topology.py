@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError, require
-from fedcb2o.plugins import display_name
+from fedcb2o.federated.plugin_outputs import validated_graph
 
 if TYPE_CHECKING:
     from networkx import Graph
@@ -38,15 +38,8 @@ def neighbours(
 
     ConfigError is raised if the function returned something else than a graph on all agents.
     """
-    import networkx as nx
-
     n = len(cluster)
-    result = graph(cluster.clone(), draw)
-    if not isinstance(result, nx.Graph) or set(result.nodes) != set(range(n)):
-        raise ConfigError(
-            f"the {display_name('graph', graph)} must be a networkx graph whose nodes are the "
-            f"agents 0 to {n - 1}, got {result}"
-        )
+    result = validated_graph(graph, graph(cluster.clone(), draw), n)
     # A loop is no link to a peer.
     ids = [sorted(set(result[j]) - {j}) for j in range(n)]
     return tuple(torch.tensor(peers, dtype=torch.int64) for peers in ids)

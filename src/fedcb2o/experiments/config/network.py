@@ -7,63 +7,50 @@ torch.Size([2, 10])
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from fedcb2o import plugins, pretrained
-from fedcb2o.data import Dataset, DatasetNames, channels_last_hint, features
+from fedcb2o.data import Dataset, DatasetNames, channels_last_hint
 from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.experiments.config.datasets import dataset_from_tensors
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.federated import losses, part_checks
-from fedcb2o.nn import architectures, batch_norm, memory_layout, network_checks, parameters
-from fedcb2o.nn.random_evaluation import seed_evaluation_, seed_if_random_
+from fedcb2o.federated import part_checks
+from fedcb2o.nn import architectures, batch_norm, memory_layout, parameters
+from fedcb2o.nn.random_evaluation import seed_evaluation_
 from fedcb2o.parallel import _resources
 from fedcb2o.rng import stream
 
 
 @torch.inference_mode(False)
 def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int) -> nn.Module:
-    """Build a freshly initialised network and check it, and the loss, on two samples.
+    """Build a freshly initialised network, and check the functions that the first round calls.
 
     `key` continues the key of the random stream: the id of an agent with a model of its own.
     """
-    name = plugins.function_name(experiment.resolved.model)
+    resolved = experiment.resolved
     check_model_memory(experiment, dataset.pool.x.shape[1:], dataset.num_outputs)
-    module = _initialised_module(experiment, seed, dataset, key)
-    is_own = plugins.USER_FUNCTION.get(experiment.resolved.model) is not None
-    # Two equal samples would hide a network that mixes them.
-    rows = part_checks.different_samples(dataset.pool)
-    x = features(dataset.pool.x[rows].clone())
-
-    twins = []
-    if is_own:
-        # A second network from the same stream must be equal, or processes would differ.
-        twins.append(_initialised_module(experiment, seed, dataset, key))
-        with plugins.attribute_errors("model", name):
-            network_checks.check_construction(name, module, twins[0])
-
-    is_random = experiment.model.random_evaluation
-    with network_checks.perturbed_constants(module, *twins):
-        outputs = _evaluate_on_samples(experiment, module, x.clone())
-        loss = experiment.resolved.loss
-        predicts_labels = losses.predicts_labels(loss)
-        _check_output_shape(name, outputs, dataset, predicts_labels=predicts_labels)
-        if is_own and not is_random:
-            with plugins.attribute_errors("model", name):
-                is_random = seed_if_random_(name, [module, *twins], x, seed)
-        for twin in twins:
-            with plugins.attribute_errors("model", name):
-                network_checks.check_network(name, module, twin, x, random_evaluation=is_random)
-
-    if loss is not None:
-        part_checks.check_loss(
-            plugins.function_name(loss), loss, outputs, dataset.pool.y[rows].clone()
-        )
-    return module
+    # A second network of a user from the same stream must be equal, or processes would differ.
+    count = 1 if plugins.USER_FUNCTION.get(resolved.model) is None else 2
+    networks = [_initialised_module(experiment, seed, dataset, key) for _ in range(count)]
+    part_checks.check_model(
+        resolved.model_name,
+        networks,
+        dataset.pool,
+        seed,
+        num_classes=dataset.num_classes,
+        loss=resolved.loss,
+        layout=experiment.layout,
+        random_evaluation=experiment.model.random_evaluation,
+    )
+    part_checks.check_metrics(resolved.metrics, len(dataset.class_names))
+    part_checks.check_trigger(resolved.trigger, dataset.test, dataset.value_range)
+    if resolved.optimiser is not None:
+        lr = experiment.training.lambda2 * experiment.training.gamma
+        part_checks.check_optimiser(resolved.optimiser, networks[0], lr)
+    return networks[0]
 
 
 def count_parameters(experiment: Experiment, shape: Sequence[int], num_outputs: int) -> int | None:
@@ -106,7 +93,7 @@ def _initialised_module(
     """Build the network with parameters from the random stream of the seed."""
     shape = list(dataset.pool.x.shape[1:])
     make = experiment.resolved.model
-    name = plugins.function_name(make)
+    name = experiment.resolved.model_name
     if isinstance(experiment.model.name, nn.Module):
         raise ConfigError(
             "`model.name` must be a function (input_shape, num_classes) that builds the network, "
@@ -132,41 +119,6 @@ def _initialised_module(
         raise ConfigError(f"the model `{name}` cannot be built: {error}") from error
     parameters.dimension(module)
     return module
-
-
-def _evaluate_on_samples(experiment: Experiment, module: nn.Module, x: Tensor) -> Any:
-    """Return the outputs for samples. Raise ConfigError if the network fails."""
-    name = plugins.function_name(experiment.resolved.model)
-    try:
-        with torch.no_grad():
-            return module.eval()(x)
-    except (Exception, SystemExit) as error:  # a user's network may fail in any way
-        layout = ' with `layout` = "channels_last"' if experiment.layout == "channels_last" else ""
-        raise ConfigError(
-            f"the model `{name}` cannot read samples of shape {tuple(x.shape[1:])}{layout}: {error}"
-        ) from error
-
-
-def _check_output_shape(
-    name: str, outputs: Any, dataset: Dataset, *, predicts_labels: bool
-) -> None:
-    """Raise ConfigError unless there is one row of outputs per sample, one column per class."""
-    got: Any = describe_type(outputs)
-    shape: tuple[int, ...] = ()
-    if isinstance(outputs, Tensor):
-        got = shape = tuple(outputs.shape)
-    num_samples = 2
-    if dataset.class_names and predicts_labels:
-        expected = f"{(num_samples, dataset.num_classes)}"
-        is_valid = shape == (num_samples, dataset.num_classes)
-    else:  # without classes the loss restricts the outputs
-        expected = f"({num_samples}, ...)"
-        is_valid = shape[:1] == (num_samples,)
-    if not is_valid:
-        raise ConfigError(
-            f"the model `{name}` returned {got} for {num_samples} samples, expected shape "
-            f"{expected}"
-        )
 
 
 def frozen_bytes(experiment: Experiment) -> int:

@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fedcb2o import plugins
 from fedcb2o.data import ClusterView, Dataset, DatasetNames, Population, Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.datasets import (
@@ -41,8 +40,6 @@ from fedcb2o.federated import (
     Ragged,
     RunSpec,
     Training,
-    apply_sample_transform,
-    part_checks,
     privacy,
 )
 from fedcb2o.kernels import devices
@@ -194,12 +191,9 @@ def build_run_spec(
     is_independent = is_batched and network_checks.is_sample_independent(module, x)
     section = experiment.training
     resolved = experiment.resolved
-    optimiser = resolved.optimiser
-    if optimiser is not None:
-        part_checks.check_optimiser(optimiser, module, section.lambda2 * section.gamma)
     training = Training(
         **section.model_dump(exclude={"optimiser", "loss"}),
-        optimiser=optimiser,
+        optimiser=resolved.optimiser,
         loss=resolved.loss,
         accepts_single_sample=accepts_single_sample,
         is_sample_independent=is_independent,
@@ -216,7 +210,7 @@ def build_run_spec(
         num_classes=dataset.num_classes,
         rounds=experiment.rounds,
         agents=experiment.agents,
-        model=plugins.function_name(resolved.model),
+        model=resolved.model_name,
         module=module,
         training=training,
         algorithm=resolved.algorithm,
@@ -259,11 +253,6 @@ def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepare
     prepared = PreparedSeed(experiment, seed, dataset, population, spec, adversary, view)
     _check_scored_samples(experiment, prepared.scored_samples())
     _check_batches(prepared)
-    trigger = adversary.trigger
-    if trigger is not None:  # raises here, before a run begins, where samples cannot bear it
-        sample = Shard(dataset.test.x[:1], dataset.test.y[:1])
-        name = plugins.display_name("trigger", trigger)
-        apply_sample_transform(name, trigger, sample, dataset.value_range)
     return prepared
 
 

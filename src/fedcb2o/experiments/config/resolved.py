@@ -7,7 +7,7 @@
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,7 @@ class Resolved:
 
     data: _Function
     model: _Function
+    model_name: str
     graph: _Function | None
     skew: _Function | None
     cluster_transform: _Function
@@ -115,15 +116,7 @@ class Resolved:
 
         A value that only looks alike is included.
         """
-
-        def names(value: Any) -> Iterator[str]:
-            if isinstance(value, str) and ":" in value:
-                yield value
-            elif isinstance(value, Mapping | list):
-                for inner in value.values() if isinstance(value, Mapping) else value:
-                    yield from names(inner)
-
-        return sorted(set(names(self.settings)))
+        return sorted({name for name in plugins.foreign_names_in(self.settings) if ":" in name})
 
 
 def resolve(
@@ -172,6 +165,7 @@ def resolve(
     return Resolved(
         **functions,
         metrics={name: metric.bound for name, metric in measured.items()},
+        model_name=plugins.label(model.name),
         method=method,
         algorithm=built,
         attack=assault,

@@ -339,11 +339,11 @@ class Experiment(Section):
         """
         # Defaults are written out, so that a later version with other defaults reads the run as it
         # was.
-        settings: dict[str, Any] = to_plain(self.model_dump(mode="python", exclude_none=True))
+        settings = self.model_dump(mode="python", exclude_none=True)
         for key, table in self.resolved.settings.items():
             section, _, name = key.rpartition(".")
-            (settings[section] if section else settings)[name] = to_plain(table)
-        return settings
+            (settings[section] if section else settings)[name] = table
+        return to_plain(settings)  # type: ignore[no-any-return]
 
     def fingerprint(self, seed: int) -> str:
         """Return the text that identifies the checkpoints of a seed.

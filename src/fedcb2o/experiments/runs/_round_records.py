@@ -1,27 +1,17 @@
-"""The records of a round: metrics.jsonl and pairs.jsonl.
-
->>> import torch
->>> from fedcb2o.experiments.runs._round_records import check_user_metrics
->>> check_user_metrics({"trace": torch.trace}, num_classes=3)
-"""
+"""The records of a round: metrics.jsonl and pairs.jsonl."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Bool
 
-from fedcb2o import plugins
-from fedcb2o.errors import ConfigError
 from fedcb2o.federated import Decisions, Ragged
 from fedcb2o.federated.evaluation import metrics
 from fedcb2o.federated.guards.checks import TOO_FAR, TOO_NEAR, TOO_SENSITIVE
+from fedcb2o.federated.plugin_outputs import Metric, metric_value
 from fedcb2o.simulation.rounds import Round
-
-Metric = Callable[[torch.Tensor], Any]
-"""A function of a confusion matrix."""
 
 
 def metrics_record(
@@ -54,34 +44,11 @@ def metrics_record(
     for j, tested in result.test_results.items():
         for name, metric in (user_metrics or {}).items():
             confusion = tested.own.confusion
-            scores[j][name] = None if confusion is None else _evaluate_metric(metric, confusion)
+            scores[j][name] = None if confusion is None else metric_value(metric, confusion)
     names = dict.fromkeys(name for score in scores.values() for name in score)
     for name in names:
         record[name] = [scores.get(j, {}).get(name) for j in range(len(malicious))]
     return record
-
-
-def check_user_metrics(user_metrics: Mapping[str, Metric], num_classes: int) -> None:
-    """Check the metrics of an experiment on a confusion matrix of ones, before a run begins.
-
-    `num_classes` is 0 where targets are numbers, which is a ConfigError.
-    """
-    if user_metrics and num_classes < 2:
-        raise ConfigError("`metrics` need classes, and the data have none: leave them out")
-    for metric in user_metrics.values():
-        _evaluate_metric(metric, torch.ones(num_classes, num_classes, dtype=torch.int64))
-
-
-def _evaluate_metric(metric: Metric, confusion: torch.Tensor) -> float | None:
-    """Return a metric of a confusion matrix, or None where it is not finite."""
-    # A user's metric may write into its input.
-    value = metric(confusion.clone())
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        name = plugins.display_name("metric", metric)
-        raise ConfigError(f"the {name} returned no number: {value!r:.60}") from error
-    return number if math.isfinite(number) else None
 
 
 def _malicious_weights(

@@ -104,13 +104,12 @@ def run(
     limit = None if memory is None else parse_size(memory)
     dataset = load_dataset(experiment, None if data_dir is None else Path(data_dir))
     workers = _check_workers(experiment, workers)
+    note = beta_note(experiment.resolved.algorithm, experiment.agents.malicious_share)
+    if note:
+        _LOG.warning("%s.", note)
 
     # All seeds are validated before anything is written.
     prepared = {seed: validate_seed(experiment, seed, dataset) for seed in experiment.seeds}
-    spec = prepared[experiment.seeds[0]].spec
-    note = beta_note(spec.algorithm, spec.malicious_share)
-    if note:
-        _LOG.warning("%s.", note)
     unfinished = [
         seed
         for seed in experiment.seeds

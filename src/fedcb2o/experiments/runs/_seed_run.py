@@ -27,7 +27,6 @@ from fedcb2o.experiments.runs._provenance import (
 )
 from fedcb2o.experiments.runs._recovery import verify_seed, write_summary
 from fedcb2o.experiments.runs._round_records import (
-    check_user_metrics,
     metrics_record,
     pairs_record,
 )
@@ -142,7 +141,6 @@ def validate_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepar
                 f"the model `{prepared.spec.model}` cannot be computed for "
                 f"several agents at once: leave out `together` ({obstacle})"
             )
-    check_user_metrics(experiment.resolved.metrics, len(dataset.class_names))
     return prepared
 
 
