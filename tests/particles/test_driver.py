@@ -1,11 +1,13 @@
 """The dynamics as functions of a state: ask, tell, terminate, step."""
 
 import dataclasses
+import os
 import pickle
 
 import pytest
 import torch
 from tests.particles.problems import G
+from tests.type_checks import VARIABLE
 
 from fedcb2o import Adaptive, ConfigError, Paper, minimize
 from fedcb2o.particles import adversaries
@@ -107,7 +109,7 @@ def test_a_part_of_the_runs_continues_alone(name):
     [
         (lambda: Paper(beta=0.0), "`beta` must be above 0"),
         (lambda: Paper(noise="loud"), "`noise` must be"),
-        (lambda: Paper(batch=1.5), "`batch` must be a whole number"),
+        (lambda: Paper(batch=0), "`batch` must be a whole number"),
         (lambda: Adaptive(delta_q=-1.0), "`delta_q` must be at least 0"),
         (lambda: Adaptive(xtol=float("nan")), "`xtol` must be at least 0"),
     ],
@@ -117,6 +119,7 @@ def test_parameters_are_checked_at_once(build, message):
         build()
 
 
+@pytest.mark.skipif(VARIABLE in os.environ, reason="type checks refuse them first")
 def test_parameters_become_plain_numbers():
     dynamics = Paper(alpha=torch.tensor(30), dt=torch.tensor(0.5), batch=torch.tensor(7))
     assert dynamics == Paper(alpha=30.0, dt=0.5, batch=7)

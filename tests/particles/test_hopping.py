@@ -1,12 +1,14 @@
 """The adaptive dynamics: convergence, restarts, criterion of success, best evaluated point."""
 
 import math
+import os
 
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import NonlinearConstraint
 from tests.particles.problems import G, double
+from tests.type_checks import VARIABLE
 
 from fedcb2o import Adaptive, ConfigError, Paper, minimize
 from fedcb2o.particles import dynamics, objectives
@@ -14,6 +16,7 @@ from fedcb2o.particles.cloud import Cloud
 from fedcb2o.particles.hopping import Hopper
 
 BUDGET = {"maxfev": 3000}
+UNCHECKED = pytest.mark.skipif(VARIABLE in os.environ, reason="type checks refuse it first")
 
 
 def rosenbrock(x):
@@ -155,8 +158,12 @@ def test_dynamics_by_name_have_the_default_parameters():
         ([objectives.circle] * 2, "adaptive", "several clusters need `dynamics` = 'paper'"),
         ([objectives.circle] * 2, Adaptive(), "several clusters need `dynamics` = 'paper'"),
         (objectives.circle, "papper", "`dynamics` must be .*, got 'papper'"),
-        (objectives.circle, Paper, "`dynamics` must be .*, got <class"),
-        (objectives.circle, {"alpha": 3.0}, "`dynamics` must be .*, got {'alpha': 3.0}"),
+        pytest.param(
+            objectives.circle, Paper, "`dynamics` must be .*, got <class", marks=UNCHECKED
+        ),
+        pytest.param(
+            objectives.circle, {"alpha": 3.0}, "`dynamics` must be .*, got {'al", marks=UNCHECKED
+        ),
     ],
 )
 def test_invalid_dynamics_are_refused(lower, dynamics, message):

@@ -10,7 +10,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -86,6 +86,7 @@ class Start:
         )
 
 
+@runtime_checkable
 class _Dynamics(Protocol):
     """The part of the dynamics that the first ensembles depend on."""
 
