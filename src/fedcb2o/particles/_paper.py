@@ -156,7 +156,8 @@ class Paper:
         self, system: System, state: Ensembles, values: list[Values], check_writes: bool
     ) -> tuple[Ensembles, Evaluation]:
         """Receive the values, and compute the consensus points."""
-        info = system.consensus(state, values, self._params_at(state.n), check_writes)
+        params = self._constant_params or self._params_at(state.n)
+        info = system.consensus(state, values, params, check_writes)
         return system.count(state, values), info
 
     def terminate(self, state: Ensembles, spread: Tensor) -> Tensor:
@@ -222,16 +223,14 @@ class Paper:
             messages.append(message)
         return success, messages
 
-    def _params_at(self, n: int) -> ConsensusParams:
-        if callable(self.alpha) or callable(self.beta):
-            return self._build_params(n)
-        return self._constant_params
-
     @functools.cached_property
-    def _constant_params(self) -> ConsensusParams:
-        return self._build_params(0)
+    def _constant_params(self) -> ConsensusParams | None:
+        """Parameters of all steps; None where a schedule changes them."""
+        if callable(self.alpha) or callable(self.beta):
+            return None
+        return self._params_at(0)
 
-    def _build_params(self, n: int) -> ConsensusParams:
+    def _params_at(self, n: int) -> ConsensusParams:
         return ConsensusParams(
             settings.schedule_value("alpha", self.alpha, n),
             settings.schedule_value("beta", self.beta, n),
