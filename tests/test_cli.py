@@ -82,7 +82,7 @@ def test_keys_and_parts_are_listed_and_described():
     attacks = run_cli("keys", "attack").out
     assert "ipm: eps = 0.5\n    Reverse the mean update" in attacks
     assert "data_dir" not in run_cli("keys", "data").out
-    assert "Blanchard et al." in run_cli("keys", "krum").out
+    assert "Blanchard, El Mhamdi" in run_cli("keys", "krum").out
     budget = run_cli("keys", "agents.budget").out
     assert budget == run_cli("keys", "budget").out
     assert budget.startswith("agents.budget: 1 to N - 1 (default: needed)\n    M, the number")
