@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 from tests.peer import members, relays
-from tests.peer.nodes import FORKED, Nodes, wait_for
+from tests.peer.nodes import FORKED, Nodes
+from tests.peer.waiting import wait_for
 
 from fedcb2o.peer.membership import Identity, read_federation
 from fedcb2o.peer.wire import Relay, RequestKind
@@ -174,7 +175,7 @@ class HostileMember:
         self.mailbox = RelayMailbox(relay, identity)
         self.transport = Relayed(federation, identity, RelayMailbox(relay, identity))
         self.transport.serve(lambda request, reply: None)
-        wait_for(lambda: len(self.transport.connected_peers()) == COUNT - 1, 20)
+        wait_for(lambda: len(self.transport.connected_peers()) == COUNT - 1)
 
     def boxes(self):
         cards = self.transport._cards_by_peer()
@@ -275,7 +276,7 @@ def running_relay(folder, federation):
     process = FORKED.Process(target=serve, args=work, daemon=True)
     process.start()
     try:
-        wait_for((folder / "ready").exists, 30)
+        wait_for((folder / "ready").exists)
         yield keys, number
     finally:
         process.kill()

@@ -1,10 +1,13 @@
-"""Hostile member as a real process, with valid keys and a different invalid answer in each round.
+"""Hostile member with valid keys and a different invalid answer in each round.
+
+It is an agent on any transport, or a process of its own.
 
 `LIES` maps the name of each invalid answer to the reasons for which a peer may refuse it. Peers
 must not receive any model of this member.
 """
 
 import contextlib
+import io
 import json
 import os
 import secrets
@@ -16,8 +19,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 import numpy as np
 import zenoh
@@ -37,6 +41,7 @@ from fedcb2o.peer.wire import (
     Manifest,
     Request,
     RequestKind,
+    Transport,
     Zenoh,
     decode_answer,
     decode_manifest,
@@ -59,44 +64,48 @@ CONTENTS: list[str] = []
 
 
 class Liar:
-    """Member that answers every request with an invalid answer; the log has receiver and answer."""
+    """Member that answers every request with an invalid answer.
+
+    It asks other members over `transport`. The log has the receiver of each answer, and the answer.
+    """
 
     def __init__(
-        self, federation: Federation, identity: Identity, log: Path, lies: Sequence[Sequence[str]]
+        self,
+        federation: Federation,
+        identity: Identity,
+        lies: Sequence[Sequence[str]],
+        transport: Transport,
+        log: TextIO | None = None,
     ) -> None:
         self.federation, self.identity, self.lies = federation, identity, lies
         self.agent_id = federation.id_of(identity.member)
         self.dim = len(parameters.flatten(build_network(federation)))
-        self.transport = Zenoh(federation, identity, listen=False)
-        self.session = raw.listening(identity, federation)
+        self.transport = transport
         self.content: dict[
             bytes, tuple[str, bytes]
         ] = {}  # manifest digest -> name and bytes of the invalid content
         self.stolen: dict[int, bytes] = {}  # manifests of other members
         self.asked = threading.Event()  # set at the first request for a model
-        self.log = log.open("a", buffering=1)
+        self.log = log or io.StringIO()
 
-    def serve(self) -> None:
-        """Answer each request in its own thread until the process ends."""
-        asked = self.session.declare_queryable(
-            self.key, zenoh.handlers.FifoChannel(1024), complete=True
-        )
+    def serve(self, session: Any) -> None:
+        """Answer each request to a session in its own thread until the process ends."""
+        key = raw.key(self.agent_id)
+
+        def answer(query: Any) -> None:
+            with query:
+                self.on_request(query.payload.to_bytes(), partial(query.reply, key))
+
+        asked = session.declare_queryable(key, zenoh.handlers.FifoChannel(1024), complete=True)
         while True:
             query = asked.recv()
-            threading.Thread(target=self.answer, args=(query,), daemon=True).start()
+            threading.Thread(target=answer, args=(query,), daemon=True).start()
 
-    @property
-    def key(self) -> str:
-        return raw.key(self.agent_id)
-
-    def answer(self, query: Any) -> None:
-        with query:
-            try:
-                request, *_ = decode_request(query.payload.to_bytes())
-            except MalformedError:
-                return
+    def on_request(self, data: bytes, reply: Callable[[bytes], Any]) -> None:
+        with contextlib.suppress(MalformedError):
+            request, *_ = decode_request(data)
             for answer in self.answers(request):
-                query.reply(self.key, bytes(answer))
+                reply(bytes(answer))
 
     def answers(self, request: Request) -> Iterable[BytesLike]:
         if request.kind is RequestKind.MANIFEST:
@@ -392,7 +401,7 @@ chunks("longer chunks", "hash")(
 chunks("truncated", "hash")(
     lambda content, k: (AnswerStatus.OK, content[:CHUNK_BYTES] if not k else b"")
 )
-chunks("no chunks", "hash")(lambda content, k: (AnswerStatus.NOT_HERE, b""))
+chunks("no chunks", "not here")(lambda content, k: (AnswerStatus.NOT_HERE, b""))
 chunks("chunks never", LATE)(lambda content, k: None)
 answers("8 MiB", LATE)(lambda liar, request, good: [good + bytes(2**23)])
 answers("1 GiB", LATE)(lambda liar, request, good: [good + bytes(2**30 - len(good))])
@@ -464,10 +473,13 @@ def run(
     Agent j gets the answer `lies[n][j]` in round n; the last entry repeats. All agents except the
     last one get each invalid request `pesters` times.
     """
-    liar = Liar(read_federation(federation), Identity.read(identity), log, lies)
+    agreement, member = read_federation(federation), Identity.read(identity)
+    liar = Liar(
+        agreement, member, lies, Zenoh(agreement, member, listen=False), log.open("a", buffering=1)
+    )
     if pesters:
         threading.Thread(target=liar.pester, args=(pesters,), daemon=True).start()
-    liar.serve()
+    liar.serve(raw.listening(member, agreement))
 
 
 # Attackers without membership: with invalid keys, or with the TLS keys of a member.

@@ -11,12 +11,13 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+from tests.peer.waiting import wait_for
 from torch import Tensor
 
 FORKED = multiprocessing.get_context("forkserver")
@@ -109,9 +110,9 @@ class Nodes:
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
-    def until(self, j: int, n: int, seconds: float = 60) -> None:
+    def until(self, j: int, n: int) -> None:
         """Wait until a node has finished `n` rounds."""
-        wait_for(lambda: len(self.lines(j)) >= n, seconds, lambda: self.log(j))
+        wait_for(lambda: len(self.lines(j)) >= n, lambda: self.log(j))
 
     def log(self, j: int) -> str:
         """Return the output of a node."""
@@ -132,15 +133,6 @@ class Nodes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGKILL)
             process.join(10)
-
-
-def wait_for(
-    condition: Callable[[], bool], seconds: float, message: Callable[[], str] = str
-) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, f"it did not happen in {seconds} s: {message()}"
-        time.sleep(0.05)
 
 
 @contextlib.contextmanager

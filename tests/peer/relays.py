@@ -9,7 +9,8 @@ from unittest import mock
 
 from tests.peer import members
 from tests.peer.members import free_ports
-from tests.peer.nodes import FORKED, wait_for
+from tests.peer.nodes import FORKED
+from tests.peer.waiting import wait_for
 
 from fedcb2o.peer.membership import (
     Federation,
@@ -63,7 +64,7 @@ class RelayProcess:
         self.ready.unlink(missing_ok=True)
         self.process = FORKED.Process(target=serve_relay, args=self.work, daemon=True)
         self.process.start()
-        wait_for(self.ready.exists, 30)
+        wait_for(self.ready.exists)
 
     def kill(self) -> None:
         self.process.kill()

@@ -20,7 +20,8 @@ from tests.peer.authorities import (
     use_root,
 )
 from tests.peer.members import federated, identities
-from tests.peer.test_transport import answering, until
+from tests.peer.test_transport import answering
+from tests.peer.waiting import wait_for
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import (
@@ -91,7 +92,7 @@ def test_links_of_an_authority_with_another_members_name_displace_no_link(
         ExitStack() as stack,
     ):
         node.serve(answering())
-        assert until(lambda: list(client.ask(0, b"hello", 5.0))) == [b"heard hello"]
+        assert wait_for(lambda: list(client.ask(0, b"hello", 5.0))) == [b"heard hello"]
         (link,) = node._links_in["org-1"]
         attempts = client._dialers[0].attempts
         answers = 0
@@ -143,7 +144,7 @@ def test_a_dialled_member_cannot_answer_by_an_authority(three, lenient, tmp_path
         served = pool.submit(serve_one)  # as a relay
         with Relayed(agreed, node, RelayMailbox(hostile.member, node)) as transport:
             served.result()
-            until(lambda: transport.error)
+            wait_for(lambda: transport.error)
             assert "certificate of the relay is not accepted (no root" in transport.error
 
 
@@ -168,7 +169,7 @@ def test_the_certificate_of_an_authority_counts_as_that_of_its_issuer(three, tmp
     context = impostor_context(hostile, "org-1", server.member, folder, is_authority=True)
     with Zenoh(agreed, server) as node, ExitStack() as stack:
         stack_of_streams(stack, 1, context, server.member)
-        until(lambda: node._links_in["org-2"])
+        wait_for(lambda: node._links_in["org-2"])
         assert not node._links_in["org-1"]
 
 

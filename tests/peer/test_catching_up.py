@@ -54,15 +54,15 @@ class Clock:
 
 
 class World:
-    """Members whose pace is that of `PeerMonitor`; the last one may be hostile.
+    """Members whose pace is that of `PeerMonitor`; the last ones may be hostile, and claim rounds.
 
     Each asks all others, and a round takes `WORK_SECONDS` without its pauses. Where the pair is
     cut, both wait for each other until the deadline, as if they had asked no other member.
     """
 
-    def __init__(self, folder, n, *, pair=(), claim=None, first=None, work=None):
+    def __init__(self, folder, n, *, pair=(), claim=None, hostile=1, first=None, work=None):
         self.claim = claim
-        self.honest = range(n - (claim is not None))
+        self.honest = range(n - hostile * (claim is not None))
         self.pair = set(pair)
         self.work = work or {}
         self.rounds = {j: (first or {}).get(j, 0) for j in range(n)}
@@ -201,9 +201,9 @@ def test_members_apart_by_more_than_a_deadline_meet_with_the_share_of_time(simul
     assert not world.cut_off(seconds + 5)
 
 
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_a_hostile_member_of_five_changes_no_pace_by_its_claims(simulate, claim):
-    world = simulate(5, claim=CLAIMS[claim])
+@pytest.mark.parametrize(("claim", "hostile"), [*((claim, 1) for claim in CLAIMS), ("ahead", 2)])
+def test_hostile_members_of_five_change_no_pace_by_their_claims(simulate, claim, hostile):
+    world = simulate(5, claim=CLAIMS[claim], hostile=hostile)
     for j in world.honest:
         assert len(world.log[j]) == ROUNDS
         assert ROUND_SECONDS - 0.01 <= world.seconds_a_round(j) < 1.05 * ROUND_SECONDS

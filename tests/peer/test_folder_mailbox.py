@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.peer import members, relays, shared_folder
-from tests.peer.nodes import Nodes, wait_for
+from tests.peer.nodes import Nodes
 from tests.peer.relays import behind_nat
+from tests.peer.waiting import wait_for
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.wire import _folder_mailbox, open_transport
@@ -270,7 +271,7 @@ def test_invalid_files_in_a_mailbox_folder_are_ignored(federation_of_three, tmp_
         box = mailbox(tmp_path / "mailbox", "org-2")
         box.put(transports[0]._box, os.urandom(2**22), 0.0)
         box.put(transports[0]._box, os.urandom(300), 0.0)
-        wait_for(lambda: transports[0].connected_peers() == {1}, 10)
+        wait_for(lambda: transports[0].connected_peers() == {1})
         assert list(transports[0].ask(1, b"hello", 5.0)) == [b"heard hello"]
 
 
@@ -302,7 +303,7 @@ def test_whatever_a_member_writes_messages_arrive_and_nothing_else_changes(
         for j, one in enumerate(transports):
             one.serve(lambda request, reply, j=j: reply(b"%d heard " % j + request))
         for j, one in enumerate(transports):
-            wait_for(lambda: one.connected_peers() == {0, 1, 2} - {j}, 10)  # noqa: B023
+            wait_for(lambda: one.connected_peers() == {0, 1, 2} - {j})  # noqa: B023
         rng = random.Random(seed)
         for turn in range(6):
             for _ in range(40):

@@ -1,5 +1,6 @@
 """Hostile members and strangers, as real processes, among real nodes."""
 
+import contextlib
 import json
 import signal
 import statistics
@@ -10,12 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.peer import faults, hostile
+import torch
+from tests.peer import faults, hostile, members
 from tests.peer.nodes import FORKED, Nodes, nodes
+from tests.peer.wire import Wire
 from tests.tiny import run_cli
 
+from fedcb2o.nn import parameters
 from fedcb2o.peer.membership import read_federation
-from fedcb2o.peer.wire import Ledger, verify_proof
+from fedcb2o.peer.node import build_network
+from fedcb2o.peer.wire import (
+    ZERO_DIGEST,
+    Ledger,
+    Manifest,
+    PeerClient,
+    RawCodec,
+    Server,
+    Snapshot,
+    verify_proof,
+)
 
 STALLS = [["never", "chunks never"], ["busy"] * 2, ["after the deadline", "busy"]]
 """Answers of the last rounds: a member that makes a node wait is suspended for a while."""
@@ -67,6 +81,43 @@ def outcome(line: dict[str, Any]) -> str:
     return line["refused"].get(str(LIAR), "late" if LIAR in missing else "received")
 
 
+# Others depend on the state of the links, or wait for a deadline.
+IN_TIME = sorted({*CONTENTS, *OTHERS, "an old round"} - {"busy", "8 MiB", "nothing"})
+
+
+@pytest.fixture(scope="module")
+def meeting(tmp_path_factory):
+    """Return a federation of four on a wire, where member 1 has a model that others may steal."""
+    folder = tmp_path_factory.mktemp("meeting")
+    orgs = members.identities(folder, 4)
+    federation = members.federated(orgs, changes=CHANGES, lag=5)
+    wire = Wire()
+    dim = len(parameters.flatten(build_network(federation)))
+    server = Server(federation, 1, orgs[1], Ledger(folder, federation), hello_content=dict)
+    with contextlib.closing(server):
+        content = bytes(4 * dim)
+        manifest = Manifest.from_content(
+            content, run=federation.run, agent=1, round=9, dim=dim, num_samples=1, encoding=0,
+            base=ZERO_DIGEST,
+        )  # fmt: skip
+        server.publish(Snapshot(manifest.to_signed_bytes(orgs[1].sign), content))
+        wire.agent(1).serve(server.on_request)
+        yield federation, orgs, wire, dim
+
+
+@pytest.mark.parametrize("lie", IN_TIME)
+def test_each_invalid_answer_is_refused_with_its_reason(lie, meeting, tmp_path):
+    federation, orgs, wire, dim = meeting
+    transport = wire.agent(LIAR)
+    transport.serve(hostile.Liar(federation, orgs[LIAR], [[lie]], transport).on_request)
+    ledger = Ledger(tmp_path, federation)
+    client = PeerClient(federation, orgs[0], wire.agent(0), ledger, RawCodec(dim), dim)
+    arrivals, refused = client.fetch(9, {LIAR: torch.zeros(dim)}, 60.0)
+    assert not arrivals
+    assert refused[LIAR] in hostile.LIES[lie][0]
+
+
+@pytest.mark.slow
 def test_no_invalid_model_of_a_member_is_received(tmp_path):
     """A member sends invalid answers and requests to two nodes. A third one gets only `busy`."""
     limits = {"answers_per_minute": 600, "uploads": 8, "per_peer": 4}
@@ -234,6 +285,7 @@ def detection_rounds(peers: Nodes, attacker: int) -> list[int | None]:
     return first_rounds
 
 
+@pytest.mark.slow
 def test_an_equivocating_member_is_detected(tmp_path):
     """A real node runs the simulated attack; a restarted node is not accused."""
     changes = {**EQUIVOCATOR, "attack": {"name": "equivocation", "z": 1.5}}

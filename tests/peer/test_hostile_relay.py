@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 from tests.peer import members, relays
-from tests.peer.nodes import wait_for
+from tests.peer.waiting import wait_for
 
 from fedcb2o.peer.membership import Identity, Member
 from fedcb2o.peer.wire import MalformedError, Relay, _relay, _relayed, _transport
@@ -92,7 +92,7 @@ def test_versions_that_a_relay_shows_again_and_again_are_read_once(three, monkey
         take=lambda: raise_former(secrets.token_bytes(100) if seconds else b"same"),
     )
     with Relayed(three[1], three[0][0], mailbox):
-        wait_for(lambda: mailbox.calls.total() > 100, 60)
+        wait_for(lambda: mailbox.calls.total() > 100)
     assert len(readings) == 1
 
 
@@ -110,7 +110,7 @@ def test_only_cards_of_other_members_are_verified(three, monkeypatch):
     monkeypatch.setattr(Session, "read_card", read)
     mailbox = Hostile(cards=lambda: cards, take=lambda: time.sleep(0.1) or [])
     with Relayed(three[1], three[0][0], mailbox):
-        wait_for(lambda: mailbox.calls["cards"] >= 3, 30)
+        wait_for(lambda: mailbox.calls["cards"] >= 3)
     assert len(verified) <= 4 * mailbox.calls["cards"]
 
 
@@ -154,7 +154,7 @@ def test_forged_messages_cause_few_verifications_and_delay_no_known_session(
 def test_useless_replies_at_full_speed_use_a_small_share_of_a_processor(three, messages):
     mailbox = Hostile(take=lambda: messages)
     with Relayed(three[1], three[0][0], mailbox):
-        time.sleep(2.0)
+        wait_for(lambda: mailbox.times and mailbox.times[-1][1] - mailbox.times[0][1] > 1.0)
     (cpu_0, time_0), (cpu_1, time_1) = mailbox.times[0], mailbox.times[-1]
     assert (cpu_1 - cpu_0) / (time_1 - time_0) < 0.3
 
@@ -170,11 +170,12 @@ def test_a_relay_that_fails_now_and_then_causes_few_log_lines(three, monkeypatch
 
     mailbox = Hostile(cards=fail, take=lambda: time.sleep(0.1) or [])
     with caplog.at_level(logging.INFO), Relayed(three[1], three[0][0], mailbox):
-        wait_for(lambda: mailbox.calls["cards"] > 200, 30)
+        wait_for(lambda: mailbox.calls["cards"] > 200)
     assert 1 <= len(caplog.records) < 10
 
 
 def test_a_single_failure_of_the_relay_ends_no_request(three, tmp_path, monkeypatch):
+    monkeypatch.setattr(_relayed, "_OUTAGE_SECONDS", 3600.0)
     orgs, federation = three
     with ExitStack() as stack:
         first, second, _ = relays.relayed("folder", orgs, federation, tmp_path, stack)
@@ -182,14 +183,14 @@ def test_a_single_failure_of_the_relay_ends_no_request(three, tmp_path, monkeypa
 
         def answer(request, reply):
             asked.set()
-            threading.Thread(target=lambda: may_answer.wait(20) and reply(b"answer")).start()
+            threading.Thread(target=lambda: may_answer.wait(120) and reply(b"answer")).start()
 
         second.serve(answer)
-        wait_for(lambda: 1 in first.connected_peers(), 10)
+        wait_for(lambda: 1 in first.connected_peers())
         answers = []
-        thread = threading.Thread(target=lambda: answers.extend(first.ask(1, b"question", 30.0)))
+        thread = threading.Thread(target=lambda: answers.extend(first.ask(1, b"question", 3600.0)))
         thread.start()
-        assert asked.wait(10)
+        assert asked.wait(120)
         failures = []
         cards = first.mailbox.cards
 
@@ -200,10 +201,10 @@ def test_a_single_failure_of_the_relay_ends_no_request(three, tmp_path, monkeypa
             return cards()
 
         monkeypatch.setattr(first.mailbox, "cards", fail_once)
-        wait_for(lambda: bool(failures), 10)
+        wait_for(lambda: bool(failures))
         time.sleep(0.1)
         may_answer.set()
-        thread.join(20)
+        thread.join(120)
         assert answers == [b"answer"]
 
 
@@ -212,10 +213,10 @@ def test_requests_whose_answers_are_never_read_are_forgotten(three, tmp_path):
     with ExitStack() as stack:
         first, second, _ = relays.relayed("folder", orgs, federation, tmp_path, stack)
         second.serve(lambda request, reply: None)
-        wait_for(lambda: 1 in first.connected_peers(), 10)
+        wait_for(lambda: 1 in first.connected_peers())
         for _ in range(10):
             first.ask(1, b"question", 0.5)
-        wait_for(lambda: not first._waiting, 10)
+        wait_for(lambda: not first._waiting)
 
 
 def test_long_replies_of_a_relay_are_bounded(three, relay, monkeypatch):
@@ -235,12 +236,12 @@ def test_empty_messages_fill_a_box(three, relay):
     first, second, third = (RelayMailbox(relay[1], one) for one in three[0])
     first.take(BOX, 0.0)
     for _ in range(128):
-        second.put(BOX, b"", 5.0)
-    with pytest.raises(BlockingIOError):
+        second.put(BOX, b"", 60.0)
+    with pytest.raises((BlockingIOError, TimeoutError)):  # the latter on a busy machine
         second.put(BOX, b"", 0.04)
-    third.put(BOX, b"third", 5.0)
+    third.put(BOX, b"third", 60.0)
     assert len(first.take(BOX, 1.0)) == 129
-    second.put(BOX, b"", 5.0)  # there is room again
+    second.put(BOX, b"", 60.0)  # there is room again
     for one in (first, second, third):
         one.close()
 
@@ -257,10 +258,10 @@ def test_the_folder_is_read_once_between_two_takes(three, relay, monkeypatch):
     first, second = (RelayMailbox(relay[1], one) for one in three[0][:2])
     first.take(BOX, 0.0)
     for _ in range(50):
-        second.put(BOX, b"message", 5.0)
+        second.put(BOX, b"message", 60.0)
     assert readings == [(BOX, "org-1")]
     first.take(BOX, 1.0)
-    second.put(BOX, b"message", 5.0)
+    second.put(BOX, b"message", 60.0)
     assert readings == [(BOX, "org-1")] * 2
     first.close()
     second.close()
@@ -310,9 +311,9 @@ def test_few_requests_of_a_member_wait_for_messages(three, relay):
     threads = [threading.Thread(target=take) for _ in range(10)]
     for thread in threads:
         thread.start()
-    wait_for(lambda: len(ended) == 6, 20)
+    wait_for(lambda: len(ended) == 6)
     relay[0].close()
     for thread in threads:
-        thread.join(10)
+        thread.join(120)
     assert len(ended) == 6
     mailbox.close()

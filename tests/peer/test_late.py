@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 from tests.peer import members, pace
-from tests.peer.nodes import wait_for
+from tests.peer.waiting import wait_for
 from tests.peer.wire import Wire
 
 from fedcb2o.experiments.config.loading import load
@@ -116,7 +116,7 @@ def test_a_late_member_averages_models_of_others_also_after_a_restart(tmp_path):
     # models of rounds 1 and 14 differ by at least 0.6 times their norm
     federation = Federation(tmp_path, rounds=60, guards={"max_distance": 0.5})
     federation.start(*(federation.node(j) for j in (1, 2, 3)))
-    wait_for(lambda: len(federation.lines(1)) >= 14, 60)
+    wait_for(lambda: len(federation.lines(1)) >= 14)
 
     late = federation.node(LATE)
     rounds = late.rounds()
@@ -151,7 +151,7 @@ def test_a_member_without_peers_to_ask_reports_it_and_recovers_after_a_restart(
     """
     federation = Federation(tmp_path, rounds=60, guards={"max_distance": 0.5})
     federation.start(*(federation.node(j) for j in (1, 2, 3)))
-    wait_for(lambda: len(federation.lines(1)) >= 14, 60)
+    wait_for(lambda: len(federation.lines(1)) >= 14)
 
     late = federation.node(LATE)
     with monkeypatch.context() as patch:

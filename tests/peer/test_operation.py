@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tests.peer import members
 from tests.peer.nodes import nodes
+from tests.peer.waiting import wait_for
 from typer.testing import CliRunner
 
 from fedcb2o.cli import app, main
@@ -89,10 +90,9 @@ def test_encrypted_keys_open_links_and_stay_encrypted_after_renewal(secret, tmp_
 
 
 def wait_until_linked(client: Zenoh, server: Zenoh) -> None:
-    from tests.peer.nodes import wait_for
 
-    wait_for(lambda: client.connected_peers() == {1} and server.connected_peers() == {0}, 10)
-    wait_for(lambda: list(client.ask(1, b"?", 5.0)) == [b"heard"], 10)
+    wait_for(lambda: client.connected_peers() == {1} and server.connected_peers() == {0})
+    wait_for(lambda: list(client.ask(1, b"?", 5.0)) == [b"heard"])
 
 
 def test_renew_encrypts_the_keys_of_an_identity(secret, tmp_path):

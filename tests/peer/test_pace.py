@@ -216,10 +216,8 @@ def test_a_node_stopped_before_its_first_round_writes_no_model(tmp_path):
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    ["claims the last round", pytest.param("just before the deadline", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["claims the last round", "just before the deadline"])
 def test_two_hostile_members_of_five_do_not_change_the_pace(strategy):
     """Rounds take longer than the computation and less than the deadline."""
     seconds, models_per_round, notes = pace.measure(5, 2, strategy, rounds=8)

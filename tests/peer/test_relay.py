@@ -16,8 +16,8 @@ from unittest import mock
 
 import pytest
 from tests.peer import members, relays
-from tests.peer.nodes import wait_for
 from tests.peer.relays import behind_nat
+from tests.peer.waiting import wait_for
 from tests.tiny import ENVIRONMENT
 
 from fedcb2o.errors import ConfigError
@@ -46,7 +46,7 @@ def test_metrics_health_and_log_of_a_relay(federation_of_three, tmp_path: Path, 
             sender.put(box, b"early", 0.1)
         assert receiver.take(box, 0.0) == []
         sender.put(box, b"message", 5.0)
-        wait_for(lambda: relay.connections() == {"org-0": 1, "org-1": 1, "org-2": 0}, 10)
+        wait_for(lambda: relay.connections() == {"org-0": 1, "org-1": 1, "org-2": 0})
         lines = urllib.request.urlopen(f"{url}/metrics").read().decode().splitlines()
         for line in (
             'fedcb2o_relay_connections{member="org-1"} 1.0',
@@ -68,7 +68,7 @@ def test_metrics_health_and_log_of_a_relay(federation_of_three, tmp_path: Path, 
         ):
             sender.put(box, b"message", 2.0)  # repeated until the timeout
         sender.close()
-        wait_for(lambda: relay.connections()["org-0"] == 0, 10)
+        wait_for(lambda: relay.connections()["org-0"] == 0)
         relay._listener.close()
         with pytest.raises(urllib.error.HTTPError, match="503"):
             urllib.request.urlopen(f"{url}/health")
@@ -151,7 +151,9 @@ def test_a_member_of_another_federation_is_refused_by_the_relay(
         Relay(members.federated(orgs[1:]), keys),
         Relayed(federation, orgs[0], mailbox) as transport,
     ):
-        wait_for(lambda: "refuses the certificate" in transport.error, 10, lambda: transport.error)
+        wait_for(
+            lambda: "refuses the certificate" in transport.error, message=lambda: transport.error
+        )
         assert not transport.removal
 
 
@@ -182,7 +184,7 @@ def test_a_request_ends_when_the_asked_session_ends(
             request_arrived.set()
 
         second.serve(hold_reply)
-        wait_for(lambda: 1 in first.connected_peers(), 10)
+        wait_for(lambda: 1 in first.connected_peers())
         answers: list[bytes] = []
         thread = threading.Thread(target=lambda: answers.extend(first.ask(1, b"question", 60.0)))
         thread.start()

