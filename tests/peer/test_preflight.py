@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -194,46 +195,50 @@ def test_another_version_of_a_relay_is_reported(organisations: Any, claim, error
     assert checking.describe_relay_version(federation, {}) == ""
 
 
-def test_differences_in_a_hello_answer_are_reported(tmp_path: Path, exit_stack: ExitStack) -> None:
+def test_differences_in_a_hello_answer_are_reported(
+    tmp_path: Path, exit_stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     members = identities(tmp_path, 2)
     federation = federated(members)
     content: dict[str, Any] = {}
     serve_hello(exit_stack, federation, members[1], content, signer=members[1])
-    now = time.time
+    now = time.time()
+    clock = SimpleNamespace(time=lambda: now, monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(checking, "time", clock)
     for changes, problem, note in (
-        (lambda: {"time": now() + 3600}, "", "clock is 3600 s ahead of ours"),
-        (lambda: {"time": now() - 90}, "", "clock is 90 s behind ours"),
-        (lambda: {"time": "noon"}, "", "fedcb2o"),
-        (lambda: {"software": "9.9\x1b[2J" + "x" * 1000}, "", "fedcb2o 9.9?[2Jxxx"),
+        ({"time": now + 3600}, "", "clock is 3600 s ahead of ours"),
+        ({"time": now - 90}, "", "clock is 90 s behind ours"),
+        ({"time": "noon"}, "", "fedcb2o"),
+        ({"software": "9.9\x1b[2J" + "x" * 1000}, "", "fedcb2o 9.9?[2Jxxx"),
         (
-            lambda: {"federation": "00", "version": 2},
+            {"federation": "00", "version": 2},
             "it holds version 2 of the federation, and we 1: get its file",
             "",
         ),
         (
-            lambda: {"federation": "00", "version": 10**99},
+            {"federation": "00", "version": 10**99},
             f"it holds version 1{'0' * 59} of the federation, and we 1: get its file",
             "",
         ),
         (
-            lambda: {"federation": "00", "version": 0},
+            {"federation": "00", "version": 0},
             "it holds version 0 of the federation, and we 1: send it ours",
             "",
         ),
         (
-            lambda: {"federation": "00", "version": 2, "file": "rubbish"},
+            {"federation": "00", "version": 2, "file": "rubbish"},
             "it holds version 2 of the federation, in which we are removed or changed",
             "",
         ),
-        (lambda: {"federation": "00"}, "another version 1", ""),
+        ({"federation": "00"}, "another version 1", ""),
         (
-            lambda: {"federation": "00", "run": "00", "keys": 7},
+            {"federation": "00", "run": "00", "keys": 7},
             "another federation, differing in",
             "",
         ),
     ):
         content.clear()
-        content.update(changes())
+        content.update(changes)
         own_result, result = check_members(federation, members[0], seconds=60.0)
         assert problem in result.error
         assert bool(problem) == bool(result.error)
