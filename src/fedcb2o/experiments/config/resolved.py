@@ -32,7 +32,7 @@ from fedcb2o.federated.algorithms.section import AlgorithmSection
 from fedcb2o.federated.attacks import data_poisoning
 from fedcb2o.federated.attacks.section import AttackSection
 from fedcb2o.federated.evaluation import metrics
-from fedcb2o.federated.sections import AgentsSection, Component, Part, TrainingSection
+from fedcb2o.federated.sections import Component, Part
 from fedcb2o.nn import architectures
 from fedcb2o.records import METRICS, RESERVED_COLUMNS, metric_name
 from fedcb2o.rng import stream
@@ -49,6 +49,7 @@ _MODEL_READING_KEYS = {"criterion": "criterion", "rule": "rule", "pre_step": "pr
 """The keys of an algorithm whose functions read models, with their words in messages."""
 
 _Function = functools.partial[Any]
+_DEFAULT_TRANSFORM = functools.partial(transforms.rotation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,37 +123,37 @@ class Resolved:
 def resolve(
     data: Component,
     model: Component,
-    agents: AgentsSection,
-    training: TrainingSection,
+    graph: Component | None,
+    skew: Component | None,
+    cluster_transform: Component | None,
+    optimiser: Component | None,
+    loss: Component | None,
+    metrics: Sequence[Component] | None,
     algorithm: AlgorithmSection,
     attack: AttackSection | None,
-    metrics: Sequence[Component] | None,
 ) -> Resolved:
-    """Resolve the functions that the sections of an experiment name, and check their parameters.
+    """Resolve the functions that the settings of an experiment name, and check their parameters.
 
     An unknown function or parameter, or one of a wrong type, is a ConfigError.
     """
+    functions: dict[str, Any] = {}
     settings: dict[str, Any] = {}
-
-    def part(key: str, kind: str, component: Component | None, namespace: Any) -> Any:
-        if component is None:
-            return None
-        resolved = component.resolve(kind, namespace)
-        settings[key] = resolved.settings
-        return resolved.bound
-
-    functions = {
-        "data": part("data", "data set", data, sets),
-        "model": part("model", "model", model, architectures),
-        "graph": part("agents.graph", "graph", agents.graph, topology),
-        "skew": part("agents.skew", "skew", agents.skew, skews),
-        "cluster_transform": part(
-            "agents.cluster_transform", "cluster transform", agents.cluster_transform, transforms
-        )
-        or functools.partial(transforms.rotation),
-        "optimiser": part("training.optimiser", "optimiser", training.optimiser, optimisers),
-        "loss": part("training.loss", "loss", training.loss, losses),
-    }
+    for key, kind, component, namespace in (
+        ("data", "data set", data, sets),
+        ("model", "model", model, architectures),
+        ("agents.graph", "graph", graph, topology),
+        ("agents.skew", "skew", skew, skews),
+        ("agents.cluster_transform", "cluster transform", cluster_transform, transforms),
+        ("training.optimiser", "optimiser", optimiser, optimisers),
+        ("training.loss", "loss", loss, losses),
+    ):
+        name = key.rpartition(".")[2]
+        functions[name] = None
+        if component is not None:
+            part = component.resolve(kind, namespace)
+            functions[name] = part.bound
+            settings[key] = part.settings
+    functions["cluster_transform"] = functions["cluster_transform"] or _DEFAULT_TRANSFORM
     measured = _resolve_metrics(metrics or ())
     if metrics is not None:
         settings["metrics"] = [metric.settings for metric in measured.values()]

@@ -230,15 +230,7 @@ class Experiment(Section):
     @functools.cached_property
     def resolved(self) -> Resolved:
         """The functions that the experiment names, with their checked parameters; made once."""
-        return resolve(
-            self.data,
-            self.model,
-            self.agents,
-            self.training,
-            self.algorithm,
-            self.attack,
-            self.metrics,
-        )
+        return resolve(*self._components())
 
     def model_copy(
         self, *, update: Mapping[str, Any] | None = None, deep: bool = False
@@ -250,13 +242,12 @@ class Experiment(Section):
         return copy
 
     def _components(self) -> tuple[Any, ...]:
-        """Return the settings that name functions."""
+        """Return the settings that name functions, as `resolve` takes them."""
         agents = self.agents
         training = self.training
         return (
-            *(self.data, self.model, self.algorithm, self.attack, self.metrics),
-            *(agents.graph, agents.skew, agents.cluster_transform),
-            *(training.optimiser, training.loss),
+            *(self.data, self.model, agents.graph, agents.skew, agents.cluster_transform),
+            *(training.optimiser, training.loss, self.metrics, self.algorithm, self.attack),
         )
 
     def __getstate__(self) -> dict[Any, Any]:

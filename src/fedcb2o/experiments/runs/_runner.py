@@ -95,11 +95,8 @@ def run(
     """
     _check_arguments(out, data_dir, workers, watch, cluster, blocks)
     targets = tracking.validate_targets(track)
-    experiment = load(experiment)
-    if seeds is not None:
-        # Loaded again, because other settings are checked against the seeds.
-        table = experiment.model_dump(exclude_unset=True)
-        experiment = load({**table, "seeds": arguments.parse_seeds(seeds)})
+    changes = None if seeds is None else {"seeds": arguments.parse_seeds(seeds)}
+    experiment = load(experiment, changes)
     folder = Path("runs") / experiment.name if out is None else Path(out)
     limit = None if memory is None else parse_size(memory)
     dataset = load_dataset(experiment, None if data_dir is None else Path(data_dir))

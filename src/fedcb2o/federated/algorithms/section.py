@@ -86,13 +86,9 @@ def _with_named_errors(algorithm: Algorithm, function: Callable[..., Any]) -> Al
     name = plugins.USER_FUNCTION.get(function)
     if name is None:
         return algorithm
-    functions = {
-        "select": algorithm.select,
-        "criterion": algorithm.criterion,
-        "rule": algorithm.rule,
-    }
     wrapped: dict[str, Any] = {}
-    for key, inner in functions.items():
+    for key in ("select", "criterion", "rule"):
+        inner = getattr(algorithm, key)
         if inner is not None:
             wrapped[key] = plugins.wrap_user_function("algorithm", name, inner)
     return dataclasses.replace(algorithm, **wrapped)
