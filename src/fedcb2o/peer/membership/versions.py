@@ -239,7 +239,8 @@ def add_signature(
 ) -> Version:
     """Sign the last version, after an entry in the journal of the identity.
 
-    Only a member of the previous version can sign, and only one version of a number.
+    Only a member of the previous version can sign, and only one version of a number; else
+    ConfigError is raised.
     """
     previous, current = members[-2:]
     signers = [member.name for member in previous.values() if member.key == identity.member.key]

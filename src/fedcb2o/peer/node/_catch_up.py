@@ -34,7 +34,10 @@ class CatchUp:
         self._has_average = False
 
     def start_if_late(self, is_late: bool) -> None:
-        """Begin if the others are ahead of a model that was never averaged."""
+        """Begin if the others are ahead of a model that was never averaged.
+
+        An agent is late if more than half of the others are ahead.
+        """
         if is_late and not self._has_average:
             self.start()
 

@@ -227,9 +227,9 @@ def _raise_alert(stream: TlsStream) -> None:
 
 
 def write_frame(stream: TlsStream, end: float, *parts: bytes) -> None:
-    """Send one frame between a member and a relay.
+    """Send one frame between a member and a relay, or raise OSError at the time `end`.
 
-    Sending is given up at the monotonic time `end`.
+    The time is monotonic.
     """
     length = sum(map(len, parts)).to_bytes(4, "little")
     stream.write(b"".join((length, *parts)), max(0.0, end - time.monotonic()))

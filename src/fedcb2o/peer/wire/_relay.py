@@ -338,7 +338,8 @@ class _StoredBytes:
     def put(self, box: str, message: memoryview, sender: str) -> bool:
         """Store a message and return True, unless the box has too many of this sender.
 
-        `box` is "MEMBER/SESSION" of the receiver.
+        `box` is "MEMBER/SESSION" of the receiver. An OSError says that there is no such box, or
+        that the folder cannot be written.
         """
         with self._lock:
             sender_lock = self._sender_locks[sender]

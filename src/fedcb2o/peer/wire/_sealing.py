@@ -189,7 +189,8 @@ class Session:
         """Derive the keys of a session before its first message.
 
         The card must be a verified one of a member's present key. Its messages need no budget then,
-        which a relay could use up with forged ones.
+        which a relay could use up with forged ones. A session key that is no valid point is a
+        MalformedError.
         """
         channel = self._channel(card)
         with self._lock:
@@ -199,7 +200,10 @@ class Session:
                 del shown[next(iter(shown))]
 
     def seal(self, card: Card, kind: SealedKind, id: int, content: BytesLike) -> bytes:
-        """Encrypt a message for one session of another member."""
+        """Encrypt a message for one session of another member.
+
+        A session key that is no valid point is a MalformedError.
+        """
         channel = self._keep(card, self._channel(card))
         count = next(self._counts)
         head = _SEALED.pack(_MAGIC, _VERSION, 5, kind, self._agent_id, card.agent, id, count)
