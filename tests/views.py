@@ -18,7 +18,6 @@ from fedcb2o.federated import (
     Threat,
     attacks,
 )
-from fedcb2o.federated.algorithm2 import consensus_weights
 from fedcb2o.nn.parameters import gather_rows
 from fedcb2o.rng import stream
 
@@ -77,8 +76,7 @@ def criterion_input(by_class, own_by_class, present=None, n=0) -> CriterionInput
 
 def apply_algorithm(algorithm: Algorithm, view: CriterionInput) -> RuleOutput:
     """Compute lines 5 and 6 of Algorithm 2 for one agent."""
-    G = algorithm.criterion_values(view)
-    return consensus_weights(algorithm, view, G, {})[0]
+    return algorithm.weigh(view, {})[0]
 
 
 def models(m: int, d: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

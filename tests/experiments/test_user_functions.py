@@ -334,10 +334,10 @@ uniform = algorithms.dfedavgm().select
 COMMON = {"needs_losses": True, "lambda1": 1.0, "mixing_factor": 1.0}
 def algorithm_fails():
     def weigh(judged): return judged.no_such_thing
-    return algorithms.Algorithm(select=uniform, rule=weigh, **COMMON)
+    return algorithms.Algorithm(select=uniform, weigh=algorithms.RuleWeighing(weigh), **COMMON)
 def algorithm_exits():
     def select(contacts, candidates, budget, draw): sys.exit(0)
-    return algorithms.Algorithm(select=select, rule=equal, **COMMON)
+    return algorithms.Algorithm(select=select, weigh=algorithms.RuleWeighing(equal), **COMMON)
 """
 
 WROTE = "{part} wrote into models that all agents share: let it "

@@ -84,7 +84,7 @@ def adapter_view(models, own=-1):
 
 def aggregate_of(algorithm, view):
     """Aggregate of a rule that returns a reduction, computed in two blocks of columns."""
-    reduction = algorithm.rule(view).outcome
+    reduction = algorithm.weigh(view, {})[0].outcome
     parts = [reduction.apply_to_buffer(view.models[:, a:b], a) for a, b in ((0, 7), (7, 18))]
     return torch.cat(parts)
 
@@ -123,7 +123,7 @@ def test_products_need_adapters_and_a_robust_rule():
         adapter_view(adapter_models(0)), agent_context=context_without_contacts()
     )
     with pytest.raises(ConfigError, match='`space` = "products" needs a model'):
-        algorithms.by_rule(rule="mean", space="products").rule(view)
+        algorithms.by_rule(rule="mean", space="products").weigh(view, {})
     with pytest.raises(ConfigError, match="go with robust rules"):
         algorithms.by_rule(rule="clair", space="products")
 
@@ -153,7 +153,7 @@ def test_clair_keeps_its_own_update_inside_the_subspace_and_averages_outside():
 
 def test_clair_with_equal_models_and_without_peers():
     models = adapter_models(7, 1).repeat(4, 1)
-    rule = algorithms.by_rule(rule="clair").rule
+    rule = algorithms.by_rule(rule="clair").weigh.function
     aggregate = aggregate_of(algorithms.by_rule(rule="clair"), adapter_view(models))
     assert torch.allclose(
         low_rank.to_products(aggregate[None], PAIRS),

@@ -44,6 +44,7 @@ from fedcb2o.federated import (
     validation,
 )
 from fedcb2o.federated.aggregation.base import rule_signature
+from fedcb2o.federated.algorithm2 import RuleWeighing
 from fedcb2o.nn import parameters
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import run_rounds as simulate
@@ -347,12 +348,49 @@ def test_non_finite_outputs_of_a_rule_and_of_mixing_are_errors():
     def weigh(judged):
         return RuleOutput(Reduction(judged.received.rows, rule))
 
-    algorithm = dataclasses.replace(algorithm, rule=weigh)
+    algorithm = dataclasses.replace(algorithm, weigh=RuleWeighing(weigh))
     with pytest.raises(
         RunError,
         match="the model of benign agent 0 is not finite after mixing finite models in round 1",
     ):
         ours.run_rounds(ours.local_engine(algorithm, attack=Attack()))
+
+
+def test_a_criterion_sees_tolerated_and_weighed_models_apart():
+    views = []
+
+    def criterion(inputs):
+        views.append(inputs)
+        return inputs.losses.mean
+
+    def see(tolerance):
+        views.clear()
+        algorithm = algorithms.fedcb2o(criterion=criterion, beta=0.3)
+        run_rounds(ours.local_engine(ours.with_guards(algorithm, **tolerance)))
+        return list(views)
+
+    for view in see({}):
+        assert view.tolerated is None
+        assert view.in_sublevel_set.any()
+    seen = see({"loss_tolerance": 0.5})
+    assert all((view.in_sublevel_set >= view.tolerated).all() for view in seen)
+    assert any((view.in_sublevel_set != view.tolerated).any() for view in seen)
+
+
+def test_a_rule_gets_the_tolerated_models_alone():
+    counts = []
+
+    def rule(inputs):
+        counts.append(len(inputs.received.ids))
+        assert inputs.tolerated is None
+        assert inputs.in_sublevel_set is None
+        return torch.full((counts[-1],), 1 / max(1, counts[-1]))
+
+    for guards in ({}, {"loss_tolerance": 0.0}):
+        run_rounds(ours.local_engine(ours.with_guards(algorithms.by_rule(rule=rule), **guards)))
+    without_guard, with_guard = np.split(np.array(counts), 2)
+    assert (with_guard <= without_guard).all()
+    assert with_guard.sum() < without_guard.sum()
 
 
 # Single and batched aggregation

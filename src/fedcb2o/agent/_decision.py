@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedcb2o.federated import Algorithm, CriterionInput, Decisions
+from fedcb2o.federated.algorithm2 import CriterionWeighing
 from fedcb2o.federated.guards.checks import ADMITTED, GUARDS_OF_OUTCOMES, OUTCOMES
 from fedcb2o.federated.types import CriterionValues
 
@@ -46,19 +47,18 @@ class Observer:
     """Algorithm whose criterion stores its last input and values."""
 
     def __init__(self, algorithm: Algorithm) -> None:
-        self._original = algorithm
         self.inputs: CriterionInput | None = None
         self.values: CriterionValues | None = None
         self.algorithm = algorithm
-        if algorithm.criterion is not None:
-            self.algorithm = dataclasses.replace(algorithm, criterion=self._observe)
+        if isinstance(algorithm.weigh, CriterionWeighing):
+            self._original = algorithm.weigh
+            weigh = dataclasses.replace(algorithm.weigh, function=self._observe)
+            self.algorithm = dataclasses.replace(algorithm, weigh=weigh)
 
     def _observe(self, inputs: CriterionInput) -> CriterionValues:
-        values = self._original.criterion_values(inputs)
-        assert values is not None
         self.inputs = inputs
-        self.values = values
-        return values
+        self.values = self._original.criterion_values(inputs)
+        return self.values
 
 
 def decision_of(

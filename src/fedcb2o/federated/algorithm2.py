@@ -11,8 +11,8 @@ In round n, agent j asks at most M peers for their models and moves towards thei
     7  theta   <- theta - lambda1 gamma (theta - m)         m = sum_i mu^i theta^i
 
 `local_aggregation_` is the algorithm, which a real peer runs, with one function per line. A
-simulation runs `batched_aggregation`, with an axis over agents. Both have the same criterion and
-`consensus_weights`; lines 1 to 4 and 7 have counterparts. A test holds the two equal to the bit.
+simulation runs `batched_aggregation`, with an axis over agents. Both have the same lines 5 and 6;
+the other lines have counterparts. A test holds the two equal to the bit.
 
 >>> from fedcb2o.federated import algorithms
 >>> algorithm = algorithms.fedcb2o(kappa=1.0, zeta=0.5)
@@ -22,6 +22,8 @@ simulation runs `batched_aggregation`, with an axis over agents. Both have the s
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +41,7 @@ from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.run_spec import Algorithm, RunSpec
 from fedcb2o.federated.selection import BATCHED_SELECTION, extra_inputs
 from fedcb2o.federated.types import (
+    STATEFUL,
     Contacts,
     CriterionInput,
     CriterionValues,
@@ -100,11 +103,8 @@ def local_aggregation_(
     inputs = validate(agent, P, inbox.filter(is_admitted), n, oracle)
     # Line 4: P^i <- (1 - zeta) P^i + zeta exp(-kappa L^i)
     P = update_likelihoods(agent.spec, P, A, inbox, admission, inputs)
-    # Line 5: G^i <- G_j(theta^i), and Q_beta
-    G = algorithm.criterion_values(inputs)
-    # Line 6: mu^i <- exp(-alpha G^i) / sum_k exp(-alpha G^k)
-    # (criterion_values has multiplied G by the confidence of an agent of few classes)
-    mu, rule_state = consensus_weights(algorithm, inputs, G, rule_state)
+    # Lines 5 and 6: G^i and Q_beta, and mu^i; `CriterionWeighing` has both lines
+    mu, rule_state = algorithm.weigh(inputs, rule_state)
     on_step("aggregate")
     # Line 7: theta <- theta - lambda1 gamma (theta - sum_i mu^i theta^i)
     decisions = mix_towards_consensus_(agent, A, inbox, admission, inputs, mu)
@@ -184,8 +184,8 @@ def validate(
         own_entry=own,
         losses_of=oracle.losses,
         agent_context=agent_context(oracle, n, lambda: P),
-        in_sublevel_set=tolerated_models(agent.spec.algorithm, losses, own_losses),
         previous=agent.previous_rows(_ZERO),
+        tolerated=tolerated_models(agent.spec.algorithm, losses, own_losses),
     )
 
 
@@ -252,39 +252,70 @@ def track_own_likelihood(
     return Contacts(P.ids, likelihood), {**state, "own_likelihood": after}
 
 
-def consensus_weights(
-    algorithm: Algorithm, inputs: CriterionInput, G: CriterionValues | None, state: RuleState
-) -> tuple[RuleOutput, RuleState]:
+@dataclass(frozen=True)
+class CriterionWeighing:
+    """Lines 5 and 6 of FedCB2O and FedCBO: a criterion, and its weights with sharpness `alpha`."""
+
+    function: Callable[[CriterionInput], CriterionValues]
+    alpha: float
+    is_stateful: bool = False
+    sees_all: bool = True
+
+    def __call__(self, inputs: CriterionInput, state: RuleState) -> tuple[RuleOutput, RuleState]:
+        """Return the weights mu; there is no state."""
+        # Line 5: G^i <- G_j(theta^i), and Q_beta
+        G = self.criterion_values(inputs)
+        # Line 6: mu^i <- exp(-alpha G^i) / sum_k exp(-alpha G^k)
+        # (criterion_values has multiplied G by the confidence of an agent of few classes)
+        return RuleOutput(consensus_weights(G, self.alpha)), state
+
+    def criterion_values(self, inputs: CriterionInput) -> CriterionValues:
+        """Compute the values of the criterion G, and Q_beta (line 5)."""
+        if USER_FUNCTION.get(self.function) is not None:
+            inputs = inputs.copy()  # a user's algorithm may write into its input
+        return self.function(inputs)
+
+
+def consensus_weights(G: CriterionValues, alpha: float) -> Float[Tensor, "*a k"]:
     """Compute the weights of the consensus point m (line 6).
 
-    FedCB2O and FedCBO weigh by the criterion, mu^i = exp(-alpha G^i), normalised (eq:comp_csp,
-    restricted to Q_beta as in eq:clustered_csp). Any other algorithm has a rule, which may keep a
-    state; G is then None. The agent's own model is last in the weights. A rule may return a
-    reduction over coordinates in place of weights.
+    mu^i = exp(-alpha G^i), normalised (eq:comp_csp, restricted to Q_beta as in eq:clustered_csp).
+    The agent's own model is last.
     """
-    if G is not None:
-        mu = consensus.weights(torch.cat([G.values, G.own], -1), algorithm.alpha, G.in_sublevel_set)
-        return RuleOutput(mu), state
+    return consensus.weights(torch.cat([G.values, G.own], -1), alpha, G.in_sublevel_set)
 
-    rule = algorithm.rule
-    assert rule is not None
-    is_member = inputs.in_sublevel_set
-    inputs = inputs.members_only()
-    if USER_FUNCTION.get(rule) is not None:
-        inputs = inputs.copy()  # a user's rule may write into its input
-    if algorithm.is_stateful:
-        state, output = validated_state(rule, rule(state, inputs))
-    else:
-        output = rule(inputs)
-    output = output if isinstance(output, RuleOutput) else RuleOutput(output)
-    # The rule saw the members only; all other models weigh 0.
-    if is_member is not None and isinstance(output.outcome, Tensor):
-        weights = output.outcome
-        num_own = len(weights) - int(is_member.sum())
-        is_counted = torch.cat([is_member, is_member.new_ones(num_own)])
-        all_weights = weights.new_zeros(len(is_counted)).masked_scatter_(is_counted, weights)
-        output = dataclasses.replace(output, outcome=all_weights)
-    return output, state
+
+@dataclass(frozen=True)
+class RuleWeighing:
+    """The weights of an aggregation rule, in place of lines 5 and 6."""
+
+    function: Callable[..., Any]
+    sees_all: bool = False
+
+    @property
+    def is_stateful(self) -> bool:
+        """True if the rule declares a state."""
+        return STATEFUL.get(self.function) is not None
+
+    def __call__(self, inputs: CriterionInput, state: RuleState) -> tuple[RuleOutput, RuleState]:
+        """Return the weights of the rule, or its reduction over coordinates; and its state."""
+        rule, tolerated = self.function, inputs.tolerated
+        inputs = inputs.tolerated_only()
+        if USER_FUNCTION.get(rule) is not None:
+            inputs = inputs.copy()  # a user's rule may write into its input
+        if self.is_stateful:
+            state, output = validated_state(rule, rule(state, inputs))
+        else:
+            output = rule(inputs)
+        output = output if isinstance(output, RuleOutput) else RuleOutput(output)
+        # The rule saw the tolerated models only; all other models weigh 0.
+        if tolerated is not None and isinstance(output.outcome, Tensor):
+            weights = output.outcome
+            num_own = len(weights) - int(tolerated.sum())
+            is_counted = torch.cat([tolerated, tolerated.new_ones(num_own)])
+            all_weights = weights.new_zeros(len(is_counted)).masked_scatter_(is_counted, weights)
+            output = dataclasses.replace(output, outcome=all_weights)
+        return output, state
 
 
 def mix_towards_consensus_(

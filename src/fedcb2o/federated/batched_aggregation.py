@@ -23,7 +23,6 @@ from jaxtyping import Bool, Float, Int
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.aggregation.sample_average import sample_weights
 from fedcb2o.federated.algorithm2 import (
-    consensus_weights,
     next_likelihood,
     select_peers,
     track_own_likelihood,
@@ -126,12 +125,9 @@ def decide(
         group, members, positions, known, inbox.filter(is_admitted), n
     ):
         index = admitted_index[call.index]
-        G = algorithm.criterion_values(call.inputs)  # line 5: Q_beta, G^i
         # A rule with memory is called for one agent at a time.
         first = call.positions[0]
-        mu, rule_states[first] = consensus_weights(  # line 6: mu^i
-            algorithm, call.inputs, G, rule_states[first]
-        )
+        mu, rule_states[first] = algorithm.weigh(call.inputs, rule_states[first])  # lines 5 and 6
         decisions.store_(call.positions, index, call.inputs, mu, spec)
         if call.inputs.losses is not None:
             L[index] = call.inputs.losses.mean.flatten().numpy()

@@ -177,8 +177,7 @@ class Decisions:
         model that the rule did not declare to use.
         """
         algorithm = spec.algorithm
-        rule = algorithm.rule or algorithm.criterion
-        assert rule is not None
+        rule = algorithm.weigh.function
         self.factor[positions] = algorithm.factor(spec.training.gamma)
         if inputs.own_losses is not None:
             self.own_loss[positions] = inputs.own_losses.mean.flatten().numpy()

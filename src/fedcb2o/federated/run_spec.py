@@ -19,11 +19,10 @@ from fedcb2o.federated.guards.checks import NO_GUARDS, Guards
 from fedcb2o.federated.losses import Loss
 from fedcb2o.federated.optimisers import Optimiser
 from fedcb2o.federated.sections import AgentsSection, LocalUpdateKeys
-from fedcb2o.federated.types import BATCHED, CriterionInput, CriterionValues, Select
+from fedcb2o.federated.types import BATCHED, Select, Weighing
 from fedcb2o.nn.batch_norm import has_local_statistics
 from fedcb2o.nn.low_rank import DOWN, UP, FactorPair, factor_pairs
 from fedcb2o.nn.parameters import dimension, last_layer_shape, shared_tensors
-from fedcb2o.plugins import USER_FUNCTION
 
 LinearKernel = Literal["torch", "onednn", "batched"]
 ConvolutionKernel = Literal["grouped", "unfolded", "mixed", "fourier"]
@@ -90,38 +89,32 @@ class Algorithm:
 
     Attributes:
         select: Peer selection (line 1).
+        weigh: The criterion and its weights, or a rule (lines 5 and 6).
         needs_losses: Validation losses are computed (line 3).
         lambda1: Drift towards the consensus point (line 7).
         mixing_factor: Replaces lambda1 * gamma; None for the product.
-        criterion: Values of the criterion G (line 5); None for an algorithm with a rule.
-        alpha: Sharpness of the weights exp(-alpha G) (line 6).
-        rule: Weights of an algorithm without a criterion (line 6).
         own_candidate: An agent may sample itself.
         kappa: kappa in the update of the likelihoods (line 4).
         zeta: zeta in the update of the likelihoods, in (0, 1].
         first_contact: "whole" takes the first likelihood of a peer without averaging.
         own_likelihood: "every_round" updates an agent's likelihood of asking itself in every round.
         reads_previous: The rule or the criterion reads the model before the round.
-        is_stateful: A rule state is kept from round to round.
         validate_budget: Raises ConfigError for a budget that the rule does not admit.
         switching_interval: Rounds in which LocalUpdate trains one factor of low-rank adapters,
             before it trains the other; None for both at once.
     """
 
     select: Select
+    weigh: Weighing
     needs_losses: bool
     lambda1: float
     mixing_factor: float | None
-    criterion: Callable[[CriterionInput], CriterionValues] | None = None
-    alpha: float = 0.0
-    rule: Callable[..., Any] | None = None
     own_candidate: bool = False
     kappa: float = 2.0
     zeta: float = 0.5
     first_contact: str = "average"
     own_likelihood: OwnLikelihood = "sampled"
     reads_previous: bool = False
-    is_stateful: bool = False
     validate_budget: Callable[[int], None] | None = None
     clusters: ClusterModels | None = None
     guards: Guards = NO_GUARDS
@@ -149,17 +142,15 @@ class Algorithm:
 
     @functools.cached_property
     def is_batched(self) -> bool:
-        """True if the criterion or the rule accepts several agents at once."""
-        function = self.criterion or self.rule
-        return function is not None and bool(BATCHED.get(function))
+        """True if several agents are weighed at once."""
+        # Agents have different numbers of tolerated models.
+        has_equal_numbers = self.weigh.sees_all or self.guards.loss_tolerance is False
+        return has_equal_numbers and bool(BATCHED.get(self.weigh.function))
 
-    def criterion_values(self, inputs: CriterionInput) -> CriterionValues | None:
-        """Compute the values of the criterion (line 5); None for an algorithm with a rule."""
-        if self.criterion is None:
-            return None
-        if USER_FUNCTION.get(self.criterion) is not None:
-            inputs = inputs.copy()  # a user's algorithm may write into its input
-        return self.criterion(inputs)
+    @property
+    def is_stateful(self) -> bool:
+        """True if a rule state is kept from round to round."""
+        return self.weigh.is_stateful or self.own_likelihood == "every_round"
 
     def factor(self, gamma: float) -> float:
         """Return the share of the consensus point in the new model (eq:local_agg_update).

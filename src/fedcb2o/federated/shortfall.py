@@ -37,7 +37,7 @@ def beta_note(algorithm: Algorithm, malicious_share: float) -> str:
     The sentence is "" where beta is small enough, there is no beta or no attacker, or there are
     guards.
     """
-    level = getattr(algorithm.criterion, "level", None)
+    level = getattr(algorithm.weigh.function, "level", None)
     largest = (1 - malicious_share) / 2
     # The theorem does not cover an algorithm with guards at all, as the pages on guards say.
     if level is None or malicious_share <= 0 or algorithm.guards != NO_GUARDS:
@@ -74,13 +74,14 @@ class Shortfall:
         self._pre_step: Any = None
         self._num_own = 0
         self._shortages: dict[Any, _Shortage] = {}
+        function = algorithm.weigh.function
         # Rules other than robust ones assume no number of attackers.
         if algorithm.clusters is not None:
             self._rule = algorithm.clusters.rule
-        elif isinstance(algorithm.rule, functools.partial) and (
-            inspect.unwrap(algorithm.rule.func) is inspect.unwrap(robust_rule.apply_robust_rule)
+        elif isinstance(function, functools.partial) and (
+            inspect.unwrap(function.func) is inspect.unwrap(robust_rule.apply_robust_rule)
         ):
-            keywords = algorithm.rule.keywords
+            keywords = function.keywords
             self._rule = keywords["rule"]
             self._pre_step = keywords["pre_step"]
             own_rows = base.signature_of(self._rule).own_rows

@@ -13,8 +13,10 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -50,7 +52,7 @@ class Losses:
         """Return the losses of one of several agents."""
         return Losses(*(values[k] for values in self._tensors))
 
-    def copy(self) -> "Losses":
+    def clone(self) -> "Losses":
         """Return a copy that may be written to."""
         return Losses(*(values.clone() for values in self._tensors))
 
@@ -106,7 +108,7 @@ class Received:
         """Return the models of one of several agents, or some models of one agent."""
         return Received(*(values[k] for values in self._tensors))
 
-    def copy(self) -> "Received":
+    def clone(self) -> "Received":
         """Return a copy that may be written to."""
         return Received(*(values.clone() for values in self._tensors))
 
@@ -190,9 +192,11 @@ class CriterionInput:
         own_entry: The agent's own model as if it was received.
         losses_of: (models, transform) -> losses of any models on the validation data.
         agent_context: Further knowledge; None for several agents.
-        in_sublevel_set: Models that may be weighed; None for all. Before line 5 these are the
-            models within `loss_tolerance`, and the criterion adds the members of Q_beta.
+        in_sublevel_set: For a criterion, the received models that line 6 weighs: those in Q_beta,
+            and those that the guard `loss_tolerance` adds; None until they are known, and for a
+            rule.
         previous: Row of the model before the round; None where it is not kept.
+        tolerated: The received models within the guard `loss_tolerance`; None without the guard.
     """
 
     n: int
@@ -205,6 +209,7 @@ class CriterionInput:
     agent_context: AgentContext | None
     in_sublevel_set: Bool[Tensor, "*a m"] | None = None
     previous: Int[Tensor, "*a"] | None = None
+    tolerated: Bool[Tensor, "*a m"] | None = None
 
     def for_agent(
         self,
@@ -216,49 +221,37 @@ class CriterionInput:
 
         `losses_of` and `context` are those of the agent at index k.
         """
-        is_member, previous = self.in_sublevel_set, self.previous
-        return CriterionInput(
-            self.n,
-            self.models,
-            None if self.losses is None else self.losses[k],
-            None if self.own_losses is None else self.own_losses[k],
-            self.received[k],
-            self.own_entry[k],
-            losses_of,
-            context,
-            None if is_member is None else is_member[k],
-            None if previous is None else previous[k],
-        )
+        own = self._per_agent(operator.itemgetter(k))
+        return dataclasses.replace(self, losses_of=losses_of, agent_context=context, **own)
 
     def copy(self) -> "CriterionInput":
         """Return a copy of all but the models, so that writes change nothing for others."""
-        is_member, previous = self.in_sublevel_set, self.previous
-        return dataclasses.replace(
-            self,
-            losses=None if self.losses is None else self.losses.copy(),
-            own_losses=None if self.own_losses is None else self.own_losses.copy(),
-            received=self.received.copy(),
-            own_entry=self.own_entry.copy(),
-            in_sublevel_set=None if is_member is None else is_member.clone(),
-            previous=None if previous is None else previous.clone(),
-        )
+        return dataclasses.replace(self, **self._per_agent(operator.methodcaller("clone")))
+
+    def _per_agent(self, change: Callable[[Any], Any]) -> dict[str, Any]:
+        """Apply a function to the fields with an axis over agents."""
+        values = {name: getattr(self, name) for name in _PER_AGENT}
+        return {name: None if value is None else change(value) for name, value in values.items()}
 
     def with_own_only(self) -> "CriterionInput":
         """Return the view with the agent's own model as the only one received."""
         return dataclasses.replace(
-            self, losses=self.own_losses, received=self.own_entry, in_sublevel_set=None
+            self,
+            losses=self.own_losses,
+            received=self.own_entry,
+            in_sublevel_set=None,
+            tolerated=None,
         )
 
-    def members_only(self) -> "CriterionInput":
-        """Return the view of one agent without the models that are not `in_sublevel_set`."""
-        is_member = self.in_sublevel_set
-        if is_member is None:
+    def tolerated_only(self) -> "CriterionInput":
+        """Return the view of one agent without the models that are not `tolerated`."""
+        if self.tolerated is None:
             return self
         return dataclasses.replace(
             self,
-            losses=None if self.losses is None else self.losses.select(is_member),
-            received=self.received[is_member],
-            in_sublevel_set=None,
+            losses=None if self.losses is None else self.losses.select(self.tolerated),
+            received=self.received[self.tolerated],
+            tolerated=None,
         )
 
     @property
@@ -287,6 +280,17 @@ class CriterionInput:
         """
         return self.losses_of(self.received, transform)
 
+
+_PER_AGENT = (
+    "losses",
+    "own_losses",
+    "received",
+    "own_entry",
+    "in_sublevel_set",
+    "previous",
+    "tolerated",
+)
+"""Fields of `CriterionInput` with an axis over agents."""
 
 Select = Callable[[Contacts, Int[Tensor, " c"], int, np.random.Generator], Int[Tensor, " s"]]
 """(contacts, candidates, budget, generator) -> ids of the peers to ask, A_n."""
@@ -374,6 +378,33 @@ StatefulRule = Callable[
     [RuleState, CriterionInput], tuple[RuleState, Float[Tensor, " k"] | RuleOutput]
 ]
 """(state, view) -> (new state, weights)."""
+
+
+class Weighing(Protocol):
+    """Lines 5 and 6 of an algorithm: the weights of the consensus point.
+
+    `function` is the criterion or the rule. Its output is that of one agent, unless it is declared
+    `batched`. `algorithm2` has both kinds of weighing.
+    """
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The criterion or the rule."""
+        ...
+
+    @property
+    def is_stateful(self) -> bool:
+        """True if the rule keeps a state from round to round."""
+        ...
+
+    @property
+    def sees_all(self) -> bool:
+        """True if it gets models outside of `CriterionInput.tolerated`, too."""
+        ...
+
+    def __call__(self, inputs: CriterionInput, state: RuleState) -> tuple[RuleOutput, RuleState]:
+        """Return the weights of the received models and the new state."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -271,11 +271,10 @@ def validate_batches(
             own_entry=own,
             losses_of=functools.partial(validation_losses, group, equal_members),
             agent_context=None,
-            in_sublevel_set=tolerated_models(algorithm, losses, own_losses),
             previous=group.previous_rows(equal_members),
+            tolerated=tolerated_models(algorithm, losses, own_losses),
         )
-        # A rule sees the tolerated models alone, of which agents have different numbers.
-        if algorithm.is_batched and (algorithm.rule is None or inputs.in_sublevel_set is None):
+        if algorithm.is_batched:
             yield RuleCall(equal, index, inputs)
             continue
 

@@ -10,6 +10,8 @@ Example:
     0.1
 """
 
+from fedcb2o.federated.algorithm2 import CriterionWeighing as CriterionWeighing
+from fedcb2o.federated.algorithm2 import RuleWeighing as RuleWeighing
 from fedcb2o.federated.algorithms._by_rule import by_rule
 from fedcb2o.federated.algorithms._dec_lora import dec_lora, tad_lora
 from fedcb2o.federated.algorithms._dfca import dfca

@@ -9,6 +9,7 @@ from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated import aggregation
 from fedcb2o.federated import selection as _selections
 from fedcb2o.federated.aggregation import base, preaggregation, robust_rule
+from fedcb2o.federated.algorithm2 import RuleWeighing
 from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.federated.types import BATCHED, STATEFUL
 from fedcb2o.plugins import PluginChoice
@@ -79,14 +80,15 @@ def by_rule(
         reads_losses = bool({"losses", "entropies"} & inputs)
         ignores_losses = (_selections.uniform, _selections.everyone)
         needs_losses = getattr(select, "func", select) not in ignores_losses or reads_losses
+    apply_rule = functools.partial(
+        robust_rule.apply_robust_rule,
+        rule=resolved,
+        own_model=own_model or "judged",
+        pre_step=mixing,
+        space=space,
+    )
     return make(
-        rule=functools.partial(
-            robust_rule.apply_robust_rule,
-            rule=resolved,
-            own_model=own_model or "judged",
-            pre_step=mixing,
-            space=space,
-        ),
+        weigh=RuleWeighing(apply_rule),
         needs_losses=needs_losses,
         reads_previous="before" in base.signature_of(resolved).own_rows,
         validate_budget=functools.partial(_validate_budget, resolved, own_model, mixing),
@@ -105,10 +107,9 @@ def _by_general_rule(
             "declare `stateful` or `batched`"
         )
     return make(
-        rule=rule,
+        weigh=RuleWeighing(rule),
         needs_losses=needs_losses,
         reads_previous=memory is not None and memory.uses_previous,
-        is_stateful=memory is not None,
     )
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 from fedcb2o.federated import selection as _selections
 from fedcb2o.federated.aggregation.sample_average import by_num_samples
+from fedcb2o.federated.algorithm2 import RuleWeighing
 from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.plugins import PluginChoice
 
@@ -25,7 +26,7 @@ def dfedavgm(
     """
     return Algorithm(
         select=_selections.resolve_selection(selection),
-        rule=functools.partial(by_num_samples, own_model=own_model),
+        weigh=RuleWeighing(functools.partial(by_num_samples, own_model=own_model)),
         needs_losses=False,
         lambda1=1.0,
         mixing_factor=1.0,

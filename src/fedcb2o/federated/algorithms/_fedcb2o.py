@@ -30,6 +30,7 @@ from fedcb2o import consensus, plugins
 from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated import criteria
 from fedcb2o.federated import selection as _selections
+from fedcb2o.federated.algorithm2 import CriterionWeighing
 from fedcb2o.federated.algorithms._variants import with_variants
 from fedcb2o.federated.plugin_outputs import validated_criterion
 from fedcb2o.federated.run_spec import Algorithm, OwnLikelihood
@@ -136,8 +137,7 @@ def fedcb2o(
         factor = require("mixing_factor", mixing_factor, is_valid, "above 0 and at most 1")
     return Algorithm(
         select=_selections.resolve_selection(selection),
-        criterion=evaluate,
-        alpha=alpha,
+        weigh=CriterionWeighing(evaluate, alpha),
         needs_losses=True,
         lambda1=lambda1,
         mixing_factor=factor,
@@ -146,7 +146,6 @@ def fedcb2o(
         zeta=zeta,
         first_contact=first_contact,
         own_likelihood=own_likelihood or "sampled",
-        is_stateful=own_likelihood == "every_round",
     )
 
 
@@ -249,10 +248,10 @@ class SublevelCriterion:
         own = torch.full((*received.shape[:-1], 1), own_model != "excluded")
         candidates = torch.cat([received, own], -1)
         tolerated = torch.zeros_like(candidates)
-        if inputs.in_sublevel_set is not None:  # by the loss tolerance of the guards
-            tolerated = torch.cat([inputs.in_sublevel_set, torch.ones_like(own)], -1)
+        if inputs.tolerated is not None:
+            tolerated = torch.cat([inputs.tolerated, torch.ones_like(own)], -1)
         if self.level is None:
-            return candidates if inputs.in_sublevel_set is None else candidates & tolerated
+            return candidates if inputs.tolerated is None else candidates & tolerated
 
         # 2. The level of the candidates' losses, for one agent at a time.
         members = candidates.clone()

@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.federated import selection as _selections
+from fedcb2o.federated.algorithm2 import RuleWeighing
 from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.federated.types import CriterionInput, batched
 
@@ -17,7 +18,7 @@ def local_training() -> Algorithm:
     """
     return Algorithm(
         select=_selections.no_peers,
-        rule=_keep_own_model,
+        weigh=RuleWeighing(_keep_own_model),
         needs_losses=False,
         lambda1=1.0,
         mixing_factor=1.0,

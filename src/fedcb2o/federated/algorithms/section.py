@@ -5,6 +5,7 @@ False
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -86,12 +87,10 @@ def _with_named_errors(algorithm: Algorithm, function: Callable[..., Any]) -> Al
     name = plugins.USER_FUNCTION.get(function)
     if name is None:
         return algorithm
-    wrapped: dict[str, Any] = {}
-    for key in ("select", "criterion", "rule"):
-        inner = getattr(algorithm, key)
-        if inner is not None:
-            wrapped[key] = plugins.wrap_user_function("algorithm", name, inner)
-    return dataclasses.replace(algorithm, **wrapped)
+    wrap = functools.partial(plugins.wrap_user_function, "algorithm", name)
+    weigh: Any = algorithm.weigh
+    weigh = dataclasses.replace(weigh, function=wrap(weigh.function))
+    return dataclasses.replace(algorithm, select=wrap(algorithm.select), weigh=weigh)
 
 
 def _with_guards(algorithm: Algorithm, guards: Guards) -> Algorithm:

@@ -63,7 +63,7 @@ def zero_weight_reason(algorithm: Algorithm) -> str:
 
     It is the condition of the sub-level set Q, where the algorithm has one.
     """
-    if getattr(algorithm.criterion, "level", None) is not None:
+    if getattr(algorithm.weigh.function, "level", None) is not None:
         return "loss above the quantile"
     if algorithm.guards.loss_tolerance is not False:
         return "loss above that of the agent's own model"
