@@ -35,6 +35,7 @@ from fedcb2o.nn import architectures
 from fedcb2o.parallel import _shared_memory
 from fedcb2o.parallel._executors import PoolExecutor
 from fedcb2o.rng import stream
+from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import Round, run_rounds
 
@@ -115,7 +116,9 @@ def library(
         executor: PoolExecutor[AgentGroup] = PoolExecutor(cores, shared, make)
         engine = LocalEngine(group, executor)
         state = AgentState.initial(len(agents))
-        rounds = run_rounds(engine, state, 0, options.rounds, int(options.evaluate))
+        rounds = run_rounds(
+            AdversarialEngine(engine), state, 0, options.rounds, int(options.evaluate)
+        )
         yield Library(group, executor, rounds, [], [])
 
 

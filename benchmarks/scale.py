@@ -36,6 +36,7 @@ from fedcb2o.experiments.runs._round_records import metrics_record, pairs_record
 from fedcb2o.federated import AgentState
 from fedcb2o.parallel._executors import one_thread
 from fedcb2o.records import RoundLog
+from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.rounds import run_rounds
 
 FEATURES = 20
@@ -113,11 +114,13 @@ def measure(experiment: Experiment, count: int, num_rounds: int) -> dict[str, fl
         def mark(n: int, phase: str) -> None:
             marks.append(clock())
 
-        rounds = run_rounds(engine, state, 0, num_rounds + 1, num_rounds + 1, mark)
+        rounds = run_rounds(
+            AdversarialEngine(engine), state, 0, num_rounds + 1, num_rounds + 1, mark
+        )
         stack.enter_context(one_thread())
         for result in rounds:
             marks.append(clock())
-            log.append("metrics", metrics_record(goal, engine.adversary.malicious, result))
+            log.append("metrics", metrics_record(goal, prepared.adversary.malicious, result))
             log.append("pairs", pairs_record(result))
             records = clock() - marks[-1]
 

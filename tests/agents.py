@@ -321,9 +321,9 @@ def oracle_agents(
             )
             for indices in (agent_data.train, agent_data.validation)
         )
-        if is_malicious and engine.adversary.attack.poison is FLIP.poison:
+        if is_malicious and engine.group.adversary.attack.poison is FLIP.poison:
             y = torch.where(y == 1, 2, y)
-        own = "judged" if engine.adversary.averages_own_model else "excluded"
+        own = "judged" if engine.group.adversary.averages_own_model else "excluded"
         colluder = dataclasses.replace(reference.COLLUDER, budget=BUDGET, own_model=own)
         algorithm = colluder if is_malicious else options
         agents.append(

@@ -15,10 +15,12 @@ from fedcb2o.federated import (
     EvaluationResult,
     Inbox,
     Message,
+    Outbox,
     Ragged,
     RunSpec,
     batched_aggregation,
     craft_models_,
+    deceptive_outbox,
     evaluate_models,
     make_outbox,
     max_abs,
@@ -26,7 +28,9 @@ from fedcb2o.federated import (
     mixing_matrix,
     plan_training_batches,
     rejection_reason,
+    train_,
 )
+from fedcb2o.federated.agent_group import Phase
 from fedcb2o.rng import stream
 from tests.agents import AgentSamples, agent_group_of, initial_models
 
@@ -42,7 +46,7 @@ class PlainEngine:
         shares: Sequence[Sequence[int]],
     ) -> None:
         self.spec = spec
-        self.adversary = adversary
+        self.group = agent_group_of(spec, adversary, data)  # its buffer is not used
         self.agent_groups: list[AgentGroup] = []
         self.batches: list[np.ndarray] = []
         self.members: list[tuple[int, np.ndarray]] = []  # agent group and members of each group
@@ -57,18 +61,27 @@ class PlainEngine:
                 self.members.append((b, np.array(batch)))
                 self.batches.append(group.agents[batch])
 
+    def train_(self, n: int) -> list[Any]:
+        return self.map_batches(Phase(train_), n)
+
     def map_batches(
-        self, function: Any, *shared: Any, arguments: Sequence[Sequence[Any]] = ()
+        self, phase: Phase, *shared: Any, arguments: Sequence[Sequence[Any]] = ()
     ) -> list[Any]:
         return [
-            function(self.agent_groups[b], members, *(values[g] for values in arguments), *shared)
+            phase.function(
+                self.agent_groups[b], members, *(values[g] for values in arguments), *shared
+            )
             for g, (b, members) in enumerate(self.members)
         ]
 
     aggregate_ = batched_aggregation.aggregate_batches_
 
     def publish_(self, n: int, online: np.ndarray, sizes: np.ndarray) -> None:
-        self.messages: dict[tuple[int, int], bytes] = {}
+        self.online = online
+        self.outbox = make_outbox(self.group, online)
+        self._send_all(n, lambda group: make_outbox(group, online[group.agents]))
+
+    def craft_models_(self, n: int, finite: np.ndarray) -> dict[int, np.ndarray]:
         trained = {}
         for group in self.agent_groups:
             for j, row in zip(group.agents.tolist(), group.layout.own.tolist(), strict=True):
@@ -78,24 +91,34 @@ class PlainEngine:
             models = [load(trained[j])["theta"] for j in ids]
             return torch.stack(models) if models else torch.zeros(0, self.spec.dim)
 
+        crafted = {}
         for group in self.agent_groups:
-            if self.adversary.attack.is_crafting(n):
-                attackers = np.flatnonzero(group.data.malicious)
-                craft_models_(group, attackers, n, np.isfinite(sizes), peek)
-            for k, j in enumerate(group.agents.tolist()):
-                if online[j]:
-                    self._send(group, k, n)
+            attackers = np.flatnonzero(group.data.malicious)
+            largest = craft_models_(group, attackers, n, finite, peek)
+            crafted |= dict(zip(group.agents[attackers].tolist(), largest, strict=True))
+        return crafted
 
-    def _send(self, group: AgentGroup, k: int, n: int) -> None:
-        outbox = make_outbox(group, n)
+    def replace_outbox(self, n: int, outbox: Outbox) -> None:
+        def deceive(group: AgentGroup) -> Outbox:
+            own = make_outbox(group, self.online[group.agents])
+            return deceptive_outbox(group, own, n, {})
+
+        self._send_all(n, deceive)
+
+    def _send_all(self, n: int, outbox_of: Any) -> None:
+        self.messages: dict[tuple[int, int], bytes] = {}
+        for group in self.agent_groups:
+            for k, j in enumerate(group.agents.tolist()):
+                if self.online[j]:
+                    self._send(group, k, n, outbox_of(group))
+
+    def _send(self, group: AgentGroup, k: int, n: int, outbox: Outbox) -> None:
         receivers = np.arange(self.spec.num_agents)
         pairs = np.full(len(receivers), k), receivers
         sent: dict[tuple[int, float], bytes] = {}  # most senders send all receivers the same
+        rows, claims = outbox.sent(*pairs)
         for receiver, row, claim in zip(
-            receivers.tolist(),
-            outbox.rows(*pairs).tolist(),
-            outbox.samples_claimed_to(*pairs).tolist(),
-            strict=True,
+            receivers.tolist(), rows.tolist(), claims.tolist(), strict=True
         ):
             if (row, claim) not in sent:
                 content = {

@@ -16,7 +16,8 @@ from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.federated import AgentState, Decisions, Ragged
 from fedcb2o.federated.algorithms.section import AlgorithmSection
 from fedcb2o.nn import parameters
-from fedcb2o.simulation.local_engine import LocalEngine
+from fedcb2o.simulation.adversarial_engine import AdversarialEngine
+from fedcb2o.simulation.rounds import run_rounds
 from tests import agents as agent_helpers
 
 X = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
@@ -68,14 +69,14 @@ METHODS = [
 FIRST = 2  # the agent that is compared
 
 
-class ComparisonEngine(LocalEngine):
+class ComparisonEngine(AdversarialEngine):
     """Engine that repeats each round of agent `FIRST` with an `Agent`, and compares the results."""
 
     agent = None
     method = None
 
     def aggregate_(self, n, states, active, deadline, on_step):
-        group = self.group
+        group = self.engine.group
         spec, layout = group.spec, group.layout
         models_before = group.models.clone()
         if self.agent is None:
@@ -107,13 +108,15 @@ class ComparisonEngine(LocalEngine):
         states_after = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
         expected = agent_helpers.decisions_of(Decisions.concatenate(decisions), FIRST)
         peers = [i for i in expected.ids if i != FIRST]
-        inbox = self.receive(n, Ragged.from_arrays([np.array(peers, int)]), np.array([FIRST]))
+        inbox = self.engine.receive(
+            n, Ragged.from_arrays([np.array(peers, int)]), np.array([FIRST])
+        )
         samples = dict(zip(peers, inbox.num_samples.tolist(), strict=True))
         models = {i: models_before[row] for i, row in zip(peers, inbox.rows.tolist(), strict=True)}
         decision = agent.aggregate(models, samples)
 
         assert asked == [i for i in expected.asked if i != FIRST]
-        assert parameters.flatten(agent.network).equal(agent_helpers.models_of(self)[FIRST])
+        assert parameters.flatten(agent.network).equal(agent_helpers.models_of(self.engine)[FIRST])
         state = agent.state_dict()
         assert state["contacts.ids"].equal(states_after.contacts[FIRST].ids)
         likelihood = states_after.contacts[FIRST].likelihood.view(torch.int64)
@@ -127,9 +130,10 @@ class ComparisonEngine(LocalEngine):
 def test_an_agent_decides_exactly_as_in_a_simulation(method):
     section = AlgorithmSection(**(method if isinstance(method, dict) else {"name": method}))
     engine = agent_helpers.local_engine(section.build())
-    comparison = ComparisonEngine(engine.group, engine.executor)
+    comparison = ComparisonEngine(engine)
     comparison.method = method
-    agent_helpers.run_rounds(comparison, 5)
+    for _ in run_rounds(comparison, AgentState.initial(len(agent_helpers.CLUSTER)), 0, 5, 0):
+        pass
     assert comparison.agent.round == 5
 
 

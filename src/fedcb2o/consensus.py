@@ -21,6 +21,7 @@ Example:
 """
 
 import math
+from typing import NoReturn
 
 import torch
 from jaxtyping import Bool, Float
@@ -51,8 +52,8 @@ def quantile(
     Raises:
         ConfigError: `beta` is out of range, or there is no value.
     """
-    validate_beta(beta)
-    _require_values(lower)
+    if not (0 < beta <= 1 and lower.shape[-1]):
+        _refuse_quantile(beta)
     if mass is None:
         m = lower.shape[-1]
         k = max(1, math.ceil(beta * m - _ROUNDING))  # 0.1 * 30 is 3.0000000000000004 in floats
@@ -84,8 +85,8 @@ def averaged_quantile(
     Raises:
         ConfigError: `beta` is out of range, or there is no value.
     """
-    validate_beta(beta)
-    _require_values(lower)
+    if not (0 < beta <= 1 and lower.shape[-1]):
+        _refuse_quantile(beta)
     m = lower.shape[-1]
     if mass is None:
         mass = lower.new_full((m,), 1 / m)
@@ -195,9 +196,9 @@ def validate_beta(beta: float) -> None:
     require("beta", beta, 0 < beta <= 1, "above 0 and at most 1")
 
 
-def _require_values(lower: Tensor) -> None:
-    if not lower.shape[-1]:
-        raise ConfigError("the quantile of no values is not defined: there is no model")
+def _refuse_quantile(beta: float) -> NoReturn:
+    validate_beta(beta)
+    raise ConfigError("the quantile of no values is not defined: there is no model")
 
 
 def _weights_with_infinities(

@@ -46,7 +46,7 @@ from fedcb2o.federated import (
 from fedcb2o.federated.aggregation.base import rule_signature
 from fedcb2o.federated.algorithm2 import RuleWeighing
 from fedcb2o.nn import parameters
-from fedcb2o.simulation.local_engine import LocalEngine
+from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.rounds import run_rounds as simulate
 
 # Batches of at least two samples, as batch norm requires.
@@ -67,7 +67,9 @@ def compare(algorithm, options, *, num_rounds=6, make=network, statistics="share
             for field in dataclasses.fields(reference.Training)
         }
     )
-    for result in simulate(engine, AgentState.initial(len(CLUSTER)), 0, num_rounds, 0):
+    for result in simulate(
+        AdversarialEngine(engine), AgentState.initial(len(CLUSTER)), 0, num_rounds, 0
+    ):
         infos = reference.run_round(
             agents,
             result.n,
@@ -396,17 +398,17 @@ def test_a_rule_gets_the_tolerated_models_alone():
 # Single and batched aggregation
 
 
-class ComparingEngine(LocalEngine):
+class ComparingEngine(AdversarialEngine):
     """Engine that also runs Algorithm 2 for each benign agent alone and compares every bit."""
 
     def aggregate_(self, n, states, active, deadline, on_step):
-        before = self.group.models.clone()
+        before = self.engine.group.models.clone()
         state = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
         alone = {j: self.alone(j, n, state, before.clone()) for j in BENIGN_IDS}
         states, decisions, finite = super().aggregate_(n, states, active, deadline, on_step)
         after = AgentState.concatenate(states).take(np.concatenate(self.batches).argsort())
         for j, (theta, own, decided) in alone.items():
-            assert theta.equal(ours.models_of(self)[j])
+            assert theta.equal(ours.models_of(self.engine)[j])
             assert own.contacts[0].ids.equal(after.contacts[j].ids)
             bits = [x.contacts[k].likelihood.view(torch.int64) for x, k in ((own, 0), (after, j))]
             assert bits[0].equal(bits[1])
@@ -422,9 +424,9 @@ class ComparingEngine(LocalEngine):
         return states, decisions, finite
 
     def alone(self, j, n, state, models):
-        data, layout, me = self.group.data, self.group.layout, np.array([j])
+        data, layout, me = self.engine.group.data, self.engine.group.layout, np.array([j])
         agent = dataclasses.replace(
-            self.group,
+            self.engine.group,
             data=dataclasses.replace(
                 data,
                 agents=me,
@@ -443,7 +445,7 @@ class ComparingEngine(LocalEngine):
         )
 
         def download(ids):
-            return self.receive(n, ids, me)
+            return self.engine.receive(n, ids, me)
 
         own, decided = algorithm2.local_aggregation_(agent, n, state.take(me), download)
         return models[j].clone(), own, decided
@@ -472,4 +474,5 @@ class ComparingEngine(LocalEngine):
 )
 def test_single_and_batched_aggregation_are_equal_to_the_bit(algorithm):
     engine = ours.local_engine(algorithm)
-    run_rounds(ComparingEngine(engine.group, engine.executor), 5)
+    for _ in simulate(ComparingEngine(engine), AgentState.initial(len(CLUSTER)), 0, 5, 0):
+        pass

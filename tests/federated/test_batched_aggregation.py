@@ -14,7 +14,10 @@ from fedcb2o import records
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
 from fedcb2o.federated import ContactTable, algorithms
-from fedcb2o.federated.batched_aggregation import sample_peers
+from fedcb2o.federated.batched_aggregation import SAMPLE, sample_peers
+from fedcb2o.parallel import SerialExecutor
+from fedcb2o.simulation.adversarial_engine import AdversarialEngine
+from fedcb2o.simulation.local_engine import LocalEngine
 
 TEAM = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
 
@@ -123,13 +126,14 @@ def test_candidates_are_the_neighbours_and_optionally_the_agent():
 
 @pytest.mark.parametrize("collude", [True, False])
 def test_colluders_ask_their_cluster_and_absent_agents_ask_no_peer(collude):
-    group = ours.local_engine(algorithms.fedcb2o(), collude=collude).group
     members = np.array([8, 0, 4, 1, 3])
     active = np.arange(len(CLUSTER)) != 1
     no_contacts = ContactTable.empty(len(members))
-    sampled = sample_peers(group, members, no_contacts, 0, active).tolist()
-    honest = ours.local_engine(algorithms.fedcb2o(), collude=False).group
-    benign = sample_peers(honest, members, no_contacts, 0, active).tolist()
+    group = ours.local_engine(algorithms.fedcb2o(), collude=collude).group
+    engine = LocalEngine(group, SerialExecutor(group), batches=[members])
+    (sampled,) = AdversarialEngine(engine).sample_peers(0, [no_contacts], active)
+    (benign,) = engine.map_batches(SAMPLE, 0, active, arguments=[[no_contacts]])
+    sampled, benign = sampled.tolist(), benign.tolist()
     assert sampled[3] == benign[3] == []
     assert sampled[1] == benign[1]
     if not collude:

@@ -12,7 +12,7 @@ from tests.tiny import bits_for_any_workers, tiny
 from tests.views import context_without_contacts, no_losses, received
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import AgentState, Contacts, CriterionInput, algorithms, train_
+from fedcb2o.federated import AgentState, Contacts, CriterionInput, algorithms
 from fedcb2o.federated.aggregation import foolsgold
 from fedcb2o.federated.aggregation._foolsgold import learning_rates
 from fedcb2o.rng import stream
@@ -247,7 +247,7 @@ def test_whole_rounds_equal_the_plain_loop():
     for n in range(4):
         before = ours.models_of(engine).clone()
         ours.models_of(shadow).copy_(before)
-        shadow.map_batches(train_, n)
+        shadow.train_(n)
         trained = ours.models_of(shadow)
         (result,) = run_rounds(engine, 1, memory, n)
         memory = result.state

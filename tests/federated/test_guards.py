@@ -98,17 +98,32 @@ def losses(*models: list[float]) -> Losses:
 def test_a_loss_at_the_tolerance_is_tolerated_and_one_above_it_is_not() -> None:
     # The differences 0 and 2 have mean 1 and standard error 1; 1 and 3 have mean 2 and error 1.
     own, received = losses([1.0, 3.0]), losses([1.0, 5.0], [2.0, 6.0], [1.0, 3.0], [0.0, 1.0])
-    assert tolerated(1.0, received, own).tolist() == [True, False, True, True]
-    assert tolerated(0.99, received, own).tolist() == [False, False, True, True]
-    assert tolerated(2.0, received, own).tolist() == [True, True, True, True]
-    assert tolerated(0.0, received, own).tolist() == [False, False, True, True]
+    assert tolerated(Guards(loss_tolerance=1.0), received, own).tolist() == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert tolerated(Guards(loss_tolerance=0.99), received, own).tolist() == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert tolerated(Guards(loss_tolerance=2.0), received, own).tolist() == [True, True, True, True]
+    assert tolerated(Guards(loss_tolerance=0.0), received, own).tolist() == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_one_sample_has_no_standard_error() -> None:
     own, received = losses([1.0]), losses([1.0], [1.001], [0.5])
-    assert tolerated(100.0, received, own).tolist() == [True, False, True]
+    assert tolerated(Guards(loss_tolerance=100.0), received, own).tolist() == [True, False, True]
 
 
 def test_a_loss_that_is_not_finite_is_not_tolerated() -> None:
     own, received = losses([1.0, 3.0]), losses([math.nan, 3.0], [math.inf, 3.0])
-    assert tolerated(5.0, received, own).tolist() == [False, False]
+    assert tolerated(Guards(loss_tolerance=5.0), received, own).tolist() == [False, False]

@@ -88,7 +88,7 @@ def test_dnc_equals_plain_loops():
 def test_lpe_tsr_has_the_weights_of_fedcbo():
     fedcbo = algorithms.fedcbo(alpha=2.0, selection="everyone", own_model="judged")
     losses = torch.rand(5, dtype=torch.float64)
-    expected = torch.softmax(-fedcbo.alpha * losses, 0)
+    expected = torch.softmax(-fedcbo.weigh.alpha * losses, 0)
     torch.testing.assert_close(lpe_tsr(losses, temperature=0.5), expected)
 
 

@@ -23,14 +23,16 @@ from fedcb2o import knows
 from fedcb2o.federated import (
     AgentState,
     Attack,
-    Outbox,
     Ragged,
     aggregation,
     algorithms,
     craft_models_,
+    deceptive_outbox,
     make_outbox,
 )
+from fedcb2o.federated.publishing import DeceptiveOutbox
 from fedcb2o.parallel import SerialExecutor
+from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import run_rounds as simulate
 
@@ -63,7 +65,7 @@ def test_each_receiver_gets_its_own_crafted_model_and_fellows_get_the_true_ones(
     def equal(inputs):
         return by_samples(inputs.received, inputs.own_entry)
 
-    monkeypatch.setattr("fedcb2o.federated.batched_aggregation.sample_weights", by_samples)
+    monkeypatch.setattr("fedcb2o.simulation.adversarial_engine.sample_weights", by_samples)
     algorithm = algorithms.by_rule(rule=equal, selection="everyone", needs_losses=False)
     engine = engine_of(Attack(craft=numbered, threat=numbered.threat), algorithm)
     run_rounds(engine)
@@ -126,7 +128,7 @@ def test_claimed_samples_are_capped_at_max_samples():
             ),
         )
         (result,) = simulate(
-            LocalEngine(agent_group, SerialExecutor(agent_group)),
+            AdversarialEngine(LocalEngine(agent_group, SerialExecutor(agent_group))),
             AgentState.initial(len(CLUSTER)),
             0,
             1,
@@ -152,10 +154,11 @@ def test_claimed_samples_are_capped_at_max_samples():
 
 def small_outbox(individual, first_rows):
     """Return the outbox of a benign agent and two attackers, which deceive the agents 4 and 7."""
-    return Outbox(
+    return DeceptiveOutbox(
+        is_sent=np.ones(7, dtype=bool),
         own=np.array([2, 0, 1]),
         first_crafted=np.array(first_rows),
-        is_attacking=np.array([False, True, True]),
+        is_crafting=np.array([False, True, True]),
         per_receiver=individual,
         receivers=np.array([4, 7]),
         num_samples=np.array([13.0, 20.0, 20.0]),
@@ -175,12 +178,12 @@ def test_rows_of_published_models_by_hand(individual, first_rows, rows):
 
     Other receivers get the trained model.
     """
-    assert small_outbox(individual, first_rows).rows(SENDERS, RECEIVERS).tolist() == rows
+    assert small_outbox(individual, first_rows).sent(SENDERS, RECEIVERS)[0].tolist() == rows
 
 
 def test_claimed_samples_by_hand():
     """Fellow attackers receive the true numbers."""
-    assert small_outbox(True, [3, 3, 5]).samples_claimed_to(SENDERS, RECEIVERS).tolist() == [
+    assert small_outbox(True, [3, 3, 5]).sent(SENDERS, RECEIVERS)[1].tolist() == [
         13,
         1,
         1,
@@ -194,9 +197,10 @@ def test_claimed_samples_by_hand():
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_an_outbox_deceives_from_the_first_round_of_the_attack(n):
     attack = Attack(craft=lambda view, draw: view.own, claimed_samples=7, from_round=1)
-    outbox = make_outbox(engine_of(attack).group, n)
+    group = engine_of(attack).group
+    outbox = deceptive_outbox(group, make_outbox(group, np.ones(len(CLUSTER), bool)), n, {})
     assert outbox.receivers.tolist() == BENIGN_IDS
-    assert np.flatnonzero(outbox.is_attacking).tolist() == (MALICIOUS_IDS if n >= 1 else [])
+    assert np.flatnonzero(outbox.is_crafting).tolist() == (MALICIOUS_IDS if n >= 1 else [])
     for counts, of_attackers in (
         (outbox.num_samples, 20),
         (outbox.claimed_samples, 7 if n >= 1 else 20),

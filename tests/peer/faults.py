@@ -60,14 +60,13 @@ def slow(seconds: float) -> None:
     """Delay the training of each round by `seconds`."""
     from fedcb2o.peer.node import PeerEngine
 
-    train = PeerEngine.map_batches
+    train_ = PeerEngine.train_
 
-    def map_batches(engine, function, *shared, **options):
-        if function.__name__ == "train_":
-            time.sleep(seconds)
-        return train(engine, function, *shared, **options)
+    def train_slowly_(engine, n):
+        time.sleep(seconds)
+        return train_(engine, n)
 
-    PeerEngine.map_batches = map_batches
+    PeerEngine.train_ = train_slowly_
 
 
 def command(log, *arguments: object) -> None:

@@ -43,6 +43,7 @@ from fedcb2o.federated import (
 from fedcb2o.nn.memory_layout import ChannelsLast
 from fedcb2o.parallel import SerialExecutor
 from fedcb2o.rng import stream
+from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import WorkerLostError, run_rounds
 
@@ -277,13 +278,15 @@ def test_rule_states_stay_with_the_agents(cluster):
         cluster_engine(cluster[:2], scene, 2),
         cluster_engine(cluster[2:4], scene, 2),
     )
-    *_, third_round = run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 3, 0)
+    *_, third_round = run_rounds(
+        AdversarialEngine(engine), AgentState.initial(len(CLUSTER)), 0, 3, 0
+    )
     state = engine.persistent_state(third_round.state)
     counts = [int(kept["seen"].sum()) if kept else 0 for kept in state.rule_states]
     assert counts == [9, 9, 9, 0, 0, 9, 9, 0, 0]
     other_engine.load_models_(torch.cat(list(engine.persistent_models())))
-    (continued,) = run_rounds(other_engine, state, 3, 4, 0)
-    (expected,) = run_rounds(engine, third_round.state, 3, 4, 0)
+    (continued,) = run_rounds(AdversarialEngine(other_engine), state, 3, 4, 0)
+    (expected,) = run_rounds(AdversarialEngine(engine), third_round.state, 3, 4, 0)
     pairs = [
         one.persistent_state(done.state)
         for one, done in ((engine, expected), (other_engine, continued))
@@ -301,7 +304,7 @@ def test_only_requested_bytes_are_sent(cluster, count, nodes):
         cluster, Scene(algorithms.dfedavgm, flipping, wide, True, False, settings), count, nodes
     )
     homes = {int(j): b for b, agents in enumerate(engine.sharding.agents) for j in agents}
-    for done in run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 2, 0):
+    for done in run_rounds(AdversarialEngine(engine), AgentState.initial(len(CLUSTER)), 0, 2, 0):
         received = [(homes[j], int(i)) for j in ALL_AGENTS for i in done.decisions.received[j]]
         between = {(b, i) for b, i in received if homes[i] != b}
         moved = {(b % nodes, i) for b, i in between if homes[i] % nodes != b % nodes}

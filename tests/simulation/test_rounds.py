@@ -40,8 +40,9 @@ from fedcb2o.federated import (
 )
 from fedcb2o.parallel import SerialExecutor
 from fedcb2o.rng import stream
+from fedcb2o.simulation.adversarial_engine import AdversarialEngine, Stage
 from fedcb2o.simulation.local_engine import LocalEngine
-from fedcb2o.simulation.rounds import Engine, run_rounds
+from fedcb2o.simulation.rounds import run_rounds
 
 ALL_AGENTS = range(len(CLUSTER))
 
@@ -57,13 +58,14 @@ def flip(shard, draw):
     return attacks.label_flip(shard, draw, source=1, target=2)
 
 
-def found_by(engine: Engine, count: int) -> list[tuple[str, dict, dict]]:
+def found_by(engine: Stage, count: int) -> list[tuple[str, dict, dict]]:
     """Return the records, decisions and states of each round, as bytes."""
     rounds = []
-    for done in run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, count, count):
+    played = AdversarialEngine(engine)
+    for done in run_rounds(played, AgentState.initial(len(CLUSTER)), 0, count, count):
         chosen, state_after = done.decisions, engine.persistent_state(done.state)
         lines = (
-            metrics_record(AttackGoal((1,), (2,)), engine.adversary.malicious, done),
+            metrics_record(AttackGoal((1,), (2,)), played.adversary.malicious, done),
             pairs_record(done),
         )
         arrays = {
@@ -320,7 +322,7 @@ def test_a_stateful_rule_keeps_its_state_between_rounds():
     block = agent_group_of(spec, adversary_of())
     block.models[: len(CLUSTER)] = initial_models(spec)
     *_, done = run_rounds(
-        LocalEngine(block, SerialExecutor(block)),
+        AdversarialEngine(LocalEngine(block, SerialExecutor(block))),
         AgentState.initial(len(CLUSTER)),
         0,
         4,

@@ -21,7 +21,6 @@ from fedcb2o.federated import (
     algorithms,
     batched,
     stateful,
-    train_,
 )
 from fedcb2o.federated.aggregation import preaggregation, robust_rule
 from fedcb2o.federated.aggregation.base import RULE_SIGNATURE, apply, signature_of
@@ -51,7 +50,7 @@ def one_round(algorithm, attack=None, **changes):
         for _ in range(2)
     ]
     before = ours.models_of(engines[0]).clone()
-    engines[0].map_batches(train_, 0)
+    engines[0].train_(0)
     (done,) = run_rounds(engines[1])
     mixed = [decisions_of(done.decisions, j) for j in range(len(before))]
     return before, ours.models_of(engines[0]).clone(), engines[1], mixed

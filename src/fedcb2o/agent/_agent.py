@@ -27,6 +27,7 @@ from fedcb2o.errors import ConfigError, RunError, describe_type, require
 from fedcb2o.federated import AgentState, Inbox, Ragged, RunSpec, algorithm2
 from fedcb2o.federated.algorithms.section import RECOMMENDED
 from fedcb2o.federated.guards.acceptance import Message, max_abs, rejection_reason
+from fedcb2o.federated.ragged import Rows
 from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.nn import parameters
 from fedcb2o.plugins import PluginChoice, to_python
@@ -419,7 +420,7 @@ class Agent:
         if has_own:
             entries = sorted([*entries, (self._peers.own, 0, float(self._settings.num_samples))])
         ids = np.array([id for id, _, _ in entries], np.int64)
-        rows = np.array([row for _, row, _ in entries], np.int64)
+        rows = Rows(np.array([row for _, row, _ in entries], np.int64))
         samples = np.array([claim for _, _, claim in entries], float)
         return Inbox(Ragged.from_arrays([ids]), rows, samples, np.full(len(rows), self.round))
 

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o.agent._group import adversary_of, group_of_one
+from fedcb2o.agent._group import group_of_one
 from fedcb2o.agent._models import Model, ModelFormat
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import AgentData, Attack, RunSpec, craft_models_
+from fedcb2o.federated import Adversary, AgentData, Attack, RunSpec, craft_models_
 from fedcb2o.federated.attacks.section import AttackSection
 from fedcb2o.federated.sections import as_component
 from fedcb2o.nn import parameters
@@ -85,7 +85,14 @@ class Attacker(NamedTuple):
         ids = np.arange(self.spec.num_agents)
         # Agents that the attacker does not know are those of another cluster.
         cluster = ~np.isin(ids, list(known)) * 1
-        adversary = adversary_of(self.data.attack, ~np.isin(ids, benign), cluster)
+        adversary = Adversary(
+            attack=self.data.attack,
+            malicious=~np.isin(ids, benign),
+            cluster=cluster,
+            num_clusters=2,
+            colludes=False,
+            averages_own_model=False,
+        )
 
         num_crafted = self.data.attack.num_published(1, len(benign))
         dim = len(self.own)

@@ -57,7 +57,8 @@ class Observer:
 
     def _observe(self, inputs: CriterionInput) -> CriterionValues:
         self.inputs = inputs
-        self.values = self._original.criterion_values(inputs)
+        copy = inputs.copy()  # a user's criterion may write into its input
+        self.values = self._original.function(copy)
         return self.values
 
 

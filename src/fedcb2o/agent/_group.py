@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fedcb2o.data import Shard, transforms, value_range
@@ -50,36 +50,12 @@ def group_of_one(
     adversary: Adversary | None = None,
     num_crafted: int = 0,
 ) -> AgentGroup:
-    """Return a group with the buffer [own | crafted | before the round | received].
-
-    Without `adversary` it crafts no models.
-    """
+    """Return a group with the buffer [own | crafted | before the round | received]."""
     keeps_previous = spec.algorithm.keeps_previous and not num_crafted
     layout = BufferLayout.create(
         np.zeros(1, np.int64), 1, np.array([num_crafted > 0]), num_crafted, keeps_previous
     )
-    if adversary is None:
-        adversary = adversary_of(data.attack, np.zeros(spec.num_agents, bool))
     return AgentGroup(spec, data, adversary, layout, models)
-
-
-def adversary_of(
-    attack: Attack,
-    malicious: Bool[np.ndarray, " N"],
-    cluster: Int[np.ndarray, " N"] | None = None,
-) -> Adversary:
-    """Return attackers that do not collude when they aggregate.
-
-    Without `cluster` all agents are in one.
-    """
-    return Adversary(
-        attack=attack,
-        malicious=malicious,
-        cluster=np.zeros(len(malicious), np.int64) if cluster is None else cluster,
-        num_clusters=2,
-        colludes=False,
-        averages_own_model=False,
-    )
 
 
 def with_candidates(

@@ -102,6 +102,7 @@ from fedcb2o.federated.publishing import (
     Outbox,
     Peek,
     craft_models_,
+    deceptive_outbox,
     make_outbox,
 )
 from fedcb2o.federated.ragged import (
@@ -196,6 +197,7 @@ __all__ = [
     "batched_local_update_",
     "confusion_matrices",
     "craft_models_",
+    "deceptive_outbox",
     "dense_layers",
     "dense_product",
     "evaluate_models",

@@ -218,6 +218,11 @@ class Attack:
         """Return whether models are crafted in round n."""
         return self.craft is not None and n >= self.from_round
 
+    @property
+    def deceives(self) -> bool:
+        """True if attackers publish crafted models or false claims in some rounds."""
+        return self.craft is not None or self.claimed_samples is not None
+
     def num_published(self, malicious: int, benign: int) -> int:
         """Return the largest number of models that attackers publish in a round."""
         if self.craft is None:

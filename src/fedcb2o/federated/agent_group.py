@@ -13,8 +13,9 @@ Plug-ins (attacks, triggers, criteria) get samples on the CPU.
 slice(2, 5, None)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +26,29 @@ from fedcb2o import plugins
 from fedcb2o.data import ClusterView, Shard, ValueRange, using_range
 from fedcb2o.federated.adversary import Adversary, Attack
 from fedcb2o.federated.plugin_outputs import validated_poison
-from fedcb2o.federated.ragged import Indices, Ragged
+from fedcb2o.federated.ragged import AgentIds, Indices, Ragged
 from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.nn import batch_norm
 from fedcb2o.rng import agent_streams
 
 SampleBatch = tuple[Shaped[Tensor, "a n *features"], Shaped[Tensor, "a n *target"]]
 """Equally many samples of each of some agents, and their labels or targets."""
+
+
+_NO_ATTACK = Attack()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A function (group, members, *arguments, *shared) that an engine calls for each batch.
+
+    A cheap one is divided into one task per worker. One that `calls_rules` may not write into the
+    models that criteria and rules get, and returns new states of agents, first in each result.
+    """
+
+    function: Callable[..., Any]
+    is_cheap: bool = False
+    calls_rules: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +70,8 @@ class AgentData:
     view: ClusterView
     num_classes: int
     malicious: Bool[np.ndarray, " a"]
-    attack: Attack
     seed: int
+    attack: Attack = _NO_ATTACK
     own_tests: Ragged | None = None
     common_test: Int[np.ndarray, " c"] | None = None
     value_range: ValueRange = (0.0, 1.0)
@@ -213,18 +230,18 @@ class BufferLayout:
 
 @dataclass(frozen=True)
 class AgentGroup:
-    """Agents that one process computes."""
+    """Agents that one process computes; `adversary` is None outside of simulations."""
 
     spec: RunSpec
     data: AgentData
-    adversary: Adversary
+    adversary: Adversary | None
     layout: BufferLayout
     models: Float[Tensor, "rows d"]
 
     @property
-    def agents(self) -> Int[np.ndarray, " a"]:
+    def agents(self) -> AgentIds:
         """Ids of the agents, ascending."""
-        return self.data.agents
+        return AgentIds(self.data.agents)
 
     def previous_rows(self, members: Shaped[np.ndarray, "*a"]) -> Int[Tensor, "*a"] | None:
         """Return the rows of the members' models before the round; None where they are not kept.

@@ -34,10 +34,10 @@ from fedcb2o import consensus
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.guards.checks import ADMITTED, counted_losses
+from fedcb2o.federated.guards.checks import ADMITTED, counted_losses, tolerated
 from fedcb2o.federated.mixing import mix_, mixing_matrix
 from fedcb2o.federated.plugin_outputs import validated_selection, validated_state
-from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.ragged import Entries, Members, Positions, Ragged
 from fedcb2o.federated.run_spec import Algorithm, RunSpec
 from fedcb2o.federated.selection import BATCHED_SELECTION, extra_inputs
 from fedcb2o.federated.types import (
@@ -53,12 +53,12 @@ from fedcb2o.federated.validation import (
     admit,
     agent_context,
     own_models,
-    tolerated_models,
 )
 from fedcb2o.plugins import USER_FUNCTION
 from fedcb2o.rng import stream
 
-_ONLY_AGENT = np.zeros(1, np.int64)  # the index of the only agent
+_ONLY_MEMBER = Members(np.zeros(1, np.int64))  # the index of the only agent in its group,
+_ONLY_POSITION = Positions(_ONLY_MEMBER)  # and in its batch
 _ZERO = np.zeros((), np.int64)  # the same, without an axis over agents
 
 Download = Callable[[Ragged], Inbox]
@@ -97,7 +97,7 @@ def local_aggregation_(
     # Line 2: download theta^i, i in A
     inbox = download(A)
     # Guards: the models that are evaluated and weighed
-    admission = admit(agent, _ONLY_AGENT, _ONLY_AGENT, inbox, n)
+    admission = admit(agent, _ONLY_MEMBER, _ONLY_POSITION, inbox, n)
     is_admitted = admission == ADMITTED
     # Line 3: L^i <- L_j(theta^i)
     inputs = validate(agent, P, inbox.filter(is_admitted), n, oracle)
@@ -166,7 +166,7 @@ def validate(
     data.
     """
     received = inbox.received()
-    own = own_models(agent, _ONLY_AGENT, n)[0]
+    own = own_models(agent, _ONLY_MEMBER, n)[0]
     oracle = oracle or ValidationOracle(agent, 0)
 
     losses = own_losses = None
@@ -185,7 +185,7 @@ def validate(
         losses_of=oracle.losses,
         agent_context=agent_context(oracle, n, lambda: P),
         previous=agent.previous_rows(_ZERO),
-        tolerated=tolerated_models(agent.spec.algorithm, losses, own_losses),
+        tolerated=tolerated(agent.spec.algorithm.guards, losses, own_losses),
     )
 
 
@@ -263,17 +263,13 @@ class CriterionWeighing:
 
     def __call__(self, inputs: CriterionInput, state: RuleState) -> tuple[RuleOutput, RuleState]:
         """Return the weights mu; there is no state."""
-        # Line 5: G^i <- G_j(theta^i), and Q_beta
-        G = self.criterion_values(inputs)
-        # Line 6: mu^i <- exp(-alpha G^i) / sum_k exp(-alpha G^k)
-        # (criterion_values has multiplied G by the confidence of an agent of few classes)
-        return RuleOutput(consensus_weights(G, self.alpha)), state
-
-    def criterion_values(self, inputs: CriterionInput) -> CriterionValues:
-        """Compute the values of the criterion G, and Q_beta (line 5)."""
         if USER_FUNCTION.get(self.function) is not None:
             inputs = inputs.copy()  # a user's algorithm may write into its input
-        return self.function(inputs)
+        # Line 5: G^i <- G_j(theta^i), and Q_beta
+        # (the criterion has multiplied G by the confidence of an agent of few classes)
+        G = self.function(inputs)
+        # Line 6: mu^i <- exp(-alpha G^i) / sum_k exp(-alpha G^k)
+        return RuleOutput(consensus_weights(G, self.alpha)), state
 
 
 def consensus_weights(G: CriterionValues, alpha: float) -> Float[Tensor, "*a k"]:
@@ -330,7 +326,7 @@ def mix_towards_consensus_(
     spec, layout = agent.spec, agent.layout
 
     decisions = Decisions.empty(agent.agents, A, inbox, admission)
-    index = np.flatnonzero(admission == ADMITTED)
-    decisions.store_(_ONLY_AGENT, index, inputs, mu, spec)
+    entries = Entries(np.flatnonzero(admission == ADMITTED))
+    decisions.store_(_ONLY_POSITION, entries, inputs, mu, spec)
     mix_(agent.models, mixing_matrix(decisions, layout.own, layout.previous), 0, spec.dim)
     return decisions

@@ -2,7 +2,6 @@
 
 The lines are those of `algorithm2`. Every function takes an agent group and the members of a batch.
 The result of one agent does not depend on the others of its batch, except the rounding of training.
-Colluding attackers (sec:experiments) ask each other first and average by numbers of samples.
 
 >>> from fedcb2o.federated import algorithms
 >>> asked = Ragged.from_arrays([np.array([3, 7])])
@@ -18,10 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
-from fedcb2o.federated.agent_group import AgentGroup
-from fedcb2o.federated.aggregation.sample_average import sample_weights
+from fedcb2o.federated.agent_group import AgentGroup, Phase
 from fedcb2o.federated.algorithm2 import (
     next_likelihood,
     select_peers,
@@ -30,10 +28,10 @@ from fedcb2o.federated.algorithm2 import (
 from fedcb2o.federated.contacts import AgentState, CandidatePeers, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.guards.checks import ADMITTED, counted_losses
-from fedcb2o.federated.ragged import Indices, Ragged
+from fedcb2o.federated.ragged import AgentIds, Entries, Members, Positions, Ragged
 from fedcb2o.federated.run_spec import Algorithm, RunSpec
-from fedcb2o.federated.selection import BATCHED_SELECTION, select_colluding_peers
-from fedcb2o.federated.validation import admit, own_models, validate_batches
+from fedcb2o.federated.selection import BATCHED_SELECTION
+from fedcb2o.federated.validation import admit, validate_batches
 from fedcb2o.rng import agent_streams
 
 
@@ -42,12 +40,10 @@ class Engine(Protocol):
     """Computation of the agents in batches; transport of their models."""
 
     def map_batches(
-        self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
+        self, phase: Phase, n: int, *shared: Any, arguments: Sequence[Sequence[Any]] = ()
     ) -> list[Any]:
-        """Call `function(group, members, *arguments, *shared)` for each batch of agents.
+        """Call `phase.function(group, members, *arguments, n, *shared)` for each batch of agents.
 
-        An engine may divide the work by function: few large parts for the selection of peers, and
-        no writes to models that a rule or criterion reads. The first shared value is the round.
         Each list of arguments has one value per batch, and so has the result.
         """
         ...
@@ -79,10 +75,10 @@ def aggregate_batches_(
     each batch, and for each agent whether its model is finite.
     """
     contacts = [state.contacts for state in states]
-    sampled = engine.map_batches(sample_peers, n, active, arguments=[contacts])  # line 1
+    sampled = engine.map_batches(SAMPLE, n, active, arguments=[contacts])  # line 1
     received = engine.exchange(n, sampled, deadline)  # line 2
     decided = engine.map_batches(  # lines 3 to 6
-        decide, n, active, arguments=[states, sampled, received]
+        DECIDE, n, active, arguments=[states, sampled, received]
     )
     on_step("aggregate")
 
@@ -95,47 +91,39 @@ def aggregate_batches_(
 
 def decide(
     group: AgentGroup,
-    members: Indices,
+    members: Members,
     state: AgentState,
     sampled: Ragged,
     inbox: Inbox,
     n: int,
     active: Bool[np.ndarray, " N"],
 ) -> tuple[AgentState, Decisions]:
-    """Compute losses, G, weights and likelihoods of active members (lines 3, 5, 6, 4).
-
-    Colluders average by numbers of samples instead (sec:experiments). `members` are indices into
-    the group.
-    """
-    spec, algorithm, adversary = group.spec, group.spec.algorithm, group.adversary
-    agents = group.agents[members]
-    is_colluding = adversary.colluding[agents]
-    # No agent has met an attacker under its new identity.
-    known = state.contacts.forget(adversary.new_identities(n))
+    """Compute losses, G, weights and likelihoods of active members (lines 3, 5, 6, 4)."""
+    spec, algorithm = group.spec, group.spec.algorithm
+    agents = AgentIds(group.agents[members])
     rule_states = list(state.rule_states)
 
-    # Positions are indices into the batch. Colluders have no guards, and do not validate.
-    positions = np.flatnonzero(active[agents] & ~is_colluding)
+    positions = Positions(np.flatnonzero(active[agents]))
     admission = admit(group, members, positions, inbox, n)
     is_admitted = admission == ADMITTED
-    admitted_index = np.flatnonzero(is_admitted)
+    admitted = Entries(np.flatnonzero(is_admitted))
     decisions = Decisions.empty(agents, sampled, inbox, admission)
     L = counted_losses(admission, spec.num_classes)
     for call in validate_batches(  # line 3: L^i
-        group, members, positions, known, inbox.filter(is_admitted), n
+        group, members, positions, state.contacts, inbox.filter(is_admitted), n
     ):
-        index = admitted_index[call.index]
+        entries = Entries(admitted[call.entries])
         # A rule with memory is called for one agent at a time.
         first = call.positions[0]
         mu, rule_states[first] = algorithm.weigh(call.inputs, rule_states[first])  # lines 5 and 6
-        decisions.store_(call.positions, index, call.inputs, mu, spec)
+        decisions.store_(call.positions, entries, call.inputs, mu, spec)
         if call.inputs.losses is not None:
-            L[index] = call.inputs.losses.mean.flatten().numpy()
+            L[entries] = call.inputs.losses.mean.flatten().numpy()
 
     # Line 4 is last, for all members at once.
     contacts = update_likelihoods(  # line 4: P^i
         algorithm,
-        known.take(positions),
+        state.contacts.take(positions),
         sampled.take(positions),
         inbox.ids.take(positions),
         L[inbox.ids.flat_index(positions)],
@@ -148,23 +136,12 @@ def decide(
             )
             tracked.append(P)
         contacts = ContactTable.from_contacts(tracked)
-
-    # Colluders average by numbers of samples.
-    colluders = np.flatnonzero(active[agents] & is_colluding)
-    for equal, index, received in inbox.group_by_size(colluders):
-        num_received = received.ids.shape[-1]
-        own = None
-        if adversary.averages_own_model:
-            own = own_models(group, members[equal], n)
-        mu_colluders = sample_weights(received, own)
-        decisions.weights[index] = mu_colluders[..., :num_received].flatten().numpy()
-        decisions.own_weight[equal] = mu_colluders[..., num_received:].sum(-1).numpy()
     return state.updated(positions, contacts, rule_states), decisions
 
 
 def sample_peers(
     group: AgentGroup,
-    members: Indices,
+    members: Members,
     contacts: ContactTable,
     n: int,
     active: Bool[np.ndarray, " N"],
@@ -174,27 +151,21 @@ def sample_peers(
     A member that is not active asks none. ConfigError is raised if a user's selection returned ids
     that are not among its candidates.
     """
-    spec, adversary = group.spec, group.adversary
-    agents = group.agents[members]
-    is_colluding = adversary.colluding[agents]
-
-    benign = np.flatnonzero(active[agents] & ~is_colluding)
-    known = contacts.forget(adversary.new_identities(n)).take(benign)
-    sampled = _select_peers(spec, agents[benign], known, n)
-
-    colluders = np.flatnonzero(active[agents] & is_colluding)
-    fellows, others = adversary.colluding_peers(agents[colluders], spec.neighbours)
-    generators = agent_streams(spec.seed, "select", n, agents=agents[colluders].tolist())
-    colluding = select_colluding_peers(fellows, others, spec.agents.budget, generators)
-    return Ragged.scatter(len(members), (benign, sampled), (colluders, colluding))
+    agents = AgentIds(group.agents[members])
+    positions = Positions(np.flatnonzero(active[agents]))
+    sampled = _select_peers(group.spec, AgentIds(agents[positions]), contacts.take(positions), n)
+    return Ragged.scatter(len(members), (positions, sampled))
 
 
-def _select_peers(
-    spec: RunSpec, agents: Int[np.ndarray, " a"], contacts: ContactTable, n: int
-) -> Ragged:
-    """Call the algorithm's selection for agents that do not collude."""
+SAMPLE = Phase(sample_peers, is_cheap=True)
+DECIDE = Phase(decide, calls_rules=True)
+
+
+def _select_peers(spec: RunSpec, agents: AgentIds, contacts: ContactTable, n: int) -> Ragged:
+    """Call the algorithm's selection."""
     # Without a graph all agents share one list, from which each is excluded.
-    lists, list_index = [np.arange(spec.num_agents)], np.zeros_like(agents)
+    lists = [np.arange(spec.num_agents)]
+    list_index = np.zeros(len(agents), np.int64)
     if spec.neighbours is not None:
         lists = [spec.neighbours[j].sort().values.numpy() for j in agents.tolist()]
         list_index = np.arange(len(agents))
@@ -210,10 +181,10 @@ def _select_peers(
         return batched(contacts, candidates, spec.agents.budget, generators, **keywords)
 
     # A user's selection is called for one agent at a time.
-    ids = []
+    chosen = []
     for k, (P, generator) in enumerate(zip(contacts, generators, strict=True)):
-        ids.append(select_peers(spec, int(agents[k]), P, candidates.ids(k), n, generator))
-    return Ragged.from_arrays(ids)
+        chosen.append(select_peers(spec, int(agents[k]), P, candidates.ids(k), n, generator))
+    return Ragged.from_arrays(chosen)
 
 
 def update_likelihoods(

@@ -101,6 +101,10 @@ class AgentState:
         contacts = ContactTable.concatenate([batch.contacts for batch in batches])
         return cls(contacts, tuple(itertools.chain(*(batch.rule_states for batch in batches))))
 
+    def without(self, ids: Int[np.ndarray, " g"]) -> "AgentState":
+        """Return the state of agents that never met the peers `ids`."""
+        return AgentState(self.contacts.forget(ids), self.rule_states)
+
     def updated(
         self, rows: Indices, contacts: ContactTable, rule_states: Sequence[RuleState]
     ) -> "AgentState":

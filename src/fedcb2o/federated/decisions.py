@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.guards.checks import ADMITTED
 from fedcb2o.federated.plugin_outputs import validated_reduction, validated_weights
-from fedcb2o.federated.ragged import Indices, Ragged
+from fedcb2o.federated.ragged import AgentIds, Entries, Positions, Ragged, Rows
 from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.types import CriterionInput, Received, Reduction, RuleOutput
 
@@ -32,7 +32,7 @@ class Inbox:
     """
 
     ids: Ragged
-    rows: Int[np.ndarray, " m"]
+    rows: Rows
     num_samples: Float[np.ndarray, " m"]
     round: Int[np.ndarray, " m"]
 
@@ -43,8 +43,8 @@ class Inbox:
         """Return the inbox without the models whose `keep` is False."""
         if keep.all():
             return self
-        columns = (column[keep] for column in (self.rows, self.num_samples, self.round))
-        return Inbox(self.ids.filter(keep), *columns)
+        rows = Rows(self.rows[keep])
+        return Inbox(self.ids.filter(keep), rows, self.num_samples[keep], self.round[keep])
 
     def received(self) -> Received:
         """Return all models, in the order of the inbox; of one agent, what it received."""
@@ -52,13 +52,12 @@ class Inbox:
         return Received(*(torch.from_numpy(column.copy()) for column in columns))
 
     def group_by_size(
-        self, positions: Indices, *keys: Int[np.ndarray, " a"]
-    ) -> Iterator[tuple[Indices, Indices, Received]]:
+        self, positions: Positions, *keys: Int[np.ndarray, " a"]
+    ) -> Iterator[tuple[Positions, Entries, Received]]:
         """Group agents that received equally many models.
 
         `keys` are further numbers, one per agent of the inbox, equal within a group. Yields the
-        positions of the agents, the index of their models in the inbox, and the models, shape [a,
-        m].
+        positions of the agents, the entries of their models, and the models, shape [a, m].
         """
         # One number per combination of size and keys.
         set_keys = np.zeros(len(positions), np.int64)
@@ -67,13 +66,13 @@ class Inbox:
 
         columns = (self.ids.values, self.rows, self.num_samples, self.round)
         for key in np.unique(set_keys).tolist():
-            equal = positions[set_keys == key]
-            index = self.ids.flat_index(equal)
+            equal = Positions(positions[set_keys == key])
+            entries = Entries(self.ids.flat_index(equal))
             shape = (len(equal), -1)
             yield (
                 equal,
-                index,
-                Received(*(torch.from_numpy(column[index].reshape(shape)) for column in columns)),
+                entries,
+                Received(*(torch.from_numpy(column[entries].reshape(shape)) for column in columns)),
             )
 
 
@@ -97,10 +96,10 @@ class Decisions:
         reductions: By agent id, the reduction over coordinates that replaces the weights.
     """
 
-    agents: Int[np.ndarray, " a"]
+    agents: AgentIds
     asked: Ragged
     received: Ragged
-    rows: Int[np.ndarray, " m"]
+    rows: Rows
     admission: Int[np.ndarray, " m"]
     weights: Float[np.ndarray, " m"]
     own_weight: Float[np.ndarray, " a"]
@@ -113,7 +112,7 @@ class Decisions:
     @classmethod
     def empty(
         cls,
-        agents: Int[np.ndarray, " a"],
+        agents: AgentIds,
         asked: Ragged,
         inbox: Inbox,
         admission: Int[np.ndarray, " m"] | None = None,
@@ -164,17 +163,17 @@ class Decisions:
 
     def store_(
         self,
-        positions: Indices,
-        index: Indices,
+        positions: Positions,
+        entries: Entries,
         inputs: CriterionInput,
         output: RuleOutput,
         spec: RunSpec,
     ) -> None:
         """Validate the output of a rule and store it for the agents at `positions`.
 
-        The output is that of one agent, unless the rule is batched. `index` is that of their models
-        in the inbox. ConfigError is raised if the output is not a convex combination, or weighs a
-        model that the rule did not declare to use.
+        The output is that of one agent, unless the rule is batched. `entries` are those of their
+        models. ConfigError is raised if the output is not a convex combination, or weighs a model
+        that the rule did not declare to use.
         """
         algorithm = spec.algorithm
         rule = algorithm.weigh.function
@@ -185,7 +184,7 @@ class Decisions:
             self.f[positions] = output.f
 
         if isinstance(output.outcome, Reduction):
-            self._store_reduction_(int(positions[0]), index, output.outcome, inputs, rule)
+            self._store_reduction_(int(positions[0]), entries, output.outcome, inputs, rule)
             return
 
         if output.previous_weight is not None:
@@ -198,21 +197,21 @@ class Decisions:
         shape = tuple(inputs.received.ids.shape)
         rest = output.previous_weight or 0.0
         mu, own = validated_weights(rule, output.outcome, shape, rest=rest)
-        self.weights[index] = mu.flatten().numpy()
+        self.weights[entries] = mu.flatten().numpy()
         self.own_weight[positions] = own.numpy()
 
     def _store_reduction_(
-        self, k: int, index: Indices, reduction: Reduction, inputs: CriterionInput, rule: Any
+        self, k: int, entries: Entries, reduction: Reduction, inputs: CriterionInput, rule: Any
     ) -> None:
         reduce = validated_reduction(rule, reduction.reduce)
         self.reductions[int(self.agents[k])] = dataclasses.replace(reduction, reduce=reduce)
         if reduction.weights is None:
-            self.weights[index] = np.nan
+            self.weights[entries] = np.nan
             self.own_weight[k] = np.nan
             return
         weights = dict(zip(reduction.rows.tolist(), reduction.weights.tolist(), strict=True))
-        rows = self.rows[index].tolist()
+        rows = self.rows[entries].tolist()
         own_row = int(inputs.own_entry.rows)
-        self.weights[index] = [weights.get(row, 0.0) for row in rows]
+        self.weights[entries] = [weights.get(row, 0.0) for row in rows]
         # An agent may sample itself; its model is then one of the received ones.
         self.own_weight[k] = 0.0 if own_row in rows else weights.get(own_row, 0.0)

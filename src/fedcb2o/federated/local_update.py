@@ -60,23 +60,21 @@ MAX_BATCH_PARAMETERS = 2**19
 _MAX_BATCH_AGENTS = 64  # so that every worker gets a batch
 
 
-def train_(
-    group: AgentGroup, members: Indices, n: int
-) -> tuple[Float[np.ndarray, " a"], Float[np.ndarray, " a"], bool]:
+TrainResult = tuple[Float[np.ndarray, " a"], Float[np.ndarray, " a"], bool]
+"""Mean training loss of each agent; largest absolute value of its model; False if none changed."""
+
+
+def train_(group: AgentGroup, members: Indices, n: int) -> TrainResult:
     """Train the models of a batch of agents in place (alg:FedCB2O, line 3).
 
-    Returns the mean training loss of each agent; the largest absolute value of its model; and False
-    if the first round changed no model.
+    Whether a model changed is known of the first round.
     """
     spec, models, layout = group.spec, group.models, group.layout
     rows = layout.own[members].tolist()
 
-    # 1. Keep the models before the round where an attacker crafts or a rule reads them.
-    is_crafting = group.adversary.attack.is_crafting(n)
-    for k, row in zip(members.tolist(), rows, strict=True):
-        if is_crafting and group.data.malicious[k]:
-            models[layout.first_crafted[k]] = models[row]
-        if layout.previous is not None:
+    # 1. Keep the models before the round where a rule reads them.
+    if layout.previous is not None:
+        for k, row in zip(members.tolist(), rows, strict=True):
             models[layout.previous[k]] = models[row]
 
     # 2. Train.

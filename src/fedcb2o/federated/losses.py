@@ -133,3 +133,13 @@ def _difference(outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *targ
 
 def _mean_per_sample(differences: Float[Tensor, "n *target"]) -> Float[Tensor, " n"]:
     return differences.reshape(len(differences), -1).mean(1)
+
+
+def standard_error_of_mean(differences: Float[Tensor, "*a n"]) -> Float[Tensor, "*a"]:
+    """Compute the standard error of the mean of n differences.
+
+    The standard deviation is divided by the root of n; the result is 0 for n = 1.
+    """
+    n = differences.shape[-1]
+    squares = (differences - differences.mean(-1, keepdim=True)).square().sum(-1)
+    return (squares / max(1, n - 1) / n).sqrt()

@@ -76,7 +76,7 @@ def mixing_matrix(
     # Entries of W as (agent, sort key, row of the buffer, value).
     agents = np.arange(len(ids))
     own_value = np.where(moves, 1 - factor + factor * decisions.own_weight, 1.0)
-    entries = [(agents, ids, own, own_value)]
+    entries: list[tuple[np.ndarray, ...]] = [(agents, ids, own, own_value)]
     counts = moves[agent]
     received_value = (factor[agent] * decisions.weights)[counts]
     senders = decisions.received.values[counts]

@@ -1,21 +1,23 @@
 """Published models of a round: what agents trained or, from an attacker, what it crafted.
 
 >>> import numpy as np
->>> outbox = Outbox(
+>>> outbox = DeceptiveOutbox(
 ...     own=np.array([0, 1]),
+...     num_samples=np.array([50.0, 50.0]),
+...     is_sent=np.array([True, True, True]),
 ...     first_crafted=np.array([2, 2]),
-...     is_attacking=np.array([False, True]),
+...     is_crafting=np.array([False, True]),
 ...     per_receiver=False,
 ...     receivers=np.array([0]),
-...     num_samples=np.array([50.0, 50.0]),
 ...     claimed_samples=np.array([50.0, 90.0]),
 ... )
->>> outbox.rows(np.array([1, 1]), np.array([0, 1])).tolist()
-[2, 1]
+>>> rows, claims = outbox.sent(np.array([1, 1]), np.array([0, 1]))
+>>> rows.tolist(), claims.tolist()
+([2, 1], [90.0, 50.0])
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +26,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fedcb2o.data import Shard
-from fedcb2o.federated.adversary import AttackView, Knowledge
+from fedcb2o.federated.adversary import Adversary, AttackView, Knowledge
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.decisions import Inbox
 from fedcb2o.federated.guards.acceptance import max_abs
 from fedcb2o.federated.plugin_outputs import validated_crafted_models, validated_queries
-from fedcb2o.federated.ragged import Indices, Ragged
+from fedcb2o.federated.ragged import AgentIds, Indices, Members, Ragged, Rows
 from fedcb2o.federated.types import Losses
 from fedcb2o.federated.validation import training_losses
 from fedcb2o.rng import stream
@@ -38,81 +40,94 @@ Peek = Callable[[list[int]], Float[Tensor, "m d"]]
 """Ids of agents -> the models that they trained in this round."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outbox:
     """Models that the agents of a group publish, and the numbers of samples that they claim.
 
-    The benign `receivers`, in ascending order, get crafted models and false claims. `own` and
-    `first_crafted` are rows of the model buffer; with `per_receiver`, an attacker has one row per
-    receiver from `first_crafted` on. `num_samples` are the true numbers.
+    `own` are rows of the model buffer. `is_sent` tells for each row whether it can be received.
     """
 
     own: Int[np.ndarray, " a"]
+    num_samples: Float[np.ndarray, " a"]
+    is_sent: Bool[np.ndarray, " rows"]
+
+    def sent(self, senders: Members, receivers: AgentIds) -> tuple[Rows, Float[np.ndarray, " m"]]:
+        """Return the row and the claimed samples of what each sender sends to each receiver."""
+        return Rows(self.own[senders]), self.num_samples[senders]
+
+    def deliver(self, n: int, asked: Ragged, receivers: AgentIds, max_samples: int) -> Inbox:
+        """Deliver models within the group (alg:localAggregation, line 2).
+
+        The ids of the peers that receivers asked are indices in the group. At most `max_samples`
+        samples are believed.
+        """
+        senders = Members(asked.values)
+        to = AgentIds(receivers[asked.row_ids])
+        rows, claims = self.sent(senders, to)
+        arrives = self.is_sent[rows]
+        num_samples = np.minimum(claims[arrives], max_samples)
+        rounds = np.full(len(num_samples), n)
+        return Inbox(asked.filter(arrives), Rows(rows[arrives]), num_samples, rounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeceptiveOutbox(Outbox):
+    """An outbox with crafted models and false claims for the benign `receivers`, which ascend.
+
+    `first_crafted` are rows of the model buffer; with `per_receiver`, an attacker has one row per
+    receiver from there on. Fellow attackers receive the models that each trained.
+    """
+
     first_crafted: Int[np.ndarray, " a"]
-    is_attacking: Bool[np.ndarray, " a"]
+    is_crafting: Bool[np.ndarray, " a"]
     per_receiver: bool
     receivers: Int[np.ndarray, " r"]
-    num_samples: Float[np.ndarray, " a"]
     claimed_samples: Float[np.ndarray, " a"]
 
-    def rows(self, senders: Indices, receivers: Int[np.ndarray, " m"]) -> Int[np.ndarray, " m"]:
-        """Return the rows of published models, one per pair of sender and receiver."""
+    def sent(self, senders: Members, receivers: AgentIds) -> tuple[Rows, Float[np.ndarray, " m"]]:
+        """Return the row and the claimed samples of what each sender sends to each receiver."""
         position = self.receivers.searchsorted(receivers)
         is_deceived = self.receivers.take(position, mode="clip") == receivers
         crafted = self.first_crafted[senders] + (position if self.per_receiver else 0)
-        gets_crafted = self.is_attacking[senders] & is_deceived
-        rows: np.ndarray = np.where(gets_crafted, crafted, self.own[senders])
-        return rows
-
-    def samples_claimed_to(
-        self, senders: Indices, receivers: Int[np.ndarray, " m"]
-    ) -> Float[np.ndarray, " m"]:
-        """Return the claimed numbers of samples, one per pair of sender and receiver."""
-        is_deceived = np.isin(receivers, self.receivers)
-        claims: np.ndarray = np.where(
-            is_deceived, self.claimed_samples[senders], self.num_samples[senders]
-        )
-        return claims
-
-    def deliver(
-        self,
-        n: int,
-        asked: Ragged,
-        receivers: Int[np.ndarray, " a"],
-        admissible: Bool[np.ndarray, " rows"],
-        max_samples: int,
-    ) -> Inbox:
-        """Deliver models within the group (alg:localAggregation, line 2).
-
-        The ids of the peers that receivers asked are indices in the group. `admissible` tells for
-        each row of the buffer whether it is received. At most `max_samples` samples are believed.
-        """
-        senders = asked.values
-        to = receivers[asked.row_ids]
-        rows = self.rows(senders, to)
-        arrives = admissible[rows]
-        claims = np.minimum(self.samples_claimed_to(senders, to), max_samples)
-        rounds = np.full(arrives.sum(), n)
-        return Inbox(asked.filter(arrives), rows[arrives], claims[arrives], rounds)
+        gets_crafted = self.is_crafting[senders] & is_deceived
+        rows = np.where(gets_crafted, crafted, self.own[senders])
+        claims = np.where(is_deceived, self.claimed_samples[senders], self.num_samples[senders])
+        return Rows(rows), claims
 
 
-def make_outbox(group: AgentGroup, n: int) -> Outbox:
-    """Return what the agents of a group publish in round n."""
-    attack, layout = group.adversary.attack, group.layout
-    malicious = group.data.malicious
+def make_outbox(group: AgentGroup, is_sent: Bool[np.ndarray, " a"]) -> Outbox:
+    """Return what the agents of a group publish; `is_sent` tells for each of them."""
+    is_row_sent = np.zeros(group.layout.first_received, dtype=bool)
+    is_row_sent[group.layout.own] = is_sent
     num_samples = group.data.train.sizes.astype(float)
-    claims_falsely = attack.claimed_samples is not None and n >= attack.from_round
-    # Only benign agents are deceived: fellow attackers receive the models that each trained.
-    return Outbox(
-        own=layout.own,
-        first_crafted=layout.first_crafted,
-        is_attacking=malicious & attack.is_crafting(n),
+    return Outbox(own=group.layout.own, num_samples=num_samples, is_sent=is_row_sent)
+
+
+def deceptive_outbox(
+    group: AgentGroup, outbox: Outbox, n: int, is_crafted_sent: Mapping[int, Bool[np.ndarray, " r"]]
+) -> DeceptiveOutbox:
+    """Return what a group with attackers publishes in round n.
+
+    `outbox` has the models that its agents trained. `is_crafted_sent` tells by an attacker's index
+    for each of its crafted models whether it can be received.
+    """
+    adversary = _adversary_of(group)
+    attack, malicious = adversary.attack, group.data.malicious
+    is_sent = outbox.is_sent.copy()
+    for k, is_model_sent in is_crafted_sent.items():
+        is_sent[group.layout.crafted_rows(k)] = is_model_sent
+    claims = outbox.num_samples
+    if attack.claimed_samples is not None and n >= attack.from_round:
+        claims = np.where(malicious, float(attack.claimed_samples), claims)
+    return DeceptiveOutbox(
+        own=outbox.own,
+        num_samples=outbox.num_samples,
+        is_sent=is_sent,
+        first_crafted=group.layout.first_crafted,
+        is_crafting=malicious & attack.is_crafting(n),
         per_receiver=attack.threat.each_receiver,
-        receivers=group.adversary.benign_ids,
-        num_samples=num_samples,
-        claimed_samples=np.where(
-            malicious & claims_falsely, float(attack.claimed_samples or 0), num_samples
-        ),
+        receivers=adversary.benign_ids,
+        claimed_samples=claims,
     )
 
 
@@ -138,14 +153,19 @@ def craft_models_(
     return largest
 
 
+def _adversary_of(group: AgentGroup) -> Adversary:
+    assert group.adversary is not None, "no agent attacks outside of simulations"
+    return group.adversary
+
+
 def _members(group: AgentGroup, role: Knowledge, k: int) -> Int[np.ndarray, " n"]:
     """Return the agents of one role in an attacker's cluster."""
-    return group.adversary.members_by_role[role, int(group.data.cluster[k])]
+    return _adversary_of(group).members_by_role[role, int(group.data.cluster[k])]
 
 
 def _craft_(group: AgentGroup, k: int, view: AttackView) -> Float[np.ndarray, " r"]:
     """Have one attacker craft its models; return their largest absolute values."""
-    craft = group.adversary.attack.craft
+    craft = _adversary_of(group).attack.craft
     assert craft is not None
     published = group.models[group.layout.crafted_rows(k)]
     output = craft(view, stream(group.spec.seed, "craft", view.n, view.agent))
@@ -164,7 +184,8 @@ def _attack_view(
     num_benign: int,
 ) -> AttackView:
     """Return the view of the attacker at index k."""
-    adversary, attack = group.adversary, group.adversary.attack
+    adversary = _adversary_of(group)
+    attack = adversary.attack
     data, reference = group.data.clean_training_data(k), group.reference(k)
     rows = group.layout.crafted_rows(k)
 

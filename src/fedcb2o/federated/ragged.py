@@ -8,13 +8,25 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NewType
 
 import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
 Indices = Int[np.ndarray, " _indices"]
 """Indices of agents in a group, or of lists in a `Ragged`."""
+
+# The kinds of integers in a round. A type checker tells them apart.
+AgentIds = NewType("AgentIds", Int[np.ndarray, " _agents"])
+"""Ids of agents in the run."""
+Members = NewType("Members", Int[np.ndarray, " _members"])
+"""Indices of agents in their group."""
+Positions = NewType("Positions", Int[np.ndarray, " _positions"])
+"""Indices of agents in a batch of members."""
+Entries = NewType("Entries", Int[np.ndarray, " _entries"])
+"""Indices of received models in the flat arrays of an inbox, and of its decisions."""
+Rows = NewType("Rows", Int[np.ndarray, " _rows"])
+"""Rows of the model buffer."""
 
 
 @dataclass(frozen=True)

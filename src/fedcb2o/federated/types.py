@@ -16,7 +16,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -380,6 +380,7 @@ StatefulRule = Callable[
 """(state, view) -> (new state, weights)."""
 
 
+@runtime_checkable
 class Weighing(Protocol):
     """Lines 5 and 6 of an algorithm: the weights of the consensus point.
 

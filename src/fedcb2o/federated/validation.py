@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fedcb2o import plugins
@@ -28,8 +28,8 @@ from fedcb2o.federated.inference import (
     per_agent_losses,
 )
 from fedcb2o.federated.plugin_outputs import apply_sample_transform
-from fedcb2o.federated.ragged import Indices
-from fedcb2o.federated.run_spec import Algorithm, RunSpec
+from fedcb2o.federated.ragged import Entries, Indices, Members, Positions
+from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.types import (
     AgentContext,
     Contacts,
@@ -144,12 +144,12 @@ def agent_context(
 
 
 def admit(
-    group: AgentGroup, members: Indices, positions: Indices, inbox: Inbox, n: int
+    group: AgentGroup, members: Members, positions: Positions, inbox: Inbox, n: int
 ) -> Int[np.ndarray, " m"]:
     """Decide which received models are evaluated (the step "admit" of `guards`).
 
-    `positions` are those of active agents in `members`. The result has an outcome of `guards` for
-    each model of the inbox.
+    `positions` are those of active agents. The result has an outcome of `guards` for each model of
+    the inbox.
     """
     guards = group.spec.algorithm.guards
     outcome = np.full(len(inbox.rows), ADMITTED)
@@ -210,37 +210,22 @@ def sensitivity_rises(
     return rises(received, own_sensitivity, before).numpy()
 
 
-def tolerated_models(
-    algorithm: Algorithm, losses: Losses | None, own_losses: Losses | None
-) -> Bool[Tensor, "*a m"] | None:
-    """Return the models that may be weighed by their losses; None for all.
-
-    The guard is `loss_tolerance`.
-    """
-    tolerance = algorithm.guards.loss_tolerance
-    if tolerance is False:
-        return None
-    assert losses is not None
-    assert own_losses is not None
-    return tolerated(tolerance, losses, own_losses)
-
-
 @dataclass(frozen=True)
 class RuleCall:
     """One call of a criterion or a rule: its agents and its input.
 
-    `positions` are those of the agents in the batch, and `index` that of their models in the inbox.
+    `entries` are those of the agents' models in the inbox.
     """
 
-    positions: Indices
-    index: Int[np.ndarray, " k"]
+    positions: Positions
+    entries: Entries
     inputs: CriterionInput
 
 
 def validate_batches(
     group: AgentGroup,
-    members: Indices,
-    positions: Indices,
+    members: Members,
+    positions: Positions,
     contacts: ContactTable,
     inbox: Inbox,
     n: int,
@@ -248,12 +233,12 @@ def validate_batches(
     """Compute the validation losses of received models (alg:localAggregation, line 3).
 
     Yields one call per set of equal agents, or one per agent where the algorithm is not batched.
-    `positions` are those of active agents in `members`.
+    `positions` are those of active agents.
     """
     algorithm = group.spec.algorithm
     sizes = group.data.validation.sizes[members]
     # Agents with equally many models and validation samples are evaluated together.
-    for equal, index, received in inbox.group_by_size(positions, sizes):
+    for equal, entries, received in inbox.group_by_size(positions, sizes):
         equal_members = members[equal]
         own = own_models(group, equal_members, n)
 
@@ -272,19 +257,19 @@ def validate_batches(
             losses_of=functools.partial(validation_losses, group, equal_members),
             agent_context=None,
             previous=group.previous_rows(equal_members),
-            tolerated=tolerated_models(algorithm, losses, own_losses),
+            tolerated=tolerated(algorithm.guards, losses, own_losses),
         )
         if algorithm.is_batched:
-            yield RuleCall(equal, index, inputs)
+            yield RuleCall(equal, entries, inputs)
             continue
 
-        indices = index.reshape(len(equal_members), -1)  # of each agent's models
+        entries_of = entries.reshape(len(equal_members), -1)  # of each agent's models
         for a, k in enumerate(equal_members.tolist()):
             oracle = ValidationOracle(group, k)
             position = int(equal[a])
             context = agent_context(oracle, n, functools.partial(contacts.__getitem__, position))
             one = inputs.for_agent(a, oracle.losses, context)
-            yield RuleCall(equal[a : a + 1], indices[a], one)
+            yield RuleCall(Positions(equal[a : a + 1]), Entries(entries_of[a]), one)
 
 
 def own_models(group: AgentGroup, members: Indices, n: int) -> Received:

@@ -6,7 +6,7 @@ some worker's buffer. Losses and decisions are all that the workers send to it.
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,14 @@ from fedcb2o.federated import (
     RuleState,
     plan_training_batches,
 )
+from fedcb2o.federated.agent_group import Phase
+from fedcb2o.federated.ragged import AgentIds, Rows
 from fedcb2o.nn.parameters import row_stride
 from fedcb2o.ray_backend._actors import WorkerActors
 from fedcb2o.ray_backend._sharding import Sharding
 from fedcb2o.ray_backend._transfers import MAX_TRANSFER_BYTES
 from fedcb2o.ray_backend._worker import AgentWorker, InitModels, MakeGroup, as_tensor
-from fedcb2o.simulation.local_engine import LocalEngine, publish_models_
+from fedcb2o.simulation.local_engine import LocalEngine
 
 STREAM_BYTES = 2**26  # of models that are on their way from or to a checkpoint at once
 
@@ -51,7 +53,6 @@ class RayEngine:
     ) -> None:
         self.group = group
         self.spec = group.spec
-        self.adversary = group.adversary
         self.sharding = Sharding.from_group(group, shares)
         names = sorted(set(node_ids))
         nodes = np.array([names.index(node) for node in node_ids])
@@ -64,7 +65,6 @@ class RayEngine:
             np.flatnonzero(owners == worker).tolist() for worker in range(len(handles))
         ]
         self.outbox: Outbox | None = None  # until the agents publish
-        self.is_receivable = np.zeros(group.layout.first_received, dtype=bool)
 
     def build_groups(
         self,
@@ -88,16 +88,16 @@ class RayEngine:
         self.actors.broadcast(AgentWorker.init_models, init)
 
     def map_batches(
-        self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
+        self, phase: Phase, n: int, *shared: Any, arguments: Sequence[Sequence[Any]] = ()
     ) -> list[Any]:
-        """Call a function for each group, in its worker.
+        """Call `phase.function(group, members, *arguments, n, *shared)` for each batch.
 
-        Each list of `arguments` has one value per group.
+        It runs in the batch's worker. Each list of `arguments` has one value per batch.
         """
         tasks = []
         for numbers in self.batches_by_worker:
             own = [_select(values, numbers) for values in arguments]
-            tasks.append((function, shared, own))
+            tasks.append((phase, (n, *shared), own))
         by_worker = self.actors.call(AgentWorker.map_batches, tasks)
 
         results: list[Any] = [None] * len(self.batches)
@@ -106,11 +106,17 @@ class RayEngine:
                 results[g] = result
         return results
 
-    publish_ = publish_models_
-    """Craft the attackers' models; mark the rows that can be received."""
+    train_ = LocalEngine.train_
+    """Train the models of all agents (LocalUpdate)."""
+
+    publish_ = LocalEngine.publish_
+    """Publish the models of the agents that take part in the round."""
+
+    replace_outbox = LocalEngine.replace_outbox
+    """Publish other models of a round."""
 
     aggregate_ = LocalEngine.aggregate_
-    """LocalAggregation (Algorithm 2) of benign and colluding agents; all workers are waited for."""
+    """LocalAggregation (Algorithm 2); all workers are waited for."""
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
         """Transfer the received models to the workers that need them.
@@ -122,7 +128,7 @@ class RayEngine:
         max_samples = self.spec.max_samples
         # 1. The models that arrive, as rows of the buffer of all agents.
         inboxes = [
-            self.outbox.deliver(n, peers, agents, self.is_receivable, max_samples)
+            self.outbox.deliver(n, peers, AgentIds(agents), max_samples)
             for agents, peers in zip(self.batches, sampled, strict=True)
         ]
         # 2. The transfer of those that another worker has.
@@ -141,7 +147,7 @@ class RayEngine:
             received = np.concatenate([wanted[worker][:0], *loans[worker].rows])
             local = self.sharding.local_rows(worker, by_group.values, received)
             for g, rows in zip(numbers, Ragged(local, by_group.sizes), strict=True):
-                inboxes[g] = dataclasses.replace(inboxes[g], rows=rows)
+                inboxes[g] = dataclasses.replace(inboxes[g], rows=Rows(rows))
         return inboxes
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
@@ -219,7 +225,8 @@ class RayEngine:
 
         Returns the largest absolute values of each attacker's models, by its id.
         """
-        adversary = self.adversary
+        adversary = self.group.adversary
+        assert adversary is not None
         knowledge = adversary.attack.threat.knows
         visible = [np.zeros(0, np.int64)]
         if "benign" in knowledge:

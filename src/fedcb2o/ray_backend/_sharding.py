@@ -65,7 +65,7 @@ class Sharding:
         row = np.zeros(whole.first_received, np.int64)
         layouts = []
         for worker, ids in enumerate(agents):
-            is_malicious = group.adversary.malicious[ids]
+            is_malicious = group.data.malicious[ids]
             layout = BufferLayout.create(
                 np.arange(len(ids)),
                 len(ids),

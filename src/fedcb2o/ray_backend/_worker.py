@@ -24,7 +24,7 @@ from fedcb2o.federated import (
     Indices,
     RuleState,
 )
-from fedcb2o.federated.batched_aggregation import decide
+from fedcb2o.federated.agent_group import Phase
 from fedcb2o.kernels import _onednn, devices
 from fedcb2o.nn.parameters import MIN_FOREACH_SIZE, row_stride
 from fedcb2o.parallel import _resources
@@ -97,6 +97,7 @@ class AgentWorker:
         # The system gives memory only to those rows of the inbox that are written to.
         first_received = group.layout.first_received
         crafted = group.layout.crafted_per_attacker
+        assert group.adversary is not None
         received = max_received(spec, group.adversary, agents, crafted)
         shape = first_received + received, row_stride(spec.dim)
         self.rows = torch.empty(shape, device=device)
@@ -111,22 +112,19 @@ class AgentWorker:
         init(self.tensors, self.engine.group.models[: len(agents)], agents)
 
     def map_batches(
-        self,
-        function: Callable[..., Any],
-        shared: tuple[Any, ...],
-        arguments: Sequence[Sequence[Any]],
+        self, phase: Phase, shared: tuple[Any, ...], arguments: Sequence[Sequence[Any]]
     ) -> list[Any]:
         """Call `LocalEngine.map_batches`; the states of rules stay in this worker.
 
-        Each list of `arguments` has one value per group.
+        Each list of `arguments` has one value per batch.
         """
-        if function is not decide or not self.engine.spec.algorithm.is_stateful:
-            return self.engine.map_batches(function, *shared, arguments=arguments)
+        if not phase.calls_rules or not self.engine.spec.algorithm.is_stateful:
+            return self.engine.map_batches(phase, *shared, arguments=arguments)
         states, *others = arguments
         local = []
         for members, state in zip(self.engine.batches, states, strict=True):
             local.append(self._with_states(members, state))
-        results = self.engine.map_batches(function, *shared, arguments=[local, *others])
+        results = self.engine.map_batches(phase, *shared, arguments=[local, *others])
         return [
             (self._without_states(members, state), decisions)
             for members, (state, decisions) in zip(self.engine.batches, results, strict=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedcb2o.federated import AgentState, ContactTable, Ragged, max_abs
 from fedcb2o.federated.algorithms._dfca import as_decisions, running_averages
-from fedcb2o.federated.batched_aggregation import sample_peers
+from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.ifca import assign_clusters, cluster_models
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import (
@@ -36,17 +36,18 @@ def run_rounds(
     its sampled peers. Malicious agents hold and average models like benign ones, and report their
     cluster truthfully.
     """
+    played = AdversarialEngine(engine)
     agents = np.arange(engine.spec.num_agents)
     num_rows = cluster_models(engine).num_rows(len(agents))
     rows = len(agents) + np.arange(num_rows).reshape(len(agents), -1)
     cluster_ids, _ = assign_clusters(engine, rows)
     for n in range(start, stop):
         timer = PhaseTimer()
-        losses, is_active = train_and_publish_(engine, n, on_phase, timer)
+        losses, is_active = train_and_publish_(played, n, on_phase, timer)
         on_phase(n, "aggregating")
         # Peers are sampled without likelihoods.
         contacts = [ContactTable.empty(len(batch)) for batch in engine.batches]
-        sampled = engine.map_batches(sample_peers, n, is_active, arguments=[contacts])
+        sampled = played.sample_peers(n, contacts, is_active)
         # Batches are not in the order of ids, and the rows of the cluster models are.
         order = np.concatenate(engine.batches).argsort()
         peers = Ragged.concatenate(sampled).take(order)
@@ -61,6 +62,6 @@ def run_rounds(
         previous = cluster_ids
         cluster_ids, _ = assign_clusters(engine, rows)
         timer.stop("choose")
-        results = evaluate_if_due(engine, n, stop, evaluate_every, on_phase, timer)
+        results = evaluate_if_due(played, n, stop, evaluate_every, on_phase, timer)
         decisions = as_decisions(peers, inbox, previous, cluster_ids)
         yield Round(n, losses, [decisions], [state], [agents], results, timer.seconds)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from fedcb2o.federated import AgentState, ClusterModels, Decisions, Ragged, mixing_matrix
 from fedcb2o.federated.algorithms._ifca import as_decisions, assign_clusters_, cluster_means
 from fedcb2o.federated.shortfall import Shortfall
+from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import (
     OnPhase,
@@ -53,7 +54,9 @@ def run_rounds(
         shortfall.add([means], np.ones(rows[-1] + 1, dtype=bool))
         cluster_ids, _ = assign_clusters(engine, candidates)
         timer.stop("choose")
-        results = evaluate_if_due(engine, n, stop, evaluate_every, on_phase, timer)
+        results = evaluate_if_due(
+            AdversarialEngine(engine), n, stop, evaluate_every, on_phase, timer
+        )
         decisions = as_decisions(means, cluster_ids)
         yield Round(n, losses, [decisions], [state], [agents], results, timer.seconds)
     shortfall.log()
@@ -89,11 +92,11 @@ def _run_round(
     timer: PhaseTimer,
 ) -> tuple[Float[np.ndarray, " N"], Decisions]:
     """Run one round for the models in `rows`; return training losses and the new averages."""
-    losses, _ = train_and_publish_(engine, n, on_phase, timer)
+    losses, _ = train_and_publish_(AdversarialEngine(engine), n, on_phase, timer)
     on_phase(n, "aggregating")
     members = Ragged.from_arrays([np.flatnonzero(cluster_ids == k) for k in range(len(rows))])
     # Attackers publish to the coordinator what they craft for the first benign agent.
-    receiver = np.full(len(rows), engine.adversary.benign_ids[0])
+    receiver = np.full(len(rows), np.flatnonzero(~engine.group.data.malicious)[0])
     means = cluster_means(
         rows,
         engine.receive(n, members, receiver),

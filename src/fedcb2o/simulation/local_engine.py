@@ -43,8 +43,11 @@ from fedcb2o.federated import (
     mix_,
     mixing_matrix,
     plan_training_batches,
+    train_,
 )
-from fedcb2o.federated.batched_aggregation import decide, sample_peers
+from fedcb2o.federated.agent_group import Phase
+from fedcb2o.federated.local_update import TrainResult
+from fedcb2o.federated.ragged import AgentIds
 from fedcb2o.kernels.dispatch import use_kernels
 from fedcb2o.nn.parameters import gather_rows, row_checksums, row_stride
 from fedcb2o.parallel._executors import Executor, balance_load
@@ -56,27 +59,11 @@ LARGE_DIM = 2**17  # parameters from which on each agent is a task of its own on
 AGGREGATION_KINDS = ("criterion", "rule", "pre-step", "algorithm", "model")
 """Kinds of user functions that receive models in LocalAggregation."""
 
+_TRAIN = Phase(train_)
+
 _NO_AGENTS = np.zeros(0, np.int64)
 
 _TILES_PER_WORKER = 8  # tasks of a mixing step, so that fast workers can take more of them
-
-
-def publish_models_(
-    engine: Any, n: int, online: Bool[np.ndarray, " N"], max_abs: Float[np.ndarray, " N"]
-) -> None:
-    """Craft the attackers' models; mark the rows of the buffer that can be received.
-
-    The engine has all agents. `online` is True for agents that take part in the round. `max_abs` is
-    the largest absolute value of each trained model; not finite for a broken one.
-    """
-    layout = engine.group.layout
-    engine.is_receivable = np.zeros(layout.first_received, dtype=bool)
-    engine.is_receivable[layout.own] = is_acceptable(max_abs) & online
-    if engine.adversary.attack.is_crafting(n):
-        for j, crafted_max_abs in engine.craft_models_(n, np.isfinite(max_abs)).items():
-            is_sent = is_acceptable(crafted_max_abs) & online[j]
-            engine.is_receivable[layout.crafted_rows(j)] = is_sent
-    engine.outbox = make_outbox(engine.group, n)
 
 
 class LocalEngine:
@@ -100,7 +87,6 @@ class LocalEngine:
         self.max_columns = max_columns
         self.user_functions = user_functions or {}
         self.spec = group.spec
-        self.adversary = group.adversary
         self.costs: list[int] = group.data.train.sizes.tolist()
         self.batches = list(batches or map(np.array, plan_training_batches(self.spec, self.costs)))
         self._benign = np.flatnonzero(~group.data.malicious).tolist()
@@ -116,21 +102,19 @@ class LocalEngine:
         self._kernels = functools.partial(use_kernels, kernels.linear, kernels.convolution)
 
         self.outbox: Outbox | None = None  # until the agents publish
-        self.is_receivable = np.zeros(group.layout.first_received, dtype=bool)
 
     def map_batches(
-        self, function: Callable[..., T], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
-    ) -> list[T]:
-        """Call `function(group, members, *own, *shared)` for each batch of the group.
+        self, phase: Phase, n: int, *shared: Any, arguments: Sequence[Sequence[Any]] = ()
+    ) -> list[Any]:
+        """Call `phase.function(group, members, *arguments, n, *shared)` for each batch.
 
         Each list of `arguments` has one value per batch.
         """
-        # Peer selection is cheap, so that a task per worker is enough.
-        parts = self.coarse_parts if function is sample_peers else self.fine_parts
-        kinds = AGGREGATION_KINDS if function is decide else ()
-        tasks = [(*own, *shared) for own in zip(self.batches, *arguments, strict=True)]
+        parts = self.coarse_parts if phase.is_cheap else self.fine_parts
+        kinds = AGGREGATION_KINDS if phase.calls_rules else ()
+        tasks = [(*own, n, *shared) for own in zip(self.batches, *arguments, strict=True)]
         with self._forbid_writes(*kinds):
-            return self.executor.map(function, tasks, parts, self._kernels)
+            return self.executor.map(phase.function, tasks, parts, self._kernels)
 
     def map_agents(
         self, function: Callable[..., Sequence[T]], members: Sequence[int], *shared: Any
@@ -159,11 +143,25 @@ class LocalEngine:
         with self._forbid_writes("attack", "model", crafted=attackers):
             return self.map_agents(_craft_models_, attackers.tolist(), n, is_finite, peek)
 
-    publish_ = publish_models_
-    """Craft the attackers' models; mark the rows of the buffer that can be received."""
+    def train_(self, n: int) -> list[TrainResult]:
+        """Train the models of all agents (LocalUpdate); return the result of each batch."""
+        return self.map_batches(_TRAIN, n)
+
+    def publish_(
+        self, n: int, online: Bool[np.ndarray, " N"], max_abs: Float[np.ndarray, " N"]
+    ) -> None:
+        """Publish the models of the agents that are online, in a group of all agents.
+
+        `max_abs` is the largest absolute value of each trained model; not finite for a broken one.
+        """
+        self.outbox = make_outbox(self.group, is_acceptable(max_abs) & online)
+
+    def replace_outbox(self, n: int, outbox: Outbox) -> None:
+        """Publish other models of round n."""
+        self.outbox = outbox
 
     aggregate_ = batched_aggregation.aggregate_batches_
-    """LocalAggregation (Algorithm 2) of benign and colluding agents; no model is late."""
+    """LocalAggregation (Algorithm 2); no model is late."""
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
         """Return the received models of each batch, which are in the buffer already.
@@ -176,7 +174,7 @@ class LocalEngine:
     def receive(self, n: int, sampled: Ragged, receivers: Int[np.ndarray, " a"]) -> Inbox:
         """Return the models that receivers get from their sampled peers."""
         assert self.outbox is not None, "nothing is published yet"
-        return self.outbox.deliver(n, sampled, receivers, self.is_receivable, self.spec.max_samples)
+        return self.outbox.deliver(n, sampled, AgentIds(receivers), self.spec.max_samples)
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " a"]:
         """Compute theta <- W theta for the group (Algorithm 2, line 7).

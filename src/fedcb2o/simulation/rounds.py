@@ -1,7 +1,7 @@
 """Algorithm 1 (alg:FedCB2O), lines 2 to 5: the loop over rounds, and the interface of engines.
 
-An engine computes the agents in batches and transports their models: `exchange` for all agents,
-`peek` for attackers. `federated` explains *group*, *batch* and *members*. An engine
+An engine computes the agents in batches and transports their models. A wrapper of it plays the
+attackers (`adversarial_engine`). `federated` explains *group*, *batch* and *members*. An engine
 
 - checks all received models (`federated.guards.acceptance`);
 - uses no knowledge that a receiver does not have;
@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -23,15 +23,13 @@ from jaxtyping import Bool, Float, Int
 from fedcb2o.errors import RunError
 from fedcb2o.federated import (
     MAX_VALUE,
-    Adversary,
     AgentState,
     Decisions,
     EvaluationResult,
     RunSpec,
     is_acceptable,
-    train_,
 )
-from fedcb2o.federated.batched_aggregation import Engine as AggregationEngine
+from fedcb2o.federated.local_update import TrainResult
 from fedcb2o.federated.selection import no_peers
 from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.rng import stream
@@ -53,21 +51,23 @@ The phase "aggregating" is LocalAggregation, Algorithm 2 from line 1 to line 7.
 """
 
 
-@runtime_checkable
-class Engine(AggregationEngine, Protocol):
+class BenignEngine(Protocol):
     """Interface of the agents of a run, or of the agents of this process.
 
     `batches` has the ids of the agents that one function call computes.
     """
 
     spec: RunSpec
-    adversary: Adversary
     batches: list[Int[np.ndarray, " _a"]]
+
+    def train_(self, n: int) -> list[TrainResult]:
+        """Train the models of all agents (LocalUpdate); return the result of each batch."""
+        ...
 
     def publish_(
         self, n: int, online: Bool[np.ndarray, " N"], max_abs: Float[np.ndarray, " N"]
     ) -> None:
-        """Craft the attackers' models, and publish the models of all agents.
+        """Publish the models of all agents.
 
         `online` is True for agents that take part in the round. `max_abs` is the largest absolute
         value of each trained model; not finite for a broken one.
@@ -92,6 +92,16 @@ class Engine(AggregationEngine, Protocol):
 
     def evaluate(self) -> dict[int, EvaluationResult]:
         """Return the test result of each benign agent, by its id."""
+        ...
+
+
+class Engine(BenignEngine, Protocol):
+    """Interface of agents of which a wrapper may play some, with False in `benign`."""
+
+    benign: Bool[np.ndarray, " N"]
+
+    def may_break(self, n: int) -> bool:
+        """Return True in rounds in which others may break an agent's model, which is no error."""
         ...
 
 
@@ -153,8 +163,14 @@ def run_rounds(
         states, decisions, is_finite = engine.aggregate_(n, states, is_active, deadline, timer.stop)
         # Crafted models may break a benign agent's model. That is a success of the attackers and
         # not an error: no agent receives the broken model in later rounds.
-        _check_mixed_models(engine.adversary, n, is_finite)
-        shortfall.add(decisions, ~engine.adversary.malicious)
+        broken = np.flatnonzero(engine.benign & ~is_finite)
+        if len(broken) and not engine.may_break(n):
+            raise RunError(
+                f"the model of benign agent {broken[0]} is not finite after mixing finite models "
+                f"in round {n + 1}: with a built-in rule take a smaller `training.gamma`; "
+                "otherwise check your rule"
+            )
+        shortfall.add(decisions, engine.benign)
         results = evaluate_if_due(engine, n, stop, evaluate_every, on_phase, timer)
         yield Round(n, losses, decisions, states, batches, results, timer.seconds)
     shortfall.log()
@@ -169,13 +185,12 @@ def train_and_publish_(
     other processes; and True for agents that aggregate: those online, except benign agents with a
     broken model. RunError is raised if a benign agent's training diverges without crafted models.
     """
-    adversary = engine.adversary
     num_agents = engine.spec.num_agents
     on_phase(n, "training")
     losses = np.full(num_agents, np.nan)
     max_abs = np.zeros(num_agents)
     agents = np.concatenate(engine.batches)
-    batch_losses, batch_max_abs, has_trained = zip(*engine.map_batches(train_, n), strict=True)
+    batch_losses, batch_max_abs, has_trained = zip(*engine.train_(n), strict=True)
     losses[agents] = np.concatenate(batch_losses)
     max_abs[agents] = np.concatenate(batch_max_abs)
 
@@ -187,28 +202,29 @@ def train_and_publish_(
         )
 
     is_finite = np.isfinite(max_abs)
-    is_crafting = adversary.attack.is_crafting(n)
-    is_sound = adversary.malicious | (is_finite & np.isfinite(losses))
+    may_break = engine.may_break(n)
+    is_sound = ~engine.benign | (is_finite & np.isfinite(losses))
     diverged = agents[~is_sound[agents]]
-    if len(diverged) and not is_crafting:
+    if len(diverged) and not may_break:
         raise RunError(
             f"training diverged: the model or the loss of benign agent {diverged.min()} is not "
             f"finite in round {n + 1}; a smaller `training.gamma` usually helps"
         )
     timer.stop("train")
-    is_refused = is_finite & ~is_acceptable(max_abs) & ~adversary.malicious
-    _warn_of_size(engine, n, agents[is_refused[agents]])
+    is_refused = is_finite & ~is_acceptable(max_abs) & engine.benign
+    if is_refused[agents].any():
+        _warn_of_size(engine, n, agents[is_refused[agents]])
 
     # For all N agents in each process, which then agree on the agents online.
     online = (
         stream(engine.spec.seed, "online", n).random(num_agents) < engine.spec.agents.participation
     )
-    if is_crafting:
+    if may_break:
         on_phase(n, "crafting")
     engine.publish_(n, online, max_abs)
-    if is_crafting:
+    if may_break:
         timer.stop("craft")
-    return losses, online & (is_finite | adversary.malicious)
+    return losses, online & (is_finite | ~engine.benign)
 
 
 def evaluate_if_due(
@@ -255,7 +271,7 @@ class PhaseTimer:
 def _warn_of_size(engine: Engine, n: int, agents: Int[np.ndarray, " a"]) -> None:
     """Log once for an engine that peers refuse the models of benign agents."""
     # The models of agents that train alone are not sent.
-    if len(agents) and engine.spec.algorithm.select is not no_peers and engine not in _WARNED:
+    if engine.spec.algorithm.select is not no_peers and engine not in _WARNED:
         _WARNED.add(engine)
         _LOG.warning(
             "the model of benign agent %d holds numbers beyond %g in round %d, so that no peer "
@@ -264,15 +280,4 @@ def _warn_of_size(engine: Engine, n: int, agents: Int[np.ndarray, " a"]) -> None
             agents.min(),
             MAX_VALUE,
             n + 1,
-        )
-
-
-def _check_mixed_models(adversary: Adversary, n: int, is_finite: Bool[np.ndarray, " N"]) -> None:
-    """Raise RunError if a benign model is not finite without crafted models."""
-    broken = adversary.benign_ids[~is_finite[adversary.benign_ids]]
-    if len(broken) and not adversary.attack.is_crafting(n):
-        raise RunError(
-            f"the model of benign agent {broken[0]} is not finite after mixing finite models in "
-            f"round {n + 1}: with a built-in rule take a smaller `training.gamma`; otherwise check "
-            "your rule"
         )

@@ -38,8 +38,9 @@ from fedcb2o.nn import parameters
 from fedcb2o.parallel import _resources
 from fedcb2o.records import REPRODUCIBLE_LOGS, Manifest, RoundLog, damaged_error
 from fedcb2o.simulation import checkpoint, dfca, ifca
+from fedcb2o.simulation.adversarial_engine import AdversarialEngine, Stage
 from fedcb2o.simulation.local_engine import LocalEngine
-from fedcb2o.simulation.rounds import Engine, OnPhase, Round, WorkerLostError, run_rounds
+from fedcb2o.simulation.rounds import OnPhase, Round, WorkerLostError, run_rounds
 
 _LOG = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Place(Protocol):
         ...
 
 
-class SeedEngine(Engine, Protocol):
+class SeedEngine(Stage, Protocol):
     """An engine of all agents of a seed, whose state a checkpoint holds."""
 
     def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
@@ -236,7 +237,7 @@ def run_seed(
         del state  # the loop replaces it
         for result in results:
             done = result.n + 1
-            record = metrics_record(goal, engine.adversary.malicious, result, user_metrics)
+            record = metrics_record(goal, prepared.adversary.malicious, result, user_metrics)
             if prepared.spec.training.privacy is not None:
                 record["epsilon"] = _spent_epsilons(prepared, done)
             log.append("metrics", record)
@@ -301,7 +302,8 @@ def run_algorithm(
     """
     clusters = engine.spec.algorithm.clusters
     if clusters is None:
-        return run_rounds(engine, state, start, stop, evaluate_every, on_phase)
+        played = AdversarialEngine(engine)
+        return run_rounds(played, state, start, stop, evaluate_every, on_phase)
     assert isinstance(engine, LocalEngine)  # a cluster of machines refuses IFCA and DFCA
     run_cluster_rounds = dfca.run_rounds if clusters.per_agent else ifca.run_rounds
     return run_cluster_rounds(engine, state, start, stop, evaluate_every, on_phase)

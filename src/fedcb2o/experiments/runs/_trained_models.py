@@ -109,8 +109,9 @@ def generated_texts(
     # 1. Prompts with the expected answers.
     ((_, test),) = group.data.test_sets(np.zeros(1, np.int64))
     parts = [(False, test)]
-    if group.adversary.wanted_answers is not None:
-        parts.append((True, group.adversary.wanted_answers(test)))
+    wanted_answers = prepared.adversary.wanted_answers
+    if wanted_answers is not None:
+        parts.append((True, wanted_answers(test)))
     rows = []
     for is_attacked, part in parts:
         taken = min(count, len(part))

@@ -19,7 +19,7 @@ from fedcb2o.federated import selection as _selections
 from fedcb2o.federated.algorithms._local_training import local_training
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.mixing import MixingMatrix
-from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.ragged import AgentIds, Ragged
 from fedcb2o.federated.run_spec import Algorithm, ClusterModels
 from fedcb2o.plugins import PluginChoice
 
@@ -84,7 +84,7 @@ def as_decisions(
 
     `previous` is the cluster whose model each agent trained, and `chosen` that of its model now.
     """
-    decisions = Decisions.empty(np.arange(len(chosen)), asked, inbox)
+    decisions = Decisions.empty(AgentIds(np.arange(len(chosen))), asked, inbox)
     owner = inbox.ids.row_ids
     # A sender's model counts for its own cluster only.
     counted: Bool[np.ndarray, " m"] = previous[inbox.ids.values] == chosen[owner]

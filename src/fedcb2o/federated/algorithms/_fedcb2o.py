@@ -12,7 +12,7 @@ The discretisation of eq:fedcb2o_dynamics. From its validation losses L_j, agent
 Q_beta and G_j are line 5 of `federated.algorithm2`, mu_j is line 6, and the step is line 7.
 
 Example:
-    >>> fedcb2o(variant="released").alpha, fedcb2o(alpha=5.0, beta=0.25).alpha
+    >>> fedcb2o(variant="released").weigh.alpha, fedcb2o(alpha=5.0, beta=0.25).weigh.alpha
     (2.0, 5.0)
 """
 

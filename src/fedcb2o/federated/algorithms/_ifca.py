@@ -27,7 +27,7 @@ from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.aggregation import base, robust_rule
 from fedcb2o.federated.algorithms._local_training import local_training
 from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.ragged import Indices, Ragged
+from fedcb2o.federated.ragged import AgentIds, Indices, Ragged, Rows
 from fedcb2o.federated.run_spec import Algorithm, ClusterModels
 from fedcb2o.federated.types import Reduction
 from fedcb2o.federated.validation import training_losses
@@ -119,7 +119,7 @@ def cluster_means(
     A model that no agent chose stays as it is. The ids of the K models follow those of the agents.
     A robust rule assumes the share `malicious_share` of attackers.
     """
-    decisions = Decisions.empty(ids, Ragged.empty(len(ids)), inbox)
+    decisions = Decisions.empty(AgentIds(ids), Ragged.empty(len(ids)), inbox)
     if clusters.rule is None:
         counts = inbox.num_samples if clusters.by_samples else np.ones(len(inbox.rows))
         cluster = inbox.ids.row_ids
@@ -149,7 +149,7 @@ def cluster_means(
 
 def as_decisions(means: Decisions, chosen: Int[np.ndarray, " N"]) -> Decisions:
     """Describe the average that is now each agent's model, for the records."""
-    agents = np.arange(len(chosen))
+    agents = AgentIds(np.arange(len(chosen)))
     received = means.received.take(chosen)
     index = means.received.flat_index(chosen)
     is_own = received.values == agents[received.row_ids]
@@ -160,7 +160,7 @@ def as_decisions(means: Decisions, chosen: Int[np.ndarray, " N"]) -> Decisions:
     num_others = (~is_own).sum()
     inbox = Inbox(
         received.filter(~is_own),
-        rows[~is_own],
+        Rows(rows[~is_own]),
         np.zeros(num_others),
         np.zeros(num_others, np.int64),
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedcb2o.federated.criteria import universal_perturbation
 from fedcb2o.federated.criteria.class_losses import MAX_LOSS, required_losses
-from fedcb2o.federated.criteria.standard_errors import excess, standard_error_of_mean
+from fedcb2o.federated.losses import standard_error_of_mean
 from fedcb2o.federated.types import CriterionInput
 
 
@@ -78,6 +78,16 @@ def perturbation_gap(
 
     difference = means[:-1] - means[reference].nan_to_num(nan=MAX_LOSS, posinf=MAX_LOSS)
     errors = standard_error_of_mean(increases[:-1] - increases[reference])
-    values = excess(difference, z, errors)
+    values = _excess(difference, z, errors)
     gap[is_evaluated] = values.masked_fill(values.isnan(), torch.inf)
     return gap
+
+
+def _excess(
+    gaps: Float[Tensor, "*k"], z: float, errors: Float[Tensor, "*k"]
+) -> Float[Tensor, "*k"]:
+    """Subtract `z` standard errors from the gaps, down to 0.
+
+    A gap whose error is not finite stays as it is.
+    """
+    return torch.where(errors.isfinite(), (gaps - z * errors).clamp(min=0), gaps)

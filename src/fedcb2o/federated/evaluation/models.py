@@ -80,8 +80,9 @@ def _tests(
     group: AgentGroup, members: Indices
 ) -> Iterator[tuple[str, Indices, Shard, Loss | None]]:
     """Yield the name of each test, the members that take it, its samples and its loss."""
-    trigger, loss = group.adversary.trigger, group.spec.training.loss
-    wanted_answers = group.adversary.wanted_answers
+    loss = group.spec.training.loss
+    trigger = getattr(group.adversary, "trigger", None)
+    wanted_answers = getattr(group.adversary, "wanted_answers", None)
     for tested, test in group.data.test_sets(members):
         yield "own", tested, test, loss
         if trigger is not None:

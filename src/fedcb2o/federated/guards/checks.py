@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedcb2o.federated.aggregation.gram_matrix import relative_distances
-from fedcb2o.federated.criteria.standard_errors import standard_error_of_mean
+from fedcb2o.federated.losses import standard_error_of_mean
 from fedcb2o.federated.sections import Section, key_field
 from fedcb2o.federated.types import Losses
 
@@ -152,12 +152,18 @@ def counted_losses(outcomes: Int[np.ndarray, " m"], num_classes: int) -> Float[n
     return np.where(outcomes == TOO_NEAR, math.log(max(num_classes, 2)), np.inf)
 
 
-def tolerated(tolerance: float, losses: Losses, own_losses: Losses) -> Bool[Tensor, "*a m"]:
-    """Return the models whose loss is not significantly above that of the agent's own model.
+def tolerated(
+    guards: Guards, losses: Losses | None, own_losses: Losses | None
+) -> Bool[Tensor, "*a m"] | None:
+    """Return the models within the guard `loss_tolerance`; None without the guard.
 
-    They widen the sub-level set of eq:clustered_csp. `tolerance` is a number of standard errors of
-    the difference, on the same samples.
+    Their loss is not significantly above that of the agent's own model, on the same samples. They
+    widen the sub-level set of eq:clustered_csp.
     """
+    if guards.loss_tolerance is False:
+        return None
+    assert losses is not None
+    assert own_losses is not None
     differences = losses.per_sample - own_losses.per_sample
     errors = standard_error_of_mean(differences).nan_to_num(nan=0.0)
-    return losses.mean <= own_losses.mean + tolerance * errors
+    return losses.mean <= own_losses.mean + guards.loss_tolerance * errors

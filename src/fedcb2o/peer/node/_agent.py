@@ -40,7 +40,6 @@ from fedcb2o.federated import (
     Adversary,
     AgentData,
     AgentGroup,
-    Attack,
     AttackGoal,
     BufferLayout,
     Ragged,
@@ -60,21 +59,28 @@ _MODEL_COPIES = 7
 class AgentSetup:
     """Parts of one agent.
 
-    The adversary has no malicious agents outside simulations. `goal` is that of the attack, for
-    metrics. All agents know `shared_initial_model`, theta_0.
+    `adversary` is None outside of simulations. `goal` is that of the attack, for metrics. All
+    agents know `shared_initial_model`, theta_0.
     """
 
     spec: RunSpec
-    adversary: Adversary
+    adversary: Adversary | None
     data: AgentData
     goal: AttackGoal
     initial_model: Float[Tensor, " d"]
     shared_initial_model: Float[Tensor, " d"]
     data_digest: str
 
+    @property
+    def is_malicious(self) -> bool:
+        """True for an attacker of a simulation."""
+        return bool(self.data.malicious[0])
+
     def build_group(self) -> AgentGroup:
         """Build a group of one, with memory for a round's models."""
-        num_crafted = self.adversary.attack.num_published(1, len(self.adversary.benign_ids))
+        num_crafted = 0
+        if self.adversary is not None:
+            num_crafted = self.adversary.attack.num_published(1, len(self.adversary.benign_ids))
         layout = BufferLayout.create(
             np.zeros(1, np.int64),
             1,
@@ -111,16 +117,7 @@ def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) 
     if experiment.agents.hold_out:
         train = np.flatnonzero(~is_validation)
 
-    no_agent = np.zeros(federation.num_agents, dtype=bool)
     cluster = np.zeros(federation.num_agents, np.int64)
-    adversary = Adversary(
-        attack=Attack(),
-        malicious=no_agent,
-        cluster=cluster,
-        num_clusters=1,
-        colludes=False,
-        averages_own_model=False,
-    )
     _check_memory(experiment, dataset)
     spec = build_run_spec(
         experiment,
@@ -143,13 +140,12 @@ def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) 
         cluster=cluster[:1],
         view=transforms.unchanged,
         num_classes=dataset.num_classes,
-        malicious=no_agent[:1],
-        attack=Attack(),
+        malicious=np.zeros(1, dtype=bool),
         seed=seed,
         value_range=dataset.value_range,
     )
     goal = AttackGoal((), ())
-    return _build_setup(experiment, federation, agent_id, dataset, spec, adversary, data, goal)
+    return _build_setup(experiment, federation, agent_id, dataset, spec, None, data, goal)
 
 
 def _validation_samples(
@@ -383,7 +379,7 @@ def _build_setup(
     agent_id: int,
     dataset: Dataset,
     spec: RunSpec,
-    adversary: Adversary,
+    adversary: Adversary | None,
     data: AgentData,
     goal: AttackGoal,
 ) -> AgentSetup:

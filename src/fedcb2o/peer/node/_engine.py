@@ -1,18 +1,18 @@
 """Engine of one agent among real peers.
 
-A benign agent runs `algorithm2.local_aggregation_` itself, with the network as its download. A
-malicious or inactive one runs the batched code, whose `exchange` is the network.
+The agent runs `algorithm2.local_aggregation_` itself, with the network as its download. Where it is
+not active in a round, it runs the batched code, whose `exchange` is the network.
 
-The rounds are those of every engine (alg:localAggregation). The model buffer is [own | crafted |
-previous | received]. A received model stays in its row until the round has mixed.
+The rounds are those of every engine (alg:localAggregation). The model buffer is [own | previous |
+received]. A received model stays in its row until the round has mixed.
 """
 
+import contextlib
 import dataclasses
-import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,15 +29,16 @@ from fedcb2o.federated import (
     Ragged,
     algorithm2,
     batched_aggregation,
-    craft_models_,
     evaluate_models,
-    make_outbox,
     max_abs,
     mix_,
     mixing_matrix,
     train_,
 )
+from fedcb2o.federated.agent_group import Phase
 from fedcb2o.federated.guards.checks import ADMITTED, OUTCOMES
+from fedcb2o.federated.local_update import TrainResult
+from fedcb2o.federated.ragged import Members, Rows
 from fedcb2o.kernels import dispatch
 from fedcb2o.peer._denormals import flush_denormals
 from fedcb2o.peer.node._catch_up import CatchUp
@@ -46,9 +47,7 @@ from fedcb2o.peer.node._publisher import ModelPublisher
 from fedcb2o.peer.node._reasons import relay_error
 from fedcb2o.peer.wire._client import SILENT_REASONS, Arrival, PeerClient
 
-_T = TypeVar("_T")
-
-_ONLY_AGENT = np.zeros(1, np.int64)  # position of the agent in its group
+_ONLY_MEMBER = Members(np.zeros(1, np.int64))  # index of the agent in its group
 _ROUNDS_ALONE = 5  # in a row without an answer, after which the operator gets a message,
 _SECONDS_ALONE = 30.0  # if they took this time: longer than a restart of the relay
 
@@ -56,20 +55,10 @@ _SECONDS_ALONE = 30.0  # if they took this time: longer than a restart of the re
 class PeerEngine:
     """Engine of one agent.
 
-    Args:
-        group: The group of this agent.
-        publisher: Publisher of its models.
-        client: Client that downloads other models.
-        monitor: Monitor of the members that may be asked.
-        initial_model: The agent's model before all rounds, shape [d].
-        before_training: Called before the agent trains.
-
-    Attributes:
-        arrivals: Models that arrived in the last exchange, by peer.
-        failures: Reasons of the missing models in the last exchange, by peer.
-        exchange_seconds: Duration of the last exchange.
-        free_until: Monotonic time until which an exchange may wait without delaying the round.
-        catch_up: Rounds in which the guard `max_distance` is not checked.
+    `initial_model` is the agent's model before all rounds. Of the last exchange, `arrivals` has the
+    models that arrived and `failures` the reasons of missing ones, by peer. An exchange may wait
+    until `free_until`, in monotonic time, without delaying the round. `catch_up` counts the rounds
+    in which the guard `max_distance` is not checked.
     """
 
     def __init__(
@@ -88,9 +77,9 @@ class PeerEngine:
         self.monitor = monitor
         self.initial_model = initial_model
         self.spec = group.spec
-        self.adversary = group.adversary
+        self.benign = np.ones(self.spec.num_agents, dtype=bool)
         self.agent_id = int(group.agents[0])
-        self.batches = [group.agents]
+        self.batches: list[Int[np.ndarray, " _a"]] = [group.agents]
         self.arrivals: Mapping[int, Arrival] = {}
         self.failures: Mapping[int, str] = {}
         self.exchange_seconds = 0.0
@@ -103,52 +92,40 @@ class PeerEngine:
         self._last_outcomes: dict[int, int] = {}  # outcome of the last received model, by peer
         self._has_warned_of_likelihoods = False
 
+    def may_break(self, n: int) -> bool:
+        """Return False: an agent whose training diverged begins again with the initial model."""
+        return False
+
     def map_batches(
-        self,
-        function: Callable[..., _T],
-        *shared: Any,
-        arguments: Sequence[Sequence[Any]] = (),
-    ) -> list[_T]:
-        """Apply a function to the group.
+        self, phase: Phase, n: int, *shared: Any, arguments: Sequence[Sequence[Any]] = ()
+    ) -> list[Any]:
+        """Call a phase of the only batch, with the candidates of the round as neighbours."""
+        group = self._with_candidates(n)
+        own = (argument[0] for argument in arguments)
+        with self._kernels():
+            return [phase.function(group, _ONLY_MEMBER, *own, n, *shared)]
+
+    def train_(self, n: int) -> list[TrainResult]:
+        """Train the agent's model (LocalUpdate).
 
         A peer must not end because its training diverged, for instance from an average with a model
-        that was crafted for this. It then trains once more, from the initial model.
-
-        Args:
-            function: A step of a round; the candidates are set for `sample_peers`.
-            *shared: Arguments for all groups; the first one is the round.
-            arguments: Arguments of each group.
-
-        Returns:
-            The result for the only group.
+        that was made for this. It then trains once more, from the initial model.
         """
-        n = int(shared[0])
-        group = (
-            self._with_candidates(n) if function is batched_aggregation.sample_peers else self.group
-        )
-        own_arguments = (argument[0] for argument in arguments)
-        if function is train_:
-            self.before_training()
-        call = functools.partial(function, group, _ONLY_AGENT, *own_arguments, *shared)
-        with dispatch.use_kernels(self.spec.kernels.linear, self.spec.kernels.convolution):
-            result: Any = call()
-            if function is train_ and self._has_diverged(n, *result[:2]):
+        self.before_training()
+        with self._kernels():
+            result = train_(self.group, _ONLY_MEMBER, n)
+            if not np.isfinite(result[:2]).all():
+                self.publisher.notify(
+                    f"training diverged in round {n + 1}: it begins again with the initial model; "
+                    "are the data on the agreed scale?"
+                )
                 self._own_model().copy_(self.initial_model)
-                result = call()
+                result = train_(self.group, _ONLY_MEMBER, n)
         return [result]
 
-    def _has_diverged(
-        self, n: int, losses: Float[np.ndarray, " 1"], max_abs: Float[np.ndarray, " 1"]
-    ) -> bool:
-        """Check the training results, unless a simulated attack crafts models."""
-        is_finite = (np.isfinite(losses) & np.isfinite(max_abs)).all()
-        if is_finite or self.adversary.attack.is_crafting(n):
-            return False
-        self.publisher.notify(
-            f"training diverged in round {n + 1}: it begins again with the initial model; are the "
-            "data on the agreed scale?"
-        )
-        return True
+    def _kernels(self) -> contextlib.AbstractContextManager[None]:
+        kernels = self.spec.kernels
+        return dispatch.use_kernels(kernels.linear, kernels.convolution)
 
     def _with_candidates(self, n: int) -> AgentGroup:
         """Return the group with the candidates of round `n` as neighbours."""
@@ -173,35 +150,21 @@ class PeerEngine:
         deadline: float | None,
         on_step: Callable[[str], None],
     ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
-        """Run Algorithm 2 for the agent (alg:localAggregation); a simulated attacker colludes.
-
-        Args:
-            n: The round.
-            states: The state of the only group.
-            active: Agents that take part in the round.
-            deadline: Time in seconds after which models are missing.
-            on_step: Called with the name of each finished step.
-
-        Returns:
-            The new state and the decisions of the only group; and for each agent True, except for
-            this one if its model is not finite.
-        """
-        colludes = self.adversary.colluding[self.agent_id]
-        if colludes or not active[self.agent_id]:
+        """Run Algorithm 2 for the agent (alg:localAggregation)."""
+        if not active[self.agent_id]:
             return batched_aggregation.aggregate_batches_(
                 self, n, states, active, deadline, on_step
             )
 
         agent = self._with_candidates(n)
-        contacts = states[0].contacts.forget(self.adversary.new_identities(n))
+        contacts = states[0].contacts
         self.catch_up.start_if_late(self.monitor.is_late(n))
         if self.catch_up.rounds_left:  # its own model is the outlier
             agent = _without_max_distance(agent)
             contacts = contacts.forget(_unlikely_peers(contacts))
         state = AgentState(contacts, states[0].rule_states)
         self._unlikely = frozenset(_unlikely_peers(contacts).tolist())
-        kernels = dispatch.use_kernels(self.spec.kernels.linear, self.spec.kernels.convolution)
-        with kernels, flush_denormals():  # models that were received are evaluated
+        with self._kernels(), flush_denormals():  # models that were received are evaluated
             state, decisions = algorithm2.local_aggregation_(
                 agent, n, state, lambda ids: self._download(n, ids, deadline), on_step
             )
@@ -213,59 +176,13 @@ class PeerEngine:
     def publish_(
         self, n: int, online: Bool[np.ndarray, " N"], max_abs: Float[np.ndarray, " N"]
     ) -> None:
-        """Offer the trained model; an attacker of a simulation crafts models first.
+        """Offer the trained model; all real peers are online."""
+        num_samples = int(self.group.data.train.sizes[0])
+        self.publisher.publish(n, self._own_model(), num_samples)
 
-        Args:
-            n: The round.
-            online: Agents that are online; all real peers are.
-            max_abs: Largest absolute parameters of the trained models.
-        """
-        outbox = make_outbox(self.group, n)
-        num_samples = int(outbox.num_samples[0])
-        claimed_samples = int(outbox.claimed_samples[0])
-        theta = self._own_model()
-        if not outbox.is_attacking[0] and claimed_samples == num_samples:
-            self.publisher.publish(n, theta, num_samples)
-            return
-
-        receivers = self.adversary.benign_ids
-        if outbox.is_attacking[0]:
-            # colluders look at each other's trained models before they craft
-            pending = dict.fromkeys(receivers.tolist())
-            self.publisher.publish_attack(n, theta, num_samples, pending, claimed_samples)
-            online = np.ones(self.spec.num_agents, dtype=bool)
-            craft_models_(self.group, _ONLY_AGENT, n, online, self._peek(n))
-        rows = outbox.rows(np.zeros(len(receivers), np.int64), receivers).tolist()
-        crafted = {
-            receiver: self.group.models[row]
-            for receiver, row in zip(receivers.tolist(), rows, strict=True)
-        }
-        self.publisher.publish_attack(n, theta, num_samples, crafted, claimed_samples)
-
-    def _peek(self, n: int) -> Callable[[list[int]], Float[Tensor, "m d"]]:
-        """Return an attacker's view, with its own model for missing ones."""
-
-        def peek(ids: list[int]) -> Float[Tensor, "m d"]:
-            models = self.client.peek(n, [i for i in ids if i != self.agent_id])
-            own_model = self._own_model()
-            if not ids:
-                return torch.zeros(0, self.spec.dim)
-            return torch.stack([models.get(i, own_model) for i in ids])
-
-        return peek
-
-    def exchange(self, n: int, asked: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
-        """Download the models of the asked peers (alg:localAggregation, line 2).
-
-        Args:
-            n: The round.
-            asked: The asked agents; attackers ask themselves too.
-            deadline: Time in seconds after which models are missing.
-
-        Returns:
-            The received models of the only group.
-        """
-        return [self._fetch(n, asked[0].values.tolist(), [], deadline)]
+    def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
+        """Download the models of the sampled peers (line 2)."""
+        return [self._fetch(n, sampled[0].values.tolist(), [], deadline)]
 
     def _download(self, n: int, asked: Ragged, deadline: float | None) -> Inbox:
         """Download the models of the asked peers, or of other candidates in place of late ones."""
@@ -302,7 +219,7 @@ class PeerEngine:
         buffer_rows = np.array([row for _, _, row in entries], np.int64)
         num_samples = np.minimum(claims, self.spec.max_samples)
         senders = Ragged.from_arrays([np.array(sorted(received), np.int64)])
-        return Inbox(senders, buffer_rows, num_samples, rounds)
+        return Inbox(senders, Rows(buffer_rows), num_samples, rounds)
 
     def _warn_if_alone(self) -> None:
         """Name the members that did not answer, after some rounds without any answer."""
@@ -357,13 +274,9 @@ class PeerEngine:
         )
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
-        """Average the models in place: theta <- W theta (alg:localAggregation, line 7).
+        """Average the models in place: theta <- W theta (line 7).
 
-        Args:
-            decisions: The weights of the only group.
-
-        Returns:
-            True for each agent, except for this one if its model is not finite.
+        The result is True for each agent, except for this one if its model is not finite.
         """
         layout = self.group.layout
         matrix = mixing_matrix(decisions[0], layout.own, layout.previous)
@@ -378,12 +291,8 @@ class PeerEngine:
         return is_finite
 
     def evaluate(self) -> dict[int, EvaluationResult]:
-        """Evaluate the agent's model on its own test samples.
-
-        Returns:
-            The result by agent.
-        """
-        (result,) = evaluate_models(self.group, _ONLY_AGENT)
+        """Evaluate the agent's model on its own test samples."""
+        (result,) = evaluate_models(self.group, _ONLY_MEMBER)
         return {self.agent_id: result}
 
     def _own_model(self) -> Float[Tensor, " d"]:

@@ -62,7 +62,7 @@ from fedcb2o.peer.wire._server import Server
 from fedcb2o.peer.wire._transport import Transport
 from fedcb2o.records._checksums import read_checkpoint_header
 from fedcb2o.simulation import checkpoint
-from fedcb2o.simulation.rounds import Round, run_rounds
+from fedcb2o.simulation.rounds import Engine, Round, run_rounds
 
 _MODEL_FILE = "model.safetensors"
 _ALREADY_RUNNING = "this identity is running already (never run it twice): stop that one first"
@@ -237,7 +237,9 @@ class Node:
                 self.out, group, federation.class_names, initial, self.assess_every
             )
             before_training = self._privacy.before_training
-            engine = PeerEngine(group, publisher, client, monitor, initial, before_training)
+            engine, played = self._open_engine(
+                group, publisher, client, monitor, initial, before_training
+            )
             recovery = SigningRecovery(
                 journal,
                 monitor,
@@ -263,7 +265,9 @@ class Node:
                         engine.catch_up.add_round(record)
                     self._skip_rounds(engine)
                     traffic = _TrafficCounter(server, client)
-                    yield from self._run_rounds(engine, state, log, codec, traffic, recovery)
+                    yield from self._run_rounds(
+                        engine, played, state, log, codec, traffic, recovery
+                    )
                 self._save_model(group)
                 if has_rounds_left:  # otherwise it has no model of a round to offer
                     self.observer.on_phase(self.rounds_done, "serving the others")
@@ -279,6 +283,18 @@ class Node:
             if self._removal:
                 raise RemovedError(f"{self._removal}. {self._describe_end()}")
 
+    def _open_engine(self, *parts: Any) -> tuple[PeerEngine, Engine]:
+        """Return the engine of the agent, and the engine of the rounds, which plays an attacker."""
+        if not self.agent.is_malicious:
+            engine = PeerEngine(*parts)
+            return engine, engine
+        # A benign node imports nothing of attacks.
+        from fedcb2o.peer.node._attacking_peer import AttackingPeer
+        from fedcb2o.simulation.adversarial_engine import AdversarialEngine
+
+        attacker = AttackingPeer(*parts)
+        return attacker, AdversarialEngine(attacker)
+
     def _on_removal(self, notice: str) -> None:
         """End the node after its current phase, because the others have agreed on its removal."""
         self._removal = notice
@@ -292,8 +308,8 @@ class Node:
 
     def _check_journal(self, journal: SigningJournal) -> None:
         """Raise RunError if the journal lacks rounds of the checkpoint."""
-        # A simulated attacker may sign two models for one round.
-        if self.agent.adversary.malicious[self.agent_id]:
+        # A simulated attacker signs crafted models without a journal.
+        if self.agent.is_malicious:
             return
         if self.rounds_done > journal.last_round + 1:
             raise RunError(
@@ -305,6 +321,7 @@ class Node:
     def _run_rounds(
         self,
         engine: PeerEngine,
+        played: Engine,
         state: AgentState,
         log: records.RoundLog,
         codec: Codec,
@@ -319,7 +336,7 @@ class Node:
         engine.free_until = start + federation.round_seconds
         while self.rounds_done < federation.rounds:
             rounds = run_rounds(
-                engine,
+                played,
                 state,
                 self.rounds_done,
                 federation.rounds,
@@ -460,7 +477,7 @@ class Node:
                 self.observer.on_note(
                     f"{name} signed two models for one round, and is asked no more: the {proof}"
                 )
-            elif not self.agent.adversary.malicious[i]:
+            elif not self.agent.is_malicious:
                 self.observer.on_note(
                     f"somebody else signed a model with the key of {name}, and the others ask it "
                     f"no more: is it run twice, or was the key stolen? The {proof}"

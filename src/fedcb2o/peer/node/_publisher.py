@@ -4,7 +4,7 @@ An agent that restarts must never sign two manifests for one round. Each signatu
 written to the journal first.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -18,16 +18,7 @@ from fedcb2o.peer.wire._server import Server, Snapshot
 
 
 class ModelPublisher:
-    """Publisher of an agent's models through its server.
-
-    Args:
-        federation: The federation.
-        identity: This organisation.
-        codec: Encoding of models.
-        journal: Journal of signed manifests.
-        server: Server of the snapshots.
-        notify: Function that shows a message to the operator.
-    """
+    """Publisher of an agent's models through its server; `notify` tells the operator."""
 
     def __init__(
         self,
@@ -48,13 +39,7 @@ class ModelPublisher:
         self._has_notified = False
 
     def publish(self, n: int, theta: Float[Tensor, " d"], num_samples: int) -> None:
-        """Offer a model to all peers, unless another one was signed.
-
-        Args:
-            n: The round, from 0.
-            theta: The model, shape [d].
-            num_samples: Claimed number of training samples.
-        """
+        """Offer the model of round n to all peers, unless another one was signed."""
         if self.journal.suspension:
             return
         manifest, content = self._encode(n, theta, num_samples)
@@ -67,31 +52,9 @@ class ModelPublisher:
                 "have been signed for these rounds before; training goes on"
             )
 
-    def publish_attack(
-        self,
-        n: int,
-        theta: Float[Tensor, " d"],
-        num_samples: int,
-        crafted: Mapping[int, Float[Tensor, " d"] | None],
-        claimed_samples: int,
-    ) -> None:
-        """Offer crafted models to some peers, as an attacker of a simulation.
-
-        The journal is not used.
-
-        Args:
-            n: The round, from 0.
-            theta: The model for the other peers, shape [d].
-            num_samples: Number of samples claimed to the other peers.
-            crafted: The crafted model for each deceived peer, or None for no model yet.
-            claimed_samples: Number of samples claimed to the deceived peers.
-        """
-        overrides: dict[int, Snapshot | None] = {}
-        for i, model in crafted.items():
-            overrides[i] = None
-            if model is not None:
-                overrides[i] = self._sign(*self._encode(n, model, claimed_samples))
-        self.server.publish(self._sign(*self._encode(n, theta, num_samples)), overrides)
+    def snapshot(self, n: int, theta: Float[Tensor, " d"], num_samples: int) -> Snapshot:
+        """Return a signed model. The journal does not know the signature."""
+        return self._sign(*self._encode(n, theta, num_samples))
 
     def _encode(
         self, n: int, theta: Float[Tensor, " d"], num_samples: int
