@@ -493,7 +493,7 @@ def write_federation(federation: Federation, path: Path | str) -> None:
     """Write federation.toml, which is the same for all members.
 
     Args:
-        federation: The federation.
+        federation: Any version, also one that lacks signatures.
         path: The file.
     """
     records.atomic_write(Path(path), file_content(federation))

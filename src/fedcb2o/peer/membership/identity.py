@@ -402,7 +402,7 @@ class Identity:
         An expired TLS certificate is accepted; see `expires`.
 
         Args:
-            folder: The folder.
+            folder: Private folder that `make` or `with_endpoint` filled.
 
         Returns:
             The identity.

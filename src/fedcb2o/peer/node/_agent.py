@@ -128,7 +128,8 @@ def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) 
         max_samples=federation.most_samples,
         neighbours=experiment.resolved.neighbours(seed, torch.from_numpy(cluster)),
     )
-    if spec.training.privacy is not None:  # the federation's seed is public
+    # Noise that follows from the federation's public seed could be removed.
+    if spec.training.privacy is not None:
         training_seed = secrets.randbits(128)
         spec = dataclasses.replace(spec, training_seed=training_seed, rounds=federation.rounds)
     data = AgentData(
@@ -225,7 +226,8 @@ def differing_keys(federation: Federation, experiment: Experiment, dataset: Data
     members = list(federation.members.values())
     simulated = make_federation(experiment, members, dataset=dataset, seed=federation.seed)
     keys = federation.differing_keys(simulated.value_hashes())
-    if federation.data.values is None:  # a former release wrote the file
+    # A former release wrote the file.
+    if federation.data.values is None:
         keys = [key for key in keys if key != "data.values"]
     return [key for key in keys if key.startswith(("experiment.", "data."))]
 

@@ -49,10 +49,7 @@ EQUIVOCATION_START = 0.75
 class ByzantinePeer:
     """Member of a federation that violates the protocol.
 
-    Args:
-        federation: The federation.
-        identity: The member.
-        dim: Number of parameters of a model.
+    `dim` is the number of parameters of a model.
     """
 
     def __init__(self, federation: Federation, identity: Identity, dim: int) -> None:
@@ -63,12 +60,7 @@ class ByzantinePeer:
         self._contents: dict[bytes, bytes] = {}  # by the digest of the manifest
 
     def on_request(self, data: bytes, reply: Callable[[bytes], None]) -> None:
-        """Answer a request in a separate thread.
-
-        Args:
-            data: The received bytes.
-            reply: Function that sends the answer.
-        """
+        """Answer a request in a separate thread."""
         try:
             request, _, _ = decode_request(data)
         except MalformedError:
@@ -76,14 +68,7 @@ class ByzantinePeer:
         threading.Thread(target=lambda: reply(self.answer(request)), daemon=True).start()
 
     def answer(self, request: Request) -> bytes:
-        """Return an invalid answer.
-
-        Args:
-            request: The request.
-
-        Returns:
-            The encoded answer, with the fault of the round.
-        """
+        """Return an invalid encoded answer, with the fault of the round."""
         body: bytes = secrets.token_bytes(1000)
         if request.kind is RequestKind.MANIFEST:
             fault = FAULTS[request.round % len(FAULTS)]
@@ -135,10 +120,7 @@ class ByzantinePeer:
 def main(federation_path: str, folder: str, *allowed: str) -> None:
     """Take part until standard input ends.
 
-    Args:
-        federation_path: File of the federation.
-        folder: Folder of the identity.
-        *allowed: Functions and models outside fedcb2o that the federation may name.
+    `allowed` has the functions and models outside fedcb2o that the federation may name.
     """
     federation = read_federation(federation_path, allowed_functions=allowed)
     identity = Identity.read(Path(folder))

@@ -76,12 +76,8 @@ _REPORT_INTERVAL_SECONDS = 10  # between two progress lines without a terminal
 class DemoAgent:
     """One of the organisations.
 
-    Attributes:
-        name: Its name.
-        kind: Its behaviour.
-        keys: Folder of its identity.
-        out: Run directory.
-        log: File of its output.
+    `kind` is its behaviour, `keys` the folder of its identity, `out` its run directory, and `log`
+    the file of its output.
     """
 
     name: str
@@ -100,18 +96,10 @@ def run_demo(
 ) -> dict[str, pd.DataFrame]:
     """Run the organisations; no process is left at the end.
 
-    Args:
-        out: An empty or missing folder.
-        rounds: Number of rounds; by default 30, or that of the experiment.
-        experiment: Preset or file of an experiment with one cluster and at most 26 agents, each of
-            which is an organisation; by default `EXPERIMENT`.
-        console: Console for the progress; by default standard error.
-
-    Returns:
-        The result tables by title.
-
-    Raises:
-        RunError: A process fails, the folder is not empty, or the experiment has too many agents.
+    The folder must be empty or missing. The experiment is a preset or a file with one cluster and
+    at most 26 agents, each of which is an organisation; by default `EXPERIMENT`. Rounds are by
+    default 30, or those of the experiment. Progress is on standard error by default. The result
+    tables are returned by title.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} is not empty: remove it, or choose another --out")
@@ -137,13 +125,8 @@ def _prepare_demo(
 ) -> tuple[list[DemoAgent], Path]:
     """Create the keys and the federation of all organisations.
 
-    Args:
-        out: Folder of the demo.
-        experiment: The simulated experiment.
-        sends_garbage: Whether the last benign agent sends garbage in place of models.
-
-    Returns:
-        The organisations, and the federation file.
+    With `sends_garbage`, the last benign agent sends garbage in place of models. The federation
+    file is returned too.
     """
     dataset = load_dataset(experiment, None)
     population = build_population(experiment, experiment.seeds[0], dataset)
@@ -175,14 +158,7 @@ def _prepare_demo(
 
 
 def free_ports(count: int) -> list[int]:
-    """Find unused ports of this machine.
-
-    Args:
-        count: Number of ports.
-
-    Returns:
-        Different ports.
-    """
+    """Return `count` different unused ports of this machine."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for listener in sockets:
@@ -192,7 +168,8 @@ def free_ports(count: int) -> list[int]:
 
 def _start_agent(agent: DemoAgent, federation: Path, out: Path) -> "subprocess.Popen[bytes]":
     """Start an agent in a process group without the terminal's signals."""
-    allowed = read_federation(federation).user_functions  # the user named the experiment
+    # The user chose the experiment, and with it these functions.
+    allowed = read_federation(federation).user_functions
     command: Sequence[object] = (
         *RUN_COMMAND,
         federation,
@@ -239,7 +216,8 @@ def _terminate(processes: "Iterable[subprocess.Popen[bytes]]") -> None:
 
 
 def _send_signal(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    if process.poll() is None:  # otherwise another process may have its id by now
+    # Otherwise another process may have its id by now.
+    if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
 
@@ -290,7 +268,8 @@ def _show_progress(
 def _progress_of(agent: DemoAgent) -> tuple[int, str]:
     """Return the finished rounds of an agent and its accuracy as text."""
     rounds: Sequence[RoundRecord] = ()
-    with contextlib.suppress(RunError):  # it has not begun, or is writing
+    # The agent has not begun, or is writing.
+    with contextlib.suppress(RunError):
         rounds = PeerRecords.read(agent.out).rounds
     if not rounds:
         return 0, ""
@@ -305,13 +284,9 @@ def _last_line(log: Path) -> str:
 
 
 def result_tables(agents: Sequence[DemoAgent]) -> dict[str, pd.DataFrame]:
-    """Summarise a demo.
+    """Summarise a demo by title.
 
-    Args:
-        agents: The organisations.
-
-    Returns:
-        By title: each agent's metrics and weight, and the refused models by reason.
+    The tables are each agent's metrics and weight, and the refused models by reason.
     """
     records = {agent.name: PeerRecords.read(agent.out) for agent in agents if agent.kind != GARBAGE}
     benign = [agent.name for agent in agents if agent.kind == BENIGN]

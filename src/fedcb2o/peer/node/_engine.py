@@ -159,7 +159,8 @@ class PeerEngine:
         agent = self._with_candidates(n)
         contacts = states[0].contacts
         self.catch_up.start_if_late(self.monitor.is_late(n))
-        if self.catch_up.rounds_left:  # its own model is the outlier
+        # After skipped rounds the agent's own model is the outlier.
+        if self.catch_up.rounds_left:
             agent = _without_max_distance(agent)
             contacts = contacts.forget(_unlikely_peers(contacts))
         state = AgentState(contacts, states[0].rule_states)
@@ -189,7 +190,8 @@ class PeerEngine:
         ids = asked.values.tolist()
         self._warn_if_all_unlikely(n, ids)
         spares = [peer for peer in self._candidates(n) if peer not in ids]
-        start = n % max(1, len(spares))  # not always the same ones
+        # Every round begins with another spare, so that all are asked at times.
+        start = n % max(1, len(spares))
         return self._fetch(n, ids, [*spares[start:], *spares[:start]], deadline)
 
     def _fetch(

@@ -190,7 +190,8 @@ class Node:
             # 1. Lock and check the run directory.
             stack.enter_context(exclusive_lock(self.out, _ALREADY_RUNNING))
             stack.enter_context(one_thread())
-            stack.callback(self._stop.clear)  # at the end: `stop` may come before the start
+            # At the end, because `stop` may come before the start.
+            stack.callback(self._stop.clear)
             open_run(self.out, federation, self.identity, self.agent, resume=self.resume)
 
             # 2. Restore the agent's state.
@@ -207,7 +208,8 @@ class Node:
             server = Server(
                 federation, self.agent_id, self.identity, ledger, hello_content=self._hello_content
             )
-            stack.callback(server.close)  # again, after slow readers have released its threads
+            # Again, after slow readers have released its threads.
+            stack.callback(server.close)
             transport = self.connect(federation, self.identity)
             self._transport = transport
             stack.callback(transport.close)
@@ -269,13 +271,16 @@ class Node:
                         engine, played, state, log, codec, traffic, recovery
                     )
                 self._save_model(group)
-                if has_rounds_left:  # otherwise it has no model of a round to offer
+                # Otherwise it has no model of a round to offer.
+                if has_rounds_left:
                     self.observer.on_phase(self.rounds_done, "serving the others")
                     monitor.linger(self.rounds_done, self.linger)
                     self._report_equivocation(ledger.equivocators)
                     monitor.check_membership(self.identity)
             except (StoppedError, KeyboardInterrupt) as error:
-                if (self.out / checkpoint.FILE).exists():  # the model of the last finished round
+                # The stopped round may have changed the model: that of the last finished one
+                # counts.
+                if (self.out / checkpoint.FILE).exists():
                     self._restore(log, group.models[:1], codec)
                     self._save_model(group)
                 if isinstance(error, KeyboardInterrupt):
@@ -359,7 +364,8 @@ class Node:
                 self._report_equivocation(engine.client.ledger.equivocators)
                 yield record
 
-                if rounds_done < federation.rounds:  # after the last one, peers may have ended
+                # After the last round, peers may have ended.
+                if rounds_done < federation.rounds:
                     recovery.update()
                     monitor.probe_unreachable(self.identity)
                     monitor.throttle(rounds_done, start)
@@ -504,7 +510,8 @@ class Node:
     def _check_running(self) -> None:
         if self._stop.is_set():
             raise StoppedError
-        if datetime.now(UTC) >= self._expires:  # without links it would train on alone
+        # Without links the agent would train on alone.
+        if datetime.now(UTC) >= self._expires:
             raise RunError(
                 f"the TLS certificate of {self.identity.member.name} expired at "
                 f"{self._expires:%F %T} UTC: make a new one (fedcb2o peer renew --identity "

@@ -45,7 +45,8 @@ class ModelPublisher:
         manifest, content = self._encode(n, theta, num_samples)
         if self.journal.reserve(n, manifest.digest):
             self.server.publish(self._sign(manifest, content))
-        elif not self._has_notified:  # once, as the reason holds for all these rounds
+        elif not self._has_notified:
+            # Once, as the reason holds for all these rounds.
             self._has_notified = True
             self.notify(
                 f"no model up to round {self.journal.last_round + 1} is offered, as others may "
