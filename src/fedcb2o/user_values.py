@@ -58,6 +58,14 @@ def to_tensor(source: str, values: Any) -> Tensor:
     return values.detach()
 
 
+def returned_tensor(name: str, values: Any) -> Tensor:
+    """Convert a return value to a dense real tensor; masked and missing values are NaN."""
+    tensor = to_tensor(f"the {name} returned", values)
+    if not isinstance(values, Tensor | np.ndarray) and tensor.dtype == torch.float64:
+        return tensor.to(torch.get_default_dtype())  # as PyTorch converts a list
+    return tensor
+
+
 def to_array(source: str, values: Any) -> np.ndarray:
     """Convert values to a NumPy array of real numbers, as `to_tensor` does.
 

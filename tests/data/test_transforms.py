@@ -150,9 +150,29 @@ def test_a_users_transform_changes_a_copy():
         (lambda samples, k: Shard(F.pad(samples.x, (1, 1)), samples.y), "samples of shape"),
         (lambda samples, k: Shard(samples.x.float(), samples.y), "type torch.float32, expected"),
         (lambda samples, k: Shard(samples.x, samples.y + 1), "labels outside 0 to 2"),
+        (lambda samples, k: Shard(samples.x, samples.y + 0.5), "labels of shape"),
         (lambda samples, k, num_class: samples, "Did you mean `num_classes`?"),
     ],
 )
 def test_an_invalid_transform_of_a_user_is_refused(transform, message):
     with pytest.raises(ConfigError, match=message):
         bind(transform, 2)(SAMPLES, 1)
+
+
+def test_a_users_transform_may_return_arrays():
+    def doubled(samples, cluster):
+        return Shard(samples.x.numpy() * 2, samples.y.tolist())
+
+    changed = bind(doubled, 2)(SAMPLES, 1)
+    assert changed.x.equal(X * 2)
+    assert changed.x.dtype == X.dtype
+    assert changed.y.equal(SAMPLES.y)
+
+
+def test_a_users_transform_that_makes_samples_infinite_is_refused():
+    def divided(samples, cluster):
+        return Shard(samples.x / 0, samples.y)
+
+    samples = Shard(torch.ones(2, 3), torch.tensor([0, 1]))
+    with pytest.raises(ConfigError, match="returned samples that are not finite"):
+        bind(divided, 2)(samples, 1)

@@ -298,6 +298,6 @@ def test_the_table_of_checks_names_each_check_of_users_functions():
 @pytest.mark.parametrize("name", [name for name in _checks_in_the_table() if "." in name])
 def test_the_table_of_checks_names_existing_functions_of_other_modules(name):
     module, function = name.split(".")
-    packages = {"datasets": "experiments.config", "transforms": "data"}
+    packages = {"datasets": "experiments.config", "changed_samples": "data"}
     path = f"fedcb2o.{packages.get(module, 'federated')}.{module}"
     assert callable(getattr(importlib.import_module(path), function))

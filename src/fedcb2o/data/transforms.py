@@ -25,7 +25,8 @@ from torch.nn import functional as F
 from fedcb2o import plugins
 from fedcb2o.data._dataset import Shard
 from fedcb2o.data._sample_format import ValueRange, channels_last_hint, pixel_range, using_range
-from fedcb2o.errors import ConfigError, describe_type
+from fedcb2o.data.changed_samples import changed_shard, check_classes
+from fedcb2o.errors import ConfigError
 
 __all__ = ["flip", "invert", "permute_labels", "rotation"]
 
@@ -175,7 +176,10 @@ class ClusterTransform:
             # A user's function gets copies on the CPU, which it may change.
             copies = Shard(samples.x.cpu().clone(), samples.y.cpu().clone())
             result = self.function(copies, cluster, *inputs)
-        return self._validated(result, samples)
+        name = plugins.display_name("cluster transform", self.function)
+        changed = changed_shard(name, result, samples)
+        check_classes(name, changed.y, self.num_classes)
+        return changed
 
     @functools.cached_property
     def _is_own(self) -> bool:
@@ -193,26 +197,6 @@ class ClusterTransform:
                     f"{plugins.did_you_mean(name, known)} There is: {', '.join(known)}"
                 )
         return [known[name] for name in names]
-
-    def _validated(self, result: object, samples: Shard) -> Shard:
-        """Return a user's samples on the device of the original, or raise ConfigError."""
-        name = plugins.display_name("cluster transform", self.function)
-        if not isinstance(result, Shard):
-            got = describe_type(result)
-            raise ConfigError(f"the {name} returned {got}, expected a fedcb2o.Shard")
-        for part, values, original in (
-            ("samples", result.x, samples.x),
-            ("labels", result.y, samples.y),
-        ):
-            if values.shape != original.shape or values.dtype != original.dtype:
-                raise ConfigError(
-                    f"the {name} returned {part} of shape {tuple(values.shape)} and type"
-                    f" {values.dtype}, expected {tuple(original.shape)} and {original.dtype}"
-                )
-        y = result.y
-        if self.num_classes > 1 and y.numel() and not (y.min() >= 0 and y.max() < self.num_classes):
-            raise ConfigError(f"the {name} returned labels outside 0 to {self.num_classes - 1}")
-        return Shard(result.x.to(samples.x.device), y.to(samples.y.device))
 
 
 def rotate(

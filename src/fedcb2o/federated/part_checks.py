@@ -8,7 +8,7 @@ the first training; those of a round are where the function is called.
 | part | when | check | reason |
 |---|---|---|---|
 | data set | start | `datasets.load_dataset` | samples, labels and owners belong together |
-| cluster transform | each use | `transforms.ClusterTransform` | samples stay of one kind |
+| cluster transform | each use | `changed_samples.changed_shard` | samples stay of one kind |
 | graph | start | `plugin_outputs.validated_graph` | neighbours are agents |
 | model | start | `check_model` | agents exchange parameters alone |
 | loss | start | `check_loss` | mixed samples or no slope would train something else |

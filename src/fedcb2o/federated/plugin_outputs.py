@@ -17,6 +17,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from fedcb2o.data import Shard, ValueRange, using_range
+from fedcb2o.data.changed_samples import changed_shard, changed_tensor, check_classes
 from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.federated.adversary import Craft, Poison
 from fedcb2o.federated.types import (
@@ -29,7 +30,7 @@ from fedcb2o.federated.types import (
     Select,
 )
 from fedcb2o.plugins import USER_FUNCTION, display_name
-from fedcb2o.user_values import to_tensor
+from fedcb2o.user_values import returned_tensor
 
 STATE_DTYPES = {
     torch.float64: "F64",
@@ -50,14 +51,6 @@ Metric = Callable[[Tensor], Any]
 """A function of a confusion matrix."""
 
 
-def _dense_tensor(name: str, values: Any) -> Tensor:
-    """Convert a return value to a dense real tensor; masked and missing values are NaN."""
-    tensor = to_tensor(f"the {name} returned", values)
-    if not isinstance(values, Tensor | np.ndarray) and tensor.dtype == torch.float64:
-        return tensor.to(torch.get_default_dtype())  # as PyTorch converts a list
-    return tensor
-
-
 def validated_graph(graph: Callable[..., Any], output: Any, num_agents: int) -> Any:
     """Return the graph that a function made. ConfigError for anything but one on all agents."""
     import networkx as nx  # slow to import
@@ -75,7 +68,7 @@ def validated_selection(
 ) -> Int[np.ndarray, " s"]:
     """Validate the ids that a user's selection returned: different candidates within the budget."""
     name = display_name("selection", select)
-    output = _dense_tensor(name, output).cpu()
+    output = returned_tensor(name, output).cpu()
     if output.ndim != 1:
         raise ConfigError(
             f"the {name} returned shape {tuple(output.shape)}, expected ids of shape [s]"
@@ -103,7 +96,7 @@ def validated_criterion(criterion: Criterion, inputs: CriterionInput) -> Float[T
     name = display_name("criterion", criterion)
     is_user_function = USER_FUNCTION.get(criterion) is not None
     # A user's criterion gets a copy of its input, which others use after it.
-    values = _dense_tensor(name, criterion(inputs.copy() if is_user_function else inputs))
+    values = returned_tensor(name, criterion(inputs.copy() if is_user_function else inputs))
     expected = inputs.received.ids.shape
     if values.shape != expected:
         raise ConfigError(
@@ -125,7 +118,7 @@ def validated_weights(
     """
     name = display_name("rule", rule)
     *agents, m = shape
-    weights = _dense_tensor(name, weights)
+    weights = returned_tensor(name, weights)
     with_own = (*agents, m + 1)
     if weights.shape not in (shape, with_own):
         declared = ", which is declared `batched`," if agents else ""
@@ -148,7 +141,7 @@ def validated_row_weights(
         built_in: Tensor = weights
         return built_in
     name = display_name("rule", rule)
-    values = _dense_tensor(name, weights).cpu().double()
+    values = returned_tensor(name, weights).cpu().double()
     if values.shape != (num_rows,):
         raise ConfigError(
             f"the {name} returned weights of shape {tuple(values.shape)}, expected ({num_rows},)"
@@ -187,7 +180,7 @@ def validated_mixing(
         built_in: Tensor = matrix.double()
         return built_in
     name = display_name("pre-step", pre_step)
-    p = _dense_tensor(name, matrix).cpu().double()
+    p = returned_tensor(name, matrix).cpu().double()
     if p.ndim != 2 or p.shape[1] != num_rows or (num_rows and not len(p)):
         raise ConfigError(
             f"the {name} returned shape {tuple(p.shape)}, expected a matrix of {num_rows} columns"
@@ -217,7 +210,7 @@ def _checked_columns(
 ) -> Float[Tensor, " b"]:
     """Reduce some columns of models and validate the output."""
     is_finite = x.isfinite().all()  # before the reduction, which may write into x
-    reduced = _dense_tensor(name, reduce(x, *first))
+    reduced = returned_tensor(name, reduce(x, *first))
     if reduced.shape != x.shape[1:]:
         raise ConfigError(
             f"the {name} returned shape {tuple(reduced.shape)} for columns of shape "
@@ -271,44 +264,10 @@ def validated_poison(
     name = display_name("attack", poison)
     if USER_FUNCTION.get(poison) is not None:
         pairs = zip(outputs, shards, strict=True)
-        outputs = [_poisoned_shard(name, output, shard) for output, shard in pairs]
+        outputs = [changed_shard(name, output, shard) for output, shard in pairs]
     labels = torch.stack([poisoned.y for poisoned in outputs])
-    has_classes = num_classes > 1 and labels.numel() > 0
-    if has_classes and not (labels.min() >= 0 and labels.max() < num_classes):
-        raise ConfigError(f"the {name} returned labels outside 0 to {num_classes - 1}")
+    check_classes(name, labels, num_classes)
     return Shard(torch.stack([poisoned.x for poisoned in outputs]), labels)
-
-
-def _poisoned_shard(name: str, output: Any, shard: Shard) -> Shard:
-    """Validate the poisoned data of one attacker."""
-    if not isinstance(output, Shard):
-        raise ConfigError(f"the {name} returned {describe_type(output)}, expected a fedcb2o.Shard")
-    x = _changed_tensor(name, "samples", output.x, shard.x)
-    return Shard(x, _changed_tensor(name, "labels", output.y, shard.y))
-
-
-def _changed_tensor(name: str, part: str, values: Any, original: Tensor) -> Tensor:
-    """Validate changed samples or labels; return them in the type of the original."""
-    tensor = _dense_tensor(name, values)
-    is_float = original.dtype.is_floating_point
-    if tensor.shape != original.shape or tensor.dtype.is_floating_point != is_float:
-        cure = "it may change values only"
-        if original.dtype == torch.uint8 and tensor.shape == original.shape:
-            cure = "return pixels, x.round().clamp(0, 255).to(torch.uint8)"
-        raise ConfigError(
-            f"the {name} returned {part} of shape {tuple(tensor.shape)} and type {tensor.dtype}, "
-            f"expected {tuple(original.shape)} and {original.dtype}: {cure}"
-        )
-    if tensor.dtype == original.dtype and not is_float:
-        return tensor.to(original)
-    if not is_float and not tensor.to(original).eq(tensor).all():
-        raise ConfigError(
-            f"the {name} returned {part} that are no numbers of type {original.dtype}"
-        )
-    # The sum of finite numbers may overflow, and only then is each one tested.
-    if not math.isfinite(float(tensor.sum())) and not tensor.isfinite().all():
-        raise ConfigError(f"the {name} returned {part} that are not finite")
-    return tensor.to(original)
 
 
 def validated_crafted_models(
@@ -320,7 +279,7 @@ def validated_crafted_models(
     """
     name = display_name("attack", craft)
     receivers, dim = shape
-    models = _dense_tensor(name, output)
+    models = returned_tensor(name, output)
     if models.shape not in ((dim,), shape):
         per_receiver = f" or {shape}" if receivers > 1 else ""
         raise ConfigError(
@@ -333,7 +292,7 @@ def validated_crafted_models(
 def validated_queries(craft: Craft, output: Any, dim: int) -> Float[Tensor, "m d"]:
     """Validate the models of length `dim` whose losses an attack asks for."""
     name = display_name("attack", craft)
-    thetas = _dense_tensor(f"{name}, which asks the losses of models,", output)
+    thetas = returned_tensor(f"{name}, which asks the losses of models,", output)
     if thetas.ndim != 2 or thetas.shape[1] != dim:
         raise ConfigError(
             f"the {name} asks the losses of models of shape {tuple(thetas.shape)}, "
@@ -364,13 +323,13 @@ def apply_sample_transform(
     """
     original = data.x
     with using_range(value_range):
-        changed = _dense_tensor(name, transform(original.cpu().clone()))
+        changed = returned_tensor(name, transform(original.cpu().clone()))
     if original.is_floating_point():
         changed = changed.to(original.dtype)
     if original.dtype != torch.uint8 or not changed.is_floating_point():
-        return Shard(_changed_tensor(name, "samples", changed, original), data.y)
+        return Shard(changed_tensor(name, "samples", changed, original), data.y)
 
-    changed = _changed_tensor(name, "samples", changed, original.float())
+    changed = changed_tensor(name, "samples", changed, original.float())
     # Bytes that became numbers up to 1 are on another scale.
     if changed.numel() and changed.max() <= 1 < original.max():
         raise ConfigError(
