@@ -42,9 +42,10 @@ hostile: $(STAMP) ## Attack nodes on this machine, directly and through a relay,
 	$(BIN)/python -m tests.hostile.relay 40
 
 MINUTES := 60
+SEED := 0
 fuzz: $(STAMP) ## Fuzz every parser of bytes of others with coverage, for an hour or MINUTES=5
 	$(INSTALL) --quiet atheris
-	nice -n 19 $(BIN)/python -m tests.fuzz.run --minutes $(MINUTES) $(TARGETS)
+	nice -n 19 $(BIN)/python -m tests.fuzz.run --minutes $(MINUTES) --seed $(SEED) $(TARGETS)
 
 inputs: $(STAMP) ## Compare 1,000 random inputs with a plain PyTorch loop: equal numbers, or one line that says why not
 	$(BIN)/python -m tests.experiments.random_inputs 1000

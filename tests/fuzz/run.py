@@ -27,7 +27,7 @@ MAX_MEGABYTES = 2048
 MAX_INPUT_BYTES = 2**16
 
 
-def fuzz(name: str, seconds: int) -> int:
+def fuzz(name: str, seconds: int, seed: int) -> int:
     """Fuzz one target in a process of its own; return the status of its end, 0 without a find."""
     corpus = FOLDER / name
     first = FOLDER / "seeds" / name
@@ -51,6 +51,7 @@ def fuzz(name: str, seconds: int) -> int:
         f"-artifact_prefix={FOUND}/{name}-",
         f"-max_len={MAX_INPUT_BYTES}",
         f"-max_total_time={seconds}",
+        f"-seed={seed}",
         f"-rss_limit_mb={MAX_MEGABYTES}",
         f"-timeout={HANG_SECONDS}",
         "-print_final_stats=1",
@@ -66,6 +67,7 @@ def fuzz(name: str, seconds: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0, help="Time of all targets together.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the mutations; 0: the time.")
     parser.add_argument("targets", nargs="*", help=f"By default all: {', '.join(targets.TARGETS)}")
     arguments = parser.parse_args()
     names = arguments.targets or list(targets.TARGETS)
@@ -76,7 +78,7 @@ def main() -> None:
     failed = []
     for name in names:
         print(f"== {name}: {seconds} s", flush=True)
-        if fuzz(name, seconds):
+        if fuzz(name, seconds, arguments.seed):
             failed.append(name)
     found = sorted(map(str, FOUND.glob("*")))
     print(f"{len(names)} targets, {len(failed)} with a find: {', '.join(failed) or 'none'}")
