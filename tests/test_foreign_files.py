@@ -20,8 +20,7 @@ from fedcb2o.experiments import run
 from fedcb2o.experiments.grid import bench
 from fedcb2o.parallel import _shared_memory
 from fedcb2o.ray_backend import _code_shipping
-from fedcb2o.report import read_grid
-from fedcb2o.report._page import create_page
+from fedcb2o.report import create_page, read_grid
 from tests.tiny import bits, run_cli, tiny
 
 SECRET = b"a file of the user\n"

@@ -11,7 +11,7 @@ from tests.tiny import run_cli, tiny
 import fedcb2o
 from fedcb2o.experiments import schema
 from fedcb2o.experiments.config import tables
-from fedcb2o.experiments.grid import _loading
+from fedcb2o.experiments.grid import grids as built_in_grids
 from fedcb2o.experiments.key_table import key_rows
 
 PACKAGE = ROOT / "src" / "fedcb2o" / "experiments"
@@ -51,7 +51,7 @@ def test_every_preset_is_valid_as_written_and_as_resolved(experiments):
 
 
 def test_every_grid_is_valid_and_a_mistake_in_an_entry_is_found(grids):
-    for name in _loading.grids():
+    for name in built_in_grids():
         assert (
             errors(grids, tomllib.loads((PACKAGE / "grids" / f"{name}.toml").read_text())) == []
         ), name

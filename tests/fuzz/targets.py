@@ -36,7 +36,7 @@ from safetensors.torch import save
 from tests.peer.folders import line, write_node
 from tests.peer.members import federated, identities
 
-from fedcb2o.data.sets import _arrays
+from fedcb2o.data.sets import arrays
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.nn import parameters
 from fedcb2o.peer import _metrics_server
@@ -44,12 +44,23 @@ from fedcb2o.peer.membership import Federation, Identity, amend_federation, cert
 from fedcb2o.peer.membership import federation as federation_files
 from fedcb2o.peer.membership.identity import SIGNED_VERSIONS_FILE, Member, parse_bounded_toml
 from fedcb2o.peer.node import _agent, _backup, _preflight
-from fedcb2o.peer.report import _peer_records
-from fedcb2o.peer.wire import _equivocation, _mailbox, _protocol, _relay, _sealing
+from fedcb2o.peer.report import PeerRecords
+from fedcb2o.peer.wire import (
+    Int8Codec,
+    Ledger,
+    MalformedError,
+    Manifest,
+    Proof,
+    RawCodec,
+    SigningJournal,
+    _mailbox,
+    _protocol,
+    _relay,
+    _sealing,
+    verify_proof,
+)
 from fedcb2o.peer.wire import _zenoh_messages as messages
-from fedcb2o.peer.wire._compression import Int8Codec, RawCodec
 from fedcb2o.peer.wire._link import TlsStream
-from fedcb2o.peer.wire._protocol import MalformedError, Manifest
 from fedcb2o.peer.wire._tls_probe import ProbeResult
 
 VECTORS = Path(__file__).parents[1] / "peer"
@@ -524,13 +535,13 @@ def proof(data: bytes) -> None:
     for content in (data, _proof_file(first, second)):
         path = world().write("any.proof.toml", content)
         with suppress(DataError):
-            assert _equivocation.verify_proof(path).isprintable()
-            read = _equivocation.Proof.read(path)
+            assert verify_proof(path).isprintable()
+            read = Proof.read(path)
             with world().empty_folder() as folder:
                 read.write(folder)
-                assert _equivocation.Proof.read(folder / read.file) == read
+                assert Proof.read(folder / read.file) == read
         with suppress(DataError):
-            assert _equivocation.verify_proof(path, world().first).isprintable()
+            assert verify_proof(path, world().first).isprintable()
 
 
 def _proof_file(*bodies: bytes) -> bytes:
@@ -540,9 +551,7 @@ def _proof_file(*bodies: bytes) -> bytes:
     with suppress(MalformedError):
         found = _protocol.decode_manifest(signed[0])[0]
         agent, round, run = found.agent, found.round, found.run
-    proof = _equivocation.Proof(
-        "org-1", agent, round, run, world().other.member.key, (signed[0], signed[1])
-    )
+    proof = Proof("org-1", agent, round, run, world().other.member.key, (signed[0], signed[1]))
     with world().empty_folder() as folder:
         proof.write(folder)
         return (folder / proof.file).read_bytes()
@@ -569,7 +578,7 @@ def proof_seeds() -> list[bytes]:
 def witnesses(data: bytes) -> None:
     """Digests and manifests from others: without two signatures by one key no member is accused."""
     with world().empty_folder() as folder:
-        ledger = _equivocation.Ledger(folder, world().first)
+        ledger = Ledger(folder, world().first)
         ledger.record(_manifest(bytes(8)).to_signed_bytes(world().other.sign))
         with suppress(MalformedError):
             signed, digests = _protocol.decode_offer(data)
@@ -624,7 +633,7 @@ def round_records(data: bytes) -> None:
             (folder / "proofs").mkdir()
             (folder / name).write_bytes(data)
             with suppress(RunError):
-                records = _peer_records.PeerRecords.read(folder)
+                records = PeerRecords.read(folder)
                 records.missing_models(records.peers)
                 assert len(records.proofs) == (name.startswith("proofs"))
                 assert records.last_fifth or not records.rounds
@@ -645,11 +654,11 @@ def journal(data: bytes) -> None:
     with world().empty_folder() as folder:
         (folder / "signed.jsonl").write_bytes(data)
         with suppress(RunError):
-            signed = _equivocation.SigningJournal(folder)
+            signed = SigningJournal(folder)
             last = signed.last_round
             assert not signed.reserve(last, b"another digest")
             assert signed.reserve(max(last, 0) + 1, NONCE)
-            assert _equivocation.SigningJournal(folder).last_round == max(last, 0) + 1
+            assert SigningJournal(folder).last_round == max(last, 0) + 1
 
 
 def journal_seeds() -> list[bytes]:
@@ -708,7 +717,7 @@ def arrays_file(data: bytes) -> None:
     """An .npz file from elsewhere: nothing in it is unpickled."""
     path = world().write("data.npz", data)
     with suppress(DataError):
-        _arrays.arrays(path=str(path))
+        arrays(path=str(path))
 
 
 def arrays_seeds() -> list[bytes]:

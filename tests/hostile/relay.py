@@ -19,20 +19,13 @@ from pathlib import Path
 
 from tests.peer import members, relays
 from tests.peer.nodes import FORKED, Nodes
+from tests.peer.relays import CARD_BYTES, Relayed, RelayMailbox, SealedKind, Session
 from tests.peer.waiting import wait_for
 
 from fedcb2o.peer.membership import Identity, read_federation
-from fedcb2o.peer.wire import Relay, RequestKind
-from fedcb2o.peer.wire._mailbox import (
-    FORMER,
-    RelayMailbox,
-    join_messages,
-    split_head,
-    split_messages,
-)
-from fedcb2o.peer.wire._protocol import Request
-from fedcb2o.peer.wire._relayed import Relayed
-from fedcb2o.peer.wire._sealing import _SEALED, CARD_BYTES, SealedKind, Session
+from fedcb2o.peer.wire import Relay, Request, RequestKind
+from fedcb2o.peer.wire._mailbox import FORMER, join_messages, split_head, split_messages
+from fedcb2o.peer.wire._sealing import _SEALED
 
 COUNT = 5
 TIMES = {"lag": 4, "deadline_seconds": 15.0, "round_seconds": 5.0}

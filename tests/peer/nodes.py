@@ -110,6 +110,12 @@ class Nodes:
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
+    def back_up(self, j: int, file: Path) -> None:
+        back_up(self.identities[j], self.out(j), file)
+
+    def restore(self, j: int, file: Path) -> None:
+        restore(self.identities[j], self.out(j), file)
+
     def until(self, j: int, n: int) -> None:
         """Wait until a node has finished `n` rounds."""
         wait_for(lambda: len(self.lines(j)) >= n, lambda: self.log(j))
@@ -133,6 +139,22 @@ class Nodes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGKILL)
             process.join(10)
+
+
+def back_up(identity: Path, run: Path, file: Path) -> None:
+    """Run `fedcb2o peer backup`."""
+    from tests.tiny import run_cli
+
+    result = run_cli("peer", "backup", "--identity", identity, "--run", run, "--out", file)
+    assert result.status == 0, result.err
+
+
+def restore(identity: Path, run: Path, file: Path) -> None:
+    """Run `fedcb2o peer restore`."""
+    from tests.tiny import run_cli
+
+    result = run_cli("peer", "restore", file, "--identity", identity, "--run", run)
+    assert result.status == 0, result.err
 
 
 @contextlib.contextmanager

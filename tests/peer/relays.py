@@ -1,4 +1,7 @@
-"""Relays and members behind them, on loopback."""
+"""Relays and members behind them, on loopback.
+
+Tests get the inner classes of relays from this module only.
+"""
 
 import threading
 from collections.abc import Sequence
@@ -22,8 +25,24 @@ from fedcb2o.peer.membership import (
 )
 from fedcb2o.peer.wire import Relay, _relayed
 from fedcb2o.peer.wire._folder_mailbox import FolderMailbox
-from fedcb2o.peer.wire._mailbox import Mailbox, RelayMailbox
+from fedcb2o.peer.wire._mailbox import FormerMemberError, Mailbox, RelayMailbox
 from fedcb2o.peer.wire._relayed import Relayed
+from fedcb2o.peer.wire._sealing import CARD_BYTES, SealedKind, Session
+
+__all__ = [
+    "CARD_BYTES",
+    "FolderMailbox",
+    "FormerMemberError",
+    "RelayMailbox",
+    "RelayProcess",
+    "Relayed",
+    "SealedKind",
+    "Session",
+    "behind_nat",
+    "next_version",
+    "relay_identity",
+    "relayed",
+]  # fmt: skip
 
 
 def behind_nat(folder: Path, count: int, listening: int = 0) -> list[Identity]:

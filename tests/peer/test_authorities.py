@@ -20,6 +20,7 @@ from tests.peer.authorities import (
     use_root,
 )
 from tests.peer.members import federated, identities
+from tests.peer.relays import Relayed, RelayMailbox
 from tests.peer.test_transport import answering
 from tests.peer.waiting import wait_for
 
@@ -36,8 +37,6 @@ from fedcb2o.peer.membership import (
 )
 from fedcb2o.peer.wire import Relay, Zenoh
 from fedcb2o.peer.wire._link import TlsStream
-from fedcb2o.peer.wire._mailbox import RelayMailbox
-from fedcb2o.peer.wire._relayed import Relayed
 from fedcb2o.peer.wire._tls_probe import probe_member
 
 

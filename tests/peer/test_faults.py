@@ -35,7 +35,6 @@ from fedcb2o.peer.membership import (
     sign_federation,
     write_federation,
 )
-from fedcb2o.peer.node._backup import back_up, restore
 
 CHANGES = {
     "rounds": 20,
@@ -126,14 +125,14 @@ def test_a_restored_node_never_signs_a_round_twice(tmp_path):
         peers.start()
         peers.until(2, 5)
         backup = tmp_path / "backup.tar.gz"
-        back_up(peers.identities[2], peers.out(2), backup)
+        peers.back_up(2, backup)
         peers.until(2, 10)
         peers.send(2, signal.SIGKILL)
         peers.wait(2)
         lost = len(peers.lines(2))
         shutil.rmtree(peers.out(2))
         shutil.rmtree(peers.identities[2])
-        restore(backup, peers.identities[2], peers.out(2))
+        peers.restore(2, backup)
         peers.start(2, resume=True)
         assert peers.wait() == [0] * 3, [peers.log(j) for j in range(3)]
         assert not list(tmp_path.glob("*/proofs/*"))

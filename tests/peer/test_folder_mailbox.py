@@ -13,13 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.peer import members, relays, shared_folder
 from tests.peer.nodes import Nodes
-from tests.peer.relays import behind_nat
+from tests.peer.relays import CARD_BYTES, FolderMailbox, behind_nat
 from tests.peer.waiting import wait_for
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.wire import _folder_mailbox, open_transport
-from fedcb2o.peer.wire._folder_mailbox import FolderMailbox
-from fedcb2o.peer.wire._sealing import CARD_BYTES
 
 NAMES = ("org-0", "org-1", "org-2")
 BOX = f"org-0/{'a' * 32}"

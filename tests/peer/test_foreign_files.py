@@ -20,8 +20,8 @@ from fedcb2o.peer.membership.federation import (
 )
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.membership.passphrase import read_passphrase
-from fedcb2o.peer.report._peer_records import PeerRecords
-from fedcb2o.peer.wire._equivocation import Proof, SigningJournal
+from fedcb2o.peer.report import PeerRecords
+from fedcb2o.peer.wire import Proof, SigningJournal
 
 READERS = {
     "federation": (read_federation, ConfigError),

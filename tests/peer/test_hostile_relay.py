@@ -9,14 +9,19 @@ from contextlib import ExitStack, suppress
 
 import pytest
 from tests.peer import members, relays
+from tests.peer.relays import (
+    CARD_BYTES,
+    FolderMailbox,
+    FormerMemberError,
+    Relayed,
+    RelayMailbox,
+    SealedKind,
+    Session,
+)
 from tests.peer.waiting import wait_for
 
 from fedcb2o.peer.membership import Identity, Member
 from fedcb2o.peer.wire import MalformedError, Relay, _relay, _relayed, _transport
-from fedcb2o.peer.wire._folder_mailbox import FolderMailbox
-from fedcb2o.peer.wire._mailbox import FormerMemberError, RelayMailbox
-from fedcb2o.peer.wire._relayed import Relayed
-from fedcb2o.peer.wire._sealing import CARD_BYTES, SealedKind, Session
 
 BOX = f"org-0/{'0' * 32}"
 NAMES = ("org-0", "org-1", "org-2")
@@ -225,9 +230,9 @@ def test_long_replies_of_a_relay_are_bounded(three, relay, monkeypatch):
     monkeypatch.setattr(one, "_all_cards", lambda: bytes(2**23))
     with pytest.raises(OSError, match="too long"):
         mailbox.cards()
-    monkeypatch.setattr(one, "_all_cards", lambda: bytes(2**20))
+    monkeypatch.setattr(one, "_all_cards", lambda: bytes(2**14))
     assert len(mailbox.cards()) <= 1  # empty names
-    monkeypatch.setattr(one, "_take", lambda *args: [b""] * 2**20)
+    monkeypatch.setattr(one, "_take", lambda *args: [b""] * 2**13)
     assert len(mailbox.take(BOX, 0.0)) == 1024
     mailbox.close()
 

@@ -400,13 +400,13 @@ def test_a_node_restored_from_a_running_nodes_backup_signs_no_round_twice(tmp_pa
     with nodes(tmp_path, 3, changes={"rounds": 90}, round_seconds=0.4, lag=2) as peers:
         peers.start()
         peers.until(0, 6)
-        back_up(peers.identities[0], peers.out(0), tmp_path / "backup.tar.gz")
+        peers.back_up(0, tmp_path / "backup.tar.gz")
         peers.until(0, 14)
         peers.processes[0].kill()
         peers.processes[0].join()
         shutil.rmtree(peers.out(0))
         shutil.rmtree(peers.identities[0])
-        restore(tmp_path / "backup.tar.gz", peers.identities[0], peers.out(0))
+        peers.restore(0, tmp_path / "backup.tar.gz")
         peers.start(0, resume=True)
         assert peers.wait() == [0] * 3, [peers.log(j) for j in range(3)]
         assert not list(tmp_path.glob("out-*/proofs/*"))

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from tests.peer import members
+from tests.peer.nodes import back_up, restore
 from tests.peer.test_node import joining, lines_of
 from tests.peer.test_own_data import LINES, line
 from tests.peer.wire import Wire
@@ -14,7 +15,6 @@ from fedcb2o.errors import RunError
 from fedcb2o.federated.privacy import spent_epsilon
 from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import Node, NullObserver
-from fedcb2o.peer.node._backup import back_up, restore
 from fedcb2o.peer.node._privacy_ledger import LEDGER_FILE, PrivacyLedger
 from fedcb2o.peer.report import PeerRecords
 
@@ -132,7 +132,7 @@ def test_a_restored_node_counts_the_rounds_since_its_backup(tmp_path):
         newest_published = [next(rounds)["round"] for _ in range(6)][-1]
         rounds.close()
 
-        restore(tmp_path / "backup.tar.gz", tmp_path / "keys", tmp_path / "new")
+        restore(tmp_path / "keys", tmp_path / "new", tmp_path / "backup.tar.gz")
         ledger = tmp_path / "new" / LEDGER_FILE
         assert json.loads(ledger.read_text()) == {"trained": 4}
         identity = members.Identity.read(tmp_path / "keys")

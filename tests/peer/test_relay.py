@@ -16,17 +16,14 @@ from unittest import mock
 
 import pytest
 from tests.peer import members, relays
-from tests.peer.relays import behind_nat
+from tests.peer.relays import CARD_BYTES, Relayed, RelayMailbox, behind_nat
 from tests.peer.waiting import wait_for
 from tests.tiny import ENVIRONMENT
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import Federation, Identity, write_federation
 from fedcb2o.peer.wire import Relay, _relay, _relayed, open_transport
-from fedcb2o.peer.wire._mailbox import RelayMailbox
 from fedcb2o.peer.wire._relay_metrics import RelayMetrics
-from fedcb2o.peer.wire._relayed import Relayed
-from fedcb2o.peer.wire._sealing import CARD_BYTES
 from fedcb2o.peer.wire._tls import client_context
 
 

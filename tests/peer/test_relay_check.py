@@ -6,12 +6,11 @@ from unittest import mock
 
 import pytest
 from tests.peer import members, relays
-from tests.peer.relays import behind_nat, next_version
+from tests.peer.relays import RelayMailbox, behind_nat, next_version
 
 from fedcb2o.peer.membership import Federation, Identity, write_federation
-from fedcb2o.peer.node import _preflight
+from fedcb2o.peer.node import CheckResult, check_members
 from fedcb2o.peer.wire import Relay
-from fedcb2o.peer.wire._mailbox import RelayMailbox
 
 
 def test_check_reports_a_refusal_by_the_relay_in_plain_words(federation_of_three, tmp_path) -> None:
@@ -20,7 +19,7 @@ def test_check_reports_a_refusal_by_the_relay_in_plain_words(federation_of_three
     relay_file = keys.folder / "relay.member.toml"
 
     def check() -> dict[str, str]:
-        results = _preflight.check_members(federation, orgs[0], seconds=2, relay=relay_file)
+        results = check_members(federation, orgs[0], seconds=2, relay=relay_file)
         return {result.name: result.error for result in results}
 
     with Relay(members.federated(orgs[1:]), keys):  # without the first member
@@ -46,7 +45,7 @@ def test_check_compares_the_federation_version_of_the_relay(federation_of_three,
     relay_file = keys.folder / "relay.member.toml"
 
     def error_of_relay(federation: Federation) -> str:
-        results = _preflight.check_members(federation, orgs[0], seconds=1, relay=relay_file)
+        results = check_members(federation, orgs[0], seconds=1, relay=relay_file)
         return {result.name: result.error for result in results}["relay"]
 
     with Relay(first, keys):
@@ -77,10 +76,9 @@ def test_check_of_a_removed_member_reports_only_the_removal(federation_of_three,
     relay_file = keys.folder / "relay.member.toml"
     with Relay(first, keys), ThreadPoolExecutor(2) as pool:
         others = [
-            pool.submit(_preflight.check_members, second, org, seconds=6, relay=relay_file)
-            for org in orgs[1:]
+            pool.submit(check_members, second, org, seconds=6, relay=relay_file) for org in orgs[1:]
         ]
-        results = _preflight.check_members(first, orgs[0], seconds=5, relay=relay_file)
+        results = check_members(first, orgs[0], seconds=5, relay=relay_file)
         for other in others:
             other.result()
     errors = {result.name: result.error for result in results}
@@ -98,10 +96,10 @@ def test_check_reports_the_route_of_each_link(tmp_path) -> None:
     federation = members.federated(orgs)
     keys = relays.relay_identity(tmp_path)
     relay_file = keys.folder / "relay.member.toml"
-    results: dict[int, list[_preflight.CheckResult]] = {}
+    results: dict[int, list[CheckResult]] = {}
 
     def check(j: int) -> None:
-        results[j] = _preflight.check_members(federation, orgs[j], seconds=15, relay=relay_file)
+        results[j] = check_members(federation, orgs[j], seconds=15, relay=relay_file)
 
     with Relay(federation, keys):
         threads = [threading.Thread(target=check, args=(j,)) for j in range(3)]

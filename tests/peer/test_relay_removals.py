@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from tests.peer import members, relays
-from tests.peer.relays import next_version
+from tests.peer.relays import FormerMemberError, Relayed, RelayMailbox, next_version
 from tests.peer.waiting import wait_for
 
 from fedcb2o.peer.membership import (
@@ -27,8 +27,6 @@ from fedcb2o.peer.wire import (
     _relay,
     _relayed,
 )
-from fedcb2o.peer.wire._mailbox import FormerMemberError, RelayMailbox
-from fedcb2o.peer.wire._relayed import Relayed
 
 
 def test_the_relay_logs_connections_of_former_members(

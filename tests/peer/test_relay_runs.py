@@ -25,7 +25,7 @@ from tests.tiny import ENVIRONMENT
 import fedcb2o
 from fedcb2o.data import digits
 from fedcb2o.peer.membership import Identity, read_federation
-from fedcb2o.peer.node import _preflight
+from fedcb2o.peer.node import check_members
 from fedcb2o.peer.wire import open_transport
 
 
@@ -183,7 +183,7 @@ def test_a_removed_member_behind_a_relay_ends_in_any_order_of_restarts(relay_fir
         end = f"It ended after round {len(peers.lines(1))}; its model is {model}"
         assert f"Error: {notice}. {end}" in peers.log(1)
         assert model.exists()
-        own_result, relay_result, *others = _preflight.check_members(
+        own_result, relay_result, *others = check_members(
             read_federation(first), orgs[1], seconds=8, relay=relay.location
         )
         assert (own_result.name, own_result.error) == ("org-1", notice)

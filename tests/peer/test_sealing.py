@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 from tests.peer import members
-from tests.peer.relays import behind_nat
+from tests.peer.relays import CARD_BYTES, SealedKind, Session, behind_nat
 
 from fedcb2o.peer.membership import Federation, Identity
 from fedcb2o.peer.wire import MalformedError, _sealing
-from fedcb2o.peer.wire._sealing import CARD_BYTES, Replays, SealedKind, Session
+from fedcb2o.peer.wire._sealing import Replays
 
 
 @pytest.fixture

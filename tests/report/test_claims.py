@@ -10,7 +10,7 @@ from paper import claims
 from tests.report.synthetic import draw_run
 
 from fedcb2o.records import Run
-from fedcb2o.report import _figures, _statistics
+from fedcb2o.report import _statistics, curve_panels, draw_panels
 from fedcb2o.report.tables import pair_statistics
 
 pytestmark = pytest.mark.usefixtures("intervals_of_two_seeds")
@@ -266,7 +266,7 @@ def test_the_figure_has_all_methods_or_the_main_ones_and_marks_the_switch():
     assert {
         curve.name: curve.criterion_from_round for curve in selected if curve.criterion_from_round
     } == {"fedcb2o-released-tg10": 10}
-    ax = _figures.draw_panels(_figures.curve_panels(selected)).axes[0]
+    ax = draw_panels(curve_panels(selected)).axes[0]
     assert ax.lines[0].get_ydata() == pytest.approx([0.6, 0.7])
     nine = claims.select_curves(dict.fromkeys([*eight, "fedcb2o-held-out"], table_of_curve))
     assert [curve.name for curve in nine] == [*claims.MAIN_METHODS[:6]]

@@ -11,7 +11,6 @@ from tests.report.synthetic import draw_run, write_run
 
 from fedcb2o.records import METRICS, STANDARD_METRICS, last_fifth, write_toml
 from fedcb2o.report import (
-    _table_formats,
     by_source_count,
     comparability_notes,
     compare,
@@ -22,6 +21,11 @@ from fedcb2o.report import (
     report,
     seed_caption,
     summary,
+    to_html,
+    to_latex,
+    to_markdown,
+    to_readable,
+    to_rich,
 )
 from fedcb2o.report.tables import find_clean_counterpart, format_mean_interval, local_gains
 
@@ -310,16 +314,16 @@ TABLE = pd.DataFrame(
 
 
 def test_tables_are_written_as_markdown_latex_and_html():
-    assert _table_formats.to_markdown(TABLE).splitlines() == [
+    assert to_markdown(TABLE).splitlines() == [
         "|  | A & B | FedCB2O (T_G = 30) |",
         "| --- | ---: | ---: |",
         "| 50% | 1.0 [0.9, 1.1] | 2.00 |",
         "| b | – | x\\|y |",
     ]
-    latex = _table_formats.to_latex(TABLE)
+    latex = to_latex(TABLE)
     assert r"& A \& B & FedCB2O ($T_G$ = 30) \\" in latex
     assert r"50\% & 1.0 [0.9, 1.1] & 2.00 \\" in latex
-    page = _table_formats.to_html(TABLE)
+    page = to_html(TABLE)
     assert (
         '<th scope="col">A &amp; B</th><th scope="col">FedCB2O (<i>T</i><sub>G</sub> = 30)</th>'
         in page
@@ -329,7 +333,7 @@ def test_tables_are_written_as_markdown_latex_and_html():
 
 def test_a_cell_of_html_has_a_line_for_each_part():
     table = pd.DataFrame({"A": ["17.5 [-7.8, 11.8] (Trash) †", "best"]}, index=["a", "b"])
-    page = _table_formats.to_html(table)
+    page = to_html(table)
     parts = "17.5 † <small>[-7.8, 11.8]</small> <small>(Trash)</small>"
     assert f"<td>{parts}</td>" in page
 
@@ -347,7 +351,7 @@ def test_no_number_is_cut_off_on_a_narrow_terminal(runs):
         {f"FedCB2O (T_G = {i})": ["84.3 [74.1, 94.4]"] * 5 for i in range(runs)}, index=rows
     )
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(_table_formats.to_rich(table))
+    console.print(to_rich(table))
     text = console.export_text()
     assert text.count("84.3") == text.count("[74.1, 94.4]") == 5 * runs
 
@@ -356,7 +360,7 @@ def test_a_readable_table_is_in_percent_and_counts_clusters_from_one():
     table = pd.DataFrame(
         {"cluster": [0], "frequency": [0.125], "share": [math.nan], "accuracy": [math.nan]}
     )
-    readable = _table_formats.to_readable(table, empty=["accuracy"])
+    readable = to_readable(table, empty=["accuracy"])
     assert readable.index.name == "Selecting cluster"
     assert readable.reset_index().to_numpy().tolist() == [["1", "12.50", "–"]]
 
