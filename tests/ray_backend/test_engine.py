@@ -119,7 +119,7 @@ def cluster_engine(actors, scene: Scene, count: int, nodes: int = 2) -> RayEngin
     shares = shard_agents(block.spec, block.data.train.sizes.tolist(), [1.0] * count)
     node_names = [f"node {b % nodes}" for b in range(len(shares))]
     engine = RayEngine(block, shares, actors[: len(shares)], node_names)
-    engine.build_groups(scene.block, {}, {})
+    engine.build_groups(scene.block, {})
     engine.init_models(scene.first)
     return engine
 

@@ -326,10 +326,12 @@ def apply_sample_transform(
         changed = returned_tensor(name, transform(original.cpu().clone()))
     if original.is_floating_point():
         changed = changed.to(original.dtype)
-    if original.dtype != torch.uint8 or not changed.is_floating_point():
-        return Shard(changed_tensor(name, "samples", changed, original), data.y)
+    is_rescaled = original.dtype == torch.uint8 and changed.is_floating_point()
+    expected = original.float() if is_rescaled else original
+    changed = changed_tensor(name, "samples", changed, expected)
+    if not is_rescaled:
+        return Shard(changed, data.y)
 
-    changed = changed_tensor(name, "samples", changed, original.float())
     # Bytes that became numbers up to 1 are on another scale.
     if changed.numel() and changed.max() <= 1 < original.max():
         raise ConfigError(

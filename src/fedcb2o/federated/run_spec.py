@@ -6,7 +6,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -168,7 +168,8 @@ class RunSpec:
     is. `model` is the name of the network, for messages. Rules assume the share `malicious_share`
     of attackers, in [0, 1]. An agent may claim at most `max_samples` training samples. `neighbours`
     are the ids that each agent may ask; None for all. `training_seed` is that of LocalUpdate's
-    random streams, where it is secret; None for `seed`.
+    random streams, where it is secret; None for `seed`. `user_functions` are the import paths of
+    users' functions that receive models, by kind.
     """
 
     seed: int
@@ -185,6 +186,7 @@ class RunSpec:
     neighbours: tuple[Int[Tensor, " _k"], ...] | None = None
     kernels: KernelConfig = KernelConfig()
     training_seed: int | None = None
+    user_functions: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def dim(self) -> int:

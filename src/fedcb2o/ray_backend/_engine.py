@@ -66,21 +66,13 @@ class RayEngine:
         ]
         self.outbox: Outbox | None = None  # until the agents publish
 
-    def build_groups(
-        self,
-        make: MakeGroup,
-        data: Mapping[str, Tensor],
-        user_functions: Mapping[str, Sequence[str]],
-    ) -> None:
-        """Build the groups of the workers, from data that each node gets once.
-
-        `user_functions` has the names of user functions that receive models, by kind.
-        """
+    def build_groups(self, make: MakeGroup, data: Mapping[str, Tensor]) -> None:
+        """Build the groups of the workers, from data that each node gets once."""
         loans = [self.actors.put({name: tensor.numpy() for name, tensor in data.items()})]
         tasks = []
         for numbers, agents in zip(self.batches_by_worker, self.sharding.agents, strict=True):
             batches = [agents.searchsorted(self.batches[g]) for g in numbers]
-            tasks.append((make, agents.tolist(), batches, user_functions))
+            tasks.append((make, agents.tolist(), batches))
         self.actors.call(AgentWorker.build_group, tasks, [loans] * len(tasks))
 
     def init_models(self, init: InitModels) -> None:

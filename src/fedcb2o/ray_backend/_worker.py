@@ -73,16 +73,11 @@ class AgentWorker:
             self.loans = ()
 
     def build_group(
-        self,
-        make: MakeGroup,
-        agents: Sequence[int],
-        batches: Sequence[Indices],
-        user_functions: Mapping[str, Sequence[str]],
+        self, make: MakeGroup, agents: Sequence[int], batches: Sequence[Indices]
     ) -> None:
         """Build the engine of the agents, given by ascending ids, from the loaned data.
 
-        `batches` are indices of the agents. `user_functions` has the names of user functions that
-        receive models, by kind.
+        `batches` are indices of the agents.
         """
         self.tensors = {name: as_tensor(array) for name, array in ray.get(self.loans[0]).items()}
         self.states = {}
@@ -104,7 +99,7 @@ class AgentWorker:
         self.rows[:first_received] = 0
         group = dataclasses.replace(group, models=self.rows[:, : spec.dim])
         executor = SerialExecutor(group)
-        self.engine = LocalEngine(group, executor, user_functions=user_functions, batches=batches)
+        self.engine = LocalEngine(group, executor, batches=batches)
 
     def init_models(self, init: InitModels) -> None:
         """Fill the rows of the agents with their initial models."""

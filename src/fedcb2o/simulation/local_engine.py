@@ -14,7 +14,7 @@ buffer, without a copy. A worker of a Ray cluster has such an engine for its sha
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -69,9 +69,8 @@ _TILES_PER_WORKER = 8  # tasks of a mixing step, so that fast workers can take m
 class LocalEngine:
     """The engine of a group of agents on one machine.
 
-    `max_columns` columns are mixed at once in memory, for a buffer on disk. `user_functions` has
-    the names of user functions that receive models, by kind. `batches` are indices into `group`; in
-    a group of all agents, these are the ids.
+    `max_columns` columns are mixed at once in memory, for a buffer on disk. `batches` are indices
+    into `group`; in a group of all agents, these are the ids.
     """
 
     def __init__(
@@ -79,13 +78,11 @@ class LocalEngine:
         group: AgentGroup,
         executor: Executor,
         max_columns: int | None = None,
-        user_functions: Mapping[str, Sequence[str]] | None = None,
         batches: Sequence[Indices] | None = None,
     ) -> None:
         self.group = group
         self.executor = executor
         self.max_columns = max_columns
-        self.user_functions = user_functions or {}
         self.spec = group.spec
         self.costs: list[int] = group.data.train.sizes.tolist()
         self.batches = list(batches or map(np.array, plan_training_batches(self.spec, self.costs)))
@@ -237,7 +234,7 @@ class LocalEngine:
         """
         guarded = []
         for kind in kinds:
-            guarded += [f"{kind} `{name}`" for name in self.user_functions.get(kind, ())]
+            guarded += [f"{kind} `{name}`" for name in self.spec.user_functions.get(kind, ())]
         if not guarded:
             yield
             return

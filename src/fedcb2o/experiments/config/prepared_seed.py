@@ -218,6 +218,7 @@ def build_run_spec(
         max_samples=max_samples,
         neighbours=neighbours,
         kernels=kernels,
+        user_functions=resolved.user_functions(),
     )
 
 

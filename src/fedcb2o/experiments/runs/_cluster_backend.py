@@ -122,9 +122,7 @@ class ClusterBackend:
         with start_workers(placement.nodes, experiment.device, names) as workers:
             engine = RayEngine(group, placement.shares, workers, node_ids)
             make = functools.partial(build_group, experiment, prepared.seed, dataset.names)
-            engine.build_groups(
-                make, dataset_tensors(dataset), experiment.resolved.user_functions()
-            )
+            engine.build_groups(make, dataset_tensors(dataset))
             yield engine
 
     def init_models(self, engine: "RayEngine", prepared: PreparedSeed) -> None:

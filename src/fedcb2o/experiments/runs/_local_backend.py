@@ -70,14 +70,13 @@ def open_local_engine(
     dataset = prepared.dataset
     dim = prepared.spec.dim
     specs = tensor_specs(dataset, experiment.num_models, dim)
-    functions = experiment.resolved.user_functions()
     if plan.processes == 1 and dim >= _onednn.MIN_WEIGHTS:
         _resources.retain_freed_memory()
     if plan.processes == 1 and plan.folder is None:
         device = devices.resolve_device(experiment.device)
         theta = torch.zeros(specs["models"][1], device=device)
         group = prepared.build_agent_group(theta[:, :dim])
-        return LocalEngine(group, _executors.SerialExecutor(group), user_functions=functions)
+        return LocalEngine(group, _executors.SerialExecutor(group))
 
     shared = stack.enter_context(_shared_memory.allocate_shared(specs, plan.folder))
     tensors = shared.tensors()
@@ -90,4 +89,4 @@ def open_local_engine(
     else:
         make = functools.partial(build_full_group, experiment, prepared.seed, dataset.names, dim)
         executor = _executors.PoolExecutor(plan.processes, shared, make)
-    return LocalEngine(group, executor, plan.columns_per_mix, functions)
+    return LocalEngine(group, executor, plan.columns_per_mix)
