@@ -146,7 +146,7 @@ def plain_work(group: AgentGroup, experiment: Experiment) -> plain.Work:
         batch_size=training.batch_size,
         lr=training.lambda2 * training.gamma,
         momentum=training.momentum,
-        alpha=group.spec.algorithm.alpha,
+        alpha=group.spec.algorithm.weigh.alpha,
     )
 
 

@@ -67,23 +67,29 @@ def aggregate_batches_(
     active: Bool[np.ndarray, " N"],
     deadline: float | None = None,
     on_step: Callable[[str], None] = lambda name: None,
+    sampled: Sequence[Ragged] | None = None,
+    amend_: Callable[[list[Inbox], list[Decisions]], None] = lambda received, decisions: None,
 ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
     """Run LocalAggregation (alg:localAggregation) for all active agents of an engine.
 
     It is line 4 of alg:FedCB2O. `deadline` is in seconds; None without a limit. `on_step` is called
-    with "aggregate" after line 6 and with "mix" after line 7. Returns new states and decisions of
-    each batch, and for each agent whether its model is finite.
+    with "aggregate" after line 6 and with "mix" after line 7. A caller that decides for agents that
+    are not active gives the `sampled` peers of all agents, and changes decisions by `amend_` before
+    line 7. Returns new states and decisions of each batch, and for each agent whether its model is
+    finite.
     """
-    contacts = [state.contacts for state in states]
-    sampled = engine.map_batches(SAMPLE, n, active, arguments=[contacts])  # line 1
+    if sampled is None:
+        contacts = [state.contacts for state in states]
+        sampled = engine.map_batches(SAMPLE, n, active, arguments=[contacts])  # line 1
     received = engine.exchange(n, sampled, deadline)  # line 2
     decided = engine.map_batches(  # lines 3 to 6
         DECIDE, n, active, arguments=[states, sampled, received]
     )
-    on_step("aggregate")
-
     states = [state for state, _ in decided]
     decisions = [decision for _, decision in decided]
+    amend_(received, decisions)
+    on_step("aggregate")
+
     finite = engine.mix_(decisions)  # line 7
     on_step("mix")
     return states, decisions, finite

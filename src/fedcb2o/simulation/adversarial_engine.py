@@ -9,6 +9,7 @@ The code of benign agents contains nothing of attacks. The wrapper
 Attackers that poison data or do not collude are otherwise like benign agents.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -30,7 +31,7 @@ from fedcb2o.federated import (
 )
 from fedcb2o.federated.agent_group import Phase
 from fedcb2o.federated.aggregation.sample_average import sample_weights
-from fedcb2o.federated.batched_aggregation import DECIDE, SAMPLE
+from fedcb2o.federated.batched_aggregation import SAMPLE, aggregate_batches_
 from fedcb2o.federated.local_update import TrainResult
 from fedcb2o.federated.ragged import AgentIds, Members, Positions
 from fedcb2o.federated.validation import own_models
@@ -107,28 +108,23 @@ class AdversarialEngine:
         on_step: Callable[[str], None],
     ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
         """Run LocalAggregation (Algorithm 2); colluders have one of their own."""
-        # Before benign code sees the contacts: no agent has met an attacker under its new identity.
-        identities = self.adversary.new_identities(n)
-        if len(identities):
+        if self.adversary.attack.sybils:
+            # Benign code sees no contact with an attacker, who is new under its new identity.
+            identities = self.adversary.new_identities(n)
             states = [state.without(identities) for state in states]
-        engine, colluding = self.engine, self.adversary.colluding
+        colluding = self.adversary.colluding
         if not colluding[np.concatenate(self.batches)].any():
-            return engine.aggregate_(n, states, active, deadline, on_step)
-
-        sampled = self.sample_peers(n, [state.contacts for state in states], active)
-        received = engine.exchange(n, sampled, deadline)
-        decided = engine.map_batches(
-            DECIDE, n, active & ~colluding, arguments=[states, sampled, received]
+            return self.engine.aggregate_(n, states, active, deadline, on_step)
+        return aggregate_batches_(
+            self.engine,
+            n,
+            states,
+            active & ~colluding,
+            deadline,
+            on_step,
+            sampled=self.sample_peers(n, [state.contacts for state in states], active),
+            amend_=functools.partial(self._average_by_samples_, n, active & colluding),
         )
-        decisions = [decision for _, decision in decided]
-        for inbox, own in zip(received, decisions, strict=True):
-            positions = Positions(np.flatnonzero((active & colluding)[own.agents]))
-            self._average_by_samples_(n, positions, inbox, own)
-        on_step("aggregate")
-
-        finite = engine.mix_(decisions)
-        on_step("mix")
-        return [state for state, _ in decided], decisions, finite
 
     def sample_peers(
         self, n: int, contacts: Sequence[ContactTable], active: Bool[np.ndarray, " N"]
@@ -141,18 +137,25 @@ class AdversarialEngine:
         return self.engine.map_batches(_COLLUDE, n, active & colluding, arguments=[sampled])
 
     def _average_by_samples_(
-        self, n: int, positions: Positions, inbox: Inbox, decisions: Decisions
+        self,
+        n: int,
+        active: Bool[np.ndarray, " N"],
+        inboxes: Sequence[Inbox],
+        decisions: Sequence[Decisions],
     ) -> None:
         """Weigh all models that colluders received by numbers of samples; they have no guards."""
         group = self.engine.group
-        for equal, entries, received in inbox.group_by_size(positions):
-            own = None
-            if self.adversary.averages_own_model:
-                own = own_models(group, group.agents.searchsorted(decisions.agents[equal]), n)
-            mu = sample_weights(received, own)
-            num_received = received.ids.shape[-1]
-            decisions.weights[entries] = mu[..., :num_received].flatten().numpy()
-            decisions.own_weight[equal] = mu[..., num_received:].sum(-1).numpy()
+        for inbox, batch in zip(inboxes, decisions, strict=True):
+            positions = Positions(np.flatnonzero(active[batch.agents]))
+            for equal, entries, received in inbox.group_by_size(positions):
+                own = None
+                if self.adversary.averages_own_model:
+                    members = group.agents.searchsorted(batch.agents[equal])
+                    own = own_models(group, members, n)
+                mu = sample_weights(received, own)
+                num_received = received.ids.shape[-1]
+                batch.weights[entries] = mu[..., :num_received].flatten().numpy()
+                batch.own_weight[equal] = mu[..., num_received:].sum(-1).numpy()
 
 
 def _remember_models_(group: AgentGroup, members: Members, n: int) -> None:
