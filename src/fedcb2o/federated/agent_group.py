@@ -40,7 +40,7 @@ _NO_ATTACK = Attack()
 
 @dataclass(frozen=True)
 class Phase:
-    """A function (group, members, *arguments, *shared) that an engine calls for each batch.
+    """A function (group, members, *arguments, n, *shared), called for each batch in round n.
 
     A cheap one is divided into one task per worker. One that `calls_rules` may not write into the
     models that criteria and rules get, and returns new states of agents, first in each result.

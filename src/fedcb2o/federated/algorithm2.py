@@ -262,7 +262,7 @@ class CriterionWeighing:
     sees_all: bool = True
 
     def __call__(self, inputs: CriterionInput, state: RuleState) -> tuple[RuleOutput, RuleState]:
-        """Return the weights mu; there is no state."""
+        """Return the weights mu, and the state unchanged."""
         if USER_FUNCTION.get(self.function) is not None:
             inputs = inputs.copy()  # a user's algorithm may write into its input
         # Line 5: G^i <- G_j(theta^i), and Q_beta

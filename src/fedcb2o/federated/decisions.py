@@ -201,17 +201,22 @@ class Decisions:
         self.own_weight[positions] = own.numpy()
 
     def _store_reduction_(
-        self, k: int, entries: Entries, reduction: Reduction, inputs: CriterionInput, rule: Any
+        self,
+        position: int,
+        entries: Entries,
+        reduction: Reduction,
+        inputs: CriterionInput,
+        rule: Any,
     ) -> None:
         reduce = validated_reduction(rule, reduction.reduce)
-        self.reductions[int(self.agents[k])] = dataclasses.replace(reduction, reduce=reduce)
+        self.reductions[int(self.agents[position])] = dataclasses.replace(reduction, reduce=reduce)
         if reduction.weights is None:
             self.weights[entries] = np.nan
-            self.own_weight[k] = np.nan
+            self.own_weight[position] = np.nan
             return
         weights = dict(zip(reduction.rows.tolist(), reduction.weights.tolist(), strict=True))
         rows = self.rows[entries].tolist()
         own_row = int(inputs.own_entry.rows)
         self.weights[entries] = [weights.get(row, 0.0) for row in rows]
         # An agent may sample itself; its model is then one of the received ones.
-        self.own_weight[k] = 0.0 if own_row in rows else weights.get(own_row, 0.0)
+        self.own_weight[position] = 0.0 if own_row in rows else weights.get(own_row, 0.0)

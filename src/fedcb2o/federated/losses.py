@@ -138,7 +138,8 @@ def _mean_per_sample(differences: Float[Tensor, "n *target"]) -> Float[Tensor, "
 def standard_error_of_mean(differences: Float[Tensor, "*a n"]) -> Float[Tensor, "*a"]:
     """Compute the standard error of the mean of n differences.
 
-    The standard deviation is divided by the root of n; the result is 0 for n = 1.
+    The standard deviation is divided by the root of n. The result is 0 for n = 1 and for equal
+    differences, so a caller must not divide by it.
     """
     n = differences.shape[-1]
     squares = (differences - differences.mean(-1, keepdim=True)).square().sum(-1)

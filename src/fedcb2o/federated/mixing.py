@@ -41,7 +41,7 @@ class MixingMatrix:
 
     Each row of W replaces the row `own` of the model buffer. `row_offsets` has the index of the
     first entry of each row and, last, the number of entries. The columns are rows of the model
-    buffer. `reductions` has an agent's reduction and its mixing factor, by the agent's index.
+    buffer. `reductions` has an agent's reduction and its mixing factor, by its index in `own`.
     """
 
     own: Int[np.ndarray, " a"]
@@ -62,7 +62,8 @@ def mixing_matrix(
     """Return W of agents: row j is (1 - f) e_j + f mu_j (eq:local_agg_update), f the mixing factor.
 
     An agent with a reduction has the row e_j. `own` and `previous` are the rows of each agent's own
-    model and of its model before the round.
+    model and of its model before the round. `decisions` must have the same agents in the same
+    order, which is that of ascending ids.
     """
     ids = decisions.agents
     factor = decisions.factor

@@ -200,7 +200,8 @@ def _attack_view(
         indices = torch.arange(len(models))
         return training_losses(group.spec, models, indices, data, reference)
 
-    # Copies, because an attack may write into its view.
+    # Copies, because an attack may write into its view. The first crafted row still holds the model
+    # from before the round: `adversarial_engine._remember_models_` put it there before training.
     return AttackView(
         n=n,
         agent=int(group.agents[k]),
@@ -210,7 +211,7 @@ def _attack_view(
         num_benign=num_benign,
         receivers=torch.from_numpy(adversary.benign_ids.copy()),
         own=group.models[int(group.layout.own[k])].clone(),
-        previous=group.models[rows.start].clone(),  # where LocalUpdate left it
+        previous=group.models[rows.start].clone(),
         data=Shard(data.x.cpu().clone(), data.y.cpu().clone()),
         losses=losses,
         factor_pairs=group.spec.factor_pairs,

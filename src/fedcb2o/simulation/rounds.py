@@ -86,7 +86,7 @@ class BenignEngine(Protocol):
 
         `deadline` is in seconds, for downloads; None without one. `on_step` receives "aggregate"
         after lines 1 to 6, and "mix" after line 7. Returns the new state and the decisions of each
-        batch, and True for agents with a finite model.
+        batch, and False for benign agents whose model is not finite.
         """
         ...
 

@@ -183,8 +183,7 @@ class SublevelCriterion:
 
     Before `from_round`, the average loss takes the place of G. `own_model` is that of `fedcb2o`.
     `level` tests losses against the level (eq:Q_beta); None for no level. `label_coverage` is that
-    of `label_confidence`. With `batched`, several agents are evaluated in one call
-    (`types.BATCHED`).
+    of `label_confidence`. With `batched`, several agents are evaluated in one call.
     """
 
     criterion: Criterion
@@ -192,6 +191,7 @@ class SublevelCriterion:
     own_model: OwnModel
     level: LevelTest | None
     label_coverage: float
+    # The name is that of the declaration `types.BATCHED`, which reads this attribute.
     batched: bool
 
     def __call__(self, inputs: CriterionInput) -> CriterionValues:

@@ -2,6 +2,7 @@
 
 A criterion is a function `(inputs) -> values [m]`; its further arguments are keywords. A model
 whose value is not finite is not trusted. Losses and values derived from them are in nats.
+As alpha is per unit of the criterion, a criterion in other units needs another alpha.
 
 The value of a model does not depend on the other received models, except in `perturbation_gap` with
 `against` = "majority". So the agent's own model can be evaluated alone, and criteria combine.

@@ -60,6 +60,7 @@ class AttackingPeer(PeerEngine):
         receivers = AgentIds(self.adversary.benign_ids)
         senders = Members(np.zeros(len(receivers), np.int64))
         rows, claims = outbox.sent(senders, receivers)
+        # Crafted models that are not acceptable are offered too: real receivers check them.
         pairs = zip(receivers.tolist(), rows.tolist(), claims.tolist(), strict=True)
         self._offer(
             n,

@@ -48,7 +48,7 @@ BENIGN, FLIPPER, GARBAGE = "benign", "flips 9 to 4", "sends garbage"
 ATTACKER = "attacks"
 EXPERIMENT = {
     "name": "peers-demo",
-    "title": "FedCB2O",
+    "title": "FedAssay",
     "description": "Eight organisations with digits, two of which label every 9 as 4",
     "seeds": [0],
     "agents.num_clusters": 1,

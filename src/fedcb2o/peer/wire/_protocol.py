@@ -258,8 +258,8 @@ def validate_manifest(
     signature, run, agent, round, size, dtype.
 
     `max_bytes` and `min_bytes` bound an encoded model, and `max_bytes` time and memory. `min_round`
-    is the round of the last model accepted from the asked agent. `base` is the expected digest of
-    the model that the encoding refers to.
+    is the round of the last manifest accepted from the asked agent. `base` is the expected digest
+    of the model that the encoding refers to.
     """
     longest = min(manifest_bytes(max_bytes), MAX_MANIFEST_BYTES)
     reason, manifest = verify_member_manifest(data, federation, max_bytes=longest)
