@@ -579,11 +579,11 @@ def test_a_removed_member_gets_an_error_and_exit_status_3(tmp_path):
         for folder in peers.identities[:2]:
             sign_federation(new, Identity.read(folder))
         peers.federation = new
-        peers.start(0, 1, gather=10.0, linger=10.0)
+        peers.start(0, 1, gather=1.0, linger=10.0)
         peers.until(0, 1)
         peers.federation = old
         peers.start(2, gather=1.0, linger=1.0)
-        assert peers.wait(2, seconds=60) == [3], peers.log(2)
+        assert peers.wait(2) == [3], peers.log(2)
         assert "Error: org-0, org-1 refuse the certificate of org-2: it was removed" in peers.log(2)
         assert (peers.out(2) / "model.safetensors").exists()
         assert peers.wait(0, 1) == [0, 0], peers.log(0)

@@ -308,7 +308,7 @@ def test_whatever_a_member_writes_messages_arrive_and_nothing_else_changes(
                 shared_folder.write_anything(place / "mailbox", outside, rng)
             sender, receiver = rng.sample(range(3), 2)
             request = b"question %d" % turn
-            answers = list(transports[sender].ask(receiver, request, 10.0))
+            answers = list(transports[sender].ask(receiver, request, 120.0))
             assert answers == [b"%d heard " % receiver + request]
             transports[receiver].mailbox.sweep()
     assert shared_folder.snapshot(outside) == before
