@@ -5,14 +5,12 @@ from importlib.util import find_spec
 import pytest
 from tests.language import PLACES, TALK
 from tests.peer import members
-from tests.peer.test_node import QUIET, assert_same, joining, model_of, run_all, simulation_of
-from tests.peer.wire import Wire
+from tests.peer.test_node import assert_same, model_of, run_all, simulation_of, wired
 
 from fedcb2o import Dataset, pretrained
 from fedcb2o.data import tokenise
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.peer.membership import federation
-from fedcb2o.peer.node import Node
 
 pytestmark = [
     pytest.mark.skipif(find_spec("peft") is None, reason="needs the extra `llm`"),
@@ -62,19 +60,7 @@ def test_peers_with_a_language_model_reproduce_the_simulation(tmp_path):
         synchronous=True,
         deadline_seconds=60.0,
     )
-    wire = Wire()
-    nodes = [
-        Node(
-            fed,
-            identity,
-            out=tmp_path / f"out-{j}",
-            simulate=settings,
-            connect=joining(wire, j),
-            **QUIET,
-        )
-        for j, identity in enumerate(identities)
-    ]
-    run_all(nodes)
+    run_all(wired(fed, identities, tmp_path, simulate=settings))
     simulated, _ = simulation_of(tmp_path / "simulation", EXPERIMENT)
     for j in range(4):
         assert_same(model_of(tmp_path / f"out-{j}"), simulated[j])

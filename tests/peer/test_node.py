@@ -48,7 +48,7 @@ def model_of(out):
     return load_file(out / "checkpoint.safetensors")["models"][0]
 
 
-def run_all(peers, seconds=100):
+def run_all(peers, seconds=240):
     """Run each node in a thread until it ends; raise the first error."""
     errors = []
 
@@ -75,15 +75,20 @@ def in_memory(folder, count, changes, **options):
     fed = members.federated(
         orgs, changes=changes, synchronous=True, deadline_seconds=60.0, **options
     )
+    return settings, wired(fed, orgs, folder, simulate=load(settings))
+
+
+def wired(fed, orgs, folder, data=None, **options):
+    """Return one node per organisation on a common wire, with their `data` or other options."""
     wire = Wire()
-    return settings, [
+    return [
         Node(
             fed,
             identity,
+            *([data(j)] if data else []),
             out=folder / f"out-{j}",
-            simulate=load(settings),
             connect=joining(wire, j),
-            **QUIET,
+            **{**QUIET, **options},
         )
         for j, identity in enumerate(orgs)
     ]
@@ -257,16 +262,10 @@ def share(j):
 def test_organisations_with_their_own_data_learn_from_each_other(federation_of_three, tmp_path):
     """Run three nodes with asyncio and int8 models; each final model can be loaded."""
     orgs, fed = federation_of_three
-    wire = Wire()
+    nodes = wired(fed, orgs, tmp_path, share)
 
     async def train_all():
-        tasks = [
-            Node(
-                fed, each, share(j), out=tmp_path / f"out-{j}", connect=joining(wire, j), **QUIET
-            ).train()
-            for j, each in enumerate(orgs)
-        ]
-        return await asyncio.gather(*tasks)
+        return await asyncio.gather(*(node.train() for node in nodes))
 
     folders = asyncio.run(train_all())
     assert folders == [tmp_path / f"out-{j}" for j in range(3)]

@@ -17,6 +17,7 @@ from tests.peer.test_node import (
     model_of,
     run_all,
     simulation_of,
+    wired,
 )
 from tests.peer.wire import Wire
 
@@ -104,29 +105,13 @@ def test_peers_with_owner_data_reproduce_the_simulation(tmp_path):
 
     Agents are evaluated on their own and on common samples.
     """
-    orgs, settings, wire = (
-        members.identities(tmp_path, 4),
-        load({**EXPERIMENT, "together": 1}),
-        Wire(),
-    )
+    orgs, settings = members.identities(tmp_path, 4), load({**EXPERIMENT, "together": 1})
     terms = {"synchronous": True, "deadline_seconds": 60.0}
     fed = federation.make_federation(
         settings, [identity.member for identity in orgs], dataset=with_global(), **terms
     )
     assert fed.most_samples == 22
-    run_all(
-        [
-            Node(
-                fed,
-                identity,
-                out=tmp_path / f"out-{j}",
-                simulate=settings,
-                connect=joining(wire, j),
-                **QUIET,
-            )
-            for j, identity in enumerate(orgs)
-        ]
-    )
+    run_all(wired(fed, orgs, tmp_path, simulate=settings))
     simulated, _ = simulation_of(tmp_path / "simulation", EXPERIMENT)
     run = fedcb2o.Run(tmp_path / "simulation").records
     for j in range(4):
@@ -142,25 +127,16 @@ def test_peers_with_owner_data_reproduce_the_simulation(tmp_path):
 
 def test_peers_solve_a_regression_with_their_own_validation_samples(tmp_path):
     """Three organisations find their common slopes."""
-    orgs, wire = members.identities(tmp_path, 3), Wire()
+    orgs = members.identities(tmp_path, 3)
     fed = regression_federation(orgs)
     federation.write_federation(fed, tmp_path / "f.toml")
     reread = federation.read_federation(tmp_path / "f.toml")
     assert (reread.digest, reread.data.target, reread.class_names) == (fed.digest, (1,), ())
 
+    nodes = wired(reread, orgs, tmp_path, line)
+
     async def train_all():
-        tasks = [
-            Node(
-                reread,
-                identity,
-                line(j),
-                out=tmp_path / f"out-{j}",
-                connect=joining(wire, j),
-                **QUIET,
-            ).train()
-            for j, identity in enumerate(orgs)
-        ]
-        return await asyncio.gather(*tasks)
+        return await asyncio.gather(*(node.train() for node in nodes))
 
     for j, folder in enumerate(asyncio.run(train_all())):
         lines, test = lines_of(folder), line(j).test
