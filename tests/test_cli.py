@@ -148,6 +148,27 @@ def test_the_error_of_a_wrong_command_is_one_line_with_its_help(words, line):
     assert line in run_cli(*words).one_line()
 
 
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        (["run", "x", "--rounds", "3"], "rounds"),
+        (["bench", "quick", "--checkpoint-every=3"], "checkpoint_every"),
+        (["run", "x", "--agents.budget", "3"], "agents.budget"),
+        (["peer", "federation", "--budget", "3"], "agents.budget"),
+        (["minimize", "circle-ackley", "--beta", "0.05"], "beta"),
+    ],
+)
+def test_an_unknown_option_with_the_name_of_a_setting_leads_to_set(words, setting):
+    option = next(word for word in words if word.startswith("--")).partition("=")[0]
+    message = f"No such option: {option}. Did you mean --set {setting}=VALUE? See `fedcb2o "
+    assert message in run_cli(*words).one_line()
+
+
+def test_an_unknown_option_of_a_command_without_set_leads_to_similar_options():
+    assert "(Possible options: --out, --own)" in run_cli("report", "x", "--rounds", "3").one_line()
+    assert "Option '--seeds' requires an argument" in run_cli("run", "x", "--seeds").one_line()
+
+
 def test_presets_have_one_line_per_preset_with_recommended_ones_first():
     done = run_cli("presets")
     assert done.status == 0

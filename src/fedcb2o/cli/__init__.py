@@ -3,6 +3,7 @@
 The modules of a command are imported when it runs, so that help and errors do not wait for PyTorch.
 """
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
@@ -169,7 +170,10 @@ def main() -> None:
 
 def _usage_message(error: Any) -> str:
     """Return the message of a usage error; empty after help."""
-    text = one_line(error.format_message()).replace(": Value error, ", ": ")
+    hint = _setting_hint(error)
+    # The options with similar names do not help where a setting has the name.
+    text = error.message if hint else error.format_message()
+    text = one_line(text + hint).replace(": Value error, ", ": ")
     if not text:
         return ""
     if not text.endswith((".", "?")):
@@ -178,6 +182,28 @@ def _usage_message(error: Any) -> str:
     if error.ctx:
         command_path = error.ctx.command_path
     return f"{text} See `{command_path} --help`."
+
+
+def _setting_hint(error: Any) -> str:
+    """Return a hint at --set if an unknown option has the name of a setting; otherwise empty."""
+    option = getattr(error, "option_name", "")
+    # An option that lacks its value has no context.
+    if not option or error.ctx is None:
+        return ""
+    options = [name for parameter in error.ctx.command.params for name in parameter.opts]
+    if option in options or "--set" not in options:
+        return ""
+    name = option.lstrip("-").replace("-", "_")
+    if error.ctx.command.name == "minimize":
+        from fedcb2o.particles import Paper
+
+        keys = [field.name for field in dataclasses.fields(Paper)]
+    else:
+        from fedcb2o.experiments.key_table import key_rows
+
+        keys = [key for key, *_ in key_rows()]
+    matches = [key for key in keys if f".{key}".endswith(f".{name}")]
+    return f". Did you mean --set {matches[0]}=VALUE?" if matches else ""
 
 
 def _with_cluster_address(words: Sequence[str]) -> list[str]:
