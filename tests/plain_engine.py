@@ -143,7 +143,7 @@ class PlainEngine:
         self, n: int, group: AgentGroup, agents: np.ndarray, slots: list[int], peers: Ragged
     ) -> Inbox:
         is_received, rows, claims = [], [], []
-        for i, j in zip(peers.values.tolist(), agents[peers.row_ids].tolist(), strict=True):
+        for i, j in zip(peers.values.tolist(), agents[peers.list_index].tolist(), strict=True):
             message = self._message(i, j)
             if message is None or rejection_reason(message, dim=self.spec.dim, n=n):
                 is_received.append(False)

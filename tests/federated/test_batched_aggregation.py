@@ -130,7 +130,7 @@ def test_colluders_ask_their_cluster_and_absent_agents_ask_no_peer(collude):
     active = np.arange(len(CLUSTER)) != 1
     no_contacts = ContactTable.empty(len(members))
     group = ours.local_engine(algorithms.fedcb2o(), collude=collude).group
-    engine = LocalEngine(group, SerialExecutor(group), batches=[members])
+    engine = LocalEngine(group, SerialExecutor(group), members=[members])
     (sampled,) = AdversarialEngine(engine).sample_peers(0, [no_contacts], active)
     (benign,) = engine.map_batches(SAMPLE, 0, active, arguments=[[no_contacts]])
     sampled, benign = sampled.tolist(), benign.tolist()

@@ -31,8 +31,8 @@ def test_mixing_equals_a_plain_loop():
     engine_group.models[:] = torch.from_numpy(draw.normal(size=engine_group.models.shape)).float()
     ids = Ragged.from_arrays([draw.permutation(n)[:4] for _ in range(n)])
     outbox = deceptive_outbox(engine_group, make_outbox(engine_group, np.ones(n, bool)), 0, {})
-    rows, _ = outbox.sent(ids.values, ids.row_ids)
-    for j, i, row in zip(ids.row_ids, ids.values, rows, strict=True):
+    rows, _ = outbox.sent(ids.values, ids.list_index)
+    for j, i, row in zip(ids.list_index, ids.values, rows, strict=True):
         assert (row >= n) == (j in BENIGN_IDS and i in MALICIOUS_IDS)
     weights = draw.dirichlet([1.0] * 5, size=n)
     decisions = Decisions.empty(

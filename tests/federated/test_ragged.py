@@ -34,7 +34,7 @@ def test_lists_are_stored_unchanged(rows):
     assert lists.tolist() == [row.tolist() for row in lists] == rows
     assert [lists[k].tolist() for k in range(len(rows))] == rows
     assert lists.sizes.tolist() == [len(row) for row in rows]
-    assert lists.row_ids.tolist() == [k for k, row in enumerate(rows) for _ in row]
+    assert lists.list_index.tolist() == [k for k, row in enumerate(rows) for _ in row]
     assert lists.offsets.tolist() == [sum(len(row) for row in rows[:k]) for k in range(len(rows))]
 
 

@@ -36,7 +36,7 @@ from fedcb2o.rng import agent_streams
 
 
 @runtime_checkable
-class Engine(Protocol):
+class BatchEngine(Protocol):
     """Computation of the agents in batches; transport of their models."""
 
     def map_batches(
@@ -56,12 +56,12 @@ class Engine(Protocol):
         ...
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
-        """Compute theta <- W theta; return for each agent whether its model is finite."""
+        """Compute theta <- W theta; return False for benign agents with an infinite one."""
         ...
 
 
 def aggregate_batches_(
-    engine: Engine,
+    engine: BatchEngine,
     n: int,
     states: Sequence[AgentState],
     active: Bool[np.ndarray, " N"],
@@ -75,8 +75,8 @@ def aggregate_batches_(
     It is line 4 of alg:FedCB2O. `deadline` is in seconds; None without a limit. `on_step` is called
     with "aggregate" after line 6 and with "mix" after line 7. A caller that decides for agents that
     are not active gives the `sampled` peers of all agents, and changes decisions by `amend_` before
-    line 7. Returns new states and decisions of each batch, and for each agent whether its model is
-    finite.
+    line 7. Returns new states and decisions of each batch, and False for benign agents whose model
+    is not finite.
     """
     if sampled is None:
         contacts = [state.contacts for state in states]
@@ -210,8 +210,8 @@ def update_likelihoods(
     )
 
     # One number per pair of agent and peer, ascending.
-    known = contacts.ids.row_ids * span + contacts.ids.values
-    new = sampled.row_ids * span + sampled.values
+    known = contacts.ids.list_index * span + contacts.ids.values
+    new = sampled.list_index * span + sampled.values
     # Only peers that were never asked become new contacts.
     if len(known):
         new = new[known.take(known.searchsorted(new), mode="clip") != new]
@@ -226,6 +226,6 @@ def update_likelihoods(
         likelihood = np.concatenate([likelihood, np.full(len(new), np.nan)])[order]
 
     if algorithm.needs_losses:
-        answered = known.searchsorted(received.row_ids * span + received.values)
+        answered = known.searchsorted(received.list_index * span + received.values)
         likelihood[answered] = next_likelihood(algorithm, likelihood[answered], L)
     return ContactTable(ids, likelihood)

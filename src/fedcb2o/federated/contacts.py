@@ -54,11 +54,11 @@ class ContactTable:
         likelihood = [batch.likelihood for batch in batches]
         return cls(ids, likelihood[0] if len(batches) == 1 else np.concatenate(likelihood))
 
-    def take(self, rows: Indices) -> "ContactTable":
-        """Return the contacts of some agents, in the order of `rows`."""
-        if len(rows) == len(self) and (rows == np.arange(len(self))).all():
+    def take(self, indices: Indices) -> "ContactTable":
+        """Return the contacts of some agents, in the order of `indices`."""
+        if len(indices) == len(self) and (indices == np.arange(len(self))).all():
             return self
-        return ContactTable(self.ids.take(rows), self.likelihood[self.ids.flat_index(rows)])
+        return ContactTable(self.ids.take(indices), self.likelihood[self.ids.flat_index(indices)])
 
     def forget(self, ids: Int[np.ndarray, " g"]) -> "ContactTable":
         """Return the contacts without the peers `ids`."""
@@ -106,25 +106,25 @@ class AgentState:
         return AgentState(self.contacts.forget(ids), self.rule_states)
 
     def updated(
-        self, rows: Indices, contacts: ContactTable, rule_states: Sequence[RuleState]
+        self, indices: Indices, contacts: ContactTable, rule_states: Sequence[RuleState]
     ) -> "AgentState":
-        """Return the state with new contacts of the agents in `rows`, which ascend.
+        """Return the state with new contacts of the agents in `indices`, which ascend.
 
         The rule states are those of all agents.
         """
         count = len(self.rule_states)
-        if len(rows) < count:
-            # Agents that are not in `rows` keep their contacts.
-            others = np.setdiff1d(np.arange(count), rows, assume_unique=True)
-            order = np.concatenate([rows, others]).argsort()
+        if len(indices) < count:
+            # Agents that are not in `indices` keep their contacts.
+            others = np.setdiff1d(np.arange(count), indices, assume_unique=True)
+            order = np.concatenate([indices, others]).argsort()
             both = ContactTable.concatenate([contacts, self.contacts.take(others)])
             contacts = both.take(order)
         return AgentState(contacts, tuple(rule_states))
 
-    def take(self, rows: Indices) -> "AgentState":
-        """Return the state of some agents, in the order of `rows`."""
-        rule_states = tuple(self.rule_states[k] for k in rows.tolist())
-        return AgentState(self.contacts.take(rows), rule_states)
+    def take(self, indices: Indices) -> "AgentState":
+        """Return the state of some agents, in the order of `indices`."""
+        rule_states = tuple(self.rule_states[k] for k in indices.tolist())
+        return AgentState(self.contacts.take(indices), rule_states)
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class CandidatePeers:
         if len(self.lists) > 1:
             # One number per pair of list and id, ascending, so that one search finds all.
             span = 1 + max(int(keys.max()), int(ids.max()))
-            keys = self.lists.row_ids * span + keys
+            keys = self.lists.list_index * span + keys
             wanted = list_index * span + ids
 
         positions = keys.searchsorted(wanted)
@@ -213,7 +213,7 @@ class CandidatePeers:
 
     def ids_at(self, positions: Ragged) -> Ragged:
         """Return the ids at positions among the candidates of agents, counted from 0."""
-        agents = positions.row_ids
+        agents = positions.list_index
         offsets = self.lists.offsets[self.list_index[agents]]
         shift = positions.values >= self.excluded[agents]
         return Ragged(self.lists.values[offsets + positions.values + shift], positions.sizes)

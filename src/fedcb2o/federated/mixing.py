@@ -68,7 +68,7 @@ def mixing_matrix(
     ids = decisions.agents
     factor = decisions.factor
     previous_weight = np.nan_to_num(decisions.previous_weight)
-    agent = decisions.received.row_ids
+    agent = decisions.received.list_index
     total = np.bincount(agent, decisions.weights, len(ids))
     total = total + decisions.own_weight + previous_weight
     # A reduction has no weights, or weights for the record alone.

@@ -62,7 +62,7 @@ class Outbox:
         samples are believed.
         """
         senders = Members(asked.values)
-        to = AgentIds(receivers[asked.row_ids])
+        to = AgentIds(receivers[asked.list_index])
         rows, claims = self.sent(senders, to)
         arrives = self.is_sent[rows]
         num_samples = np.minimum(claims[arrives], max_samples)
@@ -95,10 +95,10 @@ class DeceptiveOutbox(Outbox):
         return Rows(rows), claims
 
 
-def make_outbox(group: AgentGroup, is_sent: Bool[np.ndarray, " a"]) -> Outbox:
-    """Return what the agents of a group publish; `is_sent` tells for each of them."""
+def make_outbox(group: AgentGroup, is_agent_sent: Bool[np.ndarray, " a"]) -> Outbox:
+    """Return what the agents of a group publish, of those whose `is_agent_sent` is True."""
     is_row_sent = np.zeros(group.layout.first_received, dtype=bool)
-    is_row_sent[group.layout.own] = is_sent
+    is_row_sent[group.layout.own] = is_agent_sent
     num_samples = group.data.train.sizes.astype(float)
     return Outbox(own=group.layout.own, num_samples=num_samples, is_sent=is_row_sent)
 

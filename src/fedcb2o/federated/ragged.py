@@ -89,26 +89,26 @@ class Ragged:
         return offsets
 
     @property
-    def row_ids(self) -> Int[np.ndarray, " k"]:
+    def list_index(self) -> Int[np.ndarray, " k"]:
         """Index of the list that holds each number."""
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
-    def flat_index(self, rows: Indices) -> Int[np.ndarray, " c"]:
-        """Return the indices in `values` of some lists, in the order of `rows`."""
-        sizes = self.sizes[rows]
+    def flat_index(self, indices: Indices) -> Int[np.ndarray, " c"]:
+        """Return the indices in `values` of some lists, in the order of `indices`."""
+        sizes = self.sizes[indices]
         # From the place in the result to that in `values`.
-        shifts = self.offsets[rows] - (sizes.cumsum() - sizes)
+        shifts = self.offsets[indices] - (sizes.cumsum() - sizes)
         return np.repeat(shifts, sizes) + np.arange(sizes.sum())
 
-    def take(self, rows: Indices) -> "Ragged":
-        """Return some lists, in the order of `rows`."""
-        return Ragged(self.values[self.flat_index(rows)], self.sizes[rows])
+    def take(self, indices: Indices) -> "Ragged":
+        """Return some lists, in the order of `indices`."""
+        return Ragged(self.values[self.flat_index(indices)], self.sizes[indices])
 
     def filter(self, keep: Bool[np.ndarray, " k"]) -> "Ragged":
         """Return the lists without the numbers whose `keep` is False."""
         if keep.all():
             return self
-        sizes = np.bincount(self.row_ids[keep], minlength=len(self))
+        sizes = np.bincount(self.list_index[keep], minlength=len(self))
         return Ragged(self.values[keep], sizes)
 
     def tolist(self) -> list[list[Any]]:

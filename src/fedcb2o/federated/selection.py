@@ -86,7 +86,7 @@ def prob_sampling(
     Returns:
         Ids to ask, ascending.
     """
-    agent = contacts.ids.row_ids
+    agent = contacts.ids.list_index
     is_candidate, positions = candidates.find(agent, contacts.ids.values)
     likelihood = contacts.likelihood[is_candidate]
     sizes = np.bincount(agent[is_candidate], minlength=len(contacts))
@@ -111,7 +111,7 @@ def prob_sampling(
     new = Ragged.from_arrays(new_ranks)
     new_positions = Ragged(new.values + _known_before(new, known), new.sizes)
     old = Ragged.from_arrays(old_indices)
-    old_positions = Ragged(positions[known.offsets[old.row_ids] + old.values], old.sizes)
+    old_positions = Ragged(positions[known.offsets[old.list_index] + old.values], old.sizes)
     return _merge(candidates.ids_at(new_positions), candidates.ids_at(old_positions))
 
 
@@ -125,9 +125,9 @@ def _known_before(ranks: Ragged, known: Ragged) -> Int[np.ndarray, " s"]:
     unknown_before = known.values - indices
     numbers = [values for values in (unknown_before, ranks.values) if len(values)]
     span = 1 + max((int(values.max()) for values in numbers), default=0)
-    keys = known.row_ids * span + unknown_before
-    passed = keys.searchsorted(ranks.row_ids * span + ranks.values, side="right")
-    counts: np.ndarray = passed - known.offsets[ranks.row_ids]
+    keys = known.list_index * span + unknown_before
+    passed = keys.searchsorted(ranks.list_index * span + ranks.values, side="right")
+    counts: np.ndarray = passed - known.offsets[ranks.list_index]
     return counts
 
 
@@ -226,7 +226,7 @@ def select_colluding_peers(
 def _merge(first: Ragged, second: Ragged) -> Ragged:
     """Return the numbers of both lists of each agent, ascending."""
     values = np.concatenate([first.values, second.values])
-    agents = np.concatenate([first.row_ids, second.row_ids])
+    agents = np.concatenate([first.list_index, second.list_index])
     return Ragged(values[np.lexsort((values, agents))], first.sizes + second.sizes)
 
 

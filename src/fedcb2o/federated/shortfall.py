@@ -97,10 +97,10 @@ class Shortfall:
             received.append(decisions.received.sizes)
             assumed.append(decisions.f)
             counted.append(is_counted[decisions.agents])
-            weights = np.bincount(decisions.received.row_ids, decisions.weights, len(decisions))
+            weights = np.bincount(decisions.received.list_index, decisions.weights, len(decisions))
             totals.append(weights + decisions.own_weight + np.nan_to_num(decisions.previous_weight))
             is_near = decisions.admission == TOO_NEAR
-            near.append(np.bincount(decisions.received.row_ids, is_near, len(decisions)))
+            near.append(np.bincount(decisions.received.list_index, is_near, len(decisions)))
         sizes = np.concatenate(received)
         is_receiver = np.concatenate(counted) & (sizes > 0)
         self._num_receivers += int(is_receiver.sum())

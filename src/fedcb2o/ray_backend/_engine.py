@@ -26,7 +26,7 @@ from fedcb2o.federated import (
     plan_training_batches,
 )
 from fedcb2o.federated.agent_group import Phase
-from fedcb2o.federated.ragged import AgentIds, Rows
+from fedcb2o.federated.ragged import AgentIds, Members, Rows
 from fedcb2o.nn.parameters import row_stride
 from fedcb2o.ray_backend._actors import WorkerActors
 from fedcb2o.ray_backend._sharding import Sharding
@@ -59,7 +59,9 @@ class RayEngine:
         self.actors = WorkerActors(handles, self.sharding, nodes, 4 * self.spec.dim)
 
         costs = group.data.train.sizes.tolist()
-        self.batches = [np.array(batch) for batch in plan_training_batches(self.spec, costs)]
+        self.batches = [
+            AgentIds(np.array(batch)) for batch in plan_training_batches(self.spec, costs)
+        ]
         owners = self.sharding.owner[[group.layout.own[agents[0]] for agents in self.batches]]
         self.batches_by_worker: list[list[int]] = [
             np.flatnonzero(owners == worker).tolist() for worker in range(len(handles))
@@ -71,8 +73,8 @@ class RayEngine:
         loans = [self.actors.put({name: tensor.numpy() for name, tensor in data.items()})]
         tasks = []
         for numbers, agents in zip(self.batches_by_worker, self.sharding.agents, strict=True):
-            batches = [agents.searchsorted(self.batches[g]) for g in numbers]
-            tasks.append((make, agents.tolist(), batches))
+            members = [Members(agents.searchsorted(self.batches[g])) for g in numbers]
+            tasks.append((make, agents.tolist(), members))
         self.actors.call(AgentWorker.build_group, tasks, [loans] * len(tasks))
 
     def init_models(self, init: InitModels) -> None:
@@ -120,7 +122,7 @@ class RayEngine:
         max_samples = self.spec.max_samples
         # 1. The models that arrive, as rows of the buffer of all agents.
         inboxes = [
-            self.outbox.deliver(n, peers, AgentIds(agents), max_samples)
+            self.outbox.deliver(n, peers, agents, max_samples)
             for agents, peers in zip(self.batches, sampled, strict=True)
         ]
         # 2. The transfer of those that another worker has.

@@ -25,6 +25,7 @@ from fedcb2o.federated import (
     RuleState,
 )
 from fedcb2o.federated.agent_group import Phase
+from fedcb2o.federated.ragged import AgentIds, Members
 from fedcb2o.kernels import _onednn, devices
 from fedcb2o.nn.parameters import MIN_FOREACH_SIZE, row_stride
 from fedcb2o.parallel import _resources
@@ -73,11 +74,11 @@ class AgentWorker:
             self.loans = ()
 
     def build_group(
-        self, make: MakeGroup, agents: Sequence[int], batches: Sequence[Indices]
+        self, make: MakeGroup, agents: Sequence[int], members: Sequence[Members]
     ) -> None:
         """Build the engine of the agents, given by ascending ids, from the loaned data.
 
-        `batches` are indices of the agents.
+        `members` has one array per batch.
         """
         self.tensors = {name: as_tensor(array) for name, array in ray.get(self.loans[0]).items()}
         self.states = {}
@@ -99,7 +100,7 @@ class AgentWorker:
         self.rows[:first_received] = 0
         group = dataclasses.replace(group, models=self.rows[:, : spec.dim])
         executor = SerialExecutor(group)
-        self.engine = LocalEngine(group, executor, batches=batches)
+        self.engine = LocalEngine(group, executor, members=members)
 
     def init_models(self, init: InitModels) -> None:
         """Fill the rows of the agents with their initial models."""
@@ -117,12 +118,12 @@ class AgentWorker:
             return self.engine.map_batches(phase, *shared, arguments=arguments)
         states, *others = arguments
         local = []
-        for members, state in zip(self.engine.batches, states, strict=True):
-            local.append(self._with_states(members, state))
+        for agents, state in zip(self.engine.batches, states, strict=True):
+            local.append(self._with_states(agents, state))
         results = self.engine.map_batches(phase, *shared, arguments=[local, *others])
         return [
-            (self._without_states(members, state), decisions)
-            for members, (state, decisions) in zip(self.engine.batches, results, strict=True)
+            (self._without_states(agents, state), decisions)
+            for agents, (state, decisions) in zip(self.engine.batches, results, strict=True)
         ]
 
     def craft_models(
@@ -188,18 +189,16 @@ class AgentWorker:
         """Call a method of this worker's engine."""
         return method(self.engine, *arguments)
 
-    def _with_states(self, members: Indices, state: AgentState) -> AgentState:
+    def _with_states(self, agents: AgentIds, state: AgentState) -> AgentState:
         """Replace the states of rules by those that this worker keeps, from the second call on."""
-        agents = self.engine.group.agents[members].tolist()
-        pairs = zip(agents, state.rule_states, strict=True)
+        pairs = zip(agents.tolist(), state.rule_states, strict=True)
         rule_states = tuple(self.states.get(agent, initial) for agent, initial in pairs)
         return dataclasses.replace(state, rule_states=rule_states)
 
-    def _without_states(self, members: Indices, state: AgentState) -> AgentState:
+    def _without_states(self, agents: AgentIds, state: AgentState) -> AgentState:
         """Keep the states of rules, and replace them by empty ones."""
         # The states can be large, so that they do not travel in each round.
-        agents = self.engine.group.agents[members].tolist()
-        self.states.update(zip(agents, state.rule_states, strict=True))
+        self.states.update(zip(agents.tolist(), state.rule_states, strict=True))
         return dataclasses.replace(state, rule_states=({},) * len(agents))
 
 

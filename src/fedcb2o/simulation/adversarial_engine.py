@@ -39,7 +39,7 @@ from fedcb2o.rng import agent_streams
 from fedcb2o.simulation.rounds import BenignEngine
 
 
-class Stage(BenignEngine, batched_aggregation.Engine, Protocol):
+class Stage(BenignEngine, batched_aggregation.BatchEngine, Protocol):
     """An engine on which attackers can be played."""
 
     group: AgentGroup

@@ -10,6 +10,7 @@ import numpy as np
 
 from fedcb2o.federated import AgentState, ContactTable, Ragged, max_abs
 from fedcb2o.federated.algorithms._dfca import as_decisions, running_averages
+from fedcb2o.federated.ragged import AgentIds
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.ifca import assign_clusters, cluster_models
 from fedcb2o.simulation.local_engine import LocalEngine
@@ -37,7 +38,7 @@ def run_rounds(
     cluster truthfully.
     """
     played = AdversarialEngine(engine)
-    agents = np.arange(engine.spec.num_agents)
+    agents = AgentIds(np.arange(engine.spec.num_agents))
     num_rows = cluster_models(engine).num_rows(len(agents))
     rows = len(agents) + np.arange(num_rows).reshape(len(agents), -1)
     cluster_ids, _ = assign_clusters(engine, rows)

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 
 from fedcb2o.federated import AgentState, ClusterModels, Decisions, Ragged, mixing_matrix
 from fedcb2o.federated.algorithms._ifca import as_decisions, assign_clusters_, cluster_means
+from fedcb2o.federated.ragged import AgentIds
 from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.local_engine import LocalEngine
@@ -39,7 +40,7 @@ def run_rounds(
     each of its models. The state of the agents does not change.
     """
     clusters = cluster_models(engine)
-    agents = np.arange(engine.spec.num_agents)
+    agents = AgentIds(np.arange(engine.spec.num_agents))
     if start == 0 and clusters.restarts > 1:
         _select_initialisation_(engine, on_phase)
 
@@ -96,7 +97,7 @@ def _run_round(
     on_phase(n, "aggregating")
     members = Ragged.from_arrays([np.flatnonzero(cluster_ids == k) for k in range(len(rows))])
     # Attackers publish to the coordinator what they craft for the first benign agent.
-    receiver = np.full(len(rows), np.flatnonzero(~engine.group.data.malicious)[0])
+    receiver = AgentIds(np.full(len(rows), np.flatnonzero(~engine.group.data.malicious)[0]))
     means = cluster_means(
         rows,
         engine.receive(n, members, receiver),

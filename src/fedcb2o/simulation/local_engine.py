@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
@@ -47,7 +47,7 @@ from fedcb2o.federated import (
 )
 from fedcb2o.federated.agent_group import Phase
 from fedcb2o.federated.local_update import TrainResult
-from fedcb2o.federated.ragged import AgentIds
+from fedcb2o.federated.ragged import AgentIds, Members
 from fedcb2o.kernels.dispatch import use_kernels
 from fedcb2o.nn.parameters import gather_rows, row_checksums, row_stride
 from fedcb2o.parallel._executors import Executor, balance_load
@@ -69,8 +69,8 @@ _TILES_PER_WORKER = 8  # tasks of a mixing step, so that fast workers can take m
 class LocalEngine:
     """The engine of a group of agents on one machine.
 
-    `max_columns` columns are mixed at once in memory, for a buffer on disk. `batches` are indices
-    into `group`; in a group of all agents, these are the ids.
+    `max_columns` columns are mixed at once in memory, for a buffer on disk. `members` are the
+    agents of each batch by their indices in `group`, and `batches` the same agents by their ids.
     """
 
     def __init__(
@@ -78,21 +78,23 @@ class LocalEngine:
         group: AgentGroup,
         executor: Executor,
         max_columns: int | None = None,
-        batches: Sequence[Indices] | None = None,
+        members: Sequence[Members] | None = None,
     ) -> None:
         self.group = group
         self.executor = executor
         self.max_columns = max_columns
         self.spec = group.spec
         self.costs: list[int] = group.data.train.sizes.tolist()
-        self.batches = list(batches or map(np.array, plan_training_batches(self.spec, self.costs)))
+        planned = plan_training_batches(self.spec, self.costs)
+        self.members = [Members(np.array(batch)) for batch in members or planned]
+        self.batches = [AgentIds(group.agents[batch]) for batch in self.members]
         self._benign = np.flatnonzero(~group.data.malicious).tolist()
 
         # On the CPU each agent with a large model is a task of its own.
         is_large = self.spec.dim >= LARGE_DIM and group.models.device.type == "cpu"
         self.max_tasks = len(self.costs) if is_large else executor.count
-        costs = [group.data.train.sizes[members].sum() for members in self.batches]
-        numbers = range(len(self.batches))
+        costs = [group.data.train.sizes[batch].sum() for batch in self.members]
+        numbers = range(len(self.members))
         self.fine_parts = balance_load(numbers, costs, self.max_tasks)
         self.coarse_parts = balance_load(numbers, costs, executor.count)  # for cheap functions
         kernels = self.spec.kernels
@@ -109,7 +111,7 @@ class LocalEngine:
         """
         parts = self.coarse_parts if phase.is_cheap else self.fine_parts
         kinds = AGGREGATION_KINDS if phase.calls_rules else ()
-        tasks = [(*own, n, *shared) for own in zip(self.batches, *arguments, strict=True)]
+        tasks = [(*own, n, *shared) for own in zip(self.members, *arguments, strict=True)]
         with self._forbid_writes(*kinds):
             return self.executor.map(phase.function, tasks, parts, self._kernels)
 
@@ -166,12 +168,12 @@ class LocalEngine:
         No model is late, so that `deadline` is not used.
         """
         pairs = zip(self.batches, sampled, strict=True)
-        return [self.receive(n, peers, members) for members, peers in pairs]
+        return [self.receive(n, peers, agents) for agents, peers in pairs]
 
-    def receive(self, n: int, sampled: Ragged, receivers: Int[np.ndarray, " a"]) -> Inbox:
+    def receive(self, n: int, sampled: Ragged, receivers: AgentIds) -> Inbox:
         """Return the models that receivers get from their sampled peers."""
         assert self.outbox is not None, "nothing is published yet"
-        return self.outbox.deliver(n, sampled, AgentIds(receivers), self.spec.max_samples)
+        return self.outbox.deliver(n, sampled, receivers, self.spec.max_samples)
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " a"]:
         """Compute theta <- W theta for the group (Algorithm 2, line 7).

@@ -30,6 +30,7 @@ from fedcb2o.federated import (
     is_acceptable,
 )
 from fedcb2o.federated.local_update import TrainResult
+from fedcb2o.federated.ragged import AgentIds
 from fedcb2o.federated.selection import no_peers
 from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.rng import stream
@@ -54,11 +55,11 @@ The phase "aggregating" is LocalAggregation, Algorithm 2 from line 1 to line 7.
 class BenignEngine(Protocol):
     """Interface of the agents of a run, or of the agents of this process.
 
-    `batches` has the ids of the agents that one function call computes.
+    `batches` has the ids in the run of the agents that one function call computes.
     """
 
     spec: RunSpec
-    batches: list[Int[np.ndarray, " _a"]]
+    batches: list[AgentIds]
 
     def train_(self, n: int) -> list[TrainResult]:
         """Train the models of all agents (LocalUpdate); return the result of each batch."""
@@ -117,7 +118,7 @@ class Round:
     train_loss: Float[np.ndarray, " N"]
     batch_decisions: Sequence[Decisions]
     batch_states: Sequence[AgentState]
-    batches: Sequence[Int[np.ndarray, " _a"]]
+    batches: Sequence[AgentIds]
     test_results: dict[int, EvaluationResult] | None
     seconds: dict[str, float]
 

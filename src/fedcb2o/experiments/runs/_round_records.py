@@ -57,7 +57,7 @@ def _malicious_weights(
     """Return the weight of malicious peers for each benign agent, where weights are known."""
     received = decisions.received
     weights = decisions.weights * malicious[received.values]
-    sums = np.bincount(received.row_ids, weights, len(decisions))
+    sums = np.bincount(received.list_index, weights, len(decisions))
     # A reduction over coordinates has no weights.
     is_unknown = malicious | np.isnan(sums)
     return [

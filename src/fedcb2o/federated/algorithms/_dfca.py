@@ -64,7 +64,7 @@ def running_averages(
     rows[np.flatnonzero(is_finite), chosen[is_finite]] = own_rows[is_finite]
 
     # Pairs (target model, sender), sorted so that the sum does not depend on the order of arrival.
-    received_for = inbox.ids.row_ids * k + chosen[inbox.ids.values]
+    received_for = inbox.ids.list_index * k + chosen[inbox.ids.values]
     target = np.concatenate([np.arange(held_rows.size), received_for])
     sender = np.concatenate([np.repeat(np.arange(num_agents), k), inbox.ids.values])
     columns = np.concatenate([rows.ravel(), inbox.rows])
@@ -85,7 +85,7 @@ def as_decisions(
     `previous` is the cluster whose model each agent trained, and `chosen` that of its model now.
     """
     decisions = Decisions.empty(AgentIds(np.arange(len(chosen))), asked, inbox)
-    owner = inbox.ids.row_ids
+    owner = inbox.ids.list_index
     # A sender's model counts for its own cluster only.
     counted: Bool[np.ndarray, " m"] = previous[inbox.ids.values] == chosen[owner]
     weight = 1 / (1 + np.bincount(owner[counted], minlength=len(chosen)))

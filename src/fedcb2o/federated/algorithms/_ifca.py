@@ -122,7 +122,7 @@ def cluster_means(
     decisions = Decisions.empty(AgentIds(ids), Ragged.empty(len(ids)), inbox)
     if clusters.rule is None:
         counts = inbox.num_samples if clusters.by_samples else np.ones(len(inbox.rows))
-        cluster = inbox.ids.row_ids
+        cluster = inbox.ids.list_index
         total = np.bincount(cluster, counts, len(ids))[cluster]
         decisions.weights[:] = np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
         return decisions
@@ -152,7 +152,7 @@ def as_decisions(means: Decisions, chosen: Int[np.ndarray, " N"]) -> Decisions:
     agents = AgentIds(np.arange(len(chosen)))
     received = means.received.take(chosen)
     index = means.received.flat_index(chosen)
-    is_own = received.values == agents[received.row_ids]
+    is_own = received.values == agents[received.list_index]
     weights = means.weights[index]
     rows = means.rows[index]
 
@@ -166,5 +166,5 @@ def as_decisions(means: Decisions, chosen: Int[np.ndarray, " N"]) -> Decisions:
     )
     decisions = Decisions.empty(agents, Ragged.empty(len(agents)), inbox)
     decisions.weights[:] = weights[~is_own]
-    decisions.own_weight[:] = np.bincount(received.row_ids[is_own], weights[is_own], len(agents))
+    decisions.own_weight[:] = np.bincount(received.list_index[is_own], weights[is_own], len(agents))
     return decisions

@@ -79,7 +79,7 @@ class PeerEngine:
         self.spec = group.spec
         self.benign = np.ones(self.spec.num_agents, dtype=bool)
         self.agent_id = int(group.agents[0])
-        self.batches: list[Int[np.ndarray, " _a"]] = [group.agents]
+        self.batches = [group.agents]
         self.arrivals: Mapping[int, Arrival] = {}
         self.failures: Mapping[int, str] = {}
         self.exchange_seconds = 0.0
