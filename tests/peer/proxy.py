@@ -35,7 +35,7 @@ class Proxy:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._started.wait(10)
+        self._started.wait(120)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -89,7 +89,7 @@ class World:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(240)
             assert not thread.is_alive()
         return self
 

@@ -102,7 +102,7 @@ class Federation:
 
     def join(self):
         for thread in self.threads:
-            thread.join(60)
+            thread.join(240)
             assert not thread.is_alive()
 
     def lines(self, j):
