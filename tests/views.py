@@ -1,5 +1,7 @@
 """Inputs of criteria, rules and attacks, made by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fedcb2o.federated import (
     Threat,
     attacks,
 )
+from fedcb2o.federated.inference import losses_from_samples
 from fedcb2o.nn.parameters import gather_rows
 from fedcb2o.rng import stream
 
@@ -50,10 +53,19 @@ def no_losses(models, change):
     pytest.fail("losses")
 
 
-def losses(mean, by_class, present) -> Losses:
-    """Return losses of models on one sample of each class that is present."""
-    labels, entropy = present.nonzero().flatten(), torch.zeros(len(mean), dtype=torch.float64)
-    return Losses(mean, by_class, present, entropy, by_class[:, present], labels)
+def losses(mean, by_class, present, factors=None) -> Losses:
+    """Return losses of models on one sample of each class that is present.
+
+    With `factors` [m, s], of mean 1 for each model, a class has s samples, and the losses of a
+    model on them are its class loss times its factors.
+    """
+    if factors is None:
+        factors = torch.ones(len(mean), 1)
+    labels = present.nonzero().flatten().repeat_interleave(factors.shape[1])
+    per_sample = (by_class[:, present].unsqueeze(-1) * factors.unsqueeze(1)).flatten(1)
+    known = losses_from_samples(per_sample, labels, len(present))
+    entropy = torch.zeros(len(mean), dtype=torch.float64)
+    return dataclasses.replace(known, mean=mean, by_class=by_class, entropy=entropy)
 
 
 def criterion_input(by_class, own_by_class, present=None, n=0) -> CriterionInput:

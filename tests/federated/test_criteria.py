@@ -37,21 +37,21 @@ RELATIVE = (
 )
 
 
-def brightness_view(thetas, x, rows=None, by_class=None):
+def brightness_view(thetas, x, rows=None, by_class=None, factors=None):
     """View of models whose loss on an image is 1 plus their product with the image.
 
     Their outputs are 0 for the label and the product for the other class. The last model is the
-    agent's own.
+    agent's own. `factors` are those of `views.losses`.
     """
-    m, by_class = (
-        len(thetas) - 1,
-        torch.ones(len(thetas), 2).double() if by_class is None else by_class,
-    )
+    m = len(thetas) - 1
+    by_class = torch.ones(len(thetas), 2).double() if by_class is None else by_class
+    factors = torch.ones(len(thetas), 1) if factors is None else factors
 
     def losses_of(models, change):
         images = x if change is None else change(x)
         mean = 1 + thetas[models.rows].double() @ images.double().mean(0).flatten()
-        return views.losses(mean, by_class[models.rows], torch.tensor([True, True]))
+        present = torch.tensor([True, True])
+        return views.losses(mean, by_class[models.rows], present, factors[models.rows])
 
     def outputs_of(models, change=None, count=None):
         images = (x if change is None else change(x))[:count].double()
@@ -326,11 +326,22 @@ def test_an_infinite_loss_is_not_trusted():
 
 
 def random_view(order=None):
+    """View of models whose losses differ within a class, so that noise of losses is not 0."""
     draw = stream(3, "view")
     thetas = torch.from_numpy(draw.normal(size=(7, 16))).float()
     by_class = torch.from_numpy(draw.random((7, 2)))
     rows = torch.arange(7) if order is None else torch.cat([order, torch.tensor([6])])
-    return brightness_view(thetas, torch.zeros(3, 1, 4, 4), rows, by_class)
+    factors = torch.from_numpy(draw.random((7, 3)))
+    factors /= factors.mean(1, keepdim=True)
+    return brightness_view(thetas, torch.zeros(3, 1, 4, 4), rows, by_class, factors)
+
+
+def test_the_random_view_has_different_losses_within_each_class():
+    losses = random_view().losses
+    assert losses.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    samples = losses.per_sample.view(6, 2, 3)
+    torch.testing.assert_close(samples.mean(-1), losses.by_class)
+    assert (standard_error_of_mean(samples) > 0.001).all()
 
 
 @pytest.mark.parametrize("name", IMAGE_CRITERIA)

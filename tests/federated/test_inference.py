@@ -31,6 +31,18 @@ def test_a_model_with_non_finite_outputs_has_infinite_losses():
     assert losses.mean[0].item() == pytest.approx(torch.log(torch.tensor(4.0)).item())
 
 
+@pytest.mark.parametrize(("num_classes", "absent"), [(None, 0), (4, 2)])
+def test_losses_of_known_samples_may_have_classes_after_the_largest_label(num_classes, absent):
+    per_sample = torch.tensor([[1.0, 3.0, 5.0], [torch.nan, 0.0, 1.0]])
+    losses = inference.losses_from_samples(per_sample, torch.tensor([0, 0, 1]), num_classes)
+    assert losses.mean.tolist() == [3.0, torch.inf]
+    assert losses.by_class.tolist() == [
+        [2.0, 5.0] + [0.0] * absent,
+        [torch.inf, 1.0] + [0.0] * absent,
+    ]
+    assert losses.present.tolist() == [True, True] + [False] * absent
+
+
 def test_batch_means_by_hand():
     module = network()
     models = torch.randn(

@@ -379,13 +379,17 @@ def per_agent_losses(
     return Losses(mean, by_class, present, entropy, per_sample, labels)
 
 
-def losses_from_samples(per_sample: Float[Tensor, "m n"], labels: Int[Tensor, " n"]) -> Losses:
+def losses_from_samples(
+    per_sample: Float[Tensor, "m n"], labels: Int[Tensor, " n"], num_classes: int | None = None
+) -> Losses:
     """Return the losses of m models whose loss on each of an agent's samples is known.
 
-    A loss that is not a number is infinite. Labels count from 0; the entropy is NaN.
+    A loss that is not a number is infinite. Labels count from 0, and by default the largest one is
+    of the last class; the entropy is NaN.
     """
     per_sample = per_sample.double().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    num_classes = 1 + int(labels.max()) if len(labels) else 1
+    if num_classes is None:
+        num_classes = 1 + int(labels.max()) if len(labels) else 1
     by_class, present = _class_means(per_sample.unsqueeze(0), labels.unsqueeze(0), num_classes)
     mean = per_sample.mean(-1)
     return Losses(mean, by_class[0], present[0], mean * torch.nan, per_sample, labels)
