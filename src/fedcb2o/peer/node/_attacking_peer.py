@@ -3,7 +3,7 @@
 `simulation.AdversarialEngine` plays it. Benign nodes do not import this module.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,19 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedcb2o.federated import Outbox, craft_models_, make_outbox
+from fedcb2o.federated import (
+    Decisions,
+    Inbox,
+    Outbox,
+    Ragged,
+    craft_models_,
+    make_outbox,
+    mix_,
+    mixing_matrix,
+)
+from fedcb2o.federated.agent_group import Phase
 from fedcb2o.federated.ragged import AgentIds, Members
+from fedcb2o.peer._denormals import flush_denormals
 from fedcb2o.peer.node._engine import PeerEngine
 from fedcb2o.peer.wire._server import Snapshot
 
@@ -20,7 +31,11 @@ _ONLY_MEMBER = Members(np.zeros(1, np.int64))
 
 
 class AttackingPeer(PeerEngine):
-    """Engine of a peer that signs without a journal, and offers benign peers other models."""
+    """Engine of a peer that signs without a journal, and offers benign peers other models.
+
+    With `map_batches`, `exchange` and `mix_`, a colluder runs the batched Algorithm 2 of
+    simulations; `exchange` is the network.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -69,6 +84,30 @@ class AttackingPeer(PeerEngine):
                 for receiver, row, claim in pairs
             },
         )
+
+    def map_batches(
+        self, phase: Phase, n: int, *shared: Any, arguments: Sequence[Sequence[Any]] = ()
+    ) -> list[Any]:
+        """Call a phase of the only batch, with the candidates of the round as neighbours."""
+        group = self._with_candidates(n)
+        own = (argument[0] for argument in arguments)
+        with self._kernels():
+            return [phase.function(group, _ONLY_MEMBER, *own, n, *shared)]
+
+    def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
+        """Download the models of the sampled peers (line 2)."""
+        return [self._fetch(n, sampled[0].values.tolist(), [], deadline)]
+
+    def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
+        """Average the models in place: theta <- W theta (line 7).
+
+        The result is True for each agent, except for this one if its model is not finite.
+        """
+        layout = self.group.layout
+        matrix = mixing_matrix(decisions[0], layout.own, layout.previous)
+        with flush_denormals():
+            mix_(self.group.models, matrix, 0, self.spec.dim)
+        return self._is_finite()
 
     def _offer(self, n: int, overrides: Mapping[int, Snapshot | None]) -> None:
         """Offer the trained model to all peers except those with a model of their own, or none."""

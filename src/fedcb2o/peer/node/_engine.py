@@ -1,7 +1,6 @@
 """Engine of one agent among real peers.
 
-The agent runs `algorithm2.local_aggregation_` itself, with the network as its download. Where it is
-not active in a round, it runs the batched code, whose `exchange` is the network.
+The agent runs `algorithm2.local_aggregation_` itself, with the network as its download.
 
 The rounds are those of every engine (alg:localAggregation). The model buffer is [own | previous |
 received]. A received model stays in its row until the round has mixed.
@@ -12,7 +11,6 @@ import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,14 +26,10 @@ from fedcb2o.federated import (
     Inbox,
     Ragged,
     algorithm2,
-    batched_aggregation,
     evaluate_models,
     max_abs,
-    mix_,
-    mixing_matrix,
     train_,
 )
-from fedcb2o.federated.agent_group import Phase
 from fedcb2o.federated.guards.checks import ADMITTED, OUTCOMES
 from fedcb2o.federated.local_update import TrainResult
 from fedcb2o.federated.ragged import Members, Rows
@@ -96,15 +90,6 @@ class PeerEngine:
         """Return False: an agent whose training diverged begins again with the initial model."""
         return False
 
-    def map_batches(
-        self, phase: Phase, n: int, *shared: Any, arguments: Sequence[Sequence[Any]] = ()
-    ) -> list[Any]:
-        """Call a phase of the only batch, with the candidates of the round as neighbours."""
-        group = self._with_candidates(n)
-        own = (argument[0] for argument in arguments)
-        with self._kernels():
-            return [phase.function(group, _ONLY_MEMBER, *own, n, *shared)]
-
     def train_(self, n: int) -> list[TrainResult]:
         """Train the agent's model (LocalUpdate).
 
@@ -150,12 +135,7 @@ class PeerEngine:
         deadline: float | None,
         on_step: Callable[[str], None],
     ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
-        """Run Algorithm 2 for the agent (alg:localAggregation)."""
-        if not active[self.agent_id]:
-            return batched_aggregation.aggregate_batches_(
-                self, n, states, active, deadline, on_step
-            )
-
+        """Run Algorithm 2 for the agent (alg:localAggregation), which is active in every round."""
         agent = self._with_candidates(n)
         contacts = states[0].contacts
         self.catch_up.start_if_late(self.monitor.is_late(n))
@@ -180,10 +160,6 @@ class PeerEngine:
         """Offer the trained model; all real peers are online."""
         num_samples = int(self.group.data.train.sizes[0])
         self.publisher.publish(n, self._own_model(), num_samples)
-
-    def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
-        """Download the models of the sampled peers (line 2)."""
-        return [self._fetch(n, sampled[0].values.tolist(), [], deadline)]
 
     def _download(self, n: int, asked: Ragged, deadline: float | None) -> Inbox:
         """Download the models of the asked peers, or of other candidates in place of late ones."""
@@ -274,17 +250,6 @@ class PeerEngine:
             "have the scale and the classes of the others. Then stop it for more than "
             f"{lag} rounds: with --resume it skips them, and asks all members again"
         )
-
-    def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
-        """Average the models in place: theta <- W theta (line 7).
-
-        The result is True for each agent, except for this one if its model is not finite.
-        """
-        layout = self.group.layout
-        matrix = mixing_matrix(decisions[0], layout.own, layout.previous)
-        with flush_denormals():
-            mix_(self.group.models, matrix, 0, self.spec.dim)
-        return self._is_finite()
 
     def _is_finite(self) -> Bool[np.ndarray, " N"]:
         is_finite = np.ones(self.spec.num_agents, dtype=bool)
