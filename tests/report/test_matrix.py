@@ -1,5 +1,6 @@
 """Matrices of a grid compared with values by hand, and the files of its report."""
 
+import gzip
 import json
 import math
 import re
@@ -15,7 +16,14 @@ from tests.tiny import run_cli
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import summary, write_json, write_toml
-from fedcb2o.report import _statistics, grid_notes, read_grid, regret_figure, report_grid
+from fedcb2o.report import (
+    _statistics,
+    grid_notes,
+    grid_results,
+    read_grid,
+    regret_figure,
+    report_grid,
+)
 from fedcb2o.report._explorer import unpack
 from fedcb2o.report._heat_map import draw_heat_map
 from fedcb2o.report._statistics import (
@@ -507,6 +515,27 @@ def test_a_report_can_be_made_from_its_summary_alone(view, tmp_path):
         )
     for name in ("grid.toml", "summary.csv"):
         assert (tmp_path / "kept" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    summary_file = tmp_path / "kept" / "summary.csv"
+    rows = read_grid(tmp_path / "kept").rows
+    summary_file.with_name("summary.csv.gz").write_bytes(gzip.compress(summary_file.read_bytes()))
+    summary_file.unlink()
+    pd.testing.assert_frame_equal(read_grid(tmp_path / "kept").rows, rows)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (gzip.compress(bytes(2**20)), "unpacks to more than 2000 bytes"),
+        (gzip.compress(bytes(100))[:-10], "cannot be read"),
+        (b"no gzip", "cannot be read"),
+    ],
+)
+def test_a_packed_summary_is_bounded_and_whole(view, tmp_path, monkeypatch, content, reason):
+    monkeypatch.setattr(grid_results, "_MAX_CSV_BYTES", 2000)
+    write_toml(tmp_path / "grid.toml", view.results.table)
+    (tmp_path / "summary.csv.gz").write_bytes(content)
+    with pytest.raises(RunError, match=reason):
+        read_grid(tmp_path)
 
 
 def test_names_that_pandas_reads_as_missing_are_kept(tmp_path):

@@ -5,7 +5,9 @@ exist ("removed"). The row of a baseline has no attack; the row of an attacked c
 baselines in the column `floor`. Both have the metrics of the attack's goal.
 """
 
+import gzip
 import io
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,13 +268,24 @@ def _order_columns(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _rows_from_csv(path: Path) -> pd.DataFrame:
     try:
-        content = io.BytesIO(read_regular(path, _MAX_CSV_BYTES))
-        rows = pd.read_csv(content, dtype=str, keep_default_na=False)
+        content = read_regular(path, _MAX_CSV_BYTES)
+        if path.suffix == ".gz":
+            content = _unpacked(content)
+        rows = pd.read_csv(io.BytesIO(content), dtype=str, keep_default_na=False)
         numbers = rows.drop(columns=[*KEY_COLUMNS[:-1], "error"]).apply(pd.to_numeric)
         rows = rows.assign(**{str(name): numbers[name] for name in numbers})
         return _order_columns(rows.astype({"seed": int}))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError) as error:
         raise RunError(f"{path} cannot be read ({error}): restore it") from error
+
+
+def _unpacked(content: bytes) -> bytes:
+    """Unpack a table; a small file of others could unpack to more than the memory."""
+    with gzip.open(io.BytesIO(content)) as file:
+        unpacked = file.read(_MAX_CSV_BYTES + 1)
+    if len(unpacked) > _MAX_CSV_BYTES:
+        raise ValueError(f"it unpacks to more than {_MAX_CSV_BYTES} bytes")
+    return unpacked
 
 
 def _metrics_by_seed(folder: Path, rounds: int) -> dict[int, dict[str, float]]:
