@@ -336,7 +336,7 @@ def run(folder, seconds, honest, attacks, out):
         location = keys.folder / "relay.member.toml"
         peers.start(*honest, relay=location, listen=False, assess_every=0, gather=5.0)
         for j in honest:
-            peers.until(j, 5, 60)
+            peers.until(j, 5)
         if attacks is BY_MEMBER:  # a new member is asked alone, once: this is not its attack
             work(1, time.monotonic() + 3 * TIMES["round_seconds"])
         for k, name in enumerate(["none", *attacks]):

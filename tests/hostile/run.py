@@ -84,7 +84,7 @@ def run(folder, seconds, attacks, out=sys.stdout):
         peers.start(*range(HONEST), gather=5.0)
         dim = len(parameters.flatten(build_network(read_federation(peers.federation))))
         attacker = Attacker(peers.federation, peers.identities[HONEST], dim)
-        peers.until(0, 4, 60)
+        peers.until(0, 4)
         for name, (kind, function) in [("none", ("none", lambda attacker: None)), *attacks.items()]:
             length = max(seconds, 8.0) if kind == "none" else seconds
             attacker.asked = 0

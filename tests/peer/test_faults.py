@@ -523,7 +523,7 @@ def test_a_new_member_of_a_busy_federation_takes_part(tmp_path):
 
         for j in range(3):
             start(j)
-        peers.until(0, 8, seconds=120)
+        peers.until(0, 8)
 
         # the documented steps: a new version, two signatures of three, restarts one by one
         (port,) = members.free_ports(1)
