@@ -14,7 +14,8 @@ def test_no_attack_ends_a_node_or_slows_the_rounds(tmp_path):
     assert run.run_all(tmp_path, 2.0) == []
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_hostile_relay_and_a_member_behind_one_slow_no_round(tmp_path):
     assert relay.run_all(tmp_path, 15.0) == []
