@@ -15,20 +15,32 @@ from torch import Tensor, nn
 from fedcb2o import records
 from fedcb2o.agent._attack import Attacker, build_attack
 from fedcb2o.agent._decision import SELF, Decision, Observer, decision_of
-from fedcb2o.agent._group import data_of_one, group_of_one, with_candidates
 from fedcb2o.agent._judge import Judge, JudgeOracle
-from fedcb2o.agent._memory import Memory
+from fedcb2o.agent._memory import Memory, Peer, PeerIds
 from fedcb2o.agent._models import Model, ModelFormat, as_network, placed_rows
-from fedcb2o.agent._peers import Peer, PeerIds
-from fedcb2o.agent._settings import Settings, is_whole
-from fedcb2o.agent._validation import check_parts, evaluation_copy, num_classes, validation_shard
-from fedcb2o.data import Shard, input_validation
+from fedcb2o.agent._settings import (
+    Settings,
+    check_parts,
+    evaluation_copy,
+    is_whole,
+    num_classes,
+    validation_shard,
+)
+from fedcb2o.data import Shard, input_validation, transforms, value_range
 from fedcb2o.errors import ConfigError, RunError, describe_type, require
-from fedcb2o.federated import AgentState, Inbox, Ragged, RunSpec, algorithm2
+from fedcb2o.federated import (
+    AgentData,
+    AgentState,
+    Attack,
+    Ragged,
+    RunSpec,
+    algorithm2,
+    single_agent,
+)
 from fedcb2o.federated.algorithms.section import RECOMMENDED
 from fedcb2o.federated.guards.acceptance import Message, max_abs, rejection_reason
-from fedcb2o.federated.ragged import Rows
 from fedcb2o.federated.shortfall import Shortfall
+from fedcb2o.federated.single_agent import ReceivedModel
 from fedcb2o.nn import parameters
 from fedcb2o.plugins import PluginChoice, to_python
 from fedcb2o.safe_files import check_regular
@@ -134,8 +146,7 @@ class Agent:
         settings = self._settings
         self._spec = settings.spec(type(self.network).__name__, module)
         attack = build_attack(settings.attack)
-        own = self._peers.own
-        self._data = data_of_one(self._spec, own, self._validation, settings.num_samples, attack)
+        self._data = self._agent_data(self._validation, settings.num_samples, attack)
         self._shortfall = Shortfall(self._spec.algorithm, settings.malicious_share)
         self._format = ModelFormat(module, self._is_numpy)
         self._buffer = self._previous.new_empty(0, 0)
@@ -173,7 +184,7 @@ class Agent:
         samples, labels = input_validation.check_samples_and_labels("x", x, "y", y)
         shard = Shard(samples, torch.as_tensor(labels))
         attack = self._data.attack if self._data.malicious[0] else None
-        data = data_of_one(self._spec, self._peers.own, shard, len(shard), attack)
+        data = self._agent_data(shard, len(shard), attack)
         poisoned, changed = data.training_data(np.zeros(1, np.int64), self.round)
         return poisoned[0], changed[0]
 
@@ -225,7 +236,8 @@ class Agent:
         require("budget", budget, is_whole(budget, 1), "a whole number from 1")
         # Sorted, so that the order of the caller's table changes no bit.
         self._selected = (tuple(sorted(self._peers.ids(candidates))), int(budget))
-        group = group_of_one(self._round_spec(), self._data, self._previous.unsqueeze(0))
+        models = self._previous.unsqueeze(0)
+        group = single_agent.agent_group(self._round_spec(), self._data, models=models)
         asked = algorithm2.sample_peers(group, self._state.contacts[0], self.round)
         own = self._peers.own
         return [self._peers.name(id) for id in asked.values.tolist() if id != own]
@@ -262,7 +274,7 @@ class Agent:
         buffer[1:first_row] = self._previous
 
         refused: dict[Any, str] = {}
-        entries: list[tuple[int, int, float]] = []
+        received: dict[int, ReceivedModel] = {}
         # The sums of the aggregation depend on the order of the models.
         ids = sorted(names)
         by_id = [models[names[id]] for id in ids]
@@ -283,14 +295,14 @@ class Agent:
             if reason:
                 refused[name] = reason
             else:
-                entries.append((id, row, float(claim)))
+                received[id] = (row, float(claim), self.round)
         # Without `select` the models that arrived are those that were asked for.
         if self._selected is None:
             self._selected = (tuple(ids), max(1, len(names)))
 
         observer = Observer(self._spec.algorithm)
         spec = dataclasses.replace(self._round_spec(), algorithm=observer.algorithm)
-        group = group_of_one(spec, self._data, buffer)
+        group = single_agent.agent_group(spec, self._data, models=buffer)
         oracle = None
         if self._judge is not None:
             oracle = JudgeOracle(group, self._judge, self._format)
@@ -298,7 +310,7 @@ class Agent:
             group,
             self.round,
             self._state,
-            lambda asked: self._inbox(entries, self._peers.own in asked.values),
+            lambda asked: single_agent.inbox_of_one(group, self.round, asked.values, received),
             oracle=oracle,
         )
         self._previous.copy_(buffer[0])
@@ -412,17 +424,31 @@ class Agent:
         """Return the specification of the round, with the candidates of `select`."""
         assert self._selected is not None
         candidates, budget = self._selected
-        ids = np.array(candidates, np.int64)
-        return with_candidates(self._spec, self._peers.own, self._peers.num_agents, ids, budget)
+        return single_agent.with_candidates(
+            self._spec,
+            self._peers.own,
+            candidates,
+            num_agents=self._peers.num_agents,
+            agents=self._spec.agents.model_copy(update={"budget": budget}),
+        )
 
-    def _inbox(self, entries: list[tuple[int, int, float]], has_own: bool) -> Inbox:
-        """Return models by (id, row, samples); the agent's own is one if it sampled itself."""
-        if has_own:
-            entries = sorted([*entries, (self._peers.own, 0, float(self._settings.num_samples))])
-        ids = np.array([id for id, _, _ in entries], np.int64)
-        rows = Rows(np.array([row for _, row, _ in entries], np.int64))
-        samples = np.array([claim for _, _, claim in entries], float)
-        return Inbox(Ragged.from_arrays([ids]), rows, samples, np.full(len(rows), self.round))
+    def _agent_data(self, samples: Shard, num_training: int, attack: Attack | None) -> AgentData:
+        """Return the agent's data: samples to validate on, which stand for training samples."""
+        indices = np.arange(len(samples))
+        return AgentData(
+            agents=np.array([self._peers.own]),
+            samples=samples,
+            test=samples,
+            train=Ragged.from_arrays([np.resize(indices, num_training)]),
+            validation=Ragged.from_arrays([indices]),
+            cluster=np.zeros(1, np.int64),
+            view=transforms.unchanged,
+            num_classes=self._spec.num_classes,
+            malicious=np.array([attack is not None]),
+            attack=attack or Attack(),
+            seed=self._spec.seed,
+            value_range=value_range(samples.x),
+        )
 
     def _load(self, theta: Float[Tensor, " d"]) -> None:
         """Copy a model into the network."""

@@ -8,13 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o.agent._group import group_of_one
 from fedcb2o.agent._models import Model, ModelFormat
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import Adversary, AgentData, Attack, RunSpec, craft_models_
+from fedcb2o.federated import Adversary, AgentData, Attack, RunSpec, craft_models_, single_agent
 from fedcb2o.federated.attacks.section import AttackSection
 from fedcb2o.federated.sections import as_component
-from fedcb2o.nn import parameters
 
 
 def build_attack(choice: Any) -> Attack | None:
@@ -94,15 +92,12 @@ class Attacker(NamedTuple):
             averages_own_model=False,
         )
 
-        num_crafted = self.data.attack.num_published(1, len(benign))
-        dim = len(self.own)
-        models = self.own.new_zeros(1 + num_crafted, parameters.row_stride(dim))[:, :dim]
-        models[0] = self.own
-        models[1] = self.previous
+        group = single_agent.agent_group(self.spec, self.data, adversary)
+        group.models[0] = self.own
+        group.models[1] = self.previous
 
         def peek(ids: Sequence[int]) -> Float[Tensor, "m d"]:
-            return torch.stack([known[j] for j in ids]) if ids else models[:0]
+            return torch.stack([known[j] for j in ids]) if ids else group.models[:0]
 
-        group = group_of_one(self.spec, self.data, models, adversary, num_crafted)
         craft_models_(group, np.zeros(1, np.int64), self.n, np.ones(len(ids), bool), peek)
-        return models[1:]
+        return group.models[group.layout.crafted_rows(0)]

@@ -1,17 +1,23 @@
-"""Settings of an agent, as its user gave them, and the specification that follows from them."""
+"""Settings and validation samples of an agent, and the specification that follows from them."""
 
+import copy
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
-from fedcb2o.errors import ConfigError, require
-from fedcb2o.federated import RunSpec, losses
+from fedcb2o.data import Shard, features, input_validation, match_samples, samples_and_labels
+from fedcb2o.errors import ConfigError, DataError, require
+from fedcb2o.federated import RunSpec, losses, part_checks
 from fedcb2o.federated.algorithms.section import AlgorithmSection
 from fedcb2o.federated.run_spec import Training
 from fedcb2o.federated.sections import AgentsSection, Component, as_component
+from fedcb2o.plugins import PluginChoice, attribute_errors
+from fedcb2o.user_values import to_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,3 +86,70 @@ def is_whole(value: Any, least: int) -> bool:
     """Return whether a value is a whole number of Python or NumPy, at least `least`."""
     is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
     return is_number and bool(value >= least)
+
+
+def evaluation_copy(network: nn.Module) -> nn.Module:
+    """Copy a network for evaluation; its frozen parameters stay shared."""
+    frozen = {id(p): p for p in network.parameters() if not p.requires_grad}
+    return copy.deepcopy(network, dict(frozen)).eval()
+
+
+def check_parts(spec: RunSpec, validation: Shard) -> None:
+    """Check that the network and the loss are functions of one sample.
+
+    A network or loss that mixes samples is a ConfigError.
+    """
+    part_checks.check_model(
+        spec.model,
+        [spec.module, evaluation_copy(spec.module)],
+        validation,
+        spec.seed,
+        num_classes=spec.num_classes,
+        loss=spec.training.loss,
+    )
+
+
+def validation_shard(network: nn.Module, validation: Any, columns: Any, has_loss: bool) -> Shard:
+    """Return checked validation samples.
+
+    They are on the network's device. Where a judge evaluates models there is no validation data,
+    and a single sample of zeros takes its place. `has_loss` admits labels that are the targets of a
+    regression.
+    """
+    device = next(network.parameters()).device
+    if validation is None:
+        return Shard(torch.zeros(1, 1, device=device), torch.zeros(1))
+    x, targets = samples_and_labels("`validation`", validation, columns)
+    numbers = has_loss and to_tensor("`y` holds", targets).is_floating_point()
+    x, y = input_validation.check_samples_and_labels("x", x, "y", targets, numbers=numbers)
+    if not numbers and y.dtype.kind not in "iub":
+        raise DataError("`y` must hold the classes as whole numbers from 0, as the network does")
+    match_samples(["the validation samples"], [x])
+    return Shard(x.to(device), torch.from_numpy(y if numbers else y.astype(np.int64)).to(device))
+
+
+def num_classes(network: nn.Module, validation: Shard, loss: PluginChoice | None) -> int:
+    """Return the number of the network's outputs for labels, or 1 without classes.
+
+    With `answer_loss` labels are groups, which nothing predicts. A label without an output is a
+    DataError.
+    """
+    if validation.y.is_floating_point():
+        return 1
+    name = loss["name"] if isinstance(loss, Mapping) else loss
+    if name in (losses.answer_loss, losses.answer_loss.__name__):
+        return 1 + int(validation.y.max())
+    # The user's network is as before, whatever the evaluation does.
+    was_training = network.training
+    try:
+        with torch.no_grad(), attribute_errors("model", type(network).__name__):
+            outputs = network.eval()(features(validation.x[:2]))
+    finally:
+        network.train(was_training)
+    labels = validation.y
+    if outputs.ndim != 2 or labels.min() < 0 or labels.max() >= outputs.shape[1]:
+        raise DataError(
+            f"`y` holds the classes {int(labels.min())} to {int(labels.max())}, and the network "
+            f"has outputs of shape {tuple(outputs.shape)}"
+        )
+    return int(outputs.shape[1])

@@ -41,9 +41,9 @@ from fedcb2o.federated import (
     AgentData,
     AgentGroup,
     AttackGoal,
-    BufferLayout,
     Ragged,
     RunSpec,
+    single_agent,
 )
 from fedcb2o.federated.sections import Component
 from fedcb2o.kernels import _autotune
@@ -78,21 +78,9 @@ class AgentSetup:
 
     def build_group(self) -> AgentGroup:
         """Build a group of one, with memory for a round's models."""
-        num_crafted = 0
-        if self.adversary is not None:
-            num_crafted = self.adversary.attack.num_published(1, len(self.adversary.benign_ids))
-        layout = BufferLayout.create(
-            np.zeros(1, np.int64),
-            1,
-            self.data.malicious,
-            num_crafted,
-            self.spec.algorithm.keeps_previous,
+        return single_agent.agent_group(
+            self.spec, self.data, self.adversary, num_received=self.spec.max_asked
         )
-        num_rows = layout.first_received + self.spec.max_asked
-        # Not zeros: only rows that are written to take memory, and none is read before.
-        stride = parameters.row_stride(self.spec.dim)
-        models = torch.empty(num_rows, stride)[:, : self.spec.dim]
-        return AgentGroup(self.spec, self.data, self.adversary, layout, models)
 
 
 def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) -> AgentSetup:

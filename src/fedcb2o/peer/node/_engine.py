@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -28,11 +27,12 @@ from fedcb2o.federated import (
     algorithm2,
     evaluate_models,
     max_abs,
+    single_agent,
     train_,
 )
 from fedcb2o.federated.guards.checks import ADMITTED, OUTCOMES
 from fedcb2o.federated.local_update import TrainResult
-from fedcb2o.federated.ragged import Members, Rows
+from fedcb2o.federated.ragged import Members
 from fedcb2o.kernels import dispatch
 from fedcb2o.peer._denormals import flush_denormals
 from fedcb2o.peer.node._catch_up import CatchUp
@@ -114,10 +114,7 @@ class PeerEngine:
 
     def _with_candidates(self, n: int) -> AgentGroup:
         """Return the group with the candidates of round `n` as neighbours."""
-        candidates = self._candidates(n)
-        neighbours = [torch.zeros(0, dtype=torch.int64)] * self.spec.num_agents
-        neighbours[self.agent_id] = torch.tensor(candidates, dtype=torch.int64)
-        spec = dataclasses.replace(self.spec, neighbours=tuple(neighbours))
+        spec = single_agent.with_candidates(self.spec, self.agent_id, self._candidates(n))
         return dataclasses.replace(self.group, spec=spec)
 
     def _candidates(self, n: int) -> list[int]:
@@ -186,18 +183,11 @@ class PeerEngine:
         self.exchange_seconds = time.monotonic() - start
         self._warn_if_alone()
 
-        own_samples = self.group.data.train.sizes.astype(float)[0]
-        own_row = int(self.group.layout.own[0])
-        received = {i: (own_samples, n, own_row) for i in ids if i == self.agent_id}
-        for i, arrival in self.arrivals.items():
-            received[i] = (arrival.num_samples, arrival.round, rows[arrival.row_owner])
-        entries = [received[i] for i in sorted(received)]
-        claims = np.array([claim for claim, _, _ in entries], dtype=float)
-        rounds = np.array([round for _, round, _ in entries], np.int64)
-        buffer_rows = np.array([row for _, _, row in entries], np.int64)
-        num_samples = np.minimum(claims, self.spec.max_samples)
-        senders = Ragged.from_arrays([np.array(sorted(received), np.int64)])
-        return Inbox(senders, Rows(buffer_rows), num_samples, rounds)
+        models = {
+            i: (rows[arrival.row_owner], float(arrival.num_samples), arrival.round)
+            for i, arrival in self.arrivals.items()
+        }
+        return single_agent.inbox_of_one(self.group, n, ids, models)
 
     def _warn_if_alone(self) -> None:
         """Name the members that did not answer, after some rounds without any answer."""
